@@ -4,7 +4,8 @@
  * stub_refused(). Work on a stream is done when somebody waits for it and not before, so that who reads too early, or
  * reuses a pinned buffer or gives memory back under way, is seen. Types and sizes are CUDA's, names of its calls too.
  *
- * Settings: STUB_CUDA_CAPABILITY (90), _VERSION (13000), _DEVICES (1), _MEMORY (bytes, 1 GiB), and _FAIL: NAME:N:CODE,...
+ * Settings: STUB_CUDA_CAPABILITY (90), _VERSION (13000), _DEVICES (1), _PEERS (1: they reach each other), _MEMORY
+ * (bytes, 1 GiB), and _FAIL: NAME:N:CODE,...
  * makes the N-th call of NAME fail; NAME "kernel" is the N-th kernel that runs, of which the next wait tells.
  */
 #define _GNU_SOURCE
@@ -16,13 +17,15 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 enum {
     INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_DEVICE = 101, INVALID_IMAGE = 200,
+    PEER_UNSUPPORTED = 217,
     INVALID_CONTEXT = 201, NO_BINARY = 209, INVALID_HANDLE = 400, NOT_FOUND = 500, ILLEGAL_ADDRESS = 700, DESTROYED = 709,
     NOT_CAPTURABLE = 900, INVALIDATED = 901, CAPTURED_EVENT = 907, MOST = 64
 };
-enum kind { MEMORY = 1, PINNED, STREAM, EVENT, MODULE, FUNCTION, GRAPH, READY, KINDS };
+enum kind { MEMORY = 1, PINNED, STREAM, EVENT, MODULE, FUNCTION, GRAPH, READY, PEER, KINDS };
 enum what { COPY, SET, KERNEL, MARK };
 
 struct op {
@@ -96,6 +99,7 @@ static void count_call(const char *name) {
     calls[i]++;
 }
 
+enum { MAPPED = 2 }; /* of pinned memory: kernels may have its address */
 enum { ANYWHERE, INITIALISED, IN_CONTEXT };
 static int enter(const char *name, int needs) {
     count_call(name);
@@ -134,7 +138,7 @@ static void drop(struct thing *gone) {
             break;
         }
     if (gone->kind == MEMORY) taken -= gone->size;
-    if (gone->kind == MEMORY || gone->kind == PINNED) munmap((void *)gone->at, gone->size);
+    if (gone->kind == MEMORY || gone->kind == PINNED || gone->kind == PEER) munmap((void *)gone->at, gone->size);
     free(gone->image);
     free(gone->ops);
     free(gone);
@@ -177,7 +181,8 @@ static int there(const struct op *op) { /* whether what it uses is memory that i
     for (unsigned i = 0; i < op->of->count; i++) {
         uintptr_t at = 0;
         memcpy(&at, op->params + 8 * i, 8);
-        if (op->of->sizes[i] == 8 && at && !within(at, 1, MEMORY)) return 0;
+        struct thing *pinned = within(at, 1, PINNED);
+        if (op->of->sizes[i] == 8 && at && !within(at, 1, MEMORY) && !(pinned && pinned->flags & MAPPED)) return 0;
     }
     return 1;
 }
@@ -272,13 +277,23 @@ static int cuDeviceGetAttribute(int *out, int attribute, int device) {
     int capability = (int)setting("STUB_CUDA_CAPABILITY", 90);
     if (attribute != 75 && attribute != 76 && attribute != 97) return refuse(INVALID_VALUE, "attribute %d", attribute);
     *out = attribute == 75 ? capability / 10 : attribute == 76 ? capability % 10 : (int)most_shared();
-    return device ? refuse(INVALID_DEVICE, "device %d", device) : 0;
+    return device >= setting("STUB_CUDA_DEVICES", 1) ? refuse(INVALID_DEVICE, "device %d", device) : 0;
 }
+static int cuDeviceCanAccessPeer(int *out, int device, int peer) {
+    ENTER(INITIALISED);
+    long devices = setting("STUB_CUDA_DEVICES", 1);
+    if (device >= devices || peer >= devices) return refuse(INVALID_DEVICE, "devices %d, %d", device, peer);
+    *out = device != peer && setting("STUB_CUDA_PEERS", 1);
+    return 0;
+}
+static int device_of; /* the one whose context is retained: a process has one */
 static int cuDevicePrimaryCtxRetain(void **out, int device) {
     ENTER(INITIALISED);
-    retained++;
+    if (device >= setting("STUB_CUDA_DEVICES", 1) || (retained && device != device_of))
+        return refuse(INVALID_DEVICE, "device %d", device);
+    retained++, device_of = device;
     *out = &generation;
-    return device ? refuse(INVALID_DEVICE, "device %d", device) : 0;
+    return 0;
 }
 static void end_context(void) {
     while (things) drop(things);
@@ -286,7 +301,7 @@ static void end_context(void) {
 }
 static int cuDevicePrimaryCtxRelease(int device) {
     ENTER(INITIALISED);
-    if (device || !retained) return refuse(INVALID_CONTEXT, "a context that nobody retains");
+    if (device != device_of || !retained) return refuse(INVALID_CONTEXT, "a context that nobody retains");
     if (--retained == 0) end_context();
     return 0;
 }
@@ -340,12 +355,45 @@ static int cuMemFree(uintptr_t at) {
 static int cuMemHostAlloc(void **out, size_t bytes, unsigned flags) {
     ENTER(IN_CONTEXT);
     failed = not_capturing(__func__, 1);
-    return flags ? refuse(INVALID_VALUE, "flags %u", flags) : failed ? failed : take((uintptr_t *)out, bytes, PINNED);
+    if (flags & ~MAPPED) return refuse(INVALID_VALUE, "flags %u", flags);
+    failed = failed ? failed : take((uintptr_t *)out, bytes, PINNED);
+    if (!failed) find(*out, PINNED)->flags = (int)flags;
+    return failed;
 }
 static int cuMemFreeHost(void *at) {
     ENTER(IN_CONTEXT);
     failed = not_capturing(__func__, 1);
     return failed ? failed : give(__func__, (uintptr_t)at, PINNED);
+}
+/* Memory of another process: what lies there nobody sees. Handles are CUDA's in size, and given by value. */
+struct ipc { int pid, device; uintptr_t at; size_t bytes; char rest[40]; };
+
+static int cuIpcGetMemHandle(struct ipc *out, uintptr_t at) {
+    ENTER(IN_CONTEXT);
+    struct thing *one = find((void *)at, MEMORY);
+    if (!one) return refuse(INVALID_VALUE, "%s of what is no allocation", __func__);
+    if (one->size % (2 << 20)) return refuse(INVALID_VALUE, "%s: %zu bytes share a page with others", __func__, one->size);
+    *out = (struct ipc){getpid(), device_of, at, one->size, {0}};
+    return 0;
+}
+static int cuIpcOpenMemHandle(uintptr_t *out, struct ipc handle, unsigned flags) {
+    ENTER(IN_CONTEXT);
+    failed = not_capturing(__func__, 0);
+    if (failed) return failed;
+    if (handle.pid == getpid()) return refuse(INVALID_CONTEXT, "%s in the process that made it", __func__);
+    if (flags != 1) return refuse(INVALID_VALUE, "%s: flags %u", __func__, flags);
+    if (handle.pid <= 0 || !handle.at || handle.bytes % (2 << 20)) return refuse(INVALID_HANDLE, "%s: no handle", __func__);
+    if (handle.device != device_of && !setting("STUB_CUDA_PEERS", 1)) return refuse(PEER_UNSUPPORTED, "%s", __func__);
+    void *at = mmap(NULL, handle.bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    struct thing *one = make(PEER);
+    one->at = *out = (uintptr_t)at, one->size = handle.bytes;
+    return 0;
+}
+static int cuIpcCloseMemHandle(uintptr_t at) {
+    ENTER(IN_CONTEXT);
+    FIND(one, (void *)at, PEER);
+    drop(one);
+    return 0;
 }
 /* host: 0 or 1 where `to` or `from` is the host's, 2 within the device. What is not pinned is copied before the call ends. */
 static int copy(const char *name, uintptr_t to, uintptr_t from, size_t bytes, void *handle, int host) {
@@ -651,7 +699,8 @@ static const struct { const char *name; int since; void *call; } table[] = {
     CALL(cuInit, 2000), CALL(cuDriverGetVersion, 2020), CALL(cuDeviceGetCount, 2000), CALL(cuDeviceGet, 2000),
     CALL(cuDeviceGetName, 2000), CALL(cuDeviceGetAttribute, 2000), CALL(cuDevicePrimaryCtxRetain, 7000),
     CALL(cuDevicePrimaryCtxRelease, 11000), CALL(cuDevicePrimaryCtxReset, 11000), CALL(cuCtxSetCurrent, 4000),
-    CALL(cuMemGetInfo, 3020), CALL(cuMemAlloc, 3020), CALL(cuMemFree, 3020), CALL(cuMemHostAlloc, 2020),
+    CALL(cuDeviceCanAccessPeer, 4000), CALL(cuIpcGetMemHandle, 4010), CALL(cuIpcOpenMemHandle, 11000),
+    CALL(cuIpcCloseMemHandle, 4010), CALL(cuMemGetInfo, 3020), CALL(cuMemAlloc, 3020), CALL(cuMemFree, 3020), CALL(cuMemHostAlloc, 2020),
     CALL(cuMemFreeHost, 2000), CALL(cuMemcpyHtoDAsync, 3020), CALL(cuMemcpyDtoHAsync, 3020),
     CALL(cuMemcpyDtoDAsync, 3020), CALL(cuMemcpy2DAsync, 3020), CALL(cuMemsetD8Async, 3020), CALL(cuStreamCreate, 2000),
     CALL(cuStreamSynchronize, 2000), CALL(cuStreamDestroy, 4000), CALL(cuEventCreate, 2000), CALL(cuEventRecord, 2000),

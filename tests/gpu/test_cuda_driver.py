@@ -64,6 +64,8 @@ def run(module: str, case: str, manifest: Path, library: Path, *rest: str, **set
         ("ptx_that_is_too_new", {}),
         ("a_driver_that_cannot_compile_ptx", {"version": 12000}),
         ("a_call_that_is_absent", {}),
+        ("shared_memory", {"devices": 2, "peers": 1}),
+        ("exchanges", {}),
         ("the_stub_is_strict", {}),
     ],
 )

@@ -7,6 +7,8 @@ LD_LIBRARY_PATH leads to the stub; `CudaDriver` and cuda-bindings are the real o
 
 from __future__ import annotations
 
+import ctypes
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -16,15 +18,23 @@ from typing import Any
 import numpy as np
 
 from pageturner.errors import EngineFault
+from pageturner.kernels.gpu.arrays import Arena
+from pageturner.kernels.gpu.catalogue import EXCHANGE_PROGRAMS, kernels_of
 from pageturner.kernels.gpu.cuda_driver import PAGE, SLOT, SLOTS, CudaDriver
 from pageturner.kernels.gpu.driver import LATER
+from pageturner.kernels.gpu.exchange import DeviceExchange, region_bytes
 from pageturner.kernels.gpu.manifest import Manifest
-from support.stub_cuda import CONTEXT, EVENT, MEMORY, PINNED, READY, Stub
+from support.stub_cuda import CONTEXT, EVENT, MEMORY, PEER, PINNED, READY, Stub
 
 KERNELS: dict[str, dict[str, Any]] = {
     "add": {"arguments": [["x", "*fp32"], ["n", "i32"], ["f", "fp32"]]},
     "large": {"arguments": [["x", "*fp32"]], "shared": 64 << 10, "hidden": 0},
     "waits": {"arguments": [["x", "*fp32"]], "dependent": True},
+}
+EXCHANGES = ("all_reduce", "all_reduce_twice", "gather")
+KERNELS |= {
+    name: {"arguments": kernels_of(90)[name].arguments, "warps": kernels_of(90)[name].warps}
+    for name in EXCHANGES
 }
 DICE = np.random.default_rng(5)
 
@@ -426,6 +436,71 @@ def compiled(manifest: Manifest) -> None:
         driver.architecture >= 90,
     ) * 2
     print(driver.architecture, driver.fingerprint, len(kernels))
+    end(driver, stub)
+
+
+def shared_memory(manifest: Manifest) -> None:
+    """Two processes, each of which opens what the other one has."""
+    stub, driver = Stub(), CudaDriver(manifest)
+    assert driver.peers() == [True, True]
+    address, handle = driver.alloc_shared(100)
+    assert len(handle) == 64
+    assert not held(driver, 100, address).any()
+    again = [sys.executable, "-m", "support.cuda_cases", "opened", sys.argv[2], handle.hex()]
+    done = subprocess.run(again, stdout=subprocess.PIPE, text=True)
+    assert done.returncode == 0
+    theirs = driver.open_shared(bytes.fromhex(done.stdout))
+    driver.load()
+    word = driver.host_word()
+    assert ctypes.c_int32.from_address(word).value == 0
+    driver.launch("add", (1,), (word, 1, 1.0))
+    driver.synchronise()
+    assert stub.held()[PEER] == 1
+    assert theirs != address
+    cu, small = driver._cu, driver.alloc(100)
+    opened = cu.CUipcMemHandle()
+    ctypes.memmove(opened.getPtr(), handle, len(handle))
+    refused: list[Callable[[], Any]] = [
+        lambda: cu.cuIpcOpenMemHandle(opened, 1), lambda: cu.cuIpcGetMemHandle(small),
+        lambda: cu.cuIpcCloseMemHandle(address), lambda: cu.cuMemFree(theirs),
+    ]  # fmt: skip
+    for i, call in enumerate(refused):
+        assert int(call()[0]), i
+        assert len(stub.refused) == i + 1, i
+    driver.close()
+    assert set(stub.held().values()) == {0}, stub.held()
+
+
+def exchanges(manifest: Manifest) -> None:
+    """What sums and gathers ask for, recorded too, without another rank."""
+    stub, driver = Stub(), CudaDriver(manifest)
+    arena = Arena(driver, 64 << 20)
+    mine = DeviceExchange(driver, arena, 1, 4, area=1 << 14)
+    mine.starts = (0, 64, 128, 192, 260)
+    regions = [driver.alloc(region_bytes(1 << 14)) for _ in range(4)]
+    mine.open([b""] * 4, dict(enumerate(regions)))
+    x = arena.take((40, 4096))
+    driver.begin_recording()
+    mine.sum(x)
+    driver.replay(driver.end_recording())
+    mine.sum(x.rows(slice(0, 1)), x)
+    mine.gather(arena.take((3, 64)), x)
+    driver.synchronise()
+    ran = stub.launches()
+    assert [one[0] for one in ran] == ["all_reduce_twice", "all_reduce", "gather"]
+    assert [one[1] for one in ran] == [(EXCHANGE_PROGRAMS, 1, 1), (4, 1, 1), (1, 1, 1)]
+    assert not mine.lost
+    mine.stop()
+    assert mine.lost
+    end(driver, stub)
+
+
+def opened(manifest: Manifest) -> None:
+    """The other process of `shared_memory`, on the other device; it ends first."""
+    stub, driver = Stub(), CudaDriver(manifest, ordinal=1)
+    handle = bytes.fromhex(sys.argv[3])
+    sys.stdout.write(driver.alloc_shared(5 << 20)[1].hex())
+    driver.open_shared(handle)
     end(driver, stub)
 
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
+import os
+import struct
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,8 +25,10 @@ class FakeDriver:
     fingerprint = "interpreted"
     version = ""
 
-    def __init__(self, total: int = 1 << 30, architecture: int = 90, name: str = "fake") -> None:
-        self.name, self.architecture, self.total = name, architecture, total
+    def __init__(
+        self, total: int = 1 << 30, architecture: int = 90, name: str = "fake", ordinal: int = 0
+    ) -> None:
+        self.name, self.architecture, self.total, self.ordinal = name, architecture, total, ordinal
         self.kernels = kernels_of(architecture)
         self.held: dict[int, Any] = {}
         self.sizes: dict[int, int] = {}
@@ -57,6 +63,34 @@ class FakeDriver:
         if address in self.kept:
             self.kept.remove(address)
             self.free(address)
+
+    def alloc_shared(self, nbytes: int) -> tuple[int, bytes]:
+        """A file in memory, by which other processes find it, as long as this one lives."""
+        fd = os.memfd_create("pageturner-fake-gpu", os.MFD_CLOEXEC)
+        os.ftruncate(fd, nbytes)
+        weakref.finalize(self, os.close, fd)
+        return self._mapped(fd, nbytes), struct.pack("<qqq40x", os.getpid(), fd, nbytes)
+
+    def open_shared(self, handle: bytes) -> int:
+        pid, name, nbytes = struct.unpack("<qqq40x", handle)
+        fd = os.open(f"/proc/{pid}/fd/{name}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return self._mapped(fd, nbytes)
+        finally:
+            os.close(fd)
+
+    def _mapped(self, fd: int, nbytes: int) -> int:
+        raw = np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
+        self.held[raw.ctypes.data], self.sizes[raw.ctypes.data] = raw, nbytes
+        return int(raw.ctypes.data)
+
+    def host_word(self) -> int:
+        address = self._take(4)
+        self.clear(address, 4)
+        return address
+
+    def peers(self) -> list[bool]:
+        return [True] * int(os.environ.get("PAGETURNER_FAKE_DEVICES", "4"))
 
     def free(self, address: int) -> None:
         del self.held[address], self.sizes[address]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,18 +21,19 @@ from pageturner.runtime.tensor_parallel import slices_of
 
 @contextmanager
 def ranks(
-    path: Path, size: int, *, threads: int = 1, dtype: str = "float32", stages: bool = False, **load: str
-) -> Iterator[tuple[Decoder, RankOps]]:
-    """Rank 0 of a model, whose others follow. stages: each has some of the layers; load: further settings of
-    `load_model`."""
+    path: Path, size: int, *, threads: int = 1, dtype: str = "float32", stages: bool = False,
+    backend: Callable[[Communicator], RankOps] | None = None, **load: str
+) -> Iterator[tuple[Decoder, RankOps]]:  # fmt: skip
+    """Rank 0 of a model, whose others follow. stages: each has some of the layers; backend: of a rank, not
+    that of the CPU; load: further settings of `load_model`."""
     if not native_module.available_isas():
         pytest.skip("the kernels are not compiled")
     memory, (alive, held) = shared_memory(size), os.pipe()
 
     def slice_of(rank: int) -> tuple[Decoder, RankOps]:
-        ops = (PipelineOps if stages else TensorParallelOps)(
-            Communicator(memory, rank, size), NativeOps(threads)
-        )
+        mine = Communicator(memory, rank, size)
+        native = PipelineOps if stages else TensorParallelOps
+        ops = backend(mine) if backend else native(mine, NativeOps(threads))
         how = {"stages": size} if stages else {"ranks": size}
         decoder = load_model(path, ops, dtype=dtype, rank=rank, **how, **load)  # type: ignore[arg-type]
         ops.slices = slices_of(decoder)
@@ -47,7 +48,7 @@ def ranks(
         for one in others:
             one.start()
         decoder, ops = slice_of(0)
-        ops.begin([])
+        ops.assemble([])
         yield decoder, ops
     finally:
         os.close(held)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 SOURCE = Path(__file__).parents[1] / "gpu" / "stub_cuda.c"
-MEMORY, PINNED, STREAM, EVENT, MODULE, FUNCTION, GRAPH, READY = range(1, 9)
+MEMORY, PINNED, STREAM, EVENT, MODULE, FUNCTION, GRAPH, READY, PEER = range(1, 10)
 CONTEXT = 0
 _SIZES = {"i32": "u32", "fp32": "f32"}
 
@@ -84,7 +84,7 @@ class Stub:
 
     def held(self) -> dict[int, int]:
         """How many there are of each kind; of CONTEXT how often it is retained."""
-        return {kind: int(self._library.stub_held(kind)) for kind in range(READY + 1)}
+        return {kind: int(self._library.stub_held(kind)) for kind in range(PEER + 1)}
 
     def parameters(self, symbol: str) -> tuple[int, ...]:
         """Bytes of each parameter of a kernel that is loaded, as its code says."""

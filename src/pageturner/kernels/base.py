@@ -296,6 +296,10 @@ class Ops(Protocol):
     @property
     def features(self) -> frozenset[str]: ...
 
+    @property
+    def divided(self) -> bool:
+        """Whether each of several ranks has a part of every layer, and the composites below ask for sums."""
+
     # -- storage ---------------------------------------------------------------------------------------------
     def pack_weight(self, tensor: Tensor) -> Weight:
         """A matrix in the backend's own layout, or an fp32 vector. EngineFault for an unknown kind."""
@@ -435,6 +439,12 @@ class Ops(Protocol):
         sliding  of the layers with a window, where these have block tables and storage of their own; layers
                  are numbered within their storage
         """
+
+    def summed(self, x: Array, residual: Array | None = None) -> Array:
+        """residual + the sum of x over all ranks, from rank 0 to the last; x itself where there is one."""
+
+    def embed_tokens(self, stack: Stack, tokens: I32) -> Array:
+        """`embed` with the table of the stack, of which each rank may have a slice: [T, d]."""
 
     def attention_block(self, x: Array, layer: Layer, kv: KV, index: int, batch: Batch) -> Array:
         """x + residual * post_norm(o(attention(rope(q(norm(x))), ...))) (may write into x)."""

@@ -1,13 +1,13 @@
-"""Processes (ranks) that compute one model on the CPU: each has a slice of every layer (tensor parallel), or
-some whole layers (pipeline parallel).
+"""Processes (ranks) that compute one model: each has a slice of every layer (tensor parallel), or some whole
+layers (pipeline parallel).
 
 Owns what goes between ranks: rank 0, which has the engine, says each call to the others, once a step the
 batch, and all make it on their own weights and their own KV storage, with the same block tables. Calls are
 numbered: who is at another one than a rank that it hears from ends, and nothing of one call is ever taken for
 a part of another. What is summed over ranks inside of a call, or goes from a stage to the next, is the
-affair of native/comm.cpp: sums in the order of ranks, in fp32, so that bits depend on the number of ranks
-alone; whole layers have the bits of one process. Must not know how processes are started, nor models or
-requests.
+affair of native/comm.cpp, on GPUs of kernels/gpu/exchange.py: sums in the order of ranks, in fp32, so that
+bits depend on the number of ranks alone; whole layers have the bits of one process. Must not know how
+processes are started, nor models or requests.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from pageturner.errors import EngineFault
 from pageturner.kernels.adapters import Adapter, Adapters, AdapterWeights
-from pageturner.kernels.base import F32, I32, KV, KV_TYPES, Batch, Draw, KVSpec, Stack, Weight
+from pageturner.kernels.base import F32, I32, KV, KV_TYPES, Array, Batch, Draw, KVSpec, Stack, Weight
 from pageturner.kernels.choosing import Head, LogprobsWanted, SamplerOutput
 from pageturner.kernels.composites import Composites
 from pageturner.kernels.edits import Allowed, Edits
@@ -40,7 +40,7 @@ PLACE = 512 * 1024  # bytes that a rank writes at once
 PATIENCE = 30.0  # seconds that ranks wait for one of them in the midst of a step
 STAGE_PATIENCE = 600.0  # the same where one of them computes all of its layers meanwhile
 _LOADING = 1e9  # the same until all are there: what is wrong with one of them is seen otherwise
-_MODEL, _MEET, _KV, _COPY, _HIDDEN, _LOGITS, _ADAPTER, _FORGET, _TOTAL = range(9)  # calls
+_MODEL, _MEET, _KV, _COPY, _HIDDEN, LOGITS, _ADAPTER, _FORGET, _TOTAL = range(9)  # calls
 _COUNTED = 4  # parts of 16 bits that a number is summed in over ranks, exactly
 _BATCH = (
     "tokens", "positions", "query_start", "context_len", "block_table", "slots", "logit_rows",
@@ -124,21 +124,23 @@ class DividedAdapter:
 
 
 class RankOps:
-    """An `Ops` around the native backend of one rank. Whatever is asked of that of rank 0, the others do in
+    """An `Ops` around the backend of one rank. Whatever is asked of that of rank 0, the others do in
     `follow`; what is not told to them, such as sampling, is rank 0's alone.
 
-    slices    set before `begin` and `follow`
+    slices    set before `assemble` and `follow`
     at_loss   rank 0: called when ranks cannot go on; ends the others and says what is known of their ends
     called    what messages call them
     patience  seconds that a rank may keep others waiting in a step
+    found     of ranks but 0: the rows that their last step gave
     """
 
     slices: Slices
     called = "tensor parallel ranks"
     patience = PATIENCE
 
-    def __init__(self, comm: Communicator, own: NativeOps) -> None:
+    def __init__(self, comm: Communicator, own: Any) -> None:
         self.comm, self.own = comm, own
+        self.found: Array | None = None
         self.at_loss: Callable[[], str] = str
         self._lost = ""  # why ranks cannot go on
         self._storage: list[KV] = []
@@ -155,7 +157,7 @@ class RankOps:
         self.own.prepare_stack(stack)
         self._stack = stack
 
-    def begin(self, ended: list[int]) -> None:
+    def assemble(self, ended: list[int]) -> None:
         """Rank 0, when its slice is loaded: wait until the others' are. EngineFault('rank_lost')."""
         self.comm.watch(ended, _LOADING)
         with self._together(_MODEL, np.array(self.slices.identity, np.int32)):
@@ -165,7 +167,7 @@ class RankOps:
 
     def total(self, numbers: list[int]) -> list[int]:
         """Sums over ranks of numbers from 0 to 2^63, of which each rank has as many. At rank 0 between
-        `begin` and the first step; the others have theirs in `Slices.counts`."""
+        `assemble` and the first step; the others have theirs in `Slices.counts`."""
         with self._together(_TOTAL):
             return self._summed(numbers)
 
@@ -207,8 +209,8 @@ class RankOps:
             self.own.copy_blocks(self._storage[arrays[0][0]], [(a, b) for a, b in arrays[1].tolist()])
         elif call == _HIDDEN:
             self._follow_step(arrays)
-        elif call == _LOGITS:
-            self._share_logits(arrays[0].view(np.float32), head, self._numbered(arrays[1]))
+        elif call == LOGITS:
+            self._share_logits(arrays, head)
         elif call == _TOTAL:
             self._summed(self.slices.counts)
         elif call == _MODEL and tuple(arrays[0].tolist()) != self.slices.identity:
@@ -232,7 +234,7 @@ class RankOps:
         sliding = None
         if kind == _WITH_SLIDING:
             sliding = replace(batch, block_table=more[0], slots=more[1]), self._storage[recent]
-        self.own.hidden(self._stack, batch, None if whole < 0 else self._storage[whole], sliding)
+        self.found = self.own.hidden(self._stack, batch, None if whole < 0 else self._storage[whole], sliding)
 
     def _numbered(self, numbers: I32) -> Adapters | None:
         """The adapters of these numbers, none where there are no numbers."""
@@ -267,11 +269,13 @@ class RankOps:
 
     def store_weight(self, weight: Weight, fd: int, offset: int) -> tuple[list[Any], int]:
         """As the native backend does: each rank has files of its own."""
-        return self.own.store_weight(weight, fd, offset)
+        stored: tuple[list[Any], int] = self.own.store_weight(weight, fd, offset)
+        return stored
 
     def fetch_weight(self, about: list[Any], fd: int, offset: int) -> tuple[Weight, int]:
         """The same."""
-        return self.own.fetch_weight(about, fd, offset)
+        fetched: tuple[Weight, int] = self.own.fetch_weight(about, fd, offset)
+        return fetched
 
     # -- adapters -----------------------------------------------------------------------------------------
     def pack_adapter(self, weights: AdapterWeights, stack: Stack) -> DividedAdapter:
@@ -300,7 +304,7 @@ class RankOps:
         return np.array(numbers, np.int32), _own(adapters)
 
     # -- composites ---------------------------------------------------------------------------------------
-    def hidden(self, stack: Stack, batch: Batch, kv: KV, sliding: tuple[Batch, KV] | None) -> F32:
+    def hidden(self, stack: Stack, batch: Batch, kv: KV, sliding: tuple[Batch, KV] | None) -> Array:
         """A step of all ranks: every one gets the same rows [R, d]."""
         numbers, adapters = self._tell_adapters(batch.adapters)
         places = [0, self._place(kv), _NO_KV]
@@ -312,8 +316,8 @@ class RankOps:
         with self._together(_HIDDEN, np.array(places, np.int32), numbers, *arrays):
             return self.own.hidden(stack, mine, kv, sliding)
 
-    def _share_logits(self, x: F32, head: Head, adapters: Adapters | None) -> None:
-        """The part of a rank but 0 in logits."""
+    def _share_logits(self, arrays: list[I32], head: Head) -> None:
+        """The part of a rank but 0 in logits, of what rank 0 sent."""
         raise NotImplementedError
 
     @contextmanager
@@ -322,8 +326,7 @@ class RankOps:
         wrong before they are told costs nobody anything, and a ValueError is raised by all of them before
         they begin. Else they are no longer at the same call: EngineFault, 'rank_lost' unless rank 0 has one
         of its own, in this and every later call."""
-        if self._lost:
-            raise EngineFault("rank_lost", self._lost)
+        self._alive()
         message = packed(call, *arrays)
         try:
             self.comm.native.send(message)
@@ -331,12 +334,26 @@ class RankOps:
         except ValueError:
             raise
         except BaseException as error:
-            why = str(error) or type(error).__name__
-            known = self.at_loss()
-            self._lost = f"{self.called} cannot go on: {why}{f' ({known})' if known else ''}"
+            self.give_up(str(error) or type(error).__name__)
             if isinstance(error, EngineFault) or not isinstance(error, Exception):
                 raise
             raise EngineFault("rank_lost", self._lost) from error
+
+    def _alive(self) -> None:
+        if self._lost:
+            raise EngineFault("rank_lost", self._lost)
+
+    def give_up(self, why: str) -> str:
+        """End the others: no later call is made. What is said of it."""
+        known = self.at_loss()
+        self._lost = f"{self.called} cannot go on: {why}{f' ({known})' if known else ''}"
+        return self._lost
+
+
+def kv_of_rank(spec: KVSpec, stack: Stack | None) -> KVSpec:
+    """What a rank with these layers has of the KV of all ranks."""
+    assert stack is not None
+    return replace(spec, kv_heads=stack.layers[0].shape.kv_heads)
 
 
 class TensorParallelOps(RankOps):
@@ -348,8 +365,7 @@ class TensorParallelOps(RankOps):
         own.join(comm.native)
 
     def _mine(self, spec: KVSpec) -> KVSpec:
-        assert self._stack is not None
-        return replace(spec, kv_heads=self._stack.layers[0].shape.kv_heads)
+        return kv_of_rank(spec, self._stack)
 
     def logits(self, x: F32, head: Head, adapters: Adapters | None = None) -> F32:
         """Logits of x [R, d], each rank's side by side: [R, V], valid until the next call of `logits`."""
@@ -358,12 +374,13 @@ class TensorParallelOps(RankOps):
         if rows > len(self._out) or vocabulary != self._out.shape[1]:
             self._out = np.empty((rows, vocabulary), np.float32)
         out = self._out[:rows]
-        with self._together(_LOGITS, x, numbers):
+        with self._together(LOGITS, x, numbers):
             self._gather(self.own.logits(x, head, own), out)
         return out
 
-    def _share_logits(self, x: F32, head: Head, adapters: Adapters | None) -> None:
-        self._gather(self.own.logits(x, head, adapters))
+    def _share_logits(self, arrays: list[I32], head: Head) -> None:
+        x = arrays[0].view(np.float32)
+        self._gather(self.own.logits(x, head, self._numbered(arrays[1])))
 
     def _gather(self, mine: F32, out: F32 | None = None) -> None:
         self.comm.native.gather(mine, list(self.slices.starts), out)
@@ -405,7 +422,8 @@ class PipelineOps(RankOps):
 
     def logits(self, x: F32, head: Head, adapters: Adapters | None = None) -> F32:
         """Logits of x [R, d], by rank 0 alone: [R, V], valid until the next call of `logits`."""
-        return self.own.logits(x, head, _own(adapters))
+        out: F32 = self.own.logits(x, head, _own(adapters))
+        return out
 
     def choose(
         self,
@@ -418,7 +436,8 @@ class PipelineOps(RankOps):
         adapters: Adapters | None = None,
     ) -> SamplerOutput:
         """As the native backend does, by rank 0 alone."""
-        return self.own.choose(x, head, draw, allowed, edits, wanted, _own(adapters))
+        out: SamplerOutput = self.own.choose(x, head, draw, allowed, edits, wanted, _own(adapters))
+        return out
 
 
 def _own(adapters: Adapters | None) -> Adapters | None:

@@ -31,6 +31,11 @@ class Composites:
     gpu_kv = False
 
     @property
+    def divided(self) -> bool:
+        """False: this backend has the whole of each layer."""
+        return False
+
+    @property
     def features(self) -> frozenset[str]:
         """None: a backend says what it has."""
         return frozenset()
@@ -44,6 +49,14 @@ class Composites:
 
     def prepare_stack(self: Any, stack: Stack) -> None:
         return None
+
+    def summed(self: Any, x: Array, residual: Array | None = None) -> Array:
+        """x itself: nobody has another part of it."""
+        return x if residual is None else self.add(residual, x)
+
+    def embed_tokens(self: Any, stack: Stack, tokens: I32) -> Array:
+        """The embedding of tokens, of which every rank may have a part."""
+        return self.embed(stack.embed, tokens)
 
     def hidden(self: Any, stack: Stack, batch: Batch, kv: KV, sliding: tuple[Batch, KV] | None) -> Array:
         adapters, of_wanted = self.row_adapters(batch)
@@ -190,7 +203,11 @@ def _feed_forward(ops: Ops, adapted: Adapted | None, x: Array, layer: Layer) -> 
             y = _gated(ops, _linear(ops, adapted, "gate", h, layer.gate), up, layer.act)
         y = _linear(ops, adapted, "down", y, layer.down, layer.down_bias)
         x = _add_part(ops, x, y, layer.mlp_post_norm, layer)
-    return x if layer.experts is None else ops.add_experts(x, h, layer)
+    if layer.experts is None:
+        return x
+    if not ops.divided:
+        return ops.add_experts(x, h, layer)
+    return ops.summed(ops.add_experts(ops.scale(x, 0.0), h, layer), x)
 
 
 def _linear(
@@ -202,7 +219,7 @@ def _linear(
 
 
 def _embedded(ops: Ops, stack: Stack, batch: Batch, adapters: Adapters | None) -> Array:
-    x = ops.embed(stack.embed, batch.tokens)
+    x = ops.embed_tokens(stack, batch.tokens)
     if adapters is not None:
         x = ops.adapt_embedded(x, batch.tokens, adapters)
     if stack.embed_scale != 1:
@@ -222,7 +239,8 @@ def _normed(ops: Ops, x: Array, weight: Weight | None, bias: Weight | None, eps:
 
 
 def _add_part(ops: Ops, x: Array, y: Array, post_norm: Weight | None, layer: Layer) -> Array:
-    """x + residual * post_norm(y)."""
+    """x + residual * post_norm(y), y being the sum of what all ranks have."""
+    y = ops.summed(y)
     if post_norm is not None:
         y = ops.norm(y, post_norm, layer.eps)
     if layer.residual != 1:

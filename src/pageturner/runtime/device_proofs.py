@@ -7,6 +7,7 @@ must be one. Must not know what is compared.
 from __future__ import annotations
 
 import fcntl
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,6 +72,8 @@ def prove(decoder: Decoder, ops: GpuOps | None, block_size: int, kv_dtype: str, 
     from pageturner.kernels.gpu import proof
 
     spec = decoder.kv_spec(1, block_size, kv_dtype)
+    if decoder.shard is not None:  # of all ranks, and this is one
+        spec = replace(spec, kv_heads=decoder.stack.layers[0].shape.kv_heads)
     forms = proof.identity(decoder.stack, decoder.head.weight, spec, length)
     if proofs_of(ops.driver).get(forms) == RIGHT:
         return

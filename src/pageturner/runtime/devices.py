@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 NO_GPU = "this machine shows no NVIDIA GPU"
 DRIVER = "PAGETURNER_GPU_DRIVER"  # MODULE:CLASS of a driver in place of CUDA's, for tests
+# The devices of rank 0, 1, ... with commas, numbered as CUDA_VISIBLE_DEVICES leaves them; unset: 0,1,...
+ORDINALS = "PAGETURNER_GPU_DEVICES"
 WORKSPACE = 2 << 30  # bytes for what one step computes; less on small devices
 SHARE = 0.9  # for KV, of the memory that is free behind a dry run; recordings of steps take the rest
 BUDGETS = (8192, 4096, 2048, 1024, 512)  # tokens of a step where that was left to the machine: what fits
@@ -75,16 +77,45 @@ def needs_of(path: Any, config: EngineConfig) -> ModelNeeds:
     return ModelNeeds(spec, weights, spec.kv_spec(1, config.block_size, kv_dtype, True).nbytes)
 
 
-def open_driver() -> Driver:
-    """CUDA's. EngineFault('gpu_absent', 'gpu_driver', 'gpu_kernels') where it cannot be used."""
+def ordinals(size: int) -> list[int]:
+    """The devices of so many ranks. EngineFault('bad_setting') where they are not said right."""
+    told = os.environ.get(ORDINALS)
+    if not told:
+        return list(range(size))
+    try:
+        found = [int(one) for one in told.split(",")]
+    except ValueError:
+        found = []
+    if len(found) < size or min(found) < 0:
+        message = f"{ORDINALS} is {told!r}, and {size} numbers of devices with commas are wanted"
+        raise EngineFault("bad_setting", message)
+    return found[:size]
+
+
+def open_driver(rank: int = 0) -> Driver:
+    """CUDA's, of the device of this rank. EngineFault('gpu_absent', 'gpu_driver', 'gpu_kernels') where it
+    cannot be used."""
+    ordinal = ordinals(rank + 1)[rank]
     named = os.environ.get(DRIVER)
     if named:
         module, _, name = named.partition(":")
-        found: Driver = getattr(importlib.import_module(module), name)()
+        make = getattr(importlib.import_module(module), name)
+        found: Driver = make(ordinal=ordinal) if ordinal else make()
         return found
     from pageturner.kernels.gpu.cuda_driver import CudaDriver
 
-    return CudaDriver()
+    return CudaDriver(ordinal=ordinal)
+
+
+def open_rank(rank: int) -> GpuOps:
+    """The backend of a rank but 0 on its device, which `choose` of rank 0 found good. EngineFault as
+    open_driver."""
+    from pageturner.kernels.gpu.ops import GpuOps
+
+    driver = open_driver(rank)
+    found = GpuOps(driver, workspace_of(driver))
+    weakref.finalize(found, driver.close).atexit = False
+    return found
 
 
 def choose(config: EngineConfig, needs: Callable[[], ModelNeeds]) -> DeviceChoice:
@@ -133,17 +164,45 @@ def check_model(driver: Driver, needs: ModelNeeds, config: EngineConfig) -> None
     """EngineFault('gpu_model') or ('gpu_memory') where this device cannot have this model."""
     if (lacking := _lacking(needs.spec, config)) is not None:
         raise EngineFault("gpu_model", f"{lacking} on a GPU: use --device cpu")
-    free = driver.memory()[0]
-    least = needs.weights + workspace_of(driver) + 2 * needs.block
+    _check_ranks(driver, config.tensor_parallel_size)
+    free, weights = driver.memory()[0], needs.weights // config.tensor_parallel_size
+    least = weights + workspace_of(driver) + exchange_of(config) + 2 * needs.block
     if least > free:
         message = (
             f"{driver.name} has {free / GB:.1f} GB free, and the model needs {least / GB:.1f}: weights of"
-            f" {needs.weights / GB:.1f} GB, {workspace_of(driver) / GB:.1f} GB for steps, and KV"
+            f" {weights / GB:.1f} GB, {workspace_of(driver) / GB:.1f} GB for steps, and KV"
         )
         raise EngineFault(
             "gpu_memory",
             f"{message}; use a smaller or quantised model (--quantization int4), or --device cpu",
         )
+
+
+def _check_ranks(driver: Driver, size: int) -> None:
+    """EngineFault('gpu_devices') unless each of so many ranks has a device, and they reach each other."""
+    if size == 1:
+        return
+    reached, wanted = driver.peers(), ordinals(size)
+    flag = f"--tensor-parallel-size {size}"
+    if max(wanted) >= len(reached):
+        there = f"{len(reached)} x {driver.name}" if len(reached) > 1 else f"one {driver.name}"
+        limit = os.environ.get("CUDA_VISIBLE_DEVICES")
+        why = f", CUDA_VISIBLE_DEVICES being {limit!r}" if limit is not None else ""
+        message = f"{flag} wants the devices {', '.join(map(str, wanted))}, and there is {there}{why}"
+        raise EngineFault("gpu_devices", f"{message}: lower it, or use --device cpu")
+    apart = [str(one) for one in wanted if not reached[one]]
+    if apart:
+        message = f"{flag}: device {wanted[0]} cannot reach the memory of device {', '.join(apart)}"
+        raise EngineFault("gpu_devices", f"{message}: choose others with {ORDINALS}, or use --device cpu")
+
+
+def exchange_of(config: EngineConfig) -> int:
+    """Bytes of each device that sums over ranks take."""
+    if config.tensor_parallel_size == 1:
+        return 0
+    from pageturner.kernels.gpu.exchange import region_bytes
+
+    return region_bytes()
 
 
 def _lacking(spec: ModelSpec, config: EngineConfig) -> str | None:
@@ -157,21 +216,25 @@ def _lacking(spec: ModelSpec, config: EngineConfig) -> str | None:
         f"heads of {spec.head_dim} elements are not computed": spec.head_dim > widest,
         f"a choice among {experts} experts is not computed": experts > ROUTED[-1],
         "--kv-host-memory and --kv-file do not work": config.kv_host_memory > 0 or bool(config.kv_file),
-        "--tensor-parallel-size does not work": config.tensor_parallel_size > 1,
         "--pipeline-parallel-size does not work": config.pipeline_parallel_size > 1,
     }
     return next((text for text, lacks in found.items() if lacks), None)
 
 
 def plan_text(ops: GpuOps, needs: ModelNeeds, config: EngineConfig) -> str:
-    """What the memory of the device will be for; told before weights are loaded."""
-    free = ops.free_memory() - needs.weights
-    kv = config.kv_cache_memory or int(SHARE * free)
+    """What the memory of the device will be for, or of each of several; told before weights are loaded."""
+    size = config.tensor_parallel_size
+    weights, exchange = needs.weights // size, exchange_of(config)
+    free = ops.free_memory() - weights - exchange
+    kv = config.kv_cache_memory or size * int(SHARE * free)
     length = config.max_model_len or needs.spec.context
     blocks = max(kv, 0) // needs.block
+    name, sums, together = ops.driver.name, "", ""
+    if size > 1:
+        name, sums, together = f"each of {size} x {name}", f"sums {exchange / GB:.2f} GB, ", ", together"
     return (
-        f"{ops.driver.name}: weights {needs.weights / GB:.2f} GB, steps {ops.arena.size / GB:.2f} GB, KV"
-        f" {kv / GB:.2f} GB = {blocks * config.block_size:,} tokens, which hold"
+        f"{name}: weights {weights / GB:.2f} GB, steps {ops.arena.size / GB:.2f} GB, {sums}KV"
+        f" {kv / size / GB:.2f} GB{together} = {blocks * config.block_size:,} tokens, which hold"
         f" {blocks * config.block_size // length:,} sequences of {length:,} tokens"
         f" ({1 - SHARE:.0%} of what is free are left as a margin)"
     )
@@ -184,9 +247,9 @@ def free_memory(ops: object) -> int | None:
 
 
 def kv_bytes(ops: object, asked: int, host: int) -> tuple[int, int]:
-    """For `plan_kv`: bytes for KV that are asked for, and bytes that are free; of the device where KV lies
+    """For `plan_kv`: bytes for KV that are asked for, and bytes that are free; of the devices where KV lies
     there. asked 0: a share of what is free. host: bytes that are free on the host."""
-    free = getattr(ops, "free_memory", None)
+    free = getattr(ops, "free_for_kv", None)
     if free is None:
         return asked, host
     here = free()
@@ -224,7 +287,13 @@ def dry_run(
     return config
 
 
-def first_step(decoder: Decoder, ops: GpuOps | None, config: EngineConfig, kv_dtype: str) -> None:
+def by_all_ranks(decoder: Decoder, ops: Any, config: EngineConfig, kv_dtype: str, length: int) -> None:
+    """The largest step and the smallest one, by all ranks."""
+    _largest_step(decoder, ops, config.token_budget or length, config, kv_dtype, length)
+    first_step(decoder, ops, config, kv_dtype)
+
+
+def first_step(decoder: Decoder, ops: Any, config: EngineConfig, kv_dtype: str) -> None:
     """A step of a single sequence, with the choice of a token: kernels are loaded when they are first
     launched, and those of small steps are not to be in the time of the first request. Nothing on the CPU."""
     if ops is None:
@@ -250,7 +319,7 @@ def tell_start(chosen: DeviceChoice, phases: Mapping[str, float]) -> None:
 
 
 def _largest_step(
-    decoder: Decoder, ops: GpuOps, budget: int, config: EngineConfig, kv_dtype: str, length: int
+    decoder: Decoder, ops: Any, budget: int, config: EngineConfig, kv_dtype: str, length: int
 ) -> None:
     """As many sequences as may run decode at the end of their context, beside prompts that fill the budget.
     All read one block and write nowhere."""

@@ -11,8 +11,9 @@ import os
 import re
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -115,9 +116,9 @@ def make_engine(
     if config.backend in ("fake", "null"):
         return _build_fake(config, beside)
     phases = Phases()
-    ranks = tensor_parallel.RankProcesses(config) if tensor_parallel.ranks_of(config) > 1 else None
     model = phases.run("find", lambda: hub.resolve(config.model))
     chosen = phases.run("device", lambda: _device(config, model))
+    ranks = tensor_parallel.processes_of(config, chosen.ops)
     ops = phases.run("kernels", lambda: wrap((ranks.ops if ranks else chosen.ops) or make_ops(config)))
     read = tokenizer or (lambda: _texts(config, model))
     drafts = config.speculation == "draft"
@@ -125,7 +126,7 @@ def make_engine(
     decoder = phases.run("load", lambda: tensor_parallel.load(model.path, ops, config, ranks))
     max_model_len = _model_len(config, decoder.spec.context)
     kv_dtype = "float16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    config = _tried(phases, decoder, chosen.ops, config, kv_dtype, max_model_len)
+    config = _tried(phases, decoder, chosen.ops and ops, config, kv_dtype, max_model_len)
     one = decoder.kv_spec(1, config.block_size, kv_dtype)
     of_draft = smaller.kv_spec(1, config.block_size, kv_dtype).nbytes if smaller else 0
     fingerprint = _fingerprint(ops, config, kv_dtype, decoder.spec.rope.choice(max_model_len))
@@ -170,15 +171,20 @@ def _device(config: EngineConfig, model: hub.ModelFile) -> devices.DeviceChoice:
 
 
 def _tried(
-    phases: Phases, decoder: Decoder, ops: GpuOps | None, config: EngineConfig, kv_dtype: str, length: int
+    phases: Phases, decoder: Decoder, ops: Any, config: EngineConfig, kv_dtype: str, length: int
 ) -> EngineConfig:
     """What a device does before it serves: its largest step, its smallest one, and the proof that it computes
-    right. Gives the settings, with a token budget that fits."""
-    measure = devices.dry_run
-    config = phases.run("dry_run", lambda: measure(decoder, ops, config, kv_dtype, length))
-    if ops is not None:
-        phases.run("first_step", lambda: devices.first_step(decoder, ops, config, kv_dtype))
-        phases.run("proof", lambda: prove(decoder, ops, config.block_size, kv_dtype, length))
+    right. Gives the settings, with a token budget that fits. Of several ranks the first one does it alone: a
+    step that does not fit would end the others. Then all do it, for what they take is not free for KV."""
+    if ops is None:
+        return config
+    steps, several = (decoder, ops), tensor_parallel.ranks_of(config) > 1
+    with ops.alone() if several else nullcontext():
+        config = phases.run("dry_run", lambda: devices.dry_run(*steps, config, kv_dtype, length))
+        phases.run("first_step", lambda: devices.first_step(*steps, config, kv_dtype))
+        phases.run("proof", lambda: prove(*steps, config.block_size, kv_dtype, length))
+    if several:
+        phases.run("ranks", lambda: devices.by_all_ranks(*steps, config, kv_dtype, length))
     return config
 
 

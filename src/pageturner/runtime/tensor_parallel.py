@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -46,6 +47,9 @@ from pageturner.models.shard import MOST_RANKS
 from pageturner.models.weights import PLACES, WeightSize
 from pageturner.runtime import devices, numa
 
+if TYPE_CHECKING:
+    from pageturner.kernels.gpu.ops import GpuOps
+
 WORDS = 4096  # bytes that a rank may say of its end
 
 
@@ -67,7 +71,7 @@ def check(config: EngineConfig) -> None:
     refused = {
         f"--pipeline-parallel-size {stages}": size > 1 and stages > 1,
         f"--backend {config.backend}": config.backend not in ("auto", "native"),
-        "--device cuda": config.device == "cuda",
+        "--device cuda": stages > 1 and config.device == "cuda",
         "--speculation draft": config.speculation == "draft",
         "--kv-host-memory": config.kv_host_memory > 0,
         "--kv-file": bool(config.kv_file),
@@ -98,12 +102,21 @@ def cores_of(cores: Sequence[int], rank: int, size: int) -> list[int]:
     return list(cores[first : max(first + 1, len(cores) * (rank + 1) // size)])
 
 
-def make_ops(config: EngineConfig, rank: int, memory: int, cores: Sequence[int] = ()) -> RankOps:
+def make_ops(
+    config: EngineConfig, rank: int, memory: int, cores: Sequence[int] = (), gpu: GpuOps | None = None
+) -> RankOps:
     """The backend of a rank. memory: the file that all ranks share. cores: those of the rank with
     --pin-threads, else none; where they are of one NUMA node, so is the memory that this thread and those
-    that it starts ask for from here on, as long as the node has some."""
+    that it starts ask for from here on, as long as the node has some. gpu: rank 0's on its device, None: the
+    CPU; ranks but 0 open theirs with `--device cuda`, which rank 0 tells them."""
     if cores:
         numa.prefer(numa.node_of(cores))
+    if rank and config.device == "cuda":
+        gpu = devices.open_rank(rank)
+    if gpu is not None:
+        from pageturner.kernels.gpu.ranks import GpuTensorParallelOps
+
+        return GpuTensorParallelOps(Communicator(memory, rank, ranks_of(config)), gpu)
     own = NativeOps(threads_of(config, rank))
     if cores:
         own.pin_threads(list(cores))
@@ -187,14 +200,15 @@ class RankProcesses:
 
     ops   its backend, with which `load` loads
     pids  of the others, once they are started
+    gpu   its own backend where each rank has a device; None: they compute on the CPU
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        self._config = config
+    def __init__(self, config: EngineConfig, gpu: GpuOps | None = None) -> None:
+        self._config = replace(config, device="cpu" if gpu is None else "cuda")
         self._places = places_of(config)
         self._memory = shared_memory(ranks_of(config))
         self._close = weakref.finalize(self, os.close, self._memory)
-        self.ops = make_ops(config, 0, self._memory, self._places[0])
+        self.ops = make_ops(self._config, 0, self._memory, self._places[0], gpu)
         self.pids: list[int] = []
         self._others: OtherRanks | None = None
 
@@ -227,7 +241,7 @@ class RankProcesses:
         """Wait for the others. EngineFault('rank_lost') when one of them ended, with what it said."""
         assert self._others is not None
         self.ops.slices = slices_of(decoder)
-        self.ops.begin(self._others.ended)
+        self.ops.assemble(self._others.ended)
         if self._config.pipeline_parallel_size > 1:
             whole = iter(self.ops.total(self.ops.slices.counts))
             decoder.sizes = {place: WeightSize(next(whole), next(whole), next(whole)) for place in PLACES}
@@ -236,6 +250,11 @@ class RankProcesses:
         """End the others."""
         if self._others is not None:
             self._others.end()
+
+
+def processes_of(config: EngineConfig, gpu: GpuOps | None) -> RankProcesses | None:
+    """Those of several ranks, not yet started. gpu: as RankProcesses."""
+    return RankProcesses(config, gpu) if ranks_of(config) > 1 else None
 
 
 def load(path: Path, ops: Ops, config: EngineConfig, ranks: RankProcesses | None = None) -> Decoder:

@@ -33,6 +33,9 @@ MAX_SPLIT_TILES = 1024  # tiles of a product whose parts of K are computed besid
 # Of the products of adapters: rows of a tile, ranks of a block, outputs of a tile, most parts of K
 LORA_ROWS, LORA_RANKS, LORA_OUTPUTS, LORA_PARTS = 16, 16, 128, 8
 
+# Of sums over ranks: programs of a launch at most, ranks at most, elements that a program moves at once
+EXCHANGE_PROGRAMS, EXCHANGE_RANKS, EXCHANGE_BLOCK = 128, 16, 1024
+
 FLOATS = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}  # what products are computed in
 KV_KINDS = {  # KV type -> (how it lies in memory, what products are computed in)
     "float16": ("fp16", "fp16"),
@@ -219,10 +222,12 @@ def _rows() -> list[Kernel]:
     found = []
     block: Constants = (("BLOCK", GROUP_ROWS),)
     for kind in FLOATS:
-        text = f"table:*{kind} tokens:*i32 out:*fp32 K"
+        text = f"table:*{kind} tokens:*i32 out:*fp32 first rows K"
         found.append(Kernel(f"embed.{kind}", "rows.embed", _arguments(text), block))
     for form, (bits, group, scales) in GROUPED.items():
-        text = f"q:*i32 high:*u8 scale:*{scales} low:*{scales} tokens:*i32 out:*fp32 has_low zero K"
+        text = (
+            f"q:*i32 high:*u8 scale:*{scales} low:*{scales} tokens:*i32 out:*fp32 has_low zero first rows K"
+        )
         element: Constants = (("BITS", bits), ("GROUP", group), *block)
         found.append(Kernel(f"embed_groups.{form}", "rows.embed_groups", _arguments(text), element))
     for out in FLOATS:
@@ -456,10 +461,33 @@ def lora_parts(columns: int) -> tuple[int, int]:
     return chunk, -(-columns // chunk)
 
 
+def exchange_words() -> int:
+    """Of a rank's region, the words before the areas: flags, counters, and whether something went wrong."""
+    return 2 * EXCHANGE_RANKS * EXCHANGE_PROGRAMS + EXCHANGE_PROGRAMS + 64
+
+
+def _exchange() -> list[Kernel]:
+    """Between ranks."""
+    constants: Constants = (("PROGRAMS", EXCHANGE_PROGRAMS), ("SOURCES", EXCHANGE_RANKS),
+                            ("BLOCK", EXCHANGE_BLOCK))  # fmt: skip
+    text = (
+        "partial:*fp32 residual:*fp32 out:*fp32 peers:*i64 stop:*i32 has_residual rank size count chunk part"
+        " area patience"
+    )
+    found = []
+    for name in ("all_reduce", "all_reduce_twice"):
+        aligned: tuple[str, ...] = ("count", "chunk", "part", "area")
+        found.append(Kernel(name, f"ranks.{name}", _arguments(text), constants, 8, 2, aligned))
+    text = "mine:*fp32 out:*fp32 starts:*i32 peers:*i64 stop:*i32 rank size rows chunk area patience"
+    aligned = ("chunk", "area")
+    found.append(Kernel("gather", "ranks.gather", _arguments(text), constants, 8, 2, aligned))
+    return found
+
+
 def kernels_of(architecture: int) -> dict[str, Kernel]:
     """Every kernel of an architecture, by name."""
     own = [*_products(architecture), *_attention(architecture), *_experts(architecture)]
-    every = [*own, *_rows(), *_choosing(), *_lora()]
+    every = [*own, *_rows(), *_choosing(), *_lora(), *_exchange()]
     return {kernel.name: kernel for kernel in every}
 
 

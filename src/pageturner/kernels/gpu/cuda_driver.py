@@ -33,6 +33,9 @@ _STATIC_SHARED = 48 << 10  # bytes of shared memory that need no asking
 _MOST_PITCH = (1 << 31) - 1
 # What cuda-bindings says where a driver has no such call, or is of before CUDA 12.0 and has no table of them
 _ABSENT_CALL = re.compile("not found|cuGetProcAddress")
+_HANDLE = 64  # CU_IPC_HANDLE_SIZE
+_MAPPED = 2  # CU_MEMHOSTALLOC_DEVICEMAP
+_SHARED_PAGE = 2 << 20  # bytes: of smaller memory the device's driver shares more than was meant
 
 
 def _bindings() -> Any:
@@ -78,6 +81,7 @@ class CudaDriver:
         self, manifest: Manifest | None = None, ordinal: int = 0, bindings: Any | None = None
     ) -> None:
         self._cu = cu = bindings or _bindings()
+        self.ordinal = ordinal
         self._context: Any = None
         self._threads = _Threads()
         self._device = device = self._found(ordinal)
@@ -103,6 +107,7 @@ class CudaDriver:
         self._modules: list[Any] = []
         self._graphs: list[Any] = []
         self._memory: set[int] = set()
+        self._opened: list[int] = []  # memory of other processes
         self._buffers: list[tuple[int, Any]] = []
         self._pages: list[tuple[int, Any]] = []
         self._later: list[tuple[int, Any]] = []
@@ -170,6 +175,7 @@ class CudaDriver:
         for address, event in self._buffers:
             given += [(cu.cuEventDestroy, event), (cu.cuMemFreeHost, address)]
         given += [(cu.cuModuleUnload, one) for one in self._modules]
+        given += [(cu.cuIpcCloseMemHandle, one) for one in self._opened]
         given += [(cu.cuMemFree, one) for one in self._memory]
         given += [(cu.cuStreamDestroy, one) for one in streams]
         for function, what in given:
@@ -222,9 +228,9 @@ class CudaDriver:
             return EngineFault("gpu_driver", f"{message}: renew it, or use --device cpu")
         return EngineFault("gpu_fault", f"{function} failed: {name}")
 
-    def _pinned(self, nbytes: int) -> tuple[int, Any]:
+    def _pinned(self, nbytes: int, flags: int = 0) -> tuple[int, Any]:
         """Memory that the device reads by itself, and an event that tells when it has."""
-        address = int(self._ask(self._cu.cuMemHostAlloc, nbytes, 0))
+        address = int(self._ask(self._cu.cuMemHostAlloc, nbytes, flags))
         event = self._ask(self._cu.cuEventCreate, self._cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
         self._buffers.append((address, event))
         return address, event
@@ -273,6 +279,35 @@ class CudaDriver:
         self.synchronise()
         self._ask(self._cu.cuMemFree, address)
         self._memory.discard(address)
+
+    def alloc_shared(self, nbytes: int) -> tuple[int, bytes]:
+        nbytes = -(-nbytes // _SHARED_PAGE) * _SHARED_PAGE
+        address = self.alloc(nbytes)
+        self.clear(address, nbytes)
+        self.synchronise()
+        handle = self._ask(self._cu.cuIpcGetMemHandle, address)
+        return address, ctypes.string_at(handle.getPtr(), _HANDLE)
+
+    def open_shared(self, handle: bytes) -> int:
+        opened = self._cu.CUipcMemHandle()
+        ctypes.memmove(opened.getPtr(), handle, _HANDLE)
+        flags = self._cu.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        address = int(self._ask(self._cu.cuIpcOpenMemHandle, opened, flags.value))
+        self._opened.append(address)
+        return address
+
+    def host_word(self) -> int:
+        address, _ = self._pinned(4, _MAPPED)
+        ctypes.c_int32.from_address(address).value = 0
+        return address
+
+    def peers(self) -> list[bool]:
+        cu, found = self._cu, []
+        for ordinal in range(self._ask(cu.cuDeviceGetCount)):
+            other = self._ask(cu.cuDeviceGet, ordinal)
+            mine = ordinal == self.ordinal
+            found.append(mine or bool(self._ask(cu.cuDeviceCanAccessPeer, self._device, other)))
+        return found
 
     def clear(self, address: int, nbytes: int) -> None:
         self._ask(self._cu.cuMemsetD8Async, address, 0, nbytes, self._stream)

@@ -46,6 +46,18 @@ class Driver(Protocol):
         """As free, of what was kept, by any thread and at any time: what is launched may go on reading it.
         It may be given back later."""
 
+    def alloc_shared(self, nbytes: int) -> tuple[int, bytes]:
+        """Zeroed memory that other processes may open, and what they open it by. It lives until `close`."""
+
+    def open_shared(self, handle: bytes) -> int:
+        """Where memory of another process, perhaps of another device, is seen here."""
+
+    def host_word(self) -> int:
+        """An int32 of the host, 0 at first, which kernels read and write as the host does."""
+
+    def peers(self) -> list[bool]:
+        """Of every device that this process sees: whether this one can read and write its memory."""
+
     def clear(self, address: int, nbytes: int) -> None:
         """Zeros."""
 

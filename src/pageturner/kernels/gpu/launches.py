@@ -200,16 +200,19 @@ class Launches:
         return x.address, w.q, w.high, w.scale, w.low, sums
 
     # -- rows ------------------------------------------------------------------------------------------------
-    def embed(self, table: Matrix, tokens: GpuArray) -> GpuArray:
+    def embed(self, table: Matrix, tokens: GpuArray, first: int = 0) -> GpuArray:
+        """Rows of a table that begins with token `first`; zeros for tokens that it has not."""
         out = self.arena.take((len(tokens), table.columns))
         grid = (len(tokens), _tiles(table.columns, GROUP_ROWS))
         if isinstance(table, FloatMatrix):
-            arguments: tuple[int, ...] = (table.address, tokens.address, out.address, table.columns)
+            arguments: tuple[int, ...] = (
+                table.address, tokens.address, out.address, first, table.rows, table.columns
+            )  # fmt: skip
             self.driver.launch(f"embed.{table.kind}", grid, arguments)
             return out
         arguments = (
             table.q, table.high, table.scale, table.low, tokens.address, out.address, int(table.low != 0),
-            table.zero, table.columns,
+            table.zero, first, table.rows, table.columns,
         )  # fmt: skip
         self.driver.launch(f"embed_groups.{table.sort}", grid, arguments)
         return out

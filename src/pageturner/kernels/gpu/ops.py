@@ -36,6 +36,7 @@ from pageturner.kernels.gpu.adapters import HEAD, GpuAdapters, place_of
 from pageturner.kernels.gpu.arrays import Arena, GpuArray, padded
 from pageturner.kernels.gpu.catalogue import HEAD_SIZES
 from pageturner.kernels.gpu.driver import Driver
+from pageturner.kernels.gpu.exchange import DeviceExchange
 from pageturner.kernels.gpu.experts import GpuExperts
 from pageturner.kernels.gpu.graphs import Graphs
 from pageturner.kernels.gpu.launches import GpuKV, Launches
@@ -56,6 +57,7 @@ class GpuOps(Chooser, Composites):
 
     workspace  bytes of that arena
     graphs     whether steps that only decode are recorded and replayed
+    exchange   what sums over ranks, where weights are slices of a model; None: they are the whole
     """
 
     name = "cuda"
@@ -67,12 +69,17 @@ class GpuOps(Chooser, Composites):
         self.launches = Launches(driver, self.arena)
         self.adapters = GpuAdapters(self.launches)
         self.graphs = Graphs(driver, self.arena) if graphs else None
+        self.exchange: DeviceExchange | None = None
         self.chosen = [0, 0]  # addresses of what `choose_later` chose last, and before that
         self.fingerprint = f"cuda-sm{driver.architecture}-{driver.fingerprint}"
 
     @property
     def features(self) -> frozenset[str]:
         return FEATURES - LACKING
+
+    @property
+    def divided(self) -> bool:
+        return self.exchange is not None
 
     @property
     def later(self) -> ChoosesLater:
@@ -93,6 +100,10 @@ class GpuOps(Chooser, Composites):
     def free_memory(self) -> int:
         """Bytes of the device that are free."""
         return self.driver.memory()[0]
+
+    def free_for_kv(self) -> int:
+        """The same: all KV lies on this device."""
+        return self.free_memory()
 
     # -- storage ---------------------------------------------------------------------------------------------
     def pack_weight(self, tensor: Tensor) -> Vector | Matrix:
@@ -183,6 +194,15 @@ class GpuOps(Chooser, Composites):
     # -- primitives ------------------------------------------------------------------------------------------
     def embed(self, table: Matrix, tokens: Any) -> GpuArray:
         return self.launches.embed(table, self.on_device(tokens))
+
+    def embed_tokens(self, stack: Stack, tokens: Any) -> GpuArray:
+        return self.summed(self.launches.embed(stack.embed, self.on_device(tokens), stack.first_token))
+
+    def summed(self, x: GpuArray, residual: GpuArray | None = None) -> GpuArray:
+        """residual + the sum of x over ranks."""
+        if self.exchange is not None:
+            return self.exchange.sum(x, residual)
+        return x if residual is None else self.add(residual, x)
 
     def norm(self, x: GpuArray, weight: Vector, eps: float) -> GpuArray:
         return self.launches.rms_norm(x, weight, eps)
@@ -384,8 +404,10 @@ class GpuOps(Chooser, Composites):
             else (layer.down, layer.down_bias, layer.mlp_post_norm)
         )  # fmt: skip
         alone = post is None and layer.residual == 1
-        z = self.launches.product(y, w, bias, x if alone else None)
+        z = self.launches.product(y, w, bias, x if alone and not self.divided else None)
         self._adapt(adapted, z, y, field, (w.rows,))
+        if self.divided:
+            z = self.summed(z, x if alone else None)
         if alone:
             return z
         if post is not None:
@@ -395,10 +417,12 @@ class GpuOps(Chooser, Composites):
         return self.add(x, z)
 
     def raw_logits(self, x: GpuArray, head: Head, adapters: Adapters | None = None) -> GpuArray:
-        """Logits [R, V] on the device. adapters: of the rows."""
+        """Logits [R, V] on the device; of several ranks at rank 0. adapters: of the rows."""
         weight: Matrix = head.weight
         normed = self._normed(x, head.norm, head.norm_bias, head.eps, weight.compute)
         logits = self.launches.product(normed, weight)
+        if self.exchange is not None:
+            logits = self.exchange.gather(logits, x)
         if adapters is not None and any(one is not None and one.blocks[HEAD] for one in adapters):
             self.adapt(logits, normed, adapters, -1, "head")
         if head.soft_cap:

@@ -16,19 +16,21 @@ from pageturner.kernels.gpu.source.products import e4m3
 
 
 @triton.jit
-def embed(table, tokens, out, K, BLOCK: tl.constexpr):
-    """Rows of a table of floats in fp32. Grid: T, tiles of K."""
+def embed(table, tokens, out, first, rows, K, BLOCK: tl.constexpr):
+    """Rows of a table of floats in fp32, whose rows are the tokens from `first` on; zeros for all others.
+    Grid: T, tiles of K."""
     start_dependent()
     t = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    token = tl.load(tokens + t).to(tl.int64)
-    value = tl.load(table + token * K + k, mask=k < K, other=0)
+    token = tl.load(tokens + t).to(tl.int64) - first
+    there = (token >= 0) & (token < rows)
+    value = tl.load(table + token * K + k, mask=(k < K) & there, other=0)
     tl.store(out + t * K + k, value.to(tl.float32), mask=k < K)
 
 
 @triton.jit
 def embed_groups(
-    q, high, scale, low, tokens, out, has_low, zero, K,
+    q, high, scale, low, tokens, out, has_low, zero, first, rows, K,
     BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The same of a table in groups: scale * (q - zero) + low, each step rounded; of GROUP 0 scale * q of
@@ -36,31 +38,33 @@ def embed_groups(
     start_dependent()
     t = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.load(tokens + t).to(tl.int64)
+    row = tl.load(tokens + t).to(tl.int64) - first
+    known = (row >= 0) & (row < rows)
+    there = (k < K) & known
     UNIT: tl.constexpr = 32 if BITS == 8 else 64
     columns = tl.cdiv(K, 256) * 256
     word = (row // 16 * (columns // UNIT) + k // UNIT) * 128 + row % 8 * 16
     word += k % 8 // 2 * 4 + k % UNIT // (UNIT // 2) * 2 + row % 16 // 8
     i, p = k % (UNIT // 2) // 8, k % 2
-    value = tl.load(q + word, mask=k < K, other=0)
+    value = tl.load(q + word, mask=there, other=0)
     if BITS == 8:
         value = ((value >> (8 * i + 16 * p)) & 255).to(tl.uint8)
     else:
         value = (value >> (4 * i + 16 * p)) & 15
         if BITS == 5:
-            bits = tl.load(high + word, mask=k < K, other=0).to(tl.int32)
+            bits = tl.load(high + word, mask=there, other=0).to(tl.int32)
             value += ((bits >> (i + 4 * p)) & 1) << 4
         value -= zero
     if GROUP == 0:
-        wide = e4m3(value).to(tl.float32) * tl.load(scale + row)
+        wide = e4m3(value).to(tl.float32) * tl.load(scale + row, mask=known, other=0.0)
     else:
         if BITS == 8:
             value = value.to(tl.int8, bitcast=True)
         at = (row // 16 * (columns // 128) + k // 128) * (2048 // GROUP)
         at += row % 8 * (256 // GROUP) + k % 128 // GROUP * 2 + row % 16 // 8
-        wide = value.to(tl.float32) * tl.load(scale + at, mask=k < K, other=0.0).to(tl.float32)
+        wide = value.to(tl.float32) * tl.load(scale + at, mask=there, other=0.0).to(tl.float32)
         if has_low:
-            wide += tl.load(low + at, mask=k < K, other=0.0).to(tl.float32)
+            wide += tl.load(low + at, mask=there, other=0.0).to(tl.float32)
     tl.store(out + t * K + k, wide, mask=k < K)
 
 

@@ -1,0 +1,169 @@
+"""What goes between devices that compute one model together: sums over ranks, and columns gathered.
+
+Owns the memory that ranks write into at each other, and the launches. How an exchange works is in
+source/ranks.py. Must not know models, nor what ranks say to each other on the host.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import numpy as np
+
+from pageturner.errors import EngineFault
+from pageturner.kernels.gpu.arrays import Arena, GpuArray
+from pageturner.kernels.gpu.catalogue import (
+    EXCHANGE_BLOCK,
+    EXCHANGE_PROGRAMS,
+    EXCHANGE_RANKS,
+    exchange_words,
+)
+from pageturner.kernels.gpu.driver import Driver
+from pageturner.kernels.gpu.steps import bucket
+
+AREA = 1 << 17  # elements of a program's area: 128 programs with two each are 134 MB
+# Up to so many bytes, divided by the number of ranks, a sum over more than two ranks takes one exchange: at 4
+# and 8 ranks that is where vLLM's own all-reduce goes over to two (512 and 256 KB)
+ONE_EXCHANGE = 2 << 20  # of two ranks both ways move as much, and a sum always takes one
+PATIENCE = 1 << 25  # looks at the flags of others before a rank gives up: some 30 s, at about 1 us each
+ALIGNED = 16  # elements: vectors of 16 bytes, and whole lines at the boundaries of parts
+
+
+def _up(count: int, step: int = ALIGNED) -> int:
+    return -(-count // step) * step
+
+
+def _shares(count: int) -> tuple[int, int]:
+    """Programs for so many elements, and how many each has."""
+    programs = min(-(-count // EXCHANGE_BLOCK), EXCHANGE_PROGRAMS)
+    return programs, _up(-(-count // programs))
+
+
+def region_bytes(area: int = AREA) -> int:
+    """Bytes of each device that exchanges take."""
+    return 4 * (exchange_words() + 2 * EXCHANGE_PROGRAMS * area)
+
+
+class DeviceExchange:
+    """The sums and gathers of one rank. A launch meets those of the same number at all other ranks. They must
+    have as many rows, or as many when these are rounded up as recordings are.
+
+    one_exchange  bytes up to which a sum takes one exchange; None: by the number of ranks
+    handle        what other processes open this rank's region by
+    starts        first column of each rank in what is gathered, and the end; set before `gather`
+    tell          of rank 0: around a gather, says to the others which rows it is about
+    """
+
+    starts: tuple[int, ...] = ()
+    tell: Callable[[GpuArray], AbstractContextManager[None]]
+
+    def __init__(
+        self, driver: Driver, arena: Arena, rank: int, size: int, area: int = AREA,
+        patience: int = PATIENCE, one_exchange: int | None = None,
+    ) -> None:  # fmt: skip
+        if size > EXCHANGE_RANKS:
+            raise EngineFault("bad_setting", f"at most {EXCHANGE_RANKS} GPUs compute one model, not {size}")
+        self._driver, self._arena = driver, arena
+        self.rank, self.size = rank, size
+        self._area, self._patience = area, patience
+        usual = region_bytes(area) if size == 2 else ONE_EXCHANGE // size
+        self._one = usual if one_exchange is None else one_exchange
+        self._region, self.handle = driver.alloc_shared(region_bytes(area))
+        self._word = driver.host_word()
+        self._peers = driver.alloc(8 * size)
+        self._starts = 0
+
+    def open(self, handles: list[bytes], here: dict[int, int] | None = None) -> None:
+        """Before anything else: the regions of all ranks, by rank. here: addresses of those that are of this
+        process."""
+        known = {self.rank: self._region} | (here or {})
+        addresses = [
+            known[rank] if rank in known else self._driver.open_shared(handle)
+            for rank, handle in enumerate(handles)
+        ]
+        self._driver.upload(self._peers, np.array(addresses, np.int64))
+
+    @property
+    def region(self) -> int:
+        """Its address."""
+        return self._region
+
+    @property
+    def lost(self) -> bool:
+        """Whether an exchange was given up: nothing that was computed since then is right."""
+        return bool(ctypes.c_int32.from_address(self._word).value)
+
+    def stop(self) -> None:
+        """Exchanges that wait give up, and no later one waits. By any thread."""
+        ctypes.c_int32.from_address(self._word).value = 1
+
+    def sum(self, x: GpuArray, residual: GpuArray | None = None) -> GpuArray:
+        """residual + ((rank 0's x + rank 1's) + ...): [M, N], at every rank."""
+        rows, columns = x.shape
+        out = self._arena.take(x.shape)
+        step = self._rows_at_once(columns)
+        for first in range(0, rows, step):
+            at = 4 * first * columns
+            addresses = (x.address + at, residual.address + at if residual else 0, out.address + at)
+            self._sum(addresses, min(step, rows - first), columns)
+        return out
+
+    def _sum(self, addresses: tuple[int, int, int], rows: int, columns: int) -> None:
+        count = bucket(rows) * columns  # whether a step is recorded does not matter
+        name = "all_reduce_twice" if self._twice(count) else "all_reduce"
+        programs, chunk = _shares(count)
+        part = _up(-(-chunk // self.size))
+        arguments = (
+            *addresses, self._peers, self._word, int(addresses[1] != 0), self.rank, self.size,
+            rows * columns, chunk, part, self._area, self._patience,
+        )  # fmt: skip
+        self._driver.launch(name, (programs,), arguments)
+
+    def _twice(self, count: int) -> bool:
+        return 4 * count > self._one
+
+    def _rows_at_once(self, columns: int) -> int:
+        """Of a sum: as many as the areas hold."""
+        chunk = self._area // self.size
+        if self._twice(EXCHANGE_PROGRAMS * chunk):
+            chunk = self._area // 2 - ALIGNED * self.size
+        most = EXCHANGE_PROGRAMS * (chunk - ALIGNED)
+        rows = most // columns
+        while rows and bucket(rows) * columns > most:
+            rows -= 1
+        if not rows:
+            raise EngineFault("gpu_model", f"rows of {columns} elements are too long for sums over GPUs")
+        return rows
+
+    def gather(self, mine: GpuArray, x: GpuArray) -> GpuArray:
+        """Columns of all ranks side by side, at rank 0: [R, starts[-1]]. mine: this rank's, made of the rows
+        x. At the others what they had."""
+        if self.rank:
+            self._gather(mine, 0)
+            return mine
+        out = self._arena.take((len(mine), self.starts[-1]))
+        with self.tell(x):
+            self._gather(mine, out.address)
+        return out
+
+    def _gather(self, mine: GpuArray, out: int) -> None:
+        if not self._starts:
+            self._starts = self._driver.alloc(4 * len(self.starts))
+            self._driver.upload(self._starts, np.array(self.starts, np.int32))
+        widest = max(b - a for a, b in zip(self.starts, self.starts[1:], strict=False))
+        most = EXCHANGE_PROGRAMS * (self._area // self.size - ALIGNED)
+        step = max(most // widest, 1)
+        for first in range(0, len(mine), step):
+            rows = min(step, len(mine) - first)
+            programs, chunk = _shares(rows * widest)
+            if chunk * self.size > self._area:
+                raise EngineFault("gpu_model", f"{widest} tokens of a rank are too many to be gathered")
+            columns = mine.shape[1]
+            arguments = (
+                mine.address + 4 * first * columns, out + 4 * first * self.starts[-1] if out else 0,
+                self._starts, self._peers, self._word, self.rank, self.size, rows, chunk, self._area,
+                self._patience,
+            )  # fmt: skip
+            self._driver.launch("gather", (programs,), arguments)
