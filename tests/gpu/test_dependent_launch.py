@@ -15,9 +15,7 @@ from pageturner.kernels.gpu.catalogue import kernels_of
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src/pageturner/kernels/gpu/source"
 # They are launched when those in front have ended
-WAIT_FOR_THE_END = {
-    "attention.attend",
-}  # fmt: skip
+WAIT_FOR_THE_END = {"attention.attend"}
 
 
 def _judge() -> Any:
