@@ -1,7 +1,7 @@
 """Tiles, warps and stages that the catalogue might have, timed on a device beside what it has.
 
     python bench/gpu/tune.py --build [--out build/gpu/tune]   compiles the candidates; needs no device
-    python bench/gpu/tune.py --run [--out build/gpu/tune] [--only attend|dense|fp8] > told.jsonl   on a device
+    python bench/gpu/tune.py --run [--out build/gpu/tune] [--only attend|dense] > told.jsonl   on a device
 
 Every line: the candidate, the size, microseconds (median of replays, weights and keys from memory), and
 whether its bits are those of the first candidate of its size. Last come the best of each size.
@@ -71,9 +71,8 @@ def candidates() -> dict[str, Kernel]:
     found = {}
     for rows, tiles in DENSE.items():
         for tile in tiles:
-            for kind in ("bf16", "fp8") if rows == FEW else ("bf16",):
-                name = named(f"dense-{kind}", rows, tile)
-                found[name] = catalogue.dense(name, kind, rows, tile)
+            name = named("dense-bf16", rows, tile)
+            found[name] = catalogue.dense(name, "bf16", rows, tile)
     base = catalogue.kernels_of(ARCHITECTURE)
     for rows, several in ATTEND.items():
         for numbers in several:
@@ -138,37 +137,35 @@ def product_of(
     parts."""
 
     def work(w: Any) -> None:
-        given = (x.address, w.address, w.scale, 0, 0, out.address, *beside, 0, 0, *sizes)
+        given = (x.address, w.address, 0, 0, 0, out.address, *beside, 0, 0, *sizes)
         driver.launch(candidate, grid, given)
 
     return work
 
 
-def dense(driver: Renaming, compiled: set[str], kind: str = "bf16") -> Iterator[dict[str, Any]]:
+def dense(driver: Renaming, compiled: set[str]) -> Iterator[dict[str, Any]]:
     """Every shape of a layer of Llama-3.1-8B and its head."""
     for name, (n, k) in (dict(common.LLAMA_8B.matrices) | {"head": (128256, 4096)}).items():
-        if kind == "fp8" and name not in ("o", "gate_up"):
-            continue
         ops = common.GpuOps(driver, 3 << 30, graphs=False)
-        host = fp8(n, k) if kind == "fp8" else common.floats(n, k, 1)
+        host = common.floats(n, k, 1)
         weights = [ops.pack_weight(host) for _ in range(max(1, -(-L2 // len(host.data))))]
         for rows, heights in DENSE_ROWS.items():
             for m in heights if name != "head" or rows != MANY else ():
                 values = np.random.default_rng(m).standard_normal((m, k), dtype=np.float32)
                 for wanted in PARTS[rows]:
                     if 4 * m * n * wanted <= 1 << 30:
-                        told = {"what": f"dense-{kind}", "shape": name, "rows": m}
-                        for one in _sizes(driver, ops, compiled, weights, values, (rows, kind, n, wanted)):
+                        told = {"what": "dense-bf16", "shape": name, "rows": m}
+                        for one in _sizes(driver, ops, compiled, weights, values, (rows, n, wanted)):
                             yield told | one
         driver.release()
 
 
 def _sizes(
     driver: Renaming, ops: Any, compiled: set[str], weights: list[Any], values: Any,
-    asked: tuple[str, str, int, int],
+    asked: tuple[str, int, int],
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """One size in every tile. asked: height, kind, N, parts."""
-    rows, kind, n, wanted = asked
+    """One size in every tile. asked: height, N, parts."""
+    rows, n, wanted = asked
     m, k = values.shape
     ops.begin()
     x = ops.launches.rounded(ops.on_device(values), "bf16")
@@ -178,7 +175,7 @@ def _sizes(
     beside = (apart, ops.launches.counters)
     truth = None
     for tile in DENSE[rows]:
-        candidate = named(f"dense-{kind}", rows, tile)
+        candidate = named("dense-bf16", rows, tile)
         if candidate in compiled and chunk % tile.k == 0:
             grid = (-(-n // tile.n) * -(-m // tile.m), 1 if rows == MANY else parts)
             work = product_of(driver, candidate, grid, x, out, beside, (m, n, k, chunk, parts))
@@ -187,15 +184,6 @@ def _sizes(
             truth = bits if truth is None else truth
             same = bool((bits == truth).all())
             yield {"parts": parts, "candidate": candidate, "us": 1e6 * took, "same_bits": same}
-
-
-def fp8(n: int, k: int) -> Any:
-    """Random codes that are numbers, one scale."""
-    blocks = np.empty((n * k // 32, 36), np.uint8)
-    blocks[:, :4] = np.full(1, 0.01, np.float32).view(np.uint8)
-    codes = np.random.default_rng(3).integers(0, 256, 1 << 20, dtype=np.uint8)
-    blocks[:, 4:] = np.resize(np.where(codes & 0x7F == 0x7F, 0, codes), (n * k // 32, 32))
-    return common.Tensor("w", "F8_W", (n, k), blocks.reshape(-1))
 
 
 def attend(driver: Renaming, compiled: set[str]) -> Iterator[dict[str, Any]]:
@@ -260,7 +248,6 @@ def run(out: Path, only: str) -> None:
     parts: dict[str, Iterator[dict[str, Any]]] = {
         "attend": attend(driver, compiled),
         "dense": dense(driver, compiled),
-        "fp8": dense(driver, compiled, "fp8"),
     }
     for name, told in parts.items():
         for one in told if only in name else ():
@@ -280,7 +267,7 @@ def main() -> None:
     )
     parser.add_argument("--build", action="store_true")
     parser.add_argument("--run", action="store_true")
-    parser.add_argument("--only", default="", help="attend, dense or fp8")
+    parser.add_argument("--only", default="", help="attend or dense")
     parser.add_argument("--out", type=Path, default=common.ROOT / "build" / "gpu" / "tune")
     options = parser.parse_args()
     if options.build:
