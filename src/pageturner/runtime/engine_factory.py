@@ -50,7 +50,7 @@ from pageturner.runtime.runner import Executor, Runner
 from pageturner.runtime.step_sizes import with_step_sizes
 
 if TYPE_CHECKING:
-    from pageturner.kernels.gpu.ops import GpuOps
+    pass
 
 T = TypeVar("T")
 FAKE_MODEL_LEN = 8192
