@@ -72,20 +72,33 @@ _TOO_EARLY = re.compile(
     r"^(?:@!?%\w+ )?(?!(?:ld\.param|(?:ld|st)\.(?:volatile\.)?shared|cp\.async\.bulk\.prefetch)\b)"
     r"(?:ld|st|atom|red|cp|tex|tld4|suld|sust|multimem|call|bra|brx|ret|exit|trap)[.\s;]|^\$\w+:"
 )
+_WAY = re.compile(r"^(?:@!?%\w+ )?bra[.\s]|^\$\w+:")
+# The way of the first group of warps, which wait, and that of the others, where a kernel has such groups
+_GROUPS = re.compile(r"\n\t@%p\d+ bra\s+(\$\w+);\n\tbra\.uni\s+(\$\w+);\n\1:(?=\s+setmaxnreg)")
 
 
 def waits(ptx: str) -> bool:
     """Whether a kernel may begin beside the one in front of it: it waits for that one. ValueError where it
-    does, and reads or writes something before, or where some thread may pass by."""
+    does, and reads or writes something before, or where some thread may pass by. Where there are groups of
+    warps the first waits, and the others meet it at a barrier before they do anything."""
     body = ptx.partition(".entry")[2].partition("{")[2]
     if _WAIT not in body:
         return False
-    lines = re.split(r"[;\n]", body.partition(_WAIT)[0])
-    before = [line.strip(" \t{}") + ";" for line in lines]
+    if groups := _GROUPS.search(body):
+        others = body.partition(f"\n{groups[2]}:")[2].partition("barrier.sync")[0]
+        early = [line for line in _lines(others) if _TOO_EARLY.search(line) and not _WAY.search(line)]
+        if early:
+            raise ValueError(f"before other warps meet those that wait: {early[-1]}")
+        body = body.replace(groups[0], "\n")
+    before = _lines(body.partition(_WAIT)[0])
     wrong = [line for line in before if _TOO_EARLY.search(line)]
     if wrong or before[-1] != ";":
         raise ValueError(f"before it waits for the kernel in front: {(wrong or before)[-1]}")
     return True
+
+
+def _lines(text: str) -> list[str]:
+    return [line.strip(" \t{}") + ";" for line in re.split(r"[;\n]", text)]
 
 
 def read(path: Path = RESOURCES) -> dict[str, dict[str, Row]]:

@@ -64,6 +64,7 @@ def compile_one(architecture: int, kernel: Kernel) -> dict[str, Any]:
     import triton.language as tl
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     module, name = kernel.function.split(".")
     function = getattr(importlib.import_module(f"pageturner.kernels.gpu.source.{module}"), name)
@@ -73,11 +74,13 @@ def compile_one(architecture: int, kernel: Kernel) -> dict[str, Any]:
         else value
         for key, value in kernel.constants
     }
-    signature = dict(kernel.arguments) | dict.fromkeys(constants, "constexpr")
+    signature = {one: described(kind) for one, kind in kernel.arguments}
+    signature |= dict.fromkeys(constants, "constexpr")
     names = [one for one, _ in kernel.arguments]
     attributes = {(names.index(one),): [["tt.divisibility", 16]] for one in kernel.multiples_of_16}
     ordered = {one: signature[one] for one in function.arg_names}
-    source = ASTSource(fn=function, signature=ordered, constexprs=constants, attrs=attributes)
+    language = GluonASTSource if function.is_gluon() else ASTSource
+    source = language(fn=function, signature=ordered, constexprs=constants, attrs=attributes)
     options = {"num_warps": kernel.warps, "num_stages": kernel.stages, "enable_fp_fusion": False}
     target = GPUTarget("cuda", architecture, 32)
     # what `cuda_capability_geq` asks in a kernel; no device need be here, and one that is does not matter
@@ -85,6 +88,12 @@ def compile_one(architecture: int, kernel: Kernel) -> dict[str, Any]:
     done = triton.compile(source, target=target, options=options)
     ptx = done.asm["ptx"]
     cubin = done.asm["cubin"]
+    boxes = boxes_of(kernel, done.metadata.tensordesc_meta or ())
+    cluster = constants.get("OVER_M", 1) * constants.get("OVER_N", 1)
+    if cluster > 1:
+        check_places(kernel.name, constants, boxes, done.asm["llir"], ptx)
+    # a plane is a map, two sizes and two strides
+    hidden = len(re.findall(r"\.param \.", ptx.partition(")")[0])) - len(kernel.arguments) - 4 * len(boxes)
     mma = sorted(
         set(re.findall(r"(?:wgmma\.mma_async|mma)\.sync\.aligned\.m\d+n\d+k\d+\S*|tcgen05\.mma\S*", ptx))
     )
@@ -92,16 +101,64 @@ def compile_one(architecture: int, kernel: Kernel) -> dict[str, Any]:
         "name": kernel.name,
         "symbol": done.metadata.name,
         "arguments": [list(pair) for pair in kernel.arguments],
-        "hidden": len(re.findall(r"\.param \.", ptx.partition(")")[0])) - len(kernel.arguments),
+        "hidden": hidden,
         "shared": done.metadata.shared,
-        "warps": kernel.warps,
+        "warps": done.metadata.num_warps,  # with those that fetch
         "dependent": judge.waits(ptx),
+        "boxes": boxes,
+        "cluster": cluster,
         "constants": {key: str(value) for key, value in kernel.constants},
         "mma": mma,
         "ptx": ptx,
         "cubin": cubin,
         **usage(cubin),
     }
+
+
+def described(kind: str) -> str:
+    """A type of the catalogue in Triton's words. Boxes lie in shared memory as TMA and matrix instructions
+    want them."""
+    if not kind.endswith("]"):
+        return kind
+    from triton.experimental.gluon import language as gl
+
+    element, _, sides = kind[:-1].partition("[")
+    box = list(map(int, sides.split(",")))
+    types = {"bf16": gl.bfloat16, "fp16": gl.float16}
+    layout = gl.NVMMASharedLayout.get_default_for(box, types[element])
+    return f"tensordesc<{element}{box},{layout!r}>"
+
+
+# The numbers of Triton's compiler and of CUDA's driver differ for these
+HOST_KINDS = {8: 10, 9: 8, 10: 9}
+
+
+def boxes_of(kernel: Kernel, told: Any) -> list[list[int]]:
+    """`manifest.Box` of each plane of a kernel. ValueError where a copy takes another form."""
+    planes = sum(kind.endswith("]") for _, kind in kernel.arguments)
+    found = []
+    for one in told:
+        kind = HOST_KINDS.get(one["elem_type"], one["elem_type"])
+        found.append([*one["block_size"], kind, one["elem_size"], one["swizzle"]])
+    if len(found) != planes or any(len(one) != 5 for one in found):
+        raise ValueError(f"{kernel.name}: {planes} planes, and maps {told}")
+    return found
+
+
+def check_places(
+    name: str, constants: dict[str, Any], boxes: list[list[int]], llir: str, ptx: str
+) -> None:
+    """ValueError where the ring of a cluster's kernel does not lie at the beginning of shared memory, or where
+    its weight is another parameter than the PTX of `persistent` says."""
+    found = re.findall(r"mbarrier\.init\.shared::cta\.b64.*@global_smem, i32 (\d+)\)", llir)
+    rows = constants["BLOCK_M"] + constants["OVER_M"] * boxes[1][0] * (len(boxes) - 1)
+    begin = 2 * constants["STAGES"] * rows * constants["BLOCK_K"]
+    expected = list(range(begin, begin + 16 * constants["STAGES"], 8))
+    if sorted(map(int, found)) != expected:
+        raise ValueError(f"{name}: barriers at {found}, not at {expected}")
+    used = set(re.findall(r"mov\.b64 from, (\w+);", ptx))
+    if not all(f".param .align 64 .b8 {one}[128]" in ptx for one in used):
+        raise ValueError(f"{name}: {used} are not all planes")
 
 
 def usage(cubin: bytes) -> dict[str, int]:
@@ -143,6 +200,9 @@ def one_instruction(kernels: dict[str, dict[str, Any]]) -> list[str]:
     found = []
     for name, entry in kernels.items():
         stem, _, height = name.rpartition(".")
+        begin, _, rest = stem.partition("persistent.")
+        if rest:  # the same product as `dense`
+            stem, height = f"{begin}dense.{rest}", MANY
         other = kernels.get(f"{stem}.{MANY}") if height in HEIGHTS else None
         if other and kind(entry) != kind(other):
             found.append(f"{name}: {sorted(kind(entry))} and {sorted(kind(other))}")
@@ -174,6 +234,8 @@ def write(out: Path, found: dict[int, dict[str, dict[str, Any]]]) -> None:
         "constants",
         "registers",
         "spills",
+        "boxes",
+        "cluster",
     )
 
     def put(name: str, kernels: dict[str, dict[str, Any]], form: str) -> dict[str, Any]:

@@ -147,6 +147,10 @@ static void drop(struct thing *gone) {
     struct thing *one = find(handle, kind);                                     \
     if (!one) return refuse(INVALID_HANDLE, "%s: no such %s", __func__, #kind)
 
+/* -- tensor maps ---------------------------------------------------------------------------------------------------- */
+enum { MAP = 128, MAP_ALIGNED = 64 };
+struct map { char magic[8]; uintptr_t at; size_t bytes; char rest[MAP - 24]; }; /* CUtensorMap, as nobody else reads it */
+
 /* -- work ---------------------------------------------------------------------------------------------------------- */
 static size_t span(const struct op *op, size_t pitch) { return op->rows ? (op->rows - 1) * pitch + op->bytes : 0; }
 
@@ -157,7 +161,7 @@ static int uses(const struct op *op, const struct thing *one) {
         for (unsigned i = 0; i < op->of->count; i++) {
             uintptr_t at = 0;
             memcpy(&at, op->params + 8 * i, 8);
-            if (op->of->sizes[i] == 8 && at >= one->at && at < end) return 1;
+            if (op->of->sizes[i] >= 8 && at >= one->at && at < end) return 1;
         }
         return 0;
     }
@@ -182,7 +186,7 @@ static int there(const struct op *op) { /* whether what it uses is memory that i
         uintptr_t at = 0;
         memcpy(&at, op->params + 8 * i, 8);
         struct thing *pinned = within(at, 1, PINNED);
-        if (op->of->sizes[i] == 8 && at && !within(at, 1, MEMORY) && !(pinned && pinned->flags & MAPPED)) return 0;
+        if (op->of->sizes[i] >= 8 && at && !within(at, 1, MEMORY) && !(pinned && pinned->flags & MAPPED)) return 0;
     }
     return 1;
 }
@@ -205,7 +209,7 @@ static void run(const struct op *op) {
                      op->shared);
     for (unsigned i = 0; i < op->of->count; i++) {
         unsigned long long value = 0;
-        memcpy(&value, op->params + 8 * i, op->of->sizes[i]);
+        memcpy(&value, op->params + 8 * i, op->of->sizes[i] > 8 ? 8 : op->of->sizes[i]);
         n += snprintf(text + n, sizeof text - n, " %llx", value);
     }
     launches = realloc(launches, (launch_count + 1) * sizeof *launches);
@@ -275,6 +279,7 @@ static unsigned most_shared(void) { /* of a block, when asked for: technical spe
 static int cuDeviceGetAttribute(int *out, int attribute, int device) {
     ENTER(INITIALISED);
     int capability = (int)setting("STUB_CUDA_CAPABILITY", 90);
+    if (attribute == 16) return *out = 132, 0; /* multiprocessors */
     if (attribute != 75 && attribute != 76 && attribute != 97) return refuse(INVALID_VALUE, "attribute %d", attribute);
     *out = attribute == 75 ? capability / 10 : attribute == 76 ? capability % 10 : (int)most_shared();
     return device >= setting("STUB_CUDA_DEVICES", 1) ? refuse(INVALID_DEVICE, "device %d", device) : 0;
@@ -543,7 +548,8 @@ static int of_ptx(struct thing *function, const char *text) {
     if (!end) return NOT_FOUND;
     while ((at = strstr(at, ".param .")) && at < end) {
         at += 8;
-        function->sizes[function->count++] = (unsigned)atoi(at + 1) / 8; /* u64, b32, f32 */
+        int map = !strncmp(at, "align", 5);
+        function->sizes[function->count++] = map ? MAP : (unsigned)atoi(at + 1) / 8; /* u64, b32, f32 */
     }
     sscanf(end, ") .reqntid %u", &function->threads);
     return 0;
@@ -614,7 +620,15 @@ static int start(const char *name, void *handle, const unsigned grid[3], unsigne
     if (extra || (!params && function->count)) return refuse(INVALID_VALUE, "%s: no parameters", function->name);
     for (unsigned i = 0; i < function->count; i++) {
         if (!params[i]) return refuse(INVALID_VALUE, "%s: no parameter %u", function->name, i);
-        memcpy(op.params + 8 * i, params[i], function->sizes[i]);
+        if (function->sizes[i] != MAP) {
+            memcpy(op.params + 8 * i, params[i], function->sizes[i]);
+            continue;
+        }
+        const struct map *map = params[i];
+        if ((uintptr_t)map % MAP_ALIGNED || memcmp(map->magic, "tensor", 7))
+            return refuse(INVALID_VALUE, "%s: parameter %u is no tensor map", function->name, i);
+        if (!within(map->at, map->bytes, MEMORY)) return refuse(INVALID_VALUE, "%s: a tensor map of what is gone", function->name);
+        memcpy(op.params + 8 * i, &map->at, 8);
     }
     if (!there(&op)) return refuse(INVALID_VALUE, "%s: an address that is not of the device", function->name);
     return add(name, stream, &op);
@@ -627,20 +641,50 @@ static int cuLaunchKernel(void *handle, unsigned x, unsigned y, unsigned z, unsi
 static int waits_itself(const char *image) { /* only PTX can be read */
     return !memcmp(image, ELFMAG, SELFMAG) || strstr(image, "griddepcontrol.wait");
 }
-struct attribute { int id; char pad[4]; int allowed; char rest[60]; }; /* CUlaunchAttribute */
+struct attribute { int id; char pad[4]; unsigned value[3]; char rest[52]; }; /* CUlaunchAttribute */
 struct config { unsigned grid[3], block[3], shared; void *stream; const struct attribute *attributes; unsigned count; };
 static int cuLaunchKernelEx(const struct config *told, void *handle, void **params, void **extra) {
     ENTER(IN_CONTEXT);
-    if (!told || told->count != 1 || !told->attributes || told->attributes->id != 6 || told->attributes->allowed != 1)
-        return refuse(INVALID_VALUE, "%s: not the one attribute that is known here", __func__);
-    if (setting("STUB_CUDA_CAPABILITY", 90) < 90) return refuse(INVALID_VALUE, "%s: this device waits for each kernel", __func__);
     FIND(function, handle, FUNCTION);
-    struct thing *in = find(told->stream, STREAM);
-    if (!in || !in->size || in->ops[in->size - 1].what != KERNEL)
-        return refuse(INVALID_VALUE, "%s: there is no kernel in front of %s", __func__, function->name);
-    if (!waits_itself(function->module->image)) return refuse(INVALID_VALUE, "%s: %s waits for nobody", __func__, function->name);
+    int beside = 0;
+    if (!told || !told->count || !told->attributes) return refuse(INVALID_VALUE, "%s: no attributes", __func__);
+    if (setting("STUB_CUDA_CAPABILITY", 90) < 90) return refuse(INVALID_VALUE, "%s: this device has none of them", __func__);
+    for (unsigned i = 0; i < told->count; i++) {
+        const unsigned *value = told->attributes[i].value;
+        if (told->attributes[i].id == 6 && value[0] == 1) { /* programmatic stream serialisation */
+            struct thing *in = find(told->stream, STREAM);
+            if (!in || !in->size || in->ops[in->size - 1].what != KERNEL)
+                return refuse(INVALID_VALUE, "%s: there is no kernel in front of %s", __func__, function->name);
+            if (!waits_itself(function->module->image))
+                return refuse(INVALID_VALUE, "%s: %s waits for nobody", __func__, function->name);
+            beside = 1;
+        } else if (told->attributes[i].id != 4 || value[0] < 1 || value[0] > 8 || value[1] != 1 || value[2] != 1 ||
+                   told->grid[0] % value[0]) /* clusters */
+            return refuse(INVALID_VALUE, "%s: not the attributes that are known here", __func__);
+    }
     return start(__func__, handle, told->grid, told->block[0] * told->block[1] * told->block[2], told->shared, told->stream,
-                 params, extra, 1);
+                 params, extra, beside);
+}
+/* Exported by its name, as it is found by ctypes. The rules are those of the driver's documentation for two dimensions. */
+int cuTensorMapEncodeTiled(void *out, int kind, unsigned rank, void *at, const uint64_t *sizes, const uint64_t *strides,
+                           const uint32_t *box, const uint32_t *steps, int interleave, int swizzle, int promotion, int fill) {
+    ENTER(ANYWHERE);
+    static const unsigned bytes[] = {1, 2, 4, 4, 8, 8, 2, 4, 8, 2}; /* u8, u16, u32, i32, u64, i64, fp16, fp32, fp64, bf16 */
+    if ((uintptr_t)out % MAP_ALIGNED) return refuse(INVALID_VALUE, "%s: a map at %p", __func__, out);
+    if (kind < 0 || kind > 9 || rank != 2 || interleave || swizzle < 0 || swizzle > 3 || promotion < 0 || promotion > 3 || fill)
+        return refuse(INVALID_VALUE, "%s: what is not known here", __func__);
+    if ((uintptr_t)at % 16 || strides[0] % 16 || strides[0] < sizes[0] * bytes[kind] || strides[0] >> 40)
+        return refuse(INVALID_VALUE, "%s: an address %p, rows of %llu bytes", __func__, at, (unsigned long long)strides[0]);
+    for (int i = 0; i < 2; i++)
+        if (!sizes[i] || sizes[i] >> 32 || !box[i] || box[i] > 256 || steps[i] != 1)
+            return refuse(INVALID_VALUE, "%s: a side of %llu, of a box %u", __func__, (unsigned long long)sizes[i], box[i]);
+    unsigned row = box[0] * bytes[kind];
+    if (row % 16 || (swizzle && row > 16u << swizzle)) return refuse(INVALID_VALUE, "%s: %u bytes of a box's row", __func__, row);
+    struct map *map = memset(out, 0, MAP);
+    memcpy(map->magic, "tensor", 7);
+    map->at = (uintptr_t)at, map->bytes = (sizes[1] - 1) * strides[0] + sizes[0] * bytes[kind];
+    if (!within(map->at, map->bytes, MEMORY)) return refuse(INVALID_VALUE, "%s: not within an allocation", __func__);
+    return 0;
 }
 
 /* -- graphs -------------------------------------------------------------------------------------------------------- */

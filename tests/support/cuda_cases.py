@@ -519,7 +519,7 @@ def the_stub_is_strict(manifest: Manifest) -> None:
 
     def beside(name: str = "waits", attribute: int = 6, count: int = 1) -> Any:
         function, compiled, kinds, _ = driver._function(name)
-        config = driver._beside_the_last(compiled)
+        config = driver._config(compiled)
         given = cu.CUlaunchAttribute()
         given.id, given.value = cu.CUlaunchAttributeID(attribute), config.attrs[0].value
         config.gridDimX = config.gridDimY = config.gridDimZ = 1

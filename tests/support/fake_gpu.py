@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from pageturner.errors import EngineFault
 from pageturner.kernels.gpu.catalogue import kernels_of
-from support import triton_interpreter
+from pageturner.kernels.gpu.driver import Plane
+from support import gluon_interpreter, triton_interpreter
 
 
 class FakeDriver:
@@ -24,6 +25,7 @@ class FakeDriver:
 
     fingerprint = "interpreted"
     version = ""
+    multiprocessors = 3
 
     def __init__(
         self, total: int = 1 << 30, architecture: int = 90, name: str = "fake", ordinal: int = 0
@@ -126,16 +128,17 @@ class FakeDriver:
             self._inside(destination + row * pitch, nbytes)
             ctypes.memmove(destination + row * pitch, source + row * pitch, nbytes)
 
-    def launch(self, kernel: str, grid: Sequence[int], arguments: Sequence[float]) -> None:
+    def launch(self, kernel: str, grid: Sequence[int], arguments: Sequence[Any]) -> None:
         found = self.kernels[kernel]
         assert len(arguments) == len(found.arguments), kernel
         for name, value in zip((one for one, _ in found.arguments), arguments, strict=True):
-            assert isinstance(value, (int, float)), f"{kernel}: {name} is {type(value)}"
+            assert isinstance(value, (int, float, Plane)), f"{kernel}: {name} is {type(value)}"
         if self.recording is not None:
             self.recording.append(("launch", kernel, tuple(grid), tuple(arguments)))
             return
         self.launched.append(kernel)
-        triton_interpreter.run(found, grid, arguments)
+        gluon = any(isinstance(value, Plane) for value in arguments)
+        (gluon_interpreter if gluon else triton_interpreter).run(found, grid, arguments)
 
     def begin_recording(self) -> None:
         self.recording = []

@@ -17,6 +17,7 @@ SOURCE = Path(__file__).parents[1] / "gpu" / "stub_cuda.c"
 MEMORY, PINNED, STREAM, EVENT, MODULE, FUNCTION, GRAPH, READY, PEER = range(1, 10)
 CONTEXT = 0
 _SIZES = {"i32": "u32", "fp32": "f32"}
+_PLANE = ("align 64 .b8", "u32", "u32", "u64", "u64")  # parameters of a plane
 
 
 def build(folder: Path, source: str = "") -> Path:
@@ -94,8 +95,11 @@ class Stub:
 
 def ptx(symbol: str, kinds: tuple[str, ...], warps: int = 4, dependent: bool = False) -> str:
     """A kernel that does nothing; dependent: but to wait."""
-    types = [_SIZES.get(kind, "u64") for kind in kinds]
-    told = ",\n".join(f"\t.param .{one} {symbol}_param_{i}" for i, one in enumerate(types))
+    types: list[str] = []
+    for kind in kinds:
+        types += _PLANE if kind.endswith("]") else (_SIZES.get(kind, "u64"),)
+    places = (f"{symbol}_param_{i}" + "[128]" * (one in _PLANE[:1]) for i, one in enumerate(types))
+    told = ",\n".join(f"\t.param .{one} {place}" for one, place in zip(types, places, strict=True))
     head = ".version 8.0\n.target sm_80\n.address_size 64\n"
     body = "\tgriddepcontrol.wait;\n" * dependent
     return f"{head}.visible .entry {symbol}(\n{told}\n)\n.reqntid {32 * warps}\n{{\n{body}\tret;\n}}\n"

@@ -28,6 +28,7 @@ SAMPLE_BINS, SAMPLE_STATE, SAMPLE_SORTED = 256, 16, 2048
 # Rows of a product: few ones with a narrow or a wide weight, more of them likewise, and many. Attention
 # knows few and many, weights in groups some as well.
 SLIM, FEW, HALF, SOME, MANY = HEIGHTS = "slim", "few", "half", "some", "many"
+STEP = 16  # columns of a weight are a multiple of it: kernels read so many at once
 FEW_ROWS, SOME_ROWS = 64, 256  # up to so many rows the parts of K are computed beside each other
 MAX_SPLIT_TILES = 1024  # tiles of a product whose parts of K are computed beside each other
 # Of the products of adapters: rows of a tile, ranks of a block, outputs of a tile, most parts of K
@@ -66,9 +67,9 @@ Constants = tuple[tuple[str, object], ...]
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A variant. arguments: (name, type) in the order of the function; constants: of its constexprs,
-    "dtype:x" for a type; aligned: integers that are multiples of 16. Pointers are too, but for those in
-    `unaligned`."""
+    """A variant. arguments: (name, type) in the order of the function, "bf16[128,64]" for a matrix of which
+    boxes of so many rows and columns are copied; constants: of its constexprs, "dtype:x" for a type; aligned:
+    integers that are multiples of 16. Pointers are too, but for those in `unaligned`."""
 
     name: str
     function: str
@@ -130,6 +131,29 @@ def height_of(rows: int, outputs: int) -> str:
     if rows > SOME_ROWS and -(-rows // 128) * -(-outputs // 256) >= 96:
         return MANY
     return HALF if rows <= SOME_ROWS and outputs <= WIDE else SOME
+
+
+# Tiles of persistent products on sm_90, and what a step of one costs beside its arithmetic: smaller ones need
+# more bytes for each product. The first is taken of two that cost the same.
+PERSISTENT = {
+    Tile(128, 256, 64, 8, 4): 1.0, Tile(128, 128, 64, 8, 6): 1.15, Tile(128, 64, 64, 8, 8): 1.5,
+}  # fmt: skip
+PERSISTENT_KINDS = ("bf16", "fp16")
+MULTIPROCESSORS = 132  # of an H100: by them a tile is chosen, on which no order of sums depends
+
+
+def persistent_tile(architecture: int, kind: str, rows: int, outputs: int) -> Tile | None:
+    """The tile of a persistent product of so many rows with so many outputs: that which is done first. None
+    where `dense` computes it: few rows, other types and architectures, and outputs of which not every row
+    begins at a multiple of 16 bytes. Of gate and up a tile has half of its columns each."""
+    if architecture != 90 or kind not in PERSISTENT_KINDS or rows <= FEW_ROWS or outputs % STEP:
+        return None
+
+    def cost(tile: Tile) -> float:
+        turns = -(-(-(-rows // tile.m) * -(-outputs // tile.n)) // MULTIPROCESSORS)
+        return turns * tile.m * tile.n * PERSISTENT[tile]
+
+    return min(PERSISTENT, key=cost)
 
 
 def groups_tile(architecture: int, rows: str, form: str) -> Tile:
@@ -194,6 +218,39 @@ def gated_dense(name: str, kind: str, rows: str, tile: Tile) -> Kernel:
     return Kernel(
         name, "products.gated_dense", _arguments(text), constants, tile.warps, tile.stages, ("K",)
     )  # fmt: skip
+
+
+def persistent(
+    name: str, kind: str, tile: Tile, gated: bool = False, over_m: int = 1, over_n: int = 1
+) -> Kernel:
+    """A persistent product with this tile. A gated one has half of its columns of gate, the others of up.
+    over_m, over_n: programs of a cluster that share a box of the weight, or of x; one of them is 1."""
+    outputs = tile.n // 2 if gated else tile.n
+    boxes = f"x:{kind}[{tile.m // over_n},{tile.k}] w:{kind}[{outputs // over_m},{tile.k}]"
+    constants: Constants = (("BLOCK_M", tile.m), ("BLOCK_N", outputs), ("BLOCK_K", tile.k),
+                            ("STAGES", tile.stages), ("WARPS", tile.warps), ("OVER_M", over_m),
+                            ("OVER_N", over_n))  # fmt: skip
+    if gated:
+        text, aligned = f"{boxes} out:{kind}[{tile.m},{outputs}] M N K", ("N", "K")
+    else:
+        text = f"{boxes} {_OUT} has_bias has_residual M N K chunk parts"
+        aligned = ("N", "K", "chunk")
+    function = "persistent.gated_dense" if gated else "persistent.dense"
+    return Kernel(name, function, _arguments(text), constants, tile.warps, tile.stages, aligned)
+
+
+def persistent_name(kind: str, tile: Tile, gated: bool = False) -> str:
+    """Of a kernel of the catalogue."""
+    return f"{'gated_' * gated}persistent.{kind}.{tile.m}x{tile.n}"
+
+
+def _persistent(architecture: int) -> list[Kernel]:
+    if architecture != 90:
+        return []
+    return [
+        persistent(persistent_name(kind, tile, gated), kind, tile, gated)
+        for kind in PERSISTENT_KINDS for tile in PERSISTENT for gated in (False, True)
+    ]  # fmt: skip
 
 
 def _products(architecture: int) -> list[Kernel]:
@@ -486,7 +543,8 @@ def _exchange() -> list[Kernel]:
 
 def kernels_of(architecture: int) -> dict[str, Kernel]:
     """Every kernel of an architecture, by name."""
-    own = [*_products(architecture), *_attention(architecture), *_experts(architecture)]
+    own = [*_products(architecture), *_persistent(architecture), *_attention(architecture)]
+    own += _experts(architecture)
     every = [*own, *_rows(), *_choosing(), *_lora(), *_exchange()]
     return {kernel.name: kernel for kernel in every}
 

@@ -21,6 +21,7 @@ from pageturner.errors import EngineFault, pip_install
 from pageturner.kernels.gpu.driver import LATER, Graph
 from pageturner.kernels.gpu.manifest import Compiled, Manifest
 from pageturner.kernels.gpu.presence import nvidia_is_here
+from pageturner.kernels.gpu.tensor_maps import TensorMaps
 
 OLDEST_DRIVER = 12000  # CUDA 12.0
 DEPENDENT_DRIVER = 12030  # from here on a recording keeps which kernels may begin beside the one in front
@@ -86,11 +87,12 @@ class CudaDriver:
         self._threads = _Threads()
         self._device = device = self._found(ordinal)
         attribute = cu.CUdevice_attribute
-        major, minor = (
+        major, minor, self.multiprocessors = (
             self._ask(cu.cuDeviceGetAttribute, one, device)
             for one in (
                 attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
                 attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+                attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
             )
         )
         self.name = self._ask(cu.cuDeviceGetName, 256, device).partition(b"\0")[0].decode()
@@ -104,6 +106,7 @@ class CudaDriver:
         self._compiled = manifest.kernels(self.architecture, portable)
         self.manifest_s = time.perf_counter() - begin
         self._loaded: dict[str, Any] = {}
+        self._maps = TensorMaps()
         self._modules: list[Any] = []
         self._graphs: list[Any] = []
         self._memory: set[int] = set()
@@ -387,34 +390,48 @@ class CudaDriver:
             if compiled.shared > _STATIC_SHARED:
                 attribute = self._cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 self._ask(self._cu.cuFuncSetAttribute, function, attribute, compiled.shared)
-            types = tuple(_C_TYPES.get(kind, ctypes.c_void_p) for kind in compiled.kinds)
+            types: tuple[Any, ...] = ()
+            for kind in compiled.kinds:
+                types += TensorMaps.TYPES if kind.endswith("]") else (_C_TYPES.get(kind, ctypes.c_void_p),)
             types += (ctypes.c_void_p,) * compiled.hidden
-            config = self._beside_the_last(compiled) if compiled.dependent else None
+            config = self._config(compiled) if compiled.dependent or compiled.cluster > 1 else None
             self._loaded[name] = function, compiled, types, config
         found: tuple[Any, Compiled, tuple[Any, ...], Any] = self._loaded[name]
         return found
 
-    def _beside_the_last(self, compiled: Compiled) -> Any:
-        """How a kernel is launched that need not wait for the end of the one in front."""
-        cu = self._cu
-        allowed = cu.CUlaunchAttributeValue()
-        allowed.programmaticStreamSerializationAllowed = 1
-        attribute = cu.CUlaunchAttribute()
-        attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        attribute.value = allowed
+    def _config(self, compiled: Compiled) -> Any:
+        """How a kernel is launched that need not wait for the end of the one in front, or that has clusters."""
+        cu, told = self._cu, self._cu.CUlaunchAttributeID
         config = cu.CUlaunchConfig()
         config.blockDimX, config.blockDimY, config.blockDimZ = compiled.threads, 1, 1
         config.sharedMemBytes, config.hStream = compiled.shared, self._stream
-        config.attrs, config.numAttrs = [attribute], 1
+        attributes = []
+        if compiled.cluster > 1:
+            value = cu.CUlaunchAttributeValue()
+            value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = compiled.cluster, 1, 1
+            attributes.append((told.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, value))
+        if compiled.dependent:  # the last, as not every launch has it
+            value = cu.CUlaunchAttributeValue()
+            value.programmaticStreamSerializationAllowed = 1
+            attributes.append((told.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, value))
+        made = []
+        for name, value in attributes:
+            made.append(cu.CUlaunchAttribute())
+            made[-1].id, made[-1].value = name, value
+        config.attrs, config.numAttrs = made, len(made)
         return config
 
-    def launch(self, kernel: str, grid: Sequence[int], arguments: Sequence[float]) -> None:
+    def launch(self, kernel: str, grid: Sequence[int], arguments: Sequence[Any]) -> None:
         function, compiled, types, config = self._function(kernel)
+        if compiled.boxes:
+            arguments = self._maps.flat(arguments, compiled.boxes)
         values = (*arguments, *(0,) * compiled.hidden)
         x, y, z = (*grid, 1, 1)[:3]
         if not x * y * z:
             return
-        if config is not None and self.dependent_launch and self._behind_kernel:
+        beside = compiled.dependent and self.dependent_launch and self._behind_kernel
+        if config is not None and (beside or compiled.cluster > 1):
+            config.numAttrs = int(compiled.cluster > 1) + int(beside)
             config.gridDimX, config.gridDimY, config.gridDimZ = x, y, z
             self._ask(self._cu.cuLaunchKernelEx, config, function, (values, types), 0)
         else:

@@ -7,7 +7,7 @@ multiples of 256 where memory begins. `CudaDriver` is the real one; tests have o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,16 +16,27 @@ Graph = Any  # a recording that can be replayed
 LATER = 1 << 18  # bytes that can be downloaded later
 
 
+class Plane(NamedTuple):
+    """A row-major matrix without gaps, of which a kernel fetches or writes boxes. Its address and the bytes of
+    a row are multiples of 16."""
+
+    address: int
+    rows: int
+    columns: int
+
+
 class Driver(Protocol):
     """A device and one stream of work on it. Any thread may call it, one at a time.
 
     name, architecture  of the device; 90 for compute capability 9.0
+    multiprocessors     of the device: a persistent kernel has as many programs
     fingerprint         what the bits of kernels depend on
     version             what else their numbers depend on: driver, compiled kernels; "": they are interpreted
     """
 
     name: str
     architecture: int
+    multiprocessors: int
     fingerprint: str
     version: str
 
@@ -79,8 +90,9 @@ class Driver(Protocol):
     def copy(self, destination: int, source: int, nbytes: int, rows: int = 1, pitch: int = 0) -> None:
         """Within the device: nbytes, of each of so many rows that begin `pitch` bytes apart."""
 
-    def launch(self, kernel: str, grid: Sequence[int], arguments: Sequence[float]) -> None:
-        """Run a kernel of the catalogue; arguments in its order, addresses for pointers."""
+    def launch(self, kernel: str, grid: Sequence[int], arguments: Sequence[Any]) -> None:
+        """Run a kernel of the catalogue; arguments in its order, addresses for pointers, and a `Plane` for
+        what it reads or writes in boxes."""
 
     def begin_recording(self) -> None:
         """Keep what is launched and copied within the device from now on, in place of doing it."""

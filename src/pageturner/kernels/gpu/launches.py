@@ -25,16 +25,20 @@ from pageturner.kernels.gpu.catalogue import (
     SLIM,
     SOME,
     SOME_ROWS,
+    STEP,
     SUMS_SPAN,
+    Tile,
     attention_rows,
     block_k,
     group_parts_of,
     groups_tile,
     height_of,
     parts_of,
+    persistent_name,
+    persistent_tile,
     tiles_of,
 )
-from pageturner.kernels.gpu.driver import Driver
+from pageturner.kernels.gpu.driver import Driver, Plane
 from pageturner.kernels.gpu.steps import Step, heads_of_tile, inverse_of, view_of
 from pageturner.kernels.gpu.weights import (
     BLOCK_COLUMNS,
@@ -113,6 +117,9 @@ class Launches:
         x = self.rounded(x, w.compute)
         rows = len(x)
         if isinstance(w, FloatMatrix):
+            tile = persistent_tile(self.driver.architecture, w.kind, rows, w.rows)
+            if tile is not None:
+                return self._persistent_product(x, w, tile, bias, residual)
             chunk, parts = parts_of(w.rows, w.columns, block_k(w.kind))
             height = height_of(rows, w.rows)
         else:
@@ -146,6 +153,23 @@ class Launches:
             )  # fmt: skip
         return out
 
+    def _persistent_product(
+        self, x: GpuArray, w: FloatMatrix, tile: Tile, bias: Vector | None, residual: GpuArray | None
+    ) -> GpuArray:
+        rows, out = len(x), self.arena.take((len(x), w.rows))
+        self.driver.launch(
+            persistent_name(w.kind, tile), self._programs(tile, rows, w.rows),
+            (Plane(x.address, rows, w.columns), Plane(w.address, w.rows, w.columns),
+             bias.address if bias else 0, residual.address if residual else 0, out.address,
+             int(bias is not None), int(residual is not None), rows, w.rows, w.columns,
+             *parts_of(w.rows, w.columns, block_k(w.kind))),
+        )  # fmt: skip
+        return out
+
+    def _programs(self, tile: Tile, rows: int, outputs: int) -> tuple[int]:
+        """The grid of a persistent kernel: a program for each tile, or for each multiprocessor."""
+        return (min(_tiles(rows, tile.m) * _tiles(outputs, tile.n), self.driver.multiprocessors),)
+
     def _tiles_of(self, kind: str, height: str, rows: int, outputs: int, share: int = 1) -> int:
         """How many there are; each has a `share` of the outputs that it could have."""
         tile = tiles_of(self.driver.architecture, kind)[height]
@@ -165,8 +189,19 @@ class Launches:
 
     def _gated_dense(self, x: GpuArray, w: FloatMatrix) -> GpuArray:
         rows, outputs = len(x), w.rows // 2
-        height = {SLIM: FEW, HALF: SOME}.get(found := height_of(rows, w.rows), found)
         out = self.arena.take((rows, outputs), w.kind)
+        tile = persistent_tile(self.driver.architecture, w.kind, rows, w.rows)
+        if tile is not None and outputs % STEP == 0:
+            planes = (
+                Plane(x.address, rows, w.columns), Plane(w.address, w.rows, w.columns),
+                Plane(out.address, rows, outputs),
+            )  # fmt: skip
+            self.driver.launch(
+                persistent_name(w.kind, tile, gated=True), self._programs(tile, rows, w.rows),
+                (*planes, rows, outputs, w.columns),
+            )  # fmt: skip
+            return out
+        height = {SLIM: FEW, HALF: SOME}.get(found := height_of(rows, w.rows), found)
         self.driver.launch(
             f"gated_dense.{w.kind}.{height}", (self._tiles_of(w.kind, height, rows, outputs, 2),),
             (x.address, w.address, 0, out.address, rows, outputs, w.columns),

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pageturner.errors import EngineFault
 from pageturner.kernels.gpu.catalogue import PORTABLE
@@ -21,12 +21,28 @@ EXACT = (90, 100)  # compiled for features that no other device has, not even a 
 _BUILD = "build them with `make gpu-kernels`, or use --device cpu"
 
 
+class Box(NamedTuple):
+    """What a kernel copies of a plane at once, as CUDA's tensor maps tell it.
+
+    kind, swizzle  CUtensorMapDataType and CUtensorMapSwizzle
+    nbytes         of an element
+    """
+
+    rows: int
+    columns: int
+    kind: int
+    nbytes: int
+    swizzle: int
+
+
 @dataclass(frozen=True, slots=True)
 class Compiled:
     """A kernel ready to be loaded.
 
     hidden     arguments behind the others, which are null pointers
     dependent  it waits by itself for what the kernels in front write: it may be launched beside the last one
+    boxes      of its arguments that are planes, in their order
+    cluster    programs of a cluster, behind each other
     """
 
     symbol: str
@@ -36,6 +52,8 @@ class Compiled:
     shared: int
     threads: int
     dependent: bool
+    boxes: tuple[Box, ...] = ()
+    cluster: int = 1
 
 
 class Manifest:
@@ -115,4 +133,5 @@ def _unpack(name: str, entry: dict[str, Any], raw: bytes) -> Compiled:
         entry["symbol"], zlib.decompress(packed), tuple(kind for _, kind in entry["arguments"]),
         entry["hidden"], entry["shared"], 32 * entry["warps"],
         entry["dependent"],
+        tuple(Box(*one) for one in entry.get("boxes", ())), entry.get("cluster", 1),
     )  # fmt: skip

@@ -19,10 +19,10 @@ from pageturner.errors import EngineFault
 from pageturner.files import ggml, ggml_types
 from pageturner.kernels.base import Tensor
 from pageturner.kernels.gpu.arrays import BYTES, padded
+from pageturner.kernels.gpu.catalogue import STEP
 from pageturner.kernels.gpu.driver import Driver
 
 FILE_KINDS = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
-STEP = 16  # columns of a weight are a multiple of it: kernels read so many at once
 # Groups lie in blocks of so many rows, each padded to a multiple of so many columns
 BLOCK_ROWS, BLOCK_COLUMNS = 16, 256
 SLICE = 1 << 20  # elements that a thread takes apart at once: they stay in its cache
