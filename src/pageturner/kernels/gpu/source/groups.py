@@ -135,6 +135,24 @@ def scaled(total, dots, sums, scales, lows, AT: tl.constexpr, LOW: tl.constexpr)
 
 
 @triton.jit
+def places(n0, N, size, BLOCK_N: tl.constexpr, EACH: tl.constexpr):
+    """Where the first EACH elements of each block of 16 rows of a tile lie, a block having `size` of them;
+    behind the last block that one again."""
+    e = tl.arange(0, BLOCK_N // 16 * EACH)
+    block = tl.minimum(n0 * (BLOCK_N // 16) + e // EACH, tl.cdiv(N, 16) - 1)
+    return block.to(tl.int64) * size + e % EACH
+
+
+@triton.jit
+def scale_places(n0, N, size, BLOCK_N: tl.constexpr, EACH: tl.constexpr):
+    """The same of scales, [BLOCK_N / 16, row % 8, thread, EACH]: four threads have the same rows."""
+    block = n0 * (BLOCK_N // 16) + tl.arange(0, BLOCK_N // 16)[:, None, None, None]
+    found = tl.minimum(block, tl.cdiv(N, 16) - 1).to(tl.int64) * size
+    found += tl.arange(0, 8)[None, :, None, None] * EACH + tl.arange(0, 4)[None, None, :, None] * 0
+    return found + tl.arange(0, EACH)[None, None, None, :]
+
+
+@triton.jit
 def groups_part(
     x, q, high, scale, low, sums, zero, m, n0, M, N, K, begin, end, LOW: tl.constexpr, SUMS: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -150,62 +168,50 @@ def groups_part(
     tl.static_assert(BLOCK_K % UNIT == 0 and BLOCK_K % SIZE == 0 and BLOCK_K == 128)
     zeros = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     ones = tl.full((BLOCK_N, PIECE), 1.0, tl.float32).to(tl.bfloat16)
-    total, dots, mine = zeros, zeros, zeros
+    total, dots, given = zeros, zeros, zeros
     magic = 0x43004300 | (zero >> 16)  # that, in a register
     less = zero * 0x00010001 + (0xC300C300 - 0x100000000)  # -(128 + zero) twice
-    there, row = (m < M)[None, :], tl.minimum(m, M - 1)
+    row = tl.minimum(m, M - 1)
     x += row[None, :].to(tl.int64) * K + tl.arange(0, PIECE)[:, None]
-    last = tl.cdiv(N, 16) - 1  # of blocks of 16 rows; behind it that block again
     wide = tl.cdiv(K, 256) * 256
-    e = tl.arange(0, BLOCK_N * 8)
-    word = tl.minimum(n0 * (BLOCK_N // 16) + e // 128, last).to(tl.int64) * (wide // UNIT * 128) + e % 128
-    q += word
+    q += places(n0, N, wide // UNIT * 128, BLOCK_N, 128)
     if BITS == 5:
-        e = tl.arange(0, BLOCK_N * 2)
-        high += tl.minimum(n0 * (BLOCK_N // 16) + e // 32, last).to(tl.int64) * (wide // UNIT * 32) + e % 32
+        high += places(n0, N, wide // UNIT * 32, BLOCK_N, 32)
     if not FP8:
         sums += row[:, None] * (wide // GROUP) + tl.arange(0, COUNT)[None, :]
-        block = tl.arange(0, BLOCK_N // 16)[:, None, None, None]
-        place = tl.minimum(n0 * (BLOCK_N // 16) + block, last).to(tl.int64) * (wide // 128 * 8 * OF_TURN)
-        place += tl.arange(0, 8)[None, :, None, None] * OF_TURN + tl.arange(0, 4)[None, None, :, None] * 0
-        place += tl.arange(0, 2 * COUNT)[None, None, None, :]
-        scale += place
-        low += place
+        of_scales = scale_places(n0, N, wide // 128 * 8 * OF_TURN, BLOCK_N, OF_TURN)
+        scale += of_scales
+        low += of_scales
     for k0 in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
         xs, qs, highs = x + k0, q + k0 // UNIT * 128, high + k0 // UNIT * 32
         if not FP8:
             turn = k0 // 128 * (8 * OF_TURN)
             scales = in_rows(tl.load(scale + turn), BLOCK_N, COUNT)
-            lows = scales
-            if LOW:
-                lows = in_rows(tl.load(low + turn), BLOCK_N, COUNT)
-                if SUMS:
-                    given = tl.reshape(tl.load(sums + k0 // 128 * COUNT), (BLOCK_M // 4, 4, COUNT))
+            lows = in_rows(tl.load(low + turn), BLOCK_N, COUNT) if LOW else scales
+            if LOW and SUMS:
+                known = tl.reshape(tl.load(sums + k0 // 128 * COUNT), (BLOCK_M // 4, 4, COUNT))
         for u in tl.static_range(0, BLOCK_K, UNIT):
             words = unit(tl.load(qs + u // UNIT * 128), BLOCK_N)
             above = words
             if BITS == 5:
                 above = unit(fifths(tl.load(highs + u // UNIT * 32)), BLOCK_N)
             for v in tl.static_range(u, u + UNIT, PIECE):
-                columns = tl.load(xs + v, mask=there & (k0 + v < end), other=0.0)
-                if PIECE == UNIT:
-                    operand = elements(words, above, magic, less, BITS, FP8)
-                else:
-                    operand = elements(
-                        half(words, (v - u) // PIECE), half(above, (v - u) // PIECE), magic, less, BITS, FP8
-                    )
+                columns = tl.load(xs + v, mask=(m < M)[None, :] & (k0 + v < end), other=0.0)
+                mine, top = words, above
+                if PIECE < UNIT:
+                    mine, top = half(words, (v - u) // PIECE), half(above, (v - u) // PIECE)
+                operand = elements(mine, top, magic, less, BITS, FP8)
                 if FP8:
                     total = tl.dot(operand, columns, total)
                 else:
                     dots = tl.dot(operand, columns, zeros if v // SIZE * SIZE == v else dots)
-                    if LOW:
-                        if SUMS:
-                            one = tl.reshape(column(given, v // SIZE), (1, BLOCK_M))
-                            mine = tl.broadcast_to(one, (BLOCK_N, BLOCK_M))
-                        else:
-                            mine = tl.dot(ones, columns, zeros if v // SIZE * SIZE == v else mine)
+                    if LOW and SUMS:
+                        one = tl.reshape(column(known, v // SIZE), (1, BLOCK_M))
+                        given = tl.broadcast_to(one, (BLOCK_N, BLOCK_M))
+                    elif LOW:
+                        given = tl.dot(ones, columns, zeros if v // SIZE * SIZE == v else given)
                     if (v + PIECE) // SIZE * SIZE == v + PIECE:
-                        total = scaled(total, dots, mine, scales, lows, v // SIZE, LOW)
+                        total = scaled(total, dots, given, scales, lows, v // SIZE, LOW)
     return total
 
 
@@ -231,8 +237,8 @@ def whole_groups(
 
 @triton.jit
 def ask_for(
-    q, n0, N, K, begin, end, BITS: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr,
-    LINE: tl.constexpr,
+    q, n0, N, K, begin, end, BITS: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """`prefetch` of the words of a tile, AHEAD bytes in all."""
     UNIT: tl.constexpr = 32 if BITS == 8 else 64
@@ -258,7 +264,7 @@ def groups(
     m = m0 * BLOCK_M + tl.arange(0, BLOCK_M)
     first = 0 if WHOLE else tl.program_id(1)
     begin = first * chunk
-    ask_for(q, n0, N, K, begin, tl.minimum(begin + chunk, K), BITS, BLOCK_N, AHEAD, LINE)
+    ask_for(q, n0, N, K, begin, tl.minimum(begin + chunk, K), BITS, AHEAD, LINE, BLOCK_N)
     wait()
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for part in range(first, parts if WHOLE else first + 1):
@@ -294,7 +300,7 @@ def gated_groups(
     m0, n0 = place(M, N, BLOCK_M, BLOCK_N)
     n = n0 * BLOCK_N + tl.arange(0, BLOCK_N)
     m = m0 * BLOCK_M + tl.arange(0, BLOCK_M)
-    ask_for(q, n0, N, K, 0, K, BITS, BLOCK_N, AHEAD, LINE)
+    ask_for(q, n0, N, K, 0, K, BITS, AHEAD, LINE, BLOCK_N)
     wait()
     gate = whole_groups(
         x, q, high, scale, low, sums, has_low, zero, m, n0, M, N, K, 0, K, SUMS,
@@ -318,7 +324,8 @@ def gated_groups(
 @triton.jit
 def group_sums(x, sums, M, K, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, SPAN: tl.constexpr):
     """Sums of the groups of each row, fp32 [M, K in multiples of 256 / GROUP]: products with ones, by the
-    matrix unit, as `groups` computes those of few rows. Grid: tiles of M, of SPAN columns."""
+    matrix unit, as `groups` computes those of few rows. At most 16 groups are in SPAN columns. Grid: tiles of
+    M, of SPAN columns."""
     start_dependent()
     COUNT: tl.constexpr = SPAN // GROUP
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -326,8 +333,8 @@ def group_sums(x, sums, M, K, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, SPAN: 
     values = tl.load(
         x + m[None, :].to(tl.int64) * K + k[:, None], mask=(m < M)[None, :] & (k < K)[:, None], other=0.0
     )
-    group = tl.arange(0, 64)
+    group = tl.arange(0, 16)
     mine = (group[:, None] == tl.arange(0, SPAN)[None, :] // GROUP).to(tl.bfloat16)
-    found = tl.dot(mine, values, tl.zeros((64, BLOCK_M), tl.float32))
+    found = tl.dot(mine, values, tl.zeros((16, BLOCK_M), tl.float32))
     at = m[None, :] * (tl.cdiv(K, 256) * (256 // GROUP)) + tl.program_id(1) * COUNT + group[:, None]
     tl.store(sums + at, found, mask=(m < M)[None, :] & (group < COUNT)[:, None])
