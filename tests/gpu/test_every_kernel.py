@@ -281,7 +281,7 @@ def adapters(ops: GpuOps) -> None:
 
 
 FAMILIES: dict[Callable[..., None], str] = {
-    products: "dense gated_dense groups gated_groups group_sums add_parts embed embed_groups",
+    products: "dense gated_dense groups gated_groups group_sums embed embed_groups",
     rows: "rms_norm head_norm layer_norm gated elementwise rotate take_rows",
     attention: "attend kv_write fit_heads",
     placing: "place_heads",

@@ -208,7 +208,7 @@ def groups(form: str, rows: str, tile: Tile, gated: bool = False) -> Kernel:
         function, text, aligned = "gated_groups", f"{text} out:*bf16 has_low zero M N K", ("N", "K")
     else:
         function, aligned = "groups", ("K", "chunk")
-        text += f" {_OUT} has_low zero has_bias has_residual M N K chunk parts"
+        text += f" {_OUT} partial:*fp32 counters:*i32 has_low zero has_bias has_residual M N K chunk parts"
         constants = (("WHOLE", rows == MANY), *constants)
     name = f"{function}.{form}.{rows}"
     return Kernel(name, f"groups.{function}", _arguments(text), constants, tile.warps, tile.stages, aligned)
@@ -269,8 +269,6 @@ def _products(architecture: int) -> list[Kernel]:
             found.append(groups(form, rows, tile))
             if form in GATED_GROUPS and rows != MANY:
                 found.append(groups(form, rows, tile, gated=True))
-    text = f"partial:*fp32 scale:*fp32 {_OUT} has_scale has_bias has_residual M N parts"
-    found.append(Kernel("add_parts", "products.add_parts", _arguments(text), (("BLOCK", GROUP_ROWS),)))
     for group in sorted({group for _, group, _ in GROUPED.values() if group}):
         span: Constants = (("GROUP", group), ("BLOCK_M", 16), ("SPAN", SUMS_SPAN))
         text = "x:*bf16 sums:*fp32 M K"

@@ -140,17 +140,11 @@ class Launches:
             return out
         tile = groups_tile(self.driver.architecture, height, w.sort)
         grid = (_tiles(w.rows, tile.n) * _tiles(rows, tile.m), 1 if height == MANY else parts)
-        target = partial or out.address
         self.driver.launch(
             f"groups.{w.sort}.{height}", grid,
-            (*self._operands(x, w), *beside, target, int(w.low != 0), w.zero, *flags, *shape),
+            (*self._operands(x, w), *beside, out.address, partial, self.counters, int(w.low != 0), w.zero,
+             *flags, *shape),
         )  # fmt: skip
-        if apart:
-            scale = w.scale if w.group == 0 else 0
-            self.driver.launch(
-                "add_parts", (rows, _tiles(w.rows, GROUP_ROWS)),
-                (partial, scale, *beside, out.address, int(scale != 0), *flags, rows, w.rows, parts),
-            )  # fmt: skip
         return out
 
     def _persistent_product(

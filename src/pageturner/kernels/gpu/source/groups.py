@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from pageturner.kernels.gpu.source.dependent import launch_dependents, prefetch, start_dependent, wait
-from pageturner.kernels.gpu.source.products import place
+from pageturner.kernels.gpu.source.products import add_up, is_last, place
 
 
 @triton.jit
@@ -249,15 +249,16 @@ def ask_for(
 
 @triton.jit
 def groups(
-    x, q, high, scale, low, sums, bias, residual, out, has_low, zero, has_bias, has_residual,
-    M, N, K, chunk, parts, WHOLE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SUMS: tl.constexpr,
-    AHEAD: tl.constexpr, LINE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    x, q, high, scale, low, sums, bias, residual, out, partial, counters, has_low, zero, has_bias,
+    has_residual, M, N, K, chunk, parts, WHOLE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    SUMS: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Weights in groups of GROUP columns: value = scale * (q - zero) + low. The integers are exact in the
     type of x; scales are applied to the sum of a group. GROUP 0: value = scale * q with q in e4m3 and a scale
     for each row. SUMS: those of the groups of x, which lows are multiplied with, are in `sums`, else they are
-    computed here. Grid: tiles of M and N, parts or 1."""
+    computed here. Of several parts all but WHOLE have `partial` [parts, M, N] and a counter for each tile.
+    Grid: tiles of M and N, parts or 1."""
     launch_dependents()
     m0, n0 = place(M, N, BLOCK_M, BLOCK_N)
     n = n0 * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -285,7 +286,12 @@ def groups(
             total = tl.load(residual + at, mask=inside, other=0.0) + total
         tl.store(out + at, total, mask=inside)
     else:
-        tl.store(out + first.to(tl.int64) * M * N + at, total, mask=inside)
+        tl.store(partial + first.to(tl.int64) * M * N + at, total, mask=inside)
+        if is_last(counters + tl.program_id(0), parts):
+            add_up(
+                partial, parts, out, scale, bias, residual, GROUP == 0, has_bias, has_residual, m0 * BLOCK_M,
+                n0 * BLOCK_N, M, N, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
 
 
 @triton.jit

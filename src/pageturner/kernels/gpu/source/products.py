@@ -9,7 +9,7 @@ one matrix instruction.
 import triton
 import triton.language as tl
 
-from pageturner.kernels.gpu.source.dependent import launch_dependents, prefetch, start_dependent, wait
+from pageturner.kernels.gpu.source.dependent import launch_dependents, prefetch, wait
 
 
 @triton.jit
@@ -250,27 +250,3 @@ def gated_dense(
     value = gate / (1.0 + tl.exp(-gate)) * up
     to = (out + m.to(tl.int64) * N)[:, None] + n[None, :]
     tl.store(to, value.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
-
-
-@triton.jit
-def add_parts(
-    partial, scale, bias, residual, out, has_scale, has_bias, has_residual, M, N, parts,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The sum of the parts, from the first to the last, and what `dense` does with it. Grid: M, N tiles."""
-    start_dependent()
-    m = tl.program_id(0)
-    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
-    partial += m.to(tl.int64) * N + n
-    for _ in range(0, parts):
-        total += tl.load(partial, mask=n < N, other=0.0)
-        partial += M * N
-    if has_scale:
-        total *= tl.load(scale + n, mask=n < N, other=0.0)
-    if has_bias:
-        total += tl.load(bias + n, mask=n < N, other=0.0)
-    at = m.to(tl.int64) * N + n
-    if has_residual:
-        total = tl.load(residual + at, mask=n < N, other=0.0) + total
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=n < N)
