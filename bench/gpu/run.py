@@ -80,6 +80,8 @@ PARTS = {
     "kinds": ("run_kinds", 240),
     "forms": ("run_forms", 120),
     "profile": ("run_profile", 120),
+    "ranks": ("run_ranks", 60),
+    "ranks_model": ("run_ranks", 90),
     "pdl": ("run_pdl", 120),
     "sampling": ("run_sampling", 60),
 }
@@ -88,7 +90,7 @@ LANES = (
     ("grid",),
     ("right", "proof"),
     ("bits",),
-    ("kinds", "prefill", "profile", "pdl", "sampling"),
+    ("kinds", "prefill", "profile", "pdl", "sampling", "ranks", "ranks_model"),
     ("start", "idle", "batch32", "nano", "burst"),
     ("invariance",),
 )

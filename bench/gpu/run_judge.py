@@ -156,6 +156,27 @@ def _sampling(told: Told) -> Iterator[Verdict]:
         yield Verdict(name, f"{one['us']:.1f} us, {wrong}", good)
 
 
+def _ranks(told: Told) -> Iterator[Verdict]:
+    for name in ("processes", "streams"):
+        what = f"sums over two ranks as {name} of one device: right, 0 bits differ"
+        found = _of(told, "ranks", what=name)
+        if not found:
+            yield _absent([one for one in told if one.get("what") == name], "ranks", what)
+            continue
+        wrong, differ, lost = (sum(one[key] for one in found) for key in ("wrong", "differ", "lost"))
+        figure = f"{wrong} elements wrong, {differ} differ, {lost} given up, of {len(found)} cases"
+        yield Verdict(what, figure, wrong == differ == lost == 0)
+    for one in _of(told, "ranks", what="sum"):
+        name = f"sum over two ranks of one device, {one['rows']} x {one['columns']}, {one['way']}"
+        yield Verdict(name, f"{one['us']:.1f} us", None)
+    what = "a tiny model on two ranks of one device: the tokens of one rank"
+    model = _of(told, "ranks", what="model")
+    if model:
+        yield Verdict(what, str(model[-1]["tokens"]), model[-1]["passed"])
+    else:
+        yield _absent([one for one in told if one.get("what") == "model"], "ranks", what)
+
+
 def _prefill(told: Told) -> Iterator[Verdict]:
     what, found = (
         f"prefill of 8k tokens: at least {SHARE_OF_MATRIX:.0%} of the bf16 rate",
@@ -335,6 +356,7 @@ JUDGES: tuple[Callable[[Told], Iterator[Verdict]], ...] = (
     _kinds,
     _forms,
     _adapters,
+    _ranks,
 )
 
 

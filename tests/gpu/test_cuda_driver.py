@@ -148,7 +148,7 @@ def test_models_of_many_kinds_from_start_to_end(library: Path, catalogue: Path) 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("part", ["bits", "decode", "idle", "batch32", "invariance", "kinds", "pdl"])
+@pytest.mark.parametrize("part", ["bits", "decode", "idle", "batch32", "invariance", "kinds", "pdl", "ranks"])
 def test_what_is_to_run_on_a_device_asks_it_for_nothing_wrong(
     part: str, library: Path, catalogue: Path
 ) -> None:

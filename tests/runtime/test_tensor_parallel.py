@@ -199,7 +199,7 @@ def test_a_rank_is_killed_under_streams_and_they_go_on() -> None:
 
 
 @pytest.mark.parametrize(("settings", "named"), [
-    ({"backend": "reference"}, "--backend reference"), ({"device": "cuda"}, "--device cuda"),
+    ({"backend": "reference"}, "--backend reference"),
     ({"speculation": "draft", "draft_model": "x"}, "--speculation draft"),
     ({"kv_host_memory": 1 << 20}, "--kv-host-memory"), ({"kv_file": "x"}, "--kv-file"),
     ({"prefill_listen": "a:1"}, "--prefill-listen"), ({"prefill_from": "a:1"}, "--prefill-from"),

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -48,9 +48,6 @@ from pageturner.runtime.kv_survival import SurvivingKV
 from pageturner.runtime.machine_limits import limits_of, stored_peak
 from pageturner.runtime.runner import Executor, Runner
 from pageturner.runtime.step_sizes import with_step_sizes
-
-if TYPE_CHECKING:
-    pass
 
 T = TypeVar("T")
 FAKE_MODEL_LEN = 8192
