@@ -141,7 +141,7 @@ def test_a_recording_serves_other_adapters_of_the_same_ranks() -> None:
 def test_a_step_that_is_padded_has_rows_without_adapters() -> None:
     batch = grid.batch([(4, 1), (7, 1), (2, 1)], 16, 4)
     batch.adapters = ["a", None, "b"]
-    assert pad(batch, 8).adapters == ["a", None, "b", None, None, None, None, None]
+    assert pad(batch, 8, 8).adapters == ["a", None, "b", None, None, None, None, None]
     assert shape_of(None) == shape_of([None]) == ()
 
 

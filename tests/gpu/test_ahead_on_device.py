@@ -5,11 +5,9 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from pageturner.kernels.gpu.ops import GpuOps
-from pageturner.kernels.gpu.steps import unknown_runs
 from pageturner.params import SamplingParams
 from pageturner.request import Request
 
@@ -19,18 +17,6 @@ from support import engines  # noqa: E402
 from support.engines import GOLDENS, Answer, Model, Setup, answers  # noqa: E402
 
 PROMPTS = ((5, 9, 33, 7, 1, 60, 2), (8, 8, 21), (40, 2, 3, 9, 9, 17, 30, 4, 6))
-
-
-def test_runs_of_unknown_tokens() -> None:
-    dice = np.random.default_rng(1)
-    for _ in range(200):
-        tokens = np.where(dice.random(9) < 0.6, -1 - dice.permutation(9), dice.integers(0, 50, 9))
-        ids, filled = dice.integers(100, 200, 9), tokens.copy()
-        for at, row, count in unknown_runs(tokens.astype(np.int32)):
-            filled[at : at + count] = ids[row : row + count]
-        assert (filled == np.where(tokens < 0, ids[-1 - np.minimum(tokens, -1)], tokens)).all()
-    assert unknown_runs(np.array([-1, -2, -3, 7, -4], np.int32)) == [(0, 0, 3), (4, 3, 1)]
-    assert unknown_runs(np.array([4, 5], np.int32)) == []
 
 
 def run(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[int, Answer], int, int]:

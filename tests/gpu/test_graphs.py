@@ -33,6 +33,7 @@ class Device:
         self.computed: list[int] = []
         self.forgotten: list[str] = []
         self.begun = 0
+        self.architecture = 90
         self.graphs = graphs.Graphs(self, SimpleNamespace(reset=lambda mark=0: None, mark=0))  # type: ignore[arg-type]
 
     def fail(self, what: str) -> None:
@@ -55,9 +56,9 @@ class Device:
     def begin(self) -> None:
         self.begun += 1
 
-    def step(self, batch: Batch, *_: Any) -> Batch:
+    def steps(self, pages: Any, *_: Any) -> Any:
         self.fail("upload")
-        return batch
+        return pages
 
     def layers(self, stack: Any, steps: Any) -> GpuArray:
         self.fail("layers")

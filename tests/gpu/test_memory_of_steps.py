@@ -10,7 +10,7 @@ from pageturner.errors import EngineFault
 from pageturner.kernels.base import AttentionShape, Batch, KVSpec, Stack
 from pageturner.kernels.choosing import Head
 from pageturner.kernels.gpu.ops import GpuOps
-from pageturner.kernels.gpu.steps import bucket, fits_at_once, segments_bucket, views_of
+from pageturner.kernels.gpu.steps import Room, bucket, fits_at_once, segments_bucket, views_of
 from pageturner.runtime.devices import largest_batch
 from support.null_gpu import NullDriver, model
 
@@ -88,7 +88,7 @@ def test_what_a_dry_run_lets_through_is_recorded(found: Model, length: int, sequ
         engine = Engine(found, sequences, length, sequences, memory)
         segments = sequences * -(-length // 256) + bucket(sequences) - sequences
         views = views_of(engine.stack, 1)[0]
-        at_once = fits_at_once(views, bucket(sequences), segments_bucket(segments), engine.ops.arena)
+        at_once = fits_at_once(views, bucket(sequences), Room(segments_bucket(segments)), engine.ops.arena)
         assert [engine.decode([length] * sequences) for _ in range(2)].count(True) == at_once
         engine.decode([1, *[length] * (sequences - 1)])
 

@@ -128,8 +128,8 @@ def test_a_recording_has_its_addresses_for_all_contexts_of_its_room(view: Attent
     for contexts in ([100, 20, 3], [1800, 2, 9], [700, 700, 500]):
         driver = SimpleNamespace(alloc=lambda _: 4096, upload=lambda at, data: None)
         arena = Arena(driver, 1 << 26)  # type: ignore[arg-type]
-        batch = steps.pad(batch_of([(n - 1, 1) for n in contexts], 24), 4)
-        step = steps.upload(90, arena, batch, {view}, 24, room=12)
+        batch = steps.pad(batch_of([(n - 1, 1) for n in contexts], 24), 4, 4)
+        step = steps.upload(90, arena, [(batch, 24)], [{view}], steps.Room(12))[0]
         placed = step.works[view]
         arrays = (step.tokens, step.blocks, placed.few, placed.many, placed.arrived)
         found.add((*((one.address, one.shape) for one in arrays), placed.partials, placed.rounds, arena.mark))

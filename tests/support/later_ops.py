@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from pageturner.core.types import Output, Plan, Result, Sequence
-from pageturner.kernels.adapters import Adapters
-from pageturner.kernels.base import Array, Batch, Draw, Stack
+from pageturner.kernels.base import Batch, Draw, Stack
 from pageturner.kernels.choosing import Head, SamplerOutput
 from pageturner.kernels.reference import ReferenceOps
 from pageturner.request import Request
@@ -28,18 +27,21 @@ class LaterOps(ReferenceOps):
     def later(self) -> LaterOps:
         return self
 
-    def hidden(self, stack: Stack, batch: Batch, kv: Any, sliding: Any) -> Array:
+    def launch_step(
+        self, stack: Stack, batch: Batch, kv: Any, sliding: Any, head: Head, draw: Draw
+    ) -> SamplerOutput:
         unknown = batch.tokens < 0
         if unknown.any():
             tokens = batch.tokens.copy()
             tokens[unknown] = self.chosen[-1 - tokens[unknown]]
             batch = replace(batch, tokens=tokens)
-        return super().hidden(stack, batch, kv, sliding)
-
-    def choose_later(
-        self, x: Array, head: Head, draw: Draw, adapters: Adapters | None = None
-    ) -> SamplerOutput:
-        found = self.choose(x, head, draw, adapters=adapters)
+        hidden, adapters = self.hidden(stack, batch, kv, sliding), None
+        if batch.adapters is not None:
+            of_row = np.searchsorted(batch.query_start, batch.logit_rows, side="right") - 1
+            adapters = [batch.adapters[sequence] for sequence in of_row.tolist()]
+        found = SamplerOutput(np.empty(0, np.int32), np.empty(0, np.float32))
+        if len(batch.logit_rows):
+            found = self.choose(hidden, head, draw, adapters=adapters)
         self.chosen, self.waiting = found.ids, self.waiting + 1
         assert self.waiting <= 2, "more than two steps under way"
         return found

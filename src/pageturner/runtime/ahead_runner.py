@@ -51,24 +51,20 @@ class AheadRunner:
 
     def launch(self, plan: Plan, before: LaunchedStep | None) -> LaunchedStep:
         batch, sliding = self._runner.pack(plan, before.rows if before else NO_ROWS)
-        hidden = self._decoder.hidden(batch, self._runner.storage[0], sliding)
         places = [i for i, item in enumerate(plan.items) if item.wants_logits]
         items = [plan.items[place] for place in places]
         sequences = [item.sequence for item in items]
         draw = sampler.draws(sequences, [item.start + item.n for item in items])
-        chosen = None
-        if items:
-            adapters = self._decoder.adapters_of([sequence.request.adapter for sequence in sequences])
-            chosen = self._later.choose_later(hidden, self._decoder.head, draw, adapters)
+        chosen = self._later.launch_step(
+            self._decoder.stack, batch, self._runner.storage[0], sliding, self._decoder.head, draw
+        )
         return LaunchedStep(len(plan.items), places, {seq: row for row, seq in enumerate(sequences)}, chosen)
 
     def collect(self, launched: LaunchedStep) -> Result:
         outputs = [Output() for _ in range(launched.items)]
-        if launched.chosen is not None:
-            found = self._later.collect(launched.chosen)
-            for place, token, logit in zip(
-                launched.places, found.ids.tolist(), found.logits.tolist(), strict=True
-            ):
-                good = isfinite(logit)
-                outputs[place] = Output([token]) if good else Output(failure=sampler.NOT_A_NUMBER)
+        found = self._later.collect(launched.chosen)
+        for place, token, logit in zip(
+            launched.places, found.ids.tolist(), found.logits.tolist(), strict=True
+        ):
+            outputs[place] = Output([token]) if isfinite(logit) else Output(failure=sampler.NOT_A_NUMBER)
         return Result(outputs)

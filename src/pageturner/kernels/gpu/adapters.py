@@ -48,6 +48,13 @@ def place_of(layer: int, name: str) -> int:
     return HEAD if layer < 0 else LAYERS + len(ORDER) * layer + ORDER.index(name)
 
 
+def has_head(adapters: AdaptedRows | Adapters) -> bool:
+    """Whether any row's adapter changes the head."""
+    if isinstance(adapters, AdaptedRows):
+        return any(part.blocks[HEAD] for part in adapters.parts)
+    return any(one is not None and one.blocks[HEAD] for one in adapters)
+
+
 class GpuAdapters:
     """Packs adapters, and computes what they add."""
 
@@ -96,7 +103,8 @@ class GpuAdapters:
         if np.array_equal(batch.logit_rows, np.arange(count)):
             return every, every
         sequences = np.searchsorted(batch.query_start, batch.logit_rows, side="right") - 1
-        return every, self.of_rows([batch.adapters[s] for s in sequences.tolist()])
+        wanted = [batch.adapters[s] for s in sequences.tolist()]
+        return every, self.of_rows(wanted, least=len(wanted) if recorded else 0)
 
     def of_rows(self, adapters: Adapters, starts: I32 | None = None, least: int = 0) -> AdaptedRows | None:
         """Adapter s has the rows starts[s] .. starts[s+1] - 1, or row s. None where nobody has any. least: as
@@ -155,7 +163,8 @@ class GpuAdapters:
             width = most * LORA_RANKS
             for tiles, h in self._first(of.tiles, width, 1):
                 arguments = (
-                    tokens.address, of.rows.address, tiles.address, of.bases.address, h.address, EMBED, width
+                    tokens.address, self._run.chosen, of.rows.address, tiles.address, of.bases.address,
+                    h.address, EMBED, width,
                 )  # fmt: skip
                 self._driver.launch(f"lora_pick.{of.kind}", (len(tiles), most), arguments)
                 self._second(of, tiles, h, x, EMBED, (x.shape[1],), of.kind, most, 1)

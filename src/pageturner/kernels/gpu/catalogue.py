@@ -280,12 +280,10 @@ def _rows() -> list[Kernel]:
     found = []
     block: Constants = (("BLOCK", GROUP_ROWS),)
     for kind in FLOATS:
-        text = f"table:*{kind} tokens:*i32 out:*fp32 first rows K"
+        text = f"table:*{kind} tokens:*i32 chosen:*i32 out:*fp32 first rows K"
         found.append(Kernel(f"embed.{kind}", "rows.embed", _arguments(text), block))
     for form, (bits, group, scales) in GROUPED.items():
-        text = (
-            f"q:*i32 high:*u8 scale:*{scales} low:*{scales} tokens:*i32 out:*fp32 has_low zero first rows K"
-        )
+        text = f"q:*i32 high:*u8 scale:*{scales} low:*{scales} tokens:*i32 chosen:*i32 out:*fp32 has_low zero first rows K"
         element: Constants = (("BITS", bits), ("GROUP", group), *block)
         found.append(Kernel(f"embed_groups.{form}", "rows.embed_groups", _arguments(text), element))
     for out in FLOATS:
@@ -502,7 +500,7 @@ def _lora() -> list[Kernel]:
                 Kernel(f"lora_expand.{compute}.{factor}", "lora.expand", _arguments(text), constants, 4, 2,
                        ("height", "width"))
             )  # fmt: skip
-        text = "tokens:*i32 rows:*i32 tiles:*i32 bases:*i64 h:*fp32 entry width"
+        text = "tokens:*i32 chosen:*i32 rows:*i32 tiles:*i32 bases:*i64 h:*fp32 entry width"
         found.append(Kernel(f"lora_pick.{factor}", "lora.pick", _arguments(text), (kind, *blocks), 1))
     return found
 

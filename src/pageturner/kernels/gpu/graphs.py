@@ -1,4 +1,5 @@
-"""Recordings of steps that only decode: made when a size comes again, replayed with one call.
+"""Recordings of small steps, with the choice of tokens or without: made when a size comes again, replayed
+with one call.
 
 Owns which steps share a recording. The arena gives a step of one size the same addresses each time, so only
 its integers are new; where the factors of adapters lie is among these, so all adapters of the same ranks
@@ -18,15 +19,16 @@ from pageturner.kernels.gpu.adapter_rows import shape_of
 from pageturner.kernels.gpu.arrays import Arena, GpuArray
 from pageturner.kernels.gpu.driver import Driver, Graph
 from pageturner.kernels.gpu.launches import GpuKV
+from pageturner.kernels.gpu.sampling import Choice
 from pageturner.kernels.gpu.steps import (
     AttentionView,
+    Room,
     Step,
-    bucket,
     fits_at_once,
     pad,
-    recordable,
-    segments_bucket,
-    segments_of,
+    pad_draw,
+    room_of,
+    sizes_of,
 )
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 MAX_ROWS = 512  # steps of more are long beside their launches
 MAX_GRAPHS = 64
 USES = 2  # a size is recorded when it comes for the second time
+MIXED_USES = 3  # of steps with rows of prompts or drafts, whose sizes vary more
 LIFE = 1024  # steps behind which all counts of uses are halved
 NEVER = -(1 << 20)  # uses of a size that did not fit: it is not tried again for some twenty thousand steps
 
@@ -42,20 +45,31 @@ Pages = Sequence[tuple[Batch, GpuKV]]  # a step with its KV, and once more for l
 
 
 class _Key(NamedTuple):
-    """What a recording depends on. kv: addresses; room: segments."""
+    """What a recording depends on. kv: addresses; choice: as `Choice.key`."""
 
     stack: int
     kv: tuple[int, ...]
     rows: int
+    wanted: int
     adapters: tuple[tuple[str, bytes], ...]
-    room: int
+    choice: tuple[int, bool] | None
+    room: Room
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it is of steps that only decode."""
+        return self.room.tiles == 0 and self.room.rows == 1
 
 
 @dataclass(slots=True)
-class _Recorded:
+class Recorded:
+    """out: hidden rows, of which the last ones fill the recording up and are nobody's; mark: of the arena;
+    chosen: whether their tokens are chosen, too, as `GpuOps.choose_recorded` does."""
+
     graph: Graph
     out: GpuArray
     mark: int
+    chosen: bool
 
 
 class Graphs:
@@ -68,25 +82,30 @@ class Graphs:
         self._arena = arena
         self._uses: dict[_Key, int] = {}
         self._steps = 0
-        self.recorded: dict[_Key, _Recorded] = {}
+        self.recorded: dict[_Key, Recorded] = {}
 
     def run(
-        self, ops: GpuOps, stack: Stack, pages: Pages, views: list[set[AttentionView]]
-    ) -> GpuArray | None:
-        """Hidden rows of the step by a recording, which is made if it is time; None: compute it otherwise."""
+        self, ops: GpuOps, stack: Stack, pages: Pages, views: list[set[AttentionView]],
+        choice: Choice | None = None,
+    ) -> Recorded | None:  # fmt: skip
+        """The step by a recording, which is made if it is time; None: compute it otherwise. A choice for
+        whose logits there is no memory is left out."""
         batch = pages[0][0]
-        if not recordable(batch) or len(batch.tokens) > MAX_ROWS:
+        if not 0 < len(batch.tokens) <= MAX_ROWS or not len(batch.logit_rows):
             return None
-        rows = bucket(len(batch.tokens))
-        room = segments_bucket(segments_of(batch) + rows - len(batch.tokens))
+        rows, wanted = sizes_of(batch)
+        room = room_of(batch, set().union(*views), self._driver.architecture, rows)
         if not all(fits_at_once(seen, rows, room, self._arena) for seen in views):
             return None
-        key = _Key(id(stack), tuple(kv.keys for _, kv in pages), rows, shape_of(batch.adapters), room)
+        kv, adapters = tuple(kv.keys for _, kv in pages), shape_of(batch.adapters)
+        key = _Key(id(stack), kv, rows, wanted, adapters, choice.key if choice else None, room)
+        if choice and self._used(key) < 0:
+            return self.run(ops, stack, pages, views)
         self._count(key)
         if key not in self.recorded and not self._has_place(key):
             return None
         try:
-            found = self._replayed(key, ops, stack, pages, views)
+            found = self._replayed(key, ops, stack, pages, views, choice)
         except EngineFault as fault:
             if fault.code != "gpu_memory":
                 raise
@@ -94,18 +113,18 @@ class Graphs:
             ops.begin()
             return None
         self._arena.reset(found.mark)
-        return GpuArray(found.out.address, (len(batch.tokens), found.out.shape[1]))
+        return found
 
     def _replayed(
-        self, key: _Key, ops: GpuOps, stack: Stack, pages: Pages, views: list[set[AttentionView]]
-    ) -> _Recorded:
+        self, key: _Key, ops: GpuOps, stack: Stack, pages: Pages, views: list[set[AttentionView]],
+        choice: Choice | None,
+    ) -> Recorded:  # fmt: skip
         """EngineFault('gpu_memory') where the recording, or what it computes, does not fit."""
-        steps = [
-            (ops.step(pad(batch, key.rows), seen, kv, key.room), kv)
-            for (batch, kv), seen in zip(pages, views, strict=True)
-        ]
+        padded = [(pad(batch, key.rows, key.wanted), kv) for batch, kv in pages]
+        draw = pad_draw(choice.draw, key.wanted) if choice else ()
+        steps = ops.steps(padded, views, key.room, draw)
         if key not in self.recorded:
-            self.recorded[key] = self._record(ops, stack, steps)
+            self.recorded[key] = self._record(ops, stack, steps, choice)
         self._driver.replay(self.recorded[key].graph)
         return self.recorded[key]
 
@@ -122,8 +141,8 @@ class Graphs:
         come again."""
         if self._uses[key] < 0:
             return False
-        grown = any(one[:-1] == key[:-1] for one in self.recorded)
-        if self._uses[key] < USES and not grown:
+        grown = key.decodes and any(one[:-1] == key[:-1] for one in self.recorded if one.decodes)
+        if self._uses[key] < (USES if key.decodes else MIXED_USES) and not grown:
             return False
         if len(self.recorded) < MAX_GRAPHS:
             return True
@@ -141,17 +160,21 @@ class Graphs:
         if key in self.recorded:
             self._driver.forget(self.recorded.pop(key).graph)
 
-    def _record(self, ops: GpuOps, stack: Stack, steps: list[tuple[Step, GpuKV]]) -> _Recorded:
+    def _record(
+        self, ops: GpuOps, stack: Stack, steps: list[tuple[Step, GpuKV]], choice: Choice | None
+    ) -> Recorded:
         for layer in stack.layers:  # what is put on the device once is put there now
             ops.launches.prepare(layer)
         self._driver.begin_recording()
         try:
             out = ops.layers(stack, steps)
+            if choice:
+                ops.choose_recorded(out, steps[0][0], choice)
         except BaseException:
             with suppress(EngineFault):  # half a recording is of no use, and what stopped it is to be told
                 self._driver.forget(self._driver.end_recording())
             raise
-        return _Recorded(self._driver.end_recording(), out, self._arena.mark)
+        return Recorded(self._driver.end_recording(), out, self._arena.mark, choice is not None)
 
     def release(self) -> None:
         """Give back what the recordings take; sizes are counted anew."""

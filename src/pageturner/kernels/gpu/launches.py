@@ -95,6 +95,7 @@ class Launches:
     def __init__(self, driver: Driver, arena: Arena) -> None:
         self.driver = driver
         self.arena = arena
+        self.chosen = 0  # address of the tokens that were chosen last: a token -1 - i is the one at i
         self._ropes: dict[int, tuple[Rope, Tables]] = {}
         self._constants: dict[tuple[float, ...], int] = {}
         self.vectors: dict[int, tuple[F32, int]] = {}  # by id, those of layers that were prepared
@@ -235,13 +236,13 @@ class Launches:
         grid = (len(tokens), _tiles(table.columns, GROUP_ROWS))
         if isinstance(table, FloatMatrix):
             arguments: tuple[int, ...] = (
-                table.address, tokens.address, out.address, first, table.rows, table.columns
+                table.address, tokens.address, self.chosen, out.address, first, table.rows, table.columns
             )  # fmt: skip
             self.driver.launch(f"embed.{table.kind}", grid, arguments)
             return out
         arguments = (
-            table.q, table.high, table.scale, table.low, tokens.address, out.address, int(table.low != 0),
-            table.zero, first, table.rows, table.columns,
+            table.q, table.high, table.scale, table.low, tokens.address, self.chosen, out.address,
+            int(table.low != 0), table.zero, first, table.rows, table.columns,
         )  # fmt: skip
         self.driver.launch(f"embed_groups.{table.sort}", grid, arguments)
         return out

@@ -6,7 +6,7 @@ there. Must not know how a device is driven, nor models or requests.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -32,16 +32,16 @@ from pageturner.kernels.base import (
 from pageturner.kernels.choosing import ChoosesLater, Head
 from pageturner.kernels.composites import Adapted, Composites
 from pageturner.kernels.gpu.adapter_rows import AdaptedRows, GpuAdapter
-from pageturner.kernels.gpu.adapters import HEAD, GpuAdapters, place_of
+from pageturner.kernels.gpu.adapters import GpuAdapters, has_head, place_of
 from pageturner.kernels.gpu.arrays import Arena, GpuArray, padded
 from pageturner.kernels.gpu.catalogue import HEAD_SIZES
 from pageturner.kernels.gpu.driver import Driver
 from pageturner.kernels.gpu.exchange import DeviceExchange
 from pageturner.kernels.gpu.experts import GpuExperts
-from pageturner.kernels.gpu.graphs import Graphs
+from pageturner.kernels.gpu.graphs import Graphs, Pages
 from pageturner.kernels.gpu.launches import GpuKV, Launches
-from pageturner.kernels.gpu.sampling import Chooser
-from pageturner.kernels.gpu.steps import AttentionView, Step, unknown_runs, upload, view_of, views_of
+from pageturner.kernels.gpu.sampling import Choice, Chooser
+from pageturner.kernels.gpu.steps import AttentionView, Room, Step, upload, view_of, views_of
 from pageturner.kernels.gpu.weights import Matrix, Vector, join, pack
 from pageturner.kernels.reference import ReferenceOps
 
@@ -70,7 +70,6 @@ class GpuOps(Chooser, Composites):
         self.adapters = GpuAdapters(self.launches)
         self.graphs = Graphs(driver, self.arena) if graphs else None
         self.exchange: DeviceExchange | None = None
-        self.chosen = [0, 0]  # addresses of what `choose_later` chose last, and before that
         self.fingerprint = f"cuda-sm{driver.architecture}-{driver.fingerprint}"
 
     @property
@@ -228,13 +227,23 @@ class GpuOps(Chooser, Composites):
         step = batch if isinstance(batch, Step) else self.step(batch, {view_of(shape)}, kv)
         return self.launches.attention(q, kv, layer, step, shape, "fp32")
 
-    def step(self, batch: Batch, views: Collection[AttentionView], kv: GpuKV, room: int = 0) -> Step:
-        """A batch on the device, for attention of these views. room: as `upload`."""
-        step = upload(self.driver.architecture, self.arena, batch, views, kv.spec.block_size, room)
-        for at, row, count in unknown_runs(batch.tokens):
-            self.driver.copy(step.tokens.address + 4 * at, self.chosen[0] + 4 * row, 4 * count)
-        step.adapted = self.adapters.of_step(batch, room > 0)
-        return step
+    def step(self, batch: Batch, views: Collection[AttentionView], kv: GpuKV) -> Step:
+        """A batch on the device, for attention of these views."""
+        return self.steps([(batch, kv)], [views])[0][0]
+
+    def steps(
+        self,
+        pages: Pages,
+        views: Sequence[Collection[AttentionView]],
+        room: Room | None = None,
+        draw: Sequence[Any] = (),
+    ) -> list[tuple[Step, GpuKV]]:
+        """The batches of a step on the device. As `upload`."""
+        sizes = [(batch, kv.spec.block_size) for batch, kv in pages]
+        steps = upload(self.driver.architecture, self.arena, sizes, views, room, draw)
+        for step, (batch, _) in zip(steps, pages, strict=True):
+            step.adapted = self.adapters.of_step(batch, room is not None)
+        return [(step, kv) for step, (_, kv) in zip(steps, pages, strict=True)]
 
     def act_mul(self, gate: GpuArray, up: GpuArray) -> GpuArray:
         return self.launches.elementwise("act_mul", gate, up)
@@ -311,16 +320,18 @@ class GpuOps(Chooser, Composites):
             layer.native["experts"] = GpuExperts.tables(self.driver, layer.experts)
 
     def hidden(self, stack: Stack, batch: Batch, kv: GpuKV, sliding: tuple[Batch, GpuKV] | None) -> GpuArray:
-        """A whole step below the head; recorded if it only decodes."""
+        """A whole step below the head; recorded if it is small."""
+        return self.computed(stack, [(batch, kv)] if sliding is None else [(batch, kv), sliding])[0]
+
+    def computed(self, stack: Stack, pages: Pages, choice: Choice | None = None) -> tuple[GpuArray, int]:
+        """Hidden rows of a step, and how many tokens were chosen where there is a choice: 0 where that is
+        still to be done."""
         self.begin()
-        pages = [(batch, kv)] if sliding is None else [(batch, kv), sliding]
         views = views_of(stack, len(pages))
-        if self.graphs is not None:
-            found = self.graphs.run(self, stack, pages, views)
-            if found is not None:
-                return found
-        steps = [(self.step(one, seen, at), at) for (one, at), seen in zip(pages, views, strict=True)]
-        return self.layers(stack, steps)
+        found = self.graphs.run(self, stack, pages, views, choice) if self.graphs is not None else None
+        if found is None:
+            return self.layers(stack, self.steps(pages, views)), 0
+        return found.out.rows(slice(0, len(pages[0][0].logit_rows))), len(found.out) * found.chosen
 
     def layers(self, stack: Stack, steps: list[tuple[Step, GpuKV]]) -> GpuArray:
         """`hidden` of a step that is on the device, with its KV, and a second pair of layers with a window
@@ -416,14 +427,14 @@ class GpuOps(Chooser, Composites):
             z = self.scale(z, layer.residual)
         return self.add(x, z)
 
-    def raw_logits(self, x: GpuArray, head: Head, adapters: Adapters | None = None) -> GpuArray:
+    def raw_logits(self, x: GpuArray, head: Head, adapters: Adapters | AdaptedRows | None = None) -> GpuArray:
         """Logits [R, V] on the device; of several ranks at rank 0. adapters: of the rows."""
         weight: Matrix = head.weight
         normed = self._normed(x, head.norm, head.norm_bias, head.eps, weight.compute)
         logits = self.launches.product(normed, weight)
         if self.exchange is not None:
             logits = self.exchange.gather(logits, x)
-        if adapters is not None and any(one is not None and one.blocks[HEAD] for one in adapters):
+        if adapters is not None and has_head(adapters):
             self.adapt(logits, normed, adapters, -1, "head")
         if head.soft_cap:
             logits = self.launches.elementwise("soft_cap", logits, factor=head.soft_cap)

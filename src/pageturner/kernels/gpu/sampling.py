@@ -13,7 +13,7 @@ import numpy as np
 
 from pageturner.errors import EngineFault
 from pageturner.kernels.adapters import Adapters
-from pageturner.kernels.base import F32, I32, Draw
+from pageturner.kernels.base import F32, I32, Batch, Draw, Stack
 from pageturner.kernels.choosing import Head, Logprobs, LogprobsWanted, SamplerOutput
 from pageturner.kernels.edits import Allowed, Edit, Edits, Operation, apply_edits, may_be_chosen
 from pageturner.kernels.gpu.arrays import GpuArray
@@ -29,7 +29,9 @@ from pageturner.kernels.gpu.driver import LATER
 from pageturner.kernels.reference import ReferenceOps
 
 if TYPE_CHECKING:
+    from pageturner.kernels.gpu.launches import GpuKV
     from pageturner.kernels.gpu.ops import GpuOps
+    from pageturner.kernels.gpu.steps import Step
 
 _Entries = list[tuple[int, int, int, int, float]]  # row, token, operation, how often, value
 _HOST = ReferenceOps()
@@ -74,10 +76,24 @@ def _entries(row: int, edit: Edit) -> list[_Entries]:
 
 
 @dataclass(frozen=True, slots=True)
+class Choice:
+    """The choice of tokens behind a step."""
+
+    head: Head
+    draw: Draw
+
+    @property
+    def key(self) -> tuple[int, bool]:
+        """What a recording of it depends on."""
+        return id(self.head.weight), cuts_off(self.draw)
+
+
+@dataclass(frozen=True, slots=True)
 class Chosen:
-    """Tokens that are being chosen."""
+    """Tokens that are being chosen. places: of ids, behind which as many of logits come."""
 
     rows: int
+    places: int
     later: Any
 
 
@@ -115,30 +131,44 @@ class Chooser:
         in_parts(ops, len(x), some)
         return SamplerOutput(ids, values, found)
 
-    def choose_later(
-        self: Any, x: GpuArray, head: Head, draw: Draw, adapters: Adapters | None = None
-    ) -> Chosen:
-        """Begun only. The ids lie outside of the arena, in two places in turn: the next step reads them there
-        while this one may not have been collected."""
+    def launch_step(
+        self: Any, stack: Stack, batch: Batch, kv: GpuKV, sliding: tuple[Batch, GpuKV] | None, head: Head,
+        draw: Draw,
+    ) -> Chosen:  # fmt: skip
+        """Begun only. The ids lie outside of the arena, where the embedding of the next step reads them: the
+        copy to the host is begun before that step, so that one place is enough."""
         ops: GpuOps = self
-        rows = len(x)
-        if 8 * rows > LATER:
+        rows = len(batch.logit_rows)
+        if 16 * rows > LATER:
             raise EngineFault("gpu_memory", f"{rows} tokens in a step: lower --max-num-seqs")
-        ops.chosen.reverse()
-        ids = ops.chosen[0] = ops.chosen[0] or ops.driver.alloc(LATER)
+        ops.launches.chosen = ops.launches.chosen or ops.driver.alloc(LATER)
+        pages = [(batch, kv)] if sliding is None else [(batch, kv), sliding]
+        hidden, places = ops.computed(stack, pages, Choice(head, draw))
+        if not places:
+            places, ids, adapters = rows, ops.launches.chosen, _adapters_of(batch)
 
-        def some(part: slice) -> None:
-            logits = ops.raw_logits(x.rows(part), head, adapters and adapters[part])
-            at = ids + 4 * part.start
-            launch_sample(ops, logits, _of(draw, part), at, at + 4 * rows)
+            def some(part: slice) -> None:
+                logits = ops.raw_logits(hidden.rows(part), head, adapters and adapters[part])
+                at = ids + 4 * part.start
+                launch_sample(ops, logits, _of(draw, part), at, at + 4 * rows)
 
-        in_parts(ops, rows, some)
-        return Chosen(rows, ops.driver.download_later(8 * rows, ids))
+            in_parts(ops, rows, some)
+        later = ops.driver.download_later(8 * places, ops.launches.chosen) if rows else None
+        return Chosen(rows, places, later)
+
+    def choose_recorded(self: Any, hidden: GpuArray, step: Step, choice: Choice) -> None:
+        """What `launch_step` does behind the layers, of a step that is being recorded."""
+        ops: GpuOps = self
+        logits = ops.raw_logits(hidden, choice.head, step.adapted[1])
+        ids = ops.launches.chosen
+        launch_draw(ops, logits, step.draw, cuts_off(choice.draw), (ids, ids + 4 * len(hidden)))
 
     def collect(self: Any, chosen: Chosen) -> SamplerOutput:
         ops: GpuOps = self
-        both = ops.driver.wait(chosen.later).view(np.int32).reshape(2, chosen.rows)
-        return SamplerOutput(both[0].copy(), both[1].view(np.float32).copy())
+        if not chosen.rows:
+            return SamplerOutput(np.empty(0, np.int32), np.empty(0, np.float32))
+        both = ops.driver.wait(chosen.later).view(np.int32).reshape(2, chosen.places)[:, : chosen.rows]
+        return SamplerOutput(both[0].copy(), both[1].copy().view(np.float32))
 
     def sample(
         self: Any, logits: F32, temperature: F32, top_k: I32, top_p: F32, min_p: F32, uniform: F32
@@ -163,6 +193,14 @@ def in_parts(ops: GpuOps, rows: int, work: Callable[[slice], None]) -> None:
                 raise
             most = -(-most // 2)
         ops.arena.reset(mark)
+
+
+def _adapters_of(batch: Batch) -> Adapters | None:
+    """Those of the wanted rows."""
+    if batch.adapters is None:
+        return None
+    sequences = np.searchsorted(batch.query_start, batch.logit_rows, side="right") - 1
+    return [batch.adapters[sequence] for sequence in sequences.tolist()]
 
 
 def _of(draw: Draw, part: slice) -> Draw:

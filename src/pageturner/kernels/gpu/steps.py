@@ -6,13 +6,13 @@ not know weights or operations.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from pageturner.kernels.base import I32, AttentionShape, Batch, Stack
+from pageturner.kernels.base import I32, AttentionShape, Batch, Draw, Stack
 from pageturner.kernels.gpu.adapter_rows import AdaptedRows
 from pageturner.kernels.gpu.arrays import Arena, GpuArray
 from pageturner.kernels.gpu.catalogue import FEW, HEAD_SIZES, MANY, SEGMENT, attention_rows
@@ -85,8 +85,7 @@ def works_of(batch: Batch, starts: I32, view: AttentionView, architecture: int, 
     """starts [S]: where the block ids of the sequences begin. most: partials of each KV head at once, beyond
     which a tile is alone in its round."""
     rows = np.diff(batch.query_start)
-    # 16 rows on every architecture, so that the same steps are split everywhere
-    is_few = (rows > 0) & (rows <= max(16 // view.group, 1))
+    is_few = (rows > 0) & (rows <= few_rows(view))
     few = _tiles(batch, starts, np.flatnonzero(is_few), view, attention_rows(architecture, FEW))
     many = _tiles(
         batch, starts, np.flatnonzero((rows > 0) & ~is_few), view, attention_rows(architecture, MANY)
@@ -173,6 +172,7 @@ class Step:
     blocks: GpuArray
     works: dict[AttentionView, Placed] = field(default_factory=dict)
     adapted: tuple[AdaptedRows | None, AdaptedRows | None] = (None, None)  # all rows, and wanted ones
+    draw: list[int] = field(default_factory=list)  # addresses of the arrays of a Draw
 
 
 def most_partials(view: AttentionView, arena: Arena) -> int:
@@ -180,41 +180,57 @@ def most_partials(view: AttentionView, arena: Arena) -> int:
     return min(PARTIAL_BYTES, arena.size // 16) // view.partial_bytes
 
 
+class Room(NamedTuple):
+    """What a recorded step has places for. segments: of all contexts together; tiles: of rows of a prompt;
+    rows: of each sequence that is computed with partials."""
+
+    segments: int
+    tiles: int = 0
+    rows: int = 1
+
+
 def upload(
     architecture: int,
     arena: Arena,
-    batch: Batch,
-    views: Collection[AttentionView],
-    block_size: int,
-    room: int = 0,
-) -> Step:
-    """Everything in one copy. room: segments that the sequences of a recorded step may have together, one row
-    each: all arrays have places for so many. A step that is not recorded takes as much memory as one that is,
-    so that a dry run finds out whether it fits."""
-    counts = -(-batch.context_len // block_size)
-    ends = np.cumsum(counts, dtype=np.int32)
-    places = (room or segments_bucket(segments_of(batch))) * -(-SEGMENT // block_size)
-    blocks = _filled(_row_parts(batch.block_table, counts), places)
-    arrays = [*(getattr(batch, name) for name in _FIELDS), blocks]
-    every = {}
-    for view in sorted(views):
-        most = most_partials(view, arena)
-        works = works_of(batch, ends - counts, view, architecture, most)
-        if room:
-            works = _with_room(works, batch, view, architecture, room)
-        rounded = segments_bucket(-(-works.partials // view.group)) * view.group
-        every[view] = works, min(rounded, max(most, works.partials))
-        few = _filled(works.few, segments_bucket(len(works.few)) if len(works.few) and not room else 0)
-        arrays += [few, works.many, np.zeros(works.counters * view.kv_heads, np.int32)]
-    placed = arena.upload(arrays)
-    tokens, positions, slots, logit_rows, flat = placed[: len(_FIELDS) + 1]
-    step = Step(tokens, positions, slots, logit_rows, flat)
-    rest = iter(placed[len(_FIELDS) + 1 :])
-    step.works = {
-        view: Placed(next(rest), next(rest), next(rest), partials, works.rounds)
-        for view, (works, partials) in every.items()
-    }
-    return step
+    pages: Sequence[tuple[Batch, int]],
+    views: Sequence[Collection[AttentionView]],
+    room: Room | None = None,
+    draw: Sequence[Any] = (),
+) -> list[Step]:
+    """A step, and once more for layers with block tables of their own, in one copy. pages: batches and their
+    block sizes; room: of a step that is recorded, whose arrays have places for so many; draw: arrays of four
+    bytes an element, which the first one takes along. A step that is not recorded takes as much memory as one
+    that is, so that a dry run finds out whether it fits."""
+    arrays: list[I32] = []
+    found = []
+    for (batch, block_size), seen in zip(pages, views, strict=True):
+        counts = -(-batch.context_len // block_size)
+        ends = np.cumsum(counts, dtype=np.int32)
+        segments = room.segments if room else segments_bucket(segments_of(batch))
+        blocks = _filled(_row_parts(batch.block_table, counts), segments * -(-SEGMENT // block_size))
+        arrays += [*(getattr(batch, name) for name in _FIELDS), blocks]
+        every = {}
+        for view in sorted(seen):
+            most = most_partials(view, arena)
+            works = works_of(batch, ends - counts, view, architecture, most)
+            if room:
+                works = _with_room(works, batch, view, architecture, room)
+            rounded = segments_bucket(-(-works.partials // view.group)) * view.group
+            every[view] = works, min(rounded, max(most, works.partials))
+            few = _filled(works.few, segments_bucket(len(works.few)) if len(works.few) and not room else 0)
+            arrays += [few, works.many, np.zeros(works.counters * view.kv_heads, np.int32)]
+        found.append(every)
+    placed = iter(arena.upload([*arrays, *(np.ascontiguousarray(one).view(np.int32) for one in draw)]))
+    steps = []
+    for every in found:
+        step = Step(next(placed), next(placed), next(placed), next(placed), next(placed))
+        step.works = {
+            view: Placed(next(placed), next(placed), next(placed), partials, works.rounds)
+            for view, (works, partials) in every.items()
+        }
+        steps.append(step)
+    steps[0].draw = [one.address for one in placed]
+    return steps
 
 
 def _row_parts(table: I32, counts: I32) -> I32:
@@ -231,31 +247,47 @@ def _filled(array: I32, least: int) -> I32:
     return np.concatenate([array, np.zeros((least - len(array), *array.shape[1:]), np.int32)])
 
 
-def _with_room(works: Works, batch: Batch, view: AttentionView, architecture: int, room: int) -> Works:
-    """The works of a step of single rows as they are recorded, for any contexts that have `room` segments."""
+def _with_room(works: Works, batch: Batch, view: AttentionView, architecture: int, room: Room) -> Works:
+    """The works of a step as they are recorded, for all steps that have this room."""
     rows = len(batch.tokens)
-    parts = -(-view.group // heads_of_tile(view.group, attention_rows(architecture, FEW)))
+    parts, tall = (
+        -(-view.group // heads_of_tile(view.group, attention_rows(architecture, height)))
+        for height in (FEW, MANY)
+    )
     segments = _most_segments(view, rows, room)
-    few = _filled(works.few, segments * parts)
-    return Works(few, works.many, segments * view.group, rows * parts, (len(few),))
+    few, many = _filled(works.few, segments * parts), _filled(works.many, room.tiles * tall)
+    return Works(few, many, segments * _heads_of(view, room), rows * parts, (len(few),))
 
 
-def _most_segments(view: AttentionView, rows: int, room: int) -> int:
-    """Segments that so many single rows see at most, of contexts that have `room` segments together."""
-    return min(room, rows * ((view.window + SEGMENT - 2) // SEGMENT + 1)) if view.window else room
+def _most_segments(view: AttentionView, rows: int, room: Room) -> int:
+    """Segments that so many rows see at most, of contexts that have room together."""
+    if not view.window or room.rows > 1:
+        return room.segments
+    return min(room.segments, rows * ((view.window + SEGMENT - 2) // SEGMENT + 1))
 
 
-def unknown_runs(tokens: I32) -> list[tuple[int, int, int]]:
-    """Where tokens stand as -1 - row of the step before: (first place, first row, how many) of each run of
-    places and rows side by side. In steps that only decode there are few."""
-    places = np.flatnonzero(tokens < 0)
-    if not len(places):
-        return []
-    rows = -1 - tokens[places]
-    breaks = np.flatnonzero((np.diff(places) != 1) | (np.diff(rows) != 1)) + 1
-    begins = [0, *breaks.tolist()]
-    ends = [*begins[1:], len(places)]
-    return [(int(places[a]), int(rows[a]), b - a) for a, b in zip(begins, ends, strict=True)]
+def _heads_of(view: AttentionView, room: Room) -> int:
+    """Partials of each KV head in a segment of a sequence."""
+    return view.group * min(room.rows, few_rows(view))
+
+
+def few_rows(view: AttentionView) -> int:
+    """Up to so many rows of a sequence are computed with partials: 16 rows of a tile on every architecture,
+    so that the same steps are split everywhere."""
+    return max(16 // view.group, 1)
+
+
+def room_of(batch: Batch, views: Collection[AttentionView], architecture: int, rows: int) -> Room:
+    """The room of a step that is padded to so many rows: in sizes, so that many steps have one."""
+    each = np.diff(batch.query_start)
+    segments = segments_bucket(segments_of(batch) + rows - len(batch.tokens))
+    if len(each) == len(batch.tokens):
+        return Room(segments)
+    least, most = min(map(few_rows, views)), max(map(few_rows, views))
+    unit = min(max(attention_rows(architecture, MANY) // view.group, 1) for view in views)
+    tiles = int((-(-each[each > least] // unit)).sum())
+    several = bool(((each > 1) & (each <= most)).any())
+    return Room(segments, halves_bucket(tiles) if tiles else 0, most if several else 1)
 
 
 def bucket(count: int) -> int:
@@ -266,12 +298,19 @@ def bucket(count: int) -> int:
     return -(-count // size) * size
 
 
-def recordable(batch: Batch) -> bool:
-    """Whether each sequence has one row, whose logits are wanted: a step that only decodes."""
-    rows = len(batch.tokens)
-    return 0 < rows == len(batch.context_len) == len(batch.logit_rows) and bool(
-        (batch.logit_rows == np.arange(rows)).all()
-    )
+def halves_bucket(count: int) -> int:
+    """The same of what varies more: powers of two, from 16 on also one and a half of them."""
+    size = 1 << (count - 1).bit_length()
+    return 3 * size // 4 if size >= 32 and count <= 3 * size // 4 else size
+
+
+def sizes_of(batch: Batch) -> tuple[int, int]:
+    """Rows and wanted rows of the recording of a step. Steps that only decode have finer sizes."""
+    rows, wanted = len(batch.tokens), len(batch.logit_rows)
+    if rows == wanted == len(batch.context_len):
+        return bucket(rows), bucket(rows)
+    rows = halves_bucket(rows)
+    return rows, min(halves_bucket(wanted), rows)
 
 
 def segments_of(batch: Batch) -> int:
@@ -286,24 +325,36 @@ def segments_bucket(count: int) -> int:
     return -(-count // size) * size
 
 
-def fits_at_once(views: Collection[AttentionView], rows: int, room: int, arena: Arena) -> bool:
+def fits_at_once(views: Collection[AttentionView], rows: int, room: Room, arena: Arena) -> bool:
     """Whether all partials of a recorded step can be there together."""
-    return all(_most_segments(one, rows, room) * one.group <= most_partials(one, arena) for one in views)
+    return all(
+        _most_segments(one, rows, room) * _heads_of(one, room) <= most_partials(one, arena) for one in views
+    )
 
 
-def pad(batch: Batch, rows: int) -> Batch:
-    """The same with sequences behind it that write nowhere."""
-    more = rows - len(batch.tokens)
+def pad(batch: Batch, rows: int, wanted: int) -> Batch:
+    """The same with sequences of one row behind it that write nowhere, and so many wanted rows."""
+    count, more = len(batch.tokens), rows - len(batch.tokens)
 
     def longer(array: I32, value: int) -> I32:
         return np.concatenate([array, np.full((more, *array.shape[1:]), value, np.int32)])
 
-    starts = np.arange(rows + 1, dtype=np.int32)
+    asked = np.minimum(np.arange(count, count + wanted - len(batch.logit_rows)), rows - 1)
     return Batch(
-        longer(batch.tokens, 0), longer(batch.positions, 0), starts, longer(batch.context_len, 1),
-        longer(batch.block_table, 0), longer(batch.slots, -1), starts[:-1],
+        longer(batch.tokens, 0), longer(batch.positions, 0),
+        np.concatenate([batch.query_start, np.arange(count + 1, rows + 1, dtype=np.int32)]),
+        longer(batch.context_len, 1), longer(batch.block_table, 0), longer(batch.slots, -1),
+        np.concatenate([batch.logit_rows, asked.astype(np.int32)]),
         batch.adapters and [*batch.adapters, *[None] * more],
     )  # fmt: skip
+
+
+def pad_draw(draw: Draw, rows: int) -> Draw:
+    """The same with greedy rows behind it."""
+    more = rows - len(draw[0])
+    values = (0.0, 0, 1.0, 0.0, 0.0)
+    pairs = zip(draw, values, strict=True)
+    return tuple(np.concatenate([one, np.full(more, value, one.dtype)]) for one, value in pairs)  # type: ignore[return-value]
 
 
 def inverse_of(block_size: int) -> tuple[int, int]:

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from pageturner.kernels.gpu.source.dependent import start_dependent
+from pageturner.kernels.gpu.source.rows import token_at
 
 
 @triton.jit
@@ -103,7 +104,7 @@ def expand(
 
 @triton.jit
 def pick(
-    tokens, rows, tiles, bases, h, entry, width, FACTOR: tl.constexpr, BLOCK_M: tl.constexpr,
+    tokens, chosen, rows, tiles, bases, h, entry, width, FACTOR: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """h of the embedding: rows of its A, which is [V, rank], by token. Grid: tiles, blocks of ranks."""
@@ -117,7 +118,7 @@ def pick(
         a = tl.multiple_of((base + tl.load(record)).to(tl.pointer_type(FACTOR)), 16)
         i = tl.arange(0, BLOCK_M)
         m = tl.load(rows + tl.load(tile + 1) + i, mask=i < count, other=0)
-        token = tl.load(tokens + m, mask=i < count, other=0).to(tl.int64)
+        token = token_at(tokens, chosen, m, i < count)
         inside = (i[:, None] < count) & (r[None, :] < rank)
         value = tl.load(a + token[:, None] * rank + r[None, :], mask=inside, other=0.0)
         place = tl.program_id(0) * BLOCK_M + i

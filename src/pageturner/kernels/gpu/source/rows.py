@@ -16,13 +16,20 @@ from pageturner.kernels.gpu.source.products import e4m3
 
 
 @triton.jit
-def embed(table, tokens, out, first, rows, K, BLOCK: tl.constexpr):
+def token_at(tokens, chosen, i, there):
+    """Token i; where it is -1 - j the one that was chosen last for row j."""
+    token = tl.load(tokens + i, mask=there, other=0)
+    return tl.where(token < 0, tl.load(chosen - 1 - token, mask=token < 0, other=0), token).to(tl.int64)
+
+
+@triton.jit
+def embed(table, tokens, chosen, out, first, rows, K, BLOCK: tl.constexpr):
     """Rows of a table of floats in fp32, whose rows are the tokens from `first` on; zeros for all others.
     Grid: T, tiles of K."""
     start_dependent()
     t = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    token = tl.load(tokens + t).to(tl.int64) - first
+    token = token_at(tokens, chosen, t, True) - first
     there = (token >= 0) & (token < rows)
     value = tl.load(table + token * K + k, mask=(k < K) & there, other=0)
     tl.store(out + t * K + k, value.to(tl.float32), mask=k < K)
@@ -30,7 +37,7 @@ def embed(table, tokens, out, first, rows, K, BLOCK: tl.constexpr):
 
 @triton.jit
 def embed_groups(
-    q, high, scale, low, tokens, out, has_low, zero, first, rows, K,
+    q, high, scale, low, tokens, chosen, out, has_low, zero, first, rows, K,
     BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The same of a table in groups: scale * (q - zero) + low, each step rounded; of GROUP 0 scale * q of
@@ -38,7 +45,7 @@ def embed_groups(
     start_dependent()
     t = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.load(tokens + t).to(tl.int64) - first
+    row = token_at(tokens, chosen, t, True) - first
     known = (row >= 0) & (row < rows)
     there = (k < K) & known
     UNIT: tl.constexpr = 32 if BITS == 8 else 64
