@@ -1,5 +1,5 @@
-"""Steps that are launched with the choice of their tokens: one upload, one replay, one download; the tokens and
-bits of plain steps, whatever rows they have. Tokens of the step before are read on the device."""
+"""Steps that are launched with the choice of their tokens: one upload, one replay and one download. They give
+the tokens and bits of plain steps, whatever rows they have; the device reads the tokens of the step before."""
 
 from __future__ import annotations
 
@@ -149,8 +149,11 @@ def test_layers_with_a_window_share_the_upload() -> None:
     assert recorded.kept() == plain.kept()
 
 
-@pytest.mark.parametrize("model", ["tiny_llama.gguf", "tiny_llama_quant.gguf"])
-@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize(("graphs", "model"), [
+    (True, "tiny_llama.gguf"),
+    pytest.param(True, "tiny_llama_quant.gguf", marks=pytest.mark.slow),
+    pytest.param(False, "tiny_llama.gguf", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_tokens_of_the_step_before_are_read_where_they_are(graphs: bool, model: str) -> None:
     ahead, known = Steps(graphs, model), Steps(False, model)
     first, second = [(30, 1), (9, 1), (40, 1)], [(31, 1), (4, 1), (41, 1), (10, 1)]

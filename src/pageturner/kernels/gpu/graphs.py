@@ -19,7 +19,7 @@ from pageturner.kernels.gpu.adapter_rows import shape_of
 from pageturner.kernels.gpu.arrays import Arena, GpuArray
 from pageturner.kernels.gpu.driver import Driver, Graph
 from pageturner.kernels.gpu.launches import GpuKV
-from pageturner.kernels.gpu.sampling import Choice
+from pageturner.kernels.gpu.sampling import StepChoice
 from pageturner.kernels.gpu.steps import (
     AttentionView,
     Room,
@@ -45,7 +45,7 @@ Pages = Sequence[tuple[Batch, GpuKV]]  # a step with its KV, and once more for l
 
 
 class _Key(NamedTuple):
-    """What a recording depends on. kv: addresses; choice: as `Choice.key`."""
+    """What a recording depends on. kv: addresses; choice: as `StepChoice.key`."""
 
     stack: int
     kv: tuple[int, ...]
@@ -86,7 +86,7 @@ class Graphs:
 
     def run(
         self, ops: GpuOps, stack: Stack, pages: Pages, views: list[set[AttentionView]],
-        choice: Choice | None = None,
+        choice: StepChoice | None = None,
     ) -> Recorded | None:  # fmt: skip
         """The step by a recording, which is made if it is time; None: compute it otherwise. A choice for
         whose logits there is no memory is left out."""
@@ -117,7 +117,7 @@ class Graphs:
 
     def _replayed(
         self, key: _Key, ops: GpuOps, stack: Stack, pages: Pages, views: list[set[AttentionView]],
-        choice: Choice | None,
+        choice: StepChoice | None,
     ) -> Recorded:  # fmt: skip
         """EngineFault('gpu_memory') where the recording, or what it computes, does not fit."""
         padded = [(pad(batch, key.rows, key.wanted), kv) for batch, kv in pages]
@@ -161,7 +161,7 @@ class Graphs:
             self._driver.forget(self.recorded.pop(key).graph)
 
     def _record(
-        self, ops: GpuOps, stack: Stack, steps: list[tuple[Step, GpuKV]], choice: Choice | None
+        self, ops: GpuOps, stack: Stack, steps: list[tuple[Step, GpuKV]], choice: StepChoice | None
     ) -> Recorded:
         for layer in stack.layers:  # what is put on the device once is put there now
             ops.launches.prepare(layer)

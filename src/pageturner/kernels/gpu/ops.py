@@ -40,7 +40,7 @@ from pageturner.kernels.gpu.exchange import DeviceExchange
 from pageturner.kernels.gpu.experts import GpuExperts
 from pageturner.kernels.gpu.graphs import Graphs, Pages
 from pageturner.kernels.gpu.launches import GpuKV, Launches
-from pageturner.kernels.gpu.sampling import Choice, Chooser
+from pageturner.kernels.gpu.sampling import StepChoice, Chooser
 from pageturner.kernels.gpu.steps import AttentionView, Room, Step, upload, view_of, views_of
 from pageturner.kernels.gpu.weights import Matrix, Vector, join, pack
 from pageturner.kernels.reference import ReferenceOps
@@ -323,7 +323,7 @@ class GpuOps(Chooser, Composites):
         """A whole step below the head; recorded if it is small."""
         return self.computed(stack, [(batch, kv)] if sliding is None else [(batch, kv), sliding])[0]
 
-    def computed(self, stack: Stack, pages: Pages, choice: Choice | None = None) -> tuple[GpuArray, int]:
+    def computed(self, stack: Stack, pages: Pages, choice: StepChoice | None = None) -> tuple[GpuArray, int]:
         """Hidden rows of a step, and how many tokens were chosen where there is a choice: 0 where that is
         still to be done."""
         self.begin()

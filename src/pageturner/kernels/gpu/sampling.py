@@ -76,7 +76,7 @@ def _entries(row: int, edit: Edit) -> list[_Entries]:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class StepChoice:
     """The choice of tokens behind a step."""
 
     head: Head
@@ -143,7 +143,7 @@ class Chooser:
             raise EngineFault("gpu_memory", f"{rows} tokens in a step: lower --max-num-seqs")
         ops.launches.chosen = ops.launches.chosen or ops.driver.alloc(LATER)
         pages = [(batch, kv)] if sliding is None else [(batch, kv), sliding]
-        hidden, places = ops.computed(stack, pages, Choice(head, draw))
+        hidden, places = ops.computed(stack, pages, StepChoice(head, draw))
         if not places:
             places, ids, adapters = rows, ops.launches.chosen, _adapters_of(batch)
 
@@ -156,7 +156,7 @@ class Chooser:
         later = ops.driver.download_later(8 * places, ops.launches.chosen) if rows else None
         return Chosen(rows, places, later)
 
-    def choose_recorded(self: Any, hidden: GpuArray, step: Step, choice: Choice) -> None:
+    def choose_recorded(self: Any, hidden: GpuArray, step: Step, choice: StepChoice) -> None:
         """What `launch_step` does behind the layers, of a step that is being recorded."""
         ops: GpuOps = self
         logits = ops.raw_logits(hidden, choice.head, step.adapted[1])
