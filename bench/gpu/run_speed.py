@@ -70,8 +70,9 @@ def decode_one(room: Room, ops: GpuOps, model: Any, shape: Shape, batch: int, co
     try:
         fill(ops, kv, shape, kv.spec.blocks * kv.spec.block_size)
         took = seconds_of(
-            room.driver, lambda: ops.choose(ops.hidden(stack, step, kv, None), head, draw), 1.0, room.tiny
-        )
+            room.driver, lambda: ops.collect(ops.launch_step(stack, step, kv, None, head, draw)), 1.0,
+            room.tiny,
+        )  # fmt: skip
     finally:
         ops.graphs = ops.graphs_of()  # recordings hold the addresses of this KV
         for address in (kv.keys, kv.values):

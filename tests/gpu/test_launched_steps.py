@@ -1,5 +1,5 @@
 """Steps that are launched with the choice of their tokens: one upload, one replay and one download. They give
-the tokens and bits of plain steps, whatever rows they have; the device reads the tokens of the step before."""
+the tokens and bits of plain steps, whatever their rows. The device reads the tokens of the step before."""
 
 from __future__ import annotations
 

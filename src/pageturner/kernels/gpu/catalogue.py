@@ -283,7 +283,10 @@ def _rows() -> list[Kernel]:
         text = f"table:*{kind} tokens:*i32 chosen:*i32 out:*fp32 first rows K"
         found.append(Kernel(f"embed.{kind}", "rows.embed", _arguments(text), block))
     for form, (bits, group, scales) in GROUPED.items():
-        text = f"q:*i32 high:*u8 scale:*{scales} low:*{scales} tokens:*i32 chosen:*i32 out:*fp32 has_low zero first rows K"
+        text = (
+            f"q:*i32 high:*u8 scale:*{scales} low:*{scales} tokens:*i32 chosen:*i32 out:*fp32 has_low zero"
+            " first rows K"
+        )
         element: Constants = (("BITS", bits), ("GROUP", group), *block)
         found.append(Kernel(f"embed_groups.{form}", "rows.embed_groups", _arguments(text), element))
     for out in FLOATS:

@@ -40,7 +40,7 @@ from pageturner.kernels.gpu.exchange import DeviceExchange
 from pageturner.kernels.gpu.experts import GpuExperts
 from pageturner.kernels.gpu.graphs import Graphs, Pages
 from pageturner.kernels.gpu.launches import GpuKV, Launches
-from pageturner.kernels.gpu.sampling import StepChoice, Chooser
+from pageturner.kernels.gpu.sampling import Chooser, StepChoice
 from pageturner.kernels.gpu.steps import AttentionView, Room, Step, upload, view_of, views_of
 from pageturner.kernels.gpu.weights import Matrix, Vector, join, pack
 from pageturner.kernels.reference import ReferenceOps
