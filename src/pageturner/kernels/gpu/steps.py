@@ -98,15 +98,19 @@ def works_of(batch: Batch, starts: I32, view: AttentionView, architecture: int, 
     partials, rounds = int(ends[-1]) if len(ends) else 0, [len(few)]
     if partials > most:
         partials, rounds = _in_rounds(few, each, most)
+    begins = np.cumsum(segments, dtype=np.int32) - segments
     works = np.repeat(few, segments, axis=0)
-    begins = np.cumsum(segments) - segments
     works[:, 4] = np.arange(len(works), dtype=np.int32) - np.repeat(begins, segments)
-    counts = [int(part.sum()) for part in np.split(segments, np.cumsum(rounds)[:-1])]
+    counts = [len(works)]
+    if len(rounds) > 1:
+        counts = [int(part.sum()) for part in np.split(segments, np.cumsum(rounds)[:-1])]
     return Works(works, many, partials, int((segments > 1).sum()), tuple(filter(None, counts)))
 
 
 def _tiles(batch: Batch, starts: I32, sequences: Any, view: AttentionView, height: int) -> I32:
     """[n, WORK] of all rows of these sequences, as `Works`, with heads of a tile in place of its partials."""
+    if not len(sequences):
+        return np.zeros((0, WORK), np.int32)
     heads = heads_of_tile(view.group, height)
     most = max(height // view.group, 1)
     begins, ends = batch.query_start[sequences], batch.query_start[sequences + 1]
@@ -119,9 +123,8 @@ def _tiles(batch: Batch, starts: I32, sequences: Any, view: AttentionView, heigh
     tiles[:, 1] = begins[owner] + within // parts * most
     tiles[:, 2] = np.minimum(most, ends[owner] - tiles[:, 1])
     tiles[:, 3] = within % parts * heads
-    if len(tiles):
-        first, last = batch.positions[tiles[:, 1]], batch.positions[tiles[:, 1] + tiles[:, 2] - 1]
-        tiles[:, 5] = last // SEGMENT - _first_seen(first, view) // SEGMENT + 1
+    first, last = batch.positions[tiles[:, 1]], batch.positions[tiles[:, 1] + tiles[:, 2] - 1]
+    tiles[:, 5] = last // SEGMENT - _first_seen(first, view) // SEGMENT + 1
     tiles[:, 6] = heads
     return tiles
 
@@ -235,9 +238,8 @@ def upload(
 
 def _row_parts(table: I32, counts: I32) -> I32:
     """The first so many ids of each row."""
-    if (counts == table.shape[1]).all():
-        return table.reshape(-1)
-    return np.concatenate([row[:count] for row, count in zip(table, counts.tolist(), strict=True)])
+    found: I32 = table[np.arange(table.shape[1], dtype=np.int32) < counts[:, None]]
+    return found
 
 
 def _filled(array: I32, least: int) -> I32:
@@ -335,6 +337,8 @@ def fits_at_once(views: Collection[AttentionView], rows: int, room: Room, arena:
 def pad(batch: Batch, rows: int, wanted: int) -> Batch:
     """The same with sequences of one row behind it that write nowhere, and so many wanted rows."""
     count, more = len(batch.tokens), rows - len(batch.tokens)
+    if not more and wanted == len(batch.logit_rows):
+        return batch
 
     def longer(array: I32, value: int) -> I32:
         return np.concatenate([array, np.full((more, *array.shape[1:]), value, np.int32)])
@@ -352,6 +356,8 @@ def pad(batch: Batch, rows: int, wanted: int) -> Batch:
 def pad_draw(draw: Draw, rows: int) -> Draw:
     """The same with greedy rows behind it."""
     more = rows - len(draw[0])
+    if not more:
+        return draw
     values = (0.0, 0, 1.0, 0.0, 0.0)
     pairs = zip(draw, values, strict=True)
     return tuple(np.concatenate([one, np.full(more, value, one.dtype)]) for one, value in pairs)  # type: ignore[return-value]
