@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pageturner.kernels.base import Batch
-from pageturner.kernels.gpu import steps
+from pageturner.kernels.gpu import catalogue, steps
 from pageturner.kernels.gpu.arrays import Arena
 from pageturner.kernels.gpu.catalogue import ARCHITECTURES, SEGMENT
 from pageturner.kernels.gpu.steps import AttentionView, Works
@@ -117,6 +117,36 @@ def test_rooms_of_recordings_are_few_and_waste_little() -> None:
     assert all(
         count <= steps.segments_bucket(count) <= max(1.25 * count, count + 7) for count in range(1, 8193)
     )
+
+
+def test_sizes_of_mixed_steps_are_few_and_stay_at_their_height() -> None:
+    sizes = {steps.mixed_bucket(count) for count in range(1, 513)}
+    assert len(sizes) <= 18
+    for count in range(1, 513):
+        size = steps.mixed_bucket(count)
+        assert count <= size <= max(1.5 * count, count + 7)
+        assert catalogue.height_of(count, 4096) == catalogue.height_of(size, 4096)
+
+
+MIXED = [(600, 1), (40, 3), (0, 90), (255, 2), (100, 17)]
+
+
+@pytest.mark.parametrize(
+    "view", [LLAMA_8B, AttentionView(32, 1, 64, 0, False), AttentionView(8, 4, 64, 600, False)]
+)
+def test_a_mixed_step_and_others_of_its_room_have_their_addresses(view: AttentionView) -> None:
+    found, rooms = set(), set()
+    for runs in (MIXED, [(500, 1), (60, 2), (20, 86), (250, 3), (90, 21)]):
+        driver = SimpleNamespace(alloc=lambda _: 4096, upload=lambda at, data: None)
+        arena = Arena(driver, 1 << 26)  # type: ignore[arg-type]
+        batch = batch_of(runs, 16)
+        room = steps.room_of(batch, {view}, 90, 128)
+        step = steps.upload(90, arena, [(steps.pad(batch, 128, 8), 16)], [{view}], room)[0]
+        placed = step.works[view]
+        arrays = (step.tokens, step.blocks, step.logit_rows, placed.few, placed.many, placed.arrived)
+        found.add((*((one.address, one.shape) for one in arrays), placed.partials, placed.rounds, arena.mark))
+        rooms.add(room)
+    assert len(found) == len(rooms) == 1
 
 
 WIDE, WINDOW, CHUNKS = ((32, 1, 64, 0, False), (8, 4, 64, 600, False), (8, 4, 64, 512, True))

@@ -302,7 +302,9 @@ def first_step(decoder: Decoder, ops: Any, config: EngineConfig, kv_dtype: str) 
     try:
         # two rows, because a step that only decodes would be counted among those that may be recorded
         hidden = decoder.hidden(largest_batch(2, 1, 2, config.block_size), kv)
-        decoder.choose(hidden, greedy(len(hidden)))
+        temperature, top_k, top_p, min_p, uniform = greedy(len(hidden))
+        # one that cuts tokens off takes every kernel of the choice
+        decoder.choose(hidden, (temperature + 1, top_k + 1, top_p, min_p, uniform))
     finally:
         ops.free_kv(kv)
         ops.begin()

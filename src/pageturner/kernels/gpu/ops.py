@@ -35,7 +35,7 @@ from pageturner.kernels.gpu.adapter_rows import AdaptedRows, GpuAdapter
 from pageturner.kernels.gpu.adapters import GpuAdapters, has_head, place_of
 from pageturner.kernels.gpu.arrays import Arena, GpuArray, padded
 from pageturner.kernels.gpu.catalogue import HEAD_SIZES
-from pageturner.kernels.gpu.driver import Driver
+from pageturner.kernels.gpu.driver import LATER, Driver
 from pageturner.kernels.gpu.exchange import DeviceExchange
 from pageturner.kernels.gpu.experts import GpuExperts
 from pageturner.kernels.gpu.graphs import Graphs, Pages
@@ -67,6 +67,8 @@ class GpuOps(Chooser, Composites):
         self.driver = driver
         self.arena = Arena(driver, workspace)
         self.launches = Launches(driver, self.arena)
+        # before anything is recorded: what reads it has its address
+        self.launches.chosen = driver.alloc(LATER)
         self.adapters = GpuAdapters(self.launches)
         self.graphs = Graphs(driver, self.arena) if graphs else None
         self.exchange: DeviceExchange | None = None

@@ -141,7 +141,6 @@ class Chooser:
         rows = len(batch.logit_rows)
         if 16 * rows > LATER:
             raise EngineFault("gpu_memory", f"{rows} tokens in a step: lower --max-num-seqs")
-        ops.launches.chosen = ops.launches.chosen or ops.driver.alloc(LATER)
         pages = [(batch, kv)] if sliding is None else [(batch, kv), sliding]
         hidden, places = ops.computed(stack, pages, StepChoice(head, draw))
         if not places:

@@ -289,7 +289,7 @@ def room_of(batch: Batch, views: Collection[AttentionView], architecture: int, r
     unit = min(max(attention_rows(architecture, MANY) // view.group, 1) for view in views)
     tiles = int((-(-each[each > least] // unit)).sum())
     several = bool(((each > 1) & (each <= most)).any())
-    return Room(segments, halves_bucket(tiles) if tiles else 0, most if several else 1)
+    return Room(segments, mixed_bucket(tiles) if tiles else 0, most if several else 1)
 
 
 def bucket(count: int) -> int:
@@ -300,8 +300,11 @@ def bucket(count: int) -> int:
     return -(-count // size) * size
 
 
-def halves_bucket(count: int) -> int:
-    """The same of what varies more: powers of two, from 16 on also one and a half of them."""
+def mixed_bucket(count: int) -> int:
+    """The same of what varies more: powers of two, from 16 on also one and a half of them, from 128 on by 64.
+    No size is on the other side of a height of `catalogue.height_of` than what it is for."""
+    if count > 128:
+        return -(-count // 64) * 64
     size = 1 << (count - 1).bit_length()
     return 3 * size // 4 if size >= 32 and count <= 3 * size // 4 else size
 
@@ -311,8 +314,8 @@ def sizes_of(batch: Batch) -> tuple[int, int]:
     rows, wanted = len(batch.tokens), len(batch.logit_rows)
     if rows == wanted == len(batch.context_len):
         return bucket(rows), bucket(rows)
-    rows = halves_bucket(rows)
-    return rows, min(halves_bucket(wanted), rows)
+    rows = mixed_bucket(rows)
+    return rows, min(mixed_bucket(wanted), rows)
 
 
 def segments_of(batch: Batch) -> int:
