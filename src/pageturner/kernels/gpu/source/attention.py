@@ -171,43 +171,42 @@ def attend(
         work = tl.num_programs(0) // kv_heads - 1 - work
     works += work.to(tl.int64) * 8
     row0, count, head0 = tl.load(works + 1), tl.load(works + 2), tl.load(works + 3)
-    if count > 0:
-        group = heads // kv_heads
-        mine = tl.minimum(part, group - head0)
-        r, d = tl.arange(0, R), tl.arange(0, D)
-        valid = r < count * mine
-        row = tl.where(valid, row0 + r // mine, row0).to(tl.int64)
-        head = kv_head * group + head0 + r % mine
-        position = tl.load(positions + row)
-        first = first_seen(position, window, chunked)
-        last, every_last = tl.max(position, axis=0), tl.min(position, axis=0)
-        lowest, every_first = tl.min(first, axis=0), tl.max(first, axis=0)
-        at = (row * stride + head * dim)[:, None] + d[None, :]
-        query = tl.load(q + at, mask=valid[:, None] & (d[None, :] < dim), other=0.0) * (scale * LOG2E)
-        query = query.to(COMPUTE)
-        table = blocks + tl.load(works)
-        begin, end = lowest // BLOCK_T * BLOCK_T, last + 1
-        peak, total, mixed = nothing(R, D)
-        every_peak, every_total, every_mixed = peak, total, mixed
-        if not WHOLE:
-            here = (lowest // SEGMENT + tl.load(works + 4)) * SEGMENT
-            begin, end = tl.maximum(begin, here), tl.minimum(end, here + SEGMENT)
-        for start in range(begin, end, BLOCK_T):
-            if WHOLE and (start + 0 * last) % SEGMENT == 0:  # a tensor for the interpreter too
-                every_peak, every_total, every_mixed = merged(
-                    every_peak, every_total, every_mixed, peak, total, mixed
-                )  # fmt: skip
-                peak, total, mixed = nothing(R, D)
-            peak, total, mixed = attend_tile(
-                query, keys, values, k_scales, v_scales, table, slopes, has_slopes, position, first, last,
-                lowest, every_first, every_last, start, kv_head, head, kv_heads, dim, block, inverse, shift,
-                soft_cap, valid, d, peak, total, mixed, KIND, BLOCK_T,
+    group = heads // kv_heads
+    mine = tl.minimum(part, group - head0)
+    r, d = tl.arange(0, R), tl.arange(0, D)
+    valid = r < count * mine
+    row = tl.where(valid, row0 + r // mine, row0).to(tl.int64)
+    head = kv_head * group + head0 + r % mine
+    position = tl.load(positions + row)
+    first = first_seen(position, window, chunked)
+    last, every_last = tl.max(position, axis=0), tl.min(position, axis=0)
+    lowest, every_first = tl.min(first, axis=0), tl.max(first, axis=0)
+    at = (row * stride + head * dim)[:, None] + d[None, :]
+    query = tl.load(q + at, mask=valid[:, None] & (d[None, :] < dim), other=0.0) * (scale * LOG2E)
+    query = query.to(COMPUTE)
+    table = blocks + tl.load(works)
+    begin, end = lowest // BLOCK_T * BLOCK_T, tl.where(count > 0, last + 1, 0)
+    peak, total, mixed = nothing(R, D)
+    every_peak, every_total, every_mixed = peak, total, mixed
+    if not WHOLE:
+        here = (lowest // SEGMENT + tl.load(works + 4)) * SEGMENT
+        begin, end = tl.maximum(begin, here), tl.minimum(end, here + SEGMENT)
+    for start in range(begin, end, BLOCK_T):
+        if WHOLE and (start + 0 * last) % SEGMENT == 0:  # a tensor for the interpreter too
+            every_peak, every_total, every_mixed = merged(
+                every_peak, every_total, every_mixed, peak, total, mixed
             )  # fmt: skip
-        if WHOLE or tl.load(works + 5) == 1:
-            peak, total, mixed = merged(every_peak, every_total, every_mixed, peak, total, mixed)
-            store_mixed(peak, total, mixed, out, sinks, has_sinks, row, head, valid, heads, dim, d)
-        else:
-            merge(
-                works, peak, total, mixed, peaks, mixes, arrived, count * mine, r, out, sinks, has_sinks, row,
-                head, valid, kv_head, kv_heads, heads, dim, d, R, D,
-            )  # fmt: skip
+            peak, total, mixed = nothing(R, D)
+        peak, total, mixed = attend_tile(
+            query, keys, values, k_scales, v_scales, table, slopes, has_slopes, position, first, last,
+            lowest, every_first, every_last, start, kv_head, head, kv_heads, dim, block, inverse, shift,
+            soft_cap, valid, d, peak, total, mixed, KIND, BLOCK_T,
+        )  # fmt: skip
+    if WHOLE or tl.load(works + 5) <= 1:
+        peak, total, mixed = merged(every_peak, every_total, every_mixed, peak, total, mixed)
+        store_mixed(peak, total, mixed, out, sinks, has_sinks, row, head, valid, heads, dim, d)
+    else:
+        merge(
+            works, peak, total, mixed, peaks, mixes, arrived, count * mine, r, out, sinks, has_sinks, row,
+            head, valid, kv_head, kv_heads, heads, dim, d, R, D,
+        )  # fmt: skip
