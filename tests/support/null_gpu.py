@@ -16,6 +16,7 @@ class NullDriver:
     """`Driver` of 80 GB. launched: (kernel, grid, arguments) of what was launched or recorded."""
 
     name, architecture, fingerprint, version = "null", 90, "", ""
+    multiprocessors = 132
 
     def __init__(self) -> None:
         self.at = 1 << 20
