@@ -34,6 +34,7 @@ Then, in seconds as an H100 took them (a machine takes some 30 more to be there)
   `tune.py` timed 1,100 products and attentions in 58.
   `pdl` takes about 25: steps with and without kernels that begin beside the one in front.
   `sampling` takes about 12: microseconds from logits to tokens, for each sort of draw.
+  `attention` takes about 30: one layer's, decoding and prompts, for each type of KV, and whether bits hold.
   `profile` tells where the time of a step goes, by kernel and grid.
   `run.py --judge 1.jsonl 2.jsonl 3.jsonl` joins them, and `make accept NAME=gpu` judges the same lines.
 If call 1 shows a wrong kernel, mend that first: figures of wrong kernels are worth nothing.
@@ -84,13 +85,14 @@ PARTS = {
     "ranks_model": ("run_ranks", 90),
     "pdl": ("run_pdl", 120),
     "sampling": ("run_sampling", 60),
+    "attention": ("run_attention", 90),
 }
 # For --together: parts that go behind each other, beside the other lanes.
 LANES = (
     ("grid",),
     ("right", "proof"),
     ("bits",),
-    ("kinds", "prefill", "profile", "pdl", "sampling", "ranks", "ranks_model"),
+    ("kinds", "prefill", "profile", "pdl", "sampling", "attention", "ranks", "ranks_model"),
     ("start", "idle", "batch32", "nano", "burst"),
     ("invariance",),
 )

@@ -156,6 +156,17 @@ def _sampling(told: Told) -> Iterator[Verdict]:
         yield Verdict(name, f"{one['us']:.1f} us, {wrong}", good)
 
 
+def _attention(told: Told) -> Iterator[Verdict]:
+    what = "attention: the same bits each time, and alone"
+    found = _of(told, "attention")
+    if not found:
+        yield _absent(told, "attention", what)
+    for one in found:
+        floor = 1e3 * max(one["floor_copy_ms"], one["floor_matrix_ms"])
+        figure = f"{one['us']:.1f} us, {floor / one['us']:.0%} of the floor"
+        yield Verdict(f"{what}: {one['size']}, {one['kv']}", figure, one["stable"] and one["alone"])
+
+
 def _ranks(told: Told) -> Iterator[Verdict]:
     for name in ("processes", "streams"):
         what = f"sums over two ranks as {name} of one device: right, 0 bits differ"
@@ -348,6 +359,7 @@ JUDGES: tuple[Callable[[Told], Iterator[Verdict]], ...] = (
     _decode,
     _dependent,
     _sampling,
+    _attention,
     _prefill,
     _invariance,
     _load,

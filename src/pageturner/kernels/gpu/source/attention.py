@@ -10,12 +10,14 @@ the instruction, and not of a layout.
 
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
 from pageturner.kernels.gpu.source.dependent import start_dependent
 from pageturner.kernels.gpu.source.products import e4m3_fields, is_last
 from pageturner.kernels.gpu.source.rows import tanh
 
 SEGMENT = tl.constexpr(256)
+MERGED = tl.constexpr(4)
 # Scores are kept times log2(e), so that an exponential is one instruction.
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -29,9 +31,17 @@ def load_heads(kv, scales, slot, head, heads, dim, d, KIND: tl.constexpr, COMPUT
         scale = tl.load(scales + index)
         heads_of = (value.to(tl.float32) * scale[:, None]).to(COMPUTE)
     elif KIND == "fp8_e4m3":
-        # a power of two from 2^-14 to 2^7: it and 256 are one factor, and the product is exact in fp16
+        # a power of two from 2^-14 to 2^7, so that the product is exact in fp16
         scale = tl.load(scales + index)
-        heads_of = e4m3_fields(value) * (scale * 256.0).to(tl.float16)[:, None]
+        if cuda_capability_geq(8, 9):
+            halves = tl.inline_asm_elementwise(
+                "{ .reg .b16 low, high; mov.b32 {low, high}, $2;"
+                " cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }",
+                "=r,=r,r", [value], dtype=tl.float16, is_pure=True, pack=4,
+            )  # fmt: skip
+            heads_of = halves * scale.to(tl.float16)[:, None]
+        else:
+            heads_of = e4m3_fields(value) * (scale * 256.0).to(tl.float16)[:, None]
     else:
         heads_of = value
     return heads_of
@@ -120,34 +130,58 @@ def attend_tile(
 
 
 @triton.jit
+def partials(peaks, mixes, at, apart, count, there, d, D: tl.constexpr):
+    """The partials of four segments, of which `count` are there, from the cache that all programs share."""
+    return (
+        partial(peaks, mixes, at, there & (count > 0), d, D),
+        partial(peaks, mixes, at + apart, there & (count > 1), d, D),
+        partial(peaks, mixes, at + 2 * apart, there & (count > 2), d, D),
+        partial(peaks, mixes, at + 3 * apart, there & (count > 3), d, D),
+    )
+
+
+@triton.jit
+def partial(peaks, mixes, at, there, d, D: tl.constexpr):
+    peak = tl.load(peaks + at * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
+    total = tl.load(peaks + at * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+    rows = mixes + at[:, None] * D + d[None, :]
+    return peak, total, tl.load(rows, mask=there[:, None], other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def all_merged(peak, total, mixed, parts):
+    """With four partials more, one after the other."""
+    peak, total, mixed = merged(peak, total, mixed, parts[0][0], parts[0][1], parts[0][2])
+    peak, total, mixed = merged(peak, total, mixed, parts[1][0], parts[1][1], parts[1][2])
+    peak, total, mixed = merged(peak, total, mixed, parts[2][0], parts[2][1], parts[2][2])
+    return merged(peak, total, mixed, parts[3][0], parts[3][1], parts[3][2])
+
+
+@triton.jit
 def merge(
-    works, peak, total, mixed, peaks, mixes, arrived, apart, r, out, sinks, has_sinks, row, head, valid,
-    kv_head, kv_heads, heads, dim, d, R: tl.constexpr, D: tl.constexpr,
+    works, peaks, mixes, out, sinks, has_sinks, kv_head, kv_heads, heads, dim, part, D: tl.constexpr,
 ):  # fmt: skip
-    """Keep the partial of a segment. The last program of a tile merges all of them, from the first to the
-    last, whoever computed them; it reads them of the cache that all programs share. apart: partials of a
-    segment of one KV head."""
-    segment, segments = tl.load(works + 4), tl.load(works + 5)
-    at = tl.load(works + 6) * kv_heads + kv_head * apart + r
-    mine = at + segment * apart * kv_heads
-    tl.store(peaks + mine * 2, peak, mask=valid)
-    tl.store(peaks + mine * 2 + 1, total, mask=valid)
-    tl.store(mixes + mine[:, None] * D + d[None, :], mixed, mask=valid[:, None])
-    if is_last(arrived + tl.load(works + 7) * kv_heads + kv_head, segments):
-        every_peak, every_total, every_mixed = nothing(R, D)
-        for _ in tl.range(0, segments, num_stages=4):
-            part_peak = tl.load(peaks + at * 2, mask=valid, other=float("-inf"), cache_modifier=".cg")
-            part_total = tl.load(peaks + at * 2 + 1, mask=valid, other=0.0, cache_modifier=".cg")
-            part_mixed = tl.load(
-                mixes + at[:, None] * D + d[None, :], mask=valid[:, None], other=0.0, cache_modifier=".cg"
-            )
-            every_peak, every_total, every_mixed = merged(
-                every_peak, every_total, every_mixed, part_peak, part_total, part_mixed
-            )  # fmt: skip
-            at += apart * kv_heads
-        store_mixed(
-            every_peak, every_total, every_mixed, out, sinks, has_sinks, row, head, valid, heads, dim, d
-        )
+    """All partials of a tile, from the first to the last, whoever computed them. MERGED of its rows and heads
+    at once: most tiles have no more, and 16 at once would take several times as long."""
+    row0, count, head0 = tl.load(works + 1), tl.load(works + 2), tl.load(works + 3)
+    segments, first = tl.load(works + 5), tl.load(works + 6)
+    mine = tl.minimum(part, heads // kv_heads - head0)
+    d = tl.arange(0, D)
+    for begin in range(0, count * mine, MERGED):
+        r = begin + tl.arange(0, MERGED)
+        valid = r < count * mine
+        row = (row0 + tl.where(valid, r // mine, 0)).to(tl.int64)
+        head = kv_head * (heads // kv_heads) + head0 + r % mine
+        at = first * kv_heads + kv_head * count * mine + r
+        peak, total, mixed = nothing(MERGED, D)
+        apart = count * mine * kv_heads  # from a segment to the next
+        for segment in tl.range(0, segments, 8, num_stages=1):  # the loads of eight are under way together
+            some = partials(peaks, mixes, at, apart, segments - segment, valid, d, D)
+            others = partials(peaks, mixes, at + 4 * apart, apart, segments - segment - 4, valid, d, D)
+            peak, total, mixed = all_merged(peak, total, mixed, some)
+            peak, total, mixed = all_merged(peak, total, mixed, others)
+            at += 8 * apart
+        store_mixed(peak, total, mixed, out, sinks, has_sinks, row, head, valid, heads, dim, d)
 
 
 @triton.jit
@@ -171,43 +205,45 @@ def attend(
         work = tl.num_programs(0) // kv_heads - 1 - work
     works += work.to(tl.int64) * 8
     row0, count, head0 = tl.load(works + 1), tl.load(works + 2), tl.load(works + 3)
-    if count > 0:
-        group = heads // kv_heads
-        mine = tl.minimum(part, group - head0)
-        r, d = tl.arange(0, R), tl.arange(0, D)
-        valid = r < count * mine
-        row = tl.where(valid, row0 + r // mine, row0).to(tl.int64)
-        head = kv_head * group + head0 + r % mine
-        position = tl.load(positions + row)
-        first = first_seen(position, window, chunked)
-        last, every_last = tl.max(position, axis=0), tl.min(position, axis=0)
-        lowest, every_first = tl.min(first, axis=0), tl.max(first, axis=0)
-        at = (row * stride + head * dim)[:, None] + d[None, :]
-        query = tl.load(q + at, mask=valid[:, None] & (d[None, :] < dim), other=0.0) * (scale * LOG2E)
-        query = query.to(COMPUTE)
-        table = blocks + tl.load(works)
-        begin, end = lowest // BLOCK_T * BLOCK_T, last + 1
-        peak, total, mixed = nothing(R, D)
-        every_peak, every_total, every_mixed = peak, total, mixed
-        if not WHOLE:
-            here = (lowest // SEGMENT + tl.load(works + 4)) * SEGMENT
-            begin, end = tl.maximum(begin, here), tl.minimum(end, here + SEGMENT)
-        for start in range(begin, end, BLOCK_T):
-            if WHOLE and (start + 0 * last) % SEGMENT == 0:  # a tensor for the interpreter too
-                every_peak, every_total, every_mixed = merged(
-                    every_peak, every_total, every_mixed, peak, total, mixed
-                )  # fmt: skip
-                peak, total, mixed = nothing(R, D)
-            peak, total, mixed = attend_tile(
-                query, keys, values, k_scales, v_scales, table, slopes, has_slopes, position, first, last,
-                lowest, every_first, every_last, start, kv_head, head, kv_heads, dim, block, inverse, shift,
-                soft_cap, valid, d, peak, total, mixed, KIND, BLOCK_T,
+    group = heads // kv_heads
+    mine = tl.minimum(part, group - head0)
+    r, d = tl.arange(0, R), tl.arange(0, D)
+    valid = r < count * mine
+    row = tl.where(valid, row0 + r // mine, row0).to(tl.int64)
+    head = kv_head * group + head0 + r % mine
+    position = tl.load(positions + row)
+    first = first_seen(position, window, chunked)
+    last, every_last = tl.max(position, axis=0), tl.min(position, axis=0)
+    lowest, every_first = tl.min(first, axis=0), tl.max(first, axis=0)
+    at = (row * stride + head * dim)[:, None] + d[None, :]
+    query = tl.load(q + at, mask=valid[:, None] & (d[None, :] < dim), other=0.0) * (scale * LOG2E)
+    query = query.to(COMPUTE)
+    table = blocks + tl.load(works)
+    begin, end = lowest // BLOCK_T * BLOCK_T, tl.where(count > 0, last + 1, 0)
+    peak, total, mixed = nothing(R, D)
+    every_peak, every_total, every_mixed = peak, total, mixed
+    if not WHOLE:
+        segment = (lowest // SEGMENT + tl.load(works + 4)) * SEGMENT
+        begin, end = tl.maximum(begin, segment), tl.minimum(end, segment + SEGMENT)
+    for start in range(begin, end, BLOCK_T):
+        if WHOLE and (start + 0 * last) % SEGMENT == 0:  # a tensor for the interpreter too
+            every_peak, every_total, every_mixed = merged(
+                every_peak, every_total, every_mixed, peak, total, mixed
             )  # fmt: skip
-        if WHOLE or tl.load(works + 5) == 1:
-            peak, total, mixed = merged(every_peak, every_total, every_mixed, peak, total, mixed)
-            store_mixed(peak, total, mixed, out, sinks, has_sinks, row, head, valid, heads, dim, d)
-        else:
-            merge(
-                works, peak, total, mixed, peaks, mixes, arrived, count * mine, r, out, sinks, has_sinks, row,
-                head, valid, kv_head, kv_heads, heads, dim, d, R, D,
-            )  # fmt: skip
+            peak, total, mixed = nothing(R, D)
+        peak, total, mixed = attend_tile(
+            query, keys, values, k_scales, v_scales, table, slopes, has_slopes, position, first, last,
+            lowest, every_first, every_last, start, kv_head, head, kv_heads, dim, block, inverse, shift,
+            soft_cap, valid, d, peak, total, mixed, KIND, BLOCK_T,
+        )  # fmt: skip
+    if WHOLE or tl.load(works + 5) <= 1:
+        peak, total, mixed = merged(every_peak, every_total, every_mixed, peak, total, mixed)
+        store_mixed(peak, total, mixed, out, sinks, has_sinks, row, head, valid, heads, dim, d)
+    else:
+        here = tl.load(works + 6) + tl.load(works + 4) * count * mine
+        here = here * kv_heads + kv_head * count * mine + r
+        tl.store(peaks + here * 2, peak, mask=valid)
+        tl.store(peaks + here * 2 + 1, total, mask=valid)
+        tl.store(mixes + here[:, None] * D + d[None, :], mixed, mask=valid[:, None])
+        if is_last(arrived + tl.load(works + 7) * kv_heads + kv_head, tl.load(works + 5)):
+            merge(works, peaks, mixes, out, sinks, has_sinks, kv_head, kv_heads, heads, dim, part, D)
