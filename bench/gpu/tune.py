@@ -137,7 +137,7 @@ def product_of(
     parts."""
 
     def work(w: Any) -> None:
-        given = (x.address, w.address, 0, 0, 0, out.address, *beside, 0, 0, *sizes)
+        given = (x.address, w.address, 0, 0, out.address, *beside, 0, 0, *sizes)
         driver.launch(candidate, grid, given)
 
     return work

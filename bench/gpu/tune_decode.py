@@ -127,7 +127,7 @@ def work_of(
 
     def gated(w: Any) -> None:
         sizes = (asked.rows, outputs, asked.k)
-        driver.launch(name, (programs,), (x.address, w.address, 0, out.address, *sizes))
+        driver.launch(name, (programs,), (x.address, w.address, out.address, *sizes))
 
     if asked.gated:
         return gated, out

@@ -182,8 +182,8 @@ def launches(manifest: Manifest) -> None:
 
 
 def beside_the_last(manifest: Manifest) -> None:
-    """Only a kernel that waits by itself may begin early, and only behind a kernel: recorded or not, until that
-    is switched off."""
+    """Only a kernel that waits by itself begins early, and only behind a kernel: recorded or not, until
+    that is switched off."""
     stub, driver = Stub(), CudaDriver(manifest)
     a = driver.alloc(256)
     driver.load()

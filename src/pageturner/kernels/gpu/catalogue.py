@@ -177,19 +177,18 @@ def block_k(kind: str) -> int:
 # device reads some 64 KB for each multiprocessor in the microseconds between two kernels; it fetches 64 bytes
 _AHEAD: Constants = (("AHEAD", 1 << 16), ("LINE", 64))
 
-_OUT = "bias:*fp32 residual:*fp32 out:*fp32"
+_OUT, _PARTS = "bias:*fp32 residual:*fp32 out:*fp32", "partial:*fp32 counters:*i32"
 
 
 def _dense_constants(rows: str, tile: Tile, outputs: int) -> Constants:
     """outputs: of a tile of one weight."""
-    of_kernel = (("FP8", False), ("WHOLE", rows == MANY), ("SWAP", tile.swap), *_AHEAD)
+    of_kernel = (("WHOLE", rows == MANY), ("SWAP", tile.swap), *_AHEAD)
     return (*of_kernel, ("BLOCK_M", tile.m), ("BLOCK_N", outputs), ("BLOCK_K", tile.k))
 
 
 def dense(name: str, kind: str, rows: str, tile: Tile) -> Kernel:
     """A product of floats with this tile."""
-    text = f"x:*{kind} w:*{kind} scale:*fp32 {_OUT} partial:*fp32 counters:*i32"
-    text += " has_bias has_residual M N K chunk parts"
+    text = f"x:*{kind} w:*{kind} {_OUT} {_PARTS} has_bias has_residual M N K chunk parts"
     constants = _dense_constants(rows, tile, tile.n)
     return Kernel(
         name, "products.dense", _arguments(text), constants, tile.warps, tile.stages, ("K", "chunk")
@@ -208,7 +207,7 @@ def groups(form: str, rows: str, tile: Tile, gated: bool = False) -> Kernel:
         function, text, aligned = "gated_groups", f"{text} out:*bf16 has_low zero M N K", ("N", "K")
     else:
         function, aligned = "groups", ("K", "chunk")
-        text += f" {_OUT} partial:*fp32 counters:*i32 has_low zero has_bias has_residual M N K chunk parts"
+        text += f" {_OUT} {_PARTS} has_low zero has_bias has_residual M N K chunk parts"
         constants = (("WHOLE", rows == MANY), *constants)
     name = f"{function}.{form}.{rows}"
     return Kernel(name, f"groups.{function}", _arguments(text), constants, tile.warps, tile.stages, aligned)
@@ -216,7 +215,7 @@ def groups(form: str, rows: str, tile: Tile, gated: bool = False) -> Kernel:
 
 def gated_dense(name: str, kind: str, rows: str, tile: Tile) -> Kernel:
     """Half of the outputs of a tile are of gate, the others of up."""
-    text = f"x:*{kind} w:*{kind} scale:*fp32 out:*{kind} M N K"
+    text = f"x:*{kind} w:*{kind} out:*{kind} M N K"
     constants = _dense_constants(rows, tile, tile.n // 2)
     return Kernel(
         name, "products.gated_dense", _arguments(text), constants, tile.warps, tile.stages, ("K",)

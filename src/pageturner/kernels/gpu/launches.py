@@ -128,23 +128,20 @@ class Launches:
         apart = height != MANY and parts > 1
         out = self.arena.take((rows, w.rows))
         partial = self.arena.take((parts, rows, w.rows)).address if apart else 0
-        beside = (bias.address if bias else 0, residual.address if residual else 0)
+        given = (
+            bias.address if bias else 0, residual.address if residual else 0, out.address, partial,
+            self.counters,
+        )  # fmt: skip
         flags = (int(bias is not None), int(residual is not None))
         shape = (rows, w.rows, w.columns, chunk, parts)
         if isinstance(w, FloatMatrix):
-            grid = (self._tiles_of(w.kind, height, rows, w.rows), 1 if height == MANY else parts)
-            self.driver.launch(
-                f"dense.{w.kind}.{height}", grid,
-                (x.address, w.address, 0, *beside, out.address, partial, self.counters, *flags, *shape),
-            )  # fmt: skip
-            return out
-        tile = groups_tile(self.driver.architecture, height, w.sort)
-        grid = (_tiles(w.rows, tile.n) * _tiles(rows, tile.m), 1 if height == MANY else parts)
-        self.driver.launch(
-            f"groups.{w.sort}.{height}", grid,
-            (*self._operands(x, w), *beside, out.address, partial, self.counters, int(w.low != 0), w.zero,
-             *flags, *shape),
-        )  # fmt: skip
+            tiles, name = self._tiles_of(w.kind, height, rows, w.rows), f"dense.{w.kind}.{height}"
+            arguments: tuple[int, ...] = (x.address, w.address, *given, *flags, *shape)
+        else:
+            tile, name = groups_tile(self.driver.architecture, height, w.sort), f"groups.{w.sort}.{height}"
+            tiles = _tiles(w.rows, tile.n) * _tiles(rows, tile.m)
+            arguments = (*self._operands(x, w), *given, int(w.low != 0), w.zero, *flags, *shape)
+        self.driver.launch(name, (tiles, 1 if height == MANY else parts), arguments)
         return out
 
     def _persistent_product(
@@ -198,7 +195,7 @@ class Launches:
         height = {SLIM: FEW, HALF: SOME}.get(found := height_of(rows, w.rows), found)
         self.driver.launch(
             f"gated_dense.{w.kind}.{height}", (self._tiles_of(w.kind, height, rows, outputs, 2),),
-            (x.address, w.address, 0, out.address, rows, outputs, w.columns),
+            (x.address, w.address, out.address, rows, outputs, w.columns),
         )  # fmt: skip
         return out
 
