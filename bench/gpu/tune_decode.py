@@ -28,7 +28,7 @@ import run_common as common  # noqa: E402
 import tune  # noqa: E402
 
 from pageturner.kernels.gpu import catalogue  # noqa: E402
-from pageturner.kernels.gpu.catalogue import FEW, HALF, SLIM, SOME, Kernel, Tile  # noqa: E402
+from pageturner.kernels.gpu.catalogue import FEW, Kernel, Tile  # noqa: E402
 
 ROWS = (1, 16, 64, 128, 256)
 TILES = {
@@ -47,6 +47,7 @@ TILES = {
 }  # fmt: skip
 # Bytes that a program asks for ahead, and of a request; the first is the catalogue's
 AHEAD = ((65536, 64), (0, 64), (16384, 64), (32768, 64), (131072, 64), (65536, 32), (65536, 128), (65536, 0))
+DENSE = ("dense", "gated_dense", "persistent", "gated_persistent")
 BUDGET = 0.015  # seconds of replays of a candidate
 
 
@@ -77,10 +78,10 @@ def kernel_of(gated: bool, tile: Tile, ahead: tuple[int, int] = AHEAD[0]) -> Ker
 
 
 def present(asked: Asked) -> Tile:
-    """Today's tile."""
+    """Today's tile, of more than 64 rows that which it was before persistent products."""
     height = catalogue.height_of(asked.rows, asked.n)
     if asked.gated:
-        height = {SLIM: FEW, HALF: SOME}.get(height, height)
+        height = catalogue.gated_height(height)
     return catalogue.tiles_of(tune.ARCHITECTURE, "bf16")[height]
 
 
@@ -90,7 +91,7 @@ def candidates_of(asked: Asked) -> list[tuple[Tile, tuple[int, int]]]:
     tiles = TILES[64 if asked.rows <= 64 else 256]
     found = [(first, ahead) for ahead in (AHEAD if asked.rows in (1, 64) else AHEAD[:1])]
     for tile in tiles:
-        useless = tile.swap and (tile.m > 16 * max(1, asked.rows // 8) or (asked.gated and tile.n < 128))
+        useless = tile.swap and (tile.m > 16 * max(1, asked.rows // 8))
         if tile != first and not useless:
             found.append((tile, AHEAD[0]))
     return found
@@ -112,8 +113,12 @@ def build(out: Path) -> None:
         for asked in every()
         for tile, ahead in candidates_of(asked)
     }
-    cast = catalogue.kernels_of(tune.ARCHITECTURE)["elementwise.cast.bf16"]
-    tune.build(out, {kernel.name: kernel for kernel in kernels.values()}, [cast])
+    used = [
+        one
+        for name, one in catalogue.kernels_of(tune.ARCHITECTURE).items()
+        if name == "elementwise.cast.bf16" or (".bf16." in name and name.partition(".")[0] in DENSE)
+    ]
+    tune.build(out, {kernel.name: kernel for kernel in kernels.values()}, used)
 
 
 # -- on the device -------------------------------------------------------------------------------------------
@@ -121,7 +126,7 @@ def work_of(
     driver: Any, ops: Any, x: Any, asked: Asked, tile: Tile, name: str
 ) -> tuple[Callable[[Any], None], Any]:
     """A launch of a candidate for a weight, and where the result lies."""
-    outputs, step = (asked.n // 2, tile.n // 2) if asked.gated else (asked.n, tile.n)
+    outputs, step = (asked.n // 2, catalogue.gated_outputs(tile)) if asked.gated else (asked.n, tile.n)
     programs = -(-outputs // step) * -(-asked.rows // tile.m)
     out = ops.arena.take((asked.rows, outputs), "bf16" if asked.gated else "fp32")
 
@@ -139,6 +144,19 @@ def work_of(
     ), out
 
 
+def as_it_is(ops: Any, x: Any, asked: Asked) -> tuple[Callable[[Any], None], Any]:
+    """The same of what a step launches."""
+    mark = ops.arena.mark
+
+    def work(w: Any) -> Any:
+        ops.arena.reset(mark)
+        return ops.launches.gated_product(x, w, "bf16") if asked.gated else ops.launches.product(x, w)
+
+    outputs = asked.n // 2 if asked.gated else asked.n
+    out = ops.arena.take((asked.rows, outputs), "bf16" if asked.gated else "fp32")
+    return work, out  # the first array that is taken
+
+
 def bits_of(ops: Any, out: Any) -> Any:
     found = np.empty(out.nbytes, np.uint8)
     ops.driver.download(found, out.address)
@@ -146,37 +164,35 @@ def bits_of(ops: Any, out: Any) -> Any:
 
 
 def timed(driver: Any, compiled: set[str]) -> Iterator[dict[str, Any]]:
-    """Microseconds of every candidate, today's first and again with launches that wait for the end of the
-    one in front."""
+    """Microseconds of the product as it is, with launches that wait for the end of the one in front and
+    without, and of every candidate."""
+    cuda = driver.inner.inner
     for model, shape, n, k in shapes():
         ops = common.GpuOps(driver, 2 << 30, graphs=False)
         host = common.floats(n, k, 1)
-        weights = [
-            ops.pack_weight(host)
-            for _ in range(max(2 if n * k < 1 << 29 else 1, -(-tune.L2 // len(host.data))))
-        ]
+        copies = max(2 if n * k < 1 << 29 else 1, -(-tune.L2 // len(host.data)))
+        weights = [ops.pack_weight(host) for _ in range(copies)]
         for rows in ROWS:
             asked = Asked(model, shape, n, k, rows)
             values = np.random.default_rng(rows).standard_normal((rows, k), dtype=np.float32)
             ops.begin()
             x = ops.launches.rounded(ops.on_device(values), "bf16")
             mark, truth = ops.arena.mark, None
-            plain = [(tile, ahead, True) for tile, ahead in candidates_of(asked)]
-            for tile, ahead, beside in [plain[0], (*plain[0][:2], False), *plain[1:]]:
-                name = named(asked.gated, tile, ahead)
-                if name not in compiled:
+            works = [("alone", None), ("today", None)]
+            works += [(named(asked.gated, *one), one) for one in candidates_of(asked)]
+            for name, one in works:
+                if one is not None and name not in compiled:
                     continue
                 ops.arena.reset(mark)
-                work, out = work_of(driver, ops, x, asked, tile, name)
-                driver.inner.inner.dependent_launch = beside
+                work, out = work_of(driver, ops, x, asked, one[0], name) if one else as_it_is(ops, x, asked)
+                cuda.dependent_launch = name != "alone"
                 took = common.recorded_seconds(driver, [partial(work, w) for w in weights], False, BUDGET)
                 bits = bits_of(ops, out)
                 truth = bits if truth is None else truth
                 yield asked._asdict() | {
-                    "candidate": name + ("" if beside else " alone"), "us": 1e6 * took,
-                    "same_bits": bool((bits == truth).all()), "swap": tile.swap,
+                    "candidate": name, "us": 1e6 * took, "same_bits": bool((bits == truth).all()),
+                    "swap": one is not None and one[0].swap,
                 }  # fmt: skip
-        driver.inner.inner.dependent_launch = True
         driver.release()
 
 
@@ -188,20 +204,20 @@ def table(told: list[dict[str, Any]], copy_tb_s: float) -> Iterator[str]:
             mine = [one for one in told if (one["model"], one["name"], one["rows"]) == (model, name, rows)]
             if not mine:
                 continue
-            right = [one for one in mine if one["same_bits"] and not one["candidate"].endswith("alone")]
+            right = [one for one in mine[1:] if one["same_bits"]]
             best = min(right, key=lambda one: one["us"])
             swapped = min((one["us"] for one in right if one["swap"]), default=float("nan"))
-            alone = next(one["us"] for one in mine if one["candidate"].endswith("alone"))
+            alone, today = mine[0]["us"], mine[1]["us"]
             floor = 2e-6 * n * k / copy_tb_s
             wrong = sum(not one["same_bits"] for one in mine)
             yield (
                 f"{model:14} {name:8} {rows:4} rows: floor {floor:7.1f} alone {alone:7.1f}"
-                f" today {mine[0]['us']:7.1f} best {best['us']:7.1f} {best['candidate']}"
+                f" today {today:7.1f} best {best['us']:7.1f} {best['candidate']}"
                 f" swapped {swapped:7.1f}; other bits {wrong} of {len(mine)}"
             )
             if name != "head":
                 column = sums.setdefault((model, rows), [0.0] * 4)
-                for i, us in enumerate((floor, alone, mine[0]["us"], best["us"])):
+                for i, us in enumerate((floor, alone, today, best["us"])):
                     column[i] += us
     for (model, rows), column in sums.items():
         figures = " ".join(

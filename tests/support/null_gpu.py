@@ -15,7 +15,7 @@ from pageturner.kernels.gpu.weights import FloatMatrix, Vector
 class NullDriver:
     """`Driver` of 80 GB. launched: (kernel, grid, arguments) of what was launched or recorded."""
 
-    name, architecture, fingerprint, version = "null", 90, "", ""
+    name, architecture, fingerprint, version, multiprocessors = "null", 90, "", "", 132
 
     def __init__(self) -> None:
         self.at = 1 << 20
