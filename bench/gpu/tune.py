@@ -172,7 +172,7 @@ def _sizes(
     chunk, parts = catalogue.cut(k, wanted, 256)
     out = ops.arena.take((m, n))
     apart = ops.arena.take((parts, m, n)).address if parts > 1 and rows != MANY else 0
-    beside = (apart, ops.launches.counters)
+    beside = (apart, ops.arena.counters)
     truth = None
     for tile in DENSE[rows]:
         candidate = named("dense-bf16", rows, tile)

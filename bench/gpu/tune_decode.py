@@ -140,7 +140,7 @@ def work_of(
     apart = ops.arena.take((parts, asked.rows, asked.n)).address if parts > 1 else 0
     sizes = (asked.rows, asked.n, asked.k, chunk, parts)
     return tune.product_of(
-        driver, name, (programs, parts), x, out, (apart, ops.launches.counters), sizes
+        driver, name, (programs, parts), x, out, (apart, ops.arena.counters), sizes
     ), out
 
 

@@ -73,7 +73,7 @@ def test_any_program_may_end_last(kind: str, half: str, many: str, monkeypatch: 
         assert (one.view(np.int32) == whole.view(np.int32)).all()
     assert (found[0][:3] != ops.to_numpy(residual)[:3]).all()
     counters = np.full(MAX_SPLIT_TILES, -1, np.int32)
-    ops.driver.download(counters, ops.launches.counters)
+    ops.driver.download(counters, ops.arena.counters)
     assert not counters.any()
 
 

@@ -19,7 +19,6 @@ from pageturner.kernels.gpu.catalogue import (
     GROUP_ROWS,
     HEAD_SIZES,
     MANY,
-    MAX_SPLIT_TILES,
     MIXED,
     SOME,
     SOME_ROWS,
@@ -98,8 +97,6 @@ class Launches:
         self._ropes: dict[int, tuple[Rope, Tables]] = {}
         self._constants: dict[tuple[float, ...], int] = {}
         self.vectors: dict[int, tuple[F32, int]] = {}  # by id, those of layers that were prepared
-        self.counters = driver.alloc(4 * MAX_SPLIT_TILES)
-        driver.clear(self.counters, 4 * MAX_SPLIT_TILES)
 
     # -- products --------------------------------------------------------------------------------------------
     def rounded(self, x: GpuArray, kind: str) -> GpuArray:
@@ -130,7 +127,7 @@ class Launches:
         partial = self.arena.take((parts, rows, w.rows)).address if apart else 0
         given = (
             bias.address if bias else 0, residual.address if residual else 0, out.address, partial,
-            self.counters,
+            self.arena.counters,
         )  # fmt: skip
         flags = (int(bias is not None), int(residual is not None))
         shape = (rows, w.rows, w.columns, chunk, parts)
