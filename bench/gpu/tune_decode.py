@@ -47,6 +47,24 @@ TILES = {
 }  # fmt: skip
 # Bytes that a program asks for ahead, and of a request; the first is the catalogue's
 AHEAD = ((65536, 64), (0, 64), (16384, 64), (32768, 64), (131072, 64), (65536, 32), (65536, 128), (65536, 0))
+# Of a layer together: the tile of q, k, v, o and down, that of gate and up, and requests ahead. How
+# much shared memory a kernel has decides whether the next one can begin beside it
+SLIMS = (Tile(64, 32, 128, 4, 5), Tile(64, 32, 128, 4, 4), Tile(64, 32, 128, 4, 3), Tile(64, 32, 64, 4, 6))
+TOGETHER = [
+    *((slim, Tile(64, 64, 64, 4, 3), AHEAD[0]) for slim in SLIMS),
+    *((SLIMS[0], Tile(64, 64, 64, 4, 3), ahead) for ahead in AHEAD[1:]),
+    *((SLIMS[1], Tile(64, 64, 64, 4, 3), ahead) for ahead in AHEAD[1:]),
+    *((SLIMS[1], Tile(64, 64, 64, 4, n), AHEAD[0]) for n in (2, 4, 6)),
+    *(
+        (Tile(16, 64, 128, 4, stages, True), Tile(16, 64, 64, 4, stages, True), AHEAD[0])
+        for stages in (4, 5, 6, 8)
+    ),
+    *(
+        (Tile(64, 64, 64, 4, stages, True), Tile(64, 64, 64, 4, stages, True), AHEAD[0])
+        for stages in (3, 4, 6)
+    ),
+    *((Tile(64, 64, 64, 4, stages, True), Tile(64, 64, 64, 4, 3), AHEAD[0]) for stages in (4, 6)),
+]
 DENSE = ("dense", "gated_dense", "persistent", "gated_persistent")
 BUDGET = 0.015  # seconds of replays of a candidate
 
@@ -113,10 +131,14 @@ def build(out: Path) -> None:
         for asked in every()
         for tile, ahead in candidates_of(asked)
     }
+    for slim, wide, ahead in TOGETHER:
+        kernels[False, slim, ahead] = kernel_of(False, slim, ahead)
+        kernels[True, wide, ahead] = kernel_of(True, wide, ahead)
     used = [
         one
         for name, one in catalogue.kernels_of(tune.ARCHITECTURE).items()
-        if name == "elementwise.cast.bf16" or (".bf16." in name and name.partition(".")[0] in DENSE)
+        if name in ("elementwise.cast.bf16", "rms_norm.bf16")
+        or (".bf16." in name and name.partition(".")[0] in DENSE)
     ]
     tune.build(out, {kernel.name: kernel for kernel in kernels.values()}, used)
 
@@ -139,9 +161,7 @@ def work_of(
     chunk, parts = catalogue.parts_of(asked.n, asked.k, catalogue.block_k("bf16"))
     apart = ops.arena.take((parts, asked.rows, asked.n)).address if parts > 1 else 0
     sizes = (asked.rows, asked.n, asked.k, chunk, parts)
-    return tune.product_of(
-        driver, name, (programs, parts), x, out, (apart, ops.arena.counters), sizes
-    ), out
+    return tune.product_of(driver, name, (programs, parts), x, out, (apart, ops.arena.counters), sizes), out
 
 
 def as_it_is(ops: Any, x: Any, asked: Asked) -> tuple[Callable[[Any], None], Any]:
@@ -196,6 +216,70 @@ def timed(driver: Any, compiled: set[str]) -> Iterator[dict[str, Any]]:
         driver.release()
 
 
+LAYERS = 4  # of a chain
+
+
+def layers(driver: Any) -> Iterator[dict[str, Any]]:
+    """Microseconds of the products and norms of a layer, behind each other as in a step: today's tiles, the
+    same with launches that wait for the end of the one in front, and others."""
+    for model in (common.LLAMA_8B, common.QWEN3_06B):
+        ops = common.GpuOps(driver, 1 << 30, graphs=False)
+        tensors = {name: common.floats(n, k, 1) for name, (n, k) in model.matrices.items()}
+        weights = [{name: ops.pack_weight(one) for name, one in tensors.items()} for _ in range(LAYERS)]
+        norm = ops.pack_weight(common.ones(model.hidden))
+        for rows in (1, 16, 64):
+            truth, dice = None, np.random.default_rng(rows)
+            mixed = dice.standard_normal((rows, model.heads * model.head_dim), dtype=np.float32)
+            host = dice.standard_normal((rows, model.hidden), dtype=np.float32)
+            for tiles, beside in [
+                (TOGETHER[0], True),
+                (TOGETHER[0], False),
+                *((one, True) for one in TOGETHER),
+            ]:
+                slim, wide, ahead = tiles
+                if slim.swap and slim.m < rows:
+                    continue
+                driver.inner.inner.dependent_launch = beside
+                ops.begin()
+                first, narrow = ops.on_device(host), ops.launches.rounded(ops.on_device(mixed), "bf16")
+                found: list[Any] = []
+                given = (weights, norm, first, narrow, ops.arena.mark)
+                chain = partial(_chain, driver, ops, model, given, tiles, found)
+                took = common.recorded_seconds(driver, [chain], False, BUDGET) / LAYERS
+                bits = bits_of(ops, found[-1])
+                truth = bits if truth is None else truth
+                name = (
+                    f"{slim[:5]} {wide[:5]}{' swapped' * slim.swap}{' gated too' * wide.swap} ahead {ahead}"
+                )
+                yield {
+                    "model": model.name, "rows": rows, "together": name if beside else "alone",
+                    "us": 1e6 * took, "same_bits": bool((bits == truth).all()),
+                }  # fmt: skip
+            driver.inner.inner.dependent_launch = True
+        driver.release()
+
+
+def _chain(driver: Any, ops: Any, model: Any, given: Any, tiles: Any, found: list[Any]) -> None:
+    """given: weights of the layers, that of the norms, x, what attention mixed, and the arena's mark."""
+    weights, norm, x, mixed, mark = given
+    ops.arena.reset(mark)
+    slim, wide, ahead = tiles
+    for layer in weights:
+        for name, (n, k) in model.matrices.items():
+            asked = Asked(model.name, name, n, k, len(x))
+            tile = wide if asked.gated else slim
+            if name in ("qkv", "gate_up"):
+                y = ops.launches.rms_norm(x, norm, 1e-5, "bf16")
+            source = mixed if name == "o" else y
+            work, out = work_of(driver, ops, source, asked, tile, named(asked.gated, tile, ahead))
+            work(layer[name])
+            if asked.gated:
+                y = out
+            elif name != "qkv":
+                x = out
+    found.append(x)
+
+
 def table(told: list[dict[str, Any]], copy_tb_s: float) -> Iterator[str]:
     """The best by shape and rows, and what a layer takes with them; us."""
     sums: dict[tuple[str, int], list[float]] = {}
@@ -238,6 +322,17 @@ def run(out: Path) -> None:
     for one in timed(driver, set(driver.inner.inner._compiled)):
         told.append(one)
         print(json.dumps(one), flush=True)
+    chains: dict[tuple[str, int], list[Any]] = {}
+    for one in layers(driver):
+        print(json.dumps(one), flush=True)
+        chains.setdefault((one["model"], one["rows"]), []).append(one)
+    for (model, rows), several in chains.items():
+        best = sorted(several[2:], key=lambda one: float(one["us"]))[:8]
+        for one in [*several[:2], *best]:
+            bits = "" if one["same_bits"] else "OTHER BITS"
+            print(
+                f"{model:14} {rows:3} rows, a layer {one['us']:7.1f} us {one['together']} {bits}", flush=True
+            )
     for line in table(told, copy):
         print(line, flush=True)
 
