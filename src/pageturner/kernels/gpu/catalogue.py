@@ -122,7 +122,7 @@ def tiles_of(architecture: int, kind: str) -> dict[str, Tile]:
                 SOME: some, MANY: some}  # fmt: skip
     slim, few = Tile(64, 32, 128, 4, 5), Tile(64, 64, 64, 4, 3)
     if SWAPPED:
-        slim, few = Tile(16, 64, 128, 4, 8, True), Tile(64, 64, 64, 4, 6, True)
+        slim, few = Tile(16, 64, 128, 4, 5, True), Tile(64, 64, 64, 4, 6, True)
     return {SLIM: slim, FEW: few, HALF: Tile(64, 128, 64, 4, 4), SOME: Tile(128, 128, 64, 8, 4),
             MANY: Tile(128, 256, 64, 8, 3)}  # fmt: skip
 
