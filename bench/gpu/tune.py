@@ -137,7 +137,7 @@ def product_of(
     parts."""
 
     def work(w: Any) -> None:
-        given = (x.address, w.address, 0, 0, 0, out.address, *beside, 0, 0, *sizes)
+        given = (x.address, w.address, 0, 0, out.address, *beside, 0, 0, *sizes)
         driver.launch(candidate, grid, given)
 
     return work
@@ -172,7 +172,7 @@ def _sizes(
     chunk, parts = catalogue.cut(k, wanted, 256)
     out = ops.arena.take((m, n))
     apart = ops.arena.take((parts, m, n)).address if parts > 1 and rows != MANY else 0
-    beside = (apart, ops.launches.counters)
+    beside = (apart, ops.arena.counters)
     truth = None
     for tile in DENSE[rows]:
         candidate = named("dense-bf16", rows, tile)

@@ -26,7 +26,7 @@ CLOSED: list[int] = []  # what drivers that were given back had free
 def driver(free: int = 1 << 30) -> SimpleNamespace:
     return SimpleNamespace(
         name="Fake", architecture=90, fingerprint="f", version="", memory=lambda: (free, 1 << 30),
-        alloc=lambda n: 4096, close=lambda: CLOSED.append(free),
+        alloc=lambda n: 4096, clear=lambda *_: None, close=lambda: CLOSED.append(free),
     )  # fmt: skip
 
 

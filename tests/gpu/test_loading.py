@@ -280,7 +280,7 @@ def test_no_kernel_spills_much() -> None:
 
 
 def test_an_arena_gives_the_same_addresses_again_and_refuses_too_much() -> None:
-    driver = SimpleNamespace(alloc=lambda nbytes: 4096)
+    driver = SimpleNamespace(alloc=lambda nbytes: 4096, clear=lambda *_: None)
     arena = Arena(driver, 1024)  # type: ignore[arg-type]
     first = [arena.take((3, 5)).address for _ in range(2)]
     arena.reset()

@@ -14,8 +14,9 @@ from pageturner.kernels.gpu.ops import GpuOps
 
 fake_gpu = pytest.importorskip("support.fake_gpu", exc_type=ImportError)  # skips without Triton
 
-from support import gluon_interpreter  # noqa: E402
 from tests.kernels import grid  # noqa: E402
+
+from support import gluon_interpreter  # noqa: E402
 
 slow = pytest.mark.slow
 

@@ -14,6 +14,7 @@ from pageturner.kernels.gpu.catalogue import (
     GROUPED,
     MANY,
     MAX_SPLIT_TILES,
+    SOME_ROWS,
     block_k,
     group_parts_of,
     groups_tile,
@@ -35,14 +36,23 @@ def shuffled(seed: int) -> Callable[[list[tuple[int, ...]]], list[tuple[int, ...
     return lambda places: random.Random(seed).sample(places, len(places))
 
 
-@pytest.mark.parametrize(("kind", "name"), [("BF16", "dense.bf16"), ("Q4_1", "groups.4.32.fp16")])
-def test_any_program_may_end_last(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "half", "many"),
+    [
+        ("BF16", "dense.bf16.half", "dense.bf16.many"),
+        ("Q4_0", "groups.4.32.fp16.some", "groups.4.32.fp16.many"),
+        ("F8_W", "groups.fp8.some", "groups.fp8.many"),
+    ],
+)
+def test_any_program_may_end_last(kind: str, half: str, many: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bits are those of one program that adds the parts, and every counter is 0 for the next product."""
     ops = GpuOps(fake_gpu.FakeDriver(), 64 << 20, graphs=False)
-    weight, bias = (
-        ops.pack_weight(grid.weight(kind, 40, 3328, seed=5)),
-        ops.pack_weight(grid.vector(40, seed=4)),
-    )
+    tensor = grid.weight(kind, 40, 3328, seed=5)
+    if kind == "F8_W":
+        blocks = tensor.data.reshape(40, -1, 36)
+        blocks[:, :, :4] = blocks[:, :1, :4]  # a scale for each row, as the kernels want it
+    weight = ops.pack_weight(tensor)
+    bias = ops.pack_weight(grid.vector(40, seed=4))
     assert parts_of(40, 3328, block_k("bf16"))[1] == group_parts_of(40, 3328)[1] == 3
     host = 1e3 * grid.normal(70, 3328, seed=6)  # large enough for another order to have other bits
     residual = ops.on_device(grid.normal(70, 40, seed=7))
@@ -52,33 +62,24 @@ def test_any_program_may_end_last(kind: str, name: str, monkeypatch: pytest.Monk
         before = len(ops.driver.launched)
         x = ops.launches.rounded(ops.on_device(host), "bf16")
         found.append(ops.to_numpy(ops.launches.product(x, weight, bias, residual)))
-        mine = ops.driver.launched[before:]
-        assert mine[0] == "elementwise.cast.bf16"
-        assert [one for one in mine[1:] if one != "group_sums.32"] == [
-            f"{name}.{'half' if kind == 'BF16' else 'some'}"
-        ]
-    monkeypatch.setattr(launches, "height_of", lambda *_: MANY)
-    monkeypatch.setattr(launches, "group_height_of", lambda *_: MANY)
+        assert ops.driver.launched[before:] == ["elementwise.cast.bf16", half]
+    for choice in ("height_of", "group_height_of"):
+        monkeypatch.setattr(launches, choice, lambda *_: MANY)
     whole = ops.to_numpy(
         ops.launches.product(ops.launches.rounded(ops.on_device(host), "bf16"), weight, bias, residual)
     )
-    assert ops.driver.launched[-1] == f"{name}.many"
+    assert ops.driver.launched[-1] == many
     for one in found:
         assert (one.view(np.int32) == whole.view(np.int32)).all()
     assert (found[0][:3] != ops.to_numpy(residual)[:3]).all()
     counters = np.full(MAX_SPLIT_TILES, -1, np.int32)
-    ops.driver.download(counters, ops.launches.counters)
+    ops.driver.download(counters, ops.arena.counters)
     assert not counters.any()
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_tile_of_a_split_product_has_a_counter(architecture: int) -> None:
     most = 0
-    for outputs, rows in itertools.product(range(16, 16384, 16), (16, 256)):
-        if group_parts_of(outputs, 1 << 16)[1] > 1:
-            for form in GROUPED:
-                tile = groups_tile(architecture, launches.group_height_of(rows), form)
-                most = max(most, -(-rows // tile.m) * -(-outputs // tile.n))
     for kind, outputs in itertools.product(("bf16", "fp32"), range(16, 2048, 16)):
         if parts_of(outputs, 1 << 16, block_k(kind))[1] == 1:
             continue
@@ -86,4 +87,10 @@ def test_every_tile_of_a_split_product_has_a_counter(architecture: int) -> None:
             if (height := height_of(rows, outputs)) != MANY:
                 tile = tiles_of(architecture, kind)[height]
                 most = max(most, -(-rows // tile.m) * -(-outputs // tile.n))
+    for form, outputs in itertools.product(GROUPED, range(64, 16384, 64)):
+        if group_parts_of(outputs, 1 << 16)[1] > 1:
+            for rows in (1, 16, 17, 64, 65, SOME_ROWS):
+                if (height := launches.group_height_of(rows)) != MANY:
+                    tile = groups_tile(architecture, height, form)
+                    most = max(most, -(-rows // tile.m) * -(-outputs // tile.n))
     assert 64 < most <= MAX_SPLIT_TILES

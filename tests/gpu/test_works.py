@@ -156,7 +156,7 @@ WIDE, WINDOW, CHUNKS = ((32, 1, 64, 0, False), (8, 4, 64, 600, False), (8, 4, 64
 def test_a_recording_has_its_addresses_for_all_contexts_of_its_room(view: AttentionView) -> None:
     found = set()
     for contexts in ([100, 20, 3], [1800, 2, 9], [700, 700, 500]):
-        driver = SimpleNamespace(alloc=lambda _: 4096, upload=lambda at, data: None)
+        driver = SimpleNamespace(alloc=lambda _: 4096, upload=lambda *_: None, clear=lambda *_: None)
         arena = Arena(driver, 1 << 26)  # type: ignore[arg-type]
         batch = steps.pad(batch_of([(n - 1, 1) for n in contexts], 24), 4, 4)
         step = steps.upload(90, arena, [(batch, 24)], [{view}], steps.Room(12))[0]

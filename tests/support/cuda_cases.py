@@ -182,8 +182,8 @@ def launches(manifest: Manifest) -> None:
 
 
 def beside_the_last(manifest: Manifest) -> None:
-    """Only a kernel that waits by itself may begin early, and only behind a kernel: recorded or not, until that
-    is switched off."""
+    """Only a kernel that waits by itself begins early, and only behind a kernel: recorded or not, until
+    that is switched off."""
     stub, driver = Stub(), CudaDriver(manifest)
     a = driver.alloc(256)
     driver.load()
@@ -520,8 +520,9 @@ def the_stub_is_strict(manifest: Manifest) -> None:
     def beside(name: str = "waits", attribute: int = 6, count: int = 1) -> Any:
         function, compiled, kinds, _ = driver._function(name)
         config = driver._config(compiled)
-        given = cu.CUlaunchAttribute()
-        given.id, given.value = cu.CUlaunchAttributeID(attribute), config.attrs[0].value
+        given, value = cu.CUlaunchAttribute(), cu.CUlaunchAttributeValue()
+        value.programmaticStreamSerializationAllowed = 1
+        given.id, given.value = cu.CUlaunchAttributeID(attribute), value
         config.gridDimX = config.gridDimY = config.gridDimZ = 1
         config.attrs, config.numAttrs = [given], count
         return cu.cuLaunchKernelEx(

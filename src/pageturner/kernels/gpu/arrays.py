@@ -13,6 +13,7 @@ import numpy as np
 
 from pageturner.errors import EngineFault
 from pageturner.kernels.base import I32
+from pageturner.kernels.gpu.catalogue import MAX_SPLIT_TILES
 from pageturner.kernels.gpu.driver import Driver
 
 BYTES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2, "i32": 4, "i64": 8, "u8": 1, "i8": 1}
@@ -67,13 +68,18 @@ class Arena:
 
     Layers take turns in two halves: what a block of one computed lies in one half while the next block fills
     the other. So a step needs the memory of two blocks, however many layers there are.
+
+    counters  address of MAX_SPLIT_TILES int32 behind all that, which are 0 before each kernel and behind it
     """
 
     def __init__(self, driver: Driver, nbytes: int, begin: int = 0) -> None:
         """begin: an address, where the memory is there already."""
         self._driver = driver
-        self._begin = begin or driver.alloc(nbytes)
-        self.size = nbytes
+        self._begin = begin or driver.alloc(padded(nbytes) + 4 * MAX_SPLIT_TILES)
+        self.size, self.counters = nbytes, 0
+        if not begin:
+            self.counters = self._begin + padded(nbytes)
+            driver.clear(self.counters, 4 * MAX_SPLIT_TILES)
         self._used = 0
         self._end = nbytes
         self._halves: tuple[int, ...] = ()  # where they begin

@@ -105,6 +105,8 @@ class Tile(NamedTuple):
     swap: bool = False
 
 
+# Whether few rows are the second operand on sm_90 and sm_100; `bench/gpu/tune_decode.py` tells what it gives
+SWAPPED = False
 WIDE = 8192  # from so many outputs on there are enough tiles of 64 of them for every multiprocessor
 
 
@@ -118,19 +120,28 @@ def tiles_of(architecture: int, kind: str) -> dict[str, Tile]:
         some = Tile(128, 128, 64, 8, 3)
         return {SLIM: Tile(16, 32, 128, 4, 4), FEW: Tile(16, 64, 64, 4, 4), HALF: Tile(64, 64, 64, 4, 4),
                 SOME: some, MANY: some}  # fmt: skip
-    return {SLIM: Tile(64, 32, 128, 4, 5),
-            FEW: Tile(64, 64, 64, 4, 3),
-            HALF: Tile(64, 128, 64, 4, 4), SOME: Tile(128, 128, 64, 8, 4),
+    slim, few = Tile(64, 32, 128, 4, 5), Tile(64, 64, 64, 4, 3)
+    if SWAPPED:
+        slim, few = Tile(16, 64, 128, 4, 5, True), Tile(64, 64, 64, 4, 6, True)
+    return {SLIM: slim, FEW: few, HALF: Tile(64, 128, 64, 4, 4), SOME: Tile(128, 128, 64, 8, 4),
             MANY: Tile(128, 256, 64, 8, 3)}  # fmt: skip
 
 
 def height_of(rows: int, outputs: int) -> str:
     """Which of `tiles_of` a product of so many rows with a weight of so many outputs takes."""
     if rows <= FEW_ROWS:
-        return SLIM if outputs <= WIDE else FEW
+        slim = rows <= 16 if SWAPPED else outputs <= WIDE
+        return SLIM if slim else FEW
     if rows > SOME_ROWS and -(-rows // 128) * -(-outputs // 256) >= 96:
         return MANY
     return HALF if rows <= SOME_ROWS and outputs <= WIDE else SOME
+
+
+def gated_height(height: str) -> str:
+    """Which of them that of gate and up takes."""
+    if height == SLIM and not SWAPPED:
+        return FEW
+    return SOME if height == HALF else height
 
 
 # Tiles of persistent products on sm_90, and what a step of one costs beside its arithmetic: smaller ones need
@@ -177,19 +188,18 @@ def block_k(kind: str) -> int:
 # device reads some 64 KB for each multiprocessor in the microseconds between two kernels; it fetches 64 bytes
 _AHEAD: Constants = (("AHEAD", 1 << 16), ("LINE", 64))
 
-_OUT = "bias:*fp32 residual:*fp32 out:*fp32"
+_OUT, _PARTS = "bias:*fp32 residual:*fp32 out:*fp32", "partial:*fp32 counters:*i32"
 
 
 def _dense_constants(rows: str, tile: Tile, outputs: int) -> Constants:
     """outputs: of a tile of one weight."""
-    of_kernel = (("FP8", False), ("WHOLE", rows == MANY), ("SWAP", tile.swap), *_AHEAD)
+    of_kernel = (("WHOLE", rows == MANY), ("SWAP", tile.swap), *_AHEAD)
     return (*of_kernel, ("BLOCK_M", tile.m), ("BLOCK_N", outputs), ("BLOCK_K", tile.k))
 
 
 def dense(name: str, kind: str, rows: str, tile: Tile) -> Kernel:
     """A product of floats with this tile."""
-    text = f"x:*{kind} w:*{kind} scale:*fp32 {_OUT} partial:*fp32 counters:*i32"
-    text += " has_bias has_residual M N K chunk parts"
+    text = f"x:*{kind} w:*{kind} {_OUT} {_PARTS} has_bias has_residual M N K chunk parts"
     constants = _dense_constants(rows, tile, tile.n)
     return Kernel(
         name, "products.dense", _arguments(text), constants, tile.warps, tile.stages, ("K", "chunk")
@@ -208,16 +218,22 @@ def groups(form: str, rows: str, tile: Tile, gated: bool = False) -> Kernel:
         function, text, aligned = "gated_groups", f"{text} out:*bf16 has_low zero M N K", ("N", "K")
     else:
         function, aligned = "groups", ("K", "chunk")
-        text += f" {_OUT} partial:*fp32 counters:*i32 has_low zero has_bias has_residual M N K chunk parts"
+        text += f" {_OUT} {_PARTS} has_low zero has_bias has_residual M N K chunk parts"
         constants = (("WHOLE", rows == MANY), *constants)
     name = f"{function}.{form}.{rows}"
     return Kernel(name, f"groups.{function}", _arguments(text), constants, tile.warps, tile.stages, aligned)
 
 
+def gated_outputs(tile: Tile) -> int:
+    """Outputs of gate, and as many of up, of a tile: together what a tile has, or more where weights are the
+    first operand, which has at least 64 rows."""
+    return tile.n if tile.swap else tile.n // 2
+
+
 def gated_dense(name: str, kind: str, rows: str, tile: Tile) -> Kernel:
     """Half of the outputs of a tile are of gate, the others of up."""
-    text = f"x:*{kind} w:*{kind} scale:*fp32 out:*{kind} M N K"
-    constants = _dense_constants(rows, tile, tile.n // 2)
+    text = f"x:*{kind} w:*{kind} out:*{kind} M N K"
+    constants = _dense_constants(rows, tile, gated_outputs(tile))
     return Kernel(
         name, "products.gated_dense", _arguments(text), constants, tile.warps, tile.stages, ("K",)
     )  # fmt: skip
@@ -261,7 +277,7 @@ def _products(architecture: int) -> list[Kernel]:
     for kind in FLOATS:
         for rows, tile in tiles_of(architecture, kind).items():
             found.append(dense(f"dense.{kind}.{rows}", kind, rows, tile))
-            if kind in GATED and rows in (FEW, SOME, MANY):
+            if kind in GATED and gated_height(rows) == rows:
                 found.append(gated_dense(f"gated_dense.{kind}.{rows}", kind, rows, tile))
     for rows in (FEW, SOME, MANY):
         for form in GROUPED:

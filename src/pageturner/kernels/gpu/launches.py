@@ -17,12 +17,9 @@ from pageturner.kernels.gpu.catalogue import (
     GATED,
     GATED_GROUPS,
     GROUP_ROWS,
-    HALF,
     HEAD_SIZES,
     MANY,
-    MAX_SPLIT_TILES,
     MIXED,
-    SLIM,
     SOME,
     SOME_ROWS,
     STEP,
@@ -30,6 +27,8 @@ from pageturner.kernels.gpu.catalogue import (
     Tile,
     attention_rows,
     block_k,
+    gated_height,
+    gated_outputs,
     group_parts_of,
     groups_tile,
     height_of,
@@ -99,8 +98,6 @@ class Launches:
         self._ropes: dict[int, tuple[Rope, Tables]] = {}
         self._constants: dict[tuple[float, ...], int] = {}
         self.vectors: dict[int, tuple[F32, int]] = {}  # by id, those of layers that were prepared
-        self.counters = driver.alloc(4 * MAX_SPLIT_TILES)
-        driver.clear(self.counters, 4 * MAX_SPLIT_TILES)
 
     # -- products --------------------------------------------------------------------------------------------
     def rounded(self, x: GpuArray, kind: str) -> GpuArray:
@@ -129,23 +126,20 @@ class Launches:
         apart = height != MANY and parts > 1
         out = self.arena.take((rows, w.rows))
         partial = self.arena.take((parts, rows, w.rows)).address if apart else 0
-        beside = (bias.address if bias else 0, residual.address if residual else 0)
+        given = (
+            bias.address if bias else 0, residual.address if residual else 0, out.address, partial,
+            self.arena.counters,
+        )  # fmt: skip
         flags = (int(bias is not None), int(residual is not None))
         shape = (rows, w.rows, w.columns, chunk, parts)
         if isinstance(w, FloatMatrix):
-            grid = (self._tiles_of(w.kind, height, rows, w.rows), 1 if height == MANY else parts)
-            self.driver.launch(
-                f"dense.{w.kind}.{height}", grid,
-                (x.address, w.address, 0, *beside, out.address, partial, self.counters, *flags, *shape),
-            )  # fmt: skip
-            return out
-        tile = groups_tile(self.driver.architecture, height, w.sort)
-        grid = (_tiles(w.rows, tile.n) * _tiles(rows, tile.m), 1 if height == MANY else parts)
-        self.driver.launch(
-            f"groups.{w.sort}.{height}", grid,
-            (*self._operands(x, w), *beside, out.address, partial, self.counters, int(w.low != 0), w.zero,
-             *flags, *shape),
-        )  # fmt: skip
+            tile, name = tiles_of(self.driver.architecture, w.kind)[height], f"dense.{w.kind}.{height}"
+            arguments: tuple[int, ...] = (x.address, w.address, *given, *flags, *shape)
+        else:
+            tile, name = groups_tile(self.driver.architecture, height, w.sort), f"groups.{w.sort}.{height}"
+            arguments = (*self._operands(x, w), *given, int(w.low != 0), w.zero, *flags, *shape)
+        tiles = _tiles(w.rows, tile.n) * _tiles(rows, tile.m)
+        self.driver.launch(name, (tiles, 1 if height == MANY else parts), arguments)
         return out
 
     def _persistent_product(
@@ -164,11 +158,6 @@ class Launches:
     def _programs(self, tile: Tile, rows: int, outputs: int) -> tuple[int]:
         """The grid of a persistent kernel: a program for each tile, or for each multiprocessor."""
         return (min(_tiles(rows, tile.m) * _tiles(outputs, tile.n), self.driver.multiprocessors),)
-
-    def _tiles_of(self, kind: str, height: str, rows: int, outputs: int, share: int = 1) -> int:
-        """How many there are; each has a `share` of the outputs that it could have."""
-        tile = tiles_of(self.driver.architecture, kind)[height]
-        return _tiles(outputs, tile.n // share) * _tiles(rows, tile.m)
 
     def gated_product(self, x: GpuArray, w: Matrix, kind: str) -> GpuArray:
         """SiLU of the first half of x w^T times the second, in a kind: in one launch where it can be."""
@@ -196,10 +185,11 @@ class Launches:
                 (*planes, rows, outputs, w.columns),
             )  # fmt: skip
             return out
-        height = {SLIM: FEW, HALF: SOME}.get(found := height_of(rows, w.rows), found)
+        height = gated_height(height_of(rows, w.rows))
+        tile = tiles_of(self.driver.architecture, w.kind)[height]
         self.driver.launch(
-            f"gated_dense.{w.kind}.{height}", (self._tiles_of(w.kind, height, rows, outputs, 2),),
-            (x.address, w.address, 0, out.address, rows, outputs, w.columns),
+            f"gated_dense.{w.kind}.{height}", (_tiles(outputs, gated_outputs(tile)) * _tiles(rows, tile.m),),
+            (x.address, w.address, out.address, rows, outputs, w.columns),
         )  # fmt: skip
         return out
 

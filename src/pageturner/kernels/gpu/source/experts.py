@@ -149,9 +149,7 @@ def product(
             for part in range(0, parts):
                 begin = part * chunk
                 last = tl.minimum(begin + chunk, K)
-                total += dense_part(
-                    x, w, m, n, x_rows, N, K, begin, last, False, False, BLOCK_M, BLOCK_N, BLOCK_K
-                )
+                total += dense_part(x, w, m, n, x_rows, N, K, begin, last, False, BLOCK_M, BLOCK_N, BLOCK_K)
             total = add_bias(total, entry, n, n < N, False)
             at = (index.to(tl.int64) * halves + half)[:, None] * N + n[None, :]
             tl.store(out + at, total, mask=there[:, None] & (n < N)[None, :])

@@ -48,15 +48,13 @@ def halves(value):
 
 @triton.jit
 def store_columns(
-    value, out, scale, bias, residual, so_far, has_scale: tl.constexpr, has_bias, has_residual, m, n0, M, N
+    value, out, bias, residual, so_far, has_bias, has_residual, m, n0, M, N
 ):  # fmt: skip
     n = n0 + tl.arange(0, value.shape[1])
     inside = (m < M)[:, None] & (n < N)[None, :]
     row = m.to(tl.int64) * N
     if so_far:
         value = tl.load((out + row)[:, None] + n[None, :], mask=inside, other=0.0) + value
-    if has_scale:
-        value *= tl.load(scale + n, mask=n < N, other=0.0)[None, :]
     if has_bias:
         value += tl.load(bias + n, mask=n < N, other=0.0)[None, :]
     if has_residual:
@@ -66,23 +64,23 @@ def store_columns(
 
 @triton.jit
 def store_rows(
-    value, out, scale, bias, residual, so_far, has_scale: tl.constexpr, has_bias, has_residual, m, n0, M, N
+    value, out, bias, residual, so_far, has_bias, has_residual, m, n0, M, N
 ):  # fmt: skip
-    """out = residual + (scale * value + bias), each step rounded; so_far: with what is there already before
+    """out = residual + (value + bias), each step rounded; so_far: with what is there already before
     all of that. Wide tiles in pieces, which take fewer registers. n0: the first column."""
     WIDE: tl.constexpr = value.shape[1]
     if WIDE > 64:
         left, right = halves(value)
         half: tl.constexpr = WIDE // 2
         store_rows(
-            left, out, scale, bias, residual, so_far, has_scale, has_bias, has_residual, m, n0, M, N
+            left, out, bias, residual, so_far, has_bias, has_residual, m, n0, M, N
         )  # fmt: skip
         store_rows(
-            right, out, scale, bias, residual, so_far, has_scale, has_bias, has_residual, m, n0 + half, M, N
+            right, out, bias, residual, so_far, has_bias, has_residual, m, n0 + half, M, N
         )  # fmt: skip
     else:
         store_columns(
-            value, out, scale, bias, residual, so_far, has_scale, has_bias, has_residual, m, n0, M, N
+            value, out, bias, residual, so_far, has_bias, has_residual, m, n0, M, N
         )  # fmt: skip
 
 
@@ -114,9 +112,9 @@ def add_up(
         for _ in range(0, parts):
             total += tl.load(at, mask=inside, other=0.0)
             at += M.to(tl.int64) * N
-        store_columns(
-            total, out, scale, bias, residual, False, has_scale, has_bias, has_residual, m, n0, M, N
-        )  # fmt: skip
+        if has_scale:
+            total *= tl.load(scale + n, mask=n < N, other=0.0)[None, :]
+        store_columns(total, out, bias, residual, False, has_bias, has_residual, m, n0, M, N)
 
 
 @triton.jit
@@ -136,7 +134,7 @@ def added(rows, columns, total, SWAP: tl.constexpr):
 
 @triton.jit
 def dense_part(
-    x, w, m, n, M, N, K, begin, end, FP8: tl.constexpr, WHOLE: tl.constexpr,
+    x, w, m, n, M, N, K, begin, end, WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr = False,
 ):  # fmt: skip
     """What lies behind the last row or column is computed of the last one, and not stored. Of few rows those
@@ -152,20 +150,18 @@ def dense_part(
             rows = tl.load(x + k0, mask=inside[None, :], other=0.0)
         else:
             rows = tl.load(x + k0, mask=(m < M)[:, None] & inside[None, :], other=0.0)
-        columns = tl.load(w + k0, mask=inside[:, None], other=0)
-        if FP8:
-            columns = e4m3(columns)
-        total = added(rows, columns.to(rows.dtype), total, SWAP)
+        columns = tl.load(w + k0, mask=inside[:, None], other=0.0)
+        total = added(rows, columns, total, SWAP)
     return tl.trans(total) if SWAP else total
 
 
 @triton.jit
 def dense(
-    x, w, scale, bias, residual, out, partial, counters, has_bias, has_residual, M, N, K, chunk, parts,
-    FP8: tl.constexpr, WHOLE: tl.constexpr, SWAP: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr,
+    x, w, bias, residual, out, partial, counters, has_bias, has_residual, M, N, K, chunk, parts,
+    WHOLE: tl.constexpr, SWAP: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Weights in the type of x, or FP8 with one scale for each of N. Grid: tiles of M and N, parts or 1. Of
+    """Weights in the type of x. Grid: tiles of M and N, parts or 1. Of
     several parts WHOLE keeps the sum so far in `out`; the others have `partial` [parts, M, N] and a counter
     for each tile."""
     launch_dependents()
@@ -177,15 +173,15 @@ def dense(
         wait()
         for part in range(0, parts - 1):
             total = dense_part(
-                x, w, m, n, M, N, K, part * chunk, part * chunk + chunk, FP8, WHOLE, BLOCK_M, BLOCK_N, BLOCK_K
+                x, w, m, n, M, N, K, part * chunk, part * chunk + chunk, WHOLE, BLOCK_M, BLOCK_N, BLOCK_K
             )  # fmt: skip
-            store_rows(total, out, scale, bias, residual, part > 0, False, False, False, m, n0, M, N)
+            store_rows(total, out, bias, residual, part > 0, False, False, m, n0, M, N)
             tl.debug_barrier()  # another thread of the program may read it next
         total = dense_part(
-            x, w, m, n, M, N, K, (parts - 1) * chunk, K, FP8, WHOLE, BLOCK_M, BLOCK_N, BLOCK_K
+            x, w, m, n, M, N, K, (parts - 1) * chunk, K, WHOLE, BLOCK_M, BLOCK_N, BLOCK_K
         )  # fmt: skip
         store_rows(
-            total, out, scale, bias, residual, parts > 1, FP8, has_bias, has_residual, m, n0, M, N
+            total, out, bias, residual, parts > 1, has_bias, has_residual, m, n0, M, N
         )  # fmt: skip
     else:
         part = tl.program_id(1)
@@ -193,25 +189,25 @@ def dense(
         end = tl.minimum(begin + chunk, K)
         prefetch(w, tl.minimum(n, N - 1), K, begin, end, AHEAD, LINE)
         wait()
-        total = dense_part(x, w, m, n, M, N, K, begin, end, FP8, WHOLE, BLOCK_M, BLOCK_N, BLOCK_K, SWAP)
+        total = dense_part(x, w, m, n, M, N, K, begin, end, WHOLE, BLOCK_M, BLOCK_N, BLOCK_K, SWAP)
         if parts == 1:
             store_rows(
-                total, out, scale, bias, residual, False, FP8, has_bias, has_residual, m, n0, M, N
+                total, out, bias, residual, False, has_bias, has_residual, m, n0, M, N
             )  # fmt: skip
         else:
             to = partial + part.to(tl.int64) * M * N
-            store_rows(total, to, scale, bias, residual, False, False, False, False, m, n0, M, N)
+            store_rows(total, to, bias, residual, False, False, False, m, n0, M, N)
             if is_last(counters + tl.program_id(0), parts):
                 add_up(
-                    partial, parts, out, scale, bias, residual, FP8, has_bias, has_residual,
+                    partial, parts, out, bias, bias, residual, False, has_bias, has_residual,
                     m0 * BLOCK_M, n0, M, N, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
 
 
 @triton.jit
 def gated_dense(
-    x, w, scale, out, M, N, K,
-    FP8: tl.constexpr, WHOLE: tl.constexpr, SWAP: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr,
+    x, w, out, M, N, K,
+    WHOLE: tl.constexpr, SWAP: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """SiLU(x gate^T) * (x up^T) of a weight [2 N, K] of gate and up: bit for bit what `dense` in one part and
@@ -236,17 +232,12 @@ def gated_dense(
             rows = tl.load(x + k0, mask=inside[None, :], other=0.0)
         else:
             rows = tl.load(x + k0, mask=(m < M)[:, None] & inside[None, :], other=0.0)
-        left = tl.load(w + k0, mask=inside[:, None], other=0)
-        right = tl.load(w + (behind + k0), mask=inside[:, None], other=0)
-        if FP8:
-            left, right = e4m3(left), e4m3(right)
-        gate = added(rows, left.to(rows.dtype), gate, SWAP)
-        up = added(rows, right.to(rows.dtype), up, SWAP)
+        left = tl.load(w + k0, mask=inside[:, None], other=0.0)
+        right = tl.load(w + (behind + k0), mask=inside[:, None], other=0.0)
+        gate = added(rows, left, gate, SWAP)
+        up = added(rows, right, up, SWAP)
     if SWAP:
         gate, up = tl.trans(gate), tl.trans(up)
-    if FP8:
-        gate *= tl.load(scale + n, mask=n < N, other=0.0)[None, :]
-        up *= tl.load(scale + N + n, mask=n < N, other=0.0)[None, :]
     value = gate / (1.0 + tl.exp(-gate)) * up
     to = (out + m.to(tl.int64) * N)[:, None] + n[None, :]
     tl.store(to, value.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
