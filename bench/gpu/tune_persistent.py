@@ -89,7 +89,6 @@ def build(out: Path) -> None:
     every = candidates()
     kernels = catalogue.kernels_of(90)
     base = [one for name, one in kernels.items() if name.startswith(("dense.bf16", "gated_dense.bf16"))]
-    base += [kernels["add_parts"]] * ("add_parts" in kernels)
     with ProcessPoolExecutor(1) as pool:
         compiled = list(pool.map(work, [*every.values(), *base]))
     good = {}
