@@ -145,11 +145,9 @@ def boxes_of(kernel: Kernel, told: Any) -> list[list[int]]:
     return found
 
 
-def check_places(
-    name: str, constants: dict[str, Any], boxes: list[list[int]], llir: str, ptx: str
-) -> None:
-    """ValueError where the ring of a cluster's kernel does not lie at the beginning of shared memory, or where
-    its weight is another parameter than the PTX of `persistent` says."""
+def check_places(name: str, constants: dict[str, Any], boxes: list[list[int]], llir: str, ptx: str) -> None:
+    """ValueError where the ring of a cluster's kernel does not lie at the beginning of shared memory, or
+    where its weight is another parameter than the PTX of `persistent` says."""
     found = re.findall(r"mbarrier\.init\.shared::cta\.b64.*@global_smem, i32 (\d+)\)", llir)
     rows = constants["BLOCK_M"] + constants["OVER_M"] * boxes[1][0] * (len(boxes) - 1)
     begin = 2 * constants["STAGES"] * rows * constants["BLOCK_K"]

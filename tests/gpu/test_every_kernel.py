@@ -116,13 +116,13 @@ def products(ops: GpuOps, patch: pytest.MonkeyPatch) -> None:
 
 
 def persistent(ops: GpuOps, patch: pytest.MonkeyPatch) -> None:
-    """Every tile, of rows enough for it; gate and up together too. Bits are those of `dense`."""
+    """Every ring, of rows enough for it; gate and up together too. Bits are those of `dense`."""
     x = grid.normal(66, 96, seed=1)
     for kind in ("BF16", "F16"):
         packed, both = (ops.pack_weight(grid.weight(kind, rows, 96, seed=3)) for rows in (48, 96))
         found = []
-        for tile in (None, *PERSISTENT):
-            patch.setattr(launches, "persistent_tile", lambda *_, tile=tile: tile)
+        for ring in (None, *PERSISTENT):
+            patch.setattr(launches, "persistent_ring", lambda *_, ring=ring: ring)
             joined = ops.launches.gated_product(ops.on_device(x), both, both.compute)
             found.append((ops.to_numpy(ops.linear(ops.on_device(x), packed)), narrow(ops, joined)))
         assert all((one == found[0][0]).all() and (two == found[0][1]).all() for one, two in found)

@@ -1,4 +1,4 @@
-"""Persistent products, interpreted: bits as those of the row alone, at every edge, in every order of warps."""
+"""Persistent products, interpreted: the bits of a row alone, at every edge and in every order of warps."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 
 from pageturner.kernels.gpu import catalogue
-from pageturner.kernels.gpu.catalogue import Tile
+from pageturner.kernels.gpu.catalogue import Ring
 from pageturner.kernels.gpu.driver import Plane
 from pageturner.kernels.gpu.ops import GpuOps
 
 fake_gpu = pytest.importorskip("support.fake_gpu", exc_type=ImportError)  # skips without Triton
 
-from support import gluon_interpreter  # noqa: E402
 from tests.kernels import grid  # noqa: E402
+
+from support import gluon_interpreter  # noqa: E402
 
 slow = pytest.mark.slow
 
@@ -40,7 +41,7 @@ def test_a_row_has_its_bits_alone_and_among_many(ops: GpuOps, rows: int, outputs
 
 def small(gated: bool, over_m: int, over_n: int) -> catalogue.Kernel:
     """A tile that is quick to interpret: 16 rows, 16 columns, 32 of K, three stages."""
-    return catalogue.persistent("small", "bf16", Tile(16, 16, 32, 8, 3), gated, over_m, over_n)
+    return catalogue.persistent("small", "bf16", Ring(16, 16, 32, 3, over_m, over_n), gated)
 
 
 def computed(
@@ -75,7 +76,8 @@ def computed(
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(
-    ("over_m", "over_n", "programs"), [(1, 1, 1), (1, 1, 5), (2, 1, 2), (2, 1, 4), (1, 2, 4), (1, 4, 4), (2, 2, 4), (2, 4, 8)]
+    ("over_m", "over_n", "programs"),
+    [(1, 1, 1), (1, 1, 5), (2, 1, 2), (2, 1, 4), (1, 2, 4), (1, 4, 4), (2, 2, 4), (2, 4, 8)],
 )
 def test_every_order_of_the_warps_gives_the_product(
     ops: GpuOps, gated: bool, over_m: int, over_n: int, programs: int

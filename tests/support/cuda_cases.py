@@ -140,7 +140,7 @@ def uploads(manifest: Manifest) -> None:
 
 
 def planes(manifest: Manifest) -> None:
-    """A map is encoded once for each plane and box; a launch has two attributes behind another kernel, one else."""
+    """A map is encoded once for each plane and box. Behind another kernel a launch has two attributes."""
     stub, driver = Stub(), CudaDriver(manifest)
     a = driver.alloc(64 * 128)
     for rows in (64, 64, 32):
@@ -169,14 +169,17 @@ def planes_that_cannot_be(manifest: Manifest) -> None:
     a = driver.alloc(1 << 20)
     box = Box(128, 64, 9, 2, 3)
     wrong = [
-        (Plane(a + 8, 64, 64), box), (Plane(a, 64, 60), box), (Plane(a, 1 << 14, 64), box), (Plane(a, 0, 64), box),
+        (Plane(a + 8, 64, 64), box), (Plane(a, 64, 60), box), (Plane(a, 1 << 14, 64), box),
+        (Plane(a, 0, 64), box),
         (Plane(a, 64, 64), Box(257, 64, 9, 2, 3)), (Plane(a, 64, 128), Box(128, 128, 9, 2, 3)),
         (Plane(a, 64, 64), Box(128, 4, 9, 2, 0)),
     ]  # fmt: skip
     for i, (plane, form) in enumerate(wrong):
         assert code(lambda plane=plane, form=form: driver._maps.of(plane, form)) == "gpu_fault", i
         assert len(stub.refused) == i + 1, i
-    assert code(lambda: driver.launch("boxes", (3,), (Plane(a, 64, 64), 1))) == "gpu_fault", "half of a cluster"
+    assert code(lambda: driver.launch("boxes", (3,), (Plane(a, 64, 64), 1))) == "gpu_fault", (
+        "half of a cluster"
+    )
     function, _, types, _ = driver._function("boxes")
     launch = driver._cu.cuLaunchKernel
     encoded = driver._maps.of(Plane(a, 64, 64), box)

@@ -1,10 +1,10 @@
 """Kernels in Gluon executed without a GPU: the functions of the source as they are, on numpy.
 
 Owns what barriers, copies and matrix instructions do to shared memory. The warp groups of all programs of a
-cluster are threads that take turns: which one goes on, and when a copy arrives, is drawn from a seed. A matrix
-instruction reads its operands when it is waited for, so a stage that is given back too early has other values
-by then; and where nobody can go on, that is a `Deadlock`. Sums go along K from the first to the last, as in
-`triton_interpreter`.
+cluster are threads that take turns: which one goes on, and when a copy arrives, is drawn from a seed. A
+matrix instruction reads its operands when it is waited for, so a stage that is given back too early has other
+values by then; and where nobody can go on, that is a `Deadlock`. Sums go along K from the first to the last,
+as in `triton_interpreter`.
 """
 
 from __future__ import annotations
@@ -379,7 +379,8 @@ class Language:
         self._machine.later(arrive)
 
     def _spread(
-        self, plane: Descriptor, parameter: str, row: int, k: int, target: int, ready: int, to: int, thread: int
+        self, plane: Descriptor, parameter: str, row: int, k: int, target: int, ready: int, to: int,
+        thread: int,
     ) -> None:
         """To each of some programs of the cluster at a time of its own."""
         assert parameter.startswith(("dense_param_", "gated_dense_param_"))

@@ -1,4 +1,5 @@
-"""Products of many rows with a weight [N, K] transposed on sm_90, in Gluon: bits as those of `products.dense`.
+"""Products of many rows with a weight [N, K] transposed on sm_90, in Gluon. Bits are those of
+`products.dense`.
 
 A persistent program: some warps fetch boxes of x and of the weight by TMA into a ring of STAGES, and eight
 warps multiply. For each stage there are two barriers. `full` completes its n-th phase when the boxes of the
@@ -13,14 +14,14 @@ nobody completes. A matrix instruction goes on reading its stage after it was is
 when the step behind it was issued and all before that one are done, the last one when all are done. What lies
 behind the last row or column TMA reads as zeros, and does not write.
 
-A cluster is OVER_M times OVER_N programs with tiles beside each other. Those with the same columns fetch a part
-of the weight's box each, for all of them, by a multicast that tells the `full` of each; those with the same rows
-fetch parts of the box of x. So a stage is written by OVER_M + OVER_N - 1 programs, its own among them, and who
-has done with it tells all of these: `empty` counts as many arrivals. All have equally many steps: a tile may lie
-behind the last row or column. No program begins before the barriers of all are made, nor ends before all have
-done with its memory. Gluon 3.6 has no words for it: `spread`, `release_others` and `meet_others` say it in PTX,
-with addresses from the beginning of shared memory, where the ring is the first piece and the largest
-(bench/gpu/compile_kernels.py checks that).
+A cluster is OVER_M times OVER_N programs with tiles beside each other. Those with the same columns fetch a
+part of the weight's box each, for all of them, by a multicast that tells the `full` of each; those with the
+same rows fetch parts of the box of x. So a stage is written by OVER_M + OVER_N - 1 programs, its own among
+them, and who has done with it tells all of these: `empty` counts as many arrivals. All have equally many
+steps: a tile may lie behind the last row or column. No program begins before the barriers of all are made,
+nor ends before all have done with its memory. Gluon 3.6 has no words for it: `spread`, `release_others` and
+`meet_others` say it in PTX, with addresses from the beginning of shared memory, where the ring is the first
+piece and the largest (bench/gpu/compile_kernels.py checks that).
 
 Each part of K is summed from zero in the steps of one matrix instruction (k16), and parts are added from the
 first to the last through `out`; the element is read by the thread that wrote it.
@@ -37,7 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 
-# -- the ring --------------------------------------------------------------------------------------------------
+# -- the ring ------------------------------------------------------------------------------------------------
 @gluon.jit
 def ring(
     x, w, BM: gl.constexpr, WIDE: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, OVER_M: gl.constexpr,
@@ -80,7 +81,7 @@ def masks(over_m, over_n):
     return (1 << over_m) - 1, sum(1 << over_m * n for n in range(over_n))
 
 
-# -- clusters --------------------------------------------------------------------------------------------------
+# -- clusters ------------------------------------------------------------------------------------------------
 @gluon.constexpr_function
 def spread_ptx(parameter, thread):
     return f"""{{
@@ -102,8 +103,8 @@ def spread_ptx(parameter, thread):
 @gluon.jit
 def spread(plane, PARAMETER: gl.constexpr, row, k, target, ready, to, THREAD: gl.constexpr):
     """One thread fetches a box of a plane into the shared memory of some programs of the cluster, to the same
-    place, and tells the same barrier of each. target, ready: bytes from the beginning of shared memory; to: the
-    programs as bits."""
+    place, and tells the same barrier of each. target, ready: bytes from the beginning of shared memory; to:
+    the programs as bits."""
     gl.inline_asm_elementwise(
         spread_ptx(PARAMETER, THREAD), "=r,r,r,r,r,r", [row, k, target, ready, to], dtype=gl.int32,
         is_pure=False, pack=1,
@@ -112,7 +113,8 @@ def spread(plane, PARAMETER: gl.constexpr, row, k, target, ready, to, THREAD: gl
 
 @gluon.constexpr_function
 def release_ptx(over_m, over_n):
-    """A thread from 1 on is for one of the programs with the same columns, from over_m on of the same rows."""
+    """A thread from 1 on is for one of the programs with the same columns, from over_m on of the same
+    rows."""
     return f"""{{
     .reg .pred me, below; .reg .b32 t, rank, m, n, other, beside, barrier;
     mov.u32 t, %tid.x;
@@ -141,8 +143,8 @@ def release_ptx(over_m, over_n):
 
 @gluon.jit
 def release_others(barrier, steps, OVER_M: gl.constexpr, OVER_N: gl.constexpr):
-    """Arrive at the same barrier of every other program that writes to this one's memory, by a thread for each,
-    if there are steps. barrier: bytes from the beginning of shared memory."""
+    """Arrive at the same barrier of every other program that writes to this one's memory, by a thread for
+    each, if there are steps. barrier: bytes from the beginning of shared memory."""
     gl.inline_asm_elementwise(
         release_ptx(OVER_M, OVER_N), "=r,r,r", [barrier, steps], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -159,8 +161,8 @@ def meet_others():
 
 @gluon.jit
 def tile_of(tile, high, wide, BM: gl.constexpr, BN: gl.constexpr, OVER_M: gl.constexpr, OVER_N: gl.constexpr):
-    """The first row and column of this program's tile: of the tiles of clusters, of which there are high times
-    wide, eight over M lie beside each other, as in `products.place`."""
+    """The first row and column of this program's tile: of the tiles of clusters, of which there are high
+    times wide, eight over M lie beside each other, as in `products.place`."""
     first = tile // (8 * wide) * 8
     tall = gl.minimum(high - first, 8)
     within = tile % (8 * wide)
@@ -170,7 +172,7 @@ def tile_of(tile, high, wide, BM: gl.constexpr, BN: gl.constexpr, OVER_M: gl.con
     return m * BM, n * BN
 
 
-# -- the warps that fetch --------------------------------------------------------------------------------------
+# -- the warps that fetch ------------------------------------------------------------------------------------
 @gluon.jit
 def fetch_box(
     plane, PARAMETER: gl.constexpr, row, k, stage, target, ready, ready_at, part, to, THREAD: gl.constexpr,
@@ -241,14 +243,13 @@ def fetch(
                 stage = stage.slice(BN, BN)
                 fetch_box(w, W, N + n0, k, stage, to, ready, ready_at, m, same_n, THREAD, OVER_M)
             i += 1
-        if BN == WIDE:
-            if has_residual:
-                ask_for(residual, m0, n0, M, N, BM, BN, 1 if CLUSTER == 1 else 4)
+        if has_residual:
+            ask_for(residual, m0, n0, M, N, BM, BN, 1 if CLUSTER == 1 else 4)
     if CLUSTER > 1:
         meet_others()
 
 
-# -- the warps that multiply -----------------------------------------------------------------------------------
+# -- the warps that multiply ---------------------------------------------------------------------------------
 @gluon.jit
 def release(
     empty, i, steps, EMPTY: gl.constexpr, STAGES: gl.constexpr, OVER_M: gl.constexpr, OVER_N: gl.constexpr
@@ -341,8 +342,8 @@ def store(
 
 @gluon.jit
 def dense_tiles(
-    xs, ws, full, empty, bias, residual, out, has_bias, has_residual, M, N, K, chunk, parts, STAGES: gl.constexpr,
-    WARPS: gl.constexpr, OVER_M: gl.constexpr, OVER_N: gl.constexpr,
+    xs, ws, full, empty, bias, residual, out, has_bias, has_residual, M, N, K, chunk, parts,
+    STAGES: gl.constexpr, WARPS: gl.constexpr, OVER_M: gl.constexpr, OVER_N: gl.constexpr,
 ):  # fmt: skip
     """Those of `dense`."""
     BM: gl.constexpr = xs.shape[1]
@@ -360,7 +361,8 @@ def dense_tiles(
             i += steps
             last = part == parts - 1
             store(
-                value, out, bias, residual, part > 0, has_bias & last, has_residual & last, m0, n0, M, N, WARPS
+                value, out, bias, residual, part > 0, has_bias & last, has_residual & last, m0, n0, M, N,
+                WARPS,
             )  # fmt: skip
     if CLUSTER > 1:
         meet_others()
@@ -368,8 +370,8 @@ def dense_tiles(
 
 @gluon.jit
 def gated_tiles(
-    xs, ws, joined, full, empty, out, M, N, K, STAGES: gl.constexpr, WARPS: gl.constexpr, OVER_M: gl.constexpr,
-    OVER_N: gl.constexpr,
+    xs, ws, joined, full, empty, out, M, N, K, STAGES: gl.constexpr, WARPS: gl.constexpr,
+    OVER_M: gl.constexpr, OVER_N: gl.constexpr,
 ):  # fmt: skip
     """Those of `gated_dense`. What they write goes through `joined`, while they go on."""
     BM: gl.constexpr = xs.shape[1]
@@ -394,7 +396,7 @@ def gated_tiles(
         meet_others()
 
 
-# -- the kernels -----------------------------------------------------------------------------------------------
+# -- the kernels ---------------------------------------------------------------------------------------------
 @gluon.jit
 def launch_dependents():
     """As `dependent.launch_dependents`, which Gluon cannot call."""
@@ -425,10 +427,14 @@ def dense(
         [
             (
                 dense_tiles,
-                (xs, ws, full, empty, bias, residual, out, has_bias, has_residual, M, N, K, chunk, parts, STAGES,
-                 WARPS, OVER_M, OVER_N),
+                (xs, ws, full, empty, bias, residual, out, has_bias, has_residual, M, N, K, chunk, parts,
+                 STAGES, WARPS, OVER_M, OVER_N),
             ),
-            (fetch, (x, w, xs, ws, full, empty, residual, has_residual, M, N, K, "dense", BLOCK_N, STAGES, WARPS, OVER_M, OVER_N)),
+            (
+                fetch,
+                (x, w, xs, ws, full, empty, residual, has_residual, M, N, K, "dense", BLOCK_N, STAGES, WARPS,
+                 OVER_M, OVER_N),
+            ),
         ],
         [1 if OVER_M * OVER_N == 1 else 4], [48],
     )  # fmt: skip
@@ -447,7 +453,11 @@ def gated_dense(
     gl.warp_specialize(
         [
             (gated_tiles, (xs, ws, joined, full, empty, out, M, N, K, STAGES, WARPS, OVER_M, OVER_N)),
-            (fetch, (x, w, xs, ws, full, empty, None, 0, M, N, K, "gated_dense", BLOCK_N, STAGES, WARPS, OVER_M, OVER_N)),
+            (
+                fetch,
+                (x, w, xs, ws, full, empty, None, 0, M, N, K, "gated_dense", BLOCK_N, STAGES, WARPS, OVER_M,
+                 OVER_N),
+            ),
         ],
         [1 if OVER_M * OVER_N == 1 else 4], [48],
     )  # fmt: skip
