@@ -394,7 +394,7 @@ class Language:
             if to >> rank & 1:
                 self._machine.later(arrive)
 
-    def _release(self, barrier: int, steps: int, over_m: int, over_n: int) -> None:
+    def _release(self, barrier: int, steps: int, thread: int, over_m: int, over_n: int) -> None:
         """At the programs of the same rows, and at those of the same columns."""
         programs = self._machine.program.cluster.programs
         me = programs.index(self._machine.program)
@@ -455,7 +455,7 @@ def run(kernel: Kernel, grid: Sequence[int], values: Sequence[Any], seed: int = 
     for first in range(0, count, size):
         machine, cluster = (
             Machine(seed + first),
-            SimpleNamespace(size=size, met=0, programs=[], groups=2 * size),
+            SimpleNamespace(size=size, met=0, programs=[], groups=0),
         )
         for at in range(first, first + size):
             program = SimpleNamespace(
@@ -464,5 +464,6 @@ def run(kernel: Kernel, grid: Sequence[int], values: Sequence[Any], seed: int = 
             cluster.programs.append(program)
             machine._place.program = program
             _source(module, Language(machine).names())[name](**arguments)
+        cluster.groups = sum(len(program.groups) for program in cluster.programs)
         with np.errstate(all="ignore"):
             machine.run(cluster.programs)

@@ -134,7 +134,8 @@ def height_of(rows: int, outputs: int) -> str:
 
 
 class Ring(NamedTuple):
-    """Of a persistent product: the sides of a tile, stages, and programs of a cluster over M and over N."""
+    """Of a persistent product: the sides of a tile, stages, programs of a cluster over M and over N, and groups
+    of warps that share a tile."""
 
     m: int
     n: int
@@ -142,6 +143,7 @@ class Ring(NamedTuple):
     stages: int
     over_m: int = 1
     over_n: int = 1
+    groups: int = 1
 
     @property
     def cluster(self) -> int:
@@ -248,21 +250,20 @@ PERSISTENT_WARPS = 8  # that multiply, beside those that fetch
 def persistent(name: str, kind: str, ring: Ring, gated: bool = False) -> Kernel:
     """A persistent product with this ring. A tile of a gated one has half of its columns of gate, the others
     of up."""
-    outputs = ring.n // 2 if gated else ring.n
+    outputs, warps = ring.n // 2 if gated else ring.n, PERSISTENT_WARPS // ring.groups
     boxes = f"x:{kind}[{ring.m // ring.over_n},{ring.k}] w:{kind}[{outputs // ring.over_m},{ring.k}]"
     constants: Constants = (
         ("BLOCK_M", ring.m), ("BLOCK_N", outputs), ("BLOCK_K", ring.k), ("STAGES", ring.stages),
-        ("WARPS", PERSISTENT_WARPS), ("OVER_M", ring.over_m), ("OVER_N", ring.over_n),
+        ("WARPS", warps), ("GROUPS", ring.groups), ("OVER_M", ring.over_m), ("OVER_N", ring.over_n),
     )  # fmt: skip
     if gated:
-        text, aligned = f"{boxes} out:{kind}[{ring.m},{outputs}] M N K", ("N", "K")
+        aligned: tuple[str, ...] = ("N", "K")
+        text = f"{boxes} out:{kind}[{ring.m // ring.groups},{outputs}] M N K"
     else:
         text = f"{boxes} {_OUT} has_bias has_residual M N K chunk parts"
         aligned = ("N", "K", "chunk")
     function = "persistent.gated_dense" if gated else "persistent.dense"
-    return Kernel(
-        name, function, _arguments(text), constants, PERSISTENT_WARPS, ring.stages, aligned
-    )  # fmt: skip
+    return Kernel(name, function, _arguments(text), constants, warps, ring.stages, aligned)
 
 
 def _persistent(architecture: int) -> list[Kernel]:
