@@ -198,9 +198,9 @@ def one_instruction(kernels: dict[str, dict[str, Any]]) -> list[str]:
     found = []
     for name, entry in kernels.items():
         stem, _, height = name.rpartition(".")
-        begin, _, rest = stem.partition("persistent.")
-        if rest:  # the same product as `dense`
-            stem, height = f"{begin}dense.{rest}", MANY
+        family, *rest = name.split(".")
+        if family.endswith("persistent"):  # the same product as `dense`
+            stem, height = f"{family.replace('persistent', 'dense')}.{rest[0]}", MANY
         other = kernels.get(f"{stem}.{MANY}") if height in HEIGHTS else None
         if other and kind(entry) != kind(other):
             found.append(f"{name}: {sorted(kind(entry))} and {sorted(kind(other))}")

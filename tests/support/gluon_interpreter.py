@@ -122,7 +122,7 @@ class Pool:
         self._types: list[tuple[int, int, Any, list[int] | None]] = []  # end, bytes of a piece, its type
         self._pieces: dict[int, Any] = {}
 
-    def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> Any:
+    def typed(self, dtype: Any, shape: list[int], layout: Any) -> Any:
         barriers = layout == "barriers"
         size = 8 if barriers else 2 * shape[1] * shape[2]
         assert shape[0] * size <= self._nbytes
@@ -348,10 +348,11 @@ class Language:
         self.spread, self.release_others, self.meet_others = self._spread, self._release, self._meet
         self.ask_for, self.now = lambda *_: None, lambda value: value
         self.launch_dependents = self.wait = lambda: None
+        self.typed = lambda pool, dtype, shape, layout: pool.typed(dtype, shape, layout)
 
     NAMES = (
         "gl", "mbarrier", "tma", "warpgroup_mma", "warpgroup_mma_wait", "fence_async_shared", "spread",
-        "release_others", "meet_others", "ask_for", "now", "launch_dependents", "wait",
+        "release_others", "meet_others", "ask_for", "now", "launch_dependents", "wait", "typed",
     )  # fmt: skip
 
     def names(self) -> dict[str, Any]:

@@ -38,6 +38,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 
+typed = gl.shared_memory_descriptor._reinterpret  # the same memory as an array of another type
+
+
 # -- the ring ------------------------------------------------------------------------------------------------
 @gluon.jit
 def ring(
@@ -54,10 +57,10 @@ def ring(
         empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     else:
         pool = gl.allocate_shared_memory(x.dtype, [STAGES * (BM + WIDE) // 8 + 1, 8, BK], x.layout)
-        ws = pool._reinterpret(w.dtype, [STAGES, WIDE, BK], w.layout)
-        xs = pool._reinterpret(x.dtype, [STAGES * (BM + WIDE) // BM, BM, BK], x.layout)
+        ws = typed(pool, w.dtype, [STAGES, WIDE, BK], w.layout)
+        xs = typed(pool, x.dtype, [STAGES * (BM + WIDE) // BM, BM, BK], x.layout)
         count: gl.constexpr = STAGES * (BM + WIDE) * BK // 4 + 2 * STAGES
-        full = pool._reinterpret(gl.int64, [count, 1], mbarrier.MBarrierLayout())
+        full = typed(pool, gl.int64, [count, 1], mbarrier.MBarrierLayout())
         empty = full
     begin: gl.constexpr = begins(BM, WIDE, BK, STAGES, CLUSTER)
     arrivals: gl.constexpr = (OVER_M + OVER_N - 1) * GROUPS
