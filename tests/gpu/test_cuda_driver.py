@@ -51,6 +51,8 @@ def run(module: str, case: str, manifest: Path, library: Path, *rest: str, **set
         ("launches", {}),
         ("beside_the_last", {}),
         ("an_older_driver_waits_for_each", {"version": 12020}),
+        ("planes", {}),
+        ("planes_that_cannot_be", {}),
         ("graphs", {}),
         ("a_recording_fails", {}),
         ("another_thread", {}),

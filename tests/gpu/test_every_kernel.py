@@ -25,6 +25,7 @@ from pageturner.kernels.gpu.catalogue import (
     GATED_GROUPS,
     HEIGHTS,
     MANY,
+    PERSISTENT,
     SOME,
     kernels_of,
 )
@@ -112,6 +113,19 @@ def products(ops: GpuOps, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(launches, "SOME_ROWS", some)
         found.append(ops.to_numpy(ops.linear(ops.on_device(x), wide)))
     assert all((one == found[-1]).all() for one in found[-3:])
+
+
+def persistent(ops: GpuOps, patch: pytest.MonkeyPatch) -> None:
+    """Every ring, of rows enough for it; gate and up together too. Bits are those of `dense`."""
+    x = grid.normal(66, 96, seed=1)
+    for kind in ("BF16", "F16"):
+        packed, both = (ops.pack_weight(grid.weight(kind, rows, 96, seed=3)) for rows in (48, 96))
+        found = []
+        for ring in (None, *PERSISTENT):
+            patch.setattr(launches, "persistent_ring", lambda *_, ring=ring: ring)
+            joined = ops.launches.gated_product(ops.on_device(x), both, both.compute)
+            found.append((ops.to_numpy(ops.linear(ops.on_device(x), packed)), narrow(ops, joined)))
+        assert all((one == found[0][0]).all() and (two == found[0][1]).all() for one, two in found)
 
 
 def rows(ops: GpuOps) -> None:
@@ -282,6 +296,7 @@ def adapters(ops: GpuOps) -> None:
 
 FAMILIES: dict[Callable[..., None], str] = {
     products: "dense gated_dense groups gated_groups group_sums embed embed_groups",
+    persistent: "persistent gated_persistent",
     rows: "rms_norm head_norm layer_norm gated elementwise rotate take_rows",
     attention: "attend kv_write fit_heads",
     placing: "place_heads",
@@ -289,6 +304,7 @@ FAMILIES: dict[Callable[..., None], str] = {
     experts: "route group_rows experts add_rows add_experts weigh_rows",
     adapters: "lora_shrink lora_expand lora_pick",
 }
+OF_RANKS = {"all_reduce", "all_reduce_twice", "gather"}  # tests/gpu/test_ranks.py executes them on two ranks
 
 
 @pytest.mark.slow
@@ -296,7 +312,7 @@ FAMILIES: dict[Callable[..., None], str] = {
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda one: one.__name__)
 def test_every_kernel_is_executed(family: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     ops = GpuOps(fake_gpu.FakeDriver(), 64 << 20, graphs=False)
-    family(ops, monkeypatch) if family in (products, experts) else family(ops)
+    family(ops, monkeypatch) if family in (products, persistent, experts) else family(ops)
     begins = FAMILIES[family].split()
     every = {name for name in kernels_of(90) if name.partition(".")[0] in begins}
     assert every - set(ops.driver.launched) == set()
@@ -304,5 +320,5 @@ def test_every_kernel_is_executed(family: Callable[..., None], monkeypatch: pyte
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_kernel_is_of_a_family(architecture: int) -> None:
-    known = " ".join(FAMILIES.values()).split()
+    known = {*" ".join(FAMILIES.values()).split(), *OF_RANKS}
     assert {name for name in kernels_of(architecture) if name.partition(".")[0] not in known} == set()

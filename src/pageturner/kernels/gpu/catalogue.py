@@ -149,25 +149,46 @@ def gated_height(height: str) -> str:
     return SOME if height == HALF else height
 
 
-# Tiles of persistent products on sm_90, and what a step of one costs beside its arithmetic: smaller ones need
-# more bytes for each product. The first is taken of two that cost the same.
-PERSISTENT = {
-    Tile(128, 256, 64, 8, 4): 1.0, Tile(128, 128, 64, 8, 6): 1.15, Tile(128, 64, 64, 8, 8): 1.5,
-}  # fmt: skip
+class Ring(NamedTuple):
+    """The ring of a persistent product: the sides of a tile, stages, programs of a cluster over M and over N,
+    and groups of warps that share a tile."""
+
+    m: int
+    n: int
+    k: int
+    stages: int
+    over_m: int = 1
+    over_n: int = 1
+    groups: int = 1
+
+    @property
+    def cluster(self) -> int:
+        return self.over_m * self.over_n
+
+    @property
+    def name(self) -> str:
+        shared = f".{self.over_m}x{self.over_n}" if self.cluster > 1 else ""
+        return f"{self.m}x{self.n}{shared}"
+
+
+# Rings of persistent products on sm_90, and what a step of one costs beside its arithmetic: smaller tiles
+# need more bytes for each product. The first is taken of two that cost the same.
+PERSISTENT = {Ring(128, 256, 64, 4): 1.0, Ring(128, 128, 64, 6): 1.15, Ring(128, 64, 64, 8): 1.5}
 PERSISTENT_KINDS = ("bf16", "fp16")
-MULTIPROCESSORS = 132  # of an H100: by them a tile is chosen, on which no order of sums depends
+MULTIPROCESSORS = 132  # of an H100: by them a ring is chosen, on which no order of sums depends
 
 
-def persistent_tile(architecture: int, kind: str, rows: int, outputs: int) -> Tile | None:
-    """The tile of a persistent product of so many rows with so many outputs: that which is done first. None
+def persistent_ring(architecture: int, kind: str, rows: int, outputs: int) -> Ring | None:
+    """The ring of a persistent product of so many rows with so many outputs: that which is done first. None
     where `dense` computes it: few rows, other types and architectures, and outputs of which not every row
     begins at a multiple of 16 bytes. Of gate and up a tile has half of its columns each."""
     if architecture != 90 or kind not in PERSISTENT_KINDS or rows <= FEW_ROWS or outputs % STEP:
         return None
 
-    def cost(tile: Tile) -> float:
-        turns = -(-(-(-rows // tile.m) * -(-outputs // tile.n)) // MULTIPROCESSORS)
-        return turns * tile.m * tile.n * PERSISTENT[tile]
+    def cost(ring: Ring) -> float:
+        clusters = -(-rows // (ring.m * ring.over_m)) * -(-outputs // (ring.n * ring.over_n))
+        turns = -(-clusters // (MULTIPROCESSORS // ring.cluster))
+        return turns * ring.m * ring.n * PERSISTENT[ring]
 
     return min(PERSISTENT, key=cost)
 
@@ -244,36 +265,34 @@ def gated_dense(name: str, kind: str, rows: str, tile: Tile) -> Kernel:
     )  # fmt: skip
 
 
-def persistent(
-    name: str, kind: str, tile: Tile, gated: bool = False, over_m: int = 1, over_n: int = 1
-) -> Kernel:
-    """A persistent product with this tile. A gated one has half of its columns of gate, the others of up.
-    over_m, over_n: programs of a cluster that share a box of the weight, or of x; one of them is 1."""
-    outputs = tile.n // 2 if gated else tile.n
-    boxes = f"x:{kind}[{tile.m // over_n},{tile.k}] w:{kind}[{outputs // over_m},{tile.k}]"
-    constants: Constants = (("BLOCK_M", tile.m), ("BLOCK_N", outputs), ("BLOCK_K", tile.k),
-                            ("STAGES", tile.stages), ("WARPS", tile.warps), ("OVER_M", over_m),
-                            ("OVER_N", over_n))  # fmt: skip
+PERSISTENT_WARPS = 8  # that multiply, beside those that fetch
+
+
+def persistent(name: str, kind: str, ring: Ring, gated: bool = False) -> Kernel:
+    """A persistent product with this ring. A tile of a gated one has half of its columns of gate, the others
+    of up."""
+    outputs, warps = ring.n // 2 if gated else ring.n, PERSISTENT_WARPS // ring.groups
+    boxes = f"x:{kind}[{ring.m // ring.over_n},{ring.k}] w:{kind}[{outputs // ring.over_m},{ring.k}]"
+    constants: Constants = (
+        ("BLOCK_M", ring.m), ("BLOCK_N", outputs), ("BLOCK_K", ring.k), ("STAGES", ring.stages),
+        ("WARPS", warps), ("GROUPS", ring.groups), ("OVER_M", ring.over_m), ("OVER_N", ring.over_n),
+    )  # fmt: skip
     if gated:
-        text, aligned = f"{boxes} out:{kind}[{tile.m},{outputs}] M N K", ("N", "K")
+        aligned: tuple[str, ...] = ("N", "K")
+        text = f"{boxes} out:{kind}[{ring.m // ring.groups},{outputs}] M N K"
     else:
         text = f"{boxes} {_OUT} has_bias has_residual M N K chunk parts"
         aligned = ("N", "K", "chunk")
     function = "persistent.gated_dense" if gated else "persistent.dense"
-    return Kernel(name, function, _arguments(text), constants, tile.warps, tile.stages, aligned)
-
-
-def persistent_name(kind: str, tile: Tile, gated: bool = False) -> str:
-    """Of a kernel of the catalogue."""
-    return f"{'gated_' * gated}persistent.{kind}.{tile.m}x{tile.n}"
+    return Kernel(name, function, _arguments(text), constants, warps, ring.stages, aligned)
 
 
 def _persistent(architecture: int) -> list[Kernel]:
     if architecture != 90:
         return []
     return [
-        persistent(persistent_name(kind, tile, gated), kind, tile, gated)
-        for kind in PERSISTENT_KINDS for tile in PERSISTENT for gated in (False, True)
+        persistent(f"{'gated_' * gated}persistent.{kind}.{ring.name}", kind, ring, gated)
+        for kind in PERSISTENT_KINDS for ring in PERSISTENT for gated in (False, True)
     ]  # fmt: skip
 
 

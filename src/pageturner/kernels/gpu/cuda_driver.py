@@ -400,7 +400,7 @@ class CudaDriver:
         return found
 
     def _config(self, compiled: Compiled) -> Any:
-        """How a kernel is launched that need not wait for the end of the one in front, or that has clusters."""
+        """How a kernel is launched that need not wait for the end of the one in front, or has clusters."""
         cu, told = self._cu, self._cu.CUlaunchAttributeID
         config = cu.CUlaunchConfig()
         config.blockDimX, config.blockDimY, config.blockDimZ = compiled.threads, 1, 1

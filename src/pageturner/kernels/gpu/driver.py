@@ -17,8 +17,8 @@ LATER = 1 << 18  # bytes that can be downloaded later
 
 
 class Plane(NamedTuple):
-    """A row-major matrix without gaps, of which a kernel fetches or writes boxes. Its address and the bytes of
-    a row are multiples of 16."""
+    """A row-major matrix without gaps, of which a kernel fetches or writes boxes. Its address and the bytes
+    of a row are multiples of 16."""
 
     address: int
     rows: int

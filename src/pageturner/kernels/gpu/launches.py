@@ -24,7 +24,7 @@ from pageturner.kernels.gpu.catalogue import (
     SOME_ROWS,
     STEP,
     SUMS_SPAN,
-    Tile,
+    Ring,
     attention_rows,
     block_k,
     gated_height,
@@ -33,8 +33,7 @@ from pageturner.kernels.gpu.catalogue import (
     groups_tile,
     height_of,
     parts_of,
-    persistent_name,
-    persistent_tile,
+    persistent_ring,
     tiles_of,
 )
 from pageturner.kernels.gpu.driver import Driver, Plane
@@ -115,9 +114,9 @@ class Launches:
         x = self.rounded(x, w.compute)
         rows = len(x)
         if isinstance(w, FloatMatrix):
-            tile = persistent_tile(self.driver.architecture, w.kind, rows, w.rows)
-            if tile is not None:
-                return self._persistent_product(x, w, tile, bias, residual)
+            ring = persistent_ring(self.driver.architecture, w.kind, rows, w.rows)
+            if ring is not None:
+                return self._persistent_product(x, w, ring, bias, residual)
             chunk, parts = parts_of(w.rows, w.columns, block_k(w.kind))
             height = height_of(rows, w.rows)
         else:
@@ -143,11 +142,11 @@ class Launches:
         return out
 
     def _persistent_product(
-        self, x: GpuArray, w: FloatMatrix, tile: Tile, bias: Vector | None, residual: GpuArray | None
+        self, x: GpuArray, w: FloatMatrix, ring: Ring, bias: Vector | None, residual: GpuArray | None
     ) -> GpuArray:
         rows, out = len(x), self.arena.take((len(x), w.rows))
         self.driver.launch(
-            persistent_name(w.kind, tile), self._programs(tile, rows, w.rows),
+            f"persistent.{w.kind}.{ring.name}", self._programs(ring, rows, w.rows),
             (Plane(x.address, rows, w.columns), Plane(w.address, w.rows, w.columns),
              bias.address if bias else 0, residual.address if residual else 0, out.address,
              int(bias is not None), int(residual is not None), rows, w.rows, w.columns,
@@ -155,9 +154,10 @@ class Launches:
         )  # fmt: skip
         return out
 
-    def _programs(self, tile: Tile, rows: int, outputs: int) -> tuple[int]:
-        """The grid of a persistent kernel: a program for each tile, or for each multiprocessor."""
-        return (min(_tiles(rows, tile.m) * _tiles(outputs, tile.n), self.driver.multiprocessors),)
+    def _programs(self, ring: Ring, rows: int, outputs: int) -> tuple[int]:
+        """The grid of a persistent kernel: the clusters of its tiles, or as many as are there at once."""
+        clusters = _tiles(rows, ring.m * ring.over_m) * _tiles(outputs, ring.n * ring.over_n)
+        return (min(clusters, self.driver.multiprocessors // ring.cluster) * ring.cluster,)
 
     def gated_product(self, x: GpuArray, w: Matrix, kind: str) -> GpuArray:
         """SiLU of the first half of x w^T times the second, in a kind: in one launch where it can be."""
@@ -174,14 +174,14 @@ class Launches:
     def _gated_dense(self, x: GpuArray, w: FloatMatrix) -> GpuArray:
         rows, outputs = len(x), w.rows // 2
         out = self.arena.take((rows, outputs), w.kind)
-        tile = persistent_tile(self.driver.architecture, w.kind, rows, w.rows)
-        if tile is not None and outputs % STEP == 0:
+        ring = persistent_ring(self.driver.architecture, w.kind, rows, w.rows)
+        if ring is not None and outputs % STEP == 0:
             planes = (
                 Plane(x.address, rows, w.columns), Plane(w.address, w.rows, w.columns),
                 Plane(out.address, rows, outputs),
             )  # fmt: skip
             self.driver.launch(
-                persistent_name(w.kind, tile, gated=True), self._programs(tile, rows, w.rows),
+                f"gated_persistent.{w.kind}.{ring.name}", self._programs(ring, rows, w.rows),
                 (*planes, rows, outputs, w.columns),
             )  # fmt: skip
             return out
