@@ -145,9 +145,7 @@ def boxes_of(kernel: Kernel, told: Any) -> list[list[int]]:
     return found
 
 
-def check_places(
-    name: str, constants: dict[str, Any], boxes: list[list[int]], llir: str, ptx: str
-) -> None:
+def check_places(name: str, constants: dict[str, Any], boxes: list[list[int]], llir: str, ptx: str) -> None:
     """ValueError where the ring of a cluster's kernel does not lie at the beginning of shared memory, or where
     its weight is another parameter than the PTX of `persistent` says."""
     found = re.findall(r"mbarrier\.init\.shared::cta\.b64.*@global_smem, i32 (\d+)\)", llir)

@@ -76,7 +76,8 @@ def computed(
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(
-    ("over_m", "over_n", "programs"), [(1, 1, 1), (1, 1, 5), (2, 1, 2), (2, 1, 4), (1, 2, 4), (1, 4, 4), (2, 2, 4), (2, 4, 8)]
+    ("over_m", "over_n", "programs"),
+    [(1, 1, 1), (1, 1, 5), (2, 1, 2), (2, 1, 4), (1, 2, 4), (1, 4, 4), (2, 2, 4), (2, 4, 8)],
 )
 def test_every_order_of_the_warps_gives_the_product(
     ops: GpuOps, gated: bool, over_m: int, over_n: int, programs: int

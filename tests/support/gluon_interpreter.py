@@ -379,7 +379,15 @@ class Language:
         self._machine.later(arrive)
 
     def _spread(
-        self, plane: Descriptor, parameter: str, row: int, k: int, target: int, ready: int, to: int, thread: int
+        self,
+        plane: Descriptor,
+        parameter: str,
+        row: int,
+        k: int,
+        target: int,
+        ready: int,
+        to: int,
+        thread: int,
     ) -> None:
         """To each of some programs of the cluster at a time of its own."""
         assert parameter.startswith(("dense_param_", "gated_dense_param_"))
