@@ -3,8 +3,8 @@
 Owns what is compared, on the weights that are loaded: a compiler, a driver or a device that nobody tried can
 turn right kernels into wrong ones. Must not know models, files, or where results are kept.
 
-A test of a dense model of one kind of layer makes some 60 launches for each form of a product, 90 for
-attention, 60 for adapters, 40 for edits and draws, and 12 steps of the whole model.
+For Llama-3.1-8B in bf16 that is 153 launches (13 for each of five forms of products, 30 for adapters, 33 for
+layers) and 11 steps of the whole model, of which 5 are replayed; most of the time numpy computes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ POSITIONS, CHUNK = 600, 80  # of attention: three segments, the last of them not
 # Of whole steps: two segments, the last of them not whole; the last row again among so many sequences
 TOKENS, OTHERS = 300, (0, 0, 0, 20, 20, 299)
 EXTRA = 3  # blocks of a KV beside those of two sequences
-DRAWS, MARGIN = 12, 1e-4  # rows that are drawn from; how near to a bound of theirs they may not be
+DRAWS, MARGIN = 9, 1e-4  # rows that are drawn from; how near to a bound of theirs they may not be
 RANKS = (5, 17)  # of an adapter: a part of a block of ranks, and two of them
 ADAPTER_KINDS = ("F32", "F16", "BF16")
 # Of what could add up, sum |x| |w|: sums in fp32 over 16,384 columns are some 1e-5 off
@@ -154,8 +154,8 @@ def _wrong(ops: GpuOps, what: str) -> EngineFault:
 
 def _words(matrix: Matrix) -> str:
     """The form of a matrix, to be read."""
-    names = ", ".join(name for name, _ in matrix.parts())
-    return f"{matrix.sort} ({names}), [{matrix.rows}, {matrix.columns}]"
+    beside = "".join(f" {name}" for name, _ in matrix.parts() if name in ("scale", "low"))
+    return f"{matrix.sort}{beside} [{matrix.rows}, {matrix.columns}]"
 
 
 def _form(weight: Any) -> object:
