@@ -34,7 +34,7 @@ MAX_MODELS = 100  # whose forms are kept, of each of them
 WRONG = ("gpu_wrong", "gpu_fault")  # faults of kernels; whatever else stops a test says nothing of them
 
 
-class Result(msgspec.Struct, frozen=True):
+class FormResult(msgspec.Struct, frozen=True):
     """Of one form. text: RIGHT, or what was wrong; code: digest of the code that compared it."""
 
     text: str
@@ -44,7 +44,7 @@ class Result(msgspec.Struct, frozen=True):
 class Record(msgspec.Struct):
     """What a device has shown. models: the forms of models that were started there, by `ModelNeeds.mark`."""
 
-    forms: dict[str, Result] = msgspec.field(default_factory=dict)
+    forms: dict[str, FormResult] = msgspec.field(default_factory=dict)
     models: dict[str, list[str]] = msgspec.field(default_factory=dict)
 
 
@@ -110,11 +110,11 @@ def self_test(decoder: Decoder, ops: Any, model: str, block_size: int, kv_dtype:
         ops, spec = ops.own, replace(spec, kv_heads=decoder.stack.layers[0].shape.kv_heads)
     comparisons = proof.comparisons(proof.Subject(ops, decoder.stack, decoder.head, spec, length))
     code, known = proof.code_digest(), record_of(ops.driver).forms
-    found: dict[str, Result] = {}
+    found: dict[str, FormResult] = {}
     try:
         for one in comparisons:
-            if known.get(one.form) != Result(RIGHT, code):
-                found[one.form] = Result(_compared(one), code)
+            if known.get(one.form) != FormResult(RIGHT, code):
+                found[one.form] = FormResult(_compared(one), code)
                 if found[one.form].text != RIGHT:
                     raise EngineFault("gpu_wrong", found[one.form].text)
     except EngineFault as fault:
@@ -149,7 +149,7 @@ def _read() -> _File:
         return _File()
 
 
-def _keep(driver: Driver, found: dict[str, Result], model: str, forms: list[str]) -> None:
+def _keep(driver: Driver, found: dict[str, FormResult], model: str, forms: list[str]) -> None:
     """Beside what others kept meanwhile; of devices and models the newest."""
     path = results_file()
     try:
