@@ -91,7 +91,7 @@ def test_every_order_of_the_warps_gives_the_product(
         assert np.abs(got - expected).max() <= (1e-2 if gated else 1e-5) * np.abs(expected).max()
 
 
-# -- what the interpreter sees: each of these faults would hang a device or give wrong sums now and then ------
+# -- what the interpreter sees: each of these faults would hang a device or give wrong sums now and then -----
 def faulty(ops: GpuOps, kernel: catalogue.Kernel) -> bool:
     """Whether one of some orders of the warps gives something else than the product, or no end."""
     for seed in range(6):

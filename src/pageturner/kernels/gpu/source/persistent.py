@@ -352,8 +352,8 @@ def store(
 @gluon.jit
 def dense_tiles(
     xs, ws, full, empty, bias, residual, out, has_bias, has_residual, M, N, K, chunk, parts,
-    GROUP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, OVER_M: gl.constexpr,
-    OVER_N: gl.constexpr,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+    OVER_M: gl.constexpr, OVER_N: gl.constexpr,
 ):  # fmt: skip
     """Those of `dense`."""
     BM: gl.constexpr = xs.shape[1]
