@@ -352,6 +352,8 @@ def _rows() -> list[Kernel]:
         found.append(Kernel(f"fit_heads.{kind}", "rows.fit_heads", _arguments(text), head, 1))
     text = "x:*fp32 rows:*i32 factors:*fp32 out:*fp32 d scaled"
     found.append(Kernel("take_rows", "rows.take_rows", _arguments(text), block))
+    text = "x:*bf16 order:*i32 out:*bf16 d"
+    found.append(Kernel("take_columns", "rows.take_columns", _arguments(text), block))
     return found
 
 

@@ -108,11 +108,22 @@ class Launches:
             x.narrow[kind] = self.elementwise("cast", x, kind=kind)
         return x.narrow[kind]
 
+    def _input(self, x: GpuArray, w: Matrix) -> GpuArray:
+        """x in the kind that is computed with, its columns in the order of the weight's; each is made once."""
+        x = self.rounded(x, w.compute)
+        if isinstance(w, FloatMatrix) or not w.order:
+            return x
+        if w.ordered_by not in x.ordered:
+            x.ordered[w.ordered_by] = out = self.arena.take(x.shape, x.kind)
+            grid = (len(x), _tiles(w.columns, GROUP_ROWS))
+            self.driver.launch("take_columns", grid, (x.address, w.order, out.address, w.columns))
+        return x.ordered[w.ordered_by]
+
     def product(
         self, x: GpuArray, w: Matrix, bias: Vector | None = None, residual: GpuArray | None = None
     ) -> GpuArray:
         """residual + (x w^T + bias): fp32 [M, N]."""
-        x = self.rounded(x, w.compute)
+        x = self._input(x, w)
         rows = len(x)
         if isinstance(w, FloatMatrix):
             tile = persistent_tile(self.driver.architecture, w.kind, rows, w.rows)
@@ -168,7 +179,7 @@ class Launches:
             whole = whole and w.rows % (2 * BLOCK_ROWS) == 0
         if w.compute != kind or not whole:
             return self.gated(self.product(x, w), kind)
-        x = self.rounded(x, kind)
+        x = self._input(x, w)
         return self._gated_dense(x, w) if isinstance(w, FloatMatrix) else self._gated_groups(x, w)
 
     def _gated_dense(self, x: GpuArray, w: FloatMatrix) -> GpuArray:
