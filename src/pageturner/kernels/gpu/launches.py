@@ -109,7 +109,7 @@ class Launches:
         return x.narrow[kind]
 
     def _input(self, x: GpuArray, w: Matrix) -> GpuArray:
-        """x in the kind that is computed with, its columns in the order of the weight's; each is made once."""
+        """x in the kind that is computed with, its columns in the order of those of w; each is made once."""
         x = self.rounded(x, w.compute)
         if isinstance(w, FloatMatrix) or not w.order:
             return x
