@@ -28,6 +28,7 @@ from pageturner.kernels.gpu.catalogue import (
     attention_rows,
     block_k,
     gated_height,
+    gated_heights,
     gated_outputs,
     group_parts_of,
     groups_tile,
@@ -214,7 +215,8 @@ class Launches:
 
     def _gated_groups(self, x: GpuArray, w: Groups) -> GpuArray:
         rows, outputs = len(x), w.rows // 2
-        height = FEW if group_height_of(rows) == FEW else SOME
+        height = group_height_of(rows)
+        height = height if height in gated_heights(w.sort) else SOME
         tile = groups_tile(self.driver.architecture, height, w.sort)
         out = self.arena.take((rows, outputs), w.compute)
         self.driver.launch(
