@@ -152,6 +152,12 @@ def rows(ops: GpuOps) -> None:
     near(ops.to_numpy(ops.scale(a, 0.5)), x / 2, 1e-5)
     near(ops.soft_cap(x, 5.0), REFERENCE.soft_cap(x, 5.0), 1e-5)
     assert (ops.to_numpy(ops.take_rows(a, grid.i32([1]))) == x[[1]]).all()
+    order = np.random.default_rng(5).permutation(64).astype(np.int32)
+    there = matrix("Q4_0", 16, 64)
+    ordered = Tensor("w", there.kind, there.shape, there.data, order=order)
+    gathered = ops.on_device(np.ascontiguousarray(x[:, order]))
+    expected = ops.to_numpy(ops.linear(gathered, ops.pack_weight(there)))
+    assert (ops.to_numpy(ops.linear(a, ops.pack_weight(ordered))) == expected).all()
     rope, positions = grid.rope_tables(9, 8, False), grid.i32([3, 8])
     assert (ops.to_numpy(ops.rope(a, positions, rope, 32)) == REFERENCE.rope(x, positions, rope, 32)).all()
 
@@ -297,7 +303,7 @@ def adapters(ops: GpuOps) -> None:
 FAMILIES: dict[Callable[..., None], str] = {
     products: "dense gated_dense groups gated_groups group_sums embed embed_groups",
     persistent: "persistent gated_persistent",
-    rows: "rms_norm head_norm layer_norm gated elementwise rotate take_rows",
+    rows: "rms_norm head_norm layer_norm gated elementwise rotate take_rows take_columns",
     attention: "attend kv_write fit_heads",
     placing: "place_heads",
     choosing: "edit forbid sample",

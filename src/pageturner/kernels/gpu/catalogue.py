@@ -202,6 +202,8 @@ def groups_tile(architecture: int, rows: str, form: str) -> Tile:
     if architecture == 100:
         return Tile(64, 32, 128, 2, 3)
     small = SHARED[architecture] <= 101376
+    if form == "fp8" and rows == MANY and not small:  # no scales of groups, so there are registers for more
+        return Tile(128, 128, 128, 8, 3)
     return Tile(32 if GROUPED[form][1] == 16 else 64, 128, 128, 8, 2 if small else 3)
 
 
@@ -296,6 +298,11 @@ def _persistent(architecture: int) -> list[Kernel]:
     ]  # fmt: skip
 
 
+def gated_heights(form: str) -> tuple[str, ...]:
+    """Of gate and up in groups: with scales of groups many rows have the tile of some."""
+    return (FEW, SOME, MANY) if form == "fp8" else (FEW, SOME)
+
+
 def _products(architecture: int) -> list[Kernel]:
     found = []
     for kind in FLOATS:
@@ -307,7 +314,7 @@ def _products(architecture: int) -> list[Kernel]:
         for form in GROUPED:
             tile = groups_tile(architecture, rows, form)
             found.append(groups(form, rows, tile))
-            if form in GATED_GROUPS and rows != MANY:
+            if form in GATED_GROUPS and rows in gated_heights(form):
                 found.append(groups(form, rows, tile, gated=True))
     for group in sorted({group for _, group, _ in GROUPED.values() if group}):
         span: Constants = (("GROUP", group), ("BLOCK_M", 16), ("SPAN", SUMS_SPAN))
@@ -371,6 +378,8 @@ def _rows() -> list[Kernel]:
         found.append(Kernel(f"fit_heads.{kind}", "rows.fit_heads", _arguments(text), head, 1))
     text = "x:*fp32 rows:*i32 factors:*fp32 out:*fp32 d scaled"
     found.append(Kernel("take_rows", "rows.take_rows", _arguments(text), block))
+    text = "x:*bf16 order:*i32 out:*bf16 d"
+    found.append(Kernel("take_columns", "rows.take_columns", _arguments(text), block))
     return found
 
 

@@ -28,6 +28,7 @@ from pageturner.kernels.gpu.catalogue import (
     attention_rows,
     block_k,
     gated_height,
+    gated_heights,
     gated_outputs,
     group_parts_of,
     groups_tile,
@@ -107,11 +108,22 @@ class Launches:
             x.narrow[kind] = self.elementwise("cast", x, kind=kind)
         return x.narrow[kind]
 
+    def _input(self, x: GpuArray, w: Matrix) -> GpuArray:
+        """x in the kind that is computed with, its columns in the order of those of w; each is made once."""
+        x = self.rounded(x, w.compute)
+        if isinstance(w, FloatMatrix) or not w.order:
+            return x
+        if w.ordered_by not in x.ordered:
+            x.ordered[w.ordered_by] = out = self.arena.take(x.shape, x.kind)
+            grid = (len(x), _tiles(w.columns, GROUP_ROWS))
+            self.driver.launch("take_columns", grid, (x.address, w.order, out.address, w.columns))
+        return x.ordered[w.ordered_by]
+
     def product(
         self, x: GpuArray, w: Matrix, bias: Vector | None = None, residual: GpuArray | None = None
     ) -> GpuArray:
         """residual + (x w^T + bias): fp32 [M, N]."""
-        x = self.rounded(x, w.compute)
+        x = self._input(x, w)
         rows = len(x)
         if isinstance(w, FloatMatrix):
             ring = persistent_ring(self.driver.architecture, w.kind, rows, w.rows)
@@ -168,7 +180,7 @@ class Launches:
             whole = whole and w.rows % (2 * BLOCK_ROWS) == 0
         if w.compute != kind or not whole:
             return self.gated(self.product(x, w), kind)
-        x = self.rounded(x, kind)
+        x = self._input(x, w)
         return self._gated_dense(x, w) if isinstance(w, FloatMatrix) else self._gated_groups(x, w)
 
     def _gated_dense(self, x: GpuArray, w: FloatMatrix) -> GpuArray:
@@ -203,7 +215,8 @@ class Launches:
 
     def _gated_groups(self, x: GpuArray, w: Groups) -> GpuArray:
         rows, outputs = len(x), w.rows // 2
-        height = FEW if group_height_of(rows) == FEW else SOME
+        height = group_height_of(rows)
+        height = height if height in gated_heights(w.sort) else SOME
         tile = groups_tile(self.driver.architecture, height, w.sort)
         out = self.arena.take((rows, outputs), w.compute)
         self.driver.launch(

@@ -45,7 +45,7 @@ from pageturner.kernels.gpu.steps import AttentionView, Room, Step, upload, view
 from pageturner.kernels.gpu.weights import Matrix, Vector, join, pack
 from pageturner.kernels.reference import ReferenceOps
 
-LACKING = {"latent", "ordered"}
+LACKING = {"latent"}
 _HOST = ReferenceOps()  # what is rare and small is done there
 STAYS = "KV of a device does not go to --kv-host-memory or --kv-file: leave them away, or use --device cpu"
 

@@ -31,7 +31,7 @@ from pageturner.kernels.gpu.catalogue import MANY, height_of
 from pageturner.kernels.gpu.launches import GpuKV
 from pageturner.kernels.gpu.ops import GpuOps
 from pageturner.kernels.gpu.sampling import edit_on_device
-from pageturner.kernels.gpu.weights import FloatMatrix, Matrix, Vector, to_bf16
+from pageturner.kernels.gpu.weights import FloatMatrix, Groups, Matrix, Vector, to_bf16
 from pageturner.kernels.layer_parts import Experts
 from pageturner.kernels.reference import ReferenceOps
 from pageturner.kernels.reference_arrays import PagedKV
@@ -226,7 +226,7 @@ def _product(ops: GpuOps, name: str, matrix: Matrix) -> None:
     places = np.linspace(0, matrix.rows - 1, OUTPUTS).astype(np.int32)
     ops.begin()
     values = ops.to_numpy(ops.embed(matrix, places)).astype(np.float64)
-    mine = _rounded(x[0], matrix.compute).astype(np.float64)
+    mine = _rounded(x[0], matrix.compute).astype(np.float64)[_order(ops, matrix)]
     bound = PRODUCT_BOUND * (np.abs(values) @ np.abs(mine)).max()
     if np.isfinite(bound) and not (np.abs(alone[places] - values @ mine) <= bound).all():  # NaN is not
         raise _wrong(ops, f"a product with {name} is wrong")
@@ -240,6 +240,14 @@ def _product(ops: GpuOps, name: str, matrix: Matrix) -> None:
             continue  # no step of so many rows fits there
         if not all(_alike(one, alone) for one in among):
             raise _wrong(ops, f"a product with {name} has other bits among {rows} rows")
+
+
+def _order(ops: GpuOps, matrix: Matrix) -> Any:
+    """Which input each column multiplies."""
+    order = np.arange(matrix.columns, dtype=np.int32)
+    if isinstance(matrix, Groups) and matrix.order:
+        ops.driver.download(order, matrix.order)
+    return order
 
 
 def _attention(ops: GpuOps, shape: AttentionShape, spec: KVSpec) -> None:

@@ -348,6 +348,16 @@ def take_rows(x, rows, factors, out, d, scaled, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def take_columns(x, order, out, d, BLOCK: tl.constexpr):
+    """Column i of out is column order[i] of x. Grid: rows, tiles."""
+    start_dependent()
+    row = tl.program_id(0).to(tl.int64) * d
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.load(order + k, mask=k < d, other=0)
+    tl.store(out + row + k, tl.load(x + row + column, mask=k < d, other=0.0), mask=k < d)
+
+
+@triton.jit
 def gated(x, out, d, ACT: tl.constexpr, BLOCK: tl.constexpr):
     """act(gate) * up of rows x [T, 2 * d] that hold gate and up. Grid: T, tiles of d."""
     start_dependent()
