@@ -72,7 +72,7 @@ WEIGHTS = {
 }  # fmt: skip
 
 
-def matrix(kind: str, rows: int = 9, columns: int = 256, seed: int = 3) -> Tensor:
+def matrix(kind: str, rows: int = 16, columns: int = 256, seed: int = 3) -> Tensor:
     if kind == "Q2_K":  # groups of 16 with lows; its two fp16 scales are the last bytes of a block
         data = grid.rng(seed).integers(0, 256, (rows, columns // 256, 84), dtype=np.uint8)
         data[..., 80:] = np.array([0.002, 0.003], np.float16).view(np.uint8)

@@ -133,7 +133,10 @@ def tiles_of(architecture: int, kind: str) -> dict[str, Tile]:
 
 
 def height_of(rows: int, outputs: int) -> str:
-    """Which of `tiles_of` a product of so many rows with a weight of so many outputs takes."""
+    """Which of `tiles_of` a product of so many rows with a weight of so many outputs takes: MANY where they are
+    no multiple of 16, for which the others are not compiled."""
+    if outputs % 16:
+        return MANY
     if rows <= FEW_ROWS:
         slim = rows <= 16 if SWAPPED else outputs <= WIDE
         return SLIM if slim else FEW
@@ -229,9 +232,8 @@ def dense(name: str, kind: str, rows: str, tile: Tile) -> Kernel:
     """A product of floats with this tile."""
     text = f"x:*{kind} w:*{kind} {_OUT} {_PARTS} has_bias has_residual M N K chunk parts"
     constants = _dense_constants(rows, tile, tile.n)
-    return Kernel(
-        name, "products.dense", _arguments(text), constants, tile.warps, tile.stages, ("K", "chunk")
-    )
+    aligned = ("K", "chunk") if rows == MANY else ("N", "K", "chunk")  # MANY takes whatever N there is
+    return Kernel(name, "products.dense", _arguments(text), constants, tile.warps, tile.stages, aligned)
 
 
 def groups(form: str, rows: str, tile: Tile, gated: bool = False) -> Kernel:
@@ -262,9 +264,8 @@ def gated_dense(name: str, kind: str, rows: str, tile: Tile) -> Kernel:
     """Half of the outputs of a tile are of gate, the others of up."""
     text = f"x:*{kind} w:*{kind} out:*{kind} M N K"
     constants = _dense_constants(rows, tile, gated_outputs(tile))
-    return Kernel(
-        name, "products.gated_dense", _arguments(text), constants, tile.warps, tile.stages, ("K",)
-    )  # fmt: skip
+    aligned = ("N", "K")
+    return Kernel(name, "products.gated_dense", _arguments(text), constants, tile.warps, tile.stages, aligned)
 
 
 PERSISTENT_WARPS = 8  # that multiply, beside those that fetch

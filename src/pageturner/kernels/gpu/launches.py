@@ -177,8 +177,7 @@ class Launches:
             whole = w.kind in GATED and parts_of(w.rows, w.columns, block_k(kind))[1] == 1
         else:
             whole = w.sort in GATED_GROUPS and group_parts_of(w.rows, w.columns)[1] == 1
-            whole = whole and w.rows % (2 * BLOCK_ROWS) == 0
-        if w.compute != kind or not whole:
+        if w.compute != kind or not whole or w.rows % (2 * BLOCK_ROWS):
             return self.gated(self.product(x, w), kind)
         x = self._input(x, w)
         return self._gated_dense(x, w) if isinstance(w, FloatMatrix) else self._gated_groups(x, w)
