@@ -134,7 +134,7 @@ def work_of(
             0,
             out.address,
             apart,
-            ops.launches.counters,
+            ops.arena.counters,
         )
         driver.launch(kernel.name, (programs, parts), (*given, int(w.low != 0), w.zero, 0, 0, *sizes))
 
