@@ -46,6 +46,7 @@ def run(module: str, case: str, manifest: Path, library: Path, *rest: str, **set
         ("memory_and_copies", {}),
         ("kept_beside_a_recording", {}),
         ("rows_far_apart", {"memory": 16 << 30}),
+        ("rows_to_the_host_and_back", {"memory": 16 << 30}),
         ("uploads", {}),
         ("downloads_later", {}),
         ("launches", {}),

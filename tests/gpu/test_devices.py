@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,7 +64,7 @@ def test_auto_is_a_device_of_an_architecture_that_was_proven(monkeypatch: pytest
     ("settings", "free", "code", "advice"),
     [
         ({}, 1 << 20, "gpu_memory", "--quantization int4"),
-        ({"kv_host_memory": 1 << 30}, 1 << 30, "gpu_model", "--device cpu"),
+        ({"pipeline_parallel_size": 2}, 1 << 30, "gpu_model", "--device cpu"),
     ],
 )
 def test_what_a_device_cannot_do_is_an_error_or_the_reason_for_the_cpu(
@@ -79,13 +80,19 @@ def test_what_a_device_cannot_do_is_an_error_or_the_reason_for_the_cpu(
     assert [free, free] == CLOSED
 
 
-def test_a_latent_kv_is_not_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "open_driver", driver)
+def test_a_latent_kv_is_for_a_device_within_its_bounds() -> None:
     config = EngineConfig(device="cuda", load_format="dummy")
-    folder = GOLDENS / "families" / "deepseek_v2"
-    with pytest.raises(EngineFault, match="latent KV") as told:
-        devices.choose(config, lambda: devices.needs_of(folder, config))
-    assert told.value.code == "gpu_model"
+    needs = devices.needs_of(GOLDENS / "families" / "deepseek_v2", config)
+    devices.check_model(driver(), needs, config)
+    latent = needs.spec.latent
+    assert latent is not None
+    wide = replace(needs.spec, latent=replace(latent, rank=576, rotary=64), head_dim=640)
+    turned = replace(needs.spec, latent=replace(latent, rotary=80), head_dim=96)
+    for spec, dtype in ((wide, "auto"), (turned, "auto"), (needs.spec, "float32")):
+        other = replace(config, kv_cache_dtype=dtype)
+        with pytest.raises(EngineFault) as told:
+            devices.check_model(driver(), replace(needs, spec=spec), other)
+        assert told.value.code == "gpu_model"
 
 
 def test_the_largest_step_fills_the_budget() -> None:

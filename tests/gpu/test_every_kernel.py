@@ -24,6 +24,7 @@ from pageturner.kernels.gpu.catalogue import (
     GATED,
     GATED_GROUPS,
     HEIGHTS,
+    LATENT_KINDS,
     MANY,
     PERSISTENT,
     SOME,
@@ -183,6 +184,48 @@ def attention(ops: GpuOps) -> None:
                 got = narrow(ops, ops.launches.attention(ops.on_device(q), kv, 0, step, shape, kind))
                 near(got, expected, 2e-2)
             ops.free_kv(kv)
+    for dtype in LATENT_KINDS:
+        latent_attention(ops, dtype)
+
+
+def latent_attention(ops: GpuOps, dtype: str) -> None:
+    shape, spec = AttentionShape(2, 1, 40, 0.2, latent=32), KVSpec(1, 8, 16, 1, 40, dtype, True)
+    kv, theirs = ops.alloc_kv(spec), REFERENCE.alloc_kv(grid.scaled(spec))
+    runs = [(5, 1), (0, 20)]
+    batch, whole = grid.batch(runs, 16, 8), grid.batch(grid.history(runs), 16, 8)
+    k, q = grid.normal(len(whole.slots), 40), grid.normal(21, 80, seed=9)
+    REFERENCE.kv_write(theirs, 0, k, None, whole.slots)
+    ops.kv_write(kv, 0, ops.on_device(k), None, whole.slots)
+    expected = REFERENCE.attention(q, theirs, 0, batch, shape)
+    for kind in ("fp32", "bf16"):
+        step = ops.step(batch, {view_of(shape)}, kv)
+        got = narrow(ops, ops.launches.attention(ops.on_device(q), kv, 0, step, shape, kind))
+        near(got, expected, 2e-2)
+    ops.free_kv(kv)
+
+
+def latents(ops: GpuOps) -> None:
+    """Queries, latents and rotary keys of rows, placed in one launch and by one operation after the other."""
+    heads, plain, rank, rotary = 3, 16, 32, 8
+    widths = (heads * plain, heads * rotary, rank, rotary)
+    rope, norm = grid.rope_tables(9, rotary // 2, True), ops.pack_weight(grid.vector(rank, seed=4))
+    for dtype in LATENT_KINDS:
+        spec = KVSpec(1, 8, 4, 1, rank + rotary, dtype, True)
+        here, apart = ops.alloc_kv(spec), ops.alloc_kv(spec)
+        step = ops.step(grid.batch([(3, 2), (0, 1)], 4, 8), (), here)
+        values = np.split(grid.normal(3, sum(widths), seed=3), np.cumsum(widths)[:-1], axis=1)
+        wide = ops.on_device(np.hstack(values))
+        q_rope, k, k_rope = map(ops.on_device, map(np.ascontiguousarray, values[1:]))
+        q_rope, k_rope = (ops.launches.rotate(one, step.positions, rope, rotary) for one in (q_rope, k_rope))
+        joined = ops.join_heads(ops.launches.rms_norm(k, norm, 1e-5), k_rope, 1)
+        ops.kv_write(apart, 0, joined, None, step.slots)
+        for kind, bound in BOUNDS.items():
+            rows = launches.Latents(heads, plain, rank, rotary, kind, rope, norm)
+            got, both = ops.launches.place_latent(wide, rows, 1e-5, here, 0, step.slots, step.positions)
+            near(narrow(ops, got), values[0], bound)
+            turned = ops.to_numpy(both).reshape(3, heads, -1)[:, :, rank : rank + rotary].reshape(3, -1)
+            near(turned, ops.to_numpy(q_rope), 1e-6)
+        near(stored(ops, here.keys, spec), stored(ops, apart.keys, spec), 1e-6)
 
 
 def placing(ops: GpuOps) -> None:
@@ -305,6 +348,7 @@ FAMILIES: dict[Callable[..., None], str] = {
     persistent: "persistent gated_persistent",
     rows: "rms_norm head_norm layer_norm gated elementwise rotate take_rows take_columns",
     attention: "attend kv_write fit_heads",
+    latents: "place_latent join_heads",
     placing: "place_heads",
     choosing: "edit forbid sample",
     experts: "route group_rows experts add_rows add_experts weigh_rows",

@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 
 from pageturner.errors import EngineFault
+from pageturner.kernels.gpu import cuda_driver
 from pageturner.kernels.gpu.arrays import Arena
 from pageturner.kernels.gpu.catalogue import EXCHANGE_PROGRAMS, exchange_bytes, kernels_of
 from pageturner.kernels.gpu.cuda_driver import PAGE, SLOT, SLOTS, CudaDriver
-from pageturner.kernels.gpu.driver import LATER, Plane
+from pageturner.kernels.gpu.driver import LATER, Plane, Rows
 from pageturner.kernels.gpu.exchange import DeviceExchange
 from pageturner.kernels.gpu.manifest import Box, Manifest
 from pageturner.kernels.gpu.tensor_maps import MAX_KEPT, TensorMap, TensorMaps
@@ -112,6 +113,31 @@ def rows_far_apart(manifest: Manifest) -> None:
             assert (held(driver, 1000, a + 4096 + i * pitch) == row).all()
         driver.free(a)
     assert stub.calls("cuMemcpy2DAsync") == 1
+    end(driver, stub)
+
+
+def rows_to_the_host_and_back(manifest: Manifest) -> None:
+    """Through two pinned buffers, which are smaller than a place, or hold several; pitches of any size."""
+    stub, driver = Stub(), CudaDriver(manifest)
+    cuda_driver.PAGE = 1 << 16
+    for pitch in (1 << 18, (1 << 31) + 256):
+        a = driver.alloc(3 * pitch + (1 << 18))
+        places = [
+            Rows(a + 4096, 1000, 3, pitch),
+            Rows(a + 8192, 30000, 3, pitch),
+            Rows(a + 65536, 150000, 2, pitch),
+        ]
+        rows = [some(nbytes * count) for _, nbytes, count, _ in places]
+        data = np.concatenate(rows)
+        given = data.copy()
+        driver.scatter(places, given)
+        given[:] = 0
+        found = np.empty_like(data)
+        driver.gather(found, places)
+        assert (found == data).all()
+        for (address, nbytes, _, _), row in zip(places, rows, strict=True):
+            assert (held(driver, nbytes, address + pitch) == row[nbytes : 2 * nbytes]).all()
+        driver.free(a)
     end(driver, stub)
 
 

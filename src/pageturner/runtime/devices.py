@@ -231,16 +231,16 @@ def exchange_of(config: EngineConfig) -> int:
 
 
 def _lacking(spec: ModelSpec, config: EngineConfig) -> str | None:
-    from pageturner.kernels.gpu.catalogue import HEAD_SIZES, ROUTED
-    from pageturner.kernels.gpu.ops import LACKING
+    from pageturner.kernels.gpu.catalogue import LATENT, LATENT_ROTARY, ROUTED, largest_head
 
-    widest = HEAD_SIZES[-2] if config.kv_cache_dtype == "float32" else HEAD_SIZES[-1]
+    latent = spec.latent
+    widest = largest_head(kv_type(config), latent is not None)
     experts = 0 if spec.experts is None else spec.experts.count
     found = {
-        "a latent KV is not computed": spec.latent is not None and "latent" in LACKING,
         f"heads of {spec.head_dim} elements are not computed": spec.head_dim > widest,
+        "such a latent KV is not computed": latent is not None
+        and (latent.rank > LATENT or latent.rotary > LATENT_ROTARY),
         f"a choice among {experts} experts is not computed": experts > ROUTED[-1],
-        "--kv-host-memory and --kv-file do not work": config.kv_host_memory > 0 or bool(config.kv_file),
         "--pipeline-parallel-size does not work": config.pipeline_parallel_size > 1,
     }
     return next((text for text, lacks in found.items() if lacks), None)

@@ -52,6 +52,8 @@ KV_KINDS = {  # KV type -> (how it lies in memory, what products are computed in
 }
 MIXED = ("fp32", "bf16")  # types of what attention mixes
 HEAD_SIZES = (64, 128, 256)  # a head is padded to the next one
+LATENT_KINDS = ("float16", "bfloat16", "int8", "fp8_e4m3")  # KV types of a latent KV
+LATENT, LATENT_ROTARY = 512, 64  # a latent, and the rotary key behind it, are padded to them
 GATED = ("bf16", "fp16")  # weights of gate and up that are multiplied and joined in one kernel
 # Weights in groups: bits, columns of a group (0: a whole row, in fp8), type of scales
 GROUPED = {
@@ -353,8 +355,17 @@ def _rows() -> list[Kernel]:
         for op in ("cast", "act_mul"):
             found.append(_elementwise(op, out))
     found += [_elementwise(op, "fp32") for op in (*BINARY[1:], *UNARY)]
+    text = "x:*fp32 rows:*i32 factors:*fp32 out:*fp32 d scaled"
+    found.append(Kernel("take_rows", "rows.take_rows", _arguments(text), block))
+    text = "x:*bf16 order:*i32 out:*bf16 d"
+    found.append(Kernel("take_columns", "rows.take_columns", _arguments(text), block))
+    return found
+
+
+def _heads() -> list[Kernel]:
+    """What is done to the heads of rows, and how they go to the KV."""
+    found, head = [], (("BLOCK", HEAD_SIZES[-1]),)
     text = "x:*fp32 cos:*fp32 sin:*fp32 positions:*i32 out:*fp32 stride heads dim half interleaved"
-    head = (("BLOCK", HEAD_SIZES[-1]),)
     found.append(Kernel("rotate", "rows.rotate", _arguments(text), head, 1))
     for kind, (lies, _) in KV_KINDS.items():
         text = (
@@ -377,10 +388,18 @@ def _rows() -> list[Kernel]:
     for kind in MIXED:
         text = f"x:*{kind} out:*{kind} stride heads dim room"
         found.append(Kernel(f"fit_heads.{kind}", "rows.fit_heads", _arguments(text), head, 1))
-    text = "x:*fp32 rows:*i32 factors:*fp32 out:*fp32 d scaled"
-    found.append(Kernel("take_rows", "rows.take_rows", _arguments(text), block))
-    text = "x:*bf16 order:*i32 out:*bf16 d"
-    found.append(Kernel("take_columns", "rows.take_columns", _arguments(text), block))
+    for kind in LATENT_KINDS:
+        for compute in FLOATS:
+            text = (
+                f"rows:*fp32 plain:*{compute} q:*fp32 norm:*fp32 keys:*{KV_KINDS[kind][0]} k_scales:*fp32"
+                " slots:*i32 cos:*fp32 sin:*fp32 positions:*i32 has_norm eps:fp32 stride heads plain_dim rank"
+                " rotary dim half interleaved"
+            )
+            constants = (("KIND", kind), ("BLOCK", 2 * LATENT))
+            name = f"place_latent.{kind}.{compute}"
+            found.append(Kernel(name, "rows.place_latent", _arguments(text), constants))
+    text = "x:*fp32 y:*fp32 out:*fp32 first second"
+    found.append(Kernel("join_heads", "rows.join_heads", _arguments(text), (("BLOCK", GROUP_ROWS),)))
     return found
 
 
@@ -390,9 +409,24 @@ def _elementwise(op: str, out: str) -> Kernel:
     return Kernel(f"elementwise.{op}.{out}", "rows.elementwise", _arguments(text), constants)
 
 
-def attention_rows(architecture: int, rows: str) -> int:
-    """Rows times query heads of a tile."""
-    return 16 if rows == FEW else 64
+def attention_size(head_dim: int, latent: int) -> int:
+    """What a head is padded to that is mixed: one of HEAD_SIZES, or LATENT."""
+    return LATENT if latent else next(size for size in HEAD_SIZES if size >= head_dim)
+
+
+def largest_head(dtype: str, latent: bool) -> int:
+    """Elements of the largest head that attention computes over a KV of this type; 0: none."""
+    if latent:
+        return LATENT + LATENT_ROTARY if dtype in LATENT_KINDS else 0
+    return HEAD_SIZES[-2] if dtype == "float32" else HEAD_SIZES[-1]
+
+
+def attention_rows(architecture: int, rows: str, size: int) -> int:
+    """Rows times query heads of a tile, by what heads are padded to: more of a latent would not fit the
+    registers."""
+    if rows == FEW:
+        return 16
+    return 32 if size == LATENT else 64
 
 
 def tile_t(kind: str) -> int:
@@ -400,11 +434,16 @@ def tile_t(kind: str) -> int:
     return 16 if kind == "float32" else 64
 
 
+def latent_tile_t(architecture: int) -> int:
+    """The same of a latent KV, of which a tile is larger."""
+    return 16 if SHARED[architecture] <= 101376 else 32
+
+
 def attention_stages(architecture: int, rows: str, size: int) -> int:
     """Tiles of KV that are held at once: two of the largest heads do not fit where a block may have 99 KB.
     No order of sums depends on it."""
     small = SHARED[architecture] <= 101376
-    if size == HEAD_SIZES[-1]:
+    if size >= HEAD_SIZES[-1]:
         return 1 if small else 2
     return 3 if rows == FEW else 2
 
@@ -413,26 +452,31 @@ def attention_warps(architecture: int, rows: str, size: int) -> int:
     """Twice as many for tiles of 64 rows of large heads, which would not fit the registers of four: of the
     largest everywhere, of 128 where the compiler gives more to each thread. No order of sums depends on it: a
     matrix instruction goes through K by itself, and the other sums are such products too."""
-    if rows == FEW:
+    if rows == FEW and size <= HEAD_SIZES[-1]:
         return 4 if size == HEAD_SIZES[-1] else 2
-    return 8 if size == HEAD_SIZES[-1] or (size == 128 and architecture >= 100) else 4
+    return 8 if size >= HEAD_SIZES[-1] or (size == 128 and architecture >= 100) else 4
 
 
 def _attend(architecture: int, kind: str, size: int, rows: str, out: str) -> Kernel:
+    """size: one of HEAD_SIZES, or LATENT, of which V is the first part of K."""
+    latent = size == LATENT
     lies, compute = KV_KINDS[kind]
     text = (
         f"q:*fp32 keys:*{lies} values:*{lies} k_scales:*fp32 v_scales:*fp32 blocks:*i32"
         f" positions:*i32 works:*i32 slopes:*fp32 sinks:*fp32 out:*{out} peaks:*fp32 mixes:*fp32 arrived:*i32"
-        " stride has_slopes has_sinks heads kv_heads dim part block inverse shift window chunked"
+        " stride has_slopes has_sinks heads kv_heads dim mixed_dim part block inverse shift window chunked"
         " scale:fp32 soft_cap:fp32"
     )
     constants: Constants = (
         ("KIND", kind), ("COMPUTE", f"dtype:{compute}"), ("WHOLE", rows == MANY),
-        ("R", attention_rows(architecture, rows)), ("D", size), ("BLOCK_T", tile_t(kind)),
+        ("R", attention_rows(architecture, rows, size)), ("D", size),
+        ("BLOCK_T", latent_tile_t(architecture) if latent else tile_t(kind)),
+        ("ROTARY", LATENT_ROTARY if latent else 0),
     )  # fmt: skip
     name = f"attend.{kind}.{size}.{rows}.{out}"
     warps, stages = attention_warps(architecture, rows, size), attention_stages(architecture, rows, size)
-    return Kernel(name, "attention.attend", _arguments(text), constants, warps, stages, ("dim", "stride"))
+    aligned = ("dim", "mixed_dim", "stride")
+    return Kernel(name, "attention.attend", _arguments(text), constants, warps, stages, aligned)
 
 
 def _attention(architecture: int) -> list[Kernel]:
@@ -443,6 +487,8 @@ def _attention(architecture: int) -> list[Kernel]:
             if kind == "float32" and size == HEAD_SIZES[-1]:
                 continue  # nobody keeps such a KV
             found += [_attend(architecture, kind, size, rows, out) for rows in (FEW, MANY) for out in MIXED]
+    for kind in LATENT_KINDS:
+        found += [_attend(architecture, kind, LATENT, rows, out) for rows in (FEW, MANY) for out in MIXED]
     return found
 
 
@@ -512,7 +558,7 @@ def _of_experts(architecture: int, sort: str, rows: str) -> Kernel:
     """A product of weights of this sort, floats or groups."""
     tile, name = experts_tile(architecture, rows, sort), f"experts.{sort}.{rows}"
     blocks: Constants = (("BLOCK_M", tile.m), ("BLOCK_N", tile.n), ("BLOCK_K", tile.k))
-    beside = "out:*fp32 shared N K chunk parts x_rows experts halves by_head"
+    beside = "out:*fp32 shared N K chunk parts x_rows experts halves by_head stride"
     if sort in FLOATS:
         text = f"x:*{sort} table:*i64 order:*i32 bounds:*i32 {beside}"
         function, constants = "experts.product", blocks
@@ -602,7 +648,7 @@ def kernels_of(architecture: int) -> dict[str, Kernel]:
     """Every kernel of an architecture, by name."""
     own = [*_products(architecture), *_persistent(architecture), *_attention(architecture)]
     own += _experts(architecture)
-    every = [*own, *_rows(), *_choosing(), *_lora(), *_exchange()]
+    every = [*own, *_rows(), *_heads(), *_choosing(), *_lora(), *_exchange()]
     return {kernel.name: kernel for kernel in every}
 
 

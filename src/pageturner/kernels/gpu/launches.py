@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from pageturner.kernels.base import F32, AttentionShape, KVSpec, Layer, Rope
+from pageturner.kernels.base import F32, KV_TYPES, AttentionShape, KVSpec, Layer, Rope
 from pageturner.kernels.gpu.arrays import Arena, GpuArray
 from pageturner.kernels.gpu.catalogue import (
     FEW,
@@ -37,7 +37,7 @@ from pageturner.kernels.gpu.catalogue import (
     persistent_ring,
     tiles_of,
 )
-from pageturner.kernels.gpu.driver import Driver, Plane
+from pageturner.kernels.gpu.driver import Driver, Plane, Rows
 from pageturner.kernels.gpu.steps import Step, heads_of_tile, inverse_of, view_of
 from pageturner.kernels.gpu.weights import (
     BLOCK_COLUMNS,
@@ -68,6 +68,21 @@ class GpuKV:
         here, scales = layer * self.layer_bytes, layer * self.layer_scales
         return self.keys + here, self.values + here, self.k_scales + scales, self.v_scales + scales
 
+    def places(self, block: int) -> list[Rows]:
+        """Where a block lies, a row for each layer: K and V [block_size, kv_heads, stored_head] in the KV's
+        type, then the scales of K and of V [block_size, kv_heads] fp32, as far as there are any. A block that
+        travels is these bytes, in this order."""
+        spec = self.spec
+        heads = spec.block_size * spec.kv_heads
+        wide = heads * spec.stored_head * KV_TYPES[spec.dtype]
+        every = (
+            (self.keys, wide, self.layer_bytes), (self.values, wide, self.layer_bytes),
+            (self.k_scales, 4 * heads, self.layer_scales), (self.v_scales, 4 * heads, self.layer_scales),
+        )  # fmt: skip
+        return [
+            Rows(base + block * nbytes, nbytes, spec.layers, pitch) for base, nbytes, pitch in every if base
+        ]
+
 
 @dataclass(slots=True)
 class Tables:
@@ -77,6 +92,21 @@ class Tables:
     sin: int
     half: int
     interleaved: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Latents:
+    """A row of what goes to a latent KV has `plain` elements of each head, `rotary` ones of each head, the
+    latent of `rank` elements, and a rotary key. kind: of the plain elements when they are placed. Without a
+    rope and a norm the row is rotated and normed already."""
+
+    heads: int
+    plain: int
+    rank: int
+    rotary: int
+    kind: str = "fp32"
+    rope: Rope | None = None
+    norm: Vector | None = None
 
 
 def group_height_of(rows: int) -> str:
@@ -334,6 +364,35 @@ class Launches:
         self.driver.launch("rotate", (len(x), heads), arguments)
         return out
 
+    def place_latent(
+        self, wide: GpuArray, latent: Latents, eps: float, kv: GpuKV, index: int, slots: GpuArray,
+        positions: GpuArray,
+    ) -> tuple[GpuArray, GpuArray]:  # fmt: skip
+        """The latent and the rotary key of each row go to the KV, normed and rotated. Given are of each head
+        its plain elements [T, heads * plain], and the query, of which the rotary elements are there already
+        and those that `k_up` makes of the plain ones are not: [T, heads * dim]."""
+        spec, heads = kv.spec, latent.heads
+        plain = self.arena.take((len(wide), heads * latent.plain), latent.kind)
+        q = self.arena.take((len(wide), heads * spec.stored_head))
+        tables = self.tables(latent.rope) if latent.rope is not None else Tables(0, 0, 0, False)
+        keys, _, scales, _ = kv.at(index)
+        norm = latent.norm.address if latent.norm is not None else 0
+        arguments = (
+            wide.address, plain.address, q.address, norm, keys, scales, slots.address, tables.cos,
+            tables.sin, positions.address, int(norm != 0), eps, wide.row, heads, latent.plain,
+            latent.rank, latent.rotary, spec.stored_head, tables.half, int(tables.interleaved),
+        )  # fmt: skip
+        self.driver.launch(f"place_latent.{spec.dtype}.{latent.kind}", (len(wide), heads + 1), arguments)
+        return plain, q
+
+    def join_heads(self, x: GpuArray, y: GpuArray, heads: int) -> GpuArray:
+        """Of each head its columns of x, and behind them those of y."""
+        first, second = x.shape[1] // heads, y.shape[1] // heads
+        out = self.arena.take((len(x), heads * (first + second)))
+        grid = (len(x) * heads, _tiles(first + second, GROUP_ROWS))
+        self.driver.launch("join_heads", grid, (x.address, y.address, out.address, first, second))
+        return out
+
     def kv_write(
         self, kv: GpuKV, layer: int, k: GpuArray, v: GpuArray, slots: GpuArray,
         positions: GpuArray, rope: Rope | None,
@@ -380,40 +439,41 @@ class Launches:
     def attention(
         self, q: GpuArray, kv: GpuKV, layer: int, step: Step, shape: AttentionShape, kind: str
     ) -> GpuArray:
-        """What the heads mixed: [T, heads * dim]. q: of heads as they are, or padded as those of the KV."""
+        """What the heads mixed: [T, heads * dim], or with a latent KV [T, heads * latent]. q: of heads as
+        they are, or padded as those of the KV."""
         view, dim = view_of(shape), kv.spec.stored_head
         q = self.fit_heads(q, shape.heads, dim)
         works = step.works[view]
-        size = next(one for one in HEAD_SIZES if one >= dim)
-        out = self.arena.take((len(q), shape.heads * dim), kind if kind in MIXED else "fp32")
+        columns = shape.heads * (shape.latent or dim)
+        out = self.arena.take((len(q), columns), kind if kind in MIXED else "fp32")
         attend = partial(self._attend, q, kv, layer, step, shape, out)
         if len(works.many):
             attend(MANY, works.many, (0, 0, 0))
         if len(works.few):
             vectors = works.partials * view.kv_heads
-            peaks, mixes = self.arena.take((vectors, 2)), self.arena.take((vectors, size))
+            peaks, mixes = self.arena.take((vectors, 2)), self.arena.take((vectors, view.size))
             begin = 0
             for count in works.rounds:  # each merges its partials before the next one writes its own
                 mine = works.few.rows(slice(begin, begin + count))
                 attend(FEW, mine, (peaks.address, mixes.address, works.arrived.address))
                 begin += count
-        return self.rounded(self.fit_heads(out, shape.heads, shape.head_dim), kind)
+        out = self.fit_heads(out, shape.heads, shape.latent or shape.head_dim)
+        return self.rounded(out, kind)
 
     def _attend(
         self, q: GpuArray, kv: GpuKV, layer: int, step: Step, shape: AttentionShape, out: GpuArray,
         height: str, works: GpuArray, partials: tuple[int, int, int],
     ) -> None:  # fmt: skip
         """partials: addresses of peaks, mixes and counters."""
-        spec, dim = kv.spec, kv.spec.stored_head
-        size = next(one for one in HEAD_SIZES if one >= dim)
+        spec, dim, view = kv.spec, kv.spec.stored_head, view_of(shape)
         slopes = self.constants(shape.slopes) if shape.slopes else 0
         sinks = self.constants(shape.sinks) if shape.sinks else 0
-        part = heads_of_tile(shape.heads // spec.kv_heads, attention_rows(self.driver.architecture, height))
+        part = heads_of_tile(view.group, attention_rows(self.driver.architecture, height, view.size))
         arguments = (
             q.address, *kv.at(layer), step.blocks.address, step.positions.address, works.address, slopes,
             sinks, out.address, *partials, q.row, int(slopes != 0), int(sinks != 0), shape.heads,
-            spec.kv_heads, dim, part, spec.block_size, *inverse_of(spec.block_size), shape.window,
-            int(shape.chunked), shape.scale, shape.soft_cap,
+            spec.kv_heads, dim, shape.latent or dim, part, spec.block_size, *inverse_of(spec.block_size),
+            shape.window, int(shape.chunked), shape.scale, shape.soft_cap,
         )  # fmt: skip
-        name = f"attend.{spec.dtype}.{size}.{height}.{out.kind}"
+        name = f"attend.{spec.dtype}.{view.size}.{height}.{out.kind}"
         self.driver.launch(name, (spec.kv_heads * len(works),), arguments)
