@@ -123,8 +123,7 @@ def make_engine(
     decoder = phases.run("load", lambda: tensor_parallel.load(model.path, ops, config, ranks))
     max_model_len = _model_len(config, decoder.spec.context)
     kv_dtype = devices.kv_type(config)
-    tried = chosen.ops and (ranks.ops if ranks else chosen.ops)
-    config = _tried(phases, decoder, tried, config, max_model_len, chosen.mark)
+    config = _tried(phases, decoder, chosen, ranks and ranks.ops, config, max_model_len)
     one = decoder.kv_spec(1, config.block_size, kv_dtype)
     of_draft = smaller.kv_spec(1, config.block_size, kv_dtype).nbytes if smaller else 0
     fingerprint = _fingerprint(ops, config, kv_dtype, decoder.spec.rope.choice(max_model_len))
@@ -170,23 +169,28 @@ def _device(config: EngineConfig, model: hub.ModelFile) -> devices.DeviceChoice:
 
 
 def _tried(
-    phases: Phases, decoder: Decoder, ops: Any, config: EngineConfig, length: int, mark: str
+    phases: Phases,
+    decoder: Decoder,
+    chosen: devices.DeviceChoice,
+    ranks: Any,
+    config: EngineConfig,
+    length: int,
 ) -> EngineConfig:
     """What a device does before it serves: its largest step, smaller ones, and the test that it computes
     right. Gives the settings, with a token budget that fits. Of several ranks the first one does it alone: a
     step that does not fit would end the others. Then all do it, for what they take is not free for KV.
 
-    mark  of the model, for that test
+    ranks  their backend; None: there is one device
     """
-    if ops is None:
+    if chosen.ops is None:
         return config
-    steps, several = (decoder, ops), tensor_parallel.ranks_of(config) > 1
-    kv_dtype = devices.kv_type(config)
-    with ops.alone() if several else nullcontext():
+    steps, kv_dtype = (decoder, ranks or chosen.ops), devices.kv_type(config)
+    with ranks.alone() if ranks else nullcontext():
         config = phases.run("dry_run", lambda: devices.dry_run(*steps, config, kv_dtype, length))
         phases.run("first_step", lambda: devices.smaller_steps(*steps, config, kv_dtype, length))
-        phases.run("proof", lambda: self_test(*steps, mark, config.block_size, kv_dtype, length))
-    if several:
+        test = (*steps, chosen.mark, config.block_size, kv_dtype, length)
+        phases.run("proof", lambda: self_test(*test))
+    if ranks:
         phases.run("ranks", lambda: devices.by_all_ranks(*steps, config, kv_dtype, length))
     return config
 

@@ -345,7 +345,9 @@ class GpuOps(Chooser, Composites):
         still to be done."""
         self.begin()
         views = views_of(stack, len(pages))
-        found = self.graphs.run(self, stack, pages, views, choice) if self.graphs is not None else None
+        found = None
+        if self.graphs is not None and stack.layers:
+            found = self.graphs.run(self, stack, pages, views, choice)
         if found is None:
             return self.layers(stack, self.steps(pages, views)), 0
         return found.out.rows(slice(0, len(pages[0][0].logit_rows))), len(found.out) * found.chosen

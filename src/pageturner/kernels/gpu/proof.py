@@ -379,23 +379,17 @@ def _steps(subject: Subject) -> None:
                 raise _wrong(ops, f"a step gives other bits among {others} sequences")
         if ops.divided:
             return  # a rank has a slice of the head
-        both = [(1, length - 1, 1), (0, length - 1, 1)]
-        step(stack, both)
-        chosen = ops.collect(ops.choose_later(GpuArray(*step.latest), subject.head, _greedy(2))).ids
-        known = step(stack, both, tokens=chosen[::-1])
-        if not _alike(step(stack, both, tokens=np.array([-2, -1], np.int32)), known):
-            raise _wrong(ops, "a step with tokens that stayed on the device gives other bits")
-
-
-def _greedy(rows: int) -> Draw:
-    zeros = np.zeros(rows, np.float32)
-    return zeros, np.zeros(rows, np.int32), np.ones(rows, np.float32), zeros, zeros
+        for _ in range(3):  # plain, and recorded
+            first, second = step.begin(), step.begin(np.array([-2, -1], np.int32))
+            tokens, found = ops.collect(first).ids, ops.collect(second)
+            known = ops.collect(step.begin(tokens[::-1]))
+            if not (found.ids == known.ids).all() or not _alike(found.logits, known.logits):
+                raise _wrong(ops, "a step with tokens that stayed on the device gives other bits")
 
 
 class _Sequence:
     """Steps on a KV of two sequences. Runs are (sequence, tokens computed, rows); those of the first sequence
-    write its KV, and nobody writes the other's, which is zeros. latest: address and shape of what the last
-    step gave."""
+    write its KV, and nobody writes the other's, which is zeros."""
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
@@ -405,22 +399,29 @@ class _Sequence:
         vocabulary = min(stack.vocabulary or stack.embed.rows, stack.embed.rows)
         random = np.random.default_rng(subject.length)
         self._tokens = random.integers(0, vocabulary, subject.length).astype(np.int32)
-        self.latest: tuple[int, tuple[int, ...]] = (0, ())
 
-    def __call__(
-        self, layers: Stack, runs: list[tuple[int, int, int]], every: bool = False, tokens: I32 | None = None
-    ) -> F32:
-        """The last row of each run, or every row. tokens: in place of the sequence's."""
+    def __call__(self, layers: Stack, runs: list[tuple[int, int, int]], every: bool = False) -> F32:
+        """The last row of each run, or every row."""
+        ops = self._subject.ops
+        return ops.to_numpy(ops.hidden(layers, self._batch(runs, every), self.kv, None))
+
+    def begin(self, tokens: I32 | None = None) -> Any:
+        """A step of the last row of each sequence, whose likeliest tokens are chosen; for `collect`. tokens:
+        in place of those of the sequence."""
+        zeros, ones = np.zeros(2, np.float32), np.ones(2, np.float32)
+        greedy: Draw = zeros, np.zeros(2, np.int32), ones, zeros, zeros
+        last, subject = self._subject.length - 1, self._subject
+        batch = self._batch([(1, last, 1), (0, last, 1)])
+        batch = batch if tokens is None else replace(batch, tokens=tokens)
+        return subject.ops.launch_step(subject.stack, batch, self.kv, None, subject.head, greedy)
+
+    def _batch(self, runs: list[tuple[int, int, int]], every: bool = False) -> Batch:
         batch, block = _batch(self._tables, runs), self._subject.spec.block_size
         rows = np.arange(len(batch.positions), dtype=np.int32)
         mine = np.repeat([sequence == 0 for sequence, *_ in runs], [n for *_, n in runs])
         slots = np.where(mine, _slots(self._tables[0], batch.positions, block), -1).astype(np.int32)
         wanted = rows if every else batch.logit_rows
-        given = self._tokens[batch.positions] if tokens is None else tokens
-        batch = replace(batch, tokens=given, slots=slots, logit_rows=wanted)
-        found = self._subject.ops.hidden(layers, batch, self.kv, None)
-        self.latest = found.address, found.shape
-        return self._subject.ops.to_numpy(found)
+        return replace(batch, tokens=self._tokens[batch.positions], slots=slots, logit_rows=wanted)
 
 
 @contextmanager
