@@ -140,7 +140,7 @@ MIXED = [(600, 1), (40, 3), (0, 90), (255, 2), (100, 17)]
 def test_a_mixed_step_and_others_of_its_room_have_their_addresses(view: AttentionView) -> None:
     found, rooms = set(), set()
     for runs in (MIXED, [(500, 1), (60, 2), (20, 86), (250, 3), (90, 21)]):
-        driver = SimpleNamespace(alloc=lambda _: 4096, upload=lambda at, data: None)
+        driver = SimpleNamespace(alloc=lambda _: 4096, upload=lambda *_: None, clear=lambda *_: None)
         arena = Arena(driver, 1 << 26)  # type: ignore[arg-type]
         batch = batch_of(runs, 16)
         room = steps.room_of(batch, {view}, 90, 128)

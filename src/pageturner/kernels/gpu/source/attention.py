@@ -96,8 +96,8 @@ def store_mixed(
 
 @triton.jit
 def block_of(position, inverse, shift, MANY: tl.constexpr):
-    """Of a position, as `steps.inverse_of` says. Products of 32 bits take fewer instructions. With those of 64
-    bits the compiler lets threads share their slots, which takes fewer still where a tile has few rows."""
+    """Of a position, as `steps.inverse_of` says. Products of 32 bits take fewer instructions. With 64 bits
+    the compiler lets threads share their slots, which takes fewer still where a tile has few rows."""
     if MANY:
         high = tl.umulhi((position + position).to(tl.uint32), inverse.to(tl.uint32) << 7)
         block = (high >> (shift - 24)).to(tl.int32)
