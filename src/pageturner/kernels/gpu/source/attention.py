@@ -95,6 +95,18 @@ def store_mixed(
 
 
 @triton.jit
+def block_of(position, inverse, shift, MANY: tl.constexpr):
+    """Of a position, as `steps.inverse_of` says. Products of 32 bits take fewer instructions. With 64 bits
+    the compiler lets threads share their slots, which takes fewer still where a tile has few rows."""
+    if MANY:
+        high = tl.umulhi((position + position).to(tl.uint32), inverse.to(tl.uint32) << 7)
+        block = (high >> (shift - 24)).to(tl.int32)
+    else:
+        block = ((position.to(tl.int64) * inverse) >> shift).to(tl.int32)
+    return block
+
+
+@triton.jit
 def attend_tile(
     q, turned, keys, values, k_scales, v_scales, table, slopes, has_slopes, position, first, last, lowest,
     every_first, every_last, start, kv_head, query_head, kv_heads, dim, mixed_dim, block, inverse, shift,
@@ -107,7 +119,7 @@ def attend_tile(
     ones = tl.full((BLOCK_T, 16), 1.0, tl.float32).to(q.dtype)
     j = start + tl.arange(0, BLOCK_T)
     there = tl.minimum(tl.maximum(j, lowest), last)
-    column = ((there.to(tl.int64) * inverse) >> shift).to(tl.int32)
+    column = block_of(there, inverse, shift, q.shape[0] > 16)
     slot = tl.load(table + column) * block + (there - column * block)
     k = load_heads(keys, k_scales, slot, kv_head, kv_heads, dim, mixed_dim, d, KIND, q.dtype)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
