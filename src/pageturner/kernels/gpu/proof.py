@@ -293,8 +293,8 @@ def _filled(ops: GpuOps, shape: AttentionShape, spec: KVSpec) -> Iterator[tuple[
             k, v = random.standard_normal((2, POSITIONS, spec.kv_heads * spec.head_dim), np.float32)
             slots = _slots(tables[sequence], np.arange(POSITIONS), spec.block_size)
             ops.begin()
-            ops.kv_write(kv, 0, ops.on_device(k), ops.on_device(v), slots)
-            _HOST.kv_write(theirs, 0, k, v, slots)
+            ops.kv_write(kv, 0, ops.on_device(k), None if spec.latent else ops.on_device(v), slots)
+            _HOST.kv_write(theirs, 0, k, None if spec.latent else v, slots)
         yield kv, theirs, tables
     finally:
         ops.free_kv(kv)
@@ -338,7 +338,8 @@ def _rows_alone(ops: GpuOps, layer: Layer, length: int) -> None:
         heads = shape.heads * dim
         compare("a norm of heads", lambda on, x, w: on.head_norm(x, w, eps, dim), heads, layer.q_norm)
     if layer.rope.cos.shape[1]:
-        compare("a rotation", lambda on, x: on.rope(x, at, layer.rope, dim), shape.heads * dim)
+        turned = dim if layer.latent is None else 2 * layer.rope.cos.shape[1]
+        compare("a rotation", lambda on, x: on.rope(x, at, layer.rope, turned), shape.heads * turned)
     if act in ("silu", GATED):
         name = "act_mul" if act == "silu" else act
         compare("an activation", lambda on, x: getattr(on, name)(x, x), dim)
