@@ -27,8 +27,9 @@ def load_heads(kv, scales, slot, head, heads, stride, dim, d, KIND: tl.constexpr
     """Of each slot the elements d, those below `dim`, of one head [positions, D] in the type that products
     are computed in. Heads are `stride` apart."""
     index = slot * heads + head
-    kv += index.to(tl.int64)[:, None] * stride
-    value = tl.load(kv + d[None, :], mask=(d < dim)[None, :], other=0)
+    # pointers of rows in one dimension: threads share them, where [:, None] earlier lets each compute its own
+    rows = kv + index.to(tl.int64) * stride
+    value = tl.load(rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0)
     if KIND == "int8":
         scale = tl.load(scales + index)
         heads_of = (value.to(tl.float32) * scale[:, None]).to(COMPUTE)
