@@ -60,7 +60,8 @@ GROUPED = {
     "8.16": (8, 16, "fp32"), "8.32": (8, 32, "fp32"), "4.32": (4, 32, "fp32"), "4.32.fp16": (4, 32, "fp16"),
     "4.128": (4, 128, "fp32"), "5.32": (5, 32, "fp32"), "fp8": (8, 0, "fp32"),
 }  # fmt: skip
-GATED_GROUPS = ("4.32.fp16", "4.128", "fp8")  # as GATED
+# As GATED, of many rows: with fewer the programs would be half as many, and wait for each other longer
+GATED_GROUPS = ("4.32.fp16", "4.128", "fp8")
 SUMS_SPAN = 256  # columns of a tile of `group_sums`
 GROUPS_K = 128  # what parts of K of a product with them are multiples of
 BINARY = ("act_mul", "add", "mul", "clamped_swiglu")
@@ -201,11 +202,11 @@ def persistent_ring(architecture: int, kind: str, rows: int, outputs: int) -> Ri
 
 
 def groups_tile(architecture: int, rows: str, form: str) -> Tile:
-    """The same of weights in groups: they are the first operand. Few rows take the matrix instruction of one
-    warp, which nobody waits for; on sm_90 its bits are those of the taller one. On sm_100 all do: Triton 3.6
-    cannot lay these operands out for the taller one there."""
-    if rows == FEW:
-        return Tile(16, 32, 128, 2, 4)
+    """The same of weights in groups: they are the first operand. Up to 16 rows take the matrix instruction of
+    one warp, which nobody waits for; on sm_90 its bits are those of the taller one. On sm_100 all do: Triton
+    3.6 cannot lay these operands out for the taller one there."""
+    if rows in (SLIM, FEW):
+        return Tile(8 if rows == SLIM else 16, 32, 128, 2, 4)
     if architecture == 100:
         return Tile(64, 32, 128, 2, 3)
     small = SHARED[architecture] <= 101376
@@ -245,8 +246,9 @@ def groups(form: str, rows: str, tile: Tile, gated: bool = False) -> Kernel:
     bits, group, scales = GROUPED[form]
     text = f"x:*bf16 q:*i32 high:*i32 scale:*{scales} low:*{scales} sums:*fp32"
     ahead = 0 if rows == MANY else tile.n << 9
-    constants: Constants = (("BITS", bits), ("GROUP", group), ("SUMS", rows != FEW), ("AHEAD", ahead),
-                            ("LINE", 64), ("BLOCK_M", tile.m), ("BLOCK_N", tile.n), ("BLOCK_K", tile.k),
+    sums = rows not in (SLIM, FEW)
+    constants: Constants = (("BITS", bits), ("GROUP", group), ("SUMS", sums), ("AHEAD", ahead), ("LINE", 64),
+                            ("BLOCK_M", tile.m), ("BLOCK_N", tile.n), ("BLOCK_K", tile.k),
                             ("STAGES", tile.stages))  # fmt: skip
     if gated:
         function, text, aligned = "gated_groups", f"{text} out:*bf16 has_low zero M N K", ("N", "K")
@@ -303,11 +305,6 @@ def _persistent(architecture: int) -> list[Kernel]:
     ]  # fmt: skip
 
 
-def gated_heights(form: str) -> tuple[str, ...]:
-    """Of gate and up in groups: with scales of groups many rows have the tile of some."""
-    return (FEW, SOME, MANY) if form == "fp8" else (FEW, SOME)
-
-
 def _products(architecture: int) -> list[Kernel]:
     found = []
     for kind in FLOATS:
@@ -315,11 +312,11 @@ def _products(architecture: int) -> list[Kernel]:
             found.append(dense(f"dense.{kind}.{rows}", kind, rows, tile))
             if kind in GATED and gated_height(rows) == rows:
                 found.append(gated_dense(f"gated_dense.{kind}.{rows}", kind, rows, tile))
-    for rows in (FEW, SOME, MANY):
+    for rows in (SLIM, FEW, SOME, MANY):
         for form in GROUPED:
             tile = groups_tile(architecture, rows, form)
             found.append(groups(form, rows, tile))
-            if form in GATED_GROUPS and rows in gated_heights(form):
+            if form in GATED_GROUPS and rows == MANY:
                 found.append(groups(form, rows, tile, gated=True))
     for group in sorted({group for _, group, _ in GROUPED.values() if group}):
         span: Constants = (("GROUP", group), ("BLOCK_M", 16), ("SPAN", SUMS_SPAN))

@@ -20,6 +20,7 @@ from pageturner.kernels.gpu.catalogue import (
     HEAD_SIZES,
     MANY,
     MIXED,
+    SLIM,
     SOME,
     SOME_ROWS,
     STEP,
@@ -28,7 +29,6 @@ from pageturner.kernels.gpu.catalogue import (
     attention_rows,
     block_k,
     gated_height,
-    gated_heights,
     gated_outputs,
     group_parts_of,
     groups_tile,
@@ -48,7 +48,8 @@ from pageturner.kernels.gpu.weights import (
     Vector,
 )
 
-GROUPS_ROWS = 16  # up to so many rows the tile of weights in groups is small
+# Heights of tiles of weights in groups, and how many rows each is for; more have MANY
+GROUPS_ROWS = ((SLIM, 8), (FEW, 16), (SOME, SOME_ROWS))
 
 
 @dataclass(slots=True)
@@ -111,7 +112,10 @@ class Latents:
 
 def group_height_of(rows: int) -> str:
     """`height_of` of weights in groups."""
-    return FEW if rows <= GROUPS_ROWS else SOME if rows <= SOME_ROWS else MANY
+    for height, most in GROUPS_ROWS:
+        if rows <= most:
+            return height
+    return MANY
 
 
 def _tiles(count: int, size: int) -> int:
@@ -206,7 +210,8 @@ class Launches:
         if isinstance(w, FloatMatrix):
             whole = w.kind in GATED and parts_of(w.rows, w.columns, block_k(kind))[1] == 1
         else:
-            whole = w.sort in GATED_GROUPS and group_parts_of(w.rows, w.columns)[1] == 1
+            many = w.sort in GATED_GROUPS and group_height_of(len(x)) == MANY
+            whole = many and group_parts_of(w.rows, w.columns)[1] == 1
         if w.compute != kind or not whole or w.rows % (2 * BLOCK_ROWS):
             return self.gated(self.product(x, w), kind)
         x = self._input(x, w)
@@ -244,12 +249,10 @@ class Launches:
 
     def _gated_groups(self, x: GpuArray, w: Groups) -> GpuArray:
         rows, outputs = len(x), w.rows // 2
-        height = group_height_of(rows)
-        height = height if height in gated_heights(w.sort) else SOME
-        tile = groups_tile(self.driver.architecture, height, w.sort)
+        tile = groups_tile(self.driver.architecture, MANY, w.sort)
         out = self.arena.take((rows, outputs), w.compute)
         self.driver.launch(
-            f"gated_groups.{w.sort}.{height}", (_tiles(outputs, tile.n) * _tiles(rows, tile.m),),
+            f"gated_groups.{w.sort}.{MANY}", (_tiles(outputs, tile.n) * _tiles(rows, tile.m),),
             (*self._operands(x, w), out.address, int(w.low != 0), w.zero, rows, outputs, w.columns),
         )  # fmt: skip
         return out
@@ -257,7 +260,7 @@ class Launches:
     def _operands(self, x: GpuArray, w: Groups) -> tuple[int, ...]:
         """Addresses of both operands, the last one of the sums of the groups of x: where there are lows and
         more rows than a kernel that computes them itself takes."""
-        wanted = w.low and group_height_of(len(x)) != FEW
+        wanted = w.low and group_height_of(len(x)) not in (SLIM, FEW)
         sums = self.group_sums(x, w.columns, w.group) if wanted else 0
         return x.address, w.q, w.high, w.scale, w.low, sums
 
