@@ -241,12 +241,11 @@ def attend(
         work = tl.num_programs(0) // kv_heads - 1 - work
     works += work.to(tl.int64) * 8
     row0, count, head0 = tl.load(works + 1), tl.load(works + 2), tl.load(works + 3)
-    group = heads // kv_heads
-    mine = tl.minimum(part, group - head0)
+    mine = tl.minimum(part, heads // kv_heads - head0)
     r, d = tl.arange(0, R), tl.arange(0, D)
     valid = r < count * mine
     row = tl.where(valid, row0 + r // mine, row0).to(tl.int64)
-    head = kv_head * group + head0 + r % mine
+    head = kv_head * (heads // kv_heads) + head0 + r % mine
     position = tl.load(positions + row)
     first = first_seen(position, window, chunked)
     last, every_last = tl.max(position, axis=0), tl.min(position, axis=0)
