@@ -30,7 +30,7 @@ SAMPLE_BINS, SAMPLE_STATE, SAMPLE_SORTED = 256, 16, 2048
 SLIM, FEW, HALF, SOME, MANY = HEIGHTS = "slim", "few", "half", "some", "many"
 STEP = 16  # columns of a weight are a multiple of it: kernels read so many at once
 FEW_ROWS, SOME_ROWS = 64, 256  # up to so many rows the parts of K are computed beside each other
-MAX_SPLIT_TILES = 1024  # tiles of a product whose parts of K are computed beside each other
+MAX_SPLIT_TILES = 2048  # tiles of a product whose parts of K are computed beside each other
 # Of the products of adapters: rows of a tile, ranks of a block, outputs of a tile, most parts of K
 LORA_ROWS, LORA_RANKS, LORA_OUTPUTS, LORA_PARTS = 16, 16, 128, 8
 
@@ -659,9 +659,10 @@ def parts_of(rows: int, columns: int, step: int) -> tuple[int, int]:
 
 
 def group_parts_of(rows: int, columns: int) -> tuple[int, int]:
-    """The same of weights in groups: until some 256 programs of 64 outputs read it."""
+    """The same of weights in groups: until some 512 programs of 64 outputs read it, each of at least 512
+    columns. A turn of a program takes long, but many programs beside each other hardly take longer."""
     programs = -(-rows // 64)
-    return cut(columns, max(1, min(256 // programs, columns // 1024, 16)), GROUPS_K)
+    return cut(columns, max(1, min(512 // programs, columns // 512, 16)), GROUPS_K)
 
 
 def cut(columns: int, parts: int, step: int) -> tuple[int, int]:
