@@ -86,7 +86,9 @@ class EngineConfig(SchedulerConfig, KVSettings):
     )  # fmt: skip
     threads: int = option(0, "kernel threads; 0: one per core that this process may use", least=0)
     tensor_parallel_size: int = option(
-        1, "processes that divide each layer among them, and the threads: one for each NUMA node", least=1
+        1,
+        "processes that divide each layer among them: one for each GPU, or one for each NUMA node",
+        least=1,
     )
     pipeline_parallel_size: int = option(
         1,

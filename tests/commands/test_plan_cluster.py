@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pageturner import cli
+from pageturner.kernels.gpu.catalogue import exchange_bytes
 
 # 2 x 32 layers x 8 heads x 128 values x 2 bytes = 128 KiB a token
 LLAMA_8B = {
@@ -39,9 +40,10 @@ def test_what_each_rank_holds(model: str, tmp_path: Path, capsys: pytest.Capture
     more = planned(tmp_path, model, "--gpus", "16")
     said = capsys.readouterr().out
     assert "16.00 KiB a token; 50% of the KV is what another rank holds too" in said
-    weights = whole["weights"]["bytes"]
-    assert whole["memory"]["kv_bytes"] == 8 * 72e9 - weights
-    assert more["memory"]["kv_bytes"] == (16 * 72e9 - weights) / 2, "each of 8 heads is on two ranks"
+    assert "B for sums over ranks, " in said
+    weights, sums = whole["weights"]["bytes"], exchange_bytes()
+    assert whole["memory"]["kv_bytes"] == 8 * (72e9 - sums) - weights
+    assert more["memory"]["kv_bytes"] == (16 * (72e9 - sums) - weights) / 2, "each of 8 heads is on two ranks"
 
 
 def test_hand_over_tiers_and_roles(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,6 +27,7 @@ def driver(free: int = 1 << 30) -> SimpleNamespace:
     return SimpleNamespace(
         name="Fake", architecture=90, fingerprint="f", version="", memory=lambda: (free, 1 << 30),
         alloc=lambda n: 4096, clear=lambda *_: None, close=lambda: CLOSED.append(free),
+        peers=lambda: [True, False, True],
     )  # fmt: skip
 
 
@@ -172,6 +173,20 @@ def test_the_ceilings_of_a_device_are_measured_and_kept(
     assert limits.read_gb_s == 2 * found.copy_gb_s
 
 
+@pytest.mark.parametrize(("ranked", "fits"), [("0,1", False), ("0,2", True), ("0,0", True), ("0,3", False)])
+def test_ranks_have_devices_that_reach_each_other(
+    ranked: str, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(devices.ORDINALS, ranked)
+    two = EngineConfig(device="cuda", tensor_parallel_size=2)
+    if fits:
+        assert chosen(monkeypatch, two).ops is not None
+        return
+    with pytest.raises(EngineFault) as caught:
+        chosen(monkeypatch, two)
+    assert caught.value.code == "gpu_devices"
+
+
 def test_doctor_tells_the_device_or_why_there_is_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -188,7 +203,9 @@ def test_doctor_tells_the_device_or_why_there_is_none(
     problems = doctor_device.examine(EngineConfig(model=str(TINY), device="cuda"), True)[2]
     assert problems == ["the NVIDIA driver is for CUDA 11.8"]
     monkeypatch.setattr(devices, "open_driver", driver)
-    lines, _, problems = doctor_device.examine(EngineConfig(model=str(TINY), device="cuda"), False)
+    lines, data, problems = doctor_device.examine(EngineConfig(model=str(TINY), device="cuda"), False)
     assert "sm_90" in lines["CUDA"]
+    assert data["cuda"]["reaches"] == [True, False, True]
+    assert lines["devices"].startswith("3, ")
     assert lines["compared"] == "not yet: the first start does"
     assert (lines["chosen"].startswith("cuda ("), problems) == (True, [])

@@ -162,16 +162,26 @@ def test_the_products_of_an_8b_model(tmp_path: Path) -> None:
     assert both == pytest.approx(one / 2)
 
 
-def test_gpus_of_a_replica_pay_for_their_links(tmp_path: Path) -> None:
-    """Two all-reduces in each of 32 layers; in a ring of four each GPU sends 3/4 of the values twice."""
-    model, work = outline(tmp_path, LLAMA_8B), StepWork(100, 1, 1, 100, 5050)
+@pytest.mark.parametrize(
+    ("ranks", "rows", "sent", "exchanges"),
+    [
+        (2, 1, 1, 1), (2, 4000, 4000, 1),  # of two each sends all that it has
+        (4, 32, 3 * 32, 1), (4, 33, 2 * 3 / 4 * 33, 2),  # 512 KB of rows of 16 KB
+        (8, 16, 7 * 16, 1), (8, 17, 2 * 7 / 8 * 17, 2),
+    ],
+)  # fmt: skip
+def test_gpus_of_a_replica_pay_for_their_links(
+    ranks: int, rows: int, sent: float, exchanges: int, tmp_path: Path
+) -> None:
+    """Two sums of fp32 rows in each of 32 layers and one of the embedding, and logits that come together."""
+    model, work = outline(tmp_path, LLAMA_8B), StepWork(rows, 3, 3, rows, 5050)
     costs = [
-        roofline(model, GPUS["H100"], Reach(link=link, latency=latency), 4).seconds(work)
+        roofline(model, GPUS["H100"], Reach(link=link, latency=latency), ranks).seconds(work)
         for link, latency in ((0.0, 0.0), (1e30, 0.0), (1e30, 10e-6))
     ]
-    sent = 100 * 4096 * 2 * 2 * 3 / 4 * 64
-    assert costs[0] - costs[1] == pytest.approx(sent / 450e9, rel=1e-6)
-    assert costs[2] - costs[1] == pytest.approx(64 * 10e-6, rel=1e-6)
+    nbytes = 65 * sent * 4096 * 4 + 3 * 128256 * 4 * (ranks - 1) / ranks
+    assert costs[0] - costs[1] == pytest.approx(nbytes / 450e9, rel=1e-6)
+    assert costs[2] - costs[1] == pytest.approx((65 * exchanges + 1) * 10e-6, rel=1e-6)
     with pytest.raises(EngineFault, match="--link-gb-s"):
         Reach(link=-1.0).check()
 

@@ -19,10 +19,10 @@ import numpy as np
 
 from pageturner.errors import EngineFault
 from pageturner.kernels.gpu.arrays import Arena
-from pageturner.kernels.gpu.catalogue import EXCHANGE_PROGRAMS, kernels_of
+from pageturner.kernels.gpu.catalogue import EXCHANGE_PROGRAMS, exchange_bytes, kernels_of
 from pageturner.kernels.gpu.cuda_driver import PAGE, SLOT, SLOTS, CudaDriver
 from pageturner.kernels.gpu.driver import LATER
-from pageturner.kernels.gpu.exchange import DeviceExchange, region_bytes
+from pageturner.kernels.gpu.exchange import DeviceExchange
 from pageturner.kernels.gpu.manifest import Manifest
 from support.stub_cuda import CONTEXT, EVENT, MEMORY, PEER, PINNED, READY, Stub
 
@@ -477,7 +477,7 @@ def exchanges(manifest: Manifest) -> None:
     arena = Arena(driver, 64 << 20)
     mine = DeviceExchange(driver, arena, 1, 4, area=1 << 14)
     mine.starts = (0, 64, 128, 192, 260)
-    regions = [driver.alloc(region_bytes(1 << 14)) for _ in range(4)]
+    regions = [driver.alloc(exchange_bytes(1 << 14)) for _ in range(4)]
     mine.open([b""] * 4, dict(enumerate(regions)))
     x = arena.take((40, 4096))
     driver.begin_recording()

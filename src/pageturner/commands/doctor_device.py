@@ -35,6 +35,9 @@ def examine(config: EngineConfig, measure: bool) -> tuple[dict[str, str], dict[s
             "total": total,
             "compared": device_proofs.proofs_of(driver),
         }
+        reached = driver.peers()
+        data["cuda"]["reaches"] = reached
+        lines["devices"] = _reached(reached)
         lines["compared"] = device_proofs.told(driver)
         if measure:
             _measure(driver, lines, data)
@@ -45,6 +48,16 @@ def examine(config: EngineConfig, measure: bool) -> tuple[dict[str, str], dict[s
         return lines, data, [fault.message]
     lines["chosen"] = data["chosen"] = chosen.text
     return lines, data, []
+
+
+def _reached(reached: list[bool]) -> str:
+    """How many devices there are, and which of them --tensor-parallel-size may have beside this one."""
+    others = [str(ordinal) for ordinal, reaches in enumerate(reached) if reaches]
+    apart = len(reached) - len(others)
+    text = f"{len(reached)}, of which each --tensor-parallel-size may have: {', '.join(others)}"
+    if len(reached) == 1:
+        return "1"
+    return f"{text}; the memory of {apart} more cannot be reached" if apart else text
 
 
 def _needs(config: EngineConfig) -> devices.ModelNeeds:

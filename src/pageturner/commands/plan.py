@@ -166,6 +166,7 @@ def make_plan(arguments: argparse.Namespace, config: EngineConfig) -> ModelPlan:
 
     from pageturner.lab.kv_planner import KVPlanner
     from pageturner.lab.model_outline import kv_share
+    from pageturner.lab.roofline import between
     from pageturner.runtime.kv_memory import available_memory
 
     gpu, memory, memory_from = _gpu(arguments)
@@ -178,7 +179,8 @@ def make_plan(arguments: argparse.Namespace, config: EngineConfig) -> ModelPlan:
     dtype = "float16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     adapters = sum(sorted(map(adapter_bytes, arguments.lora), reverse=True)[: config.max_loras])
     gpus = max(arguments.gpus, 1)
-    free = max(int((memory - model.weights - adapters) * kv_share(model, dtype, gpus)), 0)
+    beside = model.weights + adapters + between(gpus)
+    free = max(int((memory - beside) * kv_share(model, dtype, gpus)), 0)
     planner = KVPlanner(model, dtype, config.block_size, _longest(model, config), free)
     rows, notes = _rows(planner, lengths), _notes(model, memory)
     if arguments.trace:
@@ -326,13 +328,15 @@ def _facts(plan: ModelPlan) -> str:
 def _rank(plan: ModelPlan) -> str:
     """What one of several GPUs holds, which share each layer."""
     from pageturner.lab.model_outline import kv_share, rank_kv_bytes
+    from pageturner.lab.roofline import between
 
     dtype, count = plan.planner.dtype, plan.gpus
     own = kv_share(plan.model, dtype, count)
     twice = "" if own == 1 else f"; {1 - own:.0%} of the KV is what another rank holds too"
     room = _size(plan.planner.memory / own / count)
+    sums = _size(between(count) / count)
     return (
-        f"{_size((plan.model.weights or 0) / count)} of weights, {room} for KV,"
+        f"{_size((plan.model.weights or 0) / count)} of weights, {sums} for sums over ranks, {room} for KV,"
         f" {_size(rank_kv_bytes(plan.model, dtype, count))} a token{twice}"
     )
 

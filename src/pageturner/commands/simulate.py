@@ -89,7 +89,8 @@ def _engine_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--link-gb-s", type=float, default=0.0,
                         help="GB/s that a GPU sends to the others of its replica (default: by its sheet)")
     parser.add_argument("--link-us", type=float, default=10.0,
-                        help="microseconds of an all-reduce beside its bytes (default: %(default)s)")
+                        help="microseconds of an exchange between GPUs beside its bytes "
+                             "(default: %(default)s)")
     parser.add_argument("--price-per-gpu-hour", metavar="PRICE", default="",
                         help="money for a GPU and an hour, or H100=2,L4=0.5")
     parser.add_argument("--lora", metavar="FOLDER", type=Path, action="append", default=[],

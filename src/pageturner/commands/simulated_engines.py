@@ -93,7 +93,7 @@ def engine_on_gpu(arguments: argparse.Namespace, flags: Flags, kind: str, count:
         when = "while the step before it runs" if reach.ahead else "before it"
         notes[1] += f", {1e3 * reach.host:g} ms of the host {when}"
     if count > 1:
-        notes[1] += f", {1e6 * reach.latency:g} us of each all-reduce beside its bytes"
+        notes[1] += f", {1e6 * reach.latency:g} us of each exchange between them beside its bytes"
     if adapters:
         told = f"{len(adapters)}, of which {len(hot)} are in memory ({sum(hot) / 1e6:,.1f} MB)"
         notes.append(f"adapters: {told}; reading others again is not counted")

@@ -4,10 +4,10 @@ Owns the GPU sheet and the two ceilings of Williams et al., Roofline, CACM 2009.
 
 A step is the products of all layers, the output head for rows that get a token, and attention; each takes as
 long as its arithmetic or its bytes, whichever is slower. Layers with a window are counted as if they saw
-everything. Between the GPUs of a replica go two all-reduces in each layer, of 16-bit values, in a ring, which
-nothing hides; what the output head sends is not counted. The host takes its time for each step, before it or,
-one step ahead (adr/0066), while the step before it runs. The reachable shares of the limits and the times
-beside are assumptions: say them with the result.
+everything. Between the GPUs of a replica go sums and logits as kernels/gpu/exchange.py sends them, which
+nothing hides. The host takes its time for each step, before it or, one step ahead (adr/0066), while the step
+before it runs. The reachable shares of the limits and the times beside are assumptions: say them with the
+result.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pageturner.errors import EngineFault
+from pageturner.kernels.gpu.catalogue import ONE_EXCHANGE, exchange_bytes
 from pageturner.lab.model_outline import Outline, kv_share
 from pageturner.lab.step_cost import one_by_one
 from pageturner.observe.work import ModelCosts, StepWork
@@ -79,8 +80,8 @@ def _letters(name: str) -> str:
 class Reach:
     """What is assumed of the software: shares of the limits, seconds of a step that nothing hides, and the
     share of the memory that weights and KV may take. link: bytes a second between the GPUs of a replica, 0:
-    as the GPU's sheet says; latency: seconds of an all-reduce beside its bytes; host: seconds that the host
-    takes for each step, which ahead hides behind the step before it."""
+    as the GPU's sheet says; latency: seconds of an exchange between them beside its bytes; host: seconds that
+    the host takes for each step, which ahead hides behind the step before it."""
 
     compute: float = 0.6
     bandwidth: float = 0.8
@@ -103,12 +104,40 @@ class Reach:
 
 
 @dataclass(frozen=True, slots=True)
+class Exchanges:
+    """What goes between the GPUs of a replica in a step: sums of fp32 rows over all, two in each layer and
+    one of the embedding, and the logits, which come to the first one.
+
+    row      bytes of a row; logits: bytes of a row's logits that the first GPU gets from others
+    link     bytes a second that a GPU sends, or gets
+    latency  seconds of an exchange beside its bytes; a sum of many rows takes two
+    """
+
+    ranks: int
+    sums: int
+    row: float
+    logits: float
+    link: float
+    latency: float
+
+    def seconds(self, rows: int, logits: int) -> float:
+        if self.ranks == 1:
+            return 0.0
+        others, nbytes = self.ranks - 1, rows * self.row
+        sent, exchanges = others * nbytes, 1
+        if self.ranks > 2 and nbytes > ONE_EXCHANGE // self.ranks:
+            sent, exchanges = 2 * others * nbytes / self.ranks, 2
+        gathered = self.latency + logits * self.logits / self.link if logits else 0.0
+        return self.sums * (exchanges * self.latency + sent / self.link) + gathered
+
+
+@dataclass(frozen=True, slots=True)
 class Roofline:
     """Seconds of a step of one model on equal GPUs that share each of its layers evenly (tensor parallel).
 
     adapters       that requests have, each as often as any other; adapter_bytes: of one, in 16 bits
     host, ahead    as in Reach
-    reduce_row     seconds that all-reduces take for each row, reduce_step: for each step
+    exchanges      between the GPUs
     """
 
     needs: ModelCosts
@@ -117,8 +146,7 @@ class Roofline:
     overhead: float
     adapters: int = 0
     adapter_bytes: float = 0.0
-    reduce_row: float = 0.0
-    reduce_step: float = 0.0
+    exchanges: Exchanges | None = None
     host: float = 0.0
     ahead: bool = False
 
@@ -132,7 +160,7 @@ class Roofline:
         needs = self.needs
         products = max(needs.fp32 * rows / self.flops, needs.weight_bytes(rows, logits) / self.bandwidth)
         same = self.overhead + products + needs.ending_fp32 * logits / self.flops
-        same += self.reduce_step + self.reduce_row * rows
+        same += self.exchanges.seconds(rows, logits) if self.exchanges else 0.0
         return same + self._adapters(rows, sequences) if self.adapters else same
 
     def _adapters(self, rows: int, sequences: int) -> float:
@@ -174,8 +202,9 @@ def roofline(
     if spec.experts is not None:
         dense = spec.active - _chosen(model)
         each = model.weights / (dense + spec.routed + head + table)
-    moe, reduces = spec.experts, 2 * spec.layers if count > 1 else 0
-    of_row = reduces * 2.0 * spec.dim * 2 * (count - 1) / count  # bytes that each GPU sends, in a ring
+    moe, link = spec.experts, reach.link or gpu.link
+    elsewhere = 4.0 * spec.vocab * (count - 1) / count  # bytes of a row's logits
+    sums = 2 * spec.layers + 1
     needs = ModelCosts(  # all products count as fp32: a GPU has one limit
         int8=0.0,
         fp32=2.0 * spec.active,
@@ -195,8 +224,7 @@ def roofline(
         overhead=reach.overhead,
         adapters=len(adapters),
         adapter_bytes=sum(adapters) / max(len(adapters), 1),
-        reduce_row=of_row / (reach.link or gpu.link),
-        reduce_step=reduces * reach.latency,
+        exchanges=Exchanges(count, sums, 4.0 * spec.dim, elsewhere, link, reach.latency),
         host=reach.host,
         ahead=reach.ahead,
     )
@@ -209,12 +237,17 @@ def _chosen(model: Outline) -> int:
     return model.spec.routed * moe.top_k // moe.count if moe else 0
 
 
+def between(count: int) -> int:
+    """Bytes that so many GPUs of a replica take for what goes between them."""
+    return count * exchange_bytes() if count > 1 else 0
+
+
 def kv_tokens(
     model: Outline, gpu: GPU, reach: Reach, count: int = 1, dtype: str = "float16", beside: int = 0
 ) -> int:
     """Tokens of KV that fit beside the weights and `beside` bytes of adapters. EngineFault where these do not
     fit."""
-    free = gpu.memory * reach.memory * count - (model.weights or 0) - beside
+    free = gpu.memory * reach.memory * count - (model.weights or 0) - between(count) - beside
     tokens = int(free * kv_share(model, dtype, count) // model.bytes_per_token(dtype))
     if tokens < 1:
         message = (

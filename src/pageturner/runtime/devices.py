@@ -198,11 +198,9 @@ def _check_ranks(driver: Driver, size: int) -> None:
 
 def exchange_of(config: EngineConfig) -> int:
     """Bytes of each device that sums over ranks take."""
-    if config.tensor_parallel_size == 1:
-        return 0
-    from pageturner.kernels.gpu.exchange import region_bytes
+    from pageturner.kernels.gpu.catalogue import exchange_bytes
 
-    return region_bytes()
+    return exchange_bytes() if config.tensor_parallel_size > 1 else 0
 
 
 def _lacking(spec: ModelSpec, config: EngineConfig) -> str | None:

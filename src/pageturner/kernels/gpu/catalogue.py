@@ -34,8 +34,13 @@ MAX_SPLIT_TILES = 1024  # tiles of a product whose parts of K are computed besid
 # Of the products of adapters: rows of a tile, ranks of a block, outputs of a tile, most parts of K
 LORA_ROWS, LORA_RANKS, LORA_OUTPUTS, LORA_PARTS = 16, 16, 128, 8
 
-# Of sums over ranks: programs of a launch at most, ranks at most, elements that a program moves at once
-EXCHANGE_PROGRAMS, EXCHANGE_RANKS, EXCHANGE_BLOCK = 128, 16, 1024
+# Of sums over ranks: programs of a launch at most, ranks at most, elements that a program moves at once, and
+# those of an area of a program: two for each of 128 programs are 134 MB
+EXCHANGE_PROGRAMS, EXCHANGE_RANKS, EXCHANGE_BLOCK, EXCHANGE_AREA = 128, 16, 1024, 1 << 17
+# Up to so many bytes, divided by the number of ranks, a sum over more than two ranks takes one exchange: at 4
+# and 8 ranks that is where vLLM's own all-reduce goes over to two (512 and 256 KB). Of two ranks both ways
+# move as much, and a sum always takes one
+ONE_EXCHANGE = 2 << 20
 
 FLOATS = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}  # what products are computed in
 KV_KINDS = {  # KV type -> (how it lies in memory, what products are computed in)
@@ -539,6 +544,11 @@ def lora_parts(columns: int) -> tuple[int, int]:
 def exchange_words() -> int:
     """Of a rank's region, the words before the areas: flags, counters, and whether something went wrong."""
     return 2 * EXCHANGE_RANKS * EXCHANGE_PROGRAMS + EXCHANGE_PROGRAMS + 64
+
+
+def exchange_bytes(area: int = EXCHANGE_AREA) -> int:
+    """Bytes of a rank's region."""
+    return 4 * (exchange_words() + 2 * EXCHANGE_PROGRAMS * area)
 
 
 def _exchange() -> list[Kernel]:

@@ -15,18 +15,16 @@ import numpy as np
 from pageturner.errors import EngineFault
 from pageturner.kernels.gpu.arrays import Arena, GpuArray
 from pageturner.kernels.gpu.catalogue import (
+    EXCHANGE_AREA,
     EXCHANGE_BLOCK,
     EXCHANGE_PROGRAMS,
     EXCHANGE_RANKS,
-    exchange_words,
+    ONE_EXCHANGE,
+    exchange_bytes,
 )
 from pageturner.kernels.gpu.driver import Driver
 from pageturner.kernels.gpu.steps import bucket
 
-AREA = 1 << 17  # elements of a program's area: 128 programs with two each are 134 MB
-# Up to so many bytes, divided by the number of ranks, a sum over more than two ranks takes one exchange: at 4
-# and 8 ranks that is where vLLM's own all-reduce goes over to two (512 and 256 KB)
-ONE_EXCHANGE = 2 << 20  # of two ranks both ways move as much, and a sum always takes one
 PATIENCE = 1 << 25  # looks at the flags of others before a rank gives up: some 30 s, at about 1 us each
 ALIGNED = 16  # elements: vectors of 16 bytes, and whole lines at the boundaries of parts
 
@@ -39,11 +37,6 @@ def _shares(count: int) -> tuple[int, int]:
     """Programs for so many elements, and how many each has."""
     programs = min(-(-count // EXCHANGE_BLOCK), EXCHANGE_PROGRAMS)
     return programs, _up(-(-count // programs))
-
-
-def region_bytes(area: int = AREA) -> int:
-    """Bytes of each device that exchanges take."""
-    return 4 * (exchange_words() + 2 * EXCHANGE_PROGRAMS * area)
 
 
 class DeviceExchange:
@@ -60,7 +53,7 @@ class DeviceExchange:
     tell: Callable[[GpuArray], AbstractContextManager[None]]
 
     def __init__(
-        self, driver: Driver, arena: Arena, rank: int, size: int, area: int = AREA,
+        self, driver: Driver, arena: Arena, rank: int, size: int, area: int = EXCHANGE_AREA,
         patience: int = PATIENCE, one_exchange: int | None = None,
     ) -> None:  # fmt: skip
         if size > EXCHANGE_RANKS:
@@ -68,9 +61,9 @@ class DeviceExchange:
         self._driver, self._arena = driver, arena
         self.rank, self.size = rank, size
         self._area, self._patience = area, patience
-        usual = region_bytes(area) if size == 2 else ONE_EXCHANGE // size
+        usual = exchange_bytes(area) if size == 2 else ONE_EXCHANGE // size
         self._one = usual if one_exchange is None else one_exchange
-        self._region, self.handle = driver.alloc_shared(region_bytes(area))
+        self._region, self.handle = driver.alloc_shared(exchange_bytes(area))
         self._word = driver.host_word()
         self._peers = driver.alloc(8 * size)
         self._starts = 0
