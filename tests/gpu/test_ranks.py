@@ -97,6 +97,18 @@ def test_sums_are_those_in_the_order_of_ranks(size: int, rows: int, columns: int
     assert len(bits) == 1
 
 
+def test_a_rank_that_recorded_more_rows_than_there_are_meets_one_that_did_not() -> None:
+    parts = values(3, 24, 1040)
+    for one_exchange in (0, 1 << 40):
+
+        def work(rank: Rank) -> np.ndarray:
+            rows = (17, 24, 20)[rank.exchange.rank]
+            return rank.got(rank.exchange.sum(rank.put(parts[rank.exchange.rank][:rows])))
+
+        for found in each(made(3, one_exchange=one_exchange), work):
+            assert (found[:17] == in_order(parts[:, :17])).all()
+
+
 def test_columns_are_gathered_at_rank_0_in_pieces() -> None:
     starts, rows = (0, 700, 1900), 250
     whole = values(1, rows, starts[-1])[0]

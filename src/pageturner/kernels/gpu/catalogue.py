@@ -556,12 +556,12 @@ def _exchange() -> list[Kernel]:
     constants: Constants = (("PROGRAMS", EXCHANGE_PROGRAMS), ("SOURCES", EXCHANGE_RANKS),
                             ("BLOCK", EXCHANGE_BLOCK))  # fmt: skip
     text = (
-        "partial:*fp32 residual:*fp32 out:*fp32 peers:*i64 stop:*i32 has_residual rank size count chunk part"
+        "partial:*fp32 residual:*fp32 out:*fp32 peers:*i64 stop:*i32 has_residual rank size count room"
         " area patience"
     )
     found = []
     for name in ("all_reduce", "all_reduce_twice"):
-        aligned: tuple[str, ...] = ("count", "chunk", "part", "area")
+        aligned: tuple[str, ...] = ("count", "room", "area")
         found.append(Kernel(name, f"ranks.{name}", _arguments(text), constants, 8, 2, aligned))
     text = "mine:*fp32 out:*fp32 starts:*i32 peers:*i64 stop:*i32 rank size rows chunk area patience"
     aligned = ("chunk", "area")

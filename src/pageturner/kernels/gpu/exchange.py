@@ -23,7 +23,6 @@ from pageturner.kernels.gpu.catalogue import (
     exchange_bytes,
 )
 from pageturner.kernels.gpu.driver import Driver
-from pageturner.kernels.gpu.steps import bucket
 
 PATIENCE = 1 << 25  # looks at the flags of others before a rank gives up: some 30 s, at about 1 us each
 ALIGNED = 16  # elements: vectors of 16 bytes, and whole lines at the boundaries of parts
@@ -41,7 +40,7 @@ def _shares(count: int) -> tuple[int, int]:
 
 class DeviceExchange:
     """The sums and gathers of one rank. A launch meets those of the same number at all other ranks. They must
-    have as many rows, or as many when these are rounded up as recordings are.
+    have as many rows, or as many when these are rounded up to a power of two.
 
     one_exchange  bytes up to which a sum takes one exchange; None: by the number of ranks
     handle        what other processes open this rank's region by
@@ -96,7 +95,7 @@ class DeviceExchange:
         """residual + ((rank 0's x + rank 1's) + ...): [M, N], at every rank."""
         rows, columns = x.shape
         out = self._arena.take(x.shape)
-        step = self._rows_at_once(columns)
+        step = max(self._room(1 << 62) * EXCHANGE_PROGRAMS // columns, 1)
         for first in range(0, rows, step):
             at = 4 * first * columns
             addresses = (x.address + at, residual.address + at if residual else 0, out.address + at)
@@ -104,31 +103,27 @@ class DeviceExchange:
         return out
 
     def _sum(self, addresses: tuple[int, int, int], rows: int, columns: int) -> None:
-        count = bucket(rows) * columns  # whether a step is recorded does not matter
-        name = "all_reduce_twice" if self._twice(count) else "all_reduce"
-        programs, chunk = _shares(count)
-        part = _up(-(-chunk // self.size))
+        """What ranks must have in common depends on the next power of two alone: a rank that has a step
+        recorded, with more rows than there are, meets one that has not."""
+        count = columns << (rows - 1).bit_length()
+        twice = 4 * count > self._one
+        programs, _ = _shares(count)
+        room = self._room(count) // (self.size if twice else 1)
+        if rows * columns > programs * self._room(count):
+            raise EngineFault("gpu_model", f"rows of {columns} elements are too long for sums over GPUs")
         arguments = (
             *addresses, self._peers, self._word, int(addresses[1] != 0), self.rank, self.size,
-            rows * columns, chunk, part, self._area, self._patience,
+            rows * columns, room, self._area, self._patience,
         )  # fmt: skip
-        self._driver.launch(name, (programs,), arguments)
+        self._driver.launch("all_reduce_twice" if twice else "all_reduce", (programs,), arguments)
 
-    def _twice(self, count: int) -> bool:
-        return 4 * count > self._one
-
-    def _rows_at_once(self, columns: int) -> int:
-        """Of a sum: as many as the areas hold."""
-        chunk = self._area // self.size
-        if self._twice(EXCHANGE_PROGRAMS * chunk):
-            chunk = self._area // 2 - ALIGNED * self.size
-        most = EXCHANGE_PROGRAMS * (chunk - ALIGNED)
-        rows = most // columns
-        while rows and bucket(rows) * columns > most:
-            rows -= 1
-        if not rows:
-            raise EngineFault("gpu_model", f"rows of {columns} elements are too long for sums over GPUs")
-        return rows
+    def _room(self, count: int) -> int:
+        """Elements of a program that its area has room for, in a sum of so many: of each rank all of them, or
+        where a sum takes two exchanges each rank's part, and the sums."""
+        blocks = self._area // EXCHANGE_BLOCK
+        if 4 * count <= self._one:
+            return blocks // self.size * EXCHANGE_BLOCK
+        return blocks // (2 * self.size) * self.size * EXCHANGE_BLOCK
 
     def gather(self, mine: GpuArray, x: GpuArray) -> GpuArray:
         """Columns of all ranks side by side, at rank 0: [R, starts[-1]]. mine: this rank's, made of the rows

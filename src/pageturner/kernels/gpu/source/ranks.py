@@ -81,86 +81,96 @@ def copied(source, target, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def summed(mine, theirs, apart, rank, size, k, n):
-    """Elements k of all ranks, from rank 0 to the last: this rank's own at `mine`, that of rank r in `theirs`
-    at r * apart."""
+def summed(mine, theirs, apart, rank, size, k, inside):
+    """Elements of all ranks, from rank 0 to the last: this rank's own at `mine`, those of rank r at
+    theirs + r * apart."""
     first = tl.where(rank == 0, mine, theirs)
-    total = tl.load(floats(first) + k, mask=k < n, other=0.0, cache_modifier=".cg")
+    total = tl.load(floats(first) + k, mask=inside, other=0.0, cache_modifier=".cg")
     for r in range(1, size):
         here = tl.where(r == rank, mine, theirs + 4 * apart * r)
-        total += tl.load(floats(here) + k, mask=k < n, other=0.0, cache_modifier=".cg")
+        total += tl.load(floats(here) + k, mask=inside, other=0.0, cache_modifier=".cg")
     return total
 
 
 @triton.jit
-def stored(total, residual, out, has_residual, k, n):
+def stored(total, residual, out, has_residual, at, inside):
     if has_residual:
-        total = tl.load(residual + k, mask=k < n, other=0.0) + total
-    tl.store(out + k, total, mask=k < n)
+        total = tl.load(residual + at, mask=inside, other=0.0) + total
+    tl.store(out + at, total, mask=inside)
 
 
 @triton.jit
 def all_reduce(
-    partial, residual, out, peers, stop, has_residual, rank, size, count, chunk, part, area, patience,
+    partial, residual, out, peers, stop, has_residual, rank, size, count, room, area, patience,
     PROGRAMS: tl.constexpr, SOURCES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out = residual + ((rank 0's partial + rank 1's) + ...), in one exchange: every rank gets all partials.
-    Program i has the elements from i * chunk on. peers: addresses of the regions. Grid: programs."""
+    Of P programs program i has the blocks i, i + P, i + 2 P ...; where a block lies does not depend on how
+    many there are. peers: addresses of the regions; room: elements for each rank in an area. Grid: P."""
     start_dependent()
     own = tl.load(peers + rank)
     epoch, well = enter(own, PROGRAMS, SOURCES)
-    first = tl.program_id(0) * chunk
-    n = tl.minimum(chunk, count - first)
-    partial += first
     here = area_of(area, epoch, PROGRAMS, SOURCES)
+    k = tl.arange(0, BLOCK)
+    first, step = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK
     for away in range(1, size):
-        to = tl.load(peers + (rank + away) % size) + here + 4 * chunk * rank
-        copied(partial, floats(to), n, BLOCK)
+        to = floats(tl.load(peers + (rank + away) % size) + here + 4 * room * rank) + k
+        for at in range(first, count, step):
+            inside = at + k < count
+            tl.store(to, tl.load(partial + at + k, mask=inside, other=0.0), mask=inside)
+            to += BLOCK
     meet(peers, own, stop, rank, size, patience, epoch, well, 0, PROGRAMS, SOURCES)
-    for k0 in range(0, n, BLOCK):
-        k = k0 + tl.arange(0, BLOCK)
-        total = summed(partial.to(tl.int64), own + here, chunk, rank, size, k, n)
-        stored(total, residual + first, out + first, has_residual, k, n)
+    theirs = own + here
+    for at in range(first, count, step):
+        inside = at + k < count
+        total = summed((partial + at).to(tl.int64), theirs, room, rank, size, k, inside)
+        stored(total, residual, out, has_residual, at + k, inside)
+        theirs += 4 * BLOCK
 
 
 @triton.jit
 def all_reduce_twice(
-    partial, residual, out, peers, stop, has_residual, rank, size, count, chunk, part, area, patience,
+    partial, residual, out, peers, stop, has_residual, rank, size, count, room, area, patience,
     PROGRAMS: tl.constexpr, SOURCES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The same bits in two exchanges, in which each rank gets and sends less: of a program's elements rank r
-    sums those from r * part on, and sends the sums to all. Grid: programs."""
+    """The same bits in two exchanges, in which each rank gets and sends less: of a program's blocks rank r
+    sums r, r + size, r + 2 * size ... and sends the sums to all. Grid: programs."""
     start_dependent()
     own = tl.load(peers + rank)
     epoch, well = enter(own, PROGRAMS, SOURCES)
-    first = tl.program_id(0) * chunk
-    n = tl.minimum(chunk, count - first)
-    partial += first
-    residual += first
-    out += first
     here = area_of(area, epoch, PROGRAMS, SOURCES)
+    sums = here + 4 * room * size  # behind what was sent
+    k = tl.arange(0, BLOCK)
+    first, step = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK
     for away in range(1, size):
         peer = (rank + away) % size
-        to = tl.load(peers + peer) + here + 4 * part * rank
-        copied(partial + peer * part, floats(to), tl.minimum(part, n - peer * part), BLOCK)
+        to = floats(tl.load(peers + peer) + here + 4 * room * rank) + k
+        for at in range(first + peer * step, count, size * step):
+            inside = at + k < count
+            tl.store(to, tl.load(partial + at + k, mask=inside, other=0.0), mask=inside)
+            to += BLOCK
     well = meet(peers, own, stop, rank, size, patience, epoch, well, 0, PROGRAMS, SOURCES)
-    sums = here + 4 * part * size  # behind what was sent
-    mine = rank * part
-    m = tl.minimum(part, n - mine)
-    total = own + sums + 4 * mine
-    for k0 in range(0, m, BLOCK):
-        k = k0 + tl.arange(0, BLOCK)
-        value = summed((partial + mine).to(tl.int64), own + here, part, rank, size, k, m)
-        tl.store(floats(total) + k, value, mask=k < m)
+    theirs, total = own + here, own + sums + 4 * BLOCK * rank
+    for at in range(first + rank * step, count, size * step):
+        inside = at + k < count
+        value = summed((partial + at).to(tl.int64), theirs, room, rank, size, k, inside)
+        tl.store(floats(total) + k, value, mask=inside)
+        theirs += 4 * BLOCK
+        total += 4 * BLOCK * size
     tl.debug_barrier()  # another thread of the program may read it next
     for away in range(1, size):
-        to = tl.load(peers + (rank + away) % size) + sums + 4 * mine
-        copied(floats(total), floats(to), m, BLOCK)
+        to = tl.load(peers + (rank + away) % size)
+        begin = sums + 4 * BLOCK * rank
+        for at in range(first + rank * step, count, size * step):
+            copied(floats(own + begin), floats(to + begin), tl.minimum(BLOCK, count - at), BLOCK)
+            begin += 4 * BLOCK * size
     meet(peers, own, stop, rank, size, patience, epoch, well, 1, PROGRAMS, SOURCES)
-    for k0 in range(0, n, BLOCK):
-        k = k0 + tl.arange(0, BLOCK)
-        value = tl.load(floats(own + sums) + k, mask=k < n, other=0.0, cache_modifier=".cg")
-        stored(value, residual, out, has_residual, k, n)
+    total = own + sums
+    for at in range(first, count, step):
+        inside = at + k < count
+        value = tl.load(floats(total) + k, mask=inside, other=0.0, cache_modifier=".cg")
+        stored(value, residual, out, has_residual, at + k, inside)
+        total += 4 * BLOCK
 
 
 @triton.jit
