@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pageturner.errors import EngineFault
 from pageturner.kernels.comm import Communicator, RankOps
 from pageturner.kernels.gpu.arrays import Arena, GpuArray
 from pageturner.kernels.gpu.catalogue import exchange_words
@@ -211,3 +212,26 @@ def test_models_on_two_devices_are_near_the_cpu_and_their_bits_hold(
     runs.step([("b", [8, 8])])
     expected = runs.step([("a", [11]), ("b", [12])])[0]
     assert np.abs(plain[2] - expected).max() < 1e-4 * np.abs(expected).max()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model",
+    [
+        "tiny_llama_quant.gguf", "experts_mixtral_quant.gguf", "families/gemma2", "families/gpt2",
+        "families/granite", "families/gpt_oss", "families/granitemoehybrid",
+    ],
+)  # fmt: skip
+def test_layers_of_many_kinds_are_divided(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms behind attention, biases, factors of residuals, windows, experts with an MLP beside them."""
+    monkeypatch.setattr(by_hand, "poison_blocks", lambda kv, blocks: None)
+    steps, cpu = ([5, 9, 33, 7, 1, 60, 2], [3]), by_hand.backend("reference")
+    truth = by_hand.Decoding(load_model(GOLDENS / model, cpu, dtype="float32"), cpu)
+    with ranks_of(GOLDENS / model, 2, backend=gpu()) as (decoder, ops):
+        runs = by_hand.Decoding(decoder, ops, dtype="float32")
+        for tokens in steps:
+            expected, got = truth.step([("a", tokens)])[0], runs.step([("a", tokens)])[0]
+            assert np.abs(got - expected).max() < 1e-5 * np.abs(expected).max()
+        with pytest.raises(EngineFault) as caught:
+            ops.pack_adapter(None, decoder.stack)  # type: ignore[arg-type]
+        assert caught.value.code == "model_unsupported"
