@@ -123,7 +123,8 @@ def make_engine(
     decoder = phases.run("load", lambda: tensor_parallel.load(model.path, ops, config, ranks))
     max_model_len = _model_len(config, decoder.spec.context)
     kv_dtype = "float16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    config = _tried(phases, decoder, chosen.ops and ops, config, kv_dtype, max_model_len)
+    tried = chosen.ops and (ranks.ops if ranks else chosen.ops)
+    config = _tried(phases, decoder, tried, config, kv_dtype, max_model_len)
     one = decoder.kv_spec(1, config.block_size, kv_dtype)
     of_draft = smaller.kv_spec(1, config.block_size, kv_dtype).nbytes if smaller else 0
     fingerprint = _fingerprint(ops, config, kv_dtype, decoder.spec.rope.choice(max_model_len))
