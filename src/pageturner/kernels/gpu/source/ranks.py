@@ -7,13 +7,16 @@ recording can be replayed. A rank that raised the flag of launch t has read ever
 nobody passes launch t without the flags of all others: an area is written again in launch t + 2, and all
 have read it by then. Counters may wrap.
 
+These kernels may begin beside the one in front of them, but the next one begins when they have ended: while a
+rank waits for another, its programs would take places from those that the other one needs.
+
 A rank that waits in vain, or whose host sets `stop`, notes it, raises no flag any more and waits for nothing.
 """
 
 import triton
 import triton.language as tl
 
-from pageturner.kernels.gpu.source.dependent import start_dependent
+from pageturner.kernels.gpu.source.dependent import wait
 
 
 @triton.jit
@@ -107,7 +110,7 @@ def all_reduce(
     """out = residual + ((rank 0's partial + rank 1's) + ...), in one exchange: every rank gets all partials.
     Of P programs program i has the blocks i, i + P, i + 2 P ...; where a block lies does not depend on how
     many there are. peers: addresses of the regions; room: elements for each rank in an area. Grid: P."""
-    start_dependent()
+    wait()
     own = tl.load(peers + rank)
     epoch, well = enter(own, PROGRAMS, SOURCES)
     here = area_of(area, epoch, PROGRAMS, SOURCES)
@@ -135,7 +138,7 @@ def all_reduce_twice(
 ):  # fmt: skip
     """The same bits in two exchanges, in which each rank gets and sends less: of a program's blocks rank r
     sums r, r + size, r + 2 * size ... and sends the sums to all. Grid: programs."""
-    start_dependent()
+    wait()
     own = tl.load(peers + rank)
     epoch, well = enter(own, PROGRAMS, SOURCES)
     here = area_of(area, epoch, PROGRAMS, SOURCES)
@@ -180,7 +183,7 @@ def gather(
 ):  # fmt: skip
     """Rank 0 gets the columns of all ranks side by side: those of rank r, of rows [rows, columns] that it has
     in `mine`, go to columns starts[r] .. starts[r + 1] - 1 of `out`. Grid: programs."""
-    start_dependent()
+    wait()
     own = tl.load(peers + rank)
     epoch, well = enter(own, PROGRAMS, SOURCES)
     first = tl.program_id(0) * chunk
