@@ -23,12 +23,12 @@ from pageturner.kernels.gpu.catalogue import (
     FEW,
     GATED,
     GATED_GROUPS,
-    HEIGHTS,
     LATENT_KINDS,
     MANY,
     PERSISTENT,
     SOME,
     kernels_of,
+    tiles_of,
 )
 from pageturner.kernels.gpu.experts import Grouping, WeightTable, table_of
 from pageturner.kernels.gpu.ops import GpuOps
@@ -94,7 +94,8 @@ def products(ops: GpuOps, patch: pytest.MonkeyPatch) -> None:
         values = ggml.dequantise(tensor.kind, tensor.shape, tensor.data)
         packed, found = ops.pack_weight(tensor), []
         dense = name.startswith("dense")
-        for height in HEIGHTS if dense else (FEW, SOME, MANY):
+        heights = tiles_of(90, name.partition(".")[2]) if dense else (FEW, SOME, MANY)
+        for height in heights:
             patch.setattr(launches, "GROUPS_ROWS", 16 if height == FEW else 0)
             patch.setattr(launches, "height_of", lambda *_, height=height: height)
             patch.setattr(launches, "SOME_ROWS", 0 if height == MANY else 256)
