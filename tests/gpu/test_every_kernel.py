@@ -23,13 +23,13 @@ from pageturner.kernels.gpu.catalogue import (
     FEW,
     GATED,
     GATED_GROUPS,
-    HEIGHTS,
     LATENT_KINDS,
     MANY,
     PERSISTENT,
     SLIM,
     SOME,
     kernels_of,
+    tiles_of,
 )
 from pageturner.kernels.gpu.experts import Grouping, WeightTable, table_of
 from pageturner.kernels.gpu.ops import GpuOps
@@ -95,7 +95,8 @@ def products(ops: GpuOps, patch: pytest.MonkeyPatch) -> None:
         values = ggml.dequantise(tensor.kind, tensor.shape, tensor.data)
         packed, found = ops.pack_weight(tensor), []
         dense = name.startswith("dense")
-        for height in HEIGHTS if dense else (SLIM, FEW, SOME, MANY):
+        heights = tiles_of(90, name.partition(".")[2]) if dense else (SLIM, FEW, SOME, MANY)
+        for height in heights:
             patch.setattr(launches, "height_of", lambda *_, height=height: height)
             patch.setattr(launches, "group_height_of", lambda *_, height=height: height)
             found.append(ops.to_numpy(ops.linear(ops.on_device(x), packed)))

@@ -27,9 +27,10 @@ VOCABULARY_TILE, VOCABULARY_SEGMENTS = 2048, 128
 SAMPLE_BINS, SAMPLE_STATE, SAMPLE_SORTED = 256, 16, 2048
 # Rows of a product: few ones with a narrow or a wide weight, more of them likewise, and many. Attention
 # knows few and many, weights in groups some as well.
-SLIM, FEW, HALF, SOME, MANY = HEIGHTS = "slim", "few", "half", "some", "many"
+THIN, SLIM, FEW, HALF, SOME, MANY = HEIGHTS = "thin", "slim", "few", "half", "some", "many"
 STEP = 16  # columns of a weight are a multiple of it: kernels read so many at once
-FEW_ROWS, SOME_ROWS = 64, 256  # up to so many rows the parts of K are computed beside each other
+# Up to so many rows the parts of K are computed beside each other
+THIN_ROWS, FEW_ROWS, SOME_ROWS = 16, 64, 256
 MAX_SPLIT_TILES = 2048  # tiles of a product whose parts of K are computed beside each other
 # Of the products of adapters: rows of a tile, ranks of a block, outputs of a tile, most parts of K
 LORA_ROWS, LORA_RANKS, LORA_OUTPUTS, LORA_PARTS = 16, 16, 128, 8
@@ -113,14 +114,13 @@ class Tile(NamedTuple):
     swap: bool = False
 
 
-# Whether few rows are the second operand on sm_90 and sm_100; `bench/gpu/tune_decode.py` tells what it gives
-SWAPPED = False
 WIDE = 8192  # from so many outputs on there are enough tiles of 64 of them for every multiprocessor
 
 
 def tiles_of(architecture: int, kind: str) -> dict[str, Tile]:
     """The tiles that dense products have, by how many rows there are and how wide the weight is. No order of
-    sums depends on them. On sm_90 they are the fastest of `bench/gpu/tune.py`."""
+    sums depends on them. On sm_90 they are the fastest of `bench/gpu/tune_decode.py` and `tune.py`: there the
+    weight is the first operand where rows are few, which had the same bits on a device."""
     if kind == "fp32":
         few, many = Tile(16, 64, 32, 4, 4), Tile(64, 64, 32, 4, 3)
         return {SLIM: few, FEW: few, HALF: many, SOME: many, MANY: many}
@@ -128,21 +128,28 @@ def tiles_of(architecture: int, kind: str) -> dict[str, Tile]:
         some = Tile(128, 128, 64, 8, 3)
         return {SLIM: Tile(16, 32, 128, 4, 4), FEW: Tile(16, 64, 64, 4, 4), HALF: Tile(64, 64, 64, 4, 4),
                 SOME: some, MANY: some}  # fmt: skip
-    slim, few = Tile(64, 32, 128, 4, 5), Tile(64, 64, 64, 4, 3)
-    if SWAPPED:
-        slim, few = Tile(16, 64, 128, 4, 5, True), Tile(64, 64, 64, 4, 6, True)
-    return {SLIM: slim, FEW: few, HALF: Tile(64, 128, 64, 4, 4), SOME: Tile(128, 128, 64, 8, 4),
+    low = {SLIM: Tile(64, 32, 128, 4, 5), FEW: Tile(64, 64, 64, 4, 3)}
+    if architecture == 90:
+        low = {THIN: Tile(16, 64, 128, 4, 6, True), SLIM: Tile(32, 64, 128, 4, 6, True),
+               FEW: Tile(64, 64, 64, 4, 6, True)}  # fmt: skip
+    return {**low, HALF: Tile(64, 128, 64, 4, 4), SOME: Tile(128, 128, 64, 8, 4),
             MANY: Tile(128, 256, 64, 8, 3)}  # fmt: skip
 
 
-def height_of(rows: int, outputs: int) -> str:
-    """Which of `tiles_of` a product of so many rows with a weight of so many outputs takes: MANY where they are
-    no multiple of 16, for which the others are not compiled."""
+def gated_tile(tiles: dict[str, Tile], height: str) -> Tile:
+    """The tile of gate and up; a swapped one has its outputs twice."""
+    return Tile(16, 64, 64, 4, 8, True) if height == THIN else tiles[height]
+
+
+def height_of(rows: int, outputs: int, thin: bool = False) -> str:
+    """Which of `tiles_of` a product of so many rows with a weight of so many outputs takes; thin: whether
+    there is such a one. MANY where outputs are no multiple of 16, for which no other is compiled."""
     if outputs % 16:
         return MANY
+    if thin and rows <= THIN_ROWS:
+        return THIN
     if rows <= FEW_ROWS:
-        slim = rows <= 16 if SWAPPED else outputs <= WIDE
-        return SLIM if slim else FEW
+        return SLIM if outputs <= WIDE else FEW
     if rows > SOME_ROWS and -(-rows // 128) * -(-outputs // 256) >= 96:
         return MANY
     return HALF if rows <= SOME_ROWS and outputs <= WIDE else SOME
@@ -150,7 +157,7 @@ def height_of(rows: int, outputs: int) -> str:
 
 def gated_height(height: str) -> str:
     """Which of them that of gate and up takes."""
-    if height == SLIM and not SWAPPED:
+    if height == SLIM:
         return FEW
     return SOME if height == HALF else height
 
@@ -220,9 +227,9 @@ def block_k(kind: str) -> int:
     return 32 if kind == "fp32" else 128
 
 
-# Bytes of its weight that a program asks for before the kernel in front has ended, and bytes of a request. A
-# device reads some 64 KB for each multiprocessor in the microseconds between two kernels; it fetches 64 bytes
-_AHEAD: Constants = (("AHEAD", 1 << 16), ("LINE", 64))
+# Bytes of its weight that a program asks for before the kernel in front has ended, and bytes of a request: on
+# an H200 none, 32 and 64 KB were slower
+_AHEAD: Constants = (("AHEAD", 1 << 14), ("LINE", 64))
 
 _OUT, _PARTS = "bias:*fp32 residual:*fp32 out:*fp32", "partial:*fp32 counters:*i32"
 
@@ -308,10 +315,12 @@ def _persistent(architecture: int) -> list[Kernel]:
 def _products(architecture: int) -> list[Kernel]:
     found = []
     for kind in FLOATS:
-        for rows, tile in tiles_of(architecture, kind).items():
+        tiles = tiles_of(architecture, kind)
+        for rows, tile in tiles.items():
             found.append(dense(f"dense.{kind}.{rows}", kind, rows, tile))
             if kind in GATED and gated_height(rows) == rows:
-                found.append(gated_dense(f"gated_dense.{kind}.{rows}", kind, rows, tile))
+                joined = gated_tile(tiles, rows)
+                found.append(gated_dense(f"gated_dense.{kind}.{rows}", kind, rows, joined))
     for rows in (SLIM, FEW, SOME, MANY):
         for form in GROUPED:
             tile = groups_tile(architecture, rows, form)

@@ -19,17 +19,20 @@ from pageturner.kernels.gpu.catalogue import (
     GROUP_ROWS,
     HEAD_SIZES,
     MANY,
+    MAX_SPLIT_TILES,
     MIXED,
     SLIM,
     SOME,
     SOME_ROWS,
     STEP,
     SUMS_SPAN,
+    THIN,
     Ring,
     attention_rows,
     block_k,
     gated_height,
     gated_outputs,
+    gated_tile,
     group_parts_of,
     groups_tile,
     height_of,
@@ -164,7 +167,8 @@ class Launches:
             if ring is not None:
                 return self._persistent_product(x, w, ring, bias, residual)
             chunk, parts = parts_of(w.rows, w.columns, block_k(w.kind))
-            height = height_of(rows, w.rows)
+            tiles_by_height = tiles_of(self.driver.architecture, w.kind)
+            height = height_of(rows, w.rows, THIN in tiles_by_height)
         else:
             chunk, parts = group_parts_of(w.rows, w.columns)
             height = group_height_of(rows)
@@ -178,12 +182,13 @@ class Launches:
         flags = (int(bias is not None), int(residual is not None))
         shape = (rows, w.rows, w.columns, chunk, parts)
         if isinstance(w, FloatMatrix):
-            tile, name = tiles_of(self.driver.architecture, w.kind)[height], f"dense.{w.kind}.{height}"
+            tile, name = tiles_by_height[height], f"dense.{w.kind}.{height}"
             arguments: tuple[int, ...] = (x.address, w.address, *given, *flags, *shape)
         else:
             tile, name = groups_tile(self.driver.architecture, height, w.sort), f"groups.{w.sort}.{height}"
             arguments = (*self._operands(x, w), *given, int(w.low != 0), w.zero, *flags, *shape)
         tiles = _tiles(w.rows, tile.n) * _tiles(rows, tile.m)
+        assert not apart or tiles <= MAX_SPLIT_TILES  # each has a counter
         self.driver.launch(name, (tiles, 1 if height == MANY else parts), arguments)
         return out
 
@@ -231,8 +236,9 @@ class Launches:
                 (*planes, rows, outputs, w.columns),
             )  # fmt: skip
             return out
-        height = gated_height(height_of(rows, w.rows))
-        tile = tiles_of(self.driver.architecture, w.kind)[height]
+        tiles = tiles_of(self.driver.architecture, w.kind)
+        height = gated_height(height_of(rows, w.rows, THIN in tiles))
+        tile = gated_tile(tiles, height)
         self.driver.launch(
             f"gated_dense.{w.kind}.{height}", (_tiles(outputs, gated_outputs(tile)) * _tiles(rows, tile.m),),
             (x.address, w.address, out.address, rows, outputs, w.columns),
