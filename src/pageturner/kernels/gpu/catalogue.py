@@ -135,8 +135,8 @@ def tiles_of(architecture: int, kind: str) -> dict[str, Tile]:
 
 
 def height_of(rows: int, outputs: int) -> str:
-    """Which of `tiles_of` a product of so many rows with a weight of so many outputs takes: MANY where they are
-    no multiple of 16, for which the others are not compiled."""
+    """Which of `tiles_of` a product of so many rows with a weight of so many outputs takes: MANY where these
+    are no multiple of 16, for which the others are not compiled."""
     if outputs % 16:
         return MANY
     if rows <= FEW_ROWS:
@@ -156,7 +156,7 @@ def gated_height(height: str) -> str:
 
 class Ring(NamedTuple):
     """The ring of a persistent product: the sides of a tile, stages, programs of a cluster over M and over N,
-    and groups of warps that share a tile."""
+    and groups of warps that share the rows of a tile or, where turns is 2, take tiles in turn."""
 
     m: int
     n: int
@@ -165,6 +165,7 @@ class Ring(NamedTuple):
     over_m: int = 1
     over_n: int = 1
     groups: int = 1
+    turns: int = 1
 
     @property
     def cluster(self) -> int:
@@ -173,12 +174,13 @@ class Ring(NamedTuple):
     @property
     def name(self) -> str:
         shared = f".{self.over_m}x{self.over_n}" if self.cluster > 1 else ""
-        return f"{self.m}x{self.n}{shared}"
+        groups = ("", ".two", ".turns")[self.groups - 1 + (self.turns - 1)]
+        return f"{self.m}x{self.n}{shared}{groups}"
 
 
-# Rings of persistent products on sm_90, and what a step of one costs beside its arithmetic: smaller tiles
-# need more bytes for each product. The first is taken of two that cost the same.
-PERSISTENT = {Ring(128, 256, 64, 4): 1.0, Ring(128, 128, 64, 6): 1.15, Ring(128, 64, 64, 8): 1.5}
+# Rings of persistent products on sm_90, and what an element of a tile costs: smaller tiles need more bytes
+# for each product. Found by `bench/gpu/tune_persistent.py --fit`.
+PERSISTENT = {Ring(128, 256, 64, 4): 1.0, Ring(128, 128, 64, 6): 1.02, Ring(128, 64, 64, 8): 1.34}
 PERSISTENT_KINDS = ("bf16", "fp16")
 MULTIPROCESSORS = 132  # of an H100: by them a ring is chosen, on which no order of sums depends
 
@@ -280,11 +282,12 @@ def persistent(name: str, kind: str, ring: Ring, gated: bool = False) -> Kernel:
     boxes = f"x:{kind}[{ring.m // ring.over_n},{ring.k}] w:{kind}[{outputs // ring.over_m},{ring.k}]"
     constants: Constants = (
         ("BLOCK_M", ring.m), ("BLOCK_N", outputs), ("BLOCK_K", ring.k), ("STAGES", ring.stages),
-        ("WARPS", warps), ("GROUPS", ring.groups), ("OVER_M", ring.over_m), ("OVER_N", ring.over_n),
+        ("WARPS", warps), ("GROUPS", ring.groups), ("TURNS", ring.turns), ("OVER_M", ring.over_m),
+        ("OVER_N", ring.over_n),
     )  # fmt: skip
     if gated:
         aligned: tuple[str, ...] = ("N", "K")
-        text = f"{boxes} out:{kind}[{ring.m // ring.groups},{outputs}] M N K"
+        text = f"{boxes} out:{kind}[{ring.m * ring.turns // ring.groups},{outputs}] M N K"
     else:
         text = f"{boxes} {_OUT} has_bias has_residual M N K chunk parts"
         aligned = ("N", "K", "chunk")

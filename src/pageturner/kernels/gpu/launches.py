@@ -22,7 +22,6 @@ from pageturner.kernels.gpu.catalogue import (
     MIXED,
     SOME,
     SOME_ROWS,
-    STEP,
     SUMS_SPAN,
     Ring,
     attention_rows,
@@ -216,7 +215,7 @@ class Launches:
         rows, outputs = len(x), w.rows // 2
         out = self.arena.take((rows, outputs), w.kind)
         ring = persistent_ring(self.driver.architecture, w.kind, rows, w.rows)
-        if ring is not None and outputs % STEP == 0:
+        if ring is not None:
             planes = (
                 Plane(x.address, rows, w.columns), Plane(w.address, w.rows, w.columns),
                 Plane(out.address, rows, outputs),
