@@ -169,11 +169,3 @@ def test_dense_computes_what_tma_cannot(
     architecture: int, kind: str, rows: int, outputs: int, found: bool
 ) -> None:
     assert (catalogue.persistent_ring(architecture, kind, rows, outputs) is not None) == found
-
-
-def test_gate_and_up_of_odd_outputs_are_joined_by_dense(ops: GpuOps) -> None:
-    """Rows of what they become begin at no multiple of 16 bytes."""
-    x = ops.on_device(grid.normal(66, 64, seed=1))
-    both = ops.pack_weight(grid.weight("BF16", 2 * 24, 64, seed=3))
-    ops.launches.gated_product(x, both, "bf16")
-    assert ops.driver.launched[-1].startswith("gated_dense.bf16.")

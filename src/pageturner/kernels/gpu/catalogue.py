@@ -186,8 +186,8 @@ class Ring(NamedTuple):
         return f"{self.m}x{self.n}{shared}{groups}"
 
 
-# Rings of persistent products on sm_90, and what an element of a tile costs: smaller tiles need more bytes for
-# each product. Found by `bench/gpu/tune_persistent.py --fit`.
+# Rings of persistent products on sm_90, and what an element of a tile costs: smaller tiles need more bytes
+# for each product. Found by `bench/gpu/tune_persistent.py --fit`.
 PERSISTENT = {Ring(128, 256, 64, 4): 1.0, Ring(128, 128, 64, 6): 1.02, Ring(128, 64, 64, 8): 1.34}
 PERSISTENT_KINDS = ("bf16", "fp16")
 MULTIPROCESSORS = 132  # of an H100: by them a ring is chosen, on which no order of sums depends
@@ -291,7 +291,8 @@ def persistent(name: str, kind: str, ring: Ring, gated: bool = False) -> Kernel:
     boxes = f"x:{kind}[{ring.m // ring.over_n},{ring.k}] w:{kind}[{outputs // ring.over_m},{ring.k}]"
     constants: Constants = (
         ("BLOCK_M", ring.m), ("BLOCK_N", outputs), ("BLOCK_K", ring.k), ("STAGES", ring.stages),
-        ("WARPS", warps), ("GROUPS", ring.groups), ("TURNS", ring.turns), ("OVER_M", ring.over_m), ("OVER_N", ring.over_n),
+        ("WARPS", warps), ("GROUPS", ring.groups), ("TURNS", ring.turns), ("OVER_M", ring.over_m),
+        ("OVER_N", ring.over_n),
     )  # fmt: skip
     if gated:
         aligned: tuple[str, ...] = ("N", "K")

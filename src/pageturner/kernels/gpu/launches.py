@@ -24,7 +24,6 @@ from pageturner.kernels.gpu.catalogue import (
     SLIM,
     SOME,
     SOME_ROWS,
-    STEP,
     SUMS_SPAN,
     THIN,
     Ring,
@@ -226,7 +225,7 @@ class Launches:
         rows, outputs = len(x), w.rows // 2
         out = self.arena.take((rows, outputs), w.kind)
         ring = persistent_ring(self.driver.architecture, w.kind, rows, w.rows)
-        if ring is not None and outputs % STEP == 0:
+        if ring is not None:
             planes = (
                 Plane(x.address, rows, w.columns), Plane(w.address, w.rows, w.columns),
                 Plane(out.address, rows, outputs),

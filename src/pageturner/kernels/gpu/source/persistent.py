@@ -24,9 +24,9 @@ nor ends before all have done with its memory. Gluon 3.6 has no words for it: `s
 piece and the largest (bench/gpu/compile_kernels.py checks that).
 
 Two groups of warps share the rows of a tile, or take tiles in TURNS: one writes while the other multiplies. A
-wait for a phase passes as well while the phase before it is not over, so a group must not begin while another
-has not seen all of its own: `order` has a barrier for each group, whose n-th phase the other completes when it
-has issued the last step of its n-th turn (of the turn before, for the first group).
+wait for a phase passes as well while the phase before it is not over, so a group must not begin while
+another has not seen all of its own: `order` has a barrier for each group, whose n-th phase the other
+completes when it has issued the last step of its n-th turn (of the turn before, for the first group).
 
 Each part of K is summed from zero in the steps of one matrix instruction (k16), and parts are added from the
 first to the last through `out`; the element is read by the thread that wrote it.
@@ -293,8 +293,8 @@ def multiply(
     STAGES: gl.constexpr, WARPS: gl.constexpr, TURNS: gl.constexpr, OVER_M: gl.constexpr,
     OVER_N: gl.constexpr,
 ):  # fmt: skip
-    """The sum of the next `steps` boxes, of the rows that this group of warps has. last: whether its turn ends
-    with them."""
+    """The sum of the next `steps` boxes, of the rows that this group of warps has. last: whether its turn
+    ends with them."""
     BM: gl.constexpr = xs.shape[1]
     first: gl.constexpr = GROUP * ROWS % BM
     WIDE: gl.constexpr = ws.shape[1]
