@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
-from pageturner.kernels.gpu.source.dependent import start_dependent
+from pageturner.kernels.gpu.source.dependent import launch_dependents, wait
 from pageturner.kernels.gpu.source.products import e4m3_fields, is_last
 from pageturner.kernels.gpu.source.rows import tanh
 
@@ -233,10 +233,9 @@ def attend(
     a group. Grid: kv_heads * n. A work of no rows does nothing. Partials of a KV head lie beside each other:
     peaks [P * kv_heads, 2], mixes [P * kv_heads, D]. arrived int32 [counters, kv_heads] is 0 before and
     after. Of long chunks the last tile is first: it takes longest. Absent rows see what the first does."""
-    start_dependent()
+    wait()
     kv_head, work = tl.program_id(0) % kv_heads, tl.program_id(0) // kv_heads
-    if WHOLE:
-        work = tl.num_programs(0) // kv_heads - 1 - work
+    work = tl.num_programs(0) // kv_heads - 1 - work if WHOLE else work
     works += work.to(tl.int64) * 8
     row0, count, head0 = tl.load(works + 1), tl.load(works + 2), tl.load(works + 3)
     mine = tl.minimum(part, heads // kv_heads - head0)
@@ -268,6 +267,7 @@ def attend(
             last, lowest, every_first, every_last, start, kv_head, head, kv_heads, dim, mixed_dim, block,
             inverse, shift, soft_cap, valid, d, peak, total, mixed, KIND, BLOCK_T, ROTARY,
         )  # fmt: skip
+    launch_dependents()  # earlier, keys would push the weights that they ask for out of the cache
     if WHOLE or tl.load(works + 5) <= 1:
         peak, total, mixed = merged(every_peak, every_total, every_mixed, peak, total, mixed)
         store_mixed(peak, total, mixed, out, sinks, has_sinks, row, head, valid, heads, mixed_dim, d)
