@@ -110,6 +110,22 @@ def test_a_rank_that_recorded_more_rows_than_there_are_meets_one_that_did_not() 
             assert (found[:17] == in_order(parts[:, :17])).all()
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_integers_of_rank_0_come_to_all_as_they_are(size: int) -> None:
+    tokens = np.array([0, 1, 151935, 7, (1 << 22) - 1], np.int32)
+
+    def work(rank: Rank) -> np.ndarray:
+        place = rank.driver.alloc(64)
+        rank.driver.upload(place, np.resize(tokens if rank.exchange.rank == 0 else -tokens, 16))
+        rank.exchange.share(place, len(tokens))
+        got = np.empty(len(tokens), np.int32)
+        rank.driver.download(got, place)
+        return got
+
+    for found in each(made(size), work):
+        assert found.tolist() == tokens.tolist()
+
+
 def test_columns_are_gathered_at_rank_0_in_pieces() -> None:
     starts, rows = (0, 700, 1900), 250
     whole = values(1, rows, starts[-1])[0]
