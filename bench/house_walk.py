@@ -30,6 +30,7 @@ LIBRARIES: frozenset[tuple[str | None, str]] = frozenset(
         (None, "_replace"), (None, "_asdict"), (None, "_fields"), (None, "_make"),  # named tuples
         ("os", "_exit"), ("sys", "_getframe"), ("sys", "_current_frames"), ("hashlib", "_Hash"),
         ("argparse", "_SubParsersAction"), ("argparse", "_ArgumentGroup"), ("argparse", "_StoreAction"),
+        ("gl.shared_memory_descriptor", "_reinterpret"),  # Gluon's
     }
 )  # fmt: skip
 EXTENSION = "_native"  # our compiled module: private by its name to those who install it, not to us

@@ -145,11 +145,9 @@ def boxes_of(kernel: Kernel, told: Any) -> list[list[int]]:
     return found
 
 
-def check_places(
-    name: str, constants: dict[str, Any], boxes: list[list[int]], llir: str, ptx: str
-) -> None:
-    """ValueError where the ring of a cluster's kernel does not lie at the beginning of shared memory, or where
-    its weight is another parameter than the PTX of `persistent` says."""
+def check_places(name: str, constants: dict[str, Any], boxes: list[list[int]], llir: str, ptx: str) -> None:
+    """ValueError where the ring of a cluster's kernel does not lie at the beginning of shared memory, or
+    where its weight is another parameter than the PTX of `persistent` says."""
     found = re.findall(r"mbarrier\.init\.shared::cta\.b64.*@global_smem, i32 (\d+)\)", llir)
     rows = constants["BLOCK_M"] + constants["OVER_M"] * boxes[1][0] * (len(boxes) - 1)
     begin = 2 * constants["STAGES"] * rows * constants["BLOCK_K"]
@@ -200,9 +198,9 @@ def one_instruction(kernels: dict[str, dict[str, Any]]) -> list[str]:
     found = []
     for name, entry in kernels.items():
         stem, _, height = name.rpartition(".")
-        begin, _, rest = stem.partition("persistent.")
-        if rest:  # the same product as `dense`
-            stem, height = f"{begin}dense.{rest}", MANY
+        family, *rest = name.split(".")
+        if family.endswith("persistent"):  # the same product as `dense`
+            stem, height = f"{family.replace('persistent', 'dense')}.{rest[0]}", MANY
         other = kernels.get(f"{stem}.{MANY}") if height in HEIGHTS else None
         if other and kind(entry) != kind(other):
             found.append(f"{name}: {sorted(kind(entry))} and {sorted(kind(other))}")

@@ -33,6 +33,7 @@ Then, in seconds as an H100 took them (a machine takes some 30 more to be there)
   3  run.py invariance peers --out 3.jsonl                               71 + up to 220
   `tune.py` timed 1,100 products and attentions in 58.
   `pdl` takes about 25: steps with and without kernels that begin beside the one in front.
+  `mixtures` takes about 30: experts, a latent KV, and blocks that travel, right and timed.
   `sampling` takes about 12: microseconds from logits to tokens, for each sort of draw.
   `attention` takes about 30: one layer's, decoding and prompts, for each type of KV, and whether bits hold.
   `profile` tells where the time of a step goes, by kernel and grid.
@@ -80,6 +81,7 @@ PARTS = {
     "invariance": ("run_speed", 240),
     "kinds": ("run_kinds", 240),
     "forms": ("run_forms", 120),
+    "mixtures": ("run_mixtures", 120),
     "profile": ("run_profile", 120),
     "ranks": ("run_ranks", 60),
     "ranks_model": ("run_ranks", 90),
@@ -92,7 +94,7 @@ LANES = (
     ("grid",),
     ("right", "proof"),
     ("bits",),
-    ("kinds", "prefill", "profile", "pdl", "sampling", "attention", "ranks", "ranks_model"),
+    ("kinds", "prefill", "profile", "pdl", "sampling", "attention", "mixtures", "ranks", "ranks_model"),
     ("start", "idle", "batch32", "nano", "burst"),
     ("invariance",),
 )

@@ -339,6 +339,16 @@ def _is_wrong(one: dict[str, Any]) -> bool:
     return bool(counted or one["other_bits"] or not one["finite"])
 
 
+def _mixtures(told: Told) -> Iterator[Verdict]:
+    what = "experts, latent KV and blocks that travel: right, and a row's bits in every batch"
+    found = [one for one in _of(told, "mixtures") if "same_bits" in one]
+    if not found:
+        yield _absent(told, "mixtures", what)
+        return
+    bad = [one.get("kind", one["what"]) for one in found if one.get("worst", 0) > 1 or not one["same_bits"]]
+    yield Verdict(what, f"wrong: {bad[:8]} of {len(found)}", not bad)
+
+
 def _adapters(told: Told) -> Iterator[Verdict]:
     what = f"what adapters add: error below {ERRORS['adapters']:.0%}"
     found = [one for one in _of(told, "kinds", what="adapters") if one["adapters"]]
@@ -367,6 +377,7 @@ JUDGES: tuple[Callable[[Told], Iterator[Verdict]], ...] = (
     _peers,
     _kinds,
     _forms,
+    _mixtures,
     _adapters,
     _ranks,
 )

@@ -21,7 +21,7 @@ from run_models import write_folder
 
 from pageturner.errors import EngineFault
 from pageturner.kernels.gpu.ops import GpuOps
-from pageturner.kernels.gpu.proof import check
+from pageturner.kernels.gpu.proof import TOKENS, Subject, check
 from pageturner.kernels.reference import ReferenceOps
 from pageturner.models.decoder import Decoder
 from pageturner.models.load import load_model
@@ -75,7 +75,7 @@ def proof(room: Room) -> None:
         decoder, why = load_model(folder, ops, quantization=quantization), ""
         begin = time.perf_counter()
         try:
-            check(ops, decoder.stack, decoder.head.weight, decoder.kv_spec(1, 16, dtype))
+            check(Subject(ops, decoder.stack, decoder.head, decoder.kv_spec(1, 16, dtype), TOKENS))
         except EngineFault as fault:
             why = fault.message
         seconds = time.perf_counter() - begin

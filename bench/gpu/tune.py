@@ -215,7 +215,7 @@ def _attentions(
         candidate = named("attend", rows, numbers)
         if candidate not in compiled:
             continue
-        steps.attention_rows = lambda a, r, high=numbers[0]: high if r == rows else fixed(a, r)  # type: ignore[misc]
+        steps.attention_rows = lambda a, r, size, high=numbers[0]: high if r == rows else fixed(a, r, size)  # type: ignore[misc]
         driver.names = {ATTENDS[rows]: candidate}
         ops.begin()
         step = ops.step(common.steps_of(runs), {steps.view_of(heads)}, kv)

@@ -5,9 +5,9 @@
     python bench/gpu/tune_persistent.py --run --tiny     interpreted, a few small shapes
 
 First every candidate computes small products with odd edges, in a process that is ended when it says nothing
-for some seconds: a barrier that is wrong hangs a device. Then all that were right are timed for the matrices of
-Llama-3.1-8B. Each product is compared with fp64 at some of its outputs, and some of its rows with themselves
-alone by `dense` of few rows, bit for bit. Every figure is a line of JSON; tables come last.
+for some seconds: a barrier that is wrong hangs a device. Then all that were right are timed for the matrices
+of Llama-3.1-8B. Each product is compared with fp64 at some of its outputs, and some of its rows with
+themselves alone by `dense`, bit for bit. Every figure is a line of JSON; tables come last.
 """
 
 from __future__ import annotations
@@ -33,43 +33,38 @@ sys.path.insert(0, str(HERE))
 import run_common as common  # noqa: E402
 
 from pageturner.kernels.gpu import catalogue  # noqa: E402
-from pageturner.kernels.gpu.catalogue import Kernel, Tile, height_of, parts_of, tiles_of  # noqa: E402
+from pageturner.kernels.gpu.catalogue import Kernel, Ring, height_of, parts_of, tiles_of  # noqa: E402
 from pageturner.kernels.gpu.driver import Plane  # noqa: E402
 
 OUT = common.ROOT / "build" / "gpu" / "persistent"
 ROWS = (2048, 256, 512, 8192, 128, 1024)  # the first tells the most
 MATRICES = common.LLAMA_8B.matrices
-# tile, programs of a cluster over M and over N
 TRIED = [
-    (Tile(128, 256, 64, 8, 4), 1, 1), (Tile(128, 128, 64, 8, 6), 1, 1), (Tile(128, 64, 64, 8, 8), 1, 1),
-    (Tile(256, 128, 64, 8, 4), 1, 1), (Tile(128, 64, 128, 8, 4), 1, 1),
-    (Tile(128, 256, 64, 8, 4), 2, 1), (Tile(128, 256, 64, 8, 4), 1, 2), (Tile(128, 256, 64, 8, 4), 2, 2),
-    (Tile(256, 128, 64, 8, 4), 1, 2), (Tile(256, 128, 64, 8, 4), 2, 1),
-    (Tile(128, 128, 64, 8, 6), 2, 1), (Tile(128, 128, 64, 8, 6), 1, 2), (Tile(128, 128, 64, 8, 6), 2, 2),
-    (Tile(128, 128, 64, 8, 6), 1, 4),
-    (Tile(128, 64, 64, 8, 8), 2, 1), (Tile(128, 64, 64, 8, 8), 1, 2), (Tile(128, 64, 64, 8, 8), 1, 4),
-    (Tile(128, 64, 64, 8, 8), 2, 2), (Tile(128, 64, 64, 8, 8), 2, 4),
+    Ring(128, 256, 64, 4), Ring(128, 128, 64, 6), Ring(128, 64, 64, 8), Ring(256, 128, 64, 4),
+    Ring(128, 64, 128, 4), Ring(128, 256, 64, 4, 2, 1), Ring(128, 256, 64, 4, 1, 2),
+    Ring(128, 256, 64, 4, 2, 2), Ring(256, 128, 64, 4, 1, 2), Ring(256, 128, 64, 4, 2, 1),
+    Ring(128, 128, 64, 6, 2, 1), Ring(128, 128, 64, 6, 1, 2), Ring(128, 128, 64, 6, 2, 2),
+    Ring(128, 128, 64, 6, 1, 4), Ring(128, 64, 64, 8, 2, 1), Ring(128, 64, 64, 8, 1, 2),
+    Ring(128, 64, 64, 8, 1, 4), Ring(128, 64, 64, 8, 2, 2), Ring(128, 64, 64, 8, 2, 4),
 ]  # fmt: skip
 SILENT_S, START_S = 6.0, 40.0  # a process that says nothing for so long hangs; it may take so long to start
 COLD = 96 << 20  # bytes of weights between two uses of one: the L2 cache has 50 MB
-BUDGET_S = 0.03  # of replays of one candidate
+BUDGET_S = 0.02  # of replays of one candidate
 WORK_S = 2e-3  # of one recording, about
 PRESENT = ("slim", "few", "half", "some", "many")
-
-
-def name_of(tile: Tile, over_m: int, over_n: int, gated: bool) -> str:
-    cluster = f".{over_m}x{over_n}" if over_m * over_n > 1 else ""
-    return f"{'gated.' * gated}{tile.m}x{tile.n}x{tile.k}.{tile.stages}{cluster}"
 
 
 def candidates() -> dict[str, Kernel]:
     """By name."""
     found = {}
-    for tile, over_m, over_n in TRIED:
+    twice = [ring._replace(groups=2) for ring in TRIED if ring.m * ring.n >= 1 << 14]
+    for ring in (*TRIED, *twice):
         for gated in (False, True):
-            name = name_of(tile, over_m, over_n, gated)
-            if tile.n // (2 if gated else 1) // over_m >= 8:
-                found[name] = catalogue.persistent(name, "bf16", tile, gated, over_m, over_n)
+            cluster = f".{ring.over_m}x{ring.over_n}" if ring.cluster > 1 else ""
+            two = ".two" if ring.groups > 1 else ""
+            name = f"{'gated.' * gated}{ring.m}x{ring.n}x{ring.k}.{ring.stages}{cluster}{two}"
+            if ring.n // (2 if gated else 1) // ring.over_m >= 8:
+                found[name] = catalogue.persistent(name, "bf16", ring, gated)
     return found
 
 
@@ -89,7 +84,6 @@ def build(out: Path) -> None:
     every = candidates()
     kernels = catalogue.kernels_of(90)
     base = [one for name, one in kernels.items() if name.startswith(("dense.bf16", "gated_dense.bf16"))]
-    base += [kernels["add_parts"]] * ("add_parts" in kernels)
     with ProcessPoolExecutor(1) as pool:
         compiled = list(pool.map(work, [*every.values(), *base]))
     good = {}
@@ -110,11 +104,11 @@ RESIDENT: dict[str, int] = {}
 
 
 def resident(driver: Any, name: str, size: int) -> int:
-    """Clusters of a kernel that run at once: a group of multiprocessors need not be a multiple of their size."""
+    """Clusters of a kernel that run at once: a group of multiprocessors may be no multiple of their size."""
     if size < 4 or not hasattr(driver, "_function"):
         return 1 << 30
     if name not in RESIDENT:
-        function, compiled, _, config = driver._function(name)
+        function, _, _, config = driver._function(name)
         config.gridDimX, config.gridDimY, config.gridDimZ = 32 * size, 1, 1
         RESIDENT[name] = int(driver._ask(driver._cu.cuOccupancyMaxActiveClusters, function, config))
         say(resident=name, clusters=RESIDENT[name])
@@ -284,8 +278,8 @@ def edges(out: Path, tiny: bool, names: list[str]) -> None:
 
 
 def times(out: Path, tiny: bool, names: list[str], done: int = 0) -> None:
-    """All candidates, the present kernels and cuBLAS, for every matrix and number of rows but the first `done`.
-    "plain": without a residual, which the model adds to the products with o and down."""
+    """All candidates, the present kernels and cuBLAS, for every matrix and number of rows but the first
+    `done`. "plain": without a residual, which the model adds to the products with o and down."""
     driver, programs = device(out, tiny)
     torch = None if tiny else _torch()
     say(started=True, device=driver.name)
@@ -329,7 +323,7 @@ def _times(
     both = product.n == MATRICES["gate_up"][0] or product.n == 64
     for name in ("present", *(["gated.present"] * both), *names):
         gated = name.startswith("gated")
-        if gated and not both:
+        if (gated and not both) or (name in every and pointless(every[name], product.m)):
             continue
 
         def launch(w: int, name: str = name, gated: bool = gated) -> None:
@@ -348,12 +342,21 @@ def _times(
         yield "cuBLAS", cublas(), {}
 
 
+def pointless(kernel: Kernel, rows: int) -> bool:
+    """Whether a cluster has more tiles than there are rows, or tiles are small for so many."""
+    told = dict(kernel.constants)
+    m, over_m, n = (int(told[one]) for one in ("BLOCK_M", "OVER_M", "BLOCK_N"))  # type: ignore[call-overload]
+    n *= 2 if "gated" in kernel.function else 1
+    return rows <= m * (over_m - 1) or (rows >= 2048 and m * n <= 128 * 64)
+
+
 def _cublas(torch: Any, product: Product, repeat: int) -> Callable[[], float]:
     """Recorded once, so that a second time may be measured when the device is as warm as for the others."""
     a = torch.randn(product.m, product.k, device="cuda", dtype=torch.bfloat16)
     few = [torch.randn(product.n, product.k, device="cuda", dtype=torch.bfloat16) for _ in product.ws]
     out = torch.empty(product.m, product.n, device="cuda", dtype=torch.bfloat16)
-    works = [lambda b=few[at % len(few)]: torch.mm(a, b.T, out=out) for at in range(repeat)]
+    turns = [few[at % len(few)] for at in range(repeat)]
+    works = [lambda b=b: torch.mm(a, b.T, out=out) for b in turns]
 
     def seconds() -> float:
         return common.torch_seconds(torch, works)
@@ -419,7 +422,7 @@ def _keep(out: Path | None, line: str) -> None:
 
 
 def tables(told: list[dict[str, Any]]) -> None:
-    """By rows and matrix: cuBLAS, the present kernel, and the best three, with their share of cuBLAS' time."""
+    """By rows and matrix: cuBLAS, the present kernel, and the best ones, with their share of its time."""
     found: dict[tuple[int, str], dict[str, float]] = {}
     for one in told:
         if "us" in one:
@@ -463,7 +466,7 @@ def main() -> None:
     parser.add_argument("--build", action="store_true")
     parser.add_argument("--run", action="store_true")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--limit", type=float, default=110.0, help="seconds for all")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds for all")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--folder", default=str(OUT))
     parser.add_argument("--only", default="", help="candidates whose names have this in them")

@@ -427,6 +427,9 @@ static int cuMemcpyDtoDAsync(uintptr_t to, uintptr_t from, size_t bytes, void *s
     ENTER(IN_CONTEXT);
     return copy(__func__, to, from, bytes, stream, 2);
 }
+static int anywhere(uintptr_t at, size_t bytes) {
+    return within(at, bytes, MEMORY) || within(at, bytes, PINNED);
+}
 struct side { size_t x, y; int type; void *host; uintptr_t device; void *array; size_t pitch; };
 struct copy2d { struct side from, to; size_t width, height; }; /* CUDA_MEMCPY2D */
 static int cuMemcpy2DAsync(const struct copy2d *told, void *stream) {
@@ -434,8 +437,11 @@ static int cuMemcpy2DAsync(const struct copy2d *told, void *stream) {
     const struct side *to = &told->to, *from = &told->from;
     struct op op = {.what = COPY, .to = to->device, .from = from->device, .bytes = told->width, .rows = told->height,
                     .pitch_to = to->pitch, .pitch_from = from->pitch};
-    if (to->type != 2 || from->type != 2 || to->x || to->y || from->x || from->y || to->array || from->array)
-        return refuse(INVALID_VALUE, "%s: not within the device", __func__);
+    if ((to->type != 2 || from->type != 2) && (to->type != 4 || from->type != 4 || !anywhere(to->device, told->width) ||
+                                               !anywhere(from->device, told->width)))
+        return refuse(INVALID_VALUE, "%s: neither within the device nor between it and pinned memory", __func__);
+    if (to->x || to->y || from->x || from->y || to->array || from->array)
+        return refuse(INVALID_VALUE, "%s: not of an address", __func__);
     /* the real limit of a pitch is an attribute of the device: 2 GB less one on every one so far */
     if (told->width > to->pitch || told->width > from->pitch || to->pitch > 0x7fffffff || from->pitch > 0x7fffffff)
         return refuse(INVALID_VALUE, "%s: %zu bytes with pitches of %zu and %zu", __func__, told->width, to->pitch, from->pitch);

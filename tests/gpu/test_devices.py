@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,10 @@ import pytest
 from pageturner.commands import doctor_device
 from pageturner.config import EngineConfig
 from pageturner.errors import EngineFault
-from pageturner.runtime import device_proofs, devices, machine_limits
+from pageturner.kernels.gpu.catalogue import height_of
+from pageturner.kernels.gpu.ops import GpuOps
+from pageturner.models.load import load_model
+from pageturner.runtime import device_trust, devices, machine_limits
 from support.engines import GOLDENS
 
 TINY = GOLDENS / "tiny_llama.gguf"
@@ -44,7 +49,7 @@ def test_auto_is_a_device_of_an_architecture_that_was_proven(monkeypatch: pytest
     taken = chosen(monkeypatch, auto)
     assert taken.ops is not None
     assert "sm_90" in taken.text
-    monkeypatch.setattr(device_proofs, "PROVEN", (80,))
+    monkeypatch.setattr(device_trust, "PROVEN", (80,))
     CLOSED.clear()
     found = chosen(monkeypatch, auto)
     assert (found.ops is None, "sm_90 have not yet shown on this device" in found.reason, len(CLOSED)) == (
@@ -59,7 +64,7 @@ def test_auto_is_a_device_of_an_architecture_that_was_proven(monkeypatch: pytest
     ("settings", "free", "code", "advice"),
     [
         ({}, 1 << 20, "gpu_memory", "--quantization int4"),
-        ({"kv_host_memory": 1 << 30}, 1 << 30, "gpu_model", "--device cpu"),
+        ({"pipeline_parallel_size": 2}, 1 << 30, "gpu_model", "--device cpu"),
     ],
 )
 def test_what_a_device_cannot_do_is_an_error_or_the_reason_for_the_cpu(
@@ -75,13 +80,19 @@ def test_what_a_device_cannot_do_is_an_error_or_the_reason_for_the_cpu(
     assert [free, free] == CLOSED
 
 
-def test_a_latent_kv_is_not_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "open_driver", driver)
+def test_a_latent_kv_is_for_a_device_within_its_bounds() -> None:
     config = EngineConfig(device="cuda", load_format="dummy")
-    folder = GOLDENS / "families" / "deepseek_v2"
-    with pytest.raises(EngineFault, match="latent KV") as told:
-        devices.choose(config, lambda: devices.needs_of(folder, config))
-    assert told.value.code == "gpu_model"
+    needs = devices.needs_of(GOLDENS / "families" / "deepseek_v2", config)
+    devices.check_model(driver(), needs, config)
+    latent = needs.spec.latent
+    assert latent is not None
+    wide = replace(needs.spec, latent=replace(latent, rank=576, rotary=64), head_dim=640)
+    turned = replace(needs.spec, latent=replace(latent, rotary=80), head_dim=96)
+    for spec, dtype in ((wide, "auto"), (turned, "auto"), (needs.spec, "float32")):
+        other = replace(config, kv_cache_dtype=dtype)
+        with pytest.raises(EngineFault) as told:
+            devices.check_model(driver(), replace(needs, spec=spec), other)
+        assert told.value.code == "gpu_model"
 
 
 def test_the_largest_step_fills_the_budget() -> None:
@@ -107,12 +118,61 @@ def test_a_budget_that_was_left_to_the_machine_becomes_what_fits(monkeypatch: py
     assert devices.dry_run(any_one, None, EngineConfig(), "float16", 64) == EngineConfig()
 
 
+def test_engines_that_start_together_size_their_kv_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The second one sees what the first has left; on the CPU nobody waits."""
+    monkeypatch.setenv("PAGETURNER_CACHE", str(tmp_path / "cache"))
+    free, seen, first, on_cpu = [100], [], threading.Event(), threading.Event()
+
+    def start(ops: object, waits: threading.Event) -> None:
+        with devices.memory_lock(ops):
+            seen.append(free[0])
+            first.set()
+            assert waits.wait(60)
+            free[0] -= seen[-1] * 9 // 10
+
+    one = threading.Thread(target=start, args=(object(), on_cpu))
+    one.start()
+    assert first.wait(60)
+    two = threading.Thread(target=start, args=(object(), on_cpu))
+    two.start()
+    with devices.memory_lock(None):
+        assert seen == [100]
+    on_cpu.set()
+    one.join(60)
+    two.join(60)
+    assert seen == [100, 10]
+
+
 # -- the whole engine on the interpreted device --------------------------------------------------------------
 @pytest.fixture
 def fake_device(monkeypatch: pytest.MonkeyPatch) -> Any:
     module = pytest.importorskip("support.fake_gpu", exc_type=ImportError)
     monkeypatch.setenv(devices.DRIVER, "support.fake_gpu:FakeDriver")
     return module
+
+
+def test_products_of_every_height_are_launched_before_kv_is_sized(fake_device: Any) -> None:
+    """In layers and in the head: what their kernels take of the device's memory is not free for KV."""
+    launched: list[tuple[str, int, int]] = []
+
+    class Recorder(fake_device.FakeDriver):  # type: ignore[misc, name-defined]
+        def launch(self, kernel: str, grid: Any, arguments: Any) -> None:
+            given = dict(zip((name for name, _ in self.kernels[kernel].arguments), arguments, strict=True))
+            if kernel.startswith("dense"):
+                launched.append((kernel, given["M"], given["N"]))
+
+    ops = GpuOps(Recorder(), 64 << 20)
+    decoder = load_model(TINY, ops, dtype="auto", max_positions=64)
+    config = EngineConfig(max_num_batched_tokens=512, block_size=16)
+    devices.smaller_steps(decoder, ops, config, "float16", 64)
+    for outputs in (decoder.stack.layers[0].o.rows, decoder.head.weight.rows):
+        assert {rows for _, rows, n in launched if n == outputs} == set(devices.HEIGHTS)
+    crossed = {height_of(rows, 1 << 15) for rows in devices.HEIGHTS} | {
+        height_of(rows, 64) for rows in (2, 256)
+    }
+    assert crossed == {"slim", "few", "half", "some", "many"}, "the bounds of heights are where they were"
 
 
 @pytest.mark.slow

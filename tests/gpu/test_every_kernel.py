@@ -24,7 +24,9 @@ from pageturner.kernels.gpu.catalogue import (
     GATED,
     GATED_GROUPS,
     HEIGHTS,
+    LATENT_KINDS,
     MANY,
+    PERSISTENT,
     SOME,
     kernels_of,
 )
@@ -71,7 +73,7 @@ WEIGHTS = {
 }  # fmt: skip
 
 
-def matrix(kind: str, rows: int = 9, columns: int = 256, seed: int = 3) -> Tensor:
+def matrix(kind: str, rows: int = 16, columns: int = 256, seed: int = 3) -> Tensor:
     if kind == "Q2_K":  # groups of 16 with lows; its two fp16 scales are the last bytes of a block
         data = grid.rng(seed).integers(0, 256, (rows, columns // 256, 84), dtype=np.uint8)
         data[..., 80:] = np.array([0.002, 0.003], np.float16).view(np.uint8)
@@ -114,6 +116,19 @@ def products(ops: GpuOps, patch: pytest.MonkeyPatch) -> None:
     assert all((one == found[-1]).all() for one in found[-3:])
 
 
+def persistent(ops: GpuOps, patch: pytest.MonkeyPatch) -> None:
+    """Every ring, of rows enough for it; gate and up together too. Bits are those of `dense`."""
+    x = grid.normal(66, 96, seed=1)
+    for kind in ("BF16", "F16"):
+        packed, both = (ops.pack_weight(grid.weight(kind, rows, 96, seed=3)) for rows in (48, 96))
+        found = []
+        for ring in (None, *PERSISTENT):
+            patch.setattr(launches, "persistent_ring", lambda *_, ring=ring: ring)
+            joined = ops.launches.gated_product(ops.on_device(x), both, both.compute)
+            found.append((ops.to_numpy(ops.linear(ops.on_device(x), packed)), narrow(ops, joined)))
+        assert all((one == found[0][0]).all() and (two == found[0][1]).all() for one, two in found)
+
+
 def rows(ops: GpuOps) -> None:
     run, x, y = ops.launches, grid.normal(2, 64), grid.normal(2, 64, seed=1)
     a, b = ops.on_device(x), ops.on_device(y)
@@ -138,6 +153,12 @@ def rows(ops: GpuOps) -> None:
     near(ops.to_numpy(ops.scale(a, 0.5)), x / 2, 1e-5)
     near(ops.soft_cap(x, 5.0), REFERENCE.soft_cap(x, 5.0), 1e-5)
     assert (ops.to_numpy(ops.take_rows(a, grid.i32([1]))) == x[[1]]).all()
+    order = np.random.default_rng(5).permutation(64).astype(np.int32)
+    there = matrix("Q4_0", 16, 64)
+    ordered = Tensor("w", there.kind, there.shape, there.data, order=order)
+    gathered = ops.on_device(np.ascontiguousarray(x[:, order]))
+    expected = ops.to_numpy(ops.linear(gathered, ops.pack_weight(there)))
+    assert (ops.to_numpy(ops.linear(a, ops.pack_weight(ordered))) == expected).all()
     rope, positions = grid.rope_tables(9, 8, False), grid.i32([3, 8])
     assert (ops.to_numpy(ops.rope(a, positions, rope, 32)) == REFERENCE.rope(x, positions, rope, 32)).all()
 
@@ -163,6 +184,48 @@ def attention(ops: GpuOps) -> None:
                 got = narrow(ops, ops.launches.attention(ops.on_device(q), kv, 0, step, shape, kind))
                 near(got, expected, 2e-2)
             ops.free_kv(kv)
+    for dtype in LATENT_KINDS:
+        latent_attention(ops, dtype)
+
+
+def latent_attention(ops: GpuOps, dtype: str) -> None:
+    shape, spec = AttentionShape(2, 1, 40, 0.2, latent=32), KVSpec(1, 8, 16, 1, 40, dtype, True)
+    kv, theirs = ops.alloc_kv(spec), REFERENCE.alloc_kv(grid.scaled(spec))
+    runs = [(5, 1), (0, 20)]
+    batch, whole = grid.batch(runs, 16, 8), grid.batch(grid.history(runs), 16, 8)
+    k, q = grid.normal(len(whole.slots), 40), grid.normal(21, 80, seed=9)
+    REFERENCE.kv_write(theirs, 0, k, None, whole.slots)
+    ops.kv_write(kv, 0, ops.on_device(k), None, whole.slots)
+    expected = REFERENCE.attention(q, theirs, 0, batch, shape)
+    for kind in ("fp32", "bf16"):
+        step = ops.step(batch, {view_of(shape)}, kv)
+        got = narrow(ops, ops.launches.attention(ops.on_device(q), kv, 0, step, shape, kind))
+        near(got, expected, 2e-2)
+    ops.free_kv(kv)
+
+
+def latents(ops: GpuOps) -> None:
+    """Queries, latents and rotary keys of rows, placed in one launch and by one operation after the other."""
+    heads, plain, rank, rotary = 3, 16, 32, 8
+    widths = (heads * plain, heads * rotary, rank, rotary)
+    rope, norm = grid.rope_tables(9, rotary // 2, True), ops.pack_weight(grid.vector(rank, seed=4))
+    for dtype in LATENT_KINDS:
+        spec = KVSpec(1, 8, 4, 1, rank + rotary, dtype, True)
+        here, apart = ops.alloc_kv(spec), ops.alloc_kv(spec)
+        step = ops.step(grid.batch([(3, 2), (0, 1)], 4, 8), (), here)
+        values = np.split(grid.normal(3, sum(widths), seed=3), np.cumsum(widths)[:-1], axis=1)
+        wide = ops.on_device(np.hstack(values))
+        q_rope, k, k_rope = map(ops.on_device, map(np.ascontiguousarray, values[1:]))
+        q_rope, k_rope = (ops.launches.rotate(one, step.positions, rope, rotary) for one in (q_rope, k_rope))
+        joined = ops.join_heads(ops.launches.rms_norm(k, norm, 1e-5), k_rope, 1)
+        ops.kv_write(apart, 0, joined, None, step.slots)
+        for kind, bound in BOUNDS.items():
+            rows = launches.Latents(heads, plain, rank, rotary, kind, rope, norm)
+            got, both = ops.launches.place_latent(wide, rows, 1e-5, here, 0, step.slots, step.positions)
+            near(narrow(ops, got), values[0], bound)
+            turned = ops.to_numpy(both).reshape(3, heads, -1)[:, :, rank : rank + rotary].reshape(3, -1)
+            near(turned, ops.to_numpy(q_rope), 1e-6)
+        near(stored(ops, here.keys, spec), stored(ops, apart.keys, spec), 1e-6)
 
 
 def placing(ops: GpuOps) -> None:
@@ -282,13 +345,16 @@ def adapters(ops: GpuOps) -> None:
 
 FAMILIES: dict[Callable[..., None], str] = {
     products: "dense gated_dense groups gated_groups group_sums embed embed_groups",
-    rows: "rms_norm head_norm layer_norm gated elementwise rotate take_rows",
+    persistent: "persistent gated_persistent",
+    rows: "rms_norm head_norm layer_norm gated elementwise rotate take_rows take_columns",
     attention: "attend kv_write fit_heads",
+    latents: "place_latent join_heads",
     placing: "place_heads",
     choosing: "edit forbid sample",
     experts: "route group_rows experts add_rows add_experts weigh_rows",
     adapters: "lora_shrink lora_expand lora_pick",
 }
+OF_RANKS = {"all_reduce", "all_reduce_twice", "gather"}  # tests/gpu/test_ranks.py executes them on two ranks
 
 
 @pytest.mark.slow
@@ -296,7 +362,7 @@ FAMILIES: dict[Callable[..., None], str] = {
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda one: one.__name__)
 def test_every_kernel_is_executed(family: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     ops = GpuOps(fake_gpu.FakeDriver(), 64 << 20, graphs=False)
-    family(ops, monkeypatch) if family in (products, experts) else family(ops)
+    family(ops, monkeypatch) if family in (products, persistent, experts) else family(ops)
     begins = FAMILIES[family].split()
     every = {name for name in kernels_of(90) if name.partition(".")[0] in begins}
     assert every - set(ops.driver.launched) == set()
@@ -304,5 +370,5 @@ def test_every_kernel_is_executed(family: Callable[..., None], monkeypatch: pyte
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_kernel_is_of_a_family(architecture: int) -> None:
-    known = " ".join(FAMILIES.values()).split()
+    known = {*" ".join(FAMILIES.values()).split(), *OF_RANKS}
     assert {name for name in kernels_of(architecture) if name.partition(".")[0] not in known} == set()

@@ -149,7 +149,18 @@ def test_uses_of_long_ago_are_forgotten(device: Device, monkeypatch: pytest.Monk
 
 
 def test_contexts_of_one_size_share_a_recording(device: Device) -> None:
-    assert device.comes(4, 2, context=700) == [False, True]
-    assert device.comes(4, 1, context=500) == [True]  # 8 segments in place of 12: another room
+    assert device.comes(4, 2, context=700) == [False, True]  # 12 segments, in a room of 16
     assert device.comes(4, 1, context=1000) == [True]
+    assert len(device.graphs.recorded) == 1
+    assert device.comes(4, 1, context=1100) == [True]  # they have grown beyond it
     assert len(device.graphs.recorded) == 2
+
+
+def test_a_recording_with_more_room_does_until_there_is_one(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "MAX_GRAPHS", 1)
+    assert device.comes(4, 12, context=1500)[-1]
+    assert device.comes(4, 20, context=700) == [True] * 20  # 12 segments in a room of 24
+    assert device.forgotten == []  # it was not used twice as often
+    assert device.comes(4, 1, context=200) == [False]  # a room of 8 would do

@@ -48,7 +48,9 @@ class FakeCuda:
     """As much of cuda.bindings.driver as a start asks for; `results` by the name of a call."""
 
     CUdevice_attribute = SimpleNamespace(
-        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR=0, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR=1
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR=0,
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR=1,
+        CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT=2,
     )
     CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
     CUevent_flags = SimpleNamespace(CU_EVENT_DISABLE_TIMING=2)
@@ -65,7 +67,7 @@ class FakeCuda:
         def call(*arguments: Any) -> tuple[Any, ...]:
             self.calls.append(name)
             if name == "cuDeviceGetAttribute":
-                return 0, self.capability[arguments[0]]
+                return 0, (*self.capability, 132)[arguments[0]]
             found = self.results.get(name, 1)
             if isinstance(found, Exception):
                 raise found

@@ -1,4 +1,4 @@
-"""Persistent products, interpreted: bits as those of the row alone, at every edge, in every order of warps."""
+"""Persistent products, interpreted: the bits of a row alone, at every edge and in every order of warps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pageturner.kernels.gpu import catalogue
-from pageturner.kernels.gpu.catalogue import Tile
+from pageturner.kernels.gpu.catalogue import Ring
 from pageturner.kernels.gpu.driver import Plane
 from pageturner.kernels.gpu.ops import GpuOps
 
@@ -16,6 +16,7 @@ fake_gpu = pytest.importorskip("support.fake_gpu", exc_type=ImportError)  # skip
 
 from tests.kernels import grid  # noqa: E402
 
+from pageturner.kernels.gpu.source import persistent as source  # noqa: E402
 from support import gluon_interpreter  # noqa: E402
 
 slow = pytest.mark.slow
@@ -39,9 +40,9 @@ def test_a_row_has_its_bits_alone_and_among_many(ops: GpuOps, rows: int, outputs
         assert (got[row] == alone[0]).all()
 
 
-def small(gated: bool, over_m: int, over_n: int) -> catalogue.Kernel:
+def small(gated: bool, over_m: int, over_n: int, groups: int) -> catalogue.Kernel:
     """A tile that is quick to interpret: 16 rows, 16 columns, 32 of K, three stages."""
-    return catalogue.persistent("small", "bf16", Tile(16, 16, 32, 8, 3), gated, over_m, over_n)
+    return catalogue.persistent("small", "bf16", Ring(16, 16, 32, 3, over_m, over_n, groups), gated)
 
 
 def computed(
@@ -76,14 +77,83 @@ def computed(
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(
-    ("over_m", "over_n", "programs"), [(1, 1, 1), (1, 1, 5), (2, 1, 2), (2, 1, 4), (1, 2, 4), (1, 4, 4), (2, 2, 4), (2, 4, 8)]
+    ("over_m", "over_n", "programs"),
+    [(1, 1, 1), (1, 1, 5), (2, 1, 2), (2, 1, 4), (1, 2, 4), (1, 4, 4), (2, 2, 4), (2, 4, 8)],
 )
 def test_every_order_of_the_warps_gives_the_product(
     ops: GpuOps, gated: bool, over_m: int, over_n: int, programs: int
 ) -> None:
     """More tiles than programs, of which some lie behind the last row or column; K ends within a box."""
-    kernel = small(gated, over_m, over_n)
     for seed in range(4):
+        kernel = small(gated, over_m, over_n, groups=1 + seed % 2)
         ops.begin()
         got, expected = computed(ops, kernel, programs, (70, 48, 176), seed)
         assert np.abs(got - expected).max() <= (1e-2 if gated else 1e-5) * np.abs(expected).max()
+
+
+# -- what the interpreter sees: each of these faults would hang a device or give wrong sums now and then -----
+def faulty(ops: GpuOps, kernel: catalogue.Kernel) -> bool:
+    """Whether one of some orders of the warps gives something else than the product, or no end."""
+    for seed in range(6):
+        ops.begin()
+        try:
+            got, expected = computed(ops, kernel, 4, (70, 48, 176), seed)
+        except AssertionError:
+            return True
+        if not np.abs(got - expected).max() <= 1e-5 * np.abs(expected).max():
+            return True
+    return False
+
+
+def test_a_stage_that_is_never_given_back_is_a_deadlock(ops: GpuOps, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "release", lambda *_: None)
+    with pytest.raises(gluon_interpreter.Deadlock):
+        computed(ops, small(False, 1, 1, 1), 4, (70, 48, 176))
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_stage_that_is_given_back_too_early_is_seen(
+    ops: GpuOps, monkeypatch: pytest.MonkeyPatch, groups: int
+) -> None:
+    """That of the step that was just issued."""
+
+    def early(empty: Any, i: int, steps: int, first: int, stages: int, *_: Any) -> None:
+        if steps >= 0:
+            empty.index(first + i % stages).change(1, 0)
+
+    assert not faulty(ops, small(False, 1, 1, groups))
+    monkeypatch.setattr(source, "release", early)
+    assert faulty(ops, small(False, 1, 1, groups))
+
+
+def test_a_program_that_ends_before_its_cluster_is_seen(ops: GpuOps, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not faulty(ops, small(False, 2, 2, 1))
+    monkeypatch.setattr(gluon_interpreter.Language, "_meet", lambda self: None)
+    assert faulty(ops, small(False, 2, 2, 1))
+
+
+def test_others_of_a_cluster_must_be_told(ops: GpuOps, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gluon_interpreter.Language, "_release", lambda *_: None)
+    with pytest.raises(gluon_interpreter.Deadlock):
+        computed(ops, small(False, 1, 2, 1), 4, (70, 48, 176))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind", "rows", "outputs", "found"),
+    [
+        (90, "bf16", 64, 4096, False), (90, "bf16", 65, 4096, True), (90, "fp16", 8192, 28672, True),
+        (90, "bf16", 200, 4104, False), (90, "fp32", 200, 4096, False), (100, "bf16", 200, 4096, False),
+    ],
+)  # fmt: skip
+def test_dense_computes_what_tma_cannot(
+    architecture: int, kind: str, rows: int, outputs: int, found: bool
+) -> None:
+    assert (catalogue.persistent_ring(architecture, kind, rows, outputs) is not None) == found
+
+
+def test_gate_and_up_of_odd_outputs_are_joined_by_dense(ops: GpuOps) -> None:
+    """Rows of what they become begin at no multiple of 16 bytes."""
+    x = ops.on_device(grid.normal(66, 64, seed=1))
+    both = ops.pack_weight(grid.weight("BF16", 2 * 24, 64, seed=3))
+    ops.launches.gated_product(x, both, "bf16")
+    assert ops.driver.launched[-1].startswith("gated_dense.bf16.")

@@ -46,16 +46,16 @@ def shuffled(seed: int) -> Callable[[list[tuple[int, ...]]], list[tuple[int, ...
 )
 def test_any_program_may_end_last(kind: str, half: str, many: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bits are those of one program that adds the parts, and every counter is 0 for the next product."""
-    ops = GpuOps(fake_gpu.FakeDriver(), 64 << 20, graphs=False)
-    tensor = grid.weight(kind, 40, 3328, seed=5)
+    ops = GpuOps(fake_gpu.FakeDriver(architecture=80), 64 << 20, graphs=False)
+    tensor = grid.weight(kind, 48, 3328, seed=5)
     if kind == "F8_W":
-        blocks = tensor.data.reshape(40, -1, 36)
+        blocks = tensor.data.reshape(48, -1, 36)
         blocks[:, :, :4] = blocks[:, :1, :4]  # a scale for each row, as the kernels want it
     weight = ops.pack_weight(tensor)
-    bias = ops.pack_weight(grid.vector(40, seed=4))
-    assert parts_of(40, 3328, block_k("bf16"))[1] == group_parts_of(40, 3328)[1] == 3
+    bias = ops.pack_weight(grid.vector(48, seed=4))
+    assert parts_of(48, 3328, block_k("bf16"))[1] == group_parts_of(48, 3328)[1] == 3
     host = 1e3 * grid.normal(70, 3328, seed=6)  # large enough for another order to have other bits
-    residual = ops.on_device(grid.normal(70, 40, seed=7))
+    residual = ops.on_device(grid.normal(70, 48, seed=7))
     found = []
     for seed in range(4):
         monkeypatch.setattr(triton_interpreter, "in_order", shuffled(seed))

@@ -109,6 +109,9 @@ def test_positions_are_divided_by_every_block_size(block_size: int) -> None:
     positions = np.concatenate([near, near - 1, near[:1] * 0, np.arange(70000)])
     positions = positions[(positions >= 0) & (positions < 1 << 24)]
     assert (positions * inverse >> shift == positions // block_size).all()
+    assert inverse << 7 < 1 << 32  # the other way of `block_of`, in 32 bits
+    high = (2 * positions.astype(np.uint64) * np.uint64(inverse << 7)) >> np.uint64(32)
+    assert (high >> np.uint64(shift - 24) == positions // block_size).all()
 
 
 def test_rooms_of_recordings_are_few_and_waste_little() -> None:
@@ -137,7 +140,7 @@ MIXED = [(600, 1), (40, 3), (0, 90), (255, 2), (100, 17)]
 def test_a_mixed_step_and_others_of_its_room_have_their_addresses(view: AttentionView) -> None:
     found, rooms = set(), set()
     for runs in (MIXED, [(500, 1), (60, 2), (20, 86), (250, 3), (90, 21)]):
-        driver = SimpleNamespace(alloc=lambda _: 4096, upload=lambda at, data: None)
+        driver = SimpleNamespace(alloc=lambda _: 4096, upload=lambda *_: None, clear=lambda *_: None)
         arena = Arena(driver, 1 << 26)  # type: ignore[arg-type]
         batch = batch_of(runs, 16)
         room = steps.room_of(batch, {view}, 90, 128)

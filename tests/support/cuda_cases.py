@@ -1,7 +1,7 @@
 """Cases of test_cuda_driver.py, each in a process of its own: `python -m support.cuda_cases CASE MANIFEST`.
 
-The manifest is of kernels that do nothing: add (x, n, f), large, of 64 KB of shared memory, and waits, which
-may begin beside the one in front.
+The manifest is of kernels that do nothing: add (x, n, f), large, of 64 KB of shared memory, waits, which
+may begin beside the one in front, and boxes, which copies of a plane in clusters of two.
 LD_LIBRARY_PATH leads to the stub; `CudaDriver` and cuda-bindings are the real ones.
 """
 
@@ -18,19 +18,25 @@ from typing import Any
 import numpy as np
 
 from pageturner.errors import EngineFault
+from pageturner.kernels.gpu import cuda_driver
 from pageturner.kernels.gpu.arrays import Arena
 from pageturner.kernels.gpu.catalogue import EXCHANGE_PROGRAMS, exchange_bytes, kernels_of
 from pageturner.kernels.gpu.cuda_driver import PAGE, SLOT, SLOTS, CudaDriver
-from pageturner.kernels.gpu.driver import LATER
+from pageturner.kernels.gpu.driver import LATER, Plane, Rows
 from pageturner.kernels.gpu.exchange import DeviceExchange
-from pageturner.kernels.gpu.manifest import Manifest
+from pageturner.kernels.gpu.manifest import Box, Manifest
+from pageturner.kernels.gpu.tensor_maps import MAX_KEPT, TensorMap, TensorMaps
 from support.stub_cuda import CONTEXT, EVENT, MEMORY, PEER, PINNED, READY, Stub
 
 KERNELS: dict[str, dict[str, Any]] = {
     "add": {"arguments": [["x", "*fp32"], ["n", "i32"], ["f", "fp32"]]},
     "large": {"arguments": [["x", "*fp32"]], "shared": 64 << 10, "hidden": 0},
     "waits": {"arguments": [["x", "*fp32"]], "dependent": True},
-}
+    "boxes": {
+        "arguments": [["x", "bf16[128,64]"], ["n", "i32"]], "dependent": True, "cluster": 2,
+        "boxes": [[128, 64, 9, 2, 3]],
+    },
+}  # fmt: skip
 EXCHANGES = ("all_reduce", "all_reduce_twice", "gather")
 KERNELS |= {
     name: {"arguments": kernels_of(90)[name].arguments, "warps": kernels_of(90)[name].warps}
@@ -110,6 +116,31 @@ def rows_far_apart(manifest: Manifest) -> None:
     end(driver, stub)
 
 
+def rows_to_the_host_and_back(manifest: Manifest) -> None:
+    """Through two pinned buffers, which are smaller than a place, or hold several; pitches of any size."""
+    stub, driver = Stub(), CudaDriver(manifest)
+    cuda_driver.PAGE = 1 << 16
+    for pitch in (1 << 18, (1 << 31) + 256):
+        a = driver.alloc(3 * pitch + (1 << 18))
+        places = [
+            Rows(a + 4096, 1000, 3, pitch),
+            Rows(a + 8192, 30000, 3, pitch),
+            Rows(a + 65536, 150000, 2, pitch),
+        ]
+        rows = [some(nbytes * count) for _, nbytes, count, _ in places]
+        data = np.concatenate(rows)
+        given = data.copy()
+        driver.scatter(places, given)
+        given[:] = 0
+        found = np.empty_like(data)
+        driver.gather(found, places)
+        assert (found == data).all()
+        for (address, nbytes, _, _), row in zip(places, rows, strict=True):
+            assert (held(driver, nbytes, address + pitch) == row[nbytes : 2 * nbytes]).all()
+        driver.free(a)
+    end(driver, stub)
+
+
 def uploads(manifest: Manifest) -> None:
     """What is uploaded may be changed at once, be it small or large; more small ones than there are slots."""
     stub, driver = Stub(), CudaDriver(manifest)
@@ -132,6 +163,61 @@ def uploads(manifest: Manifest) -> None:
     driver.upload(a, wide)
     assert (held(driver, wide.nbytes, a).view(np.float32) == wide.reshape(-1)).all()
     end(driver, stub)
+
+
+def planes(manifest: Manifest) -> None:
+    """A map is encoded once for each plane and box. Behind another kernel a launch has two attributes."""
+    stub, driver = Stub(), CudaDriver(manifest)
+    a = driver.alloc(64 * 128)
+    for rows in (64, 64, 32):
+        driver.launch("boxes", (4,), (Plane(a, rows, 64), 7))
+    driver.launch("boxes", (2,), (Plane(a + 128, 63, 64), 8))
+    assert stub.parameters("boxes") == (128, 4, 4, 8, 8, 4, 8, 8)
+    assert stub.calls("cuTensorMapEncodeTiled") == 3
+    driver.synchronise()
+    assert stub.launches() == [
+        ("boxes", (grid, 1, 1), 128, 0, (at, 0, 0, 0, 0, n, 0, 0))
+        for grid, at, n in ((4, a, 7), (4, a, 7), (4, a, 7), (2, a + 128, 8))
+    ]
+    assert stub.besides() == 3, "the first has no kernel in front"
+    driver.begin_recording()
+    driver.launch("boxes", (4,), (Plane(a, 64, 64), 7))
+    graph = driver.end_recording()
+    driver.replay(graph)
+    driver.synchronise()
+    assert len(stub.launches()) == 5
+    end(driver, stub)
+
+
+def planes_that_cannot_be(manifest: Manifest) -> None:
+    """Each is refused by the stub and told as a fault; maps are kept up to a number."""
+    stub, driver = Stub(), CudaDriver(manifest)
+    a = driver.alloc(1 << 20)
+    box = Box(128, 64, 9, 2, 3)
+    wrong = [
+        (Plane(a + 8, 64, 64), box), (Plane(a, 64, 60), box), (Plane(a, 1 << 14, 64), box),
+        (Plane(a, 0, 64), box),
+        (Plane(a, 64, 64), Box(257, 64, 9, 2, 3)), (Plane(a, 64, 128), Box(128, 128, 9, 2, 3)),
+        (Plane(a, 64, 64), Box(128, 4, 9, 2, 0)),
+    ]  # fmt: skip
+    for i, (plane, form) in enumerate(wrong):
+        assert code(lambda plane=plane, form=form: driver._maps.of(plane, form)) == "gpu_fault", i
+        assert len(stub.refused) == i + 1, i
+    assert code(lambda: driver.launch("boxes", (3,), (Plane(a, 64, 64), 1))) == "gpu_fault", (
+        "half of a cluster"
+    )
+    function, _, types, _ = driver._function("boxes")
+    launch = driver._cu.cuLaunchKernel
+    encoded = driver._maps.of(Plane(a, 64, 64), box)
+    driver.free(a)  # which the second map is of; the first nobody encoded
+    for other in (TensorMap(), encoded):
+        values = ((other, 0, 0, 0, 0, 1, 0, 0), types)
+        assert int(launch(function, 2, 1, 1, 128, 1, 1, 0, driver._stream, values, 0)[0])
+    a = driver.alloc(1 << 20)
+    maps, calls = TensorMaps(), stub.calls("cuTensorMapEncodeTiled")
+    for rows in (*range(1, MAX_KEPT + 2), MAX_KEPT + 1, 1):
+        maps.of(Plane(a, rows, 64), box)
+    assert stub.calls("cuTensorMapEncodeTiled") == calls + MAX_KEPT + 2
 
 
 def downloads_later(manifest: Manifest) -> None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from pageturner.errors import EngineFault
 from pageturner.kernels.gpu.catalogue import kernels_of
-from pageturner.kernels.gpu.driver import Plane
+from pageturner.kernels.gpu.driver import Plane, Rows
 from support import gluon_interpreter, triton_interpreter
 
 
@@ -110,6 +110,26 @@ class FakeDriver:
     def download(self, array: NDArray[Any], address: int) -> None:
         self._inside(address, array.nbytes)
         ctypes.memmove(array.ctypes.data, address, array.nbytes)
+
+    def gather(self, out: NDArray[np.uint8], places: Sequence[Rows]) -> None:
+        assert out.flags.c_contiguous
+        at = out.ctypes.data
+        for address, nbytes, rows, pitch in places:
+            for row in range(rows):
+                self._inside(address + row * pitch, nbytes)
+                ctypes.memmove(at, address + row * pitch, nbytes)
+                at += nbytes
+        assert at == out.ctypes.data + out.nbytes
+
+    def scatter(self, places: Sequence[Rows], data: NDArray[np.uint8]) -> None:
+        assert data.flags.c_contiguous
+        at = data.ctypes.data
+        for address, nbytes, rows, pitch in places:
+            for row in range(rows):
+                self._inside(address + row * pitch, nbytes)
+                ctypes.memmove(address + row * pitch, at, nbytes)
+                at += nbytes
+        assert at == data.ctypes.data + data.nbytes
 
     def download_later(self, nbytes: int, address: int) -> Any:
         later = np.empty(nbytes, np.uint8)

@@ -1,10 +1,10 @@
 """Kernels in Gluon executed without a GPU: the functions of the source as they are, on numpy.
 
 Owns what barriers, copies and matrix instructions do to shared memory. The warp groups of all programs of a
-cluster are threads that take turns: which one goes on, and when a copy arrives, is drawn from a seed. A matrix
-instruction reads its operands when it is waited for, so a stage that is given back too early has other values
-by then; and where nobody can go on, that is a `Deadlock`. Sums go along K from the first to the last, as in
-`triton_interpreter`.
+cluster are threads that take turns: which one goes on, and when a copy arrives, is drawn from a seed. A
+matrix instruction reads its operands when it is waited for, so a stage that is given back too early has other
+values by then; and where nobody can go on, that is a `Deadlock`. Sums go along K from the first to the last,
+as in `triton_interpreter`.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Pool:
         self._types: list[tuple[int, int, Any, list[int] | None]] = []  # end, bytes of a piece, its type
         self._pieces: dict[int, Any] = {}
 
-    def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> Any:
+    def typed(self, dtype: Any, shape: list[int], layout: Any) -> Any:
         barriers = layout == "barriers"
         size = 8 if barriers else 2 * shape[1] * shape[2]
         assert shape[0] * size <= self._nbytes
@@ -348,10 +348,11 @@ class Language:
         self.spread, self.release_others, self.meet_others = self._spread, self._release, self._meet
         self.ask_for, self.now = lambda *_: None, lambda value: value
         self.launch_dependents = self.wait = lambda: None
+        self.typed = lambda pool, dtype, shape, layout: pool.typed(dtype, shape, layout)
 
     NAMES = (
         "gl", "mbarrier", "tma", "warpgroup_mma", "warpgroup_mma_wait", "fence_async_shared", "spread",
-        "release_others", "meet_others", "ask_for", "now", "launch_dependents", "wait",
+        "release_others", "meet_others", "ask_for", "now", "launch_dependents", "wait", "typed",
     )  # fmt: skip
 
     def names(self) -> dict[str, Any]:
@@ -379,7 +380,15 @@ class Language:
         self._machine.later(arrive)
 
     def _spread(
-        self, plane: Descriptor, parameter: str, row: int, k: int, target: int, ready: int, to: int, thread: int
+        self,
+        plane: Descriptor,
+        parameter: str,
+        row: int,
+        k: int,
+        target: int,
+        ready: int,
+        to: int,
+        thread: int,
     ) -> None:
         """To each of some programs of the cluster at a time of its own."""
         assert parameter.startswith(("dense_param_", "gated_dense_param_"))
@@ -393,7 +402,7 @@ class Language:
             if to >> rank & 1:
                 self._machine.later(arrive)
 
-    def _release(self, barrier: int, steps: int, over_m: int, over_n: int) -> None:
+    def _release(self, barrier: int, steps: int, thread: int, over_m: int, over_n: int) -> None:
         """At the programs of the same rows, and at those of the same columns."""
         programs = self._machine.program.cluster.programs
         me = programs.index(self._machine.program)
@@ -454,7 +463,7 @@ def run(kernel: Kernel, grid: Sequence[int], values: Sequence[Any], seed: int = 
     for first in range(0, count, size):
         machine, cluster = (
             Machine(seed + first),
-            SimpleNamespace(size=size, met=0, programs=[], groups=2 * size),
+            SimpleNamespace(size=size, met=0, programs=[], groups=0),
         )
         for at in range(first, first + size):
             program = SimpleNamespace(
@@ -463,5 +472,6 @@ def run(kernel: Kernel, grid: Sequence[int], values: Sequence[Any], seed: int = 
             cluster.programs.append(program)
             machine._place.program = program
             _source(module, Language(machine).names())[name](**arguments)
+        cluster.groups = sum(len(program.groups) for program in cluster.programs)
         with np.errstate(all="ignore"):
             machine.run(cluster.programs)

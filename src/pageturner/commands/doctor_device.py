@@ -12,7 +12,7 @@ from pageturner.config import EngineConfig
 from pageturner.errors import EngineFault
 from pageturner.files import hub
 from pageturner.kernels.gpu import ceilings
-from pageturner.runtime import device_proofs, devices, machine_limits
+from pageturner.runtime import device_trust, devices, machine_limits
 
 
 def examine(config: EngineConfig, measure: bool) -> tuple[dict[str, str], dict[str, Any], list[str]]:
@@ -33,12 +33,12 @@ def examine(config: EngineConfig, measure: bool) -> tuple[dict[str, str], dict[s
             "architecture": driver.architecture,
             "free": free,
             "total": total,
-            "compared": device_proofs.proofs_of(driver),
+            "compared": {form: one.text for form, one in device_trust.record_of(driver).forms.items()},
         }
         reached = driver.peers()
         data["cuda"]["reaches"] = reached
         lines["devices"] = _reached(reached)
-        lines["compared"] = device_proofs.told(driver)
+        lines["compared"] = device_trust.summary(driver)
         if measure:
             _measure(driver, lines, data)
         driver.close()

@@ -5,12 +5,15 @@ Owns the choice, the plan that is told before anything is loaded, and the dry ru
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,8 +27,8 @@ from pageturner.models.decoder import Decoder
 from pageturner.models.load import open_model, weight_bytes
 from pageturner.models.spec import ModelSpec
 from pageturner.observe.work import MachineLimits
-from pageturner.runtime.device_proofs import doubt
-from pageturner.runtime.machine_limits import limits_of_device
+from pageturner.runtime.device_trust import distrust_reason
+from pageturner.runtime.machine_limits import devices_file, limits_of_device
 
 if TYPE_CHECKING:
     from pageturner.kernels.gpu.driver import Driver
@@ -38,6 +41,8 @@ ORDINALS = "PAGETURNER_GPU_DEVICES"
 WORKSPACE = 2 << 30  # bytes for what one step computes; less on small devices
 SHARE = 0.9  # for KV, of the memory that is free behind a dry run; recordings of steps take the rest
 BUDGETS = (8192, 4096, 2048, 1024, 512)  # tokens of a step where that was left to the machine: what fits
+# Rows of the steps that are tried beside the largest: one for each height of the tiles of products
+HEIGHTS = (2, 16, 64, 256, 384)
 GB = 1e9
 # What a start on a device is made of, in order; the other phases are the same as on the CPU.
 PHASES = {
@@ -49,11 +54,12 @@ PHASES = {
 @dataclass(frozen=True, slots=True)
 class DeviceChoice:
     """ops: of a CUDA device; None: the CPU. reason: why, in a line. seconds: of imports, manifest and driver,
-    where there is a device."""
+    where there is a device. mark: `ModelNeeds.mark`."""
 
     ops: GpuOps | None
     reason: str
     seconds: Mapping[str, float] = field(default_factory=dict)
+    mark: str = ""
 
     @property
     def text(self) -> str:
@@ -62,19 +68,37 @@ class DeviceChoice:
 
 @dataclass(frozen=True, slots=True)
 class ModelNeeds:
-    """What a device must have for a model. weights: bytes; block: of KV, of one block of tokens."""
+    """What a device must have for a model. weights: bytes; block: of KV, of one block of tokens.
+
+    mark   of models that have the same forms (`device_trust`); ""
+    forms  those that are known before weights are loaded: of attention
+    """
 
     spec: ModelSpec
     weights: int
     block: int
+    mark: str = ""
+    forms: tuple[str, ...] = ()
+
+
+def kv_type(config: EngineConfig) -> str:
+    """Of KV, where the settings may leave it to us."""
+    return "float16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
 
 
 def needs_of(path: Any, config: EngineConfig) -> ModelNeeds:
     """By the tables of the model's files; no weights are read."""
+    from pageturner.kernels.gpu.proof import attention_form
+
     file, spec, layout = open_model(path, config.load_format, config.load_seed)
     weights = weight_bytes(file, layout, config.dtype, config.quantization)
-    kv_dtype = "float16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    return ModelNeeds(spec, weights, spec.kv_spec(1, config.block_size, kv_dtype, True).nbytes)
+    kv_dtype = kv_type(config)
+    kv = spec.kv_spec(1, config.block_size, kv_dtype, True)
+    kinds = sorted({info.kind for info in file.tensors.values()})
+    told = spec, kinds, config.dtype, config.quantization, kv_dtype, config.block_size
+    mark = blake2b(repr(told).encode(), digest_size=8).hexdigest()
+    forms = (attention_form(kv_dtype, config.block_size, spec.attention(0, spec.context)),)
+    return ModelNeeds(spec, weights, kv.nbytes, mark, forms)
 
 
 def ordinals(size: int) -> list[int]:
@@ -136,9 +160,12 @@ def choose(config: EngineConfig, needs: Callable[[], ModelNeeds]) -> DeviceChoic
         driver = open_driver()
         opened = time.perf_counter()
         try:
-            if config.device == "auto" and (why := doubt(driver)) is not None:
-                raise EngineFault("gpu_kernels", why)
-            check_model(driver, needs(), config)
+            asked = needs()
+            if config.device == "auto":
+                why = distrust_reason(driver, asked.mark, asked.forms)
+                if why is not None:
+                    raise EngineFault("gpu_kernels", why)
+            check_model(driver, asked, config)
         except BaseException:
             driver.close()  # whoever computes on the CPU holds no context, which takes some 0.5 GB there
             raise
@@ -152,7 +179,7 @@ def choose(config: EngineConfig, needs: Callable[[], ModelNeeds]) -> DeviceChoic
     computes = ops.GpuOps(driver, workspace_of(driver))
     # whoever drops an LLM may make another; where the process ends the system gives everything back
     weakref.finalize(computes, driver.close).atexit = False
-    return DeviceChoice(computes, told, seconds)
+    return DeviceChoice(computes, told, seconds, asked.mark)
 
 
 def workspace_of(driver: Driver) -> int:
@@ -204,16 +231,16 @@ def exchange_of(config: EngineConfig) -> int:
 
 
 def _lacking(spec: ModelSpec, config: EngineConfig) -> str | None:
-    from pageturner.kernels.gpu.catalogue import HEAD_SIZES, ROUTED
-    from pageturner.kernels.gpu.ops import LACKING
+    from pageturner.kernels.gpu.catalogue import LATENT, LATENT_ROTARY, ROUTED, largest_head
 
-    widest = HEAD_SIZES[-2] if config.kv_cache_dtype == "float32" else HEAD_SIZES[-1]
+    latent = spec.latent
+    widest = largest_head(kv_type(config), latent is not None)
     experts = 0 if spec.experts is None else spec.experts.count
     found = {
-        "a latent KV is not computed": spec.latent is not None and "latent" in LACKING,
         f"heads of {spec.head_dim} elements are not computed": spec.head_dim > widest,
+        "such a latent KV is not computed": latent is not None
+        and (latent.rank > LATENT or latent.rotary > LATENT_ROTARY),
         f"a choice among {experts} experts is not computed": experts > ROUTED[-1],
-        "--kv-host-memory and --kv-file do not work": config.kv_host_memory > 0 or bool(config.kv_file),
         "--pipeline-parallel-size does not work": config.pipeline_parallel_size > 1,
     }
     return next((text for text, lacks in found.items() if lacks), None)
@@ -254,6 +281,22 @@ def kv_bytes(ops: object, asked: int, host: int) -> tuple[int, int]:
     return asked or int(SHARE * here), here
 
 
+@contextmanager
+def memory_lock(ops: object) -> Iterator[None]:
+    """Engines of one user that start at the same time size their KV one after the other, so that each sees
+    what the others left free on a device. On the CPU, and where the lock cannot be written, nothing is
+    done."""
+    if ops is None:
+        yield
+        return
+    path = devices_file().with_name("device_memory.lock")
+    with ExitStack() as stack:
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(stack.enter_context(open(path, "w")), fcntl.LOCK_EX)
+        yield
+
+
 def limits_of(ops: GpuOps | None) -> MachineLimits | None:
     """What `doctor` measured of this device; None where it did not."""
     return None if ops is None else limits_of_device(ops.driver.name)
@@ -286,23 +329,31 @@ def dry_run(
 
 
 def by_all_ranks(decoder: Decoder, ops: Any, config: EngineConfig, kv_dtype: str, length: int) -> None:
-    """The largest step and the smallest one, by all ranks."""
+    """The largest step and the smaller ones, by all ranks."""
     _largest_step(decoder, ops, config.token_budget or length, config, kv_dtype, length)
-    first_step(decoder, ops, config, kv_dtype)
+    smaller_steps(decoder, ops, config, kv_dtype, length)
 
 
-def first_step(decoder: Decoder, ops: Any, config: EngineConfig, kv_dtype: str) -> None:
-    """A step of a single sequence, with the choice of a token: kernels are loaded when they are first
-    launched, and those of small steps are not to be in the time of the first request. Nothing on the CPU."""
+def smaller_steps(decoder: Decoder, ops: Any, config: EngineConfig, kv_dtype: str, length: int) -> None:
+    """Steps of every height that the products of a step have, with the choice of a token behind each row.
+    Kernels are loaded when they are first launched: those of small steps are not to be in the time of the
+    first request, and the local memory of others, some 270 MB where a thread has 984 bytes of it, is to be
+    taken before KV is sized. Nothing on the CPU.
+
+    length  of the longest sequence
+    """
     if ops is None:
         return
     kv = ops.alloc_kv(decoder.kv_spec(1, config.block_size, kv_dtype))
     try:
-        # two rows, because a step that only decodes would be counted among those that may be recorded
-        hidden = decoder.hidden(largest_batch(2, 1, 2, config.block_size), kv)
-        temperature, top_k, top_p, min_p, uniform = greedy(len(hidden))
-        # one that cuts tokens off takes every kernel of the choice
-        decoder.choose(hidden, (temperature + 1, top_k + 1, top_p, min_p, uniform))
+        for rows in (n for n in HEIGHTS if n <= max(config.token_budget or length, HEIGHTS[0])):
+            # not one row: a step that only decodes would be counted among those that may be recorded
+            batch = largest_batch(rows, 1, min(rows, length), config.block_size)
+            batch = replace(batch, logit_rows=np.arange(rows, dtype=np.int32))
+            hidden = decoder.hidden(batch, kv)
+            temperature, top_k, top_p, min_p, uniform = greedy(rows)
+            # one that cuts tokens off takes every kernel of the choice
+            decoder.choose(hidden, (temperature + 1, top_k + 1, top_p, min_p, uniform))
     finally:
         ops.free_kv(kv)
         ops.begin()

@@ -35,7 +35,7 @@ from pageturner.runtime import devices, tensor_parallel
 from pageturner.runtime.adapters import AdapterStore
 from pageturner.runtime.ahead_runner import AheadRunner
 from pageturner.runtime.backends import make_ops, warn
-from pageturner.runtime.device_proofs import prove
+from pageturner.runtime.device_trust import self_test
 from pageturner.runtime.draft import Costs, Drafter, PromptLookup, best_length
 from pageturner.runtime.draft_compatibility import check_speculation, check_tokens, cost_of
 from pageturner.runtime.draft_model import MOST, DraftModel
@@ -122,28 +122,28 @@ def make_engine(
     smaller = phases.run("draft", lambda: _load_draft_model(config, ops, read)) if drafts else None
     decoder = phases.run("load", lambda: tensor_parallel.load(model.path, ops, config, ranks))
     max_model_len = _model_len(config, decoder.spec.context)
-    kv_dtype = "float16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    tried = chosen.ops and (ranks.ops if ranks else chosen.ops)
-    config = _tried(phases, decoder, tried, config, kv_dtype, max_model_len)
+    kv_dtype = devices.kv_type(config)
+    config = _tried(phases, decoder, chosen, ranks and ranks.ops, config, max_model_len)
     one = decoder.kv_spec(1, config.block_size, kv_dtype)
     of_draft = smaller.kv_spec(1, config.block_size, kv_dtype).nbytes if smaller else 0
     fingerprint = _fingerprint(ops, config, kv_dtype, decoder.spec.rope.choice(max_model_len))
     kept = _surviving_kv(
         config, ops, kv_fd, (fingerprint, one, decoder.windowed, decoder.window, wants_tiers(config))
     )
-    # what was kept has its memory already, and what is free says nothing
-    sizes = (kept and kept.sizes) or _kv_sizes(config, ops, decoder, one, max_model_len, of_draft)
-    compiler = Compiler(read)
-    places = 2 * config.max_num_seqs
-    grammars = Grammars(compiler, least=compiler.least, most_waiting=config.max_queue, most_places=places)
-    drafter: Drafter | None = PromptLookup() if config.speculation == "ngram" else None
-    if smaller:
-        costs = _costs(smaller, decoder)
-        drafter = DraftModel(smaller, ops, sizes.blocks, config.block_size, kv_dtype, costs)
-    alloc = kept.begin(sizes) if kept else ops.alloc_kv
-    runner = phases.run(
-        "kv", lambda: Runner(decoder, ops, sizes, config.block_size, kv_dtype, grammars, drafter, alloc)
-    )
+    with devices.memory_lock(chosen.ops):
+        # what was kept has its memory already, and what is free says nothing
+        sizes = (kept and kept.sizes) or _kv_sizes(config, ops, decoder, one, max_model_len, of_draft)
+        compiler = Compiler(read)
+        places = 2 * config.max_num_seqs
+        grammars = Grammars(compiler, least=compiler.least, most_waiting=config.max_queue, most_places=places)
+        drafter: Drafter | None = PromptLookup() if config.speculation == "ngram" else None
+        if smaller:
+            costs = _costs(smaller, decoder)
+            drafter = DraftModel(smaller, ops, sizes.blocks, config.block_size, kv_dtype, costs)
+        alloc = kept.begin(sizes) if kept else ops.alloc_kv
+        runner = phases.run(
+            "kv", lambda: Runner(decoder, ops, sizes, config.block_size, kv_dtype, grammars, drafter, alloc)
+        )
     devices.tell_start(chosen, phases.seconds)
     limits = _limits(ops, config, runner.needs) or devices.limits_of(chosen.ops)
     pace = limits or phases.run("pace", lambda: _pace(ops, config))
@@ -169,19 +169,28 @@ def _device(config: EngineConfig, model: hub.ModelFile) -> devices.DeviceChoice:
 
 
 def _tried(
-    phases: Phases, decoder: Decoder, ops: Any, config: EngineConfig, kv_dtype: str, length: int
+    phases: Phases,
+    decoder: Decoder,
+    chosen: devices.DeviceChoice,
+    ranks: Any,
+    config: EngineConfig,
+    length: int,
 ) -> EngineConfig:
-    """What a device does before it serves: its largest step, its smallest one, and the proof that it computes
+    """What a device does before it serves: its largest step, smaller ones, and the test that it computes
     right. Gives the settings, with a token budget that fits. Of several ranks the first one does it alone: a
-    step that does not fit would end the others. Then all do it, for what they take is not free for KV."""
-    if ops is None:
+    step that does not fit would end the others. Then all do it, for what they take is not free for KV.
+
+    ranks  their backend; None: there is one device
+    """
+    if chosen.ops is None:
         return config
-    steps, several = (decoder, ops), tensor_parallel.ranks_of(config) > 1
-    with ops.alone() if several else nullcontext():
+    steps, kv_dtype = (decoder, ranks or chosen.ops), devices.kv_type(config)
+    with ranks.alone() if ranks else nullcontext():
         config = phases.run("dry_run", lambda: devices.dry_run(*steps, config, kv_dtype, length))
-        phases.run("first_step", lambda: devices.first_step(*steps, config, kv_dtype))
-        phases.run("proof", lambda: prove(*steps, config.block_size, kv_dtype, length))
-    if several:
+        phases.run("first_step", lambda: devices.smaller_steps(*steps, config, kv_dtype, length))
+        test = (*steps, chosen.mark, config.block_size, kv_dtype, length)
+        phases.run("proof", lambda: self_test(*test))
+    if ranks:
         phases.run("ranks", lambda: devices.by_all_ranks(*steps, config, kv_dtype, length))
     return config
 

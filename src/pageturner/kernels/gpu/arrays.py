@@ -29,13 +29,15 @@ def padded(nbytes: int) -> int:
 @dataclass(slots=True)
 class GpuArray:
     """A row-major array at an address. stride: elements from one row to the next, where rows lie apart;
-    narrow: the same values rounded to other kinds, once somebody needed them."""
+    narrow: the same values rounded to other kinds, once somebody needed them; ordered: their columns in other
+    orders, by the digest of an order."""
 
     address: int
     shape: tuple[int, ...]
     kind: str = "fp32"
     stride: int = 0
     narrow: dict[str, GpuArray] = field(default_factory=dict)
+    ordered: dict[bytes, GpuArray] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return self.shape[0]

@@ -52,6 +52,8 @@ KV_KINDS = {  # KV type -> (how it lies in memory, what products are computed in
 }
 MIXED = ("fp32", "bf16")  # types of what attention mixes
 HEAD_SIZES = (64, 128, 256)  # a head is padded to the next one
+LATENT_KINDS = ("float16", "bfloat16", "int8", "fp8_e4m3")  # KV types of a latent KV
+LATENT, LATENT_ROTARY = 512, 64  # a latent, and the rotary key behind it, are padded to them
 GATED = ("bf16", "fp16")  # weights of gate and up that are multiplied and joined in one kernel
 # Weights in groups: bits, columns of a group (0: a whole row, in fp8), type of scales
 GROUPED = {
@@ -133,7 +135,10 @@ def tiles_of(architecture: int, kind: str) -> dict[str, Tile]:
 
 
 def height_of(rows: int, outputs: int) -> str:
-    """Which of `tiles_of` a product of so many rows with a weight of so many outputs takes."""
+    """Which of `tiles_of` a product of so many rows with a weight of so many outputs takes: MANY where they are
+    no multiple of 16, for which the others are not compiled."""
+    if outputs % 16:
+        return MANY
     if rows <= FEW_ROWS:
         slim = rows <= 16 if SWAPPED else outputs <= WIDE
         return SLIM if slim else FEW
@@ -149,25 +154,46 @@ def gated_height(height: str) -> str:
     return SOME if height == HALF else height
 
 
-# Tiles of persistent products on sm_90, and what a step of one costs beside its arithmetic: smaller ones need
-# more bytes for each product. The first is taken of two that cost the same.
-PERSISTENT = {
-    Tile(128, 256, 64, 8, 4): 1.0, Tile(128, 128, 64, 8, 6): 1.15, Tile(128, 64, 64, 8, 8): 1.5,
-}  # fmt: skip
+class Ring(NamedTuple):
+    """The ring of a persistent product: the sides of a tile, stages, programs of a cluster over M and over N,
+    and groups of warps that share a tile."""
+
+    m: int
+    n: int
+    k: int
+    stages: int
+    over_m: int = 1
+    over_n: int = 1
+    groups: int = 1
+
+    @property
+    def cluster(self) -> int:
+        return self.over_m * self.over_n
+
+    @property
+    def name(self) -> str:
+        shared = f".{self.over_m}x{self.over_n}" if self.cluster > 1 else ""
+        return f"{self.m}x{self.n}{shared}"
+
+
+# Rings of persistent products on sm_90, and what a step of one costs beside its arithmetic: smaller tiles
+# need more bytes for each product. The first is taken of two that cost the same.
+PERSISTENT = {Ring(128, 256, 64, 4): 1.0, Ring(128, 128, 64, 6): 1.15, Ring(128, 64, 64, 8): 1.5}
 PERSISTENT_KINDS = ("bf16", "fp16")
-MULTIPROCESSORS = 132  # of an H100: by them a tile is chosen, on which no order of sums depends
+MULTIPROCESSORS = 132  # of an H100: by them a ring is chosen, on which no order of sums depends
 
 
-def persistent_tile(architecture: int, kind: str, rows: int, outputs: int) -> Tile | None:
-    """The tile of a persistent product of so many rows with so many outputs: that which is done first. None
+def persistent_ring(architecture: int, kind: str, rows: int, outputs: int) -> Ring | None:
+    """The ring of a persistent product of so many rows with so many outputs: that which is done first. None
     where `dense` computes it: few rows, other types and architectures, and outputs of which not every row
     begins at a multiple of 16 bytes. Of gate and up a tile has half of its columns each."""
     if architecture != 90 or kind not in PERSISTENT_KINDS or rows <= FEW_ROWS or outputs % STEP:
         return None
 
-    def cost(tile: Tile) -> float:
-        turns = -(-(-(-rows // tile.m) * -(-outputs // tile.n)) // MULTIPROCESSORS)
-        return turns * tile.m * tile.n * PERSISTENT[tile]
+    def cost(ring: Ring) -> float:
+        clusters = -(-rows // (ring.m * ring.over_m)) * -(-outputs // (ring.n * ring.over_n))
+        turns = -(-clusters // (MULTIPROCESSORS // ring.cluster))
+        return turns * ring.m * ring.n * PERSISTENT[ring]
 
     return min(PERSISTENT, key=cost)
 
@@ -181,6 +207,8 @@ def groups_tile(architecture: int, rows: str, form: str) -> Tile:
     if architecture == 100:
         return Tile(64, 32, 128, 2, 3)
     small = SHARED[architecture] <= 101376
+    if form == "fp8" and rows == MANY and not small:  # no scales of groups, so there are registers for more
+        return Tile(128, 128, 128, 8, 3)
     return Tile(32 if GROUPED[form][1] == 16 else 64, 128, 128, 8, 2 if small else 3)
 
 
@@ -206,9 +234,8 @@ def dense(name: str, kind: str, rows: str, tile: Tile) -> Kernel:
     """A product of floats with this tile."""
     text = f"x:*{kind} w:*{kind} {_OUT} {_PARTS} has_bias has_residual M N K chunk parts"
     constants = _dense_constants(rows, tile, tile.n)
-    return Kernel(
-        name, "products.dense", _arguments(text), constants, tile.warps, tile.stages, ("K", "chunk")
-    )
+    aligned = ("K", "chunk") if rows == MANY else ("N", "K", "chunk")  # MANY takes whatever N there is
+    return Kernel(name, "products.dense", _arguments(text), constants, tile.warps, tile.stages, aligned)
 
 
 def groups(form: str, rows: str, tile: Tile, gated: bool = False) -> Kernel:
@@ -239,42 +266,44 @@ def gated_dense(name: str, kind: str, rows: str, tile: Tile) -> Kernel:
     """Half of the outputs of a tile are of gate, the others of up."""
     text = f"x:*{kind} w:*{kind} out:*{kind} M N K"
     constants = _dense_constants(rows, tile, gated_outputs(tile))
-    return Kernel(
-        name, "products.gated_dense", _arguments(text), constants, tile.warps, tile.stages, ("K",)
+    aligned = ("N", "K")
+    return Kernel(name, "products.gated_dense", _arguments(text), constants, tile.warps, tile.stages, aligned)
+
+
+PERSISTENT_WARPS = 8  # that multiply, beside those that fetch
+
+
+def persistent(name: str, kind: str, ring: Ring, gated: bool = False) -> Kernel:
+    """A persistent product with this ring. A tile of a gated one has half of its columns of gate, the others
+    of up."""
+    outputs, warps = ring.n // 2 if gated else ring.n, PERSISTENT_WARPS // ring.groups
+    boxes = f"x:{kind}[{ring.m // ring.over_n},{ring.k}] w:{kind}[{outputs // ring.over_m},{ring.k}]"
+    constants: Constants = (
+        ("BLOCK_M", ring.m), ("BLOCK_N", outputs), ("BLOCK_K", ring.k), ("STAGES", ring.stages),
+        ("WARPS", warps), ("GROUPS", ring.groups), ("OVER_M", ring.over_m), ("OVER_N", ring.over_n),
     )  # fmt: skip
-
-
-def persistent(
-    name: str, kind: str, tile: Tile, gated: bool = False, over_m: int = 1, over_n: int = 1
-) -> Kernel:
-    """A persistent product with this tile. A gated one has half of its columns of gate, the others of up.
-    over_m, over_n: programs of a cluster that share a box of the weight, or of x; one of them is 1."""
-    outputs = tile.n // 2 if gated else tile.n
-    boxes = f"x:{kind}[{tile.m // over_n},{tile.k}] w:{kind}[{outputs // over_m},{tile.k}]"
-    constants: Constants = (("BLOCK_M", tile.m), ("BLOCK_N", outputs), ("BLOCK_K", tile.k),
-                            ("STAGES", tile.stages), ("WARPS", tile.warps), ("OVER_M", over_m),
-                            ("OVER_N", over_n))  # fmt: skip
     if gated:
-        text, aligned = f"{boxes} out:{kind}[{tile.m},{outputs}] M N K", ("N", "K")
+        aligned: tuple[str, ...] = ("N", "K")
+        text = f"{boxes} out:{kind}[{ring.m // ring.groups},{outputs}] M N K"
     else:
         text = f"{boxes} {_OUT} has_bias has_residual M N K chunk parts"
         aligned = ("N", "K", "chunk")
     function = "persistent.gated_dense" if gated else "persistent.dense"
-    return Kernel(name, function, _arguments(text), constants, tile.warps, tile.stages, aligned)
-
-
-def persistent_name(kind: str, tile: Tile, gated: bool = False) -> str:
-    """Of a kernel of the catalogue."""
-    return f"{'gated_' * gated}persistent.{kind}.{tile.m}x{tile.n}"
+    return Kernel(name, function, _arguments(text), constants, warps, ring.stages, aligned)
 
 
 def _persistent(architecture: int) -> list[Kernel]:
     if architecture != 90:
         return []
     return [
-        persistent(persistent_name(kind, tile, gated), kind, tile, gated)
-        for kind in PERSISTENT_KINDS for tile in PERSISTENT for gated in (False, True)
+        persistent(f"{'gated_' * gated}persistent.{kind}.{ring.name}", kind, ring, gated)
+        for kind in PERSISTENT_KINDS for ring in PERSISTENT for gated in (False, True)
     ]  # fmt: skip
+
+
+def gated_heights(form: str) -> tuple[str, ...]:
+    """Of gate and up in groups: with scales of groups many rows have the tile of some."""
+    return (FEW, SOME, MANY) if form == "fp8" else (FEW, SOME)
 
 
 def _products(architecture: int) -> list[Kernel]:
@@ -288,7 +317,7 @@ def _products(architecture: int) -> list[Kernel]:
         for form in GROUPED:
             tile = groups_tile(architecture, rows, form)
             found.append(groups(form, rows, tile))
-            if form in GATED_GROUPS and rows != MANY:
+            if form in GATED_GROUPS and rows in gated_heights(form):
                 found.append(groups(form, rows, tile, gated=True))
     for group in sorted({group for _, group, _ in GROUPED.values() if group}):
         span: Constants = (("GROUP", group), ("BLOCK_M", 16), ("SPAN", SUMS_SPAN))
@@ -326,8 +355,17 @@ def _rows() -> list[Kernel]:
         for op in ("cast", "act_mul"):
             found.append(_elementwise(op, out))
     found += [_elementwise(op, "fp32") for op in (*BINARY[1:], *UNARY)]
+    text = "x:*fp32 rows:*i32 factors:*fp32 out:*fp32 d scaled"
+    found.append(Kernel("take_rows", "rows.take_rows", _arguments(text), block))
+    text = "x:*bf16 order:*i32 out:*bf16 d"
+    found.append(Kernel("take_columns", "rows.take_columns", _arguments(text), block))
+    return found
+
+
+def _heads() -> list[Kernel]:
+    """What is done to the heads of rows, and how they go to the KV."""
+    found, head = [], (("BLOCK", HEAD_SIZES[-1]),)
     text = "x:*fp32 cos:*fp32 sin:*fp32 positions:*i32 out:*fp32 stride heads dim half interleaved"
-    head = (("BLOCK", HEAD_SIZES[-1]),)
     found.append(Kernel("rotate", "rows.rotate", _arguments(text), head, 1))
     for kind, (lies, _) in KV_KINDS.items():
         text = (
@@ -350,8 +388,18 @@ def _rows() -> list[Kernel]:
     for kind in MIXED:
         text = f"x:*{kind} out:*{kind} stride heads dim room"
         found.append(Kernel(f"fit_heads.{kind}", "rows.fit_heads", _arguments(text), head, 1))
-    text = "x:*fp32 rows:*i32 factors:*fp32 out:*fp32 d scaled"
-    found.append(Kernel("take_rows", "rows.take_rows", _arguments(text), block))
+    for kind in LATENT_KINDS:
+        for compute in FLOATS:
+            text = (
+                f"rows:*fp32 plain:*{compute} q:*fp32 norm:*fp32 keys:*{KV_KINDS[kind][0]} k_scales:*fp32"
+                " slots:*i32 cos:*fp32 sin:*fp32 positions:*i32 has_norm eps:fp32 stride heads plain_dim rank"
+                " rotary dim half interleaved"
+            )
+            constants = (("KIND", kind), ("BLOCK", 2 * LATENT))
+            name = f"place_latent.{kind}.{compute}"
+            found.append(Kernel(name, "rows.place_latent", _arguments(text), constants))
+    text = "x:*fp32 y:*fp32 out:*fp32 first second"
+    found.append(Kernel("join_heads", "rows.join_heads", _arguments(text), (("BLOCK", GROUP_ROWS),)))
     return found
 
 
@@ -361,9 +409,24 @@ def _elementwise(op: str, out: str) -> Kernel:
     return Kernel(f"elementwise.{op}.{out}", "rows.elementwise", _arguments(text), constants)
 
 
-def attention_rows(architecture: int, rows: str) -> int:
-    """Rows times query heads of a tile."""
-    return 16 if rows == FEW else 64
+def attention_size(head_dim: int, latent: int) -> int:
+    """What a head is padded to that is mixed: one of HEAD_SIZES, or LATENT."""
+    return LATENT if latent else next(size for size in HEAD_SIZES if size >= head_dim)
+
+
+def largest_head(dtype: str, latent: bool) -> int:
+    """Elements of the largest head that attention computes over a KV of this type; 0: none."""
+    if latent:
+        return LATENT + LATENT_ROTARY if dtype in LATENT_KINDS else 0
+    return HEAD_SIZES[-2] if dtype == "float32" else HEAD_SIZES[-1]
+
+
+def attention_rows(architecture: int, rows: str, size: int) -> int:
+    """Rows times query heads of a tile, by what heads are padded to: more of a latent would not fit the
+    registers."""
+    if rows == FEW:
+        return 16
+    return 32 if size == LATENT else 64
 
 
 def tile_t(kind: str) -> int:
@@ -371,11 +434,16 @@ def tile_t(kind: str) -> int:
     return 16 if kind == "float32" else 64
 
 
+def latent_tile_t(architecture: int) -> int:
+    """The same of a latent KV, of which a tile is larger."""
+    return 16 if SHARED[architecture] <= 101376 else 32
+
+
 def attention_stages(architecture: int, rows: str, size: int) -> int:
     """Tiles of KV that are held at once: two of the largest heads do not fit where a block may have 99 KB.
     No order of sums depends on it."""
     small = SHARED[architecture] <= 101376
-    if size == HEAD_SIZES[-1]:
+    if size >= HEAD_SIZES[-1]:
         return 1 if small else 2
     return 3 if rows == FEW else 2
 
@@ -384,26 +452,31 @@ def attention_warps(architecture: int, rows: str, size: int) -> int:
     """Twice as many for tiles of 64 rows of large heads, which would not fit the registers of four: of the
     largest everywhere, of 128 where the compiler gives more to each thread. No order of sums depends on it: a
     matrix instruction goes through K by itself, and the other sums are such products too."""
-    if rows == FEW:
+    if rows == FEW and size <= HEAD_SIZES[-1]:
         return 4 if size == HEAD_SIZES[-1] else 2
-    return 8 if size == HEAD_SIZES[-1] or (size == 128 and architecture >= 100) else 4
+    return 8 if size >= HEAD_SIZES[-1] or (size == 128 and architecture >= 100) else 4
 
 
 def _attend(architecture: int, kind: str, size: int, rows: str, out: str) -> Kernel:
+    """size: one of HEAD_SIZES, or LATENT, of which V is the first part of K."""
+    latent = size == LATENT
     lies, compute = KV_KINDS[kind]
     text = (
         f"q:*fp32 keys:*{lies} values:*{lies} k_scales:*fp32 v_scales:*fp32 blocks:*i32"
         f" positions:*i32 works:*i32 slopes:*fp32 sinks:*fp32 out:*{out} peaks:*fp32 mixes:*fp32 arrived:*i32"
-        " stride has_slopes has_sinks heads kv_heads dim part block inverse shift window chunked"
+        " stride has_slopes has_sinks heads kv_heads dim mixed_dim part block inverse shift window chunked"
         " scale:fp32 soft_cap:fp32"
     )
     constants: Constants = (
         ("KIND", kind), ("COMPUTE", f"dtype:{compute}"), ("WHOLE", rows == MANY),
-        ("R", attention_rows(architecture, rows)), ("D", size), ("BLOCK_T", tile_t(kind)),
+        ("R", attention_rows(architecture, rows, size)), ("D", size),
+        ("BLOCK_T", latent_tile_t(architecture) if latent else tile_t(kind)),
+        ("ROTARY", LATENT_ROTARY if latent else 0),
     )  # fmt: skip
     name = f"attend.{kind}.{size}.{rows}.{out}"
     warps, stages = attention_warps(architecture, rows, size), attention_stages(architecture, rows, size)
-    return Kernel(name, "attention.attend", _arguments(text), constants, warps, stages, ("dim", "stride"))
+    aligned = ("dim", "mixed_dim", "stride")
+    return Kernel(name, "attention.attend", _arguments(text), constants, warps, stages, aligned)
 
 
 def _attention(architecture: int) -> list[Kernel]:
@@ -414,6 +487,8 @@ def _attention(architecture: int) -> list[Kernel]:
             if kind == "float32" and size == HEAD_SIZES[-1]:
                 continue  # nobody keeps such a KV
             found += [_attend(architecture, kind, size, rows, out) for rows in (FEW, MANY) for out in MIXED]
+    for kind in LATENT_KINDS:
+        found += [_attend(architecture, kind, LATENT, rows, out) for rows in (FEW, MANY) for out in MIXED]
     return found
 
 
@@ -483,7 +558,7 @@ def _of_experts(architecture: int, sort: str, rows: str) -> Kernel:
     """A product of weights of this sort, floats or groups."""
     tile, name = experts_tile(architecture, rows, sort), f"experts.{sort}.{rows}"
     blocks: Constants = (("BLOCK_M", tile.m), ("BLOCK_N", tile.n), ("BLOCK_K", tile.k))
-    beside = "out:*fp32 shared N K chunk parts x_rows experts halves by_head"
+    beside = "out:*fp32 shared N K chunk parts x_rows experts halves by_head stride"
     if sort in FLOATS:
         text = f"x:*{sort} table:*i64 order:*i32 bounds:*i32 {beside}"
         function, constants = "experts.product", blocks
@@ -573,7 +648,7 @@ def kernels_of(architecture: int) -> dict[str, Kernel]:
     """Every kernel of an architecture, by name."""
     own = [*_products(architecture), *_persistent(architecture), *_attention(architecture)]
     own += _experts(architecture)
-    every = [*own, *_rows(), *_choosing(), *_lora(), *_exchange()]
+    every = [*own, *_rows(), *_heads(), *_choosing(), *_lora(), *_exchange()]
     return {kernel.name: kernel for kernel in every}
 
 

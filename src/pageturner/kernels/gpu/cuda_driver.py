@@ -10,7 +10,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pageturner.errors import EngineFault, pip_install
-from pageturner.kernels.gpu.driver import LATER, Graph
+from pageturner.kernels.gpu.driver import LATER, Graph, Rows
 from pageturner.kernels.gpu.manifest import Compiled, Manifest
 from pageturner.kernels.gpu.presence import nvidia_is_here
 from pageturner.kernels.gpu.tensor_maps import TensorMaps
@@ -63,6 +63,34 @@ class _Threads(threading.local):
     """Whether the context is current in this thread."""
 
     entered = False
+
+
+def in_pages(places: Sequence[Rows]) -> Iterator[tuple[list[tuple[Rows, int]], int]]:
+    """Places in order, cut so that those of a page fit a pinned buffer: each with where it begins there; and
+    bytes of the page. Rows of more than a page come alone, in pieces."""
+    page: list[tuple[Rows, int]] = []
+    filled = 0
+    for piece in (piece for place in places for piece in _pieces(place)):
+        if filled + piece.nbytes * piece.rows > PAGE:
+            yield page, filled
+            page, filled = [], 0
+        page.append((piece, filled))
+        filled += piece.nbytes * piece.rows
+    if page:
+        yield page, filled
+
+
+def _pieces(place: Rows) -> Iterator[Rows]:
+    """Each at most a page."""
+    address, nbytes, rows, pitch = place
+    most = PAGE // nbytes
+    for first in range(0, rows, max(most, 1)):
+        at = address + first * pitch
+        if most:
+            yield Rows(at, nbytes, min(most, rows - first), pitch)
+            continue
+        for begin in range(0, nbytes, PAGE):
+            yield Rows(at + begin, min(PAGE, nbytes - begin), 1, pitch)
 
 
 class CudaDriver:
@@ -333,13 +361,64 @@ class CudaDriver:
         self._ask(self._cu.cuEventRecord, event, self._stream)
 
     def upload_file(self, address: int, data: NDArray[np.uint8]) -> None:
-        if not self._pages:
-            self._pages = [self._pinned(PAGE), self._pinned(PAGE)]
         data = np.ascontiguousarray(data)
-        for turn, begin in enumerate(range(0, data.nbytes, PAGE)):
-            slot, event = self._pages[turn % 2]
+        for begin in range(0, data.nbytes, PAGE):
+            slot, event = self._page()
             nbytes = min(PAGE, data.nbytes - begin)
             self._send(slot, event, address + begin, data.ctypes.data + begin, nbytes)
+
+    def _page(self) -> tuple[int, Any]:
+        """One of the two large pinned buffers, in turn."""
+        if not self._pages:
+            self._pages = [self._pinned(PAGE), self._pinned(PAGE)]
+        self._pages.reverse()
+        return self._pages[0]
+
+    def gather(self, out: NDArray[np.uint8], places: Sequence[Rows]) -> None:
+        at = out.ctypes.data
+        for page, nbytes in in_pages(places):
+            slot, event = self._page()
+            self._ask(self._cu.cuEventSynchronize, event)
+            for place, offset in page:
+                self._copy_rows(slot + offset, place.address, place, place.nbytes, place.pitch)
+            self._ask(self._cu.cuEventRecord, event, self._stream)
+            self._ask(self._cu.cuEventSynchronize, event)
+            ctypes.memmove(at, slot, nbytes)
+            at += nbytes
+
+    def scatter(self, places: Sequence[Rows], data: NDArray[np.uint8]) -> None:
+        at = data.ctypes.data
+        for page, nbytes in in_pages(places):
+            slot, event = self._page()
+            self._ask(self._cu.cuEventSynchronize, event)
+            ctypes.memmove(slot, at, nbytes)
+            for place, offset in page:
+                self._copy_rows(place.address, slot + offset, place, place.pitch, place.nbytes)
+            self._ask(self._cu.cuEventRecord, event, self._stream)
+            at += nbytes
+
+    def _copy_rows(self, to: int, source: int, rows: Rows, to_pitch: int, source_pitch: int) -> None:
+        """Between the device and pinned memory. CUDA tells them apart by their addresses."""
+        cu, widest = self._cu, max(to_pitch, source_pitch)
+        if rows.rows > 1 and widest <= _MOST_PITCH:
+            kind = cu.CUmemorytype.CU_MEMORYTYPE_UNIFIED
+            self._copy_2d(kind, (to, source), (to_pitch, source_pitch), rows.nbytes, rows.rows)
+            return
+        function = cu.cuMemcpyDtoHAsync if source == rows.address else cu.cuMemcpyHtoDAsync
+        for row in range(rows.rows):
+            at = to + row * to_pitch, source + row * source_pitch
+            self._ask(function, *at, rows.nbytes, self._stream)
+
+    def _copy_2d(
+        self, kind: Any, addresses: tuple[int, int], pitches: tuple[int, int], nbytes: int, rows: int
+    ) -> None:
+        """addresses, pitches: of the destination and of the source."""
+        told = self._cu.CUDA_MEMCPY2D()
+        told.srcMemoryType = told.dstMemoryType = kind
+        told.dstDevice, told.srcDevice = addresses
+        told.dstPitch, told.srcPitch = pitches
+        told.WidthInBytes, told.Height = nbytes, rows
+        self._ask(self._cu.cuMemcpy2DAsync, told, self._stream)
 
     def download(self, array: NDArray[Any], address: int) -> None:
         self._ask(self._cu.cuMemcpyDtoHAsync, array.ctypes.data, address, array.nbytes, self._stream)
@@ -364,12 +443,8 @@ class CudaDriver:
             for at in range(0, rows * pitch, pitch) if rows > 1 else (0,):
                 self._ask(self._cu.cuMemcpyDtoDAsync, destination + at, source + at, nbytes, self._stream)
             return
-        told = self._cu.CUDA_MEMCPY2D()
-        told.srcMemoryType = told.dstMemoryType = self._cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
-        told.srcDevice, told.dstDevice = source, destination
-        told.srcPitch = told.dstPitch = pitch
-        told.WidthInBytes, told.Height = nbytes, rows
-        self._ask(self._cu.cuMemcpy2DAsync, told, self._stream)
+        kind = self._cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
+        self._copy_2d(kind, (destination, source), (pitch, pitch), nbytes, rows)
 
     # -- launches --------------------------------------------------------------------------------------------
     def load(self, names: Sequence[str] = ()) -> None:
@@ -400,7 +475,7 @@ class CudaDriver:
         return found
 
     def _config(self, compiled: Compiled) -> Any:
-        """How a kernel is launched that need not wait for the end of the one in front, or that has clusters."""
+        """How a kernel is launched that need not wait for the end of the one in front, or has clusters."""
         cu, told = self._cu, self._cu.CUlaunchAttributeID
         config = cu.CUlaunchConfig()
         config.blockDimX, config.blockDimY, config.blockDimZ = compiled.threads, 1, 1

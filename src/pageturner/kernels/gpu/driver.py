@@ -17,12 +17,21 @@ LATER = 1 << 18  # bytes that can be downloaded later
 
 
 class Plane(NamedTuple):
-    """A row-major matrix without gaps, of which a kernel fetches or writes boxes. Its address and the bytes of
-    a row are multiples of 16."""
+    """A row-major matrix without gaps, of which a kernel fetches or writes boxes. Its address and the bytes
+    of a row are multiples of 16."""
 
     address: int
     rows: int
     columns: int
+
+
+class Rows(NamedTuple):
+    """Memory of the device: so many rows of `nbytes`, which begin `pitch` bytes apart."""
+
+    address: int
+    nbytes: int
+    rows: int
+    pitch: int
 
 
 class Driver(Protocol):
@@ -86,6 +95,14 @@ class Driver(Protocol):
 
     def wait(self, later: Any) -> NDArray[np.uint8]:
         """What was copied, once it is; what was begun behind the copy goes on."""
+
+    def gather(self, out: NDArray[np.uint8], places: Sequence[Rows]) -> None:
+        """Fill a contiguous array with the rows of one place behind those of another, through pinned memory,
+        and wait for them: all that was begun before ends first."""
+
+    def scatter(self, places: Sequence[Rows], data: NDArray[np.uint8]) -> None:
+        """Give rows what `gather` found in others; data may be changed at once, and nothing waits for the
+        device as long as a pinned buffer is free."""
 
     def copy(self, destination: int, source: int, nbytes: int, rows: int = 1, pitch: int = 0) -> None:
         """Within the device: nbytes, of each of so many rows that begin `pitch` bytes apart."""

@@ -52,6 +52,11 @@ class WeightTable:
     rows: int
     columns: int
 
+    @property
+    def kind(self) -> str:
+        """What rows for all of them are rounded to; fp32, where it is not one kind."""
+        return self.compute[0] if len(set(self.compute)) == 1 else "fp32"
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertTables:
@@ -101,6 +106,7 @@ def table_of(
 def _entry(weight: Matrix, bias: int) -> tuple[int, ...]:
     if isinstance(weight, FloatMatrix):
         return weight.address, 0, 0, 0, bias, 0
+    assert not weight.order  # nothing gathers what experts see: models/column_order.py
     return weight.q, weight.high, weight.scale, weight.low, bias, weight.zero
 
 
@@ -157,7 +163,7 @@ class GpuExperts:
         if weighed:
             h, shared = self._weighed(h, weights, tables.gate_up), 1
         both = self.product(h, tables.gate_up, Grouping(pairs, shared, order.address, bounds.address))
-        inner = run.gated(both, _one_kind(tables.down), act)
+        inner = run.gated(both, tables.down.kind, act)
         y = self.product(inner, tables.down, Grouping(pairs, 1, order.address, bounds.address))
         out = run.arena.take(x.shape)
         grid = (len(x), _tiles(x.shape[1], GROUP_ROWS))
@@ -170,17 +176,29 @@ class GpuExperts:
     def _weighed(self, h: GpuArray, weights: GpuArray, table: WeightTable) -> GpuArray:
         """A row for each expert of each row of h, times the expert's weight."""
         rows, top_k = weights.shape
-        kind, columns = _one_kind(table), h.shape[1]
+        kind, columns = table.kind, h.shape[1]
         out = self._run.arena.take((rows * top_k, columns), kind)
         grid = (len(out), _tiles(columns, GROUP_ROWS))
         arguments = (h.address, weights.address, out.address, columns, top_k)
         self._run.driver.launch(f"weigh_rows.{kind}", grid, arguments)
         return out
 
-    def product(self, x: GpuArray, table: WeightTable, grouping: Grouping) -> GpuArray:
-        """Rows of x times the weights of their experts, halves beside each other: fp32 [rows, halves * N]."""
+    def by_head(self, x: GpuArray, table: WeightTable, out: GpuArray | None = None) -> GpuArray:
+        """The columns of each head of x times its own weight: [T, heads * N]; or written into `out`, where
+        the heads of a row begin as far from each other as `out` has room for them."""
+        heads, rows = table.experts, len(x)
+        found = self.product(x, table, Grouping(rows * heads, by_head=rows), out)
+        return GpuArray(found.address, (rows, found.shape[0] * found.shape[1] // rows))
+
+    def product(
+        self, x: GpuArray, table: WeightTable, grouping: Grouping, out: GpuArray | None = None
+    ) -> GpuArray:
+        """Rows of x times the weights of their experts, halves beside each other: fp32 [rows, halves * N].
+        out: where they go, in rows that may have room for more."""
         run, n, k = self._run, table.rows, table.columns
-        out = run.arena.take((grouping.rows, table.halves * n))
+        if out is None:
+            out = run.arena.take((grouping.rows, table.halves * n))
+        stride = out.shape[0] * out.shape[1] // grouping.rows
         rows = len(x) * x.shape[1] // k  # of heads several lie in one
         for (sort, address, has_low), compute in zip(table.sorts, table.compute, strict=True):
             mine = run.rounded(x, compute)
@@ -193,14 +211,9 @@ class GpuExperts:
             arguments = (
                 mine.address, address, grouping.order, grouping.bounds, *sums, out.address, grouping.shared,
                 n, k, chunk, parts, rows, table.experts, table.halves, grouping.by_head,
+                stride,
             )  # fmt: skip
             places = min(grouping.rows, grouping.rows // tile.m + table.experts)
             grid = (table.halves * _tiles(n, tile.n), places)
             run.driver.launch(f"experts.{sort}.{height}", grid, arguments)
         return out
-
-
-def _one_kind(table: WeightTable) -> str:
-    """What rows for all weights of a table are rounded to; fp32, where it is not one kind."""
-    kinds = set(table.compute)
-    return kinds.pop() if len(kinds) == 1 else "fp32"

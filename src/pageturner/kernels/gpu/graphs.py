@@ -102,14 +102,15 @@ class Graphs:
         if choice and self._used(key) < 0:
             return self.run(ops, stack, pages, views)
         self._count(key)
-        if key not in self.recorded and not self._has_place(key):
+        chosen = key if key in self.recorded or self._has_place(key) else self._with_more_room(key)
+        if chosen is None:
             return None
         try:
-            found = self._replayed(key, ops, stack, pages, views, choice)
+            found = self._replayed(chosen, ops, stack, pages, views, choice)
         except EngineFault as fault:
             if fault.code != "gpu_memory":
                 raise
-            self._give_up(key)
+            self._give_up(chosen)
             ops.begin()
             return None
         self._arena.reset(found.mark)
@@ -137,11 +138,11 @@ class Graphs:
         self._uses[key] = self._uses.get(key, 0) + 1
 
     def _has_place(self, key: _Key) -> bool:
-        """Whether it is time to record this size; makes room for it. Who decodes on with longer contexts will
-        come again."""
+        """Whether it is time to record this size; makes place for it. Contexts that have grown beyond the
+        room of another recording will come again."""
         if self._uses[key] < 0:
             return False
-        grown = key.decodes and any(one[:-1] == key[:-1] for one in self.recorded if one.decodes)
+        grown = key.decodes and any(one.room.segments < key.room.segments for one in self._like(key))
         if self._uses[key] < (USES if key.decodes else MIXED_USES) and not grown:
             return False
         if len(self.recorded) < MAX_GRAPHS:
@@ -151,6 +152,16 @@ class Graphs:
             return False
         self._driver.forget(self.recorded.pop(least).graph)
         return True
+
+    def _with_more_room(self, key: _Key) -> _Key | None:
+        """The recording of other contexts that does for these, with at most as many works again."""
+        most = 2 * key.room.segments
+        larger = [one for one in self._like(key) if key.room.segments < one.room.segments <= most]
+        return min(larger, key=lambda one: one.room, default=None)
+
+    def _like(self, key: _Key) -> list[_Key]:
+        """The recordings that differ by the segments of their contexts alone."""
+        return [one for one in self.recorded if one[:-1] == key[:-1] and one.room[1:] == key.room[1:]]
 
     def _used(self, key: _Key) -> int:
         return self._uses.get(key, 0)

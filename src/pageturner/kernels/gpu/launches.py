@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from pageturner.kernels.base import F32, AttentionShape, KVSpec, Layer, Rope
+from pageturner.kernels.base import F32, KV_TYPES, AttentionShape, KVSpec, Layer, Rope
 from pageturner.kernels.gpu.arrays import Arena, GpuArray
 from pageturner.kernels.gpu.catalogue import (
     FEW,
@@ -24,20 +24,20 @@ from pageturner.kernels.gpu.catalogue import (
     SOME_ROWS,
     STEP,
     SUMS_SPAN,
-    Tile,
+    Ring,
     attention_rows,
     block_k,
     gated_height,
+    gated_heights,
     gated_outputs,
     group_parts_of,
     groups_tile,
     height_of,
     parts_of,
-    persistent_name,
-    persistent_tile,
+    persistent_ring,
     tiles_of,
 )
-from pageturner.kernels.gpu.driver import Driver, Plane
+from pageturner.kernels.gpu.driver import Driver, Plane, Rows
 from pageturner.kernels.gpu.steps import Step, heads_of_tile, inverse_of, view_of
 from pageturner.kernels.gpu.weights import (
     BLOCK_COLUMNS,
@@ -68,6 +68,21 @@ class GpuKV:
         here, scales = layer * self.layer_bytes, layer * self.layer_scales
         return self.keys + here, self.values + here, self.k_scales + scales, self.v_scales + scales
 
+    def places(self, block: int) -> list[Rows]:
+        """Where a block lies, a row for each layer: K and V [block_size, kv_heads, stored_head] in the KV's
+        type, then the scales of K and of V [block_size, kv_heads] fp32, as far as there are any. A block that
+        travels is these bytes, in this order."""
+        spec = self.spec
+        heads = spec.block_size * spec.kv_heads
+        wide = heads * spec.stored_head * KV_TYPES[spec.dtype]
+        every = (
+            (self.keys, wide, self.layer_bytes), (self.values, wide, self.layer_bytes),
+            (self.k_scales, 4 * heads, self.layer_scales), (self.v_scales, 4 * heads, self.layer_scales),
+        )  # fmt: skip
+        return [
+            Rows(base + block * nbytes, nbytes, spec.layers, pitch) for base, nbytes, pitch in every if base
+        ]
+
 
 @dataclass(slots=True)
 class Tables:
@@ -77,6 +92,21 @@ class Tables:
     sin: int
     half: int
     interleaved: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Latents:
+    """A row of what goes to a latent KV has `plain` elements of each head, `rotary` ones of each head, the
+    latent of `rank` elements, and a rotary key. kind: of the plain elements when they are placed. Without a
+    rope and a norm the row is rotated and normed already."""
+
+    heads: int
+    plain: int
+    rank: int
+    rotary: int
+    kind: str = "fp32"
+    rope: Rope | None = None
+    norm: Vector | None = None
 
 
 def group_height_of(rows: int) -> str:
@@ -108,16 +138,27 @@ class Launches:
             x.narrow[kind] = self.elementwise("cast", x, kind=kind)
         return x.narrow[kind]
 
+    def _input(self, x: GpuArray, w: Matrix) -> GpuArray:
+        """x in the kind that is computed with, its columns in the order of those of w; each is made once."""
+        x = self.rounded(x, w.compute)
+        if isinstance(w, FloatMatrix) or not w.order:
+            return x
+        if w.ordered_by not in x.ordered:
+            x.ordered[w.ordered_by] = out = self.arena.take(x.shape, x.kind)
+            grid = (len(x), _tiles(w.columns, GROUP_ROWS))
+            self.driver.launch("take_columns", grid, (x.address, w.order, out.address, w.columns))
+        return x.ordered[w.ordered_by]
+
     def product(
         self, x: GpuArray, w: Matrix, bias: Vector | None = None, residual: GpuArray | None = None
     ) -> GpuArray:
         """residual + (x w^T + bias): fp32 [M, N]."""
-        x = self.rounded(x, w.compute)
+        x = self._input(x, w)
         rows = len(x)
         if isinstance(w, FloatMatrix):
-            tile = persistent_tile(self.driver.architecture, w.kind, rows, w.rows)
-            if tile is not None:
-                return self._persistent_product(x, w, tile, bias, residual)
+            ring = persistent_ring(self.driver.architecture, w.kind, rows, w.rows)
+            if ring is not None:
+                return self._persistent_product(x, w, ring, bias, residual)
             chunk, parts = parts_of(w.rows, w.columns, block_k(w.kind))
             height = height_of(rows, w.rows)
         else:
@@ -143,11 +184,11 @@ class Launches:
         return out
 
     def _persistent_product(
-        self, x: GpuArray, w: FloatMatrix, tile: Tile, bias: Vector | None, residual: GpuArray | None
+        self, x: GpuArray, w: FloatMatrix, ring: Ring, bias: Vector | None, residual: GpuArray | None
     ) -> GpuArray:
         rows, out = len(x), self.arena.take((len(x), w.rows))
         self.driver.launch(
-            persistent_name(w.kind, tile), self._programs(tile, rows, w.rows),
+            f"persistent.{w.kind}.{ring.name}", self._programs(ring, rows, w.rows),
             (Plane(x.address, rows, w.columns), Plane(w.address, w.rows, w.columns),
              bias.address if bias else 0, residual.address if residual else 0, out.address,
              int(bias is not None), int(residual is not None), rows, w.rows, w.columns,
@@ -155,9 +196,10 @@ class Launches:
         )  # fmt: skip
         return out
 
-    def _programs(self, tile: Tile, rows: int, outputs: int) -> tuple[int]:
-        """The grid of a persistent kernel: a program for each tile, or for each multiprocessor."""
-        return (min(_tiles(rows, tile.m) * _tiles(outputs, tile.n), self.driver.multiprocessors),)
+    def _programs(self, ring: Ring, rows: int, outputs: int) -> tuple[int]:
+        """The grid of a persistent kernel: the clusters of its tiles, or as many as are there at once."""
+        clusters = _tiles(rows, ring.m * ring.over_m) * _tiles(outputs, ring.n * ring.over_n)
+        return (min(clusters, self.driver.multiprocessors // ring.cluster) * ring.cluster,)
 
     def gated_product(self, x: GpuArray, w: Matrix, kind: str) -> GpuArray:
         """SiLU of the first half of x w^T times the second, in a kind: in one launch where it can be."""
@@ -165,23 +207,22 @@ class Launches:
             whole = w.kind in GATED and parts_of(w.rows, w.columns, block_k(kind))[1] == 1
         else:
             whole = w.sort in GATED_GROUPS and group_parts_of(w.rows, w.columns)[1] == 1
-            whole = whole and w.rows % (2 * BLOCK_ROWS) == 0
-        if w.compute != kind or not whole:
+        if w.compute != kind or not whole or w.rows % (2 * BLOCK_ROWS):
             return self.gated(self.product(x, w), kind)
-        x = self.rounded(x, kind)
+        x = self._input(x, w)
         return self._gated_dense(x, w) if isinstance(w, FloatMatrix) else self._gated_groups(x, w)
 
     def _gated_dense(self, x: GpuArray, w: FloatMatrix) -> GpuArray:
         rows, outputs = len(x), w.rows // 2
         out = self.arena.take((rows, outputs), w.kind)
-        tile = persistent_tile(self.driver.architecture, w.kind, rows, w.rows)
-        if tile is not None and outputs % STEP == 0:
+        ring = persistent_ring(self.driver.architecture, w.kind, rows, w.rows)
+        if ring is not None and outputs % STEP == 0:
             planes = (
                 Plane(x.address, rows, w.columns), Plane(w.address, w.rows, w.columns),
                 Plane(out.address, rows, outputs),
             )  # fmt: skip
             self.driver.launch(
-                persistent_name(w.kind, tile, gated=True), self._programs(tile, rows, w.rows),
+                f"gated_persistent.{w.kind}.{ring.name}", self._programs(ring, rows, w.rows),
                 (*planes, rows, outputs, w.columns),
             )  # fmt: skip
             return out
@@ -203,7 +244,8 @@ class Launches:
 
     def _gated_groups(self, x: GpuArray, w: Groups) -> GpuArray:
         rows, outputs = len(x), w.rows // 2
-        height = FEW if group_height_of(rows) == FEW else SOME
+        height = group_height_of(rows)
+        height = height if height in gated_heights(w.sort) else SOME
         tile = groups_tile(self.driver.architecture, height, w.sort)
         out = self.arena.take((rows, outputs), w.compute)
         self.driver.launch(
@@ -322,6 +364,35 @@ class Launches:
         self.driver.launch("rotate", (len(x), heads), arguments)
         return out
 
+    def place_latent(
+        self, wide: GpuArray, latent: Latents, eps: float, kv: GpuKV, index: int, slots: GpuArray,
+        positions: GpuArray,
+    ) -> tuple[GpuArray, GpuArray]:  # fmt: skip
+        """The latent and the rotary key of each row go to the KV, normed and rotated. Given are of each head
+        its plain elements [T, heads * plain], and the query, of which the rotary elements are there already
+        and those that `k_up` makes of the plain ones are not: [T, heads * dim]."""
+        spec, heads = kv.spec, latent.heads
+        plain = self.arena.take((len(wide), heads * latent.plain), latent.kind)
+        q = self.arena.take((len(wide), heads * spec.stored_head))
+        tables = self.tables(latent.rope) if latent.rope is not None else Tables(0, 0, 0, False)
+        keys, _, scales, _ = kv.at(index)
+        norm = latent.norm.address if latent.norm is not None else 0
+        arguments = (
+            wide.address, plain.address, q.address, norm, keys, scales, slots.address, tables.cos,
+            tables.sin, positions.address, int(norm != 0), eps, wide.row, heads, latent.plain,
+            latent.rank, latent.rotary, spec.stored_head, tables.half, int(tables.interleaved),
+        )  # fmt: skip
+        self.driver.launch(f"place_latent.{spec.dtype}.{latent.kind}", (len(wide), heads + 1), arguments)
+        return plain, q
+
+    def join_heads(self, x: GpuArray, y: GpuArray, heads: int) -> GpuArray:
+        """Of each head its columns of x, and behind them those of y."""
+        first, second = x.shape[1] // heads, y.shape[1] // heads
+        out = self.arena.take((len(x), heads * (first + second)))
+        grid = (len(x) * heads, _tiles(first + second, GROUP_ROWS))
+        self.driver.launch("join_heads", grid, (x.address, y.address, out.address, first, second))
+        return out
+
     def kv_write(
         self, kv: GpuKV, layer: int, k: GpuArray, v: GpuArray, slots: GpuArray,
         positions: GpuArray, rope: Rope | None,
@@ -368,40 +439,41 @@ class Launches:
     def attention(
         self, q: GpuArray, kv: GpuKV, layer: int, step: Step, shape: AttentionShape, kind: str
     ) -> GpuArray:
-        """What the heads mixed: [T, heads * dim]. q: of heads as they are, or padded as those of the KV."""
+        """What the heads mixed: [T, heads * dim], or with a latent KV [T, heads * latent]. q: of heads as
+        they are, or padded as those of the KV."""
         view, dim = view_of(shape), kv.spec.stored_head
         q = self.fit_heads(q, shape.heads, dim)
         works = step.works[view]
-        size = next(one for one in HEAD_SIZES if one >= dim)
-        out = self.arena.take((len(q), shape.heads * dim), kind if kind in MIXED else "fp32")
+        columns = shape.heads * (shape.latent or dim)
+        out = self.arena.take((len(q), columns), kind if kind in MIXED else "fp32")
         attend = partial(self._attend, q, kv, layer, step, shape, out)
         if len(works.many):
             attend(MANY, works.many, (0, 0, 0))
         if len(works.few):
             vectors = works.partials * view.kv_heads
-            peaks, mixes = self.arena.take((vectors, 2)), self.arena.take((vectors, size))
+            peaks, mixes = self.arena.take((vectors, 2)), self.arena.take((vectors, view.size))
             begin = 0
             for count in works.rounds:  # each merges its partials before the next one writes its own
                 mine = works.few.rows(slice(begin, begin + count))
                 attend(FEW, mine, (peaks.address, mixes.address, works.arrived.address))
                 begin += count
-        return self.rounded(self.fit_heads(out, shape.heads, shape.head_dim), kind)
+        out = self.fit_heads(out, shape.heads, shape.latent or shape.head_dim)
+        return self.rounded(out, kind)
 
     def _attend(
         self, q: GpuArray, kv: GpuKV, layer: int, step: Step, shape: AttentionShape, out: GpuArray,
         height: str, works: GpuArray, partials: tuple[int, int, int],
     ) -> None:  # fmt: skip
         """partials: addresses of peaks, mixes and counters."""
-        spec, dim = kv.spec, kv.spec.stored_head
-        size = next(one for one in HEAD_SIZES if one >= dim)
+        spec, dim, view = kv.spec, kv.spec.stored_head, view_of(shape)
         slopes = self.constants(shape.slopes) if shape.slopes else 0
         sinks = self.constants(shape.sinks) if shape.sinks else 0
-        part = heads_of_tile(shape.heads // spec.kv_heads, attention_rows(self.driver.architecture, height))
+        part = heads_of_tile(view.group, attention_rows(self.driver.architecture, height, view.size))
         arguments = (
             q.address, *kv.at(layer), step.blocks.address, step.positions.address, works.address, slopes,
             sinks, out.address, *partials, q.row, int(slopes != 0), int(sinks != 0), shape.heads,
-            spec.kv_heads, dim, part, spec.block_size, *inverse_of(spec.block_size), shape.window,
-            int(shape.chunked), shape.scale, shape.soft_cap,
+            spec.kv_heads, dim, shape.latent or dim, part, spec.block_size, *inverse_of(spec.block_size),
+            shape.window, int(shape.chunked), shape.scale, shape.soft_cap,
         )  # fmt: skip
-        name = f"attend.{spec.dtype}.{size}.{height}.{out.kind}"
+        name = f"attend.{spec.dtype}.{view.size}.{height}.{out.kind}"
         self.driver.launch(name, (spec.kv_heads * len(works),), arguments)

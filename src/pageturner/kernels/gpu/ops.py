@@ -34,20 +34,19 @@ from pageturner.kernels.composites import Adapted, Composites
 from pageturner.kernels.gpu.adapter_rows import AdaptedRows, GpuAdapter
 from pageturner.kernels.gpu.adapters import GpuAdapters, has_head, place_of
 from pageturner.kernels.gpu.arrays import Arena, GpuArray, padded
-from pageturner.kernels.gpu.catalogue import HEAD_SIZES
+from pageturner.kernels.gpu.catalogue import largest_head
 from pageturner.kernels.gpu.driver import LATER, Driver
 from pageturner.kernels.gpu.exchange import DeviceExchange
-from pageturner.kernels.gpu.experts import GpuExperts
+from pageturner.kernels.gpu.experts import GpuExperts, WeightTable, table_of
 from pageturner.kernels.gpu.graphs import Graphs, Pages
-from pageturner.kernels.gpu.launches import GpuKV, Launches
+from pageturner.kernels.gpu.launches import GpuKV, Latents, Launches
 from pageturner.kernels.gpu.sampling import Chooser, StepChoice
 from pageturner.kernels.gpu.steps import AttentionView, Room, Step, upload, view_of, views_of
 from pageturner.kernels.gpu.weights import Matrix, Vector, join, pack
+from pageturner.kernels.layer_parts import Latent
 from pageturner.kernels.reference import ReferenceOps
 
-LACKING = {"latent", "ordered"}
 _HOST = ReferenceOps()  # what is rare and small is done there
-STAYS = "KV of a device does not go to --kv-host-memory or --kv-file: leave them away, or use --device cpu"
 
 
 class GpuOps(Chooser, Composites):
@@ -72,11 +71,12 @@ class GpuOps(Chooser, Composites):
         self.adapters = GpuAdapters(self.launches)
         self.graphs = Graphs(driver, self.arena) if graphs else None
         self.exchange: DeviceExchange | None = None
+        self._heads: dict[int, tuple[tuple[Matrix, ...], WeightTable]] = {}  # by id
         self.fingerprint = f"cuda-sm{driver.architecture}-{driver.fingerprint}"
 
     @property
     def features(self) -> frozenset[str]:
-        return FEATURES - LACKING
+        return FEATURES
 
     @property
     def divided(self) -> bool:
@@ -121,14 +121,14 @@ class GpuOps(Chooser, Composites):
             known = ", ".join(KV_TYPES)
             raise EngineFault("kv_dtype", f"KV type {spec.dtype!r} is not supported; there are {known}")
         spec = replace(spec, head_multiple=GPU_HEAD_MULTIPLE)
-        if spec.head_dim > HEAD_SIZES[-1] or (spec.dtype == "float32" and spec.head_dim > HEAD_SIZES[-2]):
+        if spec.head_dim > largest_head(spec.dtype, spec.latent):
             raise EngineFault("gpu_model", f"heads of {spec.head_dim} elements in {spec.dtype} are too large")
         heads = spec.blocks * spec.block_size * spec.kv_heads
         here = padded(heads * spec.stored_head * KV_TYPES[spec.dtype])
         scales = padded(4 * heads) if spec.dtype in ("int8", "fp8_e4m3") else 0
         addresses = []
         try:
-            for nbytes in (here, here, scales, scales):
+            for nbytes in (here, here, scales, scales) if not spec.latent else (here, 0, scales, 0):
                 addresses.append(self.driver.alloc(spec.layers * nbytes) if nbytes else 0)
                 if nbytes:
                     self.driver.clear(addresses[-1], spec.layers * nbytes)
@@ -146,32 +146,22 @@ class GpuOps(Chooser, Composites):
             self.driver.free(address)
 
     def block_bytes(self, kv: GpuKV) -> int:
-        """EngineFault: blocks of a device do not travel yet."""
-        raise EngineFault("bad_setting", STAYS)
+        """Of one block, all layers."""
+        return sum(place.nbytes * place.rows for place in kv.places(0))
 
     def read_blocks(self, kv: GpuKV, blocks: I32, out: NDArray[np.uint8]) -> None:
-        """As block_bytes."""
-        raise EngineFault("bad_setting", STAYS)
+        """Their bytes, as `GpuKV.places` has them; waits for all steps that were begun."""
+        self.driver.gather(out, [place for block in blocks.tolist() for place in kv.places(block)])
 
     def write_blocks(self, kv: GpuKV, blocks: I32, data: NDArray[np.uint8]) -> None:
-        """As block_bytes."""
-        raise EngineFault("bad_setting", STAYS)
+        """Before all steps that are begun later; it does not wait for those that were."""
+        self.driver.scatter([place for block in blocks.tolist() for place in kv.places(block)], data)
 
     def copy_blocks(self, kv: GpuKV, pairs: list[tuple[int, int]]) -> None:
         """Whole blocks (source, destination) in every layer, in order."""
-        spec = kv.spec
-        heads = spec.block_size * spec.kv_heads
-        block = heads * spec.stored_head * KV_TYPES[spec.dtype]
         for source, destination in pairs:
-            for base in (kv.keys, kv.values):
-                self.driver.copy(
-                    base + destination * block, base + source * block, block, spec.layers, kv.layer_bytes
-                )
-            for base in filter(None, (kv.k_scales, kv.v_scales)):
-                self.driver.copy(
-                    base + destination * 4 * heads, base + source * 4 * heads, 4 * heads, spec.layers,
-                    kv.layer_scales,
-                )  # fmt: skip
+            for here, there in zip(kv.places(source), kv.places(destination), strict=True):
+                self.driver.copy(there.address, here.address, here.nbytes, here.rows, here.pitch)
 
     # -- between host and device -----------------------------------------------------------------------------
     def on_device(self, values: Any) -> GpuArray:
@@ -221,8 +211,11 @@ class GpuOps(Chooser, Composites):
         return self.launches.rotate(x, self.on_device(positions), rope, head_dim)
 
     def kv_write(self, kv: GpuKV, layer: int, k: GpuArray, v: GpuArray | None, slots: Any) -> None:
-        assert v is not None  # a latent KV is refused when a layer is prepared
         slots = self.on_device(slots)
+        if v is None:
+            rows = Latents(0, 0, kv.spec.head_dim, 0)
+            self.launches.place_latent(k, rows, 0.0, kv, layer, slots, slots)
+            return
         self.launches.kv_write(kv, layer, k, v, slots, slots, None)
 
     def attention(self, q: GpuArray, kv: GpuKV, layer: int, batch: Any, shape: AttentionShape) -> GpuArray:
@@ -246,6 +239,12 @@ class GpuOps(Chooser, Composites):
         for step, (batch, _) in zip(steps, pages, strict=True):
             step.adapted = self.adapters.of_step(batch, room is not None)
         return [(step, kv) for step, (_, kv) in zip(steps, pages, strict=True)]
+
+    def head_linear(self, x: GpuArray, weights: tuple[Matrix, ...]) -> GpuArray:
+        return self._experts.by_head(x, self._head_table(weights))
+
+    def join_heads(self, x: GpuArray, y: GpuArray, heads: int) -> GpuArray:
+        return self.launches.join_heads(x, y, heads)
 
     def act_mul(self, gate: GpuArray, up: GpuArray) -> GpuArray:
         return self.launches.elementwise("act_mul", gate, up)
@@ -306,10 +305,10 @@ class GpuOps(Chooser, Composites):
     # -- composites ------------------------------------------------------------------------------------------
     def prepare_layer(self, layer: Layer) -> None:
         """Q, K and V become one matrix, and gate and up, where they are of one form: fewer launches."""
+        joined: dict[str, Any] = {}
         if layer.latent is not None:
-            raise EngineFault("gpu_model", "a latent KV is not computed on a GPU; use --device cpu")
-        joined: dict[str, Matrix] = {}
-        if not (layer.q_bias or layer.k_bias or layer.v_bias):
+            joined |= self._join_latent(layer, layer.latent)
+        elif not (layer.q_bias or layer.k_bias or layer.v_bias):
             found = join(self.driver, [layer.q, layer.k, layer.v])
             if found is not None:
                 joined["qkv"], (layer.q, layer.k, layer.v) = found
@@ -321,6 +320,22 @@ class GpuOps(Chooser, Composites):
         if layer.experts is not None:
             layer.native["experts"] = GpuExperts.tables(self.driver, layer.experts)
 
+    def _join_latent(self, layer: Layer, latent: Latent) -> dict[str, Any]:
+        """Tables of what each head has of its own; and queries, latent and their rotary parts as one matrix,
+        where they are of one form."""
+        found: dict[str, Any] = {"k_up": self._head_table(latent.k_up), "v_up": self._head_table(latent.v_up)}
+        joined = join(self.driver, [layer.q, latent.q_rope, layer.k, latent.k_rope])
+        if joined is not None:
+            found["latent"], (layer.q, q_rope, layer.k, k_rope) = joined
+            layer.latent = replace(latent, q_rope=q_rope, k_rope=k_rope)
+        return found
+
+    def _head_table(self, weights: tuple[Matrix, ...]) -> WeightTable:
+        """Of weights of heads, put on the device once."""
+        if id(weights) not in self._heads:
+            self._heads[id(weights)] = weights, table_of(self.driver, (weights,))
+        return self._heads[id(weights)][1]
+
     def hidden(self, stack: Stack, batch: Batch, kv: GpuKV, sliding: tuple[Batch, GpuKV] | None) -> GpuArray:
         """A whole step below the head; recorded if it is small."""
         return self.computed(stack, [(batch, kv)] if sliding is None else [(batch, kv), sliding])[0]
@@ -330,7 +345,9 @@ class GpuOps(Chooser, Composites):
         still to be done."""
         self.begin()
         views = views_of(stack, len(pages))
-        found = self.graphs.run(self, stack, pages, views, choice) if self.graphs is not None else None
+        found = None
+        if self.graphs is not None and stack.layers:
+            found = self.graphs.run(self, stack, pages, views, choice)
         if found is None:
             return self.layers(stack, self.steps(pages, views)), 0
         return found.out.rows(slice(0, len(pages[0][0].logit_rows))), len(found.out) * found.chosen
@@ -360,6 +377,8 @@ class GpuOps(Chooser, Composites):
         self, adapted: Adapted | None, x: GpuArray, layer: Layer, kv: GpuKV, index: int, batch: Any
     ) -> GpuArray:
         self.arena.turn()
+        if "latent" in (layer.native or {}) and isinstance(batch, Step):
+            return self._latent_attention(adapted, x, layer, kv, index, batch)
         joined = (layer.native or {}).get("qkv")
         if joined is None or layer.wide_qk_norm or layer.temper is not None or not isinstance(batch, Step):
             found: GpuArray = super().adapted_attention(adapted, x, layer, kv, index, batch)
@@ -375,6 +394,24 @@ class GpuOps(Chooser, Composites):
         q = run.place_heads(wide, norms, layer.eps, kv, index, batch, layer.rope, shape.heads)  # type: ignore[arg-type]
         mixed = run.attention(q, kv, index, batch, shape, layer.o.compute)
         return self._added(adapted, x, mixed, layer, "o")
+
+    def _latent_attention(
+        self, adapted: Adapted | None, x: GpuArray, layer: Layer, kv: GpuKV, index: int, step: Step
+    ) -> GpuArray:
+        native, shape, latent = layer.native, layer.shape, layer.latent
+        assert latent is not None
+        k_up, v_up = native["k_up"], native["v_up"]
+        rows = Latents(
+            shape.heads, k_up.columns, k_up.rows, latent.k_rope.rows, k_up.kind, layer.rope, latent.norm
+        )
+        h = self._normed(x, layer.attn_norm, layer.attn_norm_bias, layer.eps, native["latent"].compute)
+        wide = self.launches.product(h, native["latent"])
+        plain, q = self.launches.place_latent(
+            wide, rows, layer.eps, kv, index, step.slots, step.positions
+        )  # fmt: skip
+        q = self._experts.by_head(plain, k_up, q)
+        mixed = self.launches.attention(q, kv, index, step, shape, v_up.kind)
+        return self._added(adapted, x, self._experts.by_head(mixed, v_up), layer, "o")
 
     def adapted_mlp(self, adapted: Adapted | None, x: GpuArray, layer: Layer) -> GpuArray:
         self.arena.turn()

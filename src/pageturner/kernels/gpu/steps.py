@@ -15,7 +15,7 @@ import numpy as np
 from pageturner.kernels.base import I32, AttentionShape, Batch, Draw, Stack
 from pageturner.kernels.gpu.adapter_rows import AdaptedRows
 from pageturner.kernels.gpu.arrays import Arena, GpuArray
-from pageturner.kernels.gpu.catalogue import FEW, HEAD_SIZES, MANY, SEGMENT, attention_rows
+from pageturner.kernels.gpu.catalogue import FEW, MANY, SEGMENT, attention_rows, attention_size
 
 _FIELDS = ("tokens", "positions", "slots", "logit_rows")
 PARTIAL_BYTES = 128 << 20  # of partials at once, and at most a sixteenth of the arena
@@ -30,6 +30,7 @@ class AttentionView(NamedTuple):
     head_dim: int
     window: int
     chunked: bool
+    latent: int = 0
 
     @property
     def group(self) -> int:
@@ -37,13 +38,19 @@ class AttentionView(NamedTuple):
         return self.heads // self.kv_heads
 
     @property
+    def size(self) -> int:
+        """What a head that is mixed is padded to."""
+        return attention_size(self.head_dim, self.latent)
+
+    @property
     def partial_bytes(self) -> int:
         """The bytes of a partial of each KV head."""
-        return 4 * self.kv_heads * (2 + next(size for size in HEAD_SIZES if size >= self.head_dim))
+        return 4 * self.kv_heads * (2 + self.size)
 
 
 def view_of(shape: AttentionShape) -> AttentionView:
-    return AttentionView(shape.heads, shape.kv_heads, shape.head_dim, shape.window, shape.chunked)
+    heads = shape.heads, shape.kv_heads, shape.head_dim
+    return AttentionView(*heads, shape.window, shape.chunked, shape.latent)
 
 
 def views_of(stack: Stack, tables: int) -> list[set[AttentionView]]:
@@ -86,10 +93,9 @@ def works_of(batch: Batch, starts: I32, view: AttentionView, architecture: int, 
     which a tile is alone in its round."""
     rows = np.diff(batch.query_start)
     is_few = (rows > 0) & (rows <= few_rows(view))
-    few = _tiles(batch, starts, np.flatnonzero(is_few), view, attention_rows(architecture, FEW))
-    many = _tiles(
-        batch, starts, np.flatnonzero((rows > 0) & ~is_few), view, attention_rows(architecture, MANY)
-    )
+    heights = {height: attention_rows(architecture, height, view.size) for height in (FEW, MANY)}
+    few = _tiles(batch, starts, np.flatnonzero(is_few), view, heights[FEW])
+    many = _tiles(batch, starts, np.flatnonzero((rows > 0) & ~is_few), view, heights[MANY])
     many[:, 4:] = 0
     segments = few[:, 5]
     each = np.where(segments > 1, segments * few[:, 2] * np.minimum(few[:, 6], view.group - few[:, 3]), 0)
@@ -253,7 +259,7 @@ def _with_room(works: Works, batch: Batch, view: AttentionView, architecture: in
     """The works of a step as they are recorded, for all steps that have this room."""
     rows = len(batch.tokens)
     parts, tall = (
-        -(-view.group // heads_of_tile(view.group, attention_rows(architecture, height)))
+        -(-view.group // heads_of_tile(view.group, attention_rows(architecture, height, view.size)))
         for height in (FEW, MANY)
     )
     segments = _most_segments(view, rows, room)
@@ -286,7 +292,7 @@ def room_of(batch: Batch, views: Collection[AttentionView], architecture: int, r
     if len(each) == len(batch.tokens):
         return Room(segments)
     least, most = min(map(few_rows, views)), max(map(few_rows, views))
-    unit = min(max(attention_rows(architecture, MANY) // view.group, 1) for view in views)
+    unit = min(max(attention_rows(architecture, MANY, view.size) // view.group, 1) for view in views)
     tiles = int((-(-each[each > least] // unit)).sum())
     several = bool(((each > 1) & (each <= most)).any())
     return Room(segments, mixed_bucket(tiles) if tiles else 0, most if several else 1)

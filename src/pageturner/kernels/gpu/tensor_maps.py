@@ -33,7 +33,7 @@ class TensorMap:
 class TensorMaps:
     """Maps by plane and box. A launch copies what it is given, so a map may be dropped at any time.
 
-    TYPES  of the parameters that a plane becomes: the map, and sizes and strides, which no kernel of ours reads
+    TYPES  of the parameters that a plane becomes: the map, and sizes and strides, which no kernel reads
     """
 
     TYPES = (None, ctypes.c_int32, ctypes.c_int32, ctypes.c_int64, ctypes.c_int64)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import blake2b
 from typing import Any, TypeVar
 
 import numpy as np
@@ -85,7 +86,9 @@ class Groups:
     8 i + p of its half at bit 4 i + 16 p, one of 8 bits (two's complement, or e4m3) at byte i + 2 p. high:
     the fifth bits, a byte for each word, at bit i + 4 p. Scales and lows lie as such a thread wants them for
     128 columns at once: [block of 16 rows][128 columns][row % 8][group][row / 8], in fp32, or in fp16 where
-    that holds them exactly."""
+    that holds them exactly.
+
+    order: int32 [columns], where column i multiplies input order[i]; 0: input i. ordered_by: its digest."""
 
     q: int
     high: int
@@ -97,11 +100,14 @@ class Groups:
     rows: int
     columns: int
     scales: str = "fp32"
+    order: int = 0
+    ordered_by: bytes = b""
     compute: str = "bf16"
 
     @property
     def nbytes(self) -> int:
-        return -(-self.rows // BLOCK_ROWS) * BLOCK_ROWS * sum(nbytes for _, nbytes in self.parts())
+        rows = -(-self.rows // BLOCK_ROWS) * BLOCK_ROWS
+        return rows * sum(nbytes for _, nbytes in self.parts()) + (4 * self.columns if self.order else 0)
 
     @property
     def sort(self) -> str:
@@ -124,7 +130,7 @@ class Groups:
     @property
     def form(self) -> tuple[object, ...]:
         """What joined matrices have in common."""
-        return (self.sort, self.zero, bool(self.low), self.columns)
+        return (self.sort, self.zero, bool(self.low), self.columns, self.ordered_by)
 
 
 Matrix = FloatMatrix | Groups
@@ -139,6 +145,8 @@ def pack(driver: Driver, tensor: Tensor) -> Vector | Matrix:
     if columns % STEP:
         message = f"{tensor.name}: a GPU needs a multiple of {STEP} columns, not {columns}; use --device cpu"
         raise EngineFault("gpu_weights", message)
+    if tensor.order is not None:
+        return _ordered(driver, tensor, tensor.order)
     if tensor.kind in FILE_KINDS:
         kind = FILE_KINDS[tensor.kind]
         address = driver.alloc(padded(rows * columns * BYTES[kind]))
@@ -147,6 +155,16 @@ def pack(driver: Driver, tensor: Tensor) -> Vector | Matrix:
     if tensor.kind == "F8_W":
         return _fp8(driver, tensor)
     return _groups(driver, tensor)
+
+
+def _ordered(driver: Driver, tensor: Tensor, order: NDArray[np.int32]) -> Groups:
+    """EngineFault('bad_weight') for what is no order of its columns, or of floats."""
+    if tensor.kind in ggml.FLOATS or not np.array_equal(np.sort(order), np.arange(tensor.shape[1])):
+        message = f"{tensor.name} ({tensor.kind}, {tensor.shape}): what it has is no order of its columns"
+        raise EngineFault("bad_weight", message)
+    order = np.ascontiguousarray(order, np.int32)
+    digest = blake2b(order.tobytes(), digest_size=16).digest()
+    return replace(_groups(driver, tensor), order=_put(driver, order), ordered_by=digest)
 
 
 def _put(driver: Driver, values: NDArray[Any]) -> int:
@@ -297,7 +315,7 @@ def _alike(values: NDArray[np.float32]) -> bool:
 
 def join(driver: Driver, matrices: list[Matrix]) -> tuple[Matrix, list[Matrix]] | None:
     """Matrices of one form as one, row after row, and each as a part of it; None where they differ, or where
-    one would begin within a block of rows. Their own memory is given back."""
+    one would begin within a block of rows. Their own memory is given back, of equal orders all but one."""
     first = matrices[0]
     if any(one.form != first.form for one in matrices):
         return None
@@ -313,8 +331,11 @@ def join(driver: Driver, matrices: list[Matrix]) -> tuple[Matrix, list[Matrix]] 
             at += one.rows * nbytes
     views: list[Matrix] = []
     before = 0
+    shared = {"order": first.order} if isinstance(first, Groups) else {}
     for one in matrices:
+        if isinstance(one, Groups) and one.order not in (0, *shared.values()):
+            driver.free(one.order)
         moved = {name: addresses[name] + before * nbytes for name, nbytes in first.parts()}
-        views.append(replace(one, **moved))  # type: ignore[arg-type]
+        views.append(replace(one, **moved, **shared))  # type: ignore[arg-type]
         before += one.rows
     return replace(first, rows=rows, **addresses), views  # type: ignore[arg-type]

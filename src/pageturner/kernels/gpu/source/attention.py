@@ -23,10 +23,12 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def load_heads(kv, scales, slot, head, heads, dim, d, KIND: tl.constexpr, COMPUTE: tl.constexpr):
-    """Of each slot one head [positions, D] in the type that products are computed in."""
+def load_heads(kv, scales, slot, head, heads, stride, dim, d, KIND: tl.constexpr, COMPUTE: tl.constexpr):
+    """Of each slot the elements d, those below `dim`, of one head [positions, D] in the type that products
+    are computed in. Heads are `stride` apart."""
     index = slot * heads + head
-    value = tl.load((kv + index.to(tl.int64) * dim)[:, None] + d[None, :], mask=(d < dim)[None, :], other=0)
+    kv += index.to(tl.int64)[:, None] * stride
+    value = tl.load(kv + d[None, :], mask=(d < dim)[None, :], other=0)
     if KIND == "int8":
         scale = tl.load(scales + index)
         heads_of = (value.to(tl.float32) * scale[:, None]).to(COMPUTE)
@@ -93,10 +95,22 @@ def store_mixed(
 
 
 @triton.jit
+def block_of(position, inverse, shift, MANY: tl.constexpr):
+    """Of a position, as `steps.inverse_of` says. Products of 32 bits take fewer instructions. With 64 bits
+    the compiler lets threads share their slots, which takes fewer still where a tile has few rows."""
+    if MANY:
+        high = tl.umulhi((position + position).to(tl.uint32), inverse.to(tl.uint32) << 7)
+        block = (high >> (shift - 24)).to(tl.int32)
+    else:
+        block = ((position.to(tl.int64) * inverse) >> shift).to(tl.int32)
+    return block
+
+
+@triton.jit
 def attend_tile(
-    q, keys, values, k_scales, v_scales, table, slopes, has_slopes, position, first, last, lowest,
-    every_first, every_last, start, kv_head, query_head, kv_heads, dim, block, inverse, shift, soft_cap,
-    valid, d, peak, total, mixed, KIND: tl.constexpr, BLOCK_T: tl.constexpr,
+    q, turned, keys, values, k_scales, v_scales, table, slopes, has_slopes, position, first, last, lowest,
+    every_first, every_last, start, kv_head, query_head, kv_heads, dim, mixed_dim, block, inverse, shift,
+    soft_cap, valid, d, peak, total, mixed, KIND: tl.constexpr, BLOCK_T: tl.constexpr, ROTARY: tl.constexpr,
 ):  # fmt: skip
     """The partial (peak, total, mixed) of R rows with the positions of one tile more. first [R]: the first
     position that a row sees; lowest and last: the first and the last one that any row of the tile sees, and
@@ -105,10 +119,14 @@ def attend_tile(
     ones = tl.full((BLOCK_T, 16), 1.0, tl.float32).to(q.dtype)
     j = start + tl.arange(0, BLOCK_T)
     there = tl.minimum(tl.maximum(j, lowest), last)
-    column = ((there.to(tl.int64) * inverse) >> shift).to(tl.int32)
+    column = block_of(there, inverse, shift, q.shape[0] > 16)
     slot = tl.load(table + column) * block + (there - column * block)
-    k = load_heads(keys, k_scales, slot, kv_head, kv_heads, dim, d, KIND, q.dtype)
+    k = load_heads(keys, k_scales, slot, kv_head, kv_heads, dim, mixed_dim, d, KIND, q.dtype)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if ROTARY > 0:
+        behind = mixed_dim + tl.arange(0, ROTARY)
+        rest = load_heads(keys, k_scales, slot, kv_head, kv_heads, dim, dim, behind, KIND, q.dtype)
+        scores = tl.dot(turned, tl.trans(rest), scores, input_precision="ieee")
     if soft_cap > 0:
         cap = soft_cap * LOG2E
         scores = cap * tanh(scores / cap)
@@ -122,7 +140,10 @@ def attend_tile(
     base = finite(new_peak)
     old = tl.exp2(peak - base)
     weights = tl.exp2(scores - base[:, None]).to(q.dtype)
-    v = load_heads(values, v_scales, slot, kv_head, kv_heads, dim, d, KIND, q.dtype)
+    if ROTARY > 0:
+        v = k
+    else:
+        v = load_heads(values, v_scales, slot, kv_head, kv_heads, dim, mixed_dim, d, KIND, q.dtype)
     sums = tl.max(tl.dot(weights, ones, input_precision="ieee"), axis=1)
     total = total * old + sums
     mixed = mixed * old[:, None] + tl.dot(weights, v, input_precision="ieee")
@@ -185,11 +206,25 @@ def merge(
 
 
 @triton.jit
+def queries(q, d, mixed_dim, dim, valid, scale, COMPUTE: tl.constexpr, ROTARY: tl.constexpr):
+    """Of the queries q [R, 1] of a tile the elements d, those below `mixed_dim`, and those behind it where it
+    is not `dim`; scaled."""
+    query = tl.load(q + d[None, :], mask=valid[:, None] & (d[None, :] < mixed_dim), other=0.0)
+    query = (query * (scale * LOG2E)).to(COMPUTE)
+    turned = query
+    if ROTARY > 0:
+        behind = mixed_dim + tl.arange(0, ROTARY)
+        turned = tl.load(q + behind[None, :], mask=valid[:, None] & (behind[None, :] < dim), other=0.0)
+        turned = (turned * (scale * LOG2E)).to(COMPUTE)
+    return query, turned
+
+
+@triton.jit
 def attend(
     q, keys, values, k_scales, v_scales, blocks, positions, works, slopes, sinks, out, peaks, mixes, arrived,
-    stride, has_slopes, has_sinks, heads, kv_heads, dim, part, block, inverse, shift, window, chunked, scale,
-    soft_cap, KIND: tl.constexpr, COMPUTE: tl.constexpr, WHOLE: tl.constexpr, R: tl.constexpr,
-    D: tl.constexpr, BLOCK_T: tl.constexpr,
+    stride, has_slopes, has_sinks, heads, kv_heads, dim, mixed_dim, part, block, inverse, shift, window,
+    chunked, scale, soft_cap, KIND: tl.constexpr, COMPUTE: tl.constexpr, WHOLE: tl.constexpr, R: tl.constexpr,
+    D: tl.constexpr, BLOCK_T: tl.constexpr, ROTARY: tl.constexpr,
 ):  # fmt: skip
     """q fp32 [T, heads * dim], rows `stride` apart. works [n, 8], as in `steps.Works`: where the block ids of
     its sequence begin in `blocks`, first row, rows, first head of the group; and if not WHOLE which segment
@@ -215,9 +250,8 @@ def attend(
     first = first_seen(position, window, chunked)
     last, every_last = tl.max(position, axis=0), tl.min(position, axis=0)
     lowest, every_first = tl.min(first, axis=0), tl.max(first, axis=0)
-    at = (row * stride + head * dim)[:, None] + d[None, :]
-    query = tl.load(q + at, mask=valid[:, None] & (d[None, :] < dim), other=0.0) * (scale * LOG2E)
-    query = query.to(COMPUTE)
+    q += (row * stride + head * dim)[:, None]
+    query, turned = queries(q, d, mixed_dim, dim, valid, scale, COMPUTE, ROTARY)
     table = blocks + tl.load(works)
     begin, end = lowest // BLOCK_T * BLOCK_T, tl.where(count > 0, last + 1, 0)
     peak, total, mixed = nothing(R, D)
@@ -232,13 +266,13 @@ def attend(
             )  # fmt: skip
             peak, total, mixed = nothing(R, D)
         peak, total, mixed = attend_tile(
-            query, keys, values, k_scales, v_scales, table, slopes, has_slopes, position, first, last,
-            lowest, every_first, every_last, start, kv_head, head, kv_heads, dim, block, inverse, shift,
-            soft_cap, valid, d, peak, total, mixed, KIND, BLOCK_T,
+            query, turned, keys, values, k_scales, v_scales, table, slopes, has_slopes, position, first,
+            last, lowest, every_first, every_last, start, kv_head, head, kv_heads, dim, mixed_dim, block,
+            inverse, shift, soft_cap, valid, d, peak, total, mixed, KIND, BLOCK_T, ROTARY,
         )  # fmt: skip
     if WHOLE or tl.load(works + 5) <= 1:
         peak, total, mixed = merged(every_peak, every_total, every_mixed, peak, total, mixed)
-        store_mixed(peak, total, mixed, out, sinks, has_sinks, row, head, valid, heads, dim, d)
+        store_mixed(peak, total, mixed, out, sinks, has_sinks, row, head, valid, heads, mixed_dim, d)
     else:
         here = tl.load(works + 6) + tl.load(works + 4) * count * mine
         here = here * kv_heads + kv_head * count * mine + r
@@ -246,4 +280,4 @@ def attend(
         tl.store(peaks + here * 2 + 1, total, mask=valid)
         tl.store(mixes + here[:, None] * D + d[None, :], mixed, mask=valid[:, None])
         if is_last(arrived + tl.load(works + 7) * kv_heads + kv_head, tl.load(works + 5)):
-            merge(works, peaks, mixes, out, sinks, has_sinks, kv_head, kv_heads, heads, dim, part, D)
+            merge(works, peaks, mixes, out, sinks, has_sinks, kv_head, kv_heads, heads, mixed_dim, part, D)

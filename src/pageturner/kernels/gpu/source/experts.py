@@ -128,13 +128,13 @@ def add_bias(value, entry, n, inside, BY_ROW: tl.constexpr):
 
 @triton.jit
 def product(
-    x, table, order, bounds, out, shared, N, K, chunk, parts, x_rows, experts, halves, by_head,
+    x, table, order, bounds, out, shared, N, K, chunk, parts, x_rows, experts, halves, by_head, stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Row i of out = row i // shared of x times the weights of its expert, one behind the other, plus their
     biases. table [experts, halves, FIELDS]: addresses, multiples of 16 bytes, of each weight; 0: one of
     another kind. by_head > 0: expert h has row t * experts + h for each of so many t; else what `group_rows`
-    gave. Grid: N tiles of each half, tiles as `tile_of` counts them."""
+    gave. Rows of out are `stride` apart. Grid: N tiles of each half, tiles as `tile_of` counts them."""
     start_dependent()
     expert, first, end = tile_of(bounds, experts, by_head, BLOCK_M)
     if first < end:
@@ -151,13 +151,13 @@ def product(
                 last = tl.minimum(begin + chunk, K)
                 total += dense_part(x, w, m, n, x_rows, N, K, begin, last, False, BLOCK_M, BLOCK_N, BLOCK_K)
             total = add_bias(total, entry, n, n < N, False)
-            at = (index.to(tl.int64) * halves + half)[:, None] * N + n[None, :]
+            at = (index.to(tl.int64) * stride + half * N)[:, None] + n[None, :]
             tl.store(out + at, total, mask=there[:, None] & (n < N)[None, :])
 
 
 @triton.jit
 def group_product(
-    x, table, order, bounds, sums, out, shared, N, K, chunk, parts, x_rows, experts, halves, by_head,
+    x, table, order, bounds, sums, out, shared, N, K, chunk, parts, x_rows, experts, halves, by_head, stride,
     SCALES: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -185,7 +185,7 @@ def group_product(
             if GROUP == 0:
                 total *= tl.load(scale + n, mask=n < N, other=0.0)[:, None]
             total = add_bias(total, entry, n, n < N, True)
-            at = (index.to(tl.int64) * halves + half)[None, :] * N + n[:, None]
+            at = (index.to(tl.int64) * stride + half * N)[None, :] + n[:, None]
             tl.store(out + at, total, mask=there[None, :] & (n < N)[:, None])
 
 

@@ -1,4 +1,5 @@
-"""Products of many rows with a weight [N, K] transposed on sm_90, in Gluon: bits as those of `products.dense`.
+"""Products of many rows with a weight [N, K] transposed on sm_90, in Gluon. Bits are those of
+`products.dense`.
 
 A persistent program: some warps fetch boxes of x and of the weight by TMA into a ring of STAGES, and eight
 warps multiply. For each stage there are two barriers. `full` completes its n-th phase when the boxes of the
@@ -13,14 +14,14 @@ nobody completes. A matrix instruction goes on reading its stage after it was is
 when the step behind it was issued and all before that one are done, the last one when all are done. What lies
 behind the last row or column TMA reads as zeros, and does not write.
 
-A cluster is OVER_M times OVER_N programs with tiles beside each other. Those with the same columns fetch a part
-of the weight's box each, for all of them, by a multicast that tells the `full` of each; those with the same rows
-fetch parts of the box of x. So a stage is written by OVER_M + OVER_N - 1 programs, its own among them, and who
-has done with it tells all of these: `empty` counts as many arrivals. All have equally many steps: a tile may lie
-behind the last row or column. No program begins before the barriers of all are made, nor ends before all have
-done with its memory. Gluon 3.6 has no words for it: `spread`, `release_others` and `meet_others` say it in PTX,
-with addresses from the beginning of shared memory, where the ring is the first piece and the largest
-(bench/gpu/compile_kernels.py checks that).
+A cluster is OVER_M times OVER_N programs with tiles beside each other. Those with the same columns fetch a
+part of the weight's box each, for all of them, by a multicast that tells the `full` of each; those with the
+same rows fetch parts of the box of x. So a stage is written by OVER_M + OVER_N - 1 programs, its own among
+them, and who has done with it tells all of these: `empty` counts as many arrivals. All have equally many
+steps: a tile may lie behind the last row or column. No program begins before the barriers of all are made,
+nor ends before all have done with its memory. Gluon 3.6 has no words for it: `spread`, `release_others` and
+`meet_others` say it in PTX, with addresses from the beginning of shared memory, where the ring is the first
+piece and the largest (bench/gpu/compile_kernels.py checks that).
 
 Each part of K is summed from zero in the steps of one matrix instruction (k16), and parts are added from the
 first to the last through `out`; the element is read by the thread that wrote it.
@@ -36,12 +37,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+typed = gl.shared_memory_descriptor._reinterpret  # the same memory as an array of another type
 
-# -- the ring --------------------------------------------------------------------------------------------------
+
+# -- the ring ------------------------------------------------------------------------------------------------
 @gluon.jit
 def ring(
-    x, w, BM: gl.constexpr, WIDE: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, OVER_M: gl.constexpr,
-    OVER_N: gl.constexpr,
+    x, w, BM: gl.constexpr, WIDE: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
+    OVER_M: gl.constexpr, OVER_N: gl.constexpr,
 ):  # fmt: skip
     """Stages of x and of the weight, and barriers `full` and `empty`. Those of a cluster are pieces of one
     piece of memory, the weight's at its beginning; the others begin where `begins` says."""
@@ -53,16 +56,16 @@ def ring(
         empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     else:
         pool = gl.allocate_shared_memory(x.dtype, [STAGES * (BM + WIDE) // 8 + 1, 8, BK], x.layout)
-        ws = pool._reinterpret(w.dtype, [STAGES, WIDE, BK], w.layout)
-        xs = pool._reinterpret(x.dtype, [STAGES * (BM + WIDE) // BM, BM, BK], x.layout)
+        ws = typed(pool, w.dtype, [STAGES, WIDE, BK], w.layout)
+        xs = typed(pool, x.dtype, [STAGES * (BM + WIDE) // BM, BM, BK], x.layout)
         count: gl.constexpr = STAGES * (BM + WIDE) * BK // 4 + 2 * STAGES
-        full = pool._reinterpret(gl.int64, [count, 1], mbarrier.MBarrierLayout())
+        full = typed(pool, gl.int64, [count, 1], mbarrier.MBarrierLayout())
         empty = full
     begin: gl.constexpr = begins(BM, WIDE, BK, STAGES, CLUSTER)
-    writers: gl.constexpr = OVER_M + OVER_N - 1
+    arrivals: gl.constexpr = (OVER_M + OVER_N - 1) * GROUPS
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(begin[1] + stage), count=1)
-        mbarrier.init(empty.index(begin[2] + stage), count=writers)
+        mbarrier.init(empty.index(begin[2] + stage), count=arrivals)
     fence_async_shared(cluster=CLUSTER > 1)
     return xs, ws, full, empty
 
@@ -80,7 +83,7 @@ def masks(over_m, over_n):
     return (1 << over_m) - 1, sum(1 << over_m * n for n in range(over_n))
 
 
-# -- clusters --------------------------------------------------------------------------------------------------
+# -- clusters ------------------------------------------------------------------------------------------------
 @gluon.constexpr_function
 def spread_ptx(parameter, thread):
     return f"""{{
@@ -102,8 +105,8 @@ def spread_ptx(parameter, thread):
 @gluon.jit
 def spread(plane, PARAMETER: gl.constexpr, row, k, target, ready, to, THREAD: gl.constexpr):
     """One thread fetches a box of a plane into the shared memory of some programs of the cluster, to the same
-    place, and tells the same barrier of each. target, ready: bytes from the beginning of shared memory; to: the
-    programs as bits."""
+    place, and tells the same barrier of each. target, ready: bytes from the beginning of shared memory; to:
+    the programs as bits."""
     gl.inline_asm_elementwise(
         spread_ptx(PARAMETER, THREAD), "=r,r,r,r,r,r", [row, k, target, ready, to], dtype=gl.int32,
         is_pure=False, pack=1,
@@ -111,11 +114,13 @@ def spread(plane, PARAMETER: gl.constexpr, row, k, target, ready, to, THREAD: gl
 
 
 @gluon.constexpr_function
-def release_ptx(over_m, over_n):
-    """A thread from 1 on is for one of the programs with the same columns, from over_m on of the same rows."""
+def release_ptx(thread, over_m, over_n):
+    """A thread from 1 on is for one of the programs with the same columns, from over_m on of the same
+    rows."""
     return f"""{{
     .reg .pred me, below; .reg .b32 t, rank, m, n, other, beside, barrier;
     mov.u32 t, %tid.x;
+    sub.u32 t, t, {thread};
     setp.ne.u32 me, $2, 0;
     setp.lt.and.u32 me, t, {over_m + over_n - 1}, me;
     setp.gt.and.u32 me, t, 0, me;
@@ -140,12 +145,15 @@ def release_ptx(over_m, over_n):
 
 
 @gluon.jit
-def release_others(barrier, steps, OVER_M: gl.constexpr, OVER_N: gl.constexpr):
-    """Arrive at the same barrier of every other program that writes to this one's memory, by a thread for each,
-    if there are steps. barrier: bytes from the beginning of shared memory."""
+def release_others(
+    barrier, steps, THREAD: gl.constexpr, OVER_M: gl.constexpr, OVER_N: gl.constexpr
+):  # fmt: skip
+    """Arrive at the same barrier of every other program that writes to this one's memory, by a thread for
+    each from THREAD on, if there are steps. barrier: bytes from the beginning of shared memory."""
     gl.inline_asm_elementwise(
-        release_ptx(OVER_M, OVER_N), "=r,r,r", [barrier, steps], dtype=gl.int32, is_pure=False, pack=1
-    )
+        release_ptx(THREAD, OVER_M, OVER_N), "=r,r,r", [barrier, steps], dtype=gl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -159,8 +167,8 @@ def meet_others():
 
 @gluon.jit
 def tile_of(tile, high, wide, BM: gl.constexpr, BN: gl.constexpr, OVER_M: gl.constexpr, OVER_N: gl.constexpr):
-    """The first row and column of this program's tile: of the tiles of clusters, of which there are high times
-    wide, eight over M lie beside each other, as in `products.place`."""
+    """The first row and column of this program's tile: of the tiles of clusters, of which there are high
+    times wide, eight over M lie beside each other, as in `products.place`."""
     first = tile // (8 * wide) * 8
     tall = gl.minimum(high - first, 8)
     within = tile % (8 * wide)
@@ -170,7 +178,7 @@ def tile_of(tile, high, wide, BM: gl.constexpr, BN: gl.constexpr, OVER_M: gl.con
     return m * BM, n * BN
 
 
-# -- the warps that fetch --------------------------------------------------------------------------------------
+# -- the warps that fetch ------------------------------------------------------------------------------------
 @gluon.jit
 def fetch_box(
     plane, PARAMETER: gl.constexpr, row, k, stage, target, ready, ready_at, part, to, THREAD: gl.constexpr,
@@ -241,49 +249,51 @@ def fetch(
                 stage = stage.slice(BN, BN)
                 fetch_box(w, W, N + n0, k, stage, to, ready, ready_at, m, same_n, THREAD, OVER_M)
             i += 1
-        if BN == WIDE:
-            if has_residual:
-                ask_for(residual, m0, n0, M, N, BM, BN, 1 if CLUSTER == 1 else 4)
+        if has_residual:
+            ask_for(residual, m0, n0, M, N, BM, BN, 1 if CLUSTER == 1 else 4)
     if CLUSTER > 1:
         meet_others()
 
 
-# -- the warps that multiply -----------------------------------------------------------------------------------
+# -- the warps that multiply ---------------------------------------------------------------------------------
 @gluon.jit
 def release(
-    empty, i, steps, EMPTY: gl.constexpr, STAGES: gl.constexpr, OVER_M: gl.constexpr, OVER_N: gl.constexpr
+    empty, i, steps, EMPTY: gl.constexpr, STAGES: gl.constexpr, THREAD: gl.constexpr, OVER_M: gl.constexpr,
+    OVER_N: gl.constexpr,
 ):  # fmt: skip
     """Give back the stage of the step before i, if there are steps before. All threads meet at the arrival,
     before the others are told."""
     at = EMPTY + (i + STAGES - 1) % STAGES
     mbarrier.arrive(empty.index(at), count=1, pred=steps > 0)
     if OVER_M * OVER_N > 1:
-        release_others(8 * at, steps, OVER_M, OVER_N)
+        release_others(8 * at, steps, THREAD, OVER_M, OVER_N)
 
 
 @gluon.jit
 def multiply(
-    xs, ws, full, empty, i, steps, STAGES: gl.constexpr, WARPS: gl.constexpr, OVER_M: gl.constexpr,
-    OVER_N: gl.constexpr,
+    xs, ws, full, empty, i, steps, GROUP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+    WARPS: gl.constexpr, OVER_M: gl.constexpr, OVER_N: gl.constexpr,
 ):  # fmt: skip
-    """The sum of the next `steps` boxes."""
+    """The sum of the next `steps` boxes: the rows of this group of warps."""
     BM: gl.constexpr = xs.shape[1]
+    ROWS: gl.constexpr = BM // GROUPS
     WIDE: gl.constexpr = ws.shape[1]
+    THREAD: gl.constexpr = 32 * WARPS * GROUP
     begin: gl.constexpr = begins(BM, WIDE, xs.shape[2], STAGES, OVER_M * OVER_N)
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, WIDE, 16]
     )
-    total = gl.zeros((BM, WIDE), gl.float32, layout)
+    total = gl.zeros((ROWS, WIDE), gl.float32, layout)
     for step in range(steps):
         at = i % STAGES
         mbarrier.wait(full.index(begin[1] + at), (i // STAGES) & 1)
-        rows, columns = xs.index(begin[0] + at), ws.index(at).permute((1, 0))
-        total = warpgroup_mma(rows, columns, total, is_async=True)
+        rows = xs.index(begin[0] + at).slice(GROUP * ROWS, ROWS)
+        total = warpgroup_mma(rows, ws.index(at).permute((1, 0)), total, is_async=True)
         total = warpgroup_mma_wait(1, deps=(total,))
-        release(empty, i, step, begin[2], STAGES, OVER_M, OVER_N)
+        release(empty, i, step, begin[2], STAGES, THREAD, OVER_M, OVER_N)
         i += 1
     total = warpgroup_mma_wait(0, deps=(total,))
-    release(empty, i, steps, begin[2], STAGES, OVER_M, OVER_N)
+    release(empty, i, steps, begin[2], STAGES, THREAD, OVER_M, OVER_N)
     return total
 
 
@@ -341,8 +351,9 @@ def store(
 
 @gluon.jit
 def dense_tiles(
-    xs, ws, full, empty, bias, residual, out, has_bias, has_residual, M, N, K, chunk, parts, STAGES: gl.constexpr,
-    WARPS: gl.constexpr, OVER_M: gl.constexpr, OVER_N: gl.constexpr,
+    xs, ws, full, empty, bias, residual, out, has_bias, has_residual, M, N, K, chunk, parts,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+    OVER_M: gl.constexpr, OVER_N: gl.constexpr,
 ):  # fmt: skip
     """Those of `dense`."""
     BM: gl.constexpr = xs.shape[1]
@@ -354,13 +365,17 @@ def dense_tiles(
     i = 0
     for tile in range(gl.program_id(0) // CLUSTER, high * wide, gl.num_programs(0) // CLUSTER):
         m0, n0 = tile_of(tile, high, wide, BM, BN, OVER_M, OVER_N)
+        m0 += GROUP * (BM // GROUPS)
         for part in range(parts):
             steps = gl.cdiv(gl.minimum(chunk, K - part * chunk), xs.shape[2])
-            value = multiply(xs, ws, full, empty, i, steps, STAGES, WARPS, OVER_M, OVER_N)
+            value = multiply(
+                xs, ws, full, empty, i, steps, GROUP, GROUPS, STAGES, WARPS, OVER_M, OVER_N
+            )  # fmt: skip
             i += steps
             last = part == parts - 1
             store(
-                value, out, bias, residual, part > 0, has_bias & last, has_residual & last, m0, n0, M, N, WARPS
+                value, out, bias, residual, part > 0, has_bias & last, has_residual & last, m0, n0, M, N,
+                WARPS,
             )  # fmt: skip
     if CLUSTER > 1:
         meet_others()
@@ -368,13 +383,14 @@ def dense_tiles(
 
 @gluon.jit
 def gated_tiles(
-    xs, ws, joined, full, empty, out, M, N, K, STAGES: gl.constexpr, WARPS: gl.constexpr, OVER_M: gl.constexpr,
-    OVER_N: gl.constexpr,
+    xs, ws, joined, full, empty, out, M, N, K, GROUP: gl.constexpr, GROUPS: gl.constexpr,
+    STAGES: gl.constexpr, WARPS: gl.constexpr, OVER_M: gl.constexpr, OVER_N: gl.constexpr,
 ):  # fmt: skip
     """Those of `gated_dense`. What they write goes through `joined`, while they go on."""
     BM: gl.constexpr = xs.shape[1]
-    BN: gl.constexpr = joined.shape[1]
+    BN: gl.constexpr = joined.shape[2]
     CLUSTER: gl.constexpr = OVER_M * OVER_N
+    mine = joined.index(GROUP)
     if CLUSTER > 1:
         meet_others()
     high, wide = gl.cdiv(M, BM * OVER_M), gl.cdiv(N, BN * OVER_N)
@@ -382,19 +398,20 @@ def gated_tiles(
     i = 0
     for tile in range(gl.program_id(0) // CLUSTER, high * wide, gl.num_programs(0) // CLUSTER):
         m0, n0 = tile_of(tile, high, wide, BM, BN, OVER_M, OVER_N)
-        gate, up = halves(multiply(xs, ws, full, empty, i, steps, STAGES, WARPS, OVER_M, OVER_N), WARPS)
+        both = multiply(xs, ws, full, empty, i, steps, GROUP, GROUPS, STAGES, WARPS, OVER_M, OVER_N)
+        gate, up = halves(both, WARPS)
         i += steps
         value = gate / (1.0 + gl.exp(-gate)) * up
         tma.store_wait(0)
-        joined.store(value.to(joined.dtype))
+        mine.store(value.to(joined.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(out, [m0, n0], joined)
+        tma.async_copy_shared_to_global(out, [m0 + GROUP * (BM // GROUPS), n0], mine)
     tma.store_wait(0)
     if CLUSTER > 1:
         meet_others()
 
 
-# -- the kernels -----------------------------------------------------------------------------------------------
+# -- the kernels ---------------------------------------------------------------------------------------------
 @gluon.jit
 def launch_dependents():
     """As `dependent.launch_dependents`, which Gluon cannot call."""
@@ -415,39 +432,96 @@ def wait():
 def dense(
     x, w, bias, residual, out, has_bias, has_residual, M, N, K, chunk, parts,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    WARPS: gl.constexpr, OVER_M: gl.constexpr, OVER_N: gl.constexpr,
+    WARPS: gl.constexpr, GROUPS: gl.constexpr, OVER_M: gl.constexpr, OVER_N: gl.constexpr,
 ):  # fmt: skip
     """residual + (x w^T + bias) in fp32, of several parts of K too. Grid: any number of clusters."""
     launch_dependents()
-    xs, ws, full, empty = ring(x, w, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, OVER_M, OVER_N)
+    xs, ws, full, empty = ring(x, w, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUPS, OVER_M, OVER_N)
     wait()
-    gl.warp_specialize(
-        [
-            (
-                dense_tiles,
-                (xs, ws, full, empty, bias, residual, out, has_bias, has_residual, M, N, K, chunk, parts, STAGES,
-                 WARPS, OVER_M, OVER_N),
-            ),
-            (fetch, (x, w, xs, ws, full, empty, residual, has_residual, M, N, K, "dense", BLOCK_N, STAGES, WARPS, OVER_M, OVER_N)),
-        ],
-        [1 if OVER_M * OVER_N == 1 else 4], [48],
-    )  # fmt: skip
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (
+                    dense_tiles,
+                    (xs, ws, full, empty, bias, residual, out, has_bias, has_residual, M, N, K, chunk, parts,
+                     0, 1, STAGES, WARPS, OVER_M, OVER_N),
+                ),
+                (
+                    fetch,
+                    (x, w, xs, ws, full, empty, residual, has_residual, M, N, K, "dense", BLOCK_N, STAGES,
+                     WARPS * GROUPS, OVER_M, OVER_N),
+                ),
+            ],
+            [1 if OVER_M * OVER_N == 1 else 4], [48],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    dense_tiles,
+                    (xs, ws, full, empty, bias, residual, out, has_bias, has_residual, M, N, K, chunk, parts,
+                     0, 2, STAGES, WARPS, OVER_M, OVER_N),
+                ),
+                (
+                    dense_tiles,
+                    (xs, ws, full, empty, bias, residual, out, has_bias, has_residual, M, N, K, chunk, parts,
+                     1, 2, STAGES, WARPS, OVER_M, OVER_N),
+                ),
+                (
+                    fetch,
+                    (x, w, xs, ws, full, empty, residual, has_residual, M, N, K, "dense", BLOCK_N, STAGES,
+                     WARPS * GROUPS, OVER_M, OVER_N),
+                ),
+            ],
+            [4, 1 if OVER_M * OVER_N == 1 else 4], [224, 56],
+        )  # fmt: skip
 
 
 @gluon.jit
 def gated_dense(
     x, w, out, M, N, K, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, WARPS: gl.constexpr, OVER_M: gl.constexpr, OVER_N: gl.constexpr,
+    STAGES: gl.constexpr, WARPS: gl.constexpr, GROUPS: gl.constexpr, OVER_M: gl.constexpr,
+    OVER_N: gl.constexpr,
 ):  # fmt: skip
     """SiLU(x gate^T) * (x up^T) of a weight [2 N, K], in the type of x. BLOCK_N: outputs of a tile."""
     launch_dependents()
-    xs, ws, full, empty = ring(x, w, BLOCK_M, 2 * BLOCK_N, BLOCK_K, STAGES, OVER_M, OVER_N)
+    xs, ws, full, empty = ring(x, w, BLOCK_M, 2 * BLOCK_N, BLOCK_K, STAGES, GROUPS, OVER_M, OVER_N)
+    joined = gl.allocate_shared_memory(out.dtype, [GROUPS, BLOCK_M // GROUPS, BLOCK_N], out.layout)
     wait()
-    joined = gl.allocate_shared_memory(out.dtype, [BLOCK_M, BLOCK_N], out.layout)
-    gl.warp_specialize(
-        [
-            (gated_tiles, (xs, ws, joined, full, empty, out, M, N, K, STAGES, WARPS, OVER_M, OVER_N)),
-            (fetch, (x, w, xs, ws, full, empty, None, 0, M, N, K, "gated_dense", BLOCK_N, STAGES, WARPS, OVER_M, OVER_N)),
-        ],
-        [1 if OVER_M * OVER_N == 1 else 4], [48],
-    )  # fmt: skip
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (
+                    gated_tiles,
+                    (xs, ws, joined, full, empty, out, M, N, K,
+                     0, 1, STAGES, WARPS, OVER_M, OVER_N),
+                ),
+                (
+                    fetch,
+                    (x, w, xs, ws, full, empty, None, 0, M, N, K, "gated_dense", BLOCK_N, STAGES,
+                     WARPS * GROUPS, OVER_M, OVER_N),
+                ),
+            ],
+            [1 if OVER_M * OVER_N == 1 else 4], [48],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    gated_tiles,
+                    (xs, ws, joined, full, empty, out, M, N, K,
+                     0, 2, STAGES, WARPS, OVER_M, OVER_N),
+                ),
+                (
+                    gated_tiles,
+                    (xs, ws, joined, full, empty, out, M, N, K,
+                     1, 2, STAGES, WARPS, OVER_M, OVER_N),
+                ),
+                (
+                    fetch,
+                    (x, w, xs, ws, full, empty, None, 0, M, N, K, "gated_dense", BLOCK_N, STAGES,
+                     WARPS * GROUPS, OVER_M, OVER_N),
+                ),
+            ],
+            [4, 1 if OVER_M * OVER_N == 1 else 4], [224, 56],
+        )  # fmt: skip

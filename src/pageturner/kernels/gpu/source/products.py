@@ -47,9 +47,16 @@ def halves(value):
 
 
 @triton.jit
-def store_columns(
-    value, out, bias, residual, so_far, has_bias, has_residual, m, n0, M, N
-):  # fmt: skip
+def addend(residual, wanted, m, n0, M, N, WIDTH: tl.constexpr):
+    """A tile of the residual. Asked for before a sum is computed, it comes meanwhile."""
+    n = n0 + tl.arange(0, WIDTH)
+    inside = (m < M)[:, None] & (n < N)[None, :] & wanted
+    return tl.load((residual + m.to(tl.int64) * N)[:, None] + n[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def store_columns(value, out, bias, before, so_far, has_bias, has_residual, m, n0, M, N):
+    """before: the tile of the residual."""
     n = n0 + tl.arange(0, value.shape[1])
     inside = (m < M)[:, None] & (n < N)[None, :]
     row = m.to(tl.int64) * N
@@ -58,30 +65,25 @@ def store_columns(
     if has_bias:
         value += tl.load(bias + n, mask=n < N, other=0.0)[None, :]
     if has_residual:
-        value = tl.load((residual + row)[:, None] + n[None, :], mask=inside, other=0.0) + value
+        value = before + value
     tl.store((out + row)[:, None] + n[None, :], value.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def store_rows(
-    value, out, bias, residual, so_far, has_bias, has_residual, m, n0, M, N
-):  # fmt: skip
-    """out = residual + (value + bias), each step rounded; so_far: with what is there already before
-    all of that. Wide tiles in pieces, which take fewer registers. n0: the first column."""
+def store_rows(value, out, bias, residual, so_far, has_bias, has_residual, m, n0, M, N):
+    """out = residual + (value + bias), each step rounded; so_far: with what is there already before all of
+    that. Wide tiles in pieces, which take fewer registers. n0: the first column."""
     WIDE: tl.constexpr = value.shape[1]
     if WIDE > 64:
         left, right = halves(value)
         half: tl.constexpr = WIDE // 2
-        store_rows(
-            left, out, bias, residual, so_far, has_bias, has_residual, m, n0, M, N
-        )  # fmt: skip
-        store_rows(
-            right, out, bias, residual, so_far, has_bias, has_residual, m, n0 + half, M, N
-        )  # fmt: skip
+        store_rows(left, out, bias, residual, so_far, has_bias, has_residual, m, n0, M, N)
+        store_rows(right, out, bias, residual, so_far, has_bias, has_residual, m, n0 + half, M, N)
     else:
-        store_columns(
-            value, out, bias, residual, so_far, has_bias, has_residual, m, n0, M, N
-        )  # fmt: skip
+        before = value
+        if has_residual:
+            before = addend(residual, True, m, n0, M, N, WIDE)
+        store_columns(value, out, bias, before, so_far, has_bias, has_residual, m, n0, M, N)
 
 
 @triton.jit
@@ -108,13 +110,14 @@ def add_up(
         m = m0 + i + tl.arange(0, ROWS)
         inside = (m < M)[:, None] & (n < N)[None, :]
         at = partial + (m.to(tl.int64) * N)[:, None] + n[None, :]
+        before = addend(residual, has_residual != 0, m, n0, M, N, BLOCK_N)
         total = tl.zeros((ROWS, BLOCK_N), tl.float32)
         for _ in range(0, parts):
             total += tl.load(at, mask=inside, other=0.0)
             at += M.to(tl.int64) * N
         if has_scale:
             total *= tl.load(scale + n, mask=n < N, other=0.0)[None, :]
-        store_columns(total, out, bias, residual, False, has_bias, has_residual, m, n0, M, N)
+        store_columns(total, out, bias, before, False, has_bias, has_residual, m, n0, M, N)
 
 
 @triton.jit
@@ -161,9 +164,8 @@ def dense(
     WHOLE: tl.constexpr, SWAP: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Weights in the type of x. Grid: tiles of M and N, parts or 1. Of
-    several parts WHOLE keeps the sum so far in `out`; the others have `partial` [parts, M, N] and a counter
-    for each tile."""
+    """Weights in the type of x. Grid: tiles of M and N, parts or 1. Of several parts WHOLE keeps the sum so
+    far in `out`; the others have `partial` [parts, M, N] and a counter for each tile."""
     launch_dependents()
     m0, n0 = place(M, N, BLOCK_M, BLOCK_N)
     n = n0 * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -180,20 +182,21 @@ def dense(
         total = dense_part(
             x, w, m, n, M, N, K, (parts - 1) * chunk, K, WHOLE, BLOCK_M, BLOCK_N, BLOCK_K
         )  # fmt: skip
-        store_rows(
-            total, out, bias, residual, parts > 1, has_bias, has_residual, m, n0, M, N
-        )  # fmt: skip
+        store_rows(total, out, bias, residual, parts > 1, has_bias, has_residual, m, n0, M, N)
     else:
         part = tl.program_id(1)
         begin = part * chunk
         end = tl.minimum(begin + chunk, K)
         prefetch(w, tl.minimum(n, N - 1), K, begin, end, AHEAD, LINE)
         wait()
+        if BLOCK_N <= 64:  # else it would take too many registers
+            before = addend(residual, (has_residual != 0) & (parts == 1), m, n0, M, N, BLOCK_N)
         total = dense_part(x, w, m, n, M, N, K, begin, end, WHOLE, BLOCK_M, BLOCK_N, BLOCK_K, SWAP)
         if parts == 1:
-            store_rows(
-                total, out, bias, residual, False, has_bias, has_residual, m, n0, M, N
-            )  # fmt: skip
+            if BLOCK_N <= 64:
+                store_columns(total, out, bias, before, False, has_bias, has_residual, m, n0, M, N)
+            else:
+                store_rows(total, out, bias, residual, False, has_bias, has_residual, m, n0, M, N)
         else:
             to = partial + part.to(tl.int64) * M * N
             store_rows(total, to, bias, residual, False, False, False, m, n0, M, N)

@@ -278,6 +278,56 @@ def fit_heads(x, out, stride, heads, dim, room, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def place_latent(
+    rows, plain, q, norm, keys, k_scales, slots, cos, sin, positions, has_norm, eps, stride, heads, plain_dim,
+    rank, rotary, dim, half, interleaved, KIND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows, `stride` apart, hold `plain_dim` elements of each head, `rotary` ones of each head, the latent of
+    `rank` elements, and the rotary key. The plain elements of heads go to `plain`; the others, rotated, to
+    where q [T, heads, dim] has them, behind `rank`. The latent, normed, and the key, rotated, go to the slot
+    of the row; -1: nowhere. Zeros are behind them. Grid: T, heads + 1."""
+    start_dependent()
+    t = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1)
+    k = tl.arange(0, BLOCK)
+    position = tl.load(positions + t).to(tl.int64)
+    rows += t * stride
+    if h < heads:
+        value = tl.load(rows + h * plain_dim + k, mask=k < plain_dim, other=0.0)
+        at = t * heads + h
+        tl.store(plain + at * plain_dim + k, value.to(plain.dtype.element_ty), mask=k < plain_dim)
+        head = rows + heads * plain_dim + h * rotary
+        value = rotated(head, head, 0.0, 0, cos, sin, position, half, interleaved, k, rotary)
+        tl.store(q + at * dim + rank + k, value, mask=k < dim - rank)
+    else:
+        slot = tl.load(slots + t).to(tl.int64)
+        if slot >= 0:
+            head = rows + heads * (plain_dim + rotary)
+            value = tl.load(head + k, mask=k < rank, other=0.0)
+            if has_norm != 0:
+                factor = 1.0 / tl.sqrt_rn(tl.sum(value * value, axis=0) / rank + eps)
+                value = value * factor * tl.load(norm + k, mask=k < rank, other=0.0)
+            key = head + rank
+            behind = tl.maximum(k - rank, 0)
+            turned = rotated(key, key, 0.0, 0, cos, sin, position, half, interleaved, behind, rotary)
+            value = tl.where(k < rank, value, turned)
+            store_head(value, keys, k_scales, slot, k, dim, KIND)
+
+
+@triton.jit
+def join_heads(x, y, out, first, second, BLOCK: tl.constexpr):
+    """Of each row of x its `first` elements, and behind them the `second` ones of that row of y. Grid: rows,
+    tiles of both."""
+    start_dependent()
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    both = first + second
+    value = tl.load(x + row * first + k, mask=k < first, other=0.0)
+    value += tl.load(y + row * second + k - first, mask=(k >= first) & (k < both), other=0.0)
+    tl.store(out + row * both + k, value, mask=k < both)
+
+
+@triton.jit
 def tanh(x):
     """From exp, which knows no overflow here."""
     e = tl.exp(-2.0 * tl.abs(x))
@@ -345,6 +395,16 @@ def take_rows(x, rows, factors, out, d, scaled, BLOCK: tl.constexpr):
     if scaled:
         value = value * tl.load(factors + row)
     tl.store(out + i * d + k, value, mask=k < d)
+
+
+@triton.jit
+def take_columns(x, order, out, d, BLOCK: tl.constexpr):
+    """Column i of out is column order[i] of x. Grid: rows, tiles."""
+    start_dependent()
+    row = tl.program_id(0).to(tl.int64) * d
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.load(order + k, mask=k < d, other=0)
+    tl.store(out + row + k, tl.load(x + row + column, mask=k < d, other=0.0), mask=k < d)
 
 
 @triton.jit
