@@ -34,9 +34,7 @@ _JOIN, _FREE, _ROOM, _CHOSEN = 20, 21, 22, 23  # calls, beside those of kernels.
 
 class GpuTensorParallelOps(comm.RankOps):
     """Each rank has a device, and a slice of every layer, of its KV heads, and of the vocabulary. Rank 0
-    gathers logits on its device and chooses there.
-
-    """
+    gathers logits on its device and chooses there."""
 
     own: GpuOps
 
@@ -212,6 +210,8 @@ class GpuTensorParallelOps(comm.RankOps):
     ) -> Chosen:
         """As one device does. The tokens that rank 0 chooses go to the devices of the others, whose next step
         may be begun before anybody knows them."""
+        if not self.own.divided:
+            return self.own.launch_step(stack, batch, kv, sliding, head, draw)
         hidden = self.hidden(stack, batch, kv, sliding)
         chosen = self.own.launch_choice(hidden, head, draw, None)
         if chosen.rows:
