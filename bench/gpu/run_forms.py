@@ -28,7 +28,7 @@ from pageturner.kernels.gpu.catalogue import GROUPED
 from pageturner.kernels.gpu.ops import GpuOps
 from pageturner.kernels.gpu.weights import BLOCK_ROWS, FloatMatrix, Groups, to_bf16
 
-HEIGHTS = (1, 16, 17, 64, 65, 300)  # rows
+HEIGHTS = (1, 8, 9, 16, 17, 64, 65, 300)  # rows
 SIZE = (1040, 4096)  # of a weight: the last tile of its rows is not full, and it is cut into parts
 WHOLE = (17408, 512)  # of one part, so that gate and up are one launch
 # Kinds of files: name of the form that they become, and whether it has lows
@@ -94,7 +94,7 @@ def right(room: Room, kind: str) -> None:
     """One form at every height. Tells which heights have other bits, and the first element that is wrong."""
     form, has_low = FORMS[kind]
     rows, columns = (40, 2304) if room.tiny else SIZE
-    heights = (1, 17) if room.tiny else HEIGHTS
+    heights = (1, 9, 17) if room.tiny else HEIGHTS
     tensor = tensor_of(kind, rows, columns)
     ops = GpuOps(room.driver, 64 << 20 if room.tiny else 1 << 30, graphs=False)
     weight = ops.pack_weight(tensor)
@@ -130,10 +130,10 @@ def _differ(mine: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> int:
 
 
 def _gated(room: Room, ops: GpuOps, kind: str) -> int:
-    """How many elements differ between gate and up in one launch and in two, for few rows and for more."""
+    """How many elements differ between gate and up in one launch, which many rows have, and in two."""
     weight = ops.pack_weight(tensor_of(kind, *((64, 512) if room.tiny else WHOLE)))
     count = 0
-    for height in (1, 17):
+    for height in (1, 17 if room.tiny else 300):
         ops.begin()
         x = ops.on_device(np.random.default_rng(8).standard_normal((height, 512), dtype=np.float32))
         apart = ops.launches.gated(ops.launches.product(x, weight), "bf16")

@@ -33,7 +33,7 @@ from run_common import (
 from pageturner.errors import EngineFault
 from pageturner.kernels.base import AttentionShape
 from pageturner.kernels.gpu import launches
-from pageturner.kernels.gpu.catalogue import HEIGHTS, MANY, cut
+from pageturner.kernels.gpu.catalogue import HEIGHTS, MANY, MAX_SPLIT_TILES, cut, tiles_of
 from pageturner.kernels.gpu.ops import GpuOps
 from pageturner.kernels.gpu.steps import view_of
 
@@ -171,6 +171,12 @@ def products(room: Room, n: int, k: int, rows: int) -> dict[str, float]:
     try:
         for height in HEIGHTS if rows <= 2048 else ():
             for parts in FREE_PARTS[: 2 if room.tiny else None]:
+                tile = tiles_of(room.driver.architecture, "bf16").get(height)
+                if tile is None:
+                    continue
+                tiles = -(-rows // tile.m) * -(-n // tile.n)
+                if height != MANY and parts > 1 and tiles > MAX_SPLIT_TILES:
+                    continue  # there are not so many counters
                 if height != MANY and rows * n * parts > 1 << 27:
                     continue  # partials of more than half a gigabyte
                 launches.height_of = lambda *_, height=height: height  # type: ignore[misc]

@@ -46,7 +46,7 @@ TILES = {
           Tile(64, 128, 64, 4, 6, True), Tile(128, 128, 64, 8, 4, True), Tile(256, 64, 64, 8, 4, True)],
 }  # fmt: skip
 # Bytes that a program asks for ahead, and of a request; the first is the catalogue's
-AHEAD = ((65536, 64), (0, 64), (16384, 64), (32768, 64), (131072, 64), (65536, 32), (65536, 128), (65536, 0))
+AHEAD = ((16384, 64), (0, 64), (8192, 64), (32768, 64), (65536, 64), (16384, 32), (16384, 128), (16384, 0))
 # Of a layer together: the tile of q, k, v, o and down, that of gate and up, and requests ahead. How
 # much shared memory a kernel has decides whether the next one can begin beside it
 SLIMS = (Tile(64, 32, 128, 4, 5), Tile(64, 32, 128, 4, 4), Tile(64, 32, 128, 4, 3), Tile(64, 32, 64, 4, 6))
@@ -97,10 +97,11 @@ def kernel_of(gated: bool, tile: Tile, ahead: tuple[int, int] = AHEAD[0]) -> Ker
 
 def present(asked: Asked) -> Tile:
     """Today's tile, of more than 64 rows that which it was before persistent products."""
-    height = catalogue.height_of(asked.rows, asked.n)
+    tiles = catalogue.tiles_of(tune.ARCHITECTURE, "bf16")
+    height = catalogue.height_of(asked.rows, asked.n, True)
     if asked.gated:
-        height = catalogue.gated_height(height)
-    return catalogue.tiles_of(tune.ARCHITECTURE, "bf16")[height]
+        return catalogue.gated_tile(tiles, catalogue.gated_height(height))
+    return tiles[height]
 
 
 def candidates_of(asked: Asked) -> list[tuple[Tile, tuple[int, int]]]:

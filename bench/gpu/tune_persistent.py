@@ -3,6 +3,7 @@
     python bench/gpu/tune_persistent.py --build     compiles the candidates to build/gpu/persistent; no device
     python bench/gpu/tune_persistent.py --run [--limit SECONDS] [--out FILE.jsonl]        on a device
     python bench/gpu/tune_persistent.py --run --tiny     interpreted, a few small shapes
+    python bench/gpu/tune_persistent.py --fit FILE.jsonl     what `catalogue.PERSISTENT` should be
 
 First every candidate computes small products with odd edges, in a process that is ended when it says nothing
 for some seconds: a barrier that is wrong hangs a device. Then all that were right are timed for the matrices
@@ -41,11 +42,13 @@ ROWS = (2048, 256, 512, 8192, 128, 1024)  # the first tells the most
 MATRICES = common.LLAMA_8B.matrices
 TRIED = [
     Ring(128, 256, 64, 4), Ring(128, 128, 64, 6), Ring(128, 64, 64, 8), Ring(256, 128, 64, 4),
-    Ring(128, 64, 128, 4), Ring(128, 256, 64, 4, 2, 1), Ring(128, 256, 64, 4, 1, 2),
-    Ring(128, 256, 64, 4, 2, 2), Ring(256, 128, 64, 4, 1, 2), Ring(256, 128, 64, 4, 2, 1),
-    Ring(128, 128, 64, 6, 2, 1), Ring(128, 128, 64, 6, 1, 2), Ring(128, 128, 64, 6, 2, 2),
-    Ring(128, 128, 64, 6, 1, 4), Ring(128, 64, 64, 8, 2, 1), Ring(128, 64, 64, 8, 1, 2),
-    Ring(128, 64, 64, 8, 1, 4), Ring(128, 64, 64, 8, 2, 2), Ring(128, 64, 64, 8, 2, 4),
+    Ring(128, 256, 64, 4, 2, 1), Ring(128, 256, 64, 4, 1, 2), Ring(256, 128, 64, 4, 1, 2),
+    Ring(128, 128, 64, 6, 2, 1), Ring(128, 128, 64, 6, 1, 2), Ring(128, 64, 64, 8, 2, 1),
+    Ring(128, 64, 64, 8, 1, 2), Ring(128, 64, 64, 8, 1, 4),
+    Ring(128, 256, 64, 4, groups=2), Ring(256, 128, 64, 4, groups=2), Ring(128, 128, 64, 6, groups=2),
+    Ring(128, 256, 64, 4, 2, 1, groups=2), Ring(128, 128, 64, 6, groups=2, turns=2),
+    Ring(128, 128, 64, 6, 2, 1, groups=2, turns=2), Ring(128, 128, 64, 6, 1, 2, groups=2, turns=2),
+    Ring(64, 256, 64, 4, groups=2, turns=2), Ring(64, 256, 64, 4, 2, 1, groups=2, turns=2),
 ]  # fmt: skip
 SILENT_S, START_S = 6.0, 40.0  # a process that says nothing for so long hangs; it may take so long to start
 COLD = 96 << 20  # bytes of weights between two uses of one: the L2 cache has 50 MB
@@ -57,12 +60,9 @@ PRESENT = ("slim", "few", "half", "some", "many")
 def candidates() -> dict[str, Kernel]:
     """By name."""
     found = {}
-    twice = [ring._replace(groups=2) for ring in TRIED if ring.m * ring.n >= 1 << 14]
-    for ring in (*TRIED, *twice):
+    for ring in TRIED:
         for gated in (False, True):
-            cluster = f".{ring.over_m}x{ring.over_n}" if ring.cluster > 1 else ""
-            two = ".two" if ring.groups > 1 else ""
-            name = f"{'gated.' * gated}{ring.m}x{ring.n}x{ring.k}.{ring.stages}{cluster}{two}"
+            name = "gated." * gated + ring.name
             if ring.n // (2 if gated else 1) // ring.over_m >= 8:
                 found[name] = catalogue.persistent(name, "bf16", ring, gated)
     return found
@@ -459,6 +459,59 @@ def tables(told: list[dict[str, Any]]) -> None:
         )
 
 
+def fit(path: Path) -> None:
+    """Costs of rings as `persistent_ring` uses them, and what its choice costs then beside the best of each
+    size. Rings that improve a size by less than 2% are left out, those of more than two programs always."""
+    rings = {ring.name: ring for ring in TRIED if ring.cluster <= 2}
+    sizes: dict[tuple[int, str], dict[str, float]] = {}
+    for line in path.read_text().splitlines():
+        one = json.loads(line)
+        name = one.get("name", "").removeprefix("gated.")
+        known = "us" in one and "plain" not in one["matrix"] and one.get("right", True)
+        if known and (one["matrix"] == "gate_up") == one["name"].startswith("gated") and name in rings:
+            here = sizes.setdefault((one["rows"], one["matrix"]), {})
+            here[name] = min(one["us"], here.get(name, 1e9))
+
+    def work(name: str, rows: int, matrix: str) -> float:
+        ring, n = rings[name], MATRICES[matrix][0]
+        clusters = -(-rows // (ring.m * ring.over_m)) * -(-n // (ring.n * ring.over_n))
+        return -(-clusters // (catalogue.MULTIPROCESSORS // ring.cluster)) * ring.m * ring.n
+
+    def lost(costs: dict[str, float]) -> float:
+        """The mean share of time beyond the best of each size."""
+        found = []
+        for (rows, matrix), here in sizes.items():
+            there = [name for name in costs if name in here]
+            chosen = min(there, key=lambda name: work(name, rows, matrix) * costs[name], default=None)
+            found.append(here[chosen] / min(here.values()) - 1 if chosen else 1.0)
+        return float(np.mean(found))
+
+    best = {key: min(here, key=here.__getitem__) for key, here in sizes.items()}
+    base = max(set(best.values()), key=list(best.values()).count)
+    costs: dict[str, float] = {}
+    for name in rings:
+        shares = [
+            here[name] / here[base] * work(base, *key) / work(name, *key)
+            for key, here in sizes.items() if name in here and base in here
+        ]  # fmt: skip
+        if shares:
+            costs[name] = float(np.median(shares))
+    kept = {base: costs[base]}
+    while True:
+        more = {name: lost(kept | {name: costs[name]}) for name in costs if name not in kept}
+        name = min(more, key=more.__getitem__, default="")
+        if not name or more[name] > lost(kept) - 0.003:
+            break
+        kept[name] = costs[name]
+    for _ in range(3):  # a little more or less of each
+        for name in kept:
+            tried = {share * kept[name]: 0.0 for share in np.linspace(0.85, 1.15, 31)}
+            kept[name] = min(tried, key=lambda cost, name=name: lost(kept | {name: cost}))  # type: ignore[misc]
+    for name, cost in kept.items():
+        print(f"    {rings[name]}: {cost:.3f},")
+    print(f"lost beside the best of each size: {lost(kept):.3f} on average")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -473,7 +526,10 @@ def main() -> None:
     parser.add_argument("--part", choices=["edges", "times"])
     parser.add_argument("--names", default="")
     parser.add_argument("--done", type=int, default=0)
+    parser.add_argument("--fit", type=Path)
     options = parser.parse_args()
+    if options.fit:
+        fit(options.fit)
     if options.build:
         build(Path(options.folder))
     names = [one for one in options.names.split(",") if one]

@@ -23,12 +23,13 @@ from pageturner.kernels.gpu.catalogue import (
     FEW,
     GATED,
     GATED_GROUPS,
-    HEIGHTS,
     LATENT_KINDS,
     MANY,
     PERSISTENT,
+    SLIM,
     SOME,
     kernels_of,
+    tiles_of,
 )
 from pageturner.kernels.gpu.experts import Grouping, WeightTable, table_of
 from pageturner.kernels.gpu.ops import GpuOps
@@ -94,10 +95,10 @@ def products(ops: GpuOps, patch: pytest.MonkeyPatch) -> None:
         values = ggml.dequantise(tensor.kind, tensor.shape, tensor.data)
         packed, found = ops.pack_weight(tensor), []
         dense = name.startswith("dense")
-        for height in HEIGHTS if dense else (FEW, SOME, MANY):
-            patch.setattr(launches, "GROUPS_ROWS", 16 if height == FEW else 0)
+        heights = tiles_of(90, name.partition(".")[2]) if dense else (SLIM, FEW, SOME, MANY)
+        for height in heights:
             patch.setattr(launches, "height_of", lambda *_, height=height: height)
-            patch.setattr(launches, "SOME_ROWS", 0 if height == MANY else 256)
+            patch.setattr(launches, "group_height_of", lambda *_, height=height: height)
             found.append(ops.to_numpy(ops.linear(ops.on_device(x), packed)))
             assert f"{name}.{height}" in ops.driver.launched
             if name.partition(".")[2] in (*GATED, *GATED_GROUPS):
@@ -109,11 +110,10 @@ def products(ops: GpuOps, patch: pytest.MonkeyPatch) -> None:
         near(found[0], x @ values.T, 2e-2)
         near(ops.to_numpy(ops.embed(packed, grid.i32([8, 2]))), values[[8, 2]], 1e-5)
     wide, x = ops.pack_weight(matrix("Q4_1", 9, 2304)), grid.normal(3, 2304, seed=1)  # of two parts
-    for few, some in ((16, 256), (0, 256), (0, 0)):
-        patch.setattr(launches, "GROUPS_ROWS", few)
-        patch.setattr(launches, "SOME_ROWS", some)
+    for height in (SLIM, FEW, SOME, MANY):
+        patch.setattr(launches, "group_height_of", lambda *_, height=height: height)
         found.append(ops.to_numpy(ops.linear(ops.on_device(x), wide)))
-    assert all((one == found[-1]).all() for one in found[-3:])
+    assert all((one == found[-1]).all() for one in found[-4:])
 
 
 def persistent(ops: GpuOps, patch: pytest.MonkeyPatch) -> None:

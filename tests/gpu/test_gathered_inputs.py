@@ -20,6 +20,7 @@ fake_gpu = pytest.importorskip("support.fake_gpu", exc_type=ImportError)  # skip
 
 from tests.kernels import grid  # noqa: E402
 
+from pageturner.kernels.gpu import launches  # noqa: E402
 from support import decoding as by_hand  # noqa: E402
 
 FOLDER = Path(__file__).parents[1] / "goldens" / "checkpoints" / "gptq_act"
@@ -69,7 +70,8 @@ def test_products_that_share_an_input_gather_it_once_and_joined_ones_keep_their_
     assert join(ops.driver, [parts[0], other]) is None
 
 
-def test_gate_and_up_in_one_launch_see_gathered_inputs(ops: GpuOps) -> None:
+def test_gate_and_up_in_one_launch_see_gathered_inputs(ops: GpuOps, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launches, "group_height_of", lambda *_: launches.MANY)
     order, x = order_of(5), grid.normal(3, COLUMNS)
     both = ops.pack_weight(ordered("Q4_1", 6, order, rows=64))
     plain = ops.pack_weight(ordered("Q4_1", 6, None, rows=64))
@@ -80,7 +82,7 @@ def test_gate_and_up_in_one_launch_see_gathered_inputs(ops: GpuOps) -> None:
         ops.driver.download(bits, out.address)
         found.append(bits)
     assert (found[0] == found[1]).all()
-    assert ops.driver.launched.count("gated_groups.4.32.fp16.few") == 2
+    assert ops.driver.launched.count("gated_groups.4.32.fp16.many") == 2
 
 
 @pytest.mark.parametrize(

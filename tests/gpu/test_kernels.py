@@ -91,11 +91,13 @@ def test_a_row_of_a_product_has_its_bits_in_every_batch(
     x = grid.normal(130, 2304, seed=6)
     alone = ops.to_numpy(ops.linear(ops.on_device(x[77:78]), weight))
     few = ops.to_numpy(ops.linear(ops.on_device(x[70:88]), weight))
+    between = ops.to_numpy(ops.linear(ops.on_device(x[70:82]), weight))
     monkeypatch.setattr(launches, "persistent_ring", lambda *_: None)
     monkeypatch.setattr(launches, "height_of", lambda *_: launches.MANY)
-    monkeypatch.setattr(launches, "SOME_ROWS", 16)
+    monkeypatch.setattr(launches, "group_height_of", lambda *_: launches.MANY)
     many = ops.to_numpy(ops.linear(ops.on_device(x), weight))
     assert (few[7] == alone[0]).all()
+    assert (between[7] == alone[0]).all()
     assert (many[77] == alone[0]).all()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -40,9 +41,9 @@ def test_a_row_has_its_bits_alone_and_among_many(ops: GpuOps, rows: int, outputs
         assert (got[row] == alone[0]).all()
 
 
-def small(gated: bool, over_m: int, over_n: int, groups: int) -> catalogue.Kernel:
+def small(gated: bool, over_m: int, over_n: int, groups: int, turns: int = 1) -> catalogue.Kernel:
     """A tile that is quick to interpret: 16 rows, 16 columns, 32 of K, three stages."""
-    return catalogue.persistent("small", "bf16", Ring(16, 16, 32, 3, over_m, over_n, groups), gated)
+    return catalogue.persistent("small", "bf16", Ring(16, 16, 32, 3, over_m, over_n, groups, turns), gated)
 
 
 def computed(
@@ -84,14 +85,14 @@ def test_every_order_of_the_warps_gives_the_product(
     ops: GpuOps, gated: bool, over_m: int, over_n: int, programs: int
 ) -> None:
     """More tiles than programs, of which some lie behind the last row or column; K ends within a box."""
-    for seed in range(4):
-        kernel = small(gated, over_m, over_n, groups=1 + seed % 2)
+    for seed in range(6):
+        kernel = small(gated, over_m, over_n, *((1, 1), (2, 1), (2, 2))[seed % 3])
         ops.begin()
         got, expected = computed(ops, kernel, programs, (70, 48, 176), seed)
         assert np.abs(got - expected).max() <= (1e-2 if gated else 1e-5) * np.abs(expected).max()
 
 
-# -- what the interpreter sees: each of these faults would hang a device or give wrong sums now and then -----
+# -- what the interpreter sees: each of these faults would hang a device or give wrong sums at times --------
 def faulty(ops: GpuOps, kernel: catalogue.Kernel) -> bool:
     """Whether one of some orders of the warps gives something else than the product, or no end."""
     for seed in range(6):
@@ -132,6 +133,25 @@ def test_a_program_that_ends_before_its_cluster_is_seen(ops: GpuOps, monkeypatch
     assert faulty(ops, small(False, 2, 2, 1))
 
 
+def test_groups_that_take_turns_must_wait_for_each_other(
+    ops: GpuOps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = small(False, 1, 1, 2, 2)
+    assert not faulty(ops, kernel)
+    monkeypatch.setattr(source, "orders", lambda *_: SimpleNamespace(index=lambda group: Open()))
+    assert faulty(ops, kernel)
+
+
+class Open:
+    """A barrier that nobody waits at."""
+
+    def passes(self, parity: int) -> bool:
+        return True
+
+    def change(self, arrivals: int, nbytes: int) -> None:
+        """Nothing."""
+
+
 def test_others_of_a_cluster_must_be_told(ops: GpuOps, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gluon_interpreter.Language, "_release", lambda *_: None)
     with pytest.raises(gluon_interpreter.Deadlock):
@@ -149,11 +169,3 @@ def test_dense_computes_what_tma_cannot(
     architecture: int, kind: str, rows: int, outputs: int, found: bool
 ) -> None:
     assert (catalogue.persistent_ring(architecture, kind, rows, outputs) is not None) == found
-
-
-def test_gate_and_up_of_odd_outputs_are_joined_by_dense(ops: GpuOps) -> None:
-    """Rows of what they become begin at no multiple of 16 bytes."""
-    x = ops.on_device(grid.normal(66, 64, seed=1))
-    both = ops.pack_weight(grid.weight("BF16", 2 * 24, 64, seed=3))
-    ops.launches.gated_product(x, both, "bf16")
-    assert ops.driver.launched[-1].startswith("gated_dense.bf16.")

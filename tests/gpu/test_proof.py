@@ -310,6 +310,7 @@ def test_only_forms_that_are_new_are_compared_and_a_mended_one_is_trusted_again(
     [
         ("families/bloom", "int8"), ("families/gemma2", "float16"), ("families/gpt_oss", "float16"),
         ("families/llama4_text", "fp8_e4m3"), ("experts_qwen3moe.gguf", "bfloat16"),
+        ("families/deepseek_v2", "float16"),
     ],
 )  # fmt: skip
 def test_it_is_right_with_models_of_many_kinds(model: str, kv: str) -> None:

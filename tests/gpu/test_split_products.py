@@ -53,7 +53,8 @@ def test_any_program_may_end_last(kind: str, half: str, many: str, monkeypatch: 
         blocks[:, :, :4] = blocks[:, :1, :4]  # a scale for each row, as the kernels want it
     weight = ops.pack_weight(tensor)
     bias = ops.pack_weight(grid.vector(48, seed=4))
-    assert parts_of(48, 3328, block_k("bf16"))[1] == group_parts_of(48, 3328)[1] == 3
+    assert parts_of(48, 3328, block_k("bf16"))[1] == 3
+    assert group_parts_of(48, 3328)[1] > 3
     host = 1e3 * grid.normal(70, 3328, seed=6)  # large enough for another order to have other bits
     residual = ops.on_device(grid.normal(70, 48, seed=7))
     found = []

@@ -27,10 +27,11 @@ VOCABULARY_TILE, VOCABULARY_SEGMENTS = 2048, 128
 SAMPLE_BINS, SAMPLE_STATE, SAMPLE_SORTED = 256, 16, 2048
 # Rows of a product: few ones with a narrow or a wide weight, more of them likewise, and many. Attention
 # knows few and many, weights in groups some as well.
-SLIM, FEW, HALF, SOME, MANY = HEIGHTS = "slim", "few", "half", "some", "many"
+THIN, SLIM, FEW, HALF, SOME, MANY = HEIGHTS = "thin", "slim", "few", "half", "some", "many"
 STEP = 16  # columns of a weight are a multiple of it: kernels read so many at once
-FEW_ROWS, SOME_ROWS = 64, 256  # up to so many rows the parts of K are computed beside each other
-MAX_SPLIT_TILES = 1024  # tiles of a product whose parts of K are computed beside each other
+# Up to so many rows the parts of K are computed beside each other
+THIN_ROWS, FEW_ROWS, SOME_ROWS = 16, 64, 256
+MAX_SPLIT_TILES = 2048  # tiles of a product whose parts of K are computed beside each other
 # Of the products of adapters: rows of a tile, ranks of a block, outputs of a tile, most parts of K
 LORA_ROWS, LORA_RANKS, LORA_OUTPUTS, LORA_PARTS = 16, 16, 128, 8
 
@@ -60,7 +61,8 @@ GROUPED = {
     "8.16": (8, 16, "fp32"), "8.32": (8, 32, "fp32"), "4.32": (4, 32, "fp32"), "4.32.fp16": (4, 32, "fp16"),
     "4.128": (4, 128, "fp32"), "5.32": (5, 32, "fp32"), "fp8": (8, 0, "fp32"),
 }  # fmt: skip
-GATED_GROUPS = ("4.32.fp16", "4.128", "fp8")  # as GATED
+# As GATED, of many rows: with fewer the programs would be half as many, and wait for each other longer
+GATED_GROUPS = ("4.32.fp16", "4.128", "fp8")
 SUMS_SPAN = 256  # columns of a tile of `group_sums`
 GROUPS_K = 128  # what parts of K of a product with them are multiples of
 BINARY = ("act_mul", "add", "mul", "clamped_swiglu")
@@ -112,14 +114,13 @@ class Tile(NamedTuple):
     swap: bool = False
 
 
-# Whether few rows are the second operand on sm_90 and sm_100; `bench/gpu/tune_decode.py` tells what it gives
-SWAPPED = False
 WIDE = 8192  # from so many outputs on there are enough tiles of 64 of them for every multiprocessor
 
 
 def tiles_of(architecture: int, kind: str) -> dict[str, Tile]:
     """The tiles that dense products have, by how many rows there are and how wide the weight is. No order of
-    sums depends on them. On sm_90 they are the fastest of `bench/gpu/tune.py`."""
+    sums depends on them. On sm_90 they are the fastest of `bench/gpu/tune_decode.py` and `tune.py`: there the
+    weight is the first operand where rows are few, which had the same bits on a device."""
     if kind == "fp32":
         few, many = Tile(16, 64, 32, 4, 4), Tile(64, 64, 32, 4, 3)
         return {SLIM: few, FEW: few, HALF: many, SOME: many, MANY: many}
@@ -127,21 +128,28 @@ def tiles_of(architecture: int, kind: str) -> dict[str, Tile]:
         some = Tile(128, 128, 64, 8, 3)
         return {SLIM: Tile(16, 32, 128, 4, 4), FEW: Tile(16, 64, 64, 4, 4), HALF: Tile(64, 64, 64, 4, 4),
                 SOME: some, MANY: some}  # fmt: skip
-    slim, few = Tile(64, 32, 128, 4, 5), Tile(64, 64, 64, 4, 3)
-    if SWAPPED:
-        slim, few = Tile(16, 64, 128, 4, 5, True), Tile(64, 64, 64, 4, 6, True)
-    return {SLIM: slim, FEW: few, HALF: Tile(64, 128, 64, 4, 4), SOME: Tile(128, 128, 64, 8, 4),
+    low = {SLIM: Tile(64, 32, 128, 4, 5), FEW: Tile(64, 64, 64, 4, 3)}
+    if architecture == 90:
+        low = {THIN: Tile(16, 64, 128, 4, 6, True), SLIM: Tile(32, 64, 128, 4, 6, True),
+               FEW: Tile(64, 64, 64, 4, 6, True)}  # fmt: skip
+    return {**low, HALF: Tile(64, 128, 64, 4, 4), SOME: Tile(128, 128, 64, 8, 4),
             MANY: Tile(128, 256, 64, 8, 3)}  # fmt: skip
 
 
-def height_of(rows: int, outputs: int) -> str:
-    """Which of `tiles_of` a product of so many rows with a weight of so many outputs takes: MANY where they are
-    no multiple of 16, for which the others are not compiled."""
+def gated_tile(tiles: dict[str, Tile], height: str) -> Tile:
+    """The tile of gate and up; a swapped one has its outputs twice."""
+    return Tile(16, 64, 64, 4, 8, True) if height == THIN else tiles[height]
+
+
+def height_of(rows: int, outputs: int, thin: bool = False) -> str:
+    """Which of `tiles_of` a product of so many rows with a weight of so many outputs takes; thin: whether
+    there is such a one. MANY where outputs are no multiple of 16, for which no other is compiled."""
     if outputs % 16:
         return MANY
+    if thin and rows <= THIN_ROWS:
+        return THIN
     if rows <= FEW_ROWS:
-        slim = rows <= 16 if SWAPPED else outputs <= WIDE
-        return SLIM if slim else FEW
+        return SLIM if outputs <= WIDE else FEW
     if rows > SOME_ROWS and -(-rows // 128) * -(-outputs // 256) >= 96:
         return MANY
     return HALF if rows <= SOME_ROWS and outputs <= WIDE else SOME
@@ -149,14 +157,14 @@ def height_of(rows: int, outputs: int) -> str:
 
 def gated_height(height: str) -> str:
     """Which of them that of gate and up takes."""
-    if height == SLIM and not SWAPPED:
+    if height == SLIM:
         return FEW
     return SOME if height == HALF else height
 
 
 class Ring(NamedTuple):
     """The ring of a persistent product: the sides of a tile, stages, programs of a cluster over M and over N,
-    and groups of warps that share a tile."""
+    and groups of warps that share the rows of a tile or, where turns is 2, take tiles in turn."""
 
     m: int
     n: int
@@ -165,6 +173,7 @@ class Ring(NamedTuple):
     over_m: int = 1
     over_n: int = 1
     groups: int = 1
+    turns: int = 1
 
     @property
     def cluster(self) -> int:
@@ -173,12 +182,13 @@ class Ring(NamedTuple):
     @property
     def name(self) -> str:
         shared = f".{self.over_m}x{self.over_n}" if self.cluster > 1 else ""
-        return f"{self.m}x{self.n}{shared}"
+        groups = ("", ".two", ".turns")[self.groups - 1 + (self.turns - 1)]
+        return f"{self.m}x{self.n}{shared}{groups}"
 
 
-# Rings of persistent products on sm_90, and what a step of one costs beside its arithmetic: smaller tiles
-# need more bytes for each product. The first is taken of two that cost the same.
-PERSISTENT = {Ring(128, 256, 64, 4): 1.0, Ring(128, 128, 64, 6): 1.15, Ring(128, 64, 64, 8): 1.5}
+# Rings of persistent products on sm_90, and what an element of a tile costs: smaller tiles need more bytes
+# for each product. Found by `bench/gpu/tune_persistent.py --fit`.
+PERSISTENT = {Ring(128, 256, 64, 4): 1.0, Ring(128, 128, 64, 6): 1.02, Ring(128, 64, 64, 8): 1.34}
 PERSISTENT_KINDS = ("bf16", "fp16")
 MULTIPROCESSORS = 132  # of an H100: by them a ring is chosen, on which no order of sums depends
 
@@ -199,11 +209,11 @@ def persistent_ring(architecture: int, kind: str, rows: int, outputs: int) -> Ri
 
 
 def groups_tile(architecture: int, rows: str, form: str) -> Tile:
-    """The same of weights in groups: they are the first operand. Few rows take the matrix instruction of one
-    warp, which nobody waits for; on sm_90 its bits are those of the taller one. On sm_100 all do: Triton 3.6
-    cannot lay these operands out for the taller one there."""
-    if rows == FEW:
-        return Tile(16, 32, 128, 2, 4)
+    """The same of weights in groups: they are the first operand. Up to 16 rows take the matrix instruction of
+    one warp, which nobody waits for; on sm_90 its bits are those of the taller one. On sm_100 all do: Triton
+    3.6 cannot lay these operands out for the taller one there."""
+    if rows in (SLIM, FEW):
+        return Tile(8 if rows == SLIM else 16, 32, 128, 2, 4)
     if architecture == 100:
         return Tile(64, 32, 128, 2, 3)
     small = SHARED[architecture] <= 101376
@@ -217,9 +227,9 @@ def block_k(kind: str) -> int:
     return 32 if kind == "fp32" else 128
 
 
-# Bytes of its weight that a program asks for before the kernel in front has ended, and bytes of a request. A
-# device reads some 64 KB for each multiprocessor in the microseconds between two kernels; it fetches 64 bytes
-_AHEAD: Constants = (("AHEAD", 1 << 16), ("LINE", 64))
+# Bytes of its weight that a program asks for before the kernel in front has ended, and bytes of a request: on
+# an H200 none, 32 and 64 KB were slower
+_AHEAD: Constants = (("AHEAD", 1 << 14), ("LINE", 64))
 
 _OUT, _PARTS = "bias:*fp32 residual:*fp32 out:*fp32", "partial:*fp32 counters:*i32"
 
@@ -243,8 +253,9 @@ def groups(form: str, rows: str, tile: Tile, gated: bool = False) -> Kernel:
     bits, group, scales = GROUPED[form]
     text = f"x:*bf16 q:*i32 high:*i32 scale:*{scales} low:*{scales} sums:*fp32"
     ahead = 0 if rows == MANY else tile.n << 9
-    constants: Constants = (("BITS", bits), ("GROUP", group), ("SUMS", rows != FEW), ("AHEAD", ahead),
-                            ("LINE", 64), ("BLOCK_M", tile.m), ("BLOCK_N", tile.n), ("BLOCK_K", tile.k),
+    sums = rows not in (SLIM, FEW)
+    constants: Constants = (("BITS", bits), ("GROUP", group), ("SUMS", sums), ("AHEAD", ahead), ("LINE", 64),
+                            ("BLOCK_M", tile.m), ("BLOCK_N", tile.n), ("BLOCK_K", tile.k),
                             ("STAGES", tile.stages))  # fmt: skip
     if gated:
         function, text, aligned = "gated_groups", f"{text} out:*bf16 has_low zero M N K", ("N", "K")
@@ -280,11 +291,12 @@ def persistent(name: str, kind: str, ring: Ring, gated: bool = False) -> Kernel:
     boxes = f"x:{kind}[{ring.m // ring.over_n},{ring.k}] w:{kind}[{outputs // ring.over_m},{ring.k}]"
     constants: Constants = (
         ("BLOCK_M", ring.m), ("BLOCK_N", outputs), ("BLOCK_K", ring.k), ("STAGES", ring.stages),
-        ("WARPS", warps), ("GROUPS", ring.groups), ("OVER_M", ring.over_m), ("OVER_N", ring.over_n),
+        ("WARPS", warps), ("GROUPS", ring.groups), ("TURNS", ring.turns), ("OVER_M", ring.over_m),
+        ("OVER_N", ring.over_n),
     )  # fmt: skip
     if gated:
         aligned: tuple[str, ...] = ("N", "K")
-        text = f"{boxes} out:{kind}[{ring.m // ring.groups},{outputs}] M N K"
+        text = f"{boxes} out:{kind}[{ring.m * ring.turns // ring.groups},{outputs}] M N K"
     else:
         text = f"{boxes} {_OUT} has_bias has_residual M N K chunk parts"
         aligned = ("N", "K", "chunk")
@@ -301,23 +313,20 @@ def _persistent(architecture: int) -> list[Kernel]:
     ]  # fmt: skip
 
 
-def gated_heights(form: str) -> tuple[str, ...]:
-    """Of gate and up in groups: with scales of groups many rows have the tile of some."""
-    return (FEW, SOME, MANY) if form == "fp8" else (FEW, SOME)
-
-
 def _products(architecture: int) -> list[Kernel]:
     found = []
     for kind in FLOATS:
-        for rows, tile in tiles_of(architecture, kind).items():
+        tiles = tiles_of(architecture, kind)
+        for rows, tile in tiles.items():
             found.append(dense(f"dense.{kind}.{rows}", kind, rows, tile))
             if kind in GATED and gated_height(rows) == rows:
-                found.append(gated_dense(f"gated_dense.{kind}.{rows}", kind, rows, tile))
-    for rows in (FEW, SOME, MANY):
+                joined = gated_tile(tiles, rows)
+                found.append(gated_dense(f"gated_dense.{kind}.{rows}", kind, rows, joined))
+    for rows in (SLIM, FEW, SOME, MANY):
         for form in GROUPED:
             tile = groups_tile(architecture, rows, form)
             found.append(groups(form, rows, tile))
-            if form in GATED_GROUPS and rows in gated_heights(form):
+            if form in GATED_GROUPS and rows == MANY:
                 found.append(groups(form, rows, tile, gated=True))
     for group in sorted({group for _, group, _ in GROUPED.values() if group}):
         span: Constants = (("GROUP", group), ("BLOCK_M", 16), ("SPAN", SUMS_SPAN))
@@ -660,9 +669,10 @@ def parts_of(rows: int, columns: int, step: int) -> tuple[int, int]:
 
 
 def group_parts_of(rows: int, columns: int) -> tuple[int, int]:
-    """The same of weights in groups: until some 256 programs of 64 outputs read it."""
+    """The same of weights in groups: until some 512 programs of 64 outputs read it, each of at least 512
+    columns. A turn of a program takes long, but many programs beside each other hardly take longer."""
     programs = -(-rows // 64)
-    return cut(columns, max(1, min(256 // programs, columns // 1024, 16)), GROUPS_K)
+    return cut(columns, max(1, min(512 // programs, columns // 512, 16)), GROUPS_K)
 
 
 def cut(columns: int, parts: int, step: int) -> tuple[int, int]:

@@ -42,6 +42,7 @@ def measure(driver: Driver, copied: int = COPIED, side: int = SIDE, seconds: flo
 
     product_s = _fastest(driver, product, seconds)
     ops.arena.release()
+    driver.free(ops.launches.chosen)
     return Ceilings(driver.name, 1e-9 * half / copy, 2e-9 * side**3 / product_s)
 
 

@@ -19,17 +19,19 @@ from pageturner.kernels.gpu.catalogue import (
     GROUP_ROWS,
     HEAD_SIZES,
     MANY,
+    MAX_SPLIT_TILES,
     MIXED,
+    SLIM,
     SOME,
     SOME_ROWS,
-    STEP,
     SUMS_SPAN,
+    THIN,
     Ring,
     attention_rows,
     block_k,
     gated_height,
-    gated_heights,
     gated_outputs,
+    gated_tile,
     group_parts_of,
     groups_tile,
     height_of,
@@ -48,7 +50,8 @@ from pageturner.kernels.gpu.weights import (
     Vector,
 )
 
-GROUPS_ROWS = 16  # up to so many rows the tile of weights in groups is small
+# Heights of tiles of weights in groups, and how many rows each is for; more have MANY
+GROUPS_ROWS = ((SLIM, 8), (FEW, 16), (SOME, SOME_ROWS))
 
 
 @dataclass(slots=True)
@@ -111,7 +114,10 @@ class Latents:
 
 def group_height_of(rows: int) -> str:
     """`height_of` of weights in groups."""
-    return FEW if rows <= GROUPS_ROWS else SOME if rows <= SOME_ROWS else MANY
+    for height, most in GROUPS_ROWS:
+        if rows <= most:
+            return height
+    return MANY
 
 
 def _tiles(count: int, size: int) -> int:
@@ -160,7 +166,8 @@ class Launches:
             if ring is not None:
                 return self._persistent_product(x, w, ring, bias, residual)
             chunk, parts = parts_of(w.rows, w.columns, block_k(w.kind))
-            height = height_of(rows, w.rows)
+            tiles_by_height = tiles_of(self.driver.architecture, w.kind)
+            height = height_of(rows, w.rows, THIN in tiles_by_height)
         else:
             chunk, parts = group_parts_of(w.rows, w.columns)
             height = group_height_of(rows)
@@ -174,12 +181,13 @@ class Launches:
         flags = (int(bias is not None), int(residual is not None))
         shape = (rows, w.rows, w.columns, chunk, parts)
         if isinstance(w, FloatMatrix):
-            tile, name = tiles_of(self.driver.architecture, w.kind)[height], f"dense.{w.kind}.{height}"
+            tile, name = tiles_by_height[height], f"dense.{w.kind}.{height}"
             arguments: tuple[int, ...] = (x.address, w.address, *given, *flags, *shape)
         else:
             tile, name = groups_tile(self.driver.architecture, height, w.sort), f"groups.{w.sort}.{height}"
             arguments = (*self._operands(x, w), *given, int(w.low != 0), w.zero, *flags, *shape)
         tiles = _tiles(w.rows, tile.n) * _tiles(rows, tile.m)
+        assert not apart or tiles <= MAX_SPLIT_TILES  # each has a counter
         self.driver.launch(name, (tiles, 1 if height == MANY else parts), arguments)
         return out
 
@@ -206,7 +214,8 @@ class Launches:
         if isinstance(w, FloatMatrix):
             whole = w.kind in GATED and parts_of(w.rows, w.columns, block_k(kind))[1] == 1
         else:
-            whole = w.sort in GATED_GROUPS and group_parts_of(w.rows, w.columns)[1] == 1
+            many = w.sort in GATED_GROUPS and group_height_of(len(x)) == MANY
+            whole = many and group_parts_of(w.rows, w.columns)[1] == 1
         if w.compute != kind or not whole or w.rows % (2 * BLOCK_ROWS):
             return self.gated(self.product(x, w), kind)
         x = self._input(x, w)
@@ -216,7 +225,7 @@ class Launches:
         rows, outputs = len(x), w.rows // 2
         out = self.arena.take((rows, outputs), w.kind)
         ring = persistent_ring(self.driver.architecture, w.kind, rows, w.rows)
-        if ring is not None and outputs % STEP == 0:
+        if ring is not None:
             planes = (
                 Plane(x.address, rows, w.columns), Plane(w.address, w.rows, w.columns),
                 Plane(out.address, rows, outputs),
@@ -226,8 +235,9 @@ class Launches:
                 (*planes, rows, outputs, w.columns),
             )  # fmt: skip
             return out
-        height = gated_height(height_of(rows, w.rows))
-        tile = tiles_of(self.driver.architecture, w.kind)[height]
+        tiles = tiles_of(self.driver.architecture, w.kind)
+        height = gated_height(height_of(rows, w.rows, THIN in tiles))
+        tile = gated_tile(tiles, height)
         self.driver.launch(
             f"gated_dense.{w.kind}.{height}", (_tiles(outputs, gated_outputs(tile)) * _tiles(rows, tile.m),),
             (x.address, w.address, out.address, rows, outputs, w.columns),
@@ -244,12 +254,10 @@ class Launches:
 
     def _gated_groups(self, x: GpuArray, w: Groups) -> GpuArray:
         rows, outputs = len(x), w.rows // 2
-        height = group_height_of(rows)
-        height = height if height in gated_heights(w.sort) else SOME
-        tile = groups_tile(self.driver.architecture, height, w.sort)
+        tile = groups_tile(self.driver.architecture, MANY, w.sort)
         out = self.arena.take((rows, outputs), w.compute)
         self.driver.launch(
-            f"gated_groups.{w.sort}.{height}", (_tiles(outputs, tile.n) * _tiles(rows, tile.m),),
+            f"gated_groups.{w.sort}.{MANY}", (_tiles(outputs, tile.n) * _tiles(rows, tile.m),),
             (*self._operands(x, w), out.address, int(w.low != 0), w.zero, rows, outputs, w.columns),
         )  # fmt: skip
         return out
@@ -257,7 +265,7 @@ class Launches:
     def _operands(self, x: GpuArray, w: Groups) -> tuple[int, ...]:
         """Addresses of both operands, the last one of the sums of the groups of x: where there are lows and
         more rows than a kernel that computes them itself takes."""
-        wanted = w.low and group_height_of(len(x)) != FEW
+        wanted = w.low and group_height_of(len(x)) not in (SLIM, FEW)
         sums = self.group_sums(x, w.columns, w.group) if wanted else 0
         return x.address, w.q, w.high, w.scale, w.low, sums
 

@@ -4,7 +4,7 @@ Owns what is compared, on the weights that are loaded: a compiler, a driver or a
 turn right kernels into wrong ones. Must not know models, files, or where results are kept.
 
 For Llama-3.1-8B in bf16 that is 153 launches (13 for each of five forms of products, 30 for adapters, 33 for
-layers) and 10 steps of the whole model, of which 5 are replayed; most of the time numpy computes.
+layers) and 16 steps of the whole model, of which 11 are replayed; numpy takes most of the time.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ OUTPUTS = 32  # of each product are compared with numpy
 POSITIONS, CHUNK = 600, 80  # of attention: three segments, the last of them not whole; rows of many
 # Of whole steps: two segments, the last of them not whole; the last row again among so many sequences
 TOKENS, OTHERS = 300, (0, 0, 0, 20, 20, 299)
+LAYER = 1  # of a KV, behind one in which nothing is written
 EXTRA = 3  # blocks of a KV beside those of two sequences
 DRAWS, MARGIN = 9, 1e-4  # rows that are drawn from; how near to a bound of theirs they may not be
 RANKS = (5, 17)  # of an adapter: a part of a block of ranks, and two of them
@@ -256,7 +257,7 @@ def _attention(ops: GpuOps, shape: AttentionShape, spec: KVSpec) -> None:
         q = random.standard_normal((CHUNK, shape.heads * shape.head_dim), np.float32)
         q *= np.float32(min(1.0, 1 / (shape.scale * shape.head_dim**0.5)))  # scores as models have them
         whole = _batch(tables[:1], [(0, POSITIONS - CHUNK, CHUNK)])
-        expected = _HOST.attention(q, theirs, 0, whole, shape)
+        expected = _HOST.attention(q, theirs, LAYER, whole, shape)
         chunk = _mixed(ops, kv, q, whole, shape)
         off = np.abs(chunk - expected)
         if not (off <= ATTENTION_BOUND * np.abs(expected).max()).all():
@@ -283,9 +284,10 @@ def _block_copies(ops: GpuOps, shape: AttentionShape, spec: KVSpec) -> None:
 
 @contextmanager
 def _filled(ops: GpuOps, shape: AttentionShape, spec: KVSpec) -> Iterator[tuple[GpuKV, PagedKV, I32]]:
-    """A KV of one layer with two sequences of random rows, the same on the host, and their block tables."""
+    """A KV of two layers, of which the second has two sequences of random rows; the same on the host; and
+    their block tables."""
     tables = _tables(POSITIONS, spec.block_size)
-    small = replace(spec, layers=1, blocks=int(tables.max()) + 1)
+    small = replace(spec, layers=LAYER + 1, blocks=int(tables.max()) + 1)
     kv, theirs = ops.alloc_kv(small), _HOST.alloc_kv(small)
     random = np.random.default_rng(shape.kv_heads)
     try:
@@ -293,8 +295,8 @@ def _filled(ops: GpuOps, shape: AttentionShape, spec: KVSpec) -> Iterator[tuple[
             k, v = random.standard_normal((2, POSITIONS, spec.kv_heads * spec.head_dim), np.float32)
             slots = _slots(tables[sequence], np.arange(POSITIONS), spec.block_size)
             ops.begin()
-            ops.kv_write(kv, 0, ops.on_device(k), ops.on_device(v), slots)
-            _HOST.kv_write(theirs, 0, k, v, slots)
+            ops.kv_write(kv, LAYER, ops.on_device(k), None if spec.latent else ops.on_device(v), slots)
+            _HOST.kv_write(theirs, LAYER, k, None if spec.latent else v, slots)
         yield kv, theirs, tables
     finally:
         ops.free_kv(kv)
@@ -338,7 +340,8 @@ def _rows_alone(ops: GpuOps, layer: Layer, length: int) -> None:
         heads = shape.heads * dim
         compare("a norm of heads", lambda on, x, w: on.head_norm(x, w, eps, dim), heads, layer.q_norm)
     if layer.rope.cos.shape[1]:
-        compare("a rotation", lambda on, x: on.rope(x, at, layer.rope, dim), shape.heads * dim)
+        turned = dim if layer.latent is None else 2 * layer.rope.cos.shape[1]
+        compare("a rotation", lambda on, x: on.rope(x, at, layer.rope, turned), shape.heads * turned)
     if act in ("silu", GATED):
         name = "act_mul" if act == "silu" else act
         compare("an activation", lambda on, x: getattr(on, name)(x, x), dim)
@@ -511,11 +514,12 @@ def draws_of(vocabulary: int) -> tuple[F32, Draw, I32, NDArray[np.bool_]]:
 
 def _adapter(ops: GpuOps, stack: Stack, kind: str) -> None:
     """What an adapter adds to rows of a product, and to embedded tokens, beside a row without one."""
-    random, layer, table = np.random.default_rng(7), stack.layers[0], stack.embed
+    random, layer, width = np.random.default_rng(7), stack.layers[0], stack.embed.columns
+    vocabulary = stack.vocabulary or stack.embed.rows  # a rank has a slice of the table alone
     rows, columns = layer.o.rows, layer.o.columns
     x = random.standard_normal((3, columns), np.float32)
-    y, e = (random.standard_normal((3, n), np.float32) for n in (rows, table.columns))
-    tokens = np.array([0, table.rows - 1, 1], np.int32)
+    y, e = (random.standard_normal((3, n), np.float32) for n in (rows, width))
+    tokens = np.array([0, vocabulary - 1, 1], np.int32)
     for rank in RANKS:
 
         def pair(outputs: int, inputs: int, *, of_tokens: bool = False, rank: int = rank) -> LowRank:
@@ -524,7 +528,7 @@ def _adapter(ops: GpuOps, stack: Stack, kind: str) -> None:
             return LowRank(_as_kind(a, kind), _as_kind(b, kind), 0.5 / rank)
 
         layers = ({"o": pair(rows, columns)}, *({} for _ in stack.layers[1:]))
-        weights = AdapterWeights(kind, layers, pair(table.columns, table.rows, of_tokens=True))
+        weights = AdapterWeights(kind, layers, pair(width, vocabulary, of_tokens=True))
         mine, theirs = ops.pack_adapter(weights, stack), _HOST.pack_adapter(weights, stack)
         which, reference = [mine, None, mine], [theirs, None, theirs]
         ops.begin()
@@ -545,7 +549,7 @@ def _as_kind(values: F32, kind: str) -> NDArray[Any]:
 # -- helpers -------------------------------------------------------------------------------------------------
 def _mixed(ops: GpuOps, kv: GpuKV, q: F32, batch: Batch, shape: AttentionShape) -> F32:
     ops.begin()
-    return ops.to_numpy(ops.attention(ops.on_device(q), kv, 0, batch, shape))
+    return ops.to_numpy(ops.attention(ops.on_device(q), kv, LAYER, batch, shape))
 
 
 def _multiplied(ops: GpuOps, x: F32, matrix: Matrix, places: tuple[int, ...]) -> list[F32]:

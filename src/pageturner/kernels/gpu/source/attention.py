@@ -27,8 +27,9 @@ def load_heads(kv, scales, slot, head, heads, stride, dim, d, KIND: tl.constexpr
     """Of each slot the elements d, those below `dim`, of one head [positions, D] in the type that products
     are computed in. Heads are `stride` apart."""
     index = slot * heads + head
-    kv += index.to(tl.int64)[:, None] * stride
-    value = tl.load(kv + d[None, :], mask=(d < dim)[None, :], other=0)
+    # pointers of rows in one dimension: threads share them, where [:, None] earlier lets each compute its own
+    rows = kv + index.to(tl.int64) * stride
+    value = tl.load(rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0)
     if KIND == "int8":
         scale = tl.load(scales + index)
         heads_of = (value.to(tl.float32) * scale[:, None]).to(COMPUTE)
@@ -240,12 +241,11 @@ def attend(
         work = tl.num_programs(0) // kv_heads - 1 - work
     works += work.to(tl.int64) * 8
     row0, count, head0 = tl.load(works + 1), tl.load(works + 2), tl.load(works + 3)
-    group = heads // kv_heads
-    mine = tl.minimum(part, group - head0)
+    mine = tl.minimum(part, heads // kv_heads - head0)
     r, d = tl.arange(0, R), tl.arange(0, D)
     valid = r < count * mine
     row = tl.where(valid, row0 + r // mine, row0).to(tl.int64)
-    head = kv_head * group + head0 + r % mine
+    head = kv_head * (heads // kv_heads) + head0 + r % mine
     position = tl.load(positions + row)
     first = first_seen(position, window, chunked)
     last, every_last = tl.max(position, axis=0), tl.min(position, axis=0)

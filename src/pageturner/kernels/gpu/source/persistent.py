@@ -23,6 +23,11 @@ nor ends before all have done with its memory. Gluon 3.6 has no words for it: `s
 `meet_others` say it in PTX, with addresses from the beginning of shared memory, where the ring is the first
 piece and the largest (bench/gpu/compile_kernels.py checks that).
 
+Two groups of warps share the rows of a tile, or take tiles in TURNS: one writes while the other multiplies. A
+wait for a phase passes as well while the phase before it is not over, so a group must not begin while
+another has not seen all of its own: `order` has a barrier for each group, whose n-th phase the other
+completes when it has issued the last step of its n-th turn (of the turn before, for the first group).
+
 Each part of K is summed from zero in the steps of one matrix instruction (k16), and parts are added from the
 first to the last through `out`; the element is read by the thread that wrote it.
 """
@@ -44,7 +49,7 @@ typed = gl.shared_memory_descriptor._reinterpret  # the same memory as an array 
 @gluon.jit
 def ring(
     x, w, BM: gl.constexpr, WIDE: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
-    OVER_M: gl.constexpr, OVER_N: gl.constexpr,
+    TURNS: gl.constexpr, OVER_M: gl.constexpr, OVER_N: gl.constexpr,
 ):  # fmt: skip
     """Stages of x and of the weight, and barriers `full` and `empty`. Those of a cluster are pieces of one
     piece of memory, the weight's at its beginning; the others begin where `begins` says."""
@@ -62,12 +67,25 @@ def ring(
         full = typed(pool, gl.int64, [count, 1], mbarrier.MBarrierLayout())
         empty = full
     begin: gl.constexpr = begins(BM, WIDE, BK, STAGES, CLUSTER)
-    arrivals: gl.constexpr = (OVER_M + OVER_N - 1) * GROUPS
+    arrivals: gl.constexpr = (OVER_M + OVER_N - 1) * GROUPS // TURNS  # of who has done with a stage
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(begin[1] + stage), count=1)
         mbarrier.init(empty.index(begin[2] + stage), count=arrivals)
     fence_async_shared(cluster=CLUSTER > 1)
     return xs, ws, full, empty
+
+
+@gluon.jit
+def orders(full, TURNS: gl.constexpr):
+    """A barrier for each group of warps that take turns; nothing of use where they do not."""
+    if TURNS == 1:
+        return full
+    else:
+        made = gl.allocate_shared_memory(gl.int64, [TURNS, 1], mbarrier.MBarrierLayout())
+        for group in gl.static_range(TURNS):
+            mbarrier.init(made.index(group), count=1)
+        fence_async_shared()
+        return made
 
 
 @gluon.constexpr_function
@@ -139,7 +157,7 @@ def release_ptx(thread, over_m, over_n):
     mov.u32 barrier, global_smem;
     add.u32 barrier, barrier, $1;
     mapa.shared::cluster.u32 barrier, barrier, other;
-    @me mbarrier.arrive.release.cluster.shared::cluster.b64 _, [barrier];
+    @me mbarrier.arrive.shared::cluster.b64 _, [barrier];
     mov.u32 $0, 0;
     }}"""
 
@@ -271,12 +289,14 @@ def release(
 
 @gluon.jit
 def multiply(
-    xs, ws, full, empty, i, steps, GROUP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
-    WARPS: gl.constexpr, OVER_M: gl.constexpr, OVER_N: gl.constexpr,
+    xs, ws, full, empty, order, i, steps, last, GROUP: gl.constexpr, ROWS: gl.constexpr,
+    STAGES: gl.constexpr, WARPS: gl.constexpr, TURNS: gl.constexpr, OVER_M: gl.constexpr,
+    OVER_N: gl.constexpr,
 ):  # fmt: skip
-    """The sum of the next `steps` boxes: the rows of this group of warps."""
+    """The sum of the next `steps` boxes, of the rows that this group of warps has. last: whether its turn
+    ends with them."""
     BM: gl.constexpr = xs.shape[1]
-    ROWS: gl.constexpr = BM // GROUPS
+    first: gl.constexpr = GROUP * ROWS % BM
     WIDE: gl.constexpr = ws.shape[1]
     THREAD: gl.constexpr = 32 * WARPS * GROUP
     begin: gl.constexpr = begins(BM, WIDE, xs.shape[2], STAGES, OVER_M * OVER_N)
@@ -287,11 +307,13 @@ def multiply(
     for step in range(steps):
         at = i % STAGES
         mbarrier.wait(full.index(begin[1] + at), (i // STAGES) & 1)
-        rows = xs.index(begin[0] + at).slice(GROUP * ROWS, ROWS)
+        rows = xs.index(begin[0] + at).slice(first, ROWS)
         total = warpgroup_mma(rows, ws.index(at).permute((1, 0)), total, is_async=True)
         total = warpgroup_mma_wait(1, deps=(total,))
         release(empty, i, step, begin[2], STAGES, THREAD, OVER_M, OVER_N)
         i += 1
+    if TURNS > 1:
+        mbarrier.arrive(order.index(1 - GROUP), count=1, pred=last)
     total = warpgroup_mma_wait(0, deps=(total,))
     release(empty, i, steps, begin[2], STAGES, THREAD, OVER_M, OVER_N)
     return total
@@ -327,7 +349,7 @@ def store(
     """out = residual + (value + bias), each step rounded; so_far: with what is there already before all of
     that. In pieces of 32 elements for each thread, which take few registers."""
     WIDE: gl.constexpr = value.shape[1]
-    if WIDE * value.shape[0] > 8192:
+    if WIDE * value.shape[0] > 1024 * WARPS:
         left, right = halves(value, WARPS)
         half: gl.constexpr = WIDE // 2
         store(left, out, bias, residual, so_far, has_bias, has_residual, m0, n0, M, N, WARPS)
@@ -351,61 +373,78 @@ def store(
 
 @gluon.jit
 def dense_tiles(
-    xs, ws, full, empty, bias, residual, out, has_bias, has_residual, M, N, K, chunk, parts,
-    GROUP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+    xs, ws, full, empty, order, bias, residual, out, has_bias, has_residual, M, N, K, chunk, parts,
+    GROUP: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, TURNS: gl.constexpr,
     OVER_M: gl.constexpr, OVER_N: gl.constexpr,
 ):  # fmt: skip
-    """Those of `dense`."""
+    """Those of `dense`: ROWS of each tile, or every tile of which it is this group's turn."""
     BM: gl.constexpr = xs.shape[1]
     BN: gl.constexpr = ws.shape[1]
     CLUSTER: gl.constexpr = OVER_M * OVER_N
+    first: gl.constexpr = GROUP * ROWS % BM
+    turn: gl.constexpr = GROUP % TURNS
     if CLUSTER > 1:
         meet_others()
     high, wide = gl.cdiv(M, BM * OVER_M), gl.cdiv(N, BN * OVER_N)
-    i = 0
-    for tile in range(gl.program_id(0) // CLUSTER, high * wide, gl.num_programs(0) // CLUSTER):
+    programs = gl.num_programs(0) // CLUSTER
+    i = turn * gl.cdiv(K, xs.shape[2])
+    turns = 0
+    for tile in range(gl.program_id(0) // CLUSTER + turn * programs, high * wide, TURNS * programs):
         m0, n0 = tile_of(tile, high, wide, BM, BN, OVER_M, OVER_N)
-        m0 += GROUP * (BM // GROUPS)
+        if TURNS > 1:
+            mbarrier.wait(order.index(GROUP), (turns & 1) ^ (1 - GROUP))
+            turns += 1
         for part in range(parts):
             steps = gl.cdiv(gl.minimum(chunk, K - part * chunk), xs.shape[2])
+            last = part == parts - 1
             value = multiply(
-                xs, ws, full, empty, i, steps, GROUP, GROUPS, STAGES, WARPS, OVER_M, OVER_N
+                xs, ws, full, empty, order, i, steps, last, GROUP, ROWS, STAGES, WARPS, TURNS, OVER_M, OVER_N
             )  # fmt: skip
             i += steps
-            last = part == parts - 1
             store(
-                value, out, bias, residual, part > 0, has_bias & last, has_residual & last, m0, n0, M, N,
-                WARPS,
+                value, out, bias, residual, part > 0, has_bias & last, has_residual & last, m0 + first, n0, M,
+                N, WARPS,
             )  # fmt: skip
+        i += (TURNS - 1) * gl.cdiv(K, xs.shape[2])
     if CLUSTER > 1:
         meet_others()
 
 
 @gluon.jit
 def gated_tiles(
-    xs, ws, joined, full, empty, out, M, N, K, GROUP: gl.constexpr, GROUPS: gl.constexpr,
-    STAGES: gl.constexpr, WARPS: gl.constexpr, OVER_M: gl.constexpr, OVER_N: gl.constexpr,
+    xs, ws, joined, full, empty, order, out, M, N, K, GROUP: gl.constexpr, ROWS: gl.constexpr,
+    STAGES: gl.constexpr, WARPS: gl.constexpr, TURNS: gl.constexpr, OVER_M: gl.constexpr,
+    OVER_N: gl.constexpr,
 ):  # fmt: skip
     """Those of `gated_dense`. What they write goes through `joined`, while they go on."""
     BM: gl.constexpr = xs.shape[1]
     BN: gl.constexpr = joined.shape[2]
     CLUSTER: gl.constexpr = OVER_M * OVER_N
+    first: gl.constexpr = GROUP * ROWS % BM
+    turn: gl.constexpr = GROUP % TURNS
     mine = joined.index(GROUP)
     if CLUSTER > 1:
         meet_others()
     high, wide = gl.cdiv(M, BM * OVER_M), gl.cdiv(N, BN * OVER_N)
+    programs = gl.num_programs(0) // CLUSTER
     steps = gl.cdiv(K, xs.shape[2])
-    i = 0
-    for tile in range(gl.program_id(0) // CLUSTER, high * wide, gl.num_programs(0) // CLUSTER):
+    i = turn * steps
+    turns = 0
+    for tile in range(gl.program_id(0) // CLUSTER + turn * programs, high * wide, TURNS * programs):
         m0, n0 = tile_of(tile, high, wide, BM, BN, OVER_M, OVER_N)
-        both = multiply(xs, ws, full, empty, i, steps, GROUP, GROUPS, STAGES, WARPS, OVER_M, OVER_N)
+        if TURNS > 1:
+            mbarrier.wait(order.index(GROUP), (turns & 1) ^ (1 - GROUP))
+            turns += 1
+        both = multiply(
+            xs, ws, full, empty, order, i, steps, True, GROUP, ROWS, STAGES, WARPS, TURNS, OVER_M, OVER_N
+        )  # fmt: skip
         gate, up = halves(both, WARPS)
-        i += steps
+        i += TURNS * steps
         value = gate / (1.0 + gl.exp(-gate)) * up
         tma.store_wait(0)
         mine.store(value.to(joined.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(out, [m0 + GROUP * (BM // GROUPS), n0], mine)
+        tma.async_copy_shared_to_global(out, [m0 + first, n0], mine)
     tma.store_wait(0)
     if CLUSTER > 1:
         meet_others()
@@ -432,19 +471,22 @@ def wait():
 def dense(
     x, w, bias, residual, out, has_bias, has_residual, M, N, K, chunk, parts,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    WARPS: gl.constexpr, GROUPS: gl.constexpr, OVER_M: gl.constexpr, OVER_N: gl.constexpr,
+    WARPS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, OVER_M: gl.constexpr,
+    OVER_N: gl.constexpr,
 ):  # fmt: skip
     """residual + (x w^T + bias) in fp32, of several parts of K too. Grid: any number of clusters."""
     launch_dependents()
-    xs, ws, full, empty = ring(x, w, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUPS, OVER_M, OVER_N)
+    xs, ws, full, empty = ring(x, w, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUPS, TURNS, OVER_M, OVER_N)
+    order = orders(full, TURNS)
     wait()
+    ROWS: gl.constexpr = BLOCK_M * TURNS // GROUPS
     if GROUPS == 1:
         gl.warp_specialize(
             [
                 (
                     dense_tiles,
-                    (xs, ws, full, empty, bias, residual, out, has_bias, has_residual, M, N, K, chunk, parts,
-                     0, 1, STAGES, WARPS, OVER_M, OVER_N),
+                    (xs, ws, full, empty, order, bias, residual, out, has_bias, has_residual, M, N, K, chunk,
+                     parts, 0, ROWS, STAGES, WARPS, TURNS, OVER_M, OVER_N),
                 ),
                 (
                     fetch,
@@ -459,13 +501,13 @@ def dense(
             [
                 (
                     dense_tiles,
-                    (xs, ws, full, empty, bias, residual, out, has_bias, has_residual, M, N, K, chunk, parts,
-                     0, 2, STAGES, WARPS, OVER_M, OVER_N),
+                    (xs, ws, full, empty, order, bias, residual, out, has_bias, has_residual, M, N, K, chunk,
+                     parts, 0, ROWS, STAGES, WARPS, TURNS, OVER_M, OVER_N),
                 ),
                 (
                     dense_tiles,
-                    (xs, ws, full, empty, bias, residual, out, has_bias, has_residual, M, N, K, chunk, parts,
-                     1, 2, STAGES, WARPS, OVER_M, OVER_N),
+                    (xs, ws, full, empty, order, bias, residual, out, has_bias, has_residual, M, N, K, chunk,
+                     parts, 1, ROWS, STAGES, WARPS, TURNS, OVER_M, OVER_N),
                 ),
                 (
                     fetch,
@@ -480,21 +522,23 @@ def dense(
 @gluon.jit
 def gated_dense(
     x, w, out, M, N, K, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, WARPS: gl.constexpr, GROUPS: gl.constexpr, OVER_M: gl.constexpr,
-    OVER_N: gl.constexpr,
+    STAGES: gl.constexpr, WARPS: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
+    OVER_M: gl.constexpr, OVER_N: gl.constexpr,
 ):  # fmt: skip
     """SiLU(x gate^T) * (x up^T) of a weight [2 N, K], in the type of x. BLOCK_N: outputs of a tile."""
     launch_dependents()
-    xs, ws, full, empty = ring(x, w, BLOCK_M, 2 * BLOCK_N, BLOCK_K, STAGES, GROUPS, OVER_M, OVER_N)
-    joined = gl.allocate_shared_memory(out.dtype, [GROUPS, BLOCK_M // GROUPS, BLOCK_N], out.layout)
+    xs, ws, full, empty = ring(x, w, BLOCK_M, 2 * BLOCK_N, BLOCK_K, STAGES, GROUPS, TURNS, OVER_M, OVER_N)
+    joined = gl.allocate_shared_memory(out.dtype, [GROUPS, BLOCK_M * TURNS // GROUPS, BLOCK_N], out.layout)
+    order = orders(full, TURNS)
     wait()
+    ROWS: gl.constexpr = BLOCK_M * TURNS // GROUPS
     if GROUPS == 1:
         gl.warp_specialize(
             [
                 (
                     gated_tiles,
-                    (xs, ws, joined, full, empty, out, M, N, K,
-                     0, 1, STAGES, WARPS, OVER_M, OVER_N),
+                    (xs, ws, joined, full, empty, order, out, M, N, K,
+                     0, ROWS, STAGES, WARPS, TURNS, OVER_M, OVER_N),
                 ),
                 (
                     fetch,
@@ -509,13 +553,13 @@ def gated_dense(
             [
                 (
                     gated_tiles,
-                    (xs, ws, joined, full, empty, out, M, N, K,
-                     0, 2, STAGES, WARPS, OVER_M, OVER_N),
+                    (xs, ws, joined, full, empty, order, out, M, N, K,
+                     0, ROWS, STAGES, WARPS, TURNS, OVER_M, OVER_N),
                 ),
                 (
                     gated_tiles,
-                    (xs, ws, joined, full, empty, out, M, N, K,
-                     1, 2, STAGES, WARPS, OVER_M, OVER_N),
+                    (xs, ws, joined, full, empty, order, out, M, N, K,
+                     1, ROWS, STAGES, WARPS, TURNS, OVER_M, OVER_N),
                 ),
                 (
                     fetch,
