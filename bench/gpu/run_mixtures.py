@@ -175,7 +175,7 @@ def _latent_timed(room: Room) -> None:
     sizes = ((2, 1, 20),) if room.tiny else ((1, 1, 32768), (64, 1, 4096), (1, 2048, 2048))
     for sequences, rows, context in sizes:
         runs = [(context - rows, rows)] * sequences
-        blocks = sum(-(-(c + n) // 16) for c, n in runs)
+        blocks = 2 + sum(-(-(c + n) // 16) for c, n in runs)
         kv = ops.alloc_kv(KVSpec(1, blocks, 16, 1, rank + rotary, "bfloat16", latent=True))
         ops.begin()
         step = ops.step(grid.batch(runs, 16, blocks), {view_of(shape)}, kv)

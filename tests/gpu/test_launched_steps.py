@@ -21,6 +21,7 @@ fake_gpu = pytest.importorskip("support.fake_gpu", exc_type=ImportError)  # skip
 
 from tests.kernels import grid  # noqa: E402
 
+from support.adapters import ALL, random_weights  # noqa: E402
 from support.engines import GOLDENS  # noqa: E402
 
 pytestmark = pytest.mark.timeout(600)
@@ -81,9 +82,12 @@ class Steps:
             for address in (kv.keys, kv.values):
                 self.driver.upload(address, values)
 
-    def launch(self, runs: list[Run], tokens: Any, draw: Draw, wanted: list[int] | None = None) -> Any:
-        """wanted: the last row of each sequence, if not said."""
+    def launch(
+        self, runs: list[Run], tokens: Any, draw: Draw, wanted: list[int] | None = None, adapters: str = ""
+    ) -> Any:
+        """wanted: the last row of each sequence, if not said. adapters: a letter for each sequence, or ."""
         batch = batch_of(runs, tokens, wanted)
+        batch.adapters = self.decoder.adapters_of([name.strip(".") for name in adapters])
         beside = None
         if len(self.storage) > 1:
             beside = batch_of(runs, tokens, wanted, BLOCKS - 1), self.storage[1]
@@ -192,6 +196,19 @@ def test_steps_with_rows_of_prompts_and_drafts_are_recorded(name: str) -> None:
         assert recorded.step(here, tokens, draw, wanted) == plain.step(here, tokens, draw, wanted), turn
     assert recorded.kept() == plain.kept()
     assert recorded.driver.asked == ONE_OF_EACH
+    assert len(recorded.ops.graphs.recorded) == 1
+
+
+def test_a_recording_knows_which_wanted_rows_have_adapters() -> None:
+    """Where none of them had any when it was made, nothing is added behind the last attention."""
+    plain, recorded = Steps(False), Steps(True)
+    for one in (plain, recorded):
+        weights = random_weights(one.decoder.spec, ALL, 5, 3)
+        one.decoder.adapters["a"] = one.decoder.pack_adapter(weights)
+    runs, tokens = [(20, 1), (0, 2)], [7, 8, 9]
+    for wanted, adapters in [([0], ".a")] * graphs.MIXED_USES + [([0], "a.")]:
+        given = runs, tokens, draw_of(1), wanted, adapters
+        assert recorded.step(*given) == plain.step(*given), adapters
     assert len(recorded.ops.graphs.recorded) == 1
 
 

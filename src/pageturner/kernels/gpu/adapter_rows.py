@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pageturner.kernels.adapters import Adapters
-from pageturner.kernels.base import I32
+from pageturner.kernels.base import I32, Batch
 from pageturner.kernels.gpu.arrays import GpuArray
 from pageturner.kernels.gpu.catalogue import LORA_ROWS
 
@@ -74,6 +74,14 @@ class RowTables:
         bases[: len(self.bases)] = self.bases
         rows = np.concatenate([*self.rows, np.zeros(max(least - self.count, 0), np.int32)])
         return [rows, tiles, bases.view(np.int32)]
+
+
+def of_wanted(batch: Batch) -> Adapters | None:
+    """The adapters of the rows whose logits are wanted."""
+    if batch.adapters is None:
+        return None
+    sequences = np.searchsorted(batch.query_start, batch.logit_rows, side="right") - 1
+    return [batch.adapters[sequence] for sequence in sequences.tolist()]
 
 
 def shape_of(adapters: Adapters | None) -> tuple[tuple[str, bytes], ...]:

@@ -22,6 +22,7 @@ from pageturner.kernels.gpu.adapter_rows import (
     GpuAdapter,
     RowsOfKind,
     blocks_of,
+    of_wanted,
     tables_of,
 )
 from pageturner.kernels.gpu.arrays import Arena, GpuArray
@@ -102,8 +103,7 @@ class GpuAdapters:
         every = self.of_rows(batch.adapters, batch.query_start, count if recorded else 0)
         if np.array_equal(batch.logit_rows, np.arange(count)):
             return every, every
-        sequences = np.searchsorted(batch.query_start, batch.logit_rows, side="right") - 1
-        wanted = [batch.adapters[s] for s in sequences.tolist()]
+        wanted = of_wanted(batch) or []
         return every, self.of_rows(wanted, least=len(wanted) if recorded else 0)
 
     def of_rows(self, adapters: Adapters, starts: I32 | None = None, least: int = 0) -> AdaptedRows | None:

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pageturner.errors import EngineFault
 from pageturner.kernels.base import Batch, Stack
-from pageturner.kernels.gpu.adapter_rows import shape_of
+from pageturner.kernels.gpu.adapter_rows import of_wanted, shape_of
 from pageturner.kernels.gpu.arrays import Arena, GpuArray
 from pageturner.kernels.gpu.driver import Driver, Graph
 from pageturner.kernels.gpu.launches import GpuKV
@@ -51,7 +51,7 @@ class _Key(NamedTuple):
     kv: tuple[int, ...]
     rows: int
     wanted: int
-    adapters: tuple[tuple[str, bytes], ...]
+    adapters: tuple[Any, Any]
     choice: tuple[int, bool] | None
     room: Room
 
@@ -97,7 +97,8 @@ class Graphs:
         room = room_of(batch, set().union(*views), self._driver.architecture, rows)
         if not all(fits_at_once(seen, rows, room, self._arena) for seen in views):
             return None
-        kv, adapters = tuple(kv.keys for _, kv in pages), shape_of(batch.adapters)
+        kv = tuple(kv.keys for _, kv in pages)
+        adapters = shape_of(batch.adapters), shape_of(of_wanted(batch))
         key = _Key(id(stack), kv, rows, wanted, adapters, choice.key if choice else None, room)
         if choice and self._used(key) < 0:
             return self.run(ops, stack, pages, views)

@@ -344,6 +344,8 @@ class GpuOps(Chooser, Composites):
         """Hidden rows of a step, and how many tokens were chosen where there is a choice: 0 where that is
         still to be done."""
         self.begin()
+        # where every layer has a window nobody keeps a KV of layers that see everything
+        pages = [(batch, pages[-1][1] if kv is None else kv) for batch, kv in pages]
         views = views_of(stack, len(pages))
         found = None
         if self.graphs is not None and stack.layers:

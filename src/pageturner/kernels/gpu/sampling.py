@@ -16,6 +16,7 @@ from pageturner.kernels.adapters import Adapters
 from pageturner.kernels.base import F32, I32, Batch, Draw, Stack
 from pageturner.kernels.choosing import Head, Logprobs, LogprobsWanted, SamplerOutput
 from pageturner.kernels.edits import Allowed, Edit, Edits, Operation, apply_edits, may_be_chosen
+from pageturner.kernels.gpu.adapter_rows import of_wanted
 from pageturner.kernels.gpu.arrays import GpuArray
 from pageturner.kernels.gpu.catalogue import (
     GROUP_ROWS,
@@ -144,7 +145,7 @@ class Chooser:
         pages = [(batch, kv)] if sliding is None else [(batch, kv), sliding]
         hidden, places = ops.computed(stack, pages, StepChoice(head, draw))
         if not places:
-            return ops.launch_choice(hidden, head, draw, _adapters_of(batch))
+            return ops.launch_choice(hidden, head, draw, of_wanted(batch))
         later = ops.driver.download_later(8 * places, ops.launches.chosen) if rows else None
         return Chosen(rows, places, later)
 
@@ -201,14 +202,6 @@ def in_parts(ops: GpuOps, rows: int, work: Callable[[slice], None]) -> None:
                 raise
             most = -(-most // 2)
         ops.arena.reset(mark)
-
-
-def _adapters_of(batch: Batch) -> Adapters | None:
-    """Those of the wanted rows."""
-    if batch.adapters is None:
-        return None
-    sequences = np.searchsorted(batch.query_start, batch.logit_rows, side="right") - 1
-    return [batch.adapters[sequence] for sequence in sequences.tolist()]
 
 
 def _of(draw: Draw, part: slice) -> Draw:

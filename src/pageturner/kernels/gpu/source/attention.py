@@ -230,11 +230,9 @@ def attend(
     """q fp32 [T, heads * dim], rows `stride` apart. works [n, 8], as in `steps.Works`: where the block ids of
     its sequence begin in `blocks`, first row, rows, first head of the group; and if not WHOLE which segment
     of its tile, how many the tile has, first partial of the tile, counter. A tile has at most `part` heads of
-    a group. Grid: kv_heads * n. A work of no rows does nothing.
-
-    Partials of a KV head lie beside each other: peaks [P * kv_heads, 2], mixes [P * kv_heads, D]. arrived
-    int32 [counters, kv_heads] is 0 before and after. Of long chunks the last tile is the first: it takes
-    longest. Absent rows see what the first sees."""
+    a group. Grid: kv_heads * n. A work of no rows does nothing. Partials of a KV head lie beside each other:
+    peaks [P * kv_heads, 2], mixes [P * kv_heads, D]. arrived int32 [counters, kv_heads] is 0 before and
+    after. Of long chunks the last tile is first: it takes longest. Absent rows see what the first does."""
     start_dependent()
     kv_head, work = tl.program_id(0) % kv_heads, tl.program_id(0) // kv_heads
     if WHOLE:

@@ -357,9 +357,13 @@ def collect(
 
 
 @triton.jit
-def kept_weights(x, pair, cut, peak, temperature, least):
-    """Weights of tokens, 0 behind the last pair that stays."""
-    return tl.where(pair >= cut, weight_of(x, peak, temperature, least), 0.0)
+def kept_weights(logits, base, v, vocabulary, cut, peak, temperature, least):
+    """Weights of tokens, 0 behind the last pair that stays and behind the vocabulary's end. By halves of the
+    pair: whole ones take twice the registers."""
+    x = tl.load(logits + base + v, mask=v < vocabulary, other=float("-inf"))
+    key, last = keys_of(x), (cut >> 32).to(tl.int32)
+    kept = (key > last) | ((key == last) & (v <= id_of(cut)))
+    return tl.where(kept, weight_of(x, peak, temperature, least), 0.0)
 
 
 @triton.jit
@@ -383,8 +387,8 @@ def draw(
         if tl.load(pairs + row * SEGMENTS + segment) >= cut:  # else nothing of it stays
             for chunk in range(0, chunks):
                 v = (segment * chunks + chunk) * BLOCK + tl.arange(0, BLOCK)
-                x, pair = pairs_at(logits, row * vocabulary, v, vocabulary)
-                mass += tl.sum(kept_weights(x, pair, cut, peak, temperature, least), axis=0)
+                weights = kept_weights(logits, row * vocabulary, v, vocabulary, cut, peak, temperature, least)
+                mass += tl.sum(weights, axis=0)
         tl.store(masses + row * 3 * SEGMENTS + segment, mass)
         if arrives_last(state + row * STATE + 5, segments):
             i = tl.arange(0, SEGMENTS)
@@ -398,8 +402,7 @@ def draw(
             behind = tl.zeros((), tl.int32)
             for chunk in range(0, chunks):
                 v = (here * chunks + chunk) * BLOCK + tl.arange(0, BLOCK)
-                x, pair = pairs_at(logits, row * vocabulary, v, vocabulary)
-                weights = kept_weights(x, pair, cut, peak, temperature, least)
+                weights = kept_weights(logits, row * vocabulary, v, vocabulary, cut, peak, temperature, least)
                 over = (before + tl.cumsum(weights, axis=0) > target) & (weights > 0)
                 chosen = tl.minimum(chosen, tl.min(tl.where(over, v, 0x7FFFFFFF), axis=0))
                 behind = tl.maximum(behind, tl.max(tl.where(weights > 0, v, 0), axis=0))
