@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from pageturner.kernels.gpu.exchange import DeviceExchange  # noqa: E402
 from pageturner.kernels.gpu.ops import GpuOps  # noqa: E402
 from pageturner.kernels.gpu.ranks import GpuTensorParallelOps  # noqa: E402
 from pageturner.models.load import load_model  # noqa: E402
+from pageturner.runtime import device_trust  # noqa: E402
 from support import decoding as by_hand  # noqa: E402
 from support.engines import GOLDENS  # noqa: E402
 from support.ranks import ranks as ranks_of  # noqa: E402
@@ -108,6 +110,22 @@ def test_a_rank_that_recorded_more_rows_than_there_are_meets_one_that_did_not() 
 
         for found in each(made(3, one_exchange=one_exchange), work):
             assert (found[:17] == in_order(parts[:, :17])).all()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_integers_of_rank_0_come_to_all_as_they_are(size: int) -> None:
+    tokens = np.array([0, 1, 151935, 7, (1 << 22) - 1], np.int32)
+
+    def work(rank: Rank) -> np.ndarray:
+        place = rank.driver.alloc(64)
+        rank.driver.upload(place, np.resize(tokens if rank.exchange.rank == 0 else -tokens, 16))
+        rank.exchange.share(place, len(tokens))
+        got = np.empty(len(tokens), np.int32)
+        rank.driver.download(got, place)
+        return got
+
+    for found in each(made(size), work):
+        assert found.tolist() == tokens.tolist()
 
 
 def test_columns_are_gathered_at_rank_0_in_pieces() -> None:
@@ -235,3 +253,18 @@ def test_layers_of_many_kinds_are_divided(model: str, monkeypatch: pytest.Monkey
         with pytest.raises(EngineFault) as caught:
             ops.pack_adapter(None, decoder.stack)  # type: ignore[arg-type]
         assert caught.value.code == "model_unsupported"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_slice_of_rank_0_shows_that_its_device_is_right(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without the other ranks, and with adapters of its own part of the vocabulary."""
+    monkeypatch.setenv("PAGETURNER_CACHE", str(tmp_path))
+    monkeypatch.setattr(fake_gpu.FakeDriver, "version", "1")  # else nothing is tested
+    with ranks_of(GOLDENS / "tiny_llama.gguf", 2, backend=gpu()) as (decoder, ops):
+        with ops.alone():  # type: ignore[attr-defined]
+            device_trust.self_test(decoder, ops, "model", 16, "float32", 32)
+        forms = device_trust.record_of(ops.own.driver).forms
+    assert {one.text for one in forms.values()} == {device_trust.RIGHT}

@@ -35,21 +35,26 @@ def on_fake_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGETURNER_CACHE", str(tmp_path / "cache"))
 
 
-@pytest.mark.parametrize("model", ["tiny_llama", "experts_mixtral"])
-def test_two_devices_give_the_tokens_of_the_cpu(model: str) -> None:
+@pytest.mark.parametrize(("model", "logprobs"), [("tiny_llama", None), ("experts_mixtral", 2)])
+def test_two_devices_give_the_tokens_of_the_cpu(model: str, logprobs: int | None) -> None:
+    """Of whom no logprobs are wanted, steps are begun one ahead: rank 1 has tokens from rank 0's device."""
     prompts = [[5, 9, 33, 7], [8, 8, 21, 1, 2]]
     params = [
-        SamplingParams(max_tokens=5, temperature=heat, seed=3, ignore_eos=True, logprobs=2)
+        SamplingParams(max_tokens=5, temperature=heat, seed=3, ignore_eos=True, logprobs=logprobs)
         for heat in (0.0, 0.8)
     ]
     found = []
-    for how in ({"device": "cpu"}, {"device": "cuda", "tensor_parallel_size": 2}):
+    for how in (
+        {"device": "cpu"}, {"device": "cuda", "tensor_parallel_size": 2, "async_scheduling": True}
+    ):  # fmt: skip
         llm = LLM(str(GOLDENS / f"{model}.gguf"), **EXACT, **SMALL, **how)  # type: ignore[arg-type]
         answers = llm.generate(prompts, params, progress=False)
         found.append([one.outputs[0].token_ids for one in answers])
         if how["device"] == "cuda":
             assert llm.built.fingerprint.startswith("cuda-sm90-interpreted")
             assert llm.built.fingerprint.endswith("-tp_2")
+            assert llm.built.engine.ahead is not None
+            assert (llm.built.engine.ahead.made > 0) == (logprobs is None)
         del llm
     assert found[0] == found[1]
 

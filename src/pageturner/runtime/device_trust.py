@@ -106,9 +106,11 @@ def self_test(decoder: Decoder, ops: Any, model: str, block_size: int, kv_dtype:
     from pageturner.kernels.gpu import proof
 
     spec = decoder.kv_spec(1, block_size, kv_dtype)
-    if decoder.shard is not None:  # of all ranks, and this is one, which computes alone
-        ops, spec = ops.own, replace(spec, kv_heads=decoder.stack.layers[0].shape.kv_heads)
-    comparisons = proof.comparisons(proof.Subject(ops, decoder.stack, decoder.head, spec, length))
+    stack = decoder.stack
+    if decoder.shard is not None:  # of all ranks, and this is one: its slice is tested as if it were a model
+        ops, spec = ops.own, replace(spec, kv_heads=stack.layers[0].shape.kv_heads)
+        stack = replace(stack, first_token=0, vocabulary=stack.embed.rows)
+    comparisons = proof.comparisons(proof.Subject(ops, stack, decoder.head, spec, length))
     code, known = proof.code_digest(), record_of(ops.driver).forms
     found: dict[str, FormResult] = {}
     try:

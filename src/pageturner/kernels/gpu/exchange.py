@@ -22,7 +22,7 @@ from pageturner.kernels.gpu.catalogue import (
     ONE_EXCHANGE,
     exchange_bytes,
 )
-from pageturner.kernels.gpu.driver import Driver
+from pageturner.kernels.gpu.driver import LATER, Driver
 
 PATIENCE = 1 << 25  # looks at the flags of others before a rank gives up: some 30 s, at about 1 us each
 ALIGNED = 16  # elements: vectors of 16 bytes, and whole lines at the boundaries of parts
@@ -65,6 +65,8 @@ class DeviceExchange:
         self._region, self.handle = driver.alloc_shared(exchange_bytes(area))
         self._word = driver.host_word()
         self._peers = driver.alloc(8 * size)
+        self._zeros = driver.alloc(LATER)
+        driver.clear(self._zeros, LATER)
         self._starts = 0
 
     def open(self, handles: list[bytes], here: dict[int, int] | None = None) -> None:
@@ -124,6 +126,12 @@ class DeviceExchange:
         if 4 * count <= self._one:
             return blocks // self.size * EXCHANGE_BLOCK
         return blocks // (2 * self.size) * self.size * EXCHANGE_BLOCK
+
+    def share(self, integers: int, count: int) -> None:
+        """Every rank gets so many integers of rank 0, at this address of its own. Zeros are added to their
+        bits, which change nothing: small integers are numbers below all others, and no sum rounds those."""
+        partial = self._zeros if self.rank else integers
+        self._sum((partial, 0, integers), 1, _up(count))
 
     def gather(self, mine: GpuArray, x: GpuArray) -> GpuArray:
         """Columns of all ranks side by side, at rank 0: [R, starts[-1]]. mine: this rank's, made of the rows

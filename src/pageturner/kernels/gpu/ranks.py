@@ -20,25 +20,22 @@ from pageturner.errors import EngineFault
 from pageturner.kernels import comm
 from pageturner.kernels.adapters import Adapters, AdapterWeights
 from pageturner.kernels.base import F32, I32, Batch, Draw, KVSpec, Stack
-from pageturner.kernels.choosing import Head, LogprobsWanted, SamplerOutput
+from pageturner.kernels.choosing import ChoosesLater, Head, LogprobsWanted, SamplerOutput
 from pageturner.kernels.edits import Allowed, Edits
 from pageturner.kernels.gpu.arrays import GpuArray
 from pageturner.kernels.gpu.exchange import DeviceExchange
 from pageturner.kernels.gpu.launches import GpuKV
 from pageturner.kernels.gpu.ops import GpuOps
+from pageturner.kernels.gpu.sampling import Chosen
 
 _HANDLE = 64  # bytes of what memory is opened by
-_JOIN, _FREE, _ROOM = 20, 21, 22  # calls, beside those of kernels.comm
+_JOIN, _FREE, _ROOM, _CHOSEN = 20, 21, 22, 23  # calls, beside those of kernels.comm
 
 
 class GpuTensorParallelOps(comm.RankOps):
     """Each rank has a device, and a slice of every layer, of its KV heads, and of the vocabulary. Rank 0
-    gathers logits on its device and chooses there.
+    gathers logits on its device and chooses there."""
 
-    later  nothing is begun ahead: what rank 0 says to the others has the tokens
-    """
-
-    later = None
     own: GpuOps
 
     def __init__(self, communicator: comm.Communicator, own: GpuOps, **how: int | None) -> None:
@@ -48,6 +45,10 @@ class GpuTensorParallelOps(comm.RankOps):
         self._exchange = DeviceExchange(own.driver, own.arena, rank, size, **how)  # type: ignore[arg-type]
         self._exchange.tell = self._telling
         self._rows: list[tuple[GpuArray, I32]] = []  # arrays of hidden rows, and which of the step's they are
+
+    @property
+    def later(self) -> ChoosesLater:
+        return self
 
     # -- beginning and end -----------------------------------------------------------------------------------
     def assemble(self, ended: list[int]) -> None:
@@ -94,6 +95,8 @@ class GpuTensorParallelOps(comm.RankOps):
             self._free(int(arrays[0][0]))
         elif call == _ROOM:
             self._summed(self._room())
+        elif call == _CHOSEN:
+            self._exchange.share(self.own.launches.chosen, int(arrays[0][0]))
         else:
             super()._make(call, arrays, head)
 
@@ -199,6 +202,26 @@ class GpuTensorParallelOps(comm.RankOps):
         """As one device does, from the logits of all."""
         self._alive()
         found = self.own.choose(x, head, draw, allowed, edits, wanted, adapters)
+        self._look()
+        return found
+
+    def launch_step(
+        self, stack: Stack, batch: Batch, kv: GpuKV, sliding: Any, head: Head, draw: Draw
+    ) -> Chosen:
+        """As one device does. The tokens that rank 0 chooses go to the devices of the others, whose next step
+        may be begun before anybody knows them."""
+        if not self.own.divided:
+            return self.own.launch_step(stack, batch, kv, sliding, head, draw)
+        hidden = self.hidden(stack, batch, kv, sliding)
+        chosen = self.own.launch_choice(hidden, head, draw, None)
+        if chosen.rows:
+            with self._together(_CHOSEN, np.array([chosen.rows], np.int32)):
+                self._exchange.share(self.own.launches.chosen, chosen.rows)
+        return chosen
+
+    def collect(self, chosen: Chosen) -> SamplerOutput:
+        """Wait for it."""
+        found = self.own.collect(chosen)
         self._look()
         return found
 

@@ -145,16 +145,25 @@ class Chooser:
         pages = [(batch, kv)] if sliding is None else [(batch, kv), sliding]
         hidden, places = ops.computed(stack, pages, StepChoice(head, draw))
         if not places:
-            places, ids, adapters = rows, ops.launches.chosen, of_wanted(batch)
-
-            def some(part: slice) -> None:
-                logits = ops.raw_logits(hidden.rows(part), head, adapters and adapters[part])
-                at = ids + 4 * part.start
-                launch_sample(ops, logits, _of(draw, part), at, at + 4 * rows)
-
-            in_parts(ops, rows, some)
+            return ops.launch_choice(hidden, head, draw, of_wanted(batch))
         later = ops.driver.download_later(8 * places, ops.launches.chosen) if rows else None
         return Chosen(rows, places, later)
+
+    def launch_choice(
+        self: Any, hidden: GpuArray, head: Head, draw: Draw, adapters: Adapters | None
+    ) -> Chosen:
+        """The part of `launch_step` behind the layers, where it is not recorded."""
+        ops: GpuOps = self
+        rows, ids = len(hidden), ops.launches.chosen
+
+        def some(part: slice) -> None:
+            logits = ops.raw_logits(hidden.rows(part), head, adapters and adapters[part])
+            at = ids + 4 * part.start
+            launch_sample(ops, logits, _of(draw, part), at, at + 4 * rows)
+
+        in_parts(ops, rows, some)
+        later = ops.driver.download_later(8 * rows, ids) if rows else None
+        return Chosen(rows, rows, later)
 
     def choose_recorded(self: Any, hidden: GpuArray, step: Step, choice: StepChoice) -> None:
         """What `launch_step` does behind the layers, of a step that is being recorded."""
