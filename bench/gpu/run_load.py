@@ -25,26 +25,25 @@ BURST = (500, (512, 512), (128, 128))  # requests, lengths of prompts and of ans
 
 
 def nano(room: Room) -> None:
-    """nano-vllm's load, one step ahead if the engine can, and once more without."""
+    """nano-vllm's load."""
     shape = TINY_QWEN3 if room.tiny else QWEN3_06B
     requests = load(shape.vocabulary, 2, (4, 8), (2, 3)) if room.tiny else load(shape.vocabulary)
-    for ahead in (True, False) if setting_ahead() and not room.tiny else (True,):
-        _served(room, "nano", requests, ahead)
+    _served(room, "nano", requests)
 
 
 def burst(room: Room) -> None:
     """500 requests of 512 prompt tokens and 128 output tokens, all at once."""
     shape = TINY_QWEN3 if room.tiny else QWEN3_06B
     lengths = (3, (4, 4), (2, 2)) if room.tiny else BURST
-    _served(room, "burst", load(shape.vocabulary, *lengths), True)
+    _served(room, "burst", load(shape.vocabulary, *lengths))
 
 
-def _served(room: Room, part: str, requests: list[Any], ahead: bool) -> None:
+def _served(room: Room, part: str, requests: list[Any]) -> None:
     """Tell the pace of all these requests, begun at once, and its floors."""
     shape = TINY_QWEN3 if room.tiny else QWEN3_06B
     room.ceilings()
     seats = min(256, len(requests))
-    with roomy_engine(room, write_folder(room, shape), 16384, seats, ahead=ahead) as here:
+    with roomy_engine(room, write_folder(room, shape), 16384, seats) as here:
         before, begin = room.driver.calls, time.perf_counter()
         events = run_all(here.engine, requests, LIMIT)
         took, tokens = time.perf_counter() - begin, tokens_of(events)
@@ -55,8 +54,7 @@ def _served(room: Room, part: str, requests: list[Any], ahead: bool) -> None:
         floors = floor_seconds(room, tokens * per_token, 2.0 * shape.weights * (tokens + prompts))
         wanted = sum(one.params.max_tokens or 0 for one in requests)
         tell(
-            part, device=room.driver.name, shape=shape.name, ahead=ahead and bool(setting_ahead()),
-            requests=len(requests), prompt_tokens=prompts, output_tokens=tokens, seconds=took,
+            part, device=room.driver.name, shape=shape.name, ahead=bool(setting_ahead()), requests=len(requests), prompt_tokens=prompts, output_tokens=tokens, seconds=took,
             tok_s=tokens / took, requests_s=len(requests) * tokens / wanted / took, complete=tokens == wanted,
             calls=room.driver.calls - before, **floors,
         )  # fmt: skip
