@@ -54,7 +54,8 @@ def _served(room: Room, part: str, requests: list[Any]) -> None:
         floors = floor_seconds(room, tokens * per_token, 2.0 * shape.weights * (tokens + prompts))
         wanted = sum(one.params.max_tokens or 0 for one in requests)
         tell(
-            part, device=room.driver.name, shape=shape.name, ahead=bool(setting_ahead()), requests=len(requests), prompt_tokens=prompts, output_tokens=tokens, seconds=took,
+            part, device=room.driver.name, shape=shape.name, ahead=bool(setting_ahead()),
+            requests=len(requests), prompt_tokens=prompts, output_tokens=tokens, seconds=took,
             tok_s=tokens / took, requests_s=len(requests) * tokens / wanted / took, complete=tokens == wanted,
             calls=room.driver.calls - before, **floors,
         )  # fmt: skip
