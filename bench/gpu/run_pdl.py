@@ -17,31 +17,33 @@ ROUNDS = 2  # of each way, in turn
 
 def pdl(room: Room) -> None:
     """Recorded steps of single tokens below the head: eight layers of 8B and all of 0.6B."""
+    allowed = room.driver.dependent_launch
     few = dataclasses.replace(LLAMA_8B, layers=8, name="eight layers of Llama-3.1-8B")
     for shape in (TINY,) if room.tiny else (few, QWEN3_06B):
         ops = GpuOps(room.driver, 64 << 20 if room.tiny else 4 << 30)
         stack, _ = make_stack(ops, shape)
         for batch, context in ((2, 20),) if room.tiny else SIZES:
-            _both_ways(room, ops, stack, shape, batch, context)
+            _both_ways(room, ops, stack, shape, (batch, context), allowed)
         room.driver.release()
 
 
-def _both_ways(room: Room, ops: GpuOps, stack: Any, shape: Shape, batch: int, context: int) -> None:
+def _both_ways(
+    room: Room, ops: GpuOps, stack: Any, shape: Shape, size: tuple[int, int], allowed: bool
+) -> None:
+    batch, context = size
     runs = [(context - 1, 1)] * batch
     kv, step = ops.alloc_kv(kv_spec(shape, runs)), steps_of(runs)
     fill(ops, kv, shape, kv.spec.blocks * kv.spec.block_size)
     took: dict[bool, list[float]] = {False: [], True: []}
     rows: dict[bool, Any] = {}
-    inner = room.driver.inner
-    allowed = getattr(inner, "dependent_launch", False)
     for beside in (False, True) * ROUNDS:
-        inner.dependent_launch = beside and allowed
+        room.driver.dependent_launch = beside and allowed
         ops.graphs = ops.graphs_of()
         took[beside].append(
             seconds_of(room.driver, lambda: ops.hidden(stack, step, kv, None), 0.3, room.tiny)
         )
         rows[beside] = ops.to_numpy(ops.hidden(stack, step, kv, None))
-    inner.dependent_launch = allowed
+    room.driver.dependent_launch = allowed
     ops.graphs = ops.graphs_of()
     ops.free_kv(kv)
     off, on = (1e3 * float(np.median(took[beside])) for beside in (False, True))

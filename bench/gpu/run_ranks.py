@@ -24,6 +24,8 @@ from pageturner.errors import EngineFault
 from pageturner.kernels.gpu.arrays import Arena, GpuArray
 from pageturner.kernels.gpu.exchange import DeviceExchange
 
+# A kernel that is loaded when it is first launched waits for those that run, and these wait for it
+os.environ["CUDA_MODULE_LOADING"] = "EAGER"
 COLUMNS, ROWS = 4096, (1, 5, 64, 300, 2048)
 TINY_COLUMNS, TINY_ROWS = 64, (1, 5)
 TIMED, TINY_TIMED = (1, 64, 2048), (1,)

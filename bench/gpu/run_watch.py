@@ -69,6 +69,14 @@ class Watched:
         fake = getattr(inner, "_cu", None) is None
         self._clock: Any = clock or (HostClock() if fake else DeviceClock(inner))
 
+    @property
+    def dependent_launch(self) -> bool:
+        return bool(getattr(self.inner, "dependent_launch", False))
+
+    @dependent_launch.setter
+    def dependent_launch(self, allowed: bool) -> None:
+        self.inner.dependent_launch = allowed
+
     def memory(self) -> tuple[int, int]:
         """Free and all bytes; of a share as if what the others have were not there."""
         free, total = self.inner.memory()

@@ -5,11 +5,15 @@ from __future__ import annotations
 import ast
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pageturner.kernels.gpu.catalogue import kernels_of
+from pageturner.kernels.gpu.ops import GpuOps
+from pageturner.kernels.gpu.weights import FloatMatrix
+from support.null_gpu import NullDriver
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src/pageturner/kernels/gpu/source"
@@ -97,3 +101,13 @@ def test_every_kernel_begins_early_but_those_that_are_named_here() -> None:
     functions = {kernel.function for kernel in kernels_of(90).values()}
     starts = ("start_dependent", "launch_dependents", "wait")
     assert {one for one in functions if _first_call(one) not in starts} == WAIT_FOR_THE_END
+
+
+@pytest.mark.parametrize(("side", "early"), [(1024, True), (8192, False)])
+def test_kernels_of_large_layers_wait_for_the_end_of_the_one_in_front(side: int, early: bool) -> None:
+    ops = GpuOps(NullDriver(), 1 << 20)
+    ops.driver.dependent_launch = True
+    matrix = FloatMatrix(256, "bf16", side, side)
+    layer = SimpleNamespace(**dict.fromkeys(("q", "k", "v", "o", "gate", "up", "down"), matrix))
+    ops.prepare_stack(SimpleNamespace(layers=[layer, layer]))  # type: ignore[arg-type]
+    assert ops.driver.dependent_launch is early

@@ -231,6 +231,10 @@ def block_k(kind: str) -> int:
 # an H200 none, 32 and 64 KB were slower
 _AHEAD: Constants = (("AHEAD", 1 << 14), ("LINE", 64))
 
+# Bytes of the matrices of a layer up to which its kernels begin beside the one in front. On an H200 that made
+# steps of 30 MB a layer 1.02 to 1.13 times as fast, and steps of 436 MB a layer 0.95 to 1.02 times
+DEPENDENT_BYTES = 128 << 20
+
 _OUT, _PARTS = "bias:*fp32 residual:*fp32 out:*fp32", "partial:*fp32 counters:*i32"
 
 

@@ -41,6 +41,7 @@ class Driver(Protocol):
     multiprocessors     of the device: a persistent kernel has as many programs
     fingerprint         what the bits of kernels depend on
     version             what else their numbers depend on: driver, compiled kernels; "": they are interpreted
+    dependent_launch    whether kernels that wait by themselves may begin beside the one in front
     """
 
     name: str
@@ -48,6 +49,7 @@ class Driver(Protocol):
     multiprocessors: int
     fingerprint: str
     version: str
+    dependent_launch: bool
 
     def memory(self) -> tuple[int, int]:
         """Bytes free and in all."""

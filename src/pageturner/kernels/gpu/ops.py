@@ -34,7 +34,7 @@ from pageturner.kernels.composites import Adapted, Composites
 from pageturner.kernels.gpu.adapter_rows import AdaptedRows, GpuAdapter
 from pageturner.kernels.gpu.adapters import GpuAdapters, has_head, place_of
 from pageturner.kernels.gpu.arrays import Arena, GpuArray, padded
-from pageturner.kernels.gpu.catalogue import largest_head
+from pageturner.kernels.gpu.catalogue import DEPENDENT_BYTES, largest_head
 from pageturner.kernels.gpu.driver import LATER, Driver
 from pageturner.kernels.gpu.exchange import DeviceExchange
 from pageturner.kernels.gpu.experts import GpuExperts, WeightTable, table_of
@@ -335,6 +335,14 @@ class GpuOps(Chooser, Composites):
         if id(weights) not in self._heads:
             self._heads[id(weights)] = weights, table_of(self.driver, (weights,))
         return self._heads[id(weights)][1]
+
+    def prepare_stack(self, stack: Stack) -> None:
+        """Large products are longer than what an early start saves, and asking for their weights early takes
+        cache from the kernel that still runs."""
+        every = [(one.q, one.k, one.v, one.o, one.gate, one.up, one.down) for one in stack.layers]
+        nbytes = sum(matrix.nbytes for layer in every for matrix in layer if matrix is not None)
+        if nbytes > DEPENDENT_BYTES * len(stack.layers):
+            self.driver.dependent_launch = False
 
     def hidden(self, stack: Stack, batch: Batch, kv: GpuKV, sliding: tuple[Batch, GpuKV] | None) -> GpuArray:
         """A whole step below the head; recorded if it is small."""
