@@ -42,6 +42,18 @@ def too_much_shared(architecture: int, now: dict[str, Row], most: int) -> list[s
     ]
 
 
+def split_words(ttgir: str) -> list[str]:
+    """Operands of matrix products in Triton's IR of which a register does not hold neighbours along K. Triton
+    arranges those so that were loaded in fewer bits. One instruction then sums other columns than that of
+    another height whose operand lies in shared memory, and a row has other bits there."""
+    found = []
+    for line in re.findall(r".*(?:tt\.dot|warp_group_dot|tc_gen5_mma)\w* .*", ttgir):
+        for bits, width in re.findall(r"x[a-z]+(\d+)\w*, #ttg\.dot_op<\{[^}]*kWidth = (\d+)", line):
+            if int(bits) * int(width) != 32:
+                found.append(f"kWidth {width} of operands of {bits} bits, not {32 // int(bits)}")
+    return sorted(set(found))
+
+
 def compare(
     architecture: int, now: dict[str, Row], before: dict[str, Row], record: bool, accepted: set[str]
 ) -> tuple[list[str], list[str]]:

@@ -6,7 +6,8 @@
 Writes sm_NN.bin (the cubins, one behind the other, each compressed), portable.bin (PTX) and manifest.json;
 with --check, --only or --sample nothing. Registers, spills and shared memory are held against what is
 recorded in bench/gpu/resources.json (`compile_judge.py` says what fails); --record writes them there. Two
-heights of a kernel with different matrix instructions, or more shared memory than a block may have, fail too.
+heights of a kernel with different matrix instructions, more shared memory than a block may have, and operands
+whose registers hold other columns than neighbours fail too.
 """
 
 from __future__ import annotations
@@ -109,6 +110,7 @@ def compile_one(architecture: int, kernel: Kernel) -> dict[str, Any]:
         "cluster": cluster,
         "constants": {key: str(value) for key, value in kernel.constants},
         "mma": mma,
+        "split_words": judge.split_words(done.asm["ttgir"]),
         "ptx": ptx,
         "cubin": cubin,
         **usage(cubin),
@@ -305,6 +307,8 @@ def main() -> int:
     recorded = judge.read()
     for architecture, kernels in found.items():
         wrong += [f"sm_{architecture} two instructions: {one}" for one in one_instruction(kernels)]
+        for name, entry in kernels.items():
+            wrong += [f"sm_{architecture} {name}: {one}" for one in entry["split_words"]]
         now = {name: judge.row_of(entry) for name, entry in kernels.items()}
         wrong += judge.too_much_shared(architecture, now, SHARED[architecture])
         before = recorded.setdefault(str(architecture), {})

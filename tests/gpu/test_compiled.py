@@ -90,3 +90,22 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     recorded = JUDGE.read()
     JUDGE.write(recorded, tmp_path / "resources.json")
     assert (tmp_path / "resources.json").read_text() == JUDGE.RESOURCES.read_text()
+
+
+@pytest.mark.parametrize(
+    ("product", "element", "width", "wrong"),
+    [
+        ("tt.dot", "f16", 2, 0),
+        ("tt.dot", "bf16", 4, 1),
+        ("tt.dot", "f32", 1, 0),
+        ("tt.dot", "f8E4M3FN", 4, 0),
+        ("ttng.warp_group_dot", "f16", 4, 1),
+        ("arith.addf", "f16", 4, 0),  # on the way to an operand
+    ],
+)
+def test_an_operand_whose_registers_hold_other_columns_is_refused(
+    product: str, element: str, width: int, wrong: int
+) -> None:
+    lies = f"tensor<16x64x{element}, #ttg.dot_op<{{opIdx = 0, parent = #mma, kWidth = {width}}}>>"
+    told = JUDGE.split_words(f"  %1 = {product} %a, %b, %c : {lies} * {lies} -> tensor<16x64xf32, #mma>\n")
+    assert len(told) == wrong

@@ -80,7 +80,10 @@ def _cast(self: Any, source: Any, target: Any) -> Any:
 def _asm(
     self: Any, text: str, constraints: str, values: list[Any], types: list[Any], pure: bool, pack: int
 ) -> Any:
-    """The one instruction that kernels have: both halves of each word are bf16, and nothing is rounded."""
+    """The instructions that kernels have: a copy, and a sum of products where both halves of each word are
+    bf16 and nothing is rounded."""
+    if text.startswith("mov.b32"):
+        return _Values(values)
     assert text.startswith("fma.rn.bf16x2")
     found = []
     for shift in (0, 16):

@@ -23,6 +23,14 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def bytes_of(value):
+    """The same bytes, copied by an instruction that is not pure. Triton's search for the loads of an operand
+    stops there. Where it finds bytes, it gives an instruction of one warp the columns 0, 1, 4, 5, ... of 32
+    instead of 16 neighbours (kWidth 4), and few rows would be summed in another order than many."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], value.dtype, False, 4)
+
+
+@triton.jit
 def load_heads(kv, scales, slot, head, heads, stride, dim, d, KIND: tl.constexpr, COMPUTE: tl.constexpr):
     """Of each slot the elements d, those below `dim`, of one head [positions, D] in the type that products
     are computed in. Heads are `stride` apart."""
@@ -30,6 +38,8 @@ def load_heads(kv, scales, slot, head, heads, stride, dim, d, KIND: tl.constexpr
     # pointers of rows in one dimension: threads share them, where [:, None] earlier lets each compute its own
     rows = kv + index.to(tl.int64) * stride
     value = tl.load(rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0)
+    if KIND == "int8" or KIND == "fp8_e4m3":
+        value = bytes_of(value)
     if KIND == "int8":
         scale = tl.load(scales + index)
         heads_of = (value.to(tl.float32) * scale[:, None]).to(COMPUTE)
