@@ -28,18 +28,15 @@ import tune  # noqa: E402
 from run_forms import copied, empty  # noqa: E402
 
 from pageturner.kernels.gpu import catalogue  # noqa: E402
-from pageturner.kernels.gpu.catalogue import FEW, GROUPS_K, SLIM, SOME, Kernel, Tile  # noqa: E402
+from pageturner.kernels.gpu.catalogue import FEW, GROUPS_K, MANY, SLIM, Kernel, Tile  # noqa: E402
 from pageturner.kernels.gpu.launches import group_height_of  # noqa: E402
 
 ROWS = (1, 16, 64, 256)
 FORMS = {"4.32.fp16": True, "4.128": True, "fp8": False}  # whether with lows
 TILES = {
-    SLIM: [Tile(16, 32, 128, 2, 4), Tile(8, 32, 128, 2, 6), Tile(8, 32, 128, 2, 3), Tile(8, 64, 128, 2, 4),
-           Tile(8, 16, 128, 1, 6), Tile(8, 32, 128, 1, 4), Tile(16, 128, 128, 8, 4)],
-    FEW: [Tile(16, 32, 128, 2, 6), Tile(16, 32, 128, 2, 3), Tile(16, 64, 128, 2, 4), Tile(16, 16, 128, 1, 6),
-          Tile(16, 32, 128, 1, 4), Tile(16, 64, 128, 4, 4), Tile(16, 128, 128, 8, 4)],
-    SOME: [Tile(64, 128, 128, 8, 4), Tile(64, 64, 128, 4, 3), Tile(32, 128, 128, 8, 3),
-           Tile(32, 64, 128, 4, 4), Tile(64, 32, 128, 2, 3), Tile(64, 64, 128, 2, 3)],
+    SLIM: [Tile(8, 32, 128, 2, 6), Tile(8, 32, 128, 2, 3), Tile(8, 32, 128, 1, 4)],
+    FEW: [Tile(16, 32, 128, 2, 4), Tile(16, 32, 128, 1, 4), Tile(16, 64, 128, 2, 4)],
+    MANY: [Tile(64, 128, 128, 8, 3), Tile(64, 64, 128, 2, 3), Tile(64, 64, 128, 4, 3)],
 }  # fmt: skip
 AHEAD = (0, 8192, 65536)
 PARTS = (1, 2, 3, 4, 6, 8)
@@ -101,7 +98,7 @@ def _of_size(
     ops.begin()
     values = np.random.default_rng(rows).standard_normal((rows, w.columns), dtype=np.float32)
     x = ops.launches.rounded(ops.on_device(values), "bf16")
-    wanted = w.low and height not in (SLIM, FEW)
+    wanted = w.low and height == MANY
     sums = ops.launches.group_sums(x, w.columns, w.group) if wanted else 0
     mark, truth = ops.arena.mark, {}
     for name, chunk, parts in sizes:
@@ -122,7 +119,8 @@ def work_of(
     constants = dict(kernel.constants)
     programs = -(-m // constants["BLOCK_M"]) * -(-n // constants["BLOCK_N"])  # type: ignore[operator]
     out = ops.arena.take((m, n))
-    apart = ops.arena.take((parts, m, n)).address if parts > 1 else 0
+    split = parts if not constants["WHOLE"] or programs < catalogue.WHOLE_TILES else 1
+    apart = ops.arena.take((parts, m, n)).address if split > 1 else 0
 
     def work(w: Any) -> None:
         given = (
@@ -138,7 +136,7 @@ def work_of(
             apart,
             ops.arena.counters,
         )
-        driver.launch(kernel.name, (programs, parts), (*given, int(w.low != 0), w.zero, 0, 0, *sizes))
+        driver.launch(kernel.name, (programs, split), (*given, int(w.low != 0), w.zero, 0, 0, *sizes))
 
     return work, out
 

@@ -72,6 +72,7 @@ def test_products_that_share_an_input_gather_it_once_and_joined_ones_keep_their_
 
 def test_gate_and_up_in_one_launch_see_gathered_inputs(ops: GpuOps, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launches, "group_height_of", lambda *_: launches.MANY)
+    monkeypatch.setattr(launches, "SOME_ROWS", 0)
     order, x = order_of(5), grid.normal(3, COLUMNS)
     both = ops.pack_weight(ordered("Q4_1", 6, order, rows=64))
     plain = ops.pack_weight(ordered("Q4_1", 6, None, rows=64))

@@ -141,7 +141,7 @@ def test_a_device_that_is_right_is_asked_once(small: Path) -> None:
 MUTANTS: list[tuple[str, str, Wrong, str, str]] = [
     ("groups", "out", twice, "product", "a product with .* is wrong"),
     ("groups", "out", no_number, "product", "a product with .* is wrong"),
-    ("groups.4.32.fp16.some", "out", last_bit, "product", "a product with .* has other bits among 20 rows"),
+    ("groups.4.32.fp16.many", "out", last_bit, "product", "a product with .* has other bits among 20 rows"),
     ("attend.float16.64.many", "out", twice, "attention", "attention in float16 is wrong"),
     ("attend.float16.64.few", "out", last_bit, "attention", "attention in float16 has other bits among"),
     ("head_norm", "out", twice, "rows", "an RMSNorm is wrong"),

@@ -26,12 +26,13 @@ NORM_ROWS = 4096  # elements of a row that are normed at once
 VOCABULARY_TILE, VOCABULARY_SEGMENTS = 2048, 128
 SAMPLE_BINS, SAMPLE_STATE, SAMPLE_SORTED = 256, 16, 2048
 # Rows of a product: few ones with a narrow or a wide weight, more of them likewise, and many. Attention
-# knows few and many, weights in groups some as well.
+# knows few and many, weights in groups slim as well.
 THIN, SLIM, FEW, HALF, SOME, MANY = HEIGHTS = "thin", "slim", "few", "half", "some", "many"
 STEP = 16  # columns of a weight are a multiple of it: kernels read so many at once
 # Up to so many rows the parts of K are computed beside each other
 THIN_ROWS, FEW_ROWS, SOME_ROWS = 16, 64, 256
 MAX_SPLIT_TILES = 2048  # tiles of a product whose parts of K are computed beside each other
+WHOLE_TILES = 256  # of weights in groups and more rows than few: so many tiles fill a device without that
 # Of the products of adapters: rows of a tile, ranks of a block, outputs of a tile, most parts of K
 LORA_ROWS, LORA_RANKS, LORA_OUTPUTS, LORA_PARTS = 16, 16, 128, 8
 
@@ -210,16 +211,22 @@ def persistent_ring(architecture: int, kind: str, rows: int, outputs: int) -> Ri
 
 def groups_tile(architecture: int, rows: str, form: str) -> Tile:
     """The same of weights in groups: they are the first operand. Up to 16 rows take the matrix instruction of
-    one warp, which nobody waits for; on sm_90 its bits are those of the taller one. On sm_100 all do: Triton
-    3.6 cannot lay these operands out for the taller one there."""
+    one warp, which nobody waits for; on sm_90 its bits are those of the taller one, and the tiles are the
+    fastest of `bench/gpu/tune_groups.py`. On sm_100 all do: Triton 3.6 cannot lay these operands out for the
+    taller one there."""
+    group = GROUPED[form][1]
+    if architecture == 90 and rows == SLIM:
+        return Tile(8, 32, 128, 2, 6 if group == 128 else 3)
+    if architecture == 90 and rows == FEW:
+        return Tile(16, 32 if group else 64, 128, 1 if group == 128 else 2, 4)
     if rows in (SLIM, FEW):
         return Tile(8 if rows == SLIM else 16, 32, 128, 2, 4)
     if architecture == 100:
         return Tile(64, 32, 128, 2, 3)
-    small = SHARED[architecture] <= 101376
-    if form == "fp8" and rows == MANY and not small:  # no scales of groups, so there are registers for more
-        return Tile(128, 128, 128, 8, 3)
-    return Tile(32 if GROUPED[form][1] == 16 else 64, 128, 128, 8, 2 if small else 3)
+    height = 32 if group == 16 else 64  # rows with scales of many groups have no registers for more
+    if architecture == 90:
+        return Tile(height, 64, 128, 4, 3)
+    return Tile(height, 128, 128, 8, 2 if SHARED[architecture] <= 101376 else 3)
 
 
 def block_k(kind: str) -> int:
@@ -256,11 +263,9 @@ def groups(form: str, rows: str, tile: Tile, gated: bool = False) -> Kernel:
     """A product of weights in groups with this tile; gated: of gate and up."""
     bits, group, scales = GROUPED[form]
     text = f"x:*bf16 q:*i32 high:*i32 scale:*{scales} low:*{scales} sums:*fp32"
-    ahead = 0 if rows == MANY else tile.n << 9
-    sums = rows not in (SLIM, FEW)
-    constants: Constants = (("BITS", bits), ("GROUP", group), ("SUMS", sums), ("AHEAD", ahead), ("LINE", 64),
-                            ("BLOCK_M", tile.m), ("BLOCK_N", tile.n), ("BLOCK_K", tile.k),
-                            ("STAGES", tile.stages))  # fmt: skip
+    constants: Constants = (("BITS", bits), ("GROUP", group), ("SUMS", rows == MANY),
+                            ("AHEAD", tile.n << 9), ("LINE", 64), ("BLOCK_M", tile.m),
+                            ("BLOCK_N", tile.n), ("BLOCK_K", tile.k), ("STAGES", tile.stages))  # fmt: skip
     if gated:
         function, text, aligned = "gated_groups", f"{text} out:*bf16 has_low zero M N K", ("N", "K")
     else:
@@ -326,7 +331,7 @@ def _products(architecture: int) -> list[Kernel]:
             if kind in GATED and gated_height(rows) == rows:
                 joined = gated_tile(tiles, rows)
                 found.append(gated_dense(f"gated_dense.{kind}.{rows}", kind, rows, joined))
-    for rows in (SLIM, FEW, SOME, MANY):
+    for rows in (SLIM, FEW, MANY):
         for form in GROUPED:
             tile = groups_tile(architecture, rows, form)
             found.append(groups(form, rows, tile))
@@ -673,10 +678,10 @@ def parts_of(rows: int, columns: int, step: int) -> tuple[int, int]:
 
 
 def group_parts_of(rows: int, columns: int) -> tuple[int, int]:
-    """The same of weights in groups: until some 512 programs of 64 outputs read it, each of at least 512
-    columns. A turn of a program takes long, but many programs beside each other hardly take longer."""
+    """The same of weights in groups: until some 256 programs of 64 outputs read it, each of at least 512
+    columns. With 512 of them one row took no less time, and 16 rows and more took longer."""
     programs = -(-rows // 64)
-    return cut(columns, max(1, min(512 // programs, columns // 512, 16)), GROUPS_K)
+    return cut(columns, max(1, min(256 // programs, columns // 512, 16)), GROUPS_K)
 
 
 def cut(columns: int, parts: int, step: int) -> tuple[int, int]:

@@ -22,10 +22,10 @@ from pageturner.kernels.gpu.catalogue import (
     MAX_SPLIT_TILES,
     MIXED,
     SLIM,
-    SOME,
     SOME_ROWS,
     SUMS_SPAN,
     THIN,
+    WHOLE_TILES,
     Ring,
     attention_rows,
     block_k,
@@ -51,7 +51,7 @@ from pageturner.kernels.gpu.weights import (
 )
 
 # Heights of tiles of weights in groups, and how many rows each is for; more have MANY
-GROUPS_ROWS = ((SLIM, 8), (FEW, 16), (SOME, SOME_ROWS))
+GROUPS_ROWS = ((SLIM, 8), (FEW, 16))
 
 
 @dataclass(slots=True)
@@ -168,10 +168,14 @@ class Launches:
             chunk, parts = parts_of(w.rows, w.columns, block_k(w.kind))
             tiles_by_height = tiles_of(self.driver.architecture, w.kind)
             height = height_of(rows, w.rows, THIN in tiles_by_height)
+            tile, name, whole = tiles_by_height[height], f"dense.{w.kind}.{height}", 0
         else:
             chunk, parts = group_parts_of(w.rows, w.columns)
             height = group_height_of(rows)
-        apart = height != MANY and parts > 1
+            tile, name = groups_tile(self.driver.architecture, height, w.sort), f"groups.{w.sort}.{height}"
+            whole = WHOLE_TILES if rows <= SOME_ROWS else 0
+        tiles = _tiles(w.rows, tile.n) * _tiles(rows, tile.m)
+        apart = parts > 1 and (height != MANY or tiles < whole)
         out = self.arena.take((rows, w.rows))
         partial = self.arena.take((parts, rows, w.rows)).address if apart else 0
         given = (
@@ -181,14 +185,11 @@ class Launches:
         flags = (int(bias is not None), int(residual is not None))
         shape = (rows, w.rows, w.columns, chunk, parts)
         if isinstance(w, FloatMatrix):
-            tile, name = tiles_by_height[height], f"dense.{w.kind}.{height}"
             arguments: tuple[int, ...] = (x.address, w.address, *given, *flags, *shape)
         else:
-            tile, name = groups_tile(self.driver.architecture, height, w.sort), f"groups.{w.sort}.{height}"
             arguments = (*self._operands(x, w), *given, int(w.low != 0), w.zero, *flags, *shape)
-        tiles = _tiles(w.rows, tile.n) * _tiles(rows, tile.m)
         assert not apart or tiles <= MAX_SPLIT_TILES  # each has a counter
-        self.driver.launch(name, (tiles, 1 if height == MANY else parts), arguments)
+        self.driver.launch(name, (tiles, parts if apart else 1), arguments)
         return out
 
     def _persistent_product(
@@ -214,7 +215,7 @@ class Launches:
         if isinstance(w, FloatMatrix):
             whole = w.kind in GATED and parts_of(w.rows, w.columns, block_k(kind))[1] == 1
         else:
-            many = w.sort in GATED_GROUPS and group_height_of(len(x)) == MANY
+            many = w.sort in GATED_GROUPS and len(x) > SOME_ROWS
             whole = many and group_parts_of(w.rows, w.columns)[1] == 1
         if w.compute != kind or not whole or w.rows % (2 * BLOCK_ROWS):
             return self.gated(self.product(x, w), kind)
@@ -265,7 +266,7 @@ class Launches:
     def _operands(self, x: GpuArray, w: Groups) -> tuple[int, ...]:
         """Addresses of both operands, the last one of the sums of the groups of x: where there are lows and
         more rows than a kernel that computes them itself takes."""
-        wanted = w.low and group_height_of(len(x)) not in (SLIM, FEW)
+        wanted = w.low and group_height_of(len(x)) == MANY
         sums = self.group_sums(x, w.columns, w.group) if wanted else 0
         return x.address, w.q, w.high, w.scale, w.low, sums
 

@@ -257,18 +257,20 @@ def groups(
     """Weights in groups of GROUP columns: value = scale * (q - zero) + low. The integers are exact in the
     type of x; scales are applied to the sum of a group. GROUP 0: value = scale * q with q in e4m3 and a scale
     for each row. SUMS: those of the groups of x, which lows are multiplied with, are in `sums`, else they are
-    computed here. Of several parts all but WHOLE have `partial` [parts, M, N] and a counter for each tile.
-    Grid: tiles of M and N, parts or 1."""
+    computed here. A program computes one part, or all where WHOLE and the grid say so. If it is one of
+    several, they have `partial` [parts, M, N] and a counter for each tile. Grid: tiles of M and N, parts or
+    1."""
     launch_dependents()
     m0, n0 = place(M, N, BLOCK_M, BLOCK_N)
     n = n0 * BLOCK_N + tl.arange(0, BLOCK_N)
     m = m0 * BLOCK_M + tl.arange(0, BLOCK_M)
-    first = 0 if WHOLE else tl.program_id(1)
+    first = tl.program_id(1)
+    each = parts // tl.num_programs(1) if WHOLE else 1
     begin = first * chunk
     ask_for(q, n0, N, K, begin, tl.minimum(begin + chunk, K), BITS, AHEAD, LINE, BLOCK_N)
     wait()
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for part in range(first, parts if WHOLE else first + 1):
+    for part in range(first, first + each):
         begin = part * chunk
         end = tl.minimum(begin + chunk, K)
         total += whole_groups(
@@ -277,7 +279,7 @@ def groups(
         )  # fmt: skip
     inside = (m < M)[None, :] & (n < N)[:, None]
     at = m[None, :].to(tl.int64) * N + n[:, None]
-    if WHOLE or parts == 1:
+    if each == parts:
         if GROUP == 0:
             total *= tl.load(scale + n, mask=n < N, other=0.0)[:, None]
         if has_bias:
