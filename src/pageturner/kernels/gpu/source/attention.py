@@ -23,15 +23,22 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def bytes_of(value):
+def bytes_of(value, R: tl.constexpr):
     """The same bytes, copied by an instruction that is not pure. Triton's search for the loads of an operand
     stops there. Where it finds bytes, it gives an instruction of one warp the columns 0, 1, 4, 5, ... of 32
-    instead of 16 neighbours (kWidth 4), and few rows would be summed in another order than many."""
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], value.dtype, False, 4)
+    instead of 16 neighbours (kWidth 4), and few rows would be summed in another order than many. 64 rows on
+    sm_100 have operands in shared memory alone, and a pipeline that does not take such an instruction."""
+    copied = value
+    if not (R >= 64 and cuda_capability_geq(10, 0)) or cuda_capability_geq(12, 0):
+        copied = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], value.dtype, False, 4)
+    return copied
 
 
 @triton.jit
-def load_heads(kv, scales, slot, head, heads, stride, dim, d, KIND: tl.constexpr, COMPUTE: tl.constexpr):
+def load_heads(
+    kv, scales, slot, head, heads, stride, dim, d, KIND: tl.constexpr, COMPUTE: tl.constexpr,
+    R: tl.constexpr,
+):  # fmt: skip
     """Of each slot the elements d, those below `dim`, of one head [positions, D] in the type that products
     are computed in. Heads are `stride` apart."""
     index = slot * heads + head
@@ -39,7 +46,7 @@ def load_heads(kv, scales, slot, head, heads, stride, dim, d, KIND: tl.constexpr
     rows = kv + index.to(tl.int64) * stride
     value = tl.load(rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0)
     if KIND == "int8" or KIND == "fp8_e4m3":
-        value = bytes_of(value)
+        value = bytes_of(value, R)
     if KIND == "int8":
         scale = tl.load(scales + index)
         heads_of = (value.to(tl.float32) * scale[:, None]).to(COMPUTE)
@@ -130,13 +137,14 @@ def attend_tile(
     ones = tl.full((BLOCK_T, 16), 1.0, tl.float32).to(q.dtype)
     j = start + tl.arange(0, BLOCK_T)
     there = tl.minimum(tl.maximum(j, lowest), last)
-    column = block_of(there, inverse, shift, q.shape[0] > 16)
+    R: tl.constexpr = q.shape[0]
+    column = block_of(there, inverse, shift, R > 16)
     slot = tl.load(table + column) * block + (there - column * block)
-    k = load_heads(keys, k_scales, slot, kv_head, kv_heads, dim, mixed_dim, d, KIND, q.dtype)
+    k = load_heads(keys, k_scales, slot, kv_head, kv_heads, dim, mixed_dim, d, KIND, q.dtype, R)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if ROTARY > 0:
         behind = mixed_dim + tl.arange(0, ROTARY)
-        rest = load_heads(keys, k_scales, slot, kv_head, kv_heads, dim, dim, behind, KIND, q.dtype)
+        rest = load_heads(keys, k_scales, slot, kv_head, kv_heads, dim, dim, behind, KIND, q.dtype, R)
         scores = tl.dot(turned, tl.trans(rest), scores, input_precision="ieee")
     if soft_cap > 0:
         cap = soft_cap * LOG2E
@@ -154,7 +162,7 @@ def attend_tile(
     if ROTARY > 0:
         v = k
     else:
-        v = load_heads(values, v_scales, slot, kv_head, kv_heads, dim, mixed_dim, d, KIND, q.dtype)
+        v = load_heads(values, v_scales, slot, kv_head, kv_heads, dim, mixed_dim, d, KIND, q.dtype, R)
     sums = tl.max(tl.dot(weights, ones, input_precision="ieee"), axis=1)
     total = total * old + sums
     mixed = mixed * old[:, None] + tl.dot(weights, v, input_precision="ieee")
