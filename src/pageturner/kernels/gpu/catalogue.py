@@ -679,7 +679,7 @@ def parts_of(rows: int, columns: int, step: int) -> tuple[int, int]:
 
 def group_parts_of(rows: int, columns: int) -> tuple[int, int]:
     """The same of weights in groups: until some 256 programs of 64 outputs read it, each of at least 512
-    columns. With 512 of them one row took no less time, and 16 rows and more took longer."""
+    columns. With 512 of them a layer took no less time for one row, and more for 64."""
     programs = -(-rows // 64)
     return cut(columns, max(1, min(256 // programs, columns // 512, 16)), GROUPS_K)
 
