@@ -318,6 +318,9 @@ def main() -> int:
             print("CHANGED", one)
         if options.record:
             failed = {one.split()[1].rstrip(":") for one in bad}
+            gone = set(before) - set(now) if not (options.only or options.sample) else ()
+            for name in gone:
+                del before[name]
             before.update({name: row for name, row in now.items() if name not in failed})
     if options.record:
         judge.write(recorded)

@@ -245,14 +245,16 @@ def test_what_reshapes_logits_is_bounded_over_all_requests() -> None:
     first = streams(1, 90)
     open_streams.add(first)
     with pytest.raises(ClientError) as caught:
-        open_streams.add(streams(2, 11))
+        open_streams.check_room(streams(2, 11))
     assert (caught.value.status, caught.value.code) == (429, "queue_full")
+    open_streams.check_room(streams(3, 10))
     open_streams.add(streams(3, 10))
     open_streams.cancel(first[0])
+    open_streams.check_room(streams(4, 90))
     open_streams.add(streams(4, 90))
     open_streams.cancel(open_streams.unfinished[3])
     open_streams.cancel(open_streams.unfinished[4])
-    open_streams.add(streams(5, 101))  # sending it again would not help: alone it is taken
+    open_streams.check_room(streams(5, 101))  # sending it again would not help: alone it is taken
 
 
 @pytest.mark.parametrize(
