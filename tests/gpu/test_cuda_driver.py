@@ -102,7 +102,8 @@ def test_an_engine_asks_for_nothing_wrong_and_waits_for_tokens_only(
 
 USED = (  # by the tiny model of cuda_engine.py
     "embed.fp32", "head_norm.fp32", "dense.fp32.slim", "place_heads.float16.64", "attend.float16.64.few.fp32",
-    "gated.silu.fp32", "take_rows", "sample.best", "sample.draw",
+    "gated.silu.fp32", "take_rows", "sample.best", "sample.scan.0", "sample.scan.1", "sample.collect",
+    "sample.draw",
 )  # fmt: skip
 COMPILE = """
 import sys
