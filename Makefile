@@ -74,7 +74,7 @@ accept: $(VENV)/.dev model ## every line a piece of work must show: make accept 
 soak: $(VENV)/.dev model ## long runs, by hand: whole cross products, kernels under sanitizers, random plans, hostile files and frames, a million requests, kill -9
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m "soak and not peer and not gpu" --timeout 7200
 	$(BIN)/python tests/native/run.py
-	PAGETURNER_PROPERTY_RUNS=20000 $(BIN)/pytest -n $(WORKERS) -m slow tests/core --timeout 3600
+	PAGETURNER_PROPERTY_RUNS=20000 $(BIN)/pytest -n $(WORKERS) -m slow tests/scheduler --timeout 3600
 	$(BIN)/python bench/fuzz_files.py --seconds 600
 	$(BIN)/python bench/fuzz_frames.py --seconds 600
 	$(BIN)/python bench/accept/trust_soak.py

@@ -36,14 +36,14 @@ sys.meta_path[:] = [one for one in sys.meta_path if not type(one).__name__.start
 sys.path.insert(0, tree)  # in place of what is installed
 import pageturner
 assert pageturner.__file__.startswith(tree), pageturner.__file__
-from pageturner.files import hub
-from pageturner.files.load_tokenizer import load_tokenizer
-from pageturner.serve.body import decode
-from pageturner.serve.call import ServedModel
-from pageturner.serve import chat
-from pageturner.serve.limits import NO_LIMITS
+from pageturner.formats import hub
+from pageturner.formats.load_tokenizer import load_tokenizer
+from pageturner.server.api.base.body import decode
+from pageturner.server.api.base.call import ServedModel
+from pageturner.server import chat
+from pageturner.server.admission.limits import NO_LIMITS
 from pageturner.text.chat_template import ChatTemplate
-from pageturner.serve.reading import AT_ONCE_LIMITS
+from pageturner.server.text_workers.reading import AT_ONCE_LIMITS
 
 tokenizer = load_tokenizer(hub.resolve(sys.argv[1], offline=True).path)
 template = ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token, AT_ONCE_LIMITS)

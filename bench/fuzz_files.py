@@ -30,12 +30,12 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from hostile import models
-from pageturner.config import EngineConfig
+from pageturner.config.settings import EngineConfig
+from pageturner.engine.engine_factory import make_engine
 from pageturner.errors import ClientError, EngineFault
-from pageturner.files.load_tokenizer import load_with_defaults
-from pageturner.lab.model_outline import read_outline
-from pageturner.runtime.engine_factory import make_engine
-from pageturner.runtime.grammar import Compiler, GrammarError
+from pageturner.executor.grammar import Compiler, GrammarError
+from pageturner.formats.load_tokenizer import load_with_defaults
+from pageturner.lab.planning.model_outline import read_outline
 from pageturner.text.chat_template import ChatTemplate
 from pageturner.text.structured_outputs import StructuredOutputsParams
 

@@ -79,7 +79,7 @@ class Module:
         return len(self.text.splitlines())
 
     def at(self, node: ast.AST, what: str) -> str:
-        """A finding: "core/types.py:12 what"."""
+        """A finding: "scheduler/types.py:12 what"."""
         return f"{self.file}:{getattr(node, 'lineno', 1)} {what}"
 
 
@@ -351,7 +351,7 @@ def gives_reason(house: House, name: str, docstring: str) -> bool:
 
 
 def longest_functions(house: House) -> list[tuple[int, str]]:
-    """(lines, "core/types.py:12 name"), the longest first."""
+    """(lines, "scheduler/types.py:12 name"), the longest first."""
     found = []
     for module in house.values():
         for node in module.nodes:

@@ -19,7 +19,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from pageturner.lab import bench_kernels, report
+from pageturner.lab.bench import bench_kernels
+from pageturner.lab.compare import report
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = Path("src/pageturner/kernels")
@@ -47,7 +48,7 @@ def build(base: str, folder: Path) -> Path:
 
 def climb(source: Path, flags: list[str], output: Path) -> dict[str, Any]:
     """One ladder in a process of its own."""
-    command = [sys.executable, "-m", "pageturner.lab.bench_kernels", *flags, "--json", str(output)]
+    command = [sys.executable, "-m", "pageturner.lab.bench.bench_kernels", *flags, "--json", str(output)]
     environment = {**os.environ, "PYTHONPATH": str(source)}
     subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
     figures: dict[str, Any] = json.loads(output.read_text())

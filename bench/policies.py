@@ -16,18 +16,18 @@ from pathlib import Path
 
 import msgspec
 
-from pageturner.config import EngineConfig
-from pageturner.lab import comparison
-from pageturner.lab.comparison import Contender
-from pageturner.lab.engine_bench import EngineBench
-from pageturner.lab.run_timeline import SlotSpan, timeline_of
-from pageturner.lab.step_cost import CalibratedCost
-from pageturner.lab.svg_charts import HATCH, KINDS, Axis, standalone
-from pageturner.observe.step_log import Arrived
+from pageturner.config.settings import EngineConfig
+from pageturner.lab.bench.engine_bench import EngineBench
+from pageturner.lab.compare import comparison
+from pageturner.lab.compare.comparison import Contender
+from pageturner.lab.compare.run_timeline import SlotSpan, timeline_of
+from pageturner.lab.compare.svg_charts import HATCH, KINDS, Axis, standalone
+from pageturner.lab.simulation.step_cost import CalibratedCost
 from pageturner.params import SamplingParams
 from pageturner.policies.batching import POLICIES
 from pageturner.policies.orders import ORDERS
 from pageturner.request import Request
+from pageturner.telemetry.step_log import Arrived
 
 FOLDER = Path(__file__).parents[1] / "docs" / "policies"
 WIDTH, LABELS, RIGHT, TOP, ROW = 700, 152, 14, 44, 15

@@ -1,4 +1,4 @@
-"""What a row of logits costs beside its token: the figures of observe/work_price.py, measured.
+"""What a row of logits costs beside its token: the figures of telemetry/work_price.py, measured.
 
     python bench/prices.py [--model smollm2] [--rounds 3]
 
@@ -15,12 +15,12 @@ import statistics
 import time
 from typing import Any
 
-from pageturner.config import EngineConfig
+from pageturner.config.settings import EngineConfig
+from pageturner.engine.engine_factory import LoadedEngine, engine_again
 from pageturner.llm import LLM
-from pageturner.observe.work_price import work_prices
 from pageturner.params import SamplingParams
 from pageturner.request import Request
-from pageturner.runtime.engine_factory import LoadedEngine, engine_again
+from pageturner.telemetry.work_price import work_prices
 
 PROMPT, SHORT, STEPS, WIDE = 1024, 64, 16, 32
 IDS = itertools.count(1)

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from pageturner.files.load_tokenizer import load_tokenizer
+from pageturner.formats.load_tokenizer import load_tokenizer
 from pageturner.kernels.base import F32, Batch
 from pageturner.kernels.native import NativeOps
 from pageturner.models.load import load_model

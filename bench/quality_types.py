@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import quality
-from pageturner.files.gguf import open_gguf
+from pageturner.formats.gguf import open_gguf
 from pageturner.kernels.base import F32
 from peers import launch
 from quality import EXACT, Loss, Window

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from pageturner.files import hub
-from pageturner.files.gguf import Array, open_gguf
+from pageturner.formats import hub
+from pageturner.formats.gguf import Array, open_gguf
 from support import gguf_writer
 
 QWEN = "models/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"

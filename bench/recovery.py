@@ -27,10 +27,10 @@ sys.path.insert(0, str(Path(__file__).parent / "accept"))
 import harness
 from harness import Server
 
-from pageturner.config import EngineConfig
+from pageturner.config.settings import EngineConfig
+from pageturner.engine.engine_factory import LoadedEngine, make_engine
 from pageturner.params import SamplingParams
 from pageturner.request import Request
-from pageturner.runtime.engine_factory import LoadedEngine, make_engine
 
 BEFORE, AFTER = 24, 40  # tokens of each stream before the engine is killed, and behind that
 MEMORY = "1400M"

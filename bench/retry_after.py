@@ -1,5 +1,6 @@
 """Does a Retry-After hold? Clients whom a full server refuses come back when they were told to, on loads
-that `serve/places.py` was not tuned on; printed is how many of them were let in, by load and in all.
+that `server/engine_client/places.py` was not tuned on; printed is how many of them were let in, by load
+and in all.
 
     python bench/retry_after.py [--seeds 5] [--seconds 240]
 
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import sin
 
-from pageturner.serve.places import Places
+from pageturner.server.engine_client.places import Places
 
 BUDGET = 512  # tokens of a step
 ENOUGH = 0.9

@@ -13,11 +13,11 @@ import platform
 import statistics
 import time
 
-from pageturner.core.types import Output, Result
 from pageturner.params import SamplingParams
 from pageturner.policies.scheduler_config import SchedulerConfig
 from pageturner.policies.scheduler_factory import make_scheduler
 from pageturner.request import Request
+from pageturner.scheduler.types import Output, Result
 
 PROMPT, ANSWER = 100, 300
 

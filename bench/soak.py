@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).parent / "accept"))
 import harness
 from harness import Server
 
-from pageturner.lab.traffic import TrafficRequest
-from pageturner.lab.traffic_generators import word_prompts
+from pageturner.lab.traffic.traffic import TrafficRequest
+from pageturner.lab.traffic.traffic_generators import word_prompts
 
 
 def ask(server: Server, number: int, job: TrafficRequest, leave_after: int | None = None) -> str:

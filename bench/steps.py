@@ -22,17 +22,17 @@ from typing import Any
 
 import numpy as np
 
-from pageturner.config import EngineConfig
+from pageturner.config.settings import EngineConfig
+from pageturner.engine.engine_factory import LoadedEngine, make_engine
 from pageturner.kernels import native_module, peak
 from pageturner.kernels.base import KV, AttentionShape, Batch, Layer, Ops, Tensor
 from pageturner.kernels.choosing import Head
 from pageturner.kernels.composites import Composites
-from pageturner.lab import report
-from pageturner.lab.bench_kernels import limits_text
-from pageturner.lab.kernel_cases import FLOATS, TERMS
+from pageturner.lab.bench.bench_kernels import limits_text
+from pageturner.lab.bench.kernel_cases import FLOATS, TERMS
+from pageturner.lab.compare import report
 from pageturner.params import SamplingParams
 from pageturner.request import Request
-from pageturner.runtime.engine_factory import LoadedEngine, make_engine
 
 STEPS, ROUNDS = 24, 5  # decode steps, prefills; the median counts
 SAMPLED = SamplingParams(temperature=0.8, top_k=50, top_p=0.9, min_p=0.05, seed=1)

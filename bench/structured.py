@@ -16,13 +16,13 @@ import time
 from dataclasses import replace
 
 from pageturner import SamplingParams, StructuredOutputsParams
-from pageturner.config import EngineConfig
-from pageturner.files import hub
-from pageturner.files.load_tokenizer import load_tokenizer
-from pageturner.files.tokenizer import Tokenizer
+from pageturner.config.settings import EngineConfig
+from pageturner.engine.engine import Engine
+from pageturner.engine.engine_factory import make_engine
+from pageturner.formats import hub
+from pageturner.formats.load_tokenizer import load_tokenizer
+from pageturner.formats.tokenizer import Tokenizer
 from pageturner.request import Request
-from pageturner.runtime.engine import Engine
-from pageturner.runtime.engine_factory import make_engine
 
 PERSON = {
     "type": "object",

@@ -13,10 +13,11 @@ import sys
 import time
 from pathlib import Path
 
-from pageturner.core.scheduler import Scheduler
-from pageturner.core.types import Plan, Result
-from pageturner.files.hub import cache_folder
-from pageturner.files.load_tokenizer import load_tokenizer
+from pageturner.engine.engine import Engine
+from pageturner.executor.kv_memory import KVSizes
+from pageturner.executor.runner import Runner
+from pageturner.formats.hub import cache_folder
+from pageturner.formats.load_tokenizer import load_tokenizer
 from pageturner.kernels.native import NativeOps
 from pageturner.models.decoder import Decoder
 from pageturner.models.load import load_model
@@ -24,9 +25,8 @@ from pageturner.params import SamplingParams
 from pageturner.policies.scheduler_config import SchedulerConfig
 from pageturner.policies.scheduler_factory import make_scheduler
 from pageturner.request import Event, Request
-from pageturner.runtime.engine import Engine
-from pageturner.runtime.kv_memory import KVSizes
-from pageturner.runtime.runner import Runner
+from pageturner.scheduler.scheduler import Scheduler
+from pageturner.scheduler.types import Plan, Result
 
 SIZE, DTYPE = 16, "float16"
 

@@ -16,11 +16,11 @@ from harness import DATA, ROOT, Line, NotRun
 
 sys.path.insert(0, str(ROOT / "bench"))
 import quality
-from pageturner.config import EngineConfig
+from pageturner.config.settings import EngineConfig
+from pageturner.engine.engine_factory import make_engine
 from pageturner.params import SamplingParams
 from pageturner.progress import Progress
 from pageturner.request import Request
-from pageturner.runtime.engine_factory import make_engine
 
 GOLDENS = ROOT / "tests" / "goldens"
 NEAR_TIE = 1e-3  # top-two logits of the reference closer than this: either token is right

@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 # -- shapes --------------------------------------------------------------------------------------------------
 def shapes(arguments: argparse.Namespace) -> Iterator[Line]:
     """By the tests, of which the first is given more rounds."""
-    file, rounds = "tests/serve/test_parts.py", arguments.rounds
+    file, rounds = "tests/server/test_parts.py", arguments.rounds
     more = {"PARTS_ROUNDS": str(rounds)}
     what = f"{4 * rounds:,} random answers with calls and thoughts in 4 shapes: streamed as whole"
     yield harness.pytest_line(what, file, "-k", "wherever_the_answer_is_cut", environment=more)

@@ -106,7 +106,7 @@ def killed_command(folder: Path, flags: list[str], lines: bytes, kills: int, dic
     source, out, errors = folder / "in.jsonl", folder / "out.jsonl", folder / "err.jsonl"
     source.write_bytes(lines)
     calm = folder / "calm.jsonl"
-    program = [sys.executable, "-m", "pageturner.cli", "batch", str(source)]
+    program = [sys.executable, "-m", "pageturner", "batch", str(source)]
 
     def start(*words: str) -> subprocess.Popen[bytes]:
         command = [*program, *words, *flags]
@@ -186,7 +186,7 @@ def contents(url: str, told: dict[str, Any]) -> bytes:
 
 def serving(folder: Path, flags: list[str]) -> tuple[str, subprocess.Popen[bytes]]:
     port = harness.free_port()
-    command = [sys.executable, "-m", "pageturner.cli", "serve", "smollm2", "--port", str(port)]
+    command = [sys.executable, "-m", "pageturner", "serve", "smollm2", "--port", str(port)]
     command += ["--batch-dir", str(folder / "batches"), "--log-level", "error", *flags]
     process = subprocess.Popen(command, cwd=harness.ROOT, stderr=subprocess.DEVNULL, start_new_session=True)
     harness.wait_ready(f"http://127.0.0.1:{port}", process, 60)

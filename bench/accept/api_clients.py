@@ -26,8 +26,8 @@ from typing import Any
 import harness
 from harness import RESULTS, ROOT, Line, Server
 
-from pageturner.config import ServerConfig
-from pageturner.files import hub
+from pageturner.config.settings import ServerConfig
+from pageturner.formats import hub
 
 CLIENTS = ROOT / "bench" / "clients"
 sys.path.insert(0, str(CLIENTS))

@@ -31,7 +31,7 @@ import harness
 from dialect_jobs import CHAT, COMPLETIONS, RESPONSES, Ask
 from harness import Line, NotRun, Server
 
-from pageturner.files import hub
+from pageturner.formats import hub
 
 STREAMS = 32
 MODELS = {"smollm2": "smollm2", "qwen2.5-coder": "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"}

@@ -30,7 +30,7 @@ VERSION = "4.32.5"
 KEY, ADMIN = "sesame", "open-admin"
 LEAST_ACCEPTED = 0.7
 DEFAULTS = {"examples": 60, "coverage": 240, "tests": True}
-# what the door promises -> the tests that hold it, below tests/serve
+# what the door promises -> the tests that hold it, below tests/server
 HELD: dict[str, tuple[str, ...]] = {
     "every route is in the document, real answers are what it says, /docs needs nobody else": (
         "test_openapi.py",
@@ -173,7 +173,7 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     """Every line of the door. What `arguments` does not say is as in DEFAULTS."""
     arguments = argparse.Namespace(**{**DEFAULTS, **vars(arguments)})
     for what, tests in HELD.items() if arguments.tests else ():
-        yield harness.pytest_line(what, *(f"tests/serve/{test}" for test in tests))
+        yield harness.pytest_line(what, *(f"tests/server/{test}" for test in tests))
     program = installed()
     with tempfile.TemporaryDirectory() as folder:
         usual = Path(folder) / "generation_config.json"

@@ -29,8 +29,8 @@ import harness
 from harness import Line, NotRun, Server
 
 import chat_path
-from pageturner.files import hub
-from pageturner.files.load_tokenizer import load_tokenizer
+from pageturner.formats import hub
+from pageturner.formats.load_tokenizer import load_tokenizer
 from pageturner.text.chat_template import ChatTemplate
 from pageturner.text.family_templates import BY_NAME, recognised
 

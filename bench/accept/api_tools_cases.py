@@ -16,8 +16,8 @@ import harness
 
 sys.path.append(str(harness.ROOT / "tests"))
 
-from pageturner.files import hub
-from pageturner.files.load_tokenizer import Tokenizer, load_tokenizer
+from pageturner.formats import hub
+from pageturner.formats.load_tokenizer import Tokenizer, load_tokenizer
 from pageturner.text import reasoning
 from pageturner.text.answer_format import marks_of
 from pageturner.text.tool_formats import recognised, tool_format

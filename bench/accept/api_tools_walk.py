@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from api_tools_cases import Draw, Family, Json, vocabulary_with
 
-from pageturner.files.tokenizer import Tokenizer
-from pageturner.runtime.grammar import Compiler, GrammarError, Matcher
+from pageturner.executor.grammar import Compiler, GrammarError, Matcher
+from pageturner.formats.tokenizer import Tokenizer
 from pageturner.text import tools
 from pageturner.text.answer_format import AnswerFormat, control_token, control_tokens, read
 from pageturner.text.detokenizer import Detokenizer

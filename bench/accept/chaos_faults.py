@@ -19,7 +19,7 @@ import chaos_jobs
 from chaos_jobs import Job
 from harness import Server
 
-from pageturner.ledger import Ledger
+from pageturner.ipc.ledger import Ledger
 
 ENGINE_TIMEOUT = 3.0  # seconds, of the server that is disturbed
 WORKERS = "pageturner-text"  # what the fork server and the text workers are called

@@ -24,7 +24,7 @@ from harness import DATA, ROOT, Line, NotRun
 sys.path.insert(0, str(ROOT / "bench"))
 import structured
 from pageturner import LLM
-from pageturner.lab.traffic_files import read_workload
+from pageturner.lab.traffic.traffic_files import read_workload
 from pageturner.params import SamplingParams
 from pageturner.request import Request
 
@@ -222,12 +222,13 @@ def exact() -> Iterator[Line]:
         "samples, grammars and drafts in any crowd": (
             "tests/e2e/test_invariance.py", "tests/e2e/test_structured.py",
         ),
-        "sampled frequencies, chi-square, 16 settings": ("tests/runtime/test_distribution.py",),
-        "sessions": ("tests/runtime/test_session.py",),
-        "property machine: choices, beams, pins, salts, drafts; 5,600 runs": ("tests/core", "tests/mutants"),
+        "sampled frequencies, chi-square, 16 settings": ("tests/engine/test_distribution.py",),
+        "sessions": ("tests/engine/test_session.py",),
+        "property machine: choices, beams, pins, salts, drafts; 5,600 runs": ("tests/scheduler",
+        "tests/mutants"),
         "beams over HTTP and in LLM; bad input": ("tests/e2e/test_beams.py",),
         "n, best_of, prefixes, formats over HTTP; bad input": (
-            "tests/serve/test_choices.py", "tests/serve/test_prefixes.py", "tests/serve/test_formats.py",
+            "tests/server/test_choices.py", "tests/server/test_prefixes.py", "tests/server/test_formats.py",
         ),
     }  # fmt: skip
     for what, files in tests.items():

@@ -16,7 +16,7 @@ from itertools import count
 from harness import DATA, Line, NotRun
 
 from pageturner import LLM
-from pageturner.files.hub import cache_folder
+from pageturner.formats.hub import cache_folder
 from pageturner.params import SamplingParams
 from pageturner.request import Request
 

@@ -218,7 +218,7 @@ def ahead() -> Iterator[Line]:
 
 def bad() -> Iterator[Line]:
     """No device, an old driver, no kernels, a model or a type that cannot be, a kernel that faults."""
-    files = ["tests/gpu/test_loading.py", *_named("tests/gpu", "bad"), *_named("tests/runtime", "gpu")]
+    files = ["tests/gpu/test_loading.py", *_named("tests/gpu", "bad"), *_named("tests/engine", "gpu")]
     yield pytest_line("bad input: clear errors", "-m", "slow or not slow", *files, "-k", BAD)
 
 

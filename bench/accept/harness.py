@@ -137,7 +137,7 @@ class Server:
         """The child that runs the engine."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         for child in children:
-            if b"pageturner.runtime.worker" in Path(f"/proc/{child}/cmdline").read_bytes():
+            if b"pageturner.engine.worker" in Path(f"/proc/{child}/cmdline").read_bytes():
                 return int(child)
         raise RuntimeError("the server has no engine process")
 
@@ -169,7 +169,7 @@ def server(
 ) -> Iterator[Server]:
     """`pageturner serve` on a free loopback port, ready; ended by its process id. log: what it says."""
     port = free_port()
-    command = [sys.executable, "-m", "pageturner.cli", "serve", model, "--port", str(port), *flags]
+    command = [sys.executable, "-m", "pageturner", "serve", model, "--port", str(port), *flags]
     with log.open("wb") as said:
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=said)
     try:

@@ -32,7 +32,7 @@ class Side:
 
     def command(self, *words: str) -> list[str]:
         """`pageturner WORDS` of this side."""
-        return [str(self.python), "-m", "pageturner.cli", *words]
+        return [str(self.python), "-m", "pageturner", *words]
 
     def environment(self, **more: str) -> dict[str, str]:
         """As ours, but nothing of another side can be imported."""

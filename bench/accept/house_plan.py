@@ -23,7 +23,7 @@ from pageturner import LLM, SamplingParams
 try:
     from pageturner.request import Request
 except ImportError:  # the commit before the house
-    from pageturner.core.types import Request  # type: ignore[attr-defined, no-redef]
+    from pageturner.scheduler.types import Request  # type: ignore[attr-defined, no-redef]
 
 PROMPT, ANSWER, BLOCK = 100, 300, 16  # tokens
 EACH = -(-(PROMPT + ANSWER) // BLOCK)  # blocks of one whole sequence

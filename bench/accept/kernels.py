@@ -33,11 +33,11 @@ sys.path.insert(0, str(ROOT / "bench"))
 import answers
 
 import quality_types
-from pageturner.files import hub
-from pageturner.files.load_tokenizer import load_tokenizer
+from pageturner.formats import hub
+from pageturner.formats.load_tokenizer import load_tokenizer
 from pageturner.kernels import peak
 from pageturner.kernels.native import NativeOps
-from pageturner.lab.traffic_files import read_workload
+from pageturner.lab.traffic.traffic_files import read_workload
 from peers import launch, picture, rounds, run, table
 
 FOLDER = RESULTS / "kernels"
@@ -252,7 +252,7 @@ def prefill(o: Options) -> dict[str, Any]:
         )
         theirs = {kind: row["avg_ts"] for kind, row in zip(files, rows, strict=True)}
         turns.append({"ours": mine, "theirs": theirs})
-    ladder = _json_of(["-m", "pageturner.lab.bench_kernels", "--only", "gemm", "--budget", 0.3])
+    ladder = _json_of(["-m", "pageturner.lab.bench.bench_kernels", "--only", "gemm", "--budget", 0.3])
     return {"machine": run.machine(), "rounds": turns, "ladder": ladder}
 
 
@@ -328,7 +328,7 @@ def suites(o: Options) -> dict[str, Any]:
         "bit-identical in any crowd, full product, tiny models": ("tests/e2e/test_invariance.py",),
         "bit-identical in any crowd, SmolLM2": ("tests/e2e/test_invariance_smollm2.py",),
         "operators: grid, invariance, safety": ("tests/kernels",),
-        "property machine and mutants": ("tests/core", "tests/mutants"),
+        "property machine and mutants": ("tests/scheduler", "tests/mutants"),
     }
     if o.limit:
         return {"lines": _lines([harness.pytest_line("limits", "tests/kernels/test_peak.py", *EVERY)])}

@@ -23,15 +23,15 @@ import harness
 import lab_compare
 from harness import DATA, ROOT, Line, NotRun
 
-from pageturner.commands.calibrate import render
-from pageturner.config import EngineConfig
-from pageturner.files import hub
-from pageturner.lab import calibration, log_replay, recorded_runs
-from pageturner.lab.calibration import Check
-from pageturner.lab.engine_bench import EngineBench
-from pageturner.lab.recorded_runs import RecordedRun
-from pageturner.lab.request_metrics import LatencyTargets
-from pageturner.lab.traffic_generators import TokenPrompts, burst_times
+from pageturner.config.settings import EngineConfig
+from pageturner.formats import hub
+from pageturner.lab.bench.engine_bench import EngineBench
+from pageturner.lab.bench.request_metrics import LatencyTargets
+from pageturner.lab.commands.calibrate import render
+from pageturner.lab.simulation import calibration, log_replay, recorded_runs
+from pageturner.lab.simulation.calibration import Check
+from pageturner.lab.simulation.recorded_runs import RecordedRun
+from pageturner.lab.traffic.traffic_generators import TokenPrompts, burst_times
 
 LENGTHS = (128, 48, 24)  # mean tokens of prompt and answer, requests of a load
 PAIRS = 5  # of a fit and a load behind it, for each load
@@ -115,7 +115,7 @@ def _simulate(*flags: str) -> tuple[dict[str, Any], float, float]:
     with tempfile.TemporaryDirectory() as folder:
         model, output = Path(folder) / "config.json", Path(folder) / "result.json"
         model.write_text(json.dumps(EIGHT_BILLION))
-        command = [sys.executable, "-m", "pageturner.cli", "simulate", "--model", str(model), "--gpu", "H100",
+        command = [sys.executable, "-m", "pageturner", "simulate", "--model", str(model), "--gpu", "H100",
                    "--output", str(output), *flags]  # fmt: skip
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         _, status, used = os.wait4(process.pid, 0)
@@ -187,19 +187,19 @@ def rules() -> Iterator[Line]:
     """What is proved by tests."""
     tests = {
         "ageing bounds, the promises of each policy and order; a liar starves nobody": (
-            "tests/core/test_promises.py",
-            "tests/core/test_property.py::test_the_ageing_bound",
-            "tests/core/test_property.py::test_each_policy_and_order_under_pressure"),
+            "tests/scheduler/test_promises.py",
+            "tests/scheduler/test_property.py::test_the_ageing_bound",
+            "tests/scheduler/test_property.py::test_each_policy_and_order_under_pressure"),
         "the predictor beats the constant on the shipped traces": (
-            "tests/core/test_predict.py",),
+            "tests/scheduler/test_predict.py",),
         "fast-forward: steps at once equal steps one by one, in 1,000 random runs": (
             "tests/lab/test_simulator.py",),
         "step logs give the same plans and tokens again; other versions are refused": (
-            "tests/lab/test_history.py", "tests/runtime/test_steplog.py"),
+            "tests/lab/test_history.py", "tests/engine/test_steplog.py"),
         "the report needs nothing from outside; each claim is judged by its threshold": (
             "tests/lab/test_compare.py",),
         "calibrate --check prints errors and drift; bad traces, names and targets are one clear line": (
-            "tests/commands/test_simulate.py", "tests/commands/test_compare.py",
+            "tests/cli/test_simulate.py", "tests/cli/test_compare.py",
             "tests/lab/test_traffic.py"),
     }  # fmt: skip
     for what, files in tests.items():

@@ -48,7 +48,7 @@ def _compare(mix: str, names: str, orders: str, *flags: str) -> Told:
     """The figures that the command wrote."""
     page = PAGES / f"{mix}-{orders.replace(',', '-')}.html"
     page.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "pageturner.cli", "compare", "smollm2", "--mix", mix,
+    command = [sys.executable, "-m", "pageturner", "compare", "smollm2", "--mix", mix,
                "--policies", names, "--orders", orders, "--num-prompts", str(REQUESTS[mix]),
                "--rounds", str(ROUNDS), "--output", str(page), *flags]  # fmt: skip
     subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -28,7 +28,7 @@ import numpy as np
 
 import quality
 import quality_types
-from pageturner.files import hub
+from pageturner.formats import hub
 from pageturner.kernels.native import NativeOps
 from pageturner.models.load import load_model
 from peers import launch, table
@@ -93,10 +93,10 @@ def tokenizers() -> Iterator[Line]:
         "a stream equals decoding at once, no broken character": "stream_equals",
         "text comes back": "comes_back",
     }.items():
-        yield harness.pytest_line(what, "tests/files/test_vocabs.py", "-k", chosen, *EVERY)
+        yield harness.pytest_line(what, "tests/formats/test_vocabs.py", "-k", chosen, *EVERY)
     yield harness.pytest_line(
         "SmolLM2's own, tokenizer.json, SentencePiece, tiktoken ranks",
-        "tests/files/test_tokenizer.py", "tests/files/test_folder.py", *EVERY,
+        "tests/formats/test_tokenizer.py", "tests/formats/test_folder.py", *EVERY,
     )  # fmt: skip
 
 
@@ -106,7 +106,7 @@ def tokenizers() -> Iterator[Line]:
 def types() -> Iterator[Line]:
     """Each GGUF type, in files that llama-quantize makes of SmolLM2, which was Q4_1 before."""
     what = "dequantised values bit-equal to the gguf package"
-    yield harness.pytest_line(what, "tests/files/test_ggml.py", *EVERY)
+    yield harness.pytest_line(what, "tests/formats/test_ggml.py", *EVERY)
     what = "integer products of real weights against fp32, every type"
     yield harness.pytest_line(what, "tests/models/test_real_kernels.py", *EVERY)
     source, text = hub.resolve("smollm2").path, DATA / "text" / "en_time_machine.txt"
@@ -130,42 +130,42 @@ def types() -> Iterator[Line]:
 
 def sampling() -> Iterator[Line]:
     what = "every parameter: streamed equals not streamed"
-    yield harness.pytest_line(f"{what}, library", "tests/runtime/test_llm_sampling.py", *EVERY)
+    yield harness.pytest_line(f"{what}, library", "tests/engine/test_llm_sampling.py", *EVERY)
     yield harness.pytest_line(
-        f"{what}, HTTP", "tests/serve/test_http_sampling.py", "tests/serve/test_sampling.py", *EVERY
+        f"{what}, HTTP", "tests/server/test_http_sampling.py", "tests/server/test_sampling.py", *EVERY
     )
     yield harness.pytest_line(f"{what} equals LLM, real engine", "tests/e2e/test_streaming.py", *EVERY)
     what = "generation_config.json and general.sampling.* as defaults"
-    defaults = ("tests/files/test_generation.py", "tests/serve/test_defaults.py")
-    yield harness.pytest_line(what, *defaults, "tests/runtime/test_llm_defaults.py", *EVERY)
+    defaults = ("tests/formats/test_generation.py", "tests/server/test_defaults.py")
+    yield harness.pytest_line(what, *defaults, "tests/engine/test_llm_defaults.py", *EVERY)
     yield harness.pytest_line(
         "samplers and processors against the reference",
-        "tests/runtime/test_sampler.py", "tests/runtime/test_processors.py",
+        "tests/engine/test_sampler.py", "tests/engine/test_processors.py",
         "tests/kernels/test_native_sampling.py", *EVERY,
     )  # fmt: skip
     what = "policies window, orca, served_ratio; order priority and its bound"
-    yield harness.pytest_line(what, "tests/core", *EVERY)
+    yield harness.pytest_line(what, "tests/scheduler", *EVERY)
     what = "sliding windows: trim gives leading blocks back, bit-equal, Gemma 3 too"
     windows = ("tests/e2e/test_windows.py", "tests/models/test_real_windows.py")
     yield harness.pytest_line(what, *windows, *EVERY)
 
 
 def commands() -> Iterator[Line]:
-    yield harness.pytest_line("chat (in a terminal), generate, doctor", "tests/commands", *EVERY)
+    yield harness.pytest_line("chat (in a terminal), generate, doctor", "tests/cli", *EVERY)
     what = "/tokenize, /detokenize, /version and the rest of the API"
-    yield harness.pytest_line(what, "tests/serve/test_http.py", "tests/serve/test_openai.py", *EVERY)
+    yield harness.pytest_line(what, "tests/server/test_http.py", "tests/server/test_openai.py", *EVERY)
     what = "open loop: Poisson and traces, scaling, no oracle"
-    yield harness.pytest_line(what, "tests/lab", "tests/runtime/test_forced_end.py", *EVERY)
+    yield harness.pytest_line(what, "tests/lab", "tests/engine/test_forced_end.py", *EVERY)
 
 
 def bad_input() -> Iterator[Line]:
     yield harness.pytest_line(
         "shards, shapes, tokenizer, dtype, memory, hub: refused by name",
-        "tests/models/test_hf_folder.py", "tests/files", "-k", "not vocabs", *EVERY,
+        "tests/models/test_hf_folder.py", "tests/formats", "-k", "not vocabs", *EVERY,
     )  # fmt: skip
     what = "42 models that cannot run, the hub unreachable: one line each, from serve, generate and LLM"
     yield harness.pytest_line(what, "tests/e2e/test_bad_models.py", *EVERY)
-    yield harness.pytest_line("templates that raise, bad requests", "tests/serve/test_text.py", *EVERY)
+    yield harness.pytest_line("templates that raise, bad requests", "tests/server/test_text.py", *EVERY)
     yield harness.pytest_line("the whole program, one clear line each", "tests/e2e/test_bad_input.py", *EVERY)
 
 

@@ -55,7 +55,7 @@ def simulate(*flags: str) -> Said:
     with tempfile.TemporaryDirectory() as folder:
         model, output = Path(folder) / "config.json", Path(folder) / "answer.json"
         model.write_text(json.dumps(MODEL))
-        command = [sys.executable, "-m", "pageturner.cli", "simulate", "--model", str(model), "--gpu", "H100",
+        command = [sys.executable, "-m", "pageturner", "simulate", "--model", str(model), "--gpu", "H100",
                    "--trace", str(TRACE), "--output", str(output), *flags]  # fmt: skip
         begin, before = monotonic(), os.times()
         with Popen(command, cwd=ROOT, stdout=PIPE, stderr=PIPE, text=True) as process:

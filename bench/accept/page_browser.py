@@ -23,7 +23,7 @@ sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 import harness
 from harness import Line, NotRun, median
 
-from pageturner.files import hub
+from pageturner.formats import hub
 
 ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "docs" / "page"
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     """All of it."""
-    tests = ("tests/serve/test_home.py", "-m", "slow or not slow")
+    tests = ("tests/server/test_home.py", "-m", "slow or not slow")
     yield harness.pytest_line(
         "loaded, chatted with, a load watched, a request clicked, a policy switched", *tests
     )

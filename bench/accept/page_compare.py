@@ -25,7 +25,7 @@ sys.path += [str(HERE)]
 import harness  # noqa: E402
 from harness import ROOT, Line, NotRun  # noqa: E402
 
-from pageturner.files import hub  # noqa: E402
+from pageturner.formats import hub  # noqa: E402
 
 PAGES = ROOT / "build" / "accept"
 LOOPS = 2  # busy ones
@@ -66,7 +66,7 @@ def compare(name: str, cache: Path, *flags: str) -> tuple[Told, float]:
     """The figures of one comparison, and its seconds."""
     page = PAGES / f"compare-{name}.html"
     page.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "pageturner.cli", "compare", "smollm2", "--output", str(page), *flags]
+    command = [sys.executable, "-m", "pageturner", "compare", "smollm2", "--output", str(page), *flags]
     begin = time.monotonic()
     subprocess.run(command, check=True, cwd=PAGES, env={**os.environ, "PAGETURNER_CACHE": str(cache)},
                    stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip

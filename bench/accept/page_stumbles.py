@@ -109,7 +109,7 @@ SENT = (
 
 def command(words: str) -> list[str]:
     """As a shell has it, where only '' is quoted."""
-    return [sys.executable, "-m", "pageturner.cli", *("" if word == "''" else word for word in words.split())]
+    return [sys.executable, "-m", "pageturner", *("" if word == "''" else word for word in words.split())]
 
 
 def _line(what: str, before: str, said: str, passed: bool) -> Line:

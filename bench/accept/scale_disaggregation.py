@@ -26,17 +26,17 @@ sys.path += [str(HERE)]
 import harness  # noqa: E402
 from harness import Line, pytest_line  # noqa: E402
 
-from pageturner.config import EngineConfig  # noqa: E402
+from pageturner.config.settings import EngineConfig  # noqa: E402
+from pageturner.engine.engine_factory import LoadedEngine, make_engine  # noqa: E402
 from pageturner.params import SamplingParams  # noqa: E402
 from pageturner.request import Request  # noqa: E402
-from pageturner.runtime.engine_factory import LoadedEngine, make_engine  # noqa: E402
 
 TIMES, PROMPT, ANSWER = 50, 1024, 16
 TOKENS_OF = SamplingParams(temperature=1.0, seed=7, max_tokens=ANSWER, stop_ids=())
 HELPER = """
 import sys, time
-from pageturner.config import EngineConfig
-from pageturner.runtime.engine_factory import make_engine
+from pageturner.config.settings import EngineConfig
+from pageturner.engine.engine_factory import make_engine
 engine = make_engine(EngineConfig(model=sys.argv[1], threads=1, block_size=16, kv_cache_memory=64 << 20,
     max_num_batched_tokens=64, role="prefill", prefill_listen="127.0.0.1:0")).engine
 print(engine.beside.guests.port, flush=True)
@@ -139,7 +139,7 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     told = f"{times - same} changed or lost of {times}; {short} kills came before the last block"
     yield Line("the engine that computes is killed at random", told, same == times and short > 0)
     yield pytest_line(
-        "peers that do not fit, hostile bytes, cut links", "tests/runtime/test_prefill_elsewhere.py"
+        "peers that do not fit, hostile bytes, cut links", "tests/engine/test_prefill_elsewhere.py"
     )
 
 

@@ -32,10 +32,10 @@ import kv_subscriber  # noqa: E402
 from harness import Line, pytest_line  # noqa: E402
 from kv_subscriber import Subscriber  # noqa: E402
 
-from pageturner.config import EngineConfig  # noqa: E402
+from pageturner.config.settings import EngineConfig  # noqa: E402
+from pageturner.engine.engine_factory import make_engine  # noqa: E402
 from pageturner.params import SamplingParams  # noqa: E402
 from pageturner.request import Request  # noqa: E402
-from pageturner.runtime.engine_factory import make_engine  # noqa: E402
 
 TINY = harness.ROOT / "tests" / "goldens" / "tiny_llama.gguf"
 TALKS, TURNS, ANSWER, BLOCK = 16, 5, 8, 16
@@ -247,7 +247,7 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     yield from step_lines()
     yield pytest_line(
         "an indexer written from the format's definition holds what the cache does; replay, bounds",
-        "tests/runtime/test_kv_events.py",
+        "tests/engine/test_kv_events.py",
     )
 
 

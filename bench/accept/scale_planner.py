@@ -47,7 +47,7 @@ def start(log: Path, core: int | None, *words: str) -> subprocess.Popen[bytes]:
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)  # a child has its parent's
     try:
-        command = [sys.executable, "-m", "pageturner.cli", *words]
+        command = [sys.executable, "-m", "pageturner", *words]
         with log.open("wb") as said:
             return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=said)
     finally:

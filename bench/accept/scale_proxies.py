@@ -46,7 +46,7 @@ def commands(
     """By name: port and command of each proxy that is there."""
     urls, found = [one.url for one in fleet], dict[str, tuple[int, list[str]]]()
     port = harness.free_port()
-    found["pageturner"] = port, [sys.executable, "-m", "pageturner.cli", "route", *urls, "--port", str(port)]
+    found["pageturner"] = port, [sys.executable, "-m", "pageturner", "route", *urls, "--port", str(port)]
     if shutil.which(arguments.nginx):
         port = harness.free_port()
         servers = " ".join(f"server 127.0.0.1:{one.port};" for one in fleet)

@@ -79,7 +79,7 @@ class Cluster:
         path = self.folder / "app.toml"
         path.write_text("\n".join(lines) + "\n")
         address = f"127.0.0.1:{self.gcs}"
-        command = [sys.executable, "-m", "pageturner.cli", "deploy", str(path)]
+        command = [sys.executable, "-m", "pageturner", "deploy", str(path)]
         self._run([*command, "--address", address, "--detach"])
 
     def _run(self, command: list[str]) -> None:

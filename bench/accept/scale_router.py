@@ -56,7 +56,7 @@ class Replica:
         template = harness.RESULTS / "template.jinja"
         template.parent.mkdir(parents=True, exist_ok=True)
         template.write_text(TEMPLATE)
-        command = [sys.executable, "-m", "pageturner.cli", "serve", self.model, "--port", str(self.port)]
+        command = [sys.executable, "-m", "pageturner", "serve", self.model, "--port", str(self.port)]
         command += ["--admin-key", KEY, "--served-model-name", "m"]
         if self.model == str(TINY):
             command += ["--chat-template", str(template)]
@@ -144,7 +144,7 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
             one.start()
             stack.callback(one.kill)
         port = harness.free_port()
-        command = [sys.executable, "-m", "pageturner.cli", "route", *(one.url for one in fleet)]
+        command = [sys.executable, "-m", "pageturner", "route", *(one.url for one in fleet)]
         command += ["--port", str(port), "--health-interval", "0.2", "--max-open", "1000"]
         router = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         stack.callback(harness.end, router)

@@ -54,7 +54,7 @@ def simulate(*flags: str) -> tuple[dict[str, Any], float, float, float]:
     with tempfile.TemporaryDirectory() as folder:
         model, output = Path(folder) / "config.json", Path(folder) / "run.json"
         model.write_text(json.dumps(MODEL))
-        command = [sys.executable, "-m", "pageturner.cli", "simulate", "--model", str(model), "--gpu", "H100",
+        command = [sys.executable, "-m", "pageturner", "simulate", "--model", str(model), "--gpu", "H100",
                    "--output", str(output), *flags]  # fmt: skip
         begin = monotonic()
         said = Path(folder) / "said"

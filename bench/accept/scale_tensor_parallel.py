@@ -22,11 +22,11 @@ from harness import Line, NotRun, pytest_line
 
 from pageturner import LLM, SamplingParams
 from pageturner.errors import EngineFault
-from pageturner.files import hub
+from pageturner.formats import hub
 
-TESTS = "tests/runtime/test_tensor_parallel.py"
-LOSS, DIVIDED = "tests/runtime/test_rank_loss.py", "tests/runtime/test_divided_models.py"
-STAGES = "tests/runtime/test_pipeline_parallel.py"
+TESTS = "tests/engine/test_tensor_parallel.py"
+LOSS, DIVIDED = "tests/engine/test_rank_loss.py", "tests/engine/test_divided_models.py"
+STAGES = "tests/engine/test_pipeline_parallel.py"
 LEAST = 0.9  # of the speed of one rank of two threads
 NEAR = 1e-2  # nats: between the two likeliest tokens, up to which either may come first
 SIZES = (1, 2, 4)
@@ -147,7 +147,7 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     yield pytest_line("experts and adapters in slices", DIVIDED)
     yield pytest_line("stages: bits, adapters, engines, refusals", STAGES, "-m", "not slow")
     yield pytest_line("a stage killed under streams", STAGES, "-m", "slow")
-    yield pytest_line("cores and memory by node", "tests/runtime/test_numa.py")
+    yield pytest_line("cores and memory by node", "tests/engine/test_numa.py")
     yield pytest_line("what does not go with ranks", TESTS, "tests/models/test_shard.py", "-k", "refused")
     model = model_of(arguments)
     yield from token_lines(model)

@@ -21,11 +21,11 @@ sys.path += [str(HERE)]
 import harness  # noqa: E402
 from harness import Line, pytest_line  # noqa: E402
 
-from pageturner.config import EngineConfig  # noqa: E402
+from pageturner.config.settings import EngineConfig  # noqa: E402
+from pageturner.engine.engine_factory import LoadedEngine, make_engine  # noqa: E402
+from pageturner.kv.kv_block_file import HEAD, PAGE, RECORD  # noqa: E402
 from pageturner.params import SamplingParams  # noqa: E402
 from pageturner.request import Request  # noqa: E402
-from pageturner.runtime.engine_factory import LoadedEngine, make_engine  # noqa: E402
-from pageturner.runtime.kv_block_file import HEAD, PAGE, RECORD  # noqa: E402
 
 BLOCK, TURNS, OVERCOMMIT, TOGETHER = 16, 8, 4, 8
 QUESTION, ANSWER = 28, 4  # tokens of a turn
@@ -190,7 +190,7 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
         yield from talk_lines(arguments.tiers_model, arguments.tiers_conversations, Path(place))
     yield pytest_line(
         "preemption, restart, kill -9 of a writer, full and read-only disk, file of another build",
-        "tests/runtime/test_kv_tiers.py", "tests/kernels/test_block_bytes.py",
+        "tests/engine/test_kv_tiers.py", "tests/kernels/test_block_bytes.py",
     )  # fmt: skip
 
 

@@ -16,8 +16,8 @@ import numpy as np
 from harness import ROOT, Line, NotRun
 
 from pageturner import LLM, SamplingParams, StructuredOutputsParams
+from pageturner.executor.draft import Costs, PromptLookup
 from pageturner.llm import RequestOutput
-from pageturner.runtime.draft import Costs, PromptLookup
 
 GOLDENS = ROOT / "tests" / "goldens"
 NEAR_TIE = 1e-3  # scores closer than this: either answer is right

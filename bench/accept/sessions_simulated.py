@@ -9,14 +9,14 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, field
 
-from pageturner.core.listener import Listener
-from pageturner.core.types import Sequence
-from pageturner.lab.agent_traffic import MOST_TURNS, Agent, AgentTraffic
-from pageturner.lab.simulator import Simulator
-from pageturner.lab.step_cost import CalibratedCost
-from pageturner.lab.traffic import OWN
+from pageturner.lab.simulation.simulator import Simulator
+from pageturner.lab.simulation.step_cost import CalibratedCost
+from pageturner.lab.traffic.agent_traffic import MOST_TURNS, Agent, AgentTraffic
+from pageturner.lab.traffic.traffic import OWN
 from pageturner.policies.scheduler_config import SchedulerConfig
 from pageturner.policies.scheduler_factory import SchedulerStack, make_scheduler
+from pageturner.scheduler.listener import Listener
+from pageturner.scheduler.types import Sequence
 
 BLOCK = 16
 # Seconds of a step: once, for each of the first 8 rows, each row, sequence, logit, position read, pair

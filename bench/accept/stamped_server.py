@@ -41,8 +41,8 @@ class Stamps:
 
 
 def engine() -> int:
-    from pageturner.runtime import worker
-    from pageturner.runtime.engine import Engine
+    from pageturner.engine import worker
+    from pageturner.engine.engine import Engine
 
     stamps, submit, step = Stamps(), Engine.submit, Engine.step
 
@@ -70,11 +70,11 @@ def read(file: Path) -> Stamps:
 
 
 def server() -> int:
-    from pageturner import config
-    from pageturner.files import hub
-    from pageturner.files.load_tokenizer import load_with_defaults
-    from pageturner.serve import server as product
-    from pageturner.serve.process import engine_command
+    from pageturner.config import settings as config
+    from pageturner.formats import hub
+    from pageturner.formats.load_tokenizer import load_with_defaults
+    from pageturner.server import server as product
+    from pageturner.server.engine_client.process import engine_command
 
     parser = argparse.ArgumentParser()
     product.add_arguments(parser)

@@ -33,11 +33,11 @@ import openai
 from harness import DATA, ROOT, Line, NotRun, Server, median
 
 sys.path.insert(0, str(ROOT / "bench"))
-from pageturner.files import hub
-from pageturner.lab import bench_engine, bench_serve
-from pageturner.lab.client import Client
-from pageturner.lab.traffic_files import read_workload
-from pageturner.lab.traffic_generators import word_prompts
+from pageturner.formats import hub
+from pageturner.lab.bench import bench_engine, bench_serve
+from pageturner.lab.bench.client import Client
+from pageturner.lab.traffic.traffic_files import read_workload
+from pageturner.lab.traffic.traffic_generators import word_prompts
 from pageturner.progress import Progress
 from peers import launch
 
@@ -110,7 +110,7 @@ def right() -> Iterator[Line]:
     """Against recorded answers of Transformers in fp32 (tests/tools/record_smollm2.py)."""
     yield answers.greedy("smollm2", answers.GOLDENS / "smollm2_greedy.npz", 3)
     what = "token ids equal the references on all of shared/data/text"
-    yield harness.pytest_line(what, "-m", "model or not model", "tests/files", "-k", "golden")
+    yield harness.pytest_line(what, "-m", "model or not model", "tests/formats", "-k", "golden")
     yield from answers.served(hub.resolve("smollm2").path, 20_480)
     what = "tiny random Llama and Qwen3 equal Transformers' logits"
     yield harness.pytest_line(what, "tests/models", "-k", "tiny")
@@ -130,15 +130,15 @@ def invariant() -> Iterator[Line]:
 
 def property_machine() -> Iterator[Line]:
     every = ("-m", "slow or not slow")
-    yield harness.pytest_line("property machine, at least 2,000 runs", "tests/core", *every)
+    yield harness.pytest_line("property machine, at least 2,000 runs", "tests/scheduler", *every)
     yield harness.pytest_line("mutants caught", "tests/mutants", *every)
 
 
 def bad_input() -> Iterator[Line]:
     every = ("-m", "model or slow or not slow")
-    yield harness.pytest_line("bad files refused by name", "tests/files", "tests/models", *every)
+    yield harness.pytest_line("bad files refused by name", "tests/formats", "tests/models", *every)
     what = "bad models, settings, ports, memory, requests; nobody else affected"
-    yield harness.pytest_line(what, "tests/e2e/test_bad_input.py", "tests/serve/test_http.py", *every)
+    yield harness.pytest_line(what, "tests/e2e/test_bad_input.py", "tests/server/test_http.py", *every)
     what = "no compiler, unsupported CPU: slower kernels run, warned"
     yield harness.pytest_line(
         what, "tests/e2e/test_fallback.py", "tests/kernels/test_native_safety.py", *every
@@ -291,7 +291,7 @@ def _health_without_engine() -> Line:
 def _first_token() -> float:
     """Seconds from the start of the process to the first streamed token."""
     port = harness.free_port()
-    command = [sys.executable, "-m", "pageturner.cli", "serve", "smollm2", "--port", str(port)]
+    command = [sys.executable, "-m", "pageturner", "serve", "smollm2", "--port", str(port)]
     body = {"model": "smollm2", "prompt": "Once upon a time", "max_tokens": 2, "stream": True}
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions",

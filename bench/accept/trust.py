@@ -131,7 +131,7 @@ def fuzz(seconds: float) -> Iterator[Line]:
         yield _fuzzed(what, command, share * seconds)
     minutes = (_used_by_children() - begin) / 60
     yield Line("processor time of all of them", f"{minutes:.1f} minutes", minutes * 60 > 0.95 * seconds)
-    yield harness.pytest_line("HTTP", "tests/serve/test_http_fuzz.py", "-m", "not peer")
+    yield harness.pytest_line("HTTP", "tests/server/test_http_fuzz.py", "-m", "not peer")
     yield sanitized()
 
 

@@ -30,7 +30,7 @@ import harness
 from chaos_jobs import Job, ask
 from harness import Line, Server, rss_mb
 
-from pageturner.observe import step_log
+from pageturner.telemetry import step_log
 
 FLAGS = (
     "--engine-timeout", f"{chaos_faults.ENGINE_TIMEOUT:g}", "--max-restarts", "1000",
@@ -64,7 +64,7 @@ class Seen:
 def router(replica: str) -> Iterator[str]:
     """The address of a router in front of this server."""
     port = harness.free_port()
-    command = [sys.executable, "-m", "pageturner.cli", "route", replica, "--port", str(port)]
+    command = [sys.executable, "-m", "pageturner", "route", replica, "--port", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         url = f"http://127.0.0.1:{port}"

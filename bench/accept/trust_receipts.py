@@ -31,10 +31,10 @@ import msgspec
 from harness import ROOT, Line, Server
 
 sys.path.insert(0, str(ROOT / "tests"))
-from pageturner.commands import verify
-from pageturner.commands.receipt_prompts import given_answers
-from pageturner.files import hub
-from pageturner.files.model_hash import model_hash
+from pageturner.formats import hub
+from pageturner.formats.model_hash import model_hash
+from pageturner.lab.commands import verify
+from pageturner.lab.commands.receipt_prompts import given_answers
 from pageturner.text import receipt as form
 from support.receipts import KEY, flipped, leaves
 

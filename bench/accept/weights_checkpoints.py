@@ -34,7 +34,7 @@ import harness  # noqa: E402
 from harness import Line  # noqa: E402
 
 import quality  # noqa: E402
-from pageturner.files import ggml, hub  # noqa: E402
+from pageturner.formats import ggml, hub  # noqa: E402
 from pageturner.kernels.base import KV_TYPES, AttentionShape  # noqa: E402
 from pageturner.kernels.native import NativeOps  # noqa: E402
 from pageturner.kernels.reference import ReferenceOps  # noqa: E402
@@ -84,7 +84,7 @@ def lie_lines() -> Iterator[Line]:
     )  # fmt: skip
     yield harness.pytest_line(
         "GGUF types: values bit-equal to those of the gguf package",
-        "tests/files/test_ggml.py",
+        "tests/formats/test_ggml.py",
         "-k",
         "bit_equal",
     )

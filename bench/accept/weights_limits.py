@@ -19,13 +19,13 @@ sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 import harness
 from harness import DATA, Line, NotRun, median
 
-from pageturner.config import EngineConfig
-from pageturner.files import hub
-from pageturner.files.load_tokenizer import load_tokenizer
-from pageturner.lab.traffic import OpenLoop, encoded
-from pageturner.lab.traffic_files import read_workload
+from pageturner.config.settings import EngineConfig
+from pageturner.engine.engine_factory import LoadedEngine, engine_again, make_engine
+from pageturner.formats import hub
+from pageturner.formats.load_tokenizer import load_tokenizer
+from pageturner.lab.traffic.traffic import OpenLoop, encoded
+from pageturner.lab.traffic.traffic_files import read_workload
 from pageturner.request import Request
-from pageturner.runtime.engine_factory import LoadedEngine, engine_again, make_engine
 
 BUDGETS = (64, 128, 256, 512)
 KEPT = 0.97  # of the tokens a second that a budget of 512 has: no loss but what measuring cannot tell
@@ -58,7 +58,7 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
         yield from _budgets(arguments)
     if "bits" in wanted:
         yield harness.pytest_line(
-            "what a budget becomes; an explicit one is taken", "tests/runtime/test_step_sizes.py"
+            "what a budget becomes; an explicit one is taken", "tests/engine/test_step_sizes.py"
         )
         yield harness.pytest_line(
             "answers do not depend on it", "tests/e2e/test_invariance.py", "-m", "slow or not slow",

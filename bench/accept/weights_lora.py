@@ -28,7 +28,7 @@ sys.path += [str(HERE), str(HERE.parents[1] / "tests")]
 import harness  # noqa: E402
 from harness import Line, pytest_line  # noqa: E402
 
-from pageturner.files import hub  # noqa: E402
+from pageturner.formats import hub  # noqa: E402
 from pageturner.kernels import peak  # noqa: E402
 from pageturner.kernels.adapters import Adapters  # noqa: E402
 from pageturner.kernels.base import Batch, Draw  # noqa: E402

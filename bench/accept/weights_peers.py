@@ -28,9 +28,9 @@ from harness import DATA, RESULTS, ROOT, Line, NotRun
 sys.path.insert(0, str(ROOT / "bench"))
 import quality_types
 import random_model
-from pageturner.files import hub
-from pageturner.files.load_tokenizer import load_tokenizer
-from pageturner.lab.traffic_files import read_workload
+from pageturner.formats import hub
+from pageturner.formats.load_tokenizer import load_tokenizer
+from pageturner.lab.traffic.traffic_files import read_workload
 from peers import launch, rounds, run, table
 from peers.rounds import OURS, Turn
 

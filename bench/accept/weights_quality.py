@@ -30,7 +30,7 @@ import quality
 import quality_peers
 import quality_prompts as prompts
 from pageturner.errors import EngineFault
-from pageturner.files.hub import cache_folder
+from pageturner.formats.hub import cache_folder
 
 MODELS = {
     "SmolLM2": "smollm2-135m-instruct-q4_1.gguf",
@@ -160,7 +160,7 @@ def _mixed(tree: Path, workload: Path) -> tuple[float, float]:
     paths = os.pathsep.join([str(tree / "src"), sysconfig.get_paths()["purelib"]])
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with tempfile.NamedTemporaryFile(suffix=".json") as output:
-        command = [sys.executable, "-S", "-m", "pageturner.cli", "bench", "engine", "--model", "smollm2"]
+        command = [sys.executable, "-S", "-m", "pageturner", "bench", "engine", "--model", "smollm2"]
         command += ["--workload", str(workload), "--output", output.name]
         done = subprocess.run(
             command, cwd=tree, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True

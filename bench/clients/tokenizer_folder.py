@@ -11,8 +11,8 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from pageturner.files.gguf import open_header
-from pageturner.files.load_tokenizer import load_tokenizer
+from pageturner.formats.gguf import open_header
+from pageturner.formats.load_tokenizer import load_tokenizer
 
 CONTROL = 3  # a type of a token
 

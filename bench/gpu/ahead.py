@@ -2,7 +2,8 @@
 
     python bench/gpu/ahead.py
 
-The device: a step that decodes takes what `lab/roofline.py` says of an H200 (60 % of its arithmetic, 80 % of
+The device: a step that decodes takes what `lab/simulation/roofline.py` says of an H200 (60 % of its
+arithmetic, 80 % of
 its bandwidth). The host: a real engine plans, packs, draws and commits such steps here, and what computes
 them answers at once; LAUNCH beside that is assumed: the uploads, the replay of a recording, the download.
 
@@ -26,17 +27,17 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "src"))
 
-from pageturner.core.types import Output, Plan, Result, Sequence  # noqa: E402
-from pageturner.lab.model_outline import Outline, read_outline  # noqa: E402
-from pageturner.lab.roofline import Reach, gpu_named, roofline  # noqa: E402
-from pageturner.observe.work import StepWork  # noqa: E402
+from pageturner.engine.engine import Engine  # noqa: E402
+from pageturner.executor.batch import NO_ROWS, pack  # noqa: E402
+from pageturner.executor.sampler import draws  # noqa: E402
+from pageturner.lab.planning.model_outline import Outline, read_outline  # noqa: E402
+from pageturner.lab.simulation.roofline import Reach, gpu_named, roofline  # noqa: E402
 from pageturner.params import SamplingParams  # noqa: E402
 from pageturner.policies.scheduler_config import SchedulerConfig  # noqa: E402
 from pageturner.policies.scheduler_factory import make_scheduler  # noqa: E402
 from pageturner.request import Request  # noqa: E402
-from pageturner.runtime.batch import NO_ROWS, pack  # noqa: E402
-from pageturner.runtime.engine import Engine  # noqa: E402
-from pageturner.runtime.sampler import draws  # noqa: E402
+from pageturner.scheduler.types import Output, Plan, Result, Sequence  # noqa: E402
+from pageturner.telemetry.work import StepWork  # noqa: E402
 
 LAUNCH = 30e-6  # seconds of the host for each step, assumed
 PROMPT, WARM, STEPS = 1000, 20, 120  # tokens; steps that are not timed, that are

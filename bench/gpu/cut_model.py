@@ -12,8 +12,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
-from pageturner.files.ggml_types import KINDS  # noqa: E402
-from pageturner.files.gguf import Array, open_gguf  # noqa: E402
+from pageturner.formats.ggml_types import KINDS  # noqa: E402
+from pageturner.formats.gguf import Array, open_gguf  # noqa: E402
 from support import gguf_writer  # noqa: E402
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from run_common import COLD, LLAMA_8B, Room, floats, recorded_seconds, tell, torch_here, torch_seconds
 from tests.kernels import grid
 
-from pageturner.files import float8, ggml
+from pageturner.formats import float8, ggml
 from pageturner.kernels.base import Tensor
 from pageturner.kernels.gpu.arrays import BYTES, padded
 from pageturner.kernels.gpu.catalogue import GROUPED

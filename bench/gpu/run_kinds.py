@@ -24,7 +24,7 @@ from run_common import (
 from run_right import distance
 from run_speed import fill
 
-from pageturner.files import float8, ggml
+from pageturner.formats import float8, ggml
 from pageturner.kernels.base import AttentionShape, Tensor
 from pageturner.kernels.gpu.ops import GpuOps
 from pageturner.models.quantise import quantise

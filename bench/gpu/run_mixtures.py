@@ -14,7 +14,7 @@ import numpy as np
 from run_common import Room, floats, floor_seconds, recorded_seconds, tell
 from tests.kernels import grid
 
-from pageturner.files import ggml
+from pageturner.formats import ggml
 from pageturner.kernels.base import GATED, AttentionShape, KVSpec, Tensor
 from pageturner.kernels.gpu import experts as module
 from pageturner.kernels.gpu.catalogue import LATENT_KINDS

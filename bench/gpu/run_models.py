@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from run_common import Room, Shape, fits, normal_bits, tell, to_bf16
 
-from pageturner.config import EngineConfig
+from pageturner.config.settings import EngineConfig
 from pageturner.errors import EngineFault
 from pageturner.params import SamplingParams
 from pageturner.request import Event, Request
@@ -105,8 +105,8 @@ def engine_of(
     room: Room, model: Path, *, graphs: bool = True, ahead: bool = True, **settings: Any
 ) -> Iterator[Built]:
     """The engine as `--device cuda` makes it, on the driver of the room. Its memory is given back."""
+    from pageturner.engine.engine_factory import make_engine
     from pageturner.kernels.gpu import cuda_driver
-    from pageturner.runtime.engine_factory import make_engine
 
     found: list[Any] = []
 

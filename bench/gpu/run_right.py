@@ -199,8 +199,8 @@ def _as_transformers(path: Path) -> Any:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from pageturner.files import ggml
-    from pageturner.files.gguf import open_gguf
+    from pageturner.formats import ggml
+    from pageturner.formats.gguf import open_gguf
 
     file = open_gguf(path)
     about = {key.removeprefix("llama."): value for key, value in file.metadata.items()}

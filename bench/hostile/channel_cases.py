@@ -19,13 +19,13 @@ from typing import Any
 from hostile import frames, whole_server
 from hostile.binary import Dice
 from hostile.whole_server import READY, StubEngine, ask, check, check_answer
-from pageturner.channel import Abort, Aborted, Configure, Configured, Failed, Submit, Unpin
-from pageturner.config import EngineConfig
-from pageturner.ledger import Ledger
+from pageturner.config.settings import EngineConfig
+from pageturner.engine.engine_factory import make_engine
+from pageturner.engine.worker import ChannelLoop
+from pageturner.ipc.channel import Abort, Aborted, Configure, Configured, Failed, Submit, Unpin
+from pageturner.ipc.ledger import Ledger
 from pageturner.params import SamplingParams
 from pageturner.request import Event, Request, Resume
-from pageturner.runtime.engine_factory import make_engine
-from pageturner.runtime.worker import ChannelLoop
 from support.engines import GOLDENS
 
 SETTINGS = Configure(512, 8, "chunked", "fcfs", 8)

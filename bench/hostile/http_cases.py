@@ -16,17 +16,17 @@ from typing import Any
 from hostile import frames, json_bodies, whole_server
 from hostile.binary import Dice, damaged
 from hostile.whole_server import ask, check
-from pageturner.commands.sampling_flags import SamplingOptions
-from pageturner.commands.sources import RemoteServer
-from pageturner.config import RouterConfig
+from pageturner.cli.sampling_flags import SamplingOptions
+from pageturner.cli.sources import RemoteServer
+from pageturner.config.settings import RouterConfig
 from pageturner.errors import ClientError
-from pageturner.http_client import is_header, parse_address
-from pageturner.lab.client import Client
+from pageturner.http.api_keys import ApiKeys
+from pageturner.http.http_client import is_header, parse_address
+from pageturner.http.middleware import RequestMiddleware
+from pageturner.lab.bench.client import Client
 from pageturner.router.app import create_app
 from pageturner.router.fleet import Fleet
 from pageturner.router.proxy import Router
-from pageturner.serve.api_keys import ApiKeys
-from pageturner.serve.middleware import RequestMiddleware
 
 BEGIN = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
 MIDDLE = {"index": 0, "text": "Hello", "delta": {"content": "Hello"}, "finish_reason": None}

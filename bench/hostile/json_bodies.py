@@ -12,9 +12,9 @@ from hostile import whole_server
 from hostile.binary import Dice, damaged
 from hostile.json_files import DEEP, PATTERNS, nasty, places, written
 from hostile.whole_server import ask, check_answer
-from pageturner.serve.admin import CHANGEABLE
-from pageturner.serve.body import UNSUPPORTED, RequestBody
-from pageturner.serve.text_jobs import DetokenizeBody, PrefixBody, TokenizeBody
+from pageturner.server.api.base.body import UNSUPPORTED, RequestBody
+from pageturner.server.observability.admin import CHANGEABLE
+from pageturner.server.text_workers.text_jobs import DetokenizeBody, PrefixBody, TokenizeBody
 
 HI = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": [{"type": "text", "text": "x"}]}]
 FIELDS = (*RequestBody.__struct_fields__, *UNSUPPORTED)

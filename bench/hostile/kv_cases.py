@@ -12,11 +12,11 @@ from dataclasses import replace
 
 from hostile.binary import Dice, damaged
 from hostile.whole_server import check
-from pageturner.config import EngineConfig
+from pageturner.config.settings import EngineConfig
+from pageturner.engine.engine_factory import LoadedEngine, make_engine
+from pageturner.kv.kv_survival import HEAD, RECORD, RECORDS_AT
 from pageturner.params import SamplingParams
 from pageturner.request import Request
-from pageturner.runtime.engine_factory import LoadedEngine, make_engine
-from pageturner.runtime.kv_survival import HEAD, RECORD, RECORDS_AT
 from support.engines import GOLDENS
 
 TINY = EngineConfig(

@@ -19,12 +19,12 @@ from hostile import frames, whole_server
 from hostile.binary import Dice, damaged
 from hostile.whole_server import check
 from pageturner.errors import ClientError
-from pageturner.serve import text_jobs, text_pool
-from pageturner.serve.completions import COMPLETIONS
-from pageturner.serve.fork_server import ForkServer
-from pageturner.serve.replies import at_once
-from pageturner.serve.text_pool import TextPool
-from pageturner.serve.text_worker import (
+from pageturner.server.api.base.replies import at_once
+from pageturner.server.api.openai.completions import COMPLETIONS
+from pageturner.server.text_workers import text_jobs, text_pool
+from pageturner.server.text_workers.fork_server import ForkServer
+from pageturner.server.text_workers.text_pool import TextPool
+from pageturner.server.text_workers.text_worker import (  # fmt: skip
     DOING,
     DONE,
     HEAD,
@@ -36,8 +36,8 @@ from pageturner.serve.text_worker import (
     facts_of,
     frame,
     worker_of,
-)  # fmt: skip
-from serve.test_openai import SERVED
+)
+from server.test_openai import SERVED
 
 KINDS = (DOING, DONE, REFUSED, DONE | LAST, REFUSED | LAST, HELLO, 0x7F, 0xFF)
 SECONDS = 0.1  # that a job may take

@@ -20,8 +20,12 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-from pageturner import config
-from pageturner.channel import (
+from pageturner.config import settings as config
+from pageturner.formats.generation_config import GenerationDefaults
+from pageturner.http.api_keys import KeyRing
+from pageturner.http.memory_reserve import MemoryReserve
+from pageturner.http.middleware import RequestMiddleware
+from pageturner.ipc.channel import (
     Abort,
     Aborted,
     Configure,
@@ -34,27 +38,24 @@ from pageturner.channel import (
     ToEngine,
     encode,
 )
-from pageturner.files.generation_config import GenerationDefaults
-from pageturner.ledger import Ledger
-from pageturner.observe.work import MachineLimits, WorkTotals
+from pageturner.ipc.ledger import Ledger
 from pageturner.request import Event, Request, Timings
-from pageturner.serve import supervisor, text_jobs
-from pageturner.serve.admin import LiveSettings
-from pageturner.serve.api_keys import KeyRing
-from pageturner.serve.app import create_app
-from pageturner.serve.memory_reserve import MemoryReserve
-from pageturner.serve.metrics import Metrics
-from pageturner.serve.middleware import RequestMiddleware
-from pageturner.serve.open_streams import OpenStreams
-from pageturner.serve.process import BUFFER_BYTES
-from pageturner.serve.quota import Quota
-from pageturner.serve.reading import TextReader
-from pageturner.serve.receipts import Receipts
-from pageturner.serve.service import Service
-from pageturner.serve.supervisor import Supervisor
-from pageturner.serve.text_worker import Job
+from pageturner.server.admission.quota import Quota
+from pageturner.server.app import create_app
+from pageturner.server.engine_client import supervisor
+from pageturner.server.engine_client.open_streams import OpenStreams
+from pageturner.server.engine_client.process import BUFFER_BYTES
+from pageturner.server.engine_client.supervisor import Supervisor
+from pageturner.server.observability.admin import LiveSettings
+from pageturner.server.observability.metrics import Metrics
+from pageturner.server.receipts import Receipts
+from pageturner.server.service import Service
+from pageturner.server.text_workers import text_jobs
+from pageturner.server.text_workers.reading import TextReader
+from pageturner.server.text_workers.text_worker import Job
+from pageturner.telemetry.work import MachineLimits, WorkTotals
 from pageturner.text.chat_template import ChatTemplate
-from serve.bytes_tokenizer import TEMPLATE, VOCAB, BytesTokenizer, prompt_logprob, token_at
+from server.bytes_tokenizer import TEMPLATE, VOCAB, BytesTokenizer, prompt_logprob, token_at
 
 ADMIN = "secret-of-the-admin"
 PATIENCE = 20.0  # seconds after which what has not ended hangs

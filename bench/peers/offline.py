@@ -77,7 +77,7 @@ def load(path: Path, limit: int, rate_scale: float) -> list[Job]:
 
 
 def summarise(jobs: Sequence[Job], seconds: float) -> dict[str, object]:
-    """As `pageturner.lab.bench_serve.summarise`, of tokens that came one by one."""
+    """As `pageturner.lab.bench.bench_serve.summarise`, of tokens that came one by one."""
     failed = sum(len(job.times) != job.max_tokens for job in jobs)
     good = [job for job in jobs if len(job.times) == job.max_tokens]
     output = sum(job.max_tokens for job in good)

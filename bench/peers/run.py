@@ -44,7 +44,7 @@ def served(url: str, model: str, pid: int, started_s: float) -> Measure:
 
     def measure(workload: Path, flags: list[str]) -> Figures:
         with tempfile.NamedTemporaryFile(suffix=".json") as out:
-            command = [sys.executable, "-m", "pageturner.cli", "bench", "serve", "--base-url", url]
+            command = [sys.executable, "-m", "pageturner", "bench", "serve", "--base-url", url]
             command += ["--model", model, "--workload", str(workload), "--output", out.name]
             count = sum(1 for line in workload.read_text().splitlines() if line.strip())
             _run([*command, "--concurrency", str(count), *_translated(flags)])

@@ -13,16 +13,16 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pageturner.config import EngineConfig
+from pageturner.config.settings import EngineConfig
+from pageturner.engine.engine_factory import make_engine
 from pageturner.errors import ClientError
-from pageturner.files import hub
-from pageturner.files.load_tokenizer import load_with_defaults
+from pageturner.executor.adapters import NamedAdapters
+from pageturner.formats import hub
+from pageturner.formats.load_tokenizer import load_with_defaults
 from pageturner.params import SamplingParams
 from pageturner.policies.pinned_prefixes import PinnedPrefixes
 from pageturner.progress import Progress
 from pageturner.request import Event, Logprob, PromptLogprob, Request
-from pageturner.runtime.adapters import NamedAdapters
-from pageturner.runtime.engine_factory import make_engine
 from pageturner.session import Session
 from pageturner.text import parameters
 from pageturner.text.chat_request import ChatSettings, ToolCall, chat_prompt, read_answer, read_chat

@@ -98,7 +98,7 @@ def statements() -> list[tuple[str, str]]:
 
 
 def test_both_forms_of_naming_a_place_are_read() -> None:
-    assert {("text/output_stream.py", "add_event"), ("core/store.py", "on_evict")} <= set(statements())
+    assert {("text/output_stream.py", "add_event"), ("scheduler/store.py", "on_evict")} <= set(statements())
 
 
 @pytest.mark.parametrize("file", sorted(set(re.findall(FILE, PROSE))))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pageturner import config
+from pageturner.config import settings as config
 
 ROOT = Path(__file__).parents[2]
 FLAGS = config.flag_reference()

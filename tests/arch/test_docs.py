@@ -12,7 +12,7 @@ import pytest
 from pageturner.policies.batching import POLICIES
 from pageturner.policies.orders import ORDERS
 from pageturner.policies.reserves import RESERVES
-from pageturner.serve.metrics import Metrics, render
+from pageturner.server.observability.metrics import Metrics, render
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "policies.md"

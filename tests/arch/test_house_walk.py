@@ -11,7 +11,7 @@ import house_walk as walk
 
 
 def build(**files: str) -> walk.House:
-    """A house of these modules: core__types="..." is core/types.py."""
+    """A house of these modules: core__types="..." is scheduler/types.py."""
     names = {file.replace("__", "."): text for file, text in files.items()}
     return {name: walk.Module(name, name.replace(".", "/") + ".py", text) for name, text in names.items()}
 
@@ -19,9 +19,9 @@ def build(**files: str) -> walk.House:
 def test_arrows_floors_and_what_points_upwards() -> None:
     small = build(
         core__types="import sys",
-        policies__orders="from pageturner.core import types\nfrom . import pace",
-        policies__pace="def late() -> None:\n    from pageturner.serve.app import x",
-        serve__app="from pageturner.core.types import Request",
+        policies__orders="from pageturner.scheduler import types\nfrom . import pace",
+        policies__pace="def late() -> None:\n    from pageturner.server.app import x",
+        serve__app="from pageturner.scheduler.types import Request",
     )
     assert walk.arrows(small) == {
         ("policies", "core"): 1,
@@ -35,12 +35,16 @@ def test_arrows_floors_and_what_points_upwards() -> None:
 
 
 def test_circles_of_modules_and_of_rooms() -> None:
-    modules = build(core__a="import pageturner.core.b", core__b="from pageturner.core import c", core__c="")
+    modules = build(
+        core__a="import pageturner.scheduler.b", core__b="from pageturner.scheduler import c", core__c=""
+    )
     assert walk.circles(modules) == []
-    closed = {**modules, **build(core__c="from pageturner.core.a import x")}
+    closed = {**modules, **build(core__c="from pageturner.scheduler.a import x")}
     assert walk.circles(closed) == [["core.a", "core.b", "core.c"]]
     rooms = build(
-        core__a="def f():\n    import pageturner.serve.a", serve__a="import pageturner.core.b", core__b=""
+        core__a="def f():\n    import pageturner.server.a",
+        serve__a="import pageturner.scheduler.b",
+        core__b="",
     )
     assert walk.circles(rooms) == [["core", "serve"]]
     assert walk.floors(rooms) == [["core", "serve"]]
@@ -52,11 +56,11 @@ def test_circles_of_modules_and_of_rooms() -> None:
         "def f(scheduler):\n    return scheduler._running",
         "def f(s):\n    s._running.append(1)\n    return s.a.b._x",
         "def f(s):\n    return getattr(s, '_running')",
-        "from pageturner.core.scheduler import _secret",
+        "from pageturner.scheduler.scheduler import _secret",
         # a name of its own does not make another's field its own
-        "from pageturner.core.scheduler import Scheduler\n"
+        "from pageturner.scheduler.scheduler import Scheduler\n"
         "class A:\n    def __init__(self, s: Scheduler):\n        self._plan = s._plan",
-        "from pageturner.core.scheduler import Scheduler\n"
+        "from pageturner.scheduler.scheduler import Scheduler\n"
         "class A:\n    def __init__(self, s: Scheduler):\n        self._s, self._plan = s, 1\n"
         "        self._s = s\n    def f(self):\n        return self._s._plan",
     ],
@@ -139,9 +143,9 @@ def test_sizes() -> None:
 def test_the_marked_path(tmp_path: Path) -> None:
     page = tmp_path / "architecture.md"
     assert walk.path(page) == []
-    page.write_text("`core/no.py`\n<!-- path -->\n1. `serve/app.py`: see `f()`, `core/a.py`\n2. `llm.py`\n"
-                    "3. `serve/app.py`\n<!-- /path -->\n`core/no.py`")  # fmt: skip
-    assert walk.path(page) == ["serve/app.py", "core/a.py", "llm.py"]
+    page.write_text("`core/no.py`\n<!-- path -->\n1. `server/app.py`: see `f()`, `core/a.py`\n2. `llm.py`\n"
+                    "3. `server/app.py`\n<!-- /path -->\n`core/no.py`")  # fmt: skip
+    assert walk.path(page) == ["server/app.py", "core/a.py", "llm.py"]
 
 
 def test_what_is_absent_misses_its_bar() -> None:

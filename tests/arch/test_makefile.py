@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pageturner.commands.examples import EXAMPLES
+from pageturner.cli.examples import EXAMPLES
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "Makefile").read_text()

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from pageturner.ray import settings
 from pageturner.router import route
-from pageturner.serve import server
+from pageturner.router.ray import settings
+from pageturner.server import server
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
 

@@ -31,11 +31,11 @@ LIST = walk.path(house.ARCHITECTURE)
 SHARE = 0.05
 WATCHERS = (
     "observe/",
-    "serve/metrics.py",
-    "serve/timings.py",
-    "serve/goodput.py",
-    "serve/histogram.py",
-    "serve/request_phases.py",
+    "server/observability/metrics.py",
+    "server/observability/timings.py",
+    "server/admission/goodput.py",
+    "http/histogram.py",
+    "server/observability/request_phases.py",
 )
 TOKENIZERS = "files/"  # which of them runs is the affair of the model
 FEWEST, MOST = 15, 25

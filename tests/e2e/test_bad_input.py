@@ -20,7 +20,7 @@ import pytest
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 MODEL = GOLDENS / "tiny_llama.gguf"
-SERVE = [sys.executable, "-m", "pageturner.cli", "serve"]
+SERVE = [sys.executable, "-m", "pageturner", "serve"]
 
 
 def run(*arguments: str) -> tuple[int, str]:

@@ -24,14 +24,14 @@ import pytest
 
 from pageturner import LLM, SamplingParams, cli
 from pageturner.errors import ClientError, EngineFault
-from pageturner.files.ggml_types import KINDS
-from pageturner.files.safetensors import open_safetensors
+from pageturner.formats.ggml_types import KINDS
+from pageturner.formats.safetensors import open_safetensors
 from pageturner.kernels import native_module
 from support.gguf_writer import float_tensor, gguf_bytes, taken_apart
 from support.hf_folder import GOLDENS, make_folder, tokenizer_json, write_json
 from support.safetensors_writer import write_safetensors
 
-SERVE = [sys.executable, "-m", "pageturner.cli", "serve"]
+SERVE = [sys.executable, "-m", "pageturner", "serve"]
 Q = "model.layers.1.self_attn.q_proj.weight"
 Build = Callable[[Path], object]
 BACKENDS = ["reference", *(["native"] if native_module.available_isas() else [])]

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pageturner.config import EngineConfig
+from pageturner.config.settings import EngineConfig
+from pageturner.engine.backends import make_ops
+from pageturner.engine.engine_factory import make_engine
 from pageturner.errors import EngineFault
 from pageturner.kernels import native_module
 from pageturner.params import SamplingParams
 from pageturner.request import Request
-from pageturner.runtime.backends import make_ops
-from pageturner.runtime.engine_factory import make_engine
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 MODEL = str(GOLDENS / "tiny_llama.gguf")

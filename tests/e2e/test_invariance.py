@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from pageturner.core.types import Item, Output, Plan, Result
+from pageturner.executor.draft import Costs, PromptLookup
+from pageturner.executor.draft_model import DraftModel
 from pageturner.kernels import native, native_module
 from pageturner.models.lora import read_folder
 from pageturner.params import SamplingParams
 from pageturner.request import Request, Resume
-from pageturner.runtime.draft import Costs, PromptLookup
-from pageturner.runtime.draft_model import DraftModel
+from pageturner.scheduler.types import Item, Output, Plan, Result
 from pageturner.text.structured_outputs import StructuredOutputsParams
 from support.adapters import ALL, TOP, write_adapter
 from support.engines import GOLDENS, Answer, Model, Setup, answers

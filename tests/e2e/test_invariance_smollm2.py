@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_invariance import KV_TOKENS, PRODUCT, pairwise
 
-from pageturner.files.load_tokenizer import load_tokenizer
+from pageturner.formats.load_tokenizer import load_tokenizer
 from pageturner.kernels import native, native_module
 from pageturner.params import SamplingParams
 from pageturner.request import Request

@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import pytest
 
-from pageturner.config import EngineConfig
+from pageturner.config.settings import EngineConfig
+from pageturner.engine.engine_factory import make_engine, settings_of
 from pageturner.kernels import native, native_module
 from pageturner.params import SamplingParams
 from pageturner.request import Request
-from pageturner.runtime.engine_factory import make_engine, settings_of
 from support.engines import GOLDENS, Answer, Model, Setup, answers
 
 usable, why = native_module.supported()

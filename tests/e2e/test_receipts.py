@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from pageturner import LLM, cli
-from pageturner.commands import verify
-from pageturner.commands.receipt_prompts import given_answers
+from pageturner.lab.commands import verify
+from pageturner.lab.commands.receipt_prompts import given_answers
 from pageturner.text import receipt as form
 from support.hf_folder import make_folder
 from support.receipts import KEY, flipped, leaves, receipt_of

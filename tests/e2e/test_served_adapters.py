@@ -275,7 +275,7 @@ def test_a_flag_that_names_no_adapter_ends_the_server(tmp_path: Path) -> None:
     import subprocess
     import sys
 
-    command = [sys.executable, "-m", "pageturner.cli", "serve", str(TINY), "--port", "0", "--lora"]
+    command = [sys.executable, "-m", "pageturner", "serve", str(TINY), "--port", "0", "--lora"]
     for value, told in ((f"x={tmp_path}", "adapter_config.json"), ("x", "NAME=PATH")):
         ended = subprocess.run([*command, value], capture_output=True, text=True, timeout=60)
         assert ended.returncode != 0

@@ -11,12 +11,12 @@ from dataclasses import replace
 
 import pytest
 
+from pageturner.engine.engine import Engine
 from pageturner.kernels import native, native_module
 from pageturner.kernels.base import Ops
 from pageturner.kernels.reference import ReferenceOps
 from pageturner.params import SamplingParams
 from pageturner.request import Request
-from pageturner.runtime.engine import Engine
 from support.engines import GOLDENS, Model, Setup, answers
 from support.poison import poison_blocks
 from support.schedulers import unowned

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pageturner.adapter_messages import UnloadAdapter
 from pageturner.errors import EngineFault
+from pageturner.executor.adapters import read_adapter
+from pageturner.ipc.adapter_messages import UnloadAdapter
 from pageturner.kernels.adapters import FIELDS, AdapterWeights
 from pageturner.kernels.gpu import adapters as module
 from pageturner.kernels.gpu.adapter_rows import shape_of
@@ -25,7 +26,6 @@ from pageturner.models.load import load_model
 from pageturner.models.lora import load_adapter, read_folder
 from pageturner.params import SamplingParams
 from pageturner.request import Request
-from pageturner.runtime.adapters import read_adapter
 from support.adapters import ALL, TOP, random_weights, write_adapter
 
 fake_gpu = pytest.importorskip("support.fake_gpu", exc_type=ImportError)  # skips without Triton

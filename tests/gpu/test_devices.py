@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pageturner.commands import doctor_device
-from pageturner.config import EngineConfig
+from pageturner.cli import doctor_device
+from pageturner.config.settings import EngineConfig
+from pageturner.engine import device_trust, devices, machine_limits
 from pageturner.errors import EngineFault
 from pageturner.kernels.gpu.catalogue import height_of
 from pageturner.kernels.gpu.ops import GpuOps
 from pageturner.models.load import load_model
-from pageturner.runtime import device_trust, devices, machine_limits
 from support.engines import GOLDENS
 
 TINY = GOLDENS / "tiny_llama.gguf"

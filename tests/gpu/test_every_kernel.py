@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pageturner.files import ggml
+from pageturner.formats import ggml
 from pageturner.kernels.adapters import KINDS as FACTORS
 from pageturner.kernels.adapters import AdapterWeights, LowRank
 from pageturner.kernels.base import KV_TYPES, AttentionShape, KVSpec, Stack, Tensor

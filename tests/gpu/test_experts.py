@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pageturner.errors import EngineFault
-from pageturner.files import ggml
+from pageturner.formats import ggml
 from pageturner.kernels.base import GATED, AttentionShape, Layer, Tensor
 from pageturner.kernels.gpu.ops import GpuOps
 from pageturner.kernels.layer_parts import Experts

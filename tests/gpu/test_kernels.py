@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pageturner.files import float8, ggml
+from pageturner.formats import float8, ggml
 from pageturner.kernels.base import KV_TYPES, AttentionShape, Batch, Tensor
 from pageturner.kernels.gpu.ops import GpuOps
 from pageturner.kernels.reference import ReferenceOps
@@ -265,7 +265,7 @@ def test_kv_is_rounded_as_in_the_reference(ops: GpuOps, dtype: str) -> None:
     codes = np.empty((12, 2, 16), np.uint8 if KV_TYPES[dtype] == 1 else np.uint16)
     if dtype in ("fp8_e4m3", "float16"):
         ops.driver.download(codes, kv.keys)
-        from pageturner.files import float8
+        from pageturner.formats import float8
 
         if dtype == "float16":
             assert (codes.view(np.float16) == theirs.k[0]).all()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tests.kernels import grid
 
-from pageturner.files import float8
+from pageturner.formats import float8
 from pageturner.kernels.base import AttentionShape, KVSpec
 from pageturner.kernels.reference import ReferenceOps
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tests.kernels import grid
 
-from pageturner.files import ggml
+from pageturner.formats import ggml
 from pageturner.kernels.gpu import weights
 
 KINDS = {"Q4_0": 4, "Q4_1": 4, "Q4_K": 4, "Q5_1": 5, "Q8_0": 8, "Q6_K": 8}

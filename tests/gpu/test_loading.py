@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pageturner.config import EngineConfig
+from pageturner.config.settings import EngineConfig
+from pageturner.engine import devices
 from pageturner.errors import EngineFault
 from pageturner.kernels.gpu import cuda_driver, steps
 from pageturner.kernels.gpu.arrays import Arena
 from pageturner.kernels.gpu.catalogue import ARCHITECTURES, SHARED, kernels_of, parts_of
 from pageturner.kernels.gpu.cuda_driver import SLICE, SLOT, CudaDriver
 from pageturner.kernels.gpu.manifest import Manifest
-from pageturner.runtime import devices
 
 
 def write(folder: Path, architectures: tuple[int, ...], portable: bool = False) -> Path:

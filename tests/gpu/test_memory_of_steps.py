@@ -6,12 +6,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from pageturner.engine.devices import largest_batch
 from pageturner.errors import EngineFault
 from pageturner.kernels.base import AttentionShape, Batch, KVSpec, Stack
 from pageturner.kernels.choosing import Head
 from pageturner.kernels.gpu.ops import GpuOps
 from pageturner.kernels.gpu.steps import Room, bucket, fits_at_once, segments_bucket, views_of
-from pageturner.runtime.devices import largest_batch
 from support.null_gpu import NullDriver, model
 
 GB = 1 << 30

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pageturner.config import EngineConfig
+from pageturner.config.settings import EngineConfig
+from pageturner.engine import device_trust, devices
 from pageturner.errors import EngineFault
 from pageturner.models.load import load_model
-from pageturner.runtime import device_trust, devices
 from support.engines import GOLDENS
 
 fake_gpu = pytest.importorskip("support.fake_gpu", exc_type=ImportError)  # skips without Triton

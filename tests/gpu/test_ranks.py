@@ -19,11 +19,11 @@ from pageturner.kernels.gpu.catalogue import exchange_words
 
 fake_gpu = pytest.importorskip("support.fake_gpu", exc_type=ImportError)  # skips without Triton
 
+from pageturner.engine import device_trust  # noqa: E402
 from pageturner.kernels.gpu.exchange import DeviceExchange  # noqa: E402
 from pageturner.kernels.gpu.ops import GpuOps  # noqa: E402
 from pageturner.kernels.gpu.ranks import GpuTensorParallelOps  # noqa: E402
 from pageturner.models.load import load_model  # noqa: E402
-from pageturner.runtime import device_trust  # noqa: E402
 from support import decoding as by_hand  # noqa: E402
 from support.engines import GOLDENS  # noqa: E402
 from support.ranks import ranks as ranks_of  # noqa: E402

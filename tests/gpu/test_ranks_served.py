@@ -15,10 +15,11 @@ import httpx
 import pytest
 
 from pageturner import LLM, SamplingParams
-from pageturner.config import EngineConfig
+from pageturner.config.settings import EngineConfig
+from pageturner.engine import devices
+from pageturner.engine.devices import DRIVER, ORDINALS
 from pageturner.errors import EngineFault
-from pageturner.runtime import devices, tensor_parallel
-from pageturner.runtime.devices import DRIVER, ORDINALS
+from pageturner.parallel import tensor_parallel
 from support.engines import GOLDENS
 from support.servers import serving
 

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pageturner.config import EngineConfig
+from pageturner.config.settings import EngineConfig
+from pageturner.engine import devices
+from pageturner.engine.engine_factory import LoadedEngine, make_engine
 from pageturner.kernels.base import KV_TYPES, AttentionShape, Batch, KVSpec
 from pageturner.kernels.gpu.ops import GpuOps
 from pageturner.params import SamplingParams
 from pageturner.request import Request
-from pageturner.runtime import devices
-from pageturner.runtime.engine_factory import LoadedEngine, make_engine
 from support.engines import GOLDENS
 
 gpu_device = pytest.importorskip("support.gpu_device", exc_type=ImportError)  # skips without Triton

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pageturner.files import ggml
+from pageturner.formats import ggml
 from pageturner.kernels.base import KV, AttentionShape, Batch, KVSpec, Layer, Ops, Rope, Tensor
 from pageturner.kernels.native_module import available_isas
 

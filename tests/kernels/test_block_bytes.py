@@ -7,9 +7,9 @@ import pytest
 
 from pageturner.kernels import native_module
 from pageturner.kernels.base import KV_TYPES, KVSpec, Ops
-from pageturner.kernels.kv_file import row_sums
 from pageturner.kernels.native import NativeOps
 from pageturner.kernels.reference import ReferenceOps
+from pageturner.kv.kv_file import row_sums
 
 BACKENDS = ["reference", *(["native"] if native_module.available_isas() else [])]
 

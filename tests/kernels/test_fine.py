@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pageturner.files.ggml import dequantise
+from pageturner.formats.ggml import dequantise
 from pageturner.kernels.base import Tensor
 from pageturner.kernels.native import NativeOps
 from pageturner.kernels.native_module import available_isas

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from pageturner.kernels import kv_file, native_module
+from pageturner.kernels import native_module
 from pageturner.kernels.base import KVSpec
+from pageturner.kv import kv_file
 
 pytestmark = pytest.mark.skipif(not native_module.available_isas(), reason="the kernels are not compiled")
 SPEC = KVSpec(layers=3, blocks=20, block_size=16, kv_heads=2, head_dim=24, dtype="int8")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from grid import ISAS, i32, normal, rng, vector, weight
 
-from pageturner.files import ggml
+from pageturner.formats import ggml
 from pageturner.kernels.base import Tensor
 from pageturner.kernels.choosing import Head, LogprobsWanted, SamplerOutput
 from pageturner.kernels.composites import Composites

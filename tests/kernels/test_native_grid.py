@@ -25,7 +25,7 @@ from grid import (
     weight,
 )
 
-from pageturner.files.ggml import QUANTISED
+from pageturner.formats.ggml import QUANTISED
 from pageturner.kernels.base import KV_TYPES, AttentionShape, KVSpec
 from pageturner.kernels.choosing import Head
 from pageturner.kernels.composites import Composites

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from grid import normal, weight
 
-from pageturner.config import EngineConfig
+from pageturner.config.settings import EngineConfig
+from pageturner.engine.backends import make_ops
 from pageturner.kernels.native import NativeOps
 from pageturner.kernels.native_module import available_isas
-from pageturner.runtime.backends import make_ops
 
 pytestmark = pytest.mark.skipif(not available_isas(), reason="the native kernels are not built")
 

@@ -7,7 +7,7 @@ import pytest
 from grid import weight as quantised
 
 from pageturner.errors import EngineFault
-from pageturner.files import ggml
+from pageturner.formats import ggml
 from pageturner.kernels.base import KV_TYPES, AttentionShape, Batch, KVSpec, Rope, Tensor
 from pageturner.kernels.reference import ReferenceOps
 from pageturner.kernels.reference_arrays import quantise_rows

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pageturner.lab.advice import DEFAULT, Advice, Known, advise, chance_of, overall
+from pageturner.lab.planning.advice import DEFAULT, Advice, Known, advise, chance_of, overall
 
 
 def figures(speed: float = 100.0, **others: float) -> dict[str, Any]:

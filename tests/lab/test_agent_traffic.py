@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from pageturner.errors import EngineFault
-from pageturner.lab.agent_traffic import Agent, AgentTraffic, AgentTurn, read_agents
-from pageturner.lab.traffic import Pieces
+from pageturner.lab.traffic.agent_traffic import Agent, AgentTraffic, AgentTurn, read_agents
+from pageturner.lab.traffic.traffic import Pieces
 
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path += [str(BENCH / "data"), str(BENCH / "accept")]

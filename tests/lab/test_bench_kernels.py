@@ -16,8 +16,8 @@ from pageturner.kernels.native import NativeOps
 from pageturner.kernels.native_module import available_isas
 from pageturner.kernels.peak import READ, Peak
 from pageturner.kernels.reference import ReferenceOps
-from pageturner.lab import bench_kernels, kernel_cases
-from pageturner.lab.kernel_cases import CaseSelection, KernelCase, ModelShape
+from pageturner.lab.bench import bench_kernels, kernel_cases
+from pageturner.lab.bench.kernel_cases import CaseSelection, KernelCase, ModelShape
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import kernels_against

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 from pageturner.errors import EngineFault
-from pageturner.lab import bench_serve, traffic_flags
-from pageturner.lab.client import Client, ResponseTimes
-from pageturner.lab.prompt_text import PromptWriter
-from pageturner.lab.traffic import TrafficRequest
-from pageturner.lab.traffic_files import TraceRow, TraceScaling, read_trace, trace_requests
-from pageturner.lab.traffic_generators import poisson
+from pageturner.lab.bench import bench_serve
+from pageturner.lab.bench.client import Client, ResponseTimes
+from pageturner.lab.traffic import traffic_flags
+from pageturner.lab.traffic.prompt_text import PromptWriter
+from pageturner.lab.traffic.traffic import TrafficRequest
+from pageturner.lab.traffic.traffic_files import TraceRow, TraceScaling, read_trace, trace_requests
+from pageturner.lab.traffic.traffic_generators import poisson
 from pageturner.progress import Progress
 
 ROWS = [

@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
-from pageturner.config import EngineConfig, RouterConfig
+from pageturner.config.settings import EngineConfig, RouterConfig
 from pageturner.errors import EngineFault
-from pageturner.lab.capacity_search import (
+from pageturner.executor.kv_memory import KVSizes
+from pageturner.lab.bench.prompt_alone import KnownBeginnings, alone, judge, prefill_seconds, prompts_of
+from pageturner.lab.bench.request_metrics import LatencyTargets
+from pageturner.lab.planning.capacity_search import (
     CapacityAnswer,
     CapacityQuestion,
     Option,
@@ -21,14 +24,11 @@ from pageturner.lab.capacity_search import (
     next_questions,
     search_capacity,
 )
-from pageturner.lab.parallel_runs import ParallelRuns, SerialRuns
-from pageturner.lab.prompt_alone import KnownBeginnings, alone, judge, prefill_seconds, prompts_of
-from pageturner.lab.request_metrics import LatencyTargets
-from pageturner.lab.scenario import Scenario
-from pageturner.lab.step_cost import CalibratedCost
-from pageturner.lab.traffic import OpenLoop, Pieces, Traffic, TrafficRequest
-from pageturner.lab.traffic_generators import SyntheticTraffic
-from pageturner.runtime.kv_memory import KVSizes
+from pageturner.lab.simulation.parallel_runs import ParallelRuns, SerialRuns
+from pageturner.lab.simulation.step_cost import CalibratedCost
+from pageturner.lab.traffic.scenario import Scenario
+from pageturner.lab.traffic.traffic import OpenLoop, Pieces, Traffic, TrafficRequest
+from pageturner.lab.traffic.traffic_generators import SyntheticTraffic
 
 COST = CalibratedCost([5e-3, 0, 2e-4, 0, 0, 0, 1e-7], (0, 0), 1, {}, 0.0, {})
 

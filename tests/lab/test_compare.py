@@ -14,32 +14,31 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
-from pageturner.config import EngineConfig
+from pageturner.config.settings import EngineConfig
 from pageturner.errors import EngineFault
-from pageturner.lab import (
+from pageturner.lab.bench.engine_bench import EngineBench
+from pageturner.lab.bench.request_metrics import LatencyTargets
+from pageturner.lab.compare import (
     comparison,
     literature_claims,
-    log_replay,
     reckoning,
-    recorded_runs,
     report_html,
     report_pictures,
     report_text,
     run_timeline,
     svg_charts,
 )
-from pageturner.lab.comparison import Contender
-from pageturner.lab.comparison_results import About, ComparisonResults, Disturbance, find
-from pageturner.lab.engine_bench import EngineBench
-from pageturner.lab.recorded_runs import RecordedRun
-from pageturner.lab.request_metrics import LatencyTargets
-from pageturner.lab.run_timeline import Moment, RunTimeline
-from pageturner.lab.step_cost import CalibratedCost
-from pageturner.lab.traffic import TrafficRequest
-from pageturner.lab.traffic_generators import MIXES
-from pageturner.observe.step_log import Arrived
-from pageturner.observe.work import ModelCosts
+from pageturner.lab.compare.comparison import Contender
+from pageturner.lab.compare.comparison_results import About, ComparisonResults, Disturbance, find
+from pageturner.lab.compare.run_timeline import Moment, RunTimeline
+from pageturner.lab.simulation import log_replay, recorded_runs
+from pageturner.lab.simulation.recorded_runs import RecordedRun
+from pageturner.lab.simulation.step_cost import CalibratedCost
+from pageturner.lab.traffic.traffic import TrafficRequest
+from pageturner.lab.traffic.traffic_generators import MIXES
 from pageturner.request import Request
+from pageturner.telemetry.step_log import Arrived
+from pageturner.telemetry.work import ModelCosts
 
 CAP = 96
 TINY = Path(__file__).parents[1] / "goldens" / "tiny_llama.gguf"

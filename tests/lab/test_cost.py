@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from pageturner.errors import EngineFault
-from pageturner.lab import step_cost
-from pageturner.lab.model_outline import Outline, read_outline
-from pageturner.lab.roofline import GPUS, Reach, kv_tokens, roofline
-from pageturner.lab.step_cost import CalibratedCost
-from pageturner.observe.step_log import ItemRecord, StepRecord
-from pageturner.observe.work import StepWork
+from pageturner.lab.planning.model_outline import Outline, read_outline
+from pageturner.lab.simulation import step_cost
+from pageturner.lab.simulation.roofline import GPUS, Reach, kv_tokens, roofline
+from pageturner.lab.simulation.step_cost import CalibratedCost
+from pageturner.telemetry.step_log import ItemRecord, StepRecord
+from pageturner.telemetry.work import StepWork
 
 TRUTH = CalibratedCost([2e-3, 4e-4, 5e-5, 0.0, 2e-5, 4e-8, 1e-9], (0, 0), 0, {}, 3e-4, {})
 

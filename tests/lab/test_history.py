@@ -12,18 +12,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from pageturner.config import EngineConfig
+from pageturner.config.settings import EngineConfig
+from pageturner.engine.engine_factory import engine_again, make_engine
 from pageturner.errors import EngineFault
-from pageturner.lab import calibration, engine_bench, log_replay, recorded_runs
-from pageturner.lab.engine_bench import EngineBench
-from pageturner.lab.request_metrics import LatencyTargets
-from pageturner.lab.step_cost import CalibratedCost
-from pageturner.lab.traffic_generators import TokenPrompts, burst_times
-from pageturner.observe import step_log
-from pageturner.observe.step_log import Arrived, Header, Left, LostRecords, Record, StepRecord
+from pageturner.lab.bench import engine_bench
+from pageturner.lab.bench.engine_bench import EngineBench
+from pageturner.lab.bench.request_metrics import LatencyTargets
+from pageturner.lab.simulation import calibration, log_replay, recorded_runs
+from pageturner.lab.simulation.step_cost import CalibratedCost
+from pageturner.lab.traffic.traffic_generators import TokenPrompts, burst_times
 from pageturner.params import SamplingParams
 from pageturner.request import Request, SessionHint
-from pageturner.runtime.engine_factory import engine_again, make_engine
+from pageturner.telemetry import step_log
+from pageturner.telemetry.step_log import Arrived, Header, Left, LostRecords, Record, StepRecord
 from support import smollm2
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pageturner.lab.kept_costs import KeptCosts, keep, kept_costs
-from pageturner.lab.step_cost import FEATURES, CalibratedCost
+from pageturner.lab.simulation.kept_costs import KeptCosts, keep, kept_costs
+from pageturner.lab.simulation.step_cost import FEATURES, CalibratedCost
 
 
 def costs(weight: float, others: float) -> KeptCosts:

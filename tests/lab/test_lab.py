@@ -12,10 +12,11 @@ import pytest
 
 from pageturner import cli
 from pageturner.errors import EngineFault
-from pageturner.lab import bench_engine, bench_serve, report
-from pageturner.lab.client import Client, ResponseTimes
-from pageturner.lab.traffic_files import read_workload
-from pageturner.lab.traffic_generators import word_prompts
+from pageturner.lab.bench import bench_engine, bench_serve
+from pageturner.lab.bench.client import Client, ResponseTimes
+from pageturner.lab.compare import report
+from pageturner.lab.traffic.traffic_files import read_workload
+from pageturner.lab.traffic.traffic_generators import word_prompts
 from pageturner.progress import Progress
 
 

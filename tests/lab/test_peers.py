@@ -14,8 +14,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from pageturner.lab import bench_serve
-from pageturner.lab.client import ResponseTimes
+from pageturner.lab.bench import bench_serve
+from pageturner.lab.bench.client import ResponseTimes
 
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path[:0] = [str(BENCH), str(BENCH / "accept")]

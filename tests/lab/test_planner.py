@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from pageturner.lab.kv_planner import KVPlanner, seen
-from pageturner.lab.model_outline import Outline
-from pageturner.lab.model_outline_keys import KVLayers
+from pageturner.lab.planning.kv_planner import KVPlanner, seen
+from pageturner.lab.planning.model_outline import Outline
+from pageturner.lab.planning.model_outline_keys import KVLayers
 
 GIB = 1024**3
 

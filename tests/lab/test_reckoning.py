@@ -9,16 +9,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pageturner.config import EngineConfig
-from pageturner.lab import comparison, kept_costs, reckoning, run_timeline
-from pageturner.lab.comparison import Contender
-from pageturner.lab.engine_bench import EngineBench
-from pageturner.lab.kept_costs import KeptCosts
-from pageturner.lab.reckoning import Circumstances
-from pageturner.lab.recorded_runs import RecordedRun
-from pageturner.lab.request_metrics import LatencyTargets
-from pageturner.lab.step_cost import CalibratedCost, work_of_step
-from pageturner.lab.traffic_generators import MIXES
+from pageturner.config.settings import EngineConfig
+from pageturner.lab.bench.engine_bench import EngineBench
+from pageturner.lab.bench.request_metrics import LatencyTargets
+from pageturner.lab.compare import comparison, reckoning, run_timeline
+from pageturner.lab.compare.comparison import Contender
+from pageturner.lab.compare.reckoning import Circumstances
+from pageturner.lab.simulation import kept_costs
+from pageturner.lab.simulation.kept_costs import KeptCosts
+from pageturner.lab.simulation.recorded_runs import RecordedRun
+from pageturner.lab.simulation.step_cost import CalibratedCost, work_of_step
+from pageturner.lab.traffic.traffic_generators import MIXES
 from pageturner.request import Request
 
 EACH = [Contender("prefill_first"), Contender("chunked")]

@@ -17,7 +17,7 @@ GOLDEN = Path(__file__).parent.parent / "goldens" / "tiny_llama.gguf"
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    command = [sys.executable, "-m", "pageturner.cli", "serve", str(GOLDEN), "--port", "0", "--developer"]
+    command = [sys.executable, "-m", "pageturner", "serve", str(GOLDEN), "--port", "0", "--developer"]
     process = subprocess.Popen(
         [*command, "--backend", "reference", "--served-model-name", "tiny"], stderr=subprocess.PIPE, text=True
     )

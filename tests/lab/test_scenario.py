@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from pageturner.config import EngineConfig
+from pageturner.config.settings import EngineConfig
 from pageturner.errors import EngineFault
-from pageturner.lab.capacity_search import Option, search_capacity
-from pageturner.lab.parallel_runs import SerialRuns
-from pageturner.lab.request_metrics import LatencyTargets
-from pageturner.lab.scenario import Scenario, sweep
-from pageturner.lab.step_cost import CalibratedCost
-from pageturner.lab.traffic import Traffic
-from pageturner.lab.traffic_generators import SyntheticTraffic
-from pageturner.runtime.kv_memory import KVSizes
+from pageturner.executor.kv_memory import KVSizes
+from pageturner.lab.bench.request_metrics import LatencyTargets
+from pageturner.lab.planning.capacity_search import Option, search_capacity
+from pageturner.lab.simulation.parallel_runs import SerialRuns
+from pageturner.lab.simulation.step_cost import CalibratedCost
+from pageturner.lab.traffic.scenario import Scenario, sweep
+from pageturner.lab.traffic.traffic import Traffic
+from pageturner.lab.traffic.traffic_generators import SyntheticTraffic
 
 COST = CalibratedCost([5e-3, 0, 2e-4, 0, 0, 0, 0], (0, 0), 1, {}, 0.0, {})
 

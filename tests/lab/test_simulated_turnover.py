@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from pageturner.config import EngineConfig
+from pageturner.config.settings import EngineConfig
 from pageturner.errors import EngineFault
-from pageturner.lab import simulator as simulator_module
-from pageturner.lab.request_metrics import LatencyTargets
-from pageturner.lab.scenario import Scenario
-from pageturner.lab.simulated_autoscaling import Autoscaling
-from pageturner.lab.simulated_failures import Failures, ReplicaEvent, read_events
-from pageturner.lab.simulated_fleet import Roles
-from pageturner.lab.step_cost import CalibratedCost
-from pageturner.lab.traffic import OpenLoop, Pieces, TrafficRequest
-from pageturner.lab.traffic_generators import SyntheticTraffic
-from pageturner.runtime.kv_memory import KVSizes
+from pageturner.executor.kv_memory import KVSizes
+from pageturner.lab.bench.request_metrics import LatencyTargets
+from pageturner.lab.simulation import simulator as simulator_module
+from pageturner.lab.simulation.simulated_autoscaling import Autoscaling
+from pageturner.lab.simulation.simulated_failures import Failures, ReplicaEvent, read_events
+from pageturner.lab.simulation.simulated_fleet import Roles
+from pageturner.lab.simulation.step_cost import CalibratedCost
+from pageturner.lab.traffic.scenario import Scenario
+from pageturner.lab.traffic.traffic import OpenLoop, Pieces, TrafficRequest
+from pageturner.lab.traffic.traffic_generators import SyntheticTraffic
 
 COST = CalibratedCost([1e-2, 0, 1e-4, 0, 0, 0, 0], (0, 0), 1, {}, 0.0, {})
 BASE = Scenario(

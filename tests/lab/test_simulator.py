@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from pageturner.core.types import Plan
-from pageturner.lab.request_metrics import LatencyTargets
-from pageturner.lab.simulated_fleet import Roles, fleets
-from pageturner.lab.simulator import Simulator
-from pageturner.lab.step_cost import CalibratedCost
-from pageturner.lab.traffic import END, OpenLoop, Pieces, Sessions, SessionTurn, TrafficRequest
-from pageturner.lab.traffic_generators import SyntheticTraffic
-from pageturner.observe.work import StepWork, work_of
+from pageturner.lab.bench.request_metrics import LatencyTargets
+from pageturner.lab.simulation.simulated_fleet import Roles, fleets
+from pageturner.lab.simulation.simulator import Simulator
+from pageturner.lab.simulation.step_cost import CalibratedCost
+from pageturner.lab.traffic.traffic import END, OpenLoop, Pieces, Sessions, SessionTurn, TrafficRequest
+from pageturner.lab.traffic.traffic_generators import SyntheticTraffic
 from pageturner.policies.orders import ORDERS
 from pageturner.router.placement import PLACEMENTS, PrefixMap
+from pageturner.scheduler.types import Plan
+from pageturner.telemetry.work import StepWork, work_of
 from support.schedulers import make_stack
 
 COST = CalibratedCost([4e-3, 2e-4, 3e-5, 1e-5, 2e-5, 3e-8, 1e-9], (0.0, 0.0), 1, {}, 1e-4, {})

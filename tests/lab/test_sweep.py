@@ -17,18 +17,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from pageturner.commands import bench_sweep
-from pageturner.config import EngineConfig
+from pageturner.config.settings import EngineConfig
 from pageturner.errors import EngineFault
-from pageturner.lab import sweep_load, sweep_report
-from pageturner.lab.client import ResponseTimes
-from pageturner.lab.step_cost import CalibratedCost
-from pageturner.lab.sweep import LoadSweep, Sweeper, SweepPoint, SweptServer, knee, tied
-from pageturner.lab.sweep_forecast import scheduler_settings
-from pageturner.lab.sweep_load import PointBounds, PointRun, SentRequest, point_figures, point_seed
-from pageturner.lab.sweep_servers import ask_models, key_of, named
-from pageturner.lab.sweep_simulated import SimulatedServer, error
-from pageturner.lab.traffic import TrafficRequest
+from pageturner.lab.bench import sweep_load, sweep_report
+from pageturner.lab.bench.client import ResponseTimes
+from pageturner.lab.bench.sweep import LoadSweep, Sweeper, SweepPoint, SweptServer, knee, tied
+from pageturner.lab.bench.sweep_forecast import scheduler_settings
+from pageturner.lab.bench.sweep_load import PointBounds, PointRun, SentRequest, point_figures, point_seed
+from pageturner.lab.bench.sweep_servers import ask_models, key_of, named
+from pageturner.lab.bench.sweep_simulated import SimulatedServer, error
+from pageturner.lab.commands import bench_sweep
+from pageturner.lab.simulation.step_cost import CalibratedCost
+from pageturner.lab.traffic.traffic import TrafficRequest
 from support.sweeps import FAILED, figures, results
 
 # -- knee ----------------------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from pageturner.lab import sweep_charts, sweep_page
-from pageturner.lab.sweep_charts import ChartLine, LinePoint, value_scale
+from pageturner.lab.bench import sweep_charts, sweep_page
+from pageturner.lab.bench.sweep_charts import ChartLine, LinePoint, value_scale
 from support.sweeps import results
 
 VOID = ("meta",)

@@ -8,9 +8,9 @@ from statistics import mean, pstdev
 import pytest
 
 from pageturner.errors import EngineFault
-from pageturner.lab.traffic import END, OpenLoop, Sessions
-from pageturner.lab.traffic_files import TraceRow, TraceScaling, from_trace
-from pageturner.lab.traffic_generators import SyntheticTraffic, with_times
+from pageturner.lab.traffic.traffic import END, OpenLoop, Sessions
+from pageturner.lab.traffic.traffic_files import TraceRow, TraceScaling, from_trace
+from pageturner.lab.traffic.traffic_generators import SyntheticTraffic, with_times
 
 
 def opened(rows: list[TraceRow], scaling: TraceScaling = TraceScaling()) -> OpenLoop:  # noqa: B008

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from pageturner.config import EngineConfig
+from pageturner.config.settings import EngineConfig
 from pageturner.errors import EngineFault
-from pageturner.lab.request_metrics import LatencyTargets
-from pageturner.lab.scenario import Scenario
-from pageturner.lab.settings_search import (
+from pageturner.executor.kv_memory import KVSizes
+from pageturner.lab.bench.request_metrics import LatencyTargets
+from pageturner.lab.planning.settings_search import (
     Candidate,
     SearchSpace,
     check_possible,
@@ -21,10 +21,10 @@ from pageturner.lab.settings_search import (
     score,
     search_settings,
 )
-from pageturner.lab.step_cost import CalibratedCost
-from pageturner.lab.traffic import Traffic, in_vocabulary
-from pageturner.lab.traffic_generators import SyntheticTraffic
-from pageturner.runtime.kv_memory import KVSizes
+from pageturner.lab.simulation.step_cost import CalibratedCost
+from pageturner.lab.traffic.scenario import Scenario
+from pageturner.lab.traffic.traffic import Traffic, in_vocabulary
+from pageturner.lab.traffic.traffic_generators import SyntheticTraffic
 
 COST = CalibratedCost([5e-3, 0, 2e-4, 0, 0, 0, 0], (0, 0), 1, {}, 0.0, {})
 SMALL = SearchSpace(("chunked", "prefill_first"), ("fcfs", "sjf"), (16, 32))

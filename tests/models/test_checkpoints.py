@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from pageturner.errors import EngineFault
-from pageturner.files.safetensors import open_safetensors
+from pageturner.formats.safetensors import open_safetensors
 from pageturner.kernels.native import NativeOps
 from pageturner.kernels.native_module import available_isas
 from pageturner.kernels.reference import ReferenceOps
@@ -214,7 +214,7 @@ def test_what_is_not_true_is_told(tmp_path: Path, lie: str) -> None:
 
 def test_experts_of_four_bits_come_out_with_outputs_first(tmp_path: Path) -> None:
     """The layout of gpt-oss: blocks of 16 bytes, neighbours in a byte, the first in its low nibble."""
-    from pageturner.files.ggml import dequantise
+    from pageturner.formats.ggml import dequantise
     from pageturner.models.checkpoint import open_checkpoint
 
     draw = np.random.default_rng(5)

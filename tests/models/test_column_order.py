@@ -14,7 +14,7 @@ import pytest
 from tests.kernels import grid
 
 from pageturner.errors import EngineFault
-from pageturner.files.ggml import dequantise
+from pageturner.formats.ggml import dequantise
 from pageturner.kernels.base import Tensor
 from pageturner.kernels.native import NativeOps
 from pageturner.kernels.native_module import available_isas

@@ -11,7 +11,7 @@ import pytest
 
 from pageturner import LLM, SamplingParams
 from pageturner.errors import EngineFault
-from pageturner.files.load_tokenizer import load_tokenizer
+from pageturner.formats.load_tokenizer import load_tokenizer
 from pageturner.models.dummy import open_dummy
 from pageturner.models.load import load_model
 from support import decoding as by_hand

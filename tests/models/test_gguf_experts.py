@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pageturner.files.gguf import open_gguf
+from pageturner.formats.gguf import open_gguf
 from pageturner.models.load import load_model
 from support.decoding import Decoding, assert_greedy, assert_logits, backend
 from support.smollm2 import GOLDENS

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from pageturner.errors import EngineFault
-from pageturner.files.ggml import dequantise
-from pageturner.files.safetensors import open_safetensors
+from pageturner.formats.ggml import dequantise
+from pageturner.formats.safetensors import open_safetensors
 from pageturner.kernels.reference import ReferenceOps
 from pageturner.models.load import load_model, open_model
 from pageturner.models.names import Part

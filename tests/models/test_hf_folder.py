@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pageturner.errors import EngineFault
-from pageturner.files.safetensors import open_safetensors
+from pageturner.formats.safetensors import open_safetensors
 from pageturner.kernels.reference import ReferenceOps
 from pageturner.models.hf_spec import read_hf_spec
 from pageturner.models.load import load_model

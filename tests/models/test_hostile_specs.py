@@ -13,7 +13,7 @@ import pytest
 
 from pageturner.errors import EngineFault
 from pageturner.kernels.reference import ReferenceOps
-from pageturner.lab.model_outline import read_outline
+from pageturner.lab.planning.model_outline import read_outline
 from pageturner.models import load
 from pageturner.models.hf_spec import read_hf_spec
 from pageturner.models.load import check_tables, load_model, open_model

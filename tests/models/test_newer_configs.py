@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from pageturner.errors import EngineFault
-from pageturner.files.ggml import dequantise
-from pageturner.files.gguf import TensorInfo
-from pageturner.files.safetensors import open_safetensors
+from pageturner.formats.ggml import dequantise
+from pageturner.formats.gguf import TensorInfo
+from pageturner.formats.safetensors import open_safetensors
 from pageturner.kernels.base import Tensor
 from pageturner.kernels.reference import ReferenceOps
 from pageturner.models.hf_names import as_stored

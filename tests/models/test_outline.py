@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from pageturner.errors import EngineFault
-from pageturner.files.gguf import open_gguf, open_header
+from pageturner.formats.gguf import open_gguf, open_header
 from pageturner.kernels.base import KV_TYPES
-from pageturner.lab.model_outline import Outline, rank_kv_bytes, read_outline
-from pageturner.lab.model_outline_keys import KVLayers, gguf_usual, hf_usual
+from pageturner.lab.planning.model_outline import Outline, rank_kv_bytes, read_outline
+from pageturner.lab.planning.model_outline_keys import KVLayers, gguf_usual, hf_usual
 from pageturner.models.load import open_model
 from support.gguf_writer import Tensor, Value, float_tensor, gguf_bytes, taken_apart
 

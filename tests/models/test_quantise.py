@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pageturner.errors import EngineFault
-from pageturner.files import ggml
+from pageturner.formats import ggml
 from pageturner.kernels.base import Tensor
 from pageturner.kernels.reference import Quantised, ReferenceOps
 from pageturner.models.load import load_model, open_model

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pageturner.files import ggml
-from pageturner.files.gguf import open_gguf
-from pageturner.files.hub import cache_folder
+from pageturner.formats import ggml
+from pageturner.formats.gguf import open_gguf
+from pageturner.formats.hub import cache_folder
 from pageturner.kernels.base import Ops, Tensor
 from support.decoding import backend
 

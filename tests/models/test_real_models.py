@@ -8,8 +8,8 @@ from functools import cache
 import numpy as np
 import pytest
 
-from pageturner.files.hub import cache_folder
-from pageturner.files.load_tokenizer import load_tokenizer
+from pageturner.formats.hub import cache_folder
+from pageturner.formats.load_tokenizer import load_tokenizer
 from pageturner.kernels.base import Ops
 from pageturner.models.decoder import Decoder
 from pageturner.models.load import load_model

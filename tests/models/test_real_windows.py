@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from pageturner.files.hub import cache_folder
+from pageturner.formats.hub import cache_folder
 from pageturner.kernels import native, native_module
 from pageturner.params import SamplingParams
 from pageturner.request import Request

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pageturner.errors import EngineFault
-from pageturner.files.ggml import dequantise
+from pageturner.formats.ggml import dequantise
 from pageturner.kernels.adapters import FIELDS
 from pageturner.kernels.base import AttentionShape, Tensor
 from pageturner.models.load import open_model

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from pageturner.errors import EngineFault
-from pageturner.files.gguf import open_gguf
-from pageturner.files.load_tokenizer import load_tokenizer
+from pageturner.formats.gguf import open_gguf
+from pageturner.formats.load_tokenizer import load_tokenizer
 from pageturner.kernels.reference import ReferenceOps
 from pageturner.models.gguf_spec import read_gguf_spec as read_spec
 from pageturner.models.load import load_model

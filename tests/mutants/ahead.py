@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from pageturner.core.blocks import BlockPool
-from pageturner.core.scheduler import Scheduler
-from pageturner.core.store import Store
-from pageturner.core.types import Plan, Sequence
+from pageturner.scheduler.blocks import BlockPool
+from pageturner.scheduler.scheduler import Scheduler
+from pageturner.scheduler.store import Store
+from pageturner.scheduler.types import Plan, Sequence
 
 from .bugs import Swap, bug
 

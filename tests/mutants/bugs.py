@@ -28,7 +28,7 @@ class Bug:
 
     breaks    the promise that no longer holds with it
     config    settings under which it is looked for; the others are drawn
-    promises  simulations (tests/core/promises.py) that it may be caught by, beside the machine
+    promises  simulations (tests/scheduler/promises.py) that it may be caught by, beside the machine
     load      the kind of load, where it is rare under others
     searches  share of the prompts that are beam searches, where that matters
     punctual  whether requests are held to their deadlines and targets

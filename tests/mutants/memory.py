@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pageturner.core.blocks import BlockPool, block_key
-from pageturner.core.store import Store
-from pageturner.core.types import Sequence
+from pageturner.scheduler.blocks import BlockPool, block_key
+from pageturner.scheduler.store import Store
+from pageturner.scheduler.types import Sequence
 
 from .bugs import Swap, bug, nothing
 

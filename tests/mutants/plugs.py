@@ -6,11 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from tests.core import promises
+from tests.scheduler import promises
 
-from pageturner.core.batching import Policy, View
-from pageturner.core.order import Order
-from pageturner.core.types import Sequence
 from pageturner.policies import fairness
 from pageturner.policies.batching import POLICIES, AdaptiveChunk
 from pageturner.policies.orders import ORDERS, Adaptive, Context, Estimates
@@ -19,6 +16,9 @@ from pageturner.policies.scheduler_config import SchedulerConfig
 from pageturner.policies.slo_admission import SloAdmission
 from pageturner.policies.step_time import StepTimeModel
 from pageturner.request import Event, Refused, Request
+from pageturner.scheduler.batching import Policy, View
+from pageturner.scheduler.order import Order
+from pageturner.scheduler.types import Sequence
 
 from .bugs import Swap, bug, nothing
 

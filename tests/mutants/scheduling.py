@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from pageturner.core import sharing
-from pageturner.core.blocks import BlockPool
-from pageturner.core.scheduler import Scheduler
-from pageturner.core.types import Item, Output, Plan, Result, Sequence, State
 from pageturner.request import Event, Request
+from pageturner.scheduler import sharing
+from pageturner.scheduler.blocks import BlockPool
+from pageturner.scheduler.scheduler import Scheduler
+from pageturner.scheduler.types import Item, Output, Plan, Result, Sequence, State
 
 from .bugs import Swap, bug, nothing
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.core import session_bench
+from tests.scheduler import session_bench
 
 from pageturner.policies.eviction_order import EvictionOrder
 from pageturner.policies.kept_sessions import KeptSessions

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
-from tests.core.ahead_machine import AheadMachine
-from tests.core.machine import Machine
-from tests.core.pool_machine import PoolMachine
+from tests.scheduler.ahead_machine import AheadMachine
+from tests.scheduler.machine import Machine
+from tests.scheduler.pool_machine import PoolMachine
 
 from support.schedulers import make_stack
 

@@ -40,7 +40,7 @@ ARM = (
 BY_VALGRIND = ("avx2", "portable")  # valgrind stops at AVX2; the others run step by step
 
 
-BOUND = ("tests/kernels", "tests/models/test_lora.py", "tests/runtime/test_kv_survival.py")
+BOUND = ("tests/kernels", "tests/models/test_lora.py", "tests/engine/test_kv_survival.py")
 
 
 class Missing(Exception):

@@ -8,12 +8,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from pageturner.engine.engine import Engine
 from pageturner.kernels.gpu.cuda_driver import CudaDriver
 from pageturner.kernels.gpu.manifest import Manifest
 from pageturner.kernels.gpu.ops import GpuOps
 from pageturner.params import SamplingParams
 from pageturner.request import Request
-from pageturner.runtime.engine import Engine
 from support import engines
 from support.engines import GOLDENS, Model, Setup
 from support.stub_cuda import GRAPH, MODULE, READY, Stub

@@ -7,7 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
-from pageturner.files.safetensors import open_safetensors
+from pageturner.formats.safetensors import open_safetensors
 from support.safetensors_writer import write_safetensors
 
 GOLDENS = Path(__file__).parent.parent / "goldens"

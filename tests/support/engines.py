@@ -6,18 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pageturner.files.load_tokenizer import load_tokenizer
+from pageturner.engine.engine import Engine
+from pageturner.executor.adapters import AdapterStore
+from pageturner.executor.ahead_runner import AheadRunner
+from pageturner.executor.draft import Drafter
+from pageturner.executor.grammar import Compiler, Grammars
+from pageturner.executor.kv_memory import KVSizes
+from pageturner.executor.runner import Runner
+from pageturner.formats.load_tokenizer import load_tokenizer
 from pageturner.kernels.base import Ops
 from pageturner.models.decoder import Decoder
 from pageturner.models.load import load_model
 from pageturner.request import Event, Logprob, PromptLogprob, Request
-from pageturner.runtime.adapters import AdapterStore
-from pageturner.runtime.ahead_runner import AheadRunner
-from pageturner.runtime.draft import Drafter
-from pageturner.runtime.engine import Engine
-from pageturner.runtime.grammar import Compiler, Grammars
-from pageturner.runtime.kv_memory import KVSizes
-from pageturner.runtime.runner import Runner
 from support.poison import poison_blocks
 from support.schedulers import check, make_stack
 

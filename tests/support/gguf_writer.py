@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pageturner.files.gguf import Array, open_gguf
+from pageturner.formats.gguf import Array, open_gguf
 
 Value = str | bool | int | float | list[str] | list[int] | list[float]
 Tensor = tuple[int, tuple[int, ...], bytes]  # GGML type number, shape with the columns last, data

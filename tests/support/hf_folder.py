@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from pageturner.files.bpe import BYTES
+from pageturner.formats.bpe import BYTES
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 VOCAB = 320

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from pageturner.core.types import Output, Plan, Result, Sequence
+from pageturner.engine.fake import FakeExecutor
 from pageturner.kernels.base import Batch, Draw, Stack
 from pageturner.kernels.choosing import Head, SamplerOutput
 from pageturner.kernels.reference import ReferenceOps
 from pageturner.request import Request
-from pageturner.runtime.fake import FakeExecutor
+from pageturner.scheduler.types import Output, Plan, Result, Sequence
 
 
 class LaterOps(ReferenceOps):

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from pageturner.core.types import Output, Sequence
+from pageturner.executor import sampler
+from pageturner.executor.grammar import NO_MASKS, Masks, allowed
+from pageturner.executor.processors import edits_of
 from pageturner.kernels.base import F32, Ops, Tensor
 from pageturner.kernels.choosing import Head, SamplerOutput
 from pageturner.kernels.composites import Composites
 from pageturner.kernels.edits import apply_edits
-from pageturner.runtime import sampler
-from pageturner.runtime.grammar import NO_MASKS, Masks, allowed
-from pageturner.runtime.processors import edits_of
+from pageturner.scheduler.types import Output, Sequence
 
 
 class GivenLogits:

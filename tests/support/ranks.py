@@ -16,7 +16,7 @@ from pageturner.kernels.comm import Communicator, PipelineOps, RankOps, TensorPa
 from pageturner.kernels.native import NativeOps
 from pageturner.models.decoder import Decoder
 from pageturner.models.load import load_model
-from pageturner.runtime.tensor_parallel import slices_of
+from pageturner.parallel.tensor_parallel import slices_of
 
 
 @contextmanager

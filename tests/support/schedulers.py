@@ -10,13 +10,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from pageturner.block_keys import block_key, root_key, salted_key
-from pageturner.core.blocks import BlockPool
-from pageturner.core.scheduler import Scheduler
-from pageturner.core.store import GONE, Store
-from pageturner.core.types import Sequence, State
-from pageturner.observe.kv_usage import kv_usage
 from pageturner.policies.scheduler_config import SchedulerConfig
 from pageturner.policies.scheduler_factory import SchedulerStack, make_scheduler
+from pageturner.scheduler.blocks import BlockPool
+from pageturner.scheduler.scheduler import Scheduler
+from pageturner.scheduler.store import GONE, Store
+from pageturner.scheduler.types import Sequence, State
+from pageturner.telemetry.kv_usage import kv_usage
 
 SIZES = ("num_blocks", "max_model_len", "window", "sliding")
 SHORT = {"token_budget": "max_num_batched_tokens", "prefix_caching": "enable_prefix_caching"}

@@ -15,7 +15,7 @@ import httpx
 @contextmanager
 def serving(model: Path, *flags: str) -> Iterator[httpx.Client]:
     """A client of it. It must end by itself, and well, when it is told to."""
-    command = [sys.executable, "-m", "pageturner.cli", "serve", str(model), "--port", "0", *flags]
+    command = [sys.executable, "-m", "pageturner", "serve", str(model), "--port", "0", *flags]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         line = ""

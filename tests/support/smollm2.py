@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pageturner.errors import EngineFault
-from pageturner.files import hub
+from pageturner.formats import hub
 
 ROOT = Path(__file__).parents[2]
 GOLDENS = ROOT / "tests" / "goldens"

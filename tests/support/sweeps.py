@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pageturner.lab import sweep_report
-from pageturner.lab.sweep import LoadSweep, SweepPoint, SweptServer
-from pageturner.lab.sweep_report import SweepResults
+from pageturner.lab.bench import sweep_report
+from pageturner.lab.bench.sweep import LoadSweep, SweepPoint, SweptServer
+from pageturner.lab.bench.sweep_report import SweepResults
 
 
 def figures(speed: float, late: float = 10.0, **more: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pageturner.files import hub
+from pageturner.formats import hub
 
 REQUIREMENT = "llama-cpp-python==0.3.36"
 SHA256 = {

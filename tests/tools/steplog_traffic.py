@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pageturner.core.types import Request, Resume, SamplingParams
-from pageturner.runtime.fake import next_token
+from pageturner.engine.fake import next_token
+from pageturner.scheduler.types import Request, Resume, SamplingParams
 from pageturner.structured import StructuredOutputsParams
 
 VOCABULARY = 320  # of the fake engine and of the tiny models

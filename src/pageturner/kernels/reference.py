@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pageturner.errors import EngineFault
-from pageturner.files import ggml
+from pageturner.formats import ggml
 from pageturner.kernels.adapters import Adapters, AdapterWeights, LowRank, widened
 from pageturner.kernels.base import (
     F32,

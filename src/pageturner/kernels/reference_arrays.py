@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pageturner.files import float8, ggml
+from pageturner.formats import float8, ggml
 from pageturner.kernels.base import F32, I32
 
 

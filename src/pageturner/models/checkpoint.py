@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from pageturner.errors import EngineFault
-from pageturner.files.gguf import TensorInfo
+from pageturner.formats.gguf import TensorInfo
 from pageturner.models.checkpoint_tensors import CheckpointTensors
 from pageturner.models.compressed_tensors import compressed_tensors
 from pageturner.models.float_checkpoints import bitsandbytes, fp8, mxfp4
@@ -45,7 +45,7 @@ _CHUNK = 1 << 20  # values that a thread turns into blocks at once
 
 
 class QuantisedFolder:
-    """The tensors of a folder as if its matrices were of kinds of files/ggml.py.
+    """The tensors of a folder as if its matrices were of kinds of formats/ggml.py.
 
     becomes  what matrices lose by that: a line for each way, with how many there are
     """

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pageturner.errors import EngineFault
-from pageturner.files import float8
-from pageturner.files.ggml import dequantise
-from pageturner.files.gguf import TensorInfo
+from pageturner.formats import float8
+from pageturner.formats.ggml import dequantise
+from pageturner.formats.gguf import TensorInfo
 from pageturner.kernels.base import F32
 from pageturner.models.weights import TensorFile
 

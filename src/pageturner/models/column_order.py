@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pageturner.files.ggml import GROUP
+from pageturner.formats.ggml import GROUP
 
 Order = NDArray[np.int32]  # which column (or row) of the file lies at each place
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from pageturner.files.ggml import U8
+from pageturner.formats.ggml import U8
 from pageturner.kernels.base import F32
 from pageturner.models.checkpoint_tensors import CheckpointTensors
 from pageturner.models.float_matrix import of_float4, of_float8

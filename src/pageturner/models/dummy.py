@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from pageturner.errors import EngineFault
-from pageturner.files.ggml_types import BY_NAME
-from pageturner.files.gguf import TensorInfo
-from pageturner.files.hf_config import CONFIG, read_config
+from pageturner.formats.ggml_types import BY_NAME
+from pageturner.formats.gguf import TensorInfo
+from pageturner.formats.hf_config import CONFIG, read_config
 from pageturner.models.hf_names import hf_layout
 from pageturner.models.hf_spec import read_hf_spec
 from pageturner.models.names import Layout, Part

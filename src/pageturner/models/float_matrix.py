@@ -1,6 +1,7 @@
 """Matrices of 8-bit and 4-bit floats, and of tables of 16 floats, as blocks that kernels compute with.
 
-Owns how they become the kinds F8_W, MXFP4 and T4_W of files/ggml.py. Must not know in which tensors of a file
+Owns how they become the kinds F8_W, MXFP4 and T4_W of formats/ggml.py. Must not know in which tensors of a
+file
 they lie.
 """
 
@@ -9,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pageturner.files.ggml import GROUP, U8
-from pageturner.files.ggml_types import BY_NAME
+from pageturner.formats.ggml import GROUP, U8
+from pageturner.formats.ggml_types import BY_NAME
 from pageturner.kernels.base import F32
 from pageturner.models.quantised_matrix import (
     QuantisedMatrix,

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 
 from pageturner.errors import EngineFault
-from pageturner.files.gguf import Array, GGUFFile
+from pageturner.formats.gguf import Array, GGUFFile
 from pageturner.models.rope import LONG_DIVISORS, SHORT_DIVISORS, RopeSpec, yarn_amplitude
 from pageturner.models.spec import (
     FAMILIES,

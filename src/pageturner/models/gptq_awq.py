@@ -20,7 +20,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from pageturner.files.ggml import U8
+from pageturner.formats.ggml import U8
 from pageturner.kernels.base import F32
 from pageturner.models.checkpoint_tensors import CheckpointTensors
 from pageturner.models.column_order import Placement, order_of, placement

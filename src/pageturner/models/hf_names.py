@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from pageturner.files.ggml_types import BY_NAME
-from pageturner.files.gguf import TensorInfo
+from pageturner.formats.ggml_types import BY_NAME
+from pageturner.formats.gguf import TensorInfo
 from pageturner.models.names import (
     Layout,
     Part,

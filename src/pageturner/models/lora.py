@@ -6,7 +6,7 @@ of all else. Must not know backends, nor who is served what. Formats: PEFT's `Lo
 (arXiv 2312.03732).
 
 Codes: adapter_missing, adapter_config, adapter_unsupported, adapter_rank, adapter_shape, adapter_mismatch,
-adapter_values, adapter_memory, and those of files/safetensors.py.
+adapter_values, adapter_memory, and those of formats/safetensors.py.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from pageturner import memory
 from pageturner.errors import EngineFault, naming
-from pageturner.files.hf_config import MOST_BYTES, parse_json, read_bounded
-from pageturner.files.safetensors import Safetensors
+from pageturner.formats.hf_config import MOST_BYTES, parse_json, read_bounded
+from pageturner.formats.safetensors import Safetensors
 from pageturner.kernels.adapters import FIELDS, KINDS, MOST_RANK, AdapterWeights, LowRank, widened
 from pageturner.models.hf_names import hf_layout
 from pageturner.models.names import Layout, Part

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from pageturner.errors import EngineFault
-from pageturner.files.model_hash import model_marks
+from pageturner.formats.model_hash import model_marks
 from pageturner.kernels.base import Ops, Weight
 
 FORMAT = 2  # another number whenever what is packed from the same tensors changes and no fingerprint tells

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pageturner.errors import EngineFault
-from pageturner.files.ggml import FLOATS, GROUP, ROUNDED, dequantise
+from pageturner.formats.ggml import FLOATS, GROUP, ROUNDED, dequantise
 from pageturner.kernels.base import F32, Tensor
 
 QUANTIZATIONS = ("none", "int8", "int4")
@@ -74,7 +74,7 @@ def quantise(tensor: Tensor, quantization: str) -> Tensor:
 
 
 def rounded(tensor: Tensor) -> Tensor:
-    """A matrix of a kind that no kernel has (see ROUNDED in files/ggml.py) as int8 with a scale for each 16
+    """A matrix of a kind that no kernel has (see ROUNDED in formats/ggml.py) as int8 with a scale for each 16
     values; others as they are. Its error is about 0.2 % (root mean square), where that of Q2_K itself is some
     20 %."""
     if tensor.kind not in ROUNDED or len(tensor.shape) != 2:

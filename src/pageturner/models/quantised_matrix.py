@@ -1,6 +1,7 @@
 """Matrices of quantised checkpoints as blocks that kernels compute with, some rows at a time.
 
-Owns how integers, scales and zero-points of any grouping become a kind of files/ggml.py without losing a bit,
+Owns how integers, scales and zero-points of any grouping become a kind of formats/ggml.py without losing a
+bit,
 and where they do not: then as int8, which is said in a line. Must not know in which tensors of a file they
 lie: that is for the readers of each format.
 """
@@ -14,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pageturner.errors import EngineFault
-from pageturner.files.ggml import GROUP, U8
-from pageturner.files.ggml_types import BY_NAME
+from pageturner.formats.ggml import GROUP, U8
+from pageturner.formats.ggml_types import BY_NAME
 from pageturner.kernels.base import F32
 from pageturner.models.quantise import int8_blocks
 
@@ -26,7 +27,7 @@ Rows = Callable[[int, int], U8]  # of rows start .. stop-1
 class QuantisedMatrix:
     """A matrix that can be read some rows at a time.
 
-    kind     of files/ggml.py
+    kind     of formats/ggml.py
     shape    (rows = outputs, columns = inputs); of experts in one tensor (experts, rows, columns)
     blocks   bytes of rows start .. stop-1: [stop - start, bytes of a row]
     becomes  what it loses by that, for people; "": nothing

@@ -22,8 +22,8 @@ from typing import NamedTuple
 import numpy as np
 
 from pageturner.errors import EngineFault
-from pageturner.files.ggml import GROUP
-from pageturner.files.ggml_types import BY_NAME
+from pageturner.formats.ggml import GROUP
+from pageturner.formats.ggml_types import BY_NAME
 from pageturner.kernels.adapters import AdapterWeights, LowRank
 from pageturner.kernels.base import AttentionShape, Tensor
 from pageturner.models.names import Layout, Part, named

@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pageturner.errors import EngineFault
-from pageturner.files.ggml import FLOATS, IN_FILES, SUPPORTED, dequantise
-from pageturner.files.ggml_types import BY_NAME
-from pageturner.files.gguf import TensorInfo
+from pageturner.formats.ggml import FLOATS, IN_FILES, SUPPORTED, dequantise
+from pageturner.formats.ggml_types import BY_NAME
+from pageturner.formats.gguf import TensorInfo
 from pageturner.kernels.base import F32, AttentionShape, Layer, Ops, Tensor, Weight
 from pageturner.kernels.layer_parts import Experts, Latent
 from pageturner.models.names import Layout, Part, named

@@ -9,7 +9,7 @@ the batching policy is asked about the others as if it were not there. Behind th
     an IDLE_SHARE of a step     when nobody else is there: whoever comes waits for such a short step at most
 
 Its sequences keep their places and their KV meanwhile. Who must leave for others to have room is decided by
-the server, which knows everybody that is to come (serve/background.py).
+the server, which knows everybody that is to come (server/engine_client/background.py).
 
 Owns these shares. Must not know where requests come from, nor what any policy or order does.
 """
@@ -19,11 +19,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from pageturner.core.batching import Asks, Policy, View, WaitCause
-from pageturner.core.listener import Listener
-from pageturner.core.order import Key, Order
-from pageturner.core.types import Sequence, State
 from pageturner.request import BACKGROUND
+from pageturner.scheduler.batching import Asks, Policy, View, WaitCause
+from pageturner.scheduler.listener import Listener
+from pageturner.scheduler.order import Key, Order
+from pageturner.scheduler.types import Sequence, State
 
 BESIDE = 4  # tokens of others for one of the background, where they only decode
 IDLE_SHARE = 1 / 16  # of the token budget, for a step that has nobody else in it

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from pageturner.core.types import Sequence
 from pageturner.policies.length_predictor import LengthPredictor
+from pageturner.scheduler.types import Sequence
 
 MOST_LOOKED_AT = (
     64  # sequences, evenly among all: a prediction takes some 30 us, and this is asked 4 times a s

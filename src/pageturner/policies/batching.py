@@ -1,4 +1,5 @@
-"""The batching policies, by name: who gets how many tokens in a step. The default is in core/batching.py.
+"""The batching policies, by name: who gets how many tokens in a step. The default is in
+scheduler/batching.py.
 
 Each is a generator that asks for (sequence, n) and is told how many tokens were granted. It must not touch a
 sequence, a block or a queue; what it wants beyond asking it says through its View.
@@ -10,11 +11,11 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from sys import maxsize
 
-from pageturner.core.batching import Asks, Policy, View, chunked
-from pageturner.core.types import Sequence
 from pageturner.policies.reserves import reserve_full
 from pageturner.policies.scheduler_config import SchedulerConfig
 from pageturner.policies.step_time import StepTimeModel
+from pageturner.scheduler.batching import Asks, Policy, View, chunked
+from pageturner.scheduler.types import Sequence
 
 LEAST = 16  # tokens of prefill that a step of adaptive_chunk may hold at least, so that prompts get on
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from operator import attrgetter
 
-from pageturner.core.group import NOTHING, Branch, Change
-from pageturner.core.types import Item, Output, Sequence
 from pageturner.request import Event, Failure, Logprob, Request
+from pageturner.scheduler.group import NOTHING, Branch, Change
+from pageturner.scheduler.types import Item, Output, Sequence
 
 NO_ANSWER = Failure("nothing_allowed", "the constraints of this request together leave no token to choose")
 

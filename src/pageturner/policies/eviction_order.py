@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, MutableMapping
 from enum import Enum
 
-from pageturner.core.store import Store
+from pageturner.scheduler.store import Store
 
 
 class Fate(Enum):

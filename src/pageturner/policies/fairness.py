@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf
 
-from pageturner.core.types import Sequence
+from pageturner.scheduler.types import Sequence
 
 MAX_TENANTS = 4096  # remembered; beyond it the half of those without work that was served least is forgotten.
 # Names are for the asking, so a name that is not known may be one that was forgotten: its account opens with

@@ -16,15 +16,15 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from math import inf
 
-from pageturner.core.blocks import BlockPool
-from pageturner.core.listener import Listener, StepReport
-from pageturner.core.types import Sequence
+from pageturner.ipc.session_messages import KeptSession, RestoreSession
 from pageturner.policies.eviction_order import EvictionOrder, Fate
 from pageturner.policies.scheduler_config import SchedulerConfig
 from pageturner.policies.session_claims import Claims, KeptConversation
 from pageturner.policies.session_worth import Gaps, worth
 from pageturner.request import Request, SessionHint
-from pageturner.session_messages import KeptSession, RestoreSession
+from pageturner.scheduler.blocks import BlockPool
+from pageturner.scheduler.listener import Listener, StepReport
+from pageturner.scheduler.types import Sequence
 
 GIVEN_UP = 16  # blocks of a conversation, at a time
 LEARNT = 0.2  # weight of a conversation that has ended in the number of turns that they have

@@ -17,8 +17,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from math import exp, log, log2
 
-from pageturner.core.listener import Listener
-from pageturner.core.types import Sequence
+from pageturner.scheduler.listener import Listener
+from pageturner.scheduler.types import Sequence
 
 PER_OCTAVE = 4  # buckets of lengths for each doubling
 BUCKETS = 17 * PER_OCTAVE  # up to 131,072 tokens

@@ -1,6 +1,7 @@
 """The queue orders, by name: fcfs, priority, sjf, deadline, adaptive, fair, prefix.
 
-Owns their keys and what single orders remember. Must not touch sequences, blocks or queues (core/order.py).
+Owns their keys and what single orders remember. Must not touch sequences, blocks or queues
+(scheduler/order.py).
 
 Ageing: once a request has waited for `ageing` seconds since it arrived, only requests that arrived before it
 stand in front of it, and they have aged too. So from then on nothing can overtake it. `fair` counts these
@@ -14,12 +15,12 @@ from dataclasses import dataclass
 from itertools import islice
 from math import inf, log2
 
-from pageturner.core.listener import Listener
-from pageturner.core.order import Key, Order
-from pageturner.core.types import Sequence
 from pageturner.policies.fairness import Tenants
 from pageturner.policies.length_predictor import LengthPredictor
 from pageturner.policies.step_time import StepTimeModel
+from pageturner.scheduler.listener import Listener
+from pageturner.scheduler.order import Key, Order
+from pageturner.scheduler.types import Sequence
 
 RENEWED = 8  # estimates renewed in a step
 RISE = 4.0  # priority classes that `adaptive` gives for waiting until one is aged

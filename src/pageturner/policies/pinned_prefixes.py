@@ -5,10 +5,10 @@ Owns which they are and how much memory they hold, or will hold when they end. M
 
 from __future__ import annotations
 
-from pageturner.core.blocks import BlockPool
-from pageturner.core.listener import Listener
-from pageturner.core.types import Sequence
 from pageturner.request import Refused
+from pageturner.scheduler.blocks import BlockPool
+from pageturner.scheduler.listener import Listener
+from pageturner.scheduler.types import Sequence
 
 
 class PinnedPrefixes:

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from math import ceil
 from sys import maxsize
 
-from pageturner.core.admission import Reserve
-from pageturner.core.types import Sequence, State
 from pageturner.policies.length_predictor import LengthPredictor
+from pageturner.scheduler.admission import Reserve
+from pageturner.scheduler.types import Sequence, State
 
 LIKELY = 0.75  # the quantile of the answer's length that `predicted` keeps room for
 

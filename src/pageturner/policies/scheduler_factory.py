@@ -7,14 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from pageturner.core.batching import Policy, chunked
-from pageturner.core.blocks import BlockPool
-from pageturner.core.group import Group
-from pageturner.core.listener import Listener
-from pageturner.core.order import Order
-from pageturner.core.scheduler import Scheduler
-from pageturner.observe.counters import Counters
-from pageturner.observe.kv_usage import kv_usage, pool_stats
 from pageturner.policies.background import BackgroundWork
 from pageturner.policies.backlog import backlog
 from pageturner.policies.batching import POLICIES
@@ -30,6 +22,14 @@ from pageturner.policies.single_sequence import SingleSequence
 from pageturner.policies.step_time import StepTimeModel
 from pageturner.policies.work_pricing import WorkPricing
 from pageturner.request import Refused, Request
+from pageturner.scheduler.batching import Policy, chunked
+from pageturner.scheduler.blocks import BlockPool
+from pageturner.scheduler.group import Group
+from pageturner.scheduler.listener import Listener
+from pageturner.scheduler.order import Order
+from pageturner.scheduler.scheduler import Scheduler
+from pageturner.telemetry.counters import Counters
+from pageturner.telemetry.kv_usage import kv_usage, pool_stats
 
 
 @dataclass(slots=True)

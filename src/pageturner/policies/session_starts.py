@@ -25,10 +25,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import inf
 
-from pageturner.core.batching import Asks, Policy, View
-from pageturner.core.types import Sequence
 from pageturner.policies.kept_sessions import KeptSessions
 from pageturner.policies.session_claims import KeptConversation
+from pageturner.scheduler.batching import Asks, Policy, View
+from pageturner.scheduler.types import Sequence
 
 GROWS = 2.0  # times its first prompt, until conversations have ended and their length is known
 

@@ -5,9 +5,9 @@ Owns stop ids, length limits and the events of such requests. Must not know bloc
 
 from __future__ import annotations
 
-from pageturner.core.group import NOTHING, Change
-from pageturner.core.types import Item, Output, Sequence
 from pageturner.request import Event, Failure, Request
+from pageturner.scheduler.group import NOTHING, Change
+from pageturner.scheduler.types import Item, Output, Sequence
 
 
 class SingleSequence:

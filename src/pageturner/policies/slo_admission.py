@@ -16,11 +16,11 @@ from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from math import ceil, inf, log
 
-from pageturner.core.types import Sequence, State
 from pageturner.params import beyond_limits
 from pageturner.policies.scheduler_factory import SchedulerStack
 from pageturner.policies.ttft_forecast import RemainingWork, StepLimits, forecast_ttft
 from pageturner.request import BACKGROUND, EXPIRED, Event, Refused, Request
+from pageturner.scheduler.types import Sequence, State
 
 KEPT = 0.9  # of those who are let in should have their first token in time
 MOST_MARGIN = 0.5

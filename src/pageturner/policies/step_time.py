@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 
-from pageturner.core.listener import Listener, StepReport
+from pageturner.scheduler.listener import Listener, StepReport
 
 FORGET = 0.98  # what a step weighs less than the one after it: about fifty count
 REMEMBERED_STEPS = 20  # of one size

@@ -15,9 +15,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import ceil
 
-from pageturner.core.batching import Asks, Policy, View, WaitCause
-from pageturner.core.listener import Listener
-from pageturner.core.types import Sequence, State
+from pageturner.scheduler.batching import Asks, Policy, View, WaitCause
+from pageturner.scheduler.listener import Listener
+from pageturner.scheduler.types import Sequence, State
 
 FREE = 1 / 8  # tokens of the budget; what looks back on fewer positions than this pays for costs nothing
 

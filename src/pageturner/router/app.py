@@ -15,6 +15,9 @@ from starlette.routing import Route
 
 import pageturner
 from pageturner.errors import ClientError
+from pageturner.http import prometheus
+from pageturner.http.error_responses import error_handlers
+from pageturner.http.prometheus import Exposition
 from pageturner.router.documents import RouterDocuments
 from pageturner.router.keepers import by_id, by_previous
 from pageturner.router.member_pages import PATH as MEMBERS
@@ -25,9 +28,7 @@ from pageturner.router.prefix_digest import prefix_digests
 from pageturner.router.proxy import ELSEWHERE, NOT_FOUND, Relay, Router
 from pageturner.router.relayed import RELAYED, no_prefix
 from pageturner.router.replica import Replica
-from pageturner.serve import prometheus, replies
-from pageturner.serve.error_responses import error_handlers
-from pageturner.serve.prometheus import Exposition
+from pageturner.server.api.base import replies
 
 
 class RouterPages:

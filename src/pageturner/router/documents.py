@@ -2,7 +2,7 @@
 
 Owns which operations are left and what the router adds to them; those of registration are
 member_operations.py's. Must not know how a document is made
-(serve/openapi.py), nor how requests are passed on (proxy.py).
+(server/api/openapi/openapi.py), nor how requests are passed on (proxy.py).
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import msgspec
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
-from pageturner import http_client
-from pageturner.config import RouterConfig
+from pageturner.config.settings import RouterConfig
 from pageturner.errors import ClientError
-from pageturner.http_client import ConnectionLost
+from pageturner.http import http_client
+from pageturner.http.error_responses import TYPES
+from pageturner.http.http_client import ConnectionLost
 from pageturner.router import member_operations
 from pageturner.router.fleet import Fleet
 from pageturner.router.member_pages import PATH as MEMBERS
-from pageturner.serve.error_responses import TYPES
-from pageturner.serve.openapi import docs_page
+from pageturner.server.api.openapi.openapi import docs_page
 
 KEPT_SECONDS = 10.0  # for which a document is told again: anybody may ask
 OWN = ("/health", "/ping", "/metrics", "/version", "/load", "/openapi.json", "/docs")

@@ -17,10 +17,10 @@ from statistics import median
 
 import msgspec
 
-from pageturner import http_client
-from pageturner.config import RouterConfig
+from pageturner.config.settings import RouterConfig
 from pageturner.errors import ClientError
-from pageturner.http_client import AnswerPieces, ConnectionLost, Headers, ServerAddress
+from pageturner.http import http_client
+from pageturner.http.http_client import AnswerPieces, ConnectionLost, Headers, ServerAddress
 from pageturner.router.asked import Asked
 from pageturner.router.breaker import Breaker
 from pageturner.router.placement import PLACEMENTS, PrefixMap

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import msgspec
 
 from pageturner.errors import ClientError
-from pageturner.http_client import ServerAddress
+from pageturner.http.http_client import ServerAddress
 from pageturner.router.asked import Asked
 from pageturner.router.fleet import Fleet
 from pageturner.router.replica import Replica

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from pageturner.http.json_schemas import BOOLEAN, INTEGER, NUMBER, STRING, array, nullable, of_struct, record
 from pageturner.router.member_pages import PATH, Registration
-from pageturner.serve import openapi_answers
-from pageturner.serve.call import ServedModel
-from pageturner.serve.json_schemas import BOOLEAN, INTEGER, NUMBER, STRING, array, nullable, of_struct, record
-from pageturner.serve.openapi import body_name, header_components, operation_object
-from pageturner.serve.openapi_operations import ApiOperation
+from pageturner.server.api.base.call import ServedModel
+from pageturner.server.api.openapi import openapi_answers
+from pageturner.server.api.openapi.openapi import body_name, header_components, operation_object
+from pageturner.server.api.openapi.openapi_operations import ApiOperation
 
 _GROUP, _KEY = "Replicas of the router", "RegisterKey"
 

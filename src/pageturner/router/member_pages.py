@@ -13,11 +13,11 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
 from pageturner.errors import ClientError
+from pageturner.http.api_keys import single_key
+from pageturner.http.receiving import read_body
 from pageturner.router.fleet import Fleet
 from pageturner.router.members import Members
-from pageturner.serve import replies
-from pageturner.serve.api_keys import single_key
-from pageturner.serve.receiving import read_body
+from pageturner.server.api.base import replies
 
 PATH = "/v1/router/replicas"
 MOST_BODY = 64 * 1024  # bytes

@@ -13,9 +13,9 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from pageturner.config import RouterConfig
+from pageturner.config.settings import RouterConfig
 from pageturner.errors import ClientError, EngineFault
-from pageturner.http_client import parse_address
+from pageturner.http.http_client import parse_address
 from pageturner.router.replica import Member, parse_member, split_names
 
 log = logging.getLogger("pageturner")

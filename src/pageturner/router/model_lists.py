@@ -12,14 +12,14 @@ from typing import Any
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from pageturner import http_client
 from pageturner.errors import ClientError
-from pageturner.http_client import ConnectionLost
+from pageturner.http import http_client
+from pageturner.http.http_client import ConnectionLost
 from pageturner.router.asked import Asked
 from pageturner.router.passed_headers import forwarded_headers
 from pageturner.router.proxy import Relay, Router
 from pageturner.router.relayed import no_prefix
-from pageturner.serve import replies
+from pageturner.server.api.base import replies
 
 LISTS = {"/v1/models": ("data", "id"), "/api/tags": ("models", "name")}  # path -> list, name of an entry
 MOST_LISTS = 64  # of different models that are asked for; the lists of more are left out

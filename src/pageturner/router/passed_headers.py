@@ -9,11 +9,11 @@ from collections.abc import Iterable
 
 from starlette.types import Scope
 
-from pageturner import http_client
 from pageturner.errors import ClientError
-from pageturner.http_client import Headers
-from pageturner.serve.service_level import ELAPSED
-from pageturner.stream_marks import MOVES
+from pageturner.http import http_client
+from pageturner.http.http_client import Headers
+from pageturner.http.stream_marks import MOVES
+from pageturner.server.admission.service_level import ELAPSED
 
 STREAMS = (
     b"text/event-stream",

@@ -27,9 +27,13 @@ from urllib.parse import quote
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from pageturner.config import RouterConfig
+from pageturner.config.settings import RouterConfig
 from pageturner.errors import ClientError
-from pageturner.http_client import AnswerPieces, ConnectionLost, Headers, ServerAddress
+from pageturner.http.error_responses import error_body_of
+from pageturner.http.http_client import AnswerPieces, ConnectionLost, Headers, ServerAddress
+from pageturner.http.receiving import read_body, until_client_leaves
+from pageturner.http.request_info import RequestInfo
+from pageturner.http.stream_marks import MOVES, RESUME
 from pageturner.router.asked import Asked, asked_of
 from pageturner.router.breaker import Attempt, Attempts
 from pageturner.router.fleet import Fleet
@@ -39,12 +43,8 @@ from pageturner.router.relayed import DigestPrefix
 from pageturner.router.replica import Replica
 from pageturner.router.retry_budget import RetryBudget
 from pageturner.router.stream_copy import StreamCopy, copy_of
-from pageturner.serve import replies
-from pageturner.serve.error_responses import error_body_of
-from pageturner.serve.receiving import read_body, until_client_leaves
-from pageturner.serve.request_info import RequestInfo
-from pageturner.serve.service_level import ELAPSED, elapsed_of
-from pageturner.stream_marks import MOVES, RESUME
+from pageturner.server.admission.service_level import ELAPSED, elapsed_of
+from pageturner.server.api.base import replies
 
 ELSEWHERE = (429, 503)  # what a replica answers when it cannot take a request, and another one may
 # what it answers when something is wrong with it, or with the request. A 504 is the request's own deadline

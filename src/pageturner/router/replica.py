@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from pageturner.errors import EngineFault
-from pageturner.http_client import Exchange, ServerAddress, parse_address
+from pageturner.http.http_client import Exchange, ServerAddress, parse_address
 from pageturner.router.breaker import Breaker
 from pageturner.router.token_loads import TokenLoad
 

@@ -10,17 +10,17 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pageturner import config as configuration
 from pageturner import logs
+from pageturner.config import settings as configuration
 from pageturner.errors import EngineFault
-from pageturner.serve import lifecycle
+from pageturner.http import lifecycle
 
 if TYPE_CHECKING:
     import socket
 
+    from pageturner.http.tls import Certificates
     from pageturner.router.members import Members
     from pageturner.router.proxy import Router
-    from pageturner.serve.tls import Certificates
 
 
 MOST_FILES = 65536
@@ -63,7 +63,7 @@ def main(arguments: argparse.Namespace) -> int:
         read_file(config.replicas_file, config.ssl_ca)
     given, fleet = listed(arguments.replicas, config.ssl_ca), Fleet((), config)
     members = Members(config, given, fleet.set_members)
-    from pageturner.serve.tls import certificates_of
+    from pageturner.http.tls import certificates_of
 
     certificates = certificates_of(config)
     listener = lifecycle.bind(config.host, config.port)
@@ -77,11 +77,11 @@ async def _main(
     import asyncio
     import logging
 
+    from pageturner.http.api_keys import ApiKeys
+    from pageturner.http.http_limits import limits_of
+    from pageturner.http.middleware import OPEN_PATHS, RequestMiddleware
+    from pageturner.http.origins import origin_rules, with_cors
     from pageturner.router.app import create_app
-    from pageturner.serve.api_keys import ApiKeys
-    from pageturner.serve.http_limits import limits_of
-    from pageturner.serve.middleware import OPEN_PATHS, RequestMiddleware
-    from pageturner.serve.origins import origin_rules, with_cors
 
     log, loop = logging.getLogger("pageturner"), asyncio.get_running_loop()
     stop = lifecycle.drain_on_signals(router, router.config.shutdown_timeout)
@@ -91,7 +91,7 @@ async def _main(
     rules = origin_rules(config.host, config.allowed_hosts, config.allowed_origins)
     traces = None
     if config.otlp_traces_endpoint:
-        from pageturner.serve.tracing import start_traces
+        from pageturner.http.tracing import start_traces
 
         traces = start_traces(config.otlp_traces_endpoint, "pageturner-router", OPEN_PATHS, hand_on=True)
     app = RequestMiddleware(

@@ -11,7 +11,7 @@ import re
 
 import msgspec
 
-from pageturner.stream_marks import BEGIN, StreamBeginning
+from pageturner.http.stream_marks import BEGIN, StreamBeginning
 
 RESPONSES = "/v1/responses"
 MOVABLE = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/messages", RESPONSES})

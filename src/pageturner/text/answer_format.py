@@ -10,7 +10,7 @@ from array import array
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from pageturner.files.tokenizer import Tokenizer
+from pageturner.formats.tokenizer import Tokenizer
 from pageturner.text.call_parser import CallParser, Delta, Parser, PlainText
 from pageturner.text.harmony import HarmonyParser
 from pageturner.text.reasoning import ReasoningFormat, ThoughtsParser, reasoning_format

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pageturner.errors import ClientError
-from pageturner.files.tokenizer import Tokenizer
+from pageturner.formats.tokenizer import Tokenizer
 from pageturner.text import reasoning, tool_formats
 from pageturner.text.answer_format import HARMONY, AnswerFormat, control_token, control_tokens, marks_of
 from pageturner.text.reasoning import ReasoningFormat

@@ -1,7 +1,7 @@
 """A conversation for `LLM.chat`, understood: its prompt, what its answer is held to, and how that is read.
 
 Owns how messages, tools and thoughts go together where no server reads them. Must not know how an answer is
-computed, nor requests of HTTP (serve/chat.py).
+computed, nor requests of HTTP (server/api/openai/chat.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pageturner.errors import ClientError
-from pageturner.files.tokenizer import Tokenizer
+from pageturner.formats.tokenizer import Tokenizer
 from pageturner.params import SamplingParams
 from pageturner.text import answer_format, tools
 from pageturner.text.answer_format import AnswerFormat

@@ -9,7 +9,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Collection, Iterable, Sequence
 
-from pageturner.files.tokenizer import Tokenizer
+from pageturner.formats.tokenizer import Tokenizer
 from pageturner.text.stop_strings import StopStrings
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from pageturner.files.tokenizer import Tokenizer
+from pageturner.formats.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from pageturner.errors import ClientError, EngineFault
-from pageturner.files.tokenizer import Tokenizer
+from pageturner.formats.tokenizer import Tokenizer
 from pageturner.text.chat_template import ChatTemplate
 
 INSTRUCTION = "Find texts that answer the query."

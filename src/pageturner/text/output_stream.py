@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
-from pageturner.files.tokenizer import Tokenizer
+from pageturner.formats.tokenizer import Tokenizer
 from pageturner.request import Event, Failure, Logprob, PromptLogprob, Request, Resume, Timings
 from pageturner.text.detokenizer import Detokenizer
 from pageturner.text.pooled_sum import PooledSum

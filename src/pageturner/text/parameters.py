@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from pageturner.errors import ClientError
-from pageturner.files.tokenizer import Tokenizer
+from pageturner.formats.tokenizer import Tokenizer
 from pageturner.params import LIMITS, SamplingParams, out_of_range
 from pageturner.request import Logprob
 

@@ -2,7 +2,7 @@
 
 Owns the form of a receipt: its fields, their canonical bytes, how they are hashed and signed, and what is
 wrong with a receipt that was changed. Must not know HTTP, where a model lies or how an answer is made again
-(serve/receipts.py, commands/verify.py). docs/receipts.md explains it to users.
+(server/receipts.py, lab/commands/verify.py). docs/receipts.md explains it to users.
 
     checks     eight hex digits for each part, in the order of their names: which part was changed
     digest     SHA-256 of the canonical bytes of all parts: whether any was

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from pageturner.errors import EngineFault
-from pageturner.files.tokenizer import Tokenizer
+from pageturner.formats.tokenizer import Tokenizer
 from pageturner.text import family_templates
 from pageturner.text.chat_template import LONGEST, ChatTemplate
 from pageturner.text.family_templates import ChatFamily

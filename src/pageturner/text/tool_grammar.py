@@ -2,7 +2,7 @@
 else from the mark on that begins a call. Around calls every text is possible.
 
 Owns how a format (tool_formats.py) becomes a grammar in llguidance's Lark dialect. Must not know requests,
-nor how a grammar is compiled and followed (runtime/grammar.py).
+nor how a grammar is compiled and followed (executor/grammar.py).
 """
 
 from __future__ import annotations

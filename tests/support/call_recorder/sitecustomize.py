@@ -58,7 +58,7 @@ class Recorder:
 
 
 def short(frame: FrameType) -> str:
-    """The file below the package, "serve/app.py"."""
+    """The file below the package, "server/app.py"."""
     return frame.f_code.co_filename.rpartition(PACKAGE)[2]
 
 

@@ -1,6 +1,6 @@
 """Weights on a device: floats as they are, quantised kinds in groups of integers with scales.
 
-Owns how they lie. Must not know layers or files. The integers of a group are those of `files.ggml.unpack`.
+Owns how they lie. Must not know layers or files. The integers of a group are those of `formats.ggml.unpack`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pageturner.errors import EngineFault
-from pageturner.files import ggml, ggml_types
+from pageturner.formats import ggml, ggml_types
 from pageturner.kernels.base import Tensor
 from pageturner.kernels.gpu.arrays import BYTES, padded
 from pageturner.kernels.gpu.catalogue import STEP

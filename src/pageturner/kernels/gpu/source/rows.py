@@ -203,7 +203,7 @@ def store_head(value, kv, scales, index, k, room, KIND: tl.constexpr):
         tl.store(kv + at + k, half_even(value * factor).to(tl.int8), mask=k < room)
         tl.store(scales + index, tl.div_rn(peak, 127.0))
     elif KIND == "fp8_e4m3":
-        # files/float8.py: `scale`. From the bits of the peak, so that no logarithm decides
+        # formats/float8.py: `scale`. From the bits of the peak, so that no logarithm decides
         bits = tl.max(tl.abs(value), axis=0).to(tl.int32, bitcast=True)
         exponent = (bits >> 23) - 135 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
         exponent = tl.minimum(tl.maximum(exponent, -14), 7)

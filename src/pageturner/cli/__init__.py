@@ -1,0 +1,231 @@
+"""The command line: a table of commands, each in a module of its own that is imported when it is called.
+
+Owns dispatch, exit codes and one-line errors. Must not know what any command does.
+
+A command module has `add_arguments(parser)` and `main(arguments) -> exit code`. Exit codes: 0 done, 1 it
+could not be done (the reason is on standard error, in one line), 2 the command line or settings are wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import os
+import re
+import sys
+from collections.abc import Collection, Iterable, Sequence
+from typing import NoReturn
+
+from pageturner import __version__, logs
+from pageturner.errors import ClientError, EngineFault
+
+COMMANDS = {
+    ("serve",): ("pageturner.server.server", "serve a model over HTTP, with the OpenAI API"),
+    ("route",): (
+        "pageturner.router.route",
+        "put several servers behind one address, and choose by cached prefixes and load",
+    ),
+    ("deploy",): (
+        "pageturner.router.ray.deploy",
+        "start models by name on a Ray cluster, with replicas that come and go",
+    ),
+    ("chat",): ("pageturner.cli.chat", "talk to a model in the terminal"),
+    ("batch",): (
+        "pageturner.server.api.batches.batch_command",
+        "answer a file of requests, and continue where it was stopped",
+    ),
+    ("generate",): ("pageturner.cli.generate", "answer one prompt, or continue a text"),
+    ("pull",): ("pageturner.cli.pull", "fetch a model, and check it"),
+    ("list",): ("pageturner.cli.list_models", "list the models that were fetched"),
+    ("rm",): ("pageturner.cli.rm", "remove a model that was fetched"),
+    ("plan",): (
+        "pageturner.lab.commands.plan",
+        "show how much memory weights and KV cache take, and how many sequences fit",
+    ),
+    ("compare",): (
+        "pageturner.lab.commands.compare",
+        "run the same requests under several batching policies and write a report with pictures",
+    ),
+    ("simulate",): (
+        "pageturner.lab.commands.simulate",
+        "estimate latencies, and how many replicas a load needs, without running the model",
+    ),
+    ("tune",): (
+        "pageturner.lab.commands.tune",
+        "search the settings that meet latency targets, and write them as a file for serve",
+    ),
+    ("calibrate",): (
+        "pageturner.lab.commands.calibrate",
+        "measure how long the engine's steps take on this machine, for simulate",
+    ),
+    ("verify",): (
+        "pageturner.lab.commands.verify",
+        "compute the answer of a receipt again, and compare",
+    ),
+    ("replay",): (
+        "pageturner.lab.commands.replay",
+        "run a step log again and check that plans and tokens are the same",
+    ),
+    ("doctor",): (
+        "pageturner.cli.doctor",
+        "show what this machine can do, which kernels and settings would be used, and why",
+    ),
+    ("completion",): (
+        "pageturner.cli.completion",
+        "print a script with which bash, zsh or fish completes commands and flags",
+    ),
+    ("key", "new"): ("pageturner.cli.key", "make an API key, and its entry for the file of keys"),
+    ("bench", "serve"): (
+        "pageturner.lab.bench.bench_serve",
+        "send load to any OpenAI-compatible server, and measure it",
+    ),
+    ("bench", "sweep"): (
+        "pageturner.lab.commands.bench_sweep",
+        "measure servers side by side over clients or requests a second, to the knee, as a page",
+    ),
+    ("bench", "engine"): ("pageturner.lab.bench.bench_engine", "measure the engine without a server"),
+    ("bench", "kernels"): (
+        "pageturner.lab.bench.bench_kernels",
+        "time each kernel and compare it with the machine's limits",
+    ),
+}
+LONGEST_USAGE = 400  # characters; a longer list of flags is no help
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    for names, (module, help) in COMMANDS.items():
+        if tuple(words[: len(names)]) == names:
+            return _run(names, module, help, words[len(names) :])
+    if words in (["--version"], ["-V"], ["-v"], ["version"]):
+        print(f"pageturner {__version__}")
+        return 0
+    if words[:1] == ["help"]:
+        return main([*words[1:], "--help"])
+    group = [names for names in COMMANDS if len(names) > 1 and names[:1] == tuple(words[:1])]
+    if words[1 if group else 0 :] in ([], ["-h"], ["--help"]):
+        print(_overview(group or COMMANDS))
+        return 0
+    from pageturner.cli.other_names import other_command
+
+    typed = " ".join(words[: 2 if group else 1])
+    meant = other_command(typed) or _meant(words)
+    if not meant:
+        print(_overview(group or COMMANDS), file=sys.stderr)
+    print(f"pageturner: no such command: {typed}{meant}", file=sys.stderr)
+    return 2
+
+
+def _run(names: tuple[str, ...], module: str, help: str, words: list[str]) -> int:
+    try:
+        command = importlib.import_module(module)
+        parser = _parser(names, module, help)
+        parser.usage = _usage(parser) if {"-h", "--help"} & {*words} else "%(prog)s"  # argparse is slow at it
+        arguments = parser.parse_intermixed_args(_translated(parser, words))
+        if names == ("completion",):
+            arguments.helps = _helps
+        return int(command.main(arguments) or 0)
+    except (EngineFault, ClientError) as error:
+        logs.say(error.message, "error")
+        return 2 if error.code == "bad_setting" else 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # whoever read our output has left; nothing more can be said to them
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _parser(names: tuple[str, ...], module: str, help: str) -> _Parser:
+    """The flags of a command."""
+    from pageturner.cli import examples
+
+    parser = _Parser(
+        prog=" ".join(("pageturner", *names)),
+        description=help[0].upper() + help[1:] + ".",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    importlib.import_module(module).add_arguments(parser)
+    about = (parser.epilog or "").partition("examples:")[0].rstrip()
+    parser.epilog = "\n\n".join(filter(None, (about, examples.epilog(" ".join(names)))))
+    return parser
+
+
+def _usage(parser: _Parser) -> str:
+    """As argparse has it, without the optional flags where these are many."""
+    usage = parser.format_usage().removeprefix("usage: ").rstrip()
+    if len(usage) <= LONGEST_USAGE:
+        return usage.replace("%", "%%")
+    return f"%(prog)s [options] {' '.join(_needed(usage))}".rstrip()
+
+
+def _needed(usage: str) -> list[str]:
+    """What stands in a usage behind the optional flags: flags that must be given, then arguments."""
+    return re.sub(r"\[-[^][]*(\[[^]]*\][^][]*)*\]", "", usage.partition("[-h]")[2]).split()
+
+
+def _translated(parser: _Parser, words: list[str]) -> list[str]:
+    """The words with our names of flags in place of vLLM's; what was left out is told."""
+    from pageturner.cli import other_names
+
+    if not other_names.concerns(words):
+        return words
+    found, notes = other_names.translate(words, parser.flags())
+    for note in notes:
+        print(f"pageturner: {note}", file=sys.stderr)
+    return found
+
+
+def _helps() -> dict[tuple[str, ...], str]:
+    """The help of every command, from which the shells' completion is made."""
+    return {names: _parser(names, *entry).format_help() for names, entry in COMMANDS.items()}
+
+
+def _meant(words: Sequence[str]) -> str:
+    """The command that somebody may have meant who mistyped one, as a question; empty if none is near."""
+    names = {" ".join(names): len(names) for names in COMMANDS}
+    for size in (2, 1):
+        for near in difflib.get_close_matches(" ".join(words[:size]), names, 1, 0.7):
+            if names[near] == size:
+                return f": did you mean {near}?"
+    return ""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def flags(self) -> dict[str, tuple[str, ...]]:
+        """Its long flags, with their choices."""
+        from pageturner.cli.completion import flags_of
+
+        return flags_of(self.format_help())
+
+    def error(self, message: str) -> NoReturn:
+        flags = self.flags()
+        unknown = [word for word in re.findall(r"--[\w-]+", message) if word not in flags]
+        meant = [flag for word in unknown for flag in difflib.get_close_matches(word, flags, 1, 0.75)]
+        hint = f": did you mean {meant[0]}?" if meant else self._file_hint(message, flags)
+        self.exit(2, f"pageturner: {message}{hint} ({self.prog} --help lists the flags)\n")
+
+    @staticmethod
+    def _file_hint(message: str, flags: Collection[str]) -> str:
+        """Of a file that was given without its flag, and of a unit that stands apart from its number."""
+        _, unknown, words = message.partition("unrecognized arguments: ")
+        if unknown and re.fullmatch(r"[KMGT]i?B?", words, re.IGNORECASE):
+            return f": a size is one word, such as 8{words}"
+        if "--trace" not in flags or not unknown or words.startswith("-"):
+            return ""
+        return f": a trace is given as --trace {words.split()[0]}"
+
+
+def _overview(commands: Iterable[tuple[str, ...]]) -> str:
+    """The list of commands."""
+    lines = ["usage: pageturner COMMAND [...]   (pageturner COMMAND --help explains it)", ""]
+    lines += [f"  {' '.join(names):14} {COMMANDS[names][1]}" for names in commands]
+    return "\n".join([*lines, "", "  --version      print the version"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""`pageturner generate`: one prompt in, its continuation out, piece by piece or as one JSON object."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from pathlib import Path
+
+from pageturner.cli import sampling_flags, sources
+from pageturner.cli.sources import Answer, AnswerSummary
+from pageturner.errors import EngineFault
+from pageturner.formats import hub
+
+MAX_TOKENS = 256
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of the command."""
+    sources.add_flags(parser)
+    parser.add_argument(
+        "text",
+        nargs="?",
+        metavar="PROMPT",
+        help="a text to continue, or with --chat a question; the model may be left out before a text of"
+        " several words",
+    )
+    parser.add_argument("-p", "--prompt", help="the prompt; without any, standard input is read")
+    parser.add_argument("-f", "--file", type=Path, help="read the prompt from this file")
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="ask a chat model: the prompt becomes a message in its chat template",
+    )
+    parser.add_argument("--system", default="", metavar="TEXT", help="system message, with --chat")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    sampling_flags.add_flags(parser, MAX_TOKENS)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Answer one prompt. Returns the exit code: 130 when it was interrupted."""
+    sampling = sampling_flags.from_flags(arguments)
+    _question_is_prompt(arguments)
+    prompt = _prompt(arguments)
+    source = sources.from_flags(arguments)
+    begin = time.monotonic()
+    if arguments.chat:
+        messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
+        answer = source.chat([*messages, {"role": "user", "content": prompt}], sampling)
+    else:
+        answer = source.complete(prompt, sampling)
+    text, summary = _take(answer, None if arguments.json else sys.stdout)
+    if arguments.json:
+        seconds = round(time.monotonic() - begin, 3)
+        print(json.dumps(_record(source.name, prompt, text, summary, seconds), ensure_ascii=False))
+    elif not text.endswith("\n"):
+        print()
+    if not text.strip() and not arguments.chat:
+        print("(the model ended at once: a question to a chat model wants --chat)", file=sys.stderr)
+    return 130 if summary.finish == "abort" else 0
+
+
+def _question_is_prompt(arguments: argparse.Namespace) -> None:
+    """`generate [MODEL] "a question"`: a lone text of several words that is no file is the prompt, not a
+    model."""
+    first, given = arguments.model or "", arguments.prompt is not None or arguments.file is not None
+    if arguments.text is None and len(first.split()) > 1 and not Path(first[:4096]).exists():
+        arguments.text, arguments.model = first, None
+        if given:
+            raise EngineFault("bad_setting", f"there are two prompts, or no such model: {first!r}")
+    if arguments.text is not None:
+        if given:
+            raise EngineFault(
+                "bad_setting", "there are two prompts: one without a flag, and --prompt or --file"
+            )
+        arguments.prompt = arguments.text
+    elif first and not given and _is_word(first):
+        raise EngineFault(
+            "bad_setting", f"{first!r} is no model; if it is the prompt: -p {shlex.quote(first)}"
+        )
+
+
+def _is_word(text: str) -> bool:
+    """Whether this can be no model: no alias, no file, no id of the hub, no name of a file."""
+    known = text in hub.ALIASES or text in hub.HUB_ALIASES
+    return not known and "/" not in text and not text.endswith(".gguf") and not Path(text[:4096]).exists()
+
+
+def _prompt(arguments: argparse.Namespace) -> str:
+    if arguments.prompt is not None and arguments.file is not None:
+        raise EngineFault("bad_setting", "give --prompt or --file, not both")
+    if arguments.prompt is not None:
+        return str(arguments.prompt)
+    if arguments.file is not None:
+        try:
+            return str(arguments.file.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise EngineFault("bad_setting", f"cannot read {arguments.file}: {error}") from error
+    if sys.stdin.isatty():
+        print("(the prompt, then Ctrl-D)", file=sys.stderr)
+    prompt = sys.stdin.read()
+    if not prompt.strip():
+        raise EngineFault(
+            "bad_setting", "there is no prompt: give it as an argument, with --file, or on standard input"
+        )
+    return prompt
+
+
+def _take(answer: Answer, out: object) -> tuple[str, AnswerSummary]:
+    """The whole text and its summary; `out` (a text file, or None) gets the pieces as they come."""
+    pieces: list[str] = []
+    while True:
+        try:
+            pieces.append(next(answer))
+        except StopIteration as end:
+            return "".join(pieces), end.value
+        if out is not None:
+            print(pieces[-1], end="", flush=True, file=out)  # type: ignore[call-overload]
+
+
+def _record(model: str, prompt: str, text: str, summary: AnswerSummary, seconds: float) -> dict[str, object]:
+    return {
+        "model": model,
+        "prompt": prompt,
+        "text": text,
+        "finish_reason": summary.finish,
+        "usage": {
+            "prompt_tokens": summary.prompt_tokens,
+            "cached_tokens": summary.cached_tokens,
+            "completion_tokens": summary.output_tokens,
+        },
+        "seconds": seconds,
+    }

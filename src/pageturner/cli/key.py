@@ -1,0 +1,53 @@
+"""`pageturner key new`: make an API key, and the table for it in the file of --api-key-file.
+
+Owns how a key is made. Must not know how it is checked (http/api_keys.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import re
+import secrets
+import sys
+
+from pageturner.errors import EngineFault
+
+_TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
+RANDOM_BYTES = 32  # of a key: nobody finds one by trying, so that a fast hash of it is enough
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `pageturner key new`."""
+    parser.add_argument("--tenant", required=True, help="whose key it is: letters, digits and ._-")
+    parser.add_argument("--admin", action="store_true", help="it opens /v1/admin too")
+    parser.add_argument("--max-concurrent", type=int, default=0, metavar="N", help="most requests under way")
+    parser.add_argument(
+        "--tokens-per-minute", type=int, default=0, metavar="N", help="tokens of prompts and answers a minute"
+    )
+    parser.add_argument(
+        "--queue-share", type=float, default=0.0, metavar="X", help="most of the waiting queue, 0 to 1"
+    )
+    parser.add_argument(
+        "--max-cost", type=int, default=0, metavar="N", help="tokens that open requests may cost together"
+    )
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Print the key, which is kept nowhere, to standard error, and its table to standard output."""
+    if not _TENANT.fullmatch(arguments.tenant):
+        raise EngineFault("bad_setting", "--tenant is 1 to 64 letters, digits and ._-")
+    key = "pt-" + secrets.token_urlsafe(RANDOM_BYTES)
+    lines = [
+        "[[keys]]",
+        f'tenant = "{arguments.tenant}"',
+        f'sha256 = "{hashlib.sha256(key.encode()).hexdigest()}"',
+    ]
+    if arguments.admin:
+        lines.append("admin = true")
+    for name in ("max_concurrent", "tokens_per_minute", "queue_share", "max_cost"):
+        if value := getattr(arguments, name):
+            lines.append(f"{name} = {value}")
+    print(f"the key, which is shown only now: {key}", file=sys.stderr)
+    print("\n".join(lines))
+    return 0

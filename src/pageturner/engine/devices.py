@@ -1,0 +1,411 @@
+"""Where kernels run: the CPU or a CUDA device, and why; and what of a device's memory is for what.
+
+Owns the choice, the plan that is told before anything is loaded, and the dry run. Must not know requests.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pageturner import logs, memory
+from pageturner.config.settings import EngineConfig
+from pageturner.engine.device_trust import distrust_reason
+from pageturner.engine.machine_limits import devices_file, limits_of_device
+from pageturner.errors import EngineFault
+from pageturner.kernels.base import Batch, Draw
+from pageturner.kernels.gpu.presence import nvidia_is_here
+from pageturner.models.decoder import Decoder
+from pageturner.models.load import open_model, weight_bytes
+from pageturner.models.spec import ModelSpec
+from pageturner.telemetry.work import MachineLimits
+
+if TYPE_CHECKING:
+    from pageturner.kernels.gpu.driver import Driver
+    from pageturner.kernels.gpu.ops import GpuOps
+
+NO_GPU = "this machine shows no NVIDIA GPU"
+DRIVER = "PAGETURNER_GPU_DRIVER"  # MODULE:CLASS of a driver in place of CUDA's, for tests
+# The devices of rank 0, 1, ... with commas, numbered as CUDA_VISIBLE_DEVICES leaves them; unset: 0,1,...
+ORDINALS = "PAGETURNER_GPU_DEVICES"
+WORKSPACE = 2 << 30  # bytes for what one step computes; less on small devices
+SHARE = 0.9  # for KV, of the memory that is free behind a dry run; recordings of steps take the rest
+BUDGETS = (8192, 4096, 2048, 1024, 512)  # tokens of a step where that was left to the machine: what fits
+# Rows of the steps that are tried beside the largest: one for each height of the tiles of products
+HEIGHTS = (2, 16, 64, 256, 384)
+GB = 1e9
+# What a start on a device is made of, in order; the other phases are the same as on the CPU.
+PHASES = {
+    "imports": "imports", "manifest": "manifest", "driver": "driver", "load": "weights", "dry_run": "dry run",
+    "first_step": "first step", "proof": "proof", "kv": "KV",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceChoice:
+    """ops: of a CUDA device; None: the CPU. reason: why, in a line. seconds: of imports, manifest and driver,
+    where there is a device. mark: `ModelNeeds.mark`."""
+
+    ops: GpuOps | None
+    reason: str
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    mark: str = ""
+
+    @property
+    def text(self) -> str:
+        return f"{'cpu' if self.ops is None else 'cuda'} ({self.reason})"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNeeds:
+    """What a device must have for a model. weights: bytes; block: of KV, of one block of tokens.
+
+    mark   of models that have the same forms (`device_trust`); ""
+    forms  those that are known before weights are loaded: of attention
+    """
+
+    spec: ModelSpec
+    weights: int
+    block: int
+    mark: str = ""
+    forms: tuple[str, ...] = ()
+
+
+def kv_type(config: EngineConfig) -> str:
+    """Of KV, where the settings may leave it to us."""
+    return "float16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+
+
+def needs_of(path: Any, config: EngineConfig) -> ModelNeeds:
+    """By the tables of the model's files; no weights are read."""
+    from pageturner.kernels.gpu.proof import attention_form
+
+    file, spec, layout = open_model(path, config.load_format, config.load_seed)
+    weights = weight_bytes(file, layout, config.dtype, config.quantization)
+    kv_dtype = kv_type(config)
+    kv = spec.kv_spec(1, config.block_size, kv_dtype, True)
+    kinds = sorted({info.kind for info in file.tensors.values()})
+    told = spec, kinds, config.dtype, config.quantization, kv_dtype, config.block_size
+    mark = blake2b(repr(told).encode(), digest_size=8).hexdigest()
+    forms = (attention_form(kv_dtype, config.block_size, spec.attention(0, spec.context)),)
+    return ModelNeeds(spec, weights, kv.nbytes, mark, forms)
+
+
+def ordinals(size: int) -> list[int]:
+    """The devices of so many ranks. EngineFault('bad_setting') where they are not said right."""
+    told = os.environ.get(ORDINALS)
+    if not told:
+        return list(range(size))
+    try:
+        found = [int(one) for one in told.split(",")]
+    except ValueError:
+        found = []
+    if len(found) < size or min(found) < 0:
+        message = f"{ORDINALS} is {told!r}, and {size} numbers of devices with commas are wanted"
+        raise EngineFault("bad_setting", message)
+    return found[:size]
+
+
+def open_driver(rank: int = 0) -> Driver:
+    """CUDA's, of the device of this rank. EngineFault('gpu_absent', 'gpu_driver', 'gpu_kernels') where it
+    cannot be used."""
+    ordinal = ordinals(rank + 1)[rank]
+    named = os.environ.get(DRIVER)
+    if named:
+        module, _, name = named.partition(":")
+        make = getattr(importlib.import_module(module), name)
+        found: Driver = make(ordinal=ordinal) if ordinal else make()
+        return found
+    from pageturner.kernels.gpu.cuda_driver import CudaDriver
+
+    return CudaDriver(ordinal=ordinal)
+
+
+def open_rank(rank: int) -> GpuOps:
+    """The backend of a rank but 0 on its device, which `choose` of rank 0 found good. EngineFault as
+    open_driver."""
+    from pageturner.kernels.gpu.ops import GpuOps
+
+    driver = open_driver(rank)
+    found = GpuOps(driver, workspace_of(driver))
+    weakref.finalize(found, driver.close).atexit = False
+    return found
+
+
+def choose(config: EngineConfig, needs: Callable[[], ModelNeeds]) -> DeviceChoice:
+    """The device for a model. With `--device cuda` an EngineFault where it cannot be: as open_driver, and
+    'gpu_model' for what is not computed there, 'gpu_memory' for a model larger than its memory. needs: asked
+    once a device is found."""
+    if config.device == "cpu":
+        return DeviceChoice(None, "the CPU was asked for")
+    if config.backend != "auto":
+        return DeviceChoice(None, f"--backend {config.backend} was asked for")
+    if config.device == "auto" and not (os.environ.get(DRIVER) or nvidia_is_here()):
+        return DeviceChoice(None, NO_GPU)
+    begin = time.perf_counter()
+    from pageturner.kernels.gpu import cuda_driver, ops  # noqa: F401 (both here, so that their time is told)
+
+    imported = time.perf_counter()
+    try:
+        driver = open_driver()
+        opened = time.perf_counter()
+        try:
+            asked = needs()
+            if config.device == "auto":
+                why = distrust_reason(driver, asked.mark, asked.forms)
+                if why is not None:
+                    raise EngineFault("gpu_kernels", why)
+            check_model(driver, asked, config)
+        except BaseException:
+            driver.close()  # whoever computes on the CPU holds no context, which takes some 0.5 GB there
+            raise
+    except EngineFault as fault:
+        if config.device == "cuda" or not fault.code.startswith("gpu_"):
+            raise
+        return DeviceChoice(None, fault.message)
+    told = f"{driver.name} has kernels for it (sm_{driver.architecture}), and the model fits"
+    manifest = getattr(driver, "manifest_s", 0.0)  # a driver of tests has none
+    seconds = {"imports": imported - begin, "manifest": manifest, "driver": opened - imported - manifest}
+    computes = ops.GpuOps(driver, workspace_of(driver))
+    # whoever drops an LLM may make another; where the process ends the system gives everything back
+    weakref.finalize(computes, driver.close).atexit = False
+    return DeviceChoice(computes, told, seconds, asked.mark)
+
+
+def workspace_of(driver: Driver) -> int:
+    """Bytes."""
+    return min(WORKSPACE, driver.memory()[1] // 8)
+
+
+def check_model(driver: Driver, needs: ModelNeeds, config: EngineConfig) -> None:
+    """EngineFault('gpu_model') or ('gpu_memory') where this device cannot have this model."""
+    if (lacking := _lacking(needs.spec, config)) is not None:
+        raise EngineFault("gpu_model", f"{lacking} on a GPU: use --device cpu")
+    _check_ranks(driver, config.tensor_parallel_size)
+    free, weights = driver.memory()[0], needs.weights // config.tensor_parallel_size
+    least = weights + workspace_of(driver) + exchange_of(config) + 2 * needs.block
+    if least > free:
+        message = (
+            f"{driver.name} has {free / GB:.1f} GB free, and the model needs {least / GB:.1f}: weights of"
+            f" {weights / GB:.1f} GB, {workspace_of(driver) / GB:.1f} GB for steps, and KV"
+        )
+        raise EngineFault(
+            "gpu_memory",
+            f"{message}; use a smaller or quantised model (--quantization int4), or --device cpu",
+        )
+
+
+def _check_ranks(driver: Driver, size: int) -> None:
+    """EngineFault('gpu_devices') unless each of so many ranks has a device, and they reach each other."""
+    if size == 1:
+        return
+    reached, wanted = driver.peers(), ordinals(size)
+    flag = f"--tensor-parallel-size {size}"
+    if max(wanted) >= len(reached):
+        there = f"{len(reached)} x {driver.name}" if len(reached) > 1 else f"one {driver.name}"
+        limit = os.environ.get("CUDA_VISIBLE_DEVICES")
+        why = f", CUDA_VISIBLE_DEVICES being {limit!r}" if limit is not None else ""
+        message = f"{flag} wants the devices {', '.join(map(str, wanted))}, and there is {there}{why}"
+        raise EngineFault("gpu_devices", f"{message}: lower it, or use --device cpu")
+    apart = [str(one) for one in wanted if not reached[one]]
+    if apart:
+        message = f"{flag}: device {wanted[0]} cannot reach the memory of device {', '.join(apart)}"
+        raise EngineFault("gpu_devices", f"{message}: choose others with {ORDINALS}, or use --device cpu")
+
+
+def exchange_of(config: EngineConfig) -> int:
+    """Bytes of each device that sums over ranks take."""
+    from pageturner.kernels.gpu.catalogue import exchange_bytes
+
+    return exchange_bytes() if config.tensor_parallel_size > 1 else 0
+
+
+def _lacking(spec: ModelSpec, config: EngineConfig) -> str | None:
+    from pageturner.kernels.gpu.catalogue import LATENT, LATENT_ROTARY, ROUTED, largest_head
+
+    latent = spec.latent
+    widest = largest_head(kv_type(config), latent is not None)
+    experts = 0 if spec.experts is None else spec.experts.count
+    found = {
+        f"heads of {spec.head_dim} elements are not computed": spec.head_dim > widest,
+        "such a latent KV is not computed": latent is not None
+        and (latent.rank > LATENT or latent.rotary > LATENT_ROTARY),
+        f"a choice among {experts} experts is not computed": experts > ROUTED[-1],
+        "--pipeline-parallel-size does not work": config.pipeline_parallel_size > 1,
+    }
+    return next((text for text, lacks in found.items() if lacks), None)
+
+
+def plan_text(ops: GpuOps, needs: ModelNeeds, config: EngineConfig) -> str:
+    """What the memory of the device will be for, or of each of several; told before weights are loaded."""
+    size = config.tensor_parallel_size
+    weights, exchange = needs.weights // size, exchange_of(config)
+    free = ops.free_memory() - weights - exchange
+    kv = config.kv_cache_memory or size * int(SHARE * free)
+    length = config.max_model_len or needs.spec.context
+    blocks = max(kv, 0) // needs.block
+    name, sums, together = ops.driver.name, "", ""
+    if size > 1:
+        name, sums, together = f"each of {size} x {name}", f"sums {exchange / GB:.2f} GB, ", ", together"
+    return (
+        f"{name}: weights {weights / GB:.2f} GB, steps {ops.arena.size / GB:.2f} GB, {sums}KV"
+        f" {kv / size / GB:.2f} GB{together} = {blocks * config.block_size:,} tokens, which hold"
+        f" {blocks * config.block_size // length:,} sequences of {length:,} tokens"
+        f" ({1 - SHARE:.0%} of what is free are left as a margin)"
+    )
+
+
+def free_memory(ops: object) -> int | None:
+    """Bytes that are free where this backend keeps weights: of the device, or else of the host."""
+    free = getattr(ops, "free_memory", None)
+    return memory.available() if free is None else free()
+
+
+def kv_bytes(ops: object, asked: int, host: int) -> tuple[int, int]:
+    """For `plan_kv`: bytes for KV that are asked for, and bytes that are free; of the devices where KV lies
+    there. asked 0: a share of what is free. host: bytes that are free on the host."""
+    free = getattr(ops, "free_for_kv", None)
+    if free is None:
+        return asked, host
+    here = free()
+    return asked or int(SHARE * here), here
+
+
+@contextmanager
+def memory_lock(ops: object) -> Iterator[None]:
+    """Engines of one user that start at the same time size their KV one after the other, so that each sees
+    what the others left free on a device. On the CPU, and where the lock cannot be written, nothing is
+    done."""
+    if ops is None:
+        yield
+        return
+    path = devices_file().with_name("device_memory.lock")
+    with ExitStack() as stack:
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(stack.enter_context(open(path, "w")), fcntl.LOCK_EX)
+        yield
+
+
+def limits_of(ops: GpuOps | None) -> MachineLimits | None:
+    """What `doctor` measured of this device; None where it did not."""
+    return None if ops is None else limits_of_device(ops.driver.name)
+
+
+def dry_run(
+    decoder: Decoder, ops: GpuOps | None, config: EngineConfig, kv_dtype: str, length: int
+) -> EngineConfig:
+    """The largest step of the token budget, computed once, so that what is free afterwards is what KV can
+    have: kernels, tables and buffers are there by then. Where the budget was left to the machine, it becomes
+    the largest of BUDGETS whose step fits.
+
+    length  of the longest sequence
+    EngineFault('gpu_memory') where no step fits.
+    On the CPU nothing is done.
+    """
+    if ops is None:
+        return config
+    left = config.max_num_batched_tokens < 0
+    budgets = BUDGETS if left else (config.token_budget or length,)
+    for budget in budgets:
+        try:
+            _largest_step(decoder, ops, budget, config, kv_dtype, length)
+        except EngineFault as fault:
+            if fault.code != "gpu_memory" or budget == budgets[-1]:
+                raise
+            continue
+        return replace(config, max_num_batched_tokens=budget) if left else config
+    return config
+
+
+def by_all_ranks(decoder: Decoder, ops: Any, config: EngineConfig, kv_dtype: str, length: int) -> None:
+    """The largest step and the smaller ones, by all ranks."""
+    _largest_step(decoder, ops, config.token_budget or length, config, kv_dtype, length)
+    smaller_steps(decoder, ops, config, kv_dtype, length)
+
+
+def smaller_steps(decoder: Decoder, ops: Any, config: EngineConfig, kv_dtype: str, length: int) -> None:
+    """Steps of every height that the products of a step have, with the choice of a token behind each row.
+    Kernels are loaded when they are first launched: those of small steps are not to be in the time of the
+    first request, and the local memory of others, some 270 MB where a thread has 984 bytes of it, is to be
+    taken before KV is sized. Nothing on the CPU.
+
+    length  of the longest sequence
+    """
+    if ops is None:
+        return
+    kv = ops.alloc_kv(decoder.kv_spec(1, config.block_size, kv_dtype))
+    try:
+        for rows in (n for n in HEIGHTS if n <= max(config.token_budget or length, HEIGHTS[0])):
+            # not one row: a step that only decodes would be counted among those that may be recorded
+            batch = largest_batch(rows, 1, min(rows, length), config.block_size)
+            batch = replace(batch, logit_rows=np.arange(rows, dtype=np.int32))
+            hidden = decoder.hidden(batch, kv)
+            temperature, top_k, top_p, min_p, uniform = greedy(rows)
+            # one that cuts tokens off takes every kernel of the choice
+            decoder.choose(hidden, (temperature + 1, top_k + 1, top_p, min_p, uniform))
+    finally:
+        ops.free_kv(kv)
+        ops.begin()
+
+
+def tell_start(chosen: DeviceChoice, phases: Mapping[str, float]) -> None:
+    """Where the seconds of a start on a device went; of one on the CPU nothing."""
+    if chosen.ops is None:
+        return
+    known = {**phases, **chosen.seconds}
+    told = [f"{text} {known[name]:.2f}" for name, text in PHASES.items() if name in known]
+    whole = sum(known[name] for name in PHASES if name in known)
+    logs.say(f"start on the device: {', '.join(told)}: {whole:.2f} s")
+
+
+def _largest_step(
+    decoder: Decoder, ops: Any, budget: int, config: EngineConfig, kv_dtype: str, length: int
+) -> None:
+    """As many sequences as may run decode at the end of their context, beside prompts that fill the budget.
+    All read one block and write nowhere."""
+    spec = decoder.kv_spec(1, config.block_size, kv_dtype)
+    kv = ops.alloc_kv(spec)
+    try:
+        batch = largest_batch(budget, min(config.max_num_seqs, budget), length, config.block_size)
+        hidden = decoder.hidden(batch, kv)
+        decoder.choose(hidden, greedy(len(hidden)))
+    finally:
+        ops.free_kv(kv)
+        ops.begin()
+
+
+def greedy(rows: int) -> Draw:
+    """The likeliest token of each of so many rows."""
+    zeros = np.zeros(rows, np.float32)
+    return zeros, np.zeros(rows, np.int32), np.ones(rows, np.float32), zeros, zeros
+
+
+def largest_batch(budget: int, sequences: int, length: int, block_size: int) -> Batch:
+    """`budget` rows: `sequences` - 1 that decode, and prompts of at most `length` tokens. There are as many
+    sequences as a recording has for these, and a row more, so that it fits where they do."""
+    from pageturner.kernels.gpu.steps import bucket
+
+    sequences = bucket(sequences)
+    counts = [1] * (sequences - 1)
+    rest = max(budget, sequences + 1) - len(counts)
+    counts += [min(length, rest - at) for at in range(0, rest, length)]
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    contexts = np.full(len(counts), length, np.int32)
+    positions = np.concatenate([np.arange(length - n, length, dtype=np.int32) for n in counts])
+    table = np.zeros((len(counts), -(-length // block_size)), np.int32)
+    rows = len(positions)
+    return Batch(
+        np.zeros(rows, np.int32), positions, starts, contexts, table, np.full(rows, -1, np.int32),
+        starts[1:] - 1,
+    )  # fmt: skip

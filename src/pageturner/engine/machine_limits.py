@@ -1,0 +1,130 @@
+"""The limits of this machine, measured once (`pageturner doctor`) and kept beside the models.
+
+Owns the file, what a measurement is kept under (processor, instruction set, threads), and which limits are a
+step's. Must not measure.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from pageturner.formats import hub
+from pageturner.kernels.peak import Ceilings, Peak
+from pageturner.telemetry.work import MachineLimits
+
+GET = "run `pageturner doctor` once"  # how to have limits where there are none
+
+
+def limits_file() -> Path:
+    """In the folder of the cache."""
+    return hub.cache_folder().parent / "limits.json"
+
+
+def processor(proc: Path = Path("/proc")) -> str:
+    """Its name; on ARM, whose processors have none, its numbers."""
+    try:
+        lines = (proc / "cpuinfo").read_text().splitlines()
+    except OSError:
+        return "unknown"
+    known = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    numbers = (known.get(name, "") for name in ("CPU implementer", "CPU part", "CPU variant"))
+    return known.get("model name") or " ".join(numbers).strip() or "unknown"
+
+
+def stored_peak(isa: str, threads: int) -> Peak | None:
+    """What was measured here for so many threads; None if nothing was."""
+    return _read().get(_key(isa, threads))
+
+
+def store_peak(measured: Peak) -> bool:
+    """Keep the larger of each figure and what is kept already: what disturbs a measurement makes it smaller.
+    False where the file cannot be written."""
+    known = _read()
+    key = _key(measured.isa, measured.threads)
+    best = _best(measured, known.get(key, measured))
+    return write_json(limits_file(), known | {key: best})
+
+
+def devices_file() -> Path:
+    """The same for devices, beside it."""
+    return limits_file().with_name("device_limits.json")
+
+
+def stored_ceilings(device: str) -> Ceilings | None:
+    """What was measured of a device of this name; None if nothing was."""
+    return _read_devices().get(device)
+
+
+def store_ceilings(measured: Ceilings) -> bool:
+    """As store_peak."""
+    known = _read_devices()
+    before = known.get(measured.device, measured)
+    known[measured.device] = Ceilings(
+        measured.device,
+        max(measured.copy_gb_s, before.copy_gb_s),
+        max(measured.bf16_gop_s, before.bf16_gop_s),
+    )
+    return write_json(devices_file(), known)
+
+
+def limits_of_device(device: str) -> MachineLimits | None:
+    """Of steps on it. A copy reads and writes, so reading alone may be twice as fast; all products are
+    counted against those in bf16."""
+    found = stored_ceilings(device)
+    if found is None:
+        return None
+    return MachineLimits(2 * found.copy_gb_s, found.bf16_gop_s, found.bf16_gop_s)
+
+
+def _read_devices() -> dict[str, Ceilings]:
+    try:
+        return msgspec.json.decode(devices_file().read_bytes(), type=dict[str, Ceilings])
+    except (OSError, msgspec.DecodeError):
+        return {}
+
+
+def write_json(path: Path, known: object) -> bool:
+    """At once or not at all. False where the file cannot be written."""
+    mine = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        mine.write_bytes(msgspec.json.format(msgspec.json.encode(known), indent=2))
+        mine.replace(path)
+    except OSError:
+        return False
+    return True
+
+
+def _best(one: Peak, other: Peak) -> Peak:
+    def larger(a: float | None, b: float | None) -> float | None:
+        return max(a or 0.0, b or 0.0) or None
+
+    return Peak(
+        one.isa,
+        one.threads,
+        larger(one.integer_gop_s, other.integer_gop_s),
+        larger(one.fp32_gop_s, other.fp32_gop_s),
+        {size: max(value, other.read_gb_s[size]) for size, value in one.read_gb_s.items()},
+        max(one.copy_gb_s, other.copy_gb_s),
+    )
+
+
+def _key(isa: str, threads: int) -> str:
+    return f"{processor()}, {isa}, {threads} threads"
+
+
+def _read() -> dict[str, Peak]:
+    try:
+        return msgspec.json.decode(limits_file().read_bytes(), type=dict[str, Peak])
+    except (OSError, msgspec.DecodeError):
+        return {}
+
+
+def limits_of(peak: Peak | None, weights: float) -> MachineLimits | None:
+    """Those of steps that read so many bytes of weights again and again."""
+    if peak is None:
+        return None
+    return MachineLimits(peak.read_of(weights), peak.integer_gop_s, peak.fp32_gop_s)

@@ -1,0 +1,1 @@
+"""Executor: from a plan to tokens. Packing, sampling, processors, grammars, drafts, adapters."""

@@ -1,0 +1,70 @@
+"""Steps that are launched and collected later, on a backend that chooses tokens without waiting.
+
+Owns which requests can be part of such steps, and which rows of a step take their tokens from the one before
+it. The KV and everything else are the Runner's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+from operator import attrgetter
+from typing import Any
+
+from pageturner.executor import sampler
+from pageturner.executor.batch import NO_ROWS
+from pageturner.executor.processors import PROCESSORS
+from pageturner.executor.runner import Runner
+from pageturner.kernels.choosing import ChoosesLater
+from pageturner.models.decoder import Decoder
+from pageturner.params import SamplingParams
+from pageturner.request import Request
+from pageturner.scheduler.types import Output, Plan, Result, Sequence
+
+_EDITED = attrgetter(*[field for processor in PROCESSORS for field in processor.fields])
+_NOTHING = _EDITED(SamplingParams())
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """rows: of the sequences whose next token is chosen; chosen: what the backend gave for them."""
+
+    items: int
+    places: list[int]
+    rows: dict[Sequence, int]
+    chosen: Any
+
+
+class AheadRunner:
+    """Runs steps of a Runner's in two halves."""
+
+    def __init__(self, runner: Runner, decoder: Decoder, later: ChoosesLater) -> None:
+        self._runner, self._decoder, self._later = runner, decoder, later
+
+    def foresees(self, request: Request) -> bool:
+        """Nothing of it looks at tokens: no grammar, penalty or other edit of logits, no search. Nor does it
+        want logprobs, whose logits would have to leave the device."""
+        params = request.params
+        asked = params.beam_width or params.structured_outputs is not None or params.logprobs is not None
+        plain = not asked and request.logits_from is None and not params.pooling
+        return plain and _EDITED(params) == _NOTHING
+
+    def launch(self, plan: Plan, before: LaunchedStep | None) -> LaunchedStep:
+        batch, sliding = self._runner.pack(plan, before.rows if before else NO_ROWS)
+        places = [i for i, item in enumerate(plan.items) if item.wants_logits]
+        items = [plan.items[place] for place in places]
+        sequences = [item.sequence for item in items]
+        draw = sampler.draws(sequences, [item.start + item.n for item in items])
+        chosen = self._later.launch_step(
+            self._decoder.stack, batch, self._runner.storage[0], sliding, self._decoder.head, draw
+        )
+        return LaunchedStep(len(plan.items), places, {seq: row for row, seq in enumerate(sequences)}, chosen)
+
+    def collect(self, launched: LaunchedStep) -> Result:
+        outputs = [Output() for _ in range(launched.items)]
+        found = self._later.collect(launched.chosen)
+        for place, token, logit in zip(
+            launched.places, found.ids.tolist(), found.logits.tolist(), strict=True
+        ):
+            outputs[place] = Output([token]) if isfinite(logit) else Output(failure=sampler.NOT_A_NUMBER)
+        return Result(outputs)

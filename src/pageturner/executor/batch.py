@@ -1,0 +1,97 @@
+"""From a plan to the int32 arrays of a step. The only place that turns sequences into arrays.
+
+Must not know any backend, policy or sampling parameter.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from pageturner.kernels.base import I32, Batch
+from pageturner.scheduler.types import Plan, Sequence
+
+Rows = Mapping[Sequence, int]
+NO_ROWS: Rows = {}
+
+
+def pack(plan: Plan, block_size: int, scratch_block: int, before: Rows = NO_ROWS) -> Batch:
+    """The rows of a plan, items first and in order, then its ballast.
+
+    Logits rows, in item order: for each item that reaches its last token, that row and one for each draft
+    token. Then, again in item order, the rows for prompt logprobs. Ballast is packed as anonymous sequences
+    that read `scratch_block` and write nowhere (slot -1).
+
+    before: the row of the step under way that chooses a sequence's next token; `tokens` has -1 - row for it
+    """
+    tokens: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    starts = [0]
+    contexts: list[int] = []
+    tables: list[list[int]] = []
+    wanted: list[int] = []
+    scored: list[int] = []
+    for item in plan.items:
+        sequence, start, blocks = item.sequence, item.start, item.sequence.blocks
+        end = start + item.n
+        first = len(tokens) - start  # of a row = its position + first
+        if item.n == 1:
+            known = start < len(sequence.tokens)
+            tokens.append(sequence.tokens[start] if known else -1 - before[sequence])
+            positions.append(start)
+            slots.append(blocks[start // block_size] * block_size + start % block_size)
+        else:
+            tokens += sequence.tokens[start:end]
+            if end > len(sequence.tokens):
+                tokens += sequence.draft[: end - len(sequence.tokens)]
+            positions += range(start, end)
+            slots += [blocks[p // block_size] * block_size + p % block_size for p in range(start, end)]
+        starts.append(len(tokens))
+        contexts.append(end)
+        tables.append(blocks)
+        if item.wants_logits:
+            wanted += range(len(tokens) - 1 - item.drafted, len(tokens))
+        if sequence.request.logits_from is not None:
+            scored += [first + position for position in item.scored]
+    for rows, context in plan.ballast:
+        tokens += [0] * rows
+        positions += range(context - rows, context)
+        slots += [-1] * rows
+        starts.append(len(tokens))
+        contexts.append(context)
+        tables.append([])
+    block_table = _table(tables, -(-max(contexts, default=1) // block_size), scratch_block)
+    wanted += scored
+    of_rows, of_sequences = (_i32(tokens), _i32(positions)), (_i32(starts), _i32(contexts))
+    return Batch(*of_rows, *of_sequences, block_table, _i32(slots), _i32(wanted))
+
+
+def _i32(values: list[int]) -> I32:
+    """Several times as fast as numpy's own conversion, and it touches little: a step finds cold caches."""
+    return np.frombuffer(array("i", values), np.int32) if values else np.empty(0, np.int32)
+
+
+def _table(tables: list[list[int]], width: int, scratch_block: int) -> I32:
+    """[S, width] blocks; what a table lacks is `scratch_block`."""
+    flat: list[int] = []
+    for blocks in tables:
+        flat += blocks if len(blocks) == width else blocks[:width]
+        flat += [scratch_block] * (width - len(blocks))
+    return _i32(flat).reshape(len(tables), width)
+
+
+def pack_sliding(batch: Batch, plan: Plan, block_size: int, scratch_block: int) -> Batch:
+    """The same step for layers with a window, whose KV lies in `Sequence.sliding`. Places that were given
+    back read `scratch_block`, or would: no kernel looks at what the window hides."""
+    block_table = np.full_like(batch.block_table, scratch_block)
+    for row, item in zip(block_table, plan.items, strict=False):
+        released, sliding = item.sequence.released, item.sequence.sliding[: len(row)]
+        row[released : len(sliding)] = sliding[released:]
+    owner = np.repeat(np.arange(len(block_table), dtype=np.int32), np.diff(batch.query_start))
+    slots = block_table[owner, batch.positions // block_size] * block_size + batch.positions % block_size
+    slots[batch.slots < 0] = -1
+    return replace(batch, block_table=block_table, slots=slots)

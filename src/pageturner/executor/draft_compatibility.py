@@ -1,0 +1,55 @@
+"""Whether a draft model goes with a target, and how much less it computes.
+
+Owns what two models must share. Must not load any weights, nor know how drafts are made.
+"""
+
+from __future__ import annotations
+
+from pageturner.config.settings import EngineConfig
+from pageturner.errors import EngineFault
+from pageturner.formats.tokenizer import Tokenizer
+from pageturner.models.spec import ModelSpec
+
+
+def check_speculation(config: EngineConfig) -> None:
+    """EngineFault unless a draft model is named where one is wanted, and only there."""
+    if (config.speculation == "draft") != bool(config.draft_model):
+        raise EngineFault("bad_setting", "--speculation draft and --draft-model MODEL go together")
+
+
+def check_tokens(target: Tokenizer, draft: Tokenizer, path: str) -> None:
+    """EngineFault('draft_model') unless a token means the same to both. One of the two may have padding
+    behind the tokens of the other."""
+    common = min(target.vocab_size, draft.vocab_size)
+    problem = ""
+    differs = (i for i in range(common) if target.token_bytes(i) != draft.token_bytes(i))
+    special = sorted(i for i in target.special_ids ^ draft.special_ids if i < common)
+    if (first := next(differs, None)) is not None:
+        one, other = target.token_bytes(first), draft.token_bytes(first)
+        problem = f"token {first} is {one!r} to the model and {other!r} to the draft model"
+    elif special:
+        problem = f"token {special[0]} is a control token to one of them and text to the other"
+    if problem:
+        raise EngineFault(
+            "draft_model",
+            f"{path} cannot draft for this model, whose tokenizer is another one: {problem};"
+            " use a smaller model of the same family",
+        )
+
+
+def cost_of(draft: ModelSpec, target: ModelSpec) -> float:
+    """Time of a step of the draft model over that of the target, by what both multiply."""
+    return _products(draft) / _products(target)
+
+
+def _products(spec: ModelSpec) -> int:
+    """Multiplications for one token, attention itself left out."""
+    attention = spec.attention_weights
+    matrices = 3 if spec.family.gated else 2
+    total = spec.dim * spec.vocab
+    for layer in range(spec.layers):
+        inner = spec.ffn
+        if spec.experts is not None and spec.sparse(layer):
+            inner = spec.experts.ffn * spec.experts.top_k + spec.experts.shared
+        total += attention + matrices * spec.dim * inner
+    return total

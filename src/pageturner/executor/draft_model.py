@@ -1,0 +1,203 @@
+"""Drafts by a second, smaller model of the same vocabulary, which draws with the same noise.
+
+Owns the KV of the draft model, and when drafting pays. That KV lies in blocks with the ids of the target's,
+so that nobody has to plan for it; of each it is known which tokens it holds. So prefix hits, forks, copies,
+preemption and rejected drafts need no word from anybody: what a block lacks is computed when it is needed.
+Must not know policies or queues, nor how the target accepts a draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, replace
+from math import isfinite
+
+import numpy as np
+
+from pageturner.executor import sampler
+from pageturner.executor.batch import pack
+from pageturner.executor.draft import FADING, GUESS, Costs, SequenceMemory, best_length
+from pageturner.kernels.base import KVSpec, Ops
+from pageturner.models.decoder import Decoder
+from pageturner.scheduler.types import Item, Output, Plan, Sequence
+
+MOST = 7  # tokens of a draft
+MOST_DRAFTED = 48  # tokens of all drafts of a step
+CATCH_UP = 128  # rows of a step for sequences of which the draft model has not seen nearly all
+SHORTEST_REST, LONGEST_REST = 16, 256  # steps without drafts, where they did not pay
+
+
+class DraftModel:
+    """Proposes what a smaller model would say. EngineFault when the memory for its KV is not there.
+
+    decoder  of the target's vocabulary; of a shorter context: silent beyond it
+    blocks   as many as the target's whole blocks, of block_size tokens
+    """
+
+    def __init__(
+        self, decoder: Decoder, ops: Ops, blocks: int, block_size: int, kv_dtype: str, costs: Costs
+    ) -> None:
+        self._decoder, self._ops = decoder, ops
+        self._blocks, self._size, self._costs = blocks, block_size, costs
+        # Behind the target's blocks: some for drafts that end beyond their tables, forgotten after the step
+        spec: KVSpec = decoder.kv_spec(blocks + MOST_DRAFTED + 1, block_size, kv_dtype)
+        self.nbytes = spec.nbytes
+        self.storage = ops.alloc_kv(spec)
+        self._pages: dict[int, _Page] = {}
+        self._records = SequenceMemory(_DraftRecord)
+
+    def propose(self, items: Tokens[Item], outputs: Tokens[Output]) -> None:
+        guesses = list(self._begin([pair for pair in zip(items, outputs, strict=True) if pair[1].tokens]))
+        while guesses:
+            guesses = self._step(guesses)
+
+    def _begin(self, ending: list[tuple[Item, Output]]) -> Iterator[_Guess]:
+        """The sequences whose draft pays."""
+        spare, drafted, behind = iter(range(self._blocks, self._blocks + MOST_DRAFTED)), 0, CATCH_UP
+        for item, output in ending:
+            seq, params = item.sequence, item.sequence.request.params
+            if not params.speculation or output.tokens[-1] in params.stop_ids:
+                continue
+            tokens, record = [*seq.tokens, *output.tokens], self._records.of(seq)
+            record.follow(tokens, self._size, item.drafted, len(output.tokens) - 1)
+            known = min(self._known(seq.blocks, tokens, record.chains), len(tokens) - 1)
+            n, left = len(tokens) - known, seq.limit - len(tokens)
+            most = min(MOST, MOST_DRAFTED - drafted, left - 1, self._decoder.spec.context - len(tokens) + 1)
+            length = self._length(record, len(ending), most, n, left)
+            if length and n > MOST + 1:
+                part = min(n, behind) if seq.generated else 0  # its first token does not wait for this
+                length, n, behind = length if part == n else 0, part, behind - part
+                if not n:
+                    continue
+            elif not length:
+                continue
+            drafted += length
+            end = -(-(known + n + max(length - 1, 0)) // self._size)
+            blocks = seq.blocks[:end] + [next(spare) for _ in range(end - len(seq.blocks))]
+            row = Sequence(seq.request, seq.index, tokens, known, blocks, scored=seq.prompt_len)
+            yield _Guess(row, output, list(record.chains), n, length)
+
+    def _length(self, record: _DraftRecord, sequences: int, most: int, behind: int, left: int) -> int:
+        """Tokens to draft, 0 where that does not pay: among so many sequences, with so many tokens that the
+        draft model has not seen, and at most so many left to draft for."""
+        if record.rest:
+            return 0
+        costs = self._costs
+        length, gained = best_length(costs, record.percent, sequences, most)
+        if not length and best_length(costs, _percent(*GUESS), sequences, most)[0]:
+            record.pause()
+        saved = left * (1 - 1 / gained) * (1 + sequences / costs.rows) / sequences
+        return length if saved >= behind * costs.step / costs.rows else 0
+
+    def _known(self, blocks: list[int], tokens: list[int], chains: list[int]) -> int:
+        """How many leading tokens have their KV in these blocks."""
+        size = self._size
+        for i, (block, before) in enumerate(zip(blocks, chains, strict=False)):
+            mine, page = tokens[i * size : (i + 1) * size], self._pages.get(block)
+            if page is None or page.before != before:
+                return i * size
+            if page.tokens != mine:
+                pairs = enumerate(zip(page.tokens, mine, strict=False))
+                same = min(len(page.tokens), len(mine))
+                return i * size + next((j for j, (a, b) in pairs if a != b), same)
+        return min(len(blocks), len(chains)) * size
+
+    def _step(self, guesses: list[_Guess]) -> list[_Guess]:
+        """Compute, and give each of those that are at their end a token more. Those that want another one."""
+        items = [Item(guess.row, guess.n, guess.row.computed) for guess in guesses]
+        batch = pack(Plan(items), self._size, self._blocks + MOST_DRAFTED)
+        vocab = self._decoder.spec.vocab
+        tokens = np.minimum(batch.tokens, vocab - 1)  # the target may have more padding, and choose it
+        hidden = self._decoder.hidden(replace(batch, tokens=tokens), self.storage)
+        for guess in guesses:
+            self._note(guess)
+            guess.row.computed += guess.n
+        drawn = [guess for guess in guesses if guess.row.computed == len(guess.row.tokens)]
+        if not drawn:
+            return []
+        chosen = self._decoder.choose(hidden, sampler.draws([guess.row for guess in drawn]))
+        more = []
+        for guess, token, logit in zip(drawn, chosen.ids.tolist(), chosen.logits.tolist(), strict=True):
+            if isfinite(logit):
+                guess.output.draft.append(token)
+                guess.row.tokens.append(token)
+                guess.n = 1
+                stops = token in guess.row.request.params.stop_ids
+                if len(guess.output.draft) < guess.length and not stops:
+                    more.append(guess)
+        return more
+
+    def _note(self, guess: _Guess) -> None:
+        """Write down what the blocks hold now."""
+        row, chains, size = guess.row, guess.chains, self._size
+        end = row.computed + guess.n
+        lengthen(chains, row.tokens, size)
+        for i in range(row.computed // size, -(-end // size)):
+            self._pages[row.blocks[i]] = _Page(chains[i], row.tokens[i * size : min(end, (i + 1) * size)])
+
+
+class _DraftRecord:
+    """What is known of one sequence: the chain of its blocks, and how its drafts did."""
+
+    def __init__(self) -> None:
+        self.chains = [0]
+        self.length = 0  # tokens when it was last looked at
+        self.right, self.tried = GUESS
+        self.rest = self.rests = 0
+
+    @property
+    def percent(self) -> int:
+        return _percent(self.right, self.tried)
+
+    def follow(self, tokens: list[int], size: int, drafted: int, accepted: int) -> None:
+        """Take in what came since the last call; nothing if it was about this very step."""
+        if len(tokens) == self.length:
+            return
+        self.length = len(tokens)
+        lengthen(self.chains, tokens, size)
+        if drafted:
+            self.right = FADING * self.right + accepted
+            self.tried = FADING * self.tried + min(accepted + 1, drafted)
+        elif self.rest:
+            self.rest -= 1
+
+    def pause(self) -> None:
+        """Drafts do not pay: none for a while, then another try, of which the first outcomes decide."""
+        self.rest = min(SHORTEST_REST << self.rests, LONGEST_REST)
+        self.rests += 1
+        self.right, self.tried = (part / 4 for part in GUESS)
+
+
+@dataclass(frozen=True, slots=True)
+class _Page:
+    """What the KV of one block is of: `tokens`, behind the blocks that the chain `before` names."""
+
+    before: int
+    tokens: list[int]
+
+
+@dataclass(slots=True)
+class _Guess:
+    """A sequence that is worked on.
+
+    row     the sequence, if its draft is right so far
+    n       positions to compute next
+    length  of its draft; 0 if there is more to catch up with than one step does
+    """
+
+    row: Sequence
+    output: Output
+    chains: list[int]
+    n: int
+    length: int
+
+
+def lengthen(chains: list[int], tokens: list[int], size: int) -> None:
+    """chains[i] names the first i blocks of the tokens; add those that are missing."""
+    for start in range((len(chains) - 1) * size, len(tokens) - size + 1, size):
+        chains.append(hash((chains[-1], *tokens[start : start + size])))
+
+
+def _percent(right: float, tried: float) -> int:
+    return round(100 * right / tried)

@@ -1,0 +1,112 @@
+"""How much KV memory there is, and how many blocks become of it.
+
+Owns the arithmetic; must not know backends or allocate anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from pageturner import memory
+from pageturner.config.settings import EngineConfig
+from pageturner.errors import EngineFault
+from pageturner.kernels.base import KVSpec
+
+GIB = 1024**3
+MOST_KV_BYTES = 4 * GIB  # what is taken unasked; ask for more with --kv-cache-memory
+
+
+@dataclass(frozen=True, slots=True)
+class KVSizes:
+    """Blocks to allocate. Without a window each holds all layers. With one, `blocks` hold the layers that see
+    everything and cost nothing if there are none; `sliding` blocks hold those that see `window` positions."""
+
+    blocks: int
+    window: int = 0
+    sliding: int = 0
+
+
+def available_memory() -> int:
+    """Bytes that this process may still take. EngineFault where the machine does not say."""
+    free = memory.available()
+    if free is None:
+        raise EngineFault("kv_memory", "this machine does not say how much memory is free: no /proc/meminfo")
+    return free
+
+
+def _may_take(config: EngineConfig, available: int) -> int:
+    """Bytes for the KV cache."""
+    asked = config.kv_cache_memory
+    if asked > available:
+        raise EngineFault(
+            "kv_memory",
+            f"--kv-cache-memory asks for {asked / GIB:.2f} GiB, and {available / GIB:.2f} GiB are free:"
+            " ask for less, or leave it out to have it chosen",
+        )
+    return asked or min(MOST_KV_BYTES, available // 2)
+
+
+def plan_kv(
+    one: KVSpec,
+    windowed: int,
+    window: int,
+    config: EngineConfig,
+    max_model_len: int,
+    available: int,
+    beside: int = 0,
+) -> KVSizes:
+    """The blocks to allocate. EngineFault('kv_memory') if there is no room for any that are of use.
+
+    one        one block of all layers, of which `windowed` see only `window` positions
+    available  bytes that are free
+    beside     bytes of a draft model in each of `KVSizes.blocks`
+
+    Memory too small for a window and a block is used as if nothing had a window.
+    """
+    size, total = config.block_size, _may_take(config, available)
+    useful = config.max_num_seqs * -(-max_model_len // size)
+    sizes = KVSizes(total // (one.nbytes + beside))
+    if windowed:
+        split = _split(one, windowed, window, config, max_model_len, total, beside)
+        if split.sliding >= touched(window, size, size):
+            sizes = split
+    if not config.kv_cache_memory:
+        sizes = replace(sizes, blocks=min(sizes.blocks, useful), sliding=min(sizes.sliding, useful))
+    if sizes.blocks < 2:
+        nbytes = one.nbytes + beside
+        raise EngineFault(
+            "kv_memory",
+            f"no room for the KV cache: one block of {size} tokens takes {nbytes / 1024:.0f} KiB and"
+            f" {total / 1024:,.0f} KiB may be used: raise --kv-cache-memory (or free some memory), or lower"
+            " --block-size",
+        )
+    return sizes
+
+
+def _split(
+    one: KVSpec,
+    windowed: int,
+    window: int,
+    config: EngineConfig,
+    max_model_len: int,
+    total: int,
+    beside: int,
+) -> KVSizes:
+    """Sliding blocks for all sequences at once, in at most half of the memory: with fewer, a long context
+    still runs, in smaller steps. The rest for the layers that see everything; without any, all is sliding."""
+    size = config.block_size
+    longest = -(-max_model_len // size)
+    whole, each = (replace(one, layers=n).nbytes for n in (one.layers - windowed, windowed))
+    useful = config.max_num_seqs * longest
+    if not whole and not beside:
+        return KVSizes(useful, window, total // each)
+    step = min(config.token_budget or max_model_len, max_model_len)
+    most = config.max_num_seqs * min(longest, touched(window, step, size))
+    sliding = min(most, total // 2 // each, total // (one.nbytes + beside))
+    blocks = (total - sliding * each) // (whole + beside)
+    return KVSizes(blocks if whole else min(blocks, useful), window, sliding)
+
+
+def touched(window: int, step: int, size: int) -> int:
+    """Most blocks in which lies what a step of so many tokens sees."""
+    return -(-(window + step - 2) // size) + 1

@@ -1,0 +1,34 @@
+"""What the steps of a loaded model cost: operations and bytes, by its weights as they are packed.
+
+Owns the way from weights and KV types to telemetry/work.py. Must not know what is done with the figures.
+"""
+
+from __future__ import annotations
+
+from pageturner.models.decoder import Decoder
+from pageturner.telemetry.work import ModelCosts
+
+
+def model_costs(decoder: Decoder, kv_dtype: str) -> ModelCosts:
+    """Layers with a sliding window count as such where sequences can be longer than the window."""
+    spec, sizes = decoder.spec, decoder.sizes
+    layers, ending, experts, last = (sizes[name] for name in ("layers", "ending", "experts", "last_experts"))
+    chosen = spec.experts.top_k / spec.experts.count if spec.experts else 1.0
+    pair = 4.0 * spec.heads * spec.head_dim  # query times key, weight times value
+    position = decoder.kv_spec(1, 1, kv_dtype).bytes_per_token / spec.layers
+    whole, sliding = spec.layers - decoder.windowed, decoder.windowed
+    return ModelCosts(
+        int8=2.0 * (layers.int8 + chosen * experts.int8),
+        fp32=2.0 * (layers.fp32 + chosen * experts.fp32),
+        layers=layers.nbytes,
+        ending_int8=2.0 * (ending.int8 + chosen * last.int8),
+        ending_fp32=2.0 * (ending.fp32 + chosen * last.fp32),
+        ending=ending.nbytes,
+        pair=pair * whole,
+        position=position * whole,
+        experts=experts.nbytes + last.nbytes,
+        chosen=chosen,
+        recent_pair=pair * sliding,
+        recent_position=position * sliding,
+        window=decoder.window if sliding else 0,
+    )

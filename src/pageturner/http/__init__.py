@@ -1,0 +1,1 @@
+"""HTTP: what the server and the router share. Protocol, limits, receiving, origins, keys, errors, tracing."""

@@ -1,0 +1,31 @@
+"""Marks within a stream of server-sent events by which a router knows how far an answer is.
+
+Owns their bytes, which servers write (server/moving.py) and routers take out (router/stream_copy.py). To any
+other reader they are comments. Standard library and msgspec only.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+MOVES = b"x-pageturner-moves"  # a router's header: it takes marks out again
+RESUME = "/v1/streams/resume"
+MARK = b":pt "
+BEGIN = MARK + b"begin "
+LEAVING = MARK + b"leaving\n\n"  # the server is drained: have the stream go on elsewhere
+
+
+class StreamBeginning(msgspec.Struct, omit_defaults=True):
+    """How an answer began. fingerprint: of the engine that computes it; seed: of its noise; created: the
+    second that it says of itself; items: the conversation as JSON, where the request names parts of it that
+    only its server keeps (/v1/responses)."""
+
+    fingerprint: str
+    seed: int
+    created: int
+    items: str = ""
+
+
+def token_mark(token: int) -> bytes:
+    """Behind the events of this token."""
+    return b":pt %d\n\n" % token

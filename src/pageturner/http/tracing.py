@@ -1,0 +1,447 @@
+"""Traces: of each request one span, and below it what the request did when, for a collector of OpenTelemetry.
+
+Owns the names and attributes of spans, and that a collector that is slow or gone hurts nobody: spans wait in
+a bounded queue for a thread of their own. Must not know how requests are answered, nor who measured their
+times. OpenTelemetry is an extra, which is imported where traces are wanted, and nowhere else.
+
+    chat tiny                  POST, status, tokens, latencies       the request, a child of its `traceparent`
+      accept                   until it was handed to the engine
+      queue                    by what it was held up: pageturner.cause
+      prefill, decode ...      as /v1/requests/ID/timeline has them  by whom: pageturner.behind
+      delivery                 behind its last step
+
+What goes on without the request that asked for it (a response in the background, a line of a batch) has a
+span of the same form: a child of that request where it came with a `traceparent`, else the root of a trace of
+its own, with a link to the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import pageturner
+from pageturner.errors import EngineFault
+from pageturner.http.request_info import CLIENT_LEFT, MOST_PATH, TRACE, RequestInfo, is_watching
+from pageturner.server.observability.request_phases import phases_of
+from pageturner.server.observability.timings import parts_of, spans_of
+from pageturner.text.output_stream import OutputStream
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+    from opentelemetry.trace import Span, SpanContext
+
+log = logging.getLogger("pageturner")
+
+QUEUE = 4096  # spans that wait for the collector; beyond them the oldest are dropped
+EVERY = 1.0  # seconds between two messages to the collector
+CLOSE_SECONDS = 2.0  # at the end, for what still waits
+MOST_CHOICES = 8  # of a request, whose times are told
+MOST_BEHIND = 8  # requests that one span names
+MOST_ORIGINS = 1024  # requests that asked for what goes on without them and are remembered
+PATH = "/v1/traces"  # of OTLP over HTTP, where the endpoint has none
+CARRIED = (b"traceparent", b"tracestate")
+MISSING = '--otlp-traces-endpoint needs OpenTelemetry: pip install "pageturner[otel]"'
+CHATS = ("/v1/chat/", "/v1/messages", "/v1/responses", "/api/chat")
+Header = tuple[bytes, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSource:
+    """What a server knows of its requests.
+
+    name    by the engine's number of a request: what its client knows it by; "": unknown
+    settle  waits until the engine has told the times of these streams, a second at most
+    """
+
+    name: Callable[[int], str]
+    settle: Callable[[list[OutputStream]], Awaitable[None]]
+
+
+async def _at_once(_: list[OutputStream]) -> None:
+    pass
+
+
+NO_SOURCE = TraceSource(lambda _: "", _at_once)
+
+
+def check_endpoint(url: str) -> str:
+    """The address of the collector, with its path. EngineFault('bad_setting') for one that is none, and where
+    OpenTelemetry is missing."""
+    import importlib.util
+
+    message = f"--otlp-traces-endpoint is a URL as http://localhost:4318{PATH} (OTLP over HTTP)"
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and bool(parts.netloc) and parts.port != 0
+    except ValueError:
+        raise EngineFault("bad_setting", f"{message}; what was given is none") from None
+    if not good:
+        raise EngineFault("bad_setting", f"{message}, not {_without_password(url)!r}")
+    try:
+        found = importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http")
+    except ModuleNotFoundError:
+        found = None
+    if found is None or importlib.util.find_spec("opentelemetry.sdk") is None:
+        raise EngineFault("bad_setting", MISSING)
+    return url if parts.path.strip("/") else parts._replace(path=PATH).geturl()
+
+
+def start_traces(
+    url: str, service: str, quiet: Collection[str], source: TraceSource = NO_SOURCE, *, hand_on: bool = False
+) -> Traces:
+    """Traces for the collector at that address.
+
+    service  by which the collector knows this program, unless OTEL_SERVICE_NAME says another name
+    quiet    paths whose requests are not traced
+    """
+    endpoint = check_endpoint(url)
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    if not log.isEnabledFor(logging.DEBUG):  # which says each loss, with a traceback
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL + 1)
+    named = {"service.name": os.environ.get("OTEL_SERVICE_NAME", service)}
+    resource = _program({**named, "service.version": pageturner.__version__})
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    told = _told(OTLPSpanExporter(endpoint=endpoint), _without_password(endpoint))
+    batches = BatchSpanProcessor(told, max_queue_size=QUEUE, schedule_delay_millis=1000 * EVERY)
+    return Traces(provider, batches, quiet, source, hand_on=hand_on)
+
+
+def _program(about: dict[str, str]) -> Resource:
+    """What the collector is told of this program. The SDK asks for its hash at each span that it encodes, and
+    makes that anew from the JSON of all of it, a quarter of the work: here it is made once."""
+    from opentelemetry.sdk.resources import Resource
+
+    class HashedResource(Resource):
+        def __init__(self, found: Resource) -> None:
+            super().__init__(dict(found.attributes), found.schema_url)
+            self._hash = hash(found)
+
+        def __hash__(self) -> int:
+            return self._hash
+
+        def __eq__(self, other: object) -> bool:
+            return self is other
+
+    return HashedResource(Resource.create(dict(about)))
+
+
+def _without_password(url: str) -> str:
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
+
+
+def _told(exporter: SpanExporter, where: str) -> SpanExporter:
+    """The exporter, with a word in the log when it loses its collector, and when it has it again."""
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+    class ToldExporter(SpanExporter):
+        def __init__(self) -> None:
+            self._lost = False
+
+        def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+            try:
+                result = exporter.export(spans)
+            except Exception as error:  # some versions let what the connection raises through
+                log.debug("traces: %r", error)
+                result = SpanExportResult.FAILURE
+            lost = result is not SpanExportResult.SUCCESS
+            if lost and not self._lost:
+                log.warning("traces do not reach %s, and are dropped until they do; answers go on", where)
+            if self._lost and not lost:
+                log.info("traces reach %s again", where)
+            self._lost = lost
+            return result
+
+        def shutdown(self) -> None:
+            exporter.shutdown()
+
+    return ToldExporter()
+
+
+class Traces:
+    """Of all requests of a program. processor: takes the spans that have ended; hand_on: the request goes on
+    to another server, with our span as its parent."""
+
+    def __init__(
+        self,
+        provider: TracerProvider,
+        processor: SpanProcessor,
+        quiet: Collection[str],
+        source: TraceSource = NO_SOURCE,
+        *,
+        hand_on: bool = False,
+    ) -> None:
+        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        provider.add_span_processor(processor)
+        self.source = source
+        self._tracer = provider.get_tracer("pageturner", pageturner.__version__)
+        self._scope = InstrumentationScope("pageturner", pageturner.__version__)
+        self._provider = provider
+        self._processor = processor
+        self._propagator = TraceContextTextMapPropagator()
+        self._quiet = quiet
+        self._hand_on = hand_on
+        self._late: set[asyncio.Task[None]] = set()
+        self._origins: OrderedDict[str, TraceOrigin] = OrderedDict()
+
+    def begin(self, scope: Any) -> RequestTrace | None:
+        """A request has come. None for those who only watch. The headers in the scope name our span, where
+        the request is handed on."""
+        from opentelemetry.trace import SpanKind, get_current_span, set_span_in_context
+
+        path = scope["path"]
+        if is_watching(path, self._quiet):
+            return None
+        given: dict[str, str] = {}
+        for name in CARRIED:
+            values = [value for header, value in scope["headers"] if header == name]
+            if len(values) == 1:  # two of them name no parent
+                given[name.decode()] = values[0].decode("latin-1")
+        context, path = self._propagator.extract(given), _plain(path[:MOST_PATH])
+        about = {"http.request.method": scope["method"], "url.path": path}
+        span = self._tracer.start_span(f"{scope['method']} {path}", context, SpanKind.SERVER, about)
+        parented = get_current_span(context).get_span_context().is_valid
+        scope[TRACE] = trace = RequestTrace(self, _offset(), path, span, parented)
+        if self._hand_on:
+            carried: dict[str, str] = {}
+            self._propagator.inject(carried, set_span_in_context(trace.span))
+            others = [header for header in scope["headers"] if header[0] not in CARRIED]
+            own = [(name.encode(), value.encode("latin-1")) for name, value in carried.items()]
+            scope["headers"] = [*others, *own]
+        return trace
+
+    def remember(self, name: str, scope: Any) -> None:
+        """What this request asks for will be done under that name, with spans of its own. Only so many names
+        are remembered, the newest, and none by the next process."""
+        if (trace := scope.get(TRACE)) is not None:
+            self._origins[name] = trace.origin
+            if len(self._origins) > MOST_ORIGINS:
+                self._origins.popitem(last=False)
+
+    def begin_named(self, name: str, path: str) -> RequestTrace:
+        """A piece of what is done under that name begins."""
+        return self.begin_apart(path, self._origins.get(name))
+
+    def begin_apart(self, path: str, origin: TraceOrigin | None) -> RequestTrace:
+        """Something begins that outlives the request which asked for it. origin: that request; None where
+        it is not known any more."""
+        from opentelemetry.context import Context
+        from opentelemetry.trace import Link, NonRecordingSpan, SpanKind, set_span_in_context
+
+        context, links = Context(), list[Link]()
+        if origin is not None and origin.parented:
+            context = set_span_in_context(NonRecordingSpan(origin.context), context)
+        elif origin is not None:
+            links = [Link(origin.context)]
+        about: dict[str, Any] = {"http.request.method": "POST", "url.path": path, "pageturner.apart": True}
+        span = self._tracer.start_span(f"POST {path}", context, SpanKind.INTERNAL, about, links)
+        return RequestTrace(self, _offset(), path, span, context != Context())
+
+    def add_child(self, parent: Span, name: str, about: dict[str, Any], start: int, end: int) -> None:
+        """A span that has begun and ended already, in nanoseconds. Only its parent was made by the SDK's
+        tracer, which asks the sampler, locks, copies and counts each time: that is most of what a span costs,
+        and says nothing new of a child."""
+        from opentelemetry.sdk.trace import ReadableSpan
+        from opentelemetry.trace import SpanContext
+
+        of = parent.get_span_context()
+        id = self._provider.id_generator.generate_span_id()
+        own = SpanContext(
+            of.trace_id, id, is_remote=False, trace_flags=of.trace_flags, trace_state=of.trace_state
+        )
+        self._processor.on_end(
+            ReadableSpan(
+                name,
+                own,
+                of,
+                self._provider.resource,
+                about,
+                start_time=start,
+                end_time=end,
+                instrumentation_scope=self._scope,
+            )
+        )
+
+    def end(self, trace: RequestTrace, info: RequestInfo) -> None:
+        """It was answered, or was not. Where the engine has not told yet where its time went, its span is
+        written a little later."""
+        now = time.monotonic()
+        if not trace.recorded or all(stream.times.timings for stream in info.streams):
+            trace.finish(info, now)
+            return
+        late = asyncio.ensure_future(self._end_late(trace, info, now))
+        self._late.add(late)
+        late.add_done_callback(self._late.discard)
+
+    async def _end_late(self, trace: RequestTrace, info: RequestInfo, now: float) -> None:
+        try:
+            await self.source.settle(info.streams)
+        finally:
+            trace.finish(info, now)
+
+    async def close(self) -> None:
+        """Have what is left sent, for CLOSE_SECONDS at most."""
+        if self._late:
+            await asyncio.wait(self._late, timeout=CLOSE_SECONDS)
+        loop, closed = asyncio.get_running_loop(), asyncio.Event()
+
+        def shut() -> None:  # on a thread that a collector which does not answer keeps, and nobody waits for
+            self._provider.shutdown()
+            with contextlib.suppress(RuntimeError):  # the loop may have ended
+                loop.call_soon_threadsafe(closed.set)
+
+        threading.Thread(target=shut, daemon=True).start()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(closed.wait(), CLOSE_SECONDS)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceOrigin:
+    """A request that asked for something which outlives it. parented: it came with a `traceparent`."""
+
+    context: SpanContext
+    parented: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTrace:
+    """The span of a request. offset: nanoseconds from time.monotonic to the time of day, when it came."""
+
+    traces: Traces
+    _offset: int
+    path: str
+    span: Span
+    _parented: bool
+
+    @property
+    def recorded(self) -> bool:
+        """Whether anybody wants it: a parent that is not sampled has no children."""
+        return self.span.is_recording()
+
+    @property
+    def origin(self) -> TraceOrigin:
+        """What is to be kept of it by what it asks for and does not wait for."""
+        return TraceOrigin(self.span.get_span_context(), self._parented)
+
+    def finish(self, info: RequestInfo, now: float) -> None:
+        """With all that is known of it."""
+        from opentelemetry.trace import Status, StatusCode
+
+        if not self.recorded:
+            info.streams = []
+            return
+        span, status = self.span, info.status or CLIENT_LEFT
+        told: dict[str, Any] = {"http.response.status_code": status, "gen_ai.request.id": _plain(info.id)}
+        if info.tenant:
+            told["pageturner.tenant"] = _plain(info.tenant)
+        if "replica" in info.about:
+            told |= {f"pageturner.{name}": info.about[name] for name in ("replica", "tries")}
+        if status >= 500 or info.abort_reason:
+            told["error.type"] = info.abort_reason or str(status)
+            span.set_status(Status(StatusCode.ERROR))
+        if info.streams:
+            operation = "chat" if self.path.startswith(CHATS) else "text_completion"
+            span.update_name(f"{operation} {info.model}")
+            told |= {"gen_ai.operation.name": operation, **attributes_of(info, now)}
+            for stream in info.streams[:MOST_CHOICES]:
+                self._add_times(stream, now, several=len(info.streams) > 1)
+        info.streams = []  # the connection keeps this until its next request
+        span.set_attributes(told)
+        span.end(self._at(now))
+
+    def _add_times(self, stream: OutputStream, now: float, *, several: bool) -> None:
+        for start, end, what, behind in _pieces(stream, now, time.monotonic()):
+            name, _, cause = what.partition("_") if what.startswith("queue_") else (what, "", "")
+            about: dict[str, Any] = {"pageturner.cause": cause} if cause else {}
+            names = [_plain(name) for name in map(self.traces.source.name, behind) if name]
+            about |= {"pageturner.behind": tuple(names[:MOST_BEHIND])} if names else {}
+            about |= {"pageturner.choice": stream.choice} if several else {}
+            self.traces.add_child(self.span, name, about, self._at(start), self._at(end))
+
+    def _at(self, moment: float) -> int:
+        return round(1e9 * moment) + self._offset
+
+
+def _offset() -> int:
+    return time.time_ns() - time.monotonic_ns()
+
+
+def _plain(text: str) -> str:
+    """As UTF-8 can write it: a span that cannot be written takes others with it."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _pieces(
+    stream: OutputStream, answered: float, latest: float
+) -> Iterator[tuple[float, float, str, list[int]]]:
+    """Begin, end and name of what a choice did, one after another, and the requests because of which. What an
+    engine tells that lies elsewhere than between its arrival and `latest` is none of it."""
+    times = stream.times
+    if times.timings is None:
+        return
+    spans = spans_of(times, times.timings, max(answered, times.timings.until))
+    for what, group in groupby(spans, key=lambda span: span[2]):
+        pieces = list(group)
+        start, end = pieces[0][0], pieces[-1][1]
+        if times.arrival <= start < end <= latest:
+            yield start, end, what, list(dict.fromkeys(by for *_, by in pieces if by))
+
+
+def attributes_of(info: RequestInfo, now: float) -> dict[str, Any]:
+    """Of a request that generated: by the conventions for generative AI, and vLLM's names where those have
+    none. Of several choices the latencies are those of the first. Latencies are in seconds."""
+    streams, first = info.streams, info.streams[0]
+    prompts = [stream for stream in streams if stream.request.parent is None]
+    inputs = sum(len(stream.request.prompt) for stream in prompts)
+    outputs = sum(len(stream.tokens) for stream in streams)
+    params, times = first.request.params, first.times
+    told: dict[str, Any] = {
+        "gen_ai.provider.name": "pageturner",
+        "gen_ai.request.model": info.model,
+        "gen_ai.response.model": info.model,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.request.n": len(streams),
+        "gen_ai.response.finish_reasons": [
+            stream.finish or "unfinished" for stream in streams[:MOST_CHOICES]
+        ],
+        "gen_ai.usage.input_tokens": inputs,
+        "gen_ai.usage.output_tokens": outputs,
+        "gen_ai.usage.prompt_tokens": inputs,
+        "gen_ai.usage.completion_tokens": outputs,
+        "gen_ai.usage.cache_read.input_tokens": sum(stream.cached for stream in prompts),
+        "gen_ai.usage.num_sequences": len(streams),
+        "gen_ai.latency.e2e": now - times.arrival,
+    }
+    if params.max_tokens is not None:
+        told["gen_ai.request.max_tokens"] = params.max_tokens
+    if times.first_at:
+        told["gen_ai.latency.time_to_first_token"] = times.first_at - times.arrival
+    if (phases := phases_of(times)) is not None:
+        told["gen_ai.latency.time_in_queue"] = phases.queue
+        told["gen_ai.latency.time_in_model_prefill"] = phases.prefill
+        told["gen_ai.latency.time_in_model_decode"] = phases.decode
+        told["gen_ai.latency.time_in_model_inference"] = phases.prefill + phases.decode
+        told |= {
+            f"pageturner.seconds.{part}": seconds for part, seconds in parts_of(times, now).items() if seconds
+        }
+    return told

@@ -1,0 +1,1 @@
+"""IPC: what the API process and the engine process say to each other, and the ledger that both can read."""

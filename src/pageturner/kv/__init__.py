@@ -1,0 +1,1 @@
+"""KV: memory of keys and values beyond the block pool. Tiers, survival of a crash, transfer, events."""

@@ -1,0 +1,213 @@
+"""What stands beside the KV of an engine: slower tiers, and who is told of its blocks. From settings to both.
+
+Owns the assembly, and that a tier which cannot be had is left out with a warning: serving goes on without it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from pageturner import memory
+from pageturner.config.settings import EngineConfig
+from pageturner.errors import EngineFault
+from pageturner.kernels.base import KV, KVSpec, Ops
+from pageturner.kv.kv_block_file import BlockFile
+from pageturner.kv.kv_events import KVEvents
+from pageturner.kv.kv_link import LEAST_KEY, LinkIdentity
+from pageturner.kv.kv_tiers import KVTiers
+from pageturner.kv.kv_transfer import KVTransfer
+from pageturner.kv.prefill_elsewhere import CAUSES, PrefillElsewhere
+from pageturner.kv.prefill_guests import PrefillGuests, Submits
+from pageturner.request import Request
+from pageturner.scheduler.blocks import BlockPool
+from pageturner.scheduler.listener import Listener
+
+
+def wants_tiers(config: EngineConfig) -> bool:
+    """Whether a block must be whole: with layers that forget nothing."""
+    return bool(config.kv_host_memory or config.kv_file or config.prefill_listen or config.prefill_from)
+
+
+class KVWait(Protocol):
+    """What a request waits for."""
+
+    def done(self) -> bool: ...
+    def cancel(self) -> bool: ...
+    def result(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class KVStorage:
+    """Where the KV of a model lies. spec: of one block of all layers."""
+
+    ops: Ops
+    kv: KV
+    spec: KVSpec
+
+
+class KVBeside:
+    """Of one engine: `listeners` are told of its steps, `attach` comes when its pool is there."""
+
+    def __init__(self, config: EngineConfig | None = None) -> None:
+        self._config = config = config or EngineConfig()
+        check(config)
+        self._key = prefill_key(config)
+        self.tiers: KVTiers | None = None
+        self.elsewhere: PrefillElsewhere | None = None
+        self.guests: PrefillGuests | None = None
+        self._events = KVEvents.of(config) if config.kv_events else None
+        self._late = Listener(
+            committed=lambda report: self.tiers.committed(report) if self.tiers else None,
+            stats=self._stats,
+            ended=lambda sequence, finish: self.guests.ended(sequence, finish) if self.guests else None,
+        )
+
+    @property
+    def listeners(self) -> tuple[Listener, ...]:
+        """To be told by the scheduler."""
+        tiers = (self._late,) if wants_tiers(self._config) else ()
+        return (*tiers, self._events.listener) if self._events else tiers
+
+    @property
+    def busy(self) -> bool:
+        """There is something to do for other engines."""
+        return self.guests is not None and self.guests.busy
+
+    @property
+    def bells(self) -> list[int]:
+        """Files that can be read when `busy` may have become true."""
+        return [self.guests.bell] if self.guests else []
+
+    def turn(self, engine: Submits) -> None:
+        """Before each step."""
+        if self.guests is not None:
+            self.guests.turn(engine)
+
+    def ticket(self, request: Request) -> KVWait | None:
+        """What a request should wait for; None: nothing."""
+        from_tiers = self.tiers.ticket(request) if self.tiers else None
+        if from_tiers is not None or self.elsewhere is None:
+            return from_tiers
+        return self.elsewhere.ticket(request)
+
+    def close(self) -> None:
+        """Leave the file to others, and the port."""
+        if self.tiers is not None:
+            self.tiers.close()
+        if self.guests is not None:
+            self.guests.close()
+
+    def _stats(self) -> dict[str, float]:
+        figures = self.tiers.stats() if self.tiers else {}
+        if self.guests is not None:
+            figures |= {name: float(self.guests.counts[name]) for name in SENT}
+        if self.elsewhere is not None:
+            figures |= {name: float(self.elsewhere.counts[name]) for name in RECEIVED}
+        return figures
+
+    def attach(self, pool: BlockPool, storage: KVStorage | None, model: str, vocab: int) -> None:
+        """Go behind the hooks of the pool. model: as in its keys; vocab: token ids are below it."""
+        if storage is not None and wants_tiers(self._config):
+            transfer = KVTransfer(storage.ops, storage.kv, pool.full, storage.spec)
+            host, file = self._config.kv_host_memory, self._file(storage, transfer.nbytes, model)
+            if host or file is not None:
+                self.tiers = KVTiers(pool, transfer, model, host, file)
+            self._attach_prefill(pool, transfer, storage, model, vocab)
+        if self._events is not None:
+            self._events.attach(pool)
+
+    def _attach_prefill(
+        self, pool: BlockPool, transfer: KVTransfer, storage: KVStorage, model: str, vocab: int
+    ) -> None:
+        config, key = self._config, self._key
+        weights, _, build = model.partition("-")
+        spec = storage.spec
+        form = f"{transfer.nbytes} bytes, {spec.layers} layers"
+        identity = LinkIdentity(weights, build, form, pool.block_size)
+        if config.prefill_from:
+            addresses = [address_of(one, "--prefill-from") for one in config.prefill_from.split(",")]
+            least, seconds = config.prefill_tokens, config.prefill_timeout
+            self.elsewhere = PrefillElsewhere(addresses, key, identity, pool, transfer, model, least, seconds)
+        if config.prefill_listen:
+            address = address_of(config.prefill_listen, "--prefill-listen")
+            self.guests = PrefillGuests(address, key, identity, pool, transfer, model, vocab)
+
+    def _file(self, storage: KVStorage, nbytes: int, model: str) -> BlockFile | None:
+        config = self._config
+        if not config.kv_file:
+            return None
+        identity = hashlib.blake2b(repr((model, storage.spec)).encode(), digest_size=32).digest()
+        try:
+            return BlockFile(config.kv_file, config.kv_file_size, identity, nbytes)
+        except EngineFault as fault:
+            warnings.warn(f"{fault.message}; serving goes on without it", RuntimeWarning, stacklevel=2)
+            return None
+
+
+SENT = (
+    "kv_sent_blocks", "kv_sent_bytes", "prefill_guests", "prefill_links_failed", "prefill_peers_refused",
+)  # fmt: skip
+RECEIVED = (
+    "kv_received_blocks", "kv_received_bytes", "prefill_asked",
+    *(f"prefill_fallback_{one}" for one in CAUSES),
+)  # fmt: skip
+KEY_VARIABLE = "PAGETURNER_PREFILL_KEY"
+
+
+def address_of(text: str, flag: str) -> tuple[str, int]:
+    """(host, port) of HOST:PORT. EngineFault."""
+    host, _, port = text.strip().rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise EngineFault("bad_setting", f"{flag} takes HOST:PORT, as 10.0.0.7:8100, not {text!r}")
+    return host.strip("[]"), int(port)
+
+
+def prefill_key(config: EngineConfig) -> bytes:
+    """What both ends of a link know; b"" where there is none to be. EngineFault."""
+    if not (config.prefill_listen or config.prefill_from):
+        if config.role != "both":
+            flag = "--prefill-listen" if config.role == "prefill" else "--prefill-from"
+            raise EngineFault("bad_setting", f"--role {config.role} needs {flag} HOST:PORT")
+        return b""
+    if config.role == "prefill" and not config.prefill_listen:
+        raise EngineFault("bad_setting", "--role prefill needs --prefill-listen HOST:PORT")
+    if config.role == "decode" and not config.prefill_from:
+        raise EngineFault("bad_setting", "--role decode needs --prefill-from HOST:PORT")
+    for one in (*config.prefill_from.split(","), config.prefill_listen):
+        if one:
+            address_of(one, "--prefill-from" if one != config.prefill_listen else "--prefill-listen")
+    key = os.environ.get(KEY_VARIABLE, "").encode()
+    if config.prefill_key_file:
+        try:
+            key = Path(config.prefill_key_file).read_bytes()[:4096].strip()
+        except OSError as error:
+            message = f"--prefill-key-file cannot be read ({error.strerror})"
+            raise EngineFault("prefill_key", message) from None
+    if len(key) < LEAST_KEY:
+        message = f"prefill elsewhere needs a key of {LEAST_KEY} bytes or more: --prefill-key-file FILE, or"
+        raise EngineFault("prefill_key", f"{message} {KEY_VARIABLE} in the environment of both engines")
+    return key
+
+
+def check(config: EngineConfig) -> None:
+    """EngineFault for settings that cannot be."""
+    if not wants_tiers(config):
+        return
+    if not config.enable_prefix_caching:
+        message = "tiers and prefill elsewhere need the prefix cache: leave out --no-enable-prefix-caching"
+        raise EngineFault("bad_setting", message)
+    if config.backend in ("fake", "null"):
+        raise EngineFault(
+            "bad_setting", f"--backend {config.backend} has no KV to keep or send: leave that out"
+        )
+    free = memory.available()
+    if free is not None and config.kv_host_memory > free:
+        message = (
+            f"--kv-host-memory asks for {config.kv_host_memory:,} bytes, and {free:,} are free: ask for less"
+        )
+        raise EngineFault("kv_memory", message)

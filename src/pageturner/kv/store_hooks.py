@@ -1,0 +1,25 @@
+"""Several who are told by one store: its hooks hold one function each.
+
+Owns how they are put one behind the other. Must not know who is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pageturner.scheduler.store import Store
+
+Hook = Callable[[bytes, int], None]
+
+
+def tell_also(store: Store, on_seal: Hook, on_evict: Hook) -> None:
+    """From here on tell these too, behind those who are told already."""
+    store.on_seal, store.on_evict = _both(store.on_seal, on_seal), _both(store.on_evict, on_evict)
+
+
+def _both(first: Hook, second: Hook) -> Hook:
+    def hook(key: bytes, block: int) -> None:
+        first(key, block)
+        second(key, block)
+
+    return hook

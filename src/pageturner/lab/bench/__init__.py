@@ -1,0 +1,1 @@
+"""Benchmarks of engines, servers and kernels."""

@@ -1,0 +1,184 @@
+"""`pageturner bench kernels`: every operator's time beside what the machine could do, and beside another run.
+
+Owns timing, shares of the limits, tables and comparison. What is timed is in kernel_cases.py, the limits come
+from kernels/peak.py. The share of a case is the least time that its operations and bytes need, whichever is
+more, over the time it took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pageturner.errors import EngineFault
+from pageturner.kernels.native import NativeOps
+from pageturner.kernels.peak import Peak, measure
+from pageturner.lab.bench import kernel_cases
+from pageturner.lab.bench.kernel_cases import PARTS, CaseSelection, KernelCase
+from pageturner.lab.compare import report
+from pageturner.progress import Progress
+
+Row = dict[str, Any]  # as in the JSON file
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of the command."""
+    parser.add_argument("--threads", type=int, default=0, help="kernel threads; 0: all cores; 1: timed by"
+                        " processor time, so that other processes do not count")  # fmt: skip
+    parser.add_argument("--isa", help="instruction set; default: the best one")
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), metavar="PART", help="time only"
+                        f" these parts: {', '.join(PARTS)}")  # fmt: skip
+    parser.add_argument(
+        "--full", action="store_true", help="time all types, shapes and sizes (a quarter of an hour)"
+    )
+    parser.add_argument(
+        "--budget", type=float, default=0.1, metavar="S", help="seconds to spend on each case"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this JSON file")
+    parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="FILE",
+        help="print how many times faster each case is than in this file",
+    )
+    parser.add_argument(
+        "--limits",
+        type=Path,
+        metavar="FILE",
+        help="take the machine's limits from this file instead of measuring them",
+    )
+
+
+def main(arguments: argparse.Namespace) -> int:
+    other = _read(arguments.against) if arguments.against else None
+    ops = NativeOps(arguments.threads, arguments.isa)
+    given = _read(arguments.limits)["limits"] if arguments.limits else None
+    limits = Peak(**given) if given else measure(ops.isa, ops.threads, seconds=1.5)
+    size = kernel_cases.FULL if arguments.full else kernel_cases.SHORT
+    rows = timed(ops, size, arguments.only or list(PARTS), limits, arguments.budget)
+    figures = {
+        "fingerprint": ops.fingerprint,
+        "threads": ops.threads,
+        "limits": asdict(limits),
+        "rungs": rows,
+    }
+    print(render(figures, other))
+    if arguments.json:
+        report.write_json(arguments.json, figures)
+    return 0
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        figures: dict[str, Any] = json.loads(path.read_text())
+        return {"limits": figures["limits"], "rungs": figures["rungs"]}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise EngineFault(
+            "bad_setting", f"{path} holds no figures of `bench kernels --json`: {error}"
+        ) from error
+
+
+def timed(ops: NativeOps, size: CaseSelection, parts: list[str], limits: Peak, budget: float) -> list[Row]:
+    """A row for each case."""
+    clock = time.process_time if ops.threads == 1 else time.perf_counter
+    rows = []
+    with Progress("parts", len(parts)) as line:
+        for done, part in enumerate(parts):
+            for case in kernel_cases.kernel_cases(ops, size, part):
+                rows.append(row_of(case, best(case.call, clock, budget), limits))
+                line.update(done, f"{part} {case.name}")
+    return rows
+
+
+def best(call: Callable[[], object], clock: Callable[[], float], budget: float) -> float:
+    """Seconds of one call: the least over rounds of about 1 ms, which other processes seldom interrupt."""
+    call()
+    start = clock()
+    call()
+    n = max(1, int(0.001 / max(clock() - start, 1e-7)))
+    least, end = float("inf"), time.perf_counter() + budget
+    while least == float("inf") or time.perf_counter() < end:
+        start = clock()
+        for _ in range(n):
+            call()
+        least = min(least, (clock() - start) / n)
+    return least
+
+
+def row_of(case: KernelCase, seconds: float, limits: Peak) -> Row:
+    """What a case took, and the share of the limit that binds it; share None where no limit is known."""
+    floors = {"bytes": 1e-9 * case.nbytes / limits.read_of(case.nbytes)}
+    known = {"integer": limits.integer_gop_s, "float": limits.fp32_gop_s}
+    for name, operations in (("integer", case.integer), ("float", case.floats)):
+        limit = known[name]
+        if operations and limit is not None:
+            floors[name] = 1e-9 * operations / limit
+    compute = floors.get("integer", 0.0) + floors.get("float", 0.0)
+    bound = "bytes" if floors["bytes"] >= compute else max(floors.keys() - {"bytes"}, key=lambda n: floors[n])
+    unknown = any(
+        n and known[name] is None for name, n in (("integer", case.integer), ("float", case.floats))
+    )
+    return {
+        "part": case.part, "name": case.name, "kind": case.kind, "rows": case.rows,
+        "us": 1e6 * seconds,
+        "gop_s": 1e-9 * (case.integer + case.floats) / seconds,
+        "gb_s": 1e-9 * case.nbytes / seconds,
+        "bound": bound,
+        "share": None if unknown else max(floors["bytes"], compute) / seconds,
+    }  # fmt: skip
+
+
+def compare(rows: list[Row], other: list[Row]) -> dict[tuple[Any, ...], float]:
+    """Case -> how many times faster it is than in the other run, for those that are in both."""
+    before = {key(row): row["us"] for row in other}
+    return {key(row): before[key(row)] / row["us"] for row in rows if key(row) in before}
+
+
+def key(row: Row) -> tuple[Any, ...]:
+    """What makes it the same case."""
+    return row["part"], row["name"], row["kind"], row["rows"]
+
+
+def render(figures: dict[str, Any], other: dict[str, Any] | None = None) -> str:
+    """The figures as a table for people; with those of another run, "faster" is its time over ours."""
+    ratios = compare(figures["rungs"], other["rungs"]) if other else {}
+    lines = []
+    for row in figures["rungs"]:
+        share = "-" if row["share"] is None else f"{row['share']:.0%} {row['bound']}"
+        cells = [f"{row['part']} {row['name']}", row["kind"], row["rows"], row["us"]]
+        cells += [round(row["gop_s"]), round(row["gb_s"]), share]
+        lines.append([*cells, f"{ratios[key(row)]:.2f}x" if key(row) in ratios else "-"][: 8 if other else 7])
+    head = ("case", "type", "rows", "us", "GOP/s", "GB/s", "of the limit", "faster")[: 8 if other else 7]
+    return "\n".join([report.table(lines, head), limits_text(figures), *_gain(ratios)])
+
+
+def limits_text(figures: dict[str, Any]) -> str:
+    """The limits that the shares are of, in a sentence."""
+    peak = figures["limits"]
+    read = ", ".join(f"{value:.0f} ({where})" for where, value in peak["read_gb_s"].items())
+    known = [f"{peak[name]:.0f} {unit}" for name, unit in
+             (("integer_gop_s", "GOP/s of int8"), ("fp32_gop_s", "GFLOP/s")) if peak[name]]  # fmt: skip
+    return f"limits of {figures['threads']} threads: {', '.join([*known, f'reading {read} GB/s'])};" \
+           f" {figures['fingerprint']}"  # fmt: skip
+
+
+def _gain(ratios: dict[tuple[Any, ...], float]) -> list[str]:
+    """The geometric mean of each part."""
+    parts = dict.fromkeys(k[0] for k in ratios)
+    means = {p: statistics.geometric_mean([r for k, r in ratios.items() if k[0] == p]) for p in parts}
+    return (
+        [f"faster, geometric means: {', '.join(f'{p} {r:.2f}x' for p, r in means.items())}"] if means else []
+    )
+
+
+if __name__ == "__main__":
+    _parser = argparse.ArgumentParser(prog="pageturner bench kernels")
+    add_arguments(_parser)
+    sys.exit(main(_parser.parse_args()))

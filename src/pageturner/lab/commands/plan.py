@@ -1,0 +1,392 @@
+"""`pageturner plan`: what a model takes and how many sequences fit, before anything is loaded.
+
+Owns the flags, the table and the picture. The arithmetic is in lab/planning/kv_planner.py, what is known
+of the model
+in lab/planning/model_outline.py; both are imported when there is something to plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pageturner.config import settings as configuration
+from pageturner.config.setting_values import parse_size
+from pageturner.config.settings import EngineConfig
+from pageturner.errors import EngineFault
+from pageturner.formats import hub
+from pageturner.lab.commands import cluster_flags, plan_cluster
+
+if TYPE_CHECKING:
+    from pageturner.lab.commands.plan_cluster import ClusterPlan
+    from pageturner.lab.planning.kv_planner import Fit, KVPlanner
+    from pageturner.lab.planning.model_outline import Outline
+    from pageturner.lab.simulation.roofline import GPU
+
+TAKEN = (
+    "max_model_len",
+    "kv_cache_dtype",
+    "block_size",
+    "dtype",
+    "quantization",
+    "max_loras",
+    "kv_host_memory",
+)
+ADAPTER = "adapter_model.safetensors"
+USUAL_LENGTHS = (400, 1500, 6000, 24000)  # three quarters of a power of two: rounding up costs its average
+BAR, WIDTH = 40, 100  # characters
+NAMES = {"contiguous": "contiguous", "power_of_two": "powers of two", "paged": "paged"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of the command."""
+    # fmt: off
+    parser.add_argument("model", help="a GGUF file (its beginning is enough), a config.json, a Hugging Face"
+                        " folder, an id in the hub's cache, or an alias")
+    parser.add_argument("--memory", metavar="SIZE",
+                        help="memory for weights and KV cache, such as 80GB (10^9 bytes each) or 80GiB, also "
+                             "80G (2^30 bytes each) (default: what is free here)")
+    parser.add_argument("--gpu", metavar="NAME",
+                        help="the memory of this GPU instead, by its data sheet: H100, H200, A100-80G, L40S, "
+                             "L4, A10, T4, RTX-4090, MI300X ...")
+    parser.add_argument("--gpus", metavar="N", type=int, default=1,
+                        help="GPUs that share the model (default: 1)")
+    parser.add_argument("--weights-bytes", metavar="SIZE",
+                        help="memory that the weights take (default: as the model's own file says)")
+    parser.add_argument("--lora", metavar="FOLDER", action="append", type=Path, default=[],
+                        help="a LoRA adapter, again for each: the --max-loras largest are in memory")
+    parser.add_argument("--lengths", metavar="N,N",
+                        help="lengths of sequences to plan for, prompt and output (default: 400, 1500 ... "
+                             "the longest)")
+    parser.add_argument("--trace", metavar="FILE", type=Path,
+                        help="plan for the lengths in this trace too (JSONL of prompt_tokens, output_tokens)")
+    parser.add_argument("--output", metavar="FILE", type=Path, help="write the plan to this JSON file")
+    # fmt: on
+    cluster_flags.add_links(parser)
+    others = tuple(f.name for f in fields(EngineConfig) if f.name not in TAKEN)
+    configuration.add_flags(parser, "engine", leave_out=others)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Print the plan. Returns 1 where nothing fits."""
+    config = configuration.load(None, configuration.from_flags(arguments)).engine
+    plan = make_plan(arguments, config)
+    print(plan.render())
+    if arguments.output:
+        from pageturner.lab.compare.report import write_json
+
+        try:
+            write_json(arguments.output, plan.data())
+        except OSError as error:
+            raise EngineFault("output", f"cannot write {arguments.output}: {error.strerror}") from error
+    return 1 if _too_large(plan.model, plan.memory) else 0
+
+
+@dataclass(frozen=True, slots=True)
+class LengthRow:
+    """Sequences of one length, or of the lengths of a trace: how many fit, by scheme."""
+
+    name: str
+    requests: int
+    tokens: float
+    fits: dict[str, Fit]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """What is known and what follows from it. `memory`: bytes, for weights, adapters and KV; `adapters`: of
+    those in memory."""
+
+    model: Outline
+    source: Path
+    memory: int
+    memory_from: str
+    planner: KVPlanner
+    rows: list[LengthRow]
+    notes: list[str]
+    adapters: int = 0
+    gpu: GPU | None = None
+    gpus: int = 1
+    cluster: ClusterPlan | None = None
+
+    def render(self) -> str:
+        """For people: facts, a table, a picture, notes."""
+        parts = [_facts(self)]
+        if self.rows:
+            parts += [_table(self), _picture(self)]
+        if self.cluster:
+            parts.append(self.cluster.render())
+        notes = "\n".join(
+            textwrap.fill(f"note: {note}", WIDTH, subsequent_indent="      ") for note in self.notes
+        )
+        return "\n\n".join([*parts, notes] if notes else parts)
+
+    def data(self) -> dict[str, Any]:
+        """The same for programs."""
+        planner, model = self.planner, self.model
+        kv = {
+            "dtype": planner.dtype,
+            "block_size": planner.block_size,
+            "bytes_per_token": model.bytes_per_token(planner.dtype),
+            "bytes_per_block": model.bytes_per_token(planner.dtype) * planner.block_size,
+            "max_model_len": planner.longest,
+            "bytes_per_sequence": planner.sequence_bytes(planner.longest),
+        }
+        return {
+            "model": {
+                "name": model.name,
+                "arch": model.arch,
+                "source": str(self.source),
+                "context": model.context,
+                "attention": model.attention,
+                "heads": model.heads,
+                "why_not": model.why_not,
+                "layers": [asdict(kind) for kind in model.kv],
+            },
+            "weights": {"bytes": model.weights, "from": model.weights_from},
+            "adapters": {"bytes": self.adapters},
+            "kv": kv,
+            "memory": {"bytes": self.memory, "from": self.memory_from, "kv_bytes": planner.memory},
+            "rows": [asdict(row) for row in self.rows],
+            "cluster": asdict(self.cluster) if self.cluster else None,
+            "notes": self.notes,
+        }
+
+
+def make_plan(arguments: argparse.Namespace, config: EngineConfig) -> ModelPlan:
+    """Everything that can be said without loading anything. EngineFault says what to do instead."""
+    asked = None if arguments.memory is None else _number(arguments.memory, "--memory", 1)
+    lengths = _lengths(arguments.lengths)
+    source = Path(arguments.model)
+    if source.suffix != ".json":
+        source = hub.resolve(arguments.model, offline=True).path
+
+    from pageturner.executor.kv_memory import available_memory
+    from pageturner.lab.planning.kv_planner import KVPlanner
+    from pageturner.lab.planning.model_outline import kv_share
+    from pageturner.lab.simulation.roofline import between
+
+    gpu, memory, memory_from = _gpu(arguments)
+    model = replace(_outline(source, arguments.weights_bytes, config), gpu_kv=gpu is not None)
+    if model.weights is None:
+        raise _uncounted(model)
+    if gpu is None:
+        memory = available_memory() if asked is None else asked
+        memory_from = "free on this machine" if asked is None else "--memory"
+    dtype = "float16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    adapters = sum(sorted(map(adapter_bytes, arguments.lora), reverse=True)[: config.max_loras])
+    gpus = max(arguments.gpus, 1)
+    beside = model.weights + adapters + between(gpus)
+    free = max(int((memory - beside) * kv_share(model, dtype, gpus)), 0)
+    planner = KVPlanner(model, dtype, config.block_size, _longest(model, config), free)
+    rows, notes = _rows(planner, lengths), _notes(model, memory)
+    if arguments.trace:
+        rows.append(_trace(arguments.trace, planner, notes))
+    rows = rows if free else []
+    cluster = plan_cluster.make(arguments, config, planner, gpu)
+    return ModelPlan(model, source, memory, memory_from, planner, rows, notes, adapters, gpu, gpus, cluster)
+
+
+def _gpu(arguments: argparse.Namespace) -> tuple[GPU | None, int, str]:
+    """The GPU that was asked about, if any, and the memory for weights and KV on so many of them."""
+    if arguments.gpu is None:
+        if arguments.gpus != 1:
+            raise EngineFault("bad_setting", "--gpus says how many of --gpu there are: give both")
+        return None, 0, ""
+    from pageturner.lab.simulation.roofline import Reach, gpu_named
+
+    if arguments.memory is not None:
+        raise EngineFault("bad_setting", "--gpu has a memory of its own: give --gpu or --memory")
+    if arguments.gpus < 1:
+        raise EngineFault("bad_setting", f"--gpus is 1 or more, not {arguments.gpus}")
+    gpu, share = gpu_named(arguments.gpu), Reach().memory
+    where = f"{share:.0%} of {arguments.gpus} x {gpu.name} with {gpu.memory / 1e9:g} GB"
+    return gpu, int(share * gpu.memory * arguments.gpus), where
+
+
+def _uncounted(model: Outline) -> EngineFault:
+    """Weights of unknown size leave an unknown rest for KV: what to do instead of planning around them."""
+    reason = model.weights_from.removeprefix("not known: ")
+    message = f"the weights of {model.name} cannot be counted: {reason}; say what they take with"
+    example = "--weights-bytes (16GB for 8 billion parameters of 16 bits)"
+    return EngineFault("bad_setting", f"{message} {example}, or give the folder with the weights")
+
+
+def adapter_bytes(folder: Path) -> int:
+    """What an adapter takes in memory: its values, in the type that its file has."""
+    try:
+        return (folder / ADAPTER).stat().st_size
+    except OSError as error:
+        raise EngineFault("adapter_missing", f"--lora {folder}: it holds no {ADAPTER}") from error
+
+
+def _outline(source: Path, weights: str | None, config: EngineConfig) -> Outline:
+    from pageturner.lab.planning.model_outline import read_outline
+
+    if weights is None:
+        return read_outline(source, config.dtype, config.quantization)
+    known = _number(weights, "--weights-bytes", 0)
+    return replace(read_outline(source), weights=known, weights_from="--weights-bytes")
+
+
+def _too_large(model: Outline, memory: int) -> bool:
+    return model.weights is not None and model.weights >= memory
+
+
+def _notes(model: Outline, memory: int) -> list[str]:
+    notes = []
+    if model.why_not:
+        notes.append(f"this engine does not run the model: {model.why_not}")
+    if model.assumed:
+        notes.append(model.assumed)
+    if model.weights is not None and _too_large(model, memory):
+        notes.append(f"nothing fits: the weights alone take {_size(model.weights)} and there are"
+                     f" {_size(memory)}; ask about a larger machine with --memory or --gpu")  # fmt: skip
+    return notes
+
+
+def _number(text: str, name: str, least: int) -> int:
+    value = parse_size(text, name)
+    if value < least:
+        raise EngineFault("bad_setting", f"{name} is {least} or more, not {text}")
+    return value
+
+
+def _lengths(text: str | None) -> list[int]:
+    """Those asked for; none: the usual ones."""
+    if text is None:
+        return []
+    return list(dict.fromkeys(_number(part.strip(), "each of --lengths", 1) for part in text.split(",")))
+
+
+def _longest(model: Outline, config: EngineConfig) -> int:
+    longest = config.max_model_len or model.context
+    if not longest:
+        message = f"{model.name} does not say how long a sequence may be: give --max-model-len"
+        raise EngineFault("bad_setting", message)
+    if model.context and longest > model.context:
+        message = f"--max-model-len {longest:,} is over the model's context of {model.context:,} tokens"
+        raise EngineFault("bad_setting", message)
+    return longest
+
+
+def _rows(planner: KVPlanner, lengths: list[int]) -> list[LengthRow]:
+    longest = planner.longest
+    for length in lengths:
+        if length > longest:
+            message = f"--lengths {length:,} is over the longest sequence of {longest:,} tokens"
+            raise EngineFault("bad_setting", message)
+    chosen = lengths or [*(n for n in USUAL_LENGTHS if n < longest), longest]
+    return [LengthRow(f"{n:,} tokens", 1, n, planner.fits([n])) for n in chosen]
+
+
+def _trace(path: Path, planner: KVPlanner, notes: list[str]) -> LengthRow:
+    """The requests of a trace at their full lengths, as many of each as it holds."""
+    from pageturner.lab.traffic.traffic_files import read_trace
+
+    lengths = [row.prompt_tokens + row.output_tokens for row in read_trace(path)]
+    short = [n for n in lengths if n <= planner.longest]
+    if not short:
+        message = f"every request of {path} is over the longest sequence of {planner.longest:,} tokens"
+        raise EngineFault("bad_setting", message)
+    if len(short) < len(lengths):
+        notes.append(f"left out as over {planner.longest:,} tokens: {len(lengths) - len(short):,} of"
+                     f" {len(lengths):,} requests of {path.name}")  # fmt: skip
+    return LengthRow(path.name.split(".")[0], len(short), sum(short) / len(short), planner.fits(short))
+
+
+# -- what is shown -------------------------------------------------------------------------------------------
+
+
+def _facts(plan: ModelPlan) -> str:
+    model, planner = plan.model, plan.planner
+    token = model.bytes_per_token(planner.dtype)
+    windows = ", ".join(f"{kind.count} see {kind.window:,} tokens" for kind in model.kv if kind.window)
+    kv_heads = "/".join(dict.fromkeys(str(kind.heads) for kind in model.kv))
+    heads = f"{model.heads} heads, {kv_heads} with KV, " if model.attention != "MLA" else ""
+    dims = "/".join(dict.fromkeys(f"{kind.key_dim}" for kind in model.kv))
+    rows = [
+        ("model", f"{model.name} ({model.arch})"),
+        ("file", str(plan.source)),
+        ("attention", f"{model.attention}: {model.layers} layers, {heads}of {dims} values"
+                      + (f"; {windows}" if windows else "")),
+        ("weights", f"{_size(model.weights or 0)}: {model.weights_from}"),
+        *([("adapters", f"{_size(plan.adapters)}: those in memory at once")] if plan.adapters else []),
+        ("KV, one token", f"{_size(token)} ({planner.dtype})"),
+        ("one block", f"{_size(token * planner.block_size)}: {planner.block_size} tokens"),
+        ("one sequence", f"{_size(planner.sequence_bytes(planner.longest))}: {planner.longest:,} tokens"),
+        ("memory", f"{_size(plan.memory)} ({plan.memory_from}), {_size(planner.memory)} of it for KV"),
+        *([("each rank", _rank(plan))] if plan.gpus > 1 else []),
+        *([("reading", _reading(plan))] if plan.gpu else []),
+    ]  # fmt: skip
+    return "\n".join(f"{name:14} {text}" for name, text in rows)
+
+
+def _rank(plan: ModelPlan) -> str:
+    """What one of several GPUs holds, which share each layer."""
+    from pageturner.lab.planning.model_outline import kv_share, rank_kv_bytes
+    from pageturner.lab.simulation.roofline import between
+
+    dtype, count = plan.planner.dtype, plan.gpus
+    own = kv_share(plan.model, dtype, count)
+    twice = "" if own == 1 else f"; {1 - own:.0%} of the KV is what another rank holds too"
+    room = _size(plan.planner.memory / own / count)
+    sums = _size(between(count) / count)
+    return (
+        f"{_size((plan.model.weights or 0) / count)} of weights, {sums} for sums over ranks, {room} for KV,"
+        f" {_size(rank_kv_bytes(plan.model, dtype, count))} a token{twice}"
+    )
+
+
+def _reading(plan: ModelPlan) -> str:
+    """What bounds a decode step from below on a GPU: all weights are read, but for experts not chosen."""
+    gpu, weights = plan.gpu, plan.model.weights or 0
+    assert gpu is not None
+    milliseconds = 1e3 * weights / gpu.bandwidth / plan.gpus
+    return f"all weights once: {milliseconds:.2f} ms at {gpu.bandwidth / 1e12:g} TB/s ({gpu.source})"
+
+
+def _table(plan: ModelPlan) -> str:
+    from pageturner.lab.compare.report import table
+
+    head = ["sequences of", "KV of each", *(word for name in NAMES.values() for word in (name, "empty"))]
+    rows = [
+        [_label(row), _size(row.fits["paged"].each)]
+        + [text for name in NAMES for text in _cells(row.fits[name])]
+        for row in plan.rows
+    ]
+    longest = f"contiguous: {plan.planner.longest:,} tokens each"
+    return f"how many fit, and how much of what they reserve stays empty ({longest})\n{table(rows, head)}"
+
+
+def _label(row: LengthRow) -> str:
+    return row.name if row.requests == 1 else f"{row.name} (mean {row.tokens:,.0f})"
+
+
+def _cells(fit: Fit) -> Sequence[str]:
+    return f"{fit.sequences:,}", f"{100 * fit.wasted:.1f} %"
+
+
+def _picture(plan: ModelPlan) -> str:
+    """The KV memory when it is full, a bar for each row and scheme."""
+    lines = ["the KV memory when no more fit:  # holds tokens  - reserved, empty  . too little for another"]
+    width = max(len(row.name) for row in plan.rows)
+    for row in plan.rows:
+        for i, (key, name) in enumerate(NAMES.items()):
+            fit = row.fits[key]
+            taken = fit.sequences * fit.each / plan.planner.memory
+            full = round(BAR * taken * fit.used)
+            bar = "#" * full + "-" * (round(BAR * taken) - full)
+            lines.append(f"{row.name if not i else '':{width}}  {name:13} |{bar:.<{BAR}}| {fit.sequences:,}")
+    return "\n".join(lines)
+
+
+def _size(nbytes: float) -> str:
+    """In the unit that suits it."""
+    power = min(max(int(nbytes).bit_length() - 1, 0) // 10, 4)
+    unit = ("bytes", "KiB", "MiB", "GiB", "TiB")[power]
+    return f"{nbytes / 1024**power:,.{2 if power else 0}f} {unit}"

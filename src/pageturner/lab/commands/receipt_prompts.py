@@ -1,0 +1,171 @@
+"""What somebody who checks a receipt says was asked and answered, in any of the ways to write it.
+
+Owns how a text of a flag or a file becomes prompts and answers. Must not know how answers are made. Where a
+text can be read in more than one way, the hash in the receipt says which was meant.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pageturner.errors import ClientError
+from pageturner.formats.tokenizer import Tokenizer
+from pageturner.llm import Completion
+from pageturner.text import conversation, tools
+from pageturner.text import receipt as form
+from pageturner.text.chat_template import ChatTemplate
+from pageturner.text.continued_message import continued_prompt
+from pageturner.text.fim import fim_prompt, fim_tokens
+from pageturner.text.receipt import Difference, Receipt, ReceiptChoice
+
+LARGEST = 2**31  # of a token id
+
+
+@dataclass(frozen=True, slots=True)
+class GivenAnswer:
+    """What was answered, as far as it is known. tokens: None, or those of `return_token_ids`."""
+
+    text: str | None
+    tokens: list[int] | None = None
+
+    def differences(
+        self, choice: ReceiptChoice, made: Completion, tokenizer: Tokenizer, *, echo: bool = False
+    ) -> Iterator[Difference]:
+        """How it differs from the answer that was made again, and where. echo: the prompt, which is compared
+        by its hash, stands in front of the text."""
+        path = f"choices[{choice.index}]"
+        if self.tokens is not None:
+            if (at := form.first_difference(self.tokens, made.token_ids)) is not None:
+                yield Difference(path, f"as it was given differs from token {at} on")
+        elif self.text is not None:
+            said = self.text[max(len(self.text) - len(made.text), 0) :] if echo else self.text
+            at = form.first_difference(said, made.text)
+            if at is not None:
+                token = _token_of(made.token_ids, at, tokenizer)
+                what = f"as it was given differs from character {at} on, which is in token {token}"
+                yield Difference(path, what)
+
+
+def _token_of(tokens: Sequence[int], character: int, tokenizer: Tokenizer) -> int:
+    """The token, from 1, that has a character of the text, from 1; or the one behind the last."""
+    for count in range(1, len(tokens) + 1):
+        if len(tokenizer.decode_whole(list(tokens[:count]), skip_special=True)) >= character:
+            return count
+    return len(tokens) + 1
+
+
+def given_answers(text: str) -> dict[int, GivenAnswer]:
+    """The answers in a text, by choice: a whole answer as JSON, or the text of the only one. A receipt alone
+    has none."""
+    value = _json(text)
+    if not isinstance(value, dict):
+        return {0: GivenAnswer(text)}
+    choices = value.get("choices")
+    if not isinstance(choices, list):
+        return {0: GivenAnswer(text)}
+    found = {}
+    for choice in choices:
+        if isinstance(choice, dict) and isinstance(choice.get("index"), int):
+            message = choice.get("message")
+            said = _said(message) if isinstance(message, dict) else choice.get("text")
+            ids = choice.get("token_ids")
+            if isinstance(said, str) or _is_ids(ids):
+                found[choice["index"]] = GivenAnswer(
+                    said if isinstance(said, str) else None, ids if _is_ids(ids) else None
+                )
+    return found
+
+
+def _said(message: dict[str, Any]) -> Any:
+    """The text of a message where it is that of the answer: calls and thoughts were parts of it."""
+    apart = message.get("tool_calls") or message.get("reasoning_content")
+    return None if apart else message.get("content")
+
+
+def given_prompts(
+    receipt: Receipt, text: str, tokenizer: Tokenizer
+) -> tuple[list[list[int]], list[Difference]]:
+    """The prompts in a text as tokens, and how they differ from those of the receipt: of all ways to read the
+    text the one that does not, or the first."""
+    first: tuple[list[list[int]], list[Difference]] | None = None
+    for whole in _readings(receipt, text, tokenizer):
+        prompts = form.truncated(receipt, whole)
+        differences = form.matching_prompts(receipt, prompts)
+        if not differences:
+            return prompts, []
+        first = first or (prompts, differences)
+    return first or ([], [Difference("prompts", "are not in what was given: messages, or a prompt")])
+
+
+def _readings(receipt: Receipt, text: str, tokenizer: Tokenizer) -> Iterator[list[list[int]]]:
+    value = _json(text)
+    if receipt.object == "chat.completion":
+        yield from _chats(receipt, text, value, tokenizer)
+        return
+    suffix = ""
+    if isinstance(value, dict) and "prompt" in value:
+        suffix = str(value.get("suffix") or "")
+        value = value["prompt"]
+    special = receipt.input.add_special_tokens is not False
+    several = [value] if isinstance(value, str) or _is_ids(value) else value
+    for one in (several, [text]):
+        if isinstance(one, list) and one and all(isinstance(each, str) or _is_ids(each) for each in one):
+            yield [_tokens(each, suffix, special, tokenizer) for each in one]
+
+
+def _tokens(prompt: str | list[int], suffix: str, special: bool, tokenizer: Tokenizer) -> list[int]:
+    """Those of a prompt, or of the gap between it and a suffix."""
+    if suffix and (marks := fim_tokens(tokenizer)) is not None:
+        return fim_prompt(marks, tokenizer, prompt, suffix)
+    if isinstance(prompt, list):
+        return prompt
+    return tokenizer.encode(prompt, add_special=special, parse_special=True)
+
+
+def _chats(receipt: Receipt, text: str, value: Any, tokenizer: Tokenizer) -> Iterator[list[list[int]]]:
+    """Messages, a request with messages, or what the user said in the only one."""
+    request = value if isinstance(value, dict) else {}
+    if request:
+        value = request.get("messages")
+    for messages in (value, [{"role": "user", "content": text}]):
+        source = request.get("chat_template") or tokenizer.chat_template
+        if not isinstance(source, str) or not _is_chat(messages):
+            continue
+        template = ChatTemplate(source, tokenizer.bos_token, tokenizer.eos_token)
+        try:
+            plain, variables = conversation.template_messages(messages, source), _variables(request)
+            if request.get("continue_final_message"):
+                whole = continued_prompt(template, plain, **variables)
+            else:
+                whole = template.render(plain, generate=receipt.input.add_generation_prompt, **variables)
+        except (ClientError, TypeError):  # not what the server was sent: it rendered that
+            continue
+        special = bool(receipt.input.add_special_tokens)
+        yield [tokenizer.encode(whole, add_special=special, parse_special=True)]
+
+
+def _variables(request: dict[str, Any]) -> dict[str, Any]:
+    """What the template was given beside the messages, as server/api/openai/chat_fields.py makes it of a
+    request."""
+    choice = tools.read(request.get("tools"), request.get("tool_choice"), None)
+    return conversation.variables(
+        choice.shown, request.get("reasoning_effort"), request.get("chat_template_kwargs")
+    )
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(message, dict) for message in value)
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(token) is int and 0 <= token < LARGEST for token in value)
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

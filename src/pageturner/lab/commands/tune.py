@@ -1,0 +1,180 @@
+"""`pageturner tune`: the settings for some traffic and its targets, with the evidence, as a file for `serve`.
+
+Owns the flags, the table and the file. What is tried is in lab/planning/settings_search.py; traffic and
+engine are
+described as for `pageturner simulate`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import textwrap
+from collections.abc import Callable
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pageturner.config import settings as configuration
+from pageturner.config.settings import EngineConfig
+from pageturner.errors import EngineFault, bad_setting
+from pageturner.lab.commands import simulate
+from pageturner.lab.commands.simulated_engines import SIMULATED_SETTINGS
+
+if TYPE_CHECKING:
+    from pageturner.lab.planning.settings_search import Trial
+    from pageturner.lab.traffic.scenario import Scenario
+
+POLICIES = "chunked,adaptive_chunk,prefill_first,served_ratio,orca"
+SHORT = (96, 32, 45)  # mean tokens of prompt and answer, and requests, of the calibration that is made first
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of the command: those of simulate, and what is searched."""
+    simulate.add_arguments(parser)
+    parser.set_defaults(policies=POLICIES)
+    # fmt: off
+    parser.add_argument("served", metavar="MODEL", nargs="?",
+                        help="model to tune for (default: the one that was calibrated, or smollm2)")
+    parser.add_argument("--orders", metavar="O,O", default="fcfs,sjf,adaptive", help="queue orders to try")
+    parser.add_argument("--budget", metavar="SECONDS", type=float, default=120.0,
+                        help="time to spend after calibration: half of it on simulations, half on measuring")
+    parser.add_argument("--finalists", metavar="N", type=int, default=3,
+                        help="how many of the best run on the real engine, beside the settings given; 0: "
+                             "none")
+    parser.add_argument("--write", metavar="FILE", type=Path, default=Path("pageturner.toml"),
+                        help="file to write for pageturner serve --config (default: pageturner.toml)")
+    # fmt: on
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Search, measure, print, write."""
+    from pageturner.lab.compare.report import write_json
+    from pageturner.lab.planning import settings_search
+
+    _check(arguments)
+    space = settings_search.SearchSpace(tuple(_names(arguments.policies)), tuple(_names(arguments.orders)))
+    scenario, notes = _scenario(arguments)
+    base = _base(scenario, arguments)
+    traffic, measured = scenario.traffic(scenario.rate), arguments.finalists > 0
+    share = arguments.budget / 2 / (arguments.finalists + 1)
+    load = settings_search.first_seconds(traffic, share) if measured else None
+    trials = settings_search.search_settings(scenario, space, arguments.budget / (2 if measured else 1))
+    settings_search.check_possible(trials[0], scenario.targets)
+    shown = trials[: arguments.finalists or 5]
+    start = next(one for one in trials if one.candidate == settings_search.Candidate.of(scenario.config))
+    shown += [start] if start not in shown else []
+    best = shown[0]
+    if load is not None:
+        settings_search.measure_trials(shown, base, load, scenario.targets)
+        best = min(shown, key=lambda one: settings_search.score(one.measured, scenario.targets))
+        notes.append(f"measured: the first {load.total:,} requests, in real time, on this machine")
+    written = best.candidate.settings(base)
+    print(render(shown, best, start, notes, len(trials)))
+    try:
+        arguments.write.write_text(as_toml(written, f"tuned: {len(trials)} settings simulated"))
+        if arguments.output:
+            write_json(arguments.output, {"trials": [asdict(one) for one in trials], "notes": notes,
+                                          "best": asdict(best.candidate)})  # fmt: skip
+    except OSError as error:
+        raise EngineFault("output", f"cannot write {error.filename}: {error.strerror}") from error
+    print(f"written to {arguments.write}: pageturner serve --config {arguments.write}")
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if arguments.ttft_ms is None and arguments.tpot_ms is None:
+        raise bad_setting(
+            "which targets? give --ttft-ms (time to first token), --tpot-ms (time per token) or both"
+        )
+    if not 0 < arguments.budget < float("inf") or arguments.finalists < 0:
+        raise bad_setting("--budget is more than 0 seconds, --finalists 0 or more")
+    if arguments.gpu and arguments.finalists:
+        raise bad_setting("what is simulated for a GPU cannot be measured here: say --finalists 0")
+    if arguments.search or arguments.replicas != 1:
+        raise bad_setting("one engine is tuned: --search and --replicas belong to pageturner simulate")
+    below = arguments.kv_file_gb or configuration.from_flags(arguments)["engine"].get("kv_host_memory")
+    if (arguments.roles or below) and not arguments.gpu:
+        raise bad_setting("--roles, --kv-file-gb and --kv-host-memory are tuned with --gpu")
+
+
+def _scenario(arguments: argparse.Namespace) -> tuple[Scenario, list[str]]:
+    """As for simulate; where nothing says how long a step takes, that is measured first."""
+    rates = simulate.rates(arguments.rate_scale)
+    if len(rates) != 1:
+        raise bad_setting("--rate-scale is one number here")
+    if arguments.gpu or arguments.log or arguments.calibration:
+        scenario, notes = simulate.make_scenario(arguments)
+        return replace(scenario, rate=rates[0]), notes
+    from pageturner.lab.bench.engine_bench import EngineBench
+    from pageturner.lab.simulation import calibration
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments.calibration = Path(folder) / "calibration.json"
+        flags = configuration.from_flags(arguments)
+        simulate.check(arguments)  # before the engine is loaded for nothing
+        flags["engine"]["model"] = arguments.served or "smollm2"
+        bench = EngineBench.load(configuration.load(arguments.config, flags).engine)
+        cost, _ = calibration.calibrate(bench, SHORT, arguments.seed, check=False)
+        del bench
+        cost.save(arguments.calibration)
+        scenario, notes = simulate.make_scenario(arguments)
+    return replace(scenario, rate=rates[0]), ["calibrated just now, shortly", *notes]
+
+
+def _base(scenario: Scenario, arguments: argparse.Namespace) -> EngineConfig:
+    """The whole engine: what was calibrated, with the settings of the scheduler that are simulated."""
+    from pageturner.lab.simulation.calibration import engine_of
+    from pageturner.lab.simulation.step_cost import CalibratedCost
+
+    if not isinstance(scenario.cost, CalibratedCost):
+        return replace(scenario.config, model=arguments.served or arguments.model)
+    known = engine_of(scenario.cost)[0]
+    taken = {name: getattr(scenario.config, name) for name in SIMULATED_SETTINGS}
+    return replace(known, **taken, model=arguments.served or known.model)
+
+
+def as_toml(config: EngineConfig, about: str) -> str:
+    """What `serve --config` reads: what is not as by default, and all that was tuned."""
+    from pageturner.lab.planning.settings_search import TUNED_SETTINGS
+
+    lines = [f"# {about}", "[engine]"]
+    for one in fields(EngineConfig):
+        value = getattr(config, one.name)
+        if one.name in TUNED_SETTINGS or value != one.default:
+            lines.append(f"{one.name} = {json.dumps(value, ensure_ascii=False)}")
+    return "\n".join([*lines, ""])
+
+
+def render(shown: list[Trial], best: Trial, start: Trial, notes: list[str], tried: int) -> str:
+    """A row for each that was shown: simulated, then measured if it was."""
+    from pageturner.lab.compare.report import table
+
+    head = ["policy", "order", "tokens", "seqs", "block", "within", "goodput/s", "TTFT p99", "TPOT p99"]
+
+    def rows(figures: Callable[[Trial], dict[str, Any]]) -> list[list[object]]:
+        found: list[list[object]] = []
+        for one in shown:
+            name = ("* " if one is best else "  ") + one.candidate.policy
+            name += " (as given)" if one is start else ""
+            found.append([name, *list(asdict(one.candidate).values())[1:], *_figures(figures(one))])
+        return found
+
+    lines = [f"{tried} settings were simulated; the best, and what was given (* is written; times in ms):"]
+    lines += [table(rows(lambda one: one.simulated), head), ""]
+    if best.measured:
+        lines += ["the same, measured on the engine:", table(rows(lambda one: one.measured), head), ""]
+    wrapped = (textwrap.fill(f"note: {note}", 100, subsequent_indent="      ") for note in notes)
+    return "\n".join([*lines, *wrapped])
+
+
+def _figures(found: dict[str, Any]) -> list[object]:
+    return [
+        f"{found['goodput_share']:.1%}", found["goodput_per_s"],
+        f"{found['ttft_ms']['p99']:,.0f}", f"{found['tpot_ms']['p99']:.1f}",
+    ]  # fmt: skip
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]

@@ -1,0 +1,1 @@
+"""Comparisons of policies and runs, and the reports that show them."""

@@ -1,0 +1,1 @@
+"""Planning: memory, capacity, and searches for settings and replicas."""

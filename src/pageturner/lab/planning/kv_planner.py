@@ -1,0 +1,88 @@
+"""How many sequences fit in KV memory: with the longest length reserved for each, and in blocks.
+
+Owns the arithmetic of the three schemes; must not know files, machines or how a plan is shown. Whoever asks
+takes the weights off the memory first; activations are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pageturner.executor.kv_memory import touched
+from pageturner.lab.planning.model_outline import Outline
+from pageturner.lab.planning.model_outline_keys import KVLayers
+
+# Tokens for which one kind of layers has memory, of a sequence of so many tokens.
+Tokens = Callable[[KVLayers, int], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How many sequences fit at once by one scheme.
+
+    each   bytes that one of them takes, on average
+    used   the share of these that holds what a token may still look at
+    """
+
+    sequences: int
+    each: float
+    used: float
+
+    @property
+    def wasted(self) -> float:
+        return 1.0 - self.used
+
+
+@dataclass(frozen=True, slots=True)
+class KVPlanner:
+    """A model, a KV type, blocks, the longest sequence a server promises (tokens), and memory (bytes)."""
+
+    model: Outline
+    dtype: str
+    block_size: int
+    longest: int
+    memory: int
+
+    def fits(self, lengths: Sequence[int]) -> dict[str, Fit]:
+        """By scheme, for sequences of these lengths in equal shares, when each has all of its tokens.
+
+        contiguous    `longest` tokens for each, as servers without paging reserve: "Orca (Max)" of Kwon
+                      et al., arXiv 2309.06180, section 6.1
+        power_of_two  the next power of two, at most `longest`: what a buddy allocator gives to a length that
+                      is known beforehand
+        paged         blocks; of layers with a window those that the next token may look at (while a prompt is
+                      computed, a step's tokens more)
+        """
+        schemes: dict[str, Tokens] = {
+            "contiguous": lambda layers, length: self.longest,
+            "power_of_two": lambda layers, length: min(1 << (length - 1).bit_length(), self.longest),
+            "paged": self._in_blocks,
+        }
+        needed = self._bytes(seen, lengths)
+        taken = {name: self._bytes(tokens, lengths) for name, tokens in schemes.items()}
+        return {
+            name: Fit(self.memory * len(lengths) // total, total / len(lengths), needed / total)
+            for name, total in taken.items()
+        }
+
+    def sequence_bytes(self, length: int) -> int:
+        """The blocks of one sequence."""
+        return self._bytes(self._in_blocks, [length])
+
+    def _bytes(self, tokens: Tokens, lengths: Sequence[int]) -> int:
+        return sum(
+            self.model.layer_bytes(layers, self.dtype) * sum(tokens(layers, length) for length in lengths)
+            for layers in self.model.kv
+        )
+
+    def _in_blocks(self, layers: KVLayers, length: int) -> int:
+        """Less than one block of waste, with a window less than one at each end of it."""
+        size = self.block_size
+        blocks = -(-length // size)
+        return size * (min(blocks, touched(layers.window, 1, size)) if layers.window else blocks)
+
+
+def seen(layers: KVLayers, length: int) -> int:
+    """How many of its tokens a sequence of this length looks at."""
+    return min(length, layers.window or length)

@@ -1,0 +1,204 @@
+"""Replicas behind a placement, simulated: who gets a request, and prompts that are computed elsewhere.
+
+Owns the loads of replicas, and how KV gets from one that computes prompts to one that answers. Must not know
+time beyond the seconds that this takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+from pageturner.kv.kv_transfer import request_keys
+from pageturner.lab.bench.prompt_alone import prefill_seconds
+from pageturner.lab.simulation.step_cost import StepCost
+from pageturner.request import Request
+from pageturner.router.placement import Place, PrefixMap
+from pageturner.router.token_loads import Share, TokenLoad, UsualRequest, expected_tokens
+from pageturner.scheduler.blocks import BlockPool
+from pageturner.scheduler.store import Store
+
+REPORT_SECONDS = 1.0  # as --health-interval of a router
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """The first `prefill` replicas compute prompts of which `least` tokens and more are new; the others
+    answer, and compute the rest. The KV of a token takes `token_seconds` on a link, of which each pair of
+    replicas has one, and goes chunk by chunk while the prompt is computed; `latency`: seconds once for a
+    prompt."""
+
+    prefill: int
+    least: int = 0
+    token_seconds: float = 0.0
+    latency: float = 0.0
+
+    def on_the_way(self, cost: StepCost, cached: int, length: int, budget: int, there: int = 0) -> float:
+        """Seconds from the end of a prompt's computation, of which so many tokens were cached, to its last KV
+        at the other replica, which had the KV of `there` tokens before: that is not sent."""
+        sent = max(length - there, 0)
+        late = sent * self.token_seconds - prefill_seconds(cost, min(cached, length - 1), length, budget)
+        return max(min(budget, sent) * self.token_seconds, late) + self.latency
+
+
+AWAY = 1 << 40  # added to the load of a replica that takes no requests: no placement prefers it
+
+
+@dataclass(slots=True)
+class SimulatedFleet:
+    """Replicas that one placement chooses among, by numbers from `first` on.
+
+    loads   open requests of each, and AWAY more for those that take none; away: how many these are
+    tokens  what each has yet to compute, as a router counts it; None: placement compares open requests
+    """
+
+    first: int
+    loads: list[int]
+    place: Place
+    prefixes: PrefixMap | None = None
+    most_open: int = field(default=0)
+    away: int = field(default=0)
+    tokens: list[TokenLoad] | None = None
+    _usual: UsualRequest = field(default_factory=UsualRequest)
+    _next_report: float = 0.0
+    _shares: dict[int, Share] = field(default_factory=dict)
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether any of them does."""
+        return self.away < len(self.loads)
+
+    def choose(self, request: Request) -> int:
+        """The number of the replica that gets it; one of them takes requests."""
+        hints = self.prefixes.hints(request.prompt) if self.prefixes else {}
+        if self.away:
+            hints = {place: tokens for place, tokens in hints.items() if self.loads[place] < AWAY}
+        loads = self._loads()
+        place = self.place(loads, hints, len(request.prompt))
+        while self.loads[place] >= AWAY:  # of a placement that looks at no loads: the next one
+            place = self.place(loads, hints, len(request.prompt))
+        if self.tokens is not None:
+            most = request.params.max_tokens or 0
+            expects = self.tokens[place].answer
+            expected = expected_tokens(len(request.prompt), hints.get(place, 0), expects, most)
+            self._usual.add(expected)
+            self._shares[request.id] = self.tokens[place].began(expected)
+        if self.prefixes:
+            self.prefixes.sent(request.prompt, place)
+        self.loads[place] += 1
+        self.most_open = max(self.most_open, self.loads[place])
+        return self.first + place
+
+    def unknown(self, request: Request) -> int:
+        """Tokens of its prompt that, as far as the router knows, none of these replicas has."""
+        hints = self.prefixes.hints(request.prompt) if self.prefixes else {}
+        return len(request.prompt) - max(hints.values(), default=0)
+
+    def _loads(self) -> Sequence[float]:
+        if self.tokens is None:
+            return self.loads
+        return [self._usual.requests(one.tokens) for one in self.tokens]
+
+    def hear(self, now: float, stats: Callable[[int], Mapping[str, float] | None]) -> None:
+        """Ask the replicas, once in an interval, what they have to do. stats: of a scheduler; None: it has
+        not begun."""
+        if self.tokens is None or now < self._next_report:
+            return
+        self._next_report = now + REPORT_SECONDS
+        for place, one in enumerate(self.tokens):
+            if (figures := stats(self.first + place)) is not None:
+                one.ask()
+                answer = figures.get("backlog_answer", 0.0)
+                one.report(figures["backlog_tokens"], int(figures["backlog_sequences"]), answer)
+
+    def ended(self, number: int, request: int) -> None:
+        """A request has left."""
+        self.loads[number - self.first] -= 1
+        if self.tokens is not None:
+            self.tokens[number - self.first].ended(self._shares.pop(request))
+
+    def open_on(self, number: int) -> int:
+        """Requests that it has."""
+        return self.loads[number - self.first] % AWAY
+
+    def there(self, number: int) -> bool:
+        """Whether it takes requests."""
+        return self.loads[number - self.first] < AWAY
+
+    def close(self, number: int) -> None:
+        """It takes no more requests."""
+        if self.there(number):
+            self.loads[number - self.first] += AWAY
+            self.away += 1
+
+    def forget(self, number: int) -> None:
+        """It has ended, and its KV with it."""
+        self.close(number)
+        self.loads[number - self.first] = AWAY
+        if self.prefixes:
+            self.prefixes.gone(number - self.first)
+
+    def open_again(self, number: int) -> None:
+        """It takes requests from now on."""
+        if not self.there(number):
+            self.loads[number - self.first] -= AWAY
+            self.away -= 1
+
+
+def fleet_of(fleets: Sequence[SimulatedFleet], number: int) -> SimulatedFleet:
+    """The one that has this replica. fleets: by their first replicas, ascending."""
+    return next(fleet for fleet in reversed(fleets) if fleet.first <= number)
+
+
+def fleets(
+    replicas: int,
+    roles: Roles | None,
+    place: Callable[[], Place],
+    prefixes: Callable[[], PrefixMap | None],
+    loads: str = "requests",
+) -> list[SimulatedFleet]:
+    """Those that compute prompts, if there are roles, and those that answer. loads: what a load is counted
+    in, as `pageturner route --loads`."""
+    apart = roles.prefill if roles else 0
+    sizes = [(0, apart), (apart, replicas - apart)] if apart else [(0, replicas)]
+    made = [SimulatedFleet(first, [0] * count, place(), prefixes()) for first, count in sizes]
+    for fleet in made if loads == "tokens" else ():
+        fleet.tokens = [TokenLoad() for _ in fleet.loads]
+    return made
+
+
+def bring_up(store: Store, key: bytes) -> int | None:
+    """Make a block findable whose KV comes from elsewhere; None where no block can be taken now."""
+    if not store.available:
+        return None
+    table: list[int] = []
+    store.write(table, 0, 1)
+    block = table[0]
+    store.publish(table, 0, key)
+    store.truncate(table, 0)
+    return block
+
+
+def tokens_there(pool: BlockPool, request: Request, keys: list[bytes] | None = None) -> int:
+    """Tokens at the beginning of its prompt whose KV is in the pool, in whole blocks. keys: as below."""
+    found = takewhile(pool.full.index.__contains__, _keys_of(pool, request, keys))
+    return pool.block_size * sum(1 for _ in found)
+
+
+def _keys_of(pool: BlockPool, request: Request, keys: list[bytes] | None) -> Iterable[bytes]:
+    whole = (len(request.prompt) - 1) // pool.block_size
+    return request_keys(pool, "", request) if keys is None else keys[:whole]
+
+
+def bring_prompt(pool: BlockPool, request: Request, keys: list[bytes] | None = None) -> None:
+    """Make the prompt findable whose KV has come, as far as there is room, and no block of it twice. keys: of
+    its blocks and what may come behind them; None: they are those that an engine would make."""
+    held: list[int] = []
+    for key in _keys_of(pool, request, keys):
+        block = pool.full.index.get(key)
+        if block is None and (block := bring_up(pool.full, key)) is None:
+            break
+        pool.full.share([block])  # so that none of it is taken for what comes behind
+        held.append(block)
+    pool.full.truncate(held, 0)

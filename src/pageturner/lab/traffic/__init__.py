@@ -1,0 +1,1 @@
+"""Traffic: traces, generators and scenarios, as requests with times."""

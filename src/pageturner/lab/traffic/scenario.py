@@ -1,0 +1,151 @@
+"""One simulation: an engine with its settings, a number of replicas, a placement, and traffic.
+
+Owns how an engine's settings become a simulated one, and the sweep over loads. Must not know flags or files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pageturner.config.settings import EngineConfig
+from pageturner.engine.engine_factory import scheduler_of
+from pageturner.errors import EngineFault
+from pageturner.executor.kv_memory import KVSizes
+from pageturner.lab.bench.request_metrics import CertainMisses, LatencyTargets
+from pageturner.lab.simulation.simulated_autoscaling import Autoscaling, ScaledReplicas
+from pageturner.lab.simulation.simulated_failures import FailingReplicas, Failures
+from pageturner.lab.simulation.simulated_fleet import Roles, fleets
+from pageturner.lab.simulation.simulated_tiers import SimulatedTiers, TierSizes
+from pageturner.lab.simulation.simulated_turnover import Changes, StreamMoves
+from pageturner.lab.simulation.simulator import Simulator
+from pageturner.lab.simulation.step_cost import StepCost
+from pageturner.lab.traffic.block_names import BlockNames, known_by_pieces
+from pageturner.lab.traffic.traffic import Traffic
+from pageturner.policies.scheduler_factory import SchedulerStack
+from pageturner.router.placement import PLACEMENTS, PrefixMap
+from pageturner.scheduler.blocks import BlockPool
+
+MOST_REPLICAS = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Replicas of one engine and the traffic that comes to them.
+
+    cost     seconds of a step
+    traffic  makes the traffic of a run; its argument multiplies the recorded rate
+    rate     that argument
+    tiers    slower memory for KV of each replica
+    roles    which of the replicas compute prompts for the others
+    failures what goes wrong with replicas; scaling: how their number follows the load. One of them at most
+    loads    what placement counts a replica's load in: predicted tokens, or requests
+    """
+
+    config: EngineConfig
+    sizes: KVSizes
+    max_model_len: int
+    cost: StepCost
+    traffic: Callable[[float], Traffic]
+    targets: LatencyTargets
+    replicas: int = 1
+    placement: str = "prefix_aware"
+    loads: str = "requests"
+    rate: float = 1.0
+    tiers: TierSizes | None = None
+    roles: Roles | None = None
+    failures: Failures | None = None
+    scaling: Autoscaling | None = None
+
+    def run(
+        self,
+        *,
+        progress: bool | None = None,
+        give_up: bool = False,
+        cancelled: Callable[[], bool] = lambda: False,
+        traffic: Traffic | None = None,
+    ) -> dict[str, Any]:
+        """Simulate it. EngineFault('bad_setting') for names and sizes that do not exist.
+
+        give_up    end the run when too many requests miss the targets, whatever comes: then `given_up` is
+                   the share of the traffic that had been seen, and goodput_share the most it can become
+        cancelled  ends it too, as if nothing had been seen
+        traffic    what `self.traffic` made before; None: made now
+        """
+        self.check()
+        traffic = traffic or self.traffic(self.rate)
+        misses = CertainMisses(self.targets, traffic.total) if give_up else None
+        changes = self._changes()
+        names = self._block_names(traffic)
+        listeners = (names.listener,) if names else ()
+        simulator = Simulator(
+            lambda: scheduler_of(self.config, self.sizes, self.max_model_len, listeners=listeners).scheduler,
+            self.cost,
+            num_blocks=self.sizes.blocks,
+            replicas=fleets(
+                self.replicas, self.roles, PLACEMENTS[self.placement], self._prefixes, self.loads
+            ),
+            roles=self.roles,
+            leaps=self.loads == "requests",  # else replicas report what lies in the middle of one
+            tiers=self._tiers if self.tiers else None,
+            changes=changes,
+            moves=StreamMoves(self.failures.move, self.failures.delay) if self.failures else None,
+            misses=misses,
+            cancelled=cancelled,
+            names=names,
+        )
+        simulator.run(traffic, progress=progress)
+        about = {"replicas": self.replicas, "placement": self.placement, "rate": self.rate,
+                 "policy": self.config.policy, "order": self.config.order,
+                 "roles": self._roles()}  # fmt: skip
+        found = about | simulator.metrics.figures(self.targets) | {"engines": simulator.figures()}
+        if changes is not None:
+            between = (simulator.metrics.begin, simulator.metrics.end)
+            found |= {"turnover": changes.figures(*between) | simulator.moves.figures()}
+        if misses is not None and misses.hopeless:
+            return found | {"given_up": simulator.seen / traffic.total, "goodput_share": misses.share}
+        return found
+
+    def _block_names(self, traffic: Traffic) -> BlockNames | None:
+        named = self.config.enable_prefix_caching and known_by_pieces(traffic)
+        return BlockNames(self.config.block_size) if named else None
+
+    def _changes(self) -> Changes | None:
+        if self.scaling is not None:
+            return ScaledReplicas(self.scaling, self.targets, self.check().scheduler.slots)
+        return FailingReplicas(self.failures, self.replicas) if self.failures else None
+
+    def _roles(self) -> str:
+        """As they are asked for; "" where every replica does everything."""
+        apart = self.roles.prefill if self.roles else 0
+        return f"prefill={apart},decode={self.replicas - apart}" if apart else ""
+
+    def _prefixes(self) -> PrefixMap | None:
+        return PrefixMap() if self.placement == "prefix_aware" else None
+
+    def _tiers(self, pool: BlockPool) -> SimulatedTiers:
+        assert self.tiers is not None
+        return SimulatedTiers(pool.full, self.tiers, pool.block_size)
+
+    def check(self) -> SchedulerStack:
+        """The scheduler of one of its replicas. EngineFault('bad_setting') for names and sizes that do not
+        exist."""
+        if self.placement not in PLACEMENTS:
+            message = f"unknown placement {self.placement!r}: one of {', '.join(PLACEMENTS)}"
+            raise EngineFault("bad_setting", message)
+        if not 1 <= self.replicas <= MOST_REPLICAS:
+            message = f"replicas are 1 to {MOST_REPLICAS:,}, not {self.replicas:,}"
+            raise EngineFault("bad_setting", message)
+        if self.loads == "tokens" and (self.roles or self.failures or self.scaling):
+            message = "loads are counted in requests where replicas have roles, or come and go: leave"
+            raise EngineFault("bad_setting", f"{message} --loads tokens out")
+        try:
+            return scheduler_of(self.config, self.sizes, self.max_model_len)
+        except ValueError as error:
+            raise EngineFault("bad_setting", str(error)) from error
+
+
+def sweep(scenario: Scenario, rates: list[float], *, progress: bool | None = None) -> list[dict[str, Any]]:
+    """A run at each of these rates: how goodput falls as the load grows."""
+    return [replace(scenario, rate=rate).run(progress=progress) for rate in rates]

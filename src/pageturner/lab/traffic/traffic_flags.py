@@ -1,0 +1,250 @@
+"""The traffic of `bench serve`: from its flags to requests, their times, and a sentence about both.
+
+Owns the choice between workload file, trace and built-in mix, and between closed and open loop. Must not know
+how requests are sent or measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from pageturner.errors import bad_setting
+from pageturner.lab.traffic.prompt_text import PromptWriter
+from pageturner.lab.traffic.traffic import OpenLoop, TrafficRequest
+from pageturner.lab.traffic.traffic_files import TraceScaling, read_trace, read_workload, trace_requests
+from pageturner.lab.traffic.traffic_generators import poisson, word_prompts
+
+
+@dataclass(frozen=True, slots=True)
+class ServedTraffic:
+    """Requests with text, whether each is sent at its own time (open loop) or when another was answered
+    (closed loop), and what to say beside every figure."""
+
+    requests: list[TrafficRequest]
+    open: bool
+    about: str
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """What is sent, and when."""
+    add_load_flags(parser)
+    _add_arrival_flags(parser)
+    add_trace_flags(parser.add_argument_group("traces"))
+
+
+def add_load_flags(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """What is sent, other than a trace."""
+    parser.add_argument(
+        "--workload",
+        type=Path,
+        metavar="FILE",
+        help="send the requests of this file: JSONL of prompt, max_tokens, arrival_s (default: random words)",
+    )
+    parser.add_argument(
+        "--input-len",
+        type=int,
+        default=128,
+        help="mean length of random prompts, in words (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--output-len",
+        type=int,
+        default=64,
+        help="mean length of the answers to random prompts, in tokens (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of random prompts, lengths and arrival times (default: %(default)s)",
+    )
+
+
+def _add_arrival_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--num-prompts",
+        type=int,
+        default=0,
+        help="most requests to send; 0, the default: 64 random ones, or all of a file",
+    )
+    parser.add_argument(
+        "--concurrency",
+        type=int,
+        default=64,
+        help="clients that each send their next request when the last one is answered (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--arrivals",
+        action="store_true",
+        help="send each request at the arrival time in its file, whatever the server does",
+    )
+    parser.add_argument(
+        "--request-rate",
+        type=float,
+        default=0.0,
+        metavar="R",
+        help="send R requests a second at random times (Poisson), whatever the server does",
+    )
+    parser.add_argument(
+        "--rate-scale", type=float, default=1.0, metavar="X", help="divide recorded arrival times by X"
+    )
+
+
+def add_trace_flags(trace: argparse._ArgumentGroup) -> None:
+    trace.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="send prompts with the lengths and times of this trace (JSONL, plain or gzip)",
+    )
+    trace.add_argument(
+        "--length-scale",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="multiply lengths of prompts and answers by X",
+    )
+    trace.add_argument(
+        "--cap",
+        type=int,
+        default=512,
+        metavar="N",
+        help="max_tokens that every request is sent with; the server knows nothing else of lengths (default: "
+        "%(default)s)",
+    )
+    trace.add_argument(
+        "--oracle",
+        action="store_true",
+        help="send the true length as max_tokens instead, for servers without forced_end",
+    )
+    trace.add_argument("--text", type=Path, metavar="FILE", help="cut prompts from this text")
+    trace.add_argument(
+        "--tokenizer",
+        default="",
+        metavar="MODEL",
+        help="model whose tokenizer counts the tokens of prompts (default: estimated from words)",
+    )
+    trace.add_argument(
+        "--max-model-len",
+        type=int,
+        default=0,
+        metavar="N",
+        help="leave out longer requests; 0: as long as /v1/models says",
+    )
+
+
+def from_flags(arguments: argparse.Namespace) -> ServedTraffic:
+    """What was asked for. EngineFault for flags that contradict each other."""
+    _check(arguments)
+    traffic = _trace(arguments) if arguments.trace else _workload(arguments)
+    if not arguments.request_rate:
+        return traffic
+    requests = poisson(traffic.requests, arguments.request_rate, arguments.seed)
+    when = f"Poisson arrivals at {arguments.request_rate:g}/s, seed {arguments.seed}"
+    return ServedTraffic(requests, True, f"{traffic.about}; {when}")
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    for name in ("rate_scale", "length_scale", "cap", "concurrency"):
+        if not getattr(arguments, name) > 0:
+            raise bad_setting(f"--{name.replace('_', '-')} is above 0, not {getattr(arguments, name)}")
+    if arguments.request_rate < 0 or arguments.num_prompts < 0:
+        raise bad_setting("--request-rate and --num-prompts are 0 or more")
+    if arguments.trace and arguments.workload:
+        raise bad_setting("give --trace or --workload, not both")
+    if arguments.request_rate and (arguments.arrivals or arguments.rate_scale != 1.0):
+        raise bad_setting(
+            "--request-rate makes arrival times of its own: leave --arrivals and --rate-scale away"
+        )
+    if not arguments.trace and (arguments.oracle or arguments.length_scale != 1.0):
+        raise bad_setting("--length-scale and --oracle go with --trace")
+
+
+def _workload(arguments: argparse.Namespace) -> ServedTraffic:
+    if arguments.workload:
+        requests = read_workload(arguments.workload)
+        about = (
+            f"{arguments.workload.name} (sha256 {file_digest(arguments.workload)}), {len(requests)} requests"
+        )
+        if arguments.num_prompts and arguments.num_prompts < len(requests):
+            requests = requests[: arguments.num_prompts]
+            about += f", the first {len(requests)}"
+    else:
+        count, words, tokens = arguments.num_prompts or 64, arguments.input_len, arguments.output_len
+        requests = word_prompts(count, words, tokens, arguments.seed)
+        about = f"mix of {count}, {words} words in, {tokens} tokens out, seed {arguments.seed}"
+    if arguments.arrivals:
+        requests = OpenLoop(requests).faster(arguments.rate_scale).requests
+        about = f"{about}; open loop, recorded arrivals, rate x {arguments.rate_scale:g}"
+        return ServedTraffic(requests, True, about)
+    how = "open loop" if arguments.request_rate else f"closed loop of {arguments.concurrency}"
+    return ServedTraffic(requests, False, f"{about}; {how}")
+
+
+def _trace(arguments: argparse.Namespace) -> ServedTraffic:
+    rows = read_trace(arguments.trace, arguments.num_prompts, sessions=False)
+    if rows[0].arrival_s is None and not arguments.request_rate:
+        raise bad_setting(f"{arguments.trace.name} has no arrival times: give --request-rate")
+    scaling = TraceScaling(
+        length=arguments.length_scale,
+        rate=arguments.rate_scale,
+        cap=arguments.cap,
+        context=arguments.max_model_len or _context(arguments.base_url, arguments.api_key),
+        oracle=arguments.oracle,
+    )
+    requests = prompt_writer(arguments).written(trace_requests(rows, scaling))
+    if not requests:
+        raise bad_setting(
+            f"no request of the trace fits {scaling.context} tokens: lower --length-scale or --cap"
+        )
+    cut = sum(scaling.fits(row) and scaling.cuts(row) for row in rows)
+    told = "ORACLE: the server is told every length" if scaling.oracle else "no oracle"
+    about = (
+        f"{arguments.trace.name} (sha256 {file_digest(arguments.trace)}), the first {len(rows)},"
+        f" lengths x {scaling.length:g}, rate x {scaling.rate:g}, cap {scaling.cap} ({told});"
+        f" {len(rows) - len(requests)} left out as longer than {scaling.context or 'unknown'},"
+        f" {cut} answers cut by the cap; open loop"
+    )
+    return ServedTraffic(requests, True, about)
+
+
+def prompt_writer(arguments: argparse.Namespace) -> PromptWriter:
+    """What writes the prompts of a trace."""
+    text = ""
+    if arguments.text:
+        try:
+            text = arguments.text.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise bad_setting(f"cannot read {arguments.text}: {error}") from error
+    tokenizer = None
+    if arguments.tokenizer:
+        from pageturner.formats import hub
+        from pageturner.formats.load_tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(hub.resolve(arguments.tokenizer).path)
+    return PromptWriter(text, tokenizer, arguments.seed)
+
+
+def _context(base_url: str, api_key: str) -> int:
+    """max_model_len of the server's first model, in tokens; 0 if it does not say."""
+    parts = urlsplit(base_url)
+    connection = HTTPConnection(parts.hostname or "", parts.port or 80, timeout=10)
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        connection.request("GET", parts.path.rstrip("/").removesuffix("/v1") + "/v1/models", headers=headers)
+        return int(json.load(connection.getresponse())["data"][0]["max_model_len"])
+    except (OSError, HTTPException, ValueError, LookupError, TypeError):
+        return 0
+    finally:
+        connection.close()
+
+
+def file_digest(path: Path) -> str:
+    """Of its SHA-256 the first digits: enough to tell files apart."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:8]

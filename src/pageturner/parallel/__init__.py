@@ -1,0 +1,1 @@
+"""Parallel: one model on several devices or NUMA nodes."""

@@ -1,0 +1,109 @@
+"""Batching policies: who gets how many tokens in this step, and why nobody more was let in.
+
+A policy is a generator. It asks for (sequence, n) and is told how many tokens were granted: fewer if the
+budget or the memory ends, 0 if it did not fit. It must not touch a sequence, a block or a queue; what it
+wants beyond asking it says through its View. The default policy is here, the others in policies/batching.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from enum import Enum
+from sys import maxsize
+
+from pageturner.scheduler.admission import Reserve
+from pageturner.scheduler.types import Plan, Sequence, State, WaitReason
+
+
+class WaitCause(Enum):
+    """What the request at the head of the queue lacks. The value is what a user reads."""
+
+    SLOTS = "slots"  # as many sequences run as may
+    BUDGET = "budget"  # the tokens of this step are spent
+    BLOCKS = "blocks"  # the KV that it is promised does not fit
+    PREEMPTION = "preemption"  # this step preempted somebody, so it admits nobody
+    PROMPT = "prompt"  # a running request computes a prefix that this one will reuse
+    POLICY = "policy"  # the batching policy did not ask for it
+
+
+@dataclass(slots=True)
+class View:
+    """What a policy sees of one step. The lists are snapshots; asking does not change them."""
+
+    now: float
+    decoding: list[Sequence]  # running, only the newest token to compute; smallest rank first
+    prefilling: list[Sequence]  # running, more than that to compute; smallest rank first
+    waiting: list[Sequence]  # in queue order; empty when nobody may join
+    left: int  # tokens of the budget not granted yet
+    joins: int  # how many waiting sequences may join at most
+    context: int  # most tokens in a sequence
+    need: Callable[[Sequence], int]  # tokens left to compute behind its cached prefix, were there no budget
+    peak: Callable[[Sequence], int]  # positions whose KV a sequence will hold at the very most
+    slots: Callable[[Sequence], int]  # running sequences that a waiting one becomes
+    together: Callable[[int], int]  # how many sequences of so many tokens fit side by side
+    granted: int = 0  # tokens granted so far
+    wake: float | None = None  # set by a policy that lets this step pass: when to ask it again
+    ballast: list[tuple[int, int]] = field(default_factory=list)
+    # the last waiting sequence that got nothing, what it lacks, the request that has it (0: not one request)
+    refused: tuple[Sequence, WaitCause, int] | None = None
+
+    def lift(self, n: int) -> None:
+        """Allow this step at least `n` more tokens, over the budget if need be: for what cannot be split."""
+        self.left = max(self.left, n)
+
+    def limit(self, n: int) -> None:
+        """Allow this step at most `n` more tokens."""
+        self.left = min(self.left, n)
+
+    def pad(self, rows: int, context: int) -> None:
+        """Have `rows` rows of padding computed that see `context` positions."""
+        self.ballast.append((rows, context))
+        self.left -= rows
+
+
+Asks = Generator[tuple[Sequence, int], int, None]
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A batching policy, and what others must know of it."""
+
+    asks: Callable[[View], Asks]
+    mixes: bool = True  # prompts and decoding sequences share a step; else one with a prompt decodes nobody
+    forecastable: bool = True  # who waits joins as soon as there is room: the time until then can be foretold
+    steady: bool = False  # with nobody to let in it gives every sequence its token, and remembers nothing
+    bounded: bool = False  # no step is over the token budget: prompts come in pieces
+    interruptible: bool = True  # another policy may take its place while sequences run
+    awaits_prefixes: bool = True  # who could share KV that another one is just computing waits for it
+    reserve: Reserve | None = None  # its own promise of KV in the place of the engine's admission rule
+    budget: Callable[[], int] = lambda: maxsize  # most tokens that it lets a step have at present
+
+
+def chunked(v: View, beside: int = maxsize) -> Asks:
+    """Stall-free: a token for all who decode, then chunks of prefill, `beside` tokens at most beside them."""
+    for s in v.decoding:
+        yield s, s.pending
+    v.limit(beside if v.granted else v.left)
+    for s in v.prefilling:
+        yield s, s.pending
+    for s in v.waiting:
+        if not (yield s, s.pending):
+            return
+
+
+def wait_reason_of(view: View, plan: Plan) -> WaitReason:
+    """What those who wait behind a finished plan are waiting for. A policy asks in queue order and stops at
+    the first that it cannot let in, so the reason of this head holds for all."""
+    if plan.preempted:
+        return WaitReason(WaitCause.PREEMPTION.value, 0, next(iter(plan.preempted.values())))
+    head = next((seq for seq in view.waiting if seq.state is State.WAITING), None)
+    if head is None:
+        return WaitReason(WaitCause.SLOTS.value)
+    asked = view.refused is not None and view.refused[0] is head
+    if plan.items and (view.left <= 0 or (not asked and view.need(head) > view.left)):
+        largest = max(plan.items, key=lambda item: item.n).sequence
+        return WaitReason(WaitCause.BUDGET.value, head.request.id, largest.request.id)
+    if view.refused is None or not asked:
+        return WaitReason(WaitCause.POLICY.value, head.request.id)
+    return WaitReason(view.refused[1].value, head.request.id, view.refused[2])

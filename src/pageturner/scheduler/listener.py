@@ -1,0 +1,63 @@
+"""Listener: what the scheduler tells those who watch it. Orders, predictors, pinned prefixes and counters are
+listeners; the scheduler knows none of them by name, and this file must not either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pageturner.request import Event
+from pageturner.scheduler.types import Sequence
+
+
+@dataclass(slots=True)
+class StepReport:
+    """What one committed step brought."""
+
+    seconds: float  # from the plan to the commit
+    tokens: int  # computed in it, padding included
+    generated: int = 0  # tokens of answers that it brought
+    events: list[Event] = field(default_factory=list)  # as they are told to whoever waits for them
+    recomputed: int = 0  # tokens computed once more, because their KV had been given up
+    drafts: list[tuple[int, int]] = field(default_factory=list)  # (tokens verified, tokens accepted) of each
+    alike: list[float] = field(default_factory=list)  # seconds of each, where it stands for several steps
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """Functions to be called; None: it does not want to know.
+
+    arriving   the first sequence of a request, before it is queued; may raise Refused
+    queued     a sequence begins to wait, for the first time or after a preemption
+    attached   (sequence, tokens): it got KV that is there already; tokens that were never computed for it
+    preempted  a sequence, and all of its group, gave its blocks back
+    served     (sequence, n, now): n tokens were computed for it, and are not part of it yet
+    ended      (sequence, finish), while it still has its blocks; finish: as in Event, None: it was aborted.
+               True: the listener keeps its blocks, and releases them some day
+    committed  a step is part of its sequences
+    stats      gauges and counters by name
+    """
+
+    arriving: Callable[[Sequence], None] | None = None
+    queued: Callable[[Sequence], None] | None = None
+    attached: Callable[[Sequence, int], None] | None = None
+    preempted: Callable[[Sequence], None] | None = None
+    served: Callable[[Sequence, int, float], None] | None = None
+    ended: Callable[[Sequence, str | None], bool | None] | None = None
+    committed: Callable[[StepReport], None] | None = None
+    stats: Callable[[], dict[str, float]] | None = None
+
+
+class Listeners:
+    """Several listeners as one: for each moment the functions of those who want to know, in their order."""
+
+    def __init__(self, listeners: tuple[Listener, ...]) -> None:
+        self.arriving = [one.arriving for one in listeners if one.arriving]
+        self.queued = [one.queued for one in listeners if one.queued]
+        self.attached = [one.attached for one in listeners if one.attached]
+        self.preempted = [one.preempted for one in listeners if one.preempted]
+        self.served = [one.served for one in listeners if one.served]
+        self.ended = [one.ended for one in listeners if one.ended]
+        self.committed = [one.committed for one in listeners if one.committed]
+        self.stats = [one.stats for one in listeners if one.stats]

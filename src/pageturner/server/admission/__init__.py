@@ -1,0 +1,1 @@
+"""Admission: limits, quotas, prices and service levels. A request is refused here or not at all."""

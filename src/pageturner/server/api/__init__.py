@@ -1,0 +1,1 @@
+"""The APIs of the server: one package for each shape, and `base`, which all shapes share."""

@@ -1,0 +1,269 @@
+"""The endpoints that generate: what happens to a request from its first byte to its last.
+
+Owns the order of it: read, opened as streams, answered in one piece or piece by piece, cut off when its
+client leaves. Must not know the fields of a request or the bytes of an answer (the dialect does), nor how the
+engine is kept alive (supervisor.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from pageturner.errors import ClientError
+from pageturner.http.api_keys import cache_salt_of
+from pageturner.http.error_responses import error_body, error_of
+from pageturner.http.memory_reserve import MemoryReserve
+from pageturner.http.receiving import read_body, until_client_leaves
+from pageturner.http.request_info import RequestInfo
+from pageturner.http.slices import MANY_LOGPROBS, forget_logprobs, in_slices
+from pageturner.request import Failure, Request
+from pageturner.server.admission.metered import metered
+from pageturner.server.admission.quota import Work
+from pageturner.server.admission.service_level import RequestContext, service_level_of
+from pageturner.server.api.base import replies
+from pageturner.server.api.base.call import Call
+from pageturner.server.api.base.dialect import Dialect
+from pageturner.server.api.base.replies import Reply
+from pageturner.server.api.base.whole_answer import WholeAnswer
+from pageturner.server.engine_client.open_streams import OpenStreams, PieceQueue
+from pageturner.server.receipts import Receipts
+from pageturner.server.service import Service
+from pageturner.server.sessions import session_hint
+from pageturner.text.output_stream import OutputPiece, OutputSink, OutputStream, output_streams
+
+MANY_CHUNKS = 64  # are written, then others go on
+MOST_AT_ONCE = 1 << 18  # bytes of an answer that are written; then others go on
+TOO_SLOW = "client too slow"
+JSON_HEADERS = [(b"content-type", b"application/json")]
+
+
+class GenerateEndpoint:
+    """One endpoint, in one shape of the API."""
+
+    def __init__(self, service: Service, dialect: Dialect) -> None:
+        self._service = service
+        self._dialect = dialect
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._service.check_open()
+        with metered(self._service.quota, scope, receive) as (work, counted):
+            await self.answer(scope, counted, send, work)
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send, work: Work) -> None:
+        """The answer to a request that was let in as this work."""
+        service, info = self._service, scope["pageturner"]
+        served = service.served()
+        arrival = time.monotonic()
+        raw = await read_body(receive, service.config.max_body_size)
+        call = await service.reader.call(self._dialect, raw, served, scope, receive)
+        del raw
+        info.release_body()
+        info.id = call.body.request_id or info.id
+        if call.body.receipt:
+            service.receipts.hashed()  # while the answer is made
+        sink: PieceQueue | WholeAnswer = PieceQueue() if call.body.stream else WholeAnswer(len(call.prompts))
+        level = service_level_of(call.body, scope["headers"], info.key)
+        hint = session_hint(call, scope["headers"], info, level)
+        adapter = await service.adapters.digest(call.body.model)
+        context = RequestContext(arrival, level, info.tenant, hint, adapter)
+        streams = self._streams(call, sink, context)
+        # whatever may refuse comes before whatever takes something from others
+        service.supervisor.check_open(streams, service.background.leaving(streams))
+        service.quota.admit(work, streams, len(service.streams.unfinished), served.limits)
+        left = asyncio.ensure_future(until_client_leaves(receive))
+        service.active += 1
+        undo = contextlib.ExitStack()
+        try:
+            service.prefixes.make_room(call.positions(served.block_size), served)
+            service.background.make_room(streams)
+            service.supervisor.open(streams)
+            service.history.begin(streams, info.id, info.tenant)
+            undo.callback(lambda: service.history.end(streams, info.id, info.tenant, time.monotonic()))
+            service.sessions.begin(streams[0], info)
+            undo.callback(service.sessions.end, streams[0])
+            info.model = service.answers_as(call.body.model)
+            reply = self._reply(call, info)
+            answer = Answer(streams, self._dialect, reply, service.streams, service.receipts, service.memory)
+            if isinstance(sink, PieceQueue):
+                await answer.stream(sink, left, send, info)
+            else:
+                await answer.send_whole(sink, left, send, info)
+        finally:
+            left.cancel()
+            service.active -= 1
+            service.metrics.phases.add_request(streams)
+            service.metrics.cut_readers += info.abort_reason == TOO_SLOW
+            for stream in streams:
+                service.supervisor.cancel(stream)
+            service.background.leave(streams)
+            service.adapters.count(call.body.model, streams)
+            undo.close()
+            info.add_answer(streams)
+        await in_slices(forget_logprobs(streams))
+
+    def _streams(self, call: Call, sink: OutputSink, context: RequestContext) -> list[OutputStream]:
+        """One for each choice; the first of a prompt is the parent of its others."""
+        body, service, level = call.body, self._service, context.level
+        streams: list[OutputStream] = []
+        for i in range(0, len(call.prompts), call.made):
+            first = Request(
+                id=next(service.ids),
+                prompt=call.prompts[i],
+                params=call.params[i],
+                arrival=context.arrival,
+                priority=level.priority,
+                deadline=None if level.deadline is None else context.arrival + level.deadline,
+                ttft_target=level.ttft,
+                tpot_target=level.tpot,
+                tenant=level.tenant,
+                adapter=context.adapter,
+                salt=cache_salt_of(context.tenant, body.cache_salt),
+                session=context.session,
+            )
+            shown = () if call.answer is None else call.answer.shown
+            streams += output_streams(
+                first, [sink] * call.made, service.ids, service.tokenizer, choice=i,
+                skip_special=body.skip_special_tokens is not False, silent=call.only_echoes, shown=shown,
+            )  # fmt: skip
+        return streams
+
+    def _reply(self, call: Call, info: RequestInfo, created: int = 0) -> Reply:
+        service = self._service
+        ready = service.supervisor.ready
+        assert ready is not None
+        return Reply(
+            call,
+            self._dialect.shape,
+            id=f"{self._dialect.id_prefix}{self._dialect.separator}{info.id}",
+            created=int(created or time.time()),
+            model=service.answers_as(call.body.model),
+            fingerprint=ready.fingerprint,
+            tokenizer=service.tokenizer,
+            name=service.history.names(info.tenant),
+        )
+
+
+@dataclass(slots=True)
+class Answer:
+    """The answer to one request on its way out."""
+
+    streams: list[OutputStream]
+    dialect: Dialect
+    reply: Reply
+    open_streams: OpenStreams
+    receipts: Receipts
+    memory: MemoryReserve
+
+    async def send_whole(
+        self, whole_answer: WholeAnswer, left: asyncio.Future[None], send: Send, info: RequestInfo
+    ) -> None:
+        """In one piece, once all choices have ended."""
+        await asyncio.wait({whole_answer.done, left}, return_when=asyncio.FIRST_COMPLETED)
+        if not whole_answer.done.done():
+            info.abort_reason = "client left"
+            return
+        for stream in self.streams:
+            if stream.failure is not None:
+                raise error_of(stream.failure)
+        if self.reply.call.body.timings:
+            await self.open_streams.wait_for_timings(self.streams)
+        if self.reply.call.body.receipt and not await self._receipt(left):
+            info.abort_reason = "client left"
+            return
+        body = await in_slices(self.dialect.whole(self.reply, self.streams, whole_answer), self.memory)
+        headers = [*JSON_HEADERS, (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for i in range(0, len(body), MOST_AT_ONCE):
+            rest = i + MOST_AT_ONCE < len(body)
+            await send({"type": "http.response.body", "body": body[i : i + MOST_AT_ONCE], "more_body": rest})
+
+    async def stream(
+        self, queue: PieceQueue, left: asyncio.Future[None], send: Send, info: RequestInfo
+    ) -> None:
+        """Piece by piece, until it ends or its reader has left or hopelessly fallen behind."""
+        sender = asyncio.ensure_future(self._send_chunks(queue, send))
+        try:
+            await asyncio.wait({sender, left, queue.overflowed}, return_when=asyncio.FIRST_COMPLETED)
+            if sender.done():
+                sender.result()
+            else:
+                info.abort_reason = "client left" if left.done() else TOO_SLOW
+        finally:
+            sender.cancel()
+            with contextlib.suppress(asyncio.CancelledError, ClientError):
+                await sender
+
+    async def _send_chunks(self, queue: PieceQueue, send: Send) -> None:
+        """Nothing is sent before the first token, so that a refusal still has its status code."""
+        pieces = await queue.get_all()
+        if (failure := _failed(pieces)) is not None:
+            raise error_of(failure)
+        headers = [(b"content-type", self.dialect.media_type), (b"cache-control", b"no-cache")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        unfinished = len(self.streams)
+        while True:
+            failure = _failed(pieces)
+            unfinished -= sum(piece.last for piece in pieces)
+            body = await self._chunks(pieces, send)
+            if failure is not None or unfinished == 0:
+                break
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+            pieces = await queue.get_all()
+        if failure is not None:
+            body += self.dialect.failed(self.reply, error_of(failure))
+        elif self.reply.call.body.timings:
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+            await self.open_streams.wait_for_timings(self.streams)
+            body = self.reply.last_timings(self.streams)
+        if failure is None and self.reply.call.body.receipt:
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+            body = await self._receipt_event()
+        if failure is None:
+            body += self.dialect.end(self.reply, self.streams)
+        await send({"type": "http.response.body", "body": body})
+
+    async def _receipt(self, left: asyncio.Future[None] | None = None) -> bool:
+        """Have the receipt of the answer written, which may take as long as the model is hashed. False if
+        its client left meanwhile."""
+        hashed = self.receipts.hashed()
+        waited: set[asyncio.Future[Any]] = {hashed} if left is None else {hashed, left}
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        if not hashed.done():
+            return False
+        streams = self.reply.best(self.streams)
+        self.reply.receipt = await self.receipts.write(self.reply.call, self.reply.about(), streams)
+        return True
+
+    async def _receipt_event(self) -> bytes:
+        """The event of the receipt, or of why there is none."""
+        try:
+            await self._receipt()
+        except ClientError as error:
+            return replies.sse_event(error_body(error.status, error.code, error.message))
+        return self.reply.last_receipt()
+
+    async def _chunks(self, pieces: list[OutputPiece], send: Send) -> bytes:
+        """The chunks of these pieces. Those with a long one and before are sent already."""
+        chunk, long_chunk, reply, parts = self.dialect.chunk, self.dialect.long_chunk, self.reply, []
+        for piece in pieces:
+            if piece.stream.failure is not None:
+                continue
+            if long_chunk and piece.n <= 1 and len(piece.stream.prompt_logprobs) > MANY_LOGPROBS:
+                parts.append(await in_slices(long_chunk(reply, piece), self.memory))
+                await send({"type": "http.response.body", "body": b"".join(parts), "more_body": True})
+                parts.clear()
+            else:
+                parts.append(chunk(reply, piece))
+                if not len(parts) % MANY_CHUNKS:
+                    await asyncio.sleep(0)
+        return b"".join(parts)
+
+
+def _failed(pieces: list[OutputPiece]) -> Failure | None:
+    return next((piece.stream.failure for piece in pieces if piece.stream.failure is not None), None)

@@ -1,0 +1,275 @@
+"""What the answers of all APIs have in common: events, usage, and how a token becomes an event.
+
+Owns those parts of the bytes that clients get. Must not know where tokens come from, nor what is special to
+one API (completions.py, chat.py). A streamed token is put between parts that were encoded once; only its text
+is encoded anew.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.responses import Response
+
+from pageturner.formats.tokenizer import Tokenizer
+from pageturner.request import Logprob
+from pageturner.server.api.base.call import Call
+from pageturner.server.api.base.usage import usage, usage_of
+from pageturner.server.observability.timings import RequestName, report
+from pageturner.text import detokenizer, parameters
+from pageturner.text.answer_format import AnswerReader
+from pageturner.text.output_stream import OutputPiece, OutputStream
+from pageturner.text.receipt import Receipt
+
+DONE = b"data: [DONE]\n\n"
+LOWEST_LOGPROB = -9999.0  # instead of -inf, which JSON has not
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+TokenLogprob = tuple[int, Logprob | None]  # a token and what is known of it
+
+AT_ONCE = 32  # tokens whose logprobs are written before others may go on
+
+T = TypeVar("T")
+# something that is written in parts: between two of them others may go on
+InParts = Generator[None, None, T]
+
+encode = msgspec.json.encode
+
+
+def json_list(entries: Iterable[Any]) -> InParts[msgspec.Raw]:
+    """A JSON list. The entries are made and written a few at once."""
+    iterator, parts = iter(entries), []
+    while batch := list(islice(iterator, AT_ONCE)):
+        parts.append(encode(batch)[1:-1])
+        yield
+    return msgspec.Raw(b"[" + b",".join(parts) + b"]")
+
+
+def at_once(parts: InParts[T]) -> T:
+    """All of it, for what is short."""
+    try:
+        while True:
+            next(parts)
+    except StopIteration as end:
+        whole: T = end.value
+        return whole
+
+
+def json_response(value: Any) -> Response:
+    """An answer of one of the small endpoints."""
+    return Response(encode(value), media_type="application/json")
+
+
+def sse_event(body: bytes) -> bytes:
+    """One server-sent event."""
+    return b"data: " + body + b"\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyShape:
+    """What the answers of an API are called, and where its chunks have their text."""
+
+    whole_object: str
+    chunk_object: str
+    content: Callable[[str], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class EventTemplate:
+    """The event of a token that says nothing but its text: what stands before the text (for each choice) and
+    behind it, encoded once."""
+
+    before: tuple[bytes, ...]
+    after: bytes
+
+    def event(self, choice: int, text: str) -> bytes:
+        return self.before[choice] + encode(text) + self.after
+
+
+class Reply:
+    """The answer to one call, as it is written. `id`, `created` and `model` are the same in all its parts.
+
+    name      what the client knows other requests by
+    model     as answers name it
+    logprobs  how many the client wants to see, None: none
+    template  of the events of its tokens, where these say nothing but their text
+    receipt   what it carries at its end, where the client wants one
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        shape: ReplyShape,
+        *,
+        id: str,
+        created: int,
+        model: str,
+        fingerprint: str,
+        tokenizer: Tokenizer,
+        name: RequestName = lambda _: None,
+    ) -> None:
+        self.call, self.id, self.model = call, id, model
+        self.tokenizer = tokenizer
+        self.logprobs = call.logprobs
+        self.receipt: Receipt | None = None
+        self._shape = shape
+        self._head = {"id": id, "object": "", "created": created, "model": model}
+        self._fingerprint = fingerprint
+        self._name = name
+        self._ids = bool(call.body.return_token_ids)
+        self._every_usage = bool(call.options.continuous_usage_stats)
+        self._begun: set[int] = set()  # choices
+        self.readers: dict[int, AnswerReader] = {}  # of choices whose text is more than content
+        self._texts: dict[int, str] = {}  # of tokens that logprobs have shown
+        self._state: object = None
+        plain = not (self._ids or self._every_usage)
+        plain = plain and self.logprobs is None and call.body.prompt_logprobs is None
+        self.template = self._template() if plain else None
+
+    def state(self, kind: type[T]) -> T:
+        """What a dialect keeps of this answer while it is written; made when it is first asked for."""
+        if not isinstance(self._state, kind):
+            self._state = kind()
+        return self._state
+
+    def about(self) -> dict[str, Any]:
+        """What the answer says of itself, as its receipt repeats it."""
+        return {**self._head, "object": self._shape.whole_object, "fingerprint": self._fingerprint}
+
+    # -- the whole answer ------------------------------------------------------------------------------------
+    def body(
+        self, choices: list[dict[str, Any]], streams: list[OutputStream], more: Mapping[str, Any] = NOTHING
+    ) -> bytes:
+        """An answer in one piece."""
+        kind = self._shape.whole_object
+        body = {
+            **self._head,
+            "object": kind,
+            "choices": choices,
+            "usage": usage(streams, self.readers),
+            **more,
+        }
+        if self.call.body.timings:
+            body |= self._timings(streams)
+        if self.receipt is not None:
+            body["receipt"] = self.receipt
+        return encode({**body, "system_fingerprint": self._fingerprint})
+
+    def best(self, streams: list[OutputStream]) -> list[OutputStream]:
+        """Of the choices of each prompt the likeliest, where more were made than are wanted."""
+        made, kept = self.call.made, self.call.kept
+        if made == kept:
+            return streams
+        found = []
+        for first in range(0, len(streams), made):
+            best = parameters.most_likely([s.logprobs for s in streams[first : first + made]], kept)
+            found += [streams[first + i] for i in best]
+        return found
+
+    # -- events ----------------------------------------------------------------------------------------------
+    def event(
+        self, choices: list[dict[str, Any]], used: dict[str, Any] | None, more: Mapping[str, Any] = NOTHING
+    ) -> bytes:
+        """One event of a streamed answer. used: its `usage`, None: it has none."""
+        kind = self._shape.chunk_object
+        body = {**self._head, "object": kind, "system_fingerprint": self._fingerprint, "choices": choices}
+        return sse_event(encode({**body, **more} if used is None else {**body, **more, "usage": used}))
+
+    def begins(self, stream: OutputStream) -> bool:
+        """Whether nothing of this choice was written yet; true once."""
+        if stream.choice in self._begun:
+            return False
+        self._begun.add(stream.choice)
+        return True
+
+    def usage_so_far(self, stream: OutputStream, tokens: int) -> dict[str, Any] | None:
+        """Of a choice with so many tokens; None where the client does not want it in every event."""
+        return usage_of(len(stream.request.prompt), tokens, stream.cached) if self._every_usage else None
+
+    def last_usage(self, streams: list[OutputStream]) -> bytes:
+        """The event of stream_options.include_usage: no choices, only usage."""
+        return self.event([], usage(streams, self.readers))
+
+    def last_timings(self, streams: list[OutputStream]) -> bytes:
+        """The event of `timings`: no choices, only where the time went."""
+        return self.event([], None, self._timings(streams))
+
+    def last_receipt(self) -> bytes:
+        """The event of `receipt`: no choices, only that."""
+        return self.event([], None, {"receipt": self.receipt})
+
+    def _timings(self, streams: list[OutputStream]) -> dict[str, Any]:
+        """Where the time of each choice went until now."""
+        now = time.monotonic()
+        return {"timings": [report(stream.choice, stream.times, now, self._name) for stream in streams]}
+
+    def _template(self) -> EventTemplate:
+        before, after, mark = [], b"", "\x00"
+        for index in range(len(self.call.prompts)):
+            choice = {"index": index, **self._shape.content(mark), "logprobs": None, "finish_reason": None}
+            head, _, after = self.event([choice], None).partition(encode(mark))
+            before.append(head)
+        return EventTemplate(tuple(before), after)
+
+    # -- prompt and tokens -----------------------------------------------------------------------------------
+    def echo(self, stream: OutputStream) -> str:
+        """The text of the prompt, where it stands in front of the answer."""
+        return self.call.echoes[stream.choice] if self.call.echoes else ""
+
+    def prompt_ids(self, stream: OutputStream) -> dict[str, Any]:
+        return {"prompt_token_ids": stream.request.prompt} if self._ids else {}
+
+    def token_ids(self, stream: OutputStream) -> dict[str, Any]:
+        """Token ids of a whole answer, where the client wants them."""
+        return {"token_ids": stream.tokens, **self.prompt_ids(stream)} if self._ids else {}
+
+    def piece_ids(self, piece: OutputPiece, prompt: bool) -> dict[str, Any]:
+        """Token ids of one piece, where the client wants them, and those of the prompt."""
+        if not self._ids:
+            return {}
+        ids: dict[str, Any] = {"token_ids": [] if piece.token is None else [piece.token]}
+        return {**ids, **self.prompt_ids(piece.stream)} if prompt else ids
+
+    def prompt_logprobs(self, stream: OutputStream) -> InParts[Mapping[str, Any]]:
+        """`prompt_logprobs` in vLLM's shape: null for the first token, then token id -> what is known of it,
+        the prompt's own token and the likeliest ones."""
+        count = self.call.body.prompt_logprobs
+        if count is None:
+            return NOTHING
+        return {"prompt_logprobs": (yield from json_list(self._prompt_entries(stream, count)))}
+
+    def _prompt_entries(self, stream: OutputStream, count: int) -> Iterable[dict[str, Any] | None]:
+        yield None
+        prompt = stream.request.prompt[1:]
+        for token, (value, rank, top) in zip(prompt, stream.prompt_logprobs, strict=True):
+            likely = ((t, p, r) for r, (t, p) in enumerate(top[:count], 1))
+            ranked = {t: (p, r) for t, p, r in ((token, value, rank), *likely)}
+            yield {str(t): self._ranked(t, p, r) for t, (p, r) in ranked.items()}
+
+    def _ranked(self, token: int, logprob: float, rank: int) -> dict[str, Any]:
+        return {"logprob": finite(logprob), "rank": rank, "decoded_token": self.token_text(token)}
+
+    def top_logprobs(self, token: int, value: Logprob) -> Mapping[str, float]:
+        """The most likely tokens and the chosen one, as vLLM does; of two with the same text the likelier."""
+        top: dict[str, float] = {}
+        for other, logprob in (*value[1], (token, value[0])):
+            top.setdefault(self.token_text(other), finite(logprob))
+        return top
+
+    def token_text(self, token: int) -> str:
+        """One token on its own."""
+        text = self._texts.get(token)
+        if text is None:
+            text = self._texts[token] = detokenizer.token_text(self.tokenizer, token)
+        return text
+
+
+def finite(logprob: float) -> float:
+    """A logprob that JSON can hold."""
+    return max(logprob, LOWEST_LOGPROB)

@@ -1,0 +1,1 @@
+"""Batches: files of requests, answered in the background and kept on disk."""

@@ -1,0 +1,220 @@
+"""The lines of a batch: what each asks, what is wrong with one, and the lines of answers and errors.
+
+Owns their shape, which is OpenAI's. Must not know how a line is answered, nor where anything is kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import msgspec
+
+from pageturner.server.api.batches.batch_journal import NewLine, WaitingLine, crc_of
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+EMBEDDINGS, RESPONSES = "/v1/embeddings", "/v1/responses"
+ENDPOINTS = (CHAT, TEXT, EMBEDDINGS, RESPONSES)
+LONGEST_ID = 512  # characters of a custom_id
+ENVELOPE = 4096  # bytes of a line beside its body
+SEED_BITS = 31
+PREFIX = "batch_req_"
+_LATER = frozenset({"priority"})  # fields that mean nothing here: every line goes last
+
+
+class BatchLine(msgspec.Struct):
+    """One line of an input file."""
+
+    custom_id: str
+    url: str
+    body: dict[str, msgspec.Raw]
+    method: str = "POST"
+
+
+class _OnlyId(msgspec.Struct):
+    custom_id: str
+
+
+class BadLine(Exception):
+    """Why a line cannot be run. custom_id: None where it has no good one."""
+
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.param = param
+        self.custom_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a line asks: a POST of this body."""
+
+    url: str
+    body: bytes
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """What came of a question. retry_after: seconds, 0 where nothing was said."""
+
+    status: int
+    body: bytes
+    retry_after: float = 0.0
+
+
+_LINE = msgspec.json.Decoder(BatchLine)
+_ID = msgspec.json.Decoder(_OnlyId)
+
+
+# -- what comes in -------------------------------------------------------------------------------------------
+def parse_line(raw: bytes, endpoint: str, most: int) -> BatchLine:
+    """A line of a batch for this endpoint, or for any where it is "". most: bytes of its body. Raises
+    BadLine."""
+    if len(raw) > most + ENVELOPE:
+        raise BadLine("line_too_long", f"a line may have {most + ENVELOPE} bytes, and this one has more")
+    try:
+        line = _LINE.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        bad = BadLine(*_why(raw, error))
+        bad.custom_id = _custom_id(raw)
+        raise bad from None
+    try:
+        _check(line, endpoint)
+    except BadLine as bad:
+        if bad.param != "custom_id":
+            bad.custom_id = line.custom_id
+        raise
+    return line
+
+
+def _check(line: BatchLine, endpoint: str) -> None:
+    if not 0 < len(line.custom_id) <= LONGEST_ID:
+        raise BadLine("invalid_custom_id", f"custom_id has 1 to {LONGEST_ID} characters", "custom_id")
+    if line.method != "POST":
+        raise BadLine("invalid_method", "method is POST", "method")
+    if line.url not in ENDPOINTS or (endpoint and line.url != endpoint):
+        allowed = endpoint or ", ".join(ENDPOINTS)
+        raise BadLine("invalid_url", f"url is {allowed}, not {line.url[:80]!r}", "url")
+    for name in ("stream", "background"):
+        if bytes(line.body.get(name, b"false")) not in (b"false", b"null"):
+            raise BadLine("unsupported_parameter", f"a line of a batch takes no {name}: leave it out", "body")
+
+
+def _why(raw: bytes, error: Exception) -> tuple[str, str, str | None]:
+    if isinstance(error, msgspec.ValidationError):
+        return "invalid_line", str(error)[:400], str(error).partition(" - at `$.")[2].rstrip("`") or None
+    return "invalid_json_line", f"this line is not valid JSON: {error}"[:400], None
+
+
+def _custom_id(raw: bytes) -> str | None:
+    try:
+        return _ID.decode(raw).custom_id[:LONGEST_ID]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def question_of(raw: bytes, line: int) -> Question:
+    """What a good line asks. Without a seed of its own it gets one that only it and its place tell, so that
+    whoever answers it again gives the same answer."""
+    asked = _LINE.decode(raw)
+    digest = hashlib.sha256(b"%d:%s:" % (line, asked.custom_id.encode()) + raw).digest()
+    body: dict[str, Any] = {name: value for name, value in asked.body.items() if name not in _LATER}
+    if asked.url != EMBEDDINGS and bytes(body.get("seed", b"null")) == b"null":
+        body["seed"] = int.from_bytes(digest[:8]) >> (64 - SEED_BITS)
+    if asked.url == RESPONSES:
+        body.setdefault("store", False)  # nobody comes back for it, and it would push out others
+    return Question(asked.url, msgspec.json.encode(body), PREFIX + digest[8:20].hex())
+
+
+def lines_of(file: BinaryIO, position: int, count: int, most: int) -> Iterator[tuple[int, int, int, bytes]]:
+    """The lines of a file from a position on: number, position, size and bytes of each that is not empty. Of
+    one that is too long to be good, only the beginning is held."""
+    file.seek(position)
+    while raw := file.readline(most + ENVELOPE + 2):
+        begin, size = position, len(raw)
+        while not raw.endswith(b"\n") and (rest := file.readline(1 << 16)):
+            size += len(rest)
+            if rest.endswith(b"\n"):
+                break
+        position, count = position + size, count + 1
+        if raw.strip():
+            yield count, begin, size, raw
+
+
+def looked_at(
+    found: tuple[int, int, int, bytes], endpoint: str, most: int
+) -> tuple[NewLine, dict[str, Any] | None]:
+    """One of `lines_of` for the journal, and what is wrong with it."""
+    number, position, size, raw = found
+    try:
+        line = parse_line(raw, endpoint, most)
+    except BadLine as bad:
+        return _bad(NewLine(number, bad.custom_id, position, size, 0), bad)
+    return NewLine(number, line.custom_id, position, size, crc_of(raw)), None
+
+
+def twice(line: NewLine) -> tuple[NewLine, dict[str, Any]]:
+    """A line whose custom_id is that of another one before it."""
+    message = f"custom_id {(line.custom_id or '')[:80]!r} is that of another line: it must be there once"
+    bad, problem = _bad(line, BadLine("duplicate_custom_id", message, "custom_id"))
+    assert problem is not None
+    return bad, problem
+
+
+def _bad(line: NewLine, bad: BadLine) -> tuple[NewLine, dict[str, Any] | None]:
+    problem = {"code": bad.code, "message": bad.message, "param": bad.param, "line": line.line}
+    told = {"code": bad.code, "message": f"line {line.line}: {bad.message}"}
+    id = PREFIX + hashlib.sha256(b"bad %d" % line.line).hexdigest()[:24]
+    answer = _encode({"id": id, "custom_id": line.custom_id, "response": None, "error": told})
+    return NewLine(line.line, None, line.position, line.size, 0, answer), problem
+
+
+# -- what goes out -------------------------------------------------------------------------------------------
+def answer_line(custom_id: str, request_id: str, status: int, body: bytes) -> bytes:
+    """The line of an answer, or of a refusal with the body that its client would have got."""
+    response = {"status_code": status, "request_id": request_id, "body": _json_of(body)}
+    return _encode({"id": request_id, "custom_id": custom_id, "response": response, "error": None})
+
+
+def unanswered_line(waiting: WaitingLine, code: str, message: str) -> bytes:
+    """The line of one that was not run."""
+    id = PREFIX + hashlib.sha256(b"%d:%s" % (waiting.line, waiting.custom_id.encode())).hexdigest()[:24]
+    error = {"code": code, "message": message}
+    return _encode({"id": id, "custom_id": waiting.custom_id, "response": None, "error": error})
+
+
+def tokens_of(body: bytes) -> tuple[int, int]:
+    """Input and output tokens that an answer says it took."""
+    try:
+        usage = msgspec.json.decode(body, type=_WithUsage).usage
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return 0, 0
+    return usage.prompt_tokens or usage.input_tokens, usage.completion_tokens or usage.output_tokens
+
+
+class _Tokens(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+
+
+class _WithUsage(msgspec.Struct):
+    usage: _Tokens = msgspec.field(default_factory=_Tokens)
+
+
+def _json_of(body: bytes) -> Any:
+    """A body as part of another one: as it is where it is JSON in one line, else as text."""
+    try:
+        decoded = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return body.decode("utf-8", "replace")
+    return msgspec.Raw(body) if b"\n" not in body else decoded
+
+
+def _encode(value: dict[str, Any]) -> bytes:
+    return msgspec.json.encode(value)

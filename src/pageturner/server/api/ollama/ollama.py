@@ -1,0 +1,338 @@
+"""/api/chat and /api/generate: Ollama's API.
+
+Owns its fields and options, and the shape of its answers: lines of JSON. Must not know what all APIs have in
+common (call.py, replies.py), nor its small endpoints (ollama_pages.py).
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from pageturner.errors import ClientError
+from pageturner.http.error_responses import ollama_error
+from pageturner.server.admission.limits import RequestLimits
+from pageturner.server.api.base import answer_grammar
+from pageturner.server.api.base.answer_parts import (
+    CALL,
+    CONTENT,
+    REASONING,
+    AnswerPart,
+    AnswerParts,
+    PartEvent,
+    call_id,
+    json_object,
+    parts_of,
+    read_piece,
+)
+from pageturner.server.api.base.body import RequestBody, bad_request
+from pageturner.server.api.base.call import (
+    Call,
+    ServedModel,
+    check_model,
+    check_prompt,
+    check_text,
+    sampling_params,
+    with_choices,
+    with_max_tokens,
+)
+from pageturner.server.api.base.dialect import Dialect
+from pageturner.server.api.base.replies import InParts, Reply, ReplyShape, encode
+from pageturner.server.api.base.translate import (
+    Fields,
+    fields_of,
+    fields_within,
+    others,
+    refuse,
+    renaming,
+    understood,
+    value_of,
+)
+from pageturner.server.api.base.whole_answer import WholeAnswer
+from pageturner.server.api.openai import chat
+from pageturner.server.api.openai.gap import read_gap
+from pageturner.text import parameters
+from pageturner.text.output_stream import OutputPiece, OutputStream
+
+log = logging.getLogger("pageturner")
+NDJSON = b"application/x-ndjson"
+LATEST = ":latest"  # which their clients put behind a name without a tag
+# option -> our field
+OPTIONS = {
+    "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "seed": "seed",
+    "stop": "stop", "num_predict": "max_tokens", "repeat_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
+}  # fmt: skip
+TAKEN = frozenset({
+    "model", "messages", "prompt", "suffix", "system", "raw", "options", "format", "stream", "keep_alive",
+    "tools", "think", "chat_template_kwargs",
+})  # fmt: skip
+NAMES = {ours: f"options.{theirs}" for theirs, ours in OPTIONS.items()} | {
+    "response_format": "format",
+    "reasoning_effort": "think",
+}
+EFFORTS = ("low", "medium", "high")
+# how a model is loaded, which is this server's own affair, and how far penalties look back
+PASSED_OVER = frozenset({
+    "num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "use_mmap", "use_mlock",
+    "low_vram", "vocab_only", "f16_kv", "logits_all", "embedding_only", "repeat_last_n", "draft_num_predict",
+})  # fmt: skip
+OPTIONS_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "mirostat": (0,), "mirostat_tau": (5.0,), "mirostat_eta": (0.1,), "tfs_z": (1, 1.0),
+    "typical_p": (1, 1.0), "penalize_newline": (True, False),
+}  # fmt: skip
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "logprobs": (False,), "top_logprobs": (0,), "images": ([],),
+    "template": ("",), "context": ([],),
+}  # fmt: skip
+NO_LIMIT = (-1, -2)  # of num_predict: until the end, until the context is full
+
+
+# -- requests ------------------------------------------------------------------------------------------------
+def _decoder(says: Callable[[Fields], dict[str, Any]]) -> Callable[[bytes, RequestLimits], RequestBody]:
+    """How a body is decoded. says: our fields of what is asked."""
+
+    def decode(raw: bytes, limits: RequestLimits) -> RequestBody:
+        fields = fields_of(raw, limits)
+        refuse(fields, NEUTRAL)
+        ours = others(fields, TAKEN) | says(fields) | _options(fields) | _thinking(fields)
+        ours["stream"] = value_of(fields, "stream", bool, True)
+        model = value_of(fields, "model", str)
+        ours["model"] = model and model.removesuffix(LATEST)
+        if (form := value_of(fields, "format", str | dict[str, Any], "")) != "":
+            ours["response_format"] = _response_format(form)
+        return understood(ours, NAMES, limits)
+
+    return decode
+
+
+def _options(fields: Fields) -> dict[str, Any]:
+    """The fields of ours that `options` says. ClientError names an option that would change the answer and is
+    not there."""
+    if "options" not in fields:
+        return {}
+    options = fields_within(bytes(fields["options"]), "options")
+    refuse(options, OPTIONS_NEUTRAL)
+    if unknown := options.keys() - OPTIONS.keys() - PASSED_OVER:
+        name = min(unknown)
+        raise bad_request("unsupported_parameter", f"options: {name[:64]!r} is not known here", "options")
+    if passed := options.keys() & PASSED_OVER:
+        log.info("ignored options: %s", ", ".join(sorted(passed)))
+    if value_of(options, "num_predict", int | float) in NO_LIMIT:
+        del options["num_predict"]
+    return {OPTIONS[name]: value for name, value in options.items() if name in OPTIONS}
+
+
+def _response_format(form: str | dict[str, Any]) -> dict[str, Any]:
+    if form == "json":
+        return {"type": "json_object"}
+    if isinstance(form, str):
+        raise bad_request("invalid_value", f"format is json or a JSON schema, not {form[:40]!r}", "format")
+    return {"type": "json_schema", "json_schema": {"schema": form}}
+
+
+def _thinking(fields: Fields) -> dict[str, Any]:
+    """`think`, as chats have it."""
+    think = value_of(fields, "think", bool | str)
+    given = value_of(fields, "chat_template_kwargs", dict[str, Any], {})
+    if think is None:
+        return {"chat_template_kwargs": given}
+    if isinstance(think, str):
+        if think not in EFFORTS:
+            message = f"think is true, false, {', '.join(EFFORTS)}"
+            raise bad_request("invalid_value", message, "think")
+        return {"reasoning_effort": think, "chat_template_kwargs": given}
+    if not think:
+        return {"reasoning_effort": "none", "chat_template_kwargs": given}
+    return {"chat_template_kwargs": {"enable_thinking": True, "thinking": True, **given}}
+
+
+def _says_chat(fields: Fields) -> dict[str, Any]:
+    messages = value_of(fields, "messages", list[dict[str, Any]], [])
+    for i, message in enumerate(messages):
+        if message.pop("images", None):
+            where = f"messages[{i}].images"
+            raise bad_request(
+                "unsupported_parameter", f"{where} is not supported yet: leave it out", "messages"
+            )
+        for theirs, ours in (("thinking", "reasoning_content"), ("tool_name", "name")):
+            if theirs in message:
+                message[ours] = message.pop(theirs)
+    return {"messages": messages} | ({"tools": fields["tools"]} if "tools" in fields else {})
+
+
+def _says_generate(fields: Fields) -> dict[str, Any]:
+    """`prompt` where it is sent as it is, else a conversation of it."""
+    refuse(fields, {"tools": ([],)}, "is for /api/chat")
+    prompt, system = value_of(fields, "prompt", str, ""), value_of(fields, "system", str, "")
+    if suffix := value_of(fields, "suffix", str, ""):  # a gap needs no template, and has no system
+        return {"prompt": prompt, "suffix": suffix}
+    if value_of(fields, "raw", bool, False):
+        return {"prompt": prompt}
+    said = (("system", system), ("user", prompt))
+    return {"messages": [{"role": role, "content": text} for role, text in said if text]}
+
+
+def read_chat(body: RequestBody, served: ServedModel) -> Call:
+    """A call of /api/chat."""
+    _check_thinks(body, served)
+    return _renamed(lambda: chat.read(body, served))
+
+
+def read_generate(body: RequestBody, served: ServedModel) -> Call:
+    """A call of /api/generate: a gap, or through the template where the model has one and the request wants
+    it."""
+    if body.suffix:
+        return _renamed(lambda: read_gap(body, served))
+    _check_thinks(body, served)
+    if body.prompt is None and served.template is not None:
+        return _renamed(lambda: chat.read(body, served))
+    text = body.prompt if isinstance(body.prompt, str) else ""
+    for message in body.messages or ():
+        text = f"{text}\n\n{message['content']}" if text else message["content"]
+    return _renamed(lambda: _read_text(text, body, served))
+
+
+def _check_thinks(body: RequestBody, served: ServedModel) -> None:
+    """ClientError where thoughts are asked of a model that has none."""
+    asked = (body.chat_template_kwargs or {}).get("enable_thinking") is True
+    asked = asked or body.reasoning_effort not in (None, "none")
+    if asked and answer_grammar.formats_of(served).reasoning is None:
+        message = "think: it is not known how this model thinks: start the server with --reasoning-parser"
+        raise bad_request("unsupported_parameter", message, "think")
+
+
+def _read_text(text: str, body: RequestBody, served: ServedModel) -> Call:
+    check_model(body, served)
+    parameters.check_number("max_tokens", body.max_tokens)
+    params = sampling_params(body, served, None)
+    check_text(text, "prompt", body, served)
+    tokens = served.tokenizer.encode(text, add_special=True, parse_special=True)
+    prompt = tuple(check_prompt(tokens, "prompt", served))
+    usual = served.defaults.get("max_tokens")
+    fitted = with_max_tokens(params, len(prompt), body.max_tokens, usual, served)
+    return with_choices(Call(body=body, prompts=(prompt,), params=(fitted,)), served)
+
+
+def _renamed(read: Callable[[], Call]) -> Call:
+    return renaming(NAMES, read)
+
+
+# -- answers -------------------------------------------------------------------------------------------------
+def created_at() -> str:
+    """Now, as their answers say it."""
+    return datetime.datetime.now(datetime.UTC).isoformat().replace("+00:00", "Z")
+
+
+Said = Callable[[str, dict[str, Any]], dict[str, Any]]  # text and what else there is: what a line says
+
+
+def _chat_said(text: str, more: dict[str, Any]) -> dict[str, Any]:
+    return {"message": {"role": "assistant", "content": text, **more}}
+
+
+def _generated_said(text: str, more: dict[str, Any]) -> dict[str, Any]:
+    return {"response": text, **more}
+
+
+def _whole_said(reply: Reply, parts: AnswerParts, said: Said) -> dict[str, Any]:
+    """A whole answer."""
+    more: dict[str, Any] = {}
+    if thoughts := parts.text(REASONING):
+        more["thinking"] = thoughts
+    if calls := [call for part in parts.of_kind(CALL) if (call := _call(reply, part)) is not None]:
+        more["tool_calls"] = calls
+    return said(parts.text(CONTENT), more)
+
+
+def _new_said(reply: Reply, event: PartEvent, said: Said) -> dict[str, Any] | None:
+    """What is new, if it can be told already: a call when it is complete."""
+    part = event.part
+    if part.kind == CALL:
+        call = _call(reply, part) if event.kind == "end" else None
+        return None if call is None else said("", {"tool_calls": [call]})
+    if event.kind != "more":
+        return None
+    return said(event.text, {}) if part.kind == CONTENT else said("", {"thinking": event.text})
+
+
+def _call(reply: Reply, part: AnswerPart) -> dict[str, Any] | None:
+    """None where the answer was cut off within it."""
+    arguments = json_object(part.text)
+    if arguments is None:
+        return None
+    function = {"index": part.call, "name": part.name, "arguments": arguments}
+    return {"id": call_id(reply, 0, part.call), "function": function}
+
+
+def _line(model: str, said: dict[str, Any], stream: OutputStream | None = None) -> bytes:
+    """One line. stream: the answer, where it is the last one."""
+    line = {"model": model, "created_at": created_at(), **said, "done": stream is not None}
+    return encode(line if stream is None else line | _figures(stream))
+
+
+def _figures(stream: OutputStream) -> dict[str, Any]:
+    """What the last line says of the whole answer: tokens, and times in nanoseconds."""
+    times, now = stream.times, time.monotonic()
+    first = times.first_at or now
+    return {
+        "done_reason": stream.finish,
+        "total_duration": _ns(now - times.arrival),
+        "load_duration": 0,
+        "prompt_eval_count": len(stream.request.prompt),
+        "prompt_eval_duration": _ns(first - times.arrival),
+        "eval_count": len(stream.tokens),
+        "eval_duration": _ns(now - first),
+    }
+
+
+def _ns(seconds: float) -> int:
+    return int(max(seconds, 0.0) * 1e9)
+
+
+def _dialect(
+    name: str,
+    says: Callable[[Fields], dict[str, Any]],
+    read: Callable[[RequestBody, ServedModel], Call],
+    said: Said,
+) -> Dialect:
+    """says: our fields of what is asked; said: where a line has its text."""
+
+    def whole(reply: Reply, streams: list[OutputStream], answer: WholeAnswer) -> InParts[bytes]:
+        yield
+        parts = parts_of(reply, streams[0], answer.texts[0], answer.offsets[0])
+        return _line(reply.model, _whole_said(reply, parts, said), streams[0])
+
+    def chunk(reply: Reply, piece: OutputPiece) -> bytes:
+        new = [_new_said(reply, event, said) for event in read_piece(reply, reply.state(AnswerParts), piece)]
+        lines = [_line(reply.model, one) + b"\n" for one in new if one is not None]
+        if piece.last:
+            lines.append(_line(reply.model, said("", {}), piece.stream) + b"\n")
+        return b"".join(lines)
+
+    return Dialect(
+        id_prefix=name,
+        shape=ReplyShape(whole_object=name, chunk_object=name, content=lambda text: said(text, {})),
+        read=read,
+        whole=whole,
+        chunk=chunk,
+        failed=_failed,
+        end=_end,
+        media_type=NDJSON,
+        decode=_decoder(says),
+    )
+
+
+def _failed(_: Reply, error: ClientError) -> bytes:
+    return ollama_error(error.status, error.code, error.message) + b"\n"
+
+
+def _end(_: Reply, streams: list[OutputStream]) -> bytes:
+    return b""  # the last line has said it
+
+
+OLLAMA_CHAT = _dialect("ollama-chat", _says_chat, read_chat, _chat_said)
+OLLAMA_GENERATE = _dialect("ollama-generate", _says_generate, read_generate, _generated_said)

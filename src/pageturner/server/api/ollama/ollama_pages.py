@@ -1,0 +1,204 @@
+"""The small endpoints of Ollama's API: which models there are, what one is like, and having one loaded.
+
+Owns what they say. Must not know how anything is generated.
+"""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+import pageturner
+from pageturner.http.receiving import again, read_body
+from pageturner.server.admission.metered import metered
+from pageturner.server.admission.service_level import service_level_of
+from pageturner.server.api.base import answer_grammar, replies
+from pageturner.server.api.base.body import RequestBody, convert
+from pageturner.server.api.base.call import ServedModel, check_model
+from pageturner.server.api.base.dialect import Dialect
+from pageturner.server.api.base.generate import GenerateEndpoint
+from pageturner.server.api.ollama.ollama import LATEST, OLLAMA_CHAT, OLLAMA_GENERATE, created_at
+from pageturner.server.service import Service
+from pageturner.text.fim import fim_tokens
+
+WITHOUT_ROWS: dict[str, dict[str, Any]] = {"embed": {"embeddings": []}, "embeddings": {"embedding": []}}
+SHORT = 4096  # bytes of a body that may ask for nothing but loading
+ARCHITECTURE = "pageturner"  # the API process does not know the model's family
+
+
+class ShowBody(msgspec.Struct):
+    """Fields of /api/show; `name` is the old name of `model`."""
+
+    model: str | None = None
+    name: str | None = None
+
+
+class AsksNothing(msgspec.Struct):
+    """A request without a prompt, by which clients have a model loaded or unloaded."""
+
+    model: str | None = None
+    prompt: str | None = None
+    suffix: str | None = None
+    messages: list[msgspec.Raw] | None = None
+    keep_alive: str | float | None = None
+
+
+class AsksForNoRow(msgspec.Struct):
+    """A request without a text, by which clients have a model loaded."""
+
+    model: str | None = None
+    input: str | list[msgspec.Raw] | None = None
+    prompt: str | None = None
+
+
+class OllamaPages:
+    """The pages of one server."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def version(self, _: HTTPRequest) -> Response:
+        return replies.json_response({"version": pageturner.__version__})
+
+    async def tags(self, _: HTTPRequest) -> Response:
+        return replies.json_response({"models": [self._model(name) for name in self._service.names]})
+
+    async def running(self, _: HTTPRequest) -> Response:
+        """Those of `tags`: what is served is loaded, and stays."""
+        context = self._service.served().context
+        more = {"expires_at": "0001-01-01T00:00:00Z", "size_vram": 0, "context_length": context}
+        models = [self._model(name) | more for name in self._service.names]
+        return replies.json_response({"models": models})
+
+    async def show(self, request: HTTPRequest) -> Response:
+        service, served = self._service, self._service.served()
+        body = convert(await read_body(request.receive, service.config.max_body_size), ShowBody)
+        check_model(_named(body.model or body.name), served)
+        sampling = service.generation.sampling
+        return replies.json_response(
+            {
+                "modelfile": "",
+                "license": "",
+                "parameters": "\n".join(f"{name} {value}" for name, value in sampling.items()),
+                "template": service.tokenizer.chat_template or "",
+                "details": _details(),
+                "model_info": {
+                    "general.architecture": ARCHITECTURE,
+                    "general.basename": service.model,
+                    f"{ARCHITECTURE}.context_length": served.context,
+                    f"{ARCHITECTURE}.vocab_size": served.vocab_size,
+                },
+                "capabilities": _capabilities(served),
+                "modified_at": self._modified(),
+            }
+        )
+
+    def _model(self, name: str) -> dict[str, Any]:
+        path = Path(self._service.live_settings.config.model)
+        return {
+            "name": name,
+            "model": name,
+            "modified_at": self._modified(),
+            "size": path.stat().st_size if path.is_file() else 0,
+            "digest": "",
+            "details": _details(),
+        }
+
+    def _modified(self) -> str:
+        return datetime.datetime.fromtimestamp(self._service.created, datetime.UTC).isoformat()
+
+
+class OllamaEndpoint:
+    """/api/chat or /api/generate: what asks for nothing is answered here, the rest generates."""
+
+    def __init__(self, service: Service, chat: bool) -> None:
+        self._service = service
+        self._said = {"message": {"role": "assistant", "content": ""}} if chat else {"response": ""}
+        self._generate = GenerateEndpoint(service, OLLAMA_CHAT if chat else OLLAMA_GENERATE)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._service.check_open()
+        with metered(self._service.quota, scope, receive) as (work, counted):
+            raw = await read_body(counted, self._service.config.max_body_size)
+            if len(raw) <= SHORT and (body := _asks_nothing(raw)) is not None:
+                service_level_of(RequestBody(), scope["headers"], scope["pageturner"].key)
+                response = self._loaded(body)
+                await response(scope, receive, send)
+                return
+            await self._generate.answer(scope, again(raw, counted), send, work)
+
+    def _loaded(self, body: AsksNothing) -> Response:
+        """The model is there, whatever is asked of it."""
+        served = self._service.served()
+        check_model(_named(body.model), served)
+        reason = "unload" if body.keep_alive in (0, "0") else "load"
+        told = {"model": served.model, "created_at": created_at(), **self._said}
+        return replies.json_response({**told, "done": True, "done_reason": reason})
+
+
+class OllamaEmbedEndpoint:
+    """One of the two: what asks for nothing is answered here."""
+
+    def __init__(self, service: Service, dialect: Dialect) -> None:
+        self._service = service
+        self._nothing = WITHOUT_ROWS[dialect.id_prefix]
+        self._generate = GenerateEndpoint(service, dialect)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._service.check_open()
+        with metered(self._service.quota, scope, receive) as (work, counted):
+            raw = await read_body(counted, self._service.config.max_body_size)
+            if len(raw) <= SHORT and (body := _asks_for_nothing(raw)) is not None:
+                service_level_of(RequestBody(), scope["headers"], scope["pageturner"].key)
+                served = self._service.served()
+                check_model(_named(body.model), served)
+                named = {"model": served.model} if "embeddings" in self._nothing else {}
+                response = replies.json_response(named | self._nothing)
+                await response(scope, receive, send)
+                return
+            await self._generate.answer(scope, again(raw, counted), send, work)
+
+
+def _asks_nothing(raw: bytes) -> AsksNothing | None:
+    try:
+        body = msgspec.json.decode(raw, type=AsksNothing)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None  # what is wrong with it is said where it is read
+    return None if body.prompt or body.messages or body.suffix else body
+
+
+def _asks_for_nothing(raw: bytes) -> AsksForNoRow | None:
+    try:
+        body = msgspec.json.decode(raw, type=AsksForNoRow)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None  # what is wrong with it is said where it is read
+    return None if body.input or body.prompt else body
+
+
+def _named(name: str | None) -> RequestBody:
+    return RequestBody(model=name and name.removesuffix(LATEST))
+
+
+def _capabilities(served: ServedModel) -> list[str]:
+    """What clients ask before they offer tools or look for thoughts."""
+    formats = answer_grammar.formats_of(served)
+    gaps = ["insert"] if fim_tokens(served.tokenizer) else []
+    knows = {"tools": formats.tools, "thinking": formats.reasoning}
+    return ["completion", *gaps, *(name for name, format in knows.items() if format is not None)]
+
+
+def _details() -> dict[str, Any]:
+    return {
+        "parent_model": "",
+        "format": "",
+        "family": "",
+        "families": [],
+        "parameter_size": "",
+        "quantization_level": "",
+    }

@@ -1,0 +1,197 @@
+"""/v1/chat/completions: a conversation, through the model's own template, and what the assistant says next.
+
+Owns what is special to this API: how messages become a prompt, and the shape of its answers and chunks. Must
+not know what all APIs have in common (call.py, replies.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from pageturner.params import MOST_LOGPROBS
+from pageturner.request import Logprob
+from pageturner.server.api.base.body import RequestBody, bad_request
+from pageturner.server.api.base.call import (
+    Call,
+    ServedModel,
+    check_model,
+    check_prompt,
+    check_text,
+    sampling_params,
+    truncate_prompt,
+    with_choices,
+    with_max_tokens,
+)
+from pageturner.server.api.base.dialect import Dialect
+from pageturner.server.api.base.replies import (
+    InParts,
+    Reply,
+    ReplyShape,
+    TokenLogprob,
+    at_once,
+    finite,
+    json_list,
+)
+from pageturner.server.api.base.whole_answer import WholeAnswer
+from pageturner.server.api.openai.chat_answer import events, finish_reason, message
+from pageturner.server.api.openai.chat_fields import chat_prompt, read_answer, with_request_template
+from pageturner.text import parameters
+from pageturner.text.output_stream import OutputPiece, OutputStream
+
+
+def read(body: RequestBody, served: ServedModel) -> Call:
+    """A call of /v1/chat/completions."""
+    check_model(body, served)
+    served = with_request_template(body, served)
+    for name in ("echo", "suffix"):
+        if getattr(body, name):
+            raise bad_request(
+                "unsupported_parameter", f"{name} is not supported in chats: leave it out", name
+            )
+    if body.logprobs is not None and not isinstance(body.logprobs, bool):
+        raise bad_request("invalid_type", "logprobs: expected `bool | null`, got `int`", "logprobs")
+    if body.top_logprobs and not body.logprobs:
+        raise bad_request("invalid_value", "top_logprobs needs logprobs: true", "top_logprobs")
+    if body.top_logprobs and not 0 <= body.top_logprobs <= MOST_LOGPROBS:
+        raise bad_request("invalid_value", f"top_logprobs must be 0 to {MOST_LOGPROBS}", "top_logprobs")
+    asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    parameters.check_number("max_tokens", asked)
+    params = sampling_params(body, served, (body.top_logprobs or 0) if body.logprobs else None)
+    check = partial(check_text, name="messages", body=body, served=served)
+    text = chat_prompt(body, served)
+    check(text)
+    tokens = truncate_prompt(_tokens(text, body, served), body, served, asked or 1)
+    prompt = tuple(check_prompt(tokens, "messages", served))
+    params, answer = read_answer(params, body, text, served)
+    fitted = with_max_tokens(params, len(prompt), asked, served.defaults.get("max_tokens"), served)
+    return with_choices(Call(body=body, prompts=(prompt,), params=(fitted,), answer=answer), served)
+
+
+def chat_tokens(body: RequestBody, served: ServedModel, check: Callable[[str], object]) -> list[int]:
+    """The tokens of a conversation, through the model's own template. check: refuses the text that is too
+    long, before it is tokenised."""
+    text = chat_prompt(body, with_request_template(body, served))
+    check(text)
+    return _tokens(text, body, served)
+
+
+def _tokens(text: str, body: RequestBody, served: ServedModel) -> list[int]:
+    # the template has put the special tokens in already
+    return served.tokenizer.encode(text, add_special=bool(body.add_special_tokens), parse_special=True)
+
+
+def whole(reply: Reply, streams: list[OutputStream], whole_answer: WholeAnswer) -> InParts[bytes]:
+    """The body of an answer that is not streamed."""
+    choices = []
+    for i, stream in enumerate(reply.best(streams)):
+        choices.append((yield from _choice(reply, i, stream, whole_answer)))
+    return reply.body(choices, streams, (yield from reply.prompt_logprobs(streams[0])))
+
+
+def _choice(
+    reply: Reply, index: int, stream: OutputStream, whole_answer: WholeAnswer
+) -> InParts[dict[str, Any]]:
+    known: list[TokenLogprob] = list(zip(stream.tokens, stream.logprobs, strict=False))
+    known = known[: len(known) - stream.hidden]
+    choice = {
+        "index": index,
+        "message": message(reply, stream, whole_answer),
+        "logprobs": (yield from _logprobs(reply, known)),
+        "finish_reason": finish_reason(reply, stream),
+        "stop_reason": stream.stop_reason,
+    }
+    return choice | reply.token_ids(stream)
+
+
+def chunk(reply: Reply, piece: OutputPiece) -> bytes:
+    """The events of one piece: before the first token the role, then the token, and behind the last token the
+    reason of the end."""
+    stream, parts = piece.stream, []
+    if reply.begins(stream):
+        parts.append(at_once(_role(reply, stream)))
+    if reply.call.answer is not None:
+        parts.append(events(reply, piece, at_once(_logprobs(reply, _known(piece)))))
+    elif piece.token is not None or piece.text:
+        parts.append(_token(reply, piece))
+    if piece.last:
+        end = {
+            "index": stream.choice,
+            "delta": {},
+            "logprobs": None,
+            "finish_reason": finish_reason(reply, stream),
+            "stop_reason": stream.stop_reason,
+        }
+        if stream.finish is None:
+            del end["stop_reason"]
+        parts.append(reply.event([end], reply.usage_so_far(stream, piece.n)))
+    return b"".join(parts)
+
+
+def long_chunk(reply: Reply, piece: OutputPiece) -> InParts[bytes]:
+    """`chunk`, in parts."""
+    role = (yield from _role(reply, piece.stream)) if reply.begins(piece.stream) else b""
+    return role + chunk(reply, piece)
+
+
+def _role(reply: Reply, stream: OutputStream) -> InParts[bytes]:
+    choice: dict[str, Any] = {
+        "index": stream.choice,
+        "delta": {"role": "assistant", "content": ""},
+        "logprobs": None,
+        "finish_reason": None,
+    }
+    choice |= reply.prompt_ids(stream)
+    return reply.event([choice], reply.usage_so_far(stream, 0), (yield from reply.prompt_logprobs(stream)))
+
+
+def _token(reply: Reply, piece: OutputPiece) -> bytes:
+    stream = piece.stream
+    if reply.template is not None:
+        return reply.template.event(stream.choice, piece.text)
+    choice: dict[str, Any] = {
+        "index": stream.choice,
+        "delta": {"content": piece.text},
+        "logprobs": at_once(_logprobs(reply, _known(piece))),
+        "finish_reason": None,
+    }
+    return reply.event([choice | reply.piece_ids(piece, prompt=False)], reply.usage_so_far(stream, piece.n))
+
+
+def _known(piece: OutputPiece) -> list[TokenLogprob]:
+    """What is known of the token of a piece."""
+    if piece.token is None or not piece.stream.logprobs or (piece.last and piece.stream.hidden):
+        return []
+    return [(piece.token, piece.stream.logprobs[piece.n - 1])]
+
+
+def _logprobs(reply: Reply, known: list[TokenLogprob]) -> InParts[dict[str, Any] | None]:
+    if reply.logprobs is None or not known:
+        return None
+    entries = (_logprob(reply, token, value) for token, value in known if value is not None)
+    return {"content": (yield from json_list(entries))}
+
+
+def _logprob(reply: Reply, token: int, value: Logprob) -> dict[str, Any]:
+    likely = [_entry(reply, other, logprob) for other, logprob in value[1]]
+    return {**_entry(reply, token, value[0]), "top_logprobs": likely}
+
+
+def _entry(reply: Reply, token: int, logprob: float) -> dict[str, Any]:
+    raw = reply.tokenizer.token_bytes(token)
+    return {"token": raw.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(raw)}
+
+
+CHAT_COMPLETIONS = Dialect(
+    id_prefix="chatcmpl",
+    shape=ReplyShape(
+        whole_object="chat.completion",
+        chunk_object="chat.completion.chunk",
+        content=lambda text: {"delta": {"content": text}},
+    ),
+    read=read,
+    whole=whole,
+    chunk=chunk,
+    long_chunk=long_chunk,
+)

@@ -1,0 +1,90 @@
+"""The fields of a chat that say how it is rendered and how its answer is read: templates, tools, thoughts.
+
+Owns what those fields mean together, and the text of a prompt. Must not know the rest of a chat's fields
+(chat.py), nor how an answer is written (chat_answer.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from pageturner.params import SamplingParams
+from pageturner.server.api.base import answer_grammar
+from pageturner.server.api.base.body import RequestBody, bad_request
+from pageturner.server.api.base.call import ServedModel
+from pageturner.text import continued_message, conversation, reasoning
+from pageturner.text.answer_format import AnswerFormat
+from pageturner.text.chat_template import ChatTemplate, TemplateLimits, TemplateTooLong
+from pageturner.text.continued_message import continued_prompt
+from pageturner.text.template_choice import HOW_TO_GIVE
+
+GIVEN = "the chat_template of this request"
+# what a template is given in any case
+RESERVED = frozenset({"messages", "add_generation_prompt", "generate", "self"})
+
+
+def template_variables(body: RequestBody) -> dict[str, Any]:
+    """What a chat template is given beside the messages."""
+    shown = answer_grammar.tool_choice(body).shown
+    return conversation.variables(shown, body.reasoning_effort, body.chat_template_kwargs)
+
+
+def with_request_template(body: RequestBody, served: ServedModel) -> ServedModel:
+    """The model with the template that the request brings, where this server takes one. TemplateTooLong
+    outside of a text worker: nobody knows how long it takes to compile."""
+    if body.chat_template is None:
+        return served
+    if not served.request_templates:
+        message = "chat_template is taken by a server that was started with --trust-request-chat-template"
+        raise bad_request("unsupported_parameter", message, "chat_template")
+    if not served.in_worker:
+        raise TemplateTooLong("a text worker compiles it", GIVEN)
+    bos, eos = served.tokenizer.bos_token, served.tokenizer.eos_token
+    template = ChatTemplate(body.chat_template, bos, eos, TemplateLimits(), name=GIVEN)
+    if template.broken:
+        raise bad_request("template_error", template.broken, "chat_template")
+    return replace(served, template=template)
+
+
+def chat_prompt(body: RequestBody, served: ServedModel) -> str:
+    """The text of the prompt: the conversation through the template. served: as `with_request_template` has
+    it."""
+    if not body.messages:
+        raise bad_request("missing_field", "messages is missing or empty", "messages")
+    if served.template is None:
+        raise bad_request("no_chat_template", f"{HOW_TO_GIVE}. Or use /v1/completions", "messages")
+    messages = conversation.template_messages(body.messages, served.template.source)
+    variables = template_variables(body)
+    for name in variables.keys() & RESERVED:
+        raise bad_request("invalid_value", f"chat_template_kwargs may not set {name}", "chat_template_kwargs")
+    if not body.continue_final_message:
+        return served.template.render(messages, generate=body.add_generation_prompt is not False, **variables)
+    if body.add_generation_prompt:
+        message = "continue_final_message and add_generation_prompt contradict each other: send one"
+        raise bad_request("invalid_value", message, "continue_final_message")
+    return continued_prompt(served.template, messages, **variables)
+
+
+def read_answer(
+    params: SamplingParams, body: RequestBody, prompt: str, served: ServedModel
+) -> tuple[SamplingParams, AnswerFormat | None]:
+    """How the answers to this prompt are read, and the parameters with a grammar that lets them think,
+    unless the client has said that they shall not and the template has not begun them all the same."""
+    formats = answer_grammar.formats_of(served)
+    answer = formats.answer(answer_grammar.tool_choice(body), prompt)
+    if answer is not None and body.continue_final_message:
+        answer = replace(answer, thinking=_still_thinking(prompt, answer))
+    params = answer_grammar.with_budget(params, body, answer, served)
+    begun = answer is not None and answer.thinking
+    quiet = template_variables(body).get("enable_thinking") is False and not begun
+    if params.structured_outputs is None or quiet:
+        return params, answer
+    grammar = formats.behind_thoughts(params.structured_outputs, answer)
+    return replace(params, structured_outputs=grammar), answer
+
+
+def _still_thinking(prompt: str, answer: AnswerFormat) -> bool:
+    """Whether the message that goes on has begun thoughts and not ended them."""
+    format = reasoning.reasoning_format(answer.reasoning) if answer.reasoning else None
+    return format is not None and continued_message.in_thoughts(prompt, format)

@@ -1,0 +1,90 @@
+"""/v1/embeddings: one row of numbers for each text.
+
+Owns what is special to this API: its fields, and how rows are written. Must not know how a row is computed
+(executor/pooling.py), nor what all APIs have in common (call.py, replies.py).
+"""
+
+from __future__ import annotations
+
+import base64
+from array import array
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from pageturner.server.admission.limits import RequestLimits
+from pageturner.server.api.base.body import EmbeddingOptions, RequestBody, bad_request
+from pageturner.server.api.base.call import Call, ServedModel
+from pageturner.server.api.base.dialect import Dialect, no_chunk
+from pageturner.server.api.base.replies import InParts, Reply, ReplyShape, encode
+from pageturner.server.api.base.translate import fields_within, others, renaming, understood, value_of
+from pageturner.server.api.base.whole_answer import WholeAnswer
+from pageturner.server.api.openai import completions
+from pageturner.text.output_stream import OutputStream
+
+SAME = ("model", "user", "truncate_prompt_tokens", "priority", "cache_salt", "add_special_tokens")
+NAMES = {"prompt": "input", "max_tokens": "input"}
+OWN = tuple(EmbeddingOptions.__struct_fields__)
+
+
+def decode(raw: bytes, limits: RequestLimits) -> RequestBody:
+    """The fields of a body, as a completion of one token that nobody sees."""
+    fields = fields_within(raw, "the body")
+    if "input" not in fields:
+        raise bad_request("missing_field", "input is missing", "input")
+    ours = others(fields, ("input", *SAME, *OWN)) | {name: fields[name] for name in SAME if name in fields}
+    given = {name: value_of(fields, name, Any) for name in OWN if name in fields}
+    try:
+        own = msgspec.convert(given, EmbeddingOptions)
+    except msgspec.ValidationError as error:
+        message, _, name = str(error).partition(" - at `$.")
+        name = name.rstrip("`") or "input"
+        raise bad_request("invalid_value", f"{name}: {message}"[:400], name) from None
+    body = understood(ours | {"prompt": fields["input"], "max_tokens": 1}, NAMES, limits)
+    body.embedding = own
+    return body
+
+
+def read(body: RequestBody, served: ServedModel) -> Call:
+    """A call of /v1/embeddings."""
+    call = renaming(NAMES, lambda: completions.read(body, served))
+    pooling = (body.embedding or EmbeddingOptions()).pooling
+    pooled = tuple(replace(one, pooling=pooling, temperature=0.0, stop_ids=()) for one in call.params)
+    return replace(call, params=pooled, only_echoes=True)
+
+
+def whole(reply: Reply, streams: list[OutputStream], _: WholeAnswer) -> InParts[bytes]:
+    """The rows, one for each text."""
+    options = reply.call.body.embedding or EmbeddingOptions()
+    rows = []
+    for i, stream in enumerate(streams):
+        rows.append(msgspec.Raw(encode(_entry(i, stream, options))))
+        yield
+    prompt = sum(len(stream.request.prompt) for stream in streams)
+    used = {"prompt_tokens": prompt, "total_tokens": prompt}
+    id = reply.about()["id"]
+    return encode({"id": id, "object": "list", "data": rows, "model": reply.model, "usage": used})
+
+
+def _entry(index: int, stream: OutputStream, options: EmbeddingOptions) -> dict[str, Any]:
+    wanted = options.dimensions
+    if wanted is not None and wanted > len(stream.pooled.total):
+        most = len(stream.pooled.total)
+        raise bad_request("invalid_value", f"dimensions is {wanted}, and a row has {most}", "dimensions")
+    row = stream.pooled.vector(options.pooling, normalize=options.normalize, dimensions=wanted)
+    numbers = array("f", row)
+    embedding: Any = numbers.tolist()
+    if options.encoding_format == "base64":
+        embedding = base64.b64encode(numbers.tobytes()).decode()
+    return {"object": "embedding", "index": index, "embedding": embedding}
+
+
+EMBEDDINGS = Dialect(
+    id_prefix="embd",
+    shape=ReplyShape(whole_object="list", chunk_object="list", content=lambda text: {"text": text}),
+    read=read,
+    whole=whole,
+    chunk=no_chunk,
+    decode=decode,
+)

@@ -1,0 +1,22 @@
+"""How the streams of OpenAI's older APIs end: with an event that says what went wrong, or with usage where it
+is wanted, and then with a mark.
+
+Must not know what stands before that.
+"""
+
+from __future__ import annotations
+
+from pageturner.errors import ClientError
+from pageturner.http.error_responses import error_body
+from pageturner.server.api.base.replies import DONE, Reply, sse_event
+from pageturner.text.output_stream import OutputStream
+
+
+def failed_stream(_: Reply, error: ClientError) -> bytes:
+    """How a stream ends in which something went wrong."""
+    return sse_event(error_body(error.status, error.code, error.message)) + DONE
+
+
+def ended_stream(reply: Reply, streams: list[OutputStream]) -> bytes:
+    """How a stream ends that is complete."""
+    return (reply.last_usage(streams) if reply.call.options.include_usage else b"") + DONE

@@ -1,0 +1,254 @@
+"""/v1/rerank and /v1/score: how well documents go with queries.
+
+Owns the fields of both, which of two ways a pair is judged in, and how scores are told. Must not know how a
+row is computed (executor/pooling.py), nor how a model is asked (text/judging.py).
+
+By cosine each text gets a row, as of /v1/embeddings. By yes_no each pair is a prompt, and a beam search over
+the two tokens of the answer tells how likely both are.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from pageturner.params import LARGEST, SamplingParams
+from pageturner.server.admission.limits import RequestLimits
+from pageturner.server.api.base.body import Count, PairOptions, RequestBody, bad_request
+from pageturner.server.api.base.call import Call, ServedModel, check_model, check_text
+from pageturner.server.api.base.dialect import Dialect, no_chunk
+from pageturner.server.api.base.replies import InParts, Reply, ReplyShape, encode
+from pageturner.server.api.base.translate import Fields, fields_of, others, renaming, understood, value_of
+from pageturner.server.api.base.whole_answer import WholeAnswer
+from pageturner.server.api.openai import completions
+from pageturner.text.chat_template import TemplateTooLong
+from pageturner.text.judging import Judge, made_for_it
+from pageturner.text.output_stream import OutputStream
+
+SAME = ("model", "user", "priority", "cache_salt", "truncate_prompt_tokens")
+OWN = ("rerank_by", "instruction", "pooling", "max_tokens_per_doc")
+# fields of others that cut documents into parts, or look at parts of them
+REFUSED = ("rank_fields", "max_chunks_per_doc", "overlap_tokens")
+AT_ONCE = 16  # texts whose prompts are rendered in the event loop
+NOT_NEGATIVE = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
+
+
+# -- requests ------------------------------------------------------------------------------------------------
+def decode_rerank(raw: bytes, limits: RequestLimits) -> RequestBody:
+    """query, documents, top_n, return_documents."""
+    fields = fields_of(raw, limits)
+    query, documents = value_of(fields, "query", str), _texts(fields, "documents")
+    if query is None:
+        raise bad_request("missing_field", "query is missing", "query")
+    back = value_of(fields, "return_documents", bool, True)
+    top = value_of(fields, "top_n", NOT_NEGATIVE) or len(documents)  # 0: all of them, as in vLLM
+    taken = ("query", "documents", "top_n", "return_documents")
+    pairs = _pairs(fields, queries=1, documents=documents if back else None, top_n=top)
+    return _understood(fields, taken, [query, *documents], pairs, limits)
+
+
+def decode_score(raw: bytes, limits: RequestLimits) -> RequestBody:
+    """One text with one or several others, or as many with as many, under the names of either way."""
+    fields = fields_of(raw, limits)
+    names = ("queries", "documents") if "queries" in fields else ("text_1", "text_2")
+    first, second = (_texts(fields, name) for name in names)
+    if len(first) not in (1, len(second)):
+        message = f"{names[0]} has {len(first)} texts and {names[1]} {len(second)}: send one, or as many"
+        raise bad_request("invalid_value", message, names[0])
+    pairs = _pairs(fields, queries=len(first))
+    return _understood(fields, names, [*first, *second], pairs, limits)
+
+
+def _texts(fields: Fields, name: str) -> list[str]:
+    """A text, or a list of texts, each as it is or within an object."""
+    if name not in fields:
+        raise bad_request("missing_field", f"{name} is missing", name)
+    given = value_of(fields, name, str | list[str | dict[str, Any]])
+    texts = [one.get("text") if isinstance(one, dict) else one for one in _listed(given)]
+    if not texts or not all(isinstance(text, str) for text in texts):
+        message = f'{name} is a text or a list of texts, each plain or as {{"text": ...}}'
+        raise bad_request("invalid_value", message, name)
+    return [str(text) for text in texts]
+
+
+def _listed(given: str | list[Any]) -> list[Any]:
+    return [given] if isinstance(given, str) else given
+
+
+def _pairs(fields: Fields, **known: Any) -> PairOptions:
+    by = value_of(fields, "rerank_by", Literal["auto", "cosine", "yes_no"], "auto")
+    pooling = value_of(fields, "pooling", Literal["mean", "last", "cls"], "mean")
+    instruction = value_of(fields, "instruction", str, "")
+    most = value_of(fields, "max_tokens_per_doc", Count)
+    return PairOptions(by=by, pooling=pooling, instruction=instruction, most=most, **known)
+
+
+def _understood(
+    fields: Fields, taken: tuple[str, ...], texts: list[str], pairs: PairOptions, limits: RequestLimits
+) -> RequestBody:
+    for name in REFUSED:
+        if name in fields:
+            raise bad_request("unsupported_parameter", f"{name} is not supported: leave it out", name)
+    ours = others(fields, (*taken, *SAME, *OWN)) | {name: fields[name] for name in SAME if name in fields}
+    body = understood(ours | {"prompt": texts, "max_tokens": 1}, _names(taken), limits)
+    body.pairs = pairs
+    return body
+
+
+def _names(taken: tuple[str, ...]) -> dict[str, str]:
+    """What the client calls our fields. taken: its own names; the second is that of the documents."""
+    return {"prompt": taken[1], "max_tokens": taken[1], "n": taken[1], "beam_width": taken[1]}
+
+
+def _reader(taken: tuple[str, ...]) -> Any:
+    def read(body: RequestBody, served: ServedModel) -> Call:
+        return renaming(_names(taken), lambda: _read(body, served))
+
+    return read
+
+
+def _read(body: RequestBody, served: ServedModel) -> Call:
+    check_model(body, served)
+    pairs, by = body.pairs or PairOptions(), served.rerank_by
+    if pairs.by != "auto":
+        by = pairs.by
+    elif by == "auto":
+        by = "yes_no" if made_for_it(served.tokenizer) else "cosine"
+    assert isinstance(body.prompt, list)
+    texts = [check_text(text, "prompt", body, served) for text in body.prompt]
+    if pairs.most is not None:
+        texts[pairs.queries :] = [_cut(text, pairs.most, served) for text in texts[pairs.queries :]]
+    return _by_cosine(texts, body, served) if by == "cosine" else _by_yes_no(texts, body, served)
+
+
+def _cut(text: str, most: int, served: ServedModel) -> str:
+    """The beginning of a text, as so many tokens write it."""
+    tokens = served.tokenizer.encode(text, add_special=False, parse_special=True)
+    return text if len(tokens) <= most else served.tokenizer.decode_whole(tokens[:most], skip_special=False)
+
+
+def _by_cosine(texts: list[str], body: RequestBody, served: ServedModel) -> Call:
+    pairs = body.pairs or PairOptions()
+    if pairs.instruction:
+        message = "instruction is for rerank_by yes_no: write it into the query"
+        raise bad_request("unsupported_parameter", message, "instruction")
+    pairs = msgspec.structs.replace(pairs, by="cosine")
+    call = completions.read(msgspec.structs.replace(body, prompt=texts, pairs=pairs), served)
+    pooled = tuple(replace(one, pooling=pairs.pooling, temperature=0.0, stop_ids=()) for one in call.params)
+    return replace(call, params=pooled, only_echoes=True)
+
+
+def _by_yes_no(texts: list[str], body: RequestBody, served: ServedModel) -> Call:
+    """A call whose prompts are pairs; its two answers to each are yes and no, with their logprobs."""
+    pairs = body.pairs or PairOptions()
+    if body.truncate_prompt_tokens is not None:
+        message = "truncate_prompt_tokens would cut into what the model is asked: send max_tokens_per_doc"
+        raise bad_request("unsupported_parameter", message, "truncate_prompt_tokens")
+    if len(texts) > AT_ONCE and not served.in_worker:
+        raise TemplateTooLong(f"it would be rendered for {len(texts)} texts")
+    judge = Judge(served.tokenizer, served.template)
+    queries, documents = texts[: pairs.queries], texts[pairs.queries :]
+    queries = queries * len(documents) if len(queries) == 1 else queries
+    prompts = [
+        judge.prompt(query, document, pairs.instruction)
+        for query, document in zip(queries, documents, strict=True)
+    ]
+    yes, no = judge.tokens(prompts[0])
+    asked = msgspec.structs.replace(
+        body,
+        prompt=prompts,
+        pairs=msgspec.structs.replace(pairs, by="yes_no", yes=yes),
+        add_special_tokens=judge.special,
+        use_beam_search=True,
+        n=2,
+        logprobs=0,
+        allowed_token_ids=[yes, no],
+    )
+    call = completions.read(asked, served)
+    return replace(call, params=tuple(map(_unpenalised, call.params)))
+
+
+def _unpenalised(params: SamplingParams) -> SamplingParams:
+    """The parameters without what a model's files say about answers: it would count as likelihood."""
+    return replace(
+        params, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logit_bias=None
+    )
+
+
+# -- answers -------------------------------------------------------------------------------------------------
+def _scores(reply: Reply, streams: list[OutputStream]) -> InParts[list[float]]:
+    """Of each pair."""
+    pairs = reply.call.body.pairs or PairOptions()
+    found = []
+    if pairs.by == "yes_no":
+        for i in range(0, len(streams), 2):
+            found.append(_share_of_yes(streams[i : i + 2], pairs.yes))
+            yield
+        return found
+    rows = []
+    for stream in streams:
+        rows.append(stream.pooled.vector(pairs.pooling))
+        yield
+    for i, document in enumerate(rows[pairs.queries :]):
+        query = rows[i if pairs.queries > 1 else 0]
+        found.append(math.fsum(a * b for a, b in zip(query, document, strict=True)))
+        yield
+    return found
+
+
+def _share_of_yes(streams: list[OutputStream], yes: int) -> float:
+    """How likely yes is, where the answer is yes or no."""
+    told = {stream.tokens[0]: stream.logprobs[0][0] for stream in streams if stream.tokens}
+    said = told.pop(yes, -math.inf)
+    other = next(iter(told.values()), -math.inf)
+    return 0.0 if said == -math.inf else 1 / (1 + math.exp(min(other - said, 700.0)))
+
+
+def _used(streams: list[OutputStream]) -> dict[str, int]:
+    prompt = sum(len(stream.request.prompt) for stream in streams if stream.request.index == 0)
+    return {"prompt_tokens": prompt, "total_tokens": prompt}
+
+
+def whole_rerank(reply: Reply, streams: list[OutputStream], _: WholeAnswer) -> InParts[bytes]:
+    """The documents, the best first; of equals the first one."""
+    pairs = reply.call.body.pairs or PairOptions()
+    scores = yield from _scores(reply, streams)
+    best = sorted(range(len(scores)), key=lambda i: -scores[i])[: pairs.top_n]
+    results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in best]
+    for result in results if pairs.documents is not None else ():
+        result["document"] = {"text": pairs.documents[result["index"]]} if pairs.documents else None
+    id = reply.about()["id"]
+    return encode(
+        {"id": id, "object": "list", "model": reply.model, "results": results, "usage": _used(streams)}
+    )
+
+
+def whole_score(reply: Reply, streams: list[OutputStream], _: WholeAnswer) -> InParts[bytes]:
+    """The scores, pair by pair."""
+    scores = yield from _scores(reply, streams)
+    data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]
+    about = reply.about()
+    told = {"id": about["id"], "object": "list", "created": about["created"], "model": reply.model}
+    return encode({**told, "data": data, "usage": {**_used(streams), "completion_tokens": 0}})
+
+
+_SHAPE = ReplyShape(whole_object="list", chunk_object="list", content=lambda text: {"text": text})
+RERANK = Dialect(
+    id_prefix="rerank",
+    shape=_SHAPE,
+    read=_reader(("query", "documents")),
+    whole=whole_rerank,
+    chunk=no_chunk,
+    decode=decode_rerank,
+)
+SCORE = Dialect(
+    id_prefix="score",
+    shape=_SHAPE,
+    read=_reader(("text_1", "text_2")),
+    whole=whole_score,
+    chunk=no_chunk,
+    decode=decode_score,
+)

@@ -1,0 +1,213 @@
+"""`/openapi.json`: the API as an OpenAPI 3.1 document, for the model that is served; and `/docs`, to read it.
+
+Owns how a document is made of the table of operations and the schemas of bodies and answers. Must not know
+any operation or field.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import Response
+
+import pageturner
+from pageturner.http.error_responses import SHAPES, TYPES, anthropic_error, ollama_error
+from pageturner.http.json_schemas import STRING, Schema, ref
+from pageturner.server.admission.service_level import MOST_MS, MOST_PRIORITY
+from pageturner.server.api.base import replies
+from pageturner.server.api.base.call import ServedModel
+from pageturner.server.api.openapi import openapi_answers, openapi_bodies
+from pageturner.server.api.openapi.openapi_operations import OPERATIONS, PLAIN, ApiOperation
+from pageturner.server.service import Service
+
+# that any request may meet: of HTTP, of the door, of the server
+EVERY_REQUEST = (400, 408, 413, 431, 500, 503)
+BEHIND_THE_DOOR = (403, 415)  # those of requests that keys and web pages matter to
+AGAIN = (429, 503)  # with Retry-After
+_ERROR_SCHEMAS = {anthropic_error: "AnthropicError", ollama_error: "OllamaError"}
+_MS: Schema = {"type": "number", "exclusiveMinimum": 0, "maximum": MOST_MS}
+HEADERS: dict[str, tuple[str, Schema]] = {
+    "X-Request-Id": ("Part of the answer's id, where it is 1 to 128 letters, digits and ._:-.", STRING),
+    "X-Tenant": (
+        "Whose the request is, where keys do not say it.", {**STRING, "pattern": "^[A-Za-z0-9._-]{1,64}$"}
+    ),
+    "X-Priority": (
+        "As the field priority, which goes before it.",
+        {"type": "integer", "minimum": -MOST_PRIORITY, "maximum": MOST_PRIORITY - 1},
+    ),
+    "X-Deadline-Ms": ("As the field deadline_ms.", _MS),
+    "X-Ttft-Target-Ms": ("As the field ttft_target_ms.", _MS),
+    "X-Tpot-Target-Ms": ("As the field tpot_target_ms.", _MS),
+}  # fmt: skip
+
+
+def document(
+    served: ServedModel, keyed: bool, operations: Sequence[ApiOperation] = OPERATIONS
+) -> dict[str, Any]:
+    """The whole document. keyed: requests need an API key."""
+    paths: dict[str, dict[str, Any]] = {}
+    for one in operations:
+        paths.setdefault(one.path, {})[one.method.lower()] = _operation(one, served, keyed)
+    bodies = {body_name(one.body): one.body(served) for one in operations if one.body is not None}
+    schemes: dict[str, Any] = {"AdminKey": {"type": "http", "scheme": "bearer"}}
+    if keyed:
+        schemes["ApiKey"] = {"type": "http", "scheme": "bearer"}
+        schemes["ApiKeyHeader"] = {"type": "apiKey", "in": "header", "name": "X-Api-Key"}
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Pageturner",
+            "version": pageturner.__version__,
+            "description": f"The API of this server, for the model {served.model}, whose bounds these are."
+            " Other fields are passed over and named in the log, unless they would change an answer or"
+            " are a known one misspelt: those are refused. A slash at the end of a path changes nothing."
+            " HEAD is answered where GET is.",
+        },
+        "paths": paths,
+        "components": {
+            "schemas": {**bodies, **openapi_bodies.components(), **openapi_answers.components()},
+            **header_components(),
+            "securitySchemes": schemes,
+        },
+    }
+
+
+def header_components() -> dict[str, dict[str, Any]]:
+    """The components that operations name, but for schemas."""
+    return {
+        "parameters": {name: _header(name) for name in HEADERS},
+        "headers": {
+            "X-Request-Id": {"description": HEADERS["X-Request-Id"][0], "required": True, "schema": STRING},
+            "Retry-After": {
+                "description": "Seconds after which to ask again.", "schema": {"type": "integer"}
+            },
+        },
+    }  # fmt: skip
+
+
+def _operation(one: ApiOperation, served: ServedModel, keyed: bool) -> dict[str, Any]:
+    names = re.findall(r"\{(\w+)\}", one.path)
+    variables = [
+        {"name": name, "in": "path", "required": True, "schema": one.variable(served)} for name in names
+    ]
+    return operation_object(one, keyed, variables)
+
+
+def operation_object(
+    one: ApiOperation, keyed: bool, variables: Sequence[dict[str, Any]] = ()
+) -> dict[str, Any]:
+    """What the document says of one operation. variables: the parameters in its path."""
+    made: dict[str, Any] = {"operationId": one.id, "summary": one.summary, "tags": [one.group]}
+    if parameters := [*variables, *_headers(one)]:
+        made["parameters"] = parameters
+    if one.body is not None:
+        schema = ref(body_name(one.body))
+        made["requestBody"] = {"required": True, "content": {one.form: {"schema": schema}}}
+    made["responses"] = {"200": _answer(one), **_errors(one, keyed)}
+    if one.admin:
+        made["security"] = [{"AdminKey": []}]
+    elif keyed and not one.open:
+        made["security"] = [{"ApiKey": []}, {"ApiKeyHeader": []}]
+    return made
+
+
+def body_name(body: Callable[[ServedModel], Schema]) -> str:
+    """What the document calls the schema that this makes."""
+    return f"{body.__name__.title().replace('_', '')}Request"
+
+
+def _headers(one: ApiOperation) -> list[dict[str, Any]]:
+    names = HEADERS if one.targets else ("X-Request-Id",)
+    return [{"$ref": f"#/components/parameters/{name}"} for name in names if not one.open]
+
+
+def _header(name: str) -> dict[str, Any]:
+    help, schema = HEADERS[name]
+    return {"name": name, "in": "header", "required": False, "description": help, "schema": schema}
+
+
+def _answer(one: ApiOperation) -> dict[str, Any]:
+    made: dict[str, Any] = {"description": one.summary}
+    made["headers"] = {"X-Request-Id": {"$ref": "#/components/headers/X-Request-Id"}}
+    if one.made:
+        made["links"] = {
+            name: {"operationId": name, "parameters": {"id": "$response.body#/id"}} for name in one.made
+        }
+    json = {"application/json": {"schema": ref(one.answer) if one.answer else {}}}
+    if one.media == PLAIN:
+        return made
+    if one.events:
+        # tools differ in what they hold against the schema of a stream: all of it, or each event
+        said = {"description": f"Each event or line is a {one.events}.", "x-event": ref(one.events)}
+        events = {one.media: {"schema": said}}
+        return {**made, "content": {**json, **events}}
+    whole = one.body is not None or one.media == "application/json"
+    return {**made, "content": json if whole else {one.media: {"schema": STRING}}}
+
+
+def _errors(one: ApiOperation, keyed: bool) -> dict[str, Any]:
+    statuses = {*EVERY_REQUEST, *one.errors}
+    if not one.open:
+        statuses |= {*BEHIND_THE_DOOR, *([401] if keyed and not one.admin else [])}
+    shape = next((_ERROR_SCHEMAS[shape] for begin, shape in SHAPES if one.path.startswith(begin)), "Error")
+    return {str(status): _error(status, shape) for status in sorted(statuses)}
+
+
+def _error(status: int, shape: str) -> dict[str, Any]:
+    made: dict[str, Any] = {"description": TYPES.get(status, "BadRequestError")}
+    if status in AGAIN:
+        made["headers"] = {"Retry-After": {"$ref": "#/components/headers/Retry-After"}}
+    return {**made, "content": {"application/json": {"schema": ref(shape)}}}
+
+
+# -- pages ---------------------------------------------------------------------------------------------------
+PAGE = Path(__file__).with_name("docs.html")
+
+
+def page_headers(page: bytes) -> dict[str, str]:
+    """Headers under which nothing of a page runs but its own script and style, and nothing is fetched but
+    from here."""
+    policy = ["default-src 'none'", "connect-src 'self'", "base-uri 'none'", "form-action 'none'",
+              "frame-ancestors 'none'"]  # fmt: skip
+    for name in ("script", "style"):
+        inside = re.search(rf"<{name}>(.*?)</{name}>".encode(), page, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(inside[1] if inside else b"").digest()).decode()
+        policy.append(f"{name}-src 'sha256-{digest}'")
+    return {
+        "content-security-policy": "; ".join(policy),
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cache-control": "no-cache",
+    }
+
+
+def docs_page() -> Response:
+    """The page that shows the document of the server from which it comes."""
+    page = PAGE.read_bytes()
+    return Response(page, headers=page_headers(page), media_type="text/html")
+
+
+class OpenApiPages:
+    """The document of one server, and the page that shows it."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._made: tuple[ServedModel, bytes] | None = None
+
+    async def openapi(self, _: HTTPRequest) -> Response:
+        """ClientError 503 while the model is loaded: bounds are its own."""
+        served = replace(self._service.served(), pinned=0)
+        if self._made is None or self._made[0] != served:
+            made = document(served, self._service.keys.needed)
+            self._made = served, replies.encode(made)
+        return Response(self._made[1], media_type="application/json")
+
+    async def docs(self, _: HTTPRequest) -> Response:
+        return docs_page()

@@ -1,0 +1,1 @@
+"""OpenAI's Responses API and the store of its answers."""

@@ -1,0 +1,105 @@
+"""/v1/responses: OpenAI's API of items, for text, tools and thoughts.
+
+Owns its fields. Must not know what all APIs have in common (call.py, replies.py), its items and tools
+(response_items.py), how its answers are written (response_writer.py), nor how they are kept and gone back to
+(response_store.py, responses_pages.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pageturner.server.admission.limits import RequestLimits
+from pageturner.server.api.base.body import RequestBody, bad_request
+from pageturner.server.api.base.call import Call, ServedModel
+from pageturner.server.api.base.dialect import Dialect
+from pageturner.server.api.base.replies import ReplyShape
+from pageturner.server.api.base.translate import (
+    Fields,
+    fields_of,
+    others,
+    refuse,
+    renaming,
+    understood,
+    value_of,
+)
+from pageturner.server.api.openai import chat
+from pageturner.server.api.openai.turns import read_turns
+from pageturner.server.api.responses.response_items import conversation, tool_fields
+from pageturner.server.api.responses.response_store import ResponseStore
+from pageturner.server.api.responses.response_writer import ResponseWriter
+
+# fields that are ours as they are
+SAME = ("model", "temperature", "top_p", "stream", "user", "parallel_tool_calls")
+TAKEN = frozenset({
+    *SAME, "input", "instructions", "max_output_tokens", "text", "metadata", "reasoning", "include",
+    "service_tier", "stream_options", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
+    "max_tool_calls", "tools", "tool_choice", "client_metadata",
+})  # fmt: skip
+NAMES = {
+    "max_tokens": "max_output_tokens", "response_format": "text.format", "messages": "input",
+    "reasoning_effort": "reasoning.effort",
+}  # fmt: skip
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "conversation": (),
+    "prompt": (),
+    "truncation": ("disabled",),
+    "top_logprobs": (0,),
+}
+LOGPROBS = "message.output_text.logprobs"
+
+
+# -- requests ------------------------------------------------------------------------------------------------
+def decode(raw: bytes, limits: RequestLimits) -> RequestBody:
+    """The fields of a body, as a chat. Whatever went before stands in its `input` already."""
+    fields = fields_of(raw, limits)
+    refuse(fields, NEUTRAL)
+    if LOGPROBS in value_of(fields, "include", list[str], []):
+        raise bad_request("unsupported_parameter", f"include: {LOGPROBS} is not supported yet", "include")
+    ours = others(fields, TAKEN) | {name: fields[name] for name in SAME if name in fields}
+    if "max_output_tokens" in fields:
+        ours["max_tokens"] = fields["max_output_tokens"]
+    if (form := _format(fields)) is not None:
+        ours["response_format"] = form
+    effort = value_of(fields, "reasoning", dict[str, Any], {}).get("effort")
+    ours |= {} if effort is None else {"reasoning_effort": effort}
+    ours |= tool_fields(fields) | {"messages": conversation(fields)}
+    return understood(ours, NAMES, limits)
+
+
+def _format(fields: Fields) -> dict[str, Any] | None:
+    """`response_format` as chats have it."""
+    wanted = value_of(fields, "text", dict[str, Any], {}).get("format")
+    if wanted is None:
+        return None
+    if not isinstance(wanted, dict):
+        raise bad_request("invalid_type", "text.format must be an object", "text.format")
+    if wanted.get("type") != "json_schema":
+        return wanted
+    return {"type": "json_schema", "json_schema": {"schema": wanted.get("schema")}}
+
+
+def read(body: RequestBody, served: ServedModel) -> Call:
+    """A call of /v1/responses."""
+    return renaming(NAMES, lambda: read_turns(body, lambda turns: chat.read(turns, served)))
+
+
+def dialect_of(store: ResponseStore) -> Dialect:
+    """The dialect for requests that this store knows."""
+    writer = ResponseWriter(store)
+    return Dialect(
+        id_prefix="resp",
+        shape=ReplyShape(
+            whole_object="response", chunk_object="response", content=lambda text: {"delta": text}
+        ),
+        read=read,
+        whole=writer.whole,
+        chunk=writer.chunk,
+        failed=writer.failed,
+        end=writer.end,
+        separator="_",
+        decode=decode,
+    )
+
+
+RESPONSES = dialect_of(ResponseStore(0))  # for whoever only reads requests

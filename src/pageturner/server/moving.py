@@ -1,0 +1,332 @@
+"""Streams that move: a server goes on with an answer that another one began, at its next token.
+
+A router that asks for it (`X-Pageturner-Moves: 1`) finds marks in a stream, comments to any reader of
+server-sent events: how the answer began, and behind the events of each token that token. With them and the
+request, `POST /v1/streams/resume` has another server go on. An answer depends on its request and its seed
+alone, so what follows is what would have followed, byte for byte. Streams of one choice without logprobs
+move.
+
+Owns the marks and that request. Must not know the bytes of an answer (dialect), nor who moves it (router).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import Response
+from starlette.routing import Match, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pageturner.errors import ClientError
+from pageturner.http.receiving import again, read_body
+from pageturner.http.request_info import RequestInfo
+from pageturner.http.stream_marks import BEGIN, LEAVING, MOVES, RESUME, StreamBeginning, token_mark
+from pageturner.request import Event
+from pageturner.server.admission.service_level import RequestContext
+from pageturner.server.api.anthropic.messages import MESSAGES
+from pageturner.server.api.base import replies
+from pageturner.server.api.base.call import Call
+from pageturner.server.api.base.dialect import Dialect
+from pageturner.server.api.base.generate import GenerateEndpoint
+from pageturner.server.api.base.replies import Reply
+from pageturner.server.api.openai.chat import CHAT_COMPLETIONS
+from pageturner.server.api.openai.completions import COMPLETIONS
+from pageturner.server.api.responses.response_store import ResponseRecord, ResponseStore
+from pageturner.server.api.responses.responses import dialect_of
+from pageturner.server.api.responses.responses_pages import ResponsesPages
+from pageturner.server.service import Service
+from pageturner.text.output_stream import OutputPiece, OutputSink, OutputStream
+
+DIALECTS = {
+    "/v1/completions": COMPLETIONS,
+    "/v1/chat/completions": CHAT_COMPLETIONS,
+    "/v1/messages": MESSAGES,
+}
+RESPONSES = "/v1/responses"
+MOST_DRAIN_BODY = 1024  # bytes
+
+
+class MovedStream(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of RESUME. path, body: the request as it first came; tokens: of its answer so far, at least
+    one; begun: what the first server said of it."""
+
+    path: str
+    body: str
+    begun: StreamBeginning
+    tokens: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=1)]
+
+
+class DrainOrder(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of POST /v1/admin/drain. drain: false takes it back."""
+
+    drain: bool = True
+
+
+@dataclass(slots=True)
+class Departures:
+    """The streams of one server that a router could have go on elsewhere; done: it shall."""
+
+    open: set[asyncio.Future[None]] = field(default_factory=set)
+
+    def leave(self) -> int:
+        """Have all of them leave. How many there are."""
+        waiting = [one for one in self.open if not one.done()]
+        for one in waiting:
+            one.set_result(None)
+        return len(waiting)
+
+
+class MarkedRoute(Route):
+    """A route of those who ask for marks; to all others it is not there."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        asked = scope["type"] == "http" and (MOVES, b"1") in scope["headers"]
+        return super().matches(scope) if asked else (Match.NONE, {})
+
+
+class MovableEndpoint:
+    """An endpoint whose streams are marked for who asks for it."""
+
+    def __init__(self, service: Service, dialect: Dialect, departures: Departures) -> None:
+        self._service, self._dialect, self._departures = service, dialect, departures
+        self._plain = GenerateEndpoint(service, dialect)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if dict(scope["headers"]).get(MOVES) != b"1":
+            await self._plain(scope, receive, send)
+            return
+        marked = MarkedAnswer(self._service, self._dialect, None)
+        await _unless_leaving(marked, self._departures, scope, receive, send)
+
+
+class MovableResponses:
+    """POST /v1/responses, with marks for who asks for them. Its answers are kept where they end."""
+
+    def __init__(
+        self, service: Service, pages: ResponsesPages, store: ResponseStore, departures: Departures
+    ) -> None:
+        self._service, self._pages, self._departures = service, pages, departures
+        self._dialect = dialect_of(store)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.answer(None, scope, receive, send)
+
+    async def answer(self, moved: MovedStream | None, scope: Scope, receive: Receive, send: Send) -> None:
+        """An answer, which goes on from `moved` where there is something."""
+        marked = MarkedAnswer(self._service, self._dialect, moved)
+
+        def endpoint(record: ResponseRecord) -> MarkedAnswer:
+            marked.record = record
+            return marked
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            begun = None if moved is None else moved.begun
+            await self._pages.answer(scope, receive, send, endpoint, begun)
+
+        await _unless_leaving(answer, self._departures, scope, receive, send, lambda: marked.only_here)
+
+
+class ResumePage:
+    """`POST /v1/streams/resume`."""
+
+    def __init__(self, service: Service, responses: MovableResponses, departures: Departures) -> None:
+        self._service, self._responses, self._departures = service, responses, departures
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        service = self._service
+        service.check_open()
+        moved = _read(await read_body(receive, 2 * service.config.max_body_size))
+        dialect, ready = DIALECTS.get(moved.path), service.supervisor.ready
+        if dialect is None and moved.path != RESPONSES:
+            known = ", ".join((*DIALECTS, RESPONSES))
+            message = f"streams of {moved.path[:80]!r} do not move: those of {known} do"
+            raise ClientError(400, "invalid_value", message, "path")
+        if ready is None or moved.begun.fingerprint != ready.fingerprint:
+            message = "this server computes other answers (another model, type or processor): ask another one"
+            raise ClientError(409, "other_engine", message, "begun")
+        if max(moved.tokens) >= service.served().vocab_size:
+            raise ClientError(400, "invalid_value", "no such token in the vocabulary", "tokens")
+        inner = {**scope, "path": moved.path}
+        received = again(moved.body.encode(), receive)
+        if dialect is None:
+            await self._responses.answer(moved, inner, received, send)
+            return
+        marked = MarkedAnswer(service, dialect, moved)
+        await _unless_leaving(marked, self._departures, inner, received, send)
+
+
+class MarkedAnswer(GenerateEndpoint):
+    """One answer with marks, which goes on from `moved` where there is something."""
+
+    def __init__(self, service: Service, dialect: Dialect, moved: MovedStream | None) -> None:
+        super().__init__(service, replace(dialect, chunk=self._marked))
+        self._written = dialect.chunk
+        self._moved = moved
+        self._begun = False
+        self._replayed: list[OutputPiece] = []
+        self.record: ResponseRecord | None = None  # of an answer that is kept
+
+    @property
+    def only_here(self) -> bool:
+        """Nobody else could begin it."""
+        return self.record is not None and self.record.only_here
+
+    def put(self, piece: OutputPiece) -> None:
+        """A piece that the client has already."""
+        self._replayed.append(piece)
+
+    def _marked(self, reply: Reply, piece: OutputPiece) -> bytes:
+        events = self._written(reply, piece)
+        if not _can_move(reply.call):
+            return events
+        if not self._begun:
+            self._begun = True
+            events = _beginning(reply, piece.stream, self.record) + events
+        # what stands behind the last mark is passed on when the stream has ended
+        return events if piece.last or piece.token is None else events + token_mark(piece.token)
+
+    def _streams(self, call: Call, sink: OutputSink, context: RequestContext) -> list[OutputStream]:
+        if self._moved is None:
+            return super()._streams(call, sink, context)
+        if not _can_move(call) or not call.body.stream:
+            raise ClientError(
+                400, "invalid_value", "only streams of one choice without logprobs move", "body"
+            )
+        seeded = tuple(replace(params, seed=self._moved.begun.seed) for params in call.params)
+        call = replace(call, params=seeded)
+        [stream] = super()._streams(call, self, context)
+        _replay(stream, self._moved.tokens)
+        stream.sink = sink
+        return [stream]
+
+    def _reply(self, call: Call, info: RequestInfo, created: int = 0) -> Reply:
+        reply = super()._reply(call, info, created if self._moved is None else self._moved.begun.created)
+        for piece in self._replayed:
+            self._written(reply, piece)
+        self._replayed.clear()
+        return reply
+
+
+def _read(raw: bytes) -> MovedStream:
+    try:
+        return msgspec.json.decode(raw, type=MovedStream)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ClientError(400, "invalid_json", f"no stream that could go on: {error}") from error
+
+
+def _can_move(call: Call) -> bool:
+    """Whether tokens say all of an answer."""
+    params = call.params[0]
+    plain = call.logprobs is None and params.logprobs is None and params.prompt_logprobs is None
+    return (
+        plain and len(call.params) == 1 and not (params.beam_width or call.only_echoes or call.body.receipt)
+    )
+
+
+def _replay(stream: OutputStream, tokens: list[int]) -> None:
+    """Have the stream be where it was behind these tokens. ClientError 400 where it would have ended."""
+    request = stream.request
+    for position, token in enumerate(tokens, len(request.prompt)):
+        if stream.done or len(stream.tokens) + 1 >= (request.params.max_tokens or 1):
+            message = f"the answer ends before its token {position - len(request.prompt) + 1}"
+            raise ClientError(400, "invalid_value", message, "tokens")
+        stream.add_event(Event(request.id, request.index, position, (token,)), stream.times.arrival)
+    if stream.done:
+        raise ClientError(400, "invalid_value", "the answer has ended", "tokens")
+
+
+def _beginning(reply: Reply, stream: OutputStream, record: ResponseRecord | None) -> bytes:
+    about, seed = reply.about(), stream.request.params.seed or 0
+    begun = StreamBeginning(about["fingerprint"], seed, about["created"])
+    if record is not None:
+        begun.created = record.created
+        begun.items = record.items.decode() if record.only_here else ""
+    return BEGIN + msgspec.json.encode(begun) + b"\n\n"
+
+
+async def _unless_leaving(
+    answer: ASGIApp,
+    departures: Departures,
+    scope: Scope,
+    receive: Receive,
+    send: Send,
+    only_here: Callable[[], bool] = lambda: False,
+) -> None:
+    """The answer, until it has ended or shall go on elsewhere. only_here: nobody else could begin it."""
+    begun = movable = ended = False
+
+    async def sent(message: Message) -> None:
+        nonlocal begun, movable, ended
+        begun = True
+        movable = movable or message.get("body", b"").startswith(BEGIN)
+        ended = ended or (message["type"] == "http.response.body" and not message.get("more_body", False))
+        await send(message)
+
+    leave: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    departures.open.add(leave)
+    work = asyncio.ensure_future(answer(scope, receive, sent))
+    try:
+        await asyncio.wait({work, leave}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done() and (movable or not (begun or only_here())):
+            work.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await work
+            if not begun:
+                raise ClientError(503, "draining", "the server is drained: ask another one")
+            if not ended:
+                await send({"type": "http.response.body", "body": LEAVING})
+            return
+        await work
+    finally:
+        departures.open.discard(leave)
+        work.cancel()
+
+
+class DrainPage:
+    """`POST /v1/admin/drain`: no new requests, and every stream that can goes on elsewhere."""
+
+    def __init__(
+        self, service: Service, departures: Departures, admit: Callable[[HTTPRequest], None]
+    ) -> None:
+        self._service, self._departures, self._admit = service, departures, admit
+
+    async def post(self, request: HTTPRequest) -> Response:
+        self._admit(request)
+        raw = await read_body(request.receive, MOST_DRAIN_BODY)
+        try:
+            order = msgspec.json.decode(raw or b"{}", type=DrainOrder)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ClientError(
+                400, "invalid_json", f'the body is {{"drain": true}} or false: {error}'
+            ) from error
+        self._service.draining = order.drain
+        moved = self._departures.leave() if order.drain else 0
+        return replies.json_response(
+            {"draining": order.drain, "moved": moved, "active": self._service.active}
+        )
+
+
+def moving_routes(
+    service: Service, admit: Callable[[HTTPRequest], None], pages: ResponsesPages, store: ResponseStore
+) -> list[Route]:
+    """The endpoints whose streams move, and what moves them."""
+    departures = Departures()
+    responses = MovableResponses(service, pages, store, departures)
+    routes = [
+        MarkedRoute(path, MovableEndpoint(service, dialect, departures), methods=["POST"])
+        for path, dialect in DIALECTS.items()
+    ]
+    drain = DrainPage(service, departures, admit)
+    return [
+        *routes,
+        MarkedRoute(RESPONSES, responses, methods=["POST"]),
+        Route(RESUME, ResumePage(service, responses, departures), methods=["POST"]),
+        Route("/v1/admin/drain", drain.post, methods=["POST"]),
+    ]

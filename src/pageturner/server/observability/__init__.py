@@ -1,0 +1,1 @@
+"""Observability of the server: metrics, timings, the admin interface."""

@@ -1,0 +1,108 @@
+"""`/v1/live`: the batch while it is computed, for the page at `/`.
+
+Owns who may look and what is told: steps, requests and figures, and nothing of what was said. Must not know
+how the page draws them. While somebody asks the engine notes its steps (ledger.py); nobody asks, it does not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import islice
+from math import isfinite
+from typing import Any
+
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from pageturner.errors import ClientError
+from pageturner.ipc.ledger import NotedStep
+from pageturner.server.api.base import replies
+from pageturner.server.home import home
+from pageturner.server.observability.admin_state import MOST_NAME, place_of
+from pageturner.server.service import Service
+from pageturner.text.output_stream import OutputStream
+
+WATCHED_FOR = 3.0  # seconds behind each look for which the engine notes its steps
+MOST_REQUESTS = 256  # are told, the oldest first: as many as a noted step has rows
+LATELY = 60.0  # seconds of ended requests whose first tokens are counted
+MOST_NUMBER = 1 << 53
+
+
+class LivePage:
+    """admit: ClientError for a request without an admin key; asked where there are keys at all."""
+
+    def __init__(self, service: Service, admit: Callable[[HTTPRequest], None]) -> None:
+        self._service = service
+        self._admit = admit
+
+    async def live(self, request: HTTPRequest) -> Response:
+        service = self._service
+        if service.keys.needed or service.config.admin_key:
+            self._admit(request)
+        since = _number(request.query_params.get("since", "0"))
+        ledger, now = service.supervisor.process.ledger, time.monotonic()
+        ledger.watch(now + WATCHED_FOR)
+        return replies.json_response(
+            {
+                "epoch": service.supervisor.epoch,
+                "now_s": round(now, 4),
+                "steps": [_step(step) for step in ledger.noted(since)],
+                "requests": self._requests(now),
+                "unfinished": len(service.streams.unfinished),
+                "first_tokens_ms": [round(1000 * s, 1) for s in service.history.first_tokens(now - LATELY)],
+                "figures": self._figures(now),
+                "settings": service.live_settings.as_dict(),
+            }
+        )
+
+    def _requests(self, now: float) -> list[dict[str, Any]]:
+        service = self._service
+        given, in_step = service.supervisor.placed()
+        oldest = islice(service.streams.unfinished.items(), MOST_REQUESTS)
+        return [self._request(stream, place_of(id, given, in_step), now) for id, stream in oldest]
+
+    def _request(self, stream: OutputStream, place: str, now: float) -> dict[str, Any]:
+        request, times = stream.request, stream.times
+        name, tenant = self._service.history.owner(request.id)
+        return {
+            "id": request.id,
+            "request": name[:MOST_NAME],
+            "tenant": (tenant or request.tenant)[:MOST_NAME],
+            "choice": stream.choice,
+            "state": place,
+            "prompt_tokens": len(request.prompt),
+            "output_tokens": len(stream.tokens),
+            "cached_tokens": stream.cached,
+            "age_s": round(now - times.arrival, 3),
+            "ttft_s": round(times.first_at - times.arrival, 3) if times.first_at else None,
+        }
+
+    def _figures(self, now: float) -> dict[str, float]:
+        """The engine's own, and what is counted here: names as in `Stats`."""
+        service, metrics = self._service, self._service.metrics
+        ready = service.supervisor.ready
+        share, rate = metrics.goodput.last_minute(now)
+        figures = {name: value for name, value in metrics.engine.items() if isfinite(value)}
+        shares = metrics.utilisation.lately.shares(metrics.utilisation.limits)
+        figures |= {f"share_{resource}": value for resource, value in shares.items()}
+        figures |= {"goodput_share": share, "goodput_rate": rate}
+        return figures | {"block_size": float(ready.block_size if ready is not None else 0)}
+
+
+def page_routes(service: Service, admit: Callable[[HTTPRequest], None]) -> list[Route]:
+    """The page, and what it asks beside what every client does."""
+    return [Route("/", home), Route("/v1/live", LivePage(service, admit).live)]
+
+
+def _step(step: NotedStep) -> dict[str, Any]:
+    rows = [[id, n, int(prompt)] for id, n, prompt in step.rows]
+    ended = round(step.ended, 4) if isfinite(step.ended) else 0.0
+    return {"number": step.number, "begun_s": round(step.begun, 4), "ended_s": ended, "rows": rows}
+
+
+def _number(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or len(text) > 16 or int(text) > MOST_NUMBER:
+        raise ClientError(400, "invalid_value", "since is the number of a step: digits", "since")
+    return int(text)

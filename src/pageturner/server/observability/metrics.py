@@ -1,0 +1,287 @@
+"""What the server counts, and how Prometheus reads it: vLLM's names and buckets, and a few of our own.
+
+Owns the numbers and their names; counting one costs a bisection and two additions. Must not know HTTP or the
+engine's workings, nor how the text is written (prometheus.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import isfinite
+
+from pageturner.http.histogram import Histogram
+from pageturner.http.http_metrics import HttpMetrics
+from pageturner.http.prometheus import Exposition
+from pageturner.server.admission.goodput import Goodput
+from pageturner.server.observability import adapter_metrics, process_metrics, tier_metrics
+from pageturner.server.observability.adapter_metrics import AdapterFigures
+from pageturner.server.observability.request_phases import SECONDS, TOKENS, PhaseMetrics
+from pageturner.server.observability.utilisation import Utilisation
+from pageturner.telemetry.work import STEP_SIZES
+from pageturner.text.output_stream import OutputStream
+
+# vLLM's buckets (vllm/v1/metrics/buckets.py), in seconds
+TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
+        40.0, 80.0, 160.0, 640.0, 2560.0)  # fmt: skip
+ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+       80.0)  # fmt: skip
+# finer than theirs, for small models on a CPU: ours
+FINE_ITL = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0)
+
+# counters of the engine (channel.Stats) -> name and help; each restarts from zero with the engine process
+ENGINE_COUNTERS = {
+    "prompt_tokens": ("vllm:prompt_tokens", "Prompt tokens processed"),
+    "generated_tokens": ("vllm:generation_tokens", "Tokens generated"),
+    "cached_tokens": ("vllm:prompt_tokens_cached", "Prompt tokens taken from the prefix cache"),
+    "preemptions": ("vllm:num_preemptions", "Preemptions"),
+    "drafts": ("vllm:spec_decode_num_drafts", "Drafts that were verified"),
+    "draft_tokens": ("vllm:spec_decode_num_draft_tokens", "Tokens of drafts that were verified"),
+    "accepted_tokens": ("vllm:spec_decode_num_accepted_tokens", "Tokens of drafts that were right"),
+    "adapter_loads": ("pageturner:adapter_loads", "LoRA adapters read for requests"),
+    "adapter_evictions": ("pageturner:adapter_evictions", "LoRA adapters that had to leave memory"),
+    "steps": ("pageturner:steps", "Steps run"),
+    "step_tokens": ("pageturner:step_tokens", "Tokens computed in steps"),
+    "kv_blocks_taken_back": (
+        "pageturner:kv_blocks_taken_back",
+        "KV blocks taken back from an engine process that died",
+    ),
+    "session_turns_found": ("pageturner:session_turns_found", "Turns of sessions that found their KV"),
+    "session_turns_missed": ("pageturner:session_turns_missed", "Turns of sessions that did not"),
+    "session_blocks_given_up": (
+        "pageturner:session_blocks_given_up",
+        "KV blocks of sessions that were given up before their time",
+    ),
+    "recomputed_tokens": (
+        "pageturner:recomputed_tokens",
+        "Tokens computed again after preemption or a restart",
+    ),
+} | tier_metrics.COUNTERS
+MOST_FIGURES = 512  # of an engine
+MOST_CODES = 128  # of refusals, each a label of its own
+ACCEPTED_AT = "accepted_tokens_at_"  # and the position in the draft, from 0
+STEPS_OF = "steps_of_"  # and the number of the bucket of STEP_SIZES
+PLACES = (ACCEPTED_AT, STEPS_OF)
+
+
+@dataclass(slots=True)
+class Metrics:
+    """All numbers of one server. `engine`: the latest gauges; `counters`: sums over all engine processes."""
+
+    time_to_first_token: Histogram = field(default_factory=lambda: Histogram(TTFT))
+    inter_token: Histogram = field(default_factory=lambda: Histogram(ITL))
+    fine_inter_token: Histogram = field(default_factory=lambda: Histogram(FINE_ITL))
+    per_output_token: Histogram = field(default_factory=lambda: Histogram(ITL))
+    latency: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+    prompt_lengths: Histogram = field(default_factory=lambda: Histogram(TOKENS))
+    output_lengths: Histogram = field(default_factory=lambda: Histogram(TOKENS))
+    most_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
+    finished: Counter[str] = field(
+        default_factory=lambda: Counter({"stop": 0, "length": 0, "abort": 0, "error": 0})
+    )
+    rejected: Counter[str] = field(default_factory=lambda: Counter({"queue_full": 0}))
+    refused: Counter[str] = field(default_factory=Counter)  # of all that was refused, those too, by code
+    goodput: Goodput = field(default_factory=Goodput)
+    phases: PhaseMetrics = field(default_factory=PhaseMetrics)
+    http: HttpMetrics = field(default_factory=HttpMetrics)
+    cut_readers: int = 0
+    restarts: int = 0
+    strikes: int = 0
+    poisoned: int = 0
+    resumed: int = 0
+    engine: dict[str, float] = field(default_factory=dict)
+    counters: Counter[str] = field(default_factory=Counter)
+    utilisation: Utilisation = field(default_factory=Utilisation)
+    _last: dict[str, float] = field(default_factory=dict)
+
+    def ended(self, stream: OutputStream, now: float) -> None:
+        """One choice has ended, with an answer or an error. Where a stop string ended it, its account comes
+        later."""
+        count, times = len(stream.tokens), stream.times
+        self.finished[stream.finish or "error"] += 1
+        self.goodput.ended(stream, now)
+        self.latency.observe(now - times.arrival)
+        self.prompt_lengths.observe(len(stream.request.prompt))
+        self.output_lengths.observe(count)
+        self.most_tokens.observe(stream.request.params.max_tokens or 0)
+        self.phases.computed.observe(len(stream.request.prompt) - stream.cached)
+        self.phases.add_times(times)
+        if count > 1:
+            self.per_output_token.observe((times.last_at - times.first_at) / (count - 1))
+
+    def engine_stats(self, values: dict[str, float]) -> None:
+        """Take a Stats message: gauges as they are, counters by what they grew. ValueError for a figure that
+        is none."""
+        if not all(map(isfinite, values.values())) or len(values) > MOST_FIGURES:
+            raise ValueError("figures that are none")
+        for name, value in values.items():
+            known = name in ENGINE_COUNTERS or name in self.counters
+            if known or (name.startswith(PLACES) and len(self.counters) < MOST_FIGURES):
+                self.counters[name] += int(value - self._last.get(name, 0))
+                self._last[name] = value
+        self.engine = values
+        self.utilisation.add_stats(values)
+
+    def engine_lost(self) -> None:
+        """The engine process is gone: its gauges are void and the next one counts from zero."""
+        self.restarts += 1
+        self.engine, self._last = {}, {}
+        self.utilisation.engine_lost()
+
+    def refuse(self, code: str) -> None:
+        """One request was refused. Codes are stable and few; were there ever more, the rest is one."""
+        known = code in self.refused or len(self.refused) < MOST_CODES
+        self.refused[code if known else "other"] += 1
+
+    def tokens(self, gap: float) -> None:
+        """One more token, `gap` seconds after the one before it."""
+        self.inter_token.observe(gap)
+        self.fine_inter_token.observe(gap)
+
+
+def render(
+    metrics: Metrics,
+    model: str,
+    healthy: bool,
+    cache: dict[str, str],
+    keys: Mapping[str, tuple[int, int]] | None = None,
+    adapters: AdapterFigures | None = None,
+) -> bytes:
+    """The Prometheus text.
+
+    cache  labels of vllm:cache_config_info
+    keys   by number of a key: what it has open may cost, and what all of its requests have cost, in tokens
+    """
+    exposition = Exposition({"model_name": model, "engine": "0"})
+    _expose_engine(exposition, metrics, cache)
+    _expose_requests(exposition, metrics)
+    exposition.gauge("pageturner:engine_up", "1 while the engine process is there and moves", float(healthy))
+    if healthy:  # else vLLM's board is to say that it is down, and not that it sleeps
+        states = {"awake": 1.0, "weights_offloaded": 0.0, "discard_all": 0.0}
+        exposition.gauges("vllm:engine_sleep_state", "1 for what it does", ("sleep_state",), states)
+    exposition.counter("pageturner:engine_restarts", "Engine processes lost", metrics.restarts)
+    exposition.counter(
+        "pageturner:engine_strikes", "Ends of the engine held against a request it computed", metrics.strikes
+    )
+    exposition.counter("pageturner:poisoned_requests", "Requests found to kill the engine", metrics.poisoned)
+    exposition.counter(
+        "pageturner:resumed_streams", "Streams taken up again after a restart", metrics.resumed
+    )
+    help = "Answers cut off because their clients read too slowly"
+    cut = metrics.cut_readers + metrics.rejected["client_too_slow"]  # by their tokens, and by their bytes
+    exposition.counter("pageturner:cut_readers", help, cut)
+    keys = keys or {}
+    help = "Tokens that what each key has open may cost"
+    exposition.gauges("pageturner:key_open_cost", help, ("key",), {key: one[0] for key, one in keys.items()})
+    help = "Tokens that the requests of each key were charged, less what was given back"
+    exposition.gauges("pageturner:key_cost", help, ("key",), {key: one[1] for key, one in keys.items()})
+    if adapters is not None:
+        adapter_metrics.expose(exposition, adapters, metrics.engine)
+    tier_metrics.expose(exposition, metrics.engine)
+    metrics.utilisation.expose(exposition)
+    metrics.phases.expose(exposition)
+    for name, help, histogram in _histograms(metrics):
+        exposition.histogram(name, help, histogram.cumulative(), histogram.sum)
+    return exposition.text() + metrics.http.text() + process_metrics.text()
+
+
+def _expose_engine(exposition: Exposition, metrics: Metrics, cache: dict[str, str]) -> None:
+    """What the engine says of itself, and what follows from it."""
+    engine, counters = metrics.engine, metrics.counters
+    exposition.gauge("vllm:num_requests_running", "Requests running", engine.get("running", 0))
+    exposition.gauge("vllm:num_requests_waiting", "Requests waiting", engine.get("waiting", 0))
+    deferred = engine.get("deferred", 0)
+    reasons = {"capacity": engine.get("waiting", 0) - deferred, "deferred": deferred}
+    help = "Requests waiting: for a place, or for a grammar, an adapter or KV"
+    exposition.gauges("vllm:num_requests_waiting_by_reason", help, ("reason",), reasons)
+    kinds = ("blocks", "recent_blocks")  # the second only where layers have a window
+    usage = max(engine.get(f"{kind}_used", 0) / (engine.get(f"{kind}_total", 0) or 1) for kind in kinds)
+    exposition.gauge("vllm:kv_cache_usage_perc", "KV blocks in use, 0 to 1, of the scarcer kind", usage)
+    exposition.gauge("vllm:gpu_cache_usage_perc", "The same, by vLLM's name of 2025", usage)
+    help = "Tokens that the engine has yet to compute: prompts, and answers by their predicted lengths"
+    exposition.gauge("pageturner:predicted_tokens", help, engine.get("backlog_tokens", 0))
+    help = "Predicted tokens of one answer, of those under way"
+    exposition.gauge("pageturner:predicted_answer_tokens", help, engine.get("backlog_answer", 0))
+    states = ("reserved", "used", "wasted", "saved", "contiguous")
+    kv = {state: engine.get(f"kv_{state}", 0) for state in states}
+    exposition.gauges("pageturner:kv_tokens", "KV memory of who runs, in tokens", ("state",), kv)
+    for name, help in (("sessions", "Sessions"), ("session_blocks", "KV blocks that sessions keep")):
+        exposition.gauge(f"pageturner:{name}", help, engine.get(name, 0))
+    exposition.info("vllm:cache_config_info", "KV cache settings", {**cache, "engine": "0"})
+    for key, (name, help) in ENGINE_COUNTERS.items():
+        exposition.counter(name, help, counters[key])
+    places = {key.removeprefix(ACCEPTED_AT): n for key, n in counters.items() if key.startswith(ACCEPTED_AT)}
+    name, help = "vllm:spec_decode_num_accepted_tokens_per_pos", "Drafts whose token at this place was right"
+    exposition.counters(name, help, ("position",), places)
+    queries, hits = counters["prompt_tokens"], counters["cached_tokens"]
+    exposition.counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache", queries)
+    exposition.counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache", hits)
+    steps = Histogram(tuple(map(float, STEP_SIZES)))
+    steps.counts = [counters[f"{STEPS_OF}{i}"] for i in range(len(STEP_SIZES) + 1)]
+    help, tokens = "Tokens computed in a step", float(counters["step_tokens"])
+    exposition.histogram("vllm:iteration_tokens_total", help, steps.cumulative(), tokens)
+    block_size = int(cache.get("block_size", 1))
+    sent = min(hits, counters["kv_received_blocks"] * block_size)  # they are found in the cache then
+    sources = {"local_compute": queries - hits, "local_cache_hit": hits - sent, "external_kv_transfer": sent}
+    help = "Prompt tokens: computed, cached, and computed by another engine"
+    exposition.counters("vllm:prompt_tokens_by_source", help, ("source",), sources)
+    _expose_other_caches(exposition, counters, block_size)
+
+
+def _expose_other_caches(exposition: Exposition, counters: Counter[str], block_size: int) -> None:
+    """Of the tiers below the KV cache, and of images, which vLLM's dashboards ask for."""
+    hits = (counters["kv_host_hits"] + counters["kv_file_hits"]) * block_size
+    queries = hits + counters["kv_tier_misses"] * block_size
+    for name, help, value in (
+        ("external_prefix_cache_queries", "Prompt tokens looked up in host memory and file", queries),
+        ("external_prefix_cache_hits", "Prompt tokens found there", hits),
+        ("mm_cache_queries", "Images looked up: none are taken", 0),
+        ("mm_cache_hits", "Images found: none are taken", 0),
+    ):
+        exposition.counter(f"vllm:{name}", help, value)
+
+
+def _expose_requests(exposition: Exposition, metrics: Metrics) -> None:
+    """How requests ended, and whether their targets were met."""
+    label = ("finished_reason",)
+    exposition.counters("vllm:request_success", "Requests finished", label, metrics.finished)
+    exposition.counters("vllm:admission_rejections", "Requests refused", ("reason",), metrics.rejected)
+    help = "Requests refused, whether they may be sent again or not, by the reason of the error"
+    exposition.counters("pageturner:refusals", help, ("reason",), metrics.refused)
+    help = "Requests that carried targets, by target (all: all of theirs) and outcome"
+    outcomes = metrics.goodput.outcomes
+    exposition.counters("pageturner:target_outcomes", help, ("target", "outcome"), outcomes)
+    share, rate = metrics.goodput.last_minute(time.monotonic())
+    engine = metrics.engine
+    for name, help, value in (
+        ("goodput_ratio", "Share of the last minute's requests with targets that met all of theirs", share),
+        ("goodput_requests_per_second", "Requests a second that met them, in the last minute", rate),
+        ("ttft_forecasts", "Requests let in upon a forecast of their TTFT", engine.get("ttft_forecasts", 0)),
+        ("ttft_forecast_later", "Share of them later than foretold", engine.get("ttft_forecast_later", 0)),
+        (
+            "ttft_forecast_log_error",
+            "Mean |ln(true / foretold TTFT)|",
+            engine.get("ttft_forecast_log_error", 0),
+        ),
+    ):
+        exposition.gauge(f"pageturner:{name}", help, value)
+
+
+def _histograms(metrics: Metrics) -> list[tuple[str, str, Histogram]]:
+    return [
+        ("vllm:time_to_first_token_seconds", "Time to first token", metrics.time_to_first_token),
+        ("vllm:inter_token_latency_seconds", "Gap between two tokens", metrics.inter_token),
+        ("vllm:time_per_output_token_seconds", "The same, by vLLM's name of 2025", metrics.inter_token),
+        ("pageturner:inter_token_latency_fine_seconds", "The same, finer", metrics.fine_inter_token),
+        (
+            "vllm:request_time_per_output_token_seconds",
+            "Mean gap of a request",
+            metrics.per_output_token,
+        ),
+        ("vllm:e2e_request_latency_seconds", "Arrival to last token", metrics.latency),
+        ("vllm:request_prompt_tokens", "Prompt tokens of a request", metrics.prompt_lengths),
+        ("vllm:request_generation_tokens", "Output tokens of a request", metrics.output_lengths),
+        ("vllm:request_params_max_tokens", "max_tokens of a request", metrics.most_tokens),
+    ]

@@ -1,0 +1,123 @@
+"""The phases of requests that ended, by vLLM's names, and the seconds of all of them by cause.
+
+Owns how the account of a request becomes queue, prefill and decode. Must not know who measured it
+(telemetry/latency_breakdown.py), nor how Prometheus is written.
+
+    queue      from the hand-over to the engine until the first step that computed something of it
+    prefill    from there until its first token
+    decode     from the first token until the last one
+    inference  prefill and decode
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from pageturner.http.histogram import Histogram
+from pageturner.http.prometheus import Exposition
+from pageturner.text.output_stream import OutputStream, StreamTimes
+
+# vLLM's buckets for all that is counted in seconds of a request
+SECONDS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
+           480.0, 960.0, 1920.0, 7680.0)  # fmt: skip
+CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
+TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+COMPUTING = frozenset(["prefill", "recompute", "decode", "stalled"])  # spans in which it is in a step
+MOST_CAUSES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPhases:
+    """Moments of one choice, in seconds of one clock. scheduled_at: the first step that computed something of
+    it; first_at and last_at: its tokens, both scheduled_at where there were none."""
+
+    queued_at: float
+    scheduled_at: float
+    first_at: float
+    last_at: float
+
+    @property
+    def queue(self) -> float:
+        return self.scheduled_at - self.queued_at
+
+    @property
+    def prefill(self) -> float:
+        return self.first_at - self.scheduled_at
+
+    @property
+    def decode(self) -> float:
+        return self.last_at - self.first_at
+
+
+def phases_of(times: StreamTimes) -> RequestPhases | None:
+    """None where the engine told nothing of it. One that never ran has spent all of its time in the queue.
+    After a restart the account is that of the last engine: its first step may lie behind the first token,
+    which is then taken for the end of the queue."""
+    timings = times.timings
+    if timings is None:
+        return None
+    began = next((start for start, _, what, _ in timings.spans if what in COMPUTING), timings.until)
+    if times.first_at:
+        began = min(began, times.first_at)
+    began = max(began, times.submitted_at)
+    first = max(times.first_at, began)
+    return RequestPhases(times.submitted_at, began, first, max(times.last_at, first))
+
+
+@dataclass(slots=True)
+class PhaseMetrics:
+    """seconds_by_part: of all choices that ended, by the parts of `Timings`; choices: of each request;
+    longest: tokens of its longest choice."""
+
+    queue: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+    prefill: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+    decode: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+    inference: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+    computed: Histogram = field(default_factory=lambda: Histogram(TOKENS))
+    choices: Histogram = field(default_factory=lambda: Histogram(CHOICES))
+    longest: Histogram = field(default_factory=lambda: Histogram(TOKENS))
+    seconds_by_part: dict[str, float] = field(default_factory=dict)
+
+    def add_times(self, times: StreamTimes) -> None:
+        """One choice has ended, and its account is known."""
+        phases = phases_of(times)
+        if phases is None or times.timings is None:
+            return
+        self.queue.observe(phases.queue)
+        self.prefill.observe(phases.prefill)
+        self.decode.observe(phases.decode)
+        self.inference.observe(phases.prefill + phases.decode)
+        for part, seconds in times.timings.parts.items():
+            known = part in self.seconds_by_part or len(self.seconds_by_part) < MOST_CAUSES
+            part = part if known else "other"
+            self.seconds_by_part[part] = self.seconds_by_part.get(part, 0.0) + seconds
+
+    def add_request(self, streams: Iterable[OutputStream]) -> None:
+        """A request with these choices, of one prompt or several, has been answered."""
+        groups: dict[int, list[int]] = {}
+        for stream in streams:
+            first = stream.request.id if stream.request.parent is None else stream.request.parent
+            groups.setdefault(first, []).append(len(stream.tokens))
+        for lengths in groups.values():
+            self.choices.observe(len(lengths))
+            self.longest.observe(max(lengths))
+
+    def expose(self, exposition: Exposition) -> None:
+        """Add all of it."""
+        for name, help, histogram in (
+            ("request_queue_time_seconds", "Hand-over to the engine to the first step", self.queue),
+            ("request_prefill_time_seconds", "First step to first token", self.prefill),
+            ("request_decode_time_seconds", "First token to last token", self.decode),
+            ("request_inference_time_seconds", "First step to last token", self.inference),
+            (
+                "request_prefill_kv_computed_tokens",
+                "Prompt tokens of a request that no cache gave",
+                self.computed,
+            ),
+            ("request_params_n", "Choices that a request asks for", self.choices),
+            ("request_max_num_generation_tokens", "Tokens of the longest choice of a request", self.longest),
+        ):
+            exposition.histogram(f"vllm:{name}", help, histogram.cumulative(), histogram.sum)
+        help = "Seconds of requests that ended, by cause: the parts of their timings, all choices together"
+        exposition.counters("pageturner:request_seconds", help, ("part",), self.seconds_by_part)

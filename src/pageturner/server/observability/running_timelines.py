@@ -1,0 +1,82 @@
+"""Where the time of a request went so far, while it is under way, and who was in its way.
+
+Owns how the engine is asked for an account that is not closed, and what is told where none comes. It is asked
+over the ledger, and answers with its next figures, which come four times a second: so whoever looks costs it
+one copy of an account in each of them, and who does not look nothing. Must not know who measures what
+(telemetry/latency_breakdown.py), nor the timelines of what has ended (timings.py).
+
+    held             no engine has it yet: there is none, or suspects of a crash are tried first
+    step_under_way   the engine has it, and has not come to it since: the step that runs is in its way
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from typing import Any
+
+from pageturner.request import Timings
+from pageturner.server.engine_client.open_streams import OpenStreams
+from pageturner.server.engine_client.supervisor import Supervisor
+from pageturner.server.observability.admin_state import place_of
+from pageturner.server.observability.timings import RequestHistory, RequestName, timeline
+from pageturner.text.output_stream import OutputStream
+
+ASKED_FOR = 2.0  # seconds behind each look for which the engine tells the account
+PATIENCE = 1.0  # seconds that a look waits for the first one
+TICK = 0.02
+MOST_CHOICES = 8  # of what has one name are told: as many as the ledger asks for
+MOST_BEHIND = 8
+
+
+class RunningTimelines:
+    """Of one server."""
+
+    def __init__(self, supervisor: Supervisor, streams: OpenStreams, history: RequestHistory) -> None:
+        self._supervisor, self._streams, self._history = supervisor, streams, history
+
+    async def find(self, name: str, tenant: str) -> list[dict[str, Any]]:
+        """The timelines of what is under way by this name and is this tenant's, the oldest first."""
+        found = [
+            stream
+            for id, stream in self._streams.unfinished.items()
+            if self._history.owner(id) == (name, tenant)
+        ][:MOST_CHOICES]
+        now = time.monotonic()
+        for stream in found:
+            self._supervisor.process.ledger.ask(stream.request.id, now + ASKED_FOR)
+        while time.monotonic() < now + PATIENCE and any(map(self._awaited, found)):
+            await asyncio.sleep(TICK)
+        names = self._history.names(tenant)
+        return [self._told(stream, names) for stream in found if not stream.done]
+
+    def _awaited(self, stream: OutputStream) -> bool:
+        return not stream.done and stream.request.id not in self._streams.accounts
+
+    def _told(self, stream: OutputStream, name: RequestName) -> dict[str, Any]:
+        """As `timeline` has it, up to the engine's last word: `so_far_ms` since it came."""
+        id, times = stream.request.id, stream.times
+        given, in_step = self._supervisor.placed()
+        account = self._streams.accounts.get(id)
+        timings = account or self._unheard(stream, id in given)
+        times = replace(times, timings=timings, submitted_at=times.submitted_at or timings.received)
+        told = timeline(stream.choice, times, timings, timings.until, name)
+        told["so_far_ms"] = told.pop("e2e_ms")
+        told["parts_ms"] = {part: value for part, value in told["parts_ms"].items() if value}
+        told["spans"] = [span for span in told["spans"] if span["what"] != "delivery"]
+        state = place_of(id, given, in_step)
+        if (
+            state == "waiting" and not told["behind"]
+        ):  # no single one is to blame: those that are computed now
+            part, others = told["spans"][-1]["what"], [name(other) for other in sorted(in_step)]
+            told["behind"] = [{"request": one, "part": part, "ms": None} for one in others[:MOST_BEHIND]]
+        return told | {"unfinished": True, "state": state}
+
+    def _unheard(self, stream: OutputStream, given: bool) -> Timings:
+        """What is known of one of which the engine has said nothing."""
+        now, times = time.monotonic(), stream.times
+        if given:
+            return Timings(now, now, {}, (), ())
+        since = times.submitted_at or times.arrival
+        return Timings(since, now, {"held": now - since}, ((since, now, "held", 0),), ())

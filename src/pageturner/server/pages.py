@@ -1,0 +1,118 @@
+"""The small endpoints that a server answers at once: health, models, metrics, tokens of a text.
+
+Owns their fields and what they say. Must not know how anything is generated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import Response
+
+import pageturner
+from pageturner.errors import ClientError
+from pageturner.http.prometheus import MEDIA_TYPE
+from pageturner.http.receiving import read_body
+from pageturner.server.admission.metered import metered
+from pageturner.server.api.base import replies
+from pageturner.server.api.base.body import RequestBody
+from pageturner.server.api.base.call import check_model
+from pageturner.server.observability import metrics
+from pageturner.server.observability.adapter_metrics import AdapterFigures
+from pageturner.server.service import Service
+
+
+def predicted_load(engine: Mapping[str, float], active: int) -> dict[str, float]:
+    """What routers count a server by: tokens that it has yet to compute, and those of one answer, predicted
+    by its engine. {} where the engine has said nothing yet. active: answers under way, some of them so new
+    that the engine's last figures do not have them."""
+    if "backlog_tokens" not in engine:
+        return {}
+    answer, known = engine.get("backlog_answer", 0.0), engine["backlog_sequences"]
+    tokens = engine["backlog_tokens"]
+    each = tokens / known if known else answer
+    return {"predicted_tokens": round(tokens + each * max(0.0, active - known)), "answer_tokens": answer}
+
+
+class ServerPages:
+    """The endpoints that answer at once."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def health(self, _: HTTPRequest) -> Response:
+        if self._service.healthy:
+            return replies.json_response({"status": "ok"})
+        self._service.check_open()
+        self._service.served()
+        if trouble := self._service.supervisor.crash_loop:
+            raise ClientError(503, "crash_loop", trouble)
+        raise ClientError(503, "no_engine", "the engine is not there: it is being restarted, or it is stuck")
+
+    async def ping(self, _: HTTPRequest) -> Response:
+        return Response()
+
+    async def version(self, _: HTTPRequest) -> Response:
+        return replies.json_response({"version": pageturner.__version__})
+
+    async def load(self, _: HTTPRequest) -> Response:
+        service = self._service
+        told = {"server_load": service.active, "role": service.live_settings.config.role}
+        return replies.json_response(told | predicted_load(service.metrics.engine, service.active))
+
+    async def models(self, _: HTTPRequest) -> Response:
+        adapters = [entry.name for entry in self._service.adapters if entry.digest]
+        models = [self._model(name) for name in (*self._service.names, *adapters)]
+        return replies.json_response({"object": "list", "data": models})
+
+    async def model(self, request: HTTPRequest) -> Response:
+        """One of them. Names may have slashes, as on the hub."""
+        name = request.path_params["id"].rstrip("/")
+        if not name:
+            return await self.models(request)
+        check_model(RequestBody(model=name), self._service.served())
+        return replies.json_response(self._model(name))
+
+    def _model(self, name: str) -> dict[str, Any]:
+        service, ready = self._service, self._service.supervisor.ready
+        adapter = service.adapters.find(name)
+        return {
+            "id": name,
+            "object": "model",
+            "created": service.created if adapter is None else adapter.created,
+            "owned_by": "pageturner",
+            "root": service.model if adapter is None else adapter.path,
+            "parent": None if adapter is None else service.model,
+            "max_model_len": None if ready is None else ready.max_model_len,
+            "permission": [],
+        }
+
+    async def metrics(self, _: HTTPRequest) -> Response:
+        service, ready = self._service, self._service.supervisor.ready
+        cache = {"block_size": "0", "num_gpu_blocks": "0"}
+        if ready is not None:
+            cache = {"block_size": str(ready.block_size), "num_gpu_blocks": str(ready.num_blocks)}
+        costs = service.key_costs()
+        told = (service.adapters.figures(), service.adapters.at_work())
+        most = service.live_settings.config.max_loras
+        adapters = AdapterFigures(most, *told)
+        text = metrics.render(service.metrics, service.model, service.healthy, cache, costs, adapters)
+        return Response(text, media_type=MEDIA_TYPE)
+
+    async def tokenize(self, request: HTTPRequest) -> Response:
+        return await self._page("tokenize", request)
+
+    async def detokenize(self, request: HTTPRequest) -> Response:
+        return await self._page("detokenize", request)
+
+    async def count_tokens(self, request: HTTPRequest) -> Response:
+        return await self._page("count_tokens", request)
+
+    async def _page(self, name: str, request: HTTPRequest) -> Response:
+        service, served = self._service, self._service.served()
+        with metered(service.quota, request.scope, request.receive) as (_, receive):
+            raw = await read_body(receive, service.config.max_body_size)
+            content = await service.reader.page(name, raw, served, request.scope, receive)
+        return Response(content, media_type="application/json")

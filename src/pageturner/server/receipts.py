@@ -1,0 +1,145 @@
+"""The receipts of a server's answers: who asks for one gets it at the end of the answer.
+
+Owns when the model is hashed, with which key receipts are signed, and how a call and its streams become a
+receipt. Must not know the form of one (text/receipt.py) nor how answers are sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pageturner.errors import ClientError, EngineFault
+from pageturner.formats.model_hash import model_hash, model_marks
+from pageturner.http.memory_reserve import out_of_memory
+from pageturner.server.api.base.call import Call
+from pageturner.text import receipt as form
+from pageturner.text.output_stream import OutputStream
+from pageturner.text.receipt import Receipt, ReceiptInput
+
+T = TypeVar("T")
+
+MUCH = 1 << 14  # as `size_of` counts; more is hashed in a thread, so that streams do not wait for it
+CHOICE = 1 << 10  # what a choice counts beside its tokens
+
+
+class Receipts:
+    """Makes them. The model is hashed when the first one is asked for, by a thread of its own: no start waits
+    for it, and no end of the server does.
+
+    model        where the model lies; key: signs receipts, empty: they are not signed
+    fingerprint  asked for that of the present engine
+    """
+
+    def __init__(self, model: Path, key: bytes, fingerprint: Callable[[], str]) -> None:
+        self._model = model
+        self._key = key
+        self._fingerprint = fingerprint
+        self._marks = model_marks(model)
+        self._hash: asyncio.Future[str] | None = None
+
+    def hashed(self) -> asyncio.Future[str]:
+        """The hash of the model, sooner or later; the first to ask has it computed. ClientError 409 as of
+        `write`."""
+        self._check()
+        if self._hash is None or (self._hash.done() and self._hash.exception() is not None):
+            self._hash = _in_thread(lambda: model_hash(self._model) if self._marks else "")
+        return self._hash
+
+    async def write(self, call: Call, about: Mapping[str, Any], streams: Sequence[OutputStream]) -> Receipt:
+        """The receipt of an answer. streams: those of the choices that the client gets, which have ended;
+        about: id, object, created, model and fingerprint of the answer. ClientError where nobody can say what
+        made it: 409 model_changed, 409 engine_changed, 503 model_unreadable."""
+        hashed = self.hashed()
+        await asyncio.wait({hashed})
+        self._check()
+        if about["fingerprint"] != self._fingerprint():
+            message = "the engine was started again with other kernels while this answer was made: ask again"
+            raise ClientError(409, "engine_changed", message)
+        try:
+            written = (call, about, streams, hashed.result(), self._key)
+        except EngineFault as fault:
+            raise ClientError(503, fault.code, fault.message) from None
+        large = size_of(call, streams) > MUCH
+        return await _in_thread(lambda: receipt_of(*written)) if large else receipt_of(*written)
+
+    def _check(self) -> None:
+        """An engine that was started again may have loaded other files than the first one."""
+        if model_marks(self._model) != self._marks:
+            message = "the model's files were changed while they were served, so no receipt can name them:"
+            raise ClientError(409, "model_changed", f"{message} the server must be started anew")
+
+
+def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+    """What `work` returns or raises, by a thread of its own that holds up nobody, not even the end."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(found: T | None, error: Exception | None) -> None:
+        if future.done():  # nobody wants it any more
+            return
+        if error is None:
+            future.set_result(found)  # type: ignore[arg-type]
+        else:
+            future.set_exception(error)
+            future.exception()  # whoever waited has been told; nobody else has to be
+
+    def run() -> None:
+        found, error = None, None
+        try:
+            found = work()
+        except Exception as raised:
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
+            loop.call_soon_threadsafe(settle, found, error)
+
+    try:
+        threading.Thread(target=run, daemon=True).start()
+    except RuntimeError:  # there is no memory for it
+        raise out_of_memory() from None
+    return future
+
+
+def size_of(call: Call, streams: Sequence[OutputStream]) -> int:
+    """Roughly how many tokens would take as long to hash as the receipt of this answer."""
+    params = call.params[0]
+    lists = (params.stop_ids, params.force_ids, params.allowed_token_ids or (), params.logit_bias or ())
+    size = sum(map(len, lists)) + sum(map(len, params.bad_words_token_ids))
+    size += sum(map(len, params.stop)) + len(params.structured_outputs or "")
+    return size + sum(len(one.request.prompt) + len(one.tokens) + CHOICE for one in streams)
+
+
+def receipt_of(
+    call: Call, about: Mapping[str, Any], streams: Sequence[OutputStream], hash: str, key: bytes
+) -> Receipt:
+    """What `Receipts.write` returns; hash: of the model."""
+    body, prompts = call.body, range(0, len(call.prompts), call.made)
+    choices = [
+        form.choice_of(index, index // call.kept, stream.tokens, stream.finish or "")
+        for index, stream in enumerate(streams)
+    ]
+    return form.sealed(
+        Receipt(
+            version=form.VERSION,
+            **about,
+            model_hash=hash,
+            adapter=streams[0].request.adapter,
+            input=ReceiptInput(
+                add_special_tokens=body.add_special_tokens,
+                add_generation_prompt=body.add_generation_prompt is not False,
+                skip_special_tokens=body.skip_special_tokens is not False,
+                echo=bool(call.echoes),
+            ),
+            params=form.params_of(call.params[0], call.kept, call.made),
+            prompts=tuple(
+                form.prompt_of(call.prompts[i], 0 if call.only_echoes else call.params[i].max_tokens or 0)
+                for i in prompts
+            ),
+            choices=tuple(choices),
+        ),
+        key,
+    )

@@ -1,0 +1,432 @@
+"""`pageturner serve`: from flags to a listening server, and from a signal to a clean end.
+
+Owns the API process: port, engine, event loop, signals, exit code. The engine process is started before
+anything that only the server needs is imported: both load at the same time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pageturner import logs
+from pageturner.config import settings as configuration
+from pageturner.config.settings import Config, EngineConfig, ServerConfig
+from pageturner.errors import EngineFault
+from pageturner.garbage import Collector
+from pageturner.http import lifecycle
+from pageturner.http.api_keys import KeyRing
+from pageturner.server.engine_client.process import EngineProcess, engine_command
+from pageturner.text.receipt_key import VARIABLE, read_key
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from starlette.applications import Starlette
+    from starlette.types import ASGIApp
+
+    from pageturner.formats.generation_config import GenerationDefaults
+    from pageturner.formats.tokenizer import Tokenizer
+    from pageturner.http.memory_reserve import MemoryReserve
+    from pageturner.http.tls import Certificates
+    from pageturner.http.tracing import Traces
+    from pageturner.server.service import Service
+    from pageturner.server.text_workers.text_jobs import PrefixBody
+    from pageturner.server.text_workers.text_pool import TextPool
+    from pageturner.text.chat_template import ChatTemplate
+
+QUESTION = "What does HTTP stand for?"  # even very small models know it
+FLUSH_SECONDS = 1.0  # for the last bytes of answers, at the end
+LAST_WORDS = "the server shut down before the answer was complete"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `pageturner serve`."""
+    parser.add_argument(
+        "model",
+        nargs="?",
+        help="a GGUF file, a Hugging Face folder, its id on the hub, or an alias (default: smollm2)",
+    )
+    parser.add_argument("--config", metavar="FILE", help="TOML file with the tables [engine] and [server]")
+    configuration.add_flags(parser, "engine", "server", leave_out=("model",))
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Serve until told to stop. Returns the exit code."""
+    flags = configuration.from_flags(arguments)
+    if arguments.model is not None:
+        flags["engine"]["model"] = arguments.model
+    settings = configuration.load(arguments.config, flags)
+    from pageturner.formats import hub
+
+    logs.to_stderr(settings.server.log_level, settings.server.log_format)
+    model = hub.resolve(settings.engine.model)
+    engine = replace(settings.engine, model=str(model.path))
+    return serve(Config(engine, settings.server), model.name, lambda: load_texts(engine))
+
+
+def names_of(given: str, own: str) -> tuple[str, ...]:
+    """The names of a model: those of --served-model-name, else its own. EngineFault where one is empty."""
+    if not given:
+        return (own,)
+    names = tuple(name.strip() for name in given.split(","))
+    if not all(names):
+        raise EngineFault("bad_setting", f"--served-model-name {given!r}: a name between commas is empty")
+    return tuple(dict.fromkeys(names))
+
+
+def listed_adapters(text: str) -> list[tuple[str, str]]:
+    """Name and path of the adapters of --lora. EngineFault('bad_setting')."""
+    found: dict[str, str] = {}
+    for one in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, path = one.partition("=")
+        if not (name and equals and path):
+            raise EngineFault("bad_setting", f"--lora {one!r}: it is NAME=PATH")
+        if name in found:
+            raise EngineFault("bad_setting", f"--lora: the name {name!r} is there twice")
+        found[name] = path
+    return list(found.items())
+
+
+def load_texts(config: EngineConfig) -> tuple[Tokenizer, GenerationDefaults]:
+    from pageturner.formats.load_tokenizer import load_with_defaults
+
+    return load_with_defaults(config.model, config.generation_config, config.load_format)
+
+
+def serve(
+    settings: Config,
+    name: str,
+    load: Callable[[], tuple[Tokenizer, GenerationDefaults]],
+    command: Callable[[EngineConfig], list[str]] = engine_command,
+) -> int:
+    """Bind, start the engine, serve.
+
+    name     of the model, where --served-model-name says no other
+    load     gives the tokenizer and the sampling defaults
+    command  how the engine is started
+    """
+    started = time.monotonic()
+    logs.to_stderr(settings.server.log_level, settings.server.log_format)
+    given = settings.server.api_key_file
+    listed = settings.server.api_key or ("" if given else os.environ.get("PAGETURNER_API_KEY", ""))
+    api_keys = KeyRing(listed, given)
+    signing = settings.server.receipt_key_file
+    receipt_key = read_key(signing, "" if signing else os.environ.get(VARIABLE, ""))
+    if not settings.server.admin_key:
+        admin = replace(settings.server, admin_key=os.environ.get("PAGETURNER_ADMIN_KEY", ""))
+        settings = Config(settings.engine, admin)
+    names = names_of(settings.server.served_model_name, name)
+    if settings.server.otlp_traces_endpoint:
+        from pageturner.http.tracing import check_endpoint
+
+        check_endpoint(settings.server.otlp_traces_endpoint)
+    for adapter, path in listed_adapters(settings.server.lora):  # refused before anything begins
+        if not Path(path).is_dir():
+            message = (
+                f"--lora {adapter}: {path} is no folder: an adapter is a folder with adapter_config.json"
+            )
+            raise EngineFault("bad_setting", message)
+    certificates = None
+    if settings.server.ssl_certfile or settings.server.ssl_keyfile:
+        from pageturner.http.tls import certificates_of
+
+        certificates = certificates_of(settings.server)
+    listener = lifecycle.bind(settings.server.host, settings.server.port)
+    # the API bounds its queue itself; after a restart the engine gets all unfinished requests at once
+    most = settings.engine.max_queue + settings.engine.max_num_seqs
+    start = command(replace(settings.engine, max_queue=most))
+    process = EngineProcess(start)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until there is something to drain
+    try:
+        return _serve(
+            settings, names, load,
+            command=start, process=process, listener=listener, started=started, api_keys=api_keys,
+            receipt_key=receipt_key, certificates=certificates,
+        )  # fmt: skip
+    except BaseException:
+        process.kill()
+        raise
+
+
+def _serve(
+    settings: Config,
+    names: tuple[str, ...],
+    load: Callable[[], tuple[Tokenizer, GenerationDefaults]],
+    *,
+    command: list[str],
+    process: EngineProcess,
+    listener: socket.socket,
+    started: float,
+    api_keys: KeyRing,
+    receipt_key: bytes,
+    certificates: Certificates | None,
+) -> int:
+    from pageturner.server.prefixes import read_preload_file
+
+    logging.getLogger("pageturner").info("loading %s: the next line comes when it is ready", names[0])
+    lifecycle.give_large_blocks_back()
+    preloaded = read_preload_file(Path(settings.server.preload)) if settings.server.preload else []
+    service, pool = assemble(
+        settings, names, load, command=command, process=process, api_keys=api_keys, receipt_key=receipt_key
+    )
+    return lifecycle.run(
+        _main(service, pool, listener, started, preloaded, certificates), service.memory.give_up
+    )
+
+
+def assemble(
+    settings: Config,
+    names: tuple[str, ...],
+    load: Callable[[], tuple[Tokenizer, GenerationDefaults]],
+    *,
+    command: list[str],
+    process: EngineProcess,
+    api_keys: KeyRing,
+    receipt_key: bytes = b"",
+    alone: bool = True,
+) -> tuple[Service, TextPool]:
+    """All parts of a server but what listens, for an engine process that was just started. It forks: call it
+    before the event loop runs, unless this process has others too (not `alone`)."""
+    import gc
+
+    from pageturner.http.memory_reserve import MemoryReserve
+    from pageturner.server.admission.limits import OPEN_REQUESTS
+    from pageturner.server.admission.quota import Quota
+    from pageturner.server.engine_client.open_streams import OpenStreams
+    from pageturner.server.engine_client.supervisor import Supervisor
+    from pageturner.server.observability.admin import LiveSettings
+    from pageturner.server.observability.metrics import Metrics
+    from pageturner.server.receipts import Receipts
+    from pageturner.server.service import Service
+    from pageturner.server.text_workers.reading import TextReader
+
+    tokenizer, generation = load()
+    template = _chat_template(tokenizer, settings.server)
+    metrics, memory = Metrics(), MemoryReserve()
+    most_entries = OPEN_REQUESTS * settings.server.max_logit_entries_per_request
+    most = settings.engine.max_queue + settings.engine.max_num_seqs
+    streams = OpenStreams(metrics, most, most_entries=most_entries)
+    supervisor = Supervisor(
+        process, command, streams, metrics, memory,
+        timeout=settings.server.engine_timeout, max_restarts=settings.server.max_restarts,
+    )  # fmt: skip
+    if alone:
+        gc.freeze()  # what start-up left behind lives for ever: never walk it again
+    pool = _text_pool(names, tokenizer, template, generation, settings.server, memory)
+    service = Service(
+        config=settings.server,
+        model=names[0],
+        aliases=names[1:],
+        tokenizer=tokenizer,
+        template=template,
+        reader=TextReader(pool, settings.server.max_body_size),
+        supervisor=supervisor,
+        streams=streams,
+        metrics=metrics,
+        memory=memory,
+        generation=generation,
+        keys=api_keys,
+        live_settings=LiveSettings(supervisor, streams, settings.engine),
+        receipts=Receipts(Path(settings.engine.model), receipt_key, lambda: supervisor.fingerprint),
+        quota=Quota(settings.engine.max_queue, settings.engine.slots),
+    )
+    return service, pool
+
+
+def _chat_template(tokenizer: Tokenizer, config: ServerConfig) -> ChatTemplate | None:
+    """The one that is given, or the model's own, within what may be rendered in the event loop. The tokenizer
+    learns of it, and of the template for judging documents."""
+    import logging
+
+    from pageturner.server.text_workers.reading import AT_ONCE_LIMITS
+    from pageturner.text.chat_template import ChatTemplate
+    from pageturner.text.judging import read_template
+    from pageturner.text.template_choice import give_template
+    from pageturner.text.template_habits import learn
+
+    tokenizer.rerank_template = read_template(config.rerank_template) or tokenizer.rerank_template
+    if family := give_template(tokenizer, config.chat_template):
+        message = "the model's files have no chat template: its family's is taken, %s; --chat-template says"
+        logging.getLogger("pageturner").info(f"{message} otherwise", family)
+    source, bos, eos = tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token
+    template = ChatTemplate(source, bos, eos, AT_ONCE_LIMITS) if source else None
+    if template is not None and template.broken:
+        logging.getLogger("pageturner").warning("%s; chats are refused, completions are not", template.broken)
+    if template is not None:
+        learn(template)
+    return template
+
+
+def _text_pool(
+    names: tuple[str, ...],
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    generation: GenerationDefaults,
+    config: ServerConfig,
+    memory: MemoryReserve,
+) -> TextPool:
+    """Reads long requests. What only the engine knows is told with each of them."""
+    from pageturner.server.api.base.call import ServedModel
+    from pageturner.server.text_workers.reading import start_text_pool
+
+    defaults = generation.sampling
+    known = ServedModel(
+        names[0], tokenizer, template, context=0, capacity=0, vocab_size=0, defaults=defaults,
+        names=names[1:], tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser, request_templates=config.trust_request_chat_template,
+        rerank_by=config.rerank_by,
+    )  # fmt: skip
+    return start_text_pool(known, config, memory)
+
+
+async def _main(
+    service: Service,
+    pool: TextPool,
+    listener: socket.socket,
+    started: float,
+    preloaded: list[PrefixBody],
+    certificates: Certificates | None,
+) -> int:
+    """The event loop's whole life: serve until a signal or until the engine is given up, drain, leave."""
+    import asyncio
+
+    from pageturner.http.http_limits import limits_of
+    from pageturner.request import Failure
+    from pageturner.server.adapters import load_listed
+    from pageturner.server.api.batches.batch_pages import BatchPages
+    from pageturner.server.api.batches.batches import Batches
+    from pageturner.server.app import create_app
+
+    supervisor, config, loop = service.supervisor, service.config, asyncio.get_running_loop()
+    batches = BatchPages(service)
+    routes = create_app(service, batches)
+    traces = _traces(service)
+    if config.batch_dir:
+        batches.batches = Batches(service, routes, traces)
+    supervisor.attach()
+    assert supervisor.broken is not None
+    supervisor.when_ready(_announcer(service, lifecycle.url_of(listener, tls=bool(certificates)), started))
+    supervisor.when_ready(_preloader(service, preloaded))
+    load_listed(service.adapters, listed_adapters(service.config.lora), supervisor.broken)
+    kept = batches.batches
+    resuming = loop.create_task(kept.start()) if kept else None
+    stop = lifecycle.drain_on_signals(service, config.shutdown_timeout, supervisor.strike_down)
+    read_again = [service.keys.reload] if config.api_key_file else []
+    lifecycle.reload_on_signal(*read_again, *([certificates.reload] if certificates else []))
+    app = _with_admission(service, routes, traces)
+    limits = limits_of(config)
+    server = lifecycle.http_server(app, limits, service.metrics.rejected, service.memory, certificates)
+    collecting = loop.create_task(lifecycle.collect_garbage(Collector()))
+    serving = loop.create_task(server.serve(sockets=[listener]))
+    await asyncio.wait({stop, serving, supervisor.broken}, return_when=asyncio.FIRST_COMPLETED)
+    if kept and resuming:
+        resuming.cancel()
+        await kept.close()
+    await lifecycle.drain(service, config.shutdown_timeout, hopeless=supervisor.broken.done)
+    leaving = loop.create_task(
+        supervisor.close()
+    )  # now: a signal to the whole group has ended the engine too
+    await pool.close()
+    service.streams.fail_all(Failure("shutting_down", LAST_WORDS))
+    await lifecycle.until_idle(service, FLUSH_SECONDS)
+    server.should_exit = True
+    await serving
+    if traces is not None:
+        await traces.close()
+    await leaving
+    collecting.cancel()
+    if supervisor.broken.done():
+        raise supervisor.broken.result()
+    return 0
+
+
+def _with_admission(service: Service, routes: Starlette, traces: Traces | None) -> ASGIApp:
+    """The routes behind what every request meets first."""
+    from pageturner.http.middleware import RequestMiddleware
+    from pageturner.http.origins import origin_rules, with_cors
+    from pageturner.server.api.batches.batch_pages import MOST_AROUND_FILE
+
+    config = service.config
+    rules = origin_rules(config.host, config.allowed_hosts, config.allowed_origins)
+    uploads = {"/v1/files": config.max_file_size + MOST_AROUND_FILE}
+    counts = service.metrics.http
+    counts.learn(routes.routes)
+    app = RequestMiddleware(routes, service.keys, config.max_body_size, rules, uploads, traces, counts)
+    return with_cors(app, config.allowed_origins)
+
+
+def _traces(service: Service) -> Traces | None:
+    """For the collector of --otlp-traces-endpoint."""
+    if not service.config.otlp_traces_endpoint:
+        return None
+    from pageturner.http.middleware import OPEN_PATHS
+    from pageturner.http.tracing import TraceSource, start_traces
+
+    source = TraceSource(lambda id: service.history.owner(id)[0], service.streams.wait_for_timings)
+    return start_traces(service.config.otlp_traces_endpoint, "pageturner", OPEN_PATHS, source)
+
+
+def _preloader(service: Service, bodies: list[PrefixBody]) -> Callable[[], None]:
+    """Once: engines that come later are given what is there."""
+    import asyncio
+
+    from pageturner.server.prefixes import preload
+
+    tasks: list[asyncio.Task[None]] = []
+
+    def begin() -> None:
+        if bodies and not tasks:
+            work = preload(bodies, service.prefixes, service.reader, service.served, service.adapters.digest)
+            tasks.append(asyncio.get_running_loop().create_task(work))
+
+    return begin
+
+
+def _announcer(service: Service, url: str, started: float) -> Callable[[], None]:
+    import logging
+
+    def announce() -> None:
+        service.live_settings.take_over()
+        ready = service.supervisor.ready
+        if ready is None or service.supervisor.epoch > 1:
+            return
+        if service.generation.sampling:
+            logging.getLogger("pageturner").info("sampling defaults: %s", service.generation)
+        if service.tokenizer.vocab_size > ready.vocab_size:
+            logging.getLogger("pageturner").warning(
+                "the tokenizer has %d tokens, the model %d: prompts with the others are refused",
+                service.tokenizer.vocab_size, ready.vocab_size,
+            )  # fmt: skip
+        phases = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in ready.phases.items())
+        logging.getLogger("pageturner").info(
+            "listening on %s; model %s, context %d, KV memory for %d tokens (%.2f GiB), %s tokens a step;"
+            " ready in %.2f s%s",
+            url, service.model, ready.max_model_len, ready.num_blocks * ready.block_size,
+            ready.kv_bytes / 2**30, ready.token_budget or "any number of", time.monotonic() - started,
+            f" (engine: {phases})" if phases else "",
+        )  # fmt: skip
+        if ready.device:
+            logging.getLogger("pageturner").info("device: %s", ready.device)
+        logging.getLogger("pageturner").info("chat and live view: %s/ ; to try: %s", url, _curl(service, url))
+
+    return announce
+
+
+def _curl(service: Service, url: str) -> str:
+    """A command that asks for an answer, to copy into a shell."""
+    key = ' -H "Authorization: Bearer $KEY"' if service.keys.needed else ""
+    path, asked = "completions", '"prompt": "Once upon a time"'
+    if service.template is not None:
+        path, asked = "chat/completions", f'"messages": [{{"role": "user", "content": "{QUESTION}"}}]'
+    fields = f'{{{asked}, "max_tokens": 60, "temperature": 0}}'
+    return f"curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d '{fields}'"

@@ -1,0 +1,1 @@
+"""Text workers: tokenising and templates in processes of their own."""

@@ -1,0 +1,289 @@
+"""What is done to the text of a request, and how its outcome goes from one process to another.
+
+Owns the jobs: a body in, bytes out, the same whether a text worker does them or the server itself. Must not
+know which of the two does one, nor processes and sockets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from array import array
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import msgspec
+
+from pageturner.errors import ClientError, refusing
+from pageturner.params import SamplingParams
+from pageturner.server.admission.limits import check_id, check_name, check_size
+from pageturner.server.api.anthropic import messages  # fmt: skip
+from pageturner.server.api.base import answer_grammar, replies  # fmt: skip
+from pageturner.server.api.base.body import MOST_VALUES, SMALL, RequestBody, bad_request, convert
+from pageturner.server.api.base.call import Call, ServedModel, check_model
+from pageturner.server.api.base.dialect import Dialect
+from pageturner.server.api.base.replies import InParts
+from pageturner.server.api.ollama import ollama, ollama_embed  # fmt: skip
+from pageturner.server.api.openai import chat, completions, embeddings, infill, rerank  # fmt: skip
+from pageturner.server.api.openai.chat_fields import template_variables
+from pageturner.server.api.responses import responses  # fmt: skip
+from pageturner.text.answer_format import AnswerFormat
+from pageturner.text.detokenizer import token_text
+
+Doing = Callable[[str], None]
+MOST_MADE = 1 << 20  # answers to one prompt: more than any server takes
+GRAMMAR, TEXT = "grammar", "text"  # what a job may be doing
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """Fields of /tokenize."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    chat_template: str | None = None
+    continue_final_message: bool | None = None
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    """Fields of /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+class PrefixBody(msgspec.Struct, kw_only=True):
+    """Fields of POST /v1/prefixes and of a line of --preload. The prefix is a prompt, or a conversation
+    without the beginning of an answer."""
+
+    id: str | None = None
+    model: str | None = None
+    prompt: str | list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: str | None = None
+
+
+class ReadPrefix(msgspec.Struct, frozen=True):
+    """A prefix, understood: its tokens as an array of 32 bits each. adapter: its name, None without."""
+
+    id: str | None
+    cache_salt: str | None
+    tokens: bytes
+    adapter: str | None = None
+
+
+class PackedCall(msgspec.Struct, frozen=True):
+    """A Call without what its choices have in common said once for each. tokens: of each prompt, as arrays of
+    32 bits; max_tokens: of each prompt, the only parameter that differs between them."""
+
+    body: RequestBody
+    tokens: list[bytes]
+    params: SamplingParams
+    max_tokens: list[int | None]
+    made: int
+    kept: int
+    logprobs: int | None
+    echoes: list[str]
+    only_echoes: bool
+    answer: AnswerFormat | None
+
+
+# -- calls ---------------------------------------------------------------------------------------------------
+def read_call(dialect: Dialect, raw: bytes, served: ServedModel, doing: Doing) -> bytes:
+    """A packed call. ClientError for what is wrong with the request."""
+    body = dialect.decode(raw, served.limits)
+    if answer_grammar.asks(body):
+        doing(GRAMMAR)  # which is checked here, and remembered; what is wrong is said when its turn comes
+        with contextlib.suppress(ClientError):
+            answer_grammar.grammar_of(body, served)
+        doing(TEXT)
+    return pack_call(dialect.read(body, served))
+
+
+def pack_call(call: Call) -> bytes:
+    """The call as bytes, without the fields of its body that nobody reads any more."""
+    params = call.params[:: call.made]
+    assert all(replace(one, max_tokens=params[0].max_tokens) == params[0] for one in params[1:])
+    packed = PackedCall(
+        body=call.body,
+        tokens=[array("I", prompt).tobytes() for prompt in call.prompts[:: call.made]],
+        params=params[0],
+        max_tokens=[one.max_tokens for one in params],
+        made=call.made,
+        kept=call.kept,
+        logprobs=call.logprobs,
+        echoes=list(call.echoes[:: call.made]),
+        only_echoes=call.only_echoes,
+        answer=call.answer,
+    )
+    return msgspec.msgpack.encode(packed)
+
+
+def unpack_call(packed: bytes) -> InParts[Call]:
+    """The call that `pack_call` was given, without those fields; one prompt after another. ClientError where
+    it is none."""
+    with refusing(_senseless):
+        told = msgspec.msgpack.decode(packed, type=PackedCall)
+        return (yield from _unpacked(told))
+
+
+def _senseless(why: str) -> ClientError:
+    return ClientError(503, "busy", "the process that read this request broke: ask again", None, 1.0)
+
+
+def _unpacked(told: PackedCall) -> InParts[Call]:
+    made, prompts = told.made, list[tuple[int, ...]]()
+    if not 1 <= told.kept <= made <= MOST_MADE or not told.tokens or len(told.max_tokens) != len(told.tokens):
+        raise ValueError("no call")
+    of_length = {length: replace(told.params, max_tokens=length) for length in set(told.max_tokens)}
+    for tokens in told.tokens:
+        prompts += [_tokens(tokens)] * made
+        yield
+    return Call(
+        body=told.body,
+        prompts=tuple(prompts),
+        params=tuple(of_length[length] for length in told.max_tokens for _ in range(made)),
+        made=made,
+        kept=told.kept,
+        logprobs=told.logprobs,
+        echoes=tuple(echo for echo in told.echoes for _ in range(made)),
+        only_echoes=told.only_echoes,
+        answer=told.answer,
+    )
+
+
+def _tokens(packed: bytes) -> tuple[int, ...]:
+    return tuple(array("I", packed))
+
+
+# -- prefixes ------------------------------------------------------------------------------------------------
+def read_prefix(raw: bytes, served: ServedModel, doing: Doing) -> bytes:
+    """A ReadPrefix, as msgpack."""
+    most = max(MOST_VALUES, min(served.context, served.capacity) + SMALL)
+    body = convert(raw, PrefixBody, most)
+    check_id("id", body.id)
+    check_name("cache_salt", body.cache_salt)
+    tokens = array("I", prefix_tokens(body, served)).tobytes()
+    adapter = body.model if body.model in served.adapters else None
+    return msgspec.msgpack.encode(ReadPrefix(body.id, body.cache_salt, tokens, adapter))
+
+
+class KnownPrefix(NamedTuple):
+    """A prefix as it was asked for: its id, its cache salt, its tokens and the name of its adapter."""
+
+    id: str | None
+    salt: str | None
+    tokens: tuple[int, ...]
+    adapter: str | None
+
+
+def unpack_prefix(packed: bytes) -> KnownPrefix:
+    """What a text worker says of one."""
+    with refusing(_senseless):
+        told = msgspec.msgpack.decode(packed, type=ReadPrefix)
+        return KnownPrefix(told.id, told.cache_salt, _tokens(told.tokens), told.adapter)
+
+
+def prefix_tokens(body: PrefixBody, served: ServedModel) -> tuple[int, ...]:
+    """The tokens of a prefix. ClientError names the field that is wrong."""
+    special = body.add_special_tokens
+    if body.messages is not None:
+        kwargs = body.chat_template_kwargs
+        call = RequestBody(
+            model=body.model, messages=body.messages, chat_template_kwargs=kwargs, max_tokens=1,
+            add_special_tokens=special, add_generation_prompt=False,
+        )  # fmt: skip
+        return chat.read(call, served).prompts[0]
+    call = RequestBody(model=body.model, prompt=body.prompt, add_special_tokens=special, max_tokens=1)
+    return completions.read(call, served).prompts[0]
+
+
+# -- tokens of a text, text of tokens ------------------------------------------------------------------------
+def tokenize(raw: bytes, served: ServedModel, doing: Doing) -> bytes:
+    """The answer of /tokenize."""
+    body = convert(raw, TokenizeBody)
+    check_model(RequestBody(model=body.model), served)
+    tokens = _tokenized(body, served)
+    shown = None
+    if body.return_token_strs:
+        texts = {token: token_text(served.tokenizer, token) for token in set(tokens)}
+        shown = [texts[token] for token in tokens]
+    return replies.encode(
+        {"count": len(tokens), "max_model_len": served.context, "tokens": tokens, "token_strs": shown}
+    )
+
+
+def _tokenized(body: TokenizeBody, served: ServedModel) -> list[int]:
+    def check(text: str) -> None:
+        check_size(len(text), "the text", "characters", served.limits)
+
+    messages = RequestBody(
+        messages=body.messages,
+        add_special_tokens=body.add_special_tokens,
+        add_generation_prompt=body.add_generation_prompt,
+        chat_template_kwargs=body.chat_template_kwargs,
+        tools=body.tools,
+        tool_choice=body.tool_choice,
+        reasoning_effort=body.reasoning_effort,
+        chat_template=body.chat_template,
+        continue_final_message=body.continue_final_message,
+    )
+    if body.messages is not None:
+        return chat.chat_tokens(messages, served, check)
+    template_variables(messages)  # refused beside a prompt too, where they say nothing
+    if body.prompt is None:
+        raise bad_request("missing_field", "prompt or messages is missing", "prompt")
+    check(body.prompt)
+    special = body.add_special_tokens is not False
+    return served.tokenizer.encode(body.prompt, add_special=special, parse_special=True)
+
+
+def detokenize(raw: bytes, served: ServedModel, doing: Doing) -> bytes:
+    """The answer of /detokenize."""
+    body = convert(raw, DetokenizeBody, served.limits.text + SMALL)
+    check_model(RequestBody(model=body.model), served)
+    check_size(len(body.tokens), "tokens", "ids", served.limits)
+    if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < served.vocab_size:
+        raise bad_request("invalid_value", f"token ids are 0 to {served.vocab_size - 1}", "tokens")
+    return replies.encode({"prompt": served.tokenizer.decode_whole(body.tokens, skip_special=False)})
+
+
+# -- all of them ---------------------------------------------------------------------------------------------
+SPOKEN = (
+    chat.CHAT_COMPLETIONS,
+    completions.COMPLETIONS,
+    ollama.OLLAMA_CHAT,
+    ollama.OLLAMA_GENERATE,
+    messages.MESSAGES,
+    responses.RESPONSES,
+    embeddings.EMBEDDINGS,
+    rerank.RERANK,
+    rerank.SCORE,
+    infill.INFILL,
+    ollama_embed.OLLAMA_EMBED,
+    ollama_embed.OLLAMA_EMBEDDINGS,
+)
+DIALECTS = {one.id_prefix: one for one in SPOKEN}
+PAGES: dict[str, Callable[[bytes, ServedModel, Doing], bytes]] = {
+    "tokenize": tokenize,
+    "detokenize": detokenize,
+    "prefix": read_prefix,
+    "count_tokens": messages.count_tokens,
+}
+
+
+def do(name: str, raw: bytes, served: ServedModel, doing: Doing = lambda _: None) -> bytes:
+    """The job of this name: one of PAGES, or the reading of a call in the dialect of this id_prefix. doing:
+    is told what it is about when that changes."""
+    if name in PAGES:
+        return PAGES[name](raw, served, doing)
+    return read_call(DIALECTS[name], raw, served, doing)

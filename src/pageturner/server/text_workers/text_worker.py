@@ -1,0 +1,192 @@
+"""A process that reads requests for the server: one job at a time, within limits.
+
+Owns its memory limit, its end when it has grown, and the frames that it exchanges with the server: a byte
+that says what it is, the number of the job that it belongs to and a length, of four bytes each, and the
+content. Must not know which jobs there are (text_jobs.py) nor who asks for one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import msgspec
+
+from pageturner.errors import ClientError
+from pageturner.server.admission.limits import RequestLimits
+from pageturner.server.api.base.call import ServedModel
+from pageturner.server.text_workers import text_jobs
+from pageturner.text.chat_template import TemplateLimits
+
+HELLO, DOING, DONE, REFUSED = range(4)
+LAST = 0x80  # added to DONE or REFUSED: the worker ends behind it
+HEAD = struct.Struct("<BII")
+GROWN = 64 << 20  # bytes by which a worker may have grown at most when it takes another job
+NICENESS = 5  # below the server and the engine: whoever waits for a token goes first
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """What the engine has said of itself: see ServedModel."""
+
+    context: int
+    capacity: int
+    vocab_size: int
+    slots: int
+    block_size: int
+    developer: bool
+    limits: RequestLimits
+    pinned: int
+    names: tuple[str, ...]
+    adapters: frozenset[str]
+
+
+class Job(msgspec.Struct, frozen=True):
+    """What is told of a job; the body that it is about follows in a frame of its own.
+
+    name  which one (text_jobs.do)
+    most  bytes that its outcome may have
+    """
+
+    name: str
+    facts: Facts
+    most: int
+
+
+class JobRefusal(msgspec.Struct, frozen=True):
+    """A ClientError on its way."""
+
+    status: int
+    code: str
+    message: str
+    param: str | None
+
+    def error(self) -> ClientError:
+        return ClientError(self.status, self.code, self.message, self.param)
+
+
+def frame(kind: int, content: bytes, number: int = 0) -> bytes:
+    return HEAD.pack(kind, number, len(content)) + content
+
+
+def facts_of(served: ServedModel) -> Facts:
+    return Facts(
+        served.context,
+        served.capacity,
+        served.vocab_size,
+        served.slots,
+        served.block_size,
+        served.developer,
+        served.limits,
+        served.pinned,
+        served.names,
+        served.adapters,
+    )
+
+
+def worker_of(served: ServedModel, memory: int) -> Callable[[socket.socket], None]:
+    """What a worker does with its socket. served: all but what the engine says; memory: bytes that it may
+    take beyond those that it starts with."""
+    template = served.template and served.template.within(TemplateLimits())
+
+    def work(sock: socket.socket) -> None:
+        _limit(memory)
+        sock.sendall(frame(HELLO, struct.pack("<I", os.getpid())))
+        begun = _peak()
+        while (received := _received_job(sock)) is not None:
+            number, job, raw = received
+            facts = msgspec.structs.asdict(job.facts)
+            known = replace(served, template=template, in_worker=True, **facts)
+            doing = partial(_say_doing, sock, number)
+            kind, outcome = _outcome(job, raw, known, doing)
+            last = _peak() - begun > GROWN
+            sock.sendall(frame(kind | (LAST if last else 0), outcome, number))
+            if last:
+                return
+            del raw, received, outcome
+
+    return work
+
+
+def _say_doing(sock: socket.socket, number: int, what: str) -> None:
+    sock.sendall(frame(DOING, what.encode(), number))
+
+
+def _outcome(job: Job, raw: bytearray, served: ServedModel, doing: text_jobs.Doing) -> tuple[int, bytes]:
+    try:
+        outcome = text_jobs.do(job.name, bytes(raw), served, doing)
+        if len(outcome) > job.most:
+            message = f"the answer would have {len(outcome)} bytes, at most {job.most} are sent: ask for less"
+            raise ClientError(400, "answer_too_large", message)
+        return DONE, outcome
+    except ClientError as error:
+        refusal = JobRefusal(error.status, error.code, error.message, error.param)
+    except MemoryError:
+        refusal = JobRefusal(400, "too_expensive", TOO_MUCH_MEMORY, None)
+    except Exception:
+        logging.getLogger("pageturner").exception("a text worker failed at a job of %d bytes", len(raw))
+        refusal = JobRefusal(500, "internal_error", "something went wrong inside the server", None)
+    return REFUSED, msgspec.msgpack.encode(refusal)
+
+
+TOO_MUCH_MEMORY = "reading this request took more memory than one request may have: make it smaller"
+
+
+def _limit(memory: int) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with open("/proc/self/statm") as file:
+        pages = int(file.read().split()[5])  # what it can write to
+    most = pages * resource.getpagesize() + memory
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if hard != resource.RLIM_INFINITY:
+        most = min(most, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    with contextlib.suppress(OSError):  # where memory ends, the kernel shall choose this process
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("800")
+        os.nice(NICENESS)
+
+
+def _peak() -> int:
+    """Most bytes that this process ever had in memory."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _received_job(sock: socket.socket) -> tuple[int, Job, bytearray] | None:
+    """Number, job and body; None when the server has closed, or cannot be understood any more."""
+    try:
+        told = _received(sock)
+        body = None if told is None else _received(sock)
+        if told is None or body is None:
+            return None
+        return told[0], msgspec.msgpack.decode(told[1], type=Job), body[1]
+    except (msgspec.DecodeError, ValueError, RecursionError, MemoryError) as error:
+        logging.getLogger("pageturner").error("a text worker ends, for it was told no job: %r", error)
+        return None
+
+
+def _received(sock: socket.socket) -> tuple[int, bytearray] | None:
+    """Number and content of the next frame; None when the server has closed."""
+    head = _exactly(sock, HEAD.size)
+    if head is None:
+        return None
+    _, number, size = HEAD.unpack(head)
+    content = _exactly(sock, size)
+    return None if content is None else (number, content)
+
+
+def _exactly(sock: socket.socket, size: int) -> bytearray | None:
+    data = bytearray(size)
+    view, got = memoryview(data), 0
+    while got < size:
+        count = sock.recv_into(view[got:])
+        if not count:
+            return None
+        got += count
+    return data

@@ -1,0 +1,71 @@
+"""docs/api.md names every command, every flag and every command of the chat, and no other."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from pageturner import cli
+from pageturner.cli import chat
+
+SECTION = (
+    (Path(__file__).parents[2] / "docs" / "api.md").read_text().split("\n## Commands", 1)[1].split("\n## ")[0]
+)
+
+
+def flags(names: tuple[str, ...]) -> set[str]:
+    """The long flags of a command, without those of the settings tables."""
+    parser = argparse.ArgumentParser()
+    importlib.import_module(cli.COMMANDS[names][0]).add_arguments(parser)
+    return {
+        flag
+        for action in parser._actions
+        if "." not in action.dest
+        for flag in action.option_strings
+        if flag.startswith("--")
+    }
+
+
+def test_every_command_is_in_the_table() -> None:
+    found = dict(re.findall(r"^\| `([a-z ]+)` \| (.*) \|$", SECTION, re.M))
+    assert found == {" ".join(names): help for names, (_, help) in cli.COMMANDS.items()}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("chat",),
+        ("generate",),
+        ("plan",),
+        ("compare",),
+        ("doctor",),
+        ("verify",),
+        ("key", "new"),
+        ("bench", "serve"),
+        ("bench", "sweep"),
+        ("bench", "kernels"),
+    ],
+)
+def test_every_flag_is_explained(names: tuple[str, ...]) -> None:
+    for flag in flags(names) - {"--help", "--config", "--measure"}:
+        assert f"`{flag}" in SECTION or f" {flag}" in SECTION, f"{' '.join(names)} {flag}"
+
+
+def test_no_flag_is_made_up() -> None:
+    known = set().union(*map(flags, cli.COMMANDS), {"--developer", "--step-log-tokens", "--help"})
+    known |= {
+        "--kv-host-memory",
+        "--prefill-tokens",
+        "--no-async-scheduling",
+    }  # settings of serve, which simulate has too
+    named = set(re.findall(r"(--[a-z][a-z-]*)", SECTION))
+    assert named <= known, named - known
+
+
+def test_every_command_of_the_chat_is_named() -> None:
+    listed = SECTION.split("Commands: ", 1)[1].split(".\n", 1)[0]
+    assert re.findall(r"`/(\w+)`", listed) == list(chat.COMMANDS)

@@ -1,0 +1,243 @@
+"""Help that fits, in groups, with examples that work; names of vLLM are understood or answered with ours."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+
+from pageturner import cli
+from pageturner.cli import COMMANDS, other_names
+from pageturner.cli.completion import flags_of
+from pageturner.cli.examples import EXAMPLES
+from pageturner.config import setting_flags
+from pageturner.config import settings as config
+from pageturner.errors import EngineFault
+
+
+def help_of(names: tuple[str, ...]) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+        cli.main([*names, "--help"])
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("names", COMMANDS)
+def test_help_ends_with_two_examples_and_fits_100_columns(
+    names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    text = help_of(names)
+    assert max(map(len, text.splitlines())) <= 100
+    examples = text.split("\nexamples:\n")[1].splitlines()
+    assert [line.startswith(f"  pageturner {' '.join(names)}") for line in examples] == [True, False] * 2
+
+
+def examples() -> list[tuple[tuple[str, ...], str]]:
+    return [(names, words) for names in COMMANDS for words, _ in EXAMPLES[" ".join(names)]]
+
+
+@pytest.mark.parametrize(("names", "words"), examples())
+def test_an_example_is_taken_by_its_command(
+    names: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = []
+    module = COMMANDS[names][0]
+    monkeypatch.setattr(f"{module}.main", called.append)
+    assert cli.main([*names, *shlex.split(words.partition(">>")[0])]) == 0
+    assert len(called) == 1
+
+
+def test_flags_of_serve_are_in_groups() -> None:
+    text = help_of(("serve",))
+    for title, names in setting_flags.GROUPS.items():
+        if not title.startswith("replicas"):
+            group = text.split(f"\n{title}:\n")[1].split("\n\n")[0]
+            known = {"--" + name.replace("_", "-") for name in names}
+            assert set(flags_of("\n" + group)) & known, title
+
+
+def test_every_setting_of_an_engine_is_in_one_group_and_none_is_made_up() -> None:
+    grouped = [name for names in setting_flags.GROUPS.values() for name in names]
+    assert len(grouped) == len(set(grouped))
+    assert {one.name for one in fields(config.EngineConfig)} <= set(grouped)
+    assert set(grouped) <= {one.name for kind in config.SECTIONS.values() for one in fields(kind)}
+
+
+def test_own_flags_of_a_command_come_first() -> None:
+    text = help_of(("calibrate",))
+    assert text.index("--check") < text.index("--max-model-len")
+
+
+@pytest.mark.parametrize(
+    ("typed", "ours"),
+    [
+        ("--scheduling-policy priority", "--order priority"),
+        ("--scheduling-policy=fcfs", "--order=fcfs"),
+        ("--kv-cache-memory-bytes 4G", "--kv-cache-memory 4G"),
+        ("--dtype float", "--dtype float32"),
+        ("--kv-cache-dtype=fp8", "--kv-cache-dtype fp8_e4m3"),
+        ("--tool-call-parser llama3_json", "--tool-call-parser llama3"),
+        ("--model some.gguf --port 1", "some.gguf --port 1"),
+        ("--model=some.gguf", "some.gguf"),
+        ("--lora-modules a=x b=y --port 1", "--lora a=x --lora b=y --port 1"),
+        ("""--lora-modules '{"name": "a", "path": "x"}'""", "--lora a=x"),
+        ("--trust-remote-code -tp 2 --data-parallel-size=1", "--tensor-parallel-size 2"),
+        ("-pp 2", "--pipeline-parallel-size 2"),
+        ("--max-num-seqs 4 -- --trust-remote-code", "--max-num-seqs 4 -- --trust-remote-code"),
+        ("--max_model_len 100 --kv_cache_dtype=fp8", "--max-model-len 100 --kv-cache-dtype fp8_e4m3"),
+        ("--own_wrong 1 --lora a_b=x_y", "--own_wrong 1 --lora a_b=x_y"),
+        ("-m some.gguf -t 2 -a name -cb --jinja", "some.gguf --threads 2 --served-model-name name"),
+    ],
+)
+def test_flags_of_others_that_mean_the_same_are_understood(typed: str, ours: str) -> None:
+    known = flags_of(help_of(("serve",)))
+    assert other_names.translate(shlex.split(typed), known)[0] == ours.split()
+
+
+@pytest.mark.parametrize("flag", [*other_names.NOT_NEEDED, "--data-parallel-size 1"])
+def test_what_is_so_anyway_is_left_out_with_a_note(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "/nowhere.gguf", *flag.split()]) == 1
+    assert f"pageturner: {flag} was left out: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", other_names.ANSWERS)
+def test_other_flags_of_vllm_are_answered_with_ours(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "smollm2", flag, "1"]) == 2
+    said = capsys.readouterr().err
+    assert said == f"pageturner: {flag} is not a flag here: {other_names.ANSWERS[flag]}\n"
+
+
+@pytest.mark.parametrize("table", [other_names.ALIASES, other_names.NOT_NEEDED, other_names.ANSWERS])
+def test_no_other_name_is_one_of_ours_and_those_that_we_name_exist(table: dict[str, str]) -> None:
+    known = set(flags_of(help_of(("serve",))))
+    assert not known & set(table)
+    for answer in table.values():
+        for word in answer.replace(",", " ").replace("(", " ").split():
+            if word.startswith("--"):
+                assert word.rstrip(";:)") in known
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--dtype bfloat16", "--kv-cache-dtype"),
+        ("--quantization awq", "leave it out"),
+        ("--lora-modules {}", "no name and path"),
+    ],
+)
+def test_values_of_vllm_without_an_equal_are_answered(words: str, said: str) -> None:
+    with pytest.raises(EngineFault, match=said) as caught:
+        other_names.translate(words.split(), flags_of(help_of(("serve",))))
+    assert caught.value.code == "bad_setting"
+
+
+def test_commands_without_an_engine_keep_their_flags() -> None:
+    assert other_names.translate(["--model", "x"], ["--plans"])[0] == ["--model", "x"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("plan", "the following arguments are required: model (pageturner plan --help lists the flags)"),
+        ("serve x -z 2", "unrecognized arguments: -z 2 (pageturner serve --help lists the flags)"),
+        (
+            "serve x --prot 2",
+            "unrecognized arguments: --prot 2: did you mean --port? (pageturner serve --help",
+        ),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(words.split())
+    assert capsys.readouterr().err.startswith(f"pageturner: {said}")
+
+
+def test_an_unknown_command_of_a_group_is_told_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "foo"]) == 2
+    said = capsys.readouterr().err
+    assert "bench sweep" in said
+    assert said.endswith("pageturner: no such command: bench foo\n")
+
+
+def test_ctrl_c_while_a_command_is_imported_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pageturner.cli.importlib.import_module", interrupted)
+    assert cli.main(["serve", "smollm2"]) == 130
+
+
+def test_the_package_runs_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "pageturner", "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.split()[0]) == (0, "pageturner")
+
+
+def test_help_is_a_command_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["help", "bench", "serve"])
+    assert "pageturner bench serve" in capsys.readouterr().out
+    assert cli.main(["help"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("run smollm2", "no such command: run: pageturner chat MODEL talks"),
+        ("ls", "no such command: ls: pageturner list"),
+        ("ps", "no such command: ps: what a server has"),
+        ("run-batch -i x", "no such command: run-batch: pageturner batch IN.jsonl OUT.jsonl"),
+        ("bench throughput --model x", "no such command: bench throughput: pageturner bench engine"),
+    ],
+)
+def test_commands_of_others_are_answered_with_ours(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words.split()) == 2
+    assert capsys.readouterr().err.startswith(f"pageturner: {said}")
+
+
+def test_no_command_of_others_is_one_of_ours_and_those_that_we_name_exist() -> None:
+    ours = {" ".join(names) for names in cli.COMMANDS}
+    assert not ours & other_names.COMMANDS.keys()
+    for answer in other_names.COMMANDS.values():
+        for named in re.findall(r"pageturner ([a-z]+(?: [a-z]+)?)", answer):
+            assert named in ours or named.split()[0] in ours, named
+
+
+def test_flags_of_vllms_bench_serve_are_understood_or_answered() -> None:
+    known = flags_of(help_of(("bench", "serve")))
+    words = ["--random-input-len", "30", "--random_output_len=5", "--max-concurrency", "2", "--seed", "1"]
+    ours = ["--input-len", "30", "--output-len=5", "--concurrency", "2", "--seed", "1"]
+    assert other_names.translate(words, known) == (ours, [])
+    assert {*other_names.BENCH.values()} <= known.keys()
+    assert not (other_names.BENCH.keys() | other_names.BENCH_ANSWERS.keys()) & known.keys()
+    with pytest.raises(EngineFault, match="--base-url http://HOST:PORT") as caught:
+        other_names.translate(["--port", "8001"], known)
+    assert caught.value.code == "bad_setting"
+
+
+def test_a_trace_without_its_flag_is_told_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["simulate", "load.jsonl", "--rate", "2"])
+    assert (
+        "unrecognized arguments: load.jsonl: a trace is given as --trace load.jsonl"
+        in capsys.readouterr().err
+    )
+
+
+def test_a_unit_apart_from_its_number_is_told_to_join_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "smollm2", "--memory", "8", "GB"])
+    assert "a size is one word, such as 8GB" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["--version", "-V", "-v", "version"])
+def test_the_version_by_any_of_its_names(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([words]) == 0
+    assert capsys.readouterr().out.startswith("pageturner ")

@@ -1,0 +1,94 @@
+"""How memory becomes blocks, against the same arithmetic done by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from pageturner.config.settings import EngineConfig
+from pageturner.engine.engine_factory import make_engine
+from pageturner.errors import EngineFault
+from pageturner.executor.kv_memory import GIB, KVSizes, plan_kv
+from pageturner.kernels.base import KVSpec
+from pageturner.params import SamplingParams
+from pageturner.request import Request
+from support.engines import GOLDENS, answers
+
+MIB = 1 << 20
+FREE = 16 * GIB
+# 18 layers of one KV head of 256 in fp16, blocks of 16 tokens: 16 KiB a layer, 288 KiB a block
+GEMMA = KVSpec(18, 1, 16, 1, 256, "float16")
+LENGTH = 32768
+
+
+def plan(one: KVSpec, windowed: int, window: int, length: int = LENGTH, **settings: int) -> KVSizes:
+    return plan_kv(one, windowed, window, EngineConfig(model="x", **settings), length, FREE)
+
+
+def test_without_a_window_all_memory_is_one_kind_of_block() -> None:
+    assert plan(GEMMA, 0, 0, kv_cache_memory=288 * MIB) == KVSizes(1024)
+    assert plan(GEMMA, 0, 0, length=1024, max_num_seqs=8) == KVSizes(8 * 64), "no more than can be used"
+
+
+def test_recent_blocks_for_all_sequences_at_once_then_whole_ones() -> None:
+    """A window of 512 and a step of 512 touch 65 blocks of 16; 15 layers of them take 240 KiB, 3 take 48."""
+    sizes = plan(GEMMA, 15, 512, kv_cache_memory=2048 * MIB)
+    assert (sizes.window, sizes.sliding) == (512, 64 * 65)
+    assert sizes.blocks == (2048 * 1024 - 64 * 65 * 240) // 48
+    assert sizes.blocks > 3 * plan(GEMMA, 0, 0, kv_cache_memory=2048 * MIB).blocks, "longer contexts"
+
+
+def test_scarce_memory_is_halved() -> None:
+    sizes = plan(GEMMA, 15, 512, kv_cache_memory=60 * MIB)
+    assert sizes.sliding == 30 * 1024 // 240
+    assert sizes.blocks == (60 * 1024 - sizes.sliding * 240) // 48
+
+
+def test_memory_too_small_for_a_window_is_one_kind_of_block() -> None:
+    assert plan(GEMMA, 15, 512, kv_cache_memory=9 * MIB) == KVSizes(32)
+
+
+def test_where_every_layer_has_a_window_contexts_are_bounded_by_it_alone() -> None:
+    """Mistral 7B v0.1: 2 MiB a block. 1 GiB holds 8,192 tokens, and every context the model is made for."""
+    mistral = KVSpec(32, 1, 16, 8, 128, "float16")
+    sizes = plan(mistral, 32, 4096, kv_cache_memory=GIB, max_num_seqs=4)
+    assert sizes == KVSizes(4 * LENGTH // 16, 4096, 512)
+    assert plan(mistral, 32, 4096, max_num_seqs=1, length=8192).sliding == 512, "no more than can be used"
+
+
+def with_draft_model(one: KVSpec, windowed: int, window: int, beside: int, **settings: int) -> KVSizes:
+    return plan_kv(one, windowed, window, EngineConfig(model="x", **settings), LENGTH, FREE, beside)
+
+
+def test_a_draft_model_costs_its_bytes_in_every_block_that_sees_everything() -> None:
+    """12 KiB a block beside 288; with a window beside the 48 of whole blocks, and never in recent ones."""
+    beside = 12 * 1024
+    assert with_draft_model(GEMMA, 0, 0, beside, kv_cache_memory=300 * MIB) == KVSizes(1024)
+    sizes = with_draft_model(GEMMA, 15, 512, beside, kv_cache_memory=2048 * MIB)
+    assert sizes == KVSizes((2048 * 1024 - 64 * 65 * 240) // 60, 512, 64 * 65)
+    mistral = KVSpec(32, 1, 16, 8, 128, "float16")  # all layers have the window: 2 MiB a block
+    sizes = with_draft_model(mistral, 32, 4096, MIB, kv_cache_memory=2 * GIB)
+    assert sizes == KVSizes(1024, 4096, 512), "half of it for recent blocks"
+    sizes = with_draft_model(mistral, 32, 4096, 100, kv_cache_memory=2 * GIB, max_num_seqs=1)
+    assert sizes.blocks == LENGTH // 16, "no more than can be used"
+
+
+@pytest.mark.parametrize("memory", [100, FREE + 1])
+def test_memory_that_cannot_be(memory: int) -> None:
+    with pytest.raises(EngineFault, match=r"KV cache|--kv-cache-memory"):
+        plan(GEMMA, 15, 512, kv_cache_memory=memory)
+
+
+@pytest.mark.parametrize(("family", "little"), [("mistral", 4_096), ("gemma3", 12_000)])
+def test_an_engine_with_little_memory_answers_as_one_with_plenty(family: str, little: int) -> None:
+    settings = {"backend": "reference", "block_size": 4, "max_num_seqs": 2, "max_num_batched_tokens": 8}
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    requests = [Request(1, (5,) * 60, params), Request(2, (6,) * 9, params)]
+    given, sliding = [], []
+    for memory in (0, little):
+        built = make_engine(
+            EngineConfig(model=str(GOLDENS / "families" / family), kv_cache_memory=memory, **settings)
+        )
+        given.append(answers(built.engine, requests))
+        sliding.append(built.engine.scheduler.stats()["recent_blocks_total"])
+    assert given[0] == given[1]
+    assert 4 * sliding[1] < 60, "the prompt was meant to be longer than all recent blocks"

@@ -1,0 +1,34 @@
+"""Block formats, bit for bit against what the `gguf` package gives (see tests/tools/record_dequant.py)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pageturner.errors import EngineFault
+from pageturner.formats import ggml
+
+GOLDEN = np.load(Path(__file__).parents[1] / "goldens" / "dequant.npz")
+KINDS = ggml.IN_FILES
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_are_bit_equal_to_the_golden(kind: str) -> None:
+    expected = GOLDEN[f"{kind}_values"]
+    got = ggml.dequantise(kind, expected.shape, GOLDEN[f"{kind}_raw"])
+    assert got.dtype == np.float32
+    np.testing.assert_array_equal(got.view(np.uint32), expected.view(np.uint32))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_geometry_gives_the_size(kind: str) -> None:
+    geometry = ggml.BY_NAME[kind]
+    assert GOLDEN[f"{kind}_values"].size // geometry.values * geometry.nbytes == GOLDEN[f"{kind}_raw"].size
+
+
+def test_an_unknown_kind_is_refused_by_name() -> None:
+    with pytest.raises(EngineFault, match="IQ3_S") as caught:
+        ggml.dequantise("IQ3_S", (1, 256), np.zeros(110, np.uint8))
+    assert caught.value.code == "weight_kind"

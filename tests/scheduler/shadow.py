@@ -1,0 +1,105 @@
+"""A shadow of the KV memory: for each slot, which token prefix wrote it. Reading anything else fails.
+
+A prefix is known by a 64-bit chain value, mixed token by token from (adapter, salt); so a slot that holds
+the right token behind the wrong prefix, or another tenant's, is wrong. In the blocks that are everybody's
+(`Sequence.public`) it is that of no salt; the machine sees to it that nothing else is claimed to be.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Iterable
+from dataclasses import replace
+
+from pageturner.request import Request
+from pageturner.scheduler.blocks import BlockPool
+from pageturner.scheduler.store import GONE
+from pageturner.scheduler.types import Sequence
+from support.schedulers import unowned
+
+MASK = (1 << 64) - 1
+
+
+def root(request: Request) -> int:
+    return zlib.crc32(f"{request.adapter}/{request.salt}".encode()) + 1
+
+
+def mix(chain: int, token: int) -> int:
+    chain = (chain ^ (token + 0x9E3779B97F4A7C15)) * 0xBF58476D1CE4E5B9 & MASK
+    chain = (chain ^ chain >> 29) * 0x94D049BB133111EB & MASK
+    return chain ^ chain >> 32
+
+
+def chains(request: Request, tokens: Iterable[int]) -> list[int]:
+    """The chain value behind each token."""
+    chain, out = root(request), []
+    for token in tokens:
+        chain = mix(chain, token)
+        out.append(chain)
+    return out
+
+
+class Shadow:
+    """Slots of a pool, of its recent blocks too. Copies are made in any order, all before the writes, as a
+    backend may."""
+
+    def __init__(self, pool: BlockPool, rng: random.Random) -> None:
+        self._pool = pool
+        self._rng = rng
+        self._stores = [
+            (store, [[0] * pool.block_size for _ in range(store.num_blocks)])
+            for store in ((pool.full, pool.sliding) if pool.window else (pool.full,))
+        ]
+
+    def copy(self, *copies: list[tuple[int, int]]) -> None:
+        """What a plan wants copied among its whole, and among its recent blocks."""
+        for (_, slots), pairs in zip(self._stores, copies, strict=False):
+            for source, destination in self._rng.sample(pairs, len(pairs)):
+                slots[destination] = list(slots[source])
+
+    def _expected(self, request: Request, tokens: list[int], public: int) -> list[int]:
+        public *= self._pool.block_size
+        return [*chains(replace(request, salt=""), tokens)[:public], *chains(request, tokens)[public:]]
+
+    def write(self, seq: Sequence, n: int) -> None:
+        known = [*seq.tokens, *seq.draft][: seq.computed + n]
+        self.write_at(seq.request, seq.computed, known, (seq.blocks, seq.sliding), seq.public)
+
+    def write_at(
+        self, request: Request, begin: int, tokens: list[int], tables: Iterable[list[int]], public: int
+    ) -> None:
+        """The KV of these tokens from position `begin` on, into these tables."""
+        size = self._pool.block_size
+        known = self._expected(request, tokens, public)
+        for (_, slots), table in zip(self._stores, tables, strict=False):
+            for position in range(begin, len(tokens)):
+                slots[table[position // size]][position % size] = known[position]
+
+    def read(self, seq: Sequence, n: int) -> list[int]:
+        known = [*seq.tokens, *seq.draft][: seq.computed + n]
+        return self.read_at(seq.request, seq.computed, known, (seq.blocks, seq.sliding), seq.public)
+
+    def read_at(
+        self, request: Request, begin: int, tokens: list[int], tables: Iterable[list[int]], public: int
+    ) -> list[int]:
+        """The chain values that the positions from `begin` on end up with, after everything they attend to
+        was verified: all before them, and in recent blocks what the first of them still sees."""
+        size, end = self._pool.block_size, len(tokens)
+        known = self._expected(request, tokens, public)
+        seen = (0, max(0, begin + 1 - self._pool.window))
+        for (_, slots), table, first in zip(self._stores, tables, seen, strict=False):
+            for position in range(first, end):
+                block = table[position // size]
+                assert block != GONE, f"position {position} of {end} was given back"
+                found = slots[block][position % size]
+                assert found == known[position], (
+                    f"position {position} of {end} holds the KV of another prefix"
+                )
+        return known[begin:]
+
+    def poison(self) -> None:
+        """Make blocks that nobody owns and nobody can find unreadable."""
+        for store, slots in self._stores:
+            for block in unowned(store):
+                slots[block] = [-1] * self._pool.block_size
