@@ -40,7 +40,7 @@ from pageturner.formats import hub
 from pageturner.formats.load_tokenizer import load_tokenizer
 from pageturner.server.api.base.body import decode
 from pageturner.server.api.base.call import ServedModel
-from pageturner.server import chat
+from pageturner.server.api.openai import chat
 from pageturner.server.admission.limits import NO_LIMITS
 from pageturner.text.chat_template import ChatTemplate
 from pageturner.server.text_workers.reading import AT_ONCE_LIMITS

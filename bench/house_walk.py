@@ -22,7 +22,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "src" / "pageturner"
 
 # What plugs in: nobody outside the file where it is defined asks which one it has.
-PLUGS = re.compile(r"policies\..*|core\.(group|batching|order)")
+PLUGS = re.compile(r"policies\..*|scheduler\.(group|batching|order)")
 
 # Private by its name, and other people's: (what it is asked of, name); None: of anything.
 LIBRARIES: frozenset[tuple[str | None, str]] = frozenset(
@@ -176,10 +176,10 @@ def room_graph(house: House) -> dict[str, set[str]]:
 
 
 def circles(house: House) -> list[list[str]]:
-    """Modules that import each other while they are loaded, and rooms that import each other at all."""
+    """Modules that import each other, lazily or for types too, and rooms that import each other."""
     graph: dict[str, set[str]] = {name: set() for name in house}
     for one in imports(house):
-        if one.top:
+        if one.target != PACKAGE.name:
             graph[one.source].add(one.target)
     return [part for parts in (knots(graph), knots(room_graph(house))) for part in parts if len(part) > 1]
 

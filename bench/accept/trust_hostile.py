@@ -236,7 +236,7 @@ def api_mb(server: Server) -> float:
     total = 0.0
     for one in (str(pid), *children):
         try:
-            if b"runtime.worker" not in Path(f"/proc/{one}/cmdline").read_bytes():
+            if b"engine.worker" not in Path(f"/proc/{one}/cmdline").read_bytes():
                 total += harness.rss_mb(int(one))
         except (OSError, StopIteration):
             continue

@@ -1,4 +1,4 @@
-"""docs/architecture.md names only what exists, and its table of rooms is that of bench/house.py."""
+"""docs/architecture.md names only what exists."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import house_walk as walk
 ROOT = Path(__file__).parents[2]
 TEXT = house.ARCHITECTURE.read_text()
 PROSE = re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL)
-GROUND = "the ground floor"
 FILE = r"`((?:[\w]+/)*\w+\.py)`"
 
 
@@ -120,22 +119,3 @@ def test_class_has_that_member(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"`([A-Z]\w*[a-z_]\w*|[A-Z]+_[A-Z_]+)`", PROSE))))
 def test_class_or_constant_exists(name: str) -> None:
     assert name in defined() or any(name in members(one) for one in classes())
-
-
-def rooms() -> dict[str, set[str]]:
-    """What the page says that each room may import."""
-    found: dict[str, set[str]] = {}
-    table = TEXT.split("\n## Rooms", 1)[1].split("\n## ", 1)[0]
-    ground = set(
-        re.findall(r"`(\w+)`", re.search(r"\*The ground floor\* here: (.*?)\.\n", table, re.DOTALL)[1])
-    )
-    for row in re.findall(r"^\| (`.*) \|$", table, re.MULTILINE):
-        cells = row.split(" | ")
-        allowed = set(re.findall(r"`([\w.]+)`", cells[-1])) | (ground if GROUND in cells[-1] else set())
-        for name in re.findall(r"`(\w+)(?:/|\.py)`", cells[0]):
-            found["pageturner" if name == "__init__" else name] = allowed
-    return found
-
-
-def test_table_of_rooms_is_the_one_that_is_held() -> None:
-    assert rooms() == {room: {*allowed} - {room} for room, allowed in house.ALLOWED.items()}

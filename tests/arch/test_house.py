@@ -15,7 +15,7 @@ import house_walk as walk
 
 HOUSE = walk.read()
 STANDARD_ONLY = (
-    "core", "policies", "errors", "params", "request", "block_keys", "option", "memory", "garbage",
+    "scheduler", "policies", "errors", "params", "request", "block_keys", "option", "memory", "garbage",
     "progress",
 )  # fmt: skip
 
@@ -42,19 +42,26 @@ def test_what_serves_never_imports_what_computes() -> None:
     graph = {source: set[str]() for source in HOUSE}
     for one in walk.imports(HOUSE):
         graph[one.source].add(one.target)
-    left = [name for name in HOUSE if walk.room(name) in ("serve", "router")]
+    left = [name for name in HOUSE if walk.room(name) in ("http", "server", "router")]
     seen = set(left)
     while left:
         new = graph[left.pop()] - seen - {"pageturner"}
         seen |= new
         left += new
-    assert not {walk.room(name) for name in seen} & {"runtime", "models", "kernels"}
+    assert not {walk.room(name) for name in seen} & {
+        "engine",
+        "executor",
+        "kv",
+        "parallel",
+        "models",
+        "kernels",
+    }
 
 
 def test_what_serves_has_no_threads_that_all_requests_share() -> None:
     """One that takes long there holds up all others and cannot be ended: text workers can."""
     shared = {"to_thread", "run_in_executor", "ThreadPoolExecutor"}
-    for name in [name for name in HOUSE if walk.room(name) == "serve"]:
+    for name in [name for name in HOUSE if walk.room(name) in ("http", "server")]:
         for node in HOUSE[name].nodes:
             named = {getattr(node, "attr", None), getattr(node, "id", None)}
             assert not named & shared, f"{name}:{getattr(node, 'lineno', 0)}"

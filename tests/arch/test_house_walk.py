@@ -11,43 +11,45 @@ import house_walk as walk
 
 
 def build(**files: str) -> walk.House:
-    """A house of these modules: core__types="..." is scheduler/types.py."""
+    """A house of these modules: scheduler__types="..." is scheduler/types.py."""
     names = {file.replace("__", "."): text for file, text in files.items()}
     return {name: walk.Module(name, name.replace(".", "/") + ".py", text) for name, text in names.items()}
 
 
 def test_arrows_floors_and_what_points_upwards() -> None:
     small = build(
-        core__types="import sys",
+        scheduler__types="import sys",
         policies__orders="from pageturner.scheduler import types\nfrom . import pace",
         policies__pace="def late() -> None:\n    from pageturner.server.app import x",
-        serve__app="from pageturner.scheduler.types import Request",
+        server__app="from pageturner.scheduler.types import Request",
     )
     assert walk.arrows(small) == {
-        ("policies", "core"): 1,
-        ("policies", "serve"): 1,
-        ("serve", "core"): 1,
+        ("policies", "scheduler"): 1,
+        ("policies", "server"): 1,
+        ("server", "scheduler"): 1,
     }
-    allowed = {**house.ALLOWED, "serve": ("core.types",)}
-    assert walk.upwards(small, allowed) == ["policies/pace.py:2 imports serve.app"]
-    assert walk.floors(small) == [["core"], ["serve"], ["policies"]]
+    allowed = {**house.ALLOWED, "server": ("scheduler.types",)}
+    assert walk.upwards(small, allowed) == ["policies/pace.py:2 imports server.app"]
+    assert walk.floors(small) == [["scheduler"], ["server"], ["policies"]]
     assert walk.circles(small) == []
 
 
 def test_circles_of_modules_and_of_rooms() -> None:
     modules = build(
-        core__a="import pageturner.scheduler.b", core__b="from pageturner.scheduler import c", core__c=""
+        scheduler__a="import pageturner.scheduler.b",
+        scheduler__b="from pageturner.scheduler import c",
+        scheduler__c="",
     )
     assert walk.circles(modules) == []
-    closed = {**modules, **build(core__c="from pageturner.scheduler.a import x")}
-    assert walk.circles(closed) == [["core.a", "core.b", "core.c"]]
+    closed = {**modules, **build(scheduler__c="from pageturner.scheduler.a import x")}
+    assert walk.circles(closed) == [["scheduler.a", "scheduler.b", "scheduler.c"]]
     rooms = build(
-        core__a="def f():\n    import pageturner.server.a",
-        serve__a="import pageturner.scheduler.b",
-        core__b="",
+        scheduler__a="def f():\n    import pageturner.server.a",
+        server__a="import pageturner.scheduler.b",
+        scheduler__b="",
     )
-    assert walk.circles(rooms) == [["core", "serve"]]
-    assert walk.floors(rooms) == [["core", "serve"]]
+    assert walk.circles(rooms) == [["scheduler", "server"]]
+    assert walk.floors(rooms) == [["scheduler", "server"]]
 
 
 @pytest.mark.parametrize(
@@ -66,7 +68,7 @@ def test_circles_of_modules_and_of_rooms() -> None:
     ],
 )
 def test_private_names_of_other_files(text: str) -> None:
-    small = build(policies__a=text, core__scheduler="class Scheduler: ...")
+    small = build(policies__a=text, scheduler__scheduler="class Scheduler: ...")
     assert walk.private_accesses(small)[0] != []
 
 
@@ -81,16 +83,16 @@ def test_private_names_of_other_files(text: str) -> None:
     ],
 )
 def test_names_of_the_same_file_are_its_own(text: str) -> None:
-    assert walk.private_accesses(build(core__a=text)) == ([], [])
+    assert walk.private_accesses(build(scheduler__a=text)) == ([], [])
 
 
 def test_private_names_of_libraries_are_listed_apart() -> None:
     small = build(
-        core__a="import os\ndef f(pair):\n    os._exit(1)\n    os._other\n    return pair._replace(a=1)"
+        scheduler__a="import os\ndef f(pair):\n    os._exit(1)\n    os._other\n    return pair._replace(a=1)"
     )
     ours, theirs = walk.private_accesses(small)
-    assert ours == ["core/a.py:4 os._other"]
-    assert theirs == ["core/a.py:3 os._exit", "core/a.py:5 pair._replace"]
+    assert ours == ["scheduler/a.py:4 os._other"]
+    assert theirs == ["scheduler/a.py:3 os._exit", "core/a.py:5 pair._replace"]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +110,7 @@ def test_private_names_of_libraries_are_listed_apart() -> None:
 def test_questions_for_a_class(text: str) -> None:
     plugs = "class Static: ...\ndef chunked(): ...\nPOLICIES = {'static': Static}\nLEAPING = ('static',)"
     head = "from pageturner.policies.batching import LEAPING, POLICIES, Static, chunked\n"
-    small = build(policies__batching=plugs, core__a=head + text)
+    small = build(policies__batching=plugs, scheduler__a=head + text)
     assert len(walk.questions(small)) == 1
 
 
@@ -120,35 +122,39 @@ def test_what_is_no_question_for_a_class() -> None:
         "from pageturner.policies.batching import POLICIES, Static\n"
         "def f(p, name):\n    return isinstance(p, int), name in POLICIES, Static(), p.n > Static.n"
     )
-    assert walk.questions(build(policies__batching=plugs, core__a=text)) == []
+    assert walk.questions(build(policies__batching=plugs, scheduler__a=text)) == []
 
 
 def test_class_names_that_occur_twice() -> None:
-    reason = 'class A:\n    """An a.\n\n    Same name as `core.a.A` because both\n    are.\n    """'
-    wrong = 'class A:\n    """Same name as `core.nowhere.A` because of nothing."""'
-    assert walk.duplicates(build(core__a="class A: ...", core__b="class B: ...")) == ({}, {})
-    assert walk.duplicates(build(core__a="class A: ...", core__b=reason))[1] == {"A": ["core.a", "core.b"]}
-    assert walk.duplicates(build(core__a="class A: ...", core__b=wrong))[0] == {"A": ["core.a", "core.b"]}
-    third = build(core__a="class A: ...", core__b=reason, core__c="class A: ...")
-    assert walk.duplicates(third)[0] == {"A": ["core.a", "core.b", "core.c"]}
+    reason = 'class A:\n    """An a.\n\n    Same name as `scheduler.a.A` because both\n    are.\n    """'
+    wrong = 'class A:\n    """Same name as `scheduler.nowhere.A` because of nothing."""'
+    assert walk.duplicates(build(scheduler__a="class A: ...", scheduler__b="class B: ...")) == ({}, {})
+    assert walk.duplicates(build(scheduler__a="class A: ...", scheduler__b=reason))[1] == {
+        "A": ["scheduler.a", "scheduler.b"]
+    }
+    assert walk.duplicates(build(scheduler__a="class A: ...", scheduler__b=wrong))[0] == {
+        "A": ["scheduler.a", "scheduler.b"]
+    }
+    third = build(scheduler__a="class A: ...", scheduler__b=reason, scheduler__c="class A: ...")
+    assert walk.duplicates(third)[0] == {"A": ["scheduler.a", "scheduler.b", "scheduler.c"]}
 
 
 def test_sizes() -> None:
-    small = build(core__a="def f():\n    x = 1\n    return x\n", core__b="x = 1\n")
-    assert walk.longest_functions(small) == [(3, "core/a.py:1 f")]
-    assert walk.rooms(small) == [("core", 2, 4, 4)]
+    small = build(scheduler__a="def f():\n    x = 1\n    return x\n", scheduler__b="x = 1\n")
+    assert walk.longest_functions(small) == [(3, "scheduler/a.py:1 f")]
+    assert walk.rooms(small) == [("scheduler", 2, 4, 4)]
     assert walk.lines_of(small, ["core/b.py"]) == 1
 
 
 def test_the_marked_path(tmp_path: Path) -> None:
     page = tmp_path / "architecture.md"
     assert walk.path(page) == []
-    page.write_text("`core/no.py`\n<!-- path -->\n1. `server/app.py`: see `f()`, `core/a.py`\n2. `llm.py`\n"
+    page.write_text("`a/no.py`\n<!-- path -->\n1. `server/app.py`: see `f()`, `scheduler/a.py`\n2. `llm.py`\n"
                     "3. `server/app.py`\n<!-- /path -->\n`core/no.py`")  # fmt: skip
-    assert walk.path(page) == ["server/app.py", "core/a.py", "llm.py"]
+    assert walk.path(page) == ["server/app.py", "scheduler/a.py", "llm.py"]
 
 
 def test_what_is_absent_misses_its_bar() -> None:
-    found = house.count(build(core__a="def f():\n    x = 1\n"), [])
+    found = house.count(build(scheduler__a="def f():\n    x = 1\n"), [])
     assert found["missed"] == ["lines of the path"]
     assert "absent" in house.table(found, findings=True)

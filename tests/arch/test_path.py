@@ -30,14 +30,14 @@ TESTS = Path(__file__).parents[1]
 LIST = walk.path(house.ARCHITECTURE)
 SHARE = 0.05
 WATCHERS = (
-    "observe/",
+    "telemetry/",
     "server/observability/metrics.py",
     "server/observability/timings.py",
     "server/admission/goodput.py",
     "http/histogram.py",
     "server/observability/request_phases.py",
 )
-TOKENIZERS = "files/"  # which of them runs is the affair of the model
+TOKENIZERS = "formats/"  # which of them runs is the affair of the model
 FEWEST, MOST = 15, 25
 TOKENS = 128
 BODY = {

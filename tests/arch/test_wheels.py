@@ -84,7 +84,7 @@ def test_the_instruction_sets_are_those_of_the_build() -> None:
 def test_a_wheel_has_every_file_of_the_package() -> None:
     files = contents.expected()
     assert "pageturner/cli/__init__.py" in files
-    assert any(name.startswith("pageturner/serve/page/") and name.endswith(".js") for name in files)
+    assert any(name.startswith("pageturner/server/page/") and name.endswith(".js") for name in files)
     assert not [name for name in files if name.endswith((".cpp", ".h"))]
 
 

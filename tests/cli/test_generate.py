@@ -210,7 +210,7 @@ def test_a_reader_that_leaves_ends_it_quietly(tiny: list[str]) -> None:
     command = [
         sys.executable,
         "-m",
-        "pageturner.cli",
+        "pageturner",
         "generate",
         *tiny,
         "--ignore-eos",

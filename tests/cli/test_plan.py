@@ -213,7 +213,7 @@ def test_only_long_requests(llama: str, tmp_path: Path, capsys: pytest.CaptureFi
 
 HELP = """
 import argparse, sys
-from pageturner.cli import plan
+from pageturner.lab.commands import plan
 plan.add_arguments(argparse.ArgumentParser())
 print(*sys.modules)
 """

@@ -138,7 +138,7 @@ def children_of(pid: int) -> list[str]:
 
 def is_server(pid: str) -> bool:
     with open(f"/proc/{pid}/cmdline") as command:
-        return "pageturner.cli" in command.read()
+        return "\0pageturner\0serve\0" in command.read()
 
 
 def value(metrics: str, name: str) -> float:

@@ -168,7 +168,7 @@ def text_of(
 def engines_of(server: int) -> set[int]:
     """Its children that are no text workers."""
     children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
-    return {int(pid) for pid in children if b"runtime.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+    return {int(pid) for pid in children if b"engine.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()}
 
 
 @pytest.mark.slow
@@ -177,7 +177,7 @@ def test_a_killed_engine_goes_on_in_the_middle_of_a_grammar() -> None:
     command = [
         sys.executable,
         "-m",
-        "pageturner.cli",
+        "pageturner",
         "serve",
         str(GOLDENS / "tiny_llama.gguf"),
         "--port",

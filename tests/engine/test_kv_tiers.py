@@ -302,7 +302,7 @@ def test_a_writer_that_is_killed_leaves_a_readable_file(tmp_path: Path) -> None:
     code = (
         "import sys, numpy as np\n"
         "sys.path.insert(0, sys.argv[2])\n"
-        "from runtime.test_kv_tiers import *\n"
+        "from engine.test_kv_tiers import *\n"
         "file = opened(Path(sys.argv[1])); rows = [row(n) for n in range(40)]\n"
         "print('ready', flush=True); n = 0\n"
         "while True:\n"

@@ -192,7 +192,7 @@ def test_a_stage_is_killed_under_streams_and_they_go_on() -> None:
         (server,) = children(what=b"pageturner.cli")
 
         def kill() -> None:
-            (engine,) = children(server, b"runtime.worker")
+            (engine,) = children(server, b"engine.worker")
             (stage,) = children(engine)
             os.kill(stage, signal.SIGKILL)
 

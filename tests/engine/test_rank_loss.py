@@ -228,7 +228,7 @@ def family(client: httpx.Client) -> list[int]:
     """The processes of rank 0, 1, ... of a server."""
     (server,) = children(what=b"pageturner.cli")
     for _ in range(600):
-        engines = children(server, b"runtime.worker")
+        engines = children(server, b"engine.worker")
         others = sorted(children(*engines)) if engines else []
         if len(others) == 2:
             return [*engines, *others]

@@ -152,7 +152,7 @@ def test_ranks_end_with_their_engine() -> None:
         os.kill(pid, 0)
 
 
-def children(of: int = 0, what: bytes = b"runtime.rank") -> set[int]:
+def children(of: int = 0, what: bytes = b"engine.rank") -> set[int]:
     """Processes that another one started, this one if none is said, with so much in their command lines."""
     of = of or os.getpid()
     found = Path(f"/proc/{of}/task/{of}/children").read_text().split()
@@ -180,7 +180,7 @@ def test_a_rank_is_killed_under_streams_and_they_go_on() -> None:
     with serving(GOLDENS / "tiny_llama.gguf", *flags) as client, ThreadPoolExecutor(4) as pool:
         whole = list(pool.map(lambda n: streamed(client, n), range(4)))
         (server,) = children(what=b"pageturner.cli")
-        (engine,) = children(server, b"runtime.worker")
+        (engine,) = children(server, b"engine.worker")
 
         def kill() -> None:
             (rank,) = children(engine)
@@ -191,7 +191,7 @@ def test_a_rank_is_killed_under_streams_and_they_go_on() -> None:
         assert [other.result(60) for other in others] == whole[1:]
         told = client.get("/metrics").text
         assert re.search(r"^pageturner:engine_restarts_total\{.*\} 1(\.0)?$", told, re.M)
-        (engine,) = children(server, b"runtime.worker")
+        (engine,) = children(server, b"engine.worker")
         (rank,) = children(engine)
     for pid in (engine, rank):  # both ended with the server
         with pytest.raises(ProcessLookupError):

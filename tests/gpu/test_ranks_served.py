@@ -94,9 +94,9 @@ def test_a_rank_that_is_killed_ends_all_and_streams_go_on() -> None:
         whole = streamed(client)
         for restarts, victim in enumerate((1, 0), 1):
             (server,) = processes(os.getpid(), b"pageturner.cli")
-            wait_until(lambda server=server: processes(server, b"runtime.worker"))
-            (engine,) = processes(server, b"runtime.worker")
-            (other,) = processes(engine, b"runtime.rank")
+            wait_until(lambda server=server: processes(server, b"engine.worker"))
+            (engine,) = processes(server, b"engine.worker")
+            (other,) = processes(engine, b"engine.rank")
             assert streamed(client, lambda pid=(engine, other)[victim]: os.kill(pid, signal.SIGKILL)) == whole
             for pid in (engine, other):
                 wait_until(lambda pid=pid: not Path(f"/proc/{pid}").exists())

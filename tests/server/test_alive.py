@@ -364,7 +364,7 @@ def test_a_stopped_engine_leaves_with_a_server_that_is_killed(start: Start) -> N
     server = start(FAKE_ENGINE="own")
     own = server.process.pid
     children = Path(f"/proc/{own}/task/{own}/children").read_text().split()
-    (pid,) = (int(child) for child in children if "runtime.worker" in command_of(child))
+    (pid,) = (int(child) for child in children if "engine.worker" in command_of(child))
     os.kill(pid, signal.SIGSTOP)
     server.stop(signal.SIGKILL)
     try:

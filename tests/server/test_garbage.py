@@ -110,7 +110,7 @@ def test_an_engine_that_ends_reports_nothing_as_leaked() -> None:
     command = [
         sys.executable,
         "-m",
-        "pageturner.cli",
+        "pageturner",
         "serve",
         str(GOLDEN),
         "--port",

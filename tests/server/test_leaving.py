@@ -18,7 +18,7 @@ PROGRAM = """
 import asyncio, logging, sys, time
 from pageturner import logs
 from pageturner.errors import EngineFault
-from pageturner.server import lifecycle
+from pageturner.http import lifecycle
 
 async def main():
     logs.to_stderr("info")
@@ -54,7 +54,7 @@ def test_nobody_waits_for_a_thread_that_works(end: str, code: int, said: str) ->
 BLOCKED = """
 import asyncio, sys
 from types import SimpleNamespace
-from pageturner.server import lifecycle
+from pageturner.http import lifecycle
 
 async def main():
     program = SimpleNamespace(draining=False, active=0)
