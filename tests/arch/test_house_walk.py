@@ -92,7 +92,7 @@ def test_private_names_of_libraries_are_listed_apart() -> None:
     )
     ours, theirs = walk.private_accesses(small)
     assert ours == ["scheduler/a.py:4 os._other"]
-    assert theirs == ["scheduler/a.py:3 os._exit", "core/a.py:5 pair._replace"]
+    assert theirs == ["scheduler/a.py:3 os._exit", "scheduler/a.py:5 pair._replace"]
 
 
 @pytest.mark.parametrize(
@@ -143,14 +143,14 @@ def test_sizes() -> None:
     small = build(scheduler__a="def f():\n    x = 1\n    return x\n", scheduler__b="x = 1\n")
     assert walk.longest_functions(small) == [(3, "scheduler/a.py:1 f")]
     assert walk.rooms(small) == [("scheduler", 2, 4, 4)]
-    assert walk.lines_of(small, ["core/b.py"]) == 1
+    assert walk.lines_of(small, ["scheduler/b.py"]) == 1
 
 
 def test_the_marked_path(tmp_path: Path) -> None:
     page = tmp_path / "architecture.md"
     assert walk.path(page) == []
     page.write_text("`a/no.py`\n<!-- path -->\n1. `server/app.py`: see `f()`, `scheduler/a.py`\n2. `llm.py`\n"
-                    "3. `server/app.py`\n<!-- /path -->\n`core/no.py`")  # fmt: skip
+                    "3. `server/app.py`\n<!-- /path -->\n`a/no.py`")  # fmt: skip
     assert walk.path(page) == ["server/app.py", "scheduler/a.py", "llm.py"]
 
 

@@ -189,7 +189,7 @@ def test_a_stage_is_killed_under_streams_and_they_go_on() -> None:
     flags = ("--pipeline-parallel-size", "2", "--threads", "1", "--kv-cache-memory", "4M")
     with serving(TINY, *flags) as client, ThreadPoolExecutor(4) as pool:
         whole = list(pool.map(lambda n: streamed(client, n), range(4)))
-        (server,) = children(what=b"pageturner.cli")
+        (server,) = children(what=b"pageturner\0serve")
 
         def kill() -> None:
             (engine,) = children(server, b"engine.worker")

@@ -226,7 +226,7 @@ def test_a_rank_that_died_is_named_with_what_ended_it() -> None:
 # -- deaths --------------------------------------------------------------------------------------------------
 def family(client: httpx.Client) -> list[int]:
     """The processes of rank 0, 1, ... of a server."""
-    (server,) = children(what=b"pageturner.cli")
+    (server,) = children(what=b"pageturner\0serve")
     for _ in range(600):
         engines = children(server, b"engine.worker")
         others = sorted(children(*engines)) if engines else []

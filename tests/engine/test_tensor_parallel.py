@@ -179,7 +179,7 @@ def test_a_rank_is_killed_under_streams_and_they_go_on() -> None:
     flags = ("--tensor-parallel-size", "2", "--threads", "2", "--kv-cache-memory", "4M")
     with serving(GOLDENS / "tiny_llama.gguf", *flags) as client, ThreadPoolExecutor(4) as pool:
         whole = list(pool.map(lambda n: streamed(client, n), range(4)))
-        (server,) = children(what=b"pageturner.cli")
+        (server,) = children(what=b"pageturner\0serve")
         (engine,) = children(server, b"engine.worker")
 
         def kill() -> None:

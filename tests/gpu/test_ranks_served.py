@@ -93,7 +93,7 @@ def test_a_rank_that_is_killed_ends_all_and_streams_go_on() -> None:
     with serving(GOLDENS / "tiny_llama.gguf", *several, *flags) as client:
         whole = streamed(client)
         for restarts, victim in enumerate((1, 0), 1):
-            (server,) = processes(os.getpid(), b"pageturner.cli")
+            (server,) = processes(os.getpid(), b"pageturner\0serve")
             wait_until(lambda server=server: processes(server, b"engine.worker"))
             (engine,) = processes(server, b"engine.worker")
             (other,) = processes(engine, b"engine.rank")
