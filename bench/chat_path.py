@@ -25,7 +25,8 @@ MESSAGE = "Write a haiku about the sea, and say in one sentence what it means. "
 BODIES = {
     "one message": [{"role": "user", "content": MESSAGE}],
     "nine messages": [
-        {"role": "assistant" if i % 2 else "user", "content": MESSAGE * (3 if i < 8 else 1)} for i in range(9)
+        {"role": "assistant" if i % 2 else "user", "content": MESSAGE * (3 if i < 8 else 1)}
+        for i in range(9)
     ],
 }
 # runs in a tree of either commit, so it uses nothing that is not in both
@@ -76,7 +77,9 @@ def measure(tree: Path, model: str) -> dict[str, float]:
     return figures
 
 
-def compared(base: str, model: str = "smollm2", pairs: int = 5) -> dict[str, tuple[float, float, float]]:
+def compared(
+    base: str, model: str = "smollm2", pairs: int = 5
+) -> dict[str, tuple[float, float, float]]:
     """Case -> microseconds of the base and of this tree, the least of all runs, and the median of the ratios
     of the pairs."""
     with tempfile.TemporaryDirectory() as folder:
@@ -104,7 +107,9 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--pairs", type=int, default=5)
     arguments = parser.parse_args()
-    for case, (before, now, ratio) in compared(arguments.base, arguments.model, arguments.pairs).items():
+    for case, (before, now, ratio) in compared(
+        arguments.base, arguments.model, arguments.pairs
+    ).items():
         print(f"{case:22} {before:8.1f} us {now:8.1f} us  x{ratio:.3f}")
     return 0
 

@@ -94,14 +94,18 @@ def load(path: Path, ways: tuple[Callable[[Path], None], ...]) -> tuple[list[str
         except EngineFault as fault:
             outcomes.append(fault.code)
             if str(path) not in fault.message or not fault.message.isprintable():
-                findings.append(f"{way.__name__}: {fault.code} does not name the file: {fault.message[:200]}")
+                findings.append(
+                    f"{way.__name__}: {fault.code} does not name the file: {fault.message[:200]}"
+                )
         except BaseException as error:
             frames = traceback.extract_tb(error.__traceback__)
             ours = [frame for frame in frames if "pageturner" in frame.filename] or frames
             last = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}"
             where = f"{last}, from {ours[-1].name}:{ours[-1].lineno}"
             outcomes.append("traceback")
-            findings.append(f"{way.__name__}: {type(error).__name__} at {where}: {str(error)[:150]!r}")
+            findings.append(
+                f"{way.__name__}: {type(error).__name__} at {where}: {str(error)[:150]!r}"
+            )
     return outcomes, findings
 
 

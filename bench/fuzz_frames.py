@@ -102,7 +102,11 @@ def fuzz(kinds: list[str], seconds: float, seed: int) -> int:
     end, turn = time.monotonic() + seconds, 0
     while time.monotonic() < end:
         kind = kinds[turn % len(kinds)]
-        turn, begun, until = turn + 1, used(), min(end, time.monotonic() + ROUND * SHARES.get(kind, 1.0))
+        turn, begun, until = (
+            turn + 1,
+            used(),
+            min(end, time.monotonic() + ROUND * SHARES.get(kind, 1.0)),
+        )
         while time.monotonic() < until:
             outcome, finding = run(kind, seed, numbers[kind])
             outcomes.setdefault(kind, Counter())[outcome] += 1
@@ -115,7 +119,9 @@ def fuzz(kinds: list[str], seconds: float, seed: int) -> int:
             numbers[kind] += 1
         spent[kind] += used() - begun
     for kind in kinds:
-        common = ", ".join(f"{n} {what}" for what, n in outcomes.get(kind, Counter()).most_common(8))
+        common = ", ".join(
+            f"{n} {what}" for what, n in outcomes.get(kind, Counter()).most_common(8)
+        )
         print(f"{kind}: {numbers[kind]} cases, {spent[kind] / 60:.1f} CPU minutes: {common}")
     count = sum(findings.values())
     print(f"{sum(numbers.values())} cases, {used() / 60:.1f} CPU minutes, {count} findings")

@@ -52,7 +52,9 @@ def raw(parts: list[bytes], pause: float = 0.0) -> Callable[[str, int, float], O
                     sock.sendall(part)
                     sent += len(part)
                     time.sleep(pause)
-                while time.monotonic() < until and b"\r\n\r\n" not in answer and len(answer) < 65536:
+                while (
+                    time.monotonic() < until and b"\r\n\r\n" not in answer and len(answer) < 65536
+                ):
                     sock.settimeout(max(0.01, until - time.monotonic()))
                     more = sock.recv(65536)
                     if not more:
@@ -71,7 +73,9 @@ def raw(parts: list[bytes], pause: float = 0.0) -> Callable[[str, int, float], O
 
 def post(path: str, content: bytes, more: bytes = b"") -> Callable[[str, int, float], Outcome]:
     """A request with a body."""
-    head = b"POST %s HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n" % path.encode()
+    head = (
+        b"POST %s HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n" % path.encode()
+    )
     return raw([head + more + b"Content-Length: %d\r\n\r\n" % len(content), content])
 
 
@@ -115,18 +119,29 @@ def schemas(dice: random.Random) -> Iterator[tuple[str, Any]]:
             if len(str(deep)) > 200_000 or n > 900:
                 break
         yield "nested arrays", answer(deep)
-        links = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(n)} | {f"d{n}": {"type": "null"}}
+        links = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(n)} | {
+            f"d{n}": {"type": "null"}
+        }
         yield f"a chain of {n} $refs", answer({"$defs": links, "$ref": "#/$defs/d0"})
-        yield f"an enum of {n}", answer({"enum": ["x" * dice.randrange(1, 50) + str(i) for i in range(n)]})
+        yield (
+            f"an enum of {n}",
+            answer({"enum": ["x" * dice.randrange(1, 50) + str(i) for i in range(n)]}),
+        )
         names = {f"p{i}": {"type": "integer", "multipleOf": i + 1} for i in range(n // 4)}
         yield f"{n // 4} properties", answer({"type": "object", "properties": names})
     for _ in range(8):
         n = _size(dice, 2, 2000)
-        regex = dice.choice(("(a|aa)+" * min(n, 50), f"(.{{1,{n}}}){{1,{n}}}", f"[a-z]{{{n},}}x[0-9]{{{n}}}"))
+        regex = dice.choice(
+            ("(a|aa)+" * min(n, 50), f"(.{{1,{n}}}){{1,{n}}}", f"[a-z]{{{n},}}x[0-9]{{{n}}}")
+        )
         yield f"regex {regex[:20]}", completion(structured_outputs={"regex": regex})
     for _ in range(4):
         n = _size(dice, 10, 3000)
-        rules = "start: a0\n" + "\n".join(f'a{i}: a{i + 1} a{i + 1} | "x"' for i in range(n)) + f'\na{n}: "y"'
+        rules = (
+            "start: a0\n"
+            + "\n".join(f'a{i}: a{i + 1} a{i + 1} | "x"' for i in range(n))
+            + f'\na{n}: "y"'
+        )
         yield f"{n} rules that double", completion(structured_outputs={"grammar": rules})
         words = ["w" * dice.randrange(1, 200) + str(i) for i in range(min(n, 2000))]
         yield f"{len(words)} choices", completion(structured_outputs={"choice": words})
@@ -157,7 +172,10 @@ def texts(dice: random.Random) -> Iterator[tuple[str, Any]]:
         elif which == 1:
             yield f"chat, {name}", chat(messages=[{"role": "user", "content": text}])
         elif which == 2:
-            yield f"tokenize, {name}", as_json("/tokenize", {"prompt": text, "return_token_strs": True})
+            yield (
+                f"tokenize, {name}",
+                as_json("/tokenize", {"prompt": text, "return_token_strs": True}),
+            )
         elif which == 3:
             yield f"prefix, {name}", as_json("/v1/prefixes", {"prompt": text})
         else:
@@ -184,7 +202,10 @@ def parameters(dice: random.Random) -> Iterator[tuple[str, Any]]:
     for _ in range(5):
         n = _size(dice, 1000, 400_000)
         yield f"{n} stop ids", completion(stop_token_ids=ids(n))
-        yield f"{n} allowed ids, 100 prompts", completion(allowed_token_ids=ids(n), prompt=["a"] * 100)
+        yield (
+            f"{n} allowed ids, 100 prompts",
+            completion(allowed_token_ids=ids(n), prompt=["a"] * 100),
+        )
         entries = min(n, VOCABULARY)
         biases = {str(i): dice.uniform(-100, 100) for i in range(entries)}
         yield f"{entries} biases, 50 prompts", completion(logit_bias=biases, prompt=["a"] * 50)
@@ -195,10 +216,16 @@ def parameters(dice: random.Random) -> Iterator[tuple[str, Any]]:
         )
         width = dice.choice((8, 32, 64))
         search = {"use_beam_search": True, "n": width, "max_tokens": 64}
-        yield f"{width} beams, {n} stop ids", completion(stop_token_ids=ids(min(n, 49_000)), **search)
+        yield (
+            f"{width} beams, {n} stop ids",
+            completion(stop_token_ids=ids(min(n, 49_000)), **search),
+        )
         yield f"{width} answers with logprobs", completion(n=width, logprobs=20, max_tokens=64)
         length = dice.choice((500, 2000, 4000, 8000))
-        yield f"prompt logprobs of {length}", completion(prompt=ids(length), prompt_logprobs=20, max_tokens=1)
+        yield (
+            f"prompt logprobs of {length}",
+            completion(prompt=ids(length), prompt_logprobs=20, max_tokens=1),
+        )
         stops = ["s" * dice.randrange(1, 60_000) for _ in range(dice.choice((4, 64, 1000)))]
         yield f"{len(stops)} long stop strings", completion(stop=stops[:60], max_tokens=64)
 
@@ -211,17 +238,44 @@ def strings(dice: random.Random) -> Iterator[tuple[str, Any]]:
             yield f"{field} of {len(text)}", completion(**{field: text})
     for _ in range(6):
         text = "p" * _size(dice, 100, 1_000_000) + dice.choice(("", "/b", "\n", "%0a"))
-        yield f"prefix id of {len(text)}", as_json("/v1/prefixes", {"id": text, "prompt": "Once upon"})
+        yield (
+            f"prefix id of {len(text)}",
+            as_json("/v1/prefixes", {"id": text, "prompt": "Once upon"}),
+        )
 
 
 def numbers(dice: random.Random) -> Iterator[tuple[str, Any]]:
     """Numbers that no machine word holds."""
-    nasty = ("1" * 400, "-" + "1" * 400, "1e400", "1e-320", "-0.0", "9223372036854775808", "1" * 5000, "NaN")
+    nasty = (
+        "1" * 400,
+        "-" + "1" * 400,
+        "1e400",
+        "1e-320",
+        "-0.0",
+        "9223372036854775808",
+        "1" * 5000,
+        "NaN",
+    )
     fields = (
-        "top_k", "n", "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "seed",
-        "max_tokens", "min_tokens", "logprobs", "priority", "deadline_ms", "ttft_target_ms",
-        "truncate_prompt_tokens", "best_of", "length_penalty", "prompt_logprobs",
-    )  # fmt: skip
+        "top_k",
+        "n",
+        "temperature",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "seed",
+        "max_tokens",
+        "min_tokens",
+        "logprobs",
+        "priority",
+        "deadline_ms",
+        "ttft_target_ms",
+        "truncate_prompt_tokens",
+        "best_of",
+        "length_penalty",
+        "prompt_logprobs",
+    )
     for field in fields:
         for value in dice.sample(nasty, 2):
             body = b'{"prompt": "a", "max_tokens": 2, "%s": %s}' % (field.encode(), value.encode())
@@ -250,32 +304,54 @@ def shapes(dice: random.Random) -> Iterator[tuple[str, Any]]:
     for _ in range(6):
         n = _size(dice, 1000, 600_000)
         yield f"detokenize {n}", as_json("/detokenize", {"tokens": [dice.randrange(100, 9999)] * n})
-        roles = [{"role": dice.choice(("user", "assistant", "tool", "x")), "content": "a"}] * (n // 20)
+        roles = [{"role": dice.choice(("user", "assistant", "tool", "x")), "content": "a"}] * (
+            n // 20
+        )
         yield f"{n // 20} messages", chat(messages=roles)
         yield f"{n} variables", chat(chat_template_kwargs={f"v{i}": "x" for i in range(n // 20)})
 
 
 def sockets(dice: random.Random) -> Iterator[tuple[str, Any]]:
     """Less, or more, than a request."""
-    begin = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    begin = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    )
     body = b'{"prompt": "a", "max_tokens": 2}'
     for _ in range(5):
         n = _size(dice, 1000, 2_000_000)
-        yield f"half a body of {n}", raw([begin + b"Content-Length: %d\r\n\r\n" % (2 * n), b" " * n])
+        yield (
+            f"half a body of {n}",
+            raw([begin + b"Content-Length: %d\r\n\r\n" % (2 * n), b" " * n]),
+        )
         yield f"a header of {n}", raw([begin + b"X-A: " + b"a" * n + b"\r\n\r\n"])
         yield f"{n // 10} headers", raw([begin, b"X-A: 1\r\n" * (n // 10), b"\r\n"])
         yield "slow headers", raw([begin, *[b"X-%d: 1\r\n" % i for i in range(20)]], pause=0.1)
-        chunked = begin + b"Transfer-Encoding: chunked\r\n\r\n" + b"%x\r\n" % len(body) + body + b"\r\n0\r\n"
+        chunked = (
+            begin
+            + b"Transfer-Encoding: chunked\r\n\r\n"
+            + b"%x\r\n" % len(body)
+            + body
+            + b"\r\n0\r\n"
+        )
         yield (
             f"{n // 10} trailers",
             raw([chunked, b"X-Priority: 0\r\nX-Tenant: vip\r\n" * (n // 20), b"\r\n"]),
         )
-        yield "a chunk's endless size", raw([begin + b"Transfer-Encoding: chunked\r\n\r\n", b"0" * n])
+        yield (
+            "a chunk's endless size",
+            raw([begin + b"Transfer-Encoding: chunked\r\n\r\n", b"0" * n]),
+        )
         yield f"a path of {n}", raw([b"GET /" + b"a" * n + b" HTTP/1.1\r\nHost: x\r\n\r\n"])
-        yield "pipelined", raw([b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * min(n // 50, 5000)])
+        yield (
+            "pipelined",
+            raw([b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * min(n // 50, 5000)]),
+        )
         yield "no HTTP", raw([bytes(dice.randrange(256) for _ in range(500))])
         stream = b'{"prompt": "a", "max_tokens": 2000, "stream": true, "ignore_eos": true}'
-        yield "a stream that is left", _left(begin + b"Content-Length: %d\r\n\r\n" % len(stream) + stream)
+        yield (
+            "a stream that is left",
+            _left(begin + b"Content-Length: %d\r\n\r\n" % len(stream) + stream),
+        )
 
 
 def _left(request: bytes) -> Callable[[str, int, float], Outcome]:

@@ -27,12 +27,20 @@ PLUGS = re.compile(r"policies\..*|scheduler\.(group|batching|order)")
 # Private by its name, and other people's: (what it is asked of, name); None: of anything.
 LIBRARIES: frozenset[tuple[str | None, str]] = frozenset(
     {
-        (None, "_replace"), (None, "_asdict"), (None, "_fields"), (None, "_make"),  # named tuples
-        ("os", "_exit"), ("sys", "_getframe"), ("sys", "_current_frames"), ("hashlib", "_Hash"),
-        ("argparse", "_SubParsersAction"), ("argparse", "_ArgumentGroup"), ("argparse", "_StoreAction"),
+        (None, "_replace"),
+        (None, "_asdict"),
+        (None, "_fields"),
+        (None, "_make"),  # named tuples
+        ("os", "_exit"),
+        ("sys", "_getframe"),
+        ("sys", "_current_frames"),
+        ("hashlib", "_Hash"),
+        ("argparse", "_SubParsersAction"),
+        ("argparse", "_ArgumentGroup"),
+        ("argparse", "_StoreAction"),
         ("gl.shared_memory_descriptor", "_reinterpret"),  # Gluon's
     }
-)  # fmt: skip
+)
 EXTENSION = "_native"  # our compiled module: private by its name to those who install it, not to us
 
 SAME_NAME = re.compile(r"Same name as `([\w.]+)`,? because \w")
@@ -108,7 +116,9 @@ def imported(module: Module, node: ast.AST, package: str = PACKAGE.name) -> list
         here = [package, *(module.name.split(".") if module.name != package else [])]
         if not module.file.endswith("__init__.py"):
             here.pop()
-        base = ".".join([*here[: len(here) - node.level + 1], *([node.module] if node.module else [])])
+        base = ".".join(
+            [*here[: len(here) - node.level + 1], *([node.module] if node.module else [])]
+        )
     return [f"{base}.{alias.name}" for alias in node.names]
 
 
@@ -128,9 +138,14 @@ def imports(house: House) -> list[Import]:
     for module in house.values():
         body = set(map(id, module.tree.body))
         for node in module.imports:
-            for target in {ours(house, full) for full in imported(module, node)} - {None, module.name}:
+            for target in {ours(house, full) for full in imported(module, node)} - {
+                None,
+                module.name,
+            }:
                 assert target is not None
-                found.append(Import(module.name, target, getattr(node, "lineno", 0), id(node) in body))
+                found.append(
+                    Import(module.name, target, getattr(node, "lineno", 0), id(node) in body)
+                )
     return found
 
 
@@ -164,7 +179,9 @@ def knots(graph: Mapping[str, set[str]]) -> list[list[str]]:
         while found:
             found += (new := graph[found.pop()] - reached[name])
             reached[name] |= new
-    parts = {frozenset(other for other in reached[name] if name in reached[other]) for name in graph}
+    parts = {
+        frozenset(other for other in reached[name] if name in reached[other]) for name in graph
+    }
     return sorted(map(sorted, parts), key=lambda part: (len(reached[part[0]]), part))
 
 
@@ -181,7 +198,12 @@ def circles(house: House) -> list[list[str]]:
     for one in imports(house):
         if one.target != PACKAGE.name:
             graph[one.source].add(one.target)
-    return [part for parts in (knots(graph), knots(room_graph(house))) for part in parts if len(part) > 1]
+    return [
+        part
+        for parts in (knots(graph), knots(room_graph(house)))
+        for part in parts
+        if len(part) > 1
+    ]
 
 
 def floors(house: House) -> list[list[str]]:
@@ -191,7 +213,9 @@ def floors(house: House) -> list[list[str]]:
     for part in knots(graph):
         below = [floor[other] for name in part for other in graph[name] if other not in part]
         floor |= dict.fromkeys(part, max(below, default=-1) + 1)
-    return [sorted(name for name in floor if floor[name] == n) for n in range(max(floor.values()) + 1)]
+    return [
+        sorted(name for name in floor if floor[name] == n) for n in range(max(floor.values()) + 1)
+    ]
 
 
 # -- private names -------------------------------------------------------------------------------------------
@@ -207,7 +231,11 @@ def defined(module: Module) -> set[str]:
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and is_self(node.value)
+        ):
             names.add(node.attr)
     return names
 
@@ -237,7 +265,11 @@ def annotated(module: Module, foreign: Iterable[str]) -> set[str]:
         elif isinstance(node, ast.AnnAssign) and names_in(node.annotation) & foreign:
             found.add(ast.unparse(node.target))
     for node in module.nodes:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and node.value.id in found:
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Name)
+            and node.value.id in found
+        ):
             found |= {ast.unparse(target) for target in node.targets}
     return found
 
@@ -295,8 +327,13 @@ def registries(module: Module) -> set[str]:
     """Its tables from names to what plugs in: whether a name is in one is no question for a class."""
     found = set()
     for node in module.tree.body:
-        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict | ast.DictComp):
-            found |= {ast.unparse(one) for one in getattr(node, "targets", [getattr(node, "target", None)])}
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(
+            node.value, ast.Dict | ast.DictComp
+        ):
+            found |= {
+                ast.unparse(one)
+                for one in getattr(node, "targets", [getattr(node, "target", None)])
+            }
     return found
 
 
@@ -307,7 +344,8 @@ def asked(node: ast.AST) -> ast.AST:
             return node.args[1]
     elif isinstance(node, ast.Compare):
         if any(
-            isinstance(op, ast.Is | ast.IsNot | ast.Eq | ast.NotEq | ast.In | ast.NotIn) for op in node.ops
+            isinstance(op, ast.Is | ast.IsNot | ast.Eq | ast.NotEq | ast.In | ast.NotIn)
+            for op in node.ops
         ):
             sides = [side for side in (node.left, *node.comparators) if is_reference(side)]
             return ast.Tuple(sides, ast.Load())

@@ -29,7 +29,9 @@ KERNELS = Path("src/pageturner/kernels")
 def build(base: str, folder: Path) -> Path:
     """A copy of our sources with the kernels of `base`, compiled; what is to be on PYTHONPATH."""
     tree = folder / "tree"
-    subprocess.run(["git", "worktree", "add", "--quiet", "--detach", tree, base], cwd=ROOT, check=True)
+    subprocess.run(
+        ["git", "worktree", "add", "--quiet", "--detach", tree, base], cwd=ROOT, check=True
+    )
     try:
         environment = {**os.environ, "PYTHON": sys.executable}
         command = [tree / KERNELS / "native" / "build.sh", folder / "build"]
@@ -39,7 +41,9 @@ def build(base: str, folder: Path) -> Path:
         mine, theirs = source / "pageturner" / "kernels", tree / KERNELS
         shutil.rmtree(mine)
         shutil.copytree(theirs, mine, ignore=shutil.ignore_patterns("__pycache__"))
-        if not (mine / "peak.py").exists():  # limits are taken from our run, but the module is imported
+        if not (
+            mine / "peak.py"
+        ).exists():  # limits are taken from our run, but the module is imported
             shutil.copy(ROOT / KERNELS / "peak.py", mine)
         return source
     finally:
@@ -48,7 +52,14 @@ def build(base: str, folder: Path) -> Path:
 
 def climb(source: Path, flags: list[str], output: Path) -> dict[str, Any]:
     """One ladder in a process of its own."""
-    command = [sys.executable, "-m", "pageturner.lab.bench.bench_kernels", *flags, "--json", str(output)]
+    command = [
+        sys.executable,
+        "-m",
+        "pageturner.lab.bench.bench_kernels",
+        *flags,
+        "--json",
+        str(output),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(source)}
     subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
     figures: dict[str, Any] = json.loads(output.read_text())
@@ -86,7 +97,9 @@ def main() -> int:
                 runs.append(climb(sources[side], given, folder / f"{side}{turn}.json"))
     ours, other = best_of(sides["ours"]), best_of(sides["other"])
     print(bench_kernels.render(ours, other))
-    print(f"other: {args.base}, {other['fingerprint']}; best of {args.rounds} runs of each, taken in turns")
+    print(
+        f"other: {args.base}, {other['fingerprint']}; best of {args.rounds} runs of each, taken in turns"
+    )
     if args.output:
         report.write_json(args.output, {"ours": ours, "other": other})
     return 0

@@ -33,12 +33,21 @@ FOLDER = Path(__file__).parents[1] / "docs" / "policies"
 WIDTH, LABELS, RIGHT, TOP, ROW = 700, 152, 14, 44, 15
 STEP, TOKEN = 0.02, 0.001  # seconds that each step, and each row of it, takes
 SETTINGS = EngineConfig(
-    model="none", max_num_seqs=4, max_num_batched_tokens=64, static_batch=4, static_patience=0.5,
-    served_steps=10, tpot_ms=40.0,
-)  # fmt: skip
+    model="none",
+    max_num_seqs=4,
+    max_num_batched_tokens=64,
+    static_batch=4,
+    static_patience=0.5,
+    served_steps=10,
+    tpot_ms=40.0,
+)
 BLOCKS = 96  # of 16 tokens; room for any batch, padded
 FEW = 28  # for the orders: a cached prefix that nobody uses soon is lost
-BEFORE, ROUNDS, APART = 24.0, 2, 0.5  # seconds before the picture begins; what came then, so far apart
+BEFORE, ROUNDS, APART = (
+    24.0,
+    2,
+    0.5,
+)  # seconds before the picture begins; what came then, so far apart
 MEANING = {
     "dashed": "waits",
     "prefill": "prompt",
@@ -65,19 +74,34 @@ class Ask:
         """max_tokens says nothing: it is the same for all (docs/adr/0006)."""
         same = [1 + (150 * self.topic + i) % 300 for i in range(self.shared)]
         own = [1 + (31 * id + i * i) % 300 for i in range(self.prompt - self.shared)]
-        params = SamplingParams(temperature=0.0, max_tokens=96, stop_ids=(0,), forced_end=self.answer)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=96, stop_ids=(0,), forced_end=self.answer
+        )
         return Request(
-            id, (*same, *own), params, BEFORE + self.at,
-            priority=self.priority, ttft_target=self.ttft, tenant=self.tenant,
-        )  # fmt: skip
+            id,
+            (*same, *own),
+            params,
+            BEFORE + self.at,
+            priority=self.priority,
+            ttft_target=self.ttft,
+            tenant=self.tenant,
+        )
 
 
 # Three at once, a fourth a little later; then a long prompt in the middle of their answers, then a few more.
 FOR_POLICIES = [
-    Ask(0.0, 30, 8), Ask(0.0, 12, 30), Ask(0.0, 45, 5), Ask(0.2, 20, 12),
-    Ask(0.45, 220, 8), Ask(0.5, 16, 20), Ask(0.55, 24, 5),
-    Ask(0.9, 60, 12), Ask(0.95, 12, 6), Ask(1.0, 140, 10), Ask(1.05, 20, 16),
-]  # fmt: skip
+    Ask(0.0, 30, 8),
+    Ask(0.0, 12, 30),
+    Ask(0.0, 45, 5),
+    Ask(0.2, 20, 12),
+    Ask(0.45, 220, 8),
+    Ask(0.5, 16, 20),
+    Ask(0.55, 24, 5),
+    Ask(0.9, 60, 12),
+    Ask(0.95, 12, 6),
+    Ask(1.0, 140, 10),
+    Ask(1.05, 20, 16),
+]
 FOR_ORDERS = [
     Ask(0.00, 110, 20, 1, tenant="loud", topic=1, shared=96),
     Ask(0.00, 40, 14, 1, tenant="loud"),
@@ -100,7 +124,9 @@ def _size(ask: Ask) -> str:
 LABELLED: dict[str, Callable[[Ask], str]] = {  # what an order looks at
     "fcfs": lambda ask: f"at {ask.at:.2f} s",
     "priority": lambda ask: f"priority {ask.priority}",
-    "deadline": lambda ask: f"first token by {ask.at + ask.ttft:.2f} s" if ask.ttft else "no target",
+    "deadline": lambda ask: (
+        f"first token by {ask.at + ask.ttft:.2f} s" if ask.ttft else "no target"
+    ),
     "adaptive": lambda ask: f"priority {ask.priority}, {ask.prompt} + {ask.answer}",
     "fair": lambda ask: f"{ask.tenant}, {ask.prompt} + {ask.answer}",
     "prefix": lambda ask: f"prefix {'AB'[ask.topic - 1]}" if ask.topic else "no prefix",
@@ -108,8 +134,13 @@ LABELLED: dict[str, Callable[[Ask], str]] = {  # what an order looks at
 
 
 def _bench(settings: EngineConfig, blocks: int) -> EngineBench:
-    about = {"config": msgspec.to_builtins(settings), "blocks": blocks, "window": 0, "recent": 0,
-             "max_model_len": 512}  # fmt: skip
+    about = {
+        "config": msgspec.to_builtins(settings),
+        "blocks": blocks,
+        "window": 0,
+        "recent": 0,
+        "max_model_len": 512,
+    }
     bench, _ = comparison.simulated_engine(
         CalibratedCost([STEP, 0, TOKEN, 0, 0, 0, 0], (0, 0), 1, {}, 0.0, about), lambda c: c
     )
@@ -150,7 +181,9 @@ def drawn() -> dict[str, str]:
     bench = _bench(SETTINGS, BLOCKS)
     three = _bench(replace(SETTINGS, max_num_seqs=3), FEW)
     policies = {name: _lines(bench, Contender(name), FOR_POLICIES) for name in POLICIES}
-    free = [replace(ask, ttft=None) for ask in FOR_ORDERS]  # other orders miss targets: the door would refuse
+    free = [
+        replace(ask, ttft=None) for ask in FOR_ORDERS
+    ]  # other orders miss targets: the door would refuse
     orders = {
         name: _lines(three, Contender("chunked", name), FOR_ORDERS if name == "deadline" else free)
         for name in ORDERS
@@ -170,7 +203,9 @@ def picture(name: str, lines: list[Line], axis: Axis) -> str:
     first = sum(line.tokens[0] - line.ask.at for line in lines) / len(lines)
     gap = max(b - a for line in lines for a, b in itertools.pairwise(line.tokens))
     end = max(line.tokens[-1] for line in lines)
-    words = f"mean time to first token {first:.2f} s, longest gap {gap:.2f} s, all done at {end:.2f} s"
+    words = (
+        f"mean time to first token {first:.2f} s, longest gap {gap:.2f} s, all done at {end:.2f} s"
+    )
     parts = [_text(4, 14, name, "title"), _text(WIDTH - 4, 14, words, "", "end")]
     parts += _legend([kind for kind in MEANING if kind in {*seen, "dashed"}])
     for tick in axis.ticks():
@@ -184,7 +219,9 @@ def picture(name: str, lines: list[Line], axis: Axis) -> str:
         parts.append(_text(24, y + 11, label(line.ask), "soft"))
         parts += _line(line, axis, y)
         if name == "deadline" and line.ask.ttft:
-            parts.append(f'<path class="line" d="M{axis.at(line.ask.at + line.ask.ttft):.1f} {y}v{ROW}"/>')
+            parts.append(
+                f'<path class="line" d="M{axis.at(line.ask.at + line.ask.ttft):.1f} {y}v{ROW}"/>'
+            )
     height = bottom + 20
     opening = (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="pt" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}"'
@@ -195,7 +232,9 @@ def picture(name: str, lines: list[Line], axis: Axis) -> str:
 
 def _line(line: Line, axis: Axis, y: int) -> list[str]:
     joined = min(span.begin for span in line.spans)
-    parts = [f'<path class="dashed" d="M{axis.at(line.ask.at):.1f} {y + 7.5}H{axis.at(joined):.1f}"/>']
+    parts = [
+        f'<path class="dashed" d="M{axis.at(line.ask.at):.1f} {y + 7.5}H{axis.at(joined):.1f}"/>'
+    ]
     for kind in KINDS:
         spans = [span for span in line.spans if span.kind == kind]
         if spans:
@@ -208,9 +247,11 @@ def _line(line: Line, axis: Axis, y: int) -> list[str]:
 def _legend(kinds: list[str]) -> list[str]:
     parts, x = [], 4.0
     for kind in kinds:
-        mark = f'<path class="dashed" d="M{x:.1f} 29h14"/>' if kind == "dashed" else (
-            f'<rect class="{kind}" x="{x:.1f}" y="24" width="14" height="11"/>'
-        )  # fmt: skip
+        mark = (
+            f'<path class="dashed" d="M{x:.1f} 29h14"/>'
+            if kind == "dashed"
+            else (f'<rect class="{kind}" x="{x:.1f}" y="24" width="14" height="11"/>')
+        )
         parts += [mark, _text(x + 18, 33, MEANING[kind], "soft")]
         x += 34 + 5.6 * len(MEANING[kind])
     return parts

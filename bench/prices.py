@@ -35,7 +35,10 @@ def kinds(vocabulary: int) -> dict[str, tuple[int, dict[str, Any]]]:
         "bias on 300 tokens": (8, {"logit_bias": dict.fromkeys(range(300), 0.5)}),
         "bias on the vocabulary": (8, {"logit_bias": dict.fromkeys(every, 0.5)}),
         "the vocabulary allowed": (8, {"allowed_token_ids": tuple(every)}),
-        "9,000 stop ids and min_tokens": (8, {"stop_ids": tuple(every)[-9000:], "min_tokens": 1000}),
+        "9,000 stop ids and min_tokens": (
+            8,
+            {"stop_ids": tuple(every)[-9000:], "min_tokens": 1000},
+        ),
         "1,024 bad words": (8, {"bad_words_token_ids": tuple((i, i + 1) for i in range(1024))}),
         "repetition penalty": (8, {"repetition_penalty": 1.1}),
         "32 beams": (1, {"beam_width": WIDE}),
@@ -64,7 +67,11 @@ def steps(built: LoadedEngine, requests: list[Request]) -> list[float]:
 
 def decode(built: LoadedEngine, rows: int, fields: dict[str, Any]) -> float:
     """Median seconds of a step of so many rows."""
-    base = {"temperature": 0.0 if "beam_width" in fields else 0.8, "max_tokens": STEPS + 8, "seed": 1}
+    base = {
+        "temperature": 0.0 if "beam_width" in fields else 0.8,
+        "max_tokens": STEPS + 8,
+        "seed": 1,
+    }
     made = [request(SHORT, SamplingParams(**base | fields)) for _ in range(rows)]
     return statistics.median(steps(built, made)[6:-2])
 

@@ -103,7 +103,9 @@ def keep(folder: Path, logits: Iterable[F32]) -> list[F32]:
 
 def loss(base: Iterable[F32], mine: Iterable[F32], windows: Sequence[Window]) -> Loss:
     """Logits [T, V] of every window against those of a base."""
-    total = np.zeros(6)  # KL, same, squared error, squared base, negative log likelihood of mine and of base
+    total = np.zeros(
+        6
+    )  # KL, same, squared error, squared base, negative log likelihood of mine and of base
     for b, m, window in zip(base, mine, windows, strict=True):
         for at in range(0, len(window) - 1, _ROWS):
             targets = window[at + 1 : at + 1 + _ROWS]
@@ -131,7 +133,8 @@ def _sums(base: F32, mine: F32, targets: Window) -> NDArray[np.float64]:
     same = (base.argmax(axis=1) == mine.argmax(axis=1)).sum()
     nll = [(z - x[rows, targets]).sum() for z, x in ((mine_z, mine), (base_z, base))]
     return np.array(
-        [(expected - base_z + mine_z).sum(), same, _spread(difference), _spread(base), *nll], np.float64
+        [(expected - base_z + mine_z).sum(), same, _spread(difference), _spread(base), *nll],
+        np.float64,
     )
 
 
@@ -156,12 +159,16 @@ def main() -> None:
     arguments = parser.parse_args()
     windows = read_windows(arguments.model, arguments.text, arguments.tokens)
     base: list[F32] = []
-    print("| weights, activations | KL | same top token | logit error | perplexity |\n|--|--|--|--|--|")
+    print(
+        "| weights, activations | KL | same top token | logit error | perplexity |\n|--|--|--|--|--|"
+    )
     for name, way in WAYS.items():
         logits = logits_of(arguments.model, way, windows)
         base = base or [each.copy() for each in logits]
         found = loss(base, base if way == EXACT else logits, windows)
-        cells = f"{found.kl:.5f} | {found.same:.1%} | {found.logit_error:.2%} | {found.perplexity:.2f}"
+        cells = (
+            f"{found.kl:.5f} | {found.same:.1%} | {found.logit_error:.2%} | {found.perplexity:.2f}"
+        )
         print(f"| {name} | {cells} |", flush=True)
 
 

@@ -45,17 +45,26 @@ def _places(each: Forced) -> range:
 
 def _asked(connection: http.client.HTTPConnection, tokens: Sequence[int], place: int) -> float:
     body = {
-        "prompt": list(tokens[:place]), "n_predict": 1, "n_probs": LIKELIEST, "temperature": 0.0,
-        "cache_prompt": True, "id_slot": 0, "ignore_eos": True,
-    }  # fmt: skip
-    connection.request("POST", "/completion", json.dumps(body), {"Content-Type": "application/json"})
+        "prompt": list(tokens[:place]),
+        "n_predict": 1,
+        "n_probs": LIKELIEST,
+        "temperature": 0.0,
+        "cache_prompt": True,
+        "id_slot": 0,
+        "ignore_eos": True,
+    }
+    connection.request(
+        "POST", "/completion", json.dumps(body), {"Content-Type": "application/json"}
+    )
     response = connection.getresponse()
     read: dict[str, Any] = json.loads(response.read())
     if response.status != 200:
         raise RuntimeError(f"llama-server: {read}")
     told = read.get("completion_probabilities", [])
     likeliest = told[0]["top_logprobs"] if told else []
-    return next((each["logprob"] for each in likeliest if each["id"] == tokens[place]), float("nan"))
+    return next(
+        (each["logprob"] for each in likeliest if each["id"] == tokens[place]), float("nan")
+    )
 
 
 def by_openvino(model: Path, forced: Sequence[Forced]) -> NDArray[np.float64]:
@@ -65,12 +74,20 @@ def by_openvino(model: Path, forced: Sequence[Forced]) -> NDArray[np.float64]:
         raise FileNotFoundError("openvino is not installed: bench/peers/setup.sh openvino")
     command = [str(python), str(HERE / "peers" / "forced_openvino.py"), str(model)]
     asked = json.dumps([each.tokens for each in forced])
-    done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    done = subprocess.run(
+        command, input=asked, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
     if done.returncode:
-        raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "no word")
+        raise RuntimeError(
+            done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "no word"
+        )
     read = json.loads(done.stdout[done.stdout.index("[") :])
     return np.array(
-        [logprobs[i - 1] for each, logprobs in zip(forced, read, strict=True) for i in _places(each)]
+        [
+            logprobs[i - 1]
+            for each, logprobs in zip(forced, read, strict=True)
+            for i in _places(each)
+        ]
     )
 
 

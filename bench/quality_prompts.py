@@ -53,7 +53,9 @@ class Scores:
 
     def half(self, which: int) -> Scores:
         """Those of every second prompt."""
-        logprobs, best = (a.reshape(-1, ANSWER)[which::2].reshape(-1) for a in (self.logprobs, self.best))
+        logprobs, best = (
+            a.reshape(-1, ANSWER)[which::2].reshape(-1) for a in (self.logprobs, self.best)
+        )
         return Scores(logprobs, best)
 
 
@@ -68,7 +70,9 @@ class Error:
     same: float
 
     def __str__(self) -> str:
-        return f"mean {self.mean:.4f}, p99 {self.p99:.4f}, most {self.most:.3f}, same {self.same:.2%}"
+        return (
+            f"mean {self.mean:.4f}, p99 {self.p99:.4f}, most {self.most:.3f}, same {self.same:.2%}"
+        )
 
 
 def read_prompts(path: Path, count: int, half: int | None = None) -> list[tuple[str, bool]]:
@@ -82,7 +86,9 @@ def read_prompts(path: Path, count: int, half: int | None = None) -> list[tuple[
 
 def answered(model: str, prompts: Sequence[tuple[str, bool]]) -> list[Forced]:
     """Every prompt with what the model says in fp32, greedily, over the end of its answer too."""
-    engine = LLM(model, dtype="float32", kv_cache_dtype="float32", max_model_len=LONGEST, max_num_seqs=16)
+    engine = LLM(
+        model, dtype="float32", kv_cache_dtype="float32", max_model_len=LONGEST, max_num_seqs=16
+    )
     room = LONGEST - ANSWER
     asked = [tokens_of(engine, text, chat)[:room] for text, chat in prompts]
     params = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
@@ -138,7 +144,9 @@ def served(model: str, forced: Sequence[Forced], bits: str = "auto") -> Scores:
     return scored(model, forced, NativeOps(), "float16", activation_bits=bits)
 
 
-def errors(model: str, forced: Sequence[Forced], ways: dict[str, str]) -> Iterator[tuple[str, Error]]:
+def errors(
+    model: str, forced: Sequence[Forced], ways: dict[str, str]
+) -> Iterator[tuple[str, Error]]:
     """Of the named ways, as served but for the bits of activations, each beside fp32."""
     base = exact(model, forced)
     for name, bits in ways.items():
@@ -161,7 +169,9 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--half", type=int, choices=(0, 1))
     arguments = parser.parse_args()
-    forced = answered(arguments.model, read_prompts(arguments.prompts, arguments.count, arguments.half))
+    forced = answered(
+        arguments.model, read_prompts(arguments.prompts, arguments.count, arguments.half)
+    )
     for name, found in errors(arguments.model, forced, WAYS):
         print(f"{name:10} {found}", flush=True)
     for name, settings in (("fp32", {"dtype": "float32"}), ("as served", {})):

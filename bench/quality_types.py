@@ -27,15 +27,32 @@ from peers import launch
 from quality import EXACT, Loss, Window
 
 TYPES = (
-    "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K",
-    "IQ4_NL", "IQ4_XS",
-)  # fmt: skip
+    "F32",
+    "F16",
+    "BF16",
+    "Q8_0",
+    "Q4_0",
+    "Q4_1",
+    "Q5_0",
+    "Q5_1",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+    "Q2_K",
+    "Q3_K",
+    "IQ4_NL",
+    "IQ4_XS",
+)
 _ASKED_AS = {
     "Q3_K": "Q3_K_S",
     "Q4_K": "Q4_K_S",
     "Q5_K": "Q5_K_S",
 }  # llama-quantize names mixtures; --pure makes them pure
-KL, SAME, CHANGE = 0.006, 0.97, 0.015  # what our kernels may cost: KL below, same top token, perplexity
+KL, SAME, CHANGE = (
+    0.006,
+    0.97,
+    0.015,
+)  # what our kernels may cost: KL below, same top token, perplexity
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +88,9 @@ def make_file(source: Path, kind: str, folder: Path) -> Path:
     return partial.rename(target)
 
 
-def measure(source: Path, kinds: Sequence[str], windows: Sequence[Window], folder: Path) -> Iterator[Row]:
+def measure(
+    source: Path, kinds: Sequence[str], windows: Sequence[Window], folder: Path
+) -> Iterator[Row]:
     """A row for each type, as it is known. `folder` keeps the files that are made."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
@@ -85,7 +104,9 @@ def _measure_kind(kind: str, path: Path, base: Sequence[F32], windows: Sequence[
         exact = quality.keep(Path(scratch), quality.logits_of(path, EXACT, windows))
         auto, eight = (_served(path, bits, exact, windows) for bits in ("auto", "8"))
         found = [t.kind for t in open_gguf(path).tensors.values() if len(t.shape) == 2]
-        return Row(kind, found.count(kind), len(found), auto, eight, quality.loss(base, exact, windows))
+        return Row(
+            kind, found.count(kind), len(found), auto, eight, quality.loss(base, exact, windows)
+        )
 
 
 def _served(path: Path, bits: str, exact: Sequence[F32], windows: Sequence[Window]) -> Loss:
@@ -94,9 +115,18 @@ def _served(path: Path, bits: str, exact: Sequence[F32], windows: Sequence[Windo
 
 
 HEAD = [
-    "type", "matrices", "our kernels, auto: KL", "same top", "logit error", "perplexity",
-    "8 bits: KL", "same top", "the bits: KL", "same top", "perplexity",
-]  # fmt: skip
+    "type",
+    "matrices",
+    "our kernels, auto: KL",
+    "same top",
+    "logit error",
+    "perplexity",
+    "8 bits: KL",
+    "same top",
+    "the bits: KL",
+    "same top",
+    "perplexity",
+]
 
 
 def shown(row: Row) -> str:
@@ -126,7 +156,9 @@ def main() -> int:
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--types", nargs="+", choices=TYPES, default=TYPES)
     parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--folder", type=Path, default=launch.cache_dir() / "types", help="of the files made")
+    parser.add_argument(
+        "--folder", type=Path, default=launch.cache_dir() / "types", help="of the files made"
+    )
     args = parser.parse_args()
     windows = quality.read_windows(args.model, args.text, args.tokens)
     print(f"{args.model.name}, {args.text.name}, {sum(map(len, windows))} tokens\n")

@@ -44,7 +44,11 @@ class Rounded(Composites):
         self.name, self.fingerprint = self._ops.name, self._ops.fingerprint
         self._fields: dict[int, str] = {}
         for name in dir(NativeOps):
-            if not name.startswith("_") and not hasattr(Composites, name) and name not in vars(Rounded):
+            if (
+                not name.startswith("_")
+                and not hasattr(Composites, name)
+                and name not in vars(Rounded)
+            ):
                 setattr(self, name, getattr(self._ops, name))
         for name in ("layer_norm", "activate", "mul", "scale", "soft_cap", "route", "add_rows"):
             setattr(self, name, getattr(self._ops, name))
@@ -100,7 +104,9 @@ def peaks(model: str, forced: list[Forced]) -> dict[str, list[float]]:
     def rule(field: str, x: F32) -> F32:
         squares = np.sort(np.abs(x.reshape(len(x), -1, GROUP)).max(-1) ** 2)[:, ::-1]
         top = [max(1, round(share * squares.shape[1])) for share in SHARES]
-        found[field].append(np.cumsum(squares, 1)[:, [n - 1 for n in top]] / squares.sum(1, keepdims=True))
+        found[field].append(
+            np.cumsum(squares, 1)[:, [n - 1 for n in top]] / squares.sum(1, keepdims=True)
+        )
         return x
 
     scored(model, forced, Rounded(rule), "float32", dtype="float32")

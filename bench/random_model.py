@@ -51,9 +51,13 @@ class Shape:
 
 
 SHAPES = {
-    "qwen2.5-1.5b": Shape("qwen2", QWEN, 28, 1536, 12, 2, 128, 8960, 151_936, 1e6, 1e-6, True, qkv_bias=True),
+    "qwen2.5-1.5b": Shape(
+        "qwen2", QWEN, 28, 1536, 12, 2, 128, 8960, 151_936, 1e6, 1e-6, True, qkv_bias=True
+    ),
     "llama-3.2-3b": Shape("llama", LLAMA, 28, 3072, 24, 8, 128, 8192, 128_256, 5e5, 1e-5, True),
-    "qwen3-4b": Shape("qwen3", QWEN, 36, 2560, 32, 8, 128, 9728, 151_936, 1e6, 1e-6, True, qk_norm=True),
+    "qwen3-4b": Shape(
+        "qwen3", QWEN, 36, 2560, 32, 8, 128, 9728, 151_936, 1e6, 1e-6, True, qk_norm=True
+    ),
     "llama-3.1-8b": Shape("llama", LLAMA, 32, 4096, 32, 8, 128, 14_336, 128_256, 5e5, 1e-5, False),
 }
 
@@ -108,18 +112,28 @@ def kind_of(name: str, file_type: str, layer: int, shape: Shape) -> str:
 def tensors(shape: Shape, file_type: str) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Type and shape of each tensor, in the order of the file."""
     d, q, kv = shape.dim, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    top: dict[str, tuple[int, ...]] = {"token_embd.weight": (shape.vocab, d), "output_norm.weight": (d,)}
+    top: dict[str, tuple[int, ...]] = {
+        "token_embd.weight": (shape.vocab, d),
+        "output_norm.weight": (d,),
+    }
     if not shape.tied:
         top["output.weight"] = (shape.vocab, d)
     found = {
-        name: ("F32" if len(s) == 1 else kind_of(name, file_type, 0, shape), s) for name, s in top.items()
+        name: ("F32" if len(s) == 1 else kind_of(name, file_type, 0, shape), s)
+        for name, s in top.items()
     }
     for i in range(shape.layers):
         parts: dict[str, tuple[int, ...]] = {
-            "attn_norm": (d,), "attn_q": (q, d), "attn_k": (kv, d), "attn_v": (kv, d),
-            "attn_output": (d, q), "ffn_norm": (d,), "ffn_gate": (shape.ffn, d), "ffn_up": (shape.ffn, d),
+            "attn_norm": (d,),
+            "attn_q": (q, d),
+            "attn_k": (kv, d),
+            "attn_v": (kv, d),
+            "attn_output": (d, q),
+            "ffn_norm": (d,),
+            "ffn_gate": (shape.ffn, d),
+            "ffn_up": (shape.ffn, d),
             "ffn_down": (d, shape.ffn),
-        }  # fmt: skip
+        }
         if shape.qk_norm:
             parts |= {"attn_q_norm": (shape.head_dim,), "attn_k_norm": (shape.head_dim,)}
         for part, size in parts.items():
@@ -141,15 +155,22 @@ def metadata(shape: Shape, name: str, file_type: str) -> dict[str, gguf_writer.V
     }
     a = shape.arch
     return {
-        "general.architecture": a, "general.name": f"{name} (random weights)",
+        "general.architecture": a,
+        "general.name": f"{name} (random weights)",
         "general.file_type": FILE_TYPES[file_type],
-        f"{a}.block_count": shape.layers, f"{a}.context_length": 32_768, f"{a}.embedding_length": shape.dim,
-        f"{a}.feed_forward_length": shape.ffn, f"{a}.attention.head_count": shape.heads,
-        f"{a}.attention.head_count_kv": shape.kv_heads, f"{a}.attention.key_length": shape.head_dim,
-        f"{a}.attention.value_length": shape.head_dim, f"{a}.rope.freq_base": shape.base,
-        f"{a}.rope.dimension_count": shape.head_dim, f"{a}.attention.layer_norm_rms_epsilon": shape.eps,
+        f"{a}.block_count": shape.layers,
+        f"{a}.context_length": 32_768,
+        f"{a}.embedding_length": shape.dim,
+        f"{a}.feed_forward_length": shape.ffn,
+        f"{a}.attention.head_count": shape.heads,
+        f"{a}.attention.head_count_kv": shape.kv_heads,
+        f"{a}.attention.key_length": shape.head_dim,
+        f"{a}.attention.value_length": shape.head_dim,
+        f"{a}.rope.freq_base": shape.base,
+        f"{a}.rope.dimension_count": shape.head_dim,
+        f"{a}.attention.layer_norm_rms_epsilon": shape.eps,
         f"{a}.vocab_size": shape.vocab,
-    } | kept  # type: ignore[return-value]  # fmt: skip
+    } | kept  # type: ignore[return-value]
 
 
 def random_rows(kind: str, rows: int, columns: int, generator: np.random.Generator) -> Bytes:
@@ -160,7 +181,9 @@ def random_rows(kind: str, rows: int, columns: int, generator: np.random.Generat
         return floats.astype(np.float16 if kind == "F16" else np.float32).view(np.uint8).reshape(-1)
     raw = np.frombuffer(generator.bytes(rows * columns // block.values * block.nbytes), np.uint8)
     blocks = raw.reshape(-1, block.nbytes).copy()
-    if kind == "Q4_K":  # each min is its group's scale; of groups 4 to 7 the upper two bits lie in 0 to 7
+    if (
+        kind == "Q4_K"
+    ):  # each min is its group's scale; of groups 4 to 7 the upper two bits lie in 0 to 7
         blocks[:, 8:12] = blocks[:, 4:8]
         blocks[:, 12:16] = (blocks[:, 12:16] & 15) * 17
     for offset, deviation in block.scales:
@@ -168,7 +191,9 @@ def random_rows(kind: str, rows: int, columns: int, generator: np.random.Generat
     return blocks.reshape(-1)
 
 
-def write(path: Path, name: str, file_type: str, seed: int, say: Callable[[str], None] = print) -> int:
+def write(
+    path: Path, name: str, file_type: str, seed: int, say: Callable[[str], None] = print
+) -> int:
     """The file, by way of another name, so that half a file is never found. Its size in bytes."""
     shape, generator = SHAPES[name], np.random.default_rng(seed)
     table, offset, found = b"", 0, tensors(shape, file_type)
@@ -183,13 +208,17 @@ def write(path: Path, name: str, file_type: str, seed: int, say: Callable[[str],
         out.write(gguf_writer.padded(head + table))
         for kind, size in found.values():
             if len(size) == 1:
-                vector = np.ones(size, np.float32) + generator.standard_normal(size, np.float32) / 10
+                vector = (
+                    np.ones(size, np.float32) + generator.standard_normal(size, np.float32) / 10
+                )
                 raw = vector.astype(np.float32).tobytes()
                 out.write(gguf_writer.padded(raw))
                 continue
             written, step = 0, max(1, CHUNK // nbytes(kind, (1, size[1])))
             for first in range(0, size[0], step):
-                written += out.write(random_rows(kind, min(step, size[0] - first), size[1], generator).data)
+                written += out.write(
+                    random_rows(kind, min(step, size[0] - first), size[1], generator).data
+                )
             out.write(bytes(-written % gguf_writer.ALIGNMENT))
     partial.rename(path)
     say(f"{path}: {path.stat().st_size / 1e9:.2f} GB, {len(found)} tensors")

@@ -34,7 +34,10 @@ from pageturner.request import Request
 
 BEFORE, AFTER = 24, 40  # tokens of each stream before the engine is killed, and behind that
 MEMORY = "1400M"
-SLICE, SLICES = 32, 8  # decode steps that one engine takes before it is the other's turn, and how often
+SLICE, SLICES = (
+    32,
+    8,
+)  # decode steps that one engine takes before it is the other's turn, and how often
 
 
 @dataclass(slots=True)
@@ -47,7 +50,9 @@ class Stream:
     def back_at(self, killed: float) -> float:
         """When it went on: the end of the longest gap that ends behind the kill."""
         gaps = zip([killed, *self.arrivals], self.arrivals, strict=False)
-        return max((after - max(before, killed), after) for before, after in gaps if after > killed)[1]
+        return max(
+            (after - max(before, killed), after) for before, after in gaps if after > killed
+        )[1]
 
 
 def prompts_of(streams: int, context: int) -> list[list[int]]:
@@ -62,11 +67,17 @@ def ask(server: Server, prompts: list[list[int]], kill: bool) -> tuple[list[Stre
 
     def one(number: int) -> None:
         body = {
-            "prompt": prompts[number], "max_tokens": BEFORE + AFTER, "seed": number,
-            "temperature": 0.8, "ignore_eos": True, "stream": True,
-        }  # fmt: skip
+            "prompt": prompts[number],
+            "max_tokens": BEFORE + AFTER,
+            "seed": number,
+            "temperature": 0.8,
+            "ignore_eos": True,
+            "stream": True,
+        }
         request = urllib.request.Request(
-            f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            f"{server.url}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
         )
         with urllib.request.urlopen(request, timeout=600) as answer:
             for line in answer:
@@ -111,7 +122,9 @@ def recover(streams: int, context: int, rounds: int) -> int:
                 f" {taken:.0f} blocks taken back, {again:.0f} tokens computed again",
                 flush=True,
             )
-    kept, lost = ([statistics.median(part) for part in zip(*times, strict=True)] for times in found.values())
+    kept, lost = (
+        [statistics.median(part) for part in zip(*times, strict=True)] for times in found.values()
+    )
     print(
         f"median of {rounds}, {streams} streams with {context} tokens each, all texts as undisturbed:"
         f" first {kept[0]:.2f} s and {lost[0]:.2f} s (x{lost[0] / kept[0]:.1f}),"
@@ -163,14 +176,18 @@ def steps(streams: int, context: int, threads: int) -> int:
             f" file, {before * 1e3:.3f} ms in private memory ({ours / before - 1:+.2%})"
         )
     directory = engines["memory file"].engine.stats()["kv_checksum_seconds"] - spent["memory file"]
-    print(f"for the directory {directory / sum(wall for wall, _ in times['memory file']):.3%} of the steps")
+    print(
+        f"for the directory {directory / sum(wall for wall, _ in times['memory file']):.3%} of the steps"
+    )
     engines.clear()
     again = make_engine(config, kv_fd=fd)
     seconds, gigabytes = (
         again.phases["kv_taken_back"],
         again.taken_back * again.kv_bytes / again.num_blocks / 1e9,
     )
-    print(f"{again.taken_back} blocks, {gigabytes:.2f} GB, taken back in {seconds:.3f} s; {again.phases}")
+    print(
+        f"{again.taken_back} blocks, {gigabytes:.2f} GB, taken back in {seconds:.3f} s; {again.phases}"
+    )
     return 0
 
 

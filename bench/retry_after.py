@@ -85,7 +85,9 @@ def spread(chance: random.Random) -> tuple[int, int]:
 
 
 def heavy(chance: random.Random) -> tuple[int, int]:
-    return min(4000, int(chance.lognormvariate(4.5, 1.2)) + 1), min(2000, int(40 * chance.paretovariate(1.2)))
+    return min(4000, int(chance.lognormvariate(4.5, 1.2)) + 1), min(
+        2000, int(40 * chance.paretovariate(1.2))
+    )
 
 
 def two_kinds(chance: random.Random) -> tuple[int, int]:
@@ -109,7 +111,9 @@ def capacity(server: Server, lengths: Lengths) -> float:
 class Simulation:
     """One load. held: whether who came back when told was let in."""
 
-    def __init__(self, seed: int, server: Server, arrivals: Iterator[float], lengths: Lengths) -> None:
+    def __init__(
+        self, seed: int, server: Server, arrivals: Iterator[float], lengths: Lengths
+    ) -> None:
         self.held = Counter[bool]()
         self._chance = random.Random(seed)
         self._server = server
@@ -173,7 +177,9 @@ class Simulation:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--load", type=float, default=1.3, help="of what the server can do")
@@ -188,9 +194,7 @@ def main() -> int:
                     held += Simulation(seed, server, coming, lengths).run(given.seconds)
                 total += held
                 if held.total():
-                    name = (
-                        f"{server.slots:3} of {server.limit:4}  {arrivals.__name__:8} {lengths.__name__:10}"
-                    )
+                    name = f"{server.slots:3} of {server.limit:4}  {arrivals.__name__:8} {lengths.__name__:10}"
                     print(f"{name} {held[True] / held.total():7.1%} of {held.total()}", flush=True)
     share = total[True] / max(1, total.total())
     print(f"let in when told: {share:.1%} of {total.total()}")

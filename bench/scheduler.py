@@ -63,10 +63,18 @@ def main() -> None:
     rows = [measure(args.policy, running) for running in (1, 16, 64, 256)]
     print("running   plan us   commit us   both us   p99 us")
     for row in rows:
-        print("{running:7d} {plan_us:9.1f} {commit_us:11.1f} {both_us:9.1f} {both_p99_us:8.1f}".format(**row))
+        print(
+            "{running:7d} {plan_us:9.1f} {commit_us:11.1f} {both_us:9.1f} {both_p99_us:8.1f}".format(
+                **row
+            )
+        )
     if args.json:
         with open(args.json, "w") as file:
-            json.dump({"policy": args.policy, "machine": platform.processor(), "rows": rows}, file, indent=1)
+            json.dump(
+                {"policy": args.policy, "machine": platform.processor(), "rows": rows},
+                file,
+                indent=1,
+            )
 
 
 if __name__ == "__main__":

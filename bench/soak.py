@@ -28,11 +28,18 @@ from pageturner.lab.traffic.traffic_generators import word_prompts
 
 def ask(server: Server, number: int, job: TrafficRequest, leave_after: int | None = None) -> str:
     """One streamed answer, or its beginning if the client leaves."""
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300) as client:
+    with openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300
+    ) as client:
         stream = client.completions.create(
-            model="smollm2", prompt=job.prompt, max_tokens=job.max_tokens, temperature=0.8, seed=number,
-            stream=True, extra_body={"ignore_eos": True},
-        )  # fmt: skip
+            model="smollm2",
+            prompt=job.prompt,
+            max_tokens=job.max_tokens,
+            temperature=0.8,
+            seed=number,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
         pieces = []
         for count, chunk in enumerate(stream):
             pieces.append(chunk.choices[0].text)

@@ -57,7 +57,9 @@ class Book:
 
     seconds: Counter[str] = field(default_factory=Counter)
     costs: dict[str, Cost] = field(default_factory=dict)
-    weights: dict[int, tuple[str, float, bool]] = field(default_factory=dict)  # id: name, terms, of floats
+    weights: dict[int, tuple[str, float, bool]] = field(
+        default_factory=dict
+    )  # id: name, terms, of floats
     packed: dict[str, int] = field(default_factory=dict)  # tensor: bytes
     clock: Callable[[], float] = time.perf_counter
 
@@ -147,7 +149,11 @@ class Apart(Composites):
     def linear(self, x: Any, weight: Any, bias: Any = None) -> Any:
         name, terms, floats = self._book.weights[id(weight)]
         done = 2.0 * len(x) * weight.shape[0] * weight.shape[1] * terms
-        cost = Cost(nbytes=weight.nbytes, floats=done) if floats else Cost(nbytes=weight.nbytes, integer=done)
+        cost = (
+            Cost(nbytes=weight.nbytes, floats=done)
+            if floats
+            else Cost(nbytes=weight.nbytes, integer=done)
+        )
         return self._enter(name, cost, lambda: self._ops.linear(x, weight, bias))
 
     def attention(self, q: Any, kv: KV, layer: int, batch: Batch, shape: AttentionShape) -> Any:
@@ -155,7 +161,9 @@ class Apart(Composites):
         token = 2 * shape.kv_heads * shape.head_dim * 2  # fp16
         cost = Cost(floats=4.0 * seen * shape.heads * shape.head_dim)
         cost.nbytes = 2.0 * q.nbytes + token * float(batch.context_len.sum())
-        return self._enter("attention", cost, lambda: self._ops.attention(q, kv, layer, batch, shape))
+        return self._enter(
+            "attention", cost, lambda: self._ops.attention(q, kv, layer, batch, shape)
+        )
 
     def logits(self, x: Any, head: Head, adapters: Any = None) -> Any:
         weight = head.weight
@@ -169,9 +177,13 @@ class Apart(Composites):
 def engine(model: str, threads: int, wrap: Callable[[Ops], Ops], **settings: Any) -> LoadedEngine:
     """As served, without the prefix cache: what is measured again must be computed again."""
     config = EngineConfig(
-        model=model, threads=threads, enable_prefix_caching=False, max_model_len=2048,
-        kv_cache_memory=1 << 30, **settings,
-    )  # fmt: skip
+        model=model,
+        threads=threads,
+        enable_prefix_caching=False,
+        max_model_len=2048,
+        kv_cache_memory=1 << 30,
+        **settings,
+    )
     return make_engine(config, wrap)
 
 
@@ -237,10 +249,15 @@ def _figures(name: str, seconds: list[float], book: Book) -> dict[str, Any]:
         "mean_us": 1e6 * sum(seconds) / count,
         "calls_us": {name: 1e6 * total / count for name, total in book.seconds.items()},
         "operators": {
-            name: {"us": 1e6 * c.seconds / count, "integer": c.integer / count, "floats": c.floats / count,
-                   "nbytes": c.nbytes / count} for name, c in book.costs.items()
+            name: {
+                "us": 1e6 * c.seconds / count,
+                "integer": c.integer / count,
+                "floats": c.floats / count,
+                "nbytes": c.nbytes / count,
+            }
+            for name, c in book.costs.items()
         },
-    }  # fmt: skip
+    }
 
 
 def floors(operators: dict[str, Any], limits: peak.Peak, weights: float) -> dict[str, float]:
@@ -283,10 +300,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     packed = sum(book.packed.values())
     embed = book.packed.get("token_embd.weight", 0) if "output.weight" in book.packed else 0
     figures = {
-        "model": args.model, "threads": threads, "fingerprint": built.fingerprint,
-        "packed_bytes": packed, "read_bytes": packed - embed, "served": passes["served"],
-    }  # fmt: skip
-    if before is not None:  # on both sides of the steps: a limit is what the machine reached at any time
+        "model": args.model,
+        "threads": threads,
+        "fingerprint": built.fingerprint,
+        "packed_bytes": packed,
+        "read_bytes": packed - embed,
+        "served": passes["served"],
+    }
+    if (
+        before is not None
+    ):  # on both sides of the steps: a limit is what the machine reached at any time
         limits = peak.best_of(before, peak.measure(isa, threads, 1.0))
         figures["limits"] = asdict(limits)
         figures["apart"] = passes["apart"]
@@ -309,7 +332,9 @@ def render(figures: dict[str, Any]) -> str:
     lines += _table(head, rows)
     for served, apart in zip(figures["served"], figures.get("apart", ()), strict=False):
         lines += ["", f"**{apart['what']}**, taken apart:", ""]
-        lines += _table(["operator", "us", "share", "floor, us", "of the floor"], _operators(served, apart))
+        lines += _table(
+            ["operator", "us", "share", "floor, us", "of the floor"], _operators(served, apart)
+        )
     return "\n".join(lines)
 
 
@@ -317,11 +342,18 @@ def _operators(served: dict[str, Any], apart: dict[str, Any]) -> list[list[str]]
     spent = {name: cost["us"] for name, cost in apart["operators"].items()}
     least = apart["floors_us"]
     total, floor = sum(spent.values()), sum(least.values())
-    rows = [[name, f"{us:,.0f}", f"{us / total:.0%}", f"{least[name]:,.0f}", f"{least[name] / us:.0%}"]
-            for name, us in sorted(spent.items(), key=lambda item: -item[1])]  # fmt: skip
-    rows.append(["all operators, apart", f"{total:,.0f}", "100%", f"{floor:,.0f}", f"{floor / total:.0%}"])
+    rows = [
+        [name, f"{us:,.0f}", f"{us / total:.0%}", f"{least[name]:,.0f}", f"{least[name] / us:.0%}"]
+        for name, us in sorted(spent.items(), key=lambda item: -item[1])
+    ]
+    rows.append(
+        ["all operators, apart", f"{total:,.0f}", "100%", f"{floor:,.0f}", f"{floor / total:.0%}"]
+    )
     whole = served["mean_us"]
-    return [*rows, ["the step as served", f"{whole:,.0f}", "", f"{floor:,.0f}", f"{floor / whole:.0%}"]]
+    return [
+        *rows,
+        ["the step as served", f"{whole:,.0f}", "", f"{floor:,.0f}", f"{floor / whole:.0%}"],
+    ]
 
 
 def _table(head: list[str], rows: list[list[str]]) -> list[str]:
@@ -342,11 +374,15 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--prefill", type=int, nargs="*", default=[512], metavar="TOKENS")
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32], metavar="SEQUENCES")
-    parser.add_argument("--context", type=int, default=250, help="mean length of the sequences that decode")
+    parser.add_argument(
+        "--context", type=int, default=250, help="mean length of the sequences that decode"
+    )
     parser.add_argument(
         "--threads", type=int, default=0, help="kernel threads; 0: all cores; 1: by processor time"
     )
-    parser.add_argument("--sampled", action="store_true", help="every second sequence is sampled, not greedy")
+    parser.add_argument(
+        "--sampled", action="store_true", help="every second sequence is sampled, not greedy"
+    )
     parser.add_argument("--operators", action="store_true", help="take the steps apart")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument(

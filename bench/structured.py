@@ -42,13 +42,24 @@ PERSON = {
     "additionalProperties": False,
 }
 SCHEMA = {"type": "array", "items": PERSON, "minItems": 1000}
-TOPICS = ("sailors", "painters", "bakers", "physicists", "gardeners", "drummers", "clerks", "dancers")
+TOPICS = (
+    "sailors",
+    "painters",
+    "bakers",
+    "physicists",
+    "gardeners",
+    "drummers",
+    "clerks",
+    "dancers",
+)
 LIMIT = 0.9
 
 
 def rate(engine: Engine, prompts: list[tuple[int, ...]], params: SamplingParams) -> float:
     """Output tokens per second of all prompts together, from the first step to the last token."""
-    (first, *rest) = (Request(i, prompt, replace(params, seed=i)) for i, prompt in enumerate(prompts))
+    (first, *rest) = (
+        Request(i, prompt, replace(params, seed=i)) for i, prompt in enumerate(prompts)
+    )
     events = engine.submit(first)
     while not engine.scheduler.has_work:
         events += engine.step()
@@ -69,7 +80,9 @@ def pairs(
 ) -> list[tuple[float, float]]:
     """Tokens per second without the schema and with it, one behind the other, so many times."""
     texts = [f"A list of {i + 2} {TOPICS[i % len(TOPICS)]}, in JSON:\n" for i in range(batch)]
-    prompts = [tuple(tokenizer.encode(text, add_special=True, parse_special=False)) for text in texts]
+    prompts = [
+        tuple(tokenizer.encode(text, add_special=True, parse_special=False)) for text in texts
+    ]
     plain = SamplingParams(temperature=temperature, max_tokens=output, ignore_eos=True)
     grammar = StructuredOutputsParams(json=SCHEMA)
     held = replace(plain, ignore_eos=False, stop_ids=tokenizer.eos_ids, structured_outputs=grammar)

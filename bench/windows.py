@@ -46,7 +46,9 @@ class Watched:
         return self._runner.run(plan)
 
 
-def run(decoder: Decoder, ops: NativeOps, sizes: KVSizes, requests: list[Request]) -> tuple[object, Watched]:
+def run(
+    decoder: Decoder, ops: NativeOps, sizes: KVSizes, requests: list[Request]
+) -> tuple[object, Watched]:
     """Tokens and logprobs of each request, and the executor with its notes."""
     stack = make_scheduler(
         SchedulerConfig(block_size=SIZE),
@@ -62,7 +64,10 @@ def run(decoder: Decoder, ops: NativeOps, sizes: KVSizes, requests: list[Request
     while plans.has_work:
         events += engine.step()
     assert all(event.failure is None for event in events), events
-    given = {r.id: [(e.tokens, e.logprobs) for e in events if e.id == r.id and e.tokens] for r in requests}
+    given = {
+        r.id: [(e.tokens, e.logprobs) for e in events if e.id == r.id and e.tokens]
+        for r in requests
+    }
     return given, watched
 
 
@@ -82,7 +87,9 @@ def main() -> int:
     )
     requests = []
     for i, length in enumerate(int(length) for length in options.lengths.split(",")):
-        params = SamplingParams(temperature=float(i % 2), seed=i, max_tokens=options.output, logprobs=1)
+        params = SamplingParams(
+            temperature=float(i % 2), seed=i, max_tokens=options.output, logprobs=1
+        )
         requests.append(Request(i, tuple(ids[:1] + ids[1 + 500 * i : length + 500 * i]), params))
     blocks = sum(-(-(len(request.prompt) + options.output) // SIZE) + 1 for request in requests)
     one, each = (

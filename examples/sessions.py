@@ -35,7 +35,9 @@ def main() -> None:
             session.free()
         shared = sum(session.stats["blocks_shared"] for session in kept)
         blocks = sum(session.stats["blocks"] for session in kept)
-        print(f"round {number + 1}: {len(tried)} tried, {len(kept)} kept, {shared} of {blocks} blocks shared")
+        print(
+            f"round {number + 1}: {len(tried)} tried, {len(kept)} kept, {shared} of {blocks} blocks shared"
+        )
     print(llm.tokenizer.decode_whole(kept[0].tokens, skip_special=True))
     for session in kept:
         session.free()

@@ -30,7 +30,9 @@ LOGPROBS = 2e-3  # largest difference of the logprobs of equal tokens
 def greedy(model: str, recording: Path, allowed: int) -> Line:
     """All recorded prompts in one crowd, fp32: at most `allowed` may leave the recorded way, at near-ties."""
     golden = np.load(recording)
-    prompts = [golden["prompt_ids"][a:b].tolist() for a, b in itertools.pairwise(golden["prompt_starts"])]
+    prompts = [
+        golden["prompt_ids"][a:b].tolist() for a, b in itertools.pairwise(golden["prompt_starts"])
+    ]
     length = golden["tokens"].shape[1]
     got = _decode(model, prompts, length)
     differing, bad, worst = 0, 0, 0.0
@@ -42,7 +44,9 @@ def greedy(model: str, recording: Path, allowed: int) -> Line:
             worst = max(worst, float(np.abs(values - golden["logprobs"][number][:upto]).max()))
         differing += bool(len(wrong))
         bad += bool(len(wrong)) and bool(golden["gaps"][number][upto] >= NEAR_TIE)
-    figure = f"{len(prompts)} prompts x {length} tokens, {differing} differ, {bad} not at a near-tie"
+    figure = (
+        f"{len(prompts)} prompts x {length} tokens, {differing} differ, {bad} not at a near-tie"
+    )
     what = f"greedy fp32 equals Transformers (<= {allowed} differ, at near-ties, logprobs within {LOGPROBS})"
     passed = differing <= allowed and bad == 0 and worst <= LOGPROBS
     return Line(what, f"{figure}; logprobs within {worst:.1e}", passed)
@@ -58,7 +62,9 @@ def _decode(model: str, prompts: list[list[int]], length: int) -> list[list[tupl
     with Progress("greedy", len(prompts) * length) as line:
         while built.engine.scheduler.has_work:
             for event in built.engine.step():
-                got[event.id] += zip(event.tokens, (value for value, _ in event.logprobs), strict=True)
+                got[event.id] += zip(
+                    event.tokens, (value for value, _ in event.logprobs), strict=True
+                )
             line.update(sum(map(len, got)))
     return got
 

@@ -28,7 +28,9 @@ import harness
 from harness import Line, NotRun
 
 CLIENTS = harness.ROOT / "bench" / "clients"
-FOLDER = Path(os.environ.get("PAGETURNER_CLIENTS") or Path.home() / ".cache" / "pageturner" / "clients")
+FOLDER = Path(
+    os.environ.get("PAGETURNER_CLIENTS") or Path.home() / ".cache" / "pageturner" / "clients"
+)
 CODER = Path.home() / ".cache" / "pageturner" / "models" / "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
 AGENTS = ("codex", "opencode", "claude_code")
 SCRIPTED_SECONDS = 900.0  # for one task; on a CPU the first prompt of an agent takes minutes
@@ -48,8 +50,12 @@ OTHER = {"name": "wait", "description": "Waits.", "parameters": NOTHING}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=350, help="random answers in each shape")
-    parser.add_argument("--seeds", type=int, default=10, help="answers with each choice in each shape")
-    parser.add_argument("--clients", type=Path, default=FOLDER, help="where agents are, or are installed")
+    parser.add_argument(
+        "--seeds", type=int, default=10, help="answers with each choice in each shape"
+    )
+    parser.add_argument(
+        "--clients", type=Path, default=FOLDER, help="where agents are, or are installed"
+    )
     parser.add_argument(
         "--minutes", type=float, default=0.0, help="for each agent with the model's own words"
     )
@@ -63,9 +69,7 @@ def shapes(arguments: argparse.Namespace) -> Iterator[Line]:
     more = {"PARTS_ROUNDS": str(rounds)}
     what = f"{4 * rounds:,} random answers with calls and thoughts in 4 shapes: streamed as whole"
     yield harness.pytest_line(what, file, "-k", "wherever_the_answer_is_cut", environment=more)
-    what = (
-        "kill -9 of the engine under streams of calls and thoughts in 4 shapes: each goes on as undisturbed"
-    )
+    what = "kill -9 of the engine under streams of calls and thoughts in 4 shapes: each goes on as undisturbed"
     yield harness.pytest_line(what, file, "-k", "outlive_their_engine")
 
 
@@ -99,7 +103,9 @@ def _judged(found: list[tuple[str, Any]], named: bool) -> str:
     for name, arguments in found:
         if name == "wait" and not named and arguments == {}:
             continue
-        right = isinstance(arguments, dict) and set(arguments) == {"city", "unit"} and name == "weather"
+        right = (
+            isinstance(arguments, dict) and set(arguments) == {"city", "unit"} and name == "weather"
+        )
         if not right or len(arguments["city"]) > 20 or arguments["unit"] not in UNITS:
             return f"invalid ({name} {arguments})"[:120]
     return "valid"
@@ -143,12 +149,19 @@ def _messages(named: bool, seed: int) -> dict[str, Any]:
         for one in (FUNCTION, OTHER)
     ]
     choice = {"type": "tool", "name": "weather"} if named else {"type": "any"}
-    asked = {"messages": [{"role": "user", "content": ASK}], "tools": tools, "max_tokens": MOST, "seed": seed}
+    asked = {
+        "messages": [{"role": "user", "content": ASK}],
+        "tools": tools,
+        "max_tokens": MOST,
+        "seed": seed,
+    }
     return {**asked, "tool_choice": {**choice, "disable_parallel_tool_use": True}}
 
 
 def _messages_calls(told: dict[str, Any]) -> list[tuple[str, Any]]:
-    return [(block["name"], block["input"]) for block in told["content"] if block["type"] == "tool_use"]
+    return [
+        (block["name"], block["input"]) for block in told["content"] if block["type"] == "tool_use"
+    ]
 
 
 SHAPES = {
@@ -166,7 +179,9 @@ def agents(arguments: argparse.Namespace) -> Iterator[Line]:
     sys.path.insert(0, str(CLIENTS))
     flags = ("--served-model-name", "coder", "--kv-cache-memory", "2G", "--developer")
     flags += ("--engine-timeout", "120")
-    with harness.server(*flags, "--tool-call-parser", "hermes", model=str(CODER), wait=120) as server:
+    with harness.server(
+        *flags, "--tool-call-parser", "hermes", model=str(CODER), wait=120
+    ) as server:
         for name in AGENTS:
             yield _agent(name, arguments, server.url, SCRIPTED_SECONDS, scripted=True)
     if not arguments.minutes:
@@ -176,11 +191,15 @@ def agents(arguments: argparse.Namespace) -> Iterator[Line]:
             yield _agent(name, arguments, server.url, 60 * arguments.minutes, scripted=False)
 
 
-def _agent(name: str, arguments: argparse.Namespace, server: str, seconds: float, *, scripted: bool) -> Line:
+def _agent(
+    name: str, arguments: argparse.Namespace, server: str, seconds: float, *, scripted: bool
+) -> Line:
     """What one of them did. Its own words may solve the task or not; what it asks must not be refused."""
     told = "" if scripted else ", in the model's own words"
     what = (
-        f"{name}: a file is edited through tool calls{told}" if scripted else f"{name}{told}: nothing refused"
+        f"{name}: a file is edited through tool calls{told}"
+        if scripted
+        else f"{name}{told}: nothing refused"
     )
     client = importlib.import_module(name)
     installed = importlib.import_module("command_line").NotInstalled

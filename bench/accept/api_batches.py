@@ -30,7 +30,11 @@ from harness import Line, Server
 
 KILLS_FAKE, KILLS_REAL = 40, 10
 LINES_FAKE, LINES_REAL = 3000, 120
-ROUNDS, SECONDS, RATE = 4, 40.0, 1.2  # of the paired measurement: pairs, length of an arm, requests a second
+ROUNDS, SECONDS, RATE = (
+    4,
+    40.0,
+    1.2,
+)  # of the paired measurement: pairs, length of an arm, requests a second
 ANSWER = 24  # tokens
 MOST_TIMES = 1.3
 WORDS = [
@@ -64,7 +68,14 @@ def batch_lines(n: int, words: int, tokens: int, seed: int = 1) -> list[dict[str
         }
         if i % 97 == 0:
             body["temperature"] = -1
-        made.append({"custom_id": f"line-{i}", "method": "POST", "url": "/v1/chat/completions", "body": body})
+        made.append(
+            {
+                "custom_id": f"line-{i}",
+                "method": "POST",
+                "url": "/v1/chat/completions",
+                "body": body,
+            }
+        )
     return made
 
 
@@ -78,7 +89,9 @@ def answers_of(content: bytes) -> dict[str, list[Any]]:
     for text in content.splitlines():
         line = json.loads(text)
         response = line["response"] or {"status_code": 0, "body": line["error"]}
-        body = {name: value for name, value in response["body"].items() if name not in ("created", "id")}
+        body = {
+            name: value for name, value in response["body"].items() if name not in ("created", "id")
+        }
         body.get("usage", {}).pop(
             "prompt_tokens_details", None
         )  # what was cached is the affair of the moment
@@ -101,7 +114,9 @@ def kill_all(process: subprocess.Popen[bytes]) -> None:
     process.wait(30)
 
 
-def killed_command(folder: Path, flags: list[str], lines: bytes, kills: int, dice: random.Random) -> Line:
+def killed_command(
+    folder: Path, flags: list[str], lines: bytes, kills: int, dice: random.Random
+) -> Line:
     """`pageturner batch`, killed so many times and begun anew, beside one that ran undisturbed."""
     source, out, errors = folder / "in.jsonl", folder / "out.jsonl", folder / "err.jsonl"
     source.write_bytes(lines)
@@ -110,7 +125,9 @@ def killed_command(folder: Path, flags: list[str], lines: bytes, kills: int, dic
 
     def start(*words: str) -> subprocess.Popen[bytes]:
         command = [*program, *words, *flags]
-        return subprocess.Popen(command, cwd=harness.ROOT, stderr=subprocess.DEVNULL, start_new_session=True)
+        return subprocess.Popen(
+            command, cwd=harness.ROOT, stderr=subprocess.DEVNULL, start_new_session=True
+        )
 
     begin = time.monotonic()
     process = start(str(calm))
@@ -133,7 +150,9 @@ def killed_command(folder: Path, flags: list[str], lines: bytes, kills: int, dic
     lost, twice, other = compared(
         answers_of(out.read_bytes() + errors.read_bytes()), answers_of(calm.read_bytes())
     )
-    figure = f"{lost} lost, {twice} twice, {other} other answers, of {len(lines.splitlines())} lines"
+    figure = (
+        f"{lost} lost, {twice} twice, {other} other answers, of {len(lines.splitlines())} lines"
+    )
     what = f"`pageturner batch {' '.join(flags)}` killed {kills} times: nothing lost or twice, same answers"
     return Line(what, figure, lost + twice + other == 0)
 
@@ -172,7 +191,12 @@ def batch_of(url: str, id: str) -> dict[str, Any]:
 
 def ended(url: str, id: str, seconds: float = 600.0) -> dict[str, Any]:
     until = time.monotonic() + seconds
-    while (told := batch_of(url, id))["status"] not in ("completed", "failed", "expired", "cancelled"):
+    while (told := batch_of(url, id))["status"] not in (
+        "completed",
+        "failed",
+        "expired",
+        "cancelled",
+    ):
         if time.monotonic() > until:
             raise TimeoutError(f"the batch is still {told['status']}: {told['request_counts']}")
         time.sleep(0.2)
@@ -188,12 +212,16 @@ def serving(folder: Path, flags: list[str]) -> tuple[str, subprocess.Popen[bytes
     port = harness.free_port()
     command = [sys.executable, "-m", "pageturner", "serve", "smollm2", "--port", str(port)]
     command += ["--batch-dir", str(folder / "batches"), "--log-level", "error", *flags]
-    process = subprocess.Popen(command, cwd=harness.ROOT, stderr=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(
+        command, cwd=harness.ROOT, stderr=subprocess.DEVNULL, start_new_session=True
+    )
     harness.wait_ready(f"http://127.0.0.1:{port}", process, 60)
     return f"http://127.0.0.1:{port}", process
 
 
-def killed_server(folder: Path, flags: list[str], lines: bytes, kills: int, dice: random.Random) -> Line:
+def killed_server(
+    folder: Path, flags: list[str], lines: bytes, kills: int, dice: random.Random
+) -> Line:
     """A server with a batch, killed so many times; where a batch ends before that, another one begins."""
     url, process = serving(folder, flags)
     try:
@@ -216,9 +244,7 @@ def killed_server(folder: Path, flags: list[str], lines: bytes, kills: int, dice
     finally:
         harness.end(process)
     lost, twice, other = sums
-    figure = (
-        f"{lost} lost, {twice} twice, {other} other answers, in {len(ids)} batches of {len(expected)} lines"
-    )
+    figure = f"{lost} lost, {twice} twice, {other} other answers, in {len(ids)} batches of {len(expected)} lines"
     what = f"a server {' '.join(flags)} killed {kills} times: nothing lost or twice, same answers"
     return Line(what, figure, lost + twice + other == 0)
 
@@ -227,9 +253,16 @@ def killed_server(folder: Path, flags: list[str], lines: bytes, kills: int, dice
 def ttft(host: str, text: str) -> float:
     """Seconds until the first token of a streamed chat; it is read to its end."""
     connection = http.client.HTTPConnection(host, timeout=120)
-    body = {"messages": [{"role": "user", "content": text}], "max_tokens": ANSWER, "stream": True, "seed": 1}
+    body = {
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": ANSWER,
+        "stream": True,
+        "seed": 1,
+    }
     begin = time.monotonic()
-    connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+    connection.request(
+        "POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"}
+    )
     answer = connection.getresponse()
     if answer.status != 200:
         raise RuntimeError(f"{answer.status}: {answer.read()[:200]!r}")

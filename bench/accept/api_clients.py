@@ -57,17 +57,26 @@ SCRIPTED_FLAGS = (
 LONGEST = 900.0  # seconds for one client
 # Clients neither look for newer versions of themselves nor tell anybody that they run, and find no key.
 QUIET = {
-    "NO_COLOR": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "LANGSMITH_TRACING": "false",
-    "OTEL_SDK_DISABLED": "true", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONWARNINGS": "ignore",
-}  # fmt: skip
+    "NO_COLOR": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "LANGSMITH_TRACING": "false",
+    "OTEL_SDK_DISABLED": "true",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "PYTHONWARNINGS": "ignore",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--clients", nargs="*", choices=[*install.ENVIRONMENTS, *COMMAND_LINES], help="these alone"
     )
-    parser.add_argument("--task-seconds", type=float, default=240.0, help="for a command line and its task")
-    parser.add_argument("--no-install", action="store_true", help="run only what is installed already")
+    parser.add_argument(
+        "--task-seconds", type=float, default=240.0, help="for a command line and its task"
+    )
+    parser.add_argument(
+        "--no-install", action="store_true", help="run only what is installed already"
+    )
 
 
 def lines(arguments: argparse.Namespace) -> Iterator[Line]:
@@ -82,9 +91,18 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     commands = [name for name in wanted if name in COMMAND_LINES]
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(_server("server.log", *FLAGS))
-        short = stack.enter_context(harness.server(*SHORT_FLAGS, model=SHORT, log=FOLDER / "short.log"))
+        short = stack.enter_context(
+            harness.server(*SHORT_FLAGS, model=SHORT, log=FOLDER / "short.log")
+        )
         for name in [name for name in scripts if name not in absent]:
-            command = [*install.command(name), server.url, MODEL, short.url, SHORT, str(FOLDER / "tokenizer")]
+            command = [
+                *install.command(name),
+                server.url,
+                MODEL,
+                short.url,
+                SHORT,
+                str(FOLDER / "tokenizer"),
+            ]
             begin = time.monotonic()
             status, said, progress = run(command, FOLDER)
             (FOLDER / f"{name}.log").write_text(progress + said)
@@ -111,13 +129,17 @@ def command_line(name: str, server: Server, seconds: float, scripted: bool) -> L
     one the file must also be changed as it was asked for."""
     what = f"{COMMAND_LINES[name]}, {'what the model says is scripted' if scripted else MODEL}"
     try:
-        seen = importlib.import_module(name).run(install.folder(name), server.url, MODEL, seconds, scripted)
+        seen = importlib.import_module(name).run(
+            install.folder(name), server.url, MODEL, seconds, scripted
+        )
     except NotInstalled as why:
         return Line(what, f"cannot be installed: {why}", passed=None, run=False)
     asked = ", ".join(f"{count} {request}" for request, count in seen.requests.most_common(4))
     called = ", ".join(f"{count} {call}" for call, count in seen.calls.most_common(4)) or "none"
     figure = f"{seen.version}; {asked}; calls: {called}; {seen.results} results sent back"
-    figure += "; the file is as it should be" if seen.solved else "; the file is not as it should be"
+    figure += (
+        "; the file is as it should be" if seen.solved else "; the file is not as it should be"
+    )
     figure += "" if not seen.errors else f"; refused: {'; '.join(seen.errors)[:300]}"
     return Line(what, figure, seen.protocol_held and (seen.solved or not scripted))
 
@@ -137,11 +159,18 @@ def _missing(name: str, may_install: bool) -> str:
 
 def run(command: list[str], folder: Path) -> tuple[int, str, str]:
     """Exit status, stdout and stderr of a client. Whatever it has started ends with it."""
-    environment = {name: value for name, value in os.environ.items() if not name.endswith("_API_KEY")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.endswith("_API_KEY")
+    }
     process = subprocess.Popen(
-        command, cwd=folder, env=environment | QUIET, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, start_new_session=True,
-    )  # fmt: skip
+        command,
+        cwd=folder,
+        env=environment | QUIET,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     try:
         said, progress = process.communicate(timeout=LONGEST)
         return process.returncode, said, progress
@@ -156,7 +185,9 @@ def line(name: str, status: int, said: str, progress: str, seconds: float) -> Li
     seen = _seen(said)
     if seen is None:
         words = " ".join(" ".join(progress.strip().splitlines()[-3:]).split())
-        return Line(name, f"its script ended with status {status} and no figures: {words[-300:]}", False)
+        return Line(
+            name, f"its script ended with status {status} and no figures: {words[-300:]}", False
+        )
     checks: dict[str, bool | str] = seen["checks"]
     wrong = {check: what for check, what in checks.items() if what is not True}
     figure = f"{len(checks) - len(wrong)} of {len(checks)} checks"

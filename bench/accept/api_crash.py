@@ -35,7 +35,15 @@ from pageturner.formats import hub
 
 STREAMS = 32
 MODELS = {"smollm2": "smollm2", "qwen2.5-coder": "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"}
-FLAGS = (*dialect_jobs.FLAGS, "--max-restarts", "1000", "--max-model-len", "2048", "--max-num-seqs", "64")
+FLAGS = (
+    *dialect_jobs.FLAGS,
+    "--max-restarts",
+    "1000",
+    "--max-model-len",
+    "2048",
+    "--max-num-seqs",
+    "64",
+)
 LONG = "It was the best of times, it was the worst of times, it was the age of wisdom. "
 ENDS = {
     CHAT: b"[DONE]",
@@ -98,7 +106,10 @@ def mixed(url: str, seed: int) -> list[Ask]:
     chosen = [*asks, *completions, *more][:STREAMS]
     named = [Ask(f"{one.name} {i}", one.path, one.body) for i, one in enumerate(chosen)]
     response = next(one for one in asks if one.path == RESPONSES)
-    beside = [dialect_jobs.in_background(dialect_jobs.in_one_piece(response)), *dialect_jobs.rows(seed)]
+    beside = [
+        dialect_jobs.in_background(dialect_jobs.in_one_piece(response)),
+        *dialect_jobs.rows(seed),
+    ]
     return [*named, *beside]
 
 
@@ -196,7 +207,10 @@ def compare(asks: list[Ask], truth: Round, outcome: Round) -> None:
             dialect_jobs.events_of(one, dialect_jobs.same_bytes(said.raw)) for said in (was, now)
         )
         if before != after:
-            at = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(before))
+            at = next(
+                (i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b),
+                len(before),
+            )
             outcome.differ.append(
                 f"{one.name}: event {at} of {len(before)}: {after[at : at + 1]} was {before[at : at + 1]}"
             )
@@ -227,15 +241,19 @@ def under_kills(model: str, server: Server, rounds: int, seed: int) -> Iterator[
     shapes = ", ".join(f"{n} {path}" for path, n in Counter(one.path for one in asks).items())
     again = at_once(server.url, asks, nothing, nothing)
     compare(asks, truth, again)
-    figure = (
-        f"{len(again.differ)} differ of {len(asks)} with {events} events ({shapes}), {truth.seconds:.1f} s"
+    figure = f"{len(again.differ)} differ of {len(asks)} with {events} events ({shapes}), {truth.seconds:.1f} s"
+    yield Line(
+        f"{model}: undisturbed, twice the same",
+        figure + "".join(again.differ[:2]),
+        not again.differ,
     )
-    yield Line(f"{model}: undisturbed, twice the same", figure + "".join(again.differ[:2]), not again.differ)
     moments: list[tuple[str, Watch, Callable[[Round], None]]] = []
     for number in range(rounds):
         times = sorted(dice.uniform(0.05, 0.9) * again.seconds for _ in range(dice.randint(1, 3)))
         moments.append((f"at random, round {number + 1}", nothing, at_times(server, times)))
-    moments.append(("in the midst of prompts", nothing, at_times(server, [dice.uniform(0.1, 0.25)])))
+    moments.append(
+        ("in the midst of prompts", nothing, at_times(server, [dice.uniform(0.1, 0.25)]))
+    )
     for what, marks, k in (
         ("in the midst of thoughts", THOUGHTS, 12),
         ("in the midst of the arguments of calls", ARGUMENTS, 30),
@@ -247,10 +265,13 @@ def under_kills(model: str, server: Server, rounds: int, seed: int) -> Iterator[
         compare(asks, truth, outcome)
         yield line_of(f"{model}: kill -9 {what}: every event as undisturbed", asks, outcome)
     lost, poisoned = (
-        server.metric(f"pageturner:{name}_total") for name in ("engine_restarts", "poisoned_requests")
+        server.metric(f"pageturner:{name}_total")
+        for name in ("engine_restarts", "poisoned_requests")
     )
     yield Line(
-        f"{model}: engines lost, requests taken for poison", f"{lost:.0f}, {poisoned:.0f}", not poisoned
+        f"{model}: engines lost, requests taken for poison",
+        f"{lost:.0f}, {poisoned:.0f}",
+        not poisoned,
     )
     yield from of_responses(model, server, asks)
 
@@ -281,7 +302,9 @@ def of_responses(model: str, server: Server, asks: list[Ask]) -> Iterator[Line]:
         status, raw = dialect_jobs.send(server.url, Ask("", f"{path}/cancel", {}))
         ends.append((status, json.loads(raw).get("status")))
     seconds, away = time.monotonic() - begin, not _healthy(server.url)
-    figure = f"{ends}, {1000 * seconds:.0f} ms, the next engine {'was not' if away else 'was'} there"
+    figure = (
+        f"{ends}, {1000 * seconds:.0f} ms, the next engine {'was not' if away else 'was'} there"
+    )
     yield Line(
         f"{model}: cancelled while the engine restarts",
         figure,
@@ -312,7 +335,9 @@ def without_server(model: str, server: Server, seed: int) -> Iterator[Line]:
 
     outcome = at_once(server.url, asks, nothing, meanwhile)
     cut = [one for one in asks if outcome.said[one.name].broken]
-    wrong = [one.name for one in cut if ENDS.get(one.path, b'"done":true') in outcome.said[one.name].raw]
+    wrong = [
+        one.name for one in cut if ENDS.get(one.path, b'"done":true') in outcome.said[one.name].raw
+    ]
     _until(lambda: not Path(f"/proc/{engine}").exists())
     gone = not Path(f"/proc/{engine}").exists()
     figure = f"{len(cut)} of {len(asks)} streams cut, {len(wrong)} of them look whole {wrong[:3]}"
@@ -330,7 +355,9 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
         path = hub.cache_folder() / named
         if named.endswith(".gguf") and not path.exists():
             raise NotRun(f"no {model} in {path.parent}")
-        with harness.server(*FLAGS, model=str(path) if named.endswith(".gguf") else named) as server:
+        with harness.server(
+            *FLAGS, model=str(path) if named.endswith(".gguf") else named
+        ) as server:
             yield from under_kills(model, server, arguments.rounds, arguments.seed)
             yield from without_server(model, server, arguments.seed)
 

@@ -35,18 +35,24 @@ HELD: dict[str, tuple[str, ...]] = {
     "every route is in the document, real answers are what it says, /docs needs nobody else": (
         "test_openapi.py",
     ),
-    "the document and the checks of fields say the same, in every shape": ("test_openapi_fields.py",),
+    "the document and the checks of fields say the same, in every shape": (
+        "test_openapi_fields.py",
+    ),
     "unknown fields that would constrain an answer are refused": (
         "test_openapi_fields.py::test_what_is_not_there_is_refused_in_every_shape",
         "test_clients.py::test_what_would_change_the_answer_is_not_passed_over",
         "test_shapes.py::test_nothing_that_would_change_an_answer_is_passed_over",
     ),
     "only JSON is read; Host, Origin and CORS": ("test_origins.py",),
-    "TLS: certificates, half-open handshakes, readers that do not read, https replicas": ("test_tls.py",),
+    "TLS: certificates, half-open handshakes, readers that do not read, https replicas": (
+        "test_tls.py",
+    ),
     "header, body and idle timeouts": ("test_http_limits.py",),
     "found by trying it: overflow in LiteLLM's words, penalties, 2.0, surrogates, gzip, slashes, ids,"
     " uniqueItems, end tokens, whole numbers, hints": ("test_clients.py",),
-    "router: responses where they are kept, models by name, its own document": ("test_route_responses.py",),
+    "router: responses where they are kept, models by name, its own document": (
+        "test_route_responses.py",
+    ),
 }
 # kinds of failures that are no violation of ours: what is valid by the document and refused all the same is
 # counted, and held to LEAST_ACCEPTED
@@ -73,18 +79,24 @@ class Outcome:
         """Positive cases that got an answer, and all of them; without operations whose path has an id, which
         nobody can guess."""
         counted = [statuses for label, statuses in self.positive.items() if "{" not in label]
-        good = sum(count for statuses in counted for status, count in statuses.items() if status < 300)
+        good = sum(
+            count for statuses in counted for status, count in statuses.items() if status < 300
+        )
         return good, sum(sum(statuses.values()) for statuses in counted)
 
 
 def installed() -> Path:
     """The program. NotRun says why there is none."""
-    peers = Path(os.environ.get("PAGETURNER_PEERS") or Path.home() / ".cache" / "pageturner" / "peers")
+    peers = Path(
+        os.environ.get("PAGETURNER_PEERS") or Path.home() / ".cache" / "pageturner" / "peers"
+    )
     folder = peers / "schemathesis"
     program = folder / "bin" / "schemathesis"
     if not (folder / ".complete").exists():
         try:
-            subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, capture_output=True)
+            subprocess.run(
+                [sys.executable, "-m", "venv", str(folder)], check=True, capture_output=True
+            )
             pip = [str(folder / "bin" / "pip"), "install", "--quiet", f"schemathesis=={VERSION}"]
             subprocess.run(pip, check=True, capture_output=True, timeout=600)
         except (subprocess.SubprocessError, OSError) as error:
@@ -98,13 +110,33 @@ def run(program: Path, url: str, phases: str, examples: int, *more: str) -> Outc
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.ndjson"
         command = [
-            str(program), "run", f"{url}/openapi.json", "-H", f"Authorization: Bearer {KEY}",
-            "--phases", phases, "--max-examples", str(examples), "--seed", "1",
-            "--exclude-path-regex", "^/v1/(admin|(un)?load_lora_adapter)",
-            "--continue-on-failure", "--suppress-health-check", "all",
-            "--report", "ndjson", "--report-ndjson-path", str(report), "--request-timeout", "60", *more,
-        ]  # fmt: skip
-        done = subprocess.run(command, check=False, cwd=folder, capture_output=True, text=True, timeout=3600)
+            str(program),
+            "run",
+            f"{url}/openapi.json",
+            "-H",
+            f"Authorization: Bearer {KEY}",
+            "--phases",
+            phases,
+            "--max-examples",
+            str(examples),
+            "--seed",
+            "1",
+            "--exclude-path-regex",
+            "^/v1/(admin|(un)?load_lora_adapter)",
+            "--continue-on-failure",
+            "--suppress-health-check",
+            "all",
+            "--report",
+            "ndjson",
+            "--report-ndjson-path",
+            str(report),
+            "--request-timeout",
+            "60",
+            *more,
+        ]
+        done = subprocess.run(
+            command, check=False, cwd=folder, capture_output=True, text=True, timeout=3600
+        )
         if not report.exists():
             raise RuntimeError(f"no report: {done.stdout[-2000:]}{done.stderr[-2000:]}")
         with report.open() as lines:
@@ -178,44 +210,75 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     with tempfile.TemporaryDirectory() as folder:
         usual = Path(folder) / "generation_config.json"
         usual.write_text('{"max_new_tokens": 8}')  # chats that do not say it end soon
-        flags = ("--api-key", KEY, "--admin-key", ADMIN, "--max-model-len", "256", "--log-level", "warning")
+        flags = (
+            "--api-key",
+            KEY,
+            "--admin-key",
+            ADMIN,
+            "--max-model-len",
+            "256",
+            "--log-level",
+            "warning",
+        )
         log = Path(folder) / "log"
         with harness.server(*flags, "--generation-config", str(usual), log=log) as server:
             begin = time.monotonic()
             random = run(program, server.url, "fuzzing,stateful", arguments.examples)
-            yield from _violations(random, "random requests and chains of them", time.monotonic() - begin)
+            yield from _violations(
+                random, "random requests and chains of them", time.monotonic() - begin
+            )
             good, all_ = random.accepted()
             share = good / all_ if all_ else 0.0
-            why = ", ".join(f"{count} x {reason!r}" for reason, count in random.reasons.most_common(4))
+            why = ", ".join(
+                f"{count} x {reason!r}" for reason, count in random.reasons.most_common(4)
+            )
             figure = f"{share:.1%} of {all_:,}; refused most: {why}"
             yield Line(
-                f"positive cases accepted, at least {LEAST_ACCEPTED:.0%}", figure, share >= LEAST_ACCEPTED
+                f"positive cases accepted, at least {LEAST_ACCEPTED:.0%}",
+                figure,
+                share >= LEAST_ACCEPTED,
             )
             if arguments.coverage:
                 begin, most = time.monotonic(), str(arguments.coverage)
-                extremes = run(program, server.url, "coverage", arguments.examples, "--max-time", most)
-                yield from _violations(extremes, "extremes of every field", time.monotonic() - begin)
+                extremes = run(
+                    program, server.url, "coverage", arguments.examples, "--max-time", most
+                )
+                yield from _violations(
+                    extremes, "extremes of every field", time.monotonic() - begin
+                )
             restarts = server.metric("pageturner:engine_restarts_total")
         said = log.read_text().count("Traceback")
         figure = f"{said} tracebacks, {restarts:.0f} restarts"
-        yield Line("Schemathesis leaves no traceback and the same engine", figure, not said and not restarts)
+        yield Line(
+            "Schemathesis leaves no traceback and the same engine",
+            figure,
+            not said and not restarts,
+        )
 
 
 def _violations(outcome: Outcome, what: str, seconds: float) -> Iterator[Line]:
     fives = {status: n for status, n in outcome.statuses.items() if status >= 500 and status != 504}
     statuses = dict(sorted(outcome.statuses.items()))
     figure = f"{outcome.cases:,} requests in {seconds:.0f} s, statuses {statuses}"
-    yield Line(f"Schemathesis on /openapi.json, {what}: no 500", figure, bool(outcome.cases) and not fives)
+    yield Line(
+        f"Schemathesis on /openapi.json, {what}: no 500", figure, bool(outcome.cases) and not fives
+    )
     examples = "; ".join(f"{name}: {told}" for name, told in list(outcome.violations.items())[:5])
     figure = f"{len(outcome.violations)} {examples}".strip()
     yield Line(
-        "no violation (status, content type, headers, schema, methods, keys)", figure, not outcome.violations
+        "no violation (status, content type, headers, schema, methods, keys)",
+        figure,
+        not outcome.violations,
     )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--examples", type=int, default=60, help="requests for each operation, at most")
-    parser.add_argument("--coverage", type=int, default=240, help="seconds for enumerated extremes; 0: none")
+    parser.add_argument(
+        "--examples", type=int, default=60, help="requests for each operation, at most"
+    )
+    parser.add_argument(
+        "--coverage", type=int, default=240, help="seconds for enumerated extremes; 0: none"
+    )
     parser.add_argument("--no-tests", dest="tests", action="store_false", help="Schemathesis only")
 
 

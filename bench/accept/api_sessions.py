@@ -41,7 +41,9 @@ OVERCOMMITTED = 2.0
 LEAST = 0.95  # of the turns find their KV
 SEEDS = range(2, 22)
 REAL_AGENTS = 48  # of the trace, on the real server, and those that they fork off
-SHORTER = 4  # times, and blocks too: as many blocks as on the simulated engine, with less to compute
+SHORTER = (
+    4  # times, and blocks too: as many blocks as on the simulated engine, with less to compute
+)
 KV_BYTES = 23_040  # of a token of SmolLM2
 TENANTS = (*make_agents.TENANTS, "grey")
 HOGS = 120  # conversations that one opens, one after the other, and never comes back to
@@ -53,9 +55,7 @@ SLOWER = 1.5  # times their TTFT at the median
 def told(outcome: Outcome, tenants: tuple[str, ...] = ()) -> str:
     """Turns that found their KV, TTFT of first and of later turns, time in all, work."""
     first, later = outcome.ttft(tenants, first=True), outcome.ttft(tenants, first=False)
-    figure = (
-        f"{outcome.share(tenants):.1%} found, TTFT {quantiles(later)} s, of first turns {quantiles(first)} s"
-    )
+    figure = f"{outcome.share(tenants):.1%} found, TTFT {quantiles(later)} s, of first turns {quantiles(first)} s"
     if tenants:
         return figure
     return f"{figure}; {outcome.seconds:.0f} s, {outcome.computed:,} prompt tokens computed"
@@ -78,7 +78,9 @@ def simulated_lines() -> Iterator[Line]:
         told(hinted),
         hinted.share() >= LEAST,
     )
-    yield Line("simulated, LRU without hints", told(simulated.run(agents, blocks, hints=False)), None)
+    yield Line(
+        "simulated, LRU without hints", told(simulated.run(agents, blocks, hints=False)), None
+    )
     nobody = simulated.run(agents, blocks, hints=True, session_wait=0.0)
     yield Line("simulated, hints, and nobody waits (--session-wait 0)", told(nobody), None)
     shares: dict[bool, list[float]] = {True: [], False: []}
@@ -91,7 +93,8 @@ def simulated_lines() -> Iterator[Line]:
             shares[hints].append(outcome.share())
             times[hints].append(outcome.seconds)
     figures = {
-        hints: f"{statistics.mean(of):.1%} ({min(of):.1%} to {max(of):.1%})" for hints, of in shares.items()
+        hints: f"{statistics.mean(of):.1%} ({min(of):.1%} to {max(of):.1%})"
+        for hints, of in shares.items()
     }
     ratio = statistics.mean(a / b for a, b in zip(times[True], times[False], strict=True))
     figure = f"{figures[True]}; LRU {figures[False]}; time in all {ratio:.2f} of LRU's"
@@ -122,12 +125,12 @@ def hog_lines() -> Iterator[Line]:
 def starved(where: str, alone: Outcome, beside: Outcome) -> Line:
     others = make_agents.TENANTS
     lost = alone.share(others) - beside.share(others)
-    slower = statistics.median(beside.ttft(others)) / max(1e-3, statistics.median(alone.ttft(others)))
+    slower = statistics.median(beside.ttft(others)) / max(
+        1e-3, statistics.median(alone.ttft(others))
+    )
     opened = sum(turn.tenant == "grey" for turn in beside.turns)
     figure = f"{told(beside, others)}; TTFT at the median {slower:.2f} times; it opened {opened}"
-    what = (
-        f"{where}, beside one that never releases others find at most {SUFFERS:.0%} less, TTFT {SLOWER} times"
-    )
+    what = f"{where}, beside one that never releases others find at most {SUFFERS:.0%} less, TTFT {SLOWER} times"
     return Line(what, figure, lost <= SUFFERS and slower <= SLOWER)
 
 
@@ -180,7 +183,9 @@ class Client:
         """All turns of an agent, behind what was said before."""
         for number, turn in enumerate(agent.turns):
             time.sleep(turn.think)
-            begin = before if before and not turn.compact else text(agent.system[0], agent.system[1])
+            begin = (
+                before if before and not turn.compact else text(agent.system[0], agent.system[1])
+            )
             prompt = begin + text(1_000_000 + agent.number * 1000 + number, turn.new)
             if turn.compact:
                 shared = None
@@ -189,7 +194,9 @@ class Client:
             except Exception as error:
                 self.lost.append(repr(error))
                 return
-            found = Turn(agent.number, number, agent.tenant, len(prompt), cached, shared, ttft, self.block)
+            found = Turn(
+                agent.number, number, agent.tenant, len(prompt), cached, shared, ttft, self.block
+            )
             self.outcome.turns.append(found)
             before = prompt + answer
             shared = len(before) - 1  # the KV of the last token is never computed
@@ -200,13 +207,21 @@ class Client:
     def _ask(self, agent: Agent, number: int, prompt: list[int]) -> tuple[list[int], int, float]:
         """A streamed completion: its tokens, cached tokens, seconds until the first."""
         body: dict[str, Any] = {
-            "prompt": prompt, "max_tokens": agent.turns[number].answer, "ignore_eos": True, "seed": 1,
-            "stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True,
-        }  # fmt: skip
+            "prompt": prompt,
+            "max_tokens": agent.turns[number].answer,
+            "ignore_eos": True,
+            "seed": 1,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+        }
         if self.hints:
             body["session"] = wire(agent, number)
         connection = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=300)
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer key-{agent.tenant}"}
+        headers = {
+            "Content-Type": "application/json",
+            "Authorization": f"Bearer key-{agent.tenant}",
+        }
         asked = time.monotonic()
         connection.request("POST", "/v1/completions", json.dumps(body), headers)
         reply, tokens, cached, ttft = connection.getresponse(), list[int](), 0, 0.0
@@ -244,11 +259,19 @@ def on_server(agents: list[Agent], blocks: int, hints: bool) -> Outcome:
     with TemporaryDirectory() as folder:
         keys = Path(folder) / "keys.toml"
         digests = {name: hashlib.sha256(f"key-{name}".encode()).hexdigest() for name in TENANTS}
-        keys.write_text("".join(f'[[keys]]\ntenant = "{n}"\nsha256 = "{d}"\n' for n, d in digests.items()))
+        keys.write_text(
+            "".join(f'[[keys]]\ntenant = "{n}"\nsha256 = "{d}"\n' for n, d in digests.items())
+        )
         block = BLOCK // SHORTER
         memory = ("--kv-cache-memory", str(blocks * block * KV_BYTES), "--block-size", str(block))
         with harness.server(
-            *memory, "--max-num-seqs", "32", "--max-num-batched-tokens", "256", "--api-key-file", str(keys)
+            *memory,
+            "--max-num-seqs",
+            "32",
+            "--max-num-batched-tokens",
+            "256",
+            "--api-key-file",
+            str(keys),
         ) as server:
             return Client(server.url, agents, hints, block).run()
 
@@ -264,7 +287,9 @@ def shorter(agents: list[Agent]) -> list[Agent]:
 
     return [
         msgspec.structs.replace(
-            agent, system=(agent.system[0], least(agent.system[1])), turns=[turn(one) for one in agent.turns]
+            agent,
+            system=(agent.system[0], least(agent.system[1])),
+            turns=[turn(one) for one in agent.turns],
         )
         for agent in agents
     ]
@@ -280,9 +305,7 @@ def server_lines() -> Iterator[Line]:
     agents = shorter(first(read_agents(TRACE), REAL_AGENTS))
     mean, _ = simulated.demand(agents, BLOCK // SHORTER)
     blocks = int(mean / OVERCOMMITTED)
-    where = (
-        f"SmolLM2, {len(agents)} agents, texts and blocks 1/{SHORTER} as long, {blocks} blocks for {mean:.0f}"
-    )
+    where = f"SmolLM2, {len(agents)} agents, texts and blocks 1/{SHORTER} as long, {blocks} blocks for {mean:.0f}"
     hinted = on_server(agents, blocks, True)
     what = f"{where}: hints: at least {LEAST:.0%} of turns find their KV"
     yield Line(what, told(hinted), hinted.share() >= LEAST)

@@ -84,7 +84,9 @@ IN_VOCABS = {
     "command-r": [[HELLO], TURNS],
     "gemma-4": [[HELLO], [SYSTEM, *TURNS]],
 }
-APART = 0.01  # cosines that differ by more must be in order: quantised weights move them by half of it
+APART = (
+    0.01  # cosines that differ by more must be in order: quantised weights move them by half of it
+)
 
 
 def ask(server: Server, path: str, **fields: Any) -> dict[str, Any]:
@@ -114,7 +116,10 @@ def cosine(a: list[float], b: list[float]) -> float:
 
 
 def rows(server: Server, texts: list[str]) -> list[list[float]]:
-    return [one["embedding"] for one in ask(server, "/v1/embeddings", input=texts, normalize=False)["data"]]
+    return [
+        one["embedding"]
+        for one in ask(server, "/v1/embeddings", input=texts, normalize=False)["data"]
+    ]
 
 
 def scores() -> Iterator[Line]:
@@ -127,7 +132,9 @@ def scores() -> Iterator[Line]:
         query, *documents = rows(server, [QUERY, *DOCUMENTS])
         pairs = ask(server, "/v1/score", text_1=QUERY, text_2=DOCUMENTS)["data"]
         ones = ask(server, "/score", queries=[QUERY] * 8, documents=DOCUMENTS)["data"]
-        top = ask(server, "/v2/rerank", query=QUERY, documents=DOCUMENTS, top_n=3, return_documents=False)
+        top = ask(
+            server, "/v2/rerank", query=QUERY, documents=DOCUMENTS, top_n=3, return_documents=False
+        )
         ollama = ask(server, "/api/embed", input=DOCUMENTS)["embeddings"]
         plain = ask(server, "/v1/embeddings", input=DOCUMENTS)["data"]
         old = ask(server, "/api/embeddings", prompt=DOCUMENTS[0])["embedding"]
@@ -137,22 +144,34 @@ def scores() -> Iterator[Line]:
     off = max(abs(found[i] - exact[i]) for i in range(8))
     apart = [(i, k) for i in range(8) for k in range(8) if exact[i] > exact[k] + APART]
     right = sum(found[i] > found[k] for i, k in apart)
-    figure = (
-        f"{right} of {len(apart)} pairs in order; all: {order}, of fp32 rows {wanted}; differ by {off:.4f}"
-    )
+    figure = f"{right} of {len(apart)} pairs in order; all: {order}, of fp32 rows {wanted}; differ by {off:.4f}"
     good = right == len(apart) and order[0] == wanted[0]
     yield Line(f"rerank of 8 documents: as cosines of fp32 rows, where {APART} apart", figure, good)
     off = max(abs(found[i] - cosine(query, documents[i])) for i in range(8))
     yield Line("rerank beside cosines of /v1/embeddings, under 1e-6", f"{off:.1e}", off < 1e-6)
-    same = [one["score"] for one in pairs] == [one["score"] for one in ones] == [found[i] for i in range(8)]
-    cut = [one["index"] for one in top["results"]] == order[:3] and "document" not in top["results"][0]
-    yield Line("score, one to many and one to one, equals rerank; top_n cuts", f"{same}, {cut}", same and cut)
+    same = (
+        [one["score"] for one in pairs]
+        == [one["score"] for one in ones]
+        == [found[i] for i in range(8)]
+    )
+    cut = [one["index"] for one in top["results"]] == order[:3] and "document" not in top[
+        "results"
+    ][0]
+    yield Line(
+        "score, one to many and one to one, equals rerank; top_n cuts",
+        f"{same}, {cut}",
+        same and cut,
+    )
     off = max(
-        abs(x - y) for a, b in zip(ollama, plain, strict=True) for x, y in zip(a, b["embedding"], strict=True)
+        abs(x - y)
+        for a, b in zip(ollama, plain, strict=True)
+        for x, y in zip(a, b["embedding"], strict=True)
     )
     whole = len(old) == len(ollama[0]) and cosine(old, ollama[0]) > 1 - 1e-9
     figure = f"differ by {off:.1e}; the older API's row points the same way: {whole}"
-    yield Line("Ollama's /api/embed beside /v1/embeddings, under 1e-6", figure, off < 1e-6 and whole)
+    yield Line(
+        "Ollama's /api/embed beside /v1/embeddings, under 1e-6", figure, off < 1e-6 and whole
+    )
 
 
 def judged(server: Server) -> Iterator[Line]:
@@ -166,11 +185,13 @@ def judged(server: Server) -> Iterator[Line]:
         likely = [math.exp(_alone(server, one["document"]["text"], word)) for word in ("yes", "no")]
         off = max(off, abs(one["relevance_score"] - likely[0] / sum(likely)))
     what = "rerank by yes_no: p(yes) / (p(yes) + p(no)) of the two tokens, under 1e-6"
-    yield Line(what, f"{off:.1e} over {len(told['results'])} documents, {seconds:.1f} s for all", off < 1e-6)
-    best = [one["index"] for one in told["results"]]
-    figure = (
-        f"order {best}, of which 1 and 3 answer it ({told['results'][0]['relevance_score']:.3f} the first)"
+    yield Line(
+        what,
+        f"{off:.1e} over {len(told['results'])} documents, {seconds:.1f} s for all",
+        off < 1e-6,
     )
+    best = [one["index"] for one in told["results"]]
+    figure = f"order {best}, of which 1 and 3 answer it ({told['results'][0]['relevance_score']:.3f} the first)"
     yield Line("its order, by a model that is no reranker", figure, None)
 
 
@@ -193,12 +214,18 @@ def gaps(server: Server) -> Iterator[Line]:
     right, same = 0, 0
     for before, behind in GAPS:
         asked = {"temperature": 0, "stop": ["\n"]}
-        filled = ask(server, "/v1/completions", prompt=before, suffix=behind, max_tokens=40, **asked)
+        filled = ask(
+            server, "/v1/completions", prompt=before, suffix=behind, max_tokens=40, **asked
+        )
         text = filled["choices"][0]["text"]
         right += _runs(before + text + behind)
-        infill = ask(server, "/infill", input_prefix=before, input_suffix=behind, n_predict=40, **asked)
+        infill = ask(
+            server, "/infill", input_prefix=before, input_suffix=behind, n_predict=40, **asked
+        )
         options = {"num_predict": 40, **asked}
-        ollama = ask(server, "/api/generate", prompt=before, suffix=behind, stream=False, options=options)
+        ollama = ask(
+            server, "/api/generate", prompt=before, suffix=behind, stream=False, options=options
+        )
         same += infill["content"] == ollama["response"] == text
     what = "Qwen2.5-Coder 0.5B fills 8 gaps so that the program runs (6 at least)"
     yield Line(what, f"{right} of {len(GAPS)}", right >= 6)
@@ -224,11 +251,15 @@ def refusals() -> Iterator[Line]:
         untrusted = ask(server, "/v1/chat/completions", messages=[HELLO], chat_template="x")
     named = sum(one.get("status") == 400 and "FIM" in str(one["error"]) for one in told)
     yield Line(
-        "a model without tokens for gaps: a 400 that says so, in each shape", f"{named} of 3", named == 3
+        "a model without tokens for gaps: a 400 that says so, in each shape",
+        f"{named} of 3",
+        named == 3,
     )
     said = str(untrusted.get("error"))
     good = untrusted.get("status") == 400 and "--trust-request-chat-template" in said
-    yield Line("a chat_template of a request without trust: a 400 that names the flag", said[:90], good)
+    yield Line(
+        "a chat_template of a request without trust: a 400 that names the flag", said[:90], good
+    )
 
 
 # -- conversations -------------------------------------------------------------------------------------------
@@ -237,29 +268,39 @@ def continued(server: Server) -> Iterator[Line]:
     text that was kept has the tokens that it was made of."""
     cuts, told, equal = 0, 0, 0
     for question in ASKED:
-        asked = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 24}
+        asked = {
+            "messages": [{"role": "user", "content": question}],
+            "temperature": 0,
+            "max_tokens": 24,
+        }
         whole = ask(server, "/v1/chat/completions", **asked, return_token_ids=True)["choices"][0]
         tokens, prompt = whole["token_ids"], whole["prompt_token_ids"]
         for count in range(1, len(tokens) - 1):
             kept = ask(server, "/detokenize", tokens=tokens[:count])["prompt"]
             messages = [*asked["messages"], {"role": "assistant", "content": kept}]
             cuts += 1
-            fields = {"messages": messages, "continue_final_message": True, "return_token_ids": True}
+            fields = {
+                "messages": messages,
+                "continue_final_message": True,
+                "return_token_ids": True,
+            }
             rest = ask(
                 server, "/v1/chat/completions", **fields, temperature=0, max_tokens=24 - count
-            )["choices"][0]  # fmt: skip
+            )["choices"][0]
             if rest["prompt_token_ids"] != prompt + tokens[:count]:
                 continue
             told += 1
             equal += rest["token_ids"] == tokens[count:]
-    figure = (
-        f"{equal} of {told} equal token by token ({cuts - told} of {cuts} cuts have other tokens as text)"
+    figure = f"{equal} of {told} equal token by token ({cuts - told} of {cuts} cuts have other tokens as text)"
+    yield Line(
+        "continue_final_message: as the unbroken answer at temperature 0", figure, equal == told > 0
     )
-    yield Line("continue_final_message: as the unbroken answer at temperature 0", figure, equal == told > 0)
     both = {"continue_final_message": True, "add_generation_prompt": True}
     refused = ask(server, "/v1/chat/completions", messages=[*TURNS[:2]], **both)
     yield Line(
-        "with add_generation_prompt: refused", str(refused.get("status")), refused.get("status") == 400
+        "with add_generation_prompt: refused",
+        str(refused.get("status")),
+        refused.get("status") == 400,
     )
 
 
@@ -268,15 +309,21 @@ def given(server: Server) -> Iterator[Line]:
     source = load_tokenizer(coder()).chat_template
     asked = {"messages": [HELLO], "temperature": 0, "max_tokens": 16}
     own = ask(server, "/v1/chat/completions", **asked)["choices"][0]["message"]
-    same = ask(server, "/v1/chat/completions", **asked, chat_template=source)["choices"][0]["message"]
+    same = ask(server, "/v1/chat/completions", **asked, chat_template=source)["choices"][0][
+        "message"
+    ]
     yield Line(
-        "the model's own template sent as chat_template: the same answer", f"{own == same}", own == same
+        "the model's own template sent as chat_template: the same answer",
+        f"{own == same}",
+        own == same,
     )
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}"
     begin = time.monotonic()
     refused = ask(server, "/v1/chat/completions", **asked, chat_template=endless)
     seconds = time.monotonic() - begin
-    figure = f"{refused.get('status')} after {seconds:.2f} s: {str(refused['error']['message'])[:60]}"
+    figure = (
+        f"{refused.get('status')} after {seconds:.2f} s: {str(refused['error']['message'])[:60]}"
+    )
     yield Line("a chat_template that never ends: a 400", figure, refused.get("status") == 400)
 
 
@@ -295,18 +342,20 @@ def families() -> Iterator[Line]:
             tokenizer = load_tokenizer(path)
             found, source = recognised(tokenizer), tokenizer.chat_template or ""
             family = found.name if found else "chatml"
-            pairs = _written(source, family, conversations, tokenizer.bos_token, tokenizer.eos_token)
+            pairs = _written(
+                source, family, conversations, tokenizer.bos_token, tokenizer.eos_token
+            )
             compared, equal = compared + len(pairs), equal + sum(a == b for a, b in pairs)
             wrong += [name] if found is None or any(a != b for a, b in pairs) else []
     if not compared:
         raise NotRun(f"no real templates in {TEMPLATES} or {VOCABS}")
-    figure = (
-        f"{equal} of {compared} conversations equal{', not those of ' + ', '.join(wrong) if wrong else ''}"
-    )
+    figure = f"{equal} of {compared} conversations equal{', not those of ' + ', '.join(wrong) if wrong else ''}"
     yield Line("templates by family, beside the real ones", figure, equal == compared and not wrong)
 
 
-def _written(real: str, family: str, conversations: list[Any], bos: str, eos: str) -> list[tuple[str, str]]:
+def _written(
+    real: str, family: str, conversations: list[Any], bos: str, eos: str
+) -> list[tuple[str, str]]:
     ours = ChatTemplate(BY_NAME[family].template, bos, eos)
     theirs = ChatTemplate(real, bos, eos)
     return [(theirs.render(messages), ours.render(messages)) for messages in conversations]
@@ -347,7 +396,9 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What this part takes on the command line."""
-    parser.add_argument("--base", default=BEFORE_TOOLS, help="the commit whose reading of chats is compared")
+    parser.add_argument(
+        "--base", default=BEFORE_TOOLS, help="the commit whose reading of chats is compared"
+    )
 
 
 if __name__ == "__main__":

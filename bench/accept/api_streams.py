@@ -66,7 +66,9 @@ def _chat(body: str, n: int) -> Json:
     return {"messages": [{"role": "user", "content": body}], "max_tokens": n}
 
 
-def _openai_piece(field: Callable[[Json], str | None]) -> Callable[[Json], tuple[str | None, Any, Any]]:
+def _openai_piece(
+    field: Callable[[Json], str | None],
+) -> Callable[[Json], tuple[str | None, Any, Any]]:
     def piece(event: Json) -> tuple[str | None, Any, Any]:
         tokens = (event.get("usage") or {}).get("completion_tokens")
         if not event["choices"]:
@@ -81,12 +83,20 @@ def _responses_piece(event: Json) -> tuple[str | None, Any, Any]:
     response = event.get("response") or {}
     ended = response.get("status") in ("completed", "incomplete", "failed")
     text = event["delta"] if event.get("type") == "response.output_text.delta" else None
-    return text, response["status"] if ended else None, response["usage"]["output_tokens"] if ended else None
+    return (
+        text,
+        response["status"] if ended else None,
+        response["usage"]["output_tokens"] if ended else None,
+    )
 
 
 def _messages_piece(event: Json) -> tuple[str | None, Any, Any]:
     delta = event.get("delta") or {}
-    tokens = (event.get("usage") or {}).get("output_tokens") if event["type"] == "message_delta" else None
+    tokens = (
+        (event.get("usage") or {}).get("output_tokens")
+        if event["type"] == "message_delta"
+        else None
+    )
     return delta.get("text"), delta.get("stop_reason"), tokens
 
 
@@ -96,41 +106,62 @@ def _output_text(told: Json) -> str:
 
 SHAPES = {
     "chat": Shape(
-        "/v1/chat/completions", _chat, "stop",
-        lambda told: (told["choices"][0]["message"]["content"], told["choices"][0]["finish_reason"],
-                      told["usage"]["completion_tokens"]),
+        "/v1/chat/completions",
+        _chat,
+        "stop",
+        lambda told: (
+            told["choices"][0]["message"]["content"],
+            told["choices"][0]["finish_reason"],
+            told["usage"]["completion_tokens"],
+        ),
         _openai_piece(lambda choice: choice["delta"].get("content")),
     ),
     "completions": Shape(
-        "/v1/completions", lambda text, n: {"prompt": text, "max_tokens": n}, "stop",
-        lambda told: (told["choices"][0]["text"], told["choices"][0]["finish_reason"],
-                      told["usage"]["completion_tokens"]),
+        "/v1/completions",
+        lambda text, n: {"prompt": text, "max_tokens": n},
+        "stop",
+        lambda told: (
+            told["choices"][0]["text"],
+            told["choices"][0]["finish_reason"],
+            told["usage"]["completion_tokens"],
+        ),
         _openai_piece(lambda choice: choice["text"]),
     ),
     "responses": Shape(
-        "/v1/responses", lambda text, n: {"input": text, "max_output_tokens": n}, "stop",
+        "/v1/responses",
+        lambda text, n: {"input": text, "max_output_tokens": n},
+        "stop",
         lambda told: (_output_text(told), told["status"], told["usage"]["output_tokens"]),
         _responses_piece,
     ),
     "messages": Shape(
-        "/v1/messages", _chat, "stop_sequences",
-        lambda told: ("".join(part["text"] for part in told["content"]), told["stop_reason"],
-                      told["usage"]["output_tokens"]),
+        "/v1/messages",
+        _chat,
+        "stop_sequences",
+        lambda told: (
+            "".join(part["text"] for part in told["content"]),
+            told["stop_reason"],
+            told["usage"]["output_tokens"],
+        ),
         _messages_piece,
     ),
     "Ollama chat": Shape(
-        "/api/chat", _chat, "stop",
+        "/api/chat",
+        _chat,
+        "stop",
         lambda told: (told["message"]["content"], told["done_reason"], told["eval_count"]),
         lambda line: (line["message"]["content"], line.get("done_reason"), line.get("eval_count")),
         options=True,
     ),
     "Ollama generate": Shape(
-        "/api/generate", lambda text, n: {"prompt": text, "max_tokens": n}, "stop",
+        "/api/generate",
+        lambda text, n: {"prompt": text, "max_tokens": n},
+        "stop",
         lambda told: (told["response"], told["done_reason"], told["eval_count"]),
         lambda line: (line["response"], line.get("done_reason"), line.get("eval_count")),
         options=True,
     ),
-}  # fmt: skip
+}
 
 
 def drawn(shape: Shape, dice: random.Random, real: bool) -> Json:
@@ -210,12 +241,16 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
             continue
         with harness.server(*flags, model=model) as server:
             for name, shape in SHAPES.items():
-                wrong, ends = differing(server, shape, count, f"{arguments.seed} {name} {real}", real)
+                wrong, ends = differing(
+                    server, shape, count, f"{arguments.seed} {name} {real}", real
+                )
                 for one in wrong[:3]:
                     print("   ", one[:900], file=sys.stderr)
                 what = f"{name}: {count:,} random requests of {'SmolLM2' if real else 'the fake engine'}"
                 figure = ", ".join(f"{number:,} {end}" for end, number in ends.most_common())
-                yield Line(f"{what}, streamed = not streamed", f"{len(wrong)} differ; {figure}", not wrong)
+                yield Line(
+                    f"{what}, streamed = not streamed", f"{len(wrong)} differ; {figure}", not wrong
+                )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -45,7 +45,9 @@ def judged(python: str, rows: list[Json]) -> list[Any]:
     if not python:
         raise NotRun("no environment with jsonschema and transformers: --judge PYTHON")
     text = "\n".join(json.dumps(row) for row in rows)
-    done = subprocess.run([python, str(JUDGE)], input=text, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [python, str(JUDGE)], input=text, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise NotRun(f"the judge failed: {done.stderr[-300:]}")
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -126,9 +128,7 @@ class Trial:
         counts = self.counts
         asked = ", ".join(f"{counts[name]} {name}" for name in ("required", "named", "auto"))
         bad = {name: counts[name] for name in BAD if counts[name]}
-        figure = (
-            f"{len(self.bodies)} requests ({asked}), each whole and streamed; {counts['judged']} calls judged"
-        )
+        figure = f"{len(self.bodies)} requests ({asked}), each whole and streamed; {counts['judged']} calls judged"
         figure += f", {counts['cut']} answers cut by max_tokens; {bad or 'nothing wrong'}"
         return Line(f"tools, {self.family.name}, marks are {variant}", figure, not bad)
 
@@ -145,14 +145,18 @@ def _formats(arguments: argparse.Namespace) -> Iterator[Line]:
             variant = "control tokens" if control else "plain text"
             trial = None
             try:
-                trial = Trial(family, arguments.requests // 2, arguments.seed + control, arguments.judge)
+                trial = Trial(
+                    family, arguments.requests // 2, arguments.seed + control, arguments.judge
+                )
                 with tempfile.TemporaryDirectory() as folder:
                     model = api_tools_cases.model_with(family, Path(folder), control=control)
                     with harness.server(*FLAGS, model=str(model)) as server:
                         trial.run(server)
                 yield trial.line(variant)
             except NotRun as reason:
-                yield Line(f"tools, {family.name}, marks are {variant}", str(reason), None, run=False)
+                yield Line(
+                    f"tools, {family.name}, marks are {variant}", str(reason), None, run=False
+                )
             for wrong in (trial.wrong if trial else [])[: arguments.show]:
                 print("   ", wrong, file=sys.stderr)
 
@@ -189,7 +193,9 @@ def _walk(arguments: argparse.Namespace, name: str, asked: str, texts: int) -> L
     wrong = walks.wrong + [f"{one} {row}" for row, one in zip(walks.rows, said, strict=True) if one]
     for one in wrong[: arguments.show]:
         print("   ", one[:900], file=sys.stderr)
-    figure = f"{walks.begun} calls begun, {len(walks.rows)} whole ones judged, {walks.cut} texts cut, "
+    figure = (
+        f"{walks.begun} calls begun, {len(walks.rows)} whole ones judged, {walks.cut} texts cut, "
+    )
     figure += f"{walks.plain} texts without a call kept as they are; {len(wrong)} wrong"
     return Line(what, figure, not wrong)
 
@@ -199,12 +205,23 @@ def _asked(i: int, seed: int) -> Json:
     body = Draw(f"{seed} qwen {i}", FAMILIES[0]).request(("auto",))
     if i % 3:
         parameters = {"city": {"type": "string"}, "days": {"type": "integer"}}
-        function = {"name": "get_weather", "description": "The weather of a city for the next days."}
-        function |= {"parameters": {"type": "object", "properties": parameters, "required": ["city"]}}
-        said = f"What is the weather in {CITIES[i % len(CITIES)]} for {i % 7 + 1} days, and in Oslo?"
+        function = {
+            "name": "get_weather",
+            "description": "The weather of a city for the next days.",
+        }
+        function |= {
+            "parameters": {"type": "object", "properties": parameters, "required": ["city"]}
+        }
+        said = (
+            f"What is the weather in {CITIES[i % len(CITIES)]} for {i % 7 + 1} days, and in Oslo?"
+        )
         body["messages"] = [{"role": "user", "content": said}]
         body["tools"] = [{"type": "function", "function": function}]
-    return body | {"max_tokens": MOST_TOKENS, "return_token_ids": True, "temperature": [0, 0.7, 1][i % 4 % 3]}
+    return body | {
+        "max_tokens": MOST_TOKENS,
+        "return_token_ids": True,
+        "temperature": [0, 0.7, 1][i % 4 % 3],
+    }
 
 
 def _transformers(arguments: argparse.Namespace) -> Iterator[Line]:
@@ -221,7 +238,10 @@ def _transformers(arguments: argparse.Namespace) -> Iterator[Line]:
         answers = [one for one, _ in both(server, bodies)]
         raws = [_raw(server, one) for one in answers]
         prompts = [_prompt(server, body) for body in bodies]
-    rows = [{"text": raw, "prompt": prompt, "tools": None} for raw, prompt in zip(raws, prompts, strict=True)]
+    rows = [
+        {"text": raw, "prompt": prompt, "tools": None}
+        for raw, prompt in zip(raws, prompts, strict=True)
+    ]
     counts, differ = Counter[str](), []
     for answer, raw, said in zip(answers, raws, judged(arguments.judge, rows), strict=True):
         ours = [(call["name"], _json(call["arguments"])) for call in answer.calls]
@@ -234,14 +254,19 @@ def _transformers(arguments: argparse.Namespace) -> Iterator[Line]:
         content, last = answer.content.strip(), (said.get("content") or "").strip()
         counts["same"] += ours == theirs and content == last
         # theirs is the text behind the last call alone, where there is some
-        counts["more"] += ours == theirs and content != last and bool(ours) and content.endswith(last)
-        if "error" in said or ours != theirs or not content.endswith(last) or (content != last and not ours):
+        counts["more"] += (
+            ours == theirs and content != last and bool(ours) and content.endswith(last)
+        )
+        if (
+            "error" in said
+            or ours != theirs
+            or not content.endswith(last)
+            or (content != last and not ours)
+        ):
             differ.append(f"they: {said}; we: {ours} {answer.content!r}; {raw[:300]!r}")
     for one in differ[: arguments.show]:
         print("   ", one, file=sys.stderr)
-    figure = (
-        f"{counts['same']} of {len(answers)} the same, {counts['called']} with calls; {counts['more']} more "
-    )
+    figure = f"{counts['same']} of {len(answers)} the same, {counts['called']} with calls; {counts['more']} more "
     figure += "of which Transformers keeps the last piece of text alone, "
     figure += f"{counts['cut']} cut by max_tokens that it cannot read; {len(differ)} differ"
     yield Line(what, figure, not differ)
@@ -266,7 +291,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What this part takes on the command line."""
     parser.add_argument("--requests", type=int, default=200, help="for each family")
     parser.add_argument("--texts", type=int, default=1000, help="of random logits, in all formats")
-    parser.add_argument("--required", type=int, default=200, help="of random logits that must call, a family")
+    parser.add_argument(
+        "--required", type=int, default=200, help="of random logits that must call, a family"
+    )
     parser.add_argument("--qwen", type=int, default=60, help="texts that Transformers reads too")
     parser.add_argument("--seed", type=int, default=14)
     parser.add_argument("--show", type=int, default=3, help="of what is wrong, on standard error")

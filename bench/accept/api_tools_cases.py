@@ -117,10 +117,40 @@ def vocabulary_with(marks: tuple[str, ...], folder: Path) -> Tokenizer:
 
 
 WORDS = (
-    "weather", "in", "the", "old", "house", "river", "blue", "seven", "read", "a", "file", "find", "all",
-    "users", "send", "mail", "to", "nobody", "book", "flight",
-)  # fmt: skip
-NAMES = ("city", "count", "größe", "名前", "tag", "is_open", "depth", "note", "ratio", "first-name", "a b")
+    "weather",
+    "in",
+    "the",
+    "old",
+    "house",
+    "river",
+    "blue",
+    "seven",
+    "read",
+    "a",
+    "file",
+    "find",
+    "all",
+    "users",
+    "send",
+    "mail",
+    "to",
+    "nobody",
+    "book",
+    "flight",
+)
+NAMES = (
+    "city",
+    "count",
+    "größe",
+    "名前",
+    "tag",
+    "is_open",
+    "depth",
+    "note",
+    "ratio",
+    "first-name",
+    "a b",
+)
 
 
 class Draw:
@@ -132,13 +162,29 @@ class Draw:
     def schema(self, depth: int = 0) -> Json:
         """The schema of a value."""
         dice = self._dice
-        kinds = ["text", "enum", "integer", "number", "boolean", "const", "union", "array", "object", "free"]
+        kinds = [
+            "text",
+            "enum",
+            "integer",
+            "number",
+            "boolean",
+            "const",
+            "union",
+            "array",
+            "object",
+            "free",
+        ]
         kind = dice.choice(kinds if depth < 2 else kinds[:6])
         if kind == "text":
-            return {"type": "string", **({"maxLength": dice.randint(3, 12)} if dice.random() < 0.9 else {})}
+            return {
+                "type": "string",
+                **({"maxLength": dice.randint(3, 12)} if dice.random() < 0.9 else {}),
+            }
         if kind == "enum":
             return {
-                "enum": dice.sample(["red", "grün", "", 7, 1.5, None, True, 'a "b"\\'], dice.randint(1, 4))
+                "enum": dice.sample(
+                    ["red", "grün", "", 7, 1.5, None, True, 'a "b"\\'], dice.randint(1, 4)
+                )
             }
         if kind == "integer":
             return {"type": "integer", **self._bounds("minimum", "maximum", 0)}
@@ -188,7 +234,9 @@ class Draw:
             if self._family.identifiers:
                 function["name"] = function["name"].replace(".", "_").replace("-", "_")
             if dice.random() < 0.9:
-                function["parameters"] = closed(self.object()) if dice.random() < 0.9 else self.referring()
+                function["parameters"] = (
+                    closed(self.object()) if dice.random() < 0.9 else self.referring()
+                )
             if dice.random() < 0.4:
                 function["strict"] = True
             made.append({"type": "function", "function": function})
@@ -206,7 +254,9 @@ class Draw:
             "additionalProperties": False,
         }
         top = {"list": {"$ref": "#/$defs/node"}}
-        return closed({"type": "object", "properties": top, "required": ["list"], "$defs": {"node": node}})
+        return closed(
+            {"type": "object", "properties": top, "required": ["list"], "$defs": {"node": node}}
+        )
 
     def request(self, choices: tuple[str, ...] = ("required", "named", "auto")) -> Json:
         """A chat with tools. A named choice has the name of one of them."""
@@ -216,7 +266,9 @@ class Draw:
             name = dice.choice(tools)["function"]["name"]
             choice = {"type": "function", "function": {"name": name}}
         body: Json = {
-            "messages": [{"role": "user", "content": " ".join(dice.choices(WORDS, k=dice.randint(3, 12)))}],
+            "messages": [
+                {"role": "user", "content": " ".join(dice.choices(WORDS, k=dice.randint(3, 12)))}
+            ],
             "tools": tools,
             "tool_choice": choice,
             "temperature": dice.choice([0, 0.7, 1, 2]),
@@ -229,7 +281,9 @@ class Draw:
         if (parallel := dice.choice([None, True, False])) is not None:
             body["parallel_tool_calls"] = parallel
         if tool_format(self._family.format).several and parallel is not False:
-            body["parallel_tool_calls"] = dice.random() < 0.3  # else many an answer is cut in its next call
+            body["parallel_tool_calls"] = (
+                dice.random() < 0.3
+            )  # else many an answer is cut in its next call
         return body
 
 

@@ -33,7 +33,9 @@ class Answer:
 
 
 def post(url: str, body: Json) -> tuple[int, bytes]:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
     try:
         with urllib.request.urlopen(request, timeout=600) as answer:
             return answer.status, answer.read()

@@ -33,7 +33,9 @@ def lost(answer: Answer, raw: str, format: str, thinks: str) -> str:
     thinks  format of its thoughts, or ""
     """
     text = _solid(raw)
-    rest = _harmony(answer, text) if format == "harmony" else _patterned(answer, text, format, thinks)
+    rest = (
+        _harmony(answer, text) if format == "harmony" else _patterned(answer, text, format, thinks)
+    )
     return (
         ""
         if rest
@@ -50,7 +52,8 @@ def _harmony(answer: Answer, text: str) -> bool:
         cut = re.sub(r"(<\|?(start|channel|constrain|m|e|s|c)?|assistant)[^>{}]*$", "", said)
         solid = _solid(told)
         return any(  # or no head at all: a model of random words writes "<" as well
-            sorted(one) == sorted(solid) or (one.startswith(solid) and len(one) - len(solid) <= LONGEST_HEAD)
+            sorted(one) == sorted(solid)
+            or (one.startswith(solid) and len(one) - len(solid) <= LONGEST_HEAD)
             for one in (cut, said)
         )
     return _same(said, told) or sorted(said) == sorted(_solid(told))
@@ -78,7 +81,9 @@ def _patterned(answer: Answer, text: str, format: str, thinks: str) -> bool:
         ends = f"(?:{tails})" + ("?" if cut else "")
         if cut and row.arguments != JSON:  # how far they have come cannot be told here
             arguments, ends = ".*", ""
-        calls += f"{free}(?:{literal[0]}|{literal[1]})?(?:{heads}){arguments}{ends}(?:{literal[2]})?"
+        calls += (
+            f"{free}(?:{literal[0]}|{literal[1]})?(?:{heads}){arguments}{ends}(?:{literal[2]})?"
+        )
     whole = re.fullmatch(f"{thought}{calls}(.*?)(?:<\\|im_end\\|>)?", text, re.S)
     if whole is None:
         return False
@@ -87,11 +92,15 @@ def _patterned(answer: Answer, text: str, format: str, thinks: str) -> bool:
         return True  # what follows the last call is the beginning of the next one
     content = _solid(answer.content)
     if answer.calls and answer.finish == "length" and row.arguments != JSON:
-        return text.endswith(content)  # what follows the last call, which has taken all the rest here
+        return text.endswith(
+            content
+        )  # what follows the last call, which has taken all the rest here
     return said == content
 
 
 def _head(pattern: str, name: str) -> str:
     """What stands in front of a call's arguments."""
     head = re.escape(_solid(pattern.partition("$ARGS")[0]))
-    return head.replace(re.escape("$NAME"), re.escape(name)).replace(re.escape("$ID"), "[A-Za-z0-9]+")
+    return head.replace(re.escape("$NAME"), re.escape(name)).replace(
+        re.escape("$ID"), "[A-Za-z0-9]+"
+    )

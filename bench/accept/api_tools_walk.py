@@ -48,17 +48,24 @@ class Walks:
     def run(self, texts: int) -> None:
         """Make so many texts."""
         with tempfile.TemporaryDirectory() as folder:
-            vocabularies = [vocabulary_with(marks, Path(folder)) for marks in ((), self.format.marks)]
+            vocabularies = [
+                vocabulary_with(marks, Path(folder)) for marks in ((), self.format.marks)
+            ]
         compilers = [Compiler(lambda one=one: one) for one in vocabularies]
         for i in range(0, texts, TEXTS_PER_TOOLS):
             which = i // TEXTS_PER_TOOLS % 2
-            tokenizer, drawn = vocabularies[which], Draw(f"{self._seed} walk {i}", self._family).tools()
+            tokenizer, drawn = (
+                vocabularies[which],
+                Draw(f"{self._seed} walk {i}", self._family).tools(),
+            )
             asked: Any = self.asked
             if asked == "named":
                 drawn = drawn[:1]
                 asked = {"type": "function", "function": {"name": drawn[0]["function"]["name"]}}
             choice = tools.read(drawn, asked, self.dice.choice([None, False]))
-            grammar = tool_grammar(self.format, choice, lambda mark, t=tokenizer: control_token(mark, t))
+            grammar = tool_grammar(
+                self.format, choice, lambda mark, t=tokenizer: control_token(mark, t)
+            )
             start = compilers[which](grammar)
             for _ in range(min(TEXTS_PER_TOOLS, texts - i)):
                 self._one(start.deep_copy(), tokenizer, drawn)
@@ -71,7 +78,9 @@ class Walks:
             text = self._begin(self.dice.choice(drawn)["function"]["name"])
             begin = tokenizer.encode(text, add_special=False, parse_special=True)
             if matcher.try_consume_tokens(begin) != len(begin):
-                self.wrong.append(f"the mark cannot begin behind {tokenizer.decode(tokens)!r}: {text!r}")
+                self.wrong.append(
+                    f"the mark cannot begin behind {tokenizer.decode(tokens)!r}: {text!r}"
+                )
                 return
             tokens += begin
         ended = self._walk(matcher, tokenizer, tokens, 40 if alone else MOST_TOKENS)
@@ -81,7 +90,9 @@ class Walks:
         """What begins a call, up to the name of its tool, or with it where only that makes it a call."""
         if not self.format.calls:
             return "<|channel|>commentary to=functions."
-        head, _, behind = (self.format.opening + self.format.calls[0]).replace(" ", "").partition("$NAME")
+        head, _, behind = (
+            (self.format.opening + self.format.calls[0]).replace(" ", "").partition("$NAME")
+        )
         return f"{head}{name}{behind[:1]}" if self.format.at_start else head
 
     def _free(self, matcher: Matcher, tokenizer: Tokenizer, count: int) -> list[int]:
@@ -140,14 +151,18 @@ class Walks:
                 self.wrong.append(f"text lost: {text!r} {content!r}")
         if ended and not calls and not alone:
             self.wrong.append(f"no call: {text!r}")
-        parameters = {tool["function"]["name"]: tool["function"].get("parameters") for tool in drawn}
+        parameters = {
+            tool["function"]["name"]: tool["function"].get("parameters") for tool in drawn
+        }
         for i, (name, arguments) in enumerate(calls):
             whole: Any = _whole(arguments)
             if whole is None and (ended or i + 1 < len(calls)):
                 self.wrong.append(f"malformed: {text!r}")
             elif whole is not None:
                 schema = parameters.get(name, False) or {"type": "object", "maxProperties": 0}
-                self.rows.append({"schema": schema if name in parameters else False, "value": whole})
+                self.rows.append(
+                    {"schema": schema if name in parameters else False, "value": whole}
+                )
 
 
 def _is_text(raw: bytes) -> bool:

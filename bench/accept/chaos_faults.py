@@ -113,7 +113,9 @@ class Faults:
             os.kill(pid, signal.SIGCONT)
 
     def _inject(self, kind: str, token: int) -> None:
-        self._behind("/v1/completions", {"prompt": "x", "max_tokens": 8, "inject_fault": f"{kind}@{token}"})
+        self._behind(
+            "/v1/completions", {"prompt": "x", "max_tokens": 8, "inject_fault": f"{kind}@{token}"}
+        )
 
     def _fill_disk(self) -> None:
         """For the engine that is there now: the disk of the next one has room again."""
@@ -151,7 +153,9 @@ class Faults:
         threads = [self._greedy(path, body) for path, body in _GREEDY]
         time.sleep(self._dice.uniform(0.0, 0.6))
         status = Path(f"/proc/{pid}/status").read_text()
-        has = 1024 * int(next(line for line in status.splitlines() if line.startswith("VmData")).split()[1])
+        has = 1024 * int(
+            next(line for line in status.splitlines() if line.startswith("VmData")).split()[1]
+        )
         soft, hard = resource.prlimit(pid, resource.RLIMIT_DATA)
         resource.prlimit(pid, resource.RLIMIT_DATA, (has + (self._dice.choice(ROOM) << 20), hard))
         try:
@@ -188,7 +192,10 @@ _GREEDY: list[tuple[str, dict[str, object]]] = [
     ("/v1/completions", {"prompt": HOSTILE, "max_tokens": 2}),
     ("/v1/completions", {"prompt": [7] * 600, "prompt_logprobs": 20, "max_tokens": 1}),
     ("/tokenize", {"prompt": HOSTILE[:1_000_000], "return_token_strs": True}),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}] * 2000, "max_tokens": 2}),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "a"}] * 2000, "max_tokens": 2},
+    ),
 ]
 
 

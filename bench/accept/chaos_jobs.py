@@ -41,7 +41,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "schema": {"temperature": 0.7, "response_format": FORM},
     "json object": {"temperature": 0.7, "response_format": {"type": "json_object"}},
     "choice": {"temperature": 0.7, "structured_outputs": {"choice": ["yes", "no", "perhaps"]}},
-    "regex": {"temperature": 0.7, "structured_outputs": {"regex": "[A-Z][a-z]{2,9}( [a-z]{1,8}){3,6}\\."}},
+    "regex": {
+        "temperature": 0.7,
+        "structured_outputs": {"regex": "[A-Z][a-z]{2,9}( [a-z]{1,8}){3,6}\\."},
+    },
     "lark": {"temperature": 0.7, "structured_outputs": {"grammar": LARK}},
     "gbnf": {"temperature": 0.7, "structured_outputs": {"grammar": GBNF}},
     "prompt_logprobs": {"temperature": 0, "prompt_logprobs": 2},
@@ -51,7 +54,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "timings": {"temperature": 0.7, "timings": True, "return_token_ids": True},
     "salted": {"temperature": 0.7, "cache_salt": "one", "user": "somebody"},
     "usage": {"temperature": 0.7, "stream_options": {"include_usage": True}},
-}  # fmt: skip
+}
 # in completions only
 PROMPTS: dict[str, dict[str, Any]] = {
     "echo": {"temperature": 0.5, "echo": True, "logprobs": 1},
@@ -60,7 +63,7 @@ PROMPTS: dict[str, dict[str, Any]] = {
     "best_of": {"temperature": 0.9, "n": 1, "best_of": 3},
     "ids": {"temperature": 0.7, "prompt": [1, 504, 905, 310]},
     "truncated": {"temperature": 0.7, "truncate_prompt_tokens": 3},
-}  # fmt: skip
+}
 NOT_STREAMED = ("beams", "more beams", "best_of")
 RETRYABLE = (429, 503)
 PAUSE, PATIENCE = 0.25, 240.0  # seconds between two tries of what was refused, and for all of them
@@ -135,7 +138,9 @@ def ask(url: str, job: Job) -> Answered:
     until, refused = time.monotonic() + PATIENCE, 0
     while True:
         try:
-            status, data = post(url, job) if job.exact is None else dialect_jobs.whole_answer(url, job.exact)
+            status, data = (
+                post(url, job) if job.exact is None else dialect_jobs.whole_answer(url, job.exact)
+            )
         except (OSError, http.client.HTTPException) as error:
             return Answered(f"broken: {error!r}", refused)
         if status not in RETRYABLE or time.monotonic() > until:
@@ -153,7 +158,9 @@ def ask(url: str, job: Job) -> Answered:
 def post(url: str, job: Job) -> tuple[int, bytes]:
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=300)
     try:
-        connection.request("POST", job.path, json.dumps(job.body), {"Content-Type": "application/json"})
+        connection.request(
+            "POST", job.path, json.dumps(job.body), {"Content-Type": "application/json"}
+        )
         answer = connection.getresponse()
         return answer.status, answer.read()
     finally:

@@ -70,16 +70,25 @@ def _run(llm: LLM, requests: list[Request]) -> tuple[float, float, int]:
     return seconds, most, tokens
 
 
-def _choices(first_id: int, prompt: tuple[int, ...], params: SamplingParams, n: int) -> list[Request]:
+def _choices(
+    first_id: int, prompt: tuple[int, ...], params: SamplingParams, n: int
+) -> list[Request]:
     """n requests for choices of one prompt, which share its blocks."""
-    return [Request(first_id + i, prompt, params, index=i, parent=first_id if i else None) for i in range(n)]
+    return [
+        Request(first_id + i, prompt, params, index=i, parent=first_id if i else None)
+        for i in range(n)
+    ]
 
 
-def _separate(first_id: int, prompt: tuple[int, ...], params: SamplingParams, n: int) -> list[Request]:
+def _separate(
+    first_id: int, prompt: tuple[int, ...], params: SamplingParams, n: int
+) -> list[Request]:
     return [Request(first_id + i, prompt, params, index=i) for i in range(n)]
 
 
-def _pairs(one: Callable[[], float], other: Callable[[], float], rounds: int = ROUNDS) -> list[float]:
+def _pairs(
+    one: Callable[[], float], other: Callable[[], float], rounds: int = ROUNDS
+) -> list[float]:
     """How many times as long `other` takes, pair by pair."""
     ratios = []
     for _ in range(rounds):
@@ -89,7 +98,9 @@ def _pairs(one: Callable[[], float], other: Callable[[], float], rounds: int = R
 
 
 def _prompts(llm: LLM, count: int, length: int) -> list[tuple[int, ...]]:
-    ids = llm.tokenizer.encode(_text("en_sherlock_holmes.txt"), add_special=False, parse_special=False)
+    ids = llm.tokenizer.encode(
+        _text("en_sherlock_holmes.txt"), add_special=False, parse_special=False
+    )
     return [tuple(ids[i * length : (i + 1) * length]) for i in range(count)]
 
 
@@ -103,9 +114,7 @@ def memory() -> Iterator[Line]:
     theirs = [r for prompt in prompts for r in _separate(next(ids), prompt, params, 4)]
     _, with_sharing, _ = _run(shared, mine)
     _, without, _ = _run(apart, theirs)
-    figure = (
-        f"{1 - with_sharing / without:.1%} less: at most {with_sharing:,.0f} tokens reserved, {without:,.0f}"
-    )
+    figure = f"{1 - with_sharing / without:.1%} less: at most {with_sharing:,.0f} tokens reserved, {without:,.0f}"
     yield Line("n = 4: at least 55 % less KV than unshared", figure, with_sharing <= 0.45 * without)
     yield searches.memory(LLM("smollm2"), prompts)
 
@@ -140,7 +149,9 @@ def lookup() -> Iterator[Line]:
         tasks.setdefault(task["kind"], []).append((prompt, answer[:MOST_REFERENCE]))
     numbers = iter(range(1, 10**6))
 
-    def decoding(prompt: tuple[int, ...], forced: tuple[int, ...], most: int, speculation: bool) -> float:
+    def decoding(
+        prompt: tuple[int, ...], forced: tuple[int, ...], most: int, speculation: bool
+    ) -> float:
         """Seconds behind the first token."""
         params = replace(GREEDY, force_ids=forced, max_tokens=most, speculation=speculation)
         engine = llm.built.engine
@@ -192,7 +203,11 @@ def prefix() -> Iterator[Line]:
 
     ratios = _pairs(lambda: time_of(**settings[0]), lambda: time_of(**settings[1]))
     figure = f"{statistics.median(ratios):.2f}x ({len(ratios)} pairs, {min(ratios):.2f} to {max(ratios):.2f})"
-    yield Line("prefix: at least 4x the same run with the cache off", figure, statistics.median(ratios) >= 4)
+    yield Line(
+        "prefix: at least 4x the same run with the cache off",
+        figure,
+        statistics.median(ratios) >= 4,
+    )
 
 
 def json_schema() -> Iterator[Line]:
@@ -203,7 +218,9 @@ def json_schema() -> Iterator[Line]:
         pace = statistics.median(held / free for free, held in pairs)
         figure = f"{pace:.1%} of the pace without ({len(pairs)} pairs)"
         yield Line(
-            f"JSON schema at batch 32, temperature {temperature}: at most 10 % slower", figure, pace >= 0.9
+            f"JSON schema at batch 32, temperature {temperature}: at most 10 % slower",
+            figure,
+            pace >= 0.9,
         )
 
 
@@ -220,25 +237,37 @@ def exact() -> Iterator[Line]:
     """What must be equal, bit for bit."""
     tests = {
         "samples, grammars and drafts in any crowd": (
-            "tests/e2e/test_invariance.py", "tests/e2e/test_structured.py",
+            "tests/e2e/test_invariance.py",
+            "tests/e2e/test_structured.py",
         ),
         "sampled frequencies, chi-square, 16 settings": ("tests/engine/test_distribution.py",),
         "sessions": ("tests/engine/test_session.py",),
-        "property machine: choices, beams, pins, salts, drafts; 5,600 runs": ("tests/scheduler",
-        "tests/mutants"),
+        "property machine: choices, beams, pins, salts, drafts; 5,600 runs": (
+            "tests/scheduler",
+            "tests/mutants",
+        ),
         "beams over HTTP and in LLM; bad input": ("tests/e2e/test_beams.py",),
         "n, best_of, prefixes, formats over HTTP; bad input": (
-            "tests/server/test_choices.py", "tests/server/test_prefixes.py", "tests/server/test_formats.py",
+            "tests/server/test_choices.py",
+            "tests/server/test_prefixes.py",
+            "tests/server/test_formats.py",
         ),
-    }  # fmt: skip
+    }
     for what, files in tests.items():
         yield harness.pytest_line(what, *files, "-m", "slow or not slow")
 
 
 if __name__ == "__main__":
     checks = {
-        "memory": memory, "samples": samples, "lookup": lookup, "draft": pair, "prefix": prefix,
-        "json": json_schema, "beams": searches.equal_to_transformers, "mixed": mixed, "waste": waste,
+        "memory": memory,
+        "samples": samples,
+        "lookup": lookup,
+        "draft": pair,
+        "prefix": prefix,
+        "json": json_schema,
+        "beams": searches.equal_to_transformers,
+        "mixed": mixed,
+        "waste": waste,
         "exact": exact,
-    }  # fmt: skip
+    }
     sys.exit(harness.run("decoding", checks))

@@ -34,7 +34,10 @@ def waste() -> Iterator[Line]:
     )
     below = max(blocks.internal, blocks.most_internal) < 0.01
     yield Line("waste in blocks of 16, true lengths, the whole trace: below 1 %", figure, below)
-    for scheme, what in (("max", f"{SERVER.longest:,} tokens"), ("cap", f"prompt + {SERVER.cap:,}")):
+    for scheme, what in (
+        ("max", f"{SERVER.longest:,} tokens"),
+        ("cap", f"prompt + {SERVER.cap:,}"),
+    ):
         account = contiguous(SERVER, rows, scheme)
         figure = (
             f"{account.internal:.1%} of what is reserved, {account.external:.1%} of memory in holes too small"
@@ -45,7 +48,9 @@ def waste() -> Iterator[Line]:
 
 
 def _scaled(row: TraceRow) -> TraceRow:
-    return TraceRow(max(1, round(row.prompt_tokens * SCALE)), max(1, round(row.output_tokens * SCALE)))
+    return TraceRow(
+        max(1, round(row.prompt_tokens * SCALE)), max(1, round(row.output_tokens * SCALE))
+    )
 
 
 def _real(rows: list[TraceRow]) -> Line:
@@ -57,7 +62,11 @@ def _real(rows: list[TraceRow]) -> Line:
     server = KVServer(memory, longest=2048, cap=256, slots=config.max_num_seqs, budget=budget)
     for number, row in enumerate(rows, 1):
         params = SamplingParams(
-            temperature=0.0, max_tokens=server.cap, stop_ids=ids, forced_end=row.output_tokens, seed=0
+            temperature=0.0,
+            max_tokens=server.cap,
+            stop_ids=ids,
+            forced_end=row.output_tokens,
+            seed=0,
         )
         prompt = tuple(1000 + (number * 7 + i) % 4000 for i in range(row.prompt_tokens))
         assert not engine.submit(Request(number, prompt, params))

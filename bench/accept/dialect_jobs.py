@@ -16,7 +16,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 Json = dict[str, Any]
-FLAGS = ("--tool-call-parser", "hermes", "--reasoning-parser", "think", "--developer")  # of the server
+FLAGS = (
+    "--tool-call-parser",
+    "hermes",
+    "--reasoning-parser",
+    "think",
+    "--developer",
+)  # of the server
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 COMPLETIONS, EMBEDDINGS = "/v1/completions", "/v1/embeddings"
 OLLAMA_CHAT, OLLAMA_GENERATE = "/api/chat", "/api/generate"
@@ -29,16 +35,26 @@ PERSON = {
 }
 LIST = {
     "type": "object",
-    "properties": {"numbers": {"type": "array", "minItems": 12, "items": {"type": "integer", "maximum": 99}}},
+    "properties": {
+        "numbers": {"type": "array", "minItems": 12, "items": {"type": "integer", "maximum": 99}}
+    },
     "required": ["numbers"],
     "additionalProperties": False,
 }
 TOOLS = [
-    {"type": "function", "function": {"name": "look", "description": "Looks up.", "parameters": PERSON}},
-    {"type": "function", "function": {"name": "add", "description": "Adds up.", "parameters": LIST}},
+    {
+        "type": "function",
+        "function": {"name": "look", "description": "Looks up.", "parameters": PERSON},
+    },
+    {
+        "type": "function",
+        "function": {"name": "add", "description": "Adds up.", "parameters": LIST},
+    },
 ]
 FLAT = [{"type": "function", **tool["function"]} for tool in TOOLS]  # as responses have them
-SCHEMAS = [{"name": one["name"], "input_schema": one["parameters"]} for one in FLAT]  # as messages do
+SCHEMAS = [
+    {"name": one["name"], "input_schema": one["parameters"]} for one in FLAT
+]  # as messages do
 ADD = {"type": "function", "function": {"name": "add"}}
 FORM = {"type": "json_schema", "json_schema": {"name": "p", "schema": PERSON}}
 PATIENCE = 240.0  # seconds for an answer in the background
@@ -49,7 +65,9 @@ _TIMES = re.compile(
     rb'"(created|created_at|completed_at|total_duration|load_duration|prompt_eval_duration|eval_duration'
     rb'|cached_tokens)":(?:"[^"]*"|\d+)'
 )
-_CACHED = re.compile(rb'"input_tokens":(\d+),"cache_creation_input_tokens":0,"cache_read_input_tokens":(\d+)')
+_CACHED = re.compile(
+    rb'"input_tokens":(\d+),"cache_creation_input_tokens":0,"cache_read_input_tokens":(\d+)'
+)
 _AGAIN = re.compile(rb',"recomputed_tokens":\d+')
 _CHOICE = re.compile(rb'"choices":\[\{"index":(\d+)')
 _IDS = re.compile(rb'"(id|item_id|call_id|previous_response_id)":"[^"]*"')
@@ -101,17 +119,27 @@ def asks(known: Marks, seed: int = 0, tokens: int = 40) -> list[Ask]:
 
 def _chats(known: Marks, said: str, drawn: Json, tokens: int) -> list[Ask]:
     chat = talk_of(said) | drawn | {"max_tokens": tokens}
-    thoughts = {"force_ids": known.think, "thinking_token_budget": tokens // 3, "reasoning_effort": "high"}
+    thoughts = {
+        "force_ids": known.think,
+        "thinking_token_budget": tokens // 3,
+        "reasoning_effort": "high",
+    }
     called = {"tools": TOOLS, "max_tokens": 2 * tokens}
     return [
         Ask("tools auto", CHAT, chat | called),
         Ask("tools auto, called", CHAT, chat | called | {"force_ids": known.call}),
         Ask("tools required", CHAT, chat | called | {"tool_choice": "required", "n": 2}),
-        Ask("a named tool", CHAT, chat | called | {"tool_choice": ADD, "parallel_tool_calls": False}),
+        Ask(
+            "a named tool", CHAT, chat | called | {"tool_choice": ADD, "parallel_tool_calls": False}
+        ),
         Ask("thoughts", CHAT, chat | thoughts | {"logprobs": True, "top_logprobs": 2}),
         Ask("thoughts and a call", CHAT, chat | called | thoughts | {"tool_choice": "required"}),
         Ask("thoughts and a schema", CHAT, chat | thoughts | {"response_format": FORM}),
-        Ask("a turn of a session", CHAT, chat | {"session": {"id": f"chaos-{drawn['seed']}", "keep": 60}}),
+        Ask(
+            "a turn of a session",
+            CHAT,
+            chat | {"session": {"id": f"chaos-{drawn['seed']}", "keep": 60}},
+        ),
     ]
 
 
@@ -121,14 +149,21 @@ def _others(known: Marks, said: str, drawn: Json, tokens: int) -> list[Ask]:
     item = {"tools": FLAT, "tool_choice": "required", "max_output_tokens": 2 * tokens}
     message = talk_of(said) | drawn | {"max_tokens": tokens}
     block = {"tools": SCHEMAS, "tool_choice": {"type": "any"}, "max_tokens": 2 * tokens}
-    thinks = {"force_ids": known.think, "thinking": {"type": "enabled", "budget_tokens": tokens // 3}}
+    thinks = {
+        "force_ids": known.think,
+        "thinking": {"type": "enabled", "budget_tokens": tokens // 3},
+    }
     thought = {"force_ids": known.thoughts}
     ollama = {"options": {"num_predict": tokens, **drawn}}
     return [
         Ask("a response", RESPONSES, response | {"metadata": {"said": said}}),
         Ask("a response of a schema", RESPONSES, response | {"text": {"format": form}}),
         Ask("a response with a call", RESPONSES, response | item),
-        Ask("a response with thoughts", RESPONSES, response | thought | {"reasoning": {"effort": "low"}}),
+        Ask(
+            "a response with thoughts",
+            RESPONSES,
+            response | thought | {"reasoning": {"effort": "low"}},
+        ),
         Ask("a response with thoughts and a call", RESPONSES, response | thought | item),
         Ask("a message", MESSAGES, message | {"system": "Be brief.", "stop_sequences": ["\n\n"]}),
         Ask("a message of a schema", MESSAGES, message | {"output_config": {"format": form}}),
@@ -138,7 +173,9 @@ def _others(known: Marks, said: str, drawn: Json, tokens: int) -> list[Ask]:
         Ask("Ollama's chat", OLLAMA_CHAT, talk_of(said) | ollama),
         Ask("Ollama's chat of a schema", OLLAMA_CHAT, talk_of(said) | ollama | {"format": PERSON}),
         Ask(
-            "Ollama's calls", OLLAMA_CHAT, talk_of(said) | ollama | {"tools": TOOLS, "force_ids": known.call}
+            "Ollama's calls",
+            OLLAMA_CHAT,
+            talk_of(said) | ollama | {"tools": TOOLS, "force_ids": known.call},
         ),
         Ask("Ollama's thoughts", OLLAMA_CHAT, talk_of(said) | ollama | thought | {"think": True}),
         Ask("Ollama's generate", OLLAMA_GENERATE, {"prompt": said, **ollama}),
@@ -157,7 +194,11 @@ def rows(seed: int = 0) -> list[Ask]:
     pairs = {"query": text, "documents": [f"All about {one}." for one in PLACES]}
     return [
         Ask("embeddings", EMBEDDINGS, {"input": [text, "Another one."]}),
-        Ask("embeddings, last", EMBEDDINGS, {"input": text, "pooling": "last", "encoding_format": "base64"}),
+        Ask(
+            "embeddings, last",
+            EMBEDDINGS,
+            {"input": text, "pooling": "last", "encoding_format": "base64"},
+        ),
         Ask("Ollama's rows", "/api/embed", {"input": [text, place]}),
         Ask("ranks", "/v1/rerank", pairs),
         Ask("scores", "/v1/score", {"text_1": text, "text_2": place, "rerank_by": "yes_no"}),
@@ -192,7 +233,9 @@ def events_of(one: Ask, raw: bytes) -> list[bytes]:
     if not one.streamed:
         return [raw]
     events = (
-        raw.splitlines(keepends=True) if one.path in (OLLAMA_CHAT, OLLAMA_GENERATE) else raw.split(b"\n\n")
+        raw.splitlines(keepends=True)
+        if one.path in (OLLAMA_CHAT, OLLAMA_GENERATE)
+        else raw.split(b"\n\n")
     )
     if one.body.get("n", 1) == 1:
         return events

@@ -41,17 +41,25 @@ def pair() -> Iterator[Line]:
     """Qwen2.5-Coder 0.5B drafts for 1.5B."""
     target, draft = cache_folder() / TARGET, cache_folder() / DRAFT
     if not (target.is_file() and draft.is_file()):
-        raise NotRun("no pair of models: python tests/tools/fetch_models.py qwen2.5-coder qwen2.5-coder-1.5b")
+        raise NotRun(
+            "no pair of models: python tests/tools/fetch_models.py qwen2.5-coder qwen2.5-coder-1.5b"
+        )
     options = {"max_model_len": 2048, "enable_prefix_caching": False}
     llm = LLM(str(target), speculation="draft", draft_model=str(draft), **options)
     _pace(llm, [((5, 6, 7), ())], speculation=True)
     jobs = {"code": _jobs(llm, "code_completion"), "essays": _jobs(llm, "writing")}
     for kind, all_jobs in jobs.items():
         free = [(prompt, ()) for prompt, _ in all_jobs]
-        yield from _lines(llm, f"{kind}, one at a time, running freely", [[job] for job in free[:TASKS]])
-        yield from _lines(llm, f"{kind}, {len(free[:TOGETHER])} at once, running freely", [free[:TOGETHER]])
+        yield from _lines(
+            llm, f"{kind}, one at a time, running freely", [[job] for job in free[:TASKS]]
+        )
+        yield from _lines(
+            llm, f"{kind}, {len(free[:TOGETHER])} at once, running freely", [free[:TOGETHER]]
+        )
     forced = [job for job in jobs["code"] if job[1]]
-    yield from _lines(llm, "code, one at a time, reference forced", [[job] for job in forced[:TASKS]])
+    yield from _lines(
+        llm, "code, one at a time, reference forced", [[job] for job in forced[:TASKS]]
+    )
     yield from _lines(llm, f"code, {TOGETHER} at once, reference forced", [forced[:TOGETHER]])
 
 
@@ -80,8 +88,14 @@ def _lines(llm: LLM, what: str, batches: list[list[Job]]) -> Iterator[Line]:
         sum(p.tokens for p in run) / sum(p.seconds for p in run) for run in (drafted, alone)
     )
     guessed, right = (sum(getattr(p, name) for p in drafted) for name in ("drafted", "right"))
-    share = f"{right / guessed:.0%} of {guessed:,.0f} drafted tokens right" if guessed else "nothing drafted"
-    spread = f" ({len(ratios)} tasks, {min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
+    share = (
+        f"{right / guessed:.0%} of {guessed:,.0f} drafted tokens right"
+        if guessed
+        else "nothing drafted"
+    )
+    spread = (
+        f" ({len(ratios)} tasks, {min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
+    )
     middle = statistics.median(ratios)
     figure = f"{with_drafts:.1f} tokens/s, {without:.1f} without: {middle:.2f}x{spread}; {share}"
     yield Line(f"draft model, {what}", figure, None if equal else False)
@@ -96,7 +110,9 @@ def _pace(llm: LLM, jobs: list[Job], *, speculation: bool) -> Pace:
     first = 0
     answers: dict[int, list[int]] = {}
     for place, (prompt, forced) in enumerate(jobs):
-        params = replace(GREEDY, force_ids=forced, max_tokens=len(forced) or MOST, speculation=speculation)
+        params = replace(
+            GREEDY, force_ids=forced, max_tokens=len(forced) or MOST, speculation=speculation
+        )
         number = next(_numbers)
         first = first or number
         assert number == first + place
@@ -112,4 +128,6 @@ def _pace(llm: LLM, jobs: list[Job], *, speculation: bool) -> Pace:
     after = engine.scheduler.stats()
     drafted, right = (after[name] - before[name] for name in ("draft_tokens", "accepted_tokens"))
     tokens = sum(map(len, answers.values())) - int(told)
-    return Pace(tokens, seconds, drafted, right, {place: tuple(ids) for place, ids in answers.items()})
+    return Pace(
+        tokens, seconds, drafted, right, {place: tuple(ids) for place, ids in answers.items()}
+    )

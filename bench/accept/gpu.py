@@ -34,9 +34,7 @@ from pageturner.kernels.gpu.manifest import COMPILED, Manifest  # noqa: E402
 
 MAX_INSTALLED = 60e6  # bytes of the extra and the kernels together
 MAX_SECONDS = 0.1
-BAD = (
-    "absent or driver or kernels_that_run or lacks or damaged or full or fault or refused or crash or larger"
-)
+BAD = "absent or driver or kernels_that_run or lacks or damaged or full or fault or refused or crash or larger"
 CALLS = (
     ("ceilings", "grid", "right", "bits", "proof", "mixtures", "ranks", "kinds", "forms"),
     ("decode", "prefill", "pdl", "attention", "sampling", "start", "idle", "batch32"),
@@ -44,7 +42,10 @@ CALLS = (
 )
 # What could go wrong on a device, found by reading -> the files of tests/gpu and the tests that hold its mend
 FINDINGS = {
-    "a recording that does not fit is not made, and its step runs": ("graphs recorded_steps", "fit or twice"),
+    "a recording that does not fit is not made, and its step runs": (
+        "graphs recorded_steps",
+        "fit or twice",
+    ),
     "partials of attention are a sum over sequences": ("memory_of_steps works", ""),
     "heads of any size": ("kernels", "rounded or heads"),
     "a server stays on its device after a crash": ("fault", ""),
@@ -55,7 +56,10 @@ FINDINGS = {
     "kernels of every height run before KV is sized": ("devices", "height or one_after_the_other"),
     "the last program adds parts and segments in order": ("split_products attention_works", "last"),
     "kernels that begin early touch nothing too early": ("dependent_launch", ""),
-    "one upload a step, with the choice of tokens recorded": ("launched_steps launches_of_a_step", ""),
+    "one upload a step, with the choice of tokens recorded": (
+        "launched_steps launches_of_a_step",
+        "",
+    ),
     "sums over ranks in one order, and lost ranks": ("ranks ranks_served", ""),
 }
 
@@ -84,8 +88,11 @@ def compiled() -> Iterator[Line]:
     there = sum(len(set(kernels_of(a)) & set(found.kernels(a))) for a in found.architectures)
     names = ", ".join(map(str, found.architectures))
     portable = "and PTX" if "portable" in told else "and no PTX"
-    yield Line("every kernel for six architectures, and PTX", f"{there} of {wanted}: sm {names} {portable}",
-               there == wanted and "portable" in told)  # fmt: skip
+    yield Line(
+        "every kernel for six architectures, and PTX",
+        f"{there} of {wanted}: sm {names} {portable}",
+        there == wanted and "portable" in told,
+    )
     yield _fresh(told)
     yield _resources(told)
 
@@ -111,15 +118,25 @@ def _resources(told: dict[str, Any]) -> Line:
             if before is None:
                 new.append(f"sm_{architecture} {name} is not recorded")
             elif entry["spills"] > before[1]:
-                new.append(f"sm_{architecture} {name} spills {entry['spills']} bytes, {before[1]} before")
+                new.append(
+                    f"sm_{architecture} {name} spills {entry['spills']} bytes, {before[1]} before"
+                )
             compared += before is not None
             spilt += entry["spills"] > 0
     figure = f"{compared} compared, {spilt} spill"
-    return Line("registers and spills: no new spill", "; ".join([figure, *new[:3]]), not new and compared > 0)
+    return Line(
+        "registers and spills: no new spill",
+        "; ".join([figure, *new[:3]]),
+        not new and compared > 0,
+    )
 
 
 def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    return sum(
+        path.stat().st_size
+        for path in folder.rglob("*")
+        if path.is_file() and not path.is_symlink()
+    )
 
 
 def install() -> Iterator[Line]:
@@ -140,7 +157,9 @@ def install() -> Iterator[Line]:
         if done.returncode:
             raise NotRun(f"pip cannot fetch {', '.join(requirements)}: {done.stderr[-300:]}")
         extra = _size(site) - before
-        numpy = sum(_size(path) for path in site.glob("numpy*"))  # which Pageturner needs without a GPU too
+        numpy = sum(
+            _size(path) for path in site.glob("numpy*")
+        )  # which Pageturner needs without a GPU too
     own = _size(COMPILED) if COMPILED.is_dir() else 0
     figure = f"extra {(extra - numpy) / 1e6:.1f} MB, kernels {own / 1e6:.1f} MB"
     if not own:
@@ -181,11 +200,15 @@ def imports() -> Iterator[Line]:
     compiled = os.environ | {"PYTHONDONTWRITEBYTECODE": ""}
     command = [sys.executable, "-c", _TIMED]
     runs = [
-        json.loads(subprocess.run(command, check=True, capture_output=True, text=True, env=compiled).stdout)
+        json.loads(
+            subprocess.run(command, check=True, capture_output=True, text=True, env=compiled).stdout
+        )
         for _ in range(5)
     ]
     took = min(one[0] for one in runs)
-    yield Line("imports of the GPU backend: under 100 ms", f"{1e3 * took:.0f} ms", took < MAX_SECONDS)
+    yield Line(
+        "imports of the GPU backend: under 100 ms", f"{1e3 * took:.0f} ms", took < MAX_SECONDS
+    )
     what, why = "manifest and its checks: under 100 ms", runs[0][2]
     if why:
         yield Line(what, why, None, run=False)
@@ -212,18 +235,27 @@ def ahead() -> Iterator[Line]:
         ]
         yield Line("one step ahead on an H200 (simulated)", ", ".join(words), None)
     sequences = {one.get("sequences") for one in found}
-    yield Line("gains at 16, 64 and 256 sequences are told", str(sorted(sequences, key=str)),
-               sequences >= {16, 64, 256})  # fmt: skip
+    yield Line(
+        "gains at 16, 64 and 256 sequences are told",
+        str(sorted(sequences, key=str)),
+        sequences >= {16, 64, 256},
+    )
 
 
 def bad() -> Iterator[Line]:
     """No device, an old driver, no kernels, a model or a type that cannot be, a kernel that faults."""
-    files = ["tests/gpu/test_loading.py", *_named("tests/gpu", "bad"), *_named("tests/engine", "gpu")]
+    files = [
+        "tests/gpu/test_loading.py",
+        *_named("tests/gpu", "bad"),
+        *_named("tests/engine", "gpu"),
+    ]
     yield pytest_line("bad input: clear errors", "-m", "slow or not slow", *files, "-k", BAD)
 
 
 def _named(folder: str, word: str) -> list[str]:
-    return [str(path.relative_to(ROOT)) for path in sorted((ROOT / folder).glob(f"test_*{word}*.py"))]
+    return [
+        str(path.relative_to(ROOT)) for path in sorted((ROOT / folder).glob(f"test_*{word}*.py"))
+    ]
 
 
 def device() -> Iterator[Line]:
@@ -257,11 +289,15 @@ def _measured() -> list[dict[str, Any]]:
     harness.RESULTS.mkdir(parents=True, exist_ok=True)
     out.unlink(missing_ok=True)
     for parts in CALLS:
-        subprocess.run([sys.executable, str(GPU / "run.py"), *parts, "--out", str(out)], check=False)
+        subprocess.run(
+            [sys.executable, str(GPU / "run.py"), *parts, "--out", str(out)], check=False
+        )
     return run_judge.read(out)
 
 
-CHECKS = {one.__name__: one for one in (findings, kernels, compiled, install, imports, ahead, bad, device)}
+CHECKS = {
+    one.__name__: one for one in (findings, kernels, compiled, install, imports, ahead, bad, device)
+}
 
 if __name__ == "__main__":
     sys.exit(harness.run("gpu", CHECKS))

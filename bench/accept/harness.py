@@ -70,7 +70,9 @@ def run(name: str, checks: dict[str, Check]) -> int:
     rows = [{"what": w, "figure": f, "verdict": v} for w, f, v in report]
     (RESULTS / f"accept_{name}.json").write_text(json.dumps(rows, indent=2))
     failed = sum(verdict == "FAIL" for _, _, verdict in report)
-    print(f"{len(report)} lines, {failed} failed, {sum(v == 'NOT RUN' for _, _, v in report)} not run")
+    print(
+        f"{len(report)} lines, {failed} failed, {sum(v == 'NOT RUN' for _, _, v in report)} not run"
+    )
     return 1 if failed else 0
 
 
@@ -90,7 +92,9 @@ def alone(
     about: str | None,
 ) -> int:
     """Run one part of a script by itself, with its options. Returns the exit status."""
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_arguments(parser)
     arguments, failed = parser.parse_args(), 0
 
@@ -106,10 +110,26 @@ def alone(
 def pytest_line(what: str, *arguments: str, environment: dict[str, str] | None = None) -> Line:
     """A line that a set of tests proves; the figure is pytest's own closing line, and what failed. Why it
     failed is printed to stderr."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-n",
+        "2",
+        *arguments,
+    ]
     environment = {**os.environ, **(environment or {})}
     done = subprocess.run(
-        command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=3600, env=environment
+        command,
+        check=False,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=3600,
+        env=environment,
     )
     closing = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr[-300:]
     skipped = re.search(r"\b\d+ skipped", closing)
@@ -135,7 +155,9 @@ class Server:
 
     def engine_pid(self) -> int:
         """The child that runs the engine."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        children = (
+            Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        )
         for child in children:
             if b"pageturner.engine.worker" in Path(f"/proc/{child}/cmdline").read_bytes():
                 return int(child)
@@ -150,7 +172,9 @@ class Server:
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
             lines = answer.read().decode().splitlines()
         values = [
-            float(line.rsplit(" ", 1)[1]) for line in lines if re.match(rf"{re.escape(name)}[ {{]", line)
+            float(line.rsplit(" ", 1)[1])
+            for line in lines
+            if re.match(rf"{re.escape(name)}[ {{]", line)
         ]
         if not values:
             raise KeyError(f"/metrics has no {name}")
@@ -160,7 +184,10 @@ class Server:
 def rss_mb(pid: int) -> float:
     """Resident memory of one process."""
     status = Path(f"/proc/{pid}/status").read_text()
-    return int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1]) / 1024
+    return (
+        int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1])
+        / 1024
+    )
 
 
 @contextmanager
@@ -183,7 +210,9 @@ def wait_ready(url: str, process: subprocess.Popen[bytes], limit: float) -> None
     until = time.monotonic() + limit
     while time.monotonic() < until:
         if process.poll() is not None:
-            raise RuntimeError(f"the server ended with status {process.returncode} before it was ready")
+            raise RuntimeError(
+                f"the server ended with status {process.returncode} before it was ready"
+            )
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
                 if answer.status == 200:

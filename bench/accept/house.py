@@ -32,13 +32,21 @@ from house_replay import replay
 def parsed() -> argparse.Namespace:
     """The options of this script; what is left in sys.argv is for the harness."""
     parser = argparse.ArgumentParser(
-        prog="make accept NAME=house", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter, epilog="--only PART ...: these parts alone",
-    )  # fmt: skip
+        prog="make accept NAME=house",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="--only PART ...: these parts alone",
+    )
     parser.add_argument("--base", type=Path, help="a checkout of 8cc2ebe with its .venv")
-    parser.add_argument("--rounds", type=int, default=5, help="interleaved pairs of each measure of speed")
-    parser.add_argument("--ci", action="store_true", help="time check, test and test-full of both sides")
-    parser.add_argument("--ci-before", type=float, metavar="SECONDS", help="of all of it, measured elsewhere")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="interleaved pairs of each measure of speed"
+    )
+    parser.add_argument(
+        "--ci", action="store_true", help="time check, test and test-full of both sides"
+    )
+    parser.add_argument(
+        "--ci-before", type=float, metavar="SECONDS", help="of all of it, measured elsewhere"
+    )
     parser.add_argument("--ci-after", type=float, metavar="SECONDS")
     options, rest = parser.parse_known_args()
     sys.argv[1:] = rest
@@ -62,9 +70,13 @@ def checks(options: argparse.Namespace) -> dict[str, Check]:
         yield from house_others.ci(sides if options.ci else None, *times)
 
     return {
-        "replay": replay, "http": http, "acceptance": house_others.acceptance, "speed": speed,
-        "house": house_others.house, "ci": ci,
-    }  # fmt: skip
+        "replay": replay,
+        "http": http,
+        "acceptance": house_others.acceptance,
+        "speed": speed,
+        "house": house_others.house,
+        "ci": ci,
+    }
 
 
 if __name__ == "__main__":

@@ -51,14 +51,23 @@ def base(given: Path | None) -> Side:
         _make()
     python = folder / ".venv" / "bin" / "python"
     if not python.exists():
-        raise NotRun(f"{python} is absent: --base names a checkout of {COMMIT} with its virtual environment")
+        raise NotRun(
+            f"{python} is absent: --base names a checkout of {COMMIT} with its virtual environment"
+        )
     side = Side("base", folder, python)
     where = subprocess.run(
-        [python, "-c", "import pageturner; print(pageturner.__file__)"], cwd=folder,
-        env=side.environment(), capture_output=True, text=True,
-    )  # fmt: skip
-    if not where.stdout.startswith(str(folder.resolve())) and not where.stdout.startswith(str(folder)):
-        raise NotRun(f"{python} does not run the code of {folder}: {(where.stdout + where.stderr).strip()}")
+        [python, "-c", "import pageturner; print(pageturner.__file__)"],
+        cwd=folder,
+        env=side.environment(),
+        capture_output=True,
+        text=True,
+    )
+    if not where.stdout.startswith(str(folder.resolve())) and not where.stdout.startswith(
+        str(folder)
+    ):
+        raise NotRun(
+            f"{python} does not run the code of {folder}: {(where.stdout + where.stderr).strip()}"
+        )
     return side
 
 
@@ -75,7 +84,9 @@ def _make() -> None:
             f"this clone of the repository has no commit {COMMIT}: fetch its history, or give --base"
         )
     command = ["make", ".venv/.core", f"PYTHON={sys.executable}"]
-    made = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, env=ours().environment())
+    made = subprocess.run(
+        command, cwd=FOLDER, capture_output=True, text=True, env=ours().environment()
+    )
     if made.returncode:
         raise NotRun(f"{COMMIT} could not be installed: {made.stderr.strip()[-300:]}")
 
@@ -95,9 +106,12 @@ def serving(side: Side, *flags: str, wait: float = 120.0, **environment: str) ->
     port = harness.free_port()
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
-            side.command("serve", "smollm2", "--port", str(port), *flags), cwd=side.root,
-            env=side.environment(**environment), stdout=subprocess.DEVNULL, stderr=log,
-        )  # fmt: skip
+            side.command("serve", "smollm2", "--port", str(port), *flags),
+            cwd=side.root,
+            env=side.environment(**environment),
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+        )
         try:
             harness.wait_ready(f"http://127.0.0.1:{port}", process, wait)
             yield Address("127.0.0.1", port, process.pid)

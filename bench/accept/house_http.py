@@ -25,7 +25,14 @@ from house_base import Address, Side
 from house_refusals import LONGEST_BODY, asks
 from house_requests import ADMIN, FAKE, KEYS, MODEL, Ask
 
-HEADERS = ("content-type", "retry-after", "www-authenticate", "cache-control", "allow", "x-request-id")
+HEADERS = (
+    "content-type",
+    "retry-after",
+    "www-authenticate",
+    "cache-control",
+    "allow",
+    "x-request-id",
+)
 MASKS = (
     (rb'"created":\d+', b'"created":0'),
     (rb'"system_fingerprint":"[^"]*"', b'"system_fingerprint":""'),
@@ -40,11 +47,23 @@ TOLD = 12  # differences that are shown
 FLAGS = {
     MODEL: (),
     FAKE: (
-        "--backend", "fake", "--developer", "--max-model-len", "500", "--kv-cache-memory", "128",
-        "--max-num-seqs", "4", "--max-body-size", str(LONGEST_BODY), "--admin-key", ADMIN,
-        "--api-key", ",".join(f"{name}:{key}" for name, key in KEYS.items()),
+        "--backend",
+        "fake",
+        "--developer",
+        "--max-model-len",
+        "500",
+        "--kv-cache-memory",
+        "128",
+        "--max-num-seqs",
+        "4",
+        "--max-body-size",
+        str(LONGEST_BODY),
+        "--admin-key",
+        ADMIN,
+        "--api-key",
+        ",".join(f"{name}:{key}" for name, key in KEYS.items()),
     ),
-}  # fmt: skip
+}
 ENVIRONMENT = {MODEL: {}, FAKE: {"PAGETURNER_FAKE_VOCAB": "40000"}}
 
 
@@ -116,21 +135,28 @@ def difference(ask: Ask, base: Answer, ours: Answer, among: bool = False) -> str
     if then == now:
         return None
     place = next(
-        (i for i, (a, b) in enumerate(zip(then, now, strict=False)) if a != b), min(len(then), len(now))
+        (i for i, (a, b) in enumerate(zip(then, now, strict=False)) if a != b),
+        min(len(then), len(now)),
     )
     begin = max(0, place - 40)
     return f"byte {place}: ...{now[begin : place + 60]!r}, was ...{then[begin : place + 60]!r}"
 
 
 def compared(
-    what: str, these: Iterable[Ask], base: dict[int, Answer], ours: dict[int, Answer], among: bool = False
+    what: str,
+    these: Iterable[Ask],
+    base: dict[int, Answer],
+    ours: dict[int, Answer],
+    among: bool = False,
 ) -> Line:
     """How many answers are equal, and which are not."""
     these = list(these)
     found = {ask: difference(ask, base[ask.number], ours[ask.number], among) for ask in these}
     wrong = {ask: text for ask, text in found.items() if text is not None}
     for ask, text in list(wrong.items())[:TOLD]:
-        print(f"          {ask.id} {ask.method} {ask.path} {(ask.body or b'')[:100]!r}\n            {text}")
+        print(
+            f"          {ask.id} {ask.method} {ask.path} {(ask.body or b'')[:100]!r}\n            {text}"
+        )
     equal = len(these) - len(wrong)
     return Line(what, f"{equal} of {len(these)} equal", bool(these) and not wrong)
 
@@ -148,7 +174,9 @@ def answers(side: Side, every: list[Ask]) -> tuple[dict[int, Answer], dict[int, 
             alone[ask.number] = send(at[ask.server], ask)
         crowd = [ask for ask in every if ask.generates and not ask.alone and not ask.timed]
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            for ask, answer in zip(crowd, pool.map(lambda a: send(at[a.server], a), crowd), strict=True):
+            for ask, answer in zip(
+                crowd, pool.map(lambda a: send(at[a.server], a), crowd), strict=True
+            ):
                 together[ask.number] = answer
     return alone, together
 

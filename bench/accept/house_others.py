@@ -24,7 +24,11 @@ PARTS = {
 }
 PASSED = {"PASS": True, "FAIL": False, "PUBLISHED": None}
 LINE = re.compile(r"(PASS|FAIL|PUBLISHED|NOT RUN) +(.*): (.*)")
-CI = {"check": None, "test": 150.0, "test-full": 1500.0}  # make target: most seconds, on two quiet cores
+CI = {
+    "check": None,
+    "test": 150.0,
+    "test-full": 1500.0,
+}  # make target: most seconds, on two quiet cores
 
 
 def acceptance() -> Iterator[Line]:
@@ -58,8 +62,12 @@ def house() -> Iterator[Line]:
     script = ROOT / "bench" / "house.py"
     if not script.is_file():
         raise NotRun("bench/house.py, which counts the rooms, is absent")
-    print(subprocess.run([sys.executable, script], cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout)
-    done = subprocess.run([sys.executable, script, "--json"], cwd=ROOT, capture_output=True, text=True)
+    print(
+        subprocess.run([sys.executable, script], cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout
+    )
+    done = subprocess.run(
+        [sys.executable, script, "--json"], cwd=ROOT, capture_output=True, text=True
+    )
     if done.returncode not in (0, 1):
         raise RuntimeError(f"bench/house.py: {done.stderr.strip()[-300:]}")
     yield from counted(done.stdout)
@@ -70,7 +78,9 @@ def counted(text: str) -> Iterator[Line]:
     found = json.loads(text)
     for name, figure in found["figures"].items():
         yield Line(
-            f"house: {name}", "absent" if figure is None else f"{figure:,}", name not in found["missed"]
+            f"house: {name}",
+            "absent" if figure is None else f"{figure:,}",
+            name not in found["missed"],
         )
 
 
@@ -96,7 +106,9 @@ def _timed(side: Side) -> tuple[float, list[Line]]:
     total, lines = 0.0, []
     for target, most in CI.items():
         begin = time.monotonic()
-        done = subprocess.run(["make", target], cwd=side.root, env=side.environment(), capture_output=True)
+        done = subprocess.run(
+            ["make", target], cwd=side.root, env=side.environment(), capture_output=True
+        )
         seconds = time.monotonic() - begin
         total += seconds
         bar = most if side.name == house_base.ours().name else None

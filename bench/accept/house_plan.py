@@ -34,13 +34,20 @@ LOADS = {"64": (64, 0), "256": (256, 0), "256 and a waiter": (256, 1)}
 def engine(running: int, waiting: int) -> Any:
     """An engine without a model that has taken the requests, as `LLM.built` has it."""
     built = LLM(
-        "smollm2", backend="null", max_num_seqs=running + waiting, max_num_batched_tokens=4096,
-        block_size=BLOCK, max_model_len=PROMPT + ANSWER, kv_cache_memory=running * EACH * BLOCK,
+        "smollm2",
+        backend="null",
+        max_num_seqs=running + waiting,
+        max_num_batched_tokens=4096,
+        block_size=BLOCK,
+        max_model_len=PROMPT + ANSWER,
+        kv_cache_memory=running * EACH * BLOCK,
         admission="full",
-    ).built  # fmt: skip
+    ).built
     for id in range(1, running + waiting + 1):
         prompt = tuple((id + 7 * i) % 1000 for i in range(PROMPT))
-        refused = built.engine.submit(Request(id, prompt, SamplingParams(max_tokens=ANSWER, stop_ids=(2,))))
+        refused = built.engine.submit(
+            Request(id, prompt, SamplingParams(max_tokens=ANSWER, stop_ids=(2,)))
+        )
         assert not refused, refused
     return built
 

@@ -31,7 +31,9 @@ UNREPEATABLE = {
     "admission-predicted-targets": "8cc2ebe plans it differently itself: a forecast for a request with a"
     " target fixes what admission `predicted` promises it, and a replay makes no forecasts",
 }
-NOT_HERE = re.compile(r"the bits differ|the log is of the model|holds digests|cannot find|not there|fetch")
+NOT_HERE = re.compile(
+    r"the bits differ|the log is of the model|holds digests|cannot find|not there|fetch"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,9 @@ def without_times(log: bytes, fingerprint: str = "") -> bytes:
             record[CONFIG] |= {"static_patience": 0.0, "window_ms": 0.0}
             record[FINGERPRINT] = fingerprint or record[FINGERPRINT]
         elif record[0] == ARRIVED:
-            record[MORE] = {name: value for name, value in record[MORE].items() if name not in TIMES}
+            record[MORE] = {
+                name: value for name, value in record[MORE].items() if name not in TIMES
+            }
         again = msgspec.msgpack.encode(record)
         changed += [struct.pack("<I", len(again)), again]
     return b"".join(changed)
@@ -126,7 +130,9 @@ def another_build(problem: str) -> str:
     found = re.search(r"the log is of (\S+), this engine is (\S+): the bits differ", problem)
     if found is None:
         return ""
-    then, now = (re.sub(r"^(native-[^-]+)-[^-]+", r"\1", fingerprint) for fingerprint in found.groups())
+    then, now = (
+        re.sub(r"^(native-[^-]+)-[^-]+", r"\1", fingerprint) for fingerprint in found.groups()
+    )
     return found[2] if then == now else ""
 
 
@@ -135,13 +141,17 @@ def judged(what: str, told: Iterable[Told]) -> Line:
     told = list(told)
     wrong = [f"{one.log}: {one.problem}" for one in told if not one.same]
     compared, tokens = (sum(getattr(one, name) for one in told) for name in ("compared", "tokens"))
-    figure = f"{len(told) - len(wrong)} of {len(told)} logs, {compared:,} compared, {tokens:,} tokens"
+    figure = (
+        f"{len(told) - len(wrong)} of {len(told)} logs, {compared:,} compared, {tokens:,} tokens"
+    )
     return Line(what, "; ".join([figure, *wrong[:5]]), bool(told) and not wrong)
 
 
 def replay() -> Iterator[Line]:
     """Plans by the scheduler alone, then tokens by an engine."""
-    found = {path.name.removesuffix(".steps.gz"): gzip.decompress(path.read_bytes()) for path in logs()}
+    found = {
+        path.name.removesuffix(".steps.gz"): gzip.decompress(path.read_bytes()) for path in logs()
+    }
     if not found:
         raise NotRun(f"{FOLDER} holds no log: tests/tools/record_steplogs.py records them")
     left_out = [f"{name}: {why}" for name, why in UNREPEATABLE.items() if name in found]
@@ -157,7 +167,11 @@ def replay() -> Iterator[Line]:
         if not one.ran:
             left_out.append(f"tokens of {name}: {one.problem}")
             continue
-        engine = name.partition("-")[0] if kind_of(name) in ("tiny", "windows", "schema") else "fake engine"
+        engine = (
+            name.partition("-")[0]
+            if kind_of(name) in ("tiny", "windows", "schema")
+            else "fake engine"
+        )
         engines.setdefault(engine, []).append(one)
     for engine, told in engines.items():
         yield judged(f"the tokens of 8cc2ebe come again: {engine}", told)

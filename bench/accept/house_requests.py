@@ -17,7 +17,10 @@ KEYS = {"red": "red-key", "blue": "blue-key"}  # of the tenants of the fake serv
 ADMIN = "admin-key"
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "maximum": 150}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "maximum": 150},
+    },
     "required": ["name", "age"],
     "additionalProperties": False,
 }
@@ -101,7 +104,13 @@ COMPLETIONS: tuple[dict[str, Any], ...] = (
     {"prompt": STORY, "temperature": 1.0, "min_p": 0.1, "seed": 4},
     {"prompt": "one two one two one two one", "repetition_penalty": 1.5},
     {"prompt": "one two one two one two one", "presence_penalty": 1.5, "frequency_penalty": 0.5},
-    {"prompt": STORY, "temperature": 0.9, "seed": 6, "frequency_penalty": 2.0, "repetition_penalty": 0.8},
+    {
+        "prompt": STORY,
+        "temperature": 0.9,
+        "seed": 6,
+        "frequency_penalty": 2.0,
+        "repetition_penalty": 0.8,
+    },
     {"prompt": STORY, "logit_bias": {"260": 4.5, "28": -100}},
     {"prompt": STORY, "logit_bias": {"100": 100}, "max_tokens": 3, "logprobs": 1},
     {"prompt": STORY, "bad_words": ["a", "the", "little girl"]},
@@ -116,18 +125,45 @@ COMPLETIONS: tuple[dict[str, Any], ...] = (
     {"prompt": STORY, "n": 1, "best_of": 3, "temperature": 0.9, "seed": 9},
     {"prompt": STORY, "n": 2, "temperature": 0.9, "seed": 10, "logprobs": 1, "stop": ["a"]},
     {"prompt": STORY, "use_beam_search": True, "n": 3, "max_tokens": 6},
-    {"prompt": STORY, "use_beam_search": True, "best_of": 4, "n": 2, "length_penalty": 2.0, "max_tokens": 6},
-    {"prompt": STORY, "use_beam_search": True, "n": 2, "early_stopping": "never", "logprobs": 1,
-     "max_tokens": 5},
+    {
+        "prompt": STORY,
+        "use_beam_search": True,
+        "best_of": 4,
+        "n": 2,
+        "length_penalty": 2.0,
+        "max_tokens": 6,
+    },
+    {
+        "prompt": STORY,
+        "use_beam_search": True,
+        "n": 2,
+        "early_stopping": "never",
+        "logprobs": 1,
+        "max_tokens": 5,
+    },
     {"prompt": "A person: ", "structured_outputs": {"json": SCHEMA}, "max_tokens": 40},
-    {"prompt": "A code: ", "structured_outputs": {"regex": "[a-f]{2,6}-[0-9]{3}"}, "max_tokens": 20},
+    {
+        "prompt": "A code: ",
+        "structured_outputs": {"regex": "[a-f]{2,6}-[0-9]{3}"},
+        "max_tokens": 20,
+    },
     {"prompt": "Yes or no? ", "structured_outputs": {"choice": ["yes", "no", "naïve 東京"]}},
-    {"prompt": "Say: ", "structured_outputs": {"grammar": 'root ::= "<" [a-c]{1,4} ">"'}, "max_tokens": 12},
+    {
+        "prompt": "Say: ",
+        "structured_outputs": {"grammar": 'root ::= "<" [a-c]{1,4} ">"'},
+        "max_tokens": 12,
+    },
     {"prompt": STORY, "skip_special_tokens": False, "ignore_eos": True},
-    {"prompt": STORY, "priority": -3, "deadline_ms": 60000, "ttft_target_ms": 50000, "tpot_target_ms": 5000},
+    {
+        "prompt": STORY,
+        "priority": -3,
+        "deadline_ms": 60000,
+        "ttft_target_ms": 50000,
+        "tpot_target_ms": 5000,
+    },
     {"prompt": STORY, "cache_salt": "salt", "speculation": False, "max_tokens": 4},
     {"prompt": STORY, "frobnicate": [1], "tools": [], "suffix": None, "max_tokens": 4},
-)  # fmt: skip
+)
 
 HI = [{"role": "user", "content": "hi"}]
 ASKED = [
@@ -151,18 +187,40 @@ CHATS: tuple[dict[str, Any], ...] = (
     {"messages": HI, "return_token_ids": True, "max_tokens": 4},
     {"messages": ASKED, "stop": ["!", "."], "max_tokens": 24},
     {"messages": ASKED, "stop": ".", "include_stop_str_in_output": True, "max_tokens": 24},
-    {"messages": ASKED, "presence_penalty": 0.5, "frequency_penalty": 0.5, "temperature": 0.5, "seed": 14},
+    {
+        "messages": ASKED,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.5,
+        "temperature": 0.5,
+        "seed": 14,
+    },
     {"messages": HI, "add_generation_prompt": False, "max_tokens": 4},
     {"messages": [*HI, {"role": "assistant", "content": None}], "max_tokens": 4},
     {"messages": HI, "use_beam_search": True, "n": 2, "max_tokens": 5},
     {"messages": HI, "response_format": {"type": "json_object"}, "max_tokens": 24},
-    {"messages": HI, "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}},
-     "max_tokens": 40},
+    {
+        "messages": HI,
+        "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}},
+        "max_tokens": 40,
+    },
     {"messages": HI, "structured_outputs": {"choice": ["hello", "good bye"]}},
-    {"messages": HI, "logit_bias": {"19556": -100}, "bad_words": ["Hello"], "min_tokens": 4, "max_tokens": 5},
+    {
+        "messages": HI,
+        "logit_bias": {"19556": -100},
+        "bad_words": ["Hello"],
+        "min_tokens": 4,
+        "max_tokens": 5,
+    },
     {"messages": ASKED, "truncate_prompt_tokens": 20, "max_tokens": 4},
-    {"messages": HI, "repetition_penalty": 1.3, "temperature": 0.6, "top_k": 40, "top_p": 0.9, "seed": 15},
-)  # fmt: skip
+    {
+        "messages": HI,
+        "repetition_penalty": 1.3,
+        "temperature": 0.6,
+        "top_k": 40,
+        "top_p": 0.9,
+        "seed": 15,
+    },
+)
 STREAM_OPTIONS: tuple[dict[str, Any] | None, ...] = (
     None,
     {"include_usage": True},
@@ -185,7 +243,9 @@ def answered(sheet: Sheet) -> None:
 def _both(sheet: Sheet, path: str, fields: dict[str, Any], number: int) -> None:
     sheet.add(MODEL, path, fields)
     options = STREAM_OPTIONS[number % len(STREAM_OPTIONS)]
-    sheet.add(MODEL, path, fields | {"stream": True} | ({"stream_options": options} if options else {}))
+    sheet.add(
+        MODEL, path, fields | {"stream": True} | ({"stream_options": options} if options else {})
+    )
 
 
 def small_pages(sheet: Sheet) -> None:
@@ -235,13 +295,26 @@ def prefixes(sheet: Sheet) -> None:
 def tenants(sheet: Sheet) -> None:
     """The fake engine: keys, tenants, targets, the fields of developers."""
     common = {"temperature": 0.0, "seed": 0, "max_tokens": 6, "prompt": "a fake engine says"}
-    for fields in ({}, {"stream": True}, {"n": 3}, {"logprobs": 2}, {"prompt_logprobs": 2}, {"echo": True},
-                   {"use_beam_search": True, "n": 2}, {"forced_end": 3, "max_tokens": 20},
-                   {"forced_end": 3, "max_tokens": 20, "stream": True, "ignore_eos": False}):  # fmt: skip
+    for fields in (
+        {},
+        {"stream": True},
+        {"n": 3},
+        {"logprobs": 2},
+        {"prompt_logprobs": 2},
+        {"echo": True},
+        {"use_beam_search": True, "n": 2},
+        {"forced_end": 3, "max_tokens": 20},
+        {"forced_end": 3, "max_tokens": 20, "stream": True, "ignore_eos": False},
+    ):
         sheet.complete(FAKE, **common | fields)
     blue = {"Authorization": f"Bearer {KEYS['blue']}"}
     sheet.add(FAKE, "/v1/completions", common, headers=blue)
-    named = {"X-Tenant": "t", "X-Priority": "-2", "X-Deadline-Ms": "60000", "X-TTFT-Target-Ms": "50000"}
+    named = {
+        "X-Tenant": "t",
+        "X-Priority": "-2",
+        "X-Deadline-Ms": "60000",
+        "X-TTFT-Target-Ms": "50000",
+    }
     sheet.add(FAKE, "/v1/completions", common, headers=blue | named)
     sheet.chat(FAKE, messages=HI, temperature=0.0, max_tokens=5, priority=3)
 

@@ -45,7 +45,9 @@ WORDS = (
 )
 PROMPT, ANSWER = 100, 96  # words and tokens of the requests that decode together
 STREAMS, TOKENS = 64, 400  # of the streams with stop strings and without
-MORE = 1.03  # times the processor time that stop strings may cost: what two runs of one load differ by
+MORE = (
+    1.03  # times the processor time that stop strings may cost: what two runs of one load differ by
+)
 STEP_SECONDS = 0.01  # of the fake engine that those streams come from
 STOPS = ["a stop string that no answer has", "\u0001"]
 
@@ -57,12 +59,16 @@ def pairs(base: Side, ours: Side, measure: Measure, rounds: int) -> list[tuple[F
     """Both sides in turns, the first of a pair the second of the next."""
     found = []
     for turn in range(rounds):
-        both = {side.name: measure(side) for side in ((base, ours) if turn % 2 == 0 else (ours, base))}
+        both = {
+            side.name: measure(side) for side in ((base, ours) if turn % 2 == 0 else (ours, base))
+        }
         found.append((both[base.name], both[ours.name]))
     return found
 
 
-def judged(found: list[tuple[Figures, Figures]], bars: dict[str, float | None], unit: str) -> Iterator[Line]:
+def judged(
+    found: list[tuple[Figures, Figures]], bars: dict[str, float | None], unit: str
+) -> Iterator[Line]:
     """A line for each figure that was measured on both sides. bars: the least median ratio, None for a figure
     that is only told; LEAST where nothing is said."""
     for name in found[0][0]:
@@ -81,9 +87,13 @@ def bench_engine(side: Side, *flags: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "figures.json"
         command = side.command("bench", "engine", *flags, "--output", str(output))
-        done = subprocess.run(command, cwd=side.root, env=side.environment(), capture_output=True, text=True)
+        done = subprocess.run(
+            command, cwd=side.root, env=side.environment(), capture_output=True, text=True
+        )
         if done.returncode:
-            raise RuntimeError(f"{side.name}: bench engine {' '.join(flags)}: {done.stderr.strip()[-300:]}")
+            raise RuntimeError(
+                f"{side.name}: bench engine {' '.join(flags)}: {done.stderr.strip()[-300:]}"
+            )
         figures: dict[str, Any] = json.loads(output.read_text())
         return figures
 
@@ -91,9 +101,12 @@ def bench_engine(side: Side, *flags: str) -> dict[str, Any]:
 def decoding(batch: int) -> Measure:
     """The median step in which so many sequences, all there from the start, decode together."""
     prompts = [
-        " ".join(WORDS[(i + 3 * j * (i + 1)) % len(WORDS)] for j in range(PROMPT)) for i in range(batch)
+        " ".join(WORDS[(i + 3 * j * (i + 1)) % len(WORDS)] for j in range(PROMPT))
+        for i in range(batch)
     ]
-    text = "".join(json.dumps({"prompt": prompt, "max_tokens": ANSWER}) + "\n" for prompt in prompts)
+    text = "".join(
+        json.dumps({"prompt": prompt, "max_tokens": ANSWER}) + "\n" for prompt in prompts
+    )
 
     def measure(side: Side) -> Figures:
         with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
@@ -132,7 +145,12 @@ def scheduling(side: Side) -> Figures:
 
 def streams_cost(address: Address, stops: bool) -> float:
     """Seconds of processor time that the API process spends on all streams, which run together."""
-    fields: dict[str, Any] = {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True, "stream": True}
+    fields: dict[str, Any] = {
+        "max_tokens": TOKENS,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "stream": True,
+    }
     if stops:
         fields["stop"] = STOPS
     before = processor_seconds(address.pid)
@@ -161,12 +179,18 @@ def processor_seconds(pid: int) -> float:
 
 def stop_strings(side: Side, rounds: int) -> list[float]:
     """How many times the processor time streams with stop strings cost, pair by pair."""
-    environment = {"PAGETURNER_FAKE_VOCAB": "40000", "PAGETURNER_FAKE_STEP_SECONDS": str(STEP_SECONDS)}
+    environment = {
+        "PAGETURNER_FAKE_VOCAB": "40000",
+        "PAGETURNER_FAKE_STEP_SECONDS": str(STEP_SECONDS),
+    }
     with house_base.serving(side, "--backend", "fake", **environment) as address:
         streams_cost(address, False)
         ratios = []
         for turn in range(rounds):
-            cost = {stops: streams_cost(address, stops) for stops in ((False, True), (True, False))[turn % 2]}
+            cost = {
+                stops: streams_cost(address, stops)
+                for stops in ((False, True), (True, False))[turn % 2]
+            }
             ratios.append(cost[True] / cost[False])
         return ratios
 
@@ -196,4 +220,6 @@ def lines(base: Side, ours: Side, rounds: int) -> Iterator[Line]:
     yield stop_line(ours, rounds, MORE)
     yield stop_line(base, rounds, None)
     if absent:
-        raise house_base.NotRun(f"workloads {', '.join(absent)} are absent from {DATA / 'workloads'}")
+        raise house_base.NotRun(
+            f"workloads {', '.join(absent)} are absent from {DATA / 'workloads'}"
+        )

@@ -61,7 +61,9 @@ class Options:
     full: bool
 
 
-def _play(name: str, engines: list[str], paths: dict[str, Path], o: Options, **how: Any) -> dict[str, Any]:
+def _play(
+    name: str, engines: list[str], paths: dict[str, Path], o: Options, **how: Any
+) -> dict[str, Any]:
     """Turns of all engines that are there, saved as they come."""
     present = list(dict.fromkeys(engine for engine in engines if rounds.is_there(engine)))
     failed = {engine: "not installed" for engine in engines if engine not in present}
@@ -76,7 +78,8 @@ def _play(name: str, engines: list[str], paths: dict[str, Path], o: Options, **h
         turns.append(turn)
         rate = turn.figures["output_tokens_per_s"]
         print(
-            f"          round {turn.round + 1}, {turn.workload}: {turn.engine} {rate:.1f} tok/s", flush=True
+            f"          round {turn.round + 1}, {turn.workload}: {turn.engine} {rate:.1f} tok/s",
+            flush=True,
         )
         rounds.save(FOLDER / f"{name}.json", about, turns)
     return {**about, "turns": [asdict(turn) for turn in turns]}
@@ -88,7 +91,9 @@ def _shortened(path: Path, requests: int) -> Path:
     for line in path.read_text().splitlines()[:requests]:
         job = json.loads(line)
         short.append(
-            json.dumps(job | {"prompt": job["prompt"][:80], "max_tokens": min(job["max_tokens"], 4)})
+            json.dumps(
+                job | {"prompt": job["prompt"][:80], "max_tokens": min(job["max_tokens"], 4)}
+            )
         )
     target = FOLDER / f"trial_{path.name}"
     target.write_text("\n".join(short) + "\n")
@@ -130,7 +135,9 @@ def _steps(*flags: Any) -> dict[str, Any]:
 
 
 def mixed64(o: Options) -> dict[str, Any]:
-    return _play("mixed64", [rounds.OURS, *PEERS, "transformers"], {"mixed64": _workload("mixed64")}, o)
+    return _play(
+        "mixed64", [rounds.OURS, *PEERS, "transformers"], {"mixed64": _workload("mixed64")}, o
+    )
 
 
 def poisson(o: Options) -> dict[str, Any]:
@@ -178,7 +185,9 @@ def _unseen(source: Path) -> str:
     texts = [DATA / "text" / name for name in UNSEEN_TEXTS]
     if not all(text.is_file() for text in texts):
         raise NotRun(f"{texts[0].parent} has not all of {', '.join(UNSEEN_TEXTS)}")
-    tokens = [tokenizer.encode(t.read_text(), add_special=False, parse_special=False) for t in texts]
+    tokens = [
+        tokenizer.encode(t.read_text(), add_special=False, parse_special=False) for t in texts
+    ]
     jobs, dice, lines = read_workload(source), random.Random(UNSEEN_SEED), []
     lengths = [len(tokenizer.encode(j.text, add_special=False, parse_special=False)) for j in jobs]
     for _ in jobs:
@@ -252,7 +261,9 @@ def prefill(o: Options) -> dict[str, Any]:
         )
         theirs = {kind: row["avg_ts"] for kind, row in zip(files, rows, strict=True)}
         turns.append({"ours": mine, "theirs": theirs})
-    ladder = _json_of(["-m", "pageturner.lab.bench.bench_kernels", "--only", "gemm", "--budget", 0.3])
+    ladder = _json_of(
+        ["-m", "pageturner.lab.bench.bench_kernels", "--only", "gemm", "--budget", 0.3]
+    )
     return {"machine": run.machine(), "rounds": turns, "ladder": ladder}
 
 
@@ -261,12 +272,21 @@ def batch32(o: Options) -> dict[str, Any]:
     batch, context = (4, 40) if o.limit else (32, 250)
     turns = []
     for _ in range(o.rounds):
-        mine = _steps("--prefill", "--batch", batch, "--context", context)["served"][0]["tokens_per_s"]
+        mine = _steps("--prefill", "--batch", batch, "--context", context)["served"][0][
+            "tokens_per_s"
+        ]
         theirs = {}
         for kind in ("Q4_0", "Q4_1", "Q8_0"):
             sizes = ["-npp", context - 12, "-ntg", 24, "-npl", batch, "-c", batch * (context + 32)]
             out = _llama(
-                "llama-batched-bench", "-m", _type_file(kind), "-t", 2, *sizes, "--output-format", "jsonl"
+                "llama-batched-bench",
+                "-m",
+                _type_file(kind),
+                "-t",
+                2,
+                *sizes,
+                "--output-format",
+                "jsonl",
             )
             theirs[kind] = json.loads(out.strip().splitlines()[-1])["speed_tg"]
         turns.append({"ours": mine, "theirs": theirs})
@@ -311,7 +331,10 @@ def quality(o: Options) -> dict[str, Any]:
     rows = []
     for kind in kinds:
         rows.append({"kind": kind, "lines": _lines(answers.served(_type_file(kind), tokens))})
-        print(f"          {kind}: {'; '.join(line['figure'] for line in rows[-1]['lines'])}", flush=True)
+        print(
+            f"          {kind}: {'; '.join(line['figure'] for line in rows[-1]['lines'])}",
+            flush=True,
+        )
     return {"tokens": tokens, "rows": rows}
 
 
@@ -331,7 +354,9 @@ def suites(o: Options) -> dict[str, Any]:
         "property machine and mutants": ("tests/scheduler", "tests/mutants"),
     }
     if o.limit:
-        return {"lines": _lines([harness.pytest_line("limits", "tests/kernels/test_peak.py", *EVERY)])}
+        return {
+            "lines": _lines([harness.pytest_line("limits", "tests/kernels/test_peak.py", *EVERY)])
+        }
     lines = [harness.pytest_line(what, *files, *EVERY) for what, files in chosen.items()]
     return {"lines": _lines([*lines, sanitized("address,undefined", "libasan.so")])}
 
@@ -352,8 +377,13 @@ def sanitized(kind: str, library: str, tests: str = "tests/kernels") -> Line:
         subprocess.run([*cmake, "--build", build, "-j", "2"], check=True, capture_output=True)
         for module in build.glob("_native.*so"):
             shutil.copy(module, tree / "src" / "pageturner" / "kernels")
-        environment = {**os.environ, "PYTHONPATH": str(tree / "src"), "LD_PRELOAD": preload,
-                       "ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "halt_on_error=1"}  # fmt: skip
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(tree / "src"),
+            "LD_PRELOAD": preload,
+            "ASAN_OPTIONS": "detect_leaks=0",
+            "UBSAN_OPTIONS": "halt_on_error=1",
+        }
         quiet = ["-q", "-p", "no:cacheprovider", "--timeout", "1800"]
         command = [sys.executable, "-m", "pytest", *quiet, tests]
         how: dict[str, Any] = {"cwd": tree, "env": environment, "timeout": 3600}
@@ -363,10 +393,21 @@ def sanitized(kind: str, library: str, tests: str = "tests/kernels") -> Line:
 
 
 PARTS: dict[str, Callable[[Options], dict[str, Any]]] = {
-    "mixed64": mixed64, "poisson": poisson, "single": single, "prefill": prefill, "batch32": batch32,
-    "prefix": prefix, "floats": floats, "qwen": qwen, "unseen": unseen, "sampler": sampler,
-    "memory": memory, "quality": quality, "suites": suites, "profile": profile,
-}  # fmt: skip
+    "mixed64": mixed64,
+    "poisson": poisson,
+    "single": single,
+    "prefill": prefill,
+    "batch32": batch32,
+    "prefix": prefix,
+    "floats": floats,
+    "qwen": qwen,
+    "unseen": unseen,
+    "sampler": sampler,
+    "memory": memory,
+    "quality": quality,
+    "suites": suites,
+    "profile": profile,
+}
 
 
 def main() -> int:
@@ -374,7 +415,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", choices=list(PARTS), help="measure these parts")
-    parser.add_argument("--rounds", type=int, default=5, help="slow peers run fewer, and the line says so")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="slow peers run fewer, and the line says so"
+    )
     parser.add_argument("--full", action="store_true", help="quality over 20,480 tokens")
     parser.add_argument(
         "--limit", type=int, default=0, metavar="N", help="a trial: the first N requests, one round"
@@ -382,7 +425,9 @@ def main() -> int:
     parser.add_argument(
         "--report", action="store_true", help="print every line from what was measured before"
     )
-    parser.add_argument("--picture", type=Path, help="only draw the peers, from what was measured before")
+    parser.add_argument(
+        "--picture", type=Path, help="only draw the peers, from what was measured before"
+    )
     args = parser.parse_args()
     if args.picture:
         args.picture.write_text(_picture())
@@ -395,7 +440,9 @@ def main() -> int:
         _measure(name, options)
         print(f"          ({name}: {time.monotonic() - begin:.0f} s)", flush=True)
     verdicts = [v for name in args.only or PARTS for v in _report(name)]
-    print(f"{len(verdicts)} lines, {verdicts.count('FAIL')} failed, {verdicts.count('NOT RUN')} not run")
+    print(
+        f"{len(verdicts)} lines, {verdicts.count('FAIL')} failed, {verdicts.count('NOT RUN')} not run"
+    )
     return 1 if "FAIL" in verdicts else 0
 
 
@@ -421,7 +468,10 @@ def _report(name: str) -> list[str]:
     """Print the lines of a part; their verdicts."""
     try:
         found = _recorded(name)
-        rows = [(line.what, line.figure, judge.VERDICTS[line.passed]) for line in judge.lines(name, found)]
+        rows = [
+            (line.what, line.figure, judge.VERDICTS[line.passed])
+            for line in judge.lines(name, found)
+        ]
         if found.get("trial"):
             rows = [(what, figure, "TRIAL") for what, figure, _ in rows]
     except NotRun as reason:

@@ -43,7 +43,9 @@ TITLES: dict[str, tuple[str, ...]] = {
         "prefill of 512: at least 1.8x llama.cpp's best type (aim 2.5x)",
         "prefill of 512: products at least 60 % of the integer limit",
     ),
-    "batch32": ("decode at batch 32, context 250: at least 2x llama.cpp's batched bench (aim 2.5x)",),
+    "batch32": (
+        "decode at batch 32, context 250: at least 2x llama.cpp's batched bench (aim 2.5x)",
+    ),
     "prefix": ("prefix: at least 2x the best peer",),
     "floats": (
         "mixed64, F32 weights: at least 1.2x the best of llama.cpp F32/F16 and vLLM fp32",
@@ -59,7 +61,7 @@ TITLES: dict[str, tuple[str, ...]] = {
     "quality": ("quality of every type against fp32: perplexity 1.5 %, KL 0.006, same top 97 %",),
     "suites": ("invariance, property machine, sanitizers",),
     "profile": ("profile of one step at batch 1, 8, 32",),
-}  # fmt: skip
+}
 
 
 def lines(name: str, found: Found) -> Iterator[Line]:
@@ -96,7 +98,12 @@ def _others(turns: Sequence[Turn], workload: str, metric: str, mine: str) -> Ite
     for engine in rounds.ranked(turns, workload, metric):
         if engine != mine:
             line = _against(
-                f"{workload} {metric}: ours / {_short(engine)}", turns, (workload, metric), mine, engine, 0
+                f"{workload} {metric}: ours / {_short(engine)}",
+                turns,
+                (workload, metric),
+                mine,
+                engine,
+                0,
             )
             yield Line(line.what, line.figure, None)
 
@@ -134,8 +141,12 @@ def _single(titles: Sequence[str], found: Found) -> Iterator[Line]:
     yield _against(titles[0], turns, ("single", "TPOT p50"), OURS, "llama", 1.5)
     floor = 1e-6 * found["read_bytes"] / found["read_gb_s"]
     mine = rounds.medians(turns, "single", "TPOT p50")[OURS]
-    figure = f"{floor / mine:.0%}: TPOT {mine:.2f} ms, of which {found['read_bytes'] / 1e6:.1f} MB at"
-    yield Line(titles[1], f"{figure} {found['read_gb_s']:.1f} GB/s need {floor:.2f}", floor / mine >= 0.75)
+    figure = (
+        f"{floor / mine:.0%}: TPOT {mine:.2f} ms, of which {found['read_bytes'] / 1e6:.1f} MB at"
+    )
+    yield Line(
+        titles[1], f"{figure} {found['read_gb_s']:.1f} GB/s need {floor:.2f}", floor / mine >= 0.75
+    )
     yield from _others(turns, "single", "output", OURS)
 
 
@@ -164,9 +175,7 @@ def _prefill(titles: Sequence[str], found: Found) -> Iterator[Line]:
             us += row["us"]
             operations += row["gop_s"] * row["us"] * 1e-6
     reached = operations / (us * 1e-6)
-    figure = (
-        f"{reached / limit:.0%}: {reached:.0f} of {limit:.0f} GOP/s, {found['ladder']['threads']} threads"
-    )
+    figure = f"{reached / limit:.0%}: {reached:.0f} of {limit:.0f} GOP/s, {found['ladder']['threads']} threads"
     yield Line(
         titles[1],
         f"{figure}; the four products of a layer as served, rounding included",
@@ -216,7 +225,8 @@ def _sampler(titles: Sequence[str], found: Found) -> Iterator[Line]:
     step = middle(run["served"]["mean_us"] for run in found["runs"])
     choose = middle(run["served"]["calls_us"]["choose"] for run in found["runs"])
     head, sample = (
-        middle(run["apart"]["operators"][n]["us"] for run in found["runs"]) for n in ("head", "sample")
+        middle(run["apart"]["operators"][n]["us"] for run in found["runs"])
+        for n in ("head", "sample")
     )
     share = max(choose - head, 0.0) / step
     figure = f"{share:.1%} of {step:.0f} us: {choose:.0f} for head and choice, {head:.0f} for the head alone"
@@ -227,9 +237,7 @@ def _memory(titles: Sequence[str], found: Found) -> Iterator[Line]:
     parts = [1e-6 * found["packed_bytes"], 1e-6 * found["kv_bytes"]]
     bound = sum(parts) + ALLOWANCE_MB
     peak = found["peak_mb"] * 1.048576
-    figure = (
-        f"{peak:.0f} MB, API process included; {parts[0]:.0f} + {parts[1]:.0f} + {ALLOWANCE_MB} = {bound:.0f}"
-    )
+    figure = f"{peak:.0f} MB, API process included; {parts[0]:.0f} + {parts[1]:.0f} + {ALLOWANCE_MB} = {bound:.0f}"
     yield Line(titles[0], figure, peak <= bound)
 
 
@@ -252,7 +260,18 @@ def _profile(titles: Sequence[str], found: Found) -> Iterator[Line]:
 
 
 _JUDGES: dict[str, Callable[[Sequence[str], Found], Iterator[Line]]] = {
-    "mixed64": _mixed64, "poisson": _poisson, "single": _single, "prefill": _prefill, "batch32": _batch32,
-    "prefix": _prefix, "floats": _floats, "qwen": _qwen, "unseen": _unseen, "sampler": _sampler,
-    "memory": _memory, "quality": _quality, "suites": _suites, "profile": _profile,
-}  # fmt: skip
+    "mixed64": _mixed64,
+    "poisson": _poisson,
+    "single": _single,
+    "prefill": _prefill,
+    "batch32": _batch32,
+    "prefix": _prefix,
+    "floats": _floats,
+    "qwen": _qwen,
+    "unseen": _unseen,
+    "sampler": _sampler,
+    "memory": _memory,
+    "quality": _quality,
+    "suites": _suites,
+    "profile": _profile,
+}

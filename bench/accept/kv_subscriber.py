@@ -144,4 +144,6 @@ def whole(subscriber: Subscriber) -> bool:
 def answer(found: dict[str, Any]) -> tuple[int, int]:
     """Prompt tokens of an answer of the API, and those found in the cache."""
     usage = found["usage"]
-    return usage["prompt_tokens"], (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    return usage["prompt_tokens"], (usage.get("prompt_tokens_details") or {}).get(
+        "cached_tokens", 0
+    )

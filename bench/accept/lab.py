@@ -35,16 +35,32 @@ from pageturner.lab.traffic.traffic_generators import TokenPrompts, burst_times
 
 LENGTHS = (128, 48, 24)  # mean tokens of prompt and answer, requests of a load
 PAIRS = 5  # of a fit and a load behind it, for each load
-BOUNDS = {"throughput": 0.08, "TTFT p50": 0.12, "TTFT p99": 0.25, "TPOT p50": 0.12, "TPOT p99": 0.25}
+BOUNDS = {
+    "throughput": 0.08,
+    "TTFT p50": 0.12,
+    "TTFT p99": 0.25,
+    "TPOT p50": 0.12,
+    "TPOT p99": 0.25,
+}
 RATES = (15, 30, 60)  # requests a second, all of 10,000 replicas
 PLACEMENTS = ("prefix_aware", "round_robin")
 TRACE_REQUESTS = 2000  # of the Mooncake trace in the search for the fewest replicas
 EIGHT_BILLION = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096,
-    "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
-    "vocab_size": 128256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 5e5,
-    "hidden_act": "silu", "torch_dtype": "bfloat16", "tie_word_embeddings": False,
-}  # fmt: skip  # Llama 3.1 8B, by its published config.json
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+}  # Llama 3.1 8B, by its published config.json
 
 
 def fidelity() -> Iterator[Line]:
@@ -76,7 +92,9 @@ def fidelity() -> Iterator[Line]:
             checks[load.name].append(calibration.checked(run, cost, load.name))
         print(render(cost, [each[-1] for each in checks.values()]), flush=True)
     for name, plans in compared.items():
-        figure = "; ".join([f"{plans} plans, {len(differences[name])} differ", *differences[name][:1]])
+        figure = "; ".join(
+            [f"{plans} plans, {len(differences[name])} differ", *differences[name][:1]]
+        )
         what = f"{name}: the simulator's plans equal the engine's, fed the measured step times"
         yield Line(what, figure, plans > 0 and not differences[name])
     for figure, bound in BOUNDS.items():
@@ -86,7 +104,9 @@ def fidelity() -> Iterator[Line]:
 
 def _within(figure: str, bound: float, checks: dict[str, list[Check]]) -> Line:
     """The median of the pairs of each load."""
-    middles = {load: statistics.median(one.errors[figure] for one in each) for load, each in checks.items()}
+    middles = {
+        load: statistics.median(one.errors[figure] for one in each) for load, each in checks.items()
+    }
     told = ", ".join(f"{load} {middle:+.1%}" for load, middle in middles.items())
     worst = max(abs(one.errors[figure]) for each in checks.values() for one in each)
     what = f"calibrated, unseen loads: {figure} within {bound:.0%} (median of {PAIRS} pairs of each load)"
@@ -99,7 +119,9 @@ def _drift(checks: list[Check]) -> Iterator[Line]:
     drift = sorted(check.drift for check in checks)
     figure = f"{drift[0]:.2f} to {drift[-1]:.2f}, median {statistics.median(drift):.2f}"
     yield Line("drift of the machine between a fit and its load", figure, None)
-    told = (f"{name} {statistics.median(abs(c.steady[name]) for c in checks):.1%}" for name in BOUNDS)
+    told = (
+        f"{name} {statistics.median(abs(c.steady[name]) for c in checks):.1%}" for name in BOUNDS
+    )
     yield Line("medians of all errors with this drift taken out", ", ".join(told), None)
 
 
@@ -115,13 +137,28 @@ def _simulate(*flags: str) -> tuple[dict[str, Any], float, float]:
     with tempfile.TemporaryDirectory() as folder:
         model, output = Path(folder) / "config.json", Path(folder) / "result.json"
         model.write_text(json.dumps(EIGHT_BILLION))
-        command = [sys.executable, "-m", "pageturner", "simulate", "--model", str(model), "--gpu", "H100",
-                   "--output", str(output), *flags]  # fmt: skip
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        command = [
+            sys.executable,
+            "-m",
+            "pageturner",
+            "simulate",
+            "--model",
+            str(model),
+            "--gpu",
+            "H100",
+            "--output",
+            str(output),
+            *flags,
+        ]
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         _, status, used = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
-            raise RuntimeError(f"pageturner simulate {' '.join(flags)}: status {process.returncode}")
+            raise RuntimeError(
+                f"pageturner simulate {' '.join(flags)}: status {process.returncode}"
+            )
         runs = json.loads(output.read_text())["runs"]
     return runs[-1], used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
 
@@ -134,7 +171,9 @@ def speed() -> Iterator[Line]:
         f"{pace:,.0f} ({run['requests']:,} in {seconds:.1f} s of one core, start and reading included;"
         f" {most:,.0f} MB)"
     )
-    yield Line("azure2023_conv, 100 replicas: at least 40,000 requests a minute", figure, pace >= 40_000)
+    yield Line(
+        "azure2023_conv, 100 replicas: at least 40,000 requests a minute", figure, pace >= 40_000
+    )
 
 
 def scale() -> Iterator[Line]:
@@ -148,9 +187,12 @@ def scale() -> Iterator[Line]:
         f"{count:,} requests {seconds:.1f} s, {most:,.0f} MB" for count, seconds, most in found
     )
     grows = all(
-        later[1] <= first[1] * later[0] / first[0] * 1.1 for first, later in itertools.pairwise(found)
+        later[1] <= first[1] * later[0] / first[0] * 1.1
+        for first, later in itertools.pairwise(found)
     )
-    yield Line("10,000 replicas for ten simulated minutes: time at most linear in requests", figure, grows)
+    yield Line(
+        "10,000 replicas for ten simulated minutes: time at most linear in requests", figure, grows
+    )
     memory, requests = (found[-1][i] / found[0][i] for i in (2, 0))
     figure = f"{memory:.2f}x for {requests:.0f}x the requests"
     yield Line("10,000 replicas: memory at most linear in requests", figure, memory <= requests)
@@ -158,8 +200,18 @@ def scale() -> Iterator[Line]:
 
 def capacity() -> Iterator[Line]:
     """The Mooncake conversation trace on 100 replicas, and how many are enough."""
-    targets = ("--trace", str(_trace("mooncake_conversation")), "--ttft-ms", "5000", "--tpot-ms", "50",
-               "--max-model-len", "131072", "--block-size", "64")  # fmt: skip  # the trace's are of 512
+    targets = (
+        "--trace",
+        str(_trace("mooncake_conversation")),
+        "--ttft-ms",
+        "5000",
+        "--tpot-ms",
+        "50",
+        "--max-model-len",
+        "131072",
+        "--block-size",
+        "64",
+    )  # the trace's are of 512
     shares, told = {}, []
     for placement in PLACEMENTS:
         run, seconds, _ = _simulate(*targets, "--replicas", "100", "--placement", placement)
@@ -189,26 +241,39 @@ def rules() -> Iterator[Line]:
         "ageing bounds, the promises of each policy and order; a liar starves nobody": (
             "tests/scheduler/test_promises.py",
             "tests/scheduler/test_property.py::test_the_ageing_bound",
-            "tests/scheduler/test_property.py::test_each_policy_and_order_under_pressure"),
+            "tests/scheduler/test_property.py::test_each_policy_and_order_under_pressure",
+        ),
         "the predictor beats the constant on the shipped traces": (
-            "tests/scheduler/test_predict.py",),
+            "tests/scheduler/test_predict.py",
+        ),
         "fast-forward: steps at once equal steps one by one, in 1,000 random runs": (
-            "tests/lab/test_simulator.py",),
+            "tests/lab/test_simulator.py",
+        ),
         "step logs give the same plans and tokens again; other versions are refused": (
-            "tests/lab/test_history.py", "tests/engine/test_steplog.py"),
+            "tests/lab/test_history.py",
+            "tests/engine/test_steplog.py",
+        ),
         "the report needs nothing from outside; each claim is judged by its threshold": (
-            "tests/lab/test_compare.py",),
+            "tests/lab/test_compare.py",
+        ),
         "calibrate --check prints errors and drift; bad traces, names and targets are one clear line": (
-            "tests/cli/test_simulate.py", "tests/cli/test_compare.py",
-            "tests/lab/test_traffic.py"),
-    }  # fmt: skip
+            "tests/cli/test_simulate.py",
+            "tests/cli/test_compare.py",
+            "tests/lab/test_traffic.py",
+        ),
+    }
     for what, files in tests.items():
         yield harness.pytest_line(what, *files, "-m", "slow or not slow")
 
 
 if __name__ == "__main__":
     checks = {
-        "fidelity": fidelity, "policies": lab_compare.policies, "report": lab_compare.report, "speed": speed,
-        "scale": scale, "capacity": capacity, "rules": rules,
-    }  # fmt: skip
+        "fidelity": fidelity,
+        "policies": lab_compare.policies,
+        "report": lab_compare.report,
+        "speed": speed,
+        "scale": scale,
+        "capacity": capacity,
+        "rules": rules,
+    }
     sys.exit(harness.run("lab", checks))

@@ -39,19 +39,42 @@ def policies() -> Iterator[Line]:
     yield from _fair(_compare("tenants", "chunked", "fcfs,fair", "--max-num-seqs", "8"))
     for name in PROMISED:
         told = PICTURES / name / "figures.txt"
-        command = told.read_text().splitlines()[0] if told.is_file() else "absent: make docs-compare"
+        command = (
+            told.read_text().splitlines()[0] if told.is_file() else "absent: make docs-compare"
+        )
         what = f"pictures of {name} under docs/compare, with their command"
-        yield Line(what, command, (PICTURES / name / "gantt.svg").is_file() and "pageturner" in command)
+        yield Line(
+            what, command, (PICTURES / name / "gantt.svg").is_file() and "pageturner" in command
+        )
 
 
 def _compare(mix: str, names: str, orders: str, *flags: str) -> Told:
     """The figures that the command wrote."""
     page = PAGES / f"{mix}-{orders.replace(',', '-')}.html"
     page.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "pageturner", "compare", "smollm2", "--mix", mix,
-               "--policies", names, "--orders", orders, "--num-prompts", str(REQUESTS[mix]),
-               "--rounds", str(ROUNDS), "--output", str(page), *flags]  # fmt: skip
-    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = [
+        sys.executable,
+        "-m",
+        "pageturner",
+        "compare",
+        "smollm2",
+        "--mix",
+        mix,
+        "--policies",
+        names,
+        "--orders",
+        orders,
+        "--num-prompts",
+        str(REQUESTS[mix]),
+        "--rounds",
+        str(ROUNDS),
+        "--output",
+        str(page),
+        *flags,
+    ]
+    subprocess.run(
+        command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     found: Told = json.loads(page.with_suffix(".json").read_text())
     return found
 
@@ -70,9 +93,17 @@ def _same(told: Told, what: str) -> Line:
 
 def _shortest_first(told: Told) -> Iterator[Line]:
     yield _claim(told, "sjf")
-    mine, other = (told["contenders"][name]["ttft_ms"]["max"] / 1e3 for name in ("chunked + sjf", "chunked"))
-    figure = f"the longest waited {mine:.1f} s, under fcfs {other:.1f} s; ageing after 30 s: see rules"
-    yield Line("sjf: nobody waits longer than under fcfs by more than the bound", figure, mine <= other + 30)
+    mine, other = (
+        told["contenders"][name]["ttft_ms"]["max"] / 1e3 for name in ("chunked + sjf", "chunked")
+    )
+    figure = (
+        f"the longest waited {mine:.1f} s, under fcfs {other:.1f} s; ageing after 30 s: see rules"
+    )
+    yield Line(
+        "sjf: nobody waits longer than under fcfs by more than the bound",
+        figure,
+        mine <= other + 30,
+    )
 
 
 def _fair(told: Told) -> Iterator[Line]:
@@ -84,13 +115,19 @@ def _fair(told: Told) -> Iterator[Line]:
         f"{fair['loudest_share']:.1%} of the service of {len(fair['served'])} tenants,"
         f" under fcfs {plain['loudest_share']:.1%}; {loud:,.0f} tokens, the best served other {most:,.0f}"
     )
-    what = "fair: a tenant with ten times the load gets no more than its share while others have work"
+    what = (
+        "fair: a tenant with ten times the load gets no more than its share while others have work"
+    )
     yield Line(what, figure, loud <= most)
 
 
 def report() -> Iterator[Line]:
     """The page of the mixed lengths in headless Chromium, without any network."""
-    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    browser = (
+        shutil.which("chromium")
+        or shutil.which("chromium-browser")
+        or shutil.which("google-chrome")
+    )
     if browser is None:
         raise NotRun("no Chromium on this machine (Debian: apt install chromium)")
     page = PAGES / "mixed-fcfs.html"
@@ -115,9 +152,17 @@ def report() -> Iterator[Line]:
 
 
 def _browse(browser: str, page: Path, *flags: str) -> str:
-    command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
-               "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={PAGES / 'browser'}", *flags,
-               page.as_uri()]  # fmt: skip
+    command = [
+        browser,
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--host-resolver-rules=MAP * ~NOTFOUND",
+        f"--user-data-dir={PAGES / 'browser'}",
+        *flags,
+        page.as_uri(),
+    ]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
     return done.stdout
 

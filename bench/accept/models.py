@@ -57,8 +57,12 @@ def families() -> Iterator[Line]:
             tokens, _ = runs.greedy(f"greedy {i}", prompt, len(truth[f"greedy_{i}"]))
             same = same and tokens == truth[f"greedy_{i}"].tolist()
         figure = f"logits within {worst:.1e}, greedy tokens {'equal' if same else 'DIFFER'}"
-        yield Line(f"{folder.name} equals Transformers (logits 1e-4)", figure, worst < 1e-4 and same)
-    yield harness.pytest_line("families from GGUF, configurations of real models", "tests/models", *EVERY)
+        yield Line(
+            f"{folder.name} equals Transformers (logits 1e-4)", figure, worst < 1e-4 and same
+        )
+    yield harness.pytest_line(
+        "families from GGUF, configurations of real models", "tests/models", *EVERY
+    )
 
 
 # -- the real models -----------------------------------------------------------------------------------------
@@ -96,8 +100,10 @@ def tokenizers() -> Iterator[Line]:
         yield harness.pytest_line(what, "tests/formats/test_vocabs.py", "-k", chosen, *EVERY)
     yield harness.pytest_line(
         "SmolLM2's own, tokenizer.json, SentencePiece, tiktoken ranks",
-        "tests/formats/test_tokenizer.py", "tests/formats/test_folder.py", *EVERY,
-    )  # fmt: skip
+        "tests/formats/test_tokenizer.py",
+        "tests/formats/test_folder.py",
+        *EVERY,
+    )
 
 
 # -- types ---------------------------------------------------------------------------------------------------
@@ -119,7 +125,9 @@ def types() -> Iterator[Line]:
         figure = f"KL {ours.kl:.5f}, same top {ours.same:.2%}, perplexity {ours.change:+.2%}"
         figure += f"; {row.matrices} of {row.all_matrices} matrices"
         passed = ours.kl < quality_types.KL and abs(ours.change) <= quality_types.CHANGE
-        what = f"{row.kind}: our kernels against fp32 of the same file (KL < 0.006, perplexity 1.5 %)"
+        what = (
+            f"{row.kind}: our kernels against fp32 of the same file (KL < 0.006, perplexity 1.5 %)"
+        )
         yield Line(what, figure, passed)
         figure = f"KL {bits.kl:.4f}, same top {bits.same:.1%}, perplexity {bits.change:+.2%}"
         yield Line(f"{row.kind}: the file against the source (Q4_1) in fp32", figure, None)
@@ -132,17 +140,24 @@ def sampling() -> Iterator[Line]:
     what = "every parameter: streamed equals not streamed"
     yield harness.pytest_line(f"{what}, library", "tests/engine/test_llm_sampling.py", *EVERY)
     yield harness.pytest_line(
-        f"{what}, HTTP", "tests/server/test_http_sampling.py", "tests/server/test_sampling.py", *EVERY
+        f"{what}, HTTP",
+        "tests/server/test_http_sampling.py",
+        "tests/server/test_sampling.py",
+        *EVERY,
     )
-    yield harness.pytest_line(f"{what} equals LLM, real engine", "tests/e2e/test_streaming.py", *EVERY)
+    yield harness.pytest_line(
+        f"{what} equals LLM, real engine", "tests/e2e/test_streaming.py", *EVERY
+    )
     what = "generation_config.json and general.sampling.* as defaults"
     defaults = ("tests/formats/test_generation.py", "tests/server/test_defaults.py")
     yield harness.pytest_line(what, *defaults, "tests/engine/test_llm_defaults.py", *EVERY)
     yield harness.pytest_line(
         "samplers and processors against the reference",
-        "tests/engine/test_sampler.py", "tests/engine/test_processors.py",
-        "tests/kernels/test_native_sampling.py", *EVERY,
-    )  # fmt: skip
+        "tests/engine/test_sampler.py",
+        "tests/engine/test_processors.py",
+        "tests/kernels/test_native_sampling.py",
+        *EVERY,
+    )
     what = "policies window, orca, served_ratio; order priority and its bound"
     yield harness.pytest_line(what, "tests/scheduler", *EVERY)
     what = "sliding windows: trim gives leading blocks back, bit-equal, Gemma 3 too"
@@ -153,7 +168,9 @@ def sampling() -> Iterator[Line]:
 def commands() -> Iterator[Line]:
     yield harness.pytest_line("chat (in a terminal), generate, doctor", "tests/cli", *EVERY)
     what = "/tokenize, /detokenize, /version and the rest of the API"
-    yield harness.pytest_line(what, "tests/server/test_http.py", "tests/server/test_openai.py", *EVERY)
+    yield harness.pytest_line(
+        what, "tests/server/test_http.py", "tests/server/test_openai.py", *EVERY
+    )
     what = "open loop: Poisson and traces, scaling, no oracle"
     yield harness.pytest_line(what, "tests/lab", "tests/engine/test_forced_end.py", *EVERY)
 
@@ -161,12 +178,20 @@ def commands() -> Iterator[Line]:
 def bad_input() -> Iterator[Line]:
     yield harness.pytest_line(
         "shards, shapes, tokenizer, dtype, memory, hub: refused by name",
-        "tests/models/test_hf_folder.py", "tests/formats", "-k", "not vocabs", *EVERY,
-    )  # fmt: skip
+        "tests/models/test_hf_folder.py",
+        "tests/formats",
+        "-k",
+        "not vocabs",
+        *EVERY,
+    )
     what = "42 models that cannot run, the hub unreachable: one line each, from serve, generate and LLM"
     yield harness.pytest_line(what, "tests/e2e/test_bad_models.py", *EVERY)
-    yield harness.pytest_line("templates that raise, bad requests", "tests/server/test_text.py", *EVERY)
-    yield harness.pytest_line("the whole program, one clear line each", "tests/e2e/test_bad_input.py", *EVERY)
+    yield harness.pytest_line(
+        "templates that raise, bad requests", "tests/server/test_text.py", *EVERY
+    )
+    yield harness.pytest_line(
+        "the whole program, one clear line each", "tests/e2e/test_bad_input.py", *EVERY
+    )
 
 
 # -- peers ---------------------------------------------------------------------------------------------------
@@ -189,7 +214,9 @@ def peers() -> Iterator[Line]:
 
 
 def _measure(*flags: str) -> None:
-    done = subprocess.run([sys.executable, str(ROOT / "bench" / "peers" / "run.py"), *flags], cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "bench" / "peers" / "run.py"), *flags], cwd=ROOT
+    )
     if done.returncode:
         raise NotRun("bench/peers/run.py measured nothing; bench/peers/setup.sh installs the peers")
 

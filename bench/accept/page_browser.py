@@ -31,14 +31,21 @@ MODEL = "smollm2-135m-instruct-q4_1.gguf"
 POLL = 0.4  # seconds, as live.js
 CLIENTS, TOKENS = 16, 48
 WIDE, PHONE = (1280, 900), (390, 844)
-SWITCHES = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
-            "--hide-scrollbars")  # fmt: skip
+SWITCHES = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--hide-scrollbars",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of this part of the acceptance."""
     parser.add_argument("--page-rounds", type=int, default=8, help="pairs of the cost")
-    parser.add_argument("--page-axe", type=Path, help="axe.min.js of axe-core, from the npm registry")
+    parser.add_argument(
+        "--page-axe", type=Path, help="axe.min.js of axe-core, from the npm registry"
+    )
     parser.add_argument("--page-pictures", action="store_true", help="write docs/page/*.png anew")
 
 
@@ -60,7 +67,9 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
 def _seen(url: str, arguments: argparse.Namespace) -> Iterator[Line]:
     """What axe-core finds in both themes and on a phone, while a load runs."""
     if not (shutil.which("chromium") and shutil.which("chromedriver")):
-        yield Line("axe-core", "no browser: apt-get install chromium chromium-driver", None, run=False)
+        yield Line(
+            "axe-core", "no browser: apt-get install chromium chromium-driver", None, run=False
+        )
         return
     serious, passes = [], 0
     for theme, size in (("light", WIDE), ("dark", WIDE), ("light", PHONE)):
@@ -75,8 +84,11 @@ def _seen(url: str, arguments: argparse.Namespace) -> Iterator[Line]:
                 driver.execute_script(arguments.page_axe.read_text())
                 found = driver.execute_async_script("axe.run().then(arguments[0])")
                 passes += len(found["passes"])
-                serious += [f"{name}: {one['id']}" for one in found["violations"]
-                            if one["impact"] in ("serious", "critical")]  # fmt: skip
+                serious += [
+                    f"{name}: {one['id']}"
+                    for one in found["violations"]
+                    if one["impact"] in ("serious", "critical")
+                ]
         finally:
             driver.quit()
     if arguments.page_axe is None:
@@ -106,7 +118,9 @@ def _look(driver: Any, url: str, theme: str) -> None:
     driver.get(url)
     driver.execute_script(f"theme('{theme}')")
     _until(driver, "at('model').options.length")
-    driver.execute_script("at('text').value = 'Why is the sky blue? Answer briefly.'; at('most').value = 80")
+    driver.execute_script(
+        "at('text').value = 'Why is the sky blue? Answer briefly.'; at('most').value = 80"
+    )
     driver.execute_script("at('temperature').value = 0; at('ask').requestSubmit()")
     _until(driver, "document.querySelector('.turn small button')")
     driver.execute_script("at('demo').click(); at('turns').firstChild.scrollIntoView()")
@@ -141,9 +155,11 @@ def _cost(server: harness.Server, rounds: int) -> Line:
         paces.append(pace[True] / pace[False])
         # it asks by the clock: a machine that is slow because it is busy computes less between two looks
         each.append(1000 * (spent[True] - spent[False]) * pace[True] / (CLIENTS * TOKENS))
-    said = (f"{100 * (median(ratios) - 1):+.2f} % processor time ({100 * (min(ratios) - 1):+.1f} to "
-            f"{100 * (max(ratios) - 1):+.1f}, {rounds} pairs), pace {median(paces):.3f}x,"
-            f" {median(each):.1f} ms of a processor each second that it is open")  # fmt: skip
+    said = (
+        f"{100 * (median(ratios) - 1):+.2f} % processor time ({100 * (min(ratios) - 1):+.1f} to "
+        f"{100 * (max(ratios) - 1):+.1f}, {rounds} pairs), pace {median(paces):.3f}x,"
+        f" {median(each):.1f} ms of a processor each second that it is open"
+    )
     return Line("an open page costs under 1 %", said, median(ratios) <= 1.01)
 
 
@@ -161,8 +177,12 @@ def _load(url: str, mark: int) -> float:
     begun = time.monotonic()
 
     def one(number: int) -> None:
-        body = {"prompt": f"{mark} {number} " + "word " * (8 + 5 * number), "max_tokens": TOKENS,
-                "ignore_eos": True, "temperature": 0}  # fmt: skip
+        body = {
+            "prompt": f"{mark} {number} " + "word " * (8 + 5 * number),
+            "max_tokens": TOKENS,
+            "ignore_eos": True,
+            "temperature": 0,
+        }
         request = urllib.request.Request(
             f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
         )

@@ -66,10 +66,25 @@ def compare(name: str, cache: Path, *flags: str) -> tuple[Told, float]:
     """The figures of one comparison, and its seconds."""
     page = PAGES / f"compare-{name}.html"
     page.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "pageturner", "compare", "smollm2", "--output", str(page), *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "pageturner",
+        "compare",
+        "smollm2",
+        "--output",
+        str(page),
+        *flags,
+    ]
     begin = time.monotonic()
-    subprocess.run(command, check=True, cwd=PAGES, env={**os.environ, "PAGETURNER_CACHE": str(cache)},
-                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+    subprocess.run(
+        command,
+        check=True,
+        cwd=PAGES,
+        env={**os.environ, "PAGETURNER_CACHE": str(cache)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     return json.loads(page.with_suffix(".json").read_text()), time.monotonic() - begin
 
 
@@ -96,14 +111,19 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
         told.append(found)
         yield _told(f"compare on a {kind} machine, time {number % 2 + 1}", found, seconds)
     said = [words for found in told[1:] for words in different(told[0], found)]
-    figure = "; ".join(said) or "; ".join(f"{want}: {', '.join(names)}" for want, names in advice_of(told[0]))
+    figure = "; ".join(said) or "; ".join(
+        f"{want}: {', '.join(names)}" for want, names in advice_of(told[0])
+    )
     yield Line("the same advice twice quiet and twice busy", figure, not said)
     with busy():
         found, seconds = compare("busy-first", fresh_cache("busy"), *flags)
     yield _told("compare on a busy machine, with no costs kept", found, seconds)
     said = different(told[0], found)
-    yield Line("the same advice where the first comparison of all is on a busy machine",
-               "; ".join(said) or "equal", not said)  # fmt: skip
+    yield Line(
+        "the same advice where the first comparison of all is on a busy machine",
+        "; ".join(said) or "equal",
+        not said,
+    )
     yield Line(
         "a machine with busy loops of others is called busy at the top of the page",
         "; ".join(told[2]["disturbed"]) or "not a word",
@@ -124,7 +144,9 @@ def _told(what: str, found: Told, seconds: float) -> Line:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What this part takes on the command line."""
-    parser.add_argument("--requests", type=int, help="of each comparison (default: as the command has it)")
+    parser.add_argument(
+        "--requests", type=int, help="of each comparison (default: as the command has it)"
+    )
 
 
 if __name__ == "__main__":

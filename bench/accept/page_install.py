@@ -32,14 +32,21 @@ READY_SECONDS, INSTALLED_MB = 30.0, 150.0
 TINY = ROOT / "tests" / "goldens" / "tiny_llama.gguf"
 TOKENS = HERE.parent / "wheels" / "tiny_tokens.py"
 NO_COMPILER = "/nonexistent/c++"
-QUESTION = {"model": "smollm2", "stream": True, "max_tokens": 60,
-            "messages": [{"role": "user", "content": "Why is the sky blue?"}]}  # fmt: skip
+QUESTION = {
+    "model": "smollm2",
+    "stream": True,
+    "max_tokens": 60,
+    "messages": [{"role": "user", "content": "Why is the sky blue?"}],
+}
 
 
 def bare(bin_folder: Path) -> dict[str, str]:
     """An environment in which this folder is all of PATH."""
     kept = ("HOME", "LANG", "TMPDIR", "PAGETURNER_CACHE", "HF_HOME")
-    return {**{name: os.environ[name] for name in kept if name in os.environ}, "PATH": str(bin_folder)}
+    return {
+        **{name: os.environ[name] for name in kept if name in os.environ},
+        "PATH": str(bin_folder),
+    }
 
 
 def call(*command: str | Path, **environment: str) -> str:
@@ -98,19 +105,28 @@ def megabytes(bin_folder: Path) -> float:
     """What was installed into an environment, without what every environment has."""
     (site,) = bin_folder.parent.glob("lib/python3.*/site-packages")
     own = ("pip", "setuptools", "pkg_resources", "_distutils_hack")
-    files = [path for entry in site.iterdir() if not entry.name.startswith(own)
-             for path in (entry.rglob("*") if entry.is_dir() else [entry])]  # fmt: skip
+    files = [
+        path
+        for entry in site.iterdir()
+        if not entry.name.startswith(own)
+        for path in (entry.rglob("*") if entry.is_dir() else [entry])
+    ]
     return sum(path.lstat().st_size for path in files if path.is_file()) / 1e6
 
 
 def first_answer(url: str) -> str:
     """The first text of the answer to the README's question."""
-    asked = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(QUESTION).encode(),
-                                   {"content-type": "application/json"})  # fmt: skip
+    asked = urllib.request.Request(
+        f"{url}/v1/chat/completions",
+        json.dumps(QUESTION).encode(),
+        {"content-type": "application/json"},
+    )
     with urllib.request.urlopen(asked, timeout=120) as answer:
         for line in answer:
             text = line.decode().removeprefix("data: ").strip()
-            if text.startswith("{") and (said := json.loads(text)["choices"][0]["delta"].get("content")):
+            if text.startswith("{") and (
+                said := json.loads(text)["choices"][0]["delta"].get("content")
+            ):
                 return str(said)
     return ""
 
@@ -143,9 +159,20 @@ def main_job() -> Iterator[Line]:
         bin_folder = make_venv(Path(folder, "venv"))
         house = Path(folder, "house")
         pip = (bin_folder / "python", "-m", "pip")
-        call(*pip, "download", "--quiet", "--only-binary=:all:", "--dest", house, wheel, **os.environ)
+        call(
+            *pip, "download", "--quiet", "--only-binary=:all:", "--dest", house, wheel, **os.environ
+        )
         begin, work = time.monotonic(), processor_seconds()
-        call(*pip, "install", "--quiet", "--no-index", "--find-links", house, wheel, **bare(bin_folder))
+        call(
+            *pip,
+            "install",
+            "--quiet",
+            "--no-index",
+            "--find-links",
+            house,
+            wheel,
+            **bare(bin_folder),
+        )
         installed, work = time.monotonic() - begin, processor_seconds() - work
         doctor = json.loads(
             call(bin_folder / "pageturner", "doctor", "--json", "--no-measure", **bare(bin_folder))
@@ -166,7 +193,9 @@ def main_job() -> Iterator[Line]:
         every = ", ".join(kernels["available"])
         size = megabytes(bin_folder)
         yield Line(
-            "installed, model and pip apart", f"{size:.0f} MB (usable here: {every})", size < INSTALLED_MB
+            "installed, model and pip apart",
+            f"{size:.0f} MB (usable here: {every})",
+            size < INSTALLED_MB,
         )
 
 
@@ -183,20 +212,27 @@ def emulated() -> Iterator[Line]:
     except emulate.Missing as missing:
         raise NotRun(f"aarch64: {missing}") from None
     golden = np.load(TINY.with_suffix(".npz"))
-    prompts, expected = ([golden[f"{name}_{i}"].tolist() for i in range(3)] for name in ("prompt", "greedy"))
+    prompts, expected = (
+        [golden[f"{name}_{i}"].tolist() for i in range(3)] for name in ("prompt", "greedy")
+    )
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(prompts, file)
         file.flush()
         arguments = (TOKENS, TINY, file.name)
-        own = json.loads(call(sys.executable, *arguments, **{**os.environ, "PAGETURNER_ISA": "portable"}))
+        own = json.loads(
+            call(sys.executable, *arguments, **{**os.environ, "PAGETURNER_ISA": "portable"})
+        )
         for isa in contents.ISAS["aarch64"]:
             os.environ["PAGETURNER_ISA"] = isa
             try:
                 found = json.loads(emulate.run(python, site, *arguments))
             finally:
                 del os.environ["PAGETURNER_ISA"]
-            apart = max(abs(a - b) for x, y in zip(found["logprobs"], own["logprobs"], strict=True)
-                        for a, b in zip(x, y, strict=True))  # fmt: skip
+            apart = max(
+                abs(a - b)
+                for x, y in zip(found["logprobs"], own["logprobs"], strict=True)
+                for a, b in zip(x, y, strict=True)
+            )
             equal = found["tokens"] == expected and found["kernels"] == isa
             figure = f"{sum(map(len, expected))} tokens {'equal' if equal else 'NOT equal'} to Transformers'"
             figure += f"; logprobs at most {apart:.1e} from the portable ones here"
@@ -217,7 +253,9 @@ def advice() -> Iterator[Line]:
         found = re.search(r"`([^`]* -m pip install [^`]*)`", said)
         advised = found[1] if found else "nothing"
         yield Line(
-            "without a compiler: kernels absent, and doctor says what to do", advised, found is not None
+            "without a compiler: kernels absent, and doctor says what to do",
+            advised,
+            found is not None,
         )
         if found is None:
             return
@@ -243,7 +281,9 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What this part takes on the command line."""
-    parser.add_argument("--install", nargs="*", choices=PARTS, help="these trials alone (default: all)")
+    parser.add_argument(
+        "--install", nargs="*", choices=PARTS, help="these trials alone (default: all)"
+    )
 
 
 if __name__ == "__main__":

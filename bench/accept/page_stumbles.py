@@ -56,16 +56,22 @@ class Sent:
 
 TYPED = (
     Typed(
-        "run smollm2", "the list of all commands, then: no such command: run smollm2", "pageturner chat MODEL"
+        "run smollm2",
+        "the list of all commands, then: no such command: run smollm2",
+        "pageturner chat MODEL",
     ),
     Typed("ls", "the list of all commands, then: no such command: ls", "pageturner list"),
     Typed("ps", "the list of all commands, then: no such command: ps", "/v1/models"),
-    Typed("run-batch -i in.jsonl", "the list of all commands", "pageturner batch IN.jsonl OUT.jsonl"),
+    Typed(
+        "run-batch -i in.jsonl", "the list of all commands", "pageturner batch IN.jsonl OUT.jsonl"
+    ),
     Typed("bench throughput", "the list of bench's commands", "pageturner bench engine"),
     Typed("-v", "the list of all commands, exit 2", "pageturner [0-9]", 0),
     Typed("serve ''", "model '' is a folder without config.json", "is no name; give the path", 1),
     Typed(
-        "simulate load.jsonl --rate 2", "unrecognized arguments: load.jsonl", "given as --trace load.jsonl"
+        "simulate load.jsonl --rate 2",
+        "unrecognized arguments: load.jsonl",
+        "given as --trace load.jsonl",
     ),
     Typed(
         "simulate --trace nofile --model examples/llama-3.1-8b.json --gpu H100",
@@ -99,17 +105,36 @@ SENT = (
         "did you mean max_tokens\\?",
         400,
     ),
-    Sent(COMPLETIONS, {"prompt": "a", "temprature": 0}, "200, ignored", "did you mean temperature\\?", 400),
+    Sent(
+        COMPLETIONS,
+        {"prompt": "a", "temprature": 0},
+        "200, ignored",
+        "did you mean temperature\\?",
+        400,
+    ),
     Sent(COMPLETIONS, {"prompt": "a", "topP": 0.5}, "200, ignored", "did you mean top_p\\?", 400),
     Sent(COMPLETIONS, {"prompt": "a", "max_tokens": 1, "models": ["x"]}, "200", '"text"', 200),
-    Sent("/chat/completions", {}, "did you mean ..., and 60 paths", f"did you mean {CHAT}\\? \\(/docs", 404),
-    Sent("/completion", {"prompt": "a"}, "the same", f"did you mean {COMPLETIONS}\\? \\(/docs", 404),
+    Sent(
+        "/chat/completions",
+        {},
+        "did you mean ..., and 60 paths",
+        f"did you mean {CHAT}\\? \\(/docs",
+        404,
+    ),
+    Sent(
+        "/completion", {"prompt": "a"}, "the same", f"did you mean {COMPLETIONS}\\? \\(/docs", 404
+    ),
 )
 
 
 def command(words: str) -> list[str]:
     """As a shell has it, where only '' is quoted."""
-    return [sys.executable, "-m", "pageturner", *("" if word == "''" else word for word in words.split())]
+    return [
+        sys.executable,
+        "-m",
+        "pageturner",
+        *("" if word == "''" else word for word in words.split()),
+    ]
 
 
 def _line(what: str, before: str, said: str, passed: bool) -> Line:
@@ -135,7 +160,9 @@ def sent(url: str, one: Sent) -> Line:
     except urllib.error.HTTPError as error:
         status, said = error.code, error.read().decode()
     passed = status == one.status and re.search(one.now, said) is not None
-    return _line(f"POST {one.path} {json.dumps(one.fields)}", one.before, f"{status} {said}", passed)
+    return _line(
+        f"POST {one.path} {json.dumps(one.fields)}", one.before, f"{status} {said}", passed
+    )
 
 
 def served() -> Iterator[Line]:
@@ -151,13 +178,17 @@ def served() -> Iterator[Line]:
                 yield sent(url, one)
             with urllib.request.urlopen(f"{url}/slots", timeout=60) as answer:
                 busy = sum(slot["is_processing"] for slot in json.load(answer))
-            yield Line("GET /slots while nothing runs", f"before: 1 busy; now: {busy} busy", busy == 0)
+            yield Line(
+                "GET /slots while nothing runs", f"before: 1 busy; now: {busy} busy", busy == 0
+            )
         finally:
             signal_group(process)
         log.seek(0)
         lines = log.read().splitlines()
     first = lines[0] if lines else ""
-    yield _line("serve MODEL, its first line", "nothing until it was ready", first, "loading" in first)
+    yield _line(
+        "serve MODEL, its first line", "nothing until it was ready", first, "loading" in first
+    )
     lost = [line for line in lines if "is lost" in line]
     told = "; ".join([*lines[-1:], *lost])
     before = "stopped ..., then: ERROR engine process 1 is lost"
@@ -183,9 +214,13 @@ def batch_again() -> Line:
         source.write_text(json.dumps(line) + "\n")
         words = command(f"batch {source} {out} --model {TINY} --kv-cache-memory 64M")
         first, again = (
-            subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300) for _ in range(2)
+            subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
+            for _ in range(2)
         )
-    passed = (first.returncode, again.returncode) == (0, 0) and "has the answers already" in again.stderr
+    passed = (first.returncode, again.returncode) == (
+        0,
+        0,
+    ) and "has the answers already" in again.stderr
     said = again.stderr.replace(folder, "")
     return _line("batch, again with the same files", "exit 2: OUT is there already", said, passed)
 

@@ -34,7 +34,11 @@ SCRAPED = {"job", "instance"}  # labels that Prometheus gives
 BY = re.compile(r"\b(?:by|without)\s*\(([^)]*)\)")
 REQUESTS = 4
 MODEL = ROOT / "tests" / "goldens" / "tiny_llama.gguf"
-CLIENTS, EACH, TOKENS = 4, 50, 32  # of a round of the cost: clients, requests of each, tokens of one
+CLIENTS, EACH, TOKENS = (
+    4,
+    50,
+    32,
+)  # of a round of the cost: clients, requests of each, tokens of one
 SCRAPES = 50
 GROWING = ("_bucket", "_sum", "_count", "_total")
 # what is 0 where nothing of the kind is served, in vLLM too: images, tiers below the KV cache, KV of others
@@ -64,16 +68,26 @@ def samples(text: str) -> Samples:
 
 def missing(query: str, found: Samples) -> list[str]:
     """What this query asks for and does not get."""
-    labels = {label.strip() for group in BY.findall(query) for label in group.split(",") if label.strip()}
+    labels = {
+        label.strip() for group in BY.findall(query) for label in group.split(",") if label.strip()
+    }
     lacks = []
     for name, selector in METRIC.findall(query):
         of, wanted = found.get(name, []), SELECTED.findall(selector)
         needed = (labels | {label for label, _, _ in wanted}) - SCRAPED
         exactly = {label: value for label, how, value in wanted if how == "=" and "$" not in value}
-        fits = [value for own, value in of if own.keys() >= needed and own.items() >= exactly.items()]
-        if not fits and exactly != {"status": "5xx"}:  # a status that never was is no series, as everywhere
+        fits = [
+            value for own, value in of if own.keys() >= needed and own.items() >= exactly.items()
+        ]
+        if not fits and exactly != {
+            "status": "5xx"
+        }:  # a status that never was is no series, as everywhere
             lacks.append(f"{name} {sorted(needed)} {exactly or ''}" if of else name)
-        elif name.endswith(GROWING) and not any(value for _, value in of) and not name.startswith(IDLE):
+        elif (
+            name.endswith(GROWING)
+            and not any(value for _, value in of)
+            and not name.startswith(IDLE)
+        ):
             lacks.append(f"{name} is 0")
     return lacks
 
@@ -95,7 +109,9 @@ def scrape(url: str) -> str:
 def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     """One for each panel, and what watching costs."""
     paths = [
-        path for path in (arguments.grafana_json or os.environ.get(VARIABLE) or "").split(os.pathsep) if path
+        path
+        for path in (arguments.grafana_json or os.environ.get(VARIABLE) or "").split(os.pathsep)
+        if path
     ]
     with harness.server(model=str(MODEL)) as server:
         for _ in range(REQUESTS):  # so that everything has been counted once
@@ -136,11 +152,16 @@ def cost(rounds: int) -> Iterator[Line]:
     threading.Thread(target=sink.serve_forever, daemon=True).start()
     traced = ("--otlp-traces-endpoint", f"http://127.0.0.1:{sink.server_address[1]}")
     try:
-        with harness.server(model=str(MODEL)) as plain, harness.server(*traced, model=str(MODEL)) as tracing:
+        with (
+            harness.server(model=str(MODEL)) as plain,
+            harness.server(*traced, model=str(MODEL)) as tracing,
+        ):
             for server in (plain, tracing):
                 spent(server, 0)
             yield Line(
-                "one scrape of /metrics", f"{1000 * per_scrape(plain):.2f} ms of the API process", None
+                "one scrape of /metrics",
+                f"{1000 * per_scrape(plain):.2f} ms of the API process",
+                None,
             )
             arms = {"alone": [], "scraped": [], "traced": []}  # type: dict[str, list[tuple[float, float]]]
             for number in range(1, rounds + 1):
@@ -152,15 +173,18 @@ def cost(rounds: int) -> Iterator[Line]:
     finally:
         sink.shutdown()
         sink.server_close()
-    for arm, what in (("scraped", "metrics scraped each second"), ("traced", "traces of each request")):
+    for arm, what in (
+        ("scraped", "metrics scraped each second"),
+        ("traced", "traces of each request"),
+    ):
         for which, process in enumerate(("API process", "engine")):
-            pairs = [(one[which], two[which]) for one, two in zip(arms["alone"], arms[arm], strict=True)]
+            pairs = [
+                (one[which], two[which]) for one, two in zip(arms["alone"], arms[arm], strict=True)
+            ]
             more = harness.median([1e6 * (two - one) for one, two in pairs])
             ratio = harness.median([two / one for one, two in pairs])
             base = harness.median([1e6 * one for one, _ in pairs])
-            said = (
-                f"{more:+.0f} us a request of {TOKENS} tokens ({100 * (ratio - 1):+.1f} % of {base:.0f} us)"
-            )
+            said = f"{more:+.0f} us a request of {TOKENS} tokens ({100 * (ratio - 1):+.1f} % of {base:.0f} us)"
             yield Line(f"{what}: {process}", f"{said}, median of {rounds} pairs", None)
 
 
@@ -214,9 +238,12 @@ def scraping(url: str) -> Iterator[None]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What this part takes on the command line."""
     parser.add_argument(
-        "--grafana-json", help=f"the dashboard, or several with {os.pathsep!r} between (default: ${VARIABLE})"
+        "--grafana-json",
+        help=f"the dashboard, or several with {os.pathsep!r} between (default: ${VARIABLE})",
     )
-    parser.add_argument("--watch-rounds", type=int, default=6, help="pairs of the cost of being watched")
+    parser.add_argument(
+        "--watch-rounds", type=int, default=6, help="pairs of the cost of being watched"
+    )
 
 
 if __name__ == "__main__":

@@ -49,9 +49,14 @@ def check(name: str, module: ModuleType | None, arguments: argparse.Namespace) -
 
 def main(script: str, names: Sequence[str], about: str | None) -> int:
     """Run the parts that the command line asks for. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog=f"make accept NAME={script}", description=about,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("--only", nargs="*", choices=names, default=names, help="run these parts alone")
+    parser = argparse.ArgumentParser(
+        prog=f"make accept NAME={script}",
+        description=about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--only", nargs="*", choices=names, default=names, help="run these parts alone"
+    )
     chosen, given = parser.parse_known_args()
     checks, unknown = {}, given
     for name in chosen.only:

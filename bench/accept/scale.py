@@ -24,9 +24,18 @@ import sys
 import parts
 
 PARTS = (
-    "tiers", "events", "disaggregation", "mixed", "router", "proxies",
-    "ray", "tensor_parallel", "simulated", "planner", "bad",
-)  # fmt: skip
+    "tiers",
+    "events",
+    "disaggregation",
+    "mixed",
+    "router",
+    "proxies",
+    "ray",
+    "tensor_parallel",
+    "simulated",
+    "planner",
+    "bad",
+)
 
 if __name__ == "__main__":
     sys.exit(parts.main("scale", PARTS, __doc__))

@@ -18,13 +18,22 @@ from harness import Line, pytest_line  # noqa: E402
 
 LINK, TIERS = "tests/engine/test_prefill_elsewhere.py", "tests/engine/test_kv_tiers.py"
 SHOWN = {
-    "peers of another model, version, type or key are refused by name": (LINK, "fit or differs or no_key"),
+    "peers of another model, version, type or key are refused by name": (
+        LINK,
+        "fit or differs or no_key",
+    ),
     "a hostile peer at the port, silent peers, changed bytes": (
         LINK,
         "hostile or says_nothing or changed_byte",
     ),
-    "a disk that is full, or may only be read": (TIERS, "full_disk or may_only_be_read or without_the_file"),
-    "a file of another build or model, or damaged at random": (TIERS, "cannot_be_used or damage or flipped"),
+    "a disk that is full, or may only be read": (
+        TIERS,
+        "full_disk or may_only_be_read or without_the_file",
+    ),
+    "a file of another build or model, or damaged at random": (
+        TIERS,
+        "cannot_be_used or damage or flipped",
+    ),
     "settings that cannot be": (f"{LINK} {TIERS} tests/engine/test_kv_events.py", "cannot_be"),
     "replicas that send what none should": ("tests/server/test_hostile_replicas.py", ""),
 }

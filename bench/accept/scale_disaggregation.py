@@ -49,10 +49,14 @@ def engine(model: str, port: int = 0) -> LoadedEngine:
     there = {"prefill_from": f"127.0.0.1:{port}", "role": "decode"} if port else {}
     return make_engine(
         EngineConfig(
-            model=model, threads=1, block_size=16, kv_cache_memory=64 << 20,
-            max_num_batched_tokens=64, **there,
+            model=model,
+            threads=1,
+            block_size=16,
+            kv_cache_memory=64 << 20,
+            max_num_batched_tokens=64,
+            **there,
         )
-    )  # fmt: skip
+    )
 
 
 def prompt(number: int, vocab: int) -> tuple[int, ...]:
@@ -66,7 +70,11 @@ def answer(built: LoadedEngine, number: int) -> list[int]:
     while built.engine.has_work:
         events += built.engine.step()
         time.sleep(0 if built.engine.scheduler.has_work else 0.001)
-    return [] if any(one.failure for one in events) else [token for one in events for token in one.tokens]
+    return (
+        []
+        if any(one.failure for one in events)
+        else [token for one in events for token in one.tokens]
+    )
 
 
 @contextmanager
@@ -116,16 +124,23 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
         here = engine(model, port)
         same = sum(answer(here, number) == want[number] for number in range(times))
         stats = here.engine.stats()
-        megabytes, found = stats["kv_received_bytes"] / 1e6, stats["cached_tokens"] / (times * PROMPT)
+        megabytes, found = (
+            stats["kv_received_bytes"] / 1e6,
+            stats["cached_tokens"] / (times * PROMPT),
+        )
         told = f"{same} of {times} equal; {found:.1%} of their tokens came, {megabytes:.1f} MB"
-        yield Line("answers are bit for bit those of one engine alone", told, same == times and found > 0.9)
+        yield Line(
+            "answers are bit for bit those of one engine alone", told, same == times and found > 0.9
+        )
         whole = int(stats["kv_received_bytes"] / times)
         same = cut = 0
         for number in range(times):
             here = engine(model, relay(port, dice.randrange(whole)))
             same += answer(here, number) == want[number]
             cut += here.engine.stats()["prefill_fallback_broken"] == 1
-        told = f"{times - same} changed or lost of {times}; {cut} links were cut before the last block"
+        told = (
+            f"{times - same} changed or lost of {times}; {cut} links were cut before the last block"
+        )
         yield Line("the link is cut at random", told, same == times and cut > times / 2)
     same = short = 0
     for number in range(times):

@@ -48,7 +48,9 @@ MOST_A_STEP = 200e-6  # seconds of a step that events may take at 64 sequences
 def step_seconds(address: str, rounds: int) -> float:
     """Median seconds of a step of 64 sequences."""
     params = SamplingParams(temperature=0.0, max_tokens=120, stop_ids=())
-    config = EngineConfig(backend="null", kv_events=address, max_num_seqs=64, max_num_batched_tokens=2048)
+    config = EngineConfig(
+        backend="null", kv_events=address, max_num_seqs=64, max_num_batched_tokens=2048
+    )
     engine, times = make_engine(config).engine, []
     for number in range(rounds):
         for n in range(64):
@@ -65,8 +67,11 @@ def step_lines() -> Iterator[Line]:
     more = harness.median([b - a for a, b in pairs])
     alone = harness.median([a for a, _ in pairs])
     figure = f"{more * 1e6:+.0f} us beside {alone * 1e6:.0f} us without a model (median of 5 pairs)"
-    yield Line(f"a step of 64 sequences with events: at most {MOST_A_STEP * 1e6:.0f} us more", figure,
-               more <= MOST_A_STEP)  # fmt: skip
+    yield Line(
+        f"a step of 64 sequences with events: at most {MOST_A_STEP * 1e6:.0f} us more",
+        figure,
+        more <= MOST_A_STEP,
+    )
 
 
 # -- smg -----------------------------------------------------------------------------------------------------
@@ -74,8 +79,20 @@ def step_lines() -> Iterator[Line]:
 def router(program: str, policy: str, urls: list[str]) -> Iterator[str]:
     """smg before these servers."""
     port, metrics = harness.free_port(), harness.free_port()
-    command = [program, "launch", "--host", "127.0.0.1", "--port", str(port), "--policy", policy,
-               "--prometheus-port", str(metrics), "--worker-urls", *urls]  # fmt: skip
+    command = [
+        program,
+        "launch",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--policy",
+        policy,
+        "--prometheus-port",
+        str(metrics),
+        "--worker-urls",
+        *urls,
+    ]
     with Path(os.devnull).open("wb") as nothing:
         process = subprocess.Popen(command, stdout=nothing, stderr=nothing)
     try:
@@ -105,7 +122,13 @@ def wait_workers(url: str, servers: int) -> None:
 
 def asked(url: str, prompt: Prompt, tokens: int = ANSWER) -> dict[str, Any]:
     """The answer of a completion."""
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    body = {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
     )
@@ -147,10 +170,21 @@ def converse(url: str, mark: str) -> Found:
 def smg_lines(program: str) -> Iterator[Line]:
     """smg's policies in turns, over servers that are fresh for each conversation's words."""
     with ExitStack() as stack:
-        flags = ("--served-model-name", "tiny", "--kv-cache-memory", "64M", "--threads", "1",
-                 "--block-size", str(BLOCK))  # fmt: skip
+        flags = (
+            "--served-model-name",
+            "tiny",
+            "--kv-cache-memory",
+            "64M",
+            "--threads",
+            "1",
+            "--block-size",
+            str(BLOCK),
+        )
         places = [Addresses() for _ in range(2)]
-        servers = [stack.enter_context(harness.server(*flags, *one.flags, model=str(TINY))) for one in places]
+        servers = [
+            stack.enter_context(harness.server(*flags, *one.flags, model=str(TINY)))
+            for one in places
+        ]
         listening = [Subscriber(one.events, one.replay) for one in places]
         for one in listening:
             stack.callback(one.close)
@@ -167,8 +201,11 @@ def smg_lines(program: str) -> Iterator[Line]:
         what = f"later turns that smg, cache-aware, sent where their talk is held ({TALKS} talks of {TURNS})"
         yield Line(what, figure, aware.held / aware.later > turns.held / turns.later)
         figure = f"{aware.cached / aware.prompt:.1%}, {turns.cached / turns.prompt:.1%} with its round robin"
-        yield Line("prompt tokens found through smg, cache-aware, two servers", figure,
-                   aware.cached / aware.prompt > turns.cached / turns.prompt)  # fmt: skip
+        yield Line(
+            "prompt tokens found through smg, cache-aware, two servers",
+            figure,
+            aware.cached / aware.prompt > turns.cached / turns.prompt,
+        )
         told, well = [], True
         for one, server in zip(listening, servers, strict=True):
             one.listen()
@@ -191,13 +228,26 @@ def subscriber_lines() -> Iterator[Line]:
     """A client that comes late and loses what comes in the middle; then what its index says of each prompt
     beside what the server finds, in a cache that has no room for all of them."""
     place, rng = Addresses(), random.Random(5)
-    flags = ("--served-model-name", "tiny", "--threads", "1", "--block-size", str(BLOCK), *place.flags,
-             "--kv-cache-memory", SMALL, "--max-model-len", "256")  # fmt: skip
+    flags = (
+        "--served-model-name",
+        "tiny",
+        "--threads",
+        "1",
+        "--block-size",
+        str(BLOCK),
+        *place.flags,
+        "--kv-cache-memory",
+        SMALL,
+        "--max-model-len",
+        "256",
+    )
     stems = [[rng.randrange(200) for _ in range(BLOCK * 4)] for _ in range(6)]
 
     def prompt() -> list[int]:
         stem = rng.choice(stems)
-        return stem[: rng.randrange(1, len(stem))] + [rng.randrange(200) for _ in range(rng.randrange(1, 40))]
+        return stem[: rng.randrange(1, len(stem))] + [
+            rng.randrange(200) for _ in range(rng.randrange(1, 40))
+        ]
 
     with harness.server(*flags, model=str(TINY)) as server:
         for _ in range(20):
@@ -224,10 +274,15 @@ def subscriber_lines() -> Iterator[Line]:
                 f" {client.replayed - late} after a gap"
             )
             what = "a subscriber with vLLM's types that came late and lost batches has every one, in order"
-            yield Line(what, figure, kv_subscriber.whole(client) and late > 0 and client.replayed > late)
+            yield Line(
+                what, figure, kv_subscriber.whole(client) and late > 0 and client.replayed > late
+            )
             figure = f"{equal} of {PROMPTS} prompts, {client.index.removed} blocks were evicted meanwhile"
-            yield Line("its index says of each prompt how much the server finds", figure,
-                       equal == PROMPTS and client.index.removed > 0)  # fmt: skip
+            yield Line(
+                "its index says of each prompt how much the server finds",
+                figure,
+                equal == PROMPTS and client.index.removed > 0,
+            )
         finally:
             client.close()
 

@@ -37,14 +37,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of this part of the acceptance."""
     parser.add_argument("--mixed-model", default="smollm2")
     parser.add_argument("--mixed-prompts", type=int, default=60, help="requests of a run")
-    parser.add_argument("--mixed-rate", type=float, default=0.0, help="of the trace's; 0: what is in time")
+    parser.add_argument(
+        "--mixed-rate", type=float, default=0.0, help="of the trace's; 0: what is in time"
+    )
     parser.add_argument("--mixed-rounds", type=int, default=2, help="runs of each")
 
 
 def load_flags(prompts: int, *rates: float) -> list[str]:
-    return ["--trace", str(TRACE), "--num-prompts", str(prompts),
-            "--rate-scale", ",".join(f"{rate:g}" for rate in rates),
-            "--length-scale", "0.25", "--cap", "64"]  # fmt: skip
+    return [
+        "--trace",
+        str(TRACE),
+        "--num-prompts",
+        str(prompts),
+        "--rate-scale",
+        ",".join(f"{rate:g}" for rate in rates),
+        "--length-scale",
+        "0.25",
+        "--cap",
+        "64",
+    ]
 
 
 def lines(arguments: argparse.Namespace) -> Iterator[Line]:
@@ -59,18 +70,23 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     listen = f"127.0.0.1:{harness.free_port()}"
     engines = {
         CHUNKED: ((), ()),
-        APART: (("--role", "prefill", "--prefill-listen", listen),
-                ("--role", "decode", "--prefill-from", listen, "--prefill-tokens", LEAST)),
-    }  # fmt: skip
+        APART: (
+            ("--role", "prefill", "--prefill-listen", listen),
+            ("--role", "decode", "--prefill-from", listen, "--prefill-tokens", LEAST),
+        ),
+    }
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in CLUSTERS}
     with tempfile.TemporaryDirectory() as folder:
         where = Path(folder)
         calibration = calibrated(model, cores, where)
         if not rate:
             tried = [
-                simulated(calibration, load_flags(prompts, *RATES), flags) for flags in CLUSTERS.values()
+                simulated(calibration, load_flags(prompts, *RATES), flags)
+                for flags in CLUSTERS.values()
             ]
-            shares = [min(run["goodput_share"] for run in runs) for runs in zip(*tried, strict=True)]
+            shares = [
+                min(run["goodput_share"] for run in runs) for runs in zip(*tried, strict=True)
+            ]
             in_time = [one for one, share in zip(RATES, shares, strict=True) if share >= IN_TIME]
             rate = max(in_time, default=RATES[0])
         load = load_flags(prompts, rate)
@@ -83,7 +99,12 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
         said = told[name]
         p50, p99, gap, first = (
             harness.median([run[what][share] for run in runs])
-            for what, share in (("tpot_ms", "p50"), ("tpot_ms", "p99"), ("itl_ms", "p99"), ("ttft_ms", "p50"))
+            for what, share in (
+                ("tpot_ms", "p50"),
+                ("tpot_ms", "p99"),
+                ("itl_ms", "p99"),
+                ("ttft_ms", "p50"),
+            )
         )
         times[name] = p99
         each = ", ".join(f"{run['tpot_ms']['p99']:.0f}" for run in runs)
@@ -99,8 +120,11 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
         for one in ({name: run["tpot_ms"]["p99"] for name, run in told.items()}, times)
     )
     figure = f"{said:.2f} of chunked's simulated, {was:.2f} measured"
-    yield Line("TPOT p99 with prompts elsewhere: the simulator knew which is better", figure,
-               (said < 1) == (was < 1))  # fmt: skip
+    yield Line(
+        "TPOT p99 with prompts elsewhere: the simulator knew which is better",
+        figure,
+        (said < 1) == (was < 1),
+    )
 
 
 if __name__ == "__main__":

@@ -38,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of this part of the acceptance."""
     parser.add_argument("--planner-model", default="smollm2")
     parser.add_argument("--planner-prompts", type=int, default=120, help="requests of the load")
-    parser.add_argument("--planner-rate", type=float, default=0.0, help="of the trace's; 0: what is in time")
+    parser.add_argument(
+        "--planner-rate", type=float, default=0.0, help="of the trace's; 0: what is in time"
+    )
 
 
 def start(log: Path, core: int | None, *words: str) -> subprocess.Popen[bytes]:
@@ -71,19 +73,42 @@ def calibrated(model: str, cores: Sequence[int], where: Path) -> Path:
     files = [where / f"calibration{core}.json" for core in cores]
     logs = [where / f"calibrate{core}" for core in cores]
     running = [
-        start(log, core, "calibrate", model, "--threads", "1", "--num-prompts", "48", "--input-len", "100",
-              "--output-len", "24", "--output", str(file))
+        start(
+            log,
+            core,
+            "calibrate",
+            model,
+            "--threads",
+            "1",
+            "--num-prompts",
+            "48",
+            "--input-len",
+            "100",
+            "--output-len",
+            "24",
+            "--output",
+            str(file),
+        )
         for log, core, file in zip(logs, cores, files, strict=True)
-    ]  # fmt: skip
+    ]
     for process, log in zip(running, logs, strict=True):
         done(process, log)
     return files[0]
 
 
 def load_flags(prompts: int, *rates: float) -> list[str]:
-    return ["--trace", str(TRACE), "--num-prompts", str(prompts),
-            "--rate-scale", ",".join(f"{rate:g}" for rate in rates),
-            "--length-scale", "0.1", "--cap", "128"]  # fmt: skip
+    return [
+        "--trace",
+        str(TRACE),
+        "--num-prompts",
+        str(prompts),
+        "--rate-scale",
+        ",".join(f"{rate:g}" for rate in rates),
+        "--length-scale",
+        "0.1",
+        "--cap",
+        "128",
+    ]
 
 
 def simulated(
@@ -93,8 +118,21 @@ def simulated(
     output = calibration.with_name("simulated.json")
     targets = ["--ttft-ms", str(TARGETS["ttft"]), "--tpot-ms", str(TARGETS["tpot"])]
     log = calibration.with_name("simulate")
-    done(start(log, None, "simulate", "--calibration", str(calibration), *engines, "--output", str(output),
-               *targets, *load), log)  # fmt: skip
+    done(
+        start(
+            log,
+            None,
+            "simulate",
+            "--calibration",
+            str(calibration),
+            *engines,
+            "--output",
+            str(output),
+            *targets,
+            *load,
+        ),
+        log,
+    )
     found: list[dict[str, Any]] = json.loads(output.read_text())["runs"]
     return found
 
@@ -111,8 +149,20 @@ def measured(
     *servers, door = [f"http://127.0.0.1:{port}" for port in ports]
     with ExitStack() as stack:
         for core, port, url, flags in zip(cores, ports, servers, engines, strict=False):
-            process = start(where / f"serve{core}", core, "serve", model, "--port", str(port), "--threads",
-                            "1", "--served-model-name", "m", "--developer", *flags)  # fmt: skip
+            process = start(
+                where / f"serve{core}",
+                core,
+                "serve",
+                model,
+                "--port",
+                str(port),
+                "--threads",
+                "1",
+                "--served-model-name",
+                "m",
+                "--developer",
+                *flags,
+            )
             stack.callback(harness.end, process)
             harness.wait_ready(url, process, 300)
         process = start(where / "route", None, "route", *servers, "--port", str(ports[-1]))
@@ -120,8 +170,24 @@ def measured(
         harness.wait_ready(door, process, 60)
         goodput = [f"{name}:{most}" for name, most in TARGETS.items()]
         log = where / "bench"
-        done(start(log, None, "bench", "serve", "--base-url", door, "--model", "m", "--output", str(output),
-                   "--goodput", *goodput, *load), log)  # fmt: skip
+        done(
+            start(
+                log,
+                None,
+                "bench",
+                "serve",
+                "--base-url",
+                door,
+                "--model",
+                "m",
+                "--output",
+                str(output),
+                "--goodput",
+                *goodput,
+                *load,
+            ),
+            log,
+        )
     return dict(json.loads(output.read_text()))
 
 
@@ -132,13 +198,19 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
         raise NotRun("two cores are needed, one for each engine")
     if not TRACE.exists():
         raise NotRun(f"{TRACE.name} is not there")
-    model, prompts, rate = arguments.planner_model, arguments.planner_prompts, arguments.planner_rate
+    model, prompts, rate = (
+        arguments.planner_model,
+        arguments.planner_prompts,
+        arguments.planner_rate,
+    )
     with tempfile.TemporaryDirectory() as folder:
         where = Path(folder)
         calibration = calibrated(model, cores, where)
         if not rate:
             runs = zip(RATES, simulated(calibration, load_flags(prompts, *RATES)), strict=True)
-            rate = max((one for one, run in runs if run["goodput_share"] >= IN_TIME), default=RATES[0])
+            rate = max(
+                (one for one, run in runs if run["goodput_share"] >= IN_TIME), default=RATES[0]
+            )
         before = os.getloadavg()[0]
         load = load_flags(prompts, rate)
         found = measured(model, cores, load, where)
@@ -157,7 +229,9 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
         f" {later['tpot_ms']['p50']:.0f} ms, {later['goodput_share']:.1%}"
     )
     yield Line(
-        "simulated from a calibration behind the load: how far the machine itself drifted", drift, None
+        "simulated from a calibration behind the load: how far the machine itself drifted",
+        drift,
+        None,
     )
     pairs = {
         "goodput": (told["goodput_per_s"], found["goodput"]["requests_per_s"]),
@@ -167,8 +241,11 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     for name, (said, was) in pairs.items():
         off = said / was - 1 if was else float("inf")
         figure = f"{said:,.2f} simulated, {was:,.2f} measured: {off:+.1%}"
-        yield Line(f"planner against reality: {name} within {BOUNDS[name]:.0%}", figure,
-                   abs(off) <= BOUNDS[name])  # fmt: skip
+        yield Line(
+            f"planner against reality: {name} within {BOUNDS[name]:.0%}",
+            figure,
+            abs(off) <= BOUNDS[name],
+        )
 
 
 if __name__ == "__main__":

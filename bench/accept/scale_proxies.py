@@ -46,7 +46,10 @@ def commands(
     """By name: port and command of each proxy that is there."""
     urls, found = [one.url for one in fleet], dict[str, tuple[int, list[str]]]()
     port = harness.free_port()
-    found["pageturner"] = port, [sys.executable, "-m", "pageturner", "route", *urls, "--port", str(port)]
+    found["pageturner"] = (
+        port,
+        [sys.executable, "-m", "pageturner", "route", *urls, "--port", str(port)],
+    )
     if shutil.which(arguments.nginx):
         port = harness.free_port()
         servers = " ".join(f"server 127.0.0.1:{one.port};" for one in fleet)
@@ -55,7 +58,14 @@ def commands(
     if shutil.which(arguments.smg):
         port = harness.free_port()
         smg = [arguments.smg, "launch", "--worker-urls", *urls, "--policy", "cache_aware"]
-        smg += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(harness.free_port())]
+        smg += [
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--prometheus-port",
+            str(harness.free_port()),
+        ]
         found["smg"] = port, smg
     return found
 

@@ -41,7 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ray-streams", type=int, default=16)
     parser.add_argument("--ray-model", default=str(TINY))
     parser.add_argument("--ray-tokens", type=int, default=700, help="of each stream")
-    parser.add_argument("--ray-requests", type=int, default=100, help="for what Serve adds to a first byte")
+    parser.add_argument(
+        "--ray-requests", type=int, default=100, help="for what Serve adds to a first byte"
+    )
     parser.add_argument("--ray-patience", type=float, default=300.0, help="seconds for each change")
 
 
@@ -61,21 +63,39 @@ class Cluster:
 
     def start(self) -> None:
         command = [
-            sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--num-cpus=2",
-            f"--port={self.gcs}", "--object-store-memory=104857600", "--include-dashboard=false",
-            "--disable-usage-stats", f"--temp-dir={self.folder}/ray",
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "ray.scripts.scripts",
+            "start",
+            "--head",
+            "--num-cpus=2",
+            f"--port={self.gcs}",
+            "--object-store-memory=104857600",
+            "--include-dashboard=false",
+            "--disable-usage-stats",
+            f"--temp-dir={self.folder}/ray",
+        ]
         self._run(command)
 
     def deploy(self, replicas: int | list[int], **engine: Any) -> None:
         """Start the application, or change it: until it is as it should be."""
-        engine = {"threads": 1, "kv_cache_memory": 1 << 26 if self.model == str(TINY) else 1 << 28} | engine
+        engine = {
+            "threads": 1,
+            "kv_cache_memory": 1 << 26 if self.model == str(TINY) else 1 << 28,
+        } | engine
         lines = [
-            f"port = {self.port}", "[router]", "move_timeout = 60.0", "[models.m]",
-            f"model = {json.dumps(self.model)}", f"replicas = {replicas}", "cpus = 0.5",
-            "upscale_delay = 2.0", "downscale_delay = 5.0", "[models.m.engine]",
+            f"port = {self.port}",
+            "[router]",
+            "move_timeout = 60.0",
+            "[models.m]",
+            f"model = {json.dumps(self.model)}",
+            f"replicas = {replicas}",
+            "cpus = 0.5",
+            "upscale_delay = 2.0",
+            "downscale_delay = 5.0",
+            "[models.m.engine]",
             *(f"{key} = {value}" for key, value in engine.items()),
-        ]  # fmt: skip
+        ]
         path = self.folder / "app.toml"
         path.write_text("\n".join(lines) + "\n")
         address = f"127.0.0.1:{self.gcs}"
@@ -84,11 +104,18 @@ class Cluster:
 
     def _run(self, command: list[str]) -> None:
         done = subprocess.run(
-            command, env=self.environment, cwd=self.folder, capture_output=True, text=True,
-            timeout=self.patience, check=False,
-        )  # fmt: skip
+            command,
+            env=self.environment,
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=self.patience,
+            check=False,
+        )
         if done.returncode:
-            raise RuntimeError(f"{' '.join(command[2:5])}: {done.stdout[-1000:]}{done.stderr[-2000:]}")
+            raise RuntimeError(
+                f"{' '.join(command[2:5])}: {done.stdout[-1000:]}{done.stderr[-2000:]}"
+            )
 
     def processes(self) -> list[int]:
         """All that were started for this cluster, and none of another one."""
@@ -180,23 +207,34 @@ def _jobs(count: int, tokens: int) -> list[Job]:
     words = ("lamp", "river", "train")
     common = {"stream": True, "ignore_eos": True, "max_tokens": tokens}
     return [
-        (PATH, {"prompt": f"Story number {i} begins with a {words[i % 3]}", "seed": i,
-                "temperature": 0.9 if i % 2 else 0, **common})
+        (
+            PATH,
+            {
+                "prompt": f"Story number {i} begins with a {words[i % 3]}",
+                "seed": i,
+                "temperature": 0.9 if i % 2 else 0,
+                **common,
+            },
+        )
         for i in range(count)
-    ]  # fmt: skip
+    ]
 
 
 def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     """Kills, scaling, an upgrade, and what Serve costs."""
     if importlib.util.find_spec("ray") is None or importlib.util.find_spec("ray.serve") is None:
         raise NotRun("Ray is not installed: pip install 'pageturner[ray]'")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else the cluster would outlive this script
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # else the cluster would outlive this script
     n = arguments.ray_streams
     jobs = _jobs(n, arguments.ray_tokens)
     with ExitStack() as stack:
         # a short path: sockets of Ray are below it
         folder = Path(
-            stack.enter_context(tempfile.TemporaryDirectory(prefix="pt", ignore_cleanup_errors=True))
+            stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="pt", ignore_cleanup_errors=True)
+            )
         )
         cluster = Cluster(folder, arguments.ray_model, arguments.ray_patience)
         stack.callback(cluster.end)
@@ -205,7 +243,9 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
         cluster.deploy(2)
         cluster.wait_replicas(2)
         yield Line(
-            "a cluster and an application with two replicas", f"{time.monotonic() - begin:.0f} s", None
+            "a cluster and an application with two replicas",
+            f"{time.monotonic() - begin:.0f} s",
+            None,
         )
         with concurrent.futures.ThreadPoolExecutor(n) as pool:
             wanted = [text for text, _ in pool.map(lambda job: _text(cluster.url, job), jobs)]
@@ -222,7 +262,9 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
             up = cluster.wait_replicas(2)
             cluster.deploy(1, max_num_seqs=24)
             down = cluster.wait_replicas(1)
-        yield load.line("2 to 1 to 2 to 1 replicas by hand", f"; seen after {up:.1f} and {down:.1f} s")
+        yield load.line(
+            "2 to 1 to 2 to 1 replicas by hand", f"; seen after {up:.1f} and {down:.1f} s"
+        )
         yield _by_goodput(cluster, jobs, wanted)
 
 
@@ -251,7 +293,9 @@ def _kills(
     moved = metric(cluster.url, "pageturner:router_moved_total") - before
     figure = f"{rounds} times under {len(jobs)} streams: {lost} lost, {changed} changed or repeated"
     return Line(
-        "kill -9 of one of two replicas", f"{figure}; {moved:.0f} moved", lost == changed == 0 and moved > 0
+        "kill -9 of one of two replicas",
+        f"{figure}; {moved:.0f} moved",
+        lost == changed == 0 and moved > 0,
     )
 
 
@@ -316,7 +360,9 @@ def _by_goodput(cluster: Cluster, jobs: list[Job], wanted: list[str]) -> Line:
         down = cluster.wait_replicas(1)  # the last minute's misses have to be forgotten first
     hard.count, hard.lost = hard.count + light.count, hard.lost + light.lost
     hard.changed += light.changed
-    return hard.line("1 to 2 to 1 replicas by goodput", f"; up after {up:.0f} s, down after {down:.0f} s")
+    return hard.line(
+        "1 to 2 to 1 replicas by goodput", f"; up after {up:.0f} s, down after {down:.0f} s"
+    )
 
 
 if __name__ == "__main__":

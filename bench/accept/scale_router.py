@@ -56,12 +56,24 @@ class Replica:
         template = harness.RESULTS / "template.jinja"
         template.parent.mkdir(parents=True, exist_ok=True)
         template.write_text(TEMPLATE)
-        command = [sys.executable, "-m", "pageturner", "serve", self.model, "--port", str(self.port)]
+        command = [
+            sys.executable,
+            "-m",
+            "pageturner",
+            "serve",
+            self.model,
+            "--port",
+            str(self.port),
+        ]
         command += ["--admin-key", KEY, "--served-model-name", "m"]
         if self.model == str(TINY):
             command += ["--chat-template", str(template)]
         self.process = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+            command,
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )
         harness.wait_ready(self.url, self.process, 180.0)
 
@@ -73,9 +85,11 @@ class Replica:
 
     def drain(self, on: bool) -> dict[str, Any]:
         asked = urllib.request.Request(
-            f"{self.url}/v1/admin/drain", json.dumps({"drain": on}).encode(), method="POST",
+            f"{self.url}/v1/admin/drain",
+            json.dumps({"drain": on}).encode(),
+            method="POST",
             headers={"authorization": f"Bearer {KEY}", "content-type": "application/json"},
-        )  # fmt: skip
+        )
         with urllib.request.urlopen(asked, timeout=30) as answer:
             found: dict[str, Any] = json.loads(answer.read())
             return found
@@ -154,9 +168,13 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
             wanted = [text for text, _, _ in pool.map(lambda job: stream(fleet[0].url, *job), jobs)]
             for what in ("kill -9", "drain"):
                 yield _rounds(what, arguments.router_rounds, fleet, url, jobs, wanted, pool)
-        pairs = [(stream(fleet[i % 3].url, *jobs[0])[2], stream(url, *jobs[0])[2]) for i in range(60)]
+        pairs = [
+            (stream(fleet[i % 3].url, *jobs[0])[2], stream(url, *jobs[0])[2]) for i in range(60)
+        ]
         direct, through = zip(*pairs, strict=True)
-        added = [1e3 * (statistics.quantiles(x, n=100)[q]) for q in (49, 98) for x in (through, direct)]
+        added = [
+            1e3 * (statistics.quantiles(x, n=100)[q]) for q in (49, 98) for x in (through, direct)
+        ]
         figure = f"p50 {added[0] - added[1]:+.1f} ms, p99 {added[2] - added[3]:+.1f} ms"
         yield Line("what the router adds to a first byte, one at a time", figure, None)
 

@@ -27,15 +27,41 @@ from harness import DATA, ROOT, Line  # noqa: E402
 from page_advise import MODEL  # noqa: E402
 
 TRACE = DATA / "traces" / "mooncake_conversation.jsonl.gz"
-LOAD = ("--trace", str(TRACE), "--rate-scale", "50", "--block-size", "256", "--goodput", "0.95",
-        "--ttft-ms", "5000", "--tpot-ms", "25", "--price-per-gpu-hour", "2.5")  # fmt: skip
+LOAD = (
+    "--trace",
+    str(TRACE),
+    "--rate-scale",
+    "50",
+    "--block-size",
+    "256",
+    "--goodput",
+    "0.95",
+    "--ttft-ms",
+    "5000",
+    "--tpot-ms",
+    "25",
+    "--price-per-gpu-hour",
+    "2.5",
+)
 CLUSTERS = {
     "chunked prefill on all": ("--replicas", "1000"),
     "700 compute prompts, 300 answer": ("--roles", "prefill=700,decode=300"),
     "200 GiB of host memory for KV": ("--replicas", "1000", "--kv-host-memory", "200G"),
 }
-FEW = ("--trace", str(TRACE), "--num-prompts", "3000", "--block-size", "256", "--goodput", "0.95",
-       "--ttft-ms", "5000", "--price-per-gpu-hour", "2.5")  # fmt: skip
+FEW = (
+    "--trace",
+    str(TRACE),
+    "--num-prompts",
+    "3000",
+    "--block-size",
+    "256",
+    "--goodput",
+    "0.95",
+    "--ttft-ms",
+    "5000",
+    "--price-per-gpu-hour",
+    "2.5",
+)
 TARGETS = (25, 50)  # ms a token
 FAILING = ("--replicas", "10", "--failures-per-hour", "20", "--tpot-ms", "25")
 SCALED = {
@@ -44,8 +70,18 @@ SCALED = {
     "4 to 16 replicas": ("--autoscale", "4,16"),  # of 256 places, of which prompts take a few
     "4 to 16 replicas of 8 places": ("--autoscale", "4,16", "--max-num-seqs", "8"),
 }
-MINUTE = ("--rate", "2000", "--num-prompts", "120000", "--replicas", "100000", "--block-size", "256",
-          "--placement", "round_robin")  # fmt: skip
+MINUTE = (
+    "--rate",
+    "2000",
+    "--num-prompts",
+    "120000",
+    "--replicas",
+    "100000",
+    "--block-size",
+    "256",
+    "--placement",
+    "round_robin",
+)
 MOST_MB = 16_384
 
 
@@ -54,8 +90,19 @@ def simulate(*flags: str) -> tuple[dict[str, Any], float, float, float]:
     with tempfile.TemporaryDirectory() as folder:
         model, output = Path(folder) / "config.json", Path(folder) / "run.json"
         model.write_text(json.dumps(MODEL))
-        command = [sys.executable, "-m", "pageturner", "simulate", "--model", str(model), "--gpu", "H100",
-                   "--output", str(output), *flags]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "pageturner",
+            "simulate",
+            "--model",
+            str(model),
+            "--gpu",
+            "H100",
+            "--output",
+            str(output),
+            *flags,
+        ]
         begin = monotonic()
         said = Path(folder) / "said"
         with said.open("wb") as file:
@@ -64,7 +111,9 @@ def simulate(*flags: str) -> tuple[dict[str, Any], float, float, float]:
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
             last = "\n".join(said.read_text(errors="replace").splitlines()[-3:])
-            raise RuntimeError(f"pageturner simulate {' '.join(flags)}: status {process.returncode}: {last}")
+            raise RuntimeError(
+                f"pageturner simulate {' '.join(flags)}: status {process.returncode}: {last}"
+            )
         (run,) = json.loads(output.read_text())["runs"]
     return run, monotonic() - begin, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
 
@@ -93,7 +142,9 @@ def searched() -> Iterator[Line]:
     for tpot in TARGETS:
         told = {}
         for name, flags in (("all alike", ()), ("some for prompts", ("--roles", "search"))):
-            run, _, cpu, _ = simulate(*FEW, "--gpus", "1", "--search", "--tpot-ms", str(tpot), *flags)
+            run, _, cpu, _ = simulate(
+                *FEW, "--gpus", "1", "--search", "--tpot-ms", str(tpot), *flags
+            )
             told[name] = run["gpus"], run["roles"], run["price_per_million"], cpu
         figure = "; ".join(
             f"{name}: {gpus} H100{f' ({roles})' if roles else ''}, {price:.2f} a million tokens ({cpu:.0f} s"
@@ -149,7 +200,9 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     else:
         yield Line("1,000 H100", f"{TRACE.name} is not there", None, run=False)
     run, wall, cpu, most = simulate(*MINUTE)
-    figure = f"{run['requests']:,} requests, {wall:.0f} s, {cpu:.0f} s of processors, {most:,.0f} MB"
+    figure = (
+        f"{run['requests']:,} requests, {wall:.0f} s, {cpu:.0f} s of processors, {most:,.0f} MB"
+    )
     what = f"100,000 replicas for a minute in at most {MOST_MB / 1024:.0f} GiB"
     yield Line(what, figure, most <= MOST_MB and run["requests"] == 120_000 and not run["refused"])
 

@@ -30,7 +30,12 @@ STAGES = "tests/engine/test_pipeline_parallel.py"
 LEAST = 0.9  # of the speed of one rank of two threads
 NEAR = 1e-2  # nats: between the two likeliest tokens, up to which either may come first
 SIZES = (1, 2, 4)
-PROMPTS = ("the old house by the sea", "def main(arguments):", "Once there was a king who", "1, 2, 3, 4,")
+PROMPTS = (
+    "the old house by the sea",
+    "def main(arguments):",
+    "Once there was a king who",
+    "1, 2, 3, 4,",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,9 +53,14 @@ def model_of(arguments: argparse.Namespace) -> str:
 
 def engine(model: str, ranks: int, threads: int, stages: int = 1, **settings: str) -> LLM:
     return LLM(
-        model, tensor_parallel_size=ranks, pipeline_parallel_size=stages, threads=threads,
-        kv_cache_memory=256 << 20, enable_prefix_caching=False, **settings,
-    )  # fmt: skip
+        model,
+        tensor_parallel_size=ranks,
+        pipeline_parallel_size=stages,
+        threads=threads,
+        kv_cache_memory=256 << 20,
+        enable_prefix_caching=False,
+        **settings,
+    )
 
 
 # -- tokens --------------------------------------------------------------------------------------------------
@@ -80,20 +90,21 @@ def token_lines(model: str) -> Iterator[Line]:
 
 def stage_token_lines(model: str) -> Iterator[Line]:
     """Tokens and all logprobs told, to the last bit."""
-    params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True, logprobs=5, prompt_logprobs=1)
+    params = SamplingParams(
+        temperature=0.0, max_tokens=32, ignore_eos=True, logprobs=5, prompt_logprobs=1
+    )
     told = {}
     for stages in SIZES:
         outputs = engine(model, 1, 2, stages).generate(list(PROMPTS), params)
         told[stages] = [
-            (one.outputs[0].token_ids, one.outputs[0].logprobs, one.prompt_logprobs) for one in outputs
+            (one.outputs[0].token_ids, one.outputs[0].logprobs, one.prompt_logprobs)
+            for one in outputs
         ]
     for stages in SIZES[1:]:
         pairs = list(zip(told[1], told[stages], strict=True))
         equal = sum(a == b for one, many in pairs for a, b in zip(one[0], many[0], strict=True))
         same = sum(one == many for one, many in pairs)
-        figure = (
-            f"{equal} of {32 * len(PROMPTS)} tokens; all logprobs equal in {same} of {len(PROMPTS)} answers"
-        )
+        figure = f"{equal} of {32 * len(PROMPTS)} tokens; all logprobs equal in {same} of {len(PROMPTS)} answers"
         yield Line(f"bits of {stages} stages are one process's", figure, same == len(PROMPTS))
 
 
@@ -140,7 +151,9 @@ def compared(one: LLM, two: LLM, pairs: int, who: str) -> Iterator[Line]:
 
 
 def lines(arguments: argparse.Namespace) -> Iterator[Line]:
-    yield pytest_line("tokens of 2 and 4 ranks, logits within 1e-4", TESTS, "-k", "one_rank or slices")
+    yield pytest_line(
+        "tokens of 2 and 4 ranks, logits within 1e-4", TESTS, "-k", "one_rank or slices"
+    )
     yield pytest_line("bits: runs, threads, alone and in a batch", TESTS, "-k", "bits")
     yield pytest_line("ranks killed under streams", TESTS, LOSS, "-m", "slow")
     yield pytest_line("ranks out of step, starts that fail", LOSS)
@@ -148,7 +161,9 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     yield pytest_line("stages: bits, adapters, engines, refusals", STAGES, "-m", "not slow")
     yield pytest_line("a stage killed under streams", STAGES, "-m", "slow")
     yield pytest_line("cores and memory by node", "tests/engine/test_numa.py")
-    yield pytest_line("what does not go with ranks", TESTS, "tests/models/test_shard.py", "-k", "refused")
+    yield pytest_line(
+        "what does not go with ranks", TESTS, "tests/models/test_shard.py", "-k", "refused"
+    )
     model = model_of(arguments)
     yield from token_lines(model)
     yield from stage_token_lines(model)

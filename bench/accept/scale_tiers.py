@@ -45,7 +45,11 @@ def engine(model: str, tokens: int, longest: int, **settings: Any) -> LoadedEngi
     blocks = max(tokens // BLOCK, longest // BLOCK + 1)
     given = {"kv_cache_memory": blocks * block_bytes(model), "kv_survival": False}
     config = EngineConfig(
-        model=model, block_size=BLOCK, max_num_seqs=TOGETHER, max_model_len=longest, **given | settings
+        model=model,
+        block_size=BLOCK,
+        max_num_seqs=TOGETHER,
+        max_model_len=longest,
+        **given | settings,
     )
     return make_engine(config)
 
@@ -101,7 +105,9 @@ def talk_lines(model: str, count: int, folder: Path) -> Iterator[Line]:
         "host memory": {"kv_host_memory": 4 << 30},
         "file": {"kv_file": str(folder / "talk"), "kv_file_size": 16 << 30},
     }
-    built = {name: engine(model, tokens, length + BLOCK, **settings) for name, settings in given.items()}
+    built = {
+        name: engine(model, tokens, length + BLOCK, **settings) for name, settings in given.items()
+    }
     talks = {name: Talk(count) for name in given}
     seconds: dict[str, list[float]] = {name: [] for name in given}
     for turn in range(TURNS):  # in turns: others use this machine too
@@ -113,18 +119,22 @@ def talk_lines(model: str, count: int, folder: Path) -> Iterator[Line]:
         share = stats["cached_tokens"] / talk.reusable
         passed = None if name == "no tiers" else share >= FOUND
         figure = f"{share:.1%} of {talk.reusable} tokens"
-        yield Line(f"{told}, {name}: reusable prefix tokens found, at least {FOUND:.0%}", figure, passed)
+        yield Line(
+            f"{told}, {name}: reusable prefix tokens found, at least {FOUND:.0%}", figure, passed
+        )
         if name != "no tiers":
             pairs = [a / b for a, b in zip(seconds["no tiers"], seconds[name], strict=True)][1:]
-            figure = (
-                f"{harness.median(pairs):.2f}x (turns 2 to {TURNS}: {min(pairs):.2f} to {max(pairs):.2f})"
-            )
+            figure = f"{harness.median(pairs):.2f}x (turns 2 to {TURNS}: {min(pairs):.2f} to {max(pairs):.2f})"
             yield Line(f"{told}, {name}: throughput against no tiers, pairs of turns", figure, None)
     equal = all(talk.texts == talks["no tiers"].texts for talk in talks.values())
     errors = sum(
-        one.engine.stats().get(f"kv_{tier}_errors", 0) for one in built.values() for tier in ("host", "file")
+        one.engine.stats().get(f"kv_{tier}_errors", 0)
+        for one in built.values()
+        for tier in ("host", "file")
     )
-    yield Line("bits equal with and without tiers", f"{equal}, {errors:.0f} errors", equal and not errors)
+    yield Line(
+        "bits equal with and without tiers", f"{equal}, {errors:.0f} errors", equal and not errors
+    )
     for one in built.values():
         one.engine.close()
 
@@ -143,15 +153,19 @@ def disk_lines(model: str, tokens: int, folder: Path) -> Iterator[Line]:
     second = engine(model, tokens + 64, tokens + 64, **settings)
     got, found = run(second, [Request(1, again, TOKENS_OF)])
     share, cached = found / recomputed, second.engine.stats()["cached_tokens"]
-    figure = (
-        f"{share:.1%}: {found:.2f} s, and {recomputed:.1f} s to prefill it again; {cached:.0f} tokens found"
-    )
+    figure = f"{share:.1%}: {found:.2f} s, and {recomputed:.1f} s to prefill it again; {cached:.0f} tokens found"
     yield Line(
-        f"restart, TTFT of the next turn at {tokens} tokens: at most {PRICE:.0%}", figure, share <= PRICE
+        f"restart, TTFT of the next turn at {tokens} tokens: at most {PRICE:.0%}",
+        figure,
+        share <= PRICE,
     )
     per_block = (found - recomputed * (len(again) - cached) / len(again)) / (cached / BLOCK)
-    figure = f"{per_block * 1e3:.2f} ms a block, {found / recomputed:.1%} of prefilling {tokens} tokens"
-    yield Line(f"a prefix of {tokens} tokens found on disk: at most {PRICE:.0%}", figure, share <= PRICE)
+    figure = (
+        f"{per_block * 1e3:.2f} ms a block, {found / recomputed:.1%} of prefilling {tokens} tokens"
+    )
+    yield Line(
+        f"a prefix of {tokens} tokens found on disk: at most {PRICE:.0%}", figure, share <= PRICE
+    )
     yield Line("bits equal after the restart", str(got == expected), got == expected)
     second.engine.close()
     spoilt = flip(path)
@@ -190,8 +204,9 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
         yield from talk_lines(arguments.tiers_model, arguments.tiers_conversations, Path(place))
     yield pytest_line(
         "preemption, restart, kill -9 of a writer, full and read-only disk, file of another build",
-        "tests/engine/test_kv_tiers.py", "tests/kernels/test_block_bytes.py",
-    )  # fmt: skip
+        "tests/engine/test_kv_tiers.py",
+        "tests/kernels/test_block_bytes.py",
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

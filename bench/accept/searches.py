@@ -30,7 +30,9 @@ def equal_to_transformers(allowed: int = 2) -> Iterator[Line]:
     if not path.is_file():
         raise NotRun(f"{path} is absent")
     golden, greedy = np.load(path), np.load(GOLDENS / "smollm2_greedy.npz")
-    every = [greedy["prompt_ids"][a:b].tolist() for a, b in itertools.pairwise(greedy["prompt_starts"])]
+    every = [
+        greedy["prompt_ids"][a:b].tolist() for a, b in itertools.pairwise(greedy["prompt_starts"])
+    ]
     llm = LLM("smollm2", dtype="float32", kv_cache_dtype="float32")
     _, _, width, steps = golden["tokens"].shape
     for column, (penalty, early) in enumerate(golden["settings"].tolist()):
@@ -42,10 +44,15 @@ def equal_to_transformers(allowed: int = 2) -> Iterator[Line]:
         )
         prompts = [every[golden["prompts"][row]] for row in rows]
         outputs = llm.beam_search(prompts, width, params)
-        told = [_differences(output, golden, row, column) for row, output in zip(rows, outputs, strict=True)]
+        told = [
+            _differences(output, golden, row, column)
+            for row, output in zip(rows, outputs, strict=True)
+        ]
         differ = sum(one is not None for one in told)
         worst = max((one for one in told if one is not None), default=0.0)
-        what = f"beams of {width}, length penalty {penalty}, early stopping {early}: as Transformers"
+        what = (
+            f"beams of {width}, length penalty {penalty}, early stopping {early}: as Transformers"
+        )
         figure = f"{len(rows)} prompts x {steps} tokens, {differ} differ, by {worst:.1e} in score at most"
         yield Line(what, figure, differ <= allowed and worst < NEAR_TIE)
 
@@ -77,7 +84,9 @@ def memory(llm: LLM, prompts: Sequence[Prompt]) -> Line:
 
     engine.scheduler.plan = watched  # type: ignore[method-assign]
     llm.beam_search(list(prompts), 4, SamplingParams(max_tokens=128, ignore_eos=True))
-    figure = f"{1 - shared / apart:.1%} less: at most {shared:,} tokens reserved, {apart:,} unshared"
+    figure = (
+        f"{1 - shared / apart:.1%} less: at most {shared:,} tokens reserved, {apart:,} unshared"
+    )
     return Line("beams of 4: at least 55 % less KV than unshared", figure, shared <= 0.45 * apart)
 
 
@@ -100,10 +109,14 @@ def mixed(prompts: Sequence[Prompt], schema: dict[str, Any]) -> Iterator[Line]:
         _told(together) != _told(llm.generate([prompt], params)[0])
         for together, prompt, params in zip(crowd, prompts, each, strict=True)
     )
-    figure = f"{len(prompts)} requests, {sum(len(one.outputs) for one in crowd)} answers, {wrong} differ"
+    figure = (
+        f"{len(prompts)} requests, {sum(len(one.outputs) for one in crowd)} answers, {wrong} differ"
+    )
     what = "64 at once, four methods mixed: tokens and logprobs equal each solo run"
     yield Line(what, f"{figure}; {drafted:.0f} tokens were drafted", wrong == 0 and drafted > 0)
 
 
 def _told(output: RequestOutput) -> list[tuple[list[int], list[float]]]:
-    return [(answer.token_ids, [value for value, _ in answer.logprobs]) for answer in output.outputs]
+    return [
+        (answer.token_ids, [value for value, _ in answer.logprobs]) for answer in output.outputs
+    ]

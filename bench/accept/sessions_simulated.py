@@ -58,7 +58,9 @@ class Outcome:
     def share(self, tenants: tuple[str, ...] = ()) -> float:
         """Of the turns behind a first one, how many found what had been computed for them."""
         asked = [
-            turn for turn in self.turns if turn.found is not None and (not tenants or turn.tenant in tenants)
+            turn
+            for turn in self.turns
+            if turn.found is not None and (not tenants or turn.tenant in tenants)
         ]
         return sum(bool(turn.found) for turn in asked) / max(1, len(asked))
 
@@ -66,7 +68,8 @@ class Outcome:
         chosen = [
             turn.ttft
             for turn in self.turns
-            if (not tenants or turn.tenant in tenants) and (first is None or first == (turn.shared is None))
+            if (not tenants or turn.tenant in tenants)
+            and (first is None or first == (turn.shared is None))
         ]
         return chosen or [0.0]
 
@@ -110,7 +113,9 @@ def run(agents: list[Agent], blocks: int, *, hints: bool, **settings: object) ->
     config = SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=256, **settings)  # type: ignore[arg-type]
 
     def scheduler() -> object:
-        stack = make_scheduler(config, num_blocks=blocks, max_model_len=8192, listeners=(watcher.listener,))
+        stack = make_scheduler(
+            config, num_blocks=blocks, max_model_len=8192, listeners=(watcher.listener,)
+        )
         stacks.append(stack)
         return stack.scheduler
 

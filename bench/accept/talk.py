@@ -56,21 +56,35 @@ def fresh() -> Iterator[Line]:
         shared = ROOT.parent / "shared"
         if shared.exists():  # tests may read it beside the checkout
             (Path(folder) / "shared").symlink_to(shared)
-        environment = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "PYTHONPATH")}
+        environment = {
+            k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "PYTHONPATH")
+        }
         yield from _fresh_serve(clone, environment)
         begin = time.monotonic()
-        done = subprocess.run(["make", "test"], cwd=clone, env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            ["make", "test"], cwd=clone, env=environment, capture_output=True, text=True
+        )
         closing = done.stdout.strip().splitlines()[-1]
         seconds = time.monotonic() - begin
-        yield Line("fresh clone: make test", f"{closing.strip('= ')}; {seconds:.0f} s", done.returncode == 0)
+        yield Line(
+            "fresh clone: make test",
+            f"{closing.strip('= ')}; {seconds:.0f} s",
+            done.returncode == 0,
+        )
 
 
 def _fresh_serve(clone: Path, environment: dict[str, str]) -> Iterator[Line]:
     port = harness.free_port()
     begin = time.monotonic()
     command = ["make", "serve", f"ARGS=--port {port}"]
-    process = subprocess.Popen(command, cwd=clone, env=environment, stdout=subprocess.DEVNULL,
-                               stderr=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
+    process = subprocess.Popen(
+        command,
+        cwd=clone,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     try:
         harness.wait_ready(f"http://127.0.0.1:{port}", process, 900)
         seconds = time.monotonic() - begin
@@ -83,12 +97,16 @@ def _fresh_serve(clone: Path, environment: dict[str, str]) -> Iterator[Line]:
         chunks = answer.stdout.count("data: ")
         streamed = chunks > 3 and answer.stdout.rstrip().endswith("data: [DONE]")
         yield Line(
-            "fresh clone: make serve", f"serving after {seconds:.0f} s; curl: {chunks} events", streamed
+            "fresh clone: make serve",
+            f"serving after {seconds:.0f} s; curl: {chunks} events",
+            streamed,
         )
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(30)
-    size = sum(f.stat().st_size for f in (clone / ".venv").rglob("*") if f.is_file() and not f.is_symlink())
+    size = sum(
+        f.stat().st_size for f in (clone / ".venv").rglob("*") if f.is_file() and not f.is_symlink()
+    )
     pip = sum(
         f.stat().st_size
         for name in ("pip", "setuptools")
@@ -122,9 +140,13 @@ def right() -> Iterator[Line]:
 def invariant() -> Iterator[Line]:
     every = ("-m", "slow or model or not slow")
     what = "bit-identical alone and among 64 others:"
-    yield harness.pytest_line(f"{what} full product, tiny models", "tests/e2e/test_invariance.py", *every)
     yield harness.pytest_line(
-        f"{what} pairwise, SmolLM2 fp32 and quantised", "tests/e2e/test_invariance_smollm2.py", *every
+        f"{what} full product, tiny models", "tests/e2e/test_invariance.py", *every
+    )
+    yield harness.pytest_line(
+        f"{what} pairwise, SmolLM2 fp32 and quantised",
+        "tests/e2e/test_invariance_smollm2.py",
+        *every,
     )
 
 
@@ -138,7 +160,9 @@ def bad_input() -> Iterator[Line]:
     every = ("-m", "model or slow or not slow")
     yield harness.pytest_line("bad files refused by name", "tests/formats", "tests/models", *every)
     what = "bad models, settings, ports, memory, requests; nobody else affected"
-    yield harness.pytest_line(what, "tests/e2e/test_bad_input.py", "tests/server/test_http.py", *every)
+    yield harness.pytest_line(
+        what, "tests/e2e/test_bad_input.py", "tests/server/test_http.py", *every
+    )
     what = "no compiler, unsupported CPU: slower kernels run, warned"
     yield harness.pytest_line(
         what, "tests/e2e/test_fallback.py", "tests/kernels/test_native_safety.py", *every
@@ -161,11 +185,18 @@ def _stream(
     server: Server, prompt: str, max_tokens: int, leave_after: int | None = None, seed: int = 0
 ) -> str:
     """The text of one streamed completion; leaves after some chunks if told so."""
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300) as client:
+    with openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300
+    ) as client:
         stream = client.completions.create(
-            model="smollm2", prompt=prompt, max_tokens=max_tokens, temperature=0.7, seed=seed, stream=True,
+            model="smollm2",
+            prompt=prompt,
+            max_tokens=max_tokens,
+            temperature=0.7,
+            seed=seed,
+            stream=True,
             extra_body={"ignore_eos": True},
-        )  # fmt: skip
+        )
         pieces = []
         for number, chunk in enumerate(stream):
             pieces.append(chunk.choices[0].text)
@@ -188,7 +219,9 @@ def _alive_clients(server: Server) -> Iterator[Line]:
     harness.in_threads(64, work)
     finished = sum(bool(texts.get(n)) for n in range(64) if n not in leaving)
     yield Line(
-        "64 streaming openai clients, 16 leave: the others finish", f"{finished} of 48", finished == 48
+        "64 streaming openai clients, 16 leave: the others finish",
+        f"{finished} of 48",
+        finished == 48,
     )
     alone = sum(
         _stream(server, jobs[n].prompt, jobs[n].max_tokens, None, n) == texts[n]
@@ -224,7 +257,9 @@ def _alive_memory(server: Server) -> Iterator[Line]:
         traces = asyncio.run(bench_serve.closed_loop(client, heavy, 64, line))
     figures = bench_serve.summarise(traces, 1.0)
     itl = figures["itl_ms"]
-    yield Line("ITL under load, 64 clients", f"p50 {itl['p50']:.0f} ms, p99 {itl['p99']:.0f} ms", None)
+    yield Line(
+        "ITL under load, 64 clients", f"p50 {itl['p50']:.0f} ms, p99 {itl['p99']:.0f} ms", None
+    )
 
 
 def _alive_kill() -> Line:
@@ -233,7 +268,9 @@ def _alive_kill() -> Line:
         truth = {}
 
         def solo(number: int) -> None:
-            truth[number] = _stream(server, jobs[number].prompt, jobs[number].max_tokens, None, number)
+            truth[number] = _stream(
+                server, jobs[number].prompt, jobs[number].max_tokens, None, number
+            )
 
         harness.in_threads(16, solo)
     texts = {}
@@ -244,7 +281,9 @@ def _alive_kill() -> Line:
                 time.sleep(1.0)
                 os.kill(server.engine_pid(), signal.SIGKILL)
                 return
-            texts[number] = _stream(server, jobs[number].prompt, jobs[number].max_tokens, None, number)
+            texts[number] = _stream(
+                server, jobs[number].prompt, jobs[number].max_tokens, None, number
+            )
 
         harness.in_threads(17, work)
         restarts = server.metric("pageturner:engine_restarts_total")
@@ -262,11 +301,19 @@ def _alive_kill() -> Line:
 def ready() -> Iterator[Line]:
     seconds = [_first_token() for _ in range(11)]
     figure = f"median {median(seconds):.2f} s, {min(seconds):.2f} to {max(seconds):.2f}"
-    yield Line("process start to first streamed token <= 1.8 s, median of 11", figure, median(seconds) <= 1.8)
+    yield Line(
+        "process start to first streamed token <= 1.8 s, median of 11",
+        figure,
+        median(seconds) <= 1.8,
+    )
     yield _health_without_engine()
     code = "import time; a = time.perf_counter(); import pageturner; print(time.perf_counter() - a)"
-    imports = [1e3 * float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(11)]
-    yield Line("import pageturner < 50 ms", f"median {median(imports):.1f} ms", median(imports) < 50)
+    imports = [
+        1e3 * float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(11)
+    ]
+    yield Line(
+        "import pageturner < 50 ms", f"median {median(imports):.1f} ms", median(imports) < 50
+    )
 
 
 def _health_without_engine() -> Line:
@@ -324,12 +371,18 @@ def speed() -> Iterator[Line]:
     jobs = read_workload(path)
     names = [name for name in ("vllm", "llama") if launch.installed(name)]
     if "vllm" not in names:
-        yield Line("mixed64: ours beside vLLM", "vLLM is not installed: bench/peers/setup.sh vllm", None)
+        yield Line(
+            "mixed64: ours beside vLLM", "vLLM is not installed: bench/peers/setup.sh vllm", None
+        )
     rates: dict[str, list[dict]] = {name: [] for name in ("ours", *names)}
-    with launch.running("vllm") if "vllm" in names else nullcontext() as vllm:  # two minutes to start: once
+    with (
+        launch.running("vllm") if "vllm" in names else nullcontext() as vllm
+    ):  # two minutes to start: once
         for _ in range(3):
             for name in names:
-                with harness.server() as ours:  # a new one each time: nothing is cached from the last round
+                with (
+                    harness.server() as ours
+                ):  # a new one each time: nothing is cached from the last round
                     rates["ours"].append(_load(ours.url, "smollm2", jobs))
                 if name == "vllm":
                     _forget_prefixes(vllm.url)
@@ -346,7 +399,9 @@ def speed() -> Iterator[Line]:
     ours_rate = median([run["output_tokens_per_s"] for run in rates["ours"]])
     for name in names:
         ratio = ours_rate / median([run["output_tokens_per_s"] for run in rates[name]])
-        yield Line(f"mixed64: ours / {name}", f"{ratio:.2f}x", ratio >= 1.0 if name == "vllm" else None)
+        yield Line(
+            f"mixed64: ours / {name}", f"{ratio:.2f}x", ratio >= 1.0 if name == "vllm" else None
+        )
 
 
 def _forget_prefixes(url: str) -> None:
@@ -376,14 +431,21 @@ def _load(url: str, model: str, jobs: list) -> dict:
 
 def _speed_outside() -> Iterator[Line]:
     arguments = SimpleNamespace(
-        model="smollm2", workload=None, num_prompts=64, input_len=100, output_len=100, threads=0,
-        policy="chunked", backend="auto", dtype="auto", max_num_seqs=64, output=None,
-    )  # fmt: skip
+        model="smollm2",
+        workload=None,
+        num_prompts=64,
+        input_len=100,
+        output_len=100,
+        threads=0,
+        policy="chunked",
+        backend="auto",
+        dtype="auto",
+        max_num_seqs=64,
+        output=None,
+    )
     figures = bench_engine.run(arguments)  # type: ignore[arg-type]
     outside = figures["outside_ms_fullest"]
-    figure = (
-        f"p50 {outside['p50']:.2f} ms, p99 {outside['p99']:.2f} ms at {figures['most_running']:.0f} running"
-    )
+    figure = f"p50 {outside['p50']:.2f} ms, p99 {outside['p99']:.2f} ms at {figures['most_running']:.0f} running"
     passed = outside["p50"] <= 2 and figures["most_running"] == 64
     yield Line("time outside native calls <= 2 ms a step with 64 running", figure, passed)
 

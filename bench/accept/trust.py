@@ -33,43 +33,29 @@ from harness import ROOT, Check, Line
 
 # what was found: the tests that hold its mend, without test_ and .py
 FOUND = {
-    "costly schemas hold up nobody, and SIGTERM ends the server":
-        "serve/text_pool",
-    "text that is bound to be refused takes no memory":
-        "serve/limits files/least_tokens",
-    "many prompts, large parameters, strings of clients, nasty numbers":
-        "serve/limits serve/nasty",
-    "templates that never end":
-        "serve/template_budget",
-    "NaN ends only its own sequence":
-        "kernels/native_sampling runtime/fault_injection",
-    "a step that raises costs one request":
-        "runtime/bisect_step",
-    "deaths from outside are nobody's fault; crash loops keep trying":
-        "serve/quarantine serve/alive",
-    "the API process without memory; half of what an engine says it does; killed text workers":
-        "serve/out_of_memory runtime/ledger serve/text_pool",
-    "half-sent bodies, endless headers, trailers, slow clients":
-        "serve/http_limits serve/http_fuzz",
-    "foreign origins and hosts":
-        "serve/origins",
-    "keys with limits, promised places":
-        "serve/keys serve/quota serve/places",
-    "pinned prefixes leave room":
-        "serve/prefixes",
-    "a replica that fails, or lies":
-        "serve/failing_replicas serve/hostile_replicas",
-    "hostile files":
-        "files/hostile_files models/hostile_specs",
-    "reused request ids erase nobody's timeline":
-        "serve/history",
-    "engines and text workers that make no sense, events that are none":
-        "serve/hostile_channel serve/hostile_workers serve/hostile_json",
-    "signals with work under way":
-        "serve/leaving",
-    "KV taken back, a flipped bit found":
-        "runtime/kv_survival e2e/killed_engine",
-}  # fmt: skip
+    "costly schemas hold up nobody, and SIGTERM ends the server": "server/text_pool",
+    "text that is bound to be refused takes no memory": "server/limits files/least_tokens",
+    "many prompts, large parameters, strings of clients, nasty numbers": "server/limits server/nasty",
+    "templates that never end": "server/template_budget",
+    "NaN ends only its own sequence": "kernels/native_sampling engine/fault_injection",
+    "a step that raises costs one request": "engine/bisect_step",
+    "deaths from outside are nobody's fault; crash loops keep trying": "server/quarantine server/alive",
+    "the API process without memory; half of what an engine says it does; killed text workers": (
+        "server/out_of_memory engine/ledger server/text_pool"
+    ),
+    "half-sent bodies, endless headers, trailers, slow clients": "server/http_limits server/http_fuzz",
+    "foreign origins and hosts": "server/origins",
+    "keys with limits, promised places": "server/keys server/quota server/places",
+    "pinned prefixes leave room": "server/prefixes",
+    "a replica that fails, or lies": "server/failing_replicas server/hostile_replicas",
+    "hostile files": "formats/hostile_files models/hostile_specs",
+    "reused request ids erase nobody's timeline": "server/history",
+    "engines and text workers that make no sense, events that are none": (
+        "server/hostile_channel server/hostile_workers server/hostile_json"
+    ),
+    "signals with work under way": "server/leaving",
+    "KV taken back, a flipped bit found": "engine/kv_survival e2e/killed_engine",
+}
 RECOVERY = re.compile(
     r"first ([\d.]+) s and ([\d.]+) s \(x([\d.]+)\), all ([\d.]+) s and ([\d.]+) s \(x([\d.]+)\)"
 )
@@ -130,7 +116,9 @@ def fuzz(seconds: float) -> Iterator[Line]:
     for what, (command, share) in FUZZED.items():
         yield _fuzzed(what, command, share * seconds)
     minutes = (_used_by_children() - begin) / 60
-    yield Line("processor time of all of them", f"{minutes:.1f} minutes", minutes * 60 > 0.95 * seconds)
+    yield Line(
+        "processor time of all of them", f"{minutes:.1f} minutes", minutes * 60 > 0.95 * seconds
+    )
     yield harness.pytest_line("HTTP", "tests/server/test_http_fuzz.py", "-m", "not peer")
     yield sanitized()
 
@@ -141,9 +129,17 @@ def _fuzzed(what: str, command: list[str], seconds: float) -> Line:
     patience = time.monotonic() + FUZZ_PATIENCE * seconds
     while left > 1 and time.monotonic() < patience:
         before, more = _used_by_children(), ["--seconds", str(left), "--seed", str(seed)]
-        done = subprocess.run([sys.executable, *command, *more], cwd=ROOT, capture_output=True, text=True)
-        figures += [line for line in done.stdout.splitlines() if "findings" in line] or [done.stderr[-300:]]
-        good, seed, left = good and done.returncode == 0, seed + 1, left - (_used_by_children() - before)
+        done = subprocess.run(
+            [sys.executable, *command, *more], cwd=ROOT, capture_output=True, text=True
+        )
+        figures += [line for line in done.stdout.splitlines() if "findings" in line] or [
+            done.stderr[-300:]
+        ]
+        good, seed, left = (
+            good and done.returncode == 0,
+            seed + 1,
+            left - (_used_by_children() - before),
+        )
     return Line(what, "; ".join(figures), good)
 
 
@@ -163,8 +159,11 @@ def sanitized() -> Line:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="make accept NAME=trust", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        prog="make accept NAME=trust",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--seed", type=int, default=1, help="of the hostile requests")
     parser.add_argument("--most", type=int, default=10_000, help="hostile requests")
     parser.add_argument("--minutes", type=float, default=20.0, help="of chaos")
@@ -187,9 +186,14 @@ def main() -> int:
         yield from trust_soak.lines(options.requests)
 
     checks: dict[str, Check] = {
-        "found": found, "hostile": hostile, "chaos": chaos, "recovery": recovery, "load": trust_load.lines,
-        "fuzz": fuzzed, "receipts": trust_receipts.lines,
-    }  # fmt: skip
+        "found": found,
+        "hostile": hostile,
+        "chaos": chaos,
+        "recovery": recovery,
+        "load": trust_load.lines,
+        "fuzz": fuzzed,
+        "receipts": trust_receipts.lines,
+    }
     if "soak" in rest:  # a quarter of an hour by itself, and part of `make soak`
         checks["soak"] = soak
     return harness.run("trust", checks)

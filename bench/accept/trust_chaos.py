@@ -33,9 +33,18 @@ from harness import Line, Server, rss_mb
 from pageturner.telemetry import step_log
 
 FLAGS = (
-    "--engine-timeout", f"{chaos_faults.ENGINE_TIMEOUT:g}", "--max-restarts", "1000",
-    "--speculation", "ngram", "--text-memory", "400M", "--max-num-seqs", "64", *dialect_jobs.FLAGS,
-)  # fmt: skip
+    "--engine-timeout",
+    f"{chaos_faults.ENGINE_TIMEOUT:g}",
+    "--max-restarts",
+    "1000",
+    "--speculation",
+    "ngram",
+    "--text-memory",
+    "400M",
+    "--max-num-seqs",
+    "64",
+    *dialect_jobs.FLAGS,
+)
 AT_ONCE = 8  # truths
 Kinds = dict[str, Callable[[], None]]
 
@@ -74,7 +83,9 @@ def router(replica: str) -> Iterator[str]:
         harness.end(process)
 
 
-def run(minutes: float, clients: int, faults: int, seed: int = 3, only: tuple[str, ...] = ()) -> Seen:
+def run(
+    minutes: float, clients: int, faults: int, seed: int = 3, only: tuple[str, ...] = ()
+) -> Seen:
     """What was seen. only: kinds of faults; none: all."""
     seen = Seen()
     with tempfile.TemporaryDirectory() as folder:
@@ -85,7 +96,9 @@ def run(minutes: float, clients: int, faults: int, seed: int = 3, only: tuple[st
             every = _with_truths(server)
             seen.before = rss_mb(server.process.pid)
             disturbed = chaos_faults.Faults(server, random.Random(seed), log)
-            kinds = {kind: act for kind, act in disturbed.kinds().items() if not only or kind in only}
+            kinds = {
+                kind: act for kind, act in disturbed.kinds().items() if not only or kind in only
+            }
             until = time.monotonic() + 60 * minutes
 
             def one(number: int) -> None:
@@ -128,7 +141,9 @@ def _with_truths(server: Server) -> list[Job]:
         for job in every[number::AT_ONCE]:
             job.truth = ask(server.url, job).text
             if job.truth[:1] not in "[{":
-                raise RuntimeError(f"{job.name} is not answered when nothing is disturbed: {job.truth}")
+                raise RuntimeError(
+                    f"{job.name} is not answered when nothing is disturbed: {job.truth}"
+                )
 
     harness.in_threads(AT_ONCE, find)
     return every
@@ -137,7 +152,9 @@ def _with_truths(server: Server) -> list[Job]:
 _lock = threading.Lock()
 
 
-def _client(url: str, front: str, every: list[Job], until: float, dice: random.Random, seen: Seen) -> None:
+def _client(
+    url: str, front: str, every: list[Job], until: float, dice: random.Random, seen: Seen
+) -> None:
     """front: the address for what a router passes on."""
     while time.monotonic() < until:
         job = dice.choice(every)
@@ -159,7 +176,11 @@ def _disturb(kinds: Kinds, count: int, until: float, dice: random.Random, seen: 
     """Each kind as often as every other, spread evenly over the time."""
     begin = time.monotonic()
     period = (until - begin) / count
-    order = [kind for _ in range(-(-count // len(kinds))) for kind in dice.sample(list(kinds), len(kinds))]
+    order = [
+        kind
+        for _ in range(-(-count // len(kinds)))
+        for kind in dice.sample(list(kinds), len(kinds))
+    ]
     for number, kind in enumerate(order[:count]):
         time.sleep(max(0.0, begin + (number + dice.uniform(0.2, 0.6)) * period - time.monotonic()))
         try:
@@ -170,7 +191,11 @@ def _disturb(kinds: Kinds, count: int, until: float, dice: random.Random, seen: 
 
 
 def lines(
-    minutes: float = 20.0, clients: int = 24, faults: int = 80, seed: int = 3, only: tuple[str, ...] = ()
+    minutes: float = 20.0,
+    clients: int = 24,
+    faults: int = 80,
+    seed: int = 3,
+    only: tuple[str, ...] = (),
 ) -> Iterator[Line]:
     """Nothing lost, repeated or changed."""
     seen = run(minutes, clients, faults, seed, only)
@@ -178,12 +203,8 @@ def lines(
     what = f"chaos of {minutes:g} minutes, {methods} methods in two dialects, calls, thoughts and every other"
     what += f" shape, {clients} clients"
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(seen.faults.items()))
-    figure = (
-        f"{seen.answers} answers, {len(seen.differ)} lost or changed, {seen.refused} refused for a moment"
-    )
-    figure += (
-        f"; {seen.restarts:g} engines lost, {seen.resumed:g} streams resumed, {seen.poisoned:g} poisoned"
-    )
+    figure = f"{seen.answers} answers, {len(seen.differ)} lost or changed, {seen.refused} refused for a moment"
+    figure += f"; {seen.restarts:g} engines lost, {seen.resumed:g} streams resumed, {seen.poisoned:g} poisoned"
     figure += "".join(f"; {one}" for one in seen.differ[:3])
     yield Line(what, figure, bool(seen.answers) and not seen.differ)
     failed = "".join(f"; {one}" for one in seen.failed_faults)
@@ -196,7 +217,9 @@ def lines(
     yield Line("those who took the API process's memory were told", told, not wild)
     memory = f"{seen.before:.0f} MB, then {seen.behind:.0f} MB"
     yield Line("memory of the API process in it", memory, seen.behind < seen.before + 64)
-    yield Line("records in the step log, whose disk was full at times", f"{seen.records}", seen.records > 0)
+    yield Line(
+        "records in the step log, whose disk was full at times", f"{seen.records}", seen.records > 0
+    )
 
 
 if __name__ == "__main__":
@@ -207,7 +230,9 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=3)
     parser.add_argument("--only", nargs="*", default=())
     options = parser.parse_args()
-    outcome = list(lines(options.minutes, options.clients, options.faults, options.seed, tuple(options.only)))
+    outcome = list(
+        lines(options.minutes, options.clients, options.faults, options.seed, tuple(options.only))
+    )
     for line in outcome:
         print("FAIL" if line.passed is False else "PASS", line.what, line.figure, sep="  ")
     sys.exit(any(line.passed is False for line in outcome))

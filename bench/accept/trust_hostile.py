@@ -55,7 +55,9 @@ class Clients:
 
     def __init__(self, url: str) -> None:
         self._pipe, theirs = multiprocessing.Pipe()
-        self._process = multiprocessing.get_context("spawn").Process(target=_clients, args=(url, theirs))
+        self._process = multiprocessing.get_context("spawn").Process(
+            target=_clients, args=(url, theirs)
+        )
         self._process.start()
         theirs.close()
 
@@ -77,9 +79,13 @@ class Clients:
 @dataclass(slots=True)
 class _Seen:
     gaps: list[tuple[float, float]] = field(default_factory=list)  # end of a wait, its length
-    firsts: list[tuple[float, float]] = field(default_factory=list)  # the same, of waits for a first token
+    firsts: list[tuple[float, float]] = field(
+        default_factory=list
+    )  # the same, of waits for a first token
     last: dict[int, float] = field(default_factory=dict)  # client -> when its last token came
-    asked: dict[int, float] = field(default_factory=dict)  # client that has no token yet -> since when
+    asked: dict[int, float] = field(
+        default_factory=dict
+    )  # client that has no token yet -> since when
     texts: dict[int, str] = field(default_factory=dict)
     answers: int = 0
     differ: int = 0
@@ -88,19 +94,28 @@ class _Seen:
 
 def _clients(url: str, pipe: Connection) -> None:
     seen = _Seen()
-    threads = [threading.Thread(target=_client, args=(url, n, seen), daemon=True) for n in range(STREAMS)]
+    threads = [
+        threading.Thread(target=_client, args=(url, n, seen), daemon=True) for n in range(STREAMS)
+    ]
     for thread in threads:
         thread.start()
     while (asked := pipe.recv()) is not None:
         begin, end = asked
-        pipe.send((_longest(seen.gaps, seen.last, begin, end), _longest(seen.firsts, seen.asked, begin, end)))
+        pipe.send(
+            (
+                _longest(seen.gaps, seen.last, begin, end),
+                _longest(seen.firsts, seen.asked, begin, end),
+            )
+        )
     seen.stop = True
     for thread in threads:
         thread.join(20)
     pipe.send((seen.answers, seen.differ))
 
 
-def _longest(waits: list[tuple[float, float]], since: dict[int, float], begin: float, end: float) -> float:
+def _longest(
+    waits: list[tuple[float, float]], since: dict[int, float], begin: float, end: float
+) -> float:
     """Of waits that ended within this time, and of those that go on."""
     found = [length for at, length in list(waits) if begin <= at <= end + length]
     return max([*found, *(end - last for last in list(since.values()) if last < end)], default=0.0)
@@ -108,14 +123,22 @@ def _longest(waits: list[tuple[float, float]], since: dict[int, float], begin: f
 
 def _client(url: str, number: int, seen: _Seen) -> None:
     body = json.dumps(
-        {"prompt": f"Story {number}: once upon a time", "max_tokens": TOKENS, "stream": True, "seed": number,
-         "temperature": 0.7, "ignore_eos": True}
-    )  # fmt: skip
+        {
+            "prompt": f"Story {number}: once upon a time",
+            "max_tokens": TOKENS,
+            "stream": True,
+            "seed": number,
+            "temperature": 0.7,
+            "ignore_eos": True,
+        }
+    )
     while not seen.stop:
         text = ""
         try:
             connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=120)
-            connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+            connection.request(
+                "POST", "/v1/completions", body, {"Content-Type": "application/json"}
+            )
             seen.last.pop(number, None)
             seen.asked[number] = time.monotonic()
             for line in connection.getresponse():
@@ -190,10 +213,14 @@ class Watch:
     def __init__(self, server: Server) -> None:
         self._server = server
         self._netloc = urlsplit(server.url).netloc
-        self.health: list[tuple[float, float]] = []  # when asked, seconds; infinite if not answered well
+        self.health: list[
+            tuple[float, float]
+        ] = []  # when asked, seconds; infinite if not answered well
         self.memory: list[tuple[float, float]] = []
         self._stop = False
-        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._ask, self._look)]
+        self._threads = [
+            threading.Thread(target=work, daemon=True) for work in (self._ask, self._look)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -218,7 +245,9 @@ class Watch:
             time.sleep(0.02)
 
     def worst_health(self, begin: float, end: float) -> float:
-        return max((seconds for at, seconds in list(self.health) if begin <= at <= end), default=0.0)
+        return max(
+            (seconds for at, seconds in list(self.health) if begin <= at <= end), default=0.0
+        )
 
     def peak(self, begin: float, end: float) -> float:
         return max((mb for at, mb in list(self.memory) if begin <= at <= end), default=0.0)
@@ -274,8 +303,14 @@ def lines(seed: int = 1, most: int = 10_000) -> Iterator[Line]:
         for number, attack in enumerate(attacks):
             for name, (times, at_once) in INTENSITIES.items():
                 title = f"{attack.kind}, {attack.name}, {name}"
-                harms.append(_harm(title, lambda n=number, t=times, a=at_once: attacker.attack(n, t, a),
-                                   (server, clients, watch), rest))  # fmt: skip
+                harms.append(
+                    _harm(
+                        title,
+                        lambda n=number, t=times, a=at_once: attacker.attack(n, t, a),
+                        (server, clients, watch),
+                        rest,
+                    )
+                )
         back = _back(server, rest)
         restarted = server.engine_pid() != engine
         attacker.close()
@@ -283,16 +318,24 @@ def lines(seed: int = 1, most: int = 10_000) -> Iterator[Line]:
         watch.close()
     yield from _judged(harms, calm, share, len(attacks))
     figure = f"{back:.0f} MB over rest"
-    yield Line(f"API memory is back within {BACK:.0f} s of the last attack", figure, back < SLACK_MB * 4)
+    yield Line(
+        f"API memory is back within {BACK:.0f} s of the last attack", figure, back < SLACK_MB * 4
+    )
     yield Line("engine restarts", "some" if restarted else "0", not restarted)
-    yield Line("ordinary answers that changed or broke", f"{differ} of {answers}", answers > 0 and not differ)
+    yield Line(
+        "ordinary answers that changed or broke",
+        f"{differ} of {answers}",
+        answers > 0 and not differ,
+    )
 
 
 def _warm(server: Server) -> None:
     """Long requests that nobody could object to, so that the processes which read them are there at rest."""
     for size in (16_000, 200_000):
         body = json.dumps({"prompt": "a few words " * (size // 12)}).encode()
-        request = urllib.request.Request(f"{server.url}/tokenize", body, {"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            f"{server.url}/tokenize", body, {"Content-Type": "application/json"}
+        )
         urllib.request.urlopen(request, timeout=30).read()
 
 
@@ -323,7 +366,9 @@ def _full_step(server: Server, clients: Clients) -> float:
 
 def _computed(server: Server) -> int:
     """Tokens of prompts that were computed since the start."""
-    return int(server.metric("vllm:prompt_tokens_total") - server.metric("vllm:prompt_tokens_cached_total"))
+    return int(
+        server.metric("vllm:prompt_tokens_total") - server.metric("vllm:prompt_tokens_cached_total")
+    )
 
 
 def _harm(title: str, attack: Any, seen: tuple[Server, Clients, Watch], rest: float) -> Harm:
@@ -358,14 +403,12 @@ def _back(server: Server, rest: float) -> float:
     return over
 
 
-def _judged(harms: list[Harm], usual: tuple[float, float], share: float, count: int) -> Iterator[Line]:
+def _judged(
+    harms: list[Harm], usual: tuple[float, float], share: float, count: int
+) -> Iterator[Line]:
     calm, calm_first = usual
-    figure = (
-        f"{count} attacks of {len(hostile.KINDS)} kinds at {len(INTENSITIES)} intensities; {STREAMS} streams"
-    )
-    figure += (
-        f"; longest gap without them {calm:.3f} s, beside an ordinary prompt of 4,000 tokens {share:+.3f} s"
-    )
+    figure = f"{count} attacks of {len(hostile.KINDS)} kinds at {len(INTENSITIES)} intensities; {STREAMS} streams"
+    figure += f"; longest gap without them {calm:.3f} s, beside an ordinary prompt of 4,000 tokens {share:+.3f} s"
     yield Line("hostile requests", figure, None)
     by_kind: dict[str, list[Harm]] = defaultdict(list)
     for harm in harms:
@@ -374,7 +417,9 @@ def _judged(harms: list[Harm], usual: tuple[float, float], share: float, count: 
         worst = max(found, key=lambda harm: harm.gap)
         over = [harm for harm in found if harm.gap > calm + MORE_GAP]
         unfair = [
-            harm for harm in over if harm.gap > calm + max(MORE_GAP, share * min(1, harm.tokens / BUDGET))
+            harm
+            for harm in over
+            if harm.gap > calm + max(MORE_GAP, share * min(1, harm.tokens / BUDGET))
         ]
         figure = f"{len(over)} of {len(found)} over, {len(unfair)} of them by more than its share of tokens"
         figure += f"; worst {worst.gap - calm:+.2f} s ({worst.attack}, {worst.tokens} tokens)"
@@ -396,4 +441,6 @@ def _judged(harms: list[Harm], usual: tuple[float, float], share: float, count: 
     figure += f" ({worst.attack})"
     yield Line(f"API memory peaks at most {TIMES_BODY:g}x the bodies over rest", figure, not fat)
     failed = [f"{harm.attack}: {error}" for harm in harms for error in harm.errors]
-    yield Line("answers 500", f"{len(failed)}" + "".join(f"; {one}" for one in failed[:3]), not failed)
+    yield Line(
+        "answers 500", f"{len(failed)}" + "".join(f"; {one}" for one in failed[:3]), not failed
+    )

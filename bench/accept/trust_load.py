@@ -99,7 +99,9 @@ def _client(address: tuple[str, int], seconds: float, pipe: Connection) -> None:
     assert len(idle) == CONNECTIONS - STREAMS
 
 
-def _started(address: tuple[str, int], seconds: float) -> tuple[multiprocessing.Process, Connection]:
+def _started(
+    address: tuple[str, int], seconds: float
+) -> tuple[multiprocessing.Process, Connection]:
     ours, theirs = multiprocessing.Pipe()
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=_client, args=(address, seconds, theirs))
@@ -114,11 +116,27 @@ def _measured() -> tuple[Seen, dict[int, list[float]], float]:
     with tempfile.TemporaryDirectory() as folder:
         stamps = Path(folder) / "stamps"
         port = harness.free_port()
-        command = [sys.executable, stamped_server.__file__, "server", "smollm2", "--port", str(port)]
-        command += ["--backend", "fake", "--max-num-seqs", str(STREAMS), "--max-num-batched-tokens", "2048"]
+        command = [
+            sys.executable,
+            stamped_server.__file__,
+            "server",
+            "smollm2",
+            "--port",
+            str(port),
+        ]
+        command += [
+            "--backend",
+            "fake",
+            "--max-num-seqs",
+            str(STREAMS),
+            "--max-num-batched-tokens",
+            "2048",
+        ]
         command += ["--log-level", "error"]
         more = {"PAGETURNER_FAKE_VOCAB": "40000", "PAGETURNER_FAKE_STEP_SECONDS": str(STEP_SECONDS)}
-        process = subprocess.Popen(command, env={**os.environ, **more, stamped_server.FILE: str(stamps)})
+        process = subprocess.Popen(
+            command, env={**os.environ, **more, stamped_server.FILE: str(stamps)}
+        )
         try:
             harness.wait_ready(f"http://127.0.0.1:{port}", process, 120.0)
             client, pipe = _started(("127.0.0.1", port), WARM + SECONDS)
@@ -197,9 +215,7 @@ def lines() -> Iterator[Line]:
     what = f"99th percentile of a token's gap over its median, under {MOST_ADDED * 1000:.0f} ms"
     yield Line(what, f"{added * 1000:.0f} ms (gaps: {_told(gaps)})", added < MOST_ADDED)
     delayed = delays(seen, left, since)
-    what = (
-        f"99th percentile of the delay from the engine's step to the client, under {MOST_ADDED * 1000:.0f} ms"
-    )
+    what = f"99th percentile of the delay from the engine's step to the client, under {MOST_ADDED * 1000:.0f} ms"
     yield Line(what, _told(delayed), _percentile(delayed, 0.99) < MOST_ADDED)
     bare, sent = _bare(median, 260)
     what = "the same delay without engine and API process: a loop of send, as many bytes, the same pace"

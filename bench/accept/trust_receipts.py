@@ -44,7 +44,10 @@ FLAGS = ("--speculation", "ngram", "--kv-cache-memory", str(KV_BYTES))
 CHAT = "/v1/chat/completions"
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "maximum": 150}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "maximum": 150},
+    },
     "required": ["name", "age"],
     "additionalProperties": False,
 }
@@ -62,8 +65,16 @@ KINDS: dict[str, dict[str, Any]] = {
     "narrow": {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.02},
     "n": {"n": 3, "temperature": 0.9},
     "best_of": {"n": 2, "best_of": 4, "temperature": 0.9},
-    "beams": {"use_beam_search": True, "n": 2, "best_of": 4, "length_penalty": 0.8, "temperature": None},
-    "schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": SCHEMA}}},
+    "beams": {
+        "use_beam_search": True,
+        "n": 2,
+        "best_of": 4,
+        "length_penalty": 0.8,
+        "temperature": None,
+    },
+    "schema": {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": SCHEMA}}
+    },
     "choice": {"structured_outputs": {"choice": ["yes", "no", "perhaps"]}},
     "regex": {"structured_outputs": {"regex": "[a-z]{3,9} [0-9]{2}"}},
     "stop": {"stop": [" the", ".", "\n"], "temperature": 0.5},
@@ -204,7 +215,9 @@ def lines() -> Iterator[Line]:
     figure = f"{len(every)} with a receipt in {seconds:.0f} s, {restarts:.0f} restart"
     yield Line(what, figure, len(every) == COUNT and restarts == 1)
     sizes = [len(msgspec.json.encode(one.answer["receipt"])) for one in every]
-    yield Line("receipts: bytes, median and largest", f"{statistics.median(sizes):.0f}, {max(sizes)}", None)
+    yield Line(
+        "receipts: bytes, median and largest", f"{statistics.median(sizes):.0f}, {max(sizes)}", None
+    )
     path = hub.resolve("smollm2").path
     begin = time.monotonic()
     hash = model_hash(path)
@@ -225,7 +238,9 @@ def _verified(llm: verify.LLM, every: list[Asked]) -> Iterator[Line]:
             wrong[asked.kind] += 1
     seconds = time.monotonic() - begin
     figure = f"{len(every) - wrong.total()} of {len(every)} ({tokens} tokens, {seconds:.0f} s)"
-    yield Line("receipts: verified alone, bit for bit", f"{figure} {dict(wrong) or ''}".strip(), not wrong)
+    yield Line(
+        "receipts: verified alone, bit for bit", f"{figure} {dict(wrong) or ''}".strip(), not wrong
+    )
     missed = changed_bits(llm, every)
     figure = "; ".join([f"{len(every) - len(missed)} of {len(every)}", *missed[:5]])
     yield Line("receipts: one changed bit is named", figure, not missed)

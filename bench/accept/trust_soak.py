@@ -27,7 +27,9 @@ from harness import Line, Server
 CONNECTIONS = 48
 WORDS = 400  # of which prompts are made
 SETTLED = 0.3  # of the requests: what is bounded has reached its bound by then
-MOST_GROWTH_MB = 8.0  # between the first and the last third of what follows; that much it goes up and down
+MOST_GROWTH_MB = (
+    8.0  # between the first and the last third of what follows; that much it goes up and down
+)
 SAMPLE_EVERY = 1.0  # seconds
 
 
@@ -118,7 +120,9 @@ def growth(samples: list[tuple[float, float]]) -> tuple[float, float]:
     third = max(1, len(samples) // 3)
     first, last = samples[:third], samples[-third:]
     grown = statistics.median(mb for _, mb in last) - statistics.median(mb for _, mb in first)
-    slope = statistics.linear_regression(*zip(*samples, strict=True)).slope if len(samples) > 2 else 0.0
+    slope = (
+        statistics.linear_regression(*zip(*samples, strict=True)).slope if len(samples) > 2 else 0.0
+    )
     return grown, slope * 1e6
 
 
@@ -150,11 +154,17 @@ def lines(requests: int) -> Iterator[Line]:
     wrong = {end: count for end, count in ends.items() if end not in ("200", "400", "left")}
     figure = ", ".join(f"{count:,} {end}" for end, count in ends.most_common())
     figure += f"; {requests / seconds:,.0f} a second, {restarts:.0f} restarts"
-    yield Line(f"{requests:,} requests over HTTP: each ends as it should", figure, not wrong and not restarts)
+    yield Line(
+        f"{requests:,} requests over HTTP: each ends as it should",
+        figure,
+        not wrong and not restarts,
+    )
     for name, all in samples.items():
         settled = [sample for sample in all if sample[0] > SETTLED * requests]
         grown, slope = growth(settled or all)
-        figure = f"{grown:+.1f} MB of {all[-1][1]:.0f} ({slope:+.1f} MB for a million, {len(all)} looks)"
+        figure = (
+            f"{grown:+.1f} MB of {all[-1][1]:.0f} ({slope:+.1f} MB for a million, {len(all)} looks)"
+        )
         what = f"memory of the {name} behind the first {SETTLED:.0%}, under {MOST_GROWTH_MB:.0f} MB more"
         yield Line(what, figure, grown < MOST_GROWTH_MB)
 

@@ -62,7 +62,9 @@ def folder_lines() -> Iterator[Line]:
     for folder in sorted(CHECKPOINTS.iterdir()):
         expected = np.load(folder / "logits.npy")
 
-        def error(ops: object, expected: np.ndarray = expected, folder: Path = folder, **how: str) -> float:
+        def error(
+            ops: object, expected: np.ndarray = expected, folder: Path = folder, **how: str
+        ) -> float:
             got = Decoding(load_model(folder, ops, **how), ops).step([("p", TOKENS)])[0]  # type: ignore[arg-type]
             return root_mean_square(got, expected)
 
@@ -80,8 +82,10 @@ def folder_lines() -> Iterator[Line]:
 def lie_lines() -> Iterator[Line]:
     yield harness.pytest_line(
         "quantisation configs that lie: errors with codes",
-        "tests/models/test_checkpoints.py", "-k", "what_is_not_true",
-    )  # fmt: skip
+        "tests/models/test_checkpoints.py",
+        "-k",
+        "what_is_not_true",
+    )
     yield harness.pytest_line(
         "GGUF types: values bit-equal to those of the gguf package",
         "tests/formats/test_ggml.py",
@@ -109,7 +113,9 @@ def product_lines() -> Iterator[Line]:
             errors.append(root_mean_square(ops.linear(x, ops.pack_weight(tensor)), x @ values.T))
         bound = 1e-6 if kind in ggml.FLOATS else PRODUCT
         figure = f"{errors[0]:.1e} in one term, {errors[1]:.1e} in two"
-        yield Line(f"{kind}: products beside those of its dequantised weights", figure, errors[0] < bound)
+        yield Line(
+            f"{kind}: products beside those of its dequantised weights", figure, errors[0] < bound
+        )
 
 
 def order_lines() -> Iterator[Line]:
@@ -152,7 +158,9 @@ def speed_lines() -> Iterator[Line]:
     packed = {}
     for kind in kinds:
         tensor = grid.weight(kind, rows, columns)
-        packed[kind] = [ops.pack_weight(tensor) for _ in range(3)]  # no single one stays in the caches
+        packed[kind] = [
+            ops.pack_weight(tensor) for _ in range(3)
+        ]  # no single one stays in the caches
     for count in (1, 64):
         x = grid.normal(count, columns)
         tasks = {
@@ -164,9 +172,15 @@ def speed_lines() -> Iterator[Line]:
             if kind in PLAIN:
                 continue
             bits = 8 * packed[kind][0].nbytes / rows / columns
-            ratios = ", ".join(f"{seconds[kind] / seconds[base]:.2f} of {base}" for base in sorted(PLAIN))
-            figure = f"{seconds[kind] / 3 * 1e3:.2f} ms a matrix ({bits:.2f} bits a weight); {ratios}"
-            yield Line(f"{kind}: time of a product of {count} rows, {rows} x {columns}", figure, None)
+            ratios = ", ".join(
+                f"{seconds[kind] / seconds[base]:.2f} of {base}" for base in sorted(PLAIN)
+            )
+            figure = (
+                f"{seconds[kind] / 3 * 1e3:.2f} ms a matrix ({bits:.2f} bits a weight); {ratios}"
+            )
+            yield Line(
+                f"{kind}: time of a product of {count} rows, {rows} x {columns}", figure, None
+            )
 
 
 # -- loading -------------------------------------------------------------------------------------------------
@@ -186,21 +200,38 @@ def random_gptq(folder: Path, dim: int, inner: int, layers: int) -> None:
         floats(prefix + "input_layernorm.weight", dim)
         floats(prefix + "post_attention_layernorm.weight", dim)
         for name, rows, columns in [
-            *((f"self_attn.{p}_proj", dim, dim) for p in "qkvo"), ("mlp.gate_proj", inner, dim),
-            ("mlp.up_proj", inner, dim), ("mlp.down_proj", dim, inner),
-        ]:  # fmt: skip
+            *((f"self_attn.{p}_proj", dim, dim) for p in "qkvo"),
+            ("mlp.gate_proj", inner, dim),
+            ("mlp.up_proj", inner, dim),
+            ("mlp.down_proj", dim, inner),
+        ]:
             groups, name = columns // group, prefix + name
             scale = draw.uniform(1e-3, 2e-3, (groups, rows)).astype(np.float16)
-            tensors[name + ".qweight"] = ("I32", (columns // 8, rows), draw.bytes(columns * rows // 2))
+            tensors[name + ".qweight"] = (
+                "I32",
+                (columns // 8, rows),
+                draw.bytes(columns * rows // 2),
+            )
             tensors[name + ".qzeros"] = ("I32", (groups, rows // 8), b"\x77" * (groups * rows // 2))
             tensors[name + ".scales"] = ("F16", (groups, rows), scale.tobytes())
     write_safetensors(folder / "model.safetensors", tensors)
     config = {
-        "model_type": "llama", "hidden_size": dim, "intermediate_size": inner, "num_hidden_layers": layers,
-        "num_attention_heads": dim // 64, "vocab_size": 1024, "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
-        "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": group, "sym": True},
-    }  # fmt: skip
+        "model_type": "llama",
+        "hidden_size": dim,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": dim // 64,
+        "vocab_size": 1024,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "quantization_config": {
+            "quant_method": "gptq",
+            "bits": 4,
+            "group_size": group,
+            "sym": True,
+        },
+    }
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -208,7 +239,9 @@ def loaded(folder: str) -> None:
     """What a process of its own says of one load: JSON."""
 
     def own() -> int:  # pages of the file are not memory of the process
-        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        status = dict(
+            line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines()
+        )
         return int(status["RssAnon"].split()[0]) * 1024
 
     def watch() -> None:
@@ -232,7 +265,10 @@ def load_lines() -> Iterator[Line]:
         random_gptq(Path(folder), 2048, 5632, 8)
         size = (Path(folder) / "model.safetensors").stat().st_size
         done = subprocess.run(
-            [sys.executable, __file__, "--loaded", folder], capture_output=True, text=True, check=True
+            [sys.executable, __file__, "--loaded", folder],
+            capture_output=True,
+            text=True,
+            check=True,
         )
     found = json.loads(done.stdout)
     own = found["peak"]
@@ -256,7 +292,9 @@ def kv_quality_lines(text: Path, tokens: int) -> Iterator[Line]:
             if kv == "float32":
                 continue
             loss = quality.loss(base, quality.logits_of(model, way, windows), windows)
-            figure = f"KL {loss.kl:.5f}, same top token {loss.same:.1%}, perplexity {loss.change:+.2%}"
+            figure = (
+                f"KL {loss.kl:.5f}, same top token {loss.same:.1%}, perplexity {loss.change:+.2%}"
+            )
             good = loss.kl < KV_KL if kv in ("bfloat16", "fp8_e4m3") else None
             yield Line(f"SmolLM2 in fp32 with KV in {kv}, {loss.tokens} tokens", figure, good)
 
@@ -265,8 +303,9 @@ def kv_speed_lines() -> Iterator[Line]:
     """Decode of 32 sequences of 1,000 tokens, heads of SmolLM2; and one prompt of 512."""
     ops, shape = NativeOps(2), AttentionShape(9, 3, 64, 64**-0.5)
     for what, runs in {
-        "decode of 32 sequences of 1,000 tokens": [(1000, 1)] * 32, "a prompt of 512 tokens": [(0, 512)],
-    }.items():  # fmt: skip
+        "decode of 32 sequences of 1,000 tokens": [(1000, 1)] * 32,
+        "a prompt of 512 tokens": [(0, 512)],
+    }.items():
         blocks = sum(-(-(done + n) // 16) for done, n in runs) + 1
         batch, whole = grid.batch(runs, 16, blocks), grid.batch(grid.history(runs), 16, blocks)
         q, storage = grid.normal(len(batch.positions), 9 * 64), {}
@@ -282,7 +321,9 @@ def kv_speed_lines() -> Iterator[Line]:
         for kv in ("bfloat16", "fp8_e4m3", "int8", "float32"):
             error = root_mean_square(np.asarray(tasks[kv]()), np.asarray(exact))
             figure = f"{seconds[kv] * 1e6:.0f} us, {seconds[kv] / seconds['float16']:.2f} of float16's; error"
-            yield Line(f"attention, KV in {kv}, {what}", f"{figure} {error:.1e} (Gaussian K and V)", None)
+            yield Line(
+                f"attention, KV in {kv}, {what}", f"{figure} {error:.1e} (Gaussian K and V)", None
+            )
 
 
 def lines(arguments: argparse.Namespace) -> Iterator[Line]:
@@ -302,7 +343,9 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What this part takes on the command line."""
     text = HERE.parents[1] / "docs" / "architecture.md"
-    parser.add_argument("--kv-text", type=Path, default=text, help="text on which KV types are compared")
+    parser.add_argument(
+        "--kv-text", type=Path, default=text, help="text on which KV types are compared"
+    )
     parser.add_argument("--kv-tokens", type=int, default=2048, help="so many of its tokens")
     parser.add_argument("--no-speed", action="store_true", help="no times of kernels")
 

@@ -26,12 +26,21 @@ from support.decoding import Decoding, backend  # noqa: E402
 
 FAMILIES = ROOT / "tests" / "goldens" / "families"
 NEWER = {
-    "smollm3": "SmolLM3", "granite": "Granite 3", "granitemoehybrid": "Granite 4 dense", "olmo2": "OLMo 2",
-    "olmo3": "OLMo 3", "phi4_mini": "Phi-4-mini (longrope, short)",
+    "smollm3": "SmolLM3",
+    "granite": "Granite 3",
+    "granitemoehybrid": "Granite 4 dense",
+    "olmo2": "OLMo 2",
+    "olmo3": "OLMo 3",
+    "phi4_mini": "Phi-4-mini (longrope, short)",
     "phi3_long": "Phi-3 128k (longrope, long)",
-    "glm4": "GLM-4", "starcoder2": "Starcoder2", "gpt_oss": "gpt-oss", "llama4_text": "Llama 4 text",
-    "deepseek_v2": "DeepSeek-V2-Lite", "mixtral": "Mixtral (stays)", "qwen3_moe": "Qwen3-MoE (stays)",
-}  # fmt: skip
+    "glm4": "GLM-4",
+    "starcoder2": "Starcoder2",
+    "gpt_oss": "gpt-oss",
+    "llama4_text": "Llama 4 text",
+    "deepseek_v2": "DeepSeek-V2-Lite",
+    "mixtral": "Mixtral (stays)",
+    "qwen3_moe": "Qwen3-MoE (stays)",
+}
 LENGTHS = {"phi4_mini": 512}  # tokens for which a model is loaded
 MOST = 1e-4  # of the largest logit, as for the families that stand
 # DeepSeek-V2-Lite: layers, heads, dimensions of a head's query and value, latent and rotary key
@@ -73,7 +82,9 @@ def latent_lines() -> Iterator[Line]:
         latent = KVSpec(layers, blocks, block_size, 1, rank + rotary, dtype, latent=True)
         taken = ops.alloc_kv(latent).nbytes // (blocks * block_size)
         plain = layers * heads * ((query + value) * KV_TYPES[dtype] + (8 if dtype == "int8" else 0))
-        figure = f"{taken:,} bytes, plain KV of its {heads} heads {plain:,}: {plain / taken:.1f} times"
+        figure = (
+            f"{taken:,} bytes, plain KV of its {heads} heads {plain:,}: {plain / taken:.1f} times"
+        )
         yield Line(f"DeepSeek-V2-Lite: KV of a token in {dtype}", figure, taken * 8 < plain)
 
 
@@ -84,16 +95,21 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     marks = ("-m", "not slow and not model" if arguments.quick else "not model")
     yield harness.pytest_line(
         "bits alone = in any batch, chunk, prefix, preemption, KV type: sinks, chunks, latent, no rotary",
-        "tests/e2e/test_newer_families.py", "tests/e2e/test_windows.py", *marks,
-    )  # fmt: skip
+        "tests/e2e/test_newer_families.py",
+        "tests/e2e/test_windows.py",
+        *marks,
+    )
     yield harness.pytest_line(
         "kernels: fused = their composites, bit for bit; near the reference; any threads, blocks and chunks",
-        "tests/kernels/test_native_newer.py", *marks,
-    )  # fmt: skip
+        "tests/kernels/test_native_newer.py",
+        *marks,
+    )
     yield harness.pytest_line(
         "the same models as GGUF files, and configurations, keys and tensors that lie",
-        "tests/models/test_gguf_newer.py", "tests/models/test_newer_configs.py", *marks,
-    )  # fmt: skip
+        "tests/models/test_gguf_newer.py",
+        "tests/models/test_newer_configs.py",
+        *marks,
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

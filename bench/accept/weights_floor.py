@@ -34,9 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     """A line for each size of step."""
     given = argparse.Namespace(
-        model=arguments.floor_model, threads=arguments.floor_threads, prefill=[512], batch=[1, 8, 32, 64],
-        context=CONTEXT, sampled=False, operators=True,
-    )  # fmt: skip
+        model=arguments.floor_model,
+        threads=arguments.floor_threads,
+        prefill=[512],
+        batch=[1, 8, 32, 64],
+        context=CONTEXT,
+        sampled=False,
+        operators=True,
+    )
     figures = steps.measure(given)
     limits = figures["limits"]
     for served, apart in zip(figures["served"], figures["apart"], strict=True):
@@ -45,9 +50,7 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
         if what == "decode 1":
             rate = (figures["read_bytes"] + _kv_bytes(apart)) / (1e3 * took)
             share, target = rate / limits["read_gb_s"]["256M"], DRAM
-            figure = (
-                f"{share:.0%} of memory: {rate:.1f} of {limits['read_gb_s']['256M']:.1f} GB/s, {took:,.0f} us"
-            )
+            figure = f"{share:.0%} of memory: {rate:.1f} of {limits['read_gb_s']['256M']:.1f} GB/s, {took:,.0f} us"
         else:
             share, target = least / took, TARGETS[what]
             figure = f"{share:.0%} of the floor: {least:,.0f} of {took:,.0f} us"

@@ -28,7 +28,9 @@ from pageturner.lab.traffic.traffic_files import read_workload
 from pageturner.request import Request
 
 BUDGETS = (64, 128, 256, 512)
-KEPT = 0.97  # of the tokens a second that a budget of 512 has: no loss but what measuring cannot tell
+KEPT = (
+    0.97  # of the tokens a second that a budget of 512 has: no loss but what measuring cannot tell
+)
 GAP = 0.112  # seconds, 99th percentile: OpenVINO GenAI's on the machine on which 512 tokens made 213 ms
 
 
@@ -46,7 +48,9 @@ class Run:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of this part of the acceptance."""
     parser.add_argument("--limits-rounds", type=int, default=2)
-    parser.add_argument("--limits-threads", type=int, default=0, help="1: by processor time; 0: all cores")
+    parser.add_argument(
+        "--limits-threads", type=int, default=0, help="1: by processor time; 0: all cores"
+    )
     parser.add_argument("--limits-budgets", type=int, nargs="+", default=BUDGETS, metavar="TOKENS")
     parser.add_argument("--limits-only", nargs="*", choices=("budgets", "start", "bits"))
 
@@ -61,9 +65,13 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
             "what a budget becomes; an explicit one is taken", "tests/engine/test_step_sizes.py"
         )
         yield harness.pytest_line(
-            "answers do not depend on it", "tests/e2e/test_invariance.py", "-m", "slow or not slow",
-            "-k", "any_two_settings or each_policy",
-        )  # fmt: skip
+            "answers do not depend on it",
+            "tests/e2e/test_invariance.py",
+            "-m",
+            "slow or not slow",
+            "-k",
+            "any_two_settings or each_policy",
+        )
     if "start" in wanted:
         yield from _start()
 
@@ -72,7 +80,9 @@ def _budgets(arguments: argparse.Namespace) -> Iterator[Line]:
     path = DATA / "workloads" / "mixed64.jsonl"
     if not path.is_file():
         raise NotRun(f"{path} is not here")
-    config = EngineConfig(model="smollm2", threads=arguments.limits_threads, enable_prefix_caching=False)
+    config = EngineConfig(
+        model="smollm2", threads=arguments.limits_threads, enable_prefix_caching=False
+    )
     built = make_engine(config)
     chosen, known = built.engine.stack.config.token_budget, "kept" if built.limits else "glanced at"
     requests = _requests(path)
@@ -85,7 +95,9 @@ def _budgets(arguments: argparse.Namespace) -> Iterator[Line]:
     for budget in sorted(budgets):
         runs, bases = [one[budget] for one in rounds], [one[512] for one in rounds]
         pace = median([run.pace / base.pace for run, base in zip(runs, bases, strict=True)])
-        work = median([run.processors / base.processors for run, base in zip(runs, bases, strict=True)])
+        work = median(
+            [run.processors / base.processors for run, base in zip(runs, bases, strict=True)]
+        )
         gap = median([run.gap for run in runs])
         figure = (
             f"{median([run.pace for run in runs]):.0f} output tok/s, {pace:.2f}x of 512's pace,"
@@ -98,8 +110,9 @@ def _budgets(arguments: argparse.Namespace) -> Iterator[Line]:
             continue
         yield Line(
             f"mixed64, {budget} tokens a step: the default by limits that were {known}, at least {KEPT:.2f}x",
-            figure, pace >= KEPT,
-        )  # fmt: skip
+            figure,
+            pace >= KEPT,
+        )
         what = f"its gap, p99 at most {1e3 * GAP:.0f} ms (a peer's on another machine)"
         yield Line(what, f"{1e3 * gap:.0f} ms", gap <= GAP)
 
@@ -107,7 +120,8 @@ def _budgets(arguments: argparse.Namespace) -> Iterator[Line]:
 def _requests(path: Path) -> list[Request]:
     tokenizer = load_tokenizer(hub.resolve("smollm2").path)
     known = encoded(
-        read_workload(path), lambda text: tokenizer.encode(text, add_special=True, parse_special=False)
+        read_workload(path),
+        lambda text: tokenizer.encode(text, add_special=True, parse_special=False),
     )
     return OpenLoop([replace(one, output=None, arrival=0.0) for one in known]).engine_requests()
 
@@ -137,7 +151,10 @@ def _answered(
                 last[event.id] = now
     took = clock() - begin
     return Run(
-        tokens / took, statistics.quantiles(gaps, n=100)[98], max(gaps), time.process_time() - processors
+        tokens / took,
+        statistics.quantiles(gaps, n=100)[98],
+        max(gaps),
+        time.process_time() - processors,
     )
 
 

@@ -52,7 +52,9 @@ class Steps:
 
     def __init__(self, rows: int = ROWS) -> None:
         self.ops = NativeOps()
-        self.decoder: Decoder = load_model(hub.resolve("smollm2").path, self.ops, max_positions=2 * CONTEXT)
+        self.decoder: Decoder = load_model(
+            hub.resolve("smollm2").path, self.ops, max_positions=2 * CONTEXT
+        )
         width = -(-(CONTEXT + 1) // BLOCK)
         self._kv = self.ops.alloc_kv(self.decoder.kv_spec(rows * width, BLOCK, "float16"))
         table = np.arange(rows * width, dtype=np.int32).reshape(rows, width)
@@ -62,7 +64,13 @@ class Steps:
         starts = np.arange(rows + 1, dtype=np.int32)
         self._batch = Batch(tokens, positions, starts, positions + 1, table, slots, starts[:-1])
         zeros = np.zeros(rows, np.float32)
-        self._draw: Draw = (zeros, np.zeros(rows, np.int32), np.ones(rows, np.float32), zeros, zeros)
+        self._draw: Draw = (
+            zeros,
+            np.zeros(rows, np.int32),
+            np.ones(rows, np.float32),
+            zeros,
+            zeros,
+        )
 
     def adapters(self, fields: Sequence[str], kind: str, count: int = ROWS) -> list[Any]:
         made = []
@@ -98,7 +106,9 @@ class Steps:
         }
 
 
-def most(steps: Steps, adapter: Any, seconds: float, limits: peak.Peak, fields: Sequence[str]) -> str:
+def most(
+    steps: Steps, adapter: Any, seconds: float, limits: peak.Peak, fields: Sequence[str]
+) -> str:
     """What this machine allows at most: of 32 adapters, when all but their bytes were free and none of them
     came beside the model's own products, and when all did; of one, when fp32 ran at its limit."""
     rate = 1e9 * limits.read_gb_s["256M"]
@@ -135,7 +145,9 @@ def pace_lines(rounds: int) -> Iterator[Line]:
                 yield Line(told, figure, pace >= least if judged else None)
             pace, seconds = found["one row"]
             yield Line(
-                f"one row of {ROWS} with an adapter ({about})", f"{pace:.1%}, {seconds * 1e3:.1f} ms", None
+                f"one row of {ROWS} with an adapter ({about})",
+                f"{pace:.1%}, {seconds * 1e3:.1f} ms",
+                None,
             )
             bound = most(steps, many[0], found["32"][0] * found["32"][1], limits, fields)
             yield Line(f"the most that this machine allows ({about})", bound, None)
@@ -189,30 +201,44 @@ def served_lines() -> Iterator[Line]:
             with urllib.request.urlopen(f"{server.url}/v1/models", timeout=30) as answer:
                 listed = sum(one["parent"] is not None for one in json.load(answer)["data"])
             yield Line(
-                f"{NAMED} adapters registered, all listed", f"{listed} after {ready:.1f} s", listed == NAMED
+                f"{NAMED} adapters registered, all listed",
+                f"{listed} after {ready:.1f} s",
+                listed == NAMED,
             )
             before, most = server.rss_mb(), 0.0
             order = [f"a{(7 * n) % NAMED}" for n in range(NAMED)] * 2
             with ThreadPoolExecutor(HOT) as pool:
                 together = []
                 for part in range(0, len(order), 100):
-                    together += list(pool.map(lambda name: asked(server.url, name), order[part : part + 100]))
+                    together += list(
+                        pool.map(lambda name: asked(server.url, name), order[part : part + 100])
+                    )
                     most = max(most, server.metric("pageturner:adapters_in_memory"))
             loads = server.metric("pageturner:adapter_loads_total")
             grown = server.rss_mb() - before
-            figure = (
-                f"at most {most:.0f} in memory, {loads:.0f} loads for {len(order)} requests, {grown:+.0f} MB"
+            figure = f"at most {most:.0f} in memory, {loads:.0f} loads for {len(order)} requests, {grown:+.0f} MB"
+            yield Line(
+                f"{HOT} hot, by an LRU with a bound",
+                figure,
+                0 < most <= HOT and loads >= NAMED - HOT,
             )
-            yield Line(f"{HOT} hot, by an LRU with a bound", figure, 0 < most <= HOT and loads >= NAMED - HOT)
             alone = {name: asked(server.url, name)[0] for name in order[:40]}
             equal = all(
-                text == alone[name] for name, (text, _) in zip(order, together, strict=True) if name in alone
+                text == alone[name]
+                for name, (text, _) in zip(order, together, strict=True)
+                if name in alone
             )
             different = len(set(alone.values()))
-            yield Line("answers equal alone and among 32 at once", f"{equal}, {different} different", equal)
+            yield Line(
+                "answers equal alone and among 32 at once", f"{equal}, {different} different", equal
+            )
             times = sorted(seconds for _, seconds in together)
             figure = f"{statistics.median(times):.2f} s, p99 {times[int(0.99 * len(times))]:.2f} s"
-            yield Line("8 tokens, where nearly every request waits for its adapter to be read", figure, None)
+            yield Line(
+                "8 tokens, where nearly every request waits for its adapter to be read",
+                figure,
+                None,
+            )
 
 
 def lines(arguments: argparse.Namespace) -> Iterator[Line]:
@@ -220,20 +246,26 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     yield from pace_lines(arguments.lora_rounds)
     yield from served_lines()
     yield pytest_line(
-        "bits equal alone and mixed, each instruction set, any threads", "tests/models/test_lora.py",
-        "-k", "mix or pieces",
-    )  # fmt: skip
+        "bits equal alone and mixed, each instruction set, any threads",
+        "tests/models/test_lora.py",
+        "-k",
+        "mix or pieces",
+    )
     yield pytest_line(
         "the invariance product with adapters", "tests/e2e/test_invariance.py", "-k", "adapters"
     )
     yield pytest_line(
-        "logits equal Transformers with PEFT within 1e-4 (fp32), 12 adapters", "tests/models/test_lora.py",
-        "-k", "transformers",
-    )  # fmt: skip
+        "logits equal Transformers with PEFT within 1e-4 (fp32), 12 adapters",
+        "tests/models/test_lora.py",
+        "-k",
+        "transformers",
+    )
     yield pytest_line(
         "bad input: another model, shapes, NaN, rank, half written: clear errors",
-        "tests/models/test_lora.py", "-k", "not transformers and not mix and not pieces and not native",
-    )  # fmt: skip
+        "tests/models/test_lora.py",
+        "-k",
+        "not transformers and not mix and not pieces and not native",
+    )
     yield pytest_line(
         "on a server: nobody else affected, unloading finishes first, engine killed",
         "tests/e2e/test_served_adapters.py",

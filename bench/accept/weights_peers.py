@@ -60,7 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of this part of the acceptance."""
     parser.add_argument("--peers-loads", nargs="+", choices=LOADS, default=list(LOADS))
     parser.add_argument("--peers-rounds", type=int, default=3)
-    parser.add_argument("--peers-report", action="store_true", help="judge what was measured before")
+    parser.add_argument(
+        "--peers-report", action="store_true", help="judge what was measured before"
+    )
 
 
 def lines(arguments: argparse.Namespace) -> Iterator[Line]:
@@ -88,7 +90,11 @@ def _play(
         return rounds.load_turns(saved), saved["failed"]
     present = [engine for engine in engines if rounds.is_there(engine)]
     failed = {engine: "not installed" for engine in engines if engine not in present}
-    about = {"machine": run.machine(), "isa": os.environ.get("PAGETURNER_ISA", "native"), "failed": failed}
+    about = {
+        "machine": run.machine(),
+        "isa": os.environ.get("PAGETURNER_ISA", "native"),
+        "failed": failed,
+    }
     turns: list[Turn] = []
     fewer: dict[str, int] = {}
     each = {workload: list(flags) for workload in workloads}
@@ -96,7 +102,10 @@ def _play(
         turns.append(turn)
         rate, gap = turn.figures["output_tokens_per_s"], turn.figures["itl_ms"]["p99"]
         said = f"{rate:.1f} tok/s, TTFT p99 {turn.figures['ttft_ms']['p99']:.0f} ms, gap p99 {gap:.0f} ms"
-        print(f"          {name} {turn.round + 1}, {turn.workload}: {_short(turn.engine)} {said}", flush=True)
+        print(
+            f"          {name} {turn.round + 1}, {turn.workload}: {_short(turn.engine)} {said}",
+            flush=True,
+        )
         rounds.save(path, about, turns)
         fewer |= dict.fromkeys(_behind(turns, list(workloads)), 1)
     return turns, failed
@@ -131,7 +140,12 @@ def _fastest(turns: Sequence[Turn], workload: str, metric: str) -> str:
 
 
 def _judged(
-    what: str, turns: Sequence[Turn], failed: dict[str, str], workload: str, metric: str, least: float
+    what: str,
+    turns: Sequence[Turn],
+    failed: dict[str, str],
+    workload: str,
+    metric: str,
+    least: float,
 ) -> Line:
     """Ours against the best of all who ran; NOT RUN where somebody named did not."""
     best = _fastest(turns, workload, metric)
@@ -141,7 +155,9 @@ def _judged(
     unit = table.METRICS[metric][1]
     figure = f"{ratio:.2f}x {_short(best)} ({middle[mine]:.1f} / {middle[best]:.1f} {unit}, {count} rounds); "
     figure += ", ".join(
-        f"{_short(engine)} {value:.1f}" for engine, value in middle.items() if engine not in (mine, best)
+        f"{_short(engine)} {value:.1f}"
+        for engine, value in middle.items()
+        if engine not in (mine, best)
     )
     return _unless_missing(f"{what}: at least {least:g}x", figure, ratio >= least, failed)
 
@@ -192,7 +208,11 @@ def poisson(arguments: argparse.Namespace) -> Iterator[Line]:
     scale = LOAD * rate / offered
     engines = [OURS, *ranked[:3]]
     turns, failed = _play(
-        "poisson", engines, {"poisson": path}, arguments, ["--arrivals", "--rate-scale", f"{scale:.4f}"]
+        "poisson",
+        engines,
+        {"poisson": path},
+        arguments,
+        ["--arrivals", "--rate-scale", f"{scale:.4f}"],
     )
     for metric in ("TTFT p99", "TPOT p50"):
         what = f"poisson at {LOAD:.0%} of {ranked[0]} (arrivals x {scale:.2f}), {metric}"
@@ -216,7 +236,9 @@ def qwen(arguments: argparse.Namespace) -> Iterator[Line]:
         loads = {"mixed64": half, "single": _workload("single")}
         turns, failed = _play(f"qwen-{size}", engines, loads, arguments)
         for workload, least in (("mixed64", 1.6), ("single", 1.3)):
-            yield _judged(f"Qwen2.5-Coder {size}, {workload}", turns, failed, workload, "output", least)
+            yield _judged(
+                f"Qwen2.5-Coder {size}, {workload}", turns, failed, workload, "output", least
+            )
 
 
 def _made(kind: str, source: Path) -> Path:
@@ -238,7 +260,9 @@ def four(arguments: argparse.Namespace) -> Iterator[Line]:
     loads = {name: _words(name, path, *size) for name, size in FOUR.items()}
     engines = [f"{engine}@{path}" for engine in (OURS, "ik", "llama", "openvino")]
     turns, failed = _play("four", engines, loads, arguments)
-    yield _judged("4B shape, a prompt of 512, first token", turns, failed, "prompt512", "TTFT p50", 1.2)
+    yield _judged(
+        "4B shape, a prompt of 512, first token", turns, failed, "prompt512", "TTFT p50", 1.2
+    )
     yield _judged("4B shape, 16 at once, output", turns, failed, "sixteen", "output", 2)
     yield _judged("4B shape, one alone, time per token", turns, failed, "alone", "TPOT p50", 1.05)
 

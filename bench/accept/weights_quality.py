@@ -39,7 +39,10 @@ MODELS = {
 }
 MEAN, P99, COST = 0.005, 0.03, 0.05
 BASE = "04036f8"  # the last commit whose default was 8 bits in most matrices
-KL, SAME = 0.00103, 0.97  # of that commit over 20,440 tokens of prose (bench/LOG.md), and its target
+KL, SAME = (
+    0.00103,
+    0.97,
+)  # of that commit over 20,440 tokens of prose (bench/LOG.md), and its target
 NATIVE = Path("src/pageturner/kernels/native/build.sh")
 
 
@@ -50,8 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quality-peers", type=int, metavar="PROMPTS", help="that other engines answer: as many"
     )
-    parser.add_argument("--quality-tokens", type=int, default=4096, help="of prose; 20440: as in the log")
-    parser.add_argument("--quality-base", default=BASE, help="the commit whose mixed64 is the measure")
+    parser.add_argument(
+        "--quality-tokens", type=int, default=4096, help="of prose; 20440: as in the log"
+    )
+    parser.add_argument(
+        "--quality-base", default=BASE, help="the commit whose mixed64 is the measure"
+    )
     parser.add_argument("--quality-rounds", type=int, default=3, help="of mixed64")
     parser.add_argument("--quality-only", nargs="*", choices=("prompts", "prose", "price"))
 
@@ -85,19 +92,26 @@ def _prompts(name: str, model: Path, count: int, of_peers: int | None) -> Iterat
     yield Line(f"{what} (mean {MEAN}, p99 {P99})", str(found), good)
     other = prompts.error(base.half(1), served.half(1))
     yield Line(
-        f"{name}: the half that nothing was chosen on", str(other), other.mean <= MEAN and other.p99 <= P99
+        f"{name}: the half that nothing was chosen on",
+        str(other),
+        other.mean <= MEAN and other.p99 <= P99,
     )
     yield from _peers(name, model, forced[:of_peers], base)
     if name == "SmolLM2":
         exact, mine = (
-            prompts.answer_to(str(model), prompts.PARIS, **way) for way in ({"dtype": "float32"}, {})
+            prompts.answer_to(str(model), prompts.PARIS, **way)
+            for way in ({"dtype": "float32"}, {})
         )
         yield Line(
-            f"{prompts.PARIS} as in fp32", f"{mine!r}, fp32 {exact!r}", mine == exact and "Paris" in mine
+            f"{prompts.PARIS} as in fp32",
+            f"{mine!r}, fp32 {exact!r}",
+            mine == exact and "Paris" in mine,
         )
 
 
-def _peers(name: str, model: Path, forced: Sequence[prompts.Forced], base: prompts.Scores) -> Iterator[Line]:
+def _peers(
+    name: str, model: Path, forced: Sequence[prompts.Forced], base: prompts.Scores
+) -> Iterator[Line]:
     """What other engines make of the same file, on the first of the prompts: published, not judged."""
     exact = base.logprobs[: len(forced) * prompts.ANSWER]
     for engine, score in quality_peers.ENGINES.items():
@@ -117,12 +131,16 @@ def _peers(name: str, model: Path, forced: Sequence[prompts.Forced], base: promp
 def _prose(tokens: int) -> Iterator[Line]:
     model, text = cache_folder() / MODELS["SmolLM2"], DATA / "text" / "en_time_machine.txt"
     if not model.is_file() or not text.is_file():
-        yield Line("SmolLM2 on prose", f"{model if text.is_file() else text} is not here", None, run=False)
+        yield Line(
+            "SmolLM2 on prose", f"{model if text.is_file() else text} is not here", None, run=False
+        )
         return
     windows = quality.read_windows(model, text, tokens)
     with tempfile.TemporaryDirectory() as folder:
         base = quality.keep(Path(folder) / "base", quality.logits_of(model, quality.EXACT, windows))
-        found = quality.loss(base, quality.logits_of(model, quality.WAYS["file, auto"], windows), windows)
+        found = quality.loss(
+            base, quality.logits_of(model, quality.WAYS["file, auto"], windows), windows
+        )
     figure = f"KL {found.kl:.5f}, same top token {found.same:.2%}, perplexity {found.change:+.2%}"
     what = f"SmolLM2 on {found.tokens:,} tokens of prose (KL {KL}, {SAME:.0%} as before)"
     yield Line(what, figure, found.kl <= KL and found.same >= SAME)
@@ -135,14 +153,19 @@ def _price(commit: str, rounds: int) -> Iterator[Line]:
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         made = subprocess.run(
-            ["git", "worktree", "add", "--quiet", "--detach", tree, commit], cwd=ROOT, capture_output=True
+            ["git", "worktree", "add", "--quiet", "--detach", tree, commit],
+            cwd=ROOT,
+            capture_output=True,
         )
         if made.returncode:
             raise NotRun(f"there is no commit {commit} here")
         try:
             environment = {**os.environ, "PYTHON": sys.executable}
             subprocess.run(
-                [tree / NATIVE, Path(folder) / "build"], env=environment, check=False, capture_output=True
+                [tree / NATIVE, Path(folder) / "build"],
+                env=environment,
+                check=False,
+                capture_output=True,
             )
             pairs = [(_mixed(tree, workload), _mixed(ROOT, workload)) for _ in range(rounds)]
         finally:
@@ -151,7 +174,9 @@ def _price(commit: str, rounds: int) -> Iterator[Line]:
     work = median([mine[1] / theirs[1] for theirs, mine in pairs])
     said = ", ".join(f"{mine[0]:.0f}/{theirs[0]:.0f}" for theirs, mine in pairs)
     figure = f"{pace:.2f}x the pace ({said} output tok/s), {work:.2f}x the processor time"
-    yield Line(f"mixed64 beside {commit}'s default (at least {1 - COST:.2f}x)", figure, pace >= 1 - COST)
+    yield Line(
+        f"mixed64 beside {commit}'s default (at least {1 - COST:.2f}x)", figure, pace >= 1 - COST
+    )
 
 
 def _mixed(tree: Path, workload: Path) -> tuple[float, float]:
@@ -160,10 +185,23 @@ def _mixed(tree: Path, workload: Path) -> tuple[float, float]:
     paths = os.pathsep.join([str(tree / "src"), sysconfig.get_paths()["purelib"]])
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with tempfile.NamedTemporaryFile(suffix=".json") as output:
-        command = [sys.executable, "-S", "-m", "pageturner", "bench", "engine", "--model", "smollm2"]
+        command = [
+            sys.executable,
+            "-S",
+            "-m",
+            "pageturner",
+            "bench",
+            "engine",
+            "--model",
+            "smollm2",
+        ]
         command += ["--workload", str(workload), "--output", output.name]
         done = subprocess.run(
-            command, cwd=tree, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True
+            command,
+            cwd=tree,
+            env={**os.environ, "PYTHONPATH": paths},
+            capture_output=True,
+            text=True,
         )
         if done.returncode:
             raise EngineFault("bench", done.stderr[-500:])

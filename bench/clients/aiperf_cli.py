@@ -23,7 +23,17 @@ seen = Seen("aiperf", "aiperf")
 def profiled(folder: str, kind: str) -> dict[str, Any]:
     """What it writes of its requests."""
     program = str(Path(sys.executable).parent / "aiperf")
-    command = [program, "profile", "--url", URL, "--model", MODEL, "--tokenizer", TOKENIZER, "--streaming"]
+    command = [
+        program,
+        "profile",
+        "--url",
+        URL,
+        "--model",
+        MODEL,
+        "--tokenizer",
+        TOKENIZER,
+        "--streaming",
+    ]
     command += [
         "--endpoint-type",
         kind,
@@ -35,7 +45,13 @@ def profiled(folder: str, kind: str) -> dict[str, Any]:
         "none",
     ]
     command += ["--synthetic-input-tokens-mean", "64", "--output-tokens-mean", str(TOKENS)]
-    command += ["--extra-inputs", "ignore_eos:true", "--use-server-token-count", "--artifact-dir", folder]
+    command += [
+        "--extra-inputs",
+        "ignore_eos:true",
+        "--use-server-token-count",
+        "--artifact-dir",
+        folder,
+    ]
     # it takes a folder for a name of the hub where it may not ask the hub
     environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
@@ -61,8 +77,13 @@ def chats() -> None:
         watched = list(Path(folder).rglob("server_metrics_export.json"))
         names = set(json.loads(watched[0].read_text())["metrics"]) if watched else set()
     expect_figures(result, metric(URL, "vllm:generation_tokens_total") - before)
-    expect("vllm:num_requests_running" in names, f"metrics of the server that it read: {sorted(names)[:5]}")
-    first, rate = (result[name]["avg"] for name in ("time_to_first_token", "output_token_throughput"))
+    expect(
+        "vllm:num_requests_running" in names,
+        f"metrics of the server that it read: {sorted(names)[:5]}",
+    )
+    first, rate = (
+        result[name]["avg"] for name in ("time_to_first_token", "output_token_throughput")
+    )
     seen.figure = f"TTFT {first:.0f} ms, {rate:.0f} tokens/s"
 
 
@@ -70,7 +91,9 @@ def chats() -> None:
 def completions() -> None:
     before = metric(URL, "vllm:generation_tokens_total")
     with tempfile.TemporaryDirectory() as folder:
-        expect_figures(profiled(folder, "completions"), metric(URL, "vllm:generation_tokens_total") - before)
+        expect_figures(
+            profiled(folder, "completions"), metric(URL, "vllm:generation_tokens_total") - before
+        )
 
 
 seen.tell()

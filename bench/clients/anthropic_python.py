@@ -17,7 +17,11 @@ URL, MODEL = sys.argv[1:3]
 CLIENT = Anthropic(base_url=URL, api_key="none", timeout=120, max_retries=0)
 POEM = [{"role": "user", "content": "Write a short poem about the sea."}]
 ASK = [{"role": "user", "content": CITY}]
-TOOL = {"name": "get_weather", "description": "The weather of a city.", "input_schema": WEATHER_SCHEMA}
+TOOL = {
+    "name": "get_weather",
+    "description": "The weather of a city.",
+    "input_schema": WEATHER_SCHEMA,
+}
 GREEDY = {"extra_body": {"temperature": 0}}  # which its newest version has no argument for
 seen = Seen("anthropic", "anthropic")
 
@@ -38,7 +42,9 @@ def messages_and_stream() -> None:
         final = stream.get_final_message()
     expect_equal(streamed, whole.content[0].text, "streamed text")
     expect_equal(final.content[0].text, streamed, "text of the final message")
-    expect_equal((final.stop_reason, final.usage.output_tokens), ("max_tokens", 32), "end of the stream")
+    expect_equal(
+        (final.stop_reason, final.usage.output_tokens), ("max_tokens", 32), "end of the stream"
+    )
 
 
 @seen.check
@@ -61,13 +67,22 @@ def stop_sequence() -> None:
 @seen.check
 def counting_and_cache() -> None:
     system = [
-        {"type": "text", "text": "You are a poet of the sea. " * 40, "cache_control": {"type": "ephemeral"}}
+        {
+            "type": "text",
+            "text": "You are a poet of the sea. " * 40,
+            "cache_control": {"type": "ephemeral"},
+        }
     ]
     counted = CLIENT.messages.count_tokens(model=MODEL, messages=POEM, system=system).input_tokens
     message(system=system)
     usage = message(system=system).usage
-    expect_equal(usage.input_tokens + usage.cache_read_input_tokens, counted, "tokens of the prompt")
-    expect(usage.cache_read_input_tokens > 200, f"{usage.cache_read_input_tokens} tokens from the cache")
+    expect_equal(
+        usage.input_tokens + usage.cache_read_input_tokens, counted, "tokens of the prompt"
+    )
+    expect(
+        usage.cache_read_input_tokens > 200,
+        f"{usage.cache_read_input_tokens} tokens from the cache",
+    )
 
 
 @seen.check
@@ -105,7 +120,11 @@ def tools_round_trip() -> None:
     call = next((block for block in first.content if block.type == "tool_use"), None)
     expect(call, f"no call, but {first.content}")
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "31 degrees and sunny"}
-    turns = [*ASK, {"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+    turns = [
+        *ASK,
+        {"role": "assistant", "content": first.content},
+        {"role": "user", "content": [result]},
+    ]
     second = message(messages=turns, tools=[TOOL], tool_choice={"type": "none"}, max_tokens=60)
     expect("31" in second.content[0].text, f"answer {second.content}")
 

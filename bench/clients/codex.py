@@ -31,7 +31,14 @@ def run(folder: Path, server: str, model: str, seconds: float, scripted: bool = 
         own = home / ".codex"
         own.mkdir()
         (own / "config.toml").write_text(CONFIG.format(model=model, url=url))
-        command = [str(program), "exec", "--skip-git-repo-check", "--sandbox", "workspace-write", TASK]
+        command = [
+            str(program),
+            "exec",
+            "--skip-git-repo-check",
+            "--sandbox",
+            "workspace-write",
+            TASK,
+        ]
         return command, {"CODEX_HOME": str(own)}
 
     texts = [call("exec_command", cmd=f"sed -i s/hello/goodbye/ {FILE}"), f"Done.{END}"]

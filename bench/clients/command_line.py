@@ -66,11 +66,15 @@ class Seen:
     @property
     def protocol_held(self) -> bool:
         """Whether it asked the model at all, and nothing that it asked was refused."""
-        asked = any(request.startswith("POST") and request.endswith(" 200") for request in self.requests)
+        asked = any(
+            request.startswith("POST") and request.endswith(" 200") for request in self.requests
+        )
         return asked and not self.errors
 
 
-Start = Callable[[Path, str], tuple[list[str], dict[str, str]]]  # (home, url) -> command, environment
+Start = Callable[
+    [Path, str], tuple[list[str], dict[str, str]]
+]  # (home, url) -> command, environment
 
 
 def installed(folder: Path, package: str, program: str, seconds: float = 300.0) -> Path:
@@ -82,7 +86,9 @@ def installed(folder: Path, package: str, program: str, seconds: float = 300.0) 
             raise NotInstalled("there is no npm")
         command = [npm, "install", "--no-audit", "--no-fund", "--prefix", str(folder), package]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=seconds, check=False
+            )
         except subprocess.TimeoutExpired:
             raise NotInstalled(f"npm install {package} took more than {seconds:.0f} s") from None
         if done.returncode or not path.exists():
@@ -91,7 +97,9 @@ def installed(folder: Path, package: str, program: str, seconds: float = 300.0) 
 
 
 def version_of(program: Path) -> str:
-    done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [program, "--version"], capture_output=True, text=True, timeout=60, check=False
+    )
     return done.stdout.strip()
 
 
@@ -102,7 +110,12 @@ def call(name: str, **arguments: Any) -> str:
 
 
 def seen_by(
-    program: Path, folder: Path, server: str, start: Start, seconds: float, texts: Sequence[str] = ()
+    program: Path,
+    folder: Path,
+    server: str,
+    start: Start,
+    seconds: float,
+    texts: Sequence[str] = (),
 ) -> Seen:
     """Have a client do the task in a home and a workplace of its own, within so many seconds. texts: what the
     model says, turn by turn."""
@@ -114,7 +127,13 @@ def seen_by(
     seen = Seen(version_of(program))
     with recording(server, Script(server, texts)) as recorder:
         command, more = start(home, recorder.url)
-        environment = {"HOME": str(home), "PATH": os.environ["PATH"], "TERM": "dumb", "NO_COLOR": "1", **more}
+        environment = {
+            "HOME": str(home),
+            "PATH": os.environ["PATH"],
+            "TERM": "dumb",
+            "NO_COLOR": "1",
+            **more,
+        }
         seen.status, seen.output = _ended(command, work, environment, seconds)
         _count(seen, recorder)
     told = (work / FILE).read_text() if (work / FILE).exists() else ""
@@ -153,7 +172,9 @@ def _count(seen: Seen, recorder: Recorder) -> None:
         if (error := one.error()) and one.path.startswith("/v1/"):
             seen.errors.append(f"{one.method} {one.path}: {one.status} {error}")
         text = one.request.decode("utf-8", "replace")
-        told = text.count('_call_output"') + text.count('"tool_result"') + text.count('"role":"tool"')
+        told = (
+            text.count('_call_output"') + text.count('"tool_result"') + text.count('"role":"tool"')
+        )
         last = max(last, told)
     seen.results = last
 
@@ -165,10 +186,21 @@ def main(run: Callable[[Path, str, str, float, bool], Seen]) -> int:
     parser.add_argument("server", help="its address, http://HOST:PORT")
     parser.add_argument("model", help="the name that the server gives it")
     parser.add_argument("--seconds", type=float, default=600.0, help="most time for the task")
-    parser.add_argument("--scripted", action="store_true", help="the model says what solves the task")
+    parser.add_argument(
+        "--scripted", action="store_true", help="the model says what solves the task"
+    )
     given = parser.parse_args()
     seen = run(given.folder.resolve(), given.server, given.model, given.seconds, given.scripted)
-    for name in ("version", "requests", "errors", "calls", "results", "changed", "solved", "status"):
+    for name in (
+        "version",
+        "requests",
+        "errors",
+        "calls",
+        "results",
+        "changed",
+        "solved",
+        "status",
+    ):
         print(f"{name}: {getattr(seen, name)}")
     print(seen.output)
     return 0 if seen.protocol_held else 1

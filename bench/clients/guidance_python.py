@@ -54,7 +54,9 @@ def parts_around_a_capture() -> None:
     with guidance.assistant():
         model += "Ann Lee is " + guidance.gen("age", regex=r"[0-9]{2}") + " years old."
     expect_equal(model["age"], "34", "the capture")
-    expect(str(model).rstrip().endswith("years old.") or "years old." in str(model), str(model)[-80:])
+    expect(
+        str(model).rstrip().endswith("years old.") or "years old." in str(model), str(model)[-80:]
+    )
 
 
 @seen.check

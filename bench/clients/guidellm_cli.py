@@ -41,7 +41,9 @@ def chats() -> None:
     made = metric(URL, "vllm:generation_tokens_total") - before
     # beside its requests: a token with which it sees whether the model answers; what it began and left
     left, more = totals["incomplete"], made - REQUESTS * TOKENS
-    expect(0 <= more <= 1 + left * TOKENS, f"{made:.0f} tokens were made, {left} requests were left")
+    expect(
+        0 <= more <= 1 + left * TOKENS, f"{made:.0f} tokens were made, {left} requests were left"
+    )
     first = metrics["time_to_first_token_ms"]["successful"]["mean"]
     expect(first > 0, f"time to the first token {first}")
     seen.figure = f"TTFT {first:.0f} ms"

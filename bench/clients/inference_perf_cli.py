@@ -26,11 +26,14 @@ DATA: dict[str, Any] = {
     "chat": {
         "type": "shared_prefix",
         "shared_prefix": {
-            "num_groups": 2, "num_prompts_per_group": 8, "system_prompt_len": 64, "question_len": 16,
+            "num_groups": 2,
+            "num_prompts_per_group": 8,
+            "system_prompt_len": 64,
+            "question_len": 16,
             "output_len": TOKENS,
         },
     },
-}  # fmt: skip
+}
 seen = Seen("inference-perf", "inference-perf")
 
 
@@ -67,7 +70,9 @@ def expect_figures(kind: str) -> dict[str, Any]:
     counted = well["output_len"]["mean"]  # by its own tokenizer, from the text
     expect(TOKENS - 2 < counted < TOKENS + 2, f"{counted} tokens of an answer")
     expect_equal(
-        metric(URL, "vllm:generation_tokens_total") - before, REQUESTS * TOKENS, "tokens that were made"
+        metric(URL, "vllm:generation_tokens_total") - before,
+        REQUESTS * TOKENS,
+        "tokens that were made",
     )
     latency = well["latency"]
     first, whole = latency["time_to_first_token"]["mean"], latency["request_latency"]["mean"]

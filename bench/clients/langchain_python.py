@@ -18,7 +18,12 @@ from pydantic import BaseModel
 from seen import CITY, Seen, expect, expect_equal, expect_weather
 
 URL, MODEL = sys.argv[1:3]
-BASE: dict[str, Any] = {"model": MODEL, "base_url": f"{URL}/v1", "api_key": "none", "max_retries": 0}
+BASE: dict[str, Any] = {
+    "model": MODEL,
+    "base_url": f"{URL}/v1",
+    "api_key": "none",
+    "max_retries": 0,
+}
 CHAT = ChatOpenAI(**BASE, temperature=0, max_tokens=96)
 POEM = "Write a short poem about the sea."
 seen = Seen("langchain", "langchain")
@@ -52,7 +57,9 @@ def expect_agent(model: Any) -> None:
     kinds = [message.type for message in messages]
     expect_equal(kinds[:3], ["human", "ai", "tool"], "the turns")
     expect_weather(messages[1].tool_calls[0]["args"])
-    expect("31 degrees celsius and sunny in Paris" in messages[2].text, f"result {messages[2].text!r}")
+    expect(
+        "31 degrees celsius and sunny in Paris" in messages[2].text, f"result {messages[2].text!r}"
+    )
     expect_equal(kinds[-1], "ai", "who spoke last")
     expect("31" in messages[-1].text, f"answer {messages[-1].text!r}")
 
@@ -132,7 +139,9 @@ def anthropic_class() -> None:
 @seen.check
 def anthropic_agent() -> None:
     expect_agent(
-        ChatAnthropic(model=MODEL, base_url=URL, api_key="none", temperature=0, max_tokens=96, max_retries=0)
+        ChatAnthropic(
+            model=MODEL, base_url=URL, api_key="none", temperature=0, max_tokens=96, max_retries=0
+        )
     )
 
 

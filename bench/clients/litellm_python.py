@@ -34,15 +34,21 @@ def chat_and_stream() -> None:
     streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     expect(len(text) > 20, f"text {text!r}")
     expect_equal(streamed, text, "streamed text")
-    expect_equal(litellm.stream_chunk_builder(chunks).choices[0].message.content, text, "built from chunks")
+    expect_equal(
+        litellm.stream_chunk_builder(chunks).choices[0].message.content, text, "built from chunks"
+    )
 
 
 @seen.check
 async def async_crowd() -> None:
     fields = {"messages": POEM, "temperature": 0, "max_tokens": 32, **BASE}
-    all = await asyncio.gather(*[litellm.acompletion(model=f"openai/{MODEL}", **fields) for _ in range(4)])
+    all = await asyncio.gather(
+        *[litellm.acompletion(model=f"openai/{MODEL}", **fields) for _ in range(4)]
+    )
     expect_equal(
-        {one.choices[0].message.content for one in all}, {chat().choices[0].message.content}, "four at once"
+        {one.choices[0].message.content for one in all},
+        {chat().choices[0].message.content},
+        "four at once",
     )
 
 
@@ -72,7 +78,9 @@ def tools() -> None:
 
 @seen.check
 def embedding() -> None:
-    answer = litellm.embedding(model=f"openai/{MODEL}", input=["The cat sat.", "A kitten sat."], **BASE)
+    answer = litellm.embedding(
+        model=f"openai/{MODEL}", input=["The cat sat.", "A kitten sat."], **BASE
+    )
     for row in answer.data:
         norm = math.hypot(*row["embedding"])
         expect(abs(norm - 1) < 1e-3, f"norm {norm}")
@@ -81,12 +89,19 @@ def embedding() -> None:
 @seen.check
 def anthropic_provider() -> None:
     answer = chat("anthropic", api_base=URL)
-    expect_equal(answer.choices[0].message.content, chat().choices[0].message.content, "text of /v1/messages")
+    expect_equal(
+        answer.choices[0].message.content, chat().choices[0].message.content, "text of /v1/messages"
+    )
 
 
 @seen.check
 def responses() -> None:
-    fields = {"input": "Write a short poem about the sea.", "temperature": 0, "max_output_tokens": 32, **BASE}
+    fields = {
+        "input": "Write a short poem about the sea.",
+        "temperature": 0,
+        "max_output_tokens": 32,
+        **BASE,
+    }
     answer = litellm.responses(model=f"openai/{MODEL}", **fields)
     text = "".join(part.text for item in answer.output for part in item.content)
     expect_equal(text, chat().choices[0].message.content, "text of /v1/responses")
@@ -108,7 +123,11 @@ def overflow_falls_back() -> None:
     def deployment(name: str, url: str, model: str) -> dict[str, Any]:
         return {
             "model_name": name,
-            "litellm_params": {"model": f"openai/{model}", "api_base": f"{url}/v1", "api_key": "none"},
+            "litellm_params": {
+                "model": f"openai/{model}",
+                "api_base": f"{url}/v1",
+                "api_key": "none",
+            },
         }
 
     router = litellm.Router(

@@ -16,7 +16,13 @@ from pydantic import BaseModel
 from seen import CITY, Seen, expect, expect_equal
 
 URL, MODEL = sys.argv[1:3]
-BASE = {"model": MODEL, "api_base": f"{URL}/v1", "api_key": "none", "temperature": 0, "max_tokens": 96}
+BASE = {
+    "model": MODEL,
+    "api_base": f"{URL}/v1",
+    "api_key": "none",
+    "temperature": 0,
+    "max_tokens": 96,
+}
 CHAT = OpenAILike(
     **BASE, is_chat_model=True, is_function_calling_model=True, context_window=8192, max_retries=0
 )
@@ -79,7 +85,11 @@ async def agent() -> None:
     CALLED.clear()
     agent = FunctionAgent(tools=[TOOL], llm=CHAT, streaming=True, early_stopping_method="generate")
     handler = agent.run(user_msg=CITY, max_iterations=2)
-    results = [e.tool_output.content async for e in handler.stream_events() if isinstance(e, ToolCallResult)]
+    results = [
+        e.tool_output.content
+        async for e in handler.stream_events()
+        if isinstance(e, ToolCallResult)
+    ]
     answer = str(await handler)
     expect_equal(CALLED[:1], [("Paris", "celsius")], "what the tool was called with")
     expect_equal(results[:1], ["31 degrees and sunny"], "results that went back")

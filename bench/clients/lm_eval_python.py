@@ -58,7 +58,9 @@ def told(context: str, continuation: str) -> float:
         "add_special_tokens": False,
     }
     choice = post("/v1/completions", model=MODEL, **fields)["choices"][0]
-    ids = post("/tokenize", model=MODEL, prompt=context + continuation, add_special_tokens=False)["tokens"]
+    ids = post("/tokenize", model=MODEL, prompt=context + continuation, add_special_tokens=False)[
+        "tokens"
+    ]
     rows = choice["prompt_logprobs"]
     return sum(rows[k][str(ids[k])]["logprob"] for k in range(before, len(ids)))
 
@@ -77,27 +79,57 @@ def loglikelihoods() -> None:
 def generate_until() -> None:
     model = LocalCompletionsAPI(base_url=f"{URL}/v1/completions", model=MODEL, num_concurrent=1)
     how = {"until": ["\n"], "max_gen_toks": 16, "temperature": 0}
-    answer = model.generate_until([Instance("generate_until", {}, ("The capital of France is", how), 0)])[0]
-    same = post("/v1/completions", model=MODEL, prompt="The capital of France is", stop="\n", max_tokens=16,
-                temperature=0)  # fmt: skip
+    answer = model.generate_until(
+        [Instance("generate_until", {}, ("The capital of France is", how), 0)]
+    )[0]
+    same = post(
+        "/v1/completions",
+        model=MODEL,
+        prompt="The capital of France is",
+        stop="\n",
+        max_tokens=16,
+        temperature=0,
+    )
     expect_equal(answer, same["choices"][0]["text"], "text")
 
 
 @seen.check
 def command_with_a_task() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        rows = [{"question": question, "choices": choices, "answer": k} for question, choices, k in ROWS]
+        rows = [
+            {"question": question, "choices": choices, "answer": k} for question, choices, k in ROWS
+        ]
         file = Path(folder) / "rows.jsonl"
         file.write_text("\n".join(map(json.dumps, rows)))
         (Path(folder) / "task.yaml").write_text(TASK.format(file=file))
-        arguments = f"model={MODEL},base_url={URL}/v1/completions,num_concurrent=2,tokenizer_backend=remote"
-        command = [sys.executable, "-m", "lm_eval", "--model", "local-completions", "--model_args", arguments]
-        command += ["--tasks", "choices_of_four", "--include_path", folder, "--output_path", f"{folder}/out"]
+        arguments = (
+            f"model={MODEL},base_url={URL}/v1/completions,num_concurrent=2,tokenizer_backend=remote"
+        )
+        command = [
+            sys.executable,
+            "-m",
+            "lm_eval",
+            "--model",
+            "local-completions",
+            "--model_args",
+            arguments,
+        ]
+        command += [
+            "--tasks",
+            "choices_of_four",
+            "--include_path",
+            folder,
+            "--output_path",
+            f"{folder}/out",
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         expect_equal(done.returncode, 0, f"status ({done.stderr[-250:]})")
         (results,) = Path(folder, "out").rglob("results_*.json")
         accuracy = json.loads(results.read_text())["results"]["choices_of_four"]["acc,none"]
-    best = [max(range(3), key=lambda k: told(question, " " + choices[k])) for question, choices, _ in ROWS]
+    best = [
+        max(range(3), key=lambda k: told(question, " " + choices[k]))
+        for question, choices, _ in ROWS
+    ]
     ours = sum(mine == right for mine, (_, _, right) in zip(best, ROWS, strict=True)) / len(ROWS)
     expect_equal(accuracy, ours, "accuracy beside the server's logprobs")
     seen.figure = f"accuracy {accuracy} on {len(ROWS)} questions, as by the server's own logprobs"

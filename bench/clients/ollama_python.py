@@ -36,16 +36,23 @@ def chat(**more: Any) -> Any:
 @seen.check
 def chat_and_stream() -> None:
     whole = chat()
-    expect_equal((whole.done, whole.done_reason, whole.eval_count), (True, "length", 32), "how it ended")
+    expect_equal(
+        (whole.done, whole.done_reason, whole.eval_count), (True, "length", 32), "how it ended"
+    )
     parts = list(chat(stream=True))
-    expect_equal("".join(part.message.content for part in parts), whole.message.content, "streamed text")
+    expect_equal(
+        "".join(part.message.content for part in parts), whole.message.content, "streamed text"
+    )
     expect_equal((parts[-1].done, parts[-1].eval_count), (True, 32), "last line")
 
 
 @seen.check
 async def async_chat() -> None:
     client = AsyncClient(host=URL, timeout=120)
-    parts = [part async for part in await client.chat(model=MODEL, messages=POEM, options=SHORT, stream=True)]
+    parts = [
+        part
+        async for part in await client.chat(model=MODEL, messages=POEM, options=SHORT, stream=True)
+    ]
     expect_equal("".join(part.message.content for part in parts), chat().message.content, "text")
 
 
@@ -61,7 +68,9 @@ def generate() -> None:
 @seen.check
 def format_of_pydantic() -> None:
     ask = [{"role": "user", "content": "Ann Lee is 34 and a lawyer. Answer in JSON."}]
-    answer = chat(messages=ask, format=Person.model_json_schema(), options=SHORT | {"num_predict": 80})
+    answer = chat(
+        messages=ask, format=Person.model_json_schema(), options=SHORT | {"num_predict": 80}
+    )
     expect_equal(Person.model_validate_json(answer.message.content).age, 34, "age")
 
 
@@ -70,7 +79,10 @@ def what_is_there() -> None:
     names = [model.model.removesuffix(":latest") for model in CLIENT.list().models]
     expect(MODEL in names, f"{MODEL} is not among {names}")
     expect("completion" in CLIENT.show(MODEL).capabilities, "it cannot complete")
-    expect(MODEL in [model.model.removesuffix(":latest") for model in CLIENT.ps().models], "it does not run")
+    expect(
+        MODEL in [model.model.removesuffix(":latest") for model in CLIENT.ps().models],
+        "it does not run",
+    )
 
 
 @seen.check

@@ -37,7 +37,9 @@ class Person(BaseModel):
     job: Literal["doctor", "lawyer", "farmer"]
 
 
-@function_tool(is_enabled=lambda *_: not CALLED)  # so small a model calls it again and again otherwise
+@function_tool(
+    is_enabled=lambda *_: not CALLED
+)  # so small a model calls it again and again otherwise
 def get_weather(city: str, unit: Literal["celsius", "fahrenheit"]) -> str:
     """The present weather of a city."""
     CALLED.append((city, unit))

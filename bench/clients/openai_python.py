@@ -22,7 +22,12 @@ CLIENT = OpenAI(base_url=f"{URL}/v1", api_key="none", timeout=120, max_retries=0
 ASYNC = {"base_url": f"{URL}/v1", "api_key": "none", "timeout": 120}
 HAIKU = [{"role": "user", "content": "Write a short poem about the sea."}]
 ASK = [{"role": "user", "content": CITY}]
-RESPONSES_TOOL = {"type": "function", "name": "get_weather", "parameters": WEATHER_SCHEMA, "strict": True}
+RESPONSES_TOOL = {
+    "type": "function",
+    "name": "get_weather",
+    "parameters": WEATHER_SCHEMA,
+    "strict": True,
+}
 seen = Seen("openai (Python)", "openai")
 
 
@@ -73,7 +78,9 @@ def stream_helper() -> None:
         kinds = [event.type for event in stream]
         final = stream.get_final_completion()
     expect("content.delta" in kinds and "content.done" in kinds, f"events {set(kinds)}")
-    expect_equal(final.choices[0].message.content, chat(**fields).choices[0].message.content, "text")
+    expect_equal(
+        final.choices[0].message.content, chat(**fields).choices[0].message.content, "text"
+    )
 
 
 @seen.check
@@ -111,7 +118,10 @@ def logprobs() -> None:
             len(token.top_logprobs) == 3 and bytes(token.bytes).decode(errors="ignore") is not None,
             "3 of each",
         )
-        expect(token.logprob == max(top.logprob for top in token.top_logprobs), "greedy is the likeliest")
+        expect(
+            token.logprob == max(top.logprob for top in token.top_logprobs),
+            "greedy is the likeliest",
+        )
 
 
 @seen.check
@@ -131,7 +141,9 @@ def tools_named_and_streamed() -> None:
     deltas = [chunk.choices[0].delta for chunk in chat(**fields, stream=True)]
     calls = [call for delta in deltas for call in delta.tool_calls or []]
     expect_equal((calls[0].index, calls[0].function.name), (0, "get_weather"), "first delta")
-    expect_equal("".join(call.function.arguments or "" for call in calls), whole, "streamed arguments")
+    expect_equal(
+        "".join(call.function.arguments or "" for call in calls), whole, "streamed arguments"
+    )
 
 
 @seen.check
@@ -141,15 +153,21 @@ def tools_auto_round_trip() -> None:
     call = first.message.tool_calls[0]
     expect_weather(call.function.arguments)
     result = {"role": "tool", "tool_call_id": call.id, "content": "31 degrees and sunny"}
-    second = chat(messages=[*ASK, first.message, result], tools=[WEATHER], tool_choice="none", max_tokens=64)
-    expect("31" in second.choices[0].message.content, f"answer {second.choices[0].message.content!r}")
+    second = chat(
+        messages=[*ASK, first.message, result], tools=[WEATHER], tool_choice="none", max_tokens=64
+    )
+    expect(
+        "31" in second.choices[0].message.content, f"answer {second.choices[0].message.content!r}"
+    )
 
 
 @seen.check
 def parse_object() -> None:
     messages = [{"role": "user", "content": "Ann Lee is 34 and a lawyer."}]
     fields = {"model": MODEL, "messages": messages, "temperature": 0, "max_tokens": 80}
-    parsed = CLIENT.chat.completions.parse(**fields, response_format=Person).choices[0].message.parsed
+    parsed = (
+        CLIENT.chat.completions.parse(**fields, response_format=Person).choices[0].message.parsed
+    )
     expect_equal((parsed.age, parsed.job), (34, "lawyer"), f"of {parsed}")
 
 
@@ -166,14 +184,22 @@ def parse_tool() -> None:
 def responses_text() -> None:
     fields = {"model": MODEL, "input": "Write a short poem about the sea.", "temperature": 0}
     whole = CLIENT.responses.create(**fields, max_output_tokens=32)
-    expect_equal(whole.output_text, chat().choices[0].message.content, "text of responses and chats")
+    expect_equal(
+        whole.output_text, chat().choices[0].message.content, "text of responses and chats"
+    )
     events = list(CLIENT.responses.create(**fields, max_output_tokens=32, stream=True))
-    expect_equal([event.sequence_number for event in events], list(range(len(events))), "numbers of events")
+    expect_equal(
+        [event.sequence_number for event in events], list(range(len(events))), "numbers of events"
+    )
     deltas = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     expect_equal(deltas, whole.output_text, "streamed text")
     expect_equal(events[-1].response.output_text, whole.output_text, "text of the last event")
-    with CLIENT.responses.stream(**fields | {"input": "Say hello."}, max_output_tokens=64) as stream:
-        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+    with CLIENT.responses.stream(
+        **fields | {"input": "Say hello."}, max_output_tokens=64
+    ) as stream:
+        text = "".join(
+            event.delta for event in stream if event.type == "response.output_text.delta"
+        )
         final = stream.get_final_response()
     expect_equal((final.status, final.output_text), ("completed", text), "text of the helper")
 
@@ -182,9 +208,13 @@ def responses_text() -> None:
 def responses_conversation() -> None:
     fields = {"model": MODEL, "temperature": 0, "max_output_tokens": 40}
     first = CLIENT.responses.create(**fields, input="My name is Hildegard.")
-    second = CLIENT.responses.create(**fields, input="What is my name?", previous_response_id=first.id)
+    second = CLIENT.responses.create(
+        **fields, input="What is my name?", previous_response_id=first.id
+    )
     expect("Hildegard" in second.output_text, f"answer {second.output_text!r}")
-    expect_equal(CLIENT.responses.retrieve(first.id).output_text, first.output_text, "what was kept")
+    expect_equal(
+        CLIENT.responses.retrieve(first.id).output_text, first.output_text, "what was kept"
+    )
     CLIENT.responses.delete(first.id)
     try:
         CLIENT.responses.retrieve(first.id)
@@ -196,9 +226,13 @@ def responses_conversation() -> None:
 @seen.check
 def responses_parse() -> None:
     fields = {"model": MODEL, "temperature": 0, "max_output_tokens": 80}
-    answer = CLIENT.responses.parse(**fields, input="Ann Lee is 34 and a lawyer.", text_format=Person)
+    answer = CLIENT.responses.parse(
+        **fields, input="Ann Lee is 34 and a lawyer.", text_format=Person
+    )
     expect_equal(
-        (answer.output_parsed.age, answer.output_parsed.job), (34, "lawyer"), f"of {answer.output_text}"
+        (answer.output_parsed.age, answer.output_parsed.job),
+        (34, "lawyer"),
+        f"of {answer.output_text}",
     )
 
 
@@ -208,12 +242,19 @@ def responses_tools() -> None:
     whole = CLIENT.responses.create(**fields, input=CITY, tool_choice="required")
     call = next(item for item in whole.output if item.type == "function_call")
     expect_weather(call.arguments)
-    events = list(CLIENT.responses.create(**fields, input=CITY, tool_choice="required", stream=True))
+    events = list(
+        CLIENT.responses.create(**fields, input=CITY, tool_choice="required", stream=True)
+    )
     deltas = [e.delta for e in events if e.type == "response.function_call_arguments.delta"]
     expect_equal("".join(deltas), call.arguments, "streamed arguments")
     items = [
         {"role": "user", "content": CITY},
-        {"type": "function_call", "call_id": call.call_id, "name": call.name, "arguments": call.arguments},
+        {
+            "type": "function_call",
+            "call_id": call.call_id,
+            "name": call.name,
+            "arguments": call.arguments,
+        },
         {"type": "function_call_output", "call_id": call.call_id, "output": "31 degrees and sunny"},
     ]
     answer = CLIENT.responses.create(**fields, input=items, tool_choice="none")
@@ -228,7 +269,8 @@ def embeddings() -> None:
     for row, same in zip(rows, plain.data, strict=True):
         expect(abs(math.hypot(*row) - 1) < 1e-3, f"norm {math.hypot(*row)}")
         expect(
-            max(abs(x - y) for x, y in zip(row, same.embedding, strict=True)) < 1e-6, "base64 is not float"
+            max(abs(x - y) for x, y in zip(row, same.embedding, strict=True)) < 1e-6,
+            "base64 is not float",
         )
     near, far = (sum(x * y for x, y in zip(rows[0], rows[k], strict=True)) for k in (1, 2))
     expect(near > far, f"alike {near:.3f}, unlike {far:.3f}")
@@ -264,11 +306,16 @@ def files_and_batches() -> None:
         input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
     )
     until = time.monotonic() + 60
-    while batch.status not in ("completed", "failed", "expired", "cancelled") and time.monotonic() < until:
+    while (
+        batch.status not in ("completed", "failed", "expired", "cancelled")
+        and time.monotonic() < until
+    ):
         time.sleep(0.3)
         batch = CLIENT.batches.retrieve(batch.id)
     expect_equal(batch.status, "completed", "status")
-    lines = [json.loads(line) for line in CLIENT.files.content(batch.output_file_id).text.splitlines()]
+    lines = [
+        json.loads(line) for line in CLIENT.files.content(batch.output_file_id).text.splitlines()
+    ]
     expect_equal(sorted(line["custom_id"] for line in lines), ["row-0", "row-1", "row-2"], "rows")
     texts = {line["response"]["body"]["choices"][0]["message"]["content"] for line in lines}
     expect_equal(texts, {chat().choices[0].message.content}, "texts")

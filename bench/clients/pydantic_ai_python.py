@@ -39,12 +39,17 @@ def expect_ann(person: Person) -> None:
 def default_output() -> None:
     result = Agent(CHAT, output_type=Person, model_settings=SETTINGS, retries=0).run_sync(ANN)
     expect_ann(result.output)
-    expect(any(part.part_kind == "tool-call" for part in result.all_messages()[1].parts), "it was no call")
+    expect(
+        any(part.part_kind == "tool-call" for part in result.all_messages()[1].parts),
+        "it was no call",
+    )
 
 
 @seen.check
 def native_output() -> None:
-    expect_ann(Agent(CHAT, output_type=NativeOutput(Person), model_settings=SETTINGS).run_sync(ANN).output)
+    expect_ann(
+        Agent(CHAT, output_type=NativeOutput(Person), model_settings=SETTINGS).run_sync(ANN).output
+    )
 
 
 @seen.check
@@ -57,7 +62,9 @@ async def text_stream() -> None:
     expect_equal("".join(pieces), whole, "streamed text")
 
 
-def agent_with_tool(model: OpenAIChatModel | OpenAIResponsesModel) -> tuple[Agent, list[tuple[str, str]]]:
+def agent_with_tool(
+    model: OpenAIChatModel | OpenAIResponsesModel,
+) -> tuple[Agent, list[tuple[str, str]]]:
     """And where it keeps what its tool was called with."""
     called: list[tuple[str, str]] = []
     agent = Agent(model, model_settings=SETTINGS)
@@ -86,7 +93,9 @@ def tool() -> None:
 @seen.check
 def responses_default_output() -> None:
     model = OpenAIResponsesModel(MODEL, provider=PROVIDER)
-    expect_ann(Agent(model, output_type=Person, model_settings=SETTINGS, retries=0).run_sync(ANN).output)
+    expect_ann(
+        Agent(model, output_type=Person, model_settings=SETTINGS, retries=0).run_sync(ANN).output
+    )
 
 
 @seen.check

@@ -18,7 +18,11 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-CALLS = ("function_call", "custom_tool_call", "tool_use")  # types of items and blocks that are calls
+CALLS = (
+    "function_call",
+    "custom_tool_call",
+    "tool_use",
+)  # types of items and blocks that are calls
 HOP_BY_HOP = frozenset({"connection", "transfer-encoding", "content-length", "keep-alive", "host"})
 TIMEOUT = 600.0  # seconds that the server may be silent
 
@@ -61,7 +65,9 @@ class Exchange:
                     found.append(item["name"])
             for choice in event.get("choices", ()):
                 told = choice.get("delta") or choice.get("message") or {}
-                found += [one["function"]["name"] for one in told.get("tool_calls", ()) if "id" in one]
+                found += [
+                    one["function"]["name"] for one in told.get("tool_calls", ()) if "id" in one
+                ]
         return found
 
     def error(self) -> str:
@@ -89,7 +95,11 @@ class Script:
         """The request with the next text in it."""
         asked = exchange.asked
         with self._lock:
-            if exchange.method != "POST" or not asked.get("tools") or "count_tokens" in exchange.path:
+            if (
+                exchange.method != "POST"
+                or not asked.get("tools")
+                or "count_tokens" in exchange.path
+            ):
                 return exchange.request
             if not self._texts:
                 return exchange.request
@@ -130,8 +140,14 @@ def recording(server: str, script: Script | None = None) -> Iterator[Recorder]:
             recorder.exchanges.append(exchange)
             if script is not None:
                 body = script.applied(exchange)
-            upstream = http.client.HTTPConnection(str(address.hostname), address.port, timeout=TIMEOUT)
-            headers = {name: value for name, value in self.headers.items() if name.lower() not in HOP_BY_HOP}
+            upstream = http.client.HTTPConnection(
+                str(address.hostname), address.port, timeout=TIMEOUT
+            )
+            headers = {
+                name: value
+                for name, value in self.headers.items()
+                if name.lower() not in HOP_BY_HOP
+            }
             try:
                 upstream.request(self.command, self.path, body, headers)
                 self._pass_on(upstream.getresponse(), exchange)

@@ -58,7 +58,9 @@ def expect_weather(arguments: object) -> None:
     """Arguments, or their text, are those of the tool."""
     values = json.loads(arguments) if isinstance(arguments, str) else arguments
     right = isinstance(values, dict) and sorted(values) == ["city", "unit"]
-    right = right and isinstance(values["city"], str) and values["unit"] in ("celsius", "fahrenheit")
+    right = (
+        right and isinstance(values["city"], str) and values["unit"] in ("celsius", "fahrenheit")
+    )
     expect(right, f"not the arguments of get_weather: {arguments!r:.200}")
 
 
@@ -108,4 +110,6 @@ def metric(url: str, name: str) -> float:
     time.sleep(1.5)
     with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
         lines = answer.read().decode().splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((name + "{", name + " ")))
+    return sum(
+        float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((name + "{", name + " "))
+    )

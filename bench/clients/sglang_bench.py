@@ -41,7 +41,16 @@ def benched(url: str, model: str, tokenizer: str, *more: str) -> dict[str, float
     """What it writes of its requests."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "out.jsonl"
-        command = [sys.executable, __file__, "--base-url", url, "--model", model, "--tokenizer", tokenizer]
+        command = [
+            sys.executable,
+            __file__,
+            "--base-url",
+            url,
+            "--model",
+            model,
+            "--tokenizer",
+            tokenizer,
+        ]
         command += [
             "--dataset-name",
             "random-ids",
@@ -50,7 +59,14 @@ def benched(url: str, model: str, tokenizer: str, *more: str) -> dict[str, float
             "--random-output-len",
             str(TOKENS),
         ]
-        command += ["--random-range-ratio", "1", "--num-prompts", str(REQUESTS), "--max-concurrency", "8"]
+        command += [
+            "--random-range-ratio",
+            "1",
+            "--num-prompts",
+            str(REQUESTS),
+            "--max-concurrency",
+            "8",
+        ]
         command += ["--output-file", str(file), "--warmup-requests", "0", "--disable-tqdm", *more]
         environment = os.environ | {"BENCH_ALONE": "1"}
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
@@ -74,7 +90,9 @@ def main() -> None:
         before = metric(url, "vllm:generation_tokens_total")
         result = benched(url, model, tokenizer, "--backend", "vllm")
         expect_figures(result, metric(url, "vllm:generation_tokens_total") - before)
-        seen.figure = f"TTFT {result['mean_ttft_ms']:.0f} ms, {result['output_throughput']:.0f} tokens/s"
+        seen.figure = (
+            f"TTFT {result['mean_ttft_ms']:.0f} ms, {result['output_throughput']:.0f} tokens/s"
+        )
 
     @seen.check
     def chats() -> None:

@@ -32,7 +32,9 @@ def write(source: Path, folder: Path) -> None:
     kinds = file.array("tokenizer.ggml.token_type").integers()
     control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL]
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in control])
-    text = "Four score and 7 years ago, our fathers'\n\tbrought forth <|im_start|> 1,024 naïve tokens."
+    text = (
+        "Four score and 7 years ago, our fathers'\n\tbrought forth <|im_start|> 1,024 naïve tokens."
+    )
     if tokenizer.encode(text).ids != load_tokenizer(source).encode(
         text, add_special=False, parse_special=True
     ):

@@ -84,7 +84,16 @@ def alone() -> None:
 def benched(url: str, model: str, tokenizer: str, *more: str) -> dict[str, Any]:
     """What it writes of its requests."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--base-url", url, "--model", model, "--tokenizer", tokenizer]
+        command = [
+            sys.executable,
+            __file__,
+            "--base-url",
+            url,
+            "--model",
+            model,
+            "--tokenizer",
+            tokenizer,
+        ]
         command += [
             "--dataset-name",
             "random",
@@ -126,14 +135,17 @@ def main() -> None:
         before = metric(url, "vllm:generation_tokens_total")
         result = benched(url, model, tokenizer, "--backend", "vllm")
         expect_figures(result, metric(url, "vllm:generation_tokens_total") - before)
-        seen.figure = f"TTFT {result['mean_ttft_ms']:.0f} ms, {result['output_throughput']:.0f} tokens/s"
+        seen.figure = (
+            f"TTFT {result['mean_ttft_ms']:.0f} ms, {result['output_throughput']:.0f} tokens/s"
+        )
 
     @seen.check
     def chats() -> None:
         before = metric(url, "vllm:generation_tokens_total")
         path = ("--backend", "openai-chat", "--endpoint", "/v1/chat/completions")
         expect_figures(
-            benched(url, model, tokenizer, *path), metric(url, "vllm:generation_tokens_total") - before
+            benched(url, model, tokenizer, *path),
+            metric(url, "vllm:generation_tokens_total") - before,
         )
 
     seen.tell()

@@ -38,7 +38,9 @@ def turns_of(dice: random.Random, count: int) -> list[AgentTurn]:
         compact = compacts and number == count // 2
         new = length(dice, 120, 0.5, 300) if compact or not number else length(dice, 73, 0.9, 400)
         answer = length(dice, 21, 0.8, 80)
-        found.append(AgentTurn(round(think, 3), new, answer, round(math.sqrt(low * high), 2), compact))
+        found.append(
+            AgentTurn(round(think, 3), new, answer, round(math.sqrt(low * high), 2), compact)
+        )
         think = math.exp(dice.uniform(math.log(low), math.log(high)))
     return found
 
@@ -50,14 +52,20 @@ def make(seed: int, agents: int, lanes: int = LANES) -> list[Agent]:
         lane, number = place % lanes, len(found)
         kind = dice.randrange(len(SYSTEMS))
         one = Agent(
-            number, lane, TENANTS[lane % len(TENANTS)], (kind + 1, SYSTEMS[kind]),
-            turns_of(dice, dice.randint(3, 12)), dice.random() >= 1 / 6,
-        )  # fmt: skip
+            number,
+            lane,
+            TENANTS[lane % len(TENANTS)],
+            (kind + 1, SYSTEMS[kind]),
+            turns_of(dice, dice.randint(3, 12)),
+            dice.random() >= 1 / 6,
+        )
         found.append(one)
         if dice.random() < 1 / 4:
             behind = dice.randrange(len(one.turns) - 1)
             turns = turns_of(dice, dice.randint(3, 5))
-            found.append(Agent(number + 1, -1, one.tenant, one.system, turns, True, (number, behind)))
+            found.append(
+                Agent(number + 1, -1, one.tenant, one.system, turns, True, (number, behind))
+            )
     return found
 
 

@@ -52,17 +52,29 @@ _COMMON = {
 MODELS: dict[str, dict[str, Any]] = {
     "Llama-3.1-8B": _COMMON
     | {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "tie_word_embeddings": False,
         "architectures": ["LlamaForCausalLM"],
     },
     "Qwen3-0.6B": _COMMON
     | {
-        "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
-        "tie_word_embeddings": True, "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+        "architectures": ["Qwen3ForCausalLM"],
     },
-}  # fmt: skip
+}
 
 
 Launched = tuple[int, dict[Sequence, int]]  # items, and the row of each sequence
@@ -109,7 +121,9 @@ def host_seconds(sequences: int, ahead: bool) -> float:
     return statistics.median(times)
 
 
-def step_seconds(model: Outline, sequences: int, host: float, ahead: bool, gpu: str = "H200") -> float:
+def step_seconds(
+    model: Outline, sequences: int, host: float, ahead: bool, gpu: str = "H200"
+) -> float:
     """Seconds of such a step, by the simulator's costs."""
     context = sequences * (PROMPT + WARM + STEPS // 2)
     work = StepWork(sequences, sequences, sequences, context, context)
@@ -137,7 +151,10 @@ def gains(gpu: str = "H200") -> list[dict[str, Any]]:
         for n in CROWDS:
             plain, ahead = hosts[n, False], hosts[n, True]
             device = step_seconds(model, n, 0.0, False, gpu)
-            both = step_seconds(model, n, plain, False, gpu), step_seconds(model, n, ahead, True, gpu)
+            both = (
+                step_seconds(model, n, plain, False, gpu),
+                step_seconds(model, n, ahead, True, gpu),
+            )
             names = ("host_ms", "host_ahead_ms", "device_ms", "plain_ms", "ahead_ms")
             figures = dict(zip(names, (plain, ahead, device, *both), strict=True))
             told = {key: round(1e3 * value, 3) for key, value in figures.items()}

@@ -16,11 +16,20 @@ RESOURCES = Path(__file__).with_name("resources.json")
 REGISTERS, SHARED = 16, 1024
 # One of each sort, of those that spill or hold the most: the others compile to less of the same.
 SAMPLE = (
-    "dense.bf16.few", "groups.4.128.many", "groups.5.32.few", "experts.bf16.few", "experts.4.32.few",
+    "dense.bf16.few",
+    "groups.4.128.many",
+    "groups.5.32.few",
+    "experts.bf16.few",
+    "experts.4.32.few",
     "attend.float16.128.few.fp32",
-    "attend.fp8_e4m3.128.many.bf16", "attend.int8.64.many.bf16", "kv_write.fp8_e4m3",
-    "rms_norm.bf16", "place_heads.fp8_e4m3.256", "gated_dense.bf16.many", "lora_expand.bf16.bf16",
-)  # fmt: skip
+    "attend.fp8_e4m3.128.many.bf16",
+    "attend.int8.64.many.bf16",
+    "kv_write.fp8_e4m3",
+    "rms_norm.bf16",
+    "place_heads.fp8_e4m3.256",
+    "gated_dense.bf16.many",
+    "lora_expand.bf16.bf16",
+)
 
 Row = list[int]  # registers, bytes spilled by a thread, bytes of shared memory
 
@@ -98,7 +107,9 @@ def waits(ptx: str) -> bool:
         return False
     if groups := _GROUPS.search(body):
         others = body.partition(f"\n{groups[2]}:")[2].partition("barrier.sync")[0]
-        early = [line for line in _lines(others) if _TOO_EARLY.search(line) and not _WAY.search(line)]
+        early = [
+            line for line in _lines(others) if _TOO_EARLY.search(line) and not _WAY.search(line)
+        ]
         if early:
             raise ValueError(f"before other warps meet those that wait: {early[-1]}")
         body = body.replace(groups[0], "\n")

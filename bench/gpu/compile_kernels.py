@@ -94,9 +94,17 @@ def compile_one(architecture: int, kernel: Kernel) -> dict[str, Any]:
     if cluster > 1:
         check_places(kernel.name, constants, boxes, done.asm["llir"], ptx)
     # a plane is a map, two sizes and two strides
-    hidden = len(re.findall(r"\.param \.", ptx.partition(")")[0])) - len(kernel.arguments) - 4 * len(boxes)
+    hidden = (
+        len(re.findall(r"\.param \.", ptx.partition(")")[0]))
+        - len(kernel.arguments)
+        - 4 * len(boxes)
+    )
     mma = sorted(
-        set(re.findall(r"(?:wgmma\.mma_async|mma)\.sync\.aligned\.m\d+n\d+k\d+\S*|tcgen05\.mma\S*", ptx))
+        set(
+            re.findall(
+                r"(?:wgmma\.mma_async|mma)\.sync\.aligned\.m\d+n\d+k\d+\S*|tcgen05\.mma\S*", ptx
+            )
+        )
     )
     return {
         "name": kernel.name,
@@ -147,7 +155,9 @@ def boxes_of(kernel: Kernel, told: Any) -> list[list[int]]:
     return found
 
 
-def check_places(name: str, constants: dict[str, Any], boxes: list[list[int]], llir: str, ptx: str) -> None:
+def check_places(
+    name: str, constants: dict[str, Any], boxes: list[list[int]], llir: str, ptx: str
+) -> None:
     """ValueError where the ring of a cluster's kernel does not lie at the beginning of shared memory, or
     where its weight is another parameter than the PTX of `persistent` says."""
     found = re.findall(r"mbarrier\.init\.shared::cta\.b64.*@global_smem, i32 (\d+)\)", llir)
@@ -174,7 +184,10 @@ def usage(cubin: bytes) -> dict[str, int]:
             [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
         ).stdout
     found = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", told)}
-    return {"registers": found.get("REG", 0), "spills": found.get("STACK", 0) + found.get("LOCAL", 0)}
+    return {
+        "registers": found.get("REG", 0),
+        "spills": found.get("STACK", 0) + found.get("LOCAL", 0),
+    }
 
 
 def work(job: tuple[int, str]) -> tuple[int, dict[str, Any]]:
@@ -224,7 +237,11 @@ def write(out: Path, found: dict[int, dict[str, dict[str, Any]]]) -> None:
     import triton
 
     out.mkdir(parents=True, exist_ok=True)
-    manifest: dict[str, Any] = {"source": source_hash(), "triton": triton.__version__, "architectures": {}}
+    manifest: dict[str, Any] = {
+        "source": source_hash(),
+        "triton": triton.__version__,
+        "architectures": {},
+    }
     keep = (
         "symbol",
         "arguments",
@@ -249,17 +266,23 @@ def write(out: Path, found: dict[int, dict[str, dict[str, Any]]]) -> None:
                 file.write(packed)
                 digest = hashlib.sha256(packed).hexdigest()[:32]
                 listed[kernel] = {one: entry[one] for one in keep} | {
-                    "at": at, "bytes": len(packed), "sha256": digest
-                }  # fmt: skip
+                    "at": at,
+                    "bytes": len(packed),
+                    "sha256": digest,
+                }
                 at += len(packed)
         return {"file": name, "kernels": listed}
 
     for architecture, kernels in sorted(found.items()):
-        manifest["architectures"][str(architecture)] = put(f"sm_{architecture}.bin", kernels, "cubin")
+        manifest["architectures"][str(architecture)] = put(
+            f"sm_{architecture}.bin", kernels, "cubin"
+        )
     if PORTABLE in found:
         manifest["portable"] = put("portable.bin", found[PORTABLE], "ptx")
         manifest["portable"]["cuda"] = max(cuda_of(one["ptx"]) for one in found[PORTABLE].values())
-    (out / "manifest.json").write_text(json.dumps(manifest, separators=(",", ":"), sort_keys=True) + "\n")
+    (out / "manifest.json").write_text(
+        json.dumps(manifest, separators=(",", ":"), sort_keys=True) + "\n"
+    )
 
 
 def options_of() -> argparse.Namespace:
@@ -267,9 +290,15 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=ROOM / "compiled")
     parser.add_argument("--architectures", default=",".join(map(str, ARCHITECTURES)))
     parser.add_argument("--only", default="", help="kernels whose names begin so")
-    parser.add_argument("--sample", action="store_true", help="one kernel of each sort, the most demanding")
-    parser.add_argument("--check", action="store_true", help="compare with what is recorded, write nothing")
-    parser.add_argument("--record", action="store_true", help="write what was found to resources.json")
+    parser.add_argument(
+        "--sample", action="store_true", help="one kernel of each sort, the most demanding"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="compare with what is recorded, write nothing"
+    )
+    parser.add_argument(
+        "--record", action="store_true", help="write what was found to resources.json"
+    )
     parser.add_argument(
         "--accept-spills", default="", help="kernels that --record may record with more spills"
     )

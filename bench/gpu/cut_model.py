@@ -23,7 +23,8 @@ def cut(source: Path, layers: int, out: Path) -> int:
     architecture = str(file.metadata["general.architecture"])
     numbers = {kind.name: number for number, kind in KINDS.items()}
     about = {
-        key: value.tolist() if isinstance(value, Array) else value for key, value in file.metadata.items()
+        key: value.tolist() if isinstance(value, Array) else value
+        for key, value in file.metadata.items()
     }
     about[f"{architecture}.block_count"] = layers
     tensors = {}

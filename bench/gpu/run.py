@@ -94,7 +94,17 @@ LANES = (
     ("grid",),
     ("right", "proof"),
     ("bits",),
-    ("kinds", "prefill", "profile", "pdl", "sampling", "attention", "mixtures", "ranks", "ranks_model"),
+    (
+        "kinds",
+        "prefill",
+        "profile",
+        "pdl",
+        "sampling",
+        "attention",
+        "mixtures",
+        "ranks",
+        "ranks_model",
+    ),
     ("start", "idle", "batch32", "nano", "burst"),
     ("invariance",),
 )
@@ -118,7 +128,13 @@ def run_apart(name: str, tiny: bool, folder: Path, limit: float) -> bool:
             done, why = False, f"not done within {limit:.0f} s; "
         errors.seek(0)
         why += errors.read()[-1500:] if not done else ""
-    tell("part", name=name, done=done, seconds=time.perf_counter() - begin, **({"why": why} if why else {}))
+    tell(
+        "part",
+        name=name,
+        done=done,
+        seconds=time.perf_counter() - begin,
+        **({"why": why} if why else {}),
+    )
     return done
 
 
@@ -145,14 +161,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], default=[], help="all, if none are named")
-    parser.add_argument("--out", type=Path, help="file of the lines; those of earlier calls stay in it")
+    parser.add_argument(
+        "parts", nargs="*", choices=[[], *PARTS], default=[], help="all, if none are named"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="file of the lines; those of earlier calls stay in it"
+    )
     parser.add_argument("--limit", type=float, default=570.0, help="seconds for all parts together")
     parser.add_argument("--tiny", action="store_true", help="on the tests' fake device")
-    parser.add_argument("--together", action="store_true", help="all at once: no times, what fails is seen")
-    parser.add_argument("--judge", type=Path, nargs="+", help="run nothing: the table of these files")
+    parser.add_argument(
+        "--together", action="store_true", help="all at once: no times, what fails is seen"
+    )
+    parser.add_argument(
+        "--judge", type=Path, nargs="+", help="run nothing: the table of these files"
+    )
     parser.add_argument("--folder", type=Path, help="where models are written; kept")
-    parser.add_argument("--here", action="store_true", help="in this process, without a limit and a table")
+    parser.add_argument(
+        "--here", action="store_true", help="in this process, without a limit and a table"
+    )
     options = parser.parse_args()
     if options.judge:
         told = [one for path in options.judge for one in run_judge.read(path)]
@@ -175,7 +201,9 @@ def main() -> int:
             if left < 10:
                 tell("part", name=name, done=False, why="no time was left")
                 continue
-            run_apart(name, options.tiny, folder, left if options.tiny else min(left, PARTS[name][1]))
+            run_apart(
+                name, options.tiny, folder, left if options.tiny else min(left, PARTS[name][1])
+            )
         told = run_judge.read(out)
     print(run_judge.table(told))
     if options.tiny:

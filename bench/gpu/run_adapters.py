@@ -38,8 +38,15 @@ def adapter(shape: Shape, rank: int, seed: int, fields: tuple[str, ...] = FIELDS
     """In bf16; the same values in every layer."""
     s = shape
     q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
-    sizes = {"q": (q, s.hidden), "k": (kv, s.hidden), "v": (kv, s.hidden), "o": (s.hidden, q),
-             "gate": (s.inner, s.hidden), "up": (s.inner, s.hidden), "down": (s.hidden, s.inner)}  # fmt: skip
+    sizes = {
+        "q": (q, s.hidden),
+        "k": (kv, s.hidden),
+        "v": (kv, s.hidden),
+        "o": (s.hidden, q),
+        "gate": (s.inner, s.hidden),
+        "up": (s.inner, s.hidden),
+        "down": (s.hidden, s.inner),
+    }
 
     def pair(outputs: int, inputs: int, seed: int) -> LowRank:
         a, b = normal_bits(rank, inputs, seed), normal_bits(outputs, rank, seed + 1)
@@ -50,15 +57,21 @@ def adapter(shape: Shape, rank: int, seed: int, fields: tuple[str, ...] = FIELDS
 
 
 def companies(
-    ops: GpuOps, step: Callable[[list[tuple[int, int]], str], Any], whole: Any, chunks: Iterable[int],
-    crowds: Iterable[list[tuple[int, int]]], tiny: bool,
-) -> tuple[int, int]:  # fmt: skip
+    ops: GpuOps,
+    step: Callable[[list[tuple[int, int]], str], Any],
+    whole: Any,
+    chunks: Iterable[int],
+    crowds: Iterable[list[tuple[int, int]]],
+    tiny: bool,
+) -> tuple[int, int]:
     """Rows that were compared and that differ: of a sequence in chunks, and its last one in each crowd, where
     it comes first, recorded and not. step: hidden rows of these runs, "all" or the "last" of each. whole: of
     the sequence in one step."""
     longest, compared, differ = len(whole), 0, 0
     for chunk in chunks:
-        begin = longest - 20 if chunk == 1 else 0  # single tokens only at the end, behind what is there
+        begin = (
+            longest - 20 if chunk == 1 else 0
+        )  # single tokens only at the end, behind what is there
         for at in range(begin, longest, chunk):
             count = min(chunk, longest - at)
             differ += int((step([(at, count)], "all") != whole[at : at + count]).any(axis=1).sum())
@@ -77,16 +90,23 @@ def rows_of_adapters(room: Room) -> None:
     without, recorded and not; and one without an adapter beside those with, and in a step of the model as it
     is."""
     shape = TINY if room.tiny else Shape("adapters", 2, 4096, 14336, 32, 8, 128, 1024)
-    longest, crowds, chunks = (12, (3,), (7,)) if room.tiny else (300, (5, 40, 255), (1, 7, 64, 256))
+    longest, crowds, chunks = (
+        (12, (3,), (7,)) if room.tiny else (300, (5, 40, 255), (1, 7, 64, 256))
+    )
     ranks = MIX[:2] if room.tiny else MIX
     ops = GpuOps(room.driver, 64 << 20 if room.tiny else 8 << 30, graphs=False)
     stack, _ = make_stack(ops, shape)
     fields = (FIELDS, ("q", "v"), ("o", "gate", "down"), FIELDS)
     mix = [
-        *(ops.pack_adapter(adapter(shape, rank, i, fields[i]), stack) for i, rank in enumerate(ranks)),
+        *(
+            ops.pack_adapter(adapter(shape, rank, i, fields[i]), stack)
+            for i, rank in enumerate(ranks)
+        ),
         None,
     ]
-    runs_of = {n: [(longest - 1, 1), *((3 + 13 * i % longest, 1) for i in range(n - 1))] for n in crowds}
+    runs_of = {
+        n: [(longest - 1, 1), *((3 + 13 * i % longest, 1) for i in range(n - 1))] for n in crowds
+    }
     kv = ops.alloc_kv(kv_spec(shape, max(runs_of.values(), key=len), "float16"))
 
     def step(runs: list[tuple[int, int]], wanted: str, first: int) -> Any:
@@ -105,7 +125,14 @@ def rows_of_adapters(room: Room) -> None:
         mine = partial(step, first=first)
         found = companies(ops, mine, whole, chunks, runs_of.values(), room.tiny)
         compared, differ = compared + found[0], differ + found[1]
-    tell("bits", what="adapters", ranks=list(ranks), crowds=list(crowds), compared=compared, differ=differ)
+    tell(
+        "bits",
+        what="adapters",
+        ranks=list(ranks),
+        crowds=list(crowds),
+        compared=compared,
+        differ=differ,
+    )
     del mix[:]
     room.driver.release()
 
@@ -126,15 +153,30 @@ def adapters(room: Room) -> None:
     for present in (0, 1, count):
         step.adapters = [hot[s % present] for s in range(batch)] if present else None
         took = seconds_of(
-            room.driver, lambda: ops.choose(ops.hidden(stack, step, kv, None), head, draw), 1.0, room.tiny
+            room.driver,
+            lambda: ops.choose(ops.hidden(stack, step, kv, None), head, draw),
+            1.0,
+            room.tiny,
         )
         base = base or took
-        nbytes = 2.0 * shape.weights + kv.spec.bytes_per_token * context * batch + present * hot[0].nbytes
+        nbytes = (
+            2.0 * shape.weights
+            + kv.spec.bytes_per_token * context * batch
+            + present * hot[0].nbytes
+        )
         tell(
-            "kinds", what="adapters", adapters=present, rank=RANK, batch=batch, context=context,
-            ms=1e3 * took, tok_s=batch / took, pace=base / took, error=error if present else 0.0,
+            "kinds",
+            what="adapters",
+            adapters=present,
+            rank=RANK,
+            batch=batch,
+            context=context,
+            ms=1e3 * took,
+            tok_s=batch / took,
+            pace=base / took,
+            error=error if present else 0.0,
             **floor_seconds(room, nbytes, 2.0 * shape.weights * batch),
-        )  # fmt: skip
+        )
     del hot[:]
     step.adapters = None
     room.driver.release()
@@ -143,7 +185,9 @@ def adapters(room: Room) -> None:
 def distance_of_adapters(room: Room) -> float:
     """What adapters add to one product, beside the product of the values: the error of the largest rank."""
     shape = TINY if room.tiny else LLAMA_8B
-    one = Shape("one layer", 1, shape.hidden, shape.inner, shape.heads, shape.kv_heads, shape.head_dim, 64)
+    one = Shape(
+        "one layer", 1, shape.hidden, shape.inner, shape.heads, shape.kv_heads, shape.head_dim, 64
+    )
     ops = GpuOps(room.driver, 64 << 20 if room.tiny else 2 << 30, graphs=False)
     stack, _ = make_stack(ops, one)
     weights = adapter(one, MIX[-1], 0, ("down",))
@@ -153,7 +197,10 @@ def distance_of_adapters(room: Room) -> float:
     ops.launches.rounded(rows := ops.on_device(x), "bf16")
     got = ops.to_numpy(ops.adapt(zeros, rows, [packed] * 4, 0, "down"))
     pair = weights.layers[0]["down"]
-    a, b = ((one.astype(np.uint32) << 16).view(np.float32).astype(np.float64) for one in (pair.a, pair.b))
+    a, b = (
+        (one.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        for one in (pair.a, pair.b)
+    )
     truth = pair.scale * (x @ a.T) @ b.T
     error = float(np.abs(got - truth).max() / np.abs(truth).max())
     del packed

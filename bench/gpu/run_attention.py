@@ -9,7 +9,16 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from run_common import LLAMA_8B, TINY, Room, floor_seconds, kv_spec, recorded_seconds, steps_of, tell
+from run_common import (
+    LLAMA_8B,
+    TINY,
+    Room,
+    floor_seconds,
+    kv_spec,
+    recorded_seconds,
+    steps_of,
+    tell,
+)
 from run_speed import fill
 
 from pageturner.kernels.base import AttentionShape, Batch
@@ -18,10 +27,14 @@ from pageturner.kernels.gpu.steps import view_of
 
 Runs = list[tuple[int, int]]
 DECODES: dict[str, Runs] = {
-    "64 x 1k": [(1087, 1)] * 64, "256 x 250": [(249, 1)] * 256, "256 x 500": [(511, 1)] * 256,
-    "1 x 8k": [(8191, 1)], "1 x 32k": [(32767, 1)], "1 x 128k": [(131071, 1)],
+    "64 x 1k": [(1087, 1)] * 64,
+    "256 x 250": [(249, 1)] * 256,
+    "256 x 500": [(511, 1)] * 256,
+    "1 x 8k": [(8191, 1)],
+    "1 x 32k": [(32767, 1)],
+    "1 x 128k": [(131071, 1)],
     "33k beside 255 x 200": [(32999, 1), *[(199, 1)] * 255],
-}  # fmt: skip
+}
 PROMPTS: dict[str, Runs] = {"1 x 8k": [(0, 8192)], "16 x 512 of 8k": [(7680, 512)] * 16}
 WINDOW = 1024
 TIMES = 50  # replays whose bits are compared
@@ -47,7 +60,9 @@ def _one(room: Room, shape: Any, name: str, runs: Runs, dtype: str, window: int 
     ops = GpuOps(room.driver, (64 << 20) if room.tiny else 4 << 30, graphs=False)
     kv = ops.alloc_kv(replace(spec, layers=layers))
     fill(ops, kv, shape, spec.blocks * spec.block_size)
-    heads = AttentionShape(shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim**-0.5, window)
+    heads = AttentionShape(
+        shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim**-0.5, window
+    )
     batch = steps_of(runs)
     step = ops.step(batch, {view_of(heads)}, kv)
     width = shape.heads * shape.head_dim
@@ -58,7 +73,9 @@ def _one(room: Room, shape: Any, name: str, runs: Runs, dtype: str, window: int 
         ops.arena.reset(mark)
         return ops.launches.attention(q, kv, layer, step, heads, "fp32")
 
-    took = recorded_seconds(room.driver, [partial(work, layer) for layer in range(layers)], room.tiny)
+    took = recorded_seconds(
+        room.driver, [partial(work, layer) for layer in range(layers)], room.tiny
+    )
     truth = ops.to_numpy(work(0))
     stable = all((ops.to_numpy(work(0)) == truth).all() for _ in range(2 if room.tiny else TIMES))
     alone = _alone(ops, kv, batch, values, heads)
@@ -66,8 +83,16 @@ def _one(room: Room, shape: Any, name: str, runs: Runs, dtype: str, window: int 
     bytes_seen = spec.nbytes * seen / (spec.blocks * spec.block_size)
     scores = sum(n * (done + n / 2) for done, n in runs) if not window else 0.0
     floors = floor_seconds(room, bytes_seen, 4.0 * scores * width)
-    tell("attention", size=name, kv=dtype, us=1e6 * took, gb_s=1e-9 * bytes_seen / took, stable=stable,
-         alone=bool((alone == truth[-1]).all()), **floors)  # fmt: skip
+    tell(
+        "attention",
+        size=name,
+        kv=dtype,
+        us=1e6 * took,
+        gb_s=1e-9 * bytes_seen / took,
+        stable=stable,
+        alone=bool((alone == truth[-1]).all()),
+        **floors,
+    )
     room.driver.release()
 
 
@@ -75,9 +100,14 @@ def _alone(ops: GpuOps, kv: Any, batch: Batch, values: Any, heads: AttentionShap
     """The last row of the last sequence without any other."""
     ones = np.arange(2, dtype=np.int32)
     one = Batch(
-        batch.tokens[-1:], batch.positions[-1:], ones, batch.context_len[-1:], batch.block_table[-1:],
-        batch.slots[-1:], ones[:1],
-    )  # fmt: skip
+        batch.tokens[-1:],
+        batch.positions[-1:],
+        ones,
+        batch.context_len[-1:],
+        batch.block_table[-1:],
+        batch.slots[-1:],
+        ones[:1],
+    )
     ops.begin()
     q = ops.on_device(values[-1:])
     return ops.to_numpy(ops.attention(q, kv, 0, one, heads))[0]

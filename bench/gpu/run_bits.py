@@ -74,7 +74,9 @@ def rows_of_steps(room: Room) -> None:
     longest, crowds = (20, (3,)) if room.tiny else (1500, (1, 5, 40, 255))
     ops = GpuOps(room.driver, 64 << 20 if room.tiny else 12 << 30, graphs=False)
     stack, _ = make_stack(ops, shape)
-    runs_of = {n: [(longest - 1, 1), *((3 + 13 * i % longest, 1) for i in range(n - 1))] for n in crowds}
+    runs_of = {
+        n: [(longest - 1, 1), *((3 + 13 * i % longest, 1) for i in range(n - 1))] for n in crowds
+    }
     kv = ops.alloc_kv(kv_spec(shape, max(runs_of.values(), key=len), "float16"))
 
     def step(runs: list[tuple[int, int]], wanted: str) -> Any:
@@ -83,7 +85,14 @@ def rows_of_steps(room: Room) -> None:
     chunks = CHUNKS[1:2] if room.tiny else CHUNKS
     whole = step([(0, longest)], "all")
     compared, differ = companies(ops, step, whole, chunks, runs_of.values(), room.tiny)
-    tell("bits", what="steps", chunks=list(CHUNKS), crowds=list(crowds), compared=compared, differ=differ)
+    tell(
+        "bits",
+        what="steps",
+        chunks=list(CHUNKS),
+        crowds=list(crowds),
+        compared=compared,
+        differ=differ,
+    )
     room.driver.release()
 
 
@@ -111,7 +120,11 @@ def cases(tiny: bool) -> list[Case]:
         Case("together"),
         *(Case(f"among {n} others", crowd=n) for n in (24, 248, 1000)),
         *(
-            Case(f"chunks of {n}", crowd=24, settings={"max_num_batched_tokens": n, "max_num_seqs": 16})
+            Case(
+                f"chunks of {n}",
+                crowd=24,
+                settings={"max_num_batched_tokens": n, "max_num_seqs": 16},
+            )
             for n in (16, 77, 300)
         ),
         Case("prefixes", crowd=24, twice=True),
@@ -122,7 +135,9 @@ def cases(tiny: bool) -> list[Case]:
     if setting_ahead() is not None:
         found += [
             Case("not ahead", crowd=24, ahead=False),
-            Case("not ahead, preempted", 24, True, False, False, {"kv_cache_memory": 1024 * 4 * 4096}),
+            Case(
+                "not ahead, preempted", 24, True, False, False, {"kv_cache_memory": 1024 * 4 * 4096}
+            ),
         ]
     return found
 
@@ -159,7 +174,9 @@ def answers(room: Room, model: Path) -> None:
             truth |= _answers_of(one.engine, [probe])
             one.engine.forget_prefixes()
     for case in cases(room.tiny):
-        with engine_of(room, model, graphs=case.graphs, ahead=case.ahead, **(memory | case.settings)) as here:
+        with engine_of(
+            room, model, graphs=case.graphs, ahead=case.ahead, **(memory | case.settings)
+        ) as here:
             probes_here = asked(1, probes, vocabulary)
             others = asked(1000, case.crowd, vocabulary)
             got = [_answers_of(here.engine, [*others[::2], *probes_here, *others[1::2]])]
@@ -168,7 +185,11 @@ def answers(room: Room, model: Path) -> None:
             differ = sum(answer[id] != truth[id] for answer in got for id in truth)
             stats = here.engine.stats()
             tell(
-                "bits", what="answers", case=case.name, compared=len(got) * len(truth), differ=differ,
+                "bits",
+                what="answers",
+                case=case.name,
+                compared=len(got) * len(truth),
+                differ=differ,
                 preempted=next((v for k, v in stats.items() if "preempt" in k), None),
                 ahead_setting=setting_ahead(),
-            )  # fmt: skip
+            )

@@ -128,7 +128,9 @@ def torch_here(room: Room) -> Any:
 # -- weights -------------------------------------------------------------------------------------------------
 def normal_bits(rows: int, columns: int, seed: int) -> np.ndarray[Any, Any]:
     """bf16 of about 1 / sqrt(columns), flat; a block of a million values again and again."""
-    some = np.random.default_rng(seed).standard_normal(min(rows * columns, 1 << 20), dtype=np.float32)
+    some = np.random.default_rng(seed).standard_normal(
+        min(rows * columns, 1 << 20), dtype=np.float32
+    )
     return np.resize(to_bf16(some * np.float32(columns**-0.5)), rows * columns)
 
 
@@ -149,8 +151,15 @@ def make_stack(
     angle = np.outer(np.arange(16384), 5e5 ** (-np.arange(s.head_dim // 2) / (s.head_dim // 2)))
     rope = Rope(np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32), False)
     q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
-    sizes = {"q": (q, s.hidden), "k": (kv, s.hidden), "v": (kv, s.hidden), "o": (s.hidden, q),
-             "gate": (s.inner, s.hidden), "up": (s.inner, s.hidden), "down": (s.hidden, s.inner)}  # fmt: skip
+    sizes = {
+        "q": (q, s.hidden),
+        "k": (kv, s.hidden),
+        "v": (kv, s.hidden),
+        "o": (s.hidden, q),
+        "gate": (s.inner, s.hidden),
+        "up": (s.inner, s.hidden),
+        "down": (s.hidden, s.inner),
+    }
     tensors = {name: of(floats(*size, seed)) for seed, (name, size) in enumerate(sizes.items())}
     tensors |= {"attn_norm": ones(s.hidden), "mlp_norm": ones(s.hidden)}
     attention = AttentionShape(s.heads, s.kv_heads, s.head_dim, s.head_dim**-0.5)
@@ -183,10 +192,14 @@ def steps_of(runs: list[tuple[int, int]], wanted: str = "last", tokens: Any = No
     logits = np.arange(len(rows), dtype=np.int32) if wanted == "all" else ends
     given = (rows * 7 + 3) % 60 if tokens is None else np.asarray(tokens)
     return Batch(
-        given.astype(np.int32), rows, np.array(starts, np.int32),
-        np.array([computed + n for computed, n in runs], np.int32), table,
-        np.concatenate(slots).astype(np.int32), logits,
-    )  # fmt: skip
+        given.astype(np.int32),
+        rows,
+        np.array(starts, np.int32),
+        np.array([computed + n for computed, n in runs], np.int32),
+        table,
+        np.concatenate(slots).astype(np.int32),
+        logits,
+    )
 
 
 def kv_spec(shape: Shape, runs: list[tuple[int, int]], dtype: str = "bfloat16") -> KVSpec:
@@ -203,7 +216,9 @@ def greedy(rows: int) -> tuple[Any, ...]:
 
 
 # -- times ---------------------------------------------------------------------------------------------------
-def seconds_of(driver: Any, work: Callable[[], Any], budget: float = 1.0, tiny: bool = False) -> float:
+def seconds_of(
+    driver: Any, work: Callable[[], Any], budget: float = 1.0, tiny: bool = False
+) -> float:
     """Median of a call, the device idle before and after: what a whole step takes, host included."""
     for _ in range(1 if tiny else 4):  # the second may record a graph
         work()
@@ -211,7 +226,9 @@ def seconds_of(driver: Any, work: Callable[[], Any], budget: float = 1.0, tiny: 
     took: list[float] = []
     begin = time.perf_counter()
     least = 1 if tiny else 5
-    while len(took) < least or (not tiny and time.perf_counter() - begin < budget and len(took) < 200):
+    while len(took) < least or (
+        not tiny and time.perf_counter() - begin < budget and len(took) < 200
+    ):
         at = time.perf_counter()
         work()
         driver.synchronise()
@@ -221,7 +238,7 @@ def seconds_of(driver: Any, work: Callable[[], Any], budget: float = 1.0, tiny: 
 
 def recorded_seconds(
     driver: Any, works: list[Callable[[], Any]], tiny: bool, budget: float = 0.3
-) -> float:  # fmt: skip
+) -> float:
     """Mean of the works, recorded behind each other and replayed: without the host's part."""
     for work in works:
         work()

@@ -18,7 +18,16 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from run_common import COLD, LLAMA_8B, Room, floats, recorded_seconds, tell, torch_here, torch_seconds
+from run_common import (
+    COLD,
+    LLAMA_8B,
+    Room,
+    floats,
+    recorded_seconds,
+    tell,
+    torch_here,
+    torch_seconds,
+)
 from tests.kernels import grid
 
 from pageturner.formats import float8, ggml
@@ -33,16 +42,29 @@ SIZE = (1040, 4096)  # of a weight: the last tile of its rows is not full, and i
 WHOLE = (17408, 512)  # of one part, so that gate and up are one launch
 # Kinds of files: name of the form that they become, and whether it has lows
 FORMS = {
-    "Q4_0": ("4.32.fp16", False), "Q4_1": ("4.32.fp16", True), "Q4_K": ("4.32", True),
-    "Q4_W": ("4.128", True), "Q4_0 g128": ("4.128", False), "Q5_0": ("5.32", False), "Q5_1": ("5.32", True),
-    "Q8_0": ("8.32", False), "Q6_K": ("8.16", False), "Q2_K": ("8.16", True), "F8_W": ("fp8", False),
-}  # fmt: skip
+    "Q4_0": ("4.32.fp16", False),
+    "Q4_1": ("4.32.fp16", True),
+    "Q4_K": ("4.32", True),
+    "Q4_W": ("4.128", True),
+    "Q4_0 g128": ("4.128", False),
+    "Q5_0": ("5.32", False),
+    "Q5_1": ("5.32", True),
+    "Q8_0": ("8.32", False),
+    "Q6_K": ("8.16", False),
+    "Q2_K": ("8.16", True),
+    "F8_W": ("fp8", False),
+}
 TIMED_ROWS = (1, 16, 64, 256)
 TIMED = {  # label -> form, whether with lows
-    "int4 g32 low": ("4.32.fp16", True), "int4 g32": ("4.32.fp16", False), "Q4_K": ("4.32", True),
-    "int4 g128 low": ("4.128", True), "Q5_0": ("5.32", False), "Q8_0": ("8.32", False),
-    "Q6_K": ("8.16", False), "fp8": ("fp8", False),
-}  # fmt: skip
+    "int4 g32 low": ("4.32.fp16", True),
+    "int4 g32": ("4.32.fp16", False),
+    "Q4_K": ("4.32", True),
+    "int4 g128 low": ("4.128", True),
+    "Q5_0": ("5.32", False),
+    "Q8_0": ("8.32", False),
+    "Q6_K": ("8.16", False),
+    "fp8": ("fp8", False),
+}
 
 
 def forms(room: Room) -> None:
@@ -115,13 +137,21 @@ def right(room: Room, kind: str) -> None:
     tokens = np.array([0, rows - 1, 17], np.int32)
     embedded = ops.to_numpy(ops.embed(weight, tokens))
     tell(
-        "forms", what="right", kind=kind, form=form, low=has_low, worst=float(np.nanmax(error)), limit=limit,
-        finite=bool(np.isfinite(error).all()), wrong=len(wrong), first=wrong[:1].tolist(),
+        "forms",
+        what="right",
+        kind=kind,
+        form=form,
+        low=has_low,
+        worst=float(np.nanmax(error)),
+        limit=limit,
+        finite=bool(np.isfinite(error).all()),
+        wrong=len(wrong),
+        first=wrong[:1].tolist(),
         relative=float(np.linalg.norm(found[max(heights)] - truth) / np.linalg.norm(truth)),
         other_bits={str(height): count for height, count in others.items() if count},
         embedded=_differ(embedded, values[tokens].astype(np.float32)),
         gated=_gated(room, ops, kind),
-    )  # fmt: skip
+    )
     room.driver.release()
 
 
@@ -187,7 +217,9 @@ def _timed(room: Room, n: int, k: int) -> Iterator[tuple[str, int, float]]:
     timed = (1,) if room.tiny else TIMED_ROWS
     for label in ("bf16", *TIMED):
         ops = GpuOps(room.driver, 64 << 20 if room.tiny else 1 << 30, graphs=False)
-        first = ops.pack_weight(floats(n, k, 1)) if label == "bf16" else empty(ops, *TIMED[label], n, k)
+        first = (
+            ops.pack_weight(floats(n, k, 1)) if label == "bf16" else empty(ops, *TIMED[label], n, k)
+        )
         copies = 1 if room.tiny else max(2, -(-COLD // first.nbytes))
         weights = [first, *(copied(ops, first) for _ in range(copies - 1))]
         for rows in timed:
@@ -222,7 +254,9 @@ def empty(ops: GpuOps, form: str, low: bool, n: int, k: int) -> Groups:
         whole = rows * nbytes
         at[name] = ops.driver.alloc(padded(whole))
         block = (
-            few.astype(np.float16 if BYTES[scales] == 2 else np.float32) if name in ("scale", "low") else some
+            few.astype(np.float16 if BYTES[scales] == 2 else np.float32)
+            if name in ("scale", "low")
+            else some
         )
         ops.driver.upload(at[name], block.view(np.uint8)[: min(whole, block.nbytes)])
         done = min(whole, block.nbytes)

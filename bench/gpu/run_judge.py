@@ -18,7 +18,12 @@ DECODE_TOK_S = {(64, 1024): 8_700, (256, 1024): 16_700}  # batch, context: of an
 NANO_TOK_S, BURST_REQUESTS_S, IDLE, START_S = 18_000, 94.9, 0.02, 2.0  # of an H100; 94.9 is vLLM's
 TIMES = {"continuous": 3.0, "static": 24.0}
 BATCH_TIMES = 20.0
-ERRORS = {"fp8": 0.05, "int4": 0.12, "kv": 0.08, "adapters": 0.02}  # relative, of products, attention
+ERRORS = {
+    "fp8": 0.05,
+    "int4": 0.12,
+    "kv": 0.08,
+    "adapters": 0.02,
+}  # relative, of products, attention
 BESIDE_BF16 = {("int4 g32 low", 1): 2.5, ("int4 g32 low", 64): 1.6}  # products of a layer
 
 
@@ -60,14 +65,18 @@ def judge(told: Told) -> list[Verdict]:
     told = latest(told)
     found = [verdict for one in JUDGES for verdict in one(told)]
     broken = [one for one in told if one["part"] == "part" and not one.get("done")]
-    return found + [Verdict(f"part {one['name']}", str(one.get("why"))[-200:], False) for one in broken]
+    return found + [
+        Verdict(f"part {one['name']}", str(one.get("why"))[-200:], False) for one in broken
+    ]
 
 
 def _of(told: Told, part: str, **wanted: Any) -> Told:
     return [
         one
         for one in told
-        if one["part"] == part and one.get("run", True) and all(one.get(k) == v for k, v in wanted.items())
+        if one["part"] == part
+        and one.get("run", True)
+        and all(one.get(k) == v for k, v in wanted.items())
     ]
 
 
@@ -79,7 +88,11 @@ def _absent(told: Told, part: str, what: str) -> Verdict:
 def _right(told: Told) -> Iterator[Verdict]:
     what = "right: every kernel against the numpy reference"
     grid = _of(told, "grid")
-    yield Verdict(what, str(grid[-1]["closing"]), grid[-1]["passed"]) if grid else _absent(told, "grid", what)
+    yield (
+        Verdict(what, str(grid[-1]["closing"]), grid[-1]["passed"])
+        if grid
+        else _absent(told, "grid", what)
+    )
     what = "right: tiny and cut models against Transformers and the CPU"
     models = _of(told, "right")
     if not models:
@@ -107,8 +120,12 @@ def _bits(told: Told) -> Iterator[Verdict]:
             yield _absent(told, "bits", what)
             continue
         differ, compared = (sum(one[key] for one in found) for key in ("differ", "compared"))
-        wrong = "; ".join(str(one.get("case", "")) for one in found if one["differ"] and one.get("case"))
-        yield Verdict(what, f"{differ} of {compared} differ {wrong}".strip(), differ == 0 and compared > 0)
+        wrong = "; ".join(
+            str(one.get("case", "")) for one in found if one["differ"] and one.get("case")
+        )
+        yield Verdict(
+            what, f"{differ} of {compared} differ {wrong}".strip(), differ == 0 and compared > 0
+        )
     what, found = "bits: one step ahead on and off", _of(told, "bits", what="answers")
     if found and not any(one.get("ahead_setting") for one in found):
         yield Verdict(what, "this engine has no such setting", None, run=False)
@@ -139,7 +156,9 @@ def _dependent(told: Told) -> Iterator[Verdict]:
     if not found:
         yield _absent(told, "pdl", what)
     for one in found:
-        figure = f"{one['off_ms']:.3f} to {one['on_ms']:.3f} ms, {one['off_ms'] / one['on_ms']:.2f}x"
+        figure = (
+            f"{one['off_ms']:.3f} to {one['on_ms']:.3f} ms, {one['off_ms'] / one['on_ms']:.2f}x"
+        )
         size = f"{one['shape']}, {one['batch']} x {one['context']}"
         yield Verdict(f"{what}: {size}", f"{figure}, {one['differ']} differ", one["differ"] == 0)
 
@@ -174,7 +193,9 @@ def _ranks(told: Told) -> Iterator[Verdict]:
         if not found:
             yield _absent([one for one in told if one.get("what") == name], "ranks", what)
             continue
-        wrong, differ, lost = (sum(one[key] for one in found) for key in ("wrong", "differ", "lost"))
+        wrong, differ, lost = (
+            sum(one[key] for one in found) for key in ("wrong", "differ", "lost")
+        )
         figure = f"{wrong} elements wrong, {differ} differ, {lost} given up, of {len(found)} cases"
         yield Verdict(what, figure, wrong == differ == lost == 0)
     for one in _of(told, "ranks", what="sum"):
@@ -196,7 +217,9 @@ def _prefill(told: Told) -> Iterator[Verdict]:
     if not found:
         yield _absent(told, "prefill", what)
     for one in found:
-        figure = f"{one['share_of_matrix']:.0%}, {one['tflop_s']:.0f} TFLOP/s, chunks of {one['chunk']}"
+        figure = (
+            f"{one['share_of_matrix']:.0%}, {one['tflop_s']:.0f} TFLOP/s, chunks of {one['chunk']}"
+        )
         yield Verdict(what, figure, one["share_of_matrix"] >= SHARE_OF_MATRIX)
 
 
@@ -222,9 +245,18 @@ def _invariance(told: Told) -> Iterator[Verdict]:
 def _end_to_end(told: Told) -> Iterator[Verdict]:
     """Whole steps beside the same steps with the fastest free choice of each product and attention."""
     what = f"the cost of invariance end to end: at most {COST:.0%}"
-    cases = [(f"{batch} x 1024", batch, {"batch": batch, "rows": 1},
-              _of(told, "decode", batch=batch, context=1024)) for batch in (64, 256)]  # fmt: skip
-    cases.append(("a prompt of 8192", 8192, {"batch": 1, "rows": 8192}, _of(told, "prefill", rows=8192)))
+    cases = [
+        (
+            f"{batch} x 1024",
+            batch,
+            {"batch": batch, "rows": 1},
+            _of(told, "decode", batch=batch, context=1024),
+        )
+        for batch in (64, 256)
+    ]
+    cases.append(
+        ("a prompt of 8192", 8192, {"batch": 1, "rows": 8192}, _of(told, "prefill", rows=8192))
+    )
     for name, rows, size, steps in cases:
         parts = _of(told, "invariance", what="products", rows=rows)
         parts += _of(told, "invariance", what="attention", **size)
@@ -237,7 +269,10 @@ def _end_to_end(told: Told) -> Iterator[Verdict]:
 
 
 def _load(told: Told) -> Iterator[Verdict]:
-    what, found = f"nano-vllm's load on Qwen3-0.6B's shape: at least {NANO_TOK_S:,} tok/s", _of(told, "nano")
+    what, found = (
+        f"nano-vllm's load on Qwen3-0.6B's shape: at least {NANO_TOK_S:,} tok/s",
+        _of(told, "nano"),
+    )
     if found:
         best = max(found, key=lambda one: float(one["tok_s"]))
         done = "" if best["complete"] else ", broken off"
@@ -256,8 +291,12 @@ def _load(told: Told) -> Iterator[Verdict]:
     what, found = f"device idle below {IDLE:.0%} at 64 sequences", _of(told, "idle")
     if found:
         best = min(found, key=lambda one: float(one["idle_share"]))
-        yield Verdict(what, f"{best['idle_share']:.1%}; gaps {best['gaps']}", best["idle_share"] < IDLE)
-        yield Verdict("host time per step", f"{best['host_ms']:.2f} of {best['step_ms']:.2f} ms", None)
+        yield Verdict(
+            what, f"{best['idle_share']:.1%}; gaps {best['gaps']}", best["idle_share"] < IDLE
+        )
+        yield Verdict(
+            "host time per step", f"{best['host_ms']:.2f} of {best['step_ms']:.2f} ms", None
+        )
     else:
         yield _absent(told, "idle", what)
     what, found = f"start to first token: at most {START_S:.0f} s", _of(told, "start")
@@ -306,7 +345,9 @@ def _kinds(told: Told) -> Iterator[Verdict]:
                 continue
             same = {"kind": base, "batch": one["batch"], "context": one["context"]}
             before = _of(found, "kinds", **same)
-            faster = f"{before[0]['ms'] / one['ms']:.2f}x of {base}" if before else f"{one['ms']:.2f} ms"
+            faster = (
+                f"{before[0]['ms'] / one['ms']:.2f}x of {base}" if before else f"{one['ms']:.2f} ms"
+            )
             limit = ERRORS["kv" if group == "kv" else one["kind"]]
             what = f"{group} in {one['kind']}, {one['batch']} x {one['context']}: error below {limit:.0%}"
             yield Verdict(what, f"{faster}, error {one['error']:.2%}", one["error"] < limit)
@@ -329,7 +370,9 @@ def _forms(told: Told) -> Iterator[Verdict]:
     for (kind, rows), us in totals.items():
         if kind != "bf16" and ("bf16", rows) in totals:
             times = totals["bf16", rows] / us
-            least = 0.0 if kind.startswith("torch") or rows > 64 else BESIDE_BF16.get((kind, rows), 1.0)
+            least = (
+                0.0 if kind.startswith("torch") or rows > 64 else BESIDE_BF16.get((kind, rows), 1.0)
+            )
             what = f"{kind}, {rows} rows, an 8B layer: at least {least}x of bf16"
             yield Verdict(what, f"{times:.2f}x, {us:.0f} us", times >= least if least else None)
 
@@ -345,7 +388,11 @@ def _mixtures(told: Told) -> Iterator[Verdict]:
     if not found:
         yield _absent(told, "mixtures", what)
         return
-    bad = [one.get("kind", one["what"]) for one in found if one.get("worst", 0) > 1 or not one["same_bits"]]
+    bad = [
+        one.get("kind", one["what"])
+        for one in found
+        if one.get("worst", 0) > 1 or not one["same_bits"]
+    ]
     yield Verdict(what, f"wrong: {bad[:8]} of {len(found)}", not bad)
 
 
@@ -358,7 +405,9 @@ def _adapters(told: Told) -> Iterator[Verdict]:
     worst = max(one["error"] for one in found)
     yield Verdict(what, f"{worst:.2%}", worst < ERRORS["adapters"])
     for one in found:
-        what = f"{one['adapters']} adapters of rank {one['rank']}, {one['batch']} x {one['context']}"
+        what = (
+            f"{one['adapters']} adapters of rank {one['rank']}, {one['batch']} x {one['context']}"
+        )
         yield Verdict(what, f"{one['pace']:.0%} of the pace without, {one['ms']:.2f} ms", None)
 
 
@@ -393,6 +442,7 @@ def table(told: Told) -> str:
     for one in _of(told, "ceilings")[-1:]:
         copy, rate = one["copy_tb_s"], one["bf16_tflop_s"]
         rows.insert(
-            0, f"{one['device']}: copy {copy:.2f} TB/s, bf16 {rate:.0f} TFLOP/s by {one['matrix_by']}"
+            0,
+            f"{one['device']}: copy {copy:.2f} TB/s, bf16 {rate:.0f} TFLOP/s by {one['matrix_by']}",
         )
     return "\n".join(rows)

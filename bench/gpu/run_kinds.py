@@ -29,7 +29,11 @@ from pageturner.kernels.base import AttentionShape, Tensor
 from pageturner.kernels.gpu.ops import GpuOps
 from pageturner.models.quantise import quantise
 
-BYTES = {"bf16": 2.0, "fp8": 1.0, "int4": 20 / 32}  # of a weight; int4: scale and lowest value of 32, fp16
+BYTES = {
+    "bf16": 2.0,
+    "fp8": 1.0,
+    "int4": 20 / 32,
+}  # of a weight; int4: scale and lowest value of 32, fp16
 
 
 def as_fp8(tensor: Tensor) -> Tensor:
@@ -47,7 +51,11 @@ def as_fp8(tensor: Tensor) -> Tensor:
     return Tensor(tensor.name, "F8_W", tensor.shape, blocks.reshape(-1))
 
 
-KINDS = {"bf16": lambda tensor: tensor, "fp8": as_fp8, "int4": lambda tensor: quantise(tensor, "int4")}
+KINDS = {
+    "bf16": lambda tensor: tensor,
+    "fp8": as_fp8,
+    "int4": lambda tensor: quantise(tensor, "int4"),
+}
 
 
 def kinds(room: Room) -> None:
@@ -74,9 +82,16 @@ def weights(room: Room) -> None:
             layers = shape.weights - shape.vocabulary * shape.hidden
             nbytes += BYTES[name] * layers + 2.0 * shape.vocabulary * shape.hidden
             tell(
-                "kinds", what="weights", kind=name, batch=batch, context=context, ms=1e3 * took,
-                tok_s=batch / took, error=error, **floor_seconds(room, nbytes, 2.0 * shape.weights * batch),
-            )  # fmt: skip
+                "kinds",
+                what="weights",
+                kind=name,
+                batch=batch,
+                context=context,
+                ms=1e3 * took,
+                tok_s=batch / took,
+                error=error,
+                **floor_seconds(room, nbytes, 2.0 * shape.weights * batch),
+            )
         room.driver.release()
 
 
@@ -85,7 +100,14 @@ def _values(tensor: Tensor) -> Any:
 
 
 def _step(
-    room: Room, ops: GpuOps, stack: Any, head: Any, shape: Shape, batch: int, context: int, dtype: str
+    room: Room,
+    ops: GpuOps,
+    stack: Any,
+    head: Any,
+    shape: Shape,
+    batch: int,
+    context: int,
+    dtype: str,
 ) -> tuple[float, float]:
     """Seconds of a step to its tokens, and the bytes of KV that it reads."""
     runs = [(context - 1, 1)] * batch
@@ -93,7 +115,10 @@ def _step(
     fill(ops, kv, shape, kv.spec.blocks * kv.spec.block_size)
     draw = greedy(batch)
     took = seconds_of(
-        room.driver, lambda: ops.choose(ops.hidden(stack, step, kv, None), head, draw), 1.0, room.tiny
+        room.driver,
+        lambda: ops.choose(ops.hidden(stack, step, kv, None), head, draw),
+        1.0,
+        room.tiny,
     )
     if ops.graphs is not None:
         ops.graphs = ops.graphs_of()  # recordings hold the addresses of this KV
@@ -113,19 +138,30 @@ def stored(room: Room) -> None:
             took, nbytes = _step(room, ops, stack, head, shape, batch, context, dtype)
             floors = floor_seconds(room, nbytes + 2.0 * shape.weights, 2.0 * shape.weights * batch)
             tell(
-                "kinds", what="kv", kind=dtype, batch=batch, context=context, ms=1e3 * took,
-                tok_s=batch / took, error=error, **floors,
-            )  # fmt: skip
+                "kinds",
+                what="kv",
+                kind=dtype,
+                batch=batch,
+                context=context,
+                ms=1e3 * took,
+                tok_s=batch / took,
+                error=error,
+                **floors,
+            )
     room.driver.release()
 
 
 def _attended(ops: GpuOps, shape: Shape, dtype: str, tiny: bool) -> Any:
     """What one layer's attention mixes of random keys in a KV of this type."""
     context, batch = (20, 1) if tiny else (1024, 8)
-    one = Shape("one layer", 1, shape.hidden, shape.inner, shape.heads, shape.kv_heads, shape.head_dim, 1)
+    one = Shape(
+        "one layer", 1, shape.hidden, shape.inner, shape.heads, shape.kv_heads, shape.head_dim, 1
+    )
     runs = [(context - 1, 1)] * batch
     kv = ops.alloc_kv(kv_spec(one, runs, dtype))
     fill(ops, kv, one, kv.spec.blocks * kv.spec.block_size)
     heads = AttentionShape(shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim**-0.5)
-    q = np.random.default_rng(9).standard_normal((batch, shape.heads * shape.head_dim), dtype=np.float32)
+    q = np.random.default_rng(9).standard_normal(
+        (batch, shape.heads * shape.head_dim), dtype=np.float32
+    )
     return ops.to_numpy(ops.attention(ops.on_device(q), kv, 0, steps_of(runs), heads))

@@ -50,15 +50,27 @@ def _served(room: Room, part: str, requests: list[Any]) -> None:
         prompts = sum(len(one.prompt) for one in requests)
         context = prompts / len(requests) + tokens / len(requests) / 2
         # as if every token's step read the weights for a full batch, and its own context
-        per_token = 2.0 * shape.weights / seats + context * 4 * shape.layers * shape.kv_heads * shape.head_dim
+        per_token = (
+            2.0 * shape.weights / seats
+            + context * 4 * shape.layers * shape.kv_heads * shape.head_dim
+        )
         floors = floor_seconds(room, tokens * per_token, 2.0 * shape.weights * (tokens + prompts))
         wanted = sum(one.params.max_tokens or 0 for one in requests)
         tell(
-            part, device=room.driver.name, shape=shape.name, ahead=bool(setting_ahead()),
-            requests=len(requests), prompt_tokens=prompts, output_tokens=tokens, seconds=took,
-            tok_s=tokens / took, requests_s=len(requests) * tokens / wanted / took, complete=tokens == wanted,
-            calls=room.driver.calls - before, **floors,
-        )  # fmt: skip
+            part,
+            device=room.driver.name,
+            shape=shape.name,
+            ahead=bool(setting_ahead()),
+            requests=len(requests),
+            prompt_tokens=prompts,
+            output_tokens=tokens,
+            seconds=took,
+            tok_s=tokens / took,
+            requests_s=len(requests) * tokens / wanted / took,
+            complete=tokens == wanted,
+            calls=room.driver.calls - before,
+            **floors,
+        )
 
 
 def load(
@@ -102,11 +114,18 @@ def idle(room: Room) -> None:
             for i in range(count):
                 engine.abort(i + 1)
             tell(
-                "idle", device=room.driver.name, shape=shape.name, ahead=ahead and setting_ahead(),
-                sequences=count, steps=steps, step_ms=1e3 * plain / steps,
-                host_ms=1e3 * (plain - waited) / steps, watched_step_ms=1e3 * watched / steps,
-                tok_s=count * steps / plain, **found,
-            )  # fmt: skip
+                "idle",
+                device=room.driver.name,
+                shape=shape.name,
+                ahead=ahead and setting_ahead(),
+                sequences=count,
+                steps=steps,
+                step_ms=1e3 * plain / steps,
+                host_ms=1e3 * (plain - waited) / steps,
+                watched_step_ms=1e3 * watched / steps,
+                tok_s=count * steps / plain,
+                **found,
+            )
 
 
 def batch32(room: Room) -> None:
@@ -125,7 +144,13 @@ def batch32(room: Room) -> None:
                 tokens = tokens_of(run_all(here.engine, asked))
                 best = max(best, tokens / (time.perf_counter() - begin))
             pace[count] = best
-        tell("batch32", one_tok_s=pace[1], many=many, many_tok_s=pace[many], ratio=pace[many] / pace[1])
+        tell(
+            "batch32",
+            one_tok_s=pace[1],
+            many=many,
+            many_tok_s=pace[many],
+            ratio=pace[many] / pace[1],
+        )
 
 
 def start(room: Room) -> None:
@@ -136,11 +161,20 @@ def start(room: Room) -> None:
         command = [sys.executable, str(Path(__file__).with_name("run_start.py")), str(model)]
         begin = time.time()
         done = subprocess.run(
-            command + ["--tiny"] * room.tiny, capture_output=True, text=True, timeout=120 if room.tiny else 60
+            command + ["--tiny"] * room.tiny,
+            capture_output=True,
+            text=True,
+            timeout=120 if room.tiny else 60,
         )
         lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
         if done.returncode or not lines:
             tell("start", turn=turn, run=False, why=(done.stderr or done.stdout)[-800:])
             continue
         found = json.loads(lines[-1])
-        tell("start", turn=turn, shape=shape.name, seconds=found.pop("first_token_at") - begin, **found)
+        tell(
+            "start",
+            turn=turn,
+            shape=shape.name,
+            seconds=found.pop("first_token_at") - begin,
+            **found,
+        )

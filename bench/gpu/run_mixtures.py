@@ -38,7 +38,9 @@ def mixtures(room: Room) -> None:
     for kind in ("BF16", "Q4_0") if room.tiny else BYTES:
         for act, biased in (("silu", False), (GATED, True)):
             _right(room, kind, act, biased)
-    for name, kind in (("128", "BF16"), ("128", "Q4_0"), ("32", "MXFP4"))[: 1 if room.tiny else None]:
+    for name, kind in (("128", "BF16"), ("128", "Q4_0"), ("32", "MXFP4"))[
+        : 1 if room.tiny else None
+    ]:
         _timed(room, name, kind)
     for kind in LATENT_KINDS[:1] if room.tiny else LATENT_KINDS:
         _latent_right(room, kind)
@@ -56,7 +58,9 @@ def _weight(kind: str, rows: int, columns: int, seed: int) -> Tensor:
     return grid.weight(kind, rows, columns, seed)
 
 
-def _mixture(own: Any, size: tuple[int, int, int, int], kind: str, biased: bool, same: bool) -> Experts:
+def _mixture(
+    own: Any, size: tuple[int, int, int, int], kind: str, biased: bool, same: bool
+) -> Experts:
     """same: all experts have the same values, in memory of their own."""
     count, top_k, wide, inner = size
 
@@ -128,9 +132,14 @@ def _timed(room: Room, name: str, kind: str) -> None:
         took = recorded_seconds(room.driver, [partial(work, x) for x in inputs], room.tiny)
         nbytes = BYTES[kind] * 3 * wide * inner * min(rows * top_k, count)
         tell(
-            "mixtures", what="time", experts=name, kind=kind, rows=rows, us=1e6 * took,
+            "mixtures",
+            what="time",
+            experts=name,
+            kind=kind,
+            rows=rows,
+            us=1e6 * took,
             **floor_seconds(room, nbytes, 6.0 * rows * top_k * wide * inner),
-        )  # fmt: skip
+        )
     room.driver.release()
 
 
@@ -156,10 +165,14 @@ def _latent_right(room: Room, dtype: str) -> None:
     for row in (0, len(q) - 1):
         s = int(np.searchsorted(batch.query_start, row, side="right")) - 1
         one = type(batch)(
-            batch.tokens[:1], batch.positions[row : row + 1], grid.i32([0, 1]),
-            grid.i32([batch.positions[row] + 1]), batch.block_table[s : s + 1], batch.slots[:1],
+            batch.tokens[:1],
+            batch.positions[row : row + 1],
+            grid.i32([0, 1]),
+            grid.i32([batch.positions[row] + 1]),
+            batch.block_table[s : s + 1],
+            batch.slots[:1],
             grid.i32([0]),
-        )  # fmt: skip
+        )
         ops.begin()
         alone = ops.to_numpy(ops.attention(ops.on_device(q[row : row + 1]), kv, 0, one, shape))
         same &= bool((alone[0] == got[row]).all())
@@ -189,9 +202,14 @@ def _latent_timed(room: Room) -> None:
         took = recorded_seconds(room.driver, [work, work], room.tiny)
         nbytes = 2 * sequences * context * (rank + rotary)
         tell(
-            "mixtures", what="latent_time", sequences=sequences, rows=rows, context=context, us=1e6 * took,
+            "mixtures",
+            what="latent_time",
+            sequences=sequences,
+            rows=rows,
+            context=context,
+            us=1e6 * took,
             **floor_seconds(room, nbytes, 4.0 * 16 * sequences * rows * context * rank),
-        )  # fmt: skip
+        )
         ops.free_kv(kv)
     room.driver.release()
 
@@ -204,7 +222,9 @@ def _blocks(room: Room) -> None:
     ops = GpuOps(room.driver, 64 << 20, graphs=False)
     kv = ops.alloc_kv(KVSpec(layers, blocks, 16, 8, 128, "float16"))
     for many in (1, 2) if room.tiny else (1, 32):
-        given = np.random.default_rng(5).integers(0, 256, (many, ops.block_bytes(kv)), dtype=np.uint8)
+        given = np.random.default_rng(5).integers(
+            0, 256, (many, ops.block_bytes(kv)), dtype=np.uint8
+        )
         found, numbers = np.empty_like(given), np.arange(many, dtype=np.int32)
         ops.write_blocks(kv, numbers, given)
         ops.read_blocks(kv, numbers, found)
@@ -216,7 +236,11 @@ def _blocks(room: Room) -> None:
             room.driver.synchronise()
             seconds[name] = (time.perf_counter() - begin) / times
         tell(
-            "mixtures", what="blocks", blocks=many, bytes=given.nbytes, same_bits=same,
+            "mixtures",
+            what="blocks",
+            blocks=many,
+            bytes=given.nbytes,
+            same_bits=same,
             **{f"{name}_gb_s": given.nbytes / took / 1e9 for name, took in seconds.items()},
-        )  # fmt: skip
+        )
     room.driver.release()

@@ -32,14 +32,25 @@ def config_of(shape: Shape) -> dict[str, Any]:
     """config.json."""
     names = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
     return {
-        "architectures": [names[shape.family]], "model_type": shape.family, "dtype": "bfloat16",
-        "hidden_size": shape.hidden, "intermediate_size": shape.inner, "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim, "vocab_size": shape.vocabulary, "hidden_act": "silu",
-        "rms_norm_eps": 1e-6, "max_position_embeddings": CONTEXT, "tie_word_embeddings": shape.tied,
-        "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}, "attention_bias": False,
-        "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
+        "architectures": [names[shape.family]],
+        "model_type": shape.family,
+        "dtype": "bfloat16",
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.inner,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocabulary,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": CONTEXT,
+        "tie_word_embeddings": shape.tied,
+        "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"},
+        "attention_bias": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
 
 
 def tensors_of(shape: Shape) -> dict[str, tuple[int, ...]]:
@@ -49,12 +60,16 @@ def tensors_of(shape: Shape) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (s.vocabulary, s.hidden)}
     for i in range(s.layers):
         layer: dict[str, tuple[int, ...]] = {
-            "input_layernorm": (s.hidden,), "self_attn.q_proj": (q, s.hidden),
-            "self_attn.k_proj": (kv, s.hidden), "self_attn.v_proj": (kv, s.hidden),
-            "self_attn.o_proj": (s.hidden, q), "post_attention_layernorm": (s.hidden,),
-            "mlp.gate_proj": (s.inner, s.hidden), "mlp.up_proj": (s.inner, s.hidden),
+            "input_layernorm": (s.hidden,),
+            "self_attn.q_proj": (q, s.hidden),
+            "self_attn.k_proj": (kv, s.hidden),
+            "self_attn.v_proj": (kv, s.hidden),
+            "self_attn.o_proj": (s.hidden, q),
+            "post_attention_layernorm": (s.hidden,),
+            "mlp.gate_proj": (s.inner, s.hidden),
+            "mlp.up_proj": (s.inner, s.hidden),
             "mlp.down_proj": (s.hidden, s.inner),
-        }  # fmt: skip
+        }
         if s.family == "qwen3":
             layer |= {"self_attn.q_norm": (s.head_dim,), "self_attn.k_norm": (s.head_dim,)}
         found |= {f"model.layers.{i}.{name}.weight": size for name, size in layer.items()}
@@ -142,7 +157,9 @@ def engine_of(
 
 
 @contextmanager
-def roomy_engine(room: Room, model: Path, budget: int, sequences: int, **settings: Any) -> Iterator[Built]:
+def roomy_engine(
+    room: Room, model: Path, budget: int, sequences: int, **settings: Any
+) -> Iterator[Built]:
     """An engine with the largest token budget whose step fits the memory that is set aside for one: `budget`
     tokens or a half, a quarter ... of that. It has computed prompts that fill a step."""
     if room.tiny:
@@ -154,7 +171,9 @@ def roomy_engine(room: Room, model: Path, budget: int, sequences: int, **setting
                 built = stack.enter_context(engine_of(room, model, **sizes, **settings))
                 length = min(budget, built.built.max_model_len) - 2
                 count = min(-(-budget // length), sequences)
-                asked = [request(10**6 + i, length, 2, built.built.vocab_size) for i in range(count)]
+                asked = [
+                    request(10**6 + i, length, 2, built.built.vocab_size) for i in range(count)
+                ]
                 run_all(built.engine, asked)
             except EngineFault as fault:
                 if not fits(fault) or budget <= 8:
@@ -171,7 +190,9 @@ def request(
     id: int, prompt: int, output: int, vocabulary: int, *, seed: int | None = None, **params: Any
 ) -> Request:
     """Random tokens; the end of sequence is ignored."""
-    tokens = np.random.default_rng(id if seed is None else seed).integers(3, vocabulary, prompt).tolist()
+    tokens = (
+        np.random.default_rng(id if seed is None else seed).integers(3, vocabulary, prompt).tolist()
+    )
     given = {"temperature": 0.6, "seed": id, "ignore_eos": True, "max_tokens": output, **params}
     return Request(id=id, prompt=tuple(tokens), params=SamplingParams(**given))
 

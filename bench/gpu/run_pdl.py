@@ -6,7 +6,18 @@ import dataclasses
 from typing import Any
 
 import numpy as np
-from run_common import LLAMA_8B, QWEN3_06B, TINY, Room, Shape, kv_spec, make_stack, seconds_of, steps_of, tell
+from run_common import (
+    LLAMA_8B,
+    QWEN3_06B,
+    TINY,
+    Room,
+    Shape,
+    kv_spec,
+    make_stack,
+    seconds_of,
+    steps_of,
+    tell,
+)
 from run_speed import fill
 
 from pageturner.kernels.gpu.ops import GpuOps
@@ -48,6 +59,13 @@ def _both_ways(
     ops.free_kv(kv)
     off, on = (1e3 * float(np.median(took[beside])) for beside in (False, True))
     tell(
-        "pdl", device=room.driver.name, shape=shape.name, batch=batch, context=context, allowed=allowed,
-        off_ms=off, on_ms=on, differ=int((rows[True].view(np.int32) != rows[False].view(np.int32)).sum()),
-    )  # fmt: skip
+        "pdl",
+        device=room.driver.name,
+        shape=shape.name,
+        batch=batch,
+        context=context,
+        allowed=allowed,
+        off_ms=off,
+        on_ms=on,
+        differ=int((rows[True].view(np.int32) != rows[False].view(np.int32)).sum()),
+    )

@@ -35,7 +35,9 @@ def peers(room: Any) -> None:
         else load(shape.vocabulary, 64, (100, 1024), (100, 400))
     )
     with roomy_engine(room, model, 8192, 64) as here:
-        for _ in range(1 if room.tiny else 2):  # the first records the graphs, as theirs are warm too
+        for _ in range(
+            1 if room.tiny else 2
+        ):  # the first records the graphs, as theirs are warm too
             begin = time.perf_counter()
             tokens = tokens_of(run_all(here.engine, requests))
             ours = tokens / (time.perf_counter() - begin)
@@ -46,7 +48,9 @@ def peers(room: Any) -> None:
             tell("peers", mode=mode, run=False, why="torch has no device here")
             continue
         found = _theirs(room.folder, model, mode, requests)
-        tell("peers", mode=mode, times=ours / found["tok_s"] if found.get("tok_s") else None, **found)
+        tell(
+            "peers", mode=mode, times=ours / found["tok_s"] if found.get("tok_s") else None, **found
+        )
 
 
 def torch(room: Any) -> None:
@@ -60,7 +64,10 @@ def torch(room: Any) -> None:
     if torch_here(room) is None:
         tell("torch", run=False, why="torch has no device here")
         return
-    for name, requests in (("burst", load(shape.vocabulary, *BURST)), ("nano", load(shape.vocabulary))):
+    for name, requests in (
+        ("burst", load(shape.vocabulary, *BURST)),
+        ("nano", load(shape.vocabulary)),
+    ):
         tell("torch", load=name, **_theirs(room.folder, model, "torch", requests))
 
 
@@ -69,7 +76,12 @@ def _theirs(folder: Path, model: Path, mode: str, requests: list[Any]) -> dict[s
     jobs.write_text(json.dumps([[list(one.prompt), one.params.max_tokens] for one in requests]))
     command = [sys.executable, __file__, str(model), str(jobs), mode]
     if mode == "torch":
-        command = [sys.executable, str(Path(__file__).with_name("torch_engine.py")), str(model), str(jobs)]
+        command = [
+            sys.executable,
+            str(Path(__file__).with_name("torch_engine.py")),
+            str(model),
+            str(jobs),
+        ]
     try:
         done = subprocess.run(command, capture_output=True, timeout=MOST)
         said, errors = done.stdout, done.stderr
@@ -90,9 +102,13 @@ def static(model: Any, torch: Any, jobs: list[Any]) -> Iterator[int]:
         count = max(output for _, output in batch)
         with torch.inference_mode():
             model.generate(
-                input_ids=torch.tensor(ids, device=DEVICE), attention_mask=torch.tensor(mask, device=DEVICE),
-                do_sample=False, max_new_tokens=count, min_new_tokens=count, pad_token_id=0,
-            )  # fmt: skip
+                input_ids=torch.tensor(ids, device=DEVICE),
+                attention_mask=torch.tensor(mask, device=DEVICE),
+                do_sample=False,
+                max_new_tokens=count,
+                min_new_tokens=count,
+                pad_token_id=0,
+            )
         if DEVICE == "cuda":
             torch.cuda.synchronize()
         yield sum(output for _, output in batch)
@@ -139,8 +155,14 @@ def main() -> None:
     tokens, begin = 0, time.perf_counter()
     for more in work:
         tokens, took = tokens + more, time.perf_counter() - begin
-        told = {"tok_s": tokens / took, "output_tokens": tokens, "seconds": took, "torch": torch.__version__,
-                "transformers": transformers.__version__, "attention": attention}  # fmt: skip
+        told = {
+            "tok_s": tokens / took,
+            "output_tokens": tokens,
+            "seconds": took,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "attention": attention,
+        }
         print(json.dumps(told), flush=True)
     if manager is not None:
         manager.stop(block=True)

@@ -42,7 +42,17 @@ def one(room: Room, ops: GpuOps, model: Any, shape: Any, size: tuple[int, int, i
     ops.choose(ops.hidden(stack, step, kv, None), head, draw)
     ms = room.driver.by_name()
     whole = sum(one for one, _ in ms.values())
-    listed = {name: [round(found, 4), count] for name, (found, count) in
-              sorted(ms.items(), key=lambda one: -one[1][0])}  # fmt: skip
-    tell("profile", shape=shape.name, batch=batch, rows=rows, context=context, ms=whole, kernels=listed)
+    listed = {
+        name: [round(found, 4), count]
+        for name, (found, count) in sorted(ms.items(), key=lambda one: -one[1][0])
+    }
+    tell(
+        "profile",
+        shape=shape.name,
+        batch=batch,
+        rows=rows,
+        context=context,
+        ms=whole,
+        kernels=listed,
+    )
     ops.free_kv(kv)

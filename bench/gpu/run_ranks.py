@@ -47,7 +47,13 @@ class Rank:
         area = {"area": 1 << 12} if tiny else {}
         self.ways = {
             name: DeviceExchange(
-                driver, self.arena, rank, 2, one_exchange=most, patience=1 << 30 if tiny else PATIENCE, **area
+                driver,
+                self.arena,
+                rank,
+                2,
+                one_exchange=most,
+                patience=1 << 30 if tiny else PATIENCE,
+                **area,
             )
             for name, most in WAYS.items()
         }
@@ -77,9 +83,9 @@ class Rank:
 def parts(rows: int, columns: int) -> np.ndarray[Any, Any]:
     """What two ranks have, and a residual: [3, rows, columns]."""
     random = np.random.default_rng(rows)
-    return random.standard_normal((3, rows, columns), np.float32) * np.float32(1000) ** random.integers(
-        -1, 2, (3, rows, 1)
-    ).astype(np.float32)
+    return random.standard_normal((3, rows, columns), np.float32) * np.float32(
+        1000
+    ) ** random.integers(-1, 2, (3, rows, 1)).astype(np.float32)
 
 
 def sums(me: Rank) -> list[dict[str, Any]]:
@@ -106,7 +112,9 @@ def sums(me: Rank) -> list[dict[str, Any]]:
             first = runs[0] if first is None else first
             differ = sum(int((one.view(np.int32) != first.view(np.int32)).sum()) for one in runs)
             wrong = int((runs[0] != expected).sum())
-            found.append({"rows": rows, "way": name, "wrong": wrong, "differ": differ, "lost": exchange.lost})
+            found.append(
+                {"rows": rows, "way": name, "wrong": wrong, "differ": differ, "lost": exchange.lost}
+            )
     return found
 
 
@@ -152,7 +160,14 @@ def processes(room: Room) -> None:
             me.driver.close()
     for a, b in zip(mine, theirs, strict=True):
         both = {name: a[name] + b[name] for name in ("wrong", "differ")}
-        tell("ranks", what="processes", rows=a["rows"], way=a["way"], **both, lost=a["lost"] or b["lost"])
+        tell(
+            "ranks",
+            what="processes",
+            rows=a["rows"],
+            way=a["way"],
+            **both,
+            lost=a["lost"] or b["lost"],
+        )
     tell("ranks", what="processes took", seconds=time.perf_counter() - begin)
 
 
@@ -168,14 +183,31 @@ def streams(room: Room) -> None:
         me.driver.synchronise()
     for a, b in zip(*_at_once(both, sums), strict=True):
         wrong, differ = a["wrong"] + b["wrong"], a["differ"] + b["differ"]
-        tell("ranks", what="streams", rows=a["rows"], way=a["way"], wrong=wrong, differ=differ,
-             lost=a["lost"] or b["lost"])  # fmt: skip
+        tell(
+            "ranks",
+            what="streams",
+            rows=a["rows"],
+            way=a["way"],
+            wrong=wrong,
+            differ=differ,
+            lost=a["lost"] or b["lost"],
+        )
     columns = TINY_COLUMNS if room.tiny else COLUMNS
     for rows in TINY_TIMED if room.tiny else TIMED:
         for name in WAYS:
-            us = _microseconds(both, lambda me, rows=rows, name=name: _sum_of(me, name, rows, columns))  # type: ignore[misc]
+            us = _microseconds(
+                both, lambda me, rows=rows, name=name: _sum_of(me, name, rows, columns)
+            )  # type: ignore[misc]
             rate = 1e-3 * 4 * rows * columns / us
-            tell("ranks", what="sum", rows=rows, columns=columns, way=name, us=us, gb_s_of_a_rank=rate)
+            tell(
+                "ranks",
+                what="sum",
+                rows=rows,
+                columns=columns,
+                way=name,
+                us=us,
+                gb_s_of_a_rank=rate,
+            )
     rows = 2 if room.tiny else 64
     us = _microseconds(both, lambda me: _gather_of(me, rows))
     tell("ranks", what="gather", rows=rows, columns=both[0].ways["one"].starts[-1], us=us)
@@ -263,8 +295,14 @@ def ranks_model(room: Room) -> None:
     found = {}
     for size in (1, 2):
         command = [sys.executable, __file__, "tokens", str(size)]
-        paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-        more = {"PYTHONPATH": paths, "PAGETURNER_GPU_DEVICES": "0,0", "PAGETURNER_CACHE": str(room.folder)}
+        paths = os.pathsep.join(
+            [str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+        )
+        more = {
+            "PYTHONPATH": paths,
+            "PAGETURNER_GPU_DEVICES": "0,0",
+            "PAGETURNER_CACHE": str(room.folder),
+        }
         if room.tiny:
             more["PAGETURNER_GPU_DRIVER"] = "support.fake_gpu:FakeDriver"
         begin = time.perf_counter()
@@ -282,10 +320,16 @@ def tokens(size: int) -> None:
     from pageturner import LLM, SamplingParams
 
     llm = LLM(
-        str(ROOT / "tests/goldens/tiny_llama.gguf"), device="cuda", tensor_parallel_size=size,
-        max_model_len=64, max_num_seqs=3, max_num_batched_tokens=16, kv_cache_memory=1 << 20,
-        dtype="float32", kv_cache_dtype="float32",
-    )  # fmt: skip
+        str(ROOT / "tests/goldens/tiny_llama.gguf"),
+        device="cuda",
+        tensor_parallel_size=size,
+        max_model_len=64,
+        max_num_seqs=3,
+        max_num_batched_tokens=16,
+        kv_cache_memory=1 << 20,
+        dtype="float32",
+        kv_cache_dtype="float32",
+    )
     params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
     answers = llm.generate([[5, 9, 33, 7], [8, 8, 21, 1, 2]], params, progress=False)
     print(json.dumps([one.outputs[0].token_ids for one in answers]))

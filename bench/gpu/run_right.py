@@ -16,7 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from run_common import LLAMA_CUT, QWEN3_CUT, ROOT, TINY_QWEN3, Room, Shape, steps_of, tell, torch_here
+from run_common import (
+    LLAMA_CUT,
+    QWEN3_CUT,
+    ROOT,
+    TINY_QWEN3,
+    Room,
+    Shape,
+    steps_of,
+    tell,
+    torch_here,
+)
 from run_models import write_folder
 
 from pageturner.errors import EngineFault
@@ -28,8 +38,15 @@ from pageturner.models.load import load_model
 
 GOLDENS = ROOT / "tests" / "goldens"
 CUT = ROOT / "build" / "gpu" / "smollm2-cut.gguf"  # made by cut_model.py
-MODELS = ("tiny_llama", "tiny_llama_untied", "tiny_qwen3", "tiny_llama_quant", "experts_mixtral",
-          "experts_qwen3moe", "experts_mixtral_quant")  # fmt: skip
+MODELS = (
+    "tiny_llama",
+    "tiny_llama_untied",
+    "tiny_qwen3",
+    "tiny_llama_quant",
+    "experts_mixtral",
+    "experts_qwen3moe",
+    "experts_mixtral_quant",
+)
 WORST, OVER = 0.03, 1.5
 KINDS_OF_PROOF = (("none", "bfloat16"), ("int8", "int8"), ("int4", "fp8_e4m3"), ("int4", "float16"))
 DEVICE = "cuda"  # of Transformers
@@ -51,16 +68,33 @@ def right(room: Room) -> None:
 def grid(room: Room) -> None:
     """The op grid of the tests, with the device in place of the interpreter; what pytest said lies beside the
     lines that are told."""
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(
+        [str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    )
     several = ["-n", "8"] if importlib.util.find_spec("xdist") else []
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark",
-         "-m", "slow or not slow", *several,
-         *("-k", "greedy" if room.tiny else ""), "tests/gpu/test_kernels.py",
-         "tests/gpu/test_adapter_kernels.py"],
-        cwd=ROOT, env={**os.environ, "PAGETURNER_TEST_GPU": "" if room.tiny else "cuda", "PYTHONPATH": path},
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:benchmark",
+            "-m",
+            "slow or not slow",
+            *several,
+            *("-k", "greedy" if room.tiny else ""),
+            "tests/gpu/test_kernels.py",
+            "tests/gpu/test_adapter_kernels.py",
+        ],
+        cwd=ROOT,
+        env={**os.environ, "PAGETURNER_TEST_GPU": "" if room.tiny else "cuda", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     if out := os.environ.get("PAGETURNER_GPU_OUT"):
         Path(out).with_suffix(".grid.txt").write_text(done.stdout + done.stderr)
     closing = (done.stdout.strip() or done.stderr.strip()).splitlines()[-1:]
@@ -157,8 +191,12 @@ def cut(room: Room, shape: Shape, folder: Path) -> None:
 def _beside_transformers(ours: Any, truth: Any, rounded: Any) -> dict[str, Any]:
     mine, own = distance(ours, truth), distance(rounded, truth)
     agree = float((ours.argmax(1) == truth.argmax(1)).mean())
-    return {"error_to_fp32": mine, "error_of_transformers": own, "argmax_agree": agree,
-            "near": mine < min(max(OVER * own, 1e-3), WORST)}  # fmt: skip
+    return {
+        "error_to_fp32": mine,
+        "error_of_transformers": own,
+        "argmax_agree": agree,
+        "near": mine < min(max(OVER * own, 1e-3), WORST),
+    }
 
 
 def theirs(model: Path | Any, tokens: list[int], dtype: str) -> Any:
@@ -188,7 +226,9 @@ def real(room: Room) -> None:
     host = logits_of(load_model(CUT, reference), reference, tokens[:48], "float32")
     found: dict[str, Any] = {"error_to_cpu": distance(ours[:48], host)}
     if torch_here(room) is not None:
-        truth, rounded = (theirs(_as_transformers(CUT), tokens, kind) for kind in ("float32", "bfloat16"))
+        truth, rounded = (
+            theirs(_as_transformers(CUT), tokens, kind) for kind in ("float32", "bfloat16")
+        )
         found |= _beside_transformers(ours, truth, rounded)
     tell("right", model=CUT.name, rows=len(tokens), passed=found.pop("near", True), **found)
 
@@ -211,18 +251,32 @@ def _as_transformers(path: Path) -> Any:
         values[name] = ggml.dequantise(kind, shape, np.frombuffer(data, np.uint8)).reshape(shape)
     vocabulary, hidden = values["token_embd.weight"].shape
     config = LlamaConfig(
-        vocab_size=vocabulary, hidden_size=hidden, num_hidden_layers=int(about["block_count"]),
-        num_attention_heads=heads, num_key_value_heads=kv_heads, attn_implementation="eager",
-        intermediate_size=int(about["feed_forward_length"]), max_position_embeddings=4096,
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        num_hidden_layers=int(about["block_count"]),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        attn_implementation="eager",
+        intermediate_size=int(about["feed_forward_length"]),
+        max_position_embeddings=4096,
         rms_norm_eps=float(about["attention.layer_norm_rms_epsilon"]),
         rope_parameters={"rope_theta": float(about["rope.freq_base"]), "rope_type": "default"},
         tie_word_embeddings="output.weight" not in values,
-    )  # fmt: skip
-    names = {"attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
-             "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj",
-             "ffn_norm": "post_attention_layernorm", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
-             "token_embd": "model.embed_tokens", "output": "lm_head",
-             "output_norm": "model.norm"}  # fmt: skip
+    )
+    names = {
+        "attn_norm": "input_layernorm",
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_norm": "post_attention_layernorm",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+        "token_embd": "model.embed_tokens",
+        "output": "lm_head",
+        "output_norm": "model.norm",
+    }
     state = {}
     for name, value in values.items():  # "blk.3.attn_q.weight", "token_embd.weight"
         *block, part, _ = name.split(".")

@@ -37,7 +37,9 @@ def sampling(room: Room) -> None:
             _each(room, ops, logits, noise, rows, (spread, name, values))
 
 
-def _each(room: Room, ops: GpuOps, logits: Any, noise: Any, rows: tuple[int, ...], what: Any) -> None:
+def _each(
+    room: Room, ops: GpuOps, logits: Any, noise: Any, rows: tuple[int, ...], what: Any
+) -> None:
     spread, name, values = what
     every = None
     for count in reversed(rows):  # the largest crowd first
@@ -55,14 +57,24 @@ def _each(room: Room, ops: GpuOps, logits: Any, noise: Any, rows: tuple[int, ...
         mark = ops.arena.mark
 
         def work(
-            placed: Any = placed, parameters: Any = parameters, cuts: bool = cuts_off(draw), out: int = out,
-            mark: int = mark, count: int = count,
-        ) -> None:  # fmt: skip
+            placed: Any = placed,
+            parameters: Any = parameters,
+            cuts: bool = cuts_off(draw),
+            out: int = out,
+            mark: int = mark,
+            count: int = count,
+        ) -> None:
             ops.arena.reset(mark)
             launch_draw(ops, placed, parameters, cuts, (out, out + 4 * count))
 
         took = recorded_seconds(room.driver, [work] * (1 if room.tiny else 8), room.tiny, 0.05)
         tell(
-            "sampling", device=room.driver.name, spread=spread, draw=name, rows=count, us=1e6 * took,
-            differ=int((ids != every[:count]).sum()), unlike_numpy=int((ids[:few] != expected).sum()),
-        )  # fmt: skip
+            "sampling",
+            device=room.driver.name,
+            spread=spread,
+            draw=name,
+            rows=count,
+            us=1e6 * took,
+            differ=int((ids != every[:count]).sum()),
+            unlike_numpy=int((ids[:few] != expected).sum()),
+        )

@@ -70,9 +70,11 @@ def decode_one(room: Room, ops: GpuOps, model: Any, shape: Shape, batch: int, co
     try:
         fill(ops, kv, shape, kv.spec.blocks * kv.spec.block_size)
         took = seconds_of(
-            room.driver, lambda: ops.collect(ops.launch_step(stack, step, kv, None, head, draw)), 1.0,
+            room.driver,
+            lambda: ops.collect(ops.launch_step(stack, step, kv, None, head, draw)),
+            1.0,
             room.tiny,
-        )  # fmt: skip
+        )
     finally:
         ops.graphs = ops.graphs_of()  # recordings hold the addresses of this KV
         for address in (kv.keys, kv.values):
@@ -81,10 +83,17 @@ def decode_one(room: Room, ops: GpuOps, model: Any, shape: Shape, batch: int, co
     scores = 4.0 * shape.layers * shape.heads * shape.head_dim * context * batch
     floors = floor_seconds(room, nbytes, 2.0 * shape.weights * batch + scores)
     tell(
-        "decode", device=room.driver.name, shape=shape.name, layers=shape.layers, batch=batch,
-        context=context, ms=1e3 * took, tok_s=batch / took, **floors,
+        "decode",
+        device=room.driver.name,
+        shape=shape.name,
+        layers=shape.layers,
+        batch=batch,
+        context=context,
+        ms=1e3 * took,
+        tok_s=batch / took,
+        **floors,
         share_of_copy=floors["floor_copy_ms"] / (1e3 * took),
-    )  # fmt: skip
+    )
 
 
 def prefill(room: Room) -> None:
@@ -112,13 +121,23 @@ def prefill(room: Room) -> None:
                 raise
             chunk //= 2
     layers = shape.weights - shape.vocabulary * shape.hidden
-    operations = 2.0 * layers * rows + 2.0 * shape.layers * shape.heads * shape.head_dim * rows * rows
+    operations = (
+        2.0 * layers * rows + 2.0 * shape.layers * shape.heads * shape.head_dim * rows * rows
+    )
     floors = floor_seconds(room, 2.0 * shape.weights, operations)
     tell(
-        "prefill", device=room.driver.name, shape=shape.name, layers=shape.layers, rows=rows, chunk=chunk,
-        ms=1e3 * took, tok_s=rows / took, tflop_s=1e-12 * operations / took, **floors,
+        "prefill",
+        device=room.driver.name,
+        shape=shape.name,
+        layers=shape.layers,
+        rows=rows,
+        chunk=chunk,
+        ms=1e3 * took,
+        tok_s=rows / took,
+        tflop_s=1e-12 * operations / took,
+        **floors,
         share_of_matrix=floors["floor_matrix_ms"] / (1e3 * took),
-    )  # fmt: skip
+    )
 
 
 # -- the cost of invariance ----------------------------------------------------------------------------------
@@ -133,15 +152,30 @@ def invariance(room: Room) -> None:
             found = products(room, n, k, rows)
             by = min(found, key=lambda name: found[name])
             mine, best = found[OURS], found[by]
-            floors = floor_seconds(room, 2.0 * (n * k + rows * k) + 4.0 * rows * n, 2.0 * rows * n * k)
+            floors = floor_seconds(
+                room, 2.0 * (n * k + rows * k) + 4.0 * rows * n, 2.0 * rows * n * k
+            )
             tell(
-                "product", name=name, n=n, k=k, rows=rows, us=1e6 * mine, best_us=1e6 * best, by=by, **floors
+                "product",
+                name=name,
+                n=n,
+                k=k,
+                rows=rows,
+                us=1e6 * mine,
+                best_us=1e6 * best,
+                by=by,
+                **floors,
             )
             ours, free, others = ours + mine, free + best, others + len(found) - 1
         tell(
-            "invariance", what="products", rows=rows, us=1e6 * ours, best_us=1e6 * free, compared=others,
+            "invariance",
+            what="products",
+            rows=rows,
+            us=1e6 * ours,
+            best_us=1e6 * free,
+            compared=others,
             cost=ours / free - 1 if others else None,
-        )  # fmt: skip
+        )
     steps = [(64, 1, 1024), (256, 1, 1024), (16, 1, 8192), (1, 8192, 8192)]
     for batch, rows, context in [(2, 1, 20)] if room.tiny else steps:
         attention(room, shape, batch, rows, context)
@@ -150,7 +184,9 @@ def invariance(room: Room) -> None:
 def products(room: Room, n: int, k: int, rows: int) -> dict[str, float]:
     """Seconds of our product as it is, and of each free choice."""
     copies = 1 if room.tiny else max(2, -(-COLD // (2 * n * k)))
-    room_for = (32 << 20) + 4 * rows * (k + 20 * n) if rows <= 256 else (32 << 20) + 8 * rows * (k + n)
+    room_for = (
+        (32 << 20) + 4 * rows * (k + 20 * n) if rows <= 256 else (32 << 20) + 8 * rows * (k + n)
+    )
     ops = GpuOps(room.driver, room_for, graphs=False)
     weights = [ops.pack_weight(floats(n, k, 12 + i)) for i in range(copies)]
     host = np.random.default_rng(5).standard_normal((rows, k), dtype=np.float32)
@@ -202,8 +238,14 @@ def products(room: Room, n: int, k: int, rows: int) -> dict[str, float]:
 
 def attention(room: Room, shape: Shape, batch: int, rows: int, context: int) -> None:
     """One layer's attention of sequences of a context, `rows` of each in this step, beside torch's."""
-    one = Shape(shape.name, 1, *(getattr(shape, name) for name in (
-        "hidden", "inner", "heads", "kv_heads", "head_dim", "vocabulary")))  # fmt: skip
+    one = Shape(
+        shape.name,
+        1,
+        *(
+            getattr(shape, name)
+            for name in ("hidden", "inner", "heads", "kv_heads", "head_dim", "vocabulary")
+        ),
+    )
     runs = [(context - rows, rows)] * batch
     q_bytes = 4 * batch * rows * shape.heads * shape.head_dim
     partials = q_bytes * -(-context // 256) if rows == 1 else 0
@@ -213,7 +255,9 @@ def attention(room: Room, shape: Shape, batch: int, rows: int, context: int) -> 
     fill(ops, kv, shape, kv.spec.blocks * 16)
     step = ops.step(steps_of(runs), {view_of(heads)}, kv)
     width = shape.heads * shape.head_dim
-    q = ops.on_device(np.random.default_rng(6).standard_normal((batch * rows, width), dtype=np.float32))
+    q = ops.on_device(
+        np.random.default_rng(6).standard_normal((batch * rows, width), dtype=np.float32)
+    )
     mark = ops.arena.mark
 
     def work() -> None:
@@ -224,13 +268,22 @@ def attention(room: Room, shape: Shape, batch: int, rows: int, context: int) -> 
     theirs = flash_seconds(torch_here(room), shape, batch, rows, context)
     seen = rows * context if rows == 1 else rows * context / 2
     floors = floor_seconds(
-        room, kv.spec.bytes_per_token * context * batch, 4.0 * batch * seen * shape.heads * shape.head_dim
+        room,
+        kv.spec.bytes_per_token * context * batch,
+        4.0 * batch * seen * shape.heads * shape.head_dim,
     )
     tell(
-        "invariance", what="attention", batch=batch, rows=rows, context=context, us=1e6 * mine,
-        best_us=1e6 * min(theirs or mine, mine), flash_us=theirs and 1e6 * theirs,
-        cost=mine / min(theirs, mine) - 1 if theirs else None, **floors,
-    )  # fmt: skip
+        "invariance",
+        what="attention",
+        batch=batch,
+        rows=rows,
+        context=context,
+        us=1e6 * mine,
+        best_us=1e6 * min(theirs or mine, mine),
+        flash_us=theirs and 1e6 * theirs,
+        cost=mine / min(theirs, mine) - 1 if theirs else None,
+        **floors,
+    )
     room.driver.release()
 
 
@@ -242,7 +295,9 @@ def flash_seconds(torch: Any, shape: Shape, batch: int, rows: int, context: int)
 
     size = (batch, shape.kv_heads, context, shape.head_dim)
     keys, values = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    query = torch.randn(batch, shape.heads, rows, shape.head_dim, device="cuda", dtype=torch.bfloat16)
+    query = torch.randn(
+        batch, shape.heads, rows, shape.head_dim, device="cuda", dtype=torch.bfloat16
+    )
     attend = torch.nn.functional.scaled_dot_product_attention
     try:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):

@@ -23,8 +23,13 @@ def main() -> None:
         while not any(event.tokens for event in engine.step()):
             pass
         first = time.time()
-        told = {"first_token_at": first, "imports_and_device_s": opened - BEGIN, "build_s": built - opened,
-                "first_step_s": first - built, "phases": here.built.phases}  # fmt: skip
+        told = {
+            "first_token_at": first,
+            "imports_and_device_s": opened - BEGIN,
+            "build_s": built - opened,
+            "first_step_s": first - built,
+            "phases": here.built.phases,
+        }
         print(json.dumps(told), flush=True)
 
 

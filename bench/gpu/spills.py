@@ -31,7 +31,9 @@ def listed(cubin: bytes) -> tuple[list[str], dict[str, int]]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
+        text = subprocess.run(
+            [tool, "-c", file.name], capture_output=True, text=True, check=True
+        ).stdout
     found: list[str] = []
     labels: dict[str, int] = {}
     for line in text.splitlines():
@@ -75,7 +77,9 @@ def main() -> None:
     with ProcessPoolExecutor() as pool:
         for architecture, name, (every, inner) in pool.map(work, jobs):
             nbytes = recorded[str(architecture)][name][1]
-            print(f"sm_{architecture} {name}: {nbytes} bytes, {every} instructions, {inner} in the loop")
+            print(
+                f"sm_{architecture} {name}: {nbytes} bytes, {every} instructions, {inner} in the loop"
+            )
 
 
 if __name__ == "__main__":

@@ -35,7 +35,17 @@ def attention(
     if not q.is_cuda:
         return _attention_on_host(q, k, v, starts_q, starts_k, used)
     return torch.ops.aten._flash_attention_forward(
-        q, k, v, starts_q, starts_k, *longest, 0.0, True, False, scale=q.shape[-1] ** -0.5, seqused_k=used
+        q,
+        k,
+        v,
+        starts_q,
+        starts_k,
+        *longest,
+        0.0,
+        True,
+        False,
+        scale=q.shape[-1] ** -0.5,
+        seqused_k=used,
     )[0]
 
 
@@ -45,7 +55,9 @@ def _attention_on_host(q: Any, k: Any, v: Any, starts_q: Any, starts_k: Any, use
     for s in range(len(starts_q) - 1):
         begin, end = int(starts_q[s]), int(starts_q[s + 1])
         count = int(used[s]) if used is not None else int(starts_k[s + 1] - starts_k[s])
-        keys, values = (one[int(starts_k[s]) : int(starts_k[s]) + count].transpose(0, 1) for one in (k, v))
+        keys, values = (
+            one[int(starts_k[s]) : int(starts_k[s]) + count].transpose(0, 1) for one in (k, v)
+        )
         rows = torch.arange(count - (end - begin), count, device=q.device)
         mask = torch.arange(count, device=q.device)[None, :] <= rows[:, None]
         query = q[begin:end].transpose(0, 1)
@@ -70,16 +82,22 @@ class TorchEngine:
         for i in range(self.layers):
             for joined, names in (("self_attn.qkv", "qkv"), ("mlp.gate_up", ("gate", "up"))):
                 part = joined.split(".")[0]
-                parts = [self.weights.pop(f"layers.{i}.{part}.{name}_proj.weight") for name in names]
+                parts = [
+                    self.weights.pop(f"layers.{i}.{part}.{name}_proj.weight") for name in names
+                ]
                 self.weights[f"layers.{i}.{joined}"] = torch.cat(parts)
         size = (self.layers, 2, places * length, self.kv_heads, self.dim)
         self.kv = torch.zeros(size, dtype=torch.bfloat16, device=device)
         theta = config["rope_parameters"]["rope_theta"]
         inverse = theta ** (-torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim)
-        angle = torch.outer(torch.arange(length, dtype=torch.float32), inverse).repeat(1, 2).to(device)
+        angle = (
+            torch.outer(torch.arange(length, dtype=torch.float32), inverse).repeat(1, 2).to(device)
+        )
         self.cos, self.sin = angle.cos().bfloat16(), angle.sin().bfloat16()
         self.graphs: dict[int, Any] = {}
-        self.tokens, self.positions = (torch.zeros(places, dtype=torch.long, device=device) for _ in range(2))
+        self.tokens, self.positions = (
+            torch.zeros(places, dtype=torch.long, device=device) for _ in range(2)
+        )
         self.places = torch.arange(places + 1, device=device)
 
     def norm(self, x: Any, name: str) -> Any:
@@ -91,7 +109,9 @@ class TorchEngine:
         turned = torch.cat((-right, left), -1)
         return x * self.cos[positions][:, None] + turned * self.sin[positions][:, None]
 
-    def forward(self, tokens: Any, positions: Any, slots: Any, attend: Any, wanted: Any = None) -> Any:
+    def forward(
+        self, tokens: Any, positions: Any, slots: Any, attend: Any, wanted: Any = None
+    ) -> Any:
         """Tokens drawn behind the rows `wanted`, or behind all."""
         x = F.embedding(tokens, self.weights["embed_tokens.weight"])
         for i in range(self.layers):
@@ -126,7 +146,9 @@ class TorchEngine:
         def attend(q: Any, k: Any, v: Any, layer: int) -> Any:
             return attention(q, k, v, starts, starts, (longest, longest), None)
 
-        return self.forward(tokens, positions, place * self.length + positions, attend, starts[1:].long() - 1)
+        return self.forward(
+            tokens, positions, place * self.length + positions, attend, starts[1:].long() - 1
+        )
 
     def _decode(self, size: int) -> None:
         starts, used = self.places[: size + 1].int(), (self.positions[:size] + 1).int()
@@ -156,7 +178,9 @@ class TorchEngine:
         """One token for the first `count` places."""
         size = next((one for one in sorted(self.graphs) if one >= count), 0)
         if size:
-            self.positions[count:size] = 0  # the places of nobody count on from the start of their own
+            self.positions[count:size] = (
+                0  # the places of nobody count on from the start of their own
+            )
             self.graphs[size].replay()
         else:
             self._decode(count)
@@ -216,12 +240,20 @@ def main() -> None:
             nonlocal last
             took = time.perf_counter() - begin
             if took > last + 2.0:
-                print(json.dumps({"tok_s": done / took, "output_tokens": done, "seconds": took}), flush=True)
+                print(
+                    json.dumps({"tok_s": done / took, "output_tokens": done, "seconds": took}),
+                    flush=True,
+                )
                 last = took
 
         tokens = engine.run(jobs, seats, told)
         took = time.perf_counter() - begin
-    figures = {"tok_s": tokens / took, "output_tokens": tokens, "seconds": took, "torch": torch.__version__}
+    figures = {
+        "tok_s": tokens / took,
+        "output_tokens": tokens,
+        "seconds": took,
+        "torch": torch.__version__,
+    }
     print(json.dumps(figures | {"requests_s": len(jobs) / took}), flush=True)
 
 

@@ -37,27 +37,70 @@ BUDGET = 0.02  # seconds of replays of a candidate
 L2 = 128 << 20  # bytes of weights that are gone through between two uses of one
 # rows -> tiles
 DENSE = {
-    FEW: [Tile(64, 64, 64, 4, 4), Tile(64, 64, 64, 4, 3), Tile(64, 64, 64, 4, 6), Tile(64, 32, 128, 4, 4),
-          Tile(64, 64, 128, 4, 3), Tile(64, 64, 128, 4, 4), Tile(64, 128, 64, 4, 4), Tile(64, 128, 64, 8, 4),
-          Tile(64, 32, 64, 4, 6), Tile(64, 32, 128, 4, 5), Tile(64, 16, 256, 4, 4)],
-    SOME: [Tile(128, 128, 64, 8, 3), Tile(128, 128, 64, 8, 4), Tile(128, 128, 64, 4, 3),
-           Tile(128, 64, 64, 4, 4), Tile(64, 128, 64, 4, 4), Tile(64, 256, 64, 4, 3), Tile(256, 64, 64, 8, 4),
-           Tile(256, 128, 64, 8, 3), Tile(128, 64, 128, 8, 3)],
-    MANY: [Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 3), Tile(128, 128, 64, 4, 3),
-           Tile(128, 256, 64, 8, 4), Tile(256, 128, 64, 8, 3), Tile(128, 128, 64, 8, 4),
-           Tile(64, 256, 64, 4, 3)],
-}  # fmt: skip
+    FEW: [
+        Tile(64, 64, 64, 4, 4),
+        Tile(64, 64, 64, 4, 3),
+        Tile(64, 64, 64, 4, 6),
+        Tile(64, 32, 128, 4, 4),
+        Tile(64, 64, 128, 4, 3),
+        Tile(64, 64, 128, 4, 4),
+        Tile(64, 128, 64, 4, 4),
+        Tile(64, 128, 64, 8, 4),
+        Tile(64, 32, 64, 4, 6),
+        Tile(64, 32, 128, 4, 5),
+        Tile(64, 16, 256, 4, 4),
+    ],
+    SOME: [
+        Tile(128, 128, 64, 8, 3),
+        Tile(128, 128, 64, 8, 4),
+        Tile(128, 128, 64, 4, 3),
+        Tile(128, 64, 64, 4, 4),
+        Tile(64, 128, 64, 4, 4),
+        Tile(64, 256, 64, 4, 3),
+        Tile(256, 64, 64, 8, 4),
+        Tile(256, 128, 64, 8, 3),
+        Tile(128, 64, 128, 8, 3),
+    ],
+    MANY: [
+        Tile(128, 256, 64, 8, 3),
+        Tile(128, 128, 64, 8, 3),
+        Tile(128, 128, 64, 4, 3),
+        Tile(128, 256, 64, 8, 4),
+        Tile(256, 128, 64, 8, 3),
+        Tile(128, 128, 64, 8, 4),
+        Tile(64, 256, 64, 4, 3),
+    ],
+}
 DENSE_ROWS = {FEW: (1, 16, 64), SOME: (128, 256), MANY: (512, 2048, 8192)}
 PARTS = {FEW: (1, 2, 4, 8), SOME: (1, 2, 4), MANY: (1, 4)}
 # rows -> (R, BLOCK_T, warps, stages)
 ATTEND = {
-    FEW: [(16, 64, 2, 3), (16, 64, 2, 2), (16, 64, 2, 4), (16, 64, 4, 3), (16, 32, 2, 4), (16, 128, 4, 3),
-          (16, 64, 2, 5), (16, 64, 1, 3)],
-    MANY: [(64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4),
-           (128, 128, 8, 2), (64, 128, 4, 2), (64, 32, 4, 4)],
-}  # fmt: skip
-ATTEND_SIZES = {FEW: [(64, 1, 1024), (256, 1, 1024), (16, 1, 8192), (1, 1, 8192), (8, 1, 250)],
-                MANY: [(1, 2048, 8192), (1, 8192, 8192)]}  # fmt: skip
+    FEW: [
+        (16, 64, 2, 3),
+        (16, 64, 2, 2),
+        (16, 64, 2, 4),
+        (16, 64, 4, 3),
+        (16, 32, 2, 4),
+        (16, 128, 4, 3),
+        (16, 64, 2, 5),
+        (16, 64, 1, 3),
+    ],
+    MANY: [
+        (64, 64, 4, 2),
+        (64, 64, 4, 3),
+        (64, 64, 4, 4),
+        (128, 64, 8, 2),
+        (128, 64, 8, 3),
+        (128, 64, 8, 4),
+        (128, 128, 8, 2),
+        (64, 128, 4, 2),
+        (64, 32, 4, 4),
+    ],
+}
+ATTEND_SIZES = {
+    FEW: [(64, 1, 1024), (256, 1, 1024), (16, 1, 8192), (1, 1, 8192), (8, 1, 250)],
+    MANY: [(1, 2048, 8192), (1, 8192, 8192)],
+}
 ATTENDS = {FEW: "attend.bfloat16.128.few.fp32", MANY: "attend.bfloat16.128.many.fp32"}
 LLAMA, QWEN = AttentionShape(32, 8, 128, 128**-0.5), AttentionShape(16, 8, 128, 128**-0.5)
 
@@ -130,9 +173,14 @@ class Renaming:
 
 
 def product_of(
-    driver: Renaming, candidate: str, grid: tuple[int, int], x: Any, out: Any, beside: tuple[int, int],
+    driver: Renaming,
+    candidate: str,
+    grid: tuple[int, int],
+    x: Any,
+    out: Any,
+    beside: tuple[int, int],
     sizes: tuple[int, ...],
-) -> Callable[[Any], None]:  # fmt: skip
+) -> Callable[[Any], None]:
     """A product with a weight. beside: addresses of the parts and of their counters; sizes: M, N, K, chunk,
     parts."""
 
@@ -155,15 +203,21 @@ def dense(driver: Renaming, compiled: set[str]) -> Iterator[dict[str, Any]]:
                 for wanted in PARTS[rows]:
                     if 4 * m * n * wanted <= 1 << 30:
                         told = {"what": "dense-bf16", "shape": name, "rows": m}
-                        for one in _sizes(driver, ops, compiled, weights, values, (rows, n, wanted)):
+                        for one in _sizes(
+                            driver, ops, compiled, weights, values, (rows, n, wanted)
+                        ):
                             yield told | one
         driver.release()
 
 
 def _sizes(
-    driver: Renaming, ops: Any, compiled: set[str], weights: list[Any], values: Any,
+    driver: Renaming,
+    ops: Any,
+    compiled: set[str],
+    weights: list[Any],
+    values: Any,
     asked: tuple[str, int, int],
-) -> Iterator[dict[str, Any]]:  # fmt: skip
+) -> Iterator[dict[str, Any]]:
     """One size in every tile. asked: height, N, parts."""
     rows, n, wanted = asked
     m, k = values.shape
@@ -179,7 +233,9 @@ def _sizes(
         if candidate in compiled and chunk % tile.k == 0:
             grid = (-(-n // tile.n) * -(-m // tile.m), 1 if rows == MANY else parts)
             work = product_of(driver, candidate, grid, x, out, beside, (m, n, k, chunk, parts))
-            took = common.recorded_seconds(driver, [partial(work, w) for w in weights], False, BUDGET)
+            took = common.recorded_seconds(
+                driver, [partial(work, w) for w in weights], False, BUDGET
+            )
             bits = ops.to_numpy(out) if m * n < 1 << 24 else np.zeros(1)
             truth = bits if truth is None else truth
             same = bool((bits == truth).all())
@@ -200,9 +256,13 @@ def attend(driver: Renaming, compiled: set[str]) -> Iterator[dict[str, Any]]:
 
 
 def _attentions(
-    driver: Renaming, compiled: set[str], shape: Any, heads: AttentionShape, rows: str,
+    driver: Renaming,
+    compiled: set[str],
+    shape: Any,
+    heads: AttentionShape,
+    rows: str,
     size: tuple[int, int, int],
-) -> Iterator[dict[str, Any]]:  # fmt: skip
+) -> Iterator[dict[str, Any]]:
     """One size (sequences, rows of each, context) in every tile."""
     batch, mine, context = size
     runs, truth, fixed = [(context - mine, mine)] * batch, None, steps.attention_rows
@@ -215,13 +275,17 @@ def _attentions(
         candidate = named("attend", rows, numbers)
         if candidate not in compiled:
             continue
-        steps.attention_rows = lambda a, r, size, high=numbers[0]: high if r == rows else fixed(a, r, size)  # type: ignore[misc]
+        steps.attention_rows = lambda a, r, size, high=numbers[0]: (
+            high if r == rows else fixed(a, r, size)
+        )  # type: ignore[misc]
         driver.names = {ATTENDS[rows]: candidate}
         ops.begin()
         step = ops.step(common.steps_of(runs), {steps.view_of(heads)}, kv)
         q = ops.on_device(values)
         work = partial(_attention, ops, ops.arena.mark, q, kv, step, heads)
-        took = common.recorded_seconds(driver, [partial(work, at) for at in (0, 1, 0, 1)], False, BUDGET)
+        took = common.recorded_seconds(
+            driver, [partial(work, at) for at in (0, 1, 0, 1)], False, BUDGET
+        )
         bits = ops.to_numpy(work(0)) if mine * batch <= 8192 else np.zeros(1)
         truth = bits if truth is None else truth
         same, error = bool((bits == truth).all()), float(np.abs(bits - truth).max())
@@ -230,7 +294,9 @@ def _attentions(
     driver.release()
 
 
-def _attention(ops: Any, mark: int, q: Any, kv: Any, step: Any, heads: AttentionShape, layer: int) -> Any:
+def _attention(
+    ops: Any, mark: int, q: Any, kv: Any, step: Any, heads: AttentionShape, layer: int
+) -> Any:
     ops.arena.reset(mark)
     return ops.launches.attention(q, kv, layer, step, heads, "fp32")
 
@@ -253,7 +319,9 @@ def run(out: Path, only: str) -> None:
         for one in told if only in name else ():
             print(json.dumps(one), flush=True)
             size = " ".join(
-                f"{key} {one[key]}" for key in ("what", "shape", "rows", "batch", "context") if key in one
+                f"{key} {one[key]}"
+                for key in ("what", "shape", "rows", "batch", "context")
+                if key in one
             )
             mine = one["us"], f"{one['candidate']} parts {one.get('parts', '')}"
             best[size] = min(best.get(size, (1e9, "")), mine)

@@ -32,24 +32,65 @@ from pageturner.kernels.gpu.catalogue import FEW, Kernel, Tile  # noqa: E402
 
 ROWS = (1, 16, 64, 128, 256)
 TILES = {
-    64: [Tile(64, 32, 128, 4, 5), Tile(64, 64, 64, 4, 3), Tile(64, 32, 128, 4, 4), Tile(64, 16, 256, 4, 4),
-         Tile(64, 64, 128, 4, 3), Tile(64, 128, 64, 4, 4), Tile(16, 64, 128, 4, 6, True),
-         Tile(16, 64, 128, 4, 8, True), Tile(16, 64, 256, 4, 4, True), Tile(16, 128, 128, 4, 5, True),
-         Tile(16, 128, 64, 4, 8, True), Tile(32, 64, 128, 4, 6, True), Tile(64, 64, 128, 4, 5, True),
-         Tile(64, 64, 64, 4, 6, True), Tile(64, 128, 64, 4, 6, True), Tile(64, 128, 64, 8, 6, True),
-         Tile(64, 128, 64, 8, 4, True)],
-    256: [Tile(64, 128, 64, 4, 4), Tile(128, 128, 64, 8, 4), Tile(64, 64, 64, 4, 6), Tile(64, 64, 128, 4, 4),
-          Tile(64, 64, 128, 4, 5), Tile(128, 64, 64, 4, 5), Tile(128, 64, 128, 4, 3),
-          Tile(128, 32, 128, 4, 4),
-          Tile(256, 64, 64, 8, 4), Tile(128, 256, 64, 8, 3), Tile(64, 32, 128, 4, 5), Tile(64, 64, 64, 4, 3),
-          Tile(64, 64, 64, 4, 6, True), Tile(64, 64, 128, 4, 5, True), Tile(128, 64, 64, 4, 6, True),
-          Tile(64, 128, 64, 4, 6, True), Tile(128, 128, 64, 8, 4, True), Tile(256, 64, 64, 8, 4, True)],
-}  # fmt: skip
+    64: [
+        Tile(64, 32, 128, 4, 5),
+        Tile(64, 64, 64, 4, 3),
+        Tile(64, 32, 128, 4, 4),
+        Tile(64, 16, 256, 4, 4),
+        Tile(64, 64, 128, 4, 3),
+        Tile(64, 128, 64, 4, 4),
+        Tile(16, 64, 128, 4, 6, True),
+        Tile(16, 64, 128, 4, 8, True),
+        Tile(16, 64, 256, 4, 4, True),
+        Tile(16, 128, 128, 4, 5, True),
+        Tile(16, 128, 64, 4, 8, True),
+        Tile(32, 64, 128, 4, 6, True),
+        Tile(64, 64, 128, 4, 5, True),
+        Tile(64, 64, 64, 4, 6, True),
+        Tile(64, 128, 64, 4, 6, True),
+        Tile(64, 128, 64, 8, 6, True),
+        Tile(64, 128, 64, 8, 4, True),
+    ],
+    256: [
+        Tile(64, 128, 64, 4, 4),
+        Tile(128, 128, 64, 8, 4),
+        Tile(64, 64, 64, 4, 6),
+        Tile(64, 64, 128, 4, 4),
+        Tile(64, 64, 128, 4, 5),
+        Tile(128, 64, 64, 4, 5),
+        Tile(128, 64, 128, 4, 3),
+        Tile(128, 32, 128, 4, 4),
+        Tile(256, 64, 64, 8, 4),
+        Tile(128, 256, 64, 8, 3),
+        Tile(64, 32, 128, 4, 5),
+        Tile(64, 64, 64, 4, 3),
+        Tile(64, 64, 64, 4, 6, True),
+        Tile(64, 64, 128, 4, 5, True),
+        Tile(128, 64, 64, 4, 6, True),
+        Tile(64, 128, 64, 4, 6, True),
+        Tile(128, 128, 64, 8, 4, True),
+        Tile(256, 64, 64, 8, 4, True),
+    ],
+}
 # Bytes that a program asks for ahead, and of a request; the first is the catalogue's
-AHEAD = ((16384, 64), (0, 64), (8192, 64), (32768, 64), (65536, 64), (16384, 32), (16384, 128), (16384, 0))
+AHEAD = (
+    (16384, 64),
+    (0, 64),
+    (8192, 64),
+    (32768, 64),
+    (65536, 64),
+    (16384, 32),
+    (16384, 128),
+    (16384, 0),
+)
 # Of a layer together: the tile of q, k, v, o and down, that of gate and up, and requests ahead. How
 # much shared memory a kernel has decides whether the next one can begin beside it
-SLIMS = (Tile(64, 32, 128, 4, 5), Tile(64, 32, 128, 4, 4), Tile(64, 32, 128, 4, 3), Tile(64, 32, 64, 4, 6))
+SLIMS = (
+    Tile(64, 32, 128, 4, 5),
+    Tile(64, 32, 128, 4, 4),
+    Tile(64, 32, 128, 4, 3),
+    Tile(64, 32, 64, 4, 6),
+)
 TOGETHER = [
     *((slim, Tile(64, 64, 64, 4, 3), AHEAD[0]) for slim in SLIMS),
     *((SLIMS[0], Tile(64, 64, 64, 4, 3), ahead) for ahead in AHEAD[1:]),
@@ -92,7 +133,9 @@ def kernel_of(gated: bool, tile: Tile, ahead: tuple[int, int] = AHEAD[0]) -> Ker
     make = catalogue.gated_dense if gated else catalogue.dense
     kernel = make("", "bf16", FEW, tile)
     constants = dict(kernel.constants) | {"AHEAD": ahead[0], "LINE": ahead[1]}
-    return dataclasses.replace(kernel, name=named(gated, tile, ahead), constants=tuple(constants.items()))
+    return dataclasses.replace(
+        kernel, name=named(gated, tile, ahead), constants=tuple(constants.items())
+    )
 
 
 def present(asked: Asked) -> Tile:
@@ -149,7 +192,9 @@ def work_of(
     driver: Any, ops: Any, x: Any, asked: Asked, tile: Tile, name: str
 ) -> tuple[Callable[[Any], None], Any]:
     """A launch of a candidate for a weight, and where the result lies."""
-    outputs, step = (asked.n // 2, catalogue.gated_outputs(tile)) if asked.gated else (asked.n, tile.n)
+    outputs, step = (
+        (asked.n // 2, catalogue.gated_outputs(tile)) if asked.gated else (asked.n, tile.n)
+    )
     programs = -(-outputs // step) * -(-asked.rows // tile.m)
     out = ops.arena.take((asked.rows, outputs), "bf16" if asked.gated else "fp32")
 
@@ -162,7 +207,9 @@ def work_of(
     chunk, parts = catalogue.parts_of(asked.n, asked.k, catalogue.block_k("bf16"))
     apart = ops.arena.take((parts, asked.rows, asked.n)).address if parts > 1 else 0
     sizes = (asked.rows, asked.n, asked.k, chunk, parts)
-    return tune.product_of(driver, name, (programs, parts), x, out, (apart, ops.arena.counters), sizes), out
+    return tune.product_of(
+        driver, name, (programs, parts), x, out, (apart, ops.arena.counters), sizes
+    ), out
 
 
 def as_it_is(ops: Any, x: Any, asked: Asked) -> tuple[Callable[[Any], None], Any]:
@@ -171,7 +218,9 @@ def as_it_is(ops: Any, x: Any, asked: Asked) -> tuple[Callable[[Any], None], Any
 
     def work(w: Any) -> Any:
         ops.arena.reset(mark)
-        return ops.launches.gated_product(x, w, "bf16") if asked.gated else ops.launches.product(x, w)
+        return (
+            ops.launches.gated_product(x, w, "bf16") if asked.gated else ops.launches.product(x, w)
+        )
 
     outputs = asked.n // 2 if asked.gated else asked.n
     out = ops.arena.take((asked.rows, outputs), "bf16" if asked.gated else "fp32")
@@ -205,15 +254,21 @@ def timed(driver: Any, compiled: set[str]) -> Iterator[dict[str, Any]]:
                 if one is not None and name not in compiled:
                     continue
                 ops.arena.reset(mark)
-                work, out = work_of(driver, ops, x, asked, one[0], name) if one else as_it_is(ops, x, asked)
+                work, out = (
+                    work_of(driver, ops, x, asked, one[0], name) if one else as_it_is(ops, x, asked)
+                )
                 cuda.dependent_launch = name != "alone"
-                took = common.recorded_seconds(driver, [partial(work, w) for w in weights], False, BUDGET)
+                took = common.recorded_seconds(
+                    driver, [partial(work, w) for w in weights], False, BUDGET
+                )
                 bits = bits_of(ops, out)
                 truth = bits if truth is None else truth
                 yield asked._asdict() | {
-                    "candidate": name, "us": 1e6 * took, "same_bits": bool((bits == truth).all()),
+                    "candidate": name,
+                    "us": 1e6 * took,
+                    "same_bits": bool((bits == truth).all()),
                     "swap": one is not None and one[0].swap,
-                }  # fmt: skip
+                }
         driver.release()
 
 
@@ -226,7 +281,9 @@ def layers(driver: Any) -> Iterator[dict[str, Any]]:
     for model in (common.LLAMA_8B, common.QWEN3_06B):
         ops = common.GpuOps(driver, 1 << 30, graphs=False)
         tensors = {name: common.floats(n, k, 1) for name, (n, k) in model.matrices.items()}
-        weights = [{name: ops.pack_weight(one) for name, one in tensors.items()} for _ in range(LAYERS)]
+        weights = [
+            {name: ops.pack_weight(one) for name, one in tensors.items()} for _ in range(LAYERS)
+        ]
         norm = ops.pack_weight(common.ones(model.hidden))
         for rows in (1, 16, 64):
             truth, dice = None, np.random.default_rng(rows)
@@ -242,20 +299,24 @@ def layers(driver: Any) -> Iterator[dict[str, Any]]:
                     continue
                 driver.inner.inner.dependent_launch = beside
                 ops.begin()
-                first, narrow = ops.on_device(host), ops.launches.rounded(ops.on_device(mixed), "bf16")
+                first, narrow = (
+                    ops.on_device(host),
+                    ops.launches.rounded(ops.on_device(mixed), "bf16"),
+                )
                 found: list[Any] = []
                 given = (weights, norm, first, narrow, ops.arena.mark)
                 chain = partial(_chain, driver, ops, model, given, tiles, found)
                 took = common.recorded_seconds(driver, [chain], False, BUDGET) / LAYERS
                 bits = bits_of(ops, found[-1])
                 truth = bits if truth is None else truth
-                name = (
-                    f"{slim[:5]} {wide[:5]}{' swapped' * slim.swap}{' gated too' * wide.swap} ahead {ahead}"
-                )
+                name = f"{slim[:5]} {wide[:5]}{' swapped' * slim.swap}{' gated too' * wide.swap} ahead {ahead}"
                 yield {
-                    "model": model.name, "rows": rows, "together": name if beside else "alone",
-                    "us": 1e6 * took, "same_bits": bool((bits == truth).all()),
-                }  # fmt: skip
+                    "model": model.name,
+                    "rows": rows,
+                    "together": name if beside else "alone",
+                    "us": 1e6 * took,
+                    "same_bits": bool((bits == truth).all()),
+                }
             driver.inner.inner.dependent_launch = True
         driver.release()
 
@@ -286,7 +347,11 @@ def table(told: list[dict[str, Any]], copy_tb_s: float) -> Iterator[str]:
     sums: dict[tuple[str, int], list[float]] = {}
     for model, name, n, k in shapes():
         for rows in ROWS:
-            mine = [one for one in told if (one["model"], one["name"], one["rows"]) == (model, name, rows)]
+            mine = [
+                one
+                for one in told
+                if (one["model"], one["name"], one["rows"]) == (model, name, rows)
+            ]
             if not mine:
                 continue
             right = [one for one in mine[1:] if one["same_bits"]]
@@ -306,7 +371,8 @@ def table(told: list[dict[str, Any]], copy_tb_s: float) -> Iterator[str]:
                     column[i] += us
     for (model, rows), column in sums.items():
         figures = " ".join(
-            f"{what} {us:7.1f}" for what, us in zip(("floor", "alone", "today", "best"), column, strict=True)
+            f"{what} {us:7.1f}"
+            for what, us in zip(("floor", "alone", "today", "best"), column, strict=True)
         )
         yield f"{model:14} a layer  {rows:4} rows: {figures}"
 
@@ -332,7 +398,8 @@ def run(out: Path) -> None:
         for one in [*several[:2], *best]:
             bits = "" if one["same_bits"] else "OTHER BITS"
             print(
-                f"{model:14} {rows:3} rows, a layer {one['us']:7.1f} us {one['together']} {bits}", flush=True
+                f"{model:14} {rows:3} rows, a layer {one['us']:7.1f} us {one['together']} {bits}",
+                flush=True,
             )
     for line in table(told, copy):
         print(line, flush=True)

@@ -37,7 +37,7 @@ TILES = {
     SLIM: [Tile(8, 32, 128, 2, 6), Tile(8, 32, 128, 2, 3), Tile(8, 32, 128, 1, 4)],
     FEW: [Tile(16, 32, 128, 2, 4), Tile(16, 32, 128, 1, 4), Tile(16, 64, 128, 2, 4)],
     MANY: [Tile(64, 128, 128, 8, 3), Tile(64, 64, 128, 2, 3), Tile(64, 64, 128, 4, 3)],
-}  # fmt: skip
+}
 AHEAD = (0, 8192, 65536)
 PARTS = (1, 2, 3, 4, 6, 8)
 BUDGET = 0.015  # seconds of replays of a candidate
@@ -83,12 +83,19 @@ def timed(driver: Any, compiled: set[str]) -> Iterator[dict[str, Any]]:
 
 
 def _of_size(
-    driver: Any, ops: Any, weights: list[Any], rows: int, every: dict[str, Kernel], compiled: set[str]
+    driver: Any,
+    ops: Any,
+    weights: list[Any],
+    rows: int,
+    every: dict[str, Kernel],
+    compiled: set[str],
 ) -> Iterator[dict[str, Any]]:
     """Today's first, then other tiles, then other parts."""
     w = weights[0]
     height = group_height_of(rows)
-    mine = [name for name in every if name.startswith(f"groups.{w.sort}.{height}.") and name in compiled]
+    mine = [
+        name for name in every if name.startswith(f"groups.{w.sort}.{height}.") and name in compiled
+    ]
     chunk, parts = catalogue.group_parts_of(w.rows, w.columns)
     sizes = [(name, chunk, parts) for name in mine]
     for wanted in PARTS:
@@ -103,8 +110,12 @@ def _of_size(
     mark, truth = ops.arena.mark, {}
     for name, chunk, parts in sizes:
         ops.arena.reset(mark)
-        work, out = work_of(driver, ops, every[name], (x, sums), (rows, w.rows, w.columns, chunk, parts))
-        took = common.recorded_seconds(driver, [partial(work, one) for one in weights], False, BUDGET)
+        work, out = work_of(
+            driver, ops, every[name], (x, sums), (rows, w.rows, w.columns, chunk, parts)
+        )
+        took = common.recorded_seconds(
+            driver, [partial(work, one) for one in weights], False, BUDGET
+        )
         bits = ops.to_numpy(out).view(np.int32)
         same = bool((bits == truth.setdefault(parts, bits)).all())
         yield {"candidate": name, "parts": parts, "us": 1e6 * took, "same_bits": same}
@@ -136,7 +147,9 @@ def work_of(
             apart,
             ops.arena.counters,
         )
-        driver.launch(kernel.name, (programs, split), (*given, int(w.low != 0), w.zero, 0, 0, *sizes))
+        driver.launch(
+            kernel.name, (programs, split), (*given, int(w.low != 0), w.zero, 0, 0, *sizes)
+        )
 
     return work, out
 
@@ -148,7 +161,9 @@ def table(told: list[dict[str, Any]]) -> Iterator[str]:
             total = [0.0, 0.0]
             for shape in common.LLAMA_8B.matrices:
                 mine = [
-                    one for one in told if (one["form"], one["shape"], one["rows"]) == (form, shape, rows)
+                    one
+                    for one in told
+                    if (one["form"], one["shape"], one["rows"]) == (form, shape, rows)
                 ]
                 if not mine:
                     continue
@@ -188,7 +203,9 @@ def main() -> None:
     if options.build:
         today = catalogue.kernels_of(tune.ARCHITECTURE)
         beside = [
-            one for name, one in today.items() if name.startswith(("group_sums", "elementwise.cast.bf16"))
+            one
+            for name, one in today.items()
+            if name.startswith(("group_sums", "elementwise.cast.bf16"))
         ]
         tune.build(options.out, candidates(), beside)
     if options.run:

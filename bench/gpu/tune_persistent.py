@@ -41,16 +41,32 @@ OUT = common.ROOT / "build" / "gpu" / "persistent"
 ROWS = (2048, 256, 512, 8192, 128, 1024)  # the first tells the most
 MATRICES = common.LLAMA_8B.matrices
 TRIED = [
-    Ring(128, 256, 64, 4), Ring(128, 128, 64, 6), Ring(128, 64, 64, 8), Ring(256, 128, 64, 4),
-    Ring(128, 256, 64, 4, 2, 1), Ring(128, 256, 64, 4, 1, 2), Ring(256, 128, 64, 4, 1, 2),
-    Ring(128, 128, 64, 6, 2, 1), Ring(128, 128, 64, 6, 1, 2), Ring(128, 64, 64, 8, 2, 1),
-    Ring(128, 64, 64, 8, 1, 2), Ring(128, 64, 64, 8, 1, 4),
-    Ring(128, 256, 64, 4, groups=2), Ring(256, 128, 64, 4, groups=2), Ring(128, 128, 64, 6, groups=2),
-    Ring(128, 256, 64, 4, 2, 1, groups=2), Ring(128, 128, 64, 6, groups=2, turns=2),
-    Ring(128, 128, 64, 6, 2, 1, groups=2, turns=2), Ring(128, 128, 64, 6, 1, 2, groups=2, turns=2),
-    Ring(64, 256, 64, 4, groups=2, turns=2), Ring(64, 256, 64, 4, 2, 1, groups=2, turns=2),
-]  # fmt: skip
-SILENT_S, START_S = 6.0, 40.0  # a process that says nothing for so long hangs; it may take so long to start
+    Ring(128, 256, 64, 4),
+    Ring(128, 128, 64, 6),
+    Ring(128, 64, 64, 8),
+    Ring(256, 128, 64, 4),
+    Ring(128, 256, 64, 4, 2, 1),
+    Ring(128, 256, 64, 4, 1, 2),
+    Ring(256, 128, 64, 4, 1, 2),
+    Ring(128, 128, 64, 6, 2, 1),
+    Ring(128, 128, 64, 6, 1, 2),
+    Ring(128, 64, 64, 8, 2, 1),
+    Ring(128, 64, 64, 8, 1, 2),
+    Ring(128, 64, 64, 8, 1, 4),
+    Ring(128, 256, 64, 4, groups=2),
+    Ring(256, 128, 64, 4, groups=2),
+    Ring(128, 128, 64, 6, groups=2),
+    Ring(128, 256, 64, 4, 2, 1, groups=2),
+    Ring(128, 128, 64, 6, groups=2, turns=2),
+    Ring(128, 128, 64, 6, 2, 1, groups=2, turns=2),
+    Ring(128, 128, 64, 6, 1, 2, groups=2, turns=2),
+    Ring(64, 256, 64, 4, groups=2, turns=2),
+    Ring(64, 256, 64, 4, 2, 1, groups=2, turns=2),
+]
+SILENT_S, START_S = (
+    6.0,
+    40.0,
+)  # a process that says nothing for so long hangs; it may take so long to start
 COLD = 96 << 20  # bytes of weights between two uses of one: the L2 cache has 50 MB
 BUDGET_S = 0.02  # of replays of one candidate
 WORK_S = 2e-3  # of one recording, about
@@ -83,7 +99,9 @@ def build(out: Path) -> None:
 
     every = candidates()
     kernels = catalogue.kernels_of(90)
-    base = [one for name, one in kernels.items() if name.startswith(("dense.bf16", "gated_dense.bf16"))]
+    base = [
+        one for name, one in kernels.items() if name.startswith(("dense.bf16", "gated_dense.bf16"))
+    ]
     with ProcessPoolExecutor(1) as pool:
         compiled = list(pool.map(work, [*every.values(), *base]))
     good = {}
@@ -95,7 +113,10 @@ def build(out: Path) -> None:
             print("LEFT OUT", end=" ")
         else:
             good[one["name"]] = one
-        print(one["name"], *(f"{key} {one[key]}" for key in ("registers", "spills", "shared", "warps")))
+        print(
+            one["name"],
+            *(f"{key} {one[key]}" for key in ("registers", "spills", "shared", "warps")),
+        )
     compile_kernels.write(out, {90: good})
 
 
@@ -164,7 +185,9 @@ class Product:
         grid = (min(clusters, programs // size, resident(self.driver, kernel.name, size)) * size,)
         planes = Plane(self.x, self.m, self.k), Plane(w, self.n, self.k)
         if gated:
-            self.driver.launch(kernel.name, grid, (*planes, Plane(self.out, self.m, n), self.m, n, self.k))
+            self.driver.launch(
+                kernel.name, grid, (*planes, Plane(self.out, self.m, n), self.m, n, self.k)
+            )
             return
         rest = (0, self.added, self.out, 0, int(self.residual), self.m, n, self.k, *self.parts)
         self.driver.launch(kernel.name, grid, (*planes, *rest))
@@ -186,10 +209,17 @@ class Product:
         grid = (-(-n // (tile.n // (2 if gated else 1))) * -(-m // tile.m), 1)
         name = f"{'gated_' * gated}dense.bf16.{height}"
         values: dict[str, Any] = {
-            "x": self.x + 2 * row * self.k, "w": w, "out": out, "M": m, "N": n, "K": self.k, "chunk": chunk,
-            "parts": parts, "has_residual": int(self.residual),
+            "x": self.x + 2 * row * self.k,
+            "w": w,
+            "out": out,
+            "M": m,
+            "N": n,
+            "K": self.k,
+            "chunk": chunk,
+            "parts": parts,
+            "has_residual": int(self.residual),
             "residual": self.added + 4 * row * n if self.residual else 0,
-        }  # fmt: skip
+        }
         arguments = catalogue.kernels_of(90)[name].arguments
         self.driver.launch(name, grid, tuple(values.get(one, 0) for one, _ in arguments))
 
@@ -218,14 +248,21 @@ class Product:
                 up, size = b(columns + n) @ a(slice(None)), np.abs(expected)
                 expected = expected / (1 + np.exp(-expected)) * up
                 got = (mine[columns].astype(np.uint32) << 16).view(np.float32)
-                error = np.abs(got - expected) / (8e-3 * np.abs(expected) + 1e-4 * scale * (1 + size))
+                error = np.abs(got - expected) / (
+                    8e-3 * np.abs(expected) + 1e-4 * scale * (1 + size)
+                )
             else:
                 got = mine.view(np.float32)[columns].astype(np.float64)
                 if self.before is not None:
                     expected = expected + self.before[row, columns]
                 error = np.abs(got - expected) / (1e-5 * scale + 1e-6 * np.abs(expected))
             worst = max(worst, float(np.nan_to_num(error, nan=1e9).max()))
-        return {"bits_of_few": few, "bits_of_some": same, "error": worst, "right": same and worst <= 1}
+        return {
+            "bits_of_few": few,
+            "bits_of_some": same,
+            "error": worst,
+            "right": same and worst <= 1,
+        }
 
 
 def _wide(bits: Any) -> Callable[[Any], Any]:
@@ -284,7 +321,9 @@ def times(out: Path, tiny: bool, names: list[str], done: int = 0) -> None:
     torch = None if tiny else _torch()
     say(started=True, device=driver.name)
     count = 0
-    for matrix, (n, k) in ({"tiny": (64, 96)} if tiny else dict(reversed(MATRICES.items()))).items():
+    for matrix, (n, k) in (
+        {"tiny": (64, 96)} if tiny else dict(reversed(MATRICES.items()))
+    ).items():
         weight: Weight | None = None
         added = matrix in ("o", "down")
         for rows in (66,) if tiny else ROWS:
@@ -332,7 +371,9 @@ def _times(
             else:
                 product.launch(every[name], programs, w)
 
-        works = [lambda at=at, launch=launch: launch(product.ws[at % copies]) for at in range(repeat)]
+        works = [
+            lambda at=at, launch=launch: launch(product.ws[at % copies]) for at in range(repeat)
+        ]
         say(trying=name)
         driver.clear(product.out, 4 * product.m * product.n)
         launch(product.ws[0])
@@ -353,7 +394,9 @@ def pointless(kernel: Kernel, rows: int) -> bool:
 def _cublas(torch: Any, product: Product, repeat: int) -> Callable[[], float]:
     """Recorded once, so that a second time may be measured when the device is as warm as for the others."""
     a = torch.randn(product.m, product.k, device="cuda", dtype=torch.bfloat16)
-    few = [torch.randn(product.n, product.k, device="cuda", dtype=torch.bfloat16) for _ in product.ws]
+    few = [
+        torch.randn(product.n, product.k, device="cuda", dtype=torch.bfloat16) for _ in product.ws
+    ]
     out = torch.empty(product.m, product.n, device="cuda", dtype=torch.bfloat16)
     turns = [few[at % len(few)] for at in range(repeat)]
     works = [lambda b=b: torch.mm(a, b.T, out=out) for b in turns]
@@ -365,7 +408,9 @@ def _cublas(torch: Any, product: Product, repeat: int) -> Callable[[], float]:
 
 
 # -- the guard ---------------------------------------------------------------------------------------------
-def guarded(part: str, names: list[str], options: argparse.Namespace, until: float) -> list[dict[str, Any]]:
+def guarded(
+    part: str, names: list[str], options: argparse.Namespace, until: float
+) -> list[dict[str, Any]]:
     """What a part says, in processes that are ended when they say nothing for too long. What was tried last
     hangs then, and another process goes on without it."""
     found: list[dict[str, Any]] = []
@@ -438,7 +483,8 @@ def tables(told: list[dict[str, Any]]) -> None:
             mine = {
                 name: us
                 for name, us in here.items()
-                if name.startswith("gated") == gated and name not in ("cuBLAS", "present", "gated.present")
+                if name.startswith("gated") == gated
+                and name not in ("cuBLAS", "present", "gated.present")
             }
             if not mine:
                 continue
@@ -468,7 +514,11 @@ def fit(path: Path) -> None:
         one = json.loads(line)
         name = one.get("name", "").removeprefix("gated.")
         known = "us" in one and "plain" not in one["matrix"] and one.get("right", True)
-        if known and (one["matrix"] == "gate_up") == one["name"].startswith("gated") and name in rings:
+        if (
+            known
+            and (one["matrix"] == "gate_up") == one["name"].startswith("gated")
+            and name in rings
+        ):
             here = sizes.setdefault((one["rows"], one["matrix"]), {})
             here[name] = min(one["us"], here.get(name, 1e9))
 
@@ -482,7 +532,9 @@ def fit(path: Path) -> None:
         found = []
         for (rows, matrix), here in sizes.items():
             there = [name for name in costs if name in here]
-            chosen = min(there, key=lambda name: work(name, rows, matrix) * costs[name], default=None)
+            chosen = min(
+                there, key=lambda name: work(name, rows, matrix) * costs[name], default=None
+            )
             found.append(here[chosen] / min(here.values()) - 1 if chosen else 1.0)
         return float(np.mean(found))
 
@@ -492,8 +544,9 @@ def fit(path: Path) -> None:
     for name in rings:
         shares = [
             here[name] / here[base] * work(base, *key) / work(name, *key)
-            for key, here in sizes.items() if name in here and base in here
-        ]  # fmt: skip
+            for key, here in sizes.items()
+            if name in here and base in here
+        ]
         if shares:
             costs[name] = float(np.median(shares))
     kept = {base: costs[base]}
@@ -544,7 +597,15 @@ def main() -> None:
         names = [name for name in candidates() if options.only in name]
         told = guarded("edges", names, options, until)
         right = [one["edges"] for one in told if one.get("right") and "edges" in one]
-        print("right:", len(right), "of", len(names), "; not:", sorted(set(names) - set(right)), flush=True)
+        print(
+            "right:",
+            len(right),
+            "of",
+            len(names),
+            "; not:",
+            sorted(set(names) - set(right)),
+            flush=True,
+        )
         tables(guarded("times", right, options, until))
 
 

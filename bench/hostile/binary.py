@@ -35,7 +35,9 @@ def damaged(raw: bytes, dice: Dice, most: int = 1 << 30) -> tuple[bytes, str]:
     if not raw:
         raise ValueError
     data, at = bytearray(raw), dice.randrange(min(len(raw), most))
-    kind = dice.choice(("flip", "flip", "byte", "cut", "extend", "u64", "u32", "swap", "splice", "empty"))
+    kind = dice.choice(
+        ("flip", "flip", "byte", "cut", "extend", "u64", "u32", "swap", "splice", "empty")
+    )
     if kind == "flip":
         for _ in range(dice.randint(1, 8)):
             data[dice.randrange(min(len(data), most))] ^= 1 << dice.randrange(8)
@@ -72,18 +74,41 @@ def bytes_of(name: str, most: int = 1 << 30) -> Mutate:
 # -- GGUF ----------------------------------------------------------------------------------------------------
 _TYPES = {"B": 0, "b": 1, "H": 2, "h": 3, "I": 4, "i": 5, "f": 6, "?": 7, "Q": 10, "q": 11, "d": 12}
 _LIKELY = (
-    "general.alignment", "general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.pre",
-    "tokenizer.chat_template", "tokenizer.ggml.bos_token_id", "tokenizer.ggml.eos_token_id",
-    "tokenizer.ggml.add_space_prefix", "general.sampling.temp", "general.sampling.top_k", "split.count",
-)  # fmt: skip
+    "general.alignment",
+    "general.architecture",
+    "tokenizer.ggml.model",
+    "tokenizer.ggml.pre",
+    "tokenizer.chat_template",
+    "tokenizer.ggml.bos_token_id",
+    "tokenizer.ggml.eos_token_id",
+    "tokenizer.ggml.add_space_prefix",
+    "general.sampling.temp",
+    "general.sampling.top_k",
+    "split.count",
+)
 _OF_ARCH = (
-    "block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count",
-    "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.scale",
-    "attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.dimension_count", "rope.scaling.type",
-    "rope.scaling.factor", "rope.scaling.original_context_length", "expert_count", "expert_used_count",
-    "expert_feed_forward_length", "attention.sliding_window", "nextn_predict_layers",
+    "block_count",
+    "context_length",
+    "embedding_length",
+    "feed_forward_length",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.value_length",
+    "attention.scale",
+    "attention.layer_norm_rms_epsilon",
+    "rope.freq_base",
+    "rope.dimension_count",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scaling.original_context_length",
+    "expert_count",
+    "expert_used_count",
+    "expert_feed_forward_length",
+    "attention.sliding_window",
+    "nextn_predict_layers",
     "attention.kv_lora_rank",
-)  # fmt: skip
+)
 _WORDS = (
     "",
     "llama",
@@ -140,9 +165,16 @@ def _array(value: list[Any], dice: Dice) -> list[Any]:
         return value + value[at : at + 50]
     if kind == "same":
         return [value[at]] * len(value)
-    texts, floats = ("", "▁", "<0x0A>", "<0xZZ>", "a b", " ", "nope nope", "x" * 9000, "\x00"), FLOATS
+    texts, floats = (
+        ("", "▁", "<0x0A>", "<0xZZ>", "a b", " ", "nope nope", "x" * 9000, "\x00"),
+        FLOATS,
+    )
     choices: Any = (
-        texts if type(value[0]) is str else floats if type(value[0]) is float else (0, 1, 2, 3, 6, 9, -1)
+        texts
+        if type(value[0]) is str
+        else floats
+        if type(value[0]) is float
+        else (0, 1, 2, 3, 6, 9, -1)
     )
     if kind == "more":
         return value + [dice.choice(choices)] * 500
@@ -189,9 +221,13 @@ def gguf_tensors(folder: Path, dice: Dice) -> str:
     elif kind == "drop":
         del tensors[name]
     elif kind == "rename":
-        name = dice.choice((name + "x", "rope_freqs.weight", "x" * 9000, "blk.99999.attn_q.weight", ""))
+        name = dice.choice(
+            (name + "x", "rope_freqs.weight", "x" * 9000, "blk.99999.attn_q.weight", "")
+        )
     elif kind == "add":
-        name = dice.choice(("rope_freqs.weight", "output.weight", "blk.0.ffn_gate_exps.weight", "a\nb"))
+        name = dice.choice(
+            ("rope_freqs.weight", "output.weight", "blk.0.ffn_gate_exps.weight", "a\nb")
+        )
     elif kind == "values":
         raw = (
             struct.pack("<f", dice.choice((float("nan"), float("inf"), 3e38))) * (len(raw) // 4)
@@ -205,7 +241,9 @@ def gguf_tensors(folder: Path, dice: Dice) -> str:
     return f"{kind} {name[:60]} {number} {shape[:5]}"
 
 
-def _write_gguf(path: Path, pairs: list[bytes], tensors: dict[str, gguf.Tensor], dice: Dice) -> None:
+def _write_gguf(
+    path: Path, pairs: list[bytes], tensors: dict[str, gguf.Tensor], dice: Dice
+) -> None:
     """As `gguf_bytes`, but of pairs as bytes, and sometimes with rows twice or offsets elsewhere."""
     table, data = [], b""
     for name, (number, shape, raw) in tensors.items():
@@ -276,7 +314,11 @@ def safetensors_table(folder: Path, dice: Dice) -> str:
     text = json.dumps(header)
     if kind == "twice":
         text = text[:-1] + "," + json.dumps({name: row})[1:]
-    length = len(text.encode()) if kind != "length" else dice.choice((0, 1, 2**63, len(raw), 7, 100_000_001))
+    length = (
+        len(text.encode())
+        if kind != "length"
+        else dice.choice((0, 1, 2**63, len(raw), 7, 100_000_001))
+    )
     put(path, struct.pack("<Q", length) + text.encode() + data)
     return f"{kind} {path.name} {name[:60]} {str(row)[:80]}"
 
@@ -287,8 +329,22 @@ def shard_index(folder: Path, dice: Dice) -> str:
     value = json.loads(path.read_bytes())
     names = value["weight_map"]
     name = dice.choice(list(names))
-    where = ("../../../../etc/passwd", "/etc/passwd", "", ".", "..", "x" * 300, "a\0b", "\ud800", 5, None, [],
-             "config.json", "nope.safetensors", dice.choice(list(names.values())))  # fmt: skip
+    where = (
+        "../../../../etc/passwd",
+        "/etc/passwd",
+        "",
+        ".",
+        "..",
+        "x" * 300,
+        "a\0b",
+        "\ud800",
+        5,
+        None,
+        [],
+        "config.json",
+        "nope.safetensors",
+        dice.choice(list(names.values())),
+    )
     kind = dice.choice(("one", "one", "all", "many", "map", "drop", "twice"))
     if kind == "one":
         names[name] = dice.choice(where)
@@ -301,7 +357,11 @@ def shard_index(folder: Path, dice: Dice) -> str:
     elif kind == "drop":
         del names[name]
     text = json.dumps(value)
-    text = text.replace('"weight_map": {', '"weight_map": {"a": "b", "a": "c", ') if kind == "twice" else text
+    text = (
+        text.replace('"weight_map": {', '"weight_map": {"a": "b", "a": "c", ')
+        if kind == "twice"
+        else text
+    )
     put(path, text.encode())
     return f"{kind} {name} {str(names.get(name))[:60]!r}"
 
@@ -318,12 +378,15 @@ def sentencepiece_fields(folder: Path, dice: Dice) -> str:
     """Fields added to the model, to its trainer's settings or its normalisation: the last one counts."""
     path = folder / "tokenizer.model"
     number = dice.choice((1, 2, 3, 4, 9, 40, 41, 42, 43, 44, 2**28))
-    payload = dice.choice((
-        _varint(number << 3) + _varint(dice.choice(INTS) % 2**64),
-        _varint(number << 3 | 2) + _varint(dice.choice((0, 3, 2**40))) + b"abc",
-        _varint(number << 3 | 5) + dice.randbytes(4), _varint(number << 3 | dice.choice((3, 4, 6, 7))),
-        b"\xff" * 11,
-    ))  # fmt: skip
+    payload = dice.choice(
+        (
+            _varint(number << 3) + _varint(dice.choice(INTS) % 2**64),
+            _varint(number << 3 | 2) + _varint(dice.choice((0, 3, 2**40))) + b"abc",
+            _varint(number << 3 | 5) + dice.randbytes(4),
+            _varint(number << 3 | dice.choice((3, 4, 6, 7))),
+            b"\xff" * 11,
+        )
+    )
     outer = dice.choice((0, 1, 2, 3))
     piece = payload if not outer else _varint(outer << 3 | 2) + _varint(len(payload)) + payload
     if outer == 1 and dice.random() < 0.7:  # a piece: its text, score and type

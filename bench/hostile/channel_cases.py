@@ -30,13 +30,22 @@ from support.engines import GOLDENS
 
 SETTINGS = Configure(512, 8, "chunked", "fcfs", 8)
 FROM_ENGINE: tuple[Any, ...] = (
-    READY, Failed("kv_memory", "no"), Aborted(1, None), Configured(SETTINGS), Event(1, 0, 5, (1,)),
-)  # fmt: skip
+    READY,
+    Failed("kv_memory", "no"),
+    Aborted(1, None),
+    Configured(SETTINGS),
+    Event(1, 0, 5, (1,)),
+)
 ASKED: tuple[dict[str, Any], ...] = (
     {"prompt": "hello"},
     {"prompt": "hello", "logprobs": 2, "prompt_logprobs": 1, "timings": True, "n": 2},
     {"prompt": "hello", "stream": True, "logprobs": 1, "timings": True, "stop": ["quick"]},
-    {"prompt": "a", "stream": True, "return_token_ids": True, "stream_options": {"include_usage": True}},
+    {
+        "prompt": "a",
+        "stream": True,
+        "return_token_ids": True,
+        "stream_options": {"include_usage": True},
+    },
     {"prompt": "hello there", "n": 2, "best_of": 3},
     {"prompt": "hello", "echo": True, "logprobs": 3, "max_tokens": 3},
     {"prompt": ["ab", "cd"], "prompt_logprobs": 2, "stream": True},
@@ -72,7 +81,11 @@ def channel(dice: Dice) -> str:
             check(not service.streams.unfinished, "a stream without an end")
             last = await ask(app, "POST", "/v1/completions", b'{"prompt": "and now?"}')
             check(last.status == 200, f"no request is answered any more: {last.body[:200]!r}")
-            return "replaced" if service.supervisor.epoch > 1 else min(came - {"answer"}, default="answer")
+            return (
+                "replaced"
+                if service.supervisor.epoch > 1
+                else min(came - {"answer"}, default="answer")
+            )
 
     try:
         return whole_server.in_loop(case)
@@ -91,14 +104,22 @@ def _spoil(ledger: Ledger, dice: Dice) -> None:
 # -- what an engine hears ------------------------------------------------------------------------------------
 TO_ENGINE: tuple[Any, ...] = (
     Submit(Request(1, (1, 2, 3), SamplingParams(max_tokens=3, logprobs=2, seed=1, stop_ids=(5,)))),
-    Submit(Request(2, (1, 2), SamplingParams(temperature=0.0, max_tokens=4, logit_bias={1: 2.0}, seed=2))),
-    Submit(Request(3, (5,) * 20, SamplingParams(max_tokens=2, seed=3, prompt_logprobs=1), logits_from=0)),
+    Submit(
+        Request(
+            2, (1, 2), SamplingParams(temperature=0.0, max_tokens=4, logit_bias={1: 2.0}, seed=2)
+        )
+    ),
+    Submit(
+        Request(
+            3, (5,) * 20, SamplingParams(max_tokens=2, seed=3, prompt_logprobs=1), logits_from=0
+        )
+    ),
     Submit(Request(4, (5, 6), SamplingParams(seed=1, max_tokens=9), resume=(Resume(0, (5, 7)),))),
     Submit(Request(5, (5, 6), SamplingParams(seed=1, beam_width=2, max_tokens=3), deadline=1e9)),
     Abort(1),
     Unpin(2),
     SETTINGS,
-)  # fmt: skip
+)
 FAKE = EngineConfig(model="fake", backend="fake", max_num_seqs=8, kv_cache_memory=1 << 20)
 TINY = EngineConfig(
     model=str(GOLDENS / "tiny_llama.gguf"), max_num_seqs=8, kv_cache_memory=1 << 20, threads=1

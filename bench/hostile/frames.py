@@ -18,7 +18,12 @@ Frame = Callable[[bytes], bytes]  # a body as a frame
 NUMBERS = (*INTS, 2**63, 2**64 - 1, -(2**31), -(2**63))
 FLOATS = (0.0, -0.0, -1.0, 1e-320, 1e308, float("nan"), float("inf"), float("-inf"))
 DEEP = b"\x91" * 30_000 + b"\xc0"  # lists in lists
-HUGE = (b"\xdf\xff\xff\xff\xff", b"\xdd\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff")
+HUGE = (
+    b"\xdf\xff\xff\xff\xff",
+    b"\xdd\xff\xff\xff\xff",
+    b"\xdb\xff\xff\xff\xff",
+    b"\xc6\xff\xff\xff\xff",
+)
 BODIES = (
     b"",
     b"\xc0",
@@ -32,7 +37,19 @@ BODIES = (
     DEEP,
     *HUGE,
 )
-LENGTHS = (0, 1, 5, 255, 1 << 16, 1 << 22, (1 << 26) - 1, 1 << 26, (1 << 26) + 1, 2**31 - 1, 2**32 - 1)
+LENGTHS = (
+    0,
+    1,
+    5,
+    255,
+    1 << 16,
+    1 << 22,
+    (1 << 26) - 1,
+    1 << 26,
+    (1 << 26) + 1,
+    2**31 - 1,
+    2**32 - 1,
+)
 
 
 def value(dice: Dice) -> Any:
@@ -42,8 +59,12 @@ def value(dice: Dice) -> Any:
             lambda: dice.choice(NUMBERS),
             lambda: dice.choice(NUMBERS),
             lambda: dice.choice(FLOATS),
-            lambda: dice.choice(("", "a", "\x00", "é" * 300, "x" * 70_000, "stop", "error", "\n# x\n")),
-            lambda: dice.choice((None, True, False, b"", b"\xff", [], {}, [0], [[]], {"a": 1}, [None] * 300)),
+            lambda: dice.choice(
+                ("", "a", "\x00", "é" * 300, "x" * 70_000, "stop", "error", "\n# x\n")
+            ),
+            lambda: dice.choice(
+                (None, True, False, b"", b"\xff", [], {}, [0], [[]], {"a": 1}, [None] * 300)
+            ),
         )
     )()
 
@@ -69,13 +90,21 @@ def spoilt(message: Any, dice: Dice) -> bytes:
         else:
             container[key] = value(dice)
     packed = msgspec.msgpack.encode(plain)
-    if dice.random() < 0.05 and 0x80 <= packed[0] < 0x8F:  # a field that nobody knows, deeper than any stack
+    if (
+        dice.random() < 0.05 and 0x80 <= packed[0] < 0x8F
+    ):  # a field that nobody knows, deeper than any stack
         packed = bytes([packed[0] + 1]) + b"\xa1a" + DEEP + packed[1:]
     return packed
 
 
 def _places(plain: Any) -> list[tuple[Any, Any]]:
-    keys = list(plain) if isinstance(plain, dict) else range(len(plain)) if isinstance(plain, list) else []
+    keys = (
+        list(plain)
+        if isinstance(plain, dict)
+        else range(len(plain))
+        if isinstance(plain, list)
+        else []
+    )
     found = []
     for key in keys if len(keys) < 60 else [*keys[:20], *keys[-20:]]:
         found += [(plain, key), *_places(plain[key])]
@@ -100,9 +129,23 @@ def hostile(
     frames = [frame(msgspec.msgpack.encode(one)) for one in messages]
     at = dice.randrange(len(frames))
     kind = dice.choice(
-        ("spoilt", "spoilt", "spoilt", "bytes", "lie", "drop", "twice", "swap", "cut", "body", "other",
-         "noise", "endless", "shuffle")
-    )  # fmt: skip
+        (
+            "spoilt",
+            "spoilt",
+            "spoilt",
+            "bytes",
+            "lie",
+            "drop",
+            "twice",
+            "swap",
+            "cut",
+            "body",
+            "other",
+            "noise",
+            "endless",
+            "shuffle",
+        )
+    )
     if kind == "spoilt":
         frames[at] = frame(spoilt(messages[at], dice))
     elif kind == "bytes":
@@ -133,5 +176,9 @@ def hostile(
 
 def pieces(raw: bytes, dice: Dice) -> list[bytes]:
     """The same bytes, in parts as a socket may give them."""
-    cuts = sorted(dice.randrange(len(raw) + 1) for _ in range(dice.choice((0, 0, 1, 3)))) if raw else []
+    cuts = (
+        sorted(dice.randrange(len(raw) + 1) for _ in range(dice.choice((0, 0, 1, 3))))
+        if raw
+        else []
+    )
     return [raw[a:b] for a, b in zip([0, *cuts], [*cuts, len(raw)], strict=True) if b > a]

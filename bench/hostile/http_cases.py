@@ -37,14 +37,18 @@ EVENTS: tuple[Any, ...] = (
     {"id": "x", "choices": [{"index": 0, "text": "", "delta": {}, "finish_reason": "stop"}]},
     {"choices": [], "usage": USAGE},
 )
-ERROR = {"error": {"message": "no", "type": "X", "param": None, "code": 500, "reason": "internal_error"}}
+ERROR = {
+    "error": {"message": "no", "type": "X", "param": None, "code": 500, "reason": "internal_error"}
+}
 STATUSES = (200, 200, 200, 200, 204, 400, 429, 500, 502, 503, 101, 100, 301, 0, 999)
 READ_TIMEOUT = 0.05  # seconds
 
 
 def stream(dice: Dice) -> bytes:
     """Server-sent events with something wrong, or nothing."""
-    events = [b"data: " + json.dumps(one).encode() + b"\n\n" for one in EVENTS] + [b"data: [DONE]\n\n"]
+    events = [b"data: " + json.dumps(one).encode() + b"\n\n" for one in EVENTS] + [
+        b"data: [DONE]\n\n"
+    ]
     at = dice.randrange(len(events))
     kind = dice.choice(("none", "json", "json", "json", "bytes", "drop", "line", "ends", "endless"))
     if kind == "json":
@@ -56,7 +60,10 @@ def stream(dice: Dice) -> bytes:
         del events[at]
     elif kind == "line":
         events.insert(
-            at, dice.choice((b": a comment\n\n", b"event: x\n", b"data:\n\n", b"data: \xff\n\n", b"\r\n"))
+            at,
+            dice.choice(
+                (b": a comment\n\n", b"event: x\n", b"data:\n\n", b"data: \xff\n\n", b"\r\n")
+            ),
         )
     elif kind == "ends":
         return b"".join(events).replace(b"\n", dice.choice((b"\r\n", b"\r", b"")))
@@ -98,7 +105,9 @@ async def replica(dice: Dice) -> AsyncIterator[str]:
     """The address of a server that answers whatever it is asked like that, and good pages with some luck."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, EOFError, asyncio.CancelledError, asyncio.LimitOverrunError):
+        with contextlib.suppress(
+            OSError, EOFError, asyncio.CancelledError, asyncio.LimitOverrunError
+        ):
             await reader.readuntil(b"\r\n\r\n")
             for piece in frames.pieces(answer(dice), dice):
                 writer.write(piece)
@@ -120,8 +129,12 @@ def router(dice: Dice) -> str:
 
     async def case() -> str:
         async with replica(dice) as one, replica(dice) as other:
-            config = RouterConfig(health_timeout=READ_TIMEOUT, connect_timeout=1.0, read_timeout=READ_TIMEOUT)
-            fleet = Fleet([parse_address(url, "a replica") for url in (one, other)], config, time.monotonic)
+            config = RouterConfig(
+                health_timeout=READ_TIMEOUT, connect_timeout=1.0, read_timeout=READ_TIMEOUT
+            )
+            fleet = Fleet(
+                [parse_address(url, "a replica") for url in (one, other)], config, time.monotonic
+            )
             await fleet.check_health()
             for each in fleet.replicas:
                 each.healthy = True
@@ -129,7 +142,11 @@ def router(dice: Dice) -> str:
             app = RequestMiddleware(create_app(router), ApiKeys(), config.max_body_size)
             body = json.dumps({"prompt": "hello", "stream": True}).encode()
             came = []
-            for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/metrics")):
+            for method, path in (
+                ("POST", "/v1/completions"),
+                ("GET", "/v1/models"),
+                ("GET", "/metrics"),
+            ):
                 try:
                     got = await ask(app, method, path, body)
                 except whole_server.Found as found:
@@ -148,11 +165,16 @@ def client(dice: Dice) -> str:
 
     async def case() -> str:
         async with replica(dice) as url:
-            got = await Client(url, "m", endpoint=dice.choice(("completions", "chat"))).complete("hello", 3)
+            got = await Client(url, "m", endpoint=dice.choice(("completions", "chat"))).complete(
+                "hello", 3
+            )
             said = await asyncio.to_thread(_chat, url)
         check(got.end >= got.begin, "times that are none")
         if not got.error:
-            check(got.ttft >= 0 and got.tpot >= 0 and "".join(got.text) is not None, "figures that are none")
+            check(
+                got.ttft >= 0 and got.tpot >= 0 and "".join(got.text) is not None,
+                "figures that are none",
+            )
         return said if got.error else "answer"
 
     return whole_server.in_loop(case)

@@ -16,7 +16,10 @@ from pageturner.server.api.base.body import UNSUPPORTED, RequestBody
 from pageturner.server.observability.admin import CHANGEABLE
 from pageturner.server.text_workers.text_jobs import DetokenizeBody, PrefixBody, TokenizeBody
 
-HI = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": [{"type": "text", "text": "x"}]}]
+HI = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": [{"type": "text", "text": "x"}]},
+]
 FIELDS = (*RequestBody.__struct_fields__, *UNSUPPORTED)
 SCHEMA = {
     "type": "object",
@@ -27,24 +30,53 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 # path -> bodies that are right, fields that there are
 ENDPOINTS: dict[str, tuple[tuple[dict[str, Any], ...], tuple[str, ...]]] = {
     "/v1/completions": (
-        ({"prompt": "hello", "max_tokens": 2}, {"prompt": [1, 2], "logit_bias": {"5": 1}, "n": 2},
-         {"prompt": ["a", "b"], "stream": True, "stream_options": {"include_usage": True}, "logprobs": 2},
-         {"prompt": "a", "structured_outputs": {"regex": "[ab]+"}, "bad_words": ["x"], "seed": 1}), FIELDS,
+        (
+            {"prompt": "hello", "max_tokens": 2},
+            {"prompt": [1, 2], "logit_bias": {"5": 1}, "n": 2},
+            {
+                "prompt": ["a", "b"],
+                "stream": True,
+                "stream_options": {"include_usage": True},
+                "logprobs": 2,
+            },
+            {
+                "prompt": "a",
+                "structured_outputs": {"regex": "[ab]+"},
+                "bad_words": ["x"],
+                "seed": 1,
+            },
+        ),
+        FIELDS,
     ),
     "/v1/chat/completions": (
-        ({"messages": HI, "max_tokens": 2}, {"messages": HI, "response_format": FORMAT},
-         {"messages": HI, "logprobs": True, "top_logprobs": 2, "stream": True, "timings": True}), FIELDS,
+        (
+            {"messages": HI, "max_tokens": 2},
+            {"messages": HI, "response_format": FORMAT},
+            {"messages": HI, "logprobs": True, "top_logprobs": 2, "stream": True, "timings": True},
+        ),
+        FIELDS,
     ),
     "/tokenize": (({"prompt": "hello"}, {"messages": HI}), TokenizeBody.__struct_fields__),
     "/detokenize": (({"tokens": [1, 2, 300]},), DetokenizeBody.__struct_fields__),
-    "/v1/prefixes": (({"prompt": "hello", "id": "a"}, {"messages": HI}), PrefixBody.__struct_fields__),
+    "/v1/prefixes": (
+        ({"prompt": "hello", "id": "a"}, {"messages": HI}),
+        PrefixBody.__struct_fields__,
+    ),
     "/v1/admin/config": (({"max_num_seqs": 4},), CHANGEABLE),
-}  # fmt: skip
+}
 GRAMMARS: tuple[Any, ...] = (
-    *({"regex": pattern} for pattern in PATTERNS), {"json": SCHEMA}, {"choice": []}, {"choice": ["a", 5]},
-    {"grammar": "root ::= root"}, {"json": {"$ref": "#"}}, {"json": {"patternProperties": {"(": {}}}},
-    {"json_object": True, "regex": "a"}, {"regex": 5}, {"json": "{"}, {"structural_tag": {}},
-)  # fmt: skip
+    *({"regex": pattern} for pattern in PATTERNS),
+    {"json": SCHEMA},
+    {"choice": []},
+    {"choice": ["a", 5]},
+    {"grammar": "root ::= root"},
+    {"json": {"$ref": "#"}},
+    {"json": {"patternProperties": {"(": {}}}},
+    {"json_object": True, "regex": "a"},
+    {"regex": 5},
+    {"json": "{"},
+    {"structural_tag": {}},
+)
 
 
 def changed(value: Any, dice: Dice) -> bytes:
@@ -59,7 +91,9 @@ def changed(value: Any, dice: Dice) -> bytes:
         elif kind == "gone":
             container.pop(key)
         elif kind == "wrap":
-            container[key] = dice.choice(([container[key]], {"a": container[key]}, [container[key]] * 40))
+            container[key] = dice.choice(
+                ([container[key]], {"a": container[key]}, [container[key]] * 40)
+            )
         else:
             container[key] = nasty(dice)
     return _as_bytes(value, dice)
@@ -77,7 +111,9 @@ def _as_bytes(value: Any, dice: Dice) -> bytes:
     elif kind == "surrogate":
         raw = raw.replace(b'"', b'"\\ud800', dice.randint(1, 9))
     elif kind == "coding":
-        raw = dice.choice((b"\xef\xbb\xbf" + raw, raw.decode().encode("utf-16"), raw + b"\xff", raw + b"]"))
+        raw = dice.choice(
+            (b"\xef\xbb\xbf" + raw, raw.decode().encode("utf-16"), raw + b"\xff", raw + b"]")
+        )
     elif kind == "space":
         raw = b" \n\t" * 2000 + raw
     elif kind == "deep":
@@ -109,7 +145,19 @@ HEADERS = (
     b"x-tpot-target-ms",
     b"x-request-id",
 )
-VALUES = (b"", b"1", b"-1", b"1e400", b"9" * 400, b"nan", b"\xff", b"x" * 5000, b"0x1", b"true", b"1_0")
+VALUES = (
+    b"",
+    b"1",
+    b"-1",
+    b"1e400",
+    b"9" * 400,
+    b"nan",
+    b"\xff",
+    b"x" * 5000,
+    b"0x1",
+    b"true",
+    b"1_0",
+)
 AT_ONCE = 20  # requests to one server
 
 
@@ -126,10 +174,14 @@ def json_body(dice: Dice) -> str:
                 if dice.random() < 0.2:
                     headers.append((dice.choice(HEADERS), dice.choice(VALUES)))
                 try:
-                    reason = check_answer(await ask(app, "POST", path, raw, headers), broken=(503, 504))
+                    reason = check_answer(
+                        await ask(app, "POST", path, raw, headers), broken=(503, 504)
+                    )
                 except Exception as error:
                     raise whole_server.Found(f"{path} {raw[:150]!r}: {error}") from error
-                whole_server.check(service.supervisor.epoch == 1, f"{path} {raw[:150]!r}: another engine")
+                whole_server.check(
+                    service.supervisor.epoch == 1, f"{path} {raw[:150]!r}: another engine"
+                )
             return reason
 
     return whole_server.in_loop(case)

@@ -77,8 +77,23 @@ TEXTS = (
     *PATTERNS[:3],
     *TEMPLATES[:3],
 )
-NUMBERS_AS_TEXT = ("1e999", "-1e999", "NaN", "Infinity", "9" * 400, "9" * 5000, "-0", "1E+2", "0.1e-400")
-DEEP = ("[" * 900 + "]" * 900, "[" * 200_000, '{"a":' * 50_000 + "1" + "}" * 50_000, '{"a":1,"a":2}')
+NUMBERS_AS_TEXT = (
+    "1e999",
+    "-1e999",
+    "NaN",
+    "Infinity",
+    "9" * 400,
+    "9" * 5000,
+    "-0",
+    "1E+2",
+    "0.1e-400",
+)
+DEEP = (
+    "[" * 900 + "]" * 900,
+    "[" * 200_000,
+    '{"a":' * 50_000 + "1" + "}" * 50_000,
+    '{"a":1,"a":2}',
+)
 
 
 def nasty(dice: Dice) -> Any:
@@ -89,7 +104,9 @@ def nasty(dice: Dice) -> Any:
             lambda: dice.choice((*INTS, 2**63, 2**64, 10**30, -(10**18))),
             lambda: dice.choice((0.5, -0.5, 1e-320, 1e308, 1e30)),
             lambda: dice.choice(TEXTS),
-            lambda: dice.choice((None, True, False, [], {}, [0], [[]], {"a": 1}, [None] * 3, ["a"] * 5000)),
+            lambda: dice.choice(
+                (None, True, False, [], {}, [0], [[]], {"a": 1}, [None] * 3, ["a"] * 5000)
+            ),
             lambda: RAW + dice.choice(NUMBERS_AS_TEXT),
             lambda: RAW + dice.choice(DEEP),
         )
@@ -98,7 +115,13 @@ def nasty(dice: Dice) -> Any:
 
 def places(value: Any) -> list[tuple[Any, Any]]:
     """(container, key) of everything in a JSON value; of long lists some."""
-    keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else []
+    keys = (
+        list(value)
+        if isinstance(value, dict)
+        else range(len(value))
+        if isinstance(value, list)
+        else []
+    )
     found = []
     for key in keys if len(keys) < 60 else [*keys[:20], *keys[-20:]]:
         found.append((value, key))
@@ -121,7 +144,9 @@ def json_of(name: str, known: dict[str, tuple[Any, ...]] | None = None) -> Mutat
     def change(folder: Path, dice: Dice) -> str:
         path = folder / name
         value = json.loads(path.read_bytes()) if path.is_file() else {}
-        kind = dice.choice(("value", "value", "value", "delete", "known", "known", "whole", "encoding"))
+        kind = dice.choice(
+            ("value", "value", "value", "delete", "known", "known", "whole", "encoding")
+        )
         container, key = dice.choice(places(value) or [(value, "a")])
         if kind == "known" and known:
             container, key = value, dice.choice(sorted(known))
@@ -207,6 +232,14 @@ CONFIG: dict[str, tuple[Any, ...]] = {
     "tie_word_embeddings": (True, False),
 }
 GENERATION: dict[str, tuple[Any, ...]] = dict.fromkeys(
-    ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "eos_token_id"),
+    (
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "max_new_tokens",
+        "eos_token_id",
+    ),
     (*INTS, RAW + "9" * 400, RAW + "NaN", [10**18], [[0]], [2] * 9000),
 )

@@ -20,9 +20,13 @@ from pageturner.request import Request
 from support.engines import GOLDENS
 
 TINY = EngineConfig(
-    model=str(GOLDENS / "tiny_llama.gguf"), block_size=4, threads=1, max_num_seqs=4, kv_cache_memory=1 << 19,
+    model=str(GOLDENS / "tiny_llama.gguf"),
+    block_size=4,
+    threads=1,
+    max_num_seqs=4,
+    kv_cache_memory=1 << 19,
     backend="native",
-)  # fmt: skip
+)
 CONFIGS = (TINY, replace(TINY, kv_cache_dtype="int8"))
 PROMPTS = [tuple(range(5 + n, 42 + n)) for n in range(3)]
 PARAMS = SamplingParams(temperature=1.0, max_tokens=6, stop_ids=(), seed=3)
@@ -71,8 +75,14 @@ def _spoilt(raw: bytes, dice: Dice) -> bytes:
     _, _, blocks, _, sliding = HEAD.unpack(raw[: HEAD.size])
     records = RECORDS_AT, RECORDS_AT + (blocks + sliding) * RECORD.itemsize
     for _ in range(dice.choice((1, 1, 2, 20))):
-        start, end = dice.choice(((0, HEAD.size), records, (RECORDS_AT, RECORDS_AT + 40 * RECORD.itemsize),
-                                  (2 << 20, (2 << 20) + (1 << 18))))  # fmt: skip
+        start, end = dice.choice(
+            (
+                (0, HEAD.size),
+                records,
+                (RECORDS_AT, RECORDS_AT + 40 * RECORD.itemsize),
+                (2 << 20, (2 << 20) + (1 << 18)),
+            )
+        )
         part = damaged(raw[start:end], dice)[0][: end - start]
         raw = raw[:start] + part.ljust(end - start, b"\0") + raw[end:]
     return raw[: dice.randrange(len(raw))] if dice.random() < 0.05 else raw

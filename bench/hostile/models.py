@@ -104,7 +104,9 @@ _ANY_FOLDER: tuple[Mutate, ...] = (
     json_of("tokenizer_config.json"),
     tokenizer_files.added_tokens,
     tokenizer_files.template,
-    json_of("special_tokens_map.json", {"bos_token": TEXTS, "eos_token": ({"content": "\ud800"}, [], 5)}),
+    json_of(
+        "special_tokens_map.json", {"bos_token": TEXTS, "eos_token": ({"content": "\ud800"}, [], 5)}
+    ),
     binary.safetensors_table,
     binary.safetensors_table,
     binary.shard_index,

@@ -24,7 +24,7 @@ from pageturner.server.api.openai.completions import COMPLETIONS
 from pageturner.server.text_workers import text_jobs, text_pool
 from pageturner.server.text_workers.fork_server import ForkServer
 from pageturner.server.text_workers.text_pool import TextPool
-from pageturner.server.text_workers.text_worker import (  # fmt: skip
+from pageturner.server.text_workers.text_worker import (
     DOING,
     DONE,
     HEAD,
@@ -130,7 +130,9 @@ def _wrong(said: list[bytes], dice: Dice) -> list[bytes]:
         said[at] = bytes([dice.choice(KINDS)]) + said[at][1:]
     elif kind == "length":
         size = dice.choice((*frames.LENGTHS, len(said[at]) - HEAD.size + dice.choice((-1, 1))))
-        said[at] = said[at][: HEAD.size - 4] + (size % 2**32).to_bytes(4, "little") + said[at][HEAD.size :]
+        said[at] = (
+            said[at][: HEAD.size - 4] + (size % 2**32).to_bytes(4, "little") + said[at][HEAD.size :]
+        )
     elif kind == "twice":
         said.insert(dice.randrange(len(said) + 1), said[at])
     elif kind == "drop":
@@ -138,7 +140,9 @@ def _wrong(said: list[bytes], dice: Dice) -> list[bytes]:
     elif kind == "body":
         said[at] = frame(dice.choice(KINDS), dice.choice(frames.BODIES), dice.choice((0, 1, 2)))
     elif kind == "foreign":
-        said.append(frame(dice.choice(KINDS), outcome_of(b"foreign"), dice.choice((0, 99, 2**32 - 1))))
+        said.append(
+            frame(dice.choice(KINDS), outcome_of(b"foreign"), dice.choice((0, 99, 2**32 - 1)))
+        )
     elif kind == "noise":
         said.insert(at, dice.randbytes(dice.choice((1, 5, 9, 5000))))
     else:
@@ -156,7 +160,8 @@ def server(dice: Dice) -> str:
         try:
             raws = [f"{i}{dice.choice(('', '!'))}".encode() for i in range(dice.choice((2, 3, 5)))]
             jobs = [
-                pool.run(Job("x", facts_of(SERVED), MOST), raw, f"key {i % 2}") for i, raw in enumerate(raws)
+                pool.run(Job("x", facts_of(SERVED), MOST), raw, f"key {i % 2}")
+                for i, raw in enumerate(raws)
             ]
             async with asyncio.timeout(whole_server.PATIENCE):
                 came = await asyncio.gather(*jobs, return_exceptions=True)
@@ -164,7 +169,10 @@ def server(dice: Dice) -> str:
                 while last != outcome_of(b"last"):  # until a worker is asked that is right
                     with contextlib.suppress(ClientError):
                         last = await pool.run(Job("x", facts_of(SERVED), MOST), b"last", "key")
-                    check(last not in map(outcome_of, raws), "another answer than one's own, in the end")
+                    check(
+                        last not in map(outcome_of, raws),
+                        "another answer than one's own, in the end",
+                    )
         finally:
             await pool.close()
         others = {outcome_of(raw) for raw in (*raws, b"foreign")}
@@ -175,7 +183,10 @@ def server(dice: Dice) -> str:
             elif isinstance(outcome, BaseException):
                 raise outcome
             else:
-                check(outcome == outcome_of(raw) or outcome not in others, "another answer than one's own")
+                check(
+                    outcome == outcome_of(raw) or outcome not in others,
+                    "another answer than one's own",
+                )
         return "refused" if any(isinstance(one, ClientError) for one in came) else "answered"
 
     return whole_server.in_loop(case)
@@ -205,7 +216,8 @@ def worker(dice: Dice) -> str:
                 said += data
             sock.close()
             check(
-                not honest or b'"count":5' in said, f"a worker that was told nothing wrong says {said!r:.100}"
+                not honest or b'"count":5' in said,
+                f"a worker that was told nothing wrong says {said!r:.100}",
             )
         return "on" if b'"count":5' in said else "ended"
     finally:
@@ -239,7 +251,11 @@ def outcome(dice: Dice) -> str:
     unpack: Any = text_jobs.unpack_call
     if dice.random() < 0.3:
         packed, unpack = prefix, text_jobs.unpack_prefix
-    wrong = damaged(packed, dice)[0] if dice.random() < 0.4 else frames.spoilt(msgspec.Raw(packed), dice)
+    wrong = (
+        damaged(packed, dice)[0]
+        if dice.random() < 0.4
+        else frames.spoilt(msgspec.Raw(packed), dice)
+    )
     try:
         whole = unpack(wrong)
         if unpack is text_jobs.unpack_call:

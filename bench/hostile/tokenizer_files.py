@@ -15,7 +15,9 @@ from hostile.json_files import PATTERNS, RAW, TEMPLATES, TEXTS, written
 
 def _normalizers(dice: Dice) -> Any:
     pattern = (
-        {"Regex": dice.choice(PATTERNS)} if dice.random() < 0.5 else {"String": dice.choice(("a", "", "ab"))}
+        {"Regex": dice.choice(PATTERNS)}
+        if dice.random() < 0.5
+        else {"String": dice.choice(("a", "", "ab"))}
     )
     double = {"type": "Replace", "pattern": pattern, "content": dice.choice(("aa", "", "a" * 999))}
     charsmap = {
@@ -110,13 +112,28 @@ def tokenizer_rules(folder: Path, dice: Dice) -> str:
             "added_tokens": value["added_tokens"]
             + [
                 value["added_tokens"][0]
-                | {"id": dice.choice((10**9, 2**32 - 1, 5)), "content": dice.choice(("", "zz", " ", "a"))}
+                | {
+                    "id": dice.choice((10**9, 2**32 - 1, 5)),
+                    "content": dice.choice(("", "zz", " ", "a")),
+                }
             ]
         },
-        {"truncation": {"max_length": 0, "strategy": "LongestFirst", "stride": 9, "direction": "Right"}},
+        {
+            "truncation": {
+                "max_length": 0,
+                "strategy": "LongestFirst",
+                "stride": 9,
+                "direction": "Right",
+            }
+        },
         {
             "decoder": dice.choice(
-                (None, {"type": "ByteFallback"}, {"type": "Sequence", "decoders": []}, {"type": "Metaspace"})
+                (
+                    None,
+                    {"type": "ByteFallback"},
+                    {"type": "Sequence", "decoders": []},
+                    {"type": "Metaspace"},
+                )
             )
         },
     ]
@@ -132,7 +149,10 @@ def added_tokens(folder: Path, dice: Dice) -> str:
     if dice.random() < 0.5:
         put(folder / "tokenizer_config.json", written({"added_tokens_decoder": {number: token}}))
     else:
-        put(folder / "added_tokens.json", written({"zz": dice.choice((1, 10**9, RAW + "1e999", [], None))}))
+        put(
+            folder / "added_tokens.json",
+            written({"zz": dice.choice((1, 10**9, RAW + "1e999", [], None))}),
+        )
     return f"{number} {token}"[:100]
 
 
@@ -156,5 +176,8 @@ def tokenizer_gone(folder: Path, dice: Dice) -> str:
         b"%s %d\n" % (word, rank) for word, rank in ((b"YQ==", 0), (b"Yg==", dice.choice((1, 5))))
     )
     name = dice.choice(("tokenizer.model", "qwen.tiktoken"))
-    put(folder / name, dice.choice((ranks, b"", b"\x0a", ranks * 50, b"!!!! 0\n", b"YQ== " + b"9" * 5000)))
+    put(
+        folder / name,
+        dice.choice((ranks, b"", b"\x0a", ranks * 50, b"!!!! 0\n", b"YQ== " + b"9" * 5000)),
+    )
     return name

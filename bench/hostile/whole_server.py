@@ -60,10 +60,18 @@ from server.bytes_tokenizer import TEMPLATE, VOCAB, BytesTokenizer, prompt_logpr
 ADMIN = "secret-of-the-admin"
 PATIENCE = 20.0  # seconds after which what has not ended hangs
 READY = Ready(
-    max_model_len=2048, num_blocks=256, block_size=16, vocab_size=VOCAB, kv_bytes=1 << 20, fingerprint="fake",
-    phases={"load": 0.01}, limits=MachineLimits(20.0, 100.0, 50.0),
-)  # fmt: skip
-Script = Callable[["StubEngine", list[Request]], None]  # what an engine says to the requests that it has
+    max_model_len=2048,
+    num_blocks=256,
+    block_size=16,
+    vocab_size=VOCAB,
+    kv_bytes=1 << 20,
+    fingerprint="fake",
+    phases={"load": 0.01},
+    limits=MachineLimits(20.0, 100.0, 50.0),
+)
+Script = Callable[
+    ["StubEngine", list[Request]], None
+]  # what an engine says to the requests that it has
 
 
 class Found(AssertionError):
@@ -164,8 +172,13 @@ class StubEngine:
 
 def timings() -> Timings:
     now = time.monotonic()
-    return Timings(now - 0.01, now, {"prefill": 0.004, "decode": 0.006}, ((now - 0.01, now, "decode", 1),),
-                   (("decode", 1, 0.001),))  # fmt: skip
+    return Timings(
+        now - 0.01,
+        now,
+        {"prefill": 0.004, "decode": 0.006},
+        ((now - 0.01, now, "decode", 1),),
+        (("decode", 1, 0.001),),
+    )
 
 
 def honest(requests: list[Request]) -> list[Any]:
@@ -175,8 +188,12 @@ def honest(requests: list[Request]) -> list[Any]:
         params, prompt = request.params, request.prompt
         if params.prompt_logprobs is not None and len(prompt) > 1:
             first = request.logits_from or 0
-            scored = tuple(prompt_logprob(token, params.prompt_logprobs) for token in prompt[first + 1 :])
-            event = Event(request.id, 0, len(prompt), prompt_logprobs=scored, prompt_position=first + 1)
+            scored = tuple(
+                prompt_logprob(token, params.prompt_logprobs) for token in prompt[first + 1 :]
+            )
+            event = Event(
+                request.id, 0, len(prompt), prompt_logprobs=scored, prompt_position=first + 1
+            )
             said.append(Events([event]))
         done = len(request.resume[0].tokens) if request.resume else 0
         most = min(params.max_tokens or 8, 12)
@@ -186,13 +203,29 @@ def honest(requests: list[Request]) -> list[Any]:
             top = tuple(((token + j) % 256, -0.5 - j) for j in range(k or 0))
             last = n + 1 >= most
             event = Event(
-                request.id, 0, len(prompt) + n, (token,), () if k is None else ((-0.5, top),),
-                "length" if last else None, cached=1, timings=timings() if last else None,
-            )  # fmt: skip
+                request.id,
+                0,
+                len(prompt) + n,
+                (token,),
+                () if k is None else ((-0.5, top),),
+                "length" if last else None,
+                cached=1,
+                timings=timings() if last else None,
+            )
             said.append(Events([event]))
-    values = {"running": 1.0, "waiting": 0.0, "steps": 3.0, "generated_tokens": 5.0, "blocks_total": 256.0}
+    values = {
+        "running": 1.0,
+        "waiting": 0.0,
+        "steps": 3.0,
+        "generated_tokens": 5.0,
+        "blocks_total": 256.0,
+    }
     said.append(
-        Stats(values | {"accepted_tokens_at_0": 1.0} | WorkTotals(0.1, 0.05, weight_bytes=1e9).as_dict())
+        Stats(
+            values
+            | {"accepted_tokens_at_0": 1.0}
+            | WorkTotals(0.1, 0.05, weight_bytes=1e9).as_dict()
+        )
     )
     return said
 
@@ -217,7 +250,11 @@ class AppAnswer:
 
 
 async def ask(
-    app: Any, method: str, path: str, body: bytes = b"", headers: list[tuple[bytes, bytes]] | None = None
+    app: Any,
+    method: str,
+    path: str,
+    body: bytes = b"",
+    headers: list[tuple[bytes, bytes]] | None = None,
 ) -> AppAnswer:
     """What an application answers. Found where that is no whole answer within PATIENCE seconds."""
     answer, sent = AppAnswer(), False
@@ -240,11 +277,24 @@ async def ask(
 
     raw_path, _, query = path.partition("?")
     scope = {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "path": raw_path,
-        "raw_path": raw_path.encode(), "query_string": query.encode(), "root_path": "", "scheme": "http",
-        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json"), *(headers or [])],
-        "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2), "state": {},
-    }  # fmt: skip
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": method,
+        "path": raw_path,
+        "raw_path": raw_path.encode(),
+        "query_string": query.encode(),
+        "root_path": "",
+        "scheme": "http",
+        "headers": [
+            (b"host", b"localhost"),
+            (b"content-type", b"application/json"),
+            *(headers or []),
+        ],
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 2),
+        "state": {},
+    }
     try:
         async with asyncio.timeout(PATIENCE):
             await app(scope, receive, send)
@@ -294,7 +344,9 @@ def where(error: BaseException) -> str:
     while at is not None:
         frames.append(at)
         at = at.tb_next
-    ours = [frame for frame in frames if "pageturner" in frame.tb_frame.f_code.co_filename] or frames
+    ours = [
+        frame for frame in frames if "pageturner" in frame.tb_frame.f_code.co_filename
+    ] or frames
     place = ours[-1].tb_frame.f_code if ours else None
     line = f"{Path(place.co_filename).name}:{ours[-1].tb_lineno}" if place else "?"
     return f"{type(error).__name__} at {line}: {str(error)[:120]!r}"
@@ -318,7 +370,9 @@ async def listening(cut_off: str = "") -> AsyncIterator[Listening]:
 
 
 @contextlib.asynccontextmanager
-async def server(script: Script | None = None, timeout: float = 30.0) -> AsyncIterator[tuple[Any, Service]]:
+async def server(
+    script: Script | None = None, timeout: float = 30.0
+) -> AsyncIterator[tuple[Any, Service]]:
     """The application of a server whose first engine follows the script, once that one is ready."""
     StubEngine.script, StubEngine.made = script, 0
     before = supervisor.EngineProcess

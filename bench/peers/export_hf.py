@@ -31,11 +31,16 @@ def main() -> None:
     model.load_state_dict(weights)
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
-    print(f"{target}: {sum(p.numel() for p in model.parameters()):,} parameters, {model.config.model_type}")
+    print(
+        f"{target}: {sum(p.numel() for p in model.parameters()):,} parameters, {model.config.model_type}"
+    )
 
 
 if __name__ == "__main__":

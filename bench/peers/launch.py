@@ -34,12 +34,18 @@ def cache_dir() -> Path:
 
 
 def peers_dir() -> Path:
-    return Path(os.environ.get("PAGETURNER_PEERS") or Path.home() / ".cache" / "pageturner" / "peers")
+    return Path(
+        os.environ.get("PAGETURNER_PEERS") or Path.home() / ".cache" / "pageturner" / "peers"
+    )
 
 
 def gguf(kind: str = "q4_1") -> Path:
     """The model as it comes (Q4_1), or what setup.sh makes of it for the variants: q4_0, q8_0."""
-    return cache_dir() / "models" / GGUF_NAME if kind == "q4_1" else peers_dir() / f"smollm2-{kind}.gguf"
+    return (
+        cache_dir() / "models" / GGUF_NAME
+        if kind == "q4_1"
+        else peers_dir() / f"smollm2-{kind}.gguf"
+    )
 
 
 def folder() -> Path:
@@ -92,7 +98,12 @@ SLOT_TOKENS = 1152  # of each slot of a llama-server: the longest request of mix
 
 
 def llama_command(
-    port: int, model: Path | None, *, slots: int = 16, binary: Path | None = None, more: Sequence[str] = ()
+    port: int,
+    model: Path | None,
+    *,
+    slots: int = 16,
+    binary: Path | None = None,
+    more: Sequence[str] = (),
 ) -> tuple[list[str], dict[str, str], str]:
     """Command, extra environment and model name for llama-server."""
     binary = binary or find_llama("llama-server")
@@ -104,15 +115,21 @@ def llama_command(
     return [*command, *room, "--alias", "peer", *more], {}, "peer"
 
 
-def ik_command(port: int, model: Path | None, *, slots: int = 16) -> tuple[list[str], dict[str, str], str]:
+def ik_command(
+    port: int, model: Path | None, *, slots: int = 16
+) -> tuple[list[str], dict[str, str], str]:
     """ik_llama.cpp's server, its weights repacked for the machine at load, its fast attention on."""
-    binary = Path(os.environ.get("PAGETURNER_IK_LLAMA") or peers_dir() / "ik_llama") / "llama-server"
+    binary = (
+        Path(os.environ.get("PAGETURNER_IK_LLAMA") or peers_dir() / "ik_llama") / "llama-server"
+    )
     if not binary.is_file():
         raise FileNotFoundError(
             f"{binary} is missing: build ik_llama.cpp (Release, GGML_NATIVE=ON) and put its llama-server"
             " there, or name its folder in PAGETURNER_IK_LLAMA"
         )
-    return llama_command(port, model, slots=slots, binary=binary, more=["-rtr", "-fa", "on", "--log-disable"])
+    return llama_command(
+        port, model, slots=slots, binary=binary, more=["-rtr", "-fa", "on", "--log-disable"]
+    )
 
 
 def vllm_command(port: int, model: Path | None) -> tuple[list[str], dict[str, str], str]:
@@ -238,12 +255,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Run a peer until it is interrupted.")
     parser.add_argument("name", choices=sorted(COMMANDS))
     parser.add_argument("--port", type=int, default=0, help="0: any free port")
-    parser.add_argument("--model", type=Path, help="llama: a GGUF file; vllm: a Hugging Face folder")
+    parser.add_argument(
+        "--model", type=Path, help="llama: a GGUF file; vllm: a Hugging Face folder"
+    )
     parser.add_argument("--log", type=Path, help="where its output goes (default: nowhere)")
     args = parser.parse_args()
     try:
         with running(args.name, port=args.port, model=args.model, log=args.log) as peer:
-            print(f"{peer.name} at {peer.url}, ready after {peer.started_s:.1f} s, pid {peer.process.pid}")
+            print(
+                f"{peer.name} at {peer.url}, ready after {peer.started_s:.1f} s, pid {peer.process.pid}"
+            )
             return peer.process.wait()
     except (FileNotFoundError, RuntimeError) as error:
         print(error, file=sys.stderr)

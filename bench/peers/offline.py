@@ -16,7 +16,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-WARM_UP = [f"{word} " * 32 for word in ("harbour", "violet", "engine", "winter")]  # unrelated to any workload
+WARM_UP = [
+    f"{word} " * 32 for word in ("harbour", "violet", "engine", "winter")
+]  # unrelated to any workload
 WARM_UP_TOKENS = 8
 
 
@@ -43,11 +45,15 @@ def main(
     """Load the engine by `start`, warm it up, run the workload, write the figures, let it go."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True, help="GGUF file or Hugging Face folder")
-    parser.add_argument("--workload", type=Path, required=True, help="JSONL of prompt, max_tokens, arrival_s")
+    parser.add_argument(
+        "--workload", type=Path, required=True, help="JSONL of prompt, max_tokens, arrival_s"
+    )
     parser.add_argument("--output", type=Path, required=True, help="where the figures go")
     parser.add_argument("--limit", type=int, default=0, help="the first N requests; 0: all")
     parser.add_argument("--arrivals", action="store_true", help="at the workload's own times")
-    parser.add_argument("--rate-scale", type=float, default=1.0, help="arrival times are divided by it")
+    parser.add_argument(
+        "--rate-scale", type=float, default=1.0, help="arrival times are divided by it"
+    )
     add_flags(parser)
     args = parser.parse_args()
     jobs = load(args.workload, args.limit, args.rate_scale if args.arrivals else 0.0)

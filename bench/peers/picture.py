@@ -69,7 +69,11 @@ def _panels(pairs: Sequence[Pair]) -> dict[str, Bars]:
     found: dict[str, Bars] = {}
     for workload, metrics in JUDGED.items():
         for metric in metrics:
-            bars = [(peer, cell(mine, metric)) for (w, peer), mine in groups(pairs).items() if w == workload]
+            bars = [
+                (peer, cell(mine, metric))
+                for (w, peer), mine in groups(pairs).items()
+                if w == workload
+            ]
             if bars:
                 found[f"{workload}: {metric}"] = bars
     return found

@@ -19,7 +19,14 @@ from peers import run, table
 
 OURS = "ours"
 # Rounds at most, of mixed loads: those who need minutes, and who are far from being the fastest.
-SLOW = {"transformers": 1, "llama": 2, "llama-q4_0": 2, "llama-q8_0": 2, "openvino-q8_0": 2, "vllm": 2}
+SLOW = {
+    "transformers": 1,
+    "llama": 2,
+    "llama-q4_0": 2,
+    "llama-q8_0": 2,
+    "openvino-q8_0": 2,
+    "vllm": 2,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +114,9 @@ def medians(turns: Sequence[Turn], workload: str, metric: str) -> dict[str, floa
     return {e: statistics.median(v.values()) for e, v in values(turns, workload, metric).items()}
 
 
-def ratio(turns: Sequence[Turn], workload: str, metric: str, ours: str, peer: str) -> tuple[float, int]:
+def ratio(
+    turns: Sequence[Turn], workload: str, metric: str, ours: str, peer: str
+) -> tuple[float, int]:
     """Median of the rounds' ratios, above 1 where ours is better, and in how many rounds both ran."""
     found = values(turns, workload, metric)
     mine, theirs = found[ours], found[peer]

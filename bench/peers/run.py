@@ -75,7 +75,9 @@ def group_peak_mb(pgid: int) -> float:
         pid = todo.pop()
         with contextlib.suppress(OSError, StopIteration):
             status = Path(f"/proc/{pid}/status").read_text()
-            kilobytes += int(next(x for x in status.splitlines() if x.startswith("VmHWM")).split()[1])
+            kilobytes += int(
+                next(x for x in status.splitlines() if x.startswith("VmHWM")).split()[1]
+            )
             for task in Path(f"/proc/{pid}/task").iterdir():
                 todo += map(int, (task / "children").read_text().split())
     return kilobytes / 1024
@@ -132,7 +134,9 @@ def openvino(name: str) -> contextlib.AbstractContextManager[Measure]:
 
 
 def transformers(name: str) -> contextlib.AbstractContextManager[Measure]:
-    return in_process("transformers", launch.folder(), "run_transformers.py", "--mode", TRANSFORMERS[name])
+    return in_process(
+        "transformers", launch.folder(), "run_transformers.py", "--mode", TRANSFORMERS[name]
+    )
 
 
 # Ours is always the file as it comes (Q4_1). Types that llama.cpp and OpenVINO are faster with are variants.
@@ -158,9 +162,10 @@ def installed(name: str) -> bool:
     if name in launch.COMMANDS:
         return launch.installed(name)
     venv, model = (
-        ("openvino", launch.gguf(OPENVINO[name][0])) if name in OPENVINO
+        ("openvino", launch.gguf(OPENVINO[name][0]))
+        if name in OPENVINO
         else ("transformers", launch.folder())
-    )  # fmt: skip
+    )
     return (launch.peers_dir() / venv / "bin" / "python").exists() and model.exists()
 
 
@@ -202,17 +207,28 @@ def main() -> int:
     )
     parser.add_argument("--peers", nargs="+", choices=list(PEERS), default=list(PEERS))
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=WORKLOADS)
-    parser.add_argument("--folder", type=Path, default=harness.DATA / "workloads", help="NAME.jsonl of each")
+    parser.add_argument(
+        "--folder", type=Path, default=harness.DATA / "workloads", help="NAME.jsonl of each"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="pairs for each workload and peer")
-    parser.add_argument("--limit", type=int, default=0, help="the first N requests only, for a trial")
+    parser.add_argument(
+        "--limit", type=int, default=0, help="the first N requests only, for a trial"
+    )
     parser.add_argument(
         "--rate-scale", type=float, default=1.0, help="poisson: arrival times are divided by it"
     )
-    parser.add_argument("--output", type=Path, default=harness.RESULTS, help="folder of the results")
-    parser.add_argument("--add", action="store_true", help="keep what the folder has from an earlier run")
+    parser.add_argument(
+        "--output", type=Path, default=harness.RESULTS, help="folder of the results"
+    )
+    parser.add_argument(
+        "--add", action="store_true", help="keep what the folder has from an earlier run"
+    )
     args = parser.parse_args()
     workloads = {name: args.folder / f"{name}.jsonl" for name in args.workloads}
-    flags = (["--limit", str(args.limit)] if args.limit else []) + ["--rate-scale", str(args.rate_scale)]
+    flags = (["--limit", str(args.limit)] if args.limit else []) + [
+        "--rate-scale",
+        str(args.rate_scale),
+    ]
     args.output.mkdir(parents=True, exist_ok=True)
     pairs = read(args.output) if args.add else []
     about = f"{machine()}; poisson rate x {args.rate_scale:g}"
@@ -243,7 +259,9 @@ def read(output: Path) -> list[Pair]:
 
 def write(output: Path, pairs: list[Pair], about: str) -> None:
     """After every pair: a long run that is cut short leaves what it has."""
-    raw = [{"workload": p.workload, "peer": p.peer, "ours": p.ours, "theirs": p.theirs} for p in pairs]
+    raw = [
+        {"workload": p.workload, "peer": p.peer, "ours": p.ours, "theirs": p.theirs} for p in pairs
+    ]
     (output / "peers.json").write_text(json.dumps({"about": about, "pairs": raw}, indent=2))
     (output / "peers.md").write_text(f"{about}\n\n{table.markdown(pairs)}\n")
     (output / "peers.svg").write_text(picture.draw(pairs, "Pageturner beside its peers"))

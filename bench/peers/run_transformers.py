@@ -53,19 +53,25 @@ def start(args: argparse.Namespace) -> Iterator[offline.Run]:
         yield lambda jobs: run_static(model, tokenizer, jobs, args.batch)
         return
     config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=tokenizer.pad_token_id)
-    bytes_per_token = 8 * model.config.num_hidden_layers * model.config.num_key_value_heads * head_dim(model)
+    bytes_per_token = (
+        8 * model.config.num_hidden_layers * model.config.num_key_value_heads * head_dim(model)
+    )
     memory = ContinuousBatchingConfig(
         page_size=PAGE,
         num_blocks=CACHE_BYTES // (bytes_per_token * PAGE),
         max_batch_tokens=BATCH_TOKENS,
         max_requests_per_batch=BATCH_REQUESTS,
     )
-    manager = model.init_continuous_batching(generation_config=config, continuous_batching_config=memory)
+    manager = model.init_continuous_batching(
+        generation_config=config, continuous_batching_config=memory
+    )
     manager.start()
     try:
         yield lambda jobs: run_continuous(manager, tokenizer, jobs)
     finally:
-        manager.stop(block=True)  # an interpreter that ends would wait for its thread before any atexit
+        manager.stop(
+            block=True
+        )  # an interpreter that ends would wait for its thread before any atexit
 
 
 def head_dim(model: object) -> int:
@@ -89,13 +95,19 @@ def run_static(model: object, tokenizer: object, jobs: list[Job], batch: int) ->
         longest = max(job.max_tokens for job in chosen)
         with torch.inference_mode():
             model.generate(
-                **inputs, do_sample=False, max_new_tokens=longest, min_new_tokens=longest,
-                pad_token_id=tokenizer.pad_token_id, stopping_criteria=[stamps],
-            )  # fmt: skip
+                **inputs,
+                do_sample=False,
+                max_new_tokens=longest,
+                min_new_tokens=longest,
+                pad_token_id=tokenizer.pad_token_id,
+                stopping_criteria=[stamps],
+            )
         end = time.perf_counter()
         for job, mask in zip(chosen, inputs["attention_mask"], strict=True):
             job.prompt_tokens = int(mask.sum())
-            job.times = stamps.times[: job.max_tokens]  # as if it were streamed; it is given back at `end`
+            job.times = stamps.times[
+                : job.max_tokens
+            ]  # as if it were streamed; it is given back at `end`
             job.end = end
 
 

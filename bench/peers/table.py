@@ -83,10 +83,12 @@ def rows(pairs: Sequence[Pair]) -> list[list[str]]:
         cells = [cell(mine, metric) for metric in METRICS]
         shown = [f"{_short(c.ours)} / {_short(c.theirs)} = {c.ratio:.2f}x" for c in cells]
         extra = [
-            " / ".join(_short(statistics.median(float(f.get(key, float("nan"))) for f in side)) for side in
-                       ([p.ours for p in mine], [p.theirs for p in mine]))
+            " / ".join(
+                _short(statistics.median(float(f.get(key, float("nan"))) for f in side))
+                for side in ([p.ours for p in mine], [p.theirs for p in mine])
+            )
             for key in ("started_s", "peak_rss_mb")
-        ]  # fmt: skip
+        ]
         lines.append([workload, peer, str(len(mine)), *shown, *extra])
     return lines
 
@@ -95,8 +97,12 @@ def text(pairs: Sequence[Pair]) -> str:
     """For a terminal."""
     every = [HEAD, *rows(pairs)]
     widths = [max(len(line[i]) for line in every) for i in range(len(HEAD))]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in every]
-    return "\n".join([*lines, "ours / peer = ratio; above 1 ours is better; medians over the pairs"])
+    lines = [
+        "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in every
+    ]
+    return "\n".join(
+        [*lines, "ours / peer = ratio; above 1 ours is better; medians over the pairs"]
+    )
 
 
 def markdown(pairs: Sequence[Pair]) -> str:

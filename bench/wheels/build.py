@@ -43,7 +43,9 @@ class Missing(Exception):
 def version_of(python: str) -> int:
     """Its minor version. Missing for what is no CPython 3.11 or newer."""
     try:
-        said = subprocess.run([python, "-c", ASK], capture_output=True, text=True, check=True).stdout.split()
+        said = subprocess.run(
+            [python, "-c", ASK], capture_output=True, text=True, check=True
+        ).stdout.split()
     except (OSError, subprocess.CalledProcessError) as error:
         raise Missing(f"{python} does not run: {error}") from None
     if said[2] != "cpython" or (int(said[0]), int(said[1])) < (3, 11):
@@ -82,7 +84,10 @@ def compiler_of(machine: str) -> str:
 def tools(python: str, minor: int) -> Path:
     """The `bin` of an environment with what builds; made once."""
     folder = WORK / f"tools-3.{minor}"
-    needed = [*tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"], *TOOLS]
+    needed = [
+        *tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"],
+        *TOOLS,
+    ]
     ready = folder / ".ready"
     if not ready.exists() or ready.read_text() != "\n".join(needed):
         subprocess.run([python, "-m", "venv", "--clear", str(folder)], check=True)
@@ -121,7 +126,9 @@ def build(bin_folder: Path, kind: str, out: Path, *settings: str, **environment:
         *settings,
         ROOT,
     ]
-    epoch = subprocess.run(["git", "log", "-1", "--format=%ct"], cwd=ROOT, capture_output=True, text=True)
+    epoch = subprocess.run(
+        ["git", "log", "-1", "--format=%ct"], cwd=ROOT, capture_output=True, text=True
+    )
     path = f"{bin_folder}{os.pathsep}{os.environ['PATH']}"
     environment = {
         **os.environ,
@@ -150,16 +157,35 @@ def wheel(machine: str, bin_folder: Path, minor: int, output: Path) -> Path:
     """Build, tag and keep one wheel. A folder for each machine and Python: the same again compiles little."""
     compiler_of(machine)
     settings, environment = cross_settings(machine, minor)
-    with tempfile.TemporaryDirectory(dir=WORK) as raw, tempfile.TemporaryDirectory(dir=WORK) as tagged:
+    with (
+        tempfile.TemporaryDirectory(dir=WORK) as raw,
+        tempfile.TemporaryDirectory(dir=WORK) as tagged,
+    ):
         made = build(
-            bin_folder, "wheel", Path(raw), f"-Cbuild-dir={WORK / machine}-3.{minor}",
-            f"-Cwheel.py-api=cp3{STABLE}", "-Ccmake.define.PAGETURNER_OLD_GLIBC=ON", *settings, **environment,
-        )  # fmt: skip
+            bin_folder,
+            "wheel",
+            Path(raw),
+            f"-Cbuild-dir={WORK / machine}-3.{minor}",
+            f"-Cwheel.py-api=cp3{STABLE}",
+            "-Ccmake.define.PAGETURNER_OLD_GLIBC=ON",
+            *settings,
+            **environment,
+        )
         if "none-any" in made.name:  # what pyproject.toml falls back to
             raise Missing(f"the kernels did not compile: see {WORK.relative_to(ROOT) / 'log'}")
-        repair = [bin_folder / "auditwheel", "repair", "--plat", "auto", "--wheel-dir", tagged, made]
+        repair = [
+            bin_folder / "auditwheel",
+            "repair",
+            "--plat",
+            "auto",
+            "--wheel-dir",
+            tagged,
+            made,
+        ]
         path = f"{bin_folder}{os.pathsep}{os.environ['PATH']}"
-        done = subprocess.run(repair, capture_output=True, text=True, env={**os.environ, "PATH": path})
+        done = subprocess.run(
+            repair, capture_output=True, text=True, env={**os.environ, "PATH": path}
+        )
         if done.returncode:
             raise Missing(f"auditwheel: {done.stderr.strip()[-500:]}")
         (kept,) = Path(tagged).iterdir()
@@ -168,7 +194,9 @@ def wheel(machine: str, bin_folder: Path, minor: int, output: Path) -> Path:
 
 def needs(bin_folder: Path, made: Path) -> str:
     """The newest version of each library that a wheel asks for, as auditwheel reads them."""
-    said = subprocess.run([bin_folder / "auditwheel", "show", made], capture_output=True, text=True).stdout
+    said = subprocess.run(
+        [bin_folder / "auditwheel", "show", made], capture_output=True, text=True
+    ).stdout
     newest: dict[str, tuple[int, ...]] = {}
     for library, version in re.findall(r"'([A-Z]+)_([\d.]+)'", said):
         newest[library] = max(newest.get(library, ()), tuple(map(int, version.split("."))))
@@ -179,7 +207,9 @@ def report(bin_folder: Path, made: Path) -> bool:
     """A line about a finished wheel, and its problems. Whether there are none."""
     bad = contents.problems(made, contents.expected())
     size, unpacked = made.stat().st_size / 1e6, contents.installed_bytes(made) / 1e6
-    print(f"{made.name}: {size:.1f} MB, {unpacked:.1f} MB installed, needs {needs(bin_folder, made)}")
+    print(
+        f"{made.name}: {size:.1f} MB, {unpacked:.1f} MB installed, needs {needs(bin_folder, made)}"
+    )
     return said(bad)
 
 
@@ -193,11 +223,24 @@ def said(bad: list[str]) -> bool:
 def main() -> int:
     """Build everything that was asked for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--arch", nargs="+", choices=list(contents.ISAS), default=list(contents.ISAS),
-                        metavar="ARCH", help="machines (default: x86_64 aarch64)")  # fmt: skip
-    parser.add_argument("--python", nargs="+", default=[], metavar="PATH",
-                        help="build with these (default: this, and of PATH what adds one)")  # fmt: skip
-    parser.add_argument("--output", type=Path, default=ROOT / "dist", metavar="DIR", help="default: dist")
+    parser.add_argument(
+        "--arch",
+        nargs="+",
+        choices=list(contents.ISAS),
+        default=list(contents.ISAS),
+        metavar="ARCH",
+        help="machines (default: x86_64 aarch64)",
+    )
+    parser.add_argument(
+        "--python",
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help="build with these (default: this, and of PATH what adds one)",
+    )
+    parser.add_argument(
+        "--output", type=Path, default=ROOT / "dist", metavar="DIR", help="default: dist"
+    )
     arguments = parser.parse_args()
     os.nice(5)
     WORK.mkdir(parents=True, exist_ok=True)

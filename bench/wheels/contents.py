@@ -60,7 +60,9 @@ def tag_of(wheel: Path) -> Tag:
 def expected() -> set[str]:
     """The files of the package that git knows, as a wheel names them."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", SOURCES]
-    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+    listed = subprocess.run(
+        command, cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.split()
     return {
         name.removeprefix("src/")
         for name in listed

@@ -37,10 +37,13 @@ def _apt(*words: str, cwd: Path) -> str:
         (lists / folder).mkdir(parents=True, exist_ok=True)
     (lists / "status").touch()
     settings = {
-        "APT::Architecture": "arm64", "APT::Architectures": "arm64", "APT::Sandbox::User": "root",
-        "Dir::State::Lists": lists / "lists", "Dir::State::status": lists / "status",
+        "APT::Architecture": "arm64",
+        "APT::Architectures": "arm64",
+        "APT::Sandbox::User": "root",
+        "Dir::State::Lists": lists / "lists",
+        "Dir::State::status": lists / "status",
         "Dir::Cache": lists / "cache",
-    }  # fmt: skip
+    }
     options = [word for name, value in settings.items() for word in ("-o", f"{name}={value}")]
     done = subprocess.run([words[0], *options, *words[1:]], cwd=cwd, capture_output=True, text=True)
     if done.returncode:
@@ -50,7 +53,9 @@ def _apt(*words: str, cwd: Path) -> str:
 
 def python() -> Path:
     """The aarch64 Python of this Debian, unpacked once. Missing where that cannot be."""
-    absent = [tool for tool in ("qemu-aarch64", "apt-get", "apt-cache", "dpkg") if not shutil.which(tool)]
+    absent = [
+        tool for tool in ("qemu-aarch64", "apt-get", "apt-cache", "dpkg") if not shutil.which(tool)
+    ]
     if absent:
         raise Missing(f"{', '.join(absent)} not found (qemu-user, and Debian)")
     if not (SYSTEM / ".ready").exists():
@@ -80,17 +85,33 @@ def install(wheel: Path, interpreter: Path) -> Path:
     folder = WORK / f"aarch64-site-3.{minor}"
     newest = int(platform.libc_ver()[1].split(".")[1])  # of the same Debian
     names = [f"manylinux_{LIBC[0]}_{n}_aarch64" for n in range(newest, LIBC[1] - 1, -1)]
-    platforms = [word for name in (*names, "manylinux2014_aarch64") for word in ("--platform", name)]
+    platforms = [
+        word for name in (*names, "manylinux2014_aarch64") for word in ("--platform", name)
+    ]
     abis = [word for abi in (f"cp3{minor}", "abi3", "none") for word in ("--abi", abi)]
     shutil.rmtree(folder, ignore_errors=True)
     done = subprocess.run(
         [
-            sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--target", folder,
-            "--only-binary=:all:", "--implementation", "cp", "--python-version", f"3.{minor}",
-            *platforms, *abis, wheel,
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-compile",
+            "--target",
+            folder,
+            "--only-binary=:all:",
+            "--implementation",
+            "cp",
+            "--python-version",
+            f"3.{minor}",
+            *platforms,
+            *abis,
+            wheel,
         ],
-        capture_output=True, text=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+    )
     if done.returncode:
         raise Missing(f"pip: {done.stderr.strip()[-500:]}")
     return folder
@@ -99,7 +120,15 @@ def install(wheel: Path, interpreter: Path) -> Path:
 def run(interpreter: Path, site: Path, *arguments: str | Path) -> str:
     """What that Python prints. RuntimeError with what it said when it fails."""
     environment = {**os.environ, "PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = ["qemu-aarch64", "-cpu", "max", "-L", str(SYSTEM), str(interpreter), *map(str, arguments)]
+    command = [
+        "qemu-aarch64",
+        "-cpu",
+        "max",
+        "-L",
+        str(SYSTEM),
+        str(interpreter),
+        *map(str, arguments),
+    ]
     done = subprocess.run(command, env=environment, cwd=WORK, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr.strip()[-2000:])

@@ -15,7 +15,12 @@ class ClientError(Exception):
     retry_after: seconds after which it may be asked again, if that is known."""
 
     def __init__(
-        self, status: int, code: str, message: str, param: str | None = None, retry_after: float = 0.0
+        self,
+        status: int,
+        code: str,
+        message: str,
+        param: str | None = None,
+        retry_after: float = 0.0,
     ) -> None:
         super().__init__(message)
         self.status = status

@@ -33,7 +33,9 @@ class Collector:
     """
 
     def __init__(
-        self, collect: Callable[[], object] = gc.collect, clock: Callable[[], float] = time.monotonic
+        self,
+        collect: Callable[[], object] = gc.collect,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._collect = collect
         self._clock = clock

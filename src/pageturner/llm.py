@@ -275,12 +275,18 @@ class LLM:
         settings  other fields of ChatSettings: reasoning_effort, chat_template_kwargs, tool_call_parser ...
         """
         asked = ChatSettings(tools, tool_choice, **settings)
-        read = read_chat(messages, params or self.get_default_sampling_params(), self.tokenizer, asked)
+        read = read_chat(
+            messages, params or self.get_default_sampling_params(), self.tokenizer, asked
+        )
         shown = () if read.answer is None else read.answer.shown
         output = self._answer([read.prompt], [read.params], shown=shown, lora=[lora])[0]
         for answer in output.outputs:
             said = read_answer(read.answer, answer.text)
-            answer.text, answer.reasoning, answer.tool_calls = said.content, said.reasoning, said.tool_calls
+            answer.text, answer.reasoning, answer.tool_calls = (
+                said.content,
+                said.reasoning,
+                said.tool_calls,
+            )
         return output
 
     def chat_tokens(
@@ -310,7 +316,9 @@ class LLM:
         for session in sessions:
             session.check_open()
         if any(p.n != 1 or p.best_of not in (None, 1) for p in each):
-            raise ClientError(400, "invalid_value", "a session has one answer: fork it for more", "n")
+            raise ClientError(
+                400, "invalid_value", "a session has one answer: fork it for more", "n"
+            )
         names = [session.lora for session in sessions]
         outputs = self._answer([session.tokens for session in sessions], each, pin=True, lora=names)
         for session, output in zip(sessions, outputs, strict=True):
@@ -369,7 +377,9 @@ class LLM:
         made, kept = parameters.answer_counts(params.n, params.best_of, width, slots)
         if (made > kept or width) and params.logprobs is None:
             params = replace(params, logprobs=0)
-        params = parameters.resolve(params, self.tokenizer, min(built.vocab_size, self.tokenizer.vocab_size))
+        params = parameters.resolve(
+            params, self.tokenizer, min(built.vocab_size, self.tokenizer.vocab_size)
+        )
         room = min(context, built.num_blocks * built.block_size + 1) - (params.max_tokens or 1)
         request = Request(
             id=next(self._ids),
@@ -386,7 +396,9 @@ class LLM:
             request, sinks, self._ids, self.tokenizer, skip_special=skip_special, shown=shown
         )
         for stream, sink, answer in zip(streams, sinks, answers, strict=True):
-            open_[stream.request.id] = _PendingAnswer(stream=stream, text=sink, output=output, answer=answer)
+            open_[stream.request.id] = _PendingAnswer(
+                stream=stream, text=sink, output=output, answer=answer
+            )
             self._deliver(self._engine.submit(stream.request), open_)
         return output
 

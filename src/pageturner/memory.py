@@ -57,7 +57,9 @@ def _group(folder: Path, limit: str, usage: str, reclaimable: str) -> tuple[int,
     most, used = _read(folder / limit).strip(), _read(folder / usage).strip()
     if not (most.isdigit() and used.isdigit()) or int(most) >= _UNLIMITED:
         return None
-    stat = dict(line.split(" ", 1) for line in _read(folder / "memory.stat").splitlines() if " " in line)
+    stat = dict(
+        line.split(" ", 1) for line in _read(folder / "memory.stat").splitlines() if " " in line
+    )
     return int(most), max(int(used) - int(stat.get(reclaimable, "0")), 0)
 
 

@@ -93,7 +93,9 @@ class SamplingParams:
 MOST_LOGPROBS = 20
 POOLINGS = ("mean", "last", "cls")
 FAULTS = ("segfault", "exception", "hang", "nan")
-LARGEST = 2**31 - 1  # of whole numbers: what goes between processes and into arrays must be able to hold them
+LARGEST = (
+    2**31 - 1
+)  # of whole numbers: what goes between processes and into arrays must be able to hold them
 
 # field of SamplingParams -> least, most, whether the least itself is too little
 LIMITS: dict[str, tuple[float, float, bool]] = {
@@ -105,7 +107,11 @@ LIMITS: dict[str, tuple[float, float, bool]] = {
     "min_tokens": (0, LARGEST, False),
     "logprobs": (0, MOST_LOGPROBS, False),
     "prompt_logprobs": (0, MOST_LOGPROBS, False),
-    "repetition_penalty": (0.001, 1000, False),  # beyond these a logit would leave the range of float32
+    "repetition_penalty": (
+        0.001,
+        1000,
+        False,
+    ),  # beyond these a logit would leave the range of float32
     "presence_penalty": (-2, 2, False),
     "frequency_penalty": (-2, 2, False),
     "n": (1, LARGEST, False),
@@ -127,10 +133,14 @@ def out_of_range(name: str, value: float, shown: str = "") -> str | None:
         return None
     above = f"above {least}" if open_ended else f"{least} or more"
     bounds = f"{above} and at most {most}" if open_ended else f"{least} to {most}"
-    return f"{shown} must be {bounds}, not {value if abs(value) < 10**20 else 'a number of that size'}"
+    return (
+        f"{shown} must be {bounds}, not {value if abs(value) < 10**20 else 'a number of that size'}"
+    )
 
 
 def beyond_limits(params: SamplingParams) -> str | None:
     """None, or what `out_of_range` says of the first field that is."""
     given = ((name, getattr(params, name)) for name in LIMITS)
-    return next((wrong for name, v in given if v is not None and (wrong := out_of_range(name, v))), None)
+    return next(
+        (wrong for name, v in given if v is not None and (wrong := out_of_range(name, v))), None
+    )

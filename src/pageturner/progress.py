@@ -18,7 +18,9 @@ class Progress:
     from one line to the next where there is no terminal; 0: none there. enabled: whether there is one, and
     nothing is said without; None: look."""
 
-    def __init__(self, what: str, total: int, *, enabled: bool | None = None, lines: float = 0.0) -> None:
+    def __init__(
+        self, what: str, total: int, *, enabled: bool | None = None, lines: float = 0.0
+    ) -> None:
         self._what = what
         self.total = total
         self._enabled = sys.stderr.isatty() if enabled is None else enabled
@@ -32,7 +34,10 @@ class Progress:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if not self._enabled:
             return

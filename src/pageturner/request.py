@@ -11,10 +11,14 @@ from dataclasses import dataclass, field
 from pageturner.params import SamplingParams
 
 POOLED_UNIT = 2.0**-24  # of Event.pooled
-BACKGROUND = 2**31 - 1  # the largest priority: whoever has it takes only what others leave of every step
+BACKGROUND = (
+    2**31 - 1
+)  # the largest priority: whoever has it takes only what others leave of every step
 TopLogprobs = tuple[tuple[int, float], ...]
 Logprob = tuple[float, TopLogprobs]  # of the chosen token; of the most likely ones, best first
-PromptLogprob = tuple[float, int, TopLogprobs]  # of the prompt's token; its rank, from 1; of the most likely
+PromptLogprob = tuple[
+    float, int, TopLogprobs
+]  # of the prompt's token; its rank, from 1; of the most likely
 
 
 class Refused(Exception):
@@ -70,18 +74,26 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     arrival: float = 0.0
     priority: int = 0  # smaller goes first
-    deadline: float | None = None  # when the answer is worth nothing any more: it ends there, as it is
+    deadline: float | None = (
+        None  # when the answer is worth nothing any more: it ends there, as it is
+    )
     ttft_target: float | None = None  # seconds from arrival until its first token should be there
     tpot_target: float | None = None  # seconds that a token after the first should take on average
     tenant: str = ""
     adapter: str = ""
     salt: str = ""  # keeps cached prefixes apart, all but what is pinned without one
-    logits_from: int | None = None  # prompt position; attach stops here: cached positions have no logits
+    logits_from: int | None = (
+        None  # prompt position; attach stops here: cached positions have no logits
+    )
     resume: tuple[Resume, ...] = ()
     index: int = 0  # which of several choices of one prompt: part of what keys its noise
-    row_price: float = 0.0  # tokens of a step's budget that a row of its logits costs beside its own token
+    row_price: float = (
+        0.0  # tokens of a step's budget that a row of its logits costs beside its own token
+    )
     pin: bool = False  # when it has ended, its whole blocks stay until they are unpinned
-    parent: int | None = None  # id of the request of the first choice, whose prompt blocks this one shares
+    parent: int | None = (
+        None  # id of the request of the first choice, whose prompt blocks this one shares
+    )
     session: SessionHint | None = None  # the conversation whose turn it is
 
 

@@ -17,7 +17,9 @@ class SessionOwner(Protocol):
     """Whoever has the engine: LLM."""
 
     def encode(self, text: str) -> list[int]: ...
-    def advance(self, sessions: Sequence[Session], params: SamplingParams | None = None) -> list[Any]: ...
+    def advance(
+        self, sessions: Sequence[Session], params: SamplingParams | None = None
+    ) -> list[Any]: ...
     def unpin(self, id: int) -> None: ...
     def pinned(self, id: int) -> tuple[int, int]: ...
 
@@ -78,7 +80,11 @@ class Session:
         """tokens, and the blocks that keep the KV of their beginning: all, and those that others share."""
         kept, shared = (0, 0) if self._pin is None else self._owner.pinned(self._pin.id)
         others = self._pin is not None and self._pin.holders > 1
-        return {"tokens": len(self.tokens), "blocks": kept, "blocks_shared": kept if others else shared}
+        return {
+            "tokens": len(self.tokens),
+            "blocks": kept,
+            "blocks_shared": kept if others else shared,
+        }
 
     def add_answer(self, tokens: Sequence[int], pin: int | None) -> None:
         """For the owner: an answer came; `pin` is the id under which its KV stays, None if it does not."""

@@ -30,7 +30,12 @@ def sources() -> dict[str, ast.Module]:
 
 @cache
 def classes() -> list[ast.ClassDef]:
-    return [node for tree in sources().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return [
+        node
+        for tree in sources().values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    ]
 
 
 @cache
@@ -61,7 +66,11 @@ def names(tree: ast.AST) -> set[str]:
     found = set()
     for node in ast.walk(tree):
         match node:
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            case (
+                ast.FunctionDef(name=name)
+                | ast.AsyncFunctionDef(name=name)
+                | ast.ClassDef(name=name)
+            ):
                 found.add(name)
             case ast.Name(id=name) | ast.arg(arg=name) | ast.Attribute(attr=name):
                 found.add(name)
@@ -92,12 +101,18 @@ def statements() -> list[tuple[str, str]]:
     for inside, file in re.findall(rf"{listed} (?:in|of) {FILE}", re.sub(r"\s+", " ", PROSE)):
         found += [(file, name) for name in re.findall(r"`(?:\w+\.)*(\w+)`", inside)]
     for file, about in re.findall(rf"^\d+\. {FILE}: (.*(?:\n .*)*)", PROSE, re.MULTILINE):
-        found += [(file, name) for name in re.findall(r"`([a-z_]+)`", about) if not keyword.iskeyword(name)]
+        found += [
+            (file, name)
+            for name in re.findall(r"`([a-z_]+)`", about)
+            if not keyword.iskeyword(name)
+        ]
     return found
 
 
 def test_both_forms_of_naming_a_place_are_read() -> None:
-    assert {("text/output_stream.py", "add_event"), ("scheduler/store.py", "on_evict")} <= set(statements())
+    assert {("text/output_stream.py", "add_event"), ("scheduler/store.py", "on_evict")} <= set(
+        statements()
+    )
 
 
 @pytest.mark.parametrize("file", sorted(set(re.findall(FILE, PROSE))))
@@ -116,6 +131,8 @@ def test_class_has_that_member(name: str) -> None:
     assert any(one.name == owner and member in members(one) for one in classes())
 
 
-@pytest.mark.parametrize("name", sorted(set(re.findall(r"`([A-Z]\w*[a-z_]\w*|[A-Z]+_[A-Z_]+)`", PROSE))))
+@pytest.mark.parametrize(
+    "name", sorted(set(re.findall(r"`([A-Z]\w*[a-z_]\w*|[A-Z]+_[A-Z_]+)`", PROSE)))
+)
 def test_class_or_constant_exists(name: str) -> None:
     assert name in defined() or any(name in members(one) for one in classes())

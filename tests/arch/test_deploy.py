@@ -15,7 +15,11 @@ FLAGS = config.flag_reference()
 
 def test_the_image_copies_what_is_there_and_what_is_not_left_out() -> None:
     text = (ROOT / "Dockerfile").read_text()
-    copied = [name for line in re.findall(r"^COPY (?!--from)(.*)$", text, re.M) for name in line.split()[:-1]]
+    copied = [
+        name
+        for line in re.findall(r"^COPY (?!--from)(.*)$", text, re.M)
+        for name in line.split()[:-1]
+    ]
     assert len(copied) >= 5
     kept = set(re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(), re.M))
     for name in copied:

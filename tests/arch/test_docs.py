@@ -56,10 +56,14 @@ def test_the_page_about_watching_names_flags_metrics_and_spans_that_exist() -> N
     metrics = Metrics()
     metrics.engine_stats({"step_seconds": 1.0, "read_bytes": 1.0})
     exposed = render(metrics, "m", True, {}).decode()
-    names = set(re.findall(r"`((?:pageturner|vllm):\w+|(?:http|process)_\w+)", text)) - {"pageturner:router_"}
+    names = set(re.findall(r"`((?:pageturner|vllm):\w+|(?:http|process)_\w+)", text)) - {
+        "pageturner:router_"
+    }
     assert len(names) > 30
     absent = {name for name in names if f"# TYPE {name} " not in exposed}
-    assert {name for name in absent if f"# TYPE {name.removesuffix('_total')} " not in exposed} == set()
+    assert {
+        name for name in absent if f"# TYPE {name.removesuffix('_total')} " not in exposed
+    } == set()
     source = "".join(path.read_text() for path in (ROOT / "src" / "pageturner").rglob("*.py"))
     attributes = set(re.findall(r"`((?:gen_ai|pageturner)\.[a-z_.]+)`", text))
     assert {name for name in attributes if name not in source and "seconds" not in name} == set()

@@ -15,9 +15,17 @@ import house_walk as walk
 
 HOUSE = walk.read()
 STANDARD_ONLY = (
-    "scheduler", "policies", "errors", "params", "request", "block_keys", "option", "memory", "garbage",
+    "scheduler",
+    "policies",
+    "errors",
+    "params",
+    "request",
+    "block_keys",
+    "option",
+    "memory",
+    "garbage",
     "progress",
-)  # fmt: skip
+)
 
 
 def test_bars() -> None:
@@ -32,9 +40,12 @@ def test_bars() -> None:
 def test_every_room_is_in_the_table_and_the_table_points_downwards() -> None:
     assert set(house.ALLOWED) >= {module.room for module in HOUSE.values()}
     graph = {
-        room: {other.split(".")[0] for other in allowed} - {room} for room, allowed in house.ALLOWED.items()
+        room: {other.split(".")[0] for other in allowed} - {room}
+        for room, allowed in house.ALLOWED.items()
     }
-    assert set(TopologicalSorter(graph).static_order()) == set(house.ALLOWED)  # a circle raises CycleError
+    assert set(TopologicalSorter(graph).static_order()) == set(
+        house.ALLOWED
+    )  # a circle raises CycleError
 
 
 def test_what_serves_never_imports_what_computes() -> None:
@@ -71,7 +82,9 @@ def test_what_serves_has_no_threads_that_all_requests_share() -> None:
 def test_ground_floor_is_standard_library_only(name: str) -> None:
     for node in HOUSE[name].nodes:
         for full in walk.imported(HOUSE[name], node):
-            assert full.split(".")[0] in {*sys.stdlib_module_names, "pageturner"}, f"{name} imports {full}"
+            assert full.split(".")[0] in {*sys.stdlib_module_names, "pageturner"}, (
+                f"{name} imports {full}"
+            )
 
 
 def test_torch_only_where_it_is_optional() -> None:

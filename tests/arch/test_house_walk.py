@@ -13,7 +13,10 @@ import house_walk as walk
 def build(**files: str) -> walk.House:
     """A house of these modules: scheduler__types="..." is scheduler/types.py."""
     names = {file.replace("__", "."): text for file, text in files.items()}
-    return {name: walk.Module(name, name.replace(".", "/") + ".py", text) for name, text in names.items()}
+    return {
+        name: walk.Module(name, name.replace(".", "/") + ".py", text)
+        for name, text in names.items()
+    }
 
 
 def test_arrows_floors_and_what_points_upwards() -> None:
@@ -115,9 +118,7 @@ def test_questions_for_a_class(text: str) -> None:
 
 
 def test_what_is_no_question_for_a_class() -> None:
-    plugs = (
-        "class Static: ...\ndef f(p):\n    return isinstance(p, Static)\nPOLICIES: dict = {'static': Static}"
-    )
+    plugs = "class Static: ...\ndef f(p):\n    return isinstance(p, Static)\nPOLICIES: dict = {'static': Static}"
     text = (
         "from pageturner.policies.batching import POLICIES, Static\n"
         "def f(p, name):\n    return isinstance(p, int), name in POLICIES, Static(), p.n > Static.n"
@@ -126,9 +127,14 @@ def test_what_is_no_question_for_a_class() -> None:
 
 
 def test_class_names_that_occur_twice() -> None:
-    reason = 'class A:\n    """An a.\n\n    Same name as `scheduler.a.A` because both\n    are.\n    """'
+    reason = (
+        'class A:\n    """An a.\n\n    Same name as `scheduler.a.A` because both\n    are.\n    """'
+    )
     wrong = 'class A:\n    """Same name as `scheduler.nowhere.A` because of nothing."""'
-    assert walk.duplicates(build(scheduler__a="class A: ...", scheduler__b="class B: ...")) == ({}, {})
+    assert walk.duplicates(build(scheduler__a="class A: ...", scheduler__b="class B: ...")) == (
+        {},
+        {},
+    )
     assert walk.duplicates(build(scheduler__a="class A: ...", scheduler__b=reason))[1] == {
         "A": ["scheduler.a", "scheduler.b"]
     }
@@ -149,8 +155,10 @@ def test_sizes() -> None:
 def test_the_marked_path(tmp_path: Path) -> None:
     page = tmp_path / "architecture.md"
     assert walk.path(page) == []
-    page.write_text("`a/no.py`\n<!-- path -->\n1. `server/app.py`: see `f()`, `scheduler/a.py`\n2. `llm.py`\n"
-                    "3. `server/app.py`\n<!-- /path -->\n`a/no.py`")  # fmt: skip
+    page.write_text(
+        "`a/no.py`\n<!-- path -->\n1. `server/app.py`: see `f()`, `scheduler/a.py`\n2. `llm.py`\n"
+        "3. `server/app.py`\n<!-- /path -->\n`a/no.py`"
+    )
     assert walk.path(page) == ["server/app.py", "scheduler/a.py", "llm.py"]
 
 

@@ -19,46 +19,71 @@ yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
 ROOT = Path(__file__).parents[2]
 FREE: dict[str, Any] = {"*": str}
 PROBE = {
-    "httpGet": {"path": str, "port": (str, int)}, "periodSeconds": int, "failureThreshold": int,
-}  # fmt: skip
+    "httpGet": {"path": str, "port": (str, int)},
+    "periodSeconds": int,
+    "failureThreshold": int,
+}
 RESOURCES = {"requests": FREE, "limits": FREE}
 CONTAINER = {
-    "name": str, "image": str, "command": [str], "args": [str],
-    "ports": [{"name": str, "containerPort": int}], "resources": RESOURCES, "startupProbe": PROBE,
-    "readinessProbe": PROBE, "livenessProbe": PROBE,
+    "name": str,
+    "image": str,
+    "command": [str],
+    "args": [str],
+    "ports": [{"name": str, "containerPort": int}],
+    "resources": RESOURCES,
+    "startupProbe": PROBE,
+    "readinessProbe": PROBE,
+    "livenessProbe": PROBE,
     "securityContext": {"allowPrivilegeEscalation": bool, "capabilities": {"drop": [str]}},
     "volumeMounts": [{"name": str, "mountPath": str}],
-}  # fmt: skip
+}
 POD = {
     "metadata": {"labels": FREE, "annotations": FREE},
     "spec": {
-        "terminationGracePeriodSeconds": int, "containers": [CONTAINER],
+        "terminationGracePeriodSeconds": int,
+        "containers": [CONTAINER],
         "securityContext": {"runAsNonRoot": bool, "runAsUser": int, "fsGroup": int},
     },
-}  # fmt: skip
+}
 SETS = {"replicas": int, "selector": {"matchLabels": FREE}, "template": POD}
 CLAIM = {"accessModes": [str], "resources": {"requests": FREE}}
 GROUP = {"rayStartParams": FREE, "template": POD}
 SPECS: dict[str, tuple[str, dict[str, Any]]] = {
-    "Service": ("v1", {
-        "clusterIP": str, "publishNotReadyAddresses": bool, "selector": FREE,
-        "ports": [{"name": str, "port": int, "targetPort": (str, int)}],
-    }),
-    "Deployment": ("apps/v1", SETS),
-    "StatefulSet": ("apps/v1", SETS | {
-        "serviceName": str, "podManagementPolicy": str,
-        "volumeClaimTemplates": [{"metadata": {"name": str}, "spec": CLAIM}],
-    }),
-    "RayService": ("ray.io/v1", {
-        "serveConfigV2": str,
-        "rayClusterConfig": {
-            "rayVersion": str, "enableInTreeAutoscaling": bool, "headGroupSpec": GROUP,
-            "workerGroupSpecs": [
-                GROUP | {"groupName": str, "replicas": int, "minReplicas": int, "maxReplicas": int}
-            ],
+    "Service": (
+        "v1",
+        {
+            "clusterIP": str,
+            "publishNotReadyAddresses": bool,
+            "selector": FREE,
+            "ports": [{"name": str, "port": int, "targetPort": (str, int)}],
         },
-    }),
-}  # fmt: skip
+    ),
+    "Deployment": ("apps/v1", SETS),
+    "StatefulSet": (
+        "apps/v1",
+        SETS
+        | {
+            "serviceName": str,
+            "podManagementPolicy": str,
+            "volumeClaimTemplates": [{"metadata": {"name": str}, "spec": CLAIM}],
+        },
+    ),
+    "RayService": (
+        "ray.io/v1",
+        {
+            "serveConfigV2": str,
+            "rayClusterConfig": {
+                "rayVersion": str,
+                "enableInTreeAutoscaling": bool,
+                "headGroupSpec": GROUP,
+                "workerGroupSpecs": [
+                    GROUP
+                    | {"groupName": str, "replicas": int, "minReplicas": int, "maxReplicas": int}
+                ],
+            },
+        },
+    ),
+}
 FILES = ("deploy/kubernetes.yaml", "deploy/rayservice.yaml")
 
 
@@ -91,7 +116,12 @@ def wrong(found: Any, shape: Any, where: str) -> Iterator[str]:
 def test_the_form(file: str) -> None:
     for document in read(file):
         version, spec = SPECS[document["kind"]]
-        whole = {"apiVersion": str, "kind": str, "metadata": {"name": str, "labels": FREE}, "spec": spec}
+        whole = {
+            "apiVersion": str,
+            "kind": str,
+            "metadata": {"name": str, "labels": FREE},
+            "spec": spec,
+        }
         assert list(wrong(document, whole, document["kind"])) == []
         assert document["apiVersion"] == version
 
@@ -109,7 +139,9 @@ def test_selectors_find_the_pods() -> None:
     sets = [one for one in documents if "template" in one["spec"]]
     pods = [one["spec"]["template"]["metadata"]["labels"] for one in sets]
     for one in sets:
-        assert one["spec"]["selector"]["matchLabels"] == one["spec"]["template"]["metadata"]["labels"]
+        assert (
+            one["spec"]["selector"]["matchLabels"] == one["spec"]["template"]["metadata"]["labels"]
+        )
     for service in (one for one in documents if one["kind"] == "Service"):
         assert service["spec"]["selector"] in pods
 
@@ -140,11 +172,15 @@ def test_the_serve_configuration_is_one_of_ours() -> None:
     [workers] = document["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     [container] = workers["template"]["spec"]["containers"]
     [model] = found.models.values()
-    assert model.cpus <= float(container["resources"]["requests"]["cpu"]), "a replica fits on a worker"
+    assert model.cpus <= float(container["resources"]["requests"]["cpu"]), (
+        "a replica fits on a worker"
+    )
     assert found.router_config.allowed_hosts == "*", "it is asked by the name of a service"
 
 
 def test_the_serve_configuration_is_one_of_serve_itself() -> None:
-    schema = pytest.importorskip("ray.serve.schema", reason="Ray is not installed", exc_type=ImportError)
+    schema = pytest.importorskip(
+        "ray.serve.schema", reason="Ray is not installed", exc_type=ImportError
+    )
     config = yaml.safe_load(read(FILES[1])[0]["spec"]["serveConfigV2"])
     assert schema.ServeDeploySchema(**config).applications[0].name == "pageturner"

@@ -64,7 +64,9 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> list[Calls]:
         record(folder)
     found = [json.loads(file.read_text()) for file in folder.glob("*.json")]
     assert len(found) == 2
-    return [Counter({(by, STANDS_FOR.get(file, file)): n for by, file, n in calls}) for calls in found]
+    return [
+        Counter({(by, STANDS_FOR.get(file, file)): n for by, file, n in calls}) for calls in found
+    ]
 
 
 def record(folder: Path) -> None:
@@ -97,7 +99,9 @@ def gaps(files: list[str], processes: list[Calls]) -> list[str]:
     for place, file in enumerate(files):
         if any(calls[before, file] for calls in processes for before in files[:place]):
             continue
-        processes_of = [n for n, calls in enumerate(processes) if executed(calls)[file] and n not in entered]
+        processes_of = [
+            n for n, calls in enumerate(processes) if executed(calls)[file] and n not in entered
+        ]
         if not processes_of:
             found.append(file)
         entered.update(processes_of[:1])
@@ -110,7 +114,9 @@ def large(files: list[str], calls: Calls) -> list[str]:
     return [
         f"{file} {n / counts.total():.1%}"
         for file, n in counts.most_common()
-        if n > SHARE * counts.total() and file not in files and not file.startswith((*WATCHERS, TOKENIZERS))
+        if n > SHARE * counts.total()
+        and file not in files
+        and not file.startswith((*WATCHERS, TOKENIZERS))
     ]
 
 
@@ -137,7 +143,9 @@ def test_it_can_be_read_in_an_afternoon() -> None:
 
 def test_a_gap_and_a_large_file_are_noticed() -> None:
     api = Counter({("", "app"): 50, ("app", "text"): 40, ("", "metrics"): 10})
-    engine = Counter({("", "worker"): 60, ("worker", "engine"): 30, ("engine", "sampler"): 9, ("x", "y"): 1})
+    engine = Counter(
+        {("", "worker"): 60, ("worker", "engine"): 30, ("engine", "sampler"): 9, ("x", "y"): 1}
+    )
     assert gaps(["app", "text", "worker", "engine", "sampler"], [api, engine]) == []
     assert gaps(["app", "text", "worker", "sampler"], [api, engine]) == ["sampler"]
     assert gaps(["app", "worker", "sampler", "engine"], [api, engine]) == ["sampler"]

@@ -33,7 +33,9 @@ def elf(
     return bytes(header) + names + bytes(sections)
 
 
-def made(folder: Path, *, name: str = NAME, module: bytes | None = None, files: set[str] = FILES) -> Path:
+def made(
+    folder: Path, *, name: str = NAME, module: bytes | None = None, files: set[str] = FILES
+) -> Path:
     """A wheel of these files."""
     path = folder / name
     with zipfile.ZipFile(path, "w") as out:
@@ -49,7 +51,9 @@ def test_a_good_wheel(tmp_path: Path) -> None:
     assert contents.problems(made(tmp_path), FILES) == []
     arm = elf(183, isas=contents.ISAS["aarch64"])
     one = made(tmp_path, name="pageturner-0.1.0-cp311-cp311-manylinux_2_17_aarch64.whl", module=arm)
-    assert contents.tag_of(one).module == "pageturner/kernels/_native.cpython-311-aarch64-linux-gnu.so"
+    assert (
+        contents.tag_of(one).module == "pageturner/kernels/_native.cpython-311-aarch64-linux-gnu.so"
+    )
     assert contents.problems(one, FILES) == []
 
 
@@ -63,10 +67,14 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
     assert "from Python 3.12 on" in wrong(name=NAME.replace("cp312", "cp311"))
     assert wrong(files={"pageturner/__init__.py"}) == "not in it: pageturner/server/page/index.html"
     source = {*FILES, "pageturner/kernels/native/gemm.cpp"}
-    assert wrong(files=source).startswith("in it, and not of the package: pageturner/kernels/native/gemm.cpp")
+    assert wrong(files=source).startswith(
+        "in it, and not of the package: pageturner/kernels/native/gemm.cpp"
+    )
     assert wrong(module=elf(183)) == f"{MODULE} is for aarch64"
     assert wrong(module=elf(stripped=False)) == f"{MODULE} is not stripped"
-    assert wrong(module=elf(isas=("portable", "avx2"))).endswith("avx512vnni, avx512vnni256, avxvnni, amx")
+    assert wrong(module=elf(isas=("portable", "avx2"))).endswith(
+        "avx512vnni, avx512vnni256, avxvnni, amx"
+    )
     assert "not an ELF file" in wrong(module=b"#!/bin/sh")
 
 
@@ -84,7 +92,9 @@ def test_the_instruction_sets_are_those_of_the_build() -> None:
 def test_a_wheel_has_every_file_of_the_package() -> None:
     files = contents.expected()
     assert "pageturner/cli/__init__.py" in files
-    assert any(name.startswith("pageturner/server/page/") and name.endswith(".js") for name in files)
+    assert any(
+        name.startswith("pageturner/server/page/") and name.endswith(".js") for name in files
+    )
     assert not [name for name in files if name.endswith((".cpp", ".h"))]
 
 

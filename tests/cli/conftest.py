@@ -51,9 +51,12 @@ class Terminal:
         self.master, slave = pty.openpty()
         self.process = subprocess.Popen(
             [sys.executable, "-c", LAUNCH, *words],
-            stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
             env={**os.environ, "TERM": "dumb"},
-        )  # fmt: skip
+        )
         os.close(slave)
         self.screen = ""
 
@@ -64,12 +67,16 @@ class Terminal:
         """Wait for a text; what was shown up to it is taken off the screen and returned."""
         deadline = time.monotonic() + seconds
         while text not in self.screen:
-            assert time.monotonic() < deadline, f"waited in vain for {text!r}; the screen: {self.screen!r}"
+            assert time.monotonic() < deadline, (
+                f"waited in vain for {text!r}; the screen: {self.screen!r}"
+            )
             if select.select([self.master], [], [], 0.1)[0]:
                 try:
                     self.screen += os.read(self.master, 65536).decode(errors="replace")
                 except OSError:  # the program has ended, and with it the terminal
-                    assert text in self.screen, f"ended without {text!r}; the screen: {self.screen!r}"
+                    assert text in self.screen, (
+                        f"ended without {text!r}; the screen: {self.screen!r}"
+                    )
         shown, _, self.screen = self.screen.partition(text)
         return shown + text
 

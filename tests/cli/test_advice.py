@@ -24,8 +24,16 @@ def check(error: float) -> Check:
 @pytest.mark.parametrize(
     ("error", "busy", "said"),
     [
-        (0.04, False, "the cost model fits (median error 4.0% of a step): good enough for planning"),
-        (0.2, False, "fits roughly (median error 20.0% of a step): good for comparing settings; keep 20%"),
+        (
+            0.04,
+            False,
+            "the cost model fits (median error 4.0% of a step): good enough for planning",
+        ),
+        (
+            0.2,
+            False,
+            "fits roughly (median error 20.0% of a step): good for comparing settings; keep 20%",
+        ),
         (0.6, False, "does not fit (median error 60.0% of a step): do not plan with it"),
         (0.6, True, "stop what else runs on this machine, then calibrate again"),
         (0.6, False, "calibrate again with more requests (--num-prompts 180)"),

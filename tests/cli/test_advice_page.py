@@ -12,9 +12,16 @@ import pytest
 from pageturner import cli
 
 ROOT = Path(__file__).parents[2]
-SECTION = (ROOT / "docs" / "policies.md").read_text().split("\n## Which to choose", 1)[1].split("\n## ", 1)[0]
+SECTION = (
+    (ROOT / "docs" / "policies.md")
+    .read_text()
+    .split("\n## Which to choose", 1)[1]
+    .split("\n## ", 1)[0]
+)
 ROWS = [
-    row.split(" | ") for row in re.findall(r"^\| (.*) \|$", SECTION, re.MULTILINE)[1:] if "--|" not in row
+    row.split(" | ")
+    for row in re.findall(r"^\| (.*) \|$", SECTION, re.MULTILINE)[1:]
+    if "--|" not in row
 ]
 COMMANDS = re.findall(r"^\d\. `(--[^`]*)`", SECTION, re.MULTILINE)
 
@@ -37,7 +44,9 @@ def test_commands_behind_the_figures_are_taken(words: str, monkeypatch: pytest.M
 
 
 def test_the_example_of_a_batch_is_for_the_readmes_model() -> None:
-    lines = [json.loads(line) for line in (ROOT / "examples" / "requests.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (ROOT / "examples" / "requests.jsonl").read_text().splitlines()
+    ]
     assert len({line["custom_id"] for line in lines}) == len(lines) == 3
     for line in lines:
         assert (line["method"], line["url"]) == ("POST", "/v1/chat/completions")

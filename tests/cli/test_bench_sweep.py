@@ -33,10 +33,17 @@ def written(name: str = "sweep.json") -> dict[str, Any]:
     return found
 
 
-def test_two_servers_and_one_that_is_not_there(fake: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    servers = [f"--server=a={fake.url}", f"--server=b={fake.url}/v1", "--server=dead=http://127.0.0.1:9"]
-    code = sweep(*servers, "--concurrency", "1,2", "--rate", "20", "--rounds", "2",
-                 "--goodput", "ttft:60000")  # fmt: skip
+def test_two_servers_and_one_that_is_not_there(
+    fake: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    servers = [
+        f"--server=a={fake.url}",
+        f"--server=b={fake.url}/v1",
+        "--server=dead=http://127.0.0.1:9",
+    ]
+    code = sweep(
+        *servers, "--concurrency", "1,2", "--rate", "20", "--rounds", "2", "--goodput", "ttft:60000"
+    )
     assert code == 1, "one of them failed"
     out, said = capsys.readouterr()
     runs = re.findall(r"^(\w+), (\S+ \S+), (\d)/2: .* 0 failed$", said, re.M)
@@ -85,13 +92,25 @@ class StrictHandler(BaseHTTPRequestHandler):
         """Nothing is printed."""
 
 
-def test_a_server_that_refuses_fields_is_asked_without_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_refuses_fields_is_asked_without_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), StrictHandler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
         assert sweep(f"--server=strict={url}", "--concurrency", "1", "--rounds", "1") == 1
-        assert "strict is left out: it does not say which model it serves" in capsys.readouterr().err
-        words = [f"--server=strict={url}", "--ask", "strict=it", "--concurrency", "1", "--rounds", "1"]
+        assert (
+            "strict is left out: it does not say which model it serves" in capsys.readouterr().err
+        )
+        words = [
+            f"--server=strict={url}",
+            "--ask",
+            "strict=it",
+            "--concurrency",
+            "1",
+            "--rounds",
+            "1",
+        ]
         assert sweep(*words) == 0
         server.shutdown()
     said = capsys.readouterr()
@@ -100,15 +119,28 @@ def test_a_server_that_refuses_fields_is_asked_without_them(capsys: pytest.Captu
 
 
 def test_automatic_loads_end_where_they_are_told_to(fake: Server) -> None:
-    code = sweep(f"--server=a={fake.url}", "--rounds", "1", "--max-concurrency", "2", "--endpoint", "chat",
-                 "--output", "deep/page.html", "--output-json", "other.json")  # fmt: skip
+    code = sweep(
+        f"--server=a={fake.url}",
+        "--rounds",
+        "1",
+        "--max-concurrency",
+        "2",
+        "--endpoint",
+        "chat",
+        "--output",
+        "deep/page.html",
+        "--output-json",
+        "other.json",
+    )
     assert code == 0
     assert [point["at"] for point in written("other.json")["sweeps"][0]["points"]] == [1, 2]
     assert Path("deep/page.html").exists()
 
 
 def test_a_rate_that_is_not_given_begins_below_what_one_client_gets(fake: Server) -> None:
-    code = sweep(f"--server=a={fake.url}", "--rounds", "1", "--rate", "auto", "--total-seconds", "1")
+    code = sweep(
+        f"--server=a={fake.url}", "--rounds", "1", "--rate", "auto", "--total-seconds", "1"
+    )
     assert code == 0
     points = written()["sweeps"][0]["points"]
     assert points[0]["at"] > 0.1
@@ -120,8 +152,18 @@ def test_what_was_measured_is_written_when_it_is_interrupted(
     fake: Server, terminal: Callable[..., Terminal], tmp_path: Path
 ) -> None:
     output = tmp_path / "page.html"
-    program = terminal("bench", "sweep", *QUICK, f"--server=a={fake.url}", "--rounds", "1000",
-                       "--concurrency", "2", "--output", str(output))  # fmt: skip
+    program = terminal(
+        "bench",
+        "sweep",
+        *QUICK,
+        f"--server=a={fake.url}",
+        "--rounds",
+        "1000",
+        "--concurrency",
+        "2",
+        "--output",
+        str(output),
+    )
     program.until("2/1000")  # the first round is over
     program.type("\x03")
     program.until("interrupted; what was measured until then")
@@ -136,9 +178,26 @@ def test_what_was_measured_is_written_when_it_is_interrupted(
 def test_our_own_server_is_started_and_ended(tiny: list[str], tmp_path: Path) -> None:
     """Two settings of it; told to end in the middle, neither is left behind."""
     model, *flags = tiny
-    command = [sys.executable, "-m", "pageturner", "bench", "sweep", *QUICK, "--model", model,
-               "--own", f"plain={' '.join(flags)}", "--own", f"static={' '.join(flags)} --policy static",
-               "--own", "broken=--no-such-flag", "--concurrency", "2", "--rounds", "1000"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "pageturner",
+        "bench",
+        "sweep",
+        *QUICK,
+        "--model",
+        model,
+        "--own",
+        f"plain={' '.join(flags)}",
+        "--own",
+        f"static={' '.join(flags)} --policy static",
+        "--own",
+        "broken=--no-such-flag",
+        "--concurrency",
+        "2",
+        "--rounds",
+        "1000",
+    ]
     program = subprocess.Popen(
         command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path
     )
@@ -175,7 +234,9 @@ def test_our_own_server_is_started_and_ended(tiny: list[str], tmp_path: Path) ->
         (["--server", "a=http://x", "--goodput", "itl:3"], "--goodput"),
     ],
 )
-def test_flags_that_make_no_sense(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_that_make_no_sense(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["bench", "sweep", *words]) == 2
     assert message in capsys.readouterr().err
 

@@ -92,7 +92,9 @@ def test_a_full_context_forgets_the_oldest_exchange(capsys: pytest.CaptureFixtur
     assert "the oldest 2 messages are forgotten" in capsys.readouterr().err
     source.room = 0
     conversation.handle_line("too much alone")
-    assert [m["content"] for m in conversation.said] == ["b", "b", "c", "c"], "nothing is forgotten in vain"
+    assert [m["content"] for m in conversation.said] == ["b", "b", "c", "c"], (
+        "nothing is forgotten in vain"
+    )
     assert "too long" in capsys.readouterr().err
 
 
@@ -135,7 +137,9 @@ def test_a_terminal_with_a_server(fake: Server, terminal: Callable[..., Terminal
     assert chat.process.wait(60) == 0
 
 
-def test_ctrl_c_ends_the_answer_and_not_the_program(fake: Server, terminal: Callable[..., Terminal]) -> None:
+def test_ctrl_c_ends_the_answer_and_not_the_program(
+    fake: Server, terminal: Callable[..., Terminal]
+) -> None:
     chat = terminal("chat", "--base-url", fake.url, "-n", "1500")
     chat.until("> ")
     aborted = len(fake.notes("abort"))
@@ -153,7 +157,9 @@ def test_ctrl_c_ends_the_answer_and_not_the_program(fake: Server, terminal: Call
 
 
 @pytest.mark.slow
-def test_ctrl_c_with_an_engine_in_the_program(tiny: list[str], terminal: Callable[..., Terminal]) -> None:
+def test_ctrl_c_with_an_engine_in_the_program(
+    tiny: list[str], terminal: Callable[..., Terminal]
+) -> None:
     chat = terminal("chat", *tiny, "--ignore-eos", "-n", "1500", "--temperature", "0")
     chat.until("> ")
     chat.type("hello\n")

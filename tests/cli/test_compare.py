@@ -46,9 +46,24 @@ def test_page_figures_pictures_and_logs_are_written(
     calibration: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     logs, drawn = tmp_path / "logs", tmp_path / "drawn"
-    words = ("--policies", "static,chunked", "--num-prompts", "20", "--static-batch", "4", "--cap", "128")
+    words = (
+        "--policies",
+        "static,chunked",
+        "--num-prompts",
+        "20",
+        "--static-batch",
+        "4",
+        "--cap",
+        "128",
+    )
     told = compare(
-        calibration, tmp_path / "a" / "page.html", *words, "--logs", str(logs), "--pictures", str(drawn)
+        calibration,
+        tmp_path / "a" / "page.html",
+        *words,
+        "--logs",
+        str(logs),
+        "--pictures",
+        str(drawn),
     )
     assert list(told["contenders"]) == ["static", "chunked"]
     for name, mine in told["contenders"].items():
@@ -67,9 +82,24 @@ def test_page_figures_pictures_and_logs_are_written(
 
 
 def test_tenants_have_a_picture_of_their_service(calibration: str, tmp_path: Path) -> None:
-    words = ("--mix", "tenants", "--num-prompts", "38", "--policies", "chunked", "--orders", "fcfs,fair")
+    words = (
+        "--mix",
+        "tenants",
+        "--num-prompts",
+        "38",
+        "--policies",
+        "chunked",
+        "--orders",
+        "fcfs,fair",
+    )
     compare(
-        calibration, tmp_path / "page.html", *words, "--cap", "128", "--pictures", str(tmp_path / "drawn")
+        calibration,
+        tmp_path / "page.html",
+        *words,
+        "--cap",
+        "128",
+        "--pictures",
+        str(tmp_path / "drawn"),
     )
     svg = (tmp_path / "drawn" / "service.svg").read_text()
     ElementTree.fromstring(svg)
@@ -78,7 +108,9 @@ def test_tenants_have_a_picture_of_their_service(calibration: str, tmp_path: Pat
 
 def test_a_trace_is_replayed_without_an_oracle(calibration: str, tmp_path: Path) -> None:
     trace = tmp_path / "t.jsonl"
-    rows = [{"arrival_s": 5 + i, "prompt_tokens": 100, "output_tokens": 60 * (i + 1)} for i in range(3)]
+    rows = [
+        {"arrival_s": 5 + i, "prompt_tokens": 100, "output_tokens": 60 * (i + 1)} for i in range(3)
+    ]
     rows.append({"arrival_s": 9.0, "prompt_tokens": 5000, "output_tokens": 5})
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ("--trace", str(trace), "--cap", "150", "--policies", "chunked", "--rate-scale", "2")
@@ -91,8 +123,19 @@ def test_a_trace_is_replayed_without_an_oracle(calibration: str, tmp_path: Path)
 
 def test_a_workload_of_prompts_and_a_rate(calibration: str, tmp_path: Path) -> None:
     path = tmp_path / "w<b>&.jsonl"
-    path.write_text('{"prompt": "a b", "max_tokens": 5}\n{"prompt": "c", "max_tokens": 6, "tenant": "x"}\n')
-    words = ("--workload", str(path), "--policies", "chunked", "--orders", "fcfs,fair", "--rate", "4")
+    path.write_text(
+        '{"prompt": "a b", "max_tokens": 5}\n{"prompt": "c", "max_tokens": 6, "tenant": "x"}\n'
+    )
+    words = (
+        "--workload",
+        str(path),
+        "--policies",
+        "chunked",
+        "--orders",
+        "fcfs,fair",
+        "--rate",
+        "4",
+    )
     told = compare(calibration, tmp_path / "page.html", *words, "--rounds", "2")
     assert list(told["contenders"]) == ["chunked", "chunked + fair"]
     assert all(len(mine["rounds"]) == 2 for mine in told["contenders"].values())
@@ -104,7 +147,16 @@ def test_a_real_model_is_measured(tiny: list[str], tmp_path: Path) -> None:
     path = tmp_path / "w.jsonl"
     path.write_text('{"prompt": "a", "max_tokens": 2}\n' * 2)
     output = tmp_path / "page.html"
-    words = ["--workload", str(path), "--policies", "static,chunked", "--static-batch", "2", "--cap", "8"]
+    words = [
+        "--workload",
+        str(path),
+        "--policies",
+        "static,chunked",
+        "--static-batch",
+        "2",
+        "--cap",
+        "8",
+    ]
     assert cli.main(["compare", *tiny, *words, "--output", str(output)]) == 0
     told = json.loads(output.with_suffix(".json").read_bytes())
     assert told["about"]["real"]
@@ -123,7 +175,16 @@ def test_the_second_comparison_advises_as_the_first_did(
     monkeypatch.setattr(kept_costs, "QUIETER", 2.0)  # however busy the machine was the first time
     path = tmp_path / "w.jsonl"
     path.write_text('{"prompt": "a", "max_tokens": 12}\n' * 8)
-    words = ["--workload", str(path), "--policies", "static,chunked", "--static-batch", "4", "--cap", "16"]
+    words = [
+        "--workload",
+        str(path),
+        "--policies",
+        "static,chunked",
+        "--static-batch",
+        "4",
+        "--cap",
+        "16",
+    ]
     told = []
     for number in range(2):
         output = tmp_path / f"{number}.html"
@@ -131,7 +192,9 @@ def test_the_second_comparison_advises_as_the_first_did(
         told.append(json.loads(output.with_suffix(".json").read_bytes()))
         (kept,) = cache.glob("steps/tiny_llama-*.json")
         assert "reckoned" in output.read_text()
-    first, second = ([(one["want"], one["choose"], one["figure"]) for one in t["advice"]] for t in told)
+    first, second = (
+        [(one["want"], one["choose"], one["figure"]) for one in t["advice"]] for t in told
+    )
     assert first == second
     assert all(len(t["contenders"]["chunked"]["rounds"]) == 2 for t in told)
     assert "The answers to all requests were the same in all runs" in capsys.readouterr().out
@@ -214,6 +277,15 @@ def test_a_place_that_cannot_be_written_is_named(
 ) -> None:
     (tmp_path / "file").write_text("")
     output = str(tmp_path / "file" / "page.html")
-    words = ["--simulate", calibration, "--num-prompts", "2", "--policies", "chunked", "--output", output]
+    words = [
+        "--simulate",
+        calibration,
+        "--num-prompts",
+        "2",
+        "--policies",
+        "chunked",
+        "--output",
+        output,
+    ]
     assert cli.main(["compare", *words]) == 1
     assert "cannot write" in capsys.readouterr().err

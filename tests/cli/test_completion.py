@@ -13,9 +13,9 @@ from pageturner.cli.completion import SCRIPTS, flags_of
 ASK = {
     "bash": "COMP_WORDS=(pageturner {words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); "
     '_pageturner; printf "%s\\n" "${{COMPREPLY[@]}}"',
-    "zsh": 'words=(pageturner {words}); CURRENT=$#words; _pageturner',
+    "zsh": "words=(pageturner {words}); CURRENT=$#words; _pageturner",
     "fish": 'complete -C "pageturner {words}"',
-}  # fmt: skip
+}
 # outside its line editor zsh has no completion: what it would be given is printed
 BEFORE = {"zsh": 'compdef() { :; }; _files() { :; }; compadd() { shift; print -l -- "$@"; }\n'}
 NO_STARTUP = {"bash": ["--norc"], "zsh": ["-f"], "fish": ["--no-config"]}
@@ -47,7 +47,11 @@ def test_a_shell_completes(scripts, shell, typed, wanted):
         pytest.skip(f"{shell} is not installed")
     text = BEFORE.get(shell, "") + scripts[shell] + "\n" + ASK[shell].format(words=typed)
     run = subprocess.run(
-        [shell, *NO_STARTUP[shell], "-c", text], capture_output=True, text=True, timeout=30, check=False
+        [shell, *NO_STARTUP[shell], "-c", text],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
     )
     found = run.stdout.split()
     # zsh itself keeps only what begins as the word typed: there the candidates are seen before that

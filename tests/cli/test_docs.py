@@ -13,7 +13,10 @@ from pageturner import cli
 from pageturner.cli import chat
 
 SECTION = (
-    (Path(__file__).parents[2] / "docs" / "api.md").read_text().split("\n## Commands", 1)[1].split("\n## ")[0]
+    (Path(__file__).parents[2] / "docs" / "api.md")
+    .read_text()
+    .split("\n## Commands", 1)[1]
+    .split("\n## ")[0]
 )
 
 

@@ -31,9 +31,13 @@ def config(tiny: list[str]) -> EngineConfig:
     return EngineConfig(model=tiny[0])
 
 
-def test_the_plan_is_what_the_engine_would_take(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_is_what_the_engine_would_take(
+    tiny: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     settings = {"max_num_seqs": 4, "block_size": 8, "max_model_len": 100}
-    flags = [word for name, n in settings.items() for word in ("--" + name.replace("_", "-"), str(n))]
+    flags = [
+        word for name, n in settings.items() for word in ("--" + name.replace("_", "-"), str(n))
+    ]
     assert cli.main(["doctor", tiny[0], "--no-measure", "--json", *flags]) == 0
     report = json.loads(capsys.readouterr().out)
     built = LLM(tiny[0], backend="reference", **settings).built
@@ -78,7 +82,12 @@ def test_limits_are_measured_with_native_kernels(
     def measure(isa: str, threads: int) -> peak.Peak:
         measured.append((isa, threads))
         return peak.Peak(
-            isa, threads, 900.0, None, dict(zip(peak.READ, (200.0, 150.0, 40.0, 29.0), strict=True)), 11.0
+            isa,
+            threads,
+            900.0,
+            None,
+            dict(zip(peak.READ, (200.0, 150.0, 40.0, 29.0), strict=True)),
+            11.0,
         )
 
     monkeypatch.setattr(peak, "measure", measure)
@@ -116,7 +125,9 @@ def test_sampling_defaults_are_shown(tmp_path: Path) -> None:
     assert "--generation-config" in " ".join(wrong.problems)
 
 
-def test_no_native_kernels_is_a_warning(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_native_kernels_is_a_warning(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(native_module, "supported", lambda: (False, "they are not built"))
     monkeypatch.setattr(native_module, "available_isas", lambda: [])
     report = doctor.examine(config, measure=False)
@@ -142,10 +153,14 @@ def test_problems_are_1(config: EngineConfig, settings: dict[str, object], probl
     assert report.render().endswith("nothing can run")
 
 
-def test_a_model_too_large_is_a_problem(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_too_large_is_a_problem(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(memory, "available", lambda: 1000)
     report = doctor.examine(config, measure=False)
-    assert any("GB are free: use a smaller or a more quantised model" in text for text in report.problems)
+    assert any(
+        "GB are free: use a smaller or a more quantised model" in text for text in report.problems
+    )
 
 
 def test_a_model_that_can_be_fetched_is_a_warning(
@@ -156,7 +171,9 @@ def test_a_model_that_can_be_fetched_is_a_warning(
     assert "warning: smollm2 is not here yet" in capsys.readouterr().out
 
 
-def test_scarce_resources_are_warned_about(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scarce_resources_are_warned_about(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     poor = replace(machine.inspect(), usable=(0, 1, 2, 5), quota=1.5, load=99.0, huge_pages="never")
     monkeypatch.setattr(machine, "inspect", lambda: poor)
     report = doctor.examine(replace(config, kv_cache_memory=1 << 16), measure=False)
@@ -188,11 +205,15 @@ def test_limits_are_read_from_the_system(tmp_path: Path) -> None:
     assert (here.quota, here.memory_limit) == (None, None)
 
 
-def test_what_others_took_is_told_from_what_we_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_others_took_is_told_from_what_we_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of two processors that this program may use; a third one is nobody's business here."""
     tick = 1 / os.sysconf("SC_CLK_TCK")
     stat = tmp_path / "stat"
-    stat.write_text("cpu 0 0 0 0 0 0 0 0\ncpu0 0 0 0 0 0 0 0 0\ncpu1 0 0 0 0 0 0 0 0\ncpu2 0 0 0 0 0 0 0 0\n")
+    stat.write_text(
+        "cpu 0 0 0 0 0 0 0 0\ncpu0 0 0 0 0 0 0 0 0\ncpu1 0 0 0 0 0 0 0 0\ncpu2 0 0 0 0 0 0 0 0\n"
+    )
     clock, own = [100.0], [7.0]
     monkeypatch.setattr(machine, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})

@@ -78,9 +78,14 @@ def test_json(tiny: list[str], expected: str, capsys: pytest.CaptureFixture[str]
     assert record["prompt"] == "the old house"
 
 
-def test_chat_and_sampling_flags_reach_the_model(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat_and_sampling_flags_reach_the_model(
+    tiny: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     def text(*words: str) -> str:
-        assert cli.main(["generate", *tiny, "-n", "8", "--ignore-eos", "-p", "hi", "--json", *words]) == 0
+        assert (
+            cli.main(["generate", *tiny, "-n", "8", "--ignore-eos", "-p", "hi", "--json", *words])
+            == 0
+        )
         return str(json.loads(capsys.readouterr().out)["text"])
 
     hot = ["--temperature", "1.5", "--seed", "1"]
@@ -89,9 +94,9 @@ def test_chat_and_sampling_flags_reach_the_model(tiny: list[str], capsys: pytest
     assert text(*hot, "--top-k", "1") == text("--temperature", "0")
     assert text("--temperature", "0", "--chat") != text("--temperature", "0")
     for penalty in ("repetition", "frequency", "presence"):
-        assert text("--temperature", "0", f"--{penalty}-penalty", "1.9") != text("--temperature", "0"), (
-            penalty
-        )
+        assert text("--temperature", "0", f"--{penalty}-penalty", "1.9") != text(
+            "--temperature", "0"
+        ), penalty
     whole = text("--temperature", "0")
     assert text("--temperature", "0", "--stop", whole[3:6]) == whole[: whole.index(whole[3:6])]
 
@@ -100,7 +105,9 @@ def test_chat_and_sampling_flags_reach_the_model(tiny: list[str], capsys: pytest
 def test_the_models_own_defaults_and_what_beats_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = make_folder(tmp_path / "model", do_sample=False, repetition_penalty=1.5, max_new_tokens=6)
+    folder = make_folder(
+        tmp_path / "model", do_sample=False, repetition_penalty=1.5, max_new_tokens=6
+    )
 
     def record(*words: str) -> dict[str, Any]:
         flags = ["--backend", "reference", "-p", "hi", "--json", *words]
@@ -115,7 +122,17 @@ def test_the_models_own_defaults_and_what_beats_them(
     assert record("-n", "9", "--ignore-eos")["usage"]["completion_tokens"] == 9
     neutral = record("--generation-config", "none", "--ignore-eos", "--seed", "1")
     assert neutral["usage"]["completion_tokens"] == 256
-    asked = ["--temperature", "0.7", "--repetition-penalty", "1", "-n", "256", "--ignore-eos", "--seed", "1"]
+    asked = [
+        "--temperature",
+        "0.7",
+        "--repetition-penalty",
+        "1",
+        "-n",
+        "256",
+        "--ignore-eos",
+        "--seed",
+        "1",
+    ]
     assert record(*asked)["text"] == neutral["text"], "0.7 and 256 where nobody says anything"
 
 
@@ -146,7 +163,9 @@ def test_a_server_keeps_its_defaults_for_what_was_not_asked(
         (["--block-size", "0"], "block_size"),
     ],
 )
-def test_wrong_flags_are_2(words: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_flags_are_2(
+    words: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     extra = [] if "-p" in words else ["-p", "x"]
     assert cli.main(["generate", "/nowhere.gguf", *words, *extra]) == 2
     assert named in capsys.readouterr().err
@@ -163,12 +182,16 @@ def test_a_server_answers_the_same_fields(fake: Server, capsys: pytest.CaptureFi
     assert record["model"] == "fake"
     assert fake.notes("submit")[-2]["seed"] == 5
     assert cli.main([*words, "--chat", "--system", "brief"]) == 0
-    asked_chat = {"messages": [{"role": "system", "content": "brief"}, {"role": "user", "content": "hello"}]}
+    asked_chat = {
+        "messages": [{"role": "system", "content": "brief"}, {"role": "user", "content": "hello"}]
+    }
     answer = fake.http.post("/v1/chat/completions", json={**asked_chat, "max_tokens": 20}).json()
     assert json.loads(capsys.readouterr().out)["text"] == answer["choices"][0]["message"]["content"]
 
 
-def test_refusals_of_a_server_are_one_line(fake: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusals_of_a_server_are_one_line(
+    fake: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["generate", "other", "--base-url", fake.url, "-p", "x"]) == 1
     assert "does not exist here" in capsys.readouterr().err
     with socket.socket() as free:

@@ -35,7 +35,10 @@ def test_help_ends_with_two_examples_and_fits_100_columns(
     text = help_of(names)
     assert max(map(len, text.splitlines())) <= 100
     examples = text.split("\nexamples:\n")[1].splitlines()
-    assert [line.startswith(f"  pageturner {' '.join(names)}") for line in examples] == [True, False] * 2
+    assert [line.startswith(f"  pageturner {' '.join(names)}") for line in examples] == [
+        True,
+        False,
+    ] * 2
 
 
 def examples() -> list[tuple[tuple[str, ...], str]]:
@@ -90,7 +93,10 @@ def test_own_flags_of_a_command_come_first() -> None:
         ("--trust-remote-code -tp 2 --data-parallel-size=1", "--tensor-parallel-size 2"),
         ("-pp 2", "--pipeline-parallel-size 2"),
         ("--max-num-seqs 4 -- --trust-remote-code", "--max-num-seqs 4 -- --trust-remote-code"),
-        ("--max_model_len 100 --kv_cache_dtype=fp8", "--max-model-len 100 --kv-cache-dtype fp8_e4m3"),
+        (
+            "--max_model_len 100 --kv_cache_dtype=fp8",
+            "--max-model-len 100 --kv-cache-dtype fp8_e4m3",
+        ),
         ("--own_wrong 1 --lora a_b=x_y", "--own_wrong 1 --lora a_b=x_y"),
         ("-m some.gguf -t 2 -a name -cb --jinja", "some.gguf --threads 2 --served-model-name name"),
     ],
@@ -101,19 +107,25 @@ def test_flags_of_others_that_mean_the_same_are_understood(typed: str, ours: str
 
 
 @pytest.mark.parametrize("flag", [*other_names.NOT_NEEDED, "--data-parallel-size 1"])
-def test_what_is_so_anyway_is_left_out_with_a_note(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_so_anyway_is_left_out_with_a_note(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["serve", "/nowhere.gguf", *flag.split()]) == 1
     assert f"pageturner: {flag} was left out: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", other_names.ANSWERS)
-def test_other_flags_of_vllm_are_answered_with_ours(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_flags_of_vllm_are_answered_with_ours(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["serve", "smollm2", flag, "1"]) == 2
     said = capsys.readouterr().err
     assert said == f"pageturner: {flag} is not a flag here: {other_names.ANSWERS[flag]}\n"
 
 
-@pytest.mark.parametrize("table", [other_names.ALIASES, other_names.NOT_NEEDED, other_names.ANSWERS])
+@pytest.mark.parametrize(
+    "table", [other_names.ALIASES, other_names.NOT_NEEDED, other_names.ANSWERS]
+)
 def test_no_other_name_is_one_of_ours_and_those_that_we_name_exist(table: dict[str, str]) -> None:
     known = set(flags_of(help_of(("serve",))))
     assert not known & set(table)
@@ -144,7 +156,10 @@ def test_commands_without_an_engine_keep_their_flags() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("plan", "the following arguments are required: model (pageturner plan --help lists the flags)"),
+        (
+            "plan",
+            "the following arguments are required: model (pageturner plan --help lists the flags)",
+        ),
         ("serve x -z 2", "unrecognized arguments: -z 2 (pageturner serve --help lists the flags)"),
         (
             "serve x --prot 2",
@@ -152,20 +167,26 @@ def test_commands_without_an_engine_keep_their_flags() -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_one_sentence(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_wrong_is_one_sentence(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         cli.main(words.split())
     assert capsys.readouterr().err.startswith(f"pageturner: {said}")
 
 
-def test_an_unknown_command_of_a_group_is_told_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_of_a_group_is_told_which_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert cli.main(["bench", "foo"]) == 2
     said = capsys.readouterr().err
     assert "bench sweep" in said
     assert said.endswith("pageturner: no such command: bench foo\n")
 
 
-def test_ctrl_c_while_a_command_is_imported_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_while_a_command_is_imported_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def interrupted(name: str) -> None:
         raise KeyboardInterrupt
 
@@ -174,7 +195,9 @@ def test_ctrl_c_while_a_command_is_imported_is_no_traceback(monkeypatch: pytest.
 
 
 def test_the_package_runs_as_a_module() -> None:
-    done = subprocess.run([sys.executable, "-m", "pageturner", "--version"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "pageturner", "--version"], capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout.split()[0]) == (0, "pageturner")
 
 
@@ -192,7 +215,10 @@ def test_help_is_a_command_too(capsys: pytest.CaptureFixture[str]) -> None:
         ("ls", "no such command: ls: pageturner list"),
         ("ps", "no such command: ps: what a server has"),
         ("run-batch -i x", "no such command: run-batch: pageturner batch IN.jsonl OUT.jsonl"),
-        ("bench throughput --model x", "no such command: bench throughput: pageturner bench engine"),
+        (
+            "bench throughput --model x",
+            "no such command: bench throughput: pageturner bench engine",
+        ),
     ],
 )
 def test_commands_of_others_are_answered_with_ours(
@@ -212,7 +238,15 @@ def test_no_command_of_others_is_one_of_ours_and_those_that_we_name_exist() -> N
 
 def test_flags_of_vllms_bench_serve_are_understood_or_answered() -> None:
     known = flags_of(help_of(("bench", "serve")))
-    words = ["--random-input-len", "30", "--random_output_len=5", "--max-concurrency", "2", "--seed", "1"]
+    words = [
+        "--random-input-len",
+        "30",
+        "--random_output_len=5",
+        "--max-concurrency",
+        "2",
+        "--seed",
+        "1",
+    ]
     ours = ["--input-len", "30", "--output-len=5", "--concurrency", "2", "--seed", "1"]
     assert other_names.translate(words, known) == (ours, [])
     assert {*other_names.BENCH.values()} <= known.keys()
@@ -231,7 +265,9 @@ def test_a_trace_without_its_flag_is_told_it(capsys: pytest.CaptureFixture[str])
     )
 
 
-def test_a_unit_apart_from_its_number_is_told_to_join_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_unit_apart_from_its_number_is_told_to_join_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit):
         cli.main(["plan", "smollm2", "--memory", "8", "GB"])
     assert "a size is one word, such as 8GB" in capsys.readouterr().err

@@ -25,9 +25,7 @@ except KeyboardInterrupt:
     raise SystemExit(130)
 print("done", flush=True)
 """
-NATIVE = (
-    'hashlib.pbkdf2_hmac("sha256", b"a", b"b", 2_000_000_000)'  # many minutes in which Python sees no signal
-)
+NATIVE = 'hashlib.pbkdf2_hmac("sha256", b"a", b"b", 2_000_000_000)'  # many minutes in which Python sees no signal
 
 
 def processor_seconds(pid: int) -> float:
@@ -36,7 +34,8 @@ def processor_seconds(pid: int) -> float:
 
 
 @pytest.mark.parametrize(
-    ("work", "said", "kept"), [(NATIVE, "", False), ("import time; time.sleep(3600)", "interrupted\n", True)]
+    ("work", "said", "kept"),
+    [(NATIVE, "", False), ("import time; time.sleep(3600)", "interrupted\n", True)],
 )
 def test_ctrl_c_ends_it(work: str, said: str, kept: bool, tmp_path: Path) -> None:
     """Nobody but the watcher removes the folder here."""

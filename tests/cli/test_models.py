@@ -46,7 +46,8 @@ class SmallHub(BaseHTTPRequestHandler):
             listed = [{"rfilename": file} for file in self.files]
             about = {"id": "org/tiny", "sha": COMMIT, "siblings": listed, "private": False}
             tree = [
-                {"type": "file", "path": f, "size": len(c), "oid": "0" * 40} for f, c in self.files.items()
+                {"type": "file", "path": f, "size": len(c), "oid": "0" * 40}
+                for f, c in self.files.items()
             ]
             return self.send(200, json.dumps(tree if "/tree/" in self.path else about).encode())
         if not self.path.startswith("/org/tiny/resolve/") or name not in self.files:
@@ -91,7 +92,11 @@ def small_hub() -> Iterator[tuple[str, type[SmallHub]]]:
 
 def pageturner(place: Path, endpoint: str, *words: str) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own: huggingface_hub reads its settings when it is imported."""
-    settings = {"HF_ENDPOINT": endpoint, "HF_HOME": str(place / "hf"), "PAGETURNER_CACHE": str(place / "own")}
+    settings = {
+        "HF_ENDPOINT": endpoint,
+        "HF_HOME": str(place / "hf"),
+        "PAGETURNER_CACHE": str(place / "own"),
+    }
     settings |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": ""}
     command = [sys.executable, "-m", "pageturner", *words]
     return subprocess.run(
@@ -123,7 +128,9 @@ def test_an_id_is_pulled_checked_listed_and_removed(
     assert "no model was fetched yet" in pageturner(tmp_path, url, "list").stdout
 
 
-def test_other_bytes_than_the_hub_promised(tmp_path: Path, small_hub: tuple[str, type[SmallHub]]) -> None:
+def test_other_bytes_than_the_hub_promised(
+    tmp_path: Path, small_hub: tuple[str, type[SmallHub]]
+) -> None:
     url, handler = small_hub
     handler.cut.clear()
     handler.files = FILES | {"model.safetensors": bytes(len(WEIGHTS))}
@@ -185,7 +192,9 @@ def test_a_use_is_noted_whatever_the_file_system_notes(
 
 
 def test_short_names_are_ids_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(hub, "_snapshot", lambda reference, offline: hub.ModelFile(tmp_path, reference))
+    monkeypatch.setattr(
+        hub, "_snapshot", lambda reference, offline: hub.ModelFile(tmp_path, reference)
+    )
     assert hub.resolve("qwen3-0.6b") == hub.ModelFile(tmp_path, "qwen3-0.6b")
     assert not set(hub.HUB_ALIASES) & set(hub.ALIASES)
     assert all(hub.is_hub_id(alias) for alias in hub.HUB_ALIASES)

@@ -16,11 +16,18 @@ from pageturner.lab.commands import plan
 TINY = Path(__file__).parents[1] / "goldens" / "tiny_llama.gguf"
 # 2 x 32 layers x 32 heads x 128 values x 2 bytes = 512 KiB a token; 12.55 GiB of weights
 LLAMA = {
-    "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 11008,
-    "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000,
-    "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
     "torch_dtype": "float16",
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -49,7 +56,19 @@ def test_table_and_picture(llama: str, capsys: pytest.CaptureFixture[str]) -> No
     assert lines["memory"] == "24.00 GiB (--memory), 11.45 GiB of it for KV"
     # 11.45 GiB hold 5 x 2 GiB, 45 x 512 tokens, and 45 x 32 blocks of 16: 500 tokens, and 12 empty
     row = next(line for line in out.splitlines() if line.startswith("500 tokens"))
-    assert row.split()[2:] == ["256.00", "MiB", "5", "87.8", "%", "45", "2.3", "%", "45", "2.3", "%"]
+    assert row.split()[2:] == [
+        "256.00",
+        "MiB",
+        "5",
+        "87.8",
+        "%",
+        "45",
+        "2.3",
+        "%",
+        "45",
+        "2.3",
+        "%",
+    ]
     bars = [line for line in out.splitlines() if "|" in line]
     assert len(bars) == 6
     bar = bars[0].split("|")[1]
@@ -60,12 +79,18 @@ def test_table_and_picture(llama: str, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_the_same_as_data(llama: str, tmp_path: Path) -> None:
-    data = planned(tmp_path, llama, "--memory", "24GiB", "--block-size", "32", "--kv-cache-dtype", "int8")
+    data = planned(
+        tmp_path, llama, "--memory", "24GiB", "--block-size", "32", "--kv-cache-dtype", "int8"
+    )
     per_token = 2 * 32 * 32 * (128 + 4)
     assert data["kv"] == {
-        "dtype": "int8", "block_size": 32, "max_model_len": 4096, "bytes_per_token": per_token,
-        "bytes_per_block": 32 * per_token, "bytes_per_sequence": 4096 * per_token,
-    }  # fmt: skip
+        "dtype": "int8",
+        "block_size": 32,
+        "max_model_len": 4096,
+        "bytes_per_token": per_token,
+        "bytes_per_block": 32 * per_token,
+        "bytes_per_sequence": 4096 * per_token,
+    }
     assert data["weights"]["bytes"] == 2 * 6_738_415_616
     assert data["memory"]["kv_bytes"] == 24 * 1024**3 - data["weights"]["bytes"]
     assert [row["tokens"] for row in data["rows"]] == [400, 1500, 4096]
@@ -91,10 +116,15 @@ def test_too_large_for_the_machine(llama: str, capsys: pytest.CaptureFixture[str
 
 
 def test_weights_that_are_elsewhere_or_unknown(llama: str, tmp_path: Path) -> None:
-    assert planned(tmp_path, llama, "--memory", "8G", "--weights-bytes", "0")["memory"]["kv_bytes"] == 8 << 30
+    assert (
+        planned(tmp_path, llama, "--memory", "8G", "--weights-bytes", "0")["memory"]["kv_bytes"]
+        == 8 << 30
+    )
     silent = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
     Path(llama).write_text(json.dumps(silent | {"model_type": "unheard_of"}))
-    data = planned(tmp_path, llama, "--memory", "8G", "--weights-bytes", "4G", "--quantization", "int4")
+    data = planned(
+        tmp_path, llama, "--memory", "8G", "--weights-bytes", "4G", "--quantization", "int4"
+    )
     assert "'unheard_of' is not supported" in data["notes"][0]
     assert "no key says how many heads have KV" in data["notes"][1]
     assert data["memory"]["kv_bytes"] == 4 << 30
@@ -111,13 +141,18 @@ def test_weights_that_cannot_be_counted_are_not_planned_around(
     assert said.out == ""
 
 
-def test_a_gpu_by_its_data_sheet(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gpu_by_its_data_sheet(
+    llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = planned(tmp_path, llama, "--gpu", "h100")
     assert data["memory"]["bytes"] == 72_000_000_000
     out = capsys.readouterr().out
     assert "67.06 GiB (90% of 1 x H100 with 80 GB)" in out
     assert "all weights once: 4.02 ms at 3.35 TB/s (NVIDIA H100 datasheet" in out  # 13.48 GB
-    assert planned(tmp_path, llama, "--gpu", "H100", "--gpus", "2")["memory"]["bytes"] == 144_000_000_000
+    assert (
+        planned(tmp_path, llama, "--gpu", "H100", "--gpus", "2")["memory"]["bytes"]
+        == 144_000_000_000
+    )
 
 
 @pytest.mark.parametrize(
@@ -140,7 +175,9 @@ def test_gpus_that_are_refused(
 def test_tables_fit_100_columns(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", llama, "--gpu", "MI300X"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert max(len(line) for line in lines if "/" not in line) <= 100  # all but the path and the source
+    assert (
+        max(len(line) for line in lines if "/" not in line) <= 100
+    )  # all but the path and the source
 
 
 def test_a_trace(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,10 +188,14 @@ def test_a_trace(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     row = data["rows"][-1]
     assert (row["name"], row["requests"], row["tokens"]) == ("chats_of_one_afternoon", 2, 550)
     assert row["fits"]["paged"]["each"] == (112 + 1008) / 2 * 524_288  # 7 and 63 blocks
-    assert data["notes"] == ["left out as over 4,096 tokens: 1 of 3 requests of chats_of_one_afternoon.jsonl"]
+    assert data["notes"] == [
+        "left out as over 4,096 tokens: 1 of 3 requests of chats_of_one_afternoon.jsonl"
+    ]
     out = capsys.readouterr().out
     assert "chats_of_one_afternoon (mean 550)" in out
-    assert len({line.index("|") for line in out.splitlines() if "|" in line}) == 1  # bars stand in line
+    assert (
+        len({line.index("|") for line in out.splitlines() if "|" in line}) == 1
+    )  # bars stand in line
 
 
 @pytest.mark.parametrize(
@@ -169,7 +210,11 @@ def test_a_trace(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["--weights-bytes=-1"], 2, "--weights-bytes is 0 or more"),
         (["--lengths", "512,x"], 2, "each of --lengths is a whole number"),
         (["--lengths", "0"], 2, "each of --lengths is 1 or more"),
-        (["--lengths", "512,4097"], 2, "--lengths 4,097 is over the longest sequence of 4,096 tokens"),
+        (
+            ["--lengths", "512,4097"],
+            2,
+            "--lengths 4,097 is over the longest sequence of 4,096 tokens",
+        ),
         (["--max-model-len", "5000"], 2, "over the model's context of 4,096"),
         (["--block-size", "0"], 2, "block_size is 1 or more"),
         (["--kv-cache-dtype", "fp4"], 2, "kv_cache_dtype is one of"),
@@ -200,7 +245,10 @@ def test_a_context_that_is_not_said(llama: str, capsys: pytest.CaptureFixture[st
     assert cli.main(["plan", llama, "--weights-bytes", "4G"]) == 2
     assert "give --max-model-len" in capsys.readouterr().err
     assert (
-        cli.main(["plan", llama, "--max-model-len", "1000", "--memory", "8G", "--weights-bytes", "4G"]) == 0
+        cli.main(
+            ["plan", llama, "--max-model-len", "1000", "--memory", "8G", "--weights-bytes", "4G"]
+        )
+        == 0
     )
 
 
@@ -226,7 +274,9 @@ print(*sys.modules)
 
 
 def modules(code: str, *words: str) -> set[str]:
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=True
+    )
     return set(done.stdout.splitlines()[-1].split())
 
 
@@ -246,7 +296,8 @@ def test_adapters_take_memory_too(llama: str, tmp_path: Path) -> None:
         (folders[-1] / "adapter_model.safetensors").write_bytes(bytes(size))
     named = [flag for folder in folders for flag in ("--lora", str(folder))]
     plain, adapted = (
-        planned(tmp_path, llama, "--memory", "40G", *flags) for flags in ((), (*named, "--max-loras", "2"))
+        planned(tmp_path, llama, "--memory", "40G", *flags)
+        for flags in ((), (*named, "--max-loras", "2"))
     )
     assert adapted["adapters"] == {"bytes": 5 << 20}
     assert plain["memory"]["kv_bytes"] - adapted["memory"]["kv_bytes"] == 5 << 20

@@ -13,11 +13,20 @@ from pageturner.kernels.gpu.catalogue import exchange_bytes
 
 # 2 x 32 layers x 8 heads x 128 values x 2 bytes = 128 KiB a token
 LLAMA_8B = {
-    "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
-    "max_position_embeddings": 16384, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-    "torch_dtype": "float16", "hidden_act": "silu", "rope_theta": 5e5,
-}  # fmt: skip
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 16384,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "hidden_act": "silu",
+    "rope_theta": 5e5,
+}
 
 
 @pytest.fixture
@@ -34,7 +43,9 @@ def planned(tmp_path: Path, *words: str) -> dict[str, Any]:
     return data
 
 
-def test_what_each_rank_holds(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_each_rank_holds(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     whole = planned(tmp_path, model, "--gpus", "8")
     assert "16.00 KiB a token\n" in capsys.readouterr().out
     more = planned(tmp_path, model, "--gpus", "16")
@@ -43,11 +54,24 @@ def test_what_each_rank_holds(model: str, tmp_path: Path, capsys: pytest.Capture
     assert "B for sums over ranks, " in said
     weights, sums = whole["weights"]["bytes"], exchange_bytes()
     assert whole["memory"]["kv_bytes"] == 8 * (72e9 - sums) - weights
-    assert more["memory"]["kv_bytes"] == (16 * (72e9 - sums) - weights) / 2, "each of 8 heads is on two ranks"
+    assert more["memory"]["kv_bytes"] == (16 * (72e9 - sums) - weights) / 2, (
+        "each of 8 heads is on two ranks"
+    )
 
 
-def test_hand_over_tiers_and_roles(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tiers = ("--kv-host-memory", "2GiB", "--kv-file-gb", "1", "--kv-host-gb-s", "20", "--kv-file-gb-s", "2")
+def test_hand_over_tiers_and_roles(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiers = (
+        "--kv-host-memory",
+        "2GiB",
+        "--kv-file-gb",
+        "1",
+        "--kv-host-gb-s",
+        "20",
+        "--kv-file-gb-s",
+        "2",
+    )
     roles = ("--roles", "prefill=2,decode=3", "--kv-link-gb-s", "10", "--kv-link-ms", "5")
     data = planned(tmp_path, model, *tiers, *roles)
     found, token = data["cluster"], 128 * 1024

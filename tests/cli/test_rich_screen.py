@@ -47,9 +47,15 @@ def typed() -> Iterator[PipeInput]:
 
 @pytest.fixture
 def shown(typed: PipeInput, tmp_path: Path) -> RichScreen:
-    console = Console(file=io.StringIO(), force_terminal=True, width=60, height=12, color_system="truecolor")
+    console = Console(
+        file=io.StringIO(), force_terminal=True, width=60, height=12, color_system="truecolor"
+    )
     return RichScreen(
-        {"help": "this list", "exit": "leave"}, tmp_path / "x" / "history", console, typed, DummyOutput()
+        {"help": "this list", "exit": "leave"},
+        tmp_path / "x" / "history",
+        console,
+        typed,
+        DummyOutput(),
     )
 
 
@@ -58,10 +64,16 @@ def test_blocks_are_cut_alike_however_the_text_comes(size: int) -> None:
     blocks, found = MarkdownBlocks(), []
     for i in range(0, len(ANSWER), size):
         found += blocks.feed(ANSWER[i : i + size])
-    assert "".join(found).replace("\n\n\n", "\n\n") + blocks.rest == ANSWER.replace("~~~\n\n-", "~~~\n-")
+    assert "".join(found).replace("\n\n\n", "\n\n") + blocks.rest == ANSWER.replace(
+        "~~~\n\n-", "~~~\n-"
+    )
     assert [block.split("\n")[0] for block in found] == [
-        "# Paris", "The **capital** of France.", "```python", "~~~", "- one",
-    ]  # fmt: skip
+        "# Paris",
+        "The **capital** of France.",
+        "```python",
+        "~~~",
+        "- one",
+    ]
     assert blocks.rest == "and the end"
 
 
@@ -111,7 +123,9 @@ def test_keys(shown: RichScreen, typed: PipeInput) -> None:
         shown.ask()
 
 
-def test_history_is_kept_for_its_owner_alone(shown: RichScreen, typed: PipeInput, tmp_path: Path) -> None:
+def test_history_is_kept_for_its_owner_alone(
+    shown: RichScreen, typed: PipeInput, tmp_path: Path
+) -> None:
     typed.send_text("remember me\r")
     shown.ask()
     kept = tmp_path / "x" / "history"
@@ -123,13 +137,17 @@ def test_history_is_kept_for_its_owner_alone(shown: RichScreen, typed: PipeInput
 
 def test_commands_are_completed() -> None:
     def of(text: str) -> list[str]:
-        found = Commands({"help": "this list", "exit": ""}).get_completions(Document(text), CompleteEvent())
+        found = Commands({"help": "this list", "exit": ""}).get_completions(
+            Document(text), CompleteEvent()
+        )
         return [one.text for one in found]
 
     assert (of("/"), of("/he"), of("/help "), of("a /h")) == (["/help", "/exit"], ["/help"], [], [])
 
 
-def test_plain_where_nothing_else_is_to_be_had(monkeypatch: pytest.MonkeyPatch, typed: PipeInput) -> None:
+def test_plain_where_nothing_else_is_to_be_had(
+    monkeypatch: pytest.MonkeyPatch, typed: PipeInput
+) -> None:
     assert isinstance(screen({}, False), PlainScreen), "tests have no terminal"
     for stream in ("stdin", "stdout"):
         monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True, raising=False)

@@ -17,11 +17,20 @@ from pageturner.lab.simulation.step_cost import CalibratedCost
 from pageturner.lab.traffic.scenario import MOST_REPLICAS
 
 LLAMA_1B = {
-    "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 8192, "rope_theta": 5e5, "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16", "hidden_act": "silu",
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 8192,
+    "rope_theta": 5e5,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "hidden_act": "silu",
+}
 
 
 @pytest.fixture
@@ -40,8 +49,20 @@ def simulate(*words: str, output: Path) -> list[dict[str, Any]]:
 GPU = ("--gpu", "L4", "--rate", "20", "--num-prompts", "80")
 
 
-def test_more_load_is_less_goodput(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--model", model, *GPU, "--rate-scale", "0.5,1,8", "--ttft-ms", "300", "--tpot-ms", "25")
+def test_more_load_is_less_goodput(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (
+        "--model",
+        model,
+        *GPU,
+        "--rate-scale",
+        "0.5,1,8",
+        "--ttft-ms",
+        "300",
+        "--tpot-ms",
+        "25",
+    )
     runs = simulate(*words, output=tmp_path / "out")
     shares = [run["goodput_share"] for run in runs]
     assert shares == sorted(shares, reverse=True)
@@ -58,7 +79,9 @@ def test_what_is_sent_cut_and_refused_is_told(
     (run,) = simulate(*words, output=tmp_path / "out")
     text = capsys.readouterr().out
     assert run["refused"] == 0
-    assert "prompts of 512 and answers of 5,000 tokens on average, answers cut at 300 (--cap)" in text
+    assert (
+        "prompts of 512 and answers of 5,000 tokens on average, answers cut at 300 (--cap)" in text
+    )
     assert "refused:" not in text
     (run,) = simulate(*words, "--max-model-len", "64", output=tmp_path / "out")
     assert run["refused"] > 0
@@ -117,10 +140,16 @@ def test_the_defaults_that_decide_are_in_the_help(capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit):
         cli.main(["simulate", "--help"])
     text = " ".join(capsys.readouterr().out.split())
-    for flag, value in (("--mfu MFU", 0.6), ("--mbu MBU", 0.8), ("--overhead-ms OVERHEAD_MS", 2.0),
-                        ("--host-ms HOST_MS", 0.0),
-                        ("--goodput GOODPUT", 0.99), ("--cap CAP", 4096), ("--replicas REPLICAS", 1),
-                        ("--placement PLACEMENT", "prefix_aware")):  # fmt: skip
+    for flag, value in (
+        ("--mfu MFU", 0.6),
+        ("--mbu MBU", 0.8),
+        ("--overhead-ms OVERHEAD_MS", 2.0),
+        ("--host-ms HOST_MS", 0.0),
+        ("--goodput GOODPUT", 0.99),
+        ("--cap CAP", 4096),
+        ("--replicas REPLICAS", 1),
+        ("--placement PLACEMENT", "prefix_aware"),
+    ):
         about = text.rsplit(flag, 1)[1].split(" --")[0]
         assert f"default: {value}" in about
 
@@ -136,7 +165,9 @@ def test_policies_that_cannot_meet_the_targets_are_named(
     assert "note: static: no number of replicas meets the targets" in capsys.readouterr().out
 
 
-def test_last_nights_log_under_another_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_last_nights_log_under_another_policy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     log, calibration = tmp_path / "steps", tmp_path / "c.json"
     from tests.lab.test_history import record
 
@@ -150,7 +181,16 @@ def test_last_nights_log_under_another_policy(tmp_path: Path, capsys: pytest.Cap
     assert len({run["output_tokens"] for run in runs}) == 1
     assert len({run["requests"] for run in runs}) == 1
     assert runs[2]["e2e_s"]["max"] > 5, "static waits ten seconds for a batch that stays short"
-    words = ("--calibration", str(calibration), "--rate", "50", "--num-prompts", "20", "--output-len", "9")
+    words = (
+        "--calibration",
+        str(calibration),
+        "--rate",
+        "50",
+        "--num-prompts",
+        "20",
+        "--output-len",
+        "9",
+    )
     assert simulate(*words, output=tmp_path / "b")[0]["requests"] == 20
     assert cli.main(["replay", str(log)]) == 0
     assert cli.main(["replay", str(log), "--plans", "--run", "1"]) == 0
@@ -160,17 +200,27 @@ def test_last_nights_log_under_another_policy(tmp_path: Path, capsys: pytest.Cap
 
 
 OTHER = {
-    "policy": "adaptive_chunk", "order": "sjf", "admission": "full", "enable_prefix_caching": False,
+    "policy": "adaptive_chunk",
+    "order": "sjf",
+    "admission": "full",
+    "enable_prefix_caching": False,
     "max_session_share": 0.25,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SCHEDULER_OPTIONS)
-def test_the_simulated_engine_has_the_settings_of_the_calibrated_one(tmp_path: Path, name: str) -> None:
+def test_the_simulated_engine_has_the_settings_of_the_calibrated_one(
+    tmp_path: Path, name: str
+) -> None:
     """Every option that a scheduler reads, tpot_ms of adaptive_chunk among them."""
     value = OTHER[name] if name in OTHER else getattr(EngineConfig(), name) + 7
-    about = {"config": {"model": "none", name: value}, "blocks": 512, "window": 0, "recent": 0,
-             "max_model_len": 1024}  # fmt: skip
+    about = {
+        "config": {"model": "none", name: value},
+        "blocks": 512,
+        "window": 0,
+        "recent": 0,
+        "max_model_len": 1024,
+    }
     path = tmp_path / "c.json"
     CalibratedCost([1.0] * 7, (0, 0), 1, {}, 0.0, about).save(path)
     parser = argparse.ArgumentParser()
@@ -209,7 +259,10 @@ def test_a_log_of_adaptive_chunk_is_simulated_with_its_step_time(
         ),
         ("--rate 5 --model M --gpu L4 --policy best", "policy is one of chunked"),
         ("--rate 5 --model M --gpu L4 --policies best", "unknown policy 'best': one of chunked"),
-        ("--rate 5 --model M --gpu L4 --placement best", "unknown placement 'best': one of round_robin"),
+        (
+            "--rate 5 --model M --gpu L4 --placement best",
+            "unknown placement 'best': one of round_robin",
+        ),
         ("--rate 5 --model M --gpu L4 --replicas 0", f"replicas are 1 to {MOST_REPLICAS:,}, not 0"),
         ("--rate 5 --model M --gpu L4 --search", "--search needs targets"),
         ("--rate 5 --model M --gpu L4 --ttft-ms 0", "--ttft-ms is more than 0"),
@@ -225,8 +278,14 @@ def test_a_log_of_adaptive_chunk_is_simulated_with_its_step_time(
         ("--rate 5 --model M --gpu L4 --gpus 0,1", "--gpus is 1 or more"),
         ("--rate 5 --model M --gpu L4 --gpus 1,2", "compared with --search"),
         ("--rate 5 --model M --gpu L4 --roles search", "goes with --search"),
-        ("--rate 5 --model M --gpu L4 --roles prefill=1,decode=1 --search --ttft-ms 9", "--roles search"),
-        ("--rate 5 --model M --gpu L4 --roles prefill=1,decode=1 --replicas 2", "leave --replicas out"),
+        (
+            "--rate 5 --model M --gpu L4 --roles prefill=1,decode=1 --search --ttft-ms 9",
+            "--roles search",
+        ),
+        (
+            "--rate 5 --model M --gpu L4 --roles prefill=1,decode=1 --replicas 2",
+            "leave --replicas out",
+        ),
         ("--rate 5 --model M --gpu L4 --autoscale 3,2", "LEAST,MOST"),
         ("--rate 5 --model M --gpu L4 --autoscale 1,2 --replicas 2", "leave --search"),
         ("--rate 5 --model M --gpu L4 --autoscale 1,2 --failures-per-hour 1", "leave one out"),
@@ -236,13 +295,19 @@ def test_a_log_of_adaptive_chunk_is_simulated_with_its_step_time(
         ("--rate 5 --model M --gpu L4,H100", "compared with --search"),
         ("--rate 5 --model M --gpu L4 --price-per-gpu-hour x", "--price-per-gpu-hour is a number"),
         ("--rate 5 --model M --gpu L4 --price-per-gpu-hour H100=2", "says nothing of L4"),
-        ("--rate 5 --model M --gpu L4 --price-per-gpu-hour -1", "--price-per-gpu-hour is 0 or more"),
+        (
+            "--rate 5 --model M --gpu L4 --price-per-gpu-hour -1",
+            "--price-per-gpu-hour is 0 or more",
+        ),
         ("--rate 5 --model M --gpu L4 --workers -1", "--workers is 0 or more"),
         ("--rate 5 --model M --gpu L4 --roles prefill=0,decode=1", "--roles is prefill=N,decode=M"),
         ("--rate 5 --model M --gpu L4 --kv-host-gb-s 0", "--kv-host-gb-s is more than 0"),
         ("--rate 5 --model M --gpu L4 --kv-link-gb-s 0", "--kv-link-gb-s is more than 0"),
         ("--rate 5 --model M --gpu L4 --link-us -1", "--link-gb-s and --link-us"),
-        ("--rate 5 --model M --gpu L4 --ttft-ms 0.001 --search --num-prompts 20", "no number of replicas"),
+        (
+            "--rate 5 --model M --gpu L4 --ttft-ms 0.001 --search --num-prompts 20",
+            "no number of replicas",
+        ),
         ("--trace H --model M --gpu L4", "request 2 has no arrival time"),
         ("--trace N --model M --gpu L4", "request 2 arrives at 1 s, the one before it at 2 s"),
     ],
@@ -265,7 +330,9 @@ def test_what_makes_no_sense_is_one_line(
     assert captured.err.count("\n") == 1
 
 
-def test_a_calibration_needs_an_engine_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_calibration_needs_an_engine_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "c.json"
     CalibratedCost([1.0] * 7, (0, 0), 1, {}, 0.0, {}).save(path)
     assert cli.main(["simulate", "--rate", "5", "--calibration", str(path)]) == 1
@@ -279,9 +346,29 @@ def test_a_calibrated_engine_takes_roles_and_slower_memory(
 ) -> None:
     """Long prompts apart leave short answers alone; what KV takes is what the calibration says."""
     path = tmp_path / "c.json"
-    about = {"config": {"model": "none"}, "blocks": 512, "window": 0, "recent": 0, "max_model_len": 8192}
-    words = ("--calibration", str(path), "--rate", "6", "--num-prompts", "120", "--input-len", "600",
-             "--cv", "1", "--output-len", "60", "--tpot-ms", "30")  # fmt: skip
+    about = {
+        "config": {"model": "none"},
+        "blocks": 512,
+        "window": 0,
+        "recent": 0,
+        "max_model_len": 8192,
+    }
+    words = (
+        "--calibration",
+        str(path),
+        "--rate",
+        "6",
+        "--num-prompts",
+        "120",
+        "--input-len",
+        "600",
+        "--cv",
+        "1",
+        "--output-len",
+        "60",
+        "--tpot-ms",
+        "30",
+    )
     cost = CalibratedCost([1e-3, 0, 2e-4, 0, 0, 0, 0], (0, 0), 1, {}, 0.0, about)
     cost.save(path)
     apart = ("--roles", "prefill=1,decode=1", "--prefill-tokens", "16")
@@ -316,7 +403,14 @@ def test_calibrate_checks_itself(tmp_path: Path, capsys: pytest.CaptureFixture[s
     ]
     assert cli.main([*words, "--check", "--output", str(path)]) == 0
     text = capsys.readouterr().out
-    for load in ("all at once", "Poisson 40 %", "Poisson 70 %", "Poisson 95 %", "bursts", "median of sizes"):
+    for load in (
+        "all at once",
+        "Poisson 40 %",
+        "Poisson 70 %",
+        "Poisson 95 %",
+        "bursts",
+        "median of sizes",
+    ):
         assert load in text
     assert json.loads(path.read_bytes())["engine"]["config"]["backend"] == "fake"
 
@@ -361,7 +455,9 @@ def test_what_failures_cost_with_and_without_moving(
 
 def test_events_of_a_file(model: str, tmp_path: Path) -> None:
     path = tmp_path / "events"
-    path.write_text('{"at": 1, "replica": 0, "event": "end"}\n{"at": 2, "replica": 1, "event": "drain"}\n')
+    path.write_text(
+        '{"at": 1, "replica": 0, "event": "end"}\n{"at": 2, "replica": 1, "event": "drain"}\n'
+    )
     words = ("--model", model, *GPU, "--replicas", "3", "--events", str(path))
     (run,) = simulate(*words, output=tmp_path / "out")
     assert (run["turnover"]["replicas_failed"], run["turnover"]["replicas_drained"]) == (1, 1)
@@ -372,7 +468,16 @@ def test_replicas_that_follow_the_load_are_paid_while_they_are_there(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     load = ("--rate", "20", "--num-prompts", "400", "--input-len", "4000", "--output-len", "5")
-    scaled = ("--autoscale", "1,4", "--start-seconds", "2", "--upscale-delay", "2", "--ttft-ms", "300")
+    scaled = (
+        "--autoscale",
+        "1,4",
+        "--start-seconds",
+        "2",
+        "--upscale-delay",
+        "2",
+        "--ttft-ms",
+        "300",
+    )
     money = ("--price-per-gpu-hour", "1", "--max-num-seqs", "16")
     words = ("--model", model, "--gpu", "L4", *load, *scaled, *money)
     (run,) = simulate(*words, output=tmp_path / "out")
@@ -385,7 +490,9 @@ def test_replicas_that_follow_the_load_are_paid_while_they_are_there(
 
 
 @pytest.mark.slow
-def test_roles_are_searched_too(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_roles_are_searched_too(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     load = "--rate 100 --num-prompts 200 --output-len 20 --ttft-ms 500 --tpot-ms 20 --gpus 1"
     words = ("--model", model, "--gpu", "L4", *load.split(), "--search")
     (run,) = simulate(*words, "--roles", "search", output=tmp_path / "a")

@@ -12,10 +12,31 @@ from pageturner.config import settings as config
 from pageturner.lab.simulation.step_cost import CalibratedCost
 
 ENGINE = {
-    "config": {"model": "some.gguf", "backend": "fake", "max_num_seqs": 2, "max_num_batched_tokens": 16},
-    "blocks": 400, "window": 0, "recent": 0, "max_model_len": 512, "model": "", "fingerprint": "fake",
-}  # fmt: skip
-TRAFFIC = ("--rate", "40", "--num-prompts", "30", "--input-len", "40", "--output-len", "8", "--cap", "16")
+    "config": {
+        "model": "some.gguf",
+        "backend": "fake",
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 16,
+    },
+    "blocks": 400,
+    "window": 0,
+    "recent": 0,
+    "max_model_len": 512,
+    "model": "",
+    "fingerprint": "fake",
+}
+TRAFFIC = (
+    "--rate",
+    "40",
+    "--num-prompts",
+    "30",
+    "--input-len",
+    "40",
+    "--output-len",
+    "8",
+    "--cap",
+    "16",
+)
 TARGETS = ("--ttft-ms", "400", "--tpot-ms", "30")
 
 
@@ -31,7 +52,17 @@ def test_the_file_it_writes_is_what_it_found(
     calibration: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written, output = tmp_path / "tuned.toml", tmp_path / "out.json"
-    words = ("tune", "--calibration", calibration, *TRAFFIC, *TARGETS, "--budget", "3", "--finalists", "1")
+    words = (
+        "tune",
+        "--calibration",
+        calibration,
+        *TRAFFIC,
+        *TARGETS,
+        "--budget",
+        "3",
+        "--finalists",
+        "1",
+    )
     words += ("--policies", "chunked,orca", "--orders", "fcfs")
     assert cli.main([*words, "--write", str(written), "--output", str(output)]) == 0
     text, found = capsys.readouterr().out, json.loads(output.read_bytes())
@@ -64,11 +95,17 @@ def test_the_file_it_writes_is_what_it_found(
     ],
 )
 def test_what_it_refuses(
-    calibration: str, tmp_path: Path, words: tuple[str, ...], message: str,
+    calibration: str,
+    tmp_path: Path,
+    words: tuple[str, ...],
+    message: str,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     written = tmp_path / "tuned.toml"
-    assert cli.main(["tune", "--calibration", calibration, *words, "--write", str(written)]) in (1, 2)
+    assert cli.main(["tune", "--calibration", calibration, *words, "--write", str(written)]) in (
+        1,
+        2,
+    )
     assert message in capsys.readouterr().err
     assert not written.exists()
 

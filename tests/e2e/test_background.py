@@ -19,7 +19,13 @@ COMMON = {"max_tokens": 150, "ignore_eos": True, "seed": 5, "priority": BACKGROU
 ASKED: list[dict[str, Any]] = [
     {"prompt": "Once upon a time", "temperature": 1.0},
     {"prompt": "The sea", "n": 2, "logprobs": 2, "temperature": 0.8},
-    {"prompt": "A long way", "use_beam_search": True, "n": 2, "max_tokens": 40, "ignore_eos": False},
+    {
+        "prompt": "A long way",
+        "use_beam_search": True,
+        "n": 2,
+        "max_tokens": 40,
+        "ignore_eos": False,
+    },
     {"prompt": ["One", "Two"], "frequency_penalty": 0.5, "temperature": 1.0},
     {"prompt": "A list:", "structured_outputs": {"regex": "[a-z ]{60,80}"}, "ignore_eos": False},
 ]
@@ -40,7 +46,10 @@ def test_the_answer_is_that_of_somebody_undisturbed() -> None:
         with ThreadPoolExecutor(len(ASKED)) as pool:
             beside = [pool.submit(choices, client, body) for body in ASKED]
             for _ in range(60):
-                others = {"prompt": ["a", "b", "c", "d"], "max_tokens": 2}  # all the places there are
+                others = {
+                    "prompt": ["a", "b", "c", "d"],
+                    "max_tokens": 2,
+                }  # all the places there are
                 assert client.post(TEXT, json=others).status_code == 200
                 time.sleep(0.01)
             found = [one.result() for one in beside]

@@ -25,7 +25,9 @@ SERVE = [sys.executable, "-m", "pageturner", "serve"]
 
 def run(*arguments: str) -> tuple[int, str]:
     """Exit code and what it said of a server that must not start."""
-    done = subprocess.run([*SERVE, *arguments, "--port", "0"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [*SERVE, *arguments, "--port", "0"], capture_output=True, text=True, timeout=60
+    )
     return done.returncode, done.stderr
 
 
@@ -126,10 +128,18 @@ def post(url: str, body: object, path: str = "/v1/completions") -> tuple[int, st
     answer = httpx.post(
         f"{url}{path}", content=content, headers={"Content-Type": "application/json"}, timeout=30
     )
-    return answer.status_code, answer.json()["error"]["message"] if answer.status_code != 200 else answer.text
+    return answer.status_code, answer.json()["error"][
+        "message"
+    ] if answer.status_code != 200 else answer.text
 
 
-GOOD = {"model": "tiny", "prompt": "the old house", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+GOOD = {
+    "model": "tiny",
+    "prompt": "the old house",
+    "max_tokens": 4,
+    "temperature": 0,
+    "ignore_eos": True,
+}
 BAD = [
     ({**GOOD, "prompt": [5] * 1500}, 400, "KV"),  # more than the KV memory, less than the context
     ({**GOOD, "prompt": [5] * 5000}, 400, "context"),
@@ -149,7 +159,9 @@ BAD = [
 
 
 @pytest.mark.parametrize(("body", "status", "says"), BAD)
-def test_a_bad_request_is_refused_and_says_why(url: str, body: object, status: int, says: str) -> None:
+def test_a_bad_request_is_refused_and_says_why(
+    url: str, body: object, status: int, says: str
+) -> None:
     code, message = post(url, body)
     assert (code, says in message) == (status, True), message
 

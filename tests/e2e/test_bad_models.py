@@ -106,14 +106,18 @@ def elsewhere(file: str) -> Build:
 
     def build(folder: Path) -> None:
         path = folder / "model.safetensors.index.json"
-        write_json(path, {"weight_map": dict.fromkeys(json.loads(path.read_text())["weight_map"], file)})
+        write_json(
+            path, {"weight_map": dict.fromkeys(json.loads(path.read_text())["weight_map"], file)}
+        )
 
     return build
 
 
 def pattern(regex: str) -> Build:
     split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
-    return lambda folder: write_json(folder / "tokenizer.json", tokenizer_json() | {"pre_tokenizer": split})
+    return lambda folder: write_json(
+        folder / "tokenizer.json", tokenizer_json() | {"pre_tokenizer": split}
+    )
 
 
 def huge(folder: Path) -> None:
@@ -151,9 +155,15 @@ FOLDERS: dict[str, tuple[Build, list[str]]] = {
     "in the wrong shard": (in_the_wrong_shard, [Q, ".safetensors lacks", "again"]),
     "index no JSON": (text("model.safetensors.index.json", "{"), ["model.safetensors.index.json"]),
     "wrong shape": (tensor(Q, "F32", (32, 16), 2048), [Q, "(32, 16)", "(32, 32) was expected"]),
-    "unexpected tensor": (tensor("model.extra", "F32", (4,), 16), ["'model.extra'", "should not have"]),
+    "unexpected tensor": (
+        tensor("model.extra", "F32", (4,), 16),
+        ["'model.extra'", "should not have"],
+    ),
     "type F8": (tensor(Q, "F8_E4M3", (32, 32), 1024), [Q, "F8_E4M3", "F32, F16, BF16"]),
-    "type unknown": (tensor(Q, "F4", (32, 32), 512), [Q, "'F4'", "F32, F16 or BF16", "model.safetensors"]),
+    "type unknown": (
+        tensor(Q, "F4", (32, 32), 512),
+        [Q, "'F4'", "F32, F16 or BF16", "model.safetensors"],
+    ),
     "truncated": (cut(60_000), ["model.safetensors is truncated", "tensor 'model.", "again"]),
     "truncated early": (cut(100), ["model.safetensors", "truncated", "again"]),
     "truncated to nothing": (cut(0), ["model.safetensors is empty", "again"]),
@@ -172,7 +182,10 @@ FOLDERS: dict[str, tuple[Build, list[str]]] = {
         config(rope_parameters={"rope_type": "resonance", "rope_theta": 1e4}),
         ["'resonance' is not supported", "yarn"],
     ),
-    "GPTQ in name only": (config(quantization_config=GPTQ), ["no weights are as gptq has", "config.json"]),
+    "GPTQ in name only": (
+        config(quantization_config=GPTQ),
+        ["no weights are as gptq has", "config.json"],
+    ),
     "another quantisation": (
         config(quantization_config={"quant_method": "aqlm"}),
         ["quantised by aqlm", "config.json", "gptq, awq", "--quantization int8"],
@@ -182,10 +195,19 @@ FOLDERS: dict[str, tuple[Build, list[str]]] = {
     "too many layers": (config(num_hidden_layers=3), ["lacks the tensor 'model.layers.2."]),
     "a million layers": (config(num_hidden_layers=1_000_000), ["num_hidden_layers is 1000000"]),
     "thousands of layers": (config(num_hidden_layers=4000), ["4,000 layers", "holds 20 tensors"]),
-    "context of one token": (config(max_position_embeddings=1), ["makes no sense: context of 1 tokens"]),
+    "context of one token": (
+        config(max_position_embeddings=1),
+        ["makes no sense: context of 1 tokens"],
+    ),
     "half a character": (config(model_type="\ud800"), ["config.json", "surrogates not allowed"]),
-    "a pattern without end": (pattern("(a+)+$"), ["tokenizer.json", "'(a+)+$'", "single characters"]),
-    "a shard elsewhere": (elsewhere("../../../../etc/passwd"), ["index.json", "in the same folder"]),
+    "a pattern without end": (
+        pattern("(a+)+$"),
+        ["tokenizer.json", "'(a+)+$'", "single characters"],
+    ),
+    "a shard elsewhere": (
+        elsewhere("../../../../etc/passwd"),
+        ["index.json", "in the same folder"],
+    ),
     "generation_config": (
         text("generation_config.json", '{"top_p": 7}'),
         ["generation_config.json", "top_p"],
@@ -193,7 +215,7 @@ FOLDERS: dict[str, tuple[Build, list[str]]] = {
     "empty folder": (nothing, ["is an empty folder", "config.json"]),
     "a GGUF file in a folder": (a_gguf_within, ["say which file in it", "tiny.gguf"]),
     "an adapter": (an_adapter, ["is a LoRA adapter", "--lora NAME="]),
-}  # fmt: skip
+}
 
 
 # -- ways to spoil a GGUF file -------------------------------------------------------------------------------
@@ -201,7 +223,9 @@ def kind(number: int) -> bytes:
     metadata, tensors = taken_apart(GOLDENS / "tiny_llama.gguf")
     one = KINDS.get(number)
     size = 256 if one is None else 256 // one.values * one.nbytes
-    return gguf_bytes(metadata, tensors | {"blk.0.ffn_down.weight": (number, (64, 256), bytes(64 * size))})
+    return gguf_bytes(
+        metadata, tensors | {"blk.0.ffn_down.weight": (number, (64, 256), bytes(64 * size))}
+    )
 
 
 def keys(**changes: Any) -> bytes:
@@ -221,29 +245,47 @@ KNOWN = "F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, Q2_K, Q
 FILES: dict[str, tuple[Callable[[], bytes], list[str]]] = {
     "IQ2_XS": (lambda: kind(17), ["blk.0.ffn_down.weight", "IQ2_XS", KNOWN]),
     "IQ3_S": (lambda: kind(21), ["blk.0.ffn_down.weight", "IQ3_S", KNOWN]),
-    "a type of the future": (lambda: kind(77), ["blk.0.ffn_down.weight", "unknown type 77", "Q8_0"]),
+    "a type of the future": (
+        lambda: kind(77),
+        ["blk.0.ffn_down.weight", "unknown type 77", "Q8_0"],
+    ),
     "truncated": (lambda: WHOLE[:-5000], ["is truncated", "again", "inside tensor"]),
     "truncated early": (lambda: WHOLE[:1000], ["is truncated", "again"]),
     "empty": (lambda: b"", ["is not a GGUF file"]),
     "junk": (lambda: b"PK\3\4" * 99, ["is not a GGUF file"]),
-    "wrong shape": (lambda: more("blk.0.ffn_down.weight", 32), ["blk.0.ffn_down.weight", "was expected"]),
-    "unexpected tensor": (lambda: more("blk.0.zzz.weight", 32), ["blk.0.zzz.weight", "should not have"]),
+    "wrong shape": (
+        lambda: more("blk.0.ffn_down.weight", 32),
+        ["blk.0.ffn_down.weight", "was expected"],
+    ),
+    "unexpected tensor": (
+        lambda: more("blk.0.zzz.weight", 32),
+        ["blk.0.zzz.weight", "should not have"],
+    ),
     "architecture": (
         lambda: keys(general__architecture="mamba"),
         ["'mamba' is not supported", "known: llama"],
     ),
-    "no layers": (lambda: keys(llama__block_count=...), ["lacks the metadata key 'llama.block_count'"]),
+    "no layers": (
+        lambda: keys(llama__block_count=...),
+        ["lacks the metadata key 'llama.block_count'"],
+    ),
     "a million layers": (
         lambda: keys(llama__block_count=1_000_000),
         ["llama.block_count is 1000000"],
     ),
-    "context of one token": (lambda: keys(llama__context_length=1), ["makes no sense: context of 1 tokens"]),
-    "rotary scaling": (lambda: keys(llama__rope__scaling__type="mrope"), ["'mrope' is not supported"]),
+    "context of one token": (
+        lambda: keys(llama__context_length=1),
+        ["makes no sense: context of 1 tokens"],
+    ),
+    "rotary scaling": (
+        lambda: keys(llama__rope__scaling__type="mrope"),
+        ["'mrope' is not supported"],
+    ),
     "no tokenizer": (
         lambda: keys(tokenizer__ggml__model=...),
         ["lacks the metadata key 'tokenizer.ggml.model'"],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(params=[*FOLDERS, *(f"{name}.gguf" for name in FILES)])
@@ -268,7 +310,9 @@ def check(said: str, path: Path, says: list[str]) -> None:
         assert part in line
 
 
-def test_bad_models_through_llm(bad: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_models_through_llm(
+    bad: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
     path, says = bad
     assert cli.main(["generate", str(path), "--backend", "reference", "-p", "x"]) == 1
     check(capsys.readouterr().err, path, says)
@@ -278,9 +322,13 @@ def test_bad_models_through_llm(bad: tuple[Path, list[str]], capsys: pytest.Capt
 
 def serve(path: str, **env: str) -> tuple[int, str]:
     command = [*SERVE, path, "--port", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, **env})
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env={**os.environ, **env}
+    )
     assert done.stdout == ""
-    lines = [line for line in done.stderr.splitlines() if " INFO loading " not in line]  # its first words
+    lines = [
+        line for line in done.stderr.splitlines() if " INFO loading " not in line
+    ]  # its first words
     return done.returncode, "\n".join(lines)
 
 
@@ -293,7 +341,9 @@ def test_bad_models_through_serve(bad: tuple[Path, list[str]]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bad", ["shard missing", "too large", "no tokenizer", "IQ3_S.gguf"], indirect=True)
+@pytest.mark.parametrize(
+    "bad", ["shard missing", "too large", "no tokenizer", "IQ3_S.gguf"], indirect=True
+)
 def test_some_bad_models_through_serve(bad: tuple[Path, list[str]]) -> None:
     """Those that the engine process meets, and those that the API process meets."""
     test_bad_models_through_serve(bad)
@@ -369,13 +419,21 @@ def test_what_is_odd_about_a_model_is_in_the_servers_log(tmp_path: Path) -> None
         while "listening on" not in log and (line := process.stderr.readline()):
             log += line
         url = log.split("listening on ")[1].split(";")[0]
-        for part in ("template cannot be read, line 1", "has 400 tokens, the model 320", "temperature 0"):
+        for part in (
+            "template cannot be read, line 1",
+            "has 400 tokens, the model 320",
+            "temperature 0",
+        ):
             assert part in log
         chat = {"messages": [{"role": "user", "content": "hi"}]}
         answer = httpx.post(f"{url}/v1/chat/completions", json=chat, timeout=60)
         assert (answer.status_code, answer.json()["error"]["reason"]) == (400, "template_error")
-        asked = [httpx.post(f"{url}/v1/completions", json={"prompt": "hi"}, timeout=60) for _ in range(2)]
-        assert asked[0].json()["choices"] == asked[1].json()["choices"], "greedy, as the model's file says"
+        asked = [
+            httpx.post(f"{url}/v1/completions", json={"prompt": "hi"}, timeout=60) for _ in range(2)
+        ]
+        assert asked[0].json()["choices"] == asked[1].json()["choices"], (
+            "greedy, as the model's file says"
+        )
         asked = httpx.post(f"{url}/v1/completions", json={"prompt": [350]}, timeout=60)
         assert asked.status_code == 400
         process.send_signal(signal.SIGTERM)
@@ -413,8 +471,16 @@ def hub() -> Any:
 @pytest.mark.parametrize(
     ("model", "env", "says"),
     [
-        ("org/absent", {"HF_HUB_OFFLINE": "1"}, ["HF_HUB_OFFLINE is set", "not in the cache", "path"]),
-        ("org/absent", {"HF_ENDPOINT": "http://127.0.0.1:9"}, ["cannot be reached", "check the network"]),
+        (
+            "org/absent",
+            {"HF_HUB_OFFLINE": "1"},
+            ["HF_HUB_OFFLINE is set", "not in the cache", "path"],
+        ),
+        (
+            "org/absent",
+            {"HF_ENDPOINT": "http://127.0.0.1:9"},
+            ["cannot be reached", "check the network"],
+        ),
         ("org/gated", {}, ["behind its licence", "HF_TOKEN"]),
         ("org/private", {}, ["has no model 'org/private'", "HF_TOKEN"]),
     ],

@@ -60,7 +60,9 @@ def test_a_search_wide_enough_finds_the_best_of_all(llm: LLM) -> None:
     }
     best = sorted(every, key=lambda pair: -every[pair])[:20]
     assert [tuple(answer.token_ids) for answer in found] == best
-    assert [answer.score for answer in found] == pytest.approx([every[pair] for pair in best], abs=1e-4)
+    assert [answer.score for answer in found] == pytest.approx(
+        [every[pair] for pair in best], abs=1e-4
+    )
 
 
 def test_one_beam_is_greedy(llm: LLM) -> None:
@@ -118,7 +120,9 @@ def test_what_cannot_be_asked_for(llm: LLM, asked: dict[str, Any], name: str) ->
 
 
 def test_beams_that_memory_cannot_hold() -> None:
-    small = LLM(str(MODEL), backend="reference", max_num_seqs=8, max_model_len=64, kv_cache_memory=40 * 1024)
+    small = LLM(
+        str(MODEL), backend="reference", max_num_seqs=8, max_model_len=64, kv_cache_memory=40 * 1024
+    )
     with pytest.raises(ClientError) as refused:
         small.beam_search(PROMPT, 8, SamplingParams(max_tokens=50))
     assert refused.value.code == "kv_too_small"
@@ -128,7 +132,10 @@ BEAMS: dict[str, Any] = {"use_beam_search": True, "prompt": PROMPT, "max_tokens"
 
 
 def test_over_http_as_in_llm(llm: LLM, http: httpx.Client) -> None:
-    expected = [answer.text for answer in llm.beam_search(PROMPT, 4, SamplingParams(max_tokens=8))[0].outputs]
+    expected = [
+        answer.text
+        for answer in llm.beam_search(PROMPT, 4, SamplingParams(max_tokens=8))[0].outputs
+    ]
     body = http.post("/v1/completions", json={**BEAMS, "n": 4}).json()
     assert [choice["text"] for choice in body["choices"]] == expected
     body = http.post("/v1/completions", json={**BEAMS, "n": 2, "best_of": 4}).json()
@@ -155,7 +162,9 @@ def test_over_http_as_in_llm(llm: LLM, http: httpx.Client) -> None:
         ({"use_beam_search": False, "length_penalty": 2.0}, "length_penalty"),
     ],
 )
-def test_what_cannot_be_asked_for_over_http(http: httpx.Client, asked: dict[str, Any], name: str) -> None:
+def test_what_cannot_be_asked_for_over_http(
+    http: httpx.Client, asked: dict[str, Any], name: str
+) -> None:
     answer = http.post("/v1/completions", json={**BEAMS, **asked})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == name

@@ -47,7 +47,9 @@ llm = LLM({MODEL!r})
 params = SamplingParams(temperature=0.0, max_tokens={len(expected)}, ignore_eos=True)
 print(llm.built.fingerprint, llm.generate([{prompt}], params)[0].outputs[0].token_ids)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("reference")
     assert str(expected) in done.stdout
@@ -66,16 +68,24 @@ def test_a_cpu_without_avx2_runs_portable_code_warned(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("isa", native_module.available_isas() or ["none"])
-def test_every_instruction_set_gives_the_recorded_answer(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_instruction_set_gives_the_recorded_answer(
+    isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if isa == "none":
         pytest.skip("the native kernels are not built")
     monkeypatch.setenv("PAGETURNER_ISA", isa)
-    assert greedy(EngineConfig(model=MODEL, backend="native", kv_cache_dtype="float32")) == golden()[1]
+    assert (
+        greedy(EngineConfig(model=MODEL, backend="native", kv_cache_dtype="float32")) == golden()[1]
+    )
 
 
-def test_asking_for_native_kernels_that_are_not_there_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_asking_for_native_kernels_that_are_not_there_is_a_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(native_module, "available_isas", list)
-    monkeypatch.setattr(native_module, "supported", lambda: (False, "not built: install a compiler"))
+    monkeypatch.setattr(
+        native_module, "supported", lambda: (False, "not built: install a compiler")
+    )
     with pytest.raises(EngineFault, match="not built") as fault:
         make_ops(EngineConfig(backend="native"))
     assert fault.value.code == "no_native_backend"

@@ -30,7 +30,15 @@ from support.engines import GOLDENS, Answer, Model, Setup, answers
 usable, why = native_module.supported()
 pytestmark = pytest.mark.skipif(not usable, reason=f"native kernels: {why}")
 
-POLICIES = ("chunked", "adaptive_chunk", "prefill_first", "served_ratio", "orca", "window", "static")
+POLICIES = (
+    "chunked",
+    "adaptive_chunk",
+    "prefill_first",
+    "served_ratio",
+    "orca",
+    "window",
+    "static",
+)
 ORDERS = ("fcfs", "priority", "sjf", "deadline", "adaptive", "fair", "prefix")
 NEVER_PREEMPTING = ("orca", "window", "static")
 BUDGETS = (16, 64, 512, 0)
@@ -61,11 +69,18 @@ def pairwise(product: list[tuple], seed: int = 0) -> list[tuple]:
 
 def _pairs(row: tuple) -> set:
     """All but policy with order: those are many, and test_each_policy_with_each_order has them."""
-    return {(i, row[i], j, row[j]) for i, j in itertools.combinations(range(len(row)), 2) if (i, j) != (0, 1)}
+    return {
+        (i, row[i], j, row[j])
+        for i, j in itertools.combinations(range(len(row)), 2)
+        if (i, j) != (0, 1)
+    }
 
 
 # what reshapes logits by the tokens so far, and what is told of the prompt: every eighth request has one
-ENDS: dict[str, Any] = {"min_tokens": 0, "stop_ids": (2,)}  # a grammar ends with the model's end of sequence
+ENDS: dict[str, Any] = {
+    "min_tokens": 0,
+    "stop_ids": (2,),
+}  # a grammar ends with the model's end of sequence
 FEATURES: tuple[dict[str, Any], ...] = (
     {},
     {"repetition_penalty": 1.4},
@@ -74,9 +89,18 @@ FEATURES: tuple[dict[str, Any], ...] = (
     {"bad_words_token_ids": (*((token,) for token in range(20, 120)), (130, 131), (7, 8, 9))},
     {"allowed_token_ids": tuple(range(3, 300, 4))},
     {"prompt_logprobs": 3},
-    {"prompt_logprobs": 0, "repetition_penalty": 0.8, "frequency_penalty": -0.5, "logit_bias": {40: 1.0}},
+    {
+        "prompt_logprobs": 0,
+        "repetition_penalty": 0.8,
+        "frequency_penalty": -0.5,
+        "logit_bias": {40: 1.0},
+    },
     {"structured_outputs": StructuredOutputsParams(regex=r"([a-z ]{3,9}, ?)*\d+!?"), **ENDS},
-    {"structured_outputs": StructuredOutputsParams(json_object=True), "presence_penalty": 0.5, **ENDS},
+    {
+        "structured_outputs": StructuredOutputsParams(json_object=True),
+        "presence_penalty": 0.5,
+        **ENDS,
+    },
 )
 
 
@@ -86,7 +110,9 @@ def crowd(count: int = 65, vocab: int = 300, longest: int = 60, output: int = 20
     shared = tuple(dice.randrange(vocab) for _ in range(40))
     requests = []
     for number in range(1, count + 1):
-        long = number % 3 == 1  # outlives what was found free at its admission: preemption needs that
+        long = (
+            number % 3 == 1
+        )  # outlives what was found free at its admission: preemption needs that
         own = tuple(dice.randrange(vocab) for _ in range(dice.randint(1, longest)))
         params = SamplingParams(
             temperature=dice.choice([0.0, 0.0, 0.7, 1.3]),
@@ -111,7 +137,9 @@ def crowd(count: int = 65, vocab: int = 300, longest: int = 60, output: int = 20
         if number % 9 == 5:  # more choices of its prompt, which share its blocks
             params = replace(params, temperature=1.0)
             for index in (1, 2):
-                more = replace(request, id=100 * index + number, index=index, parent=number, params=params)
+                more = replace(
+                    request, id=100 * index + number, index=index, parent=number, params=params
+                )
                 requests.append(more)
     return requests
 
@@ -147,7 +175,9 @@ class Family:
 
     def __init__(self, name: str, dtype: str = "auto", kv_dtype: str = "float16") -> None:
         self.models = {
-            threads: Model(GOLDENS / name, native.NativeOps(threads=threads), dtype=dtype, kv_dtype=kv_dtype)
+            threads: Model(
+                GOLDENS / name, native.NativeOps(threads=threads), dtype=dtype, kv_dtype=kv_dtype
+            )
             for threads in THREADS
         }
         self.requests = crowd()
@@ -156,7 +186,14 @@ class Family:
             self.truth |= answers(self.models[1].engine(Setup()), [request])
 
     def check(
-        self, policy: str, order: str, budget: int, block: int, cache: bool, memory: str, threads: int
+        self,
+        policy: str,
+        order: str,
+        budget: int,
+        block: int,
+        cache: bool,
+        memory: str,
+        threads: int,
     ) -> None:
         setup = Setup(policy, budget, block, cache, KV_TOKENS[memory][block], order=order)
         engine = self.models[threads].engine(setup)
@@ -213,7 +250,12 @@ def test_resuming_in_the_middle(quantised: Family) -> None:
         resume = (Resume(0, whole.tokens[:half]),) if half else ()
         start = None if request.logits_from is None else told
         requests.append(replace(request, resume=resume, logits_from=start))
-        rest = (whole.tokens[half:], whole.logprobs[half:], whole.finish, whole.prompt_logprobs[told:])
+        rest = (
+            whole.tokens[half:],
+            whole.logprobs[half:],
+            whole.finish,
+            whole.prompt_logprobs[told:],
+        )
         expected[request.id] = Answer(*rest)
     assert answers(quantised.models[2].engine(Setup(token_budget=48)), requests) == expected
 
@@ -239,7 +281,9 @@ class WildGuesses:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", ["scarce", pytest.param("plenty", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("block", [16, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 64))])
+@pytest.mark.parametrize(
+    "block", [16, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 64))]
+)
 def test_drafts_change_nothing(quantised: Family, block: int, memory: str) -> None:
     model, tokens = quantised.models[2], KV_TOKENS[memory][block]
 
@@ -276,7 +320,9 @@ def test_steps_that_raise_behind_their_work_change_nothing(quantised: Family) ->
     assert min(raised) > 10, "with copies and without"
 
 
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 6))])
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 6))]
+)
 def test_any_two_settings(quantised: Family, part: int) -> None:
     for row in pairwise(PRODUCT)[part::6]:
         quantised.check(*row)
@@ -295,7 +341,9 @@ class Adapted(Family):
         spec = self.models[1].decoder.spec
         fields = {"a": (*ALL, *TOP), "b": ("q", "v"), "c": ("o", "gate", "down")}
         folders = {
-            name: write_adapter(folder / name, spec, each, 5 + seed, seed, ("F32", "BF16", "F16")[seed], 1.0)
+            name: write_adapter(
+                folder / name, spec, each, 5 + seed, seed, ("F32", "BF16", "F16")[seed], 1.0
+            )
             for seed, (name, each) in enumerate(fields.items())
         }
         digests = ("", *(read_folder(one).digest for one in folders.values()))
@@ -309,7 +357,9 @@ class Adapted(Family):
             model.adapters = folders
         for request in self.requests:
             self.truth |= answers(self.models[1].engine(Setup()), [request])
-        changed = [one.id for one in self.requests if self.truth[one.id].tokens != plain[one.id].tokens]
+        changed = [
+            one.id for one in self.requests if self.truth[one.id].tokens != plain[one.id].tokens
+        ]
         assert len(changed) > len(self.requests) / 2
 
 

@@ -40,7 +40,9 @@ def requests(path: Path, count: int) -> list[Request]:
         params = SamplingParams(
             temperature=0.0 if number % 2 else 0.9,
             top_p=0.95,
-            max_tokens=45 if number % 4 == 1 else 5 + number % 5,  # some outlive what was free at admission
+            max_tokens=45
+            if number % 4 == 1
+            else 5 + number % 5,  # some outlive what was free at admission
             stop_ids=() if number % 4 == 1 else tokenizer.eos_ids,
             logprobs=2 if number % 3 else None,
             seed=number,
@@ -54,7 +56,9 @@ def requests(path: Path, count: int) -> list[Request]:
 )
 def test_alone_and_among_64_others(dtype: str, kv_dtype: str) -> None:
     path = model_path()
-    models = {n: Model(path, native.NativeOps(threads=n), dtype=dtype, kv_dtype=kv_dtype) for n in (1, 2)}
+    models = {
+        n: Model(path, native.NativeOps(threads=n), dtype=dtype, kv_dtype=kv_dtype) for n in (1, 2)
+    }
     crowd = requests(path, 65)
     assert len(crowd) == 65
     truth = {}

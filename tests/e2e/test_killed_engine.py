@@ -22,13 +22,20 @@ from support.servers import serving
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench" / "accept"))
 import dialect_jobs
 
-pytestmark = pytest.mark.skipif(not native_module.available_isas(), reason="the kernels are not compiled")
+pytestmark = pytest.mark.skipif(
+    not native_module.available_isas(), reason="the kernels are not compiled"
+)
 STREAMS, TOKENS = 4, 400
 
 
 def text_of(client: httpx.Client, number: int, then: Callable[[], None] = lambda: None) -> str:
     """A streamed answer. then: done at its 20th token."""
-    body = {"prompt": f"the old house {number}", "max_tokens": TOKENS, "seed": number, "temperature": 1.0}
+    body = {
+        "prompt": f"the old house {number}",
+        "max_tokens": TOKENS,
+        "seed": number,
+        "temperature": 1.0,
+    }
     text, chunks = "", 0
     with client.stream(
         "POST", "/v1/completions", json={**body, "ignore_eos": True, "stream": True}
@@ -67,11 +74,19 @@ NUMBERS |= {"required": ["list"], "additionalProperties": False}
 SUM = [{"type": "function", "function": {"name": "sum", "parameters": NUMBERS}}]
 
 
-def calls_of(client: httpx.Client, number: int, then: Callable[[], None] = lambda: None) -> list[str]:
+def calls_of(
+    client: httpx.Client, number: int, then: Callable[[], None] = lambda: None
+) -> list[str]:
     """What each delta of a streamed call says, and why the answer ended. then: done at the 20th."""
     body = {
         "messages": [{"role": "user", "content": f"the old house {number}"}],
-        **{"tools": SUM, "tool_choice": "required", "seed": number, "max_tokens": TOKENS, "stream": True},
+        **{
+            "tools": SUM,
+            "tool_choice": "required",
+            "seed": number,
+            "max_tokens": TOKENS,
+            "stream": True,
+        },
     }
     said: list[str] = []
     with client.stream("POST", "/v1/chat/completions", json=body) as response:
@@ -79,7 +94,10 @@ def calls_of(client: httpx.Client, number: int, then: Callable[[], None] = lambd
             if line.startswith("data: {"):
                 choice = json.loads(line.removeprefix("data: "))["choices"][0]
                 calls = choice["delta"].get("tool_calls", [])
-                said += [call["function"].get("name", "") + call["function"]["arguments"] for call in calls]
+                said += [
+                    call["function"].get("name", "") + call["function"]["arguments"]
+                    for call in calls
+                ]
                 said += [choice["finish_reason"]] if choice["finish_reason"] else []
                 if len(said) == 20:
                     then()
@@ -105,7 +123,10 @@ def test_kill_9_in_the_midst_of_calls() -> None:
 def test_kill_9_under_every_dialect() -> None:
     with serving(GOLDENS / "tiny_llama.gguf", *dialect_jobs.FLAGS) as client:
         url = str(client.base_url)
-        asked = [dialect_jobs.as_stream(one) for one in dialect_jobs.asks(dialect_jobs.marks(url), tokens=40)]
+        asked = [
+            dialect_jobs.as_stream(one)
+            for one in dialect_jobs.asks(dialect_jobs.marks(url), tokens=40)
+        ]
         asked += dialect_jobs.rows()
         response = next(one for one in asked if one.path == dialect_jobs.RESPONSES)
         asked.append(dialect_jobs.in_background(dialect_jobs.in_one_piece(response)))

@@ -37,9 +37,16 @@ def crowd(count: int = 9) -> list[Request]:
     shared = tuple(dice.randrange(3, 300) for _ in range(45))
     requests = []
     for number in range(count):
-        own = tuple(dice.randrange(3, 300) for _ in range(270 if number == 2 else dice.randint(1, 30)))
+        own = tuple(
+            dice.randrange(3, 300) for _ in range(270 if number == 2 else dice.randint(1, 30))
+        )
         params = SamplingParams(
-            temperature=number % 2, seed=number, max_tokens=12, logprobs=2, stop_ids=(), ignore_eos=True
+            temperature=number % 2,
+            seed=number,
+            max_tokens=12,
+            logprobs=2,
+            stop_ids=(),
+            ignore_eos=True,
         )
         requests.append(Request(number, (shared if number % 3 else ()) + own, params))
     return requests
@@ -70,7 +77,9 @@ def test_the_same_of_others_and_other_types(family: str, kv_dtype: str) -> None:
     check(family, kv_dtype, 1)
 
 
-@pytest.mark.parametrize(("length", "ending"), [(0, "-rope_long"), (512, "-rope_short"), (513, "-rope_long")])
+@pytest.mark.parametrize(
+    ("length", "ending"), [(0, "-rope_long"), (512, "-rope_short"), (513, "-rope_long")]
+)
 def test_a_fingerprint_tells_which_factors_longrope_took(length: int, ending: str) -> None:
     """They are other bits; what else it tells is still read from it."""
     folder = str(GOLDENS / "families" / "phi4_mini")
@@ -78,5 +87,7 @@ def test_a_fingerprint_tells_which_factors_longrope_took(length: int, ending: st
     found = make_engine(config).fingerprint
     assert found.endswith(ending)
     assert settings_of(found)["kv_cache_dtype"] == "float16"
-    plain = make_engine(replace(config, model=str(GOLDENS / "families" / "smollm3"), max_model_len=0))
+    plain = make_engine(
+        replace(config, model=str(GOLDENS / "families" / "smollm3"), max_model_len=0)
+    )
     assert plain.fingerprint == found.removesuffix(ending)

@@ -26,15 +26,31 @@ LONG = "the old house, the old house, the old"
 TOOLS = [{"type": "function", "function": {"name": "wait"}}]
 KINDS: list[dict[str, Any]] = [
     {"prompt": LONG, "temperature": 0},
-    {"prompt": LONG, "temperature": 0, "allowed_token_ids": [70, 71], "max_tokens": 60},  # drafts hit
+    {
+        "prompt": LONG,
+        "temperature": 0,
+        "allowed_token_ids": [70, 71],
+        "max_tokens": 60,
+    },  # drafts hit
     {"prompt": LONG, "seed": 5, "n": 3},
     {"prompt": [LONG, "a", [40, 41, 42]], "n": 2},
     {"prompt": [40, 41, 42], "best_of": 4, "n": 2},
     {"prompt": LONG, "use_beam_search": True, "n": 2, "best_of": 3, "length_penalty": 0.5},
     {"prompt": LONG, "structured_outputs": {"choice": ["yes", "no"]}, "ignore_eos": False},
-    {"prompt": LONG, "logit_bias": {"60": 3.5, "61": -100}, "top_k": 40, "top_p": 0.9, "min_p": 0.01},
+    {
+        "prompt": LONG,
+        "logit_bias": {"60": 3.5, "61": -100},
+        "top_k": 40,
+        "top_p": 0.9,
+        "min_p": 0.01,
+    },
     {"prompt": LONG, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": -0.5},
-    {"prompt": LONG, "bad_words": ["a", "old"], "stop_token_ids": [80, 81, 82, 83], "min_tokens": 3},
+    {
+        "prompt": LONG,
+        "bad_words": ["a", "old"],
+        "stop_token_ids": [80, 81, 82, 83],
+        "min_tokens": 3,
+    },
     {"prompt": LONG, "stop": ["e", "<extra1>", "o"], "include_stop_str_in_output": True},
     {"prompt": LONG, "stop": ["</s>", "<s>"], "skip_special_tokens": False, "logit_bias": {"2": 6}},
     {"prompt": LONG, "truncate_prompt_tokens": 7, "prompt_logprobs": 2, "logprobs": 1},
@@ -45,15 +61,26 @@ KINDS: list[dict[str, Any]] = [
     {"messages": MESSAGES, "add_generation_prompt": False, "chat_template_kwargs": {"x": 1}},
     {
         "messages": [
-            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+            }
         ]
     },
-    {"messages": [*MESSAGES, {"role": "assistant", "content": "I am "}], "continue_final_message": True},
+    {
+        "messages": [*MESSAGES, {"role": "assistant", "content": "I am "}],
+        "continue_final_message": True,
+    },
     {"messages": MESSAGES, "chat_template": "{% for m in messages %}{{ m.content }}/{% endfor %}"},
     {"prompt": LONG, "seed": 9, "stream": True, "stream_options": {"include_usage": True}},
     {
         "messages": [{"role": "developer", "content": "Be."}, *MESSAGES],
-        **{"tools": TOOLS, "tool_choice": "required", "ignore_eos": False, "thinking_token_budget": 3},
+        **{
+            "tools": TOOLS,
+            "tool_choice": "required",
+            "ignore_eos": False,
+            "thinking_token_budget": 3,
+        },
     },
 ]
 BASE = {"max_tokens": 24, "ignore_eos": True, "receipt": True, "seed": 7}
@@ -69,17 +96,34 @@ def answers(folder: Path) -> list[dict[str, Any]]:
     """Of all kinds, asked at once. Of a stream, what has the receipt."""
     key = folder.parent / "key"
     key.write_bytes(KEY)
-    flags = ("--speculation", "ngram", "--receipt-key-file", str(key), "--max-num-batched-tokens", "32")
-    flags += ("--tool-call-parser", "hermes", "--reasoning-parser", "think", "--trust-request-chat-template")
+    flags = (
+        "--speculation",
+        "ngram",
+        "--receipt-key-file",
+        str(key),
+        "--max-num-batched-tokens",
+        "32",
+    )
+    flags += (
+        "--tool-call-parser",
+        "hermes",
+        "--reasoning-parser",
+        "think",
+        "--trust-request-chat-template",
+    )
     with serving(folder, *flags) as client, ThreadPoolExecutor(len(KINDS)) as crowd:
         return list(crowd.map(lambda kind: ask(client, BASE | kind), KINDS))
 
 
 def ask(client: httpx.Client, body: dict[str, Any]) -> dict[str, Any]:
-    response = client.post(CHAT if "messages" in body else "/v1/completions", json=body).raise_for_status()
+    response = client.post(
+        CHAT if "messages" in body else "/v1/completions", json=body
+    ).raise_for_status()
     if not body.get("stream"):
         return dict(response.json())
-    chunks = [json.loads(line[6:]) for line in response.text.split("\n\n") if line.startswith("data: {")]
+    chunks = [
+        json.loads(line[6:]) for line in response.text.split("\n\n") if line.startswith("data: {")
+    ]
     return next(chunk for chunk in chunks if "receipt" in chunk)
 
 
@@ -93,7 +137,9 @@ def found(llm: LLM, value: dict[str, Any], prompt: str) -> list[verify.Finding]:
     findings = list(verify.unchanged(receipt, KEY))
     if verify.exit_code(findings):
         return findings
-    return findings + list(verify.made_again(receipt, llm, prompt, given_answers(json.dumps(value))))
+    return findings + list(
+        verify.made_again(receipt, llm, prompt, given_answers(json.dumps(value)))
+    )
 
 
 @pytest.mark.parametrize("i", range(len(KINDS)))
@@ -117,9 +163,9 @@ def test_each_is_verified_alone_and_a_changed_bit_is_named(
 def test_the_kinds_end_in_all_ways(answers: list[dict[str, Any]]) -> None:
     """By a stop string, one that only shows among control tokens, the end of sequence, length."""
     ends = [answer["receipt"]["choices"][0] for answer in answers]
-    assert [(end["finish_reason"], 1 <= end["tokens"] < 24) for end in (ends[10], ends[11], ends[14])] == [
-        ("stop", True)
-    ] * 3
+    assert [
+        (end["finish_reason"], 1 <= end["tokens"] < 24) for end in (ends[10], ends[11], ends[14])
+    ] == [("stop", True)] * 3
     assert ends[13]["tokens"] == 0
     assert sum(end["finish_reason"] == "length" for end in ends) > 5
 
@@ -164,7 +210,8 @@ def test_parameters_that_did_not_make_the_answer_are_found_out(
 
 
 @pytest.mark.parametrize(
-    "changed", [{"force_ids": (10**9,)}, {"n": 10**6, "best_of": 10**6}, {"top_k": 2**60}, {"stop": ("",)}]
+    "changed",
+    [{"force_ids": (10**9,)}, {"n": 10**6, "best_of": 10**6}, {"top_k": 2**60}, {"stop": ("",)}],
 )
 def test_parameters_that_nobody_could_have_sent(
     llm: LLM, answers: list[dict[str, Any]], changed: dict[str, Any]
@@ -176,13 +223,17 @@ def test_parameters_that_nobody_could_have_sent(
     assert "this engine refuses the request" in findings[-1].what
 
 
-def test_an_answer_that_is_not_the_receipts_is_found_out(llm: LLM, answers: list[dict[str, Any]]) -> None:
+def test_an_answer_that_is_not_the_receipts_is_found_out(
+    llm: LLM, answers: list[dict[str, Any]]
+) -> None:
     text = answers[0]["choices"][0]["text"]
     receipt = form.read_receipt(json.dumps(answers[0]))
     assert verify.exit_code(list(verify.made_again(receipt, llm, LONG, given_answers(text)))) == 0
     other = text[:9] + "~" + text[10:]
     (wrong,) = [
-        f for f in verify.made_again(receipt, llm, LONG, given_answers(other)) if f.verdict == verify.DIFFERS
+        f
+        for f in verify.made_again(receipt, llm, LONG, given_answers(other))
+        if f.verdict == verify.DIFFERS
     ]
     assert "from character 10 on" in wrong.what
 
@@ -207,7 +258,9 @@ def test_the_command_verifies(command: Any, answers: list[dict[str, Any]], folde
     assert "same: signature" in said
 
 
-def test_the_command_says_what_differs(command: Any, answers: list[dict[str, Any]], folder: Path) -> None:
+def test_the_command_says_what_differs(
+    command: Any, answers: list[dict[str, Any]], folder: Path
+) -> None:
     code, said = command(answers[0], "--prompt", "another")
     assert code == 1
     assert "differs: prompts[0].hash" in said

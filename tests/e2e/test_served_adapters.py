@@ -20,7 +20,9 @@ from support.adapters import ALL, TOP, write_adapter
 from support.engines import GOLDENS
 from support.servers import serving
 
-pytestmark = pytest.mark.skipif(not native_module.available_isas(), reason="the kernels are not compiled")
+pytestmark = pytest.mark.skipif(
+    not native_module.available_isas(), reason="the kernels are not compiled"
+)
 TINY = GOLDENS / "tiny_llama.gguf"
 SPEC = open_model(TINY)[1]
 KEY = {"authorization": "Bearer secret"}
@@ -31,12 +33,22 @@ PROMPT = "the old house"
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("adapters")
-    return {n: write_adapter(root / n, SPEC, f, seed=i, size=1.0) for i, (n, f) in enumerate(FIELDS.items())}
+    return {
+        n: write_adapter(root / n, SPEC, f, seed=i, size=1.0)
+        for i, (n, f) in enumerate(FIELDS.items())
+    }
 
 
 @pytest.fixture(scope="module")
 def client(folders: dict[str, Path]) -> Iterator[httpx.Client]:
-    flags = ["--lora", f"red={folders['red']}", "--lora", f"green={folders['green']}", "--max-loras", "2"]
+    flags = [
+        "--lora",
+        f"red={folders['red']}",
+        "--lora",
+        f"green={folders['green']}",
+        "--max-loras",
+        "2",
+    ]
     with serving(TINY, *flags, "--admin-key", "secret", "--kv-cache-dtype", "int8") as client:
         yield client
 
@@ -50,13 +62,21 @@ def truth(folders: dict[str, Path]) -> dict[str, str]:
 
 
 def ask(client: httpx.Client, model: str, **more: Any) -> httpx.Response:
-    body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True, "model": model}
+    body = {
+        "prompt": PROMPT,
+        "max_tokens": 12,
+        "temperature": 0,
+        "ignore_eos": True,
+        "model": model,
+    }
     return client.post("/v1/completions", json=body | more)
 
 
 def load(client: httpx.Client, name: str, path: Path, **more: Any) -> httpx.Response:
     return client.post(
-        "/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(path), **more}, headers=KEY
+        "/v1/load_lora_adapter",
+        json={"lora_name": name, "lora_path": str(path), **more},
+        headers=KEY,
     )
 
 
@@ -69,7 +89,9 @@ def test_the_model_of_a_request_chooses(client: httpx.Client, truth: dict[str, s
     with ThreadPoolExecutor(8) as pool:
         names = ["red", "tiny_llama", "green"] * 4
         for name, answer in zip(names, pool.map(lambda n: ask(client, n), names), strict=True):
-            assert answer.json()["choices"][0]["text"] == truth["" if name == "tiny_llama" else name]
+            assert (
+                answer.json()["choices"][0]["text"] == truth["" if name == "tiny_llama" else name]
+            )
             assert answer.json()["model"] == name
     models = {one["id"]: one for one in client.get("/v1/models").json()["data"]}
     assert models["red"]["parent"] == "tiny_llama"
@@ -100,9 +122,14 @@ def test_every_dialect_knows_them(client: httpx.Client) -> None:
     assert long.status_code == 200, "a text worker knows them too"
 
 
-def test_loading_and_unloading(client: httpx.Client, folders: dict[str, Path], truth: dict[str, str]) -> None:
+def test_loading_and_unloading(
+    client: httpx.Client, folders: dict[str, Path], truth: dict[str, str]
+) -> None:
     answer = load(client, "blue", folders["blue"])
-    assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'blue' added successfully.")
+    assert (answer.status_code, answer.text) == (
+        200,
+        "Success: LoRA adapter 'blue' added successfully.",
+    )
     assert ask(client, "blue").json()["choices"][0]["text"] == truth["blue"]
     again = load(client, "blue", folders["blue"])
     assert again.status_code == 400
@@ -143,7 +170,9 @@ def test_one_that_cannot_take_the_place_of_another_leaves_it_there(
     missing = load(client, "red", tmp_path / "nothing", load_inplace=True)
     assert missing.status_code == 404, missing.text
     assert ask(client, "red").json()["choices"][0]["text"] == truth["red"]
-    with ThreadPoolExecutor(8) as pool:  # nobody is refused while one takes the place of the other, and back
+    with ThreadPoolExecutor(
+        8
+    ) as pool:  # nobody is refused while one takes the place of the other, and back
         asked = [pool.submit(ask, client, "red", max_tokens=40) for _ in range(12)]
         for name in ("blue", "red"):
             assert load(client, "red", folders[name], load_inplace=True).status_code == 200
@@ -168,7 +197,10 @@ def test_a_prefix_is_kept_for_an_adapter(client: httpx.Client) -> None:
 
 
 def test_an_answer_of_an_adapter_is_made_again(
-    client: httpx.Client, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    client: httpx.Client,
+    folders: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     answer = ask(client, "green", receipt=True)
     assert answer.status_code == 200
@@ -238,13 +270,21 @@ def test_what_is_no_adapter_harms_nobody(
     assert client.get("/health").status_code == 200
 
 
-def test_a_killed_engine_takes_no_stream_with_it(client: httpx.Client, folders: dict[str, Path]) -> None:
+def test_a_killed_engine_takes_no_stream_with_it(
+    client: httpx.Client, folders: dict[str, Path]
+) -> None:
     """Not even of an adapter that was unloaded meanwhile."""
     load(client, "blue", folders["blue"])
 
     def text(model: str, then: Callable[[], None] = lambda: None) -> str:
         found = ""
-        body = {"prompt": PROMPT, "max_tokens": 300, "temperature": 1.0, "seed": 3, "ignore_eos": True}
+        body = {
+            "prompt": PROMPT,
+            "max_tokens": 300,
+            "temperature": 1.0,
+            "seed": 3,
+            "ignore_eos": True,
+        }
         with client.stream(
             "POST", "/v1/completions", json={**body, "model": model, "stream": True}
         ) as response:
@@ -266,7 +306,9 @@ def test_a_killed_engine_takes_no_stream_with_it(client: httpx.Client, folders: 
     with ThreadPoolExecutor(4) as pool:
         others = {name: pool.submit(text, name) for name in names[:3]}
         assert text("blue", strike) == whole["blue"]
-        assert {name: other.result(60) for name, other in others.items()} | {"blue": whole["blue"]} == whole
+        assert {name: other.result(60) for name, other in others.items()} | {
+            "blue": whole["blue"]
+        } == whole
     assert ask(client, "green").status_code == 200
 
 

@@ -102,8 +102,12 @@ def joined(parts: list[dict[str, list[Any]]]) -> dict[str, list[Any]] | None:
 def offline(llm: LLM, endpoint: str, asked: dict[str, Any]) -> list[Answer]:
     """From LLM, at once and streamed. Logprobs are compared where both are HTTP."""
     known = {field.name for field in fields(SamplingParams)}
-    given = {"stop_ids" if name == "stop_token_ids" else name: v for name, v in (BASE | asked).items()}
-    given = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items() if name in known}
+    given = {
+        "stop_ids" if name == "stop_token_ids" else name: v for name, v in (BASE | asked).items()
+    }
+    given = {
+        name: tuple(v) if isinstance(v, list) else v for name, v in given.items() if name in known
+    }
     if "logit_bias" in given:
         given["logit_bias"] = {int(token): bias for token, bias in given["logit_bias"].items()}
     if isinstance(given.get("stop"), str):
@@ -111,7 +115,10 @@ def offline(llm: LLM, endpoint: str, asked: dict[str, Any]) -> list[Answer]:
     if "structured_outputs" in given:
         given["structured_outputs"] = StructuredOutputsParams(**given["structured_outputs"])
     given |= {"logprobs": None}
-    params, prompt = SamplingParams(**given), llm.chat_tokens(MESSAGES) if "chat" in endpoint else PROMPT
+    params, prompt = (
+        SamplingParams(**given),
+        llm.chat_tokens(MESSAGES) if "chat" in endpoint else PROMPT,
+    )
     pieces, stream = [], llm.stream(prompt, params)
     while True:
         try:
@@ -121,15 +128,24 @@ def offline(llm: LLM, endpoint: str, asked: dict[str, Any]) -> list[Answer]:
             break
     assert "".join(pieces) == outputs[1].outputs[0].text
     return [
-        Answer(a.text, a.token_ids, str(a.finish_reason), a.stop_reason,
-               {"prompt_tokens": len(o.prompt_token_ids), "completion_tokens": len(a.token_ids)})
-        for o in outputs for a in o.outputs
-    ]  # fmt: skip
+        Answer(
+            a.text,
+            a.token_ids,
+            str(a.finish_reason),
+            a.stop_reason,
+            {"prompt_tokens": len(o.prompt_token_ids), "completion_tokens": len(a.token_ids)},
+        )
+        for o in outputs
+        for a in o.outputs
+    ]
 
 
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 9}, "age": {"type": "integer", "maximum": 200}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 9},
+        "age": {"type": "integer", "maximum": 200},
+    },
     "required": ["name", "age"],
     "additionalProperties": False,
 }
@@ -137,7 +153,9 @@ Fields = Callable[[Answer], dict[str, Any]]
 # What is asked for, given the answer without it. Stop strings begin and end inside of tokens.
 PARAMETERS: dict[str, Fields] = {
     "stop": lambda plain: {"stop": plain.text[5:9]},
-    "several stops": lambda plain: {"stop": ["never there", plain.text[11:14], plain.text[7:12], "\x00\x00"]},
+    "several stops": lambda plain: {
+        "stop": ["never there", plain.text[11:14], plain.text[7:12], "\x00\x00"]
+    },
     "include_stop_str_in_output": lambda plain: {
         "stop": [plain.text[7:12]],
         "include_stop_str_in_output": True,
@@ -145,7 +163,9 @@ PARAMETERS: dict[str, Fields] = {
     "stop_token_ids": lambda plain: {"stop_token_ids": [300, plain.token_ids[6]]},
     "min_tokens": lambda plain: {"stop_token_ids": list(range(3, 320, 2)), "min_tokens": 12},
     "min_tokens and stop": lambda plain: {"stop": list(set(plain.text)), "min_tokens": 9},
-    "bad_words": lambda plain: {"bad_words": sorted({c for c in plain.text if c.isascii() and c.isalpha()})},
+    "bad_words": lambda plain: {
+        "bad_words": sorted({c for c in plain.text if c.isascii() and c.isalpha()})
+    },
     "allowed_token_ids": lambda plain: {"allowed_token_ids": list(range(3, 259, 2))},
     "logit_bias": lambda plain: {"logit_bias": {str(plain.token_ids[0]): -100, "70": 3.5}},
     "repetition_penalty": lambda plain: {"repetition_penalty": 1.8},
@@ -154,8 +174,15 @@ PARAMETERS: dict[str, Fields] = {
     "truncate_prompt_tokens": lambda plain: {"truncate_prompt_tokens": 5},
     "prompt_logprobs": lambda plain: {"prompt_logprobs": 2},
     "max_tokens": lambda plain: {"max_tokens": 9},
-    "json": lambda plain: {"structured_outputs": {"json": SCHEMA}, "ignore_eos": False, "max_tokens": 99},
-    "regex": lambda plain: {"structured_outputs": {"regex": "[a-z é東]{4,40}"}, "ignore_eos": False},
+    "json": lambda plain: {
+        "structured_outputs": {"json": SCHEMA},
+        "ignore_eos": False,
+        "max_tokens": 99,
+    },
+    "regex": lambda plain: {
+        "structured_outputs": {"regex": "[a-z é東]{4,40}"},
+        "ignore_eos": False,
+    },
     "end of sequence": lambda plain: {"ignore_eos": False, "logit_bias": {"2": 6.0}},
 }
 ONLY_HTTP: dict[str, Fields] = {
@@ -209,7 +236,9 @@ def test_streamed_and_not_are_the_same_answer(
 
 @pytest.mark.slow
 def test_a_bad_schema_is_refused_with_its_code(http: httpx.Client) -> None:
-    asked = {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}}
+    asked = {
+        "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}
+    }
     for endpoint in ENDPOINTS:
         for stream in (False, True):
             body = body_of(endpoint, {**asked, "ignore_eos": False, "stream": stream})

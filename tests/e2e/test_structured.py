@@ -37,7 +37,9 @@ def llm() -> LLM:
     return LLM(str(GOLDENS / "tiny_llama.gguf"), backend="reference", kv_cache_dtype="float32")
 
 
-def params(seed: int = 0, temperature: float = 1.0, max_tokens: int = 120, **asked: Any) -> SamplingParams:
+def params(
+    seed: int = 0, temperature: float = 1.0, max_tokens: int = 120, **asked: Any
+) -> SamplingParams:
     grammar = StructuredOutputsParams(**asked)
     return SamplingParams(
         temperature=temperature, seed=seed, max_tokens=max_tokens, structured_outputs=grammar
@@ -59,7 +61,10 @@ FORMS: list[tuple[dict[str, Any], Any]] = [
     ({"json": PERSON, "disable_any_whitespace": True}, is_person),
     ({"regex": r"[a-f]{2,6}-\d{3}"}, lambda text: re.fullmatch("[a-f]{2,6}-[0-9]{3}", text)),
     ({"choice": ["yes", "no", "naïve 東京"]}, lambda text: text in ("yes", "no", "naïve 東京")),
-    ({"grammar": 'root ::= "<" [a-c]{1,4} ">" root?'}, lambda text: re.fullmatch("(<[abc]{1,4}>)+", text)),
+    (
+        {"grammar": 'root ::= "<" [a-c]{1,4} ">" root?'},
+        lambda text: re.fullmatch("(<[abc]{1,4}>)+", text),
+    ),
 ]
 
 
@@ -102,7 +107,11 @@ def test_an_answer_that_can_never_end_is_refused(llm: LLM) -> None:
     least = int(refused.value.message.split(" has ")[1].split()[0])
     with pytest.raises(ClientError):
         llm.generate("the old house", params(max_tokens=least - 1, choice=[text]))
-    assert llm.generate("the old house", params(max_tokens=least, choice=[text]))[0].outputs[0].token_ids
+    assert (
+        llm.generate("the old house", params(max_tokens=least, choice=[text]))[0]
+        .outputs[0]
+        .token_ids
+    )
     whole = llm.generate("the old house", params(max_tokens=99, choice=[text]))[0].outputs[0]
     assert whole.text == text
     assert len(whole.token_ids) - 1 >= least
@@ -111,7 +120,11 @@ def test_an_answer_that_can_never_end_is_refused(llm: LLM) -> None:
 def test_stop_strings_and_logprobs_beside_a_grammar(llm: LLM) -> None:
     asked = params(json=PERSON, disable_any_whitespace=True)
     both = SamplingParams(
-        temperature=1.0, max_tokens=99, seed=0, stop=('","',), structured_outputs=asked.structured_outputs
+        temperature=1.0,
+        max_tokens=99,
+        seed=0,
+        stop=('","',),
+        structured_outputs=asked.structured_outputs,
     )
     (output,) = llm.generate("the old house", both)
     assert output.outputs[0].finish_reason in ("stop", "length")
@@ -156,7 +169,9 @@ def text_of(
     """The streamed answer, and the engine processes before and after it; the first is killed at a token."""
     engines, text = engines_of(server), ""
     with client.stream("POST", "/v1/completions", json=body) as response:
-        for n, line in enumerate(line for line in response.iter_lines() if line.startswith("data: {")):
+        for n, line in enumerate(
+            line for line in response.iter_lines() if line.startswith("data: {")
+        ):
             if n == kill_at:
                 os.kill(min(engines), signal.SIGKILL)
             choice = json.loads(line.removeprefix("data: "))["choices"][0]
@@ -168,7 +183,11 @@ def text_of(
 def engines_of(server: int) -> set[int]:
     """Its children that are no text workers."""
     children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
-    return {int(pid) for pid in children if b"engine.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+    return {
+        int(pid)
+        for pid in children
+        if b"engine.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    }
 
 
 @pytest.mark.slow
@@ -183,7 +202,9 @@ def test_a_killed_engine_goes_on_in_the_middle_of_a_grammar() -> None:
         "--port",
         "0",
     ]
-    with subprocess.Popen([*command, "--backend", "reference"], stderr=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen(
+        [*command, "--backend", "reference"], stderr=subprocess.PIPE, text=True
+    ) as server:
         assert server.stderr is not None
         line = next(line for line in server.stderr if "listening on" in line)
         drain = subprocess.Popen(["cat"], stdin=server.stderr, stdout=subprocess.DEVNULL)
@@ -194,7 +215,10 @@ def test_a_killed_engine_goes_on_in_the_middle_of_a_grammar() -> None:
             "seed": 11,
             "temperature": 1.0,
             "stream": True,
-            "structured_outputs": {"json": PERSON | {"properties": LONG}, "disable_any_whitespace": True},
+            "structured_outputs": {
+                "json": PERSON | {"properties": LONG},
+                "disable_any_whitespace": True,
+            },
         }
         with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
             whole, engines = text_of(client, body, server.pid, kill_at=None)

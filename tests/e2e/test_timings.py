@@ -53,13 +53,18 @@ def test_who_waits_learns_behind_whom(server: httpx.Client) -> None:
 
     def ask(k: int) -> dict[str, Any]:
         headers = {"x-request-id": f"crowd-{k}"}
-        return dict(server.post("/v1/completions", json=body(60), headers=headers).raise_for_status().json())
+        return dict(
+            server.post("/v1/completions", json=body(60), headers=headers).raise_for_status().json()
+        )
 
     with ThreadPoolExecutor(8) as crowd:
         all_timings = [answer["timings"][0] for answer in crowd.map(ask, range(8))]
     for timings in all_timings:
         adds_up(timings)
-    waited = [sum(ms for part, ms in t["parts_ms"].items() if part.startswith("queue_")) for t in all_timings]
+    waited = [
+        sum(ms for part, ms in t["parts_ms"].items() if part.startswith("queue_"))
+        for t in all_timings
+    ]
     assert sum(ms > 0 for ms in waited) >= 4, waited
     told = server.get("/v1/requests/crowd-3/timeline").raise_for_status().json()
     (choice,) = told["choices"]
@@ -86,7 +91,9 @@ def test_a_stream_tells_at_its_end(server: httpx.Client) -> None:
 def test_a_stop_string_ends_the_account_too(server: httpx.Client) -> None:
     plain = server.post("/v1/completions", json=body(30, seed=1)).raise_for_status().json()
     stop = plain["choices"][0]["text"][5:8]
-    answer = server.post("/v1/completions", json=body(30, seed=1, stop=[stop])).raise_for_status().json()
+    answer = (
+        server.post("/v1/completions", json=body(30, seed=1, stop=[stop])).raise_for_status().json()
+    )
     assert answer["choices"][0]["finish_reason"] == "stop"
     adds_up(answer["timings"][0])
     asked = body(30, seed=1, stop=[stop], stream=True)
@@ -100,7 +107,9 @@ def test_a_stop_string_ends_the_timeline_too(server: httpx.Client) -> None:
     """Even where the answer did not wait for it."""
     plain = server.post("/v1/completions", json=body(30, seed=1)).raise_for_status().json()
     asked = body(30, seed=1, stop=[plain["choices"][0]["text"][5:8]]) | {"timings": False}
-    server.post("/v1/completions", json=asked, headers={"x-request-id": "stopped"}).raise_for_status()
+    server.post(
+        "/v1/completions", json=asked, headers={"x-request-id": "stopped"}
+    ).raise_for_status()
     deadline = time.monotonic() + 10
     while (page := server.get("/v1/requests/stopped/timeline")).status_code == 404:
         assert time.monotonic() < deadline, "the engine's account never came"

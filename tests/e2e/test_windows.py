@@ -31,7 +31,9 @@ def crowd(count: int, output: int) -> list[Request]:
     shared = tuple(dice.randrange(256) for _ in range(70))
     requests = []
     for number in range(count):
-        prompt = shared[: number % 3 * 35] + tuple(dice.randrange(256) for _ in range(dice.randint(1, 40)))
+        prompt = shared[: number % 3 * 35] + tuple(
+            dice.randrange(256) for _ in range(dice.randint(1, 40))
+        )
         params = SamplingParams(
             temperature=number % 2, seed=number, max_tokens=output - dice.randrange(20), logprobs=1
         )
@@ -56,9 +58,21 @@ def poisoned(model: Model, setup: Setup) -> Engine:
 
 
 SETUPS = [
-    Setup(block_size=block_size, recent_tokens=recent, token_budget=budget, kv_tokens=tokens, policy=policy)
+    Setup(
+        block_size=block_size,
+        recent_tokens=recent,
+        token_budget=budget,
+        kv_tokens=tokens,
+        policy=policy,
+    )
     for block_size, recent, budget, tokens, policy in (
-        (16, 64, 48, 16384, "chunked"),  # few recent blocks: preemption, and steps cut to what there is
+        (
+            16,
+            64,
+            48,
+            16384,
+            "chunked",
+        ),  # few recent blocks: preemption, and steps cut to what there is
         (16, 640, 512, 16384, "chunked"),
         (1, 90, 16, 16384, "chunked"),
         (16, 320, 64, 1024, "chunked"),  # few whole blocks

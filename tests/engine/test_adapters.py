@@ -27,7 +27,9 @@ FIELDS = {"a": (*ALL, *TOP), "b": ("q", "v"), "c": ALL, "d": ("down",)}
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("adapters")
-    return {n: write_adapter(root / n, SPEC, FIELDS[n], seed=i, size=1.0) for i, n in enumerate(NAMES)}
+    return {
+        n: write_adapter(root / n, SPEC, FIELDS[n], seed=i, size=1.0) for i, n in enumerate(NAMES)
+    }
 
 
 def llm(folders: dict[str, Path], most: int = 2, **settings: object) -> LLM:
@@ -53,7 +55,9 @@ def test_more_adapters_than_there_is_room_for(folders: dict[str, Path]) -> None:
     alone = {name: tokens(made, name) for name in ("", *NAMES)}
     assert len({tuple(each) for each in alone.values()}) == 5
     order = ["a", "", "b", "c", "d", "a", "b", "c", ""] * 2
-    outputs = made.generate(["Hello there, how are you"] * len(order), P, lora=order, progress=False)
+    outputs = made.generate(
+        ["Hello there, how are you"] * len(order), P, lora=order, progress=False
+    )
     for name, output in zip(order, outputs, strict=True):
         assert output.outputs[0].token_ids == alone[name]
     stats = made.built.engine.stats()
@@ -87,7 +91,9 @@ def test_prefixes_never_cross_and_content_names_them(folders: dict[str, Path]) -
 
 
 def request(id: int, digest: str, count: int = 6) -> Request:
-    return Request(id, tuple(range(10, 30)), SamplingParams(max_tokens=count, seed=1), adapter=digest)
+    return Request(
+        id, tuple(range(10, 30)), SamplingParams(max_tokens=count, seed=1), adapter=digest
+    )
 
 
 def test_who_waits_delays_nobody_and_unloading_finishes_first(folders: dict[str, Path]) -> None:
@@ -189,13 +195,17 @@ def test_a_new_engine_is_told_what_is_known(folders: dict[str, Path], tmp_path: 
         (folder / file.name).write_bytes(file.read_bytes())
     engine = llm({}).built.engine
     engine.adapters.change(LoadAdapter("", str(folder), digest))
-    prompt = tuple(before.tokenizer.encode("Hello there, how are you", add_special=True, parse_special=True))
+    prompt = tuple(
+        before.tokenizer.encode("Hello there, how are you", add_special=True, parse_special=True)
+    )
     engine.submit(Request(1, prompt, P, adapter=digest))
     assert [t for event in drive(engine, 1) for t in event.tokens] == truth
     other = llm({}).built.engine
     write_adapter(folder, SPEC, ("q",), seed=9)
     other.adapters.change(LoadAdapter("a", str(folder), digest))
-    events = other.submit(Request(1, prompt, P, adapter=digest)) + other.submit(Request(2, prompt, P))
+    events = other.submit(Request(1, prompt, P, adapter=digest)) + other.submit(
+        Request(2, prompt, P)
+    )
     events = drive(other, 2, events)
     failures = {event.id: event.failure and event.failure.code for event in events if event.finish}
     assert failures == {1: "adapter_changed", 2: None}
@@ -203,7 +213,9 @@ def test_a_new_engine_is_told_what_is_known(folders: dict[str, Path], tmp_path: 
 
 def test_a_grammar_and_an_adapter(folders: dict[str, Path]) -> None:
     made = llm(folders, most=1)
-    params = SamplingParams(max_tokens=8, structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
+    params = SamplingParams(
+        max_tokens=8, structured_outputs=StructuredOutputsParams(choice=["yes", "no"])
+    )
     outputs = made.generate(["Is it?"] * 4, params, lora=list("abca"), progress=False)
     assert {output.outputs[0].text for output in outputs} <= {"yes", "no"}
 

@@ -27,7 +27,9 @@ def test_every_row_has_its_token_position_and_slot():
             computed = dice.randrange(length)
             items.append(
                 Item(
-                    sequence(length, computed, block_size, dice), dice.randint(1, length - computed), computed
+                    sequence(length, computed, block_size, dice),
+                    dice.randint(1, length - computed),
+                    computed,
                 )
             )
         batch = pack(Plan(items), block_size, SCRATCH)
@@ -47,7 +49,13 @@ def test_every_row_has_its_token_position_and_slot():
                 wanted.append(row - 1)
         assert batch.query_start[-1] == row == len(batch.tokens)
         assert batch.logit_rows.tolist() == wanted
-        for array in (batch.tokens, batch.positions, batch.slots, batch.block_table, batch.logit_rows):
+        for array in (
+            batch.tokens,
+            batch.positions,
+            batch.slots,
+            batch.block_table,
+            batch.logit_rows,
+        ):
             assert array.dtype == np.int32
 
 

@@ -84,7 +84,9 @@ def test_a_fault_that_does_not_come_again_costs_nobody_anything() -> None:
             raise MemoryError
 
     engine, executor = engine_with(fault)
-    assert [tokens(events) for events in served(engine, 4).values()] == [answer(id) for id in range(1, 5)]
+    assert [tokens(events) for events in served(engine, 4).values()] == [
+        answer(id) for id in range(1, 5)
+    ]
     assert executor.runs[:5] == [[1, 2, 3, 4], [1, 2], [1], [2], [3, 4]]
 
 

@@ -38,7 +38,13 @@ SETTINGS: list[dict[str, Any]] = [
     {"allowed_token_ids": (2, 3, 5, 7, 11, 13)},
     {"bad_words_token_ids": ((4,), (9, 11, 6), (1, 2))},
     {"min_tokens": 9, "stop_ids": (0, 5, 10)},
-    {"repetition_penalty": 0.7, "logit_bias": {40: 2.0}, "temperature": 0.8, "top_k": 25, "top_p": 0.95},
+    {
+        "repetition_penalty": 0.7,
+        "logit_bias": {40: 2.0},
+        "temperature": 0.8,
+        "top_k": 25,
+        "top_p": 0.95,
+    },
 ]
 
 
@@ -94,7 +100,9 @@ def test_frequencies(backend: str, draws: int, fields: dict[str, Any]) -> None:
     counts = np.zeros(VOCABULARY)
     for start in range(0, draws, BATCH):
         sequences = [
-            Sequence(Request(1, PROMPT, SamplingParams(**{"temperature": 1.0, **fields}, seed=start + i)))
+            Sequence(
+                Request(1, PROMPT, SamplingParams(**{"temperature": 1.0, **fields}, seed=start + i))
+            )
             for i in range(BATCH)
         ]
         for sequence in sequences:

@@ -22,18 +22,26 @@ from support.ranks import ranks
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 FAMILIES = GOLDENS / "families"
-pytestmark = pytest.mark.skipif(not native_module.available_isas(), reason="the kernels are not compiled")
+pytestmark = pytest.mark.skipif(
+    not native_module.available_isas(), reason="the kernels are not compiled"
+)
 # experts alone; with a dense layer; with biases and sinks; beside a shared one, weighed before; GGUF, stacked
 EXPERTS = [
-    FAMILIES / "mixtral", FAMILIES / "qwen3_moe", FAMILIES / "gpt_oss", FAMILIES / "llama4_text",
-    GOLDENS / "experts_mixtral.gguf", GOLDENS / "experts_qwen3moe.gguf",
-]  # fmt: skip
+    FAMILIES / "mixtral",
+    FAMILIES / "qwen3_moe",
+    FAMILIES / "gpt_oss",
+    FAMILIES / "llama4_text",
+    GOLDENS / "experts_mixtral.gguf",
+    GOLDENS / "experts_qwen3moe.gguf",
+]
 PROMPTS = {"a": [5, 9, 33, 71, 8, 250], "b": [7] * 20, "c": list(range(3, 14))}
 WHO = {"a": "all", "b": "attention", "d": "mlp"}
 FIELDS_OF = {"all": (*FIELDS, *TOP), "attention": ("q", "v"), "mlp": ("gate", "down")}
 
 
-def computed(decoder: Decoder, ops: Ops, adapters: dict[str, str] | None = None) -> list[np.ndarray]:
+def computed(
+    decoder: Decoder, ops: Ops, adapters: dict[str, str] | None = None
+) -> list[np.ndarray]:
     """All logits of the prompts, each alone; then those of a further token of all at once."""
     runs = Decoding(decoder, ops, adapters=adapters)
     alone = [runs.step([one])[0] for one in PROMPTS.items()]
@@ -89,10 +97,16 @@ def test_an_engine_of_two_processes_has_experts(tmp_path: Path) -> None:
     told = []
     for size in (1, 2):
         llm = LLM(
-            str(tmp_path / "mixtral"), tensor_parallel_size=size, threads=2, dtype="float32",
-            kv_cache_dtype="float32", kv_cache_memory=1 << 20,
-        )  # fmt: skip
-        told.append([one.outputs[0].token_ids for one in llm.generate(list(PROMPTS.values()), params)])
+            str(tmp_path / "mixtral"),
+            tensor_parallel_size=size,
+            threads=2,
+            dtype="float32",
+            kv_cache_dtype="float32",
+            kv_cache_memory=1 << 20,
+        )
+        told.append(
+            [one.outputs[0].token_ids for one in llm.generate(list(PROMPTS.values()), params)]
+        )
         del llm
         gc.collect()
     assert told[0] == told[1]
@@ -101,12 +115,16 @@ def test_an_engine_of_two_processes_has_experts(tmp_path: Path) -> None:
 # -- adapters ------------------------------------------------------------------------------------------------
 def give(decoder: Decoder, kind: str) -> None:
     for seed, (name, fields) in enumerate(FIELDS_OF.items()):
-        decoder.adapters[name] = decoder.pack_adapter(random_weights(decoder.spec, fields, 5, seed, kind))
+        decoder.adapters[name] = decoder.pack_adapter(
+            random_weights(decoder.spec, fields, 5, seed, kind)
+        )
 
 
 @pytest.mark.parametrize("kind", ["F32", "BF16"])
 @pytest.mark.parametrize(("family", "size"), [("llama3", 2), ("llama3", 4), ("gemma2", 2)])
-def test_logits_with_divided_adapters_are_near_those_of_one_rank(family: str, size: int, kind: str) -> None:
+def test_logits_with_divided_adapters_are_near_those_of_one_rank(
+    family: str, size: int, kind: str
+) -> None:
     one, ops = of_one(FAMILIES / family)
     give(one, kind)
     expected = computed(one, ops, WHO)
@@ -132,9 +150,13 @@ def test_an_adapter_is_told_once_and_forgotten_with_its_owner() -> None:
         give(decoder, "F32")
         first = computed(decoder, ops, WHO)
         calls = ops.comm.native.call
-        assert [rows.tobytes() for rows in computed(decoder, ops, WHO)] == [r.tobytes() for r in first]
+        assert [rows.tobytes() for rows in computed(decoder, ops, WHO)] == [
+            r.tobytes() for r in first
+        ]
         steps = len(PROMPTS) + 1
-        assert ops.comm.native.call - calls == 2 * steps + 3  # hidden and logits; one storage, two meetings
+        assert (
+            ops.comm.native.call - calls == 2 * steps + 3
+        )  # hidden and logits; one storage, two meetings
         decoder.adapters.clear()
         gc.collect()
         calls = ops.comm.native.call
@@ -150,9 +172,14 @@ def test_an_engine_of_two_processes_has_adapters(tmp_path: Path) -> None:
     told = []
     for size in (1, 2):
         llm = LLM(
-            str(model), tensor_parallel_size=size, threads=2, dtype="float32",
-            kv_cache_dtype="float32", kv_cache_memory=1 << 20, lora={"other": folder},
-        )  # fmt: skip
+            str(model),
+            tensor_parallel_size=size,
+            threads=2,
+            dtype="float32",
+            kv_cache_dtype="float32",
+            kv_cache_memory=1 << 20,
+            lora={"other": folder},
+        )
         for lora in ("other", ""):
             outputs = llm.generate(list(PROMPTS.values()), params, lora=lora)
             told.append([one.outputs[0].token_ids for one in outputs])

@@ -22,14 +22,17 @@ def draft(drafter: PromptLookup, seq: Sequence, token: int, others: int = 0) -> 
     return outputs[0].draft
 
 
-def feed(drafter: PromptLookup, seq: Sequence, tokens: list[int], others: int = 0) -> list[list[int]]:
+def feed(
+    drafter: PromptLookup, seq: Sequence, tokens: list[int], others: int = 0
+) -> list[list[int]]:
     """The drafts behind each token that comes, if as much as possible of each is right."""
     drafts = []
     while tokens:
         found = draft(drafter, seq, tokens[0], others)
         drafts.append(found)
         right = next(
-            (i for i, (a, b) in enumerate(zip(found, tokens[1:], strict=False)) if a != b), len(found)
+            (i for i, (a, b) in enumerate(zip(found, tokens[1:], strict=False)) if a != b),
+            len(found),
         )
         seq.tokens += tokens[: 1 + right]
         tokens = tokens[1 + right :]

@@ -63,7 +63,10 @@ def requests(count: int, longest: int = 60, **params: float) -> list[Request]:
         prompt = (shared if id % 2 else ()) + tuple(
             dice.randrange(300) for _ in range(dice.randint(1, longest))
         )
-        options = {"temperature": dice.choice([0.0, 0.0, 0.9]), "max_tokens": dice.randint(8, 100)} | params
+        options = {
+            "temperature": dice.choice([0.0, 0.0, 0.9]),
+            "max_tokens": dice.randint(8, 100),
+        } | params
         made.append(Request(id, prompt, SamplingParams(seed=id, **options)))  # type: ignore[arg-type]
         if id % 5 == 0:
             made.append(replace(made[-1], id=1000 + id, index=1, parent=id))
@@ -123,7 +126,9 @@ def first(drafts: DraftModel, seq: Sequence, token: int, n: int = 1) -> list[int
     return output.draft
 
 
-def running(prompt: int, done: int = 1, *, limit: int = 400, block: int = 16, **params: bool) -> Sequence:
+def running(
+    prompt: int, done: int = 1, *, limit: int = 400, block: int = 16, **params: bool
+) -> Sequence:
     """A sequence of which everything but its last token is computed; its blocks are 0, 1, 2 ..."""
     tokens = [(7 * i) % 300 for i in range(prompt + done)]
     request = Request(1, tuple(tokens[:prompt]), SamplingParams(temperature=0.0, **params))
@@ -140,7 +145,10 @@ def test_running_a_step_again_gives_the_same_draft(model: Model) -> None:
 
 def test_what_it_has_not_seen_is_computed_in_parts(model: Model) -> None:
     """And nobody's first token waits for it."""
-    drafts, seq = drafter(model.decoder, model.ops, Setup()), running(2 * CATCH_UP + 20, 0, limit=500)
+    drafts, seq = (
+        drafter(model.decoder, model.ops, Setup()),
+        running(2 * CATCH_UP + 20, 0, limit=500),
+    )
     lengths = []
     for token in range(5):
         lengths.append(len(first(drafts, seq, token)))
@@ -172,7 +180,9 @@ def test_blocks_behind_the_pool_suffice(model: Model) -> None:
     for first_of_step in (1, 0):
         outputs = [Output([7]) for _ in seqs]
         pairs = list(zip(seqs, outputs, strict=True))[first_of_step:]
-        drafts.propose([Item(seq, 1, seq.computed) for seq, _ in pairs], [output for _, output in pairs])
+        drafts.propose(
+            [Item(seq, 1, seq.computed) for seq, _ in pairs], [output for _, output in pairs]
+        )
         lengths = [len(output.draft) for output in outputs]
     assert sum(lengths) == MOST_DRAFTED
     assert lengths[0] == 0
@@ -218,12 +228,15 @@ def test_a_draft_model_with_a_window(ops: Ops, name: str) -> None:
     windowed = Model(GOLDENS / "families" / name, ops)
     assert windowed.decoder.window
     crowd = [
-        replace(request, params=replace(request.params, stop_ids=())) for request in requests(8, longest=90)
+        replace(request, params=replace(request.params, stop_ids=()))
+        for request in requests(8, longest=90)
     ]
     truth = answers(windowed.engine(Setup()), crowd)
     for recent in (0, 600):
         setup = Setup(recent_tokens=recent)
-        engine = windowed.engine(replace(setup, drafter=lambda s=setup: drafter(windowed.decoder, ops, s)))  # type: ignore[misc]
+        engine = windowed.engine(
+            replace(setup, drafter=lambda s=setup: drafter(windowed.decoder, ops, s))
+        )  # type: ignore[misc]
         assert answers(engine, crowd) == truth
         stats = engine.scheduler.stats()
         assert stats["accepted_tokens"] == stats["draft_tokens"] > 0
@@ -276,8 +289,12 @@ def test_wrong_drafts_end_for_a_while(model: Model) -> None:
 
 def test_a_long_prompt_for_a_short_answer_is_not_worth_it(model: Model) -> None:
     costs = Costs(0.3)
-    assert first(drafter(model.decoder, model.ops, Setup(), costs), running(100, limit=110), 5) == []
-    assert first(drafter(model.decoder, model.ops, Setup(), costs), running(100, limit=400), 5) != []
+    assert (
+        first(drafter(model.decoder, model.ops, Setup(), costs), running(100, limit=110), 5) == []
+    )
+    assert (
+        first(drafter(model.decoder, model.ops, Setup(), costs), running(100, limit=400), 5) != []
+    )
 
 
 # -- settings ------------------------------------------------------------------------------------------------
@@ -343,10 +360,15 @@ def test_settings_that_cannot_be(settings: dict[str, object], code: str, message
 
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     metadata, _ = taken_apart(TINY)
-    tokens, kinds = list(metadata["tokenizer.ggml.tokens"]), list(metadata["tokenizer.ggml.token_type"])  # type: ignore[arg-type]
+    tokens, kinds = (
+        list(metadata["tokenizer.ggml.tokens"]),
+        list(metadata["tokenizer.ggml.token_type"]),
+    )  # type: ignore[arg-type]
     tokens[200], tokens[201] = tokens[201], tokens[200]
     swapped = _changed(tmp_path, "swapped", {"tokenizer.ggml.tokens": tokens})
-    with pytest.raises(EngineFault, match=r"token 200 is .* to the model and .* to the draft") as caught:
+    with pytest.raises(
+        EngineFault, match=r"token 200 is .* to the model and .* to the draft"
+    ) as caught:
         make_engine(config(draft_model=str(swapped)))
     assert caught.value.code == "draft_model"
     kinds[1] = 1

@@ -46,7 +46,13 @@ class Process:
         self.sock, theirs = socket.socketpair()
         self.sock.settimeout(60)
         self.ledger, fd = Ledger.create()
-        command = [sys.executable, "-m", "pageturner.engine.worker", "--channel-fd", str(theirs.fileno())]
+        command = [
+            sys.executable,
+            "-m",
+            "pageturner.engine.worker",
+            "--channel-fd",
+            str(theirs.fileno()),
+        ]
         command += ["--ledger-fd", str(fd), "--config", msgspec.json.encode(config).decode()]
         self.process = subprocess.Popen(
             command, pass_fds=(theirs.fileno(), fd), env={**os.environ, **environment}
@@ -192,14 +198,17 @@ def test_waiting_on_purpose_is_no_stall() -> None:
     try:
         process.next(Ready)
         first, second = (
-            Request(n, (n, 5), SamplingParams(max_tokens=2), arrival=time.monotonic()) for n in (1, 2)
+            Request(n, (n, 5), SamplingParams(max_tokens=2), arrival=time.monotonic())
+            for n in (1, 2)
         )
         process.submit(first)
         told = []
         for _ in range(2):
             process.next(Stats)
             told.append(process.ledger.read())
-        assert [(begun, finished) for begun, finished, *_ in told] == [(0, 0)] * 2, "it runs nothing"
+        assert [(begun, finished) for begun, finished, *_ in told] == [(0, 0)] * 2, (
+            "it runs nothing"
+        )
         assert told[0][3] < told[1][3] <= time.monotonic(), "and says that it is alive"
         process.submit(second)
         got = process.collect({1, 2})
@@ -210,7 +219,9 @@ def test_waiting_on_purpose_is_no_stall() -> None:
 
 
 @pytest.mark.slow
-def test_a_step_log_is_whole_when_the_process_ends_and_readable_when_it_is_killed(tmp_path: Path) -> None:
+def test_a_step_log_is_whole_when_the_process_ends_and_readable_when_it_is_killed(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "steps"
     for killed in (False, True):
         process = Process(EngineConfig(backend="fake", step_log=str(path)))
@@ -226,8 +237,15 @@ def test_a_step_log_is_whole_when_the_process_ends_and_readable_when_it_is_kille
         process.sock.close()
         process.process.wait(30)
     first, second = recorded_runs.read_runs(path)
-    assert [list(recorded_runs.request_metrics(run).tokens) for run in (first, second)] == [[6], [6]]
-    assert log_replay.replay_plans(first).differences == log_replay.replay_plans(second).differences == []
+    assert [list(recorded_runs.request_metrics(run).tokens) for run in (first, second)] == [
+        [6],
+        [6],
+    ]
+    assert (
+        log_replay.replay_plans(first).differences
+        == log_replay.replay_plans(second).differences
+        == []
+    )
 
 
 @pytest.mark.parametrize("running", [False, True])
@@ -241,7 +259,11 @@ def test_other_settings_in_the_middle_of_answers(tmp_path: Path, running: bool) 
     engine.submit(*(Request(id, (5, id, 7), params) for id in range(1, 5)))
     if running:
         engine.next(Events)
-    for policy, order, most in (("static", "sjf", 1), ("chunked", "fair", 2), ("orca", "deadline", 9)):
+    for policy, order, most in (
+        ("static", "sjf", 1),
+        ("chunked", "fair", 2),
+        ("orca", "deadline", 9),
+    ):
         wanted = Configure(8, most, policy, order, 64)
         engine.sock.sendall(encode(wanted))
         told = engine.next(Configured)

@@ -31,21 +31,30 @@ def served(model: Model, requests: list[Request]) -> dict[int, list[Event]]:
     while engine.has_work:
         told += engine.step()
     return {
-        request.id: [replace(e, timings=None) for e in told if e.id == request.id] for request in requests
+        request.id: [replace(e, timings=None) for e in told if e.id == request.id]
+        for request in requests
     }
 
 
-@pytest.mark.parametrize(("kind", "code"), [("nan", "numerical_error"), ("exception", "step_failed")])
+@pytest.mark.parametrize(
+    ("kind", "code"), [("nan", "numerical_error"), ("exception", "step_failed")]
+)
 def test_it_fails_there_and_nobody_notices(model: Model, kind: str, code: str) -> None:
     requests = [
-        Request(n, (5, n, 9, 40 + n), SamplingParams(max_tokens=6, seed=n, **kinds),
-                logits_from=0 if "prompt_logprobs" in kinds else None)
+        Request(
+            n,
+            (5, n, 9, 40 + n),
+            SamplingParams(max_tokens=6, seed=n, **kinds),
+            logits_from=0 if "prompt_logprobs" in kinds else None,
+        )
         for n, kinds in enumerate(CROWD * 2, 1)
-    ]  # fmt: skip
+    ]
     sound = served(model, requests)
     faulty = {2, 3, 5, 8}
     asked = [
-        replace(one, params=replace(one.params, inject_fault=f"{kind}@3")) if one.id in faulty else one
+        replace(one, params=replace(one.params, inject_fault=f"{kind}@3"))
+        if one.id in faulty
+        else one
         for one in requests
     ]
     for id, events in served(model, asked).items():

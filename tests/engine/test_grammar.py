@@ -26,7 +26,12 @@ from support.schedulers import make_stack
 
 END, TURN, CONTROL = 0, 1, 2
 SPELLED = [b"<end>", b"<turn>", b"a<|x|>", b""]  # the last is no text at all
-WORDS = [bytes([byte]) for byte in b'ab1,{}[]":tru /<end>|x'] + [b"\xc3", b"\xa9", b"\xe6\x9d", b"\xb1"]
+WORDS = [bytes([byte]) for byte in b'ab1,{}[]":tru /<end>|x'] + [
+    b"\xc3",
+    b"\xa9",
+    b"\xe6\x9d",
+    b"\xb1",
+]
 MERGED = [
     b"ab",
     b"aa",
@@ -74,7 +79,9 @@ def sequence(tokens: list[int], grammar: str, id: int = 1, index: int = 0) -> Se
 def possible(known: Grammars, *sequences: Sequence) -> list[set[int]]:
     """The tokens that may come next in each."""
     masks = known.begin(list(sequences))()
-    return [set(np.flatnonzero(np.unpackbits(masks[s], bitorder="little")).tolist()) for s in sequences]
+    return [
+        set(np.flatnonzero(np.unpackbits(masks[s], bitorder="little")).tolist()) for s in sequences
+    ]
 
 
 def text_of(tokens: list[int]) -> bytes:
@@ -84,13 +91,19 @@ def text_of(tokens: list[int]) -> bytes:
 def by_definition(language: set[bytes], tokens: list[int]) -> set[int]:
     """A token may come next exactly if some text of the language goes on with it; the end, if it is one."""
     text = text_of(tokens)
-    words = ((token, TOKENIZER.token_bytes(token)) for token in range(len(SPELLED), TOKENIZER.vocab_size))
-    allowed = {token for token, word in words if any(one.startswith(text + word) for one in language)}
+    words = (
+        (token, TOKENIZER.token_bytes(token)) for token in range(len(SPELLED), TOKENIZER.vocab_size)
+    )
+    allowed = {
+        token for token, word in words if any(one.startswith(text + word) for one in language)
+    }
     return allowed | ({END, TURN} if text in language else set())
 
 
 def matching(pattern: str, alphabet: str, longest: int) -> set[bytes]:
-    texts = ("".join(letters) for n in range(longest + 1) for letters in product(alphabet, repeat=n))
+    texts = (
+        "".join(letters) for n in range(longest + 1) for letters in product(alphabet, repeat=n)
+    )
     return {text.encode() for text in texts if re.fullmatch(pattern, text)}
 
 
@@ -116,11 +129,16 @@ LANGUAGES: dict[str, tuple[dict[str, Any], set[bytes]]] = {
     "unicode": ({"regex": "[é東]{1,2}a?"}, matching("[é東]{1,2}a?", "é東a", 3)),
     "schema": (
         {"json": SCHEMA, "disable_any_whitespace": True},
-        tight(*({"a": a, **more} for a in A for more in ({}, {"ab": []}, {"ab": [1]}, {"ab": [1, 1]}))),
+        tight(
+            *({"a": a, **more} for a in A for more in ({}, {"ab": []}, {"ab": [1]}, {"ab": [1, 1]}))
+        ),
     ),
-    "gbnf": ({"grammar": 'root ::= "a" mid? "b"\nmid ::= "1" | "," root "," '}, set()),  # no end of them
+    "gbnf": (
+        {"grammar": 'root ::= "a" mid? "b"\nmid ::= "1" | "," root "," '},
+        set(),
+    ),  # no end of them
     "lark": ({"grammar": 'start: "(" start ")" | /a+/ "b"?\n'}, set()),
-}  # fmt: skip
+}
 FINITE = [name for name, (_, language) in LANGUAGES.items() if language]
 
 
@@ -130,7 +148,9 @@ def known() -> Grammars:
 
 
 @pytest.mark.parametrize("name", FINITE)
-def test_a_token_is_possible_exactly_if_some_text_goes_on_with_it(known: Grammars, name: str) -> None:
+def test_a_token_is_possible_exactly_if_some_text_goes_on_with_it(
+    known: Grammars, name: str
+) -> None:
     asked, language = LANGUAGES[name]
     grammar, dice = StructuredOutputsParams(**asked), random.Random(name)
     ends = set()
@@ -153,7 +173,9 @@ def test_where_a_sequence_is_depends_on_its_tokens_only(name: str) -> None:
     grammar, dice = StructuredOutputsParams(**LANGUAGES[name][0]), random.Random(3)
     few = Grammars(Compiler(lambda: TOKENIZER), most_places=2)
     fresh = Grammars(Compiler(lambda: TOKENIZER), most_places=1)
-    answers: dict[tuple[int, int], list[int]] = {(id, index): [] for id in (1, 2) for index in (0, 1)}
+    answers: dict[tuple[int, int], list[int]] = {
+        (id, index): [] for id in (1, 2) for index in (0, 1)
+    }
     for turn in range(150):
         chosen = dice.sample(sorted(answers), dice.randint(1, 4))
         rows = [sequence(answers[key], grammar, *key) for key in chosen]
@@ -168,7 +190,10 @@ def test_where_a_sequence_is_depends_on_its_tokens_only(name: str) -> None:
                 case "fork":
                     answers[key] = list(answers[dice.choice(sorted(answers))])
                 case "nonsense":
-                    answers[key] = [*tokens[: dice.randint(0, 3)], dice.randrange(TOKENIZER.vocab_size)]
+                    answers[key] = [
+                        *tokens[: dice.randint(0, 3)],
+                        dice.randrange(TOKENIZER.vocab_size),
+                    ]
             assert row.tokens[2:] == tokens, "looking changes nothing"
 
 
@@ -178,7 +203,9 @@ def test_the_rows_of_a_draft_are_places_of_one_sequence(known: Grammars) -> None
     a, b, one, comma = (WORDS.index(word) + len(SPELLED) for word in (b"a", b"b", b"1", b","))
     drafted = [sequence([a, b, comma, one][:n], grammar, 60) for n in range(5)]
     found = possible(known, *drafted)
-    assert found == [by_definition({b"ab1", b"ab,", b"ab,1", b"aa"}, row.tokens[2:]) for row in drafted]
+    assert found == [
+        by_definition({b"ab1", b"ab,", b"ab,1", b"aa"}, row.tokens[2:]) for row in drafted
+    ]
     rejected = [sequence([a, b, *more], grammar, 60) for more in ([], [a], [a, a], [one])]
     assert possible(known, *rejected) == [found[2], set(), set(), {END, TURN}]
 
@@ -195,7 +222,9 @@ def test_a_vocabulary_that_cannot_write_the_rest_leaves_nothing() -> None:
     grammar = StructuredOutputsParams(choice=["ac", "b"])
     assert possible(known, sequence([], grammar)) == [{len(SPELLED), len(SPELLED) + 1}]
     assert possible(known, sequence([len(SPELLED)], grammar)) == [set()]
-    assert possible(known, sequence([len(SPELLED) + 1], grammar)) == [{END, TURN}], "and is not stuck there"
+    assert possible(known, sequence([len(SPELLED) + 1], grammar)) == [{END, TURN}], (
+        "and is not stuck there"
+    )
     assert possible(known, sequence([len(SPELLED)], grammar)) == [set()]
 
 
@@ -227,7 +256,9 @@ def test_what_others_write_uses_nothing_up(monkeypatch: pytest.MonkeyPatch) -> N
     known, dice = Grammars(compile), random.Random(5)
     grammar = StructuredOutputsParams(regex="(a|b)*a(a|b){11}")
     letters = [
-        token for token in range(len(SPELLED), TOKENIZER.vocab_size) if set(text_of([token])) <= set(b"ab")
+        token
+        for token in range(len(SPELLED), TOKENIZER.vocab_size)
+        if set(text_of([token])) <= set(b"ab")
     ]
     rows = [sequence([], grammar, id) for id in range(8)]
     for _ in range(25):
@@ -241,7 +272,9 @@ def test_what_others_write_uses_nothing_up(monkeypatch: pytest.MonkeyPatch) -> N
 def test_more_grammars_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars, "MOST_COMPILED", 2)
     known = Grammars(Compiler(lambda: TOKENIZER), most_places=1)
-    rows = [sequence([], StructuredOutputsParams(choice=[text]), i) for i, text in enumerate(CHOICES)]
+    rows = [
+        sequence([], StructuredOutputsParams(choice=[text]), i) for i, text in enumerate(CHOICES)
+    ]
     for found, text in zip(possible(known, *rows), CHOICES, strict=True):
         assert found == by_definition({text.encode()}, [])
 
@@ -327,8 +360,11 @@ def test_a_bad_grammar_is_an_event_with_a_code(slow: Slow) -> None:
 
 
 def test_grammars_whose_answers_are_too_long_leave_nothing_open(slow: Slow) -> None:
-    engine = Engine(make_stack(num_blocks=64, block_size=16), FakeExecutor(40),
-                    grammars=Grammars(slow, least=lambda _: 5))  # fmt: skip
+    engine = Engine(
+        make_stack(num_blocks=64, block_size=16),
+        FakeExecutor(40),
+        grammars=Grammars(slow, least=lambda _: 5),
+    )
     for id in range(1, 6):
         (event,) = engine.submit(request(id, "any")) or run(engine, {id})
         assert event.failure is not None
@@ -369,7 +405,9 @@ def test_those_who_wait_for_a_grammar_are_bounded(slow: Slow) -> None:
     (event,) = engine.submit(request(3, "slow"))
     assert event.failure is not None
     assert (event.finish, event.failure.code) == ("error", "queue_full")
-    assert engine.submit(request(4, "slow", resume=(Resume(0, (7,)),))) == [], "it had its place already"
+    assert engine.submit(request(4, "slow", resume=(Resume(0, (7,)),))) == [], (
+        "it had its place already"
+    )
     slow.may_end["slow"].set()
     run(engine, {1, 2, 4})
 

@@ -108,10 +108,15 @@ def indexers() -> Iterator[list[Indexer]]:
 def engine(address: str, replay: str = "", blocks: int = 24, **settings: Any) -> LoadedEngine:
     return make_engine(
         EngineConfig(
-            backend="fake", block_size=SIZE, kv_cache_memory=blocks * SIZE, max_model_len=64,
-            kv_events=address, kv_events_replay=replay, **settings,
+            backend="fake",
+            block_size=SIZE,
+            kv_cache_memory=blocks * SIZE,
+            max_model_len=64,
+            kv_events=address,
+            kv_events_replay=replay,
+            **settings,
         )
-    )  # fmt: skip
+    )
 
 
 def run(built: LoadedEngine, given: list[Request]) -> None:
@@ -136,7 +141,9 @@ def prompts(count: int, seed: int = 0) -> list[Request]:
     return made
 
 
-def test_a_subscriber_knows_what_the_cache_holds(addresses: tuple[str, str], indexers: list[Indexer]) -> None:
+def test_a_subscriber_knows_what_the_cache_holds(
+    addresses: tuple[str, str], indexers: list[Indexer]
+) -> None:
     built = engine(*addresses, kv_events_topic="kv")
     indexer = Indexer(*addresses, topic=b"kv")
     indexers.append(indexer)
@@ -161,7 +168,9 @@ def test_a_subscriber_knows_what_the_cache_holds(addresses: tuple[str, str], ind
     indexer.follow(built)
 
 
-def test_who_comes_late_hears_everything(addresses: tuple[str, str], indexers: list[Indexer]) -> None:
+def test_who_comes_late_hears_everything(
+    addresses: tuple[str, str], indexers: list[Indexer]
+) -> None:
     built = engine(*addresses, blocks=2000)
     run(built, prompts(20))
     indexer = Indexer(*addresses)
@@ -185,7 +194,9 @@ def test_a_full_queue_drops_batches_and_never_waits(
     assert stats["kv_event_batches_dropped"] > 20
 
 
-@pytest.mark.parametrize("address", ["5557", "udp://*:1", "tcp://*:nowhere", "tcp://", "tcp://*:99999999"])
+@pytest.mark.parametrize(
+    "address", ["5557", "udp://*:1", "tcp://*:nowhere", "tcp://", "tcp://*:99999999"]
+)
 def test_addresses_that_cannot_be(address: str) -> None:
     with pytest.raises(EngineFault) as error:
         engine(address)

@@ -26,7 +26,9 @@ def plan(one: KVSpec, windowed: int, window: int, length: int = LENGTH, **settin
 
 def test_without_a_window_all_memory_is_one_kind_of_block() -> None:
     assert plan(GEMMA, 0, 0, kv_cache_memory=288 * MIB) == KVSizes(1024)
-    assert plan(GEMMA, 0, 0, length=1024, max_num_seqs=8) == KVSizes(8 * 64), "no more than can be used"
+    assert plan(GEMMA, 0, 0, length=1024, max_num_seqs=8) == KVSizes(8 * 64), (
+        "no more than can be used"
+    )
 
 
 def test_recent_blocks_for_all_sequences_at_once_then_whole_ones() -> None:
@@ -34,7 +36,9 @@ def test_recent_blocks_for_all_sequences_at_once_then_whole_ones() -> None:
     sizes = plan(GEMMA, 15, 512, kv_cache_memory=2048 * MIB)
     assert (sizes.window, sizes.sliding) == (512, 64 * 65)
     assert sizes.blocks == (2048 * 1024 - 64 * 65 * 240) // 48
-    assert sizes.blocks > 3 * plan(GEMMA, 0, 0, kv_cache_memory=2048 * MIB).blocks, "longer contexts"
+    assert sizes.blocks > 3 * plan(GEMMA, 0, 0, kv_cache_memory=2048 * MIB).blocks, (
+        "longer contexts"
+    )
 
 
 def test_scarce_memory_is_halved() -> None:
@@ -52,10 +56,14 @@ def test_where_every_layer_has_a_window_contexts_are_bounded_by_it_alone() -> No
     mistral = KVSpec(32, 1, 16, 8, 128, "float16")
     sizes = plan(mistral, 32, 4096, kv_cache_memory=GIB, max_num_seqs=4)
     assert sizes == KVSizes(4 * LENGTH // 16, 4096, 512)
-    assert plan(mistral, 32, 4096, max_num_seqs=1, length=8192).sliding == 512, "no more than can be used"
+    assert plan(mistral, 32, 4096, max_num_seqs=1, length=8192).sliding == 512, (
+        "no more than can be used"
+    )
 
 
-def with_draft_model(one: KVSpec, windowed: int, window: int, beside: int, **settings: int) -> KVSizes:
+def with_draft_model(
+    one: KVSpec, windowed: int, window: int, beside: int, **settings: int
+) -> KVSizes:
     return plan_kv(one, windowed, window, EngineConfig(model="x", **settings), LENGTH, FREE, beside)
 
 
@@ -80,13 +88,20 @@ def test_memory_that_cannot_be(memory: int) -> None:
 
 @pytest.mark.parametrize(("family", "little"), [("mistral", 4_096), ("gemma3", 12_000)])
 def test_an_engine_with_little_memory_answers_as_one_with_plenty(family: str, little: int) -> None:
-    settings = {"backend": "reference", "block_size": 4, "max_num_seqs": 2, "max_num_batched_tokens": 8}
+    settings = {
+        "backend": "reference",
+        "block_size": 4,
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 8,
+    }
     params = SamplingParams(temperature=0.0, max_tokens=12)
     requests = [Request(1, (5,) * 60, params), Request(2, (6,) * 9, params)]
     given, sliding = [], []
     for memory in (0, little):
         built = make_engine(
-            EngineConfig(model=str(GOLDENS / "families" / family), kv_cache_memory=memory, **settings)
+            EngineConfig(
+                model=str(GOLDENS / "families" / family), kv_cache_memory=memory, **settings
+            )
         )
         given.append(answers(built.engine, requests))
         sliding.append(built.engine.scheduler.stats()["recent_blocks_total"])

@@ -35,7 +35,9 @@ from pageturner.telemetry.kv_usage import pool_stats, store_stats
 from support.engines import GOLDENS
 from support.schedulers import check
 
-pytestmark = pytest.mark.skipif(not native_module.available_isas(), reason="the kernels are not compiled")
+pytestmark = pytest.mark.skipif(
+    not native_module.available_isas(), reason="the kernels are not compiled"
+)
 TINY = GOLDENS / "tiny_llama.gguf"
 SIZE = 4
 PARAMS = SamplingParams(temperature=1.0, max_tokens=40, stop_ids=())
@@ -102,7 +104,9 @@ def test_the_next_engine_takes_back_all_but_the_last_blocks(
 ) -> None:
     done = die(fd, model=model, **settings)
     built, recomputed = go_on(fd, done, model=model, **settings)
-    blocks = sum((len(prompt) + len(done[id]) - 1) // built.block_size for id, prompt in enumerate(PROMPTS))
+    blocks = sum(
+        (len(prompt) + len(done[id]) - 1) // built.block_size for id, prompt in enumerate(PROMPTS)
+    )
     assert built.taken_back >= blocks
     assert recomputed <= len(PROMPTS) * (built.block_size - 1)
     assert built.engine.stats()["kv_blocks_taken_back"] == built.taken_back
@@ -126,7 +130,9 @@ def test_a_flipped_bit_is_found_and_its_block_computed_again(fd: int) -> None:
     built, recomputed = go_on(fd, done)
     assert built.taken_back == taken_back
     length = len(PROMPTS[0]) + len(done[0])
-    behind = length - 1 - 3 * SIZE  # of the first sequence all behind the block is found by its keys no more
+    behind = (
+        length - 1 - 3 * SIZE
+    )  # of the first sequence all behind the block is found by its keys no more
     assert behind <= recomputed <= behind + 2 * (SIZE - 1)
 
 
@@ -172,7 +178,10 @@ def test_a_file_that_is_no_such_file_is_laid_out_anew(fd: int) -> None:
 def test_evicted_blocks_are_not_taken_back(fd: int) -> None:
     """A file in which every block was written more than once: each record is of what its block holds now."""
     plenty = engine(None)
-    small = {"kv_cache_memory": 40 * (plenty.kv_bytes // (plenty.num_blocks + 1)), "max_model_len": 128}
+    small = {
+        "kv_cache_memory": 40 * (plenty.kv_bytes // (plenty.num_blocks + 1)),
+        "max_model_len": 128,
+    }
     first = engine(fd, **small)
     for n in range(4):
         run(first, [Request(9, tuple(range(n, 60 + n)), PARAMS)])
@@ -236,7 +245,10 @@ def test_kill_9_in_the_middle_of_decoding() -> None:
     rest = second.collect(requests(done), 120 - sum(map(len, done.values())))
     assert {id: done[id] + rest[id] for id in done} == whole
     least = sum((len(prompt) + len(done[id]) - 1) // SIZE for id, prompt in enumerate(PROMPTS))
-    assert (first.ready.kv_blocks_taken_back, second.ready.kv_blocks_taken_back >= least) == (0, True)
+    assert (first.ready.kv_blocks_taken_back, second.ready.kv_blocks_taken_back >= least) == (
+        0,
+        True,
+    )
     first.process.kv.discard()
     assert Killable(first.process.kv).collect(requests(), 1) != {}
 
@@ -310,7 +322,11 @@ def test_of_two_records_with_one_key_only_one_is_taken_back() -> None:
 def test_blocks_are_adopted_as_if_they_had_been_released() -> None:
     store = Store(5)
     adopt(store, {3: b"three", 1: b"one"})
-    assert store_stats(store) | {"blocks_used": 0, "blocks_cached": 2, "evictions": 0} == store_stats(store)
+    assert store_stats(store) | {
+        "blocks_used": 0,
+        "blocks_cached": 2,
+        "evictions": 0,
+    } == store_stats(store)
     table: list[int] = []
     store.write(table, 0, 5)
     assert table == [0, 2, 4, 3, 1]

@@ -29,7 +29,9 @@ from pageturner.request import Request, Resume
 from support.engines import GOLDENS
 from support.schedulers import check
 
-pytestmark = pytest.mark.skipif(not native_module.available_isas(), reason="the kernels are not compiled")
+pytestmark = pytest.mark.skipif(
+    not native_module.available_isas(), reason="the kernels are not compiled"
+)
 TINY = GOLDENS / "tiny_llama.gguf"
 SIZE = 4
 PARAMS = SamplingParams(temperature=1.0, max_tokens=10, stop_ids=())
@@ -64,7 +66,9 @@ def run(built: LoadedEngine, given: list[Request], steps: int = 100_000) -> dict
     return got
 
 
-def conversations(built: LoadedEngine, count: int = 6, turns: int = 3, **of: Any) -> list[list[int]]:
+def conversations(
+    built: LoadedEngine, count: int = 6, turns: int = 3, **of: Any
+) -> list[list[int]]:
     """Texts of conversations whose turns alternate; each turn begins with all turns before it."""
     texts = [[20 + n] * 3 + list(range(7 + n, 20 + n)) for n in range(count)]
     id = 0
@@ -101,7 +105,10 @@ KINDS: list[tuple[Path, dict[str, Any]]] = [
     (TINY, {}),
     (TINY, {"kv_cache_dtype": "int8", "backend": "reference"}),
     (TINY, {"kv_cache_dtype": "fp8_e4m3", "policy": "prefill_first"}),
-    (GOLDENS / "families" / "gemma3", {"kv_cache_dtype": "int8"}),  # windows: kept as if there were none
+    (
+        GOLDENS / "families" / "gemma3",
+        {"kv_cache_dtype": "int8"},
+    ),  # windows: kept as if there were none
     (GOLDENS / "families" / "deepseek_v2", {}),  # a latent KV
 ]
 
@@ -123,7 +130,9 @@ def test_no_token_changes_and_nearly_all_is_found(
     stats = built.engine.stats()
     assert stats["kv_host_errors"] == stats["kv_file_errors"] == 0
     assert stats["kv_host_hits"] + stats["kv_file_hits"] > 20
-    assert stats["cached_tokens"] >= 0.8 * 6 * 16 * 2  # of what the second and third turns begin with
+    assert (
+        stats["cached_tokens"] >= 0.8 * 6 * 16 * 2
+    )  # of what the second and third turns begin with
     built.engine.close()
 
 
@@ -405,7 +414,9 @@ def opened_again_is_whole(path: Path) -> bool:
         return data.startswith(kv_block_file.MAGIC)
 
 
-def test_a_file_that_may_only_be_read_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_may_only_be_read_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "kv"
     file = opened(path)
     file.write(key(1), row(1))

@@ -34,11 +34,18 @@ class Timed:
 
     def run(self, plan: Plan) -> Result:
         self.clock.now += self.fixed + self.each * plan.tokens + 0.25
-        return Result([Output([7] if item.wants_logits else []) for item in plan.items], {"sampling": 0.25})
+        return Result(
+            [Output([7] if item.wants_logits else []) for item in plan.items], {"sampling": 0.25}
+        )
 
 
 def engine(**options: Any) -> tuple[Engine, Clock]:
-    settings: dict[str, Any] = {"num_blocks": 256, "block_size": 4, "token_budget": 64, "max_model_len": 512}
+    settings: dict[str, Any] = {
+        "num_blocks": 256,
+        "block_size": 4,
+        "token_budget": 64,
+        "max_model_len": 512,
+    }
     clock = Clock()
     return Engine(make_stack(**(settings | options)), Timed(clock), clock), clock
 
@@ -77,7 +84,12 @@ def test_alone() -> None:
     complete(timings)
     assert (timings.received, timings.until) == (100.0, end)
     assert timings.parts == pytest.approx(
-        {"overhead": 2.0 + 2 * 0.5, "own_prefill": 1 + 16 * 0.125, "own_decode": 2 * 1.125, "sampling": 0.75}
+        {
+            "overhead": 2.0 + 2 * 0.5,
+            "own_prefill": 1 + 16 * 0.125,
+            "own_decode": 2 * 1.125,
+            "sampling": 0.75,
+        }
     )
     assert [span[2] for span in timings.spans] == ["overhead", "prefill", "decode"]
 
@@ -173,7 +185,9 @@ def test_padding_of_static_batches_is_told() -> None:
         complete(timings)
     rows = 24 * 9.0 / 64  # of the first step, in which both wait for what pads the shorter prompt
     assert found[2][0].parts["padding"] == pytest.approx(rows)
-    assert found[1][0].parts["padding"] > rows, "then for what stands in the place of the one that left"
+    assert found[1][0].parts["padding"] > rows, (
+        "then for what stands in the place of the one that left"
+    )
 
 
 def test_an_account_is_told_once_with_its_end() -> None:
@@ -213,7 +227,11 @@ def test_an_aborted_request_is_told_its_account() -> None:
     running, waiting = one.abort(1), one.abort(2)
     assert running is not None
     assert waiting is not None
-    assert sum(running.parts.values()) == pytest.approx(running.until - running.received) == clock.now - 100
+    assert (
+        sum(running.parts.values())
+        == pytest.approx(running.until - running.received)
+        == clock.now - 100
+    )
     assert running.parts["own_decode"] > 3
     complete(waiting)
     assert waiting.parts["queue_slots"] > 3
@@ -237,7 +255,9 @@ def test_choices_of_a_search_have_one_account() -> None:
 
     def run(plan: Plan) -> Result:
         spent = clock_run(plan).spent
-        return Result([Output(candidates=[(k, -1.0 - k) for k in range(4)]) for _ in plan.items], spent)
+        return Result(
+            [Output(candidates=[(k, -1.0 - k) for k in range(4)]) for _ in plan.items], spent
+        )
 
     one.executor.run = run  # type: ignore[method-assign]
     one.submit(first)

@@ -55,7 +55,10 @@ def test_steps_are_noted_while_somebody_watches() -> None:
     steps = page.noted(0)
     assert [step.number for step in steps] == list(range(300 - Ledger.STEPS, 300))
     assert steps[0].rows == [(5, 700, True), ((1 << 40) - 1, 1, False)]
-    assert (steps[0].begun, round(steps[0].ended - steps[0].begun, 6)) == (steps[0].number / 10, 0.05)
+    assert (steps[0].begun, round(steps[0].ended - steps[0].begun, 6)) == (
+        steps[0].number / 10,
+        0.05,
+    )
     assert steps[-1].ended == 0.0, "it runs"
     assert [step.number for step in page.noted(297)] == [298, 299]
     page.watch(0.0)

@@ -54,7 +54,9 @@ def test_a_stream_is_the_same_text_in_pieces(llm: LLM) -> None:
 
 
 def test_leaving_a_stream_frees_its_blocks(llm: LLM) -> None:
-    pieces = llm.stream("the old house", SamplingParams(temperature=0.0, max_tokens=500, ignore_eos=True))
+    pieces = llm.stream(
+        "the old house", SamplingParams(temperature=0.0, max_tokens=500, ignore_eos=True)
+    )
     next(pieces)
     pieces.close()
     assert idle(llm)
@@ -64,7 +66,8 @@ def test_a_stop_string_cuts_the_text_and_ends_the_request(llm: LLM) -> None:
     whole = llm.generate("the old house", GREEDY)[0].outputs[0].text
     stop = whole[5:8]
     (output,) = llm.generate(
-        "the old house", SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, stop=(stop,))
+        "the old house",
+        SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, stop=(stop,)),
     )
     answer = output.outputs[0]
     assert answer.text == whole[: whole.index(stop)]
@@ -80,7 +83,10 @@ def test_control_tokens_are_in_a_text_that_is_to_have_them(llm: LLM) -> None:
         for skip in (True, False)
     )
     assert plain.token_ids == whole.token_ids
-    assert (plain.text, whole.text) == ("", llm.tokenizer.decode(whole.token_ids, skip_special=False))
+    assert (plain.text, whole.text) == (
+        "",
+        llm.tokenizer.decode(whole.token_ids, skip_special=False),
+    )
 
 
 def test_seeds_repeat_and_differ(llm: LLM) -> None:
@@ -166,7 +172,12 @@ def test_a_cancelled_stream_keeps_what_it_has_and_frees_its_blocks(llm: LLM) -> 
 
 def test_what_memory_was_too_short_for_is_computed_once_more_and_said() -> None:
     """Two answers that do not fit side by side: one gives way, and its second start is no cache hit."""
-    kv = {"kv_cache_memory": 24 * 1024, "block_size": 4, "max_model_len": 40, "kv_cache_dtype": "float32"}
+    kv = {
+        "kv_cache_memory": 24 * 1024,
+        "block_size": 4,
+        "max_model_len": 40,
+        "kv_cache_dtype": "float32",
+    }
     llm = LLM(str(GOLDENS / "tiny_llama.gguf"), backend="reference", **kv)
     params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
     first, second = llm.generate([[5, 6, 7, 8, 9], [9, 8, 7, 6, 5]], params)

@@ -13,7 +13,11 @@ from pageturner.text.chat_request import ToolCall
 from support.engines import GOLDENS
 
 HI = [{"role": "user", "content": "hello"}]
-CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 4}}, "required": ["city"]}
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 4}},
+    "required": ["city"],
+}
 LOOK = {"type": "function", "function": {"name": "look", "parameters": CITY}}
 WAIT = {"type": "function", "function": {"name": "wait"}}
 PARSERS: Any = {"tool_call_parser": "hermes", "reasoning_parser": "think"}

@@ -55,7 +55,9 @@ def test_given_params_win_whole(llm: LLM) -> None:
     assert len(llm.generate(PROMPT, params)[0].outputs[0].token_ids) == 12
 
 
-def test_a_file_elsewhere_speaks_instead_and_ends_answers(folder: Path, llm: LLM, tmp_path: Path) -> None:
+def test_a_file_elsewhere_speaks_instead_and_ends_answers(
+    folder: Path, llm: LLM, tmp_path: Path
+) -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=5)
     second = llm.generate(PROMPT, greedy)[0].outputs[0].token_ids[1]
     file = tmp_path / "other.json"

@@ -139,7 +139,9 @@ def test_truncation_keeps_the_end(llm: LLM) -> None:
         {"beam_width": 4, "length_penalty": -10.0, "repetition_penalty": 0.001},
     ],
 )
-def test_the_ends_of_the_limits_are_numbers_to_the_kernels(llm: LLM, fields: dict[str, Any]) -> None:
+def test_the_ends_of_the_limits_are_numbers_to_the_kernels(
+    llm: LLM, fields: dict[str, Any]
+) -> None:
     params = replace(GREEDY, max_tokens=6, ignore_eos=True, seed=1, logprobs=1, temperature=1.0)
     (answer,) = llm.generate(PROMPT, replace(params, **fields))[0].outputs
     assert len(answer.token_ids) == 6

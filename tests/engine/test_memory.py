@@ -17,7 +17,9 @@ class System:
 
     def __init__(self, root: Path) -> None:
         self.proc, self.sys = root / "proc", root / "sys"
-        self.write(self.proc / "meminfo", f"MemTotal: 9999999 kB\nMemAvailable:    {100 * 1024} kB\n")
+        self.write(
+            self.proc / "meminfo", f"MemTotal: 9999999 kB\nMemAvailable:    {100 * 1024} kB\n"
+        )
 
     def write(self, path: Path, text: object) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

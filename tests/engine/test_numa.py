@@ -32,7 +32,12 @@ def test_cores_of_a_node_stand_together_however_they_are_numbered(tmp_path: Path
     nodes = machine(tmp_path, "0-1,4-5", "2-3,6-7", "")  # the last has memory alone
     assert numa.cores_of_nodes(nodes) == {0: [0, 1, 4, 5], 1: [2, 3, 6, 7]}
     assert numa.by_node(range(8), nodes) == [0, 1, 4, 5, 2, 3, 6, 7]
-    assert numa.by_node({7, 1, 2, 9}, nodes) == [1, 2, 7, 9]  # some of them, and one that no node has
+    assert numa.by_node({7, 1, 2, 9}, nodes) == [
+        1,
+        2,
+        7,
+        9,
+    ]  # some of them, and one that no node has
 
 
 def test_cores_have_a_node_where_it_is_one_of_several(tmp_path: Path) -> None:
@@ -45,9 +50,13 @@ def test_cores_have_a_node_where_it_is_one_of_several(tmp_path: Path) -> None:
     assert numa.node_of([0], tmp_path / "nothing") is None
 
 
-@pytest.mark.parametrize(("size", "expected"), [
-    (2, [[0, 2, 4, 6], [1, 3, 5, 7]]), (4, [[0, 2], [4, 6], [1, 3], [5, 7]]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        (2, [[0, 2, 4, 6], [1, 3, 5, 7]]),
+        (4, [[0, 2], [4, 6], [1, 3], [5, 7]]),
+    ],
+)
 def test_ranks_have_the_cores_of_their_node(
     size: int, expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,7 +32,9 @@ from support.servers import serving
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 TINY = GOLDENS / "tiny_llama.gguf"
-pytestmark = pytest.mark.skipif(not native_module.available_isas(), reason="the kernels are not compiled")
+pytestmark = pytest.mark.skipif(
+    not native_module.available_isas(), reason="the kernels are not compiled"
+)
 # GGUF: dense, quantised, untied; two experts
 RECORDED = [
     "tiny_llama",
@@ -60,7 +62,9 @@ def test_bits_of_two_stages_are_those_of_one_process(name: str) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("family", DEEPER)
-def test_bits_of_more_stages_are_those_of_one_process(family: str, size: int, tmp_path: Path) -> None:
+def test_bits_of_more_stages_are_those_of_one_process(
+    family: str, size: int, tmp_path: Path
+) -> None:
     path = deeper(family, 5, tmp_path)
     expected = bits(computed(*of_one(path)))
     with ranks(path, size, stages=True) as (decoder, ops):
@@ -123,7 +127,9 @@ def test_each_stage_has_its_own_layers_and_their_kv(tmp_path: Path) -> None:
 
 
 # -- processes -----------------------------------------------------------------------------------------------
-GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=3, prompt_logprobs=1)
+GREEDY = SamplingParams(
+    temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=3, prompt_logprobs=1
+)
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, seed=5, max_tokens=12, ignore_eos=True)
 
 
@@ -140,7 +146,9 @@ def told_of(path: Path, **settings: Any) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(("family", "size"), [("llama3", 3), ("mixtral", 2), ("gemma2", 3), ("mistral", 2)])
+@pytest.mark.parametrize(
+    ("family", "size"), [("llama3", 3), ("mixtral", 2), ("gemma2", 3), ("mistral", 2)]
+)
 def test_engines_of_several_processes_answer_as_one(family: str, size: int, tmp_path: Path) -> None:
     """With the same fingerprint, since the bits are the same, and the same costs of a step."""
     path = deeper(family, 4, tmp_path)
@@ -156,7 +164,11 @@ def test_an_engine_of_stages_has_adapters(tmp_path: Path) -> None:
     told = []
     for size in (1, 2):
         llm = LLM(
-            str(TINY), pipeline_parallel_size=size, threads=2, kv_cache_memory=1 << 20, lora={"other": folder}
+            str(TINY),
+            pipeline_parallel_size=size,
+            threads=2,
+            kv_cache_memory=1 << 20,
+            lora={"other": folder},
         )
         for lora in ("other", ""):
             outputs = llm.generate(list(PROMPTS.values()), params, lora=lora)
@@ -170,7 +182,10 @@ def test_an_engine_of_stages_has_adapters(tmp_path: Path) -> None:
 def test_a_stage_that_died_is_named_with_what_ended_it(tmp_path: Path) -> None:
     before = children()
     llm = LLM(
-        str(deeper("llama3", 3, tmp_path)), pipeline_parallel_size=3, threads=1, kv_cache_memory=1 << 20
+        str(deeper("llama3", 3, tmp_path)),
+        pipeline_parallel_size=3,
+        threads=1,
+        kv_cache_memory=1 << 20,
     )
     mine = sorted(children() - before)
     assert len(mine) == 2
@@ -204,16 +219,29 @@ def test_a_stage_is_killed_under_streams_and_they_go_on() -> None:
 
 
 # -- refusals ------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("settings", "named"), [
-    ({"tensor_parallel_size": 2}, "--pipeline-parallel-size 2 does not go with --tensor-parallel-size 2"),
-    ({"backend": "reference"}, "--backend reference does not go with --pipeline-parallel-size 2 yet"),
-    ({"device": "cuda"}, "--device cuda"),
-    ({"speculation": "draft", "draft_model": "x"}, "--speculation draft"),
-    ({"kv_host_memory": 1 << 20}, "--kv-host-memory"), ({"kv_file": "x"}, "--kv-file"),
-    ({"prefill_listen": "a:1"}, "--prefill-listen"), ({"prefill_from": "a:1"}, "--prefill-from"),
-    ({"pipeline_parallel_size": 65}, "--pipeline-parallel-size is at most 64"),
-])  # fmt: skip
-def test_what_does_not_go_with_stages_is_refused_by_name(settings: dict[str, Any], named: str) -> None:
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        (
+            {"tensor_parallel_size": 2},
+            "--pipeline-parallel-size 2 does not go with --tensor-parallel-size 2",
+        ),
+        (
+            {"backend": "reference"},
+            "--backend reference does not go with --pipeline-parallel-size 2 yet",
+        ),
+        ({"device": "cuda"}, "--device cuda"),
+        ({"speculation": "draft", "draft_model": "x"}, "--speculation draft"),
+        ({"kv_host_memory": 1 << 20}, "--kv-host-memory"),
+        ({"kv_file": "x"}, "--kv-file"),
+        ({"prefill_listen": "a:1"}, "--prefill-listen"),
+        ({"prefill_from": "a:1"}, "--prefill-from"),
+        ({"pipeline_parallel_size": 65}, "--pipeline-parallel-size is at most 64"),
+    ],
+)
+def test_what_does_not_go_with_stages_is_refused_by_name(
+    settings: dict[str, Any], named: str
+) -> None:
     config = EngineConfig(model=str(TINY), **{"pipeline_parallel_size": 2, **settings})
     with pytest.raises(EngineFault, match=named) as caught:
         tensor_parallel.check(config)

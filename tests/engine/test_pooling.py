@@ -40,7 +40,10 @@ def request(id: int, pooling: str, prompt: tuple[int, ...] = PROMPT) -> Request:
 
 def rows(model: Model, requests: list[Request], setup: Setup = USUAL) -> dict[int, PooledSum]:
     """The sums of those requests that are pooled, as their events bring them."""
-    engine, found = model.engine(setup), {one.id: PooledSum() for one in requests if one.params.pooling}
+    engine, found = (
+        model.engine(setup),
+        {one.id: PooledSum() for one in requests if one.params.pooling},
+    )
     for one in requests:
         assert engine.submit(one) == []
     while engine.has_work:
@@ -52,7 +55,9 @@ def rows(model: Model, requests: list[Request], setup: Setup = USUAL) -> dict[in
     return found
 
 
-def sums(model: Model, pooling: str, setup: Setup = USUAL, prompt: tuple[int, ...] = PROMPT) -> list[int]:
+def sums(
+    model: Model, pooling: str, setup: Setup = USUAL, prompt: tuple[int, ...] = PROMPT
+) -> list[int]:
     return rows(model, [request(1, pooling, prompt)], setup)[1].total.tolist()
 
 
@@ -62,7 +67,11 @@ def test_rows_are_what_the_head_sees(model: Model) -> None:
     head = np.frombuffer(data, np.float32 if kind == "F32" else np.float16).astype(np.float64)
     head = head.reshape(320, -1)
     logits = GOLDEN["logits_2"].astype(np.float64)
-    for pooling, expected in (("last", logits[-1]), ("cls", logits[0]), ("mean", logits.mean(axis=0))):
+    for pooling, expected in (
+        ("last", logits[-1]),
+        ("cls", logits[0]),
+        ("mean", logits.mean(axis=0)),
+    ):
         pooled = rows(model, [request(1, pooling)])[1]
         vector = np.array(pooled.vector(pooling, normalize=False))
         np.testing.assert_allclose(head @ vector, expected, atol=2e-3)
@@ -74,7 +83,9 @@ def test_a_mean_is_that_of_the_last_rows_of_all_beginnings(model: Model) -> None
     assert sums(model, "mean", prompt=prompt) == lasts.sum(axis=0).tolist()
     assert sums(model, "cls", prompt=prompt) == lasts[0].tolist()
     assert (
-        sums(model, "cls", prompt=prompt[:1]) == sums(model, "mean", prompt=prompt[:1]) == lasts[0].tolist()
+        sums(model, "cls", prompt=prompt[:1])
+        == sums(model, "mean", prompt=prompt[:1])
+        == lasts[0].tolist()
     )
 
 

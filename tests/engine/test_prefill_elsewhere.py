@@ -23,7 +23,9 @@ from pageturner.request import Request
 from support.engines import GOLDENS
 from support.schedulers import check
 
-pytestmark = pytest.mark.skipif(not native_module.available_isas(), reason="the kernels are not compiled")
+pytestmark = pytest.mark.skipif(
+    not native_module.available_isas(), reason="the kernels are not compiled"
+)
 KEY = "a key of sixteen bytes or more"
 PARAMS = SamplingParams(temperature=1.0, max_tokens=8, stop_ids=())
 TINY = GOLDENS / "tiny_llama.gguf"
@@ -37,16 +39,25 @@ def _key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def engine(**settings: Any) -> LoadedEngine:
     given = {
-        "model": str(TINY), "block_size": 4, "threads": 1, "backend": "native", "kv_cache_memory": 1 << 19,
-        "max_num_batched_tokens": 16, "prefill_tokens": 16, "prefill_timeout": 10.0,
-    }  # fmt: skip
+        "model": str(TINY),
+        "block_size": 4,
+        "threads": 1,
+        "backend": "native",
+        "kv_cache_memory": 1 << 19,
+        "max_num_batched_tokens": 16,
+        "prefill_tokens": 16,
+        "prefill_timeout": 10.0,
+    }
     return make_engine(EngineConfig(**given | settings))
 
 
 @contextmanager
 def helper(**settings: Any) -> Iterator[LoadedEngine]:
     """An engine that computes for others, in a thread that steps it."""
-    built, stop = engine(role="prefill", prefill_listen="127.0.0.1:0", **settings), threading.Event()
+    built, stop = (
+        engine(role="prefill", prefill_listen="127.0.0.1:0", **settings),
+        threading.Event(),
+    )
 
     def steps() -> None:
         while not stop.is_set():
@@ -86,7 +97,9 @@ def run(built: LoadedEngine, prompt: tuple[int, ...] = PROMPT, **of: Any) -> lis
 
 def fallbacks(built: LoadedEngine) -> dict[str, int]:
     stats = built.engine.stats()
-    return {name[17:]: int(n) for name, n in stats.items() if name.startswith("prefill_fallback_") and n}
+    return {
+        name[17:]: int(n) for name, n in stats.items() if name.startswith("prefill_fallback_") and n
+    }
 
 
 @pytest.mark.parametrize("of", [{}, {"salt": "tenant"}, {"logits_from": 70}])
@@ -247,7 +260,9 @@ def test_hostile_bytes_hurt_nobody() -> None:
         for _ in range(30):
             with socket.create_connection(("127.0.0.1", port_of(other))) as peer:
                 data = dice.randbytes(dice.randrange(200))
-                peer.sendall(b"H" + dice.choice([b"\x2e\0\0\0pageturner-kv\x01", b"\xff\xff\xff\xff"]) + data)
+                peer.sendall(
+                    b"H" + dice.choice([b"\x2e\0\0\0pageturner-kv\x01", b"\xff\xff\xff\xff"]) + data
+                )
         for content in (
             b"",
             b"\0" * 8,
@@ -272,7 +287,9 @@ def test_a_changed_byte_is_found() -> None:
     mine, other = socket.socketpair()
     with mine, other:
         until, links = time.monotonic() + 5, []
-        thread = threading.Thread(target=lambda: links.append(answer(other, KEY.encode(), NAMES, until)))
+        thread = threading.Thread(
+            target=lambda: links.append(answer(other, KEY.encode(), NAMES, until))
+        )
         thread.start()
         link = ask(mine, KEY.encode(), NAMES, until)
         thread.join()
@@ -290,10 +307,14 @@ def test_a_changed_byte_is_found() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"role": "prefill"}, {"role": "decode"}, {"prefill_from": "nowhere"}, {"prefill_listen": "a:b"},
-        {"role": "prefill", "prefill_from": "a:1"}, {"prefill_from": "a:1", "prefill_key_file": "/no/such"},
+        {"role": "prefill"},
+        {"role": "decode"},
+        {"prefill_from": "nowhere"},
+        {"prefill_listen": "a:b"},
+        {"role": "prefill", "prefill_from": "a:1"},
+        {"prefill_from": "a:1", "prefill_key_file": "/no/such"},
     ],
-)  # fmt: skip
+)
 def test_settings_that_cannot_be(settings: dict[str, Any]) -> None:
     with pytest.raises(EngineFault):
         prefill_key(EngineConfig(**settings))

@@ -23,7 +23,9 @@ def sequence(prompt: list[int], output: list[int], **params) -> Sequence:
     return Sequence(Request(1, tuple(prompt), SamplingParams(**params)), tokens=[*prompt, *output])
 
 
-def brute_force(row: np.ndarray, prompt: list[int], output: list[int], p: SamplingParams) -> list[float]:
+def brute_force(
+    row: np.ndarray, prompt: list[int], output: list[int], p: SamplingParams
+) -> list[float]:
     """vLLM's definition, in its order, one token at a time."""
     result = []
     for token in range(len(row)):
@@ -40,7 +42,11 @@ def brute_force(row: np.ndarray, prompt: list[int], output: list[int], p: Sampli
             continue
         x += np.float32((p.logit_bias or {}).get(token, 0.0))
         if token in prompt or token in output:
-            x = x / np.float32(p.repetition_penalty) if x > 0 else x * np.float32(p.repetition_penalty)
+            x = (
+                x / np.float32(p.repetition_penalty)
+                if x > 0
+                else x * np.float32(p.repetition_penalty)
+            )
         x -= np.float32(p.frequency_penalty) * np.float32(output.count(token))
         x -= np.float32(p.presence_penalty if token in output else 0)
         result.append(x)
@@ -54,7 +60,9 @@ def random_params(dice: random.Random) -> dict:
         "presence_penalty": dice.choice([0.0, 1.5, -2.0]),
         "frequency_penalty": dice.choice([0.0, 0.3, -0.4]),
         "logit_bias": dice.choice([None, {3: 2.5, 7: -100.0}, {1: 100.0}]),
-        "bad_words_token_ids": dice.choice([(), ((4,), (5, 6)), tuple(zip(some(9), some(9), strict=True))]),
+        "bad_words_token_ids": dice.choice(
+            [(), ((4,), (5, 6)), tuple(zip(some(9), some(9), strict=True))]
+        ),
         "allowed_token_ids": dice.choice([None, some(6), some(25)]),
         "min_tokens": dice.choice([0, 2, 5]),
         "stop_ids": some(2),
@@ -76,10 +84,20 @@ def test_all_together_against_the_definition():
 @pytest.mark.parametrize(
     ("params", "prompt", "output", "expected"),
     [
-        ({"repetition_penalty": 2.0}, [0], [1, 1], [2.0, -2.0, 4.0, -1.0]),  # counts once, prompt included
+        (
+            {"repetition_penalty": 2.0},
+            [0],
+            [1, 1],
+            [2.0, -2.0, 4.0, -1.0],
+        ),  # counts once, prompt included
         ({"presence_penalty": 0.5}, [0], [2, 2], [4.0, -1.0, 3.5, -1.0]),  # output only, once
         ({"frequency_penalty": 0.5}, [0], [2, 2], [4.0, -1.0, 3.0, -1.0]),  # output only, each time
-        ({"logit_bias": {3: 5.0}, "repetition_penalty": 2.0}, [3], [], [4.0, -1.0, 4.0, 2.0]),  # bias first
+        (
+            {"logit_bias": {3: 5.0}, "repetition_penalty": 2.0},
+            [3],
+            [],
+            [4.0, -1.0, 4.0, 2.0],
+        ),  # bias first
     ],
 )
 def test_by_hand(params, prompt, output, expected):
@@ -88,7 +106,9 @@ def test_by_hand(params, prompt, output, expected):
 
 
 def test_a_bad_word_is_forbidden_only_behind_its_beginning():
-    def forbidden(output: list[int], word: tuple[int, ...], prompt: tuple[int, ...] = (8, 9)) -> list[int]:
+    def forbidden(
+        output: list[int], word: tuple[int, ...], prompt: tuple[int, ...] = (8, 9)
+    ) -> list[int]:
         one = sequence(list(prompt), output, bad_words_token_ids=(word,))
         return np.flatnonzero(np.isneginf(edited(np.zeros((1, 10), np.float32), [one])[0])).tolist()
 
@@ -214,7 +234,9 @@ def test_where_nothing_may_be_chosen_only_that_request_fails(temperature):
         "temperature": temperature,
         "seed": 1,
     }
-    outputs = choose(OPS, np.zeros((2, 5), np.float32), [sequence([1], [], **params), sequence([1], [])])
+    outputs = choose(
+        OPS, np.zeros((2, 5), np.float32), [sequence([1], [], **params), sequence([1], [])]
+    )
     assert outputs[0].failure is not None
     assert outputs[0].failure.code == "nothing_allowed"
     assert len(outputs[1].tokens) == 1
@@ -261,7 +283,13 @@ def test_why_a_row_has_no_token():
     some = np.packbits([0, 1, 1], bitorder="little")
     outputs = choose(OPS, logits, rows, {rows[0]: some, rows[1]: beyond, rows[2]: some})
     assert [out.tokens for out in outputs] == [[2], [], [], [VOCAB - 1], []]
-    assert [out.failure for out in outputs] == [None, NOTHING_ALLOWED, NOT_A_NUMBER, None, NOT_A_NUMBER]
+    assert [out.failure for out in outputs] == [
+        None,
+        NOTHING_ALLOWED,
+        NOT_A_NUMBER,
+        None,
+        NOT_A_NUMBER,
+    ]
 
 
 def test_a_grammar_and_edits_that_leave_nothing_together():

@@ -32,27 +32,37 @@ def truth(model: Model) -> list[PromptLogprob]:
     sequence = Sequence(Request(1, PROMPT), tokens=list(PROMPT), blocks=[0, 1, 2])
     batch = pack(Plan([Item(sequence, len(PROMPT), sequence.computed)]), 16, 3)
     batch.logit_rows = np.arange(len(PROMPT) - 1, dtype=np.int32)
-    logits = model.decoder.forward(batch, model.ops.alloc_kv(model.decoder.kv_spec(4, 16, "float32")))
+    logits = model.decoder.forward(
+        batch, model.ops.alloc_kv(model.decoder.kv_spec(4, 16, "float32"))
+    )
     found = sampler.score(model.ops, logits, list(PROMPT[1:]), [2] * (len(PROMPT) - 1))
     assert all(score is not None for score in found)
     return [score for score in found if score is not None]
 
 
 def request(id: int = 1, prompt: tuple[int, ...] = PROMPT, **params: int) -> Request:
-    sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 5, "prompt_logprobs": 2, **params})
+    sampling = SamplingParams(
+        **{"temperature": 0.0, "max_tokens": 5, "prompt_logprobs": 2, **params}
+    )
     return Request(id, prompt, sampling, logits_from=0)
 
 
 @pytest.mark.parametrize("budget", [0, 7, 16, 64])
 @pytest.mark.parametrize("rows", [1, 5, 64])
 def test_they_are_those_of_one_forward_pass(
-    model: Model, truth: list[PromptLogprob], monkeypatch: pytest.MonkeyPatch, budget: int, rows: int
+    model: Model,
+    truth: list[PromptLogprob],
+    monkeypatch: pytest.MonkeyPatch,
+    budget: int,
+    rows: int,
 ) -> None:
     monkeypatch.setattr(prompt_scores, "SCORED_ROWS", rows)
     plain = answers(model.engine(Setup()), [replace(request(), logits_from=None)])[1]
     found = answers(model.engine(Setup(token_budget=budget)), [request()])[1]
     assert list(found.prompt_logprobs) == truth
-    assert (found.tokens, found.logprobs) == (plain.tokens, plain.logprobs), "asking changed the answer"
+    assert (found.tokens, found.logprobs) == (plain.tokens, plain.logprobs), (
+        "asking changed the answer"
+    )
 
 
 def test_few_logits_are_in_memory_at_once(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,14 +80,18 @@ def test_few_logits_are_in_memory_at_once(model: Model, monkeypatch: pytest.Monk
     assert sum(counts) == 44 + 29 + 2 * 5
 
 
-def test_cached_blocks_are_not_used_where_logits_are_wanted(model: Model, truth: list[PromptLogprob]) -> None:
+def test_cached_blocks_are_not_used_where_logits_are_wanted(
+    model: Model, truth: list[PromptLogprob]
+) -> None:
     engine = model.engine(Setup())
     answers(engine, [replace(request(7), logits_from=None)])
     found = answers(engine, [request()])[1]
     assert list(found.prompt_logprobs) == truth
     halfway = answers(engine, [replace(request(2), logits_from=20)])[2]
     assert list(halfway.prompt_logprobs) == truth[20:]
-    assert engine.scheduler.stats()["cached_tokens"] == 16, "what lies before the wanted logits is shared"
+    assert engine.scheduler.stats()["cached_tokens"] == 16, (
+        "what lies before the wanted logits is shared"
+    )
 
 
 def test_a_prompt_of_one_token_has_none(model: Model) -> None:
@@ -101,7 +115,9 @@ def test_preempted_and_never_told_twice(model: Model) -> None:
     assert engine.scheduler.stats()["preemptions"] > 0
 
 
-def test_numbers_that_are_none_fail_their_own_request(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_that_are_none_fail_their_own_request(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The reference never makes NaN of a sound model: the first scored row of one request becomes it."""
     logits = model.decoder.logits
 

@@ -30,7 +30,9 @@ from support.servers import serving
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 TINY = GOLDENS / "tiny_llama.gguf"
-pytestmark = pytest.mark.skipif(not native_module.available_isas(), reason="the kernels are not compiled")
+pytestmark = pytest.mark.skipif(
+    not native_module.available_isas(), reason="the kernels are not compiled"
+)
 
 
 # -- calls ---------------------------------------------------------------------------------------------------
@@ -111,10 +113,12 @@ def test_a_rank_that_finds_another_call_raises_and_takes_nothing_of_it() -> None
 
     says = both(told, making)
     assert (
-        says[1] == "rank 0 of 2 is at call 2 (a message) and rank 1 at call 1 (a sum): they are out of step"
+        says[1]
+        == "rank 0 of 2 is at call 2 (a message) and rank 1 at call 1 (a sum): they are out of step"
     )
     assert (
-        says[0] == "rank 1 of 2 is at call 1 (a sum) and rank 0 at call 2 (a message): they are out of step"
+        says[0]
+        == "rank 1 of 2 is at call 1 (a sum) and rank 0 at call 2 (a message): they are out of step"
     )
     assert x.tolist() == [[1.0] * 8]
 
@@ -141,7 +145,9 @@ def test_a_rank_says_why_it_ends(lives: bool) -> None:
         if lives:
             with suppress(RuntimeError):  # whoever looks first
                 zero.native.sum(np.zeros((1, 1), np.float32))  # of no call
-            with pytest.raises(EngineFault, match=r"in call 1: rank 0 of 2 is at call 0 \(a sum\)") as caught:
+            with pytest.raises(
+                EngineFault, match=r"in call 1: rank 0 of 2 is at call 0 \(a sum\)"
+            ) as caught:
                 follows.result(30)
             assert caught.value.code == "rank_lost"
         os.close(held)
@@ -176,13 +182,16 @@ def test_a_start_that_fails_names_the_rank_and_leaves_nothing(case: str, tmp_pat
     gc.collect()
     before, files = children(), shared_files()
     path = {
-        "none": tmp_path / "none.gguf", "cut": tmp_path / "cut.gguf", "other": GOLDENS / "tiny_qwen3.gguf",
-    }[case]  # fmt: skip
+        "none": tmp_path / "none.gguf",
+        "cut": tmp_path / "cut.gguf",
+        "other": GOLDENS / "tiny_qwen3.gguf",
+    }[case]
     (tmp_path / "cut.gguf").write_bytes(TINY.read_bytes()[:200_000])
     says = {
-        "none": r"rank 1 of 2: .*none\.gguf", "cut": r"rank 1 of 2: .*cut\.gguf",
+        "none": r"rank 1 of 2: .*none\.gguf",
+        "cut": r"rank 1 of 2: .*cut\.gguf",
         "other": "rank 1 of 2: it has another model than rank 0",
-    }[case]  # fmt: skip
+    }[case]
     with pytest.raises(EngineFault, match=says) as caught:
         started(path)
     assert caught.value.code == "rank_lost"
@@ -217,7 +226,9 @@ def test_a_rank_that_died_is_named_with_what_ended_it() -> None:
     llm = LLM(str(TINY), tensor_parallel_size=3, threads=3, kv_cache_memory=1 << 20)
     mine = sorted(children() - before)
     os.kill(mine[1], signal.SIGKILL)
-    with pytest.raises(EngineFault, match=r"rank 2 of 3 has ended \(rank 2 of 3: ended by SIGKILL\)"):
+    with pytest.raises(
+        EngineFault, match=r"rank 2 of 3 has ended \(rank 2 of 3: ended by SIGKILL\)"
+    ):
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
     assert not children() - before  # the other one too
     del llm
@@ -240,7 +251,16 @@ def family(client: httpx.Client) -> list[int]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("when", ["prefill", "decode"])
 def test_each_rank_is_killed_in_turn_and_streams_go_on(when: str) -> None:
-    flags = ("--tensor-parallel-size", "3", "--threads", "3", "--kv-cache-memory", "4M", "--dtype", "float32")
+    flags = (
+        "--tensor-parallel-size",
+        "3",
+        "--threads",
+        "3",
+        "--kv-cache-memory",
+        "4M",
+        "--dtype",
+        "float32",
+    )
     budget = ("--max-num-batched-tokens", "16") if when == "prefill" else ()
     with (
         serving(GOLDENS / "tiny_llama_untied.gguf", *flags, *budget) as client,
@@ -253,7 +273,9 @@ def test_each_rank_is_killed_in_turn_and_streams_go_on(when: str) -> None:
                 os.kill(family(client)[rank], signal.SIGKILL)
 
             others = [pool.submit(streamed, client, n) for n in range(1, 4)]
-            if when == "prefill":  # in the midst of their prompts, of which a step has room for 16 tokens
+            if (
+                when == "prefill"
+            ):  # in the midst of their prompts, of which a step has room for 16 tokens
                 others.append(pool.submit(streamed, client, 0))
                 kill()
                 assert others.pop().result(240) == whole[0]

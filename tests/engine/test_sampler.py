@@ -38,7 +38,9 @@ def test_noise_is_uniform_and_uncorrelated_between_neighbours():
     assert ((u >= 0) & (u < 1)).all()
     assert (u == u.astype(np.float32)).all()
     counts = np.histogram(u, 64, (0, 1))[0]
-    assert ((counts - n / 64) ** 2 / (n / 64)).sum() < 120  # chi-square, 63 degrees of freedom: p < 1e-5
+    assert (
+        (counts - n / 64) ** 2 / (n / 64)
+    ).sum() < 120  # chi-square, 63 degrees of freedom: p < 1e-5
     assert abs(np.corrcoef(u[:-1], u[1:])[0, 1]) < 0.02
     other = np.array([uniform(43, 0, i) for i in range(n)])
     assert abs(np.corrcoef(u, other)[0, 1]) < 0.02
@@ -58,7 +60,8 @@ def test_a_row_does_not_depend_on_its_neighbours():
     dice = np.random.default_rng(0)
     logits = dice.normal(size=(8, 50)).astype(np.float32) * 3
     sequences = [
-        sequence(temperature=t, seed=s, top_k=k) for s, (t, k) in enumerate([(0.0, 0), (1.0, 5)] * 4)
+        sequence(temperature=t, seed=s, top_k=k)
+        for s, (t, k) in enumerate([(0.0, 0), (1.0, 5)] * 4)
     ]
     together = [o.tokens for o in choose(OPS, logits.copy(), sequences)]
     alone = [choose(OPS, logits[i : i + 1].copy(), [s])[0].tokens for i, s in enumerate(sequences)]
@@ -128,23 +131,33 @@ def test_one_logit_that_is_no_number_is_never_covered_by_others(name: str, bad: 
     ops, logits = backend(name), np.linspace(0, 3, 200, dtype=np.float32)
     logits[70] = bad
     kinds: list[dict[str, Any]] = [
-        {"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 5},
-        {"temperature": 0.7, "top_p": 0.5}, {"temperature": 0.0, "logprobs": 2}, {"beam_width": 2},
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 1.0, "top_k": 5},
+        {"temperature": 0.7, "top_p": 0.5},
+        {"temperature": 0.0, "logprobs": 2},
+        {"beam_width": 2},
         {"temperature": 0.0, "allowed_token_ids": (3, 4, 199), "logprobs": 0},
-        {"temperature": 0.0, "allowed_token_ids": (3, 4, 199)}, {"allowed_token_ids": (3,)},
-    ]  # fmt: skip
+        {"temperature": 0.0, "allowed_token_ids": (3, 4, 199)},
+        {"allowed_token_ids": (3,)},
+    ]
     with np.errstate(invalid="ignore"):
         outputs = SameLogits(ops, logits).outputs([sequence(**kind) for kind in kinds])
-    assert [output.failure and output.failure.code for output in outputs] == ["numerical_error"] * 7 + [
-        None
-    ] * 2
+    assert [output.failure and output.failure.code for output in outputs] == [
+        "numerical_error"
+    ] * 7 + [None] * 2
     assert [output.tokens for output in outputs[7:]] == [[199], [3]]
 
 
 KINDS = [
     {"temperature": 0.0},
     {"temperature": 0.9, "top_p": 0.9},
-    {"temperature": 0.0, "repetition_penalty": 1.4, "presence_penalty": 0.7, "frequency_penalty": -0.2},
+    {
+        "temperature": 0.0,
+        "repetition_penalty": 1.4,
+        "presence_penalty": 0.7,
+        "frequency_penalty": -0.2,
+    },
     {"temperature": 0.7, "logit_bias": {3: 4.0, 9: -5.0}, "logprobs": 2},
     {"temperature": 0.0, "allowed_token_ids": (4, 8, 15), "logprobs": 0},
     {"temperature": 0.0, "bad_words_token_ids": ((7,), (4, 11))},
@@ -153,7 +166,13 @@ KINDS = [
     {"temperature": 0.0, "forced_end": 30, "stop_ids": (7, 6)},
     {"temperature": 1.0, "force_ids": (1, 2, 3, 4), "logprobs": 1},
     {"temperature": 0.0, "beam_width": 3, "stop_ids": (6,)},
-    {"temperature": 0.0, "beam_width": 2, "logprobs": 2, "repetition_penalty": 1.3, "stop_ids": (6,)},
+    {
+        "temperature": 0.0,
+        "beam_width": 2,
+        "logprobs": 2,
+        "repetition_penalty": 1.3,
+        "stop_ids": (6,),
+    },
     {"temperature": 0.0, "allowed_token_ids": (4,), "bad_words_token_ids": ((4,),)},
 ]
 

@@ -30,7 +30,9 @@ def shared() -> LLM:
 @pytest.fixture
 def llm(shared: LLM) -> Iterator[LLM]:
     yield shared
-    assert stats(shared)["pinned"] == stats(shared)["blocks_used"] == 0, "a test did not free its sessions"
+    assert stats(shared)["pinned"] == stats(shared)["blocks_used"] == 0, (
+        "a test did not free its sessions"
+    )
 
 
 def stats(llm: LLM) -> dict[str, float]:

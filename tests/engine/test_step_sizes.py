@@ -26,12 +26,18 @@ def test_the_budget_is_what_the_machine_computes_in_the_time_of_a_step() -> None
     assert chosen.max_num_batched_tokens == int(STEP / (0.24e-3 / REACHED)) // 32 * 32 == 160
     assert chosen.token_budget == 160
     slower = with_step_sizes(EngineConfig(), NEEDS, MachineLimits(30.0, 500.0, 50.0))
-    assert slower.max_num_batched_tokens == 128, "64 sequences and as many tokens of prompts beside them"
+    assert slower.max_num_batched_tokens == 128, (
+        "64 sequences and as many tokens of prompts beside them"
+    )
     assert (
-        with_step_sizes(EngineConfig(max_num_seqs=16), NEEDS, MachineLimits(30.0, 500.0, 50.0)).token_budget
+        with_step_sizes(
+            EngineConfig(max_num_seqs=16), NEEDS, MachineLimits(30.0, 500.0, 50.0)
+        ).token_budget
         == 80
     )
-    assert (chosen.max_prefill_beside_decode, slower.max_prefill_beside_decode) == (160, 64), "of prompts"
+    assert (chosen.max_prefill_beside_decode, slower.max_prefill_beside_decode) == (160, 64), (
+        "of prompts"
+    )
     slowest = with_step_sizes(EngineConfig(), NEEDS, MachineLimits(30.0, 50.0, 5.0))
     assert (slowest.token_budget, slowest.max_prefill_beside_decode) == (128, 32), (
         "no step in time: the least"
@@ -83,9 +89,13 @@ def test_an_engine_sizes_its_steps_by_what_is_kept_or_glanced_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PAGETURNER_CACHE", str(tmp_path))
-    config = EngineConfig(model=str(GOLDENS / "tiny_llama.gguf"), threads=1, kv_cache_memory=1 << 20)
+    config = EngineConfig(
+        model=str(GOLDENS / "tiny_llama.gguf"), threads=1, kv_cache_memory=1 << 20
+    )
     looked = []
-    monkeypatch.setattr(engine_factory, "glance", lambda isa, n: looked.append((isa, n)) or (0.1, 0.1))
+    monkeypatch.setattr(
+        engine_factory, "glance", lambda isa, n: looked.append((isa, n)) or (0.1, 0.1)
+    )
     built = engine_factory.make_engine(config)
     isa = built.fingerprint.split("-")[1]
     assert looked == [(isa, 1)]

@@ -35,7 +35,9 @@ def run(path: Path, requests: list[Request], **settings: object) -> dict[int, li
 def some() -> list[Request]:
     params = SamplingParams(max_tokens=20, seed=5, stop_ids=(3,), stop=("secret",), top_k=4)
     shared = tuple(range(100, 148))
-    return [Request(id, (*shared, 200 + id), params, tenant="alice", priority=id) for id in range(3)]
+    return [
+        Request(id, (*shared, 200 + id), params, tenant="alice", priority=id) for id in range(3)
+    ]
 
 
 def by_kind(records: list[Record], kind: type[T]) -> list[T]:
@@ -51,7 +53,9 @@ def test_tokens_come_back_as_they_were(tmp_path: Path) -> None:
     for id, tokens in found.items():
         items = [item for step in steps for item in step.items if item.id == id]
         assert [token for item in items for token in item.tokens] == tokens
-        assert [item.computed for item in items[1:]] == [item.computed + item.n for item in items[:-1]]
+        assert [item.computed for item in items[1:]] == [
+            item.computed + item.n for item in items[:-1]
+        ]
     assert all(step.tokens == sum(item.n for item in step.items) <= 32 for step in steps)
     assert all(step.context == sum(item.n + item.computed for item in step.items) for step in steps)
     assert all(step.start <= step.end for step in steps)
@@ -81,15 +85,22 @@ def test_digests_keep_equal_beginnings_and_nothing_else(tmp_path: Path) -> None:
     assert b"alice" not in raw
     for id, tokens in found.items():
         logged = [
-            token for step in by_kind(records, StepRecord) for item in step.items if item.id == id
+            token
+            for step in by_kind(records, StepRecord)
+            for item in step.items
+            if item.id == id
             for token in item.tokens
-        ]  # fmt: skip
-        assert [token if token == 3 else None for token in tokens] == [t if t == 3 else None for t in logged]
+        ]
+        assert [token if token == 3 else None for token in tokens] == [
+            t if t == 3 else None for t in logged
+        ]
 
 
 def test_a_digest_depends_on_all_before_it_and_on_the_log(tmp_path: Path) -> None:
     prompts = [(1, 2, 3), (1, 2, 4), (9, 2, 3)]
-    requests = [Request(i, prompt, SamplingParams(max_tokens=1)) for i, prompt in enumerate(prompts)]
+    requests = [
+        Request(i, prompt, SamplingParams(max_tokens=1)) for i, prompt in enumerate(prompts)
+    ]
     found = []
     for name in ("a", "b"):
         run(tmp_path / name, requests)
@@ -105,7 +116,9 @@ def test_a_digest_depends_on_all_before_it_and_on_the_log(tmp_path: Path) -> Non
 def test_aborts_idle_plans_and_restarts_are_there(tmp_path: Path) -> None:
     path = tmp_path / "steps"
     for _ in range(2):
-        engine = make_engine(EngineConfig(backend="fake", policy="static", step_log=str(path))).engine
+        engine = make_engine(
+            EngineConfig(backend="fake", policy="static", step_log=str(path))
+        ).engine
         engine.submit(some()[0])
         assert engine.step() == []  # a static batch of one waits for more
         engine.abort(0)
@@ -125,7 +138,9 @@ def test_what_a_killed_engine_left_can_be_read(tmp_path: Path) -> None:
     assert list(step_log.read(path)) == [*whole[:-1], whole[0]]
 
 
-def test_a_slow_disk_costs_records_and_says_how_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_disk_costs_records_and_says_how_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(step_log, "MOST_BUFFERED", 10)
     monkeypatch.setattr(step_log, "WRITE_EVERY", 3600.0)
     path = tmp_path / "steps"

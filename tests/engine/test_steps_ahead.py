@@ -48,7 +48,9 @@ def requests(seed: int, count: int, **params: Any) -> list[Request]:
     return made
 
 
-def played(engine: Engine, asked: list[Request], leaves: set[int] = frozenset()) -> dict[int, list[Event]]:  # type: ignore[assignment]
+def played(
+    engine: Engine, asked: list[Request], leaves: set[int] = frozenset()
+) -> dict[int, list[Event]]:  # type: ignore[assignment]
     """Everybody's events. One request comes with each step; who leaves does so three steps after it came."""
     events: list[Event] = []
     coming, step = list(asked), 0
@@ -76,7 +78,9 @@ def test_answers_are_those_of_the_plain_loop(seed: int) -> None:
     plain = played(fake_engine(False, **options), asked)
     engine = fake_engine(True, **options)
     got = played(engine, asked)
-    assert {id: told(events) for id, events in got.items()} == {id: told(one) for id, one in plain.items()}
+    assert {id: told(events) for id, events in got.items()} == {
+        id: told(one) for id, one in plain.items()
+    }
     assert engine.ahead is not None
     assert engine.ahead.made > 20
     assert not engine.ahead.under_way
@@ -102,7 +106,9 @@ def test_one_that_raises_fails_alone(where: str) -> None:
     got = played(engine, asked)
     assert told(got[4])[1:] == ("error", "step_failed")
     assert told(got[4])[0] == told(plain[4])[0][: len(told(got[4])[0])]
-    assert {id: told(got[id]) for id in got if id != 4} == {id: told(plain[id]) for id in plain if id != 4}
+    assert {id: told(got[id]) for id in got if id != 4} == {
+        id: told(plain[id]) for id in plain if id != 4
+    }
     assert engine.ahead is not None
     assert engine.ahead.made > 10, "it goes on ahead afterwards"
     assert engine.stats()["blocks_used"] == 0
@@ -114,7 +120,9 @@ def test_who_looks_at_tokens_has_the_plain_loop_while_it_is_here() -> None:
     executor = LaterExecutor(VOCABULARY)
     engine = fake_engine(True, executor)
     got, plain = played(engine, asked), played(fake_engine(False), asked)
-    assert {id: told(events) for id, events in got.items()} == {id: told(one) for id, one in plain.items()}
+    assert {id: told(events) for id, events in got.items()} == {
+        id: told(one) for id, one in plain.items()
+    }
     assert [e.logprobs for e in got[2]] == [e.logprobs for e in plain[2]]
     assert 4 <= executor.run_plainly <= 5
     assert executor.launched > 8
@@ -188,7 +196,9 @@ def of_model(count: int, **params: Any) -> list[Request]:
         Request(
             id,
             tuple(dice.randrange(5, 90) for _ in range(dice.randint(2, 20))),
-            SamplingParams(**{"max_tokens": 4 + id, "temperature": 0.8, "top_k": 20, "seed": id} | params),
+            SamplingParams(
+                **{"max_tokens": 4 + id, "temperature": 0.8, "top_k": 20, "seed": id} | params
+            ),
         )
         for id in range(1, count + 1)
     ]
@@ -206,7 +216,10 @@ def test_noise_and_positions_are_those_of_the_plain_loop() -> None:
 def test_adapters_and_who_has_none_are_planned_ahead(tmp_path: Path) -> None:
     """Three adapters, of which two are in memory: the third is read when another's requests have ended."""
     spec = model(LaterOps()).decoder.spec
-    folders = {name: write_adapter(tmp_path / name, spec, ALL + TOP, seed=i) for i, name in enumerate("abc")}
+    folders = {
+        name: write_adapter(tmp_path / name, spec, ALL + TOP, seed=i)
+        for i, name in enumerate("abc")
+    }
     digests = ["", *(read_folder(path).digest for path in folders.values())]
     asked = [replace(one, adapter=digests[one.id % 4]) for one in of_model(9)]
     found = []

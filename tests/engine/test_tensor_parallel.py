@@ -29,7 +29,9 @@ from support.ranks import ranks
 from support.servers import serving
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
-pytestmark = pytest.mark.skipif(not native_module.available_isas(), reason="the kernels are not compiled")
+pytestmark = pytest.mark.skipif(
+    not native_module.available_isas(), reason="the kernels are not compiled"
+)
 CASES = [("tiny_llama", 2), ("tiny_llama", 4), ("tiny_qwen3", 2), ("tiny_llama_untied", 4)]
 Rows = list[np.ndarray]
 
@@ -72,10 +74,14 @@ def test_greedy_tokens_equal_those_of_one_rank(model: str, size: int) -> None:
             np.testing.assert_allclose(logprobs, golden[f"logprobs_{i}"][:12], atol=2e-4)
 
 
-@pytest.mark.parametrize(("model", "load"), [
-    ("tiny_llama", {}), ("tiny_llama", {"quantization": "int8", "dtype": "auto"}),
-    ("tiny_llama_quant", {"dtype": "auto"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "load"),
+    [
+        ("tiny_llama", {}),
+        ("tiny_llama", {"quantization": "int8", "dtype": "auto"}),
+        ("tiny_llama_quant", {"dtype": "auto"}),
+    ],
+)
 def test_bits_do_not_depend_on_runs_or_threads(model: str, load: dict[str, str]) -> None:
     first = [rows.tobytes() for rows in logits_of(model, 2, **load)]
     for threads in (1, 3):
@@ -85,7 +91,9 @@ def test_bits_do_not_depend_on_runs_or_threads(model: str, load: dict[str, str])
 def test_a_quantised_model_has_the_same_weights_in_slices() -> None:
     load = {"dtype": "auto", "activation_bits": "15"}
     pairs = zip(
-        logits_of("tiny_llama_quant", 1, **load), logits_of("tiny_llama_quant", 2, **load), strict=True
+        logits_of("tiny_llama_quant", 1, **load),
+        logits_of("tiny_llama_quant", 2, **load),
+        strict=True,
     )
     for one, many in pairs:
         assert np.linalg.norm(one - many) < 2e-3 * np.linalg.norm(one)
@@ -117,16 +125,21 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 def test_an_engine_of_two_processes() -> None:
     golden = np.load(GOLDENS / "tiny_llama.npz")
     llm = LLM(
-        str(GOLDENS / "tiny_llama.gguf"), tensor_parallel_size=2, threads=2, kv_cache_dtype="float32",
+        str(GOLDENS / "tiny_llama.gguf"),
+        tensor_parallel_size=2,
+        threads=2,
+        kv_cache_dtype="float32",
         kv_cache_memory=1 << 20,
-    )  # fmt: skip
+    )
     (pid,) = children()
     outputs = llm.generate(prompts("tiny_llama"), GREEDY)
     for i, output in enumerate(outputs):
         assert output.outputs[0].token_ids == golden[f"greedy_{i}"].tolist()[:16]
     assert llm.built.fingerprint.endswith("-tp_2")
     assert settings_of(llm.built.fingerprint)["tensor_parallel_size"] == 2
-    assert llm.built.kv_bytes == (llm.built.num_blocks + 1) * 16 * 2 * 2 * 2 * 16 * 4  # of both ranks
+    assert (
+        llm.built.kv_bytes == (llm.built.num_blocks + 1) * 16 * 2 * 2 * 2 * 16 * 4
+    )  # of both ranks
     logprobs = replace(GREEDY, logprobs=2, max_tokens=4, prompt_logprobs=1)
     told = llm.generate([prompts("tiny_llama")[0]], logprobs)[0]
     np.testing.assert_allclose(
@@ -141,7 +154,10 @@ def test_an_engine_of_two_processes() -> None:
 
 def test_ranks_end_with_their_engine() -> None:
     config = EngineConfig(
-        model=str(GOLDENS / "tiny_llama.gguf"), tensor_parallel_size=2, threads=2, kv_cache_memory=1 << 20
+        model=str(GOLDENS / "tiny_llama.gguf"),
+        tensor_parallel_size=2,
+        threads=2,
+        kv_cache_memory=1 << 20,
     )
     before = children()
     built = make_engine(config)
@@ -161,7 +177,12 @@ def children(of: int = 0, what: bytes = b"engine.rank") -> set[int]:
 
 def streamed(client: httpx.Client, number: int, then: Callable[[], None] = lambda: None) -> str:
     """The text of a stream. then: done at its tenth piece."""
-    body = {"prompt": f"the old house {number}", "max_tokens": 120, "seed": number, "temperature": 1.0}
+    body = {
+        "prompt": f"the old house {number}",
+        "max_tokens": 120,
+        "seed": number,
+        "temperature": 1.0,
+    }
     text, pieces = "", 0
     asked = {**body, "ignore_eos": True, "stream": True}
     with client.stream("POST", "/v1/completions", json=asked) as response:
@@ -198,15 +219,24 @@ def test_a_rank_is_killed_under_streams_and_they_go_on() -> None:
             os.kill(pid, 0)
 
 
-@pytest.mark.parametrize(("settings", "named"), [
-    ({"backend": "reference"}, "--backend reference"),
-    ({"speculation": "draft", "draft_model": "x"}, "--speculation draft"),
-    ({"kv_host_memory": 1 << 20}, "--kv-host-memory"), ({"kv_file": "x"}, "--kv-file"),
-    ({"prefill_listen": "a:1"}, "--prefill-listen"), ({"prefill_from": "a:1"}, "--prefill-from"),
-    ({"tensor_parallel_size": 65}, "at most 64"),
-])  # fmt: skip
-def test_what_does_not_go_with_ranks_is_refused_by_name(settings: dict[str, Any], named: str) -> None:
-    config = EngineConfig(model=str(GOLDENS / "tiny_llama.gguf"), **{"tensor_parallel_size": 2, **settings})
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"backend": "reference"}, "--backend reference"),
+        ({"speculation": "draft", "draft_model": "x"}, "--speculation draft"),
+        ({"kv_host_memory": 1 << 20}, "--kv-host-memory"),
+        ({"kv_file": "x"}, "--kv-file"),
+        ({"prefill_listen": "a:1"}, "--prefill-listen"),
+        ({"prefill_from": "a:1"}, "--prefill-from"),
+        ({"tensor_parallel_size": 65}, "at most 64"),
+    ],
+)
+def test_what_does_not_go_with_ranks_is_refused_by_name(
+    settings: dict[str, Any], named: str
+) -> None:
+    config = EngineConfig(
+        model=str(GOLDENS / "tiny_llama.gguf"), **{"tensor_parallel_size": 2, **settings}
+    )
     with pytest.raises(EngineFault, match=named) as caught:
         tensor_parallel.check(config)
     assert caught.value.code == "bad_setting"
@@ -215,9 +245,21 @@ def test_what_does_not_go_with_ranks_is_refused_by_name(settings: dict[str, Any]
 def test_threads_and_cores_are_divided() -> None:
     config = EngineConfig(tensor_parallel_size=3, threads=8)
     assert [tensor_parallel.threads_of(config, rank) for rank in range(3)] == [2, 3, 3]
-    assert [tensor_parallel.threads_of(replace(config, threads=1), rank) for rank in range(3)] == [1, 1, 1]
-    assert [tensor_parallel.cores_of(range(8), rank, 2) for rank in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert [tensor_parallel.cores_of(range(2), rank, 4) for rank in range(4)] == [[0], [0], [1], [1]]
+    assert [tensor_parallel.threads_of(replace(config, threads=1), rank) for rank in range(3)] == [
+        1,
+        1,
+        1,
+    ]
+    assert [tensor_parallel.cores_of(range(8), rank, 2) for rank in range(2)] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+    ]
+    assert [tensor_parallel.cores_of(range(2), rank, 4) for rank in range(4)] == [
+        [0],
+        [0],
+        [1],
+        [1],
+    ]
 
 
 def test_a_model_that_cannot_be_divided_is_refused_once(capfd: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,14 @@ from pageturner.params import SamplingParams
 from pageturner.request import Request
 from pageturner.scheduler.types import Item, Plan, Sequence
 from pageturner.telemetry import step_log
-from pageturner.telemetry.work import MachineLimits, ModelCosts, StepDemand, StepWork, WorkTotals, work_of
+from pageturner.telemetry.work import (
+    MachineLimits,
+    ModelCosts,
+    StepDemand,
+    StepWork,
+    WorkTotals,
+    work_of,
+)
 from support.smollm2 import model_path
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -29,7 +36,12 @@ native = pytest.mark.skipif(not supported()[0], reason="the native kernels are n
 
 
 def built(name: str, backend: str = NATIVE, **settings: object) -> LoadedEngine:
-    config = {"model": str(GOLDENS / name), "backend": backend, "threads": 1, "kv_cache_memory": 1 << 20}
+    config = {
+        "model": str(GOLDENS / name),
+        "backend": backend,
+        "threads": 1,
+        "kv_cache_memory": 1 << 20,
+    }
     return make_engine(EngineConfig(**config | settings))  # type: ignore[arg-type]
 
 
@@ -42,9 +54,15 @@ def test_floats_by_hand() -> None:
         layer - 2 * 32 * 64 + 320 * 64,
     )  # behind the last K and V, and the head
     assert needs == ModelCosts(
-        int8=0, fp32=2 * every, layers=4 * every, ending_int8=0, ending_fp32=2 * ending,
-        ending=4 * ending, pair=2 * 4 * 4 * 16, position=2 * 2 * 2 * 2 * 16,
-    )  # fmt: skip
+        int8=0,
+        fp32=2 * every,
+        layers=4 * every,
+        ending_int8=0,
+        ending_fp32=2 * ending,
+        ending=4 * ending,
+        pair=2 * 4 * 4 * 16,
+        position=2 * 2 * 2 * 2 * 16,
+    )
     # five rows of a prompt of 9, of which 4 are there, and one token behind 20
     work = StepWork(tokens=6, sequences=2, logits=2, context=30, pairs=5 + 6 + 7 + 8 + 9 + 21)
     demand = needs.demand(work)
@@ -97,7 +115,9 @@ def test_windows_are_seen_by_half_of_the_layers() -> None:
     assert (needs.pair, needs.recent_pair, needs.window) == (4 * 4 * 8, 4 * 4 * 8, 8)
     short = built("families/gemma3", max_model_len=8).needs
     assert short is not None
-    assert (short.pair, short.recent_pair, short.window) == (2 * 4 * 4 * 8, 0, 0), "it hides nothing"
+    assert (short.pair, short.recent_pair, short.window) == (2 * 4 * 4 * 8, 0, 0), (
+        "it hides nothing"
+    )
 
 
 def some_plan(dice: random.Random) -> Plan:
@@ -110,7 +130,9 @@ def some_plan(dice: random.Random) -> Plan:
         request = Request(number, (1,) * dice.randint(1, length), logits_from=scored)
         seq = Sequence(request, tokens=[1] * length, computed=computed, draft=[2] * drafted)
         seq.blocks = [0] * (length + drafted)
-        items.append(Item(seq, dice.choice([1, dice.randint(1, length + drafted - computed)]), computed))
+        items.append(
+            Item(seq, dice.choice([1, dice.randint(1, length + drafted - computed)]), computed)
+        )
     if dice.random() < 0.5:
         ballast = [(rows, rows + dice.randrange(20)) for rows in (1, dice.randint(1, 5))]
     return Plan(items, ballast=ballast)
@@ -136,7 +158,9 @@ def test_the_work_of_a_plan_against_a_plain_loop_and_what_is_packed() -> None:
             window_pairs=sum(min(p + 1, window) for p in rows),
         )
         assert work.tokens == len(rows)
-        assert work_of(plan) == work._replace(window_context=0, window_pairs=0), "no layer has a window"
+        assert work_of(plan) == work._replace(window_context=0, window_pairs=0), (
+            "no layer has a window"
+        )
 
 
 def test_a_step_of_an_older_log_counts_as_its_plan() -> None:
@@ -152,7 +176,9 @@ def test_a_step_of_an_older_log_counts_as_its_plan() -> None:
             if i.sequence.request.logits_from is None
         ]
         items = [
-            step_log.ItemRecord(i, 0, one.n, one.sequence.computed, [1] * one.wants_logits, [], False)
+            step_log.ItemRecord(
+                i, 0, one.n, one.sequence.computed, [1] * one.wants_logits, [], False
+            )
             for i, one in enumerate(plan.items)
         ]
         record = step_log.StepRecord(0.0, 1.0, items, plan.tokens, 0, plan.ballast, [], [], 0, 0, 0)
@@ -161,7 +187,9 @@ def test_a_step_of_an_older_log_counts_as_its_plan() -> None:
 
 def test_the_step_log_holds_the_work_of_each_step(tmp_path: Path) -> None:
     path = tmp_path / "steps"
-    one = built("families/gemma3", step_log=str(path), max_num_batched_tokens=6, enable_prefix_caching=False)
+    one = built(
+        "families/gemma3", step_log=str(path), max_num_batched_tokens=6, enable_prefix_caching=False
+    )
     for id in (1, 2):
         params = SamplingParams(max_tokens=4, ignore_eos=True)
         one.engine.submit(Request(id, tuple(range(10, 30)), params))
@@ -181,7 +209,9 @@ def test_the_step_log_holds_the_work_of_each_step(tmp_path: Path) -> None:
 def test_an_engine_adds_up_what_its_steps_need() -> None:
     one = built("tiny_llama.gguf", enable_prefix_caching=False)
     assert one.engine.stats().keys().isdisjoint(WorkTotals().__slots__)
-    one.engine.submit(Request(1, tuple(range(10, 20)), SamplingParams(max_tokens=3, ignore_eos=True)))
+    one.engine.submit(
+        Request(1, tuple(range(10, 20)), SamplingParams(max_tokens=3, ignore_eos=True))
+    )
     while one.engine.has_work:
         one.engine.step()
     assert one.needs is not None
@@ -211,7 +241,9 @@ def test_shares_of_limits() -> None:
         {"kernels": 0.75, "read": 0.1, "compute": 0.07}
     )
     assert used.shares(None) == {"kernels": 0.75}
-    assert used.shares(MachineLimits(20.0, None, 10.0)) == {"kernels": 0.75, "read": 0.1}, "not known, not 0"
+    assert used.shares(MachineLimits(20.0, None, 10.0)) == {"kernels": 0.75, "read": 0.1}, (
+        "not known, not 0"
+    )
     assert used.since(WorkTotals(1.0, 1.0, 1e9)) == WorkTotals(1.0, 0.5, 3e9, 1e9, 3e9, 1e9)
     assert used.plus(used).achieved == used.achieved
 
@@ -258,7 +290,9 @@ def test_where_nothing_can_be_written_nothing_is_kept(
 
 def test_a_processor_without_a_name_has_numbers(tmp_path: Path) -> None:
     assert machine_limits.processor(tmp_path) == "unknown"
-    (tmp_path / "cpuinfo").write_text("CPU implementer\t: 0x41\nCPU variant\t: 0x1\nCPU part\t: 0xd40\n")
+    (tmp_path / "cpuinfo").write_text(
+        "CPU implementer\t: 0x41\nCPU variant\t: 0x1\nCPU part\t: 0xd40\n"
+    )
     assert machine_limits.processor(tmp_path) == "0x41 0xd40 0x1"
     (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: A: B\nmodel name\t: A: B\n")
     assert machine_limits.processor(tmp_path) == "A: B"
@@ -272,7 +306,9 @@ def test_an_engine_finds_the_limits_of_its_threads(cache: Path) -> None:
     read = dict(zip(READ, (40.0, 30.0, 20.0, 10.0), strict=True))
     measured = Peak(isa, 1, 100.0, 50.0, read, 5.0)
     machine_limits.store_peak(measured)
-    assert built("tiny_llama.gguf").limits == MachineLimits(measured.read_of(294_912 + 81_920), 100.0, 50.0)
+    assert built("tiny_llama.gguf").limits == MachineLimits(
+        measured.read_of(294_912 + 81_920), 100.0, 50.0
+    )
     assert built("tiny_llama.gguf", threads=2).limits is None
     assert built("tiny_llama.gguf", backend="reference").limits is None
 

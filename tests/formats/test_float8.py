@@ -9,8 +9,14 @@ from pageturner.formats import float8
 
 def test_values_are_those_of_the_format() -> None:
     assert float8.VALUES[[0x00, 0x01, 0x07, 0x08, 0x38, 0x7E, 0xB8]].tolist() == [
-        0, 2**-9, 7 * 2**-9, 2**-6, 1, 448, -1,
-    ]  # fmt: skip
+        0,
+        2**-9,
+        7 * 2**-9,
+        2**-6,
+        1,
+        448,
+        -1,
+    ]
     assert np.isnan(float8.VALUES[[0x7F, 0xFF]]).all()
 
 
@@ -22,7 +28,9 @@ def test_every_value_is_its_own_nearest_and_has_its_bits() -> None:
 
 
 def test_ties_go_to_even_and_what_is_too_large_to_the_largest() -> None:
-    x = np.array([1.0625, 1.1875, -1.0625, 2**-10, 3 * 2**-10, 460, 1e9, -np.inf, np.nan], np.float32)
+    x = np.array(
+        [1.0625, 1.1875, -1.0625, 2**-10, 3 * 2**-10, 460, 1e9, -np.inf, np.nan], np.float32
+    )
     expected = [1, 1.25, -1, 0, 2**-8, 448, 448, -448, np.nan]
     np.testing.assert_array_equal(float8.nearest(x), np.array(expected, np.float32))
 

@@ -43,16 +43,27 @@ def test_a_sentencepiece_model_equals_the_library(spm: Path) -> None:
 
 
 def test_what_a_folder_adds(spm: Path) -> None:
-    added = {"900": {"content": "<|turn|>", "special": True}, "901": {"content": "[x]", "special": False}}
+    added = {
+        "900": {"content": "<|turn|>", "special": True},
+        "901": {"content": "[x]", "special": False},
+    }
     template = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
     write(
         spm,
         "tokenizer_config.json",
-        {"added_tokens_decoder": added, "eos_token": {"content": "<|turn|>"}, "chat_template": template},
+        {
+            "added_tokens_decoder": added,
+            "eos_token": {"content": "<|turn|>"},
+            "chat_template": template,
+        },
     )
     write(spm, "generation_config.json", {"eos_token_id": [2, 900]})
     tokenizer = load_tokenizer(spm)
-    assert (tokenizer.vocab_size, tokenizer.eos_ids, tokenizer.chat_template) == (902, (900, 2), "D")
+    assert (tokenizer.vocab_size, tokenizer.eos_ids, tokenizer.chat_template) == (
+        902,
+        (900, 2),
+        "D",
+    )
     assert tokenizer.encode("a<|turn|>", add_special=True, parse_special=True)[-1] == 900
     assert 900 not in tokenizer.encode("a<|turn|>", add_special=True, parse_special=False)
     assert 901 in tokenizer.encode("a[x]", add_special=False, parse_special=False)
@@ -79,7 +90,9 @@ def test_the_heap_merges_as_the_search_does() -> None:
     for _ in range(500):
         ids: dict[str, int] = {c: i for i, c in enumerate("ab")}
         for _ in range(30):
-            ids.setdefault("".join(chance.choice("ab") for _ in range(chance.randrange(2, 5))), len(ids))
+            ids.setdefault(
+                "".join(chance.choice("ab") for _ in range(chance.randrange(2, 5))), len(ids)
+            )
         merger = Merger(ids, [float(chance.randrange(4)) for _ in ids], lambda symbol: [])
         word = "".join(chance.choice("ab") for _ in range(chance.randrange(1, 40)))
         assert merger._merge_long(word) == merger._merge_short(list(word))

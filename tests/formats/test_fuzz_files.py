@@ -19,7 +19,13 @@ def test_some_hundred_hostile_models(tmp_path: Path) -> None:
         came, findings = fuzz_files.load(path, (fuzz_files.as_api_process, fuzz_files.as_plan))
         assert not findings, f"case {number}: {note}"
         outcomes.update(came)
-    assert {"model", "tokenizer_corrupt", "gguf_corrupt", "config_corrupt", "model_invalid"} <= outcomes
+    assert {
+        "model",
+        "tokenizer_corrupt",
+        "gguf_corrupt",
+        "config_corrupt",
+        "model_invalid",
+    } <= outcomes
 
 
 @pytest.mark.slow

@@ -21,8 +21,15 @@ def say(folder: Path, **values: Any) -> Path:
 
 
 def test_every_key_by_its_name_here(tmp_path: Path) -> None:
-    said = {"temperature": 1, "top_p": 0.8, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.05,
-            "presence_penalty": 0.5, "frequency_penalty": -0.5}  # fmt: skip
+    said = {
+        "temperature": 1,
+        "top_p": 0.8,
+        "top_k": 20,
+        "min_p": 0.05,
+        "repetition_penalty": 1.05,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+    }
     unread = {
         "do_sample": True,
         "pad_token_id": 0,
@@ -52,7 +59,9 @@ def test_a_folder_without_the_file_says_nothing(tmp_path: Path) -> None:
         ({"do_sample": None}, {}),
     ],
 )
-def test_do_sample_false_is_greedy(tmp_path: Path, said: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_do_sample_false_is_greedy(
+    tmp_path: Path, said: dict[str, Any], expected: dict[str, Any]
+) -> None:
     assert read_generation(say(tmp_path, **said)).sampling == expected
 
 
@@ -67,7 +76,9 @@ def test_the_setting(tmp_path: Path) -> None:
         found = read_generation(model, str(path))
         assert (found.sampling, found.eos_ids) == ({"top_k": 7}, (7,))
     for nothing in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(EngineFault, match=r"--generation-config .*there is no .*auto, none or") as caught:
+        with pytest.raises(
+            EngineFault, match=r"--generation-config .*there is no .*auto, none or"
+        ) as caught:
             read_generation(model, str(nothing))
         assert caught.value.code == "generation_config"
 
@@ -109,7 +120,9 @@ def test_what_ends_an_answer(tmp_path: Path) -> None:
     assert folder_eos_ids(say(tmp_path, eos_token_id=[2, 3])) == (2, 3)
 
 
-def test_an_alias_is_sampled_as_its_card_advises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_alias_is_sampled_as_its_card_advises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Only the file of the alias, in the cache, and only where it says nothing itself."""
     monkeypatch.setenv("PAGETURNER_CACHE", str(tmp_path))
     path = hub.cache_folder() / hub.ALIASES["smollm2"].filename
@@ -125,12 +138,25 @@ def test_an_alias_is_sampled_as_its_card_advises(tmp_path: Path, monkeypatch: py
 
 def test_the_keys_of_llama_cpp(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
-    keys = {"temp": 0.7, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "penalty_repeat": 1.1, "mirostat": 2}
-    path.write_bytes(gguf_bytes({f"general.sampling.{key}": value for key, value in keys.items()}, {}))
+    keys = {
+        "temp": 0.7,
+        "top_k": 40,
+        "top_p": 0.95,
+        "min_p": 0.05,
+        "penalty_repeat": 1.1,
+        "mirostat": 2,
+    }
+    path.write_bytes(
+        gguf_bytes({f"general.sampling.{key}": value for key, value in keys.items()}, {})
+    )
     found = read_generation(open_gguf(path))
     assert found.sampling == {
-        "temperature": 0.7, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.1,
-    }  # fmt: skip
+        "temperature": 0.7,
+        "top_k": 40,
+        "top_p": 0.95,
+        "min_p": 0.05,
+        "repetition_penalty": 1.1,
+    }
     assert found.source == str(path)
     path.write_bytes(gguf_bytes({"general.sampling.temp": "hot"}, {}))
     with pytest.raises(EngineFault, match="temperature should be a number"):

@@ -25,7 +25,10 @@ def test_values_are_bit_equal_to_the_golden(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_geometry_gives_the_size(kind: str) -> None:
     geometry = ggml.BY_NAME[kind]
-    assert GOLDEN[f"{kind}_values"].size // geometry.values * geometry.nbytes == GOLDEN[f"{kind}_raw"].size
+    assert (
+        GOLDEN[f"{kind}_values"].size // geometry.values * geometry.nbytes
+        == GOLDEN[f"{kind}_raw"].size
+    )
 
 
 def test_an_unknown_kind_is_refused_by_name() -> None:

@@ -16,7 +16,14 @@ from pageturner.formats.gguf import Array, open_gguf
 from support import gguf_writer as w
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
-CODES = {"gguf_magic", "gguf_version", "gguf_truncated", "gguf_corrupt", "gguf_metadata", "gguf_kind"}
+CODES = {
+    "gguf_magic",
+    "gguf_version",
+    "gguf_truncated",
+    "gguf_corrupt",
+    "gguf_metadata",
+    "gguf_kind",
+}
 METADATA: dict[str, w.Value] = {
     "general.architecture": "llama",
     "a.int": 7,
@@ -71,7 +78,8 @@ def test_a_sound_file_gives_everything_back(tmp_path: Path, version: int) -> Non
     path.write_bytes(w.gguf_bytes(METADATA, TENSORS, version))
     file = open_gguf(path)
     read = {
-        key: value.tolist() if isinstance(value, Array) else value for key, value in file.metadata.items()
+        key: value.tolist() if isinstance(value, Array) else value
+        for key, value in file.metadata.items()
     }
     assert read == METADATA
     assert {name: info.shape for name, info in file.tensors.items()} == {
@@ -137,7 +145,9 @@ def test_every_value_type(tmp_path: Path) -> None:
 
 def test_every_truncation_is_a_fault(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
-    whole = len(SOUND) - (-len(TENSORS["cube"][2]) % w.ALIGNMENT)  # padding at the end may be missing
+    whole = len(SOUND) - (
+        -len(TENSORS["cube"][2]) % w.ALIGNMENT
+    )  # padding at the end may be missing
     for size in range(whole):
         assert faulty(path, SOUND[:size]).code in CODES
 
@@ -150,7 +160,9 @@ def test_random_damage_is_a_fault_or_a_parse(tmp_path: Path) -> None:
     for _ in range(800):
         raw = bytearray(SOUND)
         for _ in range(draw.randint(1, 4)):
-            raw[draw.randrange(len(raw) - 300)] = draw.choice((0, 1, 0x7F, 0x80, 0xFF, draw.randrange(256)))
+            raw[draw.randrange(len(raw) - 300)] = draw.choice(
+                (0, 1, 0x7F, 0x80, 0xFF, draw.randrange(256))
+            )
         path.write_bytes(raw)
         faults += not parses(path)
     _, peak = tracemalloc.get_traced_memory()
@@ -201,7 +213,7 @@ HUGE = (1 << 64) - 1
         w.header(3, 0, 1) + w.string("k") + struct.pack("<IIQQ", 9, 8, 1, HUGE) + bytes(64),
         w.header(3, 0, 1) + w.string("k") + struct.pack("<IIQQ", 9, 8, 2, 1 << 63) + bytes(64),
     ],
-)  # fmt: skip
+)
 def test_absurd_counts_take_no_memory(tmp_path: Path, raw: bytes) -> None:
     assert faulty(tmp_path / "m.gguf", raw).code == "gguf_truncated"
 
@@ -217,7 +229,7 @@ def test_absurd_counts_take_no_memory(tmp_path: Path, raw: bytes) -> None:
         ([w.pair("general.alignment", 24)], "alignment 24"),
         ([w.pair("general.alignment", 0)], "alignment 0"),
     ],
-)  # fmt: skip
+)
 def test_corrupt_metadata_is_named(tmp_path: Path, pairs: list[bytes], message: str) -> None:
     fault = faulty(tmp_path / "m.gguf", w.header(3, 0, len(pairs)) + b"".join(pairs) + bytes(64))
     assert (fault.code, message in fault.message) == ("gguf_corrupt", True), fault.message
@@ -240,7 +252,9 @@ def test_corrupt_metadata_is_named(tmp_path: Path, pairs: list[bytes], message: 
     ],
 )
 def test_corrupt_tensor_tables_are_named(tmp_path: Path, rows: list[bytes], message: str) -> None:
-    fault = faulty(tmp_path / "m.gguf", w.padded(w.header(3, len(rows), 0) + b"".join(rows)) + bytes(96))
+    fault = faulty(
+        tmp_path / "m.gguf", w.padded(w.header(3, len(rows), 0) + b"".join(rows)) + bytes(96)
+    )
     assert message in fault.message
     assert fault.code in ("gguf_corrupt", "gguf_truncated", "gguf_kind")
 

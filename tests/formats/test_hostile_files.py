@@ -47,29 +47,50 @@ def test_a_message_is_one_line_of_bounded_length() -> None:
 @pytest.mark.parametrize(
     "raw",
     [
-        b'"\\ud800"', b'{"\\uDC00a": 1}', b'"\xed\xa0\x80"', b"9" * 400, b"[-" + b"9" * 5000 + b"]",
-        '{"a": 1}'.encode("utf-16"), b"[" * 100_000, b'{"a":' * 100_000, b"\xff", b"", b"{}x",
+        b'"\\ud800"',
+        b'{"\\uDC00a": 1}',
+        b'"\xed\xa0\x80"',
+        b"9" * 400,
+        b"[-" + b"9" * 5000 + b"]",
+        '{"a": 1}'.encode("utf-16"),
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b"\xff",
+        b"",
+        b"{}x",
     ],
-)  # fmt: skip
+)
 def test_json_that_cannot_be_quoted_or_counted(raw: bytes, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(raw)
     assert code_of(lambda: read_json(tmp_path / "config.json"), tmp_path) == "config_corrupt"
 
 
 def test_json_that_is_odd_and_sound() -> None:
-    assert parse_json(b'{"model_max_length": 1000000000000000019884624838656}') == {"model_max_length": 1e30}
+    assert parse_json(b'{"model_max_length": 1000000000000000019884624838656}') == {
+        "model_max_length": 1e30
+    }
     assert type(parse_json(b"18446744073709551615")) is int
     assert parse_json(b'\xef\xbb\xbf{"a": "\\ud83d\\ude00\\\\ud800"}') == {"a": "😀\\ud800"}
     assert parse_json(b"[-9223372036854775808, 18446744073709551615]") == [-(2**63), 2**64 - 1]
 
 
 def test_no_file_is_read_that_is_larger_than_such_files_are(tmp_path: Path) -> None:
-    for name in ("config.json", "tokenizer.model", "chat_template.jinja", "model.safetensors.index.json"):
+    for name in (
+        "config.json",
+        "tokenizer.model",
+        "chat_template.jinja",
+        "model.safetensors.index.json",
+    ):
         (tmp_path / name).write_bytes(b"")
         os.truncate(tmp_path / name, 1 << 40)  # all of it a hole
-    assert code_of(lambda: read_json(tmp_path / "config.json"), "larger than 16 MiB") == "config_corrupt"
+    assert (
+        code_of(lambda: read_json(tmp_path / "config.json"), "larger than 16 MiB")
+        == "config_corrupt"
+    )
     assert code_of(lambda: load_tokenizer(tmp_path), "larger than 16 MiB") == "tokenizer_corrupt"
-    assert code_of(lambda: open_safetensors(tmp_path), "larger than 32 MiB") == "safetensors_corrupt"
+    assert (
+        code_of(lambda: open_safetensors(tmp_path), "larger than 32 MiB") == "safetensors_corrupt"
+    )
     (tmp_path / "tokenizer.json").write_bytes(b"")
     os.truncate(tmp_path / "tokenizer.json", 1 << 40)
     assert code_of(lambda: load_tokenizer(tmp_path), "larger than 256 MiB") == "tokenizer_corrupt"
@@ -157,18 +178,31 @@ def spm(*fields: bytes) -> Spoil:
 
 
 def added(number: object, **token: object) -> Spoil:
-    return file("tokenizer_config.json", {"added_tokens_decoder": {number: {"content": "x"} | token}})
+    return file(
+        "tokenizer_config.json", {"added_tokens_decoder": {number: {"content": "x"} | token}}
+    )
 
 
 WORDS = {"type": "WordLevel", "vocab": {"b": 0}, "unk_token": "u"}
 VOCAB = tokenizer_json()["model"]["vocab"]
 SPLIT = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
-CHARSMAP = {"type": "Precompiled", "precompiled_charsmap": "BAAAAAAAAABhYQA="}  # its trie leads out of it
+CHARSMAP = {
+    "type": "Precompiled",
+    "precompiled_charsmap": "BAAAAAAAAABhYQA=",
+}  # its trie leads out of it
 AROUND = [{"SpecialToken": {"id": "x", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
-TEMPLATE = {"type": "TemplateProcessing", "single": AROUND, "pair": AROUND,
-            "special_tokens": {"x": {"id": "x", "ids": [10**9], "tokens": ["x"]}}}  # fmt: skip
-TWICE = json.dumps(tokenizer_json())[:-1] + ', "normalizer": ' + json.dumps(
-    {"type": "Precompiled", "precompiled_charsmap": "/////w=="}) + ', "normalizer": null}'  # fmt: skip
+TEMPLATE = {
+    "type": "TemplateProcessing",
+    "single": AROUND,
+    "pair": AROUND,
+    "special_tokens": {"x": {"id": "x", "ids": [10**9], "tokens": ["x"]}},
+}
+TWICE = (
+    json.dumps(tokenizer_json())[:-1]
+    + ', "normalizer": '
+    + json.dumps({"type": "Precompiled", "precompiled_charsmap": "/////w=="})
+    + ', "normalizer": null}'
+)
 TOKENIZERS: dict[str, tuple[Spoil, str]] = {
     "pattern without end": (tokenizer(pre_tokenizer=SPLIT), "tokenizer_unsupported"),
     "a table that leads nowhere": (tokenizer(normalizer=CHARSMAP), "tokenizer_corrupt"),
@@ -185,7 +219,10 @@ TOKENIZERS: dict[str, tuple[Spoil, str]] = {
         "tokenizer_corrupt",
     ),
     "words only": (tokenizer(model=WORDS), "tokenizer_corrupt"),
-    "deep": (lambda f: (f / "tokenizer.json").write_text('{"model":' * 99_999), "tokenizer_corrupt"),
+    "deep": (
+        lambda f: (f / "tokenizer.json").write_text('{"model":' * 99_999),
+        "tokenizer_corrupt",
+    ),
     "added far away": (added(10**9), "tokenizer_corrupt"),
     "added behind a gap": (added(3_000_000), "tokenizer_corrupt"),
     "added before": (added(-1), "tokenizer_corrupt"),
@@ -193,13 +230,19 @@ TOKENIZERS: dict[str, tuple[Spoil, str]] = {
         lambda f: (f / "added_tokens.json").write_text('{"a": 1e999}'),
         "tokenizer_corrupt",
     ),
-    "added as a list": (file("tokenizer_config.json", {"added_tokens_decoder": [1]}), "tokenizer_corrupt"),
+    "added as a list": (
+        file("tokenizer_config.json", {"added_tokens_decoder": [1]}),
+        "tokenizer_corrupt",
+    ),
     "half a character": (file("tokenizer_config.json", {"eos_token": "\ud800"}), "config_corrupt"),
     "half a name": (added(5, content="\ud800"), "config_corrupt"),
-    "template no UTF-8": (lambda f: (f / "chat_template.jinja").write_bytes(b"\xff"), "tokenizer_corrupt"),
+    "template no UTF-8": (
+        lambda f: (f / "chat_template.jinja").write_bytes(b"\xff"),
+        "tokenizer_corrupt",
+    ),
     "rules of the wrong type": (spm(b"\x1a\x02\x08\x05"), "tokenizer_corrupt"),
     "a piece without a text": (spm(b"\x0a\x02\x08\x05"), "tokenizer_corrupt"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -246,7 +289,9 @@ KEY = "tokenizer.ggml."
 def test_hostile_vocabularies_of_gguf(changes: dict[str, Any], code: str, tmp_path: Path) -> None:
     metadata, _ = w.taken_apart(GOLDENS / "tiny_llama.gguf")
     path = tmp_path / "m.gguf"
-    path.write_bytes(w.gguf_bytes(metadata | {KEY + key: value for key, value in changes.items()}, {}))
+    path.write_bytes(
+        w.gguf_bytes(metadata | {KEY + key: value for key, value in changes.items()}, {})
+    )
     assert code_of(lambda: load_tokenizer(path), path) == code
 
 
@@ -261,13 +306,20 @@ def test_an_empty_vocabulary(tmp_path: Path) -> None:
 def test_marks_that_a_small_vocabulary_lacks(tmp_path: Path) -> None:
     metadata, _ = w.taken_apart(GOLDENS / "tiny_llama.gguf")
     bare = {key: value for key, value in metadata.items() if not key.startswith(KEY)}
-    one = {KEY + "model": "llama", KEY + "tokens": ["a"], KEY + "token_type": [1], KEY + "scores": [0.0]}
+    one = {
+        KEY + "model": "llama",
+        KEY + "tokens": ["a"],
+        KEY + "token_type": [1],
+        KEY + "scores": [0.0],
+    }
     (tmp_path / "m.gguf").write_bytes(w.gguf_bytes(bare | one, {}))  # type: ignore[arg-type]
     tokenizer = load_tokenizer(tmp_path / "m.gguf")
     assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_ids) == (1, None, ())
 
 
 # -- references ----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("reference", ["x" * 5000 + ".gguf", "a\0b.gguf", "~nobody-of-this-name/m.gguf"])
+@pytest.mark.parametrize(
+    "reference", ["x" * 5000 + ".gguf", "a\0b.gguf", "~nobody-of-this-name/m.gguf"]
+)
 def test_references_that_no_file_system_knows(reference: str) -> None:
     assert code_of(lambda: hub.resolve(reference)) == "model_not_found"

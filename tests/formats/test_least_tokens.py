@@ -30,7 +30,14 @@ def folder(tmp_path: Path, **changes: Any) -> Tokenizer:
 
 
 def holds(tokenizer: Tokenizer, count: int = 400) -> None:
-    for text in [*texts.random_texts(count), "a" * 3000, " " * 500, "\x00" * 300, "=" * 700, "e\u0301" * 90]:
+    for text in [
+        *texts.random_texts(count),
+        "a" * 3000,
+        " " * 500,
+        "\x00" * 300,
+        "=" * 700,
+        "e\u0301" * 90,
+    ]:
         for parse in (False, True):
             true = len(tokenizer.encode(text, add_special=False, parse_special=parse))
             assert tokenizer.least_tokens(text) <= true, text
@@ -80,10 +87,19 @@ def test_tokenizer_json(tmp_path: Path) -> None:
         {"normalizer": {**REPLACE, "content": ""}},
         {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [SPLIT, LEVEL]}},
         {"pre_tokenizer": {"type": "Whitespace"}},
-        {"model": {"type": "BPE", "vocab": {"<unk>": 0, "a": 1}, "merges": [], "unk_token": "<unk>"}},
+        {
+            "model": {
+                "type": "BPE",
+                "vocab": {"<unk>": 0, "a": 1},
+                "merges": [],
+                "unk_token": "<unk>",
+            }
+        },
     ],
-)  # fmt: skip
-def test_where_something_may_be_left_out_nothing_is_told(tmp_path: Path, changes: dict[str, Any]) -> None:
+)
+def test_where_something_may_be_left_out_nothing_is_told(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
     tokenizer = folder(tmp_path, **changes)
     holds(tokenizer, 100)
     assert tokenizer.least_tokens("a" * 100_000) == 0
@@ -91,7 +107,9 @@ def test_where_something_may_be_left_out_nothing_is_told(tmp_path: Path, changes
 
 def test_unicode_composes_no_more_characters_than_is_said() -> None:
     alone = (
-        unicodedata.normalize("NFD", chr(code)) for code in range(0x110000) if not 0xD800 <= code < 0xE000
+        unicodedata.normalize("NFD", chr(code))
+        for code in range(0x110000)
+        if not 0xD800 <= code < 0xE000
     )
     assert max(len(text) for text in alone if len(unicodedata.normalize("NFC", text)) == 1) <= 4
 

@@ -23,7 +23,9 @@ def test_a_folder_has_that_of_what_sha256sum_prints(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model")
     names = [file.name for file in model_files(folder)]
     assert {"config.json", "tokenizer.json"} < set(names)
-    printed = subprocess.run(["sha256sum", *names], cwd=folder, capture_output=True, check=True).stdout
+    printed = subprocess.run(
+        ["sha256sum", *names], cwd=folder, capture_output=True, check=True
+    ).stdout
     assert model_hash(folder) == "sha256-files:" + hashlib.sha256(printed).hexdigest()
 
 

@@ -62,9 +62,9 @@ def test_smollm2_tricky_texts(smol: Tokenizer) -> None:
     assert len(cases) > 20
     for case in cases:
         assert plain(smol, case["text"]) == case["plain"], case["text"]
-        assert smol.encode(case["text"], add_special=False, parse_special=True) == case["parsed"], case[
-            "text"
-        ]
+        assert smol.encode(case["text"], add_special=False, parse_special=True) == case["parsed"], (
+            case["text"]
+        )
 
 
 @pytest.mark.model
@@ -95,7 +95,12 @@ def test_special_tokens_are_found_only_when_asked_for(tiny: Tokenizer) -> None:
 
 
 def test_what_the_file_says(tiny: Tokenizer) -> None:
-    assert (tiny.vocab_size, tiny.bos_id, tiny.eos_ids, tiny.special_ids) == (320, 1, (2,), {0, 1, 2})
+    assert (tiny.vocab_size, tiny.bos_id, tiny.eos_ids, tiny.special_ids) == (
+        320,
+        1,
+        (2,),
+        {0, 1, 2},
+    )
     assert (tiny.bos_token, tiny.eos_token) == ("<|im_start|>", "<|im_end|>")
     assert tiny.chat_template is not None
     assert "add_generation_prompt" in tiny.chat_template
@@ -105,7 +110,9 @@ def test_what_the_file_says(tiny: Tokenizer) -> None:
 
 def test_bos_and_eos_are_added_where_the_file_asks(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(
-        changed(tmp_path, lambda m: m.update({KEY + "add_bos_token": True, KEY + "add_eos_token": True}))
+        changed(
+            tmp_path, lambda m: m.update({KEY + "add_bos_token": True, KEY + "add_eos_token": True})
+        )
     )
     ids = plain(tokenizer, "hi")
     assert tokenizer.encode("hi", add_special=True, parse_special=True) == [1, *ids, 2]
@@ -175,7 +182,9 @@ def test_lone_surrogates_count_as_replacement_characters(tiny: Tokenizer) -> Non
     assert plain(tiny, "\ud83d\ude00") == plain(tiny, "😀")
 
 
-@pytest.mark.parametrize("unit", ["a", " ", "1", "\n", "ab", "é", "\x00", "<|im_start|>", "<", "'", "\u0301"])
+@pytest.mark.parametrize(
+    "unit", ["a", " ", "1", "\n", "ab", "é", "\x00", "<|im_start|>", "<", "'", "\u0301"]
+)
 def test_long_runs_end(tiny: Tokenizer, unit: str) -> None:
     """A 'word' of 60,000 characters must not take quadratic time: many minutes, and the timeout."""
     text = unit * (60_000 // len(unit))
@@ -224,7 +233,9 @@ def test_a_missing_pre_tokenizer_is_not_guessed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("harmony", [True, False])
-def test_the_end_of_a_message_is_no_end_where_messages_follow(tmp_path: Path, harmony: bool) -> None:
+def test_the_end_of_a_message_is_no_end_where_messages_follow(
+    tmp_path: Path, harmony: bool
+) -> None:
     """gpt-oss thinks in one message and answers in the next; to Phi the same mark is the end of its turn."""
 
     def define(metadata: dict[str, w.Value]) -> None:
@@ -234,4 +245,6 @@ def test_the_end_of_a_message_is_no_end_where_messages_follow(tmp_path: Path, ha
             metadata[KEY + "token_type"][token] = 3  # type: ignore[index, call-overload]
         metadata[KEY + "merges"] = metadata[KEY + "merges"][:1]  # type: ignore[index]
 
-    assert load_tokenizer(changed(tmp_path, define)).eos_ids == ((2, 301, 302) if harmony else (2, 300))
+    assert load_tokenizer(changed(tmp_path, define)).eos_ids == (
+        (2, 301, 302) if harmony else (2, 300)
+    )

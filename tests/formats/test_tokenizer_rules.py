@@ -59,9 +59,20 @@ def test_patterns_that_may_not_end_are_refused(pattern: str, says: str) -> None:
 
 @pytest.mark.parametrize(
     ("pattern", "least"),
-    [("", 0), ("a", 1), ("ab|c", 1), ("a*", 0), ("a{3,}b", 4), ("a{,3}", 0), ("(?=aa)b", 1),
-     (r"\bx\p{L}[a\]]$", 3), ("(?:ab){2}?c", 5), ("a{}", 3), ("(?#no)a(?i)", 1)],
-)  # fmt: skip
+    [
+        ("", 0),
+        ("a", 1),
+        ("ab|c", 1),
+        ("a*", 0),
+        ("a{3,}b", 4),
+        ("a{,3}", 0),
+        ("(?=aa)b", 1),
+        (r"\bx\p{L}[a\]]$", 3),
+        ("(?:ab){2}?c", 5),
+        ("a{}", 3),
+        ("(?#no)a(?i)", 1),
+    ],
+)
 def test_how_much_a_pattern_matches_at_least(pattern: str, least: int) -> None:
     assert pattern_least(pattern) == least
 
@@ -71,7 +82,11 @@ def replace(content: str, **pattern: str) -> dict[str, Any]:
 
 
 def charsmap(longest: int) -> dict[str, Any]:
-    return {"precompiled_charsmap": base64.b64encode(bytes(4) + b"a\0" + b"b" * longest + b"\0").decode()}
+    return {
+        "precompiled_charsmap": base64.b64encode(
+            bytes(4) + b"a\0" + b"b" * longest + b"\0"
+        ).decode()
+    }
 
 
 def test_normalizers_may_not_let_a_text_grow_without_bound() -> None:

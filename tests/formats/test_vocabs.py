@@ -48,7 +48,8 @@ def test_vectors_of_llama_cpp(name: str) -> None:
 @pytest.mark.parametrize(("key", "parse"), [("random", False), ("random, parsed", True)])
 def test_ten_thousand_random_texts(name: str, tokenizer: Tokenizer, key: str, parse: bool) -> None:
     rows = (
-        tokenizer.encode(text, add_special=False, parse_special=parse) for text in texts.random_texts(10_000)
+        tokenizer.encode(text, add_special=False, parse_special=parse)
+        for text in texts.random_texts(10_000)
     )
     assert texts.digest(rows) == GOLDEN[name][key]
 
@@ -78,7 +79,9 @@ def test_text_comes_back(tokenizer: Tokenizer, singles: set[bytes]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["texts", "any tokens"])
-def test_a_stream_equals_decoding_at_once(tokenizer: Tokenizer, singles: set[bytes], kind: str) -> None:
+def test_a_stream_equals_decoding_at_once(
+    tokenizer: Tokenizer, singles: set[bytes], kind: str
+) -> None:
     """Also for tokens in an order no text has. No character comes out in pieces."""
     chance = random.Random(3)
     for text in texts.random_texts(100, seed=3):

@@ -46,7 +46,10 @@ def test_products_equal_those_of_the_values(kind: str, x_kind: str) -> None:
 def test_rows_of_the_embedding_and_of_the_head() -> None:
     here, reference = Products(gpu_device.make_driver()), ReferenceOps()
     weights = here.weights("BF16", 5)
-    packed, theirs = here.ops.pack_adapter(weights, here.stack), reference.pack_adapter(weights, here.stack)
+    packed, theirs = (
+        here.ops.pack_adapter(weights, here.stack),
+        reference.pack_adapter(weights, here.stack),
+    )
     x, tokens = grid.normal(3, INPUTS), grid.i32([2, 10, 2])
     mine = here.ops.adapt_embedded(here.ops.on_device(x), tokens, [packed, packed, None])
     expected = reference.adapt_embedded(x, tokens, [theirs, theirs, None])

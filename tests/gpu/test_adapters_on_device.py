@@ -63,21 +63,29 @@ FAMILIES, ADAPTERS = GOLDENS / "families", GOLDENS / "adapters"
 def test_logits_equal_transformers_with_peft(name: str) -> None:
     ops = device(graphs=False)
     decoder = load_model(FAMILIES / name.removesuffix("_head"), ops, dtype="float32")
-    decoder.adapters["a"] = decoder.pack_adapter(load_adapter(read_folder(ADAPTERS / name), decoder.spec))
+    decoder.adapters["a"] = decoder.pack_adapter(
+        load_adapter(read_folder(ADAPTERS / name), decoder.spec)
+    )
     truth = np.load(ADAPTERS / name / "golden.npz")
     got = Decoding(decoder, ops, adapters={"p": "a"}).step([("p", truth["prompt_0"].tolist())])[0]
     np.testing.assert_allclose(got[-8:], truth["logits_0"], atol=1e-4, rtol=0)
 
 
 PROMPTS = {
-    "all": [5, 9, 33, 71, 8], "attention": [7] * 9, "none": list(range(3, 9)), "mlp": [9, 8, 7],
-    "large": [5, 9, 33, 71, 8], "again": [5, 9, 33],
-}  # fmt: skip
+    "all": [5, 9, 33, 71, 8],
+    "attention": [7] * 9,
+    "none": list(range(3, 9)),
+    "mlp": [9, 8, 7],
+    "large": [5, 9, 33, 71, 8],
+    "again": [5, 9, 33],
+}
 WHO = {"all": "a", "attention": "b", "mlp": "c", "large": "d", "again": "a"}
 OF = {
-    "a": ((*FIELDS, *TOP), 4, "F32"), "b": (("q", "v"), 8, "BF16"), "c": (("gate", "down"), 3, "F16"),
+    "a": ((*FIELDS, *TOP), 4, "F32"),
+    "b": (("q", "v"), 8, "BF16"),
+    "c": (("gate", "down"), 3, "F16"),
     "d": (FIELDS, 37, "BF16"),
-}  # fmt: skip
+}
 
 
 def adapted(family: str, ops: Any, dtype: str) -> Decoder:
@@ -91,9 +99,11 @@ def adapted(family: str, ops: Any, dtype: str) -> Decoder:
 
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [pytest.param(family, dtype, marks=slow)
-     for family, dtype in (("llama3", "auto"), ("gemma2", "float32"), ("qwen2", "auto"))],
-)  # fmt: skip
+    [
+        pytest.param(family, dtype, marks=slow)
+        for family, dtype in (("llama3", "auto"), ("gemma2", "float32"), ("qwen2", "auto"))
+    ],
+)
 def test_a_mix_of_adapters_changes_no_bit(family: str, dtype: str) -> None:
     """Alone, in a mix, in chunks and recorded; and who has none has the bits of the model without any."""
     ops = device(graphs=False)
@@ -112,9 +122,14 @@ def test_a_mix_of_adapters_changes_no_bit(family: str, dtype: str) -> None:
         got.append(crowd.step(chunks)[0])
     assert (np.concatenate(got) == mixed[0]).all()
     assert ops.driver.replayed >= 4
-    expected = Decoding(adapted(family, backend("reference"), dtype), backend("reference"), adapters=WHO)
+    expected = Decoding(
+        adapted(family, backend("reference"), dtype), backend("reference"), adapters=WHO
+    )
     for mine, theirs in zip(mixed, expected.step(list(PROMPTS.items())), strict=True):
-        assert np.abs(mine - theirs).max() < (1e-4 if dtype == "float32" else 5e-2) * np.abs(theirs).max()
+        assert (
+            np.abs(mine - theirs).max()
+            < (1e-4 if dtype == "float32" else 5e-2) * np.abs(theirs).max()
+        )
 
 
 @pytest.mark.slow
@@ -123,7 +138,9 @@ def test_a_recording_serves_other_adapters_of_the_same_ranks() -> None:
     ops = device()
     decoder = load_model(GOLDENS / "tiny_llama.gguf", ops, dtype="float32")
     for seed, name in enumerate("abc"):
-        decoder.adapters[name] = decoder.pack_adapter(random_weights(decoder.spec, ALL, 5 + seed, seed))
+        decoder.adapters[name] = decoder.pack_adapter(
+            random_weights(decoder.spec, ALL, 5 + seed, seed)
+        )
     decoder.adapters["d"] = decoder.pack_adapter(random_weights(decoder.spec, ("q",), 5, 9))
     who = {"1": "a", "2": "b", "3": "c", "4": "d", "5": "d"}
     runs, found = Decoding(decoder, ops, adapters=who), {}
@@ -147,8 +164,15 @@ def test_a_step_that_is_padded_has_rows_without_adapters() -> None:
 
 # -- engines -------------------------------------------------------------------------------------------------
 def requests(digests: list[str]) -> list[Request]:
-    prompts = ((5, 9, 33, 7, 1, 60, 2), (8, 8, 21), (40, 2, 3, 9, 9, 17, 30, 4, 6), (11, 12, 13, 14))
-    params = [SamplingParams(max_tokens=4 + id, temperature=0.0, ignore_eos=True) for id in range(4)]
+    prompts = (
+        (5, 9, 33, 7, 1, 60, 2),
+        (8, 8, 21),
+        (40, 2, 3, 9, 9, 17, 30, 4, 6),
+        (11, 12, 13, 14),
+    )
+    params = [
+        SamplingParams(max_tokens=4 + id, temperature=0.0, ignore_eos=True) for id in range(4)
+    ]
     return [Request(id, prompts[id], params[id], adapter=digests[id]) for id in range(4)]
 
 
@@ -160,11 +184,18 @@ class Served:
         fields = {"a": (*ALL, *TOP), "b": ("q", "v"), "c": ("o", "gate", "down")}
         self.model.adapters = {
             name: write_adapter(
-                folder / name, self.model.decoder.spec, of, 3 + seed, seed, ("F32", "BF16", "F16")[seed]
+                folder / name,
+                self.model.decoder.spec,
+                of,
+                3 + seed,
+                seed,
+                ("F32", "BF16", "F16")[seed],
             )
             for seed, (name, of) in enumerate(fields.items())
         }
-        self.requests = requests(["", *(read_folder(one).digest for one in self.model.adapters.values())])
+        self.requests = requests(
+            ["", *(read_folder(one).digest for one in self.model.adapters.values())]
+        )
 
     def engine(self, ahead: bool) -> Any:
         return self.model.engine(Setup(token_budget=12, kv_tokens=256, adapters=2, ahead=ahead))
@@ -217,12 +248,21 @@ def _wider(weights: AdapterWeights) -> AdapterWeights:
 
 BAD: dict[str, tuple[Callable[[AdapterWeights], AdapterWeights], str]] = {
     "another width": (_wider, "do not fit 'o' of layer 0"),
-    "a product that is not there": (lambda w: replace(w, layers=({"up": w.layers[0]["o"]},)), "has no 'up'"),
+    "a product that is not there": (
+        lambda w: replace(w, layers=({"up": w.layers[0]["o"]},)),
+        "has no 'up'",
+    ),
     "a layer too many": (lambda w: replace(w, layers=w.layers * 2), "no such layer"),
     "another vocabulary": (lambda w: replace(w, head=replace(w.head, b=w.head.b[:-1])), "the head"),  # type: ignore[union-attr, type-var]
-    "tokens too few": (lambda w: replace(w, embed=replace(w.embed, a=w.embed.a[:-1])), "the embedding"),  # type: ignore[union-attr, type-var]
-    "no scale": (lambda w: replace(w, layers=({"o": replace(w.layers[0]["o"], scale=np.inf)},)), "no number"),
-}  # fmt: skip
+    "tokens too few": (
+        lambda w: replace(w, embed=replace(w.embed, a=w.embed.a[:-1])),
+        "the embedding",
+    ),  # type: ignore[union-attr, type-var]
+    "no scale": (
+        lambda w: replace(w, layers=({"o": replace(w.layers[0]["o"], scale=np.inf)},)),
+        "no number",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -25,7 +25,11 @@ def run(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[int, Answer]
     model = Model(GOLDENS / "tiny_llama.gguf", ops, dtype="float32", kv_dtype="float32")
     engine = model.engine(Setup(token_budget=12, kv_tokens=256, ahead=ahead))
     asked = [
-        Request(id, prompt, SamplingParams(max_tokens=3 + id, temperature=0.7 * (id != 2), top_k=9, seed=id))
+        Request(
+            id,
+            prompt,
+            SamplingParams(max_tokens=3 + id, temperature=0.7 * (id != 2), top_k=9, seed=id),
+        )
         for id, prompt in enumerate(PROMPTS, 1)
     ]
     found = answers(engine, asked, spread=1)

@@ -98,6 +98,8 @@ def test_no_size_of_blocks_changes_a_bit(block_size: int) -> None:
 
 
 def test_segments_before_a_window_are_no_works() -> None:
-    got, expected, _, placed = attended(AttentionShape(4, 2, 16, 0.25, window=40), [(600, 1), (510, 4)])
+    got, expected, _, placed = attended(
+        AttentionShape(4, 2, 16, 0.25, window=40), [(600, 1), (510, 4)]
+    )
     near(got, expected)
     assert sum(placed.rounds) == 1 + 2

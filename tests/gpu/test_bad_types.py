@@ -23,9 +23,13 @@ def device() -> tuple[GpuOps, list[int]]:
         return 4096
 
     driver: Any = SimpleNamespace(
-        name="Fake", architecture=90, fingerprint="f", memory=lambda: (1 << 30, 1 << 30), alloc=alloc,
+        name="Fake",
+        architecture=90,
+        fingerprint="f",
+        memory=lambda: (1 << 30, 1 << 30),
+        alloc=alloc,
         clear=lambda *_: None,
-    )  # fmt: skip
+    )
     ops = GpuOps(driver, 1 << 20, graphs=False)
     taken.clear()
     return ops, taken

@@ -107,5 +107,7 @@ def test_an_operand_whose_registers_hold_other_columns_is_refused(
     product: str, element: str, width: int, wrong: int
 ) -> None:
     lies = f"tensor<16x64x{element}, #ttg.dot_op<{{opIdx = 0, parent = #mma, kWidth = {width}}}>>"
-    told = JUDGE.split_words(f"  %1 = {product} %a, %b, %c : {lies} * {lies} -> tensor<16x64xf32, #mma>\n")
+    told = JUDGE.split_words(
+        f"  %1 = {product} %a, %b, %c : {lies} * {lies} -> tensor<16x64xf32, #mma>\n"
+    )
     assert len(told) == wrong

@@ -29,10 +29,14 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return stub_cuda.build(tmp_path_factory.mktemp("stub"))
 
 
-def run(module: str, case: str, manifest: Path, library: Path, *rest: str, **settings: object) -> str:
+def run(
+    module: str, case: str, manifest: Path, library: Path, *rest: str, **settings: object
+) -> str:
     """In a process that finds the stub where others find the driver. What it told on stdout."""
     told = {f"STUB_CUDA_{name.upper()}": str(value) for name, value in settings.items()}
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(
+        [str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    )
     surroundings = os.environ | told | {"LD_LIBRARY_PATH": str(library), "PYTHONPATH": path}
     command = [sys.executable, "-m", f"support.{module}", case, str(manifest), *rest]
     done = subprocess.run(command, capture_output=True, text=True, env=surroundings)
@@ -87,7 +91,11 @@ def catalogue(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A manifest of every kernel, with the arguments, warps and shared memory of the real ones."""
     recorded = json.loads((ROOT / "bench/gpu/resources.json").read_text())["80"]
     kernels = {
-        name: {"arguments": one.arguments, "warps": one.warps, "shared": recorded.get(name, (0, 0, 0))[2]}
+        name: {
+            "arguments": one.arguments,
+            "warps": one.warps,
+            "shared": recorded.get(name, (0, 0, 0))[2],
+        }
         for name, one in kernels_of(80).items()
     }
     return stub_cuda.write_manifest(tmp_path_factory.mktemp("kernels"), kernels)
@@ -101,10 +109,19 @@ def test_an_engine_asks_for_nothing_wrong_and_waits_for_tokens_only(
 
 
 USED = (  # by the tiny model of cuda_engine.py
-    "embed.fp32", "head_norm.fp32", "dense.fp32.slim", "place_heads.float16.64", "attend.float16.64.few.fp32",
-    "gated.silu.fp32", "take_rows", "sample.best", "sample.scan.0", "sample.scan.1", "sample.collect",
+    "embed.fp32",
+    "head_norm.fp32",
+    "dense.fp32.slim",
+    "place_heads.float16.64",
+    "attend.float16.64.few.fp32",
+    "gated.silu.fp32",
+    "take_rows",
+    "sample.best",
+    "sample.scan.0",
+    "sample.scan.1",
+    "sample.collect",
     "sample.draw",
-)  # fmt: skip
+)
 COMPILE = """
 import sys
 from pathlib import Path
@@ -126,13 +143,17 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("compiled")
     surroundings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     surroundings["PYTHONPATH"] = os.pathsep.join([str(ROOT / "bench/gpu"), str(ROOT / "src")])
-    subprocess.run([sys.executable, "-c", COMPILE, out, ",".join(USED)], check=True, env=surroundings)
+    subprocess.run(
+        [sys.executable, "-c", COMPILE, out, ",".join(USED)], check=True, env=surroundings
+    )
     return out
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_compiled_kernels_have_the_parameters_of_their_manifest(library: Path, compiled: Path) -> None:
+def test_compiled_kernels_have_the_parameters_of_their_manifest(
+    library: Path, compiled: Path
+) -> None:
     for capability in (*ARCHITECTURES, 87, 103, 121):
         told = run("cuda_cases", "compiled", compiled, library, capability=capability).split()
         portable = capability == 103
@@ -152,7 +173,9 @@ def test_models_of_many_kinds_from_start_to_end(library: Path, catalogue: Path) 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("part", ["bits", "decode", "idle", "batch32", "invariance", "kinds", "pdl", "ranks"])
+@pytest.mark.parametrize(
+    "part", ["bits", "decode", "idle", "batch32", "invariance", "kinds", "pdl", "ranks"]
+)
 def test_what_is_to_run_on_a_device_asks_it_for_nothing_wrong(
     part: str, library: Path, catalogue: Path
 ) -> None:

@@ -22,7 +22,9 @@ WAIT_FOR_THE_END: set[str] = set()
 
 
 def _judge() -> Any:
-    spec = importlib.util.spec_from_file_location("compile_judge", ROOT / "bench/gpu/compile_judge.py")
+    spec = importlib.util.spec_from_file_location(
+        "compile_judge", ROOT / "bench/gpu/compile_judge.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     found = importlib.util.module_from_spec(spec)
@@ -88,11 +90,19 @@ def _first_call(path: str) -> str:
     """Name of the function that a kernel calls before it does anything."""
     module, name = path.split(".")
     tree = ast.parse((SOURCE / f"{module}.py").read_text())
-    body = next(one for one in tree.body if isinstance(one, ast.FunctionDef) and one.name == name).body
+    body = next(
+        one for one in tree.body if isinstance(one, ast.FunctionDef) and one.name == name
+    ).body
     first = next(
-        one for one in body if not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))
+        one
+        for one in body
+        if not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))
     )
-    called = first.value.func if isinstance(first, ast.Expr) and isinstance(first.value, ast.Call) else None
+    called = (
+        first.value.func
+        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Call)
+        else None
+    )
     return called.id if isinstance(called, ast.Name) else ""
 
 
@@ -104,7 +114,9 @@ def test_every_kernel_begins_early_but_those_that_are_named_here() -> None:
 
 
 @pytest.mark.parametrize(("side", "early"), [(1024, True), (8192, False)])
-def test_kernels_of_large_layers_wait_for_the_end_of_the_one_in_front(side: int, early: bool) -> None:
+def test_kernels_of_large_layers_wait_for_the_end_of_the_one_in_front(
+    side: int, early: bool
+) -> None:
     ops = GpuOps(NullDriver(), 1 << 20)
     ops.driver.dependent_launch = True
     matrix = FloatMatrix(256, "bf16", side, side)

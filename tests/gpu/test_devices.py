@@ -23,25 +23,39 @@ from support.engines import GOLDENS
 
 TINY = GOLDENS / "tiny_llama.gguf"
 SMALL: dict[str, Any] = {
-    "device": "cuda", "max_num_seqs": 3, "max_num_batched_tokens": 16, "max_model_len": 64, "block_size": 16,
-}  # fmt: skip
+    "device": "cuda",
+    "max_num_seqs": 3,
+    "max_num_batched_tokens": 16,
+    "max_model_len": 64,
+    "block_size": 16,
+}
 CLOSED: list[int] = []  # what drivers that were given back had free
 
 
 def driver(free: int = 1 << 30) -> SimpleNamespace:
     return SimpleNamespace(
-        name="Fake", architecture=90, fingerprint="f", version="", memory=lambda: (free, 1 << 30),
-        alloc=lambda n: 4096, clear=lambda *_: None, close=lambda: CLOSED.append(free),
+        name="Fake",
+        architecture=90,
+        fingerprint="f",
+        version="",
+        memory=lambda: (free, 1 << 30),
+        alloc=lambda n: 4096,
+        clear=lambda *_: None,
+        close=lambda: CLOSED.append(free),
         peers=lambda: [True, False, True],
-    )  # fmt: skip
+    )
 
 
-def chosen(monkeypatch: pytest.MonkeyPatch, config: EngineConfig, **about: int) -> devices.DeviceChoice:
+def chosen(
+    monkeypatch: pytest.MonkeyPatch, config: EngineConfig, **about: int
+) -> devices.DeviceChoice:
     monkeypatch.setattr(devices, "open_driver", lambda: driver(**about))
     return devices.choose(config, lambda: devices.needs_of(TINY, config))
 
 
-def test_auto_is_a_device_of_an_architecture_that_was_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_a_device_of_an_architecture_that_was_proven(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     auto = EngineConfig(device="auto")
     monkeypatch.setattr(devices, "nvidia_is_here", lambda: False)
     assert "no NVIDIA GPU" in chosen(monkeypatch, auto).text
@@ -52,7 +66,11 @@ def test_auto_is_a_device_of_an_architecture_that_was_proven(monkeypatch: pytest
     monkeypatch.setattr(device_trust, "PROVEN", (80,))
     CLOSED.clear()
     found = chosen(monkeypatch, auto)
-    assert (found.ops is None, "sm_90 have not yet shown on this device" in found.reason, len(CLOSED)) == (
+    assert (
+        found.ops is None,
+        "sm_90 have not yet shown on this device" in found.reason,
+        len(CLOSED),
+    ) == (
         True,
         True,
         1,
@@ -104,7 +122,9 @@ def test_the_largest_step_fills_the_budget() -> None:
     assert np.diff(batch.query_start)[:7].tolist() == [1] * 7
 
 
-def test_a_budget_that_was_left_to_the_machine_becomes_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_budget_that_was_left_to_the_machine_becomes_what_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def step(decoder: Any, ops: Any, budget: int, *rest: Any) -> None:
         if budget > 1024:
             raise EngineFault("gpu_memory", "a step needs more")
@@ -159,7 +179,9 @@ def test_products_of_every_height_are_launched_before_kv_is_sized(fake_device: A
 
     class Recorder(fake_device.FakeDriver):  # type: ignore[misc, name-defined]
         def launch(self, kernel: str, grid: Any, arguments: Any) -> None:
-            given = dict(zip((name for name, _ in self.kernels[kernel].arguments), arguments, strict=True))
+            given = dict(
+                zip((name for name, _ in self.kernels[kernel].arguments), arguments, strict=True)
+            )
             if kernel.startswith("dense"):
                 launched.append((kernel, given["M"], given["N"]))
 
@@ -172,7 +194,9 @@ def test_products_of_every_height_are_launched_before_kv_is_sized(fake_device: A
     crossed = {height_of(rows, 1 << 15) for rows in devices.HEIGHTS} | {
         height_of(rows, 64) for rows in (2, 256)
     }
-    assert crossed == {"slim", "few", "half", "some", "many"}, "the bounds of heights are where they were"
+    assert crossed == {"slim", "few", "half", "some", "many"}, (
+        "the bounds of heights are where they were"
+    )
 
 
 @pytest.mark.slow
@@ -193,9 +217,19 @@ def test_llm_on_a_device_gives_the_references_tokens(
     assert "sequences of 64 tokens" in told
     (budget,) = (line for line in told.splitlines() if "start on the device: " in line)
     parts = [
-        part.strip().rpartition(" ")[0] for part in budget.partition("device: ")[2].split(":")[0].split(",")
+        part.strip().rpartition(" ")[0]
+        for part in budget.partition("device: ")[2].split(":")[0].split(",")
     ]
-    assert parts == ["imports", "manifest", "driver", "weights", "dry run", "first step", "proof", "KV"]
+    assert parts == [
+        "imports",
+        "manifest",
+        "driver",
+        "weights",
+        "dry run",
+        "first step",
+        "proof",
+        "KV",
+    ]
 
 
 @pytest.mark.slow
@@ -206,7 +240,9 @@ def test_random_weights_on_a_device(fake_device: Any, tmp_path: Path) -> None:
     config = json.loads((GOLDENS / "families" / "llama3" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}))
     llm = LLM(str(tmp_path), load_format="dummy", **SMALL)
-    (found,) = llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+    (found,) = llm.generate(
+        [[5, 6, 7]], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    )
     assert len(found.outputs[0].token_ids) == 3
 
 
@@ -233,7 +269,9 @@ def test_the_ceilings_of_a_device_are_measured_and_kept(
     assert limits.read_gb_s == 2 * found.copy_gb_s
 
 
-@pytest.mark.parametrize(("ranked", "fits"), [("0,1", False), ("0,2", True), ("0,0", True), ("0,3", False)])
+@pytest.mark.parametrize(
+    ("ranked", "fits"), [("0,1", False), ("0,2", True), ("0,0", True), ("0,3", False)]
+)
 def test_ranks_have_devices_that_reach_each_other(
     ranked: str, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,7 +301,9 @@ def test_doctor_tells_the_device_or_why_there_is_none(
     problems = doctor_device.examine(EngineConfig(model=str(TINY), device="cuda"), True)[2]
     assert problems == ["the NVIDIA driver is for CUDA 11.8"]
     monkeypatch.setattr(devices, "open_driver", driver)
-    lines, data, problems = doctor_device.examine(EngineConfig(model=str(TINY), device="cuda"), False)
+    lines, data, problems = doctor_device.examine(
+        EngineConfig(model=str(TINY), device="cuda"), False
+    )
     assert "sm_90" in lines["CUDA"]
     assert data["cuda"]["reaches"] == [True, False, True]
     assert lines["devices"].startswith("3, ")

@@ -68,10 +68,19 @@ def narrow(ops: GpuOps, array: launches.GpuArray) -> np.ndarray:
 
 # Kinds of files, and their kernels; of Q4_W a row has one scale here, so that four groups become one
 WEIGHTS = {
-    "BF16": "dense.bf16", "F16": "dense.fp16", "F32": "dense.fp32", "F8_W": "groups.fp8",
-    "Q2_K": "groups.8.16", "Q3_K": "groups.8.16", "Q6_K": "groups.8.16", "Q8_0": "groups.8.32",
-    "Q4_1": "groups.4.32.fp16", "Q4_K": "groups.4.32", "Q4_W": "groups.4.128", "Q5_0": "groups.5.32",
-}  # fmt: skip
+    "BF16": "dense.bf16",
+    "F16": "dense.fp16",
+    "F32": "dense.fp32",
+    "F8_W": "groups.fp8",
+    "Q2_K": "groups.8.16",
+    "Q3_K": "groups.8.16",
+    "Q6_K": "groups.8.16",
+    "Q8_0": "groups.8.32",
+    "Q4_1": "groups.4.32.fp16",
+    "Q4_K": "groups.4.32",
+    "Q4_W": "groups.4.128",
+    "Q5_0": "groups.5.32",
+}
 
 
 def matrix(kind: str, rows: int = 16, columns: int = 256, seed: int = 3) -> Tensor:
@@ -137,7 +146,11 @@ def rows(ops: GpuOps) -> None:
     mine = [ops.pack_weight(one) for one in (weight, bias)]
     theirs = [REFERENCE.pack_weight(one) for one in (weight, bias)]
     for kind, bound in BOUNDS.items():
-        near(narrow(ops, run.rms_norm(a, mine[0], 1e-5, kind)), REFERENCE.norm(x, theirs[0], 1e-5), bound)
+        near(
+            narrow(ops, run.rms_norm(a, mine[0], 1e-5, kind)),
+            REFERENCE.norm(x, theirs[0], 1e-5),
+            bound,
+        )
         long, by = grid.normal(2, 5008), grid.vector(5008, seed=4)
         got = narrow(ops, run.rms_norm(ops.on_device(long), ops.pack_weight(by), 1e-5, kind))
         near(got, REFERENCE.norm(long, REFERENCE.pack_weight(by), 1e-5), bound)
@@ -146,7 +159,9 @@ def rows(ops: GpuOps) -> None:
         for act in (*ACTIVATIONS, "clamped_swiglu"):
             near(narrow(ops, run.gated(a, kind, act)), gated(x[:, :32], x[:, 32:], act), bound)
         near(narrow(ops, run.elementwise("cast", a, kind=kind)), x, bound)
-        near(narrow(ops, run.elementwise("act_mul", a, b, kind=kind)), REFERENCE.act_mul(x, y), bound)
+        near(
+            narrow(ops, run.elementwise("act_mul", a, b, kind=kind)), REFERENCE.act_mul(x, y), bound
+        )
     for op in ("add", "mul", "clamped_swiglu"):
         near(ops.to_numpy(getattr(ops, op)(a, b)), getattr(REFERENCE, op)(x, y), 1e-5)
     for op in ("silu", "gelu", "gelu_tanh", "relu"):
@@ -161,7 +176,9 @@ def rows(ops: GpuOps) -> None:
     expected = ops.to_numpy(ops.linear(gathered, ops.pack_weight(there)))
     assert (ops.to_numpy(ops.linear(a, ops.pack_weight(ordered))) == expected).all()
     rope, positions = grid.rope_tables(9, 8, False), grid.i32([3, 8])
-    assert (ops.to_numpy(ops.rope(a, positions, rope, 32)) == REFERENCE.rope(x, positions, rope, 32)).all()
+    assert (
+        ops.to_numpy(ops.rope(a, positions, rope, 32)) == REFERENCE.rope(x, positions, rope, 32)
+    ).all()
 
 
 def attention(ops: GpuOps) -> None:
@@ -182,7 +199,9 @@ def attention(ops: GpuOps) -> None:
             expected = REFERENCE.attention(q, theirs, 0, batch, shape)
             for kind in ("fp32", "bf16"):
                 step = ops.step(batch, {view_of(shape)}, kv)
-                got = narrow(ops, ops.launches.attention(ops.on_device(q), kv, 0, step, shape, kind))
+                got = narrow(
+                    ops, ops.launches.attention(ops.on_device(q), kv, 0, step, shape, kind)
+                )
                 near(got, expected, 2e-2)
             ops.free_kv(kv)
     for dtype in LATENT_KINDS:
@@ -217,14 +236,20 @@ def latents(ops: GpuOps) -> None:
         values = np.split(grid.normal(3, sum(widths), seed=3), np.cumsum(widths)[:-1], axis=1)
         wide = ops.on_device(np.hstack(values))
         q_rope, k, k_rope = map(ops.on_device, map(np.ascontiguousarray, values[1:]))
-        q_rope, k_rope = (ops.launches.rotate(one, step.positions, rope, rotary) for one in (q_rope, k_rope))
+        q_rope, k_rope = (
+            ops.launches.rotate(one, step.positions, rope, rotary) for one in (q_rope, k_rope)
+        )
         joined = ops.join_heads(ops.launches.rms_norm(k, norm, 1e-5), k_rope, 1)
         ops.kv_write(apart, 0, joined, None, step.slots)
         for kind, bound in BOUNDS.items():
             rows = launches.Latents(heads, plain, rank, rotary, kind, rope, norm)
-            got, both = ops.launches.place_latent(wide, rows, 1e-5, here, 0, step.slots, step.positions)
+            got, both = ops.launches.place_latent(
+                wide, rows, 1e-5, here, 0, step.slots, step.positions
+            )
             near(narrow(ops, got), values[0], bound)
-            turned = ops.to_numpy(both).reshape(3, heads, -1)[:, :, rank : rank + rotary].reshape(3, -1)
+            turned = (
+                ops.to_numpy(both).reshape(3, heads, -1)[:, :, rank : rank + rotary].reshape(3, -1)
+            )
             near(turned, ops.to_numpy(q_rope), 1e-6)
         near(stored(ops, here.keys, spec), stored(ops, apart.keys, spec), 1e-6)
 
@@ -244,8 +269,10 @@ def placing(ops: GpuOps) -> None:
             q, k, v = (wide.columns(a * dim, b * dim) for a, b in ((0, 4), (4, 6), (6, 8)))
             for mine in (None, norms):
                 if mine:
-                    q, k = (ops.launches.rms_norm(one, by, 1e-5, dim=dim)
-                            for one, by in zip((q, k), norms, strict=True))  # fmt: skip
+                    q, k = (
+                        ops.launches.rms_norm(one, by, 1e-5, dim=dim)
+                        for one, by in zip((q, k), norms, strict=True)
+                    )
                 expected = ops.to_numpy(ops.launches.rotate(q, step.positions, rope, dim))
                 ops.launches.kv_write(apart, 0, k, v, step.slots, step.positions, rope)
                 got = ops.launches.place_heads(wide, mine, 1e-5, here, 0, step, rope, 4)
@@ -266,7 +293,10 @@ def stored(ops: GpuOps, address: int, spec: KVSpec) -> Any:
 def choosing(ops: GpuOps) -> None:
     logits, zeros = grid.normal(2, 70), np.zeros(2, np.float32)
     array = ops.on_device(logits)
-    edits = [[Edit(Operation.ADD, [4], [100.0])], [Edit(Operation.FORBID, [int(logits[1].argmax())])]]
+    edits = [
+        [Edit(Operation.ADD, [4], [100.0])],
+        [Edit(Operation.FORBID, [int(logits[1].argmax())])],
+    ]
     sampling.edit_on_device(ops, array, None, edits)
     draw = (zeros, zeros.astype(np.int32), zeros + 1, zeros, zeros)
     ids = sampling.sample_on_device(ops, array, draw)[0]
@@ -288,25 +318,36 @@ def experts(ops: GpuOps, monkeypatch: pytest.MonkeyPatch) -> None:
         for most in (0, 64):
             monkeypatch.setattr(experts_module, "MANY_ROWS", most)
             grouping = Grouping(4, order=order.address, bounds=bounds.address)
-            near(ops.to_numpy(ops._experts.product(ops.on_device(x), table, grouping)), expected, 2e-2)
+            near(
+                ops.to_numpy(ops._experts.product(ops.on_device(x), table, grouping)),
+                expected,
+                2e-2,
+            )
     for outputs in (4, 600):
         for scoring in ("softmax", "sigmoid"):
             logits = grid.normal(2, outputs)
             assert (
-                ops.route(logits, 3, True, scoring)[0] == REFERENCE.route(logits, 3, True, scoring)[0]
+                ops.route(logits, 3, True, scoring)[0]
+                == REFERENCE.route(logits, 3, True, scoring)[0]
             ).all()
     weights = ops.on_device(np.array([[2, 3]], np.float32))
     for kind in BOUNDS:
         table = WeightTable((), (kind,), 2, 1, 32, 32)
         got = narrow(ops, ops._experts._weighed(ops.on_device(x[:1, :32]), weights, table))
         near(got, x[:1, :32] * np.float32([[2], [3]]), BOUNDS[kind])
-    router, parts = grid.weight("F32", 2, 32, seed=5), [grid.weight("F32", 32, 32, seed=e) for e in range(6)]
+    router, parts = (
+        grid.weight("F32", 2, 32, seed=5),
+        [grid.weight("F32", 32, 32, seed=e) for e in range(6)],
+    )
     mine = [[ops.pack_weight(one) for one in parts[at : at + 2]] for at in (0, 2, 4)]
     mixture = Experts(ops.pack_weight(router), *mine, top_k=2, normalise=True)  # type: ignore[arg-type]
     layer = SimpleNamespace(
         experts=mixture, act="silu", native={"experts": ops._experts.tables(ops.driver, mixture)}
     )
-    assert ops.add_experts(ops.on_device(x[:, :32]), ops.on_device(x[:, :32]), layer).shape == (4, 32)
+    assert ops.add_experts(ops.on_device(x[:, :32]), ops.on_device(x[:, :32]), layer).shape == (
+        4,
+        32,
+    )
     ones = np.ones(1, np.float32)
     got = ops.to_numpy(ops.add_rows(ops.on_device(x), ops.on_device(x[:1]), grid.i32([2]), ones))
     near(got[2], x[2] + x[0], 1e-6)
@@ -329,7 +370,10 @@ def adapters(ops: GpuOps) -> None:
     stack, x, tokens = Stack(table, [layer], 1e-5), grid.normal(3, 32), grid.i32([6, 0, 6])
     for kind in FACTORS:
         pair, low = (
-            LowRank(*(as_kind(grid.normal(*one, seed=seed), kind) for seed, one in enumerate(shapes)), 0.5)
+            LowRank(
+                *(as_kind(grid.normal(*one, seed=seed), kind) for seed, one in enumerate(shapes)),
+                0.5,
+            )
             for shapes in (((5, 32), (9, 5)), ((7, 5), (32, 5)))
         )
         weights = AdapterWeights(kind, ({"q": pair},), embed=low)
@@ -355,13 +399,19 @@ FAMILIES: dict[Callable[..., None], str] = {
     experts: "route group_rows experts add_rows add_experts weigh_rows",
     adapters: "lora_shrink lora_expand lora_pick",
 }
-OF_RANKS = {"all_reduce", "all_reduce_twice", "gather"}  # tests/gpu/test_ranks.py executes them on two ranks
+OF_RANKS = {
+    "all_reduce",
+    "all_reduce_twice",
+    "gather",
+}  # tests/gpu/test_ranks.py executes them on two ranks
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda one: one.__name__)
-def test_every_kernel_is_executed(family: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kernel_is_executed(
+    family: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     ops = GpuOps(fake_gpu.FakeDriver(), 64 << 20, graphs=False)
     family(ops, monkeypatch) if family in (products, persistent, experts) else family(ops)
     begins = FAMILIES[family].split()
@@ -372,4 +422,6 @@ def test_every_kernel_is_executed(family: Callable[..., None], monkeypatch: pyte
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_kernel_is_of_a_family(architecture: int) -> None:
     known = {*" ".join(FAMILIES.values()).split(), *OF_RANKS}
-    assert {name for name in kernels_of(architecture) if name.partition(".")[0] not in known} == set()
+    assert {
+        name for name in kernels_of(architecture) if name.partition(".")[0] not in known
+    } == set()

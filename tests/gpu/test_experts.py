@@ -61,7 +61,9 @@ def weight(kind: str, rows: int, columns: int, seed: int) -> Tensor:
     return tensor
 
 
-def mixtures(ops: GpuOps, kinds: str, act: str = "silu", biased: bool = False, **how: Any) -> list[Layer]:
+def mixtures(
+    ops: GpuOps, kinds: str, act: str = "silu", biased: bool = False, **how: Any
+) -> list[Layer]:
     """A layer of nothing but experts: prepared, and the same of dequantised values for the reference."""
     shapes = {"gate": (INNER, WIDE), "up": (INNER, WIDE), "down": (WIDE, INNER)}
     width = max(ggml.BY_NAME[kind].values for kind in kinds.split() if kind in ggml.BY_NAME)
@@ -84,7 +86,9 @@ def mixtures(ops: GpuOps, kinds: str, act: str = "silu", biased: bool = False, *
         router = own.pack_weight(grid.weight("F32", COUNT, columns, seed=77))
         if biased:
             biases["router_bias"] = own.pack_weight(grid.vector(COUNT, seed=5))
-        experts = Experts(router, **parts, top_k=2, normalise=how.pop("normalise", True), **how, **biases)
+        experts = Experts(
+            router, **parts, top_k=2, normalise=how.pop("normalise", True), **how, **biases
+        )
         rope = grid.rope_tables(4, 8, False)
         q, k, v = (own.pack_weight(grid.weight("F32", 16, columns)) for _ in range(3))
         shape = AttentionShape(1, 1, 16, 1.0)
@@ -102,15 +106,24 @@ def added(ops: Any, x: np.ndarray, layer: Layer) -> np.ndarray:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "Q4_0": {}, "BF16": {"act": GATED, "biased": True}, "F32": {"weigh_input": True, "scoring": "sigmoid"},
-    "F8_W": {"scale": 1.5, "normalise": False}, "Q4_0 Q8_0 BF16": {"act": "gelu_tanh", "biased": True},
-    "Q4_1": {"biased": True}, "Q5_1": {"weigh_input": True}, "Q6_K": {"act": "relu"}, "F16": {"act": "gelu"},
-    "Q4_W": {"biased": True}, "MXFP4": {"act": GATED, "biased": True},
-}  # fmt: skip
+    "Q4_0": {},
+    "BF16": {"act": GATED, "biased": True},
+    "F32": {"weigh_input": True, "scoring": "sigmoid"},
+    "F8_W": {"scale": 1.5, "normalise": False},
+    "Q4_0 Q8_0 BF16": {"act": "gelu_tanh", "biased": True},
+    "Q4_1": {"biased": True},
+    "Q5_1": {"weigh_input": True},
+    "Q6_K": {"act": "relu"},
+    "F16": {"act": "gelu"},
+    "Q4_W": {"biased": True},
+    "MXFP4": {"act": GATED, "biased": True},
+}
 QUICK = ("Q4_0", "BF16", "Q4_0 Q8_0 BF16")
 
 
-@pytest.mark.parametrize("kinds", [*QUICK, *(pytest.param(k, marks=slow) for k in CASES if k not in QUICK)])
+@pytest.mark.parametrize(
+    "kinds", [*QUICK, *(pytest.param(k, marks=slow) for k in CASES if k not in QUICK)]
+)
 def test_a_mixture_of_every_form_equals_the_reference(ops: GpuOps, kinds: str) -> None:
     mine, theirs = mixtures(ops, kinds, **CASES[kinds])
     columns = mine.experts.gate[0].columns  # type: ignore[union-attr]
@@ -119,7 +132,9 @@ def test_a_mixture_of_every_form_equals_the_reference(ops: GpuOps, kinds: str) -
     assert np.abs(added(ops, x, mine) - x - expected).max() < 2e-2 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("kinds", ["Q4_0", *(pytest.param(k, marks=slow) for k in ("BF16", "F8_W", "Q8_0"))])
+@pytest.mark.parametrize(
+    "kinds", ["Q4_0", *(pytest.param(k, marks=slow) for k in ("BF16", "F8_W", "Q8_0"))]
+)
 def test_a_row_has_its_bits_however_many_chose_its_experts(
     ops: GpuOps, kinds: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,7 +152,9 @@ def test_a_row_has_its_bits_however_many_chose_its_experts(
         assert (crowd[4:84] == alone).all()
 
 
-def test_a_layer_of_experts_never_waits_for_the_device(ops: GpuOps, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_of_experts_never_waits_for_the_device(
+    ops: GpuOps, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mine, _ = mixtures(ops, "Q4_0", biased=True, act=GATED)
     x = ops.on_device(grid.normal(3, WIDE))
 
@@ -173,10 +190,14 @@ def test_a_router_of_too_many_is_refused_when_it_is_loaded(ops: GpuOps) -> None:
 
 # -- models --------------------------------------------------------------------------------------------------
 MODELS = {
-    "experts_qwen3moe_quant.gguf": "none", "families/gpt_oss": "int4", "families/llama4_text": "int8",
-    "experts_mixtral_quant.gguf": "none", "families/gpt_oss ": "none", "families/llama4_text ": "none",
+    "experts_qwen3moe_quant.gguf": "none",
+    "families/gpt_oss": "int4",
+    "families/llama4_text": "int8",
+    "experts_mixtral_quant.gguf": "none",
+    "families/gpt_oss ": "none",
+    "families/llama4_text ": "none",
     "families/qwen3_moe": "int4",
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow

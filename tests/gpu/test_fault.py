@@ -18,14 +18,26 @@ from support.faulty_gpu import MARK
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 FLAGS = (
-    "--max-num-seqs", "3", "--max-num-batched-tokens", "16", "--max-model-len", "64",
-    "--engine-timeout", "60",
-)  # fmt: skip
+    "--max-num-seqs",
+    "3",
+    "--max-num-batched-tokens",
+    "16",
+    "--max-model-len",
+    "64",
+    "--engine-timeout",
+    "60",
+)
 TOKENS = 20
 
 
 def streamed(client: httpx.Client) -> str:
-    body = {"prompt": [5, 9, 33, 7], "max_tokens": TOKENS, "seed": 3, "temperature": 1.0, "ignore_eos": True}
+    body = {
+        "prompt": [5, 9, 33, 7],
+        "max_tokens": TOKENS,
+        "seed": 3,
+        "temperature": 1.0,
+        "ignore_eos": True,
+    }
     text = ""
     with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
         for line in response.iter_lines():
@@ -35,7 +47,8 @@ def streamed(client: httpx.Client) -> str:
 
 
 @pytest.mark.parametrize(
-    ("driver", "device", "restarts"), [("FaultyDriver", "cuda", "1.0"), ("VanishingDriver", "auto", "3.0")]
+    ("driver", "device", "restarts"),
+    [("FaultyDriver", "cuda", "1.0"), ("VanishingDriver", "auto", "3.0")],
 )
 def test_a_stream_goes_on_behind_a_fault_on_the_same_device(
     driver: str, device: str, restarts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -53,6 +66,8 @@ def test_a_stream_goes_on_behind_a_fault_on_the_same_device(
         one = client.post("/v1/completions", json={"prompt": [5], "max_tokens": 1}).json()
         metrics = client.get("/metrics").text
     assert one["system_fingerprint"].startswith("cuda-")
-    told = [line for line in metrics.splitlines() if line.startswith("pageturner:engine_restarts_total")]
+    told = [
+        line for line in metrics.splitlines() if line.startswith("pageturner:engine_restarts_total")
+    ]
     assert [line.rpartition(" ")[2] for line in told] == [restarts]
     assert broken

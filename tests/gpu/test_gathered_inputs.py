@@ -44,7 +44,9 @@ def ops() -> GpuOps:
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", pytest.param("Q8_0", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rows", [2, 20])
-def test_a_product_is_that_of_gathered_inputs_bit_for_bit(ops: GpuOps, kind: str, rows: int) -> None:
+def test_a_product_is_that_of_gathered_inputs_bit_for_bit(
+    ops: GpuOps, kind: str, rows: int
+) -> None:
     order, x = order_of(3), grid.normal(rows, COLUMNS)
     mine, plain = (ops.pack_weight(ordered(kind, 5, one)) for one in (order, None))
     got = ops.to_numpy(ops.linear(ops.on_device(x), mine))
@@ -53,7 +55,9 @@ def test_a_product_is_that_of_gathered_inputs_bit_for_bit(ops: GpuOps, kind: str
     assert not np.array_equal(got, ops.to_numpy(ops.linear(ops.on_device(x), plain)))
 
 
-def test_products_that_share_an_input_gather_it_once_and_joined_ones_keep_their_order(ops: GpuOps) -> None:
+def test_products_that_share_an_input_gather_it_once_and_joined_ones_keep_their_order(
+    ops: GpuOps,
+) -> None:
     order = order_of(3)
     weights = [ops.pack_weight(ordered("Q4_0", seed, order)) for seed in range(3)]
     x = ops.on_device(grid.normal(2, COLUMNS))
@@ -63,14 +67,20 @@ def test_products_that_share_an_input_gather_it_once_and_joined_ones_keep_their_
     found = join(ops.driver, weights)
     assert found is not None
     whole, parts = found
-    assert before - len(ops.driver.sizes) == 3 * 3 - 2 - 1  # q, scales and orders of three, of one now
+    assert (
+        before - len(ops.driver.sizes) == 3 * 3 - 2 - 1
+    )  # q, scales and orders of three, of one now
     assert (ops.to_numpy(ops.linear(x, whole)) == np.concatenate(apart, axis=1)).all()
-    assert all((ops.to_numpy(ops.linear(x, one)) == y).all() for one, y in zip(parts, apart, strict=True))
+    assert all(
+        (ops.to_numpy(ops.linear(x, one)) == y).all() for one, y in zip(parts, apart, strict=True)
+    )
     other = ops.pack_weight(ordered("Q4_0", 4, order_of(4)))
     assert join(ops.driver, [parts[0], other]) is None
 
 
-def test_gate_and_up_in_one_launch_see_gathered_inputs(ops: GpuOps, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gate_and_up_in_one_launch_see_gathered_inputs(
+    ops: GpuOps, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(launches, "group_height_of", lambda *_: launches.MANY)
     monkeypatch.setattr(launches, "SOME_ROWS", 0)
     order, x = order_of(5), grid.normal(3, COLUMNS)
@@ -87,7 +97,8 @@ def test_gate_and_up_in_one_launch_see_gathered_inputs(ops: GpuOps, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    "order", [[0] * COLUMNS, [-1, *range(COLUMNS - 1)], list(range(1, COLUMNS + 1)), list(range(32))]
+    "order",
+    [[0] * COLUMNS, [-1, *range(COLUMNS - 1)], list(range(1, COLUMNS + 1)), list(range(32))],
 )
 def test_what_is_no_order_is_refused(ops: GpuOps, order: list[int]) -> None:
     with pytest.raises(EngineFault) as caught:

@@ -89,7 +89,9 @@ def test_the_sizes_that_are_used_most_have_the_recordings(
     assert len(device.graphs.recorded) == 2
 
 
-def test_a_recording_that_fails_otherwise_is_given_back_and_the_reason_is_told(device: Device) -> None:
+def test_a_recording_that_fails_otherwise_is_given_back_and_the_reason_is_told(
+    device: Device,
+) -> None:
     assert device.comes(2) == [False]
 
     def broken(*_: Any) -> GpuArray:
@@ -127,7 +129,9 @@ def test_a_recording_that_does_not_fit_any_more_is_given_back(device: Device) ->
     assert (device.forgotten, device.graphs.recorded) == (["of 2"], {})
 
 
-def test_what_did_not_fit_is_tried_again_some_day(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_did_not_fit_is_tried_again_some_day(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(graphs, "NEVER", -16)
     monkeypatch.setattr(graphs, "LIFE", 4)
     device.comes(2)

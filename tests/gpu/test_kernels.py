@@ -43,10 +43,25 @@ def rounded(x: np.ndarray, kind: str) -> np.ndarray:
         return x
     if kind == "F16":
         return x.astype(np.float16).astype(np.float32)
-    return ((x.view(np.uint32) + 0x7FFF + (x.view(np.uint32) >> 16 & 1)) & 0xFFFF0000).view(np.float32)
+    return ((x.view(np.uint32) + 0x7FFF + (x.view(np.uint32) >> 16 & 1)) & 0xFFFF0000).view(
+        np.float32
+    )
 
 
-_OTHERS = ("F32", "F16", "F8_W", "Q8_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4")
+_OTHERS = (
+    "F32",
+    "F16",
+    "F8_W",
+    "Q8_0",
+    "Q4_1",
+    "Q5_0",
+    "Q5_1",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+    "IQ4_NL",
+    "MXFP4",
+)
 KINDS = ["BF16", "Q4_0", *(pytest.param(k, marks=slow) for k in _OTHERS)]
 
 
@@ -65,7 +80,9 @@ def test_products_equal_the_products_of_the_values(ops: GpuOps, kind: str, outpu
     bias = grid.vector(outputs, seed=4)
     packed, own = ops.pack_weight(tensor), ops.pack_weight(bias)
     got = ops.to_numpy(ops.linear(ops.on_device(x), packed))
-    near(got, expected, 2e-6 * 10 if kind != "F8_W" else 1e-2)  # F8_W of many scales is rounded to bf16
+    near(
+        got, expected, 2e-6 * 10 if kind != "F8_W" else 1e-2
+    )  # F8_W of many scales is rounded to bf16
     with_bias = ops.to_numpy(ops.linear(ops.on_device(x), packed, own))
     assert (with_bias == got + bias.data.view(np.float32)).all()
     tokens = np.array([0, 69, 7], np.int32)
@@ -76,7 +93,10 @@ def test_products_equal_the_products_of_the_values(ops: GpuOps, kind: str, outpu
     "kind",
     [
         "BF16",
-        *(pytest.param(k, marks=slow) for k in ("F16", "F32", "Q4_1", "Q4_K", "Q5_1", "Q6_K", "Q8_0", "fp8")),
+        *(
+            pytest.param(k, marks=slow)
+            for k in ("F16", "F32", "Q4_1", "Q4_K", "Q5_1", "Q6_K", "Q8_0", "fp8")
+        ),
     ],
 )
 def test_a_row_of_a_product_has_its_bits_in_every_batch(
@@ -86,7 +106,9 @@ def test_a_row_of_a_product_has_its_bits_in_every_batch(
     from pageturner.kernels.gpu import launches
 
     codes = grid.rng(5).integers(0, 127, (48, 2304), dtype=np.uint8)
-    tensor = grid.fp8(codes, grid.normal(48)) if kind == "fp8" else grid.weight(kind, 48, 2304, seed=5)
+    tensor = (
+        grid.fp8(codes, grid.normal(48)) if kind == "fp8" else grid.weight(kind, 48, 2304, seed=5)
+    )
     weight = ops.pack_weight(tensor)
     x = grid.normal(130, 2304, seed=6)
     alone = ops.to_numpy(ops.linear(ops.on_device(x[77:78]), weight))
@@ -115,7 +137,10 @@ def test_every_fp8_code_is_exact(ops: GpuOps, rows: int) -> None:
         x = np.zeros((max(rows, 128), 256), np.float32)
         x[np.arange(128), np.arange(first, first + 128)] = 1
         got = np.concatenate(
-            [ops.to_numpy(ops.linear(ops.on_device(x[at : at + rows]), weight)) for at in range(0, 128, rows)]
+            [
+                ops.to_numpy(ops.linear(ops.on_device(x[at : at + rows]), weight))
+                for at in range(0, 128, rows)
+            ]
         )[:128]
         assert (expected[:, first : first + 128] == got.T).all()
     table = ops.to_numpy(ops.embed(weight, np.array([3, 15], np.int32)))
@@ -127,9 +152,13 @@ def test_every_fp8_code_is_exact(ops: GpuOps, rows: int) -> None:
 def test_norms_equal_the_reference(ops: GpuOps, width: int) -> None:
     x, weight, bias = grid.normal(3, width), grid.vector(width, seed=2), grid.vector(width, seed=3)
     mine, theirs = ops.pack_weight(weight), REFERENCE.pack_weight(weight)
-    near(ops.to_numpy(ops.norm(ops.on_device(x), mine, 1e-5)), REFERENCE.norm(x, theirs, 1e-5), 1e-6)
+    near(
+        ops.to_numpy(ops.norm(ops.on_device(x), mine, 1e-5)), REFERENCE.norm(x, theirs, 1e-5), 1e-6
+    )
     got = ops.layer_norm(ops.on_device(x), mine, ops.pack_weight(bias), 1e-5)
-    near(ops.to_numpy(got), REFERENCE.layer_norm(x, theirs, REFERENCE.pack_weight(bias), 1e-5), 1e-6)
+    near(
+        ops.to_numpy(got), REFERENCE.layer_norm(x, theirs, REFERENCE.pack_weight(bias), 1e-5), 1e-6
+    )
     head = grid.vector(50, seed=4)
     got = ops.head_norm(ops.on_device(x), ops.pack_weight(head), 1e-5, 50)
     near(ops.to_numpy(got), REFERENCE.head_norm(x, REFERENCE.pack_weight(head), 1e-5, 50), 1e-6)
@@ -143,8 +172,9 @@ def test_elements_equal_the_reference(ops: GpuOps, name: str) -> None:
     x, y = 3 * grid.normal(3, 700), 3 * grid.normal(3, 700, seed=1)
     x[0, :4] = 0, 100, -100, -88
     calls: dict[str, Callable[..., np.ndarray]] = {
-        "scale": lambda o, a, b: o.scale(a, 0.22), "cap": lambda o, a, b: o.soft_cap(x, 5.0),
-    }  # fmt: skip
+        "scale": lambda o, a, b: o.scale(a, 0.22),
+        "cap": lambda o, a, b: o.soft_cap(x, 5.0),
+    }
     for act in ("silu", "gelu", "gelu_tanh", "relu"):
         calls[act] = lambda o, a, b, act=act: o.activate(a, act)
     call = calls.get(name, lambda o, a, b: getattr(o, name)(a, b))
@@ -187,7 +217,9 @@ SHAPES = {
 RUNS = [(300, 1), (0, 40), (511, 2), (20, 1), (250, 20)]
 
 
-def filled(o: GpuOps, runs: list[tuple[int, int]], shape: AttentionShape, dtype: str) -> tuple[object, ...]:
+def filled(
+    o: GpuOps, runs: list[tuple[int, int]], shape: AttentionShape, dtype: str
+) -> tuple[object, ...]:
     """Of both backends a KV with the same rows. fp16 lies in both alike; kernels write the others."""
     blocks = 2 + sum(-(-(c + n) // 16) for c, n in runs)
     spec = grid.kv_spec(16, blocks, shape.kv_heads, shape.head_dim, dtype)
@@ -236,16 +268,22 @@ def test_a_row_of_attention_has_its_bits_alone_in_a_chunk_and_in_a_crowd(
     for row in (0, 30, 42, 50):
         s = int(np.searchsorted(batch.query_start, row, side="right")) - 1
         one = Batch(
-            batch.tokens[:1], batch.positions[row : row + 1], grid.i32([0, 1]),
-            grid.i32([batch.positions[row] + 1]), batch.block_table[s : s + 1], batch.slots[:1],
+            batch.tokens[:1],
+            batch.positions[row : row + 1],
+            grid.i32([0, 1]),
+            grid.i32([batch.positions[row] + 1]),
+            batch.block_table[s : s + 1],
+            batch.slots[:1],
             grid.i32([0]),
-        )  # fmt: skip
+        )
         ops.begin()
         alone = ops.to_numpy(ops.attention(ops.on_device(q[row : row + 1]), kv, 0, one, shape))
         assert (alone[0] == crowd[row]).all(), row
 
 
-@pytest.mark.parametrize("dtype", ["int8", *(pytest.param(k, marks=slow) for k in KV_TYPES if k != "int8")])
+@pytest.mark.parametrize(
+    "dtype", ["int8", *(pytest.param(k, marks=slow) for k in KV_TYPES if k != "int8")]
+)
 def test_kv_is_rounded_as_in_the_reference(ops: GpuOps, dtype: str) -> None:
     shape = AttentionShape(2, 2, 16, 0.25)
     spec = grid.scaled(grid.kv_spec(4, 3, 2, 16, dtype))
@@ -257,8 +295,15 @@ def test_kv_is_rounded_as_in_the_reference(ops: GpuOps, dtype: str) -> None:
     REFERENCE.kv_write(theirs, 0, k, v, slots)
     ops.copy_blocks(kv, [(0, 1), (2, 0)])
     REFERENCE.copy_blocks(theirs, [(0, 1), (2, 0)])
-    one = Batch(grid.i32([0]), grid.i32([11]), grid.i32([0, 1]), grid.i32([12]), grid.i32([[0, 1, 2]]),
-                grid.i32([-1]), grid.i32([0]))  # fmt: skip
+    one = Batch(
+        grid.i32([0]),
+        grid.i32([11]),
+        grid.i32([0, 1]),
+        grid.i32([12]),
+        grid.i32([[0, 1, 2]]),
+        grid.i32([-1]),
+        grid.i32([0]),
+    )
     q = grid.normal(1, 32, seed=5)
     expected = REFERENCE.attention(q, theirs, 0, one, shape)
     near(ops.to_numpy(ops.attention(ops.on_device(q), kv, 0, one, shape)), expected, 1e-2)
@@ -288,16 +333,26 @@ def test_blocks_of_padded_heads_are_copied_whole(ops: GpuOps, dtype: str) -> Non
     assert kv.spec.nbytes == (12 * 2 * 2 * 2) * (32 * KV_TYPES[dtype] + 4 * (KV_TYPES[dtype] == 1))
 
     def seen(layer: int, block: int) -> np.ndarray:
-        one = Batch(grid.i32([0]), grid.i32([3]), grid.i32([0, 1]), grid.i32([4]), grid.i32([[block]]),
-                    grid.i32([-1]), grid.i32([0]))  # fmt: skip
+        one = Batch(
+            grid.i32([0]),
+            grid.i32([3]),
+            grid.i32([0, 1]),
+            grid.i32([4]),
+            grid.i32([[block]]),
+            grid.i32([-1]),
+            grid.i32([0]),
+        )
         found: np.ndarray = ops.to_numpy(ops.attention(ops.on_device(q), kv, layer, one, shape))
         return found
 
     first = [seen(layer, 0) for layer in (0, 1)]
     ops.copy_blocks(kv, [(0, 2)])
     assert [seen(layer, block).tolist() for layer in (0, 1) for block in (0, 2)] == [
-        first[0].tolist(), first[0].tolist(), first[1].tolist(), first[1].tolist()
-    ]  # fmt: skip
+        first[0].tolist(),
+        first[0].tolist(),
+        first[1].tolist(),
+        first[1].tolist(),
+    ]
     assert kv.layer_bytes >= 12 * 2 * 32 * KV_TYPES[dtype]
 
 

@@ -15,7 +15,9 @@ SHAPE = AttentionShape(2, 1, 48, 0.2)
 BLOCK, LENGTH = 16, 40
 Q, K, V = (grid.normal(LENGTH, n * 48, seed=s) * 3 for n, s in ((2, 1), (1, 2), (1, 3)))
 OTHER = [grid.normal(60, n * 48, seed=s) for n, s in ((2, 4), (1, 5), (1, 6))]
-Part = tuple[list[int], int, int, list[np.ndarray]]  # blocks, computed, rows, Q, K and V of the sequence
+Part = tuple[
+    list[int], int, int, list[np.ndarray]
+]  # blocks, computed, rows, Q, K and V of the sequence
 
 
 class Kept:
@@ -40,11 +42,18 @@ class Kept:
             table[s, : len(blocks)] = blocks
         whole = grid.i32(np.concatenate(positions))
         batch = Batch(
-            whole, whole, grid.i32(starts), grid.i32([c + n for _, c, n, _ in parts]), table,
-            grid.i32(np.concatenate(slots)), grid.i32([]),
-        )  # fmt: skip
+            whole,
+            whole,
+            grid.i32(starts),
+            grid.i32([c + n for _, c, n, _ in parts]),
+            table,
+            grid.i32(np.concatenate(slots)),
+            grid.i32([]),
+        )
         q, k, v = (
-            ops.on_device(np.concatenate([of[i][at] for (*_, of), at in zip(parts, positions, strict=True)]))
+            ops.on_device(
+                np.concatenate([of[i][at] for (*_, of), at in zip(parts, positions, strict=True)])
+            )
             for i in range(3)
         )
         ops.kv_write(self.kv, 0, k, v, batch.slots)

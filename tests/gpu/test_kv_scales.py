@@ -47,7 +47,9 @@ def test_what_is_large_is_held_and_not_cut_off(size: float) -> None:
 
 
 def test_scales_are_powers_of_two_within_fp16() -> None:
-    peaks = np.array([0, 1e-30, 448, 449, 896, 897, 57344, 57345, 1e30, np.inf], np.float32)[:, None]
+    peaks = np.array([0, 1e-30, 448, 449, 896, 897, 57344, 57345, 1e30, np.inf], np.float32)[
+        :, None
+    ]
     assert np.log2(float8.scale(peaks)).tolist() == [-14, -14, 0, 1, 1, 2, 7, 7, 7, 7]
 
 
@@ -60,7 +62,9 @@ def test_memory_of_scales_is_counted() -> None:
 @pytest.mark.parametrize("outlier", [1.0, pytest.param(900.0, marks=pytest.mark.slow)])
 def test_attention_over_scaled_fp8_is_at_most_as_wrong_as_over_plain_fp8(outlier: float) -> None:
     """On the interpreted device; outliers of 900 are twice what e4m3 has."""
-    gpu_device = pytest.importorskip("support.gpu_device", exc_type=ImportError)  # skips without Triton
+    gpu_device = pytest.importorskip(
+        "support.gpu_device", exc_type=ImportError
+    )  # skips without Triton
     from pageturner.kernels.gpu.ops import GpuOps
 
     ops = GpuOps(gpu_device.make_driver(), 64 << 20, graphs=False)
@@ -79,6 +83,9 @@ def test_attention_over_scaled_fp8_is_at_most_as_wrong_as_over_plain_fp8(outlier
     ops.kv_write(mine, 0, ops.on_device(k), ops.on_device(v), whole.slots)
     got = ops.to_numpy(ops.attention(ops.on_device(q), mine, 0, batch, SHAPE))
     wrong = {
-        name: np.linalg.norm(one - found["truth"]) for name, one in (("gpu", got), ("cpu", found["plain"]))
+        name: np.linalg.norm(one - found["truth"])
+        for name, one in (("gpu", got), ("cpu", found["plain"]))
     }
-    assert wrong["gpu"] <= wrong["cpu"] * (0.3 if outlier > 1 else 1.02), wrong  # 1.02: q is rounded to fp16
+    assert wrong["gpu"] <= wrong["cpu"] * (0.3 if outlier > 1 else 1.02), (
+        wrong
+    )  # 1.02: q is rounded to fp16

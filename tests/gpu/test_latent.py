@@ -79,14 +79,21 @@ def test_attention_equals_the_reference_and_itself_in_every_batch(
     q = grid.normal(len(batch.positions), heads * (RANK + ROTARY), seed=9)
     expected = REFERENCE.attention(q, theirs, 1, batch, shape)
     got = ops.to_numpy(ops.attention(ops.on_device(q), kv, 1, batch, shape))
-    assert np.abs(got - expected).max() < (2e-2 if dtype == "bfloat16" else 4e-3) * np.abs(expected).max()
+    assert (
+        np.abs(got - expected).max()
+        < (2e-2 if dtype == "bfloat16" else 4e-3) * np.abs(expected).max()
+    )
     for row in (0, 20, 22):
         s = int(np.searchsorted(batch.query_start, row, side="right")) - 1
         one = Batch(
-            batch.tokens[:1], batch.positions[row : row + 1], grid.i32([0, 1]),
-            grid.i32([batch.positions[row] + 1]), batch.block_table[s : s + 1], batch.slots[:1],
+            batch.tokens[:1],
+            batch.positions[row : row + 1],
+            grid.i32([0, 1]),
+            grid.i32([batch.positions[row] + 1]),
+            batch.block_table[s : s + 1],
+            batch.slots[:1],
             grid.i32([0]),
-        )  # fmt: skip
+        )
         ops.begin()
         alone = ops.to_numpy(ops.attention(ops.on_device(q[row : row + 1]), kv, 1, one, shape))
         assert (alone[0] == got[row]).all(), row

@@ -83,7 +83,12 @@ class Steps:
                 self.driver.upload(address, values)
 
     def launch(
-        self, runs: list[Run], tokens: Any, draw: Draw, wanted: list[int] | None = None, adapters: str = ""
+        self,
+        runs: list[Run],
+        tokens: Any,
+        draw: Draw,
+        wanted: list[int] | None = None,
+        adapters: str = "",
     ) -> Any:
         """wanted: the last row of each sequence, if not said. adapters: a letter for each sequence, or ."""
         batch = batch_of(runs, tokens, wanted)
@@ -112,7 +117,9 @@ class Steps:
         return whole
 
 
-def batch_of(runs: list[Run], tokens: Any, wanted: list[int] | None = None, flip: int = -1) -> Batch:
+def batch_of(
+    runs: list[Run], tokens: Any, wanted: list[int] | None = None, flip: int = -1
+) -> Batch:
     starts = np.cumsum([0, *(rows for _, rows in runs)]).astype(np.int32)
     positions = np.concatenate([np.arange(at, at + rows) for at, rows in runs]).astype(np.int32)
     table = np.arange(len(runs) * WIDTH, dtype=np.int32).reshape(-1, WIDTH)
@@ -121,7 +128,9 @@ def batch_of(runs: list[Run], tokens: Any, wanted: list[int] | None = None, flip
     slots = table[owner, positions // BLOCK] * BLOCK + positions % BLOCK
     asked = starts[1:] - 1 if wanted is None else wanted
     contexts = [at + rows for at, rows in runs]
-    return Batch(grid.i32(tokens), positions, starts, grid.i32(contexts), table, slots, grid.i32(asked))
+    return Batch(
+        grid.i32(tokens), positions, starts, grid.i32(contexts), table, slots, grid.i32(asked)
+    )
 
 
 def draw_of(rows: int, top_k: int = 0, temperature: float = 0.8) -> Draw:
@@ -153,11 +162,14 @@ def test_layers_with_a_window_share_the_upload() -> None:
     assert recorded.kept() == plain.kept()
 
 
-@pytest.mark.parametrize(("graphs", "model"), [
-    (True, "tiny_llama.gguf"),
-    pytest.param(True, "tiny_llama_quant.gguf", marks=pytest.mark.slow),
-    pytest.param(False, "tiny_llama.gguf", marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("graphs", "model"),
+    [
+        (True, "tiny_llama.gguf"),
+        pytest.param(True, "tiny_llama_quant.gguf", marks=pytest.mark.slow),
+        pytest.param(False, "tiny_llama.gguf", marks=pytest.mark.slow),
+    ],
+)
 def test_tokens_of_the_step_before_are_read_where_they_are(graphs: bool, model: str) -> None:
     ahead, known = Steps(graphs, model), Steps(False, model)
     first, second = [(30, 1), (9, 1), (40, 1)], [(31, 1), (4, 1), (41, 1), (10, 1)]
@@ -170,7 +182,9 @@ def test_tokens_of_the_step_before_are_read_where_they_are(graphs: bool, model: 
         assert (found.ids.tolist(), found.logits.tobytes()) == expected
         a, b, c = expected[0]
         found = ahead.ops.collect(unknown)
-        assert (found.ids.tolist(), found.logits.tobytes()) == known.step(second, [a, 5, c, b], draw_of(4))
+        assert (found.ids.tolist(), found.logits.tobytes()) == known.step(
+            second, [a, 5, c, b], draw_of(4)
+        )
 
 
 MIXED: dict[str, tuple[list[Run], list[int] | None]] = {
@@ -181,9 +195,13 @@ MIXED: dict[str, tuple[list[Run], list[int] | None]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["prompts", *(
-    pytest.param(name, marks=pytest.mark.slow) for name in MIXED if name != "prompts"
-)])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "prompts",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in MIXED if name != "prompts"),
+    ],
+)
 def test_steps_with_rows_of_prompts_and_drafts_are_recorded(name: str) -> None:
     runs, wanted = MIXED[name]
     plain, recorded = Steps(False), Steps(True)
@@ -193,7 +211,9 @@ def test_steps_with_rows_of_prompts_and_drafts_are_recorded(name: str) -> None:
         if turn == graphs.MIXED_USES and name == "prompts":  # other rows of the same size
             here = [(100, 2), (3, 1), (9, 11), (270, 1)]
         tokens = (np.arange(sum(rows for _, rows in here)) * 5 + turn) % 60
-        assert recorded.step(here, tokens, draw, wanted) == plain.step(here, tokens, draw, wanted), turn
+        assert recorded.step(here, tokens, draw, wanted) == plain.step(
+            here, tokens, draw, wanted
+        ), turn
     assert recorded.kept() == plain.kept()
     assert recorded.driver.asked == ONE_OF_EACH
     assert len(recorded.ops.graphs.recorded) == 1

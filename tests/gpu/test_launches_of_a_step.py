@@ -14,8 +14,15 @@ SHAPES = {  # hidden, inner, heads; of Qwen3-0.6B, whose o and down are cut in p
     "8B": (4096, 12288, AttentionShape(32, 8, 128, 128**-0.5)),
 }
 LAYER = [
-    "rms_norm", "dense", "place_heads", "attend", "dense", "rms_norm", "gated_dense", "dense",
-]  # fmt: skip
+    "rms_norm",
+    "dense",
+    "place_heads",
+    "attend",
+    "dense",
+    "rms_norm",
+    "gated_dense",
+    "dense",
+]
 
 
 def decoding(batch: int, context: int) -> Batch:
@@ -35,13 +42,20 @@ def test_a_layer_is_eight_kernels(name: str, batch: int) -> None:
         driver = NullDriver()
         ops = GpuOps(driver, 4 << 30, graphs=False)
         stack, _ = model(layers, hidden, inner, shape, 2048)
-        kv = ops.alloc_kv(KVSpec(layers, batch * 20, 16, shape.kv_heads, shape.head_dim, "bfloat16"))
+        kv = ops.alloc_kv(
+            KVSpec(layers, batch * 20, 16, shape.kv_heads, shape.head_dim, "bfloat16")
+        )
         ops.hidden(stack, decoding(batch, 300), kv, None)
         launched.append(
-            [kernel.partition(".")[0].replace("persistent", "dense") for kernel, *_ in driver.launched]
+            [
+                kernel.partition(".")[0].replace("persistent", "dense")
+                for kernel, *_ in driver.launched
+            ]
         )
     two, three = launched
     at = two.index("rms_norm")
     assert two[at : at + len(LAYER)] == LAYER
     assert len(three) - len(two) == len(LAYER)
-    assert len(two) - 2 * len(LAYER) <= 2, "beside the layers: the embedding, and the rows that are wanted"
+    assert len(two) - 2 * len(LAYER) <= 2, (
+        "beside the layers: the embedding, and the rows that are wanted"
+    )

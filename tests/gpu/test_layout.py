@@ -70,9 +70,16 @@ def test_each_element_is_where_the_definition_says(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [("Q4_0", "4.32.fp16"), ("Q4_1", "4.32.fp16"), ("Q4_K", "4.32"), ("Q5_0", "5.32"), ("Q8_0", "8.32"),
-     ("Q6_K", "8.16"), ("MXFP4", "5.32")],
-)  # fmt: skip
+    [
+        ("Q4_0", "4.32.fp16"),
+        ("Q4_1", "4.32.fp16"),
+        ("Q4_K", "4.32"),
+        ("Q5_0", "5.32"),
+        ("Q8_0", "8.32"),
+        ("Q6_K", "8.16"),
+        ("MXFP4", "5.32"),
+    ],
+)
 def test_scales_are_short_where_fp16_holds_them_exactly(kind: str, name: str) -> None:
     assert packed(kind, 16, 512)[2].sort == name
 
@@ -87,7 +94,15 @@ def test_each_fp8_code_is_where_the_definition_says_and_nan_is_widened() -> None
     held = np.frombuffer(memory.held[found.q], np.uint8).reshape(2, -1, 8, 4, 2, 2, 4)
     for n in range(20):
         for k in range(96):
-            at = n // 16, k // 32, n % 8, k % 8 // 2, k % 32 // 16, n % 16 // 8, k % 16 // 8 + k % 2 * 2
+            at = (
+                n // 16,
+                k // 32,
+                n % 8,
+                k % 8 // 2,
+                k % 32 // 16,
+                n % 16 // 8,
+                k % 16 // 8 + k % 2 * 2,
+            )
             assert held[at] == codes[n, k]
     assert np.frombuffer(memory.held[found.scale], np.float32)[:20].tolist() == list(range(20))
     codes[3, 5] = 0x7F

@@ -30,9 +30,17 @@ def write(folder: Path, architectures: tuple[int, ...], portable: bool = False) 
     packed = zlib.compress(b"code")
     (folder / "k.bin").write_bytes(packed)
     digest = hashlib.sha256(packed).hexdigest()[:32]
-    entry = {"symbol": "add", "arguments": [["x", "*fp32"], ["n", "i32"]], "hidden": 2, "dependent": False,
-             "shared": 0,
-             "warps": 4, "at": 0, "bytes": len(packed), "sha256": digest}  # fmt: skip
+    entry = {
+        "symbol": "add",
+        "arguments": [["x", "*fp32"], ["n", "i32"]],
+        "hidden": 2,
+        "dependent": False,
+        "shared": 0,
+        "warps": 4,
+        "at": 0,
+        "bytes": len(packed),
+        "sha256": digest,
+    }
     part = {"file": "k.bin", "kernels": {"add": entry}}
     told: dict[str, Any] = {
         "source": "0123456789abcdef",
@@ -58,9 +66,17 @@ class FakeCuda:
 
     def __init__(self, capability: tuple[int, int] = (9, 0), **results: Any) -> None:
         self.capability = capability
-        self.results = {"cuDriverGetVersion": 13000, "cuDeviceGetCount": 1, "cuDeviceGet": 0,
-                        "cuDeviceGetName": b"Fake\0\0", "cuMemHostAlloc": 4096, "cuEventCreate": 1,
-                        "cuMemGetInfo": (100, 1000), "cuMemAlloc": 256, **results}  # fmt: skip
+        self.results = {
+            "cuDriverGetVersion": 13000,
+            "cuDeviceGetCount": 1,
+            "cuDeviceGet": 0,
+            "cuDeviceGetName": b"Fake\0\0",
+            "cuMemHostAlloc": 4096,
+            "cuEventCreate": 1,
+            "cuMemGetInfo": (100, 1000),
+            "cuMemAlloc": 256,
+            **results,
+        }
         self.calls: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -91,7 +107,9 @@ def error(name: str) -> Error:
     return found
 
 
-def code_of(*, capability: tuple[int, int] = (9, 0), manifest: Manifest, **results: Any) -> tuple[str, str]:
+def code_of(
+    *, capability: tuple[int, int] = (9, 0), manifest: Manifest, **results: Any
+) -> tuple[str, str]:
     with pytest.raises(EngineFault) as told:
         CudaDriver(manifest, bindings=FakeCuda(capability, **results))
     return told.value.code, told.value.message
@@ -155,7 +173,9 @@ def test_full_memory_and_faults_are_told(tmp_path: Path) -> None:
     with pytest.raises(EngineFault, match="lower --kv-cache-memory") as told:
         full.alloc(1 << 40)
     assert told.value.code == "gpu_memory"
-    faulty = CudaDriver(manifest, bindings=FakeCuda(cuStreamSynchronize=error("CUDA_ERROR_ILLEGAL_ADDRESS")))
+    faulty = CudaDriver(
+        manifest, bindings=FakeCuda(cuStreamSynchronize=error("CUDA_ERROR_ILLEGAL_ADDRESS"))
+    )
     with pytest.raises(EngineFault, match="ILLEGAL_ADDRESS") as told:
         faulty.synchronise()
     assert told.value.code == "gpu_fault"
@@ -197,7 +217,12 @@ def test_what_is_kept_is_uploaded_beside_the_steps_and_freed_behind_them(tmp_pat
     freed = ["cuStreamSynchronize", "cuMemFree"]
     assert calls_of(driver.drop, 4096) == freed
     assert calls_of(driver.drop, 4096) == [], "once"
-    assert calls_of(driver.keep, data, apart=True) == ["cuCtxSetCurrent", "cuMemAlloc", *once, *once]
+    assert calls_of(driver.keep, data, apart=True) == [
+        "cuCtxSetCurrent",
+        "cuMemAlloc",
+        *once,
+        *once,
+    ]
     assert calls_of(driver.drop, 4096, apart=True) == []
     assert calls_of(driver.upload, 256, np.zeros(4, np.uint8))[:2] == freed
     driver.keep(data)
@@ -247,7 +272,14 @@ def test_kv_is_sized_by_the_memory_of_its_device() -> None:
 
 # -- plain arithmetic ----------------------------------------------------------------------------------------
 def test_parts_of_k_cover_it_and_know_no_rows() -> None:
-    for rows, columns in ((1, 16), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (70, 96)):
+    for rows, columns in (
+        (1, 16),
+        (4096, 4096),
+        (28672, 4096),
+        (4096, 14336),
+        (128256, 4096),
+        (70, 96),
+    ):
         for step in (16, 32, 64, 128):
             chunk, parts = parts_of(rows, columns, step)
             assert chunk % step == 0

@@ -40,9 +40,10 @@ def chosen(ops: Ops, wanted: LogprobsWanted | None) -> SamplerOutput:
     weight = rng.standard_normal((VOCABULARY, WIDTH), np.float32)
     x = rng.standard_normal((ROWS, WIDTH), np.float32)
     head = Head(
-        ops.pack_weight(Tensor("norm", "F32", (WIDTH,), np.ones(WIDTH, np.float32).view(np.uint8))), 1e-5,
+        ops.pack_weight(Tensor("norm", "F32", (WIDTH,), np.ones(WIDTH, np.float32).view(np.uint8))),
+        1e-5,
         ops.pack_weight(Tensor("head", "F32", weight.shape, weight.view(np.uint8).reshape(-1))),
-    )  # fmt: skip
+    )
     seen = [3, 9, 9, 70, 211]
     edits = [
         [Edit(Operation.REPETITION, seen, 1.3), Edit(Operation.FREQUENCY, seen, 0.4)],
@@ -55,10 +56,12 @@ def chosen(ops: Ops, wanted: LogprobsWanted | None) -> SamplerOutput:
     allowed = np.full((ROWS, VOCABULARY // 64), ~np.uint64(0))
     allowed[3] = np.uint64(0x0F0F)
     draw: Draw = (
-        np.array([0, 0.8, 1.2, 0, 0.5, 0], np.float32), np.array([0, 0, 40, 0, 5, 0], np.int32),
-        np.array([1, 0.9, 0.8, 1, 1, 1], np.float32), np.zeros(ROWS, np.float32),
+        np.array([0, 0.8, 1.2, 0, 0.5, 0], np.float32),
+        np.array([0, 0, 40, 0, 5, 0], np.int32),
+        np.array([1, 0.9, 0.8, 1, 1, 1], np.float32),
+        np.zeros(ROWS, np.float32),
         np.array([0, 0.3, 0.71, 0, 0.93, 0], np.float32),
-    )  # fmt: skip
+    )
     rows: Any = x
     if isinstance(ops, GpuOps):
         ops.begin()
@@ -75,7 +78,9 @@ def chosen(ops: Ops, wanted: LogprobsWanted | None) -> SamplerOutput:
         ([-1, -1, -1, -1, -1, -1], [0, 0, 0, 0, 0, 0]),
     ],
 )
-def test_only_rows_that_ask_for_logprobs_reach_the_host(top: list[int], candidates: list[int]) -> None:
+def test_only_rows_that_ask_for_logprobs_reach_the_host(
+    top: list[int], candidates: list[int]
+) -> None:
     wanted = LogprobsWanted(np.array(top, np.int32), np.array(candidates, np.int32))
     driver = Counting()
     ops = GpuOps(driver, 8 << 20, graphs=False)
@@ -90,7 +95,9 @@ def test_only_rows_that_ask_for_logprobs_reach_the_host(top: list[int], candidat
     assert expected.logprobs is not None
     for row in asking:
         np.testing.assert_allclose(got.logprobs.lse[row], expected.logprobs.lse[row], rtol=1e-5)
-        np.testing.assert_allclose(got.logprobs.chosen[row], expected.logprobs.chosen[row], atol=1e-4)
+        np.testing.assert_allclose(
+            got.logprobs.chosen[row], expected.logprobs.chosen[row], atol=1e-4
+        )
         for mine, theirs, count in (
             (got.logprobs.top, expected.logprobs.top, max(top[row], 0)),
             (got.logprobs.candidates, expected.logprobs.candidates, candidates[row]),
@@ -101,7 +108,10 @@ def test_only_rows_that_ask_for_logprobs_reach_the_host(top: list[int], candidat
 
 def test_no_logits_leave_the_device_where_nobody_asks() -> None:
     driver = Counting()
-    got, expected = chosen(GpuOps(driver, 8 << 20, graphs=False), None), chosen(ReferenceOps(), None)
+    got, expected = (
+        chosen(GpuOps(driver, 8 << 20, graphs=False), None),
+        chosen(ReferenceOps(), None),
+    )
     assert driver.downloads == [2 * 4 * ROWS]
     assert {"edit", "forbid", "sample.draw"} <= set(driver.launched)
     assert got.ids.tolist() == expected.ids.tolist()
@@ -110,7 +120,9 @@ def test_no_logits_leave_the_device_where_nobody_asks() -> None:
 
 @pytest.mark.parametrize("size", [32 << 10, 60 << 10, 100 << 10])
 def test_a_few_rows_at_a_time_where_the_arena_has_no_room_for_all(size: int) -> None:
-    wanted = LogprobsWanted(np.array([-1, 2, -1, 1, 0, 3], np.int32), np.array([0, 0, 4, 0, 0, 0], np.int32))
+    wanted = LogprobsWanted(
+        np.array([-1, 2, -1, 1, 0, 3], np.int32), np.array([0, 0, 4, 0, 0, 0], np.int32)
+    )
     driver = Counting()
     got = chosen(GpuOps(driver, size, graphs=False), wanted)
     whole = chosen(GpuOps(fake_gpu.FakeDriver(), 8 << 20, graphs=False), wanted)
@@ -121,7 +133,12 @@ def test_a_few_rows_at_a_time_where_the_arena_has_no_room_for_all(size: int) -> 
     assert whole.logprobs is not None
     for mine, theirs in zip(
         (got.logprobs.lse, got.logprobs.chosen, *got.logprobs.top, *got.logprobs.candidates),
-        (whole.logprobs.lse, whole.logprobs.chosen, *whole.logprobs.top, *whole.logprobs.candidates),
+        (
+            whole.logprobs.lse,
+            whole.logprobs.chosen,
+            *whole.logprobs.top,
+            *whole.logprobs.candidates,
+        ),
         strict=True,
     ):
         assert mine.tobytes() == theirs.tobytes()

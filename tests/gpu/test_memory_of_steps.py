@@ -46,7 +46,9 @@ class Engine:
         starts = np.arange(rows + 1, dtype=np.int32)
         table = np.zeros((rows, -(-max(contexts) // 16)), np.int32)
         before = len(self.ops.graphs.recorded) if self.ops.graphs else 0
-        self.forward(Batch(starts[:-1], context - 1, starts, context, table, starts[:-1], starts[:-1]))
+        self.forward(
+            Batch(starts[:-1], context - 1, starts, context, table, starts[:-1], starts[:-1])
+        )
         return self.ops.graphs is not None and len(self.ops.graphs.recorded) > before
 
 
@@ -88,7 +90,9 @@ def test_what_a_dry_run_lets_through_is_recorded(found: Model, length: int, sequ
         engine = Engine(found, sequences, length, sequences, memory)
         segments = sequences * -(-length // 256) + bucket(sequences) - sequences
         views = views_of(engine.stack, 1)[0]
-        at_once = fits_at_once(views, bucket(sequences), Room(segments_bucket(segments)), engine.ops.arena)
+        at_once = fits_at_once(
+            views, bucket(sequences), Room(segments_bucket(segments)), engine.ops.arena
+        )
         assert [engine.decode([length] * sequences) for _ in range(2)].count(True) == at_once
         engine.decode([1, *[length] * (sequences - 1)])
 

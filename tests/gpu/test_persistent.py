@@ -28,8 +28,12 @@ def ops() -> GpuOps:
     return GpuOps(fake_gpu.FakeDriver(), 64 << 20, graphs=False)
 
 
-@pytest.mark.parametrize(("rows", "outputs", "columns"), [(66, 48, 80), (130, 304, 64), (70, 16, 2304)])
-def test_a_row_has_its_bits_alone_and_among_many(ops: GpuOps, rows: int, outputs: int, columns: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "outputs", "columns"), [(66, 48, 80), (130, 304, 64), (70, 16, 2304)]
+)
+def test_a_row_has_its_bits_alone_and_among_many(
+    ops: GpuOps, rows: int, outputs: int, columns: int
+) -> None:
     weight = ops.pack_weight(grid.weight("BF16", outputs, columns, seed=5))
     bias = ops.pack_weight(grid.vector(outputs, seed=4))
     x, before = grid.normal(rows, columns, seed=6), grid.normal(rows, outputs, seed=7)
@@ -37,13 +41,17 @@ def test_a_row_has_its_bits_alone_and_among_many(ops: GpuOps, rows: int, outputs
     assert ops.driver.launched[-1].startswith("persistent.bf16.")
     for row in (0, rows // 2, rows - 1):
         mine = ops.on_device(before[row : row + 1])
-        alone = ops.to_numpy(ops.launches.product(ops.on_device(x[row : row + 1]), weight, bias, mine))
+        alone = ops.to_numpy(
+            ops.launches.product(ops.on_device(x[row : row + 1]), weight, bias, mine)
+        )
         assert (got[row] == alone[0]).all()
 
 
 def small(gated: bool, over_m: int, over_n: int, groups: int, turns: int = 1) -> catalogue.Kernel:
     """A tile that is quick to interpret: 16 rows, 16 columns, 32 of K, three stages."""
-    return catalogue.persistent("small", "bf16", Ring(16, 16, 32, 3, over_m, over_n, groups, turns), gated)
+    return catalogue.persistent(
+        "small", "bf16", Ring(16, 16, 32, 3, over_m, over_n, groups, turns), gated
+    )
 
 
 def computed(
@@ -106,7 +114,9 @@ def faulty(ops: GpuOps, kernel: catalogue.Kernel) -> bool:
     return False
 
 
-def test_a_stage_that_is_never_given_back_is_a_deadlock(ops: GpuOps, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_is_never_given_back_is_a_deadlock(
+    ops: GpuOps, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(source, "release", lambda *_: None)
     with pytest.raises(gluon_interpreter.Deadlock):
         computed(ops, small(False, 1, 1, 1), 4, (70, 48, 176))
@@ -127,7 +137,9 @@ def test_a_stage_that_is_given_back_too_early_is_seen(
     assert faulty(ops, small(False, 1, 1, groups))
 
 
-def test_a_program_that_ends_before_its_cluster_is_seen(ops: GpuOps, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_ends_before_its_cluster_is_seen(
+    ops: GpuOps, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert not faulty(ops, small(False, 2, 2, 1))
     monkeypatch.setattr(gluon_interpreter.Language, "_meet", lambda self: None)
     assert faulty(ops, small(False, 2, 2, 1))
@@ -161,10 +173,14 @@ def test_others_of_a_cluster_must_be_told(ops: GpuOps, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("architecture", "kind", "rows", "outputs", "found"),
     [
-        (90, "bf16", 64, 4096, False), (90, "bf16", 65, 4096, True), (90, "fp16", 8192, 28672, True),
-        (90, "bf16", 200, 4104, False), (90, "fp32", 200, 4096, False), (100, "bf16", 200, 4096, False),
+        (90, "bf16", 64, 4096, False),
+        (90, "bf16", 65, 4096, True),
+        (90, "fp16", 8192, 28672, True),
+        (90, "bf16", 200, 4104, False),
+        (90, "fp32", 200, 4096, False),
+        (100, "bf16", 200, 4096, False),
     ],
-)  # fmt: skip
+)
 def test_dense_computes_what_tma_cannot(
     architecture: int, kind: str, rows: int, outputs: int, found: bool
 ) -> None:

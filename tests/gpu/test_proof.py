@@ -35,7 +35,9 @@ class Driver(fake_gpu.FakeDriver):
 
     version = "CUDA 13000, kernels k"
 
-    def __init__(self, kernel: str = "", output: str = "out", wrong: Wrong = lambda x: None) -> None:
+    def __init__(
+        self, kernel: str = "", output: str = "out", wrong: Wrong = lambda x: None
+    ) -> None:
         super().__init__()
         self.wrong = kernel, output, wrong
         self.one_table = False  # every work of attention reads the blocks of the first one
@@ -47,7 +49,11 @@ class Driver(fake_gpu.FakeDriver):
 
     def launch(self, kernel: str, grid: Sequence[int], arguments: Sequence[float]) -> None:
         names = [name for name, _ in self.kernels[kernel].arguments]
-        if (self.one_table or self.one_segment) and self.recording is None and kernel.startswith("attend"):
+        if (
+            (self.one_table or self.one_segment)
+            and self.recording is None
+            and kernel.startswith("attend")
+        ):
             address = int(arguments[names.index("works")])
             count = WORK * (grid[0] // int(arguments[names.index("kv_heads")]))
             works = np.frombuffer((ctypes.c_byte * (4 * count)).from_address(address), np.int32)
@@ -111,7 +117,9 @@ def self_test(driver: Driver, model: str = "tiny_llama_quant", mark: str = "m") 
 
 def compare(driver: Driver, form: str, model: str = "tiny_llama.gguf", fault: str = "") -> None:
     """What is compared as forms that begin so, with a fault of the driver once the model is loaded."""
-    found = [one for one in proof.comparisons(subject_of(driver, model)) if one.form.startswith(form)]
+    found = [
+        one for one in proof.comparisons(subject_of(driver, model)) if one.form.startswith(form)
+    ]
     assert found
     if fault:
         setattr(driver, fault, not getattr(driver, fault))
@@ -141,9 +149,21 @@ def test_a_device_that_is_right_is_asked_once(small: Path) -> None:
 MUTANTS: list[tuple[str, str, Wrong, str, str]] = [
     ("groups", "out", twice, "product", "a product with .* is wrong"),
     ("groups", "out", no_number, "product", "a product with .* is wrong"),
-    ("groups.4.32.fp16.many", "out", last_bit, "product", "a product with .* has other bits among 20 rows"),
+    (
+        "groups.4.32.fp16.many",
+        "out",
+        last_bit,
+        "product",
+        "a product with .* has other bits among 20 rows",
+    ),
     ("attend.float16.64.many", "out", twice, "attention", "attention in float16 is wrong"),
-    ("attend.float16.64.few", "out", last_bit, "attention", "attention in float16 has other bits among"),
+    (
+        "attend.float16.64.few",
+        "out",
+        last_bit,
+        "attention",
+        "attention in float16 has other bits among",
+    ),
     ("head_norm", "out", twice, "rows", "an RMSNorm is wrong"),
     ("rotate", "out", twice, "rows", "a rotation is wrong"),
     ("elementwise.act_mul", "out", twice, "rows", "an activation is wrong"),
@@ -212,7 +232,9 @@ def test_most_draws_of_a_vocabulary_are_sure_and_some_of_each_kind(vocabulary: i
     assert len(set(expected.tolist())) > proof.DRAWS // 2
 
 
-def test_a_height_that_does_not_fit_is_skipped_and_not_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_height_that_does_not_fit_is_skipped_and_not_the_test(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """On a device with little memory, where nothing else may be left out."""
     monkeypatch.setattr(proof, "crowds", lambda *_: [1 << 20, 3])
     driver = Driver()
@@ -246,7 +268,9 @@ def results(*forms: tuple[str, str]) -> list[proof.Comparison]:
     return [proof.Comparison(form, lambda text=text: run(text)) for form, text in forms]  # type: ignore[misc]
 
 
-def test_a_form_is_distrusted_and_not_the_device(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_form_is_distrusted_and_not_the_device(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     driver = Driver()
     monkeypatch.setattr(devices, "open_driver", lambda: driver)
     monkeypatch.setattr(devices, "nvidia_is_here", lambda: True)
@@ -260,13 +284,17 @@ def test_a_form_is_distrusted_and_not_the_device(small: Path, monkeypatch: pytes
     assert mark != devices.needs_of(other, auto).mark
     ran = results(("rows", ""), ("product with odd weights", "a product is wrong"))
     monkeypatch.setattr(proof, "comparisons", lambda *_: ran)
-    with pytest.raises(EngineFault, match=r"a product is wrong.*'product with odd weights'") as found:
+    with pytest.raises(
+        EngineFault, match=r"a product is wrong.*'product with odd weights'"
+    ) as found:
         self_test(driver, mark=mark)
     assert found.value.code == "gpu_wrong"
     assert (chosen(quant).ops, chosen(quant).reason) == (None, found.value.message)
     assert chosen(other).ops is not None, "a model of other forms goes on"
 
-    (form,) = devices.needs_of(other, kv8).forms  # of attention, which is known before anything is loaded
+    (form,) = devices.needs_of(
+        other, kv8
+    ).forms  # of attention, which is known before anything is loaded
     monkeypatch.setattr(proof, "comparisons", lambda *_: results((form, "attention is wrong")))
     with pytest.raises(EngineFault, match="attention is wrong"):
         self_test(driver, mark="whoever")
@@ -290,7 +318,9 @@ def test_only_forms_that_are_new_are_compared_and_a_mended_one_is_trusted_again(
         return proof.Comparison(form, run)
 
     for forms in (["a", "b"], ["a", "c"]):
-        monkeypatch.setattr(proof, "comparisons", lambda *_, forms=forms: [comparison(one) for one in forms])
+        monkeypatch.setattr(
+            proof, "comparisons", lambda *_, forms=forms: [comparison(one) for one in forms]
+        )
         self_test(driver)
     assert ran == ["a", "b", "c"]
     monkeypatch.setattr(proof, "comparisons", lambda *_: [comparison("d", True), comparison("e")])
@@ -308,11 +338,14 @@ def test_only_forms_that_are_new_are_compared_and_a_mended_one_is_trusted_again(
 @pytest.mark.parametrize(
     ("model", "kv"),
     [
-        ("families/bloom", "int8"), ("families/gemma2", "float16"), ("families/gpt_oss", "float16"),
-        ("families/llama4_text", "fp8_e4m3"), ("experts_qwen3moe.gguf", "bfloat16"),
+        ("families/bloom", "int8"),
+        ("families/gemma2", "float16"),
+        ("families/gpt_oss", "float16"),
+        ("families/llama4_text", "fp8_e4m3"),
+        ("experts_qwen3moe.gguf", "bfloat16"),
         ("families/deepseek_v2", "float16"),
     ],
-)  # fmt: skip
+)
 def test_it_is_right_with_models_of_many_kinds(model: str, kv: str) -> None:
     """Biases, windows, sinks, chunks, slopes, experts together and apart."""
     proof.check(subject_of(Driver(), model, kv))
@@ -327,7 +360,9 @@ def test_auto_takes_a_device_that_has_shown_it(monkeypatch: pytest.MonkeyPatch) 
     auto = EngineConfig(device="auto")
 
     def chosen() -> Any:
-        return devices.choose(auto, lambda: devices.needs_of(GOLDENS / "tiny_llama_quant.gguf", auto))
+        return devices.choose(
+            auto, lambda: devices.needs_of(GOLDENS / "tiny_llama_quant.gguf", auto)
+        )
 
     assert "start once with --device cuda" in chosen().reason
     self_test(driver)

@@ -38,7 +38,9 @@ class Rank:
     def __init__(self, rank: int, size: int, **how: Any) -> None:
         self.driver = fake_gpu.FakeDriver()
         self.arena = Arena(self.driver, 8 << 20)
-        self.exchange = DeviceExchange(self.driver, self.arena, rank, size, **{"patience": NEVER, **how})
+        self.exchange = DeviceExchange(
+            self.driver, self.arena, rank, size, **{"patience": NEVER, **how}
+        )
 
     def put(self, values: np.ndarray) -> GpuArray:
         array = self.arena.take(values.shape)
@@ -68,7 +70,9 @@ def each(ranks: list[Rank], work: Callable[[Rank], Any]) -> list[Any]:
 def values(size: int, rows: int, columns: int, seed: int = 0) -> np.ndarray:
     """Whose sum depends on its order."""
     random = np.random.default_rng(seed)
-    found = random.standard_normal((size, rows, columns)) * 10.0 ** random.integers(-3, 4, (size, rows, 1))
+    found = random.standard_normal((size, rows, columns)) * 10.0 ** random.integers(
+        -3, 4, (size, rows, 1)
+    )
     return found.astype(np.float32)
 
 
@@ -202,7 +206,9 @@ def gpu(one_exchange: int | None = None, graphs: bool = True) -> Callable[[Commu
     return backend
 
 
-def logits(model: str, monkeypatch: pytest.MonkeyPatch, size: int = 2, **how: Any) -> list[np.ndarray]:
+def logits(
+    model: str, monkeypatch: pytest.MonkeyPatch, size: int = 2, **how: Any
+) -> list[np.ndarray]:
     """Of a prompt and of four tokens behind it, one at a time beside another sequence."""
     monkeypatch.setattr(by_hand, "poison_blocks", lambda kv, blocks: None)
     with ranks_of(GOLDENS / f"{model}.gguf", size, backend=gpu(**how)) as (decoder, ops):
@@ -236,10 +242,15 @@ def test_models_on_two_devices_are_near_the_cpu_and_their_bits_hold(
 @pytest.mark.parametrize(
     "model",
     [
-        "tiny_llama_quant.gguf", "experts_mixtral_quant.gguf", "families/gemma2", "families/gpt2",
-        "families/granite", "families/gpt_oss", "families/granitemoehybrid",
+        "tiny_llama_quant.gguf",
+        "experts_mixtral_quant.gguf",
+        "families/gemma2",
+        "families/gpt2",
+        "families/granite",
+        "families/gpt_oss",
+        "families/granitemoehybrid",
     ],
-)  # fmt: skip
+)
 def test_layers_of_many_kinds_are_divided(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms behind attention, biases, factors of residuals, windows, experts with an MLP beside them."""
     monkeypatch.setattr(by_hand, "poison_blocks", lambda kv, blocks: None)

@@ -46,8 +46,9 @@ def test_two_devices_give_the_tokens_of_the_cpu(model: str, logprobs: int | None
     ]
     found = []
     for how in (
-        {"device": "cpu"}, {"device": "cuda", "tensor_parallel_size": 2, "async_scheduling": True}
-    ):  # fmt: skip
+        {"device": "cpu"},
+        {"device": "cuda", "tensor_parallel_size": 2, "async_scheduling": True},
+    ):
         llm = LLM(str(GOLDENS / f"{model}.gguf"), **EXACT, **SMALL, **how)  # type: ignore[arg-type]
         answers = llm.generate(prompts, params, progress=False)
         found.append([one.outputs[0].token_ids for one in answers])
@@ -75,7 +76,13 @@ def wait_until(there: Callable[[], object]) -> None:
 
 def streamed(client: httpx.Client, then: Callable[[], None] = lambda: None) -> str:
     """The text of a stream. then: done at its third piece."""
-    body = {"prompt": [5, 9, 33, 7], "max_tokens": 8, "temperature": 0, "ignore_eos": True, "stream": True}
+    body = {
+        "prompt": [5, 9, 33, 7],
+        "max_tokens": 8,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
     text, pieces = "", 0
     with client.stream("POST", "/v1/completions", json=body, timeout=300) as response:
         for line in response.iter_lines():
@@ -97,7 +104,10 @@ def test_a_rank_that_is_killed_ends_all_and_streams_go_on() -> None:
             wait_until(lambda server=server: processes(server, b"engine.worker"))
             (engine,) = processes(server, b"engine.worker")
             (other,) = processes(engine, b"engine.rank")
-            assert streamed(client, lambda pid=(engine, other)[victim]: os.kill(pid, signal.SIGKILL)) == whole
+            assert (
+                streamed(client, lambda pid=(engine, other)[victim]: os.kill(pid, signal.SIGKILL))
+                == whole
+            )
             for pid in (engine, other):
                 wait_until(lambda pid=pid: not Path(f"/proc/{pid}").exists())
             told = client.get("/metrics").text
@@ -109,7 +119,13 @@ def test_a_rank_that_is_killed_ends_all_and_streams_go_on() -> None:
 def refused(monkeypatch: pytest.MonkeyPatch, size: int, there: int) -> EngineFault:
     monkeypatch.setenv("PAGETURNER_FAKE_DEVICES", str(there))
     with pytest.raises(EngineFault) as caught:
-        LLM(str(GOLDENS / "tiny_llama.gguf"), **EXACT, **SMALL, device="cuda", tensor_parallel_size=size)  # type: ignore[arg-type]
+        LLM(
+            str(GOLDENS / "tiny_llama.gguf"),
+            **EXACT,
+            **SMALL,
+            device="cuda",
+            tensor_parallel_size=size,
+        )  # type: ignore[arg-type]
     return caught.value
 
 

@@ -57,9 +57,15 @@ def test_cheap_parts_run_to_their_end_on_the_interpreted_device(tmp_path: Path) 
     }
     formed = [one for one in told if one["part"] == "forms" and one["what"] == "right"]
     assert len(formed) == 11
-    assert not any(one["wrong"] or one["other_bits"] or one["embedded"] or one["gated"] for one in formed)
+    assert not any(
+        one["wrong"] or one["other_bits"] or one["embedded"] or one["gated"] for one in formed
+    )
     assert [one["differ"] for one in told if one["part"] == "bits"] == [0] * 5
-    kept = {one["kind"]: one["error"] for one in told if one["part"] == "kinds" and one.get("what") == "kv"}
+    kept = {
+        one["kind"]: one["error"]
+        for one in told
+        if one["part"] == "kinds" and one.get("what") == "kv"
+    }
     assert kept["float16"] < kept["fp8_e4m3"] < 0.1
 
 
@@ -95,39 +101,120 @@ def verdict_of(told: list[dict[str, Any]], begins: str) -> Any:
 @pytest.mark.parametrize(
     ("line", "begins", "good", "bad"),
     [
-        ({"part": "bits", "what": "products", "compared": 9}, "bits of prod", {"differ": 0}, {"differ": 1}),
-        ({"part": "bits", "what": "steps", "differ": 0}, "bits of steps", {"compared": 1}, {"compared": 0}),
-        ({"part": "bits", "what": "adapters", "compared": 9}, "bits of adap", {"differ": 0}, {"differ": 1}),
-        ({"part": "kinds", "what": "adapters", "adapters": 1, "rank": 16, "batch": 2, "context": 20,
-          "pace": 0.9, "ms": 1.0}, "what adapters add", {"error": 0.019}, {"error": 0.02}),
-        ({"part": "forms", "what": "right", "kind": "k", "worst": 1, "wrong": 0, "embedded": 0, "gated": 0,
-          "finite": True}, "every form", {"other_bits": {}}, {"other_bits": {"17": 1}}),
-        ({"part": "mixtures", "what": "latent", "kind": "int8", "worst": 0.9}, "experts, latent KV",
-         {"same_bits": True}, {"same_bits": False}),
-        ({"part": "mixtures", "what": "experts", "kind": "BF16", "same_bits": True}, "experts, latent KV",
-         {"worst": 1.0}, {"worst": 1.1}),
+        (
+            {"part": "bits", "what": "products", "compared": 9},
+            "bits of prod",
+            {"differ": 0},
+            {"differ": 1},
+        ),
+        (
+            {"part": "bits", "what": "steps", "differ": 0},
+            "bits of steps",
+            {"compared": 1},
+            {"compared": 0},
+        ),
+        (
+            {"part": "bits", "what": "adapters", "compared": 9},
+            "bits of adap",
+            {"differ": 0},
+            {"differ": 1},
+        ),
+        (
+            {
+                "part": "kinds",
+                "what": "adapters",
+                "adapters": 1,
+                "rank": 16,
+                "batch": 2,
+                "context": 20,
+                "pace": 0.9,
+                "ms": 1.0,
+            },
+            "what adapters add",
+            {"error": 0.019},
+            {"error": 0.02},
+        ),
+        (
+            {
+                "part": "forms",
+                "what": "right",
+                "kind": "k",
+                "worst": 1,
+                "wrong": 0,
+                "embedded": 0,
+                "gated": 0,
+                "finite": True,
+            },
+            "every form",
+            {"other_bits": {}},
+            {"other_bits": {"17": 1}},
+        ),
+        (
+            {"part": "mixtures", "what": "latent", "kind": "int8", "worst": 0.9},
+            "experts, latent KV",
+            {"same_bits": True},
+            {"same_bits": False},
+        ),
+        (
+            {"part": "mixtures", "what": "experts", "kind": "BF16", "same_bits": True},
+            "experts, latent KV",
+            {"worst": 1.0},
+            {"worst": 1.1},
+        ),
         ({"part": "nano", "complete": True}, "nano-vllm", {"tok_s": 18_000}, {"tok_s": 17_999}),
-        ({"part": "burst", "complete": True, "tok_s": 1.0}, "500 requests", {"requests_s": 94.9},
-         {"requests_s": 94.8}),
+        (
+            {"part": "burst", "complete": True, "tok_s": 1.0},
+            "500 requests",
+            {"requests_s": 94.9},
+            {"requests_s": 94.8},
+        ),
         ({"part": "start"}, "start to first", {"seconds": 1.9}, {"seconds": 2.1}),
-        ({"part": "peers", "mode": "static", "tok_s": 9.0}, "beside Transformers, static", {"times": 24.0},
-         {"times": 23.9}),
+        (
+            {"part": "peers", "mode": "static", "tok_s": 9.0},
+            "beside Transformers, static",
+            {"times": 24.0},
+            {"times": 23.9},
+        ),
         ({"part": "batch32"}, "a batch of 32", {"ratio": 20.0}, {"ratio": 19.0}),
-        ({"part": "prefill", "tflop_s": 1, "chunk": 8192}, "prefill", {"share_of_matrix": 0.75},
-         {"share_of_matrix": 0.74}),
-        ({"part": "ranks", "what": "processes", "wrong": 0, "lost": False}, "sums over two ranks as proc",
-         {"differ": 0}, {"differ": 1}),
-        ({"part": "ranks", "what": "streams", "wrong": 0, "differ": 0}, "sums over two ranks as stre",
-         {"lost": False}, {"lost": True}),
-        ({"part": "ranks", "what": "model", "tokens": "t"}, "a tiny model on two", {"passed": True},
-         {"passed": False}),
+        (
+            {"part": "prefill", "tflop_s": 1, "chunk": 8192},
+            "prefill",
+            {"share_of_matrix": 0.75},
+            {"share_of_matrix": 0.74},
+        ),
+        (
+            {"part": "ranks", "what": "processes", "wrong": 0, "lost": False},
+            "sums over two ranks as proc",
+            {"differ": 0},
+            {"differ": 1},
+        ),
+        (
+            {"part": "ranks", "what": "streams", "wrong": 0, "differ": 0},
+            "sums over two ranks as stre",
+            {"lost": False},
+            {"lost": True},
+        ),
+        (
+            {"part": "ranks", "what": "model", "tokens": "t"},
+            "a tiny model on two",
+            {"passed": True},
+            {"passed": False},
+        ),
         ({"part": "right", "model": "m"}, "right: tiny", {"passed": True}, {"passed": False}),
-        ({"part": "invariance", "what": "products", "rows": 1, "us": 1, "best_us": 1}, "the cost",
-         {"cost": 0.05}, {"cost": 0.06}),
-        ({"part": "invariance", "what": "products", "rows": 256, "us": 1, "best_us": 1}, "the cost",
-         {"cost": 0.10}, {"cost": 0.11}),
+        (
+            {"part": "invariance", "what": "products", "rows": 1, "us": 1, "best_us": 1},
+            "the cost",
+            {"cost": 0.05},
+            {"cost": 0.06},
+        ),
+        (
+            {"part": "invariance", "what": "products", "rows": 256, "us": 1, "best_us": 1},
+            "the cost",
+            {"cost": 0.10},
+            {"cost": 0.11},
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_figure_passes_at_its_target_and_fails_behind_it(
     line: dict[str, Any], begins: str, good: dict[str, Any], bad: dict[str, Any]
 ) -> None:
@@ -140,7 +227,15 @@ def test_a_figure_passes_at_its_target_and_fails_behind_it(
 def test_a_step_costs_what_its_products_and_attention_cost_more_than_the_best_choice() -> None:
     size = {"batch": 64, "context": 1024}
     floors = {"share_of_copy": 0.8, "floor_copy_ms": 0.8, "floor_matrix_ms": 0.1}
-    step = {"part": "decode", "device": "H100", "layers": 10, "ms": 1.0, "tok_s": 64_000.0, **size, **floors}
+    step = {
+        "part": "decode",
+        "device": "H100",
+        "layers": 10,
+        "ms": 1.0,
+        "tok_s": 64_000.0,
+        **size,
+        **floors,
+    }
     part = {"part": "invariance", "cost": 0.1}
     products = part | {"what": "products", "rows": 64, "us": 50.0, "best_us": 47.0}
     parts = [products, part | size | {"what": "attention", "rows": 1, "us": 20.0, "best_us": 18.0}]
@@ -182,7 +277,15 @@ class Clock:
 
 
 def watched(times: list[float]) -> Any:
-    names = ("launch", "replay", "download", "synchronise", "begin_recording", "end_recording", "free")
+    names = (
+        "launch",
+        "replay",
+        "download",
+        "synchronise",
+        "begin_recording",
+        "end_recording",
+        "free",
+    )
     inner = SimpleNamespace(**dict.fromkeys(names, lambda *_: None), alloc=lambda nbytes: nbytes)
     return WATCH.Watched(inner, Clock(times))
 

@@ -54,7 +54,9 @@ def random_rows(seed: int, rows: int) -> tuple[Logits, Draw]:
     """Logits of every sort, and draws of every sort."""
     dice = np.random.default_rng(seed)
     vocabulary = int(dice.choice([70, VOCABULARY_TILE + 1, VOCABULARY]))
-    logits = (dice.choice([0.1, 1, 5, 30]) * dice.standard_normal((rows, vocabulary))).astype(np.float32)
+    logits = (dice.choice([0.1, 1, 5, 30]) * dice.standard_normal((rows, vocabulary))).astype(
+        np.float32
+    )
     if seed % 2:
         logits = np.round(logits * 4) / 4  # ties
     if seed % 3 == 0:
@@ -64,16 +66,20 @@ def random_rows(seed: int, rows: int) -> tuple[Logits, Draw]:
     return logits, draw_of(
         *(
             (
-                dice.choice([0, 1e-4, 0.7, 1, 3]), dice.choice([0, 0, 1, 45, 3000, 20000]),
-                dice.choice([1, 1, 0.999999, 0.95, 0.5, 0.01]), dice.choice([0, 0, 0.02, 0.5]),
+                dice.choice([0, 1e-4, 0.7, 1, 3]),
+                dice.choice([0, 0, 1, 45, 3000, 20000]),
+                dice.choice([1, 1, 0.999999, 0.95, 0.5, 0.01]),
+                dice.choice([0, 0, 0.02, 0.5]),
                 dice.choice([0, LAST, *dice.random(6, np.float32)]),
             )
             for _ in range(rows)
         )
-    )  # fmt: skip
+    )
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 24))])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 24))]
+)
 def test_tokens_are_those_of_the_reference(ops: Any, seed: int) -> None:
     logits, draw = random_rows(seed, 3)
     ids, values = drawn(ops, logits, draw)
@@ -98,7 +104,13 @@ def flat() -> Logits:
 @pytest.mark.slow
 @pytest.mark.parametrize("row", [ties, flat], ids=lambda one: one.__name__)
 def test_thousands_of_tokens_may_be_the_last_one(ops: Any, row: Any) -> None:
-    cases = [(0.9, 0, 0.6, 0), (1.0, 2300, 1.0, 0), (2.0, 2500, 0.7, 0.1), (0.5, 5, 0.4, 0), (1, 2, 0.9, 0)]
+    cases = [
+        (0.9, 0, 0.6, 0),
+        (1.0, 2300, 1.0, 0),
+        (2.0, 2500, 0.7, 0.1),
+        (0.5, 5, 0.4, 0),
+        (1, 2, 0.9, 0),
+    ]
     draw = draw_of(*((*case, noise) for case in cases for noise in (0.0, 0.37, LAST)))
     logits = np.tile(row(), (len(draw[0]), 1))
     assert drawn(ops, logits, draw)[0] == expected(logits, draw)
@@ -123,7 +135,9 @@ def test_a_row_that_is_no_number_tells_so(ops: Any) -> None:
     assert [np.isnan(found[0]), *found[1:]] == [True, np.inf, -np.inf, 0.0]
 
 
-@pytest.mark.parametrize("seed", [2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (7, 10, 21))])
+@pytest.mark.parametrize(
+    "seed", [2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (7, 10, 21))]
+)
 def test_a_row_has_its_token_and_bits_alone_and_in_every_crowd(ops: Any, seed: int) -> None:
     logits, draw = random_rows(seed, 5)
     ids, values = drawn(ops, logits, draw)

@@ -20,10 +20,23 @@ from support.servers import serving
 pytest.importorskip("support.fake_gpu", exc_type=ImportError)  # skips without Triton
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 FLAGS = (
-    "--device", "cuda", "--max-num-seqs", "3", "--max-num-batched-tokens", "32", "--max-model-len", "128",
-    "--engine-timeout", "60",
-)  # fmt: skip
-CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "ignore_eos": True, "seed": 1}
+    "--device",
+    "cuda",
+    "--max-num-seqs",
+    "3",
+    "--max-num-batched-tokens",
+    "32",
+    "--max-model-len",
+    "128",
+    "--engine-timeout",
+    "60",
+)
+CHAT = {
+    "messages": [{"role": "user", "content": "Hi"}],
+    "max_tokens": 3,
+    "ignore_eos": True,
+    "seed": 1,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +86,12 @@ def test_random_weights_are_served_from_a_device(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}))
     with serving(folder, *FLAGS, "--load-format", "dummy") as client:
         chat = client.post("/v1/chat/completions", json=CHAT)
-        by_ids = {"prompt": [5, 6, 7], "max_tokens": 3, "ignore_eos": True, "return_token_ids": True}
+        by_ids = {
+            "prompt": [5, 6, 7],
+            "max_tokens": 3,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
         plain = client.post("/v1/completions", json=by_ids)
     assert chat.status_code == 200, chat.text
     usage = chat.json()["usage"]
@@ -94,9 +112,14 @@ def test_adapters_are_served_from_a_device_and_read_while_it_answers(tmp_path: P
     llm = LLM(str(model), lora=folders, backend="reference", kv_cache_memory=1 << 22, **exact)  # type: ignore[arg-type]
     params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
     names = ["", "a", "b"]
-    truth = [one.outputs[0].text for one in llm.generate(["Hello"] * 3, params, lora=names, progress=False)]
+    truth = [
+        one.outputs[0].text
+        for one in llm.generate(["Hello"] * 3, params, lora=names, progress=False)
+    ]
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in exact.items()]
-    with serving(model, *FLAGS, *flags, "--lora", f"a={folders['a']}", "--admin-key", "secret") as client:
+    with serving(
+        model, *FLAGS, *flags, "--lora", f"a={folders['a']}", "--admin-key", "secret"
+    ) as client:
 
         def ask(name: str) -> str:
             body = {"prompt": "Hello", "max_tokens": 4, "temperature": 0, "ignore_eos": True}

@@ -44,7 +44,9 @@ def shuffled(seed: int) -> Callable[[list[tuple[int, ...]]], list[tuple[int, ...
         ("F8_W", "groups.fp8.many", "groups.fp8.many"),
     ],
 )
-def test_any_program_may_end_last(kind: str, half: str, many: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_program_may_end_last(
+    kind: str, half: str, many: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The bits are those of one program that adds the parts, and every counter is 0 for the next product."""
     ops = GpuOps(fake_gpu.FakeDriver(architecture=80), 64 << 20, graphs=False)
     tensor = grid.weight(kind, 48, 3328, seed=5)
@@ -68,7 +70,9 @@ def test_any_program_may_end_last(kind: str, half: str, many: str, monkeypatch: 
         monkeypatch.setattr(launches, choice, lambda *_: MANY)
     monkeypatch.setattr(launches, "SOME_ROWS", 0)
     whole = ops.to_numpy(
-        ops.launches.product(ops.launches.rounded(ops.on_device(host), "bf16"), weight, bias, residual)
+        ops.launches.product(
+            ops.launches.rounded(ops.on_device(host), "bf16"), weight, bias, residual
+        )
     )
     assert ops.driver.launched[-1] == many
     for one in found:

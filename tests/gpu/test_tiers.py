@@ -37,7 +37,10 @@ def spec_of(dtype: str, latent: bool) -> KVSpec:
 
 
 KINDS = [
-    (dtype, latent) for latent in (False, True) for dtype in KV_TYPES if (dtype, latent) != ("float32", True)
+    (dtype, latent)
+    for latent in (False, True)
+    for dtype in KV_TYPES
+    if (dtype, latent) != ("float32", True)
 ]
 
 
@@ -45,7 +48,9 @@ KINDS = [
     ("dtype", "latent"),
     [one if one == ("int8", False) else pytest.param(*one, marks=slow) for one in KINDS],
 )
-def test_blocks_that_went_out_and_back_elsewhere_are_the_same(ops: GpuOps, dtype: str, latent: bool) -> None:
+def test_blocks_that_went_out_and_back_elsewhere_are_the_same(
+    ops: GpuOps, dtype: str, latent: bool
+) -> None:
     ops.begin()
     spec = spec_of(dtype, latent)
     kv = ops.alloc_kv(spec)
@@ -58,9 +63,14 @@ def test_blocks_that_went_out_and_back_elsewhere_are_the_same(ops: GpuOps, dtype
 
     def mixed(layer: int, table: list[int]) -> np.ndarray:
         one = Batch(
-            grid.i32([0]), grid.i32([2 * SIZE - 1]), grid.i32([0, 1]), grid.i32([2 * SIZE]),
-            grid.i32([table]), grid.i32([-1]), grid.i32([0]),
-        )  # fmt: skip
+            grid.i32([0]),
+            grid.i32([2 * SIZE - 1]),
+            grid.i32([0, 1]),
+            grid.i32([2 * SIZE]),
+            grid.i32([table]),
+            grid.i32([-1]),
+            grid.i32([0]),
+        )
         return ops.to_numpy(ops.attention(ops.on_device(q), kv, layer, one, shape)).copy()
 
     before = [mixed(layer, [0, 1]) for layer in range(LAYERS)]
@@ -91,9 +101,15 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
 def engine(blocks: int, model: Path = GOLDENS / "tiny_llama.gguf", **settings: Any) -> LoadedEngine:
     """With room for so many blocks of 4 tokens."""
     given: dict[str, Any] = {
-        "device": "cuda", "max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 48,
-        "block_size": 4, "dtype": "float32", "kv_cache_dtype": "float16", "model": str(model),
-    }  # fmt: skip
+        "device": "cuda",
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 16,
+        "max_model_len": 48,
+        "block_size": 4,
+        "dtype": "float32",
+        "kv_cache_dtype": "float16",
+        "model": str(model),
+    }
     needs = devices.needs_of(model, EngineConfig(**given))
     return make_engine(EngineConfig(kv_cache_memory=(blocks + 1) * needs.block, **given | settings))
 
@@ -118,7 +134,9 @@ def talk(built: LoadedEngine) -> list[tuple[int, ...]]:
 @slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("model", ["tiny_llama.gguf", "families/deepseek_v2"])
-def test_a_text_whose_blocks_went_to_the_host_is_not_computed_again(device: None, model: str) -> None:
+def test_a_text_whose_blocks_went_to_the_host_is_not_computed_again(
+    device: None, model: str
+) -> None:
     want = talk(engine(64, GOLDENS / model))
     built = engine(12, GOLDENS / model, kv_host_memory=1 << 20)
     assert talk(built) == want

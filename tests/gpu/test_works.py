@@ -44,9 +44,10 @@ def heads_of(view: AttentionView, work: np.ndarray, height: int) -> int:
 def test_every_row_of_every_head_has_every_segment_once(
     group: int, window: int, chunked: bool, architecture: int
 ) -> None:
-    runs, view = [(299, 1), (0, 5), (0, 1), (860, 40), (100, 4), (2000, 3), (511, 2)], AttentionView(
-        group, 1, 64, window, chunked
-    )  # fmt: skip
+    runs, view = (
+        [(299, 1), (0, 5), (0, 1), (860, 40), (100, 4), (2000, 3), (511, 2)],
+        AttentionView(group, 1, 64, window, chunked),
+    )
     works = works_of(runs, view, architecture=architecture)
     batch = batch_of(runs)
     seen: dict[tuple[int, int], list[int]] = {}
@@ -55,20 +56,30 @@ def test_every_row_of_every_head_has_every_segment_once(
             rows, heads = int(work[2]), heads_of(view, work, height)
             assert 0 < rows * heads <= height
             first = batch.positions[work[1]]
-            lowest = 0 if not window else max(first - first % window if chunked else first - window + 1, 0)
+            lowest = (
+                0
+                if not window
+                else max(first - first % window if chunked else first - window + 1, 0)
+            )
             segments = [lowest // SEGMENT + int(work[4])] if height == 16 else [-1]
             for row in range(work[1], work[1] + rows):
                 assert batch.query_start[work[0]] <= row < batch.query_start[work[0] + 1]
                 for head in range(work[3], work[3] + heads):
                     seen.setdefault((row, head), []).extend(segments)
-    assert set(seen) == {(row, head) for row in range(batch.query_start[-1]) for head in range(group)}
+    assert set(seen) == {
+        (row, head) for row in range(batch.query_start[-1]) for head in range(group)
+    }
     for (row, _), segments in seen.items():
         position = int(batch.positions[row])
         first = (
-            0 if not window else max(position - position % window if chunked else position - window + 1, 0)
+            0
+            if not window
+            else max(position - position % window if chunked else position - window + 1, 0)
         )
         mine = range(first // SEGMENT, position // SEGMENT + 1)
-        assert segments == [-1] or (segments == sorted(set(segments)) and set(mine) <= set(segments))
+        assert segments == [-1] or (
+            segments == sorted(set(segments)) and set(mine) <= set(segments)
+        )
         if window and segments != [-1]:
             assert len(segments) <= (window + 14) // SEGMENT + 2
 
@@ -77,7 +88,9 @@ def test_partials_are_the_sum_of_the_segments_of_each_sequence() -> None:
     runs = [(33_000, 1), *[(199, 1)] * 255]
     works = works_of(runs, AttentionView(32, 8, 128, 0, False))
     assert (works.partials, works.counters, len(works.few)) == (129 * 4, 1, 129 + 255)
-    bytes_of_half_a_million = works_of([(3906, 1)] * 128, LLAMA_8B).partials * LLAMA_8B.partial_bytes
+    bytes_of_half_a_million = (
+        works_of([(3906, 1)] * 128, LLAMA_8B).partials * LLAMA_8B.partial_bytes
+    )
     assert 33e6 < bytes_of_half_a_million < 35e6
 
 
@@ -118,7 +131,8 @@ def test_rooms_of_recordings_are_few_and_waste_little() -> None:
     rooms = {steps.segments_bucket(count) for count in range(1, 8193)}
     assert len(rooms) <= 36
     assert all(
-        count <= steps.segments_bucket(count) <= max(1.25 * count, count + 7) for count in range(1, 8193)
+        count <= steps.segments_bucket(count) <= max(1.25 * count, count + 7)
+        for count in range(1, 8193)
     )
 
 
@@ -140,14 +154,30 @@ MIXED = [(600, 1), (40, 3), (0, 90), (255, 2), (100, 17)]
 def test_a_mixed_step_and_others_of_its_room_have_their_addresses(view: AttentionView) -> None:
     found, rooms = set(), set()
     for runs in (MIXED, [(500, 1), (60, 2), (20, 86), (250, 3), (90, 21)]):
-        driver = SimpleNamespace(alloc=lambda _: 4096, upload=lambda *_: None, clear=lambda *_: None)
+        driver = SimpleNamespace(
+            alloc=lambda _: 4096, upload=lambda *_: None, clear=lambda *_: None
+        )
         arena = Arena(driver, 1 << 26)  # type: ignore[arg-type]
         batch = batch_of(runs, 16)
         room = steps.room_of(batch, {view}, 90, 128)
         step = steps.upload(90, arena, [(steps.pad(batch, 128, 8), 16)], [{view}], room)[0]
         placed = step.works[view]
-        arrays = (step.tokens, step.blocks, step.logit_rows, placed.few, placed.many, placed.arrived)
-        found.add((*((one.address, one.shape) for one in arrays), placed.partials, placed.rounds, arena.mark))
+        arrays = (
+            step.tokens,
+            step.blocks,
+            step.logit_rows,
+            placed.few,
+            placed.many,
+            placed.arrived,
+        )
+        found.add(
+            (
+                *((one.address, one.shape) for one in arrays),
+                placed.partials,
+                placed.rounds,
+                arena.mark,
+            )
+        )
         rooms.add(room)
     assert len(found) == len(rooms) == 1
 
@@ -155,15 +185,26 @@ def test_a_mixed_step_and_others_of_its_room_have_their_addresses(view: Attentio
 WIDE, WINDOW, CHUNKS = ((32, 1, 64, 0, False), (8, 4, 64, 600, False), (8, 4, 64, 512, True))
 
 
-@pytest.mark.parametrize("view", [LLAMA_8B, *(AttentionView(*one) for one in (WIDE, WINDOW, CHUNKS))])
+@pytest.mark.parametrize(
+    "view", [LLAMA_8B, *(AttentionView(*one) for one in (WIDE, WINDOW, CHUNKS))]
+)
 def test_a_recording_has_its_addresses_for_all_contexts_of_its_room(view: AttentionView) -> None:
     found = set()
     for contexts in ([100, 20, 3], [1800, 2, 9], [700, 700, 500]):
-        driver = SimpleNamespace(alloc=lambda _: 4096, upload=lambda *_: None, clear=lambda *_: None)
+        driver = SimpleNamespace(
+            alloc=lambda _: 4096, upload=lambda *_: None, clear=lambda *_: None
+        )
         arena = Arena(driver, 1 << 26)  # type: ignore[arg-type]
         batch = steps.pad(batch_of([(n - 1, 1) for n in contexts], 24), 4, 4)
         step = steps.upload(90, arena, [(batch, 24)], [{view}], steps.Room(12))[0]
         placed = step.works[view]
         arrays = (step.tokens, step.blocks, placed.few, placed.many, placed.arrived)
-        found.add((*((one.address, one.shape) for one in arrays), placed.partials, placed.rounds, arena.mark))
+        found.add(
+            (
+                *((one.address, one.shape) for one in arrays),
+                placed.partials,
+                placed.rounds,
+                arena.mark,
+            )
+        )
     assert len(found) == 1

@@ -15,8 +15,15 @@ pytest.importorskip("support.fake_gpu", exc_type=ImportError)  # skips without T
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 TINY = str(GOLDENS / "tiny_llama.gguf")
 SMALL = (
-    "--device", "cuda", "--max-num-seqs", "3", "--max-num-batched-tokens", "16", "--max-model-len", "64",
-)  # fmt: skip
+    "--device",
+    "cuda",
+    "--max-num-seqs",
+    "3",
+    "--max-num-batched-tokens",
+    "16",
+    "--max-model-len",
+    "64",
+)
 PLAN = "pageturner: fake: weights"  # told by an engine that starts on the device
 
 
@@ -46,9 +53,20 @@ def test_policies_are_compared_on_a_device(
     """By a workload of its own: the prompts of the built-in mixes are longer than what is quick here."""
     monkeypatch.setenv(DRIVER, "support.fake_gpu:FakeDriver")
     monkeypatch.chdir(tmp_path)
-    each = [{"prompt": text, "max_tokens": most} for text, most in (("ab", 3), ("cde", 4), ("f", 2))]
+    each = [
+        {"prompt": text, "max_tokens": most} for text, most in (("ab", 3), ("cde", 4), ("f", 2))
+    ]
     Path("few.jsonl").write_text("".join(json.dumps(one) + "\n" for one in each))
-    asked = ("--workload", "few.jsonl", "--policies", "static,chunked", "--rounds", "1", "--cap", "8")
+    asked = (
+        "--workload",
+        "few.jsonl",
+        "--policies",
+        "static,chunked",
+        "--rounds",
+        "1",
+        "--cap",
+        "8",
+    )
     assert cli.main(["compare", TINY, *SMALL, *asked]) == 0
     told = capfd.readouterr()
     assert PLAN in told.err

@@ -21,11 +21,20 @@ KINDS = (*ggml.FLOATS, *ggml.QUANTISED)
 # Of each quantised kind: where its fp16 scale lies in a block, where its fp16 minimum, and what one step of
 # the integers is worth with a scale of 1.
 _SCALES = {
-    "Q8_0": (0, None, 64), "Q4_0": (0, None, 4), "Q4_1": (0, 2, 4), "Q5_0": (0, None, 8), "Q5_1": (0, 2, 8),
-    "Q4_K": (0, 2, 4 * 40), "Q5_K": (0, 2, 8 * 40), "Q6_K": (208, None, 16 * 60),
-    "Q3_K": (108, None, 2 * 16), "IQ4_NL": (0, None, 64), "IQ4_XS": (0, None, 64 * 16),
-    "TQ1_0": (52, None, 1), "TQ2_0": (64, None, 1),
-}  # fmt: skip
+    "Q8_0": (0, None, 64),
+    "Q4_0": (0, None, 4),
+    "Q4_1": (0, 2, 4),
+    "Q5_0": (0, None, 8),
+    "Q5_1": (0, 2, 8),
+    "Q4_K": (0, 2, 4 * 40),
+    "Q5_K": (0, 2, 8 * 40),
+    "Q6_K": (208, None, 16 * 60),
+    "Q3_K": (108, None, 2 * 16),
+    "IQ4_NL": (0, None, 64),
+    "IQ4_XS": (0, None, 64 * 16),
+    "TQ1_0": (52, None, 1),
+    "TQ2_0": (64, None, 1),
+}
 # Of those with fp32 scales: how many floats a block begins with, and what a step is worth.
 _WIDE = {"Q4_W": (2, 4), "Q8_W": (2, 64), "T4_W": (1, 64), "F8_W": (1, 8)}
 
@@ -63,7 +72,9 @@ def weight(kind: str, rows: int, columns: int, seed: int = 0) -> Tensor:
     if kind in ("F32", "F16", "BF16"):
         values = normal(rows, columns, seed=seed) * np.float32(scale)
         raw = values.view(np.uint32) >> 16 if kind == "BF16" else values
-        raw = np.ascontiguousarray(raw, {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}[kind])
+        raw = np.ascontiguousarray(
+            raw, {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}[kind]
+        )
         return Tensor("w", kind, (rows, columns), raw.reshape(-1).view(np.uint8))
     geometry = ggml.BY_NAME[kind]
     blocks = rows * columns // geometry.values
@@ -73,7 +84,9 @@ def weight(kind: str, rows: int, columns: int, seed: int = 0) -> Tensor:
         return Tensor("w", kind, (rows, columns), data.reshape(-1))
     if kind in _WIDE:
         count, steps = _WIDE[kind]
-        floats = (rng(seed + 1).uniform(0.5, 1.5, (blocks, count)) * scale / steps).astype(np.float32)
+        floats = (rng(seed + 1).uniform(0.5, 1.5, (blocks, count)) * scale / steps).astype(
+            np.float32
+        )
         if kind == "T4_W":  # one table for all
             data[:, 4:20] = np.linspace(-127, 120, 16).astype(np.int8).view(np.uint8)
         if kind == "Q4_W":
@@ -87,7 +100,9 @@ def weight(kind: str, rows: int, columns: int, seed: int = 0) -> Tensor:
     step = scale / steps
     sizes = rng(seed + 1).uniform(0.5, 1.5, (blocks, 1)) * step
     data[:, at : at + 2] = sizes.astype(np.float16).view(np.uint8)
-    if low is not None:  # near the middle of the integers; subtracted, and times 6 bits, in Q4_K and Q5_K
+    if (
+        low is not None
+    ):  # near the middle of the integers; subtracted, and times 6 bits, in Q4_K and Q5_K
         middle = {"Q4_1": -7.5, "Q5_1": -15.5, "Q4_K": 7.5, "Q5_K": 15.5}[kind]
         lows = rng(seed + 2).uniform(0.8, 1.2, (blocks, 1)) * middle * step
         data[:, low : low + 2] = lows.astype(np.float16).view(np.uint8)
@@ -128,7 +143,9 @@ def batch(runs: list[tuple[int, int]], block_size: int, blocks: int, seed: int =
     contexts = [computed + n for computed, n in runs]
     last = np.array(start[1:]) - 1
     rows = i32(np.concatenate(positions))
-    return Batch(rows * 0, rows, i32(start), i32(contexts), tables, i32(np.concatenate(slots)), i32(last))
+    return Batch(
+        rows * 0, rows, i32(start), i32(contexts), tables, i32(np.concatenate(slots)), i32(last)
+    )
 
 
 def history(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -142,10 +159,15 @@ def fill_kv(ops: Ops, kv: KV, whole: Batch, columns: int, seed: int = 0) -> None
     ops.kv_write(kv, 0, k, v, whole.slots)
 
 
-def kv_rows(whole: Batch, columns: int, seed: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def kv_rows(
+    whole: Batch, columns: int, seed: int
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     k, v = (
         np.concatenate(
-            [normal(int(n), columns, seed=seed + 100 * s + part) for s, n in enumerate(whole.context_len)]
+            [
+                normal(int(n), columns, seed=seed + 100 * s + part)
+                for s, n in enumerate(whole.context_len)
+            ]
         )
         for part in (0, 50)
     )
@@ -162,14 +184,24 @@ def scaled(spec: KVSpec) -> KVSpec:
 
 
 def layer(
-    ops: Ops, kinds: dict[str, str], hidden: int, inner: int, shape: AttentionShape, qwen: bool = False
+    ops: Ops,
+    kinds: dict[str, str],
+    hidden: int,
+    inner: int,
+    shape: AttentionShape,
+    qwen: bool = False,
 ) -> Layer:
     """A decoder layer; `kinds` gives the kind of each matrix by its name, "" the one of the others."""
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     sizes = {
-        "q": (q, hidden), "k": (kv, hidden), "v": (kv, hidden), "o": (hidden, q),
-        "gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner),
-    }  # fmt: skip
+        "q": (q, hidden),
+        "k": (kv, hidden),
+        "v": (kv, hidden),
+        "o": (hidden, q),
+        "gate": (inner, hidden),
+        "up": (inner, hidden),
+        "down": (hidden, inner),
+    }
     parts: dict[str, Any] = {
         name: ops.pack_weight(weight(kinds.get(name, kinds[""]), *size, seed=7 * i))
         for i, (name, size) in enumerate(sizes.items())
@@ -191,4 +223,6 @@ def close(a: np.ndarray, b: np.ndarray, bound: float) -> None:
     """The largest difference is under bound times the root mean square of the reference."""
     assert a.shape == b.shape
     assert np.isfinite(a).all()
-    assert np.abs(a - b).max() <= bound * max(np.sqrt(np.mean(np.square(b, dtype=np.float64))), 1e-6)
+    assert np.abs(a - b).max() <= bound * max(
+        np.sqrt(np.mean(np.square(b, dtype=np.float64))), 1e-6
+    )

@@ -14,7 +14,9 @@ import pytest
 from pageturner.kernels import native_module
 from pageturner.kernels.comm import PLACE, Communicator, shared_memory
 
-pytestmark = pytest.mark.skipif(not native_module.available_isas(), reason="the kernels are not compiled")
+pytestmark = pytest.mark.skipif(
+    not native_module.available_isas(), reason="the kernels are not compiled"
+)
 T = TypeVar("T")
 
 
@@ -72,7 +74,9 @@ def test_messages_of_any_size_arrive_whole(three: list[Communicator]) -> None:
 
 
 @pytest.mark.parametrize("widths", [(3, 1, 5), (PLACE // 4 + 3, 2, PLACE // 2)])
-def test_columns_are_gathered_side_by_side(three: list[Communicator], widths: tuple[int, ...]) -> None:
+def test_columns_are_gathered_side_by_side(
+    three: list[Communicator], widths: tuple[int, ...]
+) -> None:
     starts = [0, *np.cumsum(widths).tolist()]
     whole = np.random.default_rng(0).normal(size=(4, starts[-1])).astype(np.float32)
 

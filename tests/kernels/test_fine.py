@@ -60,7 +60,9 @@ def test_twelve_bits_are_within_a_32nd_of_a_step() -> None:
 @pytest.mark.parametrize("bits", [12, 15])
 @pytest.mark.parametrize("isa", available_isas())
 @pytest.mark.parametrize("kind", KINDS)
-def test_native_is_the_reference_and_rows_do_not_see_each_other(kind: str, isa: str, bits: int) -> None:
+def test_native_is_the_reference_and_rows_do_not_see_each_other(
+    kind: str, isa: str, bits: int
+) -> None:
     x, weight = rows(), replace(tensor(kind), bits=bits)
     reference = ReferenceOps()
     native = NativeOps(threads=2, isa=isa)

@@ -13,7 +13,9 @@ from pageturner.kernels import native_module
 from pageturner.kernels.base import KVSpec
 from pageturner.kv import kv_file
 
-pytestmark = pytest.mark.skipif(not native_module.available_isas(), reason="the kernels are not compiled")
+pytestmark = pytest.mark.skipif(
+    not native_module.available_isas(), reason="the kernels are not compiled"
+)
 SPEC = KVSpec(layers=3, blocks=20, block_size=16, kv_heads=2, head_dim=24, dtype="int8")
 PRIME = 2654435761  # seed of the published values, and of the bytes that they are of
 PUBLISHED = {
@@ -74,4 +76,6 @@ def test_each_bit_of_a_block_and_its_seed_count(fd: int, threads: int) -> None:
 
 def test_a_block_that_does_not_exist_has_no_checksum(fd: int) -> None:
     with pytest.raises(ValueError, match="no such block"):
-        kv_file.checksums(kv_file.alloc(SPEC, fd, 0), np.array([20], np.int32), np.zeros(1, np.uint64), 1)
+        kv_file.checksums(
+            kv_file.alloc(SPEC, fd, 0), np.array([20], np.int32), np.zeros(1, np.uint64), 1
+        )

@@ -37,14 +37,19 @@ def draw(rows: int, greedy: float) -> tuple[Any, ...]:
     top_k = dice.choice([0, 0, 1, 7, 5000], rows)
     top_p, min_p = dice.choice([1.0, 0.9, 0.3], rows), dice.choice([0.0, 0.0, 0.05, 1.0], rows)
     return (
-        temperature.astype(np.float32), i32(top_k), one * top_p.astype(np.float32),
-        one * min_p.astype(np.float32), dice.random(rows, dtype=np.float32),
-    )  # fmt: skip
+        temperature.astype(np.float32),
+        i32(top_k),
+        one * top_p.astype(np.float32),
+        one * min_p.astype(np.float32),
+        dice.random(rows, dtype=np.float32),
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 7, 70])
 @pytest.mark.parametrize("greedy", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize(("kind", "vocabulary"), [("Q8_0", 5001), ("F32", 129), ("Q4_1", 20), ("F32", 1)])
+@pytest.mark.parametrize(
+    ("kind", "vocabulary"), [("Q8_0", 5001), ("F32", 129), ("Q4_1", 20), ("F32", 1)]
+)
 def test_choosing_equals_sampling_of_the_logits(
     crowd: list[NativeOps], kind: str, vocabulary: int, greedy: float, rows: int
 ) -> None:
@@ -63,7 +68,8 @@ def allowed(rows: int, vocabulary: int) -> Allowed:
     the vocabulary are at random."""
     dice = rng(4)
     bits = (
-        dice.random((rows, -(-vocabulary // 64) * 64)) < np.resize([1, 0.99, 0.5, 0, 0, 0, 0], rows)[:, None]
+        dice.random((rows, -(-vocabulary // 64) * 64))
+        < np.resize([1, 0.99, 0.5, 0, 0, 0, 0], rows)[:, None]
     )
     bits[3::7, -70:] |= dice.random(bits[3::7, -70:].shape) < 0.5
     bits[4::7, dice.integers(vocabulary)] = True
@@ -74,7 +80,9 @@ def allowed(rows: int, vocabulary: int) -> Allowed:
 
 @pytest.mark.parametrize("rows", [1, 70])
 @pytest.mark.parametrize("greedy", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize(("kind", "vocabulary"), [("Q8_0", 5001), ("F32", 129), ("Q4_1", 20), ("F32", 1)])
+@pytest.mark.parametrize(
+    ("kind", "vocabulary"), [("Q8_0", 5001), ("F32", 129), ("Q4_1", 20), ("F32", 1)]
+)
 def test_choosing_of_what_is_allowed_equals_sampling_of_the_logits_without_the_rest(
     crowd: list[NativeOps], kind: str, vocabulary: int, greedy: float, rows: int
 ) -> None:
@@ -111,7 +119,9 @@ def test_the_largest_logit_is_found_among_near_ones(
     """Many greedy rows are multiplied in 8 bits first, which orders near logits wrongly."""
     x, norm, parameters = 2 * normal(rows, 256), np.ones(256, np.float32), draw(rows, 1.0)
     x[1::4] *= np.float32(1e-4)
-    x[2::4, ::32] *= np.float32(300)  # beside so large a one 8 bits leave little of the rest of its group
+    x[2::4, ::32] *= np.float32(
+        300
+    )  # beside so large a one 8 bits leave little of the rest of its group
     x[3] = 0
     tensor = replace(near_rows(kind, 5000, 256), bits=bits)
     for ops in crowd:
@@ -121,7 +131,10 @@ def test_the_largest_logit_is_found_among_near_ones(
             logits = ops.logits(x, head)
             assert np.array_equal(choice.ids, logits.argmax(1))
             assert np.array_equal(choice.logits, logits.max(1))
-        alone = [ops.choose(x[i : i + 1], head, tuple(p[i : i + 1] for p in parameters)) for i in range(rows)]
+        alone = [
+            ops.choose(x[i : i + 1], head, tuple(p[i : i + 1] for p in parameters))
+            for i in range(rows)
+        ]
         assert np.array_equal(choice.ids, np.concatenate([one.ids for one in alone]))
 
 
@@ -187,12 +200,16 @@ def some_edits(rows: int, vocabulary: int, seed: int = 5) -> Edits:
 
     kinds = [o for o in Operation if o is not Operation.FORCE] * 3 + [Operation.FORCE]
     return [
-        [edit(kinds[i]) for i in dice.integers(len(kinds), size=dice.integers(1, 6))] if r % 5 else []
+        [edit(kinds[i]) for i in dice.integers(len(kinds), size=dice.integers(1, 6))]
+        if r % 5
+        else []
         for r in range(rows)
     ]
 
 
-def both(ops: NativeOps, x: np.ndarray, head: Head, *rest: Any) -> tuple[SamplerOutput, SamplerOutput]:
+def both(
+    ops: NativeOps, x: np.ndarray, head: Head, *rest: Any
+) -> tuple[SamplerOutput, SamplerOutput]:
     with np.errstate(invalid="ignore"):
         return ops.choose(x, head, *rest), Composites.choose(ops, x, head, *rest)
 
@@ -200,7 +217,9 @@ def both(ops: NativeOps, x: np.ndarray, head: Head, *rest: Any) -> tuple[Sampler
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("rows", [1, 7, 70])
 @pytest.mark.parametrize("greedy", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize(("kind", "vocabulary"), [("Q8_0", 5001), ("F32", 129), ("Q4_1", 20), ("F32", 1)])
+@pytest.mark.parametrize(
+    ("kind", "vocabulary"), [("Q8_0", 5001), ("F32", 129), ("Q4_1", 20), ("F32", 1)]
+)
 def test_edits_are_those_of_the_definition(
     crowd: list[NativeOps], kind: str, vocabulary: int, greedy: float, rows: int, masked: bool
 ) -> None:
@@ -256,12 +275,18 @@ def logprobs_wanted(rows: int, vocabulary: int) -> LogprobsWanted:
 @pytest.mark.parametrize("edited", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("greedy", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize(("kind", "vocabulary"), [("Q8_0", 5001), ("F32", 129), ("Q4_1", 20), ("F32", 1)])
+@pytest.mark.parametrize(
+    ("kind", "vocabulary"), [("Q8_0", 5001), ("F32", 129), ("Q4_1", 20), ("F32", 1)]
+)
 def test_what_is_told_is_that_of_the_definition(
     crowd: list[NativeOps], kind: str, vocabulary: int, greedy: float, masked: bool, edited: bool
 ) -> None:
     rows = 70
-    x, parameters, wanted = 2 * normal(rows, 96), draw(rows, greedy), logprobs_wanted(rows, vocabulary)
+    x, parameters, wanted = (
+        2 * normal(rows, 96),
+        draw(rows, greedy),
+        logprobs_wanted(rows, vocabulary),
+    )
     bits = allowed(rows, vocabulary) if masked else None
     edits = some_edits(rows, vocabulary) if edited else None
     for ops in crowd:
@@ -296,7 +321,9 @@ def test_rows_do_not_depend_on_their_neighbours_edits(crowd: list[NativeOps]) ->
         for r in range(rows):
             one = slice(r, r + 1)
             mine = LogprobsWanted(wanted.top[one], wanted.candidates[one])
-            alone = ops.choose(x[one], head, tuple(p[one] for p in parameters), bits[one], edits[one], mine)
+            alone = ops.choose(
+                x[one], head, tuple(p[one] for p in parameters), bits[one], edits[one], mine
+            )
             assert alone.logits[0] == together.logits[r]
             assert alone.ids[0] == together.ids[r] or np.isneginf(alone.logits[0])
 
@@ -310,14 +337,29 @@ def test_the_definition_by_hand() -> None:
     inf = np.inf
     assert of(Edit(Operation.ALLOW, [0, 3])) == [4, -inf, -inf, -1]
     assert of(Edit(Operation.FORBID, (0, 3))) == [-inf, -1, 4, -inf]
-    assert of(Edit(Operation.FORBID, [1]), Edit(Operation.FORCE, [1], 0.5)) == [-inf, 0.5, -inf, -inf]
+    assert of(Edit(Operation.FORBID, [1]), Edit(Operation.FORCE, [1], 0.5)) == [
+        -inf,
+        0.5,
+        -inf,
+        -inf,
+    ]
     assert of(Edit(Operation.FORCE, [1], 0.5), Edit(Operation.FORBID, [1])) == [-inf] * 4
     assert of(Edit(Operation.ADD, [1, 1, 2], [1.0, 2.0, 0.5])) == [4, 2, 4.5, -1]
     assert of(Edit(Operation.REPETITION, [0, 1, 0, 1], 2.0)) == [2, -2, 4, -1]
     assert of(Edit(Operation.FREQUENCY, [0, 1, 0], 0.5)) == [3, -1.5, 4, -1]
     assert of(Edit(Operation.PRESENCE, [0, 1, 0], 0.5)) == [3.5, -1.5, 4, -1]
-    assert of(Edit(Operation.ADD, [3], [5.0]), Edit(Operation.REPETITION, [3], 2.0)) == [4, -1, 4, 2]
-    assert of(Edit(Operation.REPETITION, [3], 2.0), Edit(Operation.ADD, [3], [5.0])) == [4, -1, 4, 3]
+    assert of(Edit(Operation.ADD, [3], [5.0]), Edit(Operation.REPETITION, [3], 2.0)) == [
+        4,
+        -1,
+        4,
+        2,
+    ]
+    assert of(Edit(Operation.REPETITION, [3], 2.0), Edit(Operation.ADD, [3], [5.0])) == [
+        4,
+        -1,
+        4,
+        3,
+    ]
     assert of() == [4, -1, 4, -1]
 
 
@@ -355,7 +397,12 @@ def test_malformed_questions_are_refused(crowd: list[NativeOps]) -> None:
     for top, candidates in (((-2, 0), (0, 0)), ((0, 0), (-1, 0)), ((130, 0), (0, 0)), ((0,), (0,))):
         with pytest.raises(ValueError, match="logprobs"):
             ops.choose(
-                normal(2, 32), head, draw(2, 1.0), None, None, LogprobsWanted(i32(top), i32(candidates))
+                normal(2, 32),
+                head,
+                draw(2, 1.0),
+                None,
+                None,
+                LogprobsWanted(i32(top), i32(candidates)),
             )
     with pytest.raises(ValueError, match="head"):
         ops.choose(normal(2, 32), replace(head, norm_bias=np.ones(31, np.float32)), draw(2, 1.0))

@@ -93,7 +93,9 @@ def test_route_survives_nan(ops: NativeOps) -> None:
 def test_add_rows(ops: NativeOps) -> None:
     x, y, rows = normal(6, 33), normal(3, 33, seed=1), i32([4, 0, 5])
     weights = np.array([0.3, 0.5, 2], np.float32)
-    assert np.array_equal(ops.add_rows(x.copy(), y, rows, weights), REFERENCE.add_rows(x, y, rows, weights))
+    assert np.array_equal(
+        ops.add_rows(x.copy(), y, rows, weights), REFERENCE.add_rows(x, y, rows, weights)
+    )
     with pytest.raises(ValueError, match="row"):
         ops.add_rows(x, y, i32([0, 1, 6]), weights)
 
@@ -131,7 +133,10 @@ def attend(
             gone = max(0, computed + 1 - shape.window) // block_size
             poison_blocks(kv, b.block_table[s, :gone].tolist())
             b.block_table[s, :gone] = blocks - 1
-    q = [normal(700, shape.heads * shape.head_dim, seed=50 + s)[c : c + n] for s, (c, n) in enumerate(runs)]
+    q = [
+        normal(700, shape.heads * shape.head_dim, seed=50 + s)[c : c + n]
+        for s, (c, n) in enumerate(runs)
+    ]
     return np.asarray(ops.attention(3 * np.concatenate(q), kv, 0, b, shape))
 
 
@@ -157,9 +162,12 @@ def test_attention_options(ops: NativeOps, name: str, block_size: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["all", *(pytest.param(name, marks=pytest.mark.slow) for name in ("window7", "window300"))]
+    "name",
+    ["all", *(pytest.param(name, marks=pytest.mark.slow) for name in ("window7", "window300"))],
 )
-def test_attention_options_do_not_depend_on_blocks_threads_or_chunks(ops: NativeOps, name: str) -> None:
+def test_attention_options_do_not_depend_on_blocks_threads_or_chunks(
+    ops: NativeOps, name: str
+) -> None:
     shape, length = replace(SHAPE, **OPTIONS[name]), 570
     expected = attend(ops, [(0, length)], 16, "float16", shape)
     for threads in (1, 2, 3):
@@ -170,7 +178,9 @@ def test_attention_options_do_not_depend_on_blocks_threads_or_chunks(ops: Native
                 out = attend(other, [(start, n)], block_size, "float16", shape)
                 assert np.array_equal(out, expected[start : start + n])
         for position in (0, 6, 7, 255, 256, 299, 300, 301, 512, 555, 569):
-            assert np.array_equal(attend(other, [(position, 1)], 16, "float16", shape)[0], expected[position])
+            assert np.array_equal(
+                attend(other, [(position, 1)], 16, "float16", shape)[0], expected[position]
+            )
 
 
 # -- layers --------------------------------------------------------------------------------------------------
@@ -189,7 +199,11 @@ def family(ops: Ops, name: str, kind: str) -> Layer:
         made.act = "gelu_tanh"
     if name in ("gpt2", "bloom"):
         made.attn_norm_bias = made.mlp_norm_bias = made.o_bias = made.down_bias = small[96]
-        made.up_bias, made.gate, made.act = small[160], None, "gelu" if name == "gpt2" else "gelu_tanh"
+        made.up_bias, made.gate, made.act = (
+            small[160],
+            None,
+            "gelu" if name == "gpt2" else "gelu_tanh",
+        )
         made.rope = rope_tables(600, 0, interleaved=False)
     if name == "opt":
         made.gate, made.act = None, "relu"
@@ -198,7 +212,9 @@ def family(ops: Ops, name: str, kind: str) -> Layer:
             tuple(ops.pack_weight(weight(kind, *size, seed=100 * i + e)) for e in range(4))
             for i, size in enumerate([(160, 96), (160, 96), (96, 160)])
         ]
-        made.experts = Experts(ops.pack_weight(weight("F32", 4, 96, seed=9)), *packed, 2, normalise=True)
+        made.experts = Experts(
+            ops.pack_weight(weight("F32", 4, 96, seed=9)), *packed, 2, normalise=True
+        )
         made.gate = made.up = made.down = None
     ops.prepare_layer(made)
     return made

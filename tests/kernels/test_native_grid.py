@@ -71,15 +71,27 @@ def test_embedding_is_exact(ops: NativeOps, kind: str) -> None:
 
 def test_extreme_quantised_weights_do_not_overflow(ops: NativeOps) -> None:
     integers = {"Q4_1": slice(4, None), "Q5_1": slice(4, None), "Q6_K": slice(0, 192)}
-    integers |= {"Q4_K": slice(16, None), "Q5_K": slice(16, None)}  # in the others they follow the scale
-    integers |= {"Q3_K": slice(0, 108), "MXFP4": slice(1, None), "TQ1_0": slice(0, 52), "TQ2_0": slice(0, 64)}
+    integers |= {
+        "Q4_K": slice(16, None),
+        "Q5_K": slice(16, None),
+    }  # in the others they follow the scale
+    integers |= {
+        "Q3_K": slice(0, 108),
+        "MXFP4": slice(1, None),
+        "TQ1_0": slice(0, 52),
+        "TQ2_0": slice(0, 64),
+    }
     integers |= {"Q4_W": slice(8, None), "Q8_W": slice(8, None), "T4_W": slice(20, None)}
     for kind, fill in itertools.product(QUANTISED, (0x00, 0x7F, 0x80, 0xFF)):
         k = max(64, values_of(kind))
         w = weight(kind, 16, k)
         w.data.reshape(16 * k // values_of(kind), -1)[:, integers.get(kind, slice(2, None))] = fill
-        x = np.full((7, k), 3.0, np.float32) * np.where(np.arange(7) % 2, 1, -1)[:, None].astype(np.float32)
-        close(ops.linear(x, ops.pack_weight(w)), REFERENCE.linear(x, REFERENCE.pack_weight(w)), 2e-5)
+        x = np.full((7, k), 3.0, np.float32) * np.where(np.arange(7) % 2, 1, -1)[:, None].astype(
+            np.float32
+        )
+        close(
+            ops.linear(x, ops.pack_weight(w)), REFERENCE.linear(x, REFERENCE.pack_weight(w)), 2e-5
+        )
 
 
 def test_zero_activations_give_zero(ops: NativeOps) -> None:
@@ -122,8 +134,12 @@ def test_act_mul_and_add(ops: NativeOps) -> None:
 
 @pytest.mark.parametrize("dtype", KV_TYPES)
 @pytest.mark.parametrize("block_size", [1, 5, 16, 32, 256])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 32), (7, 1, 8), (16, 2, 80)])
-def test_attention(ops: NativeOps, dtype: str, block_size: int, heads: int, kv_heads: int, dim: int) -> None:
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 32), (7, 1, 8), (16, 2, 80)]
+)
+def test_attention(
+    ops: NativeOps, dtype: str, block_size: int, heads: int, kv_heads: int, dim: int
+) -> None:
     runs = [(0, 1), (3, 1), (0, 19), (250, 9), (511, 1), (530, 3), (17, 1)]
     blocks = sum(-(-(c + n) // block_size) for c, n in runs) + 1
     shape = AttentionShape(heads, kv_heads, dim, dim**-0.5)
@@ -192,13 +208,17 @@ def test_a_layer_is_close_to_the_reference(ops: NativeOps, kind: str) -> None:
 def test_logits_equal_norm_and_linear(ops: NativeOps, kind: str) -> None:
     head, w = ops.pack_weight(weight(kind, 333, 64)), ops.pack_weight(vector(64))
     x = normal(9, 64)
-    assert np.array_equal(ops.logits(x, Head(w, 1e-5, head)), ops.linear(ops.norm(x, w, 1e-5), head))
+    assert np.array_equal(
+        ops.logits(x, Head(w, 1e-5, head)), ops.linear(ops.norm(x, w, 1e-5), head)
+    )
 
 
 def test_wide_mlp_batches_pass_in_slices(ops: NativeOps) -> None:
     made = layer(ops, {"": "Q4_1"}, 64, 96, AttentionShape(2, 2, 32, 1.0))
     x = normal(1100, 64)
-    assert np.array_equal(ops.mlp_block(x.copy(), made), Composites.mlp_block.__get__(ops)(x.copy(), made))
+    assert np.array_equal(
+        ops.mlp_block(x.copy(), made), Composites.mlp_block.__get__(ops)(x.copy(), made)
+    )
 
 
 def test_copied_blocks_read_the_same(ops: NativeOps) -> None:
@@ -226,7 +246,9 @@ def test_rows_without_a_slot_are_not_written(ops: NativeOps) -> None:
 
 
 def test_fp16_rounds_like_numpy(ops: NativeOps) -> None:
-    edges = np.array([0, -0.0, np.inf, 65519.9, 65520, 2.0**-24, 2.0**-25, 2.0**-25 * 1.001], np.float32)
+    edges = np.array(
+        [0, -0.0, np.inf, 65519.9, 65520, 2.0**-24, 2.0**-25, 2.0**-25 * 1.001], np.float32
+    )
     scaled = [normal(64) * np.float32(s) for s in (1, 1e-4, 1e-6, 6e-8, 1e4, 1e5)]
     values = np.concatenate([*scaled, edges])
     values = np.resize(values, (len(values) // 8 * 8, 8)).astype(np.float32)

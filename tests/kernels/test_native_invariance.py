@@ -24,7 +24,9 @@ ISAS = available_isas()  # the best one in every run, the others with the slow t
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=[pytest.mark.slow] if i else []) for i, name in enumerate(ISAS)],
+    params=[
+        pytest.param(name, marks=[pytest.mark.slow] if i else []) for i, name in enumerate(ISAS)
+    ],
 )
 def isa(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -74,9 +76,14 @@ def query(sequence: int, first: int, n: int) -> np.ndarray:
 
 @pytest.mark.parametrize(
     "dtype",
-    [pytest.param(name, marks=pytest.mark.slow) if name == "float32" else name for name in KV_TYPES],
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name == "float32" else name
+        for name in KV_TYPES
+    ],
 )
-def test_attention_does_not_depend_on_blocks_threads_or_chunks(crowd: list[NativeOps], dtype: str) -> None:
+def test_attention_does_not_depend_on_blocks_threads_or_chunks(
+    crowd: list[NativeOps], dtype: str
+) -> None:
     length = 530
     expected = attend(crowd[0], [(0, length)], 16, dtype)
     for ops in crowd:
@@ -93,12 +100,16 @@ def test_attention_does_not_depend_on_blocks_threads_or_chunks(crowd: list[Nativ
 
 
 def test_attention_does_not_depend_on_the_crowd(crowd: list[NativeOps]) -> None:
-    runs = [(0, 40), (100, 1), (255, 2), (512, 1), (256, 130), (3, 1), (530, 1), (0, 1)] + [(60, 1)] * 20
+    runs = [(0, 40), (100, 1), (255, 2), (512, 1), (256, 130), (3, 1), (530, 1), (0, 1)] + [
+        (60, 1)
+    ] * 20
     for ops in crowd:
         together = attend(ops, runs, 16, "float16")
         at = 0
         for s, (computed, n) in enumerate(runs):
-            alone = [(0, 1)] * s + [(computed, n)]  # the same place in the list: grid.py seeds by it
+            alone = [(0, 1)] * s + [
+                (computed, n)
+            ]  # the same place in the list: grid.py seeds by it
             assert np.array_equal(attend(ops, alone, 16, "float16")[s:], together[at : at + n])
             at += n
 
@@ -114,16 +125,24 @@ def cut(b: Batch, s: int) -> Batch:
 @pytest.mark.parametrize("window", [0, 300])
 @pytest.mark.parametrize("block_size", [16, pytest.param(7, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "dtype", ["float16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "float32"))]
+    "dtype",
+    ["float16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "float32"))],
 )
 def test_attention_does_not_depend_on_who_shares_blocks(
     crowd: list[NativeOps], dtype: str, block_size: int, window: int
 ) -> None:
     """Neighbours with the same first blocks are computed together, as far as whole segments are the same."""
     shared = {  # sequence: whose blocks, up to which position
-        1: (0, 530), 2: (0, 600), 3: (2, 512), 4: (2, 511), 6: (5, 256), 7: (5, 256), 8: (5, 255),
-        10: (9, 1024), 11: (9, 1000),
-    }  # fmt: skip
+        1: (0, 530),
+        2: (0, 600),
+        3: (2, 512),
+        4: (2, 511),
+        6: (5, 256),
+        7: (5, 256),
+        8: (5, 255),
+        10: (9, 1024),
+        11: (9, 1000),
+    }
     runs = [
         (700, 1),
         (560, 1),
@@ -195,7 +214,9 @@ def mixture(ops: NativeOps, kind: str, act: str) -> Layer:
 
 
 @pytest.mark.parametrize(("kind", "act"), [("F32", "silu"), ("Q8_0", "gelu"), ("Q4_1", "silu")])
-def test_rows_through_experts_do_not_depend_on_the_crowd(crowd: list[NativeOps], kind: str, act: str) -> None:
+def test_rows_through_experts_do_not_depend_on_the_crowd(
+    crowd: list[NativeOps], kind: str, act: str
+) -> None:
     """More rows than one slice; alone, in other company and order. All equal what the primitives make."""
     x = normal(600, 96)
     expected = Composites.mlp_block(crowd[0], x.copy(), mixture(crowd[0], kind, act))
@@ -208,7 +229,9 @@ def test_rows_through_experts_do_not_depend_on_the_crowd(crowd: list[NativeOps],
 
 
 @pytest.mark.parametrize("dtype", KV_TYPES)
-def test_poison_outside_of_the_own_context_does_not_leak(crowd: list[NativeOps], dtype: str) -> None:
+def test_poison_outside_of_the_own_context_does_not_leak(
+    crowd: list[NativeOps], dtype: str
+) -> None:
     runs = [(0, 20), (33, 3), (270, 1)]
     for ops in crowd:
         for block_size in (1, 5, 16, 64):

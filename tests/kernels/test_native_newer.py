@@ -69,9 +69,13 @@ def fill(ops: Ops, kv: Any, whole: Batch, shape: AttentionShape) -> None:
 
 
 def attend(
-    ops: Ops, runs: list[tuple[int, int]], block_size: int, dtype: str, shape: AttentionShape,
+    ops: Ops,
+    runs: list[tuple[int, int]],
+    block_size: int,
+    dtype: str,
+    shape: AttentionShape,
     trimmed: bool = False,
-) -> np.ndarray:  # fmt: skip
+) -> np.ndarray:
     """With `trimmed`, blocks before the chunk of the first row are poisoned, and tables name another."""
     blocks = sum(-(-(c + n) // block_size) for c, n in runs) + 2
     kv = storage(ops, shape, blocks, block_size, dtype)
@@ -81,7 +85,10 @@ def attend(
         gone = computed // shape.window * shape.window // block_size
         poison_blocks(kv, b.block_table[s, :gone].tolist())
         b.block_table[s, :gone] = blocks - 1
-    q = [normal(c + n, shape.heads * shape.head_dim, seed=50 + s)[c:] for s, (c, n) in enumerate(runs)]
+    q = [
+        normal(c + n, shape.heads * shape.head_dim, seed=50 + s)[c:]
+        for s, (c, n) in enumerate(runs)
+    ]
     return np.asarray(ops.attention(3 * np.concatenate(q), kv, 0, b, shape))
 
 
@@ -101,7 +108,9 @@ def test_attention(ops: NativeOps, name: str, block_size: int) -> None:
 def test_a_latent_as_large_as_they_are(ops: NativeOps) -> None:
     """DeepSeek-V2-Lite's: 16 heads over 512 numbers and a rotary key of 64."""
     shape, runs = AttentionShape(16, 1, 576, 192**-0.5, latent=512), [(0, 3), (30, 1), (255, 2)]
-    close(attend(ops, runs, 16, "float16", shape), attend(REFERENCE, runs, 16, "float16", shape), 2e-5)
+    close(
+        attend(ops, runs, 16, "float16", shape), attend(REFERENCE, runs, 16, "float16", shape), 2e-5
+    )
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -168,7 +177,9 @@ def test_clamped_swiglu(ops: NativeOps) -> None:
     g, u = np.minimum(gate, 7).astype(np.float64), np.clip(up, -7, 7)
     expected = g / (1 + np.exp(-1.702 * g)) * (u + 1)
     for backend in (ops, REFERENCE):
-        np.testing.assert_allclose(backend.clamped_swiglu(gate, up), expected, rtol=1e-5, atol=1e-33)
+        np.testing.assert_allclose(
+            backend.clamped_swiglu(gate, up), expected, rtol=1e-5, atol=1e-33
+        )
     for width in (1, 5, 13):
         short = ops.clamped_swiglu(gate[:, -width:].copy(), up[:, -width:].copy())
         assert np.array_equal(short, ops.clamped_swiglu(gate, up)[:, -width:])
@@ -191,7 +202,8 @@ def test_heads_with_matrices_of_their_own(ops: NativeOps, kind: str) -> None:
     def product(backend: Ops) -> np.ndarray:
         weights = tuple(backend.pack_weight(weight(kind, 24, 64, seed=i)) for i in range(3))
         each = [
-            backend.linear(np.ascontiguousarray(x[:, 64 * i :][:, :64]), w) for i, w in enumerate(weights)
+            backend.linear(np.ascontiguousarray(x[:, 64 * i :][:, :64]), w)
+            for i, w in enumerate(weights)
         ]
         got = backend.head_linear(x, weights)
         assert np.array_equal(got, np.hstack(each))
@@ -212,9 +224,10 @@ def test_heads_with_matrices_of_their_own(ops: NativeOps, kind: str) -> None:
 def made_layer(ops: Ops, name: str, kind: str) -> Layer:
     """A layer of hidden size 96 and 160 inner columns with what the family adds."""
     shape = {
-        "llama4": replace(PLAIN, window=40, chunked=True), "gpt-oss": replace(PLAIN, sinks=SINKS),
+        "llama4": replace(PLAIN, window=40, chunked=True),
+        "gpt-oss": replace(PLAIN, sinks=SINKS),
         "deepseek": LATENT,
-    }.get(name, PLAIN)  # fmt: skip
+    }.get(name, PLAIN)
     made = layer(ops, {"": kind}, 96, 160, PLAIN)
     made.shape = shape
     small = {n: ops.pack_weight(vector(n, seed=n)) for n in (64, 96, 192, 32)}
@@ -249,7 +262,9 @@ def experts(ops: Ops, name: str, kind: str) -> Experts:
         "llama4": {"scoring": "sigmoid", "weigh_input": True},
     }.get(name, {})
     if name == "gpt-oss":
-        biases = [tuple(ops.pack_weight(vector(n, seed=n + e)) for e in range(4)) for n in (160, 160, 96)]
+        biases = [
+            tuple(ops.pack_weight(vector(n, seed=n + e)) for e in range(4)) for n in (160, 160, 96)
+        ]
         names = ("gate_bias", "up_bias", "down_bias")
         more = dict(zip(names, biases, strict=True)) | {"router_bias": ops.pack_weight(vector(4))}
     return Experts(router, *packed, 2, name == "gpt-oss", **more)
@@ -264,9 +279,12 @@ def pack_latent(ops: Ops, made: Layer, kind: str) -> None:
     made.q, made.k, made.v, made.o = matrix(192, 96, 1), matrix(32, 96, 2), None, matrix(96, 384, 3)
     made.rope = rope_tables(600, 4, interleaved=True)
     made.latent = Latent(
-        matrix(48, 96, 4), matrix(8, 96, 5), ops.pack_weight(vector(32)),
-        tuple(matrix(32, 32, 10 + h) for h in range(6)), tuple(matrix(64, 32, 20 + h) for h in range(6)),
-    )  # fmt: skip
+        matrix(48, 96, 4),
+        matrix(8, 96, 5),
+        ops.pack_weight(vector(32)),
+        tuple(matrix(32, 32, 10 + h) for h in range(6)),
+        tuple(matrix(64, 32, 20 + h) for h in range(6)),
+    )
 
 
 def step(ops: Ops, made: Layer, bodies: Any, runs: list[tuple[int, int]]) -> np.ndarray:
@@ -284,11 +302,13 @@ def step(ops: Ops, made: Layer, bodies: Any, runs: list[tuple[int, int]]) -> np.
 
 STEPS = [(0, 5), (20, 1), (250, 12), (300, 1)]
 LAYERS = {
-    "olmo": {"no_norm", "wide_norm", "post_norm"}, "granite": {"scale"}, "nope": {"no_rotary", "temper"},
+    "olmo": {"no_norm", "wide_norm", "post_norm"},
+    "granite": {"scale"},
+    "nope": {"no_rotary", "temper"},
     "llama4": {"window", "chunks", "experts", "shared_expert", "scoring"},
     "gpt-oss": {"sinks", "activation", "experts", "expert_bias"},
     "deepseek": {"latent", "experts", "shared_expert", "scoring"},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
@@ -315,11 +335,17 @@ def test_rows_do_not_depend_on_the_crowd(ops: NativeOps, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("deepseek", {"k": (31, 96)}), ("deepseek", {"o": (96, 383)}), ("deepseek", {"q": (191, 96)}),
-        ("llama4", {"up": None}), ("gpt-oss", {"k": (63, 96)}), ("olmo", {"attn_post_norm": None}),
+        ("deepseek", {"k": (31, 96)}),
+        ("deepseek", {"o": (96, 383)}),
+        ("deepseek", {"q": (191, 96)}),
+        ("llama4", {"up": None}),
+        ("gpt-oss", {"k": (63, 96)}),
+        ("olmo", {"attn_post_norm": None}),
     ],
-)  # fmt: skip
-def test_layers_that_do_not_fit_are_refused(ops: NativeOps, name: str, change: dict[str, Any]) -> None:
+)
+def test_layers_that_do_not_fit_are_refused(
+    ops: NativeOps, name: str, change: dict[str, Any]
+) -> None:
     made = made_layer(ops, name, "F32")
     for part, shape in change.items():
         setattr(made, part, ops.pack_weight(weight("F32", *shape)) if shape else None)

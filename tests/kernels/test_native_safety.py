@@ -62,14 +62,20 @@ def test_without_the_module_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("origin", "end"),
     [
-        ({"url": "file:///a%20b/checkout", "dir_info": {"editable": True}}, "--editable '/a b/checkout'"),
+        (
+            {"url": "file:///a%20b/checkout", "dir_info": {"editable": True}},
+            "--editable '/a b/checkout'",
+        ),
         ({"url": "file:///src/checkout", "dir_info": {}}, "--no-deps /src/checkout"),
         ({"url": "file:///tmp/pageturner-0.1.0.tar.gz"}, "--no-deps /tmp/pageturner-0.1.0.tar.gz"),
-        ({"url": "https://x/y.git", "vcs_info": {"vcs": "git", "commit_id": "12ab"}}, "git+https://x/y.git@12ab"),
+        (
+            {"url": "https://x/y.git", "vcs_info": {"vcs": "git", "commit_id": "12ab"}},
+            "git+https://x/y.git@12ab",
+        ),
         ({"url": "file:///tmp/pageturner-0.1.0-py3-none-any.whl"}, "PATH_OF_A_CHECKOUT"),
         (None, "PATH_OF_A_CHECKOUT"),
     ],
-)  # fmt: skip
+)
 def test_the_command_installs_again_what_is_installed(
     origin: dict[str, object] | None, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,7 +136,12 @@ def test_indexes_outside_of_the_memory_are_refused(ops: NativeOps) -> None:
         ops.embed(ops.pack_weight(weight("F32", 5, 16)), i32([5]))
     with pytest.raises(ValueError, match="block"):
         ops.copy_blocks(kv, [(0, 4)])
-    for field, value in (("block_table", [[9]]), ("positions", [16]), ("context_len", [17]), ("slots", [-2])):
+    for field, value in (
+        ("block_table", [[9]]),
+        ("positions", [16]),
+        ("context_len", [17]),
+        ("slots", [-2]),
+    ):
         b = batch([(0, 1)], 16, 2)
         b.block_table = i32([[1]])
         setattr(b, field, i32(value))
@@ -191,7 +202,9 @@ def test_a_forked_child_still_computes(ops: NativeOps) -> None:
 @built
 def test_importing_the_backend_is_cheap() -> None:
     code = "import sys, pageturner.kernels.native; print(' '.join(sys.modules))"
-    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    modules = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     assert not {"torch", "tokenizers", "asyncio", "gguf"} & set(modules.split())
 
 
@@ -208,7 +221,9 @@ def _wheel(out: Path, **environment: str) -> Path:
         str(out),
         str(root),
     ]
-    subprocess.run(command, check=True, env={**os.environ, **environment}, capture_output=True, timeout=300)
+    subprocess.run(
+        command, check=True, env={**os.environ, **environment}, capture_output=True, timeout=300
+    )
     (wheel,) = out.glob("*.whl")
     return wheel
 
@@ -218,7 +233,9 @@ def _wheel(out: Path, **environment: str) -> Path:
 def test_installing_with_a_broken_compiler_gives_pure_python(tmp_path: Path) -> None:
     wheel = _wheel(tmp_path, CXX="/bin/false")
     assert wheel.name.endswith("-none-any.whl")
-    assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith((".so", ".cpp"))]
+    assert not [
+        name for name in zipfile.ZipFile(wheel).namelist() if name.endswith((".so", ".cpp"))
+    ]
 
 
 @pytest.mark.slow

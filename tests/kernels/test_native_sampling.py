@@ -53,7 +53,9 @@ def test_greedy_takes_the_first_of_the_largest(ops: NativeOps, vocabulary: int) 
     ],
     ids=str,
 )
-def test_sampling_agrees_with_the_reference(ops: NativeOps, scale: float, options: dict[str, float]) -> None:
+def test_sampling_agrees_with_the_reference(
+    ops: NativeOps, scale: float, options: dict[str, float]
+) -> None:
     rows = 200
     logits = normal(rows, 2000) * np.float32(scale)
     p = parameters(rows, **options)  # type: ignore[arg-type]
@@ -64,7 +66,10 @@ def test_sampling_agrees_with_the_reference(ops: NativeOps, scale: float, option
 
 def test_ties_are_kept_by_ascending_id(ops: NativeOps) -> None:
     """All logits equal: top-k 7 keeps ids 0..6, top-p 0.0999 of 1000 keeps 0..99."""
-    logits, uniform = np.zeros((400, 1000), np.float32), np.linspace(0, 0.9999, 400, dtype=np.float32)
+    logits, uniform = (
+        np.zeros((400, 1000), np.float32),
+        np.linspace(0, 0.9999, 400, dtype=np.float32),
+    )
     one = np.ones(400, np.float32)
     k = ops.sample(logits, one, np.full(400, 7, np.int32), one, 0 * one, uniform)
     assert sorted(set(k.tolist())) == list(range(7))
@@ -141,7 +146,9 @@ def test_of_a_spoilt_row_there_is_nothing_to_tell(ops: NativeOps, vocabulary: in
 @pytest.mark.parametrize(
     "options", [{}, {"top_k": 9}, {"top_p": 0.0}, {"top_p": 0.5}, {"min_p": 2.0}], ids=str
 )
-def test_odd_logits_and_parameters_give_some_token(ops: NativeOps, options: dict[str, float]) -> None:
+def test_odd_logits_and_parameters_give_some_token(
+    ops: NativeOps, options: dict[str, float]
+) -> None:
     logits = normal(6, 300)
     logits[1, 7], logits[2, [5, 9]], logits[4] = np.nan, np.inf, np.nan
     logits[3], logits[5] = -np.inf, 0.0

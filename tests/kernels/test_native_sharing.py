@@ -24,7 +24,12 @@ BATCHES = {
 
 
 def shares(
-    runs: list[tuple[int, int]], heads: int, kv_heads: int, window: int, threads: int, sharing: int = 0
+    runs: list[tuple[int, int]],
+    heads: int,
+    kv_heads: int,
+    window: int,
+    threads: int,
+    sharing: int = 0,
 ) -> list[int]:
     """`sharing` sequences after the first one have its blocks."""
     blocks = sum(-(-(c + n) // 256) for c, n in runs) + 1
@@ -44,7 +49,9 @@ def busiest(work: list[int], threads: int) -> int:
 
 
 @pytest.mark.parametrize("threads", [2, 3, 8, 16, 64])
-@pytest.mark.parametrize(("heads", "kv_heads", "window"), [(9, 3, 0), (14, 2, 0), (12, 12, 0), (4, 1, 512)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "window"), [(9, 3, 0), (14, 2, 0), (12, 12, 0), (4, 1, 512)]
+)
 @pytest.mark.parametrize("name", BATCHES)
 def test_the_busiest_thread_is_near_the_mean(
     name: str, heads: int, kv_heads: int, window: int, threads: int
@@ -73,5 +80,9 @@ def test_shared_beginnings_are_one_item() -> None:
     The fifth has other blocks, the sixth too few whole segments."""
     runs = [(560, 1)] * 4
     assert sum(shares(runs, 3, 1, 0, 1, 3)) == 4 * (512 + 32) + 4 * (49 + 32)
-    assert sum(shares([*runs, (560, 1)], 3, 1, 0, 1, 3)) == 4 * (512 + 32) + 4 * (49 + 32) + 561 + 32
-    assert sum(shares([*runs, (254, 1)], 3, 1, 0, 1, 4)) == 4 * (512 + 32) + 4 * (49 + 32) + 255 + 32
+    assert (
+        sum(shares([*runs, (560, 1)], 3, 1, 0, 1, 3)) == 4 * (512 + 32) + 4 * (49 + 32) + 561 + 32
+    )
+    assert (
+        sum(shares([*runs, (254, 1)], 3, 1, 0, 1, 4)) == 4 * (512 + 32) + 4 * (49 + 32) + 255 + 32
+    )

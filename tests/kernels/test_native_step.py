@@ -60,9 +60,13 @@ def positions(ops: NativeOps) -> Stack:
         layers.append(made)
     norms = [ops.pack_weight(vector(96, seed=n)) for n in (5, 6)]
     return Stack(
-        ops.pack_weight(weight("F32", 300, 96)), layers, 1e-5, 1.0,
-        ops.pack_weight(weight("F32", 400, 96, seed=4)), *norms,
-    )  # fmt: skip
+        ops.pack_weight(weight("F32", 300, 96)),
+        layers,
+        1e-5,
+        1.0,
+        ops.pack_weight(weight("F32", 400, 96, seed=4)),
+        *norms,
+    )
 
 
 STACKS = {"plain": plain, "windows": windows, "positions": positions}
@@ -73,11 +77,15 @@ def filled(ops: NativeOps, layers: int) -> KV:
     kv = ops.alloc_kv(KVSpec(layers, 80, 16, 2, 32, "float16"))
     whole = batch(history(RUNS), 16, 80)
     for i in range(layers):
-        ops.kv_write(kv, i, normal(len(whole.slots), 64, seed=i), normal(len(whole.slots), 64), whole.slots)
+        ops.kv_write(
+            kv, i, normal(len(whole.slots), 64, seed=i), normal(len(whole.slots), 64), whole.slots
+        )
     return kv
 
 
-def run(ops: NativeOps, stack: Stack, body: Any, wanted: tuple[int, ...], apart: bool) -> list[np.ndarray]:
+def run(
+    ops: NativeOps, stack: Stack, body: Any, wanted: tuple[int, ...], apart: bool
+) -> list[np.ndarray]:
     """The wanted rows, and then what the step has left in storage: the next step of one sequence."""
     windowed = sum(one.shape.window > 0 for one in stack.layers) if apart else 0
     b = batch(RUNS, 16, 80)
@@ -88,14 +96,18 @@ def run(ops: NativeOps, stack: Stack, body: Any, wanted: tuple[int, ...], apart:
     after = batch([(c + n, 1) for c, n in RUNS], 16, 80)
     after.tokens = i32([1, 2, 3, 4, 5])
     after.block_table = b.block_table  # the blocks of the first step
-    after.slots = i32([b.block_table[s, p // 16] * 16 + p % 16 for s, p in enumerate(after.positions)])
+    after.slots = i32(
+        [b.block_table[s, p // 16] * 16 + p % 16 for s, p in enumerate(after.positions)]
+    )
     sliding = (replace(after), sliding[1]) if sliding else None
     return [first, body.hidden.__get__(ops)(stack, after, kv, sliding)]
 
 
 @pytest.mark.parametrize("wanted", WANTED.values(), ids=WANTED)
 @pytest.mark.parametrize("name", STACKS)
-def test_a_step_equals_its_composites(crowd: list[NativeOps], name: str, wanted: tuple[int, ...]) -> None:
+def test_a_step_equals_its_composites(
+    crowd: list[NativeOps], name: str, wanted: tuple[int, ...]
+) -> None:
     for apart in (False, True) if name == "windows" else (False,):
         expected = None
         for ops in crowd:
@@ -126,5 +138,7 @@ def test_a_step_outside_of_the_memory_is_refused(crowd: list[NativeOps], change:
     }
     if change != "kv":
         setattr(b, change, wrong[change])
-    with pytest.raises(ValueError, match="token" if change == "tokens" else change.split("_")[0] + "|KV"):
+    with pytest.raises(
+        ValueError, match="token" if change == "tokens" else change.split("_")[0] + "|KV"
+    ):
         ops.hidden(stack, b, kv, None)

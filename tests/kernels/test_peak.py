@@ -26,7 +26,13 @@ def test_every_limit_of_every_instruction_set(
 
 def test_bandwidth_goes_by_the_bytes_in_use() -> None:
     limits = peak.Peak("x", 2, None, None, {"256K": 8.0, "8M": 4.0, "32M": 2.0, "256M": 1.0}, 1.0)
-    assert [limits.read_of(n) for n in (0, 512 << 10, 8 << 20, 32 << 20, 1 << 40)] == [8, 8, 4, 2, 1]
+    assert [limits.read_of(n) for n in (0, 512 << 10, 8 << 20, 32 << 20, 1 << 40)] == [
+        8,
+        8,
+        4,
+        2,
+        1,
+    ]
     assert limits.read_of(16 << 20) == pytest.approx(3.0)  # halfway on a logarithmic scale
 
 
@@ -46,4 +52,6 @@ def test_fewer_bytes_come_at_least_as_fast_as_more() -> None:
 def test_the_higher_one_of_two_measurements_is_the_limit() -> None:
     first = peak.Peak("x", 2, 5.0, None, {"256K": 8.0, "256M": 1.0}, 1.0)
     second = peak.Peak("x", 2, 4.0, None, {"256K": 7.0, "256M": 3.0}, 2.0)
-    assert peak.best_of(first, second) == peak.Peak("x", 2, 5.0, None, {"256K": 8.0, "256M": 3.0}, 2.0)
+    assert peak.best_of(first, second) == peak.Peak(
+        "x", 2, 5.0, None, {"256K": 8.0, "256M": 3.0}, 2.0
+    )

@@ -42,8 +42,12 @@ def test_pinned_threads_give_the_same_and_leave_the_caller_free(expected: np.nda
     assert isinstance(ops, NativeOps)
     assert os.sched_getaffinity(0) == mine
     helpers, cores = sorted(threads_here() - before), sorted(mine)
-    assert [os.sched_getaffinity(t) for t in helpers] == [{cores[i % len(cores)]} for i in (1, 2, 3)]
-    assert np.array_equal(ops.linear(normal(9, 96), ops.pack_weight(weight("Q4_1", 700, 96))), expected)
+    assert [os.sched_getaffinity(t) for t in helpers] == [
+        {cores[i % len(cores)]} for i in (1, 2, 3)
+    ]
+    assert np.array_equal(
+        ops.linear(normal(9, 96), ops.pack_weight(weight("Q4_1", 700, 96))), expected
+    )
 
 
 def test_a_core_that_is_not_there_is_refused() -> None:

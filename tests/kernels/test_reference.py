@@ -114,7 +114,9 @@ def test_norm() -> None:
 
 def test_head_norm_normalises_each_head() -> None:
     x, weight = normal(3, 4 * 8), normal(8, seed=1)
-    expected = np.concatenate([OPS.norm(x[:, i : i + 8], weight, 1e-6) for i in range(0, 32, 8)], axis=1)
+    expected = np.concatenate(
+        [OPS.norm(x[:, i : i + 8], weight, 1e-6) for i in range(0, 32, 8)], axis=1
+    )
     np.testing.assert_array_equal(OPS.head_norm(x, weight, 1e-6, 8), expected)
 
 
@@ -130,12 +132,17 @@ def test_rope_turns_each_pair_as_a_complex_number(interleaved: bool) -> None:
         for i in range(rotary // 2):
             a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + rotary // 2)
             turned = complex(row[a], row[b]) * np.exp(1j * angles[positions[t], i])
-            np.testing.assert_allclose(out[t, head, [a, b]], [turned.real, turned.imag], rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(
+                out[t, head, [a, b]], [turned.real, turned.imag], rtol=1e-5, atol=1e-6
+            )
         np.testing.assert_array_equal(out[t, head, rotary:], row[rotary:])
 
 
 def test_act_mul_is_silu_times_up_and_survives_the_extremes() -> None:
-    gate, up = np.concatenate([normal(2, 30), [[-200.0], [200.0]]], axis=1, dtype=np.float32), normal(2, 31)
+    gate, up = (
+        np.concatenate([normal(2, 30), [[-200.0], [200.0]]], axis=1, dtype=np.float32),
+        normal(2, 31),
+    )
     expected = gate / (1 + np.exp(-gate.astype(np.float64))) * up
     np.testing.assert_allclose(OPS.act_mul(gate, up), expected, rtol=1e-6, atol=1e-30)
 
@@ -169,7 +176,9 @@ def attend(context: int, rows: int, block_size: int, dtype: str) -> np.ndarray:
 
 @pytest.mark.parametrize("context", [1, 5, 256, 257, 600])
 def test_attention_is_softmax_over_the_past(context: int) -> None:
-    k, v, q = (normal(context, n * 16, seed=s).astype(np.float64) for n, s in ((2, 1), (2, 2), (6, 3)))
+    k, v, q = (
+        normal(context, n * 16, seed=s).astype(np.float64) for n, s in ((2, 1), (2, 2), (6, 3))
+    )
     rows = min(context, 3)
     expected = np.empty((rows, 6, 16))
     for i, position in enumerate(range(context - rows, context)):
@@ -195,7 +204,9 @@ def test_kv_is_rounded_to_its_type_and_slot_minus_one_is_written_nowhere() -> No
     k[1, 0] = 1e6
     OPS.kv_write(kv, 1, k, -k, ints(3, 0, -1))
     assert not kv.k[0].any()
-    np.testing.assert_array_equal(kv.k[1, [3, 0], 0], np.where(k > 65504, np.inf, k)[:2].astype(np.float16))
+    np.testing.assert_array_equal(
+        kv.k[1, [3, 0], 0], np.where(k > 65504, np.inf, k)[:2].astype(np.float16)
+    )
     np.testing.assert_array_equal(kv.v[1], -kv.k[1])
     assert not kv.k[1, [1, 2]].any()
 
@@ -247,18 +258,28 @@ def test_elementwise_gives_the_same_bits_in_any_crowd() -> None:
     x, y, weight = normal(23, 77), normal(23, 77, seed=1), normal(77, seed=2)
     for start, stop in ((0, 1), (5, 7), (2, 23)):
         part = slice(start, stop)
-        np.testing.assert_array_equal(OPS.norm(x[part], weight, 1e-5), OPS.norm(x, weight, 1e-5)[part])
+        np.testing.assert_array_equal(
+            OPS.norm(x[part], weight, 1e-5), OPS.norm(x, weight, 1e-5)[part]
+        )
         np.testing.assert_array_equal(OPS.act_mul(x[part], y[part]), OPS.act_mul(x, y)[part])
 
 
 # -- choosing tokens -----------------------------------------------------------------------------------------
 
 
-def draw(logits: np.ndarray, uniform: float, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
-         min_p: float = 0.0) -> int:  # fmt: skip
+def draw(
+    logits: np.ndarray,
+    uniform: float,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> int:
     row = np.asarray(logits, np.float32)[None]
     uniforms = floats(uniform)
-    return int(OPS.sample(row, floats(temperature), ints(top_k), floats(top_p), floats(min_p), uniforms)[0])
+    return int(
+        OPS.sample(row, floats(temperature), ints(top_k), floats(top_p), floats(min_p), uniforms)[0]
+    )
 
 
 def support(logits: np.ndarray, **settings: float) -> set[int]:

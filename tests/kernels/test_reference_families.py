@@ -25,7 +25,9 @@ def test_layer_norm() -> None:
     wide = x.astype(np.float64)
     centred = wide - wide.mean(axis=1, keepdims=True)
     expected = centred / np.sqrt((centred**2).mean(axis=1, keepdims=True) + 1e-5) * weight + bias
-    np.testing.assert_allclose(OPS.layer_norm(x, weight, bias, 1e-5), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        OPS.layer_norm(x, weight, bias, 1e-5), expected, rtol=1e-5, atol=1e-6
+    )
 
 
 def test_activations() -> None:
@@ -64,7 +66,9 @@ def test_route(normalise: bool) -> None:
 def test_add_rows() -> None:
     x, y = normal(4, 3), normal(2, 3)
     out = OPS.add_rows(x.copy(), y, np.array([3, 1], np.int32), np.array([2, 0.5], np.float32))
-    np.testing.assert_array_equal(out, x + np.array([0 * y[0], 0.5 * y[1], 0 * y[0], 2 * y[0]], np.float32))
+    np.testing.assert_array_equal(
+        out, x + np.array([0 * y[0], 0.5 * y[1], 0 * y[0], 2 * y[0]], np.float32)
+    )
 
 
 @pytest.mark.parametrize(
@@ -87,7 +91,9 @@ def test_attention_options(options: dict[str, object]) -> None:
     kv = OPS.alloc_kv(KVSpec(1, 38, 16, 2, dim, "float32"))
     rows = np.arange(n, dtype=np.int32)
     table = np.arange(38, dtype=np.int32)[None]
-    whole = Batch(rows, rows, np.array([0, n], np.int32), np.array([n], np.int32), table, rows, rows)
+    whole = Batch(
+        rows, rows, np.array([0, n], np.int32), np.array([n], np.int32), table, rows, rows
+    )
     OPS.kv_write(kv, 0, k, v, rows)
     got = OPS.attention(q, kv, 0, whole, shape).reshape(n, 4, dim)
     key, value = (np.repeat(a.reshape(n, 2, dim), 2, axis=1).astype(np.float64) for a in (k, v))
@@ -102,8 +108,15 @@ def test_attention_options(options: dict[str, object]) -> None:
     weights = np.exp(scores - scores.max(axis=2, keepdims=True))
     weights /= weights.sum(axis=2, keepdims=True)
     np.testing.assert_allclose(got, np.einsum("hij,jhd->ihd", weights, value), rtol=1e-4, atol=1e-5)
-    part = Batch(rows[500:], rows[500:], np.array([0, 100], np.int32), whole.context_len, table, rows[500:],
-                 rows[:0])  # fmt: skip
+    part = Batch(
+        rows[500:],
+        rows[500:],
+        np.array([0, 100], np.int32),
+        whole.context_len,
+        table,
+        rows[500:],
+        rows[:0],
+    )
     alone = OPS.attention(q[500:], kv, 0, part, shape)
     np.testing.assert_array_equal(alone, got[500:].reshape(100, -1))
 
@@ -112,7 +125,9 @@ def test_rows_do_not_meet() -> None:
     x, weight, bias = normal(33, 37), normal(37), normal(37)
     for part in (slice(5, 6), slice(3, 29)):
         same = np.testing.assert_array_equal
-        same(OPS.layer_norm(x[part], weight, bias, 1e-5), OPS.layer_norm(x, weight, bias, 1e-5)[part])
+        same(
+            OPS.layer_norm(x[part], weight, bias, 1e-5), OPS.layer_norm(x, weight, bias, 1e-5)[part]
+        )
         same(OPS.soft_cap(x[part], 3.0), OPS.soft_cap(x, 3.0)[part])
         for act in ACTIVATIONS:
             same(OPS.activate(x[part], act), OPS.activate(x, act)[part])

@@ -38,7 +38,9 @@ seen.tell()
 
 def test_a_check_passes_only_if_it_expected_something_that_held() -> None:
     folder = str(ROOT / "bench" / "clients")
-    done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=folder, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], cwd=folder, capture_output=True, text=True
+    )
     assert json.loads(done.stdout)["checks"] == {
         "right": True,
         "wrong": "Unexpected: nought is nothing",
@@ -67,9 +69,13 @@ def test_what_a_script_says_is_a_line(output: str, passed: bool, figure: str) ->
     assert line.figure.startswith(figure)
 
 
-def test_what_cannot_be_installed_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_installed_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PAGETURNER_CLIENTS", str(tmp_path))
-    monkeypatch.setitem(install.ENVIRONMENTS, "none", install.Environment("none.py", ("no-such-client",)))
+    monkeypatch.setitem(
+        install.ENVIRONMENTS, "none", install.Environment("none.py", ("no-such-client",))
+    )
     wanted = argparse.Namespace(clients=["none"], no_install=True, task_seconds=1.0)
     line = next(iter(api_clients.lines(wanted)))
     assert (line.verdict, line.what, line.figure) == ("NOT RUN", "none", "not installed")
@@ -79,14 +85,18 @@ def test_every_client_has_its_script_and_a_version() -> None:
     for name, environment in install.ENVIRONMENTS.items():
         assert (ROOT / "bench" / "clients" / environment.script).is_file(), name
         pinned = [
-            word for word in (*environment.packages, *environment.without) if "==" in word or "@" in word[1:]
+            word
+            for word in (*environment.packages, *environment.without)
+            if "==" in word or "@" in word[1:]
         ]
         assert pinned, f"{name}: no version"
 
 
 def test_an_option_goes_to_the_parts_that_know_it_and_absent_parts_are_not_run() -> None:
     part = ModuleType("api_some")
-    vars(part)["add_arguments"] = lambda parser: parser.add_argument("--rounds", type=int, default=5)
+    vars(part)["add_arguments"] = lambda parser: parser.add_argument(
+        "--rounds", type=int, default=5
+    )
     given = ["--rounds", "2", "--seed", "1"]
     arguments, left = parts.options(part, given)
     assert (arguments.rounds, left) == (2, ["--seed", "1"])

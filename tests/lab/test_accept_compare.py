@@ -22,7 +22,10 @@ def told(**choose: list[str]) -> dict[str, Any]:
     ("other", "words"),
     [
         (told(speed=["chunked", "orca"], gaps=["chunked"]), []),
-        (told(speed=["chunked"], gaps=["chunked"]), ["speed: ('chunked', 'orca') and ('chunked',)"]),
+        (
+            told(speed=["chunked"], gaps=["chunked"]),
+            ["speed: ('chunked', 'orca') and ('chunked',)"],
+        ),
         (told(speed=["chunked", "orca"]), ["gaps: ('chunked',) and None"]),
     ],
 )

@@ -23,7 +23,9 @@ from peers import rounds, run  # noqa: E402
 from peers.rounds import Turn  # noqa: E402
 
 
-def turn(number: int, workload: str, engine: str, rate: float, latency: float = 100.0) -> dict[str, Any]:
+def turn(
+    number: int, workload: str, engine: str, rate: float, latency: float = 100.0
+) -> dict[str, Any]:
     spread = {"p50": latency, "p99": 2 * latency}
     figures = {"output_tokens_per_s": rate, "ttft_ms": spread, "tpot_ms": spread, "itl_ms": spread}
     return {"round": number, "workload": workload, "engine": engine, "figures": figures}
@@ -62,8 +64,12 @@ def test_everybody_runs_once_in_each_round(monkeypatch: pytest.MonkeyPatch) -> N
     assert log.count("open openvino") == 1, "who fails is asked no more"
     assert log.count("llama a") == 1
     assert [(t.round, t.engine) for t in turns if t.workload == "a"] == [
-        (0, "ours"), (0, "vllm"), (0, "llama"), (1, "ours"), (1, "vllm"),
-    ]  # fmt: skip
+        (0, "ours"),
+        (0, "vllm"),
+        (0, "llama"),
+        (1, "ours"),
+        (1, "vllm"),
+    ]
 
 
 def test_ratios_are_taken_within_a_round() -> None:
@@ -77,10 +83,15 @@ def test_ratios_are_taken_within_a_round() -> None:
         rounds.best_peer([t for t in turns if t.engine == "ours"], "w", "output")
 
 
-def test_the_picture_is_of_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_picture_is_of_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(accept, "FOLDER", tmp_path)
     for number, workload in enumerate(("mixed64", "poisson", "prefix", "single"), 2):
-        turns = [Turn(**turn(0, workload, "vllm", 10.0, 80.0)), Turn(**turn(1, workload, "vllm", 1.0))]
+        turns = [
+            Turn(**turn(0, workload, "vllm", 10.0, 80.0)),
+            Turn(**turn(1, workload, "vllm", 1.0)),
+        ]
         turns += [Turn(**turn(0, workload, "ours", 10.0 * number, 40.0))]
         rounds.save(tmp_path / f"{workload}.json", {}, turns)
     monkeypatch.setattr(sys, "argv", ["kernels.py", "--picture", str(tmp_path / "peers.svg")])
@@ -103,7 +114,13 @@ def test_mixed64_is_judged_by_the_fastest_peer(rate: float, passed: bool) -> Non
         turn(0, "mixed64", "vllm", 100),
     ]
     turns.append(turn(0, "mixed64", "transformers", 15))
-    assert verdicts("mixed64", {"turns": turns}) == [passed, rate / 15 >= 15, True, True, *[None] * 4]
+    assert verdicts("mixed64", {"turns": turns}) == [
+        passed,
+        rate / 15 >= 15,
+        True,
+        True,
+        *[None] * 4,
+    ]
     slow = [turn(0, "mixed64", "ours", 1000, 150), *turns[1:3]]
     assert verdicts("mixed64", {"turns": slow})[:4] == [True, False, False, False]
 
@@ -130,7 +147,9 @@ def test_poisson_needs_a_third_and_a_half() -> None:
     ("latency", "expected"), [(4.0, [True, True]), (6.0, [True, False]), (9.0, [False, False])]
 )
 def test_single_is_judged_by_llama_and_by_bandwidth(latency: float, expected: list[bool]) -> None:
-    turns = [turn(n, "single", "ours", 1, latency) for n in (0, 1)] + [turn(0, "single", "llama", 1, 12)]
+    turns = [turn(n, "single", "ours", 1, latency) for n in (0, 1)] + [
+        turn(0, "single", "llama", 1, 12)
+    ]
     found = {"turns": turns, "read_bytes": 100e6, "read_gb_s": 25.0}  # 4 ms
     assert verdicts("single", found)[:2] == expected
 
@@ -166,7 +185,10 @@ def test_prefill_takes_the_best_type_and_the_products_as_served() -> None:
     assert [line.passed for line in lines] == [True, True]
     assert "1.90x Q4_0" in lines[0].figure
     assert "100%: 1000 of 1000 GOP/s" in lines[1].figure
-    assert verdicts("prefill", {"rounds": [one | {"ours": 179.0}], "ladder": ladder(2e4)}) == [False, False]
+    assert verdicts("prefill", {"rounds": [one | {"ours": 179.0}], "ladder": ladder(2e4)}) == [
+        False,
+        False,
+    ]
 
 
 def test_the_other_parts_can_pass_and_fail() -> None:
@@ -175,20 +197,31 @@ def test_the_other_parts_can_pass_and_fail() -> None:
 
     def qwen(rate: float) -> dict[str, Any]:
         mine, theirs = "ours@/m/q.Q4_K.gguf", "llama@/m/q.Q4_K.gguf"
-        turns = [turn(0, w, e, r) for w in ("mixed64", "single") for e, r in ((mine, rate), (theirs, 100))]
+        turns = [
+            turn(0, w, e, r)
+            for w in ("mixed64", "single")
+            for e, r in ((mine, rate), (theirs, 100))
+        ]
         return {"turns": turns}
 
     def types(rate: float) -> dict[str, Any]:
         turns = [turn(0, "mixed64", f"ours@/m/s.{kind}.gguf", rate) for kind in ("F32", "F16")]
         return {
-            "turns": [*turns, turn(0, "mixed64", "llama@/m/s.F16.gguf", 100), turn(0, "mixed64", "vllm", 90)]
+            "turns": [
+                *turns,
+                turn(0, "mixed64", "llama@/m/s.F16.gguf", 100),
+                turn(0, "mixed64", "vllm", 90),
+            ]
         }
 
     def steps(total: float) -> dict[str, Any]:
         return {"runs": [step_of(total)]}
 
     rows = {"kind": "Q4_0", "lines": [{"figure": "x", "passed": True}] * 2}
-    bad = {"kind": "Q4_0", "lines": [{"figure": "x", "passed": True}, {"figure": "y", "passed": False}]}
+    bad = {
+        "kind": "Q4_0",
+        "lines": [{"figure": "x", "passed": True}, {"figure": "y", "passed": False}],
+    }
     decode = {"ours": 200.0, "theirs": {"Q4_0": 100.0}}
     memory = {"packed_bytes": 100e6, "kv_bytes": 50e6}
     line = {"what": "a", "figure": "b", "passed": True}
@@ -196,10 +229,18 @@ def test_the_other_parts_can_pass_and_fail() -> None:
         ("prefix", loads("prefix", "ours", 200), loads("prefix", "ours", 199)),
         ("floats", types(120), types(119)),
         ("qwen", qwen(180), qwen(119)),
-        ("unseen", loads("mixed64", "ours", 230, sha256="ab"), loads("mixed64", "ours", 229, sha256="ab")),
+        (
+            "unseen",
+            loads("mixed64", "ours", 230, sha256="ab"),
+            loads("mixed64", "ours", 229, sha256="ab"),
+        ),
         ("batch32", {"rounds": [decode]}, {"rounds": [decode | {"ours": 199.0}]}),
         ("sampler", steps(100.0), steps(99.0)),
-        ("memory", memory | {"peak_mb": 300e6 / (1 << 20)}, memory | {"peak_mb": 301e6 / (1 << 20)}),
+        (
+            "memory",
+            memory | {"peak_mb": 300e6 / (1 << 20)},
+            memory | {"peak_mb": 301e6 / (1 << 20)},
+        ),
         ("quality", {"rows": [rows], "tokens": 1}, {"rows": [bad], "tokens": 1}),
         ("suites", {"lines": [line]}, {"lines": [line | {"passed": False}]}),
     ):

@@ -60,7 +60,9 @@ def test_measured_figures_are_tied_within_their_spread(
 ) -> None:
     measured = {"orca": known("orca", *best), "static": known("static", *mine)}
     chance = chance_of(len(mine), 0.0)
-    assert throughput(advise(measured, {}, {}, chance)).choose == (("orca", "static") if tied else ("orca",))
+    assert throughput(advise(measured, {}, {}, chance)).choose == (
+        ("orca", "static") if tied else ("orca",)
+    )
     reckoned = {"orca": known("orca", 100.0), "static": known("static", 50.0)}
     one = throughput(advise(measured, reckoned, {}, chance))
     assert one.choose == ("orca",)
@@ -80,7 +82,9 @@ def test_on_a_busy_machine_few_rounds_tell_little() -> None:
 def test_noise_changes_no_advice() -> None:
     """Two dozen machines, each disturbed otherwise, and the same choice on all of them."""
     names = ("static", "orca", "prefill_first", "chunked")
-    reckoned = {name: known(name, 100.0 + 7 * i, ttft=500.0 - 40 * i) for i, name in enumerate(names)}
+    reckoned = {
+        name: known(name, 100.0 + 7 * i, ttft=500.0 - 40 * i) for i, name in enumerate(names)
+    }
     stalls = {name: known(name, 100.0, gap=600.0 / (1 + i)) for i, name in enumerate(names)}
     told = set()
     for seed in range(24):
@@ -104,9 +108,14 @@ def test_the_steadiest_stream_is_told_by_long_prompts() -> None:
     """All at once, nobody is in the middle of an answer when a prompt comes."""
     names = ("prefill_first", "chunked", "static")
     same = {name: known(name, 100.0) for name in names}
-    stalls = {name: known(name, 100.0, gap=gap) for name, gap in zip(names, (900.0, 90.0, 9.0), strict=True)}
+    stalls = {
+        name: known(name, 100.0, gap=gap)
+        for name, gap in zip(names, (900.0, 90.0, 9.0), strict=True)
+    }
     for reckoned in (same, {}):
-        found = {one.want: one for one in advise(same, reckoned, stalls, chance=0.05 * bool(reckoned))}
+        found = {
+            one.want: one for one in advise(same, reckoned, stalls, chance=0.05 * bool(reckoned))
+        }
         one = found["steadiest stream while others are let in"]
         assert one.choose == ("chunked",), "static has it for nothing: it lets nobody in"
         assert one.behind == "prefill_first: longest gap 900 ms"

@@ -59,9 +59,12 @@ def test_turns_forks_and_lanes_follow_answers() -> None:
     assert traffic.after(following, 40.0) == traffic.after(fork, 40.0) == []
     hints = [one.session for one in (first, second, third, following, fork)]
     assert [(hint.name, hint.release, hint.supersede, hint.fork_of) for hint in hints if hint] == [
-        ("agent-0", False, False, ""), ("agent-0", False, False, ""), ("agent-0", True, True, ""),
-        ("agent-1", False, False, ""), ("agent-2", True, False, "agent-0"),
-    ]  # fmt: skip
+        ("agent-0", False, False, ""),
+        ("agent-0", False, False, ""),
+        ("agent-0", True, True, ""),
+        ("agent-1", False, False, ""),
+        ("agent-2", True, False, "agent-0"),
+    ]
 
 
 @pytest.mark.slow

@@ -25,7 +25,9 @@ import kernels_against
 native = pytest.mark.skipif(not available_isas(), reason="the native kernels are not built")
 
 TINY = ModelShape("tiny", 64, 96, 2, 1, 32, 128, 2)
-SMALL = CaseSelection((TINY,), ("Q4_1", "Q4_K", "F32"), (1, 3), ("float16", "int5"), ((2, 20, 1), (1, 24, 8)))
+SMALL = CaseSelection(
+    (TINY,), ("Q4_1", "Q4_K", "F32"), (1, 3), ("float16", "int5"), ((2, 20, 1), (1, 24, 8))
+)
 LIMITS = Peak("x", 1, 100.0, 10.0, dict.fromkeys(READ, 20.0), 5.0)
 
 
@@ -140,7 +142,8 @@ def test_figures_are_written_read_and_compared(
 def test_of_two_commits_the_best_times_are_compared() -> None:
     def run(*times: float) -> dict[str, Any]:
         names = [
-            {"part": "gemm", "name": str(i), "kind": "F32", "rows": 1, "us": t} for i, t in enumerate(times)
+            {"part": "gemm", "name": str(i), "kind": "F32", "rows": 1, "us": t}
+            for i, t in enumerate(times)
         ]
         return {"rungs": names, "fingerprint": "x"}
 

@@ -46,8 +46,12 @@ def test_poisson_arrivals_have_the_rate_and_repeat() -> None:
     requests = poisson([TrafficRequest("x", None, 1)] * 4000, 8.0, seed=1)
     times = [one.arrival for one in requests]
     assert times == sorted(times)
-    assert times == [one.arrival for one in poisson([TrafficRequest("x", None, 1)] * 4000, 8.0, seed=1)]
-    assert times != [one.arrival for one in poisson([TrafficRequest("x", None, 1)] * 4000, 8.0, seed=2)]
+    assert times == [
+        one.arrival for one in poisson([TrafficRequest("x", None, 1)] * 4000, 8.0, seed=1)
+    ]
+    assert times != [
+        one.arrival for one in poisson([TrafficRequest("x", None, 1)] * 4000, 8.0, seed=2)
+    ]
     gaps = [b - a for a, b in itertools.pairwise(times)]
     mean = sum(gaps) / len(gaps)
     deviation = (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5
@@ -57,10 +61,16 @@ def test_poisson_arrivals_have_the_rate_and_repeat() -> None:
 
 def test_a_trace_is_scaled_capped_and_said(trace: Path) -> None:
     made = traffic_flags.from_flags(
-        arguments("--trace", str(trace), "--length-scale", "0.5", "--rate-scale", "2", "--cap", "20")
+        arguments(
+            "--trace", str(trace), "--length-scale", "0.5", "--rate-scale", "2", "--cap", "20"
+        )
     )
     assert made.open
-    assert [(one.max_tokens, one.output) for one in made.requests] == [(20, 15), (20, 1), (20, 1000)]
+    assert [(one.max_tokens, one.output) for one in made.requests] == [
+        (20, 15),
+        (20, 1),
+        (20, 1000),
+    ]
     assert [one.arrival for one in made.requests] == [0.0, 1.25, 2.0]
     assert [len(one.text.split()) for one in made.requests] == [50, 4, 450]
     for part in ("lengths x 0.5", "rate x 2", "cap 20 (no oracle)", "the first 3", "1 answers cut"):
@@ -75,7 +85,11 @@ def test_a_trace_is_scaled_capped_and_said(trace: Path) -> None:
 
 def test_the_oracle_is_called_one(trace: Path) -> None:
     made = traffic_flags.from_flags(arguments("--trace", str(trace), "--oracle", "--cap", "50"))
-    assert [(one.max_tokens, one.output) for one in made.requests] == [(30, None), (1, None), (50, None)]
+    assert [(one.max_tokens, one.output) for one in made.requests] == [
+        (30, None),
+        (1, None),
+        (50, None),
+    ]
     assert "ORACLE" in made.about
 
 
@@ -86,7 +100,9 @@ def test_requests_that_cannot_fit_are_left_out_and_counted(trace: Path) -> None:
     assert len(made.requests) == 2
     assert "1 left out as longer than 300" in made.about
     with pytest.raises(EngineFault, match="no request of the trace fits"):
-        traffic_flags.from_flags(arguments("--trace", str(trace), "--cap", "100", "--max-model-len", "101"))
+        traffic_flags.from_flags(
+            arguments("--trace", str(trace), "--cap", "100", "--max-model-len", "101")
+        )
 
 
 @pytest.mark.parametrize(
@@ -132,7 +148,9 @@ def test_a_trace_without_times_needs_a_rate(tmp_path: Path) -> None:
     with pytest.raises(EngineFault, match="no arrival times"):
         traffic_flags.from_flags(arguments("--trace", str(path)))
     assert (
-        traffic_flags.from_flags(arguments("--trace", str(path), "--request-rate", "1")).requests[0].output
+        traffic_flags.from_flags(arguments("--trace", str(path), "--request-rate", "1"))
+        .requests[0]
+        .output
         == 2
     )
 
@@ -172,7 +190,9 @@ def test_the_open_loop_keeps_to_the_times() -> None:
         def __init__(self) -> None:
             self.order = []
 
-        async def complete(self, prompt: str, max_tokens: int, forced_end: int | None) -> ResponseTimes:
+        async def complete(
+            self, prompt: str, max_tokens: int, forced_end: int | None
+        ) -> ResponseTimes:
             self.order.append(f"{prompt}{max_tokens}{forced_end}")
             return ResponseTimes(begin=0.0, end=1.0, chunks=[0.5], tokens=1)
 
@@ -204,7 +224,9 @@ def test_goodput_counts_who_met_every_target() -> None:
 
 def test_a_refusal_for_its_targets_is_no_failure() -> None:
     kept = ResponseTimes(begin=0.0, end=1.0, chunks=[0.1, 0.2, 0.3], tokens=3)
-    late = {"error": {"message": "the deadline has passed", "code": 504, "reason": "deadline_exceeded"}}
+    late = {
+        "error": {"message": "the deadline has passed", "code": 504, "reason": "deadline_exceeded"}
+    }
     other = {"error": {"message": "broken", "code": 500, "reason": "internal_error"}}
     traces = [kept, *(asyncio.run(_ask("completions", [one]))[0] for one in (late, other))]
     assert [trace.refused for trace in traces] == [False, True, False]
@@ -225,7 +247,10 @@ async def _ask(
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         length = int(head.lower().split("content-length: ")[1].split("\r\n")[0])
         seen.extend([json.loads(await reader.readexactly(length)), head.split()[1]])
-        body = b"".join(b"data: " + json.dumps(e).encode() + b"\n\n" for e in events) + b"data: [DONE]\n\n"
+        body = (
+            b"".join(b"data: " + json.dumps(e).encode() + b"\n\n" for e in events)
+            + b"data: [DONE]\n\n"
+        )
         writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + body)
         writer.close()
 
@@ -246,7 +271,11 @@ USAGE = {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 2}}
 
 
 def test_chats_are_asked_and_counted_like_completions() -> None:
-    events = [chat_chunk(role="assistant", content=""), chat_chunk(content="a"), chat_chunk(content="b")]
+    events = [
+        chat_chunk(role="assistant", content=""),
+        chat_chunk(content="a"),
+        chat_chunk(content="b"),
+    ]
     trace, body, path = asyncio.run(_ask("chat", [*events, chat_chunk("length"), USAGE]))
     assert path == "/v1/chat/completions"
     assert body["messages"] == [{"role": "user", "content": "hello"}]

@@ -28,7 +28,9 @@ Parts = tuple[tuple[int, int], ...]
 
 def some_parts(dice: random.Random) -> Parts:
     """Few contents and lengths, so that many beginnings are equal; now and then a piece is empty."""
-    return tuple((dice.randrange(3), dice.choice([0, 1, 3, 4, 8])) for _ in range(dice.randint(1, 6)))
+    return tuple(
+        (dice.randrange(3), dice.choice([0, 1, 3, 4, 8])) for _ in range(dice.randint(1, 6))
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -45,7 +47,11 @@ def test_two_names_are_equal_where_two_hashes_are(seed: int) -> None:
 
 
 def test_how_a_prompt_is_cut_does_not_matter() -> None:
-    assert [*merged([(1, 0), (2, 3), (5, 0), (2, 4), (0, 2), (0, 1), (2, 1)])] == [(2, 7), (0, 3), (2, 1)]
+    assert [*merged([(1, 0), (2, 3), (5, 0), (2, 4), (0, 2), (0, 1), (2, 1)])] == [
+        (2, 7),
+        (0, 3),
+        (2, 1),
+    ]
 
 
 # -- what is simulated ---------------------------------------------------------------------------------------
@@ -57,7 +63,10 @@ def shared_beginnings(seed: int) -> Traffic:
     for number in range(80):
         at += dice.expovariate(60.0)
         shared = tuple((content, 48) for content in range(dice.randrange(4)))
-        parts = (*((dice.choice([0, 10]) + one, count) for one, count in shared), (1000 + 2 * number, 37))
+        parts = (
+            *((dice.choice([0, 10]) + one, count) for one, count in shared),
+            (1000 + 2 * number, 37),
+        )
         answer = dice.choice([1, 9, 60])
         requests.append(TrafficRequest(Pieces(parts), answer, 80, at, answer=1001 + 2 * number))
     return OpenLoop(requests)
@@ -111,6 +120,8 @@ def test_nor_where_a_turn_begins_with_the_answer_before_it(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("change", [{"roles": Roles(1, 40)}, {"tiers": TierSizes(4000, 0, 1e-6)}])
-def test_nor_where_kv_comes_from_elsewhere(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nor_where_kv_comes_from_elsewhere(
+    change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     named, hashed = both(replace(scenario(shared_beginnings(9)), **change), monkeypatch)
     assert repr(named) == repr(hashed)

@@ -13,7 +13,13 @@ import pytest
 from pageturner.config.settings import EngineConfig, RouterConfig
 from pageturner.errors import EngineFault
 from pageturner.executor.kv_memory import KVSizes
-from pageturner.lab.bench.prompt_alone import KnownBeginnings, alone, judge, prefill_seconds, prompts_of
+from pageturner.lab.bench.prompt_alone import (
+    KnownBeginnings,
+    alone,
+    judge,
+    prefill_seconds,
+    prompts_of,
+)
 from pageturner.lab.bench.request_metrics import LatencyTargets
 from pageturner.lab.planning.capacity_search import (
     CapacityAnswer,
@@ -46,7 +52,9 @@ def scenario(count: int = 60, prompt: int = 60, **change: Any) -> Scenario:
 # -- what is asked -------------------------------------------------------------------------------------------
 
 
-def walk(search: Search, enough: Mapping[int, int]) -> tuple[tuple[int, int] | None, list[CapacityQuestion]]:
+def walk(
+    search: Search, enough: Mapping[int, int]
+) -> tuple[tuple[int, int] | None, list[CapacityQuestion]]:
     """The answer and the questions, where option i needs enough[i] replicas."""
     questions = []
     try:
@@ -69,7 +77,9 @@ def test_the_fewest_gpus_are_found_and_one_replica_less_was_asked(seed: int) -> 
     index, replicas = best
     assert replicas == needs[index]
     assert options[index].gpus * replicas == min(options[i].gpus * needs[i] for i in needs)
-    assert replicas == 1 or (index, replicas - 1) in {(one.option, one.replicas) for one in questions}
+    assert replicas == 1 or (index, replicas - 1) in {
+        (one.option, one.replicas) for one in questions
+    }
     assert len({*questions}) == len(questions), "nothing is asked twice"
 
 
@@ -195,7 +205,9 @@ def test_a_guess_that_finds_nothing_begins_with_one() -> None:
 def test_each_count_is_told_as_it_is_tried() -> None:
     told: list[str] = []
     one = Option(1, scenario(rate=16.0), "H100")
-    best, tried = search_capacity([one], lambda options: SerialRuns(options, progress=False), told.append)
+    best, tried = search_capacity(
+        [one], lambda options: SerialRuns(options, progress=False), told.append
+    )
     assert len(told) == len(tried)
     assert any(line.startswith(f"{best['replicas']} replicas of 1 x H100: enough") for line in told)
     assert best["gpus"] == best["replicas"]
@@ -206,7 +218,9 @@ def test_each_count_is_told_as_it_is_tried() -> None:
 def test_processes_give_the_answer_of_one() -> None:
     one = Option(2, scenario(count=300, rate=16.0))
     options = [one, Option(3, replace(one.scenario, sizes=KVSizes(700)))]
-    serial = search_capacity(options, lambda each: SerialRuns(each, progress=False), lambda line: None)
+    serial = search_capacity(
+        options, lambda each: SerialRuns(each, progress=False), lambda line: None
+    )
     with ParallelRuns(options, 2, lambda line: None) as runs:
         parallel = search_capacity(options, lambda each: runs, lambda line: None)
     assert repr(parallel) == repr(serial)  # nan is not equal to nan

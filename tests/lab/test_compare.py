@@ -47,7 +47,8 @@ TINY = Path(__file__).parents[1] / "goldens" / "tiny_llama.gguf"
 def calibration(**settings: object) -> CalibratedCost:
     """2 ms a step and 1 ms a row, of an engine that never was."""
     config = (
-        msgspec.to_builtins(EngineConfig(model="no-such-model", max_num_seqs=8, static_batch=4)) | settings
+        msgspec.to_builtins(EngineConfig(model="no-such-model", max_num_seqs=8, static_batch=4))
+        | settings
     )
     about = {"config": config, "blocks": 512, "window": 0, "recent": 0, "max_model_len": 2048}
     return CalibratedCost([0.002, 0, 0.001, 0, 0, 1e-6, 0], (0, 0), 1, {}, 0.0005, about)
@@ -59,17 +60,29 @@ def bench() -> EngineBench:
 
 
 def requests_of(bench: EngineBench, each: list[TrafficRequest]) -> list[Request]:
-    return comparison.make_requests(each, CAP, bench.built.max_model_len, comparison.words_as_tokens)
+    return comparison.make_requests(
+        each, CAP, bench.built.max_model_len, comparison.words_as_tokens
+    )
 
 
 def about(workload: str = "some requests") -> About:
     return About(
-        workload, "an engine", "pageturner compare", "a machine", False, 1, LatencyTargets(1.0, 0.05)
+        workload,
+        "an engine",
+        "pageturner compare",
+        "a machine",
+        False,
+        1,
+        LatencyTargets(1.0, 0.05),
     )
 
 
 def found_of(
-    bench: EngineBench, each: list[Contender], asked: list[TrafficRequest], folder: Path, words: str = "x"
+    bench: EngineBench,
+    each: list[Contender],
+    asked: list[TrafficRequest],
+    folder: Path,
+    words: str = "x",
 ) -> ComparisonResults:
     requests = requests_of(bench, asked)
     runs = comparison.run_contenders(bench, each, requests, 1, folder, progress=False)
@@ -101,7 +114,12 @@ def test_unknown_names_are_refused(policies: list[str], orders: list[str], said:
 
 def test_nobody_is_told_a_length(bench: EngineBench) -> None:
     requests = requests_of(
-        bench, [TrafficRequest("a b c", None, 7), TrafficRequest("a", 20, 50), TrafficRequest("a", None, 500)]
+        bench,
+        [
+            TrafficRequest("a b c", None, 7),
+            TrafficRequest("a", 20, 50),
+            TrafficRequest("a", None, 500),
+        ],
     )
     assert {request.params.max_tokens for request in requests} == {CAP}
     assert [request.params.forced_end for request in requests] == [7, 20, CAP]
@@ -121,7 +139,9 @@ def test_nobody_is_told_a_length(bench: EngineBench) -> None:
         ([TrafficRequest("", None, 90)], "request 1 has 0 [+] 90 tokens"),
     ],
 )
-def test_impossible_workloads_are_refused(bench: EngineBench, asked: list[TrafficRequest], said: str) -> None:
+def test_impossible_workloads_are_refused(
+    bench: EngineBench, asked: list[TrafficRequest], said: str
+) -> None:
     with pytest.raises(EngineFault, match=said):
         requests_of(bench, asked)
 
@@ -147,11 +167,15 @@ def test_the_loud_tenant_sends_ten_times_as_much() -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(bench: EngineBench, tmp_path_factory: pytest.TempPathFactory) -> dict[Contender, list[RecordedRun]]:
+def runs(
+    bench: EngineBench, tmp_path_factory: pytest.TempPathFactory
+) -> dict[Contender, list[RecordedRun]]:
     each = comparison.contenders(["static", "prefill_first", "chunked", "unbatched"], ["fcfs"])
     asked = MIXES["mixed"].make(18, 1)
     folder = tmp_path_factory.mktemp("logs")
-    return comparison.run_contenders(bench, each, requests_of(bench, asked), 1, folder, progress=False)
+    return comparison.run_contenders(
+        bench, each, requests_of(bench, asked), 1, folder, progress=False
+    )
 
 
 def test_answers_are_the_same_everywhere(runs: dict[Contender, list[RecordedRun]]) -> None:
@@ -202,7 +226,9 @@ def test_each_step_is_drawn(runs: dict[Contender, list[RecordedRun]]) -> None:
             padding = sum(span.kind == "padding" for span in there)
             assert padding == (len(step.ballast) if decoding and step.tokens <= 4 else padding)
         assert told.slots == {"static": 4, "unbatched": 1}.get(contender.policy, 8)
-        assert any(span.kind == "stalled" for span in told.spans) == (contender.policy == "prefill_first")
+        assert any(span.kind == "stalled" for span in told.spans) == (
+            contender.policy == "prefill_first"
+        )
         assert any(span.kind == "padding" for span in told.spans) == (contender.policy == "static")
 
 
@@ -212,7 +238,9 @@ def test_a_preempted_sequence_gives_its_place_up(tmp_path: Path) -> None:
     cost.engine["blocks"] = 20
     bench = comparison.simulated_engine(cost, lambda known: known)[0]
     requests = requests_of(bench, [TrafficRequest(f"a{i} b c d " * 5, None, 90) for i in range(6)])
-    runs = comparison.run_contenders(bench, [Contender("chunked")], requests, 1, tmp_path, progress=False)
+    runs = comparison.run_contenders(
+        bench, [Contender("chunked")], requests, 1, tmp_path, progress=False
+    )
     (run,) = runs[Contender("chunked")]
     told = run_timeline.timeline_of(run)
     assert told.preemptions == sum(len(step.preempted) for step in run.steps) > 0
@@ -238,7 +266,9 @@ def test_what_lengths_allow(
 
 
 def test_bins_keep_the_area() -> None:
-    moments = [Moment(a, b, n, 0, 0, 0, 0, 0, 0, 0, 0, 0) for a, b, n in ((0.0, 0.25, 4), (0.3, 1.0, 1))]
+    moments = [
+        Moment(a, b, n, 0, 0, 0, 0, 0, 0, 0, 0, 0) for a, b, n in ((0.0, 0.25, 4), (0.3, 1.0, 1))
+    ]
     bins = run_timeline.binned(moments, lambda m: m.decoding, 2.0, 8)
     assert bins == pytest.approx([4.0, 0.8, 1.0, 1.0, 0, 0, 0, 0])
     assert sum(bins) * 0.25 == pytest.approx(4 * 0.25 + 0.7)
@@ -277,7 +307,9 @@ def test_shares_of_the_machine_are_those_of_the_steps(tmp_path: Path) -> None:
     assert chunked["int8_gop_s"] == pytest.approx((8e-3 * rows + 2e-3 * ends) / busy)
     read = sum(3e6 + 1e6 * any(item.tokens for item in s.items) + 256 * s.context for s in steps)
     assert chunked["read_share"] == pytest.approx(1e-9 * read / busy / 10)
-    assert chunked["compute_share"] == pytest.approx(chunked["int8_gop_s"] / 40 + chunked["fp32_gop_s"] / 5)
+    assert chunked["compute_share"] == pytest.approx(
+        chunked["int8_gop_s"] / 40 + chunked["fp32_gop_s"] / 5
+    )
     moments = found.contests[1].timeline.moments
     assert sum(m.compute * (m.end - m.begin) for m in moments) == pytest.approx(
         busy * chunked["compute_share"]
@@ -285,7 +317,9 @@ def test_shares_of_the_machine_are_those_of_the_steps(tmp_path: Path) -> None:
     assert static["read_gb_s"] > 0
     assert not any(m.nobody for m in moments)
     full, *_, last = [
-        m for m in found.contests[0].timeline.moments if not m.prefilling and m.padded + m.decoding > 1
+        m
+        for m in found.contests[0].timeline.moments
+        if not m.prefilling and m.padded + m.decoding > 1
     ]
     assert full.nobody < last.nobody < last.compute, "padding is computed, for nobody"
     page = report_html.page(found)
@@ -296,7 +330,10 @@ def test_shares_of_the_machine_are_those_of_the_steps(tmp_path: Path) -> None:
 
 def test_shares_that_are_not_known_are_left_out(bench: EngineBench, tmp_path: Path) -> None:
     found = found_of(
-        bench, comparison.contenders(["chunked"], ["fcfs"]), [TrafficRequest("a b c", None, 7)], tmp_path
+        bench,
+        comparison.contenders(["chunked"], ["fcfs"]),
+        [TrafficRequest("a b c", None, 7)],
+        tmp_path,
     )
     assert found.contests[0].figures["machine"] == {}
     page = report_html.page(found)
@@ -392,7 +429,9 @@ def test_a_claim_is_judged_by_its_threshold(
 ) -> None:
     for values, verdict in ((good, "reached"), (bad, "not reached")):
         (claim,) = (
-            c for c in literature_claims.claims(evidence(values, other, name)) if c.text.startswith(begin)
+            c
+            for c in literature_claims.claims(evidence(values, other, name))
+            if c.text.startswith(begin)
         )
         assert claim.verdict == verdict
         assert bool(claim.why) == (verdict == "not reached")
@@ -414,7 +453,9 @@ def test_an_engine_that_waited_for_requests_says_so() -> None:
 
 
 def test_claims_without_contenders_are_not_measured() -> None:
-    found = literature_claims.claims(literature_claims.Evidence({}, {"steps": 1.0, "rows": 1.0}, {}))
+    found = literature_claims.claims(
+        literature_claims.Evidence({}, {"steps": 1.0, "rows": 1.0}, {})
+    )
     assert len(found) == 12
     assert {claim.verdict for claim in found} == {"not measured"}
     assert all(claim.why for claim in found)
@@ -460,7 +501,10 @@ def measured(
     ],
 )
 def test_a_busy_machine_is_said_at_the_top(
-    two_rounds: ComparisonResults, disturbance: Disturbance, speeds: tuple[float, float], said: list[str]
+    two_rounds: ComparisonResults,
+    disturbance: Disturbance,
+    speeds: tuple[float, float],
+    said: list[str],
 ) -> None:
     found = measured(two_rounds, disturbance, speeds)
     assert found.disturbed == found.as_json()["disturbed"] == said
@@ -480,7 +524,9 @@ def test_advice_is_the_same_however_noisy_the_machine(two_rounds: ComparisonResu
     assert told[0] == told[1]
 
 
-def test_what_a_measurement_cannot_tell_apart_has_no_winner(bench: EngineBench, tmp_path: Path) -> None:
+def test_what_a_measurement_cannot_tell_apart_has_no_winner(
+    bench: EngineBench, tmp_path: Path
+) -> None:
     each = comparison.contenders(["orca", "chunked"], ["fcfs"])
     requests = requests_of(bench, MIXES["mixed"].make(8, 1))
     runs = comparison.run_contenders(bench, each, requests, 1, tmp_path, progress=False)
@@ -507,16 +553,24 @@ def test_a_simulation_never_says_that_answers_were_equal(found: ComparisonResult
 # -- the page ------------------------------------------------------------------------------------------------
 
 SECTIONS = (
-    "Which one?", "Figures", "Who was in each step", "Batch size over time", "KV memory over time", "Latency",
-    "Claims of the literature, and what this run shows", "How this was simulated",
-)  # fmt: skip
+    "Which one?",
+    "Figures",
+    "Who was in each step",
+    "Batch size over time",
+    "KV memory over time",
+    "Latency",
+    "Claims of the literature, and what this run shows",
+    "How this was simulated",
+)
 
 
 @pytest.fixture(scope="module")
 def found(bench: EngineBench, tmp_path_factory: pytest.TempPathFactory) -> ComparisonResults:
     each = comparison.contenders(["static", "prefill_first", "chunked"], ["fcfs", "sjf"])
     asked = [*MIXES["mixed"].make(14, 1), TrafficRequest("one", None, 1, tenant="<script>&\"'")]
-    return found_of(bench, each, asked, tmp_path_factory.mktemp("logs"), 'a <b>bold</b> & "new" file.jsonl')
+    return found_of(
+        bench, each, asked, tmp_path_factory.mktemp("logs"), 'a <b>bold</b> & "new" file.jsonl'
+    )
 
 
 def test_the_page_has_every_section_and_is_well_formed(found: ComparisonResults) -> None:
@@ -547,13 +601,19 @@ def test_a_row_has_five_figures_and_the_rest_is_folded(found: ComparisonResults)
     assert [len(row) for row in figures.iter("tr")] == [1 + 5] * (1 + len(found.contests))
     folded = ["".join(one.itertext()) for one in page.iter("details")]
     assert any("KV wasted" in text and "goodput" in text for text in folded)
-    assert any("that were not measured" in text and "speculative decoding" in text for text in folded)
-    shown = report_html.page(found).partition("Claims of the literature")[2].partition("<details>")[0]
+    assert any(
+        "that were not measured" in text and "speculative decoding" in text for text in folded
+    )
+    shown = (
+        report_html.page(found).partition("Claims of the literature")[2].partition("<details>")[0]
+    )
     assert "not measured" not in shown
 
 
 def test_machine_load_and_day_stand_under_the_title(found: ComparisonResults) -> None:
-    told = replace(found, about=replace(found.about, machine="some CPU, load 0.3", when="2031-02-03"))
+    told = replace(
+        found, about=replace(found.about, machine="some CPU, load 0.3", when="2031-02-03")
+    )
     head = report_html.page(told).partition("</h1>")[2].partition("</p>")[0]
     assert "some CPU, load 0.3; 2031-02-03" in head
 
@@ -621,14 +681,18 @@ def test_the_json_holds_the_figures(found: ComparisonResults) -> None:
 
 def test_one_contender_and_one_token_make_a_page(bench: EngineBench, tmp_path: Path) -> None:
     """No TPOT, no gap: what is not there is left out, not drawn at random."""
-    page = report_html.page(found_of(bench, [Contender("chunked")], [TrafficRequest("a", None, 1)], tmp_path))
+    page = report_html.page(
+        found_of(bench, [Contender("chunked")], [TrafficRequest("a", None, 1)], tmp_path)
+    )
     assert not re.search(r"\bnan\b", page)
     assert ElementTree.fromstring(page) is not None
 
 
 def test_nobody_is_chosen_for_what_nobody_does(bench: EngineBench, tmp_path: Path) -> None:
     each = comparison.contenders(["static", "chunked"], ["fcfs"])
-    requests = comparison.make_requests(MIXES["mixed"].make(6, 1), 64, 1024, comparison.words_as_tokens)
+    requests = comparison.make_requests(
+        MIXES["mixed"].make(6, 1), 64, 1024, comparison.words_as_tokens
+    )
     runs = comparison.run_contenders(bench, each, requests, 1, tmp_path, progress=False)
     for targets, names in ((LatencyTargets(1e-9, 1e-9), 1), (LatencyTargets(1e9, 1e9), 0)):
         about = About("", "", "", "", real=False, rounds=1, targets=targets)
@@ -644,7 +708,9 @@ def test_ticks_are_round_and_within() -> None:
 
 
 def test_an_account_of_nothing_is_drawn() -> None:
-    assert "<svg" in svg_charts.gantt([("none", RunTimeline(1.0, slots=1))], svg_charts.time_axis([1.0]))
+    assert "<svg" in svg_charts.gantt(
+        [("none", RunTimeline(1.0, slots=1))], svg_charts.time_axis([1.0])
+    )
 
 
 # -- a real engine -------------------------------------------------------------------------------------------
@@ -653,7 +719,11 @@ def test_an_account_of_nothing_is_drawn() -> None:
 def test_a_real_engine_gives_the_same_answers_and_logs_that_replay(tmp_path: Path) -> None:
     bench, encode = comparison.real_engine(
         EngineConfig(
-            model=str(TINY), backend="reference", max_num_seqs=2, static_batch=2, static_patience=0.05
+            model=str(TINY),
+            backend="reference",
+            max_num_seqs=2,
+            static_batch=2,
+            static_patience=0.05,
         )
     )
     requests = comparison.make_requests(

@@ -30,7 +30,9 @@ def steps(count: int, noise: float, seed: int = 0) -> list[StepRecord]:
         for id in range(dice.randint(1, 20)):
             n = dice.choice([1, 1, 1, dice.randint(2, 300)])
             items.append(
-                ItemRecord(id, 0, n, dice.randrange(2000), [5] if dice.random() < 0.8 else [], [], False)
+                ItemRecord(
+                    id, 0, n, dice.randrange(2000), [5] if dice.random() < 0.8 else [], [], False
+                )
             )
         step = StepRecord(now, 0.0, items, 0, 0, [], [], [], 0, 1, 0)
         took = TRUTH.seconds(step_cost.work_of_step(step)) - TRUTH.gap
@@ -49,7 +51,9 @@ def test_the_fit_finds_what_the_steps_were_made_from() -> None:
 
 def test_noise_and_a_machine_that_was_held_up_hardly_matter() -> None:
     noisy = [
-        StepRecord(s.start, s.end + (0.5 if i % 20 == 0 else 0.0), s.items, 0, 0, [], [], [], 0, 1, 0)
+        StepRecord(
+            s.start, s.end + (0.5 if i % 20 == 0 else 0.0), s.items, 0, 0, [], [], [], 0, 1, 0
+        )
         for i, s in enumerate(steps(600, 0.05))
     ]
     found = step_cost.fit(noisy, {})
@@ -118,21 +122,35 @@ def test_the_host_takes_its_time_before_a_step_or_behind_the_one_before(tmp_path
         assert ahead.seconds(work) == pytest.approx(max(host, alone))
         for cost in (plain, ahead):  # many steps at once take what each of them does
             each = [cost.seconds(StepWork(8, 8, 8, 808 + 8 * k, 808 + 8 * k)) for k in range(3)]
-            assert cost.ends(1.0, 8, 800, 3) == pytest.approx([1 + sum(each[: k + 1]) for k in range(3)])
+            assert cost.ends(1.0, 8, 800, 3) == pytest.approx(
+                [1 + sum(each[: k + 1]) for k in range(3)]
+            )
     with pytest.raises(EngineFault, match="--host-ms"):
         Reach(host=-1.0).check()
 
 
 LLAMA_8B = {
-    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 8192, "rope_theta": 5e5, "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16", "hidden_act": "silu",
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 8192,
+    "rope_theta": 5e5,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "hidden_act": "silu",
+}
 MIXTRAL = LLAMA_8B | {
-    "model_type": "mixtral", "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2,
+    "model_type": "mixtral",
+    "vocab_size": 32000,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
     "sliding_window": None,
-}  # fmt: skip
+}
 
 
 def outline(tmp_path: Path, config: dict[str, Any]) -> Outline:
@@ -165,11 +183,14 @@ def test_the_products_of_an_8b_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ranks", "rows", "sent", "exchanges"),
     [
-        (2, 1, 1, 1), (2, 4000, 4000, 1),  # of two each sends all that it has
-        (4, 32, 3 * 32, 1), (4, 33, 2 * 3 / 4 * 33, 2),  # 512 KB of rows of 16 KB
-        (8, 16, 7 * 16, 1), (8, 17, 2 * 7 / 8 * 17, 2),
+        (2, 1, 1, 1),
+        (2, 4000, 4000, 1),  # of two each sends all that it has
+        (4, 32, 3 * 32, 1),
+        (4, 33, 2 * 3 / 4 * 33, 2),  # 512 KB of rows of 16 KB
+        (8, 16, 7 * 16, 1),
+        (8, 17, 2 * 7 / 8 * 17, 2),
     ],
-)  # fmt: skip
+)
 def test_gpus_of_a_replica_pay_for_their_links(
     ranks: int, rows: int, sent: float, exchanges: int, tmp_path: Path
 ) -> None:
@@ -189,7 +210,9 @@ def test_gpus_of_a_replica_pay_for_their_links(
 def test_steps_in_a_row_end_when_they_would_one_by_one(tmp_path: Path) -> None:
     """To the last bit: plans hang on it."""
     gpu, reach = GPUS["H100"], Reach()
-    dense, experts = (roofline(outline(tmp_path, one), gpu, reach, 2) for one in (LLAMA_8B, MIXTRAL))
+    dense, experts = (
+        roofline(outline(tmp_path, one), gpu, reach, 2) for one in (LLAMA_8B, MIXTRAL)
+    )
     for made in (TRUTH, dense, experts):
         for rows, context in ((1, 0), (7, 12_345), (256, 3_000_000)):
             now, found = 3.7, []

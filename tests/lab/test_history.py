@@ -31,17 +31,24 @@ from support import smollm2
 def record(path: Path, seed: int = 0, longest: int = 40, **settings: Any) -> None:
     """A random crowd on the fake engine: late arrivals, aborts, shared prefixes, pins, drafts or not."""
     dice = random.Random(seed)
-    engine = make_engine(EngineConfig(**{"backend": "fake", "step_log": str(path)} | settings)).engine
+    engine = make_engine(
+        EngineConfig(**{"backend": "fake", "step_log": str(path)} | settings)
+    ).engine
     ids = iter(range(1, 1000))
     coming = 14
     while coming or engine.has_work:
         if coming and dice.random() < 0.8:
             coming -= 1
-            prompt = (*range(dice.choice([3, 20, 45])), *dice.choices(range(300), k=dice.randint(1, 30)))
+            prompt = (
+                *range(dice.choice([3, 20, 45])),
+                *dice.choices(range(300), k=dice.randint(1, 30)),
+            )
             params = SamplingParams(max_tokens=dice.randint(1, longest), stop_ids=(3,), seed=seed)
             if dice.random() < 0.15 and settings.get("policy") not in ("static", "window"):
                 params = replace(params, beam_width=3, stop_ids=(3,))
-            engine.submit(Request(next(ids), prompt, params, engine.clock(), priority=dice.randint(0, 2)))
+            engine.submit(
+                Request(next(ids), prompt, params, engine.clock(), priority=dice.randint(0, 2))
+            )
         engine.step()
         if dice.random() < 0.05:
             engine.abort(dice.randint(1, 14))
@@ -49,18 +56,36 @@ def record(path: Path, seed: int = 0, longest: int = 40, **settings: Any) -> Non
 
 
 SETTINGS: list[dict[str, Any]] = [
-    {"policy": policy, "order": order, "kv_cache_memory": blocks * 16, "max_num_batched_tokens": budget,
-     "max_model_len": 200, "static_patience": 0.001, "window_ms": 1.0, "max_num_seqs": 6}
+    {
+        "policy": policy,
+        "order": order,
+        "kv_cache_memory": blocks * 16,
+        "max_num_batched_tokens": budget,
+        "max_model_len": 200,
+        "static_patience": 0.001,
+        "window_ms": 1.0,
+        "max_num_seqs": 6,
+    }
     for policy, order, blocks, budget in (
-        ("chunked", "fcfs", 18, 32), ("chunked", "priority", 400, 512), ("prefill_first", "fcfs", 14, 64),
-        ("served_ratio", "fcfs", 400, 64), ("orca", "priority", 30, 64), ("window", "fcfs", 400, 64),
-        ("static", "fcfs", 60, 64), ("adaptive_chunk", "sjf", 400, 64), ("chunked", "fair", 500, 32),
-        ("chunked", "prefix", 600, 32), ("chunked", "adaptive", 700, 32), ("chunked", "deadline", 800, 32),
+        ("chunked", "fcfs", 18, 32),
+        ("chunked", "priority", 400, 512),
+        ("prefill_first", "fcfs", 14, 64),
+        ("served_ratio", "fcfs", 400, 64),
+        ("orca", "priority", 30, 64),
+        ("window", "fcfs", 400, 64),
+        ("static", "fcfs", 60, 64),
+        ("adaptive_chunk", "sjf", 400, 64),
+        ("chunked", "fair", 500, 32),
+        ("chunked", "prefix", 600, 32),
+        ("chunked", "adaptive", 700, 32),
+        ("chunked", "deadline", 800, 32),
     )
-]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: f"{s['policy']}-{s['kv_cache_memory']}")
+@pytest.mark.parametrize(
+    "settings", SETTINGS, ids=lambda s: f"{s['policy']}-{s['kv_cache_memory']}"
+)
 @pytest.mark.parametrize("tokens", [False, True])
 def test_plans_are_the_same_when_told_the_recorded_times(
     tmp_path: Path, settings: dict[str, Any], tokens: bool
@@ -81,9 +106,13 @@ def test_what_sessions_say_is_replayed(tmp_path: Path, tokens: bool) -> None:
     """Who waits for whom, and whose blocks go, follows from what is in the log."""
     path, dice, now = tmp_path / "steps", random.Random(7), itertools.count()
     config = EngineConfig(
-        backend="fake", step_log=str(path), step_log_tokens=tokens, kv_cache_memory=30 * 16,
-        max_model_len=200, session_wait=0.8,
-    )  # fmt: skip
+        backend="fake",
+        step_log=str(path),
+        step_log_tokens=tokens,
+        kv_cache_memory=30 * 16,
+        max_model_len=200,
+        session_wait=0.8,
+    )
     engine = make_engine(config).engine
     engine.clock = lambda: next(now) / 100
     said: dict[str, tuple[int, ...]] = {}
@@ -92,12 +121,19 @@ def test_what_sessions_say_is_replayed(tmp_path: Path, tokens: bool) -> None:
         prompt = (*said.get(name, ())[-120:], *dice.choices(range(300), k=dice.randint(1, 40)))
         said[name] = prompt
         hint = SessionHint(
-            name, dice.choice(("red", "blue")), dice.choice((0.0, 2.0, 9.0)), dice.choice((0.0, 0.5)),
-            dice.choice(("", "", "b")), dice.random() < 0.2, dice.random() < 0.1,
-        )  # fmt: skip
+            name,
+            dice.choice(("red", "blue")),
+            dice.choice((0.0, 2.0, 9.0)),
+            dice.choice((0.0, 0.5)),
+            dice.choice(("", "", "b")),
+            dice.random() < 0.2,
+            dice.random() < 0.1,
+        )
         params = SamplingParams(max_tokens=dice.randint(1, 20), ignore_eos=True, seed=id)
         engine.submit(
-            Request(id, prompt, params, engine.clock(), session=hint if dice.random() < 0.8 else None)
+            Request(
+                id, prompt, params, engine.clock(), session=hint if dice.random() < 0.8 else None
+            )
         )
         for _ in range(dice.randint(1, 12)):
             engine.step()
@@ -107,7 +143,12 @@ def test_what_sessions_say_is_replayed(tmp_path: Path, tokens: bool) -> None:
         engine.step()
     stats = engine.stats()
     assert (
-        min(stats["session_turns_found"], stats["session_turns_missed"], stats["session_blocks_given_up"]) > 5
+        min(
+            stats["session_turns_found"],
+            stats["session_turns_missed"],
+            stats["session_blocks_given_up"],
+        )
+        > 5
     )
     engine.close()
     found = log_replay.replay_plans(recorded_runs.last_run(path))
@@ -153,11 +194,15 @@ def test_a_plan_that_differs_is_named(tmp_path: Path) -> None:
     steps = list(recorded_runs.last_run(path).steps)
     place = next(i for i, step in enumerate(steps) if i > 10 and step.items)
     wrong = replace_item(steps[place], n=99)
-    found = log_replay.replay_plans(changed(path, lambda one: wrong if one == steps[place] else None))
+    found = log_replay.replay_plans(
+        changed(path, lambda one: wrong if one == steps[place] else None)
+    )
     assert found.differences[0].startswith(f"step {place + 1}: (id, index, n, computed) is ")
     victim = next(i for i, step in enumerate(steps) if step.preempted)
     other = msgspec.structs.replace(steps[victim], preempted=[])
-    found = log_replay.replay_plans(changed(path, lambda one: other if one == steps[victim] else None))
+    found = log_replay.replay_plans(
+        changed(path, lambda one: other if one == steps[victim] else None)
+    )
     assert found.differences[0].startswith(f"step {victim + 1}: preempted [")
 
 
@@ -173,7 +218,9 @@ def test_answers_are_the_same_and_one_that_is_not_is_named(tmp_path: Path) -> No
     assert found.differences == []
     assert found.compared > 8
     step = next(
-        s for s in recorded_runs.last_run(path).steps if s.items and s.items[0].tokens and not s.ended
+        s
+        for s in recorded_runs.last_run(path).steps
+        if s.items and s.items[0].tokens and not s.ended
     )
     wrong = replace_item(step, tokens=[step.items[0].tokens[0] + 1])
     found = log_replay.replay_tokens(
@@ -204,9 +251,17 @@ def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
 
 def header(**change: Any) -> Header:
     values: dict[str, Any] = {
-        "model": "", "fingerprint": "f", "config": {"unheard_of": 1}, "num_blocks": 50, "sliding": 0,
-        "window": 0, "max_model_len": 100, "clock": 10.0, "wall": 1000.0, "content": "digests",
-    }  # fmt: skip
+        "model": "",
+        "fingerprint": "f",
+        "config": {"unheard_of": 1},
+        "num_blocks": 50,
+        "sliding": 0,
+        "window": 0,
+        "max_model_len": 100,
+        "clock": 10.0,
+        "wall": 1000.0,
+        "content": "digests",
+    }
     return Header(**values | change)
 
 
@@ -216,15 +271,21 @@ def arrived(at: float, id: int, **more: Any) -> Arrived:
 
 def step(start: float, end: float, gained: dict[int, list[int]], *ended: int) -> StepRecord:
     items = [step_log.ItemRecord(id, 0, 1, 2, tokens, [], False) for id, tokens in gained.items()]
-    return StepRecord(start, end, items, len(items), 3, [], [], [(id, 0, "stop") for id in ended], 0, 1, 1)
+    return StepRecord(
+        start, end, items, len(items), 3, [], [], [(id, 0, "stop") for id in ended], 0, 1, 1
+    )
 
 
 def test_times_of_requests_are_those_of_the_log() -> None:
     records: list[Record] = [
-        arrived(10.0, 1), arrived(10.5, 2), arrived(11.0, 3),
-        step(11.0, 12.0, {1: [5], 2: [6]}), step(12.0, 12.5, {1: [], 2: [7, 8]}),
-        Left(12.6, 3), step(13.0, 14.0, {1: [3], 2: [3]}, 1, 2),
-    ]  # fmt: skip
+        arrived(10.0, 1),
+        arrived(10.5, 2),
+        arrived(11.0, 3),
+        step(11.0, 12.0, {1: [5], 2: [6]}),
+        step(12.0, 12.5, {1: [], 2: [7, 8]}),
+        Left(12.6, 3),
+        step(13.0, 14.0, {1: [3], 2: [3]}, 1, 2),
+    ]
     found = recorded_runs.request_metrics(recorded_runs.RecordedRun(header(), records))
     assert list(found.ttft) == [2.0, 1.5]
     assert list(found.tpot) == pytest.approx([2.0, 2.0 / 3])
@@ -238,7 +299,11 @@ def test_times_of_requests_are_those_of_the_log() -> None:
 def test_traffic_of_a_log_goes_on_behind_a_restart() -> None:
     before: list[Record] = [arrived(12.0, 1), arrived(13.0, 2), step(13.0, 14.0, {1: [5], 2: [6]})]
     resumed = {"resume": [{"index": 0, "tokens": [5], "cum_logprob": 0.0}]}
-    after: list[Record] = [arrived(1.0, 1, **resumed), step(1.0, 2.0, {1: [7, 3]}, 1), arrived(3.0, 1)]
+    after: list[Record] = [
+        arrived(1.0, 1, **resumed),
+        step(1.0, 2.0, {1: [7, 3]}, 1),
+        arrived(3.0, 1),
+    ]
     runs = [
         recorded_runs.RecordedRun(header(), before),
         recorded_runs.RecordedRun(header(clock=0.5, wall=1010.0), after),
@@ -276,7 +341,9 @@ def test_a_simulated_run_is_the_run_when_steps_take_what_they_took(tmp_path: Pat
     cost = CalibratedCost([1e-3, 0, 0, 0, 0, 0, 0], (0, 0), steps, {}, 0.0, {})
     check = calibration.checked(run, cost, "p")
     assert list(check.errors) == list(check.steady) == list(calibration.CHECKED)
-    slow = calibration.checked(run, msgspec.structs.replace(cost, weights=[2e-3, 0, 0, 0, 0, 0, 0]), "p")
+    slow = calibration.checked(
+        run, msgspec.structs.replace(cost, weights=[2e-3, 0, 0, 0, 0, 0, 0]), "p"
+    )
     assert slow.drift == pytest.approx(check.drift / 2)
     assert slow.steady == pytest.approx(check.steady)
     made = calibration.predicted(run, cost)
@@ -293,7 +360,9 @@ def test_loads_keep_their_rates() -> None:
     assert rates[4] == pytest.approx(70, rel=0.4)
     load = calibration.training(100.0, prompts, 300, 0, 200)
     lengths = [len(request.prompt_tokens()) for request in load.requests]
-    assert [i for i, length in enumerate(lengths) if length == 200 - 2 * 16] == list(range(0, 450, 12))
+    assert [i for i, length in enumerate(lengths) if length == 200 - 2 * 16] == list(
+        range(0, 450, 12)
+    )
     assert max(length for i, length in enumerate(lengths) if i % 12) == 96
     train = [request.arrival for request in load.requests]
     assert train == sorted(train)

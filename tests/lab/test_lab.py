@@ -69,7 +69,9 @@ USAGE = event(usage={"prompt_tokens": 5, "completion_tokens": 3})
 GOOD = [event("a"), event("b"), event("c"), event(finish="length"), USAGE, b"data: [DONE]\n\n"]
 
 
-async def ask(answer: list[bytes], status: str = "200 OK", cut: int = 0, pause: float = 0.0) -> ResponseTimes:
+async def ask(
+    answer: list[bytes], status: str = "200 OK", cut: int = 0, pause: float = 0.0
+) -> ResponseTimes:
     """What the client makes of a server that answers so; `cut`: chunks of that many bytes."""
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -114,7 +116,9 @@ def test_times_are_those_of_the_chunks() -> None:
 
 def test_failures_are_in_the_trace() -> None:
     assert "HTTP 429" in (asyncio.run(ask([b"busy"], "429 Too Many")).error or "")
-    assert "went wrong" in (asyncio.run(ask([b'data: {"error": {"message": "went wrong"}}\n\n'])).error or "")
+    assert "went wrong" in (
+        asyncio.run(ask([b'data: {"error": {"message": "went wrong"}}\n\n'])).error or ""
+    )
     assert "no token" in (asyncio.run(ask([b"data: [DONE]\n\n"])).error or "")
     refused = asyncio.run(Client("http://127.0.0.1:9", "m").complete("x", 3))
     assert refused.error is not None
@@ -134,7 +138,9 @@ def test_a_summary_counts_what_succeeded() -> None:
 
 
 def test_a_server_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", "serve", "--base-url", "http://127.0.0.1:9", "--num-prompts", "2"]) == 1
+    assert (
+        cli.main(["bench", "serve", "--base-url", "http://127.0.0.1:9", "--num-prompts", "2"]) == 1
+    )
     out, said = capsys.readouterr()
     assert "nan" not in out
     assert "http://127.0.0.1:9 answered no request" in said
@@ -154,7 +160,9 @@ def test_the_closed_loop_keeps_to_its_clients() -> None:
         open = 0
         most = 0
 
-        async def complete(self, prompt: str, max_tokens: int, forced_end: int | None) -> ResponseTimes:
+        async def complete(
+            self, prompt: str, max_tokens: int, forced_end: int | None
+        ) -> ResponseTimes:
             self.open += 1
             self.most = max(self.most, self.open)
             await asyncio.sleep(0.001)
@@ -169,7 +177,9 @@ def test_the_closed_loop_keeps_to_its_clients() -> None:
     assert client.most == 3
 
 
-def test_bench_engine_counts_tokens_and_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_bench_engine_counts_tokens_and_steps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     golden = Path(__file__).parent.parent / "goldens" / "tiny_llama.gguf"
     parser = argparse.ArgumentParser()
     bench_engine.add_arguments(parser)

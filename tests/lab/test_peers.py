@@ -32,7 +32,9 @@ def figures(rate: float, latency: float = 100.0) -> dict[str, Any]:
 def test_runners_make_the_same_figures_as_the_client() -> None:
     times = [[1.0, 1.5, 3.0], [2.0], [1.2, 1.3]]
     jobs = [offline.Job("x", len(t), begin=0.5, end=t[-1], prompt_tokens=7, times=t) for t in times]
-    traces = [ResponseTimes(begin=0.5, end=t[-1], chunks=t, prompt_tokens=7, tokens=len(t)) for t in times]
+    traces = [
+        ResponseTimes(begin=0.5, end=t[-1], chunks=t, prompt_tokens=7, tokens=len(t)) for t in times
+    ]
     mine, theirs = offline.summarise(jobs, 4.0), bench_serve.summarise(traces, 4.0)
     assert mine.keys() == theirs.keys()
     for name, value in theirs.items():
@@ -65,9 +67,18 @@ def test_a_runner_warms_up_measures_and_lets_go(
         log.append("let go")
 
     (tmp_path / "w.jsonl").write_text(json.dumps({"prompt": "x", "max_tokens": wanted}))
-    flags = ["--model", "m", "--workload", str(tmp_path / "w.jsonl"), "--output", str(tmp_path / "out.json")]
+    flags = [
+        "--model",
+        "m",
+        "--workload",
+        str(tmp_path / "w.jsonl"),
+        "--output",
+        str(tmp_path / "out.json"),
+    ]
     monkeypatch.setattr(sys, "argv", ["runner", *flags])
-    with contextlib.nullcontext() if wanted == 2 else pytest.raises(SystemExit, match="wrong length"):
+    with (
+        contextlib.nullcontext() if wanted == 2 else pytest.raises(SystemExit, match="wrong length")
+    ):
         offline.main(start, lambda _: None)
     assert log == ["start", f"4 x {offline.WARM_UP_TOKENS}", f"1 x {wanted}", "let go"]
     assert json.loads((tmp_path / "out.json").read_text())["failed"] == (wanted != 2)
@@ -79,9 +90,14 @@ def test_a_measurement_that_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch) -
         run._run(["sleep", "5"])
 
 
-def test_jobs_come_in_order_of_arrival_and_when_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_come_in_order_of_arrival_and_when_due(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "w.jsonl"
-    rows = [{"prompt": p, "max_tokens": 1, "arrival_s": at} for p, at in (("b", 4.0), ("a", 2.0), ("c", 9.0))]
+    rows = [
+        {"prompt": p, "max_tokens": 1, "arrival_s": at}
+        for p, at in (("b", 4.0), ("a", 2.0), ("c", 9.0))
+    ]
     path.write_text("\n".join(map(json.dumps, rows)))
     assert [job.arrival_s for job in offline.load(path, 0, 0.0)] == [0.0] * 3
     jobs = offline.load(path, 2, 2.0)
@@ -98,7 +114,12 @@ def test_ratios_are_above_one_where_ours_is_better() -> None:
         for rate, latency in ((200.0, 50.0), (150.0, 200.0), (400.0, 25.0))
     ]
     output, ttft = table.cell(pairs, "output"), table.cell(pairs, "TTFT p99")
-    assert (output.ours, output.theirs, output.ratio, output.spread) == (200.0, 100.0, 2.0, (1.5, 4.0))
+    assert (output.ours, output.theirs, output.ratio, output.spread) == (
+        200.0,
+        100.0,
+        2.0,
+        (1.5, 4.0),
+    )
     assert (ttft.ours, ttft.ratio, ttft.spread) == (100.0, 2.0, (0.5, 4.0))
 
 

@@ -26,8 +26,10 @@ def test_by_hand() -> None:
     planner = KVPlanner(LLAMA_13B, "float16", 16, 2048, 12 * GIB)
     fits = planner.fits([620])  # 38.75 blocks
     assert {name: fit.sequences for name, fit in fits.items()} == {
-        "contiguous": 7, "power_of_two": 15, "paged": 25,
-    }  # fmt: skip
+        "contiguous": 7,
+        "power_of_two": 15,
+        "paged": 25,
+    }
     assert fits["contiguous"].each == 2048 * 819_200
     assert fits["power_of_two"].used == pytest.approx(620 / 1024)
     assert fits["paged"].wasted == pytest.approx(4 / 624)
@@ -81,7 +83,9 @@ def test_lengths_of_a_trace_are_put_side_by_side() -> None:
         assert fit.each == pytest.approx(sum(one[name].each for one in each) / 50)
         assert fit.sequences == int(100 * GIB / fit.each)
     needed = sum(seen(LLAMA_13B.kv[0], n) for n in lengths) * 819_200
-    assert fits["paged"].used == pytest.approx(needed / sum(planner.sequence_bytes(n) for n in lengths))
+    assert fits["paged"].used == pytest.approx(
+        needed / sum(planner.sequence_bytes(n) for n in lengths)
+    )
 
 
 def test_no_room() -> None:

@@ -31,7 +31,9 @@ def test_each_policy_and_order_has_its_own(drawn: dict[str, str]) -> None:
 
 def test_the_page_shows_each(drawn: dict[str, str]) -> None:
     page = Path(policies.FOLDER.with_suffix(".md")).read_text()
-    assert sorted(re.findall(r"^!\[.+\]\(policies/(\w+)\.svg\)", page, re.MULTILINE)) == sorted(drawn)
+    assert sorted(re.findall(r"^!\[.+\]\(policies/(\w+)\.svg\)", page, re.MULTILINE)) == sorted(
+        drawn
+    )
     assert sorted(re.findall(r"\| \[picture\]\(policies/(\w+)\.svg\) \|", page)) == sorted(drawn)
 
 

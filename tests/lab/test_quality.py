@@ -42,7 +42,9 @@ def test_figures_are_those_of_their_definitions() -> None:
     assert found.tokens == 8 + 1 + 4
     assert found.kl == pytest.approx((np.exp(p) * (p - q)).sum(axis=1).mean(), rel=1e-5)
     assert found.same == (b.argmax(axis=1) == m.argmax(axis=1)).mean()
-    assert found.logit_error == pytest.approx(np.linalg.norm(centred[0]) / np.linalg.norm(centred[1]))
+    assert found.logit_error == pytest.approx(
+        np.linalg.norm(centred[0]) / np.linalg.norm(centred[1])
+    )
     assert found.perplexity == pytest.approx(np.exp(-q[rows, targets].mean()))
     assert found.base == pytest.approx(np.exp(-p[rows, targets].mean()))
     assert found.change == pytest.approx(found.perplexity / found.base - 1)
@@ -63,7 +65,9 @@ class Words:
         return [1] * add_special + [int(word) for word in text.split()]
 
 
-def test_every_window_begins_as_a_text_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_window_begins_as_a_text_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(quality, "load_tokenizer", lambda _: Words())
     monkeypatch.setattr(quality, "WINDOW", 4)
     (tmp_path / "text").write_text(" ".join(map(str, range(10, 30))))

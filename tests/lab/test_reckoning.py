@@ -43,7 +43,9 @@ def bench_of(cost: CalibratedCost) -> EngineBench:
 
 def mixed(bench: EngineBench) -> list[Request]:
     context = bench.built.max_model_len
-    return comparison.make_requests(MIXES["mixed"].make(10, 1), 64, context, comparison.words_as_tokens)
+    return comparison.make_requests(
+        MIXES["mixed"].make(10, 1), 64, context, comparison.words_as_tokens
+    )
 
 
 @pytest.fixture(scope="module")
@@ -115,18 +117,23 @@ def test_costs_of_a_busy_machine_add_up_to_the_seconds_of_processors(run: Record
 
 def test_too_few_steps_tell_no_costs(run: RecordedRun) -> None:
     short = RecordedRun(run.header, run.records[:12])
-    assert reckoning.costs_of(bench_of(cost_of()), [short], Circumstances(0.0, 1.0, "today")) is None
+    assert (
+        reckoning.costs_of(bench_of(cost_of()), [short], Circumstances(0.0, 1.0, "today")) is None
+    )
 
 
 def test_costs_are_kept_until_a_quieter_machine_tells_better_ones(tmp_path: Path) -> None:
     path = tmp_path / "steps" / "model.json"
     assert kept_costs.kept_costs(path) is None
     first, noisier = (
-        KeptCosts(cost_of(row=row), others, "today", (90.0, None)) for row, others in ((0.1, 0.4), (0.2, 0.8))
+        KeptCosts(cost_of(row=row), others, "today", (90.0, None))
+        for row, others in ((0.1, 0.4), (0.2, 0.8))
     )
     assert kept_costs.keep(path, first) == first
     assert kept_costs.keep(path, noisier) == first
-    assert kept_costs.keep(path, KeptCosts(cost_of(row=0.3), 0.35, "later")) == first, "hardly quieter"
+    assert kept_costs.keep(path, KeptCosts(cost_of(row=0.3), 0.35, "later")) == first, (
+        "hardly quieter"
+    )
     quiet = KeptCosts(cost_of(row=0.4), 0.02, "at night")
     assert kept_costs.keep(path, quiet) == quiet
     assert kept_costs.keep(path, first) == kept_costs.kept_costs(path) == quiet
@@ -148,7 +155,9 @@ def test_a_place_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:
     assert kept_costs.keep(tmp_path / "file" / "model.json", mine) == mine
 
 
-def test_costs_are_kept_by_model_kernels_and_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_are_kept_by_model_kernels_and_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PAGETURNER_CACHE", str(tmp_path))
     bench = bench_of(cost_of())
     names = {

@@ -19,15 +19,27 @@ STEP, ITEMS = 4, 3  # the first field of a step's record, and which one its item
 LOGS = {path.name.removesuffix(".steps.gz"): path for path in house.logs()}
 # Of all pairs of a policy and an order, seven in which each is there once are enough for every day.
 DAILY = {
-    "chunked-fcfs", "adaptive_chunk-priority", "prefill_first-sjf", "served_ratio-deadline", "orca-adaptive",
-    "window-fair", "static-prefix",
-}  # fmt: skip
+    "chunked-fcfs",
+    "adaptive_chunk-priority",
+    "prefill_first-sjf",
+    "served_ratio-deadline",
+    "orca-adaptive",
+    "window-fair",
+    "static-prefix",
+}
 
 SELDOM = {  # long ones whose like is replayed every day
-    "admission-full-static", "admission-predicted-static", "admission-full-prefill_first", "static-of-4",
-    "window-of-4", "preemption-served_ratio", "preemption-adaptive_chunk", "beams-prefill_first",
-    "served_ratio-often", "drafts-served_ratio",
-}  # fmt: skip
+    "admission-full-static",
+    "admission-predicted-static",
+    "admission-full-prefill_first",
+    "static-of-4",
+    "window-of-4",
+    "preemption-served_ratio",
+    "preemption-adaptive_chunk",
+    "beams-prefill_first",
+    "served_ratio-often",
+    "drafts-served_ratio",
+}
 
 
 def often(name: str) -> bool:
@@ -49,9 +61,16 @@ def test_the_plans_of_8cc2ebe_replay(name: str) -> None:
 
 def test_every_policy_order_and_feature_is_recorded() -> None:
     assert {house.kind_of(name) for name in LOGS} == {
-        "policies x orders", "admission", "preemption", "beams", "drafts", "schema", "tiny", "windows",
+        "policies x orders",
+        "admission",
+        "preemption",
+        "beams",
+        "drafts",
+        "schema",
+        "tiny",
+        "windows",
         "others",
-    }  # fmt: skip
+    }
     assert sum(house.kind_of(name) == "policies x orders" for name in LOGS) == 49
     assert set(LOGS) >= DAILY | SELDOM | set(house.UNREPEATABLE)
 
@@ -94,7 +113,11 @@ def test_times_are_taken_out_of_a_log() -> None:
         [msgspec.msgpack.decode(body) for body in house.frames(one)]
         for one in (log, house.without_times(log))
     )
-    assert after[0][house.CONFIG]["static_patience"] == 0.0 < before[0][house.CONFIG]["static_patience"]
+    assert (
+        after[0][house.CONFIG]["static_patience"]
+        == 0.0
+        < before[0][house.CONFIG]["static_patience"]
+    )
     times = [
         sum(
             name in record[house.MORE]
@@ -111,9 +134,7 @@ def test_times_are_taken_out_of_a_log() -> None:
 
 
 def test_kernels_of_another_build_are_asked_all_the_same() -> None:
-    said = (
-        "pageturner: the log is of native-{}-kv_float16, this engine is native-{}-kv_float16: the bits differ"
-    )
+    said = "pageturner: the log is of native-{}-kv_float16, this engine is native-{}-kv_float16: the bits differ"
     assert house.another_build(said.format("avx2-aaa", "avx2-bbb")) == "native-avx2-bbb-kv_float16"
     assert house.another_build(said.format("avx2-aaa", "avx512-bbb")) == ""
     assert house.another_build("pageturner: the log holds digests") == ""

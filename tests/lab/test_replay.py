@@ -17,9 +17,20 @@ GOLDEN = Path(__file__).parent.parent / "goldens" / "tiny_llama.gguf"
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    command = [sys.executable, "-m", "pageturner", "serve", str(GOLDEN), "--port", "0", "--developer"]
+    command = [
+        sys.executable,
+        "-m",
+        "pageturner",
+        "serve",
+        str(GOLDEN),
+        "--port",
+        "0",
+        "--developer",
+    ]
     process = subprocess.Popen(
-        [*command, "--backend", "reference", "--served-model-name", "tiny"], stderr=subprocess.PIPE, text=True
+        [*command, "--backend", "reference", "--served-model-name", "tiny"],
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stderr is not None
     seen = ""
@@ -38,10 +49,31 @@ def url() -> Iterator[str]:
 def test_a_trace_is_replayed_without_an_oracle(url: str, endpoint: str, tmp_path: Path) -> None:
     trace, output = tmp_path / "t.jsonl", tmp_path / "figures.json"
     lengths = [3, 40, 1, 7]
-    rows = [{"arrival_s": i / 50, "prompt_tokens": 9, "output_tokens": n} for i, n in enumerate(lengths)]
+    rows = [
+        {"arrival_s": i / 50, "prompt_tokens": 9, "output_tokens": n} for i, n in enumerate(lengths)
+    ]
     trace.write_text("\n".join(map(json.dumps, rows)))
-    words = ["--base-url", url, "--model", "tiny", "--trace", str(trace), "--cap", "20", "--warmup", "1"]
-    words += ["--endpoint", endpoint, "--tokenizer", str(GOLDEN), "--goodput", "ttft:60000", "e2e:60000"]
+    words = [
+        "--base-url",
+        url,
+        "--model",
+        "tiny",
+        "--trace",
+        str(trace),
+        "--cap",
+        "20",
+        "--warmup",
+        "1",
+    ]
+    words += [
+        "--endpoint",
+        endpoint,
+        "--tokenizer",
+        str(GOLDEN),
+        "--goodput",
+        "ttft:60000",
+        "e2e:60000",
+    ]
     assert cli.main(["bench", "serve", *words, "--output", str(output)]) == 0
     figures = json.loads(output.read_text())
     assert figures["failed"] == 0

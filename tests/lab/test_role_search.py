@@ -55,7 +55,9 @@ def test_prompts_apart_take_fewer_where_tokens_must_come_steadily(
 
 
 @pytest.mark.slow
-def test_what_it_finds_is_enough_and_one_less_is_not(tight: tuple[dict[str, object], list[str]]) -> None:
+def test_what_it_finds_is_enough_and_one_less_is_not(
+    tight: tuple[dict[str, object], list[str]],
+) -> None:
     best, _ = tight
     prefill, decode = (int(part.split("=")[1]) for part in str(best["roles"]).split(","))
     assert prefill + decode == best["replicas"]

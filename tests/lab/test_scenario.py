@@ -30,7 +30,9 @@ def scenario(**change: Any) -> Scenario:
 
 
 def fewest_replicas(one: Scenario) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    return search_capacity([Option(1, one)], lambda each: SerialRuns(each, progress=False), lambda line: None)
+    return search_capacity(
+        [Option(1, one)], lambda each: SerialRuns(each, progress=False), lambda line: None
+    )
 
 
 def test_one_replica_less_is_too_few() -> None:

@@ -18,9 +18,14 @@ from pageturner.lab.traffic.traffic_generators import SyntheticTraffic
 
 COST = CalibratedCost([1e-3, 0, 1e-4, 0, 0, 0, 0], (0, 0), 1, {}, 0.0, {})
 BASE = Scenario(
-    EngineConfig(max_num_batched_tokens=512), KVSizes(400), 1000, COST,
-    lambda rate: SyntheticTraffic(80, 60.0 * rate, 200, 30).open_loop(), LatencyTargets(1.0), replicas=4,
-)  # fmt: skip
+    EngineConfig(max_num_batched_tokens=512),
+    KVSizes(400),
+    1000,
+    COST,
+    lambda rate: SyntheticTraffic(80, 60.0 * rate, 200, 30).open_loop(),
+    LatencyTargets(1.0),
+    replicas=4,
+)
 
 
 def run(roles: Roles | None, **change: Any) -> dict[str, Any]:

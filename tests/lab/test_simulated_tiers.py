@@ -33,7 +33,10 @@ def test_what_is_evicted_goes_down_tier_by_tier_and_comes_up() -> None:
     tiers = SimulatedTiers(store, TierSizes(2 * 16, 2 * 16, 1.0, 10.0), 16)
     for key in (b"a", b"b", b"c", b"d", b"e", b"f", b"g"):
         cached(store, key)
-    assert set(store.index) == {b"f", b"g"}  # d and e are in host memory, b and c in the file, a is gone
+    assert set(store.index) == {
+        b"f",
+        b"g",
+    }  # d and e are in host memory, b and c in the file, a is gone
     assert store.on_miss is not None
     assert store.on_miss(b"a") is None
     assert tiers.owed() == 0.0
@@ -49,12 +52,18 @@ def test_what_is_evicted_goes_down_tier_by_tier_and_comes_up() -> None:
 def prompts_again(tiers: TierSizes | None, **change: Any) -> dict[str, Any]:
     """Eight prompts of 20 blocks, of which three fit, each sent again at the end."""
     each = [
-        TrafficRequest(Pieces(((i % 8 + 1, PROMPT),)), 2, 8, 10.0 * i, answer=1 << 41 | i) for i in range(16)
+        TrafficRequest(Pieces(((i % 8 + 1, PROMPT),)), 2, 8, 10.0 * i, answer=1 << 41 | i)
+        for i in range(16)
     ]
     base = Scenario(
-        EngineConfig(max_num_batched_tokens=512), KVSizes(64), 1000, COST, lambda rate: OpenLoop(each),
-        LatencyTargets(1.0), tiers=tiers,
-    )  # fmt: skip
+        EngineConfig(max_num_batched_tokens=512),
+        KVSizes(64),
+        1000,
+        COST,
+        lambda rate: OpenLoop(each),
+        LatencyTargets(1.0),
+        tiers=tiers,
+    )
     return replace(base, **change).run(progress=False)
 
 

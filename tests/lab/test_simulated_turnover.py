@@ -23,9 +23,14 @@ from pageturner.lab.traffic.traffic_generators import SyntheticTraffic
 
 COST = CalibratedCost([1e-2, 0, 1e-4, 0, 0, 0, 0], (0, 0), 1, {}, 0.0, {})
 BASE = Scenario(
-    EngineConfig(max_num_batched_tokens=512, max_num_seqs=8), KVSizes(400), 1000, COST,
-    lambda rate: SyntheticTraffic(80, 6.0 * rate, 200, 60).open_loop(), LatencyTargets(1.0), replicas=4,
-)  # fmt: skip
+    EngineConfig(max_num_batched_tokens=512, max_num_seqs=8),
+    KVSizes(400),
+    1000,
+    COST,
+    lambda rate: SyntheticTraffic(80, 6.0 * rate, 200, 60).open_loop(),
+    LatencyTargets(1.0),
+    replicas=4,
+)
 
 
 def run(**change: Any) -> dict[str, Any]:
@@ -36,7 +41,9 @@ def ends(*events: ReplicaEvent, **change: Any) -> Failures:
     return Failures(events=events, **change)
 
 
-ONE = TrafficRequest(Pieces(((1, 320),)), 41, 64)  # 41 tokens, the first after 42 ms, then one each 10.1 ms
+ONE = TrafficRequest(
+    Pieces(((1, 320),)), 41, 64
+)  # 41 tokens, the first after 42 ms, then one each 10.1 ms
 
 
 def test_a_stream_goes_on_at_its_next_token() -> None:
@@ -52,7 +59,9 @@ def test_a_stream_goes_on_at_its_next_token() -> None:
     assert found["tokens_recomputed"] == 320 + before - 1
     first = 0.2 + 0.05 + 1e-2 + 1e-4 * (320 + before)
     assert moved["e2e_s"]["max"] == pytest.approx(first + (41 - before - 1) * 0.0101)
-    assert found["longest_gap_ms"]["max"] == pytest.approx(1e3 * (first - 0.042 - (before - 1) * 0.0101))
+    assert found["longest_gap_ms"]["max"] == pytest.approx(
+        1e3 * (first - 0.042 - (before - 1) * 0.0101)
+    )
 
 
 def test_without_moving_it_begins_again() -> None:
@@ -67,11 +76,15 @@ def test_without_moving_it_begins_again() -> None:
 
 def test_what_the_other_replica_has_is_found() -> None:
     """Both replicas were sent the prompt: of a moved stream only its tail is computed again."""
-    both = [replace(ONE, output=2), replace(ONE, output=2, arrival=0.001), replace(ONE, arrival=1.0)]
-    change: dict[str, Any] = {"replicas": 2, "placement": "round_robin"}
-    found = run(traffic=lambda rate: OpenLoop(both), failures=ends(ReplicaEvent(1.1, 0, "end")), **change)[
-        "turnover"
+    both = [
+        replace(ONE, output=2),
+        replace(ONE, output=2, arrival=0.001),
+        replace(ONE, arrival=1.0),
     ]
+    change: dict[str, Any] = {"replicas": 2, "placement": "round_robin"}
+    found = run(
+        traffic=lambda rate: OpenLoop(both), failures=ends(ReplicaEvent(1.1, 0, "end")), **change
+    )["turnover"]
     assert found["streams_moved"] == 1
     assert 0 < found["tokens_recomputed"] < 40
 
@@ -175,7 +188,9 @@ def test_replicas_that_sleep_keep_their_cache(monkeypatch: pytest.MonkeyPatch) -
     ],
     ids=["roles", "failures", "autoscaling"],
 )
-def test_loads_in_tokens_are_refused_where_replicas_have_roles_or_come_and_go(change: dict[str, Any]) -> None:
+def test_loads_in_tokens_are_refused_where_replicas_have_roles_or_come_and_go(
+    change: dict[str, Any],
+) -> None:
     with pytest.raises(EngineFault) as caught:
         run(loads="tokens", **change)
     assert caught.value.code == "bad_setting"
@@ -195,7 +210,9 @@ def test_loads_in_tokens_are_refused_where_replicas_have_roles_or_come_and_go(ch
         ('{"at": 1, "replica": 0}', "event"),
     ],
 )
-def test_events_that_cannot_be_are_refused_with_their_line(tmp_path: Path, line: str, said: str) -> None:
+def test_events_that_cannot_be_are_refused_with_their_line(
+    tmp_path: Path, line: str, said: str
+) -> None:
     path = tmp_path / "events"
     path.write_text(f'{{"at": 1, "replica": 3, "event": "drain"}}\n\n{line}\n')
     with pytest.raises(EngineFault, match=said) as caught:

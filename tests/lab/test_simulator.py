@@ -12,7 +12,14 @@ from pageturner.lab.bench.request_metrics import LatencyTargets
 from pageturner.lab.simulation.simulated_fleet import Roles, fleets
 from pageturner.lab.simulation.simulator import Simulator
 from pageturner.lab.simulation.step_cost import CalibratedCost
-from pageturner.lab.traffic.traffic import END, OpenLoop, Pieces, Sessions, SessionTurn, TrafficRequest
+from pageturner.lab.traffic.traffic import (
+    END,
+    OpenLoop,
+    Pieces,
+    Sessions,
+    SessionTurn,
+    TrafficRequest,
+)
 from pageturner.lab.traffic.traffic_generators import SyntheticTraffic
 from pageturner.policies.orders import ORDERS
 from pageturner.router.placement import PLACEMENTS, PrefixMap
@@ -132,7 +139,9 @@ def runs_alike(seed: int) -> int:
             assert [x for x in a if x == x] == [x for x in b if x == x], f"seed {seed}: {name}"
         assert b == pytest.approx(a, nan_ok=True, abs=1e-9), f"seed {seed}: {name}"
     assert slow.metrics.refused == fast.metrics.refused
-    counted = [{k: v for k, v in s.figures().items() if k not in ("kv_used", "busy")} for s in (slow, fast)]
+    counted = [
+        {k: v for k, v in s.figures().items() if k not in ("kv_used", "busy")} for s in (slow, fast)
+    ]
     assert counted[0] == counted[1], f"seed {seed}"
     return same_but_for_leaps(every, most)
 
@@ -160,7 +169,10 @@ def test_true_lengths_are_seen_by_nobody() -> None:
     """Until the first answer ends, a longer future makes no difference to any plan."""
     found = []
     for longer in (1, 3):
-        each = [request(0.01 * i, ((1 << 41 | i, 40 + i),), 1 << 42 | i, 20 * longer, 100) for i in range(8)]
+        each = [
+            request(0.01 * i, ((1 << 41 | i, 40 + i),), 1 << 42 | i, 20 * longer, 100)
+            for i in range(8)
+        ]
         simulator, seen = simulate(OpenLoop(each), leaps=False, token_budget=32, max_num_seqs=4)
         found.append((min(simulator.metrics.e2e), seen))
     end = found[0][0]
@@ -170,7 +182,10 @@ def test_true_lengths_are_seen_by_nobody() -> None:
 
 
 def test_answers_end_where_the_trace_says_or_at_the_cap() -> None:
-    each = [request(0.0, ((i, 10),), 1 << 42 | i, length, 25) for i, length in enumerate((1, 2, 24, 25, 90))]
+    each = [
+        request(0.0, ((i, 10),), 1 << 42 | i, length, 25)
+        for i, length in enumerate((1, 2, 24, 25, 90))
+    ]
     simulator, _ = simulate(OpenLoop(each), leaps=True)
     assert sorted(simulator.metrics.tokens) == [1, 2, 24, 25, 25]
     assert END < 0
@@ -179,7 +194,10 @@ def test_answers_end_where_the_trace_says_or_at_the_cap() -> None:
 def test_steps_take_what_the_cost_says_and_follow_each_other() -> None:
     _, seen = simulate(SyntheticTraffic(12, 30.0, 60, 20).open_loop(), leaps=False)
     for _, begin, end, items in seen:
-        works = [StepWork(n, 1, 0, computed + n, n * computed + n * (n + 1) // 2) for _, n, computed in items]
+        works = [
+            StepWork(n, 1, 0, computed + n, n * computed + n * (n + 1) // 2)
+            for _, n, computed in items
+        ]
         tokens, context, pairs = (sum(w[i] for w in works) for i in (0, 3, 4))
         least = COST.seconds(StepWork(tokens, len(items), 0, context, pairs))
         most = COST.seconds(StepWork(tokens, len(items), len(items), context, pairs))
@@ -221,7 +239,10 @@ def test_sessions_wait_for_answers_and_find_what_was_said() -> None:
 @pytest.mark.parametrize(("placement", "found"), [("prefix_aware", 28), ("round_robin", 26)])
 def test_prefixes_are_found_where_they_were_sent(placement: str, found: int) -> None:
     """Two prefixes; to a replica that was chosen in turn each is new."""
-    each = [request(0.2 * i, ((i % 4 // 2, 256), (1 << 41 | i, 16)), 1 << 42 | i, 4, 100) for i in range(30)]
+    each = [
+        request(0.2 * i, ((i % 4 // 2, 256), (1 << 41 | i, 16)), 1 << 42 | i, 4, 100)
+        for i in range(30)
+    ]
     simulator, _ = simulate(OpenLoop(each), leaps=True, replicas=2, placement=placement)
     assert simulator.figures()["cached_tokens"] == 256 * found
 

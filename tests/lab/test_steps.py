@@ -38,13 +38,27 @@ def test_sizes_are_as_asked_and_every_operator_is_there(monkeypatch: pytest.Monk
     limits = Peak("avx2", 1, 100.0, 50.0, dict.fromkeys(READ, 10.0), 5.0)
     monkeypatch.setattr(steps.peak, "measure", lambda isa, threads, seconds: limits)
     figures = steps.measure(arguments())
-    assert [run["what"] for run in figures["served"]] == ["prefill 8", "decode 1 x 12", "decode 3 x 12"]
+    assert [run["what"] for run in figures["served"]] == [
+        "prefill 8",
+        "decode 1 x 12",
+        "decode 3 x 12",
+    ]
     assert [run["steps"] for run in figures["served"]] == [1, 4, 4]
     assert figures["read_bytes"] <= figures["packed_bytes"]
     for run in figures["apart"]:
-        assert {"q", "k", "v", "o", "gate", "up", "down", "head", "attention", "norm", "sample"} <= run[
-            "operators"
-        ].keys()
+        assert {
+            "q",
+            "k",
+            "v",
+            "o",
+            "gate",
+            "up",
+            "down",
+            "head",
+            "attention",
+            "norm",
+            "sample",
+        } <= run["operators"].keys()
         assert run["operators"].keys() == run["floors_us"].keys()
         _counts_like(run, figures["read_bytes"])
     text = steps.render(figures)
@@ -59,8 +73,13 @@ def _counts_like(run: dict[str, Any], read: int) -> None:
     logits, operators = 1 if rows == 8 else rows, run["operators"]
     products = [operators[name] for name in ("q", "k", "v", "o", "gate", "up", "down", "head")]
     terms = steps.TERMS[NativeOps(1).fine_bits("Q8_0")]  # as all of that layer
-    beside = terms * 2 * (rows - logits) * 2 * 64 * 64  # apart, all rows get a q and an o in the last layer
-    assert sum(one["integer"] for one in products) - beside == needs.int8 * rows + needs.ending_int8 * logits
+    beside = (
+        terms * 2 * (rows - logits) * 2 * 64 * 64
+    )  # apart, all rows get a q and an o in the last layer
+    assert (
+        sum(one["integer"] for one in products) - beside
+        == needs.int8 * rows + needs.ending_int8 * logits
+    )
     assert needs.weight_bytes(rows, logits) == read
     pairs = operators["attention"]["floats"] / needs.pair
     assert pairs == 8 * 9 / 2 if rows == 8 else rows * 10 < pairs < rows * 15
@@ -110,7 +129,10 @@ def test_a_step_of_another_size_is_an_error() -> None:
         vocab_size=300,
         engine=SimpleNamespace(
             submit=lambda request: None,
-            step=lambda: [SimpleNamespace(id=1000, tokens=(1,)), SimpleNamespace(id=1001, tokens=())],
+            step=lambda: [
+                SimpleNamespace(id=1000, tokens=(1,)),
+                SimpleNamespace(id=1001, tokens=()),
+            ],
         ),
     )
     with pytest.raises(RuntimeError, match="1 sequences"):

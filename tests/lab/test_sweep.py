@@ -23,7 +23,13 @@ from pageturner.lab.bench import sweep_load, sweep_report
 from pageturner.lab.bench.client import ResponseTimes
 from pageturner.lab.bench.sweep import LoadSweep, Sweeper, SweepPoint, SweptServer, knee, tied
 from pageturner.lab.bench.sweep_forecast import scheduler_settings
-from pageturner.lab.bench.sweep_load import PointBounds, PointRun, SentRequest, point_figures, point_seed
+from pageturner.lab.bench.sweep_load import (
+    PointBounds,
+    PointRun,
+    SentRequest,
+    point_figures,
+    point_seed,
+)
 from pageturner.lab.bench.sweep_servers import ask_models, key_of, named
 from pageturner.lab.bench.sweep_simulated import SimulatedServer, error
 from pageturner.lab.commands import bench_sweep
@@ -79,7 +85,9 @@ class Scripted:
 
 def swept(script: Scripted, sweep: LoadSweep, rounds: int = 2, **more: Any) -> Sweeper:
     servers = [SweptServer(name) for name in script.limits]
-    found = Sweeper(servers, script, rounds, deadline=float("inf"), clock=itertools.count().__next__)
+    found = Sweeper(
+        servers, script, rounds, deadline=float("inf"), clock=itertools.count().__next__
+    )
     for name, value in more.items():
         setattr(found, name, value)
     found.sweep(sweep)
@@ -90,9 +98,15 @@ def test_servers_take_turns_in_every_round() -> None:
     script = Scripted({"a": 9, "b": 9})
     swept(script, LoadSweep("concurrency", [1, 4]))
     assert script.order == [
-        ("a", 1, 0), ("b", 1, 0), ("a", 1, 1), ("b", 1, 1),
-        ("a", 4, 0), ("b", 4, 0), ("a", 4, 1), ("b", 4, 1),
-    ]  # fmt: skip
+        ("a", 1, 0),
+        ("b", 1, 0),
+        ("a", 1, 1),
+        ("b", 1, 1),
+        ("a", 4, 0),
+        ("b", 4, 0),
+        ("a", 4, 1),
+        ("b", 4, 1),
+    ]
 
 
 def test_automatic_loads_double_to_the_knee_of_each() -> None:
@@ -111,8 +125,12 @@ def test_a_server_that_fails_is_said_and_the_others_go_on() -> None:
     script = Scripted({"a": 9, "b": 9}, failing=("a", 2))
     found = swept(script, LoadSweep("concurrency", [1, 2, 4]))
     assert [one for one in script.order if one[1] > 1] == [
-        ("a", 2, 0), ("b", 2, 0), ("b", 2, 1), ("b", 4, 0), ("b", 4, 1),
-    ]  # fmt: skip
+        ("a", 2, 0),
+        ("b", 2, 0),
+        ("b", 2, 1),
+        ("b", 4, 0),
+        ("b", 4, 1),
+    ]
     assert "HTTP 500" in found.servers[0].failed
     assert found.notes[0].startswith("a answered nothing at 2 clients")
 
@@ -215,7 +233,10 @@ def test_figures_of_a_run() -> None:
     run = PointRun(0.0, stop=14.0, cut=16.0, sent=[ramp, good, late])
     found = point_figures(run, {"ttft": 1000.0})
     assert found["output_tokens_per_s"] == pytest.approx((11 + 5 + 1 + 8 / 2) / 14)
-    assert (found["ttft_ms_p50"], found["tpot_ms_p99"]) == (pytest.approx(1250.0), pytest.approx(500.0))
+    assert (found["ttft_ms_p50"], found["tpot_ms_p99"]) == (
+        pytest.approx(1250.0),
+        pytest.approx(500.0),
+    )
     assert found["goodput_share"] == 0.5
     assert found["requests_per_s"] == pytest.approx(found["output_tokens_per_s"] / (25 / 3))
 
@@ -232,22 +253,31 @@ def prompts(made: sweep_load.SweepLoad, seed: int, count: int = 5) -> list[str]:
 
 def test_every_point_has_prompts_of_its_own(tmp_path: Path) -> None:
     workload, trace = tmp_path / "w.jsonl", tmp_path / "t.jsonl"
-    workload.write_text('{"prompt": "Who?", "max_tokens": 3}\n{"prompt": "Why?", "max_tokens": 4}\n')
+    workload.write_text(
+        '{"prompt": "Who?", "max_tokens": 3}\n{"prompt": "Why?", "max_tokens": 4}\n'
+    )
     trace.write_text('{"arrival_s": 0, "prompt_tokens": 40, "output_tokens": 2}\n')
     for made in (load(), load("--workload", str(workload)), load("--trace", str(trace))):
         assert prompts(made, 1) == prompts(made, 1)
         assert not set(prompts(made, 1)) & set(prompts(made, 2))
         assert len(set(prompts(made, 1))) == 5
     assert prompts(load("--workload", str(workload)), 7, 2) == ["7.0: Who?", "7.0: Why?"]
-    assert len({point_seed(*each) for each in itertools.product(range(2), range(24), range(9))}) == 432
+    assert (
+        len({point_seed(*each) for each in itertools.product(range(2), range(24), range(9))}) == 432
+    )
     with pytest.raises(EngineFault, match="not both"):
         load("--workload", str(workload), "--trace", str(trace))
 
 
 # -- what is simulated ---------------------------------------------------------------------------------------
 
-ABOUT = {"config": msgspec.to_builtins(EngineConfig(max_num_seqs=4)), "blocks": 500, "window": 0, "recent": 0,
-         "max_model_len": 512}  # fmt: skip
+ABOUT = {
+    "config": msgspec.to_builtins(EngineConfig(max_num_seqs=4)),
+    "blocks": 500,
+    "window": 0,
+    "recent": 0,
+    "max_model_len": 512,
+}
 COST = CalibratedCost([0.01, 0, 0.0001, 0, 0, 0, 0], (0, 0), 99, {}, 0.0, ABOUT)
 
 
@@ -268,7 +298,9 @@ def test_the_simulator_has_the_knee_where_places_end() -> None:
     idle = engine.point("rate", 0.5, [(16, 20)], PointBounds(20.0), 1, {"ttft": 1000.0})
     assert idle["goodput_share"] == 1.0
     assert 0.3 * 20 < idle["output_tokens_per_s"] < 0.9 * 20
-    assert engine.point("concurrency", 1, [(900, 20)], PointBounds(1.0), 1, {}) == {}, "too long for it"
+    assert engine.point("concurrency", 1, [(900, 20)], PointBounds(1.0), 1, {}) == {}, (
+        "too long for it"
+    )
 
 
 def test_settings_of_the_scheduler_are_taken_from_flags() -> None:
@@ -365,9 +397,20 @@ def test_answers_that_are_shorter_are_said() -> None:
 def test_the_json_file() -> None:
     data = json.loads(msgspec.json.encode(sweep_report.as_json(results())))
     assert data["schema"] == 1
-    assert set(data) == {"schema", "about", "interrupted", "rounds", "goodput_targets_ms", "notes",
-                         "forecast", "servers", "sweeps"}  # fmt: skip
-    assert [set(one) for one in data["servers"]] == [{"name", "url", "model", "started_with", "failed"}] * 2
+    assert set(data) == {
+        "schema",
+        "about",
+        "interrupted",
+        "rounds",
+        "goodput_targets_ms",
+        "notes",
+        "forecast",
+        "servers",
+        "sweeps",
+    }
+    assert [set(one) for one in data["servers"]] == [
+        {"name", "url", "model", "started_with", "failed"}
+    ] * 2
     sweep = data["sweeps"][0]
     assert set(sweep) == {"over", "unit", "points", "knees", "forecast_errors"}
     assert sweep["knees"]["ours"] == 2.0

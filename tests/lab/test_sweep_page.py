@@ -40,7 +40,9 @@ def test_the_page_is_whole_and_needs_nothing_else() -> None:
     parser = Balanced()
     parser.feed(text)
     assert parser.open == []
-    linked = [value for name, value in parser.attributes if name in ("href", "src", "srcset", "action")]
+    linked = [
+        value for name, value in parser.attributes if name in ("href", "src", "srcset", "action")
+    ]
     assert linked == []
     assert "@import" not in text
     assert "url(" not in text
@@ -58,9 +60,20 @@ def test_what_came_from_outside_is_escaped() -> None:
 
 def test_pictures_have_titles_units_and_a_table_beside() -> None:
     text = sweep_page.page(results())
-    for words in ("Throughput", "output tokens/s", "clients at once", "Time to first token, p99", "Goodput",
-                  "Gap between two tokens, p99", "What throughput costs", "simulated", "knee", "5 errors",
-                  "2026-11-23", "pale bars"):  # fmt: skip
+    for words in (
+        "Throughput",
+        "output tokens/s",
+        "clients at once",
+        "Time to first token, p99",
+        "Goodput",
+        "Gap between two tokens, p99",
+        "What throughput costs",
+        "simulated",
+        "knee",
+        "5 errors",
+        "2026-11-23",
+        "pale bars",
+    ):
         assert words in text, words
     assert text.count("<figure>") == 8
     assert "ours, 2 clients: output tokens 182 tokens/s (180 to 184)" in text
@@ -71,20 +84,26 @@ def test_pictures_have_titles_units_and_a_table_beside() -> None:
 
 
 def test_the_best_is_marked_only_where_rounds_are_apart() -> None:
-    row = next(line for line in sweep_page.page(results()).split("<tr") if ">1</td><td>ours" in line)
+    row = next(
+        line for line in sweep_page.page(results()).split("<tr") if ">1</td><td>ours" in line
+    )
     assert '<td class="best">102 ' in row
     assert row.count('class="best"') == 1, "latencies are equal"
 
 
 def test_charts_are_xml_with_dashes_and_a_ring() -> None:
-    line = ChartLine([LinePoint(1, 5, 4, 6, "a"), LinePoint(2, 9, 9, 9, "b")], [(1, 5), (2, 10)], ring=2)
+    line = ChartLine(
+        [LinePoint(1, 5, 4, 6, "a"), LinePoint(2, 9, 9, 9, "b")], [(1, 5), (2, 10)], ring=2
+    )
     svg = sweep_charts.chart("T", "ms", "clients", [line, ChartLine([])], log=True)
     ElementTree.fromstring(svg)
     assert svg.count('class="told c0"') == 1
     assert svg.count('class="ring c0"') == 1
     assert svg.count('class="spread c0"') == 1
     assert sweep_charts.chart("T", "ms", "clients", [ChartLine([])]) == ""
-    ElementTree.fromstring(sweep_charts.key(5).replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"'))
+    ElementTree.fromstring(
+        sweep_charts.key(5).replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"')
+    )
 
 
 @pytest.mark.parametrize("values", [[3.0], [0.0], [1.0, 5.0], [1.0, 1e6], [0.02, 0.9], [7e4, 9e4]])

@@ -26,7 +26,9 @@ def test_equal_hash_ids_are_equal_tokens_and_nothing_else_is() -> None:
         TraceRow(600, 5, 2.0),
         TraceRow(600, 5, 3.0),
     ]
-    one, two, three, four = (a.engine_request(i).prompt for i, a in enumerate(opened(rows).requests))
+    one, two, three, four = (
+        a.engine_request(i).prompt for i, a in enumerate(opened(rows).requests)
+    )
     assert (len(one), len(two), len(three)) == (1100, 1030, 600)
     assert one[:1024] == two[:1024]
     assert not set(one[1024:]) & set(two[1024:])
@@ -107,7 +109,9 @@ def test_gaps_have_the_mean_and_the_variation_that_were_asked_for() -> None:
 def test_times_can_be_made_up_and_made_faster() -> None:
     rows = with_times([TraceRow(5, 5), TraceRow(6, 6)], 10.0, 1.0, 0)
     source = opened(rows)
-    assert [a.arrival for a in source.faster(2.0).requests] == [a.arrival / 2 for a in source.requests]
+    assert [a.arrival for a in source.faster(2.0).requests] == [
+        a.arrival / 2 for a in source.requests
+    ]
     assert source.requests[0].arrival > 0
 
 

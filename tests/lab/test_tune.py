@@ -41,7 +41,9 @@ def scenario(**change: Any) -> Scenario:
 
 @pytest.mark.slow
 def test_it_finds_better_settings_than_those_given() -> None:
-    trials = search_settings(scenario(), SMALL, 600, clock=itertools.count().__next__, progress=False)
+    trials = search_settings(
+        scenario(), SMALL, 600, clock=itertools.count().__next__, progress=False
+    )
     assert trials[0].simulated["goodput_share"] == 1.0
     given = next(one for one in trials if one.candidate == Candidate.of(POOR))
     assert given.simulated["goodput_share"] < 0.5
@@ -49,7 +51,9 @@ def test_it_finds_better_settings_than_those_given() -> None:
     assert ranks == sorted(ranks)
     assert len({one.candidate for one in trials}) == len(trials), "nothing twice"
     best = trials[0].candidate
-    assert {*SMALL.beside(best)} <= {one.candidate for one in trials}, "no neighbour of the best is untried"
+    assert {*SMALL.beside(best)} <= {one.candidate for one in trials}, (
+        "no neighbour of the best is untried"
+    )
     best_run = replace(scenario(), config=best.settings(POOR))
     if best.block_size == POOR.block_size:
         assert best_run.run(progress=False)["goodput_share"] == trials[0].simulated["goodput_share"]
@@ -80,7 +84,9 @@ def test_unknown_names_are_refused(policies: tuple[str, ...], orders: tuple[str,
 def test_impossible_targets_are_said_to_be() -> None:
     targets = LatencyTargets(0.001, None)
     trials = search_settings(scenario(targets=targets), SMALL, 30, clock=itertools.count().__next__)
-    with pytest.raises(EngineFault, match=r"no setting that was tried .* 0\.0% .* 99\.0% are wanted"):
+    with pytest.raises(
+        EngineFault, match=r"no setting that was tried .* 0\.0% .* 99\.0% are wanted"
+    ):
         check_possible(trials[0], targets)
 
 

@@ -45,15 +45,23 @@ def test_all_matrices_have_them(model: str, bits: str, expected: int) -> None:
 def test_where_they_are_dear_keys_values_the_last_mlp_and_the_head_have_more() -> None:
     weights = loaded("tiny_llama_quant", "auto", WithoutTwelve())
     found = [
-        {name for name in MATRICES if isinstance(w := getattr(layer, name), Quantised) and w.bits == 15}
+        {
+            name
+            for name in MATRICES
+            if isinstance(w := getattr(layer, name), Quantised) and w.bits == 15
+        }
         for layer in weights.layers
     ]
     assert found[0] == {"k", "v"}
     assert found[-1] == {"k", "v", "gate", "up", "down"}
     assert weights.head.bits == 15
     assert weights.layers[0].q.bits == 8
-    experts = [layer.experts for layer in loaded("experts_mixtral_quant", "auto", WithoutTwelve()).layers]
-    assert [{w.bits for w in each.gate} for each in experts if each] == [{8}] * (len(experts) - 1) + [{15}]
+    experts = [
+        layer.experts for layer in loaded("experts_mixtral_quant", "auto", WithoutTwelve()).layers
+    ]
+    assert [{w.bits for w in each.gate} for each in experts if each] == [{8}] * (
+        len(experts) - 1
+    ) + [{15}]
 
 
 class Widened(ReferenceOps):

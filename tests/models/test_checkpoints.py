@@ -29,14 +29,31 @@ TOKENS = [7 * i % 64 for i in range(24)]
 REFERENCE = ReferenceOps()
 # What their matrices are read as. A star: with a rounding, which is said.
 KINDS = {
-    "gptq_32": "Q4_0", "gptq_64": "Q4_W", "gptq_v2": "Q4_W", "gptq_column": "Q4_0", "gptq_act": "Q4_0",
-    "gptq_8": "Q8_0", "gptq_8_asym": "Q8_0*", "awq_32": "Q4_W", "awq_128": "Q4_W", "ct_w4_32": "Q4_0",
-    "ct_w4_64_asym": "Q4_W", "ct_w4_channel": "Q4_0", "ct_w8_128": "Q8_0", "ct_w8a8": "Q8_W",
+    "gptq_32": "Q4_0",
+    "gptq_64": "Q4_W",
+    "gptq_v2": "Q4_W",
+    "gptq_column": "Q4_0",
+    "gptq_act": "Q4_0",
+    "gptq_8": "Q8_0",
+    "gptq_8_asym": "Q8_0*",
+    "awq_32": "Q4_W",
+    "awq_128": "Q4_W",
+    "ct_w4_32": "Q4_0",
+    "ct_w4_64_asym": "Q4_W",
+    "ct_w4_channel": "Q4_0",
+    "ct_w8_128": "Q8_0",
+    "ct_w8a8": "Q8_W",
     "ct_fp8": "F8_W",
-    "ct_fp8_tensor": "F8_W", "ct_fp8_block": "F8_W", "ct_mxfp4": "MXFP4", "fp8_block": "F8_W",
-    "fp8_block_96": "F8_W", "fp8_tensor": "F8_W", "bnb_nf4": "T4_W*", "bnb_nf4_double": "T4_W*",
+    "ct_fp8_tensor": "F8_W",
+    "ct_fp8_block": "F8_W",
+    "ct_mxfp4": "MXFP4",
+    "fp8_block": "F8_W",
+    "fp8_block_96": "F8_W",
+    "fp8_tensor": "F8_W",
+    "bnb_nf4": "T4_W*",
+    "bnb_nf4_double": "T4_W*",
     "bnb_int8": "Q8_W",
-}  # fmt: skip
+}
 
 
 def error(path: Path, ops: Any = REFERENCE, **options: str) -> float:
@@ -82,7 +99,9 @@ Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]
 Q = "model.layers.0.self_attn.q_proj"
 
 
-def damaged(name: str, folder: Path, change: Callable[[dict[str, Any], Tensors], object]) -> EngineFault:
+def damaged(
+    name: str, folder: Path, change: Callable[[dict[str, Any], Tensors], object]
+) -> EngineFault:
     """What is said of a copy that was changed."""
     shutil.copytree(CHECKPOINTS / name, folder)
     file = open_safetensors(folder)
@@ -117,7 +136,9 @@ def data(name: str, array: np.ndarray, at: int) -> Callable[[dict[str, Any], Ten
 
 
 def reshaped(name: str, shape: tuple[int, ...]) -> Callable[[dict[str, Any], Tensors], object]:
-    return lambda config, tensors: tensors.update({name: (tensors[name][0], shape, tensors[name][2])})
+    return lambda config, tensors: tensors.update(
+        {name: (tensors[name][0], shape, tensors[name][2])}
+    )
 
 
 def scheme(**values: Any) -> Callable[[dict[str, Any], Tensors], object]:
@@ -129,18 +150,32 @@ NAN16, NAN32 = np.array([np.nan], np.float16), np.array([np.nan], np.float32)
 LIES: dict[str, tuple[str, Callable[[dict[str, Any], Tensors], object], str, str]] = {
     "GPTQ bits": ("gptq_32", said(bits=8), "tensor_shape", Q),
     "GPTQ group": ("gptq_32", said(group_size=64), "tensor_shape", "scales"),
-    "GPTQ group of no size": ("gptq_32", said(group_size=0), "quantization_invalid", "group_size is 0"),
+    "GPTQ group of no size": (
+        "gptq_32",
+        said(group_size=0),
+        "quantization_invalid",
+        "group_size is 0",
+    ),
     "GPTQ group that does not fit": ("gptq_32", said(group_size=96), "quantization_invalid", "96"),
     "GPTQ scales": ("gptq_32", without(Q + ".scales"), "tensor_missing", Q + ".scales"),
     "GPTQ zero-points": ("gptq_32", without(Q + ".qzeros"), "tensor_missing", Q + ".qzeros"),
     "GPTQ version": (
-        "gptq_32", said(checkpoint_format="gptq_v2"), "quantization_invalid", "is checkpoint_format",
+        "gptq_32",
+        said(checkpoint_format="gptq_v2"),
+        "quantization_invalid",
+        "is checkpoint_format",
     ),
     "GPTQ order": (
-        "gptq_act", data(Q + ".g_idx", np.array([4], np.int32), 5), "quantization_invalid", "g_idx",
+        "gptq_act",
+        data(Q + ".g_idx", np.array([4], np.int32), 5),
+        "quantization_invalid",
+        "g_idx",
     ),
     "GPTQ order below": (
-        "gptq_act", data(Q + ".g_idx", np.array([-1], np.int32), 5), "quantization_invalid", "g_idx",
+        "gptq_act",
+        data(Q + ".g_idx", np.array([-1], np.int32), 5),
+        "quantization_invalid",
+        "g_idx",
     ),
     "GPTQ scale": ("gptq_32", data(Q + ".scales", NAN16, 3), "quantization_invalid", Q),
     "GPTQ shape": ("gptq_32", reshaped(Q + ".qweight", (32, 64)), "tensor_shape", Q),
@@ -154,46 +189,98 @@ LIES: dict[str, tuple[str, Callable[[dict[str, Any], Tensors], object], str, str
     "AWQ scale": ("awq_32", data(Q + ".scales", NAN16, 0), "quantization_invalid", Q),
     "compressed bits": ("ct_w4_32", scheme(num_bits=8), "tensor_shape", "weight_packed"),
     "compressed group": ("ct_w4_32", scheme(group_size=64), "tensor_shape", "weight_scale"),
-    "compressed symmetry": ("ct_w4_32", scheme(symmetric=False), "tensor_missing", "weight_zero_point"),
+    "compressed symmetry": (
+        "ct_w4_32",
+        scheme(symmetric=False),
+        "tensor_missing",
+        "weight_zero_point",
+    ),
     "compressed shape": (
-        "ct_w4_32", data(Q + ".weight_shape", np.array([256], np.int64), 0), "tensor_shape", Q,
+        "ct_w4_32",
+        data(Q + ".weight_shape", np.array([256], np.int64), 0),
+        "tensor_shape",
+        Q,
     ),
     "compressed format": ("ct_w4_32", said(format="marlin-24"), "model_unsupported", "'marlin-24'"),
     "compressed targets": (
         "ct_w4_32",
         lambda config, _: config["config_groups"]["group_0"].update(targets=["re:.*mlp.*"]),
-        "quantization_invalid", "none of its groups",
+        "quantization_invalid",
+        "none of its groups",
     ),
-    "compressed scheme": ("ct_w4_32", said(config_groups=None), "quantization_invalid", "config_groups"),
-    "float blocks": ("fp8_block", said(weight_block_size=[64, 64]), "tensor_shape", "weight_scale_inv"),
-    "float blocks of nonsense": ("fp8_block", said(weight_block_size=[0]), "quantization_invalid", "[0]"),
+    "compressed scheme": (
+        "ct_w4_32",
+        said(config_groups=None),
+        "quantization_invalid",
+        "config_groups",
+    ),
+    "float blocks": (
+        "fp8_block",
+        said(weight_block_size=[64, 64]),
+        "tensor_shape",
+        "weight_scale_inv",
+    ),
+    "float blocks of nonsense": (
+        "fp8_block",
+        said(weight_block_size=[0]),
+        "quantization_invalid",
+        "[0]",
+    ),
     "float format": ("fp8_block", said(fmt="e5m2"), "model_unsupported", "e5m2"),
-    "float scale": ("fp8_block", data(Q + ".weight_scale_inv", NAN32, 0), "quantization_invalid", Q),
+    "float scale": (
+        "fp8_block",
+        data(Q + ".weight_scale_inv", NAN32, 0),
+        "quantization_invalid",
+        Q,
+    ),
     "float value": (
-        "fp8_block", data(Q + ".weight", np.array([0x7F], np.uint8), 9), "quantization_invalid", Q,
+        "fp8_block",
+        data(Q + ".weight", np.array([0x7F], np.uint8), 9),
+        "quantization_invalid",
+        Q,
     ),
     "float scales": ("fp8_block", without(Q + ".weight_scale_inv"), "tensor_missing", Q),
     "4-bit scale": (
-        "ct_mxfp4", data(Q + ".weight_scale", np.array([255], np.uint8), 7), "quantization_invalid", Q,
+        "ct_mxfp4",
+        data(Q + ".weight_scale", np.array([255], np.uint8), 7),
+        "quantization_invalid",
+        Q,
     ),
     "nf4 state": (
-        "bnb_nf4", without(Q + ".weight.quant_state.bitsandbytes__nf4"), "quantization_invalid", Q,
+        "bnb_nf4",
+        without(Q + ".weight.quant_state.bitsandbytes__nf4"),
+        "quantization_invalid",
+        Q,
     ),
     "nf4 blocks": (
-        "bnb_nf4", lambda _, tensors: state(tensors, blocksize=128), "tensor_shape", "absmax",
+        "bnb_nf4",
+        lambda _, tensors: state(tensors, blocksize=128),
+        "tensor_shape",
+        "absmax",
     ),
     "nf4 shape": ("bnb_nf4", lambda _, tensors: state(tensors, shape=[64, 128]), "tensor_shape", Q),
-    "nf4 type": ("bnb_nf4", lambda _, tensors: state(tensors, quant_type="nf3"), "model_unsupported", "nf3"),
+    "nf4 type": (
+        "bnb_nf4",
+        lambda _, tensors: state(tensors, quant_type="nf3"),
+        "model_unsupported",
+        "nf3",
+    ),
     "nf4 scale": ("bnb_nf4", data(Q + ".weight.absmax", NAN32, 2), "quantization_invalid", Q),
     "nested scale": (
-        "bnb_nf4_double", data(Q + ".weight.nested_absmax", NAN32, 0), "quantization_invalid", Q,
+        "bnb_nf4_double",
+        data(Q + ".weight.nested_absmax", NAN32, 0),
+        "quantization_invalid",
+        Q,
     ),
     "int8 scales": ("bnb_int8", without(Q + ".SCB"), "tensor_missing", Q + ".SCB"),
     "another method": ("gptq_32", said(quant_method="quip"), "model_unsupported", "quip"),
     "nothing quantised": (
-        "fp8_block", said(quant_method="gptq", bits=4), "quantization_invalid", "no weights",
+        "fp8_block",
+        said(quant_method="gptq", bits=4),
+        "quantization_invalid",
+        "no weights",
     ),
-}  # fmt: skip
+}
 
 
 def state(tensors: Tensors, **values: Any) -> None:
@@ -222,10 +309,14 @@ def test_experts_of_four_bits_come_out_with_outputs_first(tmp_path: Path) -> Non
     scales = draw.integers(120, 130, (3, 4, 2), dtype=np.uint8)
     write_safetensors(
         tmp_path / "model.safetensors",
-        {"x.gate_up_proj_blocks": ("U8", blocks.shape, blocks.tobytes()),
-         "x.gate_up_proj_scales": ("U8", scales.shape, scales.tobytes())},
-    )  # fmt: skip
-    config = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
+        {
+            "x.gate_up_proj_blocks": ("U8", blocks.shape, blocks.tobytes()),
+            "x.gate_up_proj_scales": ("U8", scales.shape, scales.tobytes()),
+        },
+    )
+    config = {
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    }
     file = open_checkpoint(config, open_safetensors(tmp_path), "config.json")
     kind, shape, raw = file.tensor("x.gate_up_proj")
     table = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
@@ -245,7 +336,9 @@ NONSENSE = (None, -1, "x", [0], {"x": 1}, True)
 @pytest.mark.parametrize(
     "name", ["gptq_32", "awq_32", "ct_w4_64_asym", "ct_fp8_block", "fp8_block", "bnb_nf4_double"]
 )
-def test_nonsense_in_any_place_is_an_error_with_a_code_or_harmless(tmp_path: Path, name: str) -> None:
+def test_nonsense_in_any_place_is_an_error_with_a_code_or_harmless(
+    tmp_path: Path, name: str
+) -> None:
     folder = Path(shutil.copytree(CHECKPOINTS / name, tmp_path / "model"))
     whole = json.loads((folder / "config.json").read_text())
 

@@ -76,7 +76,13 @@ def test_one_of_them_with_another_order_leaves_all_of_them_where_they_are() -> N
 
 
 @pytest.mark.parametrize(
-    "names", [["lm_head"], [LAYER + "mlp.experts.0.up_proj"], [LAYER + "self_attn.o_proj"], [LAYER + MLP[2]]]
+    "names",
+    [
+        ["lm_head"],
+        [LAYER + "mlp.experts.0.up_proj"],
+        [LAYER + "self_attn.o_proj"],
+        [LAYER + MLP[2]],
+    ],
 )
 def test_what_no_step_gathers_stays_where_it_is(names: list[str]) -> None:
     found = placed(dict.fromkeys(names, ORDER))
@@ -124,7 +130,9 @@ def test_a_product_is_that_of_gathered_inputs_bit_for_bit(isa: str, kind: str) -
 def test_what_is_no_order_is_refused(order: list[int]) -> None:
     tensor = grid.weight("Q4_0", 16, 64)
     with pytest.raises(EngineFault) as caught:
-        NativeOps(1).pack_weight(Tensor("w", "Q4_0", tensor.shape, tensor.data, 8, np.array(order, np.int32)))
+        NativeOps(1).pack_weight(
+            Tensor("w", "Q4_0", tensor.shape, tensor.data, 8, np.array(order, np.int32))
+        )
     assert caught.value.code == "bad_weight"
 
 

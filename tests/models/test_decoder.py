@@ -18,7 +18,9 @@ BACKENDS = ["reference", "native"]
 MODELS = ["tiny_llama", "tiny_llama_untied", "tiny_llama_quant", "tiny_qwen3"]
 
 
-def decoding(model: str | Path, ops_name: str, *, weights: str = "float32", **storage: object) -> Decoding:
+def decoding(
+    model: str | Path, ops_name: str, *, weights: str = "float32", **storage: object
+) -> Decoding:
     ops = backend(ops_name)
     path = GOLDENS / f"{model}.gguf" if isinstance(model, str) else model
     return Decoding(load_model(path, ops, dtype=weights), ops, **storage)  # type: ignore[arg-type]
@@ -71,8 +73,14 @@ def test_batches_and_chunks_do_not_change_a_bit(model: str, dtype: str, ops_name
     alone = decoding(model, ops_name, weights="auto", dtype=dtype)
     truth = {name: alone.step([(name, tokens)])[0] for name, tokens in sequences.items()}
     for block_size, chunk in ((16, 7), (1, 64), (256, 1000), (5, 1)):
-        crowd = decoding(model, ops_name, weights="auto", dtype=dtype, blocks=1000 // block_size + 8,
-                         block_size=block_size)  # fmt: skip
+        crowd = decoding(
+            model,
+            ops_name,
+            weights="auto",
+            dtype=dtype,
+            blocks=1000 // block_size + 8,
+            block_size=block_size,
+        )
         left = {name: list(tokens) for name, tokens in sequences.items()}
         got: dict[str, list[np.ndarray]] = {name: [] for name in sequences}
         while left:
@@ -82,7 +90,9 @@ def test_batches_and_chunks_do_not_change_a_bit(model: str, dtype: str, ops_name
                 left[name] = left[name][len(tokens) :]
             left = {name: tokens for name, tokens in left.items() if tokens}
         for name, rows in got.items():
-            np.testing.assert_array_equal(np.concatenate(rows), truth[name], err_msg=f"{block_size} {chunk}")
+            np.testing.assert_array_equal(
+                np.concatenate(rows), truth[name], err_msg=f"{block_size} {chunk}"
+            )
 
 
 @pytest.mark.parametrize("ops_name", BACKENDS)
@@ -96,7 +106,9 @@ def test_a_step_without_wanted_rows_only_writes_kv(ops_name: str) -> None:
     def batch(start: int, stop: int, wanted: list[int]) -> Batch:
         here = np.arange(start, stop, dtype=np.int32)
         edges, context, rows = (np.array(x, np.int32) for x in ([0, stop - start], [stop], wanted))
-        return Batch(prompt[start:stop], here, edges, context, np.array([[1, 0]], np.int32), here + 16, rows)
+        return Batch(
+            prompt[start:stop], here, edges, context, np.array([[1, 0]], np.int32), here + 16, rows
+        )
 
     nothing = decoder.forward(batch(0, n - 1, []), kv)
     assert nothing.shape == (0, 320)
@@ -104,7 +116,9 @@ def test_a_step_without_wanted_rows_only_writes_kv(ops_name: str) -> None:
     last = decoder.forward(batch(n - 1, n, [0]), kv).copy()
     whole = decoder.forward(batch(0, n, [n - 1]), kv)
     np.testing.assert_array_equal(last, whole)
-    np.testing.assert_allclose(last[0], np.load(GOLDENS / "tiny_llama.npz")["logits_1"][-1], atol=1e-4)
+    np.testing.assert_allclose(
+        last[0], np.load(GOLDENS / "tiny_llama.npz")["logits_1"][-1], atol=1e-4
+    )
 
 
 def test_backends_agree_on_quantised_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,10 +127,13 @@ def test_backends_agree_on_quantised_weights(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(ReferenceOps, "fine_bits", lambda _, kind: native.fine_bits(kind))
     tokens = prompts("tiny_llama_quant")[2]
     logits = [
-        decoding("tiny_llama_quant", name, weights="auto").step([("p", tokens)])[0] for name in BACKENDS
+        decoding("tiny_llama_quant", name, weights="auto").step([("p", tokens)])[0]
+        for name in BACKENDS
     ]
     scale = np.abs(logits[0]).max()
-    assert np.abs(logits[0] - logits[1]).max() < 0.02 * scale  # one activation may round the other way
+    assert (
+        np.abs(logits[0] - logits[1]).max() < 0.02 * scale
+    )  # one activation may round the other way
 
 
 def test_rotary_tables_end_where_asked() -> None:

@@ -58,20 +58,27 @@ def test_a_seed_gives_the_same_weights_and_another_one_others(tmp_path: Path) ->
 def test_matrices_are_of_the_type_that_the_configuration_says(tmp_path: Path) -> None:
     for dtype, kind in (("float16", "F16"), ("bfloat16", "BF16"), ("float32", "F32")):
         folder = only_config(tmp_path / ".", "llama3", torch_dtype=dtype, dtype=dtype)
-        kinds = {info.kind for info in open_dummy(folder, 0)[0].tensors.values() if len(info.shape) > 1}
+        kinds = {
+            info.kind for info in open_dummy(folder, 0)[0].tensors.values() if len(info.shape) > 1
+        }
         assert kinds == {kind}
         shutil.rmtree(folder)
 
 
 def test_what_has_no_random_weights_is_refused(tmp_path: Path) -> None:
     quantised = only_config(tmp_path, "llama3", quantization_config={"quant_method": "gptq"})
-    for path, advice in ((quantised, "--quantization int8"), (GOLDENS / "tiny_llama.gguf", "is a file")):
+    for path, advice in (
+        (quantised, "--quantization int8"),
+        (GOLDENS / "tiny_llama.gguf", "is a file"),
+    ):
         with pytest.raises(EngineFault, match=advice) as told:
             open_dummy(path, 0)
         assert told.value.code == "bad_setting"
 
 
-def test_without_a_tokenizer_bytes_stand_in_for_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_without_a_tokenizer_bytes_stand_in_for_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     folder = only_config(tmp_path, "llama3")
     with pytest.raises(EngineFault, match="no tokenizer"):
         load_tokenizer(folder)

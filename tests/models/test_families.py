@@ -19,11 +19,35 @@ from support.decoding import Decoding, assert_greedy, assert_logits, backend
 
 FAMILIES = Path(__file__).parents[1] / "goldens" / "families"
 NAMES = [
-    "llama3", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "mixtral", "qwen3_moe", "gpt2", "opt",
-    "bloom", "smollm3", "granite", "granitemoehybrid", "olmo2", "olmo3", "phi3_long", "phi4_mini", "glm",
-    "glm4", "starcoder2", "gpt_oss", "llama4_text", "deepseek_v2",
-]  # fmt: skip
-LENGTHS = {"phi4_mini": 512}  # tokens for which a model is loaded: up to so many it takes its short factors
+    "llama3",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "phi3",
+    "gemma2",
+    "gemma3",
+    "mixtral",
+    "qwen3_moe",
+    "gpt2",
+    "opt",
+    "bloom",
+    "smollm3",
+    "granite",
+    "granitemoehybrid",
+    "olmo2",
+    "olmo3",
+    "phi3_long",
+    "phi4_mini",
+    "glm",
+    "glm4",
+    "starcoder2",
+    "gpt_oss",
+    "llama4_text",
+    "deepseek_v2",
+]
+LENGTHS = {
+    "phi4_mini": 512
+}  # tokens for which a model is loaded: up to so many it takes its short factors
 LONG = ("gemma2", "bloom", "gpt_oss", "llama4_text", "deepseek_v2")
 BACKENDS = ["reference", "native"]
 
@@ -33,7 +57,9 @@ def loaded(name: str, ops_name: str) -> tuple[Decoder, Ops]:
     """A model in fp32; skips where the backend says that it lacks something."""
     ops = backend(ops_name)
     try:
-        return load_model(FAMILIES / name, ops, dtype="float32", max_positions=LENGTHS.get(name, 0)), ops
+        return load_model(
+            FAMILIES / name, ops, dtype="float32", max_positions=LENGTHS.get(name, 0)
+        ), ops
     except EngineFault as fault:
         if ops_name != "native" or "does not compute" not in fault.message:
             raise
@@ -78,7 +104,9 @@ def test_batches_and_chunks_do_not_change_a_bit(name: str, ops_name: str) -> Non
             for (key, _), logits in zip(parts, crowd.step(parts), strict=True):
                 got[key].append(logits)
         for key, rows in got.items():
-            np.testing.assert_array_equal(np.concatenate(rows), whole[key], err_msg=f"{key} {chunk}")
+            np.testing.assert_array_equal(
+                np.concatenate(rows), whole[key], err_msg=f"{key} {chunk}"
+            )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -88,7 +116,9 @@ def test_weights_as_stored_give_the_same(name: str) -> None:
     prompt = golden(name)["prompt_0"].tolist()
     model = load_model(FAMILIES / name, ops, max_positions=LENGTHS.get(name, 0))
     stored = Decoding(model, ops).step([("p", prompt)])[0]
-    np.testing.assert_array_equal(stored, Decoding(*loaded(name, "reference")).step([("p", prompt)])[0])
+    np.testing.assert_array_equal(
+        stored, Decoding(*loaded(name, "reference")).step([("p", prompt)])[0]
+    )
 
 
 def test_a_model_too_large_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +150,9 @@ def test_a_backend_without_features_is_told_what_a_model_needs() -> None:
                 load_model(FAMILIES / name, lacking)  # type: ignore[arg-type]
             assert caught.value.code == "model_unsupported"
             refused.add((name, feature))
-    assert {feature for _, feature in refused} == FEATURES - {"ordered"}  # without it the order is undone
+    assert {feature for _, feature in refused} == FEATURES - {
+        "ordered"
+    }  # without it the order is undone
     plain = {"llama3", "qwen2", "qwen3", "phi3_long", "phi4_mini", "glm"}
     assert {name for name, _ in refused} == set(NAMES) - plain
 

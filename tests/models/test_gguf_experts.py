@@ -26,7 +26,9 @@ def golden(file: str) -> dict[str, np.ndarray]:
 
 def test_the_files_are_what_they_should_be() -> None:
     """Stacked experts of both kinds of blocks, beside a router of floats."""
-    kinds = {name: info.kind for name, info in open_gguf(GOLDENS / f"{FILES[2]}.gguf").tensors.items()}
+    kinds = {
+        name: info.kind for name, info in open_gguf(GOLDENS / f"{FILES[2]}.gguf").tensors.items()
+    }
     assert kinds["blk.0.ffn_down_exps.weight"] == "Q4_1"
     assert kinds["blk.1.ffn_gate_exps.weight"] == "Q8_0"
     assert kinds["blk.0.ffn_gate_inp.weight"] == "F32"
@@ -67,7 +69,9 @@ def test_batches_and_chunks_do_not_change_a_bit(model: str, ops_name: str) -> No
     alone = decoding(f"{model}_quant", ops_name, dtype="auto")
     whole = {key: alone.step([(key, tokens)])[0] for key, tokens in sequences.items()}
     for block_size, chunk in ((16, 13), (5, 1)):
-        crowd = decoding(f"{model}_quant", ops_name, dtype="auto", blocks=200, block_size=block_size)
+        crowd = decoding(
+            f"{model}_quant", ops_name, dtype="auto", blocks=200, block_size=block_size
+        )
         got: dict[str, list[np.ndarray]] = {key: [] for key in sequences}
         for start in range(0, len(sequences["longest"]), chunk):
             parts = [(key, tokens[start : start + chunk]) for key, tokens in sequences.items()]
@@ -75,4 +79,6 @@ def test_batches_and_chunks_do_not_change_a_bit(model: str, ops_name: str) -> No
             for (key, _), logits in zip(parts, crowd.step(parts), strict=True):
                 got[key].append(logits)
         for key, rows in got.items():
-            np.testing.assert_array_equal(np.concatenate(rows), whole[key], err_msg=f"{key} {chunk}")
+            np.testing.assert_array_equal(
+                np.concatenate(rows), whole[key], err_msg=f"{key} {chunk}"
+            )

@@ -22,20 +22,36 @@ OPS = ReferenceOps()
 
 # Field -> llama.cpp's name. Several fields of one name lie in it one behind the other.
 NAMES = {
-    "embed": "token_embd.weight", "positions": "position_embd.weight", "head": "output.weight",
-    "norm": "output_norm.weight", "norm_bias": "output_norm.bias",
-    "embed_norm": "token_embd_norm.weight", "embed_norm_bias": "token_embd_norm.bias",
-    "attn_norm": "attn_norm.weight", "attn_norm_bias": "attn_norm.bias",
-    "q": "attn_q.weight", "k": "attn_k.weight", "v": "attn_v.weight",
-    "o": "attn_output.weight", "o_bias": "attn_output.bias",
-    "q_norm": "attn_q_norm.weight", "k_norm": "attn_k_norm.weight",
-    "attn_post_norm": "post_attention_norm.weight", "mlp_post_norm": "post_ffw_norm.weight",
-    "mlp_norm": "ffn_norm.weight", "mlp_norm_bias": "ffn_norm.bias",
-    "gate": "ffn_gate.weight", "up": "ffn_up.weight", "down": "ffn_down.weight",
-    "up_bias": "ffn_up.bias", "down_bias": "ffn_down.bias",
-    "router": "ffn_gate_inp.weight", "gates": "ffn_gate_exps.weight", "ups": "ffn_up_exps.weight",
+    "embed": "token_embd.weight",
+    "positions": "position_embd.weight",
+    "head": "output.weight",
+    "norm": "output_norm.weight",
+    "norm_bias": "output_norm.bias",
+    "embed_norm": "token_embd_norm.weight",
+    "embed_norm_bias": "token_embd_norm.bias",
+    "attn_norm": "attn_norm.weight",
+    "attn_norm_bias": "attn_norm.bias",
+    "q": "attn_q.weight",
+    "k": "attn_k.weight",
+    "v": "attn_v.weight",
+    "o": "attn_output.weight",
+    "o_bias": "attn_output.bias",
+    "q_norm": "attn_q_norm.weight",
+    "k_norm": "attn_k_norm.weight",
+    "attn_post_norm": "post_attention_norm.weight",
+    "mlp_post_norm": "post_ffw_norm.weight",
+    "mlp_norm": "ffn_norm.weight",
+    "mlp_norm_bias": "ffn_norm.bias",
+    "gate": "ffn_gate.weight",
+    "up": "ffn_up.weight",
+    "down": "ffn_down.weight",
+    "up_bias": "ffn_up.bias",
+    "down_bias": "ffn_down.bias",
+    "router": "ffn_gate_inp.weight",
+    "gates": "ffn_gate_exps.weight",
+    "ups": "ffn_up_exps.weight",
     "downs": "ffn_down_exps.weight",
-}  # fmt: skip
+}
 QKV = {"q": "attn_qkv.weight", "k": "attn_qkv.weight", "v": "attn_qkv.weight"}
 QKV_BIAS = {"q_bias": "attn_qkv.bias", "k_bias": "attn_qkv.bias", "v_bias": "attn_qkv.bias"}
 FUSED = {
@@ -44,24 +60,30 @@ FUSED = {
     "bloom": QKV | QKV_BIAS,
 }
 GEMMA3 = {
-    "attention.sliding_window": 8, "attention.scale": 8**-0.5,
-    "rope.freq_base": 1e6, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0,
-}  # fmt: skip
+    "attention.sliding_window": 8,
+    "attention.scale": 8**-0.5,
+    "rope.freq_base": 1e6,
+    "rope.scaling.type": "linear",
+    "rope.scaling.factor": 8.0,
+}
 # Settings of the file that are not sizes.
 SETTINGS: dict[str, dict[str, w.Value]] = {
     "gemma2": {
-        "attention.sliding_window": 8, "attention.scale": 12**-0.5,
-        "attn_logit_softcapping": 5.0, "final_logit_softcapping": 30.0,
+        "attention.sliding_window": 8,
+        "attention.scale": 12**-0.5,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 30.0,
     },
     "gemma3": GEMMA3,
     "phi3": {"attention.sliding_window": 12, "rope.dimension_count": 6},
     "qwen2": {
-        "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
         "rope.scaling.original_context_length": 128,
     },
     "gpt2": {},
     "bloom": {},
-}  # fmt: skip
+}
 
 
 def converted(
@@ -78,8 +100,14 @@ def converted(
 
     def put(name: str, part: Part) -> None:
         tensor = read_part(file, part)
-        raw = tensor.data.view("<u2").astype(np.uint32) << 16 if tensor.kind == "BF16" else tensor.data
-        pieces.setdefault(name, []).append(reorder(name, raw.view(np.float32).reshape(tensor.shape)))
+        raw = (
+            tensor.data.view("<u2").astype(np.uint32) << 16
+            if tensor.kind == "BF16"
+            else tensor.data
+        )
+        pieces.setdefault(name, []).append(
+            reorder(name, raw.view(np.float32).reshape(tensor.shape))
+        )
 
     for field, part in layout.top.items():
         put(names[field], part)
@@ -88,11 +116,16 @@ def converted(
             put(f"blk.{i}.{names[field]}", part)
     eps = "layer_norm_epsilon" if spec.family.layer_norm else "layer_norm_rms_epsilon"
     sizes: dict[str, w.Value] = {
-        "block_count": spec.layers, "context_length": spec.context, "embedding_length": spec.dim,
-        "feed_forward_length": spec.ffn, "attention.head_count": spec.heads,
-        "attention.head_count_kv": spec.kv_heads, "attention.key_length": spec.head_dim,
-        "attention.value_length": spec.head_dim, f"attention.{eps}": spec.eps,
-    }  # fmt: skip
+        "block_count": spec.layers,
+        "context_length": spec.context,
+        "embedding_length": spec.dim,
+        "feed_forward_length": spec.ffn,
+        "attention.head_count": spec.heads,
+        "attention.head_count_kv": spec.kv_heads,
+        "attention.key_length": spec.head_dim,
+        "attention.value_length": spec.head_dim,
+        f"attention.{eps}": spec.eps,
+    }
     metadata: dict[str, w.Value] = {"general.architecture": arch}
     metadata |= {f"{arch}.{key}": value for key, value in (sizes | settings).items()}
     joined = {name: np.concatenate(values) for name, values in pieces.items()}
@@ -115,4 +148,6 @@ def test_the_same_model_as_gguf(tmp_path: Path, arch: str) -> None:
     path.write_bytes(converted(folder, arch, SETTINGS[arch]))
     prompt = np.load(folder / "golden.npz")["prompt_1"].tolist()
     a, b = (Decoding(load_model(p, OPS), OPS).step([("p", prompt)])[0] for p in (folder, path))
-    np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * np.abs(a).max())  # the file rounds epsilon to fp32
+    np.testing.assert_allclose(
+        a, b, rtol=0, atol=2e-6 * np.abs(a).max()
+    )  # the file rounds epsilon to fp32

@@ -27,23 +27,52 @@ OPS = ReferenceOps()
 Values = dict[str, w.Value]
 
 NAMES = {
-    "embed": "token_embd.weight", "head": "output.weight", "norm": "output_norm.weight",
-    "norm_bias": "output_norm.bias", "attn_norm": "attn_norm.weight", "attn_norm_bias": "attn_norm.bias",
-    "q": "attn_q.weight", "k": "attn_k.weight", "v": "attn_v.weight", "o": "attn_output.weight",
-    "q_bias": "attn_q.bias", "k_bias": "attn_k.bias", "v_bias": "attn_v.bias", "o_bias": "attn_output.bias",
-    "q_norm": "attn_q_norm.weight", "k_norm": "attn_k_norm.weight",
-    "attn_post_norm": "post_attention_norm.weight", "mlp_post_norm": "post_ffw_norm.weight",
-    "mlp_norm": "ffn_norm.weight", "mlp_norm_bias": "ffn_norm.bias",
-    "gate": "ffn_gate.weight", "up": "ffn_up.weight", "down": "ffn_down.weight",
-    "up_bias": "ffn_up.bias", "down_bias": "ffn_down.bias", "sinks": "attn_sinks.weight",
-    "router": "ffn_gate_inp.weight", "router_bias": "ffn_gate_inp.bias",
-    "gates": "ffn_gate_exps.weight", "ups": "ffn_up_exps.weight", "downs": "ffn_down_exps.weight",
-    "gate_biases": "ffn_gate_exps.bias", "up_biases": "ffn_up_exps.bias", "down_biases": "ffn_down_exps.bias",
-    "latent_norm": "attn_kv_a_norm.weight", "k_up": "attn_k_b.weight", "v_up": "attn_v_b.weight",
-}  # fmt: skip
+    "embed": "token_embd.weight",
+    "head": "output.weight",
+    "norm": "output_norm.weight",
+    "norm_bias": "output_norm.bias",
+    "attn_norm": "attn_norm.weight",
+    "attn_norm_bias": "attn_norm.bias",
+    "q": "attn_q.weight",
+    "k": "attn_k.weight",
+    "v": "attn_v.weight",
+    "o": "attn_output.weight",
+    "q_bias": "attn_q.bias",
+    "k_bias": "attn_k.bias",
+    "v_bias": "attn_v.bias",
+    "o_bias": "attn_output.bias",
+    "q_norm": "attn_q_norm.weight",
+    "k_norm": "attn_k_norm.weight",
+    "attn_post_norm": "post_attention_norm.weight",
+    "mlp_post_norm": "post_ffw_norm.weight",
+    "mlp_norm": "ffn_norm.weight",
+    "mlp_norm_bias": "ffn_norm.bias",
+    "gate": "ffn_gate.weight",
+    "up": "ffn_up.weight",
+    "down": "ffn_down.weight",
+    "up_bias": "ffn_up.bias",
+    "down_bias": "ffn_down.bias",
+    "sinks": "attn_sinks.weight",
+    "router": "ffn_gate_inp.weight",
+    "router_bias": "ffn_gate_inp.bias",
+    "gates": "ffn_gate_exps.weight",
+    "ups": "ffn_up_exps.weight",
+    "downs": "ffn_down_exps.weight",
+    "gate_biases": "ffn_gate_exps.bias",
+    "up_biases": "ffn_up_exps.bias",
+    "down_biases": "ffn_down_exps.bias",
+    "latent_norm": "attn_kv_a_norm.weight",
+    "k_up": "attn_k_b.weight",
+    "v_up": "attn_v_b.weight",
+}
 SHARED = {f: f"ffn_{f}_shexp.weight" for f in ("gate", "up", "down")}
 OWN: dict[str, dict[str, str]] = {
-    "phi3": {"q": "attn_qkv.weight", "k": "attn_qkv.weight", "v": "attn_qkv.weight", "gate": "ffn_up.weight"},
+    "phi3": {
+        "q": "attn_qkv.weight",
+        "k": "attn_qkv.weight",
+        "v": "attn_qkv.weight",
+        "gate": "ffn_up.weight",
+    },
     "glm4": {"gate": "ffn_up.weight"},
     "gpt-oss": {"mlp_norm": "post_attention_norm.weight"},
 }
@@ -52,37 +81,84 @@ YARN: Values = {"rope.scaling.type": "yarn", "rope.scaling.original_context_leng
 # Folder -> architecture, and what its file says beside sizes.
 CASES: dict[str, tuple[str, Values]] = {
     "smollm3": ("smollm3", {}),
-    "granite": ("granite", {
-        "embedding_scale": 6.0, "residual_scale": 0.4, "attention.scale": 0.3, "logit_scale": 2.5,
-    }),
-    "granitemoehybrid": ("granite", {
-        "embedding_scale": 12.0, "residual_scale": 0.6, "attention.scale": 0.25, "logit_scale": 2.0,
-        "rope.scaling.finetuned": True, "expert_shared_feed_forward_length": 64, "expert_count": 0,
-        "ssm.conv_kernel": 4, "ssm.state_size": 128, "attention.head_count_kv": [2, 2],
-    }),
+    "granite": (
+        "granite",
+        {
+            "embedding_scale": 6.0,
+            "residual_scale": 0.4,
+            "attention.scale": 0.3,
+            "logit_scale": 2.5,
+        },
+    ),
+    "granitemoehybrid": (
+        "granite",
+        {
+            "embedding_scale": 12.0,
+            "residual_scale": 0.6,
+            "attention.scale": 0.25,
+            "logit_scale": 2.0,
+            "rope.scaling.finetuned": True,
+            "expert_shared_feed_forward_length": 64,
+            "expert_count": 0,
+            "ssm.conv_kernel": 4,
+            "ssm.state_size": 128,
+            "attention.head_count_kv": [2, 2],
+        },
+    ),
     "olmo2": ("olmo2", {}),
-    "olmo3": ("olmo2", YARN | {
-        "attention.sliding_window": 8, "attention.sliding_window_pattern": [True, False],
-        "rope.scaling.factor": 4.0,
-    }),
-    "phi3_long": ("phi3", {
-        "rope.scaling.original_context_length": 8, "rope.scaling.attn_factor": 3**0.5,  # 1 + ln 64 / ln 8
-        "attention.sliding_window": 0,
-    }),
+    "olmo3": (
+        "olmo2",
+        YARN
+        | {
+            "attention.sliding_window": 8,
+            "attention.sliding_window_pattern": [True, False],
+            "rope.scaling.factor": 4.0,
+        },
+    ),
+    "phi3_long": (
+        "phi3",
+        {
+            "rope.scaling.original_context_length": 8,
+            "rope.scaling.attn_factor": 3**0.5,  # 1 + ln 64 / ln 8
+            "attention.sliding_window": 0,
+        },
+    ),
     "glm4": ("glm4", {"rope.dimension_count": 8}),
     "starcoder2": ("starcoder2", {}),
-    "gpt_oss": ("gpt-oss", YARN | {
-        "attention.sliding_window": 8, "rope.scaling.factor": 8.0, "expert_count": 4, "expert_used_count": 2,
-        "expert_feed_forward_length": 32,
-    }),
-    "deepseek_v2": ("deepseek2", YARN | {
-        "rope.scaling.factor": 4.0, "rope.scaling.yarn_log_multiplier": 0.0707, "attention.kv_lora_rank": 16,
-        "attention.key_length": 24, "attention.value_length": 16, "attention.key_length_mla": 24,
-        "attention.value_length_mla": 8, "attention.head_count_kv": 1, "rope.dimension_count": 8,
-        "leading_dense_block_count": 1, "expert_count": 6, "expert_used_count": 2, "expert_shared_count": 2,
-        "expert_feed_forward_length": 16, "expert_weights_scale": 1.5, "expert_gating_func": 1,
-    }),
-}  # fmt: skip
+    "gpt_oss": (
+        "gpt-oss",
+        YARN
+        | {
+            "attention.sliding_window": 8,
+            "rope.scaling.factor": 8.0,
+            "expert_count": 4,
+            "expert_used_count": 2,
+            "expert_feed_forward_length": 32,
+        },
+    ),
+    "deepseek_v2": (
+        "deepseek2",
+        YARN
+        | {
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.yarn_log_multiplier": 0.0707,
+            "attention.kv_lora_rank": 16,
+            "attention.key_length": 24,
+            "attention.value_length": 16,
+            "attention.key_length_mla": 24,
+            "attention.value_length_mla": 8,
+            "attention.head_count_kv": 1,
+            "rope.dimension_count": 8,
+            "leading_dense_block_count": 1,
+            "expert_count": 6,
+            "expert_used_count": 2,
+            "expert_shared_count": 2,
+            "expert_feed_forward_length": 16,
+            "expert_weights_scale": 1.5,
+            "expert_gating_func": 1,
+        },
+    ),
+}
 
 
 def values_of(file: Any, part: Part) -> np.ndarray:
@@ -127,17 +203,26 @@ def converted(folder: Path, arch: str, settings: Values, extra: dict[str, np.nda
     _, spec, _ = open_model(folder)
     eps = "layer_norm_epsilon" if spec.family.layer_norm else "layer_norm_rms_epsilon"
     sizes: Values = {
-        "block_count": spec.layers, "context_length": spec.context, "embedding_length": spec.dim,
-        "feed_forward_length": spec.ffn, "attention.head_count": spec.heads,
-        "attention.head_count_kv": spec.kv_heads, "attention.key_length": spec.head_dim,
-        "attention.value_length": spec.head_dim, f"attention.{eps}": spec.eps,
-        "rope.dimension_count": spec.rope.dim, "vocab_size": spec.vocab,
-    }  # fmt: skip
+        "block_count": spec.layers,
+        "context_length": spec.context,
+        "embedding_length": spec.dim,
+        "feed_forward_length": spec.ffn,
+        "attention.head_count": spec.heads,
+        "attention.head_count_kv": spec.kv_heads,
+        "attention.key_length": spec.head_dim,
+        "attention.value_length": spec.head_dim,
+        f"attention.{eps}": spec.eps,
+        "rope.dimension_count": spec.rope.dim,
+        "vocab_size": spec.vocab,
+    }
     metadata: Values = {"general.architecture": arch}
     metadata |= {f"{arch}.{key}": value for key, value in (sizes | settings).items()}
-    joined = {name: np.concatenate(values) for name, values in pieces_of(folder, arch).items()} | extra
+    joined = {
+        name: np.concatenate(values) for name, values in pieces_of(folder, arch).items()
+    } | extra
     return w.gguf_bytes(
-        metadata, {n: (0, v.shape, np.ascontiguousarray(v, np.float32).tobytes()) for n, v in joined.items()}
+        metadata,
+        {n: (0, v.shape, np.ascontiguousarray(v, np.float32).tobytes()) for n, v in joined.items()},
     )
 
 
@@ -181,7 +266,9 @@ def test_the_same_model_as_gguf(tmp_path: Path, name: str) -> None:
     folder, path = written(tmp_path, name)
     prompt = np.load(FAMILIES / name / "golden.npz")["prompt_1"].tolist()
     a, b = (logits(each, prompt) for each in (folder, path))
-    np.testing.assert_allclose(a, b, rtol=0, atol=4e-6 * np.abs(a).max())  # the file rounds epsilon to fp32
+    np.testing.assert_allclose(
+        a, b, rtol=0, atol=4e-6 * np.abs(a).max()
+    )  # the file rounds epsilon to fp32
 
 
 def test_short_and_long_factors(tmp_path: Path) -> None:
@@ -197,18 +284,26 @@ def test_llama4_is_as_llama_cpp_has_it(tmp_path: Path) -> None:
     """It has no keys for chunks, temperature and the layers without rotary embedding."""
     arch, source = "llama4", FAMILIES / "llama4_text"
     settings: Values = {
-        "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32,
+        "expert_count": 4,
+        "expert_used_count": 2,
+        "expert_feed_forward_length": 32,
         "interleave_moe_layer_step": 2,
-    }  # fmt: skip
+    }
     path = tmp_path / "model.gguf"
     path.write_bytes(converted(source, arch, settings, {}))
     _, spec, _ = open_model(path)
     assert (spec.window, spec.chunked, spec.windowed) == (8192, True, {0, 1})
     assert spec.experts is not None
-    assert (spec.experts.layers, spec.experts.scoring, spec.family.qk_norm) == ({1}, "sigmoid", "unit")
+    assert (spec.experts.layers, spec.experts.scoring, spec.family.qk_norm) == (
+        {1},
+        "sigmoid",
+        "unit",
+    )
     config = json.loads((source / "config.json").read_text()) | {
-        "no_rope_layers": [1, 1], "layer_types": None, "attention_chunk_size": 8192,
-    }  # fmt: skip
+        "no_rope_layers": [1, 1],
+        "layer_types": None,
+        "attention_chunk_size": 8192,
+    }
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
@@ -296,7 +391,11 @@ def test_windowed_layers_with_a_base_of_their_own(tmp_path: Path) -> None:
     assert spec.rope_of(1) == spec.rope
     _, path = written(tmp_path / "other", "olmo3", **{"rope.freq_base_swa": 20_000.0})
     _, spec, _ = open_model(path)
-    assert (spec.rope_of(0).base, spec.rope_of(0).kind, spec.rope_of(1).kind) == (20_000.0, "linear", "yarn")
+    assert (spec.rope_of(0).base, spec.rope_of(0).kind, spec.rope_of(1).kind) == (
+        20_000.0,
+        "linear",
+        "yarn",
+    )
 
 
 def test_granite_without_rotary_embedding(tmp_path: Path) -> None:

@@ -70,7 +70,11 @@ def test_shards_and_one_file_are_the_same(folder: Path) -> None:
 
 def test_names_without_the_outermost_module(folder: Path) -> None:
     tensors = {name.removeprefix("model."): tensor for name, tensor in joined(folder).items()}
-    tensors["layers.0.self_attn.rotary_emb.inv_freq"] = ("F32", (4,), bytes(16))  # old files carry it
+    tensors["layers.0.self_attn.rotary_emb.inv_freq"] = (
+        "F32",
+        (4,),
+        bytes(16),
+    )  # old files carry it
     write(folder / "model.safetensors", tensors)
     load_model(folder, OPS)
 
@@ -103,7 +107,11 @@ Q = "model.layers.1.self_attn.q_proj.weight"
         (Q, ("F32", (32, 32), bytes(4092)), "safetensors_corrupt"),
         (Q, ("F32", (-32, -32), bytes(4096)), "safetensors_corrupt"),
         ("model.layers.1.self_attn.q_proj.bias", ("F32", (32,), bytes(128)), "tensor_unexpected"),
-        ("model.layers.2.self_attn.q_proj.weight", ("F32", (32, 32), bytes(4096)), "tensor_unexpected"),
+        (
+            "model.layers.2.self_attn.q_proj.weight",
+            ("F32", (32, 32), bytes(4096)),
+            "tensor_unexpected",
+        ),
     ],
 )
 def test_bad_tensors_are_named(
@@ -127,7 +135,9 @@ def test_damaged_headers_load_or_are_refused(folder: Path) -> None:
     for _ in range(200):
         raw = bytearray(sound)
         for _ in range(draw.randint(1, 3)):
-            raw[draw.randrange(size)] = draw.choice((0, 0x22, 0x39, 0x7D, 0xFF, draw.randrange(256)))
+            raw[draw.randrange(size)] = draw.choice(
+                (0, 0x22, 0x39, 0x7D, 0xFF, draw.randrange(256))
+            )
         path.write_bytes(raw[: draw.choice((len(raw), draw.randrange(len(raw))))])
         try:
             load_model(folder, OPS)
@@ -158,17 +168,27 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
         ({"rope_parameters": {"rope_type": "longrope"}}, "config_invalid", "short_factor"),
         ({"rope_parameters": {"rope_type": "linear"}}, "config_invalid", "factor"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "model_invalid", "factor 0"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2, "new": 1}}, "model_unsupported", "new"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2, "new": 1}},
+            "model_unsupported",
+            "new",
+        ),
         ({"rope_parameters": 5}, "config_invalid", "rope_parameters"),
         ({"hidden_size": ...}, "config_invalid", "hidden_size"),
         ({"hidden_size": "32"}, "config_invalid", "hidden_size"),
         ({"hidden_size": 0}, "model_invalid", "hidden_size"),
         ({"num_key_value_heads": 3}, "model_invalid", "3 KV heads"),
         ({"rms_norm_eps": True}, "config_invalid", "rms_norm_eps"),
-        ({"layer_types": ["full_attention", "chunked_attention"]}, "model_unsupported", "layer_types"),
+        (
+            {"layer_types": ["full_attention", "chunked_attention"]},
+            "model_unsupported",
+            "layer_types",
+        ),
     ],
 )
-def test_bad_configurations_are_refused_by_name(changes: dict[str, object], code: str, says: str) -> None:
+def test_bad_configurations_are_refused_by_name(
+    changes: dict[str, object], code: str, says: str
+) -> None:
     with pytest.raises(EngineFault) as caught:
         spec(**changes)
     assert (caught.value.code, says in caught.value.message) == (code, True), caught.value.message
@@ -177,7 +197,9 @@ def test_bad_configurations_are_refused_by_name(changes: dict[str, object], code
 def test_old_and_new_ways_to_say_the_same() -> None:
     new = config()["rope_parameters"]
     scaling = {key: value for key, value in new.items() if key not in ("rope_theta", "rope_type")}
-    old = spec(rope_parameters=..., rope_theta=new["rope_theta"], rope_scaling=scaling | {"type": "llama3"})
+    old = spec(
+        rope_parameters=..., rope_theta=new["rope_theta"], rope_scaling=scaling | {"type": "llama3"}
+    )
     assert old == spec()
     assert spec(rope_parameters=...).rope == RopeSpec(10_000.0, 8)
 
@@ -189,7 +211,12 @@ def test_windows_by_list_and_by_habit() -> None:
     thirteen = spec("gemma3", layer_types=..., num_hidden_layers=13)
     assert set(range(13)) - thirteen.windowed == {5, 11}
     assert (thirteen.rope_of(0).base, thirteen.rope_of(5).base) == (10_000, 1_000_000)
-    qwen = {"layer_types": ..., "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}
+    qwen = {
+        "layer_types": ...,
+        "sliding_window": 8,
+        "use_sliding_window": True,
+        "max_window_layers": 1,
+    }
     assert spec("qwen2", **qwen).windowed == {1}
     assert spec("qwen2", **(qwen | {"use_sliding_window": False})).windowed == frozenset()
     window = spec("mistral")

@@ -35,7 +35,12 @@ def spec(family: str = "llama3", **changes: Any) -> ModelSpec:
 
 
 def rope(**values: Any) -> dict[str, Any]:
-    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 2.0,
+        "original_max_position_embeddings": 64,
+    }
     return {"rope_parameters": yarn | values}
 
 
@@ -54,7 +59,10 @@ def faulty(read: Any) -> EngineFault:
     ("family", "changes", "code"),
     [
         *(("llama3", {"num_hidden_layers": n}, "model_invalid") for n in HUGE),
-        *(("mistral", {"num_hidden_layers": n, "layer_types": None}, "model_invalid") for n in HUGE),
+        *(
+            ("mistral", {"num_hidden_layers": n, "layer_types": None}, "model_invalid")
+            for n in HUGE
+        ),
         *(("gpt2", {"n_layer": n}, "model_invalid") for n in HUGE),
         *(("opt", {"num_hidden_layers": n}, "model_invalid") for n in HUGE),
         *(("bloom", {"n_layer": n}, "model_invalid") for n in HUGE),
@@ -144,7 +152,12 @@ def test_a_family_that_writes_to_the_terminal(tmp_path: Path) -> None:
 
 def test_an_index_that_says_nothing_of_use(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model")
-    for text in ('{"metadata": {"total_size": 1e999}}', "[" * 99_999, '{"metadata": []}', "9" * 9999):
+    for text in (
+        '{"metadata": {"total_size": 1e999}}',
+        "[" * 99_999,
+        '{"metadata": []}',
+        "9" * 9999,
+    ):
         (folder / "model.safetensors.index.json").write_text(text)
         assert read_outline(folder).weights
 

@@ -51,7 +51,9 @@ def test_logits_equal_transformers_with_peft(name: str, ops_name: str) -> None:
     decoder, ops = with_adapter(name, ops_name)
     truth = np.load(ADAPTERS / name / "golden.npz")
     for i in range(2):
-        got = Decoding(decoder, ops, adapters={"p": name}).step([("p", truth[f"prompt_{i}"].tolist())])[0]
+        got = Decoding(decoder, ops, adapters={"p": name}).step(
+            [("p", truth[f"prompt_{i}"].tolist())]
+        )[0]
         np.testing.assert_allclose(got[-8:], truth[f"logits_{i}"], atol=1e-4, rtol=0)
 
 
@@ -66,7 +68,9 @@ def test_a_gguf_file_takes_an_adapter_of_its_model(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(converted(FAMILIES / "mistral", "llama", {}, reorder))
     ops = backend("reference")
     there, (here, _) = load_model(tmp_path / "m.gguf", ops), with_adapter("mistral", "reference")
-    there.adapters["a"] = there.pack_adapter(load_adapter(read_folder(ADAPTERS / "mistral"), there.spec))
+    there.adapters["a"] = there.pack_adapter(
+        load_adapter(read_folder(ADAPTERS / "mistral"), there.spec)
+    )
     prompt = [5, 80, 33, 107, 260]  # within the window that the other file has
     plain = Decoding(there, ops).step([("p", prompt)])[0]
     got = Decoding(there, ops, adapters={"p": "a"}).step([("p", prompt)])[0]
@@ -83,14 +87,20 @@ def interleaved(values: np.ndarray, heads: int) -> np.ndarray:
 
 
 PROMPTS = {
-    "all": [5, 9, 33, 71, 8, 250], "attention": [7] * 20, "none": list(range(3, 14)), "mlp": [9, 8, 7],
-    "large": [5, 9, 33, 71, 8, 250], "again": [5, 9, 33],
-}  # fmt: skip
+    "all": [5, 9, 33, 71, 8, 250],
+    "attention": [7] * 20,
+    "none": list(range(3, 14)),
+    "mlp": [9, 8, 7],
+    "large": [5, 9, 33, 71, 8, 250],
+    "again": [5, 9, 33],
+}
 WHO = {"all": "a", "attention": "b", "mlp": "c", "large": "d", "again": "a"}
 OF = {
-    "a": ((*FIELDS, *TOP), 4, "F32"), "b": (("q", "v"), 8, "F32"), "c": (("gate", "down"), 3, "F32"),
+    "a": ((*FIELDS, *TOP), 4, "F32"),
+    "b": (("q", "v"), 8, "F32"),
+    "c": (("gate", "down"), 3, "F32"),
     "d": (FIELDS, 70, "F32"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
@@ -125,8 +135,12 @@ def test_native_kernels_compute_what_the_reference_does(family: str, kind: str) 
     found = []
     for ops in (backend("reference"), backend("native")):
         decoder = load_model(FAMILIES / family, ops, dtype="float32")
-        fields = tuple(field for field in (*FIELDS, *TOP) if field != "gate" or decoder.spec.family.gated)
-        decoder.adapters["a"] = decoder.pack_adapter(random_weights(decoder.spec, fields, 5, 0, kind))
+        fields = tuple(
+            field for field in (*FIELDS, *TOP) if field != "gate" or decoder.spec.family.gated
+        )
+        decoder.adapters["a"] = decoder.pack_adapter(
+            random_weights(decoder.spec, fields, 5, 0, kind)
+        )
         found.append(Decoding(decoder, ops, adapters={"p": "a"}).step([("p", PROMPTS["none"])])[0])
     np.testing.assert_allclose(found[0], found[1], atol=2e-4)
 
@@ -192,7 +206,9 @@ def test_each_setting_that_is_refused_has_a_value_that_is_not() -> None:
 
 def test_an_adapter_of_another_model(tmp_path: Path) -> None:
     other = replace(SPEC, dim=48)
-    code, message = refusal(write_adapter(tmp_path / "a", other, base_model_name_or_path="org/other"))
+    code, message = refusal(
+        write_adapter(tmp_path / "a", other, base_model_name_or_path="org/other")
+    )
     assert code == "adapter_mismatch"
     assert "org/other" in message
     assert "q_proj" in message

@@ -33,106 +33,272 @@ from support.safetensors_writer import write_safetensors
 FAMILIES = GOLDENS / "families"
 Json = dict[str, Any]
 COMMON = {
-    "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
-    "initializer_range": 0.02, "rms_norm_eps": 1e-06, "torch_dtype": "bfloat16", "use_cache": True,
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-06,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
     "transformers_version": "4.55.0",
-}  # fmt: skip
+}
 SMOLLM3 = COMMON | {
-    "attention_bias": False, "hidden_size": 2048, "intermediate_size": 11008, "layer_types": None,
-    "max_position_embeddings": 65536, "max_window_layers": 28, "mlp_bias": False, "model_type": "smollm3",
-    "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 9, "num_attention_heads": 16,
-    "num_hidden_layers": 36, "num_key_value_heads": 4, "pretraining_tp": 2, "rope_scaling": None,
-    "rope_theta": 5000000.0, "sliding_window": None, "use_sliding_window": False, "vocab_size": 128256,
-}  # fmt: skip
+    "attention_bias": False,
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "layer_types": None,
+    "max_position_embeddings": 65536,
+    "max_window_layers": 28,
+    "mlp_bias": False,
+    "model_type": "smollm3",
+    "no_rope_layer_interval": 4,
+    "no_rope_layers": [1, 1, 1, 0] * 9,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 4,
+    "pretraining_tp": 2,
+    "rope_scaling": None,
+    "rope_theta": 5000000.0,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "vocab_size": 128256,
+}
 GRANITE4 = COMMON | {
-    "attention_bias": False, "attention_multiplier": 0.015625, "embedding_multiplier": 12,
-    "hidden_size": 2560, "init_method": "mup", "intermediate_size": 8192, "layer_types": ["attention"] * 40,
-    "logits_scaling": 10, "mamba_chunk_size": 256, "mamba_conv_bias": True, "mamba_d_conv": 4,
-    "mamba_d_head": 64, "mamba_d_state": 128, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 80,
-    "mamba_proj_bias": False, "max_position_embeddings": 131072, "model_type": "granitemoehybrid",
-    "normalization_function": "rmsnorm", "num_attention_heads": 40, "num_experts_per_tok": 0,
-    "num_hidden_layers": 40, "num_key_value_heads": 8, "num_local_experts": 0,
-    "position_embedding_type": "rope", "residual_multiplier": 0.22, "rope_scaling": None,
-    "rope_theta": 10000000, "router_aux_loss_coef": 0.01, "shared_intermediate_size": 8192,
-    "tie_word_embeddings": True, "vocab_size": 100352,
-}  # fmt: skip
+    "attention_bias": False,
+    "attention_multiplier": 0.015625,
+    "embedding_multiplier": 12,
+    "hidden_size": 2560,
+    "init_method": "mup",
+    "intermediate_size": 8192,
+    "layer_types": ["attention"] * 40,
+    "logits_scaling": 10,
+    "mamba_chunk_size": 256,
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 80,
+    "mamba_proj_bias": False,
+    "max_position_embeddings": 131072,
+    "model_type": "granitemoehybrid",
+    "normalization_function": "rmsnorm",
+    "num_attention_heads": 40,
+    "num_experts_per_tok": 0,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 8,
+    "num_local_experts": 0,
+    "position_embedding_type": "rope",
+    "residual_multiplier": 0.22,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "router_aux_loss_coef": 0.01,
+    "shared_intermediate_size": 8192,
+    "tie_word_embeddings": True,
+    "vocab_size": 100352,
+}
 OLMO3 = COMMON | {
-    "attention_bias": False, "hidden_size": 4096, "intermediate_size": 11008,
-    "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 8,
-    "max_position_embeddings": 65536, "model_type": "olmo3", "num_attention_heads": 32,
-    "num_hidden_layers": 32, "num_key_value_heads": 32, "rope_scaling": {
-        "attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0,
-        "original_max_position_embeddings": 8192, "rope_type": "yarn",
+    "attention_bias": False,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    * 8,
+    "max_position_embeddings": 65536,
+    "model_type": "olmo3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "rope_scaling": {
+        "attention_factor": 1.2079441541679836,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "yarn",
     },
-    "rope_theta": 500000, "sliding_window": 4096, "tie_word_embeddings": False, "vocab_size": 100278,
-}  # fmt: skip
+    "rope_theta": 500000,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "vocab_size": 100278,
+}
 PHI4_MINI = COMMON | {
-    "attention_bias": False, "embd_pdrop": 0.0, "full_attn_mod": 1, "hidden_size": 3072,
-    "intermediate_size": 8192, "interpolate_factor": 1, "lm_head_bias": False,
-    "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "phi3", "num_attention_heads": 24,
-    "num_hidden_layers": 32, "num_key_value_heads": 8, "original_max_position_embeddings": 4096,
-    "partial_rotary_factor": 0.75, "resid_pdrop": 0.0, "rope_theta": 10000.0, "sliding_window": 262144,
+    "attention_bias": False,
+    "embd_pdrop": 0.0,
+    "full_attn_mod": 1,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "interpolate_factor": 1,
+    "lm_head_bias": False,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "phi3",
+    "num_attention_heads": 24,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "original_max_position_embeddings": 4096,
+    "partial_rotary_factor": 0.75,
+    "resid_pdrop": 0.0,
+    "rope_theta": 10000.0,
+    "sliding_window": 262144,
     "rope_scaling": {"type": "longrope", "long_factor": [2.0] * 48, "short_factor": [1.0] * 48},
-    "tie_word_embeddings": True, "vocab_size": 200064,
-}  # fmt: skip
+    "tie_word_embeddings": True,
+    "vocab_size": 200064,
+}
 GLM4 = COMMON | {
-    "attention_bias": True, "head_dim": 128, "hidden_size": 4096, "intermediate_size": 13696,
-    "max_position_embeddings": 32768, "model_type": "glm4", "num_attention_heads": 32,
-    "num_hidden_layers": 40, "num_key_value_heads": 2, "partial_rotary_factor": 0.5, "rope_theta": 10000.0,
-    "tie_word_embeddings": False, "vocab_size": 151552,
-}  # fmt: skip
+    "attention_bias": True,
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "intermediate_size": 13696,
+    "max_position_embeddings": 32768,
+    "model_type": "glm4",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 151552,
+}
 STARCODER2 = COMMON | {
-    "rms_norm_eps": None, "embedding_dropout": 0.1, "hidden_act": "gelu_pytorch_tanh", "hidden_size": 3072,
-    "intermediate_size": 12288, "max_position_embeddings": 16384, "mlp_type": "default",
-    "model_type": "starcoder2", "norm_epsilon": 1e-05, "norm_type": "layer_norm", "num_attention_heads": 24,
-    "num_hidden_layers": 30, "num_key_value_heads": 2, "residual_dropout": 0.1,
+    "rms_norm_eps": None,
+    "embedding_dropout": 0.1,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_size": 3072,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 16384,
+    "mlp_type": "default",
+    "model_type": "starcoder2",
+    "norm_epsilon": 1e-05,
+    "norm_type": "layer_norm",
+    "num_attention_heads": 24,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 2,
+    "residual_dropout": 0.1,
     "rope_theta": 999999.4420358813,
-    "sliding_window": 4096, "use_bias": True, "vocab_size": 49152,
-}  # fmt: skip
+    "sliding_window": 4096,
+    "use_bias": True,
+    "vocab_size": 49152,
+}
 GPT_OSS = COMMON | {
-    "attention_bias": True, "experts_per_token": 4, "head_dim": 64, "hidden_size": 2880,
-    "initial_context_length": 4096, "intermediate_size": 2880,
-    "layer_types": ["sliding_attention", "full_attention"] * 12, "max_position_embeddings": 131072,
-    "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 24,
-    "num_key_value_heads": 8, "num_local_experts": 32, "output_router_logits": False, "rope_scaling": {
-        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
-        "rope_type": "yarn", "truncate": False,
+    "attention_bias": True,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "output_router_logits": False,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
     },
-    "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
-    "tie_word_embeddings": False, "vocab_size": 201088,
-}  # fmt: skip
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
 LLAMA4 = {
-    "model_type": "llama4", "architectures": ["Llama4ForConditionalGeneration"], "boi_token_index": 200080,
-    "eoi_token_index": 200081, "image_token_index": 200092, "vision_config": {"hidden_size": 1408},
-    "text_config": COMMON | {
-        "attention_bias": False, "attention_chunk_size": 8192, "attn_scale": 0.1,
-        "attn_temperature_tuning": 4, "floor_scale": 8192, "for_llm_compressor": False, "head_dim": 128,
-        "hidden_size": 5120, "interleave_moe_layer_step": 1, "intermediate_size": 8192,
-        "intermediate_size_mlp": 16384, "max_position_embeddings": 10485760, "model_type": "llama4_text",
-        "moe_layers": list(range(48)), "no_rope_layers": [], "num_attention_heads": 40,
-        "num_experts_per_tok": 1, "num_hidden_layers": 48, "num_key_value_heads": 8, "num_local_experts": 16,
-        "output_router_logits": False, "rope_scaling": {
-            "factor": 16.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0,
-            "original_max_position_embeddings": 8192, "rope_type": "llama3",
+    "model_type": "llama4",
+    "architectures": ["Llama4ForConditionalGeneration"],
+    "boi_token_index": 200080,
+    "eoi_token_index": 200081,
+    "image_token_index": 200092,
+    "vision_config": {"hidden_size": 1408},
+    "text_config": COMMON
+    | {
+        "attention_bias": False,
+        "attention_chunk_size": 8192,
+        "attn_scale": 0.1,
+        "attn_temperature_tuning": 4,
+        "floor_scale": 8192,
+        "for_llm_compressor": False,
+        "head_dim": 128,
+        "hidden_size": 5120,
+        "interleave_moe_layer_step": 1,
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16384,
+        "max_position_embeddings": 10485760,
+        "model_type": "llama4_text",
+        "moe_layers": list(range(48)),
+        "no_rope_layers": [],
+        "num_attention_heads": 40,
+        "num_experts_per_tok": 1,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 8,
+        "num_local_experts": 16,
+        "output_router_logits": False,
+        "rope_scaling": {
+            "factor": 16.0,
+            "high_freq_factor": 1.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
         },
-        "rope_theta": 500000.0, "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0,
-        "tie_word_embeddings": False, "use_qk_norm": True, "vocab_size": 202048,
+        "rope_theta": 500000.0,
+        "router_aux_loss_coef": 0.001,
+        "router_jitter_noise": 0.0,
+        "tie_word_embeddings": False,
+        "use_qk_norm": True,
+        "vocab_size": 202048,
     },
-}  # fmt: skip
+}
 DEEPSEEK = COMMON | {
-    "attention_bias": False, "aux_loss_alpha": 0.001, "first_k_dense_replace": 1, "hidden_size": 2048,
-    "intermediate_size": 10944, "kv_lora_rank": 512, "max_position_embeddings": 163840,
-    "model_type": "deepseek_v2", "moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_group": 1,
-    "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": False, "num_attention_heads": 16,
-    "num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16, "pretraining_tp": 1,
-    "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rope_scaling": {
-        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
-        "original_max_position_embeddings": 4096, "type": "yarn",
+    "attention_bias": False,
+    "aux_loss_alpha": 0.001,
+    "first_k_dense_replace": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v2",
+    "moe_intermediate_size": 1408,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "pretraining_tp": 1,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
     },
-    "rope_theta": 10000, "routed_scaling_factor": 1.0, "scoring_func": "softmax", "seq_aux": True,
-    "tie_word_embeddings": False, "topk_group": 1, "topk_method": "greedy", "v_head_dim": 128,
+    "rope_theta": 10000,
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+    "seq_aux": True,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "v_head_dim": 128,
     "vocab_size": 102400,
-}  # fmt: skip
+}
 
 
 def read(values: Json) -> ModelSpec:
@@ -158,11 +324,22 @@ def test_smollm3_has_no_rotary_embedding_in_every_fourth_layer() -> None:
 def test_granite_multiplies() -> None:
     spec = read(GRANITE4)
     assert (spec.attention_scale, spec.embed_scale, spec.residual) == (0.015625, 12.0, 0.22)
-    assert (spec.logit_scale, spec.ffn, spec.experts, spec.no_rope) == (0.1, 8192, None, frozenset())
+    assert (spec.logit_scale, spec.ffn, spec.experts, spec.no_rope) == (
+        0.1,
+        8192,
+        None,
+        frozenset(),
+    )
     assert read(GRANITE4 | {"position_embedding_type": None}).no_rope == frozenset(range(40))
     plain = {k: v for k, v in GRANITE4.items() if not k.startswith("mamba_") and k != "layer_types"}
-    for key in ("num_local_experts", "num_experts_per_tok", "shared_intermediate_size", "init_method",
-                "normalization_function", "position_embedding_type"):  # fmt: skip
+    for key in (
+        "num_local_experts",
+        "num_experts_per_tok",
+        "shared_intermediate_size",
+        "init_method",
+        "normalization_function",
+        "position_embedding_type",
+    ):
         del plain[key]
     assert read(plain | {"model_type": "granite"}).logit_scale == 0.1
 
@@ -171,9 +348,17 @@ def test_olmo3_stretches_layers_without_a_window_only() -> None:
     spec = read(OLMO3)
     assert spec.rope_of(0) == RopeSpec(5e5, 128)
     rope = spec.rope_of(3)
-    assert (rope.kind, rope.factor, rope.original, rope.amplitude) == ("yarn", 8.0, 8192, 1.2079441541679836)
+    assert (rope.kind, rope.factor, rope.original, rope.amplitude) == (
+        "yarn",
+        8.0,
+        8192,
+        1.2079441541679836,
+    )
     assert (spec.windowed, spec.family.qk_norm, spec.family.pre_norms) == (
-        frozenset(i for i in range(32) if i % 4 != 3), "wide", False)  # fmt: skip
+        frozenset(i for i in range(32) if i % 4 != 3),
+        "wide",
+        False,
+    )
     assert read(OLMO3 | {"layer_types": None}).windowed == spec.windowed
 
 
@@ -186,24 +371,43 @@ def test_phi4_mini_chooses_its_factors_by_the_longest_sequence() -> None:
     plain = rope_tables(RopeSpec(1e4, 96, amplitude=rope.amplitude), 4097)
     np.testing.assert_array_equal(short.cos, plain.cos[:4096])
     np.testing.assert_array_equal(long.sin[2::2], plain.sin[1:2049])  # half as fast
-    assert read(PHI4_MINI | {"rope_scaling": PHI4_MINI["rope_scaling"] | {"type": "su"}}).rope == rope
+    assert (
+        read(PHI4_MINI | {"rope_scaling": PHI4_MINI["rope_scaling"] | {"type": "su"}}).rope == rope
+    )
 
 
 def test_glm4_and_starcoder2() -> None:
     spec = read(GLM4)
     assert (spec.rope.dim, spec.rope.interleaved) == (64, True)
     family = spec.family
-    assert (family.qkv_bias, family.o_bias, family.post_norms, family.pre_norms) == (True, False, True, True)
+    assert (family.qkv_bias, family.o_bias, family.post_norms, family.pre_norms) == (
+        True,
+        False,
+        True,
+        True,
+    )
     spec = read(STARCODER2)
-    assert (spec.eps, spec.window, len(spec.windowed), spec.family.act) == (1e-5, 4096, 30, "gelu_tanh")
+    assert (spec.eps, spec.window, len(spec.windowed), spec.family.act) == (
+        1e-5,
+        4096,
+        30,
+        "gelu_tanh",
+    )
     assert spec.family.layer_norm
 
 
 def test_gpt_oss() -> None:
     spec = read(GPT_OSS)
-    assert (spec.window, spec.windowed, spec.family.sinks) == (128, frozenset(range(0, 24, 2)), True)
+    assert (spec.window, spec.windowed, spec.family.sinks) == (
+        128,
+        frozenset(range(0, 24, 2)),
+        True,
+    )
     assert spec.experts == ExpertSpec(32, 4, 2880, True, frozenset(range(24)))
-    assert (spec.rope.truncate, spec.rope.amplitude) == (False, pytest.approx(0.1 * math.log(32) + 1))
+    assert (spec.rope.truncate, spec.rope.amplitude) == (
+        False,
+        pytest.approx(0.1 * math.log(32) + 1),
+    )
     assert read(GPT_OSS | {"layer_types": None}).windowed == spec.windowed
 
 
@@ -213,7 +417,9 @@ def test_llama4_with_a_vision_tower() -> None:
     assert spec.no_rope == frozenset(range(3, 48, 4))
     assert spec.windowed == frozenset(range(48)) - spec.no_rope
     assert spec.temper == Temper(8192, 0.1)
-    assert spec.experts == ExpertSpec(16, 1, 8192, False, frozenset(range(48)), 8192, "sigmoid", 1.0, True)
+    assert spec.experts == ExpertSpec(
+        16, 1, 8192, False, frozenset(range(48)), 8192, "sigmoid", 1.0, True
+    )
     assert np.isfinite(rope_tables(spec.rope, 64).cos).all()  # no range between its two borders
 
 
@@ -247,21 +453,49 @@ LONGROPE: Json = PHI4_MINI["rope_scaling"]
         (SMOLLM3 | {"no_rope_layers": [1] * 37}, "model_invalid", "for each of 36 layers"),
         (SMOLLM3 | {"no_rope_layers": [2] * 36}, "model_invalid", "a 0 or a 1"),
         (SMOLLM3 | {"no_rope_layers": "all"}, "model_invalid", "a 0 or a 1"),
-        (SMOLLM3 | {"no_rope_layers": None, "no_rope_layer_interval": 0}, "model_invalid", "interval"),
+        (
+            SMOLLM3 | {"no_rope_layers": None, "no_rope_layer_interval": 0},
+            "model_invalid",
+            "interval",
+        ),
         (GRANITE4 | {"layer_types": ["mamba"] * 40}, "model_unsupported", "dense models"),
         (GRANITE4 | {"layer_types": None}, "model_unsupported", "Mamba"),
         (GRANITE4 | {"layer_types": ["attention"] * 39}, "model_invalid", "39 of 40"),
         (GRANITE4 | {"num_local_experts": 64}, "model_unsupported", "experts"),
-        (GRANITE4 | {"normalization_function": "layernorm"}, "model_unsupported", "normalization_function"),
+        (
+            GRANITE4 | {"normalization_function": "layernorm"},
+            "model_unsupported",
+            "normalization_function",
+        ),
         (GRANITE4 | {"logits_scaling": 0}, "model_invalid", "multiplier of the logits"),
-        (GRANITE4 | {"residual_multiplier": float("nan")}, "model_invalid", "multiplier of the residual"),
+        (
+            GRANITE4 | {"residual_multiplier": float("nan")},
+            "model_invalid",
+            "multiplier of the residual",
+        ),
         (GRANITE4 | {"position_embedding_type": "alibi"}, "model_unsupported", "alibi"),
         (OLMO3 | {"layer_types": ["sliding_attention"] * 31}, "model_unsupported", "layer_types"),
         (OLMO3 | {"clip_qkv": 8.0}, "model_unsupported", "clip_qkv"),
-        (PHI4_MINI | {"rope_scaling": LONGROPE | {"short_factor": [1.0] * 47}}, "model_invalid", "47 numb"),
-        (PHI4_MINI | {"rope_scaling": LONGROPE | {"long_factor": [0.0] * 48}}, "model_invalid", "divide"),
-        (PHI4_MINI | {"rope_scaling": LONGROPE | {"long_factor": 3}}, "config_invalid", "a list of numbers"),
-        (PHI4_MINI | {"rope_scaling": LONGROPE | {"short_mscale": 1.2}}, "model_unsupported", "short_mscale"),
+        (
+            PHI4_MINI | {"rope_scaling": LONGROPE | {"short_factor": [1.0] * 47}},
+            "model_invalid",
+            "47 numb",
+        ),
+        (
+            PHI4_MINI | {"rope_scaling": LONGROPE | {"long_factor": [0.0] * 48}},
+            "model_invalid",
+            "divide",
+        ),
+        (
+            PHI4_MINI | {"rope_scaling": LONGROPE | {"long_factor": 3}},
+            "config_invalid",
+            "a list of numbers",
+        ),
+        (
+            PHI4_MINI | {"rope_scaling": LONGROPE | {"short_mscale": 1.2}},
+            "model_unsupported",
+            "short_mscale",
+        ),
         (PHI4_MINI | {"interpolate_factor": 2}, "model_unsupported", "interpolate_factor"),
         (GLM4 | {"partial_rotary_factor": 0.4}, "model_invalid", "rotary dimension 51"),
         (STARCODER2 | {"use_bias": False}, "model_unsupported", "use_bias"),
@@ -269,7 +503,11 @@ LONGROPE: Json = PHI4_MINI["rope_scaling"]
         (GPT_OSS | {"swiglu_limit": 6.0}, "model_unsupported", "swiglu_limit"),
         (GPT_OSS | {"experts_per_token": 2}, "model_unsupported", "experts_per_token"),
         (GPT_OSS | {"rope_scaling": None}, "config_invalid", "rope_scaling"),
-        (GPT_OSS | {"num_experts_per_tok": 33, "experts_per_token": 33}, "model_invalid", "33 of 32"),
+        (
+            GPT_OSS | {"num_experts_per_tok": 33, "experts_per_token": 33},
+            "model_invalid",
+            "33 of 32",
+        ),
         (LLAMA4 | {"text_config": TEXT | {"moe_layers": [48]}}, "model_invalid", "moe_layers"),
         (LLAMA4 | {"text_config": TEXT | {"floor_scale": 0}}, "model_invalid", "floor_scale"),
         (DEEPSEEK | {"q_lora_rank": 1536}, "model_unsupported", "DeepSeek-V2-Lite is"),
@@ -280,7 +518,7 @@ LONGROPE: Json = PHI4_MINI["rope_scaling"]
         (DEEPSEEK | {"n_shared_experts": 2**30}, "model_invalid", "n_shared_experts"),
         (DEEPSEEK | {"routed_scaling_factor": float("inf")}, "model_invalid", "scale of experts"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_right_or_is_not_computed(values: Json, code: str, says: str) -> None:
     found = fault(values)
     assert (found.code, says in found.message) == (code, True), found.message
@@ -310,11 +548,23 @@ def changed(tmp_path: Path, family: str, name: str, shape: tuple[int, ...], valu
         ("gpt_oss", "model.layers.0.mlp.experts.gate_up_proj_bias", (3, 64), 1.0, "tensor_shape"),
         ("gpt_oss", "model.layers.0.mlp.experts.down_proj", (4, 33, 32), 1.0, "tensor_shape"),
         ("olmo2", "model.layers.0.self_attn.q_norm.weight", (8,), 1.0, "tensor_shape"),
-        ("llama4_text", "model.layers.1.feed_forward.experts.gate_up_proj", (4, 64, 32), 1.0, "tensor_shape"),
+        (
+            "llama4_text",
+            "model.layers.1.feed_forward.experts.gate_up_proj",
+            (4, 64, 32),
+            1.0,
+            "tensor_shape",
+        ),
         ("deepseek_v2", "model.layers.0.self_attn.kv_b_proj.weight", (96, 17), 1.0, "tensor_shape"),
-        ("deepseek_v2", "model.layers.0.self_attn.kv_a_proj_with_mqa.weight", (16, 32), 1.0, "tensor_shape"),
+        (
+            "deepseek_v2",
+            "model.layers.0.self_attn.kv_a_proj_with_mqa.weight",
+            (16, 32),
+            1.0,
+            "tensor_shape",
+        ),
     ],
-)  # fmt: skip
+)
 def test_tensors_of_another_shape(
     family: str, name: str, shape: tuple[int, ...], value: float, code: str, tmp_path: Path
 ) -> None:
@@ -355,10 +605,14 @@ class Requantised:
             if len(info.shape) == 3:
                 kind, shape, raw = self._file.tensor(name)
                 turned = dequantise(kind, shape, np.frombuffer(raw, np.uint8)).swapaxes(1, 2).copy()
-                rows = Tensor(name, "F32", (turned.shape[0] * turned.shape[1], turned.shape[2]), _raw(turned))
+                rows = Tensor(
+                    name, "F32", (turned.shape[0] * turned.shape[1], turned.shape[2]), _raw(turned)
+                )
                 data = quantise(rows, "int8").data
                 self._own[name] = ("Q8_0", turned.shape, memoryview(data))
-                self.tensors[name] = replace(info, kind="Q8_0", shape=turned.shape, nbytes=data.nbytes)
+                self.tensors[name] = replace(
+                    info, kind="Q8_0", shape=turned.shape, nbytes=data.nbytes
+                )
 
     def tensor(self, name: str) -> tuple[str, tuple[int, ...], memoryview]:
         return self._own.get(name) or self._file.tensor(name)

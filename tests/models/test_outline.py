@@ -26,19 +26,35 @@ Json = dict[str, Any]
 def llama(layers: int, width: int, ffn: int, heads: int, kv_heads: int, **others: object) -> Json:
     """A config.json of the Llama family, from the numbers that are published of a model."""
     return {
-        "model_type": "llama", "num_hidden_layers": layers, "hidden_size": width, "intermediate_size": ffn,
-        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": 32000,
-        "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+        "model_type": "llama",
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "intermediate_size": ffn,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": 32000,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
         "torch_dtype": "float16",
-    } | others  # fmt: skip
+    } | others
 
 
 LLAMA_31_ROPE = {
-    "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192, "rope_type": "llama3",
-}  # fmt: skip
-BLOOM = {"model_type": "bloom", "n_layer": 70, "hidden_size": 14336, "num_attention_heads": 112,
-         "vocab_size": 250880, "seq_length": 2048}  # fmt: skip
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+BLOOM = {
+    "model_type": "bloom",
+    "n_layer": 70,
+    "hidden_size": 14336,
+    "num_attention_heads": 112,
+    "vocab_size": 250880,
+    "seq_length": 2048,
+}
 # name: configuration, bytes of KV per token in fp16, parameters as published with the model
 PUBLISHED: dict[str, tuple[Json, int, int]] = {
     # 2 (K and V) x 70 layers x 112 heads x 128 values x 2 bytes
@@ -51,17 +67,39 @@ PUBLISHED: dict[str, tuple[Json, int, int]] = {
     "Llama-2-70B": (llama(80, 8192, 28672, 64, 8), 327_680, 68_976_648_192),
     # 2 x 80 x 8 x 128 x 2
     "Qwen2.5-72B": (
-        llama(80, 8192, 29568, 64, 8, model_type="qwen2", vocab_size=152064, sliding_window=131072,
-              use_sliding_window=False, max_window_layers=80, max_position_embeddings=131072),
-        327_680, 72_706_203_648,
+        llama(
+            80,
+            8192,
+            29568,
+            64,
+            8,
+            model_type="qwen2",
+            vocab_size=152064,
+            sliding_window=131072,
+            use_sliding_window=False,
+            max_window_layers=80,
+            max_position_embeddings=131072,
+        ),
+        327_680,
+        72_706_203_648,
     ),
     # 2 x 126 x 8 x 128 x 2: 504 KiB
     "Llama-3.1-405B": (
-        llama(126, 16384, 53248, 128, 8, vocab_size=128256, max_position_embeddings=131072,
-              rope_theta=500000.0, rope_scaling=LLAMA_31_ROPE),
-        516_096, 405_853_388_800,
+        llama(
+            126,
+            16384,
+            53248,
+            128,
+            8,
+            vocab_size=128256,
+            max_position_embeddings=131072,
+            rope_theta=500000.0,
+            rope_scaling=LLAMA_31_ROPE,
+        ),
+        516_096,
+        405_853_388_800,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -119,7 +157,9 @@ def test_weights_as_they_are_loaded(outline: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "tied"), [("llama", False), ("bloom", True)], ids=["Llama has a head", "BLOOM has none"]
+    ("family", "tied"),
+    [("llama", False), ("bloom", True)],
+    ids=["Llama has a head", "BLOOM has none"],
 )
 def test_silence_about_the_head(family: str, tied: bool, outline: Any) -> None:
     values = llama(2, 64, 128, 4, 2) if family == "llama" else BLOOM
@@ -164,17 +204,28 @@ def test_the_usual_keys_agree_with_the_specs(family: str) -> None:
     config = GOLDENS / "families" / family / "config.json"
     usual, exact = hf_usual(json.loads(config.read_text()), "config.json"), read_outline(config)
     assert (usual.heads, usual.kv) == (exact.heads, exact.kv)
-    assert usual.context in (exact.context, 0)  # 0: the file is silent, and the spec takes a default
+    assert usual.context in (
+        exact.context,
+        0,
+    )  # 0: the file is silent, and the spec takes a default
 
 
 # -- others --------------------------------------------------------------------------------------------------
 
 # arXiv 2412.19437: a latent vector of 512 and a rotary key of 64 in each of 61 layers
 DEEPSEEK_V3 = {
-    "model_type": "deepseek_v3", "num_hidden_layers": 61, "hidden_size": 7168, "num_attention_heads": 128,
-    "num_key_value_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
-    "v_head_dim": 128, "max_position_embeddings": 163840, "quantization_config": {"quant_method": "fp8"},
-}  # fmt: skip
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 61,
+    "hidden_size": 7168,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "max_position_embeddings": 163840,
+    "quantization_config": {"quant_method": "fp8"},
+}
 USUAL: dict[str, tuple[Json, tuple[KVLayers, ...]]] = {
     "MLA": (DEEPSEEK_V3, (KVLayers(61, 1, 576, 0),)),
     "GPT-J": (
@@ -182,52 +233,109 @@ USUAL: dict[str, tuple[Json, tuple[KVLayers, ...]]] = {
         (KVLayers(28, 16, 256, 256),),
     ),
     "StarCoder, MQA": (
-        {"model_type": "gpt_bigcode", "n_layer": 40, "n_embd": 6144, "n_head": 48, "n_positions": 8192,
-         "multi_query": True},
+        {
+            "model_type": "gpt_bigcode",
+            "n_layer": 40,
+            "n_embd": 6144,
+            "n_head": 48,
+            "n_positions": 8192,
+            "multi_query": True,
+        },
         (KVLayers(40, 1, 128, 128),),
     ),
     "Falcon 7B, MQA": (
-        {"model_type": "falcon", "num_hidden_layers": 32, "hidden_size": 4544, "num_attention_heads": 71,
-         "num_kv_heads": 71, "multi_query": True, "new_decoder_architecture": False},
+        {
+            "model_type": "falcon",
+            "num_hidden_layers": 32,
+            "hidden_size": 4544,
+            "num_attention_heads": 71,
+            "num_kv_heads": 71,
+            "multi_query": True,
+            "new_decoder_architecture": False,
+        },
         (KVLayers(32, 1, 64, 64),),
     ),
     "Falcon 40B, GQA": (
-        {"model_type": "falcon", "num_hidden_layers": 60, "hidden_size": 8192, "num_attention_heads": 128,
-         "num_kv_heads": 8, "multi_query": True, "new_decoder_architecture": True},
+        {
+            "model_type": "falcon",
+            "num_hidden_layers": 60,
+            "hidden_size": 8192,
+            "num_attention_heads": 128,
+            "num_kv_heads": 8,
+            "multi_query": True,
+            "new_decoder_architecture": True,
+        },
         (KVLayers(60, 8, 64, 64),),
     ),
     "ChatGLM": (
-        {"model_type": "chatglm", "num_layers": 28, "hidden_size": 4096, "num_attention_heads": 32,
-         "multi_query_attention": True, "multi_query_group_num": 2, "kv_channels": 128, "seq_length": 8192},
+        {
+            "model_type": "chatglm",
+            "num_layers": 28,
+            "hidden_size": 4096,
+            "num_attention_heads": 32,
+            "multi_query_attention": True,
+            "multi_query_group_num": 2,
+            "kv_channels": 128,
+            "seq_length": 8192,
+        },
         (KVLayers(28, 2, 128, 128),),
     ),
     "DBRX": (
-        {"model_type": "dbrx", "n_layers": 40, "d_model": 6144, "n_heads": 48, "max_seq_len": 32768,
-         "attn_config": {"kv_n_heads": 8}},
+        {
+            "model_type": "dbrx",
+            "n_layers": 40,
+            "d_model": 6144,
+            "n_heads": 48,
+            "max_seq_len": 32768,
+            "attn_config": {"kv_n_heads": 8},
+        },
         (KVLayers(40, 8, 128, 128),),
     ),
     "MPT, MQA": (
-        {"model_type": "mpt", "n_layers": 2, "d_model": 64, "n_heads": 4, "max_seq_len": 2048,
-         "attn_config": {"attn_type": "multiquery_attention", "alibi": True}},
+        {
+            "model_type": "mpt",
+            "n_layers": 2,
+            "d_model": 64,
+            "n_heads": 4,
+            "max_seq_len": 2048,
+            "attn_config": {"attn_type": "multiquery_attention", "alibi": True},
+        },
         (KVLayers(2, 1, 16, 16),),
     ),
     "within text_config": (
-        {"model_type": "llava", "vision_config": {"hidden_size": 1024},
-         "text_config": llama(32, 4096, 11008, 32, 32)},
+        {
+            "model_type": "llava",
+            "vision_config": {"hidden_size": 1024},
+            "text_config": llama(32, 4096, 11008, 32, 32),
+        },
         (KVLayers(32, 32, 128, 128),),
     ),
     "layer by layer": (
-        {"model_type": "gpt_oss", "num_hidden_layers": 4, "hidden_size": 2880, "num_attention_heads": 64,
-         "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128,
-         "layer_types": ["sliding_attention", "full_attention"] * 2},
+        {
+            "model_type": "gpt_oss",
+            "num_hidden_layers": 4,
+            "hidden_size": 2880,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "sliding_window": 128,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
         (KVLayers(2, 8, 64, 64), KVLayers(2, 8, 64, 64, 128)),
     ),
     "keys and values of different size": (
-        {"model_type": "mimo", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "head_dim": 192, "v_head_dim": 128},
+        {
+            "model_type": "mimo",
+            "num_hidden_layers": 2,
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 192,
+            "v_head_dim": 128,
+        },
         (KVLayers(2, 2, 192, 128),),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", USUAL)
@@ -267,7 +375,10 @@ def test_rotary_scaling_does_not_matter(outline: Any) -> None:
         ({"layer_types": ["linear_attention"] * 2}, "layer_types"),
         ({"attention_chunk_size": 8192}, "attention in chunks"),
         ({"model_type": "longcat_flash"}, "longcat_flash"),
-        ({"kv_lora_rank": 8, "layer_types": ["sliding_attention"] * 2, "sliding_window": 4}, "kv_lora_rank"),
+        (
+            {"kv_lora_rank": 8, "layer_types": ["sliding_attention"] * 2, "sliding_window": 4},
+            "kv_lora_rank",
+        ),
         ({"num_kv_shared_layers": 10}, "num_kv_shared_layers"),
         ({"sliding_window": 4096}, "which layers"),
         ({"num_key_value_heads": 3}, "evenly"),
@@ -352,15 +463,19 @@ def other(tmp_path: Path) -> Any:
 
     def read(**changes: Any) -> Outline:
         keys: dict[str, Any] = {
-            "block_count": 4, "embedding_length": 64, "attention.head_count": 4,
-            "attention.head_count_kv": 2, "context_length": 100,
-        }  # fmt: skip
+            "block_count": 4,
+            "embedding_length": 64,
+            "attention.head_count": 4,
+            "attention.head_count_kv": 2,
+            "context_length": 100,
+        }
         keys |= {key.replace("__", "."): value for key, value in changes.items()}
         metadata = {f"other.{key}": value for key, value in keys.items() if value is not ...}
         path = tmp_path / "other.gguf"
         path.write_bytes(
             gguf_bytes(
-                {"general.architecture": "other", **metadata}, {"token_embd.weight": float_tensor(8, 64)}
+                {"general.architecture": "other", **metadata},
+                {"token_embd.weight": float_tensor(8, 64)},
             )
         )
         return read_outline(path)
@@ -374,7 +489,9 @@ def test_gguf_files_of_other_architectures(other: Any) -> None:
     assert plain.weights == 8 * 64 * 4
     assert "other" in plain.why_not
     assert other(attention__head_count_kv=...).kv == (KVLayers(4, 4, 16, 16),)
-    assert other(attention__key_length=32, attention__value_length=24).kv == (KVLayers(4, 2, 32, 24),)
+    assert other(attention__key_length=32, attention__value_length=24).kv == (
+        KVLayers(4, 2, 32, 24),
+    )
     assert other(attention__head_count_kv=[2, 0, 1, 2]).kv == (
         KVLayers(2, 2, 16, 16),
         KVLayers(1, 1, 16, 16),
@@ -382,7 +499,9 @@ def test_gguf_files_of_other_architectures(other: Any) -> None:
     assert other(nextn_predict_layers=1).kv == (KVLayers(3, 2, 16, 16),)
     latent = other(attention__kv_lora_rank=12, rope__dimension_count=4)
     assert latent.kv == (KVLayers(4, 1, 16, 0),)
-    windows = other(attention__sliding_window=8, attention__sliding_window_pattern=[True, True, True, False])
+    windows = other(
+        attention__sliding_window=8, attention__sliding_window_pattern=[True, True, True, False]
+    )
     mixed = [KVLayers(1, 2, 16, 16), KVLayers(3, 2, 16, 16, 8)]
     assert sorted(windows.kv, key=lambda kind: kind.window) == mixed
     every = other(attention__sliding_window=8, attention__sliding_window_pattern=4)

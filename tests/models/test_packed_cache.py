@@ -49,7 +49,9 @@ def loaded(model: Path, cache: Path, **options: str) -> tuple[np.ndarray, int]:
     return logits(model, ops, cache, **options), ops.packed  # type: ignore[arg-type]
 
 
-def test_the_second_start_packs_nothing_and_computes_the_same_bits(model: Path, tmp_path: Path) -> None:
+def test_the_second_start_packs_nothing_and_computes_the_same_bits(
+    model: Path, tmp_path: Path
+) -> None:
     cache = tmp_path / "cache"
     without = logits(model, backend("native"), "")
     first, packed = loaded(model, cache)

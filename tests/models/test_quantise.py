@@ -57,7 +57,9 @@ def test_each_value_is_the_nearest_of_its_group(quantization: str, steps: int) -
 def by_definition(x: np.ndarray, quantization: str) -> np.ndarray:
     """One group of 32 values, as the module's docstring says it."""
     limit = np.float32(np.finfo(np.float16).max)
-    least, most = (np.abs(x).max() * np.float32([-1, 1])) if quantization == "int8" else (x.min(), x.max())
+    least, most = (
+        (np.abs(x).max() * np.float32([-1, 1])) if quantization == "int8" else (x.min(), x.max())
+    )
     zero = np.float16(0 if quantization == "int8" else np.clip(least, -limit, limit))
     steps = (most, np.float32(127)) if quantization == "int8" else (most - least, np.float32(15))
     scale = np.float16(np.minimum(np.divide(*steps), limit))
@@ -65,13 +67,17 @@ def by_definition(x: np.ndarray, quantization: str) -> np.ndarray:
     q = np.rint((x - np.float32(zero)) * inverse)
     if quantization == "int8":
         return np.concatenate([[scale.view(np.int16)], np.clip(q, -127, 127)]).astype(np.int16)
-    return np.concatenate([[scale.view(np.int16), zero.view(np.int16)], np.clip(q, 0, 15)]).astype(np.int16)
+    return np.concatenate([[scale.view(np.int16), zero.view(np.int16)], np.clip(q, 0, 15)]).astype(
+        np.int16
+    )
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_every_block_is_the_definition(quantization: str) -> None:
     """Ordinary groups, scales below what fp16 holds exactly, values above what it holds at all, and zeros."""
-    x = normal(60, 96) * np.logspace(-9, 7, 60, dtype=np.float32)[:, None] + np.float32(0.5) * normal(60, 1)
+    x = normal(60, 96) * np.logspace(-9, 7, 60, dtype=np.float32)[:, None] + np.float32(
+        0.5
+    ) * normal(60, 1)
     x[7] = 0
     blocks = quantise(tensor(x), quantization).data.reshape(60 * 3, -1)
     head = 1 if quantization == "int8" else 2
@@ -121,7 +127,9 @@ def test_a_model_quantised_at_load(dtype: str) -> None:
     """int4 keeps embedding and head in 8 bits; norms stay; with dtype=float32 it takes whatever was there."""
     path = GOLDENS / ("tiny_llama.gguf" if dtype == "auto" else "tiny_llama_quant.gguf")
     file, spec, layout = open_model(path)
-    weights = load_weights(file, spec, layout, ReferenceOps(), dtype=dtype, positions=64, quantization="int4")
+    weights = load_weights(
+        file, spec, layout, ReferenceOps(), dtype=dtype, positions=64, quantization="int4"
+    )
     assert isinstance(weights.embed, Quantised)
     assert weights.embed.low is None
     for layer in weights.layers:

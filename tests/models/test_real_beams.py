@@ -37,7 +37,11 @@ def test_beams_equal_transformers(llm: LLM, column: int) -> None:
         scores = [answer.score for answer in output.outputs]
         np.testing.assert_allclose(scores, golden["scores"][row, column], atol=NEAR_TIE)
         expected = [
-            [token for token in tokens if token >= 0] for tokens in golden["tokens"][row, column].tolist()
+            [token for token in tokens if token >= 0]
+            for tokens in golden["tokens"][row, column].tolist()
         ]
-        same = [answer.token_ids == tokens for answer, tokens in zip(output.outputs, expected, strict=True)]
+        same = [
+            answer.token_ids == tokens
+            for answer, tokens in zip(output.outputs, expected, strict=True)
+        ]
         assert same[0] or abs(scores[0] - golden["scores"][row, column, 1]) < NEAR_TIE

@@ -30,15 +30,22 @@ def product_error(ops: Ops, weight: Tensor, values: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("name", ["reference", "native"])
-@pytest.mark.parametrize("kind", [name.removesuffix("_raw") for name in CORNER if name.endswith("_raw")])
+@pytest.mark.parametrize(
+    "kind", [name.removesuffix("_raw") for name in CORNER if name.endswith("_raw")]
+)
 def test_every_type_on_real_weights(name: str, kind: str) -> None:
     """Values are bit-equal to those of the `gguf` package. Products of floats are exact to fp32; those of
     integers err by the rounding of the activations: 0.5 to 0.6 % with 8 bits, 0.034 % with 12, 0.002 % with
     15."""
     values, raw = CORNER[f"{kind}_values"], CORNER[f"{kind}_raw"]
-    assert np.array_equal(ggml.dequantise(kind, values.shape, raw).view(np.uint32), values.view(np.uint32))
+    assert np.array_equal(
+        ggml.dequantise(kind, values.shape, raw).view(np.uint32), values.view(np.uint32)
+    )
     ops = backend(name)
-    errors = [product_error(ops, Tensor(kind, kind, values.shape, raw, bits), values) for bits in (8, 12, 15)]
+    errors = [
+        product_error(ops, Tensor(kind, kind, values.shape, raw, bits), values)
+        for bits in (8, 12, 15)
+    ]
     if kind in ggml.QUANTISED:
         assert 0.003 < errors[0] < 0.008
         twelve = ops.fine_bits("Q4_0") == 12  # else as with 15

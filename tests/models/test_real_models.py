@@ -45,7 +45,9 @@ def golden(name: str) -> dict[str, np.ndarray]:
 
 def prompts(name: str) -> list[list[int]]:
     truth = golden(name)
-    return [truth["prompt_ids"][a:b].tolist() for a, b in itertools.pairwise(truth["prompt_starts"])]
+    return [
+        truth["prompt_ids"][a:b].tolist() for a, b in itertools.pairwise(truth["prompt_starts"])
+    ]
 
 
 def load(name: str, ops_name: str) -> Model:
@@ -107,6 +109,10 @@ def test_prompts_reach_beyond_the_window() -> None:
 def test_our_tokenizer_gives_the_recorded_ids(name: str) -> None:
     tokenizer = load_tokenizer(cache_folder() / FILES[name])
     for ids in prompts(name):
-        text = tokenizer.decode(ids, skip_special=False) if name != "gemma3" else tokenizer.decode(ids[1:])
+        text = (
+            tokenizer.decode(ids, skip_special=False)
+            if name != "gemma3"
+            else tokenizer.decode(ids[1:])
+        )
         again = tokenizer.encode(text, add_special=True, parse_special=True)
         assert list(again) == ids

@@ -52,7 +52,9 @@ def test_slices_are_the_whole_side_by_side(name: str, size: int) -> None:
         if field not in RULES:
             assert all(np.array_equal(one, values(whole)) for one in slices), field
         elif not (spec.kv_heads < size and field in ("k", "v")):
-            assert np.array_equal(np.concatenate(slices, axis=RULES[field].axis), values(whole)), field
+            assert np.array_equal(np.concatenate(slices, axis=RULES[field].axis), values(whole)), (
+                field
+            )
 
 
 def test_a_bias_behind_a_sum_is_added_once() -> None:
@@ -64,7 +66,9 @@ def test_a_bias_behind_a_sum_is_added_once() -> None:
 
 
 def spec_of(heads: int, kv_heads: int, ffn: int = 128) -> ModelSpec:
-    return replace(open_model(GOLDENS / "tiny_llama.gguf")[1], heads=heads, kv_heads=kv_heads, ffn=ffn)
+    return replace(
+        open_model(GOLDENS / "tiny_llama.gguf")[1], heads=heads, kv_heads=kv_heads, ffn=ffn
+    )
 
 
 def ranges(heads: int, kv_heads: int, size: int) -> tuple[object, object]:
@@ -119,7 +123,9 @@ def test_an_mlp_that_is_too_narrow_is_refused() -> None:
     spec = spec_of(64, 64, ffn=96)
     layout = gguf_layout(spec, lambda name: False)
     kinds = {part.name: "Q8_0" for part in layout.all()}
-    with pytest.raises(EngineFault, match=r"'blk.0.ffn_down.weight', of 96 columns in groups of 32"):
+    with pytest.raises(
+        EngineFault, match=r"'blk.0.ffn_down.weight', of 96 columns in groups of 32"
+    ):
         shard_of(spec, layout, kinds, 0, 4)
 
 
@@ -141,7 +147,9 @@ def test_slices_of_experts_are_the_whole_side_by_side(name: str) -> None:
     each = shards(name, 2)
     for layer, one in enumerate(layout.layers):
         listed = [(field, part) for field, parts in layout.several(layer).items() for part in parts]
-        for field, part in listed + [(named(spec, layer, field), part) for field, part in one.items()]:
+        for field, part in listed + [
+            (named(spec, layer, field), part) for field, part in one.items()
+        ]:
             whole = read_part(file, part)
             slices = [values(shard.of(field, whole)) for shard in each]
             if field in ONCE:
@@ -150,12 +158,16 @@ def test_slices_of_experts_are_the_whole_side_by_side(name: str) -> None:
             elif field not in RULES:
                 assert all(np.array_equal(one, values(whole)) for one in slices), field
             else:
-                assert np.array_equal(np.concatenate(slices, axis=RULES[field].axis), values(whole)), field
+                assert np.array_equal(
+                    np.concatenate(slices, axis=RULES[field].axis), values(whole)
+                ), field
 
 
 def test_an_expert_that_is_too_narrow_is_refused_with_its_tensor() -> None:
     for name, quantization in (("experts_qwen3moe_quant", "none"), ("experts_qwen3moe", "int8")):
-        with pytest.raises(EngineFault, match=r"'blk.0.ffn_down_exps.weight', of 32 columns.*may be 1$"):
+        with pytest.raises(
+            EngineFault, match=r"'blk.0.ffn_down_exps.weight', of 32 columns.*may be 1$"
+        ):
             shards(name, 2, quantization)
 
 
@@ -226,7 +238,10 @@ def test_every_layer_is_at_one_stage_and_the_ends_by_the_table(name: str) -> Non
         rule = RULES.get(field)
         for stage, mine in zip(each, found, strict=True):
             has = rule is None or stage.number == (0 if field == "embed" else 1) or tied
-            assert np.array_equal(values(mine), values(whole)[: None if has else 1]), (field, stage.number)
+            assert np.array_equal(values(mine), values(whole)[: None if has else 1]), (
+                field,
+                stage.number,
+            )
     for field in (*layout.top, "q"):
         if field == "q" or field in RULES:
             assert sum(stage.times(field) for stage in each) == (2 if field == "q" else 1), field
@@ -265,7 +280,10 @@ def test_neurons_make_up_for_heads(seed: int) -> None:
     assert (found[0][0], found[-1][1]) == (0, count)
     assert all(end == first for (_, end), (first, _) in itertools.pairwise(found))
     assert all(end - first >= unit and first % unit == 0 for first, end in found)
-    loads = [one + 1000 * ((end - first) // unit) for one, (first, end) in zip(besides, found, strict=True)]
+    loads = [
+        one + 1000 * ((end - first) // unit)
+        for one, (first, end) in zip(besides, found, strict=True)
+    ]
     assert max(loads) <= max((sum(besides) + work) / size + 1000, max(besides) + 1000)
     alike = _balanced(count, unit, [7] * size, work)
     assert [first for first, _ in alike] == [unit * (units * rank // size) for rank in range(size)]

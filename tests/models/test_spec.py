@@ -27,7 +27,9 @@ Metadata = dict[str, w.Value]
 Tensors = dict[str, w.Tensor]
 
 
-def changed(tmp_path: Path, change: Callable[[Metadata, Tensors], object], base: str = "tiny_llama") -> Path:
+def changed(
+    tmp_path: Path, change: Callable[[Metadata, Tensors], object], base: str = "tiny_llama"
+) -> Path:
     """A tiny model with something else in its file."""
     metadata, tensors = w.taken_apart(GOLDENS / f"{base}.gguf")
     change(metadata, tensors)
@@ -71,8 +73,17 @@ def test_specs_of_the_tiny_models() -> None:
         tied=True,
         attention_scale=0.25,
     )
-    assert (untied.tied, untied.head_dim, untied.kv_heads, untied.rope.base) == (False, 32, 1, 500_000.0)
-    assert (qwen.family.qk_norm, qwen.rope.interleaved, qwen.attention_scale) == ("head", False, 32**-0.5)
+    assert (untied.tied, untied.head_dim, untied.kv_heads, untied.rope.base) == (
+        False,
+        32,
+        1,
+        500_000.0,
+    )
+    assert (qwen.family.qk_norm, qwen.rope.interleaved, qwen.attention_scale) == (
+        "head",
+        False,
+        32**-0.5,
+    )
     assert (qwen.attention(0, 9).heads, qwen.attention(0, 9).head_dim) == (4, 32)
 
 
@@ -114,7 +125,9 @@ def test_linear_scaling_and_divisors_reach_the_model(tmp_path: Path) -> None:
     twos = (0, (8,), np.full(8, 2, np.float32).tobytes())
     divided = logits(changed(tmp_path, lambda m, t: t.update({"rope_freqs.weight": twos})), tokens)
     np.testing.assert_array_equal(divided, linear)
-    none = logits(changed(tmp_path, lambda m, t: m.update({"llama.rope.scaling.type": "none"})), tokens)
+    none = logits(
+        changed(tmp_path, lambda m, t: m.update({"llama.rope.scaling.type": "none"})), tokens
+    )
     np.testing.assert_array_equal(none, truth)
 
 
@@ -220,7 +233,8 @@ def test_missing_settings_are_named(tmp_path: Path, key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["token_embd.weight", "output_norm.weight", "blk.0.attn_q.weight", "blk.1.ffn_norm.weight"]
+    "name",
+    ["token_embd.weight", "output_norm.weight", "blk.0.attn_q.weight", "blk.1.ffn_norm.weight"],
 )
 def test_missing_tensors_are_named(tmp_path: Path, name: str) -> None:
     error = fault(changed(tmp_path, lambda m, t: t.pop(name)))

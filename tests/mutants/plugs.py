@@ -29,10 +29,14 @@ Asks = Any
 def told(swap: Swap, name: str, **options: Any) -> None:
     """A policy is built with other options than were given."""
     make = POLICIES[name]
-    swap.entry(POLICIES, name, lambda given, step_times: make(replace(given, **options), step_times))
+    swap.entry(
+        POLICIES, name, lambda given, step_times: make(replace(given, **options), step_times)
+    )
 
 
-def filtered(swap: Swap, name: str, look: Callable[[View], None], leave_out: Callable[[View], Any]) -> None:
+def filtered(
+    swap: Swap, name: str, look: Callable[[View], None], leave_out: Callable[[View], Any]
+) -> None:
     """A policy whose view is changed once it asks, and some of whose asks never reach the scheduler."""
     make = POLICIES[name]
 
@@ -54,10 +58,14 @@ def filtered(swap: Swap, name: str, look: Callable[[View], None], leave_out: Cal
     swap.entry(POLICIES, name, broken)
 
 
-ORCA = "orca: a token for everybody in each step, and room for all of a request from its admission on"
+ORCA = (
+    "orca: a token for everybody in each step, and room for all of a request from its admission on"
+)
 WHOLE = "prefill_first: prompts in one piece, and only one alone over the budget"
 RATIO = "served_ratio: prompts are let in by the ratio or after so many steps"
-BATCHES = "static, window: a batch starts full or when it is due, is padded, and nobody joins or leaves"
+BATCHES = (
+    "static, window: a batch starts full or when it is due, is padded, and nobody joins or leaves"
+)
 ADAPTIVE_CHUNK = "adaptive_chunk: steps settle at the target"
 STEERED = {"promises": (promises.steps_keep_the_target, promises.few_enough_run)}
 
@@ -257,7 +265,11 @@ def prefixes_never_looked_up_again(swap: Swap) -> None:
     swap.wrap(Estimates.renew, nothing)
 
 
-URGENT = (promises.prompts_take_time, promises.whole_answers_by_deadline, promises.deadlines_are_met)
+URGENT = (
+    promises.prompts_take_time,
+    promises.whole_answers_by_deadline,
+    promises.deadlines_are_met,
+)
 
 
 @bug(DEADLINE, config={"order": "deadline"}, promises=URGENT)
@@ -318,9 +330,11 @@ def adaptive_forgets_what_runs(swap: Swap) -> None:
 
 
 SHARES = (
-    promises.fair_in_one_step, promises.fair_shares, promises.fair_prompts_and_answers,
+    promises.fair_in_one_step,
+    promises.fair_shares,
+    promises.fair_prompts_and_answers,
     promises.fair_nothing_saved_up,
-)  # fmt: skip
+)
 
 
 @bug(FAIR, config={"order": "fair"}, promises=SHARES)

@@ -110,7 +110,9 @@ def min_tokens_ignored(swap: Swap) -> None:
 
 @bug(ENDS)
 def one_token_too_many(swap: Swap) -> None:
-    asked(swap, lambda request: params(request, max_tokens=(request.params.max_tokens or 10**6) + 1))
+    asked(
+        swap, lambda request: params(request, max_tokens=(request.params.max_tokens or 10**6) + 1)
+    )
 
 
 @bug(RESUMED)

@@ -16,7 +16,12 @@ from . import ahead, memory, plugs, scheduling, sessions  # noqa: F401
 from .bugs import BUGS, Bug, seeded
 
 pytestmark = pytest.mark.slow  # they guard the tests, not the product
-ILL_WRITTEN = (AttributeError, NameError, RecursionError, TypeError)  # not what bugs of the product end in
+ILL_WRITTEN = (
+    AttributeError,
+    NameError,
+    RecursionError,
+    TypeError,
+)  # not what bugs of the product end in
 SOON = 12  # runs of the machine before the promises are looked at
 RUNS = 400  # at most; nearly every bug is caught within ten
 

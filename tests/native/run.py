@@ -60,7 +60,16 @@ def build(name: str, *options: str) -> Path:
     need("cmake")
     folder = ROOT / "build" / f"programs-{name}"
     ninja = ["-G", "Ninja"] if shutil.which("ninja") else []
-    configure = ["cmake", *ninja, "-S", str(ROOT), "-B", str(folder), "-DPAGETURNER_NATIVE_TEST=ON", *options]
+    configure = [
+        "cmake",
+        *ninja,
+        "-S",
+        str(ROOT),
+        "-B",
+        str(folder),
+        "-DPAGETURNER_NATIVE_TEST=ON",
+        *options,
+    ]
     subprocess.run(configure, check=True, stdout=subprocess.DEVNULL)
     subprocess.run(["cmake", "--build", str(folder)], check=True, stdout=subprocess.DEVNULL)
     return folder
@@ -116,14 +125,20 @@ def bound() -> bool:
         f"-DPython_EXECUTABLE={sys.executable}",
     )
     libraries = [
-        subprocess.run(["g++", f"-print-file-name=lib{name}.so"], check=True, capture_output=True, text=True)
+        subprocess.run(
+            ["g++", f"-print-file-name=lib{name}.so"], check=True, capture_output=True, text=True
+        )
         for name in ("asan", "ubsan")
     ]
     preload = " ".join(done.stdout.strip() for done in libraries)
     # leaks are Python's own; a test asks numpy for more memory than there is
     asan = "detect_leaks=0:allocator_may_return_null=1"
     environment = {**os.environ, "LD_PRELOAD": preload, "ASAN_OPTIONS": asan}
-    program = [sys.executable, "tests/native/sanitized_module.py", str(next(folder.glob("_native*.so")))]
+    program = [
+        sys.executable,
+        "tests/native/sanitized_module.py",
+        str(next(folder.glob("_native*.so"))),
+    ]
     command = [*program, "-q", "-s", "-p", "no:cacheprovider", *BOUND]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     last = done.stdout.strip().splitlines()[-1:] or [done.stderr[-300:]]
@@ -154,10 +169,12 @@ def count_all() -> tuple[str, dict[str, dict[str, int]]]:
     need("g++", "valgrind")
     folder = build("native")
     program = folder / "kernels_count"
-    compiler, *cases = subprocess.run([program], check=True, capture_output=True, text=True).stdout.split(
-        "\n"
+    compiler, *cases = subprocess.run(
+        [program], check=True, capture_output=True, text=True
+    ).stdout.split("\n")
+    isas = subprocess.run(
+        [folder / "kernels_test", "--list"], check=True, capture_output=True, text=True
     )
-    isas = subprocess.run([folder / "kernels_test", "--list"], check=True, capture_output=True, text=True)
     here = [isa for isa in isas.stdout.split() if isa != "amx_emulated"]  # whose pace is no matter
     found = {isa: {case: count(program, isa, case) for case in cases if case} for isa in here}
     return compiler, found
@@ -172,7 +189,9 @@ def compare(now: dict[str, dict[str, int]], recorded: dict[str, dict[str, int]])
             if before is None:
                 lines.append(f"{isa} {case}: {n} instructions, none recorded")
             elif abs(n - before) > TOLERANCE * before:
-                lines.append(f"{isa} {case}: {n} instructions, recorded {before} ({n / before - 1:+.1%})")
+                lines.append(
+                    f"{isa} {case}: {n} instructions, recorded {before} ({n / before - 1:+.1%})"
+                )
     return lines
 
 
@@ -182,13 +201,17 @@ def instructions(record: bool) -> bool:
     if record:
         known = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
         kept = known.get("counts", {}) if known.get("compiler") == compiler else {}
-        text = json.dumps({"compiler": compiler, "counts": {**kept, **now}}, indent=1, sort_keys=True)
+        text = json.dumps(
+            {"compiler": compiler, "counts": {**kept, **now}}, indent=1, sort_keys=True
+        )
         RECORDED.write_text(text + "\n")
         print(f"recorded {sum(map(len, now.values()))} counts of GCC {compiler}")
         return True
     recorded = json.loads(RECORDED.read_text())
     if recorded["compiler"] != compiler:
-        print(f"instructions: NOT COMPARED, recorded with GCC {recorded['compiler']}, this is {compiler}")
+        print(
+            f"instructions: NOT COMPARED, recorded with GCC {recorded['compiler']}, this is {compiler}"
+        )
         return True
     lines = compare(now, recorded["counts"])
     print(
@@ -206,7 +229,9 @@ def main() -> int:
         "bound": bound,
     }
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(parts)}, instructions")
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"{', '.join(parts)}, instructions"
+    )
     parser.add_argument("--record", action="store_true", help="write the counts of instructions")
     args = parser.parse_args()
     parts["instructions"] = lambda: instructions(args.record)

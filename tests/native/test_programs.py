@@ -11,7 +11,9 @@ import pytest
 
 from native import run
 
-compiles = pytest.mark.skipif(not (shutil.which("g++") and shutil.which("cmake")), reason="no compiler")
+compiles = pytest.mark.skipif(
+    not (shutil.which("g++") and shutil.which("cmake")), reason="no compiler"
+)
 
 
 @pytest.mark.slow
@@ -40,7 +42,9 @@ def test_arm_under_an_emulator(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_failed_check_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     program = tmp_path / "kernels_test"
     for verdict, status in (("ok", 0), ("FAILED", 1)):
-        program.write_text(f"#!/bin/sh\necho 'avx2 norm n=1 1e-07 (1e-06) {verdict}'\nexit {status}\n")
+        program.write_text(
+            f"#!/bin/sh\necho 'avx2 norm n=1 1e-07 (1e-06) {verdict}'\nexit {status}\n"
+        )
         program.chmod(0o755)
         assert run.check("here", [program]) is (status == 0)
     assert "norm n=1 1e-07 (1e-06) FAILED" in capsys.readouterr().out

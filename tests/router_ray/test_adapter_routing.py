@@ -78,7 +78,9 @@ def test_requests_go_where_their_adapter_is_in_memory() -> None:
     one.told(C, 1, 0, ["blue"])
     assert {one.order(ask(n, RED), [A, B, C])[0] for n in range(6)} == {B}
     assert {one.order(ask(n, BLUE), [A, B, C])[0] for n in range(6)} == {C}
-    assert len({one.order(ask(n, None), [A, B, C])[0] for n in range(6)}) == 3, "the model itself is anywhere"
+    assert len({one.order(ask(n, None), [A, B, C])[0] for n in range(6)}) == 3, (
+        "the model itself is anywhere"
+    )
     assert one.order(ask(9, RED, (B,)), [A, B, C])[0] != B, "who failed is not asked again"
     one.told(B, 2, 0, [])
     assert one.order(ask(10, AdapterChange("new", "/n")), [A, B])[0] in (A, B)
@@ -92,7 +94,9 @@ def test_an_adapter_that_nobody_has_goes_to_who_holds_the_fewest_and_stays_there
     one.began(ask(1, BLUE), B)
     assert one.multiplexed == {"in_memory": 0, "to_load": 1}
     one.began(ask(2, RED), A)
-    assert {one.order(ask(n, BLUE), [A, B])[0] for n in range(3, 6)} == {B}, "where it is being read"
+    assert {one.order(ask(n, BLUE), [A, B])[0] for n in range(3, 6)} == {B}, (
+        "where it is being read"
+    )
     one.ended(1)
     assert not one.replicas[B].holds("blue")
     assert one.replicas[B].wanted == {}
@@ -130,7 +134,9 @@ class Handle:
         self.multiplexed: list[str] = []
 
     def options(self, **given: Any) -> Handle:
-        self.multiplexed += [given["multiplexed_model_id"]] if "multiplexed_model_id" in given else []
+        self.multiplexed += (
+            [given["multiplexed_model_id"]] if "multiplexed_model_id" in given else []
+        )
         return self
 
     def remote(self, ask: Ask) -> Any:
@@ -188,7 +194,11 @@ def client_of(models: dict[str, Any], **handles: Any) -> httpx.AsyncClient:
     ],
 )
 def test_a_load_is_at_all_replicas_or_at_none(
-    said: list[Any], more: dict[str, Any], status: int, dropped: bool, request: pytest.FixtureRequest
+    said: list[Any],
+    more: dict[str, Any],
+    status: int,
+    dropped: bool,
+    request: pytest.FixtureRequest,
 ) -> None:
     async def work() -> None:
         replicas = [Played(one) for one in said]
@@ -219,12 +229,15 @@ def test_an_unload_holds_where_some_did_not_know_it_and_new_replicas_do_not_brin
             assert choice_of("um").adapter("red") is None
             asked = await client.post("/v1/completions", json={"model": "red", "prompt": "x"})
             assert asked.json()["error"]["reason"] == "model_not_found"
-            unsaid = await client.post("/v1/load_lora_adapter", json={"lora_name": "new", "lora_path": "/n"})
+            unsaid = await client.post(
+                "/v1/load_lora_adapter", json={"lora_name": "new", "lora_path": "/n"}
+            )
             assert (unsaid.status_code, unsaid.json()["error"]["param"]) == (400, "model")
             broken = await client.post("/v1/load_lora_adapter", content=b"{")
             assert broken.status_code == 400
             taken = await client.post(
-                "/v1/load_lora_adapter", json={"lora_name": "um", "lora_path": "/n", "model": "other"}
+                "/v1/load_lora_adapter",
+                json={"lora_name": "um", "lora_path": "/n", "model": "other"},
             )
             assert taken.json()["error"]["reason"] == "adapter_exists"
         [(how, change)] = replicas[0].told
@@ -236,12 +249,23 @@ def test_an_unload_holds_where_some_did_not_know_it_and_new_replicas_do_not_brin
 def replica(**adapters: Path) -> ModelReplica:
     engine = {"model": str(TINY), "threads": 1, "kv_cache_memory": 16 << 20, "max_loras": 1}
     lora = ",".join(f"{name}={path}" for name, path in adapters.items())
-    server = {"served_model_name": "lora-tiny", "log_level": "error", "admin_key": "secret", "lora": lora}
+    server = {
+        "served_model_name": "lora-tiny",
+        "log_level": "error",
+        "admin_key": "secret",
+        "lora": lora,
+    }
     return ModelReplica({"engine": engine, "server": server})
 
 
 async def text(client: httpx.AsyncClient, model: str) -> str:
-    body = {"model": model, "prompt": "the old house", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    body = {
+        "model": model,
+        "prompt": "the old house",
+        "max_tokens": 12,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
     answer = await client.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
     return str(answer.json()["choices"][0]["text"])
@@ -258,7 +282,8 @@ async def held(one: ModelReplica, *names: str) -> None:
 def test_adapters_of_real_replicas(tmp_path: Path) -> None:
     spec = open_model(TINY)[1]
     red, blue = (
-        write_adapter(tmp_path / name, spec, ALL, seed=i, size=1.0) for i, name in enumerate(("red", "blue"))
+        write_adapter(tmp_path / name, spec, ALL, seed=i, size=1.0)
+        for i, name in enumerate(("red", "blue"))
     )
 
     async def work() -> None:
@@ -283,11 +308,15 @@ def test_adapters_of_real_replicas(tmp_path: Path) -> None:
                 # another replica comes, and the first one goes: its first request has it loaded
                 handle.replicas, handle.ids = [late], ["late"]
                 handle.choice.update(["late"])
-                answers = await asyncio.gather(*(text(client, name) for name in ("blue", "red", "blue")))
+                answers = await asyncio.gather(
+                    *(text(client, name) for name in ("blue", "red", "blue"))
+                )
                 assert answers == [in_blue, in_red, in_blue]
                 models = {one["id"]: one for one in (await client.get("/v1/models")).json()["data"]}
                 assert {models[name]["parent"] for name in ("red", "blue")} == {"lora-tiny"}
-                gone = await client.post("/v1/unload_lora_adapter", json={"lora_name": "blue"}, headers=KEY)
+                gone = await client.post(
+                    "/v1/unload_lora_adapter", json={"lora_name": "blue"}, headers=KEY
+                )
                 assert gone.status_code == 200
                 body = {"model": "blue", "prompt": "x"}
                 assert (await client.post("/v1/completions", json=body)).status_code == 404

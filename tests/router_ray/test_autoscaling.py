@@ -13,7 +13,12 @@ PLACES, ANSWERS = 10, 20  # of each replica
 
 
 def context(
-    now: int, met: list[float], busy: list[float], queued: float = 0.0, places: int = PLACES, **state: float
+    now: int,
+    met: list[float],
+    busy: list[float],
+    queued: float = 0.0,
+    places: int = PLACES,
+    **state: float,
 ) -> Any:
     """met: shares of the targets; busy: requests under way for each place."""
     told = {
@@ -23,7 +28,10 @@ def context(
         "busy": dict(enumerate(busy)),
     }
     return SimpleNamespace(
-        current_num_replicas=now, aggregated_metrics=told, total_queued_requests=queued, policy_state=state
+        current_num_replicas=now,
+        aggregated_metrics=told,
+        total_queued_requests=queued,
+        policy_state=state,
     )
 
 
@@ -32,7 +40,13 @@ def context(
     [
         (1, [1.0], [0.5], 0, 1),  # all is well
         (1, [0.9], [0.5], 0, 2),  # targets are missed
-        (1, [0.9], [0.2], 0, 2),  # with two of ten places taken: the other one would have been in time
+        (
+            1,
+            [0.9],
+            [0.2],
+            0,
+            2,
+        ),  # with two of ten places taken: the other one would have been in time
         (2, [1.0, 0.5], [0.7, 0.7], 0, 3),  # at one of them
         (1, [0.5], [0.0], 0, 1),  # they were missed a while ago: nobody is there now
         (1, [0.5], [0.1], 0, 1),  # whoever is alone would be alone elsewhere too
@@ -46,7 +60,9 @@ def context(
         (1, [], [], 9, 1),  # nobody has said anything yet
     ],
 )
-def test_the_rule(now: int, met: list[float], busy: list[float], queued: float, wanted: int) -> None:
+def test_the_rule(
+    now: int, met: list[float], busy: list[float], queued: float, wanted: int
+) -> None:
     assert GoodputPolicy()(context(now, met, busy, queued))[0] == wanted
 
 
@@ -73,7 +89,9 @@ def test_what_a_replica_bears_is_learned() -> None:
     assert state == {LIMIT: pytest.approx(0.1)}
     well = [1.0] * 3
     assert rule(context(3, well, [0.065] * 3, places=places, **state)) == (3, state)
-    assert GoodputPolicy()(context(3, well, [0.065] * 3, places=places))[0] == 2, "who knows nothing does"
+    assert GoodputPolicy()(context(3, well, [0.065] * 3, places=places))[0] == 2, (
+        "who knows nothing does"
+    )
     assert rule(context(3, well, [0.03] * 3, places=places, **state))[0] == 2
     # more than that went well: it bears more
     state = rule(context(3, well, [0.4] * 3, places=places, **state))[1]

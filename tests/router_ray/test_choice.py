@@ -8,7 +8,9 @@ A, B, C = "replica-a", "replica-b", "replica-c"
 LONG = tuple(bytes([i]) for i in range(32))  # digests of 32 chunks
 
 
-def ask(number: int, prefix: tuple[bytes, ...] = (), most: int = 0, avoid: tuple[str, ...] = ()) -> Ask:
+def ask(
+    number: int, prefix: tuple[bytes, ...] = (), most: int = 0, avoid: tuple[str, ...] = ()
+) -> Ask:
     return Ask(number, "POST", "/v1/completions", [], b"{}", prefix, most, avoid)
 
 
@@ -56,7 +58,9 @@ def test_what_answers_lately_had_is_expected_of_the_next() -> None:
 def test_who_failed_is_asked_last() -> None:
     one = choice(A, B, C)
     assert one.order(ask(1, avoid=(A, B)), [A, B, C])[0] == C
-    assert set(one.order(ask(1, avoid=(A, B, C)), [A, B, C])) == {A, B, C}, "rather again than not at all"
+    assert set(one.order(ask(1, avoid=(A, B, C)), [A, B, C])) == {A, B, C}, (
+        "rather again than not at all"
+    )
 
 
 def test_replicas_come_and_go() -> None:

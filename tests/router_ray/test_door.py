@@ -109,7 +109,9 @@ def door_of(settings: dict[str, Any], **handles: Any) -> httpx.AsyncClient:
 def tiny() -> ModelReplica:
     model = str(GOLDENS / "tiny_llama.gguf")
     engine = {"model": model, "threads": 1, "kv_cache_memory": 16 << 20}
-    return ModelReplica({"engine": engine, "server": {"served_model_name": "tiny", "log_level": "error"}})
+    return ModelReplica(
+        {"engine": engine, "server": {"served_model_name": "tiny", "log_level": "error"}}
+    )
 
 
 def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -155,7 +157,12 @@ async def leaves(replica: ModelReplica) -> None:
     assert (await replica.record_autoscaling_stats())["busy"] > 0
     await pieces.aclose()  # type: ignore[attr-defined]
     assert server.service.active == 0
-    assert await replica.record_autoscaling_stats() == {"met": 0, "answers": 0, "open": 0, "busy": 0.0}
+    assert await replica.record_autoscaling_stats() == {
+        "met": 0,
+        "answers": 0,
+        "open": 0,
+        "busy": 0.0,
+    }
 
 
 def test_a_replica_with_its_engine() -> None:

@@ -65,7 +65,10 @@ def test_a_file_is_read_and_says_the_same_in_a_configuration_of_serve(tmp_path: 
         ('[models.a]\nmodel = "m"\ncpus = -1', "too small"),
         ('[models.a]\nmodel = "m"\nengine = 2', "engine is a table"),
         ('[models.a]\nmodel = "m"\n[models.a.server]\nlog_format = "json"', "not done under Ray"),
-        ('router = {otlp_traces_endpoint = "http://a:1"}\n[models.a]\nmodel = "m"', "not done under Ray"),
+        (
+            'router = {otlp_traces_endpoint = "http://a:1"}\n[models.a]\nmodel = "m"',
+            "not done under Ray",
+        ),
         ('[models.a]\nmodel = "m"\n[models.a.engine]\nmax_num_seq = 2', "max_num_seq"),
         ('[models.a]\nmodel = "m"\n[models.a.server]\nport = 2', "Serve listens"),
         ('[router]\nretry = 1\n[models.a]\nmodel = "m"', "retry"),
@@ -84,7 +87,9 @@ def test_what_is_wrong_is_said(tmp_path: Path, text: str, said: str) -> None:
     assert said in str(caught.value)
 
 
-def test_the_command_writes_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_a_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path, out = tmp_path / "app.toml", tmp_path / "serve.yaml"
     path.write_text(EXAMPLE)
     assert cli.main(["deploy", str(path), "--write", str(out)]) == 0

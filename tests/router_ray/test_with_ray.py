@@ -42,7 +42,10 @@ def test_a_version_is_what_replicas_are_made_of() -> None:
 
 def test_bounds_and_numbers_of_replicas() -> None:
     assert deployment(replicas=(2, 2)).num_replicas == 2
-    assert deployment(replicas=(1, 4)).num_replicas is None or deployment(replicas=(1, 4)).num_replicas == 1
+    assert (
+        deployment(replicas=(1, 4)).num_replicas is None
+        or deployment(replicas=(1, 4)).num_replicas == 1
+    )
 
 
 class Router(PlacementRouter):
@@ -67,7 +70,9 @@ def test_the_router_asks_our_choice_and_tells_it_what_became_of_it() -> None:
     request = pending(ask, "one")
 
     def chosen(request: Any) -> list[str]:
-        ranks = asyncio.run(router.choose_replicas([some("a"), some("b", said=1, active=9)], request))
+        ranks = asyncio.run(
+            router.choose_replicas([some("a"), some("b", said=1, active=9)], request)
+        )
         return [one.replica_id.unique_id for rank in ranks for one in rank]
 
     assert chosen(request) == ["a", "b"]

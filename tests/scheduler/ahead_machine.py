@@ -53,7 +53,9 @@ class Step:
 class AheadMachine(Machine):
     """One run, in which most steps are planned ahead."""
 
-    def __init__(self, seed: int, build: Build, config: dict[str, Any] | None = None, **about: Any) -> None:
+    def __init__(
+        self, seed: int, build: Build, config: dict[str, Any] | None = None, **about: Any
+    ) -> None:
         super().__init__(seed, build, {"policy": "chunked"} | (config or {}), **about)
         self.totals |= {"ahead": 0, "unknown": 0, "passed_over": 0, "joined_ahead": 0}
         self.eager = self.dice.choice((0.5, 0.95, 0.95))
@@ -108,7 +110,9 @@ class AheadMachine(Machine):
         """As the caller promises: nobody drafts, searches or scores its prompt in the step under way."""
         sequences = [item.sequence for item in self.under_way[0].plan.items]
         scores = any(seq.logits_from is not None for seq in sequences)
-        return not scores and not any(seq.draft or seq.request.params.beam_width for seq in sequences)
+        return not scores and not any(
+            seq.draft or seq.request.params.beam_width for seq in sequences
+        )
 
     def _plan_ahead(self) -> None:
         self.now += 0.01
@@ -131,7 +135,9 @@ class AheadMachine(Machine):
         for item in plan.items:
             seq = item.sequence
             unknown = item.start == len(seq.tokens)
-            assert item.start == seq.computed + seq.inflight - item.n, "not where the step before ends"
+            assert item.start == seq.computed + seq.inflight - item.n, (
+                "not where the step before ends"
+            )
             assert item.start <= len(seq.tokens), "the token before the last is not known either"
             items.append(
                 Launched(
@@ -164,7 +170,9 @@ class AheadMachine(Machine):
         self.now += self.rng.choice((0.0, 0.0003)) * plan.tokens
         self.rules.computed(plan, self.now)
         for one, passed in zip(step.items, over, strict=True):
-            assert passed or one.seq.computed == one.begin, "committed in another order than planned"
+            assert passed or one.seq.computed == one.begin, (
+                "committed in another order than planned"
+            )
         result = Result([one.output for one in step.items])
         events = self.scheduler.commit(plan, result, self.now)
         self.under_way.pop(0)
@@ -189,7 +197,9 @@ class AheadMachine(Machine):
             chosen = {one.seq: one.output.tokens for one in step.before.items}
             for one in step.items:
                 if one.unknown:
-                    one.tokens += chosen[one.seq][:1] or [0]  # of one that failed whatever lies there
+                    one.tokens += chosen[one.seq][:1] or [
+                        0
+                    ]  # of one that failed whatever lies there
         self.shadow.copy(step.plan.copies, step.plan.sliding_copies)
         self._compute(step)
         step.done, step.before = True, None
@@ -200,13 +210,17 @@ class AheadMachine(Machine):
             self._run(self.under_way[-1])
         told = [one.output for one in step.items]
         self._compute(step)
-        assert [one.output for one in step.items] == told, "running a step again gave something else"
+        assert [one.output for one in step.items] == told, (
+            "running a step again gave something else"
+        )
 
     def _compute(self, step: Step) -> None:
         for one in step.items:
             self.shadow.write_at(one.seq.request, one.begin, one.tokens, one.tables, one.public)
         for one in step.items:
-            read = self.shadow.read_at(one.seq.request, one.begin, one.tokens, one.tables, one.public)
+            read = self.shadow.read_at(
+                one.seq.request, one.begin, one.tokens, one.tables, one.public
+            )
             one.output = self._answer(one, read)
 
     def _answer(self, one: Launched, read: list[int]) -> Output:

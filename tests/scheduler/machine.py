@@ -135,12 +135,16 @@ class Stream:
 
     def take(self, event: Event) -> None:
         assert self.finish is None, f"request {event.id}: an event after its end"
-        assert event.position == len(self.request.prompt) + len(self.tokens), "a token was lost or repeated"
+        assert event.position == len(self.request.prompt) + len(self.tokens), (
+            "a token was lost or repeated"
+        )
         self.take_scored(event)
         self.tokens += event.tokens
         self.finish = event.finish
         assert (event.failure is not None) == (event.finish == "error")
-        assert self.tokens == self.truth.tokens[: len(self.tokens)], f"request {event.id}: another answer"
+        assert self.tokens == self.truth.tokens[: len(self.tokens)], (
+            f"request {event.id}: another answer"
+        )
         assert self.cached <= event.cached < len(self.request.prompt), "hits are not forgotten"
         self.cached = event.cached
 
@@ -148,12 +152,16 @@ class Stream:
         """Prompt logprobs come once each, in order, before the first token."""
         request = self.request
         if event.prompt_logprobs:
-            assert event.prompt_position == self.next_scored + 1, "a prompt logprob was lost or repeated"
+            assert event.prompt_position == self.next_scored + 1, (
+                "a prompt logprob was lost or repeated"
+            )
             self.scored += event.prompt_logprobs
             known = chains(request, request.prompt)[request.logits_from : self.next_scored]
             assert self.scored == [prompt_logprob(chain) for chain in known]
         if event.tokens and request.logits_from is not None:
-            assert self.next_scored == len(request.prompt) - 1, "a token before the end of the prompt"
+            assert self.next_scored == len(request.prompt) - 1, (
+                "a token before the end of the prompt"
+            )
 
     @property
     def next_scored(self) -> int:
@@ -216,8 +224,17 @@ class Machine:
         # crowded: short prompts, long answers, so that memory runs out while decoding; long: while prefilling
         self.load = load or self.rng.choices(("mixed", "crowded", "long"), (5, 4, 2))[0]
         if self.load == "long":
-            self.config |= {"block_size": 1, "num_blocks": 60, "max_model_len": 60, "max_num_seqs": 3}
-            self.config |= {"token_budget": self.rng.randint(3, 6), "policy": "chunked", "admission": "none"}
+            self.config |= {
+                "block_size": 1,
+                "num_blocks": 60,
+                "max_model_len": 60,
+                "max_num_seqs": 3,
+            }
+            self.config |= {
+                "token_budget": self.rng.randint(3, 6),
+                "policy": "chunked",
+                "admission": "none",
+            }
         self.config |= config or {}
         if self.config["window"]:
             least = -(-(self.config["window"] - 1) // self.config["block_size"]) + 1
@@ -226,11 +243,17 @@ class Machine:
         self.config["context_price"] = self.dice.choice((0.0, 0.0, 20.0, 300.0))
         beside = random.Random(f"beside {seed}")
         self.config["max_prefill_beside_decode"] = beside.choice((0, 0, 1, 3, 8))
-        self.dear = self.dice.choice((0.0, 0.0, 0.2, 0.7))  # share of prompts whose rows have a price
+        self.dear = self.dice.choice(
+            (0.0, 0.0, 0.2, 0.7)
+        )  # share of prompts whose rows have a price
         self.capacity = self.config["num_blocks"] * self.config["block_size"]
-        self.searching = self.rng.choice((0.0, 0.0, 0.3))  # share of prompts; books are kept without them
+        self.searching = self.rng.choice(
+            (0.0, 0.0, 0.3)
+        )  # share of prompts; books are kept without them
         self.drafting = self.rng.choice((0, 0, 1, 4))
-        self.pinning = not self.config["window"] and self.config["prefix_caching"] and self.rng.random() < 0.5
+        self.pinning = (
+            not self.config["window"] and self.config["prefix_caching"] and self.rng.random() < 0.5
+        )
         self.adding = self.rng.choice((0.2, 0.5, 0.9))
         self.punctual = random.Random(f"punctual {seed}").random() < 0.25
         self.prefixes = [[self.rng.randrange(VOCABULARY) for _ in range(40)] for _ in range(3)]
@@ -241,7 +264,9 @@ class Machine:
         self.steps = 0
         self.totals: dict[str, float] = {"given_back": 0}
         self.lost = 0  # requests that were aborted, or begun again, or searches: whose work is not summed up
-        self.fresh = self.again = 0  # prompt tokens computed for the first time; tokens computed once more
+        self.fresh = self.again = (
+            0  # prompt tokens computed for the first time; tokens computed once more
+        )
         self._boot()
 
     def _boot(self) -> None:
@@ -277,13 +302,17 @@ class Machine:
         ]
         if self.load == "crowded":
             prefix = prefix[:4]
-        prompt = prefix + [rng.randrange(VOCABULARY) for _ in range(rng.randrange(0 if prefix else 1, 6))]
+        prompt = prefix + [
+            rng.randrange(VOCABULARY) for _ in range(rng.randrange(0 if prefix else 1, 6))
+        ]
         return Request(
             id=self.ids,
             prompt=tuple(prompt),
             params=SamplingParams(
                 # without max_tokens memory decides, and of that pins take some
-                max_tokens=rng.choice((1, 3, 12, 20, 30, None) if self.load == "mixed" else (20, 30, None))
+                max_tokens=rng.choice(
+                    (1, 3, 12, 20, 30, None) if self.load == "mixed" else (20, 30, None)
+                )
                 or (25 if self.pinning else None),
                 min_tokens=rng.choice((0, 0, 3)),
                 stop_ids=STOP if rng.random() < (0.5 if self.load == "mixed" else 0.1) else (),
@@ -302,7 +331,11 @@ class Machine:
 
     def add(self) -> None:
         """A request, or several for choices of one prompt; those of a search fail together."""
-        request, choices, fails_at = self.random_request(), self.rng.choice((1, 1, 2, 4)), self.failure()
+        request, choices, fails_at = (
+            self.random_request(),
+            self.rng.choice((1, 1, 2, 4)),
+            self.failure(),
+        )
         if self.rng.random() < self.searching:
             request, choices = self.search(request), min(choices, 3)
         if self.dice.random() < self.dear:
@@ -315,7 +348,9 @@ class Machine:
     def preload(self) -> None:
         """A prefix for everybody, there before anybody comes."""
         prefix = tuple(self.prefixes[0][: self.rng.randrange(1, 24)])
-        self.add_one(Request(self.ids, prefix, SamplingParams(max_tokens=1), pin=True), self.failure())
+        self.add_one(
+            Request(self.ids, prefix, SamplingParams(max_tokens=1), pin=True), self.failure()
+        )
         while self.scheduler.has_work:
             self.step()
 
@@ -412,7 +447,11 @@ class Machine:
         for event in self.targets.expired(self.now):
             stream = self.streams[event.id]
             assert event.failure is not None
-            assert (event.failure.code, event.finish, event.tokens) == ("deadline_exceeded", "error", ())
+            assert (event.failure.code, event.finish, event.tokens) == (
+                "deadline_exceeded",
+                "error",
+                (),
+            )
             assert event.position == len(stream.request.prompt) + len(stream.tokens)
             assert (stream.request.deadline or 0.0) <= self.now, "ended before its deadline"
             stream.finish = "expired"
@@ -441,14 +480,21 @@ class Machine:
             if self.scheduler.has_work:
                 assert (plan.wake or 0.0) > self.now, "work, but no plan and no wake"
                 self.now = min(plan.wake, self.now + self.rng.choice((0.01, 99.0)))
-            assert (plan.copies, plan.sliding_copies, plan.preempted, plan.ballast) == ([], [], {}, [])
+            assert (plan.copies, plan.sliding_copies, plan.preempted, plan.ballast) == (
+                [],
+                [],
+                {},
+                [],
+            )
             return False
         result = self.execute(plan)
         if self.rng.random() < 0.1:
             self.abort()
             check(self.stack)
         if self.rng.random() < 0.1:
-            assert self.execute(plan).outputs == result.outputs, "running a plan again gave something else"
+            assert self.execute(plan).outputs == result.outputs, (
+                "running a plan again gave something else"
+            )
         ignored = {item.sequence.request.id for item in plan.items} - set(self.streams)
         spans = [(item.sequence, item.sequence.computed, item.n) for item in plan.items]
         self.now += self.rng.choice((0.0, 0.0003)) * plan.tokens  # what the step took
@@ -482,8 +528,12 @@ class Machine:
         """Every prompt token was computed, or a hit, or neither because its request went."""
         stats = self.scheduler.stats()
         if not self.lost:
-            assert self.fresh == stats["prompt_tokens"] - stats["cached_tokens"], "hits that were none"
-            assert self.again == stats["recomputed_tokens"], "another sum of what was computed once more"
+            assert self.fresh == stats["prompt_tokens"] - stats["cached_tokens"], (
+                "hits that were none"
+            )
+            assert self.again == stats["recomputed_tokens"], (
+                "another sum of what was computed once more"
+            )
             assert sum(stream.cached for stream in self.streams.values()) == stats["cached_tokens"]
 
     def audit(self, plan: Plan) -> None:
@@ -498,7 +548,11 @@ class Machine:
             assert item.sequence.state is State.RUNNING
             assert 1 <= item.n <= len(item.sequence.tokens) + len(item.sequence.draft) - item.start
             assert item.start + item.n <= self.peak(item.sequence), "past the end of a sequence"
-        if self.config["admission"] == "full" or self.config["policy"] in ("static", "window", "orca"):
+        if self.config["admission"] == "full" or self.config["policy"] in (
+            "static",
+            "window",
+            "orca",
+        ):
             assert not plan.preempted, "preempted in spite of a reservation"
 
     def audit_public(self, admitted: list[Sequence]) -> None:

@@ -64,7 +64,10 @@ class PoolMachine:
     def begin(self) -> None:
         rng = self.rng
         known = rng.choice(([], self.common[: rng.randrange(10)]))
-        prompt = (*known, *(rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 14 - len(known)))))
+        prompt = (
+            *known,
+            *(rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 14 - len(known)))),
+        )
         stop = rng.randrange(len(prompt)) if rng.random() < 0.1 else None
         request = Request(
             0, prompt, salt=rng.choice(("", "b")), adapter=rng.choice(("", "a")), logits_from=stop
@@ -83,15 +86,24 @@ class PoolMachine:
         kept = self.pins.sequences
         if kept and self.rng.random() < 0.1:
             self.pins.drop(self.rng.choice(kept).request.id)
-        elif self.alive and self.pool.prefix_caching and not self.pool.window and self.rng.random() < 0.2:
-            seq = min(self.rng.sample(self.alive, min(2, len(self.alive))), key=lambda s: s.request.salt)
+        elif (
+            self.alive
+            and self.pool.prefix_caching
+            and not self.pool.window
+            and self.rng.random() < 0.2
+        ):
+            seq = min(
+                self.rng.sample(self.alive, min(2, len(self.alive))), key=lambda s: s.request.salt
+            )
             self.alive.remove(seq)
             seq.request = replace(seq.request, id=self.rng.randrange(10**9))
             self.pins.keep(seq)
         self.check()
 
     def public(self) -> set[int]:
-        return {block for pin in self.pins.sequences if not pin.request.salt for block in pin.blocks}
+        return {
+            block for pin in self.pins.sequences if not pin.request.salt for block in pin.blocks
+        }
 
     def fork(self, src: Sequence) -> None:
         dst = Sequence(src.request, tokens=list(src.tokens))
@@ -111,7 +123,9 @@ class PoolMachine:
         store = self.pool.full
         for seq in (*self.alive, *self.pins.sequences):
             keys = [store.keys[block] for block in seq.blocks[: seq.sealed]]
-            self.parents.update((child, parent) for parent, child in pairwise(keys) if parent and child)
+            self.parents.update(
+                (child, parent) for parent, child in pairwise(keys) if parent and child
+            )
         orphans = [key for key in store.index if self.parents.get(key, key) not in store.index]
         assert orphans == [], "a cached block outlived its parent"
 

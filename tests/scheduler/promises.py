@@ -36,7 +36,9 @@ class Run:
     ended: dict[int, float] = field(default_factory=dict)
     joined: list[int] = field(default_factory=list)
     service: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    gap: float = 0.0  # the largest difference of service since a tenant began to have work at all times
+    gap: float = (
+        0.0  # the largest difference of service since a tenant began to have work at all times
+    )
     steps: list[tuple[float, int, int]] = field(
         default_factory=list
     )  # seconds, tokens, sequences that decode
@@ -47,7 +49,13 @@ class Run:
     add: Callable[[Request], None] = field(init=False)  # what a request that has come is handed to
 
     def __post_init__(self) -> None:
-        usual = {"num_blocks": 4000, "block_size": 16, "max_num_seqs": 8, "ageing": 1e6, "max_queue": 100_000}
+        usual = {
+            "num_blocks": 4000,
+            "block_size": 16,
+            "max_num_seqs": 8,
+            "ageing": 1e6,
+            "max_queue": 100_000,
+        }
         self.stack = self.build(**usual | self.options)
         self.scheduler = self.stack.scheduler
         self.add = self.scheduler.add
@@ -95,13 +103,17 @@ class Run:
         return Output([STOP if seq.generated + 1 == self.lengths[seq.request.id] else 7])
 
     def ttft(self, ids: Iterable[int] | None = None) -> float:
-        return mean(self.first[id] - self.arrived[id] for id in (self.first if ids is None else ids))
+        return mean(
+            self.first[id] - self.arrived[id] for id in (self.first if ids is None else ids)
+        )
 
 
 def ask(id: int, prompt: int, at: float = 0.0, **fields: Any) -> Request:
     """A prompt that no other one begins like."""
     tokens = tuple(1000 * (id + 1) + i for i in range(prompt))
-    return Request(id, tokens, SamplingParams(max_tokens=CAP, stop_ids=(STOP,)), arrival=at, **fields)
+    return Request(
+        id, tokens, SamplingParams(max_tokens=CAP, stop_ids=(STOP,)), arrival=at, **fields
+    )
 
 
 # -- fair ----------------------------------------------------------------------------------------------------
@@ -111,7 +123,9 @@ BOUND = 2 * max(LONGEST, 2.0 * MEMORY)  # of the VTC paper: 2 U
 
 def flood(tenant: str, count: int, ids: int, at: float = 0.0) -> list[tuple[Request, int]]:
     dice = random.Random(ids)
-    asks = [ask(ids + i, dice.randint(16, LONGEST), at + 1e-6 * i, tenant=tenant) for i in range(count)]
+    asks = [
+        ask(ids + i, dice.randint(16, LONGEST), at + 1e-6 * i, tenant=tenant) for i in range(count)
+    ]
     return [(request, dice.randint(1, 40)) for request in asks]
 
 
@@ -152,7 +166,11 @@ def fair_in_one_step(build: Build) -> None:
 
 def fair_nothing_saved_up(build: Build) -> None:
     """Who comes back after a pause gets its share from then on, not what it left to others."""
-    load = flood("always", 1000, 0) + flood("sometimes", 1, 10_000) + flood("sometimes", 400, 20_000, at=30.0)
+    load = (
+        flood("always", 1000, 0)
+        + flood("sometimes", 1, 10_000)
+        + flood("sometimes", 400, 20_000, at=30.0)
+    )
     run = Run(build, {"order": "fair"})
     run.go(load, until=30.0)
     before = dict(run.service)
@@ -212,8 +230,12 @@ def liars_gain_nothing_lasting(build: Build) -> None:
     honest = [(ask(5000 + i, 20, 4.5 + i / 1000, tenant="honest"), 40) for i in range(50)]
     waits = {}
     for order, ageing in (("fcfs", 0.0), ("sjf", 10.0), ("sjf", 1e6)):
-        run = Run(build, {"order": order, "ageing": ageing}).go(history + lies + honest, until=300.0)
-        waits[order, ageing] = [run.first[request.id] - run.arrived[request.id] for request, _ in honest]
+        run = Run(build, {"order": order, "ageing": ageing}).go(
+            history + lies + honest, until=300.0
+        )
+        waits[order, ageing] = [
+            run.first[request.id] - run.arrived[request.id] for request, _ in honest
+        ]
     assert max(waits["sjf", 10.0]) < max(waits["fcfs", 0.0]) + 10.0
     assert mean(waits["sjf", 1e6]) < 0.5 * mean(waits["fcfs", 0.0]), "not seen through"
 
@@ -226,7 +248,10 @@ def batches_are_mixed(build: Build) -> None:
     assert adaptive.ttft() < 0.85 * plain.ttft(), (adaptive.ttft(), plain.ttft())
     load = [(ask(i, 20, i / 1000, priority=-4 * (i % 10 == 9)), 50) for i in range(100)]
     urgent = Run(build, {"order": "adaptive", "ageing": 100.0}).go(load)
-    assert set(urgent.joined[20:30]) >= {39, 49} or urgent.ttft(range(9, 100, 10)) < 0.5 * urgent.ttft()
+    assert (
+        set(urgent.joined[20:30]) >= {39, 49}
+        or urgent.ttft(range(9, 100, 10)) < 0.5 * urgent.ttft()
+    )
 
 
 def waiting_counts(build: Build) -> None:
@@ -301,7 +326,9 @@ def steps_keep_the_target(build: Build) -> None:
     busy = [took for took, _, decodes in run.steps[20:] if decodes]
     assert sum(took > 0.11 for took in busy) < 0.05 * len(busy), "over the target"
     assert sum(took > 0.11 for took, _, decodes in plain.steps if decodes) > 0.2 * len(plain.steps)
-    slow = Run(build, usual | {"policy": "adaptive_chunk", "tpot_ms": 100.0, "knee_tokens": 20}).go(load)
+    slow = Run(build, usual | {"policy": "adaptive_chunk", "tpot_ms": 100.0, "knee_tokens": 20}).go(
+        load
+    )
     assert slow.now < 1.3 * run.now, "never more tokens than at first"
     crowded = [took for took, _, decodes in run.steps[20:] if run.steps and decodes and took > 0.05]
     assert mean(crowded) > 0.085, "far below the target"
@@ -317,7 +344,9 @@ def few_enough_run(build: Build) -> None:
     rows = [decodes for _, _, decodes in run.steps[len(run.steps) // 3 : -310]]
     assert mean(rows) > 30, "far too few run"
     assert Run(build, usual | {"tpot_ms": 500.0}).go(load).together == 128
-    first = Run(build, usual | {"tpot_ms": 500.0, "knee_seqs": 5, "knee_tokens": 20}).go(load, until=0.001)
+    first = Run(build, usual | {"tpot_ms": 500.0, "knee_seqs": 5, "knee_tokens": 20}).go(
+        load, until=0.001
+    )
     assert first.steps[0][1] <= 20
     assert first.together <= 5
 

@@ -35,7 +35,12 @@ class Rules:
 
     def prepare(self, queue: list[Sequence], now: float) -> None:
         """Before a plan: what each who waits has to show. Orders that estimate may be late in long queues."""
-        figure = {"sjf": self._work, "prefix": self._cached, "deadline": self._slack, "adaptive": self._work}
+        figure = {
+            "sjf": self._work,
+            "prefix": self._cached,
+            "deadline": self._slack,
+            "adaptive": self._work,
+        }
         find = figure.get(self._config["order"])
         known = find is not None and len(queue) <= RENEWED
         self._figures = {seq: find(seq, now) for seq in queue} if find and known else {}
@@ -70,7 +75,9 @@ class Rules:
     def audit(self, plan: Plan, running: list[Sequence], queue: list[Sequence], now: float) -> None:
         """`running` in rank order and `queue` as they were before the plan, which is not committed yet."""
         joined = [item.sequence for item in plan.items if item.sequence in queue]
-        self._audit_order(joined, [seq for seq in queue if seq not in joined and not self._dear(seq)], now)
+        self._audit_order(
+            joined, [seq for seq in queue if seq not in joined and not self._dear(seq)], now
+        )
         match self._config["policy"]:
             case "static" | "window":
                 self._audit_batch(plan, joined, queue, now)
@@ -98,7 +105,9 @@ class Rules:
                 came_before = _arrival(other) < _arrival(seq)
                 if self._aged(other, now):
                     fits = self._aged(seq, now) and not came_before
-                    assert fits, f"{seq.request.id} overtook {other.request.id}, which had waited long enough"
+                    assert fits, (
+                        f"{seq.request.id} overtook {other.request.id}, which had waited long enough"
+                    )
                 elif not self._aged(seq, now) and other.source not in (*joined, *left):
                     assert not self._prefers(other, seq, came_before), (
                         f"{seq.request.id} overtook {other.request.id}"
@@ -121,14 +130,20 @@ class Rules:
             case "fair":  # what it promises to tenants: promises.py
                 return one.request.tenant == other.request.tenant and came_before
             case "adaptive" if mine and theirs:
-                return came_before and mine <= theirs and one.request.priority <= other.request.priority
+                return (
+                    came_before
+                    and mine <= theirs
+                    and one.request.priority <= other.request.priority
+                )
             case "sjf" | "prefix" if mine and theirs:
                 return mine < theirs or (mine == theirs and came_before)
             case "deadline" if mine and theirs:
                 return mine < theirs or (mine == theirs == (1,) and came_before)
         return False
 
-    def _audit_batch(self, plan: Plan, joined: list[Sequence], queue: list[Sequence], now: float) -> None:
+    def _audit_batch(
+        self, plan: Plan, joined: list[Sequence], queue: list[Sequence], now: float
+    ) -> None:
         """A batch starts full, or when it is due, and then at once; until it has ended nobody joins."""
         if any(seq.state is not State.FINISHED for seq in self._batch):
             assert not joined, "joined a batch under way"
@@ -147,11 +162,15 @@ class Rules:
             due = max(self._free, oldest) + self._config["static_patience"]
         size = min(self._config["static_batch"], self._most_running)
         assert len(joined) <= size
-        assert bool(joined) == (len(queue) >= size or now >= due), "a batch started too early or too late"
+        assert bool(joined) == (len(queue) >= size or now >= due), (
+            "a batch started too early or too late"
+        )
         if joined:
             self._free = None
             longest = max(len(seq.tokens) for seq in joined)
-            assert all(context == longest for _, context in plan.ballast), "not padded to the longest"
+            assert all(context == longest for _, context in plan.ballast), (
+                "not padded to the longest"
+            )
             assert plan.tokens == len(joined) * max(item.n for item in plan.items), "not padded"
 
     def _audit_whole(self, plan: Plan, running: list[Sequence]) -> None:
@@ -159,7 +178,9 @@ class Rules:
         decoding = _decoding(running)
         prompts = [item for item in plan.items if item.sequence not in decoding]
         if len(prompts) > 1 and self._config["token_budget"]:
-            assert plan.tokens <= self._config["token_budget"], "prompts share a step over the budget"
+            assert plan.tokens <= self._config["token_budget"], (
+                "prompts share a step over the budget"
+            )
 
     def _audit_chunked(self, plan: Plan, running: list[Sequence]) -> None:
         """Who decodes waits for no more of a prompt than was said. The background is nobody's affair."""
@@ -175,9 +196,13 @@ class Rules:
     ) -> None:
         """Who runs gets its token in every step; who joins computes its whole prompt in that step."""
         granted = {item.sequence for item in plan.items}
-        assert granted == {*(seq for seq in running if _gap(seq)), *joined}, "somebody who runs was left out"
+        assert granted == {*(seq for seq in running if _gap(seq)), *joined}, (
+            "somebody who runs was left out"
+        )
         for item in plan.items:
-            assert item.n == _gap(item.sequence) or self._too_long(item.sequence), "a prompt was split"
+            assert item.n == _gap(item.sequence) or self._too_long(item.sequence), (
+                "a prompt was split"
+            )
         assert joined or not self._fits(running, queue), "nobody joined, though somebody fits"
 
     def _audit_served_ratio(
@@ -206,7 +231,9 @@ class Rules:
     @property
     def _recent(self) -> int:
         """Recent blocks there are; without a window they are no limit."""
-        blocks: int = self._config["sliding"] if self._config["window"] else self._config["num_blocks"]
+        blocks: int = (
+            self._config["sliding"] if self._config["window"] else self._config["num_blocks"]
+        )
         return blocks
 
     def _too_long(self, seq: Sequence) -> bool:

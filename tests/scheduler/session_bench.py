@@ -37,7 +37,9 @@ class Bench:
         self.ids += 1
         session = SessionHint(**hint) if hint else None
         params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-        self.stack.scheduler.add(Request(self.ids, tuple(prompt), params, self.now, session=session))
+        self.stack.scheduler.add(
+            Request(self.ids, tuple(prompt), params, self.now, session=session)
+        )
         self.answers[self.ids] = []
         return self.ids
 

@@ -60,14 +60,22 @@ class Shadow:
 
     def _expected(self, request: Request, tokens: list[int], public: int) -> list[int]:
         public *= self._pool.block_size
-        return [*chains(replace(request, salt=""), tokens)[:public], *chains(request, tokens)[public:]]
+        return [
+            *chains(replace(request, salt=""), tokens)[:public],
+            *chains(request, tokens)[public:],
+        ]
 
     def write(self, seq: Sequence, n: int) -> None:
         known = [*seq.tokens, *seq.draft][: seq.computed + n]
         self.write_at(seq.request, seq.computed, known, (seq.blocks, seq.sliding), seq.public)
 
     def write_at(
-        self, request: Request, begin: int, tokens: list[int], tables: Iterable[list[int]], public: int
+        self,
+        request: Request,
+        begin: int,
+        tokens: list[int],
+        tables: Iterable[list[int]],
+        public: int,
     ) -> None:
         """The KV of these tokens from position `begin` on, into these tables."""
         size = self._pool.block_size
@@ -81,7 +89,12 @@ class Shadow:
         return self.read_at(seq.request, seq.computed, known, (seq.blocks, seq.sliding), seq.public)
 
     def read_at(
-        self, request: Request, begin: int, tokens: list[int], tables: Iterable[list[int]], public: int
+        self,
+        request: Request,
+        begin: int,
+        tokens: list[int],
+        tables: Iterable[list[int]],
+        public: int,
     ) -> list[int]:
         """The chain values that the positions from `begin` on end up with, after everything they attend to
         was verified: all before them, and in recent blocks what the first of them still sees."""

@@ -38,11 +38,15 @@ def run(seeds: range) -> Counter[str]:
     return totals
 
 
-@pytest.mark.parametrize(("begin", "end"), [(0, 100), pytest.param(100, 1200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("begin", "end"), [(0, 100), pytest.param(100, 1200, marks=pytest.mark.slow)]
+)
 def test_random_workloads(begin: int, end: int) -> None:
     totals = run(range(begin, end))
     share = (end - begin) / 300
-    assert {name: totals[name] for name, least in FORCED.items() if totals[name] <= least * share} == {}
+    assert {
+        name: totals[name] for name, least in FORCED.items() if totals[name] <= least * share
+    } == {}
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -58,7 +62,9 @@ def test_each_order_under_pressure(policy: str, order: str) -> None:
 def two_steps(prompt: int, **config: int) -> tuple[Scheduler, Plan, Plan]:
     """A scheduler in which a first step, which gives a token, and the one behind it are under way."""
     stack = make_stack(num_blocks=8, block_size=4, max_model_len=32, **config)
-    stack.scheduler.add(Request(1, tuple(range(prompt)), SamplingParams(max_tokens=9, stop_ids=(7,))))
+    stack.scheduler.add(
+        Request(1, tuple(range(prompt)), SamplingParams(max_tokens=9, stop_ids=(7,)))
+    )
     first = stack.scheduler.plan(0.0)
     ahead = stack.scheduler.plan_ahead(0.0)
     check(stack)

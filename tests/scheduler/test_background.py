@@ -24,7 +24,9 @@ def stack_of(**options: object) -> SchedulerStack:
     return make_stack(**sizes | {"token_budget": BUDGET, "static_batch": 4} | options)
 
 
-def some(id: int, tokens: int, answer: int = 50, *, arrival: float = 0.0, back: bool = False) -> Request:
+def some(
+    id: int, tokens: int, answer: int = 50, *, arrival: float = 0.0, back: bool = False
+) -> Request:
     prompt = tuple((id * 131 + i) % 997 for i in range(tokens))
     params = SamplingParams(max_tokens=answer)
     return Request(id, prompt, params, arrival=arrival, priority=BACKGROUND if back else 0)
@@ -131,7 +133,9 @@ def test_everybody_ends_under_every_policy(policy: str) -> None:
     for now in range(6000):
         while left and dice.random() < 0.2:
             back, tokens = dice.random() < 0.6, dice.randrange(1, 100)
-            stack.scheduler.add(some(next(ids), tokens, dice.randrange(1, 40), arrival=float(now), back=back))
+            stack.scheduler.add(
+                some(next(ids), tokens, dice.randrange(1, 40), arrival=float(now), back=back)
+            )
             left -= 1
         plan, _ = step(stack, float(now))
         if now % 9 == 0:
@@ -139,7 +143,9 @@ def test_everybody_ends_under_every_policy(policy: str) -> None:
         if granted(plan, back=False) and any(i.n > 1 and not is_back(i) for i in plan.items):
             admitted = [i for i in plan.items if is_back(i) and i.sequence.state is State.RUNNING]
             waits = plan.wait_reason is not None and plan.wait_reason.cause == "prompt"
-            assert waits or not admitted, "the background took part in a step with a prompt of others"
+            assert waits or not admitted, (
+                "the background took part in a step with a prompt of others"
+            )
         if not left and not stack.scheduler.has_work:
             return
     raise AssertionError("somebody never ended")

@@ -222,7 +222,9 @@ def trimmed(pool: BlockPool, seq: Sequence) -> Sequence:
     return seq
 
 
-@pytest.mark.parametrize(("window", "released"), [(1, 4), (2, 3), (3, 3), (4, 2), (8, 0), (9, 0), (99, 0)])
+@pytest.mark.parametrize(
+    ("window", "released"), [(1, 4), (2, 3), (3, 3), (4, 2), (8, 0), (9, 0), (99, 0)]
+)
 def test_trim_gives_back_what_the_next_token_does_not_see(window: int, released: int) -> None:
     """Of 8 tokens, the next one at position 8 sees `window` - 1 and itself."""
     pool = windowed(window, sliding=60)
@@ -259,7 +261,9 @@ def test_what_was_given_back_is_found_again() -> None:
 def test_a_match_needs_no_more_than_the_last_window() -> None:
     pool = windowed(4, sliding=5)
     pool.release(trimmed(pool, sequence([1, 2, 3, 4, 5, 6, 7, 8, 9])))
-    other = trimmed(pool, sequence([0] * 4))  # takes the one empty block, and the oldest: the first place's
+    other = trimmed(
+        pool, sequence([0] * 4)
+    )  # takes the one empty block, and the oldest: the first place's
     assert figure(pool, "recent_evictions") == 1
     again = sequence([1, 2, 3, 4, 5, 6, 7, 8, 0])
     assert pool.attach(again) == 8
@@ -276,7 +280,9 @@ def test_no_match_behind_a_hole_in_the_window() -> None:
     pool.sliding.cached.move_to_end(hole, last=False)
     pool.sliding._empty.clear()
     pool.sliding._take()
-    assert len(pool.match(sequence(tokens))) == 2, "the third place is missing: nothing behind it is of use"
+    assert len(pool.match(sequence(tokens))) == 2, (
+        "the third place is missing: nothing behind it is of use"
+    )
 
 
 def test_room_is_that_of_the_scarcer_store() -> None:

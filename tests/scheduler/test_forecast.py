@@ -47,9 +47,9 @@ def test_prompts_in_front_come_first_and_then_decode() -> None:
 
 
 def test_a_place_is_free_when_somebody_ends() -> None:
-    assert told([RemainingWork(0, 3), RemainingWork(0, 8)], [], RemainingWork(5, 1), slots=2)[0] == round(
-        3 * seconds(2) + seconds(6), 9
-    )
+    assert told([RemainingWork(0, 3), RemainingWork(0, 8)], [], RemainingWork(5, 1), slots=2)[
+        0
+    ] == round(3 * seconds(2) + seconds(6), 9)
 
 
 def test_memory_is_free_when_somebody_ends() -> None:
@@ -78,7 +78,10 @@ def test_steps_for_prompts_alone() -> None:
 
 
 def one_by_one(
-    running: list[RemainingWork], waiting: list[RemainingWork], asked: RemainingWork, limits: StepLimits
+    running: list[RemainingWork],
+    waiting: list[RemainingWork],
+    asked: RemainingWork,
+    limits: StepLimits,
 ) -> float:
     """The same, without leaps."""
     now, room, steps = 0.0, limits.room, {id(work): 0 for work in (*running, *waiting)}
@@ -126,7 +129,9 @@ def test_leaps_are_as_good_as_steps() -> None:
 
     def work(least: int) -> RemainingWork:
         ways, grows = dice.choice((1, 1, 1, 2)), dice.random() < 0.7
-        return RemainingWork(dice.randint(least, 40), dice.randint(1, 30), ways, dice.randint(0, 40), grows)
+        return RemainingWork(
+            dice.randint(least, 40), dice.randint(1, 30), ways, dice.randint(0, 40), grows
+        )
 
     for _ in range(400):
         running = [

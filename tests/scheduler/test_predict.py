@@ -27,7 +27,10 @@ from pageturner.policies.step_time import StepTimeModel
 from pageturner.request import Request
 from pageturner.scheduler.types import Sequence
 
-TRACES = Path(os.environ.get("PAGETURNER_DATA") or Path(__file__).parents[3] / "shared" / "data") / "traces"
+TRACES = (
+    Path(os.environ.get("PAGETURNER_DATA") or Path(__file__).parents[3] / "shared" / "data")
+    / "traces"
+)
 NAMES = (
     "agentic_swebench",
     "arxiv_summarization_lengths",
@@ -40,7 +43,9 @@ NAMES = (
 CAP = 100_000  # max_tokens of every request of a trace: nobody is told the length
 
 
-def sequence(id: int, answer: int = 0, *, prompt: int = 20, most: int = 4000, **fields: Any) -> Sequence:
+def sequence(
+    id: int, answer: int = 0, *, prompt: int = 20, most: int = 4000, **fields: Any
+) -> Sequence:
     """With an answer of so many tokens; no two prompts have tokens in common."""
     tokens = tuple(range(id * 10_000, id * 10_000 + prompt))
     request = Request(id, tokens, SamplingParams(max_tokens=most), **fields)
@@ -151,7 +156,9 @@ def test_memory_is_bounded() -> None:
     for id in range(3 * max(OWN, SHARED)):
         tenant = f"tenant {id}" if id % 2 else "one"
         predictor.learn(
-            sequence(id, 5, prompt=dice.randint(1, 40), most=2 ** dice.randrange(3, 99), tenant=tenant)
+            sequence(
+                id, 5, prompt=dice.randint(1, 40), most=2 ** dice.randrange(3, 99), tenant=tenant
+            )
         )
     assert len(predictor._tenants) == TENANTS
     assert [len(table) for table in predictor._tenants["one"]] == [OWN, OWN]
@@ -175,7 +182,10 @@ def replayed(name: str, most: int) -> tuple[dict[str, float], float]:
     predictor = LengthPredictor()
     for id, row in enumerate(rows):
         first = (row.get("hash_ids") or [id])[0]
-        prompt = (*(first,) * min(row["prompt_tokens"] - 1, 512), *(id,) * max(1, row["prompt_tokens"] - 512))
+        prompt = (
+            *(first,) * min(row["prompt_tokens"] - 1, 512),
+            *(id,) * max(1, row["prompt_tokens"] - 512),
+        )
         tenant = str(row.get("client_id", row.get("session_id", "")))
         request = Request(id, prompt, SamplingParams(max_tokens=CAP), tenant=tenant)
         tokens = [0] * (len(prompt) + row["output_tokens"])

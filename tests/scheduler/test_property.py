@@ -68,22 +68,32 @@ FORCED_OF_BLOCKS = {
 }
 
 
-@pytest.mark.parametrize(("begin", "end"), [(0, 100), pytest.param(100, 300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("begin", "end"), [(0, 100), pytest.param(100, 300, marks=pytest.mark.slow)]
+)
 def test_random_workloads(begin: int, end: int) -> None:
     totals = run(range(begin, end))
     share = (end - begin) / 300
-    assert {name: totals[name] for name, least in FORCED.items() if totals[name] <= least * share} == {}
+    assert {
+        name: totals[name] for name, least in FORCED.items() if totals[name] <= least * share
+    } == {}
 
 
 @pytest.mark.parametrize(("begin", "end"), [(0, 80), pytest.param(80, 400, marks=pytest.mark.slow)])
 def test_random_lives_of_blocks(begin: int, end: int) -> None:
     totals = run_pool(range(begin, end))
     share = (end - begin) / 400
-    few = {name: totals[name] for name, least in FORCED_OF_BLOCKS.items() if totals[name] <= least * share}
+    few = {
+        name: totals[name]
+        for name, least in FORCED_OF_BLOCKS.items()
+        if totals[name] <= least * share
+    }
     assert few == {}
 
 
-RUNS = int(os.environ.get("PAGETURNER_PROPERTY_RUNS", "2400"))  # of the slow tests; `make soak` asks for more
+RUNS = int(
+    os.environ.get("PAGETURNER_PROPERTY_RUNS", "2400")
+)  # of the slow tests; `make soak` asks for more
 PARTS = 8
 
 
@@ -105,7 +115,9 @@ def test_many_random_lives_of_blocks(part: int) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("block_size", [1, 16])
 @pytest.mark.parametrize("seed", [5000, pytest.param(5001, marks=pytest.mark.slow)])
-def test_each_policy_and_order_under_pressure(policy: str, order: str, block_size: int, seed: int) -> None:
+def test_each_policy_and_order_under_pressure(
+    policy: str, order: str, block_size: int, seed: int
+) -> None:
     config = {
         "policy": policy,
         "order": order,
@@ -123,7 +135,11 @@ def test_the_ageing_bound(name: str) -> None:
     for ageing in (0.0, 0.1, 1.0, 7.0, 30.0) * 10:
         order = ORDERS[name](
             Context(
-                ageing, 2.0, lambda seq: dice.randrange(seq.prompt_len), LengthPredictor(), StepTimeModel()
+                ageing,
+                2.0,
+                lambda seq: dice.randrange(seq.prompt_len),
+                LengthPredictor(),
+                StepTimeModel(),
             )
         )
         queue = [random_sequence(id, dice) for id in range(20)]

@@ -25,7 +25,9 @@ class NoRules:
 
     def prepare(self, queue: list[Sequence], now: float) -> None: ...
 
-    def audit(self, plan: Plan, running: list[Sequence], queue: list[Sequence], now: float) -> None: ...
+    def audit(
+        self, plan: Plan, running: list[Sequence], queue: list[Sequence], now: float
+    ) -> None: ...
 
     def computed(self, plan: Plan, now: float) -> None: ...
 
@@ -51,16 +53,22 @@ class Retuned(Machine):
             self.totals["changed"] = self.totals.get("changed", 0) + (self.wanted != before)
             kept = self.wanted.policy in ("chunked", "adaptive_chunk")
             self.most = max(self.most, self.wanted.max_num_seqs, self.widest)
-            self.config |= {"token_budget": self.wanted.max_num_batched_tokens, "max_num_seqs": self.most,
-                            "policy": "chunked" if kept else "prefill_first"}  # fmt: skip
+            self.config |= {
+                "token_budget": self.wanted.max_num_batched_tokens,
+                "max_num_seqs": self.most,
+                "policy": "chunked" if kept else "prefill_first",
+            }
 
     def step(self) -> bool:
         if self.rng.random() < 0.2:
             rng = self.rng
             self.wanted = changed(
-                self.stack.config, rng.choice((0, 1, 3, 7, 16, 64)), rng.choice((1, 2, 3, 9, 64)),
-                rng.choice(tuple(POLICIES)), rng.choice(tuple(ORDERS)),
-            )  # fmt: skip
+                self.stack.config,
+                rng.choice((0, 1, 3, 7, 16, 64)),
+                rng.choice((1, 2, 3, 9, 64)),
+                rng.choice(tuple(POLICIES)),
+                rng.choice(tuple(ORDERS)),
+            )
             self.widest = max(self.widest, self.wanted.slots)
         self.apply()
         check(self.stack)
@@ -75,7 +83,9 @@ def test_changes_in_the_middle_change_no_answer() -> None:
             found = Retuned(seed).run().totals
         except Exception as error:
             raise AssertionError(f"Retuned({seed}): {error}") from error
-        totals = {name: totals.get(name, 0) + found.get(name, 0) for name in totals.keys() | found.keys()}
+        totals = {
+            name: totals.get(name, 0) + found.get(name, 0) for name in totals.keys() | found.keys()
+        }
     assert totals["changed"] > 150, "a machine that changes nothing proves nothing"
     assert totals["waited"] > 20, "batches that ended first"
     assert totals["preemptions"] > 1
@@ -91,13 +101,24 @@ def test_many_changes(part: int) -> None:
             raise AssertionError(f"Retuned({seed}): {error}") from error
 
 
-def changed(config: SchedulerConfig, budget: int, seqs: int, policy: str, order: str) -> SchedulerConfig:
-    return replace(config, max_num_batched_tokens=budget, max_num_seqs=seqs, policy=policy, order=order)
+def changed(
+    config: SchedulerConfig, budget: int, seqs: int, policy: str, order: str
+) -> SchedulerConfig:
+    return replace(
+        config, max_num_batched_tokens=budget, max_num_seqs=seqs, policy=policy, order=order
+    )
 
 
 def stack_with(**settings: Any) -> tuple[Scheduler, SchedulerStack]:
-    told: dict[str, Any] = {"token_budget": 64, "max_num_seqs": 8, "policy": "chunked", "order": "fcfs"}
-    stack = make_stack(num_blocks=64, block_size=4, max_model_len=64, static_batch=2, **(told | settings))
+    told: dict[str, Any] = {
+        "token_budget": 64,
+        "max_num_seqs": 8,
+        "policy": "chunked",
+        "order": "fcfs",
+    }
+    stack = make_stack(
+        num_blocks=64, block_size=4, max_model_len=64, static_batch=2, **(told | settings)
+    )
     return stack.scheduler, stack
 
 
@@ -109,7 +130,9 @@ def step(scheduler: Scheduler, now: float) -> list[int]:
     """Ids of who was in it."""
     plan = scheduler.plan(now)
     outputs = [
-        Output([7]) if item.wants_logits and not item.sequence.request.params.beam_width else Output()
+        Output([7])
+        if item.wants_logits and not item.sequence.request.params.beam_width
+        else Output()
         for item in plan.items
     ]
     for item, output in zip(plan.items, outputs, strict=True):
@@ -120,7 +143,9 @@ def step(scheduler: Scheduler, now: float) -> list[int]:
 
 
 def request(id: int, prompt: int = 4, max_tokens: int = 6, **more: Any) -> Request:
-    return Request(id, tuple(range(prompt)), SamplingParams(max_tokens=max_tokens, **more), arrival=id / 1000)
+    return Request(
+        id, tuple(range(prompt)), SamplingParams(max_tokens=max_tokens, **more), arrival=id / 1000
+    )
 
 
 def test_a_smaller_number_ends_nobody_and_admits_nobody() -> None:
@@ -192,7 +217,9 @@ def test_the_new_order_knows_who_waits() -> None:
         (-2, 8, "chunked", "fcfs"),
     ],
 )
-def test_what_does_not_exist_is_refused_and_changes_nothing(wanted: tuple[int, int, str, str]) -> None:
+def test_what_does_not_exist_is_refused_and_changes_nothing(
+    wanted: tuple[int, int, str, str],
+) -> None:
     scheduler, stack = stack_with()
     with pytest.raises(ValueError, match=r"unknown|at least"):
         reconfigure(stack, *wanted)
@@ -203,4 +230,8 @@ def test_a_budget_that_nobody_set_stays() -> None:
     scheduler, stack = stack_with()
     before = scheduler.budget
     assert reconfigure(stack, -1, 4, "chunked", "fcfs")
-    assert (scheduler.budget, stack.config.max_num_batched_tokens, scheduler.slots) == (before, before, 4)
+    assert (scheduler.budget, stack.config.max_num_batched_tokens, scheduler.slots) == (
+        before,
+        before,
+        4,
+    )

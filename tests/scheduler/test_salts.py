@@ -129,7 +129,9 @@ def test_a_salt_cannot_spell_tokens() -> None:
     assert not {*asked.blocks[2:]} & {*theirs.blocks}
 
 
-def test_long_salts_are_not_kept_and_long_prompts_not_hashed_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_salts_are_not_kept_and_long_prompts_not_hashed_in_vain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Whoever has a salt looks at what is pinned for everybody block by block, up to the first miss."""
     pool = BlockPool(64, SIZE)
     pin, _ = compute(pool, 0, (1, 2, 3, 4, 5), "")

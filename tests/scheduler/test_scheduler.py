@@ -24,7 +24,9 @@ def make(**options: Any) -> Scheduler:
     return stack_of(**options).scheduler
 
 
-def request(id: int, prompt: int | list[int] = 4, *, max_tokens: int | None = 4, **fields: Any) -> Request:
+def request(
+    id: int, prompt: int | list[int] = 4, *, max_tokens: int | None = 4, **fields: Any
+) -> Request:
     """A prompt of that many tokens that no other id shares."""
     tokens = [1000 * (id + 1) + i for i in range(prompt)] if isinstance(prompt, int) else prompt
     params = fields.pop("params", None) or SamplingParams(max_tokens=max_tokens)
@@ -80,7 +82,9 @@ def test_whoever_decodes_waits_for_so_much_of_a_prompt(most: int, chunks: list[i
         ("n_unsupported", request(0, params=SamplingParams(n=2)), {}),
     ],
 )
-def test_what_can_never_run_is_refused(code: str, refused: Request, options: dict[str, int]) -> None:
+def test_what_can_never_run_is_refused(
+    code: str, refused: Request, options: dict[str, int]
+) -> None:
     scheduler = make(**options)
     with pytest.raises(Refused) as caught:
         scheduler.add(refused)
@@ -192,7 +196,11 @@ def test_resume_goes_on_behind_its_tokens() -> None:
     assert (event.index, event.position, event.cached) == (2, 6, 0)
     assert drain(scheduler)[0][-1].finish == "length"
     stats = scheduler.stats()
-    assert (stats["generated_tokens"], stats["recomputed_tokens"], stats["prompt_tokens"]) == (2, 5, 0)
+    assert (stats["generated_tokens"], stats["recomputed_tokens"], stats["prompt_tokens"]) == (
+        2,
+        5,
+        0,
+    )
 
 
 def test_a_cached_prompt_still_computes_its_last_token_and_says_what_was_cached() -> None:
@@ -386,7 +394,9 @@ def test_orca_runs_whole_prompts_beside_decodes() -> None:
         scheduler.add(request(id, prompt, max_tokens=9))
     assert step(scheduler)[0] == {0: 1, 1: 5}
     assert step(scheduler)[0] == {0: 1, 1: 1, 2: 4}
-    assert step(scheduler)[0] == {0: 1, 1: 1, 2: 1, 3: 25}, "one above the budget joins whole, and alone"
+    assert step(scheduler)[0] == {0: 1, 1: 1, 2: 1, 3: 25}, (
+        "one above the budget joins whole, and alone"
+    )
     assert step(scheduler)[0] == {0: 1, 1: 1, 2: 1, 3: 1, 4: 1}
 
 
@@ -537,9 +547,19 @@ def test_a_prompt_is_clipped_to_the_memory_that_is_left_before_anybody_gives_way
 def test_stats_name_everything_the_channel_promises() -> None:
     scheduler = make()
     promised = {
-        "running", "waiting", "blocks_used", "blocks_cached", "blocks_total", "steps", "step_tokens",
-        "prompt_tokens", "cached_tokens", "generated_tokens", "recomputed_tokens", "preemptions",
-    }  # fmt: skip
+        "running",
+        "waiting",
+        "blocks_used",
+        "blocks_cached",
+        "blocks_total",
+        "steps",
+        "step_tokens",
+        "prompt_tokens",
+        "cached_tokens",
+        "generated_tokens",
+        "recomputed_tokens",
+        "preemptions",
+    }
     assert promised <= set(scheduler.stats())
 
 
@@ -581,7 +601,9 @@ def test_a_promise_of_recent_blocks_is_a_window_and_a_step() -> None:
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize("length", [10, 12])
-def test_choices_of_one_prompt_compute_it_once_and_share_it(length: int, prefix_caching: bool) -> None:
+def test_choices_of_one_prompt_compute_it_once_and_share_it(
+    length: int, prefix_caching: bool
+) -> None:
     scheduler = make(prefix_caching=prefix_caching)
     prompt = list(range(length))
     for id in range(3):
@@ -613,7 +635,9 @@ def test_a_choice_goes_on_without_a_first_one_that_left() -> None:
 def test_a_choice_that_wants_prompt_logprobs_computes_all_of_it() -> None:
     scheduler = make()
     for id in range(2):
-        scheduler.add(request(id, list(range(10)), index=id, parent=0 if id else None, logits_from=0))
+        scheduler.add(
+            request(id, list(range(10)), index=id, parent=0 if id else None, logits_from=0)
+        )
     plan = scheduler.plan(0.0)
     assert [(item.sequence.request.id, item.n) for item in plan.items] == [(0, 10), (1, 10)]
 
@@ -644,7 +668,9 @@ def test_the_account_of_the_memory() -> None:
     block; in the first step nobody shares yet."""
     scheduler = make(max_model_len=100)
     for id in range(3):
-        scheduler.add(request(id, list(range(10)), max_tokens=5, index=id, parent=0 if id else None))
+        scheduler.add(
+            request(id, list(range(10)), max_tokens=5, index=id, parent=0 if id else None)
+        )
 
     def account() -> tuple[float, ...]:
         stats = scheduler.stats()
@@ -729,7 +755,9 @@ def test_a_pin_that_ends_badly_keeps_nothing() -> None:
     stack = stack_of(num_blocks=8)
     scheduler = stack.scheduler
     scheduler.add(request(0, 9, pin=True))
-    scheduler.commit(scheduler.plan(0.0), Result([Output(failure=Failure("poison", "it threw"))]), 0.0)
+    scheduler.commit(
+        scheduler.plan(0.0), Result([Output(failure=Failure("poison", "it threw"))]), 0.0
+    )
     scheduler.add(request(1, 9, pin=True))
     scheduler.abort(1)
     assert (len(stack.pins), stack.pins.blocks) == (0, 0)
@@ -746,7 +774,9 @@ def test_what_is_remembered_of_claims_is_what_adding_up_gives(
     def plans(*, remember: bool) -> list[dict[int, int]]:
         scheduler = make(num_blocks=40, max_num_seqs=12, token_budget=32, admission=admission)
         for id in range(14):
-            scheduler.add(request(id, [*range(9 if id % 3 else 3)], max_tokens=12 + id % 5, index=0))
+            scheduler.add(
+                request(id, [*range(9 if id % 3 else 3)], max_tokens=12 + id % 5, index=0)
+            )
         seen = []
         while scheduler.has_work:
             if not remember:
@@ -762,7 +792,9 @@ def test_what_is_remembered_of_claims_is_what_adding_up_gives(
 
 
 def test_a_waiter_who_finds_no_room_has_few_claims_found_anew() -> None:
-    scheduler = make(num_blocks=193, max_num_seqs=65, token_budget=512, block_size=16, admission="full")
+    scheduler = make(
+        num_blocks=193, max_num_seqs=65, token_budget=512, block_size=16, admission="full"
+    )
     for id in range(65):
         scheduler.add(request(id, 16, max_tokens=33))
     step(scheduler)

@@ -39,7 +39,9 @@ def test_promises_hold(promise: Callable[..., None]) -> None:
 
 # -- what is kept --------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("keep", "found"), [(60.0, True), (0.0, False)])
-def test_a_conversation_finds_what_it_had_kept_and_another_one_does_not(keep: float, found: bool) -> None:
+def test_a_conversation_finds_what_it_had_kept_and_another_one_does_not(
+    keep: float, found: bool
+) -> None:
     bench = Bench()
     said, _ = bench.turn(fresh(1), name="a", keep=keep)
     flood(bench)
@@ -155,7 +157,9 @@ def test_claims_beyond_the_share_are_given_up_the_cheapest_first() -> None:
     sizes = {one.name: len(one.keys) for one in bench.sessions}
     assert bench.claimed() <= 20
     assert (sizes["s0"], sizes["s2"]) == (8, 8)
-    assert sizes["s1"] == 0, "who comes back in a minute is worth less than who comes back in a second"
+    assert sizes["s1"] == 0, (
+        "who comes back in a minute is worth less than who comes back in a second"
+    )
 
 
 def test_who_never_comes_back_gives_way_to_who_does() -> None:
@@ -329,10 +333,12 @@ ACTS = st.lists(
         st.tuples(st.just("wait"), st.sampled_from((0.1, 2.0, 40.0))),
         st.tuples(st.just("release"), st.sampled_from("abcdef")),
         st.tuples(st.just("abort"), st.integers(0, 5)),
-        st.tuples(st.just("forget"),),
+        st.tuples(
+            st.just("forget"),
+        ),
     ),
     max_size=30,
-)  # fmt: skip
+)
 
 
 def audit(bench: Bench) -> None:
@@ -344,7 +350,9 @@ def audit(bench: Bench) -> None:
     assert set(claims) == listed, "a claim of nobody, or none of somebody"
     assert len(claims) <= sessions.most, "more is kept than may be"
     assert all(key in store.index for key in claims), "what is claimed is not there"
-    assert sum(one.pays for one in sessions) == len(claims) == sum(claims.pays.values()), "paid for twice"
+    assert sum(one.pays for one in sessions) == len(claims) == sum(claims.pays.values()), (
+        "paid for twice"
+    )
     if isinstance(store.cached, EvictionOrder):
         cached = [block for block in store.cached if store.keys[block] in claims]
         assert store.cached.kept == len(cached), "kept blocks are not where they should be"
@@ -354,7 +362,9 @@ def audit(bench: Bench) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(ACTS, st.sampled_from((0.3, 0.8, 1.0)), st.sampled_from((0.0, 1.0)))
-def test_whatever_is_said_bounds_hold_and_nothing_leaks(acts: list[Any], share: float, wait: float) -> None:
+def test_whatever_is_said_bounds_hold_and_nothing_leaks(
+    acts: list[Any], share: float, wait: float
+) -> None:
     bench = Bench(20, max_session_share=share, session_wait=wait, max_sessions=5)
     said: dict[str, list[int]] = {}
     for act in acts:

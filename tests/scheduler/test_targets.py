@@ -24,7 +24,10 @@ def traffic(rate: float, count: int, seed: int, target: float) -> list[tuple[Req
     dice, at, load = random.Random(seed), 0.0, []
     for id in range(count):
         at += dice.expovariate(rate)
-        prompt, answer = min(1500, dice.lognormvariate(5, 1)), min(300, dice.lognormvariate(3.5, 0.7))
+        prompt, answer = (
+            min(1500, dice.lognormvariate(5, 1)),
+            min(300, dice.lognormvariate(3.5, 0.7)),
+        )
         load.append((ask(id, int(prompt) + 1, at, ttft_target=target), int(answer) + 1))
     return load
 
@@ -98,7 +101,10 @@ def test_who_comes_again_when_it_was_told_is_taken() -> None:
     tried = 0
     for seed in range(12):
         run = Held(make_stack, {"max_num_seqs": 4})
-        load = [(replace(q, arrival=0.001 * i), n) for i, (q, n) in enumerate(traffic(9.0, 40, seed, 3.0))]
+        load = [
+            (replace(q, arrival=0.001 * i), n)
+            for i, (q, n) in enumerate(traffic(9.0, 40, seed, 3.0))
+        ]
         run.go(load, until=2.0)
         late = max(run.refused, default=None)
         if late is None:
@@ -127,11 +133,16 @@ def busy(**options: object) -> tuple[Run, SloAdmission]:
 
 @pytest.mark.parametrize(
     ("fields", "code"),
-    [({"ttft_target": 0.05}, "ttft_target_unreachable"), ({"deadline": 0.05}, "deadline_unreachable")],
+    [
+        ({"ttft_target": 0.05}, "ttft_target_unreachable"),
+        ({"deadline": 0.05}, "deadline_unreachable"),
+    ],
 )
 def test_a_refusal_leaves_nothing_behind(fields: dict[str, float], code: str) -> None:
     run, targets = busy()
-    fields = {name: value + (run.now if name == "deadline" else 0.0) for name, value in fields.items()}
+    fields = {
+        name: value + (run.now if name == "deadline" else 0.0) for name, value in fields.items()
+    }
     with pytest.raises(Refused, match="ask again in 1 s") as caught:
         targets.add(ask(4, 10, run.now, **fields), run.now)
     assert caught.value.code == code

@@ -27,9 +27,15 @@ from support.schedulers import make_stack
 BUDGET, SLOTS = 64, 8
 STOPS = tuple(range(10))
 SMOLLM2 = ModelCosts(
-    int8=2.2e8, fp32=0, layers=64_000_000, ending_int8=1.25e8, ending_fp32=0, ending=32_000_000,
-    pair=69_120, position=23_040,
-)  # fmt: skip
+    int8=2.2e8,
+    fp32=0,
+    layers=64_000_000,
+    ending_int8=1.25e8,
+    ending_fp32=0,
+    ending=32_000_000,
+    pair=69_120,
+    position=23_040,
+)
 
 
 def stack_of(policy: str = "chunked", **options: Any) -> SchedulerStack:
@@ -74,7 +80,9 @@ def some_request(dice: random.Random, id: int) -> Request:
 
 def scored(row_price: float) -> Request:
     """A prompt whose logprobs are wanted."""
-    return Request(1, tuple(range(100)), SamplingParams(max_tokens=1), logits_from=0, row_price=row_price)
+    return Request(
+        1, tuple(range(100)), SamplingParams(max_tokens=1), logits_from=0, row_price=row_price
+    )
 
 
 @pytest.mark.parametrize("policy", ["chunked", "adaptive_chunk"])
@@ -152,12 +160,16 @@ def pieces(stack: SchedulerStack) -> list[tuple[int, int]]:
 
 
 def test_long_prompts_come_in_smaller_pieces_while_others_decode() -> None:
-    stack = stack_of(context_price=10.0, enable_prefix_caching=False)  # a position costs a hundredth
+    stack = stack_of(
+        context_price=10.0, enable_prefix_caching=False
+    )  # a position costs a hundredth
     stack.scheduler.add(Request(2, (7, 8), SamplingParams(max_tokens=200)))
     commit(stack, stack.scheduler.plan(0.0), 0.0)
     stack.scheduler.add(Request(1, tuple(range(350)), SamplingParams(max_tokens=1)))
     found = pieces(stack)
-    assert [begin for begin, _ in found] == [sum(n for _, n in found[:i]) for i in range(len(found))]
+    assert [begin for begin, _ in found] == [
+        sum(n for _, n in found[:i]) for i in range(len(found))
+    ]
     assert found[0] == (0, BUDGET - 4), "one decodes, with three drafts"
     for begin, n in found[1:-1]:
         assert n * (1 + begin / 100) <= BUDGET - 4 < (n + 1) * (1 + begin / 100)
@@ -180,8 +192,11 @@ def test_short_prompts_do_not_wait_for_long_ones() -> None:
     begun = {1: 0.0, 4: 1.0, 5: 1.0}
     for now in range(2, 60):
         plan = stack.scheduler.plan(float(now))
-        begun |= {item.sequence.request.id: float(now) for item in plan.items
-                  if item.sequence.request.id not in begun}  # fmt: skip
+        begun |= {
+            item.sequence.request.id: float(now)
+            for item in plan.items
+            if item.sequence.request.id not in begun
+        }
         commit(stack, plan, float(now))
     assert begun[2] < begun[3], "long ones keep their order"
     assert not stack.scheduler.has_work
@@ -221,11 +236,18 @@ def test_another_policy_is_priced_too() -> None:
 def test_ordinary_requests_are_free() -> None:
     prices = work_prices(SMOLLM2)
     ordinary = SamplingParams(
-        temperature=0.7, top_p=0.9, logprobs=5, stop_ids=(1, 2), min_tokens=3, repetition_penalty=1.1
+        temperature=0.7,
+        top_p=0.9,
+        logprobs=5,
+        stop_ids=(1, 2),
+        min_tokens=3,
+        repetition_penalty=1.1,
     )
     assert prices.of_row(Request(1, (1,), ordinary)) == 0.0
     assert prices.of_row(Request(1, (1,), SamplingParams(beam_width=4, stop_ids=(2,)))) == 0.0
-    assert context_price(SMOLLM2) * 8 == pytest.approx(2.5, abs=0.1)  # at the end of its 8,192 positions
+    assert context_price(SMOLLM2) * 8 == pytest.approx(
+        2.5, abs=0.1
+    )  # at the end of its 8,192 positions
 
 
 def test_prices_grow_with_what_is_asked_for() -> None:
@@ -236,7 +258,11 @@ def test_prices_grow_with_what_is_asked_for() -> None:
 
     whole = dict.fromkeys(range(49_152), 1.0)
     assert row(logit_bias=whole) > row(allowed_token_ids=tuple(whole)) > FREE
-    assert row(beam_width=32, stop_ids=tuple(range(64))) > row(beam_width=32, stop_ids=tuple(range(8))) > FREE
+    assert (
+        row(beam_width=32, stop_ids=tuple(range(64)))
+        > row(beam_width=32, stop_ids=tuple(range(8)))
+        > FREE
+    )
     assert row(stop_ids=tuple(range(9000)), min_tokens=1) > row(stop_ids=tuple(range(9000))) == 0.0
     assert row(logits_from=0, prompt_logprobs=20) > row(logits_from=0, prompt_logprobs=0) > 0.25
 
@@ -244,18 +270,26 @@ def test_prices_grow_with_what_is_asked_for() -> None:
 def test_the_engine_prices_and_a_replay_knows_it(tmp_path: Path) -> None:
     """Digests leave out what a client wrote, its biases too: the price is in the log by itself."""
     dice, path = random.Random(1), tmp_path / "steps"
-    built = make_engine(EngineConfig(backend="fake", max_num_batched_tokens=BUDGET, max_num_seqs=SLOTS))
-    log = EngineConfig(backend="fake", max_num_batched_tokens=BUDGET, max_num_seqs=SLOTS, step_log=str(path))
+    built = make_engine(
+        EngineConfig(backend="fake", max_num_batched_tokens=BUDGET, max_num_seqs=SLOTS)
+    )
+    log = EngineConfig(
+        backend="fake", max_num_batched_tokens=BUDGET, max_num_seqs=SLOTS, step_log=str(path)
+    )
     engine = engine_again(replace(built, needs=SMOLLM2), log)
     biased = SamplingParams(max_tokens=9, logit_bias=dict.fromkeys(range(200_000), 1.0))
     for id in range(1, 20):
         prompt = tuple(dice.choices(range(300), k=dice.randint(1, 60)))
-        engine.submit(Request(id, prompt, biased if id % 3 else SamplingParams(max_tokens=9), engine.clock()))
+        engine.submit(
+            Request(id, prompt, biased if id % 3 else SamplingParams(max_tokens=9), engine.clock())
+        )
     while engine.has_work:
         engine.step()
     engine.close()
     run = last_run(path)
-    assert max(sum(item.id % 3 > 0 for item in step.items) for step in run.steps) == 3, "15 tokens a row each"
+    assert max(sum(item.id % 3 > 0 for item in step.items) for step in run.steps) == 3, (
+        "15 tokens a row each"
+    )
     assert replay_plans(run).differences == []
     run.records = [_without_price(one) for one in run.records]
     assert replay_plans(run).differences

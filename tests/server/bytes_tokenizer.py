@@ -41,7 +41,11 @@ def token_at(prompt: tuple[int, ...], n: int, index: int = 0) -> int:
 
 def prompt_logprob(token: int, k: int) -> tuple[float, int, tuple[tuple[int, float], ...]]:
     """What the fake model thinks of a token of a prompt: its logprob, its rank, the k most likely ones."""
-    return (-0.25 * (token % 7 + 1), token % 7 + 1, tuple(((token + j) % 256, -0.25 - j) for j in range(k)))
+    return (
+        -0.25 * (token % 7 + 1),
+        token % 7 + 1,
+        tuple(((token + j) % 256, -0.25 - j) for j in range(k)),
+    )
 
 
 class BytesCodec:
@@ -65,7 +69,11 @@ class BytesCodec:
         return next(text for text, id in SPECIALS.items() if id == token).encode()
 
 
-FIM = {"prefix": SPECIALS["<|bos|>"], "suffix": SPECIALS["<|end|>"], "middle": SPECIALS["<|short|>"]}
+FIM = {
+    "prefix": SPECIALS["<|bos|>"],
+    "suffix": SPECIALS["<|end|>"],
+    "middle": SPECIALS["<|short|>"],
+}
 
 
 class BytesTokenizer(Tokenizer):

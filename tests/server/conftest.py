@@ -22,7 +22,12 @@ class Server:
     """One server process. `log` is what it wrote to standard error so far."""
 
     def __init__(
-        self, folder: Path, flags: list[str], env: dict[str, str], wait: bool, command: str = "serve"
+        self,
+        folder: Path,
+        flags: list[str],
+        env: dict[str, str],
+        wait: bool,
+        command: str = "serve",
     ) -> None:
         self.notes_path = folder / "notes.jsonl"
         self.notes_path.touch()
@@ -39,7 +44,11 @@ class Server:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         if wait:
-            self.until(lambda: re.search(r"listening on (\S+);", self.log) or self.process.poll() is not None)
+            self.until(
+                lambda: (
+                    re.search(r"listening on (\S+);", self.log) or self.process.poll() is not None
+                )
+            )
             found = re.search(r"listening on (\S+);", self.log)
             assert found, self.log
             self.url = found[1]
@@ -60,7 +69,9 @@ class Server:
 
     def notes(self, key: str) -> list[dict[str, Any]]:
         """What the fake engines noted under a key: submit, abort, start."""
-        whole, _, _ = self.notes_path.read_text().rpartition("\n")  # what follows is still being written
+        whole, _, _ = self.notes_path.read_text().rpartition(
+            "\n"
+        )  # what follows is still being written
         lines = map(json.loads, whole.splitlines())
         return [line for line in lines if key in line]
 

@@ -56,14 +56,18 @@ class Fake:
         self.decoder = MessageDecoder(ToEngine)
         self.requests: dict[int, Request] = {}
         self.done: dict[int, list[int]] = {}
-        self.scored: dict[int, int] = {}  # prompt positions whose logprobs were sent, the first included
+        self.scored: dict[
+            int, int
+        ] = {}  # prompt positions whose logprobs were sent, the first included
         self.step_seconds = float(os.environ.get("FAKE_STEP_SECONDS", "0.001"))
         self.steps = self.generated = 0
         self.state = Path(os.environ["FAKE_LOG"] + ".once")
 
     def note(self, **what: object) -> None:
         line = json.dumps({"pid": os.getpid(), **what}) + "\n"
-        with open(os.environ["FAKE_LOG"], "ab", buffering=0) as file:  # whole, whenever it is killed
+        with open(
+            os.environ["FAKE_LOG"], "ab", buffering=0
+        ) as file:  # whole, whenever it is killed
             file.write(line.encode())
 
     def once(self, request: Request) -> bool:
@@ -106,7 +110,9 @@ class Fake:
 
     def take(self, request: Request) -> None:
         resumed = list(request.resume[0].tokens) if request.resume else []
-        params = {name: value for name, value in asdict(request.params).items() if name != "logit_bias"}
+        params = {
+            name: value for name, value in asdict(request.params).items() if name != "logit_bias"
+        }
         self.note(
             submit=request.id,
             resume=len(resumed),
@@ -125,7 +131,9 @@ class Fake:
         self.requests[request.id] = request
         self.done[request.id] = resumed
         last = len(request.prompt) - 1
-        self.scored[request.id] = last if request.logits_from is None else min(request.logits_from, last)
+        self.scored[request.id] = (
+            last if request.logits_from is None else min(request.logits_from, last)
+        )
 
     def step(self) -> None:
         batch = list(self.requests.values())[:MOST_RUNNING]
@@ -185,7 +193,13 @@ class Fake:
         top = tuple(((new[0] + j) % 256, -0.5 - j) for j in range(k or 0))
         logprobs = () if k is None else tuple((-0.5, top) for _ in new)
         return Event(
-            request.id, 0, position, tuple(new), logprobs, finish, cached=min(16, len(request.prompt) - 1)
+            request.id,
+            0,
+            position,
+            tuple(new),
+            logprobs,
+            finish,
+            cached=min(16, len(request.prompt) - 1),
         )
 
     def fails(self, request: Request) -> bool:
@@ -207,7 +221,9 @@ class Fake:
         running = min(len(self.requests), MOST_RUNNING)
         values = {"running": running, "waiting": len(self.requests) - running, "steps": self.steps}
         values |= {"blocks_used": running, "blocks_total": 256, "generated_tokens": self.generated}
-        values |= WorkTotals(0.1 * self.steps, 0.05 * self.steps, weight_bytes=1e9 * self.steps).as_dict()
+        values |= WorkTotals(
+            0.1 * self.steps, 0.05 * self.steps, weight_bytes=1e9 * self.steps
+        ).as_dict()
         self.sock.sendall(encode(Stats({name: float(value) for name, value in values.items()})))
 
 
@@ -223,7 +239,9 @@ def main() -> None:
     how = os.environ.get("FAKE_START", "")
     time.sleep(float(os.environ.get("FAKE_START_SECONDS", "0")))
     if how == "failed":
-        sock.sendall(encode(Failed("kv_memory", "no memory for the KV cache: lower --kv-cache-memory")))
+        sock.sendall(
+            encode(Failed("kv_memory", "no memory for the KV cache: lower --kv-cache-memory"))
+        )
         sys.exit(1)
     if how == "dies":
         sys.exit(9)

@@ -52,7 +52,9 @@ def write(writer: asyncio.StreamWriter, status: int, page: Any, *headers: str) -
 
 
 def begin_stream(writer: asyncio.StreamWriter) -> None:
-    writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
+    writer.write(
+        b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    )
 
 
 def chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
@@ -186,7 +188,9 @@ async def routed(
     server = lifecycle.http_server(app, limits_of(config), router.rejected)
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     watching = asyncio.ensure_future(router.fleet.watch())
-    client = httpx.AsyncClient(base_url=lifecycle.url_of(listener), timeout=30, verify=False, trust_env=False)
+    client = httpx.AsyncClient(
+        base_url=lifecycle.url_of(listener), timeout=30, verify=False, trust_env=False
+    )
     try:
         yield Routed(client, router)
     finally:

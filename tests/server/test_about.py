@@ -22,9 +22,14 @@ def test_a_model_may_have_several_names(start: Any) -> None:
     listed = server.http.get("/v1/models").json()["data"]
     assert [model["id"] for model in listed] == ["org/first", "second"]
     assert server.http.get("/v1/models/org/first").json() == listed[0]
-    for body in ({"prompt": "a"}, {"prompt": "a" * 9000, "truncate_prompt_tokens": 5}):  # in a worker, too
+    for body in (
+        {"prompt": "a"},
+        {"prompt": "a" * 9000, "truncate_prompt_tokens": 5},
+    ):  # in a worker, too
         for name in ("org/first", "second"):
-            response = server.http.post("/v1/completions", json={"model": name, "max_tokens": 1, **body})
+            response = server.http.post(
+                "/v1/completions", json={"model": name, "max_tokens": 1, **body}
+            )
             assert (response.status_code, response.json()["model"]) == (200, "org/first")
         response = server.http.post("/v1/completions", json={"model": "fake", **body})
         assert response.status_code == 404
@@ -46,7 +51,11 @@ def test_an_adapter_that_is_not_there_ends_the_start_before_anything_listens(sta
 
 def test_what_a_client_needs_to_render_chats_itself(server: Server) -> None:
     told = server.http.get("/tokenizer_info").json()
-    assert (told["bos_token"], told["eos_token"], told["vocab_size"]) == ("<|bos|>", "<|end|>", VOCAB)
+    assert (told["bos_token"], told["eos_token"], told["vocab_size"]) == (
+        "<|bos|>",
+        "<|end|>",
+        VOCAB,
+    )
     assert told["chat_template"] == TEMPLATE
     assert told["additional_special_tokens"] == list(SPECIALS)
 
@@ -73,7 +82,9 @@ def test_pages_of_llama_cpp(server: Server) -> None:
         next(lines)
         server.until(lambda: server.http.get("/slots").json()[0]["is_processing"])
     # the latest step is still that of the stream, and nothing runs any more
-    server.until(lambda: not any(slot["is_processing"] for slot in server.http.get("/slots").json()))
+    server.until(
+        lambda: not any(slot["is_processing"] for slot in server.http.get("/slots").json())
+    )
 
 
 def test_the_prefix_cache_is_reset_by_who_may(server: Server, start: Any) -> None:

@@ -19,7 +19,9 @@ BEGIN = {"max_num_batched_tokens": 512, "max_num_seqs": 64, "policy": "chunked",
 
 
 def change(server: Server, body: Any, key: str = KEY) -> httpx.Response:
-    return server.http.post("/v1/admin/config", json=body, headers={"authorization": f"Bearer {key}"})
+    return server.http.post(
+        "/v1/admin/config", json=body, headers={"authorization": f"Bearer {key}"}
+    )
 
 
 def present(server: Server) -> Any:

@@ -102,7 +102,9 @@ def test_a_server_stopped_while_it_waited_takes_no_engine_for_stuck(start: Start
     run = in_threads(server, ["a slow tale"], max_tokens=3)
     next(run)
     server.until(lambda: len(server.notes("submit")) == 1)
-    time.sleep(0.1)  # it waits for the next of them: its watch comes due before it has read what came
+    time.sleep(
+        0.1
+    )  # it waits for the next of them: its watch comes due before it has read what came
     server.process.send_signal(signal.SIGSTOP)
     time.sleep(3.5)
     server.process.send_signal(signal.SIGCONT)
@@ -124,7 +126,9 @@ def test_an_engine_stopped_while_idle_is_replaced_when_work_comes(start: Start) 
 def test_an_engine_that_crashes_hangs_or_talks_nonsense_once_is_replaced(start: Start) -> None:
     server = start("--engine-timeout", "2")
     for prompt in ("a<|crash|>", "a<|hang|>", "a<|gap|>", "a<|noise|>"):
-        assert post(server, prompt=prompt, max_tokens=20).json()["choices"][0]["text"] == answer(prompt, 20)
+        assert post(server, prompt=prompt, max_tokens=20).json()["choices"][0]["text"] == answer(
+            prompt, 20
+        )
     assert server.metric("pageturner:engine_restarts_total") == 4
     assert server.stop(signal.SIGINT) == 0
 
@@ -141,7 +145,9 @@ def test_the_memory_for_kv_is_handed_from_engine_to_engine(start: Start) -> None
 
 
 @pytest.mark.slow
-def test_an_engine_that_does_not_start_with_the_memory_of_another_gets_a_new_one(start: Start) -> None:
+def test_an_engine_that_does_not_start_with_the_memory_of_another_gets_a_new_one(
+    start: Start,
+) -> None:
     server = start(FAKE_START="once")
     os.kill(server.engine_pid(), signal.SIGKILL)
     server.until(lambda: len(server.notes("start")) >= 4)
@@ -179,8 +185,10 @@ def test_poison_alone_fails_and_the_server_goes_on(start: Start) -> None:
     server = start()
     with server.http.stream(
         "POST", "/v1/completions", json={"prompt": "<|poison|>", "stream": True}
-    ) as response:  # fmt: skip
-        assert response.status_code == 500  # before the first chunk the status code is still to be had
+    ) as response:
+        assert (
+            response.status_code == 500
+        )  # before the first chunk the status code is still to be had
     assert post(server, max_tokens=2).status_code == 200
 
 
@@ -326,7 +334,9 @@ def test_draining_ends_with_the_timeout(start: Start) -> None:
     server = start("--shutdown-timeout", "0.3")
     texts: list[str] = []
     asking = threading.Thread(
-        target=lambda: texts.append(post(server, prompt="<|slow|>", max_tokens=2000, stream=True).text)
+        target=lambda: texts.append(
+            post(server, prompt="<|slow|>", max_tokens=2000, stream=True).text
+        )
     )
     asking.start()
     server.until(lambda: server.notes("submit"))
@@ -384,9 +394,9 @@ def test_a_crash_loop_is_a_503_for_as_long_as_it_lasts(start: Start) -> None:
         refused = [waiting.result(30), post(server), server.http.get("/health")]
     reasons = [response.json()["error"]["reason"] for response in refused]
     assert reasons == ["engine_unavailable", "engine_unavailable", "crash_loop"]
-    assert {(response.status_code, response.headers["retry-after"]) for response in refused[:2]} == {
-        (503, "5")
-    }
+    assert {
+        (response.status_code, response.headers["retry-after"]) for response in refused[:2]
+    } == {(503, "5")}
     assert "ended 3 times in a row" in refused[2].json()["error"]["message"]
     assert "exit code 9" in refused[2].json()["error"]["message"]
     Path(f"{server.notes_path}.once").unlink()
@@ -423,9 +433,12 @@ def test_a_device_that_is_gone_is_a_503_of_its_own_until_it_is_back(start: Start
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "message"), [("failed", "no memory for the KV cache"), ("dies", "ended while it started")]
+    ("how", "message"),
+    [("failed", "no memory for the KV cache"), ("dies", "ended while it started")],
 )
-def test_an_engine_that_cannot_start_is_one_line_and_code_1(start: Start, how: str, message: str) -> None:
+def test_an_engine_that_cannot_start_is_one_line_and_code_1(
+    start: Start, how: str, message: str
+) -> None:
     server = start(FAKE_START=how, wait=False)
     assert server.process.wait(20) == 1
     assert message in server.finished().splitlines()[-1]

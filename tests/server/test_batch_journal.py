@@ -53,7 +53,9 @@ def test_a_line_and_its_answer_change_together(journal: Journal) -> None:
     waiting = journal.waiting(record.number)
     assert [one.custom_id for one in waiting] == ["c1", "c2", "c3"]
     journal.finish([(record.number, LineResult(waiting[1].id, True, b"two", 5, 7))])
-    journal.finish([(record.number, LineResult(waiting[1].id, False, b"again"))])  # it has its answer
+    journal.finish(
+        [(record.number, LineResult(waiting[1].id, False, b"again"))]
+    )  # it has its answer
     journal.finish([(record.number, LineResult(waiting[0].id, False, b"one"))])
     now = journal.batch(record.id)
     assert now is not None
@@ -68,13 +70,17 @@ def test_a_custom_id_is_there_once_and_a_bad_line_costs_only_itself(journal: Jou
     record = begun(journal)
     bad = NewLine(2, "c1", 10, 10, 0, b"bad")
     problem = {"code": "x", "message": "", "param": None, "line": 2}
-    journal.looked_at(record, [bad, *lines(1, 1), NewLine(3, "c1", 20, 10, 0)], 30, 3, [problem], twice)
+    journal.looked_at(
+        record, [bad, *lines(1, 1), NewLine(3, "c1", 20, 10, 0)], 30, 3, [problem], twice
+    )
     now = journal.batch(record.id)
     assert now is not None
     assert (now.total, now.failed, [one["line"] for one in now.problems]) == (3, 2, [2, 3])
     assert [one.line for one in journal.waiting(record.number)] == [1]
     told = [json.loads(one) for one in list(journal.answers(record.number))[1:]]
-    assert [(one["custom_id"], one["error"]["code"]) for one in told] == [("c1", "duplicate_custom_id")]
+    assert [(one["custom_id"], one["error"]["code"]) for one in told] == [
+        ("c1", "duplicate_custom_id")
+    ]
 
 
 def test_only_one_process_has_it(journal: Journal) -> None:
@@ -152,7 +158,9 @@ class Crashes(RuleBasedStateMachine):
 
     def opened(self, path: Path) -> Journal:
         journal = Journal(path)
-        journal.db.execute("PRAGMA synchronous = OFF")  # it is the process that ends, not the machine
+        journal.db.execute(
+            "PRAGMA synchronous = OFF"
+        )  # it is the process that ends, not the machine
         return journal
 
     def found(self) -> BatchRecord:
@@ -203,7 +211,9 @@ class Crashes(RuleBasedStateMachine):
     @rule(n=st.integers(1, 4), after=st.integers(0, 4000), crash=st.booleans(), again=st.booleans())
     def answer(self, n: int, after: int, crash: bool, again: bool) -> None:
         some = self.journal.waiting(self.record.number, most=n)
-        results = [LineResult(one.id, True, f"{one.custom_id} {self.next}".encode(), 1, 2) for one in some]
+        results = [
+            LineResult(one.id, True, f"{one.custom_id} {self.next}".encode(), 1, 2) for one in some
+        ]
         what = [(self.record.number, result) for result in results]
         done = not self.torn(after, "finish", what)
         if crash:

@@ -72,7 +72,10 @@ def test_the_seed_follows_from_the_line_and_what_means_nothing_is_left_out() -> 
     assert json.loads(first.body)["seed"] != json.loads(second.body)["seed"]
     assert json.loads(question_of(line(body={"seed": 7, "priority": -5}), 1).body) == {"seed": 7}
     assert json.loads(question_of(line(url="/v1/embeddings", body={}), 1).body) == {}
-    assert json.loads(question_of(line(url="/v1/responses", body={"seed": 1}), 1).body)["store"] is False
+    assert (
+        json.loads(question_of(line(url="/v1/responses", body={"seed": 1}), 1).body)["store"]
+        is False
+    )
 
 
 def test_lines_are_found_by_place_and_counted_as_editors_do() -> None:

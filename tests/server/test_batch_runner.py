@@ -103,7 +103,9 @@ def test_every_line_is_answered_in_its_place(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_what_is_refused_for_now_is_asked_again_and_what_is_refused_is_an_error(tmp_path: Path) -> None:
+def test_what_is_refused_for_now_is_asked_again_and_what_is_refused_is_an_error(
+    tmp_path: Path,
+) -> None:
     turns = {"3": [429, 503, 200], "5": [400], "6": [504], "7": [500]}
 
     async def answer(prompt: str) -> Answered:
@@ -116,7 +118,9 @@ def test_what_is_refused_for_now_is_asked_again_and_what_is_refused_is_an_error(
         record = await bench.run()
         assert bench.asked.count("3") == 3
         assert (record.answered, record.failed) == (7, 3)
-        assert [(one["custom_id"], one["response"]["status_code"]) for one in bench.lines("err")] == [
+        assert [
+            (one["custom_id"], one["response"]["status_code"]) for one in bench.lines("err")
+        ] == [
             ("c5", 400),
             ("c6", 504),
             ("c7", 500),
@@ -233,7 +237,9 @@ def test_a_file_that_changed_meanwhile_is_noticed(tmp_path: Path) -> None:
     async def main() -> None:
         first = Bench(tmp_path, some)
         await first.run(lambda: len(first.asked) == 10 + WINDOW)
-        first.input.write_bytes(first.input.read_bytes().replace(b'"prompt": "15"', b'"prompt": "51"'))
+        first.input.write_bytes(
+            first.input.read_bytes().replace(b'"prompt": "15"', b'"prompt": "51"')
+        )
         record = await Bench(tmp_path, at_once).run()
         assert record.status == "failed"
         assert record.problems[-1]["code"] == "input_changed"
@@ -266,7 +272,9 @@ def test_a_batch_that_must_wait_holds_up_no_other(tmp_path: Path) -> None:
         other = bench.journal.create(
             "slow", tenant="", key="", endpoint="", input="", window="", metadata=None, expires=0
         )
-        paths = BatchPaths(lambda record: slow if record.id == "slow" else bench.input, bench.written)
+        paths = BatchPaths(
+            lambda record: slow if record.id == "slow" else bench.input, bench.written
+        )
         runner = BatchRunner(bench.journal, paths, bench.ask, lambda busy: WINDOW - busy, 10_000)
         bench.runner = runner
         runner.begin(other)

@@ -52,14 +52,18 @@ def batch(server: Server, id: str) -> dict[str, Any]:
 
 
 def ended(server: Server, id: str) -> dict[str, Any]:
-    server.until(lambda: batch(server, id)["status"] in ("completed", "failed", "cancelled", "expired"))
+    server.until(
+        lambda: batch(server, id)["status"] in ("completed", "failed", "cancelled", "expired")
+    )
     return batch(server, id)
 
 
 def results(server: Server, id: str | None) -> list[dict[str, Any]]:
     if id is None:
         return []
-    return [json.loads(text) for text in server.http.get(f"/v1/files/{id}/content").text.splitlines()]
+    return [
+        json.loads(text) for text in server.http.get(f"/v1/files/{id}/content").text.splitlines()
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -99,8 +103,16 @@ def test_files_come_in_are_listed_and_go(kept: Server) -> None:
 @pytest.mark.parametrize(
     ("how", "status", "reason"),
     [
-        ({"files": {"file": ("a", b"x" * 400_000)}, "data": {"purpose": "batch"}}, 413, "body_too_large"),
-        ({"files": {"file": ("a", b"x" * 200_001)}, "data": {"purpose": "batch"}}, 413, "file_too_large"),
+        (
+            {"files": {"file": ("a", b"x" * 400_000)}, "data": {"purpose": "batch"}},
+            413,
+            "body_too_large",
+        ),
+        (
+            {"files": {"file": ("a", b"x" * 200_001)}, "data": {"purpose": "batch"}},
+            413,
+            "file_too_large",
+        ),
         ({"files": {"file": ("a", b"x")}, "data": {"purpose": "fine-tune"}}, 400, "invalid_value"),
         ({"files": {"other": ("a", b"x")}, "data": {"purpose": "batch"}}, 400, "missing_field"),
         ({"json": {"purpose": "batch"}}, 415, "unsupported_media_type"),
@@ -149,7 +161,11 @@ def test_a_batch_from_its_file_to_its_answers(kept: Server) -> None:
         "metadata": {"a": "b"},
     }
     told = kept.http.post("/v1/batches", json=wanted).json()
-    assert (told["object"], told["metadata"], told["input_file_id"]) == ("batch", {"a": "b"}, file["id"])
+    assert (told["object"], told["metadata"], told["input_file_id"]) == (
+        "batch",
+        {"a": "b"},
+        file["id"],
+    )
     told = ended(kept, told["id"])
     assert told["status"] == "completed"
     assert told["request_counts"] == {"total": 40, "completed": 37, "failed": 3}
@@ -158,7 +174,9 @@ def test_a_batch_from_its_file_to_its_answers(kept: Server) -> None:
         (21, "invalid_json_line"),
     ]
     answers = results(kept, told["output_file_id"])
-    assert [one["custom_id"] for one in answers] == [f"c{i}" for i in range(40) if i not in (7, 9, 20)]
+    assert [one["custom_id"] for one in answers] == [
+        f"c{i}" for i in range(40) if i not in (7, 9, 20)
+    ]
     alone = kept.http.post(TEXT, json={"prompt": "hello 0", "max_tokens": 5}).json()
     assert answers[0]["response"]["status_code"] == 200
     assert answers[0]["response"]["body"]["choices"] == alone["choices"]
@@ -174,13 +192,21 @@ def test_a_batch_from_its_file_to_its_answers(kept: Server) -> None:
 @pytest.mark.parametrize(
     ("url", "body", "kind"),
     [
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}, "chat.completion"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "hi"}]},
+            "chat.completion",
+        ),
         ("/v1/responses", {"input": "hi", "max_tokens": None, "max_output_tokens": 5}, "response"),
     ],
 )
 def test_other_endpoints(kept: Server, url: str, body: dict[str, Any], kind: str) -> None:
-    told = ended(kept, create(kept, [line("a", url, **body), line("b", url, **body, stream=True)], url))
-    assert [one["response"]["body"]["object"] for one in results(kept, told["output_file_id"])] == [kind]
+    told = ended(
+        kept, create(kept, [line("a", url, **body), line("b", url, **body, stream=True)], url)
+    )
+    assert [one["response"]["body"]["object"] for one in results(kept, told["output_file_id"])] == [
+        kind
+    ]
     assert told["request_counts"] == {"total": 2, "completed": 1, "failed": 1}
 
 
@@ -200,10 +226,15 @@ def test_cancelled_it_gives_what_there_is(kept: Server) -> None:
     kept.until(lambda: batch(kept, id)["request_counts"]["completed"] == 1)
     file = batch(kept, id)["input_file_id"]
     assert kept.http.delete(f"/v1/files/{file}").json()["error"]["reason"] == "file_in_use"
-    assert kept.http.post(f"/v1/batches/{id}/cancel").json()["status"] in ("cancelling", "cancelled")
+    assert kept.http.post(f"/v1/batches/{id}/cancel").json()["status"] in (
+        "cancelling",
+        "cancelled",
+    )
     told = ended(kept, id)
     assert (told["status"], told["request_counts"]["completed"]) == ("cancelled", 1)
-    assert {one["error"]["code"] for one in results(kept, told["error_file_id"])} == {"batch_cancelled"}
+    assert {one["error"]["code"] for one in results(kept, told["error_file_id"])} == {
+        "batch_cancelled"
+    }
     assert kept.http.post(f"/v1/batches/{id}/cancel").status_code == 409
     assert kept.http.delete(f"/v1/files/{file}").status_code == 200
 
@@ -215,7 +246,9 @@ def test_tenants_see_their_own(start: Start, tmp_path: Path) -> None:
     wanted = {"input_file_id": file["id"], "endpoint": TEXT, "completion_window": "24h"}
     assert server.http.post("/v1/batches", json=wanted, headers=theirs).status_code == 400
     id = server.http.post("/v1/batches", json=wanted, headers=mine).json()["id"]
-    server.until(lambda: server.http.get(f"/v1/batches/{id}", headers=mine).json()["status"] == "completed")
+    server.until(
+        lambda: server.http.get(f"/v1/batches/{id}", headers=mine).json()["status"] == "completed"
+    )
     output = server.http.get(f"/v1/batches/{id}", headers=mine).json()["output_file_id"]
     for path in (f"/v1/files/{output}", f"/v1/files/{output}/content", f"/v1/batches/{id}"):
         assert server.http.get(path, headers=mine).status_code == 200
@@ -228,7 +261,10 @@ def test_tenants_see_their_own(start: Start, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_killed_it_goes_on_with_what_has_no_answer(start: Start, tmp_path: Path) -> None:
-    flags, slow = ("--batch-dir", str(tmp_path / "b"), "--max-num-seqs", "4"), {"FAKE_STEP_SECONDS": "0.02"}
+    flags, slow = (
+        ("--batch-dir", str(tmp_path / "b"), "--max-num-seqs", "4"),
+        {"FAKE_STEP_SECONDS": "0.02"},
+    )
     first = start(*flags, **slow)
     id = create(first, [line(f"c{i}", prompt=f"hello {i}") for i in range(60)])
     first.until(lambda: batch(first, id)["request_counts"]["completed"] >= 10)
@@ -268,12 +304,16 @@ def test_told_to_stop_a_server_does_not_wait_for_its_batches(start: Start, tmp_p
 def test_the_background_leaves_slots_to_others_and_comes_back_behind_its_tokens(
     start: Start, tmp_path: Path
 ) -> None:
-    server = start("--batch-dir", str(tmp_path / "b"), "--max-num-seqs", "4", FAKE_STEP_SECONDS="0.02")
+    server = start(
+        "--batch-dir", str(tmp_path / "b"), "--max-num-seqs", "4", FAKE_STEP_SECONDS="0.02"
+    )
     lines = [line(f"c{i}", prompt=f"{i}", max_tokens=30) for i in range(6)]
     together = {"prompt": [one["body"]["prompt"] for one in lines], "max_tokens": 30}
     alone = [one["text"] for one in server.http.post(TEXT, json=together).json()["choices"]]
     id = create(server, lines)
-    server.until(lambda: sum(note["priority"] == BACKGROUND for note in server.notes("submit")) >= 4)
+    server.until(
+        lambda: sum(note["priority"] == BACKGROUND for note in server.notes("submit")) >= 4
+    )
     time.sleep(0.1)
     before = len(server.notes("abort"))
     bodies = {"prompt": ["a", "b", "c"], "max_tokens": 3}
@@ -284,7 +324,10 @@ def test_the_background_leaves_slots_to_others_and_comes_back_behind_its_tokens(
     assert len(aborted) >= 3
     assert min(others) > max(aborted[:3])
     told = ended(server, id)
-    texts = [one["response"]["body"]["choices"][0]["text"] for one in results(server, told["output_file_id"])]
+    texts = [
+        one["response"]["body"]["choices"][0]["text"]
+        for one in results(server, told["output_file_id"])
+    ]
     assert texts == alone
     assert any(note["resume"] > 0 for note in server.notes("submit"))
 
@@ -307,7 +350,9 @@ def test_the_background_leaves_kv_memory_to_others(start: Start, tmp_path: Path)
 def test_somebody_alone_in_the_background_may_fill_the_memory(start: Start) -> None:
     server = start("--max-num-seqs", "4")
     body = {"prompt": "x" * 2000, "max_tokens": 40, "priority": BACKGROUND}
-    assert server.http.post(TEXT, json=body | {"prompt": ["x" * 2000, "y" * 2000]}).status_code == 200
+    assert (
+        server.http.post(TEXT, json=body | {"prompt": ["x" * 2000, "y" * 2000]}).status_code == 200
+    )
 
 
 def test_a_full_queue_of_others_has_no_place_for_a_batch(start: Start, tmp_path: Path) -> None:
@@ -320,7 +365,9 @@ def test_a_full_queue_of_others_has_no_place_for_a_batch(start: Start, tmp_path:
 # -- the command ---------------------------------------------------------------------------------------------
 def command(*words: object, **more: Any) -> subprocess.Popen[str]:
     program = [sys.executable, "-m", "pageturner", "batch", *map(str, words)]
-    return subprocess.Popen(program, stderr=subprocess.PIPE, text=True, start_new_session=True, **more)
+    return subprocess.Popen(
+        program, stderr=subprocess.PIPE, text=True, start_new_session=True, **more
+    )
 
 
 def said(process: subprocess.Popen[str]) -> tuple[int, str]:
@@ -332,7 +379,9 @@ def said(process: subprocess.Popen[str]) -> tuple[int, str]:
 def test_the_command_stops_and_goes_on(start: Start, tmp_path: Path) -> None:
     server = start("--max-num-seqs", "4", FAKE_STEP_SECONDS="0.02")
     source, out, errors = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "err.jsonl"))
-    source.write_bytes(as_file([line(f"c{i}", prompt=f"{i}") for i in range(80)] + [line("bad")]) + b"{\n")
+    source.write_bytes(
+        as_file([line(f"c{i}", prompt=f"{i}") for i in range(80)] + [line("bad")]) + b"{\n"
+    )
     words = (source, out, "--url", server.url, "--errors", errors)
     process = command(*words)
     server.until(lambda: len(server.notes("submit")) >= 20)
@@ -350,7 +399,11 @@ def test_the_command_stops_and_goes_on(start: Start, tmp_path: Path) -> None:
         f"c{i}" for i in range(80)
     ]
     assert len(errors.read_bytes().splitlines()) == 2
-    assert sorted(path.name for path in tmp_path.glob("*.jsonl*")) == ["err.jsonl", "in.jsonl", "out.jsonl"]
+    assert sorted(path.name for path in tmp_path.glob("*.jsonl*")) == [
+        "err.jsonl",
+        "in.jsonl",
+        "out.jsonl",
+    ]
     seeds = {note["seed"] for note in server.notes("submit")}
     assert len(seeds) == 80
     assert {note["priority"] for note in server.notes("submit")} == {BACKGROUND}
@@ -409,7 +462,9 @@ def test_the_command_stops_at_a_full_disk_and_loses_nothing(server: Server, tmp_
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_bytes(as_file([line(f"c{i}", prompt=f"{i}") for i in range(200)]))
     words, most = (source, out, "--url", server.url, "--window", 4), 150_000
-    process = command(*words, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most)))
+    process = command(
+        *words, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    )
     code, text = said(process)
     assert (code, "the same command goes on" in text) == (1, True), text
     assert not out.exists()
@@ -426,7 +481,10 @@ def test_scripts_are_told_where_no_line_was_answered(
     server, source = start(), tmp_path / "in.jsonl"
     source.write_bytes(b"not json\n" + as_file([line("a", prompt="x")] * good))
     code, text = said(command(source, tmp_path / "out", "--url", server.url))
-    assert (code, f"{good + 1} of {good + 1} lines answered, 1 of them by an error" in text) == (status, True)
+    assert (code, f"{good + 1} of {good + 1} lines answered, 1 of them by an error" in text) == (
+        status,
+        True,
+    )
 
 
 def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:

@@ -129,7 +129,9 @@ def test_requests_from_before_change_nothing(bench: Bench) -> None:
     assert bench.breaker.admits()
 
 
-def test_an_answer_that_breaks_off_is_a_failure_and_one_whose_client_left_is_none(bench: Bench) -> None:
+def test_an_answer_that_breaks_off_is_a_failure_and_one_whose_client_left_is_none(
+    bench: Bench,
+) -> None:
     for _ in range(STRIKES):
         attempt = bench.breaker.begin()
         attempt.answered()

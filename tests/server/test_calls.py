@@ -34,7 +34,11 @@ def said(deltas: list[Delta]) -> Said:
 # format -> texts, with the content and the calls in each
 TEXTS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
     "hermes": [
-        (f'<tool_call>\n{{"name": "get_weather", "arguments": {WEATHER[1]}}}\n</tool_call>', "", [WEATHER]),
+        (
+            f'<tool_call>\n{{"name": "get_weather", "arguments": {WEATHER[1]}}}\n</tool_call>',
+            "",
+            [WEATHER],
+        ),
         (
             'Let me see.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n'
             "</tool_call>\n"
@@ -62,16 +66,32 @@ TEXTS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
     ],
     "llama3": [
         ('{"name": "get_weather", "parameters": {"city": "Paris"}}', "", [WEATHER]),
-        ('\n <|python_tag|>{"name": "get_weather", "parameters": {"city": "Paris"}}', "", [WEATHER]),
-        ('{"type": "function", "name": "get_weather", "parameters": {"city": "Paris"}}', "", [WEATHER]),
+        (
+            '\n <|python_tag|>{"name": "get_weather", "parameters": {"city": "Paris"}}',
+            "",
+            [WEATHER],
+        ),
+        (
+            '{"type": "function", "name": "get_weather", "parameters": {"city": "Paris"}}',
+            "",
+            [WEATHER],
+        ),
         ('{"nam": 1}', '{"nam": 1}', []),
         ('See {"name": "f", "parameters": {}}', 'See {"name": "f", "parameters": {}}', []),
         (" \n", " \n", []),
     ],
     "json": [
-        (f'```json\n{{\n  "name": "get_weather",\n  "arguments": {WEATHER[1]}\n}}\n```', "", [WEATHER]),
+        (
+            f'```json\n{{\n  "name": "get_weather",\n  "arguments": {WEATHER[1]}\n}}\n```',
+            "",
+            [WEATHER],
+        ),
         (f'{{"name": "get_weather", "arguments": {WEATHER[1]}}}', "", [WEATHER]),
-        (f'<tool_call>{{"name": "get_weather", "arguments": {WEATHER[1]}}}</tool_call>', "", [WEATHER]),
+        (
+            f'<tool_call>{{"name": "get_weather", "arguments": {WEATHER[1]}}}</tool_call>',
+            "",
+            [WEATHER],
+        ),
         ('```json\n{"a": 1}\n```', '```json\n{"a": 1}\n```', []),
         ("```python\nprint()\n```", "```python\nprint()\n```", []),
     ],
@@ -139,14 +159,21 @@ TEXTS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
         (
             "[f(a=-1, b=[True, None], c={'k': 'it\\'s \"q\"', \"n\": (1, 2)}), g( ) ]",
             "",
-            [("f", '{"a": -1, "b": [true, null], "c": {"k": "it\'s \\"q\\"", "n": [1, 2]}}'), ("g", "{ }")],
+            [
+                ("f", '{"a": -1, "b": [true, null], "c": {"k": "it\'s \\"q\\"", "n": [1, 2]}}'),
+                ("g", "{ }"),
+            ],
         ),
         ("[see here](link)", "[see here](link)", []),
         ("[a, b]", "[a, b]", []),
     ],
     "pythonic_tokens": [
         ('<|tool_call_start|>[get_weather(city="Paris")]<|tool_call_end|>Ok', "Ok", [WEATHER]),
-        ("<|tool_call_start|>[f(s='\\n\\u00e9\\x41')]<|tool_call_end|>", "", [("f", '{"s": "\\néA"}')]),
+        (
+            "<|tool_call_start|>[f(s='\\n\\u00e9\\x41')]<|tool_call_end|>",
+            "",
+            [("f", '{"s": "\\néA"}')],
+        ),
     ],
     "harmony": [
         ("<|channel|>final<|message|>Hello<|return|>", "Hello", []),
@@ -169,7 +196,9 @@ ALL = [(name, *one) for name, texts in TEXTS.items() for one in texts]
 
 
 @pytest.mark.parametrize(("name", "text", "content", "calls"), ALL)
-def test_the_calls_of_a_text(name: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
+def test_the_calls_of_a_text(
+    name: str, text: str, content: str, calls: list[tuple[str, str]]
+) -> None:
     assert said(read(AnswerFormat(tools=name), text)) == ("", content, calls)
 
 
@@ -200,9 +229,12 @@ THOUGHTS = [
     (False, "  <thi", ("", "  <thi", [])),
     (True, "Hm </th </think>\nYes", ("Hm </th", "Yes", [])),
     (True, "<think>\nHm</think>Yes", ("Hm", "Yes", [])),
-    (True, 'Hm <tool_call></think>\n<tool_call>{"name": "f", "arguments": {}}</tool_call>',
-     ("Hm <tool_call>", "", [("f", "{}")])),
-]  # fmt: skip
+    (
+        True,
+        'Hm <tool_call></think>\n<tool_call>{"name": "f", "arguments": {}}</tool_call>',
+        ("Hm <tool_call>", "", [("f", "{}")]),
+    ),
+]
 
 
 @pytest.mark.parametrize(("thinking", "text", "wanted"), THOUGHTS)

@@ -34,7 +34,11 @@ from .test_openai import SERVED
 
 SYSTEM = {"role": "system", "content": "Be kind."}
 HELLO = {"role": "user", "content": "Hello"}
-TURNS = [HELLO, {"role": "assistant", "content": "Hi there."}, {"role": "user", "content": " Bye? "}]
+TURNS = [
+    HELLO,
+    {"role": "assistant", "content": "Hi there."},
+    {"role": "user", "content": " Bye? "},
+]
 TRUSTING = replace(SERVED, request_templates=True, in_worker=True)
 OTHER = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -81,7 +85,11 @@ def test_ours_are_as_the_real_ones(name: str, family: str, conversations: list[l
     ("name", "family", "conversations"),
     [
         ("google-gemma-2-2b-it", "gemma", [[HELLO], TURNS]),
-        ("mistralai-Mistral-Nemo-Instruct-2407", "mistral-tekken", [[HELLO], TURNS, [SYSTEM, *TURNS]]),
+        (
+            "mistralai-Mistral-Nemo-Instruct-2407",
+            "mistral-tekken",
+            [[HELLO], TURNS, [SYSTEM, *TURNS]],
+        ),
         ("Mistral-Small-3.2-24B-Instruct-2506", "mistral-v7", [[SYSTEM, HELLO], [SYSTEM, *TURNS]]),
         ("Qwen-Qwen3-0.6B", "chatml", [[HELLO], TURNS, [SYSTEM, *TURNS]]),
     ],
@@ -280,21 +288,23 @@ def test_a_server_with_another_template(start: Callable[..., Server]) -> None:
     body = {"messages": [HELLO], "max_tokens": 9}
 
     def said(**fields: Any) -> Any:
-        return server.http.post("/v1/chat/completions", json=body | fields).json()["choices"][0]["message"][
-            "content"
-        ]
+        return server.http.post("/v1/chat/completions", json=body | fields).json()["choices"][0][
+            "message"
+        ]["content"]
 
     assert said() == answer("[user]Hello>", 9)
     assert said(chat_template="{{ messages[0].content }}!") == answer("Hello!", 9)
     turns = [HELLO, {"role": "assistant", "content": "Hi"}]
-    assert said(messages=turns, continue_final_message=True) == answer("[user]Hello[assistant]Hi", 9)
+    assert said(messages=turns, continue_final_message=True) == answer(
+        "[user]Hello[assistant]Hi", 9
+    )
     fields = {"messages": turns, "continue_final_message": True}
     told = server.http.post("/tokenize", json=fields).json()
     assert bytes(told["tokens"]) == b"[user]Hello[assistant]Hi"
     assert server.http.get("/props").json()["chat_template"] == OTHER
-    broken = server.http.post("/v1/chat/completions", json=body | {"chat_template": "{% if %}"}).json()[
-        "error"
-    ]
+    broken = server.http.post(
+        "/v1/chat/completions", json=body | {"chat_template": "{% if %}"}
+    ).json()["error"]
     assert (broken["reason"], broken["param"]) == ("template_error", "chat_template")
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     refused = server.http.post("/v1/chat/completions", json=body | {"chat_template": endless})
@@ -329,7 +339,9 @@ def test_tools_go_by_the_template_of_the_request() -> None:
     assert call.answer is not None
     assert call.answer.tools == "hermes"
     bodies = [
-        decode(json.dumps({"messages": [HELLO], "tools": [WEATHER], "chat_template": source}).encode())
+        decode(
+            json.dumps({"messages": [HELLO], "tools": [WEATHER], "chat_template": source}).encode()
+        )
         for source in ("a", "b")
     ]
     assert answer_grammar.asked(bodies[0]) != answer_grammar.asked(bodies[1])
@@ -354,7 +366,9 @@ def test_a_message_goes_on_where_its_content_ends() -> None:
     parts = [HELLO, {"role": "assistant", "content": [{"type": "text", "text": "Hi th"}]}]
     assert ask(messages=parts, continue_final_message=True).prompts == call.prompts
     assert text_of(ask(messages=on(""), continue_final_message=True)).endswith("<|bos|>assistant\n")
-    assert ask(messages=on("a"), continue_final_message=False).prompts == ask(messages=on("a")).prompts
+    assert (
+        ask(messages=on("a"), continue_final_message=False).prompts == ask(messages=on("a")).prompts
+    )
 
 
 @pytest.mark.parametrize(
@@ -371,7 +385,11 @@ def test_the_prompt_is_the_beginning_of_what_the_template_writes(family: str, co
 
 
 def test_a_template_that_writes_a_message_in_its_own_way_is_refused() -> None:
-    for source in ("{{ messages[-1].content | upper }}", "x", "{{ messages[-1].content | length }}"):
+    for source in (
+        "{{ messages[-1].content | upper }}",
+        "x",
+        "{{ messages[-1].content | length }}",
+    ):
         with pytest.raises(ClientError) as caught:
             continued_prompt(ChatTemplate(source), template_messages(on("Hi")))
         assert caught.value.code == "template_error"
@@ -384,7 +402,7 @@ def test_a_template_that_writes_a_message_in_its_own_way_is_refused() -> None:
         ([HELLO], {}, "messages"),
         ([HELLO, CALLING], {}, "messages"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_go_on(messages: list[Any], fields: dict[str, Any], param: str) -> None:
     with pytest.raises(ClientError) as caught:
         ask(messages=messages, continue_final_message=True, **fields)

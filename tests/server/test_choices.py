@@ -25,7 +25,9 @@ def test_choices_of_several_prompts_stand_side_by_side(server: Server) -> None:
 
 def test_a_stream_has_the_same_choices(server: Server) -> None:
     chunks = events(server, prompt="one", n=3, max_tokens=5, stream_options={"include_usage": True})
-    assert [text_of(chunks, index) for index in range(3)] == [answer("one", 5, index) for index in range(3)]
+    assert [text_of(chunks, index) for index in range(3)] == [
+        answer("one", 5, index) for index in range(3)
+    ]
     assert chunks[-1]["usage"]["total_tokens"] == 3 + 15
 
 
@@ -41,7 +43,9 @@ def test_chats_have_choices_too(server: Server) -> None:
 def test_a_crash_loses_no_choice(server: Server) -> None:
     prompt = "<|crash|>x"
     chunks = events(server, prompt=prompt, n=3, max_tokens=12)
-    assert [text_of(chunks, index) for index in range(3)] == [answer(prompt, 12, i) for i in range(3)]
+    assert [text_of(chunks, index) for index in range(3)] == [
+        answer(prompt, 12, i) for i in range(3)
+    ]
 
 
 def test_the_best_of_several(server: Server) -> None:

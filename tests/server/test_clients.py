@@ -78,10 +78,17 @@ def test_whole_characters_and_backslashes_are_taken() -> None:
 # -- HTTP ----------------------------------------------------------------------------------------------------
 def test_a_compressed_body_is_a_415(server: Server) -> None:
     body = gzip.compress(json.dumps({"prompt": "a", "max_tokens": 1}).encode())
-    response = server.http.post("/v1/completions", content=body, headers={"content-encoding": "gzip"})
-    assert (response.status_code, response.json()["error"]["reason"]) == (415, "unsupported_encoding")
+    response = server.http.post(
+        "/v1/completions", content=body, headers={"content-encoding": "gzip"}
+    )
+    assert (response.status_code, response.json()["error"]["reason"]) == (
+        415,
+        "unsupported_encoding",
+    )
     plain = {"content-encoding": "identity"}
-    response = server.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers=plain)
+    response = server.http.post(
+        "/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers=plain
+    )
     assert response.status_code == 200
 
 
@@ -140,19 +147,29 @@ def matches(schema: dict[str, Any], text: str) -> bool:
         ({"type": "integer"}, ["0", "-7", "9" * 15 + "8", "-" + "9" * 15 + "8"], ["1" + "0" * 16]),
         ({"type": ["integer", "null"]}, ["null", "12"], ["1" + "0" * 16]),
         ({"type": "integer", "minimum": 3}, ["3", "9" * 15 + "8"], ["2", "1" + "0" * 16]),
-        ({"type": "integer", "exclusiveMaximum": 0}, ["-1", "-" + "9" * 15 + "8"], ["0", "-1" + "0" * 16]),
+        (
+            {"type": "integer", "exclusiveMaximum": 0},
+            ["-1", "-" + "9" * 15 + "8"],
+            ["0", "-1" + "0" * 16],
+        ),
         ({"type": "integer", "minimum": 10**17}, ["1" + "0" * 17], ["5"]),
         ({"type": "integer", "enum": [10**17, 2]}, ["2", "1" + "0" * 17], ["3"]),
         ({"type": "array", "items": {"type": "integer"}}, ["[1]"], ["[1" + "0" * 16 + "]"]),
     ],
 )
-def test_whole_numbers_come_to_an_end(schema: dict[str, Any], good: list[str], bad: list[str]) -> None:
+def test_whole_numbers_come_to_an_end(
+    schema: dict[str, Any], good: list[str], bad: list[str]
+) -> None:
     assert [matches(schema, text) for text in good + bad] == [True] * len(good) + [False] * len(bad)
 
 
 # -- logprobs ------------------------------------------------------------------------------------------------
 def test_the_token_that_ends_an_answer_is_not_in_its_logprobs(server: Server) -> None:
-    fields = {"messages": [{"role": "user", "content": "<|short|>"}], "logprobs": True, "max_tokens": 9}
+    fields = {
+        "messages": [{"role": "user", "content": "<|short|>"}],
+        "logprobs": True,
+        "max_tokens": 9,
+    }
     whole = server.http.post(CHAT, json=fields).json()
     content = whole["choices"][0]["logprobs"]["content"]
     assert len(content) == whole["usage"]["completion_tokens"] - 1 == 5
@@ -168,14 +185,20 @@ def test_the_token_that_ends_an_answer_is_not_in_its_logprobs(server: Server) ->
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
-        ("regex", "a+", "structured_outputs"), ("ebnf", "root ::= x", "structured_outputs"),
-        ("stop_regex", "a", "not supported"), ("samplers", ["top_k"], "not supported"),
-        ("n_predict", 5, "max_tokens"), ("repeat_penalty", 1.1, "repetition_penalty"),
-        ("lora_path", "x", "not supported"), ("logprob_token_ids", [1], "not supported"),
-        ("store", True, "not supported"), ("web_search_options", {}, "not supported"),
-        ("stop_sequences", ["a"], "send stop"), ("typical_p", 0.9, "not supported"),
+        ("regex", "a+", "structured_outputs"),
+        ("ebnf", "root ::= x", "structured_outputs"),
+        ("stop_regex", "a", "not supported"),
+        ("samplers", ["top_k"], "not supported"),
+        ("n_predict", 5, "max_tokens"),
+        ("repeat_penalty", 1.1, "repetition_penalty"),
+        ("lora_path", "x", "not supported"),
+        ("logprob_token_ids", [1], "not supported"),
+        ("store", True, "not supported"),
+        ("web_search_options", {}, "not supported"),
+        ("stop_sequences", ["a"], "send stop"),
+        ("typical_p", 0.9, "not supported"),
     ],
-)  # fmt: skip
+)
 def test_what_would_change_the_answer_is_not_passed_over(name: str, value: Any, says: str) -> None:
     for ask in (completion, chat):
         error = refusal(ask, **{name: value})
@@ -184,8 +207,18 @@ def test_what_would_change_the_answer_is_not_passed_over(name: str, value: Any, 
 
 
 def test_values_of_them_that_change_nothing_are_taken() -> None:
-    neutral = {"repeat_penalty": 1.0, "n_predict": -1, "lora_path": None, "store": False, "regex": None}
-    hints = {"prediction": {"type": "content", "content": "a"}, "service_tier": "auto", "metadata": {}}
+    neutral = {
+        "repeat_penalty": 1.0,
+        "n_predict": -1,
+        "lora_path": None,
+        "store": False,
+        "regex": None,
+    }
+    hints = {
+        "prediction": {"type": "content", "content": "a"},
+        "service_tier": "auto",
+        "metadata": {},
+    }
     assert chat(**neutral, **hints).prompts == chat().prompts
 
 
@@ -219,19 +252,77 @@ def test_a_misspelt_field_is_refused_by_the_name_that_was_meant(typed: str, mean
 
 # fields of other servers and of gateways, which clients send whoever answers
 OTHERS = [
-    "api_base", "backend", "bootstrap_host", "bootstrap_port", "cache_control", "cache_prompt",
-    "chat_history", "data_parallel_rank", "decoder_input_details", "details", "drop_params",
-    "dynatemp_exponent", "enable_thinking", "extra_body", "fallbacks", "guided_decoding_backend",
-    "id_slot", "include_reasoning", "include_usage", "keep_alive", "kv_transfer_params",
-    "litellm_params", "max_time", "metadata", "min_keep", "mirostat_eta", "mirostat_tau", "mode",
-    "models", "n_keep", "num_beams", "num_ctx", "options", "plugins", "post_sampling_probs",
-    "prediction", "preset", "previous_response_id", "prompt_cache_key", "prompt_mode", "provider",
-    "random_seed", "reasoning", "reasoning_format", "return_tokens_as_token_ids", "rid", "route",
-    "safe_prompt", "safety_identifier", "sampler_order", "seeds", "separate_reasoning",
-    "service_tier", "session_id", "session_params", "stop_strings", "stream_reasoning", "tags",
-    "think", "thinking", "timeout", "tool_prompt", "trace_id", "transforms", "truncation_length",
-    "usage", "user_id", "users", "verbosity", "xtc_threshold",
-]  # fmt: skip
+    "api_base",
+    "backend",
+    "bootstrap_host",
+    "bootstrap_port",
+    "cache_control",
+    "cache_prompt",
+    "chat_history",
+    "data_parallel_rank",
+    "decoder_input_details",
+    "details",
+    "drop_params",
+    "dynatemp_exponent",
+    "enable_thinking",
+    "extra_body",
+    "fallbacks",
+    "guided_decoding_backend",
+    "id_slot",
+    "include_reasoning",
+    "include_usage",
+    "keep_alive",
+    "kv_transfer_params",
+    "litellm_params",
+    "max_time",
+    "metadata",
+    "min_keep",
+    "mirostat_eta",
+    "mirostat_tau",
+    "mode",
+    "models",
+    "n_keep",
+    "num_beams",
+    "num_ctx",
+    "options",
+    "plugins",
+    "post_sampling_probs",
+    "prediction",
+    "preset",
+    "previous_response_id",
+    "prompt_cache_key",
+    "prompt_mode",
+    "provider",
+    "random_seed",
+    "reasoning",
+    "reasoning_format",
+    "return_tokens_as_token_ids",
+    "rid",
+    "route",
+    "safe_prompt",
+    "safety_identifier",
+    "sampler_order",
+    "seeds",
+    "separate_reasoning",
+    "service_tier",
+    "session_id",
+    "session_params",
+    "stop_strings",
+    "stream_reasoning",
+    "tags",
+    "think",
+    "thinking",
+    "timeout",
+    "tool_prompt",
+    "trace_id",
+    "transforms",
+    "truncation_length",
+    "usage",
+    "user_id",
+    "users",
+    "verbosity",
+    "xtc_threshold",
+]
 
 
 @pytest.mark.parametrize("field", OTHERS)
@@ -240,6 +331,13 @@ def test_fields_of_other_servers_are_no_misspelt_ones(field: str) -> None:
 
 
 def test_no_known_field_is_taken_for_another() -> None:
-    both = {"min_tokens": 1, "max_tokens": 2, "top_p": 0.5, "top_k": 3, "guided_regex": None, "tools": None}
+    both = {
+        "min_tokens": 1,
+        "max_tokens": 2,
+        "top_p": 0.5,
+        "top_k": 3,
+        "guided_regex": None,
+        "tools": None,
+    }
     body = decode(json.dumps(both).encode())
     assert (body.min_tokens, body.max_tokens, body.top_p, body.top_k) == (1, 2, 0.5, 3)

@@ -39,10 +39,18 @@ def test_defaults_then_file_then_flags(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("5", 5), ("2k", 2048), ("1.5G", 3 << 29), ("0", 0), ("7M", 7 << 20), ("8GiB", 8 << 30),
-        ("8GB", 8 * 10**9), ("8 gb", 8 * 10**9), ("1.5TB", 1_500_000_000_000), ("3KB", 3000),
+        ("5", 5),
+        ("2k", 2048),
+        ("1.5G", 3 << 29),
+        ("0", 0),
+        ("7M", 7 << 20),
+        ("8GiB", 8 << 30),
+        ("8GB", 8 * 10**9),
+        ("8 gb", 8 * 10**9),
+        ("1.5TB", 1_500_000_000_000),
+        ("3KB", 3000),
     ],
-)  # fmt: skip
+)
 def test_sizes(text: str, value: int) -> None:
     assert parse("--kv-cache-memory", text).engine.kv_cache_memory == value
 
@@ -145,7 +153,9 @@ def test_a_wrong_flag_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("names", cli.COMMANDS)
-def test_each_command_explains_itself(names: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_command_explains_itself(
+    names: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main([*names, "--help"])
     assert caught.value.code == 0

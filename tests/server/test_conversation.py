@@ -49,7 +49,9 @@ def prompt(call: Call) -> str:
 
 
 def test_the_messages_of_a_call_and_its_result() -> None:
-    developer, asked, result = template_messages([{"role": "developer", "content": "Be."}, ASKED, RESULT])
+    developer, asked, result = template_messages(
+        [{"role": "developer", "content": "Be."}, ASKED, RESULT]
+    )
     assert developer == {"role": "system", "content": "Be."}
     assert asked["content"] == ""
     assert asked["tool_calls"][0]["function"] == {"name": "look", "arguments": {"a": [1]}}
@@ -75,13 +77,24 @@ NAME, JSON = "[{{ c.function.name }}]", "{{ c.function.arguments | tojson }}"
         (CALLS.replace("%s", NAME + JSON), {"a": [1]}, ""),
         (CALLS.replace("%s", "{{ '(' + c.function.arguments + ')' }}"), '{"a": [1]}', ""),
         (CALLS.replace("%s", "{{ c.function.arguments }}"), '{"a": [1]}', ""),
-        (CALLS.replace("%s", "{% if m.content is none %}" + JSON + "{% endif %}"), {"a": [1]}, None),
-        (CALLS.replace("%s", "{% if m.content is none %}{{ '' + c.function.arguments }}{% endif %}"),
-         '{"a": [1]}', None),
+        (
+            CALLS.replace("%s", "{% if m.content is none %}" + JSON + "{% endif %}"),
+            {"a": [1]},
+            None,
+        ),
+        (
+            CALLS.replace(
+                "%s", "{% if m.content is none %}{{ '' + c.function.arguments }}{% endif %}"
+            ),
+            '{"a": [1]}',
+            None,
+        ),
         ("{{ raise_exception('never') }}", {"a": [1]}, ""),
     ],
-)  # fmt: skip
-def test_calls_are_given_as_the_template_writes_them(source: str, arguments: Any, content: Any) -> None:
+)
+def test_calls_are_given_as_the_template_writes_them(
+    source: str, arguments: Any, content: Any
+) -> None:
     (message,) = template_messages([ASKED], source)
     assert message["tool_calls"][0]["function"]["arguments"] == arguments
     assert message["content"] == content
@@ -97,7 +110,9 @@ def test_calls_stand_in_the_content_where_the_template_has_no_place_for_them() -
         source = f"{{{{ tools }}}}{marks}{{% for m in messages %}}{{{{ m.content }}}}{{% endfor %}}"
         (message,) = template_messages([asked], source)
         assert message["content"] == "Well." + text
-    (message,) = template_messages([asked], "{{ messages[0].content }}")  # its model's format is not known
+    (message,) = template_messages(
+        [asked], "{{ messages[0].content }}"
+    )  # its model's format is not known
     assert message["content"] == "Well."
 
 
@@ -123,20 +138,30 @@ def test_ids_are_short_where_the_template_takes_no_others() -> None:
 
 @pytest.mark.parametrize("refuses", [True, False])
 def test_calls_stand_in_messages_of_their_own_where_a_template_writes_one(refuses: bool) -> None:
-    once = "{% if m.tool_calls | length > 1 %}{{ raise_exception('several') }}{% endif %}" if refuses else ""
+    once = (
+        "{% if m.tool_calls | length > 1 %}{{ raise_exception('several') }}{% endif %}"
+        if refuses
+        else ""
+    )
     source = "{% for m in messages %}{% if m.tool_calls %}" + once
     source += "{{ m.tool_calls[0].function.arguments | tojson }}{% endif %}{% endfor %}"
     calls = [{**CALL, "id": f"call_{i}"} for i in range(3)]
     results = [{"role": "tool", "tool_call_id": f"call_{i}", "content": f"{i}"} for i in (2, 0, 1)]
     user = {"role": "user", "content": "hi"}
-    made = template_messages([{**ASKED, "content": "Well.", "tool_calls": calls}, *results, user], source)
-    said_of = [one["content"] if one["role"] != "assistant" else one["tool_calls"][0]["id"] for one in made]
+    made = template_messages(
+        [{**ASKED, "content": "Well.", "tool_calls": calls}, *results, user], source
+    )
+    said_of = [
+        one["content"] if one["role"] != "assistant" else one["tool_calls"][0]["id"] for one in made
+    ]
     assert said_of == ["call_0", "0", "call_1", "1", "call_2", "2", "hi"]
     assert [one["content"] for one in made[:5:2]] == ["Well.", "", ""]
 
 
 def test_a_result_has_the_name_of_its_tool_and_no_calls_are_none() -> None:
-    _, result, other = template_messages([ASKED, RESULT, {**RESULT, "tool_call_id": "x"}], "{{ messages }}")
+    _, result, other = template_messages(
+        [ASKED, RESULT, {**RESULT, "tool_call_id": "x"}], "{{ messages }}"
+    )
     assert (result["name"], "name" in other) == ("look", False)
     (message,) = template_messages([{"role": "assistant", "content": "a", "tool_calls": []}])
     assert "tool_calls" not in message
@@ -184,7 +209,9 @@ def test_tools_are_shown_as_they_were_sent() -> None:
 def test_tokenize_sees_the_same_prompt() -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
     model = served()
-    tokens = json.loads(text_jobs.tokenize(json.dumps(body).encode(), model, lambda _: None))["tokens"]
+    tokens = json.loads(text_jobs.tokenize(json.dumps(body).encode(), model, lambda _: None))[
+        "tokens"
+    ]
     assert tuple(tokens) == read(model, tools=TOOLS).prompts[0]
 
 
@@ -198,7 +225,9 @@ def test_with_the_choice_none_they_are_not() -> None:
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
 def test_an_unknown_format_is_a_400_that_names_the_flag(choice: str) -> None:
-    with pytest.raises(ClientError, match=r"--tool-call-parser hermes, .*one of .*llama3") as caught:
+    with pytest.raises(
+        ClientError, match=r"--tool-call-parser hermes, .*one of .*llama3"
+    ) as caught:
         read(served(TEMPLATE), tools=TOOLS, tool_choice=choice)
     assert (caught.value.status, caught.value.param) == (400, "tools")
     known = read(served(TEMPLATE, tool_call_parser="llama3"), tools=TOOLS, tool_choice=choice)
@@ -207,7 +236,9 @@ def test_an_unknown_format_is_a_400_that_names_the_flag(choice: str) -> None:
 
 
 def test_a_prompt_that_has_begun_the_thoughts_is_noticed() -> None:
-    switch = "{{ messages[0].content }}<think>{% if enable_thinking is false %}</think>{% endif %}\n"
+    switch = (
+        "{{ messages[0].content }}<think>{% if enable_thinking is false %}</think>{% endif %}\n"
+    )
     for fields, thinking in (
         ({}, True),
         ({"chat_template_kwargs": {"enable_thinking": False}}, False),
@@ -218,10 +249,15 @@ def test_a_prompt_that_has_begun_the_thoughts_is_noticed() -> None:
         assert answer is not None
         assert (answer.reasoning, answer.thinking) == ("think", thinking)
     assert read(served(switch, reasoning_parser="none")).answer is None
-    grammar = read(served(switch), response_format={"type": "json_object"}).params[0].structured_outputs
+    grammar = (
+        read(served(switch), response_format={"type": "json_object"}).params[0].structured_outputs
+    )
     assert "start: think_end WSP? answer" in str(grammar)
     always = "{{ messages[0].content }}<think>\n"  # whatever the client says
-    for fields in ({"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}):
+    for fields in (
+        {"reasoning_effort": "none"},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+    ):
         call = read(served(always), response_format={"type": "json_object"}, **fields)
         assert call.answer is not None
         assert call.answer.thinking
@@ -240,7 +276,11 @@ def test_a_budget_needs_a_format_of_thoughts() -> None:
 
 
 def test_completions_have_no_tools() -> None:
-    for field, value in (("tools", TOOLS), ("tool_choice", "required"), ("thinking_token_budget", 3)):
+    for field, value in (
+        ("tools", TOOLS),
+        ("tool_choice", "required"),
+        ("thinking_token_budget", 3),
+    ):
         with pytest.raises(ClientError) as caught:
             completions.read(decode(json.dumps({"prompt": "x", field: value}).encode()), served())
         assert (caught.value.code, caught.value.param) == ("unsupported_parameter", field)

@@ -12,10 +12,25 @@ import pytest
 from .conftest import Server, _end
 from .test_http import HI, events, post
 
-SAID = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.3,
-        "presence_penalty": 0.25, "frequency_penalty": 0.5, "max_tokens": 11}  # fmt: skip
-NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0,
-           "presence_penalty": 0.0, "frequency_penalty": 0.0}  # fmt: skip
+SAID = {
+    "temperature": 0.6,
+    "top_k": 20,
+    "top_p": 0.9,
+    "min_p": 0.1,
+    "repetition_penalty": 1.3,
+    "presence_penalty": 0.25,
+    "frequency_penalty": 0.5,
+    "max_tokens": 11,
+}
+NEUTRAL = {
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
 PATHS = ["/v1/completions", "/v1/chat/completions"]
 
 
@@ -47,14 +62,20 @@ def sampled(server: Server, path: str, stream: bool, **fields: Any) -> dict[str,
 def test_defaults_fill_what_is_left_open(opinionated: Server, path: str, stream: bool) -> None:
     most = 11 if "chat" in path else 16  # completions keep OpenAI's own default, as in vLLM
     assert sampled(opinionated, path, stream) == {**SAID, "max_tokens": most}
-    assert sampled(opinionated, path, stream, top_k=None, temperature=None) == {**SAID, "max_tokens": most}
+    assert sampled(opinionated, path, stream, top_k=None, temperature=None) == {
+        **SAID,
+        "max_tokens": most,
+    }
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", PATHS)
 def test_what_a_request_says_wins(opinionated: Server, path: str, stream: bool) -> None:
     """Neutral and zero values too."""
-    assert sampled(opinionated, path, stream, **NEUTRAL, max_tokens=3) == {**NEUTRAL, "max_tokens": 3}
+    assert sampled(opinionated, path, stream, **NEUTRAL, max_tokens=3) == {
+        **NEUTRAL,
+        "max_tokens": 3,
+    }
     for name, value in (("temperature", 0), ("top_k", -1), ("min_p", 0), ("frequency_penalty", 0)):
         found = sampled(opinionated, path, stream, **{name: value}, max_tokens=2)
         assert found == {**SAID, "max_tokens": 2, name: max(value, 0)}

@@ -47,8 +47,9 @@ def members(
 def test_how_replicas_are_written() -> None:
     found = listed(["host:1", "story,pirate=http://b:2/v1", "c=dns+http://d:3"])
     assert [(str(one.address), one.models) for one in found.members] == [
-        ("http://host:1", ()), ("http://b:2", ("story", "pirate")),
-    ]  # fmt: skip
+        ("http://host:1", ()),
+        ("http://b:2", ("story", "pirate")),
+    ]
     assert [(str(one.address), one.models) for one in found.names] == [("http://d:3", ("c",))]
     for words, message in (
         (["a,=http://b:2"], "NAME,NAME=http://HOST:PORT"),
@@ -75,13 +76,20 @@ async def test_a_file_is_read_again_and_a_bad_one_changes_nothing(
     found.settle()
     assert len(told) == 1, "nothing has changed"
     with caplog.at_level(logging.WARNING):
-        for text in ("http://a:1\nnon sense\n", "http://a:1\na:1\n", "x" * (MOST_FILE + 1), "\udcff"):
+        for text in (
+            "http://a:1\nnon sense\n",
+            "http://a:1\na:1\n",
+            "x" * (MOST_FILE + 1),
+            "\udcff",
+        ):
             path.write_bytes(text.encode("utf-8", "surrogateescape"))
             found.look_at_file()
             found.look_at_file()
             found.settle()
     assert len(told) == 1
-    assert sum("stay as they are" in record.message for record in caplog.records) == 4, "each is told once"
+    assert sum("stay as they are" in record.message for record in caplog.records) == 4, (
+        "each is told once"
+    )
     path.write_text("http://b:2")
     found.look_at_file()
     found.settle()
@@ -123,8 +131,11 @@ def test_registrations_expire_without_heartbeats() -> None:
     now[0] = 11.0
     found.settle()
     assert told == [
-        ["http://a:1"], ["http://a:1", "http://b:2"], ["http://b:2", "http://a:1"], ["http://a:1"],
-    ]  # fmt: skip
+        ["http://a:1"],
+        ["http://a:1", "http://b:2"],
+        ["http://b:2", "http://a:1"],
+        ["http://a:1"],
+    ]
     found.unregister("http://a:1/v1")
     assert told[-1] == []
     with pytest.raises(ClientError, match="did not register"):
@@ -138,7 +149,13 @@ def test_registrations_are_bounded_and_checked() -> None:
     found.register("h5:1", [])
     with pytest.raises(ClientError, match="1024 replicas already"):
         found.register("one:1", [])
-    for url, models in (("ftp://a", []), ("x" * 600, []), ("a:1", [""]), ("a:1", ["m"] * 65), ("a\n:1", [])):
+    for url, models in (
+        ("ftp://a", []),
+        ("x" * 600, []),
+        ("a:1", [""]),
+        ("a:1", ["m"] * 65),
+        ("a\n:1", []),
+    ):
         with pytest.raises(ClientError) as error:
             found.register(url, models)
         assert error.value.status == 400
@@ -187,7 +204,9 @@ async def test_registration_is_in_the_document_and_answers_are_what_it_says() ->
             assert validator.resolved({"$ref": name})
         app = create_app(there.router, Members(there.router.config, Listed(), lambda _: None))
         (route,) = (one for one in app.routes if isinstance(one, Route) and one.path == url)
-        assert {method.upper() for method in made["paths"][url]} == (route.methods or set()) - {"HEAD"}
+        assert {method.upper() for method in made["paths"][url]} == (route.methods or set()) - {
+            "HEAD"
+        }
         ids = [one["operationId"] for methods in made["paths"].values() for one in methods.values()]
         assert len(ids) == len(set(ids))
         for method, headers, body, status in (
@@ -214,7 +233,10 @@ async def test_registration_is_in_the_document_and_answers_are_what_it_says() ->
 @in_loop
 async def test_what_a_replica_has_it_may_finish_when_it_is_taken_out() -> None:
     replicas = [Replica("a", streams), Replica("b")]
-    async with routed(replicas) as there, there.http.stream("POST", "/v1/completions", json={}) as answer:
+    async with (
+        routed(replicas) as there,
+        there.http.stream("POST", "/v1/completions", json={}) as answer,
+    ):
         pieces = answer.aiter_bytes()
         text = await anext(pieces)
         there.router.fleet.set_members([Member(parse_address(replicas[1].url, ""))])
@@ -244,7 +266,9 @@ async def test_the_model_chooses_the_fleet() -> None:
         names = (("story",), ("story",), ("code", "pirate"))
         there.router.fleet.set_members([Member(*one) for one in zip(urls, names, strict=True)])
         assert {await there.by(model="story") for _ in range(6)} == {"a", "b"}
-        assert {await there.by(model=name) for name in ("code", "pirate") for _ in range(3)} == {"c"}
+        assert {await there.by(model=name) for name in ("code", "pirate") for _ in range(3)} == {
+            "c"
+        }
         told = (await there.http.get("/v1/models")).json()
         assert [one["id"] for one in told["data"]] == ["story", "code", "pirate"]
         assert (await there.http.get("/v1/models/pirate")).json()["by"] == "c"
@@ -266,7 +290,9 @@ async def test_the_model_chooses_the_fleet() -> None:
 
 
 def test_what_is_read_of_a_request() -> None:
-    assert asked_of(b'{"model":"m","max_tokens":5,"max_completion_tokens":7}', ()) == Asked((), "m", 13, 7)
+    assert asked_of(b'{"model":"m","max_tokens":5,"max_completion_tokens":7}', ()) == Asked(
+        (), "m", 13, 7
+    )
     for body in (
         b"",
         b"[",
@@ -285,7 +311,9 @@ def test_what_is_read_of_a_request() -> None:
 
 def a_fleet(count: int, now: list[float], **settings: Any) -> Fleet:
     there = Fleet(
-        [parse_address(f"h{i}:1", "") for i in range(count)], RouterConfig(**settings), lambda: now[0]
+        [parse_address(f"h{i}:1", "") for i in range(count)],
+        RouterConfig(**settings),
+        lambda: now[0],
     )
     for one in there.replicas:
         one.healthy = True

@@ -44,7 +44,11 @@ def test_one_row_for_each_text(server: Server) -> None:
     assert all(math.isclose(math.hypot(*one["embedding"]), 1, rel_tol=1e-6) for one in told["data"])
     unit = 2.0**-24
     assert plain(server, input=["ab", "c"]) == [[97.5 * unit, unit], [99 * unit, unit]]
-    assert plain(server, input="ab") == plain(server, input=[97, 98]) == plain(server, input=[[97, 98]])
+    assert (
+        plain(server, input="ab")
+        == plain(server, input=[97, 98])
+        == plain(server, input=[[97, 98]])
+    )
     long = "".join(map(chr, range(33, 120)))  # several chunks
     (row,) = plain(server, input=long)
     assert row[0] == pytest.approx(sum(map(ord, long)) / len(long) * unit)
@@ -89,4 +93,7 @@ def test_refusals(fields: dict[str, Any], code: str, param: str) -> None:
 
 def test_a_body_cannot_ask_chats_for_rows(server: Server) -> None:
     body = {"prompt": "a", "max_tokens": 1, "embedding": {"pooling": "mean"}}
-    assert server.http.post("/v1/completions", json=body).json()["choices"][0]["finish_reason"] == "length"
+    assert (
+        server.http.post("/v1/completions", json=body).json()["choices"][0]["finish_reason"]
+        == "length"
+    )

@@ -42,7 +42,9 @@ async def statuses(there: Routed, requests: int, at_once: int = 16) -> Counter[i
     return found
 
 
-@pytest.mark.parametrize("placement", ["prefix_aware", pytest.param("round_robin", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "placement", ["prefix_aware", pytest.param("round_robin", marks=pytest.mark.slow)]
+)
 @in_loop
 @pytest.mark.slow
 async def test_one_of_four_that_fails_at_once_gets_a_handful_and_clients_do_not_notice(
@@ -102,7 +104,9 @@ async def test_streams_that_break_off_put_it_aside() -> None:
 
 
 @in_loop
-async def test_a_client_that_reads_too_slowly_puts_nobody_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_reads_too_slowly_puts_nobody_aside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(proxy, "PATIENT_SECONDS", 0.1)
 
     stuck, all_stuck = 0, asyncio.Event()
@@ -145,7 +149,9 @@ async def test_what_clients_cause_is_held_against_nobody() -> None:
             replicas[0].answer = replicas[1].answer = fails_with(status)
             assert await statuses(there, 6, at_once=3) == {status: 6}
         assert await there.metric("pageturner:router_replica_put_aside_total") == 0
-        assert len(replicas[0].asked + replicas[1].asked) == 6 * 6 + 6, "only the 429 is tried elsewhere"
+        assert len(replicas[0].asked + replicas[1].asked) == 6 * 6 + 6, (
+            "only the 429 is tried elsewhere"
+        )
 
 
 @in_loop
@@ -164,7 +170,10 @@ async def test_poison_meets_one_replica() -> None:
     replicas = fleet(3, answer=fails_with(500, "poisoned_request"))
     async with routed(replicas) as there:
         response = await there.ask()
-        assert (response.status_code, response.json()["error"]["reason"]) == (500, "poisoned_request")
+        assert (response.status_code, response.json()["error"]["reason"]) == (
+            500,
+            "poisoned_request",
+        )
         assert sum(len(replica.asked) for replica in replicas) == 1
         await statuses(there, 12, at_once=1)
         assert await there.metric("pageturner:router_replica_put_aside_total") == 0

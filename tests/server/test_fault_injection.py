@@ -17,7 +17,9 @@ from .test_http import events, post, text_of
 from .test_openai import SERVED
 
 
-def beside_another(start: Callable[..., Server], faults: tuple[str, ...], *flags: str) -> dict[str, str]:
+def beside_another(
+    start: Callable[..., Server], faults: tuple[str, ...], *flags: str
+) -> dict[str, str]:
     """The reason that each fault is told, at the third token of one stream, beside another one, which must go
     on as if it were alone."""
     environment = {"PAGETURNER_FAKE_VOCAB": "255", "PAGETURNER_FAKE_STEP_SECONDS": "0.01"}
@@ -25,7 +27,10 @@ def beside_another(start: Callable[..., Server], faults: tuple[str, ...], *flags
     alone = post(server, prompt="tale", max_tokens=150).json()["choices"][0]["text"]
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(lambda: text_of(events(server, prompt="tale", max_tokens=150)))
-        found = {kind: post(server, prompt="x", max_tokens=9, inject_fault=f"{kind}@3") for kind in faults}
+        found = {
+            kind: post(server, prompt="x", max_tokens=9, inject_fault=f"{kind}@3")
+            for kind in faults
+        }
         assert other.result(60) == alone
     assert {response.status_code for response in found.values()} == {500}
     assert server.http.get("/health").status_code == 200
@@ -51,7 +56,9 @@ def test_whose_end_of_the_engine_it_is(start: Callable[..., Server]) -> None:
 )
 def test_what_is_no_fault_is_refused(wrong: str) -> None:
     with pytest.raises(ClientError, match="inject_fault is KIND@N") as caught:
-        completions.read(RequestBody(prompt="hello", inject_fault=wrong), replace(SERVED, developer=True))
+        completions.read(
+            RequestBody(prompt="hello", inject_fault=wrong), replace(SERVED, developer=True)
+        )
     assert (caught.value.status, caught.value.param) == (400, "inject_fault")
 
 

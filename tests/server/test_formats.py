@@ -22,7 +22,10 @@ SCHEMA = {
     "properties": {"b": {"type": "integer"}, "a": {"type": "string"}},
     "required": ["a"],
 }
-JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "it", "strict": True, "schema": SCHEMA}}
+JSON_SCHEMA = {
+    "type": "json_schema",
+    "json_schema": {"name": "it", "strict": True, "schema": SCHEMA},
+}
 NESTED: Any = "x"
 for _ in range(900):
     NESTED = {"not_a_keyword": NESTED}
@@ -55,7 +58,10 @@ def grammar_of(call: Call) -> str | None:
             },
             {"json": SCHEMA, "disable_any_whitespace": True, "whitespace_pattern": " ?"},
         ),
-        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "text"}}, {"regex": "a"}),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "text"}},
+            {"regex": "a"},
+        ),
         ({"guided_json": SCHEMA}, {"json": SCHEMA}),
         ({"guided_json": '{"type": "string"}'}, {"json": {"type": "string"}}),
         ({"guided_regex": "[a-c]+", "guided_json": None}, {"regex": "[a-c]+"}),
@@ -63,7 +69,11 @@ def grammar_of(call: Call) -> str | None:
         ({"guided_grammar": 'root ::= "a"'}, {"grammar": 'root ::= "a"'}),
         # a client that does not know which of them the server has sends both
         (
-            {"guided_regex": "a", "structured_outputs": {"regex": "a"}, "guided_decoding_backend": "x"},
+            {
+                "guided_regex": "a",
+                "structured_outputs": {"regex": "a"},
+                "guided_decoding_backend": "x",
+            },
             {"regex": "a"},
         ),
     ],
@@ -75,7 +85,11 @@ def test_both_endpoints_take_both_fields(fields: dict[str, Any], same: dict[str,
 
 @pytest.mark.parametrize(
     "fields",
-    [{"structured_outputs": {}}, {"structured_outputs": None}, {"response_format": {"type": "text"}}],
+    [
+        {"structured_outputs": {}},
+        {"structured_outputs": None},
+        {"response_format": {"type": "text"}},
+    ],
 )
 def test_what_asks_for_nothing(fields: dict[str, Any]) -> None:
     assert grammar_of(chat(**fields)) is None
@@ -117,7 +131,13 @@ def test_properties_are_written_in_the_order_of_the_schema() -> None:
         ({"disable_any_whitespace": True}, 0),
         ({"json": SCHEMA | {"x-guidance": {"whitespace_pattern": " {1,5}"}}}, 5),
         ({"json": SCHEMA | {"x-guidance": {"whitespace_flexible": True}}}, 99),
-        ({"json": SCHEMA | {"x-guidance": {"whitespace_pattern": " "}}, "whitespace_pattern": "  "}, 2),
+        (
+            {
+                "json": SCHEMA | {"x-guidance": {"whitespace_pattern": " "}},
+                "whitespace_pattern": "  ",
+            },
+            2,
+        ),
     ],
 )
 def test_white_space_comes_to_an_end(asked: dict[str, Any], longest: int) -> None:
@@ -137,7 +157,11 @@ def test_white_space_comes_to_an_end(asked: dict[str, Any], longest: int) -> Non
         ({"json": {"uniqueItems": 3}}, "unsupported_schema", "uniqueItems"),
         ({"json": {"unevaluatedProperties": False}}, "unsupported_schema", "unevaluatedProperties"),
         ({"json": {"oneOf": [{"type": "integer"}, {"minimum": 3}]}}, "unsupported_schema", "oneOf"),
-        ({"json": {"minimum": 3, "maximum": 1, "type": "integer"}}, "unsatisfiable_schema", "greater"),
+        (
+            {"json": {"minimum": 3, "maximum": 1, "type": "integer"}},
+            "unsatisfiable_schema",
+            "greater",
+        ),
         ({"json": False}, "unsatisfiable_schema", "false"),
         ({"regex": "("}, "invalid_regex", "unclosed group"),
         ({"regex": "a(?=b)"}, "invalid_regex", "look-around"),
@@ -153,8 +177,16 @@ def test_white_space_comes_to_an_end(asked: dict[str, Any], longest: int) -> Non
         ({"grammar": "hello"}, "invalid_grammar", "neither Lark nor GBNF"),
         ({"grammar": "start: foo"}, "invalid_grammar", "foo"),
         ({"grammar": "root ::= foo"}, "invalid_grammar", "foo"),
-        ({"grammar": '%llguidance {"no_forcing": false}\nstart: "a"'}, "invalid_grammar", "options"),
-        ({"grammar": '%llguidance {}\n%llguidance {"a": 1}\nstart: "a"'}, "invalid_grammar", "options"),
+        (
+            {"grammar": '%llguidance {"no_forcing": false}\nstart: "a"'},
+            "invalid_grammar",
+            "options",
+        ),
+        (
+            {"grammar": '%llguidance {}\n%llguidance {"a": 1}\nstart: "a"'},
+            "invalid_grammar",
+            "options",
+        ),
         ({"grammar": 'start: start "a"'}, "unsatisfiable_grammar", "nothing"),
         ({"json_object": True, "regex": "a"}, "invalid_value", "regex and json_object"),
         ({"json_object": False}, "invalid_value", "one of"),
@@ -163,8 +195,10 @@ def test_white_space_comes_to_an_end(asked: dict[str, Any], longest: int) -> Non
         ({"choice": ["a", 5]}, "invalid_value", "choice"),
         ({"structural_tag": "{}"}, "invalid_value", "structural_tag"),
     ],
-)  # fmt: skip
-def test_a_bad_one_is_a_400_that_says_what_is_wrong(asked: dict[str, Any], code: str, says: str) -> None:
+)
+def test_a_bad_one_is_a_400_that_says_what_is_wrong(
+    asked: dict[str, Any], code: str, says: str
+) -> None:
     error = refusal(completion, structured_outputs=asked)
     assert (error.status, error.code, error.param) == (400, code, "structured_outputs"), error
     assert says in error.message
@@ -182,7 +216,10 @@ def test_chains_of_references_do_not_break_the_process() -> None:
     """They did: a stack of 8 MiB holds less than 2,000 of them."""
     assert grammar_of(completion(structured_outputs={"json": chain(3000)})) is not None
     rules = "".join(f"r{i}: r{i + 1}\n" for i in range(5000))
-    assert grammar_of(completion(structured_outputs={"grammar": f'start: r0\n{rules}r5000: "a"'})) is not None
+    assert (
+        grammar_of(completion(structured_outputs={"grammar": f'start: r0\n{rules}r5000: "a"'}))
+        is not None
+    )
     error = refusal(completion, structured_outputs={"json": chain(5000)})
     assert (error.code, error.param) == ("invalid_schema", "structured_outputs")
 
@@ -226,9 +263,15 @@ def test_forced_end_contradicts_a_grammar() -> None:
 def test_parameters_of_llm_are_checked_too() -> None:
     endless = BytesTokenizer(eos_ids=())
     made = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
-    assert parameters.resolve(made, BytesTokenizer(), 266).structured_outputs == made.structured_outputs
+    assert (
+        parameters.resolve(made, BytesTokenizer(), 266).structured_outputs
+        == made.structured_outputs
+    )
     raw: Any = {"regex": "a"}
-    for params, tokenizer in ((made, endless), (SamplingParams(structured_outputs=raw), BytesTokenizer())):
+    for params, tokenizer in (
+        (made, endless),
+        (SamplingParams(structured_outputs=raw), BytesTokenizer()),
+    ):
         with pytest.raises(ClientError) as caught:
             parameters.resolve(params, tokenizer, 266)
         assert caught.value.param == "structured_outputs"

@@ -51,8 +51,9 @@ def test_the_gap_of_a_completion() -> None:
     assert call.params[0].max_tokens == 16
     assert list(completion(prompt=list(b"ab"), suffix="yz").prompts[0]) == GAP
     assert [list(prompt) for prompt in completion(prompt=["ab", ""], suffix="yz").prompts] == [
-        GAP, [PRE, SUF, *b"yz", MID],
-    ]  # fmt: skip
+        GAP,
+        [PRE, SUF, *b"yz", MID],
+    ]
     marks = completion(prompt="<|bos|>", suffix="<|end|>").prompts[0]
     assert list(marks) == [PRE, *b"<|bos|>", SUF, *b"<|end|>", MID]  # a text holds no marks
     assert list(completion(prompt="ab", suffix="").prompts[0]) == list(b"ab")
@@ -68,7 +69,12 @@ def test_infill_has_other_files_and_what_was_typed() -> None:
     assert (params.max_tokens, params.repetition_penalty, params.top_k) == (3, 1.5, 4)
     assert infill(input_prefix="ab", n_predict=-1).params[0].max_tokens == SERVED.capacity + 1 - 5
     assert infill(input_prefix="ab", n_predict=0).only_echoes
-    editors = {"cache_prompt": True, "samplers": ["top_k", "infill"], "t_max_predict_ms": 500, "n_indent": 4}
+    editors = {
+        "cache_prompt": True,
+        "samplers": ["top_k", "infill"],
+        "t_max_predict_ms": 500,
+        "n_indent": 4,
+    }
     assert infill(input_prefix="ab", input_suffix="yz", **editors).prompts == (tuple(GAP),)
 
 
@@ -81,7 +87,9 @@ def test_answers_have_the_shape_of_llama_cpp(server: Server) -> None:
     assert set(told["timings"]) >= {"prompt_n", "prompt_ms", "predicted_n", "predicted_per_second"}
     streamed = server.http.post("/infill", json={**fields, "stream": True})
     assert streamed.headers["content-type"].startswith("text/event-stream")
-    events = [json.loads(line.removeprefix("data: ")) for line in streamed.text.split("\n\n") if line]
+    events = [
+        json.loads(line.removeprefix("data: ")) for line in streamed.text.split("\n\n") if line
+    ]
     assert "".join(one["content"] for one in events) == told["content"]
     assert [one["stop"] for one in events] == [False] * (len(events) - 1) + [True]
     assert events[-1] | {"timings": 0, "content": 0} == told | {"timings": 0, "content": 0}
@@ -98,7 +106,9 @@ def test_the_same_gap_of_completions_and_ollama(server: Server) -> None:
     fields = {"prompt": "ab", "suffix": "yz"}
     choice = server.http.post("/v1/completions", json=fields).json()["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == (answer(GAP, 5), "stop")
-    told = server.http.post("/api/generate", json={**fields, "stream": False, "system": "be"}).json()
+    told = server.http.post(
+        "/api/generate", json={**fields, "stream": False, "system": "be"}
+    ).json()
     assert (told["response"], told["prompt_eval_count"]) == (answer(GAP, 5), len(GAP))
     assert "insert" in server.http.post("/api/show", json={"model": "fake"}).json()["capabilities"]
 
@@ -108,12 +118,16 @@ def test_the_same_gap_of_completions_and_ollama(server: Server) -> None:
     [
         (SERVED, {"prompt": "a", "suffix": "b"}, "unsupported_parameter", "suffix"),
         (FILLS, {"prompt": "a", "suffix": "b", "echo": True}, "unsupported_parameter", "echo"),
-        (FILLS, {"prompt": "a", "suffix": "b", "truncate_prompt_tokens": 3}, "unsupported_parameter",
-         "truncate_prompt_tokens"),
+        (
+            FILLS,
+            {"prompt": "a", "suffix": "b", "truncate_prompt_tokens": 3},
+            "unsupported_parameter",
+            "truncate_prompt_tokens",
+        ),
         (FILLS, {"prompt": "a", "suffix": "b" * 100}, "context_length_exceeded", "prompt"),
         (FILLS, {"prompt": "a", "suffix": 5}, "invalid_type", "suffix"),
     ],
-)  # fmt: skip
+)
 def test_refusals(served: Any, fields: dict[str, Any], code: str, param: str) -> None:
     with pytest.raises(ClientError) as caught:
         completion(served, **fields)
@@ -144,7 +158,10 @@ def test_refusals_say_the_names_of_each_shape() -> None:
         ("starcoder", ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")),
         ("refact", ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")),
         ("deepseek-coder", ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>")),
-        ("qwen2.5-coder-0.5b-instruct-q4_k_m", ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")),
+        (
+            "qwen2.5-coder-0.5b-instruct-q4_k_m",
+            ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+        ),
     ],
 )
 def test_marks_of_real_vocabularies(name: str, texts: tuple[str, str, str]) -> None:
@@ -168,5 +185,8 @@ def test_vocabularies_without_such_marks(name: str) -> None:
 def test_no_space_is_put_in_front_of_a_suffix() -> None:
     tokenizer = load_tokenizer(vocab_path("llama-spm"))
     assert tokenizer.decode(tokenizer.encode_inside("return")) == "return"
-    assert tokenizer.decode(tokenizer.encode("return", add_special=False, parse_special=False)) == " return"
+    assert (
+        tokenizer.decode(tokenizer.encode("return", add_special=False, parse_special=False))
+        == " return"
+    )
     assert tokenizer.decode(tokenizer.encode_inside("  x ☺")) == "  x ☺"

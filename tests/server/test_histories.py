@@ -22,7 +22,10 @@ from .test_openai import SERVED
 
 Json = dict[str, Any]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
-CHAT_TOOL = {"type": "function", "function": {"name": "look", "description": "d", "parameters": SCHEMA}}
+CHAT_TOOL = {
+    "type": "function",
+    "function": {"name": "look", "description": "d", "parameters": SCHEMA},
+}
 WIDE = replace(SERVED, context=4000, capacity=4000, tool_call_parser="hermes")
 SHOWS = ChatTemplate("{{ messages|tojson }}{{ tools|tojson }}{{ enable_thinking }}<think>")
 THINKS = replace(WIDE, template=SHOWS, reasoning_parser="think")
@@ -56,20 +59,28 @@ def test_conversations_of_agents_go_through_templates_that_know_only_turns() -> 
         (MESSAGES, {"messages": told, "system": "be"}),
         (RESPONSES, {"input": [{"role": "developer", "content": "be"}, *told]}),
     ):
-        said = bytes(token for token in dialect.read(decoded(dialect, **fields), strict).prompts[0]).decode()
+        said = bytes(
+            token for token in dialect.read(decoded(dialect, **fields), strict).prompts[0]
+        ).decode()
         new = "<system>\nnew\n</system>"
         assert said == f"[system:be][user:hi\n\n{new}][assistant:so][user:{new}\n\nhi]"
     twice = {"role": "assistant", "content": "so"}
     with pytest.raises(ClientError, match="twice"):
         RESPONSES.read(
-            decoded(RESPONSES, input=[HI, {"role": "assistant", "content": ""}, twice, twice]), strict
+            decoded(RESPONSES, input=[HI, {"role": "assistant", "content": ""}, twice, twice]),
+            strict,
         )
     raw = json.dumps({"messages": told}).encode()
     assert json.loads(count_tokens(raw, strict, lambda _: None))["input_tokens"] > 0
 
 
 # -- Anthropic's ---------------------------------------------------------------------------------------------
-TOOL = {"name": "look", "description": "d", "input_schema": SCHEMA, "cache_control": {"type": "ephemeral"}}
+TOOL = {
+    "name": "look",
+    "description": "d",
+    "input_schema": SCHEMA,
+    "cache_control": {"type": "ephemeral"},
+}
 USE = {"type": "tool_use", "id": "toolu_1", "name": "look", "input": {"city": "Bonn"}}
 
 
@@ -84,8 +95,14 @@ USE = {"type": "tool_use", "id": "toolu_1", "name": "look", "input": {"city": "B
 )
 def test_tools_and_choices_of_anthropic(choice: Json, expected: Any) -> None:
     hosted = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
-    body = decoded(MESSAGES, tools=[TOOL, hosted], tool_choice={**choice, "disable_parallel_tool_use": True})
-    assert (body.tools, body.tool_choice, body.parallel_tool_calls) == ([CHAT_TOOL], expected, False)
+    body = decoded(
+        MESSAGES, tools=[TOOL, hosted], tool_choice={**choice, "disable_parallel_tool_use": True}
+    )
+    assert (body.tools, body.tool_choice, body.parallel_tool_calls) == (
+        [CHAT_TOOL],
+        expected,
+        False,
+    )
     MESSAGES.read(body, WIDE)
 
 
@@ -121,7 +138,12 @@ def test_turns_of_anthropic_become_messages() -> None:
         {"id": id, "type": "function", "function": {"name": "look", "arguments": {"city": "Bonn"}}}
         for id in ("toolu_1", "toolu_2")
     ]
-    turn = {"role": "assistant", "content": "I look.", "reasoning_content": "hm", "tool_calls": calls}
+    turn = {
+        "role": "assistant",
+        "content": "I look.",
+        "reasoning_content": "hm",
+        "tool_calls": calls,
+    }
     assert decoded(MESSAGES, messages=told, system=[{"type": "text", "text": "be"}]).messages == [
         {"role": "system", "content": "be"},
         {"role": "user", "content": "where?"},
@@ -146,12 +168,19 @@ def test_a_header_among_the_system_blocks_is_none_of_the_prompt() -> None:
         ({}, "none", None, False),
         ({"thinking": {"type": "disabled"}}, "none", None, False),
         ({"thinking": {"type": "adaptive"}}, None, None, None),
-        ({"thinking": {"type": "adaptive"}, "output_config": {"effort": "max"}}, "xhigh", None, True),
+        (
+            {"thinking": {"type": "adaptive"}, "output_config": {"effort": "max"}},
+            "xhigh",
+            None,
+            True,
+        ),
         ({"thinking": {"type": "enabled", "budget_tokens": 9}}, None, 9, True),
         ({"chat_template_kwargs": {"enable_thinking": True}}, "none", None, True),
     ],
 )
-def test_thinking(fields: Json, effort: str | None, budget: int | None, switch: bool | None) -> None:
+def test_thinking(
+    fields: Json, effort: str | None, budget: int | None, switch: bool | None
+) -> None:
     body = decoded(MESSAGES, **fields)
     assert (body.reasoning_effort, body.thinking_token_budget) == (effort, budget)
     call = MESSAGES.read(body, THINKS)
@@ -179,9 +208,13 @@ def test_max_tokens_may_be_more_than_there_is_room_for() -> None:
 def test_what_agents_send_beside_all_that_is_taken() -> None:
     fields = {
         "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-        "metadata": {"user_id": "user_1"}, "betas": ["x"], "output_config": {"effort": "high"},
-        "cache_control": {"type": "ephemeral"}, "tool_choice": {"type": "auto"}, "tools": [],
-    }  # fmt: skip
+        "metadata": {"user_id": "user_1"},
+        "betas": ["x"],
+        "output_config": {"effort": "high"},
+        "cache_control": {"type": "ephemeral"},
+        "tool_choice": {"type": "auto"},
+        "tools": [],
+    }
     MESSAGES.read(decoded(MESSAGES, **fields), WIDE)
 
 
@@ -197,8 +230,16 @@ def test_tools_are_counted() -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
-        ({"tools": [{"name": "f"}]}, "tools", "tools[0]: send a name, a description and an input_schema"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools", "'bash_20250124' are not known"),
+        (
+            {"tools": [{"name": "f"}]},
+            "tools",
+            "tools[0]: send a name, a description and an input_schema",
+        ),
+        (
+            {"tools": [{"type": "bash_20250124", "name": "bash"}]},
+            "tools",
+            "'bash_20250124' are not known",
+        ),
         ({"tools": [{"name": "f", "input_schema": {"type": "x"}}]}, "tools", "object"),
         ({"tools": [TOOL, TOOL]}, "tools", "two tools"),
         ({"tools": 5}, "tools", "tools"),
@@ -206,11 +247,27 @@ def test_tools_are_counted() -> None:
         ({"tool_choice": {"type": "tool"}}, "tool_choice", "tool_choice is one of"),
         ({"tool_choice": {"type": "tool", "name": "g"}, "tools": [TOOL]}, "tool_choice", "'g'"),
         ({"thinking": {"type": "often"}}, "thinking", "enabled, adaptive or disabled"),
-        ({"thinking": {"type": "enabled", "budget_tokens": "x"}}, "thinking.budget_tokens", "thinking"),
+        (
+            {"thinking": {"type": "enabled", "budget_tokens": "x"}},
+            "thinking.budget_tokens",
+            "thinking",
+        ),
         ({"messages": [{"role": "user", "content": [USE]}]}, "messages", "'tool_use'"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages", "tool_use_id"),
-        ({"messages": [{"role": "assistant", "content": [{**USE, "input": 5}]}, HI]}, "messages", "input"),
-        ({"messages": [{"role": "assistant", "content": [{**USE, "name": 5}]}, HI]}, "messages", "name"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
+            "messages",
+            "tool_use_id",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": [{**USE, "input": 5}]}, HI]},
+            "messages",
+            "input",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": [{**USE, "name": 5}]}, HI]},
+            "messages",
+            "name",
+        ),
     ],
 )
 def test_refusals_of_anthropic(fields: Json, param: str, says: str) -> None:
@@ -225,7 +282,9 @@ def test_turns_of_ollama_become_messages() -> None:
         {"role": "assistant", "content": "", "thinking": "hm", "tool_calls": [call]},
         {"role": "tool", "tool_name": "look", "content": "sun"},
     ]
-    body = OLLAMA_CHAT.decode(json.dumps({"messages": told, "tools": [CHAT_TOOL]}).encode(), NO_LIMITS)
+    body = OLLAMA_CHAT.decode(
+        json.dumps({"messages": told, "tools": [CHAT_TOOL]}).encode(), NO_LIMITS
+    )
     assert body.messages == [
         {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call]},
         {"role": "tool", "name": "look", "content": "sun"},
@@ -242,7 +301,9 @@ def test_think(think: Any, switch: str, effort: str | None) -> None:
     for dialect, asked in ((OLLAMA_CHAT, {"messages": [HI]}), (OLLAMA_GENERATE, {"prompt": "hi"})):
         body = dialect.decode(json.dumps({**asked, "think": think}).encode(), NO_LIMITS)
         assert body.reasoning_effort == effort
-        said = bytes(token for token in dialect.read(body, THINKS).prompts[0] if token < 256).decode()
+        said = bytes(
+            token for token in dialect.read(body, THINKS).prompts[0] if token < 256
+        ).decode()
         assert said.endswith(f"null{switch}<think>")
         if think:
             with pytest.raises(ClientError, match="think: it is not known how this model thinks"):
@@ -268,19 +329,33 @@ def named(name: str) -> Json:
         ({"type": "custom", "name": "patch"}, named("patch")),
         ({"type": "function", "name": "look", "namespace": "mcp__git__"}, named("mcp__git__look")),
         (
-            {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "look"}]},
-            {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named("look")]}},
+            {
+                "type": "allowed_tools",
+                "mode": "required",
+                "tools": [{"type": "function", "name": "look"}],
+            },
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "required", "tools": [named("look")]},
+            },
         ),
     ],
 )
 def test_tools_and_choices_of_responses(choice: Any, expected: Any) -> None:
     hosted = {"type": "web_search", "external_web_access": False}
     body = decoded(
-        RESPONSES, tools=[FUNCTION, CUSTOM, hosted, SPACE], tool_choice=choice, parallel_tool_calls=False
+        RESPONSES,
+        tools=[FUNCTION, CUSTOM, hosted, SPACE],
+        tool_choice=choice,
+        parallel_tool_calls=False,
     )
     names = [tool["function"]["name"] for tool in body.tools]
     assert names == ["look", "patch", "mcp__git__look", "mcp__git__patch"]
-    assert (body.tools[0], body.tool_choice, body.parallel_tool_calls) == (CHAT_TOOL, expected, False)
+    assert (body.tools[0], body.tool_choice, body.parallel_tool_calls) == (
+        CHAT_TOOL,
+        expected,
+        False,
+    )
     assert RESPONSES.read(body, WIDE).params[0].structured_outputs is not None
 
 
@@ -295,7 +370,9 @@ def test_allowed_tools_are_the_only_ones_to_be_called_and_all_are_shown() -> Non
 
 def test_custom_tools_are_functions_of_one_text() -> None:
     regex = {"type": "grammar", "syntax": "regex", "definition": "a+"}
-    tools = decoded(RESPONSES, tools=[{**CUSTOM, "format": GRAMMAR}, {**CUSTOM, "format": regex}]).tools
+    tools = decoded(
+        RESPONSES, tools=[{**CUSTOM, "format": GRAMMAR}, {**CUSTOM, "format": regex}]
+    ).tools
     told, held = (tool["function"] for tool in tools)
     assert 'start: "a"' in told["description"]
     assert told["parameters"]["properties"] == {"input": {"type": "string"}}
@@ -305,13 +382,17 @@ def test_custom_tools_are_functions_of_one_text() -> None:
         tool = {**CUSTOM, "format": {**regex, "definition": definition}}
         body = decoded(RESPONSES, tools=[tool], tool_choice="required")
         if taken:
-            assert '"pattern": "^(?:a+)$"' in str(RESPONSES.read(body, WIDE).params[0].structured_outputs)
+            assert '"pattern": "^(?:a+)$"' in str(
+                RESPONSES.read(body, WIDE).params[0].structured_outputs
+            )
         else:
             with pytest.raises(ClientError, match="tools: the parameters of 'patch'"):
                 RESPONSES.read(body, WIDE)
 
 
-@pytest.mark.parametrize(("dialect", "kind"), [(RESPONSES, "web_search"), (MESSAGES, "web_search_20250305")])
+@pytest.mark.parametrize(
+    ("dialect", "kind"), [(RESPONSES, "web_search"), (MESSAGES, "web_search_20250305")]
+)
 def test_what_is_passed_over_is_said_once(
     dialect: Dialect, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -330,17 +411,42 @@ def test_what_is_passed_over_is_not_among_the_tools_that_an_answer_repeats() -> 
 
 
 def test_items_become_messages() -> None:
-    call = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": '{"city": "Bonn"}'}
+    call = {
+        "type": "function_call",
+        "call_id": "c1",
+        "name": "look",
+        "arguments": '{"city": "Bonn"}',
+    }
     items = [
         {"role": "user", "content": "where?"},
         {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
-        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "I look."}],
+        },
         call,
-        {"type": "custom_tool_call", "call_id": "c2", "name": "patch", "input": "x", "namespace": "git"},
+        {
+            "type": "custom_tool_call",
+            "call_id": "c2",
+            "name": "patch",
+            "input": "x",
+            "namespace": "git",
+        },
         {"type": "web_search_call", "status": "completed"},
-        {"type": "function_call", "call_id": "c3", "name": "look", "arguments": "{", "status": "incomplete"},
+        {
+            "type": "function_call",
+            "call_id": "c3",
+            "name": "look",
+            "arguments": "{",
+            "status": "incomplete",
+        },
         {"type": "function_call_output", "call_id": "c1", "output": "sun"},
-        {"type": "custom_tool_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "y"}]},
+        {
+            "type": "custom_tool_call_output",
+            "call_id": "c2",
+            "output": [{"type": "input_text", "text": "y"}],
+        },
         {"type": "reasoning", "summary": [{"type": "summary_text", "text": "well"}]},
         call,
         {"type": "function_call_output", "call_id": "c9", "output": ""},
@@ -350,7 +456,11 @@ def test_items_become_messages() -> None:
     ]
     function = {"name": "look", "arguments": '{"city": "Bonn"}'}
     first = {"id": "c1", "type": "function", "function": function}
-    second = {"id": "c2", "type": "function", "function": {"name": "git__patch", "arguments": {"input": "x"}}}
+    second = {
+        "id": "c2",
+        "type": "function",
+        "function": {"name": "git__patch", "arguments": {"input": "x"}},
+    }
     turn = {"role": "assistant", "content": "I look.", "reasoning_content": "hm"}
     assert decoded(RESPONSES, input=items).messages == [
         {"role": "user", "content": "where?"},
@@ -370,11 +480,20 @@ def test_thoughts_come_back_as_they_were_given() -> None:
 
 def test_what_codex_sends_is_taken() -> None:
     fields = {
-        "instructions": "be", "tools": [FUNCTION], "tool_choice": "auto", "parallel_tool_calls": True,
-        "reasoning": {"effort": "high", "summary": "auto"}, "store": False, "stream": True,
-        "include": ["reasoning.encrypted_content"], "prompt_cache_key": "k", "text": {"verbosity": "low"},
-        "client_metadata": {"a": "b"}, "service_tier": "auto", "prompt_cache_retention": "24h",
-    }  # fmt: skip
+        "instructions": "be",
+        "tools": [FUNCTION],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "reasoning": {"effort": "high", "summary": "auto"},
+        "store": False,
+        "stream": True,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "k",
+        "text": {"verbosity": "low"},
+        "client_metadata": {"a": "b"},
+        "service_tier": "auto",
+        "prompt_cache_retention": "24h",
+    }
     body = decoded(RESPONSES, **{name: value for name, value in fields.items() if name != "store"})
     assert body.reasoning_effort == "high"
     RESPONSES.read(body, WIDE)
@@ -387,12 +506,28 @@ def test_what_codex_sends_is_taken() -> None:
     [
         ({"tools": [{"type": "file_search"}]}, "tools", "'file_search'"),
         ({"tools": [{"type": "mcp", "server_url": "http://x"}]}, "tools", "'mcp'"),
-        ({"tools": [{"type": "namespace", "name": "n", "tools": [5]}]}, "tools", "tools[0].tools[0]"),
+        (
+            {"tools": [{"type": "namespace", "name": "n", "tools": [5]}]},
+            "tools",
+            "tools[0].tools[0]",
+        ),
         ({"tools": [{"type": "namespace", "name": "n"}]}, "tools", "'namespace'"),
-        ({"tools": [{**CUSTOM, "format": {"type": "grammar", "syntax": "abnf"}}]}, "tools", "lark or regex"),
+        (
+            {"tools": [{**CUSTOM, "format": {"type": "grammar", "syntax": "abnf"}}]},
+            "tools",
+            "lark or regex",
+        ),
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "no tools"),
-        ({"tools": [FUNCTION], "tool_choice": {"type": "web_search"}}, "tool_choice", "tool_choice is"),
-        ({"tools": [FUNCTION], "tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice", ""),
+        (
+            {"tools": [FUNCTION], "tool_choice": {"type": "web_search"}},
+            "tool_choice",
+            "tool_choice is",
+        ),
+        (
+            {"tools": [FUNCTION], "tool_choice": {"type": "allowed_tools", "tools": []}},
+            "tool_choice",
+            "",
+        ),
         ({"reasoning": {"effort": "much"}}, "reasoning.effort", "reasoning.effort is one of"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input", "input[0].call_id"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input", "arguments"),

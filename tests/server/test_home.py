@@ -20,13 +20,21 @@ MODEL = Path(__file__).parents[1] / "goldens" / "tiny_llama.gguf"
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 in_a_browser = [
     pytest.mark.slow,
-    pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="apt-get install chromium chromium-driver"),
+    pytest.mark.skipif(
+        not (CHROMIUM and DRIVER), reason="apt-get install chromium chromium-driver"
+    ),
 ]
 SWITCHES = (
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
     "--window-size=1300,1000",
-)  # fmt: skip
+)
 
 
 def test_the_page_needs_nobody_else_and_no_key(start: Start) -> None:
@@ -78,7 +86,9 @@ class Page:
         self.js(f"document.getElementById('{name}').open = true")
 
     def said(self) -> list[str]:
-        found: list[str] = self.js("[...document.querySelectorAll('.words')].map((one) => one.textContent)")
+        found: list[str] = self.js(
+            "[...document.querySelectorAll('.words')].map((one) => one.textContent)"
+        )
         return found
 
     def faults(self) -> list[Any]:
@@ -123,13 +133,19 @@ class TestInABrowser:
         assert len(page.said()) == 4
         assert page.faults() == []
 
-    def test_what_a_model_says_is_never_markup(self, server: Server, browse: Callable[..., Page]) -> None:
+    def test_what_a_model_says_is_never_markup(
+        self, server: Server, browse: Callable[..., Page]
+    ) -> None:
         page = browse(server.url)
-        text = "# <b>x</b>\n\n`<i>` **bold** [a](javascript:alert(1)) <img src=x onerror=alert(1)>\n\n"
+        text = (
+            "# <b>x</b>\n\n`<i>` **bold** [a](javascript:alert(1)) <img src=x onerror=alert(1)>\n\n"
+        )
         text += "```html\n<u>\n```"
         page.driver.execute_script("document.body.append(markdown(arguments[0]))", text)
         assert (
-            page.js("document.querySelectorAll('h3 b, i:not(.parts i), img, u, a[href^=javascript]').length")
+            page.js(
+                "document.querySelectorAll('h3 b, i:not(.parts i), img, u, a[href^=javascript]').length"
+            )
             == 0
         )
         assert page.js("document.querySelector('body > p strong').textContent") == "bold"
@@ -160,8 +176,12 @@ class TestInABrowser:
         assert page.said() == []
         assert page.faults() == []
 
-    def test_a_load_is_watched_and_a_request_clicked(self, start: Start, browse: Callable[..., Page]) -> None:
-        server = start(FAKE_ENGINE="own", FAKE_STEP_SECONDS="0.03", PAGETURNER_FAKE_STEP_SECONDS="0.03")
+    def test_a_load_is_watched_and_a_request_clicked(
+        self, start: Start, browse: Callable[..., Page]
+    ) -> None:
+        server = start(
+            FAKE_ENGINE="own", FAKE_STEP_SECONDS="0.03", PAGETURNER_FAKE_STEP_SECONDS="0.03"
+        )
         page = browse(server.url, "--force-prefers-reduced-motion")
         assert page.js("EVERY") == 1000, "whoever wants less motion has less"
         page.press("\ue004" * 2)
@@ -169,14 +189,19 @@ class TestInABrowser:
         page.press("\ue007")
         page.until("cellsDrawn.some((cell) => cell[4]) && cellsDrawn.some((cell) => !cell[4])")
         page.until("at('demo').textContent === 'Show me a load'")
-        body = {"prompt": "long", "max_tokens": 300, "ignore_eos": True}  # under way while it is looked at
+        body = {
+            "prompt": "long",
+            "max_tokens": 300,
+            "ignore_eos": True,
+        }  # under way while it is looked at
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(
-                server.http.post, "/v1/completions", json=body, headers={"X-Request-Id": "looked-at"}
+                server.http.post,
+                "/v1/completions",
+                json=body,
+                headers={"X-Request-Id": "looked-at"},
             )
-            found = (
-                "[...document.querySelectorAll('#requests button')].find((b) => b.textContent === 'looked-a')"
-            )
+            found = "[...document.querySelectorAll('#requests button')].find((b) => b.textContent === 'looked-a')"
             page.until(f"{found} !== undefined")
             label = page.js("at('batch').getAttribute('aria-label')")
             assert label.startswith("The batch: the last step has")
@@ -204,9 +229,13 @@ class TestInABrowser:
         page.press("\ue004")
         page.driver.execute_script("document.activeElement.blur()")
         page.until("at('policy').options.length > 3 && at('budget').value !== ''")
-        page.driver.execute_script("at('policy').value = 'prefill_first'; at('configure').requestSubmit()")
+        page.driver.execute_script(
+            "at('policy').value = 'prefill_first'; at('configure').requestSubmit()"
+        )
         page.until("at('configured').textContent.includes('Changed')")
-        told = server.http.get("/v1/admin/config", headers={"authorization": "Bearer secret"}).json()
+        told = server.http.get(
+            "/v1/admin/config", headers={"authorization": "Bearer secret"}
+        ).json()
         assert told["policy"] == "prefill_first"
 
     def test_light_and_dark_are_kept(self, server: Server, browse: Callable[..., Page]) -> None:

@@ -41,13 +41,17 @@ def test_whatever_a_server_answers_our_clients_say_what_it_is() -> None:
 def test_settings_that_are_no_json(raw: bytes) -> None:
     async def case() -> str:
         async with whole_server.server() as (app, _):
-            assert check_answer(await ask(app, "POST", "/v1/admin/config", raw, KEY)) == "invalid_json"
+            assert (
+                check_answer(await ask(app, "POST", "/v1/admin/config", raw, KEY)) == "invalid_json"
+            )
         return ""
 
     whole_server.in_loop(case)
 
 
-def test_a_body_that_is_too_long_and_whole_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_that_is_too_long_and_whole_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Nothing is left of it to wait for: DISCARD_SECONDS would be for ever here."""
     monkeypatch.setattr("pageturner.http.receiving.DISCARD_SECONDS", 1000)
 
@@ -61,11 +65,22 @@ def test_a_body_that_is_too_long_and_whole_is_refused_at_once(monkeypatch: pytes
 
 
 NO_EVENTS = (
-    b"5", b"null", b'"a"', b"[]", b'{"error": "no"}', b'{"error": [1]}', b'{"choices": 5}',
+    b"5",
+    b"null",
+    b'"a"',
+    b"[]",
+    b'{"error": "no"}',
+    b'{"error": [1]}',
+    b'{"choices": 5}',
     b'{"choices": [null]}',
-    b'{"choices": [{"delta": "x"}]}', b'{"choices": [{"text": 5}]}', b'{"usage": 5}',
-    b"[" * 5000, b'{"a": ' + b"[" * 5000, b'"\xff"', b'{"usage": {"prompt_tokens": "x"}}',
-)  # fmt: skip
+    b'{"choices": [{"delta": "x"}]}',
+    b'{"choices": [{"text": 5}]}',
+    b'{"usage": 5}',
+    b"[" * 5000,
+    b'{"a": ' + b"[" * 5000,
+    b'"\xff"',
+    b'{"usage": {"prompt_tokens": "x"}}',
+)
 
 
 @pytest.mark.parametrize("event", NO_EVENTS)
@@ -105,7 +120,10 @@ def test_an_event_without_an_end_is_not_kept() -> None:
 @pytest.mark.parametrize("name", ["priority", "max_tokens", "seed", "n", "logprobs"])
 def test_numbers_beyond_64_bits_are_refused_by_whoever_reads_them(name: str) -> None:
     """A text worker reads what has a grammar, and could not even say what it had read."""
-    body = b'{"prompt": "x", "structured_outputs": {"choice": ["a"]}, "%s": %s}' % (name.encode(), b"9" * 400)
+    body = b'{"prompt": "x", "structured_outputs": {"choice": ["a"]}, "%s": %s}' % (
+        name.encode(),
+        b"9" * 400,
+    )
 
     async def case() -> str:
         async with whole_server.server() as (app, _):

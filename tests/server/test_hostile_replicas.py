@@ -126,7 +126,10 @@ async def test_silence_and_what_is_as_good_as_silence_is_a_504() -> None:
     replica = Replica("a", next_way)
     async with routed([replica], read_timeout=0.5) as there:
         for response in await asyncio.gather(*(there.ask() for _ in SILENT)):
-            assert (response.status_code, response.json()["error"]["reason"]) == (504, "replica_silent")
+            assert (response.status_code, response.json()["error"]["reason"]) == (
+                504,
+                "replica_silent",
+            )
         assert next(ways, None) is None
         replica.answer = whole
         assert await there.by() == "a"
@@ -167,8 +170,17 @@ async def test_an_answer_ends_where_it_ends() -> None:
 
 @in_loop
 async def test_headers_for_neighbours_go_no_further_on_the_way_back() -> None:
-    more = ("Connection: x-secret, close", "X-Secret: 1", "Keep-Alive: timeout=9", "Upgrade: h2c", "TE: x",
-            "Trailer: A", "Proxy-Authenticate: x", "X-Request-Id: not-mine", "X-Kept: 1")  # fmt: skip
+    more = (
+        "Connection: x-secret, close",
+        "X-Secret: 1",
+        "Keep-Alive: timeout=9",
+        "Upgrade: h2c",
+        "TE: x",
+        "Trailer: A",
+        "Proxy-Authenticate: x",
+        "X-Request-Id: not-mine",
+        "X-Kept: 1",
+    )
 
     async def answer(replica: Replica, writer: asyncio.StreamWriter) -> None:
         write(writer, 200, {}, *more)
@@ -182,7 +194,9 @@ async def test_headers_for_neighbours_go_no_further_on_the_way_back() -> None:
 
 # -- pages that a replica answers badly ----------------------------------------------------------------------
 @contextlib.asynccontextmanager
-async def raw(answer: Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]) -> AsyncIterator[str]:
+async def raw(
+    answer: Callable[[bytes, asyncio.StreamWriter], Awaitable[None]],
+) -> AsyncIterator[str]:
     """The address of a server that answers by hand, whatever of a request it has read by then."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -222,8 +236,14 @@ async def test_a_load_that_makes_no_sense_is_none() -> None:
 
     async with raw(answer) as url:
         there = Fleet([parse_address(url, "it")], RouterConfig(health_timeout=5.0))
-        for load in (b'{"server_load": "\xff"}', b"[" * 60_000, b'{"server_load": 1e999}',
-                     b'{"server_load": -5}', b"", b'{"a\xff": 1}'):  # fmt: skip
+        for load in (
+            b'{"server_load": "\xff"}',
+            b"[" * 60_000,
+            b'{"server_load": 1e999}',
+            b'{"server_load": -5}',
+            b"",
+            b'{"a\xff": 1}',
+        ):
             await there.check_health()
             assert (there.replicas[0].healthy, there.load(there.replicas[0])) == (True, 0), load
 
@@ -236,12 +256,16 @@ async def test_an_answer_is_heard_that_comes_before_the_request_was_read() -> No
         await asyncio.sleep(3600)
 
     async with raw(refuses) as url, connect(parse_address(url, "it"), 5.0, 5.0) as exchange:
-        await exchange.send(b"POST / HTTP/1.1\r\nContent-Length: 9000000\r\n\r\n" + bytes(9_000_000))
+        await exchange.send(
+            b"POST / HTTP/1.1\r\nContent-Length: 9000000\r\n\r\n" + bytes(9_000_000)
+        )
         assert (exchange.status, await exchange.read_rest()) == (401, b"{}")
 
 
 # -- clients that try to write a replica's request -----------------------------------------------------------
-async def send(url: str, *parts: bytes, between: Callable[[], Awaitable[None]] | None = None) -> bytes:
+async def send(
+    url: str, *parts: bytes, between: Callable[[], Awaitable[None]] | None = None
+) -> bytes:
     """These bytes, and whatever comes back until the connection closes or nothing comes."""
     host, port = url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -284,9 +308,19 @@ async def test_paths_and_queries_are_written_anew() -> None:
 @in_loop
 async def test_headers_for_neighbours_go_no_further_on_the_way_there() -> None:
     replicas = fleet(1)
-    dropped = ("Connection: X-Hop, close", "Connection: x-other", "X-Hop: 1", "X-Other: 1", "TE: trailers",
-               "Keep-Alive: timeout=9", "Proxy-Connection: x", "Proxy-Authorization: Basic x", "Trailer: A",
-               "Upgrade: h2c", 'X-Request-Id: "odd"')  # fmt: skip
+    dropped = (
+        "Connection: X-Hop, close",
+        "Connection: x-other",
+        "X-Hop: 1",
+        "X-Other: 1",
+        "TE: trailers",
+        "Keep-Alive: timeout=9",
+        "Proxy-Connection: x",
+        "Proxy-Authorization: Basic x",
+        "Trailer: A",
+        "Upgrade: h2c",
+        'X-Request-Id: "odd"',
+    )
     async with routed(replicas) as there:
         lines = ["GET /v1/models HTTP/1.1", "Host: evil", *dropped, "X-Kept: 1", "", ""]
         await send(there.url, "\r\n".join(lines).encode())
@@ -319,8 +353,16 @@ async def test_what_follows_a_body_is_no_header() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value", "good"),
-    [(b"X-A", b"b \t\xff", True), (b"", b"", False), (b"a b", b"", False), (b"a:", b"", False),
-     (b"a\n", b"", False), (b"a", b"b\n", False), (b"a", b"\r", False), (b"a", b"\x00", False)],
-)  # fmt: skip
+    [
+        (b"X-A", b"b \t\xff", True),
+        (b"", b"", False),
+        (b"a b", b"", False),
+        (b"a:", b"", False),
+        (b"a\n", b"", False),
+        (b"a", b"b\n", False),
+        (b"a", b"\r", False),
+        (b"a", b"\x00", False),
+    ],
+)
 def test_what_may_stand_in_a_head(name: bytes, value: bytes, good: bool) -> None:
     assert is_header(name, value) == good

@@ -101,7 +101,10 @@ def both(say: Callable[[bytes, int], bytes]) -> list[Any]:
         forks: Any = Scripted(say)
         pool = TextPool(lambda: forks, seconds=5, most=1 << 20)
         try:
-            jobs = [pool.run(Job("x", facts_of(SERVED), 1 << 20), raw, "") for raw in (b"first", b"second")]
+            jobs = [
+                pool.run(Job("x", facts_of(SERVED), 1 << 20), raw, "")
+                for raw in (b"first", b"second")
+            ]
             return list(await asyncio.wait_for(asyncio.gather(*jobs, return_exceptions=True), 4))
         finally:
             await pool.close()

@@ -56,9 +56,13 @@ def test_completion_to_the_byte(server: Server) -> None:
 
 def test_streamed_chat_to_the_byte(server: Server) -> None:
     response = post(
-        server, "/v1/chat/completions", messages=HI, max_tokens=2, stream=True,
+        server,
+        "/v1/chat/completions",
+        messages=HI,
+        max_tokens=2,
+        stream=True,
         stream_options={"include_usage": True},
-    )  # fmt: skip
+    )
     body = re.sub(r'"chatcmpl-\w+"', '"ID"', response.text)
     body = re.sub(r'"created":\d+', '"created":0', body)
     head = (
@@ -68,13 +72,18 @@ def test_streamed_chat_to_the_byte(server: Server) -> None:
     first, second = answer(CHAT_PROMPT, 2)
     role = '{"role":"assistant","content":""}'
     assert body == (
-        head + f'{{"index":0,"delta":{role},"logprobs":null,"finish_reason":null}}]}}\n\n'
-        + head + f'{{"index":0,"delta":{{"content":"{first}"}},"logprobs":null,"finish_reason":null}}]}}\n\n'
-        + head + f'{{"index":0,"delta":{{"content":"{second}"}},"logprobs":null,"finish_reason":null}}]}}\n\n'
-        + head + '{"index":0,"delta":{},"logprobs":null,"finish_reason":"length","stop_reason":null}]}\n\n'
-        + head + '],"usage":{"prompt_tokens":21,"completion_tokens":2,"total_tokens":23,'
+        head
+        + f'{{"index":0,"delta":{role},"logprobs":null,"finish_reason":null}}]}}\n\n'
+        + head
+        + f'{{"index":0,"delta":{{"content":"{first}"}},"logprobs":null,"finish_reason":null}}]}}\n\n'
+        + head
+        + f'{{"index":0,"delta":{{"content":"{second}"}},"logprobs":null,"finish_reason":null}}]}}\n\n'
+        + head
+        + '{"index":0,"delta":{},"logprobs":null,"finish_reason":"length","stop_reason":null}]}\n\n'
+        + head
+        + '],"usage":{"prompt_tokens":21,"completion_tokens":2,"total_tokens":23,'
         '"prompt_tokens_details":{"cached_tokens":16}}}\n\ndata: [DONE]\n\n'
-    )  # fmt: skip
+    )
     assert response.headers["content-type"].startswith("text/event-stream")
 
 
@@ -98,7 +107,8 @@ def test_continuous_usage_counts_up(server: Server) -> None:
 # -- text ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("prompt", ["hello", "x", "hello<|leap|>", "a<|leap|>"])
 @pytest.mark.parametrize(
-    "stop", [None, "fox", "東京", "é, ", ["lazy", "dog"], ["zzz"], "😀", 'e"y', "\t& g", ["o", "fo"]]
+    "stop",
+    [None, "fox", "東京", "é, ", ["lazy", "dog"], ["zzz"], "😀", 'e"y', "\t& g", ["o", "fo"]],
 )
 def test_streaming_equals_not_streaming_and_stop_strings_cut_exactly(
     server: Server, prompt: str, stop: Any
@@ -116,7 +126,10 @@ def test_streaming_equals_not_streaming_and_stop_strings_cut_exactly(
         assert [x for part in logprobs for x in part[key]] == choice["logprobs"][key]
     # and against the specification
     stops = [stop] if isinstance(stop, str) else stop or []
-    n = next((n for n in range(1, 151) if any(answer(prompt, n).rstrip("�").endswith(s) for s in stops)), 150)
+    n = next(
+        (n for n in range(1, 151) if any(answer(prompt, n).rstrip("�").endswith(s) for s in stops)),
+        150,
+    )
     full = answer(prompt, n)
     cut = max((s for s in stops if full.endswith(s)), key=len, default="")
     assert choice["text"] == full[: len(full) - len(cut)]
@@ -137,9 +150,12 @@ def test_the_end_of_sequence_is_counted_and_not_shown(server: Server) -> None:
     assert body["choices"][0]["stop_reason"] is None
     assert body["usage"]["completion_tokens"] == 6
     assert body["choices"][0]["text"] == answer("<|short|>", 6)
-    assert "<|end|>" in post(
-        server, prompt="<|short|>", max_tokens=9, ignore_eos=True, skip_special_tokens=False
-    ).json()["choices"][0]["text"]  # fmt: skip
+    assert (
+        "<|end|>"
+        in post(
+            server, prompt="<|short|>", max_tokens=9, ignore_eos=True, skip_special_tokens=False
+        ).json()["choices"][0]["text"]
+    )
 
 
 def test_stop_token_ids_are_the_reason(server: Server) -> None:
@@ -210,7 +226,9 @@ def test_openai_client_completions_and_chats(client: openai.OpenAI) -> None:
     assert chat.usage.prompt_tokens_details.cached_tokens == 16
     assert chat.system_fingerprint == "fake"
     stream = client.chat.completions.create(model="fake", messages=HI, max_tokens=30, stream=True)  # type: ignore[call-overload]
-    assert "".join(part.choices[0].delta.content or "" for part in stream) == answer(CHAT_PROMPT, 30)
+    assert "".join(part.choices[0].delta.content or "" for part in stream) == answer(
+        CHAT_PROMPT, 30
+    )
 
 
 def test_openai_client_sees_errors(client: openai.OpenAI) -> None:
@@ -220,7 +238,9 @@ def test_openai_client_sees_errors(client: openai.OpenAI) -> None:
         client.completions.create(model="fake", prompt="x", temperature=-1)
     with pytest.raises(openai.InternalServerError, match="told to fail"):
         client.completions.create(model="fake", prompt="<|fail|>", max_tokens=9)
-    with pytest.raises(openai.APIError, match="told to fail"):  # at once, where no token was sent before it
+    with pytest.raises(
+        openai.APIError, match="told to fail"
+    ):  # at once, where no token was sent before it
         list(client.completions.create(model="fake", prompt="<|fail|>", max_tokens=9, stream=True))
 
 
@@ -236,14 +256,38 @@ def test_openai_client_sees_errors(client: openai.OpenAI) -> None:
         ("POST", "/v1/completions", b'{"prompt": "a", "n": 65}', 400, "invalid_value"),
         ("POST", "/v1/completions", b'{"prompt": "a", "n": true}', 400, "invalid_type"),
         ("POST", "/v1/completions", b'{"prompt": "a", "n": 2, "best_of": 1}', 400, "invalid_value"),
-        ("POST", "/v1/completions", b'{"prompt": "a", "best_of": 2, "stream": true}', 400, "invalid_value"),
+        (
+            "POST",
+            "/v1/completions",
+            b'{"prompt": "a", "best_of": 2, "stream": true}',
+            400,
+            "invalid_value",
+        ),
         ("POST", "/v1/completions", b'{"prompt": "a", "model": "b"}', 404, "model_not_found"),
-        ("POST", "/v1/completions", b'{"prompt": "' + b"x" * 3000 + b'"}', 400, "context_length_exceeded"),
-        ("POST", "/v1/completions", b'{"prompt": "' + b"x" * 90000 + b'"}', 400, "context_length_exceeded"),
+        (
+            "POST",
+            "/v1/completions",
+            b'{"prompt": "' + b"x" * 3000 + b'"}',
+            400,
+            "context_length_exceeded",
+        ),
+        (
+            "POST",
+            "/v1/completions",
+            b'{"prompt": "' + b"x" * 90000 + b'"}',
+            400,
+            "context_length_exceeded",
+        ),
         ("POST", "/v1/chat/completions", b'{"messages": 5}', 400, "invalid_type"),
         ("POST", "/tokenize", b"{}", 400, "missing_field"),
         ("POST", "/tokenize", b'{"prompt": 5}', 400, "invalid_json"),
-        ("POST", "/tokenize", b'{"prompt": "a", "reasoning_effort": "none at all"}', 400, "invalid_value"),
+        (
+            "POST",
+            "/tokenize",
+            b'{"prompt": "a", "reasoning_effort": "none at all"}',
+            400,
+            "invalid_value",
+        ),
         ("POST", "/tokenize", b'{"prompt": "a", "model": "other"}', 404, "model_not_found"),
         ("POST", "/detokenize", b'{"tokens": [1], "model": "other"}', 404, "model_not_found"),
         ("POST", "/detokenize", b'{"tokens": [9999]}', 400, "invalid_value"),
@@ -253,7 +297,9 @@ def test_openai_client_sees_errors(client: openai.OpenAI) -> None:
         ("GET", "/v1/nothing", b"", 404, "not_found"),
     ],
 )
-def test_errors(server: Server, method: str, path: str, body: bytes, status: int, reason: str) -> None:
+def test_errors(
+    server: Server, method: str, path: str, body: bytes, status: int, reason: str
+) -> None:
     response = server.http.request(method, path, content=body)
     assert response.status_code == status
     error = response.json()["error"]
@@ -293,7 +339,9 @@ def test_ten_megabytes_are_refused_before_they_are_read(server: Server) -> None:
     body = b'{"prompt": "' + b"x" * 10_000_000 + b'"}'
     response = server.http.post("/v1/completions", content=body, timeout=30)
     assert (response.status_code, response.json()["error"]["reason"]) == (413, "body_too_large")
-    parts = (body[i : i + 65536] for i in range(0, len(body), 65536))  # chunked: no length is announced
+    parts = (
+        body[i : i + 65536] for i in range(0, len(body), 65536)
+    )  # chunked: no length is announced
     response = server.http.post("/v1/completions", content=parts, timeout=30)
     assert (response.status_code, response.json()["error"]["reason"]) == (413, "body_too_large")
 
@@ -301,13 +349,19 @@ def test_ten_megabytes_are_refused_before_they_are_read(server: Server) -> None:
 def test_an_oversized_body_is_answered_while_it_is_still_being_sent(server: Server) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=60) as sock:
-        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10000000\r\n\r\n")
+        sock.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10000000\r\n\r\n"
+        )
         assert sock.recv(100).startswith(b"HTTP/1.1 413 ")
 
 
 def test_broken_http_hurts_nobody(server: Server) -> None:
     host, port = server.url.removeprefix("http://").split(":")
-    for junk in (b"\x00\xff\r\n\r\n", b"GET\r\n\r\n", b"POST / HTTP/1.1\r\ncontent-length: x\r\n\r\n"):
+    for junk in (
+        b"\x00\xff\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"POST / HTTP/1.1\r\ncontent-length: x\r\n\r\n",
+    ):
         with socket.create_connection((host, int(port)), timeout=60) as sock:
             sock.sendall(junk)
             sock.settimeout(30)
@@ -348,12 +402,21 @@ def test_metrics_have_vllms_names_and_count(server: Server) -> None:
     text = server.http.get("/metrics").text
     families = {family.name: family for family in text_string_to_metric_families(text)}
     for name in (
-        "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc",
-        "vllm:prompt_tokens", "vllm:generation_tokens", "vllm:prefix_cache_queries", "vllm:prefix_cache_hits",
-        "vllm:num_preemptions", "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds",
-        "vllm:e2e_request_latency_seconds", "vllm:request_prompt_tokens", "pageturner:engine_restarts",
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        "vllm:kv_cache_usage_perc",
+        "vllm:prompt_tokens",
+        "vllm:generation_tokens",
+        "vllm:prefix_cache_queries",
+        "vllm:prefix_cache_hits",
+        "vllm:num_preemptions",
+        "vllm:time_to_first_token_seconds",
+        "vllm:inter_token_latency_seconds",
+        "vllm:e2e_request_latency_seconds",
+        "vllm:request_prompt_tokens",
+        "pageturner:engine_restarts",
         "vllm:prompt_tokens_by_source",
-    ):  # fmt: skip
+    ):
         assert name in families, name
     buckets = [
         float(sample.value)
@@ -374,9 +437,11 @@ def test_metrics_say_what_of_the_machine_is_used(server: Server) -> None:
 
 
 def test_request_ids_are_echoed_and_logged_and_prompts_are_not(server: Server) -> None:
-    response = server.http.post("/v1/completions", json={"prompt": "my secret", "max_tokens": 2},
+    response = server.http.post(
+        "/v1/completions",
+        json={"prompt": "my secret", "max_tokens": 2},
         headers={"x-request-id": "trace-me.1"},
-    )  # fmt: skip
+    )
     assert response.headers["x-request-id"] == "trace-me.1"
     assert response.json()["id"] == "cmpl-trace-me.1"
     line = server.until(lambda: re.search(r".*trace-me\.1.*\n", server.log))[0]
@@ -396,7 +461,10 @@ def test_api_key(start: Any) -> None:
     guarded = start("--api-key", "sesame-123")
     for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic sesame-123"}):
         response = guarded.http.get("/v1/models", headers=headers)
-        assert (response.status_code, response.json()["error"]["reason"]) == (401, "invalid_api_key")
+        assert (response.status_code, response.json()["error"]["reason"]) == (
+            401,
+            "invalid_api_key",
+        )
     response = guarded.http.get("/v1/models", headers={"authorization": "bearer sesame-123"})
     assert response.status_code == 200
     for path in ("/health", "/metrics", "/ping", "/version"):

@@ -14,8 +14,10 @@ def test_events_are_whole_however_their_bytes_come(size: int) -> None:
     splitter = EventSplitter()
     pieces = [STREAM[at : at + size] for at in range(0, len(STREAM), size)]
     assert [event for piece in pieces for event in splitter.feed(piece)] == [
-        b'{"a": 1}', b'{"b": "\xc3\xa9"}', b"[DONE]"
-    ]  # fmt: skip
+        b'{"a": 1}',
+        b'{"b": "\xc3\xa9"}',
+        b"[DONE]",
+    ]
 
 
 def test_a_request_has_its_length_unless_it_is_a_get_without_a_body() -> None:

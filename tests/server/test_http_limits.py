@@ -74,13 +74,17 @@ async def loopback(
     async def app(scope: Any, receive: Any, send: Any) -> None:
         try:
             here.asked.append((dict(scope["headers"]), await read_body(receive, chosen.body_bytes)))
-        except ClientError:  # its client has left; the log would keep what it raised, and the connection
+        except (
+            ClientError
+        ):  # its client has left; the log would keep what it raised, and the connection
             return
         if here.understands:
             scope["state"]["release_body"]()
         await here.may_answer.wait()
         length = str(len(answer)).encode()
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", length)]})
+        await send(
+            {"type": "http.response.start", "status": 200, "headers": [(b"content-length", length)]}
+        )
         await send({"type": "http.response.body", "body": answer})
 
     middleware = RequestMiddleware(app, ApiKeys(), chosen.body_bytes)
@@ -363,7 +367,9 @@ def test_memory_of_half_sent_bodies_comes_back(start: Callable[..., Server]) -> 
 
     def resident() -> int:  # bytes, without what is shared with others
         lines = Path(f"/proc/{server.process.pid}/smaps_rollup").read_text().splitlines()
-        return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_Dirty:"))
+        return sum(
+            int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_Dirty:")
+        )
 
     def send(count: int, size: int, least: int) -> None:
         """So many half-sent bodies grow side by side, until the server holds so much memory."""
@@ -421,7 +427,9 @@ def test_small_bodies_get_in_whatever_large_ones_take() -> None:
     assert small.dropped == 0
 
 
-def test_a_body_of_the_largest_size_fits_and_files_bound_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_of_the_largest_size_fits_and_files_bound_connections(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda _: (256, 1024))
     limits = limits_of(ServerConfig(max_body_memory=0, max_body_size=1 << 20))
     assert limits.body_memory > 1 << 20
@@ -429,7 +437,10 @@ def test_a_body_of_the_largest_size_fits_and_files_bound_connections(monkeypatch
 
 
 def test_no_part_of_an_answer_waits_for_the_receipt_of_another() -> None:
-    with lifecycle.bind("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+    with (
+        lifecycle.bind("127.0.0.1", 0) as listener,
+        socket.create_connection(listener.getsockname()),
+    ):
         accepted, _ = listener.accept()
         with accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -19,7 +19,12 @@ def test_handlers_are_named_by_their_routes(start: Any) -> None:
     server = start()
     assert post(server, max_tokens=2).status_code == 200
     assert post(server, max_tokens=-2).status_code == 400
-    for path in ("/v1/requests/one/timeline", "/v1/requests/two/timeline", "/no/such/path", "/or/such"):
+    for path in (
+        "/v1/requests/one/timeline",
+        "/v1/requests/two/timeline",
+        "/no/such/path",
+        "/or/such",
+    ):
         assert server.http.get(path).status_code == 404
     assert server.http.request("PROPFIND", "/no/such/path").status_code == 404
     server.http.get("/health")

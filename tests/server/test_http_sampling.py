@@ -30,7 +30,10 @@ def shown(prompt: list[int], k: int) -> list[Any]:
         value, rank, top = prompt_logprob(token, k)
         ranked = {token: (value, rank)} | {t: (p, r) for r, (t, p) in enumerate(top, 1)}
         entries.append(
-            {str(t): {"logprob": p, "rank": r, "decoded_token": text(t)} for t, (p, r) in ranked.items()}
+            {
+                str(t): {"logprob": p, "rank": r, "decoded_token": text(t)}
+                for t, (p, r) in ranked.items()
+            }
         )
     return entries
 
@@ -43,7 +46,10 @@ def test_prompt_logprobs_of_completions(server: Server, prompt: str, k: int) -> 
     assert choice["prompt_logprobs"] == shown(prefix_tokens(prompt), k)
     assert choice["text"] == answer(prompt, 3)
     assert choice["logprobs"] is None
-    chunks = [chunk["choices"][0] for chunk in events(server, prompt=prompt, max_tokens=3, prompt_logprobs=k)]
+    chunks = [
+        chunk["choices"][0]
+        for chunk in events(server, prompt=prompt, max_tokens=3, prompt_logprobs=k)
+    ]
     assert chunks[0]["prompt_logprobs"] == choice["prompt_logprobs"]
     assert not any("prompt_logprobs" in chunk for chunk in chunks[1:])
 
@@ -93,7 +99,9 @@ def test_a_crash_inside_the_prompt_loses_and_repeats_nothing(
 
 
 # -- echo ----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("fields", [{}, {"logprobs": 0}, {"logprobs": 2}, {"stop": "o"}, {"max_tokens": 0}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"logprobs": 0}, {"logprobs": 2}, {"stop": "o"}, {"max_tokens": 0}]
+)
 @pytest.mark.parametrize("prompt", [LONG, "<|end|>a", list(b"ids"), ["one", "two"]])
 def test_echo_streamed_and_not(server: Server, prompt: Any, fields: dict[str, Any]) -> None:
     fields = {"prompt": prompt, "max_tokens": 12, "echo": True, **fields}
@@ -128,17 +136,19 @@ def test_loglikelihoods_as_harnesses_ask_for_them(server: Server) -> None:
     prompt = "naïve?"
     ids = prefix_tokens(prompt)
     for most in (0, 1):
-        logprobs = post(server, prompt=prompt, echo=True, logprobs=1, max_tokens=most).json()["choices"][0][
-            "logprobs"
-        ]
+        logprobs = post(server, prompt=prompt, echo=True, logprobs=1, max_tokens=most).json()[
+            "choices"
+        ][0]["logprobs"]
         assert logprobs["tokens"][: len(ids)] == [text(token) for token in ids]
         known = [prompt_logprob(token, 1) for token in ids[1:]]
         assert logprobs["token_logprobs"] == [None, *(p for p, _, _ in known), *([-0.5] * most)]
         assert logprobs["top_logprobs"][: len(ids)] == [
             None,
-            *({text(t): p for t, p in (*top, (token, value))} | {text(top[0][0]): top[0][1]}
-              for token, (value, _, top) in zip(ids[1:], known, strict=True)),
-        ]  # fmt: skip
+            *(
+                {text(t): p for t, p in (*top, (token, value))} | {text(top[0][0]): top[0][1]}
+                for token, (value, _, top) in zip(ids[1:], known, strict=True)
+            ),
+        ]
         # the second byte of ï shows its character; offsets are into the whole text
         assert logprobs["text_offset"] == [0, 1, 2, 2, 3, 4, 5, 6][: len(ids) + most]
         assert len(logprobs["tokens"]) == len(logprobs["text_offset"]) == len(ids) + most
@@ -162,7 +172,9 @@ def test_truncation_keeps_the_end_of_the_prompt(server: Server) -> None:
     assert same["choices"][0]["text"] == answer("hello", 4)
     room = post(server, prompt="x" * 5000, truncate_prompt_tokens=-1, max_tokens=4).json()
     assert room["usage"] == {**room["usage"], "prompt_tokens": 2044, "completion_tokens": 4}
-    chat = post(server, "/v1/chat/completions", messages=HI, truncate_prompt_tokens=3, max_tokens=4).json()
+    chat = post(
+        server, "/v1/chat/completions", messages=HI, truncate_prompt_tokens=3, max_tokens=4
+    ).json()
     assert chat["usage"]["prompt_tokens"] == 3
 
 
@@ -179,10 +191,19 @@ def test_include_stop_str_in_output(server: Server, stop: Any) -> None:
 def test_fields_reach_the_engine_and_answers_stay_whole(server: Server) -> None:
     """Every field at once, streamed and not: the fake engine ignores them and must not trip over them."""
     fields: dict[str, Any] = {
-        "max_tokens": 20, "repetition_penalty": 1.2, "presence_penalty": -1, "frequency_penalty": 0.5,
-        "logit_bias": {"65": 5, "66": -100}, "bad_words": ["foo", "é"], "allowed_token_ids": list(range(256)),
-        "min_tokens": 3, "logprobs": 2, "prompt_logprobs": 1, "echo": True, "seed": 5,
-    }  # fmt: skip
+        "max_tokens": 20,
+        "repetition_penalty": 1.2,
+        "presence_penalty": -1,
+        "frequency_penalty": 0.5,
+        "logit_bias": {"65": 5, "66": -100},
+        "bad_words": ["foo", "é"],
+        "allowed_token_ids": list(range(256)),
+        "min_tokens": 3,
+        "logprobs": 2,
+        "prompt_logprobs": 1,
+        "echo": True,
+        "seed": 5,
+    }
     body = post(server, **fields)
     assert body.status_code == 200, body.text
     assert text_of(events(server, **fields)) == body.json()["choices"][0]["text"]

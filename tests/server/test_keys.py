@@ -32,7 +32,9 @@ def test_all_keys_of_one_tenant_are_no_tenants_apart() -> None:
     for written in ("sesame", "acme:sesame,acme:old"):
         keys = read_api_keys(written, "")
         assert tenant(keys, "sesame") == tenant(keys, "sesame", "bearer") == ""
-        assert tenant(keys, "sesame", "Basic") is tenant(keys, "sesame2") is tenant(keys, "") is None
+        assert (
+            tenant(keys, "sesame", "Basic") is tenant(keys, "sesame2") is tenant(keys, "") is None
+        )
 
 
 def test_a_key_tells_the_tenant(tmp_path: Path) -> None:
@@ -62,7 +64,9 @@ def test_files_that_hold_no_keys(tmp_path: Path) -> None:
 
 def test_a_client_cannot_take_another_tenants_salt() -> None:
     tenants, own = ("", "a", "b", "a.b"), (None, "", "a", "b", "a/", "/", "b/x")
-    salts = {(tenant, salt or ""): cache_salt_of(tenant, salt) for tenant in tenants[1:] for salt in own}
+    salts = {
+        (tenant, salt or ""): cache_salt_of(tenant, salt) for tenant in tenants[1:] for salt in own
+    }
     assert len(set(salts.values())) == len(salts)
     assert cache_salt_of("", None) == "", "one tenant, no salt"
     assert cache_salt_of("", "x") == "x"
@@ -122,7 +126,12 @@ def test_tables_hold_hashes_and_limits(tmp_path: Path) -> None:
     ]
     found = keys.find(b"Bearer one")
     assert found is not None
-    assert (found.max_concurrent, found.queue_share, found.admin, found.tokens_per_minute) == (3, 1, False, 0)
+    assert (found.max_concurrent, found.queue_share, found.admin, found.tokens_per_minute) == (
+        3,
+        1,
+        False,
+        0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -182,7 +191,9 @@ def test_keys_are_read_again_on_sighup_and_bad_ones_are_not_taken(
     assert reload("b b:two", "the keys stay") == [401, 200]
 
 
-def test_an_admin_key_of_the_file_opens_the_admin_pages(start: Callable[..., Server], tmp_path: Path) -> None:
+def test_an_admin_key_of_the_file_opens_the_admin_pages(
+    start: Callable[..., Server], tmp_path: Path
+) -> None:
     file = tmp_path / "keys.toml"
     tables = [
         f'[[keys]]\ntenant = "{name}"\nsha256 = "{digest(name)}"\nadmin = {flag}\n'
@@ -197,7 +208,9 @@ def test_an_admin_key_of_the_file_opens_the_admin_pages(start: Callable[..., Ser
 
 def test_the_log_has_no_prompts_and_no_secrets(start: Callable[..., Server]) -> None:
     """At its most talkative, of requests that are answered, refused and broken."""
-    server = start("--api-key", "a:marker-key,b:other", "--admin-key", "marker-admin", "--log-level", "debug")
+    server = start(
+        "--api-key", "a:marker-key,b:other", "--admin-key", "marker-admin", "--log-level", "debug"
+    )
     header = {"x-marker": "marker-header", "cookie": "marker-cookie"}
     for key in ("marker-key", "marker-wrong", "marker-admin"):
         for fields in (
@@ -209,7 +222,9 @@ def test_the_log_has_no_prompts_and_no_secrets(start: Callable[..., Server]) -> 
             auth = {"authorization": f"Bearer {key}"}
             server.http.post("/v1/completions", json=body, headers=auth | header)
             server.http.post(
-                "/v1/chat/completions?q=marker-query", json={"messages": [body]}, headers=auth | header
+                "/v1/chat/completions?q=marker-query",
+                json={"messages": [body]},
+                headers=auth | header,
             )
             server.http.post("/v1/completions", content=b'{"prompt": "marker-broken', headers=auth)
             server.http.get("/v1/admin/config", headers=auth)

@@ -67,7 +67,9 @@ lifecycle.run(main())
 """
 
 
-@pytest.mark.parametrize(("seconds", "signals", "code"), [("3600", 2, 128 + signal.SIGTERM), ("0.2", 1, 1)])
+@pytest.mark.parametrize(
+    ("seconds", "signals", "code"), [("3600", 2, 128 + signal.SIGTERM), ("0.2", 1, 1)]
+)
 def test_a_loop_that_stands_still_can_be_ended(seconds: str, signals: int, code: int) -> None:
     program = [sys.executable, "-c", BLOCKED, seconds]
     with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as process:

@@ -78,7 +78,9 @@ def test_unknown_fields_are_passed_over_however_many() -> None:
 def test_the_whole_vocabulary_may_be_named() -> None:
     limits = replace(LIMITS, vocabulary=5000)
     every = {str(token): -1.5 for token in range(5000)}
-    raw = json.dumps({"prompt": "a", "logit_bias": every, "allowed_token_ids": list(range(5000))}).encode()
+    raw = json.dumps(
+        {"prompt": "a", "logit_bias": every, "allowed_token_ids": list(range(5000))}
+    ).encode()
     assert len(decode(raw, limits).logit_bias or ()) == 5000
     error = refusal(lambda: decode(raw, replace(limits, vocabulary=3000)))
     assert (error.code, "3000 tokens" in error.message) == ("too_many_values", True)
@@ -157,7 +159,12 @@ def test_a_text_of_long_tokens_is_tokenised_whole() -> None:
             return len(text) // 100
 
     served = replace(SERVED, tokenizer=Hundreds())
-    assert len(completions.read(decode(json.dumps({"prompt": "x" * 7900}).encode()), served).prompts[0]) == 79
+    assert (
+        len(
+            completions.read(decode(json.dumps({"prompt": "x" * 7900}).encode()), served).prompts[0]
+        )
+        == 79
+    )
 
 
 # -- counts and prices ---------------------------------------------------------------------------------------
@@ -172,7 +179,11 @@ def test_a_text_of_long_tokens_is_tokenised_whole() -> None:
             "request_too_costly",
             "allowed_token_ids",
         ),
-        ({"n": 8, "logit_bias": {str(i): 1 for i in range(160)}}, "request_too_costly", "logit_bias"),
+        (
+            {"n": 8, "logit_bias": {str(i): 1 for i in range(160)}},
+            "request_too_costly",
+            "logit_bias",
+        ),
         ({"n": 8, "bad_words": list("abcdefghij")}, "request_too_costly", "bad_words"),
         ({"n": 60, "max_tokens": 60, "logprobs": 1}, "request_too_costly", "logprobs"),
         ({"prompt": ["a" * 70] * 20, "prompt_logprobs": 2}, "request_too_costly", "logprobs"),
@@ -201,7 +212,10 @@ def test_what_ordinary_clients_ask_for_has_its_price_too(fields: dict[str, Any])
 @pytest.mark.parametrize(
     ("params", "named"),
     [
-        (SamplingParams(stop_ids=tuple(range(1025))), "stop_token_ids has 1025 tokens, at most 1024"),
+        (
+            SamplingParams(stop_ids=tuple(range(1025))),
+            "stop_token_ids has 1025 tokens, at most 1024",
+        ),
         (SamplingParams(stop_ids=tuple(range(33)), beam_width=32), "32 beams take at most 32"),
         (SamplingParams(stop=("x" * 1025,)), "a string may have 1024 characters"),
         (SamplingParams(stop=("x" * 1000,) * 5), "all of them together 4096"),
@@ -220,10 +234,14 @@ def test_ids_that_are_given_twice_count_once() -> None:
     assert (found.stop_ids, found.allowed_token_ids) == ((257, 5, 6), (7, 8))
 
 
-@pytest.mark.parametrize(("temperature", "taken"), [(0.0, 0.0), (1e-40, 0.0), (1e-320, 0.0), (0.01, 0.01)])
+@pytest.mark.parametrize(
+    ("temperature", "taken"), [(0.0, 0.0), (1e-40, 0.0), (1e-320, 0.0), (0.01, 0.01)]
+)
 def test_a_temperature_that_float32_has_not_is_greedy(temperature: float, taken: float) -> None:
     assert (
-        parameters.resolve(SamplingParams(temperature=temperature), BytesTokenizer(), 266).temperature
+        parameters.resolve(
+            SamplingParams(temperature=temperature), BytesTokenizer(), 266
+        ).temperature
         == taken
     )
 
@@ -231,7 +249,12 @@ def test_a_temperature_that_float32_has_not_is_greedy(temperature: float, taken:
 # -- what is kept --------------------------------------------------------------------------------------------
 def test_an_answer_under_way_keeps_nothing_of_its_body_but_small_things() -> None:
     body = completion(stop=["a"], logit_bias={"5": 1}, allowed_token_ids=[1], user="u").body
-    assert (body.prompt, body.stop, body.logit_bias, body.allowed_token_ids) == (None, None, None, None)
+    assert (body.prompt, body.stop, body.logit_bias, body.allowed_token_ids) == (
+        None,
+        None,
+        None,
+        None,
+    )
     assert body.user == "u"
 
 
@@ -260,10 +283,14 @@ def test_what_reshapes_logits_is_bounded_over_all_requests() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("request_id", "a\nb"), ("request_id", ""), ("request_id", "x" * 129), ("request_id", "a/b"),
-        ("cache_salt", "x" * 257), ("user", "x" * 257),
+        ("request_id", "a\nb"),
+        ("request_id", ""),
+        ("request_id", "x" * 129),
+        ("request_id", "a/b"),
+        ("cache_salt", "x" * 257),
+        ("user", "x" * 257),
     ],
-)  # fmt: skip
+)
 def test_names_that_are_kept_are_short_and_safe(name: str, value: str) -> None:
     error = refusal(completion, **{name: value})
     assert (error.status, error.code, error.param) == (400, "invalid_value", name)
@@ -293,7 +320,9 @@ def test_a_server_says_so_and_counts_it(start: Callable[..., Server]) -> None:
         assert answer.status_code == code or answer.json()["error"]["reason"] == code
         assert len(answer.text) < 5000
     assert (
-        server.metric('pageturner:refusals_total{engine="0",model_name="fake",reason="too_many_choices"}')
+        server.metric(
+            'pageturner:refusals_total{engine="0",model_name="fake",reason="too_many_choices"}'
+        )
         == 2
     )
 

@@ -19,7 +19,9 @@ def test_a_running_batch_is_seen_step_by_step(start: Start) -> None:
     server = start(FAKE_STEP_SECONDS="0.02")
     assert server.http.get("/v1/live").json()["steps"] == []
     with ThreadPoolExecutor(2) as pool:
-        running = [pool.submit(events, server, prompt=text, max_tokens=150) for text in ("one", "two")]
+        running = [
+            pool.submit(events, server, prompt=text, max_tokens=150) for text in ("one", "two")
+        ]
         server.until(lambda: len(server.http.get("/v1/live").json()["requests"]) == 2)
         server.until(lambda: len(server.http.get("/v1/live").json()["steps"]) > 9)
         seen = server.http.get("/v1/live").json()

@@ -41,18 +41,33 @@ def json_server(start: Callable[..., Server], *flags: str, **env: str) -> Server
 
 @pytest.mark.slow
 def test_access_lines_say_what_happened_and_no_secrets(start: Callable[..., Server]) -> None:
-    server = json_server(start, "--api-key", f"shop:{KEY},other:another-key", "--log-level", "debug")
+    server = json_server(
+        start, "--api-key", f"shop:{KEY},other:another-key", "--log-level", "debug"
+    )
     headers = {"authorization": f"Bearer {KEY}", "x-request-id": "trace-me.1"}
     body = {"prompt": PROMPT, "max_tokens": 2, "stop": "never mind", "user": "somebody"}
-    assert server.http.post(f"/v1/completions?key={KEY}", json=body, headers=headers).status_code == 200
-    wrong = server.http.post("/v1/completions", json=body, headers={"authorization": "Bearer wrong-key"})
+    assert (
+        server.http.post(f"/v1/completions?key={KEY}", json=body, headers=headers).status_code
+        == 200
+    )
+    wrong = server.http.post(
+        "/v1/completions", json=body, headers={"authorization": "Bearer wrong-key"}
+    )
     assert wrong.status_code == 401
     server.stop()
     lines = objects(server.finished())
     line = next(line for line in lines if line.get("request_id") == "trace-me.1")
-    expected = {"level": "info", "logger": "pageturner", "method": "POST", "path": "/v1/completions",
-                "status": 200, "prompt_tokens": 34, "output_tokens": 2, "finish_reason": "length",
-                "tenant": "shop"}  # fmt: skip
+    expected = {
+        "level": "info",
+        "logger": "pageturner",
+        "method": "POST",
+        "path": "/v1/completions",
+        "status": 200,
+        "prompt_tokens": 34,
+        "output_tokens": 2,
+        "finish_reason": "length",
+        "tenant": "shop",
+    }
     assert {name: line[name] for name in expected} == expected
     assert 0 < line["ttft_seconds"] <= line["seconds"]
     assert [line["status"] for line in lines if "status" in line] == [200, 401]
@@ -76,12 +91,19 @@ def test_who_only_watches_is_logged_at_debug(start: Callable[..., Server]) -> No
     [
         (["route", "http://127.0.0.1:9", "http://127.0.0.1:9"], "is there twice"),
         (["serve", "/there/is/no/model.gguf"], "/there/is/no/model.gguf"),
-        (["batch", "/there/is/no/file.jsonl", "out.jsonl", "--url", "http://127.0.0.1:9"], "file.jsonl"),
+        (
+            ["batch", "/there/is/no/file.jsonl", "out.jsonl", "--url", "http://127.0.0.1:9"],
+            "file.jsonl",
+        ),
     ],
 )
-def test_what_cannot_start_says_so_in_one_object(command: list[str], said: str, tmp_path: Path) -> None:
+def test_what_cannot_start_says_so_in_one_object(
+    command: list[str], said: str, tmp_path: Path
+) -> None:
     program = [sys.executable, "-m", "pageturner", *command, "--log-format", "json"]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
+    done = subprocess.run(
+        program, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path
+    )
     assert done.returncode in (1, 2)
     (line,) = objects(done.stderr)
     assert line["level"] == "error"

@@ -95,7 +95,9 @@ def test_a_long_answer_is_sent_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
 
     asyncio.run(check())
     assert b"".join(one["body"] for one in sent[1:]) == content
-    assert [(len(one["body"]), one["more_body"]) for one in sent[1:]] == [(100, True)] * 7 + [(50, False)]
+    assert [(len(one["body"]), one["more_body"]) for one in sent[1:]] == [(100, True)] * 7 + [
+        (50, False)
+    ]
 
 
 def chunks(text: str) -> Iterator[dict[str, object]]:
@@ -105,7 +107,13 @@ def chunks(text: str) -> Iterator[dict[str, object]]:
 
 
 def test_many_prompt_logprobs_are_the_same_in_a_stream(server: Server) -> None:
-    asked = {"prompt": "x" * 300, "max_tokens": 3, "logprobs": 2, "echo": True, "prompt_logprobs": 2}
+    asked = {
+        "prompt": "x" * 300,
+        "max_tokens": 3,
+        "logprobs": 2,
+        "echo": True,
+        "prompt_logprobs": 2,
+    }
     whole = server.http.post("/v1/completions", json=asked).json()["choices"][0]
     told = list(chunks(server.http.post("/v1/completions", json={**asked, "stream": True}).text))
     assert told[0]["prompt_logprobs"] == whole["prompt_logprobs"]

@@ -76,8 +76,14 @@ def test_events_come_in_order(server: Server) -> None:
     assert set(kinds[3:-3]) == {"content_block_delta"}
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
     start = told[0]["message"]
-    assert (start["content"], start["stop_reason"], start["usage"]["output_tokens"]) == ([], None, 0)
-    assert start["usage"]["input_tokens"] + start["usage"]["cache_read_input_tokens"] == PROMPT_TOKENS
+    assert (start["content"], start["stop_reason"], start["usage"]["output_tokens"]) == (
+        [],
+        None,
+        0,
+    )
+    assert (
+        start["usage"]["input_tokens"] + start["usage"]["cache_read_input_tokens"] == PROMPT_TOKENS
+    )
     texts = [event["delta"]["text"] for event in told if event["type"] == "content_block_delta"]
     assert "".join(texts) == answer(PROMPT, 9)
     assert told[-2]["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
@@ -90,9 +96,13 @@ def test_why_a_message_ends(server: Server) -> None:
     def ends(**fields: Any) -> tuple[Any, ...]:
         whole = server.http.post(PATH, json={"messages": HI, "max_tokens": 40, **fields}).json()
         streamed = events(
-            server.http.post(PATH, json={"messages": HI, "max_tokens": 40, "stream": True, **fields})
+            server.http.post(
+                PATH, json={"messages": HI, "max_tokens": 40, "stream": True, **fields}
+            )
         )
-        deltas = [event["delta"]["text"] for event in streamed if event["type"] == "content_block_delta"]
+        deltas = [
+            event["delta"]["text"] for event in streamed if event["type"] == "content_block_delta"
+        ]
         assert "".join(deltas) == whole["content"][0]["text"]
         assert streamed[-2]["delta"]["stop_reason"] == whole["stop_reason"]
         return whole["stop_reason"], whole["stop_sequence"], whole["content"][0]["text"]
@@ -114,8 +124,16 @@ def test_contents_and_systems_of_all_kinds() -> None:
 
 
 def test_fields_reach_the_parameters() -> None:
-    fields = {"temperature": 0.5, "top_k": 3, "top_p": 0.5, "stop_sequences": ["x"], "max_tokens": 7}
-    params = call(**fields, thinking={"type": "disabled"}, metadata={"user_id": "me"}, tools=[]).params[0]
+    fields = {
+        "temperature": 0.5,
+        "top_k": 3,
+        "top_p": 0.5,
+        "stop_sequences": ["x"],
+        "max_tokens": 7,
+    }
+    params = call(
+        **fields, thinking={"type": "disabled"}, metadata={"user_id": "me"}, tools=[]
+    ).params[0]
     assert (params.temperature, params.top_k, params.top_p) == (0.5, 3, 0.5)
     assert (params.stop, params.max_tokens) == (("x",), 7)
     schema = {"type": "json_schema", "schema": {"type": "object"}}
@@ -131,9 +149,21 @@ def test_fields_reach_the_parameters() -> None:
         ({"messages": None}, "missing_field", "messages"),
         ({"messages": []}, "missing_field", "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "invalid_value", "messages[0].role"),
-        ({"messages": [*HI, {"role": "assistant", "content": "x"}]}, "unsupported_parameter", "assistant"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "unsupported_parameter", "image"),
-        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "unsupported_parameter", "doc"),
+        (
+            {"messages": [*HI, {"role": "assistant", "content": "x"}]},
+            "unsupported_parameter",
+            "assistant",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "unsupported_parameter",
+            "image",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
+            "unsupported_parameter",
+            "doc",
+        ),
         ({"system": [{"type": "tool_result"}]}, "unsupported_parameter", "tool_result"),
         ({"messages": [{"role": "user", "content": 5}]}, "invalid_type", "messages[0].content"),
         ({"messages": [{"role": "user"}]}, "invalid_type", "messages[0].content"),
@@ -142,10 +172,14 @@ def test_fields_reach_the_parameters() -> None:
         ({"stop_sequences": [""]}, "invalid_value", "stop_sequences"),
         ({"stop_sequences": "x"}, "invalid_type", "stop_sequences"),
         ({"output_format": {"type": "xml"}}, "unsupported_parameter", "json_schema"),
-        ({"output_format": {"type": "json_schema", "schema": {"type": "x"}}}, "invalid_schema", "x"),
+        (
+            {"output_format": {"type": "json_schema", "schema": {"type": "x"}}},
+            "invalid_schema",
+            "x",
+        ),
         ({"model": "claude"}, "model_not_found", "claude"),
     ],
-)  # fmt: skip
+)
 def test_refusals(fields: dict[str, Any], code: str, says: str) -> None:
     error = refusal(**fields)
     assert (error.code, says in error.message) == (code, True), error.message
@@ -157,31 +191,57 @@ def test_errors_have_their_shape(start: Callable[..., Server]) -> None:
     key = {"x-api-key": "sesame"}
     for response, status, kind in (
         (server.http.post(PATH, json=body), 401, "authentication_error"),
-        (server.http.post(PATH, json=body, headers={"x-api-key": "wrong"}), 401, "authentication_error"),
+        (
+            server.http.post(PATH, json=body, headers={"x-api-key": "wrong"}),
+            401,
+            "authentication_error",
+        ),
         (server.http.post(PATH, json=body | {"model": "x"}, headers=key), 404, "not_found_error"),
         (server.http.post(PATH, json={}, headers=key), 400, "invalid_request_error"),
-        (server.http.post(PATH, json=body | {"system": "x" * 9999}, headers=key), 413, "request_too_large"),
+        (
+            server.http.post(PATH, json=body | {"system": "x" * 9999}, headers=key),
+            413,
+            "request_too_large",
+        ),
         (server.http.get(PATH, headers=key), 405, "invalid_request_error"),
     ):
         error = response.json()
-        assert (response.status_code, error["type"], error["error"]["type"]) == (status, "error", kind)
+        assert (response.status_code, error["type"], error["error"]["type"]) == (
+            status,
+            "error",
+            kind,
+        )
         assert error["error"]["message"]
     assert server.http.post(PATH, json=body, headers=key).status_code == 200
-    assert server.http.post(PATH, json=body, headers={"authorization": "Bearer sesame"}).status_code == 200
+    assert (
+        server.http.post(PATH, json=body, headers={"authorization": "Bearer sesame"}).status_code
+        == 200
+    )
     doubled = [("x-api-key", "sesame"), ("x-api-key", "sesame")]
-    assert server.http.post(PATH, json=body, headers=doubled).json()["error"]["reason"] == "duplicate_header"
-    fails = body | {"messages": [{"role": "user", "content": "<|fail|>"}], "max_tokens": 9, "stream": True}
+    assert (
+        server.http.post(PATH, json=body, headers=doubled).json()["error"]["reason"]
+        == "duplicate_header"
+    )
+    fails = body | {
+        "messages": [{"role": "user", "content": "<|fail|>"}],
+        "max_tokens": 9,
+        "stream": True,
+    }
     last = events(server.http.post(PATH, json=fails, headers=key))[-1]
     assert (last["type"], last["error"]["type"]) == ("error", "api_error")
 
 
 def test_tokens_are_counted(server: Server) -> None:
     def count(**fields: Any) -> Any:
-        response = server.http.post(f"{PATH}/count_tokens", json={"model": "fake", "messages": HI, **fields})
+        response = server.http.post(
+            f"{PATH}/count_tokens", json={"model": "fake", "messages": HI, **fields}
+        )
         return response.json()
 
     assert count() == {"input_tokens": PROMPT_TOKENS}
     assert count(system="be") == {"input_tokens": PROMPT_TOKENS + len("<system\nbe>\n")}
-    assert count(messages=[{"role": "user", "content": "x" * 6000}]) == {"input_tokens": PROMPT_TOKENS + 5998}
+    assert count(messages=[{"role": "user", "content": "x" * 6000}]) == {
+        "input_tokens": PROMPT_TOKENS + 5998
+    }
     assert count(tools=[{}])["error"]["type"] == "invalid_request_error"
     assert count(model="other")["error"]["type"] == "not_found_error"

@@ -46,9 +46,19 @@ def test_without_drafts_there_are_no_positions() -> None:
 def used(metrics: Metrics) -> dict[tuple[str, ...], float]:
     """(name, its own label) -> value of everything about utilisation."""
     text = render(metrics, "m", True, {}).decode()
-    names = ("step_seconds", "kernel_seconds", "operations", "read_bytes", "utilisation", "achieved")
+    names = (
+        "step_seconds",
+        "kernel_seconds",
+        "operations",
+        "read_bytes",
+        "utilisation",
+        "achieved",
+    )
     return {
-        (name.removesuffix("_total"), *(v for k, v in sample.labels.items() if k not in COMMON)): sample.value
+        (
+            name.removesuffix("_total"),
+            *(v for k, v in sample.labels.items() if k not in COMMON),
+        ): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
         if (name := sample.name.removeprefix("pageturner:")).startswith((*names, "machine_limit"))
@@ -61,15 +71,23 @@ def test_utilisation_is_absent_until_it_is_known() -> None:
     assert used(metrics) == {}, "an engine that counts nothing"
     metrics.engine_stats(WorkTotals(2.0, 1.0, 4e9, 1e9, 3e9, 1e9).as_dict())
     assert used(metrics) == {
-        ("step_seconds",): 2.0, ("kernel_seconds",): 1.0, ("operations", "int8"): 4e9,
-        ("operations", "fp32"): 1e9, ("read_bytes", "weights"): 3e9, ("read_bytes", "kv"): 1e9,
-        ("utilisation", "kernels"): 0.5, ("achieved", "read_gb_s"): 2.0, ("achieved", "int8_gop_s"): 2.0,
+        ("step_seconds",): 2.0,
+        ("kernel_seconds",): 1.0,
+        ("operations", "int8"): 4e9,
+        ("operations", "fp32"): 1e9,
+        ("read_bytes", "weights"): 3e9,
+        ("read_bytes", "kv"): 1e9,
+        ("utilisation", "kernels"): 0.5,
+        ("achieved", "read_gb_s"): 2.0,
+        ("achieved", "int8_gop_s"): 2.0,
         ("achieved", "fp32_gop_s"): 0.5,
-    }  # fmt: skip
+    }
     metrics.utilisation.limits = MachineLimits(20.0, 100.0, None)
     found = used(metrics)
     assert found["utilisation", "read"] == 0.1
-    assert ("utilisation", "compute") not in found, "fp32 products were made, and their limit is not known"
+    assert ("utilisation", "compute") not in found, (
+        "fp32 products were made, and their limit is not known"
+    )
     limits = {
         label: value
         for (name, *labels), value in found.items()

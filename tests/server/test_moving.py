@@ -23,12 +23,15 @@ MARK = re.compile(rb"^:pt .*\n\n", re.M)
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hello", "max_tokens": 12, "stream": True},
     "/v1/chat/completions": {
-        "messages": HI, "max_tokens": 12, "stream": True, "stream_options": {"include_usage": True},
+        "messages": HI,
+        "max_tokens": 12,
+        "stream": True,
+        "stream_options": {"include_usage": True},
         "stop": ["jumps"],
     },
     "/v1/messages": {"model": "fake", "messages": HI, "max_tokens": 12, "stream": True},
     "/v1/responses": {"input": HI, "max_output_tokens": 12, "stream": True},
-}  # fmt: skip
+}
 
 
 def marked(server: Server, path: str, **more: Any) -> bytes:
@@ -57,7 +60,9 @@ def test_a_stream_goes_on_behind_any_token(server: Server, path: str) -> None:
     begun, told, _ = parts(whole)
     assert len(told) == 11, "the last of 12 has no mark"
     seed = {} if path in ("/v1/messages", "/v1/responses") else {"seed": begun["seed"]}
-    unmarked = server.http.post(path, json=BODIES[path] | seed, headers={"x-request-id": "the-same"})
+    unmarked = server.http.post(
+        path, json=BODIES[path] | seed, headers={"x-request-id": "the-same"}
+    )
     assert clean(MARK.sub(b"", whole)) == clean(unmarked.content)
     for n in range(1, len(told) + 1):
         rest = resumed(server, path, begun, [token for _, token in told[:n]])
@@ -97,7 +102,11 @@ def test_streams_that_cannot_go_on_are_refused(server: Server) -> None:
         (400, "invalid_json", resumed(server, path, begun, [-1])),
         (400, "invalid_json", resumed(server, path, begun, tokens, more=1)),
         (400, "invalid_json", resumed(server, path, begun, tokens, body="{")),
-        (400, "invalid_value", resumed(server, path, begun, tokens, body='{"prompt":"a","max_tokens":64}')),
+        (
+            400,
+            "invalid_value",
+            resumed(server, path, begun, tokens, body='{"prompt":"a","max_tokens":64}'),
+        ),
     ):
         assert response.status_code == status, response.text
         assert response.json()["error"]["reason"] == code, response.text
@@ -124,7 +133,9 @@ def test_a_drained_server_hands_its_streams_on(start: Callable[..., Server]) -> 
     assert router.metric("pageturner:router_moved_total") == 3
     assert router.metric("pageturner:router_replica_put_aside_total") == 0
     assert (
-        servers[0].http.post("/v1/admin/drain", json={"drain": False}, headers=admin).json()["draining"]
+        servers[0]
+        .http.post("/v1/admin/drain", json={"drain": False}, headers=admin)
+        .json()["draining"]
         is False
     )
     assert servers[0].http.get("/health").status_code == 200
@@ -154,7 +165,9 @@ def test_an_answer_that_is_kept_moves_and_is_found_again(start: Callable[..., Se
     assert [one["sequence_number"] for one in told] == list(range(len(told)))
     response = told[-1]["response"]
     assert {one["response"]["id"] for one in told if "response" in one} == {response["id"]}
-    assert response["output"][0]["content"] == whole["output"][0]["content"], "not a byte is changed"
+    assert response["output"][0]["content"] == whole["output"][0]["content"], (
+        "not a byte is changed"
+    )
     assert response["previous_response_id"] == first["id"]
     assert response["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
     assert router.metric("pageturner:router_moved_total") == 1
@@ -193,9 +206,11 @@ def test_marks_are_taken_out_however_the_bytes_come() -> None:
         assert copy.movable
         assert out + copy.rest() == MARK.sub(b"", STREAM)
         assert json.loads(copy.request()) == {
-            "path": "/v1/completions", "body": "{}", "tokens": [11, 12, 13],
+            "path": "/v1/completions",
+            "body": "{}",
+            "tokens": [11, 12, 13],
             "begun": {"fingerprint": "f", "seed": 3, "created": 7},
-        }  # fmt: skip
+        }
 
 
 def test_a_client_never_has_what_has_no_mark() -> None:
@@ -209,7 +224,11 @@ def test_a_client_never_has_what_has_no_mark() -> None:
 
 
 def test_other_streams_are_passed_on_as_they_are() -> None:
-    for stream in (b"data: x\n\n:pt 5\n\n", b":ping\n\ndata: y\n\n", b":pt begin {]\n\ndata: z\n\n:pt 1\n\n"):
+    for stream in (
+        b"data: x\n\n:pt 5\n\n",
+        b":ping\n\ndata: y\n\n",
+        b":pt begin {]\n\ndata: z\n\n:pt 1\n\n",
+    ):
         copy, out = StreamCopy("/v1/completions", b"{}"), b""
         for i in range(len(stream)):
             out += copy.feed(stream[i : i + 1])
@@ -227,7 +246,9 @@ def test_other_streams_are_passed_on_as_they_are() -> None:
 def test_only_small_texts_are_kept() -> None:
     assert copy_of("POST", "/v1/completions", b"{}") is not None
     for method, path, body in (
-        ("GET", "/v1/completions", b""), ("POST", "/api/chat", b"{}"), ("POST", "/v1/completions", b"\xff"),
+        ("GET", "/v1/completions", b""),
+        ("POST", "/api/chat", b"{}"),
+        ("POST", "/v1/completions", b"\xff"),
         ("POST", "/v1/completions", bytes(MOST_BODY + 1)),
-    ):  # fmt: skip
+    ):
         assert copy_of(method, path, body) is None

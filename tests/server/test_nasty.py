@@ -25,10 +25,28 @@ from .test_openai import SERVED
 
 DIGITS = "9" * 400
 NASTY = (
-    DIGITS, "-" + DIGITS, "9" * 5000, "-1", "1e308", "1e400", "1e-40", "1e-320", '""', '"\\ud800"',
-    json.dumps("x" * 5000), "[[[1]]]", "[" * 2000, "true", "null", "{}", '{"9e9": 1e308}', "[1e400]",
-    f"[{DIGITS}]", f'{{"{DIGITS}": 1}}', f'[{{"role": {DIGITS}}}]',
-)  # fmt: skip
+    DIGITS,
+    "-" + DIGITS,
+    "9" * 5000,
+    "-1",
+    "1e308",
+    "1e400",
+    "1e-40",
+    "1e-320",
+    '""',
+    '"\\ud800"',
+    json.dumps("x" * 5000),
+    "[[[1]]]",
+    "[" * 2000,
+    "true",
+    "null",
+    "{}",
+    '{"9e9": 1e308}',
+    "[1e400]",
+    f"[{DIGITS}]",
+    f'{{"{DIGITS}": 1}}',
+    f'[{{"role": {DIGITS}}}]',
+)
 GOOD = {"prompt": '"hello"', "messages": json.dumps(HI), "max_tokens": "1"}
 FIELDS = RequestBody.__struct_fields__
 
@@ -63,7 +81,9 @@ def test_a_field_is_taken_or_refused(name: str, dialect: Any) -> None:
 def test_nothing_of_it_brings_a_server_down(start: Callable[..., Server]) -> None:
     server = start("--developer")
     answers = [
-        server.http.post("/v1/completions", content=body(name, v)) for name in FIELDS for v in NASTY[:1]
+        server.http.post("/v1/completions", content=body(name, v))
+        for name in FIELDS
+        for v in NASTY[:1]
     ]
     assert {answer.status_code for answer in answers} <= {200, 400, 404}
     assert post(server, max_tokens=1).status_code == 200

@@ -45,7 +45,11 @@ def test_a_chat_is_streamed_as_lines_unless_it_says_otherwise(server: Server) ->
     assert "".join(one["message"]["content"] for one in told) == answer(PROMPT, 20)
     assert {one["model"] for one in told} == {"fake"}
     last = told[-1]
-    assert (last["done_reason"], last["eval_count"], last["prompt_eval_count"]) == ("length", 20, 21)
+    assert (last["done_reason"], last["eval_count"], last["prompt_eval_count"]) == (
+        "length",
+        20,
+        21,
+    )
     assert last["total_duration"] >= last["eval_duration"] > 0
     whole = server.http.post("/api/chat", json={**fields, "stream": False}).json()
     assert whole["message"] == {"role": "assistant", "content": answer(PROMPT, 20)}
@@ -60,7 +64,9 @@ def test_generate_goes_through_the_template_unless_it_is_raw(server: Server) -> 
     assert ask(prompt="hi") == answer(PROMPT, 9)
     assert ask(prompt="hi", raw=True) == answer("hi", 9)
     assert ask(prompt="hi", system="be") == answer("<|bos|>system\nbe<|end|>\n" + PROMPT, 9)
-    streamed = lines(server.http.post("/api/generate", json={"prompt": "hi", "options": {"num_predict": 9}}))
+    streamed = lines(
+        server.http.post("/api/generate", json={"prompt": "hi", "options": {"num_predict": 9}})
+    )
     assert "".join(one["response"] for one in streamed) == answer(PROMPT, 9)
 
 
@@ -72,10 +78,20 @@ def test_the_end_of_an_answer(server: Server) -> None:
 
 def test_options_are_our_fields() -> None:
     options = {
-        "temperature": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.1, "seed": 3, "stop": ["x"],
-        "num_predict": 5, "repeat_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.4,
-        "num_ctx": 4096, "mirostat": 0, "num_gpu": 1,
-    }  # fmt: skip
+        "temperature": 0.5,
+        "top_k": 7,
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "seed": 3,
+        "stop": ["x"],
+        "num_predict": 5,
+        "repeat_penalty": 1.2,
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.4,
+        "num_ctx": 4096,
+        "mirostat": 0,
+        "num_gpu": 1,
+    }
     params = call(OLLAMA_CHAT, messages=HI, options=options).params[0]
     assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.5, 7, 0.9, 0.1)
     assert (params.seed, params.stop, params.max_tokens) == (3, ("x",), 5)
@@ -110,9 +126,13 @@ def test_formats() -> None:
         ({"stream": "yes"}, "invalid_type", "stream"),
         ({"model": "other"}, "model_not_found", "other"),
         ({"messages": [{"role": "user", "images": ["x"]}]}, "unsupported_parameter", "images"),
-        ({"options": {"num_predict": 500}}, "context_length_exceeded", "options.num_predict is 500"),
+        (
+            {"options": {"num_predict": 500}},
+            "context_length_exceeded",
+            "options.num_predict is 500",
+        ),
     ],
-)  # fmt: skip
+)
 def test_refusals_say_what_the_client_knows(fields: dict[str, Any], code: str, says: str) -> None:
     error = refusal(OLLAMA_CHAT, **{"messages": HI, **fields})
     assert (error.code, says in error.message) == (code, True), error.message
@@ -148,7 +168,9 @@ def test_errors_have_their_shape(start: Callable[..., Server]) -> None:
 def test_what_asks_for_nothing_has_the_model_loaded(server: Server) -> None:
     loaded = server.http.post("/api/generate", json={"model": "fake"}).json()
     assert (loaded["response"], loaded["done"], loaded["done_reason"]) == ("", True, "load")
-    loaded = server.http.post("/api/chat", json={"model": "fake", "messages": [], "keep_alive": 0}).json()
+    loaded = server.http.post(
+        "/api/chat", json={"model": "fake", "messages": [], "keep_alive": 0}
+    ).json()
     assert (loaded["message"]["content"], loaded["done_reason"]) == ("", "unload")
     assert server.http.post("/api/chat", json={"model": "other"}).status_code == 404
 
@@ -171,4 +193,6 @@ def test_a_long_one_is_read_by_a_worker(server: Server) -> None:
     assert refused.status_code == 400
     assert refused.json()["error"].startswith("This model's maximum context length")
     body = {"messages": HI, "options": {"num_predict": 2}, "padding": "x" * 5000, "stream": False}
-    assert server.http.post("/api/chat", json=body).json()["message"]["content"] == answer(PROMPT, 2)
+    assert server.http.post("/api/chat", json=body).json()["message"]["content"] == answer(
+        PROMPT, 2
+    )

@@ -32,14 +32,18 @@ def read(dialect: Any = OLLAMA_EMBED, **fields: Any) -> Call:
 
 def test_rows_of_both_ways(server: Server) -> None:
     unit = 2.0**-24
-    told = server.http.post("/api/embed", json={"model": "fake:latest", "input": ["ab", "c"]}).json()
+    told = server.http.post(
+        "/api/embed", json={"model": "fake:latest", "input": ["ab", "c"]}
+    ).json()
     assert (told["model"], told["prompt_eval_count"], told["load_duration"]) == ("fake", 3, 0)
     assert told["total_duration"] > 0
     assert [math.hypot(*row) for row in told["embeddings"]] == pytest.approx([1, 1])
     assert told["embeddings"][0][0] / told["embeddings"][0][1] == pytest.approx(97.5)
     one = server.http.post("/api/embed", json={"input": "ab", "dimensions": 1}).json()
     assert one["embeddings"] == [[1.0]]
-    old = server.http.post("/api/embeddings", json={"prompt": "ab", "options": {"num_ctx": 5}}).json()
+    old = server.http.post(
+        "/api/embeddings", json={"prompt": "ab", "options": {"num_ctx": 5}}
+    ).json()
     assert old == {"embedding": [97.5 * unit, unit]}
     refused = server.http.post("/api/embed", json={"input": "ab", "dimensions": 3})
     assert refused.status_code == 400

@@ -17,7 +17,9 @@ from pageturner.text.chat_template import ChatTemplate
 
 from .bytes_tokenizer import TEMPLATE, BytesTokenizer
 
-SERVED = ServedModel("m", BytesTokenizer(), ChatTemplate(TEMPLATE, "<|bos|>", "<|end|>"), 100, 80, 266)
+SERVED = ServedModel(
+    "m", BytesTokenizer(), ChatTemplate(TEMPLATE, "<|bos|>", "<|end|>"), 100, 80, 266
+)
 HI = [{"role": "user", "content": "hi"}]
 
 
@@ -37,7 +39,11 @@ def refusal(call: Any, **fields: Any) -> ClientError:
 
 def test_forced_end_is_for_developers() -> None:
     refused = refusal(completion, forced_end=3)
-    assert (refused.status, refused.code, refused.param) == (400, "unsupported_parameter", "forced_end")
+    assert (refused.status, refused.code, refused.param) == (
+        400,
+        "unsupported_parameter",
+        "forced_end",
+    )
     served = replace(SERVED, developer=True)
     call = completions.read(RequestBody(prompt="hello", forced_end=3), served)
     assert (call.params[0].forced_end, call.params[0].stop_ids) == (3, (257,))
@@ -56,7 +62,9 @@ def test_defaults() -> None:
 
 def test_a_chat_may_use_the_rest_of_what_there_is_room_for() -> None:
     call = chat()
-    assert call.params[0].max_tokens == 81 - len(call.prompts[0])  # KV memory, and the last token needs none
+    assert call.params[0].max_tokens == 81 - len(
+        call.prompts[0]
+    )  # KV memory, and the last token needs none
     assert bytes(t for t in call.prompts[0] if t < 256) == b"user\nhi\nassistant\n"
 
 
@@ -80,9 +88,18 @@ def test_prompts(prompt: Any, expected: list[tuple[int, ...]]) -> None:
 
 def test_fields_reach_the_sampling_parameters() -> None:
     params = completion(
-        max_tokens=9, min_tokens=2, temperature=0, top_p=0.5, top_k=7, min_p=0.1, seed=-1, stop=["a", "b"],
-        stop_token_ids=[5], ignore_eos=True, logprobs=3,
-    ).params[0]  # fmt: skip
+        max_tokens=9,
+        min_tokens=2,
+        temperature=0,
+        top_p=0.5,
+        top_k=7,
+        min_p=0.1,
+        seed=-1,
+        stop=["a", "b"],
+        stop_token_ids=[5],
+        ignore_eos=True,
+        logprobs=3,
+    ).params[0]
     assert (params.max_tokens, params.min_tokens, params.temperature) == (9, 2, 0)
     assert (params.top_p, params.top_k, params.min_p, params.seed) == (0.5, 7, 0.1, 2**63 - 1)
     assert (params.stop, params.stop_ids, params.logprobs) == (("a", "b"), (5,), 3)
@@ -95,21 +112,42 @@ def test_fields_reach_the_sampling_parameters() -> None:
 
 def test_what_reshapes_logits_reaches_the_sampling_parameters() -> None:
     params = completion(
-        repetition_penalty=1.2, presence_penalty=-2, frequency_penalty=0.5, logit_bias={"5": 101, "7": -3.5},
-        bad_words=["ab", " c"], allowed_token_ids=[1, 2], prompt_logprobs=4, truncate_prompt_tokens=3,
+        repetition_penalty=1.2,
+        presence_penalty=-2,
+        frequency_penalty=0.5,
+        logit_bias={"5": 101, "7": -3.5},
+        bad_words=["ab", " c"],
+        allowed_token_ids=[1, 2],
+        prompt_logprobs=4,
+        truncate_prompt_tokens=3,
         include_stop_str_in_output=True,
-    ).params[0]  # fmt: skip
-    assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.2, -2, 0.5)
+    ).params[0]
+    assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (
+        1.2,
+        -2,
+        0.5,
+    )
     assert params.logit_bias == {5: 100.0, 7: -3.5}, "a bias is at most 100, as in vLLM"
-    assert params.bad_words_token_ids == ((97, 98), (99,)), "a word behind a space is more tokens here"
+    assert params.bad_words_token_ids == ((97, 98), (99,)), (
+        "a word behind a space is more tokens here"
+    )
     assert (params.allowed_token_ids, params.prompt_logprobs) == ((1, 2), 4)
     assert params.include_stop_str_in_output
     assert completion(truncate_prompt_tokens=3).prompts == (tuple(b"llo"),)
-    assert completion(prompt=["hello", "x"], truncate_prompt_tokens=2).prompts == (tuple(b"lo"), tuple(b"x"))
-    assert completion(prompt="x" * 100, truncate_prompt_tokens=-1, max_tokens=9).prompts == ((120,) * 72,)
+    assert completion(prompt=["hello", "x"], truncate_prompt_tokens=2).prompts == (
+        tuple(b"lo"),
+        tuple(b"x"),
+    )
+    assert completion(prompt="x" * 100, truncate_prompt_tokens=-1, max_tokens=9).prompts == (
+        (120,) * 72,
+    )
     assert len(chat(truncate_prompt_tokens=4).prompts[0]) == 4
     neutral = completion(logit_bias={}, bad_words=[], repetition_penalty=None).params[0]
-    assert (neutral.logit_bias, neutral.bad_words_token_ids, neutral.repetition_penalty) == (None, (), 1.0)
+    assert (neutral.logit_bias, neutral.bad_words_token_ids, neutral.repetition_penalty) == (
+        None,
+        (),
+        1.0,
+    )
 
 
 def test_echo() -> None:
@@ -139,7 +177,9 @@ def test_whole_numbers_may_have_a_point(raw: bytes, tokens: tuple[int, ...]) -> 
 
 
 def test_null_means_not_given() -> None:
-    fields = dict.fromkeys(["stop", "seed", "temperature", "max_tokens", "logprobs", "n", "stream_options"])
+    fields = dict.fromkeys(
+        ["stop", "seed", "temperature", "max_tokens", "logprobs", "n", "stream_options"]
+    )
     assert completion(**fields).params[0].max_tokens == 16
 
 
@@ -152,10 +192,21 @@ def test_message_contents_of_all_kinds() -> None:
 
 
 NEUTRAL = {
-    "n": 1, "best_of": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.0,
-    "logit_bias": {}, "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "echo": False,
-    "suffix": None, "prompt_logprobs": None, "use_beam_search": False, "structured_outputs": None,
-}  # fmt: skip
+    "n": 1,
+    "best_of": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": {},
+    "tools": [],
+    "tool_choice": "none",
+    "response_format": {"type": "text"},
+    "echo": False,
+    "suffix": None,
+    "prompt_logprobs": None,
+    "use_beam_search": False,
+    "structured_outputs": None,
+}
 
 
 def test_neutral_values_of_what_is_not_there_yet_are_taken() -> None:
@@ -165,10 +216,13 @@ def test_neutral_values_of_what_is_not_there_yet_are_taken() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("tools", [{}]), ("tool_choice", "required"),
-        ("suffix", "x"), ("guided_whitespace_pattern", "x"), ("grammar", "root"),
+        ("tools", [{}]),
+        ("tool_choice", "required"),
+        ("suffix", "x"),
+        ("guided_whitespace_pattern", "x"),
+        ("grammar", "root"),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_there_yet_is_refused_by_name(name: str, value: Any) -> None:
     error = refusal(completion, **{name: value})
     assert (error.status, error.code, error.param) == (400, "unsupported_parameter", name)
@@ -264,7 +318,10 @@ def test_wrong_completions(fields: dict[str, Any], code: str, param: str) -> Non
         ({"messages": ["hi"]}, "invalid_type"),
         ({"messages": [{"content": "x"}]}, "invalid_type"),
         ({"messages": [{"role": "user", "content": 5}]}, "invalid_type"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "unsupported_parameter"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "unsupported_parameter",
+        ),
         ({"logprobs": 2}, "invalid_type"),
         ({"top_logprobs": 2}, "invalid_value"),
         ({"logprobs": True, "top_logprobs": 21}, "invalid_value"),
@@ -281,7 +338,17 @@ def test_wrong_chats(fields: dict[str, Any], code: str) -> None:
 
 @pytest.mark.parametrize(
     "raw",
-    [b"", b"{", b"[]", b"5", b'"x"', b'{"a": NaN}', b'{"temperature": 1e999}', b"\xff\xfe", b"[" * 100_000],
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"5",
+        b'"x"',
+        b'{"a": NaN}',
+        b'{"temperature": 1e999}',
+        b"\xff\xfe",
+        b"[" * 100_000,
+    ],
 )
 def test_what_is_no_json_object_is_a_400(raw: bytes) -> None:
     with pytest.raises(ClientError) as caught:

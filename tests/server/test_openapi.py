@@ -25,7 +25,11 @@ DOCUMENT, OPEN = document(SERVED, keyed=True), document(SERVED, keyed=False)
 def routes() -> set[tuple[str, str]]:
     """Method and path of every route of a server, without those that only answer for others."""
     app = create_app(MagicMock(config=ServerConfig()))
-    found = [route for route in app.routes if isinstance(route, Route) and not route.path[1:].endswith("/")]
+    found = [
+        route
+        for route in app.routes
+        if isinstance(route, Route) and not route.path[1:].endswith("/")
+    ]
     return {
         (method, route.path.replace(":path}", "}"))
         for route in found
@@ -40,8 +44,12 @@ def _methods_of(route: Route) -> set[str]:
 
 def test_every_route_is_documented_and_the_other_way_round() -> None:
     known = {(one.method, one.path) for one in OPERATIONS}
-    missing = [f"ApiOperation({method!r}, {path!r}, ...)" for method, path in sorted(routes() - known)]
-    assert not missing, f"add to OPERATIONS in server/api/openapi/openapi_operations.py: {', '.join(missing)}"
+    missing = [
+        f"ApiOperation({method!r}, {path!r}, ...)" for method, path in sorted(routes() - known)
+    ]
+    assert not missing, (
+        f"add to OPERATIONS in server/api/openapi/openapi_operations.py: {', '.join(missing)}"
+    )
     assert known - routes() == set(), "no route has these"
 
 
@@ -57,7 +65,9 @@ def test_an_operation_is_a_line_of_the_table() -> None:
         "required": True,
         "schema": 0,
     }
-    assert made["responses"]["200"]["content"]["application/json"]["schema"]["$ref"].endswith("/Version")
+    assert made["responses"]["200"]["content"]["application/json"]["schema"]["$ref"].endswith(
+        "/Version"
+    )
     assert "security" not in made
     assert "401" not in made["responses"]
 
@@ -88,11 +98,23 @@ def test_bounds_are_those_of_the_model_that_is_served(server: Server) -> None:
 CHAT: dict[str, Any] = {"messages": HI, "max_tokens": 3}
 ASKED: list[tuple[str, str, Any]] = [
     ("POST", "/v1/completions", {"prompt": "hi", "max_tokens": 3, "logprobs": 2, "timings": True}),
-    ("POST", "/v1/completions", {"prompt": ["a", [1, 2]], "n": 2, "echo": True, "prompt_logprobs": 1}),
-    ("POST", "/v1/completions", {"prompt": "hi", "stream": True, "return_token_ids": True, "logprobs": 0}),
+    (
+        "POST",
+        "/v1/completions",
+        {"prompt": ["a", [1, 2]], "n": 2, "echo": True, "prompt_logprobs": 1},
+    ),
+    (
+        "POST",
+        "/v1/completions",
+        {"prompt": "hi", "stream": True, "return_token_ids": True, "logprobs": 0},
+    ),
     ("POST", "/v1/completions", {"prompt": 5}),
     ("POST", "/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 2, "stop": "e"}),
-    ("POST", "/v1/chat/completions", CHAT | {"stream": True, "stream_options": {"include_usage": True}}),
+    (
+        "POST",
+        "/v1/chat/completions",
+        CHAT | {"stream": True, "stream_options": {"include_usage": True}},
+    ),
     ("POST", "/v1/chat/completions", CHAT | {"model": "other"}),
     ("POST", "/v1/responses", {"input": "hi", "max_output_tokens": 3}),
     ("POST", "/v1/responses", {"input": "hi", "max_output_tokens": 3, "stream": True}),

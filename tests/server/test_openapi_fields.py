@@ -39,8 +39,13 @@ from support.json_schemas import Validator
 from .test_openai import HI, SERVED
 
 SOME = replace(
-    SERVED, context=800, capacity=640, developer=True, tool_call_parser="hermes", reasoning_parser="think",
-)  # fmt: skip
+    SERVED,
+    context=800,
+    capacity=640,
+    developer=True,
+    tool_call_parser="hermes",
+    reasoning_parser="think",
+)
 DOCUMENT = Validator(document(SOME, keyed=False))
 LONGEST = 640
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -94,10 +99,21 @@ BESIDE: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 # text in another language, which is read by whoever knows it: the document says where it stands
-LANGUAGES = frozenset({
-    "structured_outputs", "response_format", "text", "output_config", "output_format", "format", "tools",
-    "tool_choice", "guided_json", "guided_regex", "guided_grammar",
-})  # fmt: skip
+LANGUAGES = frozenset(
+    {
+        "structured_outputs",
+        "response_format",
+        "text",
+        "output_config",
+        "output_format",
+        "format",
+        "tools",
+        "tool_choice",
+        "guided_json",
+        "guided_regex",
+        "guided_grammar",
+    }
+)
 # what goes on between requests, which no request alone tells
 BETWEEN = frozenset({"previous_response_id", "store", "background"})
 MEND = "mend its schema in openapi_bodies.py or field_table.py, or its check"
@@ -147,14 +163,20 @@ def hold(shape: str, name: str, examples: int) -> None:
     body = {**good, **BESIDE.get(shape, {}).get(name, {})}
     field = schema["properties"][name]
     few = settings(
-        max_examples=examples, deadline=None, database=None, derandomize=True, phases=[Phase.generate],
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
+    )
 
     def taken(value: Any) -> None:
         if not cannot_tell(name, value, schema):
             why = refusal({**body, name: value})
-            assert not why, f"the document allows {name}: {value!r}, and the server says {why!r}: {MEND}"
+            assert not why, (
+                f"the document allows {name}: {value!r}, and the server says {why!r}: {MEND}"
+            )
 
     def refused(value: Any) -> None:
         said = f"the document does not allow {name}: {value!r}, and the server takes it: {MEND}"
@@ -175,7 +197,10 @@ def hold(shape: str, name: str, examples: int) -> None:
 
 def every_field() -> list[tuple[str, str]]:
     return [
-        (shape, name) for shape in SCHEMAS for name in SCHEMAS[shape]["properties"] if name not in BETWEEN
+        (shape, name)
+        for shape in SCHEMAS
+        for name in SCHEMAS[shape]["properties"]
+        if name not in BETWEEN
     ]
 
 

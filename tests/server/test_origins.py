@@ -27,7 +27,15 @@ def verdict(rules: OriginRules, method: str = "POST", **headers: str) -> str:
 
 @pytest.mark.parametrize(
     "host",
-    ["localhost", "LOCALHOST:8000", "127.0.0.1:8000", "127.8.0.1", "[::1]:80", "a.localhost", "localhost."],
+    [
+        "localhost",
+        "LOCALHOST:8000",
+        "127.0.0.1:8000",
+        "127.8.0.1",
+        "[::1]:80",
+        "a.localhost",
+        "localhost.",
+    ],
 )
 def test_names_of_this_machine(host: str) -> None:
     assert verdict(LOCAL, host=host) == verdict(OPEN, host=host) == ""
@@ -66,9 +74,18 @@ def test_pages_must_say_that_they_send_json_and_others_need_not() -> None:
     page = {"host": "localhost:8000", "origin": "http://localhost:8000"}
     for kind in ("application/json", "application/json; charset=utf-8", "application/x+json"):
         assert verdict(LOCAL, content_type=kind, **page) == ""
-    for kind in ("text/plain", "application/x-www-form-urlencoded", "text/json", "application/jsonx"):
+    for kind in (
+        "text/plain",
+        "application/x-www-form-urlencoded",
+        "text/json",
+        "application/jsonx",
+    ):
         assert verdict(LOCAL, content_type=kind, **page) == "unsupported_media_type"
-        assert verdict(LOCAL, "GET", content_type=kind, **page) == verdict(LOCAL, content_type=kind) == ""
+        assert (
+            verdict(LOCAL, "GET", content_type=kind, **page)
+            == verdict(LOCAL, content_type=kind)
+            == ""
+        )
 
 
 @pytest.mark.parametrize("origin", ["pages.example", "https://pages.example/path", ",x"])
@@ -135,11 +152,15 @@ def test_a_page_that_may_ask_may_also_read(start: Start) -> None:
     preflight = server.http.options("/v1/completions", headers=page | asked)
     assert preflight.status_code == 200
     assert "authorization" in preflight.headers["access-control-allow-headers"]
-    answer = server.http.post("/v1/completions", json={"prompt": "hi", "max_tokens": 1}, headers=page)
+    answer = server.http.post(
+        "/v1/completions", json={"prompt": "hi", "max_tokens": 1}, headers=page
+    )
     assert answer.status_code == 200
     assert answer.headers["access-control-allow-origin"] == page["origin"]
     assert (
-        server.http.options("/v1/completions", headers=asked | {"origin": "https://evil.example"}).status_code
+        server.http.options(
+            "/v1/completions", headers=asked | {"origin": "https://evil.example"}
+        ).status_code
         == 400
     )
 

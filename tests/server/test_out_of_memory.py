@@ -33,7 +33,9 @@ LARGE = {"prompt": "word " * 500_000, "max_tokens": 2}
 def data_bytes(pid: int) -> int:
     """What the kernel counts against RLIMIT_DATA."""
     status = Path(f"/proc/{pid}/status").read_text()
-    return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmData")).split()[1])
+    return 1024 * int(
+        next(line for line in status.splitlines() if line.startswith("VmData")).split()[1]
+    )
 
 
 def test_large_bodies_are_refused_short_ones_are_not_and_a_stream_goes_on(
@@ -46,7 +48,9 @@ def test_large_bodies_are_refused_short_ones_are_not_and_a_stream_goes_on(
         server.until(lambda: server.notes("submit"))
         resource.prlimit(pid, resource.RLIMIT_DATA, (data_bytes(pid) + ROOM, most))
         found = [pool.submit(lambda: post(server, **LARGE)) for _ in range(4)]
-        told = Counter((one.result().status_code, one.result().json()["error"]["reason"]) for one in found)
+        told = Counter(
+            (one.result().status_code, one.result().json()["error"]["reason"]) for one in found
+        )
         page = pool.submit(lambda: server.http.get("/health"))
         for size in (0, 50_000):  # read at once, and by another process
             short = post(server, prompt="short", max_tokens=5, padding="x" * size)

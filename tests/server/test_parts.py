@@ -28,7 +28,10 @@ SAID: list[tuple[str, list[Part]]] = [
     ("Well.", [("content", "", "Well.")]),
     (CALL, [LOOK]),
     (f"Well.\n{CALL}\n{CALL}", [("content", "", "Well."), LOOK, LOOK]),
-    (f"<think>\nHm.\n</think>\n\n{CALL} Done.", [("reasoning", "", "Hm."), LOOK, ("content", "", " Done.")]),
+    (
+        f"<think>\nHm.\n</think>\n\n{CALL} Done.",
+        [("reasoning", "", "Hm."), LOOK, ("content", "", " Done.")],
+    ),
     ("<think>\nHm.\n</think>\n\nYes", [("reasoning", "", "Hm."), ("content", "", "Yes")]),
     ("<think>Hm", [("reasoning", "", "Hm")]),
     ("", [("content", "", "")]),
@@ -49,7 +52,12 @@ def chat_body(fields: Json) -> Json:
 
 def responses_body(fields: Json) -> Json:
     most = fields.pop("max_tokens")
-    return {"input": "hi", "tools": [{"type": "function", **FUNCTION}], "max_output_tokens": most, **fields}
+    return {
+        "input": "hi",
+        "tools": [{"type": "function", **FUNCTION}],
+        "max_output_tokens": most,
+        **fields,
+    }
 
 
 def messages_body(fields: Json) -> Json:
@@ -71,7 +79,11 @@ def chat_whole(told: Json) -> tuple[list[Part], Any, int]:
         parts.append(("content", "", message["content"]))
     for call in message.get("tool_calls", ()):
         parts.append(("call", call["function"]["name"], call["function"]["arguments"]))
-    return parts, choice["finish_reason"], told["usage"]["completion_tokens_details"]["reasoning_tokens"]
+    return (
+        parts,
+        choice["finish_reason"],
+        told["usage"]["completion_tokens_details"]["reasoning_tokens"],
+    )
 
 
 def responses_whole(told: Json) -> tuple[list[Part], Any, int]:
@@ -130,7 +142,11 @@ def chat_streamed(response: httpx.Response) -> tuple[list[Part], Any, int]:
 
 def responses_streamed(response: httpx.Response) -> tuple[list[Part], Any, int]:
     """Each event is where it must be: within its item, and that behind the one before it."""
-    names = {"output_text": "content", "reasoning_text": "reasoning", "function_call_arguments": "call"}
+    names = {
+        "output_text": "content",
+        "reasoning_text": "reasoning",
+        "function_call_arguments": "call",
+    }
     parts: list[Part] = []
     item: Json | None = None
     last: Json = {}
@@ -198,7 +214,9 @@ def ollama_said(message: Json, reason: str) -> tuple[list[Part], Any, int]:
     for place, call in enumerate(message.get("tool_calls", ())):
         function = call["function"]
         assert function["index"] == place
-        parts.append(("call", function["name"], json.dumps(function["arguments"], ensure_ascii=False)))
+        parts.append(
+            ("call", function["name"], json.dumps(function["arguments"], ensure_ascii=False))
+        )
     return parts, reason, 0
 
 
@@ -227,7 +245,9 @@ each_shape = pytest.mark.parametrize("name", SHAPES)
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("server"), list(FLAGS), {"FAKE_STEP_SECONDS": "0"}, True)
+    server = Server(
+        tmp_path_factory.mktemp("server"), list(FLAGS), {"FAKE_STEP_SECONDS": "0"}, True
+    )
     yield server
     _end(server)
 
@@ -270,9 +290,23 @@ def test_parts_come_in_order_whole_and_streamed(server: Server, name: str) -> No
 
 
 PIECES = (
-    "<tool_call>", '{"name": "look", "arguments": ', "{", '"city": "B', '"}', "}}", "</tool_call>", "<think>",
-    "</think>", " ", "\n", "é", "<", "text", CALL, f"<think>why</think>{CALL}",
-)  # fmt: skip
+    "<tool_call>",
+    '{"name": "look", "arguments": ',
+    "{",
+    '"city": "B',
+    '"}',
+    "}}",
+    "</tool_call>",
+    "<think>",
+    "</think>",
+    " ",
+    "\n",
+    "é",
+    "<",
+    "text",
+    CALL,
+    f"<think>why</think>{CALL}",
+)
 
 
 @each_shape
@@ -288,7 +322,10 @@ def test_streamed_is_not_streamed_wherever_the_answer_is_cut(server: Server, nam
 def test_streams_with_calls_outlive_their_engine(start: Callable[..., Server]) -> None:
     server = start(*FLAGS, FAKE_STEP_SECONDS="0.005")
     text = f"<think>{'why ' * 20}</think>So.{CALL * 3}"
-    thoughts, expected = ("reasoning", "", ("why " * 20).rstrip()), [("content", "", "So."), LOOK, LOOK, LOOK]
+    thoughts, expected = (
+        ("reasoning", "", ("why " * 20).rstrip()),
+        [("content", "", "So."), LOOK, LOOK, LOOK],
+    )
 
     def one(name: str) -> tuple[list[Part], Any, int]:
         return streamed(server, name, forced(text))
@@ -316,7 +353,10 @@ def respond(server: Server, text: str, **fields: Any) -> tuple[Json, list[Json]]
 
 def shown(items: list[Json]) -> list[Json]:
     """Items without what differs between two answers."""
-    return [{name: value for name, value in item.items() if name not in ("id", "call_id")} for item in items]
+    return [
+        {name: value for name, value in item.items() if name not in ("id", "call_id")}
+        for item in items
+    ]
 
 
 def test_calls_of_custom_tools_and_of_tools_in_namespaces(server: Server) -> None:
@@ -330,7 +370,13 @@ def test_calls_of_custom_tools_and_of_tools_in_namespaces(server: Server) -> Non
     head = {"status": "completed"}
     expected = [
         {**head, "type": "custom_tool_call", "name": "patch", "input": 'a\n"é"'},
-        {**head, "type": "function_call", "name": "log", "namespace": "git", "arguments": '{"n": 1}'},
+        {
+            **head,
+            "type": "function_call",
+            "name": "log",
+            "namespace": "git",
+            "arguments": '{"n": 1}',
+        },
     ]
     assert shown(whole["output"]) == shown(told[-1]["response"]["output"]) == expected
     kinds = [event["type"] for event in told]
@@ -342,7 +388,9 @@ def test_calls_of_custom_tools_and_of_tools_in_namespaces(server: Server) -> Non
     ]
     assert told[3]["delta"] == told[4]["input"] == 'a\n"é"'
     assert whole["tools"] == tools
-    cut, _ = respond(server, custom[:-20], tools=tools, max_output_tokens=len(custom[:-20].encode()))
+    cut, _ = respond(
+        server, custom[:-20], tools=tools, max_output_tokens=len(custom[:-20].encode())
+    )
     assert shown(cut["output"])[0] == {**expected[0], "status": "incomplete", "input": ""}
 
 
@@ -352,7 +400,10 @@ def test_thoughts_stand_where_the_client_looks_for_them(server: Server) -> None:
         server, text, reasoning={"summary": "auto"}, include=["reasoning.encrypted_content"]
     )
     thoughts = whole["output"][0]
-    assert (thoughts["summary"], "content" in thoughts) == ([{"type": "summary_text", "text": "Hm."}], False)
+    assert (thoughts["summary"], "content" in thoughts) == (
+        [{"type": "summary_text", "text": "Hm."}],
+        False,
+    )
     assert thoughts["encrypted_content"]
     kinds = [event["type"].removeprefix("response.") for event in told if "summary_index" in event]
     assert (kinds[0], kinds[-1]) == ("reasoning_summary_part.added", "reasoning_summary_part.done")
@@ -361,7 +412,10 @@ def test_thoughts_stand_where_the_client_looks_for_them(server: Server) -> None:
         {name: thoughts[name] for name in ("type", "encrypted_content")},
         {"role": "user", "content": "x"},
     ]
-    assert server.http.post("/v1/responses", json={"input": back, "max_output_tokens": 2}).status_code == 200
+    assert (
+        server.http.post("/v1/responses", json={"input": back, "max_output_tokens": 2}).status_code
+        == 200
+    )
     plain, _ = respond(server, text)
     assert plain["output"][0]["content"] == [{"type": "reasoning_text", "text": "Hm."}]
     assert "encrypted_content" not in plain["output"][0]
@@ -373,11 +427,18 @@ def test_a_conversation_goes_on_behind_a_call(server: Server) -> None:
     result = {"type": "function_call_output", "call_id": call["call_id"], "output": "sun"}
     second, _ = respond(server, "So.", input=[result], previous_response_id=first["id"])
     items = server.http.get(f"/v1/responses/{second['id']}/input_items").json()["data"]
-    assert [item["type"] for item in items] == ["message", "message", "function_call", "function_call_output"]
+    assert [item["type"] for item in items] == [
+        "message",
+        "message",
+        "function_call",
+        "function_call_output",
+    ]
     assert items[2] == call
     named = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
     third, _ = respond(server, "So.", input=[{"role": "user", "content": "hi"}, *named, result])
-    assert server.http.get(f"/v1/responses/{third['id']}/input_items").json()["data"][1:] == items[1:]
+    assert (
+        server.http.get(f"/v1/responses/{third['id']}/input_items").json()["data"][1:] == items[1:]
+    )
     lost = {"input": [{"type": "item_reference", "id": "msg_none"}]}
     assert server.http.post("/v1/responses", json=lost).status_code == 404
 

@@ -36,7 +36,9 @@ def test_hints_are_whole_chunks_of_equal_beginnings() -> None:
     known.sent((1, 2, 3, 4, 0, 0, 0, 0), 2)
     assert known.hints((1, 2, 3, 4, 5, 6, 7, 8)) == {0: 8, 2: 4}
     assert known.hints((1, 2, 3, 4, 5, 6, 7)) == {0: 4, 2: 4}
-    assert known.hints((5, 6, 7, 8)) == {}, "the same chunk behind another beginning is another prefix"
+    assert known.hints((5, 6, 7, 8)) == {}, (
+        "the same chunk behind another beginning is another prefix"
+    )
     known.gone(0)
     assert known.hints((1, 2, 3, 4, 5, 6, 7, 8)) == {2: 4}
 

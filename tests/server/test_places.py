@@ -17,7 +17,9 @@ Service = Callable[[random.Random], float]
 SECONDS, SEEDS = 120.0, 1
 
 
-def simulate(seed: int, serve: Service, slots: int, limit: int, crowd: int) -> tuple[Counter[bool], int]:
+def simulate(
+    seed: int, serve: Service, slots: int, limit: int, crowd: int
+) -> tuple[Counter[bool], int]:
     """Whether who came back after its Retry-After got in, and how many were served. As many clients as there
     are places ask again and again; then a crowd comes at once; and all who are refused come when told."""
     chance, places, held = random.Random(seed), Places(limit), Counter[bool]()
@@ -56,10 +58,16 @@ def simulate(seed: int, serve: Service, slots: int, limit: int, crowd: int) -> t
 
 @pytest.mark.parametrize(
     "serve",
-    [lambda chance: chance.expovariate(1.0), lambda chance: chance.uniform(0.5, 1.5), lambda _: 1.0],
+    [
+        lambda chance: chance.expovariate(1.0),
+        lambda chance: chance.uniform(0.5, 1.5),
+        lambda _: 1.0,
+    ],
     ids=["random", "spread", "in step"],
 )
-@pytest.mark.parametrize(("slots", "limit", "crowd"), [(8, 40, 40), (16, 200, 40), (8, 40, 5), (4, 64, 200)])
+@pytest.mark.parametrize(
+    ("slots", "limit", "crowd"), [(8, 40, 40), (16, 200, 40), (8, 40, 5), (4, 64, 200)]
+)
 def test_who_comes_back_when_told_gets_in_nine_times_of_ten(
     serve: Service, slots: int, limit: int, crowd: int
 ) -> None:
@@ -95,7 +103,9 @@ def test_nobody_can_make_everybody_wait() -> None:
     for i in range(100):
         places.ended(i / 100)
     for i in range(3000):
-        assert places.ask(f"large {i}", 100, 90, 1.0) <= 35, "as long as 3,000 take who all come, and 90"
+        assert places.ask(f"large {i}", 100, 90, 1.0) <= 35, (
+            "as long as 3,000 take who all come, and 90"
+        )
         assert places.ask(i, 100, 1, 1.0) <= 34
     assert places.ask("late", 40, 1, 1.0) == 0, "half of the places are for everybody"
     for i in range(6000):

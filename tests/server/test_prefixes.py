@@ -30,7 +30,9 @@ def make(server: Server, **fields: Any) -> Any:
 
 
 def listed(server: Server) -> list[Any]:
-    return [(p["id"], p["tokens"], p["status"]) for p in server.http.get("/v1/prefixes").json()["data"]]
+    return [
+        (p["id"], p["tokens"], p["status"]) for p in server.http.get("/v1/prefixes").json()["data"]
+    ]
 
 
 def pins(server: Server) -> list[Any]:
@@ -40,7 +42,12 @@ def pins(server: Server) -> list[Any]:
 def test_a_prefix_is_made_listed_and_deleted(start: Callable[..., Server]) -> None:
     server = start()
     made = make(server, id="manual", prompt="read this").json()
-    assert (made["id"], made["object"], made["tokens"], made["status"]) == ("manual", "prefix", 9, "ready")
+    assert (made["id"], made["object"], made["tokens"], made["status"]) == (
+        "manual",
+        "prefix",
+        9,
+        "ready",
+    )
     chat = make(server, messages=HI, cache_salt="b").json()
     assert listed(server) == [("manual", 9, "ready"), (chat["id"], chat["tokens"], "ready")]
     notes = [note for note in server.notes("submit") if note["pin"]]
@@ -65,7 +72,9 @@ def test_a_prefix_is_made_listed_and_deleted(start: Callable[..., Server]) -> No
         ({"prompt": 5}, 400, "invalid_json"),
     ],
 )
-def test_what_cannot_be_a_prefix(server: Server, fields: dict[str, Any], status: int, reason: str) -> None:
+def test_what_cannot_be_a_prefix(
+    server: Server, fields: dict[str, Any], status: int, reason: str
+) -> None:
     response = make(server, **fields)
     assert (response.status_code, response.json()["error"]["reason"]) == (status, reason)
     assert listed(server) == []
@@ -97,7 +106,9 @@ def test_a_restarted_engine_is_given_all_of_them(start: Callable[..., Server]) -
 @pytest.mark.parametrize(
     "fields", [{"id": "a/b"}, {"id": "a\nb"}, {"id": "x" * 129}, {"cache_salt": "x" * 257}]
 )
-def test_names_that_could_not_be_deleted_again_are_refused(server: Server, fields: dict[str, str]) -> None:
+def test_names_that_could_not_be_deleted_again_are_refused(
+    server: Server, fields: dict[str, str]
+) -> None:
     response = make(server, prompt="x", **fields)
     (name,) = fields
     error = response.json()["error"]
@@ -121,7 +132,9 @@ def test_tenants_have_equal_parts_of_what_may_be_pinned(start: Callable[..., Ser
     assert ask("2", "two", 1) == "ready"
 
 
-def test_what_is_pinned_gives_way_to_a_request_that_would_be_impossible(start: Callable[..., Server]) -> None:
+def test_what_is_pinned_gives_way_to_a_request_that_would_be_impossible(
+    start: Callable[..., Server],
+) -> None:
     """1,280 tokens of KV memory, fewer than the context. With the engine of the product, which refuses."""
     server = start("--kv-cache-memory", "1280", "--max-model-len", "2048", FAKE_ENGINE="own")
 
@@ -130,7 +143,9 @@ def test_what_is_pinned_gives_way_to_a_request_that_would_be_impossible(start: C
 
     for name in ("one", "two"):
         assert make(server, id=name, prompt="x" * 300).json()["status"] == "ready"
-    assert make(server, id="three", prompt="x" * 40).json()["error"]["reason"] == "pin_share_exceeded"
+    assert (
+        make(server, id="three", prompt="x" * 40).json()["error"]["reason"] == "pin_share_exceeded"
+    )
     assert post(server, prompt="x" * 600, max_tokens=73).status_code == 200
     whole = post(server, "/v1/chat/completions", messages=HI, ignore_eos=True).json()
     assert whole["usage"]["completion_tokens"] == 652
@@ -141,15 +156,24 @@ def test_what_is_pinned_gives_way_to_a_request_that_would_be_impossible(start: C
     assert status() == ["gave_way", "gave_way"]
 
 
-def test_a_refused_request_takes_no_prefix_from_anybody(start: Callable[..., Server], tmp_path: Path) -> None:
+def test_a_refused_request_takes_no_prefix_from_anybody(
+    start: Callable[..., Server], tmp_path: Path
+) -> None:
     """It would need the memory of a's prefix, and its key may not ask for so much."""
     file = tmp_path / "keys.toml"
     keys = ("a", 10**6), ("b", 700), ("c", 10**6)
-    file.write_text("".join(table(f"k{tenant}", tenant=tenant, max_cost=most) for tenant, most in keys))
+    file.write_text(
+        "".join(table(f"k{tenant}", tenant=tenant, max_cost=most) for tenant, most in keys)
+    )
     server = start(
-        "--kv-cache-memory", "1280", "--max-model-len", "2048", "--api-key-file", str(file),
+        "--kv-cache-memory",
+        "1280",
+        "--max-model-len",
+        "2048",
+        "--api-key-file",
+        str(file),
         FAKE_ENGINE="own",
-    )  # fmt: skip
+    )
 
     def ask(tenant: str, path: str = "/v1/completions", **fields: Any) -> Any:
         headers = {"authorization": f"Bearer k{tenant}"}

@@ -106,7 +106,12 @@ def test_patience_with_kills_from_outside_is_per_token() -> None:
 def test_whoever_has_the_engine_killed_for_ever_is_found() -> None:
     """As a request does that takes all memory; it is alone, then in a crowd that gains tokens meanwhile."""
     for company in (0, 15):
-        quarantine, tokens, deaths, culprit = Quarantine(), dict.fromkeys(range(company + 1), 0), 0, None
+        quarantine, tokens, deaths, culprit = (
+            Quarantine(),
+            dict.fromkeys(range(company + 1), 0),
+            0,
+            None,
+        )
         while culprit is None:
             running = [id for id in tokens if quarantine.allows(id)]
             tokens |= {id: tokens[id] + 1 for id in running if id}

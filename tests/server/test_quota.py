@@ -39,7 +39,9 @@ def streams(*prompts: int, tokens: int = 0, **params: Any) -> list[OutputStream]
     made = []
     for length in prompts:
         request = Request(1, tuple(range(length)), SamplingParams(**params))
-        made.append(OutputStream(request, 0, Detokenizer(BytesTokenizer()), Kept(), StreamTimes(0.0)))
+        made.append(
+            OutputStream(request, 0, Detokenizer(BytesTokenizer()), Kept(), StreamTimes(0.0))
+        )
         made[-1].tokens.extend(range(tokens))
     return made
 
@@ -57,7 +59,13 @@ class House:
         self.quota = Quota(8, 2, lambda: self.now)
 
     def ask(
-        self, key: ApiKey, *prompts: int, unfinished: int = 0, tokens: int = 0, size: int = 0, **params: Any
+        self,
+        key: ApiKey,
+        *prompts: int,
+        unfinished: int = 0,
+        tokens: int = 0,
+        size: int = 0,
+        **params: Any,
     ) -> Callable[[], None]:
         """A request whose body has so many bytes. Ends it."""
         asked = streams(*prompts, tokens=tokens, **params)
@@ -110,14 +118,19 @@ def test_a_prompt_larger_than_the_bucket_waits_for_a_full_one() -> None:
     assert house.refusal(key, 500).retry_after == pytest.approx(500.0)
 
 
-@given(st.integers(1, 5000), st.lists(st.tuples(st.integers(1, 400), st.integers(0, 400), st.floats(0, 30))))
+@given(
+    st.integers(1, 5000),
+    st.lists(st.tuples(st.integers(1, 400), st.integers(0, 400), st.floats(0, 30))),
+)
 def test_who_comes_back_when_told_is_let_in_and_the_rate_holds(
     rate: int, asks: list[tuple[int, int, float]]
 ) -> None:
     house, key, used = House(), ApiKey("a", b"a", tokens_per_minute=rate), 0
     for prompt, answer, pause in asks:
         house.now += pause
-        for _ in range(2):  # one that is refused before its body is read may be larger than is usual
+        for _ in range(
+            2
+        ):  # one that is refused before its body is read may be larger than is usual
             try:
                 end = house.ask(key, prompt, tokens=answer, max_tokens=400)
                 break
@@ -131,7 +144,11 @@ def test_who_comes_back_when_told_is_let_in_and_the_rate_holds(
 
 
 def test_a_key_takes_only_its_share_of_the_queue() -> None:
-    house, key, other = House(), ApiKey("a", b"a", queue_share=0.5), ApiKey("b", b"b", queue_share=0.5)
+    house, key, other = (
+        House(),
+        ApiKey("a", b"a", queue_share=0.5),
+        ApiKey("b", b"b", queue_share=0.5),
+    )
     house.ask(key, *[1] * 2)  # nobody waits yet
     house.ask(key, 1, 1, unfinished=2)
     assert house.refusal(key, 1, unfinished=4).code == "queue_share"
@@ -153,7 +170,9 @@ def test_everything_that_makes_work_has_its_price() -> None:
         return price_of([replace(plain, params=replace(plain.params, **params))])
 
     assert price_of([plain]) == Price(100, 50)
-    assert price_of([plain, replace(plain, id=2, parent=1)]) == Price(100, 100), "they share the prompt"
+    assert price_of([plain, replace(plain, id=2, parent=1)]) == Price(100, 100), (
+        "they share the prompt"
+    )
     assert priced(logprobs=7) == Price(100, 100)
     assert priced(prompt_logprobs=7) == Price(200, 50)
     assert priced(beam_width=4) == Price(100, 200)
@@ -223,13 +242,18 @@ def test_what_is_read_is_charged_whatever_comes_of_it() -> None:
 
 def table(key: str, **fields: object) -> str:
     lines = [
-        f"{name} = {str(value).lower() if value is True else repr(value)}" for name, value in fields.items()
+        f"{name} = {str(value).lower() if value is True else repr(value)}"
+        for name, value in fields.items()
     ]
-    return "\n".join(["[[keys]]", f'sha256 = "{hashlib.sha256(key.encode()).hexdigest()}"', *lines, ""])
+    return "\n".join(
+        ["[[keys]]", f'sha256 = "{hashlib.sha256(key.encode()).hexdigest()}"', *lines, ""]
+    )
 
 
 @pytest.mark.slow
-def test_a_server_holds_to_the_limits_of_a_file(start: Callable[..., Server], tmp_path: Path) -> None:
+def test_a_server_holds_to_the_limits_of_a_file(
+    start: Callable[..., Server], tmp_path: Path
+) -> None:
     file = tmp_path / "keys.toml"
     file.write_text(
         table("one", tenant="a", max_concurrent=1) + table("two", tenant="b", tokens_per_minute=60)
@@ -257,9 +281,19 @@ def test_a_server_holds_to_the_limits_of_a_file(start: Callable[..., Server], tm
 
 
 GENERATING = (
-    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/api/chat",
-    "/api/generate", "/api/embed", "/api/embeddings", "/v1/rerank", "/v1/score", "/infill",
-)  # fmt: skip
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/embeddings",
+    "/api/chat",
+    "/api/generate",
+    "/api/embed",
+    "/api/embeddings",
+    "/v1/rerank",
+    "/v1/score",
+    "/infill",
+)
 
 
 def test_who_may_have_no_more_is_told_so_before_a_body_is_read(
@@ -275,7 +309,11 @@ def test_who_may_have_no_more_is_told_so_before_a_body_is_read(
         host, port = server.url.removeprefix("http://").split(":")
         connection = HTTPConnection(host, int(port), timeout=10)
         connection.putrequest("POST", path)
-        for name, value in {**key, "content-length": "100000", "content-type": "application/json"}.items():
+        for name, value in {
+            **key,
+            "content-length": "100000",
+            "content-type": "application/json",
+        }.items():
             connection.putheader(name, value)
         connection.endheaders()
         answer = connection.getresponse()
@@ -299,14 +337,19 @@ PRICED: dict[str, tuple[dict[str, Any], int]] = {  # path: a body, and how many 
     "/detokenize": ({"tokens": [1]}, 61),
     "/v1/prefixes": ({"prompt": "x" * 38}, 20),
     "/v1/responses": ({"input": "hi", "max_output_tokens": 2}, 38),
-    "/api/generate": ({"prompt": "hi", "raw": True, "stream": False, "options": {"num_predict": 2}}, 56),
+    "/api/generate": (
+        {"prompt": "hi", "raw": True, "stream": False, "options": {"num_predict": 2}},
+        56,
+    ),
 }
 
 
 @pytest.mark.slow
 def test_all_that_makes_work_is_charged(start: Callable[..., Server], tmp_path: Path) -> None:
     file = tmp_path / "keys.toml"
-    file.write_text("".join(table(path, tenant="a", tokens_per_minute=60, max_cost=77) for path in PRICED))
+    file.write_text(
+        "".join(table(path, tenant="a", tokens_per_minute=60, max_cost=77) for path in PRICED)
+    )
     server = start("--api-key-file", str(file), "--admin-key", "admin")
     for number, (path, (body, size)) in enumerate(PRICED.items(), 1):
         headers = {"authorization": f"Bearer {path}"}
@@ -317,7 +360,12 @@ def test_all_that_makes_work_is_charged(start: Callable[..., Server], tmp_path: 
         assert int(refused.headers["retry-after"]) >= 1
         state = server.http.get("/v1/admin/state", headers={"authorization": "Bearer admin"}).json()
         told = next(one for one in state["keys"] if one["key"] == number)
-        assert (told["tenant"], told["requests"], told["open_cost"], told["max_cost"]) == ("", 0, 0, 77)
+        assert (told["tenant"], told["requests"], told["open_cost"], told["max_cost"]) == (
+            "",
+            0,
+            0,
+            77,
+        )
         assert told["used"] >= 58
         assert told["tokens_left"] <= 3
     assert server.metric("pageturner:key_cost") >= 3 * 58

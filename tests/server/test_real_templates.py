@@ -93,12 +93,18 @@ def test_calls_of_earlier_turns_are_read_from_the_prompt(name: str) -> None:
         {"role": "assistant", "content": "Well."},
         {"role": "user", "content": "And?"},
     ]
-    text = ChatTemplate(source).render(template_messages(messages, source), **variables(TOOLS, None, None))
+    text = ChatTemplate(source).render(
+        template_messages(messages, source), **variables(TOOLS, None, None)
+    )
     for one in ("Looks.", "Be kind.", "A result.", "Ulm"):
         assert one in text
     assert tools is not None
-    begin = text.index("hi", max(0, text.index("Bonn") - 200))  # behind the tools, which show how calls look
+    begin = text.index(
+        "hi", max(0, text.index("Bonn") - 200)
+    )  # behind the tools, which show how calls look
     begin = text.rindex("{", 0, text.index('"look"', begin)) if tools == "llama3" else begin
     *_, found = said(read(AnswerFormat(tools=tools), text[begin:]))
-    given = GIVEN if several else GIVEN[:1]  # the others are in a message of their own, behind a result
+    given = (
+        GIVEN if several else GIVEN[:1]
+    )  # the others are in a message of their own, behind a result
     assert [(tool, json.loads(arguments)) for tool, arguments in found[: len(given)]] == given

@@ -45,14 +45,20 @@ NOT_IN_A_RECEIPT = {
 def named(value: dict[str, Any], key: bytes = KEY) -> list[str]:
     """The parts that are said to be changed."""
     try:
-        return [difference.part for difference in form.changes(form.read_receipt(json.dumps(value)), key)]
+        return [
+            difference.part
+            for difference in form.changes(form.read_receipt(json.dumps(value)), key)
+        ]
     except NoReceipt as wrong:
         return [wrong.difference.part]
 
 
 # -- form ----------------------------------------------------------------------------------------------------
 def test_canonical_bytes_are_one_for_each_value() -> None:
-    assert form.canonical({"b": 0.1, "a": ["\u00e9", None, True]}) == b'{"a":["\\u00e9",null,true],"b":0.1}'
+    assert (
+        form.canonical({"b": 0.1, "a": ["\u00e9", None, True]})
+        == b'{"a":["\\u00e9",null,true],"b":0.1}'
+    )
     with pytest.raises(ValueError, match="JSON"):
         form.canonical(float("nan"))
 
@@ -148,7 +154,11 @@ def test_where_an_answer_differs(at: int) -> None:
 def test_a_shorter_answer_and_another_end() -> None:
     (choice,) = receipt_of(TOKENS).choices
     found = list(form.differences(choice, TOKENS[:40], "stop"))
-    assert [one.part for one in found] == ["choices[0].hash", "choices[0].tokens", "choices[0].finish_reason"]
+    assert [one.part for one in found] == [
+        "choices[0].hash",
+        "choices[0].tokens",
+        "choices[0].finish_reason",
+    ]
     assert "one of 33 to 50" in found[0].what
     assert list(form.differences(choice, TOKENS, "length")) == []
 
@@ -205,17 +215,23 @@ def hashes(file: Path, count: int) -> list[str]:
     return asyncio.run(ask())
 
 
-def test_the_model_is_hashed_once_and_by_who_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_is_hashed_once_and_by_who_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file, asked = tmp_path / "model.gguf", []
     file.write_bytes(b"weights")
-    monkeypatch.setattr(receipts_module, "model_hash", lambda path: asked.append(path) or "sha256:1")
+    monkeypatch.setattr(
+        receipts_module, "model_hash", lambda path: asked.append(path) or "sha256:1"
+    )
     receipts_of(file)
     assert asked == []
     assert hashes(file, 3) == ["sha256:1"] * 3
     assert asked == [file]
 
 
-def test_a_model_that_cannot_be_read_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_cannot_be_read_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file, found = tmp_path / "model.gguf", [EngineFault("model_unreadable", "no"), "sha256:1"]
     file.write_bytes(b"weights")
 
@@ -258,7 +274,13 @@ def hash_of(prompt: str, count: int, index: int = 0) -> str:
 
 
 def test_a_whole_answer_and_a_stream_have_equal_receipts(server: Server) -> None:
-    asked: dict[str, Any] = {"prompt": ["one", "two"], "n": 2, "max_tokens": 5, "receipt": True, "seed": 3}
+    asked: dict[str, Any] = {
+        "prompt": ["one", "two"],
+        "n": 2,
+        "max_tokens": 5,
+        "receipt": True,
+        "seed": 3,
+    }
     whole = receipt_in(post(server, **asked).json())
     chunks = events(server, **asked, stream_options={"include_usage": True})
     streamed = receipt_in(chunks[-2])
@@ -290,17 +312,30 @@ def test_who_does_not_ask_gets_none(server: Server) -> None:
 
 def test_usage_and_receipt_count_the_same_tokens(server: Server) -> None:
     plain_answer = post(server, prompt="x", max_tokens=30).json()["choices"][0]["text"]
-    asked: dict[str, Any] = {"prompt": "x", "max_tokens": 30, "stop": [plain_answer[5:8]], "receipt": True}
+    asked: dict[str, Any] = {
+        "prompt": "x",
+        "max_tokens": 30,
+        "stop": [plain_answer[5:8]],
+        "receipt": True,
+    }
     answer = post(server, **asked).json()
     (choice,) = receipt_in(answer).choices
     assert 3 <= choice.tokens == answer["usage"]["completion_tokens"] < 30
     assert (choice.hash, choice.finish_reason) == (hash_of("x", choice.tokens), "stop")
-    (of_echo,) = receipt_in(post(server, prompt="x", max_tokens=0, echo=True, receipt=True).json()).choices
+    (of_echo,) = receipt_in(
+        post(server, prompt="x", max_tokens=0, echo=True, receipt=True).json()
+    ).choices
     assert (of_echo.tokens, of_echo.hash) == (0, form.token_hash("output", []))
 
 
 def test_the_best_of_several_are_those_in_the_receipt(server: Server) -> None:
-    asked: dict[str, Any] = {"prompt": "one", "n": 2, "best_of": 4, "max_tokens": 5, "receipt": True}
+    asked: dict[str, Any] = {
+        "prompt": "one",
+        "n": 2,
+        "best_of": 4,
+        "max_tokens": 5,
+        "receipt": True,
+    }
     answer = post(server, **asked, return_token_ids=True).json()
     receipt = receipt_in(answer)
     assert (receipt.params.n, receipt.params.best_of) == (2, 4)

@@ -89,7 +89,11 @@ def test_after_a_restart_no_phase_is_negative() -> None:
     """The last engine began after the first token, which came from the engine before."""
     phases = phases_of(times(first_at=0.9, last_at=9.0))
     assert phases is not None
-    assert (phases.queue, phases.prefill, phases.decode) == (pytest.approx(0.15), 0.0, pytest.approx(8.1))
+    assert (phases.queue, phases.prefill, phases.decode) == (
+        pytest.approx(0.15),
+        0.0,
+        pytest.approx(8.1),
+    )
 
 
 def test_without_an_account_nothing_is_counted() -> None:

@@ -51,12 +51,16 @@ def read(dialect: Any, served: Any = ROOMY, **fields: Any) -> Call:
 @pytest.mark.parametrize("path", ["/v1/rerank", "/rerank", "/v2/rerank"])
 def test_documents_come_back_the_best_first(server: Server, path: str) -> None:
     documents = ["zzzz", "!!", {"text": "aabb"}]
-    told = server.http.post(path, json={"query": "aaaa", "documents": documents, "model": "fake"}).json()
+    told = server.http.post(
+        path, json={"query": "aaaa", "documents": documents, "model": "fake"}
+    ).json()
     assert told["id"].startswith("rerank-")
     assert [one["document"]["text"] for one in told["results"]] == ["aabb", "zzzz", "!!"]
     assert [one["index"] for one in told["results"]] == [2, 0, 1]
     for one in told["results"]:
-        assert one["relevance_score"] == pytest.approx(cosine("aaaa", one["document"]["text"]), abs=1e-12)
+        assert one["relevance_score"] == pytest.approx(
+            cosine("aaaa", one["document"]["text"]), abs=1e-12
+        )
     assert told["usage"] == {"prompt_tokens": 14, "total_tokens": 14}
     first = server.http.post(
         path, json={"query": "aaaa", "documents": documents, "top_n": 1, "return_documents": False}
@@ -74,14 +78,20 @@ def test_scores_of_one_with_several_and_of_as_many_with_as_many(server: Server, 
     assert scores(text_1="ab", text_2="cd") == pytest.approx([cosine("ab", "cd")])
     both = [cosine("ab", "cd"), cosine("ab", "!!")]
     assert scores(text_1="ab", text_2=["cd", "!!"]) == pytest.approx(both)
-    assert scores(queries=["ab", "!"], documents=["cd", "xx"]) == pytest.approx([both[0], cosine("!", "xx")])
+    assert scores(queries=["ab", "!"], documents=["cd", "xx"]) == pytest.approx(
+        [both[0], cosine("!", "xx")]
+    )
 
 
 @pytest.mark.slow
 def test_yes_and_no_are_as_likely_as_the_model_says() -> None:
     fields = {"query": "who", "documents": ["me", "you there"], "instruction": "find"}
-    with serving(TINY, "--rerank-template", "{instruction} {query} <doc> {document} <answer>\n") as client:
-        told = client.post("/v1/rerank", json=fields).json()["results"]  # the template says by which way
+    with serving(
+        TINY, "--rerank-template", "{instruction} {query} <doc> {document} <answer>\n"
+    ) as client:
+        told = client.post("/v1/rerank", json=fields).json()[
+            "results"
+        ]  # the template says by which way
         assert sorted(one["index"] for one in told) == [0, 1]
         for one in told:
             prompt = f"find who <doc> {one['document']['text']} <answer>\n"
@@ -93,7 +103,9 @@ def share_of_yes(client: httpx.Client, prompt: str) -> float:
     """By the probabilities of the two tokens, each chosen alone."""
     likely = []
     for word in ("yes", "no"):
-        ids = client.post("/tokenize", json={"prompt": f"☺{word}", "add_special_tokens": False}).json()
+        ids = client.post(
+            "/tokenize", json={"prompt": f"☺{word}", "add_special_tokens": False}
+        ).json()
         alone = client.post("/tokenize", json={"prompt": "☺", "add_special_tokens": False}).json()
         token = ids["tokens"][alone["count"]]
         body = {"prompt": prompt, "max_tokens": 1, "logprobs": 0, "allowed_token_ids": [token]}
@@ -121,7 +133,9 @@ def test_what_a_model_is_asked() -> None:
     tokenizer = BytesTokenizer()
     tokenizer.rerank_template = "<q>{query}</q><d>{document}</d> yes?"
     judge = Judge(tokenizer, ROOMY.template)
-    assert judge.prompt("a {document}", "b {query}", "") == "<q>a {document}</q><d>b {query}</d> yes?"
+    assert (
+        judge.prompt("a {document}", "b {query}", "") == "<q>a {document}</q><d>b {query}</d> yes?"
+    )
     assert judge.tokens("yes or no?\n") == judge.tokens("<answer>") == (ord("y"), ord("n"))
     with pytest.raises(ClientError, match="yes from no"):
         judge.tokens("yes?")  # both begin with a space
@@ -134,7 +148,10 @@ def test_what_a_model_is_asked() -> None:
     assert call.params[0].repetition_penalty == 1.0
     usual = replace(ROOMY, defaults={"repetition_penalty": 1.3})
     assert (
-        read(RERANK, usual, query="q", documents=["d"], rerank_by="yes_no").params[0].repetition_penalty == 1
+        read(RERANK, usual, query="q", documents=["d"], rerank_by="yes_no")
+        .params[0]
+        .repetition_penalty
+        == 1
     )
 
 
@@ -170,7 +187,7 @@ def test_a_document_may_be_cut() -> None:
         (SCORE, {"text_1": "a"}, "missing_field", "text_2"),
         (SCORE, {"queries": "a"}, "missing_field", "documents"),
     ],
-)  # fmt: skip
+)
 def test_refusals(dialect: Any, fields: dict[str, Any], code: str, param: str) -> None:
     with pytest.raises(ClientError) as caught:
         read(dialect, **fields)
@@ -179,7 +196,11 @@ def test_refusals(dialect: Any, fields: dict[str, Any], code: str, param: str) -
 
 def test_a_template_of_a_flag_has_places(tmp_path: Path) -> None:
     (tmp_path / "t").write_text("{query} {document}")
-    assert read_template(str(tmp_path / "t")) == read_template("{query} {document}") == "{query} {document}"
+    assert (
+        read_template(str(tmp_path / "t"))
+        == read_template("{query} {document}")
+        == "{query} {document}"
+    )
     assert read_template("") == ""
     for wrong in ("{query} alone", str(tmp_path / "absent")):
         with pytest.raises(EngineFault, match="rerank-template"):

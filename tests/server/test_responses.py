@@ -15,7 +15,12 @@ import pytest
 
 from pageturner.errors import ClientError
 from pageturner.server.admission.limits import NO_LIMITS
-from pageturner.server.api.responses.response_store import COMPLETED, OVERHEAD, ResponseRecord, ResponseStore
+from pageturner.server.api.responses.response_store import (
+    COMPLETED,
+    OVERHEAD,
+    ResponseRecord,
+    ResponseStore,
+)
 from pageturner.server.api.responses.responses import RESPONSES
 
 from .bytes_tokenizer import answer
@@ -61,7 +66,10 @@ def test_a_response(server: Server) -> None:
     fields = {"model": "fake", "input": "hi", "max_output_tokens": 9, "metadata": {"a": "b"}}
     told = server.http.post(PATH, json=fields, headers={"x-request-id": "one-2"}).json()
     assert (told["id"], told["object"], told["model"]) == ("resp_one-2", "response", "fake")
-    assert (told["status"], told["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert (told["status"], told["incomplete_details"]) == (
+        "incomplete",
+        {"reason": "max_output_tokens"},
+    )
     part = {"type": "output_text", "text": answer(PROMPT, 9), "annotations": [], "logprobs": []}
     item = {"id": "msg_one-2", "type": "message", "status": "incomplete", "role": "assistant"}
     assert told["output"] == [{**item, "content": [part]}]
@@ -110,12 +118,17 @@ def test_items_of_all_kinds() -> None:
 
 
 def test_fields_reach_the_parameters() -> None:
-    params = call(temperature=0.5, top_p=0.5, max_output_tokens=7, tools=[], tool_choice="auto").params[0]
+    params = call(
+        temperature=0.5, top_p=0.5, max_output_tokens=7, tools=[], tool_choice="auto"
+    ).params[0]
     assert (params.temperature, params.top_p, params.max_tokens) == (0.5, 0.5, 7)
     form = {"type": "json_schema", "name": "it", "strict": True, "schema": {"type": "object"}}
     assert call(text={"format": form}).params[0].structured_outputs
     assert call(text={"format": {"type": "json_object"}}).params[0].structured_outputs
-    assert call(text={"format": {"type": "text"}, "verbosity": "low"}).params[0].structured_outputs is None
+    assert (
+        call(text={"format": {"type": "text"}, "verbosity": "low"}).params[0].structured_outputs
+        is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -125,7 +138,11 @@ def test_fields_reach_the_parameters() -> None:
         ({"input": []}, "missing_field", "input is missing or empty"),
         ({"input": 5}, "invalid_type", "input"),
         ({"input": [{"role": "tool", "content": "x"}]}, "invalid_value", "input[0].role"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "unsupported_parameter", ""),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "unsupported_parameter",
+            "",
+        ),
         ({"max_output_tokens": 0}, "invalid_value", "max_output_tokens"),
         ({"max_output_tokens": 500}, "context_length_exceeded", "max_output_tokens is 500"),
         ({"truncation": "auto"}, "unsupported_parameter", "truncation"),
@@ -135,7 +152,7 @@ def test_fields_reach_the_parameters() -> None:
         ({"text": {"format": {"type": "json_schema"}}}, "invalid_schema", "text.format"),
         ({"model": "gpt"}, "model_not_found", "gpt"),
     ],
-)  # fmt: skip
+)
 def test_refusals(fields: dict[str, Any], code: str, says: str) -> None:
     with pytest.raises(ClientError) as caught:
         call(**fields)
@@ -151,7 +168,9 @@ def test_a_conversation_goes_on_from_an_answer(server: Server) -> None:
     prompt = history + turn("user", "more") + "<|bos|>assistant\n"  # instructions are not handed on
     assert last["output"][0]["content"][0]["text"] == answer(prompt, 9)
     assert last["previous_response_id"] == first["id"]
-    third = ask(server, input=[{"role": "user", "content": "on"}], previous_response_id=last["id"]).json()
+    third = ask(
+        server, input=[{"role": "user", "content": "on"}], previous_response_id=last["id"]
+    ).json()
     items = server.http.get(f"{PATH}/{third['id']}/input_items").json()["data"]
     assert [item["role"] for item in items] == ["user", "assistant", "user", "assistant", "user"]
     text = last["output"][0]["content"][0]["text"]
@@ -168,8 +187,15 @@ def test_an_answer_is_gone_back_to_and_deleted(server: Server) -> None:
         "object": "response.deleted",
         "deleted": True,
     }
-    for response in (server.http.get(path), server.http.delete(path), server.http.post(f"{path}/cancel")):
-        assert (response.status_code, response.json()["error"]["reason"]) == (404, "response_not_found")
+    for response in (
+        server.http.get(path),
+        server.http.delete(path),
+        server.http.post(f"{path}/cancel"),
+    ):
+        assert (response.status_code, response.json()["error"]["reason"]) == (
+            404,
+            "response_not_found",
+        )
     gone = ask(server, previous_response_id=told["id"])
     assert (gone.status_code, gone.json()["error"]["reason"]) == (404, "response_not_found")
     unstored = ask(server, store=False).json()
@@ -240,7 +266,9 @@ def test_an_answer_in_the_background(server: Server) -> None:
     assert (told.status_code, told.json()["background"]) == (200, True)
     assert told.json()["status"] in ("in_progress", "incomplete")
     path = f"{PATH}/{told.json()['id']}"
-    ended = server.until(lambda: (r := server.http.get(path).json())["status"] == "incomplete" and r)
+    ended = server.until(
+        lambda: (r := server.http.get(path).json())["status"] == "incomplete" and r
+    )
     assert ended["output"][0]["content"][0]["text"] == answer(PROMPT, 9)
     failed = ask(server, input="<|fail|>", background=True).json()
     path = f"{PATH}/{failed['id']}"
@@ -253,7 +281,10 @@ def test_it_is_cancelled(server: Server) -> None:
     path = f"{PATH}/{told['id']}"
     assert server.http.get(path).json()["status"] == "in_progress"
     going_on = ask(server, previous_response_id=told["id"])
-    assert (going_on.status_code, going_on.json()["error"]["param"]) == (400, "previous_response_id")
+    assert (going_on.status_code, going_on.json()["error"]["param"]) == (
+        400,
+        "previous_response_id",
+    )
     aborts = len(server.notes("abort"))
     assert server.http.post(f"{path}/cancel").json()["status"] == "cancelled"
     assert server.http.get(path).json()["status"] == "cancelled"
@@ -279,7 +310,9 @@ def test_answers_outlive_the_engine(start: Callable[..., Server]) -> None:
     server.until(lambda: server.metric("vllm:generation_tokens_total") > 20)
     os.kill(server.engine_pid(), signal.SIGKILL)
     path = f"{PATH}/{told['id']}"
-    ended = server.until(lambda: (r := server.http.get(path).json())["status"] == "incomplete" and r)
+    ended = server.until(
+        lambda: (r := server.http.get(path).json())["status"] == "incomplete" and r
+    )
     assert ended["output"][0]["content"][0]["text"] == answer(PROMPT, 90)
     assert server.notes("submit")[-1]["resume"] > 0
     assert server.http.get(f"{PATH}/{kept['id']}").json() == kept

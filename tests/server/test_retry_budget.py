@@ -49,7 +49,9 @@ async def fails(replica: Replica, writer: asyncio.StreamWriter) -> None:
 
 
 @in_loop
-async def test_where_all_fail_the_first_failure_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_where_all_fail_the_first_failure_is_passed_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(retry_budget, "LEAST", 0)
     replicas = fleet(4, answer=fails)
     async with routed(replicas, retry_budget=0.2) as there:
@@ -78,7 +80,9 @@ async def test_a_deadline_goes_on_counting() -> None:
     replicas = fleet(2, answer=later)
     async with routed(replicas) as there:
         await there.http.post("/v1/completions", json={}, headers={"x-elapsed-ms": "1000"})
-        told = sorted(float(one.headers["x-elapsed-ms"]) for replica in replicas for one in replica.asked)
+        told = sorted(
+            float(one.headers["x-elapsed-ms"]) for replica in replicas for one in replica.asked
+        )
         assert len(told) == 2
         assert told[0] >= 1000
         assert told[1] >= told[0] + 50

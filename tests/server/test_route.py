@@ -76,7 +76,12 @@ async def test_a_conversation_goes_on_where_it_began() -> None:
             response = await there.http.post("/v1/chat/completions", json=body, headers=headers)
             return str(response.json()["by"])
 
-        places = [await chat(first), await there.by(TALE), await chat(then), await there.by(TALE + "!")]
+        places = [
+            await chat(first),
+            await there.by(TALE),
+            await chat(then),
+            await there.by(TALE + "!"),
+        ]
         assert places == ["a", "b", "a", "b"]
         assert await chat(then, "two") == "c", "another client's caches are none of its own"
         assert await there.metric('pageturner:router_placed_total{how="where_known"}') == 2
@@ -124,7 +129,9 @@ def test_digests_of_beginnings() -> None:
     assert of("x" * 600)[0] != of("y" + "x" * 600)[0]
     assert of("x" * 600)[0] != of("x" * 600, b"Bearer k")[0]
     assert of("x" * 600)[0] != of("x" * 600, cache_salt="s")[0]
-    assert len({of("x" * 600, model=name)[0] for name in ("the-model", "an-adapter", "another")}) == 3
+    assert (
+        len({of("x" * 600, model=name)[0] for name in ("the-model", "an-adapter", "another")}) == 3
+    )
     assert of("x" * 600, model="an-adapter")[:2] == of("x" * 599 + "y" * 9, model="an-adapter")[:2]
     assert of(list(range(1000)))[:5] == of([*range(999), 7])[:5]
     assert len(of("x" * 2 * CHUNK * MOST_CHUNKS)) == MOST_CHUNKS
@@ -172,7 +179,10 @@ async def test_a_request_that_waits_at_a_silent_replica_goes_to_another() -> Non
 @in_loop
 async def test_one_that_drains_keeps_what_it_has() -> None:
     replicas = [Replica("a", streams), Replica("b")]
-    async with routed(replicas) as there, there.http.stream("POST", "/v1/completions", json={}) as answer:
+    async with (
+        routed(replicas) as there,
+        there.http.stream("POST", "/v1/completions", json={}) as answer,
+    ):
         pieces = answer.aiter_bytes()
         text = await anext(pieces)
         replicas[0].health = 503
@@ -214,7 +224,11 @@ async def test_nobody_there() -> None:
         assert (await there.http.get("/ping")).status_code == 200
         replicas[1].health = 200
         await there.until(lambda: there.router.fleet.replicas[1].healthy)
-        assert (await there.http.get("/health")).json() == {"status": "ok", "healthy": 1, "replicas": 2}
+        assert (await there.http.get("/health")).json() == {
+            "status": "ok",
+            "healthy": 1,
+            "replicas": 2,
+        }
         assert await there.by() == "b"
 
 
@@ -324,13 +338,22 @@ async def test_a_client_that_does_not_read_slows_its_replica() -> None:
 
 
 @in_loop
-async def test_headers_and_bodies_arrive_as_they_were_sent(caplog: pytest.LogCaptureFixture) -> None:
+async def test_headers_and_bodies_arrive_as_they_were_sent(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.DEBUG, "pageturner")
     replicas = fleet(1)
     async with routed(replicas) as there:
-        headers = {"authorization": "Bearer sesame", "x-request-id": "mine", "x-tenant": "acme",
-                   "x-deadline-ms": "9000", "x-ttft-target-ms": "8000",
-                   "connection": "x-hop", "x-hop": "1", "te": "trailers"}  # fmt: skip
+        headers = {
+            "authorization": "Bearer sesame",
+            "x-request-id": "mine",
+            "x-tenant": "acme",
+            "x-deadline-ms": "9000",
+            "x-ttft-target-ms": "8000",
+            "connection": "x-hop",
+            "x-hop": "1",
+            "te": "trailers",
+        }
         body = b'{"prompt": "\xc3\xa4", "unknown": [1.50]} '
         response = await there.http.post("/v1/completions?a=b%20c", content=body, headers=headers)
         asked = replicas[0].asked[0]
@@ -437,9 +460,21 @@ def test_addresses(url: str, address: ServerAddress) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["", "http://", "host:0", "host:99999", "host:x", "ftp://host", "http://a:b@host",
-            "http://host?x=1", "http://host/a b", "http://h\u00f6st:1", "http://host/\x7f"]
-)  # fmt: skip
+    "url",
+    [
+        "",
+        "http://",
+        "host:0",
+        "host:99999",
+        "host:x",
+        "ftp://host",
+        "http://a:b@host",
+        "http://host?x=1",
+        "http://host/a b",
+        "http://h\u00f6st:1",
+        "http://host/\x7f",
+    ],
+)
 def test_what_is_no_address_is_refused(url: str) -> None:
     with pytest.raises(EngineFault, match="a replica is given as http://HOST:PORT"):
         parse_address(url, "a replica")

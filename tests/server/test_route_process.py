@@ -50,9 +50,14 @@ def test_streams_go_on_elsewhere_when_their_server_is_killed(start: Callable[...
 
 @pytest.mark.parametrize(
     ("limits", "wanted"),
-    [((1024, 4096), 4096), ((1024, resource.RLIM_INFINITY), MOST_FILES), ((1024, 1 << 20), MOST_FILES),
-     ((1 << 20, 1 << 20), None), ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), None)],
-)  # fmt: skip
+    [
+        ((1024, 4096), 4096),
+        ((1024, resource.RLIM_INFINITY), MOST_FILES),
+        ((1024, 1 << 20), MOST_FILES),
+        ((1 << 20, 1 << 20), None),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), None),
+    ],
+)
 def test_a_router_may_open_as_many_files_as_it_is_let(
     limits: tuple[int, int], wanted: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,7 +72,10 @@ def test_what_is_wrong_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -
     for words, message in (
         (["ftp://host:1"], "a replica is given as http://HOST:PORT, not 'ftp://host:1'"),
         (["host:1", "http://host:1/v1"], "http://host:1 is there twice"),
-        (["host:1", "--placement", "best"], "placement is one of round_robin, least_loaded, prefix_aware"),
+        (
+            ["host:1", "--placement", "best"],
+            "placement is one of round_robin, least_loaded, prefix_aware",
+        ),
         (["host:1", "--retries", "-1"], "retries is 0 or more, not -1"),
     ):
         assert cli.main(["route", *words]) == 2

@@ -29,7 +29,12 @@ async def test_an_answer_is_found_where_it_is_kept() -> None:
     async with routed(replicas) as there:
         for _ in range(6):
             made = (await there.http.post("/v1/responses", json={"input": "hi"})).json()
-            for method, more in (("GET", ""), ("GET", "/input_items"), ("POST", "/cancel"), ("DELETE", "")):
+            for method, more in (
+                ("GET", ""),
+                ("GET", "/input_items"),
+                ("POST", "/cancel"),
+                ("DELETE", ""),
+            ):
                 found = await there.http.request(method, f"/v1/responses/{made['id']}{more}")
                 assert found.json()["by"] == made["by"]
             body = {"input": "go on", "previous_response_id": made["id"]}
@@ -46,9 +51,14 @@ async def test_what_nobody_keeps_is_told_at_once() -> None:
         for id in ("resp_x", "resp_00000000-x", "5", "resp_" + "f" * 32):
             for refused in (
                 await there.http.get(f"/v1/responses/{id}"),
-                await there.http.post("/v1/responses", json={"input": "", "previous_response_id": id}),
+                await there.http.post(
+                    "/v1/responses", json={"input": "", "previous_response_id": id}
+                ),
             ):
-                assert (refused.status_code, refused.json()["error"]["reason"]) == (404, "response_not_found")
+                assert (refused.status_code, refused.json()["error"]["reason"]) == (
+                    404,
+                    "response_not_found",
+                )
         assert not any(replica.asked for replica in replicas)
 
 
@@ -59,11 +69,17 @@ async def test_one_that_is_gone_is_not_stood_in_for() -> None:
         made = (await there.http.post("/v1/responses", json={"input": "hi"})).json()
         keeper = next(one for one in replicas if one.name == made["by"])
         keeper.health = 503
-        while any(one.healthy for one in there.router.fleet.replicas if str(keeper.port) in str(one.address)):
+        while any(
+            one.healthy
+            for one in there.router.fleet.replicas
+            if str(keeper.port) in str(one.address)
+        ):
             await asyncio.sleep(0.01)
         refused = await there.http.get(f"/v1/responses/{made['id']}")
         assert (refused.status_code, refused.json()["error"]["reason"]) == (503, "no_replica")
-        assert (await there.http.post("/v1/responses", json={"input": "hi"})).json()["by"] != made["by"]
+        assert (await there.http.post("/v1/responses", json={"input": "hi"})).json()["by"] != made[
+            "by"
+        ]
 
 
 @in_loop
@@ -100,7 +116,13 @@ async def test_its_document_is_that_of_a_replica_without_what_is_not_passed_on()
     operation = {"responses": {"200": {}, "500": {"content": {"x": 1}}}}
     paths = {
         path: {"get": operation, "post": operation}
-        for path in ("/health", "/v1/completions", "/v1/models/{id}", "/v1/prefixes", "/v1/admin/state")
+        for path in (
+            "/health",
+            "/v1/completions",
+            "/v1/models/{id}",
+            "/v1/prefixes",
+            "/v1/admin/state",
+        )
     }
 
     async def documented(replica: Replica, writer: asyncio.StreamWriter) -> None:
@@ -110,8 +132,10 @@ async def test_its_document_is_that_of_a_replica_without_what_is_not_passed_on()
     async with routed(replicas) as there:
         made = (await there.http.get("/openapi.json")).json()
         assert {path: set(methods) for path, methods in made["paths"].items()} == {
-            "/health": {"get", "post"}, "/v1/completions": {"post"}, "/v1/models/{id}": {"get"},
-        }  # fmt: skip
+            "/health": {"get", "post"},
+            "/v1/completions": {"post"},
+            "/v1/models/{id}": {"get"},
+        }
         assert made["paths"]["/v1/completions"]["post"]["responses"]["502"]["content"] == {"x": 1}
         await there.http.get("/openapi.json")
         assert len(replicas[0].asked) == 1

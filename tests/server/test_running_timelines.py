@@ -22,7 +22,9 @@ def told_of(server: Server, name: str) -> list[dict[str, Any]]:
 
 def waiting_for(server: Server, name: str, *parts: str) -> dict[str, Any]:
     """Its only choice, as soon as it is told these parts."""
-    server.until(lambda: told_of(server, name) and set(parts) <= set(told_of(server, name)[0]["parts_ms"]))
+    server.until(
+        lambda: told_of(server, name) and set(parts) <= set(told_of(server, name)[0]["parts_ms"])
+    )
     (choice,) = told_of(server, name)
     return choice
 
@@ -31,7 +33,9 @@ def waiting_for(server: Server, name: str, *parts: str) -> dict[str, Any]:
 def test_who_runs_and_who_waits_are_told_before_they_end(start: Start) -> None:
     server = start("--max-num-seqs", "1", FAKE_ENGINE="own", **SLOW)
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(post, server, prompt="one", max_tokens=2000, request_id="first", ignore_eos=True)
+        first = pool.submit(
+            post, server, prompt="one", max_tokens=2000, request_id="first", ignore_eos=True
+        )
         running = waiting_for(server, "first", "own_decode")
         second = pool.submit(post, server, prompt="two", max_tokens=2, request_id="second")
         waiting = waiting_for(server, "second", "queue_slots")
@@ -64,7 +68,9 @@ def test_an_engine_that_says_nothing_is_waited_for_a_moment_only(start: Start) -
 
 def test_each_tenant_finds_its_own(start: Start) -> None:
     server = start("--api-key", "one:k1,two:k2", FAKE_ENGINE="own", **SLOW)
-    keys = {tenant: {"authorization": f"Bearer {key}"} for tenant, key in (("one", "k1"), ("two", "k2"))}
+    keys = {
+        tenant: {"authorization": f"Bearer {key}"} for tenant, key in (("one", "k1"), ("two", "k2"))
+    }
     body = {"prompt": "one", "max_tokens": 200, "ignore_eos": True, "request_id": "mine"}
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(server.http.post, "/v1/completions", json=body, headers=keys["one"])

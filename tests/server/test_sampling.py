@@ -38,7 +38,10 @@ class Words(BytesTokenizer):
         (" dog", ((1,), (2,))),  # the space is not part of the word
         ("cat", ((3,),)),  # more tokens behind a space: another word's beginning might be meant
         ("cow", ((6, 7), (8, 7))),
-        ("ox", ((9, 8),)),  # the same first token: forbidding its last would forbid more than the word
+        (
+            "ox",
+            ((9, 8),),
+        ),  # the same first token: forbidding its last would forbid more than the word
     ],
 )
 def test_bad_words_become_tokens_by_the_rule_of_vllm(
@@ -55,12 +58,21 @@ def test_what_is_resolved() -> None:
     assert found.logit_bias == {1: -100.0, 2: 3.0}
     assert found.seed is not None
     assert parameters.resolve(replace(asked, seed=4), BytesTokenizer(), 266).seed == 4
-    assert parameters.resolve(replace(asked, ignore_eos=True), BytesTokenizer(), 266).stop_ids == (5, 257)
+    assert parameters.resolve(replace(asked, ignore_eos=True), BytesTokenizer(), 266).stop_ids == (
+        5,
+        257,
+    )
 
 
 @pytest.mark.parametrize(
     ("keep", "expected"),
-    [(None, [1, 2, 3, 4, 5]), (2, [4, 5]), (5, [1, 2, 3, 4, 5]), (9, [1, 2, 3, 4, 5]), (-1, [2, 3, 4, 5])],
+    [
+        (None, [1, 2, 3, 4, 5]),
+        (2, [4, 5]),
+        (5, [1, 2, 3, 4, 5]),
+        (9, [1, 2, 3, 4, 5]),
+        (-1, [2, 3, 4, 5]),
+    ],
 )
 def test_truncation(keep: int | None, expected: list[int]) -> None:
     assert parameters.truncate([1, 2, 3, 4, 5], keep, room=4, context=10) == expected

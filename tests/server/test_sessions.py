@@ -31,7 +31,13 @@ PROMPT = list(range(5, 150))
 
 
 def ask(client: httpx.Client, prompt: list[int], session: Any, **fields: Any) -> dict[str, Any]:
-    body = {"prompt": prompt, "max_tokens": 20, "ignore_eos": True, "return_token_ids": True, **fields}
+    body = {
+        "prompt": prompt,
+        "max_tokens": 20,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        **fields,
+    }
     answer = client.post("/v1/completions", json={**body, "session": session})
     assert answer.status_code == 200, answer.text
     return dict(answer.json())
@@ -186,7 +192,9 @@ def engine_of(client: httpx.Client) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not native_module.supported()[0], reason="KV survives with the native kernels only")
+@pytest.mark.skipif(
+    not native_module.supported()[0], reason="KV survives with the native kernels only"
+)
 def test_a_kept_conversation_is_found_again_when_the_engine_was_killed() -> None:
     with serving(GOLDEN, "--admin-key", "k") as client:
         first = ask(client, PROMPT, {"id": "conv", "keep": 60})
@@ -234,7 +242,11 @@ class Registry:
         self.sessions.end(self.begin(id, tenant, **more))
 
     def names(self) -> list[str]:
-        return [f"{tenant}/{one.id}" for tenant in ("", "red", "blue") for one in self.sessions.of(tenant)]
+        return [
+            f"{tenant}/{one.id}"
+            for tenant in ("", "red", "blue")
+            for one in self.sessions.of(tenant)
+        ]
 
 
 def test_beyond_their_number_the_one_used_least_recently_goes_of_whoever_has_most() -> None:
@@ -279,7 +291,12 @@ def test_what_is_kept_is_charged_to_the_key_across_engines() -> None:
     assert account.used == 15
     registry.supervisor.when_kept([KeptSession("red/nobody", 32, 32, 9e9, 1, 0)])
     one = registry.sessions.as_dict(registry.sessions.find("a", "red"))
-    assert one["kept"] == {"paid_tokens": 32, "token_seconds": 9000.0, "byte_seconds": 900_000, "price": 15}
+    assert one["kept"] == {
+        "paid_tokens": 32,
+        "token_seconds": 9000.0,
+        "byte_seconds": 900_000,
+        "price": 15,
+    }
 
 
 def test_who_has_paid_for_what_it_keeps_has_less_to_ask_for() -> None:

@@ -76,7 +76,10 @@ SHAPES = {
     ),
     "ollama chat": Shape(
         "/api/chat",
-        lambda text, n: {"messages": [{"role": "user", "content": text}], "options": {"num_predict": n}},
+        lambda text, n: {
+            "messages": [{"role": "user", "content": text}],
+            "options": {"num_predict": n},
+        },
         lambda text: {"stop": [text]},
         lambda told: told["done_reason"],
         lambda told: told["message"]["content"],
@@ -116,7 +119,9 @@ def test_streamed_is_not_streamed(server: Server, name: str) -> None:
     shape, chance = SHAPES[name], random.Random(name)
     for _ in range(15):
         said = "".join(
-            chance.choices(["a", "é", " ", "東", "<|short|>", "\n", '"', "😀"], k=chance.randint(1, 9))
+            chance.choices(
+                ["a", "é", " ", "東", "<|short|>", "\n", '"', "😀"], k=chance.randint(1, 9)
+            )
         )
         body = shape.body(said, chance.randint(1, 40))
         if chance.random() < 0.5:
@@ -137,7 +142,9 @@ def test_answers_of_all_shapes_outlive_their_engine(start: Callable[..., Server]
     def one(number: int) -> str:
         name, stream = jobs[number]
         body = {**SHAPES[name].body(f"story {number}", 120), "stream": stream}
-        answer = server.http.post(SHAPES[name].path, json=body, headers={"x-request-id": f"r{number}"})
+        answer = server.http.post(
+            SHAPES[name].path, json=body, headers={"x-request-id": f"r{number}"}
+        )
         assert answer.status_code == 200
         return OF_ONE_TIME.sub(r'"\1":0', answer.text)
 
@@ -150,7 +157,9 @@ def test_answers_of_all_shapes_outlive_their_engine(start: Callable[..., Server]
         tokens = server.metric("vllm:generation_tokens_total")
         texts = [pool.submit(one, number) for number in range(len(jobs))]
         server.until(lambda: len(server.notes("submit")) == 2 * len(jobs))
-        server.until(lambda: server.metric("vllm:generation_tokens_total") > tokens + 10 * len(jobs))
+        server.until(
+            lambda: server.metric("vllm:generation_tokens_total") > tokens + 10 * len(jobs)
+        )
         os.kill(server.engine_pid(), signal.SIGKILL)
         assert [text.result(60) for text in texts] == undisturbed
     assert server.metric("pageturner:engine_restarts_total") == 1
@@ -161,7 +170,9 @@ def test_answers_of_all_shapes_outlive_their_engine(start: Callable[..., Server]
 def test_an_answer_says_why_it_ended(server: Server, name: str) -> None:
     shape = SHAPES[name]
     cut = server.http.post(shape.path, json={**shape.body("hi", 5), "stream": False}).json()
-    ended = server.http.post(shape.path, json={**shape.body("<|short|>", 50), "stream": False}).json()
+    ended = server.http.post(
+        shape.path, json={**shape.body("<|short|>", 50), "stream": False}
+    ).json()
     assert shape.end(cut) in ("length", "incomplete", "max_tokens")
     assert shape.end(ended) in ("stop", "completed", "end_turn")
 
@@ -171,19 +182,54 @@ FIELDS: dict[str, tuple[Dialect, Json, tuple[str, ...]]] = {
     "responses": (
         RESPONSES,
         {"input": '"hi"'},
-        ("input", "instructions", "max_output_tokens", "text", "tools", "include", "temperature", "user",
-         "truncation", "model", "top_p", "stream", "tool_choice", "reasoning", "parallel_tool_calls"),
+        (
+            "input",
+            "instructions",
+            "max_output_tokens",
+            "text",
+            "tools",
+            "include",
+            "temperature",
+            "user",
+            "truncation",
+            "model",
+            "top_p",
+            "stream",
+            "tool_choice",
+            "reasoning",
+            "parallel_tool_calls",
+        ),
     ),
     "messages": (
         MESSAGES,
         {"messages": '[{"role": "user", "content": "hi"}]', "max_tokens": "3"},
-        ("messages", "system", "stop_sequences", "max_tokens", "thinking", "metadata", "output_config",
-         "tools", "tool_choice", "output_format", "top_k", "stream"),
+        (
+            "messages",
+            "system",
+            "stop_sequences",
+            "max_tokens",
+            "thinking",
+            "metadata",
+            "output_config",
+            "tools",
+            "tool_choice",
+            "output_format",
+            "top_k",
+            "stream",
+        ),
     ),
     "embeddings": (
         EMBEDDINGS,
         {"input": '"hi"'},
-        ("input", "pooling", "dimensions", "encoding_format", "normalize", "user", "truncate_prompt_tokens"),
+        (
+            "input",
+            "pooling",
+            "dimensions",
+            "encoding_format",
+            "normalize",
+            "user",
+            "truncate_prompt_tokens",
+        ),
     ),
     "ollama chat": (
         OLLAMA_CHAT,
@@ -195,22 +241,39 @@ FIELDS: dict[str, tuple[Dialect, Json, tuple[str, ...]]] = {
         {"prompt": '"hi"'},
         ("prompt", "system", "raw", "options", "format", "context", "images", "suffix", "stream"),
     ),
-}  # fmt: skip
+}
 CONTENTS = (
-    '[{"role": "user", "content": [{"type": "text"}]}]', '[{"role": "user", "content": [5]}]',
-    '[{"role": []}]', '[{"role": "user", "content": [{"type": [], "text": "a"}]}]',
-    '[{"type": [], "role": "user"}]', "[{}]", '{"format": 5}', '{"format": {"type": []}}', '{"type": []}',
-    '{"num_predict": [], "stop": 5}', '{"user_id": 5}', '[{"type": "text", "text": 5}]', '{"mirostat": []}',
-    '[{"type": "function_call", "call_id": "c", "name": [], "arguments": "{"}]', '[{"type": "custom"}]',
-    '[{"type": "namespace", "name": [], "tools": [{"type": "custom", "name": 5}]}]', '{"effort": []}',
+    '[{"role": "user", "content": [{"type": "text"}]}]',
+    '[{"role": "user", "content": [5]}]',
+    '[{"role": []}]',
+    '[{"role": "user", "content": [{"type": [], "text": "a"}]}]',
+    '[{"type": [], "role": "user"}]',
+    "[{}]",
+    '{"format": 5}',
+    '{"format": {"type": []}}',
+    '{"type": []}',
+    '{"num_predict": [], "stop": 5}',
+    '{"user_id": 5}',
+    '[{"type": "text", "text": 5}]',
+    '{"mirostat": []}',
+    '[{"type": "function_call", "call_id": "c", "name": [], "arguments": "{"}]',
+    '[{"type": "custom"}]',
+    '[{"type": "namespace", "name": [], "tools": [{"type": "custom", "name": 5}]}]',
+    '{"effort": []}',
     '[{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": []}]}]',
-    '[{"type": "function_call_output", "call_id": 5, "output": []}]', '{"type": "tool", "name": []}',
-    '{"type": "allowed_tools", "tools": [5]}', '{"type": "function", "name": {}}', '{"type": "enabled"}',
-    '[{"name": "f", "input_schema": 5}]', '[{"type": "function", "name": "f", "parameters": []}]',
+    '[{"type": "function_call_output", "call_id": 5, "output": []}]',
+    '{"type": "tool", "name": []}',
+    '{"type": "allowed_tools", "tools": [5]}',
+    '{"type": "function", "name": {}}',
+    '{"type": "enabled"}',
+    '[{"name": "f", "input_schema": 5}]',
+    '[{"type": "function", "name": "f", "parameters": []}]',
     '[{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [5]}]}]',
-    '[{"type": "reasoning", "summary": 5, "encrypted_content": []}]', '{"effort": "high", "summary": 5}',
-    '[{"role": "user", "content": {"type": "text"}}]', '{"format": {"type": "json_schema", "schema": 5}}',
-)  # fmt: skip
+    '[{"type": "reasoning", "summary": 5, "encrypted_content": []}]',
+    '{"effort": "high", "summary": 5}',
+    '[{"role": "user", "content": {"type": "text"}}]',
+    '{"format": {"type": "json_schema", "schema": 5}}',
+)
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -234,7 +297,13 @@ def test_nothing_that_would_change_an_answer_is_passed_over(
         raw = "{" + ", ".join(f'"{n}": {v}' for n, v in good.items()) + ", " + more + "}"
         return read(dialect, raw.encode())
 
-    for field in ('"regex": "a+"', '"n": 2', '"best_of": 2', '"echo": true', '"samplers": ["top_k"]'):
+    for field in (
+        '"regex": "a+"',
+        '"n": 2',
+        '"best_of": 2',
+        '"echo": true',
+        '"samplers": ["top_k"]',
+    ):
         status, message = ask(field)
         assert (status, field.split('"')[1] in message) == (400, True)
     assert ask('"repetition_penalty": 0')[0] == 400

@@ -28,27 +28,77 @@ from .test_openai import SERVED
 
 HI = {"role": "user", "content": "hi"}
 FIELDS: dict[str, tuple[Dialect, dict[str, list[Any]]]] = {
-    "rerank": (RERANK, {
-        "query": ["q"], "documents": [["a", "b"], [{"text": "a"}], "a"], "top_n": [1, 0],
-        "instruction": ["i"], "rerank_by": ["yes_no", "cosine", "auto"], "max_tokens_per_doc": [1],
-        "return_documents": [False], "truncate_prompt_tokens": [3, -1], "pooling": ["last"],
-    }),
-    "score": (SCORE, {"text_1": ["a", ["a"]], "text_2": ["b", ["b", "c"]], "rerank_by": ["yes_no"]}),
-    "infill": (INFILL, {
-        "input_prefix": ["a"], "input_suffix": ["b"], "input_extra": [[{"text": "t"}], []], "prompt": ["p"],
-        "n_predict": [-1, 0, 3], "seed": [-1, 5], "stream": [True], "samplers": [["top_k"]], "stop": ["x"],
-    }),
+    "rerank": (
+        RERANK,
+        {
+            "query": ["q"],
+            "documents": [["a", "b"], [{"text": "a"}], "a"],
+            "top_n": [1, 0],
+            "instruction": ["i"],
+            "rerank_by": ["yes_no", "cosine", "auto"],
+            "max_tokens_per_doc": [1],
+            "return_documents": [False],
+            "truncate_prompt_tokens": [3, -1],
+            "pooling": ["last"],
+        },
+    ),
+    "score": (
+        SCORE,
+        {"text_1": ["a", ["a"]], "text_2": ["b", ["b", "c"]], "rerank_by": ["yes_no"]},
+    ),
+    "infill": (
+        INFILL,
+        {
+            "input_prefix": ["a"],
+            "input_suffix": ["b"],
+            "input_extra": [[{"text": "t"}], []],
+            "prompt": ["p"],
+            "n_predict": [-1, 0, 3],
+            "seed": [-1, 5],
+            "stream": [True],
+            "samplers": [["top_k"]],
+            "stop": ["x"],
+        },
+    ),
     "embed": (OLLAMA_EMBED, {"input": ["a", ["a", "b"]], "truncate": [False], "dimensions": [2]}),
     "embeddings": (OLLAMA_EMBEDDINGS, {"prompt": ["a"], "keep_alive": ["5m"]}),
-    "generate": (OLLAMA_GENERATE, {"prompt": ["a"], "suffix": ["b"], "system": ["s"], "raw": [True]}),
-    "completion": (COMPLETIONS, {"prompt": ["a", [5, 6], ["a", "b"]], "suffix": ["b"], "ignore_eos": [True]}),
-    "chat": (CHAT_COMPLETIONS, {
-        "messages": [[HI], [HI, {"role": "assistant", "content": "a"}]],
-        "chat_template": ["{{ messages }}", "{% x", "{{ messages[-1].content }}"],
-        "continue_final_message": [True], "add_generation_prompt": [True, False], "suffix": ["s"],
-    }),
-}  # fmt: skip
-ODD = [None, True, -1, 0, 2**70, 1.5, "", "a", "\ud83d", "x" * 300, [], [1], [[]], [None], {}, {"text": 1}]
+    "generate": (
+        OLLAMA_GENERATE,
+        {"prompt": ["a"], "suffix": ["b"], "system": ["s"], "raw": [True]},
+    ),
+    "completion": (
+        COMPLETIONS,
+        {"prompt": ["a", [5, 6], ["a", "b"]], "suffix": ["b"], "ignore_eos": [True]},
+    ),
+    "chat": (
+        CHAT_COMPLETIONS,
+        {
+            "messages": [[HI], [HI, {"role": "assistant", "content": "a"}]],
+            "chat_template": ["{{ messages }}", "{% x", "{{ messages[-1].content }}"],
+            "continue_final_message": [True],
+            "add_generation_prompt": [True, False],
+            "suffix": ["s"],
+        },
+    ),
+}
+ODD = [
+    None,
+    True,
+    -1,
+    0,
+    2**70,
+    1.5,
+    "",
+    "a",
+    "\ud83d",
+    "x" * 300,
+    [],
+    [1],
+    [[]],
+    [None],
+    {},
+    {"text": 1},
+]
 LIMITS = RequestLimits(prompts=100, choices=100, context=100, vocabulary=266, values=65_536)
 MODEL = replace(
     SERVED,

@@ -25,7 +25,9 @@ def rss(pid: int) -> int:
 
 
 async def client(server: Server, jobs: list[int], rng: random.Random) -> None:
-    async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0, timeout=60) as api:
+    async with openai.AsyncOpenAI(
+        base_url=server.url + "/v1", api_key="x", max_retries=0, timeout=60
+    ) as api:
         while jobs:
             job = jobs.pop()
             leave_at = rng.randint(0, 30) if job % 4 == 0 else None

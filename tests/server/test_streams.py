@@ -17,7 +17,13 @@ from pageturner.server.api.base.whole_answer import WholeAnswer
 from pageturner.server.engine_client.open_streams import MOST_STOPPED, OpenStreams, PieceQueue
 from pageturner.server.observability.metrics import Metrics
 from pageturner.text.detokenizer import Detokenizer
-from pageturner.text.output_stream import OutputPiece, OutputStream, StreamGap, StreamTimes, output_streams
+from pageturner.text.output_stream import (
+    OutputPiece,
+    OutputStream,
+    StreamGap,
+    StreamTimes,
+    output_streams,
+)
 
 from .bytes_tokenizer import BytesTokenizer
 
@@ -71,7 +77,12 @@ def test_overshoot_after_a_stop_string_is_dropped_from_an_event_of_several_token
 def test_the_end_of_a_sequence_is_counted_and_not_shown() -> None:
     stream, kept = make()
     stream.add_event(Event(1, 0, 3, (104, 257), finish="stop"), 0.0)
-    assert (kept.text, len(stream.tokens), stream.finish, stream.stop_reason) == ("h", 2, "stop", None)
+    assert (kept.text, len(stream.tokens), stream.finish, stream.stop_reason) == (
+        "h",
+        2,
+        "stop",
+        None,
+    )
 
 
 def test_a_stop_id_is_the_reason() -> None:
@@ -125,7 +136,9 @@ def test_an_end_of_sequence_that_is_ignored_is_a_stop_id_like_others(
     ignored: bool, reason: int | None
 ) -> None:
     params = SamplingParams(ignore_eos=ignored, stop_ids=(257,))
-    (stream,) = output_streams(Request(1, (1, 2, 3), params), [Kept()], itertools.count(2), BytesTokenizer())
+    (stream,) = output_streams(
+        Request(1, (1, 2, 3), params), [Kept()], itertools.count(2), BytesTokenizer()
+    )
     stream.add_event(Event(1, 0, 3, (104, 257), finish="stop"), 0.0)
     assert (stream.finish, stream.stop_reason) == ("stop", reason)
 
@@ -272,7 +285,9 @@ def test_prompt_logprobs_are_never_repeated_and_never_missed(spans: list[tuple[i
         else:
             stream.add_event(event, 0.0)
         assert stream.resumable().logits_from == len(stream.prompt_logprobs)
-    assert [rank for _, rank, _ in stream.prompt_logprobs] == list(range(1, len(stream.prompt_logprobs) + 1))
+    assert [rank for _, rank, _ in stream.prompt_logprobs] == list(
+        range(1, len(stream.prompt_logprobs) + 1)
+    )
 
 
 def test_a_token_before_the_prompt_is_told_is_a_gap() -> None:

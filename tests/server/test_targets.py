@@ -29,13 +29,21 @@ from .conftest import Server
 from .test_streams import Kept
 
 
-def said(body: dict[str, Any], headers: dict[str, str] | None = None, key: ApiKey = ANYBODY) -> ServiceLevel:
+def said(
+    body: dict[str, Any], headers: dict[str, str] | None = None, key: ApiKey = ANYBODY
+) -> ServiceLevel:
     raw = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
     return service_level_of(decode(json.dumps(body).encode()), raw, key)
 
 
 def test_fields_go_before_headers() -> None:
-    fields = {"priority": -3, "deadline_ms": 1500, "ttft_target_ms": 250.5, "tpot_target_ms": 20, "user": "u"}
+    fields = {
+        "priority": -3,
+        "deadline_ms": 1500,
+        "ttft_target_ms": 250.5,
+        "tpot_target_ms": 20,
+        "user": "u",
+    }
     assert said(fields) == ServiceLevel(-3, 1.5, 0.2505, 0.02, "u")
     headers = {
         "X-Priority": "+7",
@@ -72,14 +80,22 @@ def test_keys_tell_the_tenant_before_headers_do() -> None:
         ({}, {"X-Tenant": "x" * 65}, "X-Tenant"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(body: dict[str, Any], headers: dict[str, str], param: str) -> None:
+def test_what_cannot_be_is_refused_by_name(
+    body: dict[str, Any], headers: dict[str, str], param: str
+) -> None:
     with pytest.raises(ClientError) as caught:
         said(body, headers)
-    assert (caught.value.status, caught.value.code, caught.value.param) == (400, "invalid_value", param)
+    assert (caught.value.status, caught.value.code, caught.value.param) == (
+        400,
+        "invalid_value",
+        param,
+    )
     assert param in caught.value.message
 
 
-@pytest.mark.parametrize("body", ['{"deadline_ms": NaN}', '{"ttft_target_ms": "5"}', '{"priority": 1.5}'])
+@pytest.mark.parametrize(
+    "body", ['{"deadline_ms": NaN}', '{"ttft_target_ms": "5"}', '{"priority": 1.5}']
+)
 def test_what_is_no_number(body: str) -> None:
     with pytest.raises(ClientError) as caught:
         decode(body.encode())
@@ -115,7 +131,9 @@ def busy(start: Callable[..., Server]) -> Iterator[tuple[Server, threading.Threa
     server = start("--max-num-seqs", "1", FAKE_ENGINE="own", **step)
     for _ in range(3):  # it learns how long answers are, and what a step takes
         ask(server, prompt="long", max_tokens=10)
-    first = threading.Thread(target=ask, args=(server,), kwargs={"prompt": "long", "max_tokens": 70})
+    first = threading.Thread(
+        target=ask, args=(server,), kwargs={"prompt": "long", "max_tokens": 70}
+    )
     first.start()
     server.until(lambda: server.metric("vllm:num_requests_running") == 1)
     yield server, first
@@ -129,14 +147,21 @@ def ask(server: Server, **fields: Any) -> httpx.Response:
 
 
 @pytest.mark.slow
-def test_refused_for_its_target_and_taken_when_it_was_told(busy: tuple[Server, threading.Thread]) -> None:
+def test_refused_for_its_target_and_taken_when_it_was_told(
+    busy: tuple[Server, threading.Thread],
+) -> None:
     server, _ = busy
     hurry = {"max_tokens": 2, "ttft_target_ms": 60, "stream": True}
     refused = ask(server, **hurry)
-    assert (refused.status_code, refused.json()["error"]["reason"]) == (429, "ttft_target_unreachable")
+    assert (refused.status_code, refused.json()["error"]["reason"]) == (
+        429,
+        "ttft_target_unreachable",
+    )
     wait = int(refused.headers["retry-after"])
     assert 1 <= wait <= 4
-    assert server.metric("pageturner:target_outcomes_total") == 2, "one refused, and all of its targets"
+    assert server.metric("pageturner:target_outcomes_total") == 2, (
+        "one refused, and all of its targets"
+    )
     patient = ask(server, max_tokens=2, ttft_target_ms=30_000)
     assert patient.status_code == 200
     for _ in range(5):  # a busy machine may be slower than it was
@@ -205,8 +230,14 @@ def outcomes(goodput: Goodput) -> dict[str, str]:
         ({"ttft_target": 1.0}, {"ttft": "met", "all": "met"}),
         ({"ttft_target": 0.9}, {"ttft": "missed", "all": "missed"}),
         ({"tpot_target": 2.0, "deadline": 5.0}, {"tpot": "met", "deadline": "met", "all": "met"}),
-        ({"tpot_target": 1.9, "deadline": 5.0}, {"tpot": "missed", "deadline": "met", "all": "missed"}),
-        ({"deadline": 4.9, "ttft_target": 1.0}, {"deadline": "missed", "ttft": "met", "all": "missed"}),
+        (
+            {"tpot_target": 1.9, "deadline": 5.0},
+            {"tpot": "missed", "deadline": "met", "all": "missed"},
+        ),
+        (
+            {"deadline": 4.9, "ttft_target": 1.0},
+            {"deadline": "missed", "ttft": "met", "all": "missed"},
+        ),
     ],
 )
 def test_who_met_its_targets(targets: dict[str, float], expected: dict[str, str]) -> None:
@@ -224,7 +255,11 @@ def test_who_met_its_targets(targets: dict[str, float], expected: dict[str, str]
 
 @pytest.mark.parametrize(
     ("failure", "outcome"),
-    [(EXPIRED, "missed"), (Failure("x", ""), "missed"), (Failure("ttft_target_unreachable", ""), "refused")],
+    [
+        (EXPIRED, "missed"),
+        (Failure("x", ""), "missed"),
+        (Failure("ttft_target_unreachable", ""), "refused"),
+    ],
 )
 def test_who_failed_met_nothing(failure: Failure, outcome: str) -> None:
     metrics, one = Metrics(), stream(ttft_target=9.0, tpot_target=9.0)
@@ -245,9 +280,12 @@ def test_who_left_counts_only_if_it_was_late() -> None:
     for one in (early, late, served, past):
         streams.cancel(one)
     assert dict(metrics.goodput.outcomes) == {
-        ("all", "met"): 0, ("all", "missed"): 2, ("all", "refused"): 0, ("ttft", "missed"): 1,
+        ("all", "met"): 0,
+        ("all", "missed"): 2,
+        ("all", "refused"): 0,
+        ("ttft", "missed"): 1,
         ("deadline", "missed"): 1,
-    }  # fmt: skip
+    }
 
 
 def test_a_full_queue_refuses_targets_too_and_a_minute_is_forgotten() -> None:

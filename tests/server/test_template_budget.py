@@ -12,7 +12,9 @@ from pageturner.text.chat_template import ChatTemplate, TemplateLimits, Template
 
 HI = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "a\nb"}]
 LIMITS = TemplateLimits(steps=20_000, characters=1 << 20, prompt=1 << 20)
-DOUBLED = "{% set ns = namespace(x=X) %}{% for i in range(64) %}{% set ns.x = Y %}{% endfor %}{{ ns.x }}"
+DOUBLED = (
+    "{% set ns = namespace(x=X) %}{% for i in range(64) %}{% set ns.x = Y %}{% endfor %}{{ ns.x }}"
+)
 
 
 def doubled(first: str, next: str) -> str:
@@ -95,7 +97,9 @@ def test_what_cannot_be_read_or_rendered_is_a_refusal(source: str) -> None:
 
 
 def test_a_long_conversation_has_a_larger_budget() -> None:
-    source = "{% for m in messages %}{{ '<' + m.role + '>' + (m.content | trim) ~ '\\n' }}{% endfor %}"
+    source = (
+        "{% for m in messages %}{{ '<' + m.role + '>' + (m.content | trim) ~ '\\n' }}{% endfor %}"
+    )
     long = [{"role": "user", "content": "x" * (3 << 20)}]
     assert ChatTemplate(source).render(long) == "<user>" + "x" * (3 << 20) + "\n"
 
@@ -142,12 +146,17 @@ def test_a_prompt_has_a_largest_length() -> None:
         "{{ messages | groupby('role') }}{{ [3, 1] | sort }}"
         "{{ [1, 2, 3] | batch(2) | list }}{{ 'ab' | list }}",
     ],
-)  # fmt: skip
+)
 def test_what_comes_out_is_what_jinja2_makes(source: str) -> None:
     plain = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    given: dict[str, Any] = {"tools": None, "bos_token": "", "eos_token": "", "add_generation_prompt": True}
+    given: dict[str, Any] = {
+        "tools": None,
+        "bos_token": "",
+        "eos_token": "",
+        "add_generation_prompt": True,
+    }
     expected = plain.from_string(source).render(messages=HI, **given)
     assert ChatTemplate(source, limits=LIMITS).render(HI) == expected
 

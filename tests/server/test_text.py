@@ -71,8 +71,14 @@ def test_no_broken_character_is_shown(text: str, cuts: list[int]) -> None:
 SMALL = st.text(alphabet="abé😀", min_size=1, max_size=4)
 
 
-@given(st.text(alphabet="abé😀", max_size=30), st.lists(st.integers(0, 90)), st.lists(SMALL, max_size=3))
-def test_stop_strings_cut_exactly_whatever_the_split(text: str, cuts: list[int], stop: list[str]) -> None:
+@given(
+    st.text(alphabet="abé😀", max_size=30),
+    st.lists(st.integers(0, 90)),
+    st.lists(SMALL, max_size=3),
+)
+def test_stop_strings_cut_exactly_whatever_the_split(
+    text: str, cuts: list[int], stop: list[str]
+) -> None:
     deltas, stream = stream_of(split(text.encode(), cuts), tuple(stop))
     expected, matched = cut_slowly(text, tuple(stop))
     assert "".join(deltas) == expected

@@ -67,7 +67,9 @@ def pool(forks: list[ForkServer]) -> TextPool:
     return TextPool(start, seconds=20, most=1 << 20)
 
 
-def ask(pool: TextPool, key: str = "", name: str = "takes", size: int = 0, **fields: Any) -> Awaitable[bytes]:
+def ask(
+    pool: TextPool, key: str = "", name: str = "takes", size: int = 0, **fields: Any
+) -> Awaitable[bytes]:
     """A job of at least so many bytes."""
     raw = json.dumps(fields).encode().ljust(size)
     return asyncio.ensure_future(pool.run(Job(name, facts_of(SERVED), 1 << 20), raw, key))
@@ -100,10 +102,27 @@ async def refused(asked: Awaitable[bytes]) -> ClientError:
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
-        ("chatcmpl", {"messages": [{"role": "user", "content": "hi"}], "n": 2, "stop": ["x"], "seed": 3}),
-        ("cmpl", {"prompt": ["ab", "cde"], "n": 2, "best_of": 3, "echo": True, "logprobs": 1, "seed": 3}),
-        ("cmpl", {"prompt": "a", "structured_outputs": {"choice": ["a"]}, "logit_bias": {"5": 1}, "seed": 3}),
-        ("cmpl", {"prompt": [[256, 97]], "stream": True, "request_id": "x", "timings": True, "seed": 3}),
+        (
+            "chatcmpl",
+            {"messages": [{"role": "user", "content": "hi"}], "n": 2, "stop": ["x"], "seed": 3},
+        ),
+        (
+            "cmpl",
+            {"prompt": ["ab", "cde"], "n": 2, "best_of": 3, "echo": True, "logprobs": 1, "seed": 3},
+        ),
+        (
+            "cmpl",
+            {
+                "prompt": "a",
+                "structured_outputs": {"choice": ["a"]},
+                "logit_bias": {"5": 1},
+                "seed": 3,
+            },
+        ),
+        (
+            "cmpl",
+            {"prompt": [[256, 97]], "stream": True, "request_id": "x", "timings": True, "seed": 3},
+        ),
     ],
 )
 def test_a_call_is_the_same_by_a_worker(pool: TextPool, name: str, fields: dict[str, Any]) -> None:
@@ -131,14 +150,20 @@ def test_one_that_takes_too_long_is_refused_and_the_next_is_not(
         return await refused(long), await next
 
     error, answer = run(pool, work)
-    assert (error.status, error.code, error.param) == (400, "grammar_too_expensive", "structured_outputs")
+    assert (error.status, error.code, error.param) == (
+        400,
+        "grammar_too_expensive",
+        "structured_outputs",
+    )
     assert answer
 
 
 def test_the_check_of_a_grammar_has_processor_time_and_not_time_by_the_clock(
     pool: TextPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(text_pool, "GRAMMAR_SECONDS", 0.1)  # one that is held up for longer costs nothing
+    monkeypatch.setattr(
+        text_pool, "GRAMMAR_SECONDS", 0.1
+    )  # one that is held up for longer costs nothing
 
     async def work() -> bytes:
         return await ask(pool, seconds=0.4, computes=0.01, doing="grammar")
@@ -156,7 +181,9 @@ def test_one_that_takes_too_much_memory_is_refused_and_the_next_is_not(pool: Tex
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_killed_costs_nobody_an_answer(pool: TextPool, forks: list[ForkServer]) -> None:
+def test_a_worker_that_is_killed_costs_nobody_an_answer(
+    pool: TextPool, forks: list[ForkServer]
+) -> None:
     async def work() -> tuple[bytes, bytes]:
         pid = int((await ask(pool)).split()[0])
         asked, next = ask(pool, seconds=0.2), ask(pool, "another")
@@ -356,7 +383,10 @@ def test_an_answer_has_a_largest_size(pool: TextPool) -> None:
 
 # -- in a server ---------------------------------------------------------------------------------------------
 PATTERNS = {f"^[a-z]*{i}[a-z]*$": {"type": "integer"} for i in range(1200)}
-COSTLY = {"prompt": "x", "structured_outputs": {"json": {"type": "object", "patternProperties": PATTERNS}}}
+COSTLY = {
+    "prompt": "x",
+    "structured_outputs": {"json": {"type": "object", "patternProperties": PATTERNS}},
+}
 
 
 def children(pid: int) -> list[int]:
@@ -365,7 +395,9 @@ def children(pid: int) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_costly_schema_is_refused_by_name_and_holds_up_nobody(start: Callable[..., Server]) -> None:
+def test_a_costly_schema_is_refused_by_name_and_holds_up_nobody(
+    start: Callable[..., Server],
+) -> None:
     server = start()
     with pytest.raises(Exception, match="timed out"):
         server.http.post("/v1/completions", json=COSTLY, timeout=0.5)

@@ -6,9 +6,14 @@ from pageturner.server.observability import tier_metrics
 from pageturner.server.observability.metrics import Metrics, render
 
 FIGURES = {
-    "kv_file_state": 2.0, "kv_file_hits": 7.0, "kv_file_errors": 1.0, "kv_file_blocks": 3.0,
-    "kv_file_bytes": 300.0, "kv_host_hits": 5.0, "kv_host_bytes": 200.0,
-}  # fmt: skip
+    "kv_file_state": 2.0,
+    "kv_file_hits": 7.0,
+    "kv_file_errors": 1.0,
+    "kv_file_blocks": 3.0,
+    "kv_file_bytes": 300.0,
+    "kv_host_hits": 5.0,
+    "kv_host_bytes": 200.0,
+}
 
 
 def test_counts_go_on_when_the_engine_is_another() -> None:

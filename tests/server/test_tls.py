@@ -170,7 +170,9 @@ def test_old_versions_are_refused() -> None:
 def test_a_certificate_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("cert.pem", "key.pem"):
         shutil.copy(FILES / name, tmp_path)
-    own = Certificates(ServerConfig(ssl_certfile=f"{tmp_path}/cert.pem", ssl_keyfile=f"{tmp_path}/key.pem"))
+    own = Certificates(
+        ServerConfig(ssl_certfile=f"{tmp_path}/cert.pem", ssl_keyfile=f"{tmp_path}/key.pem")
+    )
     first = own.context
     shutil.copy(FILES / "other_cert.pem", tmp_path / "cert.pem")
     own.reload()
@@ -195,7 +197,9 @@ def test_a_certificate_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFi
 )
 def test_files_that_cannot_be_used(cert: str, key: str, password: str, says: str) -> None:
     keyfile = str(FILES / key) if key else ""
-    config = ServerConfig(ssl_certfile=str(FILES / cert), ssl_keyfile=keyfile, ssl_keyfile_password=password)
+    config = ServerConfig(
+        ssl_certfile=str(FILES / cert), ssl_keyfile=keyfile, ssl_keyfile_password=password
+    )
     with pytest.raises(EngineFault, match=says):
         certificates_of(config)
 
@@ -234,7 +238,9 @@ def test_a_server_and_a_router_speak_https(start: Callable[..., Server]) -> None
     body = {"prompt": "hello", "max_tokens": 20, "stream": True}
     streamed = server.http.post("/v1/completions", json=body).text
     assert streamed.endswith("data: [DONE]\n\n")
-    router = start(server.url.replace("127.0.0.1", "localhost"), "--ssl-ca", CERT, *flags, command="route")
+    router = start(
+        server.url.replace("127.0.0.1", "localhost"), "--ssl-ca", CERT, *flags, command="route"
+    )
     assert router.url.startswith("https://")
     asked = router.http.post("/v1/completions", json=body)
     assert (asked.status_code, asked.text.count("data: {")) == (200, 20)

@@ -27,7 +27,9 @@ def test_a_report_is_counted_down_and_what_came_since_is_added() -> None:
     late = load.began(50)
     assert load.tokens == 450
     load.report(1000.0, 4, 300.0)
-    assert (load.tokens, load.answer) == (1050, 300), "what came while it was asked is not in its report"
+    assert (load.tokens, load.answer) == (1050, 300), (
+        "what came while it was asked is not in its report"
+    )
     load.ended(old[0])
     assert load.tokens == 800
     load.ended(late)
@@ -81,4 +83,7 @@ def test_what_a_server_says_counts_those_that_its_engine_has_not_told() -> None:
     told = {"backlog_tokens": 300.0, "backlog_sequences": 3.0, "backlog_answer": 80.0}
     assert predicted_load(told, 3) == {"predicted_tokens": 300, "answer_tokens": 80.0}
     assert predicted_load(told, 5)["predicted_tokens"] == 500
-    assert predicted_load({"backlog_tokens": 0.0, "backlog_sequences": 0.0}, 0)["predicted_tokens"] == 0
+    assert (
+        predicted_load({"backlog_tokens": 0.0, "backlog_sequences": 0.0}, 0)["predicted_tokens"]
+        == 0
+    )

@@ -106,7 +106,9 @@ def fits(name: str, arguments: str) -> bool:
 
 
 @pytest.mark.parametrize("format", PATTERNED, ids=lambda one: one.name)
-@pytest.mark.parametrize("asked", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+@pytest.mark.parametrize(
+    "asked", ["required", {"type": "function", "function": {"name": "get_weather"}}]
+)
 def test_what_is_required_is_a_call(format: ToolFormat, asked: Any) -> None:
     grammar = tool_grammar(format, choice(asked), no_control)
     for seed in range(6):
@@ -121,10 +123,14 @@ def test_what_is_required_is_a_call(format: ToolFormat, asked: Any) -> None:
 @pytest.mark.parametrize("format", PATTERNED, ids=lambda one: one.name)
 def test_a_call_that_has_begun_goes_on_as_one(format: ToolFormat) -> None:
     grammar = tool_grammar(format, choice("auto"), no_control)
-    begin = {"llama3": '{"name": "get"', "json": '```json\n{"name": "get"', "pythonic": "[get_weather("}.get(
-        format.name
+    begin = {
+        "llama3": '{"name": "get"',
+        "json": '```json\n{"name": "get"',
+        "pythonic": "[get_weather(",
+    }.get(format.name)
+    begin = (
+        begin or "Well. " + (format.opening + format.calls[0]).partition("$")[0].partition(" ")[0]
     )
-    begin = begin or "Well. " + (format.opening + format.calls[0]).partition("$")[0].partition(" ")[0]
     for seed in range(3):
         text = walk(grammar, seed, begin)
         _, content, calls = said(read(AnswerFormat(tools=format.name), text))
@@ -144,8 +150,11 @@ def test_without_a_call_every_text_is_possible(format: ToolFormat) -> None:
 def test_one_call_where_only_one_is_wanted() -> None:
     call = '<tool_call>{"name": "get", "arguments": {}}</tool_call>'
     for asked, several, taken in (
-        ("auto", True, 2), ("auto", False, 1), ("required", None, 2), ("required", False, 1),
-    ):  # fmt: skip
+        ("auto", True, 2),
+        ("auto", False, 1),
+        ("required", None, 2),
+        ("required", False, 1),
+    ):
         grammar = tool_grammar(tool_format("hermes"), choice(asked, several), no_control)
         matcher = compiled(byte_tokens(), grammar)
         assert matcher.try_consume_tokens(list((call * 2).encode())) == taken * len(call)
@@ -153,20 +162,30 @@ def test_one_call_where_only_one_is_wanted() -> None:
 
 
 def test_a_tool_that_is_not_there_cannot_be_called() -> None:
-    matcher = compiled(byte_tokens(), tool_grammar(tool_format("hermes"), choice("auto"), no_control))
+    matcher = compiled(
+        byte_tokens(), tool_grammar(tool_format("hermes"), choice("auto"), no_control)
+    )
     known = '<tool_call>{"name": "get'
     assert matcher.try_consume_tokens(list((known + "s").encode())) == len(known)
 
 
 def test_marks_that_are_control_tokens_are_those() -> None:
-    grammar = tool_grammar(tool_format("mistral"), choice("auto"), {"[TOOL_CALLS]": 300, "[ARGS]": 301}.get)
+    grammar = tool_grammar(
+        tool_format("mistral"), choice("auto"), {"[TOOL_CALLS]": 300, "[ARGS]": 301}.get
+    )
     assert "FREE <[300]> begun" in grammar
     assert 'begun0: "get_weather" <[301]> args0' in grammar
     assert "[TOOL_CALLS]" not in grammar.partition("call: ")[0]
 
 
 def test_harmony_calls_on_its_channel() -> None:
-    marks = {"<|channel|>": 300, "<|message|>": 301, "<|end|>": 302, "<|start|>": 303, "<|constrain|>": 304}
+    marks = {
+        "<|channel|>": 300,
+        "<|message|>": 301,
+        "<|end|>": 302,
+        "<|start|>": 303,
+        "<|constrain|>": 304,
+    }
     grammar = tool_grammar(tool_format("harmony"), choice("required"), marks.get)
     head = 'call0: <[300]> "commentary to=functions.get_weather" '
     assert head + '(WS? <[304]> "json" | WS "json"?)? <[301]> args0' in grammar
@@ -187,17 +206,23 @@ def test_harmony_where_its_marks_are_plain_text(asked: str) -> None:
         assert matcher.is_accepting()
         assert said(read(AnswerFormat(tools="harmony"), text)) == ("Hm <|.", "", [("get", "{}")])
     glued = "<|channel|>commentary to=functions.getjson"  # which would be another name
-    assert compiled(byte_tokens(), grammar).try_consume_tokens(list(glued.encode())) == len(glued) - 4
+    assert (
+        compiled(byte_tokens(), grammar).try_consume_tokens(list(glued.encode())) == len(glued) - 4
+    )
     matcher, text = compiled(byte_tokens(), grammar), "<|channel|>final<|message|>x <|channel|>"
-    assert matcher.try_consume_tokens(list(text.encode())) == (11 if asked == "required" else len(text) - 1)
+    assert matcher.try_consume_tokens(list(text.encode())) == (
+        11 if asked == "required" else len(text) - 1
+    )
 
 
 def test_an_answer_has_its_form_or_is_a_call() -> None:
     answer = 'start: %json {"type": "object", "required": ["ok"]}'
     grammar = tool_grammar(tool_format("hermes"), choice("auto"), no_control, answer)
     for text, whole in (
-        ('{"ok": 1}', True), ('<tool_call>{"name": "get", "arguments": {}}</tool_call>', True), ("no", False),
-    ):  # fmt: skip
+        ('{"ok": 1}', True),
+        ('<tool_call>{"name": "get", "arguments": {}}</tool_call>', True),
+        ("no", False),
+    ):
         matcher = compiled(byte_tokens(), grammar)
         assert (matcher.try_consume_tokens(list(text.encode())) == len(text)) == whole, text
         assert matcher.is_accepting() == whole
@@ -209,7 +234,10 @@ def test_an_answer_may_think_before_its_grammar(thinking: bool, begin: str) -> N
     grammar = with_thoughts(inner, reasoning_format("think"), thinking, no_control)
     assert without_thoughts(grammar) == inner
     assert without_thoughts(inner) == inner
-    text = begin + 'what <tool_call> is\n</think>\n<tool_call>{"name": "get", "arguments": {}}</tool_call>'
+    text = (
+        begin
+        + 'what <tool_call> is\n</think>\n<tool_call>{"name": "get", "arguments": {}}</tool_call>'
+    )
     matcher = compiled(byte_tokens(), grammar)
     assert matcher.try_consume_tokens(list(text.encode())) == len(text)
     assert matcher.is_accepting()
@@ -220,7 +248,9 @@ def test_an_answer_may_think_before_its_grammar(thinking: bool, begin: str) -> N
 def test_little_white_space_stands_in_front_of_thoughts() -> None:
     """A budget counts from their beginning, which it looks for where the answer begins."""
     inner = tool_grammar(tool_format("hermes"), choice("required"), no_control)
-    matcher = compiled(byte_tokens(), with_thoughts(inner, reasoning_format("think"), False, no_control))
+    matcher = compiled(
+        byte_tokens(), with_thoughts(inner, reasoning_format("think"), False, no_control)
+    )
     assert matcher.try_consume_tokens(list(b"\n\n \t\n")) == 4
 
 
@@ -246,7 +276,11 @@ def tool(parameters: Any, **more: Any) -> list[dict[str, Any]]:
     ("parameters", "strict", "code"),
     [
         ({"properties": {"a": {"type": "colour"}}}, False, "invalid_schema"),
-        ({"properties": {"a": {"format": "no such format", "type": "string"}}}, True, "unsupported_schema"),
+        (
+            {"properties": {"a": {"format": "no such format", "type": "string"}}},
+            True,
+            "unsupported_schema",
+        ),
         ({"properties": {"a": {"format": "no such format", "type": "string"}}}, False, None),
         ({"properties": {"a": {"enum": []}}, "required": ["a"]}, True, "unsatisfiable_schema"),
         (None, True, None),
@@ -324,14 +358,19 @@ def test_what_cannot_be_held_of_a_strict_schema_is_refused(one: Any) -> None:
     for name in ("gemma", "pythonic"):
         with pytest.raises(ClientError) as caught:
             check_tools(
-                tool_format(name), choice("auto", tools=tool({"properties": {"a": one}}, strict=True))
+                tool_format(name),
+                choice("auto", tools=tool({"properties": {"a": one}}, strict=True)),
             )
         assert caught.value.code == "unsupported_schema"
-    check_tools(tool_format("gemma"), choice("auto", tools=tool({"properties": {"a": {"not": {}}}})))
+    check_tools(
+        tool_format("gemma"), choice("auto", tools=tool({"properties": {"a": {"not": {}}}}))
+    )
 
 
 def test_whole_numbers_of_tools_end() -> None:
-    asked = choice("required", tools=tool({"properties": {"a": {"type": "integer"}}, "required": ["a"]}))
+    asked = choice(
+        "required", tools=tool({"properties": {"a": {"type": "integer"}}, "required": ["a"]})
+    )
     matcher = compiled(byte_tokens(), tool_grammar(tool_format("hermes"), asked, no_control))
     text = '<tool_call>{"name": "f", "arguments": {"a": ' + "1" * 30
     assert matcher.try_consume_tokens(list(text.encode())) == len(text) - 14
@@ -342,7 +381,9 @@ def test_a_schema_may_refer_to_itself() -> None:
         "properties": {"kids": {"$ref": "#/$defs/kids"}},
         "$defs": {"kids": {"type": "array", "items": {"$ref": "#/$defs/kids"}}},
     }
-    grammar = tool_grammar(tool_format("pythonic"), choice("required", tools=tool(tree)), no_control)
+    grammar = tool_grammar(
+        tool_format("pythonic"), choice("required", tools=tool(tree)), no_control
+    )
     matcher = compiled(byte_tokens(), grammar)
     assert matcher.try_consume_tokens(list(b"[f(kids=[[], [[]]])]")) == 20
 

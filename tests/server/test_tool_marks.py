@@ -115,10 +115,16 @@ def test_marks_that_are_control_tokens(name: str) -> None:
             thought, content, calls = said(read(format, text_of(tokens, tokenizer, shown)))
             called += len(calls)
             assert calls or asked == "auto"
-            assert not content or asked == "auto" or name == "harmony"  # which may say something before it
+            assert (
+                not content or asked == "auto" or name == "harmony"
+            )  # which may say something before it
             for tool, arguments in calls:
                 given = json.loads(arguments)
-                assert given == {} if tool == "wait" else set(given) <= {"city", "n"} and "city" in given
+                assert (
+                    given == {}
+                    if tool == "wait"
+                    else set(given) <= {"city", "n"} and "city" in given
+                )
             whole = text_of(tokens, tokenizer, ())
             assert len(thought) + len(content) <= len(whole), "a mark is in the text"
     assert called >= 4

@@ -14,12 +14,18 @@ from support.servers import serving
 
 PLACE = {
     "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 6}, "days": {"type": "integer", "maximum": 9}},
+    "properties": {
+        "city": {"type": "string", "maxLength": 6},
+        "days": {"type": "integer", "maximum": 9},
+    },
     "required": ["city", "days"],
     "additionalProperties": False,
 }
 TOOLS = [
-    {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": PLACE}},
+    {
+        "type": "function",
+        "function": {"name": "look", "description": "Looks.", "parameters": PLACE},
+    },
     {"type": "function", "function": {"name": "wait"}},
 ]
 ASK = {
@@ -47,11 +53,15 @@ def whole(client: httpx.Client, **asked: Any) -> list[dict[str, Any]]:
 def streamed(client: httpx.Client, **asked: Any) -> list[dict[str, Any]]:
     """The choices, put together of their deltas by OpenAI's rules."""
     answer = client.post("/v1/chat/completions", json={**ASK, **asked, "stream": True})
-    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    events = [
+        json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")
+    ]
     choices: dict[int, dict[str, Any]] = {}
     for event in events:
         for one in event["choices"]:
-            known = choices.setdefault(one["index"], {"message": {}, "finish_reason": None, "logprobs": []})
+            known = choices.setdefault(
+                one["index"], {"message": {}, "finish_reason": None, "logprobs": []}
+            )
             assert known["finish_reason"] is None
             known["finish_reason"] = one["finish_reason"]
             known["logprobs"] += (one["logprobs"] or {"content": []})["content"]
@@ -82,17 +92,24 @@ def shown(choice: dict[str, Any]) -> tuple[Any, ...]:
     """All but what differs between two answers: the ids of calls."""
     message = choice["message"]
     calls = [
-        (call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())
+        (call["function"]["name"], call["function"]["arguments"])
+        for call in message.get("tool_calls", ())
     ]
     return (
-        message["role"], message["content"] or "", message.get("reasoning_content"), message.get("reasoning"),
-        calls, choice["finish_reason"],
-    )  # fmt: skip
+        message["role"],
+        message["content"] or "",
+        message.get("reasoning_content"),
+        message.get("reasoning"),
+        calls,
+        choice["finish_reason"],
+    )
 
 
 def forced(client: httpx.Client, text: str) -> dict[str, Any]:
     """Fields that make the model say this."""
-    ids = client.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()["tokens"]
+    ids = client.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()[
+        "tokens"
+    ]
     return {"force_ids": ids, "max_tokens": len(ids) + 1}
 
 
@@ -128,7 +145,10 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {"city": "Bonn", "days": 3}}\
 SAID: list[tuple[str, tuple[str, str | None, list[tuple[str, str]]]]] = [
     ("Well.\n" + CALL, ("Well.", None, [("look", '{"city": "Bonn", "days": 3}')])),
     ("<think>\nHm.\n</think>\n\nYes", ("Yes", "Hm.", [])),
-    ("<think>a <tool_call></think>" + CALL, ("", "a <tool_call>", [("look", '{"city": "Bonn", "days": 3}')])),
+    (
+        "<think>a <tool_call></think>" + CALL,
+        ("", "a <tool_call>", [("look", '{"city": "Bonn", "days": 3}')]),
+    ),
     ("a <b> c", ("a <b> c", None, [])),
 ]
 
@@ -150,7 +170,13 @@ def test_what_the_model_says_is_taken_apart(
 @pytest.mark.parametrize("more", [{"tools": None}, {"tool_choice": "required"}])
 def test_thoughts_have_a_budget(client: httpx.Client, more: dict[str, Any]) -> None:
     begin, end = (forced(client, text)["force_ids"] for text in ("<think>", "</think>"))
-    asked = {"force_ids": begin, "return_token_ids": True, "reasoning_effort": "low", "seed": 4, **more}
+    asked = {
+        "force_ids": begin,
+        "return_token_ids": True,
+        "reasoning_effort": "low",
+        "seed": 4,
+        **more,
+    }
     for name, budget in (("thinking_token_budget", 6), ("max_reasoning_tokens", 0)):
         (choice,) = whole(client, **asked, **{name: budget})
         ids = choice["token_ids"]
@@ -171,7 +197,14 @@ def test_tools_are_not_looked_for_where_the_choice_is_none(client: httpx.Client)
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}]}, "tools"),
+        (
+            {
+                "tools": [
+                    {"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}
+                ]
+            },
+            "tools",
+        ),
         ({"tool_choice": "must"}, "tool_choice"),
         ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"min_tokens": 3}, "min_tokens"),
@@ -179,7 +212,10 @@ def test_tools_are_not_looked_for_where_the_choice_is_none(client: httpx.Client)
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages"),
         ({"reasoning_effort": "much"}, "reasoning_effort"),
         ({"thinking_token_budget": -1}, "thinking_token_budget"),
-        ({"max_reasoning_tokens": 5, "use_beam_search": True, "tools": None}, "thinking_token_budget"),
+        (
+            {"max_reasoning_tokens": 5, "use_beam_search": True, "tools": None},
+            "thinking_token_budget",
+        ),
     ],
 )
 def test_what_is_wrong_is_said(client: httpx.Client, fields: dict[str, Any], param: str) -> None:

@@ -23,7 +23,14 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from pageturner.errors import EngineFault
 from pageturner.http import tracing
 from pageturner.http.request_info import RequestInfo
-from pageturner.http.tracing import CARRIED, MISSING, Traces, TraceSource, check_endpoint, start_traces
+from pageturner.http.tracing import (
+    CARRIED,
+    MISSING,
+    Traces,
+    TraceSource,
+    check_endpoint,
+    start_traces,
+)
 from pageturner.request import Timings
 from pageturner.router.passed_headers import HOP
 from pageturner.text.output_stream import OutputStream, StreamTimes
@@ -83,8 +90,14 @@ def answered(begin: float, *spans: tuple[float, float, str, int], **params: Any)
     return info
 
 
-SPANS = ((0.1, 0.3, "queue_blocks", 7), (0.3, 0.5, "prefill", 0), (0.5, 0.6, "decode", 0),
-         (0.6, 0.7, "decode", 7), (0.7, 0.75, "stalled", 7), (0.75, 0.8, "preempted", 9))  # fmt: skip
+SPANS = (
+    (0.1, 0.3, "queue_blocks", 7),
+    (0.3, 0.5, "prefill", 0),
+    (0.5, 0.6, "decode", 0),
+    (0.6, 0.7, "decode", 7),
+    (0.7, 0.75, "stalled", 7),
+    (0.75, 0.8, "preempted", 9),
+)
 
 
 def test_a_span_for_the_request_and_below_it_one_for_each_thing_that_it_did() -> None:
@@ -97,36 +110,62 @@ def test_a_span_for_the_request_and_below_it_one_for_each_thing_that_it_did() ->
     assert root.parent is not None
     assert (root.context.trace_id, root.parent.span_id) == (int(TRACE, 16), int(PARENT, 16))
     expected = {
-        "http.request.method": "POST", "url.path": "/v1/chat/completions", "http.response.status_code": 200,
-        "gen_ai.operation.name": "chat", "gen_ai.provider.name": "pageturner", "gen_ai.request.id": "r.1",
-        "gen_ai.request.model": "tiny", "gen_ai.response.model": "tiny", "gen_ai.request.temperature": 0.5,
-        "gen_ai.request.max_tokens": 9, "gen_ai.usage.input_tokens": 3, "gen_ai.usage.output_tokens": 2,
-        "gen_ai.usage.prompt_tokens": 3, "gen_ai.usage.completion_tokens": 2,
-        "gen_ai.usage.cache_read.input_tokens": 1, "gen_ai.response.finish_reasons": ("length",),
+        "http.request.method": "POST",
+        "url.path": "/v1/chat/completions",
+        "http.response.status_code": 200,
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "pageturner",
+        "gen_ai.request.id": "r.1",
+        "gen_ai.request.model": "tiny",
+        "gen_ai.response.model": "tiny",
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.max_tokens": 9,
+        "gen_ai.usage.input_tokens": 3,
+        "gen_ai.usage.output_tokens": 2,
+        "gen_ai.usage.prompt_tokens": 3,
+        "gen_ai.usage.completion_tokens": 2,
+        "gen_ai.usage.cache_read.input_tokens": 1,
+        "gen_ai.response.finish_reasons": ("length",),
         "gen_ai.latency.time_to_first_token": pytest.approx(0.5),
         "gen_ai.latency.time_in_queue": pytest.approx(0.25),
         "gen_ai.latency.time_in_model_prefill": pytest.approx(0.2),
         "gen_ai.latency.time_in_model_decode": pytest.approx(0.3),
         "gen_ai.latency.time_in_model_inference": pytest.approx(0.5),
         "pageturner.seconds.queue_blocks": 0.2,
-    }  # fmt: skip
+    }
     found = dict(root.attributes or {})
     assert {name: found.get(name) for name in expected} == expected
     children = [span for span in kept.exporter.get_finished_spans() if span is not root]
-    names = ["accept", "step_under_way", "queue", "prefill", "decode", "stalled", "preempted", "delivery"]
+    names = [
+        "accept",
+        "step_under_way",
+        "queue",
+        "prefill",
+        "decode",
+        "stalled",
+        "preempted",
+        "delivery",
+    ]
     assert [span.name for span in children] == names
     for before, after in pairwise(children):
         assert before.end_time == after.start_time
     for span in children:
         assert span.parent is not None
         assert span.parent.span_id == root.context.span_id
-    seconds = {span.name: ((span.end_time or 0) - (span.start_time or 0)) / 1e9 for span in children}
+    seconds = {
+        span.name: ((span.end_time or 0) - (span.start_time or 0)) / 1e9 for span in children
+    }
     assert seconds["queue"] == pytest.approx(0.2)
     assert seconds["decode"] == pytest.approx(0.2)
-    queue, decode = dict(kept.spans["queue"].attributes or {}), dict(kept.spans["decode"].attributes or {})
+    queue, decode = (
+        dict(kept.spans["queue"].attributes or {}),
+        dict(kept.spans["decode"].attributes or {}),
+    )
     assert queue == {"pageturner.cause": "blocks", "pageturner.behind": ("their-request",)}
     assert decode == {"pageturner.behind": ("their-request",)}
-    assert dict(kept.spans["preempted"].attributes or {}) == {}, "nobody knows that request any more"
+    assert dict(kept.spans["preempted"].attributes or {}) == {}, (
+        "nobody knows that request any more"
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,7 +178,9 @@ def test_a_span_for_the_request_and_below_it_one_for_each_thing_that_it_did() ->
         ((b"tracestate", b"=" * 10_000),),
     ],
 )
-def test_no_parent_or_none_that_can_be_read_begins_a_trace(headers: tuple[tuple[bytes, bytes], ...]) -> None:
+def test_no_parent_or_none_that_can_be_read_begins_a_trace(
+    headers: tuple[tuple[bytes, bytes], ...],
+) -> None:
     kept = Kept()
     trace = kept.traces.begin(scope(*headers, path="/v1/models\udcff"))
     assert trace is not None
@@ -170,7 +211,8 @@ def test_only_so_many_are_remembered_and_who_is_forgotten_begins_a_trace(
         kept.traces.remember(f"batch_{number}", came)
     for number in range(3):
         kept.traces.end(
-            kept.traces.begin_named(f"batch_{number}", "/v1/completions"), RequestInfo("r.1", status=200)
+            kept.traces.begin_named(f"batch_{number}", "/v1/completions"),
+            RequestInfo("r.1", status=200),
         )
     first, *others = kept.exporter.get_finished_spans()
     assert (first.parent, first.links) == (None, ())
@@ -187,7 +229,9 @@ def test_the_share_of_requests_that_are_traced_is_the_standard_variable(
         trace = kept.traces.begin(scope(*headers))
         assert trace is not None
         kept.traces.end(trace, answered(time.monotonic() - 1.0, *SPANS))
-    assert {span.context.trace_id for span in kept.spans.values() if span.context} == {int(TRACE, 16)}
+    assert {span.context.trace_id for span in kept.spans.values() if span.context} == {
+        int(TRACE, 16)
+    }
 
 
 @pytest.mark.parametrize(
@@ -207,8 +251,13 @@ def test_times_that_are_none_make_no_spans() -> None:
     kept, begin, inf = Kept(), time.monotonic() - 1.0, float("inf")
     trace = kept.traces.begin(scope())
     assert trace is not None
-    strange = ((0.1, float("nan"), "prefill", 0), (-inf, 0.4, "decode", 0), (0.4, inf, "stalled", 0),
-               (0.5, 1e9, "later", 0), (0.5, 0.6, "sound", 0))  # fmt: skip
+    strange = (
+        (0.1, float("nan"), "prefill", 0),
+        (-inf, 0.4, "decode", 0),
+        (0.4, inf, "stalled", 0),
+        (0.5, 1e9, "later", 0),
+        (0.5, 0.6, "sound", 0),
+    )
     kept.traces.end(trace, answered(begin, *strange))
     assert "sound" in kept.spans
     assert not {"prefill", "decode", "stalled", "later"} & set(kept.spans)
@@ -311,12 +360,18 @@ def test_a_collector_is_told_in_otlp(collector: Collector, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_one_trace_from_a_client_over_the_router_to_the_engine(start: Start, collector: Collector) -> None:
+def test_one_trace_from_a_client_over_the_router_to_the_engine(
+    start: Start, collector: Collector
+) -> None:
     server = start("--otlp-traces-endpoint", collector.url, FAKE_ENGINE="own")
-    router = start(server.url, "--otlp-traces-endpoint", f"{collector.url}/v1/traces", command="route")
+    router = start(
+        server.url, "--otlp-traces-endpoint", f"{collector.url}/v1/traces", command="route"
+    )
     headers = dict([tuple(one.decode() for one in traceparent())])
     body = {"prompt": "a prompt that is nobody's business", "max_tokens": 4, "ignore_eos": True}
-    answer = router.http.post("/v1/completions", json=body, headers={**headers, "x-request-id": "r.9"})
+    answer = router.http.post(
+        "/v1/completions", json=body, headers={**headers, "x-request-id": "r.9"}
+    )
     assert answer.status_code == 200
     assert post(server, prompt="hello", max_tokens=20, stop=["l"]).status_code == 200
     router.http.get("/health")
@@ -330,13 +385,19 @@ def test_one_trace_from_a_client_over_the_router_to_the_engine(start: Start, col
     assert relayed.parent_span_id.hex() == PARENT
     assert root.parent_span_id == relayed.span_id
     assert {"accept", "prefill", "decode"} <= set(served)
-    assert {span.parent_span_id for name, span in served.items() if span is not root} == {root.span_id}
+    assert {span.parent_span_id for name, span in served.items() if span is not root} == {
+        root.span_id
+    }
     told = {one.key: one.value for one in root.attributes}
     assert told["gen_ai.usage.output_tokens"].int_value == 4
     assert told["gen_ai.request.id"].string_value == "r.9"
     others = [span for _, span in collector.spans if span.trace_id.hex() != TRACE]
-    assert "decode" in {span.name for span in others}, "the account of a request that a stop string ended"
-    assert b"nobody's business" not in b"".join(span.SerializeToString() for _, span in collector.spans)
+    assert "decode" in {span.name for span in others}, (
+        "the account of a request that a stop string ended"
+    )
+    assert b"nobody's business" not in b"".join(
+        span.SerializeToString() for _, span in collector.spans
+    )
 
 
 def until_ended(server: Server, id: str) -> str:
@@ -351,11 +412,17 @@ def test_what_outlives_its_request_has_spans_and_leads_back_to_it(
     flags = ("--otlp-traces-endpoint", collector.url, "--batch-dir", str(tmp_path / "b"))
     server = start(*flags)
     parent = dict([tuple(one.decode() for one in traceparent())])
-    for number, (headers, fields) in enumerate([({}, {}), (parent, {}), ({}, {"input": "<|fail|>"})]):
+    for number, (headers, fields) in enumerate(
+        [({}, {}), (parent, {}), ({}, {"input": "<|fail|>"})]
+    ):
         body = {"input": "hi", "max_output_tokens": 9, "background": True, **fields}
-        told = server.http.post("/v1/responses", json=body, headers={**headers, "x-request-id": f"b{number}"})
+        told = server.http.post(
+            "/v1/responses", json=body, headers={**headers, "x-request-id": f"b{number}"}
+        )
         assert until_ended(server, told.json()["id"]) == ("failed" if fields else "incomplete")
-    refused = server.http.post("/v1/responses", json={"input": "hi", "background": True, "top_p": 7})
+    refused = server.http.post(
+        "/v1/responses", json={"input": "hi", "background": True, "top_p": 7}
+    )
     assert refused.status_code == 400
     for number, headers in enumerate(({}, parent)):
         file = upload(server.http, as_file([line(f"{number} {i}", prompt="a") for i in range(2)]))
@@ -366,9 +433,15 @@ def test_what_outlives_its_request_has_spans_and_leads_back_to_it(
     spans = [span for _, span in collector.spans]
     told = {id(span): {one.key: one.value for one in span.attributes} for span in spans}
     apart = [span for span in spans if "pageturner.apart" in told[id(span)]]
-    askers = {span.span_id: span for span in spans if span.name in ("POST /v1/responses", "POST /v1/batches")}
+    askers = {
+        span.span_id: span
+        for span in spans
+        if span.name in ("POST /v1/responses", "POST /v1/batches")
+    }
     names = sorted(span.name for span in apart)
-    assert names == ["chat fake"] * 3 + ["text_completion fake"] * 4, "the refused one has none of its own"
+    assert names == ["chat fake"] * 3 + ["text_completion fake"] * 4, (
+        "the refused one has none of its own"
+    )
     for span in apart:
         asker = askers[span.parent_span_id or span.links[0].span_id]
         if asker.trace_id.hex() == TRACE:
@@ -385,8 +458,11 @@ def test_what_outlives_its_request_has_spans_and_leads_back_to_it(
 
 @pytest.mark.slow
 def test_without_its_collector_a_server_answers_and_says_so_once(start: Start) -> None:
-    server = start("--otlp-traces-endpoint", "http://user:secret@127.0.0.1:9/v1/traces",
-                   OTEL_EXPORTER_OTLP_TIMEOUT="1")  # fmt: skip
+    server = start(
+        "--otlp-traces-endpoint",
+        "http://user:secret@127.0.0.1:9/v1/traces",
+        OTEL_EXPORTER_OTLP_TIMEOUT="1",
+    )
     for _ in range(3):
         assert post(server, max_tokens=2).status_code == 200
     server.until(lambda: "do not reach http://127.0.0.1:9/v1/traces" in server.log)
@@ -400,7 +476,12 @@ def test_without_its_collector_a_server_answers_and_says_so_once(start: Start) -
 def test_endpoints_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_endpoint("http://localhost:4318") == "http://localhost:4318/v1/traces"
     assert check_endpoint("https://there/otlp") == "https://there/otlp"
-    for wrong in ("localhost:4317", "grpc://user:secret@there", "http://[::1", "http://there:99999"):
+    for wrong in (
+        "localhost:4317",
+        "grpc://user:secret@there",
+        "http://[::1",
+        "http://there:99999",
+    ):
         with pytest.raises(EngineFault, match="OTLP over HTTP") as raised:
             check_endpoint(wrong)
         assert "secret" not in raised.value.message
@@ -414,10 +495,10 @@ def test_endpoints_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_of_it_is_imported_where_nobody_wants_traces() -> None:
-    modules = (
-        "pageturner.server.server, pageturner.server.app, pageturner.http.tracing, pageturner.router.route"
+    modules = "pageturner.server.server, pageturner.server.app, pageturner.http.tracing, pageturner.router.route"
+    program = (
+        f"import sys, {modules}; print([name for name in sys.modules if 'opentelemetry' in name])"
     )
-    program = f"import sys, {modules}; print([name for name in sys.modules if 'opentelemetry' in name])"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
     )

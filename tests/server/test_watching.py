@@ -84,8 +84,14 @@ def test_only_the_admin_key_opens_the_state(start: Start) -> None:
     server = start("--api-key", "client-key", "--admin-key", KEY)
     for key in ("client-key", "none"):
         refused = server.http.get("/v1/admin/state", headers={"authorization": f"Bearer {key}"})
-        assert (refused.status_code, refused.json()["error"]["reason"]) == (403, "invalid_admin_key")
-    assert server.http.post("/v1/admin/state", headers={"authorization": f"Bearer {KEY}"}).status_code == 405
+        assert (refused.status_code, refused.json()["error"]["reason"]) == (
+            403,
+            "invalid_admin_key",
+        )
+    assert (
+        server.http.post("/v1/admin/state", headers={"authorization": f"Bearer {KEY}"}).status_code
+        == 405
+    )
 
 
 def test_the_state_tells_of_each_request_and_nothing_that_was_said(start: Start) -> None:
@@ -95,11 +101,18 @@ def test_the_state_tells_of_each_request_and_nothing_that_was_said(start: Start)
     assert (idle["requests"], idle["queue"]["unfinished"]) == ([], 0)
     body = f'{{"prompt": "{secret}<|slow|>", "max_tokens": 500, "stream": true, "n": 2}}'
     with raw_request(server, body, "authorization: Bearer sesame\r\nx-request-id: mine\r\n"):
-        server.until(lambda: len([one for one in state(server)["requests"] if one["output_tokens"] > 2]) == 2)
+        server.until(
+            lambda: len([one for one in state(server)["requests"] if one["output_tokens"] > 2]) == 2
+        )
         now = state(server)
         text = server.http.get("/v1/admin/state", headers={"authorization": f"Bearer {KEY}"}).text
     first, second = now["requests"]
-    assert (first["request"], first["tenant"], first["choice"], second["choice"]) == ("mine", "acme", 0, 1)
+    assert (first["request"], first["tenant"], first["choice"], second["choice"]) == (
+        "mine",
+        "acme",
+        0,
+        1,
+    )
     assert (first["state"], first["max_tokens"], first["engines"]) == ("running", 500, 1)
     assert first["prompt_tokens"] == len(secret) + 1
     assert first["age_s"] >= first["since_last_token_s"] >= 0
@@ -109,7 +122,11 @@ def test_the_state_tells_of_each_request_and_nothing_that_was_said(start: Start)
         0,
     )
     assert now["engine"]["pool"]["blocks_total"] == 256
-    assert (now["queue"]["unfinished"], now["queue"]["held"], now["settings"]["policy"]) == (2, 0, "chunked")
+    assert (now["queue"]["unfinished"], now["queue"]["held"], now["settings"]["policy"]) == (
+        2,
+        0,
+        "chunked",
+    )
     assert not any(word in text for word in (secret, "treasure", "sesame", "seed", KEY))
 
 

@@ -14,9 +14,14 @@ from pageturner.models.spec import ModelSpec
 from support.safetensors_writer import Tensor, write_safetensors
 
 LLAMA = {
-    "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj",
-    "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",
-}  # fmt: skip
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
 ALL = FIELDS
 TOP = ("embed", "head")
 
@@ -25,10 +30,16 @@ def shapes_of(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     """(outputs, inputs) of each field that can be adapted."""
     q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     return {
-        "q": (q, spec.dim), "k": (kv, spec.dim), "v": (kv, spec.dim), "o": (spec.dim, q),
-        "gate": (spec.ffn, spec.dim), "up": (spec.ffn, spec.dim), "down": (spec.dim, spec.ffn),
-        "embed": (spec.dim, spec.vocab), "head": (spec.vocab, spec.dim),
-    }  # fmt: skip
+        "q": (q, spec.dim),
+        "k": (kv, spec.dim),
+        "v": (kv, spec.dim),
+        "o": (spec.dim, q),
+        "gate": (spec.ffn, spec.dim),
+        "up": (spec.ffn, spec.dim),
+        "down": (spec.dim, spec.ffn),
+        "embed": (spec.dim, spec.vocab),
+        "head": (spec.vocab, spec.dim),
+    }
 
 
 def draw(shape: tuple[int, ...], scale: float, seed: object) -> np.ndarray:
@@ -53,7 +64,11 @@ def as_kind(values: np.ndarray, kind: str) -> np.ndarray:
 
 
 def random_weights(
-    spec: ModelSpec, fields: tuple[str, ...] = ALL, rank: int = 16, seed: int = 0, kind: str = "BF16"
+    spec: ModelSpec,
+    fields: tuple[str, ...] = ALL,
+    rank: int = 16,
+    seed: int = 0,
+    kind: str = "BF16",
 ) -> AdapterWeights:
     """An adapter without a folder."""
 
@@ -61,7 +76,9 @@ def random_weights(
         a, b = (as_kind(one, kind) for one in factors(spec, name, rank, (seed, at)))
         return LowRank(np.ascontiguousarray(a.T) if name == "embed" else a, b, 1.5)
 
-    layers = tuple({name: pair(name, i) for name in fields if name in LLAMA} for i in range(spec.layers))
+    layers = tuple(
+        {name: pair(name, i) for name in fields if name in LLAMA} for i in range(spec.layers)
+    )
     embed, head = (pair(name, "top") if name in fields else None for name in TOP)
     return AdapterWeights(kind, layers, embed, head)
 
@@ -78,17 +95,28 @@ def write_adapter(
 ) -> Path:
     """A folder for a model whose modules are called as Llama's. config: what differs in its settings."""
     folder.mkdir(parents=True, exist_ok=True)
-    names = [(field, f"model.layers.{i}.{LLAMA[field]}") for i in range(spec.layers) for field in fields
-             if field in LLAMA]  # fmt: skip
-    names += [(field, {"embed": "model.embed_tokens", "head": "lm_head"}[field]) for field in fields
-              if field in TOP]  # fmt: skip
+    names = [
+        (field, f"model.layers.{i}.{LLAMA[field]}")
+        for i in range(spec.layers)
+        for field in fields
+        if field in LLAMA
+    ]
+    names += [
+        (field, {"embed": "model.embed_tokens", "head": "lm_head"}[field])
+        for field in fields
+        if field in TOP
+    ]
     tensors: dict[str, Tensor] = {}
     for field, name in names:
         a, b = factors(spec, field, rank, (seed, name), size)
         kinds = ("lora_embedding_", "") if field == "embed" else ("lora_", ".weight")
         endings = [f"{kinds[0]}{factor}{kinds[1]}" for factor in "AB"]
         for ending, values in zip(endings, (a, b), strict=True):
-            tensors[f"{PREFIX}{name}.{ending}"] = (kind, values.shape, as_kind(values, kind).tobytes())
+            tensors[f"{PREFIX}{name}.{ending}"] = (
+                kind,
+                values.shape,
+                as_kind(values, kind).tobytes(),
+            )
     write_safetensors(folder / WEIGHTS, tensors)
     settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "bias": "none"} | config
     (folder / CONFIG).write_text(json.dumps(settings))

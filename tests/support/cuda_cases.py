@@ -33,10 +33,12 @@ KERNELS: dict[str, dict[str, Any]] = {
     "large": {"arguments": [["x", "*fp32"]], "shared": 64 << 10, "hidden": 0},
     "waits": {"arguments": [["x", "*fp32"]], "dependent": True},
     "boxes": {
-        "arguments": [["x", "bf16[128,64]"], ["n", "i32"]], "dependent": True, "cluster": 2,
+        "arguments": [["x", "bf16[128,64]"], ["n", "i32"]],
+        "dependent": True,
+        "cluster": 2,
         "boxes": [[128, 64, 9, 2, 3]],
     },
-}  # fmt: skip
+}
 EXCHANGES = ("all_reduce", "all_reduce_twice", "gather")
 KERNELS |= {
     name: {"arguments": kernels_of(90)[name].arguments, "warps": kernels_of(90)[name].warps}
@@ -195,11 +197,14 @@ def planes_that_cannot_be(manifest: Manifest) -> None:
     a = driver.alloc(1 << 20)
     box = Box(128, 64, 9, 2, 3)
     wrong = [
-        (Plane(a + 8, 64, 64), box), (Plane(a, 64, 60), box), (Plane(a, 1 << 14, 64), box),
+        (Plane(a + 8, 64, 64), box),
+        (Plane(a, 64, 60), box),
+        (Plane(a, 1 << 14, 64), box),
         (Plane(a, 0, 64), box),
-        (Plane(a, 64, 64), Box(257, 64, 9, 2, 3)), (Plane(a, 64, 128), Box(128, 128, 9, 2, 3)),
+        (Plane(a, 64, 64), Box(257, 64, 9, 2, 3)),
+        (Plane(a, 64, 128), Box(128, 128, 9, 2, 3)),
         (Plane(a, 64, 64), Box(128, 4, 9, 2, 0)),
-    ]  # fmt: skip
+    ]
     for i, (plane, form) in enumerate(wrong):
         assert code(lambda plane=plane, form=form: driver._maps.of(plane, form)) == "gpu_fault", i
         assert len(stub.refused) == i + 1, i
@@ -282,7 +287,11 @@ def beside_the_last(manifest: Manifest) -> None:
 
     chain()
     driver.synchronise()
-    assert (stub.calls("cuLaunchKernel"), stub.calls("cuLaunchKernelEx"), stub.besides()) == (1, 1, 1)
+    assert (stub.calls("cuLaunchKernel"), stub.calls("cuLaunchKernelEx"), stub.besides()) == (
+        1,
+        1,
+        1,
+    )
     driver.begin_recording()
     chain()
     graph = driver.end_recording()
@@ -291,7 +300,11 @@ def beside_the_last(manifest: Manifest) -> None:
     driver.synchronise()
     assert stub.besides() == 3
     assert stub.launches()[-1] == ("waits", (3, 2, 1), 128, 0, (a, 0, 0))
-    for before in (lambda: driver.copy(a + 64, a, 64), lambda: driver.replay(graph), driver.synchronise):
+    for before in (
+        lambda: driver.copy(a + 64, a, 64),
+        lambda: driver.replay(graph),
+        driver.synchronise,
+    ):
         before()
         driver.launch("waits", (1,), (a,))
     driver.synchronise()
@@ -385,7 +398,10 @@ def kept_beside_a_recording(manifest: Manifest) -> None:
     free, a = driver.memory()[0], driver.alloc(64)
     data, kept = some((9 << 20) + 5), list[int]()
     driver.begin_recording()
-    for work in (lambda: kept.append(driver.keep(data)), lambda: driver.drop(driver.keep(data[:100]))):
+    for work in (
+        lambda: kept.append(driver.keep(data)),
+        lambda: driver.drop(driver.keep(data[:100])),
+    ):
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
@@ -483,14 +499,18 @@ def ptx_that_is_too_new(manifest: Manifest) -> None:
 def a_driver_that_cannot_compile_ptx(manifest: Manifest) -> None:
     """Which is told before anything is loaded or taken."""
     stub, found = Stub(), fault(lambda: CudaDriver(manifest))
-    assert (found.code, "CUDA 12.0, and 12.1 is needed" in found.message) == ("gpu_driver", True), found
+    assert (found.code, "CUDA 12.0, and 12.1 is needed" in found.message) == ("gpu_driver", True), (
+        found
+    )
     assert stub.calls("cuModuleLoadData") == stub.calls("cuDevicePrimaryCtxRetain") == 0
 
 
 def a_call_that_is_absent(manifest: Manifest) -> None:
     """It is told as an old driver, and whatever else the package fails with is not."""
     driver = CudaDriver(manifest)
-    found = fault(lambda: driver._ask(driver._cu.cuMemPrefetchAsync, 1, 1, driver._cu.CUmemLocation(), 0, 0))
+    found = fault(
+        lambda: driver._ask(driver._cu.cuMemPrefetchAsync, 1, 1, driver._cu.CUmemLocation(), 0, 0)
+    )
     assert (found.code, "too old" in found.message) == ("gpu_driver", True)
 
     def other() -> None:
@@ -515,7 +535,9 @@ def compiled(manifest: Manifest) -> None:
     assert len(stub.launches()) == len(kernels) > 0
     early = {name for name in kernels if kernels[name].dependent}
     for name in (*early, *early):  # the first time each was loaded in between
-        driver.launch(name, (1,), [a if kind.startswith("*") else 1 for kind in kernels[name].kinds])
+        driver.launch(
+            name, (1,), [a if kind.startswith("*") else 1 for kind in kernels[name].kinds]
+        )
     driver.synchronise()
     assert stub.besides() == max(2 * len(early) - 1, 0), "what waits by itself is launched so"
     assert ("place_heads.fp8_e4m3.256" in early, "dense.bf16.few" in early) == (
@@ -547,9 +569,11 @@ def shared_memory(manifest: Manifest) -> None:
     opened = cu.CUipcMemHandle()
     ctypes.memmove(opened.getPtr(), handle, len(handle))
     refused: list[Callable[[], Any]] = [
-        lambda: cu.cuIpcOpenMemHandle(opened, 1), lambda: cu.cuIpcGetMemHandle(small),
-        lambda: cu.cuIpcCloseMemHandle(address), lambda: cu.cuMemFree(theirs),
-    ]  # fmt: skip
+        lambda: cu.cuIpcOpenMemHandle(opened, 1),
+        lambda: cu.cuIpcGetMemHandle(small),
+        lambda: cu.cuIpcCloseMemHandle(address),
+        lambda: cu.cuMemFree(theirs),
+    ]
     for i, call in enumerate(refused):
         assert int(call()[0]), i
         assert len(stub.refused) == i + 1, i
@@ -627,20 +651,32 @@ def the_stub_is_strict(manifest: Manifest) -> None:
         return cu.cuMemFreeHost(pinned)
 
     refused: list[Callable[[], Any]] = [
-        lambda: cu.cuMemFree(a + 1), lambda: cu.cuMemFree(pinned), lambda: cu.cuMemAlloc(0), under_way,
+        lambda: cu.cuMemFree(a + 1),
+        lambda: cu.cuMemFree(pinned),
+        lambda: cu.cuMemAlloc(0),
+        under_way,
         lambda: cu.cuMemcpyHtoDAsync(a + 200, pinned, 64, stream),
         lambda: cu.cuMemcpyDtoDAsync(a, pinned, 64, stream),
         lambda: cu.cuMemsetD8Async(a, 0, 257, stream),
-        lambda: launch(grid=0), lambda: launch(block=64), lambda: launch(shared=50000),
+        lambda: launch(grid=0),
+        lambda: launch(block=64),
+        lambda: launch(shared=50000),
         lambda: launch(at=pinned),
-        lambda: beside("add"), lambda: beside(attribute=2), lambda: beside(count=0),
-        lambda: cu.cuLaunchKernel(add, 1, 70000, 1, 128, 1, 1, 0, stream, ((a, 1, 1.0, 0, 0), types), 0),
-        lambda: cu.cuFuncSetAttribute(add, 8, 228 << 10), elsewhere,
-        lambda: cu.cuModuleGetFunction(driver._modules[0], b"other"), lambda: cu.cuModuleLoadData(b"what\0"),
-        lambda: cu.cuStreamSynchronize(12345), lambda: cu.cuEventSynchronize(12345),
+        lambda: beside("add"),
+        lambda: beside(attribute=2),
+        lambda: beside(count=0),
+        lambda: cu.cuLaunchKernel(
+            add, 1, 70000, 1, 128, 1, 1, 0, stream, ((a, 1, 1.0, 0, 0), types), 0
+        ),
+        lambda: cu.cuFuncSetAttribute(add, 8, 228 << 10),
+        elsewhere,
+        lambda: cu.cuModuleGetFunction(driver._modules[0], b"other"),
+        lambda: cu.cuModuleLoadData(b"what\0"),
+        lambda: cu.cuStreamSynchronize(12345),
+        lambda: cu.cuEventSynchronize(12345),
         lambda: cu.cuGraphLaunch(1, stream),
         lambda: cu.cuStreamEndCapture(stream),
-    ]  # fmt: skip
+    ]
     for i, call in enumerate(refused):
         assert int(call()[0]), i
         assert len(stub.refused) == i + 1, i

@@ -92,7 +92,9 @@ def end(stub: Stub, driver: CudaDriver, manifest: Manifest) -> None:
 
 def plain(manifest: Manifest) -> None:
     stub, driver, engine = engine_of(manifest, False)
-    check(steps(stub, engine), 1, 7, 2)  # a norm, the head and five of the choice, by what is uploaded
+    check(
+        steps(stub, engine), 1, 7, 2
+    )  # a norm, the head and five of the choice, by what is uploaded
     end(stub, driver, manifest)
 
 

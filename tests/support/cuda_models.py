@@ -22,21 +22,41 @@ from support.engines import GOLDENS
 from support.stub_cuda import Stub
 
 SMALL: dict[str, Any] = {
-    "device": "cuda", "max_num_seqs": 3, "max_num_batched_tokens": 16, "max_model_len": 64, "block_size": 16,
-}  # fmt: skip
+    "device": "cuda",
+    "max_num_seqs": 3,
+    "max_num_batched_tokens": 16,
+    "max_model_len": 64,
+    "block_size": 16,
+}
 MODELS: tuple[tuple[str, dict[str, str]], ...] = (
     ("tiny_llama_quant.gguf", {}),
     ("experts_qwen3moe_quant.gguf", {}),
     ("tiny_llama.gguf", {"quantization": "int8", "kv_cache_dtype": "int8"}),
     ("tiny_qwen3.gguf", {"quantization": "int4", "kv_cache_dtype": "fp8_e4m3"}),
-    *((f"families/{one}", {"load_format": "dummy"}) for one in (
-        "bloom", "gemma2", "gemma3", "gpt2", "gpt_oss", "granite", "llama4_text", "mixtral", "phi3", "qwen2",
-    )),
-)  # fmt: skip
+    *(
+        (f"families/{one}", {"load_format": "dummy"})
+        for one in (
+            "bloom",
+            "gemma2",
+            "gemma3",
+            "gpt2",
+            "gpt_oss",
+            "granite",
+            "llama4_text",
+            "mixtral",
+            "phi3",
+            "qwen2",
+        )
+    ),
+)
 ASKED = (
-    SamplingParams(temperature=0.5, seed=1, max_tokens=6, ignore_eos=True, logit_bias={3: 1.5, 4: -1.0}),
+    SamplingParams(
+        temperature=0.5, seed=1, max_tokens=6, ignore_eos=True, logit_bias={3: 1.5, 4: -1.0}
+    ),
     SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=3),
-    SamplingParams(temperature=1.0, min_p=0.1, top_k=3, max_tokens=6, ignore_eos=True, min_tokens=3),
+    SamplingParams(
+        temperature=1.0, min_p=0.1, top_k=3, max_tokens=6, ignore_eos=True, min_tokens=3
+    ),
 )
 
 

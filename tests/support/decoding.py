@@ -76,10 +76,14 @@ class Decoding:
             positions=np.array(positions, np.int32),
             query_start=starts.astype(np.int32),
             context_len=np.array([self._done[name] for name, _ in chunks], np.int32),
-            block_table=np.array([table + [0] * (widest - len(table)) for table in tables], np.int32),
+            block_table=np.array(
+                [table + [0] * (widest - len(table)) for table in tables], np.int32
+            ),
             slots=np.array(slots, np.int32),
             logit_rows=wanted.astype(np.int32),
-            adapters=self._decoder.adapters_of([self._adapters.get(name, "") for name, _ in chunks]),
+            adapters=self._decoder.adapters_of(
+                [self._adapters.get(name, "") for name, _ in chunks]
+            ),
         )
         return self._decoder.forward(batch, self._kv).copy()  # a backend may use its memory again
 
@@ -88,16 +92,22 @@ class Decoding:
         tokens, logprobs = self.greedy_together({name: prompt}, count)
         return tokens[0].tolist(), logprobs[0].tolist()
 
-    def greedy_together(self, prompts: dict[str, list[int]], count: int) -> tuple[np.ndarray, np.ndarray]:
+    def greedy_together(
+        self, prompts: dict[str, list[int]], count: int
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Each prompt in one go, then a token of each at every step: tokens and logprobs [prompts, count]."""
         rows = np.concatenate([self.last([prompt]) for prompt in prompts.items()])
         tokens, logprobs = [], []
         while True:
             tokens.append(rows.argmax(axis=1))
-            logprobs.append([float(x.max() - np.logaddexp.reduce(x)) for x in rows.astype(np.float64)])
+            logprobs.append(
+                [float(x.max() - np.logaddexp.reduce(x)) for x in rows.astype(np.float64)]
+            )
             if len(tokens) == count:
                 return np.stack(tokens, 1), np.array(logprobs).T
-            rows = self.last([(name, [int(t)]) for name, t in zip(prompts, tokens[-1], strict=True)])
+            rows = self.last(
+                [(name, [int(t)]) for name, t in zip(prompts, tokens[-1], strict=True)]
+            )
 
 
 def assert_logits(runs: Decoding, truth: dict[str, np.ndarray]) -> None:

@@ -38,7 +38,9 @@ class Setup:
     drafter: Callable[[], Drafter] | None = None
     adapters: int = 8  # in memory at most
     ahead: bool = False  # one step ahead, where the backend need not wait
-    recent_tokens: int = 0  # KV of windowed layers apart, so much of it; 0: all layers keep everything
+    recent_tokens: int = (
+        0  # KV of windowed layers apart, so much of it; 0: all layers keep everything
+    )
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,9 @@ class Answer:
 class Model:
     """A model loaded once on one backend; engines with storage of their own are cheap to make."""
 
-    def __init__(self, path: Path, ops: Ops, *, dtype: str = "auto", kv_dtype: str = "float16") -> None:
+    def __init__(
+        self, path: Path, ops: Ops, *, dtype: str = "auto", kv_dtype: str = "float16"
+    ) -> None:
         self.ops = ops
         self.decoder: Decoder = load_model(path, ops, dtype=dtype, max_positions=0)
         self.kv_dtype = kv_dtype
@@ -67,7 +71,9 @@ class Model:
         sizes = KVSizes(blocks, self.decoder.window if recent else 0, recent)
         grammars = Grammars(self.compiler)
         drafter = setup.drafter() if setup.drafter else None
-        runner = Runner(self.decoder, self.ops, sizes, setup.block_size, self.kv_dtype, grammars, drafter)
+        runner = Runner(
+            self.decoder, self.ops, sizes, setup.block_size, self.kv_dtype, grammars, drafter
+        )
         for kv, count in zip(runner.storage, (blocks, recent), strict=False):
             if kv is not None:  # a read of what was never written becomes NaN
                 poison_blocks(kv, list(range(count)))
@@ -124,6 +130,8 @@ def _prompt_logprobs(request: Request, events: list[Event]) -> tuple[PromptLogpr
     start = (request.logits_from or 0) + 1
     for event in events:
         if event.prompt_logprobs:
-            assert event.prompt_position == start + len(found), "a prompt logprob was lost or repeated"
+            assert event.prompt_position == start + len(found), (
+                "a prompt logprob was lost or repeated"
+            )
             found += event.prompt_logprobs
     return tuple(found)

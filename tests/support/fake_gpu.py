@@ -140,7 +140,9 @@ class FakeDriver:
         found: NDArray[np.uint8] = later
         return found
 
-    def copy(self, destination: int, source: int, nbytes: int, rows: int = 1, pitch: int = 0) -> None:
+    def copy(
+        self, destination: int, source: int, nbytes: int, rows: int = 1, pitch: int = 0
+    ) -> None:
         if self.recording is not None:
             self.recording.append(("copy", destination, source, nbytes, rows, pitch))
             return

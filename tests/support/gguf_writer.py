@@ -36,7 +36,9 @@ def pair(key: str, value: Value) -> bytes:
     if not isinstance(value, list):
         number, raw = scalar(value)
         return string(key) + struct.pack("<I", number) + raw
-    if value and all(type(element) is int for element in value):  # readers ask for this type by name
+    if value and all(
+        type(element) is int for element in value
+    ):  # readers ask for this type by name
         return string(key) + struct.pack(f"<IIQ{len(value)}i", 9, 5, len(value), *value)
     kinds = {scalar(element)[0] for element in value} or {4}
     assert len(kinds) == 1
@@ -72,7 +74,8 @@ def taken_apart(path: Path) -> tuple[dict[str, Value], dict[str, Tensor]]:
     """The metadata and tensors of a file, to be changed and written again by `gguf_bytes`."""
     file = open_gguf(path)
     metadata = {
-        key: value.tolist() if isinstance(value, Array) else value for key, value in file.metadata.items()
+        key: value.tolist() if isinstance(value, Array) else value
+        for key, value in file.metadata.items()
     }
     tensors = {}
     for name in file.tensors:

@@ -85,7 +85,9 @@ class Pointer:
     def store(self, values: Any, mask: Any) -> None:
         at, mask = np.broadcast_arrays(self._at, mask)
         if mask.any():
-            memory(self._address, (int(at[mask].max()) + 1,), self._kind)[at[mask]] = np.asarray(values)[mask]
+            memory(self._address, (int(at[mask].max()) + 1,), self._kind)[at[mask]] = np.asarray(
+                values
+            )[mask]
 
 
 class Shared:
@@ -119,7 +121,9 @@ class Pool:
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
-        self._types: list[tuple[int, int, Any, list[int] | None]] = []  # end, bytes of a piece, its type
+        self._types: list[
+            tuple[int, int, Any, list[int] | None]
+        ] = []  # end, bytes of a piece, its type
         self._pieces: dict[int, Any] = {}
 
     def typed(self, dtype: Any, shape: list[int], layout: Any) -> Any:
@@ -295,7 +299,8 @@ class Machine:
         """All warp groups of these programs, to their end."""
         works = [(program, work) for program in programs for work in program.groups]
         threads = [
-            threading.Thread(target=self._work, args=(me, *one), daemon=True) for me, one in enumerate(works)
+            threading.Thread(target=self._work, args=(me, *one), daemon=True)
+            for me, one in enumerate(works)
         ]
         self._waiting = {me: lambda: True for me in range(len(works))}
         for thread in threads:
@@ -317,10 +322,16 @@ class Language:
         self._machine = machine
         self.groups: list[Callable[[], None]] = []
         self.gl = SimpleNamespace(
-            float32=np.float32, int64=np.int64, constexpr=None, static_range=range,
-            program_id=lambda axis: machine.program.at, num_programs=lambda axis: machine.program.count,
+            float32=np.float32,
+            int64=np.int64,
+            constexpr=None,
+            static_range=range,
+            program_id=lambda axis: machine.program.at,
+            num_programs=lambda axis: machine.program.count,
             int32=np.int32,
-            cdiv=lambda a, b: -(-a // b), minimum=min, exp=np.exp,
+            cdiv=lambda a, b: -(-a // b),
+            minimum=min,
+            exp=np.exp,
             zeros=lambda shape, kind, layout: tensor(np.zeros(shape, kind)),
             arange=lambda begin, end, layout: tensor(np.arange(begin, end, dtype=np.int32)),
             reshape=lambda value, shape: value.reshape(shape),
@@ -329,19 +340,23 @@ class Language:
             convert_layout=lambda value, layout, assert_trivial: value,
             load=lambda at, mask, other: at.load(mask, other),
             store=lambda at, value, mask: at.store(value, mask),
-            NVMMADistributedLayout=lambda **_: None, SliceLayout=lambda *_: None,
-            allocate_shared_memory=self._allocate, warp_specialize=self._specialise,
-        )  # fmt: skip
+            NVMMADistributedLayout=lambda **_: None,
+            SliceLayout=lambda *_: None,
+            allocate_shared_memory=self._allocate,
+            warp_specialize=self._specialise,
+        )
         self.mbarrier = SimpleNamespace(
-            MBarrierLayout=lambda: "barriers", init=lambda one, count: one.init(count),
+            MBarrierLayout=lambda: "barriers",
+            init=lambda one, count: one.init(count),
             wait=lambda one, parity: machine.wait(lambda: one.passes(parity)),
             arrive=lambda one, count, pred=True: one.change(count, 0) if pred else None,
             expect=lambda one, nbytes: one.change(1, nbytes),
-        )  # fmt: skip
+        )
         self.tma = SimpleNamespace(
-            async_copy_global_to_shared=self._fetch, async_copy_shared_to_global=self._write,
+            async_copy_global_to_shared=self._fetch,
+            async_copy_shared_to_global=self._write,
             store_wait=lambda left: machine.wait(lambda: len(machine.program.writes) <= left),
-        )  # fmt: skip
+        )
         self.warpgroup_mma = self._multiply
         self.warpgroup_mma_wait = lambda most, deps: deps[0].wait(most)
         self.fence_async_shared = lambda cluster=False: None
@@ -351,9 +366,21 @@ class Language:
         self.typed = lambda pool, dtype, shape, layout: pool.typed(dtype, shape, layout)
 
     NAMES = (
-        "gl", "mbarrier", "tma", "warpgroup_mma", "warpgroup_mma_wait", "fence_async_shared", "spread",
-        "release_others", "meet_others", "ask_for", "now", "launch_dependents", "wait", "typed",
-    )  # fmt: skip
+        "gl",
+        "mbarrier",
+        "tma",
+        "warpgroup_mma",
+        "warpgroup_mma_wait",
+        "fence_async_shared",
+        "spread",
+        "release_others",
+        "meet_others",
+        "ask_for",
+        "now",
+        "launch_dependents",
+        "wait",
+        "typed",
+    )
 
     def names(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.NAMES}
@@ -362,11 +389,15 @@ class Language:
         if layout == "barriers":
             return Shared([Barrier() for _ in range(shape[0])], dtype)
         if self._machine.program.cluster.size > 1 and self._machine.program.pool is None:
-            self._machine.program.pool = Pool(2 * int(np.prod(shape)))  # the first piece of a cluster
+            self._machine.program.pool = Pool(
+                2 * int(np.prod(shape))
+            )  # the first piece of a cluster
             return self._machine.program.pool
         return Shared(np.full(shape, np.nan, np.float32), dtype)
 
-    def _specialise(self, works: list[tuple[Any, Any]], warps: list[int], registers: list[int]) -> None:
+    def _specialise(
+        self, works: list[tuple[Any, Any]], warps: list[int], registers: list[int]
+    ) -> None:
         assert len(warps) == len(registers) == len(works) - 1
         self._machine.program.groups += [lambda f=f, given=given: f(*given) for f, given in works]
 

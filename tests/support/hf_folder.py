@@ -18,9 +18,24 @@ def tokenizer_json(vocab: int = VOCAB) -> dict[str, Any]:
     """<unk>, <s>, </s>, the bytes, and names for the rest of the ids."""
     names = ["<unk>", "<s>", "</s>", *BYTES]
     names += [f"<extra{i}>" for i in range(vocab - len(names))]
-    special = [{"id": i, "content": names[i], "special": True, "single_word": False, "lstrip": False,
-                "rstrip": False, "normalized": False} for i in range(3)]  # fmt: skip
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    special = [
+        {
+            "id": i,
+            "content": names[i],
+            "special": True,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+        }
+        for i in range(3)
+    ]
+    level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
     model = {"type": "BPE", "vocab": {name: i for i, name in enumerate(names)}, "merges": []}
     return {
         "version": "1.0",

@@ -11,15 +11,50 @@ from hypothesis import strategies as st
 
 Schema = Mapping[str, Any]
 _KINDS: dict[str, Any] = {
-    "null": type(None), "boolean": bool, "string": str, "array": list, "object": dict,
-    "number": int | float, "integer": int | float,
-}  # fmt: skip
-KNOWN = frozenset({
-    "$ref", "type", "enum", "const", "anyOf", "allOf", "not", "if", "then", "else", "minimum", "maximum",
-    "exclusiveMinimum", "minLength", "maxLength", "pattern", "items", "contains", "minItems", "maxItems",
-    "uniqueItems", "properties", "required", "additionalProperties", "propertyNames", "maxProperties",
-    "description", "default", "examples", "contentMediaType", "title", "x-neutral",
-})  # fmt: skip
+    "null": type(None),
+    "boolean": bool,
+    "string": str,
+    "array": list,
+    "object": dict,
+    "number": int | float,
+    "integer": int | float,
+}
+KNOWN = frozenset(
+    {
+        "$ref",
+        "type",
+        "enum",
+        "const",
+        "anyOf",
+        "allOf",
+        "not",
+        "if",
+        "then",
+        "else",
+        "minimum",
+        "maximum",
+        "exclusiveMinimum",
+        "minLength",
+        "maxLength",
+        "pattern",
+        "items",
+        "contains",
+        "minItems",
+        "maxItems",
+        "uniqueItems",
+        "properties",
+        "required",
+        "additionalProperties",
+        "propertyNames",
+        "maxProperties",
+        "description",
+        "default",
+        "examples",
+        "contentMediaType",
+        "title",
+        "x-neutral",
+    }
+)
 
 
 class Validator:
@@ -76,12 +111,19 @@ class Validator:
 
     def _sized(self, schema: Schema, value: Any, at: str) -> str:
         if _is("number", value):
-            least, above = schema.get("minimum", -math.inf), schema.get("exclusiveMinimum", -math.inf)
+            least, above = (
+                schema.get("minimum", -math.inf),
+                schema.get("exclusiveMinimum", -math.inf),
+            )
             if not (value >= least and value > above and value <= schema.get("maximum", math.inf)):
                 return f"{at} is {value}, out of bounds"
         size = len(value) if isinstance(value, str | list) else 0
-        least, most = ("minLength", "maxLength") if isinstance(value, str) else ("minItems", "maxItems")
-        if isinstance(value, str | list) and not schema.get(least, 0) <= size <= schema.get(most, math.inf):
+        least, most = (
+            ("minLength", "maxLength") if isinstance(value, str) else ("minItems", "maxItems")
+        )
+        if isinstance(value, str | list) and not schema.get(least, 0) <= size <= schema.get(
+            most, math.inf
+        ):
             return f"{at} has {size}"
         if (
             isinstance(value, str)
@@ -96,9 +138,13 @@ class Validator:
             for i, one in enumerate(value):
                 if found := self.wrong(schema.get("items", {}), one, f"{at}[{i}]"):
                     return found
-            if "contains" in schema and not any(self.valid(schema["contains"], one) for one in value):
+            if "contains" in schema and not any(
+                self.valid(schema["contains"], one) for one in value
+            ):
                 return f"{at} has nothing of what it must have"
-            if schema.get("uniqueItems") and any(_same(a, b) for i, a in enumerate(value) for b in value[:i]):
+            if schema.get("uniqueItems") and any(
+                _same(a, b) for i, a in enumerate(value) for b in value[:i]
+            ):
                 return f"{at} has something twice"
         if isinstance(value, dict):
             return self._of_object(schema, value, at)
@@ -111,10 +157,14 @@ class Validator:
         if len(value) > schema.get("maxProperties", math.inf):
             return f"{at} has {len(value)} properties"
         for name, one in value.items():
-            if "propertyNames" in schema and (found := self.wrong(schema["propertyNames"], name, at)):
+            if "propertyNames" in schema and (
+                found := self.wrong(schema["propertyNames"], name, at)
+            ):
                 return found
             more = schema.get("additionalProperties", {})
-            of = properties.get(name, {"not": {}} if more is False else {} if more is True else more)
+            of = properties.get(
+                name, {"not": {}} if more is False else {} if more is True else more
+            )
             if found := self.wrong(of, one, f"{at}.{name}"):
                 return found
         return ""
@@ -149,12 +199,16 @@ class Validator:
             return st.floats(least, schema.get("maximum"), allow_nan=False, allow_infinity=False)
         if kind == "string":
             if "pattern" in schema:
-                return st.from_regex(_python(schema["pattern"]), alphabet=st.characters(codec="utf-8"))
+                return st.from_regex(
+                    _python(schema["pattern"]), alphabet=st.characters(codec="utf-8")
+                )
             return st.text(TEXT, min_size=schema.get("minLength", 0), max_size=20)
         if kind == "array":
             items = self.values(schema["items"], depth + 1) if "items" in schema else JSON
             least = schema.get("minItems", 1 if "contains" in schema else 0)
-            return st.lists(items, min_size=least, max_size=min(least + 2, schema.get("maxItems", least + 2)))
+            return st.lists(
+                items, min_size=least, max_size=min(least + 2, schema.get("maxItems", least + 2))
+            )
         return self._objects(schema, depth)
 
     def _objects(self, schema: Schema, depth: int) -> st.SearchStrategy[Any]:
@@ -174,11 +228,19 @@ class Validator:
             )
             more = schema.get("additionalProperties", {})
             return st.dictionaries(
-                names, self.values(more, depth + 1) if more and more is not True else JSON, max_size=2
+                names,
+                self.values(more, depth + 1) if more and more is not True else JSON,
+                max_size=2,
             )
-        few = st.lists(st.sampled_from(sorted(known)), max_size=2, unique=True) if known else st.just([])
+        few = (
+            st.lists(st.sampled_from(sorted(known)), max_size=2, unique=True)
+            if known
+            else st.just([])
+        )
         return few.flatmap(
-            lambda names: st.fixed_dictionaries({**required, **{name: known[name] for name in names}})
+            lambda names: st.fixed_dictionaries(
+                {**required, **{name: known[name] for name in names}}
+            )
         )
 
     def others(self, schema: Schema) -> st.SearchStrategy[Any]:
@@ -189,20 +251,28 @@ class Validator:
             if word in whole:
                 near += [whole[word] - 1, whole[word] + 1, whole[word] - 0.5]
         near += ["x" * (whole[word] + 1) for word in ("maxLength",) if word in whole]
-        near += [[one] * (whole["maxItems"] + 1) for one in ("y", 1) if whole.get("maxItems", 5000) < 5000]
+        near += [
+            [one] * (whole["maxItems"] + 1)
+            for one in ("y", 1)
+            if whole.get("maxItems", 5000) < 5000
+        ]
         wrong = [value for value in near if not self.valid(whole, value)]
         if not wrong:
             return st.nothing()
-        return st.one_of(st.sampled_from(wrong), JSON.filter(lambda value: not self.valid(whole, value)))
+        return st.one_of(
+            st.sampled_from(wrong), JSON.filter(lambda value: not self.valid(whole, value))
+        )
 
 
 TEXT = st.characters(codec="utf-8", categories=("L", "N", "P", "S", "Zs"))
 _LEAF = st.none() | st.booleans() | st.integers(-5, 5) | st.text(TEXT, max_size=5)
 JSON = st.recursive(
     _LEAF,
-    lambda some: st.lists(some, max_size=2) | st.dictionaries(st.text(TEXT, max_size=3), some, max_size=2),
+    lambda some: (
+        st.lists(some, max_size=2) | st.dictionaries(st.text(TEXT, max_size=3), some, max_size=2)
+    ),
     max_leaves=3,
-)  # fmt: skip
+)
 
 
 def _python(pattern: str) -> str:

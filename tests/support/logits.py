@@ -26,12 +26,16 @@ class GivenLogits:
 
     def choose(self, hidden: F32, *rest: Any) -> SamplerOutput:
         behind = SimpleNamespace(
-            logits=lambda x, *_: x.copy(), sample=self._ops.sample, top_logprobs=self._ops.top_logprobs
+            logits=lambda x, *_: x.copy(),
+            sample=self._ops.sample,
+            top_logprobs=self._ops.top_logprobs,
         )
         return Composites.choose(behind, hidden, None, *rest)
 
 
-def choose(ops: Ops, logits: F32, sequences: list[Sequence], grammars: Masks = NO_MASKS) -> list[Output]:
+def choose(
+    ops: Ops, logits: F32, sequences: list[Sequence], grammars: Masks = NO_MASKS
+) -> list[Output]:
     """An Output for each row of logits [R, V]."""
     decoder: Any = GivenLogits(ops, logits.shape[1])
     return sampler.choose(decoder, logits, sequences, grammars)

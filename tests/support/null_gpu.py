@@ -42,7 +42,9 @@ class NullDriver:
     free = clear = upload = copy = begin_recording = replay = forget = synchronise = nothing
 
 
-def model(layers: int, hidden: int, inner: int, shape: AttentionShape, vocabulary: int) -> tuple[Stack, Head]:
+def model(
+    layers: int, hidden: int, inner: int, shape: AttentionShape, vocabulary: int
+) -> tuple[Stack, Head]:
     """Weights in bf16 that lie nowhere; all layers are alike."""
 
     def matrix(rows: int, columns: int) -> FloatMatrix:
@@ -54,10 +56,19 @@ def model(layers: int, hidden: int, inner: int, shape: AttentionShape, vocabular
     wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     tables = np.zeros((8, shape.head_dim // 2), np.float32)
     layer = Layer(
-        vector(), matrix(wide, hidden), matrix(narrow, hidden), matrix(narrow, hidden), matrix(hidden, wide),
-        vector(), matrix(inner, hidden), matrix(inner, hidden), matrix(hidden, inner), shape,
-        Rope(tables, tables, False), 1e-5,
+        vector(),
+        matrix(wide, hidden),
+        matrix(narrow, hidden),
+        matrix(narrow, hidden),
+        matrix(hidden, wide),
+        vector(),
+        matrix(inner, hidden),
+        matrix(inner, hidden),
+        matrix(hidden, inner),
+        shape,
+        Rope(tables, tables, False),
+        1e-5,
         native={"qkv": matrix(wide + 2 * narrow, hidden), "gate_up": matrix(2 * inner, hidden)},
-    )  # fmt: skip
+    )
     stack = Stack(matrix(vocabulary, hidden), [layer] * layers, 1e-5, vocabulary=vocabulary)
     return stack, Head(vector(), 1e-5, matrix(vocabulary, hidden))

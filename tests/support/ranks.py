@@ -12,7 +12,13 @@ from pathlib import Path
 import pytest
 
 from pageturner.kernels import native_module
-from pageturner.kernels.comm import Communicator, PipelineOps, RankOps, TensorParallelOps, shared_memory
+from pageturner.kernels.comm import (
+    Communicator,
+    PipelineOps,
+    RankOps,
+    TensorParallelOps,
+    shared_memory,
+)
 from pageturner.kernels.native import NativeOps
 from pageturner.models.decoder import Decoder
 from pageturner.models.load import load_model
@@ -21,9 +27,15 @@ from pageturner.parallel.tensor_parallel import slices_of
 
 @contextmanager
 def ranks(
-    path: Path, size: int, *, threads: int = 1, dtype: str = "float32", stages: bool = False,
-    backend: Callable[[Communicator], RankOps] | None = None, **load: str
-) -> Iterator[tuple[Decoder, RankOps]]:  # fmt: skip
+    path: Path,
+    size: int,
+    *,
+    threads: int = 1,
+    dtype: str = "float32",
+    stages: bool = False,
+    backend: Callable[[Communicator], RankOps] | None = None,
+    **load: str,
+) -> Iterator[tuple[Decoder, RankOps]]:
     """Rank 0 of a model, whose others follow. stages: each has some of the layers; backend: of a rank, not
     that of the CPU; load: further settings of `load_model`."""
     if not native_module.available_isas():

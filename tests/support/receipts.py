@@ -39,7 +39,10 @@ def receipt_of(tokens: list[int], key: bytes = KEY, params: SamplingParams = PAR
             fingerprint="native-avx2-0-auto-act_auto4-kv_float16",
             adapter="",
             input=ReceiptInput(
-                add_special_tokens=None, add_generation_prompt=True, skip_special_tokens=True, echo=False
+                add_special_tokens=None,
+                add_generation_prompt=True,
+                skip_special_tokens=True,
+                echo=False,
             ),
             params=form.params_of(params, 1, 1),
             prompts=(form.prompt_of([1, 2, 3], 64),),
@@ -57,7 +60,9 @@ def plain(receipt: Receipt) -> dict[str, Any]:
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, list[str | int]]]:
     """(part, keys on the way to it) of each value in a receipt. All of a list is one part."""
     for keys in _ways(value):
-        part = "".join(f".{key}" if isinstance(key, str) else f"[{key}]" for key in keys).lstrip(".")
+        part = "".join(f".{key}" if isinstance(key, str) else f"[{key}]" for key in keys).lstrip(
+            "."
+        )
         outer = part.partition("[")[0]
         if outer not in ("prompts", "choices"):
             part = outer
@@ -68,7 +73,11 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, list[str | int]]]:
 
 def _ways(value: Any) -> Iterator[list[str | int]]:
     inner = (
-        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else None
     )
     if inner is None:
         yield []

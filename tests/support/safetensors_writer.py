@@ -12,7 +12,11 @@ Tensor = tuple[str, tuple[int, ...], bytes]  # type, shape, data
 def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> None:
     header, data = {}, b""
     for name, (kind, shape, raw) in tensors.items():
-        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [len(data), len(data) + len(raw)]}
+        header[name] = {
+            "dtype": kind,
+            "shape": shape,
+            "data_offsets": [len(data), len(data) + len(raw)],
+        }
         data += raw
     text = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)

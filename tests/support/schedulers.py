@@ -43,7 +43,9 @@ def check(stack: SchedulerStack) -> None:
         assert len(seq.blocks) == stack.pool.blocks_for(seq.computed + seq.inflight), "spare blocks"
         mine = [item.n for plan in scheduler._plans for item in plan.items if item.sequence is seq]
         assert seq.inflight == sum(mine), "more or less is under way than was planned"
-    assert scheduler.pool.full.under_way == bool(scheduler._plans), "blocks are held for nobody, or not held"
+    assert scheduler.pool.full.under_way == bool(scheduler._plans), (
+        "blocks are held for nobody, or not held"
+    )
     check_pool(stack.pool, [*scheduler.running, *scheduler._leaving, *stack.pins.sequences])
 
 
@@ -59,7 +61,9 @@ def audit_requests(scheduler: Scheduler) -> None:
     assert set(running) == {seq for seq in known if seq.state is State.RUNNING}, "others run"
     assert set(scheduler.waiting) == first & set(idle), "others wait"
     for seq in idle:
-        assert (seq.blocks, seq.computed, seq.draft) == ([], 0, []), "a waiting sequence holds something"
+        assert (seq.blocks, seq.computed, seq.draft) == ([], 0, []), (
+            "a waiting sequence holds something"
+        )
     for group in groups.values():
         assert len({seq.state for seq in group.sequences}) == 1, "a search is torn apart"
         assert group.sequences[0].tokens, "the sequence that waits for all has nothing to do"
@@ -87,8 +91,12 @@ def usage_by_blocks(owners: list[Sequence], size: int) -> dict[str, float]:
     blocks = {block for seq in owners for block in seq.blocks}
     used = len({(seq.blocks[p // size], p % size) for seq in owners for p in range(seq.computed)})
     reserved = len(blocks) * size
-    return {"kv_reserved": reserved, "kv_used": used, "kv_wasted": reserved - used,
-            "kv_saved": needed - used}  # fmt: skip
+    return {
+        "kv_reserved": reserved,
+        "kv_used": used,
+        "kv_wasted": reserved - used,
+        "kv_saved": needed - used,
+    }
 
 
 def check_table(pool: BlockPool, seq: Sequence) -> None:
@@ -102,19 +110,27 @@ def check_table(pool: BlockPool, seq: Sequence) -> None:
         before = key
         if i == seq.public:
             salt = seq.request.salt
-            before = salted_key(key, salt) if i else root_key(pool._model, seq.request.adapter, salt)
+            before = (
+                salted_key(key, salt) if i else root_key(pool._model, seq.request.adapter, salt)
+            )
         key = block_key(before, seq.tokens[i * size : (i + 1) * size])
         assert pool.full.keys[block] == key, "a sealed block is findable under another content"
     for block in seq.blocks[seq.sealed :]:
         assert pool.full.keys[block] is None, "a block that is still written can be found"
-    assert len(seq.sliding) == (len(seq.blocks) if pool.window else 0), "the tables differ in length"
-    assert seq.released == pool._first_seen(seq.computed), "a block is kept or given back at the wrong time"
+    assert len(seq.sliding) == (len(seq.blocks) if pool.window else 0), (
+        "the tables differ in length"
+    )
+    assert seq.released == pool._first_seen(seq.computed), (
+        "a block is kept or given back at the wrong time"
+    )
     kept = seq.sliding[seq.released :]
     assert seq.sliding[: seq.released] == [GONE] * seq.released, "a block was not given back"
     assert len(set(kept)) == len(kept), "a sliding block is twice in one table"
     for i, block in enumerate(kept, seq.released):
         beside = pool.full.keys[seq.blocks[i]] if i < seq.sealed else None
-        assert pool.sliding.keys[block] == beside, "a sliding block is findable beside another content"
+        assert pool.sliding.keys[block] == beside, (
+            "a sliding block is findable beside another content"
+        )
 
 
 def check_store(store: Store, tables: Iterable[list[int]]) -> None:
@@ -123,11 +139,15 @@ def check_store(store: Store, tables: Iterable[list[int]]) -> None:
     refs = [owners[block] for block in range(store.num_blocks)]
     assert refs == store.refs, "reference counts differ from the block tables"
     assert store.shared == sum(count > 1 for count in refs), "the count of shared blocks differs"
-    assert store.extra_refs == sum(count - 1 for count in refs if count), "the count of references differs"
+    assert store.extra_refs == sum(count - 1 for count in refs if count), (
+        "the count of references differs"
+    )
     unused = sorted(block for block, n in enumerate(store.refs) if n == 0)
     listed = sorted([*store._empty, *store.cached, *store.held])
     assert unused == listed, "unused blocks differ from the free lists"
-    assert all(store.keys[block] is not None for block in store.cached), "a cached block cannot be found"
+    assert all(store.keys[block] is not None for block in store.cached), (
+        "a cached block cannot be found"
+    )
     assert all(store.keys[block] is None for block in store._empty), "an empty block can be found"
     keyed = {key: block for block, key in enumerate(store.keys) if key is not None}
     assert keyed == store.index, "index and keys differ"

@@ -50,7 +50,9 @@ class Stub:
         library.stub_refused.restype = library.stub_launch.restype = ctypes.c_char_p
         library.stub_launch.argtypes = [ctypes.c_size_t]
         library.stub_launches.restype = ctypes.c_size_t
-        library.stub_calls.restype = library.stub_held.restype = library.stub_waits.restype = ctypes.c_long
+        library.stub_calls.restype = library.stub_held.restype = library.stub_waits.restype = (
+            ctypes.c_long
+        )
         library.stub_besides.restype = ctypes.c_long
 
     @property
@@ -102,7 +104,9 @@ def ptx(symbol: str, kinds: tuple[str, ...], warps: int = 4, dependent: bool = F
     told = ",\n".join(f"\t.param .{one} {place}" for one, place in zip(types, places, strict=True))
     head = ".version 8.0\n.target sm_80\n.address_size 64\n"
     body = "\tgriddepcontrol.wait;\n" * dependent
-    return f"{head}.visible .entry {symbol}(\n{told}\n)\n.reqntid {32 * warps}\n{{\n{body}\tret;\n}}\n"
+    return (
+        f"{head}.visible .entry {symbol}(\n{told}\n)\n.reqntid {32 * warps}\n{{\n{body}\tret;\n}}\n"
+    )
 
 
 def write_manifest(folder: Path, kernels: dict[str, dict[str, Any]]) -> Path:

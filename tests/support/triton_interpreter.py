@@ -26,9 +26,15 @@ from triton.runtime import interpreter
 from pageturner.kernels.gpu.catalogue import Kernel
 
 _TYPES = {
-    "fp64": tl.float64, "fp32": tl.float32, "fp16": tl.float16, "bf16": tl.bfloat16, "i8": tl.int8,
-    "u8": tl.uint8, "i32": tl.int32, "i64": tl.int64,
-}  # fmt: skip
+    "fp64": tl.float64,
+    "fp32": tl.float32,
+    "fp16": tl.float16,
+    "bf16": tl.bfloat16,
+    "i8": tl.int8,
+    "u8": tl.uint8,
+    "i32": tl.int32,
+    "i64": tl.int64,
+}
 _NUMPY = {"fp32": np.float32, "i32": np.int32, "i64": np.int64}
 _patched: set[str] = set()  # modules whose functions find the language interpreted
 
@@ -60,7 +66,9 @@ def _ready(function: Any) -> Any:
     """A kernel's function in whose module the language is interpreted."""
     if function.fn.__module__ not in _patched:
         interpreter._patch_lang(function.fn)
-        tl.core.tensor.__index__ = lambda self: int(self.handle.data.reshape(-1)[0])  # arrays of one element
+        tl.core.tensor.__index__ = lambda self: int(
+            self.handle.data.reshape(-1)[0]
+        )  # arrays of one element
         _patched.add(function.fn.__module__)
     return function
 
@@ -70,7 +78,9 @@ def _cast(self: Any, source: Any, target: Any) -> Any:
     the bits."""
     if target.scalar == tl.bfloat16 and source.dtype.scalar != tl.bfloat16:
         bits = source.data.astype(np.float32).view(np.uint32)
-        rounded = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
+        rounded = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(
+            16
+        )
         return interpreter.TensorHandle(rounded.astype(np.uint16), tl.bfloat16)
     if source.dtype.scalar == tl.bfloat16 and target.scalar != tl.bfloat16:
         source = interpreter.TensorHandle(_wide(source), tl.float32)
@@ -78,7 +88,13 @@ def _cast(self: Any, source: Any, target: Any) -> Any:
 
 
 def _asm(
-    self: Any, text: str, constraints: str, values: list[Any], types: list[Any], pure: bool, pack: int
+    self: Any,
+    text: str,
+    constraints: str,
+    values: list[Any],
+    types: list[Any],
+    pure: bool,
+    pack: int,
 ) -> Any:
     """The instructions that kernels have: a copy, and a sum of products where both halves of each word are
     bf16 and nothing is rounded."""
@@ -88,7 +104,8 @@ def _asm(
     found = []
     for shift in (0, 16):
         a, b, c = (
-            (one.data.astype(np.int64) >> shift << 16).astype(np.uint32).view(np.float32) for one in values
+            (one.data.astype(np.int64) >> shift << 16).astype(np.uint32).view(np.float32)
+            for one in values
         )
         exact = a.astype(np.float64) * b + c
         bits = exact.astype(np.float32).view(np.uint32)
@@ -158,7 +175,9 @@ def check_alignment(kernel: Kernel, values: Sequence[float]) -> None:
     multiples = kernel.multiples_of_16
     for (name, _), value in zip(kernel.arguments, values, strict=True):
         if name in multiples:
-            assert int(value) % 16 == 0, f"{kernel.name}: {name} is {value}, which is no multiple of 16"
+            assert int(value) % 16 == 0, (
+                f"{kernel.name}: {name} is {value}, which is no multiple of 16"
+            )
 
 
 def run(kernel: Kernel, grid: Sequence[int], values: Sequence[float]) -> None:
@@ -166,7 +185,8 @@ def run(kernel: Kernel, grid: Sequence[int], values: Sequence[float]) -> None:
     check_alignment(kernel, values)
     function = _function(kernel.function)
     arguments = {
-        name: _argument(kind, value) for (name, kind), value in zip(kernel.arguments, values, strict=True)
+        name: _argument(kind, value)
+        for (name, kind), value in zip(kernel.arguments, values, strict=True)
     }
     for name, value in kernel.constants:
         named = isinstance(value, str) and value.startswith("dtype:")

@@ -30,7 +30,10 @@ SHA256 = {
     "refact": "ac3ceda902fed91ccf74312b305d9b86c37e4f8e35fa9cc6ef3ce34fca7d4678",
     "starcoder": "fedb892b4e1bd3c1f2fcdae356440b14fb458f4264d586e5c987ed93df4e174d",
 }
-MODELS = ("gemma3-270m-q4_k_m", "qwen2.5-coder-0.5b-instruct-q4_k_m")  # whole models, in the cache of models
+MODELS = (
+    "gemma3-270m-q4_k_m",
+    "qwen2.5-coder-0.5b-instruct-q4_k_m",
+)  # whole models, in the cache of models
 NAMES = (*SHA256, *MODELS)
 _SEPARATOR = "\n__ggml_vocab_test__\n"
 
@@ -43,7 +46,9 @@ def vocab_folder() -> Path:
 def vocab_path(name: str) -> Path:
     """The file of a name of NAMES; skips the test where it is not."""
     path = (
-        hub.cache_folder() / f"{name}.gguf" if name in MODELS else vocab_folder() / f"ggml-vocab-{name}.gguf"
+        hub.cache_folder() / f"{name}.gguf"
+        if name in MODELS
+        else vocab_folder() / f"ggml-vocab-{name}.gguf"
     )
     if not path.is_file():
         pytest.skip(f"{path} is absent; vocabularies: python tests/tools/record_vocabs.py --fetch")

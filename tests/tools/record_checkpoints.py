@@ -31,22 +31,38 @@ GPTQ: dict[str, dict[str, Any]] = {
     "gptq_64": {"bits": 4, "group_size": 64, "sym": False, "desc_act": False},
     "gptq_v2": {"bits": 4, "group_size": 128, "sym": False, "desc_act": False, "format": "gptq_v2"},
     "gptq_column": {
-        "bits": 4, "group_size": -1, "sym": True, "desc_act": False, "act_group_aware": False,
+        "bits": 4,
+        "group_size": -1,
+        "sym": True,
+        "desc_act": False,
+        "act_group_aware": False,
     },
-    "gptq_act": {"bits": 4, "group_size": 32, "sym": True, "desc_act": True, "act_group_aware": False},
+    "gptq_act": {
+        "bits": 4,
+        "group_size": 32,
+        "sym": True,
+        "desc_act": True,
+        "act_group_aware": False,
+    },
     "gptq_8": {"bits": 8, "group_size": 32, "sym": True, "desc_act": False},
     "gptq_8_asym": {"bits": 8, "group_size": 64, "sym": False, "desc_act": False},
-}  # fmt: skip
+}
 
 
 def plain() -> LlamaForCausalLM:
     """Random weights, rounded to fp16."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=64, max_position_embeddings=128, tie_word_embeddings=False,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
         rms_norm_eps=1e-5,
-    )  # fmt: skip
+    )
     model = LlamaForCausalLM(config).eval()
     for weight in model.parameters():
         if weight.dim() == 2:
@@ -57,7 +73,9 @@ def plain() -> LlamaForCausalLM:
 
 def quantised(model: LlamaForCausalLM) -> list[tuple[str, torch.nn.Linear]]:
     """The linear layers that become integers: all but the head."""
-    found = [(name, part) for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)]
+    found = [
+        (name, part) for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)
+    ]
     return [(name, part) for name, part in found if name != "lm_head"]
 
 
@@ -79,7 +97,9 @@ def write(folder: Path, state: dict[str, torch.Tensor], said: dict[str, Any]) ->
     config = plain().config.to_dict()
     config |= {"architectures": ["LlamaForCausalLM"], "quantization_config": said}
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in state.items()}, folder / "model.safetensors"
+    )
     (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 
@@ -105,7 +125,9 @@ def gptq(root: Path) -> None:
     ids = [torch.randint(0, 64, (1, 64)) for _ in range(16)]
     data = [{"input_ids": i, "attention_mask": torch.ones_like(i)} for i in ids]
     for name, settings in GPTQ.items():
-        model = GPTQModel.load(str(folder), QuantizeConfig(offload_to_disk=False, **settings), device="cpu")
+        model = GPTQModel.load(
+            str(folder), QuantizeConfig(offload_to_disk=False, **settings), device="cpu"
+        )
         model.quantize(data, batch_size=4)
         model.save(str(root / name))
         loaded = GPTQModel.load(str(root / name), backend=BACKEND.TORCH, device="cpu")
@@ -139,7 +161,13 @@ def awq(root: Path) -> None:
             )
             del state[layer + ".weight"]
             state |= {f"{layer}.{key}": value for key, value in packed.state_dict().items()}
-        said = {"quant_method": "awq", "bits": 4, "group_size": size, "zero_point": True, "version": "gemm"}
+        said = {
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": size,
+            "zero_point": True,
+            "version": "gemm",
+        }
         write(root / name, state, said)
         finish(root / name, weights)
 
@@ -162,7 +190,11 @@ def compressed(root: Path) -> None:
     by_token = {"strategy": "token", "dynamic": True}
     cases = {
         "ct_w4_32": (ints(4, strategy="group", group_size=32), None, torch.bfloat16),
-        "ct_w4_64_asym": (ints(4, strategy="group", group_size=64, symmetric=False), None, torch.float16),
+        "ct_w4_64_asym": (
+            ints(4, strategy="group", group_size=64, symmetric=False),
+            None,
+            torch.float16,
+        ),
         "ct_w4_channel": (ints(4, strategy="channel"), None, torch.float16),
         "ct_w8_128": (ints(8, strategy="group", group_size=128), None, torch.float16),
         "ct_w8a8": (ints(8, strategy="channel"), ints(8, **by_token), torch.float32),
@@ -217,15 +249,19 @@ def extremes(weight: torch.Tensor, args: Any) -> tuple[torch.Tensor, torch.Tenso
 
 def fp8(root: Path) -> None:
     blocks: dict[str, tuple[int, int] | None] = {
-        "fp8_block": (128, 128), "fp8_block_96": (96, 32), "fp8_tensor": None,
-    }  # fmt: skip
+        "fp8_block": (128, 128),
+        "fp8_block_96": (96, 32),
+        "fp8_tensor": None,
+    }
     for name, block in blocks.items():
         model = plain()
         state, weights = {key: value.bfloat16() for key, value in model.state_dict().items()}, {}
         for layer, part in quantised(model):
             weight = part.weight.data
             high, wide = block or weight.shape
-            padded = torch.zeros(-(-weight.shape[0] // high) * high, -(-weight.shape[1] // wide) * wide)
+            padded = torch.zeros(
+                -(-weight.shape[0] // high) * high, -(-weight.shape[1] // wide) * wide
+            )
             padded[: weight.shape[0], : weight.shape[1]] = weight
             scale = padded.reshape(len(padded) // high, high, -1, wide).abs().amax((1, 3)) / 448
             each = scale.repeat_interleave(high, 0).repeat_interleave(wide, 1)
@@ -237,7 +273,11 @@ def fp8(root: Path) -> None:
             else:
                 state[layer + ".weight_scale"] = scale.reshape(())
                 state[layer + ".input_scale"] = torch.tensor(1.0)
-        said: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+        said: dict[str, Any] = {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+        }
         if block:
             said["weight_block_size"] = list(block)
         write(root / name, state, said)
@@ -249,7 +289,11 @@ def bitsandbytes(root: Path) -> None:
     from bitsandbytes.functional import dequantize_4bit
 
     folder = source(root)
-    four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
+    four = {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_compute_dtype": torch.float32,
+    }
     cases = {
         "bnb_nf4": BitsAndBytesConfig(**four),
         "bnb_nf4_double": BitsAndBytesConfig(**four, bnb_4bit_use_double_quant=True),
@@ -273,7 +317,7 @@ def bitsandbytes(root: Path) -> None:
 
 ALL: dict[str, Callable[[Path], None]] = {
     f.__name__: f for f in (gptq, awq, compressed, fp8, bitsandbytes)
-}  # fmt: skip
+}
 
 if __name__ == "__main__":
     for part in sys.argv[2:] or ALL:

@@ -15,9 +15,17 @@ ROWS, COLUMNS = 3, 64
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
 # Kinds of 256 values in a block, which the package cannot quantise: random bytes around ordinary scales.
 SUPER_KINDS = {  # where the fp16 scales lie in a block
-    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,), "IQ4_NL": (0,),
-    "IQ4_XS": (0,), "MXFP4": (), "TQ1_0": (52,), "TQ2_0": (64,),
-}  # fmt: skip
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+    "MXFP4": (),
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
+}
 SUPER_COLUMNS = 512
 
 
@@ -32,7 +40,9 @@ def record(seed: int = 0) -> dict[str, np.ndarray]:
         raw = gguf.quants.quantize(values, kind).view(np.uint8).reshape(-1).copy()
         out[f"{name}_raw"] = raw
         shaped = raw.reshape(ROWS, -1)
-        out[f"{name}_values"] = gguf.quants.dequantize(shaped, kind).astype(np.float32).reshape(ROWS, COLUMNS)
+        out[f"{name}_values"] = (
+            gguf.quants.dequantize(shaped, kind).astype(np.float32).reshape(ROWS, COLUMNS)
+        )
     for name, offsets in SUPER_KINDS.items():
         kind = gguf.GGMLQuantizationType[name]
         values_of, size = gguf.GGML_QUANT_SIZES[kind]
@@ -40,10 +50,15 @@ def record(seed: int = 0) -> dict[str, np.ndarray]:
         if name == "MXFP4":
             raw[..., 0] %= 250  # an exponent: larger ones overflow
         for at in offsets:
-            scale = draw.standard_normal((*raw.shape[:2], 1)) * np.array([1.0, 1e-5, 30.0])[:, None, None]
+            scale = (
+                draw.standard_normal((*raw.shape[:2], 1))
+                * np.array([1.0, 1e-5, 30.0])[:, None, None]
+            )
             raw[..., at : at + 2] = scale.astype(np.float16).view(np.uint8)
         out[f"{name}_raw"] = raw.reshape(-1)
-        out[f"{name}_values"] = gguf.quants.dequantize(raw.reshape(ROWS, -1), kind).astype(np.float32)
+        out[f"{name}_values"] = gguf.quants.dequantize(raw.reshape(ROWS, -1), kind).astype(
+            np.float32
+        )
     return out
 
 

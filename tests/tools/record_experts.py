@@ -38,15 +38,31 @@ def config(kind: type[hf.PreTrainedConfig], **settings: object) -> hf.PreTrained
 
 
 CASES = [
-    Case("experts_mixtral", "llama", config(
-        hf.MixtralConfig, num_local_experts=4, num_experts_per_tok=2, intermediate_size=32, head_dim=8,
-        tie_word_embeddings=False,
-    )),
-    Case("experts_qwen3moe", "qwen3moe", config(
-        hf.Qwen3MoeConfig, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, head_dim=16,
-        norm_topk_prob=True,
-    )),
-]  # fmt: skip
+    Case(
+        "experts_mixtral",
+        "llama",
+        config(
+            hf.MixtralConfig,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            intermediate_size=32,
+            head_dim=8,
+            tie_word_embeddings=False,
+        ),
+    ),
+    Case(
+        "experts_qwen3moe",
+        "qwen3moe",
+        config(
+            hf.Qwen3MoeConfig,
+            num_experts=8,
+            num_experts_per_tok=3,
+            moe_intermediate_size=32,
+            head_dim=16,
+            norm_topk_prob=True,
+        ),
+    ),
+]
 
 
 def kind_of(name: str) -> Kind:
@@ -100,7 +116,9 @@ def build(case: Case, seed: int) -> torch.nn.Module:
     return model
 
 
-def find(case: Case, prompts: list[list[int]]) -> tuple[torch.nn.Module, dict[str, np.ndarray], int]:
+def find(
+    case: Case, prompts: list[list[int]]
+) -> tuple[torch.nn.Module, dict[str, np.ndarray], int]:
     """The first seed whose greedy paths are varied and leave no doubt."""
     for seed in range(3000):
         model = build(case, seed)

@@ -37,13 +37,22 @@ class Case:
 
 
 ALL = {
-    "vocab_size": tiny.VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2,
+    "vocab_size": tiny.VOCAB,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
     "attn_implementation": "eager",
-}  # fmt: skip
+}
 LLAMA = ALL | {
-    "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 512, "head_dim": 8, "tie_word_embeddings": True,
-}  # fmt: skip
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "head_dim": 8,
+    "tie_word_embeddings": True,
+}
 
 
 def rope(kind: str = "default", **more: Any) -> dict[str, Any]:
@@ -51,8 +60,13 @@ def rope(kind: str = "default", **more: Any) -> dict[str, Any]:
     return {"rope_type": kind, "rope_theta": 10_000.0} | more
 
 
-LLAMA3 = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-              original_max_position_embeddings=64)  # fmt: skip
+LLAMA3 = rope(
+    "llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
 SHORT, LONG = [1.0, 1.1, 1.4, 2.0], [1.5, 2.5, 6.0, 20.0]
 LONGROPE = rope("longrope", short_factor=SHORT, long_factor=LONG)
 GEMMA3_ROPE = {
@@ -72,85 +86,232 @@ CASES = [
         {"rope_parameters": rope("yarn", factor=4.0, original_max_position_embeddings=128)},
     ),
     Case("qwen3", hf.Qwen3Config, {"rope_parameters": rope("linear", factor=2.0), "head_dim": 16}),
-    Case("phi3", hf.Phi3Config, {
-        "sliding_window": 12, "tie_word_embeddings": False,
-        "rope_parameters": rope(partial_rotary_factor=0.75), "original_max_position_embeddings": 512,
-    }),
-    Case("gemma2", hf.Gemma2Config, {
-        "sliding_window": 8, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 5.0,
-        "final_logit_softcapping": 30.0, "rope_parameters": rope(),
-    }),
-    Case("gemma3", hf.Gemma3TextConfig, {
-        "sliding_window": 8, "query_pre_attn_scalar": 8, "rope_parameters": GEMMA3_ROPE,
-        "layer_types": ["sliding_attention", "full_attention"],
-    }),
-    Case("mixtral", hf.MixtralConfig, {
-        "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32, "rope_parameters": rope(),
-    }),
-    Case("qwen3_moe", hf.Qwen3MoeConfig, {
-        "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": False,
-        "mlp_only_layers": [1], "decoder_sparse_step": 1, "rope_parameters": rope(),
-    }),
+    Case(
+        "phi3",
+        hf.Phi3Config,
+        {
+            "sliding_window": 12,
+            "tie_word_embeddings": False,
+            "rope_parameters": rope(partial_rotary_factor=0.75),
+            "original_max_position_embeddings": 512,
+        },
+    ),
+    Case(
+        "gemma2",
+        hf.Gemma2Config,
+        {
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 12,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 30.0,
+            "rope_parameters": rope(),
+        },
+    ),
+    Case(
+        "gemma3",
+        hf.Gemma3TextConfig,
+        {
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 8,
+            "rope_parameters": GEMMA3_ROPE,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    Case(
+        "mixtral",
+        hf.MixtralConfig,
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 32,
+            "rope_parameters": rope(),
+        },
+    ),
+    Case(
+        "qwen3_moe",
+        hf.Qwen3MoeConfig,
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": False,
+            "mlp_only_layers": [1],
+            "decoder_sparse_step": 1,
+            "rope_parameters": rope(),
+        },
+    ),
     Case("smollm3", hf.SmolLM3Config, {"no_rope_layers": [1, 0], "rope_parameters": rope()}),
-    Case("granite", hf.GraniteConfig, {
-        "embedding_multiplier": 6.0, "residual_multiplier": 0.4, "attention_multiplier": 0.3,
-        "logits_scaling": 2.5, "rope_parameters": rope(),
-    }),
-    Case("granitemoehybrid", hf.GraniteMoeHybridConfig, {
-        "embedding_multiplier": 12, "residual_multiplier": 0.6, "attention_multiplier": 0.25,
-        "logits_scaling": 2, "shared_intermediate_size": 64, "num_local_experts": 0,
-        "num_experts_per_tok": 0, "layer_types": ["full_attention"] * 2, "mamba_n_heads": 8,
-        "position_embedding_type": "rope", "rope_parameters": rope(),
-    }),
+    Case(
+        "granite",
+        hf.GraniteConfig,
+        {
+            "embedding_multiplier": 6.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.3,
+            "logits_scaling": 2.5,
+            "rope_parameters": rope(),
+        },
+    ),
+    Case(
+        "granitemoehybrid",
+        hf.GraniteMoeHybridConfig,
+        {
+            "embedding_multiplier": 12,
+            "residual_multiplier": 0.6,
+            "attention_multiplier": 0.25,
+            "logits_scaling": 2,
+            "shared_intermediate_size": 64,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "layer_types": ["full_attention"] * 2,
+            "mamba_n_heads": 8,
+            "position_embedding_type": "rope",
+            "rope_parameters": rope(),
+        },
+    ),
     Case("olmo2", hf.Olmo2Config, {"tie_word_embeddings": False, "rope_parameters": rope()}),
-    Case("olmo3", hf.Olmo3Config, {
-        "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "rope_parameters": {
-            "full_attention": rope("yarn", factor=4.0, original_max_position_embeddings=64),
-            "sliding_attention": rope(),
+    Case(
+        "olmo3",
+        hf.Olmo3Config,
+        {
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": rope("yarn", factor=4.0, original_max_position_embeddings=64),
+                "sliding_attention": rope(),
+            },
         },
-    }),
-    Case("phi3_long", hf.Phi3Config, {
-        "tie_word_embeddings": False, "original_max_position_embeddings": 8, "rope_parameters": LONGROPE,
-    }),
-    Case("phi4_mini", hf.Phi3Config, {  # loaded for 512 tokens it takes the short factors
-        "max_position_embeddings": 1024, "original_max_position_embeddings": 512,
-        "rope_parameters": LONGROPE | {
-            "partial_rotary_factor": 0.75, "short_factor": SHORT[:3], "long_factor": LONG[:3],
+    ),
+    Case(
+        "phi3_long",
+        hf.Phi3Config,
+        {
+            "tie_word_embeddings": False,
+            "original_max_position_embeddings": 8,
+            "rope_parameters": LONGROPE,
         },
-    }),
+    ),
+    Case(
+        "phi4_mini",
+        hf.Phi3Config,
+        {  # loaded for 512 tokens it takes the short factors
+            "max_position_embeddings": 1024,
+            "original_max_position_embeddings": 512,
+            "rope_parameters": LONGROPE
+            | {
+                "partial_rotary_factor": 0.75,
+                "short_factor": SHORT[:3],
+                "long_factor": LONG[:3],
+            },
+        },
+    ),
     Case("glm", hf.GlmConfig, {"rope_parameters": rope(partial_rotary_factor=0.5)}),
-    Case("glm4", hf.Glm4Config, {"head_dim": 16, "rope_parameters": rope(partial_rotary_factor=0.5)}),
+    Case(
+        "glm4", hf.Glm4Config, {"head_dim": 16, "rope_parameters": rope(partial_rotary_factor=0.5)}
+    ),
     Case("starcoder2", hf.Starcoder2Config, {"sliding_window": 12, "rope_parameters": rope()}),
-    Case("gpt_oss", hf.GptOssConfig, {
-        "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "rope_parameters": rope("yarn", factor=8.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
-                                original_max_position_embeddings=64),
-    }),
-    Case("llama4_text", hf.Llama4TextConfig, {
-        "attention_chunk_size": 8, "no_rope_layers": [1, 0], "moe_layers": [1], "floor_scale": 4,
-        "attn_scale": 0.3, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32,
-        "intermediate_size_mlp": 64, "rope_parameters": rope(),
-    }),
-    Case("deepseek_v2", hf.DeepseekV2Config, {
-        "q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
-        "v_head_dim": 8, "num_key_value_heads": 4, "first_k_dense_replace": 1, "n_routed_experts": 6,
-        "num_experts_per_tok": 2, "n_shared_experts": 2, "moe_intermediate_size": 16, "n_group": 1,
-        "topk_group": 1, "routed_scaling_factor": 1.5, "rope_parameters": rope(
-            "yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.707, mscale_all_dim=0.707),
-    }),
-    Case("gpt2", hf.GPT2Config, {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512}, common=ALL),
-    Case("opt", hf.OPTConfig, {
-        "hidden_size": 32, "num_hidden_layers": 2, "ffn_dim": 64, "num_attention_heads": 4,
-        "max_position_embeddings": 512, "word_embed_proj_dim": 32,
-    }, "F16", common=ALL),
-    Case("bloom", hf.BloomConfig, {"hidden_size": 48, "n_layer": 2, "n_head": 6, "tie_word_embeddings": False,
-    }, common=ALL),
-]  # fmt: skip
+    Case(
+        "gpt_oss",
+        hf.GptOssConfig,
+        {
+            "sliding_window": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 32,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": rope(
+                "yarn",
+                factor=8.0,
+                beta_fast=32.0,
+                beta_slow=1.0,
+                truncate=False,
+                original_max_position_embeddings=64,
+            ),
+        },
+    ),
+    Case(
+        "llama4_text",
+        hf.Llama4TextConfig,
+        {
+            "attention_chunk_size": 8,
+            "no_rope_layers": [1, 0],
+            "moe_layers": [1],
+            "floor_scale": 4,
+            "attn_scale": 0.3,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 32,
+            "intermediate_size_mlp": 64,
+            "rope_parameters": rope(),
+        },
+    ),
+    Case(
+        "deepseek_v2",
+        hf.DeepseekV2Config,
+        {
+            "q_lora_rank": None,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 8,
+            "num_key_value_heads": 4,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 16,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": rope(
+                "yarn",
+                factor=4.0,
+                original_max_position_embeddings=64,
+                mscale=0.707,
+                mscale_all_dim=0.707,
+            ),
+        },
+    ),
+    Case(
+        "gpt2",
+        hf.GPT2Config,
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512},
+        common=ALL,
+    ),
+    Case(
+        "opt",
+        hf.OPTConfig,
+        {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "ffn_dim": 64,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 512,
+            "word_embed_proj_dim": 32,
+        },
+        "F16",
+        common=ALL,
+    ),
+    Case(
+        "bloom",
+        hf.BloomConfig,
+        {
+            "hidden_size": 48,
+            "n_layer": 2,
+            "n_head": 6,
+            "tie_word_embeddings": False,
+        },
+        common=ALL,
+    ),
+]
 
 
 # Large, and the embedding small: else a tied head answers each token with itself.
-LAST_NORM = ("model.norm.weight", "transformer.ln_f.weight", "model.decoder.final_layer_norm.weight")
+LAST_NORM = (
+    "model.norm.weight",
+    "transformer.ln_f.weight",
+    "model.decoder.final_layer_norm.weight",
+)
 
 
 def build(case: Case, seed: int) -> torch.nn.Module:
@@ -190,7 +351,9 @@ def promising(model: torch.nn.Module, prompt: list[int]) -> bool:
     return len(set(tokens[len(prompt) :])) >= tiny.STEPS // 2
 
 
-def find(case: Case, prompts: list[list[int]]) -> tuple[torch.nn.Module, dict[str, np.ndarray], int]:
+def find(
+    case: Case, prompts: list[list[int]]
+) -> tuple[torch.nn.Module, dict[str, np.ndarray], int]:
     """The first seed whose greedy paths are varied, differ, and leave no doubt."""
     for seed in range(3000):
         model = build(case, seed)
@@ -203,7 +366,9 @@ def find(case: Case, prompts: list[list[int]]) -> tuple[torch.nn.Module, dict[st
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "goldens" / "families")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parents[1] / "goldens" / "families"
+    )
     parser.add_argument("names", nargs="*", help="only these")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -49,10 +49,42 @@ class Text:
 
 
 CHATS = [
-    *("p005", "p022", "p026", "p041", "p044", "p060", "p076", "p091", "p101", "p106", "p111", "p147"),
-    *("p104", "p105", "p168", "p176", "p187", "p206", "p211", "p216", "p217", "p221", "p222", "p107"),
+    *(
+        "p005",
+        "p022",
+        "p026",
+        "p041",
+        "p044",
+        "p060",
+        "p076",
+        "p091",
+        "p101",
+        "p106",
+        "p111",
+        "p147",
+    ),
+    *(
+        "p104",
+        "p105",
+        "p168",
+        "p176",
+        "p187",
+        "p206",
+        "p211",
+        "p216",
+        "p217",
+        "p221",
+        "p222",
+        "p107",
+    ),
 ]
-EN = ["en_alice", "en_inaugural_addresses", "en_pride_and_prejudice", "en_sherlock_holmes", "en_time_machine"]
+EN = [
+    "en_alice",
+    "en_inaugural_addresses",
+    "en_pride_and_prejudice",
+    "en_sherlock_holmes",
+    "en_time_machine",
+]
 ZH = ["zh_classics", "zh_technical_docs"]
 # Gemma 3 sees 512 tokens in most layers: two prompts are longer, one path crosses the border.
 TEXTS = [
@@ -68,15 +100,23 @@ MODELS: dict[str, tuple[str, list[Chat] | list[Text]]] = {
 }
 # What Transformers calls the tensors of a layer; outside of layers: _TOP.
 _LAYER = {
-    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
-    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-}  # fmt: skip
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
 _GEMMA = {
-    "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
-}  # fmt: skip
+}
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
@@ -112,20 +152,28 @@ def verify(model: torch.nn.Module, path: Path) -> None:
         assert np.array_equal(mine, theirs.reshape(mine.shape)), tensor.name
     assert not weights, list(weights)
     rope = config.rope_parameters
-    assert (rope["full_attention"] if gemma else rope)["rope_theta"] == fields["rope.freq_base"], rope
+    assert (rope["full_attention"] if gemma else rope)["rope_theta"] == fields["rope.freq_base"], (
+        rope
+    )
     assert config.rms_norm_eps == fields["attention.layer_norm_rms_epsilon"]
     assert config.num_key_value_heads == fields["attention.head_count_kv"]
     if gemma:
         assert config.sliding_window == fields["attention.sliding_window"]
         assert rope["sliding_attention"]["rope_theta"] == 10_000.0
-        assert [i for i, kind in enumerate(config.layer_types) if kind == "full_attention"] == [5, 11, 17]
+        assert [i for i, kind in enumerate(config.layer_types) if kind == "full_attention"] == [
+            5,
+            11,
+            17,
+        ]
         assert config.query_pre_attn_scalar == fields["attention.key_length"]
 
 
 def encode(prompt: Chat | Text, tokenizer: PreTrainedTokenizerBase, folder: Path) -> list[int]:
     if isinstance(prompt, Text):
         text = (folder / prompt.file).read_text()[prompt.start :][: 8 * prompt.tokens]
-        return [tokenizer.bos_token_id, *tokenizer.encode(text, add_special_tokens=False)][: prompt.tokens]
+        return [tokenizer.bos_token_id, *tokenizer.encode(text, add_special_tokens=False)][
+            : prompt.tokens
+        ]
     rows = map(json.loads, (folder / "prompts.jsonl").read_text().splitlines())
     (row,) = (row for row in rows if row["id"] == prompt.name)
     messages = [{"role": "user", "content": row["turns"][0]}]
@@ -147,7 +195,9 @@ def batches(prompts: list[list[int]]) -> list[list[int]]:
 @torch.no_grad()
 def rows_of_logits(model: torch.nn.Module, prompts: list[list[int]]) -> dict[str, np.ndarray]:
     """Logits after the last token of some prompts: a sample of them, and two sums over all."""
-    rows = torch.cat([model(torch.tensor([p]), logits_to_keep=1).logits[0] for p in prompts]).double()
+    rows = torch.cat(
+        [model(torch.tensor([p]), logits_to_keep=1).logits[0] for p in prompts]
+    ).double()
     ids = np.linspace(0, rows.shape[1] - 1, SAMPLED).astype(np.int32)
     return {
         "logit_ids": ids,

@@ -19,8 +19,13 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from peers import launch
 
 NAME, ROWS, COLUMNS = "blk.7.ffn_down.weight", 24, 512
-TYPES = {name: name for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q6_K")}
-TYPES |= {"Q4_K": "Q4_K_S", "Q5_K": "Q5_K_S"}  # llama-quantize names mixtures; --pure makes them pure
+TYPES = {
+    name: name for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q6_K")
+}
+TYPES |= {
+    "Q4_K": "Q4_K_S",
+    "Q5_K": "Q5_K_S",
+}  # llama-quantize names mixtures; --pure makes them pure
 BY_PACKAGE = ("MXFP4", "TQ1_0", "TQ2_0")  # quantised by the package itself
 
 
@@ -30,7 +35,10 @@ def by_package(values: np.ndarray) -> dict[str, np.ndarray]:
     for kind in BY_PACKAGE:
         raw = gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind]).view(np.uint8)
         exact = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind]).astype(np.float32)
-        out |= {f"{kind}_raw": raw.reshape(-1).copy(), f"{kind}_values": exact.reshape(values.shape)}
+        out |= {
+            f"{kind}_raw": raw.reshape(-1).copy(),
+            f"{kind}_values": exact.reshape(values.shape),
+        }
     return out
 
 

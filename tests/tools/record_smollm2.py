@@ -44,7 +44,10 @@ def load(path: Path) -> tuple[torch.nn.Module, PreTrainedTokenizerBase]:
     assert all(p.dtype == torch.float32 for p in model.parameters())
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     return model, tokenizer
 
@@ -63,7 +66,13 @@ def continue_greedily(model: torch.nn.Module, prompts: list[list[int]]) -> list[
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
     positions, cache, tokens = (mask.cumsum(1) - 1).clamp(min=0), None, []
     for _ in range(STEPS):
-        out = model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1)
+        out = model(
+            ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            logits_to_keep=1,
+        )
         cache = out.past_key_values
         ids = out.logits[:, -1].argmax(-1, keepdim=True)
         tokens.append(ids)
@@ -91,18 +100,24 @@ def judge(model: torch.nn.Module, prompt: list[int], tokens: list[int]) -> dict[
     }
 
 
-def record_greedy(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, text: Path, out: Path) -> None:
+def record_greedy(
+    model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, text: Path, out: Path
+) -> None:
     chosen = choose(text / "prompts.jsonl")
     prompts = []
     for row in chosen:
         messages = [{"role": "user", "content": row["turns"][0]}]  # type: ignore[index]
-        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        rendered = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
         prompts.append(tokenizer.encode(rendered, add_special_tokens=False))
     by_length = sorted(range(PROMPTS), key=lambda i: len(prompts[i]))
     rows: dict[int, dict[str, np.ndarray]] = {}
     for first in range(0, PROMPTS, BATCH):
         batch = by_length[first : first + BATCH]
-        for i, tokens in zip(batch, continue_greedily(model, [prompts[i] for i in batch]), strict=True):
+        for i, tokens in zip(
+            batch, continue_greedily(model, [prompts[i] for i in batch]), strict=True
+        ):
             rows[i] = judge(model, prompts[i], tokens)
         print(f"{len(rows)} of {PROMPTS} prompts", flush=True)
     golden = {key: np.stack([rows[i][key] for i in range(PROMPTS)]) for key in rows[0]}
@@ -111,12 +126,16 @@ def record_greedy(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, te
     golden["names"] = np.array([str(row["id"]) for row in chosen])
     np.savez_compressed(out / "smollm2_greedy.npz", **golden)
     gaps = golden["gaps"]
-    print(f"tokens with a gap under 1e-3: {(gaps < 1e-3).sum()} of {gaps.size}, smallest {gaps.min():.2e}")
+    print(
+        f"tokens with a gap under 1e-3: {(gaps < 1e-3).sum()} of {gaps.size}, smallest {gaps.min():.2e}"
+    )
     print(f"prompts whose path contains end of sequence: {(golden['tokens'] == EOS).any(1).sum()}")
 
 
 @torch.no_grad()
-def record_loss(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, text: Path, out: Path) -> None:
+def record_loss(
+    model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, text: Path, out: Path
+) -> None:
     """Negative log-likelihood of each token but the first, in separate windows of English prose."""
     source = (text / "en_time_machine.txt").read_text()
     ids = tokenizer.encode(source, add_special_tokens=False)[: WINDOWS * WINDOW]
@@ -141,7 +160,9 @@ def record_beams(model: torch.nn.Module, out: Path) -> None:
     tokens = np.full((*shape, BEAM_STEPS), -1, np.int32)
     scores = np.zeros(shape, np.float32)
     for row, i in enumerate(chosen):
-        prompt = torch.tensor(greedy["prompt_ids"][None, starts[i] : starts[i + 1]], dtype=torch.long)
+        prompt = torch.tensor(
+            greedy["prompt_ids"][None, starts[i] : starts[i + 1]], dtype=torch.long
+        )
         for column, (penalty, early) in enumerate(BEAM_SETTINGS):
             found = model.generate(  # type: ignore[operator]
                 prompt,
@@ -175,7 +196,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--only-beams", action="store_true", help="the greedy paths are there already")
+    parser.add_argument(
+        "--only-beams", action="store_true", help="the greedy paths are there already"
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "goldens")
     args = parser.parse_args()
     print("model", hashlib.sha256(args.model.read_bytes()).hexdigest())

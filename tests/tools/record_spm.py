@@ -23,7 +23,10 @@ GOLDENS = Path(__file__).parents[1] / "goldens"
 def main() -> None:
     folder = Path(sys.argv[1])
     lines = [
-        line for name in ("en_alice.txt", "zh_classics.txt") for line in texts.pieces(folder / name) if line
+        line
+        for name in ("en_alice.txt", "zh_classics.txt")
+        for line in texts.pieces(folder / name)
+        if line
     ]
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(

@@ -21,7 +21,18 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from steplog_traffic import VOCABULARY, Act, beams, change, crowd, drafts, forms, resumed, sampled, searches
+from steplog_traffic import (
+    VOCABULARY,
+    Act,
+    beams,
+    change,
+    crowd,
+    drafts,
+    forms,
+    resumed,
+    sampled,
+    searches,
+)
 
 from pageturner.config.settings import EngineConfig
 from pageturner.core.advance import cut
@@ -31,11 +42,21 @@ from pageturner.runtime.build import Built, build, retuned
 from pageturner.scheduler.types import Failure, Output, Plan, Request, Result
 
 FOLDER = Path("tests/goldens/steplogs")
-WORK = Path("build/steplogs")  # the log's header names its file: one that is called the same everywhere
+WORK = Path(
+    "build/steplogs"
+)  # the log's header names its file: one that is called the same everywhere
 BEGIN = 1000.0  # seconds of the clock at the start
 TINY = "tests/goldens/tiny_llama.gguf"
 FAMILIES = "tests/goldens/families"
-POLICIES = ("chunked", "adaptive_chunk", "prefill_first", "served_ratio", "orca", "window", "static")
+POLICIES = (
+    "chunked",
+    "adaptive_chunk",
+    "prefill_first",
+    "served_ratio",
+    "orca",
+    "window",
+    "static",
+)
 ORDERS = ("fcfs", "priority", "sjf", "deadline", "adaptive", "fair", "prefix")
 PER_STEP, PER_TOKEN = 0.004, 0.0003  # seconds of a step
 FAILING = 7  # with `failing`: the requests whose id is a multiple of it fail at their fourth token
@@ -65,7 +86,9 @@ class Clocked:
         for number, item in enumerate(plan.items):
             seq, output = item.sequence, result.outputs[number]
             if self._drafting and output.tokens:
-                accepted, output.draft = _drafted(seq.tokens, seq.draft[: item.drafted], output.tokens[0])
+                accepted, output.draft = _drafted(
+                    seq.tokens, seq.draft[: item.drafted], output.tokens[0]
+                )
                 output.tokens, _ = cut(seq, accepted)
                 output.logprobs = output.logprobs * len(output.tokens)
             if self._failing and seq.request.id % FAILING == 0 and seq.generated >= 3:
@@ -186,7 +209,9 @@ def _fake_cases() -> Iterator[Case]:
         yield Case(f"preemption-{policy}", acts, {**scarce, "policy": policy, "tpot_ms": 15.0})
     yield Case("preemption-priority", acts, {**scarce, "order": "priority"})
     slow = {"policy": "adaptive_chunk", "tpot_ms": 20.0, "knee_tokens": 32, "knee_seqs": 4}
-    yield Case("adaptive_chunk-20ms", crowd(13, 50, rate=60), {**slow, "max_num_batched_tokens": 256})
+    yield Case(
+        "adaptive_chunk-20ms", crowd(13, 50, rate=60), {**slow, "max_num_batched_tokens": 256}
+    )
     for policy in ("chunked", "prefill_first", "orca", "static"):
         yield Case(f"beams-{policy}", beams(14, 16), {"policy": policy})
     yield Case("beams-preemption", beams(15, 24, begin=16, most=10, output=120), scarce)
@@ -199,7 +224,9 @@ def _fake_cases() -> Iterator[Case]:
     yield Case("no-token-limit", crowd(22, 40), {"max_num_batched_tokens": 0})
     yield Case("one-token-steps", crowd(23, 14, most=20, output=12), {"max_num_batched_tokens": 2})
     yield Case("short-queue", crowd(24, 60, rate=400), {"max_queue": 6})
-    yield Case("ageing", crowd(25, 40, rate=60), {"order": "sjf", "ageing": 0.4, "output_weight": 4.0})
+    yield Case(
+        "ageing", crowd(25, 40, rate=60), {"order": "sjf", "ageing": 0.4, "output_weight": 4.0}
+    )
     yield Case("changed-settings", crowd(26, 70) + CHANGES)
     yield Case("failures", beams(28, 30), failing=True)
     yield Case("resumed", resumed(29))
@@ -212,18 +239,29 @@ def _fake_cases() -> Iterator[Case]:
 
 
 def _model_cases() -> Iterator[Case]:
-    small = {**NATIVE, "model": TINY, "kv_cache_memory": 120 * 4096}  # a block of 16 tokens takes 4 KiB
+    small = {
+        **NATIVE,
+        "model": TINY,
+        "kv_cache_memory": 120 * 4096,
+    }  # a block of 16 tokens takes 4 KiB
     yield Case("tiny-sampling", sampled(41, 16, 60, 24), small)
     yield Case(
-        "tiny-preemption", sampled(42, 14, 20, 60), {**small, "kv_cache_memory": 48 * 1024, "block_size": 4}
+        "tiny-preemption",
+        sampled(42, 14, 20, 60),
+        {**small, "kv_cache_memory": 48 * 1024, "block_size": 4},
     )
     yield Case("tiny-drafts", drafts(43), {**small, "speculation": "ngram"})
     yield Case("tiny-beams", searches(44), small)
     yield Case("tiny-schema", forms(45, 12, 80), small)
     yield Case("tiny-schema-drafts", forms(46, 9, 80), {**small, "speculation": "ngram"})
     for family, scarce in (("gemma3", 12), ("gemma2", 12), ("mistral", 8), ("phi3", 8)):
-        model = {**NATIVE, "model": f"{FAMILIES}/{family}", "kv_cache_memory": 1 << 18, "max_num_seqs": 4,
-                 "max_num_batched_tokens": 32}  # fmt: skip
+        model = {
+            **NATIVE,
+            "model": f"{FAMILIES}/{family}",
+            "kv_cache_memory": 1 << 18,
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 32,
+        }
         yield Case(f"windows-{family}", sampled(47, 10, 90, 40), model)
         few = {**model, "kv_cache_memory": scarce << 10, "block_size": 8}
         yield Case(f"windows-{family}-scarce", sampled(49, 10, 40, 50), few)
@@ -250,7 +288,9 @@ def record(case: Case) -> None:
     with gzip.GzipFile(target, "wb", 9, mtime=0) as packed:
         packed.write(timeless(plain.read_bytes()))
     stats = driver.engine.scheduler.stats()
-    told = ", ".join(f"{name} {stats[name]:.0f}" for name in ("steps", "preemptions", "draft_tokens"))
+    told = ", ".join(
+        f"{name} {stats[name]:.0f}" for name in ("steps", "preemptions", "draft_tokens")
+    )
     print(f"{case.name}: {told}; {target.stat().st_size} bytes", flush=True)
 
 

@@ -27,7 +27,9 @@ SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 VOCAB = 320
 STEPS = 32
 GAIN = 1.6  # standard deviation of a weight times the square root of its fan-in
-MIN_GAP = 0.02  # of the two best logits on a recorded path: no order of fp32 sums can change the choice
+MIN_GAP = (
+    0.02  # of the two best logits on a recorded path: no order of fp32 sums can change the choice
+)
 TEMPLATE = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
     "{{ '<|im_start|>system\nYou are a tiny model<|im_end|>\n' }}{% endif %}"
@@ -104,12 +106,16 @@ CASES = [
     Case(
         "tiny_llama_untied",
         "llama",
-        LlamaConfig(**common(kv_heads=1, ffn=96, tied=False, eps=1e-6, rope_base=500_000.0), head_dim=32),
+        LlamaConfig(
+            **common(kv_heads=1, ffn=96, tied=False, eps=1e-6, rope_base=500_000.0), head_dim=32
+        ),
     ),
     Case(
         "tiny_qwen3",
         "qwen3",
-        Qwen3Config(**common(kv_heads=2, ffn=96, tied=True, eps=1e-6, rope_base=1_000_000.0), head_dim=32),
+        Qwen3Config(
+            **common(kv_heads=2, ffn=96, tied=True, eps=1e-6, rope_base=1_000_000.0), head_dim=32
+        ),
     ),
 ]
 
@@ -118,7 +124,10 @@ def build_tokenizer() -> Tokenizer:
     """Byte-level BPE as SmolLM's: each digit alone, then GPT-2's split; the special tokens come first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -189,7 +198,9 @@ def is_lively(golden: dict[str, np.ndarray]) -> bool:
     return varied and len({tuple(path[-8:].tolist()) for path in paths}) == len(paths)
 
 
-def find(case: Case, prompts: list[list[int]]) -> tuple[torch.nn.Module, list[dict[str, np.ndarray]], int]:
+def find(
+    case: Case, prompts: list[list[int]]
+) -> tuple[torch.nn.Module, list[dict[str, np.ndarray]], int]:
     """The first seed whose model, and its quantised twin if there is one, has lively paths; their goldens."""
     for seed in range(5000):
         model = build_model(case, seed)
@@ -266,7 +277,10 @@ def write_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list([vocab[i] for i in range(VOCAB)])
     writer.add_token_types(
-        [gguf.TokenType.CONTROL if i < len(SPECIALS) else gguf.TokenType.NORMAL for i in range(VOCAB)]
+        [
+            gguf.TokenType.CONTROL if i < len(SPECIALS) else gguf.TokenType.NORMAL
+            for i in range(VOCAB)
+        ]
     )
     writer.add_token_merges([" ".join(pair) for pair in merges])
     writer.add_bos_token_id(1)
@@ -286,7 +300,9 @@ def write_gguf(
     writer = gguf.GGUFWriter(path, case.arch)
     write_config(writer, case)
     quantised = any(kind is not Kind.F32 for kind in kinds.values())
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_1 if quantised else gguf.LlamaFileType.ALL_F32)
+    writer.add_file_type(
+        gguf.LlamaFileType.MOSTLY_Q4_1 if quantised else gguf.LlamaFileType.ALL_F32
+    )
     write_tokenizer(writer, tokenizer)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     for name, weight in tensors.items():
@@ -335,7 +351,9 @@ def dequantised(case: Case, model: torch.nn.Module) -> torch.nn.Module:
         weight, kind, heads = value.numpy(), quantised_kind(name), permuted_heads(case, name)
         if kind is not Kind.F32:
             weight = permute(weight, heads) if heads else weight
-            weight = gguf.quants.dequantize(gguf.quants.quantize(weight, kind), kind).reshape(weight.shape)
+            weight = gguf.quants.dequantize(gguf.quants.quantize(weight, kind), kind).reshape(
+                weight.shape
+            )
             weight = unpermute(weight, heads) if heads else weight
         state[key] = torch.from_numpy(np.ascontiguousarray(weight))
     other = type(model)(case.config).eval().float()
@@ -353,13 +371,17 @@ def without_specials(tokenizer: Tokenizer) -> Tokenizer:
 def record_tokens(tokenizer: Tokenizer, path: Path) -> None:
     """Texts and their ids, with the special tokens recognised (`parsed`) and as ordinary text (`plain`)."""
     plain = without_specials(tokenizer)
-    rows = [{"text": t, "parsed": tokenizer.encode(t).ids, "plain": plain.encode(t).ids} for t in TEXTS]
+    rows = [
+        {"text": t, "parsed": tokenizer.encode(t).ids, "plain": plain.encode(t).ids} for t in TEXTS
+    ]
     path.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 def describe(name: str, seed: int, golden: dict[str, np.ndarray]) -> None:
     gaps = [float(golden[key].min()) for key in golden if key.startswith("gaps_")]
-    print(f"{name}: seed {seed}, smallest gap {min(gaps):.4f}, logit std {golden['logits_2'].std():.2f}")
+    print(
+        f"{name}: seed {seed}, smallest gap {min(gaps):.4f}, logit std {golden['logits_2'].std():.2f}"
+    )
 
 
 def main() -> None:

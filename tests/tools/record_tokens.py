@@ -81,7 +81,10 @@ def transformers_tokenizers(model: Path) -> tuple[Tokenizer, Tokenizer]:
     data["added_tokens"], data["post_processor"] = [], None
     as_it_comes, smollm = (Tokenizer.from_str(json.dumps(data)) for _ in range(2))
     smollm.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     return as_it_comes, smollm
 
@@ -101,15 +104,21 @@ def pieces(path: Path) -> list[str]:
 
 def digest(rows: list[list[int]]) -> str:
     """sha256 over int32 little-endian ids, each row closed by -1."""
-    return hashlib.sha256(np.array([i for row in rows for i in [*row, -1]], "<i4").tobytes()).hexdigest()
+    return hashlib.sha256(
+        np.array([i for row in rows for i in [*row, -1]], "<i4").tobytes()
+    ).hexdigest()
 
 
 def where_they_differ(a: list[int], b: list[int], text_of: Callable[[int], str]) -> str:
-    at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    at = next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
     return f"{[text_of(i) for i in a[at : at + 5]]} against {[text_of(i) for i in b[at : at + 5]]}"
 
 
-def compare(name: str, texts: list[str], truth: list[list[int]], other: Tokenizer, label: str) -> None:
+def compare(
+    name: str, texts: list[str], truth: list[list[int]], other: Tokenizer, label: str
+) -> None:
     """Print how many texts another tokenizer encodes differently, and the commonest ways."""
     kinds: Counter[str] = Counter()
     for text, want in zip(texts, truth, strict=True):

@@ -91,7 +91,10 @@ class Parameters(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("devices", "overrides")),
         *((name, ctypes.c_int32) for name in ("gpu_layers", "split", "load", "lazy", "main_gpu")),
         *((name, ctypes.c_void_p) for name in ("tensor_split", "callback", "data", "keys")),
-        *((name, ctypes.c_bool) for name in ("vocab_only", "check", "bufts", "no_host", "no_alloc", "mtp")),
+        *(
+            (name, ctypes.c_bool)
+            for name in ("vocab_only", "check", "bufts", "no_host", "no_alloc", "mtp")
+        ),
     ]
 
 
@@ -115,7 +118,15 @@ class Llama:
         lib.llama_model_get_vocab.argtypes = [ctypes.c_void_p]
         ids = ctypes.POINTER(ctypes.c_int32)
         size, flag = ctypes.c_int32, ctypes.c_bool
-        lib.llama_tokenize.argtypes = [ctypes.c_void_p, ctypes.c_char_p, size, ids, size, flag, flag]
+        lib.llama_tokenize.argtypes = [
+            ctypes.c_void_p,
+            ctypes.c_char_p,
+            size,
+            ids,
+            size,
+            flag,
+            flag,
+        ]
         lib.llama_backend_init()
         parameters = lib.llama_model_default_params()
         parameters.vocab_only = True
@@ -127,7 +138,9 @@ class Llama:
     def encode(self, text: str, parse_special: bool) -> list[int]:
         raw = text.encode()
         room = (ctypes.c_int32 * (len(raw) + 16))()
-        count = self._lib.llama_tokenize(self._vocab, raw, len(raw), room, len(room), False, parse_special)
+        count = self._lib.llama_tokenize(
+            self._vocab, raw, len(raw), room, len(room), False, parse_special
+        )
         assert count >= 0
         return list(room[:count])
 
@@ -144,7 +157,9 @@ def record(folder: Path) -> None:
             "random": [llama.encode(text, False) for text in hard],
             "random, parsed": [llama.encode(text, True) for text in hard],
         }
-        rows |= {path.name: [llama.encode(text, False) for text in texts.pieces(path)] for path in files}
+        rows |= {
+            path.name: [llama.encode(text, False) for text in texts.pieces(path)] for path in files
+        }
         golden[name] = {key: texts.digest(ids) for key, ids in rows.items()}
         print(name, flush=True)
     GOLDEN.write_text(json.dumps(golden, indent=1) + "\n")

@@ -63,7 +63,7 @@ def crowd(
     begin  tokens that many prompts begin with; most: others of a prompt; output: of an answer
     stops  how many tokens end an answer, beside the end of sequence
     targets  whether some have deadlines and targets
-    """  # fmt: skip
+    """
     dice = random.Random(seed)
     shared = tuple(dice.randrange(3, VOCABULARY) for _ in range(begin))
     acts: list[Act] = []
@@ -71,19 +71,26 @@ def crowd(
     for _ in range(count):
         at += dice.expovariate(rate)
         params = SamplingParams(
-            temperature=0.0, seed=0, max_tokens=dice.randint(1, output), ignore_eos=dice.random() < 0.3,
-            stop_ids=(END, *range(10, 10 + stops)), min_tokens=dice.choice((0, 0, 1)),
+            temperature=0.0,
+            seed=0,
+            max_tokens=dice.randint(1, output),
+            ignore_eos=dice.random() < 0.3,
+            stop_ids=(END, *range(10, 10 + stops)),
+            min_tokens=dice.choice((0, 0, 1)),
             logprobs=dice.choice((None, 1)),
-        )  # fmt: skip
+        )
         request = Request(
-            number, prompt_of(dice, shared, most), params,
-            priority=dice.choice((0, 0, 0, -1, 2)), tenant=dice.choice(("red", "red", "red", "blue", "")),
+            number,
+            prompt_of(dice, shared, most),
+            params,
+            priority=dice.choice((0, 0, 0, -1, 2)),
+            tenant=dice.choice(("red", "red", "red", "blue", "")),
             salt=dice.choice(("", "", "", "s")),
             ttft_target=dice.choice((None, None, None, 0.4, 3.0)),
             tpot_target=dice.choice((None, None, 0.02)),
             logits_from=dice.choice((None, None, None, None, 0)),
             pin=dice.random() < 0.08,
-        )  # fmt: skip
+        )
         if request.logits_from is not None:
             request = replace(request, params=replace(params, prompt_logprobs=1))
         if not targets:
@@ -94,7 +101,9 @@ def crowd(
             acts.append(submit(at, request))
         if dice.random() < 0.15:
             acts += [
-                submit(at, replace(request, id=number + index, index=index, parent=number, pin=False))
+                submit(
+                    at, replace(request, id=number + index, index=index, parent=number, pin=False)
+                )
                 for index in (1, 2)
             ]
         if request.pin:
@@ -106,7 +115,9 @@ def crowd(
 
 
 def _with_deadline(at: float, request: Request, patience: float) -> Act:
-    return Act(at, lambda driver: driver.submit(replace(request, deadline=driver.clock.now + patience)))
+    return Act(
+        at, lambda driver: driver.submit(replace(request, deadline=driver.clock.now + patience))
+    )
 
 
 def _call(at: float, name: str, id: int) -> Act:
@@ -125,9 +136,15 @@ def beams(seed: int, count: int, **more: int) -> list[Act]:
         width = dice.choice((2, 3, 4))
         early = dice.choice((False, True, "never"))
         params = SamplingParams(
-            temperature=0.0, seed=0, max_tokens=dice.randint(2, 16), stop_ids=(END,), beam_width=width,
-            length_penalty=dice.choice((0.5, 1.0, 2.0)), early_stopping=early, n=width,
-        )  # fmt: skip
+            temperature=0.0,
+            seed=0,
+            max_tokens=dice.randint(2, 16),
+            stop_ids=(END,),
+            beam_width=width,
+            length_penalty=dice.choice((0.5, 1.0, 2.0)),
+            early_stopping=early,
+            n=width,
+        )
         request = Request(1000 + number, prompt_of(dice, (5, 6, 7, 8) * 8, 50), params)
         acts.append(submit(dice.uniform(0, 1.2), request))
     return acts
@@ -158,12 +175,19 @@ def sampled(seed: int, count: int, most: int, output: int, **more: Any) -> list[
         begin = shared[: dice.choice((0, 24, 48))]
         prompt = begin + tuple(dice.randrange(3, 256) for _ in range(dice.randint(1, most)))
         params = SamplingParams(
-            temperature=dice.choice((0.0, 0.8)), seed=number, max_tokens=dice.randint(2, output),
-            stop_ids=(END,), top_k=dice.choice((0, 20)), top_p=dice.choice((1.0, 0.9)),
-            repetition_penalty=dice.choice((1.0, 1.0, 1.3)), presence_penalty=dice.choice((0.0, 0.5)),
-            frequency_penalty=dice.choice((0.0, 0.4)), logit_bias=dice.choice((None, None, {40: 5.0})),
-            logprobs=dice.choice((None, 2)), **more,
-        )  # fmt: skip
+            temperature=dice.choice((0.0, 0.8)),
+            seed=number,
+            max_tokens=dice.randint(2, output),
+            stop_ids=(END,),
+            top_k=dice.choice((0, 20)),
+            top_p=dice.choice((1.0, 0.9)),
+            repetition_penalty=dice.choice((1.0, 1.0, 1.3)),
+            presence_penalty=dice.choice((0.0, 0.5)),
+            frequency_penalty=dice.choice((0.0, 0.4)),
+            logit_bias=dice.choice((None, None, {40: 5.0})),
+            logprobs=dice.choice((None, 2)),
+            **more,
+        )
         request = Request(id, prompt, params)
         acts += [
             submit(at, replace(request, id=id + index, index=index, parent=id if index else None))
@@ -188,21 +212,32 @@ def drafts(seed: int) -> list[Act]:
 def searches(seed: int) -> list[Act]:
     acts = sampled(seed, 6, 30, 24)
     for number in range(6):
-        params = SamplingParams(temperature=0.0, seed=0, max_tokens=12, stop_ids=(END,), beam_width=3, n=3)
-        acts.append(submit(number * 0.05, Request(700 + number, tuple(range(20, 40 + 3 * number)), params)))
+        params = SamplingParams(
+            temperature=0.0, seed=0, max_tokens=12, stop_ids=(END,), beam_width=3, n=3
+        )
+        acts.append(
+            submit(number * 0.05, Request(700 + number, tuple(range(20, 40 + 3 * number)), params))
+        )
     return acts
 
 
 def forms(seed: int, count: int, output: int, **more: Any) -> list[Act]:
     """Answers held to a schema, a pattern or a choice, among free ones."""
-    asked = ({"json": SCHEMA, "disable_any_whitespace": True}, {"regex": r"[a-f]{2,6}-\d{3}"},
-             {"choice": ["yes", "no"]})  # fmt: skip
+    asked = (
+        {"json": SCHEMA, "disable_any_whitespace": True},
+        {"regex": r"[a-f]{2,6}-\d{3}"},
+        {"choice": ["yes", "no"]},
+    )
     acts = sampled(seed, 4, 20, 16)
     for number in range(count):
         grammar = StructuredOutputsParams(**asked[number % 3])  # type: ignore[arg-type]
         params = SamplingParams(
-            temperature=float(number % 2), seed=number, max_tokens=output, stop_ids=(END,),
-            structured_outputs=grammar, **more,
-        )  # fmt: skip
+            temperature=float(number % 2),
+            seed=number,
+            max_tokens=output,
+            stop_ids=(END,),
+            structured_outputs=grammar,
+            **more,
+        )
         acts.append(submit(number * 0.02, Request(600 + number, (20, 30, 40 + number), params)))
     return acts

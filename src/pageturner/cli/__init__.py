@@ -84,7 +84,10 @@ COMMANDS = {
         "pageturner.lab.commands.bench_sweep",
         "measure servers side by side over clients or requests a second, to the knee, as a page",
     ),
-    ("bench", "engine"): ("pageturner.lab.bench.bench_engine", "measure the engine without a server"),
+    ("bench", "engine"): (
+        "pageturner.lab.bench.bench_engine",
+        "measure the engine without a server",
+    ),
     ("bench", "kernels"): (
         "pageturner.lab.bench.bench_kernels",
         "time each kernel and compare it with the machine's limits",
@@ -122,7 +125,9 @@ def _run(names: tuple[str, ...], module: str, help: str, words: list[str]) -> in
     try:
         command = importlib.import_module(module)
         parser = _parser(names, module, help)
-        parser.usage = _usage(parser) if {"-h", "--help"} & {*words} else "%(prog)s"  # argparse is slow at it
+        parser.usage = (
+            _usage(parser) if {"-h", "--help"} & {*words} else "%(prog)s"
+        )  # argparse is slow at it
         arguments = parser.parse_intermixed_args(_translated(parser, words))
         if names == ("completion",):
             arguments.helps = _helps
@@ -205,7 +210,9 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         flags = self.flags()
         unknown = [word for word in re.findall(r"--[\w-]+", message) if word not in flags]
-        meant = [flag for word in unknown for flag in difflib.get_close_matches(word, flags, 1, 0.75)]
+        meant = [
+            flag for word in unknown for flag in difflib.get_close_matches(word, flags, 1, 0.75)
+        ]
         hint = f": did you mean {meant[0]}?" if meant else self._file_hint(message, flags)
         self.exit(2, f"pageturner: {message}{hint} ({self.prog} --help lists the flags)\n")
 

@@ -105,7 +105,9 @@ class Conversation:
     def set_system(self, text: str) -> None:
         self.system = text
         self.said.clear()
-        self.screen.say("(a new conversation, with this system message)" if text else "(no system message)")
+        self.screen.say(
+            "(a new conversation, with this system message)" if text else "(no system message)"
+        )
 
     def retry(self, _: str) -> None:
         if len(self.said) < 2:
@@ -143,7 +145,10 @@ Command = Callable[[Conversation, str], None]
 COMMANDS: dict[str, tuple[Command, str]] = {
     "help": (Conversation.help, "this list"),
     "reset": (Conversation.reset, "forget the conversation"),
-    "system": (Conversation.set_system, "TEXT: begin anew with this system message; without TEXT: with none"),
+    "system": (
+        Conversation.set_system,
+        "TEXT: begin anew with this system message; without TEXT: with none",
+    ),
     "retry": (Conversation.retry, "answer the last message again"),
     "stats": (Conversation.stats, "what the last answer cost"),
     "exit": (Conversation.exit, "leave (also /quit and Ctrl-D)"),

@@ -49,12 +49,16 @@ def _words(commands: Commands) -> dict[str, list[str]]:
             known = follow.setdefault(" ".join(names[:i]), [])
             known += [] if name in known else [name]
         follow[" ".join(names)] = list(flags)
-        follow |= {" ".join((*names, flag)): list(values) for flag, values in flags.items() if values}
+        follow |= {
+            " ".join((*names, flag)): list(values) for flag, values in flags.items() if values
+        }
     return follow
 
 
 def _bash_cases(commands: Commands) -> str:
-    return "\n".join(f'    "{key}") echo "{" ".join(words)}" ;;' for key, words in _words(commands).items())
+    return "\n".join(
+        f'    "{key}") echo "{" ".join(words)}" ;;' for key, words in _words(commands).items()
+    )
 
 
 def _groups(commands: Commands) -> str:
@@ -100,8 +104,10 @@ compdef _pageturner pageturner"""
 
 
 def _fish(commands: Commands) -> str:
-    cases = "\n".join(f"    case '{key}'; string split ' ' -- '{' '.join(words)}'"
-                      for key, words in _words(commands).items())  # fmt: skip
+    cases = "\n".join(
+        f"    case '{key}'; string split ' ' -- '{' '.join(words)}'"
+        for key, words in _words(commands).items()
+    )
     groups = " ".join(_groups(commands).split("|"))
     return f"""function __pageturner_table
   switch "$argv[1]"

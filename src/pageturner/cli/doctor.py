@@ -69,8 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config", metavar="FILE", help="TOML file with engine settings in its table [engine]"
     )
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
-    parser.add_argument("--measure", action=argparse.BooleanOptionalAction, default=True,
-                        help="measure how fast memory and arithmetic are (about half a second)")  # fmt: skip
+    parser.add_argument(
+        "--measure",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="measure how fast memory and arithmetic are (about half a second)",
+    )
     configuration.add_flags(parser, "engine", leave_out=("model",))
 
 
@@ -82,7 +86,11 @@ def main(arguments: argparse.Namespace) -> int:
     config = configuration.load(arguments.config, flags).engine
     report = examine(config, arguments.measure)
     if arguments.json:
-        print(json.dumps({**report.data, "warnings": report.warnings, "problems": report.problems}, indent=2))
+        print(
+            json.dumps(
+                {**report.data, "warnings": report.warnings, "problems": report.problems}, indent=2
+            )
+        )
     else:
         print(report.render())
     return 1 if report.problems else 0
@@ -106,22 +114,36 @@ def examine(config: EngineConfig, measure: bool = True) -> DoctorReport:
 
 
 def _machine(report: DoctorReport, here: Machine) -> None:
-    limit = "" if here.memory_limit is None else f", cgroup limit {here.memory_limit / MIB:,.0f} MiB"
+    limit = (
+        "" if here.memory_limit is None else f", cgroup limit {here.memory_limit / MIB:,.0f} MiB"
+    )
     quota = "no limit" if here.quota is None else f"{here.quota:g} processors"
     free = available_memory()
-    report.add("machine", "processor", f"{here.cpu} ({' '.join(here.flags) or 'no known extensions'})")
-    report.add("machine", "cores", f"{here.cores}, usable {_ranges(here.usable)}; cgroup quota: {quota}")
-    report.add("machine", "memory", f"{here.memory / MIB:,.0f} MiB, free {free / MIB:,.0f} MiB{limit}")
+    report.add(
+        "machine", "processor", f"{here.cpu} ({' '.join(here.flags) or 'no known extensions'})"
+    )
+    report.add(
+        "machine", "cores", f"{here.cores}, usable {_ranges(here.usable)}; cgroup quota: {quota}"
+    )
+    report.add(
+        "machine", "memory", f"{here.memory / MIB:,.0f} MiB, free {free / MIB:,.0f} MiB{limit}"
+    )
     report.add("machine", "huge pages", here.huge_pages)
-    report.add("machine", "software", f"pageturner {pageturner.__version__}, Python"
-               f" {platform.python_version()}, {platform.system()} {platform.release()}")  # fmt: skip
+    report.add(
+        "machine",
+        "software",
+        f"pageturner {pageturner.__version__}, Python"
+        f" {platform.python_version()}, {platform.system()} {platform.release()}",
+    )
     report.data["machine"] = {**asdict(here), "memory_free": free}
     if here.load > len(here.usable):
         report.warnings.append(
             f"the machine is busy (load {here.load:.1f} on {len(here.usable)} cores): figures come out low"
         )
     if here.huge_pages == "never":
-        report.warnings.append("transparent huge pages are off: reading weights is up to a fifth slower")
+        report.warnings.append(
+            "transparent huge pages are off: reading weights is up to a fifth slower"
+        )
 
 
 def _kernels(report: DoctorReport, config: EngineConfig) -> bool:
@@ -135,13 +157,17 @@ def _kernels(report: DoctorReport, config: EngineConfig) -> bool:
             f"no native kernels: {reason}; the numpy reference is hundreds of times slower"
         )
         if config.backend == "native":
-            report.problems.append("--backend native was asked for, and the native kernels cannot run here")
+            report.problems.append(
+                "--backend native was asked for, and the native kernels cannot run here"
+            )
     if isas and chosen not in isas:
         report.problems.append(f"PAGETURNER_ISA={chosen} is not available here: {', '.join(isas)}")
     report.add("kernels", "usable", ", ".join(isas) or "none")
     runs = usable and wanted and chosen in isas
     report.add(
-        "kernels", "chosen", f"native, {chosen}" if runs else config.backend if not wanted else "reference"
+        "kernels",
+        "chosen",
+        f"native, {chosen}" if runs else config.backend if not wanted else "reference",
     )
     report.data["kernels"] = {"available": isas, "native": runs, "isa": chosen if runs else None}
     return runs
@@ -157,14 +183,20 @@ def _speed(report: DoctorReport, runs_native: bool, threads: int, here: Machine)
         return
     limits = peak.measure(report.data["kernels"]["isa"], threads)
     sources = ", ".join(f"{value:.0f} of {size}" for size, value in limits.read_gb_s.items())
-    report.add("measured", "threads", f"{threads} together; nothing that is computed here can be faster")
-    report.add("measured", "read", f"{sources}: GB/s by the bytes in use (the first for each thread)")
+    report.add(
+        "measured", "threads", f"{threads} together; nothing that is computed here can be faster"
+    )
+    report.add(
+        "measured", "read", f"{sources}: GB/s by the bytes in use (the first for each thread)"
+    )
     report.add("measured", "copy", f"{limits.copy_gb_s:.0f} GB/s in memory")
     for name, limit, unit in (
         ("integer products", limits.integer_gop_s, "GOP/s of int8"),
         ("fp32 products", limits.fp32_gop_s, "GFLOP/s"),
     ):
-        report.add("measured", name, "not known" if limit is None else f"{limit:.0f} {unit} ({limits.isa})")
+        report.add(
+            "measured", name, "not known" if limit is None else f"{limit:.0f} {unit} ({limits.isa})"
+        )
     report.data["measured"] = {**asdict(limits), "load": here.load}
     if machine_limits.store_peak(limits):
         report.add(
@@ -215,13 +247,18 @@ def _model_facts(
         parameters += elements
         kinds[tensor.kind] = kinds.get(tensor.kind, 0) + elements
     shares = ", ".join(
-        f"{kind} {100 * n / parameters:.1f} %" for kind, n in sorted(kinds.items(), key=lambda k: -k[1])
+        f"{kind} {100 * n / parameters:.1f} %"
+        for kind, n in sorted(kinds.items(), key=lambda k: -k[1])
     )
     report.add("model", "file", f"{model.path} ({size / MIB:,.1f} MiB)")
     kv = f"({spec.kv_heads} for KV) of {spec.head_dim}"
     kv = f"over a latent KV of {spec.head_dim}" if spec.latent else kv
-    report.add("model", "architecture", f"{spec.arch}: {spec.layers} layers of {spec.dim}, {spec.heads} heads"
-               f" {kv}, vocabulary {spec.vocab:,}")  # fmt: skip
+    report.add(
+        "model",
+        "architecture",
+        f"{spec.arch}: {spec.layers} layers of {spec.dim}, {spec.heads} heads"
+        f" {kv}, vocabulary {spec.vocab:,}",
+    )
     report.add("model", "weights", f"{parameters / 1e6:,.1f} M in {shares}")
     report.add("model", "context", f"{spec.context:,} tokens")
     template = _has_template(file, model)
@@ -231,14 +268,22 @@ def _model_facts(
         "yes" if template else "none in its files: that of its family, if it is known",
     )
     report.data["model"] = {
-        "name": model.name, "path": str(model.path), "bytes": size, "parameters": parameters,
-        "kinds": kinds, "context": spec.context, "arch": spec.arch, "chat_template": template,
-    }  # fmt: skip
+        "name": model.name,
+        "path": str(model.path),
+        "bytes": size,
+        "parameters": parameters,
+        "kinds": kinds,
+        "context": spec.context,
+        "arch": spec.arch,
+        "chat_template": template,
+    }
 
 
 def _defaults(report: DoctorReport, config: EngineConfig, model: GGUFFile | Path) -> None:
     generation = read_generation(model, config.generation_config)
-    report.add("model", "sampling", f"{generation}" if generation.sampling else "no defaults of its own")
+    report.add(
+        "model", "sampling", f"{generation}" if generation.sampling else "no defaults of its own"
+    )
     report.data["model"]["sampling"] = generation.sampling
 
 
@@ -260,11 +305,17 @@ def _draft_model(report: DoctorReport, config: EngineConfig, target: ModelSpec) 
     file, spec, layout = open_model(model.path)
     check_memory(file, layout, config.dtype, config.quantization, available_memory())
     one, cost = _block(config, spec), cost_of(spec, target)
-    report.add("model", "draft model", f"{model.path}: {spec.layers} layers of {spec.dim}, its KV takes"
-               f" {one.bytes_per_token:,} bytes a token, a step {cost:.0%} of the model's")  # fmt: skip
+    report.add(
+        "model",
+        "draft model",
+        f"{model.path}: {spec.layers} layers of {spec.dim}, its KV takes"
+        f" {one.bytes_per_token:,} bytes a token, a step {cost:.0%} of the model's",
+    )
     report.data["draft_model"] = {
-        "path": str(model.path), "cost": cost, "bytes_per_token": one.bytes_per_token
-    }  # fmt: skip
+        "path": str(model.path),
+        "cost": cost,
+        "bytes_per_token": one.bytes_per_token,
+    }
     return one.nbytes, sum(tensor.nbytes for tensor in file.tensors.values())
 
 
@@ -273,7 +324,9 @@ def _block(config: EngineConfig, spec: ModelSpec) -> KVSpec:
     return spec.kv_spec(1, config.block_size, dtype)
 
 
-def _kv(report: DoctorReport, config: EngineConfig, spec: ModelSpec, size: int, beside: int) -> None:
+def _kv(
+    report: DoctorReport, config: EngineConfig, spec: ModelSpec, size: int, beside: int
+) -> None:
     """The plan of the KV cache, before anything is loaded. EngineFault when it cannot be had."""
     one = _block(config, spec)
     length = config.max_model_len or spec.context
@@ -291,18 +344,25 @@ def _kv(report: DoctorReport, config: EngineConfig, spec: ModelSpec, size: int, 
     if sizes.window:
         kinds = ((spec.layers - windowed, blocks), (windowed, sizes.sliding))
         nbytes = sum(replace(one, layers=layers, blocks=n).nbytes for layers, n in kinds)
-        text += (
-            f" for {spec.layers - windowed} layers, {sizes.sliding:,} for the last {sizes.window:,} tokens"
-        )
+        text += f" for {spec.layers - windowed} layers, {sizes.sliding:,} for the last {sizes.window:,} tokens"
         text += f" in {windowed} layers"
     nbytes += blocks * beside
     report.add("KV cache", "blocks", f"{text}, {nbytes / MIB:,.0f} MiB")
-    report.add("KV cache", "what fits", f"{tokens:,} tokens: {full:,} sequences of {length:,} tokens, or"
-               f" {chats:,} of {CHAT_TOKENS:,}; at most {config.max_num_seqs} run at once")  # fmt: skip
+    report.add(
+        "KV cache",
+        "what fits",
+        f"{tokens:,} tokens: {full:,} sequences of {length:,} tokens, or"
+        f" {chats:,} of {CHAT_TOKENS:,}; at most {config.max_num_seqs} run at once",
+    )
     report.data["kv"] = {
-        "bytes_per_token": one.bytes_per_token, "blocks": blocks, "tokens": tokens, "bytes": nbytes,
-        "full_sequences": full, "dtype": one.dtype, "recent_blocks": sizes.sliding,
-    }  # fmt: skip
+        "bytes_per_token": one.bytes_per_token,
+        "blocks": blocks,
+        "tokens": tokens,
+        "bytes": nbytes,
+        "full_sequences": full,
+        "dtype": one.dtype,
+        "recent_blocks": sizes.sliding,
+    }
     if not full:
         report.warnings.append(
             f"the KV cache holds {tokens:,} tokens, less than one sequence of {length:,}: longer requests are"
@@ -313,19 +373,25 @@ def _kv(report: DoctorReport, config: EngineConfig, spec: ModelSpec, size: int, 
 def _choices(report: DoctorReport, config: EngineConfig, here: Machine, runs_native: bool) -> None:
     threads = config.threads or len(here.usable)
     why = "asked for" if config.threads else "one for each core that this process may use"
-    report.add("would be used", "threads", f"{threads} ({why})" if runs_native else "1 (numpy reference)")
+    report.add(
+        "would be used", "threads", f"{threads} ({why})" if runs_native else "1 (numpy reference)"
+    )
     if config.max_num_batched_tokens < 0:
         budget = f"as many tokens a step as take {STEP:g} s"
     else:
         budget = f"{config.max_num_batched_tokens or 'any number of'} tokens a step"
     report.add(
-        "would be used", "policy", f"{config.policy}, {budget}, at most {config.max_num_seqs} sequences"
+        "would be used",
+        "policy",
+        f"{config.policy}, {budget}, at most {config.max_num_seqs} sequences",
     )
     cache = "on" if config.enable_prefix_caching else "off"
     report.add("would be used", "prefix cache", cache)
     report.data["config"] = asdict(config) | {"threads": threads}
     if threads > len(here.usable):
-        report.warnings.append(f"{threads} threads on {len(here.usable)} usable cores wait for each other")
+        report.warnings.append(
+            f"{threads} threads on {len(here.usable)} usable cores wait for each other"
+        )
     if here.quota is not None and here.quota < threads:
         report.warnings.append(
             f"the cgroup allows {here.quota:g} processors, and {threads} threads would run: they will be"

@@ -15,7 +15,9 @@ from pageturner.formats import hub
 from pageturner.kernels.gpu import ceilings
 
 
-def examine(config: EngineConfig, measure: bool) -> tuple[dict[str, str], dict[str, Any], list[str]]:
+def examine(
+    config: EngineConfig, measure: bool
+) -> tuple[dict[str, str], dict[str, Any], list[str]]:
     """Lines by name, the same as data, and problems: CUDA was asked for and cannot be had."""
     lines: dict[str, str] = {}
     data: dict[str, Any] = {}
@@ -33,7 +35,9 @@ def examine(config: EngineConfig, measure: bool) -> tuple[dict[str, str], dict[s
             "architecture": driver.architecture,
             "free": free,
             "total": total,
-            "compared": {form: one.text for form, one in device_trust.record_of(driver).forms.items()},
+            "compared": {
+                form: one.text for form, one in device_trust.record_of(driver).forms.items()
+            },
         }
         reached = driver.peers()
         data["cuda"]["reaches"] = reached
@@ -74,4 +78,6 @@ def _measure(driver: Any, lines: dict[str, str], data: dict[str, Any]) -> None:
     lines["copy"] = f"{found.copy_gb_s:,.0f} GB/s"
     lines["bf16 products"] = f"{found.bf16_gop_s / 1000:,.1f} TFLOP/s by our own kernel"
     if machine_limits.store_ceilings(found):
-        lines["kept"] = f"in {machine_limits.devices_file()}, the best so far: /metrics has shares of it"
+        lines["kept"] = (
+            f"in {machine_limits.devices_file()}, the best so far: /metrics has shares of it"
+        )

@@ -24,7 +24,10 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "batch": (
         ("requests.jsonl answers.jsonl", "answer every line; run it again to go on after a stop"),
-        ("requests.jsonl answers.jsonl --model model.gguf --max-num-seqs 128", "another model, more at once"),
+        (
+            "requests.jsonl answers.jsonl --model model.gguf --max-num-seqs 128",
+            "another model, more at once",
+        ),
     ),
     "generate": (
         ('--chat --temperature 0 "What does HTTP stand for?"', "a question to a chat model"),
@@ -35,7 +38,10 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "rm": (("smollm2", "asks first"), ("--yes Qwen/Qwen3-0.6B", "does not ask")),
     "plan": (
         ("model.gguf --memory 8GB", "how many sequences fit beside the weights in 8 GB"),
-        ("config.json --gpu H100 --lengths 2000,8000", "on a GPU that is not here, from the configuration"),
+        (
+            "config.json --gpu H100 --lengths 2000,8000",
+            "on a GPU that is not here, from the configuration",
+        ),
     ),
     "compare": (
         ("smollm2 --policies static,chunked", "static beside continuous batching"),
@@ -53,12 +59,21 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("--log steps.log --tpot-ms 100 --budget 60", "for recorded traffic, in one minute"),
     ),
     "calibrate": (
-        ("smollm2", "measure this machine; then: pageturner simulate --calibration calibration.json"),
+        (
+            "smollm2",
+            "measure this machine; then: pageturner simulate --calibration calibration.json",
+        ),
         ("smollm2 --check", "and compare predictions with five more measured loads"),
     ),
     "verify": (
-        ('answer.json --prompt "Why is the sky blue?" --key-file receipts.key', "an answer with its receipt"),
-        ("receipt.json --prompt @request.json --model model.gguf", "the prompt as the whole request"),
+        (
+            'answer.json --prompt "Why is the sky blue?" --key-file receipts.key',
+            "an answer with its receipt",
+        ),
+        (
+            "receipt.json --prompt @request.json --model model.gguf",
+            "the prompt as the whole request",
+        ),
     ),
     "replay": (
         ("steps.log", "plans, and tokens too if the log holds them (serve --step-log-tokens)"),
@@ -66,7 +81,10 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "doctor": (("", "this machine"), ("model.gguf --no-measure --json", "for one model, as JSON")),
     "completion": (
-        ("bash", 'in ~/.bashrc: eval "$(pageturner completion bash)"; zsh: the same, after compinit'),
+        (
+            "bash",
+            'in ~/.bashrc: eval "$(pageturner completion bash)"; zsh: the same, after compinit',
+        ),
         ("fish", "in ~/.config/fish/config.fish: pageturner completion fish | source"),
     ),
     "key new": (
@@ -74,12 +92,24 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("--tenant bob --max-concurrent 4 --tokens-per-minute 20000", "with limits"),
     ),
     "bench serve": (
-        ("--base-url http://127.0.0.1:8000 --concurrency 8", "eight clients, each after its answer"),
-        ("--request-rate 2 --goodput ttft:2000 tpot:100", "two requests a second, and how many are in time"),
+        (
+            "--base-url http://127.0.0.1:8000 --concurrency 8",
+            "eight clients, each after its answer",
+        ),
+        (
+            "--request-rate 2 --goodput ttft:2000 tpot:100",
+            "two requests a second, and how many are in time",
+        ),
     ),
     "bench sweep": (
-        ("--model smollm2 --server other=http://127.0.0.1:8080", "a server of ours beside another one"),
-        ("--server ours=http://127.0.0.1:8000 --rate auto", "requests a second, doubled to the knee"),
+        (
+            "--model smollm2 --server other=http://127.0.0.1:8080",
+            "a server of ours beside another one",
+        ),
+        (
+            "--server ours=http://127.0.0.1:8000 --rate auto",
+            "requests a second, doubled to the knee",
+        ),
     ),
     "deploy": (
         ("app.toml --detach", "start the models of the file, and leave them running"),

@@ -85,7 +85,12 @@ def _question_is_prompt(arguments: argparse.Namespace) -> None:
 def _is_word(text: str) -> bool:
     """Whether this can be no model: no alias, no file, no id of the hub, no name of a file."""
     known = text in hub.ALIASES or text in hub.HUB_ALIASES
-    return not known and "/" not in text and not text.endswith(".gguf") and not Path(text[:4096]).exists()
+    return (
+        not known
+        and "/" not in text
+        and not text.endswith(".gguf")
+        and not Path(text[:4096]).exists()
+    )
 
 
 def _prompt(arguments: argparse.Namespace) -> str:
@@ -103,7 +108,8 @@ def _prompt(arguments: argparse.Namespace) -> str:
     prompt = sys.stdin.read()
     if not prompt.strip():
         raise EngineFault(
-            "bad_setting", "there is no prompt: give it as an argument, with --file, or on standard input"
+            "bad_setting",
+            "there is no prompt: give it as an argument, with --file, or on standard input",
         )
     return prompt
 
@@ -120,7 +126,9 @@ def _take(answer: Answer, out: object) -> tuple[str, AnswerSummary]:
             print(pieces[-1], end="", flush=True, file=out)  # type: ignore[call-overload]
 
 
-def _record(model: str, prompt: str, text: str, summary: AnswerSummary, seconds: float) -> dict[str, object]:
+def _record(
+    model: str, prompt: str, text: str, summary: AnswerSummary, seconds: float
+) -> dict[str, object]:
     return {
         "model": model,
         "prompt": prompt,

@@ -21,15 +21,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `pageturner key new`."""
     parser.add_argument("--tenant", required=True, help="whose key it is: letters, digits and ._-")
     parser.add_argument("--admin", action="store_true", help="it opens /v1/admin too")
-    parser.add_argument("--max-concurrent", type=int, default=0, metavar="N", help="most requests under way")
     parser.add_argument(
-        "--tokens-per-minute", type=int, default=0, metavar="N", help="tokens of prompts and answers a minute"
+        "--max-concurrent", type=int, default=0, metavar="N", help="most requests under way"
     )
     parser.add_argument(
-        "--queue-share", type=float, default=0.0, metavar="X", help="most of the waiting queue, 0 to 1"
+        "--tokens-per-minute",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens of prompts and answers a minute",
     )
     parser.add_argument(
-        "--max-cost", type=int, default=0, metavar="N", help="tokens that open requests may cost together"
+        "--queue-share",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="most of the waiting queue, 0 to 1",
+    )
+    parser.add_argument(
+        "--max-cost",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens that open requests may cost together",
     )
 
 

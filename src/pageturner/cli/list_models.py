@@ -10,14 +10,18 @@ from pageturner.cli import models
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The form."""
-    parser.add_argument("--json", action="store_true", help="print a list of objects, sizes in bytes")
+    parser.add_argument(
+        "--json", action="store_true", help="print a list of objects, sizes in bytes"
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Print a line for each."""
     kept = models.kept()
     if arguments.json:
-        rows = [{"name": m.name, "bytes": m.nbytes, "kind": m.kind, "last_used": m.used} for m in kept]
+        rows = [
+            {"name": m.name, "bytes": m.nbytes, "kind": m.kind, "last_used": m.used} for m in kept
+        ]
         print(json.dumps(rows, indent=2))
         return 0
     if not kept:

@@ -22,7 +22,9 @@ from pageturner.formats import hub
 from pageturner.progress import Progress
 
 _MB = 1_000_000
-_SHA256 = re.compile(r"[0-9a-f]{64}")  # how the hub's cache calls a large file; small ones have a hash of git
+_SHA256 = re.compile(
+    r"[0-9a-f]{64}"
+)  # how the hub's cache calls a large file; small ones have a hash of git
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,11 @@ def check(path: Path) -> int:
 
     EngineFault('model_hash_mismatch'): the file is removed, so that the next attempt fetches it again.
     """
-    blobs = sorted({file.resolve() for file in path.rglob("*") if file.is_symlink()}) if path.is_dir() else []
+    blobs = (
+        sorted({file.resolve() for file in path.rglob("*") if file.is_symlink()})
+        if path.is_dir()
+        else []
+    )
     known = [blob for blob in blobs if _SHA256.fullmatch(blob.name) and blob.is_file()]
     with Progress("checking (MB)", sum(blob.stat().st_size for blob in known) // _MB) as progress:
         done = 0
@@ -98,16 +104,16 @@ def room(reference: str) -> None:
 
     try:
         files = hf.snapshot_download(reference, allow_patterns=hub.WANTED, dry_run=True)
-    except Exception:  # whatever is wrong with the hub or the id is said by the download, in its own words
+    except (
+        Exception
+    ):  # whatever is wrong with the hub or the id is said by the download, in its own words
         return
     needed = sum(file.file_size or 0 for file in files if file.will_download)
     folder = Path(hf.constants.HF_HUB_CACHE)
     while not folder.exists():
         folder = folder.parent
     if needed > (free := shutil.disk_usage(folder).free):
-        message = (
-            f"{reference!r} needs {needed / _MB:,.0f} MB more, and {folder} has {free / _MB:,.0f} MB free"
-        )
+        message = f"{reference!r} needs {needed / _MB:,.0f} MB more, and {folder} has {free / _MB:,.0f} MB free"
         raise EngineFault(
             "disk_full", f"{message}: make room (pageturner rm), or set HF_HOME to another disk"
         )
@@ -137,7 +143,8 @@ def remove(name: str, *, yes: bool, ask: Callable[[str], str] = input) -> bool:
             answer = ask(f"remove {name} ({size(model.nbytes)})? [y/N] ")
         except EOFError:
             raise EngineFault(
-                "bad_setting", "there is no terminal to ask on: add --yes to remove without a question"
+                "bad_setting",
+                "there is no terminal to ask on: add --yes to remove without a question",
             ) from None
         if answer.strip().lower() not in ("y", "yes"):
             return False

@@ -79,7 +79,7 @@ ANSWERS = {
     "--hf-repo": "the id on the hub is given as the model: pageturner serve org/name",
     "--no-mmap": "files are mapped, and packed into memory of our own; leave it out",
     "--mlock": "memory is not locked; leave it out",
-}  # fmt: skip
+}
 # llama-server's short names of these
 SHORT = {
     "-c": "--ctx-size",
@@ -99,11 +99,20 @@ ANSWERED_VALUES = {
         "weights are computed as the file has them (auto) or in float32; of the KV cache: --kv-cache-dtype",
     ),
     "--quantization": (
-        ("awq", "gptq", "fp8", "bitsandbytes", "compressed-tensors", "gguf", "mxfp4", "awq_marlin",
-         "gptq_marlin"),
+        (
+            "awq",
+            "gptq",
+            "fp8",
+            "bitsandbytes",
+            "compressed-tensors",
+            "gguf",
+            "mxfp4",
+            "awq_marlin",
+            "gptq_marlin",
+        ),
         "a quantised checkpoint is read as its own files say: leave it out",
     ),
-}  # fmt: skip
+}
 
 # commands of vLLM, Ollama and llama.cpp -> what there is for it here
 COMMANDS = {
@@ -170,7 +179,9 @@ def translate(words: Sequence[str], known: Collection[str]) -> tuple[list[str], 
     while rest and rest[0] != "--":
         word = rest.pop(0)
         flag, equals, value = word.partition("=")
-        flag = next((long for long, short in PARALLEL.items() if flag == short), SHORT.get(flag, flag))
+        flag = next(
+            (long for long, short in PARALLEL.items() if flag == short), SHORT.get(flag, flag)
+        )
         if (name := _hyphened(flag)) != flag and (name in known or concerns([name])):
             flag, word = name, name + equals + value
 
@@ -222,7 +233,9 @@ def _one_process(flag: str, value: str) -> str:
     """The note about 1. EngineFault for more."""
     if value == "1":
         return f"{flag} 1 was left out: one process computes a model"
-    message = f"{flag} is 1 here: one process computes a model; for several servers behind one address:"
+    message = (
+        f"{flag} is 1 here: one process computes a model; for several servers behind one address:"
+    )
     raise EngineFault("bad_setting", f"{message} pageturner route URL URL")
 
 
@@ -234,4 +247,6 @@ def _adapter(given: str) -> str:
         fields = json.loads(given)
         return f"{fields['name']}={fields['path']}"
     except (ValueError, KeyError, TypeError) as error:
-        raise EngineFault("bad_setting", f"--lora-modules: {given!r} has no name and path") from error
+        raise EngineFault(
+            "bad_setting", f"--lora-modules: {given!r} has no name and path"
+        ) from error

@@ -10,9 +10,13 @@ from pageturner.formats import hub
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The models."""
-    parser.add_argument("model", nargs="+", help="an alias, or the id of a model on the hub (org/name)")
+    parser.add_argument(
+        "model", nargs="+", help="an alias, or the id of a model on the hub (org/name)"
+    )
     width = max(map(len, hub.HUB_ALIASES))
-    listed = "\n".join(f"  {alias:{width}}  {reference}" for alias, reference in hub.HUB_ALIASES.items())
+    listed = "\n".join(
+        f"  {alias:{width}}  {reference}" for alias, reference in hub.HUB_ALIASES.items()
+    )
     parser.epilog = (
         f"aliases:\n  {'smollm2':{width}}  SmolLM2-135M-Instruct, 98 MB, a package\n{listed}\n\n"
         "Ids are fetched from https://huggingface.co, or from the hub of HF_ENDPOINT, into the cache\n"

@@ -48,7 +48,11 @@ class MarkdownBlocks:
         for line in lines:
             found = FENCE.match(line)
             if self.fence:
-                ends = found is not None and found[1].startswith(self.fence) and line.strip() == found[1]
+                ends = (
+                    found is not None
+                    and found[1].startswith(self.fence)
+                    and line.strip() == found[1]
+                )
             else:
                 ends = not line.strip()
             self.rest += line + "\n"
@@ -76,7 +80,9 @@ class Commands(Completer):
     def __init__(self, commands: Mapping[str, str]) -> None:
         self._commands = commands
 
-    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
+    def get_completions(
+        self, document: Document, complete_event: CompleteEvent
+    ) -> Iterable[Completion]:
         text = document.text_before_cursor
         if text.startswith("/") and " " not in text and "\n" not in text:
             for name, what in self._commands.items():
@@ -113,7 +119,9 @@ class RichScreen:
         self._blocks = MarkdownBlocks()
 
     def begin(self, model: str) -> None:
-        self._status = f"{model}   /help: commands   Alt-Enter: new line   Ctrl-C: stop   Ctrl-D: leave"
+        self._status = (
+            f"{model}   /help: commands   Alt-Enter: new line   Ctrl-C: stop   Ctrl-D: leave"
+        )
         self._console.print(model, style="bold", markup=False, highlight=False)
 
     def ask(self) -> str:
@@ -124,9 +132,13 @@ class RichScreen:
         if self._live is None:
             self._blocks = MarkdownBlocks()
             self._live = Live(
-                console=self._console, refresh_per_second=DRAWN_A_SECOND, transient=True,
-                vertical_overflow="crop", redirect_stdout=False, redirect_stderr=False,
-            )  # fmt: skip
+                console=self._console,
+                refresh_per_second=DRAWN_A_SECOND,
+                transient=True,
+                vertical_overflow="crop",
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
             self._live.start()
         for block in self._blocks.feed(printable(text)):
             self._live.console.print(Markdown(block))

@@ -15,9 +15,15 @@ from pageturner.params import SamplingParams, out_of_range
 
 TEMPERATURE = 0.7  # small models wander at 1.0; the API keeps OpenAI's default
 LIMITED = (
-    "max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+    "max_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
     "frequency_penalty",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +50,12 @@ def add_flags(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:
     room = "the rest of the context" if max_tokens is None else str(max_tokens)
     parser.set_defaults(fallback_max_tokens=max_tokens)
     for words, kind, metavar, help in (
-        (("-n", "--max-tokens", "--n-predict"), int, "N", f"most tokens of an answer (default: {room})"),
+        (
+            ("-n", "--max-tokens", "--n-predict"),
+            int,
+            "N",
+            f"most tokens of an answer (default: {room})",
+        ),
         (
             ("--temperature",),
             float,
@@ -52,8 +63,18 @@ def add_flags(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:
             f"0: greedy, the same answer every time (default: the model's, else {TEMPERATURE})",
         ),
         (("--top-k",), int, None, "sample from the k most likely tokens; 0: from all"),
-        (("--top-p",), float, None, "sample from the most likely tokens that have this probability together"),
-        (("--min-p",), float, None, "leave out tokens less likely than this share of the most likely one"),
+        (
+            ("--top-p",),
+            float,
+            None,
+            "sample from the most likely tokens that have this probability together",
+        ),
+        (
+            ("--min-p",),
+            float,
+            None,
+            "leave out tokens less likely than this share of the most likely one",
+        ),
         (
             ("--repetition-penalty",),
             float,
@@ -66,13 +87,25 @@ def add_flags(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:
             "X",
             "subtracted from the logit of every token that is in the answer",
         ),
-        (("--frequency-penalty",), float, "X", "the same, for each time that the token is in the answer"),
+        (
+            ("--frequency-penalty",),
+            float,
+            "X",
+            "the same, for each time that the token is in the answer",
+        ),
         (("--seed",), int, None, "the same seed gives the same answer (default: drawn)"),
     ):
         parser.add_argument(*words, type=kind, metavar=metavar, help=help)
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT",
-                        help="text that ends the answer; may be given again")  # fmt: skip
-    parser.add_argument("--ignore-eos", action="store_true", help="continue after the end-of-sequence token")
+    parser.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="text that ends the answer; may be given again",
+    )
+    parser.add_argument(
+        "--ignore-eos", action="store_true", help="continue after the end-of-sequence token"
+    )
 
 
 def from_flags(arguments: argparse.Namespace) -> SamplingOptions:

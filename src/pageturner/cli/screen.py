@@ -81,7 +81,12 @@ class PlainScreen:
 
 def screen(commands: Mapping[str, str], plain: bool) -> Screen:
     """The best that this terminal and this installation have. commands: {name: what it does}."""
-    wanted = not plain and sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    wanted = (
+        not plain
+        and sys.stdin.isatty()
+        and sys.stdout.isatty()
+        and os.environ.get("TERM") != "dumb"
+    )
     if wanted:
         with contextlib.suppress(ImportError):
             from pageturner.cli.rich_screen import RichScreen

@@ -111,7 +111,9 @@ class RemoteServer:
     def __init__(self, base_url: str, model: str = "", api_key: str = "") -> None:
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise EngineFault("bad_setting", f"--base-url looks like http://HOST:PORT, not {base_url!r}")
+            raise EngineFault(
+                "bad_setting", f"--base-url looks like http://HOST:PORT, not {base_url!r}"
+            )
         self._url = base_url
         self._secure = parts.scheme == "https"
         self._host, self._port = parts.hostname, parts.port
@@ -154,10 +156,14 @@ class RemoteServer:
             try:
                 return str(json.loads(response.read(MOST_PAGE))["data"][0]["id"])
             except (ValueError, LookupError, TypeError, RecursionError) as error:
-                raise ClientError(502, "no_model", f"{self._url} does not say what it serves") from error
+                raise ClientError(
+                    502, "no_model", f"{self._url} does not say what it serves"
+                ) from error
 
     @contextlib.contextmanager
-    def _request(self, method: str, path: str, fields: Any = None) -> Iterator[http.client.HTTPResponse]:
+    def _request(
+        self, method: str, path: str, fields: Any = None
+    ) -> Iterator[http.client.HTTPResponse]:
         """One connection a request: closing it is what cancels an answer."""
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         connection = kind(self._host, self._port, timeout=TIMEOUT)

@@ -21,9 +21,12 @@ class KVSettings:
         least=0,
     )
     kv_file: str = option(
-        "", "file for KV blocks, shared with later engines and others on this machine; created if absent"
+        "",
+        "file for KV blocks, shared with later engines and others on this machine; created if absent",
     )
-    kv_file_size: int = option(8 << 30, "bytes that a new --kv-file may take (suffixes K, M, G, T)", least=1)
+    kv_file_size: int = option(
+        8 << 30, "bytes that a new --kv-file may take (suffixes K, M, G, T)", least=1
+    )
     kv_events: str = option(
         "",
         "publish KV events, in vLLM's format, at this ZeroMQ address, such as tcp://*:5557",
@@ -46,8 +49,13 @@ class KVSettings:
         "", "file of the key that these engines share; also from PAGETURNER_PREFILL_KEY"
     )
     prefill_tokens: int = option(
-        512, "prompts with at least so many tokens that are not cached are computed elsewhere", least=1
+        512,
+        "prompts with at least so many tokens that are not cached are computed elsewhere",
+        least=1,
     )
     prefill_timeout: float = option(
-        5.0, "seconds without KV from elsewhere after which the prompt is computed here", least=0.05, most=600
+        5.0,
+        "seconds without KV from elsewhere after which the prompt is computed here",
+        least=0.05,
+        most=600,
     )

@@ -46,7 +46,9 @@ class EngineConfig(SchedulerConfig, KVSettings):
         "number format of the KV cache",
         ("auto", "float16", "bfloat16", "fp8_e4m3", "int8", "float32"),
     )
-    dtype: str = option("auto", "auto: weights as in the file; float32: dequantised", ("auto", "float32"))
+    dtype: str = option(
+        "auto", "auto: weights as in the file; float32: dequantised", ("auto", "float32")
+    )
     load_format: str = option(
         "auto",
         "auto: weights from the model's files; dummy: random ones of the shapes in a folder's config.json, to"
@@ -59,9 +61,10 @@ class EngineConfig(SchedulerConfig, KVSettings):
         "sampling defaults; auto: the model's own; none: neutral; or a folder or generation_config.json",
     )
     quantization: str = option(
-        "none", "quantise float weights at load, in groups of 32: error 0.5 % (int8) or 8 % (int4)",
+        "none",
+        "quantise float weights at load, in groups of 32: error 0.5 % (int8) or 8 % (int4)",
         ("none", "int8", "int4"),
-    )  # fmt: skip
+    )
     activation_bits: str = option(
         "auto",
         "rounding of activations for quantised weights; auto: 12 with AVX-512 VNNI, else 15 in few matrices"
@@ -69,7 +72,8 @@ class EngineConfig(SchedulerConfig, KVSettings):
         ("auto", "8", "12", "15"),
     )
     packed_cache: str = option(
-        "", "folder in which weights are kept in the layout of the kernels, so that the next start is faster"
+        "",
+        "folder in which weights are kept in the layout of the kernels, so that the next start is faster",
     )
     speculation: str = option(
         "off",
@@ -81,9 +85,10 @@ class EngineConfig(SchedulerConfig, KVSettings):
         "", "draft model of --speculation draft: a smaller model with the same tokenizer"
     )
     max_loras: int = option(
-        32, "most LoRA adapters in memory; other registered adapters are loaded when a request names them",
+        32,
+        "most LoRA adapters in memory; other registered adapters are loaded when a request names them",
         least=1,
-    )  # fmt: skip
+    )
     threads: int = option(0, "kernel threads; 0: one per core that this process may use", least=0)
     tensor_parallel_size: int = option(
         1,
@@ -98,15 +103,23 @@ class EngineConfig(SchedulerConfig, KVSettings):
     pin_threads: bool = option(False, "bind each kernel thread but the first to a core of its own")
     step_log: str = option("", "append every step to this file, for replay, simulate and calibrate")
     step_log_tokens: bool = option(
-        False, "write tokens, not keyed digests, into the step log, so that replay can compare answers"
+        False,
+        "write tokens, not keyed digests, into the step log, so that replay can compare answers",
     )
-    backend: str = option("auto", "kernels; auto: native if they were built and this CPU can run them",
-                          ("auto", "native", "reference", "fake", "null"))  # fmt: skip
+    backend: str = option(
+        "auto",
+        "kernels; auto: native if they were built and this CPU can run them",
+        ("auto", "native", "reference", "fake", "null"),
+    )
     async_scheduling: bool = option(
         True, "on a GPU, plan and launch each step while the one before it runs; no effect on a CPU"
     )
-    device: str = option("auto", "device of --backend auto; auto: an NVIDIA GPU of a kind whose answers are"
-                         " checked, or the CPU; see doctor", ("auto", "cuda", "cpu"))  # fmt: skip
+    device: str = option(
+        "auto",
+        "device of --backend auto; auto: an NVIDIA GPU of a kind whose answers are"
+        " checked, or the CPU; see doctor",
+        ("auto", "cuda", "cpu"),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +139,9 @@ class HttpConfig:
         10.0, "seconds that the head of a request may take from its first byte on", least=0.01
     )
     body_timeout: float = option(
-        30.0, "seconds without a byte of a request body; after them, also below 1 KB a second", least=0.01
+        30.0,
+        "seconds without a byte of a request body; after them, also below 1 KB a second",
+        least=0.01,
     )
     send_timeout: float = option(
         60.0,
@@ -135,7 +150,8 @@ class HttpConfig:
         least=0.01,
     )
     ssl_certfile: str = option(
-        "", "PEM file of the certificate, and those between it and its root, to speak https; SIGHUP: again"
+        "",
+        "PEM file of the certificate, and those between it and its root, to speak https; SIGHUP: again",
     )
     ssl_keyfile: str = option("", "PEM file of its key; default: it stands in --ssl-certfile")
     ssl_keyfile_password: str = option("", "of an encrypted key")
@@ -171,7 +187,8 @@ class ServerConfig(HttpConfig, WatchSettings):
         "key that clients must send, or several with commas: KEY or TENANT:KEY; also from PAGETURNER_API_KEY",
     )
     api_key_file: str = option(
-        "", "file of API keys, one in each line, or of their hashes and limits (see `pageturner key new`)"
+        "",
+        "file of API keys, one in each line, or of their hashes and limits (see `pageturner key new`)",
     )
     admin_key: str = option(
         "",
@@ -179,9 +196,12 @@ class ServerConfig(HttpConfig, WatchSettings):
         " PAGETURNER_ADMIN_KEY",
     )
     receipt_key_file: str = option(
-        "", "file of the key that signs receipts, 32 bytes or more; also from PAGETURNER_RECEIPT_KEY"
+        "",
+        "file of the key that signs receipts, 32 bytes or more; also from PAGETURNER_RECEIPT_KEY",
     )
-    shutdown_timeout: float = option(30.0, "seconds that open requests have to finish after SIGTERM", least=0)
+    shutdown_timeout: float = option(
+        30.0, "seconds that open requests have to finish after SIGTERM", least=0
+    )
     engine_timeout: float = option(
         30.0,
         "restart the engine after this many seconds without a finished step while requests wait",
@@ -190,9 +210,22 @@ class ServerConfig(HttpConfig, WatchSettings):
     tool_call_parser: str = option(
         "auto",
         "format of tool calls; auto: as the chat template says",
-        ("auto", "harmony", "gemma", "deepseek_v3", "deepseek_v31", "mistral", "mistral_list", "granite",
-         "hermes", "pythonic_tokens", "pythonic", "json", "llama3"),
-    )  # fmt: skip
+        (
+            "auto",
+            "harmony",
+            "gemma",
+            "deepseek_v3",
+            "deepseek_v31",
+            "mistral",
+            "mistral_list",
+            "granite",
+            "hermes",
+            "pythonic_tokens",
+            "pythonic",
+            "json",
+            "llama3",
+        ),
+    )
     reasoning_parser: str = option(
         "auto",
         "format of reasoning; auto: as the chat template says; none: reasoning is part of the content",
@@ -218,7 +251,9 @@ class ServerConfig(HttpConfig, WatchSettings):
         " {instruction} (default: the model's own, or one through the chat template)",
     )
     text_timeout: float = option(
-        10.0, "seconds that one long request may take to be parsed, templated and tokenised", least=0.1
+        10.0,
+        "seconds that one long request may take to be parsed, templated and tokenised",
+        least=0.1,
     )
     text_memory: int = option(
         1024**3,
@@ -233,25 +268,34 @@ class ServerConfig(HttpConfig, WatchSettings):
         least=1,
     )
     max_logprobs_per_request: int = option(
-        4_194_304, "most logprobs in one request; a single answer may always ask for its own", least=1
+        4_194_304,
+        "most logprobs in one request; a single answer may always ask for its own",
+        least=1,
     )
     max_json_values: int = option(
-        65_536, "most JSON values in one field of a request, lists of prompts and tokens aside", least=1024
+        65_536,
+        "most JSON values in one field of a request, lists of prompts and tokens aside",
+        least=1024,
     )
     max_tokenize_size: int = option(
-        1_048_576, "most characters that /tokenize takes, and tokens that /detokenize takes", least=1
+        1_048_576,
+        "most characters that /tokenize takes, and tokens that /detokenize takes",
+        least=1,
     )
     max_pinned_share: float = option(
-        0.5, "share of the KV memory, 0 to 1, for pinned prefixes, divided equally among tenants",
-        least=0, most=1,
-    )  # fmt: skip
+        0.5,
+        "share of the KV memory, 0 to 1, for pinned prefixes, divided equally among tenants",
+        least=0,
+        most=1,
+    )
     response_memory: int = option(
         64 * 1024 * 1024,
         "bytes of stored answers of /v1/responses; the oldest are dropped first",
         least=0,
     )
     batch_dir: str = option(
-        "", "folder for /v1/files and /v1/batches, used by this server only; without it these routes are off"
+        "",
+        "folder for /v1/files and /v1/batches, used by this server only; without it these routes are off",
     )
     max_file_size: int = option(1024**3, "bytes of a file of /v1/files (suffixes K, M, G)", least=1)
     max_files: int = option(1000, "most files that a tenant keeps in /v1/files", least=1)
@@ -262,7 +306,8 @@ class ServerConfig(HttpConfig, WatchSettings):
         least=0,
     )
     preload: str = option(
-        "", "file of prefixes (text, or JSON lines) to compute at the start and keep in the KV cache"
+        "",
+        "file of prefixes (text, or JSON lines) to compute at the start and keep in the KV cache",
     )
     developer: bool = option(False, "accept request fields for developers, such as forced_end")
 
@@ -287,13 +332,23 @@ class RouterConfig(HttpConfig, WatchSettings):
     max_open_per_replica: int = option(512, "most requests under way at one replica", least=1)
     retries: int = option(2, "other replicas to try after the first one failed", least=0)
     retry_budget: float = option(
-        0.2, "retries per request of the last 10 s, beside 10 a second that are always allowed", least=0
+        0.2,
+        "retries per request of the last 10 s, beside 10 a second that are always allowed",
+        least=0,
     )
-    health_interval: float = option(1.0, "seconds between two health checks of a replica", least=0.01)
-    health_timeout: float = option(2.0, "seconds that a replica has to answer a health check", least=0.01)
-    connect_timeout: float = option(2.0, "seconds that connecting to a replica may take", least=0.01)
+    health_interval: float = option(
+        1.0, "seconds between two health checks of a replica", least=0.01
+    )
+    health_timeout: float = option(
+        2.0, "seconds that a replica has to answer a health check", least=0.01
+    )
+    connect_timeout: float = option(
+        2.0, "seconds that connecting to a replica may take", least=0.01
+    )
     read_timeout: float = option(
-        600.0, "seconds that a replica has to begin its answer, and for each piece after that", least=0.01
+        600.0,
+        "seconds that a replica has to begin its answer, and for each piece after that",
+        least=0.01,
     )
     loads: str = option(
         "requests",
@@ -311,7 +366,8 @@ class RouterConfig(HttpConfig, WatchSettings):
         least=0,
     )
     replicas_file: str = option(
-        "", "file with one replica a line, [MODEL,...=]URL, read again when it changes; # begins a comment"
+        "",
+        "file with one replica a line, [MODEL,...=]URL, read again when it changes; # begins a comment",
     )
     resolve_interval: float = option(
         5.0, "seconds between two looks at the addresses of a dns+http://NAME:PORT", least=0.05
@@ -322,15 +378,21 @@ class RouterConfig(HttpConfig, WatchSettings):
         " PAGETURNER_REGISTER_KEY",
     )
     register_ttl: float = option(
-        15.0, "seconds after which a registered replica that does not say so again is taken out", least=0.1
+        15.0,
+        "seconds after which a registered replica that does not say so again is taken out",
+        least=0.1,
     )
     move_timeout: float = option(
-        20.0, "seconds that a stream whose replica is gone waits for another to continue it", least=0
+        20.0,
+        "seconds that a stream whose replica is gone waits for another to continue it",
+        least=0,
     )
     ssl_ca: str = option(
         "", "PEM file of root certificates for https replicas (default: those of this machine)"
     )
-    shutdown_timeout: float = option(30.0, "seconds that open requests get to finish on SIGTERM", least=0)
+    shutdown_timeout: float = option(
+        30.0, "seconds that open requests get to finish on SIGTERM", least=0
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,7 +430,9 @@ def load(path: str | None = None, flags: dict[str, dict[str, Any]] | None = None
     if path is not None:
         for name, table in _read_toml(path).items():
             if name not in SECTIONS or not isinstance(table, dict):
-                raise bad_setting(f"{path}: unknown key {name!r}: the tables are {_names(SECTIONS)}")
+                raise bad_setting(
+                    f"{path}: unknown key {name!r}: the tables are {_names(SECTIONS)}"
+                )
             tables[name].update(table)
     for name, values in (flags or {}).items():
         tables[name].update(values)
@@ -400,7 +464,9 @@ def check(setting: Field[Any], value: Any) -> Any:
     return checked(setting, value, choices_of(setting))
 
 
-def add_flags(parser: argparse.ArgumentParser, *sections: str, leave_out: tuple[str, ...] = ()) -> None:
+def add_flags(
+    parser: argparse.ArgumentParser, *sections: str, leave_out: tuple[str, ...] = ()
+) -> None:
     """One flag for each setting of these sections, in groups. Only flags that were given show up in the
     result."""
     setting_flags.add_flags(
@@ -426,7 +492,9 @@ def from_flags(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
             try:
                 value = float(value)
             except ValueError:
-                raise bad_setting(f"--{name.replace('_', '-')} is a number, not {value!r}") from None
+                raise bad_setting(
+                    f"--{name.replace('_', '-')} is a number, not {value!r}"
+                ) from None
         values[section][name] = value
     return values
 

@@ -20,6 +20,7 @@ class WatchSettings:
         "text", "form of the log; json: an object a line, with request ids", ("text", "json")
     )
     otlp_traces_endpoint: str = option(
-        "", "address of an OpenTelemetry collector, as http://localhost:4318/v1/traces, for a trace of each"
+        "",
+        "address of an OpenTelemetry collector, as http://localhost:4318/v1/traces, for a trace of each"
         " request; needs the extra otel",
-    )  # fmt: skip
+    )

@@ -54,5 +54,7 @@ class Anteroom:
     def leave(self, id: int) -> None:
         """A request is not wanted any more. What nobody else waits for is not begun, if it has not been."""
         gone = self._waiting.pop(id, None)
-        if gone is not None and all(gone.future is not one.future for one in self._waiting.values()):
+        if gone is not None and all(
+            gone.future is not one.future for one in self._waiting.values()
+        ):
             gone.future.cancel()

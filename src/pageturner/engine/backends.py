@@ -23,7 +23,9 @@ def make_ops(config: EngineConfig) -> Ops:
     if native_module.available_isas():
         warn(f"{reason}: plain C++ runs instead; every answer is right, and many times slower")
         return _native(config)
-    warn(f"{reason}: the numpy reference runs instead; every answer is right, and hundreds of times slower")
+    warn(
+        f"{reason}: the numpy reference runs instead; every answer is right, and hundreds of times slower"
+    )
     return _reference()
 
 

@@ -21,7 +21,9 @@ from pageturner.scheduler.types import Item, Output, Plan, Result
 
 log = logging.getLogger("pageturner")
 
-MOST_IN_A_ROW = 3  # steps in which nothing at all could be computed until that is no request's fault
+MOST_IN_A_ROW = (
+    3  # steps in which nothing at all could be computed until that is no request's fault
+)
 Begin = Callable[[list[Item]], None]
 
 
@@ -49,7 +51,9 @@ class StepBisection:
 
         begin  told the items of each part before it is run
         """
-        log.error("a step of %d sequences raised %s: it is run in halves", len(plan.items), _where(raised))
+        log.error(
+            "a step of %d sequences raised %s: it is run in halves", len(plan.items), _where(raised)
+        )
         outputs: dict[int, Output] = {}
         spent: Counter[str] = Counter()
         succeeded = False
@@ -92,7 +96,9 @@ def _failure(item: Item, error: Exception) -> Failure:
     """What the guilty one is told. The text of an exception may hold what a client wrote: it is left out."""
     where = _where(error)
     log.error("request %d raises %s: it fails, the others go on", item.sequence.request.id, where)
-    return Failure("step_failed", f"computing this request failed with {where}; other requests go on")
+    return Failure(
+        "step_failed", f"computing this request failed with {where}; other requests go on"
+    )
 
 
 def _where(error: Exception) -> str:
@@ -100,6 +106,4 @@ def _where(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return type(error).__name__
-    return (
-        f"{type(error).__name__} in {frames[-1].name} ({Path(frames[-1].filename).name}:{frames[-1].lineno})"
-    )
+    return f"{type(error).__name__} in {frames[-1].name} ({Path(frames[-1].filename).name}:{frames[-1].lineno})"

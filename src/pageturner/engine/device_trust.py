@@ -31,7 +31,10 @@ NOT_YET = (
 )
 MAX_DEVICES = 32  # kinds of devices, drivers and kernels that are kept
 MAX_MODELS = 100  # whose forms are kept, of each of them
-WRONG = ("gpu_wrong", "gpu_fault")  # faults of kernels; whatever else stops a test says nothing of them
+WRONG = (
+    "gpu_wrong",
+    "gpu_fault",
+)  # faults of kernels; whatever else stops a test says nothing of them
 
 
 class FormResult(msgspec.Struct, frozen=True):
@@ -93,7 +96,9 @@ def summary(driver: Driver) -> str:
     return f"right, in {len(record.forms)} forms of {len(record.models)} models"
 
 
-def self_test(decoder: Decoder, ops: Any, model: str, block_size: int, kv_dtype: str, length: int) -> None:
+def self_test(
+    decoder: Decoder, ops: Any, model: str, block_size: int, kv_dtype: str, length: int
+) -> None:
     """Compare what this device computes in each form of the model that it has not shown yet. EngineFault
     ('gpu_wrong', 'gpu_fault') names the form that is wrong; from then on `auto` leaves the device alone for
     models that have it, until it was right. On the CPU, and on what interprets kernels, nothing is done.
@@ -107,7 +112,9 @@ def self_test(decoder: Decoder, ops: Any, model: str, block_size: int, kv_dtype:
 
     spec = decoder.kv_spec(1, block_size, kv_dtype)
     stack = decoder.stack
-    if decoder.shard is not None:  # of all ranks, and this is one: its slice is tested as if it were a model
+    if (
+        decoder.shard is not None
+    ):  # of all ranks, and this is one: its slice is tested as if it were a model
         ops, spec = ops.own, replace(spec, kv_heads=stack.layers[0].shape.kv_heads)
         stack = replace(stack, first_token=0, vocabulary=stack.embed.rows)
     comparisons = proof.comparisons(proof.Subject(ops, stack, decoder.head, spec, length))
@@ -169,5 +176,6 @@ def _keep(driver: Driver, found: dict[str, FormResult], model: str, forms: list[
         kept = False
     if not kept:
         logs.say(
-            f"{path} cannot be written: the next start compares again, and auto knows nothing", "warning"
+            f"{path} cannot be written: the next start compares again, and auto knows nothing",
+            "warning",
         )

@@ -39,16 +39,30 @@ DRIVER = "PAGETURNER_GPU_DRIVER"  # MODULE:CLASS of a driver in place of CUDA's,
 # The devices of rank 0, 1, ... with commas, numbered as CUDA_VISIBLE_DEVICES leaves them; unset: 0,1,...
 ORDINALS = "PAGETURNER_GPU_DEVICES"
 WORKSPACE = 2 << 30  # bytes for what one step computes; less on small devices
-SHARE = 0.9  # for KV, of the memory that is free behind a dry run; recordings of steps take the rest
-BUDGETS = (8192, 4096, 2048, 1024, 512)  # tokens of a step where that was left to the machine: what fits
+SHARE = (
+    0.9  # for KV, of the memory that is free behind a dry run; recordings of steps take the rest
+)
+BUDGETS = (
+    8192,
+    4096,
+    2048,
+    1024,
+    512,
+)  # tokens of a step where that was left to the machine: what fits
 # Rows of the steps that are tried beside the largest: one for each height of the tiles of products
 HEIGHTS = (2, 16, 64, 256, 384)
 GB = 1e9
 # What a start on a device is made of, in order; the other phases are the same as on the CPU.
 PHASES = {
-    "imports": "imports", "manifest": "manifest", "driver": "driver", "load": "weights", "dry_run": "dry run",
-    "first_step": "first step", "proof": "proof", "kv": "KV",
-}  # fmt: skip
+    "imports": "imports",
+    "manifest": "manifest",
+    "driver": "driver",
+    "load": "weights",
+    "dry_run": "dry run",
+    "first_step": "first step",
+    "proof": "proof",
+    "kv": "KV",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +189,11 @@ def choose(config: EngineConfig, needs: Callable[[], ModelNeeds]) -> DeviceChoic
         return DeviceChoice(None, fault.message)
     told = f"{driver.name} has kernels for it (sm_{driver.architecture}), and the model fits"
     manifest = getattr(driver, "manifest_s", 0.0)  # a driver of tests has none
-    seconds = {"imports": imported - begin, "manifest": manifest, "driver": opened - imported - manifest}
+    seconds = {
+        "imports": imported - begin,
+        "manifest": manifest,
+        "driver": opened - imported - manifest,
+    }
     computes = ops.GpuOps(driver, workspace_of(driver))
     # whoever drops an LLM may make another; where the process ends the system gives everything back
     weakref.finalize(computes, driver.close).atexit = False
@@ -215,12 +233,16 @@ def _check_ranks(driver: Driver, size: int) -> None:
         there = f"{len(reached)} x {driver.name}" if len(reached) > 1 else f"one {driver.name}"
         limit = os.environ.get("CUDA_VISIBLE_DEVICES")
         why = f", CUDA_VISIBLE_DEVICES being {limit!r}" if limit is not None else ""
-        message = f"{flag} wants the devices {', '.join(map(str, wanted))}, and there is {there}{why}"
+        message = (
+            f"{flag} wants the devices {', '.join(map(str, wanted))}, and there is {there}{why}"
+        )
         raise EngineFault("gpu_devices", f"{message}: lower it, or use --device cpu")
     apart = [str(one) for one in wanted if not reached[one]]
     if apart:
         message = f"{flag}: device {wanted[0]} cannot reach the memory of device {', '.join(apart)}"
-        raise EngineFault("gpu_devices", f"{message}: choose others with {ORDINALS}, or use --device cpu")
+        raise EngineFault(
+            "gpu_devices", f"{message}: choose others with {ORDINALS}, or use --device cpu"
+        )
 
 
 def exchange_of(config: EngineConfig) -> int:
@@ -256,7 +278,11 @@ def plan_text(ops: GpuOps, needs: ModelNeeds, config: EngineConfig) -> str:
     blocks = max(kv, 0) // needs.block
     name, sums, together = ops.driver.name, "", ""
     if size > 1:
-        name, sums, together = f"each of {size} x {name}", f"sums {exchange / GB:.2f} GB, ", ", together"
+        name, sums, together = (
+            f"each of {size} x {name}",
+            f"sums {exchange / GB:.2f} GB, ",
+            ", together",
+        )
     return (
         f"{name}: weights {weights / GB:.2f} GB, steps {ops.arena.size / GB:.2f} GB, {sums}KV"
         f" {kv / size / GB:.2f} GB{together} = {blocks * config.block_size:,} tokens, which hold"
@@ -328,13 +354,17 @@ def dry_run(
     return config
 
 
-def by_all_ranks(decoder: Decoder, ops: Any, config: EngineConfig, kv_dtype: str, length: int) -> None:
+def by_all_ranks(
+    decoder: Decoder, ops: Any, config: EngineConfig, kv_dtype: str, length: int
+) -> None:
     """The largest step and the smaller ones, by all ranks."""
     _largest_step(decoder, ops, config.token_budget or length, config, kv_dtype, length)
     smaller_steps(decoder, ops, config, kv_dtype, length)
 
 
-def smaller_steps(decoder: Decoder, ops: Any, config: EngineConfig, kv_dtype: str, length: int) -> None:
+def smaller_steps(
+    decoder: Decoder, ops: Any, config: EngineConfig, kv_dtype: str, length: int
+) -> None:
     """Steps of every height that the products of a step have, with the choice of a token behind each row.
     Kernels are loaded when they are first launched: those of small steps are not to be in the time of the
     first request, and the local memory of others, some 270 MB where a thread has 984 bytes of it, is to be
@@ -406,6 +436,11 @@ def largest_batch(budget: int, sequences: int, length: int, block_size: int) -> 
     table = np.zeros((len(counts), -(-length // block_size)), np.int32)
     rows = len(positions)
     return Batch(
-        np.zeros(rows, np.int32), positions, starts, contexts, table, np.full(rows, -1, np.int32),
+        np.zeros(rows, np.int32),
+        positions,
+        starts,
+        contexts,
+        table,
+        np.full(rows, -1, np.int32),
         starts[1:] - 1,
-    )  # fmt: skip
+    )

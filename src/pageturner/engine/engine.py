@@ -34,7 +34,9 @@ from pageturner.telemetry.step_log import Done, StepLog
 from pageturner.telemetry.work import ModelCosts, WorkTotals, work_of
 from pageturner.telemetry.work_price import work_prices
 
-ANTEROOM_NAP = 0.004  # seconds between two looks at who waits in the anteroom, when nothing else runs
+ANTEROOM_NAP = (
+    0.004  # seconds between two looks at who waits in the anteroom, when nothing else runs
+)
 
 
 class Engine:
@@ -70,7 +72,10 @@ class Engine:
         self._slo = SloAdmission(stack)
         self.adapters = adapters or AdapterStore(None, 0)
         self.beside = beside or KVBeside()
-        self.tiers, self._readiness = self.beside.tiers, Readiness(grammars, self.adapters, self.beside)
+        self.tiers, self._readiness = (
+            self.beside.tiers,
+            Readiness(grammars, self.adapters, self.beside),
+        )
         self._log = log
         self._costs = costs
         self._prices = work_prices(costs) if costs else None
@@ -79,7 +84,12 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._anteroom) or self.adapters.busy or self.beside.busy
+        return (
+            self.scheduler.has_work
+            or bool(self._anteroom)
+            or self.adapters.busy
+            or self.beside.busy
+        )
 
     # -- requests --------------------------------------------------------------------------------------------
     def submit(self, request: Request) -> list[Event]:
@@ -120,7 +130,9 @@ class Engine:
             self.latency.drop(request.id)
             self.adapters.release(request.id)
             if self._log is not None:
-                self._log.left(now, request.id)  # a replay, which knows no forecasts, may have taken it
+                self._log.left(
+                    now, request.id
+                )  # a replay, which knows no forecasts, may have taken it
             return _refused(request, refused)
         return []
 
@@ -218,7 +230,9 @@ class Engine:
         self._slo.saw(events, now)
         if self._log is not None:
             load = self.scheduler.load
-            self._log.stepped(Done(start, now, plan, begun.computed, result, events, load, begun.work))
+            self._log.stepped(
+                Done(start, now, plan, begun.computed, result, events, load, begun.work)
+            )
         end = self.clock()
         self.latency.step(plan, StepTimes(start, planned, now, end, result.spent, each))
         if self._costs is not None:
@@ -271,4 +285,6 @@ class Engine:
 
 def _refused(request: Request, refused: Refused) -> list[Event]:
     failure = Failure(refused.code, refused.message, refused.retry_after)
-    return [Event(id=request.id, index=0, position=len(request.prompt), finish="error", failure=failure)]
+    return [
+        Event(id=request.id, index=0, position=len(request.prompt), finish="error", failure=failure)
+    ]

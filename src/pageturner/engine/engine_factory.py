@@ -52,7 +52,10 @@ from pageturner.telemetry.work_price import context_price
 
 T = TypeVar("T")
 FAKE_MODEL_LEN = 8192
-SAMPLES, SAMPLE_BYTES = 32, 16 << 10  # of each file of a model: half a megabyte is read in a millisecond
+SAMPLES, SAMPLE_BYTES = (
+    32,
+    16 << 10,
+)  # of each file of a model: half a megabyte is read in a millisecond
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +120,9 @@ def make_engine(
     model = phases.run("find", lambda: hub.resolve(config.model))
     chosen = phases.run("device", lambda: _device(config, model))
     ranks = tensor_parallel.processes_of(config, chosen.ops)
-    ops = phases.run("kernels", lambda: wrap((ranks.ops if ranks else chosen.ops) or make_ops(config)))
+    ops = phases.run(
+        "kernels", lambda: wrap((ranks.ops if ranks else chosen.ops) or make_ops(config))
+    )
     read = tokenizer or (lambda: _texts(config, model))
     drafts = config.speculation == "draft"
     smaller = phases.run("draft", lambda: _load_draft_model(config, ops, read)) if drafts else None
@@ -129,31 +134,53 @@ def make_engine(
     of_draft = smaller.kv_spec(1, config.block_size, kv_dtype).nbytes if smaller else 0
     fingerprint = _fingerprint(ops, config, kv_dtype, decoder.spec.rope.choice(max_model_len))
     kept = _surviving_kv(
-        config, ops, kv_fd, (fingerprint, one, decoder.windowed, decoder.window, wants_tiers(config))
+        config,
+        ops,
+        kv_fd,
+        (fingerprint, one, decoder.windowed, decoder.window, wants_tiers(config)),
     )
     with devices.memory_lock(chosen.ops):
         # what was kept has its memory already, and what is free says nothing
-        sizes = (kept and kept.sizes) or _kv_sizes(config, ops, decoder, one, max_model_len, of_draft)
+        sizes = (kept and kept.sizes) or _kv_sizes(
+            config, ops, decoder, one, max_model_len, of_draft
+        )
         compiler = Compiler(read)
         places = 2 * config.max_num_seqs
-        grammars = Grammars(compiler, least=compiler.least, most_waiting=config.max_queue, most_places=places)
+        grammars = Grammars(
+            compiler, least=compiler.least, most_waiting=config.max_queue, most_places=places
+        )
         drafter: Drafter | None = PromptLookup() if config.speculation == "ngram" else None
         if smaller:
             costs = _costs(smaller, decoder)
             drafter = DraftModel(smaller, ops, sizes.blocks, config.block_size, kv_dtype, costs)
         alloc = kept.begin(sizes) if kept else ops.alloc_kv
         runner = phases.run(
-            "kv", lambda: Runner(decoder, ops, sizes, config.block_size, kv_dtype, grammars, drafter, alloc)
+            "kv",
+            lambda: Runner(
+                decoder, ops, sizes, config.block_size, kv_dtype, grammars, drafter, alloc
+            ),
         )
     devices.tell_start(chosen, phases.seconds)
     limits = _limits(ops, config, runner.needs) or devices.limits_of(chosen.ops)
     pace = limits or phases.run("pace", lambda: _pace(ops, config))
     built = _assemble(
-        with_step_sizes(config, runner.needs, pace), runner, grammars, max_model_len, sizes,
-        decoder.spec.vocab, runner.nbytes, fingerprint, phases, runner.needs, limits, kept,
-        AdapterStore(decoder, config.max_loras), beside, KVStorage(ops, runner.storage[0], one),
+        with_step_sizes(config, runner.needs, pace),
+        runner,
+        grammars,
+        max_model_len,
+        sizes,
+        decoder.spec.vocab,
+        runner.nbytes,
+        fingerprint,
+        phases,
+        runner.needs,
+        limits,
+        kept,
+        AdapterStore(decoder, config.max_loras),
+        beside,
+        KVStorage(ops, runner.storage[0], one),
         steps_ahead(config, runner, decoder, ops),
-    )  # fmt: skip
+    )
     return replace(built, pace=pace, device=chosen.text)
 
 
@@ -203,10 +230,14 @@ def _kv_sizes(
     windows = (0, 0) if wants_tiers(config) else (decoder.windowed, decoder.window)
     asked, free = devices.kv_bytes(ops, config.kv_cache_memory, available_memory())
     free -= config.kv_host_memory
-    return plan_kv(one, *windows, replace(config, kv_cache_memory=asked), max_model_len, free, of_draft)
+    return plan_kv(
+        one, *windows, replace(config, kv_cache_memory=asked), max_model_len, free, of_draft
+    )
 
 
-def steps_ahead(config: EngineConfig, runner: Runner, decoder: Decoder, ops: Ops) -> AheadRunner | None:
+def steps_ahead(
+    config: EngineConfig, runner: Runner, decoder: Decoder, ops: Ops
+) -> AheadRunner | None:
     """How steps are begun ahead; None for the plain loop. A step log is replayed by plans that know every
     token, and who drafts must know them."""
     plain = not config.async_scheduling or config.step_log or config.speculation != "off"
@@ -223,7 +254,9 @@ def _surviving_kv(
     wanted &= tensor_parallel.ranks_of(config) == 1  # each rank has a part of each block
     if kv_fd is None or not wanted:
         return None
-    identity = hashlib.blake2b(repr((weights_digest(config), *depends_on)).encode(), digest_size=32).digest()
+    identity = hashlib.blake2b(
+        repr((weights_digest(config), *depends_on)).encode(), digest_size=32
+    ).digest()
     return SurvivingKV(kv_fd, identity, config.threads or len(os.sched_getaffinity(0)))
 
 
@@ -231,7 +264,9 @@ def _limits(ops: Ops, config: EngineConfig, needs: ModelCosts) -> MachineLimits 
     if ops.name != "native":
         return None
     threads = config.threads or len(os.sched_getaffinity(0))
-    return limits_of(stored_peak(ops.fingerprint.split("-")[1], threads), needs.weight_bytes(1 << 30, 1))
+    return limits_of(
+        stored_peak(ops.fingerprint.split("-")[1], threads), needs.weight_bytes(1 << 30, 1)
+    )
 
 
 def _pace(ops: Ops, config: EngineConfig) -> MachineLimits | None:
@@ -261,13 +296,17 @@ def _costs(smaller: Decoder, decoder: Decoder) -> Costs:
     """Warns where drafting can hardly pay."""
     costs = Costs(cost_of(smaller.spec, decoder.spec))
     if not best_length(costs, 90, 1, MOST)[0]:
-        warn(f"a step of the draft model takes {costs.step:.0%} of one of the model: it will not be used")
+        warn(
+            f"a step of the draft model takes {costs.step:.0%} of one of the model: it will not be used"
+        )
     return costs
 
 
 def _fingerprint(ops: Ops, config: EngineConfig, kv_dtype: str, rope: str) -> str:
     """What the bits of an answer depend on. rope: which divisors longrope took; "": it had no choice."""
-    weights = config.dtype if config.quantization == "none" else f"{config.dtype}-{config.quantization}"
+    weights = (
+        config.dtype if config.quantization == "none" else f"{config.dtype}-{config.quantization}"
+    )
     activations = AUTO if config.activation_bits == "auto" else config.activation_bits
     ending = f"-rope_{rope}" if rope else ""
     if config.tensor_parallel_size > 1:  # sums over ranks are rounded otherwise
@@ -307,12 +346,25 @@ def _build_fake(config: EngineConfig, beside: KVBeside) -> LoadedEngine:
     """No model at all: for tests of the server and for measuring the engine itself."""
     vocab = int(os.environ.get("PAGETURNER_FAKE_VOCAB", "320"))
     seconds = float(os.environ.get("PAGETURNER_FAKE_STEP_SECONDS", "0"))
-    executor: Executor = FakeExecutor(vocab, seconds) if config.backend == "fake" else NullExecutor()
+    executor: Executor = (
+        FakeExecutor(vocab, seconds) if config.backend == "fake" else NullExecutor()
+    )
     max_model_len = config.max_model_len or FAKE_MODEL_LEN
-    num_blocks = config.kv_cache_memory // config.block_size or 64 * max_model_len // config.block_size
+    num_blocks = (
+        config.kv_cache_memory // config.block_size or 64 * max_model_len // config.block_size
+    )
     sizes = KVSizes(num_blocks)
     return _assemble(
-        config, executor, None, max_model_len, sizes, vocab, 0, config.backend, Phases(), beside=beside
+        config,
+        executor,
+        None,
+        max_model_len,
+        sizes,
+        vocab,
+        0,
+        config.backend,
+        Phases(),
+        beside=beside,
     )
 
 
@@ -353,9 +405,21 @@ def _assemble(
         ahead=ahead,
     )
     return LoadedEngine(
-        engine, executor, max_model_len, sizes.blocks, config.block_size,
-        vocab_size, kv_bytes, fingerprint, phases.seconds, sizes, needs, limits, taken_back, ahead=ahead,
-    )  # fmt: skip
+        engine,
+        executor,
+        max_model_len,
+        sizes.blocks,
+        config.block_size,
+        vocab_size,
+        kv_bytes,
+        fingerprint,
+        phases.seconds,
+        sizes,
+        needs,
+        limits,
+        taken_back,
+        ahead=ahead,
+    )
 
 
 def _with_context_price(config: EngineConfig, needs: ModelCosts | None) -> EngineConfig:
@@ -392,7 +456,9 @@ def engine_again(built: LoadedEngine, config: EngineConfig) -> Engine:
     stack = scheduler_of(config, built.sizes, built.max_model_len)
     about = (built.fingerprint, built.needs, built.limits)
     log = _step_log(config, built.sizes, built.max_model_len, *about)
-    return Engine(stack, built.executor, log=log, costs=built.needs, ahead=None if log else built.ahead)
+    return Engine(
+        stack, built.executor, log=log, costs=built.needs, ahead=None if log else built.ahead
+    )
 
 
 def _step_log(

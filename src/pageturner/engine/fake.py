@@ -40,7 +40,9 @@ class FakeExecutor:
             if item.sequence.request.params.pooling:
                 output.pooled = _pooled(item)
             else:
-                output.prompt_logprobs = [self._score(item.sequence, position) for position in item.scored]
+                output.prompt_logprobs = [
+                    self._score(item.sequence, position) for position in item.scored
+                ]
         return Result(outputs)
 
     def _score(self, sequence: Sequence, position: int) -> PromptLogprob:
@@ -55,7 +57,9 @@ class FakeExecutor:
             return Output(failure=NOT_A_NUMBER)
         if params.beam_width:
             count = (1 + max(1, len(params.stop_ids))) * params.beam_width
-            return Output(candidates=[((token + k) % self._vocab_size, -0.5 - k) for k in range(count)])
+            return Output(
+                candidates=[((token + k) % self._vocab_size, -0.5 - k) for k in range(count)]
+            )
         if sequence.generated < params.min_tokens and token in params.stop_ids:
             token = next(t for t in range(self._vocab_size) if t not in params.stop_ids)
         if params.forced_end is not None and sequence.generated + 1 >= params.forced_end:

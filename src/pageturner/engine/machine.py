@@ -52,7 +52,9 @@ def inspect(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> Machine:
     fields = dict(line.split(":", 1) for line in cpuinfo.splitlines() if ":" in line)
     fields = {name.strip(): value.strip() for name, value in fields.items()}
     flags = set((fields.get("flags") or fields.get("Features") or "").split())
-    meminfo = dict(line.split(":", 1) for line in _read(proc / "meminfo").splitlines() if ":" in line)
+    meminfo = dict(
+        line.split(":", 1) for line in _read(proc / "meminfo").splitlines() if ":" in line
+    )
     thp = _read(sys / "kernel/mm/transparent_hugepage/enabled")
     return Machine(
         cpu=fields.get("model name", "unknown"),
@@ -77,17 +79,27 @@ class LoadMeter:
 
     def read(self) -> tuple[float, float]:
         """Shares of their time: what other programs took, and other machines on the same hardware."""
-        busy, stolen, own, at = (now - before for now, before in zip(self._now(), self._begin, strict=True))
+        busy, stolen, own, at = (
+            now - before for now, before in zip(self._now(), self._begin, strict=True)
+        )
         whole = max(at * len(self._cores), 1e-9)
         others = (busy - stolen) / os.sysconf("SC_CLK_TCK") - own
-        return min(max(others / whole, 0.0), 1.0), min(stolen / os.sysconf("SC_CLK_TCK") / whole, 1.0)
+        return min(max(others / whole, 0.0), 1.0), min(
+            stolen / os.sysconf("SC_CLK_TCK") / whole, 1.0
+        )
 
     def _now(self) -> tuple[float, float, float, float]:
-        lines = (line.split() for line in _read(self._proc / "stat").splitlines() if line.startswith("cpu"))
+        lines = (
+            line.split()
+            for line in _read(self._proc / "stat").splitlines()
+            if line.startswith("cpu")
+        )
         each = {words[0]: _worked(words[1:]) for words in lines}
         mine = [each[name] for name in (f"cpu{number}" for number in self._cores) if name in each]
         own = os.times()
-        busy, stolen = (float(sum(values)) for values in zip(*mine, strict=True)) if mine else (0.0, 0.0)
+        busy, stolen = (
+            (float(sum(values)) for values in zip(*mine, strict=True)) if mine else (0.0, 0.0)
+        )
         return busy, stolen, sum(own[:4]), time.monotonic()
 
 
@@ -107,7 +119,9 @@ def _read(path: Path) -> str:
 def _quota(text: str) -> float | None:
     """Processors that cgroup v2 allows: `cpu.max` holds a quota and a period in microseconds."""
     quota, _, period = text.strip().partition(" ")
-    return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None
+    return (
+        int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None
+    )
 
 
 def measure_numpy(nbytes: int = 128 << 20, seconds: float = 0.3) -> tuple[float, float]:

@@ -29,7 +29,9 @@ def processor(proc: Path = Path("/proc")) -> str:
         lines = (proc / "cpuinfo").read_text().splitlines()
     except OSError:
         return "unknown"
-    known = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    known = {
+        name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)
+    }
     numbers = (known.get(name, "") for name in ("CPU implementer", "CPU part", "CPU variant"))
     return known.get("model name") or " ".join(numbers).strip() or "unknown"
 

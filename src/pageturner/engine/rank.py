@@ -29,9 +29,13 @@ def main() -> int:
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--memory-fd", type=int, required=True, help="what all ranks share")
     parser.add_argument("--alive-fd", type=int, required=True, help="a pipe that ends with rank 0")
-    parser.add_argument("--words-fd", type=int, required=True, help="a pipe that takes why this process ends")
+    parser.add_argument(
+        "--words-fd", type=int, required=True, help="a pipe that takes why this process ends"
+    )
     parser.add_argument("--cores", default="", help="that it computes on, with commas; none: any")
-    parser.add_argument("--bound", action="store_true", help="end with the thread that started this one")
+    parser.add_argument(
+        "--bound", action="store_true", help="end with the thread that started this one"
+    )
     parser.add_argument("--config", required=True, help="EngineConfig as JSON")
     arguments = parser.parse_args()
     if arguments.bound:

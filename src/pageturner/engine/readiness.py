@@ -47,7 +47,11 @@ class Readiness:
         return Wait("kv_wait", ticket, KVWait.result) if wait is None else _and_kv(wait, ticket)
 
     def _all_but_kv(self, request: Request, waiting: int) -> Wait | None:
-        wait = self._grammar_of(request, waiting) if request.params.structured_outputs is not None else None
+        wait = (
+            self._grammar_of(request, waiting)
+            if request.params.structured_outputs is not None
+            else None
+        )
         if not request.adapter:
             return wait
         ticket = self._adapters.ticket(request)
@@ -57,7 +61,11 @@ class Readiness:
         if ticket.done():
             ticket.result()
             return None
-        if not request.resume and self._grammars is not None and waiting >= self._grammars.most_waiting:
+        if (
+            not request.resume
+            and self._grammars is not None
+            and waiting >= self._grammars.most_waiting
+        ):
             ticket.cancel()
             raise Refused("queue_full", f"{waiting} requests are waiting for their adapters")
         return Wait("adapter_wait", ticket, AdapterTicket.result)
@@ -68,7 +76,9 @@ class Readiness:
             raise Refused("structured_outputs_unsupported", "this engine has no vocabulary")
         if waiting >= self._grammars.most_waiting and not request.resume:
             raise Refused("queue_full", f"{waiting} requests are waiting for their grammars")
-        return Wait("grammar_wait", self._grammars.compiled(grammar), partial(_check_grammar, request))
+        return Wait(
+            "grammar_wait", self._grammars.compiled(grammar), partial(_check_grammar, request)
+        )
 
 
 def _and_kv(wait: Wait, ticket: KVWait) -> Wait:
@@ -130,5 +140,7 @@ def _check_grammar(request: Request, compiled: Future[Start]) -> None:
     except GrammarError as error:
         raise Refused("invalid_grammar", str(error)) from error
     if most is not None and most < least:
-        message = f"every answer to this grammar has {least} tokens or more, and max_tokens is {most}"
+        message = (
+            f"every answer to this grammar has {least} tokens or more, and max_tokens is {most}"
+        )
         raise Refused("grammar_too_long", message + ": raise it")

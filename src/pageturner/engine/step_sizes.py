@@ -64,7 +64,9 @@ def seconds_of_token(needs: ModelCosts, limits: MachineLimits) -> float:
 def sequences_in(seconds: float, needs: ModelCosts, limits: MachineLimits) -> int:
     """How many sequences of CONTEXT positions decode in a step of so many seconds; at least 1."""
     pairs = CONTEXT * (needs.pair + needs.recent_pair)
-    computing = _computing(needs.int8 + needs.ending_int8, needs.fp32 + needs.ending_fp32 + pairs, limits)
+    computing = _computing(
+        needs.int8 + needs.ending_int8, needs.fp32 + needs.ending_fp32 + pairs, limits
+    )
     reading = 1e-9 * CONTEXT * (needs.position + needs.recent_position) / limits.read_gb_s
     weights = 1e-9 * needs.weight_bytes(1, 1) / limits.read_gb_s
     return max(1, int((REACHED * seconds - weights) / max(computing, reading, 1e-12)))

@@ -113,7 +113,9 @@ class StepsAhead:
         return events
 
     def _foreseen(self, plan: Plan) -> bool:
-        return not plan.ballast and all(self._executor.foresees(item.sequence.request) for item in plan.items)
+        return not plan.ballast and all(
+            self._executor.foresees(item.sequence.request) for item in plan.items
+        )
 
     def _behind(self, engine: Engine, first: _UnderWay, ledger: Ledger | None) -> _UnderWay | None:
         start = engine.clock()
@@ -135,7 +137,9 @@ class StepsAhead:
         except EngineFault:
             raise
         except Exception as error:
-            log.error("launching a step raised %s: it is run when its turn comes", type(error).__name__)
+            log.error(
+                "launching a step raised %s: it is run when its turn comes", type(error).__name__
+            )
         return step
 
     def _result(

@@ -61,7 +61,9 @@ class ChannelLoop:
     closes.
     """
 
-    def __init__(self, engine: Engine, sock: socket.socket, ledger: Ledger, config: EngineConfig) -> None:
+    def __init__(
+        self, engine: Engine, sock: socket.socket, ledger: Ledger, config: EngineConfig
+    ) -> None:
         self._engine = engine
         self._config = config
         self._sock = sock
@@ -88,7 +90,9 @@ class ChannelLoop:
 
     def _receive(self) -> bool:
         """Take what has arrived; wait for it when there is nothing else to do. False at the end."""
-        told = select.select([self._sock.fileno(), *self._engine.beside.bells], [], [], self._patience())[0]
+        told = select.select(
+            [self._sock.fileno(), *self._engine.beside.bells], [], [], self._patience()
+        )[0]
         if self._sock.fileno() not in told:
             return True
         data = self._sock.recv(RECEIVE_BYTES)
@@ -129,7 +133,9 @@ class ChannelLoop:
 
     def _patience(self) -> float | None:
         if not self._engine.has_work:
-            return None if self._wanted is None else 0.0  # the batch it had to wait for has just ended
+            return (
+                None if self._wanted is None else 0.0
+            )  # the batch it had to wait for has just ended
         wake = self._engine.wake
         return 0.0 if wake is None else min(max(wake - self._engine.clock(), 0.0), ALIVE_EVERY)
 
@@ -143,7 +149,9 @@ class ChannelLoop:
         self._told_idle = idle
         self._next_stats = now + STATS_EVERY
         accounts = self._engine.latency.read_some(self._ledger.asked, now)
-        self._sock.sendall(encode(Stats(self._engine.stats(), self._engine.stack.sessions.news(), accounts)))
+        self._sock.sendall(
+            encode(Stats(self._engine.stats(), self._engine.stack.sessions.news(), accounts))
+        )
         self._garbage.look()
 
 
@@ -180,17 +188,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="pageturner.engine.worker")
     parser.add_argument("--channel-fd", type=int, required=True)
     parser.add_argument("--ledger-fd", type=int, required=True)
-    parser.add_argument("--kv-fd", type=int, help="memory file for KV, empty or of the engine before")
+    parser.add_argument(
+        "--kv-fd", type=int, help="memory file for KV, empty or of the engine before"
+    )
     parser.add_argument("--config", required=True, help="EngineConfig as JSON")
-    parser.add_argument("--device", help="in place of the configured one: where the engine before computed")
+    parser.add_argument(
+        "--device", help="in place of the configured one: where the engine before computed"
+    )
     arguments = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the API process drains
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the whole group; the API process drains
     sock = socket.socket(fileno=arguments.channel_fd)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
     ledger = Ledger(arguments.ledger_fd)
     try:
         config = msgspec.json.decode(arguments.config, type=EngineConfig)
-        built = make_engine(replace(config, device=arguments.device or config.device), kv_fd=arguments.kv_fd)
+        built = make_engine(
+            replace(config, device=arguments.device or config.device), kv_fd=arguments.kv_fd
+        )
     except EngineFault as fault:
         sock.sendall(encode(Failed(fault.code, fault.message)))
         return 1

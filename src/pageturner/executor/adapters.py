@@ -17,7 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pageturner.errors import ClientError, EngineFault, one_line
-from pageturner.ipc.adapter_messages import AdapterLoaded, AdaptersInMemory, LoadAdapter, UnloadAdapter
+from pageturner.ipc.adapter_messages import (
+    AdapterLoaded,
+    AdaptersInMemory,
+    LoadAdapter,
+    UnloadAdapter,
+)
 from pageturner.kernels.adapters import Adapter
 from pageturner.models.decoder import Decoder
 from pageturner.models.lora import load_adapter, read_folder
@@ -40,12 +45,12 @@ class LoadedAdapter:
 def read_adapter(decoder: Decoder | None, path: Path, digest: str = "") -> LoadedAdapter:
     """Read, check and pack an adapter. EngineFault, also where it has another content than `digest` says."""
     if decoder is None:
-        raise EngineFault("adapter_unsupported", "this engine has no model that an adapter could be for")
+        raise EngineFault(
+            "adapter_unsupported", "this engine has no model that an adapter could be for"
+        )
     folder = read_folder(path)
     if digest and folder.digest != digest:
-        message = (
-            f"{path} has changed since it was loaded: load it again, under another name or after unloading"
-        )
+        message = f"{path} has changed since it was loaded: load it again, under another name or after unloading"
         raise EngineFault("adapter_changed", message)
     weights = load_adapter(folder, decoder.spec)
     pairs = [pair for layer in weights.layers for pair in layer.values()]
@@ -142,11 +147,20 @@ class AdapterStore:
                 told.append(self._take_in(message, work.result()))
             except EngineFault as fault:
                 told.append(
-                    AdapterLoaded(message.name, message.number, code=fault.code, message=fault.message)
+                    AdapterLoaded(
+                        message.name, message.number, code=fault.code, message=fault.message
+                    )
                 )
-            except Exception as error:  # of whatever the folder holds: nobody else is to suffer from it
-                code, text = "adapter_unreadable", f"{message.path}: {type(error).__name__}: {error}"
-                told.append(AdapterLoaded(message.name, message.number, code=code, message=one_line(text)))
+            except (
+                Exception
+            ) as error:  # of whatever the folder holds: nobody else is to suffer from it
+                code, text = (
+                    "adapter_unreadable",
+                    f"{message.path}: {type(error).__name__}: {error}",
+                )
+                told.append(
+                    AdapterLoaded(message.name, message.number, code=code, message=one_line(text))
+                )
         return told
 
     def told(self) -> list[AdapterLoaded | AdaptersInMemory]:
@@ -207,7 +221,9 @@ class AdapterStore:
             work = self._reading.get(digest)
             if work is None and self._make_place(ticket):
                 path = self._paths[digest]
-                self._reading[digest] = self._pool("read").submit(read_adapter, self._decoder, path, digest)
+                self._reading[digest] = self._pool("read").submit(
+                    read_adapter, self._decoder, path, digest
+                )
                 self._counts["adapter_loads"] += 1
             if work is None or not work.done():
                 return False
@@ -310,7 +326,9 @@ class NamedAdapters:
         """Of the content of one; "" of "", which is the model as it is. ClientError for one not there."""
         if name and name not in self._digests:
             known = ", ".join(map(repr, self._digests)) or "none"
-            raise ClientError(404, "model_not_found", f"no adapter {name!r}: there are {known}", "lora")
+            raise ClientError(
+                404, "model_not_found", f"no adapter {name!r}: there are {known}", "lora"
+            )
         return self._digests[name] if name else ""
 
 

@@ -45,7 +45,11 @@ class AheadRunner:
         """Nothing of it looks at tokens: no grammar, penalty or other edit of logits, no search. Nor does it
         want logprobs, whose logits would have to leave the device."""
         params = request.params
-        asked = params.beam_width or params.structured_outputs is not None or params.logprobs is not None
+        asked = (
+            params.beam_width
+            or params.structured_outputs is not None
+            or params.logprobs is not None
+        )
         plain = not asked and request.logits_from is None and not params.pooling
         return plain and _EDITED(params) == _NOTHING
 
@@ -58,7 +62,9 @@ class AheadRunner:
         chosen = self._later.launch_step(
             self._decoder.stack, batch, self._runner.storage[0], sliding, self._decoder.head, draw
         )
-        return LaunchedStep(len(plan.items), places, {seq: row for row, seq in enumerate(sequences)}, chosen)
+        return LaunchedStep(
+            len(plan.items), places, {seq: row for row, seq in enumerate(sequences)}, chosen
+        )
 
     def collect(self, launched: LaunchedStep) -> Result:
         outputs = [Output() for _ in range(launched.items)]
@@ -66,5 +72,7 @@ class AheadRunner:
         for place, token, logit in zip(
             launched.places, found.ids.tolist(), found.logits.tolist(), strict=True
         ):
-            outputs[place] = Output([token]) if isfinite(logit) else Output(failure=sampler.NOT_A_NUMBER)
+            outputs[place] = (
+                Output([token]) if isfinite(logit) else Output(failure=sampler.NOT_A_NUMBER)
+            )
         return Result(outputs)

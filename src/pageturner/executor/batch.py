@@ -49,7 +49,9 @@ def pack(plan: Plan, block_size: int, scratch_block: int, before: Rows = NO_ROWS
             if end > len(sequence.tokens):
                 tokens += sequence.draft[: end - len(sequence.tokens)]
             positions += range(start, end)
-            slots += [blocks[p // block_size] * block_size + p % block_size for p in range(start, end)]
+            slots += [
+                blocks[p // block_size] * block_size + p % block_size for p in range(start, end)
+            ]
         starts.append(len(tokens))
         contexts.append(end)
         tables.append(blocks)
@@ -92,6 +94,9 @@ def pack_sliding(batch: Batch, plan: Plan, block_size: int, scratch_block: int) 
         released, sliding = item.sequence.released, item.sequence.sliding[: len(row)]
         row[released : len(sliding)] = sliding[released:]
     owner = np.repeat(np.arange(len(block_table), dtype=np.int32), np.diff(batch.query_start))
-    slots = block_table[owner, batch.positions // block_size] * block_size + batch.positions % block_size
+    slots = (
+        block_table[owner, batch.positions // block_size] * block_size
+        + batch.positions % block_size
+    )
     slots[batch.slots < 0] = -1
     return replace(batch, block_table=block_table, slots=slots)

@@ -60,7 +60,9 @@ class Costs:
 def best_length(costs: Costs, percent: int, sequences: int, most: int) -> tuple[int, float]:
     """The length of a draft that gains most, if so many of a hundred tokens are right, and the gain; 0 and 1
     where none is worth it."""
-    gains = [(costs.gain(percent / 100, sequences, length), length) for length in range(1, most + 1)]
+    gains = [
+        (costs.gain(percent / 100, sequences, length), length) for length in range(1, most + 1)
+    ]
     best, length = max(gains, default=(0.0, 0))
     return (length, best) if best >= LEAST_GAIN else (0, 1.0)
 

@@ -48,7 +48,9 @@ class DraftModel:
         self._records = SequenceMemory(_DraftRecord)
 
     def propose(self, items: Tokens[Item], outputs: Tokens[Output]) -> None:
-        guesses = list(self._begin([pair for pair in zip(items, outputs, strict=True) if pair[1].tokens]))
+        guesses = list(
+            self._begin([pair for pair in zip(items, outputs, strict=True) if pair[1].tokens])
+        )
         while guesses:
             guesses = self._step(guesses)
 
@@ -63,10 +65,14 @@ class DraftModel:
             record.follow(tokens, self._size, item.drafted, len(output.tokens) - 1)
             known = min(self._known(seq.blocks, tokens, record.chains), len(tokens) - 1)
             n, left = len(tokens) - known, seq.limit - len(tokens)
-            most = min(MOST, MOST_DRAFTED - drafted, left - 1, self._decoder.spec.context - len(tokens) + 1)
+            most = min(
+                MOST, MOST_DRAFTED - drafted, left - 1, self._decoder.spec.context - len(tokens) + 1
+            )
             length = self._length(record, len(ending), most, n, left)
             if length and n > MOST + 1:
-                part = min(n, behind) if seq.generated else 0  # its first token does not wait for this
+                part = (
+                    min(n, behind) if seq.generated else 0
+                )  # its first token does not wait for this
                 length, n, behind = length if part == n else 0, part, behind - part
                 if not n:
                     continue
@@ -78,7 +84,9 @@ class DraftModel:
             row = Sequence(seq.request, seq.index, tokens, known, blocks, scored=seq.prompt_len)
             yield _Guess(row, output, list(record.chains), n, length)
 
-    def _length(self, record: _DraftRecord, sequences: int, most: int, behind: int, left: int) -> int:
+    def _length(
+        self, record: _DraftRecord, sequences: int, most: int, behind: int, left: int
+    ) -> int:
         """Tokens to draft, 0 where that does not pay: among so many sequences, with so many tokens that the
         draft model has not seen, and at most so many left to draft for."""
         if record.rest:
@@ -108,7 +116,9 @@ class DraftModel:
         items = [Item(guess.row, guess.n, guess.row.computed) for guess in guesses]
         batch = pack(Plan(items), self._size, self._blocks + MOST_DRAFTED)
         vocab = self._decoder.spec.vocab
-        tokens = np.minimum(batch.tokens, vocab - 1)  # the target may have more padding, and choose it
+        tokens = np.minimum(
+            batch.tokens, vocab - 1
+        )  # the target may have more padding, and choose it
         hidden = self._decoder.hidden(replace(batch, tokens=tokens), self.storage)
         for guess in guesses:
             self._note(guess)
@@ -118,7 +128,9 @@ class DraftModel:
             return []
         chosen = self._decoder.choose(hidden, sampler.draws([guess.row for guess in drawn]))
         more = []
-        for guess, token, logit in zip(drawn, chosen.ids.tolist(), chosen.logits.tolist(), strict=True):
+        for guess, token, logit in zip(
+            drawn, chosen.ids.tolist(), chosen.logits.tolist(), strict=True
+        ):
             if isfinite(logit):
                 guess.output.draft.append(token)
                 guess.row.tokens.append(token)
@@ -134,7 +146,9 @@ class DraftModel:
         end = row.computed + guess.n
         lengthen(chains, row.tokens, size)
         for i in range(row.computed // size, -(-end // size)):
-            self._pages[row.blocks[i]] = _Page(chains[i], row.tokens[i * size : min(end, (i + 1) * size)])
+            self._pages[row.blocks[i]] = _Page(
+                chains[i], row.tokens[i * size : min(end, (i + 1) * size)]
+            )
 
 
 class _DraftRecord:

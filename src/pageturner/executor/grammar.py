@@ -28,13 +28,19 @@ from pageturner.text.structured_outputs import compiled, message_of
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-COMPILERS = 4  # grammars compiled at once; as many slow ones hold up other new grammars, and nothing else
+COMPILERS = (
+    4  # grammars compiled at once; as many slow ones hold up other new grammars, and nothing else
+)
 MOST_COMPILED = 64
 
-Mask = NDArray[np.uint8]  # a bit for each token of the vocabulary, lowest first; set: it may come next
+Mask = NDArray[
+    np.uint8
+]  # a bit for each token of the vocabulary, lowest first; set: it may come next
 Masks = Mapping[Sequence, Mask]
 NO_MASKS: Masks = {}
-LONGEST_TOKEN = 1024  # bytes; llguidance takes none that is longer, and its text can be had by shorter ones
+LONGEST_TOKEN = (
+    1024  # bytes; llguidance takes none that is longer, and its text can be had by shorter ones
+)
 _NOTHING: Mask = np.zeros(1, np.uint8)
 
 
@@ -46,7 +52,9 @@ def allowed(masks: Masks, sequences: list[Sequence], vocabulary: int) -> Allowed
     """The masks of these sequences, one row each, of a model of so many tokens. A mask that is shorter allows
     nothing behind its end; a sequence without a grammar may have any token. None if none has a grammar."""
     held = [
-        r for r, sequence in enumerate(sequences) if sequence.request.params.structured_outputs is not None
+        r
+        for r, sequence in enumerate(sequences)
+        if sequence.request.params.structured_outputs is not None
     ]
     if not held:
         return None
@@ -90,8 +98,12 @@ class Compiler:
             if self._vocabulary is None:
                 words = _Words(self._load())
                 self._pieces = frozenset(words.tokens)
-                with refusing(lambda why: GrammarError(f"the model's vocabulary takes no grammar: {why}")):
-                    self._vocabulary = LLTokenizer(TokenizerWrapper(words), eos_token=list(words.eos_ids))
+                with refusing(
+                    lambda why: GrammarError(f"the model's vocabulary takes no grammar: {why}")
+                ):
+                    self._vocabulary = LLTokenizer(
+                        TokenizerWrapper(words), eos_token=list(words.eos_ids)
+                    )
         matcher = compiled(self._vocabulary, grammar)
         if matcher.is_error():
             raise GrammarError(message_of(matcher.get_error()))
@@ -107,7 +119,9 @@ class Compiler:
             fewest[end] = min(counts, default=len(text))
         # the last token may say more than what is certain
         return (
-            min(fewest[start] + 1 for start in range(max(0, len(text) - longest), len(text))) if text else 0
+            min(fewest[start] + 1 for start in range(max(0, len(text) - longest), len(text)))
+            if text
+            else 0
         )
 
 
@@ -200,7 +214,9 @@ class Grammars:
         self._least = least
         self._most_places = most_places
         self._compiled: OrderedDict[str, Future[Start]] = OrderedDict()
-        self._places: OrderedDict[tuple[int, int], _Place] = OrderedDict()  # of the masking thread alone
+        self._places: OrderedDict[tuple[int, int], _Place] = (
+            OrderedDict()
+        )  # of the masking thread alone
         self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="grammar")
         self._masker = ThreadPoolExecutor(1, thread_name_prefix="mask")
 

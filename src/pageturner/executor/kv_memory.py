@@ -30,7 +30,9 @@ def available_memory() -> int:
     """Bytes that this process may still take. EngineFault where the machine does not say."""
     free = memory.available()
     if free is None:
-        raise EngineFault("kv_memory", "this machine does not say how much memory is free: no /proc/meminfo")
+        raise EngineFault(
+            "kv_memory", "this machine does not say how much memory is free: no /proc/meminfo"
+        )
     return free
 
 

@@ -12,7 +12,9 @@ from pageturner.telemetry.work import ModelCosts
 def model_costs(decoder: Decoder, kv_dtype: str) -> ModelCosts:
     """Layers with a sliding window count as such where sequences can be longer than the window."""
     spec, sizes = decoder.spec, decoder.sizes
-    layers, ending, experts, last = (sizes[name] for name in ("layers", "ending", "experts", "last_experts"))
+    layers, ending, experts, last = (
+        sizes[name] for name in ("layers", "ending", "experts", "last_experts")
+    )
     chosen = spec.experts.top_k / spec.experts.count if spec.experts else 1.0
     pair = 4.0 * spec.heads * spec.head_dim  # query times key, weight times value
     position = decoder.kv_spec(1, 1, kv_dtype).bytes_per_token / spec.layers

@@ -35,7 +35,11 @@ def pool(decoder: Decoder, ops: Ops, items: list[Item], hidden: Array) -> dict[i
         scored += len(item.scored)
         if item.sequence.request.params.pooling and rows:
             counted = [row for position, row in rows.items() if _counts(position, item)]
-            values = decoder.normed(ops.take_rows(hidden, np.array(counted, np.int32))) if counted else None
+            values = (
+                decoder.normed(ops.take_rows(hidden, np.array(counted, np.int32)))
+                if counted
+                else None
+            )
             found[i] = _sum(values, len(rows))
     return found
 

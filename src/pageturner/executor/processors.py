@@ -40,7 +40,8 @@ def _bad_words(params: SamplingParams, sequence: Sequence) -> list[Edit]:
     ends = [
         word[-1]
         for word in params.bad_words_token_ids
-        if (before := len(word) - 1) <= generated and tuple(tokens[len(tokens) - before :]) == word[:-1]
+        if (before := len(word) - 1) <= generated
+        and tuple(tokens[len(tokens) - before :]) == word[:-1]
     ]
     return [Edit(Operation.FORBID, ends)] if ends else []
 
@@ -115,5 +116,7 @@ def _edits(sequence: Sequence) -> list[Edit]:
     asked = _ASKED(params)
     if asked == _NOTHING:  # what most requests have, at every token
         return []
-    wanted = [edits for edits, mine, default in zip(_OF, asked, _NOTHING, strict=True) if mine != default]
+    wanted = [
+        edits for edits, mine, default in zip(_OF, asked, _NOTHING, strict=True) if mine != default
+    ]
     return [edit for edits in dict.fromkeys(wanted) for edit in edits(params, sequence)]

@@ -13,7 +13,9 @@ from pageturner.models.decoder import Decoder
 from pageturner.request import PromptLogprob
 from pageturner.scheduler.types import Item
 
-SCORED_ROWS = 64  # prompt positions whose logits are in memory at once: 39 MB with a vocabulary of 152k
+SCORED_ROWS = (
+    64  # prompt positions whose logits are in memory at once: 39 MB with a vocabulary of 152k
+)
 
 
 def score_prompts(
@@ -22,7 +24,12 @@ def score_prompts(
     """Item -> logprobs of the prompt tokens behind its `scored` positions. The rows of these are rows from
     `first` on of hidden [R, d], those of items whose rows are pooled among them."""
     wanted = [
-        (row, i, item.sequence.tokens[position + 1], item.sequence.request.params.prompt_logprobs or 0)
+        (
+            row,
+            i,
+            item.sequence.tokens[position + 1],
+            item.sequence.request.params.prompt_logprobs or 0,
+        )
         for row, (i, item, position) in enumerate(
             ((i, item, position) for i, item in enumerate(items) for position in item.scored), first
         )

@@ -78,14 +78,19 @@ class Runner:
         batch.adapters = self._decoder.adapters_of(names + [""] * len(plan.ballast))
         if not self._sizes.window:
             return batch, None
-        return batch, (pack_sliding(batch, plan, self._block_size, self._sizes.sliding), self.storage[1])
+        return batch, (
+            pack_sliding(batch, plan, self._block_size, self._sizes.sliding),
+            self.storage[1],
+        )
 
     def run(self, plan: Plan) -> Result:
         begin = perf_counter()
         batch, sliding = self.pack(plan)
         each = [sampler.rows_of(item) if item.wants_logits else [] for item in plan.items]
         ending = [row for rows in each for row in rows]
-        masks = self._grammars.begin(ending) if self._grammars else dict  # while the layers are computed
+        masks = (
+            self._grammars.begin(ending) if self._grammars else dict
+        )  # while the layers are computed
         packed = perf_counter()
         hidden = self._decoder.hidden(batch, self.storage[0], sliding)
         computed = perf_counter()
@@ -116,7 +121,9 @@ class Runner:
             else:
                 outputs[i].prompt_logprobs = [score for score in found if score is not None]
         for i, told in pooled.items():
-            outputs[i] = replace(outputs[i], pooled=told) if told else Output(failure=sampler.NOT_A_NUMBER)
+            outputs[i] = (
+                replace(outputs[i], pooled=told) if told else Output(failure=sampler.NOT_A_NUMBER)
+            )
         return Result(outputs, spent)
 
     def _copy_blocks(self, plan: Plan) -> None:

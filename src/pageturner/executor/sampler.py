@@ -61,7 +61,9 @@ def rows_of(item: Item) -> list[Sequence]:
     sequence = item.sequence
     return [sequence] + [
         Sequence(
-            sequence.request, index=sequence.index, tokens=[*sequence.tokens, *sequence.draft[: count + 1]]
+            sequence.request,
+            index=sequence.index,
+            tokens=[*sequence.tokens, *sequence.draft[: count + 1]],
         )
         for count in range(item.drafted)
     ]
@@ -101,11 +103,15 @@ def choose(
     adapters = decoder.adapters_of(names) if any(names) else None
     chosen = decoder.choose(hidden, draws(sequences), masks, edits, wanted, adapters)
     outputs, told = [], chosen.logprobs
-    for row, (token, logit) in enumerate(zip(chosen.ids.tolist(), chosen.logits.tolist(), strict=True)):
+    for row, (token, logit) in enumerate(
+        zip(chosen.ids.tolist(), chosen.logits.tolist(), strict=True)
+    ):
         params = sequences[row].request.params
         if told is not None and params.beam_width:
             outputs.append(_candidates(told, row, params))
-        elif isfinite(logit) and (told is None or params.logprobs is None or isfinite(told.lse[row])):
+        elif isfinite(logit) and (
+            told is None or params.logprobs is None or isfinite(told.lse[row])
+        ):
             outputs.append(Output([token]))
         else:
             bits = None if masks is None else masks[row : row + 1]
@@ -128,7 +134,10 @@ def _logprobs_wanted(params: list[SamplingParams], vocabulary: int) -> LogprobsW
 
 def _add_logprobs(outputs: list[Output], logprobs: Logprobs, sequences: list[Sequence]) -> None:
     chosen = logprobs.chosen.tolist()
-    ids, values = logprobs.top[0].tolist(), np.maximum(logprobs.top[1], np.float32(LOGPROB_FLOOR)).tolist()
+    ids, values = (
+        logprobs.top[0].tolist(),
+        np.maximum(logprobs.top[1], np.float32(LOGPROB_FLOOR)).tolist(),
+    )
     for row, (output, sequence) in enumerate(zip(outputs, sequences, strict=True)):
         params = sequence.request.params
         if params.logprobs is None or output.failure is not None:
@@ -149,7 +158,9 @@ def _candidates(logprobs: Logprobs, row: int, params: SamplingParams) -> Output:
     return Output(candidates=[pair for pair in found.items() if isfinite(pair[1])])
 
 
-def score(ops: Ops, logits: F32, tokens: list[int], counts: list[int]) -> list[PromptLogprob | None]:
+def score(
+    ops: Ops, logits: F32, tokens: list[int], counts: list[int]
+) -> list[PromptLogprob | None]:
     """Row r of logits [R, V] stood before tokens[r]: its logprob, its rank (1: nothing is likelier), and the
     counts[r] most likely tokens. None for a row that is not numbers."""
     lse, ids, values = _logprobs(ops, logits, max(counts))
@@ -170,7 +181,9 @@ def draws(sequences: list[Sequence], lengths: list[int] | None = None) -> Draw:
     if not any(p.temperature for p in params):
         return _greedy(len(params))
     lengths = lengths or [len(sequence.tokens) for sequence in sequences]
-    noise = [uniform(p.seed or 0, s.index, n) for p, s, n in zip(params, sequences, lengths, strict=True)]
+    noise = [
+        uniform(p.seed or 0, s.index, n) for p, s, n in zip(params, sequences, lengths, strict=True)
+    ]
     return (
         np.array([p.temperature for p in params], np.float32),
         np.array([max(p.top_k, 0) for p in params], np.int32),
@@ -190,5 +203,7 @@ def _logprobs(ops: Ops, logits: F32, k: int) -> tuple[F32, I32, F32]:
     """Log-sum-exp [R], and the k most likely tokens with their logprobs [R, k]."""
     lse, ids, _ = ops.top_logprobs(logits, k)
     # the same subtraction as for the chosen token, so that it is reported with one value, not two
-    values = np.maximum(np.take_along_axis(logits, ids, 1) - lse[:, None], np.float32(LOGPROB_FLOOR))
+    values = np.maximum(
+        np.take_along_axis(logits, ids, 1) - lse[:, None], np.float32(LOGPROB_FLOOR)
+    )
     return lse, ids, values

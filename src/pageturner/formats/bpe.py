@@ -21,7 +21,15 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
 from pageturner.errors import EngineFault
-from pageturner.formats.sentencepiece import BYTE, HIDDEN, NORMAL, SPACE, USER_DEFINED, of_kind, piece_bytes
+from pageturner.formats.sentencepiece import (
+    BYTE,
+    HIDDEN,
+    NORMAL,
+    SPACE,
+    USER_DEFINED,
+    of_kind,
+    piece_bytes,
+)
 from pageturner.formats.tokenizer import least
 
 # One text at a time needs no thread pool, and the library warns when a process that has one forks.
@@ -85,9 +93,7 @@ _DEEPSEEK_LETTERS = (
     "\U00010cf2\U000118a0-\U000118df\U0001e900-\U0001e943"
 )
 _CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
-_WIDE_SIGNS = (
-    "!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3001-\u3002"  # llama.cpp takes U+3000 for a space only
-)
+_WIDE_SIGNS = "!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3001-\u3002"  # llama.cpp takes U+3000 for a space only
 _CJK3 = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 _END_BLANKS = r"(?<!\s)\s+\z"  # `\s+$`, in linear time
 
@@ -101,7 +107,9 @@ _KINDS = {
     ),
     "dbrx smaug-bpe chatglm-bpe": Pre((_LLAMA3,)),
     "glm4 glm5": Pre((_LLAMA3,), ignore_merges=True),
-    "qwen2 deepseek-r1-qwen kormo f2llmv2 stablelm2 hunyuan megrez solar-open grok-2": Pre((_QWEN2,)),
+    "qwen2 deepseek-r1-qwen kormo f2llmv2 stablelm2 hunyuan megrez solar-open grok-2": Pre(
+        (_QWEN2,)
+    ),
     "qwen35": Pre((_QWEN35,)),
     "gpt-4o llama4 kanana2 talkie minimax-m2": Pre((_GPT4O,)),
     "tekken": Pre((_TEKKEN,), ignore_merges=True, add_bos=True),
@@ -146,11 +154,15 @@ def byte_level_bytes(text: str) -> bytes:
 class ByteLevel:
     """Byte-level BPE: a `Codec`. Kinds as in `spm`; merges best first, each "left right"."""
 
-    def __init__(self, tokens: Sequence[str], kinds: Sequence[int], merges: Iterable[str], pre: Pre) -> None:
+    def __init__(
+        self, tokens: Sequence[str], kinds: Sequence[int], merges: Iterable[str], pre: Pre
+    ) -> None:
         self._tokens = tokens
         self.vocab_size = len(tokens)
         hidden, defined = of_kind(tokens, kinds, HIDDEN), of_kind(tokens, kinds, (USER_DEFINED,))
-        self._literal = frozenset([*hidden.values(), *defined.values()])  # these are text, not byte-level
+        self._literal = frozenset(
+            [*hidden.values(), *defined.values()]
+        )  # these are text, not byte-level
         vocab = {token: i for i, token in enumerate(tokens)}
         # A byte without a token is dropped, but its neighbours must not merge across it (as in llama.cpp; the
         # library would drop it first): it gets an id behind the vocabulary, which `encode` takes out again.
@@ -176,7 +188,9 @@ class ByteLevel:
         """Each byte with a token is in one, whose text has a character for each of its bytes."""
         if not self._homeless:
             return least(len(text), self._longest)
-        return least(len(text.encode("utf-8", "replace").translate(None, self._homeless)), self._longest)
+        return least(
+            len(text.encode("utf-8", "replace").translate(None, self._homeless)), self._longest
+        )
 
     @cached_property
     def _longest(self) -> int:
@@ -200,7 +214,9 @@ class RawBPE:
         for text in of_kind(tokens, kinds, (BYTE,)):
             piece_bytes(text, BYTE)  # raises for a broken one
         self._every_byte = len(of_kind(tokens, kinds, (BYTE,))) == 256
-        self._lines = {t: i for t, i in of_kind(tokens, kinds, (NORMAL,)).items() if not t.strip("\n")}
+        self._lines = {
+            t: i for t, i in of_kind(tokens, kinds, (NORMAL,)).items() if not t.strip("\n")
+        }
         model = _model(vocab, merges, byte_fallback=True)
         split = pre_tokenizers.Split(Regex(r"[^\n]+|\n+"), "isolated")
         escape = normalizers.Replace(" ", SPACE)
@@ -234,12 +250,16 @@ def _model(vocab: dict[str, int], merges: Iterable[str], **options: bool) -> BPE
     for line in merges:
         space = line.find(" ", 1)
         if space < 0:
-            raise EngineFault("tokenizer_corrupt", f"the tokenizer of the model has the merge {line!r}")
+            raise EngineFault(
+                "tokenizer_corrupt", f"the tokenizer of the model has the merge {line!r}"
+            )
         pairs.append((line[:space], line[space + 1 :]))
     try:
         return BPE(vocab, pairs, **options)
     except Exception as error:  # the library raises bare Exception
-        raise EngineFault("tokenizer_corrupt", f"the tokenizer of the model is broken: {error}") from error
+        raise EngineFault(
+            "tokenizer_corrupt", f"the tokenizer of the model is broken: {error}"
+        ) from error
 
 
 def _backend(

@@ -75,7 +75,9 @@ def read_generation(model: GGUFFile | Path | None, setting: str = "auto") -> Gen
         path = Path(setting).expanduser()
         path = path / FILE if path.is_dir() else path
         if not path.is_file():
-            message = f"--generation-config {setting}: there is no {path}; say auto, none or where one is"
+            message = (
+                f"--generation-config {setting}: there is no {path}; say auto, none or where one is"
+            )
             raise EngineFault("generation_config", message)
         return _from_json(path)
     if isinstance(model, GGUFFile):
@@ -115,7 +117,11 @@ def _from_gguf(file: GGUFFile) -> GenerationDefaults:
     if found:
         return GenerationDefaults(_checked(rounded, file.path), (), file.path)
     advised = advice(file.path)
-    return GenerationDefaults(dict(advised), (), "the model's card") if advised else GenerationDefaults()
+    return (
+        GenerationDefaults(dict(advised), (), "the model's card")
+        if advised
+        else GenerationDefaults()
+    )
 
 
 def _checked(found: dict[str, Any], source: str) -> dict[str, Any]:
@@ -138,5 +144,7 @@ def _eos_ids(values: dict[str, Any], path: str | os.PathLike[str]) -> tuple[int,
     eos = values.get("eos_token_id")
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if not all(type(i) is int and i >= 0 for i in ids):
-        raise EngineFault("generation_config", f"{path}: eos_token_id should be token ids, not {eos!r}")
+        raise EngineFault(
+            "generation_config", f"{path}: eos_token_id should be token ids, not {eos!r}"
+        )
     return tuple(ids)

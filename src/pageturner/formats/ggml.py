@@ -142,26 +142,32 @@ def _q6_k(raw: U8) -> Blocks:
     low, high, s, d = _fields(raw, 128, 64, 16, 2)
     rows, blocks = low.shape[:2]
     nibbles = _groups(low.reshape(rows, blocks, 2, 64), 4).reshape(rows, blocks, 8, 32)
-    q = nibbles | _groups(high.reshape(rows, blocks, 2, 32), 2).reshape(rows, blocks, 8, 32) << np.uint8(4)
+    q = nibbles | _groups(high.reshape(rows, blocks, 2, 32), 2).reshape(
+        rows, blocks, 8, 32
+    ) << np.uint8(4)
     scale = _halves(d)[..., None] * s.view(np.int8).astype(np.float32)
-    return Blocks((q.view(np.int8) - np.int8(32)).reshape(rows, -1, 16), scale.reshape(rows, -1), None)
+    return Blocks(
+        (q.view(np.int8) - np.int8(32)).reshape(rows, -1, 16), scale.reshape(rows, -1), None
+    )
 
 
 # What the nibbles stand for: 4-bit floats e2m1 times 2; IQ4_NL and IQ4_XS.
 E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
-_IQ4 = np.array(
-    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8
-)  # fmt: skip
+_IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
 
 
 def _floats(raw: U8) -> NDArray[np.float32]:
     return np.ascontiguousarray(raw).view("<f4").astype(np.float32)
 
 
-def _sixteens(q: NDArray[np.int8], scale: NDArray[np.float32], low: NDArray[np.float32] | None) -> Blocks:
+def _sixteens(
+    q: NDArray[np.int8], scale: NDArray[np.float32], low: NDArray[np.float32] | None
+) -> Blocks:
     rows = len(q)
     return Blocks(
-        q.reshape(rows, -1, 16), scale.reshape(rows, -1), None if low is None else low.reshape(rows, -1)
+        q.reshape(rows, -1, 16),
+        scale.reshape(rows, -1),
+        None if low is None else low.reshape(rows, -1),
     )
 
 
@@ -247,15 +253,31 @@ def _q8_w(raw: U8) -> Blocks:
 def _t4_w(raw: U8) -> Blocks:
     d, t, q = _fields(raw, 4, 16, 16)
     table = np.ascontiguousarray(t).view(np.int8)
-    return Blocks(np.take_along_axis(table, _nibbles(q).astype(np.intp), axis=-1), _floats(d)[..., 0], None)
+    return Blocks(
+        np.take_along_axis(table, _nibbles(q).astype(np.intp), axis=-1), _floats(d)[..., 0], None
+    )
 
 
 _UNPACK = {
-    "Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1,
-    "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "Q2_K": _q2_k, "Q3_K": _q3_k,
-    "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs, "MXFP4": _mxfp4, "TQ1_0": _tq1_0, "TQ2_0": _tq2_0,
-    "Q4_W": _q4_w, "Q8_W": _q8_w, "T4_W": _t4_w,
-}  # fmt: skip
+    "Q8_0": _q8_0,
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
+    "TQ1_0": _tq1_0,
+    "TQ2_0": _tq2_0,
+    "Q4_W": _q4_w,
+    "Q8_W": _q8_w,
+    "T4_W": _t4_w,
+}
 ROUNDED = ("Q2_K",)  # become another kind when they are loaded: see models/quantise.py
 QUANTISED = tuple(kind for kind in _UNPACK if kind not in ROUNDED)  # that can be computed with
 FLOATS = ("F32", "F16", "BF16", "F8_W")
@@ -267,11 +289,15 @@ def unpack(kind: str, shape: tuple[int, ...], data: U8) -> Blocks:
     """A quantised matrix taken apart. EngineFault('weight_kind') for a kind that is unknown."""
     if kind not in _UNPACK:
         known = ", ".join(IN_FILES)
-        raise EngineFault("weight_kind", f"weights of kind {kind} are not supported; there are {known}")
+        raise EngineFault(
+            "weight_kind", f"weights of kind {kind} are not supported; there are {known}"
+        )
     rows, columns = shape
     values, nbytes = BY_NAME[kind].values, BY_NAME[kind].nbytes
     if columns % values:
-        raise EngineFault("weight_kind", f"{kind} weights need a multiple of {values} columns, not {columns}")
+        raise EngineFault(
+            "weight_kind", f"{kind} weights need a multiple of {values} columns, not {columns}"
+        )
     return _UNPACK[kind](data.reshape(rows, columns // values, nbytes))
 
 

@@ -32,7 +32,19 @@ Scalar = int | float | bool | str
 Value = TypeVar("Value", int, float, bool, str)
 
 _STRING, _ARRAY = 8, 9
-_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_FORMATS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 _FIXED = {number: struct.Struct("<" + code) for number, code in _FORMATS.items()}
 _WHOLE = [number for number, code in _FORMATS.items() if code in "BbHhIiQq"]
 _U32, _U64 = _FIXED[4], _FIXED[10]
@@ -57,12 +69,16 @@ class Array:
         """The elements, decoded. EngineFault('gguf_corrupt') if a string is not UTF-8."""
         if self.kind == _STRING:
             return list(self.strings())
-        return list(struct.unpack_from(f"<{self.count}{_FORMATS[self.kind]}", self.data, self.offset))
+        return list(
+            struct.unpack_from(f"<{self.count}{_FORMATS[self.kind]}", self.data, self.offset)
+        )
 
     def integers(self) -> list[int]:
         """The elements of an array of whole numbers. EngineFault('gguf_metadata') if it is not one."""
         if self.kind not in _WHOLE:
-            raise EngineFault("gguf_metadata", "expected an array of whole numbers in the model file")
+            raise EngineFault(
+                "gguf_metadata", "expected an array of whole numbers in the model file"
+            )
         return [int(element) for element in self.tolist()]
 
     def floats(self) -> list[float]:
@@ -83,7 +99,9 @@ class Array:
                 position = start + size(data, position)[0]
                 out.append(data[start:position].decode())
         except UnicodeDecodeError as error:
-            raise EngineFault("gguf_corrupt", "the model file holds a string that is not UTF-8") from error
+            raise EngineFault(
+                "gguf_corrupt", "the model file holds a string that is not UTF-8"
+            ) from error
         return out
 
 
@@ -116,7 +134,9 @@ class _ByteReader:
         """Step over `count` bytes; where they started."""
         start = self.position
         if count > self.size - start:
-            raise EngineFault("gguf_truncated", f"the model file ends too early, at byte {self.size:,}")
+            raise EngineFault(
+                "gguf_truncated", f"the model file ends too early, at byte {self.size:,}"
+            )
         self.position = start + count
         return start
 
@@ -135,7 +155,9 @@ class _ByteReader:
         try:
             return self.data[start : self.position].decode()
         except UnicodeDecodeError as error:
-            raise EngineFault("gguf_corrupt", f"the string at byte {start:,} is not UTF-8") from error
+            raise EngineFault(
+                "gguf_corrupt", f"the string at byte {start:,} is not UTF-8"
+            ) from error
 
     def value(self, key: str) -> Scalar | Array:
         kind = self.u32()
@@ -144,7 +166,9 @@ class _ByteReader:
         if kind == _STRING:
             return self.string()
         if kind != _ARRAY:
-            raise EngineFault("gguf_corrupt", f"metadata key {key!r} has the unknown value type {kind}")
+            raise EngineFault(
+                "gguf_corrupt", f"metadata key {key!r} has the unknown value type {kind}"
+            )
         return self.array(key)
 
     def array(self, key: str) -> Array:
@@ -191,7 +215,9 @@ class GGUFFile:
         _check_version(reader.u32(), path)
         tensor_count, pair_count = reader.u64(), reader.u64()
         if tensor_count * _SHORTEST_TENSOR + pair_count * _SHORTEST_PAIR > len(data):
-            raise EngineFault("gguf_truncated", f"{path} is too short for what its header announces")
+            raise EngineFault(
+                "gguf_truncated", f"{path} is too short for what its header announces"
+            )
         self.metadata = _read_metadata(reader, pair_count)
         self.tensors = _read_tensors(reader, tensor_count, self.get("general.alignment", int, 32))
 
@@ -223,7 +249,11 @@ class GGUFFile:
         info = self.tensors.get(name)
         if info is None:
             raise EngineFault("tensor_missing", f"{self.path} lacks the tensor {name!r}")
-        return info.kind, info.shape, memoryview(self._data)[info.offset : info.offset + info.nbytes]
+        return (
+            info.kind,
+            info.shape,
+            memoryview(self._data)[info.offset : info.offset + info.nbytes],
+        )
 
     def advise(self, names: Iterable[str], *, needed: bool) -> None:
         """Tensors that are needed soon, or not any more (formats/mapped.py). Unknown names are passed
@@ -271,15 +301,21 @@ def _damage(path: str | os.PathLike[str]) -> Iterator[None]:
         except EngineFault as fault:
             if fault.code not in _DAMAGED:
                 raise
-            raise EngineFault(fault.code, f"{name} is {_DAMAGED[fault.code]} ({fault.message})") from fault
+            raise EngineFault(
+                fault.code, f"{name} is {_DAMAGED[fault.code]} ({fault.message})"
+            ) from fault
 
 
 def _check_version(version: int, path: str) -> None:
     if version in (2, 3):
         return
     if version and not version & 0xFFFF:
-        raise EngineFault("gguf_version", f"{path} is big-endian GGUF; only little-endian is supported")
-    raise EngineFault("gguf_version", f"{path} is GGUF version {version}; versions 2 and 3 are supported")
+        raise EngineFault(
+            "gguf_version", f"{path} is big-endian GGUF; only little-endian is supported"
+        )
+    raise EngineFault(
+        "gguf_version", f"{path} is GGUF version {version}; versions 2 and 3 are supported"
+    )
 
 
 def _read_metadata(reader: _ByteReader, count: int) -> dict[str, Scalar | Array]:
@@ -295,7 +331,9 @@ def _read_metadata(reader: _ByteReader, count: int) -> dict[str, Scalar | Array]
 def _read_tensors(reader: _ByteReader, count: int, alignment: int) -> dict[str, TensorInfo]:
     """The tensor table."""
     if alignment < 8 or alignment & (alignment - 1):
-        raise EngineFault("gguf_corrupt", f"alignment {alignment} is not a power of two of at least 8")
+        raise EngineFault(
+            "gguf_corrupt", f"alignment {alignment} is not a power of two of at least 8"
+        )
     tensors: dict[str, TensorInfo] = {}
     for _ in range(count):
         info = _read_tensor(reader, alignment)
@@ -333,7 +371,9 @@ def _read_tensor(reader: _ByteReader, alignment: int) -> TensorInfo:
         message = f"tensor {name!r} is of the unknown type {number}: get the model in another one, such as"
         raise EngineFault("gguf_kind", f"{message} Q8_0 or Q4_K_M")
     if 0 in shape or shape[-1] % kind.values:
-        raise EngineFault("gguf_corrupt", f"tensor {name!r} of type {kind.name} has the bad shape {shape}")
+        raise EngineFault(
+            "gguf_corrupt", f"tensor {name!r} of type {kind.name} has the bad shape {shape}"
+        )
     if offset % alignment:
         raise EngineFault("gguf_corrupt", f"tensor {name!r} is not aligned to {alignment} bytes")
     return TensorInfo(name, kind.name, shape, offset, prod(shape) // kind.values * kind.nbytes)

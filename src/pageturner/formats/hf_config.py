@@ -19,7 +19,9 @@ from pageturner.errors import EngineFault
 CONFIG = "config.json"
 MOST_BYTES = 16 << 20  # of one such file: parsed it may take twenty times as much memory
 _MOST_DIGITS = 20  # of a whole number: what 64 bits hold, and a sign
-_LARGE_DIGITS = 40  # of one that is read as a float: Transformers writes 10^30 for "no longest text"
+_LARGE_DIGITS = (
+    40  # of one that is read as a float: Transformers writes 10^30 for "no longest text"
+)
 
 
 def parse_json(raw: bytes, pairs: Callable[[list[tuple[str, Any]]], dict[str, Any]] = dict) -> Any:

@@ -35,7 +35,9 @@ def load_folder(path: str | os.PathLike[str]) -> Tokenizer:
     found = _find(folder, added)
     own, size = found.marks, found.codec.vocab_size
     if not 0 < size <= MOST_TOKENS:
-        message = f"the tokenizer of {folder} has {size:,} token ids; there can be 1 to {MOST_TOKENS:,}"
+        message = (
+            f"the tokenizer of {folder} has {size:,} token ids; there can be 1 to {MOST_TOKENS:,}"
+        )
         raise EngineFault("tokenizer_corrupt", message)
     named = _json(folder / "special_tokens_map.json") | config
     bos = _named(found, named.get("bos_token"))
@@ -73,7 +75,8 @@ def _added_tokens(folder: Path, config: dict[str, Any]) -> dict[int, Added]:
     listed: dict[str, Any] = config.get("added_tokens_decoder") or {}
     try:
         added = {
-            int(i): Added(str(text), True, False) for text, i in _json(folder / "added_tokens.json").items()
+            int(i): Added(str(text), True, False)
+            for text, i in _json(folder / "added_tokens.json").items()
         }
         for i, token in listed.items():
             special, rstrip = bool(token.get("special")), bool(token.get("rstrip"))
@@ -100,9 +103,13 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
             return _bytes(jinja).decode()
         except UnicodeDecodeError as error:
             raise EngineFault("tokenizer_corrupt", f"{jinja} is not UTF-8: {error}") from error
-    template = _json(folder / "chat_template.json").get("chat_template", config.get("chat_template"))
+    template = _json(folder / "chat_template.json").get(
+        "chat_template", config.get("chat_template")
+    )
     if isinstance(template, list):  # several, by name
-        named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
+        named = {
+            item.get("name"): item.get("template") for item in template if isinstance(item, dict)
+        }
         template = named.get("default")
     return template if isinstance(template, str) else None
 

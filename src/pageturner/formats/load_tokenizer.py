@@ -94,7 +94,9 @@ def from_gguf(file: GGUFFile) -> Tokenizer:
         raise EngineFault("tokenizer_unsupported", message)
     if kind == "gpt2" and pre not in PRE_TOKENIZERS:
         known = ", ".join(PRE_TOKENIZERS)
-        raise EngineFault("tokenizer_unsupported", f"pre-tokenizer {pre!r} is not supported; known: {known}")
+        raise EngineFault(
+            "tokenizer_unsupported", f"pre-tokenizer {pre!r} is not supported; known: {known}"
+        )
     tokens = file.array(_KEY + "tokens").strings()
     kinds = file.array(_KEY + "token_type").integers()
     if not tokens:
@@ -152,8 +154,12 @@ def _rstrip(name: str, tokens: Sequence[str], kinds: Sequence[int]) -> frozenset
 
 def _end_ids(file: GGUFFile, tokens: Sequence[str], kinds: Sequence[int]) -> tuple[int, ...]:
     named = [_id(file, name, len(tokens)) for name in _ENDS]
-    ends = {tokens[i]: i for i, kind in enumerate(kinds) if kind == CONTROL and tokens[i] in _TURN_ENDS}
-    if "<|return|>" in ends and "<|call|>" in ends:  # gpt-oss: more messages of the same turn may follow
+    ends = {
+        tokens[i]: i for i, kind in enumerate(kinds) if kind == CONTROL and tokens[i] in _TURN_ENDS
+    }
+    if (
+        "<|return|>" in ends and "<|call|>" in ends
+    ):  # gpt-oss: more messages of the same turn may follow
         ends.pop("<|end|>", None)
     turns = ends.values()
     return tuple(dict.fromkeys(i for i in [*named, *turns] if i is not None))

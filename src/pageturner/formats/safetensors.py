@@ -24,9 +24,23 @@ from pageturner.formats.mapped import advise
 
 # Bytes of one element. The float types are called as in GGML; others are here to be refused by name.
 _SIZES = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "BOOL": 1,
-    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1,
-}  # fmt: skip
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+    "BOOL": 1,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U64": 8,
+    "U32": 4,
+    "U16": 2,
+    "U8": 1,
+}
 AGAIN = "fetch or copy the model again"
 CONVERT = (
     'Where Transformers and PyTorch are installed, this converts it: python -c "from transformers import'
@@ -54,14 +68,14 @@ class Safetensors:
         for file, data in files.items():
             for name, info in _read_header(data, f"{path}/{file}").items():
                 if name in self.tensors:
-                    raise EngineFault("safetensors_corrupt", f"tensor {name!r} occurs twice in {path}")
+                    raise EngineFault(
+                        "safetensors_corrupt", f"tensor {name!r} occurs twice in {path}"
+                    )
                 self.tensors[name] = info
                 self._data[name] = data
         for name, file in (names or {}).items():
             if self._data.get(name) is not files[file]:
-                message = (
-                    f"{path}/{file} lacks the tensor {name!r}, which the index of the shards says it holds"
-                )
+                message = f"{path}/{file} lacks the tensor {name!r}, which the index of the shards says it holds"
                 raise EngineFault("tensor_missing", f"{message}: {AGAIN}")
 
     def tensor(self, name: str) -> tuple[str, tuple[int, ...], memoryview]:
@@ -69,7 +83,11 @@ class Safetensors:
         info = self.tensors.get(name)
         if info is None:
             raise EngineFault("tensor_missing", f"{self.path} lacks the tensor {name!r}")
-        return info.kind, info.shape, memoryview(self._data[name])[info.offset : info.offset + info.nbytes]
+        return (
+            info.kind,
+            info.shape,
+            memoryview(self._data[name])[info.offset : info.offset + info.nbytes],
+        )
 
     def advise(self, names: Iterable[str], *, needed: bool) -> None:
         """Tensors that are needed soon, or not any more (formats/mapped.py). Unknown names are passed
@@ -91,28 +109,38 @@ def open_safetensors(folder: str | os.PathLike[str]) -> Safetensors:
         if missing:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             message = f"{root} lacks {len(missing)} of {len(shards)} shards of its weights"
-            raise EngineFault("shard_missing", f"{message}: {', '.join(missing[:3])}{more}: {AGAIN}")
+            raise EngineFault(
+                "shard_missing", f"{message}: {', '.join(missing[:3])}{more}: {AGAIN}"
+            )
         return Safetensors(str(root), {shard: _map(root / shard) for shard in shards}, names)
     single = root / "model.safetensors"
     if single.is_file():
         return Safetensors(str(root), {single.name: _map(single)}, None)
-    found = sorted(p.name for p in root.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".safetensors"))
+    found = sorted(
+        p.name for p in root.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".safetensors")
+    )
     hint = f": {AGAIN}"
     if found:
         hint = f", only {', '.join(found[:3])}, which is not read. {CONVERT.format(root)}"
-    raise EngineFault("weights_missing", f"{root} holds no model.safetensors and no index of shards{hint}")
+    raise EngineFault(
+        "weights_missing", f"{root} holds no model.safetensors and no index of shards{hint}"
+    )
 
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
         names = parse_json(read_bounded(path, _LONGEST_HEADER), _unique)["weight_map"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise EngineFault("safetensors_corrupt", f"{path} is not an index of shards: {error!r}") from error
+        raise EngineFault(
+            "safetensors_corrupt", f"{path} is not an index of shards: {error!r}"
+        ) from error
     if not isinstance(names, dict) or not all(_is_file_name(name) for name in names.values()):
         message = f"{path}: weight_map should name, for each tensor, a file in the same folder"
         raise EngineFault("safetensors_corrupt", message)
     if (shards := len(set(names.values()))) > _MOST_SHARDS:
-        raise EngineFault("safetensors_corrupt", f"{path} names {shards:,} files, more than are opened")
+        raise EngineFault(
+            "safetensors_corrupt", f"{path} names {shards:,} files, more than are opened"
+        )
     return names
 
 
@@ -150,17 +178,23 @@ def _read_header(data: mmap.mmap | bytes, file: str) -> dict[str, TensorInfo]:
     """The tensor table, every range checked against the file and against the others."""
     length = struct.unpack_from("<Q", data)[0] if len(data) >= 8 else 0
     if not 2 <= length <= min(_LONGEST_HEADER, len(data) - 8):
-        raise EngineFault("safetensors_corrupt", f"{file} is no safetensors file, or truncated: {AGAIN}")
+        raise EngineFault(
+            "safetensors_corrupt", f"{file} is no safetensors file, or truncated: {AGAIN}"
+        )
     try:
         header = parse_json(data[8 : 8 + length], _unique)
         rows = [(name, row) for name, row in header.items() if name != "__metadata__"]
         tensors = [_tensor(name, row, 8 + length, file) for name, row in rows]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise EngineFault("safetensors_corrupt", f"{file} has a broken header: {error!r}") from error
+        raise EngineFault(
+            "safetensors_corrupt", f"{file} has a broken header: {error!r}"
+        ) from error
     end = 8 + length
     for info in sorted(tensors, key=lambda info: info.offset):
         if info.offset < end:
-            raise EngineFault("safetensors_corrupt", f"{file}: tensor {info.name!r} overlaps another one")
+            raise EngineFault(
+                "safetensors_corrupt", f"{file}: tensor {info.name!r} overlaps another one"
+            )
         end = info.offset + info.nbytes
         if end > len(data):
             message = f"{file} is truncated, it ends inside tensor {info.name!r}: {AGAIN}"
@@ -177,5 +211,7 @@ def _tensor(name: str, row: dict[str, Any], base: int, file: str) -> TensorInfo:
     if len(shape) > _MOST_DIMS or not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
         raise ValueError(f"tensor {name!r} has the bad shape {shape}")
     if end - begin != prod(shape) * _SIZES[kind]:
-        raise ValueError(f"tensor {name!r} of type {kind} and shape {shape} takes {end - begin} bytes")
+        raise ValueError(
+            f"tensor {name!r} of type {kind} and shape {shape} takes {end - begin} bytes"
+        )
     return TensorInfo(name, kind, shape, base + begin, end - begin)

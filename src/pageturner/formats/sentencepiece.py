@@ -19,7 +19,9 @@ from pageturner.errors import EngineFault
 from pageturner.formats.tokenizer import least
 
 SPACE = "▁"  # how pieces write a space
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # as in sentencepiece_model.proto and GGUF
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(
+    1, 7
+)  # as in sentencepiece_model.proto and GGUF
 HIDDEN = (UNKNOWN, CONTROL)
 
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
@@ -181,7 +183,9 @@ class SentencePiece:
         whole: Mapping[str, int] | None = None,
     ) -> None:
         if not len(tokens) == len(scores) == len(kinds):
-            raise EngineFault("tokenizer_corrupt", "the model file has not one score and type for each token")
+            raise EngineFault(
+                "tokenizer_corrupt", "the model file has not one score and type for each token"
+            )
         self.vocab_size = len(tokens)
         self._tokens = tokens
         self._kinds = kinds
@@ -247,7 +251,9 @@ def piece_bytes(text: str, kind: int) -> bytes:
     """What a piece stands for. EngineFault('tokenizer_corrupt') for a byte piece not written as `<0x0A>`."""
     if kind == BYTE:
         if not _BYTE.fullmatch(text):
-            raise EngineFault("tokenizer_corrupt", f"the model file has a byte token written {text!r}")
+            raise EngineFault(
+                "tokenizer_corrupt", f"the model file has a byte token written {text!r}"
+            )
         return bytes([int(text[3:5], 16)])
     return (text if kind in (UNKNOWN, CONTROL, USER_DEFINED) else text.replace(SPACE, " ")).encode()
 

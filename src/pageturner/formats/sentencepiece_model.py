@@ -11,7 +11,14 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from pageturner.errors import EngineFault
-from pageturner.formats.sentencepiece import CONTROL, HIDDEN, NORMAL, UNUSED, USER_DEFINED, SentencePiece
+from pageturner.formats.sentencepiece import (
+    CONTROL,
+    HIDDEN,
+    NORMAL,
+    UNUSED,
+    USER_DEFINED,
+    SentencePiece,
+)
 from pageturner.formats.tokenizer import Found, Marks
 
 _BPE = 2
@@ -61,7 +68,9 @@ def read_sentencepiece(raw: bytes, added: Mapping[int, Added]) -> Found:
     return _found(tokens, scores, kinds, added, space_prefix, training)
 
 
-def _check(training: Mapping[int, bytes | int], rules: Mapping[int, bytes | int], name: str) -> None:
+def _check(
+    training: Mapping[int, bytes | int], rules: Mapping[int, bytes | int], name: str
+) -> None:
     """name: of the normalisation, which `rules` spell out."""
     model = _int(training.get(3), 1)
     if model != _BPE:
@@ -74,7 +83,9 @@ def _check(training: Mapping[int, bytes | int], rules: Mapping[int, bytes | int]
         raise EngineFault("tokenizer_unsupported", message)
 
 
-def _lay_over(i: int, token: Added, tokens: list[str], scores: list[float], kinds: list[int]) -> None:
+def _lay_over(
+    i: int, token: Added, tokens: list[str], scores: list[float], kinds: list[int]
+) -> None:
     missing = i + 1 - len(tokens)
     tokens += [""] * missing
     scores += [0.0] * missing
@@ -91,10 +102,14 @@ def _found(
     space_prefix: bool,
     training: Mapping[int, bytes | int],
 ) -> Found:
-    whole = {tokens[i]: i for i, kind in enumerate(kinds) if kind == USER_DEFINED and i not in added}
+    whole = {
+        tokens[i]: i for i, kind in enumerate(kinds) if kind == USER_DEFINED and i not in added
+    }
     kinds = [NORMAL if tokens[i] in whole else kind for i, kind in enumerate(kinds)]
     rstrip = [i for i, token in added.items() if token.rstrip]
-    codec = SentencePiece(tokens, scores, kinds, space_prefix=space_prefix, rstrip=rstrip, whole=whole)
+    codec = SentencePiece(
+        tokens, scores, kinds, space_prefix=space_prefix, rstrip=rstrip, whole=whole
+    )
     ids = {text: i for i, text in enumerate(tokens)}
     bos, eos = _int(training.get(41), 1), _int(training.get(42), 2)
     marks = Marks(

@@ -43,10 +43,16 @@ def stand_in(folder: str | os.PathLike[str]) -> Tokenizer:
     """
     values = read_config(folder)
     inner = values.get("text_config")
-    size = values.get("vocab_size") or (inner.get("vocab_size") if isinstance(inner, dict) else None)
+    size = values.get("vocab_size") or (
+        inner.get("vocab_size") if isinstance(inner, dict) else None
+    )
     if not isinstance(size, int) or not 256 <= size <= MOST_TOKENS:
         message = f"{folder} has no tokenizer, and a vocabulary of {size} cannot stand in for one"
-        raise EngineFault("tokenizer_missing", f"{message}: put a tokenizer.json beside config.json")
+        raise EngineFault(
+            "tokenizer_missing", f"{message}: put a tokenizer.json beside config.json"
+        )
     logs.say(f"{folder} has no tokenizer: one with a token a byte stands in for it", "warning")
     ends = tuple(i for i in folder_eos_ids(Path(folder)) if i < size)
-    return Tokenizer(ByteTokens(size), Marks(eos_ids=ends, chat_template=TEMPLATE, name=Path(folder).name))
+    return Tokenizer(
+        ByteTokens(size), Marks(eos_ids=ends, chat_template=TEMPLATE, name=Path(folder).name)
+    )

@@ -20,7 +20,11 @@ from pageturner.formats.sentencepiece_model import Added
 from pageturner.formats.tokenizer import Found, Marks, least
 
 _LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
-_SPLITS = {100_256: "llama-bpe", 128_000: "llama-bpe", 151_643: "qwen2"}  # cl100k_base, Llama 3, Qwen
+_SPLITS = {
+    100_256: "llama-bpe",
+    128_000: "llama-bpe",
+    151_643: "qwen2",
+}  # cl100k_base, Llama 3, Qwen
 _LLAMA3 = 128_000
 
 
@@ -51,7 +55,9 @@ def read_ranks(raw: bytes, added: Mapping[int, Added]) -> Found:
     special = frozenset(i for i, token in added.items() if token.special)
     bos = ids.get("<|begin_of_text|>")
     ends = [
-        ids[text] for text in ("<|eot_id|>", "<|im_end|>", "<|end_of_text|>", "<|endoftext|>") if text in ids
+        ids[text]
+        for text in ("<|eot_id|>", "<|im_end|>", "<|end_of_text|>", "<|endoftext|>")
+        if text in ids
     ]
     marks = Marks(bos_id=bos, eos_ids=tuple(ends), special_ids=special, add_bos=bos is not None)
     return Found(codec, marks, ids.get)
@@ -60,13 +66,19 @@ def read_ranks(raw: bytes, added: Mapping[int, Added]) -> Found:
 class Ranks:
     """Byte pairs merged lowest rank first: a `Codec`. Bytes are handled as the characters U+0000..U+00FF."""
 
-    def __init__(self, tokens: list[bytes], added: Mapping[int, Added], patterns: tuple[str, ...]) -> None:
-        self._bytes = dict(enumerate(tokens)) | {i: token.text.encode() for i, token in added.items()}
+    def __init__(
+        self, tokens: list[bytes], added: Mapping[int, Added], patterns: tuple[str, ...]
+    ) -> None:
+        self._bytes = dict(enumerate(tokens)) | {
+            i: token.text.encode() for i, token in added.items()
+        }
         self.vocab_size = max(self._bytes, default=-1) + 1
         self._ids = {token.decode("latin-1"): i for i, token in enumerate(tokens)}
         missing = [byte for byte in range(256) if chr(byte) not in self._ids]
         if missing:
-            raise EngineFault("tokenizer_corrupt", f"the ranks have no token for the byte {missing[0]}")
+            raise EngineFault(
+                "tokenizer_corrupt", f"the ranks have no token for the byte {missing[0]}"
+            )
         self._merger = Merger(self._ids, range(0, -len(tokens), -1), lambda symbol: [])
         self._plain = Specials({token.text: i for i, token in added.items() if not token.special})
         self._parsing = Specials({token.text: i for i, token in added.items()})

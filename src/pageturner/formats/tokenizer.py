@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 _ALONE = "\u263a"  # which no vocabulary with a space in front of texts joins with what follows
-MOST_TOKENS = 1 << 20  # ids of a vocabulary; real ones have up to 300,000, more only take memory and time
+MOST_TOKENS = (
+    1 << 20
+)  # ids of a vocabulary; real ones have up to 300,000, more only take memory and time
 
 
 class Codec(Protocol):
@@ -135,7 +137,9 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """Text of the tokens; bytes that are no UTF-8 become U+FFFD."""
         skipped = self.special_ids if skip_special else frozenset()
-        return b"".join(self.token_bytes(i) for i in ids if i not in skipped).decode("utf-8", "replace")
+        return b"".join(self.token_bytes(i) for i in ids if i not in skipped).decode(
+            "utf-8", "replace"
+        )
 
     def decode_whole(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """`decode` of a whole text, without the space that `encode` puts in front of one."""

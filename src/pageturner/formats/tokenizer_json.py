@@ -62,14 +62,16 @@ class TokenizerJson:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._backend = _load(path)
-        self._plain: Backend | None = None  # the same, blind to special tokens; made when first needed
+        self._plain: Backend | None = (
+            None  # the same, blind to special tokens; made when first needed
+        )
         self._lock = threading.Lock()
         self._added = self._backend.get_added_tokens_decoder()
-        self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.vocab_size = (
+            max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        )
         if not 0 < self.vocab_size <= MOST_TOKENS:
-            message = (
-                f"{path} numbers its tokens up to {self.vocab_size - 1:,}; at most {MOST_TOKENS:,} can be"
-            )
+            message = f"{path} numbers its tokens up to {self.vocab_size - 1:,}; at most {MOST_TOKENS:,} can be"
             raise EngineFault("tokenizer_corrupt", message)
         steps = _steps(self._backend.decoder)
         kinds = {step["type"] for step in steps}
@@ -77,7 +79,9 @@ class TokenizerJson:
         self._byte_fallback = "ByteFallback" in kinds
         if not self._byte_level and not kinds & {"Metaspace", "Replace", "ByteFallback"}:
             named = ", ".join(sorted(kinds)) or "none"
-            raise EngineFault("tokenizer_unsupported", f"{path} has the unsupported decoder {named}")
+            raise EngineFault(
+                "tokenizer_unsupported", f"{path} has the unsupported decoder {named}"
+            )
         self._space_prefix = any(
             (step["type"] == "Strip" and step["content"] == " " and step["start"] > 0)
             or (step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never")
@@ -86,13 +90,19 @@ class TokenizerJson:
 
     def encode(self, text: str, parse_special: bool) -> list[int]:
         backend = self._backend if parse_special else self._blind()
-        with refusing(lambda why: ClientError(400, "tokenizer_failed", f"no tokens for this text: {why}")):
+        with refusing(
+            lambda why: ClientError(400, "tokenizer_failed", f"no tokens for this text: {why}")
+        ):
             ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
     def least_tokens(self, text: str) -> int:
         """0 unless every part of the pipeline is known to keep each character, or to join only so many."""
-        kept = "".join(text.split()) if any(t.lstrip or t.rstrip for t in self._added.values()) else text
+        kept = (
+            "".join(text.split())
+            if any(t.lstrip or t.rstrip for t in self._added.values())
+            else text
+        )
         return least(len(kept), self._longest)
 
     @cached_property
@@ -227,4 +237,6 @@ def _joined(backend: Backend) -> int:
 
 def _writes_spaces(step: dict[str, Any]) -> bool:
     """A normalisation that writes each space as something else."""
-    return step["type"] == "Replace" and step["pattern"] == {"String": " "} and bool(step["content"])
+    return (
+        step["type"] == "Replace" and step["pattern"] == {"String": " "} and bool(step["content"])
+    )

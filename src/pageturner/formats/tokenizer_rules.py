@@ -17,13 +17,17 @@ from dataclasses import dataclass
 from typing import Any
 
 MOST_RULES = 64  # normalizers and pre-tokenizers; real files have up to ten
-MOST_VARYING = 8  # repetitions of varying length behind each other: the exponent of the time a text takes
+MOST_VARYING = (
+    8  # repetitions of varying length behind each other: the exponent of the time a text takes
+)
 MOST_GROWTH = 64  # how many times as long all normalizers together may make a text
 MOST_PUT_IN = 64  # characters in front of a text; real files have one
 _LONGEST_MAPPED = 64  # bytes that one character becomes; Unicode's own longest takes 33
 
 _QUANTIFIER = re.compile(r"[*+?]|\{(\d*)(,?)(\d*)\}")
-_ESCAPE = re.compile(r"\\(?:[pPxo]\{[^}]*\}|[kg]<[^>]*>|x[0-9A-Fa-f]{1,2}|u[0-9A-Fa-f]{4}|.)", re.DOTALL)
+_ESCAPE = re.compile(
+    r"\\(?:[pPxo]\{[^}]*\}|[kg]<[^>]*>|x[0-9A-Fa-f]{1,2}|u[0-9A-Fa-f]{4}|.)", re.DOTALL
+)
 _GROUP = re.compile(r"\((?:\?(?:<?[=!]|[:>]|[a-zA-Z-]*[:)]|<\w+>|#[^)]*\)|[~(|{].*))?", re.DOTALL)
 _ZERO_WIDTH = ("(?=", "(?!", "(?<=", "(?<!")
 
@@ -55,16 +59,30 @@ def check_rules(rules: Any) -> None:
         if not isinstance(pattern, dict):
             continue
         regex, text = pattern.get("Regex"), pattern.get("String")
-        least = pattern_least(regex) if isinstance(regex, str) else len(text) if isinstance(text, str) else 0
+        least = (
+            pattern_least(regex)
+            if isinstance(regex, str)
+            else len(text)
+            if isinstance(text, str)
+            else 0
+        )
         if isinstance(content := rule.get("content"), str):
             growth *= max(1.0, len(content) / least) if least else 1.0 + len(content)
-            put_in += 0 if least else MOST_PUT_IN * len(content) // 2  # where nothing is: one character, once
+            put_in += (
+                0 if least else MOST_PUT_IN * len(content) // 2
+            )  # where nothing is: one character, once
     if put_in >= MOST_PUT_IN:
-        raise ValueError("its normalizers put text where none was more than once, or more than is supported")
+        raise ValueError(
+            "its normalizers put text where none was more than once, or more than is supported"
+        )
     if count > MOST_RULES:
-        raise ValueError(f"it has {count} normalizers and pre-tokenizers; at most {MOST_RULES} are supported")
+        raise ValueError(
+            f"it has {count} normalizers and pre-tokenizers; at most {MOST_RULES} are supported"
+        )
     if growth > MOST_GROWTH:
-        raise ValueError(f"its normalizers may make a text {growth:.3g} times as long; {MOST_GROWTH} at most")
+        raise ValueError(
+            f"its normalizers may make a text {growth:.3g} times as long; {MOST_GROWTH} at most"
+        )
 
 
 def _objects(value: Any) -> Iterator[dict[str, Any]]:
@@ -129,7 +147,9 @@ def _atom(pattern: str, at: int, depth: int) -> tuple[_Part, int]:
         return one, _class_end(pattern, at)
     if (escape := _ESCAPE.match(pattern, at)) is not None:
         if escape[0][1] in "gk" or escape[0][1] in "123456789":
-            raise ValueError(f"the pattern {pattern!r} refers to its own parts, which is not supported")
+            raise ValueError(
+                f"the pattern {pattern!r} refers to its own parts, which is not supported"
+            )
         return (_Part() if escape[0][1] in "bBAzZG" else one), escape.end()
     if pattern[at] in "^$":
         return _Part(), at + 1
@@ -163,7 +183,9 @@ def _repeated(atom: _Part, pattern: str, at: int) -> tuple[_Part, int]:
         varies = least != most
         atom = _Part(atom.varies or varies, atom.varying + varies, atom.least * least)
         at = found.end()
-        at += pattern.startswith(("?",) if sign.startswith("{") else ("?", "+"), at)  # lazy, or possessive
+        at += pattern.startswith(
+            ("?",) if sign.startswith("{") else ("?", "+"), at
+        )  # lazy, or possessive
     return atom, at
 
 

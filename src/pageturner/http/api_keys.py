@@ -130,7 +130,9 @@ def read_api_keys(listed: str, file: str) -> ApiKeys:
         if TABLES in lines:
             _add_tables(found, file, text)
         else:
-            told = [(n, line) for n, line in enumerate(lines, 1) if line and not line.startswith("#")]
+            told = [
+                (n, line) for n, line in enumerate(lines, 1) if line and not line.startswith("#")
+            ]
             _add_lines(found, file, told)
         if len(found) == before:
             raise bad_setting(f"api_key_file: {file} has no key in it")
@@ -176,7 +178,9 @@ def _from_table(table: dict[str, Any], place: str) -> ApiKey:
     key = ApiKey(**{**table, "sha256": bytes.fromhex(digest)})
     shares = all(0 <= share <= 1 for share in (key.queue_share, key.session_share))
     if min(key.max_concurrent, key.tokens_per_minute, key.max_cost) < 0 or not shares:
-        raise bad_setting(f"{place}: limits are 0 or more, queue_share and session_share are at most 1")
+        raise bad_setting(
+            f"{place}: limits are 0 or more, queue_share and session_share are at most 1"
+        )
     return key
 
 

@@ -94,7 +94,15 @@ def error_body(status: int, reason: str, message: str, param: str | None = None)
     """vLLM's error body (`code` is the status), and our own stable `reason`."""
     kind = TYPES.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
     return msgspec.json.encode(
-        {"error": {"message": message, "type": kind, "param": param, "code": status, "reason": reason}}
+        {
+            "error": {
+                "message": message,
+                "type": kind,
+                "param": param,
+                "code": status,
+                "reason": reason,
+            }
+        }
     )
 
 
@@ -110,7 +118,10 @@ def anthropic_error(status: int, reason: str, message: str, param: str | None = 
     return msgspec.json.encode({"type": "error", "error": error})
 
 
-SHAPES = (("/v1/messages", anthropic_error), ("/api/", ollama_error))  # beginning of a path -> its errors
+SHAPES = (
+    ("/v1/messages", anthropic_error),
+    ("/api/", ollama_error),
+)  # beginning of a path -> its errors
 
 
 def error_body_of(path: str, error: ClientError) -> bytes:
@@ -121,7 +132,9 @@ def error_body_of(path: str, error: ClientError) -> bytes:
 
 def unforeseen_of(path: str) -> bytes:
     """What is said of an error that nobody foresaw."""
-    return error_body_of(path, ClientError(500, "internal_error", "something went wrong inside the server"))
+    return error_body_of(
+        path, ClientError(500, "internal_error", "something went wrong inside the server")
+    )
 
 
 def error_handlers(
@@ -143,7 +156,9 @@ def error_handlers(
         if isinstance(error, HTTPException):
             message = str(error.detail)
             if error.status_code == 404:
-                message = not_found if isinstance(not_found, str) else not_found(request.scope["path"])
+                message = (
+                    not_found if isinstance(not_found, str) else not_found(request.scope["path"])
+                )
             code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
             client = ClientError(error.status_code, code, message)
             headers.update(error.headers or {})

@@ -29,7 +29,9 @@ import httptools
 
 from pageturner.errors import EngineFault
 
-READ_AT_ONCE = 64 * 1024  # bytes; of an answer that its client does not read, twice as many wait here at most
+READ_AT_ONCE = (
+    64 * 1024
+)  # bytes; of an answer that its client does not read, twice as many wait here at most
 # bytes that bring an answer no further: its head, 1xx answers before it, sizes of chunks, trailers
 MOST_HEAD = 64 * 1024
 MOST_REST = 1 << 20  # bytes of an answer that is wanted in one piece
@@ -132,7 +134,9 @@ class Exchange:
     received_at  time.monotonic() at which the last bytes came
     """
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, timeout: float) -> None:
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, timeout: float
+    ) -> None:
         self.status = 0
         self.headers: Headers = []
         self.received_at = 0.0
@@ -187,7 +191,9 @@ class Exchange:
     async def _read(self) -> None:
         room = MOST_HEAD - self._barren
         if room <= 0:
-            raise ConnectionLost("broken", f"{MOST_HEAD} bytes from it are no part of an answer's body")
+            raise ConnectionLost(
+                "broken", f"{MOST_HEAD} bytes from it are no part of an answer's body"
+            )
         data = await self._reader.read(min(READ_AT_ONCE, room))
         self.received_at = time.monotonic()
         if data:
@@ -196,7 +202,9 @@ class Exchange:
         elif self._has_head and not self._has_length:
             self._done = True  # an answer without a length ends with its connection
         else:
-            raise ConnectionLost("broken", "it closed the connection before the answer was complete")
+            raise ConnectionLost(
+                "broken", "it closed the connection before the answer was complete"
+            )
 
     def _feed(self, data: bytes) -> None:
         try:
@@ -207,7 +215,9 @@ class Exchange:
                 raise ConnectionLost("broken", f"it sent no HTTP/1.1 answer: {wrong}") from error
 
     @contextlib.asynccontextmanager
-    async def _in_time(self, seconds: float, code: str = "silent", what: str = "") -> AsyncIterator[None]:
+    async def _in_time(
+        self, seconds: float, code: str = "silent", what: str = ""
+    ) -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(seconds):
                 yield
@@ -237,7 +247,11 @@ class Exchange:
             return
         if not 200 <= status < 600:
             raise ValueError(f"status {status}, which was not asked for")
-        if any(value.lower() != b"chunked" for name, value in self.headers if name == b"transfer-encoding"):
+        if any(
+            value.lower() != b"chunked"
+            for name, value in self.headers
+            if name == b"transfer-encoding"
+        ):
             raise ValueError("a transfer encoding other than chunked")
         self.status, self._has_head, self._barren = status, True, 0
 
@@ -258,7 +272,9 @@ async def connect(
     end, in whatever state it is."""
     try:
         async with asyncio.timeout(connect_timeout):
-            opening = asyncio.open_connection(address.host, address.port, limit=READ_AT_ONCE, ssl=address.tls)
+            opening = asyncio.open_connection(
+                address.host, address.port, limit=READ_AT_ONCE, ssl=address.tls
+            )
             reader, writer = await opening
     except TimeoutError:
         raise ConnectionLost("connect", f"no connection within {connect_timeout:g} s") from None
@@ -274,7 +290,9 @@ async def connect(
         exchange.abort()
 
 
-def request_bytes(address: ServerAddress, method: str, target: str, headers: Headers, body: bytes) -> bytes:
+def request_bytes(
+    address: ServerAddress, method: str, target: str, headers: Headers, body: bytes
+) -> bytes:
     """The bytes of a request. target: path and query, in printable ASCII; headers: without those that this
     sets itself (Host, Connection, Content-Length). ValueError for what would make another request of it."""
     if not _METHOD.fullmatch(method) or not _TARGET.fullmatch(target):
@@ -282,7 +300,11 @@ def request_bytes(address: ServerAddress, method: str, target: str, headers: Hea
     for name, value in headers:
         if not is_header(name, value):
             raise ValueError(f"no header of a request: {name[:40]!r}")
-    lines = [f"{method} {address.base}{target} HTTP/1.1", f"Host: {address.authority}", "Connection: close"]
+    lines = [
+        f"{method} {address.base}{target} HTTP/1.1",
+        f"Host: {address.authority}",
+        "Connection: close",
+    ]
     if body or method != "GET":
         lines.append(f"Content-Length: {len(body)}")
     ours = "\r\n".join(lines).encode("latin-1")
@@ -290,7 +312,9 @@ def request_bytes(address: ServerAddress, method: str, target: str, headers: Hea
     return ours + theirs + b"\r\n\r\n" + body
 
 
-async def get(address: ServerAddress, path: str, timeout: float, most: int = MOST_REST) -> tuple[int, bytes]:
+async def get(
+    address: ServerAddress, path: str, timeout: float, most: int = MOST_REST
+) -> tuple[int, bytes]:
     """Status and body of a page of at most `most` bytes. timeout: seconds for the connection, for the
     beginning and for the rest. Raises ConnectionLost."""
     async with connect(address, timeout, timeout) as exchange:

@@ -15,7 +15,9 @@ from pageturner.config.settings import HttpConfig
 from pageturner.http.memory_reserve import MemoryReserve
 
 SMALL_BODY = 32 * 1024  # bytes; a body that is not larger never has to give way to others
-SPARE_FILES = 64  # file descriptors that are not for connections: the log, the engine's channel, pipes
+SPARE_FILES = (
+    64  # file descriptors that are not for connections: the log, the engine's channel, pipes
+)
 MOST_LINGERING = 64  # connections beyond the limit that are told so; more are closed without a word
 
 
@@ -63,7 +65,9 @@ class HttpLimits:
 def limits_of(config: HttpConfig) -> HttpLimits:
     """Those that a server's settings say: at most as many connections as this process may open files."""
     return HttpLimits(
-        connections=_affordable(config.max_connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
+        connections=_affordable(
+            config.max_connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        ),
         head_seconds=config.header_timeout,
         body_seconds=config.body_timeout,
         unread_seconds=config.send_timeout,
@@ -135,7 +139,9 @@ class OpenConnections:
         self.bodies = BodyMemory(limits.body_memory)
         self.memory = memory or MemoryReserve()
         self.open = 0
-        self._waiting: dict[Connection, None] = {}  # without a whole request, those first that wait longest
+        self._waiting: dict[
+            Connection, None
+        ] = {}  # without a whole request, those first that wait longest
 
     def enter(self, connection: Connection) -> bool:
         """One more. False: there is no room for it, since all others have a request under way."""

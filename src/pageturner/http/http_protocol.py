@@ -50,18 +50,24 @@ class BoundedProtocol(HttpToolsProtocol):
         self._heard_at = 0.0
         self._body_base = 0  # what had come at `_since`
         self._unread = 0  # bytes of the answer that were not taken off us at the last look
-        self._read_at = self._behind_since = 0.0  # it last read something; it began to have something to read
+        self._read_at = self._behind_since = (
+            0.0  # it last read something; it began to have something to read
+        )
         self._read = 0  # bytes since then, at least
         self._refused = False
         self._timer: asyncio.TimerHandle | None = None
-        self.lower: asyncio.Transport | None = None  # where it is encrypted: what has the bytes behind that
+        self.lower: asyncio.Transport | None = (
+            None  # where it is encrypted: what has the bytes behind that
+        )
 
     # -- connection ------------------------------------------------------------------------------------------
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if self._shared.enter(self):
             wait = self.timeout_keep_alive
-            self.timeout_keep_alive_task = self.loop.call_later(wait, self.timeout_keep_alive_handler)
+            self.timeout_keep_alive_task = self.loop.call_later(
+                wait, self.timeout_keep_alive_handler
+            )
         elif self._shared.crowded:
             transport.abort()
         else:
@@ -137,7 +143,9 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if len(self.pipeline) >= self._limits.pipelined:
-            self._refuse(429, "too_many_pipelined", "wait for answers before you send more requests")
+            self._refuse(
+                429, "too_many_pipelined", "wait for answers before you send more requests"
+            )
             raise httptools.HttpParserError("too many")
         super().on_headers_complete()  # refuses what is no address, and is a request no longer then
         self._phase = Phase.BODY
@@ -184,7 +192,9 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._read += HIGH_WATER_LIMIT // 2  # between two looks, perhaps: the buffer goes down to a quarter
+        self._read += (
+            HIGH_WATER_LIMIT // 2
+        )  # between two looks, perhaps: the buffer goes down to a quarter
 
     def _waiting_bytes(self) -> int:
         """Of the answer that were not taken off us."""
@@ -234,7 +244,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unread = waiting
         least = limits.read_rate * (now - self._behind_since - limits.unread_seconds)
         if waiting and (now - self._read_at > limits.unread_seconds or self._read < least):
-            if not (self._answering() and self.transport.is_closing()):  # which counted when it was given up
+            if not (
+                self._answering() and self.transport.is_closing()
+            ):  # which counted when it was given up
                 self._shared.refused["client_too_slow"] += 1
             self.transport.abort()
             return False
@@ -257,17 +269,24 @@ class BoundedProtocol(HttpToolsProtocol):
             late = took > limits.head_seconds
         else:
             least = limits.body_rate * (took - limits.body_seconds)
-            late = now - self._heard_at > limits.body_seconds or self._body_size - self._body_base < least
+            late = (
+                now - self._heard_at > limits.body_seconds
+                or self._body_size - self._body_base < least
+            )
         if late:
             what = "head" if self._phase is Phase.HEAD else "body"
-            self._refuse(408, "request_timeout", f"the {what} of the request did not arrive in time")
+            self._refuse(
+                408, "request_timeout", f"the {what} of the request did not arrive in time"
+            )
         return not late
 
     # -- refusals --------------------------------------------------------------------------------------------
     def send_400_response(self, msg: str) -> None:
         """uvicorn's answer to what is no HTTP, in our shape. Called after each of our own refusals too, and
         for everything that a callback of the parser raises."""
-        if isinstance(getattr(sys.exception(), "__context__", None), MemoryError):  # a name would be a cycle
+        if isinstance(
+            getattr(sys.exception(), "__context__", None), MemoryError
+        ):  # a name would be a cycle
             self._refuse_for_memory()
         self._refuse(400, "invalid_http", "the request is not valid HTTP/1.1")
 
@@ -293,7 +312,9 @@ class BoundedProtocol(HttpToolsProtocol):
         if not begun and (self._phase is Phase.BODY or self._answering()):
             self.transport.abort()
             return
-        if self._answering():  # the application is reading the body: it is told that its client has left
+        if (
+            self._answering()
+        ):  # the application is reading the body: it is told that its client has left
             self.cycle.waiting_for_100_continue = False
             self.cycle.disconnected = True
             self.cycle.message_event.set()

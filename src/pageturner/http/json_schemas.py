@@ -39,7 +39,8 @@ def _fields_of(kind: type[msgspec.Struct]) -> tuple[tuple[str, Schema], ...]:
     names = kind.__struct_encode_fields__
     hints = get_type_hints(kind, include_extras=True)
     return tuple(
-        (name, of_type(hints[field])) for name, field in zip(names, kind.__struct_fields__, strict=True)
+        (name, of_type(hints[field]))
+        for name, field in zip(names, kind.__struct_fields__, strict=True)
     )
 
 
@@ -104,7 +105,11 @@ def _joined(parts: list[Schema]) -> Schema:
     """Several schemas as one that names their types, where their other keywords do not get mixed up."""
     made: Schema = {"type": []}
     for part in parts:
-        if not isinstance(part.get("type"), str) or "enum" in part or part.keys() & made.keys() > {"type"}:
+        if (
+            not isinstance(part.get("type"), str)
+            or "enum" in part
+            or part.keys() & made.keys() > {"type"}
+        ):
             return {"anyOf": parts}
         made = {**made, **part, "type": [*made["type"], part["type"]]}
     return made

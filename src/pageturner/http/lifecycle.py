@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from pageturner.http.tls import Certificates
 
 BACKLOG = 2048
-LARGE_BLOCK = 32 * 1024  # bytes; larger ones are mapped, and unmapped when freed: all bodies but small ones
+LARGE_BLOCK = (
+    32 * 1024
+)  # bytes; larger ones are mapped, and unmapped when freed: all bodies but small ones
 _M_MMAP_THRESHOLD = -3
 LEAVE_SECONDS = 1.0  # for the interpreter to end by itself
 MARGIN = 10.0  # seconds for everything behind the drain
@@ -239,7 +241,9 @@ def reload_on_signal(*reloads: Callable[[], None]) -> None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
 
 
-async def drain(program: Drainable, patience: float, hopeless: Callable[[], bool] = lambda: False) -> None:
+async def drain(
+    program: Drainable, patience: float, hopeless: Callable[[], bool] = lambda: False
+) -> None:
     """Let the answers under way finish, for at most `patience` seconds.
 
     hopeless  they never will: do not wait for them, and let others say why
@@ -249,7 +253,9 @@ async def drain(program: Drainable, patience: float, hopeless: Callable[[], bool
     log = logging.getLogger("pageturner")
     program.draining = True
     if program.active and not hopeless():
-        waiting = "stopping: answers under way: %d, waiting at most %g s; another signal stops at once"
+        waiting = (
+            "stopping: answers under way: %d, waiting at most %g s; another signal stops at once"
+        )
         log.info(waiting, program.active, patience)
     await until_idle(program, patience, hopeless)
     if not hopeless():

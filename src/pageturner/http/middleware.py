@@ -29,15 +29,34 @@ if TYPE_CHECKING:
 log = logging.getLogger("pageturner")
 
 # no key, and at `info` no line in the log
-OPEN_PATHS = frozenset(["/", "/health", "/ping", "/load", "/metrics", "/version", "/openapi.json", "/docs"])
+OPEN_PATHS = frozenset(
+    ["/", "/health", "/ping", "/load", "/metrics", "/version", "/openapi.json", "/docs"]
+)
 NO_UPLOADS: Mapping[str, int] = {}
-ADMIN_PATHS = ("/v1/admin/", "/v1/load_lora_", "/v1/unload_lora_", "/v1/live")  # with a key of their own
+ADMIN_PATHS = (
+    "/v1/admin/",
+    "/v1/load_lora_",
+    "/v1/unload_lora_",
+    "/v1/live",
+)  # with a key of their own
 # whose a request is, how urgent, and where it comes from: two of a kind would leave open which one holds
-ONCE = frozenset({
-    b"authorization", b"x-api-key", b"host", b"origin", b"content-type", b"x-request-id", b"x-tenant",
-    b"x-priority", b"x-deadline-ms", b"x-ttft-target-ms", b"x-tpot-target-ms", b"x-elapsed-ms",
-    b"x-session-id",
-})  # fmt: skip
+ONCE = frozenset(
+    {
+        b"authorization",
+        b"x-api-key",
+        b"host",
+        b"origin",
+        b"content-type",
+        b"x-request-id",
+        b"x-tenant",
+        b"x-priority",
+        b"x-deadline-ms",
+        b"x-ttft-target-ms",
+        b"x-tpot-target-ms",
+        b"x-elapsed-ms",
+        b"x-session-id",
+    }
+)
 
 
 class RequestMiddleware:
@@ -46,10 +65,15 @@ class RequestMiddleware:
     they are wanted; counts: told of each request but those of who only watches."""
 
     def __init__(
-        self, app: ASGIApp, keys: ApiKeys | KeyRing, max_body_size: int, rules: OriginRules = EVERYTHING,
-        uploads: Mapping[str, int] = NO_UPLOADS, traces: Traces | None = None,
+        self,
+        app: ASGIApp,
+        keys: ApiKeys | KeyRing,
+        max_body_size: int,
+        rules: OriginRules = EVERYTHING,
+        uploads: Mapping[str, int] = NO_UPLOADS,
+        traces: Traces | None = None,
         counts: HttpMetrics | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._app = app
         self._keys = keys
         self._most = max_body_size
@@ -94,7 +118,12 @@ class RequestMiddleware:
                 info.streams = []  # the connection keeps this until its next request
 
     async def _enter(
-        self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes], info: RequestInfo
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        headers: dict[bytes, bytes],
+        info: RequestInfo,
     ) -> None:
         try:
             self._admit(scope, headers, info)
@@ -119,9 +148,13 @@ class RequestMiddleware:
         path = scope["path"]
         if path in OPEN_PATHS:
             return
-        key = self._keys.find(headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b""))
+        key = self._keys.find(
+            headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b"")
+        )
         if key is None and not path.startswith(ADMIN_PATHS):
-            raise ClientError(401, "invalid_api_key", "send the API key as 'Authorization: Bearer KEY'")
+            raise ClientError(
+                401, "invalid_api_key", "send the API key as 'Authorization: Bearer KEY'"
+            )
         if not self._keys.needed:
             self._rules.check(scope["method"], headers)
         check_body(scope["method"], path, headers)
@@ -146,5 +179,7 @@ def _headers(content: bytes, *more: tuple[bytes, bytes]) -> list[tuple[bytes, by
 
 
 async def _respond(send: Send, status: int, content: bytes, *more: tuple[bytes, bytes]) -> None:
-    await send({"type": "http.response.start", "status": status, "headers": _headers(content, *more)})
+    await send(
+        {"type": "http.response.start", "status": status, "headers": _headers(content, *more)}
+    )
     await send({"type": "http.response.body", "body": content})

@@ -17,7 +17,9 @@ from pageturner.server.api.base.body import bad_request
 MOST_HEAD = 8 * 1024  # bytes of the headers of a part
 MOST_FIELD = 4 * 1024  # bytes of a part that is no file
 MOST_PARTS = 16
-_BOUNDARY = re.compile(r"""multipart/form-data\s*;.*?\bboundary=(?:"([^"]{1,70})"|([^\s;"]{1,70}))""", re.I)
+_BOUNDARY = re.compile(
+    r"""multipart/form-data\s*;.*?\bboundary=(?:"([^"]{1,70})"|([^\s;"]{1,70}))""", re.I
+)
 _NAME = re.compile(r"""[;\s]name="((?:[^"\\]|\\.)*)\"""")
 _FILENAME = re.compile(r"""[;\s]filename="((?:[^"\\]|\\.)*)\"""")
 
@@ -33,7 +35,9 @@ def boundary_of(content_type: str) -> bytes:
     return (found[1] or found[2]).encode("latin-1")
 
 
-async def read_form(receive: Receive, boundary: bytes, take: Take) -> tuple[dict[str, str], str | None]:
+async def read_form(
+    receive: Receive, boundary: bytes, take: Take
+) -> tuple[dict[str, str], str | None]:
     """The fields of a form, and the name of its file; the bytes of the part `file` go to `take` as they come.
     The name is None where there was no file. ClientError for what is no such form."""
     form = _Form(receive, b"\r\n--" + boundary)
@@ -109,7 +113,9 @@ class _Form:
             return None
         while (place := self._held.find(b"\r\n\r\n")) < 0:
             if len(self._held) > MOST_HEAD:
-                raise bad_request("invalid_form", f"the headers of a part have at most {MOST_HEAD} bytes")
+                raise bad_request(
+                    "invalid_form", f"the headers of a part have at most {MOST_HEAD} bytes"
+                )
             await self._read()
         head = bytes(self._held[:place]).decode("utf-8", "replace")
         del self._held[: place + 4]

@@ -49,10 +49,14 @@ class OriginRules:
         if b"origin" not in headers:
             return
         origin = headers[b"origin"].decode("latin-1").lower()
-        if not (ANY in self.origins or origin in self.origins or origin.partition("://")[2] == host):
+        if not (
+            ANY in self.origins or origin in self.origins or origin.partition("://")[2] == host
+        ):
             message = f"web pages of {origin[:80]!r} may not ask: allow them with --allowed-origins"
             raise ClientError(403, "origin_not_allowed", message)
-        if method == "POST" and not _JSON.fullmatch(headers.get(b"content-type", b"application/json")):
+        if method == "POST" and not _JSON.fullmatch(
+            headers.get(b"content-type", b"application/json")
+        ):
             message = "send Content-Type: application/json, as requests of web pages have to"
             raise ClientError(415, "unsupported_media_type", message)
 
@@ -83,7 +87,9 @@ def origin_rules(host: str, allowed_hosts: str, allowed_origins: str) -> OriginR
         local = ipaddress.ip_address(host).is_loopback
     except ValueError:
         local = host == "localhost"
-    return OriginRules(frozenset({*_listed(allowed_hosts), host.lower()}), _listed(allowed_origins), local)
+    return OriginRules(
+        frozenset({*_listed(allowed_hosts), host.lower()}), _listed(allowed_origins), local
+    )
 
 
 def _listed(text: str) -> frozenset[str]:

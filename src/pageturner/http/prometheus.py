@@ -37,7 +37,9 @@ class Exposition:
 
         self._add(CounterMetricFamily(name, help, labels=[*self._common, *labels]), values)
 
-    def histogram(self, name: str, help: str, cumulative: list[tuple[str, float]], total: float) -> None:
+    def histogram(
+        self, name: str, help: str, cumulative: list[tuple[str, float]], total: float
+    ) -> None:
         """cumulative: upper end of each bucket, and observations up to it."""
         self.histograms(name, help, (), {(): (cumulative, total)})
 

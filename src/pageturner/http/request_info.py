@@ -18,8 +18,14 @@ log = logging.getLogger("pageturner")
 
 MOST_PATH = 128  # characters of a path
 CLIENT_LEFT = 499  # the status of a request that was not answered
-TEXT_NAMES = {"prompt_tokens": "prompt", "cached_tokens": "cached", "recomputed_tokens": "recomputed",
-              "output_tokens": "output", "ttft_seconds": "ttft", "finish_reason": "finish"}  # fmt: skip
+TEXT_NAMES = {
+    "prompt_tokens": "prompt",
+    "cached_tokens": "cached",
+    "recomputed_tokens": "recomputed",
+    "output_tokens": "output",
+    "ttft_seconds": "ttft",
+    "finish_reason": "finish",
+}
 LIVE = "/v1/live"  # for which the page asks all the time
 TRACE = "pageturner.trace"  # in the scope of a request that is traced: its RequestTrace
 
@@ -59,7 +65,11 @@ class RequestInfo:
         first = min((times.first_at - times.arrival for times in begun), default=0.0)
         ends = ",".join(stream.finish or "unfinished" for stream in streams[:8])
         self.about = {"prompt_tokens": prompt, "cached_tokens": cached, "recomputed_tokens": again}
-        self.about |= {"output_tokens": output, "ttft_seconds": round(first, 6), "finish_reason": ends}
+        self.about |= {
+            "output_tokens": output,
+            "ttft_seconds": round(first, 6),
+            "finish_reason": ends,
+        }
 
     def log_level(self, path: str, watching: Collection[str]) -> int:
         """Of its line: `debug` for those who only watch, unless they learn of a failure.

@@ -17,7 +17,9 @@ T = TypeVar("T")
 
 SLICE_SECONDS = 0.002  # until others go on
 SLICE_BYTES = 1 << 20  # that it takes at most until then
-MANY_LOGPROBS = 64  # of prompt tokens in a piece; more are written in parts, so that others go on in between
+MANY_LOGPROBS = (
+    64  # of prompt tokens in a piece; more are written in parts, so that others go on in between
+)
 
 
 async def in_slices(parts: Generator[None, None, T], memory: MemoryReserve | None = None) -> T:

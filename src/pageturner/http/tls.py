@@ -21,7 +21,9 @@ from pageturner.http.http_protocol import BoundedProtocol
 
 log = logging.getLogger("pageturner")
 
-GOODBYE_SECONDS = 3600.0  # for the last bytes of an answer: who does not read is cut off long before
+GOODBYE_SECONDS = (
+    3600.0  # for the last bytes of an answer: who does not read is cut off long before
+)
 
 
 class Certificates:
@@ -29,7 +31,9 @@ class Certificates:
 
     def __init__(self, config: HttpConfig) -> None:
         self._config = config
-        self.context = server_context(config.ssl_certfile, config.ssl_keyfile, config.ssl_keyfile_password)
+        self.context = server_context(
+            config.ssl_certfile, config.ssl_keyfile, config.ssl_keyfile_password
+        )
 
     def reload(self) -> None:
         """Read the files again, for connections from now on. Where that fails all stays as it was."""
@@ -47,7 +51,9 @@ class Certificates:
 def certificates_of(config: HttpConfig) -> Certificates | None:
     """That of a server with these settings; None: it speaks plain HTTP. EngineFault as above."""
     if not config.ssl_certfile and (config.ssl_keyfile or config.ssl_keyfile_password):
-        raise EngineFault("bad_setting", "--ssl-keyfile is the key of a certificate: give --ssl-certfile too")
+        raise EngineFault(
+            "bad_setting", "--ssl-keyfile is the key of a certificate: give --ssl-certfile too"
+        )
     return Certificates(config) if config.ssl_certfile else None
 
 
@@ -83,7 +89,10 @@ class Handshake(asyncio.Protocol):
     which is closed when others need its place."""
 
     def __init__(
-        self, shared: OpenConnections, certificates: Certificates, behind: Callable[[], BoundedProtocol]
+        self,
+        shared: OpenConnections,
+        certificates: Certificates,
+        behind: Callable[[], BoundedProtocol],
     ) -> None:
         self._shared, self._certificates, self._behind = shared, certificates, behind
         self._transport: asyncio.Transport | None = None
@@ -129,9 +138,13 @@ class Handshake(asyncio.Protocol):
         limits, loop = self._shared.limits, asyncio.get_running_loop()
         try:
             secure = await loop.start_tls(
-                plain, self, self._certificates.context, server_side=True,
-                ssl_handshake_timeout=limits.head_seconds, ssl_shutdown_timeout=GOODBYE_SECONDS,
-            )  # fmt: skip
+                plain,
+                self,
+                self._certificates.context,
+                server_side=True,
+                ssl_handshake_timeout=limits.head_seconds,
+                ssl_shutdown_timeout=GOODBYE_SECONDS,
+            )
         except OSError as error:  # TLS's own errors and a time that is over are among them
             self._shared.refused["tls_handshake"] += 1
             log.debug("no TLS: %s", error)

@@ -100,7 +100,12 @@ def check_endpoint(url: str) -> str:
 
 
 def start_traces(
-    url: str, service: str, quiet: Collection[str], source: TraceSource = NO_SOURCE, *, hand_on: bool = False
+    url: str,
+    service: str,
+    quiet: Collection[str],
+    source: TraceSource = NO_SOURCE,
+    *,
+    hand_on: bool = False,
 ) -> Traces:
     """Traces for the collector at that address.
 
@@ -163,7 +168,9 @@ def _told(exporter: SpanExporter, where: str) -> SpanExporter:
                 result = SpanExportResult.FAILURE
             lost = result is not SpanExportResult.SUCCESS
             if lost and not self._lost:
-                log.warning("traces do not reach %s, and are dropped until they do; answers go on", where)
+                log.warning(
+                    "traces do not reach %s, and are dropped until they do; answers go on", where
+                )
             if self._lost and not lost:
                 log.info("traces reach %s again", where)
             self._lost = lost
@@ -252,11 +259,17 @@ class Traces:
             context = set_span_in_context(NonRecordingSpan(origin.context), context)
         elif origin is not None:
             links = [Link(origin.context)]
-        about: dict[str, Any] = {"http.request.method": "POST", "url.path": path, "pageturner.apart": True}
+        about: dict[str, Any] = {
+            "http.request.method": "POST",
+            "url.path": path,
+            "pageturner.apart": True,
+        }
         span = self._tracer.start_span(f"POST {path}", context, SpanKind.INTERNAL, about, links)
         return RequestTrace(self, _offset(), path, span, context != Context())
 
-    def add_child(self, parent: Span, name: str, about: dict[str, Any], start: int, end: int) -> None:
+    def add_child(
+        self, parent: Span, name: str, about: dict[str, Any], start: int, end: int
+    ) -> None:
         """A span that has begun and ended already, in nanoseconds. Only its parent was made by the SDK's
         tracer, which asks the sampler, locks, copies and counts each time: that is most of what a span costs,
         and says nothing new of a child."""
@@ -304,7 +317,9 @@ class Traces:
             await asyncio.wait(self._late, timeout=CLOSE_SECONDS)
         loop, closed = asyncio.get_running_loop(), asyncio.Event()
 
-        def shut() -> None:  # on a thread that a collector which does not answer keeps, and nobody waits for
+        def shut() -> (
+            None
+        ):  # on a thread that a collector which does not answer keeps, and nobody waits for
             self._provider.shutdown()
             with contextlib.suppress(RuntimeError):  # the loop may have ended
                 loop.call_soon_threadsafe(closed.set)
@@ -350,7 +365,10 @@ class RequestTrace:
             info.streams = []
             return
         span, status = self.span, info.status or CLIENT_LEFT
-        told: dict[str, Any] = {"http.response.status_code": status, "gen_ai.request.id": _plain(info.id)}
+        told: dict[str, Any] = {
+            "http.response.status_code": status,
+            "gen_ai.request.id": _plain(info.id),
+        }
         if info.tenant:
             told["pageturner.tenant"] = _plain(info.tenant)
         if "replica" in info.about:
@@ -442,6 +460,8 @@ def attributes_of(info: RequestInfo, now: float) -> dict[str, Any]:
         told["gen_ai.latency.time_in_model_decode"] = phases.decode
         told["gen_ai.latency.time_in_model_inference"] = phases.prefill + phases.decode
         told |= {
-            f"pageturner.seconds.{part}": seconds for part, seconds in parts_of(times, now).items() if seconds
+            f"pageturner.seconds.{part}": seconds
+            for part, seconds in parts_of(times, now).items()
+            if seconds
         }
     return told

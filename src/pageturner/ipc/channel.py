@@ -11,7 +11,12 @@ from collections.abc import Iterator
 
 import msgspec
 
-from pageturner.ipc.adapter_messages import AdapterLoaded, AdaptersInMemory, LoadAdapter, UnloadAdapter
+from pageturner.ipc.adapter_messages import (
+    AdapterLoaded,
+    AdaptersInMemory,
+    LoadAdapter,
+    UnloadAdapter,
+)
 from pageturner.ipc.session_messages import KeptSession, ReleaseSession, RestoreSession
 from pageturner.request import Event, Request, Timings
 from pageturner.telemetry.work import MachineLimits
@@ -112,8 +117,12 @@ class Configured(msgspec.Struct, tag=True, frozen=True):
 
 
 OfSessions = ReleaseSession | RestoreSession
-ToEngine = Submit | Abort | Unpin | ForgetPrefixes | Configure | OfSessions | LoadAdapter | UnloadAdapter
-FromEngine = Ready | Failed | Events | Aborted | Stats | Configured | AdapterLoaded | AdaptersInMemory
+ToEngine = (
+    Submit | Abort | Unpin | ForgetPrefixes | Configure | OfSessions | LoadAdapter | UnloadAdapter
+)
+FromEngine = (
+    Ready | Failed | Events | Aborted | Stats | Configured | AdapterLoaded | AdaptersInMemory
+)
 
 _encoder = msgspec.msgpack.Encoder()
 

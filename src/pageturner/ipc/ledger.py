@@ -90,7 +90,9 @@ class Ledger:
         words, number = self._words, self._words[0]
         at = self._NOTES + number % self.STEPS * self._NOTE
         words[at] = 0
-        packed = [id & _ID | min(n, _MOST) << 40 | prompt << 63 for id, n, prompt in rows[: self.ROWS]]
+        packed = [
+            id & _ID | min(n, _MOST) << 40 | prompt << 63 for id, n, prompt in rows[: self.ROWS]
+        ]
         words[at + 4 : at + 4 + len(packed)] = memoryview(array("Q", packed))
         words[at + 3] = len(packed)
         self._times[at + 1], self._times[at + 2] = self._times[2], 0.0
@@ -122,7 +124,9 @@ class Ledger:
     def asked(self) -> list[int]:
         """Requests that somebody asks for."""
         now = time.monotonic()
-        return [self._words[at] for at in range(self._ASKED, self.WORDS, 2) if self._times[at + 1] > now]
+        return [
+            self._words[at] for at in range(self._ASKED, self.WORDS, 2) if self._times[at + 1] > now
+        ]
 
     def read(self) -> tuple[int, int, float, float, list[int]]:
         """(steps begun, steps finished, begun at, finished at, ids of the step last begun).
@@ -138,7 +142,9 @@ class Ledger:
         return begun, finished, begun_at, finished_at, ids
 
 
-_ID = (1 << 40) - 1  # of a word that is a row: the request, tokens above, whether of its prompt at the top
+_ID = (
+    1 << 40
+) - 1  # of a word that is a row: the request, tokens above, whether of its prompt at the top
 _MOST = (1 << 23) - 1
 
 

@@ -17,7 +17,11 @@ if TYPE_CHECKING:
     from pageturner.kernels.base import I32
 
 MOST_RANK = 256
-KINDS = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}  # how the values lie in numpy's arrays
+KINDS = {
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": np.uint16,
+}  # how the values lie in numpy's arrays
 # The fields of kernels.base.Layer that may be adapted, by what they have in common: their input.
 INPUTS: tuple[tuple[str, ...], ...] = (("q", "k", "v"), ("o",), ("up", "gate"), ("down",))
 FIELDS = tuple(field for fields in INPUTS for field in fields)
@@ -67,11 +71,15 @@ class AdapterWeights:
         return sum(pair.a.nbytes + pair.b.nbytes for pair in pairs)
 
 
-def _of_neurons(layer: Mapping[str, LowRank], order: NDArray[np.int32] | None) -> Mapping[str, LowRank]:
+def _of_neurons(
+    layer: Mapping[str, LowRank], order: NDArray[np.int32] | None
+) -> Mapping[str, LowRank]:
     if order is None:
         return layer
     changed = {
-        field: replace(layer[field], b=layer[field].b[order]) for field in ("up", "gate") if field in layer
+        field: replace(layer[field], b=layer[field].b[order])
+        for field in ("up", "gate")
+        if field in layer
     }
     if "down" in layer:
         changed["down"] = replace(layer["down"], a=np.ascontiguousarray(layer["down"].a[:, order]))

@@ -158,8 +158,12 @@ class Layer:
     act: str = "silu"  # one of ACTIVATIONS, or GATED
     experts: Experts | None = None
     latent: Latent | None = None
-    wide_qk_norm: bool = False  # q_norm and k_norm are over all heads together, each with a vector (OLMo 2)
-    temper: F32 | None = None  # [positions]: what the query of each position is multiplied by (Llama 4)
+    wide_qk_norm: bool = (
+        False  # q_norm and k_norm are over all heads together, each with a vector (OLMo 2)
+    )
+    temper: F32 | None = (
+        None  # [positions]: what the query of each position is multiplied by (Llama 4)
+    )
     residual: float = 1.0  # what attention and MLP add is multiplied by it (Granite)
     native: Any = field(default=None, repr=False)  # what a backend attaches to it in prepare_layer
 
@@ -167,7 +171,9 @@ class Layer:
     def needs(self) -> frozenset[str]:
         """The features (see FEATURES) that a backend must have to compute this layer."""
         found = {
-            "bias": self.o_bias is not None or self.up_bias is not None or self.down_bias is not None,
+            "bias": self.o_bias is not None
+            or self.up_bias is not None
+            or self.down_bias is not None,
             "layer_norm": self.attn_norm_bias is not None or self.mlp_norm_bias is not None,
             "post_norm": self.attn_post_norm is not None or self.mlp_post_norm is not None,
             "activation": self.act != "silu" or (self.gate is None and self.experts is None),
@@ -386,7 +392,9 @@ class Ops(Protocol):
     def soft_cap(self, x: F32, cap: float) -> F32:
         """[soft_cap] cap * tanh(x / cap) of each element of logits [R, V] (may write into x)."""
 
-    def route(self, logits: Array, top_k: int, normalise: bool, scoring: str = "softmax") -> tuple[I32, F32]:
+    def route(
+        self, logits: Array, top_k: int, normalise: bool, scoring: str = "softmax"
+    ) -> tuple[I32, F32]:
         """[experts] For each row of router logits [T, E]: the ids of the top_k experts by (logit descending,
         id ascending), put in ascending order of id, and their weights, softmax(logits) over all experts, or
         [scoring] 1 / (1 + exp(-logit)); normalised: divided by their sum. Both [T, top_k]."""
@@ -416,7 +424,9 @@ class Ops(Protocol):
         tokens, by (logit descending, id ascending). A row whose largest logit is no finite number, NaN being
         the largest of all, has NaN for both and zeros for ids."""
 
-    def sample(self, logits: F32, temperature: F32, top_k: I32, top_p: F32, min_p: F32, uniform: F32) -> I32:
+    def sample(
+        self, logits: F32, temperature: F32, top_k: I32, top_p: F32, min_p: F32, uniform: F32
+    ) -> I32:
         """One token id per row of logits [R, V] (all parameter arrays [R]).
         temperature 0: argmax by (logit descending, id ascending). Otherwise p = softmax(logit / temperature);
         min_p > 0 keeps p >= min_p * max(p); then top_k > 0 keeps the k best by (logit descending, id

@@ -80,7 +80,9 @@ class ChoosesLater(Protocol):
     """A backend that need not wait for its tokens. What it chose last, row by row, is what -1 - row stands
     for among the tokens of the next batch."""
 
-    def launch_step(self, stack: Any, batch: Any, kv: Any, sliding: Any, head: Head, draw: Any) -> Any:
+    def launch_step(
+        self, stack: Any, batch: Any, kv: Any, sliding: Any, head: Head, draw: Any
+    ) -> Any:
         """`Ops.hidden`, and `Ops.choose` of its rows without edits and logprobs, begun only. Returns what
         `collect` takes."""
 

@@ -29,7 +29,18 @@ from numpy.typing import NDArray
 
 from pageturner.errors import EngineFault
 from pageturner.kernels.adapters import Adapter, Adapters, AdapterWeights
-from pageturner.kernels.base import F32, I32, KV, KV_TYPES, Array, Batch, Draw, KVSpec, Stack, Weight
+from pageturner.kernels.base import (
+    F32,
+    I32,
+    KV,
+    KV_TYPES,
+    Array,
+    Batch,
+    Draw,
+    KVSpec,
+    Stack,
+    Weight,
+)
 from pageturner.kernels.choosing import Head, LogprobsWanted, SamplerOutput
 from pageturner.kernels.composites import Composites
 from pageturner.kernels.edits import Allowed, Edits
@@ -43,8 +54,14 @@ _LOADING = 1e9  # the same until all are there: what is wrong with one of them i
 _MODEL, _MEET, _KV, _COPY, _HIDDEN, LOGITS, _ADAPTER, _FORGET, _TOTAL = range(9)  # calls
 _COUNTED = 4  # parts of 16 bits that a number is summed in over ranks, exactly
 _BATCH = (
-    "tokens", "positions", "query_start", "context_len", "block_table", "slots", "logit_rows",
-)  # fmt: skip
+    "tokens",
+    "positions",
+    "query_start",
+    "context_len",
+    "block_table",
+    "slots",
+    "logit_rows",
+)
 _NO_KV, _WITH_SLIDING = -1, 1
 _NO_ADAPTER = -1
 
@@ -74,7 +91,9 @@ class Communicator:
         at, arrays = 2 + 2 * count, []
         for rows, columns in data[2:at].reshape(-1, 2).tolist():
             size = rows * columns if columns >= 0 else rows
-            arrays.append(data[at : at + size].reshape((rows, columns) if columns >= 0 else (rows,)))
+            arrays.append(
+                data[at : at + size].reshape((rows, columns) if columns >= 0 else (rows,))
+            )
             at += size
         return call, arrays
 
@@ -85,7 +104,9 @@ def packed(call: int, *arrays: NDArray[Any]) -> NDArray[np.uint8]:
     for one in arrays:
         shapes += [len(one), one.shape[1] if one.ndim > 1 else -1]
     head = np.array([call, *shapes], np.int32)
-    return np.concatenate([np.ascontiguousarray(one).reshape(-1).view(np.uint8) for one in (head, *arrays)])
+    return np.concatenate(
+        [np.ascontiguousarray(one).reshape(-1).view(np.uint8) for one in (head, *arrays)]
+    )
 
 
 def shared_memory(size: int) -> int:
@@ -206,7 +227,9 @@ class RankOps:
             dtype = list(KV_TYPES)[kind]
             self._alloc(KVSpec(layers, blocks, block_size, kv_heads, head_dim, dtype, bool(latent)))
         elif call == _COPY:
-            self.own.copy_blocks(self._storage[arrays[0][0]], [(a, b) for a, b in arrays[1].tolist()])
+            self.own.copy_blocks(
+                self._storage[arrays[0][0]], [(a, b) for a, b in arrays[1].tolist()]
+            )
         elif call == _HIDDEN:
             self._follow_step(arrays)
         elif call == LOGITS:
@@ -234,7 +257,9 @@ class RankOps:
         sliding = None
         if kind == _WITH_SLIDING:
             sliding = replace(batch, block_table=more[0], slots=more[1]), self._storage[recent]
-        self.found = self.own.hidden(self._stack, batch, None if whole < 0 else self._storage[whole], sliding)
+        self.found = self.own.hidden(
+            self._stack, batch, None if whole < 0 else self._storage[whole], sliding
+        )
 
     def _numbered(self, numbers: I32) -> Adapters | None:
         """The adapters of these numbers, none where there are no numbers."""
@@ -261,7 +286,9 @@ class RankOps:
     def copy_blocks(self, kv: KV, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks, at all ranks."""
         if pairs:
-            with self._together(_COPY, np.array([self._place(kv)], np.int32), np.array(pairs, np.int32)):
+            with self._together(
+                _COPY, np.array([self._place(kv)], np.int32), np.array(pairs, np.int32)
+            ):
                 self.own.copy_blocks(kv, pairs)
 
     def _place(self, kv: KV) -> int:

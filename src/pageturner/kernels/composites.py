@@ -14,7 +14,19 @@ from numpy.typing import NDArray
 
 from pageturner.errors import EngineFault
 from pageturner.kernels.adapters import Adapter, Adapters, AdapterWeights, of_rows
-from pageturner.kernels.base import F32, GATED, I32, KV, Array, Batch, Draw, Layer, Ops, Stack, Weight
+from pageturner.kernels.base import (
+    F32,
+    GATED,
+    I32,
+    KV,
+    Array,
+    Batch,
+    Draw,
+    Layer,
+    Ops,
+    Stack,
+    Weight,
+)
 from pageturner.kernels.choosing import Head, Logprobs, LogprobsWanted, SamplerOutput
 from pageturner.kernels.edits import Allowed, Edits, apply_edits
 
@@ -58,7 +70,9 @@ class Composites:
         """The embedding of tokens, of which every rank may have a part."""
         return self.embed(stack.embed, tokens)
 
-    def hidden(self: Any, stack: Stack, batch: Batch, kv: KV, sliding: tuple[Batch, KV] | None) -> Array:
+    def hidden(
+        self: Any, stack: Stack, batch: Batch, kv: KV, sliding: tuple[Batch, KV] | None
+    ) -> Array:
         adapters, of_wanted = self.row_adapters(batch)
         x = _embedded(self, stack, batch, adapters)
         last = len(stack.layers) - 1
@@ -67,7 +81,9 @@ class Composites:
             mine = sliding is not None and layer.shape.window > 0
             pages, storage = sliding if sliding is not None and mine else (batch, kv)
             attend = (
-                self.attention_block if adapters is None else partial(self.adapted_attention, (adapters, i))
+                self.attention_block
+                if adapters is None
+                else partial(self.adapted_attention, (adapters, i))
             )
             x = attend(x, layer, storage, counts[mine], pages)
             counts[mine] += 1
@@ -75,11 +91,15 @@ class Composites:
                 x = self.take_rows(x, batch.logit_rows)
                 adapters = of_wanted
             if len(batch.logit_rows) or i < last:
-                feed = self.mlp_block if adapters is None else partial(self.adapted_mlp, (adapters, i))
+                feed = (
+                    self.mlp_block if adapters is None else partial(self.adapted_mlp, (adapters, i))
+                )
                 x = feed(x, layer)
         return x
 
-    def attention_block(self: Any, x: Array, layer: Layer, kv: KV, index: int, batch: Batch) -> Array:
+    def attention_block(
+        self: Any, x: Array, layer: Layer, kv: KV, index: int, batch: Batch
+    ) -> Array:
         found: Array = self.adapted_attention(None, x, layer, kv, index, batch)
         return found
 
@@ -108,7 +128,9 @@ class Composites:
     def logits(self: Any, x: Array, head: Head, adapters: Adapters | None = None) -> F32:
         normed = _normed(self, x, head.norm, head.norm_bias, head.eps)
         y = self.linear(normed, head.weight)
-        out: F32 = self.to_numpy(y if adapters is None else self.adapt(y, normed, adapters, -1, "head"))
+        out: F32 = self.to_numpy(
+            y if adapters is None else self.adapt(y, normed, adapters, -1, "head")
+        )
         return self.soft_cap(out, head.soft_cap) if head.soft_cap else out
 
     def choose(
@@ -211,7 +233,12 @@ def _feed_forward(ops: Ops, adapted: Adapted | None, x: Array, layer: Layer) -> 
 
 
 def _linear(
-    ops: Ops, adapted: Adapted | None, field: str, x: Array, weight: Weight, bias: Weight | None = None
+    ops: Ops,
+    adapted: Adapted | None,
+    field: str,
+    x: Array,
+    weight: Weight,
+    bias: Weight | None = None,
 ) -> Array:
     """The product of a field of a layer, with what adapters add to it."""
     y = ops.linear(x, weight, bias)
@@ -340,7 +367,9 @@ def _sample(ops: Ops, logits: F32, draw: Draw) -> I32:
     return ops.sample(logits, *draw)
 
 
-def _add_candidates(ops: Ops, logits: F32, found: Logprobs, ids: I32, searching: NDArray[np.bool_]) -> None:
+def _add_candidates(
+    ops: Ops, logits: F32, found: Logprobs, ids: I32, searching: NDArray[np.bool_]
+) -> None:
     """The candidates of rows that search, and the first of them as the token."""
     if searching.any():
         best, values = found.candidates

@@ -43,11 +43,17 @@ class Edit(NamedTuple):
 
 
 Edits = list[list[Edit]]  # for each row what is done to its logits, in order
-_RESTRICT = (Operation.ALLOW, Operation.FORBID, Operation.FORCE)  # these say which tokens may be chosen
+_RESTRICT = (
+    Operation.ALLOW,
+    Operation.FORBID,
+    Operation.FORCE,
+)  # these say which tokens may be chosen
 
 # a byte of `Allowed` -> the most that each of its 8 logits may be
 _LIMITS = np.where(
-    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.inf, -np.inf
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"),
+    np.inf,
+    -np.inf,
 ).astype(np.float32)
 
 
@@ -58,7 +64,9 @@ def forbid(logits: F32, allowed: Allowed) -> None:
     limits = np.empty((8 * allowed.shape[1], 8), np.float32)
     for row, bits in zip(logits, allowed, strict=True):
         if (~bits).any():
-            np.take(_LIMITS, bits.view(np.uint8), axis=0, out=limits, mode="clip")  # others go by a buffer
+            np.take(
+                _LIMITS, bits.view(np.uint8), axis=0, out=limits, mode="clip"
+            )  # others go by a buffer
             flat = limits.reshape(-1)[: len(row)]
             np.minimum(row, flat, out=row)
             if np.isnan(row.max()):
@@ -70,7 +78,9 @@ def may_be_chosen(vocabulary: int, bits: Allowed | None, edits: list[Edit]) -> N
     if bits is None:
         may = np.ones(vocabulary, np.bool_)
     else:
-        may = np.unpackbits(bits.view(np.uint8), count=vocabulary, bitorder="little").astype(np.bool_)
+        may = np.unpackbits(bits.view(np.uint8), count=vocabulary, bitorder="little").astype(
+            np.bool_
+        )
     for edit in edits:
         if edit.operation in _RESTRICT:
             named = np.zeros(vocabulary, np.bool_)
@@ -108,7 +118,10 @@ def apply_edits(logits: F32, allowed: Allowed | None, edits: Edits | None) -> No
     """Change logits [R, V] as the edits say; then what may not be chosen is minus infinity. ValueError for an
     id that is no token."""
     for r, row in enumerate(logits):
-        bits, mine = None if allowed is None else allowed[r : r + 1], edits[r] if edits is not None else []
+        bits, mine = (
+            None if allowed is None else allowed[r : r + 1],
+            edits[r] if edits is not None else [],
+        )
         if mine:
             edit_row(row, mine)
             row[~may_be_chosen(len(row), bits, mine)] = -np.inf

@@ -44,10 +44,28 @@ from pageturner.kernels.native_shapes import attention_options, first_of_heads, 
 from pageturner.kernels.native_threads import NativeThreads
 
 _SOURCES = {  # pt::Source
-    "F32": 0, "F16": 1, "BF16": 2, "Q8_0": 3, "Q4_0": 4, "Q4_1": 5,
-    "Q5_0": 6, "Q5_1": 7, "Q4_K": 8, "Q5_K": 9, "Q6_K": 10, "Q3_K": 11, "IQ4_NL": 12, "IQ4_XS": 13,
-    "MXFP4": 14, "TQ1_0": 15, "TQ2_0": 16, "Q4_W": 17, "Q8_W": 18, "T4_W": 19, "F8_W": 20,
-}  # fmt: skip
+    "F32": 0,
+    "F16": 1,
+    "BF16": 2,
+    "Q8_0": 3,
+    "Q4_0": 4,
+    "Q4_1": 5,
+    "Q5_0": 6,
+    "Q5_1": 7,
+    "Q4_K": 8,
+    "Q5_K": 9,
+    "Q6_K": 10,
+    "Q3_K": 11,
+    "IQ4_NL": 12,
+    "IQ4_XS": 13,
+    "MXFP4": 14,
+    "TQ1_0": 15,
+    "TQ2_0": 16,
+    "Q4_W": 17,
+    "Q8_W": 18,
+    "T4_W": 19,
+    "F8_W": 20,
+}
 _EIGHT_BITS = frozenset({"Q8_0", "Q8_W", "Q3_K"})  # of which int8 weights are made, Q8 and Q8Half
 _WIDENED = ("avx2", "portable")  # where these become int16: kInt16 in micro_*.h
 _VECTORS: dict[str, Any] = {"F32": np.float32, "F16": np.float16}
@@ -84,7 +102,12 @@ class NativeOps(StoredWeights, NativeBlocks, NativeThreads, Composites):
     def pack_weight(self, tensor: Tensor) -> Weight:
         """A packed matrix (also good for `embed`), or an fp32 vector. EngineFault for an unknown kind."""
         if len(tensor.shape) == 1 and tensor.kind in _VECTORS:
-            return np.array(tensor.data).view(_VECTORS[tensor.kind]).astype(np.float32).reshape(tensor.shape)
+            return (
+                np.array(tensor.data)
+                .view(_VECTORS[tensor.kind])
+                .astype(np.float32)
+                .reshape(tensor.shape)
+            )
         if tensor.kind not in _SOURCES or len(tensor.shape) != 2:
             raise EngineFault(
                 "unsupported_weight",
@@ -93,9 +116,13 @@ class NativeOps(StoredWeights, NativeBlocks, NativeThreads, Composites):
             )
         try:
             data = np.ascontiguousarray(tensor.data).reshape(-1)
-            return self._engine.pack(_SOURCES[tensor.kind], data, *tensor.shape, tensor.bits, tensor.order)
+            return self._engine.pack(
+                _SOURCES[tensor.kind], data, *tensor.shape, tensor.bits, tensor.order
+            )
         except ValueError as e:
-            raise EngineFault("bad_weight", f"{tensor.name} ({tensor.kind}, {tensor.shape}): {e}") from e
+            raise EngineFault(
+                "bad_weight", f"{tensor.name} ({tensor.kind}, {tensor.shape}): {e}"
+            ) from e
         except MemoryError as e:
             raise EngineFault(
                 "weight_memory", f"{tensor.name}: not enough memory for the packed weight"
@@ -124,7 +151,9 @@ class NativeOps(StoredWeights, NativeBlocks, NativeThreads, Composites):
                 latent=spec.latent,
             )
         except MemoryError as e:
-            raise EngineFault("kv_memory", f"{wanted}, which the system refuses: ask for less of it") from e
+            raise EngineFault(
+                "kv_memory", f"{wanted}, which the system refuses: ask for less of it"
+            ) from e
 
     def copy_blocks(self, kv: KV, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination) in every layer, in the order of the list."""
@@ -174,7 +203,9 @@ class NativeOps(StoredWeights, NativeBlocks, NativeThreads, Composites):
         """Causal attention of q [T, heads * head_dim] over the paged KV: same shape, but [T, heads * latent]
         with a latent KV."""
         out = np.empty_like(q)
-        self._engine.attention(q, kv, layer, views.batch_view(batch), *attention_options(shape), out)
+        self._engine.attention(
+            q, kv, layer, views.batch_view(batch), *attention_options(shape), out
+        )
         return first_of_heads(out, shape)
 
     def act_mul(self, gate: F32, up: F32) -> F32:
@@ -222,7 +253,9 @@ class NativeOps(StoredWeights, NativeBlocks, NativeThreads, Composites):
         self._engine.soft_cap(x, cap, x)
         return x
 
-    def route(self, logits: F32, top_k: int, normalise: bool, scoring: str = "softmax") -> tuple[I32, F32]:
+    def route(
+        self, logits: F32, top_k: int, normalise: bool, scoring: str = "softmax"
+    ) -> tuple[I32, F32]:
         """Ids of the top_k experts of each row, ascending, and their weights: both [T, top_k]."""
         ids = np.empty((len(logits), top_k), np.int32)
         weights = np.empty(ids.shape, np.float32)
@@ -257,7 +290,9 @@ class NativeOps(StoredWeights, NativeBlocks, NativeThreads, Composites):
         self._engine.top_logprobs(logits, lse, ids, logprobs)
         return lse, ids, logprobs
 
-    def sample(self, logits: F32, temperature: F32, top_k: I32, top_p: F32, min_p: F32, uniform: F32) -> I32:
+    def sample(
+        self, logits: F32, temperature: F32, top_k: I32, top_p: F32, min_p: F32, uniform: F32
+    ) -> I32:
         """One token id per row of logits [R, V], as `Ops.sample` defines it."""
         out = np.empty(len(logits), np.int32)
         self._engine.sample(logits, temperature, top_k, top_p, min_p, uniform, out)
@@ -321,6 +356,15 @@ class NativeOps(StoredWeights, NativeBlocks, NativeThreads, Composites):
         found = asked = None
         if wanted is not None:
             found = Logprobs.room_for(wanted)
-            asked = (wanted.top, wanted.candidates, found.lse, found.chosen, *found.top, *found.candidates)
-        self._engine.choose(x, views.head_parts(head), *draw, ids, logits, allowed, edits, asked, adapters)
+            asked = (
+                wanted.top,
+                wanted.candidates,
+                found.lse,
+                found.chosen,
+                *found.top,
+                *found.candidates,
+            )
+        self._engine.choose(
+            x, views.head_parts(head), *draw, ids, logits, allowed, edits, asked, adapters
+        )
         return SamplerOutput(ids, logits, found)

@@ -65,7 +65,16 @@ def how_to_compile() -> str:
     if not source or source.endswith(".whl"):  # has none for this machine: no source is known
         source = "PATH_OF_A_CHECKOUT"
     how = ["--editable"] if origin.get("dir_info", {}).get("editable") else []
-    command = [sys.executable, "-m", "pip", "install", "--force-reinstall", "--no-deps", *how, source]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--force-reinstall",
+        "--no-deps",
+        *how,
+        source,
+    ]
     return shlex.join(command)
 
 

@@ -19,10 +19,31 @@ from pageturner.kernels.native_shapes import vector
 
 _HEAD, _EMBED = -1, -2  # in place of a layer's number
 _LAYER_PARTS = (
-    "attn_norm", "q", "k", "v", "o", "mlp_norm", "gate", "up", "down",
-    "q_norm", "k_norm", "q_bias", "k_bias", "v_bias", "o_bias", "up_bias", "down_bias",
-    "attn_norm_bias", "mlp_norm_bias", "attn_post_norm", "mlp_post_norm", "temper", "residual", "eps",
-)  # fmt: skip
+    "attn_norm",
+    "q",
+    "k",
+    "v",
+    "o",
+    "mlp_norm",
+    "gate",
+    "up",
+    "down",
+    "q_norm",
+    "k_norm",
+    "q_bias",
+    "k_bias",
+    "v_bias",
+    "o_bias",
+    "up_bias",
+    "down_bias",
+    "attn_norm_bias",
+    "mlp_norm_bias",
+    "attn_post_norm",
+    "mlp_post_norm",
+    "temper",
+    "residual",
+    "eps",
+)
 
 
 def layer_view(layer: Layer) -> Any:
@@ -34,11 +55,27 @@ def layer_view(layer: Layer) -> Any:
     options |= {"act": (*ACTIVATIONS, GATED).index(layer.act), "wide_norm": layer.wide_qk_norm}
     tables = {"cos": layer.rope.cos, "sin": layer.rope.sin, "interleaved": layer.rope.interleaved}
     experts = e and (
-        e.router, e.gate, e.up, e.down, e.top_k, e.normalise, e.scoring == "sigmoid", e.scale, e.weigh_input,
-        e.router_bias, e.gate_bias, e.up_bias, e.down_bias,
-    )  # fmt: skip
+        e.router,
+        e.gate,
+        e.up,
+        e.down,
+        e.top_k,
+        e.normalise,
+        e.scoring == "sigmoid",
+        e.scale,
+        e.weigh_input,
+        e.router_bias,
+        e.gate_bias,
+        e.up_bias,
+        e.down_bias,
+    )
     latent = m and (m.q_rope, m.k_rope, m.norm, m.k_up, m.v_up)
-    own = {"slopes": vector(s.slopes), "sinks": vector(s.sinks), "experts": experts, "latent": latent}
+    own = {
+        "slopes": vector(s.slopes),
+        "sinks": vector(s.sinks),
+        "experts": experts,
+        "latent": latent,
+    }
     return module().make_layer({**parts, **numbers, **options, **tables, **own})
 
 

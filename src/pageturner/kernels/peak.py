@@ -14,7 +14,12 @@ import numpy as np
 _INTEGER, _FLOAT, _READ, _COPY = range(4)  # pt::Limit
 READ = ("256K", "8M", "32M", "256M")
 GLANCE, GLANCES = 0.006, 3  # seconds of a measurement that delays a start, and how many
-_READ_BYTES = (256 << 10, 8 << 20, 32 << 20, 256 << 20)  # the first for each thread, the others in all
+_READ_BYTES = (
+    256 << 10,
+    8 << 20,
+    32 << 20,
+    256 << 20,
+)  # the first for each thread, the others in all
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +66,13 @@ def best_of(first: Peak, second: Peak) -> Peak:
 
     read = {name: max(rate, second.read_gb_s[name]) for name, rate in first.read_gb_s.items()}
     return Peak(
-        first.isa, first.threads, higher(first.integer_gop_s, second.integer_gop_s),
-        higher(first.fp32_gop_s, second.fp32_gop_s), read, max(first.copy_gb_s, second.copy_gb_s),
-    )  # fmt: skip
+        first.isa,
+        first.threads,
+        higher(first.integer_gop_s, second.integer_gop_s),
+        higher(first.fp32_gop_s, second.fp32_gop_s),
+        read,
+        max(first.copy_gb_s, second.copy_gb_s),
+    )
 
 
 def no_slower(rates: list[float]) -> list[float]:
@@ -91,7 +100,9 @@ def measure(isa: str, threads: int, seconds: float = 0.5) -> Peak:
     """The limits, in about `seconds`. Products, what stays in a thread's own caches, and with one thread
     everything, by processor time: other processes do not count. Of memory that threads share, at least what
     one of them reached so."""
-    from pageturner.kernels import native_module  # here: who reads what was measured needs no kernels
+    from pageturner.kernels import (
+        native_module,
+    )  # here: who reads what was measured needs no kernels
 
     compiled = native_module.module()
 

@@ -110,7 +110,9 @@ class ReferenceOps(Composites):
         """Zeroed KV storage. EngineFault('kv_memory') when the memory is not there."""
         if spec.dtype not in KV_TYPES:
             known = ", ".join(KV_TYPES)
-            raise EngineFault("kv_dtype", f"KV type {spec.dtype!r} is not supported; there are {known}")
+            raise EngineFault(
+                "kv_dtype", f"KV type {spec.dtype!r} is not supported; there are {known}"
+            )
         shape = (spec.layers, spec.blocks * spec.block_size, spec.kv_heads, spec.head_dim)
         try:
             k = np.zeros(shape, _KV_ARRAYS.get(spec.dtype, np.float32))
@@ -225,12 +227,16 @@ class ReferenceOps(Composites):
                 heads = values[rows].reshape(-1, *array.shape[2:])
                 array[layer, slots[rows]] = ROUNDINGS[kv.dtype](heads)
 
-    def attention(self, q: F32, kv: PagedKV, layer: int, batch: Batch, shape: AttentionShape) -> F32:
+    def attention(
+        self, q: F32, kv: PagedKV, layer: int, batch: Batch, shape: AttentionShape
+    ) -> F32:
         """Causal attention of q [T, heads * head_dim] over the paged KV, in segments of 256 tokens."""
         out = np.empty((len(q), shape.heads * (shape.latent or shape.head_dim)), np.float32)
         for s in range(len(batch.context_len)):
             every = np.arange(batch.context_len[s])
-            slots = batch.block_table[s, every // kv.block_size] * kv.block_size + every % kv.block_size
+            slots = (
+                batch.block_table[s, every // kv.block_size] * kv.block_size + every % kv.block_size
+            )
             k, v = (array[layer, slots].astype(np.float32) for array in (kv.k, kv.v))
             for row in range(batch.query_start[s], batch.query_start[s + 1]):
                 heads = q[row].reshape(shape.kv_heads, -1, shape.head_dim) * np.float32(shape.scale)
@@ -255,7 +261,9 @@ class ReferenceOps(Composites):
             if shape.soft_cap:
                 scores = self.soft_cap(scores, shape.soft_cap)
             if shape.slopes:
-                distance = np.arange(seen.start, seen.stop, dtype=np.float32) - np.float32(len(k) - 1)
+                distance = np.arange(seen.start, seen.stop, dtype=np.float32) - np.float32(
+                    len(k) - 1
+                )
                 scores += np.array(shape.slopes, np.float32).reshape(*q.shape[:2], 1) * distance
             part_peak = scores.max(axis=2, keepdims=True)
             weights = np.exp(scores - part_peak)
@@ -291,7 +299,9 @@ class ReferenceOps(Composites):
         """gpt-oss's gated activation."""
         g, u = np.minimum(gate, np.float32(7)), np.clip(up, np.float32(-7), np.float32(7))
         with np.errstate(over="ignore"):
-            return np.asarray(g / (np.float32(1) + np.exp(np.float32(-1.702) * g)) * (u + np.float32(1)))
+            return np.asarray(
+                g / (np.float32(1) + np.exp(np.float32(-1.702) * g)) * (u + np.float32(1))
+            )
 
     def scale_rows(self, x: F32, factors: F32, rows: I32) -> F32:
         """Row i of x times factors[rows[i]]."""
@@ -313,7 +323,9 @@ class ReferenceOps(Composites):
         """cap * tanh(x / cap)."""
         return _by_row(lambda row: np.tanh(row / np.float32(cap)) * np.float32(cap), x)
 
-    def route(self, logits: F32, top_k: int, normalise: bool, scoring: str = "softmax") -> tuple[I32, F32]:
+    def route(
+        self, logits: F32, top_k: int, normalise: bool, scoring: str = "softmax"
+    ) -> tuple[I32, F32]:
         """Ids of the top_k experts of each row, ascending, and their weights."""
         ids = np.empty((len(logits), top_k), np.int32)
         weights = np.empty(ids.shape, np.float32)
@@ -333,7 +345,9 @@ class ReferenceOps(Composites):
                 return None
             return LowRank(widened(weights.kind, pair.a), widened(weights.kind, pair.b), pair.scale)
 
-        layers = tuple({field: wide(pair) for field, pair in each.items()} for each in weights.layers)
+        layers = tuple(
+            {field: wide(pair) for field, pair in each.items()} for each in weights.layers
+        )
         return AdapterWeights("F32", layers, wide(weights.embed), wide(weights.head))  # type: ignore[arg-type]
 
     def adapt(self, y: F32, x: F32, adapters: Adapters, layer: int, field: str) -> F32:
@@ -384,7 +398,9 @@ class ReferenceOps(Composites):
             ids[i] = _best_first(row)[:k]
         return lse, ids, np.take_along_axis(logits, ids, axis=1) - lse[:, None]
 
-    def sample(self, logits: F32, temperature: F32, top_k: I32, top_p: F32, min_p: F32, uniform: F32) -> I32:
+    def sample(
+        self, logits: F32, temperature: F32, top_k: I32, top_p: F32, min_p: F32, uniform: F32
+    ) -> I32:
         """One token id per row of logits [R, V] (all parameter arrays [R])."""
         rows = zip(logits, temperature, top_k, top_p, min_p, uniform, strict=True)
         return np.array([_sample_row(*row) for row in rows], np.int32)
@@ -403,7 +419,9 @@ def _sample_row(
     min_p: np.float32,
     uniform: np.float32,
 ) -> int:
-    if temperature == 0 or not np.isfinite(row.max()):  # NaN is the largest of all, for argmax and max
+    if temperature == 0 or not np.isfinite(
+        row.max()
+    ):  # NaN is the largest of all, for argmax and max
         return int(np.argmax(row))
     # Only proportions matter until the last line, so the softmax needs no division: its largest weight is 1.
     with np.errstate(over="ignore"):  # a tiny temperature may push the others to -inf: weight 0

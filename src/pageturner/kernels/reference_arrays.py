@@ -78,7 +78,9 @@ class PagedKV:
     def read_blocks(self, blocks: I32) -> NDArray[np.uint8]:
         """See Ops.read_blocks: K of all layers, then V."""
         parts = [self.blocks(array)[:, blocks].swapaxes(0, 1) for array in self.arrays]
-        rows = [np.ascontiguousarray(part).reshape(len(blocks), -1).view(np.uint8) for part in parts]
+        rows = [
+            np.ascontiguousarray(part).reshape(len(blocks), -1).view(np.uint8) for part in parts
+        ]
         return np.concatenate(rows, axis=1)
 
     def write_blocks(self, blocks: I32, data: NDArray[np.uint8]) -> None:
@@ -87,7 +89,9 @@ class PagedKV:
         for array, half in zip(self.arrays, halves, strict=True):
             paged = self.blocks(array)
             values = np.ascontiguousarray(half).view(array.dtype)
-            paged[:, blocks] = values.reshape(len(blocks), len(paged), *paged.shape[2:]).swapaxes(0, 1)
+            paged[:, blocks] = values.reshape(len(blocks), len(paged), *paged.shape[2:]).swapaxes(
+                0, 1
+            )
 
 
 def _in_steps(x: F32, most: int = 127) -> tuple[F32, F32]:
@@ -129,7 +133,9 @@ def _through_int8(heads: F32) -> F32:
 def _through_bfloat16(heads: F32) -> F32:
     """The same as bfloat16, rounded half to even."""
     bits = np.ascontiguousarray(heads).view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) & np.uint32(0xFFFF0000)
+    rounded = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) & np.uint32(
+        0xFFFF0000
+    )
     return np.where(np.isnan(heads), heads, rounded.view(np.float32))
 
 

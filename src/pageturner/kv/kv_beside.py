@@ -30,7 +30,9 @@ from pageturner.scheduler.listener import Listener
 
 def wants_tiers(config: EngineConfig) -> bool:
     """Whether a block must be whole: with layers that forget nothing."""
-    return bool(config.kv_host_memory or config.kv_file or config.prefill_listen or config.prefill_from)
+    return bool(
+        config.kv_host_memory or config.kv_file or config.prefill_listen or config.prefill_from
+    )
 
 
 class KVWait(Protocol):
@@ -64,7 +66,9 @@ class KVBeside:
         self._late = Listener(
             committed=lambda report: self.tiers.committed(report) if self.tiers else None,
             stats=self._stats,
-            ended=lambda sequence, finish: self.guests.ended(sequence, finish) if self.guests else None,
+            ended=lambda sequence, finish: (
+                self.guests.ended(sequence, finish) if self.guests else None
+            ),
         )
 
     @property
@@ -130,9 +134,13 @@ class KVBeside:
         form = f"{transfer.nbytes} bytes, {spec.layers} layers"
         identity = LinkIdentity(weights, build, form, pool.block_size)
         if config.prefill_from:
-            addresses = [address_of(one, "--prefill-from") for one in config.prefill_from.split(",")]
+            addresses = [
+                address_of(one, "--prefill-from") for one in config.prefill_from.split(",")
+            ]
             least, seconds = config.prefill_tokens, config.prefill_timeout
-            self.elsewhere = PrefillElsewhere(addresses, key, identity, pool, transfer, model, least, seconds)
+            self.elsewhere = PrefillElsewhere(
+                addresses, key, identity, pool, transfer, model, least, seconds
+            )
         if config.prefill_listen:
             address = address_of(config.prefill_listen, "--prefill-listen")
             self.guests = PrefillGuests(address, key, identity, pool, transfer, model, vocab)
@@ -145,17 +153,25 @@ class KVBeside:
         try:
             return BlockFile(config.kv_file, config.kv_file_size, identity, nbytes)
         except EngineFault as fault:
-            warnings.warn(f"{fault.message}; serving goes on without it", RuntimeWarning, stacklevel=2)
+            warnings.warn(
+                f"{fault.message}; serving goes on without it", RuntimeWarning, stacklevel=2
+            )
             return None
 
 
 SENT = (
-    "kv_sent_blocks", "kv_sent_bytes", "prefill_guests", "prefill_links_failed", "prefill_peers_refused",
-)  # fmt: skip
+    "kv_sent_blocks",
+    "kv_sent_bytes",
+    "prefill_guests",
+    "prefill_links_failed",
+    "prefill_peers_refused",
+)
 RECEIVED = (
-    "kv_received_blocks", "kv_received_bytes", "prefill_asked",
+    "kv_received_blocks",
+    "kv_received_bytes",
+    "prefill_asked",
     *(f"prefill_fallback_{one}" for one in CAUSES),
-)  # fmt: skip
+)
 KEY_VARIABLE = "PAGETURNER_PREFILL_KEY"
 
 
@@ -180,7 +196,9 @@ def prefill_key(config: EngineConfig) -> bytes:
         raise EngineFault("bad_setting", "--role decode needs --prefill-from HOST:PORT")
     for one in (*config.prefill_from.split(","), config.prefill_listen):
         if one:
-            address_of(one, "--prefill-from" if one != config.prefill_listen else "--prefill-listen")
+            address_of(
+                one, "--prefill-from" if one != config.prefill_listen else "--prefill-listen"
+            )
     key = os.environ.get(KEY_VARIABLE, "").encode()
     if config.prefill_key_file:
         try:
@@ -190,7 +208,9 @@ def prefill_key(config: EngineConfig) -> bytes:
             raise EngineFault("prefill_key", message) from None
     if len(key) < LEAST_KEY:
         message = f"prefill elsewhere needs a key of {LEAST_KEY} bytes or more: --prefill-key-file FILE, or"
-        raise EngineFault("prefill_key", f"{message} {KEY_VARIABLE} in the environment of both engines")
+        raise EngineFault(
+            "prefill_key", f"{message} {KEY_VARIABLE} in the environment of both engines"
+        )
     return key
 
 
@@ -207,7 +227,5 @@ def check(config: EngineConfig) -> None:
         )
     free = memory.available()
     if free is not None and config.kv_host_memory > free:
-        message = (
-            f"--kv-host-memory asks for {config.kv_host_memory:,} bytes, and {free:,} are free: ask for less"
-        )
+        message = f"--kv-host-memory asks for {config.kv_host_memory:,} bytes, and {free:,} are free: ask for less"
         raise EngineFault("kv_memory", message)

@@ -74,7 +74,9 @@ class BlockFile:
         self.writes = self.waits = False
         self._writing = threading.Lock()  # held for as long as one block takes
         self._mutex = threading.Lock()  # of what stands below; never held while the disk is asked
-        self._slots: OrderedDict[bytes, tuple[int, int]] = OrderedDict()  # key -> slot, checksum; LRU first
+        self._slots: OrderedDict[bytes, tuple[int, int]] = (
+            OrderedDict()
+        )  # key -> slot, checksum; LRU first
         self._free: list[int] = []
         self._stamp = self._changes = self._floor = 0
         self._records = np.zeros(0, RECORD)
@@ -89,7 +91,9 @@ class BlockFile:
         try:
             fd, may_write = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), True
         except OSError as error:
-            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM) or not os.path.exists(self.path):
+            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM) or not os.path.exists(
+                self.path
+            ):
                 raise _fault(self.path, error) from error
             try:
                 fd, may_write = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC), False
@@ -97,7 +101,9 @@ class BlockFile:
                 raise _fault(self.path, second) from second
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
-            raise EngineFault("kv_file", f"--kv-file {self.path} is no regular file: name another path")
+            raise EngineFault(
+                "kv_file", f"--kv-file {self.path} is no regular file: name another path"
+            )
         return fd, may_write
 
     def _begin(self, size: int) -> None:
@@ -105,9 +111,7 @@ class BlockFile:
         if locked and os.fstat(self._fd).st_size == 0:
             slots = (size - 2 * PAGE) // (self._stride + RECORD.itemsize)
             if slots < 1:
-                message = (
-                    f"--kv-file-size {size} has no room for a block of {self.nbytes} bytes: ask for more"
-                )
+                message = f"--kv-file-size {size} has no room for a block of {self.nbytes} bytes: ask for more"
                 raise EngineFault("kv_file_size", message)
             _write(self._fd, self._head(slots).ljust(PAGE, b"\0"), 0)
         head = os.pread(self._fd, HEAD.size + DIGEST, 0)
@@ -211,7 +215,11 @@ class BlockFile:
         if count == self.nbytes and sum_of(out, key) == checksum:
             self.touch(key)
             return Read.HIT
-        return Read.BAD if self._slots.get(key) == place and self._still(slot, key, checksum) else Read.ABSENT
+        return (
+            Read.BAD
+            if self._slots.get(key) == place and self._still(slot, key, checksum)
+            else Read.ABSENT
+        )
 
     def _still(self, slot: int, key: bytes, checksum: int) -> bool:
         """Whether the file says so too: if not, another engine has written there meanwhile."""
@@ -284,7 +292,9 @@ class BlockFile:
             for key, (slot, checksum) in self._slots.items():
                 self._stamp += 1
                 records[slot] = (key, checksum, self._stamp)
-            with contextlib.suppress(OSError):  # the order alone is lost: no record lies on two pages
+            with contextlib.suppress(
+                OSError
+            ):  # the order alone is lost: no record lies on two pages
                 _write(self._fd, records.tobytes(), PAGE)
         self.writes = False
         os.close(self._fd)

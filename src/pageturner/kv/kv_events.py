@@ -189,7 +189,10 @@ class Sender:
 
     def stats(self) -> dict[str, float]:
         """Batches sent and dropped."""
-        return {"kv_event_batches": float(self._sent), "kv_event_batches_dropped": float(self._dropped)}
+        return {
+            "kv_event_batches": float(self._sent),
+            "kv_event_batches_dropped": float(self._dropped),
+        }
 
     def close(self) -> None:
         self._waiting.append(None)
@@ -231,7 +234,9 @@ class Sender:
         try:
             for number, data in self._past:
                 if number >= start:
-                    replay.send_multipart((client, b"", number.to_bytes(8, "big"), data), self._zmq.NOBLOCK)
+                    replay.send_multipart(
+                        (client, b"", number.to_bytes(8, "big"), data), self._zmq.NOBLOCK
+                    )
             replay.send_multipart((client, b"", END, b""), self._zmq.NOBLOCK)
         except self._zmq.ZMQError:
             return  # it does not read: it may ask again
@@ -250,12 +255,16 @@ def _take_place(zmq: Any, socket: Any, flag: str, address: str) -> None:
     """Bind to an address of this machine, or connect to another one's, as vLLM does."""
     try:
         parts = urlsplit(address)
-        whole = parts.port is not None if parts.scheme == "tcp" else bool(parts.netloc or parts.path)
+        whole = (
+            parts.port is not None if parts.scheme == "tcp" else bool(parts.netloc or parts.path)
+        )
         if parts.scheme not in ("tcp", "ipc", "inproc") or not whole:
             raise ValueError("an address is tcp://*:5557, tcp://HOST:PORT or ipc://PATH")
         host = parts.netloc.rpartition(":")[0].strip("[]")
         local = (
-            parts.scheme != "tcp" or host in ("*", "localhost", "0.0.0.0", "::") or host.startswith("127.")
+            parts.scheme != "tcp"
+            or host in ("*", "localhost", "0.0.0.0", "::")
+            or host.startswith("127.")
         )
         (socket.bind if local else socket.connect)(address)
     except (ValueError, zmq.ZMQError) as error:

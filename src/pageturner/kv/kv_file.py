@@ -33,11 +33,20 @@ def alloc(spec: KVSpec, fd: int, offset: int) -> KV:
     has written. EngineFault('kv_memory') when the system refuses to map it."""
     try:
         return native_module.module().alloc_kv(
-            spec.layers, spec.blocks, spec.block_size, spec.kv_heads, spec.head_dim,
-            list(KV_TYPES).index(spec.dtype), fd, offset, spec.latent,
-        )  # fmt: skip
+            spec.layers,
+            spec.blocks,
+            spec.block_size,
+            spec.kv_heads,
+            spec.head_dim,
+            list(KV_TYPES).index(spec.dtype),
+            fd,
+            offset,
+            spec.latent,
+        )
     except MemoryError as error:
-        message = f"the system refuses to map {spec.nbytes / 1e6:.0f} MB of KV memory: ask for less of it"
+        message = (
+            f"the system refuses to map {spec.nbytes / 1e6:.0f} MB of KV memory: ask for less of it"
+        )
         raise EngineFault("kv_memory", message) from error
 
 
@@ -46,7 +55,9 @@ def checksums(kv: KV | None, blocks: I32, seeds: U64, threads: int) -> U64:
     kv  None: of blocks without bytes, because all layers have a window and other storage"""
     sums = np.zeros(len(blocks), np.uint64)
     if kv is not None:
-        native_module.module().block_sums(kv, blocks, seeds, threads if len(blocks) > FEW else 1, sums)
+        native_module.module().block_sums(
+            kv, blocks, seeds, threads if len(blocks) > FEW else 1, sums
+        )
     return np.maximum(sums, np.uint64(1))
 
 
@@ -58,7 +69,9 @@ def row_sums(rows: NDArray[np.uint8], seeds: U64) -> U64:
         native_module.module().row_sums(rows, seeds, sums)
     else:
         for i, (row, seed) in enumerate(zip(rows, seeds, strict=True)):
-            digest = blake2b(np.ascontiguousarray(row).data, key=seed.tobytes(), digest_size=8).digest()
+            digest = blake2b(
+                np.ascontiguousarray(row).data, key=seed.tobytes(), digest_size=8
+            ).digest()
             sums[i] = int.from_bytes(digest, "little")
     return np.maximum(sums, np.uint64(1))
 

@@ -57,7 +57,9 @@ class LinkIdentity:
             "form of KV": "kv",
             "block size": "block_size",
         }
-        names = (name for name, part in parts.items() if getattr(self, part) != getattr(other, part))
+        names = (
+            name for name, part in parts.items() if getattr(self, part) != getattr(other, part)
+        )
         return next(names, "")
 
 
@@ -129,10 +131,16 @@ class Link:
         hello = MAGIC + bytes([VERSION])
         self.send(HELLO, hello + mine, max(0.01, until - time.monotonic()))
         kind, content = self.receive(MOST_SMALL, until)
-        if kind != HELLO or bytes(content[: len(MAGIC)]) != MAGIC or len(content) != len(hello) + 32:
+        if (
+            kind != HELLO
+            or bytes(content[: len(MAGIC)]) != MAGIC
+            or len(content) != len(hello) + 32
+        ):
             raise LinkError("wrong", "it is no engine of Pageturner")
         if bytes(content[: len(hello)]) != hello:
-            raise LinkError("refused", "another version of Pageturner: take the same for both engines")
+            raise LinkError(
+                "refused", "another version of Pageturner: take the same for both engines"
+            )
         its = bytes(content[len(hello) :])
         nonces = mine + its if self._mine == ASKER else its + mine
         self._key = hmac.digest(key, MAGIC + nonces, "sha256")

@@ -75,7 +75,9 @@ class SurvivingKV:
             os.ftruncate(self._fd, 0)
             self.sizes = None
         count = sizes.blocks + sizes.sliding
-        self._end = -(-(RECORDS_AT + count * RECORD.itemsize) // kv_file.HUGE_PAGE) * kv_file.HUGE_PAGE
+        self._end = (
+            -(-(RECORDS_AT + count * RECORD.itemsize) // kv_file.HUGE_PAGE) * kv_file.HUGE_PAGE
+        )
         self._grow()
         self._map = mmap.mmap(self._fd, self._end)
         self._records = np.frombuffer(self._map, RECORD, count, RECORDS_AT)
@@ -97,7 +99,9 @@ class SurvivingKV:
         """Make findable in a new pool what verifies, and from here on write down what it seals. Returns how
         many blocks were taken back."""
         first, stores = 0, (pool.full, pool.sliding) if pool.window else (pool.full,)
-        none = [None] * (len(stores) - len(self._storage))  # whole blocks, if all layers have a window
+        none = [None] * (
+            len(stores) - len(self._storage)
+        )  # whole blocks, if all layers have a window
         for store, kv in zip(stores, (*none, *self._storage), strict=True):
             records = self._records[first : first + store.num_blocks]
             first += store.num_blocks
@@ -119,7 +123,9 @@ class SurvivingKV:
 class Directory:
     """The records of one store. seconds: what it took to write them, checksums included."""
 
-    def __init__(self, store: Store, kv: KV | None, records: NDArray[np.void], threads: int) -> None:
+    def __init__(
+        self, store: Store, kv: KV | None, records: NDArray[np.void], threads: int
+    ) -> None:
         self._store, self._kv, self._threads = store, kv, threads
         self._keys, self._sums, self._stamps = (records[name] for name in RECORD.names or ())
         self._sealed: dict[int, bytes] = {}  # blocks of the step under way
@@ -130,13 +136,17 @@ class Directory:
         """Make findable whatever verifies; strike out the rest. Returns how many blocks are taken back."""
         found = np.flatnonzero(self._sums).astype(np.int32)
         keys = self._keys[found].tobytes()
-        right = kv_file.checksums(self._kv, found, seeds_of(keys), self._threads) == self._sums[found]
+        right = (
+            kv_file.checksums(self._kv, found, seeds_of(keys), self._threads) == self._sums[found]
+        )
         # What was sealed last is overwritten first: a chain of blocks loses its end, never its beginning.
         newest = sorted(found[right].tolist(), key=lambda block: -int(self._stamps[block]))
         block_of = {self._keys[block].tobytes(): block for block in newest}
         kept = {block: key for key, block in block_of.items()}
         self._stamp = len(kept)
-        self._stamps[[*kept]] = np.arange(self._stamp, 0, -1)  # no checksum is of them: they begin anew
+        self._stamps[[*kept]] = np.arange(
+            self._stamp, 0, -1
+        )  # no checksum is of them: they begin anew
         self._sums[np.setdiff1d(found, [*kept])] = 0
         if kept:
             adopt(self._store, kept)
@@ -161,7 +171,9 @@ class Directory:
         self._sealed.clear()
         sums = kv_file.checksums(self._kv, blocks, seeds_of(keys), self._threads)
         self._keys[blocks] = np.frombuffer(keys, self._keys.dtype)
-        self._stamps[blocks] = np.arange(self._stamp + 1, self._stamp + 1 + len(blocks), dtype=np.uint64)
+        self._stamps[blocks] = np.arange(
+            self._stamp + 1, self._stamp + 1 + len(blocks), dtype=np.uint64
+        )
         self._stamp += len(blocks)
         self._sums[blocks] = sums  # last: from here on the records hold
         self.seconds += perf_counter() - begin

@@ -63,7 +63,9 @@ class HostMemory:
     def __contains__(self, key: bytes) -> bool:
         return key in self._at
 
-    def put(self, key: bytes, read: Callable[[Bytes], None], goes: Callable[[bytes, Bytes], None]) -> None:
+    def put(
+        self, key: bytes, read: Callable[[Bytes], None], goes: Callable[[bytes, Bytes], None]
+    ) -> None:
         """Take in a block. goes: told of one that has to leave for it, while its bytes are still there."""
         if self.most < 1:
             return
@@ -142,8 +144,12 @@ class KVTiers:
         self._places: queue.SimpleQueue[int] = queue.SimpleQueue()
         for place in range(staged):
             self._places.put(place)
-        self._down: queue.SimpleQueue[tuple[bytes, int, int] | None] = queue.SimpleQueue()  # key, place, age
-        self._on_way: dict[bytes, int] = {}  # key -> place; only the thread that steps fills a place
+        self._down: queue.SimpleQueue[tuple[bytes, int, int] | None] = (
+            queue.SimpleQueue()
+        )  # key, place, age
+        self._on_way: dict[
+            bytes, int
+        ] = {}  # key -> place; only the thread that steps fills a place
         self._loaders = ThreadPoolExecutor(1, "kv-load") if file is not None else None
         self._writer = threading.Thread(target=self._write, name="kv-file", daemon=True)
         tell_also(self._store, self._seal, self._evict)
@@ -220,7 +226,9 @@ class KVTiers:
                     file.write(key, self._staging[place])
                     self.counts["kv_file_stored"] += 1
             except OSError as error:
-                self._failed(f"cannot write ({error.strerror}): it is left alone for {PAUSE:.0f} s at a time")
+                self._failed(
+                    f"cannot write ({error.strerror}): it is left alone for {PAUSE:.0f} s at a time"
+                )
             finally:
                 if place >= 0:
                     self._on_way.pop(key, None)
@@ -316,7 +324,9 @@ class KVTiers:
             if read is Read.ABSENT:
                 return
             if read is Read.BAD:
-                self._strike(key)  # and go on: what lies behind it may be as bad, and is to be computed again
+                self._strike(
+                    key
+                )  # and go on: what lies behind it may be as bad, and is to be computed again
             else:
                 self._warm[key] = None
         while len(self._warm) > MOST_WARM:
@@ -352,7 +362,10 @@ class KVTiers:
         nbytes, file = self._transfer.nbytes, self.file
         state = 0 if file is None else 1 + file.writes
         figures = {name: float(self.counts[name]) for name in COUNTED}
-        figures |= {"kv_host_blocks": float(len(self.host)), "kv_host_bytes": float(len(self.host) * nbytes)}
+        figures |= {
+            "kv_host_blocks": float(len(self.host)),
+            "kv_host_bytes": float(len(self.host) * nbytes),
+        }
         blocks = file.count if file is not None else 0
         figures |= {"kv_file_blocks": float(blocks), "kv_file_bytes": float(blocks * nbytes)}
         return figures | {"kv_file_state": float(state), "kv_block_bytes": float(nbytes)}
@@ -374,7 +387,9 @@ class KVTiers:
 
     def _flush(self, until: float) -> None:
         """Device and host memory, as far as the time goes; what is oldest comes last."""
-        on_device = [(key, partial(self._transfer.read, block)) for key, block in self._store.index.items()]
+        on_device = [
+            (key, partial(self._transfer.read, block)) for key, block in self._store.index.items()
+        ]
         on_host = [(key, partial(_copy, row)) for key, row in self.host.newest()]
         for key, read in (*on_device, *on_host):
             while not self._stage(key, read):
@@ -384,9 +399,17 @@ class KVTiers:
 
 
 COUNTED = (
-    "kv_host_hits", "kv_host_stored", "kv_host_errors", "kv_file_hits", "kv_file_stored", "kv_file_errors",
-    "kv_file_late", "kv_file_skipped", "kv_tier_misses", "kv_adopt_errors",
-)  # fmt: skip
+    "kv_host_hits",
+    "kv_host_stored",
+    "kv_host_errors",
+    "kv_file_hits",
+    "kv_file_stored",
+    "kv_file_errors",
+    "kv_file_late",
+    "kv_file_skipped",
+    "kv_tier_misses",
+    "kv_adopt_errors",
+)
 
 
 def _copy(row: Bytes, out: Bytes) -> None:

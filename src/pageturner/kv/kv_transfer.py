@@ -66,7 +66,10 @@ class KVTransfer:
     def adopt(self, block: KVBlock) -> int | None:
         """Make a block findable that came from elsewhere. Returns its number; None where no block can be
         taken now. BadBlock."""
-        mine, its = (self._layers, self._dtype, self.nbytes), (block.layers, block.dtype, block.data.size)
+        mine, its = (
+            (self._layers, self._dtype, self.nbytes),
+            (block.layers, block.dtype, block.data.size),
+        )
         if mine != its:
             raise BadBlock(f"a block of {its} for an engine of {mine} (layers, type, bytes)")
         if sum_of(block.data, block.key) != block.checksum:

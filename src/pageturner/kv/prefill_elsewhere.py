@@ -86,9 +86,16 @@ class PrefillElsewhere:
     """
 
     def __init__(
-        self, addresses: list[tuple[str, int]], key: bytes, identity: LinkIdentity, pool: BlockPool,
-        transfer: KVTransfer, model: str, least: int, seconds: float,
-    ) -> None:  # fmt: skip
+        self,
+        addresses: list[tuple[str, int]],
+        key: bytes,
+        identity: LinkIdentity,
+        pool: BlockPool,
+        transfer: KVTransfer,
+        model: str,
+        least: int,
+        seconds: float,
+    ) -> None:
         self._engines = [PrefillEngine(address) for address in addresses]
         self._key, self._identity, self._pool, self._transfer = key, identity, pool, transfer
         self._model, self._least, self._seconds = model, least, seconds
@@ -162,7 +169,11 @@ class PrefillElsewhere:
                 engine.aside_until = time.monotonic() + ASIDE
                 host, port = engine.address
                 log.warning(
-                    "prefill at %s:%d is %s, prompts are computed here: %s", host, port, error.cause, error
+                    "prefill at %s:%d is %s, prompts are computed here: %s",
+                    host,
+                    port,
+                    error.cause,
+                    error,
                 )
             if not ticket.left:
                 self._fell_back(error.cause)

@@ -23,7 +23,16 @@ from typing import Protocol
 import numpy as np
 
 from pageturner.errors import EngineFault
-from pageturner.kv.kv_link import BLOCK, DONE, PREFILL, REFUSED, Link, LinkError, LinkIdentity, answer
+from pageturner.kv.kv_link import (
+    BLOCK,
+    DONE,
+    PREFILL,
+    REFUSED,
+    Link,
+    LinkError,
+    LinkIdentity,
+    answer,
+)
 from pageturner.kv.kv_transfer import KVBlock, KVTransfer, request_keys
 from pageturner.params import SamplingParams
 from pageturner.request import Event, Request
@@ -71,9 +80,15 @@ class PrefillGuests:
     """Of one engine. address: (host, port); vocab: token ids are below it."""
 
     def __init__(
-        self, address: tuple[str, int], key: bytes, identity: LinkIdentity, pool: BlockPool,
-        transfer: KVTransfer, model: str, vocab: int,
-    ) -> None:  # fmt: skip
+        self,
+        address: tuple[str, int],
+        key: bytes,
+        identity: LinkIdentity,
+        pool: BlockPool,
+        transfer: KVTransfer,
+        model: str,
+        vocab: int,
+    ) -> None:
         self._key, self._identity, self._pool, self._transfer = key, identity, pool, transfer
         self._model, self._vocab = model, vocab
         self.counts: Counter[str] = Counter()
@@ -87,7 +102,9 @@ class PrefillGuests:
             self._listener = socket.create_server(address, backlog=MOST_LINKS)
         except OSError as error:
             where = f"{address[0]}:{address[1]}"
-            message = f"--prefill-listen {where} cannot be had ({error.strerror}): take another port"
+            message = (
+                f"--prefill-listen {where} cannot be had ({error.strerror}): take another port"
+            )
             raise EngineFault("prefill_address", message) from None
         self.port: int = self._listener.getsockname()[1]
         self._closing = False
@@ -159,7 +176,9 @@ class PrefillGuests:
             if not self._free.acquire(blocking=False):
                 sock.close()
                 continue
-            threading.Thread(target=self._attend, args=(sock,), name="prefill-link", daemon=True).start()
+            threading.Thread(
+                target=self._attend, args=(sock,), name="prefill-link", daemon=True
+            ).start()
 
     def _attend(self, sock: socket.socket) -> None:
         guest: Guest | None = None
@@ -172,7 +191,10 @@ class PrefillGuests:
             self._send_all(link, guest, sock)
         except LinkError as error:
             self.counts["prefill_links_failed"] += 1
-            self.counts["prefill_peers_refused"] += guest is None and error.cause in ("refused", "wrong")
+            self.counts["prefill_peers_refused"] += guest is None and error.cause in (
+                "refused",
+                "wrong",
+            )
         finally:
             sock.close()
             self._free.release()

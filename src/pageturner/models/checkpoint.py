@@ -38,9 +38,17 @@ _METHODS: dict[str, Callable[[HFConfig, CheckpointTensors], Readers]] = {
 }
 # Of activations and of the KV cache, which are rounded in another way here; and of how scales were found.
 _UNUSED = (
-    ".input_scale", ".input_zero_point", ".output_scale", ".output_zero_point", ".input_scale_ub", ".k_scale",
-    ".v_scale", ".q_scale", ".weight_format", ".weight_zero_point",
-)  # fmt: skip
+    ".input_scale",
+    ".input_zero_point",
+    ".output_scale",
+    ".output_zero_point",
+    ".input_scale_ub",
+    ".k_scale",
+    ".v_scale",
+    ".q_scale",
+    ".weight_format",
+    ".weight_zero_point",
+)
 _CHUNK = 1 << 20  # values that a thread turns into blocks at once
 
 
@@ -151,7 +159,8 @@ def open_checkpoint(values: Json, file: TensorFile, where: str) -> TensorFile:
     if read is None:
         raise unsupported(f"{where}: {why_not_read(said)}")
     config = HFConfig(
-        {key: value for key, value in said.items() if key != "quant_method"}, f"{where}, quantization_config"
+        {key: value for key, value in said.items() if key != "quant_method"},
+        f"{where}, quantization_config",
     )
     tensors = CheckpointTensors(file)
     try:

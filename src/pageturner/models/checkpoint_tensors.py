@@ -19,8 +19,13 @@ from pageturner.kernels.base import F32
 from pageturner.models.weights import TensorFile
 
 _TYPES: dict[str, type[np.generic]] = {
-    "I32": np.int32, "U8": np.uint8, "I8": np.int8, "I64": np.int64, "F8_E4M3": np.uint8, "F8_E8M0": np.uint8,
-}  # fmt: skip
+    "I32": np.int32,
+    "U8": np.uint8,
+    "I8": np.int8,
+    "I64": np.int64,
+    "F8_E4M3": np.uint8,
+    "F8_E8M0": np.uint8,
+}
 _FLOATS = ("F32", "F16", "BF16")
 Shape = tuple[int | None, ...]  # None: any
 
@@ -52,7 +57,9 @@ class CheckpointTensors:
         'weight_kind' or 'tensor_shape'."""
         info = self._info(name)
         if info.kind != kind:
-            message = f"tensor {name!r} is of type {info.kind}; {kind} was expected of such a checkpoint"
+            message = (
+                f"tensor {name!r} is of type {info.kind}; {kind} was expected of such a checkpoint"
+            )
             raise EngineFault("weight_kind", message)
         self._check_shape(info, shape)
         return np.frombuffer(self._file.tensor(name)[2], _TYPES[kind]).reshape(info.shape)
@@ -68,7 +75,9 @@ class CheckpointTensors:
             return powers(data).reshape(info.shape)
         if info.kind == "F8_E4M3":
             return float8.VALUES[data].reshape(info.shape)
-        raise EngineFault("weight_kind", f"tensor {name!r} is of type {info.kind}; floats were expected")
+        raise EngineFault(
+            "weight_kind", f"tensor {name!r} is of type {info.kind}; floats were expected"
+        )
 
     def _info(self, name: str) -> TensorInfo:
         self.used.add(name)
@@ -79,7 +88,9 @@ class CheckpointTensors:
 
     def _check_shape(self, info: TensorInfo, shape: Shape) -> None:
         fits = len(info.shape) == len(shape)
-        if not fits or any(want not in (None, is_) for is_, want in zip(info.shape, shape, strict=True)):
+        if not fits or any(
+            want not in (None, is_) for is_, want in zip(info.shape, shape, strict=True)
+        ):
             wanted = ", ".join("any" if n is None else str(n) for n in shape)
             message = f"tensor {info.name!r} has shape {info.shape}; ({wanted}) was expected"
             raise EngineFault("tensor_shape", f"{message} by its quantization_config")

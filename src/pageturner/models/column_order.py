@@ -43,7 +43,9 @@ def order_of(groups: NDArray[np.int32], count: int) -> Order | None:
     return np.argsort(groups, kind="stable").astype(np.int32)
 
 
-def placement(names: Iterable[str], orders: Mapping[str, Order], has: Callable[[str], bool]) -> Placement:
+def placement(
+    names: Iterable[str], orders: Mapping[str, Order], has: Callable[[str], bool]
+) -> Placement:
     """What of a folder can lie in the order of its groups.
 
     names   of all quantised matrices, without the ending of their tensors
@@ -58,7 +60,9 @@ def placement(names: Iterable[str], orders: Mapping[str, Order], has: Callable[[
         if where == "self_attn" and last in ("q_proj", "k_proj", "v_proj"):
             fits = _alike([f"{stem}.{one}" for one in ("q_proj", "k_proj", "v_proj")], orders)
         elif where == "self_attn" and last == "o_proj":
-            fits = any({f"{stem}.{one}", f"{stem}.qkv_proj"} & names for one in ("k_proj", "v_proj"))
+            fits = any(
+                {f"{stem}.{one}", f"{stem}.qkv_proj"} & names for one in ("k_proj", "v_proj")
+            )
         elif where == "mlp" and last in ("gate_proj", "up_proj"):
             fits = _alike([f"{stem}.{one}" for one in ("gate_proj", "up_proj")], orders)
         elif where == "mlp" and last == "down_proj":

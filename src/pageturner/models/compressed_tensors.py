@@ -28,17 +28,33 @@ from pageturner.models.checkpoint_tensors import CheckpointTensors
 from pageturner.models.float_matrix import of_float4, of_float8
 from pageturner.models.gptq_awq import Readers
 from pageturner.models.hf_values import HFConfig
-from pageturner.models.quantised_matrix import Codes, QuantisedMatrix, invalid, of_bytes, of_codes, unpack
+from pageturner.models.quantised_matrix import (
+    Codes,
+    QuantisedMatrix,
+    invalid,
+    of_bytes,
+    of_codes,
+    unpack,
+)
 from pageturner.models.spec import unsupported
 
 _FORMATS = (
-    "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized",
-    "mixed-precision", "dense",
-)  # fmt: skip
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "mxfp4-pack-quantized",
+    "mixed-precision",
+    "dense",
+)
 _HARMLESS = (
-    "global_compression_ratio", "ignore", "kv_cache_scheme", "quantization_status", "transform_config",
+    "global_compression_ratio",
+    "ignore",
+    "kv_cache_scheme",
+    "quantization_status",
+    "transform_config",
     "version",
-)  # fmt: skip
+)
 
 
 def compressed_tensors(config: HFConfig, tensors: CheckpointTensors) -> Readers:
@@ -46,7 +62,9 @@ def compressed_tensors(config: HFConfig, tensors: CheckpointTensors) -> Readers:
     _check_format(config.get("format", str, "dense"))
     sparsity = config.raw("sparsity_config")
     if sparsity and sparsity.get("format", "dense") != "dense":
-        raise unsupported(f"compressed-tensors with sparsity {sparsity.get('format')!r} is not supported")
+        raise unsupported(
+            f"compressed-tensors with sparsity {sparsity.get('format')!r} is not supported"
+        )
     transforms = config.raw("transform_config")
     if transforms and transforms.get("config_groups"):
         raise unsupported("compressed-tensors with transforms is not supported")
@@ -71,9 +89,13 @@ def compressed_tensors(config: HFConfig, tensors: CheckpointTensors) -> Readers:
     def reader(prefix: str) -> Callable[[], QuantisedMatrix]:
         return lambda: read(prefix)
 
-    found = [name.removesuffix("_packed") for name in tensors.infos if name.endswith(".weight_packed")]
+    found = [
+        name.removesuffix("_packed") for name in tensors.infos if name.endswith(".weight_packed")
+    ]
     found += [
-        name for name in tensors.infos if name.endswith(".weight") and tensors.kind(name) in ("I8", "F8_E4M3")
+        name
+        for name in tensors.infos
+        if name.endswith(".weight") and tensors.kind(name) in ("I8", "F8_E4M3")
     ]
     return {name: reader(name.removesuffix(".weight")) for name in found}
 
@@ -134,14 +156,18 @@ def _scale(tensors: CheckpointTensors, prefix: str, rows: int, groups: int) -> F
     """[rows, groups], whether it is one for the tensor or for each row or group."""
     name = prefix + ".weight_scale"
     if tensors.has(name) and tensors.shape(name) in ((), (1,)):
-        return np.broadcast_to(tensors.floats(name, tensors.shape(name)).reshape(1, 1), (rows, groups))
+        return np.broadcast_to(
+            tensors.floats(name, tensors.shape(name)).reshape(1, 1), (rows, groups)
+        )
     return tensors.floats(name, (rows, groups))
 
 
 def _packed(tensors: CheckpointTensors, prefix: str, scheme: HFConfig) -> QuantisedMatrix:
     bits = scheme.get("num_bits", int)
     if bits not in (2, 4, 8):
-        raise unsupported(f"compressed-tensors with {bits} bits is not supported; 2, 4 and 8 bits are")
+        raise unsupported(
+            f"compressed-tensors with {bits} bits is not supported; 2, 4 and 8 bits are"
+        )
     rows, columns = (int(n) for n in tensors.raw(prefix + ".weight_shape", "I64", (2,)))
     if not (0 < rows < 1 << 31 and 0 < columns < 1 << 31):
         raise invalid(f"{prefix}.weight_shape is ({rows}, {columns})")
@@ -150,17 +176,19 @@ def _packed(tensors: CheckpointTensors, prefix: str, scheme: HFConfig) -> Quanti
     zero = np.array([[1 << (bits - 1)]], np.int32)
     if not scheme.get("symmetric", bool, True):
         if tensors.kind(prefix + ".weight_zero_point") == "I8":
-            zero = zero + tensors.raw(prefix + ".weight_zero_point", "I8", (rows, groups)).astype(np.int32)
+            zero = zero + tensors.raw(prefix + ".weight_zero_point", "I8", (rows, groups)).astype(
+                np.int32
+            )
         else:
-            packed = tensors.raw(prefix + ".weight_zero_point", "I32", (-(-rows * bits // 32), groups))
+            packed = tensors.raw(
+                prefix + ".weight_zero_point", "I32", (-(-rows * bits // 32), groups)
+            )
             zero = unpack(np.ascontiguousarray(packed.T), bits)[:, :rows].T.astype(np.int32)
     order = None
     if tensors.has(prefix + ".weight_g_idx"):
         order = tensors.raw(prefix + ".weight_g_idx", "I32", (columns,)).astype(np.int32)
         if order.min() < 0 or order.max() >= groups:
-            message = (
-                f"{prefix}.weight_g_idx names groups {order.min()} to {order.max()}, and there are {groups}"
-            )
+            message = f"{prefix}.weight_g_idx names groups {order.min()} to {order.max()}, and there are {groups}"
             raise invalid(message)
         if np.array_equal(order, np.arange(columns) // (columns // groups)):
             order = None
@@ -173,7 +201,9 @@ def _packed(tensors: CheckpointTensors, prefix: str, scheme: HFConfig) -> Quanti
 
     scale = _scale(tensors, prefix, rows, groups)
     shape, of_four = (rows, columns), pairs if bits == 4 else None
-    return of_codes(Codes(prefix, shape, bits, codes, scale, zero, order, of_four), "compressed-tensors")
+    return of_codes(
+        Codes(prefix, shape, bits, codes, scale, zero, order, of_four), "compressed-tensors"
+    )
 
 
 def _integers(tensors: CheckpointTensors, prefix: str, scheme: HFConfig) -> QuantisedMatrix:
@@ -200,7 +230,9 @@ def _floats(tensors: CheckpointTensors, prefix: str, scheme: HFConfig) -> Quanti
         if len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
             raise invalid(f"block_structure should be two sizes, not {block!r}")
         shape = tuple(-(-n // size) for n, size in zip(bits.shape, block, strict=True))
-        return of_float8(prefix, bits, tensors.floats(prefix + ".weight_scale", shape), (block[0], block[1]))
+        return of_float8(
+            prefix, bits, tensors.floats(prefix + ".weight_scale", shape), (block[0], block[1])
+        )
     scale = _scale(tensors, prefix, rows, _groups(scheme, prefix, columns))
     return of_float8(prefix, bits, scale, (1, columns // scale.shape[1]))
 
@@ -211,6 +243,8 @@ def _mxfp4(tensors: CheckpointTensors, prefix: str, scheme: HFConfig) -> Quantis
     if scheme.get("num_bits", int) != 4 or scheme.get("type", str, "int") != "float":
         raise invalid(f"{prefix} has weights of 4-bit floats, and its scheme says otherwise")
     exponents = tensors.raw(
-        prefix + ".weight_scale", tensors.kind(prefix + ".weight_scale") or "U8", (rows, columns // 32)
+        prefix + ".weight_scale",
+        tensors.kind(prefix + ".weight_scale") or "U8",
+        (rows, columns // 32),
     )
     return of_float4(prefix, packed.view(np.uint8), exponents.view(np.uint8))

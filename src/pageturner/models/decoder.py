@@ -30,15 +30,24 @@ class Decoder:
         self.spec = spec
         self._ops = ops
         self.stack = Stack(
-            weights.embed, weights.layers, spec.eps, spec.embed_scale,
-            weights.positions, weights.embed_norm, weights.embed_norm_bias,
-            weights.shard.first_token if weights.shard else 0, spec.vocab,
-        )  # fmt: skip
+            weights.embed,
+            weights.layers,
+            spec.eps,
+            spec.embed_scale,
+            weights.positions,
+            weights.embed_norm,
+            weights.embed_norm_bias,
+            weights.shard.first_token if weights.shard else 0,
+            spec.vocab,
+        )
         ops.prepare_stack(self.stack)
         self.head = Head(
-            norm=weights.norm, eps=spec.eps, weight=weights.head,
-            norm_bias=weights.norm_bias, soft_cap=spec.logit_soft_cap,
-        )  # fmt: skip
+            norm=weights.norm,
+            eps=spec.eps,
+            weight=weights.head,
+            norm_bias=weights.norm_bias,
+            soft_cap=spec.logit_soft_cap,
+        )
         self.sizes = weights.sizes
         self.shard = weights.shard
         self.adapters: dict[str, Adapter] = {}
@@ -53,10 +62,14 @@ class Decoder:
         whole = self.spec.kv_spec(blocks, block_size, dtype, self._ops.gpu_kv)
         return whole if self.shard is None else replace(whole, kv_heads=self.shard.kv_heads)
 
-    def kv_specs(self, blocks: int, sliding: int, block_size: int, dtype: str) -> tuple[KVSpec, KVSpec]:
+    def kv_specs(
+        self, blocks: int, sliding: int, block_size: int, dtype: str
+    ) -> tuple[KVSpec, KVSpec]:
         """The same in two: `blocks` blocks of the layers that see everything, which may be none, and
         `sliding` blocks of the windowed ones."""
-        whole = replace(self.kv_spec(blocks, block_size, dtype), layers=self.spec.layers - self.windowed)
+        whole = replace(
+            self.kv_spec(blocks, block_size, dtype), layers=self.spec.layers - self.windowed
+        )
         return whole, replace(whole, layers=self.windowed, blocks=sliding)
 
     def forward(self, batch: Batch, kv: KV) -> F32:
@@ -91,7 +104,9 @@ class Decoder:
         """Rows [R, d] behind the final norm, which is what the head sees: fp32."""
         head = self.head
         if head.norm_bias is not None:
-            return self._ops.to_numpy(self._ops.layer_norm(hidden, head.norm, head.norm_bias, head.eps))
+            return self._ops.to_numpy(
+                self._ops.layer_norm(hidden, head.norm, head.norm_bias, head.eps)
+            )
         normed = self._ops.to_numpy(self._ops.norm(hidden, head.norm, head.eps))
         scale = self.spec.logit_scale  # the head's norm has it
         return normed if scale == 1 else normed / np.float32(scale)

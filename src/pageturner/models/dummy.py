@@ -24,7 +24,9 @@ from pageturner.models.hf_spec import read_hf_spec
 from pageturner.models.names import Layout, Part
 from pageturner.models.spec import ModelSpec
 
-TILE = (1 << 22) - 3  # random values that all tensors share; a prime number, so that rows of a matrix differ
+TILE = (
+    1 << 22
+) - 3  # random values that all tensors share; a prime number, so that rows of a matrix differ
 SMALL = 0.02  # standard deviation of biases
 _KINDS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _QUANTISED = ("quantization_config", "compression_config")
@@ -59,7 +61,9 @@ class DummyFile:
             values = np.full(count, 1.0 - part.plus, np.float32)
             return info.kind, info.shape, _bytes(values, info.kind)
         inputs = info.shape[-2] if part.transposed and len(info.shape) > 1 else info.shape[-1]
-        deviation = SMALL if len(info.shape) == 1 or field.endswith(("bias", "biases")) else inputs**-0.5
+        deviation = (
+            SMALL if len(info.shape) == 1 or field.endswith(("bias", "biases")) else inputs**-0.5
+        )
         begin = zlib.crc32(f"{self._seed} {name}".encode()) % TILE
         tile = self._tile[begin : begin + count]
         if begin + count > TILE:
@@ -104,8 +108,12 @@ def open_dummy(path: str | os.PathLike[str], seed: int) -> tuple[DummyFile, Mode
         raise EngineFault("bad_setting", message)
     config = read_config(folder)
     if any(config.get(key) for key in _QUANTISED):
-        message = f"--load-format dummy makes floats, and {folder / CONFIG} tells of quantised weights"
-        raise EngineFault("bad_setting", f"{message}: take that out, and use --quantization int8 or int4")
+        message = (
+            f"--load-format dummy makes floats, and {folder / CONFIG} tells of quantised weights"
+        )
+        raise EngineFault(
+            "bad_setting", f"{message}: take that out, and use --quantization int8 or int4"
+        )
     spec = read_hf_spec(config, str(folder / CONFIG), folder.name, True)
     layout = hf_layout(spec, lambda name: False)
     return DummyFile(str(folder), layout, _kind(config), seed), spec, layout

@@ -31,14 +31,28 @@ from pageturner.models.quantised_matrix import QuantisedMatrix, check_scales, in
 from pageturner.models.spec import unsupported
 
 _HARMLESS = (
-    "activation_scale_ub", "activation_scheme", "dequantize", "ignored_layers", "kv_cache_scheme",
-    "modules_to_not_convert", "scale_fmt",
-)  # fmt: skip
+    "activation_scale_ub",
+    "activation_scheme",
+    "dequantize",
+    "ignored_layers",
+    "kv_cache_scheme",
+    "modules_to_not_convert",
+    "scale_fmt",
+)
 _BNB_HARMLESS = (
-    "_load_in_4bit", "_load_in_8bit", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage",
-    "bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "llm_int8_enable_fp32_cpu_offload",
-    "llm_int8_has_fp16_weight", "llm_int8_skip_modules", "llm_int8_threshold", "load_in_4bit", "load_in_8bit",
-)  # fmt: skip
+    "_load_in_4bit",
+    "_load_in_8bit",
+    "bnb_4bit_compute_dtype",
+    "bnb_4bit_quant_storage",
+    "bnb_4bit_quant_type",
+    "bnb_4bit_use_double_quant",
+    "llm_int8_enable_fp32_cpu_offload",
+    "llm_int8_has_fp16_weight",
+    "llm_int8_skip_modules",
+    "llm_int8_threshold",
+    "load_in_4bit",
+    "load_in_8bit",
+)
 _STATE = ".quant_state.bitsandbytes__"
 
 
@@ -111,13 +125,17 @@ def _ignore(config: HFConfig, keys: tuple[str, ...]) -> None:
         config.raw(key)
 
 
-def _by_weight(tensors: CheckpointTensors, kind: str, read: Callable[[str], QuantisedMatrix]) -> Readers:
+def _by_weight(
+    tensors: CheckpointTensors, kind: str, read: Callable[[str], QuantisedMatrix]
+) -> Readers:
     """What every tensor .weight of this type is."""
 
     def reader(prefix: str) -> Callable[[], QuantisedMatrix]:
         return lambda: read(prefix)
 
-    names = [name for name in tensors.infos if name.endswith(".weight") and tensors.kind(name) == kind]
+    names = [
+        name for name in tensors.infos if name.endswith(".weight") and tensors.kind(name) == kind
+    ]
     return {name: reader(name.removesuffix(".weight")) for name in names}
 
 
@@ -133,7 +151,9 @@ def _block(said: Any) -> tuple[int, int] | None:
 def _four_bits(name: str, tensors: CheckpointTensors) -> QuantisedMatrix:
     states = [other for other in tensors.infos if other.startswith(name + _STATE)]
     if len(states) != 1:
-        raise invalid(f"{name} has {len(states)} tensors {_STATE[1:]}*; one says how it is quantised")
+        raise invalid(
+            f"{name} has {len(states)} tensors {_STATE[1:]}*; one says how it is quantised"
+        )
     try:
         state = json.loads(bytes(tensors.raw(states[0], "U8", (None,)).view(np.uint8)))
         kind, block = state["quant_type"], int(state["blocksize"])
@@ -158,7 +178,9 @@ def _absmax(name: str, tensors: CheckpointTensors, state: dict[str, Any], count:
     try:
         block, offset = int(state["nested_blocksize"]), float(state["nested_offset"])
     except (ValueError, KeyError, TypeError) as error:
-        raise invalid(f"{name} has nested scales, of which its state says too little: {error!r}") from error
+        raise invalid(
+            f"{name} has nested scales, of which its state says too little: {error!r}"
+        ) from error
     if block < 1 or not np.isfinite(offset):
         raise invalid(f"{name} has nested scales in blocks of {block} with an offset of {offset}")
     outer = tensors.floats(name + ".nested_absmax", (-(-count // block),))

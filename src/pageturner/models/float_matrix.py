@@ -82,7 +82,9 @@ def of_table(
     check_columns(name, columns)
     check_scales(name, scale)
     if block % GROUP:
-        raise unsupported(f"{name}: blocks of {block} values are not supported, only multiples of {GROUP}")
+        raise unsupported(
+            f"{name}: blocks of {block} values are not supported, only multiples of {GROUP}"
+        )
     steps, integers, error = nearest_integers(table)
 
     def blocks(start: int, stop: int) -> U8:
@@ -99,9 +101,7 @@ def of_table(
     becomes = ""
     if error:
         share = f"{error:.1%}"
-        becomes = (
-            f"a table of 16 floats (nf4, fp4) becomes one of 16 integers (root mean square error {share})"
-        )
+        becomes = f"a table of 16 floats (nf4, fp4) becomes one of 16 integers (root mean square error {share})"
     return QuantisedMatrix("T4_W", shape, blocks, becomes)
 
 

@@ -60,14 +60,30 @@ _ARCHES = {
 }
 # Keys behind "<arch>." whose value is used, or says nothing about the computation.
 _UNDERSTOOD = {
-    "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size",
-    "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
-    "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "attention.scale",
-    "rope.freq_base", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor",
-    "rope.scaling.finetuned", "rope.scaling.original_context_length",
-    "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_attn_factor",
-    "expert_count", "expert_used_count",
-}  # fmt: skip
+    "block_count",
+    "context_length",
+    "embedding_length",
+    "feed_forward_length",
+    "vocab_size",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.value_length",
+    "attention.layer_norm_rms_epsilon",
+    "attention.layer_norm_epsilon",
+    "attention.scale",
+    "rope.freq_base",
+    "rope.dimension_count",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scaling.finetuned",
+    "rope.scaling.original_context_length",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+    "rope.scaling.yarn_attn_factor",
+    "expert_count",
+    "expert_used_count",
+}
 _MULTIPLIERS = {"embedding_scale", "residual_scale", "logit_scale"}
 _WINDOWS = {"attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"}
 # The same, of some architectures only.
@@ -131,7 +147,9 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
     'model_invalid' what makes no sense, 'gguf_metadata' what is missing."""
     arch = file.get("general.architecture", str)
     if arch not in _ARCHES:
-        raise unsupported(f"model architecture {arch!r} is not supported; known: {', '.join(_ARCHES)}")
+        raise unsupported(
+            f"model architecture {arch!r} is not supported; known: {', '.join(_ARCHES)}"
+        )
     _refuse_unknown(file, arch)
     return _KeyReader(file, arch).spec()
 
@@ -173,7 +191,11 @@ class _KeyReader:
             sizes = f"keys of {head_dim} and values of {value_dim} dimensions"
             raise EngineFault("model_invalid", f"the model file makes no sense: {sizes}")
         window, windowed = self.windows(layers)
-        eps = "attention.layer_norm_epsilon" if family.layer_norm else "attention.layer_norm_rms_epsilon"
+        eps = (
+            "attention.layer_norm_epsilon"
+            if family.layer_norm
+            else "attention.layer_norm_rms_epsilon"
+        )
         experts = self.experts(layers)
         ffn = self.size("feed_forward_length", experts.ffn if experts else None)
         rope = self.rope(self._rotary(family, latent, head_dim))
@@ -192,7 +214,9 @@ class _KeyReader:
             eps=self.file.get(f"{self.arch}.{eps}", float),
             rope=rope,
             tied="output.weight" not in self.file.tensors,
-            attention_scale=self.number("attention.scale", self._scale(layers, dim, heads, head_dim)),
+            attention_scale=self.number(
+                "attention.scale", self._scale(layers, dim, heads, head_dim)
+            ),
             window=window,
             windowed=windowed,
             local_rope=self.local_rope(rope, head_dim),
@@ -224,11 +248,15 @@ class _KeyReader:
                 logit_scale=1 / divisor if divisor else 0.0,
                 no_rope=frozenset() if rotary else frozenset(range(spec.layers)),
             )
-        if self.arch == "llama4":  # llama.cpp has no keys for these: they are those of all such models
+        if (
+            self.arch == "llama4"
+        ):  # llama.cpp has no keys for these: they are those of all such models
             unit = "unit" if spec.experts is None or spec.experts.count != 128 else ""
             family = replace(spec.family, qk_norm=unit)
             context = min(spec.context, LONGEST)  # ten million tokens are said
-            return replace(spec, family=family, chunked=True, temper=Temper(8192, 0.1), context=context)
+            return replace(
+                spec, family=family, chunked=True, temper=Temper(8192, 0.1), context=context
+            )
         return spec
 
     def _rotary(self, family: Family, latent: LatentSpec | None, head_dim: int) -> int:
@@ -259,7 +287,9 @@ class _KeyReader:
                 message = f"{key}_pattern has {len(listed)} entries for {layers} layers"
                 raise EngineFault("model_invalid", message)
             return window, frozenset(i for i, flag in enumerate(listed.tolist()) if flag)
-        every = self.known.every if listed is None else self.size("attention.sliding_window_pattern")
+        every = (
+            self.known.every if listed is None else self.size("attention.sliding_window_pattern")
+        )
         return window, _windowed(layers, every)
 
     def latent(self) -> LatentSpec | None:
@@ -272,7 +302,9 @@ class _KeyReader:
         key, value = (self.size(f"attention.{part}_length{ending}") for part in ("key", "value"))
         sizes = self.size("attention.key_length"), self.size("attention.value_length")
         if newer and (sizes != (rank + rotary, rank) or self.size("attention.head_count_kv") != 1):
-            message = f"a latent KV of {rank} and {rotary} dimensions, and keys and values of {sizes}"
+            message = (
+                f"a latent KV of {rank} and {rotary} dimensions, and keys and values of {sizes}"
+            )
             raise EngineFault("model_invalid", f"the model file makes no sense: {message}")
         return LatentSpec(rank, rotary, max(key - rotary, 0), value)
 
@@ -291,15 +323,21 @@ class _KeyReader:
         base, interleaved = self.number("rope.freq_base", 10_000.0), self.known.interleaved
         dim = self.size("rope.dimension_count", dim) if dim else 0
         if kind == "yarn":
-            amplitude = 1.0 if self.arch == "deepseek2" else yarn_amplitude(factor)  # there of the scores
+            amplitude = (
+                1.0 if self.arch == "deepseek2" else yarn_amplitude(factor)
+            )  # there of the scores
             return RopeSpec(
-                base, dim, factor, interleaved, kind,
+                base,
+                dim,
+                factor,
+                interleaved,
+                kind,
                 self.size("rope.scaling.original_context_length"),
                 self.number("rope.scaling.yarn_beta_slow", 1.0),
                 self.number("rope.scaling.yarn_beta_fast", 32.0),
                 self.number("rope.scaling.yarn_attn_factor", amplitude),
                 truncate=self.arch != "gpt-oss",
-            )  # fmt: skip
+            )
         if self.arch == "phi3" and kind != "linear":  # longrope: its factors are tensors
             key = "phi3.rope.scaling.original_context_length"
             chooses = {SHORT_DIVISORS, LONG_DIVISORS} & self.file.tensors.keys()
@@ -337,7 +375,11 @@ class _KeyReader:
             shared = ffn * self.size("expert_shared_count", most=1 << 16)
             scale = self.number("expert_weights_scale", 1.0)
             routed = frozenset(range(max(dense, 0), layers))
-            return ExpertSpec(count, top_k, ffn, False, routed, shared, scale=scale) if routed else None
+            return (
+                ExpertSpec(count, top_k, ffn, False, routed, shared, scale=scale)
+                if routed
+                else None
+            )
         return ExpertSpec(count, top_k, ffn, True, frozenset(range(layers)))
 
 

@@ -52,7 +52,9 @@ def gptq(config: HFConfig, tensors: CheckpointTensors) -> Readers:
     config.expect("rotation", False)
     for pattern, changed in (config.raw("dynamic") or {}).items():
         if not str(pattern).startswith("-:") and changed:
-            raise unsupported(f"GPTQ with other settings for {pattern!r} (dynamic) is not supported")
+            raise unsupported(
+                f"GPTQ with other settings for {pattern!r} (dynamic) is not supported"
+            )
     symmetric = config.get("sym", bool, False)
 
     placed = _placement(tensors, bits)
@@ -83,7 +85,9 @@ def gptq(config: HFConfig, tensors: CheckpointTensors) -> Readers:
 
         pairs = raw if bits == 4 and order is None else None
         groups = groups if order is None else None
-        made = of_codes(Codes(prefix, (rows, columns), bits, codes, scale, zero, groups, pairs), "GPTQ")
+        made = of_codes(
+            Codes(prefix, (rows, columns), bits, codes, scale, zero, groups, pairs), "GPTQ"
+        )
         return replace(made, columns=placed.gathered.get(prefix), rows=outputs)
 
     return _readers(tensors, read)
@@ -91,11 +95,16 @@ def gptq(config: HFConfig, tensors: CheckpointTensors) -> Readers:
 
 def awq(config: HFConfig, tensors: CheckpointTensors) -> Readers:
     """EngineFault as `gptq`."""
-    bits, size = config.get("bits", int, config.get("w_bit", int, 4)), config.get("group_size", int, 0)
+    bits, size = (
+        config.get("bits", int, config.get("w_bit", int, 4)),
+        config.get("group_size", int, 0),
+    )
     size = size or config.get("q_group_size", int, 128)
     version = config.get("version", str, config.get("format", str, "gemm")).lower()
     if version != "gemm":
-        message = f"AWQ in the layout {version!r} is not supported; use a folder in the layout 'gemm'"
+        message = (
+            f"AWQ in the layout {version!r} is not supported; use a folder in the layout 'gemm'"
+        )
         raise unsupported(message)
     if bits != 4:
         raise unsupported(f"AWQ with {bits} bits is not supported; 4 bits are")
@@ -128,7 +137,9 @@ def _awq_unpack(words: NDArray[np.generic]) -> U8:
 
 
 def _readers(tensors: CheckpointTensors, read: Callable[[str], QuantisedMatrix]) -> Readers:
-    prefixes = [name.removesuffix(".qweight") for name in tensors.infos if name.endswith(".qweight")]
+    prefixes = [
+        name.removesuffix(".qweight") for name in tensors.infos if name.endswith(".qweight")
+    ]
 
     def reader(prefix: str) -> Callable[[], QuantisedMatrix]:
         return lambda: read(prefix)
@@ -150,10 +161,16 @@ def _placement(tensors: CheckpointTensors, bits: int) -> Placement:
     names = [name.removesuffix(".qweight") for name in tensors.infos if name.endswith(".qweight")]
     orders = {}
     for name in names:
-        words, scales, groups = (tensors.infos.get(name + end) for end in (".qweight", ".scales", ".g_idx"))
+        words, scales, groups = (
+            tensors.infos.get(name + end) for end in (".qweight", ".scales", ".g_idx")
+        )
         if words is None or scales is None or groups is None or groups.kind != "I32":
             continue
-        if len(words.shape) != 2 or not scales.shape or groups.shape != (words.shape[0] * 32 // bits,):
+        if (
+            len(words.shape) != 2
+            or not scales.shape
+            or groups.shape != (words.shape[0] * 32 // bits,)
+        ):
             continue
         found = tensors.raw(name + ".g_idx", "I32", groups.shape).astype(np.int32, copy=False)
         order = order_of(found, scales.shape[0])
@@ -170,7 +187,9 @@ def _groups(
         return None
     order = tensors.raw(prefix + ".g_idx", "I32", (columns,)).astype(np.int32, copy=False)
     if order.min() < 0 or order.max() >= groups:
-        message = f"{prefix}.g_idx names groups {order.min()} to {order.max()}, and there are {groups}"
+        message = (
+            f"{prefix}.g_idx names groups {order.min()} to {order.max()}, and there are {groups}"
+        )
         raise invalid(message)
     plain = np.arange(columns) // (columns if size == -1 else size)
     return None if np.array_equal(order, plain) else order

@@ -48,21 +48,38 @@ def _multiplied(config: HFConfig, spec: ModelSpec) -> ModelSpec:
 def _granite_hybrid(config: HFConfig, arch: str, name: str) -> ModelSpec:
     """Granite 4 where all layers have attention and none has experts."""
     kinds = config.take("layer_types")
-    if not isinstance(kinds, list) or any(kind not in ("attention", "full_attention") for kind in kinds):
-        raise unsupported("Granite 4 with Mamba layers is not supported; its dense models are, such as micro")
+    if not isinstance(kinds, list) or any(
+        kind not in ("attention", "full_attention") for kind in kinds
+    ):
+        raise unsupported(
+            "Granite 4 with Mamba layers is not supported; its dense models are, such as micro"
+        )
     if config.get("num_local_experts", int, 8):
-        raise unsupported("Granite 4 with experts is not supported; its dense models are, such as micro")
-    for key in ("num_experts_per_tok", "intermediate_size", "init_method", "time_step_limit", "time_step_min",
-                "time_step_max", "time_step_floor"):  # fmt: skip
+        raise unsupported(
+            "Granite 4 with experts is not supported; its dense models are, such as micro"
+        )
+    for key in (
+        "num_experts_per_tok",
+        "intermediate_size",
+        "init_method",
+        "time_step_limit",
+        "time_step_min",
+        "time_step_max",
+        "time_step_floor",
+    ):
         config.raw(key)
     config.ignore("mamba_")
     config.expect("normalization_function", "rmsnorm")
     spec = _multiplied(config, llama_like(config, arch, name, ffn="shared_intermediate_size"))
     if len(kinds) != spec.layers:
-        raise EngineFault("model_invalid", f"layer_types names {len(kinds)} of {spec.layers} layers")
+        raise EngineFault(
+            "model_invalid", f"layer_types names {len(kinds)} of {spec.layers} layers"
+        )
     positions = config.raw("position_embedding_type")
     if positions not in (None, "rope", "nope"):
-        raise unsupported(f"position_embedding_type {positions!r} is not supported; known: rope, nope")
+        raise unsupported(
+            f"position_embedding_type {positions!r} is not supported; known: rope, nope"
+        )
     return spec if positions == "rope" else replace(spec, no_rope=frozenset(range(spec.layers)))
 
 
@@ -86,10 +103,14 @@ def _starcoder2(config: HFConfig, arch: str, name: str) -> ModelSpec:
 def _gpt_oss(config: HFConfig, arch: str, name: str) -> ModelSpec:
     config.expect("swiglu_limit", 7.0)
     config.expect("swiglu_alpha", 1.702)
-    config.expect("experts_per_token", config.raw("num_experts_per_tok"))  # said twice in some files
+    config.expect(
+        "experts_per_token", config.raw("num_experts_per_tok")
+    )  # said twice in some files
     config.raw("initial_context_length")  # before it was stretched, which rope_scaling says
     if config.raw("rope_parameters") is None and config.raw("rope_scaling") is None:
-        raise EngineFault("config_invalid", "gpt-oss needs rope_scaling, which says how it was stretched")
+        raise EngineFault(
+            "config_invalid", "gpt-oss needs rope_scaling, which says how it was stretched"
+        )
     spec = llama_like(config, arch, name)
     every = frozenset(range(spec.layers))
     count, top_k = config.size("num_local_experts"), config.size("num_experts_per_tok")
@@ -102,13 +123,21 @@ def _llama4(config: HFConfig, arch: str, name: str) -> ModelSpec:
     config.raw("for_llm_compressor")
     step, listed = config.size("interleave_moe_layer_step", 1), config.raw("moe_layers")
     layers = list(range(step - 1, spec.layers, step)) if listed is None else listed
-    if not isinstance(layers, list) or any(type(i) is not int or not 0 <= i < spec.layers for i in layers):
+    if not isinstance(layers, list) or any(
+        type(i) is not int or not 0 <= i < spec.layers for i in layers
+    ):
         raise EngineFault("model_invalid", f"moe_layers should be numbers of {spec.layers} layers")
     inner, without = config.size("intermediate_size"), no_rope_layers(config, spec.layers)
     experts = ExpertSpec(
-        config.size("num_local_experts", 16), config.size("num_experts_per_tok", 1), inner, False,
-        frozenset(layers), shared=inner, scoring="sigmoid", weigh_input=True,
-    )  # fmt: skip
+        config.size("num_local_experts", 16),
+        config.size("num_experts_per_tok", 1),
+        inner,
+        False,
+        frozenset(layers),
+        shared=inner,
+        scoring="sigmoid",
+        weigh_input=True,
+    )
     tuned = config.raw("attn_temperature_tuning")
     scale, floor = config.get("attn_scale", float, 0.1), config.size("floor_scale", 8192)
     unit = "unit" if config.get("use_qk_norm", bool, True) else ""
@@ -127,31 +156,44 @@ def _deepseek_v2(config: HFConfig, arch: str, name: str) -> ModelSpec:
     """V2-Lite. The larger ones route within groups and compress queries too."""
     if config.raw("q_lora_rank") is not None:
         raise unsupported("DeepSeek-V2 with q_lora_rank is not supported; DeepSeek-V2-Lite is")
-    for key, wanted in (("topk_method", "greedy"), ("scoring_func", "softmax"), ("norm_topk_prob", False),
-                        ("moe_layer_freq", 1)):  # fmt: skip
+    for key, wanted in (
+        ("topk_method", "greedy"),
+        ("scoring_func", "softmax"),
+        ("norm_topk_prob", False),
+        ("moe_layer_freq", 1),
+    ):
         config.expect(key, wanted)
     for key in ("qk_head_dim", "aux_loss_alpha", "seq_aux", "n_group", "topk_group", "ep_size"):
         config.raw(key)
     latent = LatentSpec(
-        config.size("kv_lora_rank"), config.size("qk_rope_head_dim"),
-        config.size("qk_nope_head_dim"), config.size("v_head_dim"),
-    )  # fmt: skip
+        config.size("kv_lora_rank"),
+        config.size("qk_rope_head_dim"),
+        config.size("qk_nope_head_dim"),
+        config.size("v_head_dim"),
+    )
     spec = _interleaved(llama_like(config, arch, name, head_dim=latent.rotary))
     if spec.family.o_bias:
         raise unsupported("DeepSeek-V2 with attention_bias is not supported")
     dense = config.get("first_k_dense_replace", int, 0)
     inner = config.size("moe_intermediate_size")
     experts = ExpertSpec(
-        config.size("n_routed_experts"), config.size("num_experts_per_tok"), inner, False,
+        config.size("n_routed_experts"),
+        config.size("num_experts_per_tok"),
+        inner,
+        False,
         frozenset(range(max(dense, 0), spec.layers)),
         shared=inner * config.size("n_shared_experts", most=1 << 16),
         scale=config.get("routed_scaling_factor", float, 1.0),
-    )  # fmt: skip
+    )
     scale = (latent.nope + latent.rotary) ** -0.5 * _of_scores(config, spec) ** 2
     return replace(
-        spec, latent=latent, kv_heads=1, head_dim=latent.rank + latent.rotary, attention_scale=scale,
+        spec,
+        latent=latent,
+        kv_heads=1,
+        head_dim=latent.rank + latent.rotary,
+        attention_scale=scale,
         experts=experts if experts.layers else None,
-    )  # fmt: skip
+    )
 
 
 def _of_scores(config: HFConfig, spec: ModelSpec) -> float:

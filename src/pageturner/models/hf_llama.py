@@ -13,18 +13,28 @@ from pageturner.models.rope import KINDS, RopeSpec, longrope_amplitude, yarn_amp
 from pageturner.models.spec import FAMILIES, LARGEST, MOST_LAYERS, ModelSpec, unsupported
 
 _ACTIVATIONS = {
-    "silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu",
-    "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
-}  # fmt: skip
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "relu": "relu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+}
 # Of families that alternate: layers whose number, from 1 on, is no multiple of this have a window.
 _EVERY = {"gemma2": 2, "olmo3": 4, "gpt_oss": 2}
 _CHUNKS = ("attention_chunk_size", "chunked_attention")
 
 
 def llama_like(
-    config: HFConfig, arch: str, name: str, *, ffn: str = "intermediate_size", head_dim: int = 0,
+    config: HFConfig,
+    arch: str,
+    name: str,
+    *,
+    ffn: str = "intermediate_size",
+    head_dim: int = 0,
     eps: str = "rms_norm_eps",
-) -> ModelSpec:  # fmt: skip
+) -> ModelSpec:
     """The keys that all of these share; every family adds its own.
 
     ffn, eps  what two keys are called
@@ -42,7 +52,9 @@ def llama_like(
     window, windowed = window_layers(config, arch, layers)
     local, rope = _ropes(config, arch, head_dim)
     context = config.size("max_position_embeddings")
-    if rope.kind == "yarn" and 0 < rope.factor < LARGEST:  # files name it before or behind the stretching
+    if (
+        rope.kind == "yarn" and 0 < rope.factor < LARGEST
+    ):  # files name it before or behind the stretching
         context = max(context, int(rope.original * rope.factor))
     return ModelSpec(
         arch=arch,
@@ -79,7 +91,9 @@ def no_rope_layers(config: HFConfig, layers: int) -> frozenset[int]:
     every, listed = config.size("no_rope_layer_interval", 4), config.raw("no_rope_layers")
     if not listed:
         return frozenset(i for i in range(layers) if (i + 1) % every == 0)
-    flags = isinstance(listed, list) and all(type(flag) in (int, bool) and flag in (0, 1) for flag in listed)
+    flags = isinstance(listed, list) and all(
+        type(flag) in (int, bool) and flag in (0, 1) for flag in listed
+    )
     if not flags or len(listed) != layers:
         message = f"no_rope_layers should have a 0 or a 1 for each of {layers} layers, not {str(listed)[:80]}"
         raise EngineFault("model_invalid", message)
@@ -88,15 +102,23 @@ def no_rope_layers(config: HFConfig, layers: int) -> frozenset[int]:
 
 def window_layers(config: HFConfig, arch: str, layers: int) -> tuple[int, frozenset[int]]:
     """The window and the layers that have it: as listed, else by the habit of the family."""
-    key, windowed_kind = _CHUNKS if arch == "llama4_text" else ("sliding_window", "sliding_attention")
+    key, windowed_kind = (
+        _CHUNKS if arch == "llama4_text" else ("sliding_window", "sliding_attention")
+    )
     window = config.get(key, int, 0)
     if not config.get("use_sliding_window", bool, not arch.startswith("qwen")):
         window = 0
     kinds = config.raw("layer_types")
     if kinds is not None:
         known = (windowed_kind, "full_attention")
-        if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
-            raise unsupported(f"layer_types should name {' or '.join(known)} for each of {layers} layers")
+        if (
+            not isinstance(kinds, list)
+            or len(kinds) != layers
+            or any(kind not in known for kind in kinds)
+        ):
+            raise unsupported(
+                f"layer_types should name {' or '.join(known)} for each of {layers} layers"
+            )
         windowed = [i for i in range(layers) if kinds[i] == windowed_kind]
     elif arch in _EVERY or arch.startswith("gemma"):
         every = config.size("sliding_window_pattern", _EVERY.get(arch, 6))
@@ -183,12 +205,18 @@ def _longrope(scaling: HFConfig, rope: RopeSpec, context: int) -> RopeSpec:
     def divisors(key: str) -> tuple[float, ...]:
         values = scaling.raw(key)
         if not isinstance(values, list) or not all(type(v) in (int, float) for v in values):
-            raise EngineFault("config_invalid", f"rotary scaling 'longrope' needs {key}, a list of numbers")
+            raise EngineFault(
+                "config_invalid", f"rotary scaling 'longrope' needs {key}, a list of numbers"
+            )
         if len(values) != rope.dim // 2:
-            message = f"{key} has {len(values)} numbers for {rope.dim // 2} pairs of rotary dimensions"
+            message = (
+                f"{key} has {len(values)} numbers for {rope.dim // 2} pairs of rotary dimensions"
+            )
             raise EngineFault("model_invalid", message)
         return tuple(float(v) for v in values)
 
     factor = scaling.get("factor", float, context / rope.original if rope.original > 0 else 1.0)
     amplitude = scaling.get("attention_factor", float, longrope_amplitude(factor, rope.original))
-    return replace(rope, amplitude=amplitude, short=divisors("short_factor"), long=divisors("long_factor"))
+    return replace(
+        rope, amplitude=amplitude, short=divisors("short_factor"), long=divisors("long_factor")
+    )

@@ -26,17 +26,29 @@ from pageturner.models.names import (
 from pageturner.models.spec import ModelSpec
 
 _LLAMA = {
-    "embed": "embed_tokens.weight", "norm": "norm.weight", "head": "lm_head.weight",
-    "attn_norm": "input_layernorm.weight", "mlp_norm": "post_attention_layernorm.weight",
-    "q": "self_attn.q_proj.weight", "k": "self_attn.k_proj.weight", "v": "self_attn.v_proj.weight",
+    "embed": "embed_tokens.weight",
+    "norm": "norm.weight",
+    "head": "lm_head.weight",
+    "attn_norm": "input_layernorm.weight",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "q": "self_attn.q_proj.weight",
+    "k": "self_attn.k_proj.weight",
+    "v": "self_attn.v_proj.weight",
     "o": "self_attn.o_proj.weight",
-    "q_bias": "self_attn.q_proj.bias", "k_bias": "self_attn.k_proj.bias", "v_bias": "self_attn.v_proj.bias",
+    "q_bias": "self_attn.q_proj.bias",
+    "k_bias": "self_attn.k_proj.bias",
+    "v_bias": "self_attn.v_proj.bias",
     "o_bias": "self_attn.o_proj.bias",
-    "q_norm": "self_attn.q_norm.weight", "k_norm": "self_attn.k_norm.weight",
-    "gate": "mlp.gate_proj.weight", "up": "mlp.up_proj.weight", "down": "mlp.down_proj.weight",
-    "router": "mlp.gate.weight", "gates": "mlp.experts.{}.gate_proj.weight",
-    "ups": "mlp.experts.{}.up_proj.weight", "downs": "mlp.experts.{}.down_proj.weight",
-}  # fmt: skip
+    "q_norm": "self_attn.q_norm.weight",
+    "k_norm": "self_attn.k_norm.weight",
+    "gate": "mlp.gate_proj.weight",
+    "up": "mlp.up_proj.weight",
+    "down": "mlp.down_proj.weight",
+    "router": "mlp.gate.weight",
+    "gates": "mlp.experts.{}.gate_proj.weight",
+    "ups": "mlp.experts.{}.up_proj.weight",
+    "downs": "mlp.experts.{}.down_proj.weight",
+}
 _GEMMA = _LLAMA | {
     "attn_post_norm": "post_attention_layernorm.weight",
     "mlp_norm": "pre_feedforward_layernorm.weight",
@@ -51,26 +63,39 @@ _GLM4 = _LLAMA | {
     "mlp_post_norm": "post_mlp_layernorm.weight",
 }
 _STARCODER2 = _LLAMA | {
-    "norm_bias": "norm.bias", "attn_norm_bias": "input_layernorm.bias",
+    "norm_bias": "norm.bias",
+    "attn_norm_bias": "input_layernorm.bias",
     "mlp_norm_bias": "post_attention_layernorm.bias",
-    "up": "mlp.c_fc.weight", "up_bias": "mlp.c_fc.bias",
-    "down": "mlp.c_proj.weight", "down_bias": "mlp.c_proj.bias",
-}  # fmt: skip
+    "up": "mlp.c_fc.weight",
+    "up_bias": "mlp.c_fc.bias",
+    "down": "mlp.c_proj.weight",
+    "down_bias": "mlp.c_proj.bias",
+}
 _GRANITE_HYBRID = _LLAMA | {"down": "shared_mlp.output_linear.weight"}
 _GPT_OSS = _LLAMA | {
-    "sinks": "self_attn.sinks", "router": "mlp.router.weight", "router_bias": "mlp.router.bias",
-    "gates": "mlp.experts.gate_up_proj", "ups": "mlp.experts.gate_up_proj",
+    "sinks": "self_attn.sinks",
+    "router": "mlp.router.weight",
+    "router_bias": "mlp.router.bias",
+    "gates": "mlp.experts.gate_up_proj",
+    "ups": "mlp.experts.gate_up_proj",
     "downs": "mlp.experts.down_proj",
-    "gate_biases": "mlp.experts.gate_up_proj_bias", "up_biases": "mlp.experts.gate_up_proj_bias",
+    "gate_biases": "mlp.experts.gate_up_proj_bias",
+    "up_biases": "mlp.experts.gate_up_proj_bias",
     "down_biases": "mlp.experts.down_proj_bias",
-}  # fmt: skip
-_LLAMA4 = _LLAMA | {f: f"feed_forward.{f}_proj.weight" for f in ("gate", "up", "down")} | {
-    "router": "feed_forward.router.weight", "gates": "feed_forward.experts.gate_up_proj",
-    "ups": "feed_forward.experts.gate_up_proj", "downs": "feed_forward.experts.down_proj",
-    "shared_gate": "feed_forward.shared_expert.gate_proj.weight",
-    "shared_up": "feed_forward.shared_expert.up_proj.weight",
-    "shared_down": "feed_forward.shared_expert.down_proj.weight",
-}  # fmt: skip
+}
+_LLAMA4 = (
+    _LLAMA
+    | {f: f"feed_forward.{f}_proj.weight" for f in ("gate", "up", "down")}
+    | {
+        "router": "feed_forward.router.weight",
+        "gates": "feed_forward.experts.gate_up_proj",
+        "ups": "feed_forward.experts.gate_up_proj",
+        "downs": "feed_forward.experts.down_proj",
+        "shared_gate": "feed_forward.shared_expert.gate_proj.weight",
+        "shared_up": "feed_forward.shared_expert.up_proj.weight",
+        "shared_down": "feed_forward.shared_expert.down_proj.weight",
+    }
+)
 _DEEPSEEK = _LLAMA | {
     "latent_norm": "self_attn.kv_a_layernorm.weight",
     "shared_gate": "mlp.shared_experts.gate_proj.weight",
@@ -84,32 +109,59 @@ _MIXTRAL = _LLAMA | {
     "downs": "block_sparse_moe.experts.{}.w2.weight",
 }
 _GPT2 = {
-    "embed": "wte.weight", "positions": "wpe.weight", "norm": "ln_f.weight", "norm_bias": "ln_f.bias",
-    "attn_norm": "ln_1.weight", "attn_norm_bias": "ln_1.bias",
-    "q": "attn.c_attn.weight", "q_bias": "attn.c_attn.bias",
-    "o": "attn.c_proj.weight", "o_bias": "attn.c_proj.bias",
-    "mlp_norm": "ln_2.weight", "mlp_norm_bias": "ln_2.bias",
-    "up": "mlp.c_fc.weight", "up_bias": "mlp.c_fc.bias",
-    "down": "mlp.c_proj.weight", "down_bias": "mlp.c_proj.bias", "head": "lm_head.weight",
-}  # fmt: skip
+    "embed": "wte.weight",
+    "positions": "wpe.weight",
+    "norm": "ln_f.weight",
+    "norm_bias": "ln_f.bias",
+    "attn_norm": "ln_1.weight",
+    "attn_norm_bias": "ln_1.bias",
+    "q": "attn.c_attn.weight",
+    "q_bias": "attn.c_attn.bias",
+    "o": "attn.c_proj.weight",
+    "o_bias": "attn.c_proj.bias",
+    "mlp_norm": "ln_2.weight",
+    "mlp_norm_bias": "ln_2.bias",
+    "up": "mlp.c_fc.weight",
+    "up_bias": "mlp.c_fc.bias",
+    "down": "mlp.c_proj.weight",
+    "down_bias": "mlp.c_proj.bias",
+    "head": "lm_head.weight",
+}
 _OPT = _LLAMA | {
-    "positions": "embed_positions.weight", "norm": "final_layer_norm.weight",
+    "positions": "embed_positions.weight",
+    "norm": "final_layer_norm.weight",
     "norm_bias": "final_layer_norm.bias",
-    "attn_norm": "self_attn_layer_norm.weight", "attn_norm_bias": "self_attn_layer_norm.bias",
-    "o": "self_attn.out_proj.weight", "o_bias": "self_attn.out_proj.bias",
-    "mlp_norm": "final_layer_norm.weight", "mlp_norm_bias": "final_layer_norm.bias",
-    "up": "fc1.weight", "up_bias": "fc1.bias", "down": "fc2.weight", "down_bias": "fc2.bias",
-}  # fmt: skip
+    "attn_norm": "self_attn_layer_norm.weight",
+    "attn_norm_bias": "self_attn_layer_norm.bias",
+    "o": "self_attn.out_proj.weight",
+    "o_bias": "self_attn.out_proj.bias",
+    "mlp_norm": "final_layer_norm.weight",
+    "mlp_norm_bias": "final_layer_norm.bias",
+    "up": "fc1.weight",
+    "up_bias": "fc1.bias",
+    "down": "fc2.weight",
+    "down_bias": "fc2.bias",
+}
 _BLOOM = {
-    "embed": "word_embeddings.weight", "embed_norm": "word_embeddings_layernorm.weight",
-    "embed_norm_bias": "word_embeddings_layernorm.bias", "norm": "ln_f.weight", "norm_bias": "ln_f.bias",
-    "attn_norm": "input_layernorm.weight", "attn_norm_bias": "input_layernorm.bias",
-    "q": "self_attention.query_key_value.weight", "q_bias": "self_attention.query_key_value.bias",
-    "o": "self_attention.dense.weight", "o_bias": "self_attention.dense.bias",
-    "mlp_norm": "post_attention_layernorm.weight", "mlp_norm_bias": "post_attention_layernorm.bias",
-    "up": "mlp.dense_h_to_4h.weight", "up_bias": "mlp.dense_h_to_4h.bias",
-    "down": "mlp.dense_4h_to_h.weight", "down_bias": "mlp.dense_4h_to_h.bias", "head": "lm_head.weight",
-}  # fmt: skip
+    "embed": "word_embeddings.weight",
+    "embed_norm": "word_embeddings_layernorm.weight",
+    "embed_norm_bias": "word_embeddings_layernorm.bias",
+    "norm": "ln_f.weight",
+    "norm_bias": "ln_f.bias",
+    "attn_norm": "input_layernorm.weight",
+    "attn_norm_bias": "input_layernorm.bias",
+    "q": "self_attention.query_key_value.weight",
+    "q_bias": "self_attention.query_key_value.bias",
+    "o": "self_attention.dense.weight",
+    "o_bias": "self_attention.dense.bias",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "mlp_norm_bias": "post_attention_layernorm.bias",
+    "up": "mlp.dense_h_to_4h.weight",
+    "up_bias": "mlp.dense_h_to_4h.bias",
+    "down": "mlp.dense_4h_to_h.weight",
+    "down_bias": "mlp.dense_4h_to_h.bias",
+    "head": "lm_head.weight",
+}
 
 
 def _gpt2_fused(parts: Parts, spec: ModelSpec, prefix: str) -> Parts:
@@ -148,7 +200,9 @@ def _granite_fused(parts: Parts, spec: ModelSpec, prefix: str) -> Parts:
 
 def _deepseek_cut(parts: Parts, spec: ModelSpec, prefix: str) -> Parts:
     attention = prefix + "self_attn."
-    return cut_queries(parts, spec, attention + "q_proj.weight", attention + "kv_a_proj_with_mqa.weight")
+    return cut_queries(
+        parts, spec, attention + "q_proj.weight", attention + "kv_a_proj_with_mqa.weight"
+    )
 
 
 def _gemma_norms(parts: Parts, spec: ModelSpec, prefix: str) -> Parts:
@@ -172,7 +226,12 @@ class _Names:
     stacked: str = ""
 
 
-_INNER = ("model.", "language_model.model.", "model.language_model.", "")  # of models that see pictures
+_INNER = (
+    "model.",
+    "language_model.model.",
+    "model.language_model.",
+    "",
+)  # of models that see pictures
 _HF = {
     "phi3": _Names(_LLAMA, adapt=_phi3_fused),
     "gemma2": _Names(_GEMMA, adapt=_gemma_norms),
@@ -225,7 +284,8 @@ def hf_layout(spec: ModelSpec, present: Callable[[str], bool]) -> Layout:
         prefix = f"{root}{names.layers}{i}."
         shapes = shapes_of(spec, i)
         parts = {
-            f: Part(prefix + names.table.get(named(spec, i, f), ""), shape) for f, shape in shapes.items()
+            f: Part(prefix + names.table.get(named(spec, i, f), ""), shape)
+            for f, shape in shapes.items()
         }
         layers.append(without_weights(spec, names.adapt(parts, spec, prefix)))
         stacked = _stacked_experts if names.stacked else _hf_experts
@@ -249,20 +309,29 @@ def as_stored(layout: Layout, tensors: Mapping[str, TensorInfo]) -> Layout:
         count, columns, rows = part.shape
         return replace(part, shape=(count, rows, columns), transposed=False)
 
-    experts = [{f: [turned(part) for part in each] for f, each in layer.items()} for layer in layout.experts]
+    experts = [
+        {f: [turned(part) for part in each] for f, each in layer.items()}
+        for layer in layout.experts
+    ]
     return replace(layout, experts=experts)
 
 
-def _stacked_experts(spec: ModelSpec, layer: int, prefix: str, names: _Names) -> dict[str, list[Part]]:
+def _stacked_experts(
+    spec: ModelSpec, layer: int, prefix: str, names: _Names
+) -> dict[str, list[Part]]:
     """Expert by expert, inputs first; gates and ups in one tensor."""
     e, table = spec.experts, names.table
     if e is None or not spec.sparse(layer):
         return {}
-    first, second = ((0, 1, 2), (1, 1, 2)) if names.stacked == "pairs" else (
-        (0, e.ffn, 2 * e.ffn), (e.ffn, e.ffn, 2 * e.ffn)
-    )  # fmt: skip
+    first, second = (
+        ((0, 1, 2), (1, 1, 2))
+        if names.stacked == "pairs"
+        else ((0, e.ffn, 2 * e.ffn), (e.ffn, e.ffn, 2 * e.ffn))
+    )
 
-    def each(field: str, shape: tuple[int, ...], cut: tuple[int, int, int] | None = None) -> list[Part]:
+    def each(
+        field: str, shape: tuple[int, ...], cut: tuple[int, int, int] | None = None
+    ) -> list[Part]:
         name, matrix = prefix + table[field], len(shape) == 2
         return [Part(name, (e.count, *shape), cut, matrix, index=i) for i in range(e.count)]
 

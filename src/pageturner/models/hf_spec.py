@@ -56,7 +56,9 @@ def _text_part(values: Json, where: str) -> Json:
     outer = HFConfig(values, where)
     text = outer.raw("text_config")
     if not isinstance(text, dict):
-        raise EngineFault("config_invalid", f"{where}: text_config should be an object, not {text!r}")
+        raise EngineFault(
+            "config_invalid", f"{where}: text_config should be an object, not {text!r}"
+        )
     for key in (*PICTURES, *QUANTISED):
         outer.raw(key)
     tied = outer.raw("tie_word_embeddings")
@@ -101,7 +103,9 @@ def _qwen3_moe(config: HFConfig, arch: str, name: str) -> ModelSpec:
     spec = llama_like(config, arch, name)
     step, dense = config.size("decoder_sparse_step", 1), config.raw("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
-        raise EngineFault("config_invalid", f"mlp_only_layers should be numbers of layers, not {dense!r}")
+        raise EngineFault(
+            "config_invalid", f"mlp_only_layers should be numbers of layers, not {dense!r}"
+        )
     dense = frozenset(dense)
     experts = ExpertSpec(
         config.size("num_local_experts" if config.raw("num_experts") is None else "num_experts"),
@@ -117,7 +121,12 @@ def _qwen3_moe(config: HFConfig, arch: str, name: str) -> ModelSpec:
 
 
 def _gpt_like(
-    config: HFConfig, arch: str, name: str, sizes: tuple[int, int, int, int], context: int, eps: float
+    config: HFConfig,
+    arch: str,
+    name: str,
+    sizes: tuple[int, int, int, int],
+    context: int,
+    eps: float,
 ) -> ModelSpec:
     """`sizes`: layers, width, heads, inner width of the MLP."""
     layers, dim, heads, ffn = sizes

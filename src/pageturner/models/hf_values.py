@@ -49,7 +49,9 @@ class HFConfig:
         """A positive int of at most `most`."""
         value = self.get(key, int) if default is None else self.get(key, int, default)
         if not 0 < value <= most:
-            raise EngineFault("model_invalid", f"{self._where}: {key} is {value}: it should be 1 to {most:,}")
+            raise EngineFault(
+                "model_invalid", f"{self._where}: {key} is {value}: it should be 1 to {most:,}"
+            )
         return value
 
     def share(self, key: str, default: float) -> float:
@@ -65,7 +67,9 @@ class HFConfig:
         if value is None:
             return None
         if not isinstance(value, dict):
-            raise EngineFault("config_invalid", f"{self._where}: {key} should be an object, not {value!r}")
+            raise EngineFault(
+                "config_invalid", f"{self._where}: {key} should be an object, not {value!r}"
+            )
         return HFConfig(value, f"{self._where}, {key}")
 
     def expect(self, key: str, wanted: object) -> None:
@@ -85,6 +89,8 @@ class HFConfig:
     def done(self) -> None:
         """EngineFault('model_unsupported') if something was set that nobody asked for."""
         for key, value in self._values.items():
-            ignored = key in self._used or key in HARMLESS or key.startswith("_") or key.endswith(DROPOUT)
+            ignored = (
+                key in self._used or key in HARMLESS or key.startswith("_") or key.endswith(DROPOUT)
+            )
             if not ignored and value is not None and value is not False:
                 raise unsupported(f"{self._where} sets {key} = {value!r}, which is not supported")

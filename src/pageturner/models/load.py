@@ -80,9 +80,17 @@ def load_model(
         cache = PackedCache(Path(packed_cache), Path(path), ops, settings) if packed_cache else None
         try:
             weights = load_weights(
-                file, spec, layout, ops, dtype=dtype, positions=positions, quantization=quantization,
-                activation_bits=activation_bits, packed_cache=cache, shard=shard,
-            )  # fmt: skip
+                file,
+                spec,
+                layout,
+                ops,
+                dtype=dtype,
+                positions=positions,
+                quantization=quantization,
+                activation_bits=activation_bits,
+                packed_cache=cache,
+                shard=shard,
+            )
             if cache is not None:
                 cache.keep()
         except MemoryError as error:  # a limit that `memory.available` knows nothing of
@@ -105,10 +113,14 @@ def _shard(
     """Which part of the model it is. places: rank, ranks, stages."""
     rank, ranks, stages = places
     if ranks > 1:
-        kinds = {name: "F32" if dtype == "float32" else info.kind for name, info in file.tensors.items()}
+        kinds = {
+            name: "F32" if dtype == "float32" else info.kind for name, info in file.tensors.items()
+        }
         return shard_of(spec, layout, kinds, rank, ranks, quantization)
     if stages > 1:
-        nbytes = {name: loaded_bytes(info, dtype, quantization) for name, info in file.tensors.items()}
+        nbytes = {
+            name: loaded_bytes(info, dtype, quantization) for name, info in file.tensors.items()
+        }
         return stage_of(spec, layout, nbytes, rank, stages)
     return None
 
@@ -155,7 +167,9 @@ def weight_bytes(file: TensorFile, layout: Layout, dtype: str, quantization: str
     return sum(loaded_bytes(file.tensors[name], dtype, quantization) for name in used)
 
 
-def check_memory(file: TensorFile, layout: Layout, dtype: str, quantization: str, free: int | None) -> None:
+def check_memory(
+    file: TensorFile, layout: Layout, dtype: str, quantization: str, free: int | None
+) -> None:
     """EngineFault('model_memory') unless at least the weights themselves fit into what is free; what a
     backend adds to them is its own to say."""
     needed = weight_bytes(file, layout, dtype, quantization)
@@ -170,12 +184,18 @@ def check_tables(spec: ModelSpec, positions: int) -> None:
     needed = sum(table_bytes(rope, positions) for rope in ropes)
     free = memory.available()
     if free is not None and needed > free:
-        message = f"a context of {positions:,} tokens takes {needed / 1e9:.1f} GB of rotary tables, and"
-        raise EngineFault("model_memory", f"{message} {free / 1e9:.1f} GB are free: use --max-model-len")
+        message = (
+            f"a context of {positions:,} tokens takes {needed / 1e9:.1f} GB of rotary tables, and"
+        )
+        raise EngineFault(
+            "model_memory", f"{message} {free / 1e9:.1f} GB are free: use --max-model-len"
+        )
 
 
 def loaded_bytes(info: TensorInfo, dtype: str, quantization: str) -> int:
     """At least so much does a tensor take once it is loaded."""
-    if quantization != "none" and quantisable("F32" if dtype == "float32" else info.kind, info.shape):
+    if quantization != "none" and quantisable(
+        "F32" if dtype == "float32" else info.kind, info.shape
+    ):
         return prod(info.shape) // GROUP * BYTES_PER_GROUP[quantization]
     return 4 * prod(info.shape) if dtype == "float32" else info.nbytes

@@ -33,8 +33,15 @@ from pageturner.models.spec import ModelSpec
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 # What may stand in front of a layer or of an embedding, depending on how the model was wrapped in training.
-ROOTS = ("", "model.", "model.language_model.", "language_model.model.", "model.decoder.", "decoder.",
-         "transformer.")  # fmt: skip
+ROOTS = (
+    "",
+    "model.",
+    "model.language_model.",
+    "language_model.model.",
+    "model.decoder.",
+    "decoder.",
+    "transformer.",
+)
 EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings")
 _LAYER = re.compile(r"^(?P<root>.*?)(?:layers|h)\.(?P<layer>\d{1,6})\.(?P<tail>.+)$")
 _FACTOR = re.compile(r"^(?P<module>.+)\.(?P<factor>lora_[AB]\.weight|lora_embedding_[AB])$")
@@ -101,11 +108,15 @@ class _Found:
 def read_folder(path: Path) -> AdapterFolder:
     """Both files of a PEFT folder, checked as far as they go without a model. EngineFault."""
     if not path.is_dir():
-        raise EngineFault("adapter_missing", f"{path} is no folder: an adapter is a folder with {CONFIG}")
+        raise EngineFault(
+            "adapter_missing", f"{path} is no folder: an adapter is a folder with {CONFIG}"
+        )
     for name in (CONFIG, WEIGHTS):
         if not (path / name).is_file():
             others = sorted(one.name for one in path.glob("adapter_model.*"))
-            hint = f", only {others[0]}, which is not read: save it as safetensors" if others else ""
+            hint = (
+                f", only {others[0]}, which is not read: save it as safetensors" if others else ""
+            )
             raise EngineFault("adapter_missing", f"{path} holds no {name}{hint}")
     try:
         text = read_bounded(path / CONFIG, MOST_BYTES)
@@ -147,7 +158,9 @@ def _check_config(config: dict[str, Any]) -> None:
     start = config.get("init_lora_weights")
     if start not in PLAIN_STARTS:
         message = f"init_lora_weights {start!r} trains against changed weights of the model"
-        raise EngineFault("adapter_unsupported", f"{message}: convert it to plain LoRA when saving it")
+        raise EngineFault(
+            "adapter_unsupported", f"{message}: convert it to plain LoRA when saving it"
+        )
     _number(config, "lora_alpha", config.get("lora_alpha", 8))
     _rank(config.get("r", 8))
     for name in ("rank_pattern", "alpha_pattern"):
@@ -158,7 +171,9 @@ def _check_config(config: dict[str, Any]) -> None:
             try:
                 re.compile(_pattern(key))
             except (re.error, RecursionError, OverflowError) as error:
-                raise EngineFault("adapter_config", f"{name}: {key!r} is no pattern: {error}") from error
+                raise EngineFault(
+                    "adapter_config", f"{name}: {key!r} is no pattern: {error}"
+                ) from error
             _rank(value) if name == "rank_pattern" else _number(config, name, value)
 
 
@@ -170,9 +185,13 @@ def _number(config: dict[str, Any], name: str, value: object) -> float:
 
 def _rank(value: object) -> int:
     if type(value) is not int or value < 1:
-        raise EngineFault("adapter_config", f"a rank should be a whole number above 0, not {value!r:.80}")
+        raise EngineFault(
+            "adapter_config", f"a rank should be a whole number above 0, not {value!r:.80}"
+        )
     if value > MOST_RANK:
-        raise EngineFault("adapter_rank", f"rank {value} is too large: up to {MOST_RANK} are computed")
+        raise EngineFault(
+            "adapter_rank", f"rank {value} is too large: up to {MOST_RANK} are computed"
+        )
     return value
 
 
@@ -208,7 +227,9 @@ def _modules(tensors: Safetensors) -> list[_Module]:
     for name in tensors.tensors:
         match = _FACTOR.match(name.removeprefix(PREFIX))
         if match is None:
-            message = f"tensor {name!r} is no factor of a product: only lora_A and lora_B are computed"
+            message = (
+                f"tensor {name!r} is no factor of a product: only lora_A and lora_B are computed"
+            )
             raise EngineFault("adapter_unsupported", f"{message}; {RETRAIN}")
         module = modules.setdefault(match["module"], _Module(match["module"]))
         if match["factor"] in ("lora_A.weight", "lora_embedding_A"):
@@ -221,7 +242,9 @@ def _modules(tensors: Safetensors) -> list[_Module]:
     return list(modules.values())
 
 
-def _place(found: _Found, module: _Module, folder: AdapterFolder, spec: ModelSpec, layout: Layout) -> None:
+def _place(
+    found: _Found, module: _Module, folder: AdapterFolder, spec: ModelSpec, layout: Layout
+) -> None:
     """Put the factors of a module where they belong."""
     layer = _LAYER.match(module.name)
     root, _, last = module.name.rpartition(".")
@@ -241,7 +264,11 @@ def _place(found: _Found, module: _Module, folder: AdapterFolder, spec: ModelSpe
                 heads = spec.heads if name == "q" else spec.kv_heads
                 mine = LowRank(pair.a, _interleaved(mine.b, heads), pair.scale)
             found.layers[int(layer["layer"])][name] = mine
-    elif last in EMBEDDINGS and (f"{root}." if root else "") in ROOTS and module.a.endswith("embedding_A"):
+    elif (
+        last in EMBEDDINGS
+        and (f"{root}." if root else "") in ROOTS
+        and module.a.endswith("embedding_A")
+    ):
         pair = _pair(found, module, folder, (spec.dim, spec.vocab))
         found.embed = LowRank(pair.a.T, pair.b, pair.scale)
     elif module.name == "lm_head" and module.a.endswith("lora_A.weight"):
@@ -264,8 +291,12 @@ def _parts_of(layout: Layout, layer: int, tail: str) -> dict[str, Part]:
 
 def _unknown(module: str, folder: AdapterFolder, spec: ModelSpec) -> EngineFault:
     if "expert" in module or module.endswith((".gate", ".router")):
-        return EngineFault("adapter_unsupported", f"{module!r}: adapters of experts are not computed")
-    return _mismatch(f"{module!r} is no product of this model of {spec.layers} layers ({spec.arch})", folder)
+        return EngineFault(
+            "adapter_unsupported", f"{module!r}: adapters of experts are not computed"
+        )
+    return _mismatch(
+        f"{module!r} is no product of this model of {spec.layers} layers ({spec.arch})", folder
+    )
 
 
 def _mismatch(what: str, folder: AdapterFolder) -> EngineFault:
@@ -282,14 +313,16 @@ def _pair(found: _Found, module: _Module, folder: AdapterFolder, shape: tuple[in
         raise EngineFault("adapter_shape", message)
     rank = _rank(a.shape[0])
     if (b.shape[0], a.shape[1]) != shape:
-        message = (
-            f"{module.name!r} is {b.shape[0]} x {a.shape[1]} in it and {outputs} x {inputs} in the model"
-        )
+        message = f"{module.name!r} is {b.shape[0]} x {a.shape[1]} in it and {outputs} x {inputs} in the model"
         raise _mismatch(message, folder)
     told = _of_pattern(folder.config, "rank_pattern", module.name, folder.config.get("r", 8))
     if rank != told:
-        raise EngineFault("adapter_shape", f"{module.name!r} has rank {rank}, and {CONFIG} says {told}")
-    alpha = _of_pattern(folder.config, "alpha_pattern", module.name, folder.config.get("lora_alpha", 8))
+        raise EngineFault(
+            "adapter_shape", f"{module.name!r} has rank {rank}, and {CONFIG} says {told}"
+        )
+    alpha = _of_pattern(
+        folder.config, "alpha_pattern", module.name, folder.config.get("lora_alpha", 8)
+    )
     found.kinds |= {a_kind, b_kind}
     scale = alpha / math.sqrt(rank) if folder.config.get("use_rslora") else alpha / rank
     return LowRank(a, b, scale)
@@ -299,7 +332,9 @@ def _values(folder: AdapterFolder, name: str) -> tuple[str, NDArray[Any]]:
     kind, shape, raw = folder.tensors.tensor(name)
     if kind not in KINDS:
         known = ", ".join(KINDS)
-        raise EngineFault("weight_kind", f"tensor {name!r} is of type {kind}: save the adapter as {known}")
+        raise EngineFault(
+            "weight_kind", f"tensor {name!r} is of type {kind}: save the adapter as {known}"
+        )
     values = np.frombuffer(raw, KINDS[kind]).reshape(shape)
     exponents = {"F32": 0x7F800000, "F16": 0x7C00, "BF16": 0x7F80}[kind]
     bits: NDArray[Any] = values.view(np.uint32 if kind == "F32" else np.uint16)
@@ -333,7 +368,9 @@ def _of_one_kind(found: _Found) -> AdapterWeights:
     def wide(pair: LowRank | None) -> LowRank | None:
         if pair is None:
             return None
-        a, b = (widened("BF16" if one.dtype == np.uint16 else "F32", one) for one in (pair.a, pair.b))
+        a, b = (
+            widened("BF16" if one.dtype == np.uint16 else "F32", one) for one in (pair.a, pair.b)
+        )
         return LowRank(a, b, pair.scale)
 
     layers = tuple({name: wide(pair) for name, pair in layer.items()} for layer in found.layers)

@@ -96,12 +96,20 @@ def _attention_shapes(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]
     f, dim, heads, latent = spec.family, spec.dim, spec.heads, spec.latent
     if latent is not None:
         return {
-            "q": (heads * latent.nope, dim), "q_rope": (heads * latent.rotary, dim),
-            "k": (latent.rank, dim), "k_rope": (latent.rotary, dim), "latent_norm": (latent.rank,),
+            "q": (heads * latent.nope, dim),
+            "q_rope": (heads * latent.rotary, dim),
+            "k": (latent.rank, dim),
+            "k_rope": (latent.rotary, dim),
+            "latent_norm": (latent.rank,),
             "o": (dim, heads * latent.value),
-        }  # fmt: skip
+        }
     q, kv, head = heads * spec.head_dim, spec.kv_heads * spec.head_dim, (spec.head_dim,)
-    shapes: dict[str, tuple[int, ...]] = {"q": (q, dim), "k": (kv, dim), "v": (kv, dim), "o": (dim, q)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "q": (q, dim),
+        "k": (kv, dim),
+        "v": (kv, dim),
+        "o": (dim, q),
+    }
     if f.qk_norm == "wide":
         shapes |= {"q_norm": (q,), "k_norm": (kv,)}
     elif f.qk_norm == "head" or (f.qk_norm == "unit" and layer not in spec.no_rope):
@@ -117,7 +125,9 @@ def without_weights(spec: ModelSpec, parts: Parts) -> Parts:
     """The parts, of which norms without weights have no tensor."""
     if spec.family.qk_norm != "unit":
         return parts
-    return {f: Part("", part.shape) if f in ("q_norm", "k_norm") else part for f, part in parts.items()}
+    return {
+        f: Part("", part.shape) if f in ("q_norm", "k_norm") else part for f, part in parts.items()
+    }
 
 
 def scaled_logits(spec: ModelSpec, top: Parts) -> Parts:
@@ -125,7 +135,9 @@ def scaled_logits(spec: ModelSpec, top: Parts) -> Parts:
     if spec.logit_scale == 1:
         return top
     fields = ("norm", "norm_bias")
-    return {f: replace(part, times=spec.logit_scale) if f in fields else part for f, part in top.items()}
+    return {
+        f: replace(part, times=spec.logit_scale) if f in fields else part for f, part in top.items()
+    }
 
 
 def top_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -172,29 +184,54 @@ def fuse(parts: Parts, fields: tuple[str, ...], name: str) -> Parts:
 # -- GGUF ----------------------------------------------------------------------------------------------------
 
 _GGUF = {
-    "attn_norm": "attn_norm.weight", "attn_norm_bias": "attn_norm.bias",
-    "q": "attn_q.weight", "k": "attn_k.weight", "v": "attn_v.weight", "o": "attn_output.weight",
-    "q_bias": "attn_q.bias", "k_bias": "attn_k.bias", "v_bias": "attn_v.bias", "o_bias": "attn_output.bias",
-    "q_norm": "attn_q_norm.weight", "k_norm": "attn_k_norm.weight",
-    "mlp_norm": "ffn_norm.weight", "mlp_norm_bias": "ffn_norm.bias",
-    "gate": "ffn_gate.weight", "up": "ffn_up.weight", "down": "ffn_down.weight",
-    "up_bias": "ffn_up.bias", "down_bias": "ffn_down.bias",
-    "attn_post_norm": "post_attention_norm.weight", "mlp_post_norm": "post_ffw_norm.weight",
-    "router": "ffn_gate_inp.weight", "router_bias": "ffn_gate_inp.bias",
-    "gates": "ffn_gate_exps.weight", "ups": "ffn_up_exps.weight", "downs": "ffn_down_exps.weight",
-    "gate_biases": "ffn_gate_exps.bias", "up_biases": "ffn_up_exps.bias",
+    "attn_norm": "attn_norm.weight",
+    "attn_norm_bias": "attn_norm.bias",
+    "q": "attn_q.weight",
+    "k": "attn_k.weight",
+    "v": "attn_v.weight",
+    "o": "attn_output.weight",
+    "q_bias": "attn_q.bias",
+    "k_bias": "attn_k.bias",
+    "v_bias": "attn_v.bias",
+    "o_bias": "attn_output.bias",
+    "q_norm": "attn_q_norm.weight",
+    "k_norm": "attn_k_norm.weight",
+    "mlp_norm": "ffn_norm.weight",
+    "mlp_norm_bias": "ffn_norm.bias",
+    "gate": "ffn_gate.weight",
+    "up": "ffn_up.weight",
+    "down": "ffn_down.weight",
+    "up_bias": "ffn_up.bias",
+    "down_bias": "ffn_down.bias",
+    "attn_post_norm": "post_attention_norm.weight",
+    "mlp_post_norm": "post_ffw_norm.weight",
+    "router": "ffn_gate_inp.weight",
+    "router_bias": "ffn_gate_inp.bias",
+    "gates": "ffn_gate_exps.weight",
+    "ups": "ffn_up_exps.weight",
+    "downs": "ffn_down_exps.weight",
+    "gate_biases": "ffn_gate_exps.bias",
+    "up_biases": "ffn_up_exps.bias",
     "down_biases": "ffn_down_exps.bias",
-    "shared_gate": "ffn_gate_shexp.weight", "shared_up": "ffn_up_shexp.weight",
-    "shared_down": "ffn_down_shexp.weight", "sinks": "attn_sinks.weight",
-    "latent_norm": "attn_kv_a_norm.weight", "q_rope": "", "k_rope": "",
-}  # fmt: skip
+    "shared_gate": "ffn_gate_shexp.weight",
+    "shared_up": "ffn_up_shexp.weight",
+    "shared_down": "ffn_down_shexp.weight",
+    "sinks": "attn_sinks.weight",
+    "latent_norm": "attn_kv_a_norm.weight",
+    "q_rope": "",
+    "k_rope": "",
+}
 # Architectures that call a tensor otherwise.
 _GGUF_OWN = {"gpt-oss": {"mlp_norm": "post_attention_norm.weight"}}
 _GGUF_TOP = {
-    "embed": "token_embd.weight", "positions": "position_embd.weight", "norm": "output_norm.weight",
-    "norm_bias": "output_norm.bias", "embed_norm": "token_embd_norm.weight",
-    "embed_norm_bias": "token_embd_norm.bias", "head": "output.weight",
-}  # fmt: skip
+    "embed": "token_embd.weight",
+    "positions": "position_embd.weight",
+    "norm": "output_norm.weight",
+    "norm_bias": "output_norm.bias",
+    "embed_norm": "token_embd_norm.weight",
+    "embed_norm_bias": "token_embd_norm.bias",
+    "head": "output.weight",
+}
 
 
 def gguf_layout(spec: ModelSpec, present: Callable[[str], bool]) -> Layout:
@@ -216,7 +253,9 @@ def gguf_layout(spec: ModelSpec, present: Callable[[str], bool]) -> Layout:
         layers.append(without_weights(spec, parts))
         experts.append(_gguf_experts(spec, i))
     names = [f"blk.{i}.attn_kv_b.weight" for i in range(spec.layers)]
-    heads = [fused_heads(spec, n) if present(n) else _gguf_heads(spec, i) for i, n in enumerate(names)]
+    heads = [
+        fused_heads(spec, n) if present(n) else _gguf_heads(spec, i) for i, n in enumerate(names)
+    ]
     return Layout(scaled_logits(spec, top), layers, experts, heads=heads)
 
 
@@ -235,8 +274,14 @@ def fused_heads(spec: ModelSpec, name: str) -> dict[str, list[Part]]:
     whole = spec.heads * head
     shape = (whole, latent.rank)
     return {
-        "k_up": [Part(name, shape, (head * i, latent.nope, whole), turned=True) for i in range(spec.heads)],
-        "v_up": [Part(name, shape, (head * i + latent.nope, latent.value, whole)) for i in range(spec.heads)],
+        "k_up": [
+            Part(name, shape, (head * i, latent.nope, whole), turned=True)
+            for i in range(spec.heads)
+        ],
+        "v_up": [
+            Part(name, shape, (head * i + latent.nope, latent.value, whole))
+            for i in range(spec.heads)
+        ],
     }
 
 

@@ -73,20 +73,28 @@ class PackedCache:
 
     def __init__(self, folder: Path, model: Path, ops: Ops, settings: dict[str, Any]) -> None:
         if not isinstance(ops, WeightStore):
-            message = f"--packed-cache needs the native backend, not the {ops.name} one: leave it away"
+            message = (
+                f"--packed-cache needs the native backend, not the {ops.name} one: leave it away"
+            )
             raise EngineFault("packed_cache", message)
         self._ops: WeightStore = ops
         self._source = str(model.resolve())
         marks = [list(mark) for mark in model_marks(model)]
         self._key = {
-            "format": FORMAT, "source": self._source, "marks": marks, "backend": ops.fingerprint, **settings,
-        }  # fmt: skip
+            "format": FORMAT,
+            "source": self._source,
+            "marks": marks,
+            "backend": ops.fingerprint,
+            **settings,
+        }
         digest = hashlib.blake2b(json.dumps(self._key).encode(), digest_size=8).hexdigest()
         self._folder, self._stem = folder, model.stem
         self.path = folder / f"{model.stem}-{digest}.packed"
         self._rows: dict[str, _Row] = {}
         self._fd = -1
-        self._fresh: dict[str, tuple[str, Weight]] = {}  # what goes into the file that is written at the end
+        self._fresh: dict[
+            str, tuple[str, Weight]
+        ] = {}  # what goes into the file that is written at the end
         self._missed = False
         self._open()
 
@@ -106,7 +114,9 @@ class PackedCache:
         except (OSError, ValueError, TypeError):
             sound = False
         if not sound:
-            warnings.warn(f"{self.path} is damaged at {name}: packed anew", RuntimeWarning, stacklevel=2)
+            warnings.warn(
+                f"{self.path} is damaged at {name}: packed anew", RuntimeWarning, stacklevel=2
+            )
             return None
         self._fresh[name] = (row.kind, weight)
         return Stored(weight, row.kind)
@@ -133,8 +143,12 @@ class PackedCache:
             self._write(fresh)
             self._remove_stale()
         except OSError as error:
-            message = f"the packed weights could not be kept in {self._folder}: {error.strerror or error}"
-            warnings.warn(f"{message}: the next start packs them again", RuntimeWarning, stacklevel=2)
+            message = (
+                f"the packed weights could not be kept in {self._folder}: {error.strerror or error}"
+            )
+            warnings.warn(
+                f"{message}: the next start packs them again", RuntimeWarning, stacklevel=2
+            )
 
     def _open(self) -> None:
         with contextlib.suppress(OSError):
@@ -153,7 +167,9 @@ class PackedCache:
                 name: _Row(kind, (shape[0], shape[1]), about, offset, nbytes, checksum)
                 for name, kind, shape, about, offset, nbytes, checksum in index["weights"]
             }
-            self._rows = {name: row for name, row in rows.items() if row.offset + row.nbytes <= size}
+            self._rows = {
+                name: row for name, row in rows.items() if row.offset + row.nbytes <= size
+            }
 
     def _write(self, fresh: dict[str, tuple[str, Weight]]) -> None:
         needed = sum(weight.nbytes for _, weight in fresh.values())
@@ -165,7 +181,9 @@ class PackedCache:
             rows, offset = [], _ALIGNMENT
             for name, (kind, weight) in fresh.items():
                 about, checksum = self._ops.store_weight(weight, fd, offset)
-                rows.append([name, kind, list(weight.shape), about, offset, weight.nbytes, checksum])
+                rows.append(
+                    [name, kind, list(weight.shape), about, offset, weight.nbytes, checksum]
+                )
                 offset += -(-weight.nbytes // _ALIGNMENT) * _ALIGNMENT
             index = json.dumps({"key": self._key, "weights": rows}).encode()
             os.pwrite(fd, index, offset)

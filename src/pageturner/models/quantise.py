@@ -58,7 +58,10 @@ def quantise(tensor: Tensor, quantization: str) -> Tensor:
         """Every `threads`-th chunk of rows, from this one on; False where values are not finite."""
         turned = np.empty((GROUP, step * groups + _PADDING), np.float32)
         for start in range(first * step, rows, threads * step):
-            part, blocks = raw[start : start + step], out[start : start + step].reshape(-1, out.shape[2])
+            part, blocks = (
+                raw[start : start + step],
+                out[start : start + step].reshape(-1, out.shape[2]),
+            )
             values = dequantise(tensor.kind, (len(part), columns), part.reshape(-1))
             x = turned[:, : len(blocks)]
             np.copyto(x, values.reshape(-1, GROUP).T)
@@ -68,7 +71,9 @@ def quantise(tensor: Tensor, quantization: str) -> Tensor:
 
     with ThreadPoolExecutor(threads) as pool:
         if not all(pool.map(convert, range(threads))):
-            raise EngineFault("model_invalid", f"tensor {tensor.name!r} holds values that are not finite")
+            raise EngineFault(
+                "model_invalid", f"tensor {tensor.name!r} holds values that are not finite"
+            )
     kind = "Q8_0" if quantization == "int8" else "Q4_1"
     return Tensor(tensor.name, kind, tensor.shape, out.reshape(-1))
 
@@ -85,14 +90,21 @@ def rounded(tensor: Tensor) -> Tensor:
     step = max(1, 8 * _CHUNK // columns)
     for start in range(0, rows, step):
         part, to = raw[start : start + step], out[start : start + step]
-        values = dequantise(tensor.kind, (len(part), columns), part.reshape(-1)).reshape(len(part), -1, 2, 16)
+        values = dequantise(tensor.kind, (len(part), columns), part.reshape(-1)).reshape(
+            len(part), -1, 2, 16
+        )
         scale = np.abs(values).max(axis=-1) / np.float32(127)
         if not np.isfinite(scale).all():
-            raise EngineFault("model_invalid", f"tensor {tensor.name!r} holds values that are not finite")
+            raise EngineFault(
+                "model_invalid", f"tensor {tensor.name!r} holds values that are not finite"
+            )
         steps = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
         to[..., :8] = scale.view(np.uint8)
         to[..., 8:] = (
-            np.rint(values * steps[..., None]).astype(np.int8).reshape(len(part), -1, 32).view(np.uint8)
+            np.rint(values * steps[..., None])
+            .astype(np.int8)
+            .reshape(len(part), -1, 32)
+            .view(np.uint8)
         )
     return Tensor(tensor.name, "Q8_W", tensor.shape, out.reshape(-1))
 

@@ -88,14 +88,20 @@ def of_codes(codes: Codes, method: str) -> QuantisedMatrix:
     kind = _kind_of(codes)
     if kind:
         make = _byte_blocks if codes.bits == 8 else _nibble_blocks
-        return QuantisedMatrix(kind, codes.shape, lambda start, stop: make(kind, codes, start, stop))
+        return QuantisedMatrix(
+            kind, codes.shape, lambda start, stop: make(kind, codes, start, stop)
+        )
     why = "zero-points of 8 bits"
     if codes.groups is not None:
         why = "groups in the order of activations (desc_act)"
     elif not codes.regular:
         why = f"groups of {codes.shape[1] // codes.scale.shape[1]}"
-    becomes = f"{method} with {why} becomes int8 in groups of 32 (root mean square error about 0.5 %)"
-    return QuantisedMatrix("Q8_0", codes.shape, lambda start, stop: _rounded(codes, start, stop), becomes)
+    becomes = (
+        f"{method} with {why} becomes int8 in groups of 32 (root mean square error about 0.5 %)"
+    )
+    return QuantisedMatrix(
+        "Q8_0", codes.shape, lambda start, stop: _rounded(codes, start, stop), becomes
+    )
 
 
 def check_columns(name: str, columns: int) -> None:
@@ -136,7 +142,9 @@ def _kind_of(codes: Codes) -> str:
     return "Q4_1" if exact and exact_half(codes.scale * codes.zero) else "Q4_W"
 
 
-def by_block(codes: Codes, values: NDArray[np.generic], start: int, stop: int) -> NDArray[np.generic]:
+def by_block(
+    codes: Codes, values: NDArray[np.generic], start: int, stop: int
+) -> NDArray[np.generic]:
     """What each group has, for each 32 columns of these rows."""
     blocks = codes.shape[1] // GROUP
     part = values[start:stop] if len(values) > 1 or codes.shape[0] == 1 else values
@@ -184,7 +192,9 @@ def int8_with(kind: str, scale: NDArray[np.generic], q: U8) -> U8:
     """Blocks Q8_0 or Q8_W of integers [rows, blocks, 32] with scales [rows, blocks]."""
     out = np.empty((*q.shape[:2], BY_NAME[kind].nbytes), np.uint8)
     head = out.shape[2] - GROUP
-    numbers = scale[..., None].astype(np.float16) if kind == "Q8_0" else np.stack([scale, scale], axis=-1)
+    numbers = (
+        scale[..., None].astype(np.float16) if kind == "Q8_0" else np.stack([scale, scale], axis=-1)
+    )
     out[..., :head] = np.ascontiguousarray(numbers).view(np.uint8)
     out[..., head:] = q
     return out.reshape(len(q), -1)
@@ -206,6 +216,11 @@ def _rounded(codes: Codes, start: int, stop: int) -> U8:
 def of_bytes(name: str, q: U8, scale: F32) -> QuantisedMatrix:
     """A matrix of int8 [rows, columns] with scales [rows, groups]."""
     codes = Codes(
-        name, (q.shape[0], q.shape[1]), 8, lambda a, b: q[a:b] ^ np.uint8(0x80), scale, np.array([[128]])
+        name,
+        (q.shape[0], q.shape[1]),
+        8,
+        lambda a, b: q[a:b] ^ np.uint8(0x80),
+        scale,
+        np.array([[128]]),
     )
     return of_codes(codes, "int8")

@@ -16,10 +16,15 @@ from numpy.typing import NDArray
 from pageturner.kernels.base import F32, Rope
 
 F64 = NDArray[np.float64]
-_AT_ONCE = 1 << 14  # positions: the angles in fp64 take four times the memory of what becomes of them
+_AT_ONCE = (
+    1 << 14
+)  # positions: the angles in fp64 take four times the memory of what becomes of them
 # "dynamic" stretches only beyond the model's context, which no sequence here reaches: no stretching.
 KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")
-SHORT_DIVISORS, LONG_DIVISORS = "rope_factors_short.weight", "rope_factors_long.weight"  # in GGUF files
+SHORT_DIVISORS, LONG_DIVISORS = (
+    "rope_factors_short.weight",
+    "rope_factors_long.weight",
+)  # in GGUF files
 LONGEST_ORIGINAL = 1 << 31  # tokens; what a file says beyond it makes no sense
 HUGE = 1e12  # settings beyond it, or below its inverse, are none that anybody computed with
 
@@ -111,7 +116,9 @@ def _yarn(spec: RopeSpec, inverse: F64) -> F64:
     """The same idea, but linear in the index of the dimension between the two borders."""
 
     def border(turns: float) -> float:
-        return spec.dim * math.log(spec.original / (turns * 2 * math.pi)) / (2 * math.log(spec.base))
+        return (
+            spec.dim * math.log(spec.original / (turns * 2 * math.pi)) / (2 * math.log(spec.base))
+        )
 
     first, last = border(spec.high), border(spec.low)
     if spec.truncate:
@@ -129,7 +136,9 @@ def yarn_amplitude(factor: float, weight: float = 1.0) -> float:
 
 def longrope_amplitude(factor: float, original: int) -> float:
     """sqrt(1 + ln(factor) / ln(original)), where the context is `factor` times the original one."""
-    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
+    return (
+        math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
+    )
 
 
 def rope_problems(rope: RopeSpec, head_dim: int) -> dict[str, bool]:
@@ -138,12 +147,15 @@ def rope_problems(rope: RopeSpec, head_dim: int) -> dict[str, bool]:
     turns = f"rotary frequencies between {rope.low} and {rope.high} turns of {rope.original} tokens"
     listed = f"{len(rope.short)} short and {len(rope.long)} long rotary factors for {pairs} pairs"
     return {
-        f"rotary dimension {rope.dim} of {head_dim}": rope.dim % 2 != 0 or not 0 <= rope.dim <= head_dim,
+        f"rotary dimension {rope.dim} of {head_dim}": rope.dim % 2 != 0
+        or not 0 <= rope.dim <= head_dim,
         f"rotary base {rope.base}": not 1 < rope.base < HUGE,
         f"rotary factor {rope.factor}": not 1 / HUGE < rope.factor < HUGE,
         f"rotary amplitude {rope.amplitude}": not 1 / HUGE < rope.amplitude < HUGE,
         turns: stretched
         and not (1 / HUGE < rope.low <= rope.high < HUGE and 0 < rope.original < LONGEST_ORIGINAL),
         listed: rope.kind == "longrope" and {len(rope.short), len(rope.long)} != {pairs},
-        "rotary factors that cannot divide": not all(1 / HUGE < f < HUGE for f in rope.short + rope.long),
+        "rotary factors that cannot divide": not all(
+            1 / HUGE < f < HUGE for f in rope.short + rope.long
+        ),
     }

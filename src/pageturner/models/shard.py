@@ -45,13 +45,25 @@ class Rule(NamedTuple):
 
 
 COLUMN = {
-    "q": "heads", "k": "kv_heads", "v": "kv_heads", "gate": "inner", "up": "inner",
-    "gates": "expert", "ups": "expert", "shared_gate": "shared", "shared_up": "shared",
-}  # fmt: skip
+    "q": "heads",
+    "k": "kv_heads",
+    "v": "kv_heads",
+    "gate": "inner",
+    "up": "inner",
+    "gates": "expert",
+    "ups": "expert",
+    "shared_gate": "shared",
+    "shared_up": "shared",
+}
 BIASES = {
-    "q_bias": "q", "k_bias": "k", "v_bias": "v", "gate_bias": "gate", "up_bias": "up",
-    "gate_biases": "gates", "up_biases": "ups",
-}  # fmt: skip
+    "q_bias": "q",
+    "k_bias": "k",
+    "v_bias": "v",
+    "gate_bias": "gate",
+    "up_bias": "up",
+    "gate_biases": "gates",
+    "up_biases": "ups",
+}
 DOWN = {"down": "inner", "downs": "expert", "shared_down": "shared"}
 RULES = {
     **{field: Rule(0, by) for field, by in COLUMN.items()},
@@ -61,7 +73,11 @@ RULES = {
     "embed": Rule(0, "tokens", FIRST),
     "head": Rule(0, "tokens", LAST),
 }
-ONCE = ("o_bias", "down_bias", "down_biases")  # are in the sum over ranks once: rank 0 has them, others zeros
+ONCE = (
+    "o_bias",
+    "down_bias",
+    "down_biases",
+)  # are in the sum over ranks once: rank 0 has them, others zeros
 Ranges = tuple[tuple[int, int], ...]  # of each rank, first and end
 
 
@@ -139,7 +155,9 @@ class Shard:
                 else replace(pair, a=pair.a[:, first:end])
             )
 
-        layers = tuple({field: cut(field, pair) for field, pair in one.items()} for one in whole.layers)
+        layers = tuple(
+            {field: cut(field, pair) for field, pair in one.items()} for one in whole.layers
+        )
         return replace(whole, layers=layers, head=whole.head and cut("head", whole.head))
 
     def cuts_columns(self, field: str) -> bool:
@@ -151,7 +169,9 @@ class Shard:
         first, end = self.ranges["heads"][self.rank]
         kv_first, kv_end = self.ranges["kv_heads"][self.rank]
         slopes, sinks = shape.slopes[first:end], shape.sinks[first:end]
-        return replace(shape, heads=end - first, kv_heads=kv_end - kv_first, slopes=slopes, sinks=sinks)
+        return replace(
+            shape, heads=end - first, kv_heads=kv_end - kv_first, slopes=slopes, sinks=sinks
+        )
 
     def times(self, field: str) -> float:
         """The whole weight is so many times what this rank has of it."""
@@ -169,7 +189,12 @@ class Shard:
 
 
 def shard_of(
-    spec: ModelSpec, layout: Layout, kinds: dict[str, str], rank: int, size: int, quantization: str = "none"
+    spec: ModelSpec,
+    layout: Layout,
+    kinds: dict[str, str],
+    rank: int,
+    size: int,
+    quantization: str = "none",
 ) -> Shard:
     """The share of a rank.
 
@@ -213,14 +238,18 @@ def _refuse(spec: ModelSpec) -> None:
             raise unsupported(f"{message}: use --tensor-parallel-size 1")
 
 
-def _problem(spec: ModelSpec, layout: Layout, kinds: dict[str, str], size: int, quantization: str) -> str:
+def _problem(
+    spec: ModelSpec, layout: Layout, kinds: dict[str, str], size: int, quantization: str
+) -> str:
     """What is in the way of so many ranks; "": nothing."""
     if size > spec.heads:
         return f"{spec.heads} query heads cannot be divided among {size} ranks"
     heads, _ = _heads(spec.heads, spec.kv_heads, size)
     if any(first == end for first, end in heads):
         share = spec.heads // spec.kv_heads
-        return f"{spec.kv_heads} KV heads of {share} query heads cannot be divided among {size} ranks"
+        return (
+            f"{spec.kv_heads} KV heads of {share} query heads cannot be divided among {size} ranks"
+        )
     for part, values in _groups(spec, layout, kinds, "o", quantization):
         if any(end * spec.head_dim % values for _, end in heads):
             columns = f"{part.shape[-1]} columns in groups of {values} and heads of {spec.head_dim}"
@@ -236,7 +265,9 @@ def _problem(spec: ModelSpec, layout: Layout, kinds: dict[str, str], size: int, 
 
 def _inner(spec: ModelSpec, layout: Layout) -> dict[str, int]:
     """How many neurons stand before each of DOWN that the model has."""
-    found = {named(spec, layer, "down") for layer, parts in enumerate(layout.layers) if "down" in parts}
+    found = {
+        named(spec, layer, "down") for layer, parts in enumerate(layout.layers) if "down" in parts
+    }
     sizes = {"down": spec.ffn}
     if spec.experts is not None:
         found.add("downs")
@@ -250,11 +281,15 @@ def _groups(
     """The weights of this name in all layers, and how many of their columns belong together."""
     for layer, one in enumerate(layout.layers):
         several = layout.several(layer) if layout.experts else {}
-        parts = several.get(field, []) + [part for f, part in one.items() if named(spec, layer, f) == field]
+        parts = several.get(field, []) + [
+            part for f, part in one.items() if named(spec, layer, f) == field
+        ]
         for part in parts:
             kind = kinds[part.name]
             columns = part.shape[-2 if part.transposed or part.turned else -1]
-            made = quantization_of(field, quantization) != "none" and quantisable(kind, (1, columns))
+            made = quantization_of(field, quantization) != "none" and quantisable(
+                kind, (1, columns)
+            )
             yield part, GROUP if made else BY_NAME[kind].values
 
 
@@ -293,7 +328,10 @@ def _attention_work(spec: ModelSpec, heads: Ranges, kv_heads: Ranges) -> list[in
     """Products for a token in a layer's attention, by rank: q and o, k and v, and what is looked back on."""
     each, pair = 2 * spec.head_dim * (spec.dim + POSITIONS), 2 * spec.head_dim * spec.dim
     counts = zip(heads, kv_heads, strict=True)
-    return [(end - first) * each + (kv_end - kv_first) * pair for (first, end), (kv_first, kv_end) in counts]
+    return [
+        (end - first) * each + (kv_end - kv_first) * pair
+        for (first, end), (kv_first, kv_end) in counts
+    ]
 
 
 def _mlp_work(spec: ModelSpec, field: str) -> int:

@@ -11,7 +11,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pageturner.errors import EngineFault
-from pageturner.kernels.base import ACTIVATIONS, F32, GATED, GPU_HEAD_MULTIPLE, AttentionShape, KVSpec
+from pageturner.kernels.base import (
+    ACTIVATIONS,
+    F32,
+    GATED,
+    GPU_HEAD_MULTIPLE,
+    AttentionShape,
+    KVSpec,
+)
 from pageturner.kernels.layer_parts import SCORINGS
 from pageturner.models.rope import HUGE, RopeSpec, rope_problems
 
@@ -206,7 +213,9 @@ class ModelSpec:
         """The rotary embedding of one layer."""
         if layer in self.no_rope:
             return RopeSpec(self.rope.base, 0)
-        return self.local_rope if self.local_rope is not None and layer in self.windowed else self.rope
+        return (
+            self.local_rope if self.local_rope is not None and layer in self.windowed else self.rope
+        )
 
     def attention(self, layer: int, positions: int) -> AttentionShape:
         """The attention of one layer, for sequences of at most `positions` tokens: a window that holds them
@@ -214,9 +223,16 @@ class ModelSpec:
         window = self.window if layer in self.windowed and self.window < positions else 0
         slopes = alibi_slopes(self.heads) if self.family.positions == "alibi" else ()
         return AttentionShape(
-            self.heads, self.kv_heads, self.head_dim, self.attention_scale, window, self.soft_cap, slopes,
-            self.chunked and window > 0, latent=self.latent.rank if self.latent else 0,
-        )  # fmt: skip
+            self.heads,
+            self.kv_heads,
+            self.head_dim,
+            self.attention_scale,
+            window,
+            self.soft_cap,
+            slopes,
+            self.chunked and window > 0,
+            latent=self.latent.rank if self.latent else 0,
+        )
 
     def kv_spec(self, blocks: int, block_size: int, dtype: str, gpu_kv: bool = False) -> KVSpec:
         """The KV storage of all layers; gpu_kv: as GPUs store it."""
@@ -265,7 +281,9 @@ def check_spec(spec: ModelSpec) -> ModelSpec:
     problems[f"{spec.heads} heads"] = spec.heads > MOST_HEADS
     _refuse(problems)
     problems = {
-        f"{spec.heads} heads do not share {spec.kv_heads} KV heads evenly": bool(spec.heads % spec.kv_heads),
+        f"{spec.heads} heads do not share {spec.kv_heads} KV heads evenly": bool(
+            spec.heads % spec.kv_heads
+        ),
         f"norm epsilon {spec.eps}": not 0 <= spec.eps < 1,
         f"attention scale {spec.attention_scale}": not 0 < spec.attention_scale < math.inf,
         f"activation {spec.family.act!r}": spec.family.act not in (*ACTIVATIONS, GATED),
@@ -282,7 +300,9 @@ def check_spec(spec: ModelSpec) -> ModelSpec:
             problems |= rope_problems(rope, spec.latent.rotary if spec.latent else spec.head_dim)
     if spec.temper is not None:
         t = spec.temper
-        problems[f"temperature of queries {t}"] = not (0 < t.floor < LARGEST and 0 <= t.scale < HUGE)
+        problems[f"temperature of queries {t}"] = not (
+            0 < t.floor < LARGEST and 0 <= t.scale < HUGE
+        )
     if spec.latent is not None:
         problems |= _latent_problems(spec, spec.latent)
     if spec.experts is not None:
@@ -303,7 +323,8 @@ def _latent_problems(spec: ModelSpec, latent: LatentSpec) -> dict[str, bool]:
     sizes = (latent.rank, latent.rotary, latent.nope, latent.value)
     return {
         f"a latent KV of sizes {sizes}": not all(0 < size < LARGEST for size in sizes),
-        f"heads of {spec.head_dim} and {spec.kv_heads} KV heads with a latent KV": spec.kv_heads != 1
+        f"heads of {spec.head_dim} and {spec.kv_heads} KV heads with a latent KV": spec.kv_heads
+        != 1
         or spec.head_dim != latent.rank + latent.rotary,
         f"a rotary key of {latent.rotary} dimensions, of which {spec.rope.dim} turn": spec.rope.dim
         != latent.rotary,

@@ -80,7 +80,9 @@ class Stage:
         """Of an adapter what it adds to this stage's layers, to the embedding or to the head."""
         layers = whole.layers[self.borders[self.number] : self.borders[self.number + 1]]
         embed = whole.embed if self.number == FIRST else None
-        return replace(whole, layers=layers, embed=embed, head=whole.head if self._has("head") else None)
+        return replace(
+            whole, layers=layers, embed=embed, head=whole.head if self._has("head") else None
+        )
 
     @staticmethod
     def cuts_columns(field: str) -> bool:
@@ -93,7 +95,9 @@ class Stage:
         return shape
 
 
-def stage_of(spec: ModelSpec, layout: Layout, nbytes: Mapping[str, int], rank: int, size: int) -> Stage:
+def stage_of(
+    spec: ModelSpec, layout: Layout, nbytes: Mapping[str, int], rank: int, size: int
+) -> Stage:
     """The stage of a rank, one of `size`.
 
     nbytes  of tensors as they are loaded, by name
@@ -107,7 +111,9 @@ def stage_of(spec: ModelSpec, layout: Layout, nbytes: Mapping[str, int], rank: i
     each = []
     for layer, parts in enumerate(layout.layers):
         several = layout.several(layer).values() if layout.experts or layout.heads else ()
-        names = {part.name for part in (*parts.values(), *(part for found in several for part in found))}
+        names = {
+            part.name for part in (*parts.values(), *(part for found in several for part in found))
+        }
         each.append(sum(nbytes.get(name, 0) for name in names))
     embed = nbytes[layout.top["embed"].name]
     head = nbytes[layout.top["head"].name] if "head" in layout.top else embed
@@ -131,7 +137,9 @@ def balanced(each: Sequence[int], first: int, last: int, size: int) -> tuple[int
     return borders
 
 
-def _filled(each: Sequence[int], first: int, last: int, size: int, most: int) -> tuple[int, ...] | None:
+def _filled(
+    each: Sequence[int], first: int, last: int, size: int, most: int
+) -> tuple[int, ...] | None:
     """Borders of stages of at most so many bytes, each as full as it can be; None: there are none."""
     borders = [0]
     for stage in range(size):

@@ -114,13 +114,19 @@ def check_tensors(file: TensorFile, spec: ModelSpec, layout: Layout) -> None:
             raise EngineFault("tensor_missing", f"{file.path} lacks the tensor {name!r}")
         if info.kind not in SUPPORTED:
             message = f"tensor {name!r} is of type {info.kind}, which is not supported: get the model in, or"
-            raise EngineFault("weight_kind", f"{message} convert it to, one of {', '.join(IN_FILES)}")
+            raise EngineFault(
+                "weight_kind", f"{message} convert it to, one of {', '.join(IN_FILES)}"
+            )
         if info.shape != shape:
-            raise EngineFault("tensor_shape", f"tensor {name!r} has shape {info.shape}; {shape} was expected")
+            raise EngineFault(
+                "tensor_shape", f"tensor {name!r} has shape {info.shape}; {shape} was expected"
+            )
     for name in file.tensors:
         known = name in expected or name in (ROPE_DIVISORS, SHORT_DIVISORS, LONG_DIVISORS)
         if not (known or name.endswith(layout.ignored) or name.startswith(layout.foreign)):
-            message = f"{file.path} has the tensor {name!r}, which a {spec.arch} model should not have"
+            message = (
+                f"{file.path} has the tensor {name!r}, which a {spec.arch} model should not have"
+            )
             raise EngineFault("tensor_unexpected", message)
 
 
@@ -154,8 +160,13 @@ def load_weights(
     def pack(field: str, part: Part, layer: int | None = None) -> Weight:
         bits_of = partial(_bits, ops, activation_bits, field, layer == last)
         name = field if layer is None else named(spec, layer, field)
-        kind, shape, packed = packing.weight(name, part, quantization_of(field, quantization), bits_of)
-        size, times = sizes[_place(field, layer == last, layout)], shard.times(name) if shard else 1.0
+        kind, shape, packed = packing.weight(
+            name, part, quantization_of(field, quantization), bits_of
+        )
+        size, times = (
+            sizes[_place(field, layer == last, layout)],
+            shard.times(name) if shard else 1.0,
+        )
         _count(size, kind, shape, bits_of(kind), packed, times)
         return packed
 
@@ -165,14 +176,20 @@ def load_weights(
     mine = [i for i in range(last + 1) if shard is None or shard.has_layer(i)]
     for i, following in itertools.zip_longest(mine, mine[1:]):
         packing.ahead(layout.top if following is None else layout.layers[following])
-        several = {f: tuple(pack(f, part, i) for part in each) for f, each in layout.several(i).items()}
+        several = {
+            f: tuple(pack(f, part, i) for part in each) for f, each in layout.several(i).items()
+        }
         layer = Layer(
-            **_fields({field: pack(field, part, i) for field, part in layout.layers[i].items()}, several),
+            **_fields(
+                {field: pack(field, part, i) for field, part in layout.layers[i].items()}, several
+            ),
             shape=_shape(spec.attention(i, positions), _sinks(file, layout.layers[i]), shard),
             rope=tables(spec.rope_of(i)),
             eps=spec.eps,
             act=spec.family.act,
-            experts=_experts(spec.experts, several) if spec.experts and "router" in several else None,
+            experts=_experts(spec.experts, several)
+            if spec.experts and "router" in several
+            else None,
             wide_qk_norm=spec.family.qk_norm == "wide",
             temper=tempers if i in spec.no_rope else None,
             residual=spec.residual,
@@ -181,8 +198,14 @@ def load_weights(
         ops.prepare_layer(layer)
         layers.append(layer)
     top = {field: pack(field, part) for field, part in layout.top.items()}
-    about: dict[str, Any] = {"windows": [spec.attention(i, positions).window for i in range(last + 1)]}
-    about |= {"inner": [_inner(file, parts) for parts in layout.layers], "sizes": sizes, "shard": shard}
+    about: dict[str, Any] = {
+        "windows": [spec.attention(i, positions).window for i in range(last + 1)]
+    }
+    about |= {
+        "inner": [_inner(file, parts) for parts in layout.layers],
+        "sizes": sizes,
+        "shard": shard,
+    }
     return Weights(**({"head": top["embed"]} | top | about), layers=layers)
 
 
@@ -235,7 +258,9 @@ class _Packing:
 def _fields(packed: dict[str, Weight], several: dict[str, tuple[Weight, ...]]) -> dict[str, Any]:
     """Those of `Layer` that hold weights."""
     absent = ("attn_norm", "mlp_norm", "gate", "up", "down", "v")
-    fields = dict.fromkeys(absent) | {f: w for f, w in packed.items() if f not in _LATENT and f != "sinks"}
+    fields = dict.fromkeys(absent) | {
+        f: w for f, w in packed.items() if f not in _LATENT and f != "sinks"
+    }
     if "k_up" in several:
         q_rope, k_rope, norm = (packed[field] for field in _LATENT)
         fields["latent"] = Latent(q_rope, k_rope, norm, several["k_up"], several["v_up"])
@@ -245,7 +270,9 @@ def _fields(packed: dict[str, Weight], several: dict[str, tuple[Weight, ...]]) -
 _LATENT = ("q_rope", "k_rope", "latent_norm")
 
 
-def _shape(shape: AttentionShape, sinks: tuple[float, ...], shard: Shard | Stage | None) -> AttentionShape:
+def _shape(
+    shape: AttentionShape, sinks: tuple[float, ...], shard: Shard | Stage | None
+) -> AttentionShape:
     """With its sinks; of the heads of a rank."""
     shape = replace(shape, sinks=sinks)
     return shard.attention(shape) if shard else shape
@@ -257,7 +284,9 @@ def _sinks(file: TensorFile, parts: dict[str, Part]) -> tuple[float, ...]:
         return ()
     sinks = read_part(file, parts["sinks"]).data.view(np.float32)
     if not np.isfinite(sinks).all():
-        raise EngineFault("model_invalid", f"tensor {parts['sinks'].name!r} holds values that are not finite")
+        raise EngineFault(
+            "model_invalid", f"tensor {parts['sinks'].name!r} holds values that are not finite"
+        )
     return tuple(sinks.tolist())
 
 
@@ -272,10 +301,20 @@ def _bits(ops: Ops, setting: str, field: str, last: bool, kind: str) -> int:
 def _experts(spec: ExpertSpec, packed: dict[str, tuple[Weight, ...]]) -> Experts:
     (router,), (bias,) = packed["router"], packed.get("router_bias", (None,))
     return Experts(
-        router, packed["gates"], packed["ups"], packed["downs"], spec.top_k, spec.normalise,
-        spec.scoring, spec.scale, spec.weigh_input, bias,
-        packed.get("gate_biases", ()), packed.get("up_biases", ()), packed.get("down_biases", ()),
-    )  # fmt: skip
+        router,
+        packed["gates"],
+        packed["ups"],
+        packed["downs"],
+        spec.top_k,
+        spec.normalise,
+        spec.scoring,
+        spec.scale,
+        spec.weigh_input,
+        bias,
+        packed.get("gate_biases", ()),
+        packed.get("up_biases", ()),
+        packed.get("down_biases", ()),
+    )
 
 
 def _place(field: str, last: bool, layout: Layout) -> str:
@@ -312,7 +351,9 @@ def _model_needs(spec: ModelSpec) -> frozenset[str]:
 def _check_features(ops: Ops, needs: frozenset[str]) -> None:
     lacking = sorted(needs - ops.features)
     if lacking:
-        message = f"the {ops.name} backend does not compute {', '.join(lacking)}, which this model needs"
+        message = (
+            f"the {ops.name} backend does not compute {', '.join(lacking)}, which this model needs"
+        )
         raise unsupported(f"{message}; use the reference backend")
 
 
@@ -328,7 +369,9 @@ def read_part(file: TensorFile, part: Part) -> Tensor:
         shape = (shape[0] * shape[1], shape[2])
     if part.transposed:
         if BY_NAME[kind].values != 1:
-            raise EngineFault("weight_kind", f"tensor {part.name!r} of type {kind} cannot be transposed")
+            raise EngineFault(
+                "weight_kind", f"tensor {part.name!r} of type {kind} cannot be transposed"
+            )
         data, shape = _transposed(kind, shape, data)
     if part.cut is not None:
         start, count, stride = part.cut
@@ -373,7 +416,9 @@ def _rope_divisors(file: TensorFile, spec: ModelSpec, positions: int) -> F32 | N
         return None
     kind, shape, raw = file.tensor(name)
     if kind not in SUPPORTED:
-        raise EngineFault("weight_kind", f"tensor {name!r} is of type {kind}, which is not supported")
+        raise EngineFault(
+            "weight_kind", f"tensor {name!r} is of type {kind}, which is not supported"
+        )
     if 0 in shape or shape != (spec.rope.dim // 2,):
         message = f"tensor {name!r} has shape {shape}; ({spec.rope.dim // 2},) was expected"
         raise EngineFault("tensor_shape", message)

@@ -104,7 +104,11 @@ def cores_of(cores: Sequence[int], rank: int, size: int) -> list[int]:
 
 
 def make_ops(
-    config: EngineConfig, rank: int, memory: int, cores: Sequence[int] = (), gpu: GpuOps | None = None
+    config: EngineConfig,
+    rank: int,
+    memory: int,
+    cores: Sequence[int] = (),
+    gpu: GpuOps | None = None,
 ) -> RankOps:
     """The backend of a rank. memory: the file that all ranks share. cores: those of the rank with
     --pin-threads, else none; where they are of one NUMA node, so is the memory that this thread and those
@@ -138,12 +142,20 @@ def places_of(config: EngineConfig) -> list[list[int]]:
 def load_slice(path: Path, ops: Ops, config: EngineConfig, rank: int = 0) -> Decoder:
     """The model, or a rank's slice or stage of it."""
     return load_model(
-        path, ops, dtype=config.dtype, max_positions=config.max_model_len,
-        quantization=config.quantization, activation_bits=config.activation_bits,
-        packed_cache=config.packed_cache, rank=rank, ranks=config.tensor_parallel_size,
-        stages=config.pipeline_parallel_size, load_format=config.load_format, load_seed=config.load_seed,
+        path,
+        ops,
+        dtype=config.dtype,
+        max_positions=config.max_model_len,
+        quantization=config.quantization,
+        activation_bits=config.activation_bits,
+        packed_cache=config.packed_cache,
+        rank=rank,
+        ranks=config.tensor_parallel_size,
+        stages=config.pipeline_parallel_size,
+        load_format=config.load_format,
+        load_seed=config.load_seed,
         available=lambda: devices.free_memory(ops),
-    )  # fmt: skip
+    )
 
 
 def slices_of(decoder: Decoder) -> Slices:
@@ -162,7 +174,9 @@ class OtherRanks:
     ended  a file for each, readable when it has ended
     """
 
-    def __init__(self, processes: list[subprocess.Popen[bytes]], held: int, words: list[int]) -> None:
+    def __init__(
+        self, processes: list[subprocess.Popen[bytes]], held: int, words: list[int]
+    ) -> None:
         self._processes, self._held, self._words = processes, held, words
         self.ended = [os.pidfd_open(process.pid) for process in processes]
         self._said: str | None = None
@@ -175,7 +189,9 @@ class OtherRanks:
         size = len(self._processes) + 1
         found = [
             f"rank {rank} of {size}: {self._how(process, words)}"
-            for rank, (process, words) in enumerate(zip(self._processes, self._words, strict=True), 1)
+            for rank, (process, words) in enumerate(
+                zip(self._processes, self._words, strict=True), 1
+            )
             if process.poll() is not None
         ]
         self._said = "; ".join(found)
@@ -222,12 +238,27 @@ class RankProcesses:
         for rank in range(1, ranks_of(self._config)):
             said, say = os.pipe()
             command = [
-                sys.executable, "-m", "pageturner.engine.rank", "--rank", str(rank), "--config", config,
-                "--memory-fd", str(self._memory), "--alive-fd", str(alive), "--words-fd", str(say),
-                "--cores", ",".join(map(str, self._places[rank])), *(["--bound"] if bound else []),
-            ]  # fmt: skip
+                sys.executable,
+                "-m",
+                "pageturner.engine.rank",
+                "--rank",
+                str(rank),
+                "--config",
+                config,
+                "--memory-fd",
+                str(self._memory),
+                "--alive-fd",
+                str(alive),
+                "--words-fd",
+                str(say),
+                "--cores",
+                ",".join(map(str, self._places[rank])),
+                *(["--bound"] if bound else []),
+            ]
             processes.append(
-                subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(self._memory, alive, say))
+                subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, pass_fds=(self._memory, alive, say)
+                )
             )
             os.close(say)
             words.append(said)
@@ -245,7 +276,9 @@ class RankProcesses:
         self.ops.assemble(self._others.ended)
         if self._config.pipeline_parallel_size > 1:
             whole = iter(self.ops.total(self.ops.slices.counts))
-            decoder.sizes = {place: WeightSize(next(whole), next(whole), next(whole)) for place in PLACES}
+            decoder.sizes = {
+                place: WeightSize(next(whole), next(whole), next(whole)) for place in PLACES
+            }
 
     def end(self) -> None:
         """End the others."""

@@ -17,7 +17,9 @@ from pageturner.policies.step_time import StepTimeModel
 from pageturner.scheduler.batching import Asks, Policy, View, chunked
 from pageturner.scheduler.types import Sequence
 
-LEAST = 16  # tokens of prefill that a step of adaptive_chunk may hold at least, so that prompts get on
+LEAST = (
+    16  # tokens of prefill that a step of adaptive_chunk may hold at least, so that prompts get on
+)
 
 
 class AdaptiveChunk:
@@ -32,10 +34,19 @@ class AdaptiveChunk:
 
     def __init__(self, target: float, tokens: int, seqs: int, step_times: StepTimeModel) -> None:
         if not target > 0 or tokens < 0 or seqs < 0:
-            raise ValueError(f"a target takes time, first values are at least 0: {target}, {tokens}, {seqs}")
+            raise ValueError(
+                f"a target takes time, first values are at least 0: {target}, {tokens}, {seqs}"
+            )
         self._target, self._step_times = target, step_times
-        self._tokens, self._seqs = float(tokens), float(seqs)  # allowed; 0: all that the scheduler allows
-        self._planned, self._decodes, self._steps = 0, 0, 0  # of the last step; how many were measured then
+        self._tokens, self._seqs = (
+            float(tokens),
+            float(seqs),
+        )  # allowed; 0: all that the scheduler allows
+        self._planned, self._decodes, self._steps = (
+            0,
+            0,
+            0,
+        )  # of the last step; how many were measured then
 
     def __call__(self, v: View) -> Asks:
         running = len(v.decoding) + len(v.prefilling)
@@ -109,7 +120,9 @@ class ServedRatio:
 
     def __init__(self, ratio: float, steps: int) -> None:
         if not ratio >= 0 or steps < 1:
-            raise ValueError(f"a served ratio is at least 0, its steps at least 1, not {ratio} and {steps}")
+            raise ValueError(
+                f"a served ratio is at least 0, its steps at least 1, not {ratio} and {steps}"
+            )
         self._ratio = ratio
         self._steps = steps
         self._without = 0  # steps since the last prefill
@@ -196,7 +209,9 @@ def make_static(options: SchedulerConfig, _: StepTimeModel) -> Policy:
     """Waits for a full batch. The patience is there only so that the last requests of all are answered: it
     counts while the engine stands idle, never while a batch runs."""
     patience = options.static_patience
-    return _batched(Static(options.static_batch, lambda since, oldest: max(since, oldest) + patience))
+    return _batched(
+        Static(options.static_batch, lambda since, oldest: max(since, oldest) + patience)
+    )
 
 
 def make_window(options: SchedulerConfig, _: StepTimeModel) -> Policy:

@@ -13,7 +13,9 @@ from pageturner.request import Event, Failure, Logprob, Request
 from pageturner.scheduler.group import NOTHING, Branch, Change
 from pageturner.scheduler.types import Item, Output, Sequence
 
-NO_ANSWER = Failure("nothing_allowed", "the constraints of this request together leave no token to choose")
+NO_ANSWER = Failure(
+    "nothing_allowed", "the constraints of this request together leave no token to choose"
+)
 
 
 @dataclass(slots=True)
@@ -99,7 +101,9 @@ class BeamSearch:
             for token, value in self._offers[seq].candidates
         ]
         found.sort()
-        return [(-worst, self._ranked[rank], token, value) for worst, rank, token, value in found[:most]]
+        return [
+            (-worst, self._ranked[rank], token, value) for worst, rank, token, value in found[:most]
+        ]
 
     def _keep(self, seq: Sequence, token: int, value: float, finish: str, score: float) -> None:
         logprobs = [*self._logprobs[seq], self._logprob(seq, value)]

@@ -32,7 +32,9 @@ class EvictionOrder(MutableMapping[int, None]):
     give_up  called when everything that is cached is claimed: it unclaims some of that
     """
 
-    def __init__(self, store: Store, claimed: Container[bytes], give_up: Callable[[], None]) -> None:
+    def __init__(
+        self, store: Store, claimed: Container[bytes], give_up: Callable[[], None]
+    ) -> None:
         self._store, self._claimed, self._give_up = store, claimed, give_up
         self._useless: OrderedDict[int, None] = OrderedDict()
         self._plain: OrderedDict[int, None] = OrderedDict.fromkeys(store.cached)
@@ -67,7 +69,9 @@ class EvictionOrder(MutableMapping[int, None]):
         return len(self._kept)
 
     def _remove(self, block: int) -> bool:
-        return any(part.pop(block, ABSENT) is None for part in (self._plain, self._kept, self._useless))
+        return any(
+            part.pop(block, ABSENT) is None for part in (self._plain, self._kept, self._useless)
+        )
 
     # -- as a mapping, which is all that a store sees of it --------------------------------------------------
     def __setitem__(self, block: int, value: None) -> None:

@@ -20,7 +20,9 @@ from math import inf
 
 from pageturner.scheduler.types import Sequence
 
-MAX_TENANTS = 4096  # remembered; beyond it the half of those without work that was served least is forgotten.
+MAX_TENANTS = (
+    4096  # remembered; beyond it the half of those without work that was served least is forgotten.
+)
 # Names are for the asking, so a name that is not known may be one that was forgotten: its account opens with
 # the largest counter that was ever forgotten, and nobody gains by filling this memory with other names
 
@@ -44,8 +46,12 @@ class Tenants:
         self._waiting: set[str] = set()
         self._floor = 0.0  # the largest counter that was forgotten
         self._last = ""  # the tenant that was the last to have nobody waiting any more
-        self._billed: dict[Sequence, int] = {}  # up to which position; of those that ran and have not ended
-        self._start: dict[Sequence, float] = {}  # the tenant's counter when all it has in front are served
+        self._billed: dict[
+            Sequence, int
+        ] = {}  # up to which position; of those that ran and have not ended
+        self._start: dict[
+            Sequence, float
+        ] = {}  # the tenant's counter when all it has in front are served
 
     def __len__(self) -> int:
         return len(self._tenants)

@@ -71,7 +71,9 @@ class KeptSessions:
         a sequence still runs), and without the prefix cache."""
         if not self._pool.prefix_caching or self._pool.window:
             return 0
-        return int(self._config.max_session_share * max(0, self._pool.full.num_blocks - self._pool.pinned))
+        return int(
+            self._config.max_session_share * max(0, self._pool.full.num_blocks - self._pool.pinned)
+        )
 
     def turn_of(self, seq: Sequence) -> KeptConversation | None:
         """The conversation whose turn this is."""
@@ -134,7 +136,9 @@ class KeptSessions:
             one.settle(self.now)
         size = self._pool.block_size
         return [
-            KeptSession(name, size * len(one.keys), size * one.pays, size * one.paid, one.turns, one.open)
+            KeptSession(
+                name, size * len(one.keys), size * one.pays, size * one.paid, one.turns, one.open
+            )
             for name, one in changed.items()
         ]
 
@@ -150,7 +154,11 @@ class KeptSessions:
             one = self._open(hint, arrival)
         elif not one.open and one.turns:
             self.gaps.saw(one, max(0.0, arrival - one.ended))
-        one.keep, one.next_in, one.share = min(hint.keep, self._config.session_keep), hint.next_in, hint.share
+        one.keep, one.next_in, one.share = (
+            min(hint.keep, self._config.session_keep),
+            hint.next_in,
+            hint.share,
+        )
         one.released = hint.release
         source = self._sessions.get(hint.fork_of)
         if source is not None and not one.keys:
@@ -204,7 +212,9 @@ class KeptSessions:
         self._changed[one.name] = one
         if one.released or not one.keep:
             self.claims.cut(one, 0, self.now, Fate.USELESS if one.released else Fate.RECENT)
-        elif seq.sealed >= min(len(one.keys), 1):  # one that waited has no blocks, and changes nothing
+        elif seq.sealed >= min(
+            len(one.keys), 1
+        ):  # one that waited has no blocks, and changes nothing
             self._claim(one, seq.blocks[: seq.sealed])
             self._bound()
         self._next_lapse = min(self._next_lapse, one.ended + one.keep)
@@ -267,7 +277,9 @@ class KeptSessions:
 
     def _cut(self, one: KeptConversation) -> bool:
         """It may come back all the same, so what it gives up has the place of what was just used."""
-        self._given_up += self.claims.cut(one, max(0, len(one.keys) - GIVEN_UP), self.now, Fate.RECENT)
+        self._given_up += self.claims.cut(
+            one, max(0, len(one.keys) - GIVEN_UP), self.now, Fate.RECENT
+        )
         self._changed[one.name] = one
         return True
 

@@ -24,9 +24,16 @@ PER_OCTAVE = 4  # buckets of lengths for each doubling
 BUCKETS = 17 * PER_OCTAVE  # up to 131,072 tokens
 TRUST = 4.0
 MEMORY = 100.0  # answers that a cell remembers: beyond it all its counts are halved
-SHARED, OWN, TENANTS = 512, 192, 64  # most cells in a table: everybody's, a tenant's; and most tenants. The
+SHARED, OWN, TENANTS = (
+    512,
+    192,
+    64,
+)  # most cells in a table: everybody's, a tenant's; and most tenants. The
 # least recently fed goes first, so a tenant that sends ever new prompts drives out cells of its own only
-HEAD, TAIL = 32, 4  # tokens of a prompt's beginning and end that tell one kind of request from another
+HEAD, TAIL = (
+    32,
+    4,
+)  # tokens of a prompt's beginning and end that tell one kind of request from another
 PRIOR_MEDIAN, PRIOR_SIGMA = (
     150.0,
     1.3,
@@ -57,7 +64,11 @@ def quantile(shares: Shares, q: float, beyond: int) -> float:
     left = q * rest + begun * shares[first]
     for i in range(first, BUCKETS):
         if left <= shares[i]:
-            return float(2 ** ((i + left / shares[i]) / PER_OCTAVE)) if shares[i] else float(beyond + 1)
+            return (
+                float(2 ** ((i + left / shares[i]) / PER_OCTAVE))
+                if shares[i]
+                else float(beyond + 1)
+            )
         left -= shares[i]
     return float(2 ** (BUCKETS / PER_OCTAVE))
 
@@ -104,7 +115,9 @@ class LengthPredictor:
     def __init__(self) -> None:
         self._prior = _log_normal()
         self._shared = Cells(SHARED)
-        self._tenants: dict[str, tuple[Cells, Cells]] = {}  # shapes, templates; least recently fed first
+        self._tenants: dict[
+            str, tuple[Cells, Cells]
+        ] = {}  # shapes, templates; least recently fed first
         self._seen = self._below_half = self._below_cautious = 0
         self._error = 0.0
 
@@ -131,7 +144,9 @@ class LengthPredictor:
         first = _bucket(length)
         if cut:
             rest = sum(shares[first:])
-            weights = [(i, shares[i] / rest) for i in range(first, BUCKETS)] if rest else [(first, 1.0)]
+            weights = (
+                [(i, shares[i] / rest) for i in range(first, BUCKETS)] if rest else [(first, 1.0)]
+            )
         else:
             weights = [(first, 1.0)]
             self._judge(shares, length)
@@ -190,4 +205,8 @@ def _kinds(seq: Sequence) -> tuple[tuple[Hashable, ...], ...]:
     most = int(log2(seq.limit - seq.prompt_len))
     shape = int(size), most
     end, begin = hash(request.prompt[-TAIL:]), hash(request.prompt[:HEAD])
-    return ("all", shape), ("all", shape, (int(4 * size), most)), (("end", end), ("begin", begin, shape))
+    return (
+        ("all", shape),
+        ("all", shape, (int(4 * size), most)),
+        (("end", end), ("begin", begin, shape)),
+    )

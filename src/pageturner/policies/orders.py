@@ -44,7 +44,9 @@ class Context:
     def __post_init__(self) -> None:
         if not (self.ageing >= 0 and self.output_weight >= 0):
             given = f"{self.ageing} and {self.output_weight}"
-            raise ValueError(f"ageing takes at least 0 seconds, and a token costs at least 0, not {given}")
+            raise ValueError(
+                f"ageing takes at least 0 seconds, and a token costs at least 0, not {given}"
+            )
 
 
 class Estimates:

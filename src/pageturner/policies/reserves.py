@@ -41,10 +41,14 @@ class ReservePredicted:
         least, until = reserve_none(seq, peak, block_size)
         end = self._ends.get(seq, 0)
         if end < min(len(seq.tokens) + 1, peak):
-            end = seq.prompt_len + ceil(self._predictor.length(seq, LIKELY)) - 1  # none for the last one
+            end = (
+                seq.prompt_len + ceil(self._predictor.length(seq, LIKELY)) - 1
+            )  # none for the last one
             self._ends[seq] = end
             if len(self._ends) > self._tidy:
-                self._ends = {one: end for one, end in self._ends.items() if one.state is not State.FINISHED}
+                self._ends = {
+                    one: end for one, end in self._ends.items() if one.state is not State.FINISHED
+                }
                 self._tidy = 2 * len(self._ends) + 1024
         return max(least, min(end, peak)), until if end >= peak else min(until, end - 1)
 

@@ -39,19 +39,27 @@ class SchedulerConfig:
         "batching policy: who gets how many tokens in a step",
     )
     order: str = option("fcfs", "queue order: which waiting request is admitted first")
-    ageing: float = option(30.0, "seconds after which no later request may overtake a waiting one", least=0)
+    ageing: float = option(
+        30.0, "seconds after which no later request may overtake a waiting one", least=0
+    )
     static_batch: int = option(16, "requests in a batch of the policies static and window", least=1)
     static_patience: float = option(10.0, "seconds that static waits for a full batch", least=0)
     window_ms: float = option(100.0, "milliseconds that window waits for a full batch", least=0)
-    served_ratio: float = option(1.2, "served_ratio prefills when waiting / running exceeds this", least=0)
+    served_ratio: float = option(
+        1.2, "served_ratio prefills when waiting / running exceeds this", least=0
+    )
     served_steps: int = option(
-        20, "served_ratio prefills after this many steps without prefill, whatever the ratio", least=1
+        20,
+        "served_ratio prefills after this many steps without prefill, whatever the ratio",
+        least=1,
     )
     tpot_ms: float = option(
         50.0, "target of adaptive_chunk for the time of a step, in milliseconds", least=0.001
     )
     knee_tokens: int = option(
-        0, "first token budget of adaptive_chunk; 0: what this machine computes in --tpot-ms", least=0
+        0,
+        "first token budget of adaptive_chunk; 0: what this machine computes in --tpot-ms",
+        least=0,
     )
     knee_seqs: int = option(
         0,
@@ -59,7 +67,9 @@ class SchedulerConfig:
         least=0,
     )
     output_weight: float = option(
-        2.0, "cost of a generated token in prompt tokens, for the orders fair, sjf and adaptive", least=0
+        2.0,
+        "cost of a generated token in prompt tokens, for the orders fair, sjf and adaptive",
+        least=0,
     )
     context_price: float = option(
         -1.0,
@@ -68,12 +78,18 @@ class SchedulerConfig:
         least=-1,
     )
     admission: str = option("none", "KV memory reserved when a request is admitted")
-    max_sessions: int = option(1024, "most sessions whose KV is kept, divided equally among tenants", least=1)
+    max_sessions: int = option(
+        1024, "most sessions whose KV is kept, divided equally among tenants", least=1
+    )
     max_session_share: float = option(
-        0.8, "share of the KV memory, 0 to 1, for sessions, divided equally among tenants",
-        least=0, most=1,
-    )  # fmt: skip
-    session_keep: float = option(60.0, "most seconds that the KV of a session is kept after a turn", least=0)
+        0.8,
+        "share of the KV memory, 0 to 1, for sessions, divided equally among tenants",
+        least=0,
+        most=1,
+    )
+    session_keep: float = option(
+        60.0, "most seconds that the KV of a session is kept after a turn", least=0
+    )
     session_wait: float = option(
         60.0,
         "most seconds that a new session waits for room beside the others; 0: it does not wait",

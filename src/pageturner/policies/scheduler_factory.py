@@ -109,7 +109,9 @@ def make_group(request: Request) -> Group:
     """The group for a request. Refused('n_unsupported') for what no group can do: choices of one prompt are
     requests of their own, with the first one as their parent."""
     if request.params.n != 1 or len(request.resume) > 1:
-        raise Refused("n_unsupported", "the engine takes one choice per request: send one request for each")
+        raise Refused(
+            "n_unsupported", "the engine takes one choice per request: send one request for each"
+        )
     return BeamSearch(request) if request.params.beam_width else SingleSequence(request)
 
 
@@ -141,14 +143,18 @@ def make_scheduler(
     def kv_stats() -> dict[str, float]:
         """What all owners hold, and what servers without pages would reserve for those that run."""
         reserved = {"kv_contiguous": float(len(scheduler.running) * max_model_len)}
-        return kv_usage([*scheduler.running, *pins.sequences], pool.full, pool.block_size) | reserved
+        return (
+            kv_usage([*scheduler.running, *pins.sequences], pool.full, pool.block_size) | reserved
+        )
 
     def backlog_stats() -> dict[str, float]:
         return backlog([*scheduler.running, *scheduler.waiting], predictor)
 
     scheduler = Scheduler(
         pool,
-        policy=starts.holding(background.behind(pricing.priced(POLICIES[config.policy](config, step_times)))),
+        policy=starts.holding(
+            background.behind(pricing.priced(POLICIES[config.policy](config, step_times)))
+        ),
         order=background.last(make_order(config, pool, predictor, step_times)),
         reserve=RESERVES[config.admission](predictor),
         make_group=make_group,

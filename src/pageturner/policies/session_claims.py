@@ -62,7 +62,9 @@ class Claims(Container[bytes]):
     pays      blocks that the conversations of each owner pay for
     """
 
-    def __init__(self, claimed: Callable[[bytes], None], unclaimed: Callable[[bytes, Fate], None]) -> None:
+    def __init__(
+        self, claimed: Callable[[bytes], None], unclaimed: Callable[[bytes, Fate], None]
+    ) -> None:
         self._claimed, self._unclaimed = claimed, unclaimed
         self._of: dict[bytes, dict[KeptConversation, None]] = {}
         self.pays: Counter[str] = Counter()

@@ -64,7 +64,9 @@ class SessionStarts:
 
     def _hold(self, v: View) -> None:
         starts = {seq: one for seq in v.waiting if (one := self._starting(seq)) is not None}
-        starts = dict(sorted(starts.items(), key=lambda pair: not pair[1].turns))  # who was under way first
+        starts = dict(
+            sorted(starts.items(), key=lambda pair: not pair[1].turns)
+        )  # who was under way first
         if not starts:
             return
         room = self._room(set(starts.values()), v.now)
@@ -114,7 +116,9 @@ class SessionStarts:
 
     def _fits(self, one: KeptConversation, room: _Room) -> bool:
         turns, blocks = self._ahead(one)
-        mine = room.of[one.owner] + blocks + turns * self._sessions.growth <= self._sessions.part(one)
+        mine = room.of[one.owner] + blocks + turns * self._sessions.growth <= self._sessions.part(
+            one
+        )
         both = [*room.ahead, (turns, blocks)]
         return mine or not room.ahead or peak(both, self._sessions.growth) <= self._sessions.most
 

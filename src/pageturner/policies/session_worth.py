@@ -23,7 +23,9 @@ from pageturner.policies.session_claims import KeptConversation
 
 FIRST_GAP = 5.0  # seconds between two turns, until some were seen
 SEEN = 0.1  # weight of a gap that was seen in the mean of all, and a third of that in the conversation's own
-PATIENCE = 3.0  # times the expected gap, or the mean of all: then nobody waits for a conversation any more
+PATIENCE = (
+    3.0  # times the expected gap, or the mean of all: then nobody waits for a conversation any more
+)
 
 
 class Gaps:

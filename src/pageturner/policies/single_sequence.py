@@ -27,11 +27,15 @@ class SingleSequence:
 
     def take(self, item: Item, output: Output) -> Change:
         seq, tokens = item.sequence, output.tokens
-        beyond = seq.computed + item.n - len(seq.tokens)  # drafted tokens in the step; below 0: mid-prompt
+        beyond = (
+            seq.computed + item.n - len(seq.tokens)
+        )  # drafted tokens in the step; below 0: mid-prompt
         scored = seq.request.logits_from is not None and item.scored
         told = scored and not seq.request.params.pooling
         if len(output.prompt_logprobs) != (len(scored) if scored and told else 0):
-            raise ValueError(f"{len(output.prompt_logprobs)} prompt logprobs for the positions {scored}")
+            raise ValueError(
+                f"{len(output.prompt_logprobs)} prompt logprobs for the positions {scored}"
+            )
         if beyond < 0:
             if tokens:
                 raise ValueError("tokens for a sequence that is not computed to its end")
@@ -59,7 +63,9 @@ class SingleSequence:
 def until_end(seq: Sequence, tokens: list[int]) -> tuple[list[int], str | None]:
     """The tokens up to the end of the sequence, and why it ends there, if it does."""
     stop_ids, known = seq.request.params.stop_ids, len(seq.tokens)
-    first = seq.prompt_len + seq.request.params.min_tokens  # the length from which on a stop id ends it
+    first = (
+        seq.prompt_len + seq.request.params.min_tokens
+    )  # the length from which on a stop id ends it
     for length, token in enumerate(tokens, known + 1):
         if token in stop_ids and length >= first:
             return tokens[: length - known], "stop"

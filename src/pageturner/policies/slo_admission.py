@@ -25,7 +25,9 @@ from pageturner.scheduler.types import Sequence, State
 KEPT = 0.9  # of those who are let in should have their first token in time
 MOST_MARGIN = 0.5
 STRIDE = 0.05  # of the patience, by which the margin moves at one request
-TYPICAL = 0.6  # the quantile of an answer's length that forecasts go by: about the mean, as queues take
+TYPICAL = (
+    0.6  # the quantile of an answer's length that forecasts go by: about the mean, as queues take
+)
 
 
 class SloAdmission:
@@ -34,15 +36,21 @@ class SloAdmission:
     def __init__(self, stack: SchedulerStack) -> None:
         self._stack, self._scheduler = stack, stack.scheduler
         self._deadlines: list[tuple[float, int]] = []
-        self._sizes: dict[Sequence, tuple[int, int]] = {}  # tokens to compute, and of the whole answer
-        self._due: dict[int, tuple[float, float, float]] = {}  # arrival, first token foretold, patience
+        self._sizes: dict[
+            Sequence, tuple[int, int]
+        ] = {}  # tokens to compute, and of the whole answer
+        self._due: dict[
+            int, tuple[float, float, float]
+        ] = {}  # arrival, first token foretold, patience
         self._refused = self._expired = self._judged = self._later = 0
         self._error = self._margin = 0.0
 
     def add(self, request: Request, now: float) -> None:
         """Queue a request. Refused as Scheduler.add does, and with invalid_value, deadline_exceeded, or, and
         then with retry_after, with ttft_target_unreachable or deadline_unreachable."""
-        if wrong := beyond_limits(request.params):  # which the door has seen; but what came is bytes
+        if wrong := beyond_limits(
+            request.params
+        ):  # which the door has seen; but what came is bytes
             raise Refused("invalid_value", wrong)
         self._scheduler.add(request)
         if request.deadline is not None and request.deadline <= now:
@@ -52,7 +60,9 @@ class SloAdmission:
         if not request.resume and request.parent is None:
             self._refuse_late(request, now)
         if request.deadline is not None:
-            if len(self._deadlines) > 2 * sum(self._scheduler.load[:2]) + 1024:  # of ended ones, mostly
+            if (
+                len(self._deadlines) > 2 * sum(self._scheduler.load[:2]) + 1024
+            ):  # of ended ones, mostly
                 self._deadlines = [one for one in self._deadlines if one[1] in self._scheduler]
                 heapify(self._deadlines)
             heappush(self._deadlines, (request.deadline, request.id))
@@ -96,20 +106,26 @@ class SloAdmission:
     def _alone(self, request: Request) -> bool:
         """Whether nobody else is here but the background."""
         everybody = (*self._scheduler.running, *self._scheduler.waiting)
-        return all(seq.request.id == request.id or seq.request.priority == BACKGROUND for seq in everybody)
+        return all(
+            seq.request.id == request.id or seq.request.priority == BACKGROUND for seq in everybody
+        )
 
     def _foretell(self, request: Request, now: float) -> Iterator[float]:
         scheduler, pool = self._scheduler, self._stack.pool
         known, self._sizes = self._sizes, {}
         last = max(request.priority, BACKGROUND - 1)  # the background makes nobody else wait
-        running = [self._work(seq, known) for seq in scheduler.running if seq.request.priority <= last]
+        running = [
+            self._work(seq, known) for seq in scheduler.running if seq.request.priority <= last
+        ]
         queue = [seq for seq in scheduler.queue(now) if seq.request.priority <= last]
         waiting = {seq: self._work(seq, known) for seq in queue}
         taken = sum(len(seq.blocks) for seq in scheduler.running) * pool.block_size
         limits = StepLimits(
             slots=scheduler.slots,
             budget=min(scheduler.budget, scheduler.policy.budget()),
-            room=pool.full.available * pool.block_size + taken - sum(work.reserved for work in running),
+            room=pool.full.available * pool.block_size
+            + taken
+            - sum(work.reserved for work in running),
             seconds=self._stack.step_times.curve,
             apart=not scheduler.policy.mixes,
         )

@@ -41,7 +41,9 @@ class StepTimeModel:
         self.steps = 0  # measured so far
         self.last = 0.0  # seconds of the last of them
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
-        self._sizes: dict[int, tuple[int, float, float]] = {}  # octave -> steps, mean tokens, mean seconds
+        self._sizes: dict[
+            int, tuple[int, float, float]
+        ] = {}  # octave -> steps, mean tokens, mean seconds
 
     @property
     def listener(self) -> Listener:

@@ -74,7 +74,9 @@ class _Steps:
             tuple[int, int, int, RemainingWork]
         ] = []  # of who decodes: its last step, its tokens
         self._ids = count()
-        self._ways = self._places = self._growing = 0  # sequences that decode; that run; that take memory
+        self._ways = self._places = self._growing = (
+            0  # sequences that decode; that run; that take memory
+        )
         for work in running:
             self._places += work.ways
             if work.prompt:

@@ -19,7 +19,9 @@ from pageturner.scheduler.batching import Asks, Policy, View, WaitCause
 from pageturner.scheduler.listener import Listener
 from pageturner.scheduler.types import Sequence, State
 
-FREE = 1 / 8  # tokens of the budget; what looks back on fewer positions than this pays for costs nothing
+FREE = (
+    1 / 8
+)  # tokens of the budget; what looks back on fewer positions than this pays for costs nothing
 
 
 @dataclass(slots=True)
@@ -47,7 +49,9 @@ class WorkPricing:
     def __init__(self, context_price: float = 0.0) -> None:
         self._position = max(0.0, context_price) / 1000
         self._rows: dict[int, float] = {}  # request -> price of a row; only of those that have one
-        self._long: set[int] = set()  # requests whose prompts are long enough to pay for looking back
+        self._long: set[int] = (
+            set()
+        )  # requests whose prompts are long enough to pay for looking back
 
     @property
     def listener(self) -> Listener:
@@ -76,7 +80,9 @@ class WorkPricing:
         return replace(policy, asks=asks)
 
     def _charged(self, inner: Callable[[View], Asks], v: View) -> Asks:
-        later = {seq: 1 + self._rows.get(seq.request.id, 0.0) for seq in (*v.decoding, *v.prefilling)}
+        later = {
+            seq: 1 + self._rows.get(seq.request.id, 0.0) for seq in (*v.decoding, *v.prefilling)
+        }
         owed = sum(later.values())
         aside = self._stand_aside(v, v.left - len(later) - v.joins)
         others = owed - sum(later[seq] for seq in v.prefilling if seq.request.id in self._long)
@@ -94,7 +100,9 @@ class WorkPricing:
                     must = not ((row and dear) or (long and for_long < 1 and v.granted))
                     before, left = v.left, v.left - owed
                     ask = _Ask(seq, n, row, min(left, for_long) if long else left)
-                    granted = yield from _bought(v, ask, position, must or seq.state is State.RUNNING)
+                    granted = yield from _bought(
+                        v, ask, position, must or seq.state is State.RUNNING
+                    )
                     for_long -= before - v.left if long else 0
                     dear = dear or (row > 0 and granted > 0)
                 else:
@@ -128,7 +136,9 @@ class WorkPricing:
         if not self._rows:
             return set()
         running = {seq.request.id: seq for seq in (*v.decoding, *v.prefilling)}
-        used = sum(price * v.slots(running[id]) for id, price in self._rows.items() if id in running)
+        used = sum(
+            price * v.slots(running[id]) for id, price in self._rows.items() if id in running
+        )
         aside: dict[Sequence, None] = {}
         for seq in v.waiting:
             price = self._rows.get(seq.request.id, 0.0) * v.slots(seq)
@@ -141,7 +151,9 @@ class WorkPricing:
         return set(aside)
 
 
-def _bought(v: View, ask: _Ask, position: float, must: bool) -> Generator[tuple[Sequence, int], int, int]:
+def _bought(
+    v: View, ask: _Ask, position: float, must: bool
+) -> Generator[tuple[Sequence, int], int, int]:
     """Ask for as many tokens as what is left pays for, one at least if it must, and pay. Returns what was
     granted. position: price of a token of a prompt for each position before it."""
     seq, n, row, left = ask.seq, ask.n, ask.row, ask.left

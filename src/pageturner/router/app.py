@@ -70,7 +70,11 @@ def _exposition(router: Router) -> bytes:
         return {name: value(replica) for name, replica in replicas.items()}
 
     def counts(counter: Callable[[Replica], Counter[str]]) -> dict[tuple[str, ...], float]:
-        return {(name, key): n for name, replica in replicas.items() for key, n in counter(replica).items()}
+        return {
+            (name, key): n
+            for name, replica in replicas.items()
+            for key, n in counter(replica).items()
+        }
 
     prefix, where = "pageturner:router_", ("replica",)
     for name, help, values in (
@@ -86,13 +90,21 @@ def _exposition(router: Router) -> bytes:
             "Tokens that it has yet to compute",
             of_each(lambda one: one.tokens.tokens),
         ),
-        ("replica_aside", "1 while it is put aside for its failures", of_each(lambda one: one.breaker.aside)),
+        (
+            "replica_aside",
+            "1 while it is put aside for its failures",
+            of_each(lambda one: one.breaker.aside),
+        ),
     ):
         exposition.gauges(prefix + name, help, where, values)
     help = "Answers begun, refusals too"
-    exposition.counters(prefix + "answers", help, ("replica", "status"), counts(lambda one: one.answers))
+    exposition.counters(
+        prefix + "answers", help, ("replica", "status"), counts(lambda one: one.answers)
+    )
     help = "Requests whose replica was gone, silent, or broke off"
-    exposition.counters(prefix + "losses", help, ("replica", "reason"), counts(lambda one: one.losses))
+    exposition.counters(
+        prefix + "losses", help, ("replica", "reason"), counts(lambda one: one.losses)
+    )
     help = "Times that it was put aside for its failures"
     aside = of_each(lambda one: one.breaker.times_aside)
     exposition.counters(prefix + "replica_put_aside", help, where, aside)
@@ -105,7 +117,9 @@ def _exposition(router: Router) -> bytes:
     help = "Requests that were not tried again, because too many were"
     exposition.counter(prefix + "retries_withheld", help, router.retry_budget.withheld)
     exposition.counter(prefix + "moved", "Streams that went on at another replica", router.moved)
-    exposition.counter(prefix + "cut", "Answers that broke off after their first byte", router.cut_short)
+    exposition.counter(
+        prefix + "cut", "Answers that broke off after their first byte", router.cut_short
+    )
     return exposition.text()
 
 
@@ -121,7 +135,9 @@ KEPT = (
 def create_app(router: Router, members: Members | None = None) -> Starlette:
     """All routes. Errors of the router have the shape of the servers'. members: takes registrations."""
     pages = RouterPages(router)
-    routes = [Route(path, Relay(router, path, of), methods=[method]) for method, path, of in RELAYED]
+    routes = [
+        Route(path, Relay(router, path, of), methods=[method]) for method, path, of in RELAYED
+    ]
     routes += [Route(path, ModelList(router, path), methods=["GET"]) for path in LISTS]
     made = Relay(router, "/v1/responses", prefix_digests, by_previous)
     routes.append(Route("/v1/responses", made, methods=["POST"]))

@@ -53,8 +53,11 @@ def asked_of(body: bytes, prefix: tuple[bytes, ...]) -> Asked:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return Asked(prefix)
     limits = (
-        fields.max_tokens, fields.max_completion_tokens, fields.max_output_tokens, fields.n_predict,
-    )  # fmt: skip
+        fields.max_tokens,
+        fields.max_completion_tokens,
+        fields.max_output_tokens,
+        fields.n_predict,
+    )
     most = max(map(_count, limits))
     return Asked(prefix, _name(fields.model), len(body) // BYTES_PER_TOKEN, most)
 

@@ -10,7 +10,9 @@ from typing import Any
 
 GOAL = 0.99  # share of the requests with targets that are to meet them
 FULL = 1.0  # requests under way for each place in a step: more have to wait
-ROOM = 0.6  # of the load that a replica bears, how much each may have where one replica less would do
+ROOM = (
+    0.6  # of the load that a replica bears, how much each may have where one replica less would do
+)
 LIMIT = "limit"  # in the state of the policy
 
 

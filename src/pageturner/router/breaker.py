@@ -81,7 +81,9 @@ class Breaker:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.times_aside = 0
         self._clock = clock
-        self._outcomes: deque[tuple[float, bool]] = deque(maxlen=RECENT)  # when, and whether it failed
+        self._outcomes: deque[tuple[float, bool]] = deque(
+            maxlen=RECENT
+        )  # when, and whether it failed
         self._strikes = self._doubts = self._trials = 0
         self._aside_until: float | None = None
         self._patience = 0.0
@@ -182,7 +184,10 @@ class Attempts:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for attempt in self._all:
             attempt.dropped()

@@ -33,7 +33,9 @@ MORE_ERRORS = (502, 504)  # of what is passed on
 class RouterDocuments:
     """The pages of one router. relayed: method and path of what is passed on."""
 
-    def __init__(self, fleet: Fleet, config: RouterConfig, relayed: Collection[tuple[str, str]]) -> None:
+    def __init__(
+        self, fleet: Fleet, config: RouterConfig, relayed: Collection[tuple[str, str]]
+    ) -> None:
         self._fleet, self._config = fleet, config
         self._relayed = {(method.lower(), path.replace(":path}", "}")) for method, path in relayed}
         self._made: tuple[float, bytes] | None = None

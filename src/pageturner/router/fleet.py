@@ -32,7 +32,9 @@ log = logging.getLogger("pageturner")
 
 MOST_PAGE = 64 * 1024  # bytes of /health or /load
 PREFILL = "prefill"  # the role of a replica that computes prompts for others
-SILENCES = 2  # health checks without any answer until a replica counts as gone; a refusal counts at once
+SILENCES = (
+    2  # health checks without any answer until a replica counts as gone; a refusal counts at once
+)
 MOST_STRAYS = 10_000  # answers that moved, whose new keepers are remembered
 MOST_TOLD = 20  # names of models in an error
 OUTLIER_SECONDS = 0.2  # by which an outlier's first bytes come later, whatever their ratio
@@ -58,7 +60,9 @@ class Fleet:
         self.replicas: list[Replica] = []
         self.placed = Counter({"nothing_known": 0, "where_known": 0, "elsewhere": 0})
         self.ejected = 0  # replicas put aside for their latency
-        self.strays: OrderedDict[str, Replica] = OrderedDict()  # by id of a request: who keeps its answer
+        self.strays: OrderedDict[str, Replica] = (
+            OrderedDict()
+        )  # by id of a request: who keeps its answer
         self._config = config
         self._clock = clock
         self._count = 0
@@ -110,11 +114,17 @@ class Fleet:
         if not self.replicas or self.answering(model):
             return
         here = self.models
-        told = ", ".join(map(repr, here[:MOST_TOLD])) + (" and others" if len(here) > MOST_TOLD else "")
+        told = ", ".join(map(repr, here[:MOST_TOLD])) + (
+            " and others" if len(here) > MOST_TOLD else ""
+        )
         if model:
-            message = f"the model {model[:128]!r} does not exist here: behind this router are {told}"
+            message = (
+                f"the model {model[:128]!r} does not exist here: behind this router are {told}"
+            )
             raise ClientError(404, "model_not_found", message, "model")
-        raise ClientError(400, "missing_field", f"say which model: behind this router are {told}", "model")
+        raise ClientError(
+            400, "missing_field", f"say which model: behind this router are {told}", "model"
+        )
 
     def kept_elsewhere(self, id: str, replica: Replica) -> None:
         """The answer to the request of this id is kept there, and not where its name says."""
@@ -127,7 +137,9 @@ class Fleet:
     def choose(self, asked: Asked, tried: Collection[Replica]) -> Replica | None:
         """Where a request goes; None when nobody is left. Where all that are left are put aside, the least
         bad one is better than no answer."""
-        left = [one for one in self.answering(asked.model) if self.has_room(one) and one not in tried]
+        left = [
+            one for one in self.answering(asked.model) if self.has_room(one) and one not in tried
+        ]
         if not left:
             return None
         there = [one for one in left if one.breaker.admits()]
@@ -136,7 +148,9 @@ class Fleet:
         hints = {i: known[one.number] for i, one in enumerate(there) if one.number in known}
         i = self._place(list(map(self.load, there)), hints, len(asked.prefix))
         if self._prefixes and asked.prefix:
-            self.placed["nothing_known" if not hints else "where_known" if i in hints else "elsewhere"] += 1
+            self.placed[
+                "nothing_known" if not hints else "where_known" if i in hints else "elsewhere"
+            ] += 1
         return there[i]
 
     def load(self, replica: Replica) -> float:
@@ -154,7 +168,9 @@ class Fleet:
     def has_room(self, replica: Replica) -> bool:
         """It is there, and may have one more request."""
         return (
-            replica.healthy and replica.role != PREFILL and replica.open < self._config.max_open_per_replica
+            replica.healthy
+            and replica.role != PREFILL
+            and replica.open < self._config.max_open_per_replica
         )
 
     def full(self, model: str) -> bool:
@@ -164,7 +180,13 @@ class Fleet:
 
     @contextlib.asynccontextmanager
     async def exchange_with(
-        self, replica: Replica, method: str, target: str, headers: Headers, body: bytes, asked: Asked
+        self,
+        replica: Replica,
+        method: str,
+        target: str,
+        headers: Headers,
+        body: bytes,
+        asked: Asked,
     ) -> AsyncIterator[AnswerPieces]:
         """An exchange with a replica, whose answer has begun. Raises ConnectionLost; then the replica is
         asked at once how it is."""
@@ -282,7 +304,9 @@ class Fleet:
         factor, own = self._config.outlier_latency, replica.typical_first_byte()
         if not factor or own is None or replica.breaker.aside:
             return
-        mates = [one for one in self.replicas if one.models == replica.models and one is not replica]
+        mates = [
+            one for one in self.replicas if one.models == replica.models and one is not replica
+        ]
         times = [one.typical_first_byte() for one in mates if one.healthy and not one.breaker.aside]
         known = [seconds for seconds in times if seconds is not None]
         if not known:
@@ -293,7 +317,10 @@ class Fleet:
             replica.first_bytes.clear()
             self.ejected += 1
             log.warning(
-                "replica %s: streams begin after %.3g s, elsewhere after %.3g s", replica.address, own, usual
+                "replica %s: streams begin after %.3g s, elsewhere after %.3g s",
+                replica.address,
+                own,
+                usual,
             )
 
     def _mark_down(self, replica: Replica, why: str) -> None:
@@ -315,7 +342,9 @@ class Fleet:
         replica.tokens.ask()
         status, body = await http_client.get(replica.address, "/load", patience, MOST_PAGE)
         try:
-            load = msgspec.json.decode(body, type=_Load) if status == 200 else _Load(0, replica.role)
+            load = (
+                msgspec.json.decode(body, type=_Load) if status == 200 else _Load(0, replica.role)
+            )
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             load = _Load(0, replica.role)
         replica.role = load.role

@@ -47,7 +47,9 @@ class Place:
     def check(self) -> None:
         """ClientError where only one may be asked, which was of no use."""
         if self.only is not None:
-            message = "the server that keeps this response cannot be asked now: try again in a moment"
+            message = (
+                "the server that keeps this response cannot be asked now: try again in a moment"
+            )
             raise ClientError(503, "no_replica", message)
 
 
@@ -95,7 +97,9 @@ def _tag(address: ServerAddress) -> str:
 
 def _keeper(fleet: Fleet, id: str) -> Replica:
     found = _KEPT.fullmatch(id)
-    if (stray := fleet.strays.get(id.removeprefix("resp_"))) in fleet.replicas and stray is not None:
+    if (
+        stray := fleet.strays.get(id.removeprefix("resp_"))
+    ) in fleet.replicas and stray is not None:
         return stray
     tags = {_tag(replica.address): replica for replica in fleet.replicas}
     if found is None or found[1] not in tags:

@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from pageturner.http.json_schemas import BOOLEAN, INTEGER, NUMBER, STRING, array, nullable, of_struct, record
+from pageturner.http.json_schemas import (
+    BOOLEAN,
+    INTEGER,
+    NUMBER,
+    STRING,
+    array,
+    nullable,
+    of_struct,
+    record,
+)
 from pageturner.router.member_pages import PATH, Registration
 from pageturner.server.api.base.call import ServedModel
 from pageturner.server.api.openapi import openapi_answers
@@ -24,16 +33,28 @@ def registration(_: ServedModel | None = None) -> dict[str, Any]:
 
 
 OPERATIONS = (
-    ApiOperation("GET", PATH, "All replicas of the router", _GROUP, answer="RouterReplicas", errors=(404,)),
     ApiOperation(
-        "POST", PATH, "Register a replica, or say that it is still there", _GROUP, registration,
-        "RegisteredReplica", errors=(404, 429),
+        "GET", PATH, "All replicas of the router", _GROUP, answer="RouterReplicas", errors=(404,)
     ),
     ApiOperation(
-        "DELETE", PATH, "Take out a replica that registered", _GROUP, registration, "UnregisteredReplica",
+        "POST",
+        PATH,
+        "Register a replica, or say that it is still there",
+        _GROUP,
+        registration,
+        "RegisteredReplica",
+        errors=(404, 429),
+    ),
+    ApiOperation(
+        "DELETE",
+        PATH,
+        "Take out a replica that registered",
+        _GROUP,
+        registration,
+        "UnregisteredReplica",
         errors=(404,),
     ),
-)  # fmt: skip
+)
 
 
 def described() -> dict[str, dict[str, Any]]:
@@ -47,9 +68,14 @@ def described() -> dict[str, dict[str, Any]]:
 def components() -> dict[str, dict[str, Any]]:
     """All that these operations name."""
     replica = {
-        "url": STRING, "models": array(STRING), "healthy": BOOLEAN, "open": INTEGER,
-        "predicted_tokens": INTEGER, "aside": BOOLEAN, "expires_in": nullable(NUMBER),
-    }  # fmt: skip
+        "url": STRING,
+        "models": array(STRING),
+        "healthy": BOOLEAN,
+        "open": INTEGER,
+        "predicted_tokens": INTEGER,
+        "aside": BOOLEAN,
+        "expires_in": nullable(NUMBER),
+    }
     replicas = {"object": STRING, "data": array(record(replica, *replica))}
     registered, gone = {"url": STRING, "expires_in": NUMBER}, {"url": STRING, "deleted": BOOLEAN}
     schemas = {
@@ -59,5 +85,7 @@ def components() -> dict[str, dict[str, Any]]:
         "UnregisteredReplica": record(gone, *gone),
         "Error": openapi_answers.components()["Error"],
     }
-    schemes = {_KEY: {"type": "http", "scheme": "bearer", "description": "The key of --register-key."}}
+    schemes = {
+        _KEY: {"type": "http", "scheme": "bearer", "description": "The key of --register-key."}
+    }
     return {"schemas": schemas, **header_components(), "securitySchemes": schemes}

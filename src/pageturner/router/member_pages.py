@@ -51,7 +51,9 @@ class MemberPages:
 
     def _admit(self, request: HTTPRequest) -> None:
         if not self._key.needed:
-            raise ClientError(404, "not_found", "replicas cannot register: start with --register-key")
+            raise ClientError(
+                404, "not_found", "replicas cannot register: start with --register-key"
+            )
         if self._key.find(request.headers.get("authorization", "").encode()) is None:
             message = "send the key of --register-key as 'Authorization: Bearer KEY'"
             raise ClientError(403, "invalid_register_key", message)
@@ -68,9 +70,13 @@ class MemberPages:
         left = {str(one.address): seconds for one, seconds in self._members.registered.items()}
         return [
             {
-                "url": str(one.address), "models": list(one.models), "healthy": one.healthy, "open": one.open,
-                "predicted_tokens": round(one.tokens.tokens), "aside": one.breaker.aside,
+                "url": str(one.address),
+                "models": list(one.models),
+                "healthy": one.healthy,
+                "open": one.open,
+                "predicted_tokens": round(one.tokens.tokens),
+                "aside": one.breaker.aside,
                 "expires_in": left.get(str(one.address)),
             }
             for one in self._fleet.replicas
-        ]  # fmt: skip
+        ]

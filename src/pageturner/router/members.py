@@ -51,7 +51,9 @@ def listed(words: Iterable[str], roots: str = "") -> Listed:
         if url.startswith(RESOLVED):
             url = url.removeprefix(RESOLVED)
             if not url.startswith("http://"):
-                message = f"a name that is resolved is given as {RESOLVED}http://NAME:PORT, not {word!r}"
+                message = (
+                    f"a name that is resolved is given as {RESOLVED}http://NAME:PORT, not {word!r}"
+                )
                 raise EngineFault("bad_setting", message)
             names.append(Member(parse_address(url, "a replica"), models))
         else:
@@ -61,7 +63,9 @@ def listed(words: Iterable[str], roots: str = "") -> Listed:
         if addresses.count(address) > 1:
             raise EngineFault("bad_setting", f"{address} is there twice")
     if len(addresses) > MOST_MEMBERS:
-        raise EngineFault("bad_setting", f"{len(addresses)} replicas: a router takes {MOST_MEMBERS}")
+        raise EngineFault(
+            "bad_setting", f"{len(addresses)} replicas: a router takes {MOST_MEMBERS}"
+        )
     return Listed(tuple(members), tuple(names))
 
 
@@ -194,7 +198,9 @@ class Members:
 def registered_member(url: str, models: Sequence[str], roots: str) -> Member:
     """ClientError 400 for what is no replica."""
     if len(url) > MOST_URL or not url.isprintable():
-        raise ClientError(400, "invalid_value", f"url has at most {MOST_URL} printable characters", "url")
+        raise ClientError(
+            400, "invalid_value", f"url has at most {MOST_URL} printable characters", "url"
+        )
     if len(models) > MOST_MODELS or not all(0 < len(one) <= MOST_URL for one in models):
         message = f"models are at most {MOST_MODELS} names that are not empty"
         raise ClientError(400, "invalid_value", message, "models")

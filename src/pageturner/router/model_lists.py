@@ -21,7 +21,10 @@ from pageturner.router.proxy import Relay, Router
 from pageturner.router.relayed import no_prefix
 from pageturner.server.api.base import replies
 
-LISTS = {"/v1/models": ("data", "id"), "/api/tags": ("models", "name")}  # path -> list, name of an entry
+LISTS = {
+    "/v1/models": ("data", "id"),
+    "/api/tags": ("models", "name"),
+}  # path -> list, name of an entry
 MOST_LISTS = 64  # of different models that are asked for; the lists of more are left out
 LIST_SECONDS = 10.0
 
@@ -56,7 +59,9 @@ class ModelList:
         fleet, key = self._router.fleet, LISTS[self._path][0]
         replica = fleet.choose(Asked(model=model), ())
         if replica is None:
-            return ClientError(503, "no_replica", f"no replica for {model!r} is there: try again in a moment")
+            return ClientError(
+                503, "no_replica", f"no replica for {model!r} is there: try again in a moment"
+            )
         try:
             async with (
                 asyncio.timeout(LIST_SECONDS),

@@ -20,16 +20,33 @@ STREAMS = (
     b"application/x-ndjson",
 )  # answers that can say in the end that they broke off
 # between two neighbours only (RFC 9110, 7.6.1); what is written anew; the Origin, which the router has judged
-HOP = frozenset({
-    b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
-    b"trailer", b"transfer-encoding", b"upgrade", b"host", b"expect", b"date", b"x-request-id", b"origin",
-    ELAPSED, MOVES,
-})  # fmt: skip
+HOP = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+        b"host",
+        b"expect",
+        b"date",
+        b"x-request-id",
+        b"origin",
+        ELAPSED,
+        MOVES,
+    }
+)
 
 
 def forwarded_headers(scope: Scope) -> Headers:
     """What a replica is told. ClientError 400 for what could end a head."""
-    headers = [(name, value) for name, value in kept_headers(scope["headers"]) if name != b"content-length"]
+    headers = [
+        (name, value) for name, value in kept_headers(scope["headers"]) if name != b"content-length"
+    ]
     for name, value in headers:
         if not http_client.is_header(name, value):
             message = f"the header {name[:40]!a} has bytes that may not be in a header"

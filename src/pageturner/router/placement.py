@@ -52,7 +52,10 @@ class PrefixAware:
 
     def __call__(self, loads: Sequence[float], hints: Mapping[int, int], length: int) -> int:
         if hints:
-            gains = {replica: WORTH * tokens / length - loads[replica] for replica, tokens in hints.items()}
+            gains = {
+                replica: WORTH * tokens / length - loads[replica]
+                for replica, tokens in hints.items()
+            }
             best = max(gains, key=lambda replica: (gains[replica], -replica))
             if gains[best] > -min(loads):
                 return best
@@ -82,7 +85,9 @@ class PrefixMap:
 
     def __init__(self, chunk: int = 256, most: int = 200_000) -> None:
         if chunk < 1 or most < 1:
-            raise ValueError(f"chunks have at least one token and one is kept, not {chunk} and {most}")
+            raise ValueError(
+                f"chunks have at least one token and one is kept, not {chunk} and {most}"
+            )
         self._chunk = chunk
         self._most = most
         self._sent: OrderedDict[int, list[int]] = OrderedDict()

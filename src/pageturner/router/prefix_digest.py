@@ -46,7 +46,13 @@ def prefix_digests(body: bytes, authorization: bytes) -> tuple[bytes, ...]:
         fields = _decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ()
-    kind = (authorization, fields.model, fields.cache_salt, fields.tools, fields.chat_template_kwargs)
+    kind = (
+        authorization,
+        fields.model,
+        fields.cache_salt,
+        fields.tools,
+        fields.chat_template_kwargs,
+    )
     salt = hashlib.blake2b(key=_KEY, digest_size=16)
     for part in kind:
         salt.update(len(bytes(part)).to_bytes(8, "little") + bytes(part))

@@ -50,9 +50,14 @@ ELSEWHERE = (429, 503)  # what a replica answers when it cannot take a request, 
 # what it answers when something is wrong with it, or with the request. A 504 is the request's own deadline
 FAILURES = (500, 502, 503)
 POISON = b"poisoned_request"  # it brought down the engine of one replica, and is not handed to the next one
-MOST_REFUSAL, REFUSAL_SECONDS = 64 * 1024, 5.0  # bytes of such an answer, and the time that they may take
+MOST_REFUSAL, REFUSAL_SECONDS = (
+    64 * 1024,
+    5.0,
+)  # bytes of such an answer, and the time that they may take
 MOVE_PAUSE = 0.1  # seconds between two looks for one
-PATIENT_SECONDS = 1.0  # for which a client may hold up its answer; one that breaks off later is its own fault
+PATIENT_SECONDS = (
+    1.0  # for which a client may hold up its answer; one that breaks off later is its own fault
+)
 _UNSAFE = re.compile(rb"[^A-Za-z0-9._~!$&'()*+,;=:@/?%-]")  # in a query (RFC 3986, 3.4)
 MODEL_PAGE = "/v1/models/{id:path}"  # which names its model itself
 NOT_FOUND = "the router has no such path: ask a replica"
@@ -81,7 +86,9 @@ class Router:
         if self.draining:
             raise ClientError(503, "shutting_down", "the router is shutting down: ask another one")
         if self.active >= self.config.max_open:
-            message = f"{self.active} requests are open, and no more are taken: try again in a moment"
+            message = (
+                f"{self.active} requests are open, and no more are taken: try again in a moment"
+            )
             raise ClientError(429, "queue_full", message)
 
     def check_room(self, model: str) -> None:
@@ -106,7 +113,9 @@ class ForwardedRequest:
     id: str
     place: Place = ANYWHERE
     copy: StreamCopy | None = None
-    keeper: ServerAddress | None = None  # whose name its id has: of the replica where its answer began
+    keeper: ServerAddress | None = (
+        None  # whose name its id has: of the replica where its answer began
+    )
     streams: bool = False  # its answer is a stream
     last: bytes = b""  # piece of its answer that was passed on
 
@@ -185,8 +194,12 @@ class Relay:
         id = scope.get("path_params", {}).get("id", "")
         return self._path.replace("{id:path}", id).replace("{id}", id)
 
-    def _forwarded(self, scope: Scope, headers: Headers, body: bytes, since: float) -> ForwardedRequest:
-        query = _UNSAFE.sub(lambda byte: b"%%%02X" % byte[0][0], scope["query_string"]).decode("ascii")
+    def _forwarded(
+        self, scope: Scope, headers: Headers, body: bytes, since: float
+    ) -> ForwardedRequest:
+        query = _UNSAFE.sub(lambda byte: b"%%%02X" % byte[0][0], scope["query_string"]).decode(
+            "ascii"
+        )
         given = dict(headers)
         authorization = given.get(b"authorization", given.get(b"x-api-key", b""))
         return ForwardedRequest(
@@ -245,13 +258,20 @@ class Relay:
             await _send_whole(send, refusal)
             return
         if broken is not None:
-            raise ClientError(502, "replica_lost", f"no replica gave a whole answer: {broken}; ask again")
+            raise ClientError(
+                502, "replica_lost", f"no replica gave a whole answer: {broken}; ask again"
+            )
         forwarded.place.check()
         router.check_room(forwarded.asked.model)
         raise ClientError(503, "no_replica", "no replica is there: try again in a moment")
 
     async def _ask(
-        self, replica: Replica, forwarded: ForwardedRequest, attempts: Attempts, send: Send, info: RequestInfo
+        self,
+        replica: Replica,
+        forwarded: ForwardedRequest,
+        attempts: Attempts,
+        send: Send,
+        info: RequestInfo,
     ) -> Refusal | None:
         """Ask one replica. None: its answer was passed on. Raises ConnectionLost."""
         attempt = attempts.begin(replica.breaker)
@@ -262,7 +282,9 @@ class Relay:
                 replica, method, target, forwarded.head(address), forwarded.body, forwarded.asked
             ) as exchange:
                 if 300 <= exchange.status < 400:
-                    raise ConnectionLost("broken", f"it sends clients elsewhere (status {exchange.status})")
+                    raise ConnectionLost(
+                        "broken", f"it sends clients elsewhere (status {exchange.status})"
+                    )
                 if exchange.status not in ELSEWHERE and exchange.status not in FAILURES:
                     attempts.answered(attempt)
                     forwarded.body, forwarded.keeper = b"", address
@@ -362,7 +384,12 @@ class Relay:
         self._router.cut_short += 1
         info.abort_reason = "replica lost"
         if forwarded.streams:  # anything else ends with its connection, short of its length
-            await send({"type": "http.response.body", "body": _last_words(lost, forwarded.last, self._path)})
+            await send(
+                {
+                    "type": "http.response.body",
+                    "body": _last_words(lost, forwarded.last, self._path),
+                }
+            )
 
     async def _ask_to_go_on(
         self,
@@ -380,7 +407,9 @@ class Relay:
         ) as exchange:
             if exchange.status != 200:
                 attempt.dropped()
-                raise ConnectionLost("leaving", f"it does not go on with a stream (status {exchange.status})")
+                raise ConnectionLost(
+                    "leaving", f"it does not go on with a stream (status {exchange.status})"
+                )
             attempts.answered(attempt)
             self._router.moved += 1
             if forwarded.place.tagged and forwarded.keeper is not None:
@@ -403,7 +432,9 @@ def _is_poison(refusal: Refusal) -> bool:
         return False
     try:
         body = msgspec.json.decode(refusal.body, type=_ErrorBody)
-        return (body.reason if isinstance(body.error, str) else body.error.reason).encode() == POISON
+        return (
+            body.reason if isinstance(body.error, str) else body.error.reason
+        ).encode() == POISON
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
 

@@ -18,11 +18,28 @@ def no_prefix(body: bytes, authorization: bytes) -> tuple[bytes, ...]:
 
 
 # what begins as its earlier requests began goes where those went
-_BY_PREFIX = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/api/chat", "/api/generate")
+_BY_PREFIX = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/messages",
+    "/api/chat",
+    "/api/generate",
+)
 _ANYWHERE = (
-    "/v1/messages/count_tokens", "/v1/embeddings", "/v1/rerank", "/rerank", "/v2/rerank", "/v1/score",
-    "/score", "/infill", "/api/embed", "/api/embeddings", "/api/show", "/tokenize", "/detokenize",
-)  # fmt: skip
+    "/v1/messages/count_tokens",
+    "/v1/embeddings",
+    "/v1/rerank",
+    "/rerank",
+    "/v2/rerank",
+    "/v1/score",
+    "/score",
+    "/infill",
+    "/api/embed",
+    "/api/embeddings",
+    "/api/show",
+    "/tokenize",
+    "/detokenize",
+)
 _PAGES = ("/api/version", "/v1/models/{id:path}")  # the lists of models: model_lists.py
 RELAYED: tuple[tuple[str, str, DigestPrefix], ...] = (
     *(("POST", path, prefix_digests) for path in _BY_PREFIX),

@@ -38,7 +38,9 @@ def split_names(text: str) -> tuple[tuple[str, ...], str]:
         return (), text
     names = tuple(name.strip() for name in found[1].split(","))
     if not all(names):
-        raise EngineFault("bad_setting", f"a replica is given as NAME,NAME=http://HOST:PORT, not {text!r}")
+        raise EngineFault(
+            "bad_setting", f"a replica is given as NAME,NAME=http://HOST:PORT, not {text!r}"
+        )
     return names, found[2]
 
 
@@ -75,7 +77,9 @@ class Replica:
     said_aside: int = 0  # of the times that it was put aside, those that are in the log
     tokens: TokenLoad = field(default_factory=TokenLoad)
     reports: bool = False  # it says itself how many tokens it has to compute
-    first_bytes: deque[float] = field(default_factory=lambda: deque(maxlen=FIRST_BYTES))  # of streams, s
+    first_bytes: deque[float] = field(
+        default_factory=lambda: deque(maxlen=FIRST_BYTES)
+    )  # of streams, s
 
     def weight(self, now: float, slow_start: float) -> float:
         """1, or less for one that came less than `slow_start` seconds ago."""

@@ -25,7 +25,9 @@ class RetryBudget:
         self.withheld = 0
         self._share = share
         self._clock = clock
-        self._seconds: deque[list[int]] = deque()  # of the window: which one, its requests, its retries
+        self._seconds: deque[list[int]] = (
+            deque()
+        )  # of the window: which one, its requests, its retries
 
     def request(self) -> None:
         """One more came."""

@@ -93,13 +93,17 @@ async def _main(
     if config.otlp_traces_endpoint:
         from pageturner.http.tracing import start_traces
 
-        traces = start_traces(config.otlp_traces_endpoint, "pageturner-router", OPEN_PATHS, hand_on=True)
+        traces = start_traces(
+            config.otlp_traces_endpoint, "pageturner-router", OPEN_PATHS, hand_on=True
+        )
     app = RequestMiddleware(
         create_app(router, members), ApiKeys(), config.max_body_size, rules, traces=traces
     )
     cors = with_cors(app, config.allowed_origins)
     lifecycle.reload_on_signal(*([certificates.reload] if certificates else []))
-    server = lifecycle.http_server(cors, limits_of(config), router.rejected, certificates=certificates)
+    server = lifecycle.http_server(
+        cors, limits_of(config), router.rejected, certificates=certificates
+    )
     serving = loop.create_task(server.serve(sockets=[listener]))
     watching = asyncio.gather(router.fleet.watch(), members.watch())
     for replica in router.fleet.replicas:
@@ -108,9 +112,11 @@ async def _main(
     there = sum(replica.healthy for replica in router.fleet.replicas)
     log.info(
         "listening on %s; placement %s, %d of %d replicas are up",
-        lifecycle.url_of(listener, tls=bool(certificates)), router.config.placement, there,
+        lifecycle.url_of(listener, tls=bool(certificates)),
+        router.config.placement,
+        there,
         len(router.fleet.replicas),
-    )  # fmt: skip
+    )
     await asyncio.wait({stop, serving, watching}, return_when=asyncio.FIRST_COMPLETED)
     if watching.done():
         watching.result()  # it only ends by an error of ours

@@ -91,7 +91,9 @@ class StreamCopy:
     def request(self) -> bytes:
         """The body of the request by which another replica goes on."""
         assert self._begun is not None
-        return msgspec.json.encode(_Moved(self._path, self._body.decode(), self._begun, self.tokens))
+        return msgspec.json.encode(
+            _Moved(self._path, self._body.decode(), self._begun, self.tokens)
+        )
 
 
 def copy_of(method: str, path: str, body: bytes) -> StreamCopy | None:

@@ -28,13 +28,19 @@ def refuse_impossible(seq: Sequence, limit: int, max_model_len: int, capacity: i
     if (length := seq.prompt_len) == 0:
         raise Refused("empty_prompt", "the prompt has no tokens: send at least one")
     if length >= max_model_len:
-        message = f"the prompt has {length} tokens and leaves no room for an answer in {max_model_len}"
+        message = (
+            f"the prompt has {length} tokens and leaves no room for an answer in {max_model_len}"
+        )
         raise Refused("prompt_too_long", f"{message}: shorten it")
     if limit - 1 > capacity:
         message = f"the request needs KV for {limit - 1} tokens and there is memory for {capacity}"
-        raise Refused("kv_too_small", f"{message}: ask for fewer tokens or give the engine more KV memory")
+        raise Refused(
+            "kv_too_small", f"{message}: ask for fewer tokens or give the engine more KV memory"
+        )
     if len(seq.tokens) >= limit:
-        raise Refused("nothing_to_generate", f"the request already has all {limit} tokens it may have")
+        raise Refused(
+            "nothing_to_generate", f"the request already has all {limit} tokens it may have"
+        )
 
 
 def refuse_too_many(sequences: int, slots: int) -> None:

@@ -38,7 +38,9 @@ class View:
     left: int  # tokens of the budget not granted yet
     joins: int  # how many waiting sequences may join at most
     context: int  # most tokens in a sequence
-    need: Callable[[Sequence], int]  # tokens left to compute behind its cached prefix, were there no budget
+    need: Callable[
+        [Sequence], int
+    ]  # tokens left to compute behind its cached prefix, were there no budget
     peak: Callable[[Sequence], int]  # positions whose KV a sequence will hold at the very most
     slots: Callable[[Sequence], int]  # running sequences that a waiting one becomes
     together: Callable[[int], int]  # how many sequences of so many tokens fit side by side
@@ -70,13 +72,23 @@ class Policy:
     """A batching policy, and what others must know of it."""
 
     asks: Callable[[View], Asks]
-    mixes: bool = True  # prompts and decoding sequences share a step; else one with a prompt decodes nobody
-    forecastable: bool = True  # who waits joins as soon as there is room: the time until then can be foretold
-    steady: bool = False  # with nobody to let in it gives every sequence its token, and remembers nothing
+    mixes: bool = (
+        True  # prompts and decoding sequences share a step; else one with a prompt decodes nobody
+    )
+    forecastable: bool = (
+        True  # who waits joins as soon as there is room: the time until then can be foretold
+    )
+    steady: bool = (
+        False  # with nobody to let in it gives every sequence its token, and remembers nothing
+    )
     bounded: bool = False  # no step is over the token budget: prompts come in pieces
     interruptible: bool = True  # another policy may take its place while sequences run
-    awaits_prefixes: bool = True  # who could share KV that another one is just computing waits for it
-    reserve: Reserve | None = None  # its own promise of KV in the place of the engine's admission rule
+    awaits_prefixes: bool = (
+        True  # who could share KV that another one is just computing waits for it
+    )
+    reserve: Reserve | None = (
+        None  # its own promise of KV in the place of the engine's admission rule
+    )
     budget: Callable[[], int] = lambda: maxsize  # most tokens that it lets a step have at present
 
 

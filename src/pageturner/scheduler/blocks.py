@@ -48,7 +48,9 @@ class BlockPool:
         model: str = "",
     ) -> None:
         if num_blocks < 1 or not 1 <= block_size <= 256:
-            raise ValueError(f"{num_blocks} blocks of {block_size} tokens: at least one, of 1 to 256 tokens")
+            raise ValueError(
+                f"{num_blocks} blocks of {block_size} tokens: at least one, of 1 to 256 tokens"
+            )
         self.block_size, self.prefix_caching, self.window = block_size, prefix_caching, window
         if window and sliding < (least := self._window_blocks(1)):
             raise ValueError(f"a window of {window} tokens needs at least {least} blocks")
@@ -64,7 +66,9 @@ class BlockPool:
     def longest_step(self, computed: int) -> int:
         """Most tokens that a sequence could compute in one step if it had all blocks to itself."""
         sliding = (
-            self._first_seen(computed) + self.sliding.num_blocks if self.window else self.full.num_blocks
+            self._first_seen(computed) + self.sliding.num_blocks
+            if self.window
+            else self.full.num_blocks
         )
         return min(self.full.num_blocks, sliding) * self.block_size - computed
 
@@ -93,7 +97,10 @@ class BlockPool:
             matched = seq.source.blocks[: (seq.prompt_len - 1) // self.block_size]
         end, next_ = self.blocks_for(tokens), seq.computed // self.block_size
         copies = len(self.full.shared_places(seq.blocks, next_, end))
-        full = max(0, end - len(seq.blocks) - sum(self.full.refs[block] > 0 for block in matched)) + copies
+        full = (
+            max(0, end - len(seq.blocks) - sum(self.full.refs[block] > 0 for block in matched))
+            + copies
+        )
         if not self.window:
             return full, 0
         first = self._first_seen(seq.computed or len(matched) * self.block_size)
@@ -113,7 +120,9 @@ class BlockPool:
     def _public_keys(self, seq: Sequence) -> Iterator[bytes]:
         """Keys of its blocks, were they everybody's."""
         known = seq.block_keys[: seq.keys_public]
-        return chain_keys(root_key(self._model, seq.request.adapter), seq.tokens, self.block_size, known)
+        return chain_keys(
+            root_key(self._model, seq.request.adapter), seq.tokens, self.block_size, known
+        )
 
     def _key(self, seq: Sequence, place: int, public: int) -> bytes:
         """The key of its block at `place`, behind so many that are everybody's. The sequence keeps it."""
@@ -153,7 +162,9 @@ class BlockPool:
     def _public_of(self, seq: Sequence, limit: int) -> list[int]:
         """What everybody may begin with, as far as this sequence does."""
         blocks: list[int] = []
-        for key in islice(self._public_keys(seq), max(0, limit // self.block_size) if self.public else 0):
+        for key in islice(
+            self._public_keys(seq), max(0, limit // self.block_size) if self.public else 0
+        ):
             block = self.full.index.get(key)
             if block is None or block not in self.public:
                 break
@@ -173,12 +184,17 @@ class BlockPool:
             seq.blocks = source.blocks[: self.blocks_for(seq.prompt_len)]
         else:
             source, seq.sealed = None, len(seq.blocks)
-            seq.public = sum(block in self.public for block in seq.blocks) if seq.request.salt else 0
+            seq.public = (
+                sum(block in self.public for block in seq.blocks) if seq.request.salt else 0
+            )
             seq.computed = seq.sealed * self.block_size
         if self.window:
             seq.released = self._first_seen(seq.computed)
             seen = range(seq.released, len(seq.blocks))
-            beside = [source.sliding[i] if source else self.sliding.index[self._key(seq, i, 0)] for i in seen]
+            beside = [
+                source.sliding[i] if source else self.sliding.index[self._key(seq, i, 0)]
+                for i in seen
+            ]
             seq.sliding = [GONE] * seq.released + beside
         for store, table in self._tables(seq):
             store.share(table)
@@ -199,14 +215,20 @@ class BlockPool:
     def attachable(self, seq: Sequence) -> int:
         """Tokens that a sequence without blocks would gain by `attach`."""
         matched = len(self.match(seq))
-        return seq.prompt_len - 1 if self._takes_from_source(seq, matched) else matched * self.block_size
+        return (
+            seq.prompt_len - 1
+            if self._takes_from_source(seq, matched)
+            else matched * self.block_size
+        )
 
     def _takes_from_source(self, seq: Sequence, matched: int) -> bool:
         """Whether its source has all of its prompt, and so more than so many cached blocks hold."""
         source, last = seq.source, seq.prompt_len - 1
         if source is None or seq.logits_from is not None or source.computed <= last:
             return False
-        if source.public * self.block_size > last:  # its own copy of a block that is everybody's is nobody's
+        if (
+            source.public * self.block_size > last
+        ):  # its own copy of a block that is everybody's is nobody's
             return False
         return matched * self.block_size < last and source.released <= self._first_seen(last)
 
@@ -214,7 +236,9 @@ class BlockPool:
         """The largest n for which `extend(seq, n)` would succeed now."""
         start, end = seq.computed + seq.inflight, len(seq.blocks)
         first = start // self.block_size
-        spare = min(store.available - store.lacks(table, first, end) for store, table in self._tables(seq))
+        spare = min(
+            store.available - store.lacks(table, first, end) for store, table in self._tables(seq)
+        )
         return 0 if spare < 0 else (end + spare) * self.block_size - start
 
     def extend(self, seq: Sequence, n: int) -> bool:
@@ -264,7 +288,10 @@ class BlockPool:
             return 0
         limit = min(_attachable_at_most(seq), len(other.tokens))
         size, same = self.block_size, 0
-        while same + size <= limit and seq.tokens[same : same + size] == other.tokens[same : same + size]:
+        while (
+            same + size <= limit
+            and seq.tokens[same : same + size] == other.tokens[same : same + size]
+        ):
             same += size
         return same
 

@@ -20,8 +20,12 @@ class StepReport:
     generated: int = 0  # tokens of answers that it brought
     events: list[Event] = field(default_factory=list)  # as they are told to whoever waits for them
     recomputed: int = 0  # tokens computed once more, because their KV had been given up
-    drafts: list[tuple[int, int]] = field(default_factory=list)  # (tokens verified, tokens accepted) of each
-    alike: list[float] = field(default_factory=list)  # seconds of each, where it stands for several steps
+    drafts: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # (tokens verified, tokens accepted) of each
+    alike: list[float] = field(
+        default_factory=list
+    )  # seconds of each, where it stands for several steps
 
 
 @dataclass(frozen=True, slots=True)

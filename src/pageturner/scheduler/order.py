@@ -28,7 +28,9 @@ class Order:
     begin_step: Callable[[Iterable[Sequence], float], None] = lambda running, now: None
     listener: Listener = field(default_factory=Listener)
 
-    def arrange(self, waiting: Iterable[Sequence], running: Iterable[Sequence], now: float) -> list[Sequence]:
+    def arrange(
+        self, waiting: Iterable[Sequence], running: Iterable[Sequence], now: float
+    ) -> list[Sequence]:
         """Those who wait, the first to go first."""
         self.begin_step(running, now)
         return self.peek(waiting, now)

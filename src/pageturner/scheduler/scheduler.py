@@ -17,7 +17,12 @@ from contextlib import suppress
 from operator import attrgetter
 
 from pageturner.request import Event, Failure, Request
-from pageturner.scheduler.admission import Reserve, refuse_impossible, refuse_queue_full, refuse_too_many
+from pageturner.scheduler.admission import (
+    Reserve,
+    refuse_impossible,
+    refuse_queue_full,
+    refuse_too_many,
+)
 from pageturner.scheduler.batching import Policy, View, WaitCause, wait_reason_of
 from pageturner.scheduler.blocks import BlockPool
 from pageturner.scheduler.group import Group, Requests
@@ -51,7 +56,9 @@ class Scheduler:
         listeners: tuple[Listener, ...] = (),
     ) -> None:
         if max_num_seqs < 1 or token_budget < 0 or max_model_len < 2 or max_queue < 1:
-            raise ValueError("max_num_seqs and max_queue must be at least 1, max_model_len 2, token_budget 0")
+            raise ValueError(
+                "max_num_seqs and max_queue must be at least 1, max_model_len 2, token_budget 0"
+            )
         self.pool, self.policy, self._order, self._reserve = pool, policy, order, reserve
         self._listeners, self.told = listeners, Listeners((*listeners, order.listener))
         self._limit_steps(max_num_seqs, token_budget)
@@ -62,13 +69,17 @@ class Scheduler:
         self.running: list[Sequence] = []  # by rank, smallest first
         self._leaving: list[Sequence] = []  # aborted under a plan, which still uses their blocks
         self._plans: list[Plan] = []  # under way, in order; at most two
-        self._short = False  # a plan made ahead would have had to preempt: the next one is not made ahead
+        self._short = (
+            False  # a plan made ahead would have had to preempt: the next one is not made ahead
+        )
         self._granted, self._admissions = set[Sequence](), 0
 
     def _limit_steps(self, max_num_seqs: int, token_budget: int) -> None:
         self.budget = token_budget or sys.maxsize
         self.slots = min(max_num_seqs, self.budget)
-        self._max_draft = self.budget // self.slots - 1  # so that all drafts together fit the budget
+        self._max_draft = (
+            self.budget // self.slots - 1
+        )  # so that all drafts together fit the budget
 
     def add(self, request: Request) -> None:
         """Queue a request. Refused with queue_full, empty_prompt, prompt_too_long, kv_too_small,
@@ -97,7 +108,11 @@ class Scheduler:
         allows, and its share of the pool as it is. Refused where they can never run."""
         first, max_tokens = group.sequences[0], group.sequences[0].request.params.max_tokens
         share = self.pool.share(len(group.sequences))
-        most = max(share, first.prompt_len) + 1 if max_tokens is None else first.prompt_len + max_tokens
+        most = (
+            max(share, first.prompt_len) + 1
+            if max_tokens is None
+            else first.prompt_len + max_tokens
+        )
         for seq in group.sequences:
             seq.limit = min(self._max_model_len, most)
         refuse_impossible(first, first.limit, self._max_model_len, share)
@@ -146,7 +161,11 @@ class Scheduler:
     @property
     def load(self) -> tuple[int, int, int]:
         """Sequences that wait and that run, and blocks in use."""
-        return len(self.waiting), len(self.running), self.pool.full.num_blocks - self.pool.full.available
+        return (
+            len(self.waiting),
+            len(self.running),
+            self.pool.full.num_blocks - self.pool.full.available,
+        )
 
     def queue(self, now: float) -> list[Sequence]:
         """Those who wait, the first to go first, as known in the last step."""
@@ -177,7 +196,9 @@ class Scheduler:
         nothing. Without items where it cannot be made: commit, and ask for a plan."""
         if len(self._plans) != 1:
             raise RuntimeError("one plan ahead of one that is under way")
-        return Plan(at=now) if self._short or not self.policy.steady else self._make_plan(Plan(at=now))
+        return (
+            Plan(at=now) if self._short or not self.policy.steady else self._make_plan(Plan(at=now))
+        )
 
     def _make_plan(self, plan: Plan) -> Plan:
         if not self._requests.groups:
@@ -206,7 +227,9 @@ class Scheduler:
             if gap:  # else it waits for the others of its search, or it will have ended
                 (decoding if gap == 1 else prefilling).append(seq)
         joins = max(0, self.slots - len(self.running))
-        waiting = behind_sources(self._order.arrange(self.waiting, self.running, now)) if joins else []
+        waiting = (
+            behind_sources(self._order.arrange(self.waiting, self.running, now)) if joins else []
+        )
         return View(
             now=now,
             decoding=decoding,
@@ -303,7 +326,9 @@ class Scheduler:
 
     def _refusal(self, plan: Plan, joining: list[Sequence], n: int) -> tuple[WaitCause, int] | None:
         """What those who would join lack, and the request that has it; None: nothing."""
-        if self.policy.awaits_prefixes and (one := awaited_prefix(joining[0], self.running, self.pool)):
+        if self.policy.awaits_prefixes and (
+            one := awaited_prefix(joining[0], self.running, self.pool)
+        ):
             return WaitCause.PROMPT, one.request.id
         if plan.preempted:
             return WaitCause.PREEMPTION, 0
@@ -320,8 +345,15 @@ class Scheduler:
         available, sharing = pool.full.available, pool.full.sharing
         for one in (*joining, *self.running, *self._leaving):
             claim = one.claim
-            if claim and claim[0] >= len(one.tokens) and claim[1] == len(one.blocks) and claim[2] == sharing:
-                full += claim[3]  # as it was found before: nothing has happened since that would change it
+            if (
+                claim
+                and claim[0] >= len(one.tokens)
+                and claim[1] == len(one.blocks)
+                and claim[2] == sharing
+            ):
+                full += claim[
+                    3
+                ]  # as it was found before: nothing has happened since that would change it
             else:
                 first, mate = one is joining[0], one.state is State.WAITING
                 step = max(n, self.budget) if first else 1 if mate else self.budget
@@ -395,7 +427,9 @@ class Scheduler:
         if change.finish is not None:
             return self._end(group, change.finish)
         # of a draft only what can be of use: its share of the budget, nothing past the sequence's end
-        seq.draft = output.draft and output.draft[: min(self._max_draft, seq.limit - len(seq.tokens) - 1)]
+        seq.draft = (
+            output.draft and output.draft[: min(self._max_draft, seq.limit - len(seq.tokens) - 1)]
+        )
         self.pool.trim(seq)
         if change.branches:
             apply_branches(change.branches, group.sequences, self.pool)
@@ -413,7 +447,12 @@ class Scheduler:
             self.pool.release(self._leaving.pop(0))
 
     def reconfigure(
-        self, max_num_seqs: int, token_budget: int, policy: Policy | None, order: Order | None, widest: int
+        self,
+        max_num_seqs: int,
+        token_budget: int,
+        policy: Policy | None,
+        order: Order | None,
+        widest: int,
     ) -> bool:
         """Go on with these; None: as it is. False if that has to wait: ask again after the next commit.
 

@@ -20,7 +20,11 @@ def source_of(request: Request, groups: Mapping[int, Group]) -> Sequence | None:
         return None
     first = groups[request.parent].sequences[0]
     theirs = first.request
-    same = (theirs.prompt, theirs.adapter, theirs.salt) == (request.prompt, request.adapter, request.salt)
+    same = (theirs.prompt, theirs.adapter, theirs.salt) == (
+        request.prompt,
+        request.adapter,
+        request.salt,
+    )
     return first if same else None
 
 
@@ -38,7 +42,11 @@ def behind_sources(queue: list[Sequence]) -> list[Sequence]:
 
     def where(seq: Sequence) -> tuple[int, bool]:
         later = seq.source is not None and source_comes_later(seq)
-        return (max(place[seq], place[seq.source]), True) if later and seq.source else (place[seq], False)
+        return (
+            (max(place[seq], place[seq.source]), True)
+            if later and seq.source
+            else (place[seq], False)
+        )
 
     return sorted(queue, key=where)
 

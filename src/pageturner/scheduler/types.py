@@ -83,7 +83,11 @@ class Sequence:
         """The one gap: tokens whose KV is still to be computed, drafts included. Behind a plan under way that
         reaches the last one, it is the token that this is about to give, but for the last of the answer."""
         gap = len(self.tokens) + len(self.draft) - self.computed - self.inflight
-        return gap if gap > 0 or not self.inflight else int(gap == 0 and len(self.tokens) + 1 < self.limit)
+        return (
+            gap
+            if gap > 0 or not self.inflight
+            else int(gap == 0 and len(self.tokens) + 1 < self.limit)
+        )
 
     @property
     def logits_from(self) -> int | None:
@@ -102,7 +106,9 @@ class Sequence:
         return again
 
 
-@dataclass(slots=True)  # not frozen: one is made for every sequence in every step, at a third of the cost
+@dataclass(
+    slots=True
+)  # not frozen: one is made for every sequence in every step, at a third of the cost
 class Item:
     """Compute `n` tokens of `sequence` from position `start` on, which is `sequence.computed` when its turn
     comes. In a plan made ahead the token at `start` may be the one that the plan before it gives."""
@@ -150,8 +156,12 @@ class Plan:
 
     items: list[Item] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
-    sliding_copies: list[tuple[int, int]] = field(default_factory=list)  # among blocks of Sequence.sliding
-    wake: float | None = None  # if nothing can run now: when to ask again; None: only after new input
+    sliding_copies: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # among blocks of Sequence.sliding
+    wake: float | None = (
+        None  # if nothing can run now: when to ask again; None: only after new input
+    )
     preempted: dict[int, int] = field(default_factory=dict)
     wait_reason: WaitReason | None = None  # what those who wait are waiting for; None: nobody waits
     ballast: list[tuple[int, int]] = field(default_factory=list)
@@ -185,4 +195,6 @@ class Result:
     """What a step gave."""
 
     outputs: list[Output] = field(default_factory=list)  # one for each item of its plan, in order
-    spent: dict[str, float] = field(default_factory=dict)  # seconds by what else but the forward pass
+    spent: dict[str, float] = field(
+        default_factory=dict
+    )  # seconds by what else but the forward pass

@@ -94,7 +94,10 @@ class AboutPages:
         service, tokenizer = self._service, self._service.tokenizer
         return replies.json_response(
             {
-                "default_generation_settings": {"n_ctx": self._context(), "params": self._defaults()},
+                "default_generation_settings": {
+                    "n_ctx": self._context(),
+                    "params": self._defaults(),
+                },
                 "total_slots": service.live_settings.slots,
                 "model_alias": service.model,
                 "model_path": service.model,

@@ -20,7 +20,12 @@ from starlette.responses import PlainTextResponse, Response
 
 from pageturner.errors import ClientError, EngineFault
 from pageturner.http.receiving import read_body
-from pageturner.ipc.adapter_messages import AdapterLoaded, AdaptersInMemory, LoadAdapter, UnloadAdapter
+from pageturner.ipc.adapter_messages import (
+    AdapterLoaded,
+    AdaptersInMemory,
+    LoadAdapter,
+    UnloadAdapter,
+)
 from pageturner.server.admission.limits import check_name
 from pageturner.server.engine_client.open_streams import OpenStreams
 from pageturner.server.engine_client.supervisor import Supervisor
@@ -68,11 +73,15 @@ class ServedAdapters:
         self._entries: dict[str, ServedAdapter] = {}
         # by a name that nobody can ask for: those that are read to take the place of one
         self._aside: dict[str, ServedAdapter] = {}
-        self._leaving: dict[str, str] = {}  # digest -> such a name: unloaded, and still answered with
+        self._leaving: dict[
+            str, str
+        ] = {}  # digest -> such a name: unloaded, and still answered with
         self._tasks: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count(1)
         self._paths: dict[str, str] = {}  # by digest, also of what streams that go on still use
-        self.names: tuple[str, ...] = ()  # all that can be asked for, also those that are still being read
+        self.names: tuple[
+            str, ...
+        ] = ()  # all that can be asked for, also those that are still being read
         self.known: frozenset[str] = frozenset()  # the same
         self._in_memory: frozenset[str] = frozenset()  # digests
         supervisor.when_live = self._tell_all
@@ -105,7 +114,9 @@ class ServedAdapters:
         """Have an adapter read. ClientError for a name that cannot be."""
         check_name("lora_name", name)
         if not name or not name.isprintable():
-            raise ClientError(400, "invalid_value", "lora_name has printable characters", "lora_name")
+            raise ClientError(
+                400, "invalid_value", "lora_name has printable characters", "lora_name"
+            )
         if name in self._taken or name in self._entries:
             what = "is the model itself" if name in self._taken else "has already been loaded"
             message = f"The lora adapter {name!r} {what}: unload it first, or take another name"
@@ -113,7 +124,9 @@ class ServedAdapters:
         if len(self._entries) >= MOST_ADAPTERS:
             message = f"there are {MOST_ADAPTERS} adapters already: unload one first"
             raise ClientError(400, "too_many_adapters", message, "lora_name")
-        entry = ServedAdapter(name, path, next(self._numbers), asyncio.get_running_loop().create_future())
+        entry = ServedAdapter(
+            name, path, next(self._numbers), asyncio.get_running_loop().create_future()
+        )
         self._entries[name] = entry
         self._note_names()
         self._supervisor.tell(LoadAdapter(name, path, number=entry.number))
@@ -128,7 +141,9 @@ class ServedAdapters:
         if len(self._aside) + len(self._entries) >= MOST_ADAPTERS:
             message = f"there are {MOST_ADAPTERS} adapters already: unload one first"
             raise ClientError(400, "too_many_adapters", message, "lora_name")
-        entry = ServedAdapter(name, path, next(self._numbers), asyncio.get_running_loop().create_future())
+        entry = ServedAdapter(
+            name, path, next(self._numbers), asyncio.get_running_loop().create_future()
+        )
         self._aside[_unaskable(entry)] = entry
         self._supervisor.tell(LoadAdapter(_unaskable(entry), path, number=entry.number))
         await self._until_loaded(entry)
@@ -212,7 +227,12 @@ class ServedAdapters:
         entry.loaded.set_result(news)
 
     def _note(self, entry: ServedAdapter, news: AdapterLoaded) -> None:
-        entry.digest, entry.nbytes, entry.rank, entry.base = (news.digest, news.nbytes, news.rank, news.base)
+        entry.digest, entry.nbytes, entry.rank, entry.base = (
+            news.digest,
+            news.nbytes,
+            news.rank,
+            news.base,
+        )
         self._paths[news.digest] = entry.path
 
     def _replace(self, entry: ServedAdapter, news: AdapterLoaded) -> None:
@@ -338,4 +358,6 @@ def _read(raw: bytes, kind: type[Any]) -> Any:
     try:
         return msgspec.json.decode(raw, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ClientError(400, "invalid_json", f"the body is not what it should be: {error}") from error
+        raise ClientError(
+            400, "invalid_json", f"the body is not what it should be: {error}"
+        ) from error

@@ -22,7 +22,11 @@ from pageturner.server.api.anthropic.messages import MESSAGES
 from pageturner.server.api.base.generate import GenerateEndpoint
 from pageturner.server.api.batches.batch_pages import BatchPages
 from pageturner.server.api.ollama.ollama_embed import OLLAMA_EMBED, OLLAMA_EMBEDDINGS
-from pageturner.server.api.ollama.ollama_pages import OllamaEmbedEndpoint, OllamaEndpoint, OllamaPages
+from pageturner.server.api.ollama.ollama_pages import (
+    OllamaEmbedEndpoint,
+    OllamaEndpoint,
+    OllamaPages,
+)
 from pageturner.server.api.openai.chat import CHAT_COMPLETIONS
 from pageturner.server.api.openai.completions import COMPLETIONS
 from pageturner.server.api.openai.embeddings import EMBEDDINGS
@@ -49,9 +53,14 @@ def create_app(service: Service, batches: BatchPages | None = None) -> Starlette
     responses = ResponsesPages(service, store := ResponseStore(service.config.response_memory))
     pages, about, documents = ServerPages(service), AboutPages(service), OpenApiPages(service)
     prefixes = PrefixPages(
-        service.prefixes, service.reader, service.served, service.config.max_body_size,
-        service.config.max_pinned_share, service.quota, service.adapters.digest,
-    )  # fmt: skip
+        service.prefixes,
+        service.reader,
+        service.served,
+        service.config.max_body_size,
+        service.config.max_pinned_share,
+        service.quota,
+        service.adapters.digest,
+    )
     tell_state = partial(server_state, service)
     admin = AdminPages(service.live_settings, service.config.admin_key, service.keys, tell_state)
     adapters = AdapterPages(service.adapters, admin.admit)
@@ -61,7 +70,9 @@ def create_app(service: Service, batches: BatchPages | None = None) -> Starlette
         Route("/v1/load_lora_adapter", adapters.load, methods=["POST"]),
         Route("/v1/unload_lora_adapter", adapters.unload, methods=["POST"]),
         Route("/v1/completions", GenerateEndpoint(service, COMPLETIONS), methods=["POST"]),
-        Route("/v1/chat/completions", GenerateEndpoint(service, CHAT_COMPLETIONS), methods=["POST"]),
+        Route(
+            "/v1/chat/completions", GenerateEndpoint(service, CHAT_COMPLETIONS), methods=["POST"]
+        ),
         Route("/v1/models", pages.models),
         Route("/v1/models/{id:path}", pages.model),
         Route("/v1/prefixes", prefixes.create, methods=["POST"]),
@@ -135,7 +146,9 @@ def _rows_and_gaps(service: Service) -> list[Route]:
         "/api/embeddings": OllamaEmbedEndpoint(service, OLLAMA_EMBEDDINGS),
         "/infill": GenerateEndpoint(service, INFILL),
     }
-    spoken |= dict.fromkeys(("/v1/rerank", "/rerank", "/v2/rerank"), GenerateEndpoint(service, RERANK))
+    spoken |= dict.fromkeys(
+        ("/v1/rerank", "/rerank", "/v2/rerank"), GenerateEndpoint(service, RERANK)
+    )
     spoken |= dict.fromkeys(("/v1/score", "/score"), GenerateEndpoint(service, SCORE))
     return [Route(path, endpoint, methods=["POST"]) for path, endpoint in spoken.items()]
 
@@ -149,7 +162,9 @@ class OtherMethods:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] != "OPTIONS":
             path, method = scope["path"][:100], scope["method"]
-            raise HTTPException(405, f"{path} takes {self._allowed['allow']}, not {method}", self._allowed)
+            raise HTTPException(
+                405, f"{path} takes {self._allowed['allow']}, not {method}", self._allowed
+            )
         await Response(status_code=204, headers=self._allowed)(scope, receive, send)
 
 
@@ -163,11 +178,15 @@ def other_methods(routes: list[Route]) -> list[Route]:
 
 def _not_found(routes: list[Route]) -> Callable[[str], str]:
     """What is said of a path that is not there."""
-    public = sorted({one.path.replace(":path}", "}") for one in routes if "/admin/" not in one.path})
+    public = sorted(
+        {one.path.replace(":path}", "}") for one in routes if "/admin/" not in one.path}
+    )
 
     def sentence(path: str) -> str:
         within = f"/v1{path}"  # a client whose base URL lacks it
-        near = [within] if within in public else difflib.get_close_matches(path[:100], public, 1, 0.8)
+        near = (
+            [within] if within in public else difflib.get_close_matches(path[:100], public, 1, 0.8)
+        )
         if near:
             return f"no such path: did you mean {near[0]}? (/docs has all of them)"
         return f"no such path: there are {', '.join(public)}"

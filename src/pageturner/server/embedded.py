@@ -41,17 +41,23 @@ class EmbeddedServer:
         config = settings.server
         if not config.admin_key:
             config = replace(config, admin_key=os.environ.get("PAGETURNER_ADMIN_KEY", ""))
-        listed = config.api_key or ("" if config.api_key_file else os.environ.get("PAGETURNER_API_KEY", ""))
+        listed = config.api_key or (
+            "" if config.api_key_file else os.environ.get("PAGETURNER_API_KEY", "")
+        )
         keys = KeyRing(listed, config.api_key_file)
         adapters = server.listed_adapters(config.lora)
         command = engine_command(replace(engine, max_queue=engine.max_queue + engine.max_num_seqs))
         process = EngineProcess(command)
         try:
             self.service, self._pool = server.assemble(
-                Config(engine, config), server.names_of(config.served_model_name, model.name),
-                lambda: server.load_texts(engine), command=command, process=process, api_keys=keys,
+                Config(engine, config),
+                server.names_of(config.served_model_name, model.name),
+                lambda: server.load_texts(engine),
+                command=command,
+                process=process,
+                api_keys=keys,
                 alone=False,
-            )  # fmt: skip
+            )
         except BaseException:
             process.kill()
             process.wait()
@@ -83,7 +89,8 @@ class EmbeddedServer:
         if not self.service.supervisor.healthy:
             trouble = self.service.supervisor.crash_loop
             raise EngineFault(
-                "no_engine", trouble or "the engine is not there: it is being restarted, or it is stuck"
+                "no_engine",
+                trouble or "the engine is not there: it is being restarted, or it is stuck",
             )
 
     @property

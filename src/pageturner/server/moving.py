@@ -118,7 +118,9 @@ class MovableResponses:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.answer(None, scope, receive, send)
 
-    async def answer(self, moved: MovedStream | None, scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(
+        self, moved: MovedStream | None, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         """An answer, which goes on from `moved` where there is something."""
         marked = MarkedAnswer(self._service, self._dialect, moved)
 
@@ -130,13 +132,17 @@ class MovableResponses:
             begun = None if moved is None else moved.begun
             await self._pages.answer(scope, receive, send, endpoint, begun)
 
-        await _unless_leaving(answer, self._departures, scope, receive, send, lambda: marked.only_here)
+        await _unless_leaving(
+            answer, self._departures, scope, receive, send, lambda: marked.only_here
+        )
 
 
 class ResumePage:
     """`POST /v1/streams/resume`."""
 
-    def __init__(self, service: Service, responses: MovableResponses, departures: Departures) -> None:
+    def __init__(
+        self, service: Service, responses: MovableResponses, departures: Departures
+    ) -> None:
         self._service, self._responses, self._departures = service, responses, departures
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -207,7 +213,9 @@ class MarkedAnswer(GenerateEndpoint):
         return [stream]
 
     def _reply(self, call: Call, info: RequestInfo, created: int = 0) -> Reply:
-        reply = super()._reply(call, info, created if self._moved is None else self._moved.begun.created)
+        reply = super()._reply(
+            call, info, created if self._moved is None else self._moved.begun.created
+        )
         for piece in self._replayed:
             self._written(reply, piece)
         self._replayed.clear()
@@ -226,7 +234,9 @@ def _can_move(call: Call) -> bool:
     params = call.params[0]
     plain = call.logprobs is None and params.logprobs is None and params.prompt_logprobs is None
     return (
-        plain and len(call.params) == 1 and not (params.beam_width or call.only_echoes or call.body.receipt)
+        plain
+        and len(call.params) == 1
+        and not (params.beam_width or call.only_echoes or call.body.receipt)
     )
 
 
@@ -266,7 +276,9 @@ async def _unless_leaving(
         nonlocal begun, movable, ended
         begun = True
         movable = movable or message.get("body", b"").startswith(BEGIN)
-        ended = ended or (message["type"] == "http.response.body" and not message.get("more_body", False))
+        ended = ended or (
+            message["type"] == "http.response.body" and not message.get("more_body", False)
+        )
         await send(message)
 
     leave: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -314,7 +326,10 @@ class DrainPage:
 
 
 def moving_routes(
-    service: Service, admit: Callable[[HTTPRequest], None], pages: ResponsesPages, store: ResponseStore
+    service: Service,
+    admit: Callable[[HTTPRequest], None],
+    pages: ResponsesPages,
+    store: ResponseStore,
 ) -> list[Route]:
     """The endpoints whose streams move, and what moves them."""
     departures = Departures()

@@ -33,7 +33,10 @@ def predicted_load(engine: Mapping[str, float], active: int) -> dict[str, float]
     answer, known = engine.get("backlog_answer", 0.0), engine["backlog_sequences"]
     tokens = engine["backlog_tokens"]
     each = tokens / known if known else answer
-    return {"predicted_tokens": round(tokens + each * max(0.0, active - known)), "answer_tokens": answer}
+    return {
+        "predicted_tokens": round(tokens + each * max(0.0, active - known)),
+        "answer_tokens": answer,
+    }
 
 
 class ServerPages:
@@ -49,7 +52,9 @@ class ServerPages:
         self._service.served()
         if trouble := self._service.supervisor.crash_loop:
             raise ClientError(503, "crash_loop", trouble)
-        raise ClientError(503, "no_engine", "the engine is not there: it is being restarted, or it is stuck")
+        raise ClientError(
+            503, "no_engine", "the engine is not there: it is being restarted, or it is stuck"
+        )
 
     async def ping(self, _: HTTPRequest) -> Response:
         return Response()
@@ -98,7 +103,9 @@ class ServerPages:
         told = (service.adapters.figures(), service.adapters.at_work())
         most = service.live_settings.config.max_loras
         adapters = AdapterFigures(most, *told)
-        text = metrics.render(service.metrics, service.model, service.healthy, cache, costs, adapters)
+        text = metrics.render(
+            service.metrics, service.model, service.healthy, cache, costs, adapters
+        )
         return Response(text, media_type=MEDIA_TYPE)
 
     async def tokenize(self, request: HTTPRequest) -> Response:

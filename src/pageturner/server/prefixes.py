@@ -110,7 +110,9 @@ class Prefixes:
         self._ids = ids
         self._tenants = tenants
         self._prefixes: dict[tuple[str, str], Prefix] = {}
-        self._pinned: dict[tuple[int, str | None], int] = {}  # as `pinned` has told it since the last change
+        self._pinned: dict[
+            tuple[int, str | None], int
+        ] = {}  # as `pinned` has told it since the last change
         supervisor.when_ready(self._recompute_all)
 
     def __iter__(self) -> Iterator[Prefix]:
@@ -160,7 +162,12 @@ class Prefixes:
             self._unpin(oldest.request)
 
     async def add(
-        self, id: str, tokens: tuple[int, ...], salt: str | None, tenant: str = "", adapter: str = ""
+        self,
+        id: str,
+        tokens: tuple[int, ...],
+        salt: str | None,
+        tenant: str = "",
+        adapter: str = "",
     ) -> Prefix:
         """Compute a prefix and keep it. ClientError where the engine does not."""
         if (tenant, id) in self._prefixes:
@@ -170,14 +177,16 @@ class Prefixes:
         own, most = sum(one.tenant == tenant for one in self), MOST_PREFIXES
         most_own = most // self._tenants() if tenant else most
         if len(self._prefixes) >= most or own >= most_own:
-            message = (
-                f"there are {len(self._prefixes)} prefixes of {most}, {own} of your {most_own}: delete some"
-            )
+            message = f"there are {len(self._prefixes)} prefixes of {most}, {own} of your {most_own}: delete some"
             raise ClientError(400, "too_many_prefixes", message)
         prefix = Prefix(
-            id=id, tokens=tokens, salt=cache_salt_of(tenant, salt), created=int(time.time()), tenant=tenant,
+            id=id,
+            tokens=tokens,
+            salt=cache_salt_of(tenant, salt),
+            created=int(time.time()),
+            tenant=tenant,
             adapter=adapter,
-        )  # fmt: skip
+        )
         end = self._compute(prefix)
         self._prefixes[tenant, id] = prefix
         self._pinned.clear()
@@ -256,7 +265,10 @@ class PrefixPages:
             raw = await read_body(receive, self._most)
             read = await self._reader.page("prefix", raw, served, request.scope, receive)
             known = unpack_prefix(read)
-            id, adapter = known.id or f"prefix-{next(self._numbers)}", await self._digest(known.adapter)
+            id, adapter = (
+                known.id or f"prefix-{next(self._numbers)}",
+                await self._digest(known.adapter),
+            )
             self._prefixes.check_share(len(known.tokens), tenant, served, self._share)
             self._quota.charge(work, len(known.tokens))
             prefix = await self._prefixes.add(id, known.tokens, known.salt, tenant, adapter)
@@ -293,7 +305,9 @@ def read_preload_file(path: Path) -> list[PrefixBody]:
             try:
                 found.append(msgspec.convert(json.loads(line), PrefixBody))
             except (ValueError, msgspec.ValidationError) as error:
-                raise EngineFault("bad_setting", f"preload: {path}, line {number}: {error}") from error
+                raise EngineFault(
+                    "bad_setting", f"preload: {path}, line {number}: {error}"
+                ) from error
     return found
 
 

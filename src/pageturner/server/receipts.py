@@ -23,7 +23,9 @@ from pageturner.text.receipt import Receipt, ReceiptInput
 
 T = TypeVar("T")
 
-MUCH = 1 << 14  # as `size_of` counts; more is hashed in a thread, so that streams do not wait for it
+MUCH = (
+    1 << 14
+)  # as `size_of` counts; more is hashed in a thread, so that streams do not wait for it
 CHOICE = 1 << 10  # what a choice counts beside its tokens
 
 
@@ -50,7 +52,9 @@ class Receipts:
             self._hash = _in_thread(lambda: model_hash(self._model) if self._marks else "")
         return self._hash
 
-    async def write(self, call: Call, about: Mapping[str, Any], streams: Sequence[OutputStream]) -> Receipt:
+    async def write(
+        self, call: Call, about: Mapping[str, Any], streams: Sequence[OutputStream]
+    ) -> Receipt:
         """The receipt of an answer. streams: those of the choices that the client gets, which have ended;
         about: id, object, created, model and fingerprint of the answer. ClientError where nobody can say what
         made it: 409 model_changed, 409 engine_changed, 503 model_unreadable."""
@@ -107,7 +111,12 @@ def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
 def size_of(call: Call, streams: Sequence[OutputStream]) -> int:
     """Roughly how many tokens would take as long to hash as the receipt of this answer."""
     params = call.params[0]
-    lists = (params.stop_ids, params.force_ids, params.allowed_token_ids or (), params.logit_bias or ())
+    lists = (
+        params.stop_ids,
+        params.force_ids,
+        params.allowed_token_ids or (),
+        params.logit_bias or (),
+    )
     size = sum(map(len, lists)) + sum(map(len, params.bad_words_token_ids))
     size += sum(map(len, params.stop)) + len(params.structured_outputs or "")
     return size + sum(len(one.request.prompt) + len(one.tokens) + CHOICE for one in streams)
@@ -136,7 +145,9 @@ def receipt_of(
             ),
             params=form.params_of(call.params[0], call.kept, call.made),
             prompts=tuple(
-                form.prompt_of(call.prompts[i], 0 if call.only_echoes else call.params[i].max_tokens or 0)
+                form.prompt_of(
+                    call.prompts[i], 0 if call.only_echoes else call.params[i].max_tokens or 0
+                )
                 for i in prompts
             ),
             choices=tuple(choices),

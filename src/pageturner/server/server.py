@@ -56,7 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         help="a GGUF file, a Hugging Face folder, its id on the hub, or an alias (default: smollm2)",
     )
-    parser.add_argument("--config", metavar="FILE", help="TOML file with the tables [engine] and [server]")
+    parser.add_argument(
+        "--config", metavar="FILE", help="TOML file with the tables [engine] and [server]"
+    )
     configuration.add_flags(parser, "engine", "server", leave_out=("model",))
 
 
@@ -80,7 +82,9 @@ def names_of(given: str, own: str) -> tuple[str, ...]:
         return (own,)
     names = tuple(name.strip() for name in given.split(","))
     if not all(names):
-        raise EngineFault("bad_setting", f"--served-model-name {given!r}: a name between commas is empty")
+        raise EngineFault(
+            "bad_setting", f"--served-model-name {given!r}: a name between commas is empty"
+        )
     return tuple(dict.fromkeys(names))
 
 
@@ -132,9 +136,7 @@ def serve(
         check_endpoint(settings.server.otlp_traces_endpoint)
     for adapter, path in listed_adapters(settings.server.lora):  # refused before anything begins
         if not Path(path).is_dir():
-            message = (
-                f"--lora {adapter}: {path} is no folder: an adapter is a folder with adapter_config.json"
-            )
+            message = f"--lora {adapter}: {path} is no folder: an adapter is a folder with adapter_config.json"
             raise EngineFault("bad_setting", message)
     certificates = None
     if settings.server.ssl_certfile or settings.server.ssl_keyfile:
@@ -149,10 +151,17 @@ def serve(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until there is something to drain
     try:
         return _serve(
-            settings, names, load,
-            command=start, process=process, listener=listener, started=started, api_keys=api_keys,
-            receipt_key=receipt_key, certificates=certificates,
-        )  # fmt: skip
+            settings,
+            names,
+            load,
+            command=start,
+            process=process,
+            listener=listener,
+            started=started,
+            api_keys=api_keys,
+            receipt_key=receipt_key,
+            certificates=certificates,
+        )
     except BaseException:
         process.kill()
         raise
@@ -173,11 +182,19 @@ def _serve(
 ) -> int:
     from pageturner.server.prefixes import read_preload_file
 
-    logging.getLogger("pageturner").info("loading %s: the next line comes when it is ready", names[0])
+    logging.getLogger("pageturner").info(
+        "loading %s: the next line comes when it is ready", names[0]
+    )
     lifecycle.give_large_blocks_back()
     preloaded = read_preload_file(Path(settings.server.preload)) if settings.server.preload else []
     service, pool = assemble(
-        settings, names, load, command=command, process=process, api_keys=api_keys, receipt_key=receipt_key
+        settings,
+        names,
+        load,
+        command=command,
+        process=process,
+        api_keys=api_keys,
+        receipt_key=receipt_key,
     )
     return lifecycle.run(
         _main(service, pool, listener, started, preloaded, certificates), service.memory.give_up
@@ -217,9 +234,14 @@ def assemble(
     most = settings.engine.max_queue + settings.engine.max_num_seqs
     streams = OpenStreams(metrics, most, most_entries=most_entries)
     supervisor = Supervisor(
-        process, command, streams, metrics, memory,
-        timeout=settings.server.engine_timeout, max_restarts=settings.server.max_restarts,
-    )  # fmt: skip
+        process,
+        command,
+        streams,
+        metrics,
+        memory,
+        timeout=settings.server.engine_timeout,
+        max_restarts=settings.server.max_restarts,
+    )
     if alone:
         gc.freeze()  # what start-up left behind lives for ever: never walk it again
     pool = _text_pool(names, tokenizer, template, generation, settings.server, memory)
@@ -261,7 +283,9 @@ def _chat_template(tokenizer: Tokenizer, config: ServerConfig) -> ChatTemplate |
     source, bos, eos = tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token
     template = ChatTemplate(source, bos, eos, AT_ONCE_LIMITS) if source else None
     if template is not None and template.broken:
-        logging.getLogger("pageturner").warning("%s; chats are refused, completions are not", template.broken)
+        logging.getLogger("pageturner").warning(
+            "%s; chats are refused, completions are not", template.broken
+        )
     if template is not None:
         learn(template)
     return template
@@ -281,11 +305,19 @@ def _text_pool(
 
     defaults = generation.sampling
     known = ServedModel(
-        names[0], tokenizer, template, context=0, capacity=0, vocab_size=0, defaults=defaults,
-        names=names[1:], tool_call_parser=config.tool_call_parser,
-        reasoning_parser=config.reasoning_parser, request_templates=config.trust_request_chat_template,
+        names[0],
+        tokenizer,
+        template,
+        context=0,
+        capacity=0,
+        vocab_size=0,
+        defaults=defaults,
+        names=names[1:],
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
+        request_templates=config.trust_request_chat_template,
         rerank_by=config.rerank_by,
-    )  # fmt: skip
+    )
     return start_text_pool(known, config, memory)
 
 
@@ -315,7 +347,9 @@ async def _main(
         batches.batches = Batches(service, routes, traces)
     supervisor.attach()
     assert supervisor.broken is not None
-    supervisor.when_ready(_announcer(service, lifecycle.url_of(listener, tls=bool(certificates)), started))
+    supervisor.when_ready(
+        _announcer(service, lifecycle.url_of(listener, tls=bool(certificates)), started)
+    )
     supervisor.when_ready(_preloader(service, preloaded))
     load_listed(service.adapters, listed_adapters(service.config.lora), supervisor.broken)
     kept = batches.batches
@@ -325,7 +359,9 @@ async def _main(
     lifecycle.reload_on_signal(*read_again, *([certificates.reload] if certificates else []))
     app = _with_admission(service, routes, traces)
     limits = limits_of(config)
-    server = lifecycle.http_server(app, limits, service.metrics.rejected, service.memory, certificates)
+    server = lifecycle.http_server(
+        app, limits, service.metrics.rejected, service.memory, certificates
+    )
     collecting = loop.create_task(lifecycle.collect_garbage(Collector()))
     serving = loop.create_task(server.serve(sockets=[listener]))
     await asyncio.wait({stop, serving, supervisor.broken}, return_when=asyncio.FIRST_COMPLETED)
@@ -361,7 +397,9 @@ def _with_admission(service: Service, routes: Starlette, traces: Traces | None) 
     uploads = {"/v1/files": config.max_file_size + MOST_AROUND_FILE}
     counts = service.metrics.http
     counts.learn(routes.routes)
-    app = RequestMiddleware(routes, service.keys, config.max_body_size, rules, uploads, traces, counts)
+    app = RequestMiddleware(
+        routes, service.keys, config.max_body_size, rules, uploads, traces, counts
+    )
     return with_cors(app, config.allowed_origins)
 
 
@@ -386,7 +424,9 @@ def _preloader(service: Service, bodies: list[PrefixBody]) -> Callable[[], None]
 
     def begin() -> None:
         if bodies and not tasks:
-            work = preload(bodies, service.prefixes, service.reader, service.served, service.adapters.digest)
+            work = preload(
+                bodies, service.prefixes, service.reader, service.served, service.adapters.digest
+            )
             tasks.append(asyncio.get_running_loop().create_task(work))
 
     return begin
@@ -405,19 +445,27 @@ def _announcer(service: Service, url: str, started: float) -> Callable[[], None]
         if service.tokenizer.vocab_size > ready.vocab_size:
             logging.getLogger("pageturner").warning(
                 "the tokenizer has %d tokens, the model %d: prompts with the others are refused",
-                service.tokenizer.vocab_size, ready.vocab_size,
-            )  # fmt: skip
+                service.tokenizer.vocab_size,
+                ready.vocab_size,
+            )
         phases = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in ready.phases.items())
         logging.getLogger("pageturner").info(
             "listening on %s; model %s, context %d, KV memory for %d tokens (%.2f GiB), %s tokens a step;"
             " ready in %.2f s%s",
-            url, service.model, ready.max_model_len, ready.num_blocks * ready.block_size,
-            ready.kv_bytes / 2**30, ready.token_budget or "any number of", time.monotonic() - started,
+            url,
+            service.model,
+            ready.max_model_len,
+            ready.num_blocks * ready.block_size,
+            ready.kv_bytes / 2**30,
+            ready.token_budget or "any number of",
+            time.monotonic() - started,
             f" (engine: {phases})" if phases else "",
-        )  # fmt: skip
+        )
         if ready.device:
             logging.getLogger("pageturner").info("device: %s", ready.device)
-        logging.getLogger("pageturner").info("chat and live view: %s/ ; to try: %s", url, _curl(service, url))
+        logging.getLogger("pageturner").info(
+            "chat and live view: %s/ ; to try: %s", url, _curl(service, url)
+        )
 
     return announce
 
@@ -427,6 +475,9 @@ def _curl(service: Service, url: str) -> str:
     key = ' -H "Authorization: Bearer $KEY"' if service.keys.needed else ""
     path, asked = "completions", '"prompt": "Once upon a time"'
     if service.template is not None:
-        path, asked = "chat/completions", f'"messages": [{{"role": "user", "content": "{QUESTION}"}}]'
+        path, asked = (
+            "chat/completions",
+            f'"messages": [{{"role": "user", "content": "{QUESTION}"}}]',
+        )
     fields = f'{{{asked}, "max_tokens": 60, "temperature": 0}}'
     return f"curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d '{fields}'"

@@ -87,7 +87,9 @@ class Service:
         """What can be asked for. ClientError 503 before the engine was ever ready."""
         ready = self.supervisor.ready
         if ready is None:
-            raise ClientError(503, "loading", "the model is still being loaded: try again in a moment")
+            raise ClientError(
+                503, "loading", "the model is still being loaded: try again in a moment"
+            )
         return ServedModel(
             model=self.model,
             tokenizer=self.tokenizer,

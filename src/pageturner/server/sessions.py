@@ -82,7 +82,9 @@ class ServedSession:
             return "running"
         if not self.kept_tokens:
             return "not_kept"
-        whole = (self.said - 1) // block_size * block_size  # the KV of the last token was never computed
+        whole = (
+            (self.said - 1) // block_size * block_size
+        )  # the KV of the last token was never computed
         return "kept" if self.kept_tokens >= whole else "partly_kept"
 
 
@@ -128,7 +130,11 @@ class ServedSessions:
     that fit the memory for KV: beyond that the one goes that was used least recently, of whoever has most."""
 
     def __init__(
-        self, supervisor: Supervisor, quota: Quota, most: int, clock: Callable[[], float] = time.monotonic
+        self,
+        supervisor: Supervisor,
+        quota: Quota,
+        most: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._supervisor, self._quota, self._most, self._clock = supervisor, quota, most, clock
         self._sessions: dict[str, ServedSession] = {}  # the one used least recently first
@@ -146,7 +152,9 @@ class ServedSessions:
         """ClientError 404 where the tenant has none of this id."""
         one = self._sessions.get(name_of(tenant, id))
         if one is None:
-            raise ClientError(404, "no_such_session", f"there is no session {id[:128]!r} here", "id")
+            raise ClientError(
+                404, "no_such_session", f"there is no session {id[:128]!r} here", "id"
+            )
         return one
 
     # -- turns -----------------------------------------------------------------------------------------------

@@ -42,7 +42,10 @@ class Counters:
     @property
     def listener(self) -> Listener:
         return Listener(
-            attached=self._attached, preempted=self._preempted, committed=self._committed, stats=self.stats
+            attached=self._attached,
+            preempted=self._preempted,
+            committed=self._committed,
+            stats=self.stats,
         )
 
     def _attached(self, seq: Sequence, fresh: int) -> None:

@@ -23,7 +23,9 @@ def kv_usage(sequences: Iterable[Sequence], store: Store, block_size: int) -> di
     kv_saved     positions that more than one sequence needs and that are there once: what sharing saves
     """
     needed, blocks = 0, 0
-    partial = defaultdict[int, list[int]](list)  # shared block -> positions of it that each sequence needs
+    partial = defaultdict[int, list[int]](
+        list
+    )  # shared block -> positions of it that each sequence needs
     for seq in sequences:
         needed += seq.computed
         blocks += len(seq.blocks)

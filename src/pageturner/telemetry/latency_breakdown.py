@@ -95,7 +95,9 @@ class LatencyAccount:
 
     def told(self) -> Timings:
         """As it stands."""
-        named = sorted(((s, part, by) for (part, by), s in self.named.items()), reverse=True)[:NAMED]
+        named = sorted(((s, part, by) for (part, by), s in self.named.items()), reverse=True)[
+            :NAMED
+        ]
         return Timings(
             self.received,
             self.since,
@@ -195,7 +197,9 @@ class LatencyTracker:
             return
         account.users -= 1
         if not account.users:
-            self._running = {one: other for one, other in self._running.items() if other is not account}
+            self._running = {
+                one: other for one, other in self._running.items() if other is not account
+            }
 
     def plan(self, plan: Plan) -> None:
         """A plan was made, and is not run yet."""
@@ -208,7 +212,9 @@ class LatencyTracker:
             if len(seq.tokens) - seq.computed == 1:
                 moves[id] = Move("decode", more + item.n)
             else:
-                moves[id] = Move("recompute" if seq.computed < seq.reached else "prefill", more + item.n)
+                moves[id] = Move(
+                    "recompute" if seq.computed < seq.reached else "prefill", more + item.n
+                )
         for id, by in plan.preempted.items():
             if (lost := self._running.pop(id, None)) is not None:
                 lost.wait("overhead", plan.at)
@@ -252,7 +258,9 @@ class StepShares:
         """Each of them pays the whole step, and what passed since the last one."""
         step, common = self._step, list(self._step.spent.items())
         around = (step.planned - step.begin) + (step.end - step.ran)
-        alike: dict[Move, tuple[list[tuple[str, float]], str, int, float]] = {}  # decoders pay the same
+        alike: dict[
+            Move, tuple[list[tuple[str, float]], str, int, float]
+        ] = {}  # decoders pay the same
         for id, account in running.items():
             move = self._moves.get(id)
             if move is not None and move.what == "decode":
@@ -279,7 +287,8 @@ class StepShares:
             return self._stalled(by)
         kind = "decode" if move.what == "decode" else "prefill"
         cost = {
-            name: self._each * (n - (move.tokens if name == kind else 0)) for name, n in self._tokens.items()
+            name: self._each * (n - (move.tokens if name == kind else 0))
+            for name, n in self._tokens.items()
         }
         padding = self._each * self._padding
         own = self._forward - sum(cost.values()) - padding

@@ -43,8 +43,15 @@ BEGIN = MAGIC + bytes([VERSION])
 MOST_BUFFERED = 20_000  # records, some 20 MB
 WRITE_EVERY = 0.1  # seconds
 MAX_FRAME = 64 * 1024 * 1024
-SAID = ("stop", "logit_bias", "bad_words", "bad_words_token_ids", "allowed_token_ids", "structured_outputs",
-        "force_ids")  # fmt: skip  # parameters in which a client may have written something
+SAID = (
+    "stop",
+    "logit_bias",
+    "bad_words",
+    "bad_words_token_ids",
+    "allowed_token_ids",
+    "structured_outputs",
+    "force_ids",
+)  # parameters in which a client may have written something
 DIGEST = 0x8000_0000  # the bit that tells a digest from a token, which a stop id stays
 
 
@@ -87,7 +94,12 @@ class Arrived(msgspec.Struct, tag=1, array_like=True, frozen=True):
     def request(self) -> Request:
         """As the scheduler got it."""
         params = msgspec.convert(self.params, SamplingParams)
-        rest = {"id": self.id, "arrival": self.arrival, "prompt": _unpacked(self.prompt), **self.more}
+        rest = {
+            "id": self.id,
+            "arrival": self.arrival,
+            "prompt": _unpacked(self.prompt),
+            **self.more,
+        }
         return msgspec.convert(rest | {"params": params}, Request)
 
 
@@ -201,7 +213,9 @@ class StepLog:
         self._thread = threading.Thread(target=_write, args=work, name="step-log", daemon=True)
         self._buffer.append(lambda _: header)
         self._thread.start()
-        self.close = weakref.finalize(self, _close, self._thread, self._end)  # at the end of the process too
+        self.close = weakref.finalize(
+            self, _close, self._thread, self._end
+        )  # at the end of the process too
 
     def arrived(self, at: float, request: Request) -> None:
         self._put(lambda digests: _arrived(at, request, digests))
@@ -243,7 +257,9 @@ class _Digests:
 
     def begin(self, request: Request) -> tuple[list[int], list[list[int]]]:
         """Digests of the prompt, and of the tokens of each resumed choice."""
-        prompt, state = self._chain(f"{request.adapter}/{request.salt}".encode(), request.prompt, ())
+        prompt, state = self._chain(
+            f"{request.adapter}/{request.salt}".encode(), request.prompt, ()
+        )
         self._last[request.id] = {request.index: state}
         resumed = []
         for choice in request.resume:
@@ -273,9 +289,13 @@ class _Digests:
         self._last.pop(id, None)
 
     def name(self, text: str) -> str:
-        return hashlib.blake2b(text.encode(), key=self._key, digest_size=6).hexdigest() if text else ""
+        return (
+            hashlib.blake2b(text.encode(), key=self._key, digest_size=6).hexdigest() if text else ""
+        )
 
-    def _chain(self, state: bytes, tokens: Iterable[int], keep: tuple[int, ...]) -> tuple[list[int], bytes]:
+    def _chain(
+        self, state: bytes, tokens: Iterable[int], keep: tuple[int, ...]
+    ) -> tuple[list[int], bytes]:
         found = []
         for token in tokens:
             mixed = state + token.to_bytes(4, "little")
@@ -302,7 +322,9 @@ def _arrived(at: float, request: Request, digests: _Digests | None) -> Arrived:
         prompt, resumed = digests.begin(request)
         for choice, tokens in zip(more.get("resume", ()), resumed, strict=True):
             choice["tokens"] = tokens
-        more |= {name: digests.name(more[name]) for name in ("tenant", "salt", "adapter") if name in more}
+        more |= {
+            name: digests.name(more[name]) for name in ("tenant", "salt", "adapter") if name in more
+        }
         if hint := more.get("session"):
             hint |= {name: digests.name(hint[name]) for name in ("name", "owner", "fork_of")}
     return Arrived(at, request.id, request.arrival, array("I", prompt).tobytes(), params, more)
@@ -323,8 +345,12 @@ def _step(done: Done, digests: _Digests | None) -> StepRecord:
             tokens, draft = digests.extend(seq, tokens) if tokens else [], [DIGEST] * len(draft)
             candidates = [(digests.one(seq, token), value) for token, value in candidates]
         failed = output.failure is not None
-        items.append(ItemRecord(seq.request.id, seq.index, item.n, before, tokens, draft, failed, candidates))
-    ended = [(event.id, event.index, event.finish) for event in done.events if event.finish is not None]
+        items.append(
+            ItemRecord(seq.request.id, seq.index, item.n, before, tokens, draft, failed, candidates)
+        )
+    ended = [
+        (event.id, event.index, event.finish) for event in done.events if event.finish is not None
+    ]
     if digests is not None:
         for id, index, _ in ended:
             digests.end(id, index)
@@ -349,12 +375,16 @@ def _open(path: Path) -> tuple[FileIO, bool]:
     """The file, to be appended to behind its last whole record; whether it is new, which it is too where a
     full disk took not even its beginning. EngineFault('step_log') for one that is something else."""
     try:
-        new = not path.is_file() or (path.stat().st_size < len(BEGIN) and BEGIN.startswith(path.read_bytes()))
+        new = not path.is_file() or (
+            path.stat().st_size < len(BEGIN) and BEGIN.startswith(path.read_bytes())
+        )
         if path.is_file():
             os.truncate(path, 0 if new else _whole(path))
         file = open(path, "ab", buffering=0)  # noqa: SIM115
     except OSError as error:
-        raise EngineFault("step_log", f"cannot write the step log {path}: {error.strerror}") from error
+        raise EngineFault(
+            "step_log", f"cannot write the step log {path}: {error.strerror}"
+        ) from error
     return file, new
 
 
@@ -376,7 +406,9 @@ def _check_version(path: Path, file: BinaryIO) -> None:
     if begin[:-1] != MAGIC:
         raise EngineFault("step_log", f"{path} is not a step log")
     if begin[-1] != VERSION:
-        message = f"{path} is a step log of version {begin[-1]}, and this program reads version {VERSION}"
+        message = (
+            f"{path} is a step log of version {begin[-1]}, and this program reads version {VERSION}"
+        )
         raise EngineFault("step_log", f"{message}: read it with the program that wrote it")
 
 
@@ -435,7 +467,9 @@ def read(path: Path) -> Iterator[Record]:
                     return
                 yield decoder.decode(body)
     except OSError as error:
-        raise EngineFault("step_log", f"cannot read the step log {path}: {error.strerror}") from error
+        raise EngineFault(
+            "step_log", f"cannot read the step log {path}: {error.strerror}"
+        ) from error
     except msgspec.DecodeError as error:
         raise EngineFault("step_log", f"{path} is damaged: {error}") from error
 

@@ -14,7 +14,21 @@ from typing import NamedTuple
 
 from pageturner.scheduler.types import Item, Plan
 
-STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # vLLM's buckets, in tokens
+STEP_SIZES = (
+    1,
+    8,
+    16,
+    32,
+    64,
+    128,
+    256,
+    512,
+    1024,
+    2048,
+    4096,
+    8192,
+    16384,
+)  # vLLM's buckets, in tokens
 
 Span = tuple[int, int]  # (tokens of a sequence computed before the step, tokens computed in it)
 
@@ -105,7 +119,10 @@ def _seen_through(window: int, spans: Iterable[Span]) -> tuple[int, int]:
         end = begin + n
         context += min(end, n + window - 1)
         pairs += n * begin + n * (n + 1) // 2
-        first, last = max(begin + 1 - window, 1), end - window  # positions hidden from first and last query
+        first, last = (
+            max(begin + 1 - window, 1),
+            end - window,
+        )  # positions hidden from first and last query
         if last >= first:
             pairs -= (first + last) * (last - first + 1) // 2
     return context, pairs

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pageturner.request import Request
 from pageturner.telemetry.work import ModelCosts
 
-OPERATIONS = 640.0  # of the layers, in a nanosecond of a step full of prompts (SmolLM2, 2 cores, AVX-512)
+OPERATIONS = (
+    640.0  # of the layers, in a nanosecond of a step full of prompts (SmolLM2, 2 cores, AVX-512)
+)
 # nanoseconds beside the matrix products, measured on the same machine by bench/prices.py
 TOLD = 1_500.0  # a likely token that is told with its logprob
 BIASED, ALLOWED, FORBIDDEN, WORD = 26.0, 7.0, 13.0, 130.0  # an entry of logit_bias and its like
@@ -34,7 +36,9 @@ class WorkPrices:
         """What each row of logits of this request costs beside its token."""
         p = request.params
         work = BIASED * len(p.logit_bias or ()) + ALLOWED * len(p.allowed_token_ids or ())
-        work += FORBIDDEN * (len(p.stop_ids) if p.min_tokens else 0) + WORD * len(p.bad_words_token_ids)
+        work += FORBIDDEN * (len(p.stop_ids) if p.min_tokens else 0) + WORD * len(
+            p.bad_words_token_ids
+        )
         work += TOLD * (max(p.logprobs or 0, p.prompt_logprobs or 0))
         if p.beam_width:
             work += CANDIDATE * (1 + max(1, len(p.stop_ids))) * p.beam_width

@@ -42,7 +42,9 @@ class AnswerFormat:
         """For the text of one choice."""
         if HARMONY in (self.tools, self.reasoning):
             return HarmonyParser()
-        rest: Parser = CallParser(tool_format(self.tools), self.names) if self.tools else PlainText()
+        rest: Parser = (
+            CallParser(tool_format(self.tools), self.names) if self.tools else PlainText()
+        )
         if self.reasoning:
             return ThoughtsParser(reasoning_format(self.reasoning), rest, self.thinking)
         return rest

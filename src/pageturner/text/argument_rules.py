@@ -24,15 +24,43 @@ MOST_COUNTED = 4096  # characters of a text or items of a list, to which a bound
 _NUMBER_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _LENGTHS = ("minLength", "maxLength")
 _TEXTS = (*_LENGTHS, "pattern", "format")
-_HELD = frozenset({
-    *_NUMBER_BOUNDS, *_TEXTS, "type", "properties", "required", "enum", "const", "anyOf", "oneOf", "allOf",
-    "items", "minItems", "maxItems", "additionalProperties", "$ref",
-})  # fmt: skip
+_HELD = frozenset(
+    {
+        *_NUMBER_BOUNDS,
+        *_TEXTS,
+        "type",
+        "properties",
+        "required",
+        "enum",
+        "const",
+        "anyOf",
+        "oneOf",
+        "allOf",
+        "items",
+        "minItems",
+        "maxItems",
+        "additionalProperties",
+        "$ref",
+    }
+)
 # keywords that say nothing of a value
-_SAYING_NOTHING = frozenset({
-    "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "nullable", "$defs",
-    "definitions", "$schema", "$id", "$comment",
-})  # fmt: skip
+_SAYING_NOTHING = frozenset(
+    {
+        "title",
+        "description",
+        "default",
+        "examples",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+        "nullable",
+        "$defs",
+        "definitions",
+        "$schema",
+        "$id",
+        "$comment",
+    }
+)
 _NUMBERS = r"""
 INTEGER: /-?(0|[1-9][0-9]{0,15})/
 NUMBER: /-?(0|[1-9][0-9]{0,15})(\.[0-9]{1,16})?/
@@ -184,7 +212,11 @@ class ArgumentRules:
     def _as_json(self, kind: str, schema: dict[str, Any], keywords: tuple[str, ...]) -> str:
         """The symbol of a value that is written as in JSON, where one of the keywords holds it; else ""."""
         held = {name: schema[name] for name in keywords if name in schema}
-        held |= dict(zip(_LENGTHS, self._counts(schema, _LENGTHS), strict=True)) if kind == "string" else {}
+        held |= (
+            dict(zip(_LENGTHS, self._counts(schema, _LENGTHS), strict=True))
+            if kind == "string"
+            else {}
+        )
         held = {name: value for name, value in held.items() if value is not None}
         if not held:
             return ""
@@ -198,7 +230,9 @@ class ArgumentRules:
         least, most = self._counts(schema, _LENGTHS)
         return "string" if least is most is None else self._rule(self._text(least or 0, most))
 
-    def _counts(self, schema: dict[str, Any], names: tuple[str, str]) -> tuple[int | None, int | None]:
+    def _counts(
+        self, schema: dict[str, Any], names: tuple[str, str]
+    ) -> tuple[int | None, int | None]:
         """The least and the most of a schema that are held; None: there is no such bound."""
         least, most = (None if schema.get(name) is None else int(schema[name]) for name in names)
         if (least or 0) > MOST_COUNTED or (self.strict and (most or 0) > MOST_COUNTED):
@@ -243,7 +277,9 @@ class ArgumentRules:
     def _name(self, name: str, sign: str) -> str:
         if self.kind == PYTHON and sign == ":":
             return f"{self._literal(name)} COLON"
-        if not (name.isidentifier() if self.kind == PYTHON else name.replace("-", "_").isidentifier()):
+        if not (
+            name.isidentifier() if self.kind == PYTHON else name.replace("-", "_").isidentifier()
+        ):
             raise Unwritable(f"a property {name[:40]!r}")
         return json.dumps(name + sign, ensure_ascii=False)
 

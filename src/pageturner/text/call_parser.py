@@ -249,7 +249,11 @@ class CallParser:
         while self._at < len(self._held):
             one = self._held[self._at]
             for index, way in enumerate(self._ways):
-                if NAME in way.parts and _at_arguments(way, one) and self._arguments_begin(found, index):
+                if (
+                    NAME in way.parts
+                    and _at_arguments(way, one)
+                    and self._arguments_begin(found, index)
+                ):
                     return True
             self._ways = [way for way in self._ways if way.take(one)]
             if not self._ways:  # not as it should end: what is left is text

@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from pageturner.errors import ClientError
 from pageturner.formats.tokenizer import Tokenizer
 from pageturner.text import reasoning, tool_formats
-from pageturner.text.answer_format import HARMONY, AnswerFormat, control_token, control_tokens, marks_of
+from pageturner.text.answer_format import (
+    HARMONY,
+    AnswerFormat,
+    control_token,
+    control_tokens,
+    marks_of,
+)
 from pageturner.text.reasoning import ReasoningFormat
 from pageturner.text.tool_formats import ToolFormat
 from pageturner.text.tool_grammar import check_tools, tool_grammar, with_thoughts

@@ -77,7 +77,9 @@ def chat_prompt(
     """
     if not messages or not all(isinstance(one, dict) for one in messages):
         message = "messages is a list of at least one {'role': ..., 'content': ...}"
-        raise ClientError(400, "invalid_value" if messages else "missing_field", message, "messages")
+        raise ClientError(
+            400, "invalid_value" if messages else "missing_field", message, "messages"
+        )
     source = tokenizer.chat_template
     if source is None:
         raise ClientError(400, "no_chat_template", HOW_TO_GIVE)
@@ -87,13 +89,18 @@ def chat_prompt(
 
 
 def read_chat(
-    messages: Sequence[dict[str, Any]], params: SamplingParams, tokenizer: Tokenizer, asked: ChatSettings
+    messages: Sequence[dict[str, Any]],
+    params: SamplingParams,
+    tokenizer: Tokenizer,
+    asked: ChatSettings,
 ) -> ChatRequest:
     """What a conversation asks for. ClientError for what is wrong with it."""
     choice = tools.read(list(asked.tools or ()), asked.tool_choice, asked.parallel_tool_calls)
     given = variables(choice.shown, asked.reasoning_effort, asked.chat_template_kwargs)
     text = chat_prompt(messages, tokenizer, given)
-    formats = ChatFormats(tokenizer, tokenizer.chat_template, asked.tool_call_parser, asked.reasoning_parser)
+    formats = ChatFormats(
+        tokenizer, tokenizer.chat_template, asked.tool_call_parser, asked.reasoning_parser
+    )
     answer = formats.answer(choice, text)
     params = _held(params, choice, formats)
     if given.get("enable_thinking") is not False or (answer is not None and answer.thinking):
@@ -110,7 +117,9 @@ def _held(params: SamplingParams, choice: ToolChoice, formats: ChatFormats) -> S
     if params.structured_outputs is not None:
         message = "structured_outputs and tools both say what the answer must match: give one"
         raise ClientError(400, "invalid_value", message, "structured_outputs")
-    return replace(params, structured_outputs=formats.grammar(choice, None, "name its tool_call_parser"))
+    return replace(
+        params, structured_outputs=formats.grammar(choice, None, "name its tool_call_parser")
+    )
 
 
 def read_answer(answer: AnswerFormat | None, text: str) -> ReadAnswer:

@@ -17,7 +17,9 @@ from pageturner.errors import ClientError, one_line
 LONGEST = 1 << 18  # characters of a template's source; real ones have up to 30,000
 
 MODELS_OWN = "the model's chat template"
-EACH_CHARACTER = 64  # characters that may be made of each character of a conversation, beside the allowance
+EACH_CHARACTER = (
+    64  # characters that may be made of each character of a conversation, beside the allowance
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +75,13 @@ class ChatTemplate:
         try:
             tree = spending(compiling, lambda: environment.parse(source))
             if tree.find(nodes.EvalContextModifier) is not None:
-                raise jinja2.TemplateError("autoescape, which is computed when it is read, is not supported")
+                raise jinja2.TemplateError(
+                    "autoescape, which is computed when it is read, is not supported"
+                )
             self._template = spending(compiling, lambda: environment.from_string(tree))
-        except Exception as error:  # of whatever kind: the source decides what fails in the compiler
+        except (
+            Exception
+        ) as error:  # of whatever kind: the source decides what fails in the compiler
             line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
             self.broken = one_line(f"{name} cannot be read{line}: {_printable(error)}")
 
@@ -85,7 +91,9 @@ class ChatTemplate:
         other._limits = limits
         return other
 
-    def render(self, messages: Sequence[dict[str, Any]], *, generate: bool = True, **variables: Any) -> str:
+    def render(
+        self, messages: Sequence[dict[str, Any]], *, generate: bool = True, **variables: Any
+    ) -> str:
         """The prompt of a conversation. ClientError when the template will not take it."""
         from pageturner.text.template_sandbox import Budget, OverBudget, spending
 
@@ -94,7 +102,9 @@ class ChatTemplate:
         template, limits = self._template, self._limits
         given = {"tools": None, "documents": None, **self._tokens, **variables}
         given |= {"messages": messages, "add_generation_prompt": generate}
-        said = sum(map(len, (one["content"] for one in messages if isinstance(one.get("content"), str))))
+        said = sum(
+            map(len, (one["content"] for one in messages if isinstance(one.get("content"), str)))
+        )
         try:
             budget = Budget(limits.steps, limits.characters + EACH_CHARACTER * said)
             text: str = spending(budget, lambda: template.render(given))

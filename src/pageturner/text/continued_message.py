@@ -17,7 +17,9 @@ FIELD = "continue_final_message"
 MARK = "ENDxOFxTHExCONTENT"  # of letters, which templates leave as they are
 
 
-def continued_prompt(template: ChatTemplate, messages: Sequence[dict[str, Any]], **variables: Any) -> str:
+def continued_prompt(
+    template: ChatTemplate, messages: Sequence[dict[str, Any]], **variables: Any
+) -> str:
     """What the template writes of these messages up to the end of the last one's content. ClientError where
     that is no message of the assistant, or where the template does not write its content as it is.
 
@@ -31,10 +33,14 @@ def continued_prompt(template: ChatTemplate, messages: Sequence[dict[str, Any]],
     mark = MARK
     while mark in whole:
         mark += "x"
-    marked = template.render([*messages[:-1], {**last, "content": last["content"] + mark}], generate=False,
-                             **variables)  # fmt: skip
+    marked = template.render(
+        [*messages[:-1], {**last, "content": last["content"] + mark}], generate=False, **variables
+    )
     before, found, _ = marked.rpartition(mark)
-    for prompt in (before, before.rstrip()):  # many templates take white space at the end of content away
+    for prompt in (
+        before,
+        before.rstrip(),
+    ):  # many templates take white space at the end of content away
         if found and whole.startswith(prompt):
             return prompt
     message = f"{FIELD}: the chat template does not write the content of the last message as it is"

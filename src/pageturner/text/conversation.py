@@ -80,7 +80,10 @@ def _message(message: dict[str, Any], i: int) -> dict[str, Any]:
         roles = ", ".join((*ROLES, "developer"))
         raise _wrong(f"messages[{i}].role is {role[:40]!r}, and the roles are {roles}")
     read = {**message, "role": role, "content": _content(message.get("content"), i)}
-    if message.get("tool_calls") in (None, []):  # an empty list too: to some templates that is a call
+    if message.get("tool_calls") in (
+        None,
+        [],
+    ):  # an empty list too: to some templates that is a call
         read.pop("tool_calls", None)
     else:
         read["tool_calls"] = _calls(message["tool_calls"], i)
@@ -102,7 +105,9 @@ def _content(content: Any, i: int) -> str:
     for part in content:
         text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
         if not isinstance(text, str):
-            raise _wrong(f"messages[{i}].content: only text parts are supported", "unsupported_parameter")
+            raise _wrong(
+                f"messages[{i}].content: only text parts are supported", "unsupported_parameter"
+            )
         texts.append(text)
     return "\n".join(texts)
 
@@ -138,7 +143,9 @@ def _as_wanted(
         calls = message.get("tool_calls")
         names |= {str(call.get("id")): call["function"]["name"] for call in calls or ()}
         if calls and not habits.writes_calls and format is not None:
-            text = written(format, ((one["function"]["name"], one["function"]["arguments"]) for one in calls))
+            text = written(
+                format, ((one["function"]["name"], one["function"]["arguments"]) for one in calls)
+            )
             message = {**message, "content": message["content"] + text}
         elif calls:
             message = {**message, "tool_calls": [_call_as_wanted(call, habits) for call in calls]}
@@ -146,7 +153,9 @@ def _as_wanted(
                 message["content"] = None
         elif message["role"] == "tool" and (id := message.get("tool_call_id")):
             message = {**message, "tool_call_id": _short(str(id)) if habits.short_ids else id}
-            if not message.get("name") and str(id) in names:  # some templates ask for it, clients do not
+            if (
+                not message.get("name") and str(id) in names
+            ):  # some templates ask for it, clients do not
                 message["name"] = names[str(id)]
         made.append(message)
     return made
@@ -160,7 +169,9 @@ def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         calls = message.get("tool_calls") or ()
         if len(calls) > 1:
             for k, call in enumerate(calls):
-                made.append({**message, "content": "" if k else message["content"], "tool_calls": [call]})
+                made.append(
+                    {**message, "content": "" if k else message["content"], "tool_calls": [call]}
+                )
                 waiting[str(call.get("id"))] = len(made)
         elif (place := waiting.pop(str(message.get("tool_call_id")), None)) is not None:
             made.insert(place, message)

@@ -355,20 +355,34 @@ FAMILIES = (
     ChatFamily("gemma-4", _GEMMA_4, ("<|turn>",), end="<turn|>"),
     ChatFamily("deepseek", _DEEPSEEK, ("<｜User｜>", "<｜Assistant｜>")),
     ChatFamily(
-        "deepseek-coder", _DEEPSEEK_CODER, ("<｜fim▁hole｜>",), architectures=("llama",), end="<|EOT|>"
+        "deepseek-coder",
+        _DEEPSEEK_CODER,
+        ("<｜fim▁hole｜>",),
+        architectures=("llama",),
+        end="<|EOT|>",
     ),
-    ChatFamily("deepseek-llm", _DEEPSEEK_LLM, ("<｜begin▁of▁sentence｜>",), without=("<｜fim▁hole｜>",)),
+    ChatFamily(
+        "deepseek-llm", _DEEPSEEK_LLM, ("<｜begin▁of▁sentence｜>",), without=("<｜fim▁hole｜>",)
+    ),
     ChatFamily("mistral-v7", _mistral_tokens("", _SYSTEM_TOKENS), (*_INST, "[SYSTEM_PROMPT]")),
     ChatFamily("mistral-v3", _mistral_tokens(" ", ""), _INST, spaced=True),
     ChatFamily("mistral-tekken", _mistral_tokens("", ""), _INST, spaced=False),
     ChatFamily("chatml", _CHATML, ("<|im_start|>",), without=("<|im_sep|>",), end="<|im_end|>"),
     ChatFamily(
-        "phi-3", _PHI_3, ("<|user|>", "<|assistant|>"), architectures=("phi3", "phimoe"), end="<|end|>"
+        "phi-3",
+        _PHI_3,
+        ("<|user|>", "<|assistant|>"),
+        architectures=("phi3", "phimoe"),
+        end="<|end|>",
     ),
     ChatFamily("command-r", _COMMAND_R, ("<|START_OF_TURN_TOKEN|>",), end="<|END_OF_TURN_TOKEN|>"),
-    ChatFamily("zephyr", _ZEPHYR, ("<|user|>", "<|assistant|>"), architectures=("llama", "stablelm")),
+    ChatFamily(
+        "zephyr", _ZEPHYR, ("<|user|>", "<|assistant|>"), architectures=("llama", "stablelm")
+    ),
     ChatFamily("zephyr", _ZEPHYR, architectures=_LLAMAS, called=r"zephyr|tinyllama.*chat"),
-    ChatFamily("llama-2", _LLAMA_2, architectures=_LLAMAS, called=r"llama-?2.*chat|codellama.*instruct"),
+    ChatFamily(
+        "llama-2", _LLAMA_2, architectures=_LLAMAS, called=r"llama-?2.*chat|codellama.*instruct"
+    ),
     ChatFamily("mistral", _MISTRAL, architectures=_LLAMAS, called=r"mi[sx]tral.*instruct"),
     ChatFamily("vicuna", _VICUNA, architectures=_LLAMAS, called=r"vicuna"),
     ChatFamily("alpaca", _ALPACA, architectures=_LLAMAS, called=r"alpaca"),

@@ -82,7 +82,11 @@ def fim_prompt(
         prompt += [tokens.repo, *tokenizer.encode_inside(_PROJECT)]
     for name, text in extra:
         head = encode(_BETWEEN) if tokens.file is None else [tokens.file]
-        prompt += head + ([] if tokens.file is None else tokenizer.encode_inside(f"{name}\n")) + encode(text)
+        prompt += (
+            head
+            + ([] if tokens.file is None else tokenizer.encode_inside(f"{name}\n"))
+            + encode(text)
+        )
     if extra and tokens.file is not None:
         prompt += [tokens.file, *tokenizer.encode_inside("here\n")]
     prompt += [tokens.prefix, *(encode(prefix) if isinstance(prefix, str) else prefix)]

@@ -12,7 +12,15 @@ import re
 
 from pageturner.text.call_parser import Delta, beginning
 
-MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
+MARKS = (
+    "<|start|>",
+    "<|channel|>",
+    "<|constrain|>",
+    "<|message|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+)
 ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>")  # of a message
 _RECIPIENT = re.compile(r"\bto=functions\.([A-Za-z0-9_.\-]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
@@ -45,7 +53,11 @@ class HarmonyParser:
 
     def finish(self) -> list[Delta]:
         found: list[Delta] = []
-        if not self._in_head and self._held and not any(mark.startswith(self._held) for mark in MARKS):
+        if (
+            not self._in_head
+            and self._held
+            and not any(mark.startswith(self._held) for mark in MARKS)
+        ):
             found.append(self._delta(self._held))
         elif self._in_head and self._kind == "content" and not self._head:
             pass  # a head that never came to its message says nothing
@@ -66,7 +78,9 @@ class HarmonyParser:
             found.append(Delta("call", called[1]))
             self._kind = "arguments"
         else:
-            self._kind = "reasoning" if channel is not None and channel[1] == "analysis" else "content"
+            self._kind = (
+                "reasoning" if channel is not None and channel[1] == "analysis" else "content"
+            )
         return True
 
     def _read_body(self, found: list[Delta]) -> bool:

@@ -10,16 +10,34 @@ from collections.abc import Mapping
 from typing import Any
 
 # of the draft's formats those that a grammar can hold; the draft has validators pass over the others
-FORMATS = frozenset({
-    "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
-})  # fmt: skip
+FORMATS = frozenset(
+    {
+        "date-time",
+        "time",
+        "date",
+        "duration",
+        "email",
+        "hostname",
+        "ipv4",
+        "ipv6",
+        "uuid",
+        "uri",
+    }
+)
 MOST_DIGITS = 16  # of a whole number without bounds of its own: small models may never end one
 LARGEST = 10**MOST_DIGITS - 2  # a compiler that counts in doubles knows no odd numbers of that size
 # keyword -> whether it has one schema, a list of schemas, or schemas by name
-_ONE = frozenset({
-    "additionalProperties", "additionalItems", "contains", "propertyNames", "items", "unevaluatedItems",
-    "unevaluatedProperties",
-})  # fmt: skip
+_ONE = frozenset(
+    {
+        "additionalProperties",
+        "additionalItems",
+        "contains",
+        "propertyNames",
+        "items",
+        "unevaluatedItems",
+        "unevaluatedProperties",
+    }
+)
 _LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems", "items"})
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 
@@ -38,7 +56,9 @@ def as_grammars_take_it(schema: Any, *, strict: bool = False) -> Any:
             continue
         made[name] = _within(name, value, strict)
     kinds = made.get("type")
-    if kinds == "integer" or (isinstance(kinds, list) and "integer" in kinds and "number" not in kinds):
+    if kinds == "integer" or (
+        isinstance(kinds, list) and "integer" in kinds and "number" not in kinds
+    ):
         _bound(made)
     return made
 

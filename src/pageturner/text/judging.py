@@ -37,7 +37,9 @@ def read_template(given: str) -> str:
             message = f"--rerank-template {given}: no file that can be read ({error})"
             raise EngineFault("bad_setting", message) from error
     if given and not all(place in text for place in ("{query}", "{document}")):
-        raise EngineFault("bad_setting", f"--rerank-template {given[:80]} lacks {{query}} or {{document}}")
+        raise EngineFault(
+            "bad_setting", f"--rerank-template {given[:80]} lacks {{query}} or {{document}}"
+        )
     return text
 
 

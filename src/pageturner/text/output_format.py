@@ -59,14 +59,20 @@ def asks(response_format: dict[str, Any] | None, structured: dict[str, Any] | No
     return bool(structured) or bool(response_format and response_format.get("type") != "text")
 
 
-def asked(response_format: dict[str, Any] | None, structured: dict[str, Any] | None) -> bytes | None:
+def asked(
+    response_format: dict[str, Any] | None, structured: dict[str, Any] | None
+) -> bytes | None:
     """A name for what the two fields ask for, the same for the same fields; None: they ask for nothing."""
     if not asks(response_format, structured):
         return None
-    return hashlib.blake2b(msgspec.json.encode((response_format, structured)), digest_size=16).digest()
+    return hashlib.blake2b(
+        msgspec.json.encode((response_format, structured)), digest_size=16
+    ).digest()
 
 
-def grammar_of(response_format: dict[str, Any] | None, structured: dict[str, Any] | None) -> str | None:
+def grammar_of(
+    response_format: dict[str, Any] | None, structured: dict[str, Any] | None
+) -> str | None:
     """The grammar that the two fields ask for, or None. ClientError for what is wrong with them."""
     try:
         asked = _of_response_format(response_format) if response_format else None
@@ -76,7 +82,9 @@ def grammar_of(response_format: dict[str, Any] | None, structured: dict[str, Any
     if not structured:
         return asked
     if asked is not None:
-        message = "response_format and structured_outputs both say what the answer must match: send one"
+        message = (
+            "response_format and structured_outputs both say what the answer must match: send one"
+        )
         raise _bad("invalid_value", message, "structured_outputs")
     try:
         fields = msgspec.convert(structured, StructuredOutputs)
@@ -92,12 +100,16 @@ def _of_response_format(format: dict[str, Any]) -> str | None:
     if kind == "json_object":
         return StructuredOutputsParams(json_object=True)
     if kind != "json_schema":
-        message = f"response_format: type is text, json_object or json_schema, not {str(kind)[:40]!r}"
+        message = (
+            f"response_format: type is text, json_object or json_schema, not {str(kind)[:40]!r}"
+        )
         raise _bad("unsupported_parameter", message, "response_format")
     named = format.get("json_schema")
     schema = named.get("schema") if isinstance(named, dict) else None
     if not isinstance(schema, dict):
-        raise _bad("invalid_schema", f"response_format has no schema: send {SHAPE}", "response_format")
+        raise _bad(
+            "invalid_schema", f"response_format has no schema: send {SHAPE}", "response_format"
+        )
     return StructuredOutputsParams(json=schema)
 
 

@@ -104,7 +104,9 @@ class OutputStream:
         """Add what is new in `event`; `done` says whether that was all. Gap if tokens are missing."""
         known = len(self.request.prompt) + len(self.tokens) - event.position
         if known < 0:
-            raise StreamGap(f"request {self.request.id}: position {event.position} came {-known} too early")
+            raise StreamGap(
+                f"request {self.request.id}: position {event.position} came {-known} too early"
+            )
         self.cached = max(self.cached, event.cached)
         self.recomputed = self._recomputed_before + event.recomputed
         self.times.timings = event.timings or self.times.timings
@@ -134,8 +136,14 @@ class OutputStream:
                     f"request {self.request.id}: prompt logprobs came {-known} positions too early"
                 )
             self.prompt_logprobs += event.prompt_logprobs[known:]
-        if (event.tokens or event.finish in ("stop", "length")) and self.request.logits_from is not None:
-            missing = len(self.request.prompt) - 1 - max(len(self.prompt_logprobs), self.pooled.positions - 1)
+        if (
+            event.tokens or event.finish in ("stop", "length")
+        ) and self.request.logits_from is not None:
+            missing = (
+                len(self.request.prompt)
+                - 1
+                - max(len(self.prompt_logprobs), self.pooled.positions - 1)
+            )
             if missing:
                 raise StreamGap(f"request {self.request.id}: {missing} prompt logprobs are missing")
 
@@ -148,8 +156,12 @@ class OutputStream:
         self.failure = failure
         self._put(n=len(self.tokens), offset=self.detokenizer.decoded, last=True)
 
-    def _put(self, *, n: int, offset: int, last: bool, text: str = "", token: int | None = None) -> None:
-        self.sink.put(OutputPiece(stream=self, text=text, token=token, n=n, offset=offset, last=last))
+    def _put(
+        self, *, n: int, offset: int, last: bool, text: str = "", token: int | None = None
+    ) -> None:
+        self.sink.put(
+            OutputPiece(stream=self, text=text, token=token, n=n, offset=offset, last=last)
+        )
 
     def _push(self, token: int, finish: str | None, now: float) -> None:
         """One token. A token that stopped the sequence is counted and not shown, as in vLLM."""

@@ -16,10 +16,16 @@ from pageturner.formats.tokenizer import Tokenizer
 from pageturner.params import LIMITS, SamplingParams, out_of_range
 from pageturner.request import Logprob
 
-MOST_STOPS, LONGEST_STOP, MOST_STOP_TEXT = 64, 1024, 4096  # strings; characters of one, and of all of them
+MOST_STOPS, LONGEST_STOP, MOST_STOP_TEXT = (
+    64,
+    1024,
+    4096,
+)  # strings; characters of one, and of all of them
 MOST_BAD_WORDS, LONGEST_BAD_WORD, MOST_BAD_TEXT = 1024, 1024, 65_536  # likewise
 MOST_STOP_IDS = 1024  # beside those that end the answers of the model anyway
-MOST_CONTINUATIONS = 1 << 15  # that stop ids add to a step of a beam search: each beam needs as many more
+MOST_CONTINUATIONS = (
+    1 << 15
+)  # that stop ids add to a step of a beam search: each beam needs as many more
 WORD_ENTRIES = 16  # what looking for one of bad_words costs at each token, in ids of logit_bias
 GREEDY = 1e-5  # temperatures below it choose the most likely token anyway, as in vLLM; float32 cannot divide
 # by the smallest of them
@@ -155,9 +161,13 @@ def check_beams(params: SamplingParams) -> None:
         message = "stop strings do not end a beam: use stop_token_ids, or cut the text"
         raise invalid("stop", message)
     if params.beam_width and params.prompt_logprobs is not None:
-        raise invalid("prompt_logprobs", "prompt_logprobs (echo too) cannot be had with beam search")
+        raise invalid(
+            "prompt_logprobs", "prompt_logprobs (echo too) cannot be had with beam search"
+        )
     if params.beam_width and params.max_thinking_tokens is not None:
-        raise invalid("thinking_token_budget", "the thoughts of beams cannot be ended: leave it away")
+        raise invalid(
+            "thinking_token_budget", "the thoughts of beams cannot be ended: leave it away"
+        )
     if params.beam_width and (params.force_ids or params.forced_end is not None):
         raise invalid("forced_end", "forced tokens leave a beam search nothing to find")
 
@@ -175,9 +185,13 @@ def _check_grammar(params: SamplingParams, tokenizer: Tokenizer) -> None:
         raise invalid("structured_outputs", made)
     for name, given in (("ignore_eos", params.ignore_eos), ("min_tokens", params.min_tokens)):
         if given:
-            raise invalid(name, f"{name} contradicts a grammar, which says itself where the answer may end")
+            raise invalid(
+                name, f"{name} contradicts a grammar, which says itself where the answer may end"
+            )
     if not tokenizer.eos_ids:
-        raise invalid("structured_outputs", "this model has no end of sequence: a grammar could never end")
+        raise invalid(
+            "structured_outputs", "this model has no end of sequence: a grammar could never end"
+        )
 
 
 def _word_tokens(tokenizer: Tokenizer, words: Iterable[str]) -> list[tuple[int, ...]]:
@@ -215,13 +229,15 @@ def _check_strings(name: str, strings: tuple[str, ...], limits: tuple[int, int, 
 def _check_stop_ids(count: int, beams: int) -> None:
     if count > MOST_STOP_IDS:
         raise invalid(
-            "stop_token_ids", f"stop_token_ids has {count} tokens, at most {MOST_STOP_IDS} are taken"
+            "stop_token_ids",
+            f"stop_token_ids has {count} tokens, at most {MOST_STOP_IDS} are taken",
         )
     if beams * beams * count > MOST_CONTINUATIONS:
         most = MOST_CONTINUATIONS // (beams * beams)
         message = f"stop_token_ids has {count} tokens, and {beams} beams take at most {most}: each beam looks"
         raise invalid(
-            "stop_token_ids", f"{message} for as many more continuations. Send fewer, or fewer beams"
+            "stop_token_ids",
+            f"{message} for as many more continuations. Send fewer, or fewer beams",
         )
 
 

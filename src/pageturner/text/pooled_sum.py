@@ -31,7 +31,9 @@ class PooledSum:
             self.total = self.total or sums
         self.positions += positions
 
-    def vector(self, pooling: str, *, normalize: bool = True, dimensions: int | None = None) -> list[float]:
+    def vector(
+        self, pooling: str, *, normalize: bool = True, dimensions: int | None = None
+    ) -> list[float]:
         """The pooled row, or as many of its first numbers; of length 1 where it is normalised, unless it is
         zero."""
         count = self.positions if pooling == "mean" else 1

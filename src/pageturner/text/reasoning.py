@@ -33,7 +33,9 @@ FORMATS = (
         "gemma", "<|channel>thought", "<channel|>", ("<|channel>",), ("<|channel>", "<channel|>")
     ),
     ReasoningFormat("mistral", "[THINK]", "[/THINK]", ("[THINK]",), ("[THINK]", "[/THINK]")),
-    ReasoningFormat("think", "<think>", "</think>", ("<think>", "</think>"), ("<think>", "</think>")),
+    ReasoningFormat(
+        "think", "<think>", "</think>", ("<think>", "</think>"), ("<think>", "</think>")
+    ),
 )
 BY_NAME = {format.name: format for format in FORMATS}
 NAMES = tuple(BY_NAME)

@@ -210,7 +210,9 @@ def params_of(params: SamplingParams, n: int, best_of: int) -> ReceiptParams:
 
 
 def prompt_of(tokens: Sequence[int], max_tokens: int) -> ReceiptPrompt:
-    return ReceiptPrompt(tokens=len(tokens), hash=token_hash("prompt", tokens), max_tokens=max_tokens)
+    return ReceiptPrompt(
+        tokens=len(tokens), hash=token_hash("prompt", tokens), max_tokens=max_tokens
+    )
 
 
 def choice_of(index: int, prompt: int, tokens: Sequence[int], finish: str) -> ReceiptChoice:
@@ -235,7 +237,9 @@ def sealed(receipt: Receipt, key: bytes = b"") -> Receipt:
     if key:
         value = _hmac(key, whole)
         signature = Signature(algorithm="hmac-sha256", key=key_name(key), value=value)
-    return msgspec.structs.replace(receipt, checks=checks, digest=_digest(whole), signature=signature)
+    return msgspec.structs.replace(
+        receipt, checks=checks, digest=_digest(whole), signature=signature
+    )
 
 
 def key_name(key: bytes) -> str:
@@ -303,7 +307,9 @@ def _named(message: str) -> NoReceipt:
     field = re.search(r"(unknown|required) field `(.*)`", message)
     part = ".".join(filter(None, (path.strip(".`"), field[2] if field else "")))
     if field is not None:
-        return NoReceipt(part, "is missing" if field[1] == "required" else "is no field of a receipt")
+        return NoReceipt(
+            part, "is missing" if field[1] == "required" else "is no field of a receipt"
+        )
     return NoReceipt(part or "receipt", f"is of another form: {message[:1].lower()}{message[1:]}")
 
 
@@ -319,14 +325,18 @@ def changes(receipt: Receipt, key: bytes = b"") -> list[Difference]:
     checks = zip(sorted(parts), _split(receipt.checks, CHECK), strict=False)
     wrong = [part for part, check in checks if check != _check(part, parts[part])]
     if kept and (wrong or not complete):
-        return [Difference("checks", "are not those of the parts, which are unchanged by their digest")]
+        return [
+            Difference("checks", "are not those of the parts, which are unchanged by their digest")
+        ]
     if not complete:
         what = f"are of {len(receipt.checks) / CHECK:g} parts, and there are {len(parts)}"
         return [Difference("checks", f"{what}: parts were added or taken away")]
     if wrong:
         return [Difference(part, "is not what was written: its check differs") for part in wrong]
     if not kept:
-        return [Difference("digest", "is not that of the parts, which are unchanged by their checks")]
+        return [
+            Difference("digest", "is not that of the parts, which are unchanged by their checks")
+        ]
     return _signature_changes(receipt.signature, whole, key) if key else []
 
 
@@ -337,11 +347,15 @@ def _signature_changes(signature: Signature | None, whole: bytes, key: bytes) ->
     if right and named == signature.key:
         return []
     if right:
-        return [Difference("signature.key", f"is {signature.key}, and the signature is that of {named}")]
+        return [
+            Difference("signature.key", f"is {signature.key}, and the signature is that of {named}")
+        ]
     if named != signature.key:
         what = f"is {signature.key}, and the key that was given is {named}: the signature is not its own"
         return [Difference("signature.key", what)]
-    return [Difference("signature.value", "does not fit: it or the receipt was changed without the key")]
+    return [
+        Difference("signature.value", "does not fit: it or the receipt was changed without the key")
+    ]
 
 
 # -- making again --------------------------------------------------------------------------------------------
@@ -369,7 +383,9 @@ def differences(choice: ReceiptChoice, tokens: Sequence[int], finish: str) -> It
         what = f"is {choice.tokens}, and the answer made again has {len(tokens)} tokens"
         yield Difference(f"{path}.tokens", what)
     if finish != choice.finish_reason:
-        yield Difference(f"{path}.finish_reason", f"is {choice.finish_reason!r}, made again {finish!r}")
+        yield Difference(
+            f"{path}.finish_reason", f"is {choice.finish_reason!r}, made again {finish!r}"
+        )
 
 
 def _where(choice: ReceiptChoice, tokens: Sequence[int]) -> str:
@@ -405,7 +421,9 @@ def matching_prompts(receipt: Receipt, prompts: Sequence[Sequence[int]]) -> list
             what = f"is {prompt.tokens}, and the prompt that was given has {len(tokens)}"
             found.append(Difference(f"prompts[{i}].tokens", what))
         if token_hash("prompt", tokens) != prompt.hash:
-            found.append(Difference(f"prompts[{i}].hash", "is not that of the prompt that was given"))
+            found.append(
+                Difference(f"prompts[{i}].hash", "is not that of the prompt that was given")
+            )
     return found
 
 

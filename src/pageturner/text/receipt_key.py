@@ -26,8 +26,6 @@ def read_key(file: str, given: str) -> bytes:
             raise EngineFault("bad_setting", message) from error
     raw = raw.strip()
     if (file or raw) and len(raw) < LEAST:
-        message = (
-            f"the key of receipts has {len(raw)} bytes, at least {LEAST} are needed: openssl rand -hex 32"
-        )
+        message = f"the key of receipts has {len(raw)} bytes, at least {LEAST} are needed: openssl rand -hex 32"
         raise EngineFault("bad_setting", message)
     return raw

@@ -30,7 +30,9 @@ class StopStrings:
         """What of the text is certain now, with `new` behind what came before."""
         text = self._held + new
         complete, certain = [], len(text)
-        for stop in self._stop:  # once a token: only where its first character stands is it looked at
+        for (
+            stop
+        ) in self._stop:  # once a token: only where its first character stands is it looked at
             first = stop[0]
             at = text.find(first)
             while at >= 0:

@@ -72,8 +72,16 @@ def StructuredOutputsParams(
     unsatisfiable_schema, invalid_regex, invalid_choice, invalid_grammar, unsatisfiable_grammar; invalid_value
     for anything else.
     """
-    kinds = {"json": json, "regex": regex, "choice": choice, "grammar": grammar, "json_object": json_object}
-    given = [name for name, value in kinds.items() if value is not None and kinds[name] is not False]
+    kinds = {
+        "json": json,
+        "regex": regex,
+        "choice": choice,
+        "grammar": grammar,
+        "json_object": json_object,
+    }
+    given = [
+        name for name, value in kinds.items() if value is not None and kinds[name] is not False
+    ]
     if json is False:
         raise _bad("unsatisfiable_schema", "the schema is false: nothing matches it")
     if len(given) != 1:
@@ -112,7 +120,11 @@ def _lark_of_schema(schema: Any, options: dict[str, Any]) -> str:
         raise _bad("invalid_schema", "a schema is a JSON object")
     own = schema.get("x-guidance", {})
     if isinstance(own, Mapping):
-        usual = {} if "whitespace_flexible" in {**own, **options} else {"whitespace_pattern": WHITE_SPACE}
+        usual = (
+            {}
+            if "whitespace_flexible" in {**own, **options}
+            else {"whitespace_pattern": WHITE_SPACE}
+        )
         schema = {**schema, "x-guidance": {**usual, **own, **options}}
     try:
         schema = as_grammars_take_it(schema)
@@ -137,7 +149,9 @@ def _choices(choice: Iterable[str]) -> list[str]:
     if not choices or not all(isinstance(one, str) and one for one in choices):
         raise _bad("invalid_choice", "choice is a list of texts, at least one, none of them empty")
     if len(choices) > MOST_CHOICES:
-        raise _bad("invalid_choice", f"choice has {len(choices)} texts, at most {MOST_CHOICES} are taken")
+        raise _bad(
+            "invalid_choice", f"choice has {len(choices)} texts, at most {MOST_CHOICES} are taken"
+        )
     return choices
 
 

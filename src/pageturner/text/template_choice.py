@@ -32,10 +32,15 @@ def give_template(tokenizer: Tokenizer, given: str) -> str:
         _take(family_templates.BY_NAME[given], tokenizer)
     elif given:
         tokenizer.chat_template = _text(given)
-        template = ChatTemplate(tokenizer.chat_template, name=f"the template of --chat-template {given[:80]}")
+        template = ChatTemplate(
+            tokenizer.chat_template, name=f"the template of --chat-template {given[:80]}"
+        )
         if template.broken:
             raise EngineFault("bad_setting", template.broken)
-    elif tokenizer.chat_template is None and (family := family_templates.recognised(tokenizer)) is not None:
+    elif (
+        tokenizer.chat_template is None
+        and (family := family_templates.recognised(tokenizer)) is not None
+    ):
         _take(family, tokenizer)
         return family.name
     return ""
@@ -54,9 +59,13 @@ def _text(given: str) -> str:
         return given
     try:
         if os.path.getsize(given) > 4 * LONGEST:
-            raise EngineFault("bad_setting", f"--chat-template {given} is larger than any template may be")
+            raise EngineFault(
+                "bad_setting", f"--chat-template {given} is larger than any template may be"
+            )
         return Path(given).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         names = ", ".join(family_templates.NAMES)
-        message = f"--chat-template {given}: no file that can be read ({error}), and none of {names}"
+        message = (
+            f"--chat-template {given}: no file that can be read ({error}), and none of {names}"
+        )
         raise EngineFault("bad_setting", message) from error

@@ -32,10 +32,25 @@ _LEFT_OUT = ("urlize", "xmlattr", "wordwrap", "striptags", "pprint")
 _FREE = frozenset({"length", "count", "first", "last", "default", "d", "items"})
 _OF_LISTS = frozenset(
     {
-        "batch", "dictsort", "groupby", "list", "map", "max", "min", "random", "reject", "rejectattr",
-        "reverse", "select", "selectattr", "slice", "sort", "unique", "attr",
+        "batch",
+        "dictsort",
+        "groupby",
+        "list",
+        "map",
+        "max",
+        "min",
+        "random",
+        "reject",
+        "rejectattr",
+        "reverse",
+        "select",
+        "selectattr",
+        "slice",
+        "sort",
+        "unique",
+        "attr",
     }
-)  # fmt: skip
+)
 _SIZED = frozenset({"center", "batch", "slice", "truncate", "indent"})  # whose numbers are sizes
 _SIZED_METHODS = frozenset({"center", "ljust", "rjust", "zfill", "to_bytes"})
 _COPYING = frozenset({"copy", "count", "index"})
@@ -199,7 +214,9 @@ class TemplateEnvironment(sandbox.ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         extensions = ["jinja2.ext.loopcontrols", _GenerationBlock]
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions, finalize=_measured)
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=extensions, finalize=_measured
+        )
         for name in _LEFT_OUT:
             del self.filters[name]
         self.filters = {name: _paying(name, one) for name, one in self.filters.items()}
@@ -292,7 +309,9 @@ def _paying(name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
     """The filter, paid for by its arguments."""
     if name in _FREE:
         return filter
-    own = 1 if getattr(filter, "jinja_pass_arg", None) is not None else 0  # what jinja2 puts in front
+    own = (
+        1 if getattr(filter, "jinja_pass_arg", None) is not None else 0
+    )  # what jinja2 puts in front
 
     @wraps(filter)  # and how it is to be called: jinja2 keeps that in an attribute
     def paid(*args: Any, **kwargs: Any) -> Any:
@@ -305,7 +324,11 @@ def _paying(name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
             budget.make(sum(abs(value) for value in given if isinstance(value, int)))
         texts = [value for value in given if isinstance(value, str)]
         if name == "indent" and texts:  # of every line
-            width = len(texts[1]) if len(texts) > 1 else max((v for v in given if type(v) is int), default=4)
+            width = (
+                len(texts[1])
+                if len(texts) > 1
+                else max((v for v in given if type(v) is int), default=4)
+            )
             budget.make((texts[0].count("\n") + 1) * width)
         if name == "replace" and len(texts) >= 3:
             budget.make(texts[0].count(texts[1]) * len(texts[2]))
@@ -326,7 +349,9 @@ def _join(environment: Any, value: Iterable[Any], d: Any = "", attribute: Any = 
 @jinja2.pass_environment
 def _sum(environment: Any, iterable: Iterable[Any], attribute: Any = None, start: Any = 0) -> Any:
     """jinja2's filter, by the `+` that is paid for."""
-    values = iterable if attribute is None else map(make_attrgetter(environment, attribute), iterable)
+    values = (
+        iterable if attribute is None else map(make_attrgetter(environment, attribute), iterable)
+    )
     for value in _Counted(values):
         start = environment.call_binop(None, "+", start, value)
     return start

@@ -53,9 +53,12 @@ class ToolFormat:
 
 
 DEEPSEEK_MARKS = (
-    "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
     "<｜tool▁calls▁end｜>",
-)  # fmt: skip
+)
 FUNCTION = '{ "name" : "$NAME" , "arguments" : $ARGS }'
 
 # The first row whose markers are in a template is its format.
@@ -76,7 +79,9 @@ FORMATS = (
     ),
     ToolFormat(
         "deepseek_v3",
-        calls=("<｜tool▁call▁begin｜>function<｜tool▁sep｜>$NAME ```json $ARGS ```<｜tool▁call▁end｜>",),
+        calls=(
+            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>$NAME ```json $ARGS ```<｜tool▁call▁end｜>",
+        ),
         markers=("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "```json"),
         opening="<｜tool▁calls▁begin｜> ",
         between=" ",
@@ -167,7 +172,7 @@ FORMATS = (
         at_start=True,
         several=False,
     ),
-)  # fmt: skip
+)
 BY_NAME = {format.name: format for format in FORMATS}
 NAMES = tuple(BY_NAME)
 COMMON = "hermes"  # what to try with a model whose template says nothing

@@ -120,12 +120,18 @@ _ANSWER = "answer: %lark {\n"
 def without_thoughts(grammar: str) -> str:
     """What `with_thoughts` was given, if it has made this."""
     before, _, answer = grammar.partition(_ANSWER)
-    return answer.removesuffix("\n}\n") if before.startswith(f"{OPTIONS}start: ") and answer else grammar
+    return (
+        answer.removesuffix("\n}\n")
+        if before.startswith(f"{OPTIONS}start: ") and answer
+        else grammar
+    )
 
 
 def _harmony_answer(grammar: str, control: Control) -> str:
     """For an answer on the final channel, behind thoughts on theirs."""
-    channel, message, start = (_mark(text, control) for text in ("<|channel|>", "<|message|>", "<|start|>"))
+    channel, message, start = (
+        _mark(text, control) for text in ("<|channel|>", "<|message|>", "<|start|>")
+    )
     thoughts = f'({channel} ("analysis" | "commentary") {message} thought {start} "assistant")*'
     return (
         f'{OPTIONS}start: {thoughts} {channel} "final" {message} answer\n'
@@ -181,7 +187,9 @@ class _Writer:
             reason = f"{error} cannot be held in calls of this model"
             raise ClientError(400, "unsupported_schema", f"tools: {reason}", "tools") from None
         except (RecursionError, TypeError, AttributeError, ValueError):
-            raise ClientError(400, "invalid_schema", "tools: it is no JSON schema", "tools") from None
+            raise ClientError(
+                400, "invalid_schema", "tools: it is no JSON schema", "tools"
+            ) from None
         return "\n".join((*made, rules.text()))
 
 
@@ -197,11 +205,16 @@ def _schema(tool: Tool) -> str:
     """A tool's schema for llguidance. What is not strict is held as far as that can be."""
     own = tool.parameters.get("x-guidance")
     guidance = {"whitespace_pattern": WHITE_SPACE, "lenient": not tool.strict}
-    schema = {**tool.parameters, "x-guidance": {**guidance, **(own if isinstance(own, dict) else {})}}
+    schema = {
+        **tool.parameters,
+        "x-guidance": {**guidance, **(own if isinstance(own, dict) else {})},
+    }
     try:
         return json.dumps(as_grammars_take_it(schema, strict=tool.strict), allow_nan=False)
     except (ValueError, RecursionError):
-        raise ClientError(400, "invalid_schema", "tools: it cannot be written as JSON", "tools") from None
+        raise ClientError(
+            400, "invalid_schema", "tools: it cannot be written as JSON", "tools"
+        ) from None
 
 
 def _more(format: ToolFormat, choice: ToolChoice, write: _Writer) -> str:
@@ -275,9 +288,12 @@ def _harmony(choice: ToolChoice, write: _Writer) -> str:
     channel or, as their template writes it in messages behind another one, in front of it. There are thoughts
     once, at the beginning: so a budget ends them."""
     channel, message, constrain, begin = (
-        _mark(text, write.control) for text in ("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>")
+        _mark(text, write.control)
+        for text in ("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>")
     )
-    as_json = f'(WS? {constrain} "json" | WS "json"?)? {message}'  # never "json" as part of the name
+    as_json = (
+        f'(WS? {constrain} "json" | WS "json"?)? {message}'  # never "json" as part of the name
+    )
     more = f'{message} behind {begin} "assistant"'
     rules = ["before: thoughts said* | said+"]
     rules += [f'thoughts: {channel} "analysis" {more}', f'said: {channel} "commentary" {more}']
@@ -285,7 +301,9 @@ def _harmony(choice: ToolChoice, write: _Writer) -> str:
         to = f"to=functions.{tool.name}"
         rules.append(f"call{i}: {channel} {_quoted(f'commentary {to}')} {as_json} args{i}")
         rules.append(f'late{i}: {_quoted(f" {to}")} {channel} "commentary" {as_json} args{i}')
-    calls, late = (" | ".join(f"{name}{i}" for i in range(len(choice.tools))) for name in ("call", "late"))
+    calls, late = (
+        " | ".join(f"{name}{i}" for i in range(len(choice.tools))) for name in ("call", "late")
+    )
     last = "" if choice.required else f' | {channel} ("final" | "commentary") {message} SAID'
     start = [f"start: last | before (last | {late})", f"last: {calls}{last}"]
     behind = _message_end(write.control, "behind")

@@ -65,7 +65,9 @@ def read(tools: list[Any] | None, choice: Any, parallel: bool | None) -> ToolCho
         return NOT_ASKED
     strange = set(names or ()) - {tool.name for tool in known}
     if strange:
-        raise _wrong("tool_choice", f"tool_choice names {min(strange)[:64]!r}, which is none of the tools")
+        raise _wrong(
+            "tool_choice", f"tool_choice names {min(strange)[:64]!r}, which is none of the tools"
+        )
     return ToolChoice(
         tools=tuple(tool for tool in known if names is None or tool.name in names),
         required=mode in (REQUIRED, NAMED),
@@ -92,7 +94,9 @@ def _mode(choice: Any) -> tuple[str, tuple[str, ...] | None]:
         if allowed.get("mode", AUTO) in (AUTO, REQUIRED) and None not in names:
             return allowed.get("mode", AUTO), tuple(map(str, names))
     form = '{"type": "function", "function": {"name": ...}}'
-    raise _wrong("tool_choice", f"tool_choice is none, auto, required, {form} or a list of allowed_tools")
+    raise _wrong(
+        "tool_choice", f"tool_choice is none, auto, required, {form} or a list of allowed_tools"
+    )
 
 
 def _function_name(one: Any) -> str | None:
@@ -122,7 +126,8 @@ def _tool(tool: Any, place: str) -> Tool:
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise _wrong(
-            "tools", f"{place}.function.name must be 1 to 64 letters, digits, underscores, dots or dashes"
+            "tools",
+            f"{place}.function.name must be 1 to 64 letters, digits, underscores, dots or dashes",
         )
     if not isinstance(function.get("description"), str | None):
         raise _wrong("tools", f"{place}.function.description must be a string", "invalid_type")
@@ -133,7 +138,9 @@ def _tool(tool: Any, place: str) -> Tool:
     schema = parameters or NO_PARAMETERS
     if schema.get("type", "object") != "object":
         raise _wrong(
-            "tools", f"{place}.function.parameters must be the schema of an object", "invalid_schema"
+            "tools",
+            f"{place}.function.parameters must be the schema of an object",
+            "invalid_schema",
         )
     shown = {key: value for key, value in function.items() if value is not None and key != "strict"}
     shown["parameters"] = schema

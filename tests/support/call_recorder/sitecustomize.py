@@ -22,7 +22,12 @@ from typing import Any
 
 PACKAGE = f"{os.sep}pageturner{os.sep}"
 INSIDE = f"src{PACKAGE}"
-PARTS = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")  # of functions that are counted themselves
+PARTS = (
+    "<genexpr>",
+    "<listcomp>",
+    "<setcomp>",
+    "<dictcomp>",
+)  # of functions that are counted themselves
 
 
 class Recorder:
@@ -49,7 +54,12 @@ class Recorder:
 
     def profile(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        if self._on and event == "call" and INSIDE in code.co_filename and code.co_name not in PARTS:
+        if (
+            self._on
+            and event == "call"
+            and INSIDE in code.co_filename
+            and code.co_name not in PARTS
+        ):
             caller = frame.f_back
             while caller is not None and INSIDE not in caller.f_code.co_filename:
                 caller = caller.f_back

@@ -101,18 +101,22 @@ def blocks_of(adapters: Adapters) -> dict[str, I32]:
 
 def _power_of_two(blocks: I32) -> I32:
     """The next one; 0 stays."""
-    return np.where(blocks > 0, 1 << np.ceil(np.log2(np.maximum(blocks, 1))).astype(np.int32), 0).astype(
-        np.int32
-    )
+    return np.where(
+        blocks > 0, 1 << np.ceil(np.log2(np.maximum(blocks, 1))).astype(np.int32), 0
+    ).astype(np.int32)
 
 
 def tables_of(adapters: Adapters, starts: I32) -> dict[str, RowTables]:
     """By kind. Adapter s has the rows starts[s] .. starts[s+1] - 1."""
     mine: dict[GpuAdapter, list[I32]] = {}
-    for adapter, begin, end in zip(adapters, starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+    for adapter, begin, end in zip(
+        adapters, starts[:-1].tolist(), starts[1:].tolist(), strict=True
+    ):
         if adapter is not None and begin < end:
             mine.setdefault(adapter, []).append(np.arange(begin, end, dtype=np.int32))
-    tables: dict[str, RowTables] = {kind: RowTables() for kind in sorted({one.kind for one in mine})}
+    tables: dict[str, RowTables] = {
+        kind: RowTables() for kind in sorted({one.kind for one in mine})
+    }
     for adapter, rows in mine.items():
         tables[adapter.kind].add(adapter, rows)
     return tables

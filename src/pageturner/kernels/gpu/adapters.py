@@ -38,7 +38,9 @@ from pageturner.kernels.gpu.launches import Launches
 from pageturner.kernels.gpu.weights import FILE_KINDS, FloatMatrix, Groups
 
 ROOM = 16 << 20  # bytes for tables of a step and for first products; many tiles take turns in them
-MANY_TILES = 64  # of so many the parts of K are added by one program, of fewer by the second product
+MANY_TILES = (
+    64  # of so many the parts of K are added by one program, of fewer by the second product
+)
 ALIGNED = 128  # where a factor may begin
 HEAD, EMBED, LAYERS = 0, 1, 2  # places of records; those of layers come last
 ORDER = ("q", "k", "v", "o", "gate", "up", "down")  # of a layer's; joined products are neighbours
@@ -94,7 +96,9 @@ class GpuAdapters:
             self._room.reset()
 
     # -- rows ------------------------------------------------------------------------------------------------
-    def of_step(self, batch: Batch, recorded: bool) -> tuple[AdaptedRows | None, AdaptedRows | None]:
+    def of_step(
+        self, batch: Batch, recorded: bool
+    ) -> tuple[AdaptedRows | None, AdaptedRows | None]:
         """Of all rows of a step, and of those whose logits are wanted. recorded: tables have room for another
         step of the same number of rows, whatever adapters these have."""
         if batch.adapters is None:
@@ -106,7 +110,9 @@ class GpuAdapters:
         wanted = of_wanted(batch) or []
         return every, self.of_rows(wanted, least=len(wanted) if recorded else 0)
 
-    def of_rows(self, adapters: Adapters, starts: I32 | None = None, least: int = 0) -> AdaptedRows | None:
+    def of_rows(
+        self, adapters: Adapters, starts: I32 | None = None, least: int = 0
+    ) -> AdaptedRows | None:
         """Adapter s has the rows starts[s] .. starts[s+1] - 1, or row s. None where nobody has any. least: as
         `RowTables.arrays`."""
         starts = np.arange(len(adapters) + 1, dtype=np.int32) if starts is None else starts
@@ -114,10 +120,15 @@ class GpuAdapters:
         if not tables:
             return None
         assert self._room is not None  # there is an adapter
-        arrays = self._room.upload([array for each in tables.values() for array in each.arrays(least)])
+        arrays = self._room.upload(
+            [array for each in tables.values() for array in each.arrays(least)]
+        )
         blocks = blocks_of(adapters)
         threes = zip(arrays[::3], arrays[1::3], arrays[2::3], strict=True)
-        parts = [RowsOfKind(kind, *three, blocks[kind]) for kind, three in zip(tables, threes, strict=True)]
+        parts = [
+            RowsOfKind(kind, *three, blocks[kind])
+            for kind, three in zip(tables, threes, strict=True)
+        ]
         return AdaptedRows(tuple(parts))
 
     @contextmanager
@@ -132,7 +143,9 @@ class GpuAdapters:
             self._room.reset(mark)
 
     # -- products --------------------------------------------------------------------------------------------
-    def add(self, adapted: AdaptedRows, y: GpuArray, x: GpuArray, place: int, sizes: Sequence[int]) -> None:
+    def add(
+        self, adapted: AdaptedRows, y: GpuArray, x: GpuArray, place: int, sizes: Sequence[int]
+    ) -> None:
         """y [T, sum(sizes)] plus scale * B (A x) of the fields whose records begin at `place`, one behind the
         other; each makes so many of the columns. x is as the model's own product has it."""
         x = next(iter(x.narrow.values()), x)
@@ -147,9 +160,20 @@ class GpuAdapters:
             for tiles, h in self._first(of.tiles, width, programs):
                 height = len(tiles) * LORA_ROWS
                 arguments = (
-                    x.address, of.rows.address, tiles.address, of.bases.address, h.address, place, most,
-                    height, width, each, chunk, parts, x.shape[1],
-                )  # fmt: skip
+                    x.address,
+                    of.rows.address,
+                    tiles.address,
+                    of.bases.address,
+                    h.address,
+                    place,
+                    most,
+                    height,
+                    width,
+                    each,
+                    chunk,
+                    parts,
+                    x.shape[1],
+                )
                 grid = (len(tiles), len(sizes) * most, programs)
                 self._driver.launch(f"lora_shrink.{x.kind}.{of.kind}", grid, arguments)
                 self._second(of, tiles, h, y, place, sizes, compute, most, programs)
@@ -163,9 +187,15 @@ class GpuAdapters:
             width = most * LORA_RANKS
             for tiles, h in self._first(of.tiles, width, 1):
                 arguments = (
-                    tokens.address, self._run.chosen, of.rows.address, tiles.address, of.bases.address,
-                    h.address, EMBED, width,
-                )  # fmt: skip
+                    tokens.address,
+                    self._run.chosen,
+                    of.rows.address,
+                    tiles.address,
+                    of.bases.address,
+                    h.address,
+                    EMBED,
+                    width,
+                )
                 self._driver.launch(f"lora_pick.{of.kind}", (len(tiles), most), arguments)
                 self._second(of, tiles, h, x, EMBED, (x.shape[1],), of.kind, most, 1)
 
@@ -186,15 +216,33 @@ class GpuAdapters:
         ]
 
     def _second(
-        self, of: RowsOfKind, tiles: GpuArray, h: GpuArray, y: GpuArray, place: int, sizes: Sequence[int],
-        compute: str, most: int, programs: int,
-    ) -> None:  # fmt: skip
+        self,
+        of: RowsOfKind,
+        tiles: GpuArray,
+        h: GpuArray,
+        y: GpuArray,
+        place: int,
+        sizes: Sequence[int],
+        compute: str,
+        most: int,
+        programs: int,
+    ) -> None:
         height, width = len(tiles) * LORA_ROWS, h.shape[2]
         columns = (*sizes, 0, 0)[:3]
         arguments = (
-            h.address, of.rows.address, tiles.address, of.bases.address, y.address, place, most, height,
-            width, programs, y.row, *columns,
-        )  # fmt: skip
+            h.address,
+            of.rows.address,
+            tiles.address,
+            of.bases.address,
+            y.address,
+            place,
+            most,
+            height,
+            width,
+            programs,
+            y.row,
+            *columns,
+        )
         grid = (sum(-(-n // LORA_OUTPUTS) for n in columns), len(tiles))
         self._driver.launch(f"lora_expand.{compute}.{of.kind}", grid, arguments)
 
@@ -210,7 +258,10 @@ def check(weights: AdapterWeights, stack: Stack) -> None:
             if name not in ORDER or not isinstance(weight, FloatMatrix | Groups):
                 raise ValueError(f"adapter: layer {number} has no {name!r}")
             _check_pair(
-                pair, pair.a.shape[::-1], (weight.columns, weight.rows), f"{name!r} of layer {number}"
+                pair,
+                pair.a.shape[::-1],
+                (weight.columns, weight.rows),
+                f"{name!r} of layer {number}",
             )
     width, vocabulary = stack.embed.columns, stack.vocabulary or stack.embed.rows
     if weights.embed is not None:
@@ -222,7 +273,9 @@ def check(weights: AdapterWeights, stack: Stack) -> None:
 def _check_pair(pair: LowRank, a: tuple[int, ...], wanted: tuple[int, int], what: str) -> None:
     """a: the shape of A as [inputs, rank]; wanted: inputs and outputs."""
     if pair.b.ndim != 2 or a != (wanted[0], pair.rank) or len(pair.b) != wanted[1]:
-        raise ValueError(f"adapter: the factors {pair.a.shape} and {pair.b.shape} do not fit {what}")
+        raise ValueError(
+            f"adapter: the factors {pair.a.shape} and {pair.b.shape} do not fit {what}"
+        )
     if not 1 <= pair.rank <= MOST_RANK:
         raise ValueError(f"adapter: a rank is 1 to {MOST_RANK}, not {pair.rank}")
     if not np.isfinite(pair.scale):
@@ -231,7 +284,11 @@ def _check_pair(pair: LowRank, a: tuple[int, ...], wanted: tuple[int, int], what
 
 def _laid_out(weights: AdapterWeights, layers: int) -> tuple[NDArray[np.uint8], I32]:
     """Records and factors as source/lora.py wants them, and the blocks of ranks of each record."""
-    pairs = {place_of(i, name): pair for i, each in enumerate(weights.layers) for name, pair in each.items()}
+    pairs = {
+        place_of(i, name): pair
+        for i, each in enumerate(weights.layers)
+        for name, pair in each.items()
+    }
     pairs |= {HEAD: weights.head} if weights.head is not None else {}
     pairs |= {EMBED: weights.embed} if weights.embed is not None else {}
     records = np.zeros((LAYERS + len(ORDER) * layers, 4), np.int64)

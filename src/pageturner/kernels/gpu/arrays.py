@@ -60,7 +60,10 @@ class GpuArray:
     def columns(self, begin: int, end: int) -> GpuArray:
         """Some columns of every row, in the same memory."""
         return GpuArray(
-            self.address + begin * BYTES[self.kind], (self.shape[0], end - begin), self.kind, self.row
+            self.address + begin * BYTES[self.kind],
+            (self.shape[0], end - begin),
+            self.kind,
+            self.row,
         )
 
 

@@ -12,7 +12,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
-TALL = (90, 100)  # whose matrix instructions have 64 rows; a tile of few rows is as tall, for the same bits
+TALL = (
+    90,
+    100,
+)  # whose matrix instructions have 64 rows; a tile of few rows is as tall, for the same bits
 # Bytes of shared memory that a block may have when it asks for it: max_shared_memory_per_block_optin in
 # cuda/__device/arch_traits.h of NVIDIA's libcudacxx, which is what a multiprocessor has (164, 100, 228 KB)
 # less the 1 KB of a block that the system keeps
@@ -32,7 +35,9 @@ STEP = 16  # columns of a weight are a multiple of it: kernels read so many at o
 # Up to so many rows the parts of K are computed beside each other
 THIN_ROWS, FEW_ROWS, SOME_ROWS = 16, 64, 256
 MAX_SPLIT_TILES = 2048  # tiles of a product whose parts of K are computed beside each other
-WHOLE_TILES = 256  # of weights in groups and more rows than few: so many tiles fill a device without that
+WHOLE_TILES = (
+    256  # of weights in groups and more rows than few: so many tiles fill a device without that
+)
 # Of the products of adapters: rows of a tile, ranks of a block, outputs of a tile, most parts of K
 LORA_ROWS, LORA_RANKS, LORA_OUTPUTS, LORA_PARTS = 16, 16, 128, 8
 
@@ -255,8 +260,12 @@ def dense(name: str, kind: str, rows: str, tile: Tile) -> Kernel:
     """A product of floats with this tile."""
     text = f"x:*{kind} w:*{kind} {_OUT} {_PARTS} has_bias has_residual M N K chunk parts"
     constants = _dense_constants(rows, tile, tile.n)
-    aligned = ("K", "chunk") if rows == MANY else ("N", "K", "chunk")  # MANY takes whatever N there is
-    return Kernel(name, "products.dense", _arguments(text), constants, tile.warps, tile.stages, aligned)
+    aligned = (
+        ("K", "chunk") if rows == MANY else ("N", "K", "chunk")
+    )  # MANY takes whatever N there is
+    return Kernel(
+        name, "products.dense", _arguments(text), constants, tile.warps, tile.stages, aligned
+    )
 
 
 def groups(form: str, rows: str, tile: Tile, gated: bool = False) -> Kernel:
@@ -273,7 +282,9 @@ def groups(form: str, rows: str, tile: Tile, gated: bool = False) -> Kernel:
         text += f" {_OUT} {_PARTS} has_low zero has_bias has_residual M N K chunk parts"
         constants = (("WHOLE", rows == MANY), *constants)
     name = f"{function}.{form}.{rows}"
-    return Kernel(name, f"groups.{function}", _arguments(text), constants, tile.warps, tile.stages, aligned)
+    return Kernel(
+        name, f"groups.{function}", _arguments(text), constants, tile.warps, tile.stages, aligned
+    )
 
 
 def gated_outputs(tile: Tile) -> int:
@@ -287,7 +298,9 @@ def gated_dense(name: str, kind: str, rows: str, tile: Tile) -> Kernel:
     text = f"x:*{kind} w:*{kind} out:*{kind} M N K"
     constants = _dense_constants(rows, tile, gated_outputs(tile))
     aligned = ("N", "K")
-    return Kernel(name, "products.gated_dense", _arguments(text), constants, tile.warps, tile.stages, aligned)
+    return Kernel(
+        name, "products.gated_dense", _arguments(text), constants, tile.warps, tile.stages, aligned
+    )
 
 
 PERSISTENT_WARPS = 8  # that multiply, beside those that fetch
@@ -297,7 +310,9 @@ def persistent(name: str, kind: str, ring: Ring, gated: bool = False) -> Kernel:
     """A persistent product with this ring. A tile of a gated one has half of its columns of gate, the others
     of up."""
     outputs, warps = ring.n // 2 if gated else ring.n, PERSISTENT_WARPS // ring.groups
-    boxes = f"x:{kind}[{ring.m // ring.over_n},{ring.k}] w:{kind}[{outputs // ring.over_m},{ring.k}]"
+    boxes = (
+        f"x:{kind}[{ring.m // ring.over_n},{ring.k}] w:{kind}[{outputs // ring.over_m},{ring.k}]"
+    )
     constants: Constants = (
         ("BLOCK_M", ring.m), ("BLOCK_N", outputs), ("BLOCK_K", ring.k), ("STAGES", ring.stages),
         ("WARPS", warps), ("GROUPS", ring.groups), ("TURNS", ring.turns), ("OVER_M", ring.over_m),
@@ -340,7 +355,9 @@ def _products(architecture: int) -> list[Kernel]:
     for group in sorted({group for _, group, _ in GROUPED.values() if group}):
         span: Constants = (("GROUP", group), ("BLOCK_M", 16), ("SPAN", SUMS_SPAN))
         text = "x:*bf16 sums:*fp32 M K"
-        found.append(Kernel(f"group_sums.{group}", "groups.group_sums", _arguments(text), span, 1, 2, ("K",)))
+        found.append(
+            Kernel(f"group_sums.{group}", "groups.group_sums", _arguments(text), span, 1, 2, ("K",))
+        )
     return found
 
 
@@ -361,7 +378,9 @@ def _rows() -> list[Kernel]:
         text = f"x:*fp32 weight:*fp32 out:*{out} eps:fp32 d heads stride"
         wide: Constants = (("BLOCK", NORM_ROWS),)
         aligned = ("d", "stride")
-        found.append(Kernel(f"rms_norm.{out}", "rows.rms_norm", _arguments(text), wide, 8, 2, aligned))
+        found.append(
+            Kernel(f"rms_norm.{out}", "rows.rms_norm", _arguments(text), wide, 8, 2, aligned)
+        )
         head: Constants = (("BLOCK", HEAD_SIZES[-1]),)
         found.append(Kernel(f"head_norm.{out}", "rows.rms_norm", _arguments(text), head, 1))
         text = f"x:*fp32 weight:*fp32 bias:*fp32 out:*{out} eps:fp32 d"
@@ -391,7 +410,9 @@ def _heads() -> list[Kernel]:
             " cos:*fp32 sin:*fp32 positions:*i32 k_stride v_stride heads dim room half interleaved"
         )
         found.append(
-            Kernel(f"kv_write.{kind}", "rows.kv_write", _arguments(text), (("KIND", kind), *head), 1)
+            Kernel(
+                f"kv_write.{kind}", "rows.kv_write", _arguments(text), (("KIND", kind), *head), 1
+            )
         )
         text = (
             f"rows:*fp32 q:*fp32 q_norm:*fp32 k_norm:*fp32 keys:*{lies} values:*{lies} k_scales:*fp32"
@@ -401,7 +422,9 @@ def _heads() -> list[Kernel]:
         for size in HEAD_SIZES[: -1 if kind == "float32" else None]:  # as `_attention`
             constants = (("KIND", kind), ("BLOCK", size))
             found.append(
-                Kernel(f"place_heads.{kind}.{size}", "rows.place_heads", _arguments(text), constants, 1)
+                Kernel(
+                    f"place_heads.{kind}.{size}", "rows.place_heads", _arguments(text), constants, 1
+                )
             )
     for kind in MIXED:
         text = f"x:*{kind} out:*{kind} stride heads dim room"
@@ -417,7 +440,9 @@ def _heads() -> list[Kernel]:
             name = f"place_latent.{kind}.{compute}"
             found.append(Kernel(name, "rows.place_latent", _arguments(text), constants))
     text = "x:*fp32 y:*fp32 out:*fp32 first second"
-    found.append(Kernel("join_heads", "rows.join_heads", _arguments(text), (("BLOCK", GROUP_ROWS),)))
+    found.append(
+        Kernel("join_heads", "rows.join_heads", _arguments(text), (("BLOCK", GROUP_ROWS),))
+    )
     return found
 
 
@@ -492,7 +517,10 @@ def _attend(architecture: int, kind: str, size: int, rows: str, out: str) -> Ker
         ("ROTARY", LATENT_ROTARY if latent else 0),
     )  # fmt: skip
     name = f"attend.{kind}.{size}.{rows}.{out}"
-    warps, stages = attention_warps(architecture, rows, size), attention_stages(architecture, rows, size)
+    warps, stages = (
+        attention_warps(architecture, rows, size),
+        attention_stages(architecture, rows, size),
+    )
     aligned = ("dim", "mixed_dim", "stride")
     return Kernel(name, "attention.attend", _arguments(text), constants, warps, stages, aligned)
 
@@ -504,9 +532,15 @@ def _attention(architecture: int) -> list[Kernel]:
         for kind in KV_KINDS:
             if kind == "float32" and size == HEAD_SIZES[-1]:
                 continue  # nobody keeps such a KV
-            found += [_attend(architecture, kind, size, rows, out) for rows in (FEW, MANY) for out in MIXED]
+            found += [
+                _attend(architecture, kind, size, rows, out)
+                for rows in (FEW, MANY)
+                for out in MIXED
+            ]
     for kind in LATENT_KINDS:
-        found += [_attend(architecture, kind, LATENT, rows, out) for rows in (FEW, MANY) for out in MIXED]
+        found += [
+            _attend(architecture, kind, LATENT, rows, out) for rows in (FEW, MANY) for out in MIXED
+        ]
     return found
 
 
@@ -518,7 +552,9 @@ def _choosing() -> list[Kernel]:
     tile = ("BLOCK", VOCABULARY_TILE), ("SEGMENTS", VOCABULARY_SEGMENTS)
     bins, state = ("BINS", SAMPLE_BINS), ("STATE", SAMPLE_STATE)
     best = "logits:*fp32 pairs:*i64 counts:*i32 state:*i32 vocabulary chunks"
-    scan = f"logits:*fp32 {draw} pairs:*i64 masses:*fp64 counts:*i32 state:*i32 vocabulary chunks most"
+    scan = (
+        f"logits:*fp32 {draw} pairs:*i64 masses:*fp64 counts:*i32 state:*i32 vocabulary chunks most"
+    )
     collect = f"logits:*fp32 {draw} pairs:*i64 masses:*fp64 found:*i64 cuts:*i64 state:*i32 vocabulary chunks"
     chosen = (
         f"logits:*fp32 {draw} uniforms:*fp32 pairs:*i64 masses:*fp64 cuts:*i64 state:*i32 ids:*i32"
@@ -527,7 +563,9 @@ def _choosing() -> list[Kernel]:
 
     def sample(name: str, text: str, *constants: tuple[str, object], warps: int = 4) -> Kernel:
         function = f"sampling.{name.partition('.')[0]}"
-        return Kernel(f"sample.{name}", function, _arguments(text), (*tile, state, *constants), warps)
+        return Kernel(
+            f"sample.{name}", function, _arguments(text), (*tile, state, *constants), warps
+        )
 
     return [
         Kernel("edit", "sampling.edit", _arguments(edit), block),
@@ -558,7 +596,9 @@ def _experts(architecture: int) -> list[Kernel]:
             name = f"route.{scoring}.{lanes}"
             found.append(Kernel(name, "experts.route", _arguments(text), constants, warps))
     text = "ids:*i32 order:*i32 bounds:*i32 count experts"
-    found.append(Kernel("group_rows", "experts.group_rows", _arguments(text), (("BLOCK", GROUP_ROWS),)))
+    found.append(
+        Kernel("group_rows", "experts.group_rows", _arguments(text), (("BLOCK", GROUP_ROWS),))
+    )
     found += [_of_experts(architecture, sort, rows) for sort in (*FLOATS, *GROUPED) for rows in (FEW, MANY)
               if sort != "fp32" or rows == FEW]  # fmt: skip
     block: Constants = (("BLOCK", GROUP_ROWS),)
@@ -586,7 +626,9 @@ def _of_experts(architecture: int, sort: str, rows: str) -> Kernel:
         function = "experts.group_product"
         constants = (("SCALES", f"dtype:{scales}"), ("BITS", bits), ("GROUP", group), *blocks,
                      ("STAGES", tile.stages))  # fmt: skip
-    return Kernel(name, function, _arguments(text), constants, tile.warps, tile.stages, ("K", "chunk"))
+    return Kernel(
+        name, function, _arguments(text), constants, tile.warps, tile.stages, ("K", "chunk")
+    )
 
 
 def _lora() -> list[Kernel]:
@@ -598,10 +640,13 @@ def _lora() -> list[Kernel]:
         kind = ("FACTOR", f"dtype:{factor}")
         for x in FLOATS:
             compute = lora_compute(x, factor)
-            text = (
-                f"x:*{x} rows:*i32 tiles:*i32 bases:*i64 h:*fp32 entry most height width each chunk parts K"
+            text = f"x:*{x} rows:*i32 tiles:*i32 bases:*i64 h:*fp32 entry most height width each chunk parts K"
+            constants = (
+                kind,
+                ("COMPUTE", f"dtype:{compute}"),
+                *blocks,
+                ("BLOCK_K", block_k(compute)),
             )
-            constants = (kind, ("COMPUTE", f"dtype:{compute}"), *blocks, ("BLOCK_K", block_k(compute)))
             found.append(
                 Kernel(f"lora_shrink.{x}.{factor}", "lora.shrink", _arguments(text), constants, 2, 4,
                        ("chunk", "width", "K"))
@@ -618,7 +663,9 @@ def _lora() -> list[Kernel]:
                        ("height", "width"))
             )  # fmt: skip
         text = "tokens:*i32 chosen:*i32 rows:*i32 tiles:*i32 bases:*i64 h:*fp32 entry width"
-        found.append(Kernel(f"lora_pick.{factor}", "lora.pick", _arguments(text), (kind, *blocks), 1))
+        found.append(
+            Kernel(f"lora_pick.{factor}", "lora.pick", _arguments(text), (kind, *blocks), 1)
+        )
     return found
 
 
@@ -656,7 +703,9 @@ def _exchange() -> list[Kernel]:
     for name in ("all_reduce", "all_reduce_twice"):
         aligned: tuple[str, ...] = ("count", "room", "area")
         found.append(Kernel(name, f"ranks.{name}", _arguments(text), constants, 8, 2, aligned))
-    text = "mine:*fp32 out:*fp32 starts:*i32 peers:*i64 stop:*i32 rank size rows chunk area patience"
+    text = (
+        "mine:*fp32 out:*fp32 starts:*i32 peers:*i64 stop:*i32 rank size rows chunk area patience"
+    )
     aligned = ("chunk", "area")
     found.append(Kernel("gather", "ranks.gather", _arguments(text), constants, 8, 2, aligned))
     return found

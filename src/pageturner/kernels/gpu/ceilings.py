@@ -19,7 +19,9 @@ SIDE = 4096  # rows, columns and inputs of the product
 AT_ONCE = 8  # calls between two looks at the clock, so that launches overlap
 
 
-def measure(driver: Driver, copied: int = COPIED, side: int = SIDE, seconds: float = 0.2) -> Ceilings:
+def measure(
+    driver: Driver, copied: int = COPIED, side: int = SIDE, seconds: float = 0.2
+) -> Ceilings:
     """In about twice so many seconds; takes 2 * copied bytes of the device, and gives them back.
 
     EngineFault('gpu_memory') where they are not there.

@@ -24,7 +24,9 @@ from pageturner.kernels.gpu.presence import nvidia_is_here
 from pageturner.kernels.gpu.tensor_maps import TensorMaps
 
 OLDEST_DRIVER = 12000  # CUDA 12.0
-DEPENDENT_DRIVER = 12030  # from here on a recording keeps which kernels may begin beside the one in front
+DEPENDENT_DRIVER = (
+    12030  # from here on a recording keeps which kernels may begin beside the one in front
+)
 SLOT, SLOTS = 1 << 20, 16  # pinned buffers of small uploads, used in turn
 PAGE = 16 << 20  # each of the two of large ones
 SLICE = 4 << 20  # of what is kept
@@ -128,7 +130,9 @@ class CudaDriver:
         manifest = manifest or Manifest()
         self.architecture, portable = manifest.choose(10 * major + minor)
         if portable:
-            self._need(manifest.portable_cuda, "to compile our kernels for this device, which has none")
+            self._need(
+                manifest.portable_cuda, "to compile our kernels for this device, which has none"
+            )
         self.fingerprint = manifest.source[:12] + ("-ptx" if portable else "")
         self.version += f", kernels {manifest.digest}"
         self._compiled = manifest.kernels(self.architecture, portable)
@@ -163,7 +167,9 @@ class CudaDriver:
         cu = self._cu
         try:
             result = cu.cuInit(0)[0]
-        except RuntimeError as error:  # the package looks for the NVIDIA driver when it is first called
+        except (
+            RuntimeError
+        ) as error:  # the package looks for the NVIDIA driver when it is first called
             if _ABSENT_CALL.search(str(error)):
                 raise self._too_old(error) from error
             told = str(error).partition("\n")[0]
@@ -179,7 +185,9 @@ class CudaDriver:
         self._need(OLDEST_DRIVER, "")
         count = self._ask(cu.cuDeviceGetCount)
         if ordinal >= count:
-            raise EngineFault("gpu_absent", f"there are {count} CUDA devices here; use --device cpu")
+            raise EngineFault(
+                "gpu_absent", f"there are {count} CUDA devices here; use --device cpu"
+            )
         return self._ask(cu.cuDeviceGet, ordinal)
 
     def _need(self, version: int, what_for: str) -> None:
@@ -246,16 +254,18 @@ class CudaDriver:
 
     def _fault(self, function: str, name: str) -> EngineFault:
         if name == "CUDA_ERROR_OUT_OF_MEMORY" and function == "cuMemHostAlloc":
-            message = "the host has no more memory that can be pinned: free some, or use --device cpu"
+            message = (
+                "the host has no more memory that can be pinned: free some, or use --device cpu"
+            )
             return EngineFault("gpu_memory", message)
         if name == "CUDA_ERROR_OUT_OF_MEMORY":
             _, free, *_ = self._cu.cuMemGetInfo()
             message = f"the memory of {self.name} is full ({free or 0:,} bytes are free): take a smaller or"
-            return EngineFault("gpu_memory", f"{message} quantised model, or lower --kv-cache-memory")
-        if name == "CUDA_ERROR_UNSUPPORTED_PTX_VERSION":
-            message = (
-                "the NVIDIA driver cannot compile our kernels for this device, which is newer than they are"
+            return EngineFault(
+                "gpu_memory", f"{message} quantised model, or lower --kv-cache-memory"
             )
+        if name == "CUDA_ERROR_UNSUPPORTED_PTX_VERSION":
+            message = "the NVIDIA driver cannot compile our kernels for this device, which is newer than they are"
             return EngineFault("gpu_driver", f"{message}: renew it, or use --device cpu")
         return EngineFault("gpu_fault", f"{function} failed: {name}")
 
@@ -397,7 +407,9 @@ class CudaDriver:
             self._ask(self._cu.cuEventRecord, event, self._stream)
             at += nbytes
 
-    def _copy_rows(self, to: int, source: int, rows: Rows, to_pitch: int, source_pitch: int) -> None:
+    def _copy_rows(
+        self, to: int, source: int, rows: Rows, to_pitch: int, source_pitch: int
+    ) -> None:
         """Between the device and pinned memory. CUDA tells them apart by their addresses."""
         cu, widest = self._cu, max(to_pitch, source_pitch)
         if rows.rows > 1 and widest <= _MOST_PITCH:
@@ -410,7 +422,12 @@ class CudaDriver:
             self._ask(function, *at, rows.nbytes, self._stream)
 
     def _copy_2d(
-        self, kind: Any, addresses: tuple[int, int], pitches: tuple[int, int], nbytes: int, rows: int
+        self,
+        kind: Any,
+        addresses: tuple[int, int],
+        pitches: tuple[int, int],
+        nbytes: int,
+        rows: int,
     ) -> None:
         """addresses, pitches: of the destination and of the source."""
         told = self._cu.CUDA_MEMCPY2D()
@@ -421,7 +438,9 @@ class CudaDriver:
         self._ask(self._cu.cuMemcpy2DAsync, told, self._stream)
 
     def download(self, array: NDArray[Any], address: int) -> None:
-        self._ask(self._cu.cuMemcpyDtoHAsync, array.ctypes.data, address, array.nbytes, self._stream)
+        self._ask(
+            self._cu.cuMemcpyDtoHAsync, array.ctypes.data, address, array.nbytes, self._stream
+        )
         self.synchronise()
 
     def download_later(self, nbytes: int, address: int) -> Any:
@@ -438,10 +457,14 @@ class CudaDriver:
         self._ask(self._cu.cuEventSynchronize, event)
         return np.frombuffer(ctypes.string_at(slot, nbytes), np.uint8)
 
-    def copy(self, destination: int, source: int, nbytes: int, rows: int = 1, pitch: int = 0) -> None:
+    def copy(
+        self, destination: int, source: int, nbytes: int, rows: int = 1, pitch: int = 0
+    ) -> None:
         if rows == 1 or pitch > _MOST_PITCH:
             for at in range(0, rows * pitch, pitch) if rows > 1 else (0,):
-                self._ask(self._cu.cuMemcpyDtoDAsync, destination + at, source + at, nbytes, self._stream)
+                self._ask(
+                    self._cu.cuMemcpyDtoDAsync, destination + at, source + at, nbytes, self._stream
+                )
             return
         kind = self._cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
         self._copy_2d(kind, (destination, source), (pitch, pitch), nbytes, rows)
@@ -457,17 +480,25 @@ class CudaDriver:
         front, if it may be."""
         if name not in self._loaded:
             if name not in self._compiled:
-                raise EngineFault("gpu_kernels", f"the GPU kernel {name} is not compiled: `make gpu-kernels`")
+                raise EngineFault(
+                    "gpu_kernels", f"the GPU kernel {name} is not compiled: `make gpu-kernels`"
+                )
             compiled = self._compiled[name]
             module = self._ask(self._cu.cuModuleLoadData, compiled.code + b"\0")
             self._modules.append(module)
             function = self._ask(self._cu.cuModuleGetFunction, module, compiled.symbol.encode())
             if compiled.shared > _STATIC_SHARED:
-                attribute = self._cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                attribute = (
+                    self._cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                )
                 self._ask(self._cu.cuFuncSetAttribute, function, attribute, compiled.shared)
             types: tuple[Any, ...] = ()
             for kind in compiled.kinds:
-                types += TensorMaps.TYPES if kind.endswith("]") else (_C_TYPES.get(kind, ctypes.c_void_p),)
+                types += (
+                    TensorMaps.TYPES
+                    if kind.endswith("]")
+                    else (_C_TYPES.get(kind, ctypes.c_void_p),)
+                )
             types += (ctypes.c_void_p,) * compiled.hidden
             config = self._config(compiled) if compiled.dependent or compiled.cluster > 1 else None
             self._loaded[name] = function, compiled, types, config
@@ -511,9 +542,19 @@ class CudaDriver:
             self._ask(self._cu.cuLaunchKernelEx, config, function, (values, types), 0)
         else:
             self._ask(
-                self._cu.cuLaunchKernel, function, x, y, z, compiled.threads, 1, 1, compiled.shared,
-                self._stream, (values, types), 0,
-            )  # fmt: skip
+                self._cu.cuLaunchKernel,
+                function,
+                x,
+                y,
+                z,
+                compiled.threads,
+                1,
+                1,
+                compiled.shared,
+                self._stream,
+                (values, types),
+                0,
+            )
         self._behind_kernel = True
 
     def begin_recording(self) -> None:

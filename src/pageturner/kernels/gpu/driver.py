@@ -106,7 +106,9 @@ class Driver(Protocol):
         """Give rows what `gather` found in others; data may be changed at once, and nothing waits for the
         device as long as a pinned buffer is free."""
 
-    def copy(self, destination: int, source: int, nbytes: int, rows: int = 1, pitch: int = 0) -> None:
+    def copy(
+        self, destination: int, source: int, nbytes: int, rows: int = 1, pitch: int = 0
+    ) -> None:
         """Within the device: nbytes, of each of so many rows that begin `pitch` bytes apart."""
 
     def launch(self, kernel: str, grid: Sequence[int], arguments: Sequence[Any]) -> None:

@@ -24,7 +24,9 @@ from pageturner.kernels.gpu.catalogue import (
 )
 from pageturner.kernels.gpu.driver import LATER, Driver
 
-PATIENCE = 1 << 25  # looks at the flags of others before a rank gives up: some 30 s, at about 1 us each
+PATIENCE = (
+    1 << 25
+)  # looks at the flags of others before a rank gives up: some 30 s, at about 1 us each
 ALIGNED = 16  # elements: vectors of 16 bytes, and whole lines at the boundaries of parts
 
 
@@ -52,11 +54,19 @@ class DeviceExchange:
     tell: Callable[[GpuArray], AbstractContextManager[None]]
 
     def __init__(
-        self, driver: Driver, arena: Arena, rank: int, size: int, area: int = EXCHANGE_AREA,
-        patience: int = PATIENCE, one_exchange: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        driver: Driver,
+        arena: Arena,
+        rank: int,
+        size: int,
+        area: int = EXCHANGE_AREA,
+        patience: int = PATIENCE,
+        one_exchange: int | None = None,
+    ) -> None:
         if size > EXCHANGE_RANKS:
-            raise EngineFault("bad_setting", f"at most {EXCHANGE_RANKS} GPUs compute one model, not {size}")
+            raise EngineFault(
+                "bad_setting", f"at most {EXCHANGE_RANKS} GPUs compute one model, not {size}"
+            )
         self._driver, self._arena = driver, arena
         self.rank, self.size = rank, size
         self._area, self._patience = area, patience
@@ -112,11 +122,21 @@ class DeviceExchange:
         programs, _ = _shares(count)
         room = self._room(count) // (self.size if twice else 1)
         if rows * columns > programs * self._room(count):
-            raise EngineFault("gpu_model", f"rows of {columns} elements are too long for sums over GPUs")
+            raise EngineFault(
+                "gpu_model", f"rows of {columns} elements are too long for sums over GPUs"
+            )
         arguments = (
-            *addresses, self._peers, self._word, int(addresses[1] != 0), self.rank, self.size,
-            rows * columns, room, self._area, self._patience,
-        )  # fmt: skip
+            *addresses,
+            self._peers,
+            self._word,
+            int(addresses[1] != 0),
+            self.rank,
+            self.size,
+            rows * columns,
+            room,
+            self._area,
+            self._patience,
+        )
         self._driver.launch("all_reduce_twice" if twice else "all_reduce", (programs,), arguments)
 
     def _room(self, count: int) -> int:
@@ -155,11 +175,21 @@ class DeviceExchange:
             rows = min(step, len(mine) - first)
             programs, chunk = _shares(rows * widest)
             if chunk * self.size > self._area:
-                raise EngineFault("gpu_model", f"{widest} tokens of a rank are too many to be gathered")
+                raise EngineFault(
+                    "gpu_model", f"{widest} tokens of a rank are too many to be gathered"
+                )
             columns = mine.shape[1]
             arguments = (
-                mine.address + 4 * first * columns, out + 4 * first * self.starts[-1] if out else 0,
-                self._starts, self._peers, self._word, self.rank, self.size, rows, chunk, self._area,
+                mine.address + 4 * first * columns,
+                out + 4 * first * self.starts[-1] if out else 0,
+                self._starts,
+                self._peers,
+                self._word,
+                self.rank,
+                self.size,
+                rows,
+                chunk,
+                self._area,
                 self._patience,
-            )  # fmt: skip
+            )
             self._driver.launch("gather", (programs,), arguments)

@@ -99,7 +99,12 @@ def table_of(
         driver.upload(address, entries)
         sorts.append((sort, address, lows[sort]))
     return WeightTable(
-        tuple(sorts), tuple(compute[sort] for sort in values), count, halves, first.rows, first.columns
+        tuple(sorts),
+        tuple(compute[sort] for sort in values),
+        count,
+        halves,
+        first.rows,
+        first.columns,
     )
 
 
@@ -133,10 +138,19 @@ class GpuExperts:
     ) -> tuple[GpuArray, GpuArray]:
         """Ids, ascending, and weights [T, top_k]."""
         rows, experts = logits.shape
-        ids, weights = self._run.arena.take((rows, top_k), "i32"), self._run.arena.take((rows, top_k))
+        ids, weights = (
+            self._run.arena.take((rows, top_k), "i32"),
+            self._run.arena.take((rows, top_k)),
+        )
         arguments = (
-            logits.address, ids.address, weights.address, experts, top_k, int(normalise), factor
-        )  # fmt: skip
+            logits.address,
+            ids.address,
+            weights.address,
+            experts,
+            top_k,
+            int(normalise),
+            factor,
+        )
         lanes = next(one for one in ROUTED if one >= experts)
         self._run.driver.launch(f"route.{scoring}.{lanes}", (rows,), arguments)
         return ids, weights
@@ -150,7 +164,9 @@ class GpuExperts:
         self._run.driver.launch("add_rows", grid, arguments)
         return out
 
-    def add(self, x: GpuArray, h: GpuArray, experts: Experts, tables: ExpertTables, act: str) -> GpuArray:
+    def add(
+        self, x: GpuArray, h: GpuArray, experts: Experts, tables: ExpertTables, act: str
+    ) -> GpuArray:
         """x plus what the experts of each row make of h."""
         run, count, top_k = self._run, len(experts.gate), experts.top_k
         logits = run.product(h, experts.router, experts.router_bias)
@@ -158,18 +174,28 @@ class GpuExperts:
         ids, weights = self.route(logits, top_k, experts.normalise, experts.scoring, factor)
         pairs = len(h) * top_k
         order, bounds = run.arena.take((pairs,), "i32"), run.arena.take((count + 1,), "i32")
-        run.driver.launch("group_rows", (count,), (ids.address, order.address, bounds.address, pairs, count))
+        run.driver.launch(
+            "group_rows", (count,), (ids.address, order.address, bounds.address, pairs, count)
+        )
         shared, weighed = top_k, experts.weigh_input
         if weighed:
             h, shared = self._weighed(h, weights, tables.gate_up), 1
-        both = self.product(h, tables.gate_up, Grouping(pairs, shared, order.address, bounds.address))
+        both = self.product(
+            h, tables.gate_up, Grouping(pairs, shared, order.address, bounds.address)
+        )
         inner = run.gated(both, tables.down.kind, act)
         y = self.product(inner, tables.down, Grouping(pairs, 1, order.address, bounds.address))
         out = run.arena.take(x.shape)
         grid = (len(x), _tiles(x.shape[1], GROUP_ROWS))
         arguments = (
-            x.address, y.address, weights.address, out.address, int(weighed), x.shape[1], top_k
-        )  # fmt: skip
+            x.address,
+            y.address,
+            weights.address,
+            out.address,
+            int(weighed),
+            x.shape[1],
+            top_k,
+        )
         run.driver.launch("add_experts", grid, arguments)
         return out
 
@@ -209,10 +235,23 @@ class GpuExperts:
             tile = experts_tile(run.driver.architecture, height, sort)
             sums = [run.group_sums(mine, k, GROUPED[sort][1]) if has_low else 0] if grouped else []
             arguments = (
-                mine.address, address, grouping.order, grouping.bounds, *sums, out.address, grouping.shared,
-                n, k, chunk, parts, rows, table.experts, table.halves, grouping.by_head,
+                mine.address,
+                address,
+                grouping.order,
+                grouping.bounds,
+                *sums,
+                out.address,
+                grouping.shared,
+                n,
+                k,
+                chunk,
+                parts,
+                rows,
+                table.experts,
+                table.halves,
+                grouping.by_head,
                 stride,
-            )  # fmt: skip
+            )
             places = min(grouping.rows, grouping.rows // tile.m + table.experts)
             grid = (table.halves * _tiles(n, tile.n), places)
             run.driver.launch(f"experts.{sort}.{height}", grid, arguments)

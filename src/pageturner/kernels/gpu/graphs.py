@@ -39,7 +39,9 @@ MAX_GRAPHS = 64
 USES = 2  # a size is recorded when it comes for the second time
 MIXED_USES = 3  # of steps with rows of prompts or drafts, whose sizes vary more
 LIFE = 1024  # steps behind which all counts of uses are halved
-NEVER = -(1 << 20)  # uses of a size that did not fit: it is not tried again for some twenty thousand steps
+NEVER = -(
+    1 << 20
+)  # uses of a size that did not fit: it is not tried again for some twenty thousand steps
 
 Pages = Sequence[tuple[Batch, GpuKV]]  # a step with its KV, and once more for layers with a window
 
@@ -85,9 +87,13 @@ class Graphs:
         self.recorded: dict[_Key, Recorded] = {}
 
     def run(
-        self, ops: GpuOps, stack: Stack, pages: Pages, views: list[set[AttentionView]],
+        self,
+        ops: GpuOps,
+        stack: Stack,
+        pages: Pages,
+        views: list[set[AttentionView]],
         choice: StepChoice | None = None,
-    ) -> Recorded | None:  # fmt: skip
+    ) -> Recorded | None:
         """The step by a recording, which is made if it is time; None: compute it otherwise. A choice for
         whose logits there is no memory is left out."""
         batch = pages[0][0]
@@ -118,9 +124,14 @@ class Graphs:
         return found
 
     def _replayed(
-        self, key: _Key, ops: GpuOps, stack: Stack, pages: Pages, views: list[set[AttentionView]],
+        self,
+        key: _Key,
+        ops: GpuOps,
+        stack: Stack,
+        pages: Pages,
+        views: list[set[AttentionView]],
         choice: StepChoice | None,
-    ) -> Recorded:  # fmt: skip
+    ) -> Recorded:
         """EngineFault('gpu_memory') where the recording, or what it computes, does not fit."""
         padded = [(pad(batch, key.rows, key.wanted), kv) for batch, kv in pages]
         draw = pad_draw(choice.draw, key.wanted) if choice else ()
@@ -143,7 +154,9 @@ class Graphs:
         room of another recording will come again."""
         if self._uses[key] < 0:
             return False
-        grown = key.decodes and any(one.room.segments < key.room.segments for one in self._like(key))
+        grown = key.decodes and any(
+            one.room.segments < key.room.segments for one in self._like(key)
+        )
         if self._uses[key] < (USES if key.decodes else MIXED_USES) and not grown:
             return False
         if len(self.recorded) < MAX_GRAPHS:
@@ -162,7 +175,9 @@ class Graphs:
 
     def _like(self, key: _Key) -> list[_Key]:
         """The recordings that differ by the segments of their contexts alone."""
-        return [one for one in self.recorded if one[:-1] == key[:-1] and one.room[1:] == key.room[1:]]
+        return [
+            one for one in self.recorded if one[:-1] == key[:-1] and one.room[1:] == key.room[1:]
+        ]
 
     def _used(self, key: _Key) -> int:
         return self._uses.get(key, 0)
@@ -183,7 +198,9 @@ class Graphs:
             if choice:
                 ops.choose_recorded(out, steps[0][0], choice)
         except BaseException:
-            with suppress(EngineFault):  # half a recording is of no use, and what stopped it is to be told
+            with suppress(
+                EngineFault
+            ):  # half a recording is of no use, and what stopped it is to be told
                 self._driver.forget(self._driver.end_recording())
             raise
         return Recorded(self._driver.end_recording(), out, self._arena.mark, choice is not None)

@@ -79,11 +79,15 @@ class GpuKV:
         heads = spec.block_size * spec.kv_heads
         wide = heads * spec.stored_head * KV_TYPES[spec.dtype]
         every = (
-            (self.keys, wide, self.layer_bytes), (self.values, wide, self.layer_bytes),
-            (self.k_scales, 4 * heads, self.layer_scales), (self.v_scales, 4 * heads, self.layer_scales),
-        )  # fmt: skip
+            (self.keys, wide, self.layer_bytes),
+            (self.values, wide, self.layer_bytes),
+            (self.k_scales, 4 * heads, self.layer_scales),
+            (self.v_scales, 4 * heads, self.layer_scales),
+        )
         return [
-            Rows(base + block * nbytes, nbytes, spec.layers, pitch) for base, nbytes, pitch in every if base
+            Rows(base + block * nbytes, nbytes, spec.layers, pitch)
+            for base, nbytes, pitch in every
+            if base
         ]
 
 
@@ -130,7 +134,9 @@ class Launches:
     def __init__(self, driver: Driver, arena: Arena) -> None:
         self.driver = driver
         self.arena = arena
-        self.chosen = 0  # address of the tokens that were chosen last: a token -1 - i is the one at i
+        self.chosen = (
+            0  # address of the tokens that were chosen last: a token -1 - i is the one at i
+        )
         self._ropes: dict[int, tuple[Rope, Tables]] = {}
         self._constants: dict[tuple[float, ...], int] = {}
         self.vectors: dict[int, tuple[F32, int]] = {}  # by id, those of layers that were prepared
@@ -172,16 +178,22 @@ class Launches:
         else:
             chunk, parts = group_parts_of(w.rows, w.columns)
             height = group_height_of(rows)
-            tile, name = groups_tile(self.driver.architecture, height, w.sort), f"groups.{w.sort}.{height}"
+            tile, name = (
+                groups_tile(self.driver.architecture, height, w.sort),
+                f"groups.{w.sort}.{height}",
+            )
             whole = WHOLE_TILES if rows <= SOME_ROWS else 0
         tiles = _tiles(w.rows, tile.n) * _tiles(rows, tile.m)
         apart = parts > 1 and (height != MANY or tiles < whole)
         out = self.arena.take((rows, w.rows))
         partial = self.arena.take((parts, rows, w.rows)).address if apart else 0
         given = (
-            bias.address if bias else 0, residual.address if residual else 0, out.address, partial,
+            bias.address if bias else 0,
+            residual.address if residual else 0,
+            out.address,
+            partial,
             self.arena.counters,
-        )  # fmt: skip
+        )
         flags = (int(bias is not None), int(residual is not None))
         shape = (rows, w.rows, w.columns, chunk, parts)
         if isinstance(w, FloatMatrix):
@@ -193,16 +205,31 @@ class Launches:
         return out
 
     def _persistent_product(
-        self, x: GpuArray, w: FloatMatrix, ring: Ring, bias: Vector | None, residual: GpuArray | None
+        self,
+        x: GpuArray,
+        w: FloatMatrix,
+        ring: Ring,
+        bias: Vector | None,
+        residual: GpuArray | None,
     ) -> GpuArray:
         rows, out = len(x), self.arena.take((len(x), w.rows))
         self.driver.launch(
-            f"persistent.{w.kind}.{ring.name}", self._programs(ring, rows, w.rows),
-            (Plane(x.address, rows, w.columns), Plane(w.address, w.rows, w.columns),
-             bias.address if bias else 0, residual.address if residual else 0, out.address,
-             int(bias is not None), int(residual is not None), rows, w.rows, w.columns,
-             *parts_of(w.rows, w.columns, block_k(w.kind))),
-        )  # fmt: skip
+            f"persistent.{w.kind}.{ring.name}",
+            self._programs(ring, rows, w.rows),
+            (
+                Plane(x.address, rows, w.columns),
+                Plane(w.address, w.rows, w.columns),
+                bias.address if bias else 0,
+                residual.address if residual else 0,
+                out.address,
+                int(bias is not None),
+                int(residual is not None),
+                rows,
+                w.rows,
+                w.columns,
+                *parts_of(w.rows, w.columns, block_k(w.kind)),
+            ),
+        )
         return out
 
     def _programs(self, ring: Ring, rows: int, outputs: int) -> tuple[int]:
@@ -228,26 +255,32 @@ class Launches:
         ring = persistent_ring(self.driver.architecture, w.kind, rows, w.rows)
         if ring is not None:
             planes = (
-                Plane(x.address, rows, w.columns), Plane(w.address, w.rows, w.columns),
+                Plane(x.address, rows, w.columns),
+                Plane(w.address, w.rows, w.columns),
                 Plane(out.address, rows, outputs),
-            )  # fmt: skip
+            )
             self.driver.launch(
-                f"gated_persistent.{w.kind}.{ring.name}", self._programs(ring, rows, w.rows),
+                f"gated_persistent.{w.kind}.{ring.name}",
+                self._programs(ring, rows, w.rows),
                 (*planes, rows, outputs, w.columns),
-            )  # fmt: skip
+            )
             return out
         tiles = tiles_of(self.driver.architecture, w.kind)
         height = gated_height(height_of(rows, w.rows, THIN in tiles))
         tile = gated_tile(tiles, height)
         self.driver.launch(
-            f"gated_dense.{w.kind}.{height}", (_tiles(outputs, gated_outputs(tile)) * _tiles(rows, tile.m),),
+            f"gated_dense.{w.kind}.{height}",
+            (_tiles(outputs, gated_outputs(tile)) * _tiles(rows, tile.m),),
             (x.address, w.address, out.address, rows, outputs, w.columns),
-        )  # fmt: skip
+        )
         return out
 
     def group_sums(self, x: GpuArray, columns: int, group: int) -> int:
         """Where the sums of the groups of x are, a row of it being so many columns."""
-        rows, wide = x.shape[0] * x.shape[1] // columns, _tiles(columns, BLOCK_COLUMNS) * BLOCK_COLUMNS
+        rows, wide = (
+            x.shape[0] * x.shape[1] // columns,
+            _tiles(columns, BLOCK_COLUMNS) * BLOCK_COLUMNS,
+        )
         sums = self.arena.take((rows, wide // group))
         grid = (_tiles(rows, 16), wide // SUMS_SPAN)
         self.driver.launch(f"group_sums.{group}", grid, (x.address, sums.address, rows, columns))
@@ -258,9 +291,10 @@ class Launches:
         tile = groups_tile(self.driver.architecture, MANY, w.sort)
         out = self.arena.take((rows, outputs), w.compute)
         self.driver.launch(
-            f"gated_groups.{w.sort}.{MANY}", (_tiles(outputs, tile.n) * _tiles(rows, tile.m),),
+            f"gated_groups.{w.sort}.{MANY}",
+            (_tiles(outputs, tile.n) * _tiles(rows, tile.m),),
             (*self._operands(x, w), out.address, int(w.low != 0), w.zero, rows, outputs, w.columns),
-        )  # fmt: skip
+        )
         return out
 
     def _operands(self, x: GpuArray, w: Groups) -> tuple[int, ...]:
@@ -277,18 +311,36 @@ class Launches:
         grid = (len(tokens), _tiles(table.columns, GROUP_ROWS))
         if isinstance(table, FloatMatrix):
             arguments: tuple[int, ...] = (
-                table.address, tokens.address, self.chosen, out.address, first, table.rows, table.columns
-            )  # fmt: skip
+                table.address,
+                tokens.address,
+                self.chosen,
+                out.address,
+                first,
+                table.rows,
+                table.columns,
+            )
             self.driver.launch(f"embed.{table.kind}", grid, arguments)
             return out
         arguments = (
-            table.q, table.high, table.scale, table.low, tokens.address, self.chosen, out.address,
-            int(table.low != 0), table.zero, first, table.rows, table.columns,
-        )  # fmt: skip
+            table.q,
+            table.high,
+            table.scale,
+            table.low,
+            tokens.address,
+            self.chosen,
+            out.address,
+            int(table.low != 0),
+            table.zero,
+            first,
+            table.rows,
+            table.columns,
+        )
         self.driver.launch(f"embed_groups.{table.sort}", grid, arguments)
         return out
 
-    def rms_norm(self, x: GpuArray, weight: Vector, eps: float, kind: str = "fp32", dim: int = 0) -> GpuArray:
+    def rms_norm(
+        self, x: GpuArray, weight: Vector, eps: float, kind: str = "fp32", dim: int = 0
+    ) -> GpuArray:
         """Of each row, or of each head of `dim` elements."""
         columns = x.shape[1]
         dim = dim or columns
@@ -300,14 +352,21 @@ class Launches:
         self.driver.launch(f"{name}.{kind}", (len(x) * heads,), arguments)
         return out
 
-    def layer_norm(self, x: GpuArray, weight: Vector, bias: Vector, eps: float, kind: str) -> GpuArray:
+    def layer_norm(
+        self, x: GpuArray, weight: Vector, bias: Vector, eps: float, kind: str
+    ) -> GpuArray:
         out = self.arena.take(x.shape, kind)
         arguments = (x.address, weight.address, bias.address, out.address, eps, x.shape[1])
         self.driver.launch(f"layer_norm.{kind}", (len(x),), arguments)
         return out
 
     def elementwise(
-        self, op: str, x: GpuArray, y: GpuArray | None = None, factor: float = 0.0, kind: str = "fp32"
+        self,
+        op: str,
+        x: GpuArray,
+        y: GpuArray | None = None,
+        factor: float = 0.0,
+        kind: str = "fp32",
     ) -> GpuArray:
         out = self.arena.take(x.shape, kind)
         count = x.shape[0] * x.shape[1]
@@ -330,7 +389,14 @@ class Launches:
         out = self.arena.take((len(rows), x.shape[1]))
         if len(rows):
             grid = (len(rows), _tiles(x.shape[1], GROUP_ROWS))
-            arguments = (x.address, rows.address, factors, out.address, x.shape[1], int(factors != 0))
+            arguments = (
+                x.address,
+                rows.address,
+                factors,
+                out.address,
+                x.shape[1],
+                int(factors != 0),
+            )
             self.driver.launch("take_rows", grid, arguments)
         return out
 
@@ -367,16 +433,30 @@ class Launches:
         tables, heads = self.tables(rope), x.shape[1] // dim
         out = self.arena.take(x.shape)
         arguments = (
-            x.address, tables.cos, tables.sin, positions.address, out.address, x.row, heads, dim,
-            tables.half, int(tables.interleaved),
-        )  # fmt: skip
+            x.address,
+            tables.cos,
+            tables.sin,
+            positions.address,
+            out.address,
+            x.row,
+            heads,
+            dim,
+            tables.half,
+            int(tables.interleaved),
+        )
         self.driver.launch("rotate", (len(x), heads), arguments)
         return out
 
     def place_latent(
-        self, wide: GpuArray, latent: Latents, eps: float, kv: GpuKV, index: int, slots: GpuArray,
+        self,
+        wide: GpuArray,
+        latent: Latents,
+        eps: float,
+        kv: GpuKV,
+        index: int,
+        slots: GpuArray,
         positions: GpuArray,
-    ) -> tuple[GpuArray, GpuArray]:  # fmt: skip
+    ) -> tuple[GpuArray, GpuArray]:
         """The latent and the rotary key of each row go to the KV, normed and rotated. Given are of each head
         its plain elements [T, heads * plain], and the query, of which the rotary elements are there already
         and those that `k_up` makes of the plain ones are not: [T, heads * dim]."""
@@ -387,11 +467,30 @@ class Launches:
         keys, _, scales, _ = kv.at(index)
         norm = latent.norm.address if latent.norm is not None else 0
         arguments = (
-            wide.address, plain.address, q.address, norm, keys, scales, slots.address, tables.cos,
-            tables.sin, positions.address, int(norm != 0), eps, wide.row, heads, latent.plain,
-            latent.rank, latent.rotary, spec.stored_head, tables.half, int(tables.interleaved),
-        )  # fmt: skip
-        self.driver.launch(f"place_latent.{spec.dtype}.{latent.kind}", (len(wide), heads + 1), arguments)
+            wide.address,
+            plain.address,
+            q.address,
+            norm,
+            keys,
+            scales,
+            slots.address,
+            tables.cos,
+            tables.sin,
+            positions.address,
+            int(norm != 0),
+            eps,
+            wide.row,
+            heads,
+            latent.plain,
+            latent.rank,
+            latent.rotary,
+            spec.stored_head,
+            tables.half,
+            int(tables.interleaved),
+        )
+        self.driver.launch(
+            f"place_latent.{spec.dtype}.{latent.kind}", (len(wide), heads + 1), arguments
+        )
         return plain, q
 
     def join_heads(self, x: GpuArray, y: GpuArray, heads: int) -> GpuArray:
@@ -403,35 +502,76 @@ class Launches:
         return out
 
     def kv_write(
-        self, kv: GpuKV, layer: int, k: GpuArray, v: GpuArray, slots: GpuArray,
-        positions: GpuArray, rope: Rope | None,
-    ) -> None:  # fmt: skip
+        self,
+        kv: GpuKV,
+        layer: int,
+        k: GpuArray,
+        v: GpuArray,
+        slots: GpuArray,
+        positions: GpuArray,
+        rope: Rope | None,
+    ) -> None:
         """K, rotated if there are tables, and V."""
         spec = kv.spec
         tables = self.tables(rope) if rope is not None else Tables(0, 0, 0, False)
         arguments = (
-            k.address, v.address, *kv.at(layer), slots.address, tables.cos, tables.sin, positions.address,
-            k.row, v.row, spec.kv_heads, spec.head_dim, spec.stored_head, tables.half,
+            k.address,
+            v.address,
+            *kv.at(layer),
+            slots.address,
+            tables.cos,
+            tables.sin,
+            positions.address,
+            k.row,
+            v.row,
+            spec.kv_heads,
+            spec.head_dim,
+            spec.stored_head,
+            tables.half,
             int(tables.interleaved),
-        )  # fmt: skip
+        )
         self.driver.launch(f"kv_write.{spec.dtype}", (len(k), spec.kv_heads), arguments)
 
     def place_heads(
-        self, wide: GpuArray, norms: tuple[Vector, Vector] | None, eps: float, kv: GpuKV, index: int,
-        step: Step, rope: Rope, heads: int,
-    ) -> GpuArray:  # fmt: skip
+        self,
+        wide: GpuArray,
+        norms: tuple[Vector, Vector] | None,
+        eps: float,
+        kv: GpuKV,
+        index: int,
+        step: Step,
+        rope: Rope,
+        heads: int,
+    ) -> GpuArray:
         """K and V of rows of Q, K and V go to the KV; Q is given, its heads padded as those of the KV. Q and
         K are normed and rotated. norms: of heads."""
         spec, dim, tables = kv.spec, kv.spec.head_dim, self.tables(rope)
         q = self.arena.take((len(wide), heads * spec.stored_head))
         q_norm, k_norm = (one.address for one in norms) if norms else (0, 0)
         arguments = (
-            wide.address, q.address, q_norm, k_norm, *kv.at(index), step.slots.address, tables.cos,
-            tables.sin, step.positions.address, int(norms is not None), eps, wide.row, heads, spec.kv_heads,
-            dim, spec.stored_head, tables.half, int(tables.interleaved),
-        )  # fmt: skip
+            wide.address,
+            q.address,
+            q_norm,
+            k_norm,
+            *kv.at(index),
+            step.slots.address,
+            tables.cos,
+            tables.sin,
+            step.positions.address,
+            int(norms is not None),
+            eps,
+            wide.row,
+            heads,
+            spec.kv_heads,
+            dim,
+            spec.stored_head,
+            tables.half,
+            int(tables.interleaved),
+        )
         size = next(one for one in HEAD_SIZES if one >= dim)
-        self.driver.launch(f"place_heads.{spec.dtype}.{size}", (len(wide), heads + spec.kv_heads), arguments)
+        self.driver.launch(
+            f"place_heads.{spec.dtype}.{size}", (len(wide), heads + spec.kv_heads), arguments
+        )
         return q
 
     def fit_heads(self, x: GpuArray, heads: int, room: int) -> GpuArray:
@@ -462,7 +602,9 @@ class Launches:
             vectors = works.partials * view.kv_heads
             peaks, mixes = self.arena.take((vectors, 2)), self.arena.take((vectors, view.size))
             begin = 0
-            for count in works.rounds:  # each merges its partials before the next one writes its own
+            for (
+                count
+            ) in works.rounds:  # each merges its partials before the next one writes its own
                 mine = works.few.rows(slice(begin, begin + count))
                 attend(FEW, mine, (peaks.address, mixes.address, works.arrived.address))
                 begin += count
@@ -470,19 +612,48 @@ class Launches:
         return self.rounded(out, kind)
 
     def _attend(
-        self, q: GpuArray, kv: GpuKV, layer: int, step: Step, shape: AttentionShape, out: GpuArray,
-        height: str, works: GpuArray, partials: tuple[int, int, int],
-    ) -> None:  # fmt: skip
+        self,
+        q: GpuArray,
+        kv: GpuKV,
+        layer: int,
+        step: Step,
+        shape: AttentionShape,
+        out: GpuArray,
+        height: str,
+        works: GpuArray,
+        partials: tuple[int, int, int],
+    ) -> None:
         """partials: addresses of peaks, mixes and counters."""
         spec, dim, view = kv.spec, kv.spec.stored_head, view_of(shape)
         slopes = self.constants(shape.slopes) if shape.slopes else 0
         sinks = self.constants(shape.sinks) if shape.sinks else 0
-        part = heads_of_tile(view.group, attention_rows(self.driver.architecture, height, view.size))
+        part = heads_of_tile(
+            view.group, attention_rows(self.driver.architecture, height, view.size)
+        )
         arguments = (
-            q.address, *kv.at(layer), step.blocks.address, step.positions.address, works.address, slopes,
-            sinks, out.address, *partials, q.row, int(slopes != 0), int(sinks != 0), shape.heads,
-            spec.kv_heads, dim, shape.latent or dim, part, spec.block_size, *inverse_of(spec.block_size),
-            shape.window, int(shape.chunked), shape.scale, shape.soft_cap,
-        )  # fmt: skip
+            q.address,
+            *kv.at(layer),
+            step.blocks.address,
+            step.positions.address,
+            works.address,
+            slopes,
+            sinks,
+            out.address,
+            *partials,
+            q.row,
+            int(slopes != 0),
+            int(sinks != 0),
+            shape.heads,
+            spec.kv_heads,
+            dim,
+            shape.latent or dim,
+            part,
+            spec.block_size,
+            *inverse_of(spec.block_size),
+            shape.window,
+            int(shape.chunked),
+            shape.scale,
+            shape.soft_cap,
+        )
         name = f"attend.{spec.dtype}.{view.size}.{height}.{out.kind}"
         self.driver.launch(name, (spec.kv_heads * len(works),), arguments)

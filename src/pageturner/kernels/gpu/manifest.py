@@ -17,7 +17,10 @@ from pageturner.errors import EngineFault
 from pageturner.kernels.gpu.catalogue import PORTABLE
 
 COMPILED = Path(__file__).parent / "compiled"
-EXACT = (90, 100)  # compiled for features that no other device has, not even a later one of the same family
+EXACT = (
+    90,
+    100,
+)  # compiled for features that no other device has, not even a later one of the same family
 _BUILD = "build them with `make gpu-kernels`, or use --device cpu"
 
 
@@ -68,9 +71,13 @@ class Manifest:
             self.digest = hashlib.sha256(text.encode()).hexdigest()[:12]
             self.source = str(self._read["source"])
         except FileNotFoundError:
-            raise EngineFault("gpu_kernels", f"the GPU kernels are not compiled: {_BUILD}") from None
+            raise EngineFault(
+                "gpu_kernels", f"the GPU kernels are not compiled: {_BUILD}"
+            ) from None
         except (ValueError, KeyError, TypeError) as error:
-            raise EngineFault("gpu_kernels", f"{folder}/manifest.json is damaged: {_BUILD}") from error
+            raise EngineFault(
+                "gpu_kernels", f"{folder}/manifest.json is damaged: {_BUILD}"
+            ) from error
 
     @property
     def architectures(self) -> tuple[int, ...]:
@@ -87,9 +94,10 @@ class Manifest:
         if capability in self.architectures:
             return capability, False
         family = [
-            one for one in self.architectures
+            one
+            for one in self.architectures
             if one // 10 == capability // 10 and one <= capability and one not in EXACT
-        ]  # fmt: skip
+        ]
         if family:
             return max(family), False
         if "portable" in self._read and capability >= PORTABLE:
@@ -101,11 +109,15 @@ class Manifest:
     def kernels(self, architecture: int, portable: bool = False) -> Mapping[str, Compiled]:
         """The kernels of an architecture, each unpacked when it is asked for: a start needs few of them.
         EngineFault('gpu_kernels') for damaged ones."""
-        part = self._read["portable"] if portable else self._read["architectures"][str(architecture)]
+        part = (
+            self._read["portable"] if portable else self._read["architectures"][str(architecture)]
+        )
         try:
             raw = (self._folder / part["file"]).read_bytes()
         except OSError as error:
-            raise EngineFault("gpu_kernels", f"{part['file']} cannot be read ({error}): {_BUILD}") from error
+            raise EngineFault(
+                "gpu_kernels", f"{part['file']} cannot be read ({error}): {_BUILD}"
+            ) from error
         return _Kernels(part["kernels"], raw)
 
 
@@ -130,8 +142,13 @@ def _unpack(name: str, entry: dict[str, Any], raw: bytes) -> Compiled:
     if hashlib.sha256(packed).hexdigest()[:32] != entry["sha256"]:
         raise EngineFault("gpu_kernels", f"the GPU kernel {name} is damaged: {_BUILD}")
     return Compiled(
-        entry["symbol"], zlib.decompress(packed), tuple(kind for _, kind in entry["arguments"]),
-        entry["hidden"], entry["shared"], 32 * entry["warps"],
+        entry["symbol"],
+        zlib.decompress(packed),
+        tuple(kind for _, kind in entry["arguments"]),
+        entry["hidden"],
+        entry["shared"],
+        32 * entry["warps"],
         entry["dependent"],
-        tuple(Box(*one) for one in entry.get("boxes", ())), entry.get("cluster", 1),
-    )  # fmt: skip
+        tuple(Box(*one) for one in entry.get("boxes", ())),
+        entry.get("cluster", 1),
+    )

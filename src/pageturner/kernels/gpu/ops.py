@@ -119,10 +119,14 @@ class GpuOps(Chooser, Composites):
         """Zeroed KV storage. EngineFault('kv_memory') when the memory is not there."""
         if spec.dtype not in KV_TYPES:
             known = ", ".join(KV_TYPES)
-            raise EngineFault("kv_dtype", f"KV type {spec.dtype!r} is not supported; there are {known}")
+            raise EngineFault(
+                "kv_dtype", f"KV type {spec.dtype!r} is not supported; there are {known}"
+            )
         spec = replace(spec, head_multiple=GPU_HEAD_MULTIPLE)
         if spec.head_dim > largest_head(spec.dtype, spec.latent):
-            raise EngineFault("gpu_model", f"heads of {spec.head_dim} elements in {spec.dtype} are too large")
+            raise EngineFault(
+                "gpu_model", f"heads of {spec.head_dim} elements in {spec.dtype} are too large"
+            )
         heads = spec.blocks * spec.block_size * spec.kv_heads
         here = padded(heads * spec.stored_head * KV_TYPES[spec.dtype])
         scales = padded(4 * heads) if spec.dtype in ("int8", "fp8_e4m3") else 0
@@ -155,7 +159,9 @@ class GpuOps(Chooser, Composites):
 
     def write_blocks(self, kv: GpuKV, blocks: I32, data: NDArray[np.uint8]) -> None:
         """Before all steps that are begun later; it does not wait for those that were."""
-        self.driver.scatter([place for block in blocks.tolist() for place in kv.places(block)], data)
+        self.driver.scatter(
+            [place for block in blocks.tolist() for place in kv.places(block)], data
+        )
 
     def copy_blocks(self, kv: GpuKV, pairs: list[tuple[int, int]]) -> None:
         """Whole blocks (source, destination) in every layer, in order."""
@@ -168,7 +174,9 @@ class GpuOps(Chooser, Composites):
         """An array of numpy's in int32 or fp32, copied; one that is there already as it is."""
         if isinstance(values, GpuArray):
             return values
-        kind, dtype = ("fp32", np.float32) if np.asarray(values).dtype.kind == "f" else ("i32", np.int32)
+        kind, dtype = (
+            ("fp32", np.float32) if np.asarray(values).dtype.kind == "f" else ("i32", np.int32)
+        )
         values = np.ascontiguousarray(values, dtype)
         array = self.arena.take(values.shape, kind)
         if values.size:
@@ -187,7 +195,9 @@ class GpuOps(Chooser, Composites):
         return self.launches.embed(table, self.on_device(tokens))
 
     def embed_tokens(self, stack: Stack, tokens: Any) -> GpuArray:
-        return self.summed(self.launches.embed(stack.embed, self.on_device(tokens), stack.first_token))
+        return self.summed(
+            self.launches.embed(stack.embed, self.on_device(tokens), stack.first_token)
+        )
 
     def summed(self, x: GpuArray, residual: GpuArray | None = None) -> GpuArray:
         """residual + the sum of x over ranks."""
@@ -218,7 +228,9 @@ class GpuOps(Chooser, Composites):
             return
         self.launches.kv_write(kv, layer, k, v, slots, slots, None)
 
-    def attention(self, q: GpuArray, kv: GpuKV, layer: int, batch: Any, shape: AttentionShape) -> GpuArray:
+    def attention(
+        self, q: GpuArray, kv: GpuKV, layer: int, batch: Any, shape: AttentionShape
+    ) -> GpuArray:
         step = batch if isinstance(batch, Step) else self.step(batch, {view_of(shape)}, kv)
         return self.launches.attention(q, kv, layer, step, shape, "fp32")
 
@@ -265,7 +277,10 @@ class GpuOps(Chooser, Composites):
         return self.launches.elementwise("scale", x, factor=float(np.float32(factor)))
 
     def scale_rows(self, x: GpuArray, factors: F32, rows: Any) -> GpuArray:
-        address = self.launches.vectors.get(id(factors), (factors, 0))[1] or self.on_device(factors).address
+        address = (
+            self.launches.vectors.get(id(factors), (factors, 0))[1]
+            or self.on_device(factors).address
+        )
         return self.launches.take_rows(x, self.on_device(rows), address)
 
     def adapt(self, y: GpuArray, x: GpuArray, adapters: Any, layer: int, field: str) -> GpuArray:
@@ -286,7 +301,9 @@ class GpuOps(Chooser, Composites):
     def soft_cap(self, x: F32, cap: float) -> F32:
         return self.to_numpy(self.launches.elementwise("soft_cap", self.on_device(x), factor=cap))
 
-    def route(self, logits: Any, top_k: int, normalise: bool, scoring: str = "softmax") -> tuple[I32, F32]:
+    def route(
+        self, logits: Any, top_k: int, normalise: bool, scoring: str = "softmax"
+    ) -> tuple[I32, F32]:
         ids, weights = self._experts.route(self.on_device(logits), top_k, normalise, scoring)
         chosen = np.empty(ids.shape, np.int32)
         self.driver.download(chosen, ids.address)
@@ -323,7 +340,10 @@ class GpuOps(Chooser, Composites):
     def _join_latent(self, layer: Layer, latent: Latent) -> dict[str, Any]:
         """Tables of what each head has of its own; and queries, latent and their rotary parts as one matrix,
         where they are of one form."""
-        found: dict[str, Any] = {"k_up": self._head_table(latent.k_up), "v_up": self._head_table(latent.v_up)}
+        found: dict[str, Any] = {
+            "k_up": self._head_table(latent.k_up),
+            "v_up": self._head_table(latent.v_up),
+        }
         joined = join(self.driver, [layer.q, latent.q_rope, layer.k, latent.k_rope])
         if joined is not None:
             found["latent"], (layer.q, q_rope, layer.k, k_rope) = joined
@@ -344,11 +364,15 @@ class GpuOps(Chooser, Composites):
         if nbytes > DEPENDENT_BYTES * len(stack.layers):
             self.driver.dependent_launch = False
 
-    def hidden(self, stack: Stack, batch: Batch, kv: GpuKV, sliding: tuple[Batch, GpuKV] | None) -> GpuArray:
+    def hidden(
+        self, stack: Stack, batch: Batch, kv: GpuKV, sliding: tuple[Batch, GpuKV] | None
+    ) -> GpuArray:
         """A whole step below the head; recorded if it is small."""
         return self.computed(stack, [(batch, kv)] if sliding is None else [(batch, kv), sliding])[0]
 
-    def computed(self, stack: Stack, pages: Pages, choice: StepChoice | None = None) -> tuple[GpuArray, int]:
+    def computed(
+        self, stack: Stack, pages: Pages, choice: StepChoice | None = None
+    ) -> tuple[GpuArray, int]:
         """Hidden rows of a step, and how many tokens were chosen where there is a choice: 0 where that is
         still to be done."""
         self.begin()
@@ -375,7 +399,9 @@ class GpuOps(Chooser, Composites):
 
     def add_experts(self, x: GpuArray, h: GpuArray, layer: Layer) -> GpuArray:
         tables = (layer.native or {}).get("experts")
-        if tables is None or layer.experts is None:  # one operation after the other, as the check of a device
+        if (
+            tables is None or layer.experts is None
+        ):  # one operation after the other, as the check of a device
             found: GpuArray = super().add_experts(x, h, layer)
             return found
         return self._experts.add(x, h, layer.experts, tables, layer.act)
@@ -390,7 +416,12 @@ class GpuOps(Chooser, Composites):
         if "latent" in (layer.native or {}) and isinstance(batch, Step):
             return self._latent_attention(adapted, x, layer, kv, index, batch)
         joined = (layer.native or {}).get("qkv")
-        if joined is None or layer.wide_qk_norm or layer.temper is not None or not isinstance(batch, Step):
+        if (
+            joined is None
+            or layer.wide_qk_norm
+            or layer.temper is not None
+            or not isinstance(batch, Step)
+        ):
             found: GpuArray = super().adapted_attention(adapted, x, layer, kv, index, batch)
             return found
         run, shape, dim = self.launches, layer.shape, layer.shape.head_dim
@@ -412,13 +443,21 @@ class GpuOps(Chooser, Composites):
         assert latent is not None
         k_up, v_up = native["k_up"], native["v_up"]
         rows = Latents(
-            shape.heads, k_up.columns, k_up.rows, latent.k_rope.rows, k_up.kind, layer.rope, latent.norm
+            shape.heads,
+            k_up.columns,
+            k_up.rows,
+            latent.k_rope.rows,
+            k_up.kind,
+            layer.rope,
+            latent.norm,
         )
-        h = self._normed(x, layer.attn_norm, layer.attn_norm_bias, layer.eps, native["latent"].compute)
+        h = self._normed(
+            x, layer.attn_norm, layer.attn_norm_bias, layer.eps, native["latent"].compute
+        )
         wide = self.launches.product(h, native["latent"])
         plain, q = self.launches.place_latent(
             wide, rows, layer.eps, kv, index, step.slots, step.positions
-        )  # fmt: skip
+        )
         q = self._experts.by_head(plain, k_up, q)
         mixed = self.launches.attention(q, kv, index, step, shape, v_up.kind)
         return self._added(adapted, x, self._experts.by_head(mixed, v_up), layer, "o")
@@ -454,15 +493,20 @@ class GpuOps(Chooser, Composites):
     ) -> None:
         """What adapters add to a product of fields that are joined; none of them where there are no rows."""
         if adapted is not None:
-            self.adapters.add(cast(AdaptedRows, adapted[0]), y, x, place_of(adapted[1], first), sizes)
+            self.adapters.add(
+                cast(AdaptedRows, adapted[0]), y, x, place_of(adapted[1], first), sizes
+            )
 
-    def _added(self, adapted: Adapted | None, x: GpuArray, y: GpuArray, layer: Layer, field: str) -> GpuArray:
+    def _added(
+        self, adapted: Adapted | None, x: GpuArray, y: GpuArray, layer: Layer, field: str
+    ) -> GpuArray:
         """x + residual * post_norm(w y + bias), w being "o" or "down": the sum within the product where
         nothing is between. What adapters add comes behind that sum then."""
         w, bias, post = (
-            (layer.o, layer.o_bias, layer.attn_post_norm) if field == "o"
+            (layer.o, layer.o_bias, layer.attn_post_norm)
+            if field == "o"
             else (layer.down, layer.down_bias, layer.mlp_post_norm)
-        )  # fmt: skip
+        )
         alone = post is None and layer.residual == 1
         z = self.launches.product(y, w, bias, x if alone and not self.divided else None)
         self._adapt(adapted, z, y, field, (w.rows,))
@@ -476,7 +520,9 @@ class GpuOps(Chooser, Composites):
             z = self.scale(z, layer.residual)
         return self.add(x, z)
 
-    def raw_logits(self, x: GpuArray, head: Head, adapters: Adapters | AdaptedRows | None = None) -> GpuArray:
+    def raw_logits(
+        self, x: GpuArray, head: Head, adapters: Adapters | AdaptedRows | None = None
+    ) -> GpuArray:
         """Logits [R, V] on the device; of several ranks at rank 0. adapters: of the rows."""
         weight: Matrix = head.weight
         normed = self._normed(x, head.norm, head.norm_bias, head.eps, weight.compute)

@@ -7,7 +7,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-SIGNS = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")  # of the driver on Linux; of WSL
+SIGNS = (
+    "/proc/driver/nvidia/version",
+    "/dev/nvidiactl",
+    "/dev/dxg",
+)  # of the driver on Linux; of WSL
 
 
 def nvidia_is_here() -> bool:

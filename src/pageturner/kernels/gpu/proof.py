@@ -23,7 +23,17 @@ from numpy.typing import NDArray
 
 from pageturner.errors import EngineFault
 from pageturner.kernels.adapters import AdapterWeights, LowRank
-from pageturner.kernels.base import F32, GATED, I32, AttentionShape, Batch, Draw, KVSpec, Layer, Stack
+from pageturner.kernels.base import (
+    F32,
+    GATED,
+    I32,
+    AttentionShape,
+    Batch,
+    Draw,
+    KVSpec,
+    Layer,
+    Stack,
+)
 from pageturner.kernels.choosing import Head
 from pageturner.kernels.edits import Edit, Operation, apply_edits
 from pageturner.kernels.gpu.arrays import GpuArray
@@ -116,11 +126,19 @@ def comparisons(subject: Subject) -> list[Comparison]:
         found.setdefault(form, []).append(partial(work, *arguments))
 
     products = [*(part for layer in layers for part in _parts(layer)), ("head", head.weight)]
-    for matrix, name in {_form(one): (one, name) for name, one in reversed(products) if one}.values():
+    for matrix, name in {
+        _form(one): (one, name) for name, one in reversed(products) if one
+    }.values():
         add(f"product with weights of {_words(matrix)}", _product, ops, name, matrix)
     for shape in {_bare(layer.shape): layer.shape for layer in layers}.values():
         add(attention_form(spec.dtype, spec.block_size, shape), _attention, ops, shape, spec)
-    add(f"blocks of {spec.dtype} KV, {spec.block_size} tokens", _block_copies, ops, layers[0].shape, spec)
+    add(
+        f"blocks of {spec.dtype} KV, {spec.block_size} tokens",
+        _block_copies,
+        ops,
+        layers[0].shape,
+        spec,
+    )
     for layer in layers:
         form = f"rows with {layer.act}, heads of {layer.shape.head_dim}"
         add(form, _rows_alone, ops, layer, subject.length)
@@ -144,8 +162,20 @@ def _one_by_one(works: list[Callable[[], None]]) -> None:
 def _identity(stack: Stack, head: Matrix, spec: KVSpec) -> object:
     """What layers and steps of a model consist of: those of models with the same one use the same kernels in
     the same way."""
-    embedded = _form(stack.embed), _form(stack.positions), stack.embed_norm is None, stack.embed_scale == 1
-    return sorted(map(repr, _kinds(stack))), _form(head), embedded, spec.dtype, spec.block_size, spec.scaled
+    embedded = (
+        _form(stack.embed),
+        _form(stack.positions),
+        stack.embed_norm is None,
+        stack.embed_scale == 1,
+    )
+    return (
+        sorted(map(repr, _kinds(stack))),
+        _form(head),
+        embedded,
+        spec.dtype,
+        spec.block_size,
+        spec.scaled,
+    )
 
 
 def _wrong(ops: GpuOps, what: str) -> EngineFault:
@@ -193,7 +223,13 @@ def _mixture(experts: Experts | None) -> object:
         len(experts.up_bias),
         len(experts.down_bias),
     )
-    how = (experts.top_k, experts.normalise, experts.scoring, experts.scale == 1, experts.weigh_input)
+    how = (
+        experts.top_k,
+        experts.normalise,
+        experts.scoring,
+        experts.scale == 1,
+        experts.weigh_input,
+    )
     return len(experts.gate), biases, how
 
 
@@ -208,7 +244,10 @@ def _parts(layer: Layer) -> list[tuple[str, Matrix | None]]:
         parts += [("gate", layer.gate), ("up", layer.up)]
     if mixture is not None:
         of_expert = (("gate", mixture.gate[0]), ("up", mixture.up[0]), ("down", mixture.down[0]))
-        parts += [("the router", mixture.router), *((f"{name} of an expert", one) for name, one in of_expert)]
+        parts += [
+            ("the router", mixture.router),
+            *((f"{name} of an expert", one) for name, one in of_expert),
+        ]
     return parts
 
 
@@ -229,7 +268,9 @@ def _product(ops: GpuOps, name: str, matrix: Matrix) -> None:
     values = ops.to_numpy(ops.embed(matrix, places)).astype(np.float64)
     mine = _rounded(x[0], matrix.compute).astype(np.float64)[_order(ops, matrix)]
     bound = PRODUCT_BOUND * (np.abs(values) @ np.abs(mine)).max()
-    if np.isfinite(bound) and not (np.abs(alone[places] - values @ mine) <= bound).all():  # NaN is not
+    if (
+        np.isfinite(bound) and not (np.abs(alone[places] - values @ mine) <= bound).all()
+    ):  # NaN is not
         raise _wrong(ops, f"a product with {name} is wrong")
     for rows in crowds(matrix):
         crowd = x[[*(np.arange(rows - 1) % len(x)), 0]]  # first and last
@@ -255,7 +296,9 @@ def _attention(ops: GpuOps, shape: AttentionShape, spec: KVSpec) -> None:
     with _filled(ops, shape, spec) as (kv, theirs, tables):
         random = np.random.default_rng(shape.heads)
         q = random.standard_normal((CHUNK, shape.heads * shape.head_dim), np.float32)
-        q *= np.float32(min(1.0, 1 / (shape.scale * shape.head_dim**0.5)))  # scores as models have them
+        q *= np.float32(
+            min(1.0, 1 / (shape.scale * shape.head_dim**0.5))
+        )  # scores as models have them
         whole = _batch(tables[:1], [(0, POSITIONS - CHUNK, CHUNK)])
         expected = _HOST.attention(q, theirs, LAYER, whole, shape)
         chunk = _mixed(ops, kv, q, whole, shape)
@@ -266,7 +309,9 @@ def _attention(ops: GpuOps, shape: AttentionShape, spec: KVSpec) -> None:
             runs = [*((1, POSITIONS - 1 - at, 1) for at in range(others)), (0, POSITIONS - 1, 1)]
             crowd = np.concatenate([q[:others], q[-1:]])
             if not _alike(_mixed(ops, kv, crowd, _batch(tables, runs), shape)[-1], chunk[-1]):
-                raise _wrong(ops, f"attention in {spec.dtype} has other bits among {others} sequences")
+                raise _wrong(
+                    ops, f"attention in {spec.dtype} has other bits among {others} sequences"
+                )
 
 
 def _block_copies(ops: GpuOps, shape: AttentionShape, spec: KVSpec) -> None:
@@ -283,7 +328,9 @@ def _block_copies(ops: GpuOps, shape: AttentionShape, spec: KVSpec) -> None:
 
 
 @contextmanager
-def _filled(ops: GpuOps, shape: AttentionShape, spec: KVSpec) -> Iterator[tuple[GpuKV, PagedKV, I32]]:
+def _filled(
+    ops: GpuOps, shape: AttentionShape, spec: KVSpec
+) -> Iterator[tuple[GpuKV, PagedKV, I32]]:
     """A KV of two layers, of which the second has two sequences of random rows; the same on the host; and
     their block tables."""
     tables = _tables(POSITIONS, spec.block_size)
@@ -295,7 +342,9 @@ def _filled(ops: GpuOps, shape: AttentionShape, spec: KVSpec) -> Iterator[tuple[
             k, v = random.standard_normal((2, POSITIONS, spec.kv_heads * spec.head_dim), np.float32)
             slots = _slots(tables[sequence], np.arange(POSITIONS), spec.block_size)
             ops.begin()
-            ops.kv_write(kv, LAYER, ops.on_device(k), None if spec.latent else ops.on_device(v), slots)
+            ops.kv_write(
+                kv, LAYER, ops.on_device(k), None if spec.latent else ops.on_device(v), slots
+            )
             _HOST.kv_write(theirs, LAYER, k, None if spec.latent else v, slots)
         yield kv, theirs, tables
     finally:
@@ -331,17 +380,30 @@ def _rows_alone(ops: GpuOps, layer: Layer, length: int) -> None:
         if np.isfinite(bound) and not (np.abs(found - expected) <= bound).all():
             raise _wrong(ops, f"{what} is wrong")
 
-    for norm, bias in ((layer.attn_norm, layer.attn_norm_bias), (layer.mlp_norm, layer.mlp_norm_bias)):
+    for norm, bias in (
+        (layer.attn_norm, layer.attn_norm_bias),
+        (layer.mlp_norm, layer.mlp_norm_bias),
+    ):
         if norm is not None and bias is not None:
-            compare("a LayerNorm", lambda on, x, w, b: on.layer_norm(x, w, b, eps), norm.shape[0], norm, bias)
+            compare(
+                "a LayerNorm",
+                lambda on, x, w, b: on.layer_norm(x, w, b, eps),
+                norm.shape[0],
+                norm,
+                bias,
+            )
         elif norm is not None:
             compare("an RMSNorm", lambda on, x, w: on.norm(x, w, eps), norm.shape[0], norm)
     if layer.q_norm is not None and not layer.wide_qk_norm:
         heads = shape.heads * dim
-        compare("a norm of heads", lambda on, x, w: on.head_norm(x, w, eps, dim), heads, layer.q_norm)
+        compare(
+            "a norm of heads", lambda on, x, w: on.head_norm(x, w, eps, dim), heads, layer.q_norm
+        )
     if layer.rope.cos.shape[1]:
         turned = dim if layer.latent is None else 2 * layer.rope.cos.shape[1]
-        compare("a rotation", lambda on, x: on.rope(x, at, layer.rope, turned), shape.heads * turned)
+        compare(
+            "a rotation", lambda on, x: on.rope(x, at, layer.rope, turned), shape.heads * turned
+        )
     if act in ("silu", GATED):
         name = "act_mul" if act == "silu" else act
         compare("an activation", lambda on, x: getattr(on, name)(x, x), dim)
@@ -359,12 +421,17 @@ def _fused(subject: Subject, layers: list[Layer]) -> None:
     ops, stack, length = subject.ops, subject.stack, subject.length
     apart = [replace(layer, native={}) for layer in layers]
     # all of them are kept until the recordings are gone, which know them by where they are
-    every = [replace(stack, layers=[one]) for pair in zip(layers, apart, strict=True) for one in pair]
+    every = [
+        replace(stack, layers=[one]) for pair in zip(layers, apart, strict=True) for one in pair
+    ]
     none = replace(stack, layers=[])
     with _sequence(replace(subject, spec=replace(subject.spec, layers=1))) as step:
         before = step(none, [(0, 0, length)], True)
         for joined, alone in zip(every[::2], every[1::2], strict=True):
-            found, expected = step(joined, [(0, 0, length)], True), step(alone, [(0, 0, length)], True)
+            found, expected = (
+                step(joined, [(0, 0, length)], True),
+                step(alone, [(0, 0, length)], True),
+            )
             off, added = np.linalg.norm(found - expected), np.linalg.norm(expected - before)
             if np.isfinite(added) and not off <= FUSED_BOUND * added:
                 raise _wrong(ops, "a layer is wrong, of which each operation is right,")
@@ -447,10 +514,14 @@ def _batch(tables: I32, runs: list[tuple[int, int, int]]) -> Batch:
     contexts = np.array([done + n for _, done, n in runs], np.int32)
     starts = np.cumsum([0, *counts]).astype(np.int32)
     return Batch(
-        np.zeros(len(positions), np.int32), positions, starts, contexts,
+        np.zeros(len(positions), np.int32),
+        positions,
+        starts,
+        contexts,
         np.ascontiguousarray(tables[[sequence for sequence, *_ in runs]]),
-        np.full(len(positions), -1, np.int32), starts[1:] - 1,
-    )  # fmt: skip
+        np.full(len(positions), -1, np.int32),
+        starts[1:] - 1,
+    )
 
 
 # -- from logits to tokens -----------------------------------------------------------------------------------
@@ -503,7 +574,11 @@ def draws_of(vocabulary: int) -> tuple[F32, Draw, I32, NDArray[np.bool_]]:
     uniform = random.random(DRAWS, np.float32)
 
     def drawn(by: float) -> I32:
-        near = np.where(top_p < 1, top_p + by, 1), min_p * (1 + by), np.clip(uniform + by, 0, 0.999999)
+        near = (
+            np.where(top_p < 1, top_p + by, 1),
+            min_p * (1 + by),
+            np.clip(uniform + by, 0, 0.999999),
+        )
         p, least, at = (one.astype(np.float32) for one in near)
         return _HOST.sample(logits, temperature, top_k, p, least, at)
 
@@ -522,7 +597,9 @@ def _adapter(ops: GpuOps, stack: Stack, kind: str) -> None:
     tokens = np.array([0, vocabulary - 1, 1], np.int32)
     for rank in RANKS:
 
-        def pair(outputs: int, inputs: int, *, of_tokens: bool = False, rank: int = rank) -> LowRank:
+        def pair(
+            outputs: int, inputs: int, *, of_tokens: bool = False, rank: int = rank
+        ) -> LowRank:
             first = (inputs, rank) if of_tokens else (rank, inputs)
             a, b = (random.standard_normal(one, np.float32) for one in (first, (outputs, rank)))
             return LowRank(_as_kind(a, kind), _as_kind(b, kind), 0.5 / rank)
@@ -536,14 +613,21 @@ def _adapter(ops: GpuOps, stack: Stack, kind: str) -> None:
         added = ops.to_numpy(ops.adapt(ops.on_device(y), narrow, which, 0, "o"))
         expected = _HOST.adapt(y.copy(), _rounded(x, layer.o.compute), reference, 0, "o")
         embedded = ops.to_numpy(ops.adapt_embedded(ops.on_device(e), tokens, which))
-        for found, right in ((added, expected), (embedded, _HOST.adapt_embedded(e, tokens, reference))):
+        for found, right in (
+            (added, expected),
+            (embedded, _HOST.adapt_embedded(e, tokens, reference)),
+        ):
             if not (np.abs(found - right) <= ADAPTER_BOUND * np.abs(right).max()).all():
                 raise _wrong(ops, f"what an adapter of rank {rank} adds is wrong")
 
 
 def _as_kind(values: F32, kind: str) -> NDArray[Any]:
     """Values of a file's kind, bf16 as bits."""
-    return to_bf16(values) if kind == "BF16" else values.astype(np.float16 if kind == "F16" else np.float32)
+    return (
+        to_bf16(values)
+        if kind == "BF16"
+        else values.astype(np.float16 if kind == "F16" else np.float32)
+    )
 
 
 # -- helpers -------------------------------------------------------------------------------------------------

@@ -44,7 +44,9 @@ class GpuTensorParallelOps(comm.RankOps):
         rank, size = communicator.rank, communicator.size
         self._exchange = DeviceExchange(own.driver, own.arena, rank, size, **how)  # type: ignore[arg-type]
         self._exchange.tell = self._telling
-        self._rows: list[tuple[GpuArray, I32]] = []  # arrays of hidden rows, and which of the step's they are
+        self._rows: list[
+            tuple[GpuArray, I32]
+        ] = []  # arrays of hidden rows, and which of the step's they are
 
     @property
     def later(self) -> ChoosesLater:

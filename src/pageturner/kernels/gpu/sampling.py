@@ -133,9 +133,14 @@ class Chooser:
         return SamplerOutput(ids, values, found)
 
     def launch_step(
-        self: Any, stack: Stack, batch: Batch, kv: GpuKV, sliding: tuple[Batch, GpuKV] | None, head: Head,
+        self: Any,
+        stack: Stack,
+        batch: Batch,
+        kv: GpuKV,
+        sliding: tuple[Batch, GpuKV] | None,
+        head: Head,
         draw: Draw,
-    ) -> Chosen:  # fmt: skip
+    ) -> Chosen:
         """Begun only. The ids lie outside of the arena, where the embedding of the next step reads them: the
         copy to the host is begun before that step, so that one place is enough."""
         ops: GpuOps = self
@@ -176,7 +181,9 @@ class Chooser:
         ops: GpuOps = self
         if not chosen.rows:
             return SamplerOutput(np.empty(0, np.int32), np.empty(0, np.float32))
-        both = ops.driver.wait(chosen.later).view(np.int32).reshape(2, chosen.places)[:, : chosen.rows]
+        both = (
+            ops.driver.wait(chosen.later).view(np.int32).reshape(2, chosen.places)[:, : chosen.rows]
+        )
         return SamplerOutput(both[0].copy(), both[1].copy().view(np.float32))
 
     def sample(
@@ -209,7 +216,9 @@ def _of(draw: Draw, part: slice) -> Draw:
     return temperature[part], top_k[part], top_p[part], min_p[part], uniform[part]
 
 
-def edit_on_device(ops: GpuOps, logits: GpuArray, allowed: Allowed | None, edits: Edits | None) -> None:
+def edit_on_device(
+    ops: GpuOps, logits: GpuArray, allowed: Allowed | None, edits: Edits | None
+) -> None:
     """Change the logits as `apply_edits` would."""
     vocabulary = logits.shape[1]
     for edit in (edit for mine in edits or [] for edit in mine):
@@ -235,7 +244,9 @@ def _forbid(ops: GpuOps, logits: GpuArray, allowed: Allowed | None, edits: Edits
     for row in range(len(logits)):
         mine = edits[row] if edits is not None else []
         bits = None if allowed is None else allowed[row : row + 1]
-        if any(edit.operation in (Operation.ALLOW, Operation.FORBID, Operation.FORCE) for edit in mine):
+        if any(
+            edit.operation in (Operation.ALLOW, Operation.FORBID, Operation.FORCE) for edit in mine
+        ):
             may = np.zeros(32 * words, np.bool_)
             may[:vocabulary] = may_be_chosen(vocabulary, bits, mine)
             rows.append(row)
@@ -293,7 +304,9 @@ def launch_draw(
         for level in (0, 1):
             launch(f"sample.scan.{level}", grid, (*given, counts, state, *size, SAMPLE_SORTED))
         launch("sample.collect", grid, (*given, found, last, state, *size))
-    launch("sample.draw", grid, (logits.address, *parameters, pairs, masses, last, state, *out, *size))
+    launch(
+        "sample.draw", grid, (logits.address, *parameters, pairs, masses, last, state, *out, *size)
+    )
 
 
 def _asked(wanted: LogprobsWanted | None, part: slice) -> I32:
@@ -328,9 +341,15 @@ def _logprobs(raw: F32, asked: I32, found: Logprobs) -> None:
 
 
 def _candidates(
-    raw: F32, asked: I32, found: Logprobs, ids: I32, values: F32, allowed: Allowed | None,
-    edits: Edits | None, wanted: LogprobsWanted,
-) -> None:  # fmt: skip
+    raw: F32,
+    asked: I32,
+    found: Logprobs,
+    ids: I32,
+    values: F32,
+    allowed: Allowed | None,
+    edits: Edits | None,
+    wanted: LogprobsWanted,
+) -> None:
     """Of rows that search: their edits are done to logprobs, on the host."""
     here = wanted.candidates[asked] > 0
     searching = asked[here]

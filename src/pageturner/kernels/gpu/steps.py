@@ -98,7 +98,9 @@ def works_of(batch: Batch, starts: I32, view: AttentionView, architecture: int, 
     many = _tiles(batch, starts, np.flatnonzero((rows > 0) & ~is_few), view, heights[MANY])
     many[:, 4:] = 0
     segments = few[:, 5]
-    each = np.where(segments > 1, segments * few[:, 2] * np.minimum(few[:, 6], view.group - few[:, 3]), 0)
+    each = np.where(
+        segments > 1, segments * few[:, 2] * np.minimum(few[:, 6], view.group - few[:, 3]), 0
+    )
     ends = np.cumsum(each)
     few[:, 6], few[:, 7] = ends - each, np.cumsum(segments > 1) - (segments > 1)
     partials, rounds = int(ends[-1]) if len(ends) else 0, [len(few)]
@@ -180,7 +182,10 @@ class Step:
     logit_rows: GpuArray
     blocks: GpuArray
     works: dict[AttentionView, Placed] = field(default_factory=dict)
-    adapted: tuple[AdaptedRows | None, AdaptedRows | None] = (None, None)  # all rows, and wanted ones
+    adapted: tuple[AdaptedRows | None, AdaptedRows | None] = (
+        None,
+        None,
+    )  # all rows, and wanted ones
     draw: list[int] = field(default_factory=list)  # addresses of the arrays of a Draw
 
 
@@ -216,7 +221,9 @@ def upload(
         counts = -(-batch.context_len // block_size)
         ends = np.cumsum(counts, dtype=np.int32)
         segments = room.segments if room else segments_bucket(segments_of(batch))
-        blocks = _filled(_row_parts(batch.block_table, counts), segments * -(-SEGMENT // block_size))
+        blocks = _filled(
+            _row_parts(batch.block_table, counts), segments * -(-SEGMENT // block_size)
+        )
         arrays += [*(getattr(batch, name) for name in _FIELDS), blocks]
         every = {}
         for view in sorted(seen):
@@ -226,10 +233,14 @@ def upload(
                 works = _with_room(works, batch, view, architecture, room)
             rounded = segments_bucket(-(-works.partials // view.group)) * view.group
             every[view] = works, min(rounded, max(most, works.partials))
-            few = _filled(works.few, segments_bucket(len(works.few)) if len(works.few) and not room else 0)
+            few = _filled(
+                works.few, segments_bucket(len(works.few)) if len(works.few) and not room else 0
+            )
             arrays += [few, works.many, np.zeros(works.counters * view.kv_heads, np.int32)]
         found.append(every)
-    placed = iter(arena.upload([*arrays, *(np.ascontiguousarray(one).view(np.int32) for one in draw)]))
+    placed = iter(
+        arena.upload([*arrays, *(np.ascontiguousarray(one).view(np.int32) for one in draw)])
+    )
     steps = []
     for every in found:
         step = Step(next(placed), next(placed), next(placed), next(placed), next(placed))
@@ -255,7 +266,9 @@ def _filled(array: I32, least: int) -> I32:
     return np.concatenate([array, np.zeros((least - len(array), *array.shape[1:]), np.int32)])
 
 
-def _with_room(works: Works, batch: Batch, view: AttentionView, architecture: int, room: Room) -> Works:
+def _with_room(
+    works: Works, batch: Batch, view: AttentionView, architecture: int, room: Room
+) -> Works:
     """The works of a step as they are recorded, for all steps that have this room."""
     rows = len(batch.tokens)
     parts, tall = (
@@ -292,7 +305,9 @@ def room_of(batch: Batch, views: Collection[AttentionView], architecture: int, r
     if len(each) == len(batch.tokens):
         return Room(segments)
     least, most = min(map(few_rows, views)), max(map(few_rows, views))
-    unit = min(max(attention_rows(architecture, MANY, view.size) // view.group, 1) for view in views)
+    unit = min(
+        max(attention_rows(architecture, MANY, view.size) // view.group, 1) for view in views
+    )
     tiles = int((-(-each[each > least] // unit)).sum())
     several = bool(((each > 1) & (each <= most)).any())
     return Room(segments, mixed_bucket(tiles) if tiles else 0, most if several else 1)
@@ -339,7 +354,8 @@ def segments_bucket(count: int) -> int:
 def fits_at_once(views: Collection[AttentionView], rows: int, room: Room, arena: Arena) -> bool:
     """Whether all partials of a recorded step can be there together."""
     return all(
-        _most_segments(one, rows, room) * _heads_of(one, room) <= most_partials(one, arena) for one in views
+        _most_segments(one, rows, room) * _heads_of(one, room) <= most_partials(one, arena)
+        for one in views
     )
 
 
@@ -354,12 +370,15 @@ def pad(batch: Batch, rows: int, wanted: int) -> Batch:
 
     asked = np.minimum(np.arange(count, count + wanted - len(batch.logit_rows)), rows - 1)
     return Batch(
-        longer(batch.tokens, 0), longer(batch.positions, 0),
+        longer(batch.tokens, 0),
+        longer(batch.positions, 0),
         np.concatenate([batch.query_start, np.arange(count + 1, rows + 1, dtype=np.int32)]),
-        longer(batch.context_len, 1), longer(batch.block_table, 0), longer(batch.slots, -1),
+        longer(batch.context_len, 1),
+        longer(batch.block_table, 0),
+        longer(batch.slots, -1),
         np.concatenate([batch.logit_rows, asked.astype(np.int32)]),
         batch.adapters and [*batch.adapters, *[None] * more],
-    )  # fmt: skip
+    )
 
 
 def pad_draw(draw: Draw, rows: int) -> Draw:

@@ -70,9 +70,21 @@ class TensorMaps:
         stride = (ctypes.c_uint64 * 1)(plane.columns * box.nbytes)
         sides, steps = (ctypes.c_uint32 * 2)(box.columns, box.rows), (ctypes.c_uint32 * 2)(1, 1)
         code = self._encode(
-            ctypes.c_void_p(made.getPtr()), box.kind, 2, ctypes.c_void_p(plane.address), sizes, stride, sides,
-            steps, 0, box.swizzle, _PROMOTED, 0,
-        )  # fmt: skip
+            ctypes.c_void_p(made.getPtr()),
+            box.kind,
+            2,
+            ctypes.c_void_p(plane.address),
+            sizes,
+            stride,
+            sides,
+            steps,
+            0,
+            box.swizzle,
+            _PROMOTED,
+            0,
+        )
         if code:
-            raise EngineFault("gpu_fault", f"cuTensorMapEncodeTiled failed: {code} for {plane} in {box}")
+            raise EngineFault(
+                "gpu_fault", f"cuTensorMapEncodeTiled failed: {code} for {plane} in {box}"
+            )
         return made

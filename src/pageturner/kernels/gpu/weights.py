@@ -107,7 +107,9 @@ class Groups:
     @property
     def nbytes(self) -> int:
         rows = -(-self.rows // BLOCK_ROWS) * BLOCK_ROWS
-        return rows * sum(nbytes for _, nbytes in self.parts()) + (4 * self.columns if self.order else 0)
+        return rows * sum(nbytes for _, nbytes in self.parts()) + (
+            4 * self.columns if self.order else 0
+        )
 
     @property
     def sort(self) -> str:
@@ -160,7 +162,9 @@ def pack(driver: Driver, tensor: Tensor) -> Vector | Matrix:
 def _ordered(driver: Driver, tensor: Tensor, order: NDArray[np.int32]) -> Groups:
     """EngineFault('bad_weight') for what is no order of its columns, or of floats."""
     if tensor.kind in ggml.FLOATS or not np.array_equal(np.sort(order), np.arange(tensor.shape[1])):
-        message = f"{tensor.name} ({tensor.kind}, {tensor.shape}): what it has is no order of its columns"
+        message = (
+            f"{tensor.name} ({tensor.kind}, {tensor.shape}): what it has is no order of its columns"
+        )
         raise EngineFault("bad_weight", message)
     order = np.ascontiguousarray(order, np.int32)
     digest = blake2b(order.tobytes(), digest_size=16).digest()
@@ -184,7 +188,9 @@ def _fp8(driver: Driver, tensor: Tensor) -> Matrix:
     codes = np.ascontiguousarray(raw[..., 4:]).reshape(rows, columns)
     if (scales == scales[:, :1]).all() and not (codes & 0x7F == 0x7F).any():
         scale = np.pad(scales[:, 0], (0, -rows % BLOCK_ROWS))
-        return Groups(_put(driver, words(codes, 8)[0]), 0, _put(driver, scale), 0, 8, 0, 0, rows, columns)
+        return Groups(
+            _put(driver, words(codes, 8)[0]), 0, _put(driver, scale), 0, 8, 0, 0, rows, columns
+        )
     values = ggml.dequantise(tensor.kind, tensor.shape, tensor.data)
     return FloatMatrix(_put(driver, to_bf16(values)), "bf16", rows, columns)
 
@@ -192,9 +198,9 @@ def _fp8(driver: Driver, tensor: Tensor) -> Matrix:
 def to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     """Rounded half to even, as bits."""
     bits = np.ascontiguousarray(values).view(np.uint32)
-    return ((bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)).astype(
-        np.uint16
-    )
+    return (
+        (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
+    ).astype(np.uint16)
 
 
 @dataclass(slots=True)
@@ -231,8 +237,18 @@ def _groups(driver: Driver, tensor: Tensor) -> Groups:
     joined = 4 if bits == 4 and all(one.alike for one in known) else 1
     short = bits == 4 and joined == 1 and all(one.short for one in known)
     del known  # rows go as they are laid out
-    found = Groups(1, int(bits == 5), 1, int(low), bits, group * joined, zero, rows, columns,
-                   "fp16" if short else "fp32")  # fmt: skip
+    found = Groups(
+        1,
+        int(bits == 5),
+        1,
+        int(low),
+        bits,
+        group * joined,
+        zero,
+        rows,
+        columns,
+        "fp16" if short else "fp32",
+    )
     blocks = -(-rows // BLOCK_ROWS) * BLOCK_ROWS
     at = {name: driver.alloc(padded(blocks * nbytes)) for name, nbytes in found.parts()}
     found = replace(found, **at)  # type: ignore[arg-type]
@@ -261,7 +277,9 @@ def _taken_apart(tensor: Tensor, rows: tuple[int, int]) -> _Rows:
     return _Rows(q, scale, low, int(q.min()), int(q.max()), alike, short)
 
 
-def _laid(parts: list[_Rows | None], matrix: Groups, joined: int, at: int) -> dict[str, NDArray[Any]]:
+def _laid(
+    parts: list[_Rows | None], matrix: Groups, joined: int, at: int
+) -> dict[str, NDArray[Any]]:
     """Words, fifth bits, scales and lowest values of one of the parts, in blocks; the part is taken out.
     joined: so many groups become one."""
     rows, parts[at] = parts[at], None
@@ -288,7 +306,11 @@ def words(codes: NDArray[np.uint8], bits: int) -> tuple[NDArray[Any], NDArray[np
         return np.ascontiguousarray(pieces.transpose(0, 3, 2, 6, 4, 1, 7, 5)), codes[:0]
     pieces = codes.reshape(blocks, 2, 8, -1, 2, 4, 4, 2).transpose(0, 3, 2, 6, 4, 1, 7, 5)
     body = np.ascontiguousarray(pieces[..., ::2] & 15 | pieces[..., 1::2] << 4, np.uint8)
-    high = np.packbits(pieces.reshape(-1, 8) >> 4, axis=1, bitorder="little") if bits == 5 else codes[:0]
+    high = (
+        np.packbits(pieces.reshape(-1, 8) >> 4, axis=1, bitorder="little")
+        if bits == 5
+        else codes[:0]
+    )
     return body, high
 
 

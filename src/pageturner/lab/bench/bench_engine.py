@@ -64,19 +64,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="answer the requests of this file: JSONL of prompt, max_tokens (default: random words)",
     )
     parser.add_argument("--num-prompts", type=int, default=64, help="number of random prompts")
-    parser.add_argument("--input-len", type=int, default=128, help="mean length of random prompts, in words")
-    parser.add_argument("--output-len", type=int, default=64, help="mean length of their answers, in tokens")
+    parser.add_argument(
+        "--input-len", type=int, default=128, help="mean length of random prompts, in words"
+    )
+    parser.add_argument(
+        "--output-len", type=int, default=64, help="mean length of their answers, in tokens"
+    )
     parser.add_argument("--threads", type=int, default=0, help="kernel threads; 0: all cores")
     parser.add_argument("--policy", default="chunked", help="batching policy")
-    parser.add_argument("--backend", default="auto", help="auto, native, reference or null (engine alone)")
+    parser.add_argument(
+        "--backend", default="auto", help="auto, native, reference or null (engine alone)"
+    )
     parser.add_argument("--device", default="auto", help="auto, cuda or cpu")
     parser.add_argument("--dtype", default="auto", help="auto or float32")
     parser.add_argument(
         "--load-format", default="auto", help="auto, or dummy: random weights of a config.json"
     )
     parser.add_argument("--load-seed", type=int, default=0, help="seed of the weights of dummy")
-    parser.add_argument("--max-num-seqs", type=int, default=64, help="most sequences running at once")
-    parser.add_argument("--step-log", metavar="FILE", default="", help="append every step to this file")
+    parser.add_argument(
+        "--max-num-seqs", type=int, default=64, help="most sequences running at once"
+    )
+    parser.add_argument(
+        "--step-log", metavar="FILE", default="", help="append every step to this file"
+    )
     parser.add_argument("--output", type=Path, help="write the figures to this JSON file")
 
 
@@ -126,12 +136,16 @@ def _requests(arguments: argparse.Namespace) -> list[Request]:
     else:
         each = word_prompts(arguments.num_prompts, arguments.input_len, arguments.output_len)
     tokenizer = load_tokenizer(hub.resolve(arguments.model).path, arguments.load_format)
-    known = encoded(each, lambda text: tokenizer.encode(text, add_special=True, parse_special=False))
+    known = encoded(
+        each, lambda text: tokenizer.encode(text, add_special=True, parse_special=False)
+    )
     # every answer has all of its tokens, all at once: what is measured is the engine
     return OpenLoop([replace(one, output=None, arrival=0.0) for one in known]).engine_requests()
 
 
-def _drain(engine: Engine, requests: list[Request], native: TimedOps) -> tuple[list[dict[str, float]], int]:
+def _drain(
+    engine: Engine, requests: list[Request], native: TimedOps
+) -> tuple[list[dict[str, float]], int]:
     """Run until all are done: one record a step (rows, running, seconds, native seconds), tokens in all."""
     steps = []
     tokens = 0
@@ -153,7 +167,11 @@ def _drain(engine: Engine, requests: list[Request], native: TimedOps) -> tuple[l
 
 
 def _figures(
-    built: LoadedEngine, requests: list[Request], steps: list[dict[str, float]], tokens: int, seconds: float
+    built: LoadedEngine,
+    requests: list[Request],
+    steps: list[dict[str, float]],
+    tokens: int,
+    seconds: float,
 ) -> dict[str, Any]:
     outside = [1e3 * (step["seconds"] - step["native"]) for step in steps]
     full = max((step["running"] for step in steps), default=0.0)
@@ -187,7 +205,9 @@ def _used(built: LoadedEngine) -> dict[str, Any]:
 def _kv(steps: list[dict[str, float]]) -> dict[str, float]:
     """KV memory over all steps, in tokens at the most and as shares of what was reserved."""
     names = ("kv_reserved", "kv_used", "kv_wasted", "kv_saved", "kv_contiguous")
-    reserved, used, wasted, saved, contiguous = (sum(step[name] for step in steps) for name in names)
+    reserved, used, wasted, saved, contiguous = (
+        sum(step[name] for step in steps) for name in names
+    )
     return {
         "most_reserved": max((step["kv_reserved"] for step in steps), default=0.0),
         "most_saved": max((step["kv_saved"] for step in steps), default=0.0),

@@ -30,18 +30,32 @@ Row = dict[str, Any]  # as in the JSON file
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command."""
-    parser.add_argument("--threads", type=int, default=0, help="kernel threads; 0: all cores; 1: timed by"
-                        " processor time, so that other processes do not count")  # fmt: skip
-    parser.add_argument("--isa", help="instruction set; default: the best one")
-    parser.add_argument("--only", nargs="+", choices=list(PARTS), metavar="PART", help="time only"
-                        f" these parts: {', '.join(PARTS)}")  # fmt: skip
     parser.add_argument(
-        "--full", action="store_true", help="time all types, shapes and sizes (a quarter of an hour)"
+        "--threads",
+        type=int,
+        default=0,
+        help="kernel threads; 0: all cores; 1: timed by"
+        " processor time, so that other processes do not count",
+    )
+    parser.add_argument("--isa", help="instruction set; default: the best one")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=list(PARTS),
+        metavar="PART",
+        help=f"time only these parts: {', '.join(PARTS)}",
+    )
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="time all types, shapes and sizes (a quarter of an hour)",
     )
     parser.add_argument(
         "--budget", type=float, default=0.1, metavar="S", help="seconds to spend on each case"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this JSON file")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the figures to this JSON file"
+    )
     parser.add_argument(
         "--against",
         type=Path,
@@ -85,7 +99,9 @@ def _read(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def timed(ops: NativeOps, size: CaseSelection, parts: list[str], limits: Peak, budget: float) -> list[Row]:
+def timed(
+    ops: NativeOps, size: CaseSelection, parts: list[str], limits: Peak, budget: float
+) -> list[Row]:
     """A row for each case."""
     clock = time.process_time if ops.threads == 1 else time.perf_counter
     rows = []
@@ -121,18 +137,25 @@ def row_of(case: KernelCase, seconds: float, limits: Peak) -> Row:
         if operations and limit is not None:
             floors[name] = 1e-9 * operations / limit
     compute = floors.get("integer", 0.0) + floors.get("float", 0.0)
-    bound = "bytes" if floors["bytes"] >= compute else max(floors.keys() - {"bytes"}, key=lambda n: floors[n])
+    bound = (
+        "bytes"
+        if floors["bytes"] >= compute
+        else max(floors.keys() - {"bytes"}, key=lambda n: floors[n])
+    )
     unknown = any(
         n and known[name] is None for name, n in (("integer", case.integer), ("float", case.floats))
     )
     return {
-        "part": case.part, "name": case.name, "kind": case.kind, "rows": case.rows,
+        "part": case.part,
+        "name": case.name,
+        "kind": case.kind,
+        "rows": case.rows,
         "us": 1e6 * seconds,
         "gop_s": 1e-9 * (case.integer + case.floats) / seconds,
         "gb_s": 1e-9 * case.nbytes / seconds,
         "bound": bound,
         "share": None if unknown else max(floors["bytes"], compute) / seconds,
-    }  # fmt: skip
+    }
 
 
 def compare(rows: list[Row], other: list[Row]) -> dict[tuple[Any, ...], float]:
@@ -154,8 +177,12 @@ def render(figures: dict[str, Any], other: dict[str, Any] | None = None) -> str:
         share = "-" if row["share"] is None else f"{row['share']:.0%} {row['bound']}"
         cells = [f"{row['part']} {row['name']}", row["kind"], row["rows"], row["us"]]
         cells += [round(row["gop_s"]), round(row["gb_s"]), share]
-        lines.append([*cells, f"{ratios[key(row)]:.2f}x" if key(row) in ratios else "-"][: 8 if other else 7])
-    head = ("case", "type", "rows", "us", "GOP/s", "GB/s", "of the limit", "faster")[: 8 if other else 7]
+        lines.append(
+            [*cells, f"{ratios[key(row)]:.2f}x" if key(row) in ratios else "-"][: 8 if other else 7]
+        )
+    head = ("case", "type", "rows", "us", "GOP/s", "GB/s", "of the limit", "faster")[
+        : 8 if other else 7
+    ]
     return "\n".join([report.table(lines, head), limits_text(figures), *_gain(ratios)])
 
 
@@ -163,18 +190,27 @@ def limits_text(figures: dict[str, Any]) -> str:
     """The limits that the shares are of, in a sentence."""
     peak = figures["limits"]
     read = ", ".join(f"{value:.0f} ({where})" for where, value in peak["read_gb_s"].items())
-    known = [f"{peak[name]:.0f} {unit}" for name, unit in
-             (("integer_gop_s", "GOP/s of int8"), ("fp32_gop_s", "GFLOP/s")) if peak[name]]  # fmt: skip
-    return f"limits of {figures['threads']} threads: {', '.join([*known, f'reading {read} GB/s'])};" \
-           f" {figures['fingerprint']}"  # fmt: skip
+    known = [
+        f"{peak[name]:.0f} {unit}"
+        for name, unit in (("integer_gop_s", "GOP/s of int8"), ("fp32_gop_s", "GFLOP/s"))
+        if peak[name]
+    ]
+    return (
+        f"limits of {figures['threads']} threads: {', '.join([*known, f'reading {read} GB/s'])};"
+        f" {figures['fingerprint']}"
+    )
 
 
 def _gain(ratios: dict[tuple[Any, ...], float]) -> list[str]:
     """The geometric mean of each part."""
     parts = dict.fromkeys(k[0] for k in ratios)
-    means = {p: statistics.geometric_mean([r for k, r in ratios.items() if k[0] == p]) for p in parts}
+    means = {
+        p: statistics.geometric_mean([r for k, r in ratios.items() if k[0] == p]) for p in parts
+    }
     return (
-        [f"faster, geometric means: {', '.join(f'{p} {r:.2f}x' for p, r in means.items())}"] if means else []
+        [f"faster, geometric means: {', '.join(f'{p} {r:.2f}x' for p, r in means.items())}"]
+        if means
+        else []
     )
 
 

@@ -23,7 +23,9 @@ from pageturner.lab.traffic.traffic_flags import ServedTraffic
 from pageturner.lab.traffic.traffic_generators import word_prompts
 from pageturner.progress import Progress
 
-UNREACHED = ": is a server there? pageturner serve starts one; another address is given with --base-url"
+UNREACHED = (
+    ": is a server there? pageturner serve starts one; another address is given with --base-url"
+)
 TOLD_EVERY = 5.0  # seconds, where no terminal shows a bar
 FIELDS = {"ttft": "ttft_target_ms", "tpot": "tpot_target_ms", "e2e": "deadline_ms"}  # of a request
 
@@ -35,7 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="http://127.0.0.1:8000",
         help="address of the server to load (default: %(default)s)",
     )
-    parser.add_argument("--model", default="smollm2", help="model name to ask for (default: %(default)s)")
+    parser.add_argument(
+        "--model", default="smollm2", help="model name to ask for (default: %(default)s)"
+    )
     parser.add_argument("--api-key", default="", help="key to send as a Bearer token")
     parser.add_argument(
         "--endpoint",
@@ -50,11 +54,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=4,
         help="requests to send first, which are not counted (default: %(default)s)",
     )
-    parser.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS",
-                        help="count requests that meet all of these: ttft:MS tpot:MS e2el:MS")  # fmt: skip
-    parser.add_argument("--send-targets", action="store_true",
-                        help="send the targets of --goodput with each request too; e2el as its "
-                             "deadline")  # fmt: skip
+    parser.add_argument(
+        "--goodput",
+        nargs="+",
+        default=[],
+        metavar="NAME:MS",
+        help="count requests that meet all of these: ttft:MS tpot:MS e2el:MS",
+    )
+    parser.add_argument(
+        "--send-targets",
+        action="store_true",
+        help="send the targets of --goodput with each request too; e2el as its deadline",
+    )
     parser.add_argument("--output", type=Path, help="write the figures to this JSON file")
 
 
@@ -64,9 +75,12 @@ def main(arguments: argparse.Namespace) -> int:
         raise EngineFault("bad_setting", "--send-targets sends those of --goodput: give some")
     traffic = traffic_flags.from_flags(arguments)
     client = Client(
-        arguments.base_url, arguments.model, api_key=arguments.api_key, endpoint=arguments.endpoint,
+        arguments.base_url,
+        arguments.model,
+        api_key=arguments.api_key,
+        endpoint=arguments.endpoint,
         extra={FIELDS[name]: most for name, most in targets.items() if arguments.send_targets},
-    )  # fmt: skip
+    )
     traces, seconds = asyncio.run(_measure(client, traffic, arguments))
     figures = {"load": f"{traffic.about}; {arguments.endpoint}", **summarise(traces, seconds)}
     if figures["failed"] == len(traces):
@@ -111,7 +125,9 @@ async def closed_loop(
     return times
 
 
-async def open_loop(client: Client, requests: list[TrafficRequest], line: Progress) -> list[ResponseTimes]:
+async def open_loop(
+    client: Client, requests: list[TrafficRequest], line: Progress
+) -> list[ResponseTimes]:
     """Each request at its arrival time, whatever the server does."""
     times: list[ResponseTimes] = []
     begin = time.monotonic()
@@ -133,7 +149,9 @@ def summarise(traces: list[ResponseTimes], seconds: float) -> dict[str, Any]:
     """Tokens per second, and TTFT, TPOT, ITL, e2e in milliseconds."""
     good = [trace for trace in traces if trace.error is None]
     refused = sum(trace.refused for trace in traces)
-    errors = sorted({trace.error for trace in traces if trace.error is not None and not trace.refused})
+    errors = sorted(
+        {trace.error for trace in traces if trace.error is not None and not trace.refused}
+    )
     output = sum(trace.tokens for trace in good)
     prompt = sum(trace.prompt_tokens for trace in good)
     latencies = {
@@ -171,7 +189,9 @@ def parse_targets(words: list[str]) -> dict[str, float]:
     return targets
 
 
-def goodput(traces: list[ResponseTimes], seconds: float, targets: dict[str, float]) -> dict[str, Any]:
+def goodput(
+    traces: list[ResponseTimes], seconds: float, targets: dict[str, float]
+) -> dict[str, Any]:
     """Requests that met every target (DistServe's definition); one that failed, or was refused, met none."""
 
     def met(t: ResponseTimes) -> bool:
@@ -201,8 +221,10 @@ def render(figures: dict[str, Any]) -> str:
     ]
     if good := figures.get("goodput"):
         targets = " ".join(f"{name}:{most:g}" for name, most in good["targets_ms"].items())
-        lines.append(f"goodput ({targets} ms): {good['requests_per_s']:.2f} requests/s,"
-                     f" {100 * good['share']:.1f} % of all")  # fmt: skip
+        lines.append(
+            f"goodput ({targets} ms): {good['requests_per_s']:.2f} requests/s,"
+            f" {100 * good['share']:.1f} % of all"
+        )
     return "\n".join([*lines, *(f"error: {error}" for error in figures["errors"])])
 
 

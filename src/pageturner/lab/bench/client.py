@@ -12,7 +12,13 @@ from typing import Any
 
 import msgspec
 
-from pageturner.http.http_client import ConnectionLost, EventSplitter, connect, parse_address, request_bytes
+from pageturner.http.http_client import (
+    ConnectionLost,
+    EventSplitter,
+    connect,
+    parse_address,
+    request_bytes,
+)
 
 CONNECT_TIMEOUT = 10.0
 READ_TIMEOUT = 600.0
@@ -144,7 +150,9 @@ class Client:
             times.error = "the server sent no token"
         wanted = min(forced_end or max_tokens, max_tokens)
         if times.error is None and forced_end is not None and times.tokens != wanted:
-            times.error = f"{times.tokens} tokens instead of {wanted}: the server ignores forced_end"
+            times.error = (
+                f"{times.tokens} tokens instead of {wanted}: the server ignores forced_end"
+            )
         return times
 
     async def _run(self, body: bytes, times: ResponseTimes) -> None:

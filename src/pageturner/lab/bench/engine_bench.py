@@ -72,13 +72,20 @@ def drive(engine: Engine, requests: list[Request], clock: Clock, told: Callable[
         if engine.has_work:
             for event in engine.step():
                 if event.failure is not None:
-                    raise EngineFault("workload", f"request {event.id} failed: {event.failure.message}")
+                    raise EngineFault(
+                        "workload", f"request {event.id} failed: {event.failure.message}"
+                    )
                 if event.finish is not None:
                     told()
-        times = [engine.wake] if engine.has_work else []  # None after a step that computed something
+        times = (
+            [engine.wake] if engine.has_work else []
+        )  # None after a step that computed something
         if None not in times:
             clock.sleep(
-                min([*(at for at in times if at), *(one.arrival for one in coming[-1:])], default=now)
+                min(
+                    [*(at for at in times if at), *(one.arrival for one in coming[-1:])],
+                    default=now,
+                )
             )
 
 
@@ -114,7 +121,9 @@ class EngineBench:
         with ExitStack() as stack:
             path = log or Path(stack.enter_context(tempfile.TemporaryDirectory())) / "steps"
             try:
-                engine = engine_again(self.built, replace(config or self.config, step_log=str(path)))
+                engine = engine_again(
+                    self.built, replace(config or self.config, step_log=str(path))
+                )
             except ValueError as error:
                 raise EngineFault("bad_setting", str(error)) from error
             engine.clock = self.clock.now
@@ -124,7 +133,9 @@ class EngineBench:
                 engine.close()
             run = recorded_runs.last_run(path)
         if run.lost:
-            raise EngineFault("step_log", f"the disk of {path} is too slow: {run.lost} records were lost")
+            raise EngineFault(
+                "step_log", f"the disk of {path} is too slow: {run.lost} records were lost"
+            )
         return run
 
     def measure(

@@ -14,7 +14,18 @@ import numpy as np
 
 from pageturner.errors import EngineFault
 from pageturner.formats.ggml_types import BY_NAME
-from pageturner.kernels.base import F32, KV, AttentionShape, Batch, KVSpec, Layer, Ops, Rope, Tensor, Weight
+from pageturner.kernels.base import (
+    F32,
+    KV,
+    AttentionShape,
+    Batch,
+    KVSpec,
+    Layer,
+    Ops,
+    Rope,
+    Tensor,
+    Weight,
+)
 from pageturner.kernels.choosing import Head
 
 FLOATS = ("F32", "F16", "BF16")
@@ -69,15 +80,22 @@ class CaseSelection:
 
 
 SHORT = CaseSelection(
-    (SMOLLM2,), ("Q4_1", "Q8_0", "F32"), (1, 8, 32, 512), ("float16", "int8"),
+    (SMOLLM2,),
+    ("Q4_1", "Q8_0", "F32"),
+    (1, 8, 32, 512),
+    ("float16", "int8"),
     ((1, CONTEXT, 1), (32, CONTEXT, 1), (1, 2048, 1), (1, 512, 512)),
-)  # fmt: skip
+)
 FULL = CaseSelection(
     (SMOLLM2, QWEN),
     ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "F16", "BF16", "F32"),
     (1, 2, 4, 8, 16, 32, 64, 128, 512),
     ("float16", "int8", "float32"),
-    (*((n, c, 1) for n in (1, 8, 32, 64) for c in (128, CONTEXT, 1024)), (1, 512, 512), (1, 2048, 512)),
+    (
+        *((n, c, 1) for n in (1, 8, 32, 64) for c in (128, CONTEXT, 1024)),
+        (1, 512, 512),
+        (1, 2048, 512),
+    ),
 )
 
 
@@ -106,8 +124,12 @@ def weight(ops: Ops, kind: str, n: int, k: int, bits: int = 8) -> Weight:
     """A packed matrix; EngineFault for a kind whose blocks do not fit its rows."""
     block = BY_NAME[kind]
     if k % block.values:
-        raise EngineFault("unsupported_weight", f"{kind} needs rows of whole blocks of {block.values}")
-    data = np.full(n * k // block.values * block.nbytes, 0x1C, np.uint8)  # fp16 scales of about 0.004
+        raise EngineFault(
+            "unsupported_weight", f"{kind} needs rows of whole blocks of {block.values}"
+        )
+    data = np.full(
+        n * k // block.values * block.nbytes, 0x1C, np.uint8
+    )  # fp16 scales of about 0.004
     return ops.pack_weight(Tensor("w", kind, (n, k), data, bits))
 
 
@@ -136,7 +158,11 @@ def _product(ops: Ops, name: str, kind: str, w: Weight, rows: int, bits: int) ->
     n, k = w.shape
     x, one = normal(rows, k), np.ones(k, np.float32)
     # `logits` keeps its output, which is large
-    work = partial(ops.logits, x, Head(one, _EPS, w)) if " head " in name else partial(ops.linear, x, w)
+    work = (
+        partial(ops.logits, x, Head(one, _EPS, w))
+        if " head " in name
+        else partial(ops.linear, x, w)
+    )
     done = 2.0 * rows * n * k * TERMS[bits]
     integer, floats = (0.0, done) if kind in FLOATS else (done, 0.0)
     nbytes = w.nbytes + 4.0 * rows * (n + k)
@@ -187,10 +213,15 @@ def attention(ops: Ops, size: CaseSelection, shape: ModelShape) -> Iterator[Kern
                 break
             q = normal(sequences * rows, shape.heads * shape.head_dim)
             yield KernelCase(
-                "attention", f"{shape.name} {sequences} x {context}", kind, sequences * rows, 0.0,
-                _seen(shape, batch), spec.nbytes + 2.0 * q.nbytes,
+                "attention",
+                f"{shape.name} {sequences} x {context}",
+                kind,
+                sequences * rows,
+                0.0,
+                _seen(shape, batch),
+                spec.nbytes + 2.0 * q.nbytes,
                 partial(ops.attention, q, kv, 0, batch, shape.attention),
-            )  # fmt: skip
+            )
 
 
 def elementwise(ops: Ops, size: CaseSelection, shape: ModelShape) -> Iterator[KernelCase]:
@@ -214,7 +245,9 @@ def elementwise(ops: Ops, size: CaseSelection, shape: ModelShape) -> Iterator[Ke
             "kv write": (3.0 * k.nbytes, partial(ops.kv_write, kv, 0, k, k, batch.slots)),
         }
         for name, (nbytes, call) in calls.items():
-            yield KernelCase("elementwise", f"{shape.name} {name}", "float32", rows, 0.0, 0.0, nbytes, call)
+            yield KernelCase(
+                "elementwise", f"{shape.name} {name}", "float32", rows, 0.0, 0.0, nbytes, call
+            )
 
 
 SAMPLERS = {  # temperature, top-k, top-p, min-p
@@ -234,7 +267,14 @@ def sample(ops: Ops, size: CaseSelection, shape: ModelShape) -> Iterator[KernelC
             t, top, low = (np.full(rows, v, np.float32) for v in (temperature, p, least))
             call = partial(ops.sample, logits, t, np.full(rows, k, np.int32), top, low, uniform)
             yield KernelCase(
-                "sample", f"{shape.name} {name}", "float32", rows, 0.0, 0.0, float(logits.nbytes), call
+                "sample",
+                f"{shape.name} {name}",
+                "float32",
+                rows,
+                0.0,
+                0.0,
+                float(logits.nbytes),
+                call,
             )
 
 
@@ -250,7 +290,11 @@ def layer(ops: Ops, size: CaseSelection, shape: ModelShape) -> Iterator[KernelCa
         [_layer(ops, shape) for _ in range(shape.layers)],
         weight(ops, "Q8_0", shape.vocab, shape.d, bits=12),
     )
-    weights = [w for each in layers for w in (each.q, each.k, each.v, each.o, each.gate, each.up, each.down)]
+    weights = [
+        w
+        for each in layers
+        for w in (each.q, each.k, each.v, each.o, each.gate, each.up, each.down)
+    ]
     products = sum(2.0 * w.shape[0] * w.shape[1] * TERMS[12] for w in weights)
     nbytes = sum(float(w.nbytes) for w in [*weights, head])
     for sequences, rows in ((1, 1), (8, 1), (32, 1), (64, 1), (1, 512)):
@@ -262,12 +306,20 @@ def layer(ops: Ops, size: CaseSelection, shape: ModelShape) -> Iterator[KernelCa
         call = partial(_forward, ops, layers, head, x, last, kv, batch)
         integer = products * sequences * rows + 2.0 * sequences * shape.vocab * shape.d * TERMS[12]
         yield KernelCase(
-            "layer", f"{shape.name} x{shape.layers} and head", "Q4_1", sequences * rows, integer,
-            _seen(shape, batch) * shape.layers, nbytes + spec.nbytes, call,
-        )  # fmt: skip
+            "layer",
+            f"{shape.name} x{shape.layers} and head",
+            "Q4_1",
+            sequences * rows,
+            integer,
+            _seen(shape, batch) * shape.layers,
+            nbytes + spec.nbytes,
+            call,
+        )
 
 
-def _forward(ops: Ops, layers: list[Layer], head: Weight, x: F32, last: F32, kv: KV, batch: Batch) -> None:
+def _forward(
+    ops: Ops, layers: list[Layer], head: Weight, x: F32, last: F32, kv: KV, batch: Batch
+) -> None:
     for n, each in enumerate(layers):
         x[:] = 1.0  # what is added again and again would overflow
         ops.mlp_block(ops.attention_block(x, each, kv, n, batch), each)
@@ -283,7 +335,7 @@ def _layer(ops: Ops, shape: ModelShape) -> Layer:
     one = np.ones(shape.d, np.float32)
     made = Layer(
         attn_norm=one, mlp_norm=one, shape=shape.attention, rope=_rope(shape), eps=_EPS, **parts
-    )  # fmt: skip
+    )
     ops.prepare_layer(made)
     return made
 

@@ -122,11 +122,17 @@ def alone(prompts: Iterable[PromptTokens], cost: StepCost, *, budget: int) -> li
 
 def _with_answer(one: TrafficRequest) -> Prompt | None:
     """What is in the cache behind it, as the next turn has it; None for text."""
-    count = min(one.answer_length, one.max_tokens or one.answer_length) - 1  # its last token is the end
+    count = (
+        min(one.answer_length, one.max_tokens or one.answer_length) - 1
+    )  # its last token is the end
     if isinstance(one.prompt, str) or count < 1:
         return None
     if isinstance(one.prompt, Pieces):
-        return Pieces((*one.prompt.parts, (one.answer, count))) if isinstance(one.answer, int) else None
+        return (
+            Pieces((*one.prompt.parts, (one.answer, count)))
+            if isinstance(one.answer, int)
+            else None
+        )
     return (*one.prompt, *one.answer_tokens(0, count))
 
 

@@ -14,7 +14,9 @@ from typing import Any
 
 from pageturner.lab.compare import report
 
-GAIN = 0.05  # of throughput: a step that gives less, while first tokens come later, is behind the knee
+GAIN = (
+    0.05  # of throughput: a step that gives less, while first tokens come later, is behind the knee
+)
 MOST_POINTS = 24
 
 # what is summed up over rounds: name, what it is called, its unit
@@ -71,7 +73,9 @@ class SweepPoint:
 
     def messages(self, name: str) -> list[str]:
         """Of its errors, each once."""
-        return list(dict.fromkeys(text for one in self.rounds.get(name, []) for text in one["messages"]))
+        return list(
+            dict.fromkeys(text for one in self.rounds.get(name, []) for text in one["messages"])
+        )
 
     def _values(self, name: str, figure: str) -> list[float]:
         values = [one[figure] for one in self.rounds.get(name, []) if one["answered"]]
@@ -173,7 +177,9 @@ class Sweeper:
                 self._judge(server, one, point, figures)
         return True
 
-    def _judge(self, server: SweptServer, one: LoadSweep, point: SweepPoint, figures: dict[str, Any]) -> None:
+    def _judge(
+        self, server: SweptServer, one: LoadSweep, point: SweepPoint, figures: dict[str, Any]
+    ) -> None:
         if figures["answered"]:
             return
         why = "; ".join(figures["messages"]) or "no answer in the time of a point (--seconds)"

@@ -102,11 +102,19 @@ def value_scale(values: Sequence[float], log: bool) -> PlotScale:
 
 
 def chart(
-    title: str, unit: str, across: str, lines: Sequence[ChartLine], *, log: bool = False, loads: bool = True
+    title: str,
+    unit: str,
+    across: str,
+    lines: Sequence[ChartLine],
+    *,
+    log: bool = False,
+    loads: bool = True,
 ) -> str:
     """Lines over load. unit: of the vertical axis; across: what the horizontal one shows, with its unit; log:
     whether the vertical axis may be logarithmic; loads: whether x is a load, with a tick at each."""
-    xs = sorted({p.x for line in lines for p in line.points} | {x for line in lines for x, _ in line.told})
+    xs = sorted(
+        {p.x for line in lines for p in line.points} | {x for line in lines for x, _ in line.told}
+    )
     ys = [y for line in lines for p in line.points for y in (p.low, p.high, p.y)]
     scale = value_scale([*ys, *(y for line in lines for _, y in line.told)], log)
     if not xs:
@@ -171,7 +179,9 @@ def _line(line: ChartLine, number: int, bottom: PlotScale, scale: PlotScale) -> 
     for p in line.points:
         low, high = scale.at(p.low), scale.at(p.high)
         if low - high > 1:
-            parts.append(f'<path class="spread c{colour}" d="M{bottom.at(p.x):.1f} {low:.1f}V{high:.1f}"/>')
+            parts.append(
+                f'<path class="spread c{colour}" d="M{bottom.at(p.x):.1f} {low:.1f}V{high:.1f}"/>'
+            )
     path = "L".join(f"{bottom.at(p.x):.1f} {scale.at(p.y):.1f}" for p in line.points)
     if path:
         parts.append(f'<path class="mean c{colour}" d="M{path}"/>')
@@ -200,7 +210,9 @@ def _mark(number: int, x: float, y: float) -> str:
 
 
 def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+    return (
+        f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+    )
 
 
 def short(value: float) -> str:

@@ -52,7 +52,9 @@ def add_forecasts(found: SweepResults, path: Path | None, model: str, bounds: Po
             found.notes.append(f"{server.name} was not simulated: {error}")
 
 
-def _add(found: SweepResults, server: SweptServer, cost: CalibratedCost, bounds: PointBounds) -> None:
+def _add(
+    found: SweepResults, server: SweptServer, cost: CalibratedCost, bounds: PointBounds
+) -> None:
     engine = SimulatedServer.of(cost, scheduler_settings(server.started or ""))
     lengths: Lengths = []
     for number, sweep in enumerate(found.sweeps):

@@ -24,7 +24,12 @@ from pageturner.lab.bench.client import Client, ResponseTimes
 from pageturner.lab.compare import report
 from pageturner.lab.traffic import traffic_flags
 from pageturner.lab.traffic.traffic import TrafficRequest
-from pageturner.lab.traffic.traffic_files import TraceScaling, read_trace, read_workload, trace_requests
+from pageturner.lab.traffic.traffic_files import (
+    TraceScaling,
+    read_trace,
+    read_workload,
+    trace_requests,
+)
 from pageturner.lab.traffic.traffic_generators import arrival_times, word_prompts
 
 AT_ONCE = 64  # random requests are made up in such groups
@@ -56,7 +61,9 @@ def load_from_flags(arguments: argparse.Namespace, context: int) -> SweepLoad:
         raise bad_setting("--length-scale and --oracle go with --trace")
     for name in ("length_scale", "cap", "input_len", "output_len"):
         if not getattr(arguments, name) > 0:
-            raise bad_setting(f"--{name.replace('_', '-')} is above 0, not {getattr(arguments, name)}")
+            raise bad_setting(
+                f"--{name.replace('_', '-')} is above 0, not {getattr(arguments, name)}"
+            )
     if arguments.trace:
         return _trace(arguments, context)
     return _workload(arguments) if arguments.workload else _words(arguments)
@@ -69,7 +76,9 @@ def _words(arguments: argparse.Namespace) -> SweepLoad:
         for lap in itertools.count():
             yield from word_prompts(AT_ONCE, words, tokens, _mixed(seed, number, lap))
 
-    lengths = f"{words // 2} to {words + words // 2} words in, {tokens // 2} to {tokens + tokens // 2}"
+    lengths = (
+        f"{words // 2} to {words + words // 2} words in, {tokens // 2} to {tokens + tokens // 2}"
+    )
     return SweepLoad(make, f"random words: {lengths} tokens out, seed {seed}")
 
 
@@ -82,7 +91,9 @@ def _workload(arguments: argparse.Namespace) -> SweepLoad:
             for one in requests:
                 yield replace(one, prompt=f"{number}.{lap}: {one.text}")
 
-    about = f"{path.name} (sha256 {traffic_flags.file_digest(path)}), {len(requests)} requests in turn"
+    about = (
+        f"{path.name} (sha256 {traffic_flags.file_digest(path)}), {len(requests)} requests in turn"
+    )
     return SweepLoad(make, f"{about}, with a number in front, other at each point")
 
 
@@ -207,7 +218,11 @@ Told = Callable[[int], None]  # how many were answered
 
 
 async def closed_point(
-    client: Client, requests: Iterator[TrafficRequest], clients: int, bounds: PointBounds, told: Told
+    client: Client,
+    requests: Iterator[TrafficRequest],
+    clients: int,
+    bounds: PointBounds,
+    told: Told,
 ) -> PointRun:
     """`clients` requests open at any moment."""
     run = PointRun(time.monotonic())
@@ -313,7 +328,9 @@ def point_figures(run: PointRun, targets: dict[str, float]) -> dict[str, Any]:
     speed = sum(one.tokens_until(run.stop) for one in run.sent) / seconds
     answer = sum(one.tokens for one in answered) / max(len(answered), 1)
     rate = speed / answer if answer else 0.0
-    met = bench_serve.goodput([one.times for one in counted if one.times.end], 1.0, targets)["requests"]
+    met = bench_serve.goodput([one.times for one in counted if one.times.end], 1.0, targets)[
+        "requests"
+    ]
     waited = [(each.chunks[0] if each.chunks else run.cut) - each.begin for each in left]
     tpot = [1e3 * one.times.tpot for one in counted if one.answered and one.tokens > 1]
     return {

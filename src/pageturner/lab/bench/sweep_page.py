@@ -75,7 +75,9 @@ def page(found: SweepResults) -> str:
     """The whole page."""
     names = [one.name for one in found.servers]
     title = _listed(names) if len(names) < 5 else f"{len(names)} servers side by side"
-    about = "".join(f"<dt>{escape(key)}</dt><dd>{escape(text)}</dd>" for key, text in found.about.items())
+    about = "".join(
+        f"<dt>{escape(key)}</dt><dd>{escape(text)}</dd>" for key, text in found.about.items()
+    )
     sections = "\n".join(
         f"<section><h2>{TITLES[sweep.over]}</h2>\n{_sweep(found, number)}</section>"
         for number, sweep in enumerate(found.sweeps)
@@ -99,7 +101,9 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _notes(found: SweepResults) -> str:
-    stopped = ["It was interrupted: this is what was measured until then."] if found.interrupted else []
+    stopped = (
+        ["It was interrupted: this is what was measured until then."] if found.interrupted else []
+    )
     items = "".join(f"<li>{escape(note)}</li>" for note in [*stopped, *found.notes])
     return f'<ul class="notes">{items}</ul>\n' if items else ""
 
@@ -110,7 +114,9 @@ def _sweep(found: SweepResults, place: int) -> str:
     items = "".join(f"<li>{escape(one)}</li>" for one in others)
     said = f"<p>{escape(first)}</p>{f'<ul>{items}</ul>' if items else ''}"
     pictures = [
-        _picture(found, place, *each) for each in PICTURES if found.targets or each[0] != "goodput_per_s"
+        _picture(found, place, *each)
+        for each in PICTURES
+        if found.targets or each[0] != "goodput_per_s"
     ]
     pictures.append(_trade(found, sweep))
     figures = "\n".join(f"<figure>{svg}</figure>" for svg in pictures if svg)
@@ -122,8 +128,10 @@ def _sweep(found: SweepResults, place: int) -> str:
 
 def _legend(found: SweepResults, place: int) -> str:
     numbers = {one.name: at for at, one in enumerate(found.servers)}
-    items = [f"<li>{sweep_charts.key(numbers[name])}{escape(name)}</li>"
-             for name in found.names(found.sweeps[place])]  # fmt: skip
+    items = [
+        f"<li>{sweep_charts.key(numbers[name])}{escape(name)}</li>"
+        for name in found.names(found.sweeps[place])
+    ]
     items += [
         f"<li>{sweep_charts.key(numbers[name], dashed=True)}{escape(name)}, simulated</li>"
         for at, name in found.forecasts
@@ -193,7 +201,9 @@ def _table(found: SweepResults, place: int) -> str:
             pill = '<span class="pill">knee</span>' if sweep.knee(name) == point.at else ""
             cells = [load, escape(name) + pill, *_cells(point, name)]
             cells += _share(found, point, name)
-            rows.append(_row("first" if not order else "", cells, _counts(point, name), _best(point, name)))
+            rows.append(
+                _row("first" if not order else "", cells, _counts(point, name), _best(point, name))
+            )
             told = found.forecasts.get((place, name))
             if told and told[at].rounds:
                 made = told[at]
@@ -249,7 +259,8 @@ def _best(point: SweepPoint, name: str) -> frozenset[int]:
     for place, (_, figure, sign) in enumerate(COLUMNS, 2):
         mine, spread = point.median(name, figure), point.spread(name, figure)
         beaten = [
-            sign * mine < sign * point.median(other, figure) and not tied(spread, point.spread(other, figure))
+            sign * mine < sign * point.median(other, figure)
+            and not tied(spread, point.spread(other, figure))
             for other in others
         ]
         if sign and beaten and all(beaten):
@@ -270,14 +281,20 @@ def _forecast(found: SweepResults, place: int) -> str:
 
 def _words(heads: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
     top = "".join(f"<th>{escape(head)}</th>" for head in heads)
-    cells = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    cells = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
     return f'<div class="scroll"><table class="words"><tr>{top}</tr>{cells}</table></div>'
 
 
 def _servers(found: SweepResults) -> str:
     rows = []
     for one in found.servers:
-        how = f"started here: pageturner serve {one.started}".strip() if one.started is not None else one.url
+        how = (
+            f"started here: pageturner serve {one.started}".strip()
+            if one.started is not None
+            else one.url
+        )
         rows.append((one.name, one.model or "-", how, one.failed or "answered to the end"))
     return _words(("name", "model", "where", "what became of it"), rows)
 

@@ -56,12 +56,17 @@ def as_json(found: SweepResults) -> dict[str, Any]:
         "notes": found.notes,
         "forecast": found.forecast,
         "servers": [
-            {"name": one.name, "url": one.url, "model": one.model, "started_with": one.started,
-             "failed": one.failed or None}
+            {
+                "name": one.name,
+                "url": one.url,
+                "model": one.model,
+                "started_with": one.started,
+                "failed": one.failed or None,
+            }
             for one in found.servers
         ],
         "sweeps": [_sweep_json(found, number) for number in range(len(found.sweeps))],
-    }  # fmt: skip
+    }
 
 
 def _sweep_json(found: SweepResults, number: int) -> dict[str, Any]:
@@ -74,9 +79,12 @@ def _sweep_json(found: SweepResults, number: int) -> dict[str, Any]:
             servers[name] = {
                 **{count: point.total(name, count) for count in COUNTS},
                 "median": {figure: _known(point.median(name, figure)) for figure in FIGURES},
-                "least_and_most": {figure: [*map(_known, point.spread(name, figure))] for figure in FIGURES},
+                "least_and_most": {
+                    figure: [*map(_known, point.spread(name, figure))] for figure in FIGURES
+                },
                 "messages": point.messages(name),
-                "forecast": told and {figure: _known(told[place].median(name, figure)) for figure in TOLD},
+                "forecast": told
+                and {figure: _known(told[place].median(name, figure)) for figure in TOLD},
                 "rounds": point.rounds[name],
             }
         points.append({"at": point.at, "servers": servers})
@@ -148,7 +156,9 @@ def _ranking(sweep: LoadSweep, best: dict[str, SweepPoint], ranked: list[str]) -
     if len(alike) > 1:
         text = f"{' and '.join(alike)} are tied: their best rounds overlap at up to {number(top)} tokens/s"
     else:
-        text = f"{first} gives most: {number(top)} output tokens/s at {best[first].at:g} {sweep.unit}"
+        text = (
+            f"{first} gives most: {number(top)} output tokens/s at {best[first].at:g} {sweep.unit}"
+        )
     others = [
         f"{top / value:.2f}x {name} ({number(value)} at {best[name].at:g})"
         for name in ranked
@@ -162,7 +172,11 @@ def milliseconds(value: float) -> str:
     if value != value:
         return "unknown"
     return (
-        f"{value / 1e3:.1f} s" if value >= 1e4 else f"{value:,.0f} ms" if value >= 10 else f"{value:.1f} ms"
+        f"{value / 1e3:.1f} s"
+        if value >= 1e4
+        else f"{value:,.0f} ms"
+        if value >= 10
+        else f"{value:.1f} ms"
     )
 
 
@@ -174,7 +188,10 @@ def forecast_errors(found: SweepResults, number: int, name: str) -> list[tuple[s
         if values:
             middle = f"{median(map(abs, values)):.0%}"
             rows.append(
-                (FIGURES[figure][0], f"{middle} in the middle, {min(values):+.0%} to {max(values):+.0%}")
+                (
+                    FIGURES[figure][0],
+                    f"{middle} in the middle, {min(values):+.0%} to {max(values):+.0%}",
+                )
             )
     return rows
 
@@ -238,7 +255,14 @@ def _load(point: SweepPoint, sweep: LoadSweep, name: str) -> str:
 
 
 def _figures(point: SweepPoint, name: str) -> list[str]:
-    names = ("output_tokens_per_s", "ttft_ms_p50", "ttft_ms_p99", "tpot_ms_p50", "tpot_ms_p99", "gap_ms_p99")
+    names = (
+        "output_tokens_per_s",
+        "ttft_ms_p50",
+        "ttft_ms_p99",
+        "tpot_ms_p50",
+        "tpot_ms_p99",
+        "gap_ms_p99",
+    )
     return [figure_text(point, name, figure) for figure in names]
 
 

@@ -85,8 +85,19 @@ def own_server(server: SweptServer, model: str) -> Iterator[subprocess.Popen[byt
     """Our own server of this model with the flags in `server.started`, ended at the end. Its address is in
     `server.url`. EngineFault('no_server') with its last words if it does not start."""
     words = shlex.split(server.started or "")
-    command = [sys.executable, "-m", "pageturner", "serve", model, "--port", "0", "--developer", *words,
-               "--log-level", "info"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "pageturner",
+        "serve",
+        model,
+        "--port",
+        "0",
+        "--developer",
+        *words,
+        "--log-level",
+        "info",
+    ]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with log.open("wb") as file:
@@ -114,7 +125,9 @@ def _address(server: SweptServer, process: subprocess.Popen[bytes], log: Path) -
             said = (log.read_text(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
             raise EngineFault("no_server", f"our server {server.name} did not start: {said}")
         time.sleep(0.05)
-    raise EngineFault("no_server", f"our server {server.name} was not ready within {START_SECONDS:.0f} s")
+    raise EngineFault(
+        "no_server", f"our server {server.name} was not ready within {START_SECONDS:.0f} s"
+    )
 
 
 async def _healthy(server: SweptServer) -> bool:

@@ -16,13 +16,21 @@ from pageturner.engine.engine_factory import scheduler_of
 from pageturner.executor.kv_memory import KVSizes
 from pageturner.lab.bench.client import ResponseTimes
 from pageturner.lab.bench.sweep import LoadSweep, SweepPoint
-from pageturner.lab.bench.sweep_load import PointBounds, PointRun, SentRequest, arrivals, point_figures
+from pageturner.lab.bench.sweep_load import (
+    PointBounds,
+    PointRun,
+    SentRequest,
+    arrivals,
+    point_figures,
+)
 from pageturner.lab.simulation import calibration
 from pageturner.lab.simulation.simulator import Simulator
 from pageturner.lab.simulation.step_cost import CalibratedCost
 from pageturner.lab.traffic.traffic import OWN, OpenLoop, Pieces, Traffic, TrafficRequest
 
-Lengths = list[tuple[int, int]]  # tokens of prompt and answer of each request, in the order of sending
+Lengths = list[
+    tuple[int, int]
+]  # tokens of prompt and answer of each request, in the order of sending
 TOLD = ("output_tokens_per_s", "ttft_ms_p50", "ttft_ms_p99", "tpot_ms_p50", "tpot_ms_p99")
 
 
@@ -129,7 +137,9 @@ class SimulatedServer:
             clients = SimulatedClients(lengths, int(at), bounds)
             return self._figures(clients, clients, targets)
         times = arrivals(at, bounds, seed)
-        asked = [replace(one, arrival=when) for when, one in zip(times, _requests(lengths), strict=False)]
+        asked = [
+            replace(one, arrival=when) for when, one in zip(times, _requests(lengths), strict=False)
+        ]
         noting = _Noting(OpenLoop(asked))
         return self._figures(noting, noting, targets)
 
@@ -157,7 +167,9 @@ class SimulatedServer:
         return point_figures(run, targets) | {"gap_ms_p99": float("nan")}
 
 
-def error(sweep: LoadSweep, forecasts: list[SweepPoint], name: str, figure: str) -> list[tuple[float, float]]:
+def error(
+    sweep: LoadSweep, forecasts: list[SweepPoint], name: str, figure: str
+) -> list[tuple[float, float]]:
     """Load, and forecast by measured less 1, where there are both."""
     found = []
     for point, told in zip(sweep.points, forecasts, strict=True):

@@ -43,53 +43,118 @@ Keys of servers stand in the environment: PAGETURNER_SWEEP_KEY_NAME for --server
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command."""
-    # fmt: off
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
-    parser.add_argument("--server", metavar="NAME=URL", action="append", default=[],
-                        help="a server with the OpenAI API, ours or any other; again for each")
-    parser.add_argument("--ask", metavar="NAME=MODEL", action="append", default=[],
-                        help="model to ask that server for (default: the first that it lists)")
-    parser.add_argument("--model", metavar="MODEL",
-                        help="start our own server of this GGUF file, folder, hub id or alias, and end it "
-                             "afterwards")
-    parser.add_argument("--own", metavar="NAME=FLAGS", action="append", default=[],
-                        help="start it with these flags of serve; again for each that is to be compared")
-    parser.add_argument("--endpoint", default="completions", choices=ENDPOINTS, help="which endpoint to ask")
-    parser.add_argument("--concurrency", metavar="N,N", default="",
-                        help="clients at once, or auto: 1, 2, 4 ... to the knee (default: auto, without "
-                             "--rate)")
-    parser.add_argument("--rate", metavar="R,R", default="",
-                        help="requests a second with Poisson arrivals, or auto: doubled to the knee")
-    parser.add_argument("--max-concurrency", type=int, default=256, help="where auto ends without a knee")
-    parser.add_argument("--seconds", type=float, default=8.0,
-                        help="how long requests are sent in each run; waiting for answers may take three "
-                             "times as long (default: 8)")
-    parser.add_argument("--requests", type=int, default=0,
-                        help="most requests that count in each run; 0: as many as the seconds allow")
-    parser.add_argument("--rounds", type=int, default=3,
-                        help="runs of each server at each point, in turn with the others (default: 3)")
-    parser.add_argument("--total-seconds", type=float, default=1200.0,
-                        help="begin no run after this long (default: 1200)")
-    parser.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS",
-                        help="count requests that meet all of these: ttft:MS tpot:MS e2el:MS")
-    parser.add_argument("--calibration", metavar="FILE", type=Path,
-                        help="file of pageturner calibrate: what is simulated from it is drawn beside our "
-                             "own servers, or the first --server (default: calibration.json, if it is there)")
-    parser.add_argument("--output", metavar="FILE", type=Path, default=Path("sweep.html"),
-                        help="file to write the page to (default: sweep.html)")
-    parser.add_argument("--output-json", metavar="FILE", type=Path,
-                        help="file to write the figures to (default: beside the page)")
-    # fmt: on
+    parser.add_argument(
+        "--server",
+        metavar="NAME=URL",
+        action="append",
+        default=[],
+        help="a server with the OpenAI API, ours or any other; again for each",
+    )
+    parser.add_argument(
+        "--ask",
+        metavar="NAME=MODEL",
+        action="append",
+        default=[],
+        help="model to ask that server for (default: the first that it lists)",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="start our own server of this GGUF file, folder, hub id or alias, and end it "
+        "afterwards",
+    )
+    parser.add_argument(
+        "--own",
+        metavar="NAME=FLAGS",
+        action="append",
+        default=[],
+        help="start it with these flags of serve; again for each that is to be compared",
+    )
+    parser.add_argument(
+        "--endpoint", default="completions", choices=ENDPOINTS, help="which endpoint to ask"
+    )
+    parser.add_argument(
+        "--concurrency",
+        metavar="N,N",
+        default="",
+        help="clients at once, or auto: 1, 2, 4 ... to the knee (default: auto, without --rate)",
+    )
+    parser.add_argument(
+        "--rate",
+        metavar="R,R",
+        default="",
+        help="requests a second with Poisson arrivals, or auto: doubled to the knee",
+    )
+    parser.add_argument(
+        "--max-concurrency", type=int, default=256, help="where auto ends without a knee"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=8.0,
+        help="how long requests are sent in each run; waiting for answers may take three "
+        "times as long (default: 8)",
+    )
+    parser.add_argument(
+        "--requests",
+        type=int,
+        default=0,
+        help="most requests that count in each run; 0: as many as the seconds allow",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        help="runs of each server at each point, in turn with the others (default: 3)",
+    )
+    parser.add_argument(
+        "--total-seconds",
+        type=float,
+        default=1200.0,
+        help="begin no run after this long (default: 1200)",
+    )
+    parser.add_argument(
+        "--goodput",
+        nargs="+",
+        default=[],
+        metavar="NAME:MS",
+        help="count requests that meet all of these: ttft:MS tpot:MS e2el:MS",
+    )
+    parser.add_argument(
+        "--calibration",
+        metavar="FILE",
+        type=Path,
+        help="file of pageturner calibrate: what is simulated from it is drawn beside our "
+        "own servers, or the first --server (default: calibration.json, if it is there)",
+    )
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        type=Path,
+        default=Path("sweep.html"),
+        help="file to write the page to (default: sweep.html)",
+    )
+    parser.add_argument(
+        "--output-json",
+        metavar="FILE",
+        type=Path,
+        help="file to write the figures to (default: beside the page)",
+    )
     load = parser.add_argument_group("load")
     traffic_flags.add_load_flags(load)
-    load.add_argument("--num-prompts", type=int, default=0, help="most requests of a file; 0: all of them")
+    load.add_argument(
+        "--num-prompts", type=int, default=0, help="most requests of a file; 0: all of them"
+    )
     traffic_flags.add_trace_flags(parser.add_argument_group("traces"))
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Measure, write, print. 130 when it was interrupted, 1 when a server failed."""
-    from pageturner.lab.bench import sweep_page  # now: minutes later an update may have replaced them
+    from pageturner.lab.bench import (
+        sweep_page,
+    )  # now: minutes later an update may have replaced them
     from pageturner.lab.bench.bench_serve import parse_targets
     from pageturner.lab.bench.sweep_forecast import add_forecasts
     from pageturner.lab.bench.sweep_load import PointBounds
@@ -99,7 +164,9 @@ def main(arguments: argparse.Namespace) -> int:
     _check(arguments)
     servers, sweeps = _servers(arguments), _sweeps(arguments)
     before, begun = machine.inspect(), time.time()
-    found = SweepResults(servers, sweeps, {}, arguments.rounds, parse_targets(arguments.goodput), notes=[])
+    found = SweepResults(
+        servers, sweeps, {}, arguments.rounds, parse_targets(arguments.goodput), notes=[]
+    )
     _make(arguments.output)
     _make(_json_path(arguments))
     try:
@@ -140,14 +207,22 @@ def main(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace) -> None:
     for name in ("seconds", "total_seconds", "rounds", "max_concurrency"):
         if not 0 < getattr(arguments, name) < math.inf:
-            raise bad_setting(f"--{name.replace('_', '-')} is above 0, not {getattr(arguments, name)}")
+            raise bad_setting(
+                f"--{name.replace('_', '-')} is above 0, not {getattr(arguments, name)}"
+            )
     for name in ("requests", "num_prompts"):
         if getattr(arguments, name) < 0:
-            raise bad_setting(f"--{name.replace('_', '-')} is 0 or more, not {getattr(arguments, name)}")
+            raise bad_setting(
+                f"--{name.replace('_', '-')} is 0 or more, not {getattr(arguments, name)}"
+            )
     if _json_path(arguments) == arguments.output:
-        raise bad_setting("--output is the page, and the figures would have its name: end it with .html")
+        raise bad_setting(
+            "--output is the page, and the figures would have its name: end it with .html"
+        )
     if arguments.own and not arguments.model:
-        raise bad_setting("--own says with which flags a server of --model is started: give --model too")
+        raise bad_setting(
+            "--own says with which flags a server of --model is started: give --model too"
+        )
 
 
 def _servers(arguments: argparse.Namespace) -> list[SweptServer]:
@@ -156,8 +231,17 @@ def _servers(arguments: argparse.Namespace) -> list[SweptServer]:
     from pageturner.lab.bench.sweep import SweptServer
     from pageturner.lab.bench.sweep_servers import named
 
-    own = named(arguments.own, "--own", "FLAGS") if arguments.own else {OWN: ""} if arguments.model else {}
-    given, asked = named(arguments.server, "--server", "URL"), named(arguments.ask, "--ask", "MODEL")
+    own = (
+        named(arguments.own, "--own", "FLAGS")
+        if arguments.own
+        else {OWN: ""}
+        if arguments.model
+        else {}
+    )
+    given, asked = (
+        named(arguments.server, "--server", "URL"),
+        named(arguments.ask, "--ask", "MODEL"),
+    )
     if not own and not given:
         raise bad_setting("which servers? --server NAME=URL for each, or --model MODEL starts one")
     for name in asked:
@@ -207,7 +291,9 @@ def _values(flag: str, text: str) -> list[float] | None:
 def _terminated_like_interrupted() -> Iterator[None]:
     """Whoever ends this program gets what was measured, and our own servers end with it."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}  # nohup
+    before = {
+        number: handler for number, handler in before.items() if handler is not signal.SIG_IGN
+    }  # nohup
     for number in before:
         signal.signal(number, signal.default_int_handler)
     try:
@@ -228,7 +314,9 @@ def _measure(arguments: argparse.Namespace, found: SweepResults) -> None:
         live = [one for one in found.servers if not one.failed]
         if not live:
             return
-        load = load_from_flags(arguments, min((one.context for one in live if one.context), default=0))
+        load = load_from_flags(
+            arguments, min((one.context for one in live if one.context), default=0)
+        )
         found.about["load"] = load.about
         runner = _Runner(arguments, load, bounds, found.targets)
         for server in live:
@@ -243,7 +331,9 @@ def _measure(arguments: argparse.Namespace, found: SweepResults) -> None:
             sweeper.sweep(sweep)
 
 
-def _ready(arguments: argparse.Namespace, server: SweptServer, stack: ExitStack, notes: list[str]) -> None:
+def _ready(
+    arguments: argparse.Namespace, server: SweptServer, stack: ExitStack, notes: list[str]
+) -> None:
     """Start it if it is ours, and learn what it serves. A server that fails here is left out, and said."""
     from pageturner.lab.bench.sweep_servers import ask_models, own_server
 
@@ -268,7 +358,11 @@ class _Runner:
     """Runs points and says so. sweep: the number of the one under way."""
 
     def __init__(
-        self, arguments: argparse.Namespace, load: SweepLoad, bounds: PointBounds, targets: dict[str, float]
+        self,
+        arguments: argparse.Namespace,
+        load: SweepLoad,
+        bounds: PointBounds,
+        targets: dict[str, float],
     ) -> None:
         self._arguments, self._load, self._bounds, self._targets = arguments, load, bounds, targets
         self.sweep = 0
@@ -281,7 +375,9 @@ class _Runner:
             times = asyncio.run(self._client(server).complete(one.text, length, one.output))
             if server.ignores_eos and "ignore_eos" in (times.error or ""):
                 server.ignores_eos = False
-                notes.append(f"{server.name} refuses ignore_eos: its answers may be shorter than asked")
+                notes.append(
+                    f"{server.name} refuses ignore_eos: its answers may be shorter than asked"
+                )
                 _say(notes[-1])
                 times = asyncio.run(self._client(server).complete(one.text, length, one.output))
             if times.error is not None:
@@ -291,9 +387,16 @@ class _Runner:
                 return
             server.alone = times.end - times.begin
 
-    def run(self, server: SweptServer, sweep: LoadSweep, at: float, number: int, turn: int) -> dict[str, Any]:
+    def run(
+        self, server: SweptServer, sweep: LoadSweep, at: float, number: int, turn: int
+    ) -> dict[str, Any]:
         """The figures of one run."""
-        from pageturner.lab.bench.sweep_load import closed_point, open_point, point_figures, point_seed
+        from pageturner.lab.bench.sweep_load import (
+            closed_point,
+            open_point,
+            point_figures,
+            point_seed,
+        )
         from pageturner.progress import Progress
 
         what = f"{server.name}, {at:g} {sweep.unit}, {turn + 1}/{self._arguments.rounds}"
@@ -326,9 +429,12 @@ class _Runner:
 
         key = key_of(server.name)
         return Client(
-            server.url, server.model, api_key=key, endpoint=self._arguments.endpoint,
+            server.url,
+            server.model,
+            api_key=key,
+            endpoint=self._arguments.endpoint,
             ignore_eos=server.ignores_eos,
-        )  # fmt: skip
+        )
 
 
 def _in_short(figures: dict[str, Any]) -> str:
@@ -390,7 +496,11 @@ def _show(found: SweepResults) -> None:
             for at, name in found.forecasts:
                 if at == number:
                     rows = sweep_report.forecast_errors(found, number, name)
-                    print("\n".join(f"simulated {name}: {figure} off by {text}" for figure, text in rows))
+                    print(
+                        "\n".join(
+                            f"simulated {name}: {figure} off by {text}" for figure, text in rows
+                        )
+                    )
             print()
     for note in [*found.notes, found.forecast]:
         print(f"note: {note}")

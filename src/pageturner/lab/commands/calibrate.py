@@ -20,28 +20,46 @@ if TYPE_CHECKING:
     from pageturner.lab.simulation.step_cost import CalibratedCost
 
 
-GOOD, ROUGH = 0.1, 0.25  # median relative errors up to which a plan may be made, or settings compared
+GOOD, ROUGH = (
+    0.1,
+    0.25,
+)  # median relative errors up to which a plan may be made, or settings compared
 WIDTH = 100  # columns
 BUSY = 1.5  # load average beyond which other programs take part of each processor of ours
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command."""
-    # fmt: off
-    parser.add_argument("model", nargs="?", default="smollm2",
-                        help="a GGUF file, a Hugging Face folder, its id on the hub, or an alias")
-    parser.add_argument("--log", metavar="FILE", type=Path, help="fit this step log, without an engine")
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default="smollm2",
+        help="a GGUF file, a Hugging Face folder, its id on the hub, or an alias",
+    )
+    parser.add_argument(
+        "--log", metavar="FILE", type=Path, help="fit this step log, without an engine"
+    )
     parser.add_argument("--num-prompts", type=int, default=90, help="requests sent in each load")
     parser.add_argument("--input-len", type=int, default=128, help="mean prompt length, in tokens")
     parser.add_argument("--output-len", type=int, default=48, help="mean answer length, in tokens")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random prompts and lengths")
-    parser.add_argument("--check", action="store_true",
-                        help="run five more loads and print how far the fit's predictions are off")
-    parser.add_argument("--output", metavar="FILE", type=Path, default=Path("calibration.json"),
-                        help="file to write the calibration to (default: calibration.json)")
-    parser.add_argument("--config", metavar="FILE",
-                        help="TOML file with engine settings in its table [engine]")
-    # fmt: on
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the random prompts and lengths"
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="run five more loads and print how far the fit's predictions are off",
+    )
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        type=Path,
+        default=Path("calibration.json"),
+        help="file to write the calibration to (default: calibration.json)",
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="TOML file with engine settings in its table [engine]"
+    )
     configuration.add_flags(parser, "engine", leave_out=("model", "step_log", "step_log_tokens"))
 
 
@@ -54,7 +72,9 @@ def main(arguments: argparse.Namespace) -> int:
     busy = not arguments.log and _busy()
     if arguments.log:
         if arguments.check:
-            raise EngineFault("bad_setting", "--check runs an engine, and --log none: give one of them")
+            raise EngineFault(
+                "bad_setting", "--check runs an engine, and --log none: give one of them"
+            )
         cost = calibration.fit_runs(recorded_runs.last_run(arguments.log))
     else:
         for name in ("num_prompts", "input_len", "output_len"):
@@ -100,10 +120,14 @@ def render(cost: CalibratedCost, checks: list[Check]) -> str:
     from pageturner.lab.compare.report import table
     from pageturner.lab.simulation.step_cost import FEATURES
 
-    weights = ", ".join(f"{name} {1e6 * w:,.4g}" for name, w in zip(FEATURES, cost.weights, strict=True) if w)
+    weights = ", ".join(
+        f"{name} {1e6 * w:,.4g}" for name, w in zip(FEATURES, cost.weights, strict=True) if w
+    )
     gap = f"{1e6 * cost.gap:,.0f}"
     lines = [
-        textwrap.fill(f"{cost.steps:,} steps; microseconds for each: {weights}; between two {gap}", WIDTH),
+        textwrap.fill(
+            f"{cost.steps:,} steps; microseconds for each: {weights}; between two {gap}", WIDTH
+        ),
         f"of these steps half are within {cost.error[0]:.1%}, 90 % within {cost.error[1]:.1%}",
     ]
     if checks:

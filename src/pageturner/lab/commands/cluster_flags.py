@@ -28,49 +28,105 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_links(parser: argparse.ArgumentParser) -> None:
     """Roles, the link between them, and slower memory: `plan` has these too."""
-    # fmt: off
-    parser.add_argument("--roles", metavar="prefill=N,decode=M", default="",
-                        help="replicas that compute prompts for others, and those that answer, in place of "
-                             "--replicas; with --search: search, which tries them apart too")
-    parser.add_argument("--kv-link-gb-s", type=float, default=25.0,
-                        help="GB/s at which KV goes from one to the other (default: %(default)s)")
-    parser.add_argument("--kv-link-ms", type=float, default=1.0,
-                        help="milliseconds that this takes beside its bytes (default: %(default)s)")
-    parser.add_argument("--kv-host-gb-s", type=float, default=25.0,
-                        help="GB/s at which KV comes back from --kv-host-memory (default: %(default)s)")
-    parser.add_argument("--kv-file-gb", type=float, default=0.0,
-                        help="GB of KV in a file behind it, for each replica (default: none)")
-    parser.add_argument("--kv-file-gb-s", type=float, default=3.0,
-                        help="GB/s at which KV comes back from there (default: %(default)s)")
-    # fmt: on
+    parser.add_argument(
+        "--roles",
+        metavar="prefill=N,decode=M",
+        default="",
+        help="replicas that compute prompts for others, and those that answer, in place of "
+        "--replicas; with --search: search, which tries them apart too",
+    )
+    parser.add_argument(
+        "--kv-link-gb-s",
+        type=float,
+        default=25.0,
+        help="GB/s at which KV goes from one to the other (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--kv-link-ms",
+        type=float,
+        default=1.0,
+        help="milliseconds that this takes beside its bytes (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--kv-host-gb-s",
+        type=float,
+        default=25.0,
+        help="GB/s at which KV comes back from --kv-host-memory (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--kv-file-gb",
+        type=float,
+        default=0.0,
+        help="GB of KV in a file behind it, for each replica (default: none)",
+    )
+    parser.add_argument(
+        "--kv-file-gb-s",
+        type=float,
+        default=3.0,
+        help="GB/s at which KV comes back from there (default: %(default)s)",
+    )
 
 
 def add_turnover(parser: argparse.ArgumentParser) -> None:
     """Replicas that end, and that come and go."""
-    # fmt: off
-    parser.add_argument("--failures-per-hour", type=float, default=0.0,
-                        help="failures of each replica in an hour; it is back after --restart-seconds")
-    parser.add_argument("--events", metavar="FILE", type=Path,
-                        help='JSONL file of what happens to replicas: {"at": 60, "replica": 0, "event": '
-                             '"end"}, or "drain", or "start"')
-    parser.add_argument("--restart-seconds", type=float, default=60.0,
-                        help="seconds until a replica that failed is there again (default: %(default)s)")
-    parser.add_argument("--drain-seconds", type=float, default=30.0,
-                        help="seconds that a replica which is taken away has for what it is answering "
-                             "(default: %(default)s)")
-    parser.add_argument("--streams", choices=("move", "restart"), default="move",
-                        help="what streams do whose replica ends: go on elsewhere, or begin again (default: "
-                             "%(default)s)")
-    parser.add_argument("--autoscale", metavar="LEAST,MOST", default="",
-                        help="let the number of replicas follow goodput between these, as pageturner deploy "
-                             "does, in place of --replicas")
-    parser.add_argument("--start-seconds", type=float, default=60.0,
-                        help="seconds until a replica that is added takes requests (default: %(default)s)")
-    parser.add_argument("--upscale-delay", type=float, default=10.0,
-                        help="seconds for which one more must be asked for (default: %(default)s)")
-    parser.add_argument("--downscale-delay", type=float, default=300.0,
-                        help="seconds for which one less must be asked for (default: %(default)s)")
-    # fmt: on
+    parser.add_argument(
+        "--failures-per-hour",
+        type=float,
+        default=0.0,
+        help="failures of each replica in an hour; it is back after --restart-seconds",
+    )
+    parser.add_argument(
+        "--events",
+        metavar="FILE",
+        type=Path,
+        help='JSONL file of what happens to replicas: {"at": 60, "replica": 0, "event": '
+        '"end"}, or "drain", or "start"',
+    )
+    parser.add_argument(
+        "--restart-seconds",
+        type=float,
+        default=60.0,
+        help="seconds until a replica that failed is there again (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--drain-seconds",
+        type=float,
+        default=30.0,
+        help="seconds that a replica which is taken away has for what it is answering "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--streams",
+        choices=("move", "restart"),
+        default="move",
+        help="what streams do whose replica ends: go on elsewhere, or begin again (default: "
+        "%(default)s)",
+    )
+    parser.add_argument(
+        "--autoscale",
+        metavar="LEAST,MOST",
+        default="",
+        help="let the number of replicas follow goodput between these, as pageturner deploy "
+        "does, in place of --replicas",
+    )
+    parser.add_argument(
+        "--start-seconds",
+        type=float,
+        default=60.0,
+        help="seconds until a replica that is added takes requests (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--upscale-delay",
+        type=float,
+        default=10.0,
+        help="seconds for which one more must be asked for (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--downscale-delay",
+        type=float,
+        default=300.0,
+        help="seconds for which one less must be asked for (default: %(default)s)",
+    )
 
 
 def check(arguments: argparse.Namespace) -> None:
@@ -84,9 +140,13 @@ def check(arguments: argparse.Namespace) -> None:
     failing = arguments.failures_per_hour or arguments.events
     for name in (*SECONDS, "failures_per_hour"):
         if not 0 <= getattr(arguments, name) < float("inf"):
-            raise bad_setting(f"--{name.replace('_', '-')} is 0 or more, not {getattr(arguments, name)}")
+            raise bad_setting(
+                f"--{name.replace('_', '-')} is 0 or more, not {getattr(arguments, name)}"
+            )
     if arguments.autoscale and failing:
-        raise bad_setting("--autoscale is simulated without --failures-per-hour and --events: leave one out")
+        raise bad_setting(
+            "--autoscale is simulated without --failures-per-hour and --events: leave one out"
+        )
     if arguments.autoscale and (arguments.search or arguments.roles or arguments.replicas != 1):
         raise bad_setting(
             "--autoscale says how many replicas there are: leave --search, --roles, --replicas out"

@@ -51,53 +51,115 @@ SETTINGS = {"max_num_seqs": 16, "max_queue": 1 << 20}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command."""
-    # fmt: off
-    parser.add_argument("model", nargs="?", default="smollm2",
-                        help="a GGUF file, a Hugging Face folder, its id on the hub, or an alias")
-    parser.add_argument("--policies", metavar="P,P", default="static,orca,prefill_first,chunked",
-                        help="batching policies to compare; unbatched runs one request at a time (default: "
-                             "%(default)s)")
-    parser.add_argument("--orders", metavar="O,O", default="fcfs",
-                        help="queue orders to compare; each policy runs with each of them (default: fcfs)")
-    parser.add_argument("--mix", default="mixed",
-                        help="built-in traffic to send: mixed, uniform, bursts, stalls or tenants (default: "
-                             "mixed)")
-    parser.add_argument("--workload", metavar="FILE", type=Path,
-                        help="send the requests of this file instead: JSONL of prompt, max_tokens, "
-                             "arrival_s, tenant")
-    parser.add_argument("--trace", metavar="FILE", type=Path,
-                        help="send prompts with the lengths and times of this trace instead (JSONL, plain "
-                             "or gzip)")
-    parser.add_argument("--num-prompts", type=int, default=0,
-                        help="most requests to send; 0: 24 of a mix, all of a workload, 64 of a trace")
-    parser.add_argument("--rate", type=float, default=0.0,
-                        help="requests a second with Poisson arrivals, in place of the traffic's own times")
-    parser.add_argument("--rate-scale", type=float, default=1.0, help="divide recorded arrival times by this")
-    parser.add_argument("--length-scale", type=float, default=1.0, help="multiply lengths of a trace by this")
-    parser.add_argument("--cap", type=int, default=512,
-                        help="max_tokens that every request is sent with; the engine knows nothing else of "
-                             "lengths")
-    parser.add_argument("--seed", type=int, default=0, help="seed of made-up prompts, lengths and times")
-    parser.add_argument("--rounds", type=int, default=0,
-                        help="run all policies this often, in turn, and report the median run of each; 0: as "
-                             "often as 45 seconds allow, 5 times at most, and once with --simulate")
-    parser.add_argument("--simulate", metavar="CALIBRATION", type=Path,
-                        help="run no engine, and take step times from this file of pageturner calibrate")
-    parser.add_argument("--ttft-ms", type=float, default=2000.0,
-                        help="target of the time to first token (TTFT) in milliseconds, for goodput "
-                             "(default: 2000)")
-    parser.add_argument("--tpot-ms", type=float, default=200.0,
-                        help="target of the mean time per output token (TPOT) in milliseconds (default: 200)")
-    parser.add_argument("--output", metavar="FILE", type=Path, default=Path("compare.html"),
-                        help="file to write the report to; figures go beside it as .json (default: "
-                             "compare.html)")
-    parser.add_argument("--logs", metavar="FOLDER", type=Path,
-                        help="keep the step log of each run in this folder")
-    parser.add_argument("--pictures", metavar="FOLDER", type=Path,
-                        help="folder to write each picture to as SVG, with the figures")
-    parser.add_argument("--config", metavar="FILE",
-                        help="TOML file with engine settings in its table [engine]")
-    # fmt: on
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default="smollm2",
+        help="a GGUF file, a Hugging Face folder, its id on the hub, or an alias",
+    )
+    parser.add_argument(
+        "--policies",
+        metavar="P,P",
+        default="static,orca,prefill_first,chunked",
+        help="batching policies to compare; unbatched runs one request at a time (default: "
+        "%(default)s)",
+    )
+    parser.add_argument(
+        "--orders",
+        metavar="O,O",
+        default="fcfs",
+        help="queue orders to compare; each policy runs with each of them (default: fcfs)",
+    )
+    parser.add_argument(
+        "--mix",
+        default="mixed",
+        help="built-in traffic to send: mixed, uniform, bursts, stalls or tenants (default: mixed)",
+    )
+    parser.add_argument(
+        "--workload",
+        metavar="FILE",
+        type=Path,
+        help="send the requests of this file instead: JSONL of prompt, max_tokens, "
+        "arrival_s, tenant",
+    )
+    parser.add_argument(
+        "--trace",
+        metavar="FILE",
+        type=Path,
+        help="send prompts with the lengths and times of this trace instead (JSONL, plain or gzip)",
+    )
+    parser.add_argument(
+        "--num-prompts",
+        type=int,
+        default=0,
+        help="most requests to send; 0: 24 of a mix, all of a workload, 64 of a trace",
+    )
+    parser.add_argument(
+        "--rate",
+        type=float,
+        default=0.0,
+        help="requests a second with Poisson arrivals, in place of the traffic's own times",
+    )
+    parser.add_argument(
+        "--rate-scale", type=float, default=1.0, help="divide recorded arrival times by this"
+    )
+    parser.add_argument(
+        "--length-scale", type=float, default=1.0, help="multiply lengths of a trace by this"
+    )
+    parser.add_argument(
+        "--cap",
+        type=int,
+        default=512,
+        help="max_tokens that every request is sent with; the engine knows nothing else of lengths",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of made-up prompts, lengths and times"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=0,
+        help="run all policies this often, in turn, and report the median run of each; 0: as "
+        "often as 45 seconds allow, 5 times at most, and once with --simulate",
+    )
+    parser.add_argument(
+        "--simulate",
+        metavar="CALIBRATION",
+        type=Path,
+        help="run no engine, and take step times from this file of pageturner calibrate",
+    )
+    parser.add_argument(
+        "--ttft-ms",
+        type=float,
+        default=2000.0,
+        help="target of the time to first token (TTFT) in milliseconds, for goodput "
+        "(default: 2000)",
+    )
+    parser.add_argument(
+        "--tpot-ms",
+        type=float,
+        default=200.0,
+        help="target of the mean time per output token (TPOT) in milliseconds (default: 200)",
+    )
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        type=Path,
+        default=Path("compare.html"),
+        help="file to write the report to; figures go beside it as .json (default: compare.html)",
+    )
+    parser.add_argument(
+        "--logs", metavar="FOLDER", type=Path, help="keep the step log of each run in this folder"
+    )
+    parser.add_argument(
+        "--pictures",
+        metavar="FOLDER",
+        type=Path,
+        help="folder to write each picture to as SVG, with the figures",
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="TOML file with engine settings in its table [engine]"
+    )
     configuration.add_flags(parser, "engine", leave_out=NOT_TAKEN)
 
 
@@ -112,7 +174,9 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.simulate is None:
         print(f"loading {arguments.model}, and its first steps", file=sys.stderr, flush=True)
     if arguments.output.suffix == ".json":
-        raise EngineFault("bad_setting", "--output is the page; the figures go beside it as .json: use .html")
+        raise EngineFault(
+            "bad_setting", "--output is the page; the figures go beside it as .json: use .html"
+        )
     each = comparison.contenders(_names(arguments.policies), _names(arguments.orders))
     traffic, workload = _traffic(arguments)
     _make(arguments.output.parent)  # now, and not after all the runs
@@ -130,7 +194,9 @@ def main(arguments: argparse.Namespace) -> int:
         runs = comparison.run_contenders(bench, each, requests, rounds, folder)
     disturbance, own = Disturbance(*meter.read()), time.process_time() - begin[1]
     when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    reckoned = _reckoned(arguments, bench, requests, runs, Circumstances(disturbance.others, own, when))
+    reckoned = _reckoned(
+        arguments, bench, requests, runs, Circumstances(disturbance.others, own, when)
+    )
     about = About(
         workload=f"{workload}{told}; nobody is told how long an answer will be (max_tokens {arguments.cap})",
         engine=_about_engine(bench.config, _times(arguments) or bench.built.fingerprint, runs),
@@ -172,7 +238,10 @@ def _reckoned(
     each = list(runs)
     if arguments.simulate:
         return reckoning.stalls_only(
-            bench, each, load_calibration(arguments.simulate), f"step times of {arguments.simulate.name}"
+            bench,
+            each,
+            load_calibration(arguments.simulate),
+            f"step times of {arguments.simulate.name}",
         )
     found = reckoning.costs_of(bench, [run for mine in runs.values() for run in mine], about)
     if found is None:
@@ -194,7 +263,9 @@ def _texts(
 
     if arguments.simulate or config.backend in ("fake", "null"):
         return {}
-    return comparison.texts_of(config, requests, comparison.answers_of(next(iter(runs.values()))[0]))
+    return comparison.texts_of(
+        config, requests, comparison.answers_of(next(iter(runs.values()))[0])
+    )
 
 
 def write_pictures(folder: Path, found: ComparisonResults) -> None:
@@ -202,8 +273,11 @@ def write_pictures(folder: Path, found: ComparisonResults) -> None:
     from pageturner.lab.compare import report_pictures, report_text, svg_charts
 
     _make(folder)
-    drawn = {"gantt": report_pictures.gantt(found), "batch": report_pictures.batch(found),
-             "memory": report_pictures.memory(found)}  # fmt: skip
+    drawn = {
+        "gantt": report_pictures.gantt(found),
+        "batch": report_pictures.batch(found),
+        "memory": report_pictures.memory(found),
+    }
     if found.tenants:
         drawn["service"] = report_pictures.services(found)
     for name, svg in drawn.items():
@@ -231,13 +305,19 @@ def _check(arguments: argparse.Namespace) -> None:
         raise bad_setting("--length-scale goes with --trace")
     for name in ("rate_scale", "length_scale", "cap", "ttft_ms", "tpot_ms"):
         if not 0 < getattr(arguments, name) < float("inf"):
-            raise bad_setting(f"--{name.replace('_', '-')} is more than 0, not {getattr(arguments, name)}")
+            raise bad_setting(
+                f"--{name.replace('_', '-')} is more than 0, not {getattr(arguments, name)}"
+            )
     for name in ("rate", "num_prompts", "rounds"):
         if not 0 <= getattr(arguments, name) < float("inf"):
-            raise bad_setting(f"--{name.replace('_', '-')} is 0 or more, not {getattr(arguments, name)}")
+            raise bad_setting(
+                f"--{name.replace('_', '-')} is 0 or more, not {getattr(arguments, name)}"
+            )
 
 
-def _engine(arguments: argparse.Namespace, traffic: list[TrafficRequest]) -> tuple[EngineBench, Encode]:
+def _engine(
+    arguments: argparse.Namespace, traffic: list[TrafficRequest]
+) -> tuple[EngineBench, Encode]:
     """The engine, loaded, or what stands for it; and what makes tokens of text."""
     from pageturner.lab.compare import comparison
     from pageturner.lab.simulation.step_cost import load_calibration
@@ -250,7 +330,9 @@ def _engine(arguments: argparse.Namespace, traffic: list[TrafficRequest]) -> tup
         settings["static_patience"] = 0.1  # all are there: a batch that stays short is the last one
     if arguments.simulate is None:
         given = {**settings, "model": arguments.model, **flags["engine"]}
-        return comparison.real_engine(configuration.load(arguments.config, flags | {"engine": given}).engine)
+        return comparison.real_engine(
+            configuration.load(arguments.config, flags | {"engine": given}).engine
+        )
 
     def changed(known: EngineConfig) -> EngineConfig:
         names = {field.name: getattr(known, field.name) for field in fields(known)}
@@ -319,7 +401,9 @@ def _fitting(
     kept = [one for one in each if len(one.text.split()) + arguments.cap < context]
     out = len(each) - len(kept)
     if not kept:
-        raise bad_setting(f"no request of the trace fits {context} tokens: lower --length-scale or --cap")
+        raise bad_setting(
+            f"no request of the trace fits {context} tokens: lower --length-scale or --cap"
+        )
     return kept, f", {out} left out as longer than {context} tokens" if out else ""
 
 

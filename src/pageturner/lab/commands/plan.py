@@ -37,35 +37,66 @@ TAKEN = (
     "kv_host_memory",
 )
 ADAPTER = "adapter_model.safetensors"
-USUAL_LENGTHS = (400, 1500, 6000, 24000)  # three quarters of a power of two: rounding up costs its average
+USUAL_LENGTHS = (
+    400,
+    1500,
+    6000,
+    24000,
+)  # three quarters of a power of two: rounding up costs its average
 BAR, WIDTH = 40, 100  # characters
 NAMES = {"contiguous": "contiguous", "power_of_two": "powers of two", "paged": "paged"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command."""
-    # fmt: off
-    parser.add_argument("model", help="a GGUF file (its beginning is enough), a config.json, a Hugging Face"
-                        " folder, an id in the hub's cache, or an alias")
-    parser.add_argument("--memory", metavar="SIZE",
-                        help="memory for weights and KV cache, such as 80GB (10^9 bytes each) or 80GiB, also "
-                             "80G (2^30 bytes each) (default: what is free here)")
-    parser.add_argument("--gpu", metavar="NAME",
-                        help="the memory of this GPU instead, by its data sheet: H100, H200, A100-80G, L40S, "
-                             "L4, A10, T4, RTX-4090, MI300X ...")
-    parser.add_argument("--gpus", metavar="N", type=int, default=1,
-                        help="GPUs that share the model (default: 1)")
-    parser.add_argument("--weights-bytes", metavar="SIZE",
-                        help="memory that the weights take (default: as the model's own file says)")
-    parser.add_argument("--lora", metavar="FOLDER", action="append", type=Path, default=[],
-                        help="a LoRA adapter, again for each: the --max-loras largest are in memory")
-    parser.add_argument("--lengths", metavar="N,N",
-                        help="lengths of sequences to plan for, prompt and output (default: 400, 1500 ... "
-                             "the longest)")
-    parser.add_argument("--trace", metavar="FILE", type=Path,
-                        help="plan for the lengths in this trace too (JSONL of prompt_tokens, output_tokens)")
-    parser.add_argument("--output", metavar="FILE", type=Path, help="write the plan to this JSON file")
-    # fmt: on
+    parser.add_argument(
+        "model",
+        help="a GGUF file (its beginning is enough), a config.json, a Hugging Face"
+        " folder, an id in the hub's cache, or an alias",
+    )
+    parser.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="memory for weights and KV cache, such as 80GB (10^9 bytes each) or 80GiB, also "
+        "80G (2^30 bytes each) (default: what is free here)",
+    )
+    parser.add_argument(
+        "--gpu",
+        metavar="NAME",
+        help="the memory of this GPU instead, by its data sheet: H100, H200, A100-80G, L40S, "
+        "L4, A10, T4, RTX-4090, MI300X ...",
+    )
+    parser.add_argument(
+        "--gpus", metavar="N", type=int, default=1, help="GPUs that share the model (default: 1)"
+    )
+    parser.add_argument(
+        "--weights-bytes",
+        metavar="SIZE",
+        help="memory that the weights take (default: as the model's own file says)",
+    )
+    parser.add_argument(
+        "--lora",
+        metavar="FOLDER",
+        action="append",
+        type=Path,
+        default=[],
+        help="a LoRA adapter, again for each: the --max-loras largest are in memory",
+    )
+    parser.add_argument(
+        "--lengths",
+        metavar="N,N",
+        help="lengths of sequences to plan for, prompt and output (default: 400, 1500 ... "
+        "the longest)",
+    )
+    parser.add_argument(
+        "--trace",
+        metavar="FILE",
+        type=Path,
+        help="plan for the lengths in this trace too (JSONL of prompt_tokens, output_tokens)",
+    )
+    parser.add_argument(
+        "--output", metavar="FILE", type=Path, help="write the plan to this JSON file"
+    )
     cluster_flags.add_links(parser)
     others = tuple(f.name for f in fields(EngineConfig) if f.name not in TAKEN)
     configuration.add_flags(parser, "engine", leave_out=others)
@@ -82,7 +113,9 @@ def main(arguments: argparse.Namespace) -> int:
         try:
             write_json(arguments.output, plan.data())
         except OSError as error:
-            raise EngineFault("output", f"cannot write {arguments.output}: {error.strerror}") from error
+            raise EngineFault(
+                "output", f"cannot write {arguments.output}: {error.strerror}"
+            ) from error
     return 1 if _too_large(plan.model, plan.memory) else 0
 
 
@@ -188,7 +221,9 @@ def make_plan(arguments: argparse.Namespace, config: EngineConfig) -> ModelPlan:
         rows.append(_trace(arguments.trace, planner, notes))
     rows = rows if free else []
     cluster = plan_cluster.make(arguments, config, planner, gpu)
-    return ModelPlan(model, source, memory, memory_from, planner, rows, notes, adapters, gpu, gpus, cluster)
+    return ModelPlan(
+        model, source, memory, memory_from, planner, rows, notes, adapters, gpu, gpus, cluster
+    )
 
 
 def _gpu(arguments: argparse.Namespace) -> tuple[GPU | None, int, str]:
@@ -244,8 +279,10 @@ def _notes(model: Outline, memory: int) -> list[str]:
     if model.assumed:
         notes.append(model.assumed)
     if model.weights is not None and _too_large(model, memory):
-        notes.append(f"nothing fits: the weights alone take {_size(model.weights)} and there are"
-                     f" {_size(memory)}; ask about a larger machine with --memory or --gpu")  # fmt: skip
+        notes.append(
+            f"nothing fits: the weights alone take {_size(model.weights)} and there are"
+            f" {_size(memory)}; ask about a larger machine with --memory or --gpu"
+        )
     return notes
 
 
@@ -260,7 +297,9 @@ def _lengths(text: str | None) -> list[int]:
     """Those asked for; none: the usual ones."""
     if text is None:
         return []
-    return list(dict.fromkeys(_number(part.strip(), "each of --lengths", 1) for part in text.split(",")))
+    return list(
+        dict.fromkeys(_number(part.strip(), "each of --lengths", 1) for part in text.split(","))
+    )
 
 
 def _longest(model: Outline, config: EngineConfig) -> int:
@@ -269,7 +308,9 @@ def _longest(model: Outline, config: EngineConfig) -> int:
         message = f"{model.name} does not say how long a sequence may be: give --max-model-len"
         raise EngineFault("bad_setting", message)
     if model.context and longest > model.context:
-        message = f"--max-model-len {longest:,} is over the model's context of {model.context:,} tokens"
+        message = (
+            f"--max-model-len {longest:,} is over the model's context of {model.context:,} tokens"
+        )
         raise EngineFault("bad_setting", message)
     return longest
 
@@ -291,12 +332,18 @@ def _trace(path: Path, planner: KVPlanner, notes: list[str]) -> LengthRow:
     lengths = [row.prompt_tokens + row.output_tokens for row in read_trace(path)]
     short = [n for n in lengths if n <= planner.longest]
     if not short:
-        message = f"every request of {path} is over the longest sequence of {planner.longest:,} tokens"
+        message = (
+            f"every request of {path} is over the longest sequence of {planner.longest:,} tokens"
+        )
         raise EngineFault("bad_setting", message)
     if len(short) < len(lengths):
-        notes.append(f"left out as over {planner.longest:,} tokens: {len(lengths) - len(short):,} of"
-                     f" {len(lengths):,} requests of {path.name}")  # fmt: skip
-    return LengthRow(path.name.split(".")[0], len(short), sum(short) / len(short), planner.fits(short))
+        notes.append(
+            f"left out as over {planner.longest:,} tokens: {len(lengths) - len(short):,} of"
+            f" {len(lengths):,} requests of {path.name}"
+        )
+    return LengthRow(
+        path.name.split(".")[0], len(short), sum(short) / len(short), planner.fits(short)
+    )
 
 
 # -- what is shown -------------------------------------------------------------------------------------------
@@ -305,24 +352,39 @@ def _trace(path: Path, planner: KVPlanner, notes: list[str]) -> LengthRow:
 def _facts(plan: ModelPlan) -> str:
     model, planner = plan.model, plan.planner
     token = model.bytes_per_token(planner.dtype)
-    windows = ", ".join(f"{kind.count} see {kind.window:,} tokens" for kind in model.kv if kind.window)
+    windows = ", ".join(
+        f"{kind.count} see {kind.window:,} tokens" for kind in model.kv if kind.window
+    )
     kv_heads = "/".join(dict.fromkeys(str(kind.heads) for kind in model.kv))
     heads = f"{model.heads} heads, {kv_heads} with KV, " if model.attention != "MLA" else ""
     dims = "/".join(dict.fromkeys(f"{kind.key_dim}" for kind in model.kv))
     rows = [
         ("model", f"{model.name} ({model.arch})"),
         ("file", str(plan.source)),
-        ("attention", f"{model.attention}: {model.layers} layers, {heads}of {dims} values"
-                      + (f"; {windows}" if windows else "")),
+        (
+            "attention",
+            f"{model.attention}: {model.layers} layers, {heads}of {dims} values"
+            + (f"; {windows}" if windows else ""),
+        ),
         ("weights", f"{_size(model.weights or 0)}: {model.weights_from}"),
-        *([("adapters", f"{_size(plan.adapters)}: those in memory at once")] if plan.adapters else []),
+        *(
+            [("adapters", f"{_size(plan.adapters)}: those in memory at once")]
+            if plan.adapters
+            else []
+        ),
         ("KV, one token", f"{_size(token)} ({planner.dtype})"),
         ("one block", f"{_size(token * planner.block_size)}: {planner.block_size} tokens"),
-        ("one sequence", f"{_size(planner.sequence_bytes(planner.longest))}: {planner.longest:,} tokens"),
-        ("memory", f"{_size(plan.memory)} ({plan.memory_from}), {_size(planner.memory)} of it for KV"),
+        (
+            "one sequence",
+            f"{_size(planner.sequence_bytes(planner.longest))}: {planner.longest:,} tokens",
+        ),
+        (
+            "memory",
+            f"{_size(plan.memory)} ({plan.memory_from}), {_size(planner.memory)} of it for KV",
+        ),
         *([("each rank", _rank(plan))] if plan.gpus > 1 else []),
         *([("reading", _reading(plan))] if plan.gpu else []),
-    ]  # fmt: skip
+    ]
     return "\n".join(f"{name:14} {text}" for name, text in rows)
 
 
@@ -347,13 +409,19 @@ def _reading(plan: ModelPlan) -> str:
     gpu, weights = plan.gpu, plan.model.weights or 0
     assert gpu is not None
     milliseconds = 1e3 * weights / gpu.bandwidth / plan.gpus
-    return f"all weights once: {milliseconds:.2f} ms at {gpu.bandwidth / 1e12:g} TB/s ({gpu.source})"
+    return (
+        f"all weights once: {milliseconds:.2f} ms at {gpu.bandwidth / 1e12:g} TB/s ({gpu.source})"
+    )
 
 
 def _table(plan: ModelPlan) -> str:
     from pageturner.lab.compare.report import table
 
-    head = ["sequences of", "KV of each", *(word for name in NAMES.values() for word in (name, "empty"))]
+    head = [
+        "sequences of",
+        "KV of each",
+        *(word for name in NAMES.values() for word in (name, "empty")),
+    ]
     rows = [
         [_label(row), _size(row.fits["paged"].each)]
         + [text for name in NAMES for text in _cells(row.fits[name])]
@@ -373,7 +441,9 @@ def _cells(fit: Fit) -> Sequence[str]:
 
 def _picture(plan: ModelPlan) -> str:
     """The KV memory when it is full, a bar for each row and scheme."""
-    lines = ["the KV memory when no more fit:  # holds tokens  - reserved, empty  . too little for another"]
+    lines = [
+        "the KV memory when no more fit:  # holds tokens  - reserved, empty  . too little for another"
+    ]
     width = max(len(row.name) for row in plan.rows)
     for row in plan.rows:
         for i, (key, name) in enumerate(NAMES.items()):
@@ -381,7 +451,9 @@ def _picture(plan: ModelPlan) -> str:
             taken = fit.sequences * fit.each / plan.planner.memory
             full = round(BAR * taken * fit.used)
             bar = "#" * full + "-" * (round(BAR * taken) - full)
-            lines.append(f"{row.name if not i else '':{width}}  {name:13} |{bar:.<{BAR}}| {fit.sequences:,}")
+            lines.append(
+                f"{row.name if not i else '':{width}}  {name:13} |{bar:.<{BAR}}| {fit.sequences:,}"
+            )
     return "\n".join(lines)
 
 

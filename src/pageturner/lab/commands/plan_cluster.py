@@ -62,7 +62,10 @@ class ClusterPlan:
         )
         head = ["prompt of", "computed", "sent", "late", "from host", "from file"]
         cells = [
-            [f"{row.tokens:,} tokens", *map(_ms, (row.computed, row.sent, row.late, row.host, row.file))]
+            [
+                f"{row.tokens:,} tokens",
+                *map(_ms, (row.computed, row.sent, row.late, row.host, row.file)),
+            ]
             for row in self.rows
         ]
         if self.prefill:
@@ -88,7 +91,9 @@ def make(
     if roles is None and tiers is None:
         return None
     prefill, decode = simulated_engines.role_counts(arguments.roles) if roles else (0, 1)
-    links = roles or Roles(0, 0, nbytes / (1e9 * arguments.kv_link_gb_s), arguments.kv_link_ms / 1e3)
+    links = roles or Roles(
+        0, 0, nbytes / (1e9 * arguments.kv_link_gb_s), arguments.kv_link_ms / 1e3
+    )
     cost = roofline(planner.model, gpu, Reach(), count, planner.dtype) if gpu else None
     lengths = [*(n for n in LENGTHS if n < planner.longest), planner.longest]
     budget = simulated_engines.GPU_SETTINGS["max_num_batched_tokens"]

@@ -97,7 +97,10 @@ def given_prompts(
         if not differences:
             return prompts, []
         first = first or (prompts, differences)
-    return first or ([], [Difference("prompts", "are not in what was given: messages, or a prompt")])
+    return first or (
+        [],
+        [Difference("prompts", "are not in what was given: messages, or a prompt")],
+    )
 
 
 def _readings(receipt: Receipt, text: str, tokenizer: Tokenizer) -> Iterator[list[list[int]]]:
@@ -112,7 +115,11 @@ def _readings(receipt: Receipt, text: str, tokenizer: Tokenizer) -> Iterator[lis
     special = receipt.input.add_special_tokens is not False
     several = [value] if isinstance(value, str) or _is_ids(value) else value
     for one in (several, [text]):
-        if isinstance(one, list) and one and all(isinstance(each, str) or _is_ids(each) for each in one):
+        if (
+            isinstance(one, list)
+            and one
+            and all(isinstance(each, str) or _is_ids(each) for each in one)
+        ):
             yield [_tokens(each, suffix, special, tokenizer) for each in one]
 
 
@@ -125,7 +132,9 @@ def _tokens(prompt: str | list[int], suffix: str, special: bool, tokenizer: Toke
     return tokenizer.encode(prompt, add_special=special, parse_special=True)
 
 
-def _chats(receipt: Receipt, text: str, value: Any, tokenizer: Tokenizer) -> Iterator[list[list[int]]]:
+def _chats(
+    receipt: Receipt, text: str, value: Any, tokenizer: Tokenizer
+) -> Iterator[list[list[int]]]:
     """Messages, a request with messages, or what the user said in the only one."""
     request = value if isinstance(value, dict) else {}
     if request:
@@ -140,7 +149,9 @@ def _chats(receipt: Receipt, text: str, value: Any, tokenizer: Tokenizer) -> Ite
             if request.get("continue_final_message"):
                 whole = continued_prompt(template, plain, **variables)
             else:
-                whole = template.render(plain, generate=receipt.input.add_generation_prompt, **variables)
+                whole = template.render(
+                    plain, generate=receipt.input.add_generation_prompt, **variables
+                )
         except (ClientError, TypeError):  # not what the server was sent: it rendered that
             continue
         special = bool(receipt.input.add_special_tokens)
@@ -157,11 +168,17 @@ def _variables(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_chat(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(message, dict) for message in value)
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(message, dict) for message in value)
+    )
 
 
 def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(token) is int and 0 <= token < LARGEST for token in value)
+    return isinstance(value, list) and all(
+        type(token) is int and 0 <= token < LARGEST for token in value
+    )
 
 
 def _json(text: str) -> Any:

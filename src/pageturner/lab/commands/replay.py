@@ -14,15 +14,21 @@ from pageturner.errors import EngineFault
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command."""
-    # fmt: off
     parser.add_argument("log", metavar="LOG", type=Path, help="step log, as --step-log writes it")
-    parser.add_argument("--plans", action="store_true",
-                        help="compare only the scheduler's plans, even where the log holds tokens")
+    parser.add_argument(
+        "--plans",
+        action="store_true",
+        help="compare only the scheduler's plans, even where the log holds tokens",
+    )
     parser.add_argument("--model", default="", help="where the model is now, if it has moved since")
-    parser.add_argument("--run", type=int, default=0, metavar="N",
-                        help="replay the N-th start of the engine in the log (default: the last that "
-                             "computed anything)")
-    # fmt: on
+    parser.add_argument(
+        "--run",
+        type=int,
+        default=0,
+        metavar="N",
+        help="replay the N-th start of the engine in the log (default: the last that "
+        "computed anything)",
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -31,16 +37,22 @@ def main(arguments: argparse.Namespace) -> int:
 
     found = recorded_runs.read_runs(arguments.log)
     if not 0 <= arguments.run <= len(found):
-        raise EngineFault("bad_setting", f"the log holds {len(found)} runs: --run is 1 to {len(found)}")
+        raise EngineFault(
+            "bad_setting", f"the log holds {len(found)} runs: --run is 1 to {len(found)}"
+        )
     run = found[arguments.run - 1] if arguments.run else recorded_runs.last_run(arguments.log)
     plans = log_replay.replay_plans(run)
     print(f"plans: {plans.compared:,} of {plans.tokens:,} tokens; {_verdict(plans.differences)}")
     differences = plans.differences
     if run.header.content != "tokens":
-        print("answers: not compared, as the log holds no tokens (serve --step-log-tokens writes them)")
+        print(
+            "answers: not compared, as the log holds no tokens (serve --step-log-tokens writes them)"
+        )
     elif not arguments.plans:
         tokens = log_replay.replay_tokens(run, model=arguments.model)
-        print(f"answers: {tokens.compared:,}, {tokens.tokens:,} tokens; {_verdict(tokens.differences)}")
+        print(
+            f"answers: {tokens.compared:,}, {tokens.tokens:,} tokens; {_verdict(tokens.differences)}"
+        )
         differences = differences + tokens.differences
     print("the replay differs from the log" if differences else "the replay is the same as the log")
     return 1 if differences else 0

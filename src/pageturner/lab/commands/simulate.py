@@ -49,90 +49,192 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _traffic_flags(parser: argparse.ArgumentParser) -> None:
-    # fmt: off
-    parser.add_argument("--trace", metavar="FILE", type=Path,
-                        help="trace of recorded requests (JSONL, also gzip)")
-    parser.add_argument("--log", metavar="FILE", type=Path,
-                        help="step log to take the traffic from, and engine and step times too unless "
-                             "others are given")
-    parser.add_argument("--num-prompts", type=int, default=0,
-                        help="how many requests to make up, or to take of the trace (default: 1000, or all)")
-    parser.add_argument("--rate", type=float, default=0.0,
-                        help="requests a second; arrival times are made up, for a trace too")
-    parser.add_argument("--cv", type=float, default=1.0,
-                        help="coefficient of variation of the gaps between arrivals: 1 is Poisson, more is "
-                             "bursts")
-    parser.add_argument("--input-len", type=int, default=512, help="mean prompt length of made-up requests")
-    parser.add_argument("--output-len", type=int, default=128, help="mean answer length of made-up requests")
-    parser.add_argument("--turns", type=int, default=0,
-                        help="make up sessions with this many turns, each sent after the answer before it")
-    parser.add_argument("--think", type=float, default=60.0,
-                        help="seconds from an answer to the next turn: the mean, or the most in a trace")
-    parser.add_argument("--length-scale", type=float, default=1.0, help="multiply the lengths of the trace")
-    parser.add_argument("--rate-scale", metavar="X,X", default="1",
-                        help="multiply the rate of the traffic by this; several with commas simulate each")
-    parser.add_argument("--cap", type=int, default=4096,
-                        help="max_tokens that every request is sent with (default: %(default)s)")
+    parser.add_argument(
+        "--trace", metavar="FILE", type=Path, help="trace of recorded requests (JSONL, also gzip)"
+    )
+    parser.add_argument(
+        "--log",
+        metavar="FILE",
+        type=Path,
+        help="step log to take the traffic from, and engine and step times too unless "
+        "others are given",
+    )
+    parser.add_argument(
+        "--num-prompts",
+        type=int,
+        default=0,
+        help="how many requests to make up, or to take of the trace (default: 1000, or all)",
+    )
+    parser.add_argument(
+        "--rate",
+        type=float,
+        default=0.0,
+        help="requests a second; arrival times are made up, for a trace too",
+    )
+    parser.add_argument(
+        "--cv",
+        type=float,
+        default=1.0,
+        help="coefficient of variation of the gaps between arrivals: 1 is Poisson, more is bursts",
+    )
+    parser.add_argument(
+        "--input-len", type=int, default=512, help="mean prompt length of made-up requests"
+    )
+    parser.add_argument(
+        "--output-len", type=int, default=128, help="mean answer length of made-up requests"
+    )
+    parser.add_argument(
+        "--turns",
+        type=int,
+        default=0,
+        help="make up sessions with this many turns, each sent after the answer before it",
+    )
+    parser.add_argument(
+        "--think",
+        type=float,
+        default=60.0,
+        help="seconds from an answer to the next turn: the mean, or the most in a trace",
+    )
+    parser.add_argument(
+        "--length-scale", type=float, default=1.0, help="multiply the lengths of the trace"
+    )
+    parser.add_argument(
+        "--rate-scale",
+        metavar="X,X",
+        default="1",
+        help="multiply the rate of the traffic by this; several with commas simulate each",
+    )
+    parser.add_argument(
+        "--cap",
+        type=int,
+        default=4096,
+        help="max_tokens that every request is sent with (default: %(default)s)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of made-up lengths and times")
-    # fmt: on
 
 
 def _engine_flags(parser: argparse.ArgumentParser) -> None:
-    # fmt: off
-    parser.add_argument("--model", help="model on --gpu: a config.json, folder, GGUF file, id or alias")
-    parser.add_argument("--gpu",
-                        help="GPU whose limits give the step times, such as H100 (an unknown name lists "
-                             "all); several with commas with --search")
-    parser.add_argument("--gpus", metavar="N,N", default="",
-                        help="GPUs in a replica, which share each layer; several with commas with --search, "
-                             f"which tries {SEARCHED_GPUS} (default: 1)")
-    parser.add_argument("--link-gb-s", type=float, default=0.0,
-                        help="GB/s that a GPU sends to the others of its replica (default: by its sheet)")
-    parser.add_argument("--link-us", type=float, default=10.0,
-                        help="microseconds of an exchange between GPUs beside its bytes "
-                             "(default: %(default)s)")
-    parser.add_argument("--price-per-gpu-hour", metavar="PRICE", default="",
-                        help="money for a GPU and an hour, or H100=2,L4=0.5")
-    parser.add_argument("--lora", metavar="FOLDER", type=Path, action="append", default=[],
-                        help="a LoRA adapter on --gpu, again for each: requests have each as often as others")
-    parser.add_argument("--mfu", type=float, default=0.6,
-                        help="share of the GPU's FLOP/s that is reached (default: %(default)s)")
-    parser.add_argument("--mbu", type=float, default=0.8,
-                        help="share of its bandwidth that is reached (default: %(default)s)")
-    parser.add_argument("--overhead-ms", type=float, default=2.0,
-                        help="time that each step takes beside its kernels (default: %(default)s)")
-    parser.add_argument("--host-ms", type=float, default=0.0,
-                        help="time of the host for each step, on a GPU hidden behind the step before it"
-                             " (default: %(default)s)")
-    parser.add_argument("--calibration", metavar="FILE", type=Path,
-                        help="file that pageturner calibrate wrote")
-    parser.add_argument("--replicas", type=int, default=1,
-                        help="number of engines behind the router (default: %(default)s; --search counts)")
-    parser.add_argument("--placement", default=RouterConfig().placement,
-                        help="how the router chooses a replica: round_robin, least_loaded or prefix_aware "
-                             "(default: %(default)s, as of pageturner route)")
-    parser.add_argument("--loads", choices=("tokens", "requests"), default=RouterConfig().loads,
-                        help="what it counts a replica's load in (default: %(default)s, as of route)")
-    # fmt: on
+    parser.add_argument(
+        "--model", help="model on --gpu: a config.json, folder, GGUF file, id or alias"
+    )
+    parser.add_argument(
+        "--gpu",
+        help="GPU whose limits give the step times, such as H100 (an unknown name lists "
+        "all); several with commas with --search",
+    )
+    parser.add_argument(
+        "--gpus",
+        metavar="N,N",
+        default="",
+        help="GPUs in a replica, which share each layer; several with commas with --search, "
+        f"which tries {SEARCHED_GPUS} (default: 1)",
+    )
+    parser.add_argument(
+        "--link-gb-s",
+        type=float,
+        default=0.0,
+        help="GB/s that a GPU sends to the others of its replica (default: by its sheet)",
+    )
+    parser.add_argument(
+        "--link-us",
+        type=float,
+        default=10.0,
+        help="microseconds of an exchange between GPUs beside its bytes (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--price-per-gpu-hour",
+        metavar="PRICE",
+        default="",
+        help="money for a GPU and an hour, or H100=2,L4=0.5",
+    )
+    parser.add_argument(
+        "--lora",
+        metavar="FOLDER",
+        type=Path,
+        action="append",
+        default=[],
+        help="a LoRA adapter on --gpu, again for each: requests have each as often as others",
+    )
+    parser.add_argument(
+        "--mfu",
+        type=float,
+        default=0.6,
+        help="share of the GPU's FLOP/s that is reached (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--mbu",
+        type=float,
+        default=0.8,
+        help="share of its bandwidth that is reached (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--overhead-ms",
+        type=float,
+        default=2.0,
+        help="time that each step takes beside its kernels (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--host-ms",
+        type=float,
+        default=0.0,
+        help="time of the host for each step, on a GPU hidden behind the step before it"
+        " (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--calibration", metavar="FILE", type=Path, help="file that pageturner calibrate wrote"
+    )
+    parser.add_argument(
+        "--replicas",
+        type=int,
+        default=1,
+        help="number of engines behind the router (default: %(default)s; --search counts)",
+    )
+    parser.add_argument(
+        "--placement",
+        default=RouterConfig().placement,
+        help="how the router chooses a replica: round_robin, least_loaded or prefix_aware "
+        "(default: %(default)s, as of pageturner route)",
+    )
+    parser.add_argument(
+        "--loads",
+        choices=("tokens", "requests"),
+        default=RouterConfig().loads,
+        help="what it counts a replica's load in (default: %(default)s, as of route)",
+    )
 
 
 def _search_flags(parser: argparse.ArgumentParser) -> None:
-    # fmt: off
     parser.add_argument("--ttft-ms", type=float, help="target of the time to first token (TTFT)")
-    parser.add_argument("--tpot-ms", type=float, help="target of the mean time per token after it (TPOT)")
-    parser.add_argument("--goodput", type=float, default=0.99,
-                        help="share of the requests that must meet the targets (default: %(default)s)")
-    parser.add_argument("--search", action="store_true",
-                        help="search the fewest GPUs that meet the targets")
-    parser.add_argument("--workers", type=int, default=0,
-                        help="processes that a search takes; its answer is the same (default: one a core)")
-    parser.add_argument("--policies", metavar="P,P", default="",
-                        help="simulate each of these policies; with --search the one with the fewest GPUs "
-                             "first")
-    parser.add_argument("--output", metavar="FILE", type=Path, help="write all figures to this JSON file")
-    parser.add_argument("--config", metavar="FILE",
-                        help="TOML file with engine settings in its table [engine]")
-    # fmt: on
+    parser.add_argument(
+        "--tpot-ms", type=float, help="target of the mean time per token after it (TPOT)"
+    )
+    parser.add_argument(
+        "--goodput",
+        type=float,
+        default=0.99,
+        help="share of the requests that must meet the targets (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--search", action="store_true", help="search the fewest GPUs that meet the targets"
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=0,
+        help="processes that a search takes; its answer is the same (default: one a core)",
+    )
+    parser.add_argument(
+        "--policies",
+        metavar="P,P",
+        default="",
+        help="simulate each of these policies; with --search the one with the fewest GPUs first",
+    )
+    parser.add_argument(
+        "--output", metavar="FILE", type=Path, help="write all figures to this JSON file"
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="TOML file with engine settings in its table [engine]"
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -172,7 +274,9 @@ def main(arguments: argparse.Namespace) -> int:
         try:
             write_json(arguments.output, {"runs": runs, "notes": notes})
         except OSError as error:
-            raise EngineFault("output", f"cannot write {arguments.output}: {error.strerror}") from error
+            raise EngineFault(
+                "output", f"cannot write {arguments.output}: {error.strerror}"
+            ) from error
     return 0
 
 
@@ -181,7 +285,9 @@ def _with_policy(option: Option, policy: str) -> Option:
     return replace(option, scenario=replace(one, config=replace(one.config, policy=policy)))
 
 
-def _runs(options: list[Option], rate: float, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def _runs(
+    options: list[Option], rate: float, arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
     from pageturner.lab.traffic.scenario import sweep
 
     if arguments.search:
@@ -190,7 +296,11 @@ def _runs(options: list[Option], rate: float, arguments: argparse.Namespace) -> 
             raise bad_setting("--search needs targets: --ttft-ms, --tpot-ms or both")
         return [_search(options, rate, arguments.workers)]
     (only,) = options
-    about = {"gpus_per_replica": only.gpus, "gpus": only.gpus * only.scenario.replicas, "gpu": only.kind}
+    about = {
+        "gpus_per_replica": only.gpus,
+        "gpus": only.gpus * only.scenario.replicas,
+        "gpu": only.kind,
+    }
     return [run | about for run in sweep(only.scenario, [rate])]
 
 
@@ -278,7 +388,9 @@ def make_scenarios(arguments: argparse.Namespace) -> Simulated:
     return Simulated(found, told + list(dict.fromkeys(notes)))
 
 
-def _engines(arguments: argparse.Namespace, flags: simulated_engines.Flags) -> list[SimulatedEngine]:
+def _engines(
+    arguments: argparse.Namespace, flags: simulated_engines.Flags
+) -> list[SimulatedEngine]:
     """One for each number of GPUs of each kind."""
     if not arguments.gpu:
         return [simulated_engines.engine_as_measured(arguments, flags)]
@@ -296,7 +408,9 @@ def numbers(name: str, text: str) -> list[int]:
     try:
         found = sorted({int(part) for part in text.split(",")})
     except ValueError:
-        raise bad_setting(f"--{name} is a whole number, or several with commas, not {text!r}") from None
+        raise bad_setting(
+            f"--{name} is a whole number, or several with commas, not {text!r}"
+        ) from None
     if found[0] < 1:
         raise bad_setting(f"--{name} is 1 or more, not {found[0]}")
     return found
@@ -312,7 +426,9 @@ def read_prices(text: str, kinds: list[str]) -> dict[str, float]:
         try:
             found |= dict.fromkeys([kind] if kind else kinds, float(price))
         except ValueError:
-            raise bad_setting(f"--price-per-gpu-hour is a number, or H100=2,L4=0.5, not {text!r}") from None
+            raise bad_setting(
+                f"--price-per-gpu-hour is a number, or H100=2,L4=0.5, not {text!r}"
+            ) from None
     if not all(0 <= price < float("inf") for price in found.values()):
         raise bad_setting("--price-per-gpu-hour is 0 or more")
     if missing := [kind for kind in kinds if kind not in found]:
@@ -326,7 +442,9 @@ def add_prices(run: dict[str, Any], prices: dict[str, float]) -> None:
     if (price := prices.get(run["gpu"])) is not None:
         run["price_per_hour"] = hourly = price * _gpus_paid(run)
         millions = run["output_tokens"] / 1e6
-        run["price_per_million"] = hourly * run["seconds"] / 3600 / millions if millions else float("nan")
+        run["price_per_million"] = (
+            hourly * run["seconds"] / 3600 / millions if millions else float("nan")
+        )
 
 
 def _gpus_paid(run: dict[str, Any]) -> float:
@@ -357,23 +475,27 @@ def check(arguments: argparse.Namespace) -> None:
             "how long does a step take? give --model and --gpu, --calibration FILE or --log STEPLOG"
         )
     if arguments.lora and not arguments.gpu:
-        message = (
-            "--lora is for --gpu: calibrate an engine while it answers with adapters, and their price is"
-        )
+        message = "--lora is for --gpu: calibrate an engine while it answers with adapters, and their price is"
         raise bad_setting(f"{message} in its steps")
     cluster_flags.check(arguments)
     if arguments.gpu and arguments.calibration:
-        raise bad_setting("--gpu and --calibration are two answers to one question: give one of them")
+        raise bad_setting(
+            "--gpu and --calibration are two answers to one question: give one of them"
+        )
     for name in ("cap", "input_len", "output_len"):
         if getattr(arguments, name) < 1:
-            raise bad_setting(f"--{name.replace('_', '-')} is 1 or more, not {getattr(arguments, name)}")
+            raise bad_setting(
+                f"--{name.replace('_', '-')} is 1 or more, not {getattr(arguments, name)}"
+            )
     for name in ("ttft_ms", "tpot_ms", "cv", "length_scale"):
         value = getattr(arguments, name)
         if value is not None and not 0 < value < math.inf:
             raise bad_setting(f"--{name.replace('_', '-')} is more than 0, not {value}")
     for name in ("rate", "think", "turns", "num_prompts", "kv_file_gb"):
         if not 0 <= (getattr(arguments, name) or 0) < math.inf:
-            raise bad_setting(f"--{name.replace('_', '-')} is 0 or more, not {getattr(arguments, name)}")
+            raise bad_setting(
+                f"--{name.replace('_', '-')} is 0 or more, not {getattr(arguments, name)}"
+            )
     if not 0 < arguments.goodput <= 1:
         raise bad_setting(f"--goodput is a share, above 0 and at most 1, not {arguments.goodput}")
 
@@ -383,7 +505,9 @@ def rates(text: str) -> list[float]:
     try:
         found = [float(part) for part in text.split(",")]
     except ValueError:
-        raise bad_setting(f"--rate-scale is a number, or several with commas, not {text!r}") from None
+        raise bad_setting(
+            f"--rate-scale is a number, or several with commas, not {text!r}"
+        ) from None
     if not all(0 < rate < float("inf") for rate in found):
         raise bad_setting(f"--rate-scale is more than 0, not {text}")
     return found
@@ -397,19 +521,40 @@ def render(runs: list[dict[str, Any]], notes: list[str], *, search: bool) -> str
     from pageturner.lab.compare.report import table
 
     head = (
-        "policy", "order", "replicas", "rate x", "answered", "refused", "tokens/s", "goodput/s", "within",
-        "TTFT p50", "p99 ms", "TPOT p50", "p99 ms", "gap p99", "e2e p50", "p99 s", "KV", "busy", "cached",
-    )  # fmt: skip
+        "policy",
+        "order",
+        "replicas",
+        "rate x",
+        "answered",
+        "refused",
+        "tokens/s",
+        "goodput/s",
+        "within",
+        "TTFT p50",
+        "p99 ms",
+        "TPOT p50",
+        "p99 ms",
+        "gap p99",
+        "e2e p50",
+        "p99 s",
+        "KV",
+        "busy",
+        "cached",
+    )
     rows = [_row(run) for run in runs]
     lines = [table(rows, head), *(cluster_flags.in_words(run) for run in runs if "turnover" in run)]
     if not search:
-        lines += [f"money: {run['replicas']:,} replicas{_money(run)}" for run in runs if _money(run)]
+        lines += [
+            f"money: {run['replicas']:,} replicas{_money(run)}" for run in runs if _money(run)
+        ]
     if search:
         several = runs[0]["rate"] != runs[-1]["rate"]
         for rate, group in itertools.groupby(runs, key=lambda run: run["rate"]):
             best = next(group)
             at = f" at rate x {rate:g}" if several else ""
-            lines.append(f"cheapest{at}: {_in_gpus(best)} with policy {best['policy']}{_money(best)}")
+            lines.append(
+                f"cheapest{at}: {_in_gpus(best)} with policy {best['policy']}{_money(best)}"
+            )
     return "\n".join([*lines, "", *(f"note: {note}" for note in notes)])
 
 
@@ -425,18 +570,29 @@ def _in_gpus(run: dict[str, Any]) -> str:
 def _money(run: dict[str, Any]) -> str:
     if "price_per_hour" not in run:
         return ""
-    return (
-        f": {run['price_per_hour']:,.2f} an hour, {run['price_per_million']:,.2f} a million tokens of answers"
-    )
+    return f": {run['price_per_hour']:,.2f} an hour, {run['price_per_million']:,.2f} a million tokens of answers"
 
 
 def _row(run: dict[str, Any]) -> list[object]:
     engines, ttft, tpot = run["engines"], run["ttft_ms"], run["tpot_ms"]
     return [
-        run["policy"], run["order"], run["replicas"], f"{run['rate']:g}", run["requests"] - run["refused"],
-        run["refused"], f"{run['output_tokens_per_s']:,.0f}", run["goodput_per_s"],
+        run["policy"],
+        run["order"],
+        run["replicas"],
+        f"{run['rate']:g}",
+        run["requests"] - run["refused"],
+        run["refused"],
+        f"{run['output_tokens_per_s']:,.0f}",
+        run["goodput_per_s"],
         f"{run['goodput_share']:.1%}",
-        f"{ttft['p50']:,.0f}", f"{ttft['p99']:,.0f}", f"{tpot['p50']:.1f}", f"{tpot['p99']:.1f}",
-        f"{run['longest_gap_ms']['p99']:,.0f}", run["e2e_s"]["p50"], run["e2e_s"]["p99"],
-        f"{engines['kv_used']:.0%}", f"{engines['busy']:.0%}", f"{engines['cached_share']:.0%}",
-    ]  # fmt: skip
+        f"{ttft['p50']:,.0f}",
+        f"{ttft['p99']:,.0f}",
+        f"{tpot['p50']:.1f}",
+        f"{tpot['p99']:.1f}",
+        f"{run['longest_gap_ms']['p99']:,.0f}",
+        run["e2e_s"]["p50"],
+        run["e2e_s"]["p99"],
+        f"{engines['kv_used']:.0%}",
+        f"{engines['busy']:.0%}",
+        f"{engines['cached_share']:.0%}",
+    ]

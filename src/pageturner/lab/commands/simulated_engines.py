@@ -53,7 +53,9 @@ class SimulatedEngine:
 # -- engines -------------------------------------------------------------------------------------------------
 
 
-def engine_on_gpu(arguments: argparse.Namespace, flags: Flags, kind: str, count: int) -> SimulatedEngine:
+def engine_on_gpu(
+    arguments: argparse.Namespace, flags: Flags, kind: str, count: int
+) -> SimulatedEngine:
     """A replica on so many GPUs of this kind. EngineFault for a kind that is unknown, and for too little
     memory."""
     from pageturner.executor.kv_memory import KVSizes
@@ -66,7 +68,9 @@ def engine_on_gpu(arguments: argparse.Namespace, flags: Flags, kind: str, count:
     path = Path(arguments.model)
     path = path if path.suffix == ".json" else hub.resolve(arguments.model, offline=True).path
     model = replace(read_outline(path), gpu_kv=True)
-    config = configuration.load(arguments.config, flags | {"engine": GPU_SETTINGS | flags["engine"]}).engine
+    config = configuration.load(
+        arguments.config, flags | {"engine": GPU_SETTINGS | flags["engine"]}
+    ).engine
     dtype = "float16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     reach = Reach(
         compute=arguments.mfu,
@@ -131,13 +135,17 @@ def beside(
     return tiers, roles
 
 
-def tiers_of(arguments: argparse.Namespace, config: EngineConfig, nbytes: float) -> TierSizes | None:
+def tiers_of(
+    arguments: argparse.Namespace, config: EngineConfig, nbytes: float
+) -> TierSizes | None:
     """Slower memory for KV of which a token takes so many bytes; None: there is none."""
     from pageturner.lab.simulation.simulated_tiers import TierSizes
 
     for name in ("kv_host_gb_s", "kv_file_gb_s"):
         if not 0 < getattr(arguments, name) < float("inf"):
-            raise bad_setting(f"--{name.replace('_', '-')} is more than 0, not {getattr(arguments, name)}")
+            raise bad_setting(
+                f"--{name.replace('_', '-')} is more than 0, not {getattr(arguments, name)}"
+            )
     if not (config.kv_host_memory or arguments.kv_file_gb):
         return None
     return TierSizes(
@@ -196,7 +204,9 @@ def engine_as_measured(arguments: argparse.Namespace, flags: Flags) -> Simulated
     ]
     needs = cost.engine.get("needs")
     if (arguments.roles or arguments.kv_file_gb or config.kv_host_memory) and not needs:
-        raise bad_setting(f"{where} does not say how many bytes the KV of a token takes: calibrate again")
+        raise bad_setting(
+            f"{where} does not say how many bytes the KV of a token takes: calibrate again"
+        )
     tiers, roles = beside(arguments, config, needs["position"] if needs else 1.0, notes)
     return SimulatedEngine(
         config, sizes, config.max_model_len or longest, cost, notes, tiers=tiers, roles=roles
@@ -230,7 +240,9 @@ def role_counts(text: str) -> tuple[int, int]:
 # -- traffic -------------------------------------------------------------------------------------------------
 
 
-def traffic_of(arguments: argparse.Namespace, longest: int) -> tuple[Callable[[float], Traffic], list[str]]:
+def traffic_of(
+    arguments: argparse.Namespace, longest: int
+) -> tuple[Callable[[float], Traffic], list[str]]:
     """Traffic at so many times its rate, and what it is."""
     from pageturner.lab.simulation import recorded_runs
     from pageturner.lab.traffic import traffic_files
@@ -252,7 +264,9 @@ def traffic_of(arguments: argparse.Namespace, longest: int) -> tuple[Callable[[f
         )
         turns, think = arguments.turns, arguments.think
         if turns:
-            about = f"traffic: {made.count:,} sessions of {turns} turns, {made.rate:g} begin a second"
+            about = (
+                f"traffic: {made.count:,} sessions of {turns} turns, {made.rate:g} begin a second"
+            )
             return partial(_sessions, made, turns, think), [about]
         about = f"traffic: {made.count:,} requests made up, {made.rate:g} a second, variation {made.cv:g}"
         about += f"; prompts of {made.prompt:,} and answers of {made.output:,} tokens on average"

@@ -27,25 +27,47 @@ if TYPE_CHECKING:
     from pageturner.lab.traffic.scenario import Scenario
 
 POLICIES = "chunked,adaptive_chunk,prefill_first,served_ratio,orca"
-SHORT = (96, 32, 45)  # mean tokens of prompt and answer, and requests, of the calibration that is made first
+SHORT = (
+    96,
+    32,
+    45,
+)  # mean tokens of prompt and answer, and requests, of the calibration that is made first
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command: those of simulate, and what is searched."""
     simulate.add_arguments(parser)
     parser.set_defaults(policies=POLICIES)
-    # fmt: off
-    parser.add_argument("served", metavar="MODEL", nargs="?",
-                        help="model to tune for (default: the one that was calibrated, or smollm2)")
-    parser.add_argument("--orders", metavar="O,O", default="fcfs,sjf,adaptive", help="queue orders to try")
-    parser.add_argument("--budget", metavar="SECONDS", type=float, default=120.0,
-                        help="time to spend after calibration: half of it on simulations, half on measuring")
-    parser.add_argument("--finalists", metavar="N", type=int, default=3,
-                        help="how many of the best run on the real engine, beside the settings given; 0: "
-                             "none")
-    parser.add_argument("--write", metavar="FILE", type=Path, default=Path("pageturner.toml"),
-                        help="file to write for pageturner serve --config (default: pageturner.toml)")
-    # fmt: on
+    parser.add_argument(
+        "served",
+        metavar="MODEL",
+        nargs="?",
+        help="model to tune for (default: the one that was calibrated, or smollm2)",
+    )
+    parser.add_argument(
+        "--orders", metavar="O,O", default="fcfs,sjf,adaptive", help="queue orders to try"
+    )
+    parser.add_argument(
+        "--budget",
+        metavar="SECONDS",
+        type=float,
+        default=120.0,
+        help="time to spend after calibration: half of it on simulations, half on measuring",
+    )
+    parser.add_argument(
+        "--finalists",
+        metavar="N",
+        type=int,
+        default=3,
+        help="how many of the best run on the real engine, beside the settings given; 0: none",
+    )
+    parser.add_argument(
+        "--write",
+        metavar="FILE",
+        type=Path,
+        default=Path("pageturner.toml"),
+        help="file to write for pageturner serve --config (default: pageturner.toml)",
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -54,16 +76,22 @@ def main(arguments: argparse.Namespace) -> int:
     from pageturner.lab.planning import settings_search
 
     _check(arguments)
-    space = settings_search.SearchSpace(tuple(_names(arguments.policies)), tuple(_names(arguments.orders)))
+    space = settings_search.SearchSpace(
+        tuple(_names(arguments.policies)), tuple(_names(arguments.orders))
+    )
     scenario, notes = _scenario(arguments)
     base = _base(scenario, arguments)
     traffic, measured = scenario.traffic(scenario.rate), arguments.finalists > 0
     share = arguments.budget / 2 / (arguments.finalists + 1)
     load = settings_search.first_seconds(traffic, share) if measured else None
-    trials = settings_search.search_settings(scenario, space, arguments.budget / (2 if measured else 1))
+    trials = settings_search.search_settings(
+        scenario, space, arguments.budget / (2 if measured else 1)
+    )
     settings_search.check_possible(trials[0], scenario.targets)
     shown = trials[: arguments.finalists or 5]
-    start = next(one for one in trials if one.candidate == settings_search.Candidate.of(scenario.config))
+    start = next(
+        one for one in trials if one.candidate == settings_search.Candidate.of(scenario.config)
+    )
     shown += [start] if start not in shown else []
     best = shown[0]
     if load is not None:
@@ -75,8 +103,14 @@ def main(arguments: argparse.Namespace) -> int:
     try:
         arguments.write.write_text(as_toml(written, f"tuned: {len(trials)} settings simulated"))
         if arguments.output:
-            write_json(arguments.output, {"trials": [asdict(one) for one in trials], "notes": notes,
-                                          "best": asdict(best.candidate)})  # fmt: skip
+            write_json(
+                arguments.output,
+                {
+                    "trials": [asdict(one) for one in trials],
+                    "notes": notes,
+                    "best": asdict(best.candidate),
+                },
+            )
     except OSError as error:
         raise EngineFault("output", f"cannot write {error.filename}: {error.strerror}") from error
     print(f"written to {arguments.write}: pageturner serve --config {arguments.write}")
@@ -93,8 +127,12 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.gpu and arguments.finalists:
         raise bad_setting("what is simulated for a GPU cannot be measured here: say --finalists 0")
     if arguments.search or arguments.replicas != 1:
-        raise bad_setting("one engine is tuned: --search and --replicas belong to pageturner simulate")
-    below = arguments.kv_file_gb or configuration.from_flags(arguments)["engine"].get("kv_host_memory")
+        raise bad_setting(
+            "one engine is tuned: --search and --replicas belong to pageturner simulate"
+        )
+    below = arguments.kv_file_gb or configuration.from_flags(arguments)["engine"].get(
+        "kv_host_memory"
+    )
     if (arguments.roles or below) and not arguments.gpu:
         raise bad_setting("--roles, --kv-file-gb and --kv-host-memory are tuned with --gpu")
 
@@ -151,7 +189,17 @@ def render(shown: list[Trial], best: Trial, start: Trial, notes: list[str], trie
     """A row for each that was shown: simulated, then measured if it was."""
     from pageturner.lab.compare.report import table
 
-    head = ["policy", "order", "tokens", "seqs", "block", "within", "goodput/s", "TTFT p99", "TPOT p99"]
+    head = [
+        "policy",
+        "order",
+        "tokens",
+        "seqs",
+        "block",
+        "within",
+        "goodput/s",
+        "TTFT p99",
+        "TPOT p99",
+    ]
 
     def rows(figures: Callable[[Trial], dict[str, Any]]) -> list[list[object]]:
         found: list[list[object]] = []
@@ -161,19 +209,27 @@ def render(shown: list[Trial], best: Trial, start: Trial, notes: list[str], trie
             found.append([name, *list(asdict(one.candidate).values())[1:], *_figures(figures(one))])
         return found
 
-    lines = [f"{tried} settings were simulated; the best, and what was given (* is written; times in ms):"]
+    lines = [
+        f"{tried} settings were simulated; the best, and what was given (* is written; times in ms):"
+    ]
     lines += [table(rows(lambda one: one.simulated), head), ""]
     if best.measured:
-        lines += ["the same, measured on the engine:", table(rows(lambda one: one.measured), head), ""]
+        lines += [
+            "the same, measured on the engine:",
+            table(rows(lambda one: one.measured), head),
+            "",
+        ]
     wrapped = (textwrap.fill(f"note: {note}", 100, subsequent_indent="      ") for note in notes)
     return "\n".join([*lines, *wrapped])
 
 
 def _figures(found: dict[str, Any]) -> list[object]:
     return [
-        f"{found['goodput_share']:.1%}", found["goodput_per_s"],
-        f"{found['ttft_ms']['p99']:,.0f}", f"{found['tpot_ms']['p99']:.1f}",
-    ]  # fmt: skip
+        f"{found['goodput_share']:.1%}",
+        found["goodput_per_s"],
+        f"{found['ttft_ms']['p99']:,.0f}",
+        f"{found['tpot_ms']['p99']:.1f}",
+    ]
 
 
 def _names(text: str) -> list[str]:

@@ -45,16 +45,23 @@ class Finding(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command."""
-    parser.add_argument("receipt", help="file of a receipt, or of a whole answer with one in it; -: stdin")
     parser.add_argument(
-        "-p", "--prompt", metavar="TEXT",
+        "receipt", help="file of a receipt, or of a whole answer with one in it; -: stdin"
+    )
+    parser.add_argument(
+        "-p",
+        "--prompt",
+        metavar="TEXT",
         help="the prompt: a text, JSON (messages, token ids, several prompts, the whole request), or @FILE",
-    )  # fmt: skip
-    parser.add_argument("--model", help="where the model is (default: the receipt's, if that is an alias)")
+    )
     parser.add_argument(
-        "--output", metavar="TEXT",
+        "--model", help="where the model is (default: the receipt's, if that is an alias)"
+    )
+    parser.add_argument(
+        "--output",
+        metavar="TEXT",
         help="the answer, to show where it differs: its text, or the whole answer as JSON, or @FILE",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--key-file", default="", metavar="FILE", help=f"the server's key; also from {VARIABLE}"
     )
@@ -107,7 +114,9 @@ def _check(
         path = hub.resolve(model).path
         finding = _model_finding(receipt, path)
     except EngineFault as fault:
-        finding = Finding(UNKNOWN, "model_hash", f"because there is no such model here: {fault.message}")
+        finding = Finding(
+            UNKNOWN, "model_hash", f"because there is no such model here: {fault.message}"
+        )
     yield finding
     if finding.verdict != SAME:
         return
@@ -118,7 +127,9 @@ def _check(
     flags = configuration.from_flags(arguments)["engine"]
     try:
         settings = dataclasses.asdict(configuration.load(None, {"engine": flags}).engine)
-        llm = load(receipt, path, **settings, chat_template=arguments.chat_template, lora=arguments.lora)
+        llm = load(
+            receipt, path, **settings, chat_template=arguments.chat_template, lora=arguments.lora
+        )
     except EngineFault as fault:
         yield Finding(UNKNOWN, "choices", f"because no engine can be loaded here: {fault.message}")
         return
@@ -145,7 +156,9 @@ def unchanged(receipt: Receipt, key: bytes = b"") -> Iterator[Finding]:
         yield Finding(UNKNOWN, "version", what)
 
 
-def load(receipt: Receipt, path: Path, chat_template: str = "", lora: str = "", **settings: object) -> LLM:
+def load(
+    receipt: Receipt, path: Path, chat_template: str = "", lora: str = "", **settings: object
+) -> LLM:
     """An engine that computes as the one of the receipt did, as far as settings say how. EngineFault where
     there can be none. lora: folder of the adapter, which the receipt knows by its content."""
     given = {name: value for name, value in settings.items() if name not in SETTLED}
@@ -180,13 +193,17 @@ def made_again(
     try:
         made = list(_answers(receipt, llm, prompts))
     except ClientError as error:
-        yield Finding(UNKNOWN, "choices", f"because this engine refuses the request: {error.message}")
+        yield Finding(
+            UNKNOWN, "choices", f"because this engine refuses the request: {error.message}"
+        )
         return
     yield from _compared(receipt, llm, made, answers or {})
 
 
 def _model(receipt: Receipt, given: str | None) -> str:
-    if given is None and receipt.model not in hub.ALIASES:  # a receipt may not choose what is fetched
+    if (
+        given is None and receipt.model not in hub.ALIASES
+    ):  # a receipt may not choose what is fetched
         message = f"say where the model is that the receipt calls {receipt.model[:80]!r}: --model"
         raise EngineFault("bad_setting", message)
     return given or receipt.model
@@ -203,7 +220,9 @@ def _adapter_finding(digest: str, llm: LLM) -> Finding:
     try:
         mine = llm.adapters.digest(ADAPTER)
     except ClientError:
-        return Finding(UNKNOWN, "adapter", f"{digest[:64]} is not here: say where its folder is, --lora")
+        return Finding(
+            UNKNOWN, "adapter", f"{digest[:64]} is not here: say where its folder is, --lora"
+        )
     if mine == digest:
         return Finding(SAME, "adapter")
     return Finding(DIFFERS, "adapter", f"is {digest[:64]}, and that of the folder given is {mine}")
@@ -227,7 +246,9 @@ def _answers(receipt: Receipt, llm: LLM, prompts: list[list[int]]) -> Iterator[l
         skip = receipt.input.skip_special_tokens
         params = form.sampling_of(receipt, prompt)
         lora = ADAPTER if receipt.adapter else ""
-        (output,) = llm.generate([tokens], params, progress=False, skip_special_tokens=skip, lora=lora)
+        (output,) = llm.generate(
+            [tokens], params, progress=False, skip_special_tokens=skip, lora=lora
+        )
         yield output.outputs
 
 

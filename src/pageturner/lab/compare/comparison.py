@@ -37,7 +37,9 @@ from pageturner.request import Request
 from pageturner.scheduler.types import Plan, Result
 from pageturner.telemetry.work import MachineLimits, ModelCosts, work_of
 
-UNBATCHED = "unbatched"  # one request at a time: not a policy, but what batching is measured against
+UNBATCHED = (
+    "unbatched"  # one request at a time: not a policy, but what batching is measured against
+)
 FAKE_VOCAB = 320
 
 
@@ -68,7 +70,9 @@ def contenders(policies: list[str], orders: list[str]) -> list[Contender]:
             raise EngineFault("bad_setting", f"name at least one {kind}: {', '.join(there)}")
         for name in names:
             if name not in there:
-                raise EngineFault("bad_setting", f"unknown {kind} {name!r}: one of {', '.join(there)}")
+                raise EngineFault(
+                    "bad_setting", f"unknown {kind} {name!r}: one of {', '.join(there)}"
+                )
     return list(dict.fromkeys(Contender(policy, order) for policy in policies for order in orders))
 
 
@@ -120,7 +124,9 @@ def simulated_engine(
     return predicted_engine(stands, config, cost, longest), encode
 
 
-def predicted_engine(built: LoadedEngine, config: EngineConfig, cost: StepCost, longest: int) -> EngineBench:
+def predicted_engine(
+    built: LoadedEngine, config: EngineConfig, cost: StepCost, longest: int
+) -> EngineBench:
     """What stands for an engine with this memory, these needs and these limits: no model, a clock of its own,
     steps that take what `cost` says. longest: tokens of a sequence."""
     clock, config = SimulatedClock(), replace(config, backend="fake")
@@ -138,7 +144,9 @@ def predicted_engine(built: LoadedEngine, config: EngineConfig, cost: StepCost, 
 
 def fake_engine(config: EngineConfig, longest: int) -> LoadedEngine:
     """An engine without a model, for sequences of so many tokens."""
-    return make_engine(replace(config, backend="fake", step_log="", max_model_len=longest, speculation="off"))
+    return make_engine(
+        replace(config, backend="fake", step_log="", max_model_len=longest, speculation="off")
+    )
 
 
 def _encoder(config: EngineConfig) -> Encode:
@@ -154,7 +162,9 @@ def words_as_tokens(text: str) -> list[int]:
 # -- what is sent, and turns ---------------------------------------------------------------------------------
 
 
-def make_requests(each: list[TrafficRequest], cap: int, context: int, encode: Encode) -> list[Request]:
+def make_requests(
+    each: list[TrafficRequest], cap: int, context: int, encode: Encode
+) -> list[Request]:
     """What the engine gets, by arrival. `cap` is the max_tokens of every request, and longer answers are cut
     there. EngineFault for a request that does not fit a context of so many tokens, for times out of order and
     for no request at all."""
@@ -163,7 +173,9 @@ def make_requests(each: list[TrafficRequest], cap: int, context: int, encode: En
     found, before = [], 0.0
     for number, one in enumerate(encoded(each, encode), 1):
         if not before <= one.arrival < float("inf"):
-            message = f"request {number} arrives at {one.arrival:g} s, the one before it at {before:g} s"
+            message = (
+                f"request {number} arrives at {one.arrival:g} s, the one before it at {before:g} s"
+            )
             raise EngineFault("workload", f"{message}: sort the workload by arrival_s")
         before = one.arrival
         length, end = len(one.prompt_tokens()), min(one.answer_length, cap)

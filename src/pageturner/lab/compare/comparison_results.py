@@ -166,7 +166,8 @@ class ComparisonResults:
         """By tenant, at the end of each bin."""
         ends = [self.seconds * (i + 1) / BINS for i in range(BINS)]
         return {
-            tenant: [service_at(line, at) for at in ends] for tenant, line in contest.timeline.service.items()
+            tenant: [service_at(line, at) for at in ends]
+            for tenant, line in contest.timeline.service.items()
         }
 
     def as_json(self) -> dict[str, Any]:
@@ -203,10 +204,14 @@ def find(
 ) -> ComparisonResults:
     """The figures of all runs."""
     lengths = _lengths(requests)
-    contests = [_contest(contender, mine, lengths, about.targets) for contender, mine in runs.items()]
+    contests = [
+        _contest(contender, mine, lengths, about.targets) for contender, mine in runs.items()
+    ]
     batch = next(iter(runs.values()))[0].config.static_batch
     allowed = ideal(list(lengths.values()), batch)
-    evidence = Evidence({c.name: c.figures for c in contests}, allowed, _fairness(contests, lengths))
+    evidence = Evidence(
+        {c.name: c.figures for c in contests}, allowed, _fairness(contests, lengths)
+    )
     return ComparisonResults(
         replace(about, rounds=len(contests[0].each)),
         contests,
@@ -276,7 +281,10 @@ def _fairness(
     """The bound is twice max(longest prompt, weight x tokens in the batch): VTC, theorem 4.4."""
     longest = max(prompt for prompt, _ in lengths.values())
     return {
-        c.name: (c.figures["tenants"]["difference"], 2.0 * max(longest, 2.0 * c.figures["kv"]["most_used"]))
+        c.name: (
+            c.figures["tenants"]["difference"],
+            2.0 * max(longest, 2.0 * c.figures["kv"]["most_used"]),
+        )
         for c in contests
         if "tenants" in c.figures
     }

@@ -42,20 +42,43 @@ class Evidence:
 def claims(found: Evidence) -> list[Claim]:
     """All of them, in a fixed order."""
     return [
-        _throughput(found), _unbatched(found), _tail(found), _waste(found), _gaps(found), _short(found),
-        _level(found), _sjf(found), _fair(found), *ELSEWHERE,
-    ]  # fmt: skip
+        _throughput(found),
+        _unbatched(found),
+        _tail(found),
+        _waste(found),
+        _gaps(found),
+        _short(found),
+        _level(found),
+        _sjf(found),
+        _fair(found),
+        *ELSEWHERE,
+    ]
 
 
 ELSEWHERE = (
-    Claim("up to 24x the throughput of static generate() of Hugging Face Transformers", "vLLM",
-          "another engine", "not measured", "static here is this engine with its own kernels;"
-          " make accept NAME=kernels runs Transformers beside it"),
-    Claim("parallel samples and beams: up to 55 % less KV memory", "PagedAttention",
-          "one answer for each request here", "not measured", "make accept NAME=decoding"),
-    Claim("speculative decoding: 2-3x on text that is easy to predict", "speculative decoding papers",
-          "speculation is off here", "not measured", "make accept NAME=decoding"),
-)  # fmt: skip
+    Claim(
+        "up to 24x the throughput of static generate() of Hugging Face Transformers",
+        "vLLM",
+        "another engine",
+        "not measured",
+        "static here is this engine with its own kernels;"
+        " make accept NAME=kernels runs Transformers beside it",
+    ),
+    Claim(
+        "parallel samples and beams: up to 55 % less KV memory",
+        "PagedAttention",
+        "one answer for each request here",
+        "not measured",
+        "make accept NAME=decoding",
+    ),
+    Claim(
+        "speculative decoding: 2-3x on text that is easy to predict",
+        "speculative decoding papers",
+        "speculation is off here",
+        "not measured",
+        "make accept NAME=decoding",
+    ),
+)
 
 
 def _absent(text: str, source: str, who: str) -> Claim:
@@ -92,7 +115,10 @@ def _throughput(found: Evidence) -> Claim:
 
 
 def _unbatched(found: Evidence) -> Claim:
-    text, source = "batching: 2.8x (uniform), 3.2x (mixed), 4.1x (bursts) of one at a time", "survey figures"
+    text, source = (
+        "batching: 2.8x (uniform), 3.2x (mixed), 4.1x (bursts) of one at a time",
+        "survey figures",
+    )
     name = found.continuous()
     if name is None or "unbatched" not in found.figures:
         return _absent(text, source, "unbatched and a continuous policy")
@@ -134,7 +160,9 @@ def _gaps(found: Evidence) -> Claim:
 
 
 def _short(found: Evidence) -> Claim:
-    text = "short answers are not held up by long ones: they wait at most half as long as under static"
+    text = (
+        "short answers are not held up by long ones: they wait at most half as long as under static"
+    )
     name = found.continuous()
     if name is None or "static" not in found.figures:
         return _absent(text, "all", "static and a continuous policy")
@@ -158,7 +186,11 @@ def _level(found: Evidence) -> Claim:
 
 def _sjf(found: Evidence) -> Claim:
     text = "sjf cuts the mean time to first token by 30 % against fcfs"
-    names = [name for name in (*CONTINUOUS, *found.figures) if {name, f"{name} + sjf"} <= set(found.figures)]
+    names = [
+        name
+        for name in (*CONTINUOUS, *found.figures)
+        if {name, f"{name} + sjf"} <= set(found.figures)
+    ]
     if not names:
         return _absent(text, "shortest job first", "one policy with the orders fcfs and sjf")
     mine, other = (found.figures[one]["ttft_ms"]["mean"] for one in (f"{names[0]} + sjf", names[0]))
@@ -176,7 +208,9 @@ def _fair(found: Evidence) -> Claim:
     beside = "".join(f"; {n} {d:,.0f}" for n, (d, _) in found.fairness.items() if n not in names)
     measured = f"{difference:,.0f} of {bound:,.0f} tokens{beside}"
     why = "a tenant that has requests waiting was passed over for longer than the bound allows"
-    return _judged(text, "VTC (Sheng et al., OSDI 2024)", measured, good=difference <= bound, why=why)
+    return _judged(
+        text, "VTC (Sheng et al., OSDI 2024)", measured, good=difference <= bound, why=why
+    )
 
 
 def _of(found: Evidence, name: str, figure: str) -> float:

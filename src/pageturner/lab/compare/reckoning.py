@@ -46,7 +46,10 @@ def standing_for(bench: EngineBench, cost: StepCost, pace: MachineLimits | None)
     which it sizes steps where doctor measured none."""
     built = bench.built
     return predicted_engine(
-        replace(built, pace=built.pace if built.limits else pace), bench.config, cost, built.max_model_len
+        replace(built, pace=built.pace if built.limits else pace),
+        bench.config,
+        cost,
+        built.max_model_len,
     )
 
 
@@ -70,11 +73,15 @@ def costs_of(
     except EngineFault:
         return None
     if about.others > QUIETER:
-        cost = _undisturbed(cost, runs, about.own, bench.config.threads or len(os.sched_getaffinity(0)))
+        cost = _undisturbed(
+            cost, runs, about.own, bench.config.threads or len(os.sched_getaffinity(0))
+        )
     mine = KeptCosts(cost, about.others, about.when, pace_of(bench.built))
     real = bench.config.backend not in ("fake", "null")
     known = keep(costs_file(bench.built, bench.config), mine) if real else mine
-    busy = f", while others took {known.others:.0%} of the machine" if known.others > QUIETER else ""
+    busy = (
+        f", while others took {known.others:.0%} of the machine" if known.others > QUIETER else ""
+    )
     return known, f"measured {known.when}{busy}"
 
 
@@ -90,14 +97,20 @@ def _undisturbed(
 
 
 def reckon(
-    bench: EngineBench, each: Sequence[Contender], requests: list[Request], cost: StepCost, words: str
+    bench: EngineBench,
+    each: Sequence[Contender],
+    requests: list[Request],
+    cost: StepCost,
+    words: str,
 ) -> Reckoned:
     """Run all contenders once, on an engine without a clock of its own, and once more among long prompts."""
     stalls = stall_requests(cost, bench.built.max_model_len)
     return Reckoned(_run(bench, each, requests), stalls, _run(bench, each, stalls), words)
 
 
-def stalls_only(bench: EngineBench, each: Sequence[Contender], cost: StepCost, words: str) -> Reckoned:
+def stalls_only(
+    bench: EngineBench, each: Sequence[Contender], cost: StepCost, words: str
+) -> Reckoned:
     """For a comparison that is simulated anyway."""
     stalls = stall_requests(cost, bench.built.max_model_len)
     return Reckoned({}, stalls, _run(bench, each, stalls), words)

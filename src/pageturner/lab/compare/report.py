@@ -40,7 +40,9 @@ def used(usage: WorkTotals, limits: MachineLimits | None) -> str:
     paces = "{read_gb_s:.1f} GB/s read, {int8_gop_s:.0f} GOP/s of int8, {fp32_gop_s:.0f} of fp32"
     text = f"used: {paces.format(**done)}"
     known = {"compute": "of arithmetic", "read": "of reading", "kernels": "of the time in kernels"}
-    text += "; " + ", ".join(f"{shares[name]:.0%} {what}" for name, what in known.items() if name in shares)
+    text += "; " + ", ".join(
+        f"{shares[name]:.0%} {what}" for name, what in known.items() if name in shares
+    )
     return text if "read" in shares else f"{text}; for shares of this machine {GET}"
 
 
@@ -57,7 +59,8 @@ def table(rows: Sequence[Sequence[object]], head: Sequence[str]) -> str:
     for row in cells:
         lines.append(
             "  ".join(
-                c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
+                c.ljust(w) if i == 0 else c.rjust(w)
+                for i, (c, w) in enumerate(zip(row, widths, strict=True))
             )
         )
     return "\n".join(lines)

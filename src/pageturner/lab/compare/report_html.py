@@ -51,7 +51,9 @@ code { font-size: .9em; background: var(--card); padding: .1em .3em; border-radi
 """
 
 # The first of its name counts, and one in a picture that is not shown would draw nothing.
-HATCHES = f'<svg class="pt hatches" width="0" height="0" aria-hidden="true">{svg_charts.HATCH}</svg>\n'
+HATCHES = (
+    f'<svg class="pt hatches" width="0" height="0" aria-hidden="true">{svg_charts.HATCH}</svg>\n'
+)
 
 
 def page(found: ComparisonResults) -> str:
@@ -69,7 +71,9 @@ def page(found: ComparisonResults) -> str:
         ("Claims of the literature, and what this run shows", _claims(found)),
         ("How this was measured" if found.about.real else "How this was simulated", _method(found)),
     ]
-    body = "\n".join(f"<section><h2>{escape(title)}</h2>\n{text}</section>" for title, text in sections)
+    body = "\n".join(
+        f"<section><h2>{escape(title)}</h2>\n{text}</section>" for title, text in sections
+    )
     names, about = ", ".join(contest.name for contest in found.contests), found.about
     tenants = svg_charts.TENANTS if found.tenants else ""
     return (
@@ -110,7 +114,11 @@ def _choice(found: ComparisonResults) -> str:
         otherwise = "" if one.agrees else "otherwise: "
         measured = [otherwise + one.measured] if beside else []
         rows.append([one.want, one.chosen, one.figure, one.behind, *measured])
-    return _words(head, rows) + f'<p class="soft">{escape(report_words.basis(found))}</p>' + _kinds(found)
+    return (
+        _words(head, rows)
+        + f'<p class="soft">{escape(report_words.basis(found))}</p>'
+        + _kinds(found)
+    )
 
 
 def _kinds(found: ComparisonResults) -> str:
@@ -120,7 +128,11 @@ def _kinds(found: ComparisonResults) -> str:
         for policy in dict.fromkeys(c.policy for c in found.contests)
     ]
     orders = list(dict.fromkeys(c.order for c in found.contests))
-    told += [(f"order {order}", report_words.ORDERS.get(order, "")) for order in orders if orders != ["fcfs"]]
+    told += [
+        (f"order {order}", report_words.ORDERS.get(order, ""))
+        for order in orders
+        if orders != ["fcfs"]
+    ]
     if found.tenants and "fair" not in orders:
         told.append(("order fair", f"not among these (--orders fcfs,fair): {FAIR}"))
     items = "".join(f"<li><b>{escape(name)}</b>: {escape(words)}</li>" for name, words in told)
@@ -131,7 +143,9 @@ def _words(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table of words; on a phone each of its rows is a list."""
     cells = "".join(
         "<tr>"
-        + "".join(f'<td data-head="{escape(h)}">{escape(c)}</td>' for h, c in zip(head, row, strict=True))
+        + "".join(
+            f'<td data-head="{escape(h)}">{escape(c)}</td>' for h, c in zip(head, row, strict=True)
+        )
         + "</tr>"
         for row in rows
     )
@@ -174,7 +188,9 @@ MORE = (
 )
 
 
-def _columns(contests: Sequence[ContenderResult], columns: Sequence[Column], chance: float = 0.0) -> str:
+def _columns(
+    contests: Sequence[ContenderResult], columns: Sequence[Column], chance: float = 0.0
+) -> str:
     """A row for each contender; the best of a column is marked where nothing is tied with it."""
     head = "".join(f"<th>{escape(column.head)}</th>" for column in columns)
     best = {column.head: _alone(contests, column, chance) for column in columns}
@@ -184,7 +200,9 @@ def _columns(contests: Sequence[ContenderResult], columns: Sequence[Column], cha
         for column in columns:
             value = column.of(contest.figures)
             kind = ' class="best"' if contest.name == best[column.head] else ""
-            cells.append(f"<td{kind}>{column.written.format(value) if value == value else '-'}</td>")
+            cells.append(
+                f"<td{kind}>{column.written.format(value) if value == value else '-'}</td>"
+            )
         rows.append(f"<tr>{''.join(cells)}</tr>")
     return f'<div class="scroll"><table><tr><th>policy</th>{head}</tr>{"".join(rows)}</table></div>'
 
@@ -203,7 +221,9 @@ def _alone(contests: Sequence[ContenderResult], column: Column, chance: float) -
 def _table(found: ComparisonResults) -> str:
     targets = found.about.targets
     goals = f"TTFT {_target(targets.ttft)}, TPOT {_target(targets.tpot)}"
-    reckoned = f"<p>The same, reckoned:</p>{_columns(found.reckoned, FIVE)}" if found.reckoned else ""
+    reckoned = (
+        f"<p>The same, reckoned:</p>{_columns(found.reckoned, FIVE)}" if found.reckoned else ""
+    )
     words = (
         '<p class="soft">TTFT: time to first token. TPOT: mean time of a token after the first. Gap: between'
         " two tokens of an answer. e2e: from the request to the end of its answer. What is best, and"
@@ -215,7 +235,10 @@ def _table(found: ComparisonResults) -> str:
     )
     folded = _columns(found.contests, MORE, found.chance) + more + reckoned
     return (
-        _columns(found.contests, FIVE, found.chance) + words + _folded("More figures", folded) + _bars(found)
+        _columns(found.contests, FIVE, found.chance)
+        + words
+        + _folded("More figures", folded)
+        + _bars(found)
     )
 
 
@@ -244,7 +267,9 @@ def _claims(found: ComparisonResults) -> str:
     others = [claim for claim in found.claims if claim.verdict == "not measured"]
     text = _judged(told, "why not") if told else "<p>None was measured here.</p>"
     return text + (
-        _folded(f"{len(others)} that were not measured", _judged(others, "it needs")) if others else ""
+        _folded(f"{len(others)} that were not measured", _judged(others, "it needs"))
+        if others
+        else ""
     )
 
 
@@ -253,11 +278,16 @@ def _judged(claims: Sequence[Claim], why: str) -> str:
     for claim in claims:
         kind = {"reached": "reached", "not reached": "missed"}.get(claim.verdict, "soft")
         cells = [
-            ("claim", "", claim.text), ("from", "soft", claim.source), ("here", "", claim.measured),
-            ("verdict", kind, claim.verdict), (why, "soft", claim.why),
-        ]  # fmt: skip
+            ("claim", "", claim.text),
+            ("from", "soft", claim.source),
+            ("here", "", claim.measured),
+            ("verdict", kind, claim.verdict),
+            (why, "soft", claim.why),
+        ]
         each = (
-            f'<td class="{k}" data-head="{h}">{escape(text)}</td>' for h, k, text in cells if text or h != why
+            f'<td class="{k}" data-head="{h}">{escape(text)}</td>'
+            for h, k, text in cells
+            if text or h != why
         )
         rows.append(f"<tr>{''.join(each)}</tr>")
     head = "".join(f"<th>{name}</th>" for name in ("claim", "from", "here", "verdict", why))
@@ -266,17 +296,23 @@ def _judged(claims: Sequence[Claim], why: str) -> str:
 
 def _method(found: ComparisonResults) -> str:
     about = found.about
-    turns = "Each contender ran once." if about.rounds == 1 else (
-        f"Each contender ran {about.rounds} times, in turn (A B C, A B C); pictures and figures are of the"
-        f" middle one, and rounds of one contender differ by up to {found.spread:.0%}."
-    )  # fmt: skip
-    took = f" All of it took {about.seconds:.0f} s, {about.cpu_seconds:.0f} of them of processors." * bool(
-        about.seconds
+    turns = (
+        "Each contender ran once."
+        if about.rounds == 1
+        else (
+            f"Each contender ran {about.rounds} times, in turn (A B C, A B C); pictures and figures are of the"
+            f" middle one, and rounds of one contender differ by up to {found.spread:.0%}."
+        )
+    )
+    took = (
+        f" All of it took {about.seconds:.0f} s, {about.cpu_seconds:.0f} of them of processors."
+        * bool(about.seconds)
     )
     clock = (
-        "The engine ran for real, on the machine named below." if about.real
+        "The engine ran for real, on the machine named below."
+        if about.real
         else "Step times come from a calibration; the scheduler is the engine's own."
-    )  # fmt: skip
+    )
     unknown = "" if _known(found) else f" They are not known: {GET}, then compare again."
     lines = [
         f"{clock} {turns}{took}",
@@ -376,12 +412,24 @@ def _tenants(found: ComparisonResults) -> str:
     for contest in each:
         about = contest.figures["tenants"]
         rows.append(
-            [contest.name, f"{about['loudest_share']:.0%}", f"{1 / len(about['served']):.0%}",
-             f"{about['difference']:,.0f}"]
-        )  # fmt: skip
-    head = ["contender", "share of the loudest tenant while others waited", "an equal share",
-            "largest difference of two who waited, tokens"]  # fmt: skip
-    return f"<p>fair: {escape(FAIR)}.</p>" + _words(head, rows) + _figure(
-        "Tokens served to each tenant; one of an answer counts as much as the order fair takes it.",
-        lambda width: report_pictures.services(found, width),
-    )  # fmt: skip
+            [
+                contest.name,
+                f"{about['loudest_share']:.0%}",
+                f"{1 / len(about['served']):.0%}",
+                f"{about['difference']:,.0f}",
+            ]
+        )
+    head = [
+        "contender",
+        "share of the loudest tenant while others waited",
+        "an equal share",
+        "largest difference of two who waited, tokens",
+    ]
+    return (
+        f"<p>fair: {escape(FAIR)}.</p>"
+        + _words(head, rows)
+        + _figure(
+            "Tokens served to each tenant; one of an answer counts as much as the order fair takes it.",
+            lambda width: report_pictures.services(found, width),
+        )
+    )

@@ -47,7 +47,9 @@ def batch(found: ComparisonResults, width: float = WIDE) -> str:
             ChartSeries("prefill", "whose prompts are computed", series["prefilling"]),
             ChartSeries("padding", "ended, computed all the same", series["padding"]),
         ]
-        waiting = [ChartSeries("dashed", "waiting", series["waiting"])] if any(series["waiting"]) else []
+        waiting = (
+            [ChartSeries("dashed", "waiting", series["waiting"])] if any(series["waiting"]) else []
+        )
         panels.append(Panel(contest.name, layers, waiting))
     return svg_charts.areas(panels, svg_charts.time_axis([found.seconds], width), "sequences")
 
@@ -64,7 +66,9 @@ def memory(found: ComparisonResults, width: float = WIDE) -> str:
         ]
         whole = ChartSeries("dashed", "prompt and max_tokens of all who run", series["kv_whole"])
         panels.append(Panel(contest.name, layers, [whole]))
-    return svg_charts.areas(panels, svg_charts.time_axis([found.seconds], width), "tokens of KV memory")
+    return svg_charts.areas(
+        panels, svg_charts.time_axis([found.seconds], width), "tokens of KV memory"
+    )
 
 
 def machine(found: ComparisonResults, width: float = WIDE) -> str:
@@ -75,8 +79,12 @@ def machine(found: ComparisonResults, width: float = WIDE) -> str:
         areas = [ChartSeries("used", "arithmetic: products of int8 and fp32", series["useful"])]
         if any(series["for_nobody"]):
             areas.append(ChartSeries("padding", "for padding", series["for_nobody"]))
-        panels.append(Panel(contest.name, areas, [ChartSeries("dashed", "reading", series["read"])]))
-    return svg_charts.areas(panels, svg_charts.time_axis([found.seconds], width), "% of the machine's limits")
+        panels.append(
+            Panel(contest.name, areas, [ChartSeries("dashed", "reading", series["read"])])
+        )
+    return svg_charts.areas(
+        panels, svg_charts.time_axis([found.seconds], width), "% of the machine's limits"
+    )
 
 
 LATENCIES = (
@@ -91,7 +99,10 @@ def latency(found: ComparisonResults, width: float = WIDE) -> list[str]:
     return [
         svg_charts.ranges(
             title,
-            [Range(c.name, *(c.figures[name][q] for q in ("p50", "p90", "p99"))) for c in found.contests],
+            [
+                Range(c.name, *(c.figures[name][q] for q in ("p50", "p90", "p99")))
+                for c in found.contests
+            ],
             unit,
             width,
         )
@@ -113,12 +124,17 @@ def throughput(found: ComparisonResults, width: float = WIDE) -> str:
     rows = []
     for contest in found.contests:
         speed = float(contest.figures["output_tokens_per_s"])
-        words = f"{speed:,.1f}" + (f" = {speed / base:.2f}x static" if base and contest is not static else "")
+        words = f"{speed:,.1f}" + (
+            f" = {speed / base:.2f}x static" if base and contest is not static else ""
+        )
         if len(contest.rounds) > 1:
             words += f" ({min(contest.rounds):,.1f} to {max(contest.rounds):,.1f})"
         rows.append((contest.name, speed, words))
     mark = None
     if static:
         allowed = found.ideal["rows"]
-        mark = (base * allowed, f"static x {allowed:.2f}: no row computed for nobody, all rows as fast")
+        mark = (
+            base * allowed,
+            f"static x {allowed:.2f}: no row computed for nobody, all rows as fast",
+        )
     return svg_charts.bars("Output tokens per second", rows, mark, width)

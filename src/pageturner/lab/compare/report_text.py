@@ -67,6 +67,10 @@ def _share(value: float | None) -> str:
 def _advice(found: ComparisonResults) -> str:
     lines = []
     for one in found.advice():
-        measured = f"; measured {'' if one.agrees else 'otherwise: '}{one.measured}" if one.measured else ""
+        measured = (
+            f"; measured {'' if one.agrees else 'otherwise: '}{one.measured}"
+            if one.measured
+            else ""
+        )
         lines.append(f"{one.want}:\n    {one.chosen} ({one.figure}){measured}")
     return "\n".join(lines)

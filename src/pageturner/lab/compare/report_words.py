@@ -89,7 +89,9 @@ def _ends(found: ComparisonResults) -> str:
 def _gaps(found: ComparisonResults) -> list[str]:
     """Why the default is what it is."""
     gaps = {c.name: c.figures["itl_ms"]["max"] for c in found.stalls}
-    others = {name: gap for name, gap in gaps.items() if name in ("prefill_first", "orca", "served_ratio")}
+    others = {
+        name: gap for name, gap in gaps.items() if name in ("prefill_first", "orca", "served_ratio")
+    }
     if DEFAULT not in gaps or not others:
         return []
     worst = max(others, key=lambda name: others[name])

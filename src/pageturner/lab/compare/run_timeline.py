@@ -19,7 +19,13 @@ from pageturner.lab.simulation import recorded_runs
 from pageturner.lab.simulation.recorded_runs import RecordedRun
 from pageturner.lab.simulation.step_cost import work_of_step
 from pageturner.telemetry.step_log import Arrived, ItemRecord, StepRecord
-from pageturner.telemetry.work import MachineLimits, StepDemand, WorkTotals, spans_of_ballast, work_of_spans
+from pageturner.telemetry.work import (
+    MachineLimits,
+    StepDemand,
+    WorkTotals,
+    spans_of_ballast,
+    work_of_spans,
+)
 
 Key = tuple[int, int]  # id of the request, index of the sequence
 
@@ -153,10 +159,19 @@ class _Walk:
             self.timeline.e2e[id] = step.end - self._arrived[id].arrival
         self.timeline.moments.append(
             Moment(
-                begin, end, kinds["decode"], kinds["prefill"], padded, len(stalled), step.waiting,
-                step.tokens, sum(rows for rows, _ in step.ballast), *self._memory(step), *self._shares(step),
+                begin,
+                end,
+                kinds["decode"],
+                kinds["prefill"],
+                padded,
+                len(stalled),
+                step.waiting,
+                step.tokens,
+                sum(rows for rows, _ in step.ballast),
+                *self._memory(step),
+                *self._shares(step),
             )
-        )  # fmt: skip
+        )
 
     def _give_back(self, step: StepRecord) -> None:
         """Preempted sequences lose their places in the batch."""
@@ -333,7 +348,9 @@ def unfairness(told: RunTimeline) -> float:
     first arrival. 0 for fewer than two tenants."""
     worst = 0.0
     for at in (m.end for m in told.moments):
-        served = [service_at(told.service[t], at) for t, until in told.queued.items() if at <= until]
+        served = [
+            service_at(told.service[t], at) for t, until in told.queued.items() if at <= until
+        ]
         if len(served) > 1:
             worst = max(worst, max(served) - min(served))
     return worst

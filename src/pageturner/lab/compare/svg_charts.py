@@ -45,8 +45,18 @@ STYLE = """
 }
 """
 # Tenants: the loudest one first. A prompt is as its answer, and paler.
-COLOURS = ("#d9730d", "#3b7dd8", "#2a9d6f", "#8a5cd0", "#c2438b", "#1f9bb3", "#7a8b1e", "#b0523c", "#5866c9",
-           "#4c8c4a")  # fmt: skip
+COLOURS = (
+    "#d9730d",
+    "#3b7dd8",
+    "#2a9d6f",
+    "#8a5cd0",
+    "#c2438b",
+    "#1f9bb3",
+    "#7a8b1e",
+    "#b0523c",
+    "#5866c9",
+    "#4c8c4a",
+)
 TENANTS = "".join(f".pt .tenant{i} {{ fill: {colour} }} " for i, colour in enumerate(COLOURS)) + (
     ".pt .paler { opacity: .45 }\n"
 )
@@ -137,7 +147,9 @@ def _grid(axis: Axis, top: float, bottom: float, unit: str) -> list[str]:
         end = last and axis.width - x < 24
         text = f"{tick:,g} {unit}" if last else f"{tick:,g}"
         parts.append(
-            _text(axis.width - 2 if end else x, bottom + 14, text, "soft", "end" if end else "middle")
+            _text(
+                axis.width - 2 if end else x, bottom + 14, text, "soft", "end" if end else "middle"
+            )
         )
     return parts
 
@@ -147,7 +159,9 @@ def _levels(scale: Axis, axis: Axis, bottom: float) -> list[str]:
     parts = []
     for tick in scale.ticks(3):
         level = bottom - scale.at(tick)
-        parts.append(f'<path class="grid" d="M{axis.left:.1f} {level:.1f}H{axis.left + axis.size:.1f}"/>')
+        parts.append(
+            f'<path class="grid" d="M{axis.left:.1f} {level:.1f}H{axis.left + axis.size:.1f}"/>'
+        )
         parts.append(_text(axis.left - 4, level + 4, _short(tick), "soft", "end"))
     return parts
 
@@ -162,7 +176,9 @@ def _legend(kinds: Sequence[tuple[str, str]], width: float) -> tuple[list[str], 
         if kind == "dashed":
             parts.append(f'<path class="dashed" d="M{x:.1f} {y - 4:.1f}h16"/>')
         else:
-            parts.append(f'<rect class="{kind}" x="{x:.1f}" y="{y - 10:.1f}" width="14" height="11"/>')
+            parts.append(
+                f'<rect class="{kind}" x="{x:.1f}" y="{y - 10:.1f}" width="14" height="11"/>'
+            )
         parts.append(_text(x + 19, y, text, "soft"))
         x += size
     return parts, y + 12
@@ -186,7 +202,9 @@ NO_HINTS = GanttHints()
 def gantt(runs: Sequence[tuple[str, RunTimeline]], axis: Axis, hints: GanttHints = NO_HINTS) -> str:
     """A panel for each run, a line for each place in the batch: what its sequence did in each step."""
     row = min(9.0, max(2.5, 150 / max(told.slots for _, told in runs)))
-    kinds = [kind for kind in MEANING if any(s.kind == kind for _, told in runs for s in told.spans)]
+    kinds = [
+        kind for kind in MEANING if any(s.kind == kind for _, told in runs for s in told.spans)
+    ]
     parts, top = _legend(_gantt_legend(kinds, hints), axis.width)
     y = top
     for name, told in runs:
@@ -201,7 +219,9 @@ def gantt(runs: Sequence[tuple[str, RunTimeline]], axis: Axis, hints: GanttHints
         parts += _sequences(told, axis, (y, row), hints)
         y += height + GAP
     bottom = y - GAP + 2
-    return _svg("who was in each step", bottom + FOOT, _grid(axis, top, bottom, "s") + parts, axis.width)
+    return _svg(
+        "who was in each step", bottom + FOOT, _grid(axis, top, bottom, "s") + parts, axis.width
+    )
 
 
 def _gantt_legend(kinds: Sequence[str], hints: GanttHints) -> list[tuple[str, str]]:
@@ -213,7 +233,9 @@ def _gantt_legend(kinds: Sequence[str], hints: GanttHints) -> list[tuple[str, st
     return [*tenants, ("tenant0 paler", "paler: its prompt is computed"), *told]
 
 
-def _sequences(told: RunTimeline, axis: Axis, place: tuple[float, float], hints: GanttHints) -> list[str]:
+def _sequences(
+    told: RunTimeline, axis: Axis, place: tuple[float, float], hints: GanttHints
+) -> list[str]:
     """One group for each request, with what is known of it as a hint; a gap of a pixel in front of it."""
     by_id: dict[int, list[SlotSpan]] = {}
     for span in told.spans:
@@ -241,7 +263,10 @@ def _hint(told: RunTimeline, id: int, spans: Sequence[SlotSpan], hints: GanttHin
     """Lengths and times of a request, and how its prompt and answer begin."""
     begin = min(span.begin for span in spans)
     end = max((span.end for span in spans if span.kind != "padding"), default=begin)
-    lines, known = [f"request {id}: in the batch from {begin:.2f} to {end:.2f} s"], told.requests.get(id)
+    lines, known = (
+        [f"request {id}: in the batch from {begin:.2f} to {end:.2f} s"],
+        told.requests.get(id),
+    )
     if known is not None:
         lines[0] += f", tenant {known.tenant}" if known.tenant else ""
         prompt, answer = (f": {text}" if text else "" for text in hints.texts.get(id, ("", "")))
@@ -254,7 +279,9 @@ def _hint(told: RunTimeline, id: int, spans: Sequence[SlotSpan], hints: GanttHin
 def _box(span: SlotSpan, axis: Axis, top: float, row: float, first: float) -> str:
     left = axis.at(span.begin) + (0.8 if span.begin == first else 0.0)
     width = max(axis.at(span.end) - left, 0.2)
-    return f"M{left:.1f} {top + row * span.slot + 0.3:.1f}h{width:.1f}v{row - 0.6:.1f}h-{width:.1f}z"
+    return (
+        f"M{left:.1f} {top + row * span.slot + 0.3:.1f}h{width:.1f}v{row - 0.6:.1f}h-{width:.1f}z"
+    )
 
 
 # -- series over time ----------------------------------------------------------------------------------------
@@ -292,7 +319,9 @@ def areas(panels: Sequence[Panel], axis: Axis, unit: str, height: float = 84) ->
         base = [0.0] * BINS
         for layer in panel.areas:
             tops = [a + b for a, b in zip(base, layer.values, strict=True)]
-            parts.append(f'<path class="{layer.kind}" d="{_area(base, tops, axis, scale, y + height)}"/>')
+            parts.append(
+                f'<path class="{layer.kind}" d="{_area(base, tops, axis, scale, y + height)}"/>'
+            )
             base = tops
         for layer in panel.lines:
             last = max((i for i, value in enumerate(layer.values) if value), default=0)
@@ -322,7 +351,9 @@ def _stairs(values: Sequence[float], axis: Axis, scale: Axis, bottom: float) -> 
     return points
 
 
-def _area(base: Sequence[float], tops: Sequence[float], axis: Axis, scale: Axis, bottom: float) -> str:
+def _area(
+    base: Sequence[float], tops: Sequence[float], axis: Axis, scale: Axis, bottom: float
+) -> str:
     there, back = (_stairs(values, axis, scale, bottom) for values in (tops, base))
     return "M" + "L".join([*there, *reversed(back)]) + "Z"
 
@@ -330,9 +361,15 @@ def _area(base: Sequence[float], tops: Sequence[float], axis: Axis, scale: Axis,
 def services(panels: Sequence[tuple[str, dict[str, list[float]], str]], axis: Axis) -> str:
     """Service of each tenant over time, in BINS bins; the loudest tenant stands out."""
     height = 110.0
-    most = max((max(values) for _, lines, _ in panels for values in lines.values()), default=1.0) or 1.0
+    most = (
+        max((max(values) for _, lines, _ in panels for values in lines.values()), default=1.0)
+        or 1.0
+    )
     scale, y = Axis(most, 0.0, height), 26.0
-    parts, top = [_text(4, 14, "thick: the tenant with most work; thin: each of the others", "soft")], y
+    parts, top = (
+        [_text(4, 14, "thick: the tenant with most work; thin: each of the others", "soft")],
+        y,
+    )
     for name, lines, loudest in panels:
         parts.append(_text(4, y + 11, name, "title"))
         parts.append(_text(axis.width - 4, y + 11, "tokens", "soft", "end"))
@@ -369,7 +406,9 @@ def ranges(title: str, rows: Sequence[Range], unit: str, width: float = WIDE) ->
     """Latencies of all runs side by side: shorter is better."""
     known = [row for row in rows if row.p99 == row.p99]  # without those that have no such figure
     axis = Axis(max((row.p99 for row in known), default=1.0) or 1.0, 4.0, width - 70)
-    parts = _lines(14, f"{title}, {unit}: bar to p50, thin line to p90, tick at p99", "title", width)
+    parts = _lines(
+        14, f"{title}, {unit}: bar to p50, thin line to p90, tick at p99", "title", width
+    )
     top = 10 + 15.0 * len(parts)
     bottom = top + BAR * len(known)
     for number, row in enumerate(known):
@@ -389,7 +428,10 @@ def ranges(title: str, rows: Sequence[Range], unit: str, width: float = WIDE) ->
 
 
 def bars(
-    title: str, rows: Sequence[tuple[str, float, str]], mark: tuple[float, str] | None, width: float = WIDE
+    title: str,
+    rows: Sequence[tuple[str, float, str]],
+    mark: tuple[float, str] | None,
+    width: float = WIDE,
 ) -> str:
     """Longer is better. rows: name, value, what stands behind it; mark: a dashed line and what it is."""
     most = max([*(value for _, value, _ in rows), mark[0] if mark else 0.0]) or 1.0

@@ -59,25 +59,42 @@ def _unfair(figures: Figures) -> float:
 
 
 RECOMMENDATIONS = (
-    Recommendation("most throughput", lambda f: f["output_tokens_per_s"], "{:,.0f}", "{} tokens/s", -1),
+    Recommendation(
+        "most throughput", lambda f: f["output_tokens_per_s"], "{:,.0f}", "{} tokens/s", -1
+    ),
     Recommendation(
         "most answers within the targets", lambda f: f["goodput_per_s"], "{:.2f}", "{} a second", -1
     ),
-    Recommendation("earliest first token", lambda f: f["ttft_ms"]["mean"], "{:,.0f}", "mean TTFT {} ms"),
     Recommendation(
-        "steadiest stream while others are let in", lambda f: f["itl_ms"]["max"], "{:,.0f}",
-        "longest gap {} ms", without=("static", "window", "unbatched"), stalling=True,
+        "earliest first token", lambda f: f["ttft_ms"]["mean"], "{:,.0f}", "mean TTFT {} ms"
     ),
     Recommendation(
-        "earliest end of the slowest", lambda f: f["e2e_s"]["p99"], "{:.1f}", "p99 of end-to-end {} s"
+        "steadiest stream while others are let in",
+        lambda f: f["itl_ms"]["max"],
+        "{:,.0f}",
+        "longest gap {} ms",
+        without=("static", "window", "unbatched"),
+        stalling=True,
     ),
     Recommendation(
-        "short answers early", lambda f: f["short_e2e_s"], "{:.1f}", "the shortest quarter after {} s"
+        "earliest end of the slowest",
+        lambda f: f["e2e_s"]["p99"],
+        "{:.1f}",
+        "p99 of end-to-end {} s",
     ),
     Recommendation(
-        "a fair share for each tenant", _unfair, "{:,.0f}", "{} tokens between two who wait, at most"
+        "short answers early",
+        lambda f: f["short_e2e_s"],
+        "{:.1f}",
+        "the shortest quarter after {} s",
     ),
-)  # fmt: skip
+    Recommendation(
+        "a fair share for each tenant",
+        _unfair,
+        "{:,.0f}",
+        "{} tokens between two who wait, at most",
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +131,10 @@ def named(tied: Sequence[str]) -> str:
 
 
 def advise(
-    measured: Mapping[str, Known], reckoned: Mapping[str, Known], stalls: Mapping[str, Known], chance: float
+    measured: Mapping[str, Known],
+    reckoned: Mapping[str, Known],
+    stalls: Mapping[str, Known],
+    chance: float,
 ) -> list[Advice]:
     """For each want that these figures tell of. reckoned, stalls: by name as measured, or empty. chance: by
     which share figures in `measured` differ for reasons of their own, 0 where they were not measured."""

@@ -72,7 +72,9 @@ class Option:
         one = self.scenario
         prompts, caching = named_prompts(one.traffic(one.rate)), one.config.enable_prefix_caching
         place = PLACEMENTS[one.placement]
-        return FirstGuess(prompts, one.cost, place, one.targets, self.budget, caching).replicas(MOST_REPLICAS)
+        return FirstGuess(prompts, one.cost, place, one.targets, self.budget, caching).replicas(
+            MOST_REPLICAS
+        )
 
 
 def splits_of(option: Option) -> list[Option]:
@@ -110,7 +112,9 @@ Counts = Generator[CapacityQuestion, CapacityAnswer, int | None]
 # -- which questions -----------------------------------------------------------------------------------------
 
 
-def fewest_gpus(options: Sequence[Option], guess: Callable[[int], int] = lambda option: 1) -> Search:
+def fewest_gpus(
+    options: Sequence[Option], guess: Callable[[int], int] = lambda option: 1
+) -> Search:
     """The option and the number of its replicas that take the fewest GPUs; of equal ones the first. None
     where no number is enough. guess: of an option, where to begin; it must always say the same."""
     best = None
@@ -149,7 +153,9 @@ def _least(option: int, begin: int, most: int, *, likely: bool) -> Counts:
     return high
 
 
-def next_questions(search: Callable[[], Search], known: Answered, most: int) -> list[CapacityQuestion]:
+def next_questions(
+    search: Callable[[], Search], known: Answered, most: int
+) -> list[CapacityQuestion]:
     """What the search asks next, and what it may ask behind that, the likelier first."""
     found: dict[CapacityQuestion, None] = {}
     branches = deque([dict(known)])
@@ -203,7 +209,9 @@ def possible_options(options: Sequence[Option], tell: Tell) -> list[Option]:
     """Those on which a prompt alone meets the targets. EngineFault('impossible') says what to try where there
     are none."""
     prompts, refusals = options[0].prompts(), dict[str, None]()
-    alike = {(option.kind, option.gpus): option for option in reversed(options)}  # whatever replicas do
+    alike = {
+        (option.kind, option.gpus): option for option in reversed(options)
+    }  # whatever replicas do
     found_of = {one: option.verdict(prompts) for one, option in alike.items()}
     verdicts = [found_of[option.kind, option.gpus] for option in options]
     for option, verdict in zip(options, verdicts, strict=True):
@@ -227,7 +235,9 @@ def search_capacity(
     options = possible_options(options, tell)
     runner = asker(options)
 
-    alike = {(option.kind, option.gpus): option for option in reversed(options)}  # whatever replicas do
+    alike = {
+        (option.kind, option.gpus): option for option in reversed(options)
+    }  # whatever replicas do
 
     @cache
     def begin(kind: str, gpus: int) -> int:
@@ -253,7 +263,9 @@ def search_capacity(
     if best is None:
         largest = [run for run in tried if run["gpus"] == run["replicas"] * options[-1].gpus]
         raise _not_found(options[-1], max(largest or tried, key=lambda run: run["replicas"]))
-    return runs[CapacityQuestion(*best)], sorted(tried, key=lambda run: (run["gpus"], run["replicas"]))
+    return runs[CapacityQuestion(*best)], sorted(
+        tried, key=lambda run: (run["gpus"], run["replicas"])
+    )
 
 
 def _result(search: Search, known: Answered) -> tuple[int, int] | None:
@@ -274,7 +286,9 @@ def in_words(option: Option, question: CapacityQuestion) -> str:
     return f"{question.replicas:,} replica{'s' if question.replicas > 1 else ''}{option.of}"
 
 
-def _told(option: Option, question: CapacityQuestion, run: Mapping[str, Any], answer: CapacityAnswer) -> str:
+def _told(
+    option: Option, question: CapacityQuestion, run: Mapping[str, Any], answer: CapacityAnswer
+) -> str:
     share = f"{run['goodput_share']:.2%}"
     if "given_up" in run:
         said = f"too few: {share} at most, given up after {run['given_up']:.0%} of the requests"

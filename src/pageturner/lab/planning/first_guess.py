@@ -37,7 +37,10 @@ def named_prompts(traffic: Traffic) -> list[NamedPrompt]:
     made = BlockNames(CHUNK)
     found = [
         NamedPrompt(
-            one.arrival, prompt_length(one.prompt), one.answer_length, tuple(_names(one.prompt, made))
+            one.arrival,
+            prompt_length(one.prompt),
+            one.answer_length,
+            tuple(_names(one.prompt, made)),
         )
         for one in all_requests(traffic)
     ]

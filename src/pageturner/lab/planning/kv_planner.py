@@ -56,7 +56,9 @@ class KVPlanner:
         """
         schemes: dict[str, Tokens] = {
             "contiguous": lambda layers, length: self.longest,
-            "power_of_two": lambda layers, length: min(1 << (length - 1).bit_length(), self.longest),
+            "power_of_two": lambda layers, length: min(
+                1 << (length - 1).bit_length(), self.longest
+            ),
             "paged": self._in_blocks,
         }
         needed = self._bytes(seen, lengths)
@@ -72,7 +74,8 @@ class KVPlanner:
 
     def _bytes(self, tokens: Tokens, lengths: Sequence[int]) -> int:
         return sum(
-            self.model.layer_bytes(layers, self.dtype) * sum(tokens(layers, length) for length in lengths)
+            self.model.layer_bytes(layers, self.dtype)
+            * sum(tokens(layers, length) for length in lengths)
             for layers in self.model.kv
         )
 

@@ -118,7 +118,9 @@ def paged(server: KVServer, rows: Iterable[TraceRow]) -> KVUse:
 def contiguous(server: KVServer, rows: Iterable[TraceRow], scheme: str) -> KVUse:
     """One piece for each request, which must be free before the request starts and is freed at its end."""
     length, pieces, account = SCHEMES[scheme], ContiguousMemory(server.memory), KVUse(server.memory)
-    replay = _Replay(server, server.memory + server.slots * server.block_size)  # pieces are what is scarce
+    replay = _Replay(
+        server, server.memory + server.slots * server.block_size
+    )  # pieces are what is scarce
     blocked = 0
 
     def admit(number: int, row: TraceRow) -> bool:
@@ -159,7 +161,9 @@ class _Replay:
         """Tokens whose KV is there. Nobody shares any."""
         return sum(seq.computed for seq in self.running)
 
-    def steps(self, rows: Iterable[TraceRow], admit: Callable[[int, TraceRow], bool]) -> Iterator[list[int]]:
+    def steps(
+        self, rows: Iterable[TraceRow], admit: Callable[[int, TraceRow], bool]
+    ) -> Iterator[list[int]]:
         """Step by step, who ended with it. `admit` is asked for one request after the other, as long as it
         says yes."""
         scheduler, queue = self._scheduler, enumerate(rows)
@@ -185,11 +189,15 @@ class _Replay:
 
 def _request(number: int, row: TraceRow, server: KVServer) -> Request:
     prompt = (0,) * row.prompt_tokens
-    return TrafficRequest(prompt, row.output_tokens, max_tokens=server.cap).engine_request(number, STOP)
+    return TrafficRequest(prompt, row.output_tokens, max_tokens=server.cap).engine_request(
+        number, STOP
+    )
 
 
 def _output(item: Item) -> Output:
     """Token 0 for whoever wants one, the stop id where the trace's answer ends."""
     if not item.wants_logits:
         return Output()
-    return Output([STOP if item.sequence.generated + 1 == item.sequence.request.params.forced_end else 0])
+    return Output(
+        [STOP if item.sequence.generated + 1 == item.sequence.request.params.forced_end else 0]
+    )

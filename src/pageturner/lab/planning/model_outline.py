@@ -18,9 +18,22 @@ from typing import Any
 from pageturner.errors import EngineFault, naming, one_line
 from pageturner.formats.ggml_types import BY_NAME
 from pageturner.formats.gguf import GGUFFile, TensorInfo, open_header
-from pageturner.formats.hf_config import CONFIG, MOST_BYTES, parse_json, read_bounded, read_config, read_json
+from pageturner.formats.hf_config import (
+    CONFIG,
+    MOST_BYTES,
+    parse_json,
+    read_bounded,
+    read_config,
+    read_json,
+)
 from pageturner.kernels.base import GPU_HEAD_MULTIPLE, KVSpec
-from pageturner.lab.planning.model_outline_keys import KVLayers, Usual, gguf_usual, hf_usual, text_part
+from pageturner.lab.planning.model_outline_keys import (
+    KVLayers,
+    Usual,
+    gguf_usual,
+    hf_usual,
+    text_part,
+)
 from pageturner.models.checkpoint import why_not_read
 from pageturner.models.gguf_spec import read_gguf_spec
 from pageturner.models.hf_names import hf_layout
@@ -84,7 +97,9 @@ class Outline:
         scaled = self.gpu_kv and dtype == "fp8_e4m3"
         multiple = GPU_HEAD_MULTIPLE if self.gpu_kv else 1
         specs = (
-            KVSpec(layers.count, 1, 1, layers.heads, dim, dtype, scaled=scaled, head_multiple=multiple)
+            KVSpec(
+                layers.count, 1, 1, layers.heads, dim, dtype, scaled=scaled, head_multiple=multiple
+            )
             for dim in dims
         )
         return sum(spec.nbytes // 2 for spec in specs)
@@ -94,7 +109,8 @@ def rank_kv_bytes(model: Outline, dtype: str, ranks: int) -> int:
     """KV of one token at each rank that has most of it: whole heads; of fewer heads than ranks, and of MLA's
     latents, several ranks hold the same."""
     return sum(
-        model.layer_bytes(layers, dtype) * -(-layers.heads // ranks) // layers.heads for layers in model.kv
+        model.layer_bytes(layers, dtype) * -(-layers.heads // ranks) // layers.heads
+        for layers in model.kv
     )
 
 
@@ -103,7 +119,9 @@ def kv_share(model: Outline, dtype: str, ranks: int) -> float:
     return model.bytes_per_token(dtype) / (ranks * rank_kv_bytes(model, dtype, ranks))
 
 
-def read_outline(path: str | os.PathLike[str], dtype: str = "auto", quantization: str = "none") -> Outline:
+def read_outline(
+    path: str | os.PathLike[str], dtype: str = "auto", quantization: str = "none"
+) -> Outline:
     """The outline of a GGUF file, which may end behind its header, a config.json, or a folder with one.
 
     dtype, quantization  what weights become when they are loaded, as in `load_model`
@@ -140,34 +158,52 @@ def _hugging_face(path: Path, dtype: str, quantization: str) -> Outline:
         if fault.code not in _NOT_RUN:
             raise
         usual = hf_usual(values, str(where))
-        weights = _as_in_files(files, dtype, quantization, "the shapes of its weights are not known here")
+        weights = _as_in_files(
+            files, dtype, quantization, "the shapes of its weights are not known here"
+        )
         return _unusual(name, arch, usual, weights, fault.message)
     if quantised:
         reason = "they are quantised by a method of their own"
         weights, why_not = _as_in_files(files, dtype, quantization, reason), why_not_read(quantised)
     else:
         weights, why_not = _from_shapes(spec, values, dtype, quantization), ""
-    return Outline(name, arch, spec.heads, _layers_of(spec), spec.context, *weights, why_not, spec=spec)
+    return Outline(
+        name, arch, spec.heads, _layers_of(spec), spec.context, *weights, why_not, spec=spec
+    )
 
 
-def _unusual(name: str, arch: str, usual: Usual, weights: tuple[int | None, str], why_not: str) -> Outline:
-    return Outline(name, arch, usual.heads, usual.kv, usual.context, *weights, why_not, usual.assumed)
+def _unusual(
+    name: str, arch: str, usual: Usual, weights: tuple[int | None, str], why_not: str
+) -> Outline:
+    return Outline(
+        name, arch, usual.heads, usual.kv, usual.context, *weights, why_not, usual.assumed
+    )
 
 
-def _from_shapes(spec: ModelSpec, values: dict[str, Any], dtype: str, quantization: str) -> tuple[int, str]:
+def _from_shapes(
+    spec: ModelSpec, values: dict[str, Any], dtype: str, quantization: str
+) -> tuple[int, str]:
     """Bytes of the weights that such a model has, in the float type that its configuration names."""
-    said = str(values.get("dtype") or values.get("torch_dtype") or text_part(values).get("torch_dtype") or "")
+    said = str(
+        values.get("dtype")
+        or values.get("torch_dtype")
+        or text_part(values).get("torch_dtype")
+        or ""
+    )
     known = said.removeprefix("torch.")
     kind = BY_NAME[_FLOATS.get(known, "BF16")]
     shapes = {part.name: part.shape for part in hf_layout(spec, lambda name: False).all()}
     tensors = [
-        TensorInfo(name, kind.name, shape, 0, prod(shape) * kind.nbytes) for name, shape in shapes.items()
+        TensorInfo(name, kind.name, shape, 0, prod(shape) * kind.nbytes)
+        for name, shape in shapes.items()
     ]
     form = f"in {known}" if known in _FLOATS else "of 16 bits, as the file names no float type"
     return _weights(tensors, dtype, quantization, form)
 
 
-def _weights(tensors: list[TensorInfo], dtype: str, quantization: str, form: str) -> tuple[int, str]:
+def _weights(
+    tensors: list[TensorInfo], dtype: str, quantization: str, form: str
+) -> tuple[int, str]:
     parameters = sum(prod(info.shape) for info in tensors)
     if dtype == "float32":
         form = "in float32"
@@ -177,7 +213,9 @@ def _weights(tensors: list[TensorInfo], dtype: str, quantization: str, form: str
     return nbytes, f"{parameters:,} parameters {form}"
 
 
-def _as_in_files(files: int | None, dtype: str, quantization: str, reason: str) -> tuple[int | None, str]:
+def _as_in_files(
+    files: int | None, dtype: str, quantization: str, reason: str
+) -> tuple[int | None, str]:
     """Bytes of weights of which only the files are known, if they are."""
     if (dtype, quantization) != ("auto", "none"):
         message = f"--dtype and --quantization cannot be planned for: {reason}; use --weights-bytes"
@@ -190,7 +228,9 @@ def _file_bytes(folder: Path) -> int | None:
     for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
         if (folder / index).is_file():
             try:
-                return int(parse_json(read_bounded(folder / index, MOST_BYTES))["metadata"]["total_size"])
+                return int(
+                    parse_json(read_bounded(folder / index, MOST_BYTES))["metadata"]["total_size"]
+                )
             except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 return None  # it need not say
     single = folder / "model.safetensors"
@@ -202,7 +242,9 @@ def _file_bytes(folder: Path) -> int | None:
 
 def _gguf(file: GGUFFile, name: str, dtype: str, quantization: str) -> Outline:
     if not file.tensors:
-        message = f"{file.path} holds a vocabulary and no weights: give the file of the model itself"
+        message = (
+            f"{file.path} holds a vocabulary and no weights: give the file of the model itself"
+        )
         raise EngineFault("vocabulary_only", message)
     arch = file.get("general.architecture", str)
     weights = _gguf_weights(file, dtype, quantization)
@@ -224,4 +266,6 @@ def _gguf_weights(file: GGUFFile, dtype: str, quantization: str) -> tuple[int | 
     for info in tensors:
         sizes[info.kind] = sizes.get(info.kind, 0) + info.nbytes
     main = max(sizes, key=lambda kind: sizes[kind])
-    return _weights(tensors, dtype, quantization, f"mostly in {main}" if len(sizes) > 1 else f"in {main}")
+    return _weights(
+        tensors, dtype, quantization, f"mostly in {main}" if len(sizes) > 1 else f"in {main}"
+    )

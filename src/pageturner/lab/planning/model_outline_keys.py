@@ -65,7 +65,8 @@ def _check(usual: Usual, where: str) -> Usual:
     for layers in usual.kv:
         if layers.value_dim and usual.heads % layers.heads:
             raise EngineFault(
-                "model_invalid", f"{where}: {usual.heads} heads do not share {layers.heads} KV heads evenly"
+                "model_invalid",
+                f"{where}: {usual.heads} heads do not share {layers.heads} KV heads evenly",
             )
     return usual
 
@@ -76,11 +77,22 @@ _NAMES = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "width": ("hidden_size", "n_embd", "d_model", "n_embed"),
     "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
-    "kv_heads": ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "num_attention_groups"),
+    "kv_heads": (
+        "num_key_value_heads",
+        "num_kv_heads",
+        "multi_query_group_num",
+        "num_attention_groups",
+    ),
     "head_dim": ("head_dim", "kv_channels"),
-    "context": ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len", "n_ctx",
-                "max_sequence_length"),
-}  # fmt: skip
+    "context": (
+        "max_position_embeddings",
+        "n_positions",
+        "seq_length",
+        "max_seq_len",
+        "n_ctx",
+        "max_sequence_length",
+    ),
+}
 _STATE = "layers that keep a state instead of KV"
 _REFUSED = {
     "is_encoder_decoder": "an encoder beside the decoder",
@@ -96,11 +108,30 @@ _REFUSED = {
     "index_topk": "an indexer with a cache of its own",
     "block_configs": "layers that differ from each other",
 } | dict.fromkeys(
-    ("attn_layer_period", "attn_layer_indices", "attn_type_list", "block_types", "chunkwise_kernel",
-     "conv_L_cache", "full_attn_idxs", "hybrid_override_pattern", "layers_block_type", "linear_attn_config",
-     "linear_num_heads", "linear_num_key_heads", "lru_width", "mamba_d_ssm", "mamba_d_state",
-     "mamba_n_heads", "n_mamba_heads", "ssm_cfg", "ssm_state_size", "state_size"), _STATE,
-)  # fmt: skip
+    (
+        "attn_layer_period",
+        "attn_layer_indices",
+        "attn_type_list",
+        "block_types",
+        "chunkwise_kernel",
+        "conv_L_cache",
+        "full_attn_idxs",
+        "hybrid_override_pattern",
+        "layers_block_type",
+        "linear_attn_config",
+        "linear_num_heads",
+        "linear_num_key_heads",
+        "lru_width",
+        "mamba_d_ssm",
+        "mamba_d_state",
+        "mamba_n_heads",
+        "n_mamba_heads",
+        "ssm_cfg",
+        "ssm_state_size",
+        "state_size",
+    ),
+    _STATE,
+)
 _TEXT_PARTS = ("text_config", "language_config", "llm_config")
 _ALL_WINDOWED = ("mistral", "mixtral", "phi3", "phimoe", "starcoder2")  # if they have a window
 _OLD_FALCON = ("falcon", "RefinedWeb", "RefinedWebModel")
@@ -120,7 +151,9 @@ def hf_usual(values: Json, where: str) -> Usual:
     values = text_part(values)
     arch = str(values.get("model_type"))
     if arch == "longcat_flash":
-        raise unsupported(f"{where} is of type {arch}, which means two attentions in a layer: not planned")
+        raise unsupported(
+            f"{where} is of type {arch}, which means two attentions in a layer: not planned"
+        )
     config = HFConfig(DEFAULTS.get(arch, {}) | values, where)
     layers, heads = (_first(config, where, what) for what in ("layers", "heads"))
     context = _first(config, where, "context", 0)
@@ -130,7 +163,9 @@ def hf_usual(values: Json, where: str) -> Usual:
             raise unsupported(f"{where} has a sliding_window and kv_lora_rank: not planned")
         rank, rotary = config.size("kv_lora_rank"), config.size("qk_rope_head_dim")
         return Usual(heads, _latent(layers, rank, rotary), context)
-    width = 0 if any(config.raw(key) for key in _NAMES["head_dim"]) else _first(config, where, "width")
+    width = (
+        0 if any(config.raw(key) for key in _NAMES["head_dim"]) else _first(config, where, "width")
+    )
     if width % heads:
         raise EngineFault("model_invalid", f"{where}: {heads} heads do not fill a width of {width}")
     head_dim = _first(config, where, "head_dim", width // heads)
@@ -138,7 +173,9 @@ def hf_usual(values: Json, where: str) -> Usual:
     assumed = "" if kv_heads else "no key says how many heads have KV, and all are taken to"
     one = (kv_heads or heads, head_dim, config.size("v_head_dim", head_dim))
     kinds = (KVLayers(layers - windowed, *one), KVLayers(windowed, *one, window))
-    return _check(Usual(heads, tuple(kind for kind in kinds if kind.count), context, assumed), where)
+    return _check(
+        Usual(heads, tuple(kind for kind in kinds if kind.count), context, assumed), where
+    )
 
 
 def _first(config: HFConfig, where: str, what: str, default: int | None = None) -> int:
@@ -174,10 +211,14 @@ def _kv_heads(config: HFConfig, arch: str, heads: int) -> int:
 def _hf_windows(config: HFConfig, where: str, arch: str, layers: int) -> tuple[int, int]:
     """The window, and how many layers have it."""
     said = (
-        config.raw("layer_types") is not None or arch in _ALL_WINDOWED or arch.startswith(("gemma", "qwen"))
+        config.raw("layer_types") is not None
+        or arch in _ALL_WINDOWED
+        or arch.startswith(("gemma", "qwen"))
     )
     if config.raw("sliding_window") and config.raw("use_sliding_window") is not False and not said:
-        raise unsupported(f"{where} does not say which layers have the sliding_window: the plan may be wrong")
+        raise unsupported(
+            f"{where} does not say which layers have the sliding_window: the plan may be wrong"
+        )
     window, windowed = window_layers(config, arch, layers)
     return window, len(windowed)
 
@@ -203,7 +244,9 @@ def gguf_usual(file: GGUFFile, arch: str) -> Usual:
     for name in file.metadata:
         for start, why in _GGUF_REFUSED.items():
             if name.startswith(f"{arch}.{start}"):
-                raise unsupported(f"{file.path} has {name}, which means {why}: the plan would be wrong")
+                raise unsupported(
+                    f"{file.path} has {name}, which means {why}: the plan would be wrong"
+                )
     if not file.get(f"{arch}.attention.causal", bool, True):
         raise unsupported(f"{file.path} holds an encoder, which keeps no KV")
     layers = _number(file, f"{arch}.block_count") - file.get(f"{arch}.nextn_predict_layers", int, 0)
@@ -213,7 +256,9 @@ def gguf_usual(file: GGUFFile, arch: str) -> Usual:
     context = file.get(f"{arch}.context_length", int, 0)
     rank = file.get(f"{arch}.attention.kv_lora_rank", int, 0)
     if rank:
-        return Usual(heads[0], _latent(layers, rank, _number(file, f"{arch}.rope.dimension_count")), context)
+        return Usual(
+            heads[0], _latent(layers, rank, _number(file, f"{arch}.rope.dimension_count")), context
+        )
     kv_heads = _each(file, f"{arch}.attention.head_count_kv", layers, heads)
     width = f"{arch}.embedding_length"
     key = _number(file, f"{arch}.attention.key_length", width, heads[0])
@@ -232,7 +277,11 @@ def gguf_usual(file: GGUFFile, arch: str) -> Usual:
 
 def _number(file: GGUFFile, key: str, instead: str = "", share: int = 1) -> int:
     """A positive number, or where it is absent an equal share of another."""
-    value = file.get(instead, int) // share if instead and key not in file.metadata else file.get(key, int)
+    value = (
+        file.get(instead, int) // share
+        if instead and key not in file.metadata
+        else file.get(key, int)
+    )
     if not 0 < value < LARGEST:
         raise EngineFault("model_invalid", f"{file.path}: {key} is {value}")
     return value
@@ -244,7 +293,11 @@ def _each(file: GGUFFile, key: str, layers: int, default: Iterable[int] = ()) ->
     if value is None and default:
         return list(default)
     each = value.tolist()[:layers] if isinstance(value, Array) else [_number(file, key)] * layers
-    if len(each) != layers or not all(type(n) is int and 0 <= n < LARGEST for n in each) or not any(each):
+    if (
+        len(each) != layers
+        or not all(type(n) is int and 0 <= n < LARGEST for n in each)
+        or not any(each)
+    ):
         raise EngineFault(
             "model_invalid", f"{file.path}: {key} should be a number for each of {layers} layers"
         )

@@ -64,7 +64,10 @@ class SearchSpace:
     block_sizes: tuple[int, ...] = BLOCK_SIZES
 
     def __post_init__(self) -> None:
-        for kind, names, known in (("policy", self.policies, POLICIES), ("order", self.orders, ORDERS)):
+        for kind, names, known in (
+            ("policy", self.policies, POLICIES),
+            ("order", self.orders, ORDERS),
+        ):
             for name in names or ("",):
                 if name not in known:
                     message = f"unknown {kind} {name!r}: one of {', '.join(known)}"
@@ -105,7 +108,9 @@ def score(figures: dict[str, Any], targets: LatencyTargets) -> tuple[float, floa
     the 99th percentile of TTFT or TPOT, whichever is the larger share of its target."""
     ttft, tpot = figures["ttft_ms"]["p99"], figures["tpot_ms"]["p99"]
     pairs = ((ttft, targets.ttft), (tpot, targets.tpot))
-    worst = max((ms / 1e3 / target for ms, target in pairs if target is not None and ms == ms), default=0.0)
+    worst = max(
+        (ms / 1e3 / target for ms, target in pairs if target is not None and ms == ms), default=0.0
+    )
     return (-round(figures["goodput_share"], 3), worst)
 
 

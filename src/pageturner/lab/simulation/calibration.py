@@ -31,10 +31,17 @@ from pageturner.lab.traffic.traffic_generators import TokenPrompts, burst_times
 def fit_runs(*runs: RecordedRun) -> CalibratedCost:
     """Fit the cost of a step to recorded runs; the result also says how to simulate their engine."""
     header = runs[0].header
-    engine = {"config": header.config, "blocks": header.num_blocks, "window": header.window,
-              "recent": header.sliding, "max_model_len": header.max_model_len, "model": header.model,
-              "fingerprint": header.fingerprint, "needs": msgspec.to_builtins(header.needs),
-              "limits": msgspec.to_builtins(header.limits)}  # fmt: skip
+    engine = {
+        "config": header.config,
+        "blocks": header.num_blocks,
+        "window": header.window,
+        "recent": header.sliding,
+        "max_model_len": header.max_model_len,
+        "model": header.model,
+        "fingerprint": header.fingerprint,
+        "needs": msgspec.to_builtins(header.needs),
+        "limits": msgspec.to_builtins(header.limits),
+    }
     return fit((step for run in runs for step in run.steps), engine)
 
 
@@ -97,7 +104,9 @@ def checked(run: RecordedRun, cost: CalibratedCost, name: str) -> Check:
     told = sum(cost.seconds(work_of_step(step)) - cost.gap for step in steps)
     drift = took / told
     drifted = msgspec.structs.replace(cost, weights=[drift * weight for weight in cost.weights])
-    return Check(name, measured, _errors(run, cost, measured), drift, _errors(run, drifted, measured))
+    return Check(
+        name, measured, _errors(run, cost, measured), drift, _errors(run, drifted, measured)
+    )
 
 
 def _errors(run: RecordedRun, cost: CalibratedCost, measured: dict[str, float]) -> dict[str, float]:
@@ -105,7 +114,9 @@ def _errors(run: RecordedRun, cost: CalibratedCost, measured: dict[str, float]) 
     return {key: of(made) / max(measured[key], 1e-12) - 1 for key, of in CHECKED.items()}
 
 
-def training(capacity: float, prompts: TokenPrompts, count: int, seed: int, context: int) -> OpenLoop:
+def training(
+    capacity: float, prompts: TokenPrompts, count: int, seed: int, context: int
+) -> OpenLoop:
     """A load whose steps are of every kind that is to be predicted: an eighth of `count` requests that find
     the engine idle, more of them at 80 % of its speed, then `count` at once. A few prompts are four times as
     long, or as long as fits the context: with prompts that are all alike, the cost of a row could not be told
@@ -132,7 +143,12 @@ def check_loads(capacity: float, prompts: TokenPrompts, count: int, seed: int) -
 
 
 def calibrate(
-    bench: EngineBench, sizes: tuple[int, int, int], seed: int, *, check: bool, progress: bool | None = None
+    bench: EngineBench,
+    sizes: tuple[int, int, int],
+    seed: int,
+    *,
+    check: bool,
+    progress: bool | None = None,
 ) -> tuple[CalibratedCost, list[Check]]:
     """A fit; with `check` five loads, each held against a fit of what was run just before and just behind it,
     and the last fit is returned. sizes: mean tokens of prompt and answer, requests of a load."""

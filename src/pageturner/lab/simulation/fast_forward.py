@@ -24,7 +24,9 @@ class AlikeSteps:
     context: int
 
 
-def alike_steps(scheduler: Scheduler, most: int, remaining: Callable[[Sequence], int]) -> AlikeSteps | None:
+def alike_steps(
+    scheduler: Scheduler, most: int, remaining: Callable[[Sequence], int]
+) -> AlikeSteps | None:
     """How many of the next steps, at least 2 and at most `most`, only give every running sequence a token if
     nothing arrives meanwhile. None where the policy is not `steady`.
 
@@ -57,11 +59,17 @@ def _blocks_taken(scheduler: Scheduler, steps: int) -> int:
 
 
 def advance_alike(
-    scheduler: Scheduler, begin: float, ends: list[float], tokens: Callable[[Sequence, int], list[int]]
+    scheduler: Scheduler,
+    begin: float,
+    ends: list[float],
+    tokens: Callable[[Sequence, int], list[int]],
 ) -> list[Sequence]:
     """Do so many steps, which end at these times, in each of which every running sequence gains a token and
     nothing else happens, as `alike_steps` says. tokens: what one gains. Returns who gained."""
-    steps, report = len(ends), StepReport(ends[0] - begin, len(scheduler.running), len(scheduler.running))
+    steps, report = (
+        len(ends),
+        StepReport(ends[0] - begin, len(scheduler.running), len(scheduler.running)),
+    )
     for seq in scheduler.running:
         if not scheduler.pool.extend(seq, steps):
             raise AssertionError("steps that were said to fit did not fit")

@@ -15,7 +15,15 @@ from pageturner.progress import Progress
 from pageturner.request import Failure, Refused, Request
 from pageturner.scheduler.scheduler import Scheduler
 from pageturner.scheduler.types import Output, Plan, Result
-from pageturner.telemetry.step_log import Arrived, Changed, Forgot, Left, Released, StepRecord, Unpinned
+from pageturner.telemetry.step_log import (
+    Arrived,
+    Changed,
+    Forgot,
+    Left,
+    Released,
+    StepRecord,
+    Unpinned,
+)
 
 
 @dataclass(slots=True)
@@ -37,7 +45,9 @@ def replay_plans(run: RecordedRun) -> ReplayComparison:
     _check_whole(run)
     if run.header.taken_back:
         message = f"this run began with {run.header.taken_back} blocks of KV that it took back from an engine"
-        raise EngineFault("step_log", f"{message} that died: its plans cannot be replayed (--no-kv-survival)")
+        raise EngineFault(
+            "step_log", f"{message} that died: its plans cannot be replayed (--no-kv-survival)"
+        )
     stack = scheduler_of(run.config, run.sizes, run.header.max_model_len)
     scheduler, found = stack.scheduler, ReplayComparison()
     for record in run.records:
@@ -54,7 +64,9 @@ def replay_plans(run: RecordedRun) -> ReplayComparison:
                 stack.pins.forget_others()
             case Changed(settings=settings, widest=widest):
                 if not stack.reconfigure(replace(stack.config, **settings), widest):
-                    found.differences.append(f"settings changed behind step {found.compared}, too early here")
+                    found.differences.append(
+                        f"settings changed behind step {found.compared}, too early here"
+                    )
                     return found
             case StepRecord():
                 plan = scheduler.plan(record.start)
@@ -69,7 +81,9 @@ def replay_plans(run: RecordedRun) -> ReplayComparison:
 
 def _check_whole(run: RecordedRun) -> None:
     if run.lost:
-        message = f"the log lacks {run.lost} records, which a slow disk cost it: it cannot be replayed"
+        message = (
+            f"the log lacks {run.lost} records, which a slow disk cost it: it cannot be replayed"
+        )
         raise EngineFault("step_log", message)
 
 
@@ -94,10 +108,13 @@ def _result(plan: Plan, step: StepRecord) -> Result:
 def _difference(plan: Plan, step: StepRecord) -> str | None:
     then = [(item.id, item.index, item.n, item.computed) for item in step.items]
     now = [
-        (item.sequence.request.id, item.sequence.index, item.n, item.sequence.computed) for item in plan.items
+        (item.sequence.request.id, item.sequence.index, item.n, item.sequence.computed)
+        for item in plan.items
     ]
     if now != then:
-        place = next((i for i, pair in enumerate(zip(now, then, strict=False)) if pair[0] != pair[1]), None)
+        place = next(
+            (i for i, pair in enumerate(zip(now, then, strict=False)) if pair[0] != pair[1]), None
+        )
         if place is None:
             return f"{len(now)} sequences, recorded {len(then)}"
         return f"(id, index, n, computed) is {now[place]}, recorded {then[place]}"
@@ -106,7 +123,9 @@ def _difference(plan: Plan, step: StepRecord) -> str | None:
     return None
 
 
-def replay_tokens(run: RecordedRun, *, model: str = "", progress: bool | None = None) -> ReplayComparison:
+def replay_tokens(
+    run: RecordedRun, *, model: str = "", progress: bool | None = None
+) -> ReplayComparison:
     """Answer the recorded requests once more with the recorded seeds and compare the tokens. One that was
     aborted is compared as far as it came. `model`: where it is now, if elsewhere.
 
@@ -121,7 +140,9 @@ def replay_tokens(run: RecordedRun, *, model: str = "", progress: bool | None = 
         run.config, model=model or run.config.model, max_queue=max(run.config.max_queue, 1 << 20)
     )
     if (here := model_mark(config)) != run.header.model:
-        message = f"the log is of the model {run.header.model}, and {config.model} is {here}: say --model"
+        message = (
+            f"the log is of the model {run.header.model}, and {config.model} is {here}: say --model"
+        )
         raise EngineFault("step_log", message)
     built = make_engine(config)
     if built.fingerprint != run.header.fingerprint:
@@ -146,7 +167,9 @@ def replay_tokens(run: RecordedRun, *, model: str = "", progress: bool | None = 
         found.compared += 1
         now = answers.get(key, [])
         if now[: len(then)] != then:
-            place = next((i for i, (a, b) in enumerate(zip(now, then, strict=False)) if a != b), len(now))
+            place = next(
+                (i for i, (a, b) in enumerate(zip(now, then, strict=False)) if a != b), len(now)
+            )
             found.differences.append(f"request {key[0]}: token {place} of {len(then)} differs")
     return found
 

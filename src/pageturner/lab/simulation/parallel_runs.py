@@ -64,7 +64,9 @@ class ParallelRuns:
     tell  gets a line now and then
     """
 
-    def __init__(self, options: Sequence[Option], workers: int, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, options: Sequence[Option], workers: int, tell: Callable[[str], None]
+    ) -> None:
         self._options, self._workers, self._tell = options, workers, tell
         context = multiprocessing.get_context("spawn")
         self._flags = context.RawArray("b", SLOTS)
@@ -79,7 +81,10 @@ class ParallelRuns:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._end()
 
@@ -108,7 +113,10 @@ class ParallelRuns:
             future.cancel()
         for question in wanted[: self._workers]:
             if question not in self._futures and self._slots < SLOTS:
-                self._futures[question] = self._slots, self._pool.submit(_run, question, self._slots)
+                self._futures[question] = (
+                    self._slots,
+                    self._pool.submit(_run, question, self._slots),
+                )
                 self._slots += 1
 
     def _await(self, question: CapacityQuestion) -> dict[str, Any]:
@@ -142,7 +150,9 @@ class _Here:
 
 
 def _begin(options: list[Option], flags: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks gets it too, and ends this one
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # the process that asks gets it too, and ends this one
     gc.set_threshold(
         200_000, 50, 100
     )  # few of a simulation's objects refer to themselves, and it has millions

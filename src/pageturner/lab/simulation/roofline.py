@@ -42,16 +42,49 @@ GPUS = {
     for gpu in (
         GPU("A100-80G", 312e12, 2.039e12, 80e9, 300e9, "NVIDIA A100 datasheet (SXM, 80 GB), 2022"),
         GPU("A100-40G", 312e12, 1.555e12, 40e9, 300e9, "NVIDIA A100 datasheet (SXM, 40 GB), 2021"),
-        GPU("H100", 989.4e12, 3.35e12, 80e9, 450e9, "NVIDIA H100 datasheet (SXM; sparse 1,979 halved), 2023"),
-        GPU("H200", 989.4e12, 4.8e12, 141e9, 450e9, "NVIDIA H200 datasheet (SXM; sparse 1,979 halved), 2024"),
         GPU(
-            "H100-PCIe", 756e12, 2.0e12, 80e9, 64e9, "NVIDIA H100 datasheet (PCIe; sparse 1,513 halved), 2023"
+            "H100",
+            989.4e12,
+            3.35e12,
+            80e9,
+            450e9,
+            "NVIDIA H100 datasheet (SXM; sparse 1,979 halved), 2023",
+        ),
+        GPU(
+            "H200",
+            989.4e12,
+            4.8e12,
+            141e9,
+            450e9,
+            "NVIDIA H200 datasheet (SXM; sparse 1,979 halved), 2024",
+        ),
+        GPU(
+            "H100-PCIe",
+            756e12,
+            2.0e12,
+            80e9,
+            64e9,
+            "NVIDIA H100 datasheet (PCIe; sparse 1,513 halved), 2023",
         ),
         GPU("L40S", 362e12, 0.864e12, 48e9, 32e9, "NVIDIA L40S datasheet (dense), 2023"),
         GPU("A10", 125e12, 0.6e12, 24e9, 32e9, "NVIDIA A10 datasheet (dense), 2021"),
         GPU("T4", 65e12, 0.3e12, 16e9, 16e9, "NVIDIA T4 datasheet, 2019"),
-        GPU("RTX-4090", 165.2e12, 1.008e12, 24e9, 32e9, "NVIDIA Ada whitepaper (dense, fp32 sums), 2022"),
-        GPU("MI300X", 1307.4e12, 5.3e12, 192e9, 448e9, "AMD Instinct MI300X data sheet (dense), 2023"),
+        GPU(
+            "RTX-4090",
+            165.2e12,
+            1.008e12,
+            24e9,
+            32e9,
+            "NVIDIA Ada whitepaper (dense, fp32 sums), 2022",
+        ),
+        GPU(
+            "MI300X",
+            1307.4e12,
+            5.3e12,
+            192e9,
+            448e9,
+            "AMD Instinct MI300X data sheet (dense), 2023",
+        ),
         GPU("L4", 121e12, 0.3e12, 24e9, 32e9, "NVIDIA L4 datasheet (sparse 242 halved), 2023"),
     )
 }
@@ -65,9 +98,7 @@ def gpu_named(name: str) -> GPU:
     letters = _letters(name)
     near = [known for known in GPUS if letters in _letters(known)]
     meant = f"did you mean {' or '.join(near)}? " if letters and near else ""
-    message = (
-        f"unknown GPU {name!r}: {meant}known are {', '.join(GPUS)}; `plan --memory 24GB` is for any other"
-    )
+    message = f"unknown GPU {name!r}: {meant}known are {', '.join(GPUS)}; `plan --memory 24GB` is for any other"
     raise EngineFault("bad_setting", message)
 
 
@@ -95,7 +126,9 @@ class Reach:
     def check(self) -> Reach:
         shares = (self.compute, self.bandwidth, self.memory)
         if not (all(0 < share <= 1 for share in shares) and self.overhead >= 0):
-            raise EngineFault("bad_setting", "--mfu, --mbu and the share of memory are above 0, at most 1")
+            raise EngineFault(
+                "bad_setting", "--mfu, --mbu and the share of memory are above 0, at most 1"
+            )
         if not 0 <= self.host < float("inf"):
             raise EngineFault("bad_setting", "--host-ms is 0 or more")
         if not (0 <= self.link < float("inf") and 0 <= self.latency < float("inf")):
@@ -158,7 +191,9 @@ class Roofline:
     def _rows(self, rows: int, logits: int, sequences: int) -> float:
         """What does not depend on how much they look at."""
         needs = self.needs
-        products = max(needs.fp32 * rows / self.flops, needs.weight_bytes(rows, logits) / self.bandwidth)
+        products = max(
+            needs.fp32 * rows / self.flops, needs.weight_bytes(rows, logits) / self.bandwidth
+        )
         same = self.overhead + products + needs.ending_fp32 * logits / self.flops
         same += self.exchanges.seconds(rows, logits) if self.exchanges else 0.0
         return same + self._adapters(rows, sequences) if self.adapters else same
@@ -171,12 +206,16 @@ class Roofline:
         return max(reading, self.adapter_bytes * rows / self.flops)
 
     def _attention(self, pairs: int, context: int) -> float:
-        return max(self.needs.pair * pairs / self.flops, self.needs.position * context / self.bandwidth)
+        return max(
+            self.needs.pair * pairs / self.flops, self.needs.position * context / self.bandwidth
+        )
 
     def ends(self, now: float, rows: int, context: int, steps: int) -> list[float]:
         same, needs = self._rows(rows, rows, rows), self.needs
         seen = np.arange(context + rows, context + rows * steps + 1, rows, dtype=np.float64)
-        attention = np.maximum(needs.pair * seen / self.flops, needs.position * seen / self.bandwidth)
+        attention = np.maximum(
+            needs.pair * seen / self.flops, needs.position * seen / self.bandwidth
+        )
         device = same + attention
         return one_by_one(now, np.maximum(self.host, device) if self.ahead else self.host + device)
 
@@ -193,9 +232,7 @@ def roofline(
     weights are not known."""
     spec = model.spec
     if spec is None or model.weights is None:
-        message = (
-            f"{model.name}: what its layers compute is not known here: calibrate a running engine instead"
-        )
+        message = f"{model.name}: what its layers compute is not known here: calibrate a running engine instead"
         raise EngineFault("model_unsupported", message)
     head, table = spec.vocab * spec.dim, 0 if spec.tied else spec.vocab * spec.dim
     each = model.weights / max(spec.active + head + table, 1)
@@ -208,7 +245,8 @@ def roofline(
     needs = ModelCosts(  # all products count as fp32: a GPU has one limit
         int8=0.0,
         fp32=2.0 * spec.active,
-        layers=model.weights - each * (table + head + spec.routed),  # of the table a step reads a few rows
+        layers=model.weights
+        - each * (table + head + spec.routed),  # of the table a step reads a few rows
         ending_int8=0.0,
         ending_fp32=2.0 * head,
         ending=each * head,

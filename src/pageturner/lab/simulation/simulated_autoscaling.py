@@ -47,7 +47,9 @@ class ScaledReplicas:
         self._rule = GoodputPolicy(scaling.goal)
         self._state: dict[str, Any] = {}  # what the rule has learned
         self._answers: dict[int, deque[tuple[float, bool]]] = {}
-        self._queue: list[tuple[float, int, int]] = []  # (at, order, replica to start, or -1: ask the rule)
+        self._queue: list[
+            tuple[float, int, int]
+        ] = []  # (at, order, replica to start, or -1: ask the rule)
         self._order = 0
         self._paid: dict[int, float] = {}  # since when, of those that are there or start
         self._leaving: dict[int, float] = {}  # until when they may answer
@@ -100,11 +102,15 @@ class ScaledReplicas:
 
     def _decide(self, cluster: Cluster, now: float) -> None:
         there = len(self._paid) - len(self._leaving)
-        wanted = min(max(self._wanted(cluster, there, now), self._scaling.least), self._scaling.most)
+        wanted = min(
+            max(self._wanted(cluster, there, now), self._scaling.least), self._scaling.most
+        )
         step = (wanted > there) - (wanted < there)
         if step != self._asked[0]:
             self._asked = (step, now)
-        if not step or now - self._asked[1] < (self._scaling.up if step > 0 else self._scaling.down):
+        if not step or now - self._asked[1] < (
+            self._scaling.up if step > 0 else self._scaling.down
+        ):
             return
         self._asked = (0, now)
         if step > 0:
@@ -151,7 +157,9 @@ class ScaledReplicas:
     def _remove(self, cluster: Cluster, now: float) -> None:
         """The one with the least to do; of equal ones the newest."""
         fleet = cluster.fleets[-1]
-        staying = [number for number in self._paid if number not in self._leaving and fleet.there(number)]
+        staying = [
+            number for number in self._paid if number not in self._leaving and fleet.there(number)
+        ]
         number = min(staying, key=lambda one: (fleet.open_on(one), -self._paid[one], -one))
         fleet.close(number)
         self._leaving[number] = now + self._scaling.grace

@@ -34,11 +34,15 @@ class Roles:
     token_seconds: float = 0.0
     latency: float = 0.0
 
-    def on_the_way(self, cost: StepCost, cached: int, length: int, budget: int, there: int = 0) -> float:
+    def on_the_way(
+        self, cost: StepCost, cached: int, length: int, budget: int, there: int = 0
+    ) -> float:
         """Seconds from the end of a prompt's computation, of which so many tokens were cached, to its last KV
         at the other replica, which had the KV of `there` tokens before: that is not sent."""
         sent = max(length - there, 0)
-        late = sent * self.token_seconds - prefill_seconds(cost, min(cached, length - 1), length, budget)
+        late = sent * self.token_seconds - prefill_seconds(
+            cost, min(cached, length - 1), length, budget
+        )
         return max(min(budget, sent) * self.token_seconds, late) + self.latency
 
 

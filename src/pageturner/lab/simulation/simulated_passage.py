@@ -29,7 +29,9 @@ class Coming:
         made = self.asked.engine_request(id)
         if not self.clock.tokens:
             return made
-        return replace(made, resume=(Resume(0, tuple(self.asked.answer_tokens(0, self.clock.tokens))),))
+        return replace(
+            made, resume=(Resume(0, tuple(self.asked.answer_tokens(0, self.clock.tokens))),)
+        )
 
 
 @dataclass(slots=True)

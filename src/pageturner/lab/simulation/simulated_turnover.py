@@ -17,9 +17,7 @@ from pageturner.lab.compare import report
 from pageturner.lab.simulation.simulated_fleet import SimulatedFleet, bring_up
 from pageturner.scheduler.scheduler import Scheduler
 
-MOST_AWAKE = (
-    4096  # replicas with a scheduler; of more, those without requests keep the keys of their KV alone
-)
+MOST_AWAKE = 4096  # replicas with a scheduler; of more, those without requests keep the keys of their KV alone
 COUNTERS = ("prompt_tokens", "cached_tokens", "preemptions", "recomputed_tokens")
 
 

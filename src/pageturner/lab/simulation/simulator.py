@@ -186,7 +186,9 @@ class Simulator:
                     self._pass(self._changes.at)
                     self._changes.happen(self)
                     continue
-                if following is not None and (not self._events or following.arrival <= self._events[0][0]):
+                if following is not None and (
+                    not self._events or following.arrival <= self._events[0][0]
+                ):
                     self._pass(following.arrival)
                     self._arrive(self._new(following))
                     following = next(coming, None)
@@ -252,7 +254,12 @@ class Simulator:
             return
         request, number = coming.request(next(self._ids)), coming.replica
         apart = roles is not None and not coming.computed and not clock.tokens
-        if roles and apart and self.fleets[0].takes_requests and fleet.unknown(request) >= roles.least:
+        if (
+            roles
+            and apart
+            and self.fleets[0].takes_requests
+            and fleet.unknown(request) >= roles.least
+        ):
             fleet, ends, clock = self.fleets[0], 1, RequestClock(now)  # of its prompt alone
         fleet.hear(now, self._stats)
         if number < 0:
@@ -419,7 +426,9 @@ class Simulator:
         for id, one in [(id, one) for id, one in self._open.items() if one.replica == number]:
             self._forget(id)
             self.moves.leaves(one.coming.clock)
-            self._push(at, -1, 0, replace(one.coming, at=at, computed=False, replica=-1, again=True))
+            self._push(
+                at, -1, 0, replace(one.coming, at=at, computed=False, replica=-1, again=True)
+            )
         for place, (then, order, _, _, coming) in enumerate(self._events):
             if coming is not None and coming.replica == number:  # its KV is on the way to nobody
                 coming = replace(coming, computed=False, replica=-1, again=True)

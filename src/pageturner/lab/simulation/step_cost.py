@@ -46,7 +46,9 @@ def work_of_step(step: StepRecord, window: int = 0) -> StepWork:
     if step.work is not None:
         return step.work
     spans = [(item.computed, item.n) for item in step.items] + spans_of_ballast(step.ballast)
-    return work_of_spans(spans, sum(bool(item.tokens or item.candidates) for item in step.items), window)
+    return work_of_spans(
+        spans, sum(bool(item.tokens or item.candidates) for item in step.items), window
+    )
 
 
 FEATURES = ("step", "small", "tokens", "sequences", "logits", "context", "pairs")
@@ -82,7 +84,9 @@ class CalibratedCost(msgspec.Struct, frozen=True):
         """What does not depend on how much they look at."""
         once, small, token, sequence, logit, _, _ = self.weights
         few = tokens if tokens < SMALL else SMALL
-        return self.gap + once + small * few + token * tokens + sequence * sequences + logit * logits
+        return (
+            self.gap + once + small * few + token * tokens + sequence * sequences + logit * logits
+        )
 
     def ends(self, now: float, rows: int, context: int, steps: int) -> list[float]:
         of_context, of_pairs = self.weights[5:]
@@ -105,7 +109,9 @@ def load_calibration(path: Path) -> CalibratedCost:
     except msgspec.DecodeError as error:
         raise EngineFault("calibration", f"{path} is not a calibration: {error}") from error
     if len(found.weights) != len(FEATURES) or min(found.weights) < 0:
-        raise EngineFault("calibration", f"{path} is of another version: run pageturner calibrate again")
+        raise EngineFault(
+            "calibration", f"{path} is of another version: run pageturner calibrate again"
+        )
     return found
 
 
@@ -152,7 +158,9 @@ def nonnegative_least_squares(a: Floats, b: Floats) -> Floats:
         active[best] = True
         while True:
             solved = np.zeros_like(x)
-            solved[active] = np.linalg.lstsq(gram[np.ix_(active, active)], target[active], rcond=None)[0]
+            solved[active] = np.linalg.lstsq(
+                gram[np.ix_(active, active)], target[active], rcond=None
+            )[0]
             if (solved[active] > 0).all():
                 break
             low = active & (solved <= 0)

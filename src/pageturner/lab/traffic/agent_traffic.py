@@ -81,7 +81,9 @@ class AgentTraffic:
 
     agents: list[Agent]
     hints: bool = True
-    said: dict[int, list[tuple[tuple[int, int], ...]]] = field(default_factory=dict)  # prompts and answers
+    said: dict[int, list[tuple[tuple[int, int], ...]]] = field(
+        default_factory=dict
+    )  # prompts and answers
 
     @property
     def total(self) -> int:
@@ -128,11 +130,18 @@ class AgentTraffic:
         new = OWN + 2 * (agent.number * MOST_TURNS + number)
         begin = before if before and not turn.compact else (agent.system,)
         prompt = (*begin, (new, turn.new))
-        answer = ((new + 1, turn.answer - 1),) if turn.answer > 1 else ()  # its last token is the end
+        answer = (
+            ((new + 1, turn.answer - 1),) if turn.answer > 1 else ()
+        )  # its last token is the end
         said = self.said.setdefault(agent.number, [()] * len(agent.turns))
         said[number] = (*prompt, *answer)
         return TrafficRequest(
-            prompt=Pieces(prompt), output=turn.answer, max_tokens=turn.answer, arrival=at, answer=new + 1,
-            tenant=agent.tenant, turn=(agent.number, number),
+            prompt=Pieces(prompt),
+            output=turn.answer,
+            max_tokens=turn.answer,
+            arrival=at,
+            answer=new + 1,
+            tenant=agent.tenant,
+            turn=(agent.number, number),
             session=hint_of(agent, number) if self.hints else None,
-        )  # fmt: skip
+        )

@@ -80,7 +80,11 @@ class Scenario:
         names = self._block_names(traffic)
         listeners = (names.listener,) if names else ()
         simulator = Simulator(
-            lambda: scheduler_of(self.config, self.sizes, self.max_model_len, listeners=listeners).scheduler,
+            lambda: (
+                scheduler_of(
+                    self.config, self.sizes, self.max_model_len, listeners=listeners
+                ).scheduler
+            ),
             self.cost,
             num_blocks=self.sizes.blocks,
             replicas=fleets(
@@ -96,15 +100,23 @@ class Scenario:
             names=names,
         )
         simulator.run(traffic, progress=progress)
-        about = {"replicas": self.replicas, "placement": self.placement, "rate": self.rate,
-                 "policy": self.config.policy, "order": self.config.order,
-                 "roles": self._roles()}  # fmt: skip
+        about = {
+            "replicas": self.replicas,
+            "placement": self.placement,
+            "rate": self.rate,
+            "policy": self.config.policy,
+            "order": self.config.order,
+            "roles": self._roles(),
+        }
         found = about | simulator.metrics.figures(self.targets) | {"engines": simulator.figures()}
         if changes is not None:
             between = (simulator.metrics.begin, simulator.metrics.end)
             found |= {"turnover": changes.figures(*between) | simulator.moves.figures()}
         if misses is not None and misses.hopeless:
-            return found | {"given_up": simulator.seen / traffic.total, "goodput_share": misses.share}
+            return found | {
+                "given_up": simulator.seen / traffic.total,
+                "goodput_share": misses.share,
+            }
         return found
 
     def _block_names(self, traffic: Traffic) -> BlockNames | None:
@@ -138,7 +150,9 @@ class Scenario:
             message = f"replicas are 1 to {MOST_REPLICAS:,}, not {self.replicas:,}"
             raise EngineFault("bad_setting", message)
         if self.loads == "tokens" and (self.roles or self.failures or self.scaling):
-            message = "loads are counted in requests where replicas have roles, or come and go: leave"
+            message = (
+                "loads are counted in requests where replicas have roles, or come and go: leave"
+            )
             raise EngineFault("bad_setting", f"{message} --loads tokens out")
         try:
             return scheduler_of(self.config, self.sizes, self.max_model_len)
@@ -146,6 +160,8 @@ class Scenario:
             raise EngineFault("bad_setting", str(error)) from error
 
 
-def sweep(scenario: Scenario, rates: list[float], *, progress: bool | None = None) -> list[dict[str, Any]]:
+def sweep(
+    scenario: Scenario, rates: list[float], *, progress: bool | None = None
+) -> list[dict[str, Any]]:
     """A run at each of these rates: how goodput falls as the load grows."""
     return [replace(scenario, rate=rate).run(progress=progress) for rate in rates]

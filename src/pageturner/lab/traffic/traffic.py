@@ -67,7 +67,9 @@ class TrafficRequest:
         """Where the answer ends, whoever ends it."""
         length = self.max_tokens if self.output is None else self.output
         if length is None:
-            raise EngineFault("workload", "an answer must end somewhere: by itself, or at its max_tokens")
+            raise EngineFault(
+                "workload", "an answer must end somewhere: by itself, or at its max_tokens"
+            )
         return length
 
     @property
@@ -103,8 +105,14 @@ class TrafficRequest:
             params = replace(params, ignore_eos=False, stop_ids=(stop,), forced_end=self.output)
         prompt = self.prompt_tokens()
         return Request(
-            id, prompt, params, self.arrival, priority=self.priority, tenant=self.tenant, session=self.session
-        )  # fmt: skip
+            id,
+            prompt,
+            params,
+            self.arrival,
+            priority=self.priority,
+            tenant=self.tenant,
+            session=self.session,
+        )
 
 
 class Traffic(Protocol):
@@ -139,7 +147,9 @@ class OpenLoop:
 
     def faster(self, rate: float) -> OpenLoop:
         """The same at so many times its rate."""
-        return replace(self, requests=[replace(one, arrival=one.arrival / rate) for one in self.requests])
+        return replace(
+            self, requests=[replace(one, arrival=one.arrival / rate) for one in self.requests]
+        )
 
     def engine_requests(self) -> list[Request]:
         """For a real engine, numbered from 1."""
@@ -184,7 +194,9 @@ class Sessions:
             return []
         said = min(request.answer_length, self.cap) - 1  # its last token is the end
         before = (*prompt.parts, (answer, said)) if said else prompt.parts
-        return [self._request(session, number + 1, end + self.turns[session][number + 1].think, before)]
+        return [
+            self._request(session, number + 1, end + self.turns[session][number + 1].think, before)
+        ]
 
     def _request(
         self, session: int, number: int, at: float, before: tuple[tuple[int, int], ...]
@@ -194,9 +206,13 @@ class Sessions:
         more = turn.prompt - sum(count for _, count in before)
         parts = (*before, (new, more)) if more > 0 else ((new, turn.prompt),)
         return TrafficRequest(
-            prompt=Pieces(parts), output=turn.output, max_tokens=self.cap, arrival=at, answer=new + 1,
+            prompt=Pieces(parts),
+            output=turn.output,
+            max_tokens=self.cap,
+            arrival=at,
+            answer=new + 1,
             turn=(session, number),
-        )  # fmt: skip
+        )
 
 
 # -- prompts in another form ---------------------------------------------------------------------------------
@@ -211,7 +227,9 @@ def encoded(
 
 def in_vocabulary(traffic: OpenLoop, vocab: int) -> OpenLoop:
     """Made-up tokens, or digests of a step log, become tokens of a model: equal ones stay equal."""
-    return replace(traffic, requests=[replace(one, prompt=_known(one, vocab)) for one in traffic.requests])
+    return replace(
+        traffic, requests=[replace(one, prompt=_known(one, vocab)) for one in traffic.requests]
+    )
 
 
 def _known(one: TrafficRequest, vocab: int) -> tuple[int, ...]:

@@ -50,7 +50,9 @@ def read_workload(path: Path) -> list[TrafficRequest]:
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise EngineFault("workload", f"cannot read the workload {path}: {error.strerror}") from error
+        raise EngineFault(
+            "workload", f"cannot read the workload {path}: {error.strerror}"
+        ) from error
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -59,9 +61,13 @@ def read_workload(path: Path) -> list[TrafficRequest]:
         except msgspec.DecodeError as error:
             raise EngineFault("workload", f"{path}:{number}: {error}") from error
         if one.max_tokens < 1 or one.arrival_s < 0:
-            raise EngineFault("workload", f"{path}:{number}: max_tokens must be > 0 and arrival_s >= 0")
+            raise EngineFault(
+                "workload", f"{path}:{number}: max_tokens must be > 0 and arrival_s >= 0"
+            )
         found.append(
-            TrafficRequest(one.prompt, one.forced_end, one.max_tokens, one.arrival_s, tenant=one.tenant)
+            TrafficRequest(
+                one.prompt, one.forced_end, one.max_tokens, one.arrival_s, tenant=one.tenant
+            )
         )
     if not found:
         raise EngineFault("workload", f"{path} holds no request")
@@ -146,7 +152,10 @@ class TraceScaling:
         return min(self.tokens(row.output_tokens), self.cap) if self.oracle else self.cap
 
     def fits(self, row: TraceRow) -> bool:
-        return not self.context or self.tokens(row.prompt_tokens) + self.max_tokens(row) <= self.context
+        return (
+            not self.context
+            or self.tokens(row.prompt_tokens) + self.max_tokens(row) <= self.context
+        )
 
     def cuts(self, row: TraceRow) -> bool:
         """Whether the cap ends its answer."""
@@ -166,13 +175,19 @@ def from_trace(rows: list[TraceRow], scaling: TraceScaling, where: str) -> tuple
     check_times(rows, where)
     kept = trace_requests(rows, scaling)
     if not kept:
-        message = f"no request of {where} fits {scaling.context:,} tokens beside a cap of {scaling.cap:,}"
+        message = (
+            f"no request of {where} fits {scaling.context:,} tokens beside a cap of {scaling.cap:,}"
+        )
         raise EngineFault("workload", message)
     return OpenLoop(kept), len(rows) - len(kept)
 
 
 def _request(number: int, row: TraceRow, scaling: TraceScaling) -> TrafficRequest:
-    own, block, left = OWN + 2 * number, scaling.tokens(HASH_TOKENS), scaling.tokens(row.prompt_tokens)
+    own, block, left = (
+        OWN + 2 * number,
+        scaling.tokens(HASH_TOKENS),
+        scaling.tokens(row.prompt_tokens),
+    )
     parts = []
     for id in row.hash_ids:
         if left <= 0:
@@ -197,14 +212,18 @@ def check_times(rows: list[TraceRow], where: str) -> None:
     for number, row in enumerate(rows, 1):
         at = row.arrival_s
         if at is None:
-            message = f"{where}: request {number} has no arrival time: give --rate, and times are made up"
+            message = (
+                f"{where}: request {number} has no arrival time: give --rate, and times are made up"
+            )
             raise EngineFault("workload", message)
         if not 0 <= at < float("inf"):
             raise EngineFault(
                 "workload", f"{where}: request {number} arrives at {at} s: 0 or later is possible"
             )
         if at < before:
-            message = f"{where}: request {number} arrives at {at:g} s, the one before it at {before:g} s"
+            message = (
+                f"{where}: request {number} arrives at {at:g} s, the one before it at {before:g} s"
+            )
             raise EngineFault("workload", f"{message}: sort the trace by arrival_s")
         before = at
 

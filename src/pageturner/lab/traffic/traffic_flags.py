@@ -17,7 +17,12 @@ from urllib.parse import urlsplit
 from pageturner.errors import bad_setting
 from pageturner.lab.traffic.prompt_text import PromptWriter
 from pageturner.lab.traffic.traffic import OpenLoop, TrafficRequest
-from pageturner.lab.traffic.traffic_files import TraceScaling, read_trace, read_workload, trace_requests
+from pageturner.lab.traffic.traffic_files import (
+    TraceScaling,
+    read_trace,
+    read_workload,
+    trace_requests,
+)
 from pageturner.lab.traffic.traffic_generators import poisson, word_prompts
 
 
@@ -92,7 +97,11 @@ def _add_arrival_flags(parser: argparse.ArgumentParser) -> None:
         help="send R requests a second at random times (Poisson), whatever the server does",
     )
     parser.add_argument(
-        "--rate-scale", type=float, default=1.0, metavar="X", help="divide recorded arrival times by X"
+        "--rate-scale",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="divide recorded arrival times by X",
     )
 
 
@@ -153,7 +162,9 @@ def from_flags(arguments: argparse.Namespace) -> ServedTraffic:
 def _check(arguments: argparse.Namespace) -> None:
     for name in ("rate_scale", "length_scale", "cap", "concurrency"):
         if not getattr(arguments, name) > 0:
-            raise bad_setting(f"--{name.replace('_', '-')} is above 0, not {getattr(arguments, name)}")
+            raise bad_setting(
+                f"--{name.replace('_', '-')} is above 0, not {getattr(arguments, name)}"
+            )
     if arguments.request_rate < 0 or arguments.num_prompts < 0:
         raise bad_setting("--request-rate and --num-prompts are 0 or more")
     if arguments.trace and arguments.workload:
@@ -169,14 +180,16 @@ def _check(arguments: argparse.Namespace) -> None:
 def _workload(arguments: argparse.Namespace) -> ServedTraffic:
     if arguments.workload:
         requests = read_workload(arguments.workload)
-        about = (
-            f"{arguments.workload.name} (sha256 {file_digest(arguments.workload)}), {len(requests)} requests"
-        )
+        about = f"{arguments.workload.name} (sha256 {file_digest(arguments.workload)}), {len(requests)} requests"
         if arguments.num_prompts and arguments.num_prompts < len(requests):
             requests = requests[: arguments.num_prompts]
             about += f", the first {len(requests)}"
     else:
-        count, words, tokens = arguments.num_prompts or 64, arguments.input_len, arguments.output_len
+        count, words, tokens = (
+            arguments.num_prompts or 64,
+            arguments.input_len,
+            arguments.output_len,
+        )
         requests = word_prompts(count, words, tokens, arguments.seed)
         about = f"mix of {count}, {words} words in, {tokens} tokens out, seed {arguments.seed}"
     if arguments.arrivals:
@@ -237,7 +250,9 @@ def _context(base_url: str, api_key: str) -> int:
     connection = HTTPConnection(parts.hostname or "", parts.port or 80, timeout=10)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        connection.request("GET", parts.path.rstrip("/").removesuffix("/v1") + "/v1/models", headers=headers)
+        connection.request(
+            "GET", parts.path.rstrip("/").removesuffix("/v1") + "/v1/models", headers=headers
+        )
         return int(json.load(connection.getresponse())["data"][0]["max_model_len"])
     except (OSError, HTTPException, ValueError, LookupError, TypeError):
         return 0

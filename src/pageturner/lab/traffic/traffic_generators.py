@@ -31,7 +31,9 @@ def arrival_times(rate: float, cv: float, seed: int) -> Iterator[float]:
     """Times whose gaps are from a Gamma distribution with a mean of 1 / rate seconds and this coefficient of
     variation: 1 is a Poisson process, more comes in bursts."""
     if not (rate > 0 and cv > 0):
-        raise EngineFault("bad_setting", f"a rate and its variation are more than 0, not {rate} and {cv}")
+        raise EngineFault(
+            "bad_setting", f"a rate and its variation are more than 0, not {rate} and {cv}"
+        )
     dice = random.Random(seed)
     shape, at = 1 / cv**2, 0.0
     while True:
@@ -118,7 +120,9 @@ class SyntheticTraffic:
 
     def open_loop(self) -> OpenLoop:
         dice = random.Random(self.seed)
-        lengths = [(around(dice, self.prompt), around(dice, self.output)) for _ in range(self.count)]
+        lengths = [
+            (around(dice, self.prompt), around(dice, self.output)) for _ in range(self.count)
+        ]
         made = trace_requests([TraceRow(*pair) for pair in lengths], TraceScaling(cap=self.cap))
         return OpenLoop(at_times(made, arrival_times(self.rate, self.cv, self.seed)))
 
@@ -205,7 +209,8 @@ def _tenants(count: int, seed: int) -> list[TrafficRequest]:
     quiet = (f"quiet {1 + number % (TENANTS - 1)}" for number in range(count - loud))
     names = itertools.chain(["loud"] * loud, quiet)
     return [
-        _words(dice, _tailed(dice, 48, 12, 200), _tailed(dice, 32, 6, 128), tenant=name) for name in names
+        _words(dice, _tailed(dice, 48, 12, 200), _tailed(dice, 32, 6, 128), tenant=name)
+        for name in names
     ]
 
 
@@ -214,5 +219,7 @@ MIXES = {
     "uniform": NamedMix("short prompts and answers of equal lengths, all at once", _uniform),
     "bursts": NamedMix("mixed lengths in bursts of eight", _bursts),
     "stalls": NamedMix("long prompts that arrive while others are being answered", _stalls),
-    "tenants": NamedMix("ten tenants, of which one sends ten times as much as each other", _tenants),
+    "tenants": NamedMix(
+        "ten tenants, of which one sends ten times as much as each other", _tenants
+    ),
 }

@@ -45,7 +45,9 @@ class _AdapterBody(msgspec.Struct):
 class DoorAdapterPages:
     """fleets: by the name of the model. model_of: the model of an adapter that is there."""
 
-    def __init__(self, fleets: Mapping[str, ServeFleet], model_of: Callable[[str], str | None]) -> None:
+    def __init__(
+        self, fleets: Mapping[str, ServeFleet], model_of: Callable[[str], str | None]
+    ) -> None:
         self._fleets, self._model_of = fleets, model_of
 
     async def load(self, request: HTTPRequest) -> Response:
@@ -57,7 +59,9 @@ class DoorAdapterPages:
             message = f"{body.lora_name!r} is the name of a model: take another name"
             raise ClientError(400, "adapter_exists", message, "lora_name")
         if not body.lora_path:
-            raise ClientError(400, "invalid_value", "lora_path is a folder at every replica", "lora_path")
+            raise ClientError(
+                400, "invalid_value", "lora_path is a folder at every replica", "lora_path"
+            )
         fleet = self._fleets[model]
         if fleet.choice.full(body.lora_name):
             message = f"{MOST_CHANGES} adapters were loaded since the start: unload one first"
@@ -70,9 +74,7 @@ class DoorAdapterPages:
             fleet.choice.change(change)
             return _answer(done[0])
         if done and body.load_inplace:
-            message = (
-                f"{len(done)} of {len(said)} replicas took it, the others have the one before: {bad[0][2]}"
-            )
+            message = f"{len(done)} of {len(said)} replicas took it, the others have the one before: {bad[0][2]}"
             raise ClientError(502, "adapter_partly", message + "; send it again")
         if done:
             await _tell(fleet, "drop_adapter", fleet.choice.next_change(body.lora_name, ""))
@@ -120,9 +122,13 @@ async def _tell(fleet: ServeFleet, method: str, *arguments: Any) -> list[Said]:
     try:
         told = await fleet.tell_all(method, *arguments)
     except ConnectionLost as lost:
-        raise ClientError(503, "no_replica", f"the replicas cannot be told: {lost}; try again") from None
+        raise ClientError(
+            503, "no_replica", f"the replicas cannot be told: {lost}; try again"
+        ) from None
     for one in told:
-        if isinstance(one, BaseException):  # it died meanwhile: who takes its place learns of the change
+        if isinstance(
+            one, BaseException
+        ):  # it died meanwhile: who takes its place learns of the change
             log.warning("%s at a replica: %s", method, str(one)[:300])
     said = [one for one in told if not isinstance(one, BaseException)]
     if not said:
@@ -142,7 +148,13 @@ def with_loaded(models: list[dict[str, Any]], fleet: ServeFleet, base: str) -> l
     known = {one.get("id") for one in there}
     template = next((one for one in there if one.get("id") == base), {})
     more = [
-        {**template, "id": one.name, "root": one.path, "parent": base, "created": one.version // 10**9}
+        {
+            **template,
+            "id": one.name,
+            "root": one.path,
+            "parent": base,
+            "created": one.version // 10**9,
+        }
         for one in fleet.choice.loaded()
         if one.name not in known
     ]

@@ -11,7 +11,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-MOST_CHANGES = 1000  # names that were loaded or unloaded; those that were unloaded long ago are forgotten
+MOST_CHANGES = (
+    1000  # names that were loaded or unloaded; those that were unloaded long ago are forgotten
+)
 
 Told = Mapping[str, tuple[int, str]]  # name -> version and path, as it passes between processes
 
@@ -46,7 +48,9 @@ class AdapterTable:
     def next(self, name: str, path: str) -> AdapterChange:
         """A change that holds against what is known of the name."""
         before = self._latest.get(name)
-        return AdapterChange(name, path, max(time.time_ns(), 0 if before is None else before.version + 1))
+        return AdapterChange(
+            name, path, max(time.time_ns(), 0 if before is None else before.version + 1)
+        )
 
     @property
     def full(self) -> bool:

@@ -112,7 +112,12 @@ class Choice:
                     self._count += 1
 
     def told(
-        self, id: str, said: int, active: int, adapters: Collection[str] = (), changes: Told | None = None
+        self,
+        id: str,
+        said: int,
+        active: int,
+        adapters: Collection[str] = (),
+        changes: Told | None = None,
     ) -> None:
         """A replica says for the `said`th time how many requests it has, ours too, which adapters it holds in
         memory, and which changes of adapters it knows."""
@@ -166,7 +171,9 @@ class Choice:
             if not fresh:
                 return list(ids)
             best = self._best(ask, fresh)
-            rest = sorted((id for id in ids if id != best), key=lambda id: (id in ask.avoid, self._load(id)))
+            rest = sorted(
+                (id for id in ids if id != best), key=lambda id: (id in ask.avoid, self._load(id))
+            )
             return [best, *rest]
 
     def _best(self, ask: Ask, ids: list[str]) -> str:
@@ -190,7 +197,9 @@ class Choice:
         if holders or hints:
             return holders or ids
         idle = [id for id in ids if loads[id] == least]
-        held = {id: len(self.replicas[id].adapters | self.replicas[id].wanted.keys()) for id in idle}
+        held = {
+            id: len(self.replicas[id].adapters | self.replicas[id].wanted.keys()) for id in idle
+        }
         return [id for id in idle if held[id] == min(held.values())]
 
     def _hints(self, ask: Ask) -> dict[int, int]:

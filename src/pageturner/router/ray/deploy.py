@@ -19,7 +19,9 @@ from pageturner.errors import EngineFault, pip_install
 from pageturner.router.ray import settings
 from pageturner.router.ray.settings import AppSettings
 
-OBJECT_STORE = 100 * 1024 * 1024  # bytes of a cluster that is started here: only small pieces pass through it
+OBJECT_STORE = (
+    100 * 1024 * 1024
+)  # bytes of a cluster that is started here: only small pieces pass through it
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write a Serve configuration (for `serve deploy`, KubeRay) and start nothing",
     )
     parser.add_argument(
-        "--detach", action="store_true", help="leave the application running: on a cluster that runs already"
+        "--detach",
+        action="store_true",
+        help="leave the application running: on a cluster that runs already",
     )
 
 
@@ -114,10 +118,16 @@ def _connect(ray: Any, address: str, detach: bool) -> None:
         # else workers have the niceness 15: any other program would take the processor from them
         os.environ.setdefault("RAY_worker_niceness", "0")
         ray.init(
-            address="local", namespace="pageturner", object_store_memory=OBJECT_STORE,
-            include_dashboard=False, **quiet,
-        )  # fmt: skip
-        print("no Ray cluster is running here: started one, which ends with this command", file=sys.stderr)
+            address="local",
+            namespace="pageturner",
+            object_store_memory=OBJECT_STORE,
+            include_dashboard=False,
+            **quiet,
+        )
+        print(
+            "no Ray cluster is running here: started one, which ends with this command",
+            file=sys.stderr,
+        )
 
 
 def serve_config(app: AppSettings) -> str:

@@ -20,7 +20,10 @@ from pageturner.router.ray.settings import AppSettings, ModelSettings
 ROUTER = "pageturner.router.ray.request_router:PlacementRouter"
 POLICY = "pageturner.router.autoscaling:GoodputPolicy"
 STATS_SECONDS = 1.0  # between two reports of a replica to those who route
-HEALTH_SECONDS, HEALTH_TIMEOUT = 5.0, 30.0  # three failures in a row, and Serve takes another replica
+HEALTH_SECONDS, HEALTH_TIMEOUT = (
+    5.0,
+    30.0,
+)  # three failures in a row, and Serve takes another replica
 LOADS = 3  # times that a model is tried to be loaded before an application is given up
 MANY = 100_000  # requests at a door: it bounds them itself
 

@@ -59,7 +59,8 @@ class Door:
         self._config, self._host = settings.router_config, settings.host
         logging.basicConfig(stream=sys.stderr, level=self._config.log_level.upper())
         self._fleets = {
-            name: ServeFleet(name, handle, choice_of(name), self._config) for name, handle in handles.items()
+            name: ServeFleet(name, handle, choice_of(name), self._config)
+            for name, handle in handles.items()
         }
         self._routers = {name: Router(fleet, self._config) for name, fleet in self._fleets.items()}
         for name, model in settings.models.items():
@@ -97,11 +98,19 @@ class Door:
 
     async def _relay(self, scope: Scope, receive: Receive, send: Send) -> None:
         """To the model that a request names."""
-        if scope["type"] != "http":  # the lifespan of an application: nothing begins or ends with it
+        if (
+            scope["type"] != "http"
+        ):  # the lifespan of an application: nothing begins or ends with it
             return
-        body = await read_body(receive, self._config.max_body_size) if scope["method"] == "POST" else b""
+        body = (
+            await read_body(receive, self._config.max_body_size)
+            if scope["method"] == "POST"
+            else b""
+        )
         path: str = scope["path"]
-        named = path.removeprefix("/v1/models/") if path.startswith("/v1/models/") else _model_in(body)
+        named = (
+            path.removeprefix("/v1/models/") if path.startswith("/v1/models/") else _model_in(body)
+        )
         name = self._model_of(named or "")
         if name is None:
             if named and len(self._apps) > 1:
@@ -129,20 +138,27 @@ class Door:
         return replies.json_response({"version": pageturner.__version__})
 
     async def load(self, _: HTTPRequest) -> Response:
-        return replies.json_response({"server_load": sum(one.active for one in self._routers.values())})
+        return replies.json_response(
+            {"server_load": sum(one.active for one in self._routers.values())}
+        )
 
     async def listed(self, request: HTTPRequest) -> Response:
         """What all models say of themselves, in one list."""
         path = request.url.path
         headers = [(name, value) for name, value in request.headers.raw if name in LIST_HEADERS]
-        told = await asyncio.gather(*(_page(fleet, path, headers) for fleet in self._fleets.values()))
+        told = await asyncio.gather(
+            *(_page(fleet, path, headers) for fleet in self._fleets.values())
+        )
         whole = next((one for one in told if LISTS[path] in one), None)
         if whole is None:
             raise ClientError(503, "no_replica", "no model answers: try again in a moment")
         lists = [one.get(LISTS[path], []) for one in told]
         if path == "/v1/models":
             pairs = zip(self._fleets.items(), lists, strict=True)
-            lists = [with_loaded(entries, fleet, name) if entries else [] for (name, fleet), entries in pairs]
+            lists = [
+                with_loaded(entries, fleet, name) if entries else []
+                for (name, fleet), entries in pairs
+            ]
         every = [entry for entries in lists for entry in entries]
         return replies.json_response({**whole, LISTS[path]: every})
 
@@ -156,8 +172,16 @@ class Door:
         exposition.gauges(prefix + "open", "Requests under way", ("model",), active)
         for name, help, counts in (
             ("retries", "Requests tried once more", {name: one.retries for name, one in routers}),
-            ("moved", "Streams that went on at another replica", {name: one.moved for name, one in routers}),
-            ("cut", "Answers that broke off in their middle", {name: one.cut_short for name, one in routers}),
+            (
+                "moved",
+                "Streams that went on at another replica",
+                {name: one.moved for name, one in routers},
+            ),
+            (
+                "cut",
+                "Answers that broke off in their middle",
+                {name: one.cut_short for name, one in routers},
+            ),
         ):
             exposition.counters(prefix + name, help, ("model",), counts)
         placed = {

@@ -17,7 +17,13 @@ from typing import Any
 from urllib.parse import unquote
 
 from pageturner.config.settings import RouterConfig
-from pageturner.http.http_client import MOST_REST, AnswerPieces, ConnectionLost, Headers, ServerAddress
+from pageturner.http.http_client import (
+    MOST_REST,
+    AnswerPieces,
+    ConnectionLost,
+    Headers,
+    ServerAddress,
+)
 from pageturner.http.stream_marks import MARK, RESUME
 from pageturner.router.asked import Asked
 from pageturner.router.breaker import Breaker
@@ -78,14 +84,24 @@ class ServeFleet(Fleet):
                     return_exceptions=True
                 )
         except TimeoutError:
-            raise ConnectionLost("silent", f"a replica said nothing for {self._timeout:g} s") from None
-        except Exception as error:  # Ray's own: there is no replica, or the deployment is being taken away
+            raise ConnectionLost(
+                "silent", f"a replica said nothing for {self._timeout:g} s"
+            ) from None
+        except (
+            Exception
+        ) as error:  # Ray's own: there is no replica, or the deployment is being taken away
             raise ConnectionLost("broken", f"{type(error).__name__}: {str(error)[:200]}") from error
         return told
 
     @contextlib.asynccontextmanager
     async def exchange_with(
-        self, replica: Replica, method: str, target: str, headers: Headers, body: bytes, asked: Asked
+        self,
+        replica: Replica,
+        method: str,
+        target: str,
+        headers: Headers,
+        body: bytes,
+        asked: Asked,
     ) -> AsyncIterator[AnswerPieces]:
         """As the router's own fleet does, by Serve."""
         avoid = replica.avoid if isinstance(replica, SomeReplica) else ()
@@ -93,7 +109,11 @@ class ServeFleet(Fleet):
         adapter = self._choice.adapter(_model_of(target, asked))
         ask = Ask(next(_numbers), method, target, headers, body, asked.prefix, most, avoid, adapter)
         # Serve says the name in its own logs, and to whoever asks for it in a replica
-        handle = self._answer if adapter is None else self._answer.options(multiplexed_model_id=adapter.name)
+        handle = (
+            self._answer
+            if adapter is None
+            else self._answer.options(multiplexed_model_id=adapter.name)
+        )
         answer = HandleAnswer(handle.remote(ask), self._timeout)
         number = ask.number
         del ask, body
@@ -109,7 +129,9 @@ class ServeFleet(Fleet):
 
 def _model_of(target: str, asked: Asked) -> str:
     """Also of the page of a model."""
-    return unquote(target.removeprefix(MODEL_PAGE)) if target.startswith(MODEL_PAGE) else asked.model
+    return (
+        unquote(target.removeprefix(MODEL_PAGE)) if target.startswith(MODEL_PAGE) else asked.model
+    )
 
 
 class HandleAnswer:
@@ -165,7 +187,9 @@ class HandleAnswer:
             if task is not None and task.cancelling():
                 raise
             raise ConnectionLost("broken", "Serve gave the request up") from None
-        except Exception as error:  # Ray's own, and whatever its replica raised, as another class each time
+        except (
+            Exception
+        ) as error:  # Ray's own, and whatever its replica raised, as another class each time
             why = str(error).strip().splitlines() or [type(error).__name__]
             raise ConnectionLost("broken", f"{type(error).__name__}: {why[0][:200]}") from error
 

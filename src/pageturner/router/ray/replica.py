@@ -48,7 +48,9 @@ class ModelReplica:
         """The server, with its model loaded. Raises the EngineFault for which it cannot be."""
         async with self._loading:
             if self._server is None:
-                logging.basicConfig(stream=sys.stderr, level=self._settings.server.log_level.upper())
+                logging.basicConfig(
+                    stream=sys.stderr, level=self._settings.server.log_level.upper()
+                )
                 server = EmbeddedServer(self._settings)
                 try:
                     await server.until_ready()
@@ -100,7 +102,9 @@ class ModelReplica:
         try:
             await asyncio.shield(work)
         except ClientError as error:
-            return ClientError(503, error.code, f"adapter {change.name!r}: {error.message}", "model")
+            return ClientError(
+                503, error.code, f"adapter {change.name!r}: {error.message}", "model"
+            )
         return None
 
     def _came(self, change: AdapterChange, work: asyncio.Future[None]) -> None:
@@ -184,7 +188,9 @@ class _Call:
         """What was sent since it was last asked: the head, the body in one piece."""
         sent, self.sent = self.sent, []
         found: list[Head | bytes] = [
-            (one["status"], list(one["headers"])) for one in sent if one["type"] == "http.response.start"
+            (one["status"], list(one["headers"]))
+            for one in sent
+            if one["type"] == "http.response.start"
         ]
         bodies = [one for one in sent if one["type"] == "http.response.body"]
         if piece := b"".join(one.get("body", b"") for one in bodies):

@@ -36,18 +36,26 @@ class PlacementRouter(RequestRouter):
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         self._choice.update([one.replica_id.unique_id for one in replicas])
-        for one in replicas:  # Serve says anew who is there whenever one has reported something else
+        for (
+            one
+        ) in replicas:  # Serve says anew who is there whenever one has reported something else
             self._told(one.replica_id.unique_id, one)
         super().update_replicas(replicas)
 
     def _told(self, id: str, replica: RunningReplica) -> None:
         stats = replica.routing_stats or {}
         self._choice.told(
-            id, stats.get("said", 0), stats.get("active", 0), stats.get("adapters", ()), stats.get("changes")
+            id,
+            stats.get("said", 0),
+            stats.get("active", 0),
+            stats.get("adapters", ()),
+            stats.get("changes"),
         )
 
     async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """Ranks of one replica each, the best first."""
         by_id = {one.replica_id.unique_id: one for one in candidate_replicas}
@@ -56,7 +64,9 @@ class PlacementRouter(RequestRouter):
         ask = _ask_of(pending_request) or Ask(0, "", "", [], b"")
         return [[by_id[id]] for id in self._choice.order(ask, list(by_id))]
 
-    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+    def on_request_routed(
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
+    ) -> None:
         ask = _ask_of(pending_request)
         if ask is not None:
             self._numbers[pending_request.metadata.internal_request_id] = ask.number

@@ -101,7 +101,9 @@ def settings_of(table: dict[str, Any]) -> AppSettings:
     """As `read`, of what is in a file, or in the args of a Serve configuration."""
     given = table.get("models")
     if not isinstance(given, dict) or not given:
-        raise EngineFault("bad_setting", "an application has a table [models.NAME] for each of its models")
+        raise EngineFault(
+            "bad_setting", "an application has a table [models.NAME] for each of its models"
+        )
     models = {name: _model(name, one) for name, one in given.items()}
     _check_adapters(models)
     rest = {key: value for key, value in table.items() if key != "models"}
@@ -133,7 +135,9 @@ def _model(name: str, given: Any) -> ModelSettings:
     if not (numbers and all(type(one) is int for one in bounds) and 1 <= bounds[0] <= bounds[1]):
         message = f"models.{name}.replicas: a number from 1 on, or [least, most], not {replicas!r}"
         raise EngineFault("bad_setting", message)
-    made: ModelSettings = _made(ModelSettings, f"models.{name}", {**given, "replicas": tuple(bounds)})
+    made: ModelSettings = _made(
+        ModelSettings, f"models.{name}", {**given, "replicas": tuple(bounds)}
+    )
     for key in set(made.server) & set(NOT_IN_SERVER):
         message = f"models.{name}.server.{key}: a replica has no port and no folder of its own: Serve listens"
         raise EngineFault("bad_setting", message)
@@ -151,7 +155,9 @@ def _made(kind: Any, where: str, values: dict[str, Any]) -> Any:
     known = {one.name: one for one in fields(kind)}
     for key, value in values.items():
         if key not in known:
-            raise EngineFault("bad_setting", f"{where}: unknown key {key!r}: there are {', '.join(known)}")
+            raise EngineFault(
+                "bad_setting", f"{where}: unknown key {key!r}: there are {', '.join(known)}"
+            )
         wanted = {"float": (int, float), "int": (int,), "str": (str,)}.get(str(known[key].type))
         table = str(known[key].type).startswith("dict")
         if (
@@ -164,7 +170,9 @@ def _made(kind: Any, where: str, values: dict[str, Any]) -> Any:
         if wanted and wanted != (str,) and value < (key == "doors"):
             raise EngineFault("bad_setting", f"{where}: {key} = {value} is too small")
     if kind is ModelSettings and "model" not in values:
-        raise EngineFault("bad_setting", f"{where}: model is missing: a file, a folder, an id or an alias")
+        raise EngineFault(
+            "bad_setting", f"{where}: model is missing: a file, a folder, an id or an alias"
+        )
     return kind(**values)
 
 

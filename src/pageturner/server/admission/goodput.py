@@ -84,7 +84,9 @@ def _targets(stream: OutputStream) -> dict[str, Callable[[float], bool]]:
     request, times, more = stream.request, stream.times, len(stream.tokens) - 1
     found: dict[str, Callable[[float], bool]] = {}
     if (ttft := request.ttft_target) is not None:
-        found["ttft"] = lambda now: (times.first_at if stream.tokens else now) - times.arrival <= ttft
+        found["ttft"] = lambda now: (
+            (times.first_at if stream.tokens else now) - times.arrival <= ttft
+        )
     if (tpot := request.tpot_target) is not None:
         found["tpot"] = lambda _: more < 1 or (times.last_at - times.first_at) / more <= tpot
     if (deadline := request.deadline) is not None:

@@ -15,7 +15,9 @@ from pageturner.text import parameters
 
 UNKNOWN = 1 << 40  # where a size is not known, it limits nothing
 LONGEST_NAME = 256  # characters of what a client calls its users and its caches
-OPEN_REQUESTS = 16  # all unfinished requests together may hold as many entries as so many of the dearest ones
+OPEN_REQUESTS = (
+    16  # all unfinished requests together may hold as many entries as so many of the dearest ones
+)
 SAFE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -49,8 +51,12 @@ NO_LIMITS = RequestLimits()
 def check_prompts(count: int, limits: RequestLimits) -> None:
     """ClientError where one request has more prompts than are taken."""
     if count > limits.prompts:
-        message = f"the request has {count} prompts and {limits.prompts} are taken: send several requests"
-        raise _refused("too_many_prompts", f"{message}, or raise --max-prompts-per-request", "prompt")
+        message = (
+            f"the request has {count} prompts and {limits.prompts} are taken: send several requests"
+        )
+        raise _refused(
+            "too_many_prompts", f"{message}, or raise --max-prompts-per-request", "prompt"
+        )
 
 
 def check_choices(prompts: int, made: int, limits: RequestLimits) -> None:
@@ -63,7 +69,9 @@ def check_choices(prompts: int, made: int, limits: RequestLimits) -> None:
         raise _refused("too_many_choices", message, "n" if made > 1 else "prompt")
 
 
-def check_price(params: SamplingParams, prompts: list[int], made: int, limits: RequestLimits) -> None:
+def check_price(
+    params: SamplingParams, prompts: list[int], made: int, limits: RequestLimits
+) -> None:
     """ClientError where the answers to one request are dearer than one request may be.
 
     params   of one choice, resolved
@@ -83,7 +91,9 @@ def check_price(params: SamplingParams, prompts: list[int], made: int, limits: R
         rows += choices * (params.max_tokens or 0) * (params.logprobs + 1)
     if params.prompt_logprobs is not None:
         rows += sum(prompts) * made * (params.prompt_logprobs + 1)
-    if rows > max(limits.logprobs, (MOST_LOGPROBS + 1) * limits.context):  # one answer always has its own
+    if rows > max(
+        limits.logprobs, (MOST_LOGPROBS + 1) * limits.context
+    ):  # one answer always has its own
         message = (
             f"the request may have to tell {rows} logprobs, and {limits.logprobs} are told in one: lower"
             " max_tokens, n, or the number of logprobs, or raise --max-logprobs-per-request"
@@ -105,10 +115,10 @@ def check_tokens_json(raw: bytes, name: str, limits: RequestLimits) -> None:
     """ClientError where a field that says something of single tokens has more of them than there are."""
     if len(raw) // 2 >= limits.vocabulary:
         strings, others = count_values(raw, 2 * limits.vocabulary)
-        if strings + others > 3 * limits.vocabulary + 2:  # an entry of logit_bias is three: a colon, too
-            message = (
-                f"{name} has more entries than the {limits.vocabulary} tokens that there are: send fewer"
-            )
+        if (
+            strings + others > 3 * limits.vocabulary + 2
+        ):  # an entry of logit_bias is three: a colon, too
+            message = f"{name} has more entries than the {limits.vocabulary} tokens that there are: send fewer"
             raise _refused("too_many_values", message, name)
 
 
@@ -127,7 +137,9 @@ def count_values(raw: bytes, most: int) -> tuple[int, int]:
     and the rest. Where there are more than `most` strings the others are not counted. A few passes over the
     bytes, and nothing is made of them."""
     strings, outside = _strings_and_rest(raw, most)
-    places = outside.count(b",") + outside.count(b":") + outside.count(b"[") + outside.count(b"{") + 1
+    places = (
+        outside.count(b",") + outside.count(b":") + outside.count(b"[") + outside.count(b"{") + 1
+    )
     return strings, max(places - strings, 0)
 
 
@@ -153,9 +165,7 @@ def check_prompt_json(raw: bytes, truncated: bool, limits: RequestLimits) -> Non
     if prompts and places > prompts and b"[" not in outside[1:]:
         check_prompts(places, limits)  # texts and what is none
     if places > max(prompts, 1) * limits.context and not truncated:
-        message = (
-            f"{maximum(limits.context)}, answer included, and prompt has {places} tokens: shorten the prompt"
-        )
+        message = f"{maximum(limits.context)}, answer included, and prompt has {places} tokens: shorten the prompt"
         raise _refused("context_length_exceeded", message, "prompt")
 
 
@@ -167,7 +177,9 @@ def maximum(tokens: int) -> str:
 def check_size(length: int, name: str, what: str, limits: RequestLimits) -> None:
     """ClientError for a text, or for so many tokens, that are too long to be told as tokens, or as text."""
     if length > limits.text:
-        message = f"{name} has {length} {what} and {limits.text} are taken at once: send it in parts"
+        message = (
+            f"{name} has {length} {what} and {limits.text} are taken at once: send it in parts"
+        )
         raise ClientError(400, "text_too_long", message)
 
 

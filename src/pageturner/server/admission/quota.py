@@ -25,13 +25,21 @@ from dataclasses import dataclass, field
 from pageturner.errors import ClientError
 from pageturner.http.api_keys import ApiKey
 from pageturner.server.admission.limits import NO_LIMITS, RequestLimits
-from pageturner.server.admission.price import FREE, Price, price_of, price_of_answers, price_of_reading
+from pageturner.server.admission.price import (
+    FREE,
+    Price,
+    price_of,
+    price_of_answers,
+    price_of_reading,
+)
 from pageturner.text.output_stream import OutputStream
 
 MINUTE = 60.0
 ROUNDING = 1e-6  # seconds
 REMEMBERED = 16  # ends of requests of a key, from which its pace is known
-SAFETY = 1.5  # by which the wait for what others of the key have open is longer than their pace says
+SAFETY = (
+    1.5  # by which the wait for what others of the key have open is longer than their pace says
+)
 OF_LATE = 0.2  # weight of the last answer in the share that answers take of what they may
 
 
@@ -169,7 +177,11 @@ class Quota:
         self._account(key).charge(tokens, self._clock())
 
     def admit(
-        self, work: Work, streams: Sequence[OutputStream], unfinished: int, limits: RequestLimits = NO_LIMITS
+        self,
+        work: Work,
+        streams: Sequence[OutputStream],
+        unfinished: int,
+        limits: RequestLimits = NO_LIMITS,
     ) -> None:
         """Its choices are known, and from now on under way. ClientError 429 when they are beyond a limit of
         the key, 400 when they always would be.
@@ -183,7 +195,9 @@ class Quota:
         asked = price.certain + expected
         account.usual += OF_LATE * (asked - account.usual) if account.usual else asked
         self._check_rate(key, account, asked)
-        if key.queue_share and unfinished + len(streams) > self._slots:  # somebody will have to wait
+        if (
+            key.queue_share and unfinished + len(streams) > self._slots
+        ):  # somebody will have to wait
             waiting = sum(not stream.tokens for one in account.under_way for stream in one.streams)
             most = max(1, int(key.queue_share * self._queue))
             if waiting + len(streams) > most:
@@ -198,12 +212,12 @@ class Quota:
             wait = account.bucket.wait_for(tokens, self._clock())
             if wait > ROUNDING:
                 wait = account.bucket.wait_for(max(tokens, usual), self._clock())
-                message = (
-                    f"this key may use {key.tokens_per_minute} tokens a minute: come again in {wait:.1f} s"
-                )
+                message = f"this key may use {key.tokens_per_minute} tokens a minute: come again in {wait:.1f} s"
                 raise ClientError(429, "token_rate_limit", message, retry_after=wait)
 
-    def _check_share(self, key: ApiKey, account: KeyAccount, price: int, limits: RequestLimits) -> None:
+    def _check_share(
+        self, key: ApiKey, account: KeyAccount, price: int, limits: RequestLimits
+    ) -> None:
         most = key.max_cost or limits.choices * limits.context
         if price > most and key.max_cost:
             message = (

@@ -50,11 +50,15 @@ def service_level_of(
 ) -> ServiceLevel:
     """Those of a request. key: what it came with; only where keys do not tell tenants apart a header, or
     `user`, does. ClientError 400 names the field or header that is wrong, 403: the key does not allow it."""
-    given = {name: value.decode("latin-1").strip() for name, value in headers if name.startswith(b"x-")}
+    given = {
+        name: value.decode("latin-1").strip() for name, value in headers if name.startswith(b"x-")
+    }
     tenant = key.tenant
     if not tenant and (named := given.get(b"x-tenant")) is not None:
         if not _TENANT.fullmatch(named):
-            raise bad_request("invalid_value", "X-Tenant must be 1 to 64 letters, digits and ._-", "X-Tenant")
+            raise bad_request(
+                "invalid_value", "X-Tenant must be 1 to 64 letters, digits and ._-", "X-Tenant"
+            )
         tenant = named
     priority = _priority(body.priority, given.get(b"x-priority"))
     if priority is None:
@@ -65,7 +69,9 @@ def service_level_of(
     elapsed = elapsed_of(given.get(ELAPSED, "").encode("latin-1"))
     deadline = _seconds(body.deadline_ms, "deadline_ms", given)
     if deadline is not None and deadline <= elapsed:
-        message = f"the deadline passed {elapsed - deadline:.3f} s ago, before the request came here"
+        message = (
+            f"the deadline passed {elapsed - deadline:.3f} s ago, before the request came here"
+        )
         raise ClientError(504, "deadline_exceeded", message)
     ttft = _seconds(body.ttft_target_ms, "ttft_target_ms", given)
     return ServiceLevel(
@@ -90,7 +96,9 @@ def _priority(field: int | None, header: str | None) -> int | None:
         name = "X-Priority"
         field = int(header) if re.fullmatch(r"[+-]?[0-9]{1,10}", header) else MOST_PRIORITY
     if field is not None and not -MOST_PRIORITY <= field < MOST_PRIORITY:
-        raise bad_request("invalid_value", f"{name} must be {-MOST_PRIORITY} to {MOST_PRIORITY - 1}", name)
+        raise bad_request(
+            "invalid_value", f"{name} must be {-MOST_PRIORITY} to {MOST_PRIORITY - 1}", name
+        )
     return field
 
 

@@ -93,7 +93,9 @@ class BackgroundPlaces:
         groups = self._groups()
         others = len(self._streams.unfinished) - sum(map(len, groups)) + len(coming)
         room = self._slots() - others if others and most is None else most
-        while groups and ((room is not None and sum(map(len, groups)) > room) or self._full(coming)):
+        while groups and (
+            (room is not None and sum(map(len, groups)) > room) or self._full(coming)
+        ):
             if not others and len(groups) == 1:  # alone it may have all there is
                 return
             self._take_out(groups.pop())
@@ -113,7 +115,9 @@ class BackgroundPlaces:
         ready = self._supervisor.ready
         if ready is None:
             return False
-        taken = sum(map(_positions, self._streams.unfinished.values())) + sum(map(_positions, coming))
+        taken = sum(map(_positions, self._streams.unfinished.values())) + sum(
+            map(_positions, coming)
+        )
         return taken > MOST_KV * ready.num_blocks * ready.block_size
 
     def _take_out(self, group: Group) -> None:
@@ -166,7 +170,11 @@ class BackgroundPlaces:
         ids = {stream.request.id: next(self._ids) for stream in group}
         for stream in group:
             request = stream.request
-            parent = request.parent if request.parent is None else ids.get(request.parent, request.parent)
+            parent = (
+                request.parent
+                if request.parent is None
+                else ids.get(request.parent, request.parent)
+            )
             stream.request = replace(request, id=ids[request.id], parent=parent)
 
 

@@ -26,7 +26,9 @@ def check_events(events: Iterable[Event], vocabulary: int) -> None:
     """All tokens that they name are among so many, and what ends one is a reason."""
     for event in events:
         tokens = event.tokens
-        if event.finish not in FINISHES or (tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary):
+        if event.finish not in FINISHES or (
+            tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary
+        ):
             raise ValueError(f"request {event.id}: a token or an end that there is not")
         if event.logprobs or event.prompt_logprobs:
             _check_likely(event, vocabulary)

@@ -23,7 +23,9 @@ from pageturner.text.parameters import entries
 
 MAX_BEHIND = 4096  # tokens that a client may leave unread before it is cut off
 MANY_LOGPROBS = 512  # positions of an answer; more are a burden where there is no memory
-MOST_STOPPED = 1024  # stopped streams awaiting the engine's timings; beyond this the oldest go without
+MOST_STOPPED = (
+    1024  # stopped streams awaiting the engine's timings; beyond this the oldest go without
+)
 NO_MEMORY = Failure(OUT_OF_MEMORY, MESSAGE, 1.0)
 TIMINGS_TIMEOUT = 1.0  # seconds for which an answer waits for them
 
@@ -57,12 +59,16 @@ class OpenStreams:
     ) -> None:
         self.unfinished: dict[int, OutputStream] = {}
         self.accounts: dict[int, Timings] = {}  # of those that are asked for (running_timelines.py)
-        self.gained = 0  # tokens and prompt logprobs that reached any stream: the supervisor's progress
+        self.gained = (
+            0  # tokens and prompt logprobs that reached any stream: the supervisor's progress
+        )
         self._stopped: OrderedDict[int, StoppedStream] = OrderedDict()
         self._metrics = metrics
         self._places = Places(limit)
         self._most_entries = most_entries
-        self._entries = 0  # of all unfinished streams: what reshapes their logits lies in both processes
+        self._entries = (
+            0  # of all unfinished streams: what reshapes their logits lies in both processes
+        )
         self._clock = clock
 
     def raise_limit(self, more: int) -> None:
@@ -88,7 +94,9 @@ class OpenStreams:
         if wait:
             for stream in streams:
                 self._metrics.goodput.turned_away(stream, now)
-            raise ClientError(429, "queue_full", f"{full}: {taken} requests are unfinished", retry_after=wait)
+            raise ClientError(
+                429, "queue_full", f"{full}: {taken} requests are unfinished", retry_after=wait
+            )
 
     def add(self, streams: list[OutputStream]) -> None:
         """Add streams for which `check_room` has found room."""
@@ -102,7 +110,9 @@ class OpenStreams:
         now, stopped = self._clock(), []
         for event in events:
             stream = self.unfinished.get(event.id)
-            if stream is None:  # cancelled, while this was on its way: or stopped, and the engine was quicker
+            if (
+                stream is None
+            ):  # cancelled, while this was on its way: or stopped, and the engine was quicker
                 if event.timings is not None:
                     self.settle_timings(event.id, event.timings)
                 continue
@@ -189,7 +199,8 @@ class OpenStreams:
     def tokens(self) -> dict[int, int]:
         """Tokens so far of each unfinished stream, those of its prompt that have their logprobs included."""
         return {
-            id: len(stream.tokens) + len(stream.prompt_logprobs) for id, stream in self.unfinished.items()
+            id: len(stream.tokens) + len(stream.prompt_logprobs)
+            for id, stream in self.unfinished.items()
         }
 
     def retry_after(self) -> int:

@@ -24,7 +24,9 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from itertools import islice
 
-LATELY = 64  # ends of requests from which their pace is known; for a longer wait as many as it is for
+LATELY = (
+    64  # ends of requests from which their pace is known; for a longer wait as many as it is for
+)
 REMEMBERED = 1024  # of them
 UNKNOWN_PACE = 1.0  # seconds between two ends, as long as none were seen
 SAFETY = 1.7  # standard deviations of a wait that is left over, when ends come at random

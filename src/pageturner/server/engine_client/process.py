@@ -88,7 +88,9 @@ class EngineProcess:
         given = [word for name, fd in zip(names, fds, strict=True) for word in (name, str(fd))]
         try:
             with _interrupts_ignored():
-                self._child = subprocess.Popen([*command, *given], stdin=subprocess.DEVNULL, pass_fds=fds)
+                self._child = subprocess.Popen(
+                    [*command, *given], stdin=subprocess.DEVNULL, pass_fds=fds
+                )
         finally:
             theirs.close()
             os.close(ledger_fd)

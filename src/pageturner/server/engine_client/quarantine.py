@@ -20,7 +20,9 @@ from collections.abc import Mapping, Sequence
 
 from pageturner.request import Failure
 
-POISON = Failure("poisoned_request", "this request repeatedly brought the engine down and was given up")
+POISON = Failure(
+    "poisoned_request", "this request repeatedly brought the engine down and was given up"
+)
 PATIENCE = 4  # deaths that no request explains, in a row without a token, that are no strike
 
 
@@ -32,7 +34,9 @@ class Quarantine:
         self._killed: dict[int, tuple[int, int]] = {}  # id -> tokens, deaths with so many
         self._struck: dict[int, int] = {}  # id -> tokens it had at its last strike
         self._trial: list[int] = []  # suspects let in last, not cleared yet
-        self._rest: list[list[int]] = []  # groups of suspects that wait for their trial, hottest first
+        self._rest: list[
+            list[int]
+        ] = []  # groups of suspects that wait for their trial, hottest first
         self._admitted: set[int] = set()  # what may run while there are suspects
 
     @property

@@ -308,8 +308,10 @@ class Supervisor:
             self._metrics.resumed += unfinished
             log.warning(
                 "engine process %d is ready, with %d blocks of KV taken back; %d open streams go on",
-                self.epoch, ready.kv_blocks_taken_back, unfinished,
-            )  # fmt: skip
+                self.epoch,
+                ready.kv_blocks_taken_back,
+                unfinished,
+            )
         self._submit_all()
         self._settle()
         for callback in self._on_ready:
@@ -340,7 +342,9 @@ class Supervisor:
         while True:
             asleep = time.monotonic()
             await asyncio.sleep(min(0.25, self._timeout / 4))
-            if time.monotonic() - asleep > 0.75 * self._timeout:  # it was this process that stood still
+            if (
+                time.monotonic() - asleep > 0.75 * self._timeout
+            ):  # it was this process that stood still
                 self._awake_since = time.monotonic()
             self._memory.give_way()
             self._submitted.intersection_update(self._streams.unfinished)  # forget the finished
@@ -384,10 +388,15 @@ class Supervisor:
         cause = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
         log.error(
             "engine process %d is lost (%s; %s) with %d open streams",
-            self.epoch, reason, cause, len(self._streams.unfinished),
-        )  # fmt: skip
+            self.epoch,
+            reason,
+            cause,
+            len(self._streams.unfinished),
+        )
         if self.ready is None:
-            self._give_up(EngineFault("engine_start", f"the engine process ended while it started: {cause}"))
+            self._give_up(
+                EngineFault("engine_start", f"the engine process ended while it started: {cause}")
+            )
             return
         self._last_end = f"{cause} {self._restarts.start_failed}".rstrip()
         self._metrics.engine_lost()
@@ -401,7 +410,9 @@ class Supervisor:
         if self._restarts.looping:
             self._streams.fail_all(self._restarts.unavailable)
         await asyncio.sleep(self._restarts.pause)
-        if not was_live or self._restarts.futile > 1:  # it may be this memory that there is no living with
+        if (
+            not was_live or self._restarts.futile > 1
+        ):  # it may be this memory that there is no living with
             self.process.kv.discard()
         self._adopt(await self._next_process())
         assert self._loop is not None
@@ -431,7 +442,9 @@ class Supervisor:
     def _blame(self, own: bool) -> bool:
         """Note who was in the executing step. True if that gives a culprit away, who then fails."""
         begun, finished, _, _, executing = self.process.ledger.read()
-        if begun == finished:  # it died between two steps: whoever it had been given may have caused it
+        if (
+            begun == finished
+        ):  # it died between two steps: whoever it had been given may have caused it
             executing = sorted(self._submitted)
         note = self._quarantine.crash if own else self._quarantine.killed
         culprit = note(executing, self._streams.tokens())

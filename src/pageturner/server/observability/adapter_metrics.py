@@ -45,5 +45,8 @@ def expose(exposition: Exposition, figures: AdapterFigures, engine: Mapping[str,
     labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
     help = "Adapters at work; the value is the time"
     exposition.gauges(
-        "vllm:lora_requests_info", help, labels, {(str(figures.most), running, waiting): time.time()}
+        "vllm:lora_requests_info",
+        help,
+        labels,
+        {(str(figures.most), running, waiting): time.time()},
     )

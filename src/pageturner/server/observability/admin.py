@@ -70,8 +70,12 @@ class LiveSettings:
             if name not in known:
                 message = f"unknown field {name!r}: what can be changed is {', '.join(CHANGEABLE)}"
                 raise ClientError(400, "unknown_field", message, name)
-            if type(value) is not type(known[name].default):  # settings take '64K' too, JSON has numbers
-                message = f"{name} is of type {type(known[name].default).__name__}, not {value!r:.80}"
+            if type(value) is not type(
+                known[name].default
+            ):  # settings take '64K' too, JSON has numbers
+                message = (
+                    f"{name} is of type {type(known[name].default).__name__}, not {value!r:.80}"
+                )
                 raise ClientError(400, "invalid_value", message, name)
             try:
                 check(known[name], value)
@@ -79,14 +83,20 @@ class LiveSettings:
                 raise ClientError(400, "invalid_value", fault.message, name) from fault
             if isinstance(value, int) and not 0 <= value <= MOST:
                 raise ClientError(
-                    400, "invalid_value", f"{name} is 0 or more and {MOST} or less, not {value}", name
+                    400,
+                    "invalid_value",
+                    f"{name} is 0 or more and {MOST} or less, not {value}",
+                    name,
                 )
         self.config = replace(self.config, **values)
         more = max(0, self.slots - self.widest)
         self.widest += more
         self.streams.raise_limit(more)
         wanted = {name: getattr(self.config, name) for name in CHANGEABLE}
-        log.info("settings from here on: %s", ", ".join(f"{name} {value}" for name, value in wanted.items()))
+        log.info(
+            "settings from here on: %s",
+            ", ".join(f"{name} {value}" for name, value in wanted.items()),
+        )
         self.supervisor.configure(Configure(**wanted, widest=self.widest))
 
 
@@ -95,7 +105,11 @@ class AdminPages:
     key: opens them, "" where only API keys that are marked so do."""
 
     def __init__(
-        self, settings: LiveSettings, key: str, keys: KeyRing, tell_state: Callable[[], dict[str, Any]]
+        self,
+        settings: LiveSettings,
+        key: str,
+        keys: KeyRing,
+        tell_state: Callable[[], dict[str, Any]],
     ) -> None:
         self._settings = settings
         self._tell_state = tell_state

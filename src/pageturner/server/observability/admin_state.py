@@ -15,7 +15,12 @@ from pageturner.text.output_stream import OutputStream
 
 MOST_STREAMS = 1000  # are told one by one, the oldest first
 MOST_NAME = 128  # characters of what a client calls itself or its request
-POOL = ("blocks_total", "blocks_used", "blocks_cached", "pinned")  # of the engine's gauges, if they are there
+POOL = (
+    "blocks_total",
+    "blocks_used",
+    "blocks_cached",
+    "pinned",
+)  # of the engine's gauges, if they are there
 
 
 def server_state(service: Service) -> dict[str, Any]:

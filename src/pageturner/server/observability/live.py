@@ -51,7 +51,9 @@ class LivePage:
                 "steps": [_step(step) for step in ledger.noted(since)],
                 "requests": self._requests(now),
                 "unfinished": len(service.streams.unfinished),
-                "first_tokens_ms": [round(1000 * s, 1) for s in service.history.first_tokens(now - LATELY)],
+                "first_tokens_ms": [
+                    round(1000 * s, 1) for s in service.history.first_tokens(now - LATELY)
+                ],
                 "figures": self._figures(now),
                 "settings": service.live_settings.as_dict(),
             }

@@ -24,12 +24,69 @@ from pageturner.telemetry.work import STEP_SIZES
 from pageturner.text.output_stream import OutputStream
 
 # vLLM's buckets (vllm/v1/metrics/buckets.py), in seconds
-TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
-        40.0, 80.0, 160.0, 640.0, 2560.0)  # fmt: skip
-ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
-       80.0)  # fmt: skip
+TTFT = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+    160.0,
+    640.0,
+    2560.0,
+)
+ITL = (
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+)
 # finer than theirs, for small models on a CPU: ours
-FINE_ITL = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0)
+FINE_ITL = (
+    0.0005,
+    0.001,
+    0.002,
+    0.003,
+    0.005,
+    0.0075,
+    0.01,
+    0.015,
+    0.02,
+    0.03,
+    0.05,
+    0.1,
+    0.2,
+    0.5,
+    1.0,
+)
 
 # counters of the engine (channel.Stats) -> name and help; each restarts from zero with the engine process
 ENGINE_COUNTERS = {
@@ -48,7 +105,10 @@ ENGINE_COUNTERS = {
         "pageturner:kv_blocks_taken_back",
         "KV blocks taken back from an engine process that died",
     ),
-    "session_turns_found": ("pageturner:session_turns_found", "Turns of sessions that found their KV"),
+    "session_turns_found": (
+        "pageturner:session_turns_found",
+        "Turns of sessions that found their KV",
+    ),
     "session_turns_missed": ("pageturner:session_turns_missed", "Turns of sessions that did not"),
     "session_blocks_given_up": (
         "pageturner:session_blocks_given_up",
@@ -82,7 +142,9 @@ class Metrics:
         default_factory=lambda: Counter({"stop": 0, "length": 0, "abort": 0, "error": 0})
     )
     rejected: Counter[str] = field(default_factory=lambda: Counter({"queue_full": 0}))
-    refused: Counter[str] = field(default_factory=Counter)  # of all that was refused, those too, by code
+    refused: Counter[str] = field(
+        default_factory=Counter
+    )  # of all that was refused, those too, by code
     goodput: Goodput = field(default_factory=Goodput)
     phases: PhaseMetrics = field(default_factory=PhaseMetrics)
     http: HttpMetrics = field(default_factory=HttpMetrics)
@@ -157,26 +219,38 @@ def render(
     exposition = Exposition({"model_name": model, "engine": "0"})
     _expose_engine(exposition, metrics, cache)
     _expose_requests(exposition, metrics)
-    exposition.gauge("pageturner:engine_up", "1 while the engine process is there and moves", float(healthy))
+    exposition.gauge(
+        "pageturner:engine_up", "1 while the engine process is there and moves", float(healthy)
+    )
     if healthy:  # else vLLM's board is to say that it is down, and not that it sleeps
         states = {"awake": 1.0, "weights_offloaded": 0.0, "discard_all": 0.0}
         exposition.gauges("vllm:engine_sleep_state", "1 for what it does", ("sleep_state",), states)
     exposition.counter("pageturner:engine_restarts", "Engine processes lost", metrics.restarts)
     exposition.counter(
-        "pageturner:engine_strikes", "Ends of the engine held against a request it computed", metrics.strikes
+        "pageturner:engine_strikes",
+        "Ends of the engine held against a request it computed",
+        metrics.strikes,
     )
-    exposition.counter("pageturner:poisoned_requests", "Requests found to kill the engine", metrics.poisoned)
+    exposition.counter(
+        "pageturner:poisoned_requests", "Requests found to kill the engine", metrics.poisoned
+    )
     exposition.counter(
         "pageturner:resumed_streams", "Streams taken up again after a restart", metrics.resumed
     )
     help = "Answers cut off because their clients read too slowly"
-    cut = metrics.cut_readers + metrics.rejected["client_too_slow"]  # by their tokens, and by their bytes
+    cut = (
+        metrics.cut_readers + metrics.rejected["client_too_slow"]
+    )  # by their tokens, and by their bytes
     exposition.counter("pageturner:cut_readers", help, cut)
     keys = keys or {}
     help = "Tokens that what each key has open may cost"
-    exposition.gauges("pageturner:key_open_cost", help, ("key",), {key: one[0] for key, one in keys.items()})
+    exposition.gauges(
+        "pageturner:key_open_cost", help, ("key",), {key: one[0] for key, one in keys.items()}
+    )
     help = "Tokens that the requests of each key were charged, less what was given back"
-    exposition.gauges("pageturner:key_cost", help, ("key",), {key: one[1] for key, one in keys.items()})
+    exposition.gauges(
+        "pageturner:key_cost", help, ("key",), {key: one[1] for key, one in keys.items()}
+    )
     if adapters is not None:
         adapter_metrics.expose(exposition, adapters, metrics.engine)
     tier_metrics.expose(exposition, metrics.engine)
@@ -197,34 +271,58 @@ def _expose_engine(exposition: Exposition, metrics: Metrics, cache: dict[str, st
     help = "Requests waiting: for a place, or for a grammar, an adapter or KV"
     exposition.gauges("vllm:num_requests_waiting_by_reason", help, ("reason",), reasons)
     kinds = ("blocks", "recent_blocks")  # the second only where layers have a window
-    usage = max(engine.get(f"{kind}_used", 0) / (engine.get(f"{kind}_total", 0) or 1) for kind in kinds)
-    exposition.gauge("vllm:kv_cache_usage_perc", "KV blocks in use, 0 to 1, of the scarcer kind", usage)
+    usage = max(
+        engine.get(f"{kind}_used", 0) / (engine.get(f"{kind}_total", 0) or 1) for kind in kinds
+    )
+    exposition.gauge(
+        "vllm:kv_cache_usage_perc", "KV blocks in use, 0 to 1, of the scarcer kind", usage
+    )
     exposition.gauge("vllm:gpu_cache_usage_perc", "The same, by vLLM's name of 2025", usage)
-    help = "Tokens that the engine has yet to compute: prompts, and answers by their predicted lengths"
+    help = (
+        "Tokens that the engine has yet to compute: prompts, and answers by their predicted lengths"
+    )
     exposition.gauge("pageturner:predicted_tokens", help, engine.get("backlog_tokens", 0))
     help = "Predicted tokens of one answer, of those under way"
     exposition.gauge("pageturner:predicted_answer_tokens", help, engine.get("backlog_answer", 0))
     states = ("reserved", "used", "wasted", "saved", "contiguous")
     kv = {state: engine.get(f"kv_{state}", 0) for state in states}
     exposition.gauges("pageturner:kv_tokens", "KV memory of who runs, in tokens", ("state",), kv)
-    for name, help in (("sessions", "Sessions"), ("session_blocks", "KV blocks that sessions keep")):
+    for name, help in (
+        ("sessions", "Sessions"),
+        ("session_blocks", "KV blocks that sessions keep"),
+    ):
         exposition.gauge(f"pageturner:{name}", help, engine.get(name, 0))
     exposition.info("vllm:cache_config_info", "KV cache settings", {**cache, "engine": "0"})
     for key, (name, help) in ENGINE_COUNTERS.items():
         exposition.counter(name, help, counters[key])
-    places = {key.removeprefix(ACCEPTED_AT): n for key, n in counters.items() if key.startswith(ACCEPTED_AT)}
-    name, help = "vllm:spec_decode_num_accepted_tokens_per_pos", "Drafts whose token at this place was right"
+    places = {
+        key.removeprefix(ACCEPTED_AT): n
+        for key, n in counters.items()
+        if key.startswith(ACCEPTED_AT)
+    }
+    name, help = (
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "Drafts whose token at this place was right",
+    )
     exposition.counters(name, help, ("position",), places)
     queries, hits = counters["prompt_tokens"], counters["cached_tokens"]
-    exposition.counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache", queries)
+    exposition.counter(
+        "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache", queries
+    )
     exposition.counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache", hits)
     steps = Histogram(tuple(map(float, STEP_SIZES)))
     steps.counts = [counters[f"{STEPS_OF}{i}"] for i in range(len(STEP_SIZES) + 1)]
     help, tokens = "Tokens computed in a step", float(counters["step_tokens"])
     exposition.histogram("vllm:iteration_tokens_total", help, steps.cumulative(), tokens)
     block_size = int(cache.get("block_size", 1))
-    sent = min(hits, counters["kv_received_blocks"] * block_size)  # they are found in the cache then
-    sources = {"local_compute": queries - hits, "local_cache_hit": hits - sent, "external_kv_transfer": sent}
+    sent = min(
+        hits, counters["kv_received_blocks"] * block_size
+    )  # they are found in the cache then
+    sources = {
+        "local_compute": queries - hits,
+        "local_cache_hit": hits - sent,
+        "external_kv_transfer": sent,
+    }
     help = "Prompt tokens: computed, cached, and computed by another engine"
     exposition.counters("vllm:prompt_tokens_by_source", help, ("source",), sources)
     _expose_other_caches(exposition, counters, block_size)
@@ -235,7 +333,11 @@ def _expose_other_caches(exposition: Exposition, counters: Counter[str], block_s
     hits = (counters["kv_host_hits"] + counters["kv_file_hits"]) * block_size
     queries = hits + counters["kv_tier_misses"] * block_size
     for name, help, value in (
-        ("external_prefix_cache_queries", "Prompt tokens looked up in host memory and file", queries),
+        (
+            "external_prefix_cache_queries",
+            "Prompt tokens looked up in host memory and file",
+            queries,
+        ),
         ("external_prefix_cache_hits", "Prompt tokens found there", hits),
         ("mm_cache_queries", "Images looked up: none are taken", 0),
         ("mm_cache_hits", "Images found: none are taken", 0),
@@ -247,7 +349,9 @@ def _expose_requests(exposition: Exposition, metrics: Metrics) -> None:
     """How requests ended, and whether their targets were met."""
     label = ("finished_reason",)
     exposition.counters("vllm:request_success", "Requests finished", label, metrics.finished)
-    exposition.counters("vllm:admission_rejections", "Requests refused", ("reason",), metrics.rejected)
+    exposition.counters(
+        "vllm:admission_rejections", "Requests refused", ("reason",), metrics.rejected
+    )
     help = "Requests refused, whether they may be sent again or not, by the reason of the error"
     exposition.counters("pageturner:refusals", help, ("reason",), metrics.refused)
     help = "Requests that carried targets, by target (all: all of theirs) and outcome"
@@ -256,10 +360,26 @@ def _expose_requests(exposition: Exposition, metrics: Metrics) -> None:
     share, rate = metrics.goodput.last_minute(time.monotonic())
     engine = metrics.engine
     for name, help, value in (
-        ("goodput_ratio", "Share of the last minute's requests with targets that met all of theirs", share),
-        ("goodput_requests_per_second", "Requests a second that met them, in the last minute", rate),
-        ("ttft_forecasts", "Requests let in upon a forecast of their TTFT", engine.get("ttft_forecasts", 0)),
-        ("ttft_forecast_later", "Share of them later than foretold", engine.get("ttft_forecast_later", 0)),
+        (
+            "goodput_ratio",
+            "Share of the last minute's requests with targets that met all of theirs",
+            share,
+        ),
+        (
+            "goodput_requests_per_second",
+            "Requests a second that met them, in the last minute",
+            rate,
+        ),
+        (
+            "ttft_forecasts",
+            "Requests let in upon a forecast of their TTFT",
+            engine.get("ttft_forecasts", 0),
+        ),
+        (
+            "ttft_forecast_later",
+            "Share of them later than foretold",
+            engine.get("ttft_forecast_later", 0),
+        ),
         (
             "ttft_forecast_log_error",
             "Mean |ln(true / foretold TTFT)|",
@@ -273,8 +393,16 @@ def _histograms(metrics: Metrics) -> list[tuple[str, str, Histogram]]:
     return [
         ("vllm:time_to_first_token_seconds", "Time to first token", metrics.time_to_first_token),
         ("vllm:inter_token_latency_seconds", "Gap between two tokens", metrics.inter_token),
-        ("vllm:time_per_output_token_seconds", "The same, by vLLM's name of 2025", metrics.inter_token),
-        ("pageturner:inter_token_latency_fine_seconds", "The same, finer", metrics.fine_inter_token),
+        (
+            "vllm:time_per_output_token_seconds",
+            "The same, by vLLM's name of 2025",
+            metrics.inter_token,
+        ),
+        (
+            "pageturner:inter_token_latency_fine_seconds",
+            "The same, finer",
+            metrics.fine_inter_token,
+        ),
         (
             "vllm:request_time_per_output_token_seconds",
             "Mean gap of a request",

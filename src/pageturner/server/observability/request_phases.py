@@ -19,11 +19,34 @@ from pageturner.http.prometheus import Exposition
 from pageturner.text.output_stream import OutputStream, StreamTimes
 
 # vLLM's buckets for all that is counted in seconds of a request
-SECONDS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
-           480.0, 960.0, 1920.0, 7680.0)  # fmt: skip
+SECONDS = (
+    0.3,
+    0.5,
+    0.8,
+    1.0,
+    1.5,
+    2.0,
+    2.5,
+    5.0,
+    10.0,
+    15.0,
+    20.0,
+    30.0,
+    40.0,
+    50.0,
+    60.0,
+    120.0,
+    240.0,
+    480.0,
+    960.0,
+    1920.0,
+    7680.0,
+)
 CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
-COMPUTING = frozenset(["prefill", "recompute", "decode", "stalled"])  # spans in which it is in a step
+COMPUTING = frozenset(
+    ["prefill", "recompute", "decode", "stalled"]
+)  # spans in which it is in a step
 MOST_CAUSES = 64
 
 
@@ -116,7 +139,11 @@ class PhaseMetrics:
                 self.computed,
             ),
             ("request_params_n", "Choices that a request asks for", self.choices),
-            ("request_max_num_generation_tokens", "Tokens of the longest choice of a request", self.longest),
+            (
+                "request_max_num_generation_tokens",
+                "Tokens of the longest choice of a request",
+                self.longest,
+            ),
         ):
             exposition.histogram(f"vllm:{name}", help, histogram.cumulative(), histogram.sum)
         help = "Seconds of requests that ended, by cause: the parts of their timings, all choices together"

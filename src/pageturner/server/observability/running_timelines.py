@@ -33,7 +33,9 @@ MOST_BEHIND = 8
 class RunningTimelines:
     """Of one server."""
 
-    def __init__(self, supervisor: Supervisor, streams: OpenStreams, history: RequestHistory) -> None:
+    def __init__(
+        self, supervisor: Supervisor, streams: OpenStreams, history: RequestHistory
+    ) -> None:
         self._supervisor, self._streams, self._history = supervisor, streams, history
 
     async def find(self, name: str, tenant: str) -> list[dict[str, Any]]:
@@ -70,7 +72,9 @@ class RunningTimelines:
             state == "waiting" and not told["behind"]
         ):  # no single one is to blame: those that are computed now
             part, others = told["spans"][-1]["what"], [name(other) for other in sorted(in_step)]
-            told["behind"] = [{"request": one, "part": part, "ms": None} for one in others[:MOST_BEHIND]]
+            told["behind"] = [
+                {"request": one, "part": part, "ms": None} for one in others[:MOST_BEHIND]
+            ]
         return told | {"unfinished": True, "state": state}
 
     def _unheard(self, stream: OutputStream, given: bool) -> Timings:

@@ -14,7 +14,10 @@ from pageturner.http.prometheus import Exposition
 COUNTERS = {
     "kv_host_hits": ("pageturner:kv_host_hits", "KV blocks found in host memory"),
     "kv_host_stored": ("pageturner:kv_host_stored", "KV blocks that went down to host memory"),
-    "kv_host_errors": ("pageturner:kv_host_errors", "KV blocks of host memory with a wrong checksum"),
+    "kv_host_errors": (
+        "pageturner:kv_host_errors",
+        "KV blocks of host memory with a wrong checksum",
+    ),
     "kv_file_hits": ("pageturner:kv_file_hits", "KV blocks found in the file"),
     "kv_file_stored": ("pageturner:kv_file_stored", "KV blocks written into the file"),
     "kv_file_errors": (
@@ -32,17 +35,32 @@ COUNTERS = {
     "kv_tier_misses": ("pageturner:kv_tier_misses", "KV blocks looked for that no tier had"),
     "kv_sent_blocks": ("pageturner:kv_sent_blocks", "KV blocks sent to other engines"),
     "kv_sent_bytes": ("pageturner:kv_sent_bytes", "Bytes of KV sent to other engines"),
-    "kv_received_blocks": ("pageturner:kv_received_blocks", "KV blocks taken in from other engines"),
-    "kv_received_bytes": ("pageturner:kv_received_bytes", "Bytes of KV taken in from other engines"),
-    "prefill_asked": ("pageturner:prefill_asked", "Prompts that another engine was asked to compute"),
+    "kv_received_blocks": (
+        "pageturner:kv_received_blocks",
+        "KV blocks taken in from other engines",
+    ),
+    "kv_received_bytes": (
+        "pageturner:kv_received_bytes",
+        "Bytes of KV taken in from other engines",
+    ),
+    "prefill_asked": (
+        "pageturner:prefill_asked",
+        "Prompts that another engine was asked to compute",
+    ),
     "prefill_guests": ("pageturner:prefill_guests", "Prompts computed for other engines"),
-    "prefill_links_failed": ("pageturner:prefill_links_failed", "Links of other engines that ended early"),
+    "prefill_links_failed": (
+        "pageturner:prefill_links_failed",
+        "Links of other engines that ended early",
+    ),
     "prefill_peers_refused": (
         "pageturner:prefill_peers_refused",
         "Links of peers with another key, model or version, or that make no sense",
     ),
     "kv_event_batches": ("pageturner:kv_event_batches", "Batches of KV events published"),
-    "kv_event_batches_dropped": ("pageturner:kv_event_batches_dropped", "Batches of KV events dropped"),
+    "kv_event_batches_dropped": (
+        "pageturner:kv_event_batches_dropped",
+        "Batches of KV events dropped",
+    ),
 } | {
     f"prefill_fallback_{cause}": (
         f"pageturner:prefill_fallback_{cause}",

@@ -32,7 +32,9 @@ OTHERS = "another tenant"
 
 Span = tuple[float, float, str, int]
 RequestName = Callable[[int], str | None]  # what a client knows a request by
-Running = Callable[[str, str], Awaitable[list[dict[str, Any]]]]  # timelines under way: of a name, a tenant
+Running = Callable[
+    [str, str], Awaitable[list[dict[str, Any]]]
+]  # timelines under way: of a name, a tenant
 
 
 def parts_of(times: StreamTimes, now: float) -> dict[str, float]:
@@ -85,7 +87,9 @@ class RequestHistory:
 
     def __init__(self, most: int = MOST_KEPT) -> None:
         self._most = most
-        self._names: OrderedDict[int, tuple[str, str]] = OrderedDict()  # engine's id -> name, tenant
+        self._names: OrderedDict[int, tuple[str, str]] = (
+            OrderedDict()
+        )  # engine's id -> name, tenant
         self._kept: dict[str, deque[EndedRequest]] = {}  # by tenant, the oldest first
         self._count = 0
 
@@ -121,8 +125,13 @@ class RequestHistory:
 
     def first_tokens(self, since: float) -> list[float]:
         """Seconds until the first token of requests that ended since then and are remembered."""
-        ended = (times for kept in self._kept.values() for one in kept if one.ended_at >= since
-                 for _, times in one.choices)  # fmt: skip
+        ended = (
+            times
+            for kept in self._kept.values()
+            for one in kept
+            if one.ended_at >= since
+            for _, times in one.choices
+        )
         return [times.first_at - times.arrival for times in ended if times.first_at]
 
     def find(self, name: str, tenant: str) -> list[dict[str, Any]] | None:
@@ -163,7 +172,9 @@ def spans_of(times: StreamTimes, timings: Timings, ended_at: float) -> Iterable[
     )
 
 
-def timeline_page(history: RequestHistory, running: Running) -> Callable[[HTTPRequest], Awaitable[Response]]:
+def timeline_page(
+    history: RequestHistory, running: Running
+) -> Callable[[HTTPRequest], Awaitable[Response]]:
     """GET /v1/requests/ID/timeline."""
 
     async def page(request: HTTPRequest) -> Response:

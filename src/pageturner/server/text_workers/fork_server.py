@@ -140,7 +140,9 @@ def _fork_on_demand(control: socket.socket, work: Callable[[socket.socket], None
                 os.kill(pid, signal.SIGKILL)
         elif fds:
             end = socket.socket(fileno=fds[0])
-            with contextlib.suppress(OSError):  # no more processes: the other end sees its socket close
+            with contextlib.suppress(
+                OSError
+            ):  # no more processes: the other end sees its socket close
                 pid = os.fork()
                 if pid == 0:
                     _alone(own, end, partial(work, end))

@@ -81,7 +81,9 @@ class TextReader:
             self._grammars.put(asked, without_thoughts(made))
         return call
 
-    async def page(self, name: str, raw: bytes, served: ServedModel, scope: Scope, receive: Receive) -> bytes:
+    async def page(
+        self, name: str, raw: bytes, served: ServedModel, scope: Scope, receive: Receive
+    ) -> bytes:
         """The outcome of one of text_jobs.PAGES."""
         if len(raw) <= AT_ONCE:
             with contextlib.suppress(TemplateTooLong):

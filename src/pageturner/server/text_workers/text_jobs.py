@@ -17,16 +17,16 @@ import msgspec
 from pageturner.errors import ClientError, refusing
 from pageturner.params import SamplingParams
 from pageturner.server.admission.limits import check_id, check_name, check_size
-from pageturner.server.api.anthropic import messages  # fmt: skip
-from pageturner.server.api.base import answer_grammar, replies  # fmt: skip
+from pageturner.server.api.anthropic import messages
+from pageturner.server.api.base import answer_grammar, replies
 from pageturner.server.api.base.body import MOST_VALUES, SMALL, RequestBody, bad_request, convert
 from pageturner.server.api.base.call import Call, ServedModel, check_model
 from pageturner.server.api.base.dialect import Dialect
 from pageturner.server.api.base.replies import InParts
-from pageturner.server.api.ollama import ollama, ollama_embed  # fmt: skip
-from pageturner.server.api.openai import chat, completions, embeddings, infill, rerank  # fmt: skip
+from pageturner.server.api.ollama import ollama, ollama_embed
+from pageturner.server.api.openai import chat, completions, embeddings, infill, rerank
 from pageturner.server.api.openai.chat_fields import template_variables
-from pageturner.server.api.responses import responses  # fmt: skip
+from pageturner.server.api.responses import responses
 from pageturner.text.answer_format import AnswerFormat
 from pageturner.text.detokenizer import token_text
 
@@ -102,7 +102,9 @@ def read_call(dialect: Dialect, raw: bytes, served: ServedModel, doing: Doing) -
     """A packed call. ClientError for what is wrong with the request."""
     body = dialect.decode(raw, served.limits)
     if answer_grammar.asks(body):
-        doing(GRAMMAR)  # which is checked here, and remembered; what is wrong is said when its turn comes
+        doing(
+            GRAMMAR
+        )  # which is checked here, and remembered; what is wrong is said when its turn comes
         with contextlib.suppress(ClientError):
             answer_grammar.grammar_of(body, served)
         doing(TEXT)
@@ -137,12 +139,18 @@ def unpack_call(packed: bytes) -> InParts[Call]:
 
 
 def _senseless(why: str) -> ClientError:
-    return ClientError(503, "busy", "the process that read this request broke: ask again", None, 1.0)
+    return ClientError(
+        503, "busy", "the process that read this request broke: ask again", None, 1.0
+    )
 
 
 def _unpacked(told: PackedCall) -> InParts[Call]:
     made, prompts = told.made, list[tuple[int, ...]]()
-    if not 1 <= told.kept <= made <= MOST_MADE or not told.tokens or len(told.max_tokens) != len(told.tokens):
+    if (
+        not 1 <= told.kept <= made <= MOST_MADE
+        or not told.tokens
+        or len(told.max_tokens) != len(told.tokens)
+    ):
         raise ValueError("no call")
     of_length = {length: replace(told.params, max_tokens=length) for length in set(told.max_tokens)}
     for tokens in told.tokens:
@@ -199,11 +207,17 @@ def prefix_tokens(body: PrefixBody, served: ServedModel) -> tuple[int, ...]:
     if body.messages is not None:
         kwargs = body.chat_template_kwargs
         call = RequestBody(
-            model=body.model, messages=body.messages, chat_template_kwargs=kwargs, max_tokens=1,
-            add_special_tokens=special, add_generation_prompt=False,
-        )  # fmt: skip
+            model=body.model,
+            messages=body.messages,
+            chat_template_kwargs=kwargs,
+            max_tokens=1,
+            add_special_tokens=special,
+            add_generation_prompt=False,
+        )
         return chat.read(call, served).prompts[0]
-    call = RequestBody(model=body.model, prompt=body.prompt, add_special_tokens=special, max_tokens=1)
+    call = RequestBody(
+        model=body.model, prompt=body.prompt, add_special_tokens=special, max_tokens=1
+    )
     return completions.read(call, served).prompts[0]
 
 
@@ -218,7 +232,12 @@ def tokenize(raw: bytes, served: ServedModel, doing: Doing) -> bytes:
         texts = {token: token_text(served.tokenizer, token) for token in set(tokens)}
         shown = [texts[token] for token in tokens]
     return replies.encode(
-        {"count": len(tokens), "max_model_len": served.context, "tokens": tokens, "token_strs": shown}
+        {
+            "count": len(tokens),
+            "max_model_len": served.context,
+            "tokens": tokens,
+            "token_strs": shown,
+        }
     )
 
 
@@ -254,7 +273,9 @@ def detokenize(raw: bytes, served: ServedModel, doing: Doing) -> bytes:
     check_size(len(body.tokens), "tokens", "ids", served.limits)
     if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < served.vocab_size:
         raise bad_request("invalid_value", f"token ids are 0 to {served.vocab_size - 1}", "tokens")
-    return replies.encode({"prompt": served.tokenizer.decode_whole(body.tokens, skip_special=False)})
+    return replies.encode(
+        {"prompt": served.tokenizer.decode_whole(body.tokens, skip_special=False)}
+    )
 
 
 # -- all of them ---------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from pageturner.errors import ClientError
 from pageturner.http.memory_reserve import MemoryReserve, out_of_memory
 from pageturner.server.text_workers.fork_server import ForkServer, LastingForkServer
 from pageturner.server.text_workers.text_jobs import GRAMMAR
-from pageturner.server.text_workers.text_worker import (  # fmt: skip
+from pageturner.server.text_workers.text_worker import (
     DOING,
     DONE,
     HEAD,
@@ -40,7 +40,9 @@ from pageturner.server.text_workers.text_worker import (  # fmt: skip
 
 SMALL_JOB = 64 * 1024  # bytes of a body
 SMALL_SECONDS = 0.5  # that a job may take in the lane of the small ones
-GRAMMAR_SECONDS = 2.0  # of a processor, to check a grammar: the engine compiles it once more, for as long
+GRAMMAR_SECONDS = (
+    2.0  # of a processor, to check a grammar: the engine compiles it once more, for as long
+)
 LOOK_SECONDS = 0.05  # at least between two looks at what a check has taken
 WEIGHT = 64 * 1024  # bytes that a job counts for beside those of its body
 START_SECONDS = 10.0  # until a worker has said hello; then its fork server is taken for stuck
@@ -89,7 +91,9 @@ class _TextJob:
 class _Worker:
     """The server's end of one worker process. doing: what it last said that it is about."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int) -> None:
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int
+    ) -> None:
         self.reader, self._writer, self.pid = reader, writer, pid
         self.doing = ""
         self.ended = False
@@ -117,7 +121,9 @@ class _Worker:
         self.doing, raw = "", memoryview(one.raw)
         self._number, self._most = (self._number + 1) % (1 << 32), max(one.most, MOST_TOLD)
         with contextlib.suppress(OSError):  # which `told` will see
-            self._writer.write(frame(0, one.job, self._number) + HEAD.pack(0, self._number, len(raw)))
+            self._writer.write(
+                frame(0, one.job, self._number) + HEAD.pack(0, self._number, len(raw))
+            )
             for start in range(0, len(raw), SENT_AT_ONCE):
                 self._writer.write(raw[start : start + SENT_AT_ONCE])
                 await self._writer.drain()
@@ -138,8 +144,12 @@ class _Worker:
                 return None
             if kind & ~LAST not in (DONE, REFUSED):
                 raise ValueError
-            refusal = None if kind & ~LAST == DONE else msgspec.msgpack.decode(content, type=JobRefusal)
-            if refusal is not None and not (400 <= refusal.status < 600 and refusal.code.isidentifier()):
+            refusal = (
+                None if kind & ~LAST == DONE else msgspec.msgpack.decode(content, type=JobRefusal)
+            )
+            if refusal is not None and not (
+                400 <= refusal.status < 600 and refusal.code.isidentifier()
+            ):
                 raise ValueError
         except (OSError, EOFError):
             self.close()
@@ -177,7 +187,9 @@ class _Lane:
         self._seconds = seconds
         self._memory = memory
         self._next = next
-        self._waiting: OrderedDict[str, deque[_TextJob]] = OrderedDict()  # whose turn is next comes first
+        self._waiting: OrderedDict[str, deque[_TextJob]] = (
+            OrderedDict()
+        )  # whose turn is next comes first
         self._worker: _Worker | None = None
         self._busy: asyncio.Task[None] | None = None
         self._mean = 0.05  # seconds of a job
@@ -265,7 +277,9 @@ class _Lane:
             while True:
                 await self._until({told, left}, worker, deadline)
                 if not told.done():
-                    raise ClientError(400, "client_left", "the client left before its request was read")
+                    raise ClientError(
+                        400, "client_left", "the client left before its request was read"
+                    )
                 if (outcome := told.result()) is not None:
                     return outcome
                 told = asyncio.ensure_future(worker.told(self._memory))
@@ -276,7 +290,9 @@ class _Lane:
                 self._forks.kill(worker.pid)
                 worker.close()
 
-    async def _until(self, news: set[asyncio.Future[Any]], worker: _Worker, deadline: float) -> None:
+    async def _until(
+        self, news: set[asyncio.Future[Any]], worker: _Worker, deadline: float
+    ) -> None:
         """Wait for the first of `news`. TimeoutError at the deadline, or when the check of a grammar has had
         its time of a processor: by the clock a busy machine would refuse what a quiet one takes."""
         checked = _processor_seconds(worker.pid) if worker.doing == GRAMMAR else None
@@ -285,7 +301,9 @@ class _Lane:
             if checked is not None:
                 unspent = checked + GRAMMAR_SECONDS - _processor_seconds(worker.pid)
                 patience = min(patience, max(unspent, LOOK_SECONDS) if unspent > 0 else 0.0)
-            done, _ = await asyncio.wait(news, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(
+                news, timeout=patience, return_when=asyncio.FIRST_COMPLETED
+            )
             if done:
                 return
             if patience <= 0:
@@ -408,7 +426,11 @@ class TextPool:
         while lane.jobs and lane.weight + own > self._most:
             weight, key = lane.largest()
             error = ClientError(
-                503, "busy", "too many requests wait to be read: ask again", None, max(1.0, lane.wait)
+                503,
+                "busy",
+                "too many requests wait to be read: ask again",
+                None,
+                max(1.0, lane.wait),
             )
             if key == one.key or weight <= own:
                 raise error

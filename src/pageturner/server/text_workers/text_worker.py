@@ -118,7 +118,9 @@ def _say_doing(sock: socket.socket, number: int, what: str) -> None:
     sock.sendall(frame(DOING, what.encode(), number))
 
 
-def _outcome(job: Job, raw: bytearray, served: ServedModel, doing: text_jobs.Doing) -> tuple[int, bytes]:
+def _outcome(
+    job: Job, raw: bytearray, served: ServedModel, doing: text_jobs.Doing
+) -> tuple[int, bytes]:
     try:
         outcome = text_jobs.do(job.name, bytes(raw), served, doing)
         if len(outcome) > job.most:
@@ -130,7 +132,9 @@ def _outcome(job: Job, raw: bytearray, served: ServedModel, doing: text_jobs.Doi
     except MemoryError:
         refusal = JobRefusal(400, "too_expensive", TOO_MUCH_MEMORY, None)
     except Exception:
-        logging.getLogger("pageturner").exception("a text worker failed at a job of %d bytes", len(raw))
+        logging.getLogger("pageturner").exception(
+            "a text worker failed at a job of %d bytes", len(raw)
+        )
         refusal = JobRefusal(500, "internal_error", "something went wrong inside the server", None)
     return REFUSED, msgspec.msgpack.encode(refusal)
 
@@ -167,7 +171,9 @@ def _received_job(sock: socket.socket) -> tuple[int, Job, bytearray] | None:
             return None
         return told[0], msgspec.msgpack.decode(told[1], type=Job), body[1]
     except (msgspec.DecodeError, ValueError, RecursionError, MemoryError) as error:
-        logging.getLogger("pageturner").error("a text worker ends, for it was told no job: %r", error)
+        logging.getLogger("pageturner").error(
+            "a text worker ends, for it was told no job: %r", error
+        )
         return None
 
 

@@ -30,7 +30,9 @@ def bytes_of(value, R: tl.constexpr):
     sm_100 have operands in shared memory alone, and a pipeline that does not take such an instruction."""
     copied = value
     if not (R >= 64 and cuda_capability_geq(10, 0)) or cuda_capability_geq(12, 0):
-        copied = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], value.dtype, False, 4)
+        copied = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [value], value.dtype, False, 4
+        )
     return copied
 
 
@@ -76,13 +78,19 @@ def finite(peak):
 @triton.jit
 def nothing(R: tl.constexpr, D: tl.constexpr):
     """The partial of R rows that saw nothing."""
-    return tl.full((R,), float("-inf"), tl.float32), tl.zeros((R,), tl.float32), tl.zeros((R, D), tl.float32)
+    return (
+        tl.full((R,), float("-inf"), tl.float32),
+        tl.zeros((R,), tl.float32),
+        tl.zeros((R, D), tl.float32),
+    )
 
 
 @triton.jit
 def first_seen(position, window, chunked):
     """The first position that a row sees."""
-    first = tl.where(chunked != 0, position - position % tl.maximum(window, 1), position - window + 1)
+    first = tl.where(
+        chunked != 0, position - position % tl.maximum(window, 1), position - window + 1
+    )
     return tl.where(window > 0, tl.maximum(first, 0), 0)
 
 
@@ -144,7 +152,9 @@ def attend_tile(
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if ROTARY > 0:
         behind = mixed_dim + tl.arange(0, ROTARY)
-        rest = load_heads(keys, k_scales, slot, kv_head, kv_heads, dim, dim, behind, KIND, q.dtype, R)
+        rest = load_heads(
+            keys, k_scales, slot, kv_head, kv_heads, dim, dim, behind, KIND, q.dtype, R
+        )
         scores = tl.dot(turned, tl.trans(rest), scores, input_precision="ieee")
     if soft_cap > 0:
         cap = soft_cap * LOG2E
@@ -162,7 +172,9 @@ def attend_tile(
     if ROTARY > 0:
         v = k
     else:
-        v = load_heads(values, v_scales, slot, kv_head, kv_heads, dim, mixed_dim, d, KIND, q.dtype, R)
+        v = load_heads(
+            values, v_scales, slot, kv_head, kv_heads, dim, mixed_dim, d, KIND, q.dtype, R
+        )
     sums = tl.max(tl.dot(weights, ones, input_precision="ieee"), axis=1)
     total = total * old + sums
     mixed = mixed * old[:, None] + tl.dot(weights, v, input_precision="ieee")
@@ -215,9 +227,13 @@ def merge(
         at = first * kv_heads + kv_head * count * mine + r
         peak, total, mixed = nothing(MERGED, D)
         apart = count * mine * kv_heads  # from a segment to the next
-        for segment in tl.range(0, segments, 8, num_stages=1):  # the loads of eight are under way together
+        for segment in tl.range(
+            0, segments, 8, num_stages=1
+        ):  # the loads of eight are under way together
             some = partials(peaks, mixes, at, apart, segments - segment, valid, d, D)
-            others = partials(peaks, mixes, at + 4 * apart, apart, segments - segment - 4, valid, d, D)
+            others = partials(
+                peaks, mixes, at + 4 * apart, apart, segments - segment - 4, valid, d, D
+            )
             peak, total, mixed = all_merged(peak, total, mixed, some)
             peak, total, mixed = all_merged(peak, total, mixed, others)
             at += 8 * apart
@@ -233,7 +249,9 @@ def queries(q, d, mixed_dim, dim, valid, scale, COMPUTE: tl.constexpr, ROTARY: t
     turned = query
     if ROTARY > 0:
         behind = mixed_dim + tl.arange(0, ROTARY)
-        turned = tl.load(q + behind[None, :], mask=valid[:, None] & (behind[None, :] < dim), other=0.0)
+        turned = tl.load(
+            q + behind[None, :], mask=valid[:, None] & (behind[None, :] < dim), other=0.0
+        )
         turned = (turned * (scale * LOG2E)).to(COMPUTE)
     return query, turned
 
@@ -288,7 +306,9 @@ def attend(
     launch_dependents()  # earlier, keys would push the weights that they ask for out of the cache
     if WHOLE or tl.load(works + 5) <= 1:
         peak, total, mixed = merged(every_peak, every_total, every_mixed, peak, total, mixed)
-        store_mixed(peak, total, mixed, out, sinks, has_sinks, row, head, valid, heads, mixed_dim, d)
+        store_mixed(
+            peak, total, mixed, out, sinks, has_sinks, row, head, valid, heads, mixed_dim, d
+        )
     else:
         here = tl.load(works + 6) + tl.load(works + 4) * count * mine
         here = here * kv_heads + kv_head * count * mine + r
@@ -296,4 +316,17 @@ def attend(
         tl.store(peaks + here * 2 + 1, total, mask=valid)
         tl.store(mixes + here[:, None] * D + d[None, :], mixed, mask=valid[:, None])
         if is_last(arrived + tl.load(works + 7) * kv_heads + kv_head, tl.load(works + 5)):
-            merge(works, peaks, mixes, out, sinks, has_sinks, kv_head, kv_heads, heads, mixed_dim, part, D)
+            merge(
+                works,
+                peaks,
+                mixes,
+                out,
+                sinks,
+                has_sinks,
+                kv_head,
+                kv_heads,
+                heads,
+                mixed_dim,
+                part,
+                D,
+            )

@@ -144,12 +144,16 @@ def product(
         if tl.load(entry) != 0:
             w = address_of(entry, 0, x.dtype.element_ty)
             n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-            index, there, m = rows_of(order, expert, first, end, experts, by_head, shared, x_rows, BLOCK_M)
+            index, there, m = rows_of(
+                order, expert, first, end, experts, by_head, shared, x_rows, BLOCK_M
+            )
             total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             for part in range(0, parts):
                 begin = part * chunk
                 last = tl.minimum(begin + chunk, K)
-                total += dense_part(x, w, m, n, x_rows, N, K, begin, last, False, BLOCK_M, BLOCK_N, BLOCK_K)
+                total += dense_part(
+                    x, w, m, n, x_rows, N, K, begin, last, False, BLOCK_M, BLOCK_N, BLOCK_K
+                )
             total = add_bias(total, entry, n, n < N, False)
             at = (index.to(tl.int64) * stride + half * N)[:, None] + n[None, :]
             tl.store(out + at, total, mask=there[:, None] & (n < N)[None, :])
@@ -173,7 +177,9 @@ def group_product(
             scale, low = address_of(entry, SCALE, SCALES), address_of(entry, LOW, SCALES)
             zero, has_low = tl.load(entry + ZERO).to(tl.int32), tl.load(entry + LOW) != 0
             n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-            index, there, m = rows_of(order, expert, first, end, experts, by_head, shared, x_rows, BLOCK_M)
+            index, there, m = rows_of(
+                order, expert, first, end, experts, by_head, shared, x_rows, BLOCK_M
+            )
             total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
             for part in range(0, parts):
                 begin = part * chunk

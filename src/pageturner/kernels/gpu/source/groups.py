@@ -7,7 +7,12 @@ How they lie: `weights.Groups`. Bits of a row do not depend on M, as in `product
 import triton
 import triton.language as tl
 
-from pageturner.kernels.gpu.source.dependent import launch_dependents, prefetch, start_dependent, wait
+from pageturner.kernels.gpu.source.dependent import (
+    launch_dependents,
+    prefetch,
+    start_dependent,
+    wait,
+)
 from pageturner.kernels.gpu.source.products import add_up, is_last, place
 
 
@@ -339,7 +344,9 @@ def group_sums(x, sums, M, K, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, SPAN: 
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     k = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
     values = tl.load(
-        x + m[None, :].to(tl.int64) * K + k[:, None], mask=(m < M)[None, :] & (k < K)[:, None], other=0.0
+        x + m[None, :].to(tl.int64) * K + k[:, None],
+        mask=(m < M)[None, :] & (k < K)[:, None],
+        other=0.0,
     )
     group = tl.arange(0, 16)
     mine = (group[:, None] == tl.arange(0, SPAN)[None, :] // GROUP).to(tl.bfloat16)

@@ -49,8 +49,12 @@ def shrink(
             for part in range(first, tl.minimum(first + each, parts)):
                 some = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
                 for k0 in range(part * chunk, tl.minimum(part * chunk + chunk, K), BLOCK_K):
-                    left = tl.load(from_x + k0, mask=(i[:, None] < count) & (k0 + k[None, :] < K), other=0.0)
-                    right = tl.load(from_a + k0, mask=(r[None, :] < rank) & (k0 + k[:, None] < K), other=0.0)
+                    left = tl.load(
+                        from_x + k0, mask=(i[:, None] < count) & (k0 + k[None, :] < K), other=0.0
+                    )
+                    right = tl.load(
+                        from_a + k0, mask=(r[None, :] < rank) & (k0 + k[:, None] < K), other=0.0
+                    )
                     some = tl.dot(left.to(COMPUTE), right.to(COMPUTE), some, input_precision="ieee")
                 total += some
             place = tl.program_id(2) * height + tl.program_id(0) * BLOCK_M + i
@@ -84,7 +88,11 @@ def expand(
             b = tl.multiple_of((base + tl.load(record + 1)).to(tl.pointer_type(FACTOR)), 16)
             scale = tl.load(record + 3).to(tl.int32).to(tl.float32, bitcast=True)
             padded = tl.cdiv(rank, 8) * 8
-            i, r, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R), mine * BLOCK_N + tl.arange(0, BLOCK_N)
+            i, r, n = (
+                tl.arange(0, BLOCK_M),
+                tl.arange(0, BLOCK_R),
+                mine * BLOCK_N + tl.arange(0, BLOCK_N),
+            )
             place = tl.program_id(1) * BLOCK_M + i
             from_h = h + place[:, None].to(tl.int64) * width + field * most * BLOCK_R + r[None, :]
             from_b = b + n[None, :].to(tl.int64) * padded + r[:, None]
@@ -94,7 +102,9 @@ def expand(
                 for part in tl.static_range(PARTS):
                     at = from_h + part * height.to(tl.int64) * width + r0
                     left += tl.load(at, mask=(i[:, None] < count) & (part < parts), other=0.0)
-                right = tl.load(from_b + r0, mask=(n[None, :] < N) & (r0 + r[:, None] < padded), other=0.0)
+                right = tl.load(
+                    from_b + r0, mask=(n[None, :] < N) & (r0 + r[:, None] < padded), other=0.0
+                )
                 total = tl.dot(left.to(COMPUTE), right.to(COMPUTE), total, input_precision="ieee")
             m = tl.load(rows + tl.load(tile + 1) + i, mask=i < count, other=0)
             to = y + m[:, None].to(tl.int64) * stride + column + n[None, :]

@@ -184,7 +184,9 @@ def meet_others():
 
 
 @gluon.jit
-def tile_of(tile, high, wide, BM: gl.constexpr, BN: gl.constexpr, OVER_M: gl.constexpr, OVER_N: gl.constexpr):
+def tile_of(
+    tile, high, wide, BM: gl.constexpr, BN: gl.constexpr, OVER_M: gl.constexpr, OVER_N: gl.constexpr
+):
     """The first row and column of this program's tile: of the tiles of clusters, of which there are high
     times wide, eight over M lie beside each other, as in `products.place`."""
     first = tile // (8 * wide) * 8
@@ -208,7 +210,16 @@ def fetch_box(
         tma.async_copy_global_to_shared(plane, [row, k], ready, stage)
     else:
         rows = part * (stage.shape[0] // SHARERS)
-        spread(plane, PARAMETER, row + rows, k, target + rows * 2 * stage.shape[1], ready_at, to, THREAD)
+        spread(
+            plane,
+            PARAMETER,
+            row + rows,
+            k,
+            target + rows * 2 * stage.shape[1],
+            ready_at,
+            to,
+            THREAD,
+        )
 
 
 @gluon.jit
@@ -262,7 +273,9 @@ def fetch(
             if BN == WIDE:
                 fetch_box(w, W, n0, k, stage, to, ready, ready_at, m, same_n, THREAD, OVER_M)
             else:
-                fetch_box(w, W, n0, k, stage.slice(0, BN), to, ready, ready_at, m, same_n, THREAD, OVER_M)
+                fetch_box(
+                    w, W, n0, k, stage.slice(0, BN), to, ready, ready_at, m, same_n, THREAD, OVER_M
+                )
                 to += 2 * BK * BN
                 stage = stage.slice(BN, BN)
                 fetch_box(w, W, N + n0, k, stage, to, ready, ready_at, m, same_n, THREAD, OVER_M)
@@ -353,12 +366,16 @@ def store(
         left, right = halves(value, WARPS)
         half: gl.constexpr = WIDE // 2
         store(left, out, bias, residual, so_far, has_bias, has_residual, m0, n0, M, N, WARPS)
-        store(right, out, bias, residual, so_far, has_bias, has_residual, m0, n0 + half, M, N, WARPS)
+        store(
+            right, out, bias, residual, so_far, has_bias, has_residual, m0, n0 + half, M, N, WARPS
+        )
     else:
         layout: gl.constexpr = value.type.layout
         m = now(m0) + gl.arange(0, value.shape[0], gl.SliceLayout(1, layout))
         column = gl.arange(0, WIDE, gl.SliceLayout(0, layout))
-        n0 = now(n0 // 16) * 16  # known as a multiple of 16, so pairs of columns are written at once
+        n0 = (
+            now(n0 // 16) * 16
+        )  # known as a multiple of 16, so pairs of columns are written at once
         behind = column < N - n0
         inside = (m < M)[:, None] & behind[None, :]
         row = m.to(gl.int64) * N + n0
@@ -367,7 +384,9 @@ def store(
         if has_bias:
             value += gl.load(bias + n0 + column, mask=behind, other=0.0)[None, :]
         if has_residual:
-            value = gl.load((residual + row)[:, None] + column[None, :], mask=inside, other=0.0) + value
+            value = (
+                gl.load((residual + row)[:, None] + column[None, :], mask=inside, other=0.0) + value
+            )
         gl.store((out + row)[:, None] + column[None, :], value, mask=inside)
 
 
@@ -455,7 +474,12 @@ def gated_tiles(
 def launch_dependents():
     """As `dependent.launch_dependents`, which Gluon cannot call."""
     gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        "griddepcontrol.launch_dependents; mov.u32 $0, 0;",
+        "=r",
+        [],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 
@@ -476,7 +500,9 @@ def dense(
 ):  # fmt: skip
     """residual + (x w^T + bias) in fp32, of several parts of K too. Grid: any number of clusters."""
     launch_dependents()
-    xs, ws, full, empty = ring(x, w, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUPS, TURNS, OVER_M, OVER_N)
+    xs, ws, full, empty = ring(
+        x, w, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUPS, TURNS, OVER_M, OVER_N
+    )
     order = orders(full, TURNS)
     wait()
     ROWS: gl.constexpr = BLOCK_M * TURNS // GROUPS
@@ -527,8 +553,12 @@ def gated_dense(
 ):  # fmt: skip
     """SiLU(x gate^T) * (x up^T) of a weight [2 N, K], in the type of x. BLOCK_N: outputs of a tile."""
     launch_dependents()
-    xs, ws, full, empty = ring(x, w, BLOCK_M, 2 * BLOCK_N, BLOCK_K, STAGES, GROUPS, TURNS, OVER_M, OVER_N)
-    joined = gl.allocate_shared_memory(out.dtype, [GROUPS, BLOCK_M * TURNS // GROUPS, BLOCK_N], out.layout)
+    xs, ws, full, empty = ring(
+        x, w, BLOCK_M, 2 * BLOCK_N, BLOCK_K, STAGES, GROUPS, TURNS, OVER_M, OVER_N
+    )
+    joined = gl.allocate_shared_memory(
+        out.dtype, [GROUPS, BLOCK_M * TURNS // GROUPS, BLOCK_N], out.layout
+    )
     order = orders(full, TURNS)
     wait()
     ROWS: gl.constexpr = BLOCK_M * TURNS // GROUPS

@@ -57,7 +57,9 @@ def meet(
     tl.debug_barrier()  # all threads have written
     theirs = tl.load(peers + source, mask=source < size, other=0).to(tl.pointer_type(tl.int32))
     raised = tl.zeros((SOURCES,), tl.int32) + epoch
-    tl.atomic_xchg(theirs + at + rank * PROGRAMS, raised, mask=others & well, sem="release", scope="sys")
+    tl.atomic_xchg(
+        theirs + at + rank * PROGRAMS, raised, mask=others & well, sem="release", scope="sys"
+    )
     flags = own.to(tl.pointer_type(tl.int32)) + at + source * PROGRAMS
     left = tl.where(well, patience, 0)
     seen = tl.load(flags, mask=others, other=0, volatile=True)
@@ -198,7 +200,9 @@ def gather(
         for r in range(0, size):
             begin = tl.load(starts + r)
             columns = tl.load(starts + r + 1) - begin
-            source = floats(tl.where(r == 0, (mine + first).to(tl.int64), own + here + 4 * chunk * r))
+            source = floats(
+                tl.where(r == 0, (mine + first).to(tl.int64), own + here + 4 * chunk * r)
+            )
             n = tl.minimum(chunk, rows * columns - first)
             for k0 in range(0, n, BLOCK):
                 k = k0 + tl.arange(0, BLOCK)

@@ -19,7 +19,9 @@ from pageturner.kernels.gpu.source.products import e4m3
 def token_at(tokens, chosen, i, there):
     """Token i; where it is -1 - j the one that was chosen last for row j."""
     token = tl.load(tokens + i, mask=there, other=0)
-    return tl.where(token < 0, tl.load(chosen - 1 - token, mask=token < 0, other=0), token).to(tl.int64)
+    return tl.where(token < 0, tl.load(chosen - 1 - token, mask=token < 0, other=0), token).to(
+        tl.int64
+    )
 
 
 @triton.jit
@@ -85,7 +87,9 @@ def rms_norm(x, weight, out, eps, d, heads, stride, BLOCK: tl.constexpr):
     k = tl.arange(0, BLOCK)
     out += tl.program_id(0).to(tl.int64) * d
     x += (tl.program_id(0) // heads).to(tl.int64) * stride + tl.program_id(0) % heads * d
-    if d <= BLOCK:  # all is loaded before the sum, since one load takes as long as two beside each other
+    if (
+        d <= BLOCK
+    ):  # all is loaded before the sum, since one load takes as long as two beside each other
         value = tl.load(x + k, mask=k < d, other=0.0)
         scale = tl.load(weight + k, mask=k < d, other=0.0)
         factor = 1.0 / tl.sqrt_rn(tl.sum(value * value, axis=0) / d + eps)
@@ -259,7 +263,9 @@ def place_heads(
     else:
         slot = tl.load(slots + t).to(tl.int64)
         if slot >= 0:
-            key = rotated(mine, k_norm, eps, has_norm, cos, sin, position, half, interleaved, k, dim)
+            key = rotated(
+                mine, k_norm, eps, has_norm, cos, sin, position, half, interleaved, k, dim
+            )
             value = tl.load(mine + kv_heads * dim + k, mask=k < dim, other=0.0)
             index = slot * kv_heads + h - heads
             store_head(key, keys, k_scales, index, k, room, KIND)
@@ -309,7 +315,9 @@ def place_latent(
                 value = value * factor * tl.load(norm + k, mask=k < rank, other=0.0)
             key = head + rank
             behind = tl.maximum(k - rank, 0)
-            turned = rotated(key, key, 0.0, 0, cos, sin, position, half, interleaved, behind, rotary)
+            turned = rotated(
+                key, key, 0.0, 0, cos, sin, position, half, interleaved, behind, rotary
+            )
             value = tl.where(k < rank, value, turned)
             store_head(value, keys, k_scales, slot, k, dim, KIND)
 

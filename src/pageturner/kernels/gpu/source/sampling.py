@@ -63,7 +63,9 @@ def forbid(logits, bits, rows, words, vocabulary, BLOCK: tl.constexpr):
     word = tl.load(bits + i * words + token // 32, mask=token < vocabulary, other=-1)
     forbidden = ((word >> (token % 32)) & 1) == 0
     at = logits + row * vocabulary + token
-    tl.store(at, tl.full((BLOCK,), float("-inf"), tl.float32), mask=forbidden & (token < vocabulary))
+    tl.store(
+        at, tl.full((BLOCK,), float("-inf"), tl.float32), mask=forbidden & (token < vocabulary)
+    )
 
 
 @triton.jit
@@ -199,7 +201,11 @@ def scan(
     those that have more than `most` tokens there. Grid: rows, segments."""
     start_dependent()
     row, segment, segments = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    temperature, top_k, top_p = tl.load(temperatures + row), tl.load(top_ks + row), tl.load(top_ps + row)
+    temperature, top_k, top_p = (
+        tl.load(temperatures + row),
+        tl.load(top_ks + row),
+        tl.load(top_ps + row),
+    )
     peak = logit_of(best_of(pairs, row, segments, SEGMENTS))
     state += row * STATE
     todo = draws(temperature, peak) & ((top_k > 0) | (top_p < 1))
@@ -236,7 +242,9 @@ def scan(
                 last = tl.sum((upto < tl.minimum(top_k, vocabulary)).to(tl.int32), axis=0)
                 first = tl.where(top_p < 1, 0, last)
             else:
-                first, last = nucleus_places(found, passed, total, top_p, least, low, width, LEVEL == 0, BINS)
+                first, last = nucleus_places(
+                    found, passed, total, top_p, least, low, width, LEVEL == 0, BINS
+                )
             before = tl.maximum(at_place(upto, i, first - 1), before)
             tl.store(state, before)
             tl.store(state + 1, at_place(upto, i, last) - before)
@@ -280,12 +288,16 @@ def cut_by_bisection(
     cut = tl.full((), -0x7FFFFFFFFFFFFFFF, tl.int64)
     every = tl.full((), float("inf"), tl.float64)
     if top_k > 0:
-        cut = smallest(logits, row, vocabulary, cut, highest, top_k, every, peak, temperature, least, BLOCK)
+        cut = smallest(
+            logits, row, vocabulary, cut, highest, top_k, every, peak, temperature, least, BLOCK
+        )
     if top_p < 1:
         _, mass = above(logits, row, vocabulary, cut - 1, peak, temperature, least, BLOCK)
         target = tl.maximum(top_p.to(tl.float64) * mass, 1e-300)
         count = vocabulary + 1
-        cut = smallest(logits, row, vocabulary, cut, highest, count, target, peak, temperature, least, BLOCK)
+        cut = smallest(
+            logits, row, vocabulary, cut, highest, count, target, peak, temperature, least, BLOCK
+        )
     return cut
 
 
@@ -318,7 +330,11 @@ def collect(
     """The last pair that stays, of rows that cut tokens off. Grid: rows, segments."""
     start_dependent()
     row, segment, segments = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    temperature, top_k, top_p = tl.load(temperatures + row), tl.load(top_ks + row), tl.load(top_ps + row)
+    temperature, top_k, top_p = (
+        tl.load(temperatures + row),
+        tl.load(top_ks + row),
+        tl.load(top_ps + row),
+    )
     highest = best_of(pairs, row, segments, SEGMENTS)
     peak = logit_of(highest)
     state += row * STATE
@@ -338,7 +354,11 @@ def collect(
                 mass += tl.sum(tl.where(place < first, weight, 0.0), axis=0)
                 mine = tl.sum(inside, axis=0)
                 if mine > 0:
-                    at = tl.atomic_add(state + 6, mine, sem="relaxed") + tl.cumsum(inside, axis=0) - 1
+                    at = (
+                        tl.atomic_add(state + 6, mine, sem="relaxed")
+                        + tl.cumsum(inside, axis=0)
+                        - 1
+                    )
                     tl.store(found + at, pair, mask=inside != 0)
         tl.store(masses + (row * 3 + 2) * SEGMENTS + segment, mass)
         if arrives_last(state + 4, segments):
@@ -387,7 +407,9 @@ def draw(
         if tl.load(pairs + row * SEGMENTS + segment) >= cut:  # else nothing of it stays
             for chunk in range(0, chunks):
                 v = (segment * chunks + chunk) * BLOCK + tl.arange(0, BLOCK)
-                weights = kept_weights(logits, row * vocabulary, v, vocabulary, cut, peak, temperature, least)
+                weights = kept_weights(
+                    logits, row * vocabulary, v, vocabulary, cut, peak, temperature, least
+                )
                 mass += tl.sum(weights, axis=0)
         tl.store(masses + row * 3 * SEGMENTS + segment, mass)
         if arrives_last(state + row * STATE + 5, segments):
@@ -396,13 +418,17 @@ def draw(
             running = tl.cumsum(mine, axis=0)
             target = tl.load(uniforms + row).to(tl.float64) * at_place(running, i, SEGMENTS - 1)
             some = tl.where(mine > 0, i, 0)
-            here = tl.min(tl.where((running > target) & (mine > 0), i, tl.max(some, axis=0)), axis=0)
+            here = tl.min(
+                tl.where((running > target) & (mine > 0), i, tl.max(some, axis=0)), axis=0
+            )
             before = at_place(running, i, here - 1)
             chosen = tl.full((), 0x7FFFFFFF, tl.int32)
             behind = tl.zeros((), tl.int32)
             for chunk in range(0, chunks):
                 v = (here * chunks + chunk) * BLOCK + tl.arange(0, BLOCK)
-                weights = kept_weights(logits, row * vocabulary, v, vocabulary, cut, peak, temperature, least)
+                weights = kept_weights(
+                    logits, row * vocabulary, v, vocabulary, cut, peak, temperature, least
+                )
                 over = (before + tl.cumsum(weights, axis=0) > target) & (weights > 0)
                 chosen = tl.minimum(chosen, tl.min(tl.where(over, v, 0x7FFFFFFF), axis=0))
                 behind = tl.maximum(behind, tl.max(tl.where(weights > 0, v, 0), axis=0))

@@ -58,7 +58,11 @@ def _hosted(tool: dict[str, Any]) -> bool:
 def _tool(tool: dict[str, Any], i: int) -> dict[str, Any]:
     kind = tool.get("type")
     if "input_schema" not in tool:
-        what = f"tools of type {str(kind)[:40]!r} are not known" if kind not in (None, "custom") else "it"
+        what = (
+            f"tools of type {str(kind)[:40]!r} are not known"
+            if kind not in (None, "custom")
+            else "it"
+        )
         message = f"tools[{i}]: {what}: send a name, a description and an input_schema"
         raise bad_request("unsupported_parameter", message.replace("it: send", "send"), "tools")
     named = (("name", "name"), ("description", "description"), ("strict", "strict"))
@@ -79,7 +83,9 @@ def thinking_fields(fields: Fields) -> dict[str, Any]:
         message = "thinking.type is enabled, adaptive or disabled"
         raise bad_request("invalid_value", message, "thinking")
     effort = value_of(fields, "output_config", dict[str, Any], {}).get("effort")
-    ours: dict[str, Any] = {} if effort is None else {"reasoning_effort": EFFORTS.get(str(effort), effort)}
+    ours: dict[str, Any] = (
+        {} if effort is None else {"reasoning_effort": EFFORTS.get(str(effort), effort)}
+    )
     if kind == "enabled":
         given = {"enable_thinking": True, "thinking": True, **given}
         if thinking.get("budget_tokens") is not None:
@@ -97,13 +103,17 @@ def conversation(fields: Fields) -> list[dict[str, Any]]:
     said = [{"role": "system", "content": told}] if told else []
     messages = value_of(fields, "messages", list[dict[str, Any]], [])
     if messages and messages[-1].get("role") == "assistant":
-        message = "messages: the last one is the assistant's, and going on with it is not supported yet"
+        message = (
+            "messages: the last one is the assistant's, and going on with it is not supported yet"
+        )
         raise bad_request("unsupported_parameter", message, "messages")
     names: dict[Any, Any] = {}  # of the tools that were called, by the ids of the calls
     for i, message in enumerate(messages):
         role, content, where = message.get("role"), message.get("content"), f"messages[{i}].content"
         if role not in ROLES:
-            raise bad_request("invalid_value", f"messages[{i}].role is user or assistant", "messages")
+            raise bad_request(
+                "invalid_value", f"messages[{i}].role is user or assistant", "messages"
+            )
         if not isinstance(content, list):
             said.append({"role": role, "content": _text(content, where)})
         elif role == "assistant":
@@ -135,13 +145,17 @@ def _turn(content: list[Any], where: str, names: dict[Any, Any]) -> dict[str, An
     return turn | ({"tool_calls": calls} if calls else {})
 
 
-def _said(role: str, content: list[Any], where: str, names: dict[Any, Any]) -> Iterator[dict[str, Any]]:
+def _said(
+    role: str, content: list[Any], where: str, names: dict[Any, Any]
+) -> Iterator[dict[str, Any]]:
     """What the model was told: results of calls, each a message of its own, and text."""
     texts: list[str] = []
     told = False
     for kind, block, place in _blocks(content, where):
         if kind != "tool_result":
-            texts += [] if kind in UNREAD else [_string(_only_text(kind, block, place), "text", place)]
+            texts += (
+                [] if kind in UNREAD else [_string(_only_text(kind, block, place), "text", place)]
+            )
             continue
         if texts:
             yield {"role": role, "content": "\n".join(texts)}
@@ -195,5 +209,7 @@ def _only_text(kind: str, block: dict[str, Any], place: str) -> dict[str, Any]:
 def _string(block: dict[str, Any], name: str, place: str) -> str:
     value = block.get(name)
     if not isinstance(value, str):
-        raise bad_request("invalid_type", f"{place}.{name} must be a string", place.partition("[")[0])
+        raise bad_request(
+            "invalid_type", f"{place}.{name} must be a string", place.partition("[")[0]
+        )
     return value

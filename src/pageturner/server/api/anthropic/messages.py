@@ -16,7 +16,11 @@ import msgspec
 from pageturner.errors import ClientError
 from pageturner.http.error_responses import anthropic_error
 from pageturner.server.admission.limits import LONGEST_NAME, NO_LIMITS, RequestLimits, check_size
-from pageturner.server.api.anthropic.anthropic_fields import conversation, thinking_fields, tool_fields
+from pageturner.server.api.anthropic.anthropic_fields import (
+    conversation,
+    thinking_fields,
+    tool_fields,
+)
 from pageturner.server.api.base import answer_grammar
 from pageturner.server.api.base.answer_parts import (
     CALL,
@@ -49,16 +53,41 @@ from pageturner.server.api.openai import chat
 from pageturner.server.api.openai.turns import read_turns
 from pageturner.text.output_stream import OutputPiece, OutputStream
 
-SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")  # fields that are ours as they are
-TAKEN = frozenset({
-    *SAME, "messages", "system", "stop_sequences", "metadata", "output_config", "output_format", "thinking",
-    "cache_control", "service_tier", "tools", "tool_choice", "chat_template_kwargs", "context_management",
-    "betas", "inference_geo", "speed",
-})  # fmt: skip
+SAME = (
+    "model",
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "stream",
+)  # fields that are ours as they are
+TAKEN = frozenset(
+    {
+        *SAME,
+        "messages",
+        "system",
+        "stop_sequences",
+        "metadata",
+        "output_config",
+        "output_format",
+        "thinking",
+        "cache_control",
+        "service_tier",
+        "tools",
+        "tool_choice",
+        "chat_template_kwargs",
+        "context_management",
+        "betas",
+        "inference_geo",
+        "speed",
+    }
+)
 NAMES = {
-    "stop": "stop_sequences", "response_format": "output_config.format",
-    "reasoning_effort": "output_config.effort", "thinking_token_budget": "thinking.budget_tokens",
-}  # fmt: skip
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking.budget_tokens",
+}
 NEUTRAL: dict[str, tuple[Any, ...]] = {"mcp_servers": ([],), "container": ()}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 TOO_LONG = ("context_length_exceeded", "kv_capacity_exceeded")
@@ -121,7 +150,9 @@ def count_tokens(raw: bytes, served: ServedModel, doing: Callable[[str], None]) 
     body = _chat({name: value for name, value in fields.items() if name != "max_tokens"}, NO_LIMITS)
     check_model(body, served)
     check = _fits_tokenizer(served)
-    tokens = renaming(NAMES, lambda: read_turns(body, lambda turns: chat.chat_tokens(turns, served, check)))
+    tokens = renaming(
+        NAMES, lambda: read_turns(body, lambda turns: chat.chat_tokens(turns, served, check))
+    )
     return encode({"input_tokens": len(tokens)})
 
 
@@ -162,7 +193,9 @@ def _stopped(reply: Reply, stream: OutputStream, parts: AnswerParts) -> dict[str
     return {"stop_reason": reason, "stop_sequence": sequence}
 
 
-def _message(reply: Reply, content: list[Any], why: dict[str, Any], usage: dict[str, Any]) -> dict[str, Any]:
+def _message(
+    reply: Reply, content: list[Any], why: dict[str, Any], usage: dict[str, Any]
+) -> dict[str, Any]:
     head = {"id": reply.about()["id"], "type": "message", "role": "assistant", "model": reply.model}
     return {**head, "content": content, **why, "usage": usage}
 
@@ -246,7 +279,9 @@ DELTAS = {
 
 def failed(_: Reply, error: ClientError) -> bytes:
     """The event of a failure in the middle."""
-    return b"event: error\ndata: " + anthropic_error(error.status, error.code, error.message) + b"\n\n"
+    return (
+        b"event: error\ndata: " + anthropic_error(error.status, error.code, error.message) + b"\n\n"
+    )
 
 
 def end(_: Reply, streams: list[OutputStream]) -> bytes:
@@ -256,7 +291,9 @@ def end(_: Reply, streams: list[OutputStream]) -> bytes:
 
 MESSAGES = Dialect(
     id_prefix="msg",
-    shape=ReplyShape(whole_object="message", chunk_object="message", content=lambda text: {"text": text}),
+    shape=ReplyShape(
+        whole_object="message", chunk_object="message", content=lambda text: {"text": text}
+    ),
     read=read,
     whole=whole,
     chunk=chunk,

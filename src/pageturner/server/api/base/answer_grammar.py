@@ -38,9 +38,13 @@ def asked(body: RequestBody) -> bytes | None:
     if not asks(body):
         return None
     fields = (
-        body.response_format, body.structured_outputs, body.tools, body.tool_choice, body.parallel_tool_calls,
+        body.response_format,
+        body.structured_outputs,
+        body.tools,
+        body.tool_choice,
+        body.parallel_tool_calls,
         body.chat_template,
-    )  # fmt: skip
+    )
     return hashlib.blake2b(msgspec.json.encode(fields), digest_size=16).digest()
 
 
@@ -105,4 +109,6 @@ def refuse_tools(body: RequestBody) -> None:
         "continue_final_message": bool(body.continue_final_message),
     }
     for name in (name for name, asked in given.items() if asked):
-        raise bad_request("unsupported_parameter", f"{name} is for chats: /v1/chat/completions", name)
+        raise bad_request(
+            "unsupported_parameter", f"{name} is for chats: /v1/chat/completions", name
+        )

@@ -134,7 +134,9 @@ def call_id(reply: Reply, choice: int, index: int, prefix: str = "call_") -> str
     place = f"{reply.id} {choice} {index}".encode()
     digest = hashlib.blake2b(place, digest_size=12).hexdigest()
     answer = reply.call.answer
-    length = tool_format(answer.tools).id_length if answer and answer.tools not in ("", HARMONY) else 0
+    length = (
+        tool_format(answer.tools).id_length if answer and answer.tools not in ("", HARMONY) else 0
+    )
     return digest[:length] if length else f"{prefix}{digest}"
 
 

@@ -187,7 +187,9 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 DIALECTS_OWN = frozenset({"embedding", "pairs", "extra"})
 _KNOWN = (frozenset(RequestBody.__struct_fields__) - DIALECTS_OWN) | frozenset(UNSUPPORTED)
 # each field as it stands in the body; whatever else is there is passed over, and nothing is made of it
-_Fields = msgspec.defstruct("_Fields", [(name, msgspec.Raw, msgspec.Raw()) for name in sorted(_KNOWN)])
+_Fields = msgspec.defstruct(
+    "_Fields", [(name, msgspec.Raw, msgspec.Raw()) for name in sorted(_KNOWN)]
+)
 _SPELLING = Spelling(_KNOWN - UNSUPPORTED.keys())
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _STRUCT = msgspec.json.Decoder(_Fields)
@@ -198,13 +200,30 @@ _DECODERS: dict[str, msgspec.json.Decoder[Any]] = {
 _IDS = frozenset({"stop_token_ids", "logit_bias", "allowed_token_ids", "force_ids"})
 # names of vLLM before it had `structured_outputs` -> what they are in there
 GUIDED = {
-    "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar",
-}  # fmt: skip
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
 # fields of any size: nothing of them is kept once they are understood
-BULKY = _IDS | GUIDED.keys() | {
-    "prompt", "suffix", "extra", "messages", "stop", "bad_words", "response_format", "structured_outputs",
-    "chat_template", "chat_template_kwargs", "tools", "tool_choice",
-}  # fmt: skip
+BULKY = (
+    _IDS
+    | GUIDED.keys()
+    | {
+        "prompt",
+        "suffix",
+        "extra",
+        "messages",
+        "stop",
+        "bad_words",
+        "response_format",
+        "structured_outputs",
+        "chat_template",
+        "chat_template_kwargs",
+        "tools",
+        "tool_choice",
+    }
+)
 NAMED = 32 * 1024  # bytes of a body up to which the unknown fields in it are looked at
 
 
@@ -217,7 +236,9 @@ def decode(raw: bytes, limits: RequestLimits = NO_LIMITS) -> RequestBody:
     except msgspec.ValidationError:
         raise bad_request("invalid_json", "the body must be a JSON object") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise bad_request("invalid_json", f"the body is not valid JSON: {why_not_json(raw, error)}") from None
+        raise bad_request(
+            "invalid_json", f"the body is not valid JSON: {why_not_json(raw, error)}"
+        ) from None
     _refuse_unsupported(fields)
     if len(raw) > SMALL:
         _check_sizes(fields, limits)
@@ -232,7 +253,9 @@ def decode(raw: bytes, limits: RequestLimits = NO_LIMITS) -> RequestBody:
 def _take_guided(body: RequestBody) -> None:
     """Make `structured_outputs` of what older names say. A client that cannot know which of them a server has
     sends both (guidance does), which is one form as long as they say the same."""
-    older = {ours: value for name, ours in GUIDED.items() if (value := getattr(body, name)) is not None}
+    older = {
+        ours: value for name, ours in GUIDED.items() if (value := getattr(body, name)) is not None
+    }
     if not older:
         return
     wanted = body.structured_outputs
@@ -240,9 +263,7 @@ def _take_guided(body: RequestBody) -> None:
         body.structured_outputs = older
     elif any(wanted.get(ours) != value for ours, value in older.items()):
         name = next(name for name, ours in GUIDED.items() if ours in older)
-        message = (
-            f"{name} and structured_outputs say what the answer must match, each something else: send one"
-        )
+        message = f"{name} and structured_outputs say what the answer must match, each something else: send one"
         raise bad_request("invalid_value", message, name)
 
 
@@ -296,7 +317,9 @@ def _value(name: str, raw: bytes) -> Any:
         if value is not None:
             return value
         message = str(error).partition(" - at `$")[0][:MOST_TOLD]
-        raise bad_request("invalid_type", f"{name}: {message[:1].lower()}{message[1:]}", name) from None
+        raise bad_request(
+            "invalid_type", f"{name}: {message[:1].lower()}{message[1:]}", name
+        ) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise bad_request(
             "invalid_json", f"{name} is not valid JSON: {why_not_json(raw, error)}", name
@@ -341,7 +364,9 @@ def _refuse_unsupported(fields: dict[str, bytes]) -> None:
     """Refuse what is known and not there yet; what is neutral of it is taken out."""
     for name in [name for name in fields if name in UNSUPPORTED]:
         raw = fields.pop(name)
-        if len(raw) <= MOST_NEUTRAL and any(_same(raw, neutral) for neutral in (None, *UNSUPPORTED[name])):
+        if len(raw) <= MOST_NEUTRAL and any(
+            _same(raw, neutral) for neutral in (None, *UNSUPPORTED[name])
+        ):
             continue
         what = FOREIGN_NAMES.get(name, "not supported yet: leave it out")
         raise bad_request("unsupported_parameter", f"{name} is {what}", name)

@@ -27,9 +27,15 @@ MOST_TOLD = 32  # names in an error
 _ID = re.compile("0|[1-9][0-9]{0,9}")
 # fields of a request that are those of SamplingParams as they stand; one that is not given has its default
 NUMBERS = (
-    "temperature", "top_k", "top_p", "min_p", "min_tokens", "repetition_penalty", "presence_penalty",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "min_tokens",
+    "repetition_penalty",
+    "presence_penalty",
     "frequency_penalty",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +105,8 @@ class Call:
         """Most KV that a choice can ever need, in tokens: the last one of an answer needs none."""
         needs = zip(self.prompts, self.params, strict=True)
         most = max(
-            max(1, params.beam_width) * -(-(len(prompt) + (params.max_tokens or 1) - 1) // block_size)
+            max(1, params.beam_width)
+            * -(-(len(prompt) + (params.max_tokens or 1) - 1) // block_size)
             for prompt, params in needs
         )
         return most * block_size
@@ -108,7 +115,9 @@ class Call:
 def check_model(body: RequestBody, served: ServedModel) -> None:
     names = (served.model, *served.names)
     if body.model and body.model not in names:  # some clients send "" where none was chosen
-        here = ", ".join(map(repr, names[:MOST_TOLD])) + (" and others" if len(names) > MOST_TOLD else "")
+        here = ", ".join(map(repr, names[:MOST_TOLD])) + (
+            " and others" if len(names) > MOST_TOLD else ""
+        )
         message = f"the model {body.model[:128]!r} does not exist here: this server has {here}"
         raise ClientError(404, "model_not_found", message, "model")
 
@@ -116,11 +125,15 @@ def check_model(body: RequestBody, served: ServedModel) -> None:
 def with_choices(call: Call, served: ServedModel) -> Call:
     """The call with the n, or best_of, choices of each prompt that its body asks for."""
     wanted = call.params[0]
-    made, kept = parameters.answer_counts(call.body.n, call.body.best_of, wanted.beam_width, served.slots)
+    made, kept = parameters.answer_counts(
+        call.body.n, call.body.best_of, wanted.beam_width, served.slots
+    )
     limits.check_choices(len(call.prompts), made, served.limits)
     if made > kept and call.body.stream:
         raise bad_request(
-            "invalid_value", "best_of above n is known at the end only: leave stream away", "best_of"
+            "invalid_value",
+            "best_of above n is known at the end only: leave stream away",
+            "best_of",
         )
     params = call.params
     if made > kept:  # what they are ranked by
@@ -143,7 +156,9 @@ def _max_tokens(params: SamplingParams) -> int:
     return params.max_tokens or 0
 
 
-def truncate_prompt(tokens: list[int], body: RequestBody, served: ServedModel, answer: int) -> list[int]:
+def truncate_prompt(
+    tokens: list[int], body: RequestBody, served: ServedModel, answer: int
+) -> list[int]:
     """The tokens that truncate_prompt_tokens leaves, beside an answer of so many."""
     room = min(served.context, served.capacity + 1) - answer
     return list(parameters.truncate(tokens, body.truncate_prompt_tokens, room, served.context))
@@ -155,7 +170,9 @@ def check_prompt(tokens: list[int], name: str, served: ServedModel) -> list[int]
         raise bad_request("empty_prompt", f"{name} has no tokens: send at least one", name)
     _check_length(len(tokens), str(len(tokens)), name, served)
     if min(tokens) < 0 or max(tokens) >= served.vocab_size:
-        raise bad_request("invalid_value", f"{name}: token ids are 0 to {served.vocab_size - 1}", name)
+        raise bad_request(
+            "invalid_value", f"{name}: token ids are 0 to {served.vocab_size - 1}", name
+        )
     return tokens
 
 
@@ -210,12 +227,18 @@ def with_max_tokens(
             f" {length} tokens there is room for {max(room, 0)} (context {served.context}, KV memory"
             f" {capacity} tokens)"
         )
-        code = "context_length_exceeded" if length + wanted > served.context else "kv_capacity_exceeded"
+        code = (
+            "context_length_exceeded"
+            if length + wanted > served.context
+            else "kv_capacity_exceeded"
+        )
         raise bad_request(code, message, "max_tokens")
     most = asked if asked is not None else min(default or rest, room)
     if params.min_tokens > most:
         raise bad_request(
-            "invalid_value", f"min_tokens ({params.min_tokens}) is over max_tokens ({most})", "min_tokens"
+            "invalid_value",
+            f"min_tokens ({params.min_tokens}) is over max_tokens ({most})",
+            "min_tokens",
         )
     return replace(params, max_tokens=most)
 
@@ -256,9 +279,16 @@ def _beams(body: RequestBody) -> dict[str, Any]:
             if given[name] not in (None, neutral):
                 raise bad_request("invalid_value", f"{name} needs use_beam_search: true", name)
         return {}
-    for name, neutrals in (("temperature", (0, 1)), ("top_p", (1,)), ("top_k", (0, -1)), ("min_p", (0,))):
+    for name, neutrals in (
+        ("temperature", (0, 1)),
+        ("top_p", (1,)),
+        ("top_k", (0, -1)),
+        ("min_p", (0,)),
+    ):
         if getattr(body, name) not in (None, *neutrals):
-            raise bad_request("invalid_value", f"beam search draws nothing: leave {name} away", name)
+            raise bad_request(
+                "invalid_value", f"beam search draws nothing: leave {name} away", name
+            )
     width = {"beam_width": body.best_of or body.n or 1}
     return width | {name: value for name, value in given.items() if value is not None}
 
@@ -273,13 +303,17 @@ def _forced(params: SamplingParams, body: RequestBody, served: ServedModel) -> S
     if body.force_ids is not None:
         if any(not 0 <= token < served.vocab_size for token in body.force_ids):
             raise bad_request(
-                "invalid_value", f"force_ids: token ids are 0 to {served.vocab_size - 1}", "force_ids"
+                "invalid_value",
+                f"force_ids: token ids are 0 to {served.vocab_size - 1}",
+                "force_ids",
             )
         params = replace(params, force_ids=tuple(body.force_ids))
     if body.inject_fault is not None:
         params = replace(params, inject_fault=_fault(body.inject_fault))
     if body.forced_end is not None and params.structured_outputs is not None:
-        raise bad_request("invalid_value", "forced_end and a grammar would both end the answer", "forced_end")
+        raise bad_request(
+            "invalid_value", "forced_end and a grammar would both end the answer", "forced_end"
+        )
     return params if body.forced_end is None else _end_at(params, body.forced_end)
 
 

@@ -117,22 +117,34 @@ _NAME = {"maxLength": LONGEST_NAME}
 _OFF: Schema = {"default": False}
 # field -> what is said of it
 FIELDS: dict[str, Field] = {
-    "model": Field("The model that is served; empty: it.", lambda s: one_of(s.model, *s.names, "", None)),
+    "model": Field(
+        "The model that is served; empty: it.", lambda s: one_of(s.model, *s.names, "", None)
+    ),
     "prompt": Field("A prompt or several, as text or as token ids.", prompt_schema),
     "suffix": Field("The text behind a gap, which the answer fills.", _suffix),
-    "messages": Field("The conversation.", {"type": "array", "minItems": 1, "items": ref("ChatMessage")}),
+    "messages": Field(
+        "The conversation.", {"type": "array", "minItems": 1, "items": ref("ChatMessage")}
+    ),
     "max_tokens": Field("Most tokens of the answer.", _max_tokens),
     "max_completion_tokens": Field("The same as max_tokens.", _max_tokens),
     "min_tokens": Field("No end of the answer before so many tokens.", _max_tokens),
     "temperature": Field("0 is greedy."),
     "top_p": Field("Choose among the likeliest tokens that have this probability together."),
     "top_k": Field("Choose among so many tokens; 0 and -1: all."),
-    "min_p": Field("Choose among tokens at least so likely, as a share of the likeliest one's probability."),
-    "seed": Field("The same seed gives the same answer.", {"minimum": -MOST_NUMBER, "maximum": MOST_NUMBER}),
+    "min_p": Field(
+        "Choose among tokens at least so likely, as a share of the likeliest one's probability."
+    ),
+    "seed": Field(
+        "The same seed gives the same answer.", {"minimum": -MOST_NUMBER, "maximum": MOST_NUMBER}
+    ),
     "stop": Field(
         "Strings that end the answer.",
-        {"minLength": 1, "maxLength": parameters.LONGEST_STOP, "maxItems": parameters.MOST_STOPS,
-         "items": {**STRING, "minLength": 1, "maxLength": parameters.LONGEST_STOP}},
+        {
+            "minLength": 1,
+            "maxLength": parameters.LONGEST_STOP,
+            "maxItems": parameters.MOST_STOPS,
+            "items": {**STRING, "minLength": 1, "maxLength": parameters.LONGEST_STOP},
+        },
     ),
     "stop_token_ids": Field(
         f"Tokens that end the answer: at most {parameters.MOST_STOP_IDS} different ones.",
@@ -148,19 +160,31 @@ FIELDS: dict[str, Field] = {
         "Keep the last so many tokens of the prompt; -1: as many as there is room for.",
         lambda s: {"maximum": s.context, "not": {"const": 0}},
     ),
-    "repetition_penalty": Field("Logits of tokens in prompt or output: x / p if x > 0, else x * p."),
+    "repetition_penalty": Field(
+        "Logits of tokens in prompt or output: x / p if x > 0, else x * p."
+    ),
     "presence_penalty": Field("Taken once from the logits of tokens in the output."),
-    "frequency_penalty": Field("Taken from the logits of tokens in the output, as often as they are there."),
+    "frequency_penalty": Field(
+        "Taken from the logits of tokens in the output, as often as they are there."
+    ),
     "logit_bias": Field("Token id: what is added to its logit.", _biased),
     "bad_words": Field(
         "Words that are not written.",
-        {"maxItems": parameters.MOST_BAD_WORDS,
-         "items": {**STRING, "maxLength": parameters.LONGEST_BAD_WORD, "pattern": r"\S"}},
+        {
+            "maxItems": parameters.MOST_BAD_WORDS,
+            "items": {**STRING, "maxLength": parameters.LONGEST_BAD_WORD, "pattern": r"\S"},
+        },
     ),
-    "allowed_token_ids": Field("Nothing else is chosen.", lambda s: {"items": token_id(s), "minItems": 1}),
+    "allowed_token_ids": Field(
+        "Nothing else is chosen.", lambda s: {"items": token_id(s), "minItems": 1}
+    ),
     "response_format": Field("The form of the answer, as OpenAI says it.", ref("ResponseFormat")),
-    "structured_outputs": Field("The form of the answer, as vLLM says it.", ref("StructuredOutputs")),
-    "guided_json": Field("As structured_outputs.json.", {"anyOf": [STRING, ref("JsonSchema"), one_of(None)]}),
+    "structured_outputs": Field(
+        "The form of the answer, as vLLM says it.", ref("StructuredOutputs")
+    ),
+    "guided_json": Field(
+        "As structured_outputs.json.", {"anyOf": [STRING, ref("JsonSchema"), one_of(None)]}
+    ),
     "guided_regex": Field("As structured_outputs.regex.", {"minLength": 1}),
     "guided_choice": Field(
         "As structured_outputs.choice.",
@@ -184,7 +208,9 @@ FIELDS: dict[str, Field] = {
         "For the chat template.", {"propertyNames": {"not": one_of(*sorted(RESERVED))}}
     ),
     "return_token_ids": Field("Token ids beside the text.", _OFF),
-    "priority": Field("Smaller goes first.", {"minimum": -MOST_PRIORITY, "maximum": MOST_PRIORITY - 1}),
+    "priority": Field(
+        "Smaller goes first.", {"minimum": -MOST_PRIORITY, "maximum": MOST_PRIORITY - 1}
+    ),
     "deadline_ms": Field("Milliseconds after which the answer is worth nothing and ends.", _MS),
     "ttft_target_ms": Field("Milliseconds in which the first token should be there.", _MS),
     "tpot_target_ms": Field("Milliseconds that a later token should take.", _MS),
@@ -207,7 +233,7 @@ FIELDS: dict[str, Field] = {
     "session": Field("The session that this is a turn of.", _session()),
     "timings": Field("Say where the time went.", _OFF),
     "receipt": Field("A receipt beside the answer, with which it can be made again.", _OFF),
-}  # fmt: skip
+}
 
 
 def field_schemas(served: ServedModel) -> dict[str, Schema]:
@@ -220,15 +246,24 @@ def field_schemas(served: ServedModel) -> dict[str, Schema]:
         more = field.narrows(served) if callable(field.narrows) else field.narrows
         made = narrowed({**typed, **_bounds(name)}, more)
         usual = default_of(name, served)
-        found[name] = {"description": field.help, **made, **({} if usual is None else {"default": usual})}
+        found[name] = {
+            "description": field.help,
+            **made,
+            **({} if usual is None else {"default": usual}),
+        }
         if name in DEVELOPER and not served.developer:
-            found[name] = {"description": f"{field.help} Start the server with --developer.", "type": "null"}
+            found[name] = {
+                "description": f"{field.help} Start the server with --developer.",
+                "type": "null",
+            }
     return found
 
 
 def neutral_schemas(fields: Mapping[str, tuple[Any, ...]] = UNSUPPORTED) -> dict[str, Schema]:
     """The schema of each field that is known and not there: nothing but the values that change nothing."""
-    return {name: {**one_of(None, *neutrals), "x-neutral": True} for name, neutrals in fields.items()}
+    return {
+        name: {**one_of(None, *neutrals), "x-neutral": True} for name, neutrals in fields.items()
+    }
 
 
 def default_of(name: str, served: ServedModel) -> Any:
@@ -257,11 +292,22 @@ def numbers_up_to(most: int) -> str:
 
 # fields that mean something in one of OpenAI's two older APIs only
 COMPLETIONS_ONLY = frozenset({"prompt", "echo", "suffix"})
-CHATS_ONLY = frozenset({
-    "messages", "tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "max_reasoning_tokens",
-    "thinking_token_budget", "top_logprobs", "add_generation_prompt", "chat_template_kwargs",
-    "continue_final_message", "chat_template",
-})  # fmt: skip
+CHATS_ONLY = frozenset(
+    {
+        "messages",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "reasoning_effort",
+        "max_reasoning_tokens",
+        "thinking_token_budget",
+        "top_logprobs",
+        "add_generation_prompt",
+        "chat_template_kwargs",
+        "continue_final_message",
+        "chat_template",
+    }
+)
 
 
 def of_completions(served: ServedModel) -> dict[str, Schema]:
@@ -283,7 +329,9 @@ def of_completions(served: ServedModel) -> dict[str, Schema]:
 
 def of_chats(served: ServedModel) -> dict[str, Schema]:
     """The fields of /v1/chat/completions."""
-    ours = {name: one for name, one in field_schemas(served).items() if name not in COMPLETIONS_ONLY}
+    ours = {
+        name: one for name, one in field_schemas(served).items() if name not in COMPLETIONS_ONLY
+    }
     said = ours["logprobs"]["description"]
     return {
         **ours,

@@ -67,7 +67,9 @@ class GenerateEndpoint:
         info.id = call.body.request_id or info.id
         if call.body.receipt:
             service.receipts.hashed()  # while the answer is made
-        sink: PieceQueue | WholeAnswer = PieceQueue() if call.body.stream else WholeAnswer(len(call.prompts))
+        sink: PieceQueue | WholeAnswer = (
+            PieceQueue() if call.body.stream else WholeAnswer(len(call.prompts))
+        )
         level = service_level_of(call.body, scope["headers"], info.key)
         hint = session_hint(call, scope["headers"], info, level)
         adapter = await service.adapters.digest(call.body.model)
@@ -84,12 +86,16 @@ class GenerateEndpoint:
             service.background.make_room(streams)
             service.supervisor.open(streams)
             service.history.begin(streams, info.id, info.tenant)
-            undo.callback(lambda: service.history.end(streams, info.id, info.tenant, time.monotonic()))
+            undo.callback(
+                lambda: service.history.end(streams, info.id, info.tenant, time.monotonic())
+            )
             service.sessions.begin(streams[0], info)
             undo.callback(service.sessions.end, streams[0])
             info.model = service.answers_as(call.body.model)
             reply = self._reply(call, info)
-            answer = Answer(streams, self._dialect, reply, service.streams, service.receipts, service.memory)
+            answer = Answer(
+                streams, self._dialect, reply, service.streams, service.receipts, service.memory
+            )
             if isinstance(sink, PieceQueue):
                 await answer.stream(sink, left, send, info)
             else:
@@ -128,9 +134,15 @@ class GenerateEndpoint:
             )
             shown = () if call.answer is None else call.answer.shown
             streams += output_streams(
-                first, [sink] * call.made, service.ids, service.tokenizer, choice=i,
-                skip_special=body.skip_special_tokens is not False, silent=call.only_echoes, shown=shown,
-            )  # fmt: skip
+                first,
+                [sink] * call.made,
+                service.ids,
+                service.tokenizer,
+                choice=i,
+                skip_special=body.skip_special_tokens is not False,
+                silent=call.only_echoes,
+                shown=shown,
+            )
         return streams
 
     def _reply(self, call: Call, info: RequestInfo, created: int = 0) -> Reply:
@@ -176,12 +188,20 @@ class Answer:
         if self.reply.call.body.receipt and not await self._receipt(left):
             info.abort_reason = "client left"
             return
-        body = await in_slices(self.dialect.whole(self.reply, self.streams, whole_answer), self.memory)
+        body = await in_slices(
+            self.dialect.whole(self.reply, self.streams, whole_answer), self.memory
+        )
         headers = [*JSON_HEADERS, (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         for i in range(0, len(body), MOST_AT_ONCE):
             rest = i + MOST_AT_ONCE < len(body)
-            await send({"type": "http.response.body", "body": body[i : i + MOST_AT_ONCE], "more_body": rest})
+            await send(
+                {
+                    "type": "http.response.body",
+                    "body": body[i : i + MOST_AT_ONCE],
+                    "more_body": rest,
+                }
+            )
 
     async def stream(
         self, queue: PieceQueue, left: asyncio.Future[None], send: Send, info: RequestInfo
@@ -189,7 +209,9 @@ class Answer:
         """Piece by piece, until it ends or its reader has left or hopelessly fallen behind."""
         sender = asyncio.ensure_future(self._send_chunks(queue, send))
         try:
-            await asyncio.wait({sender, left, queue.overflowed}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                {sender, left, queue.overflowed}, return_when=asyncio.FIRST_COMPLETED
+            )
             if sender.done():
                 sender.result()
             else:
@@ -250,13 +272,20 @@ class Answer:
 
     async def _chunks(self, pieces: list[OutputPiece], send: Send) -> bytes:
         """The chunks of these pieces. Those with a long one and before are sent already."""
-        chunk, long_chunk, reply, parts = self.dialect.chunk, self.dialect.long_chunk, self.reply, []
+        chunk, long_chunk, reply, parts = (
+            self.dialect.chunk,
+            self.dialect.long_chunk,
+            self.reply,
+            [],
+        )
         for piece in pieces:
             if piece.stream.failure is not None:
                 continue
             if long_chunk and piece.n <= 1 and len(piece.stream.prompt_logprobs) > MANY_LOGPROBS:
                 parts.append(await in_slices(long_chunk(reply, piece), self.memory))
-                await send({"type": "http.response.body", "body": b"".join(parts), "more_body": True})
+                await send(
+                    {"type": "http.response.body", "body": b"".join(parts), "more_body": True}
+                )
                 parts.clear()
             else:
                 parts.append(chunk(reply, piece))
@@ -266,4 +295,6 @@ class Answer:
 
 
 def _failed(pieces: list[OutputPiece]) -> Failure | None:
-    return next((piece.stream.failure for piece in pieces if piece.stream.failure is not None), None)
+    return next(
+        (piece.stream.failure for piece in pieces if piece.stream.failure is not None), None
+    )

@@ -22,14 +22,18 @@ class Spelling:
     def __init__(self, known: Iterable[str]) -> None:
         spelt = {_letters(name): name for name in known}
         long = sorted(letters for letters in spelt if len(letters) >= LEAST)
-        self._near = {written: spelt[letters] for letters in long for written in _variants(letters)} | spelt
+        self._near = {
+            written: spelt[letters] for letters in long for written in _variants(letters)
+        } | spelt
 
     def meant(self, unknown: Iterable[str]) -> tuple[str, str] | None:
         """The first of these names, in their order, that is near a known one, and that one."""
         for name in islice(unknown, MOST):
             for written in _variants(_letters(name)) if len(name) <= LONGEST else ():
                 known = self._near.get(written)
-                if known is not None and (written == _letters(name) or len(_letters(known)) >= LEAST):
+                if known is not None and (
+                    written == _letters(name) or len(_letters(known)) >= LEAST
+                ):
                     return name, known
         return None
 

@@ -144,7 +144,10 @@ class Reply:
 
     # -- the whole answer ------------------------------------------------------------------------------------
     def body(
-        self, choices: list[dict[str, Any]], streams: list[OutputStream], more: Mapping[str, Any] = NOTHING
+        self,
+        choices: list[dict[str, Any]],
+        streams: list[OutputStream],
+        more: Mapping[str, Any] = NOTHING,
     ) -> bytes:
         """An answer in one piece."""
         kind = self._shape.whole_object
@@ -174,12 +177,22 @@ class Reply:
 
     # -- events ----------------------------------------------------------------------------------------------
     def event(
-        self, choices: list[dict[str, Any]], used: dict[str, Any] | None, more: Mapping[str, Any] = NOTHING
+        self,
+        choices: list[dict[str, Any]],
+        used: dict[str, Any] | None,
+        more: Mapping[str, Any] = NOTHING,
     ) -> bytes:
         """One event of a streamed answer. used: its `usage`, None: it has none."""
         kind = self._shape.chunk_object
-        body = {**self._head, "object": kind, "system_fingerprint": self._fingerprint, "choices": choices}
-        return sse_event(encode({**body, **more} if used is None else {**body, **more, "usage": used}))
+        body = {
+            **self._head,
+            "object": kind,
+            "system_fingerprint": self._fingerprint,
+            "choices": choices,
+        }
+        return sse_event(
+            encode({**body, **more} if used is None else {**body, **more, "usage": used})
+        )
 
     def begins(self, stream: OutputStream) -> bool:
         """Whether nothing of this choice was written yet; true once."""
@@ -190,7 +203,11 @@ class Reply:
 
     def usage_so_far(self, stream: OutputStream, tokens: int) -> dict[str, Any] | None:
         """Of a choice with so many tokens; None where the client does not want it in every event."""
-        return usage_of(len(stream.request.prompt), tokens, stream.cached) if self._every_usage else None
+        return (
+            usage_of(len(stream.request.prompt), tokens, stream.cached)
+            if self._every_usage
+            else None
+        )
 
     def last_usage(self, streams: list[OutputStream]) -> bytes:
         """The event of stream_options.include_usage: no choices, only usage."""
@@ -207,12 +224,19 @@ class Reply:
     def _timings(self, streams: list[OutputStream]) -> dict[str, Any]:
         """Where the time of each choice went until now."""
         now = time.monotonic()
-        return {"timings": [report(stream.choice, stream.times, now, self._name) for stream in streams]}
+        return {
+            "timings": [report(stream.choice, stream.times, now, self._name) for stream in streams]
+        }
 
     def _template(self) -> EventTemplate:
         before, after, mark = [], b"", "\x00"
         for index in range(len(self.call.prompts)):
-            choice = {"index": index, **self._shape.content(mark), "logprobs": None, "finish_reason": None}
+            choice = {
+                "index": index,
+                **self._shape.content(mark),
+                "logprobs": None,
+                "finish_reason": None,
+            }
             head, _, after = self.event([choice], None).partition(encode(mark))
             before.append(head)
         return EventTemplate(tuple(before), after)

@@ -13,17 +13,48 @@ import msgspec
 
 from pageturner.errors import ClientError
 from pageturner.server.admission.limits import RequestLimits, check_values
-from pageturner.server.api.base.body import DIALECTS_OWN, RequestBody, bad_request, decode, why_not_json
+from pageturner.server.api.base.body import (
+    DIALECTS_OWN,
+    RequestBody,
+    bad_request,
+    decode,
+    why_not_json,
+)
 
 T = TypeVar("T")
 # fields of ours that every shape takes as they are, beside its own: they say how tokens are chosen, and when
-EXTRAS = frozenset({
-    "top_k", "min_p", "min_tokens", "seed", "stop", "stop_token_ids", "include_stop_str_in_output",
-    "ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words",
-    "allowed_token_ids", "structured_outputs", "skip_special_tokens", "chat_template_kwargs", "speculation",
-    "cache_salt", "priority", "deadline_ms", "ttft_target_ms", "tpot_target_ms", "user", "forced_end",
-    "force_ids", "inject_fault", "session",
-})  # fmt: skip
+EXTRAS = frozenset(
+    {
+        "top_k",
+        "min_p",
+        "min_tokens",
+        "seed",
+        "stop",
+        "stop_token_ids",
+        "include_stop_str_in_output",
+        "ignore_eos",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "logit_bias",
+        "bad_words",
+        "allowed_token_ids",
+        "structured_outputs",
+        "skip_special_tokens",
+        "chat_template_kwargs",
+        "speculation",
+        "cache_salt",
+        "priority",
+        "deadline_ms",
+        "ttft_target_ms",
+        "tpot_target_ms",
+        "user",
+        "forced_end",
+        "force_ids",
+        "inject_fault",
+        "session",
+    }
+)
 Fields = dict[str, msgspec.Raw]
 _OBJECT = msgspec.json.Decoder(Fields)
 _NULL = b"null"
@@ -59,7 +90,9 @@ def value_of(fields: Fields, name: str, kind: type[Any] | Any, default: Any = No
         raise bad_request("invalid_json", f"{name} is not valid JSON: {said}"[:400], name) from None
 
 
-def refuse(fields: Fields, neutral: Mapping[str, tuple[Any, ...]], why: str = "is not supported yet") -> None:
+def refuse(
+    fields: Fields, neutral: Mapping[str, tuple[Any, ...]], why: str = "is not supported yet"
+) -> None:
     """Take what is not there yet out of the fields. ClientError 400 where it says more than one of the
     neutral values."""
     for name in neutral.keys() & fields.keys():
@@ -76,11 +109,15 @@ def others(fields: Fields, taken: Iterable[str]) -> dict[str, Any]:
     rest = {name: value for name, value in fields.items() if name not in frozenset(taken)}
     if strange := rest.keys() & _OURS - EXTRAS:
         name = min(strange)
-        raise bad_request("unsupported_parameter", f"{name} is not a field here: leave it out", name)
+        raise bad_request(
+            "unsupported_parameter", f"{name} is not a field here: leave it out", name
+        )
     return rest
 
 
-def understood(ours: dict[str, Any], names: Mapping[str, str], limits: RequestLimits) -> RequestBody:
+def understood(
+    ours: dict[str, Any], names: Mapping[str, str], limits: RequestLimits
+) -> RequestBody:
     """The request that these fields of ours are. names: what the client calls them, where that differs."""
     return renaming(names, lambda: decode(msgspec.json.encode(ours), limits))
 

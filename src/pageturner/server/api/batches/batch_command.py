@@ -58,9 +58,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "input", metavar="IN.jsonl", help="requests, one JSON object a line, as in OpenAI's batches"
     )
     parser.add_argument(
-        "output", metavar="OUT.jsonl", help="file to write the answers to, in the order of the lines"
+        "output",
+        metavar="OUT.jsonl",
+        help="file to write the answers to, in the order of the lines",
     )
-    parser.add_argument("--errors", metavar="FILE", help="file for lines that failed (default: in OUT.jsonl)")
+    parser.add_argument(
+        "--errors", metavar="FILE", help="file for lines that failed (default: in OUT.jsonl)"
+    )
     parser.add_argument(
         "--journal",
         metavar="FILE",
@@ -72,14 +76,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", help="send the requests to this server, and start no engine")
     parser.add_argument("--api-key", default="", help="for --url; also from OPENAI_API_KEY")
     parser.add_argument(
-        "--window", type=int, default=0, metavar="N",
+        "--window",
+        type=int,
+        default=0,
+        metavar="N",
         help="most requests at once (default: what the engine runs at once, and a few that wait)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--log-format", choices=("text", "json"), default="text",
+        "--log-format",
+        choices=("text", "json"),
+        default="text",
         help="form of what is said on standard error (default: text)",
-    )  # fmt: skip
-    parser.add_argument("--config", metavar="FILE", help="TOML file with the tables [engine] and [server]")
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="TOML file with the tables [engine] and [server]"
+    )
     configuration.add_flags(parser, "engine", leave_out=("model",))
 
 
@@ -89,7 +100,9 @@ def main(arguments: argparse.Namespace) -> int:
         raise EngineFault("bad_setting", "--window is 1 or more")
     logs.to_stderr("warning", arguments.log_format)
     if _answered(arguments):
-        logs.say(f"{arguments.output} has the answers already, so nothing is done: take it away to ask again")
+        logs.say(
+            f"{arguments.output} has the answers already, so nothing is done: take it away to ask again"
+        )
         return 0
     if arguments.url:
         key = arguments.api_key or os.environ.get("OPENAI_API_KEY", "")
@@ -108,13 +121,17 @@ def main(arguments: argparse.Namespace) -> int:
     engine = replace(settings.engine, model=str(model.path))
     settings = Config(engine, replace(settings.server, log_level="warning"))
     return run(
-        arguments, settings, model.name,
+        arguments,
+        settings,
+        model.name,
         lambda: load_with_defaults(engine.model, engine.generation_config, engine.load_format),
         engine_command,
-    )  # fmt: skip
+    )
 
 
-def run(arguments: argparse.Namespace, settings: Config, name: str, load: Load, command: Command) -> int:
+def run(
+    arguments: argparse.Namespace, settings: Config, name: str, load: Load, command: Command
+) -> int:
     """Run it with an engine of its own."""
     from pageturner.http.api_keys import KeyRing
     from pageturner.server import server
@@ -124,7 +141,9 @@ def run(arguments: argparse.Namespace, settings: Config, name: str, load: Load, 
         if job.done:
             return job.told()
         start = command(
-            replace(settings.engine, max_queue=settings.engine.max_queue + settings.engine.max_num_seqs)
+            replace(
+                settings.engine, max_queue=settings.engine.max_queue + settings.engine.max_num_seqs
+            )
         )
         process = EngineProcess(start)
         try:
@@ -143,7 +162,9 @@ async def _local(
     from pageturner.server.app import create_app
 
     service.supervisor.attach()
-    asked = SelfAsked(service, create_app(service), priority=0)  # there is nobody else: its steps may be long
+    asked = SelfAsked(
+        service, create_app(service), priority=0
+    )  # there is nobody else: its steps may be long
     slots = service.live_settings.slots
     most = window or slots + slots // AHEAD
 
@@ -237,9 +258,15 @@ class FileBatch:
             record = self._journal.batch(ID)
             if record is None:
                 return self._journal.create(
-                    ID, tenant="", key="", endpoint="", input=str(self._input), window="", metadata=known,
+                    ID,
+                    tenant="",
+                    key="",
+                    endpoint="",
+                    input=str(self._input),
+                    window="",
+                    metadata=known,
                     expires=0,
-                )  # fmt: skip
+                )
         except JournalError as error:
             raise EngineFault(error.code, error.message) from error
         for what, value in known.items():
@@ -284,7 +311,12 @@ class FileBatch:
         bar: Progress,
     ) -> None:
         pace = Pace()
-        while not (over.done() or self._stop or runner.trouble or (hopeless is not None and hopeless.done())):
+        while not (
+            over.done()
+            or self._stop
+            or runner.trouble
+            or (hopeless is not None and hopeless.done())
+        ):
             await asyncio.wait({over}, timeout=LOOK)
             if over.done():
                 return

@@ -46,7 +46,12 @@ CREATE UNIQUE INDEX IF NOT EXISTS by_custom_id ON lines (batch, custom_id);
 CREATE INDEX IF NOT EXISTS by_state ON lines (batch, state, id);
 """
 # states of a batch, as OpenAI names them
-VALIDATING, IN_PROGRESS, FINALIZING, COMPLETED = "validating", "in_progress", "finalizing", "completed"
+VALIDATING, IN_PROGRESS, FINALIZING, COMPLETED = (
+    "validating",
+    "in_progress",
+    "finalizing",
+    "completed",
+)
 BATCH_FAILED, EXPIRED, CANCELLING, CANCELLED = "failed", "expired", "cancelling", "cancelled"
 ENDED = (COMPLETED, BATCH_FAILED, EXPIRED, CANCELLED)
 
@@ -250,24 +255,45 @@ class Journal:
 
     # -- batches ---------------------------------------------------------------------------------------------
     def create(
-        self, id: str, *, tenant: str, key: str, endpoint: str, input: str, window: str,
-        metadata: dict[str, str] | None, expires: int,
-    ) -> BatchRecord:  # fmt: skip
+        self,
+        id: str,
+        *,
+        tenant: str,
+        key: str,
+        endpoint: str,
+        input: str,
+        window: str,
+        metadata: dict[str, str] | None,
+        expires: int,
+    ) -> BatchRecord:
         """A new batch, none of whose lines was looked at. The oldest ended ones beyond MOST_ENDED are
         forgotten."""
         now = int(time.time())
         with self._transaction() as db:
             (last,) = db.execute("SELECT coalesce(max(number), 0) FROM batches").fetchone()
             record = BatchRecord(
-                last + 1, id, tenant, key, endpoint, input, window, metadata, VALIDATING, now, expires, {}
+                last + 1,
+                id,
+                tenant,
+                key,
+                endpoint,
+                input,
+                window,
+                metadata,
+                VALIDATING,
+                now,
+                expires,
+                {},
             )
             values = [getattr(record, one.name) for one in fields(record)]
-            texts = [json.dumps(v) if isinstance(v, dict | list) or v is None else v for v in values]
-            db.execute(f"INSERT INTO batches ({COLUMNS}) VALUES ({', '.join('?' * len(texts))})", texts)
-            marks = ", ".join("?" * len(ENDED))
-            old = (
-                f"SELECT number FROM batches WHERE status IN ({marks}) ORDER BY number DESC LIMIT -1 OFFSET ?"
+            texts = [
+                json.dumps(v) if isinstance(v, dict | list) or v is None else v for v in values
+            ]
+            db.execute(
+                f"INSERT INTO batches ({COLUMNS}) VALUES ({', '.join('?' * len(texts))})", texts
             )
+            marks = ", ".join("?" * len(ENDED))
+            old = f"SELECT number FROM batches WHERE status IN ({marks}) ORDER BY number DESC LIMIT -1 OFFSET ?"
             db.execute(f"DELETE FROM batches WHERE number IN ({old})", (*ENDED, MOST_ENDED))
         return record
 
@@ -277,9 +303,7 @@ class Journal:
 
     def batches(self, tenant: str, before: int = 1 << 62, most: int = 100) -> list[BatchRecord]:
         """Those of a tenant, the newest first, of numbers below `before`."""
-        question = (
-            f"SELECT {COLUMNS} FROM batches WHERE tenant = ? AND number < ? ORDER BY number DESC LIMIT ?"
-        )
+        question = f"SELECT {COLUMNS} FROM batches WHERE tenant = ? AND number < ? ORDER BY number DESC LIMIT ?"
         return [_batch_of(row) for row in self._read(question, tenant, before, most)]
 
     def unfinished(self) -> list[BatchRecord]:
@@ -288,7 +312,9 @@ class Journal:
         question = f"SELECT {COLUMNS} FROM batches WHERE status NOT IN ({marks}) ORDER BY number"
         return [_batch_of(row) for row in self._read(question, *ENDED)]
 
-    def move(self, id: str, status: str, why: str = "", problem: dict[str, Any] | None = None) -> bool:
+    def move(
+        self, id: str, status: str, why: str = "", problem: dict[str, Any] | None = None
+    ) -> bool:
         """Another status; `why`: the one in which it will end. False where it has ended, or was told before
         how to end."""
         with self._transaction() as db:
@@ -305,9 +331,14 @@ class Journal:
 
     # -- lines -----------------------------------------------------------------------------------------------
     def looked_at(
-        self, record: BatchRecord, lines: Iterable[NewLine], position: int, count: int,
-        problems: list[dict[str, Any]], twice: Any,
-    ) -> None:  # fmt: skip
+        self,
+        record: BatchRecord,
+        lines: Iterable[NewLine],
+        position: int,
+        count: int,
+        problems: list[dict[str, Any]],
+        twice: Any,
+    ) -> None:
         """The next lines of its input, up to this position, `count` lines from its beginning. Those of a
         custom_id that is there already are bad: twice(line) makes the error of one and what is told of it."""
         with self._transaction() as db:
@@ -351,15 +382,25 @@ class Journal:
                     db.execute(
                         "UPDATE batches SET answered = answered + ?, failed = failed + ?, input_tokens ="
                         " input_tokens + ?, output_tokens = output_tokens + ? WHERE number = ?",
-                        (result.ok, not result.ok, result.input_tokens, result.output_tokens, number),
+                        (
+                            result.ok,
+                            not result.ok,
+                            result.input_tokens,
+                            result.output_tokens,
+                            number,
+                        ),
                     )
 
     def answers(self, number: int, state: int | None = None) -> Iterator[bytes]:
         """The answers of a batch in the order of its lines, those of one state or all."""
         after = 0
         question = "SELECT id, answer FROM lines WHERE batch = ? AND id > ? AND "
-        question += "state > ? ORDER BY id LIMIT ?" if state is None else "state = ? ORDER BY id LIMIT ?"
-        while rows := self._read(question, number, after, WAITING if state is None else state, AT_ONCE):
+        question += (
+            "state > ? ORDER BY id LIMIT ?" if state is None else "state = ? ORDER BY id LIMIT ?"
+        )
+        while rows := self._read(
+            question, number, after, WAITING if state is None else state, AT_ONCE
+        ):
             yield from (answer for _, answer in rows)
             after = rows[-1][0]
 
@@ -377,7 +418,13 @@ class Journal:
             times = now.times | {status: int(time.time())}
             db.execute(
                 "UPDATE batches SET status = ?, times = ?, output = ?, errors = ? WHERE id = ?",
-                (status, json.dumps(times), output.id if output else "", errors.id if errors else "", now.id),
+                (
+                    status,
+                    json.dumps(times),
+                    output.id if output else "",
+                    errors.id if errors else "",
+                    now.id,
+                ),
             )
             db.execute("DELETE FROM lines WHERE batch = ?", (now.number,))
 
@@ -392,7 +439,10 @@ def _as_journal_error(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
-        full = getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
+        full = getattr(error, "sqlite_errorcode", 0) & 0xFF in (
+            sqlite3.SQLITE_FULL,
+            sqlite3.SQLITE_IOERR,
+        )
         raise JournalError("disk_full" if full else "journal_broken", f"{path}: {error}") from error
     except OSError as error:
         raise fault_of(path, error) from error

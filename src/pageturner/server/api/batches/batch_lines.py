@@ -75,7 +75,9 @@ def parse_line(raw: bytes, endpoint: str, most: int) -> BatchLine:
     """A line of a batch for this endpoint, or for any where it is "". most: bytes of its body. Raises
     BadLine."""
     if len(raw) > most + ENVELOPE:
-        raise BadLine("line_too_long", f"a line may have {most + ENVELOPE} bytes, and this one has more")
+        raise BadLine(
+            "line_too_long", f"a line may have {most + ENVELOPE} bytes, and this one has more"
+        )
     try:
         line = _LINE.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -93,7 +95,9 @@ def parse_line(raw: bytes, endpoint: str, most: int) -> BatchLine:
 
 def _check(line: BatchLine, endpoint: str) -> None:
     if not 0 < len(line.custom_id) <= LONGEST_ID:
-        raise BadLine("invalid_custom_id", f"custom_id has 1 to {LONGEST_ID} characters", "custom_id")
+        raise BadLine(
+            "invalid_custom_id", f"custom_id has 1 to {LONGEST_ID} characters", "custom_id"
+        )
     if line.method != "POST":
         raise BadLine("invalid_method", "method is POST", "method")
     if line.url not in ENDPOINTS or (endpoint and line.url != endpoint):
@@ -101,12 +105,18 @@ def _check(line: BatchLine, endpoint: str) -> None:
         raise BadLine("invalid_url", f"url is {allowed}, not {line.url[:80]!r}", "url")
     for name in ("stream", "background"):
         if bytes(line.body.get(name, b"false")) not in (b"false", b"null"):
-            raise BadLine("unsupported_parameter", f"a line of a batch takes no {name}: leave it out", "body")
+            raise BadLine(
+                "unsupported_parameter", f"a line of a batch takes no {name}: leave it out", "body"
+            )
 
 
 def _why(raw: bytes, error: Exception) -> tuple[str, str, str | None]:
     if isinstance(error, msgspec.ValidationError):
-        return "invalid_line", str(error)[:400], str(error).partition(" - at `$.")[2].rstrip("`") or None
+        return (
+            "invalid_line",
+            str(error)[:400],
+            str(error).partition(" - at `$.")[2].rstrip("`") or None,
+        )
     return "invalid_json_line", f"this line is not valid JSON: {error}"[:400], None
 
 
@@ -130,7 +140,9 @@ def question_of(raw: bytes, line: int) -> Question:
     return Question(asked.url, msgspec.json.encode(body), PREFIX + digest[8:20].hex())
 
 
-def lines_of(file: BinaryIO, position: int, count: int, most: int) -> Iterator[tuple[int, int, int, bytes]]:
+def lines_of(
+    file: BinaryIO, position: int, count: int, most: int
+) -> Iterator[tuple[int, int, int, bytes]]:
     """The lines of a file from a position on: number, position, size and bytes of each that is not empty. Of
     one that is too long to be good, only the beginning is held."""
     file.seek(position)
@@ -159,7 +171,9 @@ def looked_at(
 
 def twice(line: NewLine) -> tuple[NewLine, dict[str, Any]]:
     """A line whose custom_id is that of another one before it."""
-    message = f"custom_id {(line.custom_id or '')[:80]!r} is that of another line: it must be there once"
+    message = (
+        f"custom_id {(line.custom_id or '')[:80]!r} is that of another line: it must be there once"
+    )
     bad, problem = _bad(line, BadLine("duplicate_custom_id", message, "custom_id"))
     assert problem is not None
     return bad, problem
@@ -182,7 +196,10 @@ def answer_line(custom_id: str, request_id: str, status: int, body: bytes) -> by
 
 def unanswered_line(waiting: WaitingLine, code: str, message: str) -> bytes:
     """The line of one that was not run."""
-    id = PREFIX + hashlib.sha256(b"%d:%s" % (waiting.line, waiting.custom_id.encode())).hexdigest()[:24]
+    id = (
+        PREFIX
+        + hashlib.sha256(b"%d:%s" % (waiting.line, waiting.custom_id.encode())).hexdigest()[:24]
+    )
     error = {"code": code, "message": message}
     return _encode({"id": id, "custom_id": waiting.custom_id, "response": None, "error": error})
 

@@ -25,9 +25,21 @@ from pageturner.http.request_info import RequestInfo
 from pageturner.server.admission.metered import metered
 from pageturner.server.api.base import replies
 from pageturner.server.api.base.body import bad_request
-from pageturner.server.api.batches.batch_journal import CANCELLING, VALIDATING, BatchRecord, FileRecord
+from pageturner.server.api.batches.batch_journal import (
+    CANCELLING,
+    VALIDATING,
+    BatchRecord,
+    FileRecord,
+)
 from pageturner.server.api.batches.batch_lines import ENDPOINTS
-from pageturner.server.api.batches.batches import INPUT, Batches, begin_file, new_id, no_batches, remove
+from pageturner.server.api.batches.batches import (
+    INPUT,
+    Batches,
+    begin_file,
+    new_id,
+    no_batches,
+    remove,
+)
 from pageturner.server.api.batches.durable_files import JournalError, sync_folder
 from pageturner.server.service import Service
 
@@ -72,7 +84,9 @@ class BatchPages:
             try:
                 return await page(request, self.batches)
             except JournalError as error:
-                raise ClientError(STATUS[error.code], error.code, _without_path(error.message)) from error
+                raise ClientError(
+                    STATUS[error.code], error.code, _without_path(error.message)
+                ) from error
 
         return endpoint
 
@@ -96,7 +110,9 @@ class BatchPages:
         files = await batches.runner.do(batches.journal.files, info.tenant)
         if len(files) + self._uploading >= self._service.config.max_files:
             most = self._service.config.max_files
-            raise ClientError(429, "too_many_files", f"{most} files are kept at most: delete some of yours")
+            raise ClientError(
+                429, "too_many_files", f"{most} files are kept at most: delete some of yours"
+            )
         id = new_id("file-")
         self._uploading += 1
         try:
@@ -175,7 +191,9 @@ class BatchPages:
             raise bad_request("invalid_input_file", message, "input_file_id")
         unfinished = await batches.runner.do(batches.journal.unfinished)
         if sum(one.tenant == info.tenant for one in unfinished) >= MOST_UNFINISHED:
-            raise ClientError(429, "too_many_batches", f"at most {MOST_UNFINISHED} batches may be unfinished")
+            raise ClientError(
+                429, "too_many_batches", f"at most {MOST_UNFINISHED} batches may be unfinished"
+            )
         record = await batches.runner.do(
             batches.journal.create,
             new_id("batch_"),
@@ -281,7 +299,9 @@ def _listed(found: list[dict[str, Any]], request: HTTPRequest, most: int, usual:
     if after := request.query_params.get("after"):
         ids = [one["id"] for one in found]
         if after not in ids:
-            raise bad_request("invalid_value", f"after: there is no {after[:80]!r} in this list", "after")
+            raise bad_request(
+                "invalid_value", f"after: there is no {after[:80]!r} in this list", "after"
+            )
         found = found[ids.index(after) + 1 :]
     return replies.json_response(_page(found[:limit], len(found) > limit))
 
@@ -322,7 +342,9 @@ def _decoded(raw: bytes) -> NewBatch:
         raise bad_request("invalid_value", message, "endpoint")
     seconds_of(wanted.completion_window)
     pairs = (wanted.metadata or {}).items()
-    if len(pairs) > MOST_METADATA or any(len(name) > 64 or len(value) > 512 for name, value in pairs):
+    if len(pairs) > MOST_METADATA or any(
+        len(name) > 64 or len(value) > 512 for name, value in pairs
+    ):
         message = f"metadata has at most {MOST_METADATA} names of 64 characters, with values of 512"
         raise bad_request("invalid_value", message, "metadata")
     return wanted

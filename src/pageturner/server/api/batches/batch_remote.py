@@ -13,13 +13,22 @@ from typing import Any
 import msgspec
 
 from pageturner.errors import EngineFault
-from pageturner.http.http_client import ConnectionLost, Headers, connect, get, parse_address, request_bytes
+from pageturner.http.http_client import (
+    ConnectionLost,
+    Headers,
+    connect,
+    get,
+    parse_address,
+    request_bytes,
+)
 from pageturner.request import BACKGROUND
 from pageturner.server.api.batches.batch_journal import BatchRecord
 from pageturner.server.api.batches.batch_lines import Answered, Question
 
 CONNECT_SECONDS, LOOK_SECONDS = 5.0, 5.0
-ANSWER_SECONDS = 3600.0  # until the first byte of an answer: one in the background may wait for long
+ANSWER_SECONDS = (
+    3600.0  # until the first byte of an answer: one in the background may wait for long
+)
 MOST_ANSWER = 1 << 30  # bytes
 USUAL_WINDOW = 16  # lines at a server that does not say how many it runs at once
 AHEAD = 8  # a line for each so many waits there, so that no slot is empty for long
@@ -32,12 +41,17 @@ class AskedServer:
     gone  done with the reason when it has not answered for long
     """
 
-    def __init__(self, url: str, key: str, window: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, url: str, key: str, window: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.address = parse_address(url, "--url")
         self.gone: asyncio.Future[EngineFault] | None = None
         self._window, self._clock = window, clock
         self._heard_at = clock()
-        self._headers: Headers = [(b"Content-Type", b"application/json"), (b"X-Priority", b"%d" % BACKGROUND)]
+        self._headers: Headers = [
+            (b"Content-Type", b"application/json"),
+            (b"X-Priority", b"%d" % BACKGROUND),
+        ]
         if key:
             self._headers.append((b"Authorization", b"Bearer " + key.encode()))
 
@@ -74,7 +88,9 @@ class AskedServer:
     def _count_silence(self, why: str) -> None:
         if self._clock() - self._heard_at > GONE_SECONDS and self.gone and not self.gone.done():
             message = f"{self.address} has not answered for {GONE_SECONDS:g} s: {why}"
-            self.gone.set_result(EngineFault("no_server", f"{message}; the same command goes on from there"))
+            self.gone.set_result(
+                EngineFault("no_server", f"{message}; the same command goes on from there")
+            )
 
 
 def _slots(page: bytes) -> int:

@@ -64,7 +64,11 @@ MOST_UNSAVED = 256  # answers that the journal does not have yet; with more no l
 PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds until a refused line is asked again
 DISK_PAUSE = 5.0  # seconds until a full disk is tried again
 AGAIN = (429, 502, 503, 504)  # answers that say: not now
-NEVER = ("ttft_target_unreachable", "deadline_unreachable", "deadline_exceeded")  # but these are answers
+NEVER = (
+    "ttft_target_unreachable",
+    "deadline_unreachable",
+    "deadline_exceeded",
+)  # but these are answers
 UNANSWERED = {
     EXPIRED: ("batch_expired", "the completion window ended before this request was executed"),
     CANCELLED: ("batch_cancelled", "the batch was cancelled before this request was executed"),
@@ -116,7 +120,13 @@ class BatchRunner:
     ) -> None:
         self.trouble = self.broken = ""
         self._held: set[int] = set()  # ids of lines that are under way
-        self._journal, self._paths, self._ask, self._room, self._most = journal, paths, ask, room, most
+        self._journal, self._paths, self._ask, self._room, self._most = (
+            journal,
+            paths,
+            ask,
+            room,
+            most,
+        )
         self._thread = DiskThread("batches")
         self._batches: dict[str, RunningBatch] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -227,7 +237,12 @@ class BatchRunner:
         """Whether it ends before all of its lines are answered."""
         await self._reload(batch)
         record = batch.record
-        if batch.ending.is_set() and not record.why and record.expires and record.expires <= time.time():
+        if (
+            batch.ending.is_set()
+            and not record.why
+            and record.expires
+            and record.expires <= time.time()
+        ):
             await self.do(self._journal.move, record.id, FINALIZING, EXPIRED)
             await self._reload(batch)
         return bool(batch.record.why)
@@ -257,7 +272,10 @@ class BatchRunner:
             with path.open("rb") as file:
                 found = _some(lines_of(file, record.position, record.lines, self._most))
         except OSError as error:
-            problem = {"code": "invalid_file", "message": f"the input file cannot be read: {error.strerror}"}
+            problem = {
+                "code": "invalid_file",
+                "message": f"the input file cannot be read: {error.strerror}",
+            }
             self._journal.move(record.id, FINALIZING, BATCH_FAILED, problem)
             return False
         if not found:
@@ -318,7 +336,10 @@ class BatchRunner:
         code, message = UNANSWERED[batch.record.why]
         number = batch.record.number
         while page := await self.do(self._journal.waiting, number, 0, AT_ONCE):
-            told = [(number, LineResult(one.id, False, unanswered_line(one, code, message))) for one in page]
+            told = [
+                (number, LineResult(one.id, False, unanswered_line(one, code, message)))
+                for one in page
+            ]
             await self.do(self._journal.finish, told)
 
     async def _write_files(self, batch: RunningBatch) -> None:

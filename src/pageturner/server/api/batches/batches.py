@@ -52,7 +52,9 @@ class Batches:
             raise EngineFault("bad_setting", f"batch_dir: {error}") from error
         paths = BatchPaths(lambda record: self.path(record.input), self._written)
         room, asked = service.background.room, SelfAsked(service, app, traces=traces)
-        self.runner = BatchRunner(self.journal, paths, asked.ask, room, service.config.max_body_size)
+        self.runner = BatchRunner(
+            self.journal, paths, asked.ask, room, service.config.max_body_size
+        )
         self._traces = traces
 
     async def start(self) -> None:
@@ -100,7 +102,11 @@ class SelfAsked:
     priority: of what it asks; traces: of each of its requests, where they are wanted."""
 
     def __init__(
-        self, service: Service, app: ASGIApp, priority: int = BACKGROUND, traces: Traces | None = None
+        self,
+        service: Service,
+        app: ASGIApp,
+        priority: int = BACKGROUND,
+        traces: Traces | None = None,
     ) -> None:
         self._service, self._app, self._priority, self._traces = service, app, priority, traces
 
@@ -130,7 +136,9 @@ class SelfAsked:
         sent = _Sent()
         if len(question.body) > self._service.config.max_body_size:
             most = self._service.config.max_body_size
-            return Answered(413, error_body(413, "body_too_large", f"a request body may have {most} bytes"))
+            return Answered(
+                413, error_body(413, "body_too_large", f"a request body may have {most} bytes")
+            )
         trace = self._traces.begin_named(record.id, question.url) if self._traces else None
         try:
             await self._app(scope, again(question.body, _stays), sent)
@@ -141,7 +149,9 @@ class SelfAsked:
             info.status = sent.status
             if self._traces and trace:
                 self._traces.end(trace, info)
-        return Answered(sent.status or 500, bytes(sent.body) or unforeseen_of(question.url), sent.retry_after)
+        return Answered(
+            sent.status or 500, bytes(sent.body) or unforeseen_of(question.url), sent.retry_after
+        )
 
     def _key(self, record: BatchRecord) -> ApiKey | None:
         """The key of a batch, as it holds for what nobody waits for: an account of its own, so that a batch
@@ -149,7 +159,9 @@ class SelfAsked:
         for _, key in self._service.numbered_keys():
             if key.sha256.hex() == record.key:
                 own = hashlib.sha256(b"batches of " + key.sha256).digest() if key.sha256 else b""
-                return replace(key, sha256=own, max_concurrent=0, queue_share=0.0, most_urgent=self._priority)
+                return replace(
+                    key, sha256=own, max_concurrent=0, queue_share=0.0, most_urgent=self._priority
+                )
         return None
 
 

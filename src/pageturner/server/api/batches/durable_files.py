@@ -23,7 +23,9 @@ class JournalError(Exception):
 def fault_of(path: Path, error: OSError) -> JournalError:
     """What the system says of a path, as the fault of a journal."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    return JournalError("disk_full" if full else "journal_broken", f"{path}: {error.strerror or error}")
+    return JournalError(
+        "disk_full" if full else "journal_broken", f"{path}: {error.strerror or error}"
+    )
 
 
 def write_whole(path: Path, lines: Iterable[bytes]) -> int:

@@ -62,37 +62,82 @@ NDJSON = b"application/x-ndjson"
 LATEST = ":latest"  # which their clients put behind a name without a tag
 # option -> our field
 OPTIONS = {
-    "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "seed": "seed",
-    "stop": "stop", "num_predict": "max_tokens", "repeat_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
-}  # fmt: skip
-TAKEN = frozenset({
-    "model", "messages", "prompt", "suffix", "system", "raw", "options", "format", "stream", "keep_alive",
-    "tools", "think", "chat_template_kwargs",
-})  # fmt: skip
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "seed": "seed",
+    "stop": "stop",
+    "num_predict": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+}
+TAKEN = frozenset(
+    {
+        "model",
+        "messages",
+        "prompt",
+        "suffix",
+        "system",
+        "raw",
+        "options",
+        "format",
+        "stream",
+        "keep_alive",
+        "tools",
+        "think",
+        "chat_template_kwargs",
+    }
+)
 NAMES = {ours: f"options.{theirs}" for theirs, ours in OPTIONS.items()} | {
     "response_format": "format",
     "reasoning_effort": "think",
 }
 EFFORTS = ("low", "medium", "high")
 # how a model is loaded, which is this server's own affair, and how far penalties look back
-PASSED_OVER = frozenset({
-    "num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "use_mmap", "use_mlock",
-    "low_vram", "vocab_only", "f16_kv", "logits_all", "embedding_only", "repeat_last_n", "draft_num_predict",
-})  # fmt: skip
+PASSED_OVER = frozenset(
+    {
+        "num_ctx",
+        "num_keep",
+        "num_batch",
+        "num_gpu",
+        "main_gpu",
+        "num_thread",
+        "numa",
+        "use_mmap",
+        "use_mlock",
+        "low_vram",
+        "vocab_only",
+        "f16_kv",
+        "logits_all",
+        "embedding_only",
+        "repeat_last_n",
+        "draft_num_predict",
+    }
+)
 OPTIONS_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "mirostat": (0,), "mirostat_tau": (5.0,), "mirostat_eta": (0.1,), "tfs_z": (1, 1.0),
-    "typical_p": (1, 1.0), "penalize_newline": (True, False),
-}  # fmt: skip
+    "mirostat": (0,),
+    "mirostat_tau": (5.0,),
+    "mirostat_eta": (0.1,),
+    "tfs_z": (1, 1.0),
+    "typical_p": (1, 1.0),
+    "penalize_newline": (True, False),
+}
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "logprobs": (False,), "top_logprobs": (0,), "images": ([],),
-    "template": ("",), "context": ([],),
-}  # fmt: skip
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "images": ([],),
+    "template": ("",),
+    "context": ([],),
+}
 NO_LIMIT = (-1, -2)  # of num_predict: until the end, until the context is full
 
 
 # -- requests ------------------------------------------------------------------------------------------------
-def _decoder(says: Callable[[Fields], dict[str, Any]]) -> Callable[[bytes, RequestLimits], RequestBody]:
+def _decoder(
+    says: Callable[[Fields], dict[str, Any]],
+) -> Callable[[bytes, RequestLimits], RequestBody]:
     """How a body is decoded. says: our fields of what is asked."""
 
     def decode(raw: bytes, limits: RequestLimits) -> RequestBody:
@@ -118,7 +163,9 @@ def _options(fields: Fields) -> dict[str, Any]:
     refuse(options, OPTIONS_NEUTRAL)
     if unknown := options.keys() - OPTIONS.keys() - PASSED_OVER:
         name = min(unknown)
-        raise bad_request("unsupported_parameter", f"options: {name[:64]!r} is not known here", "options")
+        raise bad_request(
+            "unsupported_parameter", f"options: {name[:64]!r} is not known here", "options"
+        )
     if passed := options.keys() & PASSED_OVER:
         log.info("ignored options: %s", ", ".join(sorted(passed)))
     if value_of(options, "num_predict", int | float) in NO_LIMIT:
@@ -130,7 +177,9 @@ def _response_format(form: str | dict[str, Any]) -> dict[str, Any]:
     if form == "json":
         return {"type": "json_object"}
     if isinstance(form, str):
-        raise bad_request("invalid_value", f"format is json or a JSON schema, not {form[:40]!r}", "format")
+        raise bad_request(
+            "invalid_value", f"format is json or a JSON schema, not {form[:40]!r}", "format"
+        )
     return {"type": "json_schema", "json_schema": {"schema": form}}
 
 
@@ -201,7 +250,9 @@ def _check_thinks(body: RequestBody, served: ServedModel) -> None:
     asked = (body.chat_template_kwargs or {}).get("enable_thinking") is True
     asked = asked or body.reasoning_effort not in (None, "none")
     if asked and answer_grammar.formats_of(served).reasoning is None:
-        message = "think: it is not known how this model thinks: start the server with --reasoning-parser"
+        message = (
+            "think: it is not known how this model thinks: start the server with --reasoning-parser"
+        )
         raise bad_request("unsupported_parameter", message, "think")
 
 
@@ -227,7 +278,9 @@ def created_at() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat().replace("+00:00", "Z")
 
 
-Said = Callable[[str, dict[str, Any]], dict[str, Any]]  # text and what else there is: what a line says
+Said = Callable[
+    [str, dict[str, Any]], dict[str, Any]
+]  # text and what else there is: what a line says
 
 
 def _chat_said(text: str, more: dict[str, Any]) -> dict[str, Any]:
@@ -307,7 +360,10 @@ def _dialect(
         return _line(reply.model, _whole_said(reply, parts, said), streams[0])
 
     def chunk(reply: Reply, piece: OutputPiece) -> bytes:
-        new = [_new_said(reply, event, said) for event in read_piece(reply, reply.state(AnswerParts), piece)]
+        new = [
+            _new_said(reply, event, said)
+            for event in read_piece(reply, reply.state(AnswerParts), piece)
+        ]
         lines = [_line(reply.model, one) + b"\n" for one in new if one is not None]
         if piece.last:
             lines.append(_line(reply.model, said("", {}), piece.stream) + b"\n")

@@ -16,7 +16,14 @@ from pageturner.server.api.base.body import Count, EmbeddingOptions, RequestBody
 from pageturner.server.api.base.call import LONG_TOKEN, Call, ServedModel, check_model
 from pageturner.server.api.base.dialect import Dialect, no_chunk
 from pageturner.server.api.base.replies import InParts, Reply, ReplyShape, encode
-from pageturner.server.api.base.translate import Fields, fields_of, others, renaming, understood, value_of
+from pageturner.server.api.base.translate import (
+    Fields,
+    fields_of,
+    others,
+    renaming,
+    understood,
+    value_of,
+)
 from pageturner.server.api.base.whole_answer import WholeAnswer
 from pageturner.server.api.ollama.ollama import LATEST
 from pageturner.server.api.openai import completions
@@ -72,7 +79,9 @@ def _read(body: RequestBody, served: ServedModel) -> Call:
         cut = [_cut(text, served) for text in texts]
         body = msgspec.structs.replace(body, prompt=cut, truncate_prompt_tokens=None)
     call = completions.read(body, served)
-    pooled = tuple(replace(one, pooling="mean", temperature=0.0, stop_ids=()) for one in call.params)
+    pooled = tuple(
+        replace(one, pooling="mean", temperature=0.0, stop_ids=()) for one in call.params
+    )
     return replace(call, params=pooled, only_echoes=True)
 
 
@@ -92,7 +101,9 @@ def whole_embed(reply: Reply, streams: list[OutputStream], _: WholeAnswer) -> In
         yield
     took = int(1e9 * max(time.monotonic() - streams[0].times.arrival, 0.0))
     told = {"model": reply.model, "embeddings": rows, "total_duration": took, "load_duration": 0}
-    return encode(told | {"prompt_eval_count": sum(len(stream.request.prompt) for stream in streams)})
+    return encode(
+        told | {"prompt_eval_count": sum(len(stream.request.prompt) for stream in streams)}
+    )
 
 
 def whole_embeddings(reply: Reply, streams: list[OutputStream], _: WholeAnswer) -> InParts[bytes]:
@@ -105,7 +116,9 @@ def _row(reply: Reply, stream: OutputStream) -> list[float]:
     options = reply.call.body.embedding or EmbeddingOptions()
     wanted, most = options.dimensions, len(stream.pooled.total)
     if wanted is not None and wanted > most:
-        raise bad_request("invalid_value", f"dimensions is {wanted}, and a row has {most}", "dimensions")
+        raise bad_request(
+            "invalid_value", f"dimensions is {wanted}, and a row has {most}", "dimensions"
+        )
     return stream.pooled.vector("mean", normalize=options.normalize, dimensions=wanted)
 
 

@@ -27,7 +27,10 @@ from pageturner.server.api.ollama.ollama import LATEST, OLLAMA_CHAT, OLLAMA_GENE
 from pageturner.server.service import Service
 from pageturner.text.fim import fim_tokens
 
-WITHOUT_ROWS: dict[str, dict[str, Any]] = {"embed": {"embeddings": []}, "embeddings": {"embedding": []}}
+WITHOUT_ROWS: dict[str, dict[str, Any]] = {
+    "embed": {"embeddings": []},
+    "embeddings": {"embedding": []},
+}
 SHORT = 4096  # bytes of a body that may ask for nothing but loading
 ARCHITECTURE = "pageturner"  # the API process does not know the model's family
 
@@ -67,7 +70,9 @@ class OllamaPages:
         return replies.json_response({"version": pageturner.__version__})
 
     async def tags(self, _: HTTPRequest) -> Response:
-        return replies.json_response({"models": [self._model(name) for name in self._service.names]})
+        return replies.json_response(
+            {"models": [self._model(name) for name in self._service.names]}
+        )
 
     async def running(self, _: HTTPRequest) -> Response:
         """Those of `tags`: what is served is loaded, and stays."""

@@ -55,8 +55,12 @@ def read(body: RequestBody, served: ServedModel) -> Call:
     if body.top_logprobs and not body.logprobs:
         raise bad_request("invalid_value", "top_logprobs needs logprobs: true", "top_logprobs")
     if body.top_logprobs and not 0 <= body.top_logprobs <= MOST_LOGPROBS:
-        raise bad_request("invalid_value", f"top_logprobs must be 0 to {MOST_LOGPROBS}", "top_logprobs")
-    asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        raise bad_request(
+            "invalid_value", f"top_logprobs must be 0 to {MOST_LOGPROBS}", "top_logprobs"
+        )
+    asked = (
+        body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    )
     parameters.check_number("max_tokens", asked)
     params = sampling_params(body, served, (body.top_logprobs or 0) if body.logprobs else None)
     check = partial(check_text, name="messages", body=body, served=served)
@@ -69,7 +73,9 @@ def read(body: RequestBody, served: ServedModel) -> Call:
     return with_choices(Call(body=body, prompts=(prompt,), params=(fitted,), answer=answer), served)
 
 
-def chat_tokens(body: RequestBody, served: ServedModel, check: Callable[[str], object]) -> list[int]:
+def chat_tokens(
+    body: RequestBody, served: ServedModel, check: Callable[[str], object]
+) -> list[int]:
     """The tokens of a conversation, through the model's own template. check: refuses the text that is too
     long, before it is tokenised."""
     text = chat_prompt(body, with_request_template(body, served))
@@ -79,7 +85,9 @@ def chat_tokens(body: RequestBody, served: ServedModel, check: Callable[[str], o
 
 def _tokens(text: str, body: RequestBody, served: ServedModel) -> list[int]:
     # the template has put the special tokens in already
-    return served.tokenizer.encode(text, add_special=bool(body.add_special_tokens), parse_special=True)
+    return served.tokenizer.encode(
+        text, add_special=bool(body.add_special_tokens), parse_special=True
+    )
 
 
 def whole(reply: Reply, streams: list[OutputStream], whole_answer: WholeAnswer) -> InParts[bytes]:
@@ -143,7 +151,9 @@ def _role(reply: Reply, stream: OutputStream) -> InParts[bytes]:
         "finish_reason": None,
     }
     choice |= reply.prompt_ids(stream)
-    return reply.event([choice], reply.usage_so_far(stream, 0), (yield from reply.prompt_logprobs(stream)))
+    return reply.event(
+        [choice], reply.usage_so_far(stream, 0), (yield from reply.prompt_logprobs(stream))
+    )
 
 
 def _token(reply: Reply, piece: OutputPiece) -> bytes:
@@ -156,7 +166,9 @@ def _token(reply: Reply, piece: OutputPiece) -> bytes:
         "logprobs": at_once(_logprobs(reply, _known(piece))),
         "finish_reason": None,
     }
-    return reply.event([choice | reply.piece_ids(piece, prompt=False)], reply.usage_so_far(stream, piece.n))
+    return reply.event(
+        [choice | reply.piece_ids(piece, prompt=False)], reply.usage_so_far(stream, piece.n)
+    )
 
 
 def _known(piece: OutputPiece) -> list[TokenLogprob]:

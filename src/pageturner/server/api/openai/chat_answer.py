@@ -31,7 +31,10 @@ def message(reply: Reply, stream: OutputStream, answer: WholeAnswer) -> dict[str
     parts = parts_of(reply, stream, text, answer.offsets[stream.choice])
     content, thoughts = parts.text(CONTENT), parts.text(REASONING)
     calls = [_call(reply, stream, part.call, part.name, part.text) for part in parts.of_kind(CALL)]
-    whole: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
+    whole: dict[str, Any] = {
+        "role": "assistant",
+        "content": content if content or not calls else None,
+    }
     if thoughts:
         whole |= _thoughts(thoughts)
     return {**whole, "tool_calls": calls} if calls else whole
@@ -82,7 +85,9 @@ def _thoughts(text: str) -> dict[str, Any]:
     return {"reasoning_content": text, "reasoning": text}
 
 
-def _call(reply: Reply, stream: OutputStream, index: int, name: str, arguments: str = "") -> dict[str, Any]:
+def _call(
+    reply: Reply, stream: OutputStream, index: int, name: str, arguments: str = ""
+) -> dict[str, Any]:
     """A call, with as many of its arguments as are known."""
     id = call_id(reply, stream.choice, index)
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}

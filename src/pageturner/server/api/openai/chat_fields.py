@@ -36,7 +36,9 @@ def with_request_template(body: RequestBody, served: ServedModel) -> ServedModel
     if body.chat_template is None:
         return served
     if not served.request_templates:
-        message = "chat_template is taken by a server that was started with --trust-request-chat-template"
+        message = (
+            "chat_template is taken by a server that was started with --trust-request-chat-template"
+        )
         raise bad_request("unsupported_parameter", message, "chat_template")
     if not served.in_worker:
         raise TemplateTooLong("a text worker compiles it", GIVEN)
@@ -57,9 +59,13 @@ def chat_prompt(body: RequestBody, served: ServedModel) -> str:
     messages = conversation.template_messages(body.messages, served.template.source)
     variables = template_variables(body)
     for name in variables.keys() & RESERVED:
-        raise bad_request("invalid_value", f"chat_template_kwargs may not set {name}", "chat_template_kwargs")
+        raise bad_request(
+            "invalid_value", f"chat_template_kwargs may not set {name}", "chat_template_kwargs"
+        )
     if not body.continue_final_message:
-        return served.template.render(messages, generate=body.add_generation_prompt is not False, **variables)
+        return served.template.render(
+            messages, generate=body.add_generation_prompt is not False, **variables
+        )
     if body.add_generation_prompt:
         message = "continue_final_message and add_generation_prompt contradict each other: send one"
         raise bad_request("invalid_value", message, "continue_final_message")

@@ -184,7 +184,9 @@ def _echoed_tokens(reply: Reply, stream: OutputStream) -> tuple[list[TokenLogpro
     return list(zip(prompt, values, strict=True)), prompt_offsets(reply.tokenizer, prompt, echo)
 
 
-def _logprobs(reply: Reply, known: list[TokenLogprob], offsets: list[int]) -> InParts[dict[str, Any] | None]:
+def _logprobs(
+    reply: Reply, known: list[TokenLogprob], offsets: list[int]
+) -> InParts[dict[str, Any] | None]:
     if reply.logprobs is None:
         return None
     top = (None if value is None else reply.top_logprobs(token, value) for token, value in known)
@@ -199,7 +201,9 @@ def _logprobs(reply: Reply, known: list[TokenLogprob], offsets: list[int]) -> In
 COMPLETIONS = Dialect(
     id_prefix="cmpl",
     shape=ReplyShape(
-        whole_object="text_completion", chunk_object="text_completion", content=lambda text: {"text": text}
+        whole_object="text_completion",
+        chunk_object="text_completion",
+        content=lambda text: {"text": text},
     ),
     read=read,
     whole=whole,

@@ -18,7 +18,13 @@ from pageturner.server.api.base.body import EmbeddingOptions, RequestBody, bad_r
 from pageturner.server.api.base.call import Call, ServedModel
 from pageturner.server.api.base.dialect import Dialect, no_chunk
 from pageturner.server.api.base.replies import InParts, Reply, ReplyShape, encode
-from pageturner.server.api.base.translate import fields_within, others, renaming, understood, value_of
+from pageturner.server.api.base.translate import (
+    fields_within,
+    others,
+    renaming,
+    understood,
+    value_of,
+)
 from pageturner.server.api.base.whole_answer import WholeAnswer
 from pageturner.server.api.openai import completions
 from pageturner.text.output_stream import OutputStream
@@ -33,7 +39,9 @@ def decode(raw: bytes, limits: RequestLimits) -> RequestBody:
     fields = fields_within(raw, "the body")
     if "input" not in fields:
         raise bad_request("missing_field", "input is missing", "input")
-    ours = others(fields, ("input", *SAME, *OWN)) | {name: fields[name] for name in SAME if name in fields}
+    ours = others(fields, ("input", *SAME, *OWN)) | {
+        name: fields[name] for name in SAME if name in fields
+    }
     given = {name: value_of(fields, name, Any) for name in OWN if name in fields}
     try:
         own = msgspec.convert(given, EmbeddingOptions)
@@ -50,7 +58,9 @@ def read(body: RequestBody, served: ServedModel) -> Call:
     """A call of /v1/embeddings."""
     call = renaming(NAMES, lambda: completions.read(body, served))
     pooling = (body.embedding or EmbeddingOptions()).pooling
-    pooled = tuple(replace(one, pooling=pooling, temperature=0.0, stop_ids=()) for one in call.params)
+    pooled = tuple(
+        replace(one, pooling=pooling, temperature=0.0, stop_ids=()) for one in call.params
+    )
     return replace(call, params=pooled, only_echoes=True)
 
 
@@ -71,7 +81,9 @@ def _entry(index: int, stream: OutputStream, options: EmbeddingOptions) -> dict[
     wanted = options.dimensions
     if wanted is not None and wanted > len(stream.pooled.total):
         most = len(stream.pooled.total)
-        raise bad_request("invalid_value", f"dimensions is {wanted}, and a row has {most}", "dimensions")
+        raise bad_request(
+            "invalid_value", f"dimensions is {wanted}, and a row has {most}", "dimensions"
+        )
     row = stream.pooled.vector(options.pooling, normalize=options.normalize, dimensions=wanted)
     numbers = array("f", row)
     embedding: Any = numbers.tolist()

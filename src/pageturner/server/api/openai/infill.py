@@ -36,18 +36,34 @@ log = logging.getLogger("pageturner")
 OWN = ("input_prefix", "input_suffix", "input_extra", "prompt")
 # their name of a field -> ours
 OPTIONS = {
-    "n_predict": "max_tokens", "repeat_penalty": "repetition_penalty", "temperature": "temperature",
-    "top_p": "top_p", "stream": "stream", "model": "model",
-}  # fmt: skip
+    "n_predict": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "stream": "stream",
+    "model": "model",
+}
 NAMES = {ours: theirs for theirs, ours in OPTIONS.items()} | {
     "prompt": "input_prefix",
     "suffix": "input_suffix",
 }
 # where an answer is computed and how it is cut into lines, which is this server's own affair or the editor's
-PASSED_OVER = frozenset({
-    "cache_prompt", "id_slot", "n_keep", "n_cache_reuse", "n_indent", "samplers", "t_max_prompt_ms",
-    "t_max_predict_ms", "response_fields", "timings_per_token", "return_progress", "repeat_last_n",
-})  # fmt: skip
+PASSED_OVER = frozenset(
+    {
+        "cache_prompt",
+        "id_slot",
+        "n_keep",
+        "n_cache_reuse",
+        "n_indent",
+        "samplers",
+        "t_max_prompt_ms",
+        "t_max_predict_ms",
+        "response_fields",
+        "timings_per_token",
+        "return_progress",
+        "repeat_last_n",
+    }
+)
 NEUTRAL: dict[str, tuple[Any, ...]] = {"n_probs": (0,), "return_tokens": (False,)}
 STOP_TYPES = {"length": "limit", "stop": "eos"}
 
@@ -152,7 +168,9 @@ def end(_: Reply, streams: list[OutputStream]) -> bytes:
 
 INFILL = Dialect(
     id_prefix="infill",
-    shape=ReplyShape(whole_object="infill", chunk_object="infill", content=lambda text: {"content": text}),
+    shape=ReplyShape(
+        whole_object="infill", chunk_object="infill", content=lambda text: {"content": text}
+    ),
     read=read,
     whole=whole,
     chunk=chunk,

@@ -21,7 +21,14 @@ from pageturner.server.api.base.body import Count, PairOptions, RequestBody, bad
 from pageturner.server.api.base.call import Call, ServedModel, check_model, check_text
 from pageturner.server.api.base.dialect import Dialect, no_chunk
 from pageturner.server.api.base.replies import InParts, Reply, ReplyShape, encode
-from pageturner.server.api.base.translate import Fields, fields_of, others, renaming, understood, value_of
+from pageturner.server.api.base.translate import (
+    Fields,
+    fields_of,
+    others,
+    renaming,
+    understood,
+    value_of,
+)
 from pageturner.server.api.base.whole_answer import WholeAnswer
 from pageturner.server.api.openai import completions
 from pageturner.text.chat_template import TemplateTooLong
@@ -56,7 +63,9 @@ def decode_score(raw: bytes, limits: RequestLimits) -> RequestBody:
     names = ("queries", "documents") if "queries" in fields else ("text_1", "text_2")
     first, second = (_texts(fields, name) for name in names)
     if len(first) not in (1, len(second)):
-        message = f"{names[0]} has {len(first)} texts and {names[1]} {len(second)}: send one, or as many"
+        message = (
+            f"{names[0]} has {len(first)} texts and {names[1]} {len(second)}: send one, or as many"
+        )
         raise bad_request("invalid_value", message, names[0])
     pairs = _pairs(fields, queries=len(first))
     return _understood(fields, names, [*first, *second], pairs, limits)
@@ -87,12 +96,20 @@ def _pairs(fields: Fields, **known: Any) -> PairOptions:
 
 
 def _understood(
-    fields: Fields, taken: tuple[str, ...], texts: list[str], pairs: PairOptions, limits: RequestLimits
+    fields: Fields,
+    taken: tuple[str, ...],
+    texts: list[str],
+    pairs: PairOptions,
+    limits: RequestLimits,
 ) -> RequestBody:
     for name in REFUSED:
         if name in fields:
-            raise bad_request("unsupported_parameter", f"{name} is not supported: leave it out", name)
-    ours = others(fields, (*taken, *SAME, *OWN)) | {name: fields[name] for name in SAME if name in fields}
+            raise bad_request(
+                "unsupported_parameter", f"{name} is not supported: leave it out", name
+            )
+    ours = others(fields, (*taken, *SAME, *OWN)) | {
+        name: fields[name] for name in SAME if name in fields
+    }
     body = understood(ours | {"prompt": texts, "max_tokens": 1}, _names(taken), limits)
     body.pairs = pairs
     return body
@@ -127,7 +144,11 @@ def _read(body: RequestBody, served: ServedModel) -> Call:
 def _cut(text: str, most: int, served: ServedModel) -> str:
     """The beginning of a text, as so many tokens write it."""
     tokens = served.tokenizer.encode(text, add_special=False, parse_special=True)
-    return text if len(tokens) <= most else served.tokenizer.decode_whole(tokens[:most], skip_special=False)
+    return (
+        text
+        if len(tokens) <= most
+        else served.tokenizer.decode_whole(tokens[:most], skip_special=False)
+    )
 
 
 def _by_cosine(texts: list[str], body: RequestBody, served: ServedModel) -> Call:
@@ -137,7 +158,9 @@ def _by_cosine(texts: list[str], body: RequestBody, served: ServedModel) -> Call
         raise bad_request("unsupported_parameter", message, "instruction")
     pairs = msgspec.structs.replace(pairs, by="cosine")
     call = completions.read(msgspec.structs.replace(body, prompt=texts, pairs=pairs), served)
-    pooled = tuple(replace(one, pooling=pairs.pooling, temperature=0.0, stop_ids=()) for one in call.params)
+    pooled = tuple(
+        replace(one, pooling=pairs.pooling, temperature=0.0, stop_ids=()) for one in call.params
+    )
     return replace(call, params=pooled, only_echoes=True)
 
 
@@ -145,7 +168,9 @@ def _by_yes_no(texts: list[str], body: RequestBody, served: ServedModel) -> Call
     """A call whose prompts are pairs; its two answers to each are yes and no, with their logprobs."""
     pairs = body.pairs or PairOptions()
     if body.truncate_prompt_tokens is not None:
-        message = "truncate_prompt_tokens would cut into what the model is asked: send max_tokens_per_doc"
+        message = (
+            "truncate_prompt_tokens would cut into what the model is asked: send max_tokens_per_doc"
+        )
         raise bad_request("unsupported_parameter", message, "truncate_prompt_tokens")
     if len(texts) > AT_ONCE and not served.in_worker:
         raise TemplateTooLong(f"it would be rendered for {len(texts)} texts")
@@ -222,7 +247,13 @@ def whole_rerank(reply: Reply, streams: list[OutputStream], _: WholeAnswer) -> I
         result["document"] = {"text": pairs.documents[result["index"]]} if pairs.documents else None
     id = reply.about()["id"]
     return encode(
-        {"id": id, "object": "list", "model": reply.model, "results": results, "usage": _used(streams)}
+        {
+            "id": id,
+            "object": "list",
+            "model": reply.model,
+            "results": results,
+            "usage": _used(streams),
+        }
     )
 
 

@@ -27,7 +27,9 @@ def read_turns(body: RequestBody, read: Callable[[RequestBody], T]) -> T:
     except TemplateTooLong:
         raise
     except ClientError as error:
-        turns = alternating(body.messages or []) if error.code == "template_error" else body.messages
+        turns = (
+            alternating(body.messages or []) if error.code == "template_error" else body.messages
+        )
         if turns == body.messages:
             raise
         try:

@@ -34,9 +34,13 @@ AGAIN = (429, 503)  # with Retry-After
 _ERROR_SCHEMAS = {anthropic_error: "AnthropicError", ollama_error: "OllamaError"}
 _MS: Schema = {"type": "number", "exclusiveMinimum": 0, "maximum": MOST_MS}
 HEADERS: dict[str, tuple[str, Schema]] = {
-    "X-Request-Id": ("Part of the answer's id, where it is 1 to 128 letters, digits and ._:-.", STRING),
+    "X-Request-Id": (
+        "Part of the answer's id, where it is 1 to 128 letters, digits and ._:-.",
+        STRING,
+    ),
     "X-Tenant": (
-        "Whose the request is, where keys do not say it.", {**STRING, "pattern": "^[A-Za-z0-9._-]{1,64}$"}
+        "Whose the request is, where keys do not say it.",
+        {**STRING, "pattern": "^[A-Za-z0-9._-]{1,64}$"},
     ),
     "X-Priority": (
         "As the field priority, which goes before it.",
@@ -45,7 +49,7 @@ HEADERS: dict[str, tuple[str, Schema]] = {
     "X-Deadline-Ms": ("As the field deadline_ms.", _MS),
     "X-Ttft-Target-Ms": ("As the field ttft_target_ms.", _MS),
     "X-Tpot-Target-Ms": ("As the field tpot_target_ms.", _MS),
-}  # fmt: skip
+}
 
 
 def document(
@@ -84,18 +88,24 @@ def header_components() -> dict[str, dict[str, Any]]:
     return {
         "parameters": {name: _header(name) for name in HEADERS},
         "headers": {
-            "X-Request-Id": {"description": HEADERS["X-Request-Id"][0], "required": True, "schema": STRING},
+            "X-Request-Id": {
+                "description": HEADERS["X-Request-Id"][0],
+                "required": True,
+                "schema": STRING,
+            },
             "Retry-After": {
-                "description": "Seconds after which to ask again.", "schema": {"type": "integer"}
+                "description": "Seconds after which to ask again.",
+                "schema": {"type": "integer"},
             },
         },
-    }  # fmt: skip
+    }
 
 
 def _operation(one: ApiOperation, served: ServedModel, keyed: bool) -> dict[str, Any]:
     names = re.findall(r"\{(\w+)\}", one.path)
     variables = [
-        {"name": name, "in": "path", "required": True, "schema": one.variable(served)} for name in names
+        {"name": name, "in": "path", "required": True, "schema": one.variable(served)}
+        for name in names
     ]
     return operation_object(one, keyed, variables)
 
@@ -138,7 +148,8 @@ def _answer(one: ApiOperation) -> dict[str, Any]:
     made["headers"] = {"X-Request-Id": {"$ref": "#/components/headers/X-Request-Id"}}
     if one.made:
         made["links"] = {
-            name: {"operationId": name, "parameters": {"id": "$response.body#/id"}} for name in one.made
+            name: {"operationId": name, "parameters": {"id": "$response.body#/id"}}
+            for name in one.made
         }
     json = {"application/json": {"schema": ref(one.answer) if one.answer else {}}}
     if one.media == PLAIN:
@@ -156,7 +167,9 @@ def _errors(one: ApiOperation, keyed: bool) -> dict[str, Any]:
     statuses = {*EVERY_REQUEST, *one.errors}
     if not one.open:
         statuses |= {*BEHIND_THE_DOOR, *([401] if keyed and not one.admin else [])}
-    shape = next((_ERROR_SCHEMAS[shape] for begin, shape in SHAPES if one.path.startswith(begin)), "Error")
+    shape = next(
+        (_ERROR_SCHEMAS[shape] for begin, shape in SHAPES if one.path.startswith(begin)), "Error"
+    )
     return {str(status): _error(status, shape) for status in sorted(statuses)}
 
 
@@ -174,8 +187,13 @@ PAGE = Path(__file__).with_name("docs.html")
 def page_headers(page: bytes) -> dict[str, str]:
     """Headers under which nothing of a page runs but its own script and style, and nothing is fetched but
     from here."""
-    policy = ["default-src 'none'", "connect-src 'self'", "base-uri 'none'", "form-action 'none'",
-              "frame-ancestors 'none'"]  # fmt: skip
+    policy = [
+        "default-src 'none'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    ]
     for name in ("script", "style"):
         inside = re.search(rf"<{name}>(.*?)</{name}>".encode(), page, re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(inside[1] if inside else b"").digest()).decode()

@@ -54,17 +54,23 @@ def _finish(*more: str) -> Schema:
 
 def _head(kind: str) -> dict[str, Schema]:
     return {
-        "id": TEXT, "object": one_of(kind), "created": INTEGER, "model": TEXT, "system_fingerprint": TEXT,
-    }  # fmt: skip
+        "id": TEXT,
+        "object": one_of(kind),
+        "created": INTEGER,
+        "model": TEXT,
+        "system_fingerprint": TEXT,
+    }
 
 
 def _known_tokens() -> Schema:
     """Logprobs of completions: lists side by side."""
     likely = {"type": ["object", "null"], "additionalProperties": NUMBER}
     lists = {
-        "tokens": array(TEXT), "token_logprobs": array(nullable(NUMBER)),
-        "top_logprobs": array(likely), "text_offset": array(INTEGER),
-    }  # fmt: skip
+        "tokens": array(TEXT),
+        "token_logprobs": array(nullable(NUMBER)),
+        "top_logprobs": array(likely),
+        "text_offset": array(INTEGER),
+    }
     return nullable(record(lists, *lists))
 
 
@@ -79,24 +85,33 @@ def _known_content() -> Schema:
 def _beside() -> dict[str, Schema]:
     """What stands beside an answer where it was asked for."""
     return {
-        "timings": array(OBJECT), "receipt": OBJECT, "prompt_logprobs": nullable(array(nullable(OBJECT))),
-        "token_ids": array(COUNT), "prompt_token_ids": array(COUNT),
-    }  # fmt: skip
+        "timings": array(OBJECT),
+        "receipt": OBJECT,
+        "prompt_logprobs": nullable(array(nullable(OBJECT))),
+        "token_ids": array(COUNT),
+        "prompt_token_ids": array(COUNT),
+    }
 
 
 def completion() -> dict[str, Schema]:
     """Of /v1/completions."""
     choice = {
-        "index": COUNT, "text": TEXT, "logprobs": _known_tokens(), "finish_reason": _finish(),
+        "index": COUNT,
+        "text": TEXT,
+        "logprobs": _known_tokens(),
+        "finish_reason": _finish(),
         "stop_reason": ANYTHING,
-    }  # fmt: skip
+    }
     head, more = _head("text_completion"), _beside()
     whole = record({**choice, **more}, "index", "text", "logprobs", "finish_reason", "stop_reason")
     part = record({**choice, **more}, "index", "text", "logprobs", "finish_reason")
     return {
         "Usage": _usage(),
         "Completion": record(
-            {**head, "choices": array(whole), "usage": ref("Usage"), **more}, *head, "choices", "usage"
+            {**head, "choices": array(whole), "usage": ref("Usage"), **more},
+            *head,
+            "choices",
+            "usage",
         ),
         "CompletionChunk": record(
             {**head, "choices": array(part), "usage": ref("Usage"), **more}, *head, "choices"
@@ -108,28 +123,47 @@ def chat() -> dict[str, Schema]:
     """Of /v1/chat/completions."""
     function = {"name": TEXT, "arguments": TEXT}
     call = {"id": TEXT, "type": one_of("function"), "function": record(function, *function)}
-    piece = record({"index": COUNT, "id": TEXT, "type": TEXT, "function": record(function)}, "index")
+    piece = record(
+        {"index": COUNT, "id": TEXT, "type": TEXT, "function": record(function)}, "index"
+    )
     thoughts = {"reasoning": TEXT, "reasoning_content": TEXT}
     message = {"role": one_of("assistant"), "content": MAYBE_TEXT, **thoughts}
     calls = array(record(call, *call))
     why = {"finish_reason": _finish("tool_calls"), "logprobs": _known_content()}
     choice = {
-        "index": COUNT, "message": record({**message, "tool_calls": calls}, "role", "content"), **why,
+        "index": COUNT,
+        "message": record({**message, "tool_calls": calls}, "role", "content"),
+        **why,
         "stop_reason": ANYTHING,
-    }  # fmt: skip
+    }
     delta = record({**message, "tool_calls": array(piece)})
     head, more = _head("chat.completion"), _beside()
-    part = record({"index": COUNT, "delta": delta, **why, "stop_reason": ANYTHING, **more}, "index", "delta")
+    part = record(
+        {"index": COUNT, "delta": delta, **why, "stop_reason": ANYTHING, **more}, "index", "delta"
+    )
     return {
         "ChatCompletion": record(
-            {**head, "choices": array(record({**choice, **more}, *choice)), "usage": ref("Usage"), **more},
-            *head, "choices", "usage",
+            {
+                **head,
+                "choices": array(record({**choice, **more}, *choice)),
+                "usage": ref("Usage"),
+                **more,
+            },
+            *head,
+            "choices",
+            "usage",
         ),
         "ChatCompletionChunk": record(
-            {**_head("chat.completion.chunk"), "choices": array(part), "usage": ref("Usage"), **more},
-            *head, "choices",
+            {
+                **_head("chat.completion.chunk"),
+                "choices": array(part),
+                "usage": ref("Usage"),
+                **more,
+            },
+            *head,
+            "choices",
         ),
-    }  # fmt: skip
+    }
 
 
 # -- other shapes --------------------------------------------------------------------------------------------
@@ -138,13 +172,25 @@ def responses() -> dict[str, Schema]:
     item = record({"id": TEXT, "type": TEXT, "status": TEXT}, "type")
     used = dict.fromkeys(("input_tokens", "output_tokens", "total_tokens"), COUNT)
     whole = {
-        "id": TEXT, "object": one_of("response"), "created_at": INTEGER, "status": one_of(*STATUSES),
-        "background": BOOLEAN, "error": nullable(record({"code": TEXT, "message": TEXT}, "code", "message")),
-        "incomplete_details": nullable(record({"reason": TEXT}, "reason")), "model": TEXT,
-        "output": array(item), "tools": array(ANYTHING), "tool_choice": ANYTHING,
-        "temperature": nullable(NUMBER), "top_p": nullable(NUMBER), "usage": nullable(record(used, *used)),
-        "store": BOOLEAN, "previous_response_id": MAYBE_TEXT, "instructions": MAYBE_TEXT, "text": OBJECT,
-    }  # fmt: skip
+        "id": TEXT,
+        "object": one_of("response"),
+        "created_at": INTEGER,
+        "status": one_of(*STATUSES),
+        "background": BOOLEAN,
+        "error": nullable(record({"code": TEXT, "message": TEXT}, "code", "message")),
+        "incomplete_details": nullable(record({"reason": TEXT}, "reason")),
+        "model": TEXT,
+        "output": array(item),
+        "tools": array(ANYTHING),
+        "tool_choice": ANYTHING,
+        "temperature": nullable(NUMBER),
+        "top_p": nullable(NUMBER),
+        "usage": nullable(record(used, *used)),
+        "store": BOOLEAN,
+        "previous_response_id": MAYBE_TEXT,
+        "instructions": MAYBE_TEXT,
+        "text": OBJECT,
+    }
     deleted = {"id": TEXT, "object": one_of("response.deleted"), "deleted": one_of(True)}
     listed = {"object": one_of("list"), "data": array(OBJECT), "has_more": BOOLEAN}
     event = {"type": {**STRING, "pattern": r"^response\."}, "sequence_number": COUNT}
@@ -158,17 +204,33 @@ def responses() -> dict[str, Schema]:
 
 def messages() -> dict[str, Schema]:
     """Of /v1/messages."""
-    names = "input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens", "output_tokens"
+    names = (
+        "input_tokens",
+        "cache_creation_input_tokens",
+        "cache_read_input_tokens",
+        "output_tokens",
+    )
     used = dict.fromkeys(names, COUNT)
     whole = {
-        "id": TEXT, "type": one_of("message"), "role": one_of("assistant"), "model": TEXT,
-        "content": array(record({"type": TEXT}, "type")), "stop_reason": MAYBE_TEXT,
-        "stop_sequence": MAYBE_TEXT, "usage": record(used, *used),
-    }  # fmt: skip
+        "id": TEXT,
+        "type": one_of("message"),
+        "role": one_of("assistant"),
+        "model": TEXT,
+        "content": array(record({"type": TEXT}, "type")),
+        "stop_reason": MAYBE_TEXT,
+        "stop_sequence": MAYBE_TEXT,
+        "usage": record(used, *used),
+    }
     kinds = one_of(
-        "message_start", "content_block_start", "ping", "content_block_delta", "content_block_stop",
-        "message_delta", "message_stop", "error",
-    )  # fmt: skip
+        "message_start",
+        "content_block_start",
+        "ping",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+        "error",
+    )
     return {
         "Message": record(whole, *whole),
         "MessageEvent": record(
@@ -211,26 +273,39 @@ def embeddings() -> dict[str, Schema]:
     }
     used = dict.fromkeys(("prompt_tokens", "total_tokens"), COUNT)
     whole = {
-        "id": TEXT, "object": one_of("list"), "data": array(record(row, *row)), "model": TEXT,
+        "id": TEXT,
+        "object": one_of("list"),
+        "data": array(record(row, *row)),
+        "model": TEXT,
         "usage": record(used, *used),
-    }  # fmt: skip
+    }
     return {"Embeddings": record(whole, *whole)}
 
 
 def others() -> dict[str, Schema]:
     """Of scores, gaps and Ollama's rows."""
-    used = record(dict.fromkeys(("prompt_tokens", "total_tokens"), COUNT), "prompt_tokens", "total_tokens")
+    used = record(
+        dict.fromkeys(("prompt_tokens", "total_tokens"), COUNT), "prompt_tokens", "total_tokens"
+    )
     head = {"id": TEXT, "object": one_of("list"), "model": TEXT, "usage": used}
-    best = record({"index": COUNT, "relevance_score": NUMBER, "document": OBJECT}, "index", "relevance_score")
+    best = record(
+        {"index": COUNT, "relevance_score": NUMBER, "document": OBJECT}, "index", "relevance_score"
+    )
     score = {"index": COUNT, "object": one_of("score"), "score": NUMBER}
     rows = {
-        "model": TEXT, "embeddings": array(array(NUMBER)), "total_duration": COUNT, "load_duration": COUNT,
+        "model": TEXT,
+        "embeddings": array(array(NUMBER)),
+        "total_duration": COUNT,
+        "load_duration": COUNT,
         "prompt_eval_count": COUNT,
-    }  # fmt: skip
+    }
     return {
         "Reranked": record({**head, "results": array(best)}, *head, "results"),
         "Scores": record(
-            {**head, "created": INTEGER, "data": array(record(score, *score))}, *head, "created", "data"
+            {**head, "created": INTEGER, "data": array(record(score, *score))},
+            *head,
+            "created",
+            "data",
         ),
         "Gap": record({"content": TEXT, "stop": BOOLEAN}, "content", "stop"),
         "OllamaRows": record(rows, "embeddings"),
@@ -241,20 +316,38 @@ def others() -> dict[str, Schema]:
 def kept() -> dict[str, Schema]:
     """Of files, batches and sessions."""
     file = {
-        "id": TEXT, "object": one_of("file"), "bytes": COUNT, "created_at": INTEGER, "filename": TEXT,
-        "purpose": TEXT, "status": TEXT,
-    }  # fmt: skip
+        "id": TEXT,
+        "object": one_of("file"),
+        "bytes": COUNT,
+        "created_at": INTEGER,
+        "filename": TEXT,
+        "purpose": TEXT,
+        "status": TEXT,
+    }
     counts = dict.fromkeys(("total", "completed", "failed"), COUNT)
     batch = {
-        "id": TEXT, "object": one_of("batch"), "endpoint": TEXT, "errors": nullable(OBJECT),
-        "input_file_id": TEXT, "completion_window": TEXT, "status": TEXT, "created_at": INTEGER,
-        "output_file_id": MAYBE_TEXT, "error_file_id": MAYBE_TEXT,
-        "request_counts": record(counts, *counts), "metadata": nullable(OBJECT),
-    }  # fmt: skip
+        "id": TEXT,
+        "object": one_of("batch"),
+        "endpoint": TEXT,
+        "errors": nullable(OBJECT),
+        "input_file_id": TEXT,
+        "completion_window": TEXT,
+        "status": TEXT,
+        "created_at": INTEGER,
+        "output_file_id": MAYBE_TEXT,
+        "error_file_id": MAYBE_TEXT,
+        "request_counts": record(counts, *counts),
+        "metadata": nullable(OBJECT),
+    }
     session = {
-        "id": TEXT, "object": one_of("session"), "created": INTEGER, "status": TEXT, "turns": COUNT,
-        "tokens": COUNT, "kept_tokens": COUNT,
-    }  # fmt: skip
+        "id": TEXT,
+        "object": one_of("session"),
+        "created": INTEGER,
+        "status": TEXT,
+        "turns": COUNT,
+        "tokens": COUNT,
+        "kept_tokens": COUNT,
+    }
     deleted = {"id": TEXT, "object": TEXT, "deleted": one_of(True)}
     return {
         "File": record(file, *file),
@@ -272,15 +365,27 @@ def kept() -> dict[str, Schema]:
 def small() -> dict[str, Schema]:
     """Of the endpoints that a server answers at once."""
     model = {
-        "id": TEXT, "object": one_of("model"), "created": INTEGER, "owned_by": TEXT, "root": TEXT,
-        "parent": MAYBE_TEXT, "max_model_len": nullable(COUNT),
-    }  # fmt: skip
+        "id": TEXT,
+        "object": one_of("model"),
+        "created": INTEGER,
+        "owned_by": TEXT,
+        "root": TEXT,
+        "parent": MAYBE_TEXT,
+        "max_model_len": nullable(COUNT),
+    }
     tokens = {
-        "count": COUNT, "max_model_len": COUNT, "tokens": array(COUNT), "token_strs": nullable(array(TEXT)),
-    }  # fmt: skip
+        "count": COUNT,
+        "max_model_len": COUNT,
+        "tokens": array(COUNT),
+        "token_strs": nullable(array(TEXT)),
+    }
     prefix = {
-        "id": TEXT, "object": one_of("prefix"), "created": INTEGER, "tokens": COUNT, "status": TEXT,
-    }  # fmt: skip
+        "id": TEXT,
+        "object": one_of("prefix"),
+        "created": INTEGER,
+        "tokens": COUNT,
+        "status": TEXT,
+    }
     deleted = {"id": TEXT, "object": one_of("prefix"), "deleted": one_of(True)}
     timeline = {"id": TEXT, "choices": array(OBJECT)}
     slot = {"id": COUNT, "n_ctx": COUNT, "is_processing": BOOLEAN}
@@ -288,7 +393,12 @@ def small() -> dict[str, Schema]:
         "Status": record({"status": one_of("ok")}, "status"),
         "Version": record({"version": TEXT}, "version"),
         "Load": record(
-            {"server_load": COUNT, "role": TEXT, "predicted_tokens": COUNT, "answer_tokens": NUMBER},
+            {
+                "server_load": COUNT,
+                "role": TEXT,
+                "predicted_tokens": COUNT,
+                "answer_tokens": NUMBER,
+            },
             "server_load",
         ),
         "Model": record(model, *model),

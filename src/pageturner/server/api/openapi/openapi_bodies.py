@@ -64,11 +64,20 @@ def _json_schema() -> Schema:
         "enum": array(ANYTHING, minItems=1),
         "const": ANYTHING,
         "anyOf": array(here, minItems=1),
-        "minLength": count, "maxLength": count, "minItems": count, "maxItems": count,
-        "minimum": NUMBER, "maximum": NUMBER, "exclusiveMinimum": NUMBER, "exclusiveMaximum": NUMBER,
-        "pattern": STRING, "format": {**STRING, "examples": sorted(FORMATS)},
-        "title": STRING, "description": STRING, "default": ANYTHING,
-    }  # fmt: skip
+        "minLength": count,
+        "maxLength": count,
+        "minItems": count,
+        "maxItems": count,
+        "minimum": NUMBER,
+        "maximum": NUMBER,
+        "exclusiveMinimum": NUMBER,
+        "exclusiveMaximum": NUMBER,
+        "pattern": STRING,
+        "format": {**STRING, "examples": sorted(FORMATS)},
+        "title": STRING,
+        "description": STRING,
+        "default": ANYTHING,
+    }
     return {
         "description": "A JSON schema: most of draft 2020-12, $ref and $defs too. Other words are refused.",
         **record(words),
@@ -107,7 +116,9 @@ def _tool() -> Schema:
 
 
 def _response_format() -> Schema:
-    named = record({"name": STRING, "schema": ref("JsonSchema"), "strict": nullable(BOOLEAN)}, "schema")
+    named = record(
+        {"name": STRING, "schema": ref("JsonSchema"), "strict": nullable(BOOLEAN)}, "schema"
+    )
     return {
         "description": "The form of the answer, as OpenAI says it.",
         "anyOf": [
@@ -158,10 +169,13 @@ def _beams_or_samples() -> Schema:
     """What beam search takes, and what only beam search does."""
     beams = {"use_beam_search": one_of(True)}
     drawn = {
-        "temperature": one_of(0, 1, None), "top_p": one_of(1, None), "top_k": one_of(0, -1, None),
-        "min_p": one_of(0, None), "stop": {"type": ["array", "null"], "maxItems": 0},
+        "temperature": one_of(0, 1, None),
+        "top_p": one_of(1, None),
+        "top_k": one_of(0, -1, None),
+        "min_p": one_of(0, None),
+        "stop": {"type": ["array", "null"], "maxItems": 0},
         "prompt_logprobs": {"type": "null"},
-    }  # fmt: skip
+    }
     only = {"length_penalty": one_of(1, None), "early_stopping": one_of(False, None)}
     return {
         "if": {"properties": beams, "required": list(beams)},
@@ -180,7 +194,10 @@ def _with_logprobs() -> Schema:
 def completion(served: ServedModel) -> Schema:
     """The body of /v1/completions."""
     taken = of_completions(served)
-    return {**record({**taken, "prompt": prompt_schema(served)}, "prompt"), "allOf": [_beams_or_samples()]}
+    return {
+        **record({**taken, "prompt": prompt_schema(served)}, "prompt"),
+        "allOf": [_beams_or_samples()],
+    }
 
 
 def chat(served: ServedModel) -> Schema:
@@ -200,7 +217,13 @@ def with_extras(
     """The fields of a dialect: its own ones, those that are ours under the same name, what every dialect
     takes, and what is taken only where it changes nothing. Null is as if it were not there."""
     ours = field_schemas(served)
-    strange = frozenset(RequestBody.__struct_fields__) - DIALECTS_OWN - EXTRAS - own.keys() - frozenset(same)
+    strange = (
+        frozenset(RequestBody.__struct_fields__)
+        - DIALECTS_OWN
+        - EXTRAS
+        - own.keys()
+        - frozenset(same)
+    )
     return {
         **neutral_schemas(UNSUPPORTED),
         **neutral_schemas(dict.fromkeys(sorted(strange), ())),
@@ -215,7 +238,11 @@ def anthropic(served: ServedModel) -> Schema:
     """The body of /v1/messages."""
     own, ours = own_of_messages(served), field_schemas(served)
     found = with_extras(served, own, messages.NEUTRAL, messages.SAME)
-    most = {**ours["max_tokens"], "type": "integer", "maximum": LIMITS["max_tokens"][1]}  # or less: what fits
+    most = {
+        **ours["max_tokens"],
+        "type": "integer",
+        "maximum": LIMITS["max_tokens"][1],
+    }  # or less: what fits
     found |= {"messages": own["messages"], "max_tokens": most}
     return record(found, "messages", "max_tokens")
 
@@ -224,8 +251,12 @@ def counted(served: ServedModel) -> Schema:
     """The body of /v1/messages/count_tokens: what makes a prompt. The other fields of /v1/messages are taken
     too, and change nothing."""
     whole: Properties = anthropic(served)["properties"]
-    count = {name for name in whole if name in own_of_messages(served) or whole[name].get("x-neutral")}
-    return record({name: whole[name] for name in whole if name in count - {"stop_sequences"}}, "messages")
+    count = {
+        name for name in whole if name in own_of_messages(served) or whole[name].get("x-neutral")
+    }
+    return record(
+        {name: whole[name] for name in whole if name in count - {"stop_sequences"}}, "messages"
+    )
 
 
 def own_of_messages(served: ServedModel) -> Properties:
@@ -236,21 +267,27 @@ def own_of_messages(served: ServedModel) -> Properties:
     thinking = [record({"type": one_of("disabled", "adaptive")}), record(budget, "type")]
     own: Properties = {
         "messages": array(
-            _anthropic_message(), minItems=1, description="The conversation. The last one is the user's."
+            _anthropic_message(),
+            minItems=1,
+            description="The conversation. The last one is the user's.",
         ),
         "system": {"anyOf": [STRING, array(_anthropic_text())]},
         "stop_sequences": {**ours["stop"], "type": "array"},
         "metadata": record({"user_id": ANYTHING}),
         "output_config": record({"format": {"anyOf": [{"type": "null"}, form]}}),
-        "output_format": {"anyOf": [{"type": "null"}, {"type": "object", "maxProperties": 0}, form]},
+        "output_format": {
+            "anyOf": [{"type": "null"}, {"type": "object", "maxProperties": 0}, form]
+        },
         "thinking": {"anyOf": thinking},
         "tools": array(_anthropic_tool(served)),
-        "tool_choice": {"anyOf": [
-            record({"type": one_of(*anthropic_fields.CHOICES)}, "type"),
-            record({"type": one_of("tool"), "name": STRING}, "type", "name"),
-        ]},
+        "tool_choice": {
+            "anyOf": [
+                record({"type": one_of(*anthropic_fields.CHOICES)}, "type"),
+                record({"type": one_of("tool"), "name": STRING}, "type", "name"),
+            ]
+        },
         "chat_template_kwargs": ours["chat_template_kwargs"],
-    }  # fmt: skip
+    }
     return own | _passed_over(messages.TAKEN, own, messages.SAME)
 
 
@@ -265,14 +302,18 @@ def _anthropic_message() -> Schema:
     thoughts = record({"type": one_of("thinking"), "thinking": STRING}, "type", "thinking")
     use = {"type": one_of("tool_use"), "id": STRING, "name": STRING, "input": OBJECT}
     told = {
-        "type": one_of("tool_result"), "tool_use_id": STRING, "is_error": BOOLEAN,
+        "type": one_of("tool_result"),
+        "tool_use_id": STRING,
+        "is_error": BOOLEAN,
         "content": {"anyOf": [STRING, array(_anthropic_text()), {"type": "null"}]},
-    }  # fmt: skip
+    }
     said = array({"anyOf": [*text, thoughts, record(use, "type", "id", "name")]})
     heard = array({"anyOf": [*text, record(told, "type", "tool_use_id")]})
     return {
         "anyOf": [
-            record({"role": one_of(*roles), "content": {"anyOf": [STRING, blocks]}}, "role", "content")
+            record(
+                {"role": one_of(*roles), "content": {"anyOf": [STRING, blocks]}}, "role", "content"
+            )
             for roles, blocks in ((["assistant"], said), (["user", "system"], heard))
         ]
     }
@@ -280,7 +321,9 @@ def _anthropic_message() -> Schema:
 
 def _anthropic_tool(served: ServedModel) -> Schema:
     """A tool that the model is offered, or one that nobody here could run."""
-    hosted = record({"type": {**STRING, "pattern": f"^(?:{'|'.join(anthropic_fields.HOSTED)})"}}, "type")
+    hosted = record(
+        {"type": {**STRING, "pattern": f"^(?:{'|'.join(anthropic_fields.HOSTED)})"}}, "type"
+    )
     own = record(
         {
             "name": {**STRING, "pattern": f"^{NAME.pattern}$"},
@@ -323,7 +366,11 @@ def own_of_responses(served: ServedModel) -> Properties:
         "tools": array(_response_tool(served)),
         "tool_choice": {"anyOf": [one_of("none", "auto", "required"), OBJECT]},
         "previous_response_id": {**STRING, "description": "Go on behind this answer."},
-        "store": {**BOOLEAN, "default": True, "description": "Keep the answer for who comes back to it."},
+        "store": {
+            **BOOLEAN,
+            "default": True,
+            "description": "Keep the answer for who comes back to it.",
+        },
         "background": {**BOOLEAN, "default": False, "description": "Answer at once, and go on."},
     }
     return own | _passed_over(responses.TAKEN, own, responses.SAME)
@@ -336,7 +383,9 @@ def _item_content() -> Schema:
 
 def _said_item() -> Schema:
     role = one_of(*response_items.ROLES)
-    return record({"type": one_of("message"), "role": role, "content": _item_content()}, "role", "content")
+    return record(
+        {"type": one_of("message"), "role": role, "content": _item_content()}, "role", "content"
+    )
 
 
 def _other_items() -> list[Schema]:
@@ -346,16 +395,23 @@ def _other_items() -> list[Schema]:
     arguments = {**STRING, "contentMediaType": "application/json"}
     head = {"call_id": STRING, "name": STRING}
     return [
-        record({"type": one_of("reasoning"), "content": nullable(texts), "summary": nullable(texts)}, "type"),
-        record({"type": one_of(calls[0]), **head, "arguments": arguments}, "type", *head, "arguments"),
+        record(
+            {"type": one_of("reasoning"), "content": nullable(texts), "summary": nullable(texts)},
+            "type",
+        ),
+        record(
+            {"type": one_of(calls[0]), **head, "arguments": arguments}, "type", *head, "arguments"
+        ),
         record({"type": one_of(calls[1]), **head, "input": STRING}, "type", *head, "input"),
         record(
             {"type": one_of(*outputs), "call_id": STRING, "output": _item_content()},
-            "type", "call_id", "output",
+            "type",
+            "call_id",
+            "output",
         ),
         record({"type": one_of("agent_message"), "content": _item_content()}, "type", "content"),
         record({"type": one_of(*sorted(response_items.PAST))}, "type"),
-    ]  # fmt: skip
+    ]
 
 
 def _response_tool(served: ServedModel) -> Schema:
@@ -363,9 +419,16 @@ def _response_tool(served: ServedModel) -> Schema:
     hosted = record({"type": one_of(*sorted(response_items.HOSTED))}, "type")
     named = {"name": {**STRING, "pattern": f"^{NAME.pattern}$"}, "description": nullable(STRING)}
     schema = {"anyOf": [{"type": "null"}, ref("JsonSchema")]}
-    function = {"type": one_of("function"), **named, "strict": nullable(BOOLEAN), "parameters": schema}
+    function = {
+        "type": one_of("function"),
+        **named,
+        "strict": nullable(BOOLEAN),
+        "parameters": schema,
+    }
     custom = record({"type": one_of("custom"), **named, "format": OBJECT}, "type", "name")
-    many = record({"type": one_of(response_items.NAMESPACE), "name": STRING, "tools": array(OBJECT)}, "type")
+    many = record(
+        {"type": one_of(response_items.NAMESPACE), "name": STRING, "tools": array(OBJECT)}, "type"
+    )
     own = [record(function, "type", "name"), custom, many] if formats_of(served).tools else []
     return {"anyOf": [hosted, *own]}
 
@@ -385,18 +448,26 @@ def ollama_chat(served: ServedModel) -> Schema:
     calls = nullable(array(record({"function": function}, "function")))
     message = record(
         {
-            "role": one_of(*ROLES, *NAMES_OF_ROLES), "content": content, "tool_calls": calls,
-            "tool_name": text, "thinking": text,
+            "role": one_of(*ROLES, *NAMES_OF_ROLES),
+            "content": content,
+            "tool_calls": calls,
+            "tool_name": text,
+            "thinking": text,
         },
         "role",
-    )  # fmt: skip
+    )
     said = array(message, description="The conversation. Without one the model is only loaded.")
     return record(_ollama(served, {"messages": said, "tools": field_schemas(served)["tools"]}))
 
 
 def ollama_generate(served: ServedModel) -> Schema:
     """The body of /api/generate."""
-    own = {"prompt": STRING, "suffix": field_schemas(served)["suffix"], "system": STRING, "raw": BOOLEAN}
+    own = {
+        "prompt": STRING,
+        "suffix": field_schemas(served)["suffix"],
+        "system": STRING,
+        "raw": BOOLEAN,
+    }
     return record(_ollama(served, {**own, "tools": {"type": "array", "maxItems": 0}}))
 
 
@@ -406,7 +477,9 @@ def _ollama(served: ServedModel, own: Properties) -> Properties:
     options = {theirs: _as_option(ours[name]) for theirs, name in ollama.OPTIONS.items()}
     limits = options["num_predict"]
     options["num_predict"] = {"anyOf": [limits, one_of(*ollama.NO_LIMIT)]}
-    options |= neutral_schemas(ollama.OPTIONS_NEUTRAL) | dict.fromkeys(sorted(ollama.PASSED_OVER), ANYTHING)
+    options |= neutral_schemas(ollama.OPTIONS_NEUTRAL) | dict.fromkeys(
+        sorted(ollama.PASSED_OVER), ANYTHING
+    )
     every: Properties = {
         **own,
         "model": one_of(*names, *(f"{name}{ollama.LATEST}" for name in names), ""),

@@ -16,7 +16,12 @@ from pageturner.server.api.base.call import ServedModel
 from pageturner.server.api.openapi import openapi_bodies as bodies
 from pageturner.server.api.openapi import openapi_small_bodies as small
 
-GENERATED = (404, 409, 429, 504)  # what a request for an answer may meet beside the errors of every request
+GENERATED = (
+    404,
+    409,
+    429,
+    504,
+)  # what a request for an answer may meet beside the errors of every request
 EVENTS, LINES = "text/event-stream", "application/x-ndjson"
 PROMETHEUS, PLAIN = "text/plain", ""
 
@@ -82,7 +87,17 @@ def _generates(
     made: tuple[str, ...] = (),
 ) -> ApiOperation:
     return ApiOperation(
-        "POST", path, summary, group, body, answer, events, media, errors=GENERATED, targets=True, made=made
+        "POST",
+        path,
+        summary,
+        group,
+        body,
+        answer,
+        events,
+        media,
+        errors=GENERATED,
+        targets=True,
+        made=made,
     )
 
 
@@ -93,97 +108,194 @@ _RESPONSE = "/v1/responses/{id}"
 
 OPERATIONS: tuple[ApiOperation, ...] = (
     _generates(
-        "/v1/chat/completions", "What the assistant says next", _OPENAI, bodies.chat,
-        "ChatCompletion", "ChatCompletionChunk",
+        "/v1/chat/completions",
+        "What the assistant says next",
+        _OPENAI,
+        bodies.chat,
+        "ChatCompletion",
+        "ChatCompletionChunk",
     ),
     _generates(
-        "/v1/completions", "The text behind a prompt", _OPENAI, bodies.completion,
-        "Completion", "CompletionChunk",
+        "/v1/completions",
+        "The text behind a prompt",
+        _OPENAI,
+        bodies.completion,
+        "Completion",
+        "CompletionChunk",
     ),
     _generates(
-        "/v1/responses", "An answer that is kept", _OPENAI, bodies.response, "Response", "ResponseEvent",
+        "/v1/responses",
+        "An answer that is kept",
+        _OPENAI,
+        bodies.response,
+        "Response",
+        "ResponseEvent",
         made=(
-            "get_v1_responses_by_id", "delete_v1_responses_by_id", "post_v1_responses_by_id_cancel",
+            "get_v1_responses_by_id",
+            "delete_v1_responses_by_id",
+            "post_v1_responses_by_id_cancel",
             "get_v1_responses_by_id_input_items",
         ),
     ),
     ApiOperation("GET", _RESPONSE, "A kept answer", _OPENAI, answer="Response", errors=(404,)),
-    ApiOperation("DELETE", _RESPONSE, "Forget an answer", _OPENAI, answer="ResponseDeleted", errors=(404,)),
     ApiOperation(
-        "POST", f"{_RESPONSE}/cancel", "End an answer in the background", _OPENAI, answer="Response",
+        "DELETE", _RESPONSE, "Forget an answer", _OPENAI, answer="ResponseDeleted", errors=(404,)
+    ),
+    ApiOperation(
+        "POST",
+        f"{_RESPONSE}/cancel",
+        "End an answer in the background",
+        _OPENAI,
+        answer="Response",
         errors=(404,),
     ),
     ApiOperation(
-        "GET", f"{_RESPONSE}/input_items", "What was asked", _OPENAI, answer="ResponseItems", errors=(404,)
+        "GET",
+        f"{_RESPONSE}/input_items",
+        "What was asked",
+        _OPENAI,
+        answer="ResponseItems",
+        errors=(404,),
     ),
-    _generates("/v1/embeddings", "A row of numbers for each text", _OPENAI, bodies.embedding, "Embeddings"),
+    _generates(
+        "/v1/embeddings", "A row of numbers for each text", _OPENAI, bodies.embedding, "Embeddings"
+    ),
     *(
-        _generates(path, "The documents that go best with a query", _OTHERS, small.reranked, "Reranked")
+        _generates(
+            path, "The documents that go best with a query", _OTHERS, small.reranked, "Reranked"
+        )
         for path in ("/v1/rerank", "/v2/rerank", "/rerank")
     ),
     *(
         _generates(path, "How well pairs of texts go together", _OTHERS, small.scored, "Scores")
         for path in ("/v1/score", "/score")
     ),
-    _generates("/infill", "The text in a gap, as llama.cpp says it", _OTHERS, small.gap, "Gap", "Gap"),
+    _generates(
+        "/infill", "The text in a gap, as llama.cpp says it", _OTHERS, small.gap, "Gap", "Gap"
+    ),
     ApiOperation(
-        "POST", "/v1/files", "Keep a file of requests", _BATCHES, small.file, "File", errors=(404, 429, 507),
+        "POST",
+        "/v1/files",
+        "Keep a file of requests",
+        _BATCHES,
+        small.file,
+        "File",
+        errors=(404, 429, 507),
         form="multipart/form-data",
         made=("get_v1_files_by_id", "delete_v1_files_by_id", "get_v1_files_by_id_content"),
     ),
-    ApiOperation("GET", "/v1/files", "The files that are kept", _BATCHES, answer="Files", errors=(404,)),
+    ApiOperation(
+        "GET", "/v1/files", "The files that are kept", _BATCHES, answer="Files", errors=(404,)
+    ),
     ApiOperation("GET", "/v1/files/{id}", "About a file", _BATCHES, answer="File", errors=(404,)),
     ApiOperation(
-        "DELETE", "/v1/files/{id}", "Forget a file", _BATCHES, answer="FileDeleted", errors=(404, 409)
+        "DELETE",
+        "/v1/files/{id}",
+        "Forget a file",
+        _BATCHES,
+        answer="FileDeleted",
+        errors=(404, 409),
     ),
     ApiOperation(
-        "GET", "/v1/files/{id}/content", "What is in it", _BATCHES, media="application/octet-stream",
+        "GET",
+        "/v1/files/{id}/content",
+        "What is in it",
+        _BATCHES,
+        media="application/octet-stream",
         errors=(404,),
     ),
     ApiOperation(
-        "POST", "/v1/batches", "Answer a file of requests when there is nothing better to do", _BATCHES,
-        small.batch, "Batch", errors=(404, 409, 429),
+        "POST",
+        "/v1/batches",
+        "Answer a file of requests when there is nothing better to do",
+        _BATCHES,
+        small.batch,
+        "Batch",
+        errors=(404, 409, 429),
         made=("get_v1_batches_by_id", "post_v1_batches_by_id_cancel"),
     ),
     ApiOperation("GET", "/v1/batches", "All batches", _BATCHES, answer="Batches", errors=(404,)),
-    ApiOperation("GET", "/v1/batches/{id}", "About a batch", _BATCHES, answer="Batch", errors=(404,)),
     ApiOperation(
-        "POST", "/v1/batches/{id}/cancel", "End a batch", _BATCHES, answer="Batch", errors=(404, 409)
+        "GET", "/v1/batches/{id}", "About a batch", _BATCHES, answer="Batch", errors=(404,)
+    ),
+    ApiOperation(
+        "POST",
+        "/v1/batches/{id}/cancel",
+        "End a batch",
+        _BATCHES,
+        answer="Batch",
+        errors=(404, 409),
     ),
     ApiOperation("GET", "/v1/sessions", "The sessions", _SESSIONS, answer="Sessions"),
-    ApiOperation("GET", "/v1/sessions/{id}", "About a session", _SESSIONS, answer="Session", errors=(404,)),
     ApiOperation(
-        "DELETE", "/v1/sessions/{id}", "Let a session go", _SESSIONS, answer="SessionDeleted", errors=(404,)
+        "GET", "/v1/sessions/{id}", "About a session", _SESSIONS, answer="Session", errors=(404,)
+    ),
+    ApiOperation(
+        "DELETE",
+        "/v1/sessions/{id}",
+        "Let a session go",
+        _SESSIONS,
+        answer="SessionDeleted",
+        errors=(404,),
     ),
     ApiOperation("GET", "/v1/models", "The models that are served", _OPENAI, answer="Models"),
     ApiOperation(
-        "GET", "/v1/models/{id}", "One of them", _OPENAI, answer="Model", errors=(404,), variable=_model_name
+        "GET",
+        "/v1/models/{id}",
+        "One of them",
+        _OPENAI,
+        answer="Model",
+        errors=(404,),
+        variable=_model_name,
     ),
     _generates(
-        "/v1/messages", "What the assistant says next", _ANTHROPIC, bodies.anthropic,
-        "Message", "MessageEvent",
+        "/v1/messages",
+        "What the assistant says next",
+        _ANTHROPIC,
+        bodies.anthropic,
+        "Message",
+        "MessageEvent",
     ),
     ApiOperation(
-        "POST", "/v1/messages/count_tokens", "How many tokens a conversation has", _ANTHROPIC,
-        bodies.counted, "CountedTokens", errors=(404, 429),
+        "POST",
+        "/v1/messages/count_tokens",
+        "How many tokens a conversation has",
+        _ANTHROPIC,
+        bodies.counted,
+        "CountedTokens",
+        errors=(404, 429),
     ),
     _generates(
-        "/api/chat", "What the assistant says next", _OLLAMA,
+        "/api/chat",
+        "What the assistant says next",
+        _OLLAMA,
         small.or_loads(bodies.ollama_chat, texts=("prompt", "suffix"), lists=("messages",)),
-        "OllamaChat", "OllamaChat", LINES,
+        "OllamaChat",
+        "OllamaChat",
+        LINES,
     ),
     _generates(
-        "/api/generate", "The text behind a prompt", _OLLAMA,
+        "/api/generate",
+        "The text behind a prompt",
+        _OLLAMA,
         small.or_loads(bodies.ollama_generate, texts=("prompt", "suffix"), lists=("messages",)),
-        "OllamaText", "OllamaText", LINES,
+        "OllamaText",
+        "OllamaText",
+        LINES,
     ),
     _generates(
-        "/api/embed", "A row of numbers for each text", _OLLAMA,
-        small.or_loads(small.ollama_rows, texts=("input", "prompt"), lists=("input",)), "OllamaRows",
+        "/api/embed",
+        "A row of numbers for each text",
+        _OLLAMA,
+        small.or_loads(small.ollama_rows, texts=("input", "prompt"), lists=("input",)),
+        "OllamaRows",
     ),
     _generates(
-        "/api/embeddings", "A row of numbers", _OLLAMA,
-        small.or_loads(small.ollama_row, texts=("input", "prompt"), lists=("input",)), "OllamaRow",
+        "/api/embeddings",
+        "A row of numbers",
+        _OLLAMA,
+        small.or_loads(small.ollama_row, texts=("input", "prompt"), lists=("input",)),
+        "OllamaRow",
     ),
     ApiOperation("GET", "/api/tags", "The models that are served", _OLLAMA, answer="OllamaModels"),
     ApiOperation("GET", "/api/ps", "The models that are loaded", _OLLAMA, answer="OllamaModels"),
@@ -192,65 +304,135 @@ OPERATIONS: tuple[ApiOperation, ...] = (
     ),
     ApiOperation("GET", "/api/version", "The version", _OLLAMA, answer="Version"),
     ApiOperation(
-        "POST", "/tokenize", "The tokens of a text or a conversation", _TEXT, small.tokenize, "Tokens",
+        "POST",
+        "/tokenize",
+        "The tokens of a text or a conversation",
+        _TEXT,
+        small.tokenize,
+        "Tokens",
         errors=(404, 429),
     ),
     ApiOperation(
-        "POST", "/detokenize", "The text of tokens", _TEXT, small.detokenize, "Text", errors=(404, 429)
+        "POST",
+        "/detokenize",
+        "The text of tokens",
+        _TEXT,
+        small.detokenize,
+        "Text",
+        errors=(404, 429),
     ),
     ApiOperation("GET", "/tokenizer_info", "Special tokens and chat template", _TEXT),
     ApiOperation(
-        "POST", "/v1/prefixes", "Compute the KV of a prefix and keep it", _PREFIX, small.prefix, "Prefix",
-        errors=(404, 409, 429), made=("delete_v1_prefixes_by_id",),
+        "POST",
+        "/v1/prefixes",
+        "Compute the KV of a prefix and keep it",
+        _PREFIX,
+        small.prefix,
+        "Prefix",
+        errors=(404, 409, 429),
+        made=("delete_v1_prefixes_by_id",),
     ),
     ApiOperation("GET", "/v1/prefixes", "The prefixes that are kept", _PREFIX, answer="Prefixes"),
     ApiOperation(
-        "DELETE", "/v1/prefixes/{id}", "Let a prefix go", _PREFIX, answer="PrefixDeleted", errors=(404,),
+        "DELETE",
+        "/v1/prefixes/{id}",
+        "Let a prefix go",
+        _PREFIX,
+        answer="PrefixDeleted",
+        errors=(404,),
         variable=_safe_id,
     ),
-    ApiOperation("POST", "/reset_prefix_cache", "Forget the KV of earlier requests", _PREFIX, media=PLAIN),
-    ApiOperation("GET", "/health", "Whether requests are answered", _ABOUT, answer="Status", open=True),
-    ApiOperation("GET", "/ping", "Whether the server process lives", _ABOUT, media=PLAIN, open=True),
+    ApiOperation(
+        "POST", "/reset_prefix_cache", "Forget the KV of earlier requests", _PREFIX, media=PLAIN
+    ),
+    ApiOperation(
+        "GET", "/health", "Whether requests are answered", _ABOUT, answer="Status", open=True
+    ),
+    ApiOperation(
+        "GET", "/ping", "Whether the server process lives", _ABOUT, media=PLAIN, open=True
+    ),
     ApiOperation("POST", "/ping", "The same", _ABOUT, media=PLAIN, open=True),
     ApiOperation("GET", "/metrics", "Metrics for Prometheus", _ABOUT, media=PROMETHEUS, open=True),
     ApiOperation("GET", "/version", "The version", _ABOUT, answer="Version", open=True),
     ApiOperation("GET", "/load", "Answers under way", _ABOUT, answer="Load", open=True),
     ApiOperation("GET", "/server_info", "The settings of the engine", _ABOUT),
     ApiOperation("GET", "/props", "About the model, as llama.cpp says it", _ABOUT),
-    ApiOperation("GET", "/slots", "Sequences that may run, as llama.cpp says it", _ABOUT, answer="Slots"),
     ApiOperation(
-        "GET", "/v1/requests/{id}/timeline", "Where the time of a request went", _ABOUT, answer="Timeline",
-        errors=(404,), variable=_safe_id,
+        "GET", "/slots", "Sequences that may run, as llama.cpp says it", _ABOUT, answer="Slots"
+    ),
+    ApiOperation(
+        "GET",
+        "/v1/requests/{id}/timeline",
+        "Where the time of a request went",
+        _ABOUT,
+        answer="Timeline",
+        errors=(404,),
+        variable=_safe_id,
     ),
     ApiOperation("GET", "/openapi.json", "This document", _ABOUT, open=True),
     ApiOperation("GET", "/docs", "This document, to read", _ABOUT, media="text/html", open=True),
     ApiOperation("GET", "/", "A chat with the model", _ABOUT, media="text/html", open=True),
     ApiOperation(
-        "GET", "/v1/admin/config", "Settings that can be changed", _ADMIN, answer="Settings", errors=(404,),
+        "GET",
+        "/v1/admin/config",
+        "Settings that can be changed",
+        _ADMIN,
+        answer="Settings",
+        errors=(404,),
         admin=True,
     ),
     ApiOperation(
-        "POST", "/v1/admin/config", "Change them", _ADMIN, small.settings, "Settings", errors=(404,),
+        "POST",
+        "/v1/admin/config",
+        "Change them",
+        _ADMIN,
+        small.settings,
+        "Settings",
+        errors=(404,),
         admin=True,
     ),
     ApiOperation(
-        "POST", "/v1/admin/drain", "Take no new requests, and have streams go on at other servers", _ADMIN,
-        small.drain_order, errors=(404,), admin=True,
+        "POST",
+        "/v1/admin/drain",
+        "Take no new requests, and have streams go on at other servers",
+        _ADMIN,
+        small.drain_order,
+        errors=(404,),
+        admin=True,
     ),
     ApiOperation(
-        "POST", "/v1/streams/resume", "Go on with a stream of another server, as routers ask", _ADMIN,
-        small.moved_stream, media=EVENTS, errors=GENERATED,
+        "POST",
+        "/v1/streams/resume",
+        "Go on with a stream of another server, as routers ask",
+        _ADMIN,
+        small.moved_stream,
+        media=EVENTS,
+        errors=GENERATED,
     ),
     ApiOperation(
-        "POST", "/v1/load_lora_adapter", "Another LoRA adapter", _ADMIN, small.loaded_adapter,
-        media="text/plain", errors=(404,), admin=True,
+        "POST",
+        "/v1/load_lora_adapter",
+        "Another LoRA adapter",
+        _ADMIN,
+        small.loaded_adapter,
+        media="text/plain",
+        errors=(404,),
+        admin=True,
     ),
     ApiOperation(
-        "POST", "/v1/unload_lora_adapter", "Forget an adapter", _ADMIN, small.unloaded_adapter,
-        media="text/plain", errors=(404,), admin=True,
+        "POST",
+        "/v1/unload_lora_adapter",
+        "Forget an adapter",
+        _ADMIN,
+        small.unloaded_adapter,
+        media="text/plain",
+        errors=(404,),
+        admin=True,
     ),
     ApiOperation(
         "GET", "/v1/admin/state", "What the server is doing", _ADMIN, errors=(404,), admin=True
     ),
-    ApiOperation("GET", "/v1/live", "The latest steps of the engine", _ADMIN, errors=(404,), admin=True),
-)  # fmt: skip
+    ApiOperation(
+        "GET", "/v1/live", "The latest steps of the engine", _ADMIN, errors=(404,), admin=True
+    ),
+)

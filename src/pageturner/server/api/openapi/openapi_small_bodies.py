@@ -48,11 +48,15 @@ _COUNT: Schema = {"type": ["integer", "null"], "minimum": 1, "maximum": LARGEST}
 def reranked(served: ServedModel) -> Schema:
     """The body of /v1/rerank."""
     own = {
-        "query": _text(served), "documents": _texts(served), "return_documents": {**BOOLEAN, "default": True},
+        "query": _text(served),
+        "documents": _texts(served),
+        "return_documents": {**BOOLEAN, "default": True},
         "top_n": {**_COUNT, "minimum": 0},
-    }  # fmt: skip
+    }
     return record(
-        {**_pairs(served, own), "query": _text(served), "documents": _texts(served)}, "query", "documents"
+        {**_pairs(served, own), "query": _text(served), "documents": _texts(served)},
+        "query",
+        "documents",
     )
 
 
@@ -95,7 +99,11 @@ def ollama_rows(served: ServedModel) -> Schema:
     """The body of /api/embed."""
     wanted = nullable(of_struct(EmbeddingOptions)["dimensions"])
     text = _text(served)
-    own = {"input": {"anyOf": [text, array(text, minItems=1)]}, "truncate": BOOLEAN, "dimensions": wanted}
+    own = {
+        "input": {"anyOf": [text, array(text, minItems=1)]},
+        "truncate": BOOLEAN,
+        "dimensions": wanted,
+    }
     found = _of_one_token(with_extras(served, _ollama(served, own), {}))
     return record({**found, "input": own["input"]}, "input")
 
@@ -126,10 +134,13 @@ def or_loads(
         nothing |= {name: {**nullable({"type": "array"}), "maxItems": 0} for name in lists}
         if both := {*texts} & {*lists}:
             nothing |= {
-                name: {"type": ["string", "array", "null"], "maxLength": 0, "maxItems": 0} for name in both
+                name: {"type": ["string", "array", "null"], "maxLength": 0, "maxItems": 0}
+                for name in both
             }
         named = nullable(_ollama_name(served))
-        loads = record({"model": named, "keep_alive": {"type": ["string", "number", "null"]}, **nothing})
+        loads = record(
+            {"model": named, "keep_alive": {"type": ["string", "number", "null"]}, **nothing}
+        )
         return {"anyOf": [body(served), loads]}
 
     either.__name__ = body.__name__
@@ -161,7 +172,9 @@ def batch(served: ServedModel) -> Schema:
             "type": "string",
             "pattern": "^[1-9][hd]$",
         },
-        "metadata": nullable({**OBJECT, "additionalProperties": {**STRING, "maxLength": 512}, **most}),
+        "metadata": nullable(
+            {**OBJECT, "additionalProperties": {**STRING, "maxLength": 512}, **most}
+        ),
     }
     return record(found, "input_file_id", "endpoint")
 
@@ -177,7 +190,10 @@ def file(served: ServedModel) -> Schema:
 def tokenize(served: ServedModel) -> Schema:
     """The body of /tokenize: a text or a conversation."""
     ours, found = field_schemas(served), of_struct(TokenizeBody)
-    said = {name: ours[name] for name in ("model", "messages", "tools", "tool_choice", "reasoning_effort")}
+    said = {
+        name: ours[name]
+        for name in ("model", "messages", "tools", "tool_choice", "reasoning_effort")
+    }
     found |= {**said, "chat_template_kwargs": ours["chat_template_kwargs"]}
     either = [
         {"properties": {"prompt": STRING, "messages": {"type": "null"}}, "required": ["prompt"]},
@@ -191,7 +207,10 @@ def detokenize(served: ServedModel) -> Schema:
     """The body of /detokenize."""
     found = of_struct(DetokenizeBody)
     most = min(served.limits.text, 1 << 20)
-    found |= {"model": field_schemas(served)["model"], "tokens": array(token_id(served), maxItems=most)}
+    found |= {
+        "model": field_schemas(served)["model"],
+        "tokens": array(token_id(served), maxItems=most),
+    }
     return record(found, "tokens")
 
 
@@ -204,10 +223,12 @@ def prefix(served: ServedModel) -> Schema:
     found["prompt"] = {"anyOf": [text, ids, {"type": "null"}]}
     found["messages"] = nullable(ours["messages"])
     either = [
-        {"properties": {"prompt": {"type": ["string", "array"]}, "messages": {"type": "null"}},
-         "required": ["prompt"]},
+        {
+            "properties": {"prompt": {"type": ["string", "array"]}, "messages": {"type": "null"}},
+            "required": ["prompt"],
+        },
         {"properties": {"messages": {"type": "array"}}, "required": ["messages"]},
-    ]  # fmt: skip
+    ]
     return {**record(found), "anyOf": either}
 
 
@@ -248,8 +269,12 @@ def drain_order(_: ServedModel) -> Schema:
 
 def moved_stream(served: ServedModel) -> Schema:
     """The body of POST /v1/streams/resume."""
-    begun = record({"fingerprint": STRING, "seed": INTEGER, "created": INTEGER},
-                   "fingerprint", "seed", "created")  # fmt: skip
+    begun = record(
+        {"fingerprint": STRING, "seed": INTEGER, "created": INTEGER},
+        "fingerprint",
+        "seed",
+        "created",
+    )
     token = {**INTEGER, "minimum": 0, "maximum": served.vocab_size - 1}
     return record(
         {
@@ -258,6 +283,9 @@ def moved_stream(served: ServedModel) -> Schema:
             "begun": begun,
             "tokens": {"type": "array", "items": token, "minItems": 1},
         },
-        "path", "body", "begun", "tokens",
+        "path",
+        "body",
+        "begun",
+        "tokens",
         additionalProperties=False,
-    )  # fmt: skip
+    )

@@ -22,12 +22,22 @@ from pageturner.text.tools import LONGEST_NAME, MOST_TOOLS
 log = logging.getLogger("pageturner")
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 TEXTS = frozenset({"input_text", "output_text", "text"})
-CALLS, OUTPUTS = ("function_call", "custom_tool_call"), ("function_call_output", "custom_tool_call_output")
+CALLS, OUTPUTS = (
+    ("function_call", "custom_tool_call"),
+    ("function_call_output", "custom_tool_call_output"),
+)
 # types of tools that OpenAI runs, or its models alone know, and clients offer unasked: no model gets them
-HOSTED = frozenset({
-    "web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11",
-    "local_shell", "image_generation", "tool_search",
-})  # fmt: skip
+HOSTED = frozenset(
+    {
+        "web_search",
+        "web_search_2025_08_26",
+        "web_search_preview",
+        "web_search_preview_2025_03_11",
+        "local_shell",
+        "image_generation",
+        "tool_search",
+    }
+)
 PAST = frozenset({"web_search_call", "image_generation_call", "tool_search_call", "compaction"})
 REFERENCE = "item_reference"  # type of an item that stands for another
 MOST_REFERENCES = 1024
@@ -121,7 +131,10 @@ def tool_fields(fields: Fields) -> dict[str, Any]:
     ours: dict[str, Any] = {}
     given = value_of(fields, "tools", list[dict[str, Any]], [])
     if hosted := {str(tool["type"]) for tool in given if _hosted(tool)}:
-        log.info("tools that nothing here runs are not offered to the model: %s", ", ".join(sorted(hosted)))
+        log.info(
+            "tools that nothing here runs are not offered to the model: %s",
+            ", ".join(sorted(hosted)),
+        )
     if tools := [one for i, tool in enumerate(given) for one in _tools(tool, f"tools[{i}]")]:
         ours["tools"] = tools
     choice = value_of(fields, "tool_choice", str | dict[str, Any])
@@ -158,7 +171,9 @@ def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
         return {"type": "function", "function": {**named, **more}}
     if kind == "custom":
         return {"type": "function", "function": {**named, **_text_tool(tool)}}
-    message = f"{place}: tools of type {str(kind)[:40]!r} are not supported, only function and custom"
+    message = (
+        f"{place}: tools of type {str(kind)[:40]!r} are not supported, only function and custom"
+    )
     raise bad_request("unsupported_parameter", message, "tools")
 
 
@@ -171,7 +186,9 @@ def _text_tool(tool: dict[str, Any]) -> dict[str, Any]:
         definition = str(tool["format"].get("definition", ""))
         if syntax == "regex":
             schema["pattern"] = f"^(?:{definition})$"
-        description = f"{tool.get('description') or ''}\n\nThe {INPUT} matches this {syntax} grammar:"
+        description = (
+            f"{tool.get('description') or ''}\n\nThe {INPUT} matches this {syntax} grammar:"
+        )
         more = {"description": f"{description}\n{definition}".strip(), "strict": syntax == "regex"}
     parameters = {"type": "object", "properties": {INPUT: schema}, "required": [INPUT]}
     return {**more, "parameters": {**parameters, "additionalProperties": False}}
@@ -181,9 +198,15 @@ def _syntax(form: Any) -> str | None:
     """The syntax of the grammar of a custom tool; None: any text."""
     if form is None or (isinstance(form, dict) and form.get("type", "text") == "text"):
         return None
-    if isinstance(form, dict) and form.get("type") == "grammar" and form.get("syntax") in ("lark", "regex"):
+    if (
+        isinstance(form, dict)
+        and form.get("type") == "grammar"
+        and form.get("syntax") in ("lark", "regex")
+    ):
         return str(form["syntax"])
-    raise bad_request("invalid_value", "tools: a format is text, or a grammar in lark or regex", "tools")
+    raise bad_request(
+        "invalid_value", "tools: a format is text, or a grammar in lark or regex", "tools"
+    )
 
 
 def _choice(choice: dict[str, Any]) -> dict[str, Any]:
@@ -225,9 +248,13 @@ def with_references(items: bytes, find: Callable[[str], bytes]) -> bytes:
         heads = [msgspec.json.decode(raw, type=_ItemHead) for raw in told]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return items  # what is wrong with it is said by who reads it
-    named = [head.id if head.type == REFERENCE and isinstance(head.id, str) else None for head in heads]
+    named = [
+        head.id if head.type == REFERENCE and isinstance(head.id, str) else None for head in heads
+    ]
     if sum(id is not None for id in named) > MOST_REFERENCES:
-        raise bad_request("invalid_value", f"input names more than {MOST_REFERENCES} items", "input")
+        raise bad_request(
+            "invalid_value", f"input names more than {MOST_REFERENCES} items", "input"
+        )
     found = [bytes(raw) if id is None else find(id) for raw, id in zip(told, named, strict=True)]
     return b"[" + b",".join(found) + b"]"
 
@@ -258,7 +285,9 @@ def _says_nothing(message: dict[str, Any]) -> bool:
     return "reasoning_content" in message and not message["content"] and "tool_calls" not in message
 
 
-def _add(said: list[dict[str, Any]], item: dict[str, Any], place: str, names: dict[str, str]) -> None:
+def _add(
+    said: list[dict[str, Any]], item: dict[str, Any], place: str, names: dict[str, str]
+) -> None:
     """Add an item to the messages. Thoughts, text and calls that follow each other are one of them."""
     kind = str(item.get("type", "message"))
     if kind == "reasoning":
@@ -277,14 +306,20 @@ def _add(said: list[dict[str, Any]], item: dict[str, Any], place: str, names: di
             calls.append({"id": id, "type": "function", "function": function})
     elif kind in OUTPUTS:
         id = _string(item, "call_id", place)
-        result = {"role": "tool", "tool_call_id": id, "content": _text(item.get("output"), f"{place}.output")}
+        result = {
+            "role": "tool",
+            "tool_call_id": id,
+            "content": _text(item.get("output"), f"{place}.output"),
+        }
         said.append(result | ({"name": names[id]} if id in names else {}))
     elif kind == "agent_message":  # of one agent of a client to another
         said.append({"role": "user", "content": _text(item.get("content"), f"{place}.content")})
     elif kind == "message":
         role = item.get("role")
         if not isinstance(role, str) or role not in ROLES:
-            raise bad_request("invalid_value", f"{place}.role is one of {', '.join(ROLES)}", "input")
+            raise bad_request(
+                "invalid_value", f"{place}.role is one of {', '.join(ROLES)}", "input"
+            )
         text = _text(item.get("content"), f"{place}.content")
         if role == "assistant" and said and said[-1]["role"] == role and not said[-1]["content"]:
             said[-1]["content"] = text
@@ -308,7 +343,9 @@ def _thoughts(item: dict[str, Any], place: str) -> str:
     """The thoughts of an item, where it has any that can be read."""
     for name in ("content", "summary"):
         parts = item.get(name)
-        if not isinstance(parts, list | None) or not all(isinstance(part, dict) for part in parts or ()):
+        if not isinstance(parts, list | None) or not all(
+            isinstance(part, dict) for part in parts or ()
+        ):
             raise bad_request("invalid_type", f"{place}.{name} must be a list of parts", "input")
         if parts:
             return "\n".join(_string(part, "text", f"{place}.{name}") for part in parts)
@@ -338,7 +375,9 @@ def _text(content: Any, where: str) -> str:
         raise bad_request("invalid_type", f"{where} must be a string or a list of parts", "input")
     texts = []
     for part in content:
-        text = part.get("text") if isinstance(part, dict) and str(part.get("type")) in TEXTS else None
+        text = (
+            part.get("text") if isinstance(part, dict) and str(part.get("type")) in TEXTS else None
+        )
         if not isinstance(text, str):
             raise bad_request(
                 "unsupported_parameter", f"{where}: only parts of text are supported yet", "input"

@@ -40,11 +40,19 @@ from pageturner.text.output_stream import OutputPiece, OutputStream
 
 # fields that an answer repeats, and what it says where they were not sent
 REPEATED: dict[str, Any] = {
-    "instructions": None, "max_output_tokens": None, "metadata": {}, "parallel_tool_calls": True,
-    "previous_response_id": None, "reasoning": {"effort": None, "summary": None}, "service_tier": "default",
-    "text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": [], "truncation": "disabled",
+    "instructions": None,
+    "max_output_tokens": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "reasoning": {"effort": None, "summary": None},
+    "service_tier": "default",
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "truncation": "disabled",
     "user": None,
-}  # fmt: skip
+}
 CUSTOM = "custom"  # beside the kinds of AnswerPart: a call of text
 PREFIXES = {CONTENT: "msg", REASONING: "rs", CALL: "fc", CUSTOM: "ctc"}  # of ids
 
@@ -92,7 +100,9 @@ class ResponseWriter:
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
 
-    def whole(self, reply: Reply, streams: list[OutputStream], answer: WholeAnswer) -> InParts[bytes]:
+    def whole(
+        self, reply: Reply, streams: list[OutputStream], answer: WholeAnswer
+    ) -> InParts[bytes]:
         """The body of an answer that is not streamed."""
         yield
         parts = parts_of(reply, streams[0], answer.texts[0], answer.offsets[0])
@@ -125,18 +135,26 @@ class ResponseWriter:
         writer = _ItemWriter(reply, record)
         output = [writer.item(part, COMPLETED) for part in parts[:-1]]
         output += [writer.item(part, INCOMPLETE) for part in parts[-1:]]
-        response = response_object(record, reply.model, output, error=error_object(error), **_drawn(reply))
+        response = response_object(
+            record, reply.model, output, error=error_object(error), **_drawn(reply)
+        )
         record.body = encode(response)
         return self._event(reply, "response.failed", response=response)
 
-    def _ended(self, reply: Reply, streams: list[OutputStream], parts: AnswerParts) -> dict[str, Any]:
+    def _ended(
+        self, reply: Reply, streams: list[OutputStream], parts: AnswerParts
+    ) -> dict[str, Any]:
         """The answer, which has ended with these parts."""
         record, stream = self._record(reply), streams[0]
         record.status = INCOMPLETE if stream.finish == "length" else COMPLETED
         writer = _ItemWriter(reply, record)
         output = [writer.item(part, _status(part, stream, parts)) for part in parts.parts]
         cut = {"reason": "max_output_tokens"} if record.status == INCOMPLETE else None
-        more = {"incomplete_details": cut, "usage": _usage(reply, streams), "completed_at": int(time.time())}
+        more = {
+            "incomplete_details": cut,
+            "usage": _usage(reply, streams),
+            "completed_at": int(time.time()),
+        }
         response = response_object(record, reply.model, output, **_drawn(reply), **more)
         record.body, record.output = encode(response), encode(output)
         return response
@@ -231,7 +249,11 @@ class _ItemWriter:
             ]
         inner = "reasoning_summary_part" if self.options.summary else "content_part"
         ended = self._at(part, part=(_summary if self.options.summary else _reasoning_text)(text))
-        return [(f"{name}.done", self._at(part, text=text)), (f"response.{inner}.done", ended), *last]
+        return [
+            (f"{name}.done", self._at(part, text=text)),
+            (f"response.{inner}.done", ended),
+            *last,
+        ]
 
     def _kind(self, part: AnswerPart) -> str:
         return CUSTOM if part.kind == CALL and part.name in self.options.custom else part.kind
@@ -262,13 +284,17 @@ class _ItemWriter:
     def _thoughts(self, text: str, empty: bool) -> dict[str, Any]:
         shown = [] if empty else [(_summary if self.options.summary else _reasoning_text)(text)]
         told = {"summary": shown} if self.options.summary else {"summary": [], "content": shown}
-        return told | ({"encrypted_content": sealed(text)} if self.options.encrypted and not empty else {})
+        return told | (
+            {"encrypted_content": sealed(text)} if self.options.encrypted and not empty else {}
+        )
 
 
 def _status(part: AnswerPart, stream: OutputStream, parts: AnswerParts) -> str:
     """Of an item that has ended: an answer that is cut off is so in its last one."""
     cut = stream.finish == "length" and part is parts.parts[-1]
-    return INCOMPLETE if cut and (part.kind != CALL or json_object(part.text) is None) else COMPLETED
+    return (
+        INCOMPLETE if cut and (part.kind != CALL or json_object(part.text) is None) else COMPLETED
+    )
 
 
 def _output_text(text: str) -> dict[str, Any]:

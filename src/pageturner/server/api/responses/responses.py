@@ -31,15 +31,33 @@ from pageturner.server.api.responses.response_writer import ResponseWriter
 
 # fields that are ours as they are
 SAME = ("model", "temperature", "top_p", "stream", "user", "parallel_tool_calls")
-TAKEN = frozenset({
-    *SAME, "input", "instructions", "max_output_tokens", "text", "metadata", "reasoning", "include",
-    "service_tier", "stream_options", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
-    "max_tool_calls", "tools", "tool_choice", "client_metadata",
-})  # fmt: skip
+TAKEN = frozenset(
+    {
+        *SAME,
+        "input",
+        "instructions",
+        "max_output_tokens",
+        "text",
+        "metadata",
+        "reasoning",
+        "include",
+        "service_tier",
+        "stream_options",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "max_tool_calls",
+        "tools",
+        "tool_choice",
+        "client_metadata",
+    }
+)
 NAMES = {
-    "max_tokens": "max_output_tokens", "response_format": "text.format", "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "messages": "input",
     "reasoning_effort": "reasoning.effort",
-}  # fmt: skip
+}
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "conversation": (),
     "prompt": (),
@@ -55,7 +73,9 @@ def decode(raw: bytes, limits: RequestLimits) -> RequestBody:
     fields = fields_of(raw, limits)
     refuse(fields, NEUTRAL)
     if LOGPROBS in value_of(fields, "include", list[str], []):
-        raise bad_request("unsupported_parameter", f"include: {LOGPROBS} is not supported yet", "include")
+        raise bad_request(
+            "unsupported_parameter", f"include: {LOGPROBS} is not supported yet", "include"
+        )
     ours = others(fields, TAKEN) | {name: fields[name] for name in SAME if name in fields}
     if "max_output_tokens" in fields:
         ours["max_tokens"] = fields["max_output_tokens"]

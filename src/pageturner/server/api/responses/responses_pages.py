@@ -31,7 +31,11 @@ from pageturner.server.api.base import replies
 from pageturner.server.api.base.body import bad_request
 from pageturner.server.api.base.generate import GenerateEndpoint
 from pageturner.server.api.base.translate import Fields, fields_of, value_of
-from pageturner.server.api.responses.response_items import offered_tools, options_of, with_references
+from pageturner.server.api.responses.response_items import (
+    offered_tools,
+    options_of,
+    with_references,
+)
 from pageturner.server.api.responses.response_store import (
     CANCELLED,
     FAILED,
@@ -48,7 +52,10 @@ if TYPE_CHECKING:
     from pageturner.http.tracing import RequestTrace
 
 log = logging.getLogger("pageturner")
-STATUS = {FAILED: 500, CANCELLED: 499}  # in the log's and the trace's terms, of what was not completed
+STATUS = {
+    FAILED: 500,
+    CANCELLED: 499,
+}  # in the log's and the trace's terms, of what was not completed
 OURS = ("previous_response_id", "store", "background")  # fields that are understood here
 
 
@@ -78,7 +85,9 @@ class ResponsesPages:
         with contextlib.ExitStack() as stack:
             work, counted = stack.enter_context(metered(self._service.quota, scope, receive))
             info: RequestInfo = scope["pageturner"]
-            fields = fields_of(await read_body(counted, self._service.config.max_body_size), NO_LIMITS)
+            fields = fields_of(
+                await read_body(counted, self._service.config.max_body_size), NO_LIMITS
+            )
             record = self._record(fields, info, begun)
             await self._answer(scope, counted, send, work, stack, fields, record, endpoint)
 
@@ -99,7 +108,9 @@ class ResponsesPages:
         most = self._service.config.max_body_size
         raw = msgspec.json.encode(fields)
         if len(raw) > most:
-            message = f"the conversation has {len(raw)} bytes with what went before, and may have {most}"
+            message = (
+                f"the conversation has {len(raw)} bytes with what went before, and may have {most}"
+            )
             raise bad_request("too_expensive", message, "previous_response_id")
         self._store.open(record)
         if record.background:
@@ -115,14 +126,21 @@ class ResponsesPages:
         finally:
             self._store.close(record)
 
-    def _record(self, fields: Fields, info: RequestInfo, begun: StreamBeginning | None) -> ResponseRecord:
+    def _record(
+        self, fields: Fields, info: RequestInfo, begun: StreamBeginning | None
+    ) -> ResponseRecord:
         """What is known of the answer before it begins. Its fields become those of a whole conversation."""
         previous = value_of(fields, "previous_response_id", str)
         asked = {name: fields[name].copy() for name in REPEATED if name in fields}
         asked["tools"] = offered_tools(fields)
-        store, background = value_of(fields, "store", bool, True), value_of(fields, "background", bool, False)
+        store, background = (
+            value_of(fields, "store", bool, True),
+            value_of(fields, "background", bool, False),
+        )
         if background and (value_of(fields, "stream", bool, False) or not store):
-            message = "background takes no stream and no store: false: come back for the answer by its id"
+            message = (
+                "background takes no stream and no store: false: come back for the answer by its id"
+            )
             raise bad_request("unsupported_parameter", message, "background")
         items = begun.items.encode() if begun is not None else b""
         items = items or self._conversation(_items(fields), previous, info.tenant)
@@ -173,7 +191,12 @@ class ResponsesPages:
         return self._told(record)
 
     async def _run(
-        self, record: ResponseRecord, scope: Scope, raw: bytes, work: Work, under_way: contextlib.ExitStack
+        self,
+        record: ResponseRecord,
+        scope: Scope,
+        raw: bytes,
+        work: Work,
+        under_way: contextlib.ExitStack,
     ) -> None:
         """The answer to a client that does not wait. Raises what refuses the request. under_way: is closed
         when this work has ended."""
@@ -194,7 +217,9 @@ class ResponsesPages:
             self._fail(record, error)
         except Exception:
             log.exception("the response %s failed", record.id)
-            self._fail(record, ClientError(500, "internal_error", "something went wrong inside the server"))
+            self._fail(
+                record, ClientError(500, "internal_error", "something went wrong inside the server")
+            )
         finally:
             if not record.ended:
                 record.status = CANCELLED
