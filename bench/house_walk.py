@@ -12,12 +12,15 @@ one of the docstrings say why: "Same name as `room.module.Name` because ...".
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 PACKAGE = Path(__file__).parents[1] / "src" / "pageturner"
 
@@ -411,11 +414,108 @@ def lines_of(house: House, files: Iterable[str]) -> int:
     return sum(lines[file] for file in files)
 
 
-def rooms(house: House) -> list[tuple[str, int, int, int]]:
-    """(room, files, lines, statements), by name."""
-    found: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
+def rooms(house: House) -> list[dict[str, Any]]:
+    """For each room its tokens, lines and files, by name."""
+    found: dict[str, dict[str, Any]] = {}
     for module in house.values():
-        statements = sum(isinstance(node, ast.stmt) for node in module.nodes)
-        for i, n in enumerate((1, module.lines, statements)):
-            found[module.room][i] += n
-    return [(name, *counts) for name, counts in sorted(found.items())]  # type: ignore[misc]
+        name = module.room if "/" in module.file else "."
+        empty = {"room": name, "tokens": 0, "lines": 0, "files": 0}
+        row = found.setdefault(name, empty)
+        row["tokens"] += tokens(module)
+        row["lines"] += module.lines
+        row["files"] += 1
+    return [found[name] for name in sorted(found)]
+
+
+# -- size and shape ------------------------------------------------------------------------------------------
+SILENT = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+}
+MAX_COLUMNS = 100
+MAX_PARAMETERS = 5  # beside self
+NO_SUBJECT = re.compile(
+    r"(Of|What|Those|Who|Whoever|Whose|Whether|How|When|Where|Which|By|For|As|From|With|Without|In|On"
+    r"|At|To|Until|Unless|Beside|Behind|That)\b"
+)
+SHAPES = (
+    "docstrings without a subject",
+    "functions of more than five parameters",
+    "tuple assignments",
+    "conditional expressions",
+    "names MOST_",
+    "lines over 100 characters",
+)
+Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def docstrings(module: Module) -> list[ast.Expr]:
+    """The docstrings of a file: of itself, its classes and its functions."""
+    owners = [node for node in module.nodes if isinstance(node, Documented)]
+    found = [one.body[0] for one in owners if ast.get_docstring(one, clean=False) is not None]
+    return [one for one in found if isinstance(one, ast.Expr)]
+
+
+def tokens(module: Module) -> int:
+    """How many tokens of Python a file has without comments, docstrings and white space: its size, whether it is
+    written densely or not."""
+    docs = {(one.lineno, one.col_offset) for one in docstrings(module)}
+    stream = tokenize.generate_tokens(io.StringIO(module.text).readline)
+    return sum(one.type not in SILENT and one.start not in docs for one in stream)
+
+
+def size_of(folder: Path) -> int:
+    """How many tokens the Python files of a folder have in all."""
+    return sum(tokens(module) for module in read(folder).values())
+
+
+def importers(house: House) -> Counter[str]:
+    """How many other modules import each one."""
+    pairs = {(one.source, one.target) for one in imports(house)}
+    return Counter(target for _, target in pairs)
+
+
+def flat(house: House) -> dict[str, int]:
+    """How many files lie directly in each folder."""
+    return dict(Counter(module.file.rpartition("/")[0] or "." for module in house.values()))
+
+
+def shape(house: House) -> dict[str, list[str]]:
+    """Places where the code is denser, wider or less plainly documented than it should be, by kind."""
+    found: dict[str, list[str]] = {kind: [] for kind in SHAPES}
+    for module in house.values():
+        for doc in docstrings(module):
+            text = ast.literal_eval(doc.value).strip()
+            if NO_SUBJECT.match(text):
+                found["docstrings without a subject"].append(module.at(doc, text[:60]))
+        for node in module.nodes:
+            match node:
+                case (
+                    ast.FunctionDef(name=name, args=args)
+                    | ast.AsyncFunctionDef(name=name, args=args)
+                ):
+                    if parameters(args) > MAX_PARAMETERS:
+                        found["functions of more than five parameters"].append(
+                            module.at(node, name)
+                        )
+                case ast.Assign(targets=[ast.Tuple()], value=ast.Tuple()):
+                    found["tuple assignments"].append(module.at(node, ""))
+                case ast.IfExp():
+                    found["conditional expressions"].append(module.at(node, ""))
+                case ast.Name(id=name, ctx=ast.Store()) if name.startswith("MOST_"):
+                    found["names MOST_"].append(module.at(node, name))
+        for number, line in enumerate(module.text.split("\n"), 1):
+            if len(line) > MAX_COLUMNS:
+                found["lines over 100 characters"].append(f"{module.file}:{number}")
+    return found
+
+
+def parameters(args: ast.arguments) -> int:
+    """How many parameters a function has beside `self`."""
+    every = [*args.posonlyargs, *args.args, *args.kwonlyargs]
+    return len([one for one in every if one.arg not in ("self", "cls")])

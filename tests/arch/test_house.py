@@ -30,11 +30,11 @@ STANDARD_ONLY = (
 
 def test_bars() -> None:
     """`python bench/house.py --findings` names what is too many. One test, for one worker to count it."""
-    figures: dict[str, int | None] = house.count(HOUSE, walk.path(house.ARCHITECTURE))["figures"]
-    absent = {name for name in house.BARS if figures[name] is None}
-    above = {name: figures[name] for name in house.BARS if (figures[name] or 0) > house.BARS[name]}
-    assert (absent, above) == (set(), {})
-    assert house.BARS
+    found = house.count(HOUSE, walk.path(house.ARCHITECTURE))
+    assert found["missed"] == []
+    assert set(found["figures"]) == set(house.bars())
+    assert set(house.BUDGETS) >= {row["room"] for row in found["rooms"]}
+    assert len(found["path"]) > 10
 
 
 def test_every_room_is_in_the_table_and_the_table_points_downwards() -> None:

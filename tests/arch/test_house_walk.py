@@ -148,8 +148,36 @@ def test_class_names_that_occur_twice() -> None:
 def test_sizes() -> None:
     small = build(scheduler__a="def f():\n    x = 1\n    return x\n", scheduler__b="x = 1\n")
     assert walk.longest_functions(small) == [(3, "scheduler/a.py:1 f")]
-    assert walk.rooms(small) == [("scheduler", 2, 4, 4)]
+    assert walk.rooms(small) == [{"room": "scheduler", "tokens": 13, "lines": 4, "files": 2}]
     assert walk.lines_of(small, ["scheduler/b.py"]) == 1
+
+
+def test_size_does_not_depend_on_density_or_prose() -> None:
+    dense = build(scheduler__a="def f(x): return g(x, 1)")
+    airy = build(
+        scheduler__a='"""It is long."""\n\n\ndef f(x):\n    """Return it."""\n    # why\n    return g(\n    x, 1)'
+    )
+    assert walk.rooms(dense)[0]["tokens"] == walk.rooms(airy)[0]["tokens"] == 13
+
+
+def test_shape() -> None:
+    text = (
+        '"""Of nothing."""\nMOST_X = 1\na, b = 1, 2\nc = 1 if a else 2\n'
+        "class C:\n    def f(self, a, b, c, d, e): ...\n    def g(self, a, *, b, c, d, e, f): ...\n"
+        f"d = {'1' * 100}"
+    )
+    found = walk.shape(build(scheduler__a=text))
+    assert {kind: len(places) for kind, places in found.items()} == dict.fromkeys(walk.SHAPES, 1)
+
+
+def test_importers_and_flat_folders() -> None:
+    small = build(
+        scheduler__a="import pageturner.scheduler.b",
+        scheduler__b="",
+        server__a="import pageturner.scheduler.b",
+    )
+    assert walk.importers(small) == {"scheduler.b": 2}
+    assert walk.flat(small) == {"scheduler": 2, "server": 1}
 
 
 def test_the_marked_path(tmp_path: Path) -> None:
@@ -162,7 +190,8 @@ def test_the_marked_path(tmp_path: Path) -> None:
     assert walk.path(page) == ["server/app.py", "scheduler/a.py", "llm.py"]
 
 
-def test_what_is_absent_misses_its_bar() -> None:
-    found = house.count(build(scheduler__a="def f():\n    x = 1\n"), [])
-    assert found["missed"] == ["lines of the path"]
-    assert "absent" in house.table(found, findings=True)
+def test_what_is_too_large_misses_its_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(house, "WHOLE", {"src/pageturner": 1})
+    monkeypatch.setattr(house, "BUDGETS", {"scheduler": 12, "server": 1})
+    found = house.count(build(scheduler__a="def f():\n    x = 1\n    return x"), [])
+    assert found["missed"] == ["tokens of scheduler", "tokens of src/pageturner"]
