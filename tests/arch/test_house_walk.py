@@ -192,6 +192,6 @@ def test_the_marked_path(tmp_path: Path) -> None:
 
 def test_what_is_too_large_misses_its_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(house, "WHOLE", {"src/pageturner": 1})
-    monkeypatch.setattr(house, "BUDGETS", {"scheduler": 12, "server": 1})
+    monkeypatch.setattr(house, "BUDGETS", {"scheduler": 9, "server": 1})
     found = house.count(build(scheduler__a="def f():\n    x = 1\n    return x"), [])
     assert found["missed"] == ["tokens of scheduler", "tokens of src/pageturner"]
