@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pageturner.lab.bench import bench_kernels
-from pageturner.lab.compare import report
+from pageturner.lab.reporting import summary
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = Path("src/pageturner/kernels")
@@ -101,7 +101,7 @@ def main() -> int:
         f"other: {args.base}, {other['fingerprint']}; best of {args.rounds} runs of each, taken in turns"
     )
     if args.output:
-        report.write_json(args.output, {"ours": ours, "other": other})
+        summary.write_json(args.output, {"ours": ours, "other": other})
     return 0
 
 

@@ -30,7 +30,7 @@ from pageturner.kernels.choosing import Head
 from pageturner.kernels.composites import Composites
 from pageturner.lab.bench.bench_kernels import limits_text
 from pageturner.lab.bench.kernel_cases import FLOATS, TERMS
-from pageturner.lab.compare import report
+from pageturner.lab.reporting import summary
 from pageturner.params import SamplingParams
 from pageturner.request import Request
 
@@ -394,7 +394,7 @@ def main() -> None:
     if args.into:
         args.into.write_text(inserted(args.into.read_text(), render(figures)))
     if args.json:
-        report.write_json(args.json, figures)
+        summary.write_json(args.json, figures)
 
 
 if __name__ == "__main__":

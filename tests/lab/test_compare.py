@@ -21,11 +21,11 @@ from pageturner.lab.bench.request_metrics import LatencyTargets
 from pageturner.lab.compare import (
     comparison,
     literature_claims,
-    reckoning,
     report_html,
     report_pictures,
     report_text,
     run_timeline,
+    simulated_comparison,
     svg_charts,
 )
 from pageturner.lab.compare.comparison import Contender
@@ -470,7 +470,7 @@ def two_rounds(bench: EngineBench, tmp_path_factory: pytest.TempPathFactory) -> 
     requests = requests_of(bench, MIXES["mixed"].make(8, 1))
     folder = tmp_path_factory.mktemp("logs")
     runs = comparison.run_contenders(bench, each, requests, 2, folder, progress=False)
-    reckoned = reckoning.reckon(bench, each, requests, calibration(), "measured today")
+    reckoned = simulated_comparison.reckon(bench, each, requests, calibration(), "measured today")
     return find(runs, requests, replace(about(), real=True), reckoned)
 
 

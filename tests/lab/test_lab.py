@@ -14,7 +14,7 @@ from pageturner import cli
 from pageturner.errors import EngineFault
 from pageturner.lab.bench import bench_engine, bench_serve
 from pageturner.lab.bench.client import Client, ResponseTimes
-from pageturner.lab.compare import report
+from pageturner.lab.reporting import summary
 from pageturner.lab.traffic.traffic_files import read_workload
 from pageturner.lab.traffic.traffic_generators import word_prompts
 from pageturner.progress import Progress
@@ -23,8 +23,8 @@ from pageturner.progress import Progress
 def test_percentiles_equal_numpys() -> None:
     values = np.random.default_rng(0).exponential(size=101).tolist()
     for q in (0, 1, 37.5, 50, 90, 99, 100):
-        assert report.percentile(values, q) == pytest.approx(float(np.percentile(values, q)))
-    assert np.isnan(report.percentile([], 50))
+        assert summary.percentile(values, q) == pytest.approx(float(np.percentile(values, q)))
+    assert np.isnan(summary.percentile([], 50))
 
 
 def test_the_mix_is_repeatable_and_as_asked() -> None:

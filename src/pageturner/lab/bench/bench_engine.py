@@ -19,7 +19,7 @@ from pageturner.engine.engine import Engine
 from pageturner.engine.engine_factory import LoadedEngine, make_engine
 from pageturner.formats import hub
 from pageturner.formats.load_tokenizer import load_tokenizer
-from pageturner.lab.compare import report
+from pageturner.lab.reporting import summary
 from pageturner.lab.traffic.traffic import OpenLoop, encoded
 from pageturner.lab.traffic.traffic_files import read_workload
 from pageturner.lab.traffic.traffic_generators import word_prompts
@@ -94,7 +94,7 @@ def main(arguments: argparse.Namespace) -> int:
     figures = run(arguments)
     print(render(figures))
     if arguments.output:
-        report.write_json(arguments.output, figures)
+        summary.write_json(arguments.output, figures)
     return 0
 
 
@@ -183,10 +183,10 @@ def _figures(
         "prompt_tokens": sum(len(request.prompt) for request in requests),
         "output_tokens_per_s": tokens / seconds,
         "steps": len(steps),
-        "step_ms": report.spread([1e3 * step["seconds"] for step in steps]),
-        "native_ms": report.spread([1e3 * step["native"] for step in steps]),
-        "outside_ms": report.spread(outside),
-        "outside_ms_fullest": report.spread(fullest),
+        "step_ms": summary.spread([1e3 * step["seconds"] for step in steps]),
+        "native_ms": summary.spread([1e3 * step["native"] for step in steps]),
+        "outside_ms": summary.spread(outside),
+        "outside_ms_fullest": summary.spread(fullest),
         "most_running": full,
         "kv": _kv(steps),
         "used": _used(built),
@@ -199,7 +199,7 @@ def _figures(
 def _used(built: LoadedEngine) -> dict[str, Any]:
     """Achieved figures, shares of this machine as far as its limits are known, and all in words."""
     usage, limits = built.engine.work, built.limits
-    return {**usage.achieved, "shares": usage.shares(limits), "text": report.used(usage, limits)}
+    return {**usage.achieved, "shares": usage.shares(limits), "text": summary.used(usage, limits)}
 
 
 def _kv(steps: list[dict[str, float]]) -> dict[str, float]:
@@ -228,7 +228,7 @@ def render(figures: dict[str, Any]) -> str:
         [
             f"{figures['requests']} requests, {figures['output_tokens']} output tokens,"
             f" {figures['seconds']:.2f} s: {figures['output_tokens_per_s']:.1f} output tokens/s",
-            report.table(rows, (f"{figures['steps']} steps", *columns)),
+            summary.table(rows, (f"{figures['steps']} steps", *columns)),
             f"most running at once {figures['most_running']:.0f}; peak RSS {figures['peak_rss_mb']:.0f} MB",
             f"KV: at most {kv['most_reserved']:,.0f} tokens reserved, {kv['wasted']:.1%} of them wasted"
             f" ({kv['wasted_contiguous']:.1%} if each reserved the longest sequence);"

@@ -22,7 +22,7 @@ from pageturner.kernels.native import NativeOps
 from pageturner.kernels.peak import Peak, measure
 from pageturner.lab.bench import kernel_cases
 from pageturner.lab.bench.kernel_cases import PARTS, CaseSelection, KernelCase
-from pageturner.lab.compare import report
+from pageturner.lab.reporting import summary
 from pageturner.progress import Progress
 
 Row = dict[str, Any]  # as in the JSON file
@@ -85,7 +85,7 @@ def main(arguments: argparse.Namespace) -> int:
     }
     print(render(figures, other))
     if arguments.json:
-        report.write_json(arguments.json, figures)
+        summary.write_json(arguments.json, figures)
     return 0
 
 
@@ -183,7 +183,7 @@ def render(figures: dict[str, Any], other: dict[str, Any] | None = None) -> str:
     head = ("case", "type", "rows", "us", "GOP/s", "GB/s", "of the limit", "faster")[
         : 8 if other else 7
     ]
-    return "\n".join([report.table(lines, head), limits_text(figures), *_gain(ratios)])
+    return "\n".join([summary.table(lines, head), limits_text(figures), *_gain(ratios)])
 
 
 def limits_text(figures: dict[str, Any]) -> str:

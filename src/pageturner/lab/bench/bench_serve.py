@@ -16,7 +16,7 @@ from typing import Any
 
 from pageturner.errors import EngineFault
 from pageturner.lab.bench.client import PATHS, Client, ResponseTimes
-from pageturner.lab.compare import report
+from pageturner.lab.reporting import summary
 from pageturner.lab.traffic import traffic_flags
 from pageturner.lab.traffic.traffic import TrafficRequest
 from pageturner.lab.traffic.traffic_flags import ServedTraffic
@@ -91,7 +91,7 @@ def main(arguments: argparse.Namespace) -> int:
         figures["goodput"] = goodput(traces, seconds, targets)
     print(render(figures))
     if arguments.output:
-        report.write_json(arguments.output, figures)
+        summary.write_json(arguments.output, figures)
     return 0 if not figures["failed"] else 1
 
 
@@ -170,7 +170,7 @@ def summarise(traces: list[ResponseTimes], seconds: float) -> dict[str, Any]:
         "output_tokens": output,
         "output_tokens_per_s": output / seconds,
         "total_tokens_per_s": (output + prompt) / seconds,
-        **{name: report.spread(values) for name, values in latencies.items()},
+        **{name: summary.spread(values) for name, values in latencies.items()},
     }
 
 
@@ -217,7 +217,7 @@ def render(figures: dict[str, Any]) -> str:
         *([figures["load"]] if "load" in figures else []),
         f"{figures['requests']} requests, {figures['failed']} failed, {refused}{figures['seconds']:.2f} s:"
         f" {figures['output_tokens_per_s']:.1f} output tokens/s, {figures['total_tokens_per_s']:.1f} in all",
-        report.table(rows, ("", *columns)),
+        summary.table(rows, ("", *columns)),
     ]
     if good := figures.get("goodput"):
         targets = " ".join(f"{name}:{most:g}" for name, most in good["targets_ms"].items())

@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from pageturner.lab.compare import report
+from pageturner.lab.reporting import summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +155,8 @@ class RequestMetrics:
             "requests_per_s": count / seconds if seconds else 0.0,
             "goodput_per_s": met / seconds if seconds else 0.0,
             "goodput_share": met / everybody if everybody else 0.0,
-            "ttft_ms": report.spread([1e3 * t for t in self.ttft]),
-            "tpot_ms": report.spread([1e3 * t for t in self.tpot if t == t]),
-            "longest_gap_ms": report.spread([1e3 * t for t in self.gap]),
-            "e2e_s": report.spread(list(self.e2e)),
+            "ttft_ms": summary.spread([1e3 * t for t in self.ttft]),
+            "tpot_ms": summary.spread([1e3 * t for t in self.tpot if t == t]),
+            "longest_gap_ms": summary.spread([1e3 * t for t in self.gap]),
+            "e2e_s": summary.spread(list(self.e2e)),
         }

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pageturner.lab.compare import report
+from pageturner.lab.reporting import summary
 
 GAIN = (
     0.05  # of throughput: a step that gives less, while first tokens come later, is behind the knee
@@ -61,7 +61,7 @@ class SweepPoint:
 
     def median(self, name: str, figure: str) -> float:
         """nan where there is none."""
-        return report.percentile(self._values(name, figure), 50)
+        return summary.percentile(self._values(name, figure), 50)
 
     def spread(self, name: str, figure: str) -> tuple[float, float]:
         """Least and most of the rounds."""

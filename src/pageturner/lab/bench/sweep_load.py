@@ -21,7 +21,7 @@ from typing import Any
 from pageturner.errors import bad_setting
 from pageturner.lab.bench import bench_serve
 from pageturner.lab.bench.client import Client, ResponseTimes
-from pageturner.lab.compare import report
+from pageturner.lab.reporting import summary
 from pageturner.lab.traffic import traffic_flags
 from pageturner.lab.traffic.traffic import TrafficRequest
 from pageturner.lab.traffic.traffic_files import (
@@ -350,11 +350,11 @@ def point_figures(run: PointRun, targets: dict[str, float]) -> dict[str, Any]:
         "requests_per_s": rate,
         **_percentiles("ttft_ms", [1e3 * one.ttft for one in good] + [1e3 * one for one in waited]),
         **_percentiles("tpot_ms", tpot),
-        "gap_ms_p99": report.percentile([1e3 * gap for one in good + left for gap in one.itl], 99),
+        "gap_ms_p99": summary.percentile([1e3 * gap for one in good + left for gap in one.itl], 99),
         "goodput_share": met / max(len(counted), 1) if targets else None,
         "goodput_per_s": rate * met / max(len(counted), 1) if targets else None,
     }
 
 
 def _percentiles(name: str, values: list[float]) -> dict[str, float]:
-    return {f"{name}_p{q}": report.percentile(values, q) for q in (50, 99)}
+    return {f"{name}_p{q}": summary.percentile(values, q) for q in (50, 99)}

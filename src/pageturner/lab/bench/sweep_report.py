@@ -13,7 +13,7 @@ from typing import Any
 
 from pageturner.lab.bench.sweep import COUNTS, FIGURES, LoadSweep, SweepPoint, SweptServer, tied
 from pageturner.lab.bench.sweep_simulated import TOLD, error
-from pageturner.lab.compare import report
+from pageturner.lab.reporting import summary
 
 SCHEMA = 1  # of the JSON file
 SHORTER = 0.05  # share by which answers are shorter than asked, from which on it is said
@@ -235,7 +235,7 @@ def table(found: SweepResults, number: int) -> str:
     names = [sweep.unit, "server".ljust(width), "tokens/s", "TTFT ms", "p99", "TPOT ms", "p99"]
     head = [*names, "gap p99", "spread", *(["good"] if found.targets else []), "failed"]
     about = f"medians of {found.rounds} rounds; " if found.rounds > 1 else ""
-    return f"{report.table(rows, head)}\n{about}TTFT, TPOT: p50, then p99; spread: of tokens/s over rounds"
+    return f"{summary.table(rows, head)}\n{about}TTFT, TPOT: p50, then p99; spread: of tokens/s over rounds"
 
 
 def lost(point: SweepPoint, name: str) -> int:

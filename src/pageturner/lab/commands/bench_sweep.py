@@ -159,7 +159,9 @@ def main(arguments: argparse.Namespace) -> int:
     from pageturner.lab.bench.sweep_forecast import add_forecasts
     from pageturner.lab.bench.sweep_load import PointBounds
     from pageturner.lab.bench.sweep_report import SweepResults, answers_differ, as_json
-    from pageturner.lab.compare import report  # now: minutes later an update may have replaced them
+    from pageturner.lab.reporting import (
+        summary,  # now: minutes later an update may have replaced them
+    )
 
     _check(arguments)
     servers, sweeps = _servers(arguments), _sweeps(arguments)
@@ -184,7 +186,7 @@ def main(arguments: argparse.Namespace) -> int:
     bounds = PointBounds(arguments.seconds, arguments.requests)
 
     def write() -> None:
-        report.write_json(_json_path(arguments), as_json(found))
+        summary.write_json(_json_path(arguments), as_json(found))
         arguments.output.write_text(sweep_page.page(found), encoding="utf-8")
 
     try:

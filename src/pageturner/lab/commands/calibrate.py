@@ -117,7 +117,7 @@ def _busy() -> bool:
 
 def render(cost: CalibratedCost, checks: list[Check]) -> str:
     """The weights, the fit's own error, and each check."""
-    from pageturner.lab.compare.report import table
+    from pageturner.lab.reporting.summary import table
     from pageturner.lab.simulation.step_cost import FEATURES
 
     weights = ", ".join(

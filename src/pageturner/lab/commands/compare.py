@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pageturner.lab.bench.engine_bench import EngineBench
     from pageturner.lab.compare.comparison import Contender, Encode
     from pageturner.lab.compare.comparison_results import ComparisonResults, Disturbance
-    from pageturner.lab.compare.reckoning import Circumstances, Reckoned
+    from pageturner.lab.compare.simulated_comparison import Circumstances, Reckoned
     from pageturner.lab.simulation.recorded_runs import RecordedRun
     from pageturner.lab.traffic.traffic import TrafficRequest
     from pageturner.request import Request
@@ -166,9 +166,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Run all, write the page and the figures, print a table."""
     from pageturner.lab.bench.request_metrics import LatencyTargets
-    from pageturner.lab.compare import comparison, report, report_html, report_text
+    from pageturner.lab.compare import comparison, report_html, report_text
     from pageturner.lab.compare.comparison_results import About, Disturbance, find
-    from pageturner.lab.compare.reckoning import Circumstances
+    from pageturner.lab.compare.simulated_comparison import Circumstances
+    from pageturner.lab.reporting import summary
 
     _check(arguments)
     if arguments.simulate is None:
@@ -214,7 +215,7 @@ def main(arguments: argparse.Namespace) -> int:
     _write(arguments.output, report_html.page(found))
     figures = arguments.output.with_suffix(".json")
     try:
-        report.write_json(figures, found.as_json())
+        summary.write_json(figures, found.as_json())
     except OSError as error:
         raise _unwritable(figures, error) from error
     if arguments.pictures:
@@ -232,23 +233,29 @@ def _reckoned(
     about: Circumstances,
 ) -> Reckoned | None:
     """The same without noise; None where too little was run to know what a step costs."""
-    from pageturner.lab.compare import reckoning
+    from pageturner.lab.compare import simulated_comparison
     from pageturner.lab.simulation.step_cost import load_calibration
 
     each = list(runs)
     if arguments.simulate:
-        return reckoning.stalls_only(
+        return simulated_comparison.stalls_only(
             bench,
             each,
             load_calibration(arguments.simulate),
             f"step times of {arguments.simulate.name}",
         )
-    found = reckoning.costs_of(bench, [run for mine in runs.values() for run in mine], about)
+    found = simulated_comparison.costs_of(
+        bench, [run for mine in runs.values() for run in mine], about
+    )
     if found is None:
         return None
     known, words = found
-    return reckoning.reckon(
-        reckoning.standing_for(bench, known.cost, known.limits()), each, requests, known.cost, words
+    return simulated_comparison.reckon(
+        simulated_comparison.standing_for(bench, known.cost, known.limits()),
+        each,
+        requests,
+        known.cost,
+        words,
     )
 
 

@@ -108,7 +108,7 @@ def main(arguments: argparse.Namespace) -> int:
     plan = make_plan(arguments, config)
     print(plan.render())
     if arguments.output:
-        from pageturner.lab.compare.report import write_json
+        from pageturner.lab.reporting.summary import write_json
 
         try:
             write_json(arguments.output, plan.data())
@@ -415,7 +415,7 @@ def _reading(plan: ModelPlan) -> str:
 
 
 def _table(plan: ModelPlan) -> str:
-    from pageturner.lab.compare.report import table
+    from pageturner.lab.reporting.summary import table
 
     head = [
         "sequences of",

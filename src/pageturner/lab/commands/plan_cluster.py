@@ -41,7 +41,7 @@ class ClusterPlan:
 
     def render(self) -> str:
         """For people: what there is, and a row for each length of prompt."""
-        from pageturner.lab.compare.report import table
+        from pageturner.lab.reporting.summary import table
 
         lines = []
         if self.prefill:

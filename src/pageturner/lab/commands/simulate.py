@@ -239,7 +239,7 @@ def _search_flags(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Simulate and print."""
-    from pageturner.lab.compare.report import write_json
+    from pageturner.lab.reporting.summary import write_json
 
     made = make_scenarios(arguments)
     prices = read_prices(arguments.price_per_gpu_hour, [one.kind for one in made.options])
@@ -518,7 +518,7 @@ def rates(text: str) -> list[float]:
 
 def render(runs: list[dict[str, Any]], notes: list[str], *, search: bool) -> str:
     """A row for each run, and what it rests on."""
-    from pageturner.lab.compare.report import table
+    from pageturner.lab.reporting.summary import table
 
     head = (
         "policy",

@@ -72,8 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Search, measure, print, write."""
-    from pageturner.lab.compare.report import write_json
     from pageturner.lab.planning import settings_search
+    from pageturner.lab.reporting.summary import write_json
 
     _check(arguments)
     space = settings_search.SearchSpace(
@@ -187,7 +187,7 @@ def as_toml(config: EngineConfig, about: str) -> str:
 
 def render(shown: list[Trial], best: Trial, start: Trial, notes: list[str], tried: int) -> str:
     """A row for each that was shown: simulated, then measured if it was."""
-    from pageturner.lab.compare.report import table
+    from pageturner.lab.reporting.summary import table
 
     head = [
         "policy",

@@ -13,7 +13,6 @@ from typing import Any
 from pageturner.lab.bench.request_metrics import LatencyTargets
 from pageturner.lab.compare.comparison import Contender, answers_of
 from pageturner.lab.compare.literature_claims import Claim, Evidence, claims
-from pageturner.lab.compare.reckoning import Reckoned
 from pageturner.lab.compare.run_timeline import (
     Moment,
     RunTimeline,
@@ -24,6 +23,7 @@ from pageturner.lab.compare.run_timeline import (
     timeline_of,
     unfairness,
 )
+from pageturner.lab.compare.simulated_comparison import Reckoned
 from pageturner.lab.compare.svg_charts import BINS
 from pageturner.lab.planning.advice import Advice, Known, advise, chance_of
 from pageturner.lab.simulation.recorded_runs import RecordedRun

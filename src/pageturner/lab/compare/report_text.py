@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pageturner.lab.compare import report, report_words
+from pageturner.lab.compare import report_words
 from pageturner.lab.compare.comparison_results import ComparisonResults, ContenderResult
+from pageturner.lab.reporting import summary
 
 HEAD = ("", "tokens/s", "TTFT p99 ms", "TPOT p50 ms", "longest gap ms", "e2e p99 s")
 MORE = ("", "TTFT p50 ms", "e2e p50 s", "steps", "padding", "arithmetic", "bandwidth", "preempted")
@@ -18,14 +19,14 @@ def render(found: ComparisonResults, *, every: bool = False) -> str:
     """Disturbances, a row for each contender, what to choose. every: also the figures that are folded on the
     page, and those that were reckoned."""
     parts = [" ".join(report_words.disturbed(found))] if found.disturbed else []
-    parts.append(report.table(_five(found.contests), HEAD))
+    parts.append(summary.table(_five(found.contests), HEAD))
     if every:
-        parts.append(report.table(_more(found.contests), MORE))
+        parts.append(summary.table(_more(found.contests), MORE))
     if every and found.reckoned:
-        parts.append("reckoned:\n" + report.table(_five(found.reckoned), HEAD))
+        parts.append("reckoned:\n" + summary.table(_five(found.reckoned), HEAD))
     if every and found.stalls:
         told = "long prompts among running answers, simulated:"
-        parts.append(f"{told}\n{report.table(_five(found.stalls), HEAD)}")
+        parts.append(f"{told}\n{summary.table(_five(found.stalls), HEAD)}")
     if len(found.contests) > 1:
         parts.append(_advice(found))
     return "\n\n".join([*parts, "\n".join(report_words.verdict(found))])

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pageturner.lab.bench.request_metrics import LatencyTargets
-from pageturner.lab.compare import report
+from pageturner.lab.reporting import summary
 from pageturner.lab.simulation import recorded_runs
 from pageturner.lab.simulation.recorded_runs import RecordedRun
 from pageturner.lab.simulation.step_cost import work_of_step
@@ -283,7 +283,7 @@ def figures(run: RecordedRun, told: RunTimeline, targets: LatencyTargets) -> dic
     shares = told.usage.shares(told.limits)
     room = run.header.num_blocks * run.config.block_size
     return recorded_runs.request_metrics(run).figures(targets) | {
-        "itl_ms": report.spread([1e3 * gap for gap in told.gaps]),
+        "itl_ms": summary.spread([1e3 * gap for gap in told.gaps]),
         "steps": len(moments),
         "busy_s": busy,
         "rows": rows,

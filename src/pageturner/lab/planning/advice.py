@@ -4,7 +4,7 @@ Owns what people may want, the figure that tells, and when two are called tied. 
 made, nor how it is shown.
 
 A measurement on a machine that others use too is a draw: whoever is first today is third tomorrow. So advice
-is made of reckoned figures where there are some (reckoning.py), which are the same again, and the measurement
+is made of simulated figures where there are some, which are the same again, and the measurement
 says beside it whether it agrees. What lies within the spread of its rounds is tied, and there is no winner.
 """
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pageturner.lab.bench.request_metrics import RequestClock
-from pageturner.lab.compare import report
+from pageturner.lab.reporting import summary
 from pageturner.lab.simulation.simulated_fleet import SimulatedFleet, bring_up
 from pageturner.scheduler.scheduler import Scheduler
 
@@ -100,7 +100,7 @@ class StreamMoves:
             "streams_restarted": self.restarted,
             "tokens_lost": self.lost_tokens,
             "tokens_recomputed": self.recomputed,
-            "longest_gap_ms": report.spread([1e3 * gap for gap in self.gaps]),
+            "longest_gap_ms": summary.spread([1e3 * gap for gap in self.gaps]),
         }
 
 

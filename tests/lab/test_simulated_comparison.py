@@ -12,9 +12,9 @@ import pytest
 from pageturner.config.settings import EngineConfig
 from pageturner.lab.bench.engine_bench import EngineBench
 from pageturner.lab.bench.request_metrics import LatencyTargets
-from pageturner.lab.compare import comparison, reckoning, run_timeline
+from pageturner.lab.compare import comparison, run_timeline, simulated_comparison
 from pageturner.lab.compare.comparison import Contender
-from pageturner.lab.compare.reckoning import Circumstances
+from pageturner.lab.compare.simulated_comparison import Circumstances
 from pageturner.lab.simulation import kept_costs
 from pageturner.lab.simulation.kept_costs import KeptCosts
 from pageturner.lab.simulation.recorded_runs import RecordedRun
@@ -68,7 +68,7 @@ def test_what_is_reckoned_is_the_same_again() -> None:
     for _ in range(2):
         cost = cost_of()
         bench = bench_of(cost)
-        found = reckoning.reckon(bench, EACH, mixed(bench), cost, "x")
+        found = simulated_comparison.reckon(bench, EACH, mixed(bench), cost, "x")
         told.append(
             [
                 run_timeline.figures(run, run_timeline.timeline_of(run), LatencyTargets())
@@ -85,15 +85,15 @@ def test_what_is_reckoned_is_the_same_again() -> None:
 def test_long_prompts_show_what_the_default_is_for(speed: float) -> None:
     """On a slow machine as on a fast one."""
     cost = cost_of(0.004 / speed, 0.0004 / speed)
-    found = reckoning.stalls_only(bench_of(cost), EACH, cost, "x")
+    found = simulated_comparison.stalls_only(bench_of(cost), EACH, cost, "x")
     other, mine = (longest_gap(found.stalled[one]) for one in EACH)
     assert mine < other / 3
     assert found.same == {}
 
 
 def test_a_context_too_short_for_long_prompts_has_none() -> None:
-    assert reckoning.stall_requests(cost_of(), 100) == []
-    found = reckoning.stall_requests(cost_of(), 512)
+    assert simulated_comparison.stall_requests(cost_of(), 100) == []
+    found = simulated_comparison.stall_requests(cost_of(), 512)
     assert all(len(r.prompt) + (r.params.max_tokens or 0) < 512 for r in found)
 
 
@@ -105,8 +105,12 @@ def test_costs_of_a_busy_machine_add_up_to_the_seconds_of_processors(run: Record
     bench = bench_of(cost_of())
     took = sum(step.end - step.start for step in run.steps if step.items)
     threads = bench.config.threads or len(os.sched_getaffinity(0))
-    quiet = reckoning.costs_of(bench, [run], Circumstances(0.0, 0.5 * threads * took, "today"))
-    busy = reckoning.costs_of(bench, [run], Circumstances(0.5, 0.5 * threads * took, "today"))
+    quiet = simulated_comparison.costs_of(
+        bench, [run], Circumstances(0.0, 0.5 * threads * took, "today")
+    )
+    busy = simulated_comparison.costs_of(
+        bench, [run], Circumstances(0.5, 0.5 * threads * took, "today")
+    )
     assert quiet is not None
     assert busy is not None
     steps = [work_of_step(step) for step in run.steps if step.items]
@@ -118,7 +122,10 @@ def test_costs_of_a_busy_machine_add_up_to_the_seconds_of_processors(run: Record
 def test_too_few_steps_tell_no_costs(run: RecordedRun) -> None:
     short = RecordedRun(run.header, run.records[:12])
     assert (
-        reckoning.costs_of(bench_of(cost_of()), [short], Circumstances(0.0, 1.0, "today")) is None
+        simulated_comparison.costs_of(
+            bench_of(cost_of()), [short], Circumstances(0.0, 1.0, "today")
+        )
+        is None
     )
 
 

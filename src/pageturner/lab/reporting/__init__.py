@@ -1,0 +1,1 @@
+"""Reports of measurements and simulations: figures, charts, tables and HTML pages."""
