@@ -22,8 +22,8 @@ ARCHITECTURE = Path(__file__).parents[1] / "docs" / "architecture.md"
 BARS = {
     "lines of the scheduler": 1_700,
     "files in a folder": 40,
-    "arrows upwards": 5,
-    "import circles": 8,
+    "arrows upwards": 4,
+    "import circles": 6,
     "private accesses": 0,
     "questions for a class": 0,
     "class names twice, unexplained": 0,

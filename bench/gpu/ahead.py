@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "src"))
 
-from pageturner.engine.engine import Engine  # noqa: E402
+from pageturner.engine.engine import Engine, EngineParts  # noqa: E402
 from pageturner.executor.batch import NO_ROWS, pack  # noqa: E402
 from pageturner.executor.sampler import draws  # noqa: E402
 from pageturner.lab.planning.model_outline import Outline, read_outline  # noqa: E402
@@ -86,7 +86,7 @@ class InstantDevice:
     def run(self, plan: Plan) -> Result:
         return self.collect(self.launch(plan, None))
 
-    def foresees(self, request: Request) -> bool:
+    def can_run_async(self, request: Request) -> bool:
         return True
 
     def launch(self, plan: Plan, before: Launched | None) -> Launched:
@@ -105,7 +105,7 @@ def host_seconds(sequences: int, ahead: bool) -> float:
     blocks = sequences * (PROMPT + WARM + STEPS + 64) // 16 + sequences
     device = InstantDevice()
     stack = make_scheduler(config, num_blocks=blocks, max_model_len=4096)
-    engine = Engine(stack, device, ahead=device if ahead else None)
+    engine = Engine(stack, device, parts=EngineParts(async_executor=device if ahead else None))
     for id in range(1, sequences + 1):
         params = SamplingParams(max_tokens=WARM + STEPS + 9, temperature=0.7, seed=id)
         engine.submit(Request(id, tuple((id + k) % 1000 for k in range(PROMPT)), params))

@@ -1,20 +1,24 @@
-"""Ctrl-C while kernels compute: Python sees it only when they return, seconds later where a step is large.
+"""How a process ends from outside: at Ctrl-C while kernels compute, and together with its parent.
 
-Owns the thread that sees it at once, and how long the step may still take. Must not know what is computed.
+Python sees Ctrl-C only when kernels return, seconds later where a step is large. Owns the thread that sees it
+at once, and how long the step may still take. Must not know what is computed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 PATIENCE = 1.0  # seconds for the step to end by itself
 INTERRUPTED = 130  # exit code
+PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 @contextlib.contextmanager
@@ -44,3 +48,13 @@ def leaving_at_once(folders: Sequence[Path]) -> Iterator[None]:
         watcher.join()
         os.close(reader)
         os.close(writer)
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when the API process dies, even while this one is stopped and cannot
+    see its channel close. This is tied to the thread that forked, which is the main thread of the server. An
+    API process that had died before is seen by the closed channel; one that dies meanwhile, by its id."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        sys.exit(0)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pageturner.engine.engine import Engine
+from pageturner.engine.engine import Engine, EngineParts
 from pageturner.engine.fake import FakeExecutor
 from pageturner.executor import grammar as grammars
 from pageturner.executor.grammar import Compiler, GrammarError, Grammars, Matcher
@@ -312,7 +312,9 @@ def slow() -> Iterator[Slow]:
 
 def engine_of(slow: Callable[[str], Matcher], most_waiting: int = 8) -> Engine:
     plans = make_stack(num_blocks=64, block_size=16)
-    return Engine(plans, FakeExecutor(40), grammars=Grammars(slow, most_waiting=most_waiting))
+    return Engine(
+        plans, FakeExecutor(40), parts=EngineParts(Grammars(slow, most_waiting=most_waiting))
+    )
 
 
 def request(id: int, grammar: str | None = None, **more: Any) -> Request:
@@ -363,7 +365,7 @@ def test_grammars_whose_answers_are_too_long_leave_nothing_open(slow: Slow) -> N
     engine = Engine(
         make_stack(num_blocks=64, block_size=16),
         FakeExecutor(40),
-        grammars=Grammars(slow, least=lambda _: 5),
+        parts=EngineParts(Grammars(slow, least=lambda _: 5)),
     )
     for id in range(1, 6):
         (event,) = engine.submit(request(id, "any")) or run(engine, {id})

@@ -168,7 +168,7 @@ def test_ranks_end_with_their_engine() -> None:
         os.kill(pid, 0)
 
 
-def children(of: int = 0, what: bytes = b"engine.rank") -> set[int]:
+def children(of: int = 0, what: bytes = b"parallel.rank") -> set[int]:
     """Processes that another one started, this one if none is said, with so much in their command lines."""
     of = of or os.getpid()
     found = Path(f"/proc/{of}/task/{of}/children").read_text().split()

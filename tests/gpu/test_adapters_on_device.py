@@ -217,7 +217,7 @@ def test_an_engine_gives_the_references_tokens_and_memory_comes_back(tmp_path: P
         for name in here.model.adapters:
             engine.adapters.change(UnloadAdapter(name))
         assert len(driver.kept) == 1
-    assert engine.ahead.made > 4
+    assert engine.async_steps.made > 4
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ def run(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[int, Answer]
         for id, prompt in enumerate(PROMPTS, 1)
     ]
     found = answers(engine, asked, spread=1)
-    return found, ops.driver.replayed, engine.ahead.made if engine.ahead else 0
+    return found, ops.driver.replayed, engine.async_steps.made if engine.async_steps else 0
 
 
 @pytest.mark.slow

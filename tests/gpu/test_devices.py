@@ -19,6 +19,7 @@ from pageturner.errors import EngineFault
 from pageturner.kernels.gpu.catalogue import height_of
 from pageturner.kernels.gpu.ops import GpuOps
 from pageturner.models.load import load_model
+from pageturner.parallel import drivers
 from support.engines import GOLDENS
 
 TINY = GOLDENS / "tiny_llama.gguf"
@@ -49,7 +50,7 @@ def driver(free: int = 1 << 30) -> SimpleNamespace:
 def chosen(
     monkeypatch: pytest.MonkeyPatch, config: EngineConfig, **about: int
 ) -> devices.DeviceChoice:
-    monkeypatch.setattr(devices, "open_driver", lambda: driver(**about))
+    monkeypatch.setattr(drivers, "open_driver", lambda: driver(**about))
     return devices.choose(config, lambda: devices.needs_of(TINY, config))
 
 
@@ -169,7 +170,7 @@ def test_engines_that_start_together_size_their_kv_one_after_the_other(
 @pytest.fixture
 def fake_device(monkeypatch: pytest.MonkeyPatch) -> Any:
     module = pytest.importorskip("support.fake_gpu", exc_type=ImportError)
-    monkeypatch.setenv(devices.DRIVER, "support.fake_gpu:FakeDriver")
+    monkeypatch.setenv(drivers.DRIVER, "support.fake_gpu:FakeDriver")
     return module
 
 
@@ -275,7 +276,7 @@ def test_the_ceilings_of_a_device_are_measured_and_kept(
 def test_ranks_have_devices_that_reach_each_other(
     ranked: str, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(devices.ORDINALS, ranked)
+    monkeypatch.setenv(drivers.ORDINALS, ranked)
     two = EngineConfig(device="cuda", tensor_parallel_size=2)
     if fits:
         assert chosen(monkeypatch, two).ops is not None
@@ -293,14 +294,14 @@ def test_doctor_tells_the_device_or_why_there_is_none(
     def absent() -> None:
         raise EngineFault("gpu_driver", "the NVIDIA driver is for CUDA 11.8")
 
-    monkeypatch.setattr(devices, "open_driver", absent)
+    monkeypatch.setattr(drivers, "open_driver", absent)
     lines, data, problems = doctor_device.examine(EngineConfig(model=str(TINY)), True)
     assert "11.8" in lines["CUDA"]
     assert lines["chosen"].startswith("cpu (")
     assert (data["cuda"]["code"], problems) == ("gpu_driver", [])
     problems = doctor_device.examine(EngineConfig(model=str(TINY), device="cuda"), True)[2]
     assert problems == ["the NVIDIA driver is for CUDA 11.8"]
-    monkeypatch.setattr(devices, "open_driver", driver)
+    monkeypatch.setattr(drivers, "open_driver", driver)
     lines, data, problems = doctor_device.examine(
         EngineConfig(model=str(TINY), device="cuda"), False
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from pageturner.engine.devices import DRIVER
+from pageturner.parallel.drivers import DRIVER
 from support.engines import GOLDENS
 from support.servers import serving
 

@@ -16,6 +16,7 @@ from pageturner.config.settings import EngineConfig
 from pageturner.engine import device_trust, devices
 from pageturner.errors import EngineFault
 from pageturner.models.load import load_model
+from pageturner.parallel import drivers
 from support.engines import GOLDENS
 
 fake_gpu = pytest.importorskip("support.fake_gpu", exc_type=ImportError)  # skips without Triton
@@ -272,7 +273,7 @@ def test_a_form_is_distrusted_and_not_the_device(
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = Driver()
-    monkeypatch.setattr(devices, "open_driver", lambda: driver)
+    monkeypatch.setattr(drivers, "open_driver", lambda: driver)
     monkeypatch.setattr(devices, "nvidia_is_here", lambda: True)
     quant, other = GOLDENS / "tiny_llama_quant.gguf", GOLDENS / "tiny_llama.gguf"
     auto, kv8 = EngineConfig(device="auto"), EngineConfig(device="auto", kv_cache_dtype="int8")
@@ -354,7 +355,7 @@ def test_it_is_right_with_models_of_many_kinds(model: str, kv: str) -> None:
 def test_auto_takes_a_device_that_has_shown_it(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver()
     monkeypatch.setattr(devices, "nvidia_is_here", lambda: True)
-    monkeypatch.setattr(devices, "open_driver", lambda: driver)
+    monkeypatch.setattr(drivers, "open_driver", lambda: driver)
     monkeypatch.setattr(device_trust, "PROVEN", ())
     monkeypatch.setattr(proof, "comparisons", lambda *_: results(("rows", "")))
     auto = EngineConfig(device="auto")

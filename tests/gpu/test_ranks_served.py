@@ -16,10 +16,9 @@ import pytest
 
 from pageturner import LLM, SamplingParams
 from pageturner.config.settings import EngineConfig
-from pageturner.engine import devices
-from pageturner.engine.devices import DRIVER, ORDINALS
 from pageturner.errors import EngineFault
-from pageturner.parallel import tensor_parallel
+from pageturner.parallel import drivers, tensor_parallel
+from pageturner.parallel.drivers import DRIVER, ORDINALS
 from support.engines import GOLDENS
 from support.servers import serving
 
@@ -55,8 +54,8 @@ def test_two_devices_give_the_tokens_of_the_cpu(model: str, logprobs: int | None
         if how["device"] == "cuda":
             assert llm.built.fingerprint.startswith("cuda-sm90-interpreted")
             assert llm.built.fingerprint.endswith("-tp_2")
-            assert llm.built.engine.ahead is not None
-            assert (llm.built.engine.ahead.made > 0) == (logprobs is None)
+            assert llm.built.engine.async_steps is not None
+            assert (llm.built.engine.async_steps.made > 0) == (logprobs is None)
         del llm
     assert found[0] == found[1]
 
@@ -103,7 +102,7 @@ def test_a_rank_that_is_killed_ends_all_and_streams_go_on() -> None:
             (server,) = processes(os.getpid(), b"pageturner\0serve")
             wait_until(lambda server=server: processes(server, b"engine.worker"))
             (engine,) = processes(server, b"engine.worker")
-            (other,) = processes(engine, b"engine.rank")
+            (other,) = processes(engine, b"parallel.rank")
             assert (
                 streamed(client, lambda pid=(engine, other)[victim]: os.kill(pid, signal.SIGKILL))
                 == whole
@@ -136,15 +135,15 @@ def test_too_few_devices_are_refused_with_what_is_there(monkeypatch: pytest.Monk
 
 
 def test_devices_are_named_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert devices.ordinals(3) == [0, 1, 2]
+    assert drivers.ordinals(3) == [0, 1, 2]
     monkeypatch.setenv(ORDINALS, "3,1")
-    assert devices.ordinals(2) == [3, 1]
-    assert devices.open_driver(1).ordinal == 1  # type: ignore[attr-defined]
+    assert drivers.ordinals(2) == [3, 1]
+    assert drivers.open_driver(1).ordinal == 1  # type: ignore[attr-defined]
     assert refused(monkeypatch, 2, 3).code == "gpu_devices"  # there is no fourth
     for wrong in ("0", "0,x", "0,-1"):
         monkeypatch.setenv(ORDINALS, wrong)
         with pytest.raises(EngineFault) as caught:
-            devices.ordinals(2)
+            drivers.ordinals(2)
         assert caught.value.code == "bad_setting"
 
 

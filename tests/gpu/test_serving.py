@@ -10,9 +10,9 @@ import pytest
 
 from pageturner import LLM, SamplingParams
 from pageturner.engine import machine_limits
-from pageturner.engine.devices import DRIVER
 from pageturner.kernels.peak import Ceilings
 from pageturner.models.load import open_model
+from pageturner.parallel.drivers import DRIVER
 from support.adapters import ALL, TOP, write_adapter
 from support.engines import GOLDENS
 from support.servers import serving

@@ -14,6 +14,7 @@ from pageturner.engine import devices
 from pageturner.engine.engine_factory import LoadedEngine, make_engine
 from pageturner.kernels.base import KV_TYPES, AttentionShape, Batch, KVSpec
 from pageturner.kernels.gpu.ops import GpuOps
+from pageturner.parallel import drivers
 from pageturner.params import SamplingParams
 from pageturner.request import Request
 from support.engines import GOLDENS
@@ -95,7 +96,7 @@ PARAMS = SamplingParams(temperature=1.0, max_tokens=4, stop_ids=(), ignore_eos=T
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(devices.DRIVER, "support.fake_gpu:FakeDriver")
+    monkeypatch.setenv(drivers.DRIVER, "support.fake_gpu:FakeDriver")
 
 
 def engine(blocks: int, model: Path = GOLDENS / "tiny_llama.gguf", **settings: Any) -> LoadedEngine:

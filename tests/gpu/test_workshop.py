@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pageturner import cli
-from pageturner.engine.devices import DRIVER
+from pageturner.parallel.drivers import DRIVER
 from support.engines import GOLDENS
 
 pytest.importorskip("support.fake_gpu", exc_type=ImportError)  # skips without Triton

@@ -101,8 +101,8 @@ def plain(manifest: Manifest) -> None:
 def ahead(manifest: Manifest) -> None:
     stub, driver, engine = engine_of(manifest, True)
     check(steps(stub, engine), 0, 0, 1)  # all is in the recording
-    assert engine.ahead is not None
-    assert engine.ahead.made > TOKENS // 2
+    assert engine.async_steps is not None
+    assert engine.async_steps.made > TOKENS // 2
     end(stub, driver, manifest)
 
 

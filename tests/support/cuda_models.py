@@ -15,9 +15,9 @@ from typing import Any
 from numpy.typing import NDArray
 
 from pageturner import LLM, SamplingParams
-from pageturner.engine.devices import DRIVER
 from pageturner.kernels.gpu.cuda_driver import CudaDriver
 from pageturner.kernels.gpu.manifest import Manifest
+from pageturner.parallel.drivers import DRIVER
 from support.engines import GOLDENS
 from support.stub_cuda import Stub
 

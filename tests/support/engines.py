@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pageturner.engine.engine import Engine
+from pageturner.engine.engine import Engine, EngineParts
 from pageturner.executor.adapters import AdapterStore
-from pageturner.executor.ahead_runner import AheadRunner
+from pageturner.executor.async_runner import AsyncRunner
 from pageturner.executor.draft import Drafter
 from pageturner.executor.grammar import Compiler, Grammars
 from pageturner.executor.kv_memory import KVSizes
@@ -93,8 +93,9 @@ class Model:
         store = AdapterStore(self.decoder, setup.adapters)
         for name, folder in self.adapters.items():
             store.load(name, folder)
-        ahead = AheadRunner(runner, self.decoder, self.ops.later) if setup.ahead else None  # type: ignore[attr-defined]
-        return Engine(plans, runner, grammars=grammars, adapters=store, ahead=ahead)
+        ahead = AsyncRunner(runner, self.decoder, self.ops.later) if setup.ahead else None  # type: ignore[attr-defined]
+        parts = EngineParts(grammars=grammars, adapters=store, async_executor=ahead)
+        return Engine(plans, runner, parts=parts)
 
 
 def answers(engine: Engine, requests: list[Request], *, spread: int = 0) -> dict[int, Answer]:

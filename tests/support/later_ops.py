@@ -60,7 +60,7 @@ class LaterExecutor(FakeExecutor):
         self._poison, self._where = poison, where
         self.launched = self.run_plainly = 0
 
-    def foresees(self, request: Request) -> bool:
+    def can_run_async(self, request: Request) -> bool:
         return request.params.logprobs is None and not request.params.beam_width
 
     def run(self, plan: Plan) -> Result:

@@ -13,6 +13,7 @@ from pageturner.engine import device_trust, devices, machine_limits
 from pageturner.errors import EngineFault
 from pageturner.formats import hub
 from pageturner.kernels.gpu import ceilings
+from pageturner.parallel import drivers
 
 
 def examine(
@@ -22,7 +23,7 @@ def examine(
     lines: dict[str, str] = {}
     data: dict[str, Any] = {}
     try:
-        driver = devices.open_driver()
+        driver = drivers.open_driver()
     except EngineFault as fault:
         lines["CUDA"], data["cuda"] = fault.message, {"code": fault.code, "message": fault.message}
     else:

@@ -6,7 +6,6 @@ Owns the choice, the plan that is told before anything is loaded, and the dry ru
 from __future__ import annotations
 
 import fcntl
-import importlib
 import os
 import time
 import weakref
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pageturner import logs, memory
+from pageturner import logs
 from pageturner.config.settings import EngineConfig
 from pageturner.engine.device_trust import distrust_reason
 from pageturner.engine.machine_limits import devices_file, limits_of_device
@@ -28,6 +27,7 @@ from pageturner.kernels.gpu.presence import nvidia_is_here
 from pageturner.models.decoder import Decoder
 from pageturner.models.load import open_model, weight_bytes
 from pageturner.models.spec import ModelSpec
+from pageturner.parallel import drivers
 from pageturner.telemetry.work import MachineLimits
 
 if TYPE_CHECKING:
@@ -35,10 +35,6 @@ if TYPE_CHECKING:
     from pageturner.kernels.gpu.ops import GpuOps
 
 NO_GPU = "this machine shows no NVIDIA GPU"
-DRIVER = "PAGETURNER_GPU_DRIVER"  # MODULE:CLASS of a driver in place of CUDA's, for tests
-# The devices of rank 0, 1, ... with commas, numbered as CUDA_VISIBLE_DEVICES leaves them; unset: 0,1,...
-ORDINALS = "PAGETURNER_GPU_DEVICES"
-WORKSPACE = 2 << 30  # bytes for what one step computes; less on small devices
 SHARE = (
     0.9  # for KV, of the memory that is free behind a dry run; recordings of steps take the rest
 )
@@ -115,63 +111,22 @@ def needs_of(path: Any, config: EngineConfig) -> ModelNeeds:
     return ModelNeeds(spec, weights, kv.nbytes, mark, forms)
 
 
-def ordinals(size: int) -> list[int]:
-    """The devices of so many ranks. EngineFault('bad_setting') where they are not said right."""
-    told = os.environ.get(ORDINALS)
-    if not told:
-        return list(range(size))
-    try:
-        found = [int(one) for one in told.split(",")]
-    except ValueError:
-        found = []
-    if len(found) < size or min(found) < 0:
-        message = f"{ORDINALS} is {told!r}, and {size} numbers of devices with commas are wanted"
-        raise EngineFault("bad_setting", message)
-    return found[:size]
-
-
-def open_driver(rank: int = 0) -> Driver:
-    """CUDA's, of the device of this rank. EngineFault('gpu_absent', 'gpu_driver', 'gpu_kernels') where it
-    cannot be used."""
-    ordinal = ordinals(rank + 1)[rank]
-    named = os.environ.get(DRIVER)
-    if named:
-        module, _, name = named.partition(":")
-        make = getattr(importlib.import_module(module), name)
-        found: Driver = make(ordinal=ordinal) if ordinal else make()
-        return found
-    from pageturner.kernels.gpu.cuda_driver import CudaDriver
-
-    return CudaDriver(ordinal=ordinal)
-
-
-def open_rank(rank: int) -> GpuOps:
-    """The backend of a rank but 0 on its device, which `choose` of rank 0 found good. EngineFault as
-    open_driver."""
-    from pageturner.kernels.gpu.ops import GpuOps
-
-    driver = open_driver(rank)
-    found = GpuOps(driver, workspace_of(driver))
-    weakref.finalize(found, driver.close).atexit = False
-    return found
-
-
 def choose(config: EngineConfig, needs: Callable[[], ModelNeeds]) -> DeviceChoice:
-    """The device for a model. With `--device cuda` an EngineFault where it cannot be: as open_driver, and
+    """The device for a model. With `--device cuda` an EngineFault where it cannot be: as drivers.open_driver, and
     'gpu_model' for what is not computed there, 'gpu_memory' for a model larger than its memory. needs: asked
     once a device is found."""
     if config.device == "cpu":
         return DeviceChoice(None, "the CPU was asked for")
     if config.backend != "auto":
         return DeviceChoice(None, f"--backend {config.backend} was asked for")
-    if config.device == "auto" and not (os.environ.get(DRIVER) or nvidia_is_here()):
+    if config.device == "auto" and not (os.environ.get(drivers.DRIVER) or nvidia_is_here()):
         return DeviceChoice(None, NO_GPU)
     begin = time.perf_counter()
     from pageturner.kernels.gpu import cuda_driver, ops  # noqa: F401 (both here, so that their time is told)
 
     imported = time.perf_counter()
     try:
-        driver = open_driver()
+        driver = drivers.open_driver()
         opened = time.perf_counter()
         try:
             asked = needs()
@@ -194,15 +149,10 @@ def choose(config: EngineConfig, needs: Callable[[], ModelNeeds]) -> DeviceChoic
         "manifest": manifest,
         "driver": opened - imported - manifest,
     }
-    computes = ops.GpuOps(driver, workspace_of(driver))
+    computes = ops.GpuOps(driver, drivers.workspace_of(driver))
     # whoever drops an LLM may make another; where the process ends the system gives everything back
     weakref.finalize(computes, driver.close).atexit = False
     return DeviceChoice(computes, told, seconds, asked.mark)
-
-
-def workspace_of(driver: Driver) -> int:
-    """Bytes."""
-    return min(WORKSPACE, driver.memory()[1] // 8)
 
 
 def check_model(driver: Driver, needs: ModelNeeds, config: EngineConfig) -> None:
@@ -211,11 +161,11 @@ def check_model(driver: Driver, needs: ModelNeeds, config: EngineConfig) -> None
         raise EngineFault("gpu_model", f"{lacking} on a GPU: use --device cpu")
     _check_ranks(driver, config.tensor_parallel_size)
     free, weights = driver.memory()[0], needs.weights // config.tensor_parallel_size
-    least = weights + workspace_of(driver) + exchange_of(config) + 2 * needs.block
+    least = weights + drivers.workspace_of(driver) + exchange_of(config) + 2 * needs.block
     if least > free:
         message = (
             f"{driver.name} has {free / GB:.1f} GB free, and the model needs {least / GB:.1f}: weights of"
-            f" {weights / GB:.1f} GB, {workspace_of(driver) / GB:.1f} GB for steps, and KV"
+            f" {weights / GB:.1f} GB, {drivers.workspace_of(driver) / GB:.1f} GB for steps, and KV"
         )
         raise EngineFault(
             "gpu_memory",
@@ -227,7 +177,7 @@ def _check_ranks(driver: Driver, size: int) -> None:
     """EngineFault('gpu_devices') unless each of so many ranks has a device, and they reach each other."""
     if size == 1:
         return
-    reached, wanted = driver.peers(), ordinals(size)
+    reached, wanted = driver.peers(), drivers.ordinals(size)
     flag = f"--tensor-parallel-size {size}"
     if max(wanted) >= len(reached):
         there = f"{len(reached)} x {driver.name}" if len(reached) > 1 else f"one {driver.name}"
@@ -241,7 +191,7 @@ def _check_ranks(driver: Driver, size: int) -> None:
     if apart:
         message = f"{flag}: device {wanted[0]} cannot reach the memory of device {', '.join(apart)}"
         raise EngineFault(
-            "gpu_devices", f"{message}: choose others with {ORDINALS}, or use --device cpu"
+            "gpu_devices", f"{message}: choose others with {drivers.ORDINALS}, or use --device cpu"
         )
 
 
@@ -289,12 +239,6 @@ def plan_text(ops: GpuOps, needs: ModelNeeds, config: EngineConfig) -> str:
         f" {blocks * config.block_size // length:,} sequences of {length:,} tokens"
         f" ({1 - SHARE:.0%} of what is free are left as a margin)"
     )
-
-
-def free_memory(ops: object) -> int | None:
-    """Bytes that are free where this backend keeps weights: of the device, or else of the host."""
-    free = getattr(ops, "free_memory", None)
-    return memory.available() if free is None else free()
 
 
 def kv_bytes(ops: object, asked: int, host: int) -> tuple[int, int]:

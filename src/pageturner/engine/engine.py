@@ -1,8 +1,8 @@
-"""The engine: a scheduler and an executor that take turns: plan, run, commit.
+"""The engine: a scheduler and an executor in turn: plan, run, commit.
 
-Owns their order and the times at which they take them, and tells those who watch: the step log, the latency
-of each request, the totals of work. Must not know sockets, HTTP, text or any policy: who calls `step` decides
-whether it is a server, a script or a test.
+Owns the order and the times of these calls, which steps are in flight, and who watches: the step log, the
+latency of each request, the totals of work. Must not know sockets, HTTP, text or any policy: the caller of
+`step` decides whether it is a server, a script or a test.
 """
 
 from __future__ import annotations
@@ -10,14 +10,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 
-from pageturner.engine.anteroom import Anteroom
-from pageturner.engine.bisect_step import StepBisection
-from pageturner.engine.ledger_notes import note_begin, note_rows
-from pageturner.engine.readiness import Readiness
-from pageturner.engine.steps_ahead import AheadExecutor, Begun, StepsAhead
+from pageturner.engine.async_step import AsyncExecutor, AsyncSteps, InFlightStep
+from pageturner.engine.bisect_step import StepBisection, part_of
+from pageturner.engine.pending_requests import PendingRequests
 from pageturner.errors import EngineFault
 from pageturner.executor.adapters import AdapterStore
 from pageturner.executor.grammar import Grammars
@@ -28,39 +25,46 @@ from pageturner.policies.scheduler_config import CHANGEABLE, SchedulerConfig
 from pageturner.policies.scheduler_factory import SchedulerStack
 from pageturner.policies.slo_admission import SloAdmission
 from pageturner.request import Event, Failure, Refused, Request, Timings
-from pageturner.scheduler.types import Plan, Result
+from pageturner.scheduler.types import Item, Output, Plan, Result, State
 from pageturner.telemetry.latency_breakdown import LatencyTracker, StepTimes
 from pageturner.telemetry.step_log import Done, StepLog
 from pageturner.telemetry.work import ModelCosts, WorkTotals, work_of
 from pageturner.telemetry.work_price import work_prices
 
-ANTEROOM_NAP = (
-    0.004  # seconds between two looks at who waits in the anteroom, when nothing else runs
-)
+PENDING_NAP = 0.004  # seconds between two looks at pending requests when nothing else runs
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """What an engine may have besides its scheduler and its executor.
+
+    grammars  compiles grammars of structured output; None: such requests are refused
+    log       the step log, in which everything that happens is noted
+    costs     what a step of this model computes and reads; None where unknown
+    adapters  the adapters that requests may ask for
+    beside    what is connected to the KV: tiers, events, engines that prefill
+    async_executor  the executor again, if it can begin a step before the one before it is known
+    """
+
+    grammars: Grammars | None = None
+    log: StepLog | None = None
+    costs: ModelCosts | None = None
+    adapters: AdapterStore | None = None
+    beside: KVBeside | None = None
+    async_executor: AsyncExecutor | None = None
 
 
 class Engine:
-    """A scheduler and an executor that take turns. Single-threaded; the caller drives it.
-
-    grammars  compiles those of structured output; without them such requests are refused
-    log       where everything that happens is noted, if anywhere
-    costs     what a step of this model computes and reads; None where unknown
-    adapters  those that requests may ask for; beside: what stands beside its KV
-    ahead     the executor again, if it can begin a step before the one before it is known
-    """
+    """A scheduler and an executor in turn. Single-threaded; the caller drives it."""
 
     def __init__(
         self,
         stack: SchedulerStack,
         executor: Executor,
         clock: Callable[[], float] = time.monotonic,
-        grammars: Grammars | None = None,
-        log: StepLog | None = None,
-        costs: ModelCosts | None = None,
-        adapters: AdapterStore | None = None,
-        beside: KVBeside | None = None,
-        ahead: AheadExecutor | None = None,
+        parts: EngineParts | None = None,
     ) -> None:
+        parts = parts or EngineParts()
         self.stack = stack
         self.scheduler = stack.scheduler
         self.executor = executor
@@ -70,46 +74,46 @@ class Engine:
         self.latency = LatencyTracker()
         self.work = WorkTotals()  # of all steps, where it is known what they cost
         self._slo = SloAdmission(stack)
-        self.adapters = adapters or AdapterStore(None, 0)
-        self.beside = beside or KVBeside()
-        self.tiers, self._readiness = (
-            self.beside.tiers,
-            Readiness(grammars, self.adapters, self.beside),
-        )
-        self._log = log
-        self._costs = costs
-        self._prices = work_prices(costs) if costs else None
-        self._anteroom = Anteroom()
-        self.ahead = StepsAhead(ahead) if ahead else None
+        self.adapters = parts.adapters or AdapterStore(None, 0)
+        self.beside = parts.beside or KVBeside()
+        self._pending = PendingRequests(parts.grammars, self.adapters, self.beside)
+        self._log = parts.log
+        self._costs = parts.costs
+        self._prices = work_prices(parts.costs) if parts.costs else None
+        self.async_steps = AsyncSteps(parts.async_executor) if parts.async_executor else None
+        self._in_flight: InFlightStep | None = None
+        self._committed = -math.inf  # when the last step was committed
+        self._plan_ahead = True  # else somebody waits for a moment in which no step is in flight
 
     @property
     def has_work(self) -> bool:
         return (
-            self.scheduler.has_work
-            or bool(self._anteroom)
-            or self.adapters.busy
-            or self.beside.busy
+            self.scheduler.has_work or bool(self._pending) or self.adapters.busy or self.beside.busy
         )
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a step was launched and is not committed."""
+        return self._in_flight is not None
 
     # -- requests --------------------------------------------------------------------------------------------
     def submit(self, request: Request) -> list[Event]:
         """Take a request. A refusal is an event too: whoever waits for the request is always answered."""
         self.wake = None
         try:
-            wait = self._readiness.of(request, len(self._anteroom))
+            part = self._pending.add(request)
         except Refused as refused:
             return _refused(request, refused)
-        if wait is None:
+        if part is None:
             self.latency.open(request, self.clock())
             return self._add(request)
-        self.latency.open(request, self.clock(), wait.part)
-        self._anteroom.wait(request, wait.future, wait.check)
-        return self._let_in()
+        self.latency.open(request, self.clock(), part)
+        return self._admit_ready()
 
-    def _let_in(self) -> list[Event]:
-        """Hand the scheduler those who can run now."""
+    def _admit_ready(self) -> list[Event]:
+        """Hand the scheduler the pending requests that can run now."""
         events: list[Event] = []
-        for request, refused in self._anteroom.ready():
+        for request, refused in self._pending.pop_ready():
             if refused is None:
                 self.latency.ready(request.id, self.clock())
                 events += self._add(request)
@@ -143,7 +147,7 @@ class Engine:
         now = self.clock()
         timings = self.latency.close(id, now)
         self._slo.forget(id)
-        self._anteroom.leave(id)
+        self._pending.remove(id)
         self.adapters.release(id)
         if self.scheduler.abort(id) and self._log is not None:
             self._log.left(now, id)
@@ -167,13 +171,13 @@ class Engine:
         if self._log is not None:
             self._log.forgot(self.clock())
         forget = self.stack.pins.forget_others
-        self.tiers.forget(forget) if self.tiers else forget()
+        tiers = self.beside.tiers
+        tiers.forget(forget) if tiers else forget()
 
     def reconfigure(self, wanted: SchedulerConfig, widest: int) -> bool:
         """Go on with other settings. False if that has to wait, see SchedulerStack.reconfigure."""
         if not self.stack.reconfigure(wanted, widest):
-            if self.ahead is not None:
-                self.ahead.pause()
+            self._plan_ahead = self._in_flight is None
             return False
         if self._log is not None:
             settings = {name: getattr(wanted, name) for name in CHANGEABLE}
@@ -182,18 +186,34 @@ class Engine:
 
     # -- steps -----------------------------------------------------------------------------------------------
     def step(self, ledger: Ledger | None = None) -> list[Event]:
-        """One turn. Returns the events; sets `wake` when there was nothing to run."""
+        """Commit one step. Returns its events; sets `wake` when there was nothing to run."""
         self.beside.turn(self)
-        events = (self._let_in() if self._anteroom else []) + self._expire()
-        if self.ahead is not None and self.ahead.under_way:
-            return events + self.ahead.turn(self, ledger)
-        start = self.clock()
-        plan = self.scheduler.plan(start)
-        self.latency.plan(plan)
-        self.wake = plan.wake
-        if plan.items or plan.ballast:
-            return events + self._run(plan, start, ledger)
-        return events + self._idle(plan, start, ledger)
+        events = (self._admit_ready() if self._pending else []) + self._expire()
+        step = self._in_flight
+        if step is None:
+            start = self.clock()
+            plan = self.scheduler.plan(start)
+            self.latency.plan(plan)
+            self.wake = plan.wake
+            if not plan.items:
+                return events + self._idle(plan, start, ledger)
+            step = self._begin(plan, start)
+            self._note_begin(ledger, step.planned, plan.items)
+            if self.async_steps and self._plan_ahead and self.async_steps.can_run(plan):
+                self.async_steps.launch(step, None)
+        else:
+            self.latency.plan(step.plan)
+            self._note_begin(ledger, self.clock(), step.plan.items)
+            self.wake = None
+        _note_rows(ledger, step.plan.items)
+        behind = self._launch_behind(step, ledger) if step.launched is not None else None
+        self._in_flight, self._plan_ahead = behind, True
+        result = self._result(step, behind, ledger)
+        if self.async_steps:  # it had the device to itself from the end of the step before it on
+            step.plan.at = max(step.plan.at, self._committed)
+            step.start = max(step.start, self._committed)
+            step.planned = max(step.planned, self._committed)
+        return events + self._commit(step, result, ledger)
 
     def _expire(self) -> list[Event]:
         """End those whose deadline has passed."""
@@ -204,25 +224,69 @@ class Engine:
                 self._log.left(now, event.id)
         return [self._with_timings(event, now) for event in events]
 
-    def _run(self, plan: Plan, start: float, ledger: Ledger | None) -> list[Event]:
-        """Compute a plan and make it part of the sequences."""
-        begun = self.begin(plan, start)
-        if self.ahead is not None and self.ahead.start(begun, ledger):
-            return self.ahead.turn(self, ledger)
-        note_begin(ledger, begun.planned, plan.items)
-        note_rows(ledger, plan.items)
-        return self.finish(begun, self.computed(plan, ledger), ledger)
-
-    def begin(self, plan: Plan, start: float) -> Begun:
-        """What must be known of a plan before it is computed."""
+    def _begin(self, plan: Plan, start: float, *, ahead: bool = False) -> InFlightStep:
+        """Note what must be known of a plan before it is computed."""
         computed = [item.start for item in plan.items] if self._log is not None else []
         work = work_of(plan, self._costs.window if self._costs else 0)
-        return Begun(plan, start, self.clock(), computed, work)
+        return InFlightStep(plan, start, self.clock(), computed, work, ahead)
 
-    def finish(self, begun: Begun, result: Result, ledger: Ledger | None) -> list[Event]:
+    def _launch_behind(self, step: InFlightStep, ledger: Ledger | None) -> InFlightStep | None:
+        """Plan the step behind the one in flight, and launch it if its requests can run asynchronously."""
+        assert self.async_steps is not None
+        if not self._plan_ahead:
+            return None
+        start = self.clock()
+        plan = self.scheduler.plan_ahead(start)
+        if not plan.items:
+            return None
+        behind = self._begin(plan, start, ahead=True)
+        if self.async_steps.can_run(plan):
+            self._note_begin(ledger, behind.planned, step.plan.items + plan.items)
+            self.async_steps.launch(behind, step.launched)
+        return behind
+
+    def _result(
+        self, step: InFlightStep, behind: InFlightStep | None, ledger: Ledger | None
+    ) -> Result:
+        """Return the result of a step: collected, or run now for those of its sequences that still run."""
+        if step.launched is not None and self.async_steps is not None:
+            result = self.async_steps.collect(step, behind)
+            if result is not None:
+                return result
+        plan = step.plan
+        if not step.ahead and not step.copied:
+            return self._run(plan, ledger)
+        items = [item for item in plan.items if item.sequence.state is State.RUNNING]
+        part = part_of(plan, items) if step.copied else replace(plan, items=items)
+        result = self._run(part, ledger) if items else Result()
+        found = iter(result.outputs)
+        running = (item.sequence.state is State.RUNNING for item in plan.items)
+        return Result([next(found) if one else Output() for one in running], result.spent)
+
+    def _run(self, plan: Plan, ledger: Ledger | None) -> Result:
+        """Return the result of the plan, or of parts of it where the whole raises."""
+        try:
+            result = self.executor.run(plan)
+        except EngineFault:  # its own word that it cannot go on
+            raise
+        except Exception as error:
+            begun = self.clock()
+            return self._bisection.run_parts(
+                self.executor, plan, error, lambda items: self._note_begin(ledger, begun, items)
+            )
+        self._bisection.in_a_row = 0
+        return result
+
+    @staticmethod
+    def _note_begin(ledger: Ledger | None, now: float, items: list[Item]) -> None:
+        """Make the requests of these items the only suspects of a crash; the time of a hang begins anew."""
+        if ledger is not None:
+            ledger.begin(now, [item.sequence.request.id for item in items])
+
+    def _commit(self, step: InFlightStep, result: Result, ledger: Ledger | None) -> list[Event]:
         """Make what was computed part of the sequences, and tell those who watch."""
-        times, plan, start, planned = self.stack.step_times, begun.plan, begun.start, begun.planned
-        each = times.each if times.steps else math.inf
+        plan, step_times = step.plan, self.stack.step_times
+        each = step_times.each if step_times.steps else math.inf
         now = self.clock()
         events = self.scheduler.commit(plan, result, now)
         if ledger is not None:
@@ -231,31 +295,24 @@ class Engine:
         if self._log is not None:
             load = self.scheduler.load
             self._log.stepped(
-                Done(start, now, plan, begun.computed, result, events, load, begun.work)
+                Done(step.start, now, plan, step.computed, result, events, load, step.work)
             )
         end = self.clock()
-        self.latency.step(plan, StepTimes(start, planned, now, end, result.spent, each))
+        times = StepTimes(step.start, step.planned, now, end, result.spent, each)
+        self.latency.step(plan, times)
         if self._costs is not None:
             beside = sum(seconds for part, seconds in result.spent.items() if part != "sampling")
-            self.work.add(self._costs.demand(begun.work), end - start, now - planned - beside)
-        return [self._with_timings(event, end) for event in events]
-
-    def computed(self, plan: Plan, ledger: Ledger | None) -> Result:
-        """The result of the plan, or of parts of it where the whole raises."""
-        try:
-            result = self.executor.run(plan)
-        except EngineFault:  # its own word that it cannot go on
-            raise
-        except Exception as error:
-            begin = partial(note_begin, ledger, self.clock())
-            return self._bisection.run_parts(self.executor, plan, error, begin)
-        self._bisection.in_a_row = 0
-        return result
+            demand = self._costs.demand(step.work)
+            self.work.add(demand, end - step.start, now - step.planned - beside)
+        events = [self._with_timings(event, end) for event in events]
+        self._committed = self.clock()
+        return events
 
     def _idle(self, plan: Plan, start: float, ledger: Ledger | None) -> list[Event]:
-        """There is nothing to run: it waits on purpose, and is not stuck."""
-        if self._anteroom or self.adapters.busy or self.beside.busy:
-            self.wake = min(plan.wake or math.inf, self.clock() + ANTEROOM_NAP)
+        """Note that there is nothing to run: the engine waits on purpose, and is not stuck."""
+        self._plan_ahead = True
+        if self._pending or self.adapters.busy or self.beside.busy:
+            self.wake = min(plan.wake or math.inf, self.clock() + PENDING_NAP)
         if ledger is not None and self.wake is not None:
             ledger.finish(self.clock())
         if self._log is not None and self.scheduler.has_work:
@@ -276,9 +333,9 @@ class Engine:
             self._log.close()
 
     def stats(self) -> dict[str, float]:
-        """Of the scheduler, of targets, and of the work; whoever waits in the anteroom is waiting too."""
+        """The figures of the scheduler, of targets and of the work. Pending requests count as waiting."""
         figures = self.scheduler.stats() | self._slo.stats()
-        figures["deferred"] = float(len(self._anteroom))
+        figures["deferred"] = float(len(self._pending))
         figures["waiting"] += figures["deferred"]
         return figures | self.work.as_dict() | self.adapters.stats()
 
@@ -288,3 +345,14 @@ def _refused(request: Request, refused: Refused) -> list[Event]:
     return [
         Event(id=request.id, index=0, position=len(request.prompt), finish="error", failure=failure)
     ]
+
+
+def _note_rows(ledger: Ledger | None, items: list[Item]) -> None:
+    """Note each row of the step if somebody watches, and whether it is of a prompt or recomputed."""
+    if ledger is not None and ledger.watched:
+        rows = []
+        for item in items:
+            sequence = item.sequence
+            prompt = sequence.computed < max(sequence.prompt_len, sequence.reached)
+            rows.append((sequence.request.id, item.n, prompt))
+        ledger.note(rows)

@@ -22,13 +22,13 @@ from pageturner.config.settings import EngineConfig
 from pageturner.engine import devices
 from pageturner.engine.backends import make_ops, warn
 from pageturner.engine.device_trust import self_test
-from pageturner.engine.engine import Engine
+from pageturner.engine.engine import Engine, EngineParts
 from pageturner.engine.fake import FakeExecutor, NullExecutor
 from pageturner.engine.machine_limits import limits_of, stored_peak
 from pageturner.engine.step_sizes import with_step_sizes
 from pageturner.errors import EngineFault
 from pageturner.executor.adapters import AdapterStore
-from pageturner.executor.ahead_runner import AheadRunner
+from pageturner.executor.async_runner import AsyncRunner
 from pageturner.executor.draft import Costs, Drafter, PromptLookup, best_length
 from pageturner.executor.draft_compatibility import check_speculation, check_tokens, cost_of
 from pageturner.executor.draft_model import MOST, DraftModel
@@ -84,7 +84,7 @@ class LoadedEngine:
     taken_back: int = 0
     pace: MachineLimits | None = None
     device: str = ""
-    ahead: AheadRunner | None = None
+    ahead: AsyncRunner | None = None
 
 
 class Phases:
@@ -179,7 +179,7 @@ def make_engine(
         AdapterStore(decoder, config.max_loras),
         beside,
         KVStorage(ops, runner.storage[0], one),
-        steps_ahead(config, runner, decoder, ops),
+        async_runner_of(config, runner, decoder, ops),
     )
     return replace(built, pace=pace, device=chosen.text)
 
@@ -235,14 +235,14 @@ def _kv_sizes(
     )
 
 
-def steps_ahead(
+def async_runner_of(
     config: EngineConfig, runner: Runner, decoder: Decoder, ops: Ops
-) -> AheadRunner | None:
+) -> AsyncRunner | None:
     """How steps are begun ahead; None for the plain loop. A step log is replayed by plans that know every
     token, and who drafts must know them."""
     plain = not config.async_scheduling or config.step_log or config.speculation != "off"
     later = getattr(ops, "later", None)  # a backend that need not wait says so: ChoosesLater
-    return None if plain or later is None else AheadRunner(runner, decoder, later)
+    return None if plain or later is None else AsyncRunner(runner, decoder, later)
 
 
 def _surviving_kv(
@@ -384,7 +384,7 @@ def _assemble(
     adapters: AdapterStore | None = None,
     beside: KVBeside | None = None,
     storage: KVStorage | None = None,
-    ahead: AheadRunner | None = None,
+    ahead: AsyncRunner | None = None,
 ) -> LoadedEngine:
     model = f"{weights_digest(config)}-{fingerprint}"
     config = _with_context_price(config, needs)
@@ -394,16 +394,8 @@ def _assemble(
     if beside is not None:
         beside.attach(stack.pool, storage, model, vocab_size)
     log = _step_log(config, sizes, max_model_len, fingerprint, needs, limits, taken_back)
-    engine = Engine(
-        stack,
-        executor,
-        grammars=grammars,
-        log=log,
-        costs=needs,
-        adapters=adapters,
-        beside=beside,
-        ahead=ahead,
-    )
+    parts = EngineParts(grammars, log, needs, adapters, beside, ahead)
+    engine = Engine(stack, executor, parts=parts)
     return LoadedEngine(
         engine,
         executor,
@@ -456,9 +448,9 @@ def engine_again(built: LoadedEngine, config: EngineConfig) -> Engine:
     stack = scheduler_of(config, built.sizes, built.max_model_len)
     about = (built.fingerprint, built.needs, built.limits)
     log = _step_log(config, built.sizes, built.max_model_len, *about)
-    return Engine(
-        stack, built.executor, log=log, costs=built.needs, ahead=None if log else built.ahead
-    )
+    ahead = None if log else built.ahead
+    parts = EngineParts(log=log, costs=built.needs, async_executor=ahead)
+    return Engine(stack, built.executor, parts=parts)
 
 
 def _step_log(

@@ -9,8 +9,6 @@ not.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import os
 import select
 import signal
 import socket
@@ -25,6 +23,7 @@ from pageturner.engine.engine import Engine
 from pageturner.engine.engine_factory import LoadedEngine, make_engine
 from pageturner.errors import EngineFault
 from pageturner.garbage import Collector
+from pageturner.interrupt import end_with_parent
 from pageturner.ipc.adapter_messages import LoadAdapter, UnloadAdapter
 from pageturner.ipc.channel import (
     Abort,
@@ -53,7 +52,6 @@ ALIVE_EVERY = 0.25  # seconds; an engine that waits on purpose says so as often 
 SEND_TIMEOUT = 30.0  # an API process that does not read for so long is gone
 RECEIVE_BYTES = 1 << 20
 BUFFER_BYTES = 4 << 20  # of the socket: one step's news never waits for the API process
-PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 class ChannelLoop:
@@ -170,16 +168,6 @@ def ready(built: LoadedEngine) -> Ready:
         kv_blocks_taken_back=built.taken_back,
         device=built.device,
     )
-
-
-def end_with_parent() -> None:
-    """Have the kernel kill this process when the API process dies, even while this one is stopped and cannot
-    see its channel close. This is tied to the thread that forked, which is the main thread of the server. An
-    API process that had died before is seen by the closed channel; one that dies meanwhile, by its id."""
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        sys.exit(0)
 
 
 def main() -> int:

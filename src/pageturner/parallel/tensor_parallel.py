@@ -29,7 +29,6 @@ import msgspec
 import numpy as np
 
 from pageturner.config.settings import EngineConfig
-from pageturner.engine import devices
 from pageturner.errors import EngineFault
 from pageturner.kernels import native_module
 from pageturner.kernels.base import Ops
@@ -46,7 +45,7 @@ from pageturner.models.decoder import Decoder
 from pageturner.models.load import load_model
 from pageturner.models.shard import MOST_RANKS
 from pageturner.models.weights import PLACES, WeightSize
-from pageturner.parallel import numa
+from pageturner.parallel import drivers, numa
 
 if TYPE_CHECKING:
     from pageturner.kernels.gpu.ops import GpuOps
@@ -117,7 +116,7 @@ def make_ops(
     if cores:
         numa.prefer(numa.node_of(cores))
     if rank and config.device == "cuda":
-        gpu = devices.open_rank(rank)
+        gpu = drivers.open_rank(rank)
     if gpu is not None:
         from pageturner.kernels.gpu.ranks import GpuTensorParallelOps
 
@@ -154,7 +153,7 @@ def load_slice(path: Path, ops: Ops, config: EngineConfig, rank: int = 0) -> Dec
         stages=config.pipeline_parallel_size,
         load_format=config.load_format,
         load_seed=config.load_seed,
-        available=lambda: devices.free_memory(ops),
+        available=lambda: drivers.free_memory(ops),
     )
 
 
@@ -240,7 +239,7 @@ class RankProcesses:
             command = [
                 sys.executable,
                 "-m",
-                "pageturner.engine.rank",
+                "pageturner.parallel.rank",
                 "--rank",
                 str(rank),
                 "--config",

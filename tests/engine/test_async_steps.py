@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from pageturner.config.settings import EngineConfig
-from pageturner.engine.engine import Engine
-from pageturner.engine.engine_factory import make_engine, steps_ahead
-from pageturner.executor import ahead_runner
+from pageturner.engine.engine import Engine, EngineParts
+from pageturner.engine.engine_factory import async_runner_of, make_engine
+from pageturner.executor import async_runner
 from pageturner.executor.batch import pack
 from pageturner.ipc.ledger import Ledger
 from pageturner.models.lora import read_folder
@@ -30,7 +30,8 @@ VOCABULARY = 50
 def fake_engine(ahead: bool, executor: LaterExecutor | None = None, **options: Any) -> Engine:
     executor = executor or LaterExecutor(VOCABULARY)
     stack = make_stack(**{"num_blocks": 60, "block_size": 4, "max_model_len": 120} | options)
-    return Engine(stack, executor, ahead=executor if ahead else None)
+    parts = EngineParts(async_executor=executor if ahead else None)
+    return Engine(stack, executor, parts=parts)
 
 
 def requests(seed: int, count: int, **params: Any) -> list[Request]:
@@ -81,9 +82,9 @@ def test_answers_are_those_of_the_plain_loop(seed: int) -> None:
     assert {id: told(events) for id, events in got.items()} == {
         id: told(one) for id, one in plain.items()
     }
-    assert engine.ahead is not None
-    assert engine.ahead.made > 20
-    assert not engine.ahead.under_way
+    assert engine.async_steps is not None
+    assert engine.async_steps.made > 20
+    assert not engine.in_flight
     assert engine.stats()["blocks_used"] == 0
 
 
@@ -109,8 +110,8 @@ def test_one_that_raises_fails_alone(where: str) -> None:
     assert {id: told(got[id]) for id in got if id != 4} == {
         id: told(plain[id]) for id in plain if id != 4
     }
-    assert engine.ahead is not None
-    assert engine.ahead.made > 10, "it goes on ahead afterwards"
+    assert engine.async_steps is not None
+    assert engine.async_steps.made > 10, "it goes on ahead afterwards"
     assert engine.stats()["blocks_used"] == 0
 
 
@@ -134,14 +135,14 @@ def test_other_settings_are_taken_while_requests_run() -> None:
         engine.submit(request)
     for _ in range(5):
         engine.step()
-    assert engine.ahead is not None
-    assert engine.ahead.under_way
+    assert engine.async_steps is not None
+    assert engine.in_flight
     wanted = replace(engine.stack.config, max_num_seqs=2)
     assert not engine.reconfigure(wanted, 1)
     engine.step()
     assert engine.reconfigure(wanted, 1)
     engine.step()
-    assert engine.ahead.under_way, "and then it goes on ahead"
+    assert engine.in_flight, "and then it goes on ahead"
 
 
 def test_a_crash_has_the_suspects_of_both_steps() -> None:
@@ -167,7 +168,8 @@ def test_every_second_has_a_cause() -> None:
     times = iter(range(10**6))
     executor = LaterExecutor(VOCABULARY)
     stack = make_stack(num_blocks=60, block_size=4, max_model_len=120)
-    engine = Engine(stack, executor, clock=lambda: float(next(times)), ahead=executor)
+    parts = EngineParts(async_executor=executor)
+    engine = Engine(stack, executor, lambda: float(next(times)), parts)
     for events in played(engine, requests(2, 5)).values():
         timings = events[-1].timings
         assert timings is not None
@@ -209,8 +211,8 @@ def test_noise_and_positions_are_those_of_the_plain_loop() -> None:
     expected = answers(model(LaterOps()).engine(Setup(token_budget=16)), asked, spread=1)
     engine = model(LaterOps()).engine(Setup(token_budget=16, ahead=True))
     assert answers(engine, asked, spread=1) == expected
-    assert engine.ahead is not None
-    assert engine.ahead.made > 10
+    assert engine.async_steps is not None
+    assert engine.async_steps.made > 10
 
 
 def test_adapters_and_who_has_none_are_planned_ahead(tmp_path: Path) -> None:
@@ -229,8 +231,8 @@ def test_adapters_and_who_has_none_are_planned_ahead(tmp_path: Path) -> None:
         engine = here.engine(Setup(token_budget=16, ahead=ahead, adapters=2))
         found.append(answers(engine, asked, spread=1))
     assert found[0] == found[1]
-    assert engine.ahead is not None
-    assert engine.ahead.made > 10
+    assert engine.async_steps is not None
+    assert engine.async_steps.made > 10
     assert engine.adapters.stats()["adapter_evictions"] > 0
     plain = answers(model(LaterOps()).engine(Setup(token_budget=16)), of_model(9), spread=1)
     changed = [id for id in plain if plain[id] != found[0][id]]
@@ -249,11 +251,11 @@ def test_adapters_and_who_has_none_are_planned_ahead(tmp_path: Path) -> None:
     ],
 )
 def test_who_is_not_foreseen(params: dict[str, Any]) -> None:
-    runner = ahead_runner.AheadRunner(*[None] * 3)  # type: ignore[list-item]
+    runner = async_runner.AsyncRunner(*[None] * 3)  # type: ignore[list-item]
     request = of_model(1)[0]
-    assert runner.foresees(request)
-    assert not runner.foresees(replace(request, params=replace(request.params, **params)))
-    assert not runner.foresees(replace(request, logits_from=0))
+    assert runner.can_run_async(request)
+    assert not runner.can_run_async(replace(request, params=replace(request.params, **params)))
+    assert not runner.can_run_async(replace(request, logits_from=0))
 
 
 def test_a_cpu_keeps_the_plain_loop() -> None:
@@ -263,13 +265,13 @@ def test_a_cpu_keeps_the_plain_loop() -> None:
         )
         built = make_engine(config)
         assert built.ahead is None
-        assert built.engine.ahead is None
+        assert built.engine.async_steps is None
 
 
 def test_a_backend_that_need_not_wait_is_not_waited_for_unless_somebody_says_so() -> None:
     ops, config = LaterOps(), EngineConfig()
     assert config.async_scheduling
-    found = steps_ahead(config, None, None, ops)  # type: ignore[arg-type]
-    assert isinstance(found, ahead_runner.AheadRunner)
+    found = async_runner_of(config, None, None, ops)  # type: ignore[arg-type]
+    assert isinstance(found, async_runner.AsyncRunner)
     for other in ({"async_scheduling": False}, {"step_log": "steps"}, {"speculation": "ngram"}):
-        assert steps_ahead(replace(config, **other), None, None, ops) is None  # type: ignore[arg-type]
+        assert async_runner_of(replace(config, **other), None, None, ops) is None  # type: ignore[arg-type]

@@ -35,13 +35,13 @@ class LaunchedStep:
     chosen: Any
 
 
-class AheadRunner:
+class AsyncRunner:
     """Runs steps of a Runner's in two halves."""
 
     def __init__(self, runner: Runner, decoder: Decoder, later: ChoosesLater) -> None:
         self._runner, self._decoder, self._later = runner, decoder, later
 
-    def foresees(self, request: Request) -> bool:
+    def can_run_async(self, request: Request) -> bool:
         """Nothing of it looks at tokens: no grammar, penalty or other edit of logits, no search. Nor does it
         want logprobs, whose logits would have to leave the device."""
         params = request.params

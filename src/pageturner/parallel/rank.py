@@ -1,4 +1,4 @@
-"""A rank of tensor or pipeline parallel: `python -m pageturner.engine.rank --rank R --memory-fd M
+"""A rank of tensor or pipeline parallel: `python -m pageturner.parallel.rank --rank R --memory-fd M
 --alive-fd A --config JSON`, started by rank 0 (see tensor_parallel.py).
 
 Owns this process: it loads its slice or stage and does what rank 0 says until that ends. Must not know
@@ -17,15 +17,15 @@ import msgspec
 
 from pageturner import logs
 from pageturner.config.settings import EngineConfig
-from pageturner.engine.worker import end_with_parent
 from pageturner.errors import EngineFault
+from pageturner.interrupt import end_with_parent
 from pageturner.kernels.comm import RankOps
 from pageturner.models.decoder import Decoder
 from pageturner.parallel import tensor_parallel
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="pageturner.engine.rank")
+    parser = argparse.ArgumentParser(prog="pageturner.parallel.rank")
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--memory-fd", type=int, required=True, help="what all ranks share")
     parser.add_argument("--alive-fd", type=int, required=True, help="a pipe that ends with rank 0")
