@@ -7,6 +7,8 @@ status is 1 when a line failed.
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib
 import json
 import os
 import re
@@ -19,7 +21,8 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,39 +54,88 @@ class Line:
         return {True: "PASS", False: "FAIL", None: "PUBLISHED"}[self.passed]
 
 
-Check = Callable[[], Iterator[Line]]
+Check = Callable[[argparse.Namespace], Iterator[Line]]
 
 
-def run(name: str, checks: dict[str, Check]) -> int:
-    """Run the named checks (all, or those after --only) and print every line as it is known."""
-    parser = argparse.ArgumentParser(prog=f"make accept NAME={name}")
-    parser.add_argument("--only", nargs="*", choices=list(checks), help="run these checks alone")
-    arguments = parser.parse_args()
-    report: list[tuple[str, str, str]] = []
-    for check in arguments.only or checks:
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a script: `lines` yields its lines, `add_arguments` names the options that it knows."""
+
+    lines: Check
+    add_arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+
+    def options(self, given: list[str]) -> tuple[argparse.Namespace, list[str]]:
+        """The options of this part, and the words that it does not know."""
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        self.add_arguments(parser)
+        return parser.parse_known_args(given)
+
+
+def part(module: str) -> Part:
+    """The part that a module beside this one holds: its `lines(options)` and, where there is one, its
+    `add_arguments(parser)`."""
+    found = importlib.import_module(module)
+    return Part(found.lines, getattr(found, "add_arguments", Part(found.lines).add_arguments))
+
+
+def main(name: str, about: str | None, parts: Mapping[str, Part]) -> int:
+    """Run the parts that the command line asks for (all, or those after --only) and print every line as it is
+    known. An option goes to every part that knows it. Returns the exit status: 1 when a line failed."""
+    parser = argparse.ArgumentParser(
+        prog=f"make accept NAME={name}",
+        description=about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--only", nargs="*", choices=list(parts), help="run these parts alone")
+    chosen, given = parser.parse_known_args()
+    checks, unknown = {}, given
+    for one in chosen.only or parts:
+        options, rest = parts[one].options(given)
+        unknown = [word for word in unknown if word in rest]
+        checks[one] = functools.partial(parts[one].lines, options)
+    if unknown:
+        parser.error(f"no part knows {' '.join(unknown)}")
+    return report(name, checks)
+
+
+def run(name: str, checks: Mapping[str, Callable[[], Iterator[Line]]]) -> int:
+    """Run a script whose parts have no options, as `main` does."""
+
+    def part_of(check: Callable[[], Iterator[Line]]) -> Part:
+        return Part(lambda _: check())
+
+    return main(name, None, {one: part_of(check) for one, check in checks.items()})
+
+
+def report(name: str, checks: Mapping[str, Callable[[], Iterator[Line]]]) -> int:
+    """Print the lines of all checks, and keep them in bench/results."""
+    rows: list[dict[str, str]] = []
+    for check, lines in checks.items():
         begin = time.monotonic()
-        for what, figure, verdict in _lines(checks[check]):
-            report.append((what, figure, verdict))
-            print(f"{verdict:9} {what}: {figure}", flush=True)
+        for line in safely(check, lines):
+            rows.append({"what": line.what, "figure": line.figure, "verdict": line.verdict})
+            print(f"{line.verdict:9} {line.what}: {line.figure}", flush=True)
         print(f"          ({check}: {time.monotonic() - begin:.0f} s)", flush=True)
     RESULTS.mkdir(parents=True, exist_ok=True)
-    rows = [{"what": w, "figure": f, "verdict": v} for w, f, v in report]
     (RESULTS / f"accept_{name}.json").write_text(json.dumps(rows, indent=2))
-    failed = sum(verdict == "FAIL" for _, _, verdict in report)
-    print(
-        f"{len(report)} lines, {failed} failed, {sum(v == 'NOT RUN' for _, _, v in report)} not run"
-    )
-    return 1 if failed else 0
+    counts = Counter(row["verdict"] for row in rows)
+    print(f"{len(rows)} lines, {counts['FAIL']} failed, {counts['NOT RUN']} not run")
+    return 1 if counts["FAIL"] else 0
 
 
-def _lines(check: Check) -> Iterator[tuple[str, str, str]]:
+def safely(check: str, lines: Callable[[], Iterator[Line]]) -> Iterator[Line]:
+    """The lines of a check. A check that breaks is a failed line, and the others still run."""
     try:
-        for line in check():
-            yield line.what, line.figure, line.verdict
+        yield from lines()
     except NotRun as reason:
-        yield check.__name__, str(reason), "NOT RUN"
-    except Exception as error:  # a check that breaks is a failed line, and the others still run
-        yield check.__name__, f"{type(error).__name__}: {error}", "FAIL"
+        yield Line(check, str(reason), None, run=False)
+    except Exception as error:
+        yield Line(check, f"{type(error).__name__}: {error}", False)
+
+
+def _lines(check: Callable[[], Iterator[Line]]) -> Iterator[tuple[str, str, str]]:
+    for line in safely(check.__name__, check):
+        yield line.what, line.figure, line.verdict
 
 
 def alone(

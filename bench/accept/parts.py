@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 
 import harness
-from harness import Check, Line, NotRun
+from harness import Line, NotRun
 
 
 def part(script: str, name: str) -> ModuleType | None:
@@ -35,7 +35,9 @@ def options(module: ModuleType | None, given: list[str]) -> tuple[argparse.Names
     return parser.parse_known_args(given)
 
 
-def check(name: str, module: ModuleType | None, arguments: argparse.Namespace) -> Check:
+def check(
+    name: str, module: ModuleType | None, arguments: argparse.Namespace
+) -> Callable[[], Iterator[Line]]:
     """The lines of a part, as the harness wants them."""
 
     def lines() -> Iterator[Line]:
