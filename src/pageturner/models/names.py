@@ -1,15 +1,15 @@
 """Where each weight of a model lies in its file: tensor names, their shapes, and how fused ones are cut.
 
-Owns what weights a model has, and their names in GGUF, as tables; those of Hugging Face folders are in
-hf_names.py. Must not know backends or what layers compute.
+Owns which weights a model has, how a file's tensors are divided into them, and the names in GGUF files; the
+names in Hugging Face folders are in hf_names.py. Must not know backends or what layers compute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from pageturner.models.spec import ModelSpec
+from pageturner.models.spec import LatentSpec, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,25 +121,6 @@ def _attention_shapes(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]
     return shapes
 
 
-def without_weights(spec: ModelSpec, parts: Parts) -> Parts:
-    """The parts, of which norms without weights have no tensor."""
-    if spec.family.qk_norm != "unit":
-        return parts
-    return {
-        f: Part("", part.shape) if f in ("q_norm", "k_norm") else part for f, part in parts.items()
-    }
-
-
-def scaled_logits(spec: ModelSpec, top: Parts) -> Parts:
-    """The final norm scaled as the logits are: they are a product with what it gives."""
-    if spec.logit_scale == 1:
-        return top
-    fields = ("norm", "norm_bias")
-    return {
-        f: replace(part, times=spec.logit_scale) if f in fields else part for f, part in top.items()
-    }
-
-
 def top_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"embed": (spec.vocab, spec.dim), "norm": (spec.dim,)}
     if spec.family.layer_norm:
@@ -153,110 +134,169 @@ def top_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def cut_queries(parts: Parts, spec: ModelSpec, q: str, kv: str) -> Parts:
-    """With a latent KV: of each head of `q` first the plain rows and then the rotary ones; of `kv` all of the
-    latent and then the rotary key."""
-    latent = spec.latent
-    if latent is None:
-        return parts
-    head, both = latent.nope + latent.rotary, latent.rank + latent.rotary
-    queries, keys = (spec.heads * head, spec.dim), (both, spec.dim)
-    return parts | {
-        "q": Part(q, queries, (0, latent.nope, head)),
-        "q_rope": Part(q, queries, (latent.nope, latent.rotary, head)),
-        "k": Part(kv, keys, (0, latent.rank, both)),
-        "k_rope": Part(kv, keys, (latent.rank, latent.rotary, both)),
-    }
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The tensor names of one family in one kind of file.
+
+    modules     field -> module, whose tensors end in ".weight" and ".bias"; "{}" is the number of an expert
+    roots       prefixes that all names but the head's may have
+    layers      prefix of the number of a layer
+    fused       fields whose rows lie one behind the other in one tensor -> its module
+    adapt       changes the parts of a layer in other ways
+    norm_plus   norms are stored as what they add to this number
+    transposed  matrices have their inputs first
+    stacked     "": each expert has its own tensors. Otherwise all experts share one tensor for each field:
+                "rows" with the outputs first; "halves" and "pairs" with the inputs first and without an
+                ending, gates and ups being halves or alternating columns of one tensor
+    unused_positions  leading rows of the position table that no position uses
+    """
+
+    modules: Mapping[str, str]
+    roots: tuple[str, ...] = ("model.", "")
+    layers: str = "layers."
+    fused: Mapping[str, str] = field(default_factory=dict)
+    adapt: Callable[[Parts, ModelSpec, str], Parts] | None = None
+    norm_plus: float = 0.0
+    transposed: bool = False
+    stacked: str = ""
+    unused_positions: int = 0
+
+    def tensor(self, field: str) -> str:
+        """The name of the tensor of a field, without its prefix."""
+        base = field.removesuffix("_bias")
+        if field.endswith("_biases"):
+            base = field.removesuffix("_biases") + "s"
+        bare = self.stacked in ("halves", "pairs") and base in ("sinks", "gates", "ups", "downs")
+        endings = ("", "_bias") if bare else (".weight", ".bias")
+        return self.modules[base] + endings[base != field]
 
 
-def fuse(parts: Parts, fields: tuple[str, ...], name: str) -> Parts:
-    """The parts with those fields that are there as consecutive rows of one tensor."""
+def modules(text: str) -> dict[str, str]:
+    """A table of names: a field and its module on each line."""
+    return dict(line.split() for line in text.strip().splitlines())
+
+
+def layout_of(spec: ModelSpec, names: Names, present: Callable[[str], bool]) -> Layout:
+    """Where a file has the weights. `present` tells whether it has a tensor: some files were saved without
+    the outermost module, and older GGUF files have keys and values of a latent KV in one tensor."""
+    embed = names.tensor("embed")
+    root = next((r for r in names.roots if present(r + embed)), names.roots[0])
+    outer = "language_model." if root == "language_model.model." else ""  # of the head
+    top = {}
+    for f, shape in top_shapes(spec).items():
+        times = spec.logit_scale if f in ("norm", "norm_bias") else 1.0  # logits follow the norm
+        top[f] = _part(names, (outer if f == "head" else root, f), shape, times)
+    if unused := names.unused_positions:
+        rows, name = spec.context + unused, top["positions"].name
+        top["positions"] = Part(name, (rows, spec.dim), (unused, spec.context, rows))
+    layers, experts, heads = [], [], []
+    for i in range(spec.layers):
+        prefix = f"{root}{names.layers}{i}."
+        layers.append(_layer(spec, names, prefix, i))
+        experts.append(_experts(spec, names, prefix) if spec.sparse(i) else {})
+        heads.append(_latent_heads(spec, names, prefix, present))
+    return Layout(top, layers, experts, heads=heads)
+
+
+def _part(names: Names, where: tuple[str, str], shape: tuple[int, ...], times: float = 1.0) -> Part:
+    """The whole tensor of a field. where: prefix, field."""
+    prefix, field = where
+    plus = names.norm_plus if field.endswith("norm") else 0.0
+    return Part(prefix + names.tensor(field), shape, plus=plus, times=times)
+
+
+def _layer(spec: ModelSpec, names: Names, prefix: str, layer: int) -> Parts:
+    shapes = shapes_of(spec, layer)
+    parts = {f: _part(names, (prefix, named(spec, layer, f)), shape) for f, shape in shapes.items()}
+    if spec.latent is not None:
+        parts = _cut_queries(parts, spec, spec.latent)
+    for fields, module in names.fused.items():
+        for kind, ending in (("", ".weight"), ("_bias", ".bias")):
+            together = [f + kind for f in fields.split() if f + kind in parts]
+            if together:
+                parts = fuse(parts, together, prefix + module + ending)
+    if names.adapt is not None:
+        parts = names.adapt(parts, spec, prefix)
+    for f, part in parts.items():
+        if spec.family.qk_norm == "unit" and f in ("q_norm", "k_norm"):
+            parts[f] = Part("", part.shape)  # a norm without weights
+        elif names.transposed and len(part.shape) == 2:
+            parts[f] = replace(part, shape=part.shape[::-1], transposed=True)
+    return parts
+
+
+def fuse(parts: Parts, fields: list[str], name: str) -> Parts:
+    """The parts with those fields as consecutive rows of one tensor."""
     rows = [parts[f].shape[0] for f in fields]
     shape = (sum(rows), *parts[fields[0]].shape[1:])
     starts = [sum(rows[:i]) for i in range(len(rows))]
-    fused = {
+    return parts | {
         f: Part(name, shape, (start, count, sum(rows)))
         for f, start, count in zip(fields, starts, rows, strict=True)
     }
-    return parts | fused
 
 
-# -- GGUF ----------------------------------------------------------------------------------------------------
-
-_GGUF = {
-    "attn_norm": "attn_norm.weight",
-    "attn_norm_bias": "attn_norm.bias",
-    "q": "attn_q.weight",
-    "k": "attn_k.weight",
-    "v": "attn_v.weight",
-    "o": "attn_output.weight",
-    "q_bias": "attn_q.bias",
-    "k_bias": "attn_k.bias",
-    "v_bias": "attn_v.bias",
-    "o_bias": "attn_output.bias",
-    "q_norm": "attn_q_norm.weight",
-    "k_norm": "attn_k_norm.weight",
-    "mlp_norm": "ffn_norm.weight",
-    "mlp_norm_bias": "ffn_norm.bias",
-    "gate": "ffn_gate.weight",
-    "up": "ffn_up.weight",
-    "down": "ffn_down.weight",
-    "up_bias": "ffn_up.bias",
-    "down_bias": "ffn_down.bias",
-    "attn_post_norm": "post_attention_norm.weight",
-    "mlp_post_norm": "post_ffw_norm.weight",
-    "router": "ffn_gate_inp.weight",
-    "router_bias": "ffn_gate_inp.bias",
-    "gates": "ffn_gate_exps.weight",
-    "ups": "ffn_up_exps.weight",
-    "downs": "ffn_down_exps.weight",
-    "gate_biases": "ffn_gate_exps.bias",
-    "up_biases": "ffn_up_exps.bias",
-    "down_biases": "ffn_down_exps.bias",
-    "shared_gate": "ffn_gate_shexp.weight",
-    "shared_up": "ffn_up_shexp.weight",
-    "shared_down": "ffn_down_shexp.weight",
-    "sinks": "attn_sinks.weight",
-    "latent_norm": "attn_kv_a_norm.weight",
-    "q_rope": "",
-    "k_rope": "",
-}
-# Architectures that call a tensor otherwise.
-_GGUF_OWN = {"gpt-oss": {"mlp_norm": "post_attention_norm.weight"}}
-_GGUF_TOP = {
-    "embed": "token_embd.weight",
-    "positions": "position_embd.weight",
-    "norm": "output_norm.weight",
-    "norm_bias": "output_norm.bias",
-    "embed_norm": "token_embd_norm.weight",
-    "embed_norm_bias": "token_embd_norm.bias",
-    "head": "output.weight",
-}
+def _cut_queries(parts: Parts, spec: ModelSpec, latent: LatentSpec) -> Parts:
+    """With a latent KV each head of the query tensor has first its plain rows and then the rotary ones; the
+    key tensor has first all of the latent and then the rotary key."""
+    head = latent.nope + latent.rotary
+    both = latent.rank + latent.rotary
+    queries = replace(parts["q"], shape=(spec.heads * head, spec.dim))
+    keys = replace(parts["k"], shape=(both, spec.dim))
+    return parts | {
+        "q": replace(queries, cut=(0, latent.nope, head)),
+        "q_rope": replace(queries, cut=(latent.nope, latent.rotary, head)),
+        "k": replace(keys, cut=(0, latent.rank, both)),
+        "k_rope": replace(keys, cut=(latent.rank, latent.rotary, both)),
+    }
 
 
-def gguf_layout(spec: ModelSpec, present: Callable[[str], bool]) -> Layout:
-    """Where llama.cpp's converter puts the weights. `present` tells whether a tensor is there: older files
-    have what makes keys and values of a latent KV in one."""
-    top = {f: Part(_GGUF_TOP[f], shape) for f, shape in top_shapes(spec).items()}
-    table = _GGUF | _GGUF_OWN.get(spec.arch, {})
-    layers, experts = [], []
-    for i in range(spec.layers):
-        prefix, shapes = f"blk.{i}.", shapes_of(spec, i)
-        parts = {f: Part(prefix + table[named(spec, i, f)], shape) for f, shape in shapes.items()}
-        parts = cut_queries(parts, spec, prefix + _GGUF["q"], prefix + "attn_kv_a_mqa.weight")
-        if spec.arch in ("gpt2", "bloom", "phi3"):
-            parts = fuse(parts, ("q", "k", "v"), f"blk.{i}.attn_qkv.weight")
-        if spec.arch in ("gpt2", "bloom"):
-            parts = fuse(parts, ("q_bias", "k_bias", "v_bias"), f"blk.{i}.attn_qkv.bias")
-        if spec.arch in ("phi3", "glm4"):
-            parts = fuse(parts, ("gate", "up"), f"blk.{i}.ffn_up.weight")
-        layers.append(without_weights(spec, parts))
-        experts.append(_gguf_experts(spec, i))
-    names = [f"blk.{i}.attn_kv_b.weight" for i in range(spec.layers)]
-    heads = [
-        fused_heads(spec, n) if present(n) else _gguf_heads(spec, i) for i, n in enumerate(names)
-    ]
-    return Layout(scaled_logits(spec, top), layers, experts, heads=heads)
+def _latent_heads(
+    spec: ModelSpec, names: Names, prefix: str, present: Callable[[str], bool]
+) -> dict[str, list[Part]]:
+    """The rows of each head that make its keys and its values of the latent."""
+    latent, heads = spec.latent, range(spec.heads)
+    if latent is None:
+        return {}
+    name = prefix + names.tensor("kv_up")
+    if "k_up" in names.modules and not present(name):
+        shapes = {"k_up": (latent.rank, latent.nope), "v_up": (latent.value, latent.rank)}
+        return {
+            f: [Part(prefix + names.tensor(f), (spec.heads, *shape), index=i) for i in heads]
+            for f, shape in shapes.items()
+        }
+    head = latent.nope + latent.value
+    shape = (spec.heads * head, latent.rank)
+    keys = [Part(name, shape, (head * i, latent.nope, shape[0]), turned=True) for i in heads]
+    values = [Part(name, shape, (head * i + latent.nope, latent.value, shape[0])) for i in heads]
+    return {"k_up": keys, "v_up": values}
+
+
+def _experts(spec: ModelSpec, names: Names, prefix: str) -> dict[str, list[Part]]:
+    e = spec.experts
+    assert e is not None
+    router: dict[str, tuple[int, ...]] = {"router": (e.count, spec.dim)}
+    inward, outward = (e.ffn, spec.dim), (spec.dim, e.ffn)
+    shapes: dict[str, tuple[int, ...]] = {"gates": inward, "ups": inward, "downs": outward}
+    if spec.family.expert_bias:
+        router["router_bias"] = (e.count,)
+        shapes |= {"gate_biases": (e.ffn,), "up_biases": (e.ffn,), "down_biases": (spec.dim,)}
+    parts = {f: [Part(prefix + names.tensor(f), shape)] for f, shape in router.items()}
+    for f, shape in shapes.items():
+        name, cut, matrix = prefix + names.tensor(f), None, len(shape) == 2
+        if not names.stacked:
+            parts[f] = [Part(name.format(i), shape) for i in range(e.count)]
+            continue
+        if names.stacked != "rows" and not f.startswith("down"):
+            second = int(f.startswith("up"))
+            shape = (2 * e.ffn, *shape[1:])
+            cut = (second * e.ffn, e.ffn, 2 * e.ffn)
+            if names.stacked == "pairs":
+                cut = (second, 1, 2)
+        transposed = matrix and names.stacked != "rows"
+        whole = (e.count, *(shape[::-1] if transposed else shape))
+        parts[f] = [Part(name, whole, cut, transposed, index=i) for i in range(e.count)]
+    return parts
 
 
 def named(spec: ModelSpec, layer: int, field: str) -> str:
@@ -265,67 +305,50 @@ def named(spec: ModelSpec, layer: int, field: str) -> str:
     return f"shared_{field}" if shared else field
 
 
-def fused_heads(spec: ModelSpec, name: str) -> dict[str, list[Part]]:
-    """Of each head the rows of one tensor that make its keys of the latent, and behind them its values'."""
-    latent = spec.latent
-    if latent is None:
-        return {}
-    head = latent.nope + latent.value
-    whole = spec.heads * head
-    shape = (whole, latent.rank)
-    return {
-        "k_up": [
-            Part(name, shape, (head * i, latent.nope, whole), turned=True)
-            for i in range(spec.heads)
-        ],
-        "v_up": [
-            Part(name, shape, (head * i + latent.nope, latent.value, whole))
-            for i in range(spec.heads)
-        ],
-    }
+# -- GGUF ----------------------------------------------------------------------------------------------------
+
+_GGUF = modules("""
+    embed           token_embd
+    positions       position_embd
+    norm            output_norm
+    embed_norm      token_embd_norm
+    head            output
+    attn_norm       attn_norm
+    q               attn_q
+    k               attn_k
+    v               attn_v
+    o               attn_output
+    q_norm          attn_q_norm
+    k_norm          attn_k_norm
+    mlp_norm        ffn_norm
+    gate            ffn_gate
+    up              ffn_up
+    down            ffn_down
+    attn_post_norm  post_attention_norm
+    mlp_post_norm   post_ffw_norm
+    router          ffn_gate_inp
+    gates           ffn_gate_exps
+    ups             ffn_up_exps
+    downs           ffn_down_exps
+    shared_gate     ffn_gate_shexp
+    shared_up       ffn_up_shexp
+    shared_down     ffn_down_shexp
+    sinks           attn_sinks
+    latent_norm     attn_kv_a_norm
+    q_rope          attn_q
+    k_rope          attn_kv_a_mqa
+    kv_up           attn_kv_b
+    k_up            attn_k_b
+    v_up            attn_v_b
+""")
+# Architectures that call a tensor otherwise.
+_GGUF_OWN = {"gpt-oss": {"mlp_norm": "post_attention_norm"}, "deepseek2": {"k": "attn_kv_a_mqa"}}
+_QKV, _GATE_UP = {"q k v": "attn_qkv"}, {"gate up": "ffn_up"}
+_GGUF_FUSED = {"gpt2": _QKV, "bloom": _QKV, "phi3": _QKV | _GATE_UP, "glm4": _GATE_UP}
 
 
-def _gguf_heads(spec: ModelSpec, layer: int) -> dict[str, list[Part]]:
-    latent, heads = spec.latent, spec.heads
-    if latent is None:
-        return {}
-
-    def each(name: str, rows: int, columns: int) -> list[Part]:
-        shape, whole = (heads, rows, columns), heads * rows
-        return [Part(f"blk.{layer}.{name}", shape, (rows * i, rows, whole)) for i in range(heads)]
-
-    return {
-        "k_up": each("attn_k_b.weight", latent.rank, latent.nope),
-        "v_up": each("attn_v_b.weight", latent.value, latent.rank),
-    }
-
-
-def _gguf_experts(spec: ModelSpec, layer: int) -> dict[str, list[Part]]:
-    """All experts of a kind lie in one tensor of three dimensions, one behind the other."""
-    e = spec.experts
-    if e is None or not spec.sparse(layer):
-        return {}
-
-    def stacked(field: str, rows: int, columns: int) -> list[Part]:
-        name, all_rows = f"blk.{layer}.{_GGUF[field]}", e.count * rows
-        shape = (e.count, rows, columns)
-        return [Part(name, shape, (rows * i, rows, all_rows)) for i in range(e.count)]
-
-    def biases(field: str, rows: int) -> list[Part]:
-        name = f"blk.{layer}.{_GGUF[field]}"
-        return [Part(name, (e.count, rows), index=i) for i in range(e.count)]
-
-    own = {}
-    if spec.family.expert_bias:
-        own = {
-            "router_bias": [Part(f"blk.{layer}.{_GGUF['router_bias']}", (e.count,))],
-            "gate_biases": biases("gate_biases", e.ffn),
-            "up_biases": biases("up_biases", e.ffn),
-            "down_biases": biases("down_biases", spec.dim),
-        }
-    return own | {
-        "router": [Part(f"blk.{layer}.{_GGUF['router']}", (e.count, spec.dim))],
-        "gates": stacked("gates", e.ffn, spec.dim),
-        "ups": stacked("ups", e.ffn, spec.dim),
-        "downs": stacked("downs", spec.dim, e.ffn),
-    }
+def gguf_layout(spec: ModelSpec, present: Callable[[str], bool]) -> Layout:
+    """Where llama.cpp's converter puts the weights; `present` as in `layout_of`."""
+    table = _GGUF | _GGUF_OWN.get(spec.arch, {})
+    fused = _GGUF_FUSED.get(spec.arch, {})
+    return layout_of(spec, Names(table, ("",), "blk.", fused, stacked="rows"), present)
