@@ -17,8 +17,8 @@ from typing import Any
 from pageturner.errors import EngineFault
 
 CONFIG = "config.json"
-MOST_BYTES = 16 << 20  # of one such file: parsed it may take twenty times as much memory
-_MOST_DIGITS = 20  # of a whole number: what 64 bits hold, and a sign
+MAX_BYTES = 16 << 20  # of one such file: parsed it may take twenty times as much memory
+_MAX_DIGITS = 20  # of a whole number: what 64 bits hold, and a sign
 _LARGE_DIGITS = (
     40  # of one that is read as a float: Transformers writes 10^30 for "no longest text"
 )
@@ -37,7 +37,7 @@ def parse_json(raw: bytes, pairs: Callable[[list[tuple[str, Any]]], dict[str, An
 def _int(digits: str) -> int | float:
     if len(digits) > _LARGE_DIGITS:
         raise ValueError(f"a number of {len(digits)} digits")
-    return int(digits) if len(digits) <= _MOST_DIGITS else float(digits)
+    return int(digits) if len(digits) <= _MAX_DIGITS else float(digits)
 
 
 def read_bounded(path: Path, most: int) -> bytes:
@@ -52,7 +52,7 @@ def read_bounded(path: Path, most: int) -> bytes:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. EngineFault('config_corrupt') if it is none."""
     try:
-        value = parse_json(read_bounded(path, MOST_BYTES))
+        value = parse_json(read_bounded(path, MAX_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise EngineFault("config_corrupt", f"cannot read {path}: {error}") from error
     if not isinstance(value, dict):

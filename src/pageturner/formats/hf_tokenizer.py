@@ -20,10 +20,10 @@ from typing import Any
 
 from pageturner.errors import EngineFault
 from pageturner.formats.generation_config import folder_eos_ids
-from pageturner.formats.hf_config import CONFIG, MOST_BYTES, read_bounded, read_json
+from pageturner.formats.hf_config import CONFIG, MAX_BYTES, read_bounded, read_json
 from pageturner.formats.sentencepiece_model import Added, read_sentencepiece
 from pageturner.formats.tiktoken import is_ranks, read_ranks
-from pageturner.formats.tokenizer import MOST_TOKENS, Found, Marks, Tokenizer
+from pageturner.formats.tokenizer import MAX_TOKENS, Found, Marks, Tokenizer
 from pageturner.formats.tokenizer_json import read_tokenizer_json
 
 
@@ -34,9 +34,9 @@ def load_folder(path: str | os.PathLike[str]) -> Tokenizer:
     added = _added_tokens(folder, config)
     found = _find(folder, added)
     own, size = found.marks, found.codec.vocab_size
-    if not 0 < size <= MOST_TOKENS:
+    if not 0 < size <= MAX_TOKENS:
         message = (
-            f"the tokenizer of {folder} has {size:,} token ids; there can be 1 to {MOST_TOKENS:,}"
+            f"the tokenizer of {folder} has {size:,} token ids; there can be 1 to {MAX_TOKENS:,}"
         )
         raise EngineFault("tokenizer_corrupt", message)
     named = _json(folder / "special_tokens_map.json") | config
@@ -81,7 +81,7 @@ def _added_tokens(folder: Path, config: dict[str, Any]) -> dict[int, Added]:
         for i, token in listed.items():
             special, rstrip = bool(token.get("special")), bool(token.get("rstrip"))
             added[int(i)] = Added(str(token["content"]), special, rstrip)
-        if (wrong := next((i for i in added if not 0 <= i < MOST_TOKENS), None)) is not None:
+        if (wrong := next((i for i in added if not 0 <= i < MAX_TOKENS), None)) is not None:
             raise ValueError(f"{added[wrong].text!r} has the id {wrong}")
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise EngineFault(
@@ -122,7 +122,7 @@ def _name(folder: Path) -> str:
 
 def _bytes(path: Path) -> bytes:
     try:
-        return read_bounded(path, MOST_BYTES)
+        return read_bounded(path, MAX_BYTES)
     except (OSError, ValueError) as error:
         raise EngineFault("tokenizer_corrupt", f"cannot read {path}: {error}") from error
 

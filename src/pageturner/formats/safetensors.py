@@ -49,7 +49,7 @@ CONVERT = (
 # Bytes of a header and of an index: 250,000 tensors. The format would allow a header of 100 MB, which takes
 # gigabytes once it is parsed.
 _LONGEST_HEADER = 32 << 20
-_MOST_DIMS, _MOST_SHARDS = 8, 1000
+_MAX_DIMS, _MAX_SHARDS = 8, 1000
 
 
 class Safetensors:
@@ -137,7 +137,7 @@ def _read_index(path: Path) -> dict[str, str]:
     if not isinstance(names, dict) or not all(_is_file_name(name) for name in names.values()):
         message = f"{path}: weight_map should name, for each tensor, a file in the same folder"
         raise EngineFault("safetensors_corrupt", message)
-    if (shards := len(set(names.values()))) > _MOST_SHARDS:
+    if (shards := len(set(names.values()))) > _MAX_SHARDS:
         raise EngineFault(
             "safetensors_corrupt", f"{path} names {shards:,} files, more than are opened"
         )
@@ -208,7 +208,7 @@ def _tensor(name: str, row: dict[str, Any], base: int, file: str) -> TensorInfo:
     if kind not in _SIZES:
         message = f"{file}: tensor {name!r} is of the unknown type {kind!r}: use F32, F16 or BF16"
         raise EngineFault("weight_kind", message)
-    if len(shape) > _MOST_DIMS or not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+    if len(shape) > _MAX_DIMS or not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
         raise ValueError(f"tensor {name!r} has the bad shape {shape}")
     if end - begin != prod(shape) * _SIZES[kind]:
         raise ValueError(

@@ -12,7 +12,7 @@ from pageturner import logs
 from pageturner.errors import EngineFault
 from pageturner.formats.generation_config import folder_eos_ids
 from pageturner.formats.hf_config import read_config
-from pageturner.formats.tokenizer import MOST_TOKENS, Marks, Tokenizer
+from pageturner.formats.tokenizer import MAX_TOKENS, Marks, Tokenizer
 
 # So that chats can be measured too. Names of roles are bytes like all else: random weights heed no marks.
 TEMPLATE = """\
@@ -46,7 +46,7 @@ def stand_in(folder: str | os.PathLike[str]) -> Tokenizer:
     size = values.get("vocab_size") or (
         inner.get("vocab_size") if isinstance(inner, dict) else None
     )
-    if not isinstance(size, int) or not 256 <= size <= MOST_TOKENS:
+    if not isinstance(size, int) or not 256 <= size <= MAX_TOKENS:
         message = f"{folder} has no tokenizer, and a vocabulary of {size} cannot stand in for one"
         raise EngineFault(
             "tokenizer_missing", f"{message}: put a tokenizer.json beside config.json"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 _ALONE = "\u263a"  # which no vocabulary with a space in front of texts joins with what follows
-MOST_TOKENS = (
+MAX_TOKENS = (
     1 << 20
 )  # ids of a vocabulary; real ones have up to 300,000, more only take memory and time
 

@@ -23,15 +23,15 @@ from pageturner.errors import ClientError, EngineFault, refusing
 from pageturner.formats.bpe import BYTES, byte_level_bytes
 from pageturner.formats.hf_config import read_bounded
 from pageturner.formats.sentencepiece import SPACE
-from pageturner.formats.tokenizer import MOST_TOKENS, Found, Marks, least
+from pageturner.formats.tokenizer import MAX_TOKENS, Found, Marks, least
 from pageturner.formats.tokenizer_rules import check_rules
 
-MOST_BYTES = 256 << 20  # of the file; those of vocabularies of 260,000 tokens have 35 MB
+MAX_BYTES = 256 << 20  # of the file; those of vocabularies of 260,000 tokens have 35 MB
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 _COMPOSING = ("NFC", "NFKC")
 _KEEPING = ("NFD", "NFKD", "Prepend", "Lowercase")  # normalisations that leave no character out
 _SPLITTING = ("ByteLevel", "Digits", "Metaspace", "Punctuation", "Split")
-MOST_COMPOSED = 4  # characters that Unicode composes into one: no canonical decomposition is longer
+MAX_COMPOSED = 4  # characters that Unicode composes into one: no canonical decomposition is longer
 
 
 class _Parts(msgspec.Struct, omit_defaults=True):
@@ -70,8 +70,8 @@ class TokenizerJson:
         self.vocab_size = (
             max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         )
-        if not 0 < self.vocab_size <= MOST_TOKENS:
-            message = f"{path} numbers its tokens up to {self.vocab_size - 1:,}; at most {MOST_TOKENS:,} can be"
+        if not 0 < self.vocab_size <= MAX_TOKENS:
+            message = f"{path} numbers its tokens up to {self.vocab_size - 1:,}; at most {MAX_TOKENS:,} can be"
             raise EngineFault("tokenizer_corrupt", message)
         steps = _steps(self._backend.decoder)
         kinds = {step["type"] for step in steps}
@@ -169,7 +169,7 @@ class TokenizerJson:
 
 def _load(path: Path) -> Backend:
     with _corrupt(path):
-        parts = msgspec.json.decode(read_bounded(path, MOST_BYTES), type=_Parts)
+        parts = msgspec.json.decode(read_bounded(path, MAX_BYTES), type=_Parts)
     try:
         check_rules([parts.normalizer, parts.pre_tokenizer])
     except ValueError as error:
@@ -226,7 +226,7 @@ def _joined(backend: Backend) -> int:
     joined = 1
     for step in _steps(backend.normalizer, "normalizers"):
         if step["type"] in _COMPOSING:
-            joined *= MOST_COMPOSED
+            joined *= MAX_COMPOSED
         elif step["type"] not in _KEEPING and not _writes_spaces(step):
             return 0
     for step in _steps(backend.pre_tokenizer, "pretokenizers"):

@@ -16,12 +16,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-MOST_RULES = 64  # normalizers and pre-tokenizers; real files have up to ten
-MOST_VARYING = (
+MAX_RULES = 64  # normalizers and pre-tokenizers; real files have up to ten
+MAX_VARYING = (
     8  # repetitions of varying length behind each other: the exponent of the time a text takes
 )
-MOST_GROWTH = 64  # how many times as long all normalizers together may make a text
-MOST_PUT_IN = 64  # characters in front of a text; real files have one
+MAX_GROWTH = 64  # how many times as long all normalizers together may make a text
+MAX_PUT_IN = 64  # characters in front of a text; real files have one
 _LONGEST_MAPPED = 64  # bytes that one character becomes; Unicode's own longest takes 33
 
 _QUANTIFIER = re.compile(r"[*+?]|\{(\d*)(,?)(\d*)\}")
@@ -69,19 +69,19 @@ def check_rules(rules: Any) -> None:
         if isinstance(content := rule.get("content"), str):
             growth *= max(1.0, len(content) / least) if least else 1.0 + len(content)
             put_in += (
-                0 if least else MOST_PUT_IN * len(content) // 2
+                0 if least else MAX_PUT_IN * len(content) // 2
             )  # where nothing is: one character, once
-    if put_in >= MOST_PUT_IN:
+    if put_in >= MAX_PUT_IN:
         raise ValueError(
             "its normalizers put text where none was more than once, or more than is supported"
         )
-    if count > MOST_RULES:
+    if count > MAX_RULES:
         raise ValueError(
-            f"it has {count} normalizers and pre-tokenizers; at most {MOST_RULES} are supported"
+            f"it has {count} normalizers and pre-tokenizers; at most {MAX_RULES} are supported"
         )
-    if growth > MOST_GROWTH:
+    if growth > MAX_GROWTH:
         raise ValueError(
-            f"its normalizers may make a text {growth:.3g} times as long; {MOST_GROWTH} at most"
+            f"its normalizers may make a text {growth:.3g} times as long; {MAX_GROWTH} at most"
         )
 
 
@@ -113,14 +113,14 @@ def pattern_least(pattern: str) -> int:
     part, end = _alternatives(pattern, 0, 0)
     if end < len(pattern):
         raise ValueError(f"the pattern {pattern!r} closes a group that it has not opened")
-    if part.varying > MOST_VARYING:
+    if part.varying > MAX_VARYING:
         raise ValueError(f"the pattern {pattern!r} repeats {part.varying} things behind each other")
     return part.least
 
 
 def _alternatives(pattern: str, at: int, depth: int) -> tuple[_Part, int]:
     """The part from `at` to the parenthesis that closes it, or to the end; where that is."""
-    if depth > MOST_RULES:
+    if depth > MAX_RULES:
         raise ValueError(f"the pattern {pattern!r} is nested too deeply")
     whole, branch, branches = _Part(least=-1), _Part(), 1
     while True:

@@ -38,14 +38,9 @@ _METHODS: dict[str, Callable[[HFConfig, CheckpointTensors], Readers]] = {
 }
 # Of activations and of the KV cache, which are rounded in another way here; and of how scales were found.
 _UNUSED = (
-    ".input_scale",
-    ".input_zero_point",
-    ".output_scale",
-    ".output_zero_point",
+    *(f".{of}_{what}" for of in ("input", "output") for what in ("scale", "zero_point")),
+    *(f".{of}_scale" for of in "kvq"),
     ".input_scale_ub",
-    ".k_scale",
-    ".v_scale",
-    ".q_scale",
     ".weight_format",
     ".weight_zero_point",
 )

@@ -44,17 +44,10 @@ _FORMATS = (
     "float-quantized",
     "naive-quantized",
     "mxfp4-pack-quantized",
-    "mixed-precision",
-    "dense",
 )
-_HARMLESS = (
-    "global_compression_ratio",
-    "ignore",
-    "kv_cache_scheme",
-    "quantization_status",
-    "transform_config",
-    "version",
-)
+_HARMLESS = """
+    global_compression_ratio ignore kv_cache_scheme quantization_status transform_config version
+"""
 
 
 def compressed_tensors(config: HFConfig, tensors: CheckpointTensors) -> Readers:
@@ -72,8 +65,7 @@ def compressed_tensors(config: HFConfig, tensors: CheckpointTensors) -> Readers:
     if groups is None:
         raise invalid("it has no config_groups")
     schemes = _schemes(groups, list(config.raw("config_groups")))
-    for key in _HARMLESS:
-        config.raw(key)
+    config.ignore(_HARMLESS)
     config.done()
 
     def read(prefix: str) -> QuantisedMatrix:
@@ -101,9 +93,9 @@ def compressed_tensors(config: HFConfig, tensors: CheckpointTensors) -> Readers:
 
 
 def _check_format(name: str) -> None:
-    if name not in _FORMATS:
+    if name not in (*_FORMATS, "mixed-precision", "dense"):
         message = f"compressed-tensors in the format {name!r} is not supported"
-        raise unsupported(f"{message}; there are {', '.join(_FORMATS[:-2])}")
+        raise unsupported(f"{message}; there are {', '.join(_FORMATS)}")
 
 
 def _schemes(groups: HFConfig, names: list[str]) -> list[tuple[list[str], HFConfig]]:

@@ -19,6 +19,7 @@ from pageturner.errors import EngineFault
 from pageturner.formats.ggml_types import BY_NAME
 from pageturner.formats.gguf import TensorInfo
 from pageturner.formats.hf_config import CONFIG, read_config
+from pageturner.models.hf_keys import QUANTISED
 from pageturner.models.hf_names import hf_layout
 from pageturner.models.hf_spec import read_hf_spec
 from pageturner.models.names import Layout, Part
@@ -29,7 +30,6 @@ TILE = (
 ) - 3  # random values that all tensors share; a prime number, so that rows of a matrix differ
 SMALL = 0.02  # standard deviation of biases
 _KINDS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-_QUANTISED = ("quantization_config", "compression_config")
 
 
 class DummyFile:
@@ -107,7 +107,7 @@ def open_dummy(path: str | os.PathLike[str], seed: int) -> tuple[DummyFile, Mode
         message = f"--load-format dummy takes a folder with a {CONFIG}, and {path} is a file"
         raise EngineFault("bad_setting", message)
     config = read_config(folder)
-    if any(config.get(key) for key in _QUANTISED):
+    if any(config.get(key) for key in QUANTISED.split()):
         message = (
             f"--load-format dummy makes floats, and {folder / CONFIG} tells of quantised weights"
         )

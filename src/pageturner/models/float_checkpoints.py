@@ -30,29 +30,15 @@ from pageturner.models.hf_values import HFConfig
 from pageturner.models.quantised_matrix import QuantisedMatrix, check_scales, invalid, of_bytes
 from pageturner.models.spec import unsupported
 
-_HARMLESS = (
-    "activation_scale_ub",
-    "activation_scheme",
-    "dequantize",
-    "ignored_layers",
-    "kv_cache_scheme",
-    "modules_to_not_convert",
-    "scale_fmt",
-)
-_BNB_HARMLESS = (
-    "_load_in_4bit",
-    "_load_in_8bit",
-    "bnb_4bit_compute_dtype",
-    "bnb_4bit_quant_storage",
-    "bnb_4bit_quant_type",
-    "bnb_4bit_use_double_quant",
-    "llm_int8_enable_fp32_cpu_offload",
-    "llm_int8_has_fp16_weight",
-    "llm_int8_skip_modules",
-    "llm_int8_threshold",
-    "load_in_4bit",
-    "load_in_8bit",
-)
+_HARMLESS = """
+    activation_scale_ub activation_scheme dequantize ignored_layers kv_cache_scheme
+    modules_to_not_convert scale_fmt
+"""
+_BNB_HARMLESS = """
+    _load_in_4bit _load_in_8bit bnb_4bit_compute_dtype bnb_4bit_quant_storage
+    bnb_4bit_quant_type bnb_4bit_use_double_quant llm_int8_enable_fp32_cpu_offload
+    llm_int8_has_fp16_weight llm_int8_skip_modules llm_int8_threshold load_in_4bit load_in_8bit
+"""
 _STATE = ".quant_state.bitsandbytes__"
 
 
@@ -61,7 +47,7 @@ def fp8(config: HFConfig, tensors: CheckpointTensors) -> Readers:
     config.expect("fmt", "e4m3")
     config.expect("weight_per_tensor", False)
     block = _block(config.raw("weight_block_size"))
-    _ignore(config, _HARMLESS)
+    config.ignore(_HARMLESS)
     config.done()
 
     def read(prefix: str) -> QuantisedMatrix:
@@ -87,7 +73,7 @@ def fp8(config: HFConfig, tensors: CheckpointTensors) -> Readers:
 
 def mxfp4(config: HFConfig, tensors: CheckpointTensors) -> Readers:
     """EngineFault as `fp8`. What comes out has experts first, then outputs."""
-    _ignore(config, _HARMLESS)
+    config.ignore(_HARMLESS)
     config.done()
 
     def read(name: str) -> QuantisedMatrix:
@@ -106,7 +92,7 @@ def mxfp4(config: HFConfig, tensors: CheckpointTensors) -> Readers:
 
 def bitsandbytes(config: HFConfig, tensors: CheckpointTensors) -> Readers:
     """EngineFault as `fp8`."""
-    _ignore(config, _BNB_HARMLESS)
+    config.ignore(_BNB_HARMLESS)
     config.done()
 
     def four(prefix: str) -> QuantisedMatrix:
@@ -118,11 +104,6 @@ def bitsandbytes(config: HFConfig, tensors: CheckpointTensors) -> Readers:
         return of_bytes(prefix, q, (largest / np.float32(127)).reshape(-1, 1))
 
     return _by_weight(tensors, "I8", eight) | _by_weight(tensors, "U8", four)
-
-
-def _ignore(config: HFConfig, keys: tuple[str, ...]) -> None:
-    for key in keys:
-        config.raw(key)
 
 
 def _by_weight(

@@ -16,7 +16,7 @@ from pageturner.models.spec import (
     FAMILIES,
     LARGEST,
     LONGEST,
-    MOST_LAYERS,
+    MAX_LAYERS,
     ExpertSpec,
     Family,
     LatentSpec,
@@ -59,62 +59,34 @@ _ARCHES = {
     "bloom": _Arch("bloom"),
 }
 # Keys behind "<arch>." whose value is used, or says nothing about the computation.
-_UNDERSTOOD = {
-    "block_count",
-    "context_length",
-    "embedding_length",
-    "feed_forward_length",
-    "vocab_size",
-    "attention.head_count",
-    "attention.head_count_kv",
-    "attention.key_length",
-    "attention.value_length",
-    "attention.layer_norm_rms_epsilon",
-    "attention.layer_norm_epsilon",
-    "attention.scale",
-    "rope.freq_base",
-    "rope.dimension_count",
-    "rope.scaling.type",
-    "rope.scaling.factor",
-    "rope.scaling.finetuned",
-    "rope.scaling.original_context_length",
-    "rope.scaling.yarn_beta_fast",
-    "rope.scaling.yarn_beta_slow",
-    "rope.scaling.yarn_attn_factor",
-    "expert_count",
-    "expert_used_count",
-}
-_MULTIPLIERS = {"embedding_scale", "residual_scale", "logit_scale"}
-_WINDOWS = {"attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"}
+_UNDERSTOOD = """
+        block_count context_length embedding_length feed_forward_length vocab_size
+        attention.head_count attention.head_count_kv attention.key_length attention.value_length
+        attention.layer_norm_rms_epsilon attention.layer_norm_epsilon attention.scale
+        rope.freq_base rope.dimension_count rope.scaling.type rope.scaling.factor
+        rope.scaling.finetuned rope.scaling.original_context_length rope.scaling.yarn_beta_fast
+        rope.scaling.yarn_beta_slow rope.scaling.yarn_attn_factor expert_count expert_used_count
+"""
+_WINDOWS = "attention.sliding_window attention.sliding_window_pattern rope.freq_base_swa"
 # The same, of some architectures only.
 _ALSO = {
-    "qwen3moe": {"expert_feed_forward_length"},
-    "phi3": {"attention.sliding_window", "rope.scaling.attn_factor"},
+    "qwen3moe": "expert_feed_forward_length",
+    "phi3": "attention.sliding_window rope.scaling.attn_factor",
     # its dense models are written as if they had Mamba layers and experts
-    "granite": _MULTIPLIERS
-    | {
-        "expert_shared_feed_forward_length",
-        "ssm.conv_kernel",
-        "ssm.state_size",
-        "ssm.group_count",
-        "ssm.inner_size",
-        "ssm.time_step_rank",
-    },
+    "granite": """
+        embedding_scale residual_scale logit_scale expert_shared_feed_forward_length ssm.conv_kernel
+        ssm.state_size ssm.group_count ssm.inner_size ssm.time_step_rank
+    """,
     "olmo2": _WINDOWS,
-    "gpt-oss": _WINDOWS | {"expert_feed_forward_length"},
-    "llama4": {"expert_feed_forward_length", "interleave_moe_layer_step"},
-    "deepseek2": {
-        "attention.kv_lora_rank",
-        "attention.key_length_mla",
-        "attention.value_length_mla",
-        "leading_dense_block_count",
-        "expert_feed_forward_length",
-        "expert_shared_count",
-        "expert_weights_scale",
-        "rope.scaling.yarn_log_multiplier",
-    },
-    "gemma2": {"attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping"},
-    "gemma3": {"attention.sliding_window", "rope.freq_base_swa"},
+    "gpt-oss": f"{_WINDOWS} expert_feed_forward_length",
+    "llama4": "expert_feed_forward_length interleave_moe_layer_step",
+    "deepseek2": """
+        attention.kv_lora_rank attention.key_length_mla attention.value_length_mla
+        leading_dense_block_count expert_feed_forward_length expert_shared_count expert_weights_scale
+        rope.scaling.yarn_log_multiplier
+    """,
+    "gemma2": "attention.sliding_window attn_logit_softcapping final_logit_softcapping",
+    "gemma3": "attention.sliding_window rope.freq_base_swa",
 }
 # Settings nobody here computes, by the value that turns them off.
 _NEUTRAL = {
@@ -155,9 +127,10 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
 
 
 def _refuse_unknown(file: GGUFFile, arch: str) -> None:
+    understood = f"{_UNDERSTOOD} {_ALSO.get(arch, '')}".split()
     for full, value in file.metadata.items():
         prefix, _, key = full.partition(".")
-        if prefix != arch or key in _UNDERSTOOD or key in _ALSO.get(arch, ()):
+        if prefix != arch or key in understood:
             continue
         if isinstance(value, Array) or key not in _NEUTRAL or value != _NEUTRAL[key]:
             shown = "an array" if isinstance(value, Array) else repr(value)
@@ -182,7 +155,7 @@ class _KeyReader:
 
     def spec(self) -> ModelSpec:
         family = FAMILIES[self.known.family]
-        layers = self.size("block_count", most=MOST_LAYERS)
+        layers = self.size("block_count", most=MAX_LAYERS)
         dim, heads = self.size("embedding_length"), self.size("attention.head_count")
         latent = self.latent()
         head_dim = self.size("attention.key_length", max(1, dim // heads))
@@ -270,7 +243,7 @@ class _KeyReader:
         listed = self.file.metadata.get(key)
         if self.arch != "granite" or not isinstance(listed, Array):
             return self.size("attention.head_count_kv", heads)
-        found = set(listed.integers()) if len(listed) <= MOST_LAYERS else set()
+        found = set(listed.integers()) if len(listed) <= MAX_LAYERS else set()
         if len(found) != 1 or 0 in found:
             raise unsupported(f"{key} differs from layer to layer, which is not supported")
         return found.pop()

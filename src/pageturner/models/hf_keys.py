@@ -9,94 +9,37 @@ from __future__ import annotations
 from typing import Any
 
 # What generate() once read from here, with every value it had by default.
-_GENERATION = {
-    "bad_words_ids",
-    "begin_suppress_tokens",
-    "diversity_penalty",
-    "do_sample",
-    "early_stopping",
-    "encoder_no_repeat_ngram_size",
-    "exponential_decay_length_penalty",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "length_penalty",
-    "max_length",
-    "min_length",
-    "no_repeat_ngram_size",
-    "num_beam_groups",
-    "num_beams",
-    "num_return_sequences",
-    "output_attentions",
-    "output_hidden_states",
-    "output_scores",
-    "remove_invalid_values",
-    "repetition_penalty",
-    "return_dict",
-    "return_dict_in_generate",
-    "suppress_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "typical_p",
-    "pruned_heads",
-}
+_GENERATION = """
+    bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping
+    encoder_no_repeat_ngram_size exponential_decay_length_penalty forced_bos_token_id
+    forced_eos_token_id length_penalty max_length min_length no_repeat_ngram_size
+    num_beam_groups num_beams num_return_sequences output_attentions output_hidden_states
+    output_scores remove_invalid_values repetition_penalty return_dict return_dict_in_generate
+    suppress_tokens temperature top_k top_p typical_p pruned_heads
+"""
 # Say nothing about what is computed at inference.
-HARMLESS = _GENERATION | {
-    "architectures",
-    "auto_map",
-    "bos_token_id",
-    "chunk_size_feed_forward",
-    "dtype",
-    "eos_token_id",
-    "id2label",
-    "init_std",
-    "initializer_range",
-    "initializer_factor",
-    "label2id",
-    "layerdrop",
-    "gradient_checkpointing",
-    "model_type",
-    "n_ctx",
-    "name_or_path",
-    "output_router_logits",
-    "pad_token_id",
-    "prefix",
-    "problem_type",
-    "pretraining_tp",
-    "quantization_aware",
-    "router_aux_loss_coef",
-    "router_jitter_noise",
-    "sep_token_id",
-    "summary_activation",
-    "summary_first_dropout",
-    "summary_proj_to_labels",
-    "summary_type",
-    "summary_use_proj",
-    "task_specific_params",
-    "torch_dtype",
-    "transformers_version",
-    "unk_token_id",
-    "use_cache",
-    "cache_implementation",
-    "sliding_window_pattern",
-    "max_window_layers",
-    "layer_types",
-    "is_decoder",
-    "tokenizer_class",
-    "masked_softmax_fusion",
-    "slow_but_exact",
-    "attn_implementation",
-    "attention_softmax_in_fp32",
-    "bias_dropout_fusion",
-    "skip_bias_add",  # how BLOOM was trained
-    "is_llama_config",
-    "transformers.js_config",
-    "unsloth_fixed",
-    "unsloth_version",
-}
-QUANTISED = ("quantization_config", "compression_config")  # read by models/checkpoint.py
+_TRAINING = """
+        architectures auto_map bos_token_id chunk_size_feed_forward dtype eos_token_id id2label
+        init_std initializer_range initializer_factor label2id layerdrop gradient_checkpointing
+        model_type n_ctx name_or_path output_router_logits pad_token_id prefix problem_type
+        pretraining_tp quantization_aware router_aux_loss_coef router_jitter_noise sep_token_id
+        summary_activation summary_first_dropout summary_proj_to_labels summary_type
+        summary_use_proj task_specific_params torch_dtype transformers_version unk_token_id
+        use_cache cache_implementation sliding_window_pattern max_window_layers layer_types
+        is_decoder tokenizer_class masked_softmax_fusion slow_but_exact attn_implementation
+        attention_softmax_in_fp32 bias_dropout_fusion skip_bias_add is_llama_config
+        transformers.js_config unsloth_fixed unsloth_version
+"""
+HARMLESS = frozenset(f"{_GENERATION} {_TRAINING}".split())
+QUANTISED = "quantization_config compression_config"  # read by models/checkpoint.py
 DROPOUT = ("dropout", "_pdrop", "_drop")
 
+_GLM = {
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+}
 # What Transformers takes where a file is silent, by model type, as far as it is not what most take. A key
 # that is there with null is not silent.
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -113,18 +56,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "phi3": {"original_max_position_embeddings": 4096},
     "smollm3": {"num_key_value_heads": 4, "rope_theta": 2e6, "use_sliding_window": False},
     "olmo3": {"sliding_window": 4096},
-    "glm": {
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "partial_rotary_factor": 0.5,
-        "attention_bias": True,
-    },
-    "glm4": {
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "partial_rotary_factor": 0.5,
-        "attention_bias": True,
-    },
+    "glm": _GLM,
+    "glm4": _GLM,
     "starcoder2": {
         "num_key_value_heads": 2,
         "norm_epsilon": 1e-5,
@@ -148,6 +81,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-5,
     },
     "deepseek_v2": {"rms_norm_eps": 1e-6},
+    "gpt2": {"layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"},
+    "opt": {"layer_norm_epsilon": 1e-5, "activation_function": "relu"},
+    "bloom": {"layer_norm_epsilon": 1e-5, "seq_length": 2048},
     "gemma2": {
         "head_dim": 256,
         "num_key_value_heads": 4,
@@ -170,14 +106,35 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 
-# Of Gemma 3 with a vision tower, everything outside of "text_config" that is about pictures.
-PICTURES = {
-    "vision_config",
-    "mm_tokens_per_image",
-    "boi_token_index",
-    "eoi_token_index",
-    "image_token_index",
-    "image_token_id",
-    "boi_token_id",
-    "eoi_token_id",
+# What model types call the keys of Llama; of several names the first that has a value counts.
+KEYS = {
+    "gpt2": {
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "intermediate_size": "n_inner",
+        "max_position_embeddings": "n_positions",
+        "rms_norm_eps": "layer_norm_epsilon",
+        "hidden_act": "activation_function",
+    },
+    "opt": {
+        "intermediate_size": "ffn_dim",
+        "rms_norm_eps": "layer_norm_epsilon",
+        "hidden_act": "activation_function",
+    },
+    "bloom": {
+        "hidden_size": "hidden_size n_embed",
+        "num_hidden_layers": "n_layer num_hidden_layers",
+        "num_attention_heads": "n_head num_attention_heads",
+        "intermediate_size": "n_inner",
+        "max_position_embeddings": "seq_length",
+        "rms_norm_eps": "layer_norm_epsilon",
+    },
+    "starcoder2": {"rms_norm_eps": "norm_epsilon"},
 }
+
+# Of Gemma 3 with a vision tower, everything outside of "text_config" that is about pictures.
+PICTURES = """
+    vision_config mm_tokens_per_image boi_token_index eoi_token_index image_token_index
+    image_token_id boi_token_id eoi_token_id
+"""

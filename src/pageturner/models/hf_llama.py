@@ -10,7 +10,7 @@ from dataclasses import replace
 from pageturner.errors import EngineFault
 from pageturner.models.hf_values import HFConfig
 from pageturner.models.rope import KINDS, RopeSpec, longrope_amplitude, yarn_amplitude
-from pageturner.models.spec import FAMILIES, LARGEST, MOST_LAYERS, ModelSpec, unsupported
+from pageturner.models.spec import FAMILIES, LARGEST, MAX_LAYERS, ModelSpec, unsupported
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -26,51 +26,64 @@ _EVERY = {"gemma2": 2, "olmo3": 4, "gpt_oss": 2}
 _CHUNKS = ("attention_chunk_size", "chunked_attention")
 
 
-def llama_like(
-    config: HFConfig,
-    arch: str,
-    name: str,
-    *,
-    ffn: str = "intermediate_size",
-    head_dim: int = 0,
-    eps: str = "rms_norm_eps",
-) -> ModelSpec:
-    """The keys that all of these share; every family adds its own.
+def llama_like(config: HFConfig, ffn: str = "intermediate_size", head_dim: int = 0) -> ModelSpec:
+    """The keys that all families share; every family adds its own.
 
-    ffn, eps  what two keys are called
-    head_dim  of the rotary embedding and the rest; 0: as the file says
+    ffn       the key of the inner size of the MLP
+    head_dim  dimensions of a head before rotary ones are added; 0: as the file says
     """
+    arch = config.arch
+    family = FAMILIES[arch]
     dim, heads = config.size("hidden_size"), config.size("num_attention_heads")
-    layers = config.size("num_hidden_layers", most=MOST_LAYERS)
-    said = config.size("head_dim", max(1, dim // heads))
-    head_dim = head_dim or said
-    act = config.get("hidden_act", str, "silu")
-    config.expect("mlp_bias", False)
-    family = replace(FAMILIES[arch], act=activation(config.get("hidden_activation", str, act)))
-    if arch not in ("qwen2", "phi3") and config.get("attention_bias", bool, False):
-        family = replace(family, qkv_bias=True, o_bias=True)
-    window, windowed = window_layers(config, arch, layers)
-    local, rope = _ropes(config, arch, head_dim)
-    context = config.size("max_position_embeddings")
-    if (
-        rope.kind == "yarn" and 0 < rope.factor < LARGEST
-    ):  # files name it before or behind the stretching
-        context = max(context, int(rope.original * rope.factor))
-    return ModelSpec(
+    if arch != "bloom":
+        act = config.get("hidden_act", str, "silu")
+        family = replace(family, act=activation(config.get("hidden_activation", str, act)))
+    rotary = family.positions == "rotary"
+    spec = ModelSpec(
         arch=arch,
-        name=name,
+        name=config.name,
         family=family,
-        layers=layers,
+        layers=config.size("num_hidden_layers", most=MAX_LAYERS),
         dim=dim,
         heads=heads,
-        kv_heads=config.size("num_key_value_heads", heads),
-        head_dim=head_dim,
-        ffn=config.size(ffn),
+        kv_heads=heads,
+        head_dim=dim // heads,
+        ffn=config.size(ffn, None if rotary else 4 * dim),
         vocab=config.size("vocab_size"),
-        context=context,
-        eps=config.get(eps, float),
-        rope=rope,
+        context=config.size("max_position_embeddings"),
+        eps=config.get("rms_norm_eps", float),
+        rope=RopeSpec(10_000.0, 0),
         tied=False,
+        attention_scale=max(1, dim // heads) ** -0.5,
+    )
+    if rotary:
+        return _with_rope(config, spec, head_dim)
+    if dim % heads:
+        raise EngineFault("model_invalid", f"{heads} heads do not fill a width of {dim}")
+    return spec
+
+
+def _with_rope(config: HFConfig, spec: ModelSpec, head_dim: int) -> ModelSpec:
+    """The spec with what families with a rotary embedding share."""
+    said = config.size("head_dim", max(1, spec.head_dim))
+    head_dim = head_dim or said
+    config.expect("mlp_bias", False)
+    family = spec.family
+    if spec.arch not in ("qwen2", "phi3") and config.get("attention_bias", bool, False):
+        family = replace(family, qkv_bias=True, o_bias=True)
+    window, windowed = window_layers(config, spec.arch, spec.layers)
+    local, rope = _ropes(config, head_dim)
+    context = spec.context
+    if rope.kind == "yarn" and 0 < rope.factor < LARGEST:
+        # files name the context before or after the stretching
+        context = max(context, int(rope.original * rope.factor))
+    return replace(
+        spec,
+        family=family,
+        kv_heads=config.size("num_key_value_heads", spec.heads),
+        head_dim=head_dim,
+        context=context,
+        rope=rope,
         attention_scale=head_dim**-0.5,
         window=window,
         windowed=windowed,
@@ -132,30 +145,31 @@ def window_layers(config: HFConfig, arch: str, layers: int) -> tuple[int, frozen
     return window, frozenset(windowed) if window else frozenset()
 
 
-def _ropes(config: HFConfig, arch: str, head_dim: int) -> tuple[RopeSpec | None, RopeSpec]:
+def rope_section(config: HFConfig) -> HFConfig | None:
+    """The object that says how the rotary embedding is stretched."""
+    section = config.section("rope_parameters")
+    return config.section("rope_scaling") if section is None else section
+
+
+def _ropes(config: HFConfig, head_dim: int) -> tuple[RopeSpec | None, RopeSpec]:
     """The rotary embeddings of the windowed layers, where it is another one, and of all others."""
-    base = config.get("rope_theta", float, 10_000.0)
-    share = config.share("partial_rotary_factor", 1.0)
     local_base = config.get("rope_local_base_freq", float, 0.0)
-    scaling = config.section("rope_parameters")
-    if scaling is None:
-        scaling = config.section("rope_scaling")
-    context = config.size("max_position_embeddings")
-    original = config.get("original_max_position_embeddings", int, context)
+    scaling = rope_section(config)
     if scaling is not None and scaling.raw("full_attention") is not None:
         full, local = scaling.section("full_attention"), scaling.section("sliding_attention")
-        sizes = base, share, head_dim, original, context
-        return _rope(local, *sizes), _rope(full, *sizes)
-    rope = _rope(scaling, base, share, head_dim, original, context)
+        return _rope(config, local, head_dim), _rope(config, full, head_dim)
+    rope = _rope(config, scaling, head_dim)
     if local_base:
-        return RopeSpec(local_base, int(head_dim * share)), rope
+        return RopeSpec(local_base, _rope(config, None, head_dim).dim), rope
     plain = RopeSpec(rope.base, rope.dim)  # OLMo 3 stretches the layers without a window only
-    return (plain if arch == "olmo3" and rope != plain else None), rope
+    return (plain if config.arch == "olmo3" and rope != plain else None), rope
 
 
-def _rope(
-    scaling: HFConfig | None, base: float, share: float, head_dim: int, original: int, context: int
-) -> RopeSpec:
+def _rope(config: HFConfig, scaling: HFConfig | None, head_dim: int) -> RopeSpec:
+    base = config.get("rope_theta", float, 10_000.0)
+    share = config.share("partial_rotary_factor", 1.0)
+    context = config.size("max_position_embeddings")
+    original = config.get("original_max_position_embeddings", int, context)
     if scaling is None:
         return RopeSpec(base, int(head_dim * share))
     kind = scaling.get("rope_type", str, scaling.get("type", str, "default"))
@@ -163,25 +177,24 @@ def _rope(
     kind = "linear" if plain else _OLD_KINDS.get(kind, kind)  # plain: by a factor of 1
     if kind not in KINDS:
         raise unsupported(f"rotary scaling {kind!r} is not supported; known: {', '.join(KINDS)}")
-    base = scaling.get("rope_theta", float, base)
-    dim = int(head_dim * scaling.share("partial_rotary_factor", share))
     original = scaling.get("original_max_position_embeddings", int, original)
+    share = scaling.share("partial_rotary_factor", share)
+    rope = RopeSpec(scaling.get("rope_theta", float, base), int(head_dim * share), kind=kind)
     if kind == "longrope":
-        rope = _longrope(scaling, RopeSpec(base, dim, kind=kind, original=original), context)
-        scaling.done()
-        return rope
-    factor = 1.0 if plain else scaling.get("factor", float)
-    rope = RopeSpec(base, dim, factor, kind=kind)
+        rope = _longrope(scaling, replace(rope, original=original), context)
+    elif not plain:
+        rope = replace(rope, factor=scaling.get("factor", float))
     if kind == "llama3":
         low, high = scaling.get("low_freq_factor", float), scaling.get("high_freq_factor", float)
         rope = replace(rope, original=original, low=low, high=high)
     elif kind == "yarn":
+        amplitude = _yarn_default(scaling, rope.factor)
         rope = replace(
             rope,
             original=original,
             low=scaling.get("beta_slow", float, 1.0),
             high=scaling.get("beta_fast", float, 32.0),
-            amplitude=scaling.get("attention_factor", float, _yarn_default(scaling, factor)),
+            amplitude=scaling.get("attention_factor", float, amplitude),
             truncate=scaling.get("truncate", bool, True),
         )
     scaling.done()

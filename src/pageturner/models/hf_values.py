@@ -6,10 +6,11 @@ null or false: anything else is refused by name. Must not know what the keys mea
 
 from __future__ import annotations
 
+import fnmatch
 from typing import Any, TypeVar, overload
 
 from pageturner.errors import EngineFault
-from pageturner.models.hf_keys import DROPOUT, HARMLESS
+from pageturner.models.hf_keys import DROPOUT, HARMLESS, KEYS
 from pageturner.models.spec import LARGEST, unsupported
 
 Value = TypeVar("Value", int, float, bool, str)
@@ -17,16 +18,28 @@ Json = dict[str, Any]
 
 
 class HFConfig:
-    """config.json, which remembers what was asked of it."""
+    """A config.json, or an object in one.
 
-    def __init__(self, values: Json, where: str) -> None:
-        self._values, self._where = dict(values), where
+    where       the file, for messages
+    arch, name  of the model
+    """
+
+    def __init__(self, values: Json, where: str, arch: str = "", name: str = "") -> None:
+        self.arch = arch
+        self.name = name
+        self._values = dict(values)
+        self._where = where
         self._used: set[str] = set()
 
     def raw(self, key: str) -> Any:
         """Any value, None if absent."""
-        self._used.add(key)
-        return self._values.get(key)
+        return self._values.get(self._called(key))
+
+    def _called(self, key: str) -> str:
+        """What this model type calls a key; of several names the first that has a value."""
+        names = KEYS.get(self.arch, {}).get(key, key).split()
+        self._used.update(names)
+        return next((name for name in names if self._values.get(name) is not None), names[0])
 
     @overload
     def get(self, key: str, kind: type[Value]) -> Value: ...
@@ -35,7 +48,9 @@ class HFConfig:
     def get(self, key: str, kind: type[Value], default: Value | None = None) -> Value:
         """A scalar; null is absent. EngineFault('config_invalid') if it is missing or of another type."""
         value = self.raw(key)
-        value = default if value is None else value
+        key = self._called(key)
+        if value is None:
+            value = default
         if value is None:
             raise EngineFault("config_invalid", f"{self._where} lacks {key!r}")
         if kind is float and type(value) is int:
@@ -48,6 +63,7 @@ class HFConfig:
     def size(self, key: str, default: int | None = None, most: int = LARGEST - 1) -> int:
         """A positive int of at most `most`."""
         value = self.get(key, int) if default is None else self.get(key, int, default)
+        key = self._called(key)
         if not 0 < value <= most:
             raise EngineFault(
                 "model_invalid", f"{self._where}: {key} is {value}: it should be 1 to {most:,}"
@@ -82,9 +98,10 @@ class HFConfig:
         """A value that nobody who asks later shall find, None if absent."""
         return self._values.pop(key, None)
 
-    def ignore(self, prefix: str) -> None:
-        """Keys that begin so say nothing in this model."""
-        self._used |= {key for key in self._values if key.startswith(prefix)}
+    def ignore(self, keys: str) -> None:
+        """The keys of this list, in which * is any text, say nothing in this model."""
+        for pattern in keys.split():
+            self._used.update(fnmatch.filter(self._values, pattern))
 
     def done(self) -> None:
         """EngineFault('model_unsupported') if something was set that nobody asked for."""

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from pageturner import memory
 from pageturner.errors import EngineFault, naming
-from pageturner.formats.hf_config import MOST_BYTES, parse_json, read_bounded
+from pageturner.formats.hf_config import MAX_BYTES, parse_json, read_bounded
 from pageturner.formats.safetensors import Safetensors
 from pageturner.kernels.adapters import FIELDS, KINDS, MOST_RANK, AdapterWeights, LowRank, widened
 from pageturner.models.hf_names import hf_layout
@@ -119,7 +119,7 @@ def read_folder(path: Path) -> AdapterFolder:
             )
             raise EngineFault("adapter_missing", f"{path} holds no {name}{hint}")
     try:
-        text = read_bounded(path / CONFIG, MOST_BYTES)
+        text = read_bounded(path / CONFIG, MAX_BYTES)
         config = parse_json(text)
         if not isinstance(config, dict):
             raise ValueError("it is no JSON object")

@@ -30,7 +30,7 @@ from pageturner.models.names import Layout, Part, named
 from pageturner.models.quantise import quantisable, quantization_of
 from pageturner.models.spec import ModelSpec, unsupported
 
-MOST_RANKS = 64
+MAX_RANKS = 64
 POSITIONS = 256  # that a token looks back on, where heads are weighed against neurons: what usual chats have
 FIRST, LAST = 0, -1  # stages
 
@@ -206,7 +206,7 @@ def shard_of(
     _refuse(spec)
     problem = _problem(spec, layout, kinds, size, quantization)
     if problem:
-        sizes = range(1, min(MOST_RANKS, spec.heads) + 1)
+        sizes = range(1, min(MAX_RANKS, spec.heads) + 1)
         work = [n for n in sizes if not _problem(spec, layout, kinds, n, quantization)]
         message = f"{problem}: --tensor-parallel-size may be {', '.join(map(str, work))}"
         raise EngineFault("tensor_parallel", message)

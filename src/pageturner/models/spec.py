@@ -24,7 +24,7 @@ from pageturner.models.rope import HUGE, RopeSpec, rope_problems
 
 LARGEST = 1 << 31  # a size beyond this is a broken file, and would not fit the kernels' int32
 # Far more than any model has; what is listed or computed for each of them takes no memory worth mentioning.
-MOST_LAYERS, MOST_HEADS, MOST_EXPERTS = 1 << 12, 1 << 14, 1 << 17  # the last of all layers together
+MAX_LAYERS, MAX_HEADS, MAX_EXPERTS = 1 << 12, 1 << 14, 1 << 17  # the last of all layers together
 LONGEST = 1 << 22  # tokens; more than any model here was made for, and its rotary tables still fit
 
 
@@ -277,8 +277,8 @@ def check_spec(spec: ModelSpec) -> ModelSpec:
     sizes = {name: getattr(spec, name) for name in names}
     problems = {f"{name} is {value}": not 0 < value < LARGEST for name, value in sizes.items()}
     problems[f"context of {spec.context} tokens"] = not 1 < spec.context <= LONGEST
-    problems[f"{spec.layers} layers"] = spec.layers > MOST_LAYERS
-    problems[f"{spec.heads} heads"] = spec.heads > MOST_HEADS
+    problems[f"{spec.layers} layers"] = spec.layers > MAX_LAYERS
+    problems[f"{spec.heads} heads"] = spec.heads > MAX_HEADS
     _refuse(problems)
     problems = {
         f"{spec.heads} heads do not share {spec.kv_heads} KV heads evenly": bool(
@@ -313,7 +313,7 @@ def check_spec(spec: ModelSpec) -> ModelSpec:
         problems[f"{e.top_k} of {e.count} experts"] = not 0 < e.top_k <= e.count < LARGEST
         problems[f"experts of size {e.ffn}"] = not 0 < e.ffn < LARGEST
         problems[f"{e.count} experts in each of {len(e.layers)} layers"] = (
-            e.count * len(e.layers) > MOST_EXPERTS
+            e.count * len(e.layers) > MAX_EXPERTS
         )
     _refuse(problems)
     return spec

@@ -43,7 +43,7 @@ from pageturner.kernels.comm import (
 from pageturner.kernels.native import NativeOps
 from pageturner.models.decoder import Decoder
 from pageturner.models.load import load_model
-from pageturner.models.shard import MOST_RANKS
+from pageturner.models.shard import MAX_RANKS
 from pageturner.models.weights import PLACES, WeightSize
 from pageturner.parallel import drivers, numa
 
@@ -65,8 +65,8 @@ def check(config: EngineConfig) -> None:
         return
     flag = f"--tensor-parallel-size {size}" if size > 1 else f"--pipeline-parallel-size {stages}"
     for name, count in (("tensor", size), ("pipeline", stages)):
-        if count > MOST_RANKS:
-            message = f"--{name}-parallel-size is at most {MOST_RANKS}, not {count}"
+        if count > MAX_RANKS:
+            message = f"--{name}-parallel-size is at most {MAX_RANKS}, not {count}"
             raise EngineFault("bad_setting", message)
     refused = {
         f"--pipeline-parallel-size {stages}": size > 1 and stages > 1,

@@ -20,7 +20,7 @@ from pageturner.formats.ggml_types import BY_NAME
 from pageturner.formats.gguf import GGUFFile, TensorInfo, open_header
 from pageturner.formats.hf_config import (
     CONFIG,
-    MOST_BYTES,
+    MAX_BYTES,
     parse_json,
     read_bounded,
     read_config,
@@ -229,7 +229,7 @@ def _file_bytes(folder: Path) -> int | None:
         if (folder / index).is_file():
             try:
                 return int(
-                    parse_json(read_bounded(folder / index, MOST_BYTES))["metadata"]["total_size"]
+                    parse_json(read_bounded(folder / index, MAX_BYTES))["metadata"]["total_size"]
                 )
             except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 return None  # it need not say

@@ -18,7 +18,7 @@ from pageturner.formats.gguf import Array, GGUFFile
 from pageturner.models.hf_keys import DEFAULTS
 from pageturner.models.hf_llama import window_layers
 from pageturner.models.hf_values import HFConfig
-from pageturner.models.spec import LARGEST, MOST_LAYERS, unsupported
+from pageturner.models.spec import LARGEST, MAX_LAYERS, unsupported
 
 Json = dict[str, Any]
 
@@ -182,7 +182,7 @@ def _first(config: HFConfig, where: str, what: str, default: int | None = None) 
     """The first of the keys for something that is there."""
     for key in _NAMES[what]:
         if config.raw(key) is not None:
-            return config.size(key, most=MOST_LAYERS if what == "layers" else LARGEST - 1)
+            return config.size(key, most=MAX_LAYERS if what == "layers" else LARGEST - 1)
     if default is None:
         keys = ", ".join(_NAMES[what])
         raise EngineFault(
@@ -250,7 +250,7 @@ def gguf_usual(file: GGUFFile, arch: str) -> Usual:
     if not file.get(f"{arch}.attention.causal", bool, True):
         raise unsupported(f"{file.path} holds an encoder, which keeps no KV")
     layers = _number(file, f"{arch}.block_count") - file.get(f"{arch}.nextn_predict_layers", int, 0)
-    if not 0 < layers <= MOST_LAYERS:
+    if not 0 < layers <= MAX_LAYERS:
         raise EngineFault("model_invalid", f"{file.path} makes no sense: {layers} layers")
     heads = _each(file, f"{arch}.attention.head_count", layers)
     context = file.get(f"{arch}.context_length", int, 0)
