@@ -35,7 +35,7 @@ SHOWN = {
         "cannot_be_used or damage or flipped",
     ),
     "settings that cannot be": (f"{LINK} {TIERS} tests/engine/test_kv_events.py", "cannot_be"),
-    "replicas that send what none should": ("tests/server/test_hostile_replicas.py", ""),
+    "replicas that send what none should": ("tests/router/test_hostile_replicas.py", ""),
 }
 
 

@@ -27,12 +27,12 @@ from pageturner.http.tracing import (
     CARRIED,
     MISSING,
     Traces,
-    TraceSource,
     check_endpoint,
     start_traces,
 )
 from pageturner.request import Timings
 from pageturner.router.passed_headers import HOP
+from pageturner.server.observability.answer_spans import AnswerSpans, note_answer
 from pageturner.text.output_stream import OutputStream, StreamTimes
 
 from .conftest import Server
@@ -60,7 +60,7 @@ class Kept:
     def __post_init__(self) -> None:
         provider = TracerProvider(shutdown_on_exit=False)
         names = {7: "their-request"}
-        source = TraceSource(lambda id: names.get(id, ""), self.settle)
+        source = AnswerSpans(lambda id: names.get(id, ""), self.settle)
         processor = SimpleSpanProcessor(self.exporter)
         self.traces = Traces(provider, processor, {"/health"}, source, hand_on=self.hand_on)
 
@@ -86,7 +86,7 @@ def answered(begin: float, *spans: tuple[float, float, str, int], **params: Any)
     stream.times = StreamTimes(begin, begin + 0.05, 1, begin + 0.5, begin + 0.8, timings)
     stream.tokens, stream.finish, stream.cached = [5, 6], "length", 1
     info = RequestInfo("r.1", status=200, model="tiny")
-    info.add_answer([stream])
+    note_answer(info, [stream])
     return info
 
 
@@ -343,7 +343,9 @@ def test_a_collector_is_told_in_otlp(collector: Collector, monkeypatch: pytest.M
     monkeypatch.setenv("OTEL_SERVICE_NAME", "by-another-name")
 
     async def run() -> None:
-        traces = start_traces(collector.url, "pageturner", (), hand_on=True)
+        traces = start_traces(
+            collector.url, "pageturner", (), AnswerSpans(lambda _: "", settled), hand_on=True
+        )
         trace = traces.begin(scope(traceparent()))
         assert trace is not None
         traces.end(trace, answered(time.monotonic() - 1.0, *SPANS))

@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from starlette.types import Receive
 
 from pageturner.errors import ClientError
-from pageturner.server.api.base.body import bad_request
 
 MOST_HEAD = 8 * 1024  # bytes of the headers of a part
 MOST_FIELD = 4 * 1024  # bytes of a part that is no file
@@ -58,9 +57,9 @@ async def read_form(
         async for piece in form.content():
             content += piece
             if len(content) > MOST_FIELD:
-                raise bad_request("invalid_form", f"a field has at most {MOST_FIELD} bytes", name)
+                raise _invalid(f"a field has at most {MOST_FIELD} bytes", name)
         fields[name or ""] = content.decode("utf-8", "replace")
-    raise bad_request("invalid_form", f"a form has at most {MOST_PARTS} parts")
+    raise _invalid(f"a form has at most {MOST_PARTS} parts")
 
 
 def _quoted(pattern: re.Pattern[str], head: str) -> str | None:
@@ -81,7 +80,7 @@ class _Form:
 
     async def _read(self) -> None:
         if not self._more:
-            raise bad_request("invalid_form", "the form ends before its last boundary")
+            raise _invalid("the form ends before its last boundary")
         message = await self._receive()
         if message["type"] == "http.disconnect":
             raise ClientError(400, "client_left", "the client left before its request was complete")
@@ -113,10 +112,12 @@ class _Form:
             return None
         while (place := self._held.find(b"\r\n\r\n")) < 0:
             if len(self._held) > MOST_HEAD:
-                raise bad_request(
-                    "invalid_form", f"the headers of a part have at most {MOST_HEAD} bytes"
-                )
+                raise _invalid(f"the headers of a part have at most {MOST_HEAD} bytes")
             await self._read()
         head = bytes(self._held[:place]).decode("utf-8", "replace")
         del self._held[: place + 4]
         return head
+
+
+def _invalid(message: str, param: str | None = None) -> ClientError:
+    return ClientError(400, "invalid_form", message, param)

@@ -7,12 +7,12 @@ a request is admitted (middleware.py) or answered.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable
+import re
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 from pageturner.http.api_keys import ANYBODY, ApiKey
-from pageturner.text.output_stream import OutputStream
 
 log = logging.getLogger("pageturner")
 
@@ -26,6 +26,9 @@ TEXT_NAMES = {
     "ttft_seconds": "ttft",
     "finish_reason": "finish",
 }
+SAFE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+MAX_ELAPSED_MS = 86_400_000.0  # a day
+ELAPSED = b"x-elapsed-ms"  # milliseconds for which a router had the request: its client has waited for them
 LIVE = "/v1/live"  # for which the page asks all the time
 TRACE = "pageturner.trace"  # in the scope of a request that is traced: its RequestTrace
 
@@ -40,7 +43,8 @@ class RequestInfo:
     about   more for the log line, by names as in `TEXT_NAMES`
     abort_reason  why the answer was cut off, "" where it was not
     key     what it came with
-    model   that answers, and the choices of its answer, where it generates
+    model   that answers, where the request generates
+    streams  the choices of its answer, which only the server that makes them understands
     release_body  tells the connection that its body is not kept any more
     """
 
@@ -51,25 +55,8 @@ class RequestInfo:
     abort_reason: str = ""
     key: ApiKey = ANYBODY
     model: str = ""
-    streams: list[OutputStream] = field(default_factory=list)
+    streams: list[Any] = field(default_factory=list)
     release_body: Callable[[], None] = field(default=lambda: None)
-
-    def add_answer(self, streams: Iterable[OutputStream]) -> None:
-        """Tokens and times of a generating request."""
-        self.streams = streams = list(streams)
-        prompt = sum(len(stream.request.prompt) for stream in streams)
-        output = sum(len(stream.tokens) for stream in streams)
-        cached = sum(stream.cached for stream in streams)
-        again = sum(stream.recomputed for stream in streams)
-        begun = [stream.times for stream in streams if stream.tokens]
-        first = min((times.first_at - times.arrival for times in begun), default=0.0)
-        ends = ",".join(stream.finish or "unfinished" for stream in streams[:8])
-        self.about = {"prompt_tokens": prompt, "cached_tokens": cached, "recomputed_tokens": again}
-        self.about |= {
-            "output_tokens": output,
-            "ttft_seconds": round(first, 6),
-            "finish_reason": ends,
-        }
 
     def log_level(self, path: str, watching: Collection[str]) -> int:
         """Of its line: `debug` for those who only watch, unless they learn of a failure.
@@ -113,3 +100,18 @@ def is_watching(path: str, watching: Collection[str]) -> bool:
 
 def _text(value: object) -> str:
     return f"{value:.3f}s" if isinstance(value, float) else str(value)
+
+
+def is_safe_id(value: str) -> bool:
+    """Return whether this can be an id: it becomes part of paths, headers and the log."""
+    return SAFE_ID.fullmatch(value) is not None
+
+
+def elapsed_of(header: bytes | None) -> float:
+    """Return the seconds for which a client has waited already, as the header of a router says; 0 where the
+    header says nothing valid. A client that makes up a number only has less time."""
+    try:
+        waited = float((header or b"0").decode("latin-1"))
+    except ValueError:
+        return 0.0
+    return waited / 1000 if 0 <= waited <= MAX_ELAPSED_MS else 0.0

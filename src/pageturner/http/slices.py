@@ -1,17 +1,16 @@
 """Long work of the event loop, in slices between which others go on.
 
-Owns how long a slice is, and how an answer that has ended is forgotten. Must not know what else is done.
+Owns how long a slice is. Must not know what is done in it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from typing import TypeVar
 
 from pageturner.http.memory_reserve import MemoryReserve, out_of_memory
-from pageturner.text.output_stream import OutputStream
 
 T = TypeVar("T")
 
@@ -36,11 +35,3 @@ async def in_slices(parts: Generator[None, None, T], memory: MemoryReserve | Non
     except StopIteration as end:
         whole: T = end.value
         return whole
-
-
-def forget_logprobs(streams: Iterable[OutputStream]) -> Generator[None, None, None]:
-    """Free what takes a while to be freed where there are millions."""
-    for stream in streams:
-        stream.logprobs.clear()
-        stream.prompt_logprobs.clear()
-        yield

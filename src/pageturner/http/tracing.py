@@ -1,14 +1,9 @@
 """Traces: of each request one span, and below it what the request did when, for a collector of OpenTelemetry.
 
-Owns the names and attributes of spans, and that a collector that is slow or gone hurts nobody: spans wait in
-a bounded queue for a thread of their own. Must not know how requests are answered, nor who measured their
-times. OpenTelemetry is an extra, which is imported where traces are wanted, and nowhere else.
-
-    chat tiny                  POST, status, tokens, latencies       the request, a child of its `traceparent`
-      accept                   until it was handed to the engine
-      queue                    by what it was held up: pageturner.cause
-      prefill, decode ...      as /v1/requests/ID/timeline has them  by whom: pageturner.behind
-      delivery                 behind its last step
+Owns the span of a request, and that a collector that is slow or gone hurts nobody: spans wait in a bounded
+queue for a thread of their own. Must not know how requests are answered: what a server knows of an answer it
+gives as a `SpanSource`. OpenTelemetry is an extra, which is imported where traces are wanted, and nowhere
+else.
 
 What goes on without the request that asked for it (a response in the background, a line of a batch) has a
 span of the same form: a child of that request where it came with a `traceparent`, else the root of a trace of
@@ -24,18 +19,14 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 import pageturner
 from pageturner.errors import EngineFault
 from pageturner.http.request_info import CLIENT_LEFT, MOST_PATH, TRACE, RequestInfo, is_watching
-from pageturner.server.observability.request_phases import phases_of
-from pageturner.server.observability.timings import parts_of, spans_of
-from pageturner.text.output_stream import OutputStream
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
@@ -48,33 +39,42 @@ log = logging.getLogger("pageturner")
 QUEUE = 4096  # spans that wait for the collector; beyond them the oldest are dropped
 EVERY = 1.0  # seconds between two messages to the collector
 CLOSE_SECONDS = 2.0  # at the end, for what still waits
-MOST_CHOICES = 8  # of a request, whose times are told
-MOST_BEHIND = 8  # requests that one span names
 MOST_ORIGINS = 1024  # requests that asked for what goes on without them and are remembered
 PATH = "/v1/traces"  # of OTLP over HTTP, where the endpoint has none
 CARRIED = (b"traceparent", b"tracestate")
 MISSING = '--otlp-traces-endpoint needs OpenTelemetry: pip install "pageturner[otel]"'
-CHATS = ("/v1/chat/", "/v1/messages", "/v1/responses", "/api/chat")
 Header = tuple[bytes, bytes]
 
 
 @dataclass(frozen=True, slots=True)
-class TraceSource:
-    """What a server knows of its requests.
+class ChildSpan:
+    """A span below that of a request. start, end: in seconds of time.monotonic."""
 
-    name    by the engine's number of a request: what its client knows it by; "": unknown
-    settle  waits until the engine has told the times of these streams, a second at most
-    """
-
-    name: Callable[[int], str]
-    settle: Callable[[list[OutputStream]], Awaitable[None]]
+    name: str
+    start: float
+    end: float
+    attributes: dict[str, Any]
 
 
-async def _at_once(_: list[OutputStream]) -> None:
-    pass
+@dataclass(frozen=True, slots=True)
+class AnswerSpan:
+    """What the span of a request says of its answer. name: of the span."""
+
+    name: str
+    attributes: dict[str, Any]
+    children: list[ChildSpan]
 
 
-NO_SOURCE = TraceSource(lambda _: "", _at_once)
+class SpanSource(Protocol):
+    """What a server knows of answers. All three are asked only of requests that have `streams`."""
+
+    def is_settled(self, info: RequestInfo) -> bool:
+        """Return whether the times of the answer are known."""
+
+    async def settle(self, info: RequestInfo) -> None:
+        """Wait until they are known, for a second at most."""
+
+    def describe(self, info: RequestInfo, path: str, now: float) -> AnswerSpan: ...
 
 
 def check_endpoint(url: str) -> str:
@@ -103,7 +103,7 @@ def start_traces(
     url: str,
     service: str,
     quiet: Collection[str],
-    source: TraceSource = NO_SOURCE,
+    source: SpanSource | None = None,
     *,
     hand_on: bool = False,
 ) -> Traces:
@@ -191,7 +191,7 @@ class Traces:
         provider: TracerProvider,
         processor: SpanProcessor,
         quiet: Collection[str],
-        source: TraceSource = NO_SOURCE,
+        source: SpanSource | None = None,
         *,
         hand_on: bool = False,
     ) -> None:
@@ -223,7 +223,7 @@ class Traces:
             values = [value for header, value in scope["headers"] if header == name]
             if len(values) == 1:  # two of them name no parent
                 given[name.decode()] = values[0].decode("latin-1")
-        context, path = self._propagator.extract(given), _plain(path[:MOST_PATH])
+        context, path = self._propagator.extract(given), plain(path[:MOST_PATH])
         about = {"http.request.method": scope["method"], "url.path": path}
         span = self._tracer.start_span(f"{scope['method']} {path}", context, SpanKind.SERVER, about)
         parented = get_current_span(context).get_span_context().is_valid
@@ -298,16 +298,18 @@ class Traces:
         """It was answered, or was not. Where the engine has not told yet where its time went, its span is
         written a little later."""
         now = time.monotonic()
-        if not trace.recorded or all(stream.times.timings for stream in info.streams):
+        if self.source is None or not trace.recorded or self.source.is_settled(info):
             trace.finish(info, now)
             return
-        late = asyncio.ensure_future(self._end_late(trace, info, now))
+        late = asyncio.ensure_future(self._end_late(self.source, trace, info, now))
         self._late.add(late)
         late.add_done_callback(self._late.discard)
 
-    async def _end_late(self, trace: RequestTrace, info: RequestInfo, now: float) -> None:
+    async def _end_late(
+        self, source: SpanSource, trace: RequestTrace, info: RequestInfo, now: float
+    ) -> None:
         try:
-            await self.source.settle(info.streams)
+            await source.settle(info)
         finally:
             trace.finish(info, now)
 
@@ -367,33 +369,25 @@ class RequestTrace:
         span, status = self.span, info.status or CLIENT_LEFT
         told: dict[str, Any] = {
             "http.response.status_code": status,
-            "gen_ai.request.id": _plain(info.id),
+            "gen_ai.request.id": plain(info.id),
         }
         if info.tenant:
-            told["pageturner.tenant"] = _plain(info.tenant)
+            told["pageturner.tenant"] = plain(info.tenant)
         if "replica" in info.about:
             told |= {f"pageturner.{name}": info.about[name] for name in ("replica", "tries")}
         if status >= 500 or info.abort_reason:
             told["error.type"] = info.abort_reason or str(status)
             span.set_status(Status(StatusCode.ERROR))
-        if info.streams:
-            operation = "chat" if self.path.startswith(CHATS) else "text_completion"
-            span.update_name(f"{operation} {info.model}")
-            told |= {"gen_ai.operation.name": operation, **attributes_of(info, now)}
-            for stream in info.streams[:MOST_CHOICES]:
-                self._add_times(stream, now, several=len(info.streams) > 1)
+        if info.streams and self.traces.source is not None:
+            answer = self.traces.source.describe(info, self.path, now)
+            span.update_name(answer.name)
+            told |= answer.attributes
+            for child in answer.children:
+                start, end = self._at(child.start), self._at(child.end)
+                self.traces.add_child(span, child.name, child.attributes, start, end)
         info.streams = []  # the connection keeps this until its next request
         span.set_attributes(told)
         span.end(self._at(now))
-
-    def _add_times(self, stream: OutputStream, now: float, *, several: bool) -> None:
-        for start, end, what, behind in _pieces(stream, now, time.monotonic()):
-            name, _, cause = what.partition("_") if what.startswith("queue_") else (what, "", "")
-            about: dict[str, Any] = {"pageturner.cause": cause} if cause else {}
-            names = [_plain(name) for name in map(self.traces.source.name, behind) if name]
-            about |= {"pageturner.behind": tuple(names[:MOST_BEHIND])} if names else {}
-            about |= {"pageturner.choice": stream.choice} if several else {}
-            self.traces.add_child(self.span, name, about, self._at(start), self._at(end))
 
     def _at(self, moment: float) -> int:
         return round(1e9 * moment) + self._offset
@@ -403,65 +397,6 @@ def _offset() -> int:
     return time.time_ns() - time.monotonic_ns()
 
 
-def _plain(text: str) -> str:
-    """As UTF-8 can write it: a span that cannot be written takes others with it."""
+def plain(text: str) -> str:
+    """Return the text as UTF-8 can write it: a span that cannot be written takes others with it."""
     return text.encode(errors="backslashreplace").decode()
-
-
-def _pieces(
-    stream: OutputStream, answered: float, latest: float
-) -> Iterator[tuple[float, float, str, list[int]]]:
-    """Begin, end and name of what a choice did, one after another, and the requests because of which. What an
-    engine tells that lies elsewhere than between its arrival and `latest` is none of it."""
-    times = stream.times
-    if times.timings is None:
-        return
-    spans = spans_of(times, times.timings, max(answered, times.timings.until))
-    for what, group in groupby(spans, key=lambda span: span[2]):
-        pieces = list(group)
-        start, end = pieces[0][0], pieces[-1][1]
-        if times.arrival <= start < end <= latest:
-            yield start, end, what, list(dict.fromkeys(by for *_, by in pieces if by))
-
-
-def attributes_of(info: RequestInfo, now: float) -> dict[str, Any]:
-    """Of a request that generated: by the conventions for generative AI, and vLLM's names where those have
-    none. Of several choices the latencies are those of the first. Latencies are in seconds."""
-    streams, first = info.streams, info.streams[0]
-    prompts = [stream for stream in streams if stream.request.parent is None]
-    inputs = sum(len(stream.request.prompt) for stream in prompts)
-    outputs = sum(len(stream.tokens) for stream in streams)
-    params, times = first.request.params, first.times
-    told: dict[str, Any] = {
-        "gen_ai.provider.name": "pageturner",
-        "gen_ai.request.model": info.model,
-        "gen_ai.response.model": info.model,
-        "gen_ai.request.temperature": params.temperature,
-        "gen_ai.request.top_p": params.top_p,
-        "gen_ai.request.n": len(streams),
-        "gen_ai.response.finish_reasons": [
-            stream.finish or "unfinished" for stream in streams[:MOST_CHOICES]
-        ],
-        "gen_ai.usage.input_tokens": inputs,
-        "gen_ai.usage.output_tokens": outputs,
-        "gen_ai.usage.prompt_tokens": inputs,
-        "gen_ai.usage.completion_tokens": outputs,
-        "gen_ai.usage.cache_read.input_tokens": sum(stream.cached for stream in prompts),
-        "gen_ai.usage.num_sequences": len(streams),
-        "gen_ai.latency.e2e": now - times.arrival,
-    }
-    if params.max_tokens is not None:
-        told["gen_ai.request.max_tokens"] = params.max_tokens
-    if times.first_at:
-        told["gen_ai.latency.time_to_first_token"] = times.first_at - times.arrival
-    if (phases := phases_of(times)) is not None:
-        told["gen_ai.latency.time_in_queue"] = phases.queue
-        told["gen_ai.latency.time_in_model_prefill"] = phases.prefill
-        told["gen_ai.latency.time_in_model_decode"] = phases.decode
-        told["gen_ai.latency.time_in_model_inference"] = phases.prefill + phases.decode
-        told |= {
-            f"pageturner.seconds.{part}": seconds
-            for part, seconds in parts_of(times, now).items()
-            if seconds
-        }
-    return told

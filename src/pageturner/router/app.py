@@ -18,6 +18,7 @@ from pageturner.errors import ClientError
 from pageturner.http import prometheus
 from pageturner.http.error_responses import error_handlers
 from pageturner.http.prometheus import Exposition
+from pageturner.http.responses import json_response
 from pageturner.router.documents import RouterDocuments
 from pageturner.router.keepers import by_id, by_previous
 from pageturner.router.member_pages import PATH as MEMBERS
@@ -28,7 +29,6 @@ from pageturner.router.prefix_digest import prefix_digests
 from pageturner.router.proxy import ELSEWHERE, NOT_FOUND, Relay, Router
 from pageturner.router.relayed import RELAYED, no_prefix
 from pageturner.router.replica import Replica
-from pageturner.server.api.base import replies
 
 
 class RouterPages:
@@ -44,7 +44,7 @@ class RouterPages:
         there = sum(replica.healthy for replica in router.fleet.replicas)
         if not there:
             raise ClientError(503, "no_replica", "no replica is there")
-        return replies.json_response(
+        return json_response(
             {"status": "ok", "healthy": there, "replicas": len(router.fleet.replicas)}
         )
 
@@ -52,10 +52,10 @@ class RouterPages:
         return Response()
 
     async def version(self, _: HTTPRequest) -> Response:
-        return replies.json_response({"version": pageturner.__version__})
+        return json_response({"version": pageturner.__version__})
 
     async def load(self, _: HTTPRequest) -> Response:
-        return replies.json_response({"server_load": self._router.active})
+        return json_response({"server_load": self._router.active})
 
     async def metrics(self, _: HTTPRequest) -> Response:
         return Response(_exposition(self._router), media_type=prometheus.MEDIA_TYPE)

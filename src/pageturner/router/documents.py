@@ -1,14 +1,15 @@
 """`/openapi.json` and `/docs` of a router: the document of a replica, without what is not passed on.
 
-Owns which operations are left and what the router adds to them; those of registration are
-member_operations.py's. Must not know how a document is made
-(server/api/openapi/openapi.py), nor how requests are passed on (proxy.py).
+Owns which operations are left and what the router adds to them. Its own operations, by which replicas
+register, stand in member_operations.json. Must not know how a document is made, nor how requests are passed
+on (proxy.py).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,11 +21,11 @@ from pageturner.errors import ClientError
 from pageturner.http import http_client
 from pageturner.http.error_responses import TYPES
 from pageturner.http.http_client import ConnectionLost
-from pageturner.router import member_operations
+from pageturner.http.responses import docs_page
 from pageturner.router.fleet import Fleet
 from pageturner.router.member_pages import PATH as MEMBERS
-from pageturner.server.api.openapi.openapi import docs_page
 
+MEMBER_OPERATIONS = Path(__file__).with_name("member_operations.json")
 KEPT_SECONDS = 10.0  # for which a document is told again: anybody may ask
 OWN = ("/health", "/ping", "/metrics", "/version", "/load", "/openapi.json", "/docs")
 MORE_ERRORS = (502, 504)  # of what is passed on
@@ -75,9 +76,10 @@ class RouterDocuments:
                     paths.setdefault(path, {})[method] = _through_a_router(operation)
         if not self._config.register_key:  # nobody can register
             return {**document, "paths": paths}
-        paths[MEMBERS] = member_operations.described()
+        own = msgspec.json.decode(MEMBER_OPERATIONS.read_bytes())
+        paths[MEMBERS] = own["path"]
         components = dict(document.get("components", {}))
-        for kind, more in member_operations.components().items():
+        for kind, more in own["components"].items():
             components[kind] = {**more, **components.get(kind, {})}
         return {**document, "paths": paths, "components": components}
 

@@ -15,9 +15,9 @@ from starlette.responses import Response
 from pageturner.errors import ClientError
 from pageturner.http.api_keys import single_key
 from pageturner.http.receiving import read_body
+from pageturner.http.responses import json_response
 from pageturner.router.fleet import Fleet
 from pageturner.router.members import Members
-from pageturner.server.api.base import replies
 
 PATH = "/v1/router/replicas"
 MOST_BODY = 64 * 1024  # bytes
@@ -40,14 +40,14 @@ class MemberPages:
     async def answer(self, request: HTTPRequest) -> Response:
         self._admit(request)
         if request.method == "GET":
-            return replies.json_response({"object": "list", "data": self._told()})
+            return json_response({"object": "list", "data": self._told()})
         body = await self._body(request)
         if request.method == "DELETE":
             self._members.unregister(body.url)
-            return replies.json_response({"url": body.url, "deleted": True})
+            return json_response({"url": body.url, "deleted": True})
         member = self._members.register(body.url, body.models)
         expires = self._members.config.register_ttl
-        return replies.json_response({"url": str(member.address), "expires_in": expires})
+        return json_response({"url": str(member.address), "expires_in": expires})
 
     def _admit(self, request: HTTPRequest) -> None:
         if not self._key.needed:

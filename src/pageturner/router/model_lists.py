@@ -15,11 +15,11 @@ from starlette.types import Receive, Scope, Send
 from pageturner.errors import ClientError
 from pageturner.http import http_client
 from pageturner.http.http_client import ConnectionLost
+from pageturner.http.responses import json_response
 from pageturner.router.asked import Asked
 from pageturner.router.passed_headers import forwarded_headers
 from pageturner.router.proxy import Relay, Router
 from pageturner.router.relayed import no_prefix
-from pageturner.server.api.base import replies
 
 LISTS = {
     "/v1/models": ("data", "id"),
@@ -51,7 +51,7 @@ class ModelList:
         key, name = LISTS[self._path]
         entries = {str(entry.get(name)): entry for one in lists for entry in one}
         body: dict[str, Any] = {key: list(entries.values())}
-        answer = replies.json_response(({"object": "list"} if key == "data" else {}) | body)
+        answer = json_response(({"object": "list"} if key == "data" else {}) | body)
         await answer(scope, receive, send)
 
     async def _ask(self, scope: Scope, model: str) -> list[dict[str, Any]] | ClientError:

@@ -12,8 +12,8 @@ from starlette.types import Scope
 from pageturner.errors import ClientError
 from pageturner.http import http_client
 from pageturner.http.http_client import Headers
+from pageturner.http.request_info import ELAPSED
 from pageturner.http.stream_marks import MOVES
-from pageturner.server.admission.service_level import ELAPSED
 
 STREAMS = (
     b"text/event-stream",

@@ -32,7 +32,8 @@ from pageturner.errors import ClientError
 from pageturner.http.error_responses import error_body_of
 from pageturner.http.http_client import AnswerPieces, ConnectionLost, Headers, ServerAddress
 from pageturner.http.receiving import read_body, until_client_leaves
-from pageturner.http.request_info import RequestInfo
+from pageturner.http.request_info import ELAPSED, RequestInfo, elapsed_of
+from pageturner.http.responses import sse_event
 from pageturner.http.stream_marks import MOVES, RESUME
 from pageturner.router.asked import Asked, asked_of
 from pageturner.router.breaker import Attempt, Attempts
@@ -43,8 +44,6 @@ from pageturner.router.relayed import DigestPrefix
 from pageturner.router.replica import Replica
 from pageturner.router.retry_budget import RetryBudget
 from pageturner.router.stream_copy import StreamCopy, copy_of
-from pageturner.server.admission.service_level import ELAPSED, elapsed_of
-from pageturner.server.api.base import replies
 
 ELSEWHERE = (429, 503)  # what a replica answers when it cannot take a request, and another one may
 # what it answers when something is wrong with it, or with the request. A 504 is the request's own deadline
@@ -447,8 +446,8 @@ def _last_words(lost: ConnectionLost, last: bytes, path: str) -> bytes:
         return (b"" if last.endswith(b"\n") else b"\n") + words + b"\n"
     between = b"" if last.endswith(b"\n\n") else b"\n\n"
     if path.startswith("/v1/messages"):
-        return between + b"event: error\n" + replies.sse_event(words)
-    return between + replies.sse_event(words) + replies.sse_event(b"[DONE]")
+        return between + b"event: error\n" + sse_event(words)
+    return between + sse_event(words) + sse_event(b"[DONE]")
 
 
 async def _send_whole(send: Send, refusal: Refusal) -> None:

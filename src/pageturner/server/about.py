@@ -14,8 +14,8 @@ from starlette.responses import Response
 
 import pageturner
 from pageturner.errors import ClientError
+from pageturner.http.responses import json_response
 from pageturner.ipc.channel import ForgetPrefixes
-from pageturner.server.api.base import replies
 from pageturner.server.observability import tier_metrics
 from pageturner.server.service import Service
 
@@ -56,7 +56,7 @@ class AboutPages:
     async def tokenizer_info(self, _: HTTPRequest) -> Response:
         """vLLM's page: what a client needs to know of the tokenizer to render chats by itself."""
         tokenizer = self._service.tokenizer
-        return replies.json_response(
+        return json_response(
             {
                 "tokenizer_class": "PreTrainedTokenizerFast",
                 "vocab_size": tokenizer.vocab_size,
@@ -78,7 +78,7 @@ class AboutPages:
         """The settings of the engine as they are now, without keys and paths."""
         service = self._service
         engine = asdict(service.live_settings.config)
-        return replies.json_response(
+        return json_response(
             {
                 "version": pageturner.__version__,
                 "model": service.model,
@@ -92,7 +92,7 @@ class AboutPages:
     async def props(self, _: HTTPRequest) -> Response:
         """llama.cpp's page: the context of a slot, how many there are, the template."""
         service, tokenizer = self._service, self._service.tokenizer
-        return replies.json_response(
+        return json_response(
             {
                 "default_generation_settings": {
                     "n_ctx": self._context(),
@@ -114,7 +114,7 @@ class AboutPages:
         """llama.cpp's page. A slot is a sequence that may run; which one has which changes with each step."""
         service, context = self._service, self._context()
         running = sum(id in service.streams.unfinished for id in service.supervisor.placed()[1])
-        return replies.json_response(
+        return json_response(
             [
                 {
                     "id": id,

@@ -12,7 +12,7 @@ from pathlib import Path
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
-from pageturner.server.api.openapi.openapi import page_headers
+from pageturner.http.responses import html_response
 
 PARTS = Path(__file__).with_name("page")
 SCRIPTS = ("markdown.js", "chat.js", "live.js")  # one behind the other, in one scope
@@ -29,4 +29,4 @@ def document() -> bytes:
 
 async def home(_: HTTPRequest) -> Response:
     """The page. Its policy lets nothing run but its own script, and nothing be fetched but from here."""
-    return Response(document(), headers=page_headers(document()), media_type="text/html")
+    return html_response(document())

@@ -27,11 +27,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pageturner.errors import ClientError
 from pageturner.http.receiving import again, read_body
 from pageturner.http.request_info import RequestInfo
+from pageturner.http.responses import json_response
 from pageturner.http.stream_marks import BEGIN, LEAVING, MOVES, RESUME, StreamBeginning, token_mark
 from pageturner.request import Event
 from pageturner.server.admission.service_level import RequestContext
 from pageturner.server.api.anthropic.messages import MESSAGES
-from pageturner.server.api.base import replies
 from pageturner.server.api.base.call import Call
 from pageturner.server.api.base.dialect import Dialect
 from pageturner.server.api.base.generate import GenerateEndpoint
@@ -320,7 +320,7 @@ class DrainPage:
             ) from error
         self._service.draining = order.drain
         moved = self._departures.leave() if order.drain else 0
-        return replies.json_response(
+        return json_response(
             {"draining": order.drain, "moved": moved, "active": self._service.active}
         )
 

@@ -15,8 +15,8 @@ import pageturner
 from pageturner.errors import ClientError
 from pageturner.http.prometheus import MEDIA_TYPE
 from pageturner.http.receiving import read_body
+from pageturner.http.responses import json_response
 from pageturner.server.admission.metered import metered
-from pageturner.server.api.base import replies
 from pageturner.server.api.base.body import RequestBody
 from pageturner.server.api.base.call import check_model
 from pageturner.server.observability import metrics
@@ -47,7 +47,7 @@ class ServerPages:
 
     async def health(self, _: HTTPRequest) -> Response:
         if self._service.healthy:
-            return replies.json_response({"status": "ok"})
+            return json_response({"status": "ok"})
         self._service.check_open()
         self._service.served()
         if trouble := self._service.supervisor.crash_loop:
@@ -60,17 +60,17 @@ class ServerPages:
         return Response()
 
     async def version(self, _: HTTPRequest) -> Response:
-        return replies.json_response({"version": pageturner.__version__})
+        return json_response({"version": pageturner.__version__})
 
     async def load(self, _: HTTPRequest) -> Response:
         service = self._service
         told = {"server_load": service.active, "role": service.live_settings.config.role}
-        return replies.json_response(told | predicted_load(service.metrics.engine, service.active))
+        return json_response(told | predicted_load(service.metrics.engine, service.active))
 
     async def models(self, _: HTTPRequest) -> Response:
         adapters = [entry.name for entry in self._service.adapters if entry.digest]
         models = [self._model(name) for name in (*self._service.names, *adapters)]
-        return replies.json_response({"object": "list", "data": models})
+        return json_response({"object": "list", "data": models})
 
     async def model(self, request: HTTPRequest) -> Response:
         """One of them. Names may have slashes, as on the hub."""
@@ -78,7 +78,7 @@ class ServerPages:
         if not name:
             return await self.models(request)
         check_model(RequestBody(model=name), self._service.served())
-        return replies.json_response(self._model(name))
+        return json_response(self._model(name))
 
     def _model(self, name: str) -> dict[str, Any]:
         service, ready = self._service, self._service.supervisor.ready

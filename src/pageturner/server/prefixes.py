@@ -26,12 +26,12 @@ from pageturner.http.api_keys import cache_salt_of
 from pageturner.http.error_responses import STATUS
 from pageturner.http.receiving import read_body
 from pageturner.http.request_info import RequestInfo
+from pageturner.http.responses import json_response
 from pageturner.ipc.channel import Unpin
 from pageturner.params import SamplingParams
 from pageturner.request import Failure, Request
 from pageturner.server.admission.metered import metered
 from pageturner.server.admission.quota import Quota
-from pageturner.server.api.base import replies
 from pageturner.server.api.base.call import ServedModel
 from pageturner.server.engine_client.quarantine import POISON
 from pageturner.server.engine_client.supervisor import Supervisor
@@ -272,17 +272,17 @@ class PrefixPages:
             self._prefixes.check_share(len(known.tokens), tenant, served, self._share)
             self._quota.charge(work, len(known.tokens))
             prefix = await self._prefixes.add(id, known.tokens, known.salt, tenant, adapter)
-        return replies.json_response(prefix.as_dict())
+        return json_response(prefix.as_dict())
 
     async def list(self, request: HTTPRequest) -> Response:
         """What the tenant has, and what is everybody's."""
         seen = ("", _tenant(request))
         told = [prefix.as_dict() for prefix in self._prefixes if prefix.tenant in seen]
-        return replies.json_response({"object": "list", "data": told})
+        return json_response({"object": "list", "data": told})
 
     async def delete(self, request: HTTPRequest) -> Response:
         prefix = self._prefixes.remove(request.path_params["id"], _tenant(request))
-        return replies.json_response({"id": prefix.id, "object": "prefix", "deleted": True})
+        return json_response({"id": prefix.id, "object": "prefix", "deleted": True})
 
 
 def _tenant(request: HTTPRequest) -> str:

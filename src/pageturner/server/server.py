@@ -408,9 +408,10 @@ def _traces(service: Service) -> Traces | None:
     if not service.config.otlp_traces_endpoint:
         return None
     from pageturner.http.middleware import OPEN_PATHS
-    from pageturner.http.tracing import TraceSource, start_traces
+    from pageturner.http.tracing import start_traces
+    from pageturner.server.observability.answer_spans import AnswerSpans
 
-    source = TraceSource(lambda id: service.history.owner(id)[0], service.streams.wait_for_timings)
+    source = AnswerSpans(lambda id: service.history.owner(id)[0], service.streams.wait_for_timings)
     return start_traces(service.config.otlp_traces_endpoint, "pageturner", OPEN_PATHS, source)
 
 

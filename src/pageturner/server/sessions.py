@@ -22,13 +22,13 @@ from starlette.routing import Route
 from pageturner.errors import ClientError
 from pageturner.http.api_keys import ApiKey
 from pageturner.http.request_info import RequestInfo
+from pageturner.http.responses import json_response
 from pageturner.ipc.session_messages import KeptSession, ReleaseSession, RestoreSession
 from pageturner.request import SessionHint
 from pageturner.server.admission.limits import check_id
 from pageturner.server.admission.price import price_of_keeping
 from pageturner.server.admission.quota import Quota
 from pageturner.server.admission.service_level import ServiceLevel
-from pageturner.server.api.base import replies
 from pageturner.server.api.base.body import SessionFields, bad_request
 from pageturner.server.api.base.call import Call
 from pageturner.server.engine_client.supervisor import Supervisor
@@ -281,16 +281,16 @@ class SessionPages:
 
     async def list(self, request: HTTPRequest) -> Response:
         told = [self._sessions.as_dict(one) for one in self._sessions.of(_tenant(request))]
-        return replies.json_response({"object": "list", "data": told})
+        return json_response({"object": "list", "data": told})
 
     async def get(self, request: HTTPRequest) -> Response:
         one = self._sessions.find(request.path_params["id"], _tenant(request))
-        return replies.json_response(self._sessions.as_dict(one))
+        return json_response(self._sessions.as_dict(one))
 
     async def delete(self, request: HTTPRequest) -> Response:
         one = self._sessions.find(request.path_params["id"], _tenant(request))
         self._sessions.release(one)
-        return replies.json_response({"id": one.id, "object": "session", "deleted": True})
+        return json_response({"id": one.id, "object": "session", "deleted": True})
 
 
 def _tenant(request: HTTPRequest) -> str:

@@ -21,9 +21,9 @@ from pageturner.http.receiving import read_body
 from pageturner.router.ray.adapters import MOST_CHANGES
 from pageturner.router.ray.choice import Ask
 from pageturner.router.ray.fleet import ServeFleet
-from pageturner.server.adapters import MOST_BODY
 
 log = logging.getLogger("pageturner")
+MAX_BODY = 64 * 1024  # bytes
 HEADERS = (b"authorization", b"x-api-key", b"x-request-id", b"content-type")
 THERE, NOT_THERE = (
     "adapter_exists",
@@ -108,7 +108,7 @@ class DoorAdapterPages:
 
 
 async def _read(request: HTTPRequest) -> tuple[Ask, _AdapterBody]:
-    raw = await read_body(request.receive, MOST_BODY)
+    raw = await read_body(request.receive, MAX_BODY)
     try:
         body = msgspec.json.decode(raw, type=_AdapterBody)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -30,6 +30,7 @@ from pageturner.http.middleware import RequestMiddleware
 from pageturner.http.origins import origin_rules, with_cors
 from pageturner.http.prometheus import Exposition
 from pageturner.http.receiving import again, read_body
+from pageturner.http.responses import json_response
 from pageturner.router.asked import NOTHING_ASKED
 from pageturner.router.prefix_digest import prefix_digests
 from pageturner.router.proxy import ELSEWHERE, NOT_FOUND, Relay, Router
@@ -38,7 +39,6 @@ from pageturner.router.ray.choice import choice_of
 from pageturner.router.ray.fleet import ServeFleet
 from pageturner.router.ray.settings import AppSettings
 from pageturner.router.relayed import RELAYED, no_prefix
-from pageturner.server.api.base import replies
 
 DOCUMENTS = ("/openapi.json", "/docs")
 LISTS = {"/v1/models": "data", "/api/tags": "models"}  # path -> the field of its list
@@ -129,18 +129,16 @@ class Door:
     async def health(self, _: HTTPRequest) -> Response:
         """As far as this door knows: it hears of replicas with the first request for a model."""
         there = {name: fleet.there for name, fleet in self._fleets.items()}
-        return replies.json_response({"status": "ok", "replicas": there})
+        return json_response({"status": "ok", "replicas": there})
 
     async def ping(self, _: HTTPRequest) -> Response:
         return Response()
 
     async def version(self, _: HTTPRequest) -> Response:
-        return replies.json_response({"version": pageturner.__version__})
+        return json_response({"version": pageturner.__version__})
 
     async def load(self, _: HTTPRequest) -> Response:
-        return replies.json_response(
-            {"server_load": sum(one.active for one in self._routers.values())}
-        )
+        return json_response({"server_load": sum(one.active for one in self._routers.values())})
 
     async def listed(self, request: HTTPRequest) -> Response:
         """What all models say of themselves, in one list."""
@@ -160,7 +158,7 @@ class Door:
                 for (name, fleet), entries in pairs
             ]
         every = [entry for entries in lists for entry in entries]
-        return replies.json_response({**whole, LISTS[path]: every})
+        return json_response({**whole, LISTS[path]: every})
 
     async def metrics(self, _: HTTPRequest) -> Response:
         """What this door has counted, by model. A replica's own figures are in Ray's log and dashboard."""

@@ -6,10 +6,10 @@ it again would not help. Must not know where a request comes from, nor what its 
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from pageturner.errors import ClientError
+from pageturner.http.request_info import SAFE_ID
 from pageturner.params import MOST_LOGPROBS, SamplingParams
 from pageturner.text import parameters
 
@@ -18,7 +18,6 @@ LONGEST_NAME = 256  # characters of what a client calls its users and its caches
 OPEN_REQUESTS = (
     16  # all unfinished requests together may hold as many entries as so many of the dearest ones
 )
-SAFE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,11 +186,6 @@ def check_id(name: str, value: str | None) -> None:
     """ClientError for what cannot be an id: it becomes part of paths, headers and the log."""
     if value is not None and not SAFE_ID.fullmatch(value):
         raise _refused("invalid_value", f"{name} must be 1 to 128 letters, digits and ._:-", name)
-
-
-def is_safe_id(value: str) -> bool:
-    """Whether this can be an id."""
-    return SAFE_ID.fullmatch(value) is not None
 
 
 def check_name(name: str, value: str | None) -> None:

@@ -13,11 +13,11 @@ from math import inf
 
 from pageturner.errors import ClientError
 from pageturner.http.api_keys import ANYBODY, ApiKey
+from pageturner.http.request_info import ELAPSED, MAX_ELAPSED_MS, elapsed_of
 from pageturner.request import SessionHint
 from pageturner.server.api.base.body import RequestBody, bad_request
 
-ELAPSED = b"x-elapsed-ms"  # milliseconds for which a router had the request: its client has waited for them
-MOST_MS = 86_400_000.0  # a day
+MOST_MS = MAX_ELAPSED_MS
 SHORTEST = 0.001  # seconds; what is left of a target that cannot be met any more
 MOST_PRIORITY = 2**31
 _TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -81,13 +81,6 @@ def service_level_of(
         _seconds(body.tpot_target_ms, "tpot_target_ms", given),
         tenant or body.user or "",
     )
-
-
-def elapsed_of(header: bytes | None) -> float:
-    """Seconds for which a client has waited already, as the header of a router says; 0 where it says nothing
-    that can be. Whoever makes one up has less time."""
-    waited = _number((header or b"0").decode("latin-1"))
-    return waited / 1000 if 0 <= waited <= MOST_MS else 0.0
 
 
 def _priority(field: int | None, header: str | None) -> int | None:

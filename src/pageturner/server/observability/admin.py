@@ -19,8 +19,8 @@ from pageturner.config.settings import EngineConfig, check
 from pageturner.errors import ClientError, EngineFault
 from pageturner.http.api_keys import KeyRing, single_key
 from pageturner.http.receiving import read_body
+from pageturner.http.responses import json_response
 from pageturner.ipc.channel import Configure
-from pageturner.server.api.base import replies
 from pageturner.server.engine_client.open_streams import OpenStreams
 from pageturner.server.engine_client.supervisor import Supervisor
 
@@ -120,11 +120,11 @@ class AdminPages:
         self.admit(request)
         if request.method == "POST":
             self._settings.change(_object(await read_body(request.receive, MOST_BODY)))
-        return replies.json_response(self._settings.as_dict())
+        return json_response(self._settings.as_dict())
 
     async def state(self, request: HTTPRequest) -> Response:
         self.admit(request)
-        return replies.json_response(self._tell_state())
+        return json_response(self._tell_state())
 
     def admit(self, request: HTTPRequest) -> None:
         """ClientError unless the request has an admin key."""

@@ -17,8 +17,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pageturner.errors import ClientError
+from pageturner.http.responses import json_response
 from pageturner.ipc.ledger import NotedStep
-from pageturner.server.api.base import replies
 from pageturner.server.home import home
 from pageturner.server.observability.admin_state import MOST_NAME, place_of
 from pageturner.server.service import Service
@@ -44,7 +44,7 @@ class LivePage:
         since = _number(request.query_params.get("since", "0"))
         ledger, now = service.supervisor.process.ledger, time.monotonic()
         ledger.watch(now + WATCHED_FOR)
-        return replies.json_response(
+        return json_response(
             {
                 "epoch": service.supervisor.epoch,
                 "now_s": round(now, 4),

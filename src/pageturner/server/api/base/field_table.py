@@ -23,8 +23,9 @@ from pageturner.http.json_schemas import (
     record,
     ref,
 )
+from pageturner.http.request_info import SAFE_ID
 from pageturner.params import FAULTS, LARGEST, LIMITS, SamplingParams
-from pageturner.server.admission.limits import LONGEST_NAME, SAFE_ID
+from pageturner.server.admission.limits import LONGEST_NAME
 from pageturner.server.admission.service_level import MOST_MS, MOST_PRIORITY
 from pageturner.server.api.base.answer_grammar import formats_of
 from pageturner.server.api.base.body import MOST_NUMBER, UNSUPPORTED, RequestBody, SessionFields

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,17 +22,18 @@ from pageturner.http.error_responses import error_body, error_of
 from pageturner.http.memory_reserve import MemoryReserve
 from pageturner.http.receiving import read_body, until_client_leaves
 from pageturner.http.request_info import RequestInfo
-from pageturner.http.slices import MANY_LOGPROBS, forget_logprobs, in_slices
+from pageturner.http.responses import sse_event
+from pageturner.http.slices import MANY_LOGPROBS, in_slices
 from pageturner.request import Failure, Request
 from pageturner.server.admission.metered import metered
 from pageturner.server.admission.quota import Work
 from pageturner.server.admission.service_level import RequestContext, service_level_of
-from pageturner.server.api.base import replies
 from pageturner.server.api.base.call import Call
 from pageturner.server.api.base.dialect import Dialect
 from pageturner.server.api.base.replies import Reply
 from pageturner.server.api.base.whole_answer import WholeAnswer
 from pageturner.server.engine_client.open_streams import OpenStreams, PieceQueue
+from pageturner.server.observability.answer_spans import note_answer
 from pageturner.server.receipts import Receipts
 from pageturner.server.service import Service
 from pageturner.server.sessions import session_hint
@@ -110,8 +112,8 @@ class GenerateEndpoint:
             service.background.leave(streams)
             service.adapters.count(call.body.model, streams)
             undo.close()
-            info.add_answer(streams)
-        await in_slices(forget_logprobs(streams))
+            note_answer(info, streams)
+        await in_slices(_forget_logprobs(streams))
 
     def _streams(self, call: Call, sink: OutputSink, context: RequestContext) -> list[OutputStream]:
         """One for each choice; the first of a prompt is the parent of its others."""
@@ -267,7 +269,7 @@ class Answer:
         try:
             await self._receipt()
         except ClientError as error:
-            return replies.sse_event(error_body(error.status, error.code, error.message))
+            return sse_event(error_body(error.status, error.code, error.message))
         return self.reply.last_receipt()
 
     async def _chunks(self, pieces: list[OutputPiece], send: Send) -> bytes:
@@ -298,3 +300,11 @@ def _failed(pieces: list[OutputPiece]) -> Failure | None:
     return next(
         (piece.stream.failure for piece in pieces if piece.stream.failure is not None), None
     )
+
+
+def _forget_logprobs(streams: list[OutputStream]) -> Generator[None, None, None]:
+    """Free what takes a while to be freed where there are millions."""
+    for stream in streams:
+        stream.logprobs.clear()
+        stream.prompt_logprobs.clear()
+        yield

@@ -15,9 +15,9 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.responses import Response
 
 from pageturner.formats.tokenizer import Tokenizer
+from pageturner.http.responses import sse_event
 from pageturner.request import Logprob
 from pageturner.server.api.base.call import Call
 from pageturner.server.api.base.usage import usage, usage_of
@@ -59,16 +59,6 @@ def at_once(parts: InParts[T]) -> T:
     except StopIteration as end:
         whole: T = end.value
         return whole
-
-
-def json_response(value: Any) -> Response:
-    """An answer of one of the small endpoints."""
-    return Response(encode(value), media_type="application/json")
-
-
-def sse_event(body: bytes) -> bytes:
-    """One server-sent event."""
-    return b"data: " + body + b"\n\n"
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ from pageturner.errors import ClientError
 from pageturner.http.multipart import boundary_of, read_form
 from pageturner.http.receiving import read_body
 from pageturner.http.request_info import RequestInfo
+from pageturner.http.responses import json_response
 from pageturner.server.admission.metered import metered
-from pageturner.server.api.base import replies
 from pageturner.server.api.base.body import bad_request
 from pageturner.server.api.batches.batch_journal import (
     CANCELLING,
@@ -125,7 +125,7 @@ class BatchPages:
             raise
         finally:
             self._uploading -= 1
-        return replies.json_response(file_object(told))
+        return json_response(file_object(told))
 
     async def _receive(
         self, batches: Batches, id: str, receive: Receive, boundary: bytes
@@ -165,7 +165,7 @@ class BatchPages:
         return _listed(found, request, LISTED_FILES, LISTED_FILES)
 
     async def get_file(self, request: HTTPRequest, batches: Batches) -> Response:
-        return replies.json_response(file_object(await _file(request, batches)))
+        return json_response(file_object(await _file(request, batches)))
 
     async def content(self, request: HTTPRequest, batches: Batches) -> Response:
         file = await _file(request, batches)
@@ -177,7 +177,7 @@ class BatchPages:
             message = "a batch that has not ended reads this file: cancel it first"
             raise ClientError(409, "file_in_use", message)
         await batches.runner.do(remove, batches.path(file.id))
-        return replies.json_response({"id": file.id, "object": "file", "deleted": True})
+        return json_response({"id": file.id, "object": "file", "deleted": True})
 
     # -- batches ---------------------------------------------------------------------------------------------
     async def create(self, request: HTTPRequest, batches: Batches) -> Response:
@@ -216,7 +216,7 @@ class BatchPages:
         tenant = _info(request).tenant
         found = await batches.runner.do(batches.journal.batches, tenant, before, most + 1)
         told = [batch_object(record, batches.runner.trouble) for record in found[:most]]
-        return replies.json_response(_page(told, len(found) > most))
+        return json_response(_page(told, len(found) > most))
 
     async def get_batch(self, request: HTTPRequest, batches: Batches) -> Response:
         return self._told(await _batch(request.path_params["id"], request, batches), batches)
@@ -231,7 +231,7 @@ class BatchPages:
         return self._told(await _batch(record.id, request, batches), batches)
 
     def _told(self, record: BatchRecord, batches: Batches) -> Response:
-        return replies.json_response(batch_object(record, batches.runner.trouble))
+        return json_response(batch_object(record, batches.runner.trouble))
 
 
 # -- shapes --------------------------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ def _listed(found: list[dict[str, Any]], request: HTTPRequest, most: int, usual:
                 "invalid_value", f"after: there is no {after[:80]!r} in this list", "after"
             )
         found = found[ids.index(after) + 1 :]
-    return replies.json_response(_page(found[:limit], len(found) > limit))
+    return json_response(_page(found[:limit], len(found) > limit))
 
 
 def _limit(request: HTTPRequest, most: int, usual: int) -> int:

@@ -16,9 +16,10 @@ from starlette.types import Receive, Scope, Send
 
 import pageturner
 from pageturner.http.receiving import again, read_body
+from pageturner.http.responses import json_response
 from pageturner.server.admission.metered import metered
 from pageturner.server.admission.service_level import service_level_of
-from pageturner.server.api.base import answer_grammar, replies
+from pageturner.server.api.base import answer_grammar
 from pageturner.server.api.base.body import RequestBody, convert
 from pageturner.server.api.base.call import ServedModel, check_model
 from pageturner.server.api.base.dialect import Dialect
@@ -67,26 +68,24 @@ class OllamaPages:
         self._service = service
 
     async def version(self, _: HTTPRequest) -> Response:
-        return replies.json_response({"version": pageturner.__version__})
+        return json_response({"version": pageturner.__version__})
 
     async def tags(self, _: HTTPRequest) -> Response:
-        return replies.json_response(
-            {"models": [self._model(name) for name in self._service.names]}
-        )
+        return json_response({"models": [self._model(name) for name in self._service.names]})
 
     async def running(self, _: HTTPRequest) -> Response:
         """Those of `tags`: what is served is loaded, and stays."""
         context = self._service.served().context
         more = {"expires_at": "0001-01-01T00:00:00Z", "size_vram": 0, "context_length": context}
         models = [self._model(name) | more for name in self._service.names]
-        return replies.json_response({"models": models})
+        return json_response({"models": models})
 
     async def show(self, request: HTTPRequest) -> Response:
         service, served = self._service, self._service.served()
         body = convert(await read_body(request.receive, service.config.max_body_size), ShowBody)
         check_model(_named(body.model or body.name), served)
         sampling = service.generation.sampling
-        return replies.json_response(
+        return json_response(
             {
                 "modelfile": "",
                 "license": "",
@@ -144,7 +143,7 @@ class OllamaEndpoint:
         check_model(_named(body.model), served)
         reason = "unload" if body.keep_alive in (0, "0") else "load"
         told = {"model": served.model, "created_at": created_at(), **self._said}
-        return replies.json_response({**told, "done": True, "done_reason": reason})
+        return json_response({**told, "done": True, "done_reason": reason})
 
 
 class OllamaEmbedEndpoint:
@@ -164,7 +163,7 @@ class OllamaEmbedEndpoint:
                 served = self._service.served()
                 check_model(_named(body.model), served)
                 named = {"model": served.model} if "embeddings" in self._nothing else {}
-                response = replies.json_response(named | self._nothing)
+                response = json_response(named | self._nothing)
                 await response(scope, receive, send)
                 return
             await self._generate.answer(scope, again(raw, counted), send, work)

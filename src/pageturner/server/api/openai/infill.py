@@ -14,11 +14,12 @@ import msgspec
 
 from pageturner.errors import ClientError
 from pageturner.http.error_responses import error_body
+from pageturner.http.responses import sse_event
 from pageturner.server.admission.limits import RequestLimits
 from pageturner.server.api.base.body import ExtraFile, RequestBody, bad_request
 from pageturner.server.api.base.call import Call, ServedModel
 from pageturner.server.api.base.dialect import Dialect
-from pageturner.server.api.base.replies import InParts, Reply, ReplyShape, encode, sse_event
+from pageturner.server.api.base.replies import InParts, Reply, ReplyShape, encode
 from pageturner.server.api.base.translate import (
     Fields,
     fields_of,

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from pageturner.errors import ClientError
 from pageturner.http.error_responses import error_body
-from pageturner.server.api.base.replies import DONE, Reply, sse_event
+from pageturner.http.responses import sse_event
+from pageturner.server.api.base.replies import DONE, Reply
 from pageturner.text.output_stream import OutputStream
 
 

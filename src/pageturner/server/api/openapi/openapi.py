@@ -6,12 +6,9 @@ any operation or field.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request as HTTPRequest
@@ -20,6 +17,7 @@ from starlette.responses import Response
 import pageturner
 from pageturner.http.error_responses import SHAPES, TYPES, anthropic_error, ollama_error
 from pageturner.http.json_schemas import STRING, Schema, ref
+from pageturner.http.responses import docs_page
 from pageturner.server.admission.service_level import MOST_MS, MOST_PRIORITY
 from pageturner.server.api.base import replies
 from pageturner.server.api.base.call import ServedModel
@@ -181,37 +179,6 @@ def _error(status: int, shape: str) -> dict[str, Any]:
 
 
 # -- pages ---------------------------------------------------------------------------------------------------
-PAGE = Path(__file__).with_name("docs.html")
-
-
-def page_headers(page: bytes) -> dict[str, str]:
-    """Headers under which nothing of a page runs but its own script and style, and nothing is fetched but
-    from here."""
-    policy = [
-        "default-src 'none'",
-        "connect-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-    ]
-    for name in ("script", "style"):
-        inside = re.search(rf"<{name}>(.*?)</{name}>".encode(), page, re.DOTALL)
-        digest = base64.b64encode(hashlib.sha256(inside[1] if inside else b"").digest()).decode()
-        policy.append(f"{name}-src 'sha256-{digest}'")
-    return {
-        "content-security-policy": "; ".join(policy),
-        "x-content-type-options": "nosniff",
-        "referrer-policy": "no-referrer",
-        "cache-control": "no-cache",
-    }
-
-
-def docs_page() -> Response:
-    """The page that shows the document of the server from which it comes."""
-    page = PAGE.read_bytes()
-    return Response(page, headers=page_headers(page), media_type="text/html")
-
-
 class OpenApiPages:
     """The document of one server, and the page that shows it."""
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pageturner.http.json_schemas import STRING, Schema, one_of
-from pageturner.server.admission.limits import SAFE_ID
+from pageturner.http.request_info import SAFE_ID
 from pageturner.server.api.base.call import ServedModel
 from pageturner.server.api.openapi import openapi_bodies as bodies
 from pageturner.server.api.openapi import openapi_small_bodies as small

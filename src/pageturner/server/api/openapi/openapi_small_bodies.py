@@ -23,10 +23,10 @@ from pageturner.http.json_schemas import (
     one_of,
     record,
 )
+from pageturner.http.request_info import SAFE_ID
 from pageturner.params import LARGEST
 from pageturner.server import moving
 from pageturner.server.adapters import LoadBody, UnloadBody
-from pageturner.server.admission.limits import SAFE_ID
 from pageturner.server.api.base.body import EmbeddingOptions
 from pageturner.server.api.base.call import ServedModel
 from pageturner.server.api.base.field_table import field_schemas, prompt_schema, token_id

@@ -23,6 +23,7 @@ from starlette.types import Message, Receive, Scope, Send
 from pageturner.errors import ClientError
 from pageturner.http.receiving import again, read_body
 from pageturner.http.request_info import TRACE, RequestInfo
+from pageturner.http.responses import json_response
 from pageturner.http.stream_marks import StreamBeginning
 from pageturner.server.admission.limits import NO_LIMITS
 from pageturner.server.admission.metered import metered
@@ -246,7 +247,7 @@ class ResponsesPages:
     async def delete(self, request: HTTPRequest) -> Response:
         id = request.path_params["id"]
         self._store.delete(id, request.scope["pageturner"].tenant)
-        return replies.json_response({"id": id, "object": "response.deleted", "deleted": True})
+        return json_response({"id": id, "object": "response.deleted", "deleted": True})
 
     async def cancel(self, request: HTTPRequest) -> Response:
         record = self._find(request)
@@ -259,7 +260,7 @@ class ResponsesPages:
 
     async def input_items(self, request: HTTPRequest) -> Response:
         items = msgspec.Raw(self._find(request).items or b"[]")
-        return replies.json_response({"object": "list", "data": items, "has_more": False})
+        return json_response({"object": "list", "data": items, "has_more": False})
 
     def _find(self, request: HTTPRequest) -> ResponseRecord:
         return self._store.find(request.path_params["id"], request.scope["pageturner"].tenant)
@@ -267,7 +268,7 @@ class ResponsesPages:
     def _told(self, record: ResponseRecord) -> Response:
         if record.body:
             return _json(record.body)
-        return replies.json_response(response_object(record, self._service.model, []))
+        return json_response(response_object(record, self._service.model, []))
 
 
 def _json(body: bytes) -> Response:

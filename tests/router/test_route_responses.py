@@ -11,8 +11,8 @@ import pytest
 
 from pageturner.http.http_client import ServerAddress
 from pageturner.router.keepers import MOST_ID, tagged
+from server.conftest import Server
 
-from .conftest import Server
 from .replica import Replica, routed, write
 from .test_route import fleet, hangs_up, in_loop
 

@@ -11,10 +11,9 @@ import pytest
 
 from pageturner import cli
 from pageturner.router.route import MOST_FILES, raise_file_limit
-
-from .bytes_tokenizer import answer
-from .conftest import Server
-from .test_http import events, text_of
+from server.bytes_tokenizer import answer
+from server.conftest import Server
+from server.test_http import events, text_of
 
 
 def test_a_replica_that_is_not_there_at_the_start_is_named(start: Callable[..., Server]) -> None:

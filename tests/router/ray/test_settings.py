@@ -116,7 +116,7 @@ def test_without_ray_the_command_says_what_to_install(
 
 
 def test_the_example_and_what_the_page_shows_are_read(tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     assert settings.read(root / "examples" / "ray.toml").models["smollm2"].replicas == (1, 2)
     [shown] = re.findall(r"```toml\n(.*?)```", (root / "docs" / "cluster.md").read_text(), re.S)
     path = tmp_path / "shown.toml"

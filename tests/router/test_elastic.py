@@ -21,10 +21,10 @@ from pageturner.router.fleet import Fleet
 from pageturner.router.members import MOST_FILE, MOST_MEMBERS, Listed, Members, listed, read_file
 from pageturner.router.replica import FIRST_BYTES, Member
 from pageturner.server.api.openapi.openapi import document
+from server.test_openai import SERVED
 from support.json_schemas import Validator
 
 from .replica import Replica, routed, write
-from .test_openai import SERVED
 from .test_route import fleet, in_loop, streams
 
 
