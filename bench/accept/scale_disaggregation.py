@@ -39,7 +39,7 @@ from pageturner.config.settings import EngineConfig
 from pageturner.engine.engine_factory import make_engine
 engine = make_engine(EngineConfig(model=sys.argv[1], threads=1, block_size=16, kv_cache_memory=64 << 20,
     max_num_batched_tokens=64, role="prefill", prefill_listen="127.0.0.1:0")).engine
-print(engine.beside.guests.port, flush=True)
+print(engine.connectors.prefill_server.port, flush=True)
 while True:
     engine.step() if engine.has_work else time.sleep(0.001)
 """

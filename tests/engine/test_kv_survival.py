@@ -263,7 +263,7 @@ def sealed(pool: BlockPool, tokens: range) -> Sequence:
     seq = Sequence(Request(1, tuple(tokens)), tokens=list(tokens))
     assert pool.extend(seq, len(tokens))
     seq.computed = len(tokens)
-    pool.seal(seq)
+    pool.cache_full_blocks(seq)
     return seq
 
 

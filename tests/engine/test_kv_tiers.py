@@ -199,7 +199,7 @@ def test_a_flipped_bit_is_found_and_computed_again(tmp_path: Path, where: str) -
         built = make_engine(given)
     else:
         built.engine.stack.pins.forget_others()  # they go down
-        tiers = built.engine.tiers
+        tiers = built.engine.connectors.tiers
         assert tiers is not None
         for _, row in tiers.host.newest():
             row[7] ^= 16

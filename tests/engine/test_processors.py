@@ -7,7 +7,7 @@ import pytest
 
 from pageturner.executor.processors import edits_of
 from pageturner.executor.sampler import NOT_A_NUMBER, NOTHING_ALLOWED, score
-from pageturner.executor.thinking_budget import put_off
+from pageturner.executor.thinking_budget import defer_end_of_thinking
 from pageturner.kernels.edits import may_be_chosen
 from pageturner.kernels.reference import ReferenceOps
 from pageturner.params import SamplingParams
@@ -151,7 +151,7 @@ def test_the_end_of_thoughts_waits_until_the_grammar_takes_it():
         mask = np.zeros((1, 1), np.uint64)
         for token in allows:
             mask[0, 0] |= np.uint64(1 << token)
-        edits = put_off(rows, mask, edits_of(rows))
+        edits = defer_end_of_thinking(rows, mask, edits_of(rows))
         return np.flatnonzero(may_be_chosen(10, mask, edits[0] if edits else [])).tolist()
 
     assert left([2, 3], [7, 4]) == [7]

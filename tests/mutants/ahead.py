@@ -40,13 +40,13 @@ def a_plan_ahead_goes_on_behind_the_last_token(swap: Swap) -> None:
 
 @bug(AHEAD, ahead=True)
 def blocks_are_sealed_while_they_are_computed(swap: Swap) -> None:
-    def seal(old: Any, pool: BlockPool, seq: Sequence) -> None:
+    def cache_full_blocks(old: Any, pool: BlockPool, seq: Sequence) -> None:
         computed = seq.computed
         seq.computed = min(computed + seq.inflight, len(seq.tokens))
         old(pool, seq)
         seq.computed = computed
 
-    swap.wrap(BlockPool.seal, seal)
+    swap.wrap(BlockPool.cache_full_blocks, cache_full_blocks)
 
 
 @bug(HELD, ahead=True)

@@ -120,13 +120,13 @@ def as_if(swap: Swap, method: Any, **fields: Any) -> None:
 @bug(APART)
 def salt_ignored(swap: Swap) -> None:
     as_if(swap, BlockPool.match, salt="")
-    as_if(swap, BlockPool.seal, salt="")
+    as_if(swap, BlockPool.cache_full_blocks, salt="")
 
 
 @bug(APART)
 def adapter_ignored(swap: Swap) -> None:
     as_if(swap, BlockPool.match, adapter="")
-    as_if(swap, BlockPool.seal, adapter="")
+    as_if(swap, BlockPool.cache_full_blocks, adapter="")
 
 
 @bug(APART)
@@ -165,13 +165,13 @@ def keys_without_what_is_before(swap: Swap) -> None:
 
 @bug(CONTENT)
 def sealed_before_computed(swap: Swap) -> None:
-    def seal(old: Any, pool: BlockPool, seq: Sequence) -> None:
+    def cache_full_blocks(old: Any, pool: BlockPool, seq: Sequence) -> None:
         more = min(len(seq.tokens), len(seq.blocks) * pool.block_size) - seq.computed
         seq.computed += more
         old(pool, seq)
         seq.computed -= more
 
-    swap.wrap(BlockPool.seal, seal)
+    swap.wrap(BlockPool.cache_full_blocks, cache_full_blocks)
 
 
 @bug(AGE)
@@ -222,9 +222,9 @@ def steps_longer_than_the_sliding_blocks(swap: Swap) -> None:
 
 @bug(ROOM, config={"window": 3})
 def sliding_blocks_not_promised(swap: Swap) -> None:
-    swap.wrap(BlockPool.claims, lambda old, *args: (old(*args)[0], 0))
+    swap.wrap(BlockPool.blocks_needed, lambda old, *args: (old(*args)[0], 0))
 
 
 @bug(ROOM, config={"policy": "orca"})
 def no_blocks_promised(swap: Swap) -> None:
-    swap.wrap(BlockPool.claims, lambda old, *args: (0, old(*args)[1]))
+    swap.wrap(BlockPool.blocks_needed, lambda old, *args: (0, old(*args)[1]))

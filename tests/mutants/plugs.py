@@ -88,7 +88,12 @@ def prompts_share_a_step_over_the_budget(swap: Swap) -> None:
 
 @bug(WHOLE, config={"policy": "prefill_first"})
 def a_prompt_above_the_budget_never_joins(swap: Swap) -> None:
-    filtered(swap, "prefill_first", nothing, lambda v: [s for s in v.waiting if v.need(s) > v.left])
+    filtered(
+        swap,
+        "prefill_first",
+        nothing,
+        lambda v: [s for s in v.waiting if v.need(s) > v.token_budget_left],
+    )
 
 
 @bug(RATIO, config={"policy": "served_ratio"})
@@ -146,7 +151,7 @@ def adaptive_chunk_never_recovers(swap: Swap) -> None:
     lowest: dict[AdaptiveChunk, int] = {}
 
     def call(old: Any, policy: AdaptiveChunk, v: View) -> Asks:
-        v.limit(lowest.get(policy, v.left))
+        v.limit(lowest.get(policy, v.token_budget_left))
         yield from old(policy, v)
         lowest[policy] = min(lowest.get(policy, policy.budget()), policy.budget())
 

@@ -289,7 +289,7 @@ def the_budget_is_larger_than_it_says(swap: Swap) -> None:
 @bug(COUNTS, load="crowded")
 def recomputation_counted_as_a_hit(swap: Swap) -> None:
     def attach(old: Any, pool: BlockPool, seq: Sequence) -> int:
-        seq.reached = 0
+        seq.max_computed_tokens = 0
         gained: int = old(pool, seq)
         return gained
 

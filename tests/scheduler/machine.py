@@ -131,7 +131,7 @@ class Stream:
     scored: list[PromptLogprob] = field(default_factory=list)
     finish: str | None = None
     cached: int = 0
-    reached: int = 0  # tokens whose KV this engine, or one before it, once computed or found
+    max_computed_tokens: int = 0  # tokens whose KV this engine, or one before it, once computed or found
 
     def take(self, event: Event) -> None:
         assert self.finish is None, f"request {event.id}: an event after its end"
@@ -171,7 +171,7 @@ class Stream:
         """As the owner of the streams sends it to a new engine. `resume` also where there is no token yet:
         who was let in once is not turned away for a full queue."""
         start = None if self.request.logits_from is None else self.next_scored
-        self.cached, self.reached = 0, len(self.request.prompt) + len(self.tokens) - 1
+        self.cached, self.max_computed_tokens = 0, len(self.request.prompt) + len(self.tokens) - 1
         resume = Resume(self.request.index, tuple(self.tokens))
         return replace(self.request, resume=(resume,), logits_from=start)
 
@@ -518,11 +518,11 @@ class Machine:
         Those know nothing of the sequences of a search, which take turns."""
         if seq.request.params.beam_width:
             self.lost += 1
-        known = max(begin, stream.reached)
+        known = max(begin, stream.max_computed_tokens)
         self.fresh += max(0, min(end, seq.prompt_len) - known)
         if stream.finish != "error":
             self.again += min(end, known) - begin
-        stream.reached = max(known, seq.computed)
+        stream.max_computed_tokens = max(known, seq.computed)
 
     def audit_work(self) -> None:
         """Every prompt token was computed, or a hit, or neither because its request went."""

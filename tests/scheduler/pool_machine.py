@@ -122,7 +122,7 @@ class PoolMachine:
         """Children are evicted before their parents: what nobody can reach any more takes no room."""
         store = self.pool.full
         for seq in (*self.alive, *self.pins.sequences):
-            keys = [store.keys[block] for block in seq.blocks[: seq.sealed]]
+            keys = [store.keys[block] for block in seq.blocks[: seq.num_cached_blocks]]
             self.parents.update(
                 (child, parent) for parent, child in pairwise(keys) if parent and child
             )
@@ -189,6 +189,6 @@ class PoolMachine:
             seq.computed = len(seq.tokens)
             seq.tokens.append(self.rng.randrange(VOCABULARY))
         seq.draft = []
-        self.pool.seal(seq)
+        self.pool.cache_full_blocks(seq)
         self.pool.trim(seq)
         assert len(seq.blocks) == self.pool.blocks_for(seq.computed), "spare blocks after trim"

@@ -33,7 +33,7 @@ def compute(pool: BlockPool, seq: Sequence, n: int | None = None) -> Sequence:
     assert pool.extend(seq, n)
     pool.release_held()
     seq.computed += n
-    pool.seal(seq)
+    pool.cache_full_blocks(seq)
     return seq
 
 
@@ -158,7 +158,7 @@ def test_a_sequence_that_fills_an_equal_block_is_switched_to_it() -> None:
     assert used(pool) == 4
     for seq in (one, two):
         seq.computed += 3
-        pool.seal(seq)
+        pool.cache_full_blocks(seq)
     assert one.blocks[0] == two.blocks[0]
     assert used(pool) == 3
     check_pool(pool, [one, two])
@@ -242,7 +242,7 @@ def test_a_long_sequence_holds_no_more_than_its_window() -> None:
         assert pool.extend(seq, 1)
         seq.computed += 1
         seq.tokens.append(token)
-        pool.seal(seq)
+        pool.cache_full_blocks(seq)
         pool.trim(seq)
     assert figure(pool, "recent_blocks_used") <= 3
     check_pool(pool, [seq])

@@ -24,7 +24,7 @@ def compute(pool: BlockPool, id: int, prompt: tuple[int, ...], salt: str) -> tup
     assert pool.extend(seq, seq.pending)
     pool.release_held()
     seq.computed = len(prompt)
-    pool.seal(seq)
+    pool.cache_full_blocks(seq)
     return seq, gained
 
 

@@ -799,14 +799,14 @@ def test_a_waiter_who_finds_no_room_has_few_claims_found_anew() -> None:
         scheduler.add(request(id, 16, max_tokens=33))
     step(scheduler)
     step(scheduler)
-    asked, claims = 0, scheduler.pool.claims
+    asked, claims = 0, scheduler.pool.blocks_needed
 
     def counted(*args: Any) -> tuple[int, int]:
         nonlocal asked
         asked += 1
         return claims(*args)
 
-    scheduler.pool.claims = counted  # type: ignore[method-assign]
+    scheduler.pool.blocks_needed = counted  # type: ignore[method-assign]
     for _ in range(10):
         step(scheduler)
     assert scheduler.load[0] > 0, "somebody waits"

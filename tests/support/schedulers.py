@@ -102,11 +102,11 @@ def usage_by_blocks(owners: list[Sequence], size: int) -> dict[str, float]:
 def check_table(pool: BlockPool, seq: Sequence) -> None:
     size = pool.block_size
     assert len(seq.blocks) * size >= seq.computed, "computed tokens without a block"
-    assert seq.sealed * size <= seq.computed, "sealed before computed"
+    assert seq.num_cached_blocks * size <= seq.computed, "sealed before computed"
     assert len(set(seq.blocks)) == len(seq.blocks), "a block is twice in one table"
-    assert seq.public <= seq.sealed, "public before sealed"
+    assert seq.public <= seq.num_cached_blocks, "public before sealed"
     key = root_key(pool._model, seq.request.adapter)
-    for i, block in enumerate(seq.blocks[: seq.sealed]):
+    for i, block in enumerate(seq.blocks[: seq.num_cached_blocks]):
         before = key
         if i == seq.public:
             salt = seq.request.salt
@@ -115,7 +115,7 @@ def check_table(pool: BlockPool, seq: Sequence) -> None:
             )
         key = block_key(before, seq.tokens[i * size : (i + 1) * size])
         assert pool.full.keys[block] == key, "a sealed block is findable under another content"
-    for block in seq.blocks[seq.sealed :]:
+    for block in seq.blocks[seq.num_cached_blocks :]:
         assert pool.full.keys[block] is None, "a block that is still written can be found"
     assert len(seq.sliding) == (len(seq.blocks) if pool.window else 0), (
         "the tables differ in length"
@@ -127,7 +127,7 @@ def check_table(pool: BlockPool, seq: Sequence) -> None:
     assert seq.sliding[: seq.released] == [GONE] * seq.released, "a block was not given back"
     assert len(set(kept)) == len(kept), "a sliding block is twice in one table"
     for i, block in enumerate(kept, seq.released):
-        beside = pool.full.keys[seq.blocks[i]] if i < seq.sealed else None
+        beside = pool.full.keys[seq.blocks[i]] if i < seq.num_cached_blocks else None
         assert pool.sliding.keys[block] == beside, (
             "a sliding block is findable beside another content"
         )

@@ -20,7 +20,7 @@ from pageturner.executor.adapters import AdapterStore
 from pageturner.executor.grammar import Grammars
 from pageturner.executor.runner import Executor
 from pageturner.ipc.ledger import Ledger
-from pageturner.kv.kv_beside import KVBeside
+from pageturner.kv.kv_connectors import KVConnectors
 from pageturner.policies.scheduler_config import CHANGEABLE, SchedulerConfig
 from pageturner.policies.scheduler_factory import SchedulerStack
 from pageturner.policies.slo_admission import SloAdmission
@@ -50,7 +50,7 @@ class EngineParts:
     log: StepLog | None = None
     costs: ModelCosts | None = None
     adapters: AdapterStore | None = None
-    beside: KVBeside | None = None
+    connectors: KVConnectors | None = None
     async_executor: AsyncExecutor | None = None
 
 
@@ -75,8 +75,8 @@ class Engine:
         self.work = WorkTotals()  # of all steps, where it is known what they cost
         self._slo = SloAdmission(stack)
         self.adapters = parts.adapters or AdapterStore(None, 0)
-        self.beside = parts.beside or KVBeside()
-        self._pending = PendingRequests(parts.grammars, self.adapters, self.beside)
+        self.connectors = parts.connectors or KVConnectors()
+        self._pending = PendingRequests(parts.grammars, self.adapters, self.connectors)
         self._log = parts.log
         self._costs = parts.costs
         self._prices = work_prices(parts.costs) if parts.costs else None
@@ -88,7 +88,10 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return (
-            self.scheduler.has_work or bool(self._pending) or self.adapters.busy or self.beside.busy
+            self.scheduler.has_work
+            or bool(self._pending)
+            or self.adapters.busy
+            or self.connectors.busy
         )
 
     @property
@@ -171,7 +174,7 @@ class Engine:
         if self._log is not None:
             self._log.forgot(self.clock())
         forget = self.stack.pins.forget_others
-        tiers = self.beside.tiers
+        tiers = self.connectors.tiers
         tiers.forget(forget) if tiers else forget()
 
     def reconfigure(self, wanted: SchedulerConfig, widest: int) -> bool:
@@ -187,7 +190,7 @@ class Engine:
     # -- steps -----------------------------------------------------------------------------------------------
     def step(self, ledger: Ledger | None = None) -> list[Event]:
         """Commit one step. Returns its events; sets `wake` when there was nothing to run."""
-        self.beside.turn(self)
+        self.connectors.step(self)
         events = (self._admit_ready() if self._pending else []) + self._expire()
         step = self._in_flight
         if step is None:
@@ -311,7 +314,7 @@ class Engine:
     def _idle(self, plan: Plan, start: float, ledger: Ledger | None) -> list[Event]:
         """Note that there is nothing to run: the engine waits on purpose, and is not stuck."""
         self._plan_ahead = True
-        if self._pending or self.adapters.busy or self.beside.busy:
+        if self._pending or self.adapters.busy or self.connectors.busy:
             self.wake = min(plan.wake or math.inf, self.clock() + PENDING_NAP)
         if ledger is not None and self.wake is not None:
             ledger.finish(self.clock())
@@ -328,7 +331,7 @@ class Engine:
 
     def close(self) -> None:
         """Write what is left of the step log, and of KV."""
-        self.beside.close()
+        self.connectors.close()
         if self._log is not None:
             self._log.close()
 
@@ -353,6 +356,6 @@ def _note_rows(ledger: Ledger | None, items: list[Item]) -> None:
         rows = []
         for item in items:
             sequence = item.sequence
-            prompt = sequence.computed < max(sequence.prompt_len, sequence.reached)
+            prompt = sequence.computed < max(sequence.prompt_len, sequence.max_computed_tokens)
             rows.append((sequence.request.id, item.n, prompt))
         ledger.note(rows)

@@ -39,7 +39,7 @@ from pageturner.formats import hub
 from pageturner.formats.load_tokenizer import Tokenizer, load_tokenizer, load_with_defaults
 from pageturner.kernels.base import KVSpec, Ops
 from pageturner.kernels.peak import glance
-from pageturner.kv.kv_beside import KVBeside, KVStorage, wants_tiers
+from pageturner.kv.kv_connectors import KVConnectors, KVStorage, wants_tiers
 from pageturner.kv.kv_survival import SurvivingKV
 from pageturner.models.decoder import Decoder
 from pageturner.models.weights import AUTO
@@ -113,7 +113,7 @@ def make_engine(
     kv_fd      memory file for KV, which somebody keeps for the next engine; None: KV goes with this process
     """
     _check(config)
-    beside = KVBeside(config)
+    beside = KVConnectors(config)
     if config.backend in ("fake", "null"):
         return _build_fake(config, beside)
     phases = Phases()
@@ -342,7 +342,7 @@ def _model_len(config: EngineConfig, context: int) -> int:
     return config.max_model_len or context
 
 
-def _build_fake(config: EngineConfig, beside: KVBeside) -> LoadedEngine:
+def _build_fake(config: EngineConfig, beside: KVConnectors) -> LoadedEngine:
     """No model at all: for tests of the server and for measuring the engine itself."""
     vocab = int(os.environ.get("PAGETURNER_FAKE_VOCAB", "320"))
     seconds = float(os.environ.get("PAGETURNER_FAKE_STEP_SECONDS", "0"))
@@ -382,7 +382,7 @@ def _assemble(
     limits: MachineLimits | None = None,
     kept: SurvivingKV | None = None,
     adapters: AdapterStore | None = None,
-    beside: KVBeside | None = None,
+    beside: KVConnectors | None = None,
     storage: KVStorage | None = None,
     ahead: AsyncRunner | None = None,
 ) -> LoadedEngine:

@@ -14,7 +14,7 @@ from typing import Any
 
 from pageturner.executor.adapters import AdapterStore, AdapterTicket
 from pageturner.executor.grammar import GrammarError, Grammars, Start
-from pageturner.kv.kv_beside import KVBeside
+from pageturner.kv.kv_connectors import KVConnectors
 from pageturner.request import Refused, Request
 
 MAX_WAITING_FOR_KV = 1024  # pending requests beyond which no further request waits for KV
@@ -54,7 +54,9 @@ class PendingRequests:
     """The pending requests of one engine by id, in order of arrival. Without grammars no request may ask for
     structured output."""
 
-    def __init__(self, grammars: Grammars | None, adapters: AdapterStore, beside: KVBeside) -> None:
+    def __init__(
+        self, grammars: Grammars | None, adapters: AdapterStore, beside: KVConnectors
+    ) -> None:
         self._grammars, self._adapters, self._beside = grammars, adapters, beside
         self._pending: dict[int, _Pending] = {}
 

@@ -89,7 +89,7 @@ class ChannelLoop:
     def _receive(self) -> bool:
         """Take what has arrived; wait for it when there is nothing else to do. False at the end."""
         told = select.select(
-            [self._sock.fileno(), *self._engine.beside.bells], [], [], self._patience()
+            [self._sock.fileno(), *self._engine.connectors.wakeup_fds], [], [], self._patience()
         )[0]
         if self._sock.fileno() not in told:
             return True

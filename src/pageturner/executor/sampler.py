@@ -14,7 +14,7 @@ import numpy as np
 
 from pageturner.executor import processors
 from pageturner.executor.grammar import NO_MASKS, Masks, allowed
-from pageturner.executor.thinking_budget import put_off
+from pageturner.executor.thinking_budget import defer_end_of_thinking
 from pageturner.kernels.base import F32, I32, Array, Draw, Ops
 from pageturner.kernels.choosing import Logprobs, LogprobsWanted
 from pageturner.kernels.edits import may_be_chosen
@@ -97,7 +97,7 @@ def choose(
     """
     vocabulary = decoder.spec.vocab
     masks = allowed(grammars, sequences, vocabulary)
-    edits = put_off(sequences, masks, processors.edits_of(sequences))
+    edits = defer_end_of_thinking(sequences, masks, processors.edits_of(sequences))
     wanted = _logprobs_wanted([sequence.request.params for sequence in sequences], vocabulary)
     names = [sequence.request.adapter for sequence in sequences]
     adapters = decoder.adapters_of(names) if any(names) else None

@@ -34,7 +34,9 @@ def end_thoughts(params: SamplingParams, sequence: Sequence) -> list[Edit]:
     return [Edit(Operation.FORCE, end[said : said + 1])]
 
 
-def put_off(sequences: list[Sequence], masks: Allowed | None, edits: Edits | None) -> Edits | None:
+def defer_end_of_thinking(
+    sequences: list[Sequence], masks: Allowed | None, edits: Edits | None
+) -> Edits | None:
     """The edits of rows [R] without ends of thoughts that the row's grammar cannot take yet: a budget may be
     used up within a character, whose other bytes come first."""
     if masks is None or edits is None:

@@ -27,7 +27,7 @@ import msgspec
 
 from pageturner.config.settings import EngineConfig
 from pageturner.errors import EngineFault, pip_install
-from pageturner.kv.store_hooks import tell_also
+from pageturner.kv.store_hooks import add_block_hooks
 from pageturner.scheduler.blocks import BlockPool
 from pageturner.scheduler.listener import Listener, StepReport
 from pageturner.scheduler.types import Sequence
@@ -91,7 +91,7 @@ class KVEvents:
         self._touched: dict[Sequence, int] = {}  # sequence -> first place that may be new
         self.listener = Listener(
             attached=lambda seq, fresh: self._touch(seq, 0),
-            served=lambda seq, n, now: self._touch(seq, seq.sealed),
+            served=lambda seq, n, now: self._touch(seq, seq.num_cached_blocks),
             committed=self._committed,
             stats=sender.stats,
         )
@@ -104,7 +104,7 @@ class KVEvents:
     def attach(self, pool: BlockPool) -> None:
         """Begin: whatever subscribers know of an engine before this one is gone."""
         self._pool = pool
-        tell_also(pool.full, lambda key, block: None, self._evict)
+        add_block_hooks(pool.full, lambda key, block: None, self._evict)
         self._sender.send([AllBlocksCleared()])
 
     def _touch(self, seq: Sequence, place: int) -> None:

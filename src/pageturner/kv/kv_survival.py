@@ -128,7 +128,7 @@ class Directory:
     ) -> None:
         self._store, self._kv, self._threads = store, kv, threads
         self._keys, self._sums, self._stamps = (records[name] for name in RECORD.names or ())
-        self._sealed: dict[int, bytes] = {}  # blocks of the step under way
+        self._new_blocks: dict[int, bytes] = {}  # blocks of the step under way
         self._stamp = 0
         self.seconds = 0.0
 
@@ -151,24 +151,24 @@ class Directory:
         if kept:
             adopt(self._store, kept)
             kv_file.take_huge_pages(self._kv, max(kept))
-        self._store.on_seal, self._store.on_evict = self._seal, self._strike_out
+        self._store.on_publish, self._store.on_evict = self._published, self._strike_out
         return len(kept)
 
-    def _seal(self, key: bytes, block: int) -> None:
-        self._sealed[block] = key
+    def _published(self, key: bytes, block: int) -> None:
+        self._new_blocks[block] = key
 
     def _strike_out(self, key: bytes, block: int) -> None:
         self._sums[block] = 0
-        self._sealed.pop(block, None)
+        self._new_blocks.pop(block, None)
 
     def note(self) -> None:
         """Write down what was sealed since the last call."""
-        if not self._sealed:
+        if not self._new_blocks:
             return
         begin = perf_counter()
-        blocks = np.fromiter(self._sealed, np.int32, len(self._sealed))
-        keys = b"".join(self._sealed.values())
-        self._sealed.clear()
+        blocks = np.fromiter(self._new_blocks, np.int32, len(self._new_blocks))
+        keys = b"".join(self._new_blocks.values())
+        self._new_blocks.clear()
         sums = kv_file.checksums(self._kv, blocks, seeds_of(keys), self._threads)
         self._keys[blocks] = np.frombuffer(keys, self._keys.dtype)
         self._stamps[blocks] = np.arange(

@@ -33,7 +33,7 @@ import numpy as np
 from pageturner import logs
 from pageturner.kv.kv_block_file import BlockFile, Bytes, Read, sum_of
 from pageturner.kv.kv_transfer import BadBlock, KVBlock, KVTransfer, request_keys
-from pageturner.kv.store_hooks import tell_also
+from pageturner.kv.store_hooks import add_block_hooks
 from pageturner.request import Request
 from pageturner.scheduler.blocks import BlockPool
 from pageturner.scheduler.listener import StepReport
@@ -131,7 +131,7 @@ class KVTiers:
         self.host = HostMemory(host // nbytes, nbytes)
         self.file = file
         self.counts: Counter[str] = Counter()
-        self._sealed: dict[bytes, int] = {}  # in the step under way
+        self._new_blocks: dict[bytes, int] = {}  # in the step under way
         self._forgetting = False
         self._scratch = np.zeros(nbytes, np.uint8)
         self._warm: OrderedDict[bytes, None] = OrderedDict()
@@ -152,27 +152,27 @@ class KVTiers:
         ] = {}  # key -> place; only the thread that steps fills a place
         self._loaders = ThreadPoolExecutor(1, "kv-load") if file is not None else None
         self._writer = threading.Thread(target=self._write, name="kv-file", daemon=True)
-        tell_also(self._store, self._seal, self._evict)
+        add_block_hooks(self._store, self._published, self._evict)
         self._store.on_miss = self._fetch
         if file is not None:
             self._writer.start()
             atexit.register(_close, weakref.ref(self))
 
     # -- down ------------------------------------------------------------------------------------------------
-    def _seal(self, key: bytes, block: int) -> None:
+    def _published(self, key: bytes, block: int) -> None:
         if self.file is not None:
-            self._sealed[key] = block
+            self._new_blocks[key] = block
 
     def committed(self, report: StepReport) -> None:
         """What the step sealed goes to the file, while half of the places are left for what is evicted."""
-        for key, block in self._sealed.items():
+        for key, block in self._new_blocks.items():
             if self._places.qsize() <= len(self._staging) // 2:
                 break  # it goes when it is evicted
             self._stage(key, partial(self._transfer.read, block))
-        self._sealed.clear()
+        self._new_blocks.clear()
 
     def _evict(self, key: bytes, block: int) -> None:
-        self._sealed.pop(key, None)
+        self._new_blocks.pop(key, None)
         if self._forgetting:
             return
         if self.host.most:

@@ -12,9 +12,12 @@ from pageturner.scheduler.store import Store
 Hook = Callable[[bytes, int], None]
 
 
-def tell_also(store: Store, on_seal: Hook, on_evict: Hook) -> None:
+def add_block_hooks(store: Store, on_publish: Hook, on_evict: Hook) -> None:
     """From here on tell these too, behind those who are told already."""
-    store.on_seal, store.on_evict = _both(store.on_seal, on_seal), _both(store.on_evict, on_evict)
+    store.on_publish, store.on_evict = (
+        _both(store.on_publish, on_publish),
+        _both(store.on_evict, on_evict),
+    )
 
 
 def _both(first: Hook, second: Hook) -> Hook:

@@ -49,7 +49,7 @@ class BackgroundWork:
         self._here.discard(seq.request.id)
 
     # -- the order -------------------------------------------------------------------------------------------
-    def last(self, order: Order) -> Order:
+    def wrap_order(self, order: Order) -> Order:
         """The same order, which never hears of the background: that stands behind it, by arrival."""
         told, key = order.listener, order.key
 
@@ -81,7 +81,7 @@ class BackgroundWork:
         return Order(place, begin_step, listener)
 
     # -- the policy ------------------------------------------------------------------------------------------
-    def behind(self, policy: Policy) -> Policy:
+    def wrap_policy(self, policy: Policy) -> Policy:
         """The same policy for everybody else, and behind them the background."""
         inner = policy.asks
 
@@ -92,7 +92,10 @@ class BackgroundWork:
 
     def _asks(self, front: Asks, v: View) -> Asks:
         lists = v.decoding, v.prefilling, v.waiting
-        budget, back = v.left, tuple([seq for seq in one if in_background(seq)] for one in lists)
+        budget, back = (
+            v.token_budget_left,
+            tuple([seq for seq in one if in_background(seq)] for one in lists),
+        )
         v.decoding, v.prefilling, v.waiting = map(_others, lists)
         prompts = bool(v.prefilling)
         yield from front
@@ -104,7 +107,7 @@ class BackgroundWork:
             yield awaited, awaited.pending
         v.limit(_share(budget, v.granted, prompts=prompts or (waits and v.granted > 0)))
         v.decoding, v.prefilling, v.waiting = back[0], back[1], [] if waits else back[2]
-        if v.left:
+        if v.token_budget_left:
             yield from self._policy.asks(v)
         v.decoding, v.prefilling, v.waiting = lists
         v.refused = refused or v.refused

@@ -50,8 +50,8 @@ class AdaptiveChunk:
 
     def __call__(self, v: View) -> Asks:
         running = len(v.decoding) + len(v.prefilling)
-        self._tokens = min(self._tokens or v.left, v.left)
-        self._seqs = min(self._seqs or running + v.joins, running + v.joins)
+        self._tokens = min(self._tokens or v.token_budget_left, v.token_budget_left)
+        self._seqs = min(self._seqs or running + v.free_slots, running + v.free_slots)
         if self._step_times.steps > self._steps:
             self._steer(self._step_times.last)
         for s in v.decoding:
@@ -98,7 +98,7 @@ def _whole(v: View, prompts: Iterable[Sequence]) -> Asks:
     first = True
     for s in prompts:
         n = v.need(s)
-        if n > v.left and not first:
+        if n > v.token_budget_left and not first:
             return
         v.lift(n)
         if not (yield s, n):
@@ -166,7 +166,7 @@ class Static:
             return
         if self._since is None:
             self._since = v.now
-        size = min(self._size, v.joins)
+        size = min(self._size, v.free_slots)
         due = self._due(self._since, min(s.request.arrival for s in v.waiting))
         if len(v.waiting) < size and v.now < due:
             v.wake = due
@@ -191,7 +191,7 @@ class Static:
             prompt = max(prompt, len(s.tokens))
             answer = max(answer, v.peak(s) - len(s.tokens))
             slots += v.slots(s)
-            if i and slots > min(v.joins, v.together(min(prompt + answer, v.context))):
+            if i and slots > min(v.free_slots, v.max_concurrent(min(prompt + answer, v.context))):
                 return queue[:i]
         return queue
 
@@ -226,7 +226,11 @@ def _batched(asks: Static) -> Policy:
 
 def make_chunked(options: SchedulerConfig, _: StepTimeModel) -> Policy:
     most = options.max_prefill_beside_decode
-    return Policy(partial(chunked, beside=most) if most > 0 else chunked, steady=True, bounded=True)
+    return Policy(
+        partial(chunked, max_prefill_tokens=most) if most > 0 else chunked,
+        steady=True,
+        bounded=True,
+    )
 
 
 def make_adaptive_chunk(options: SchedulerConfig, step_times: StepTimeModel) -> Policy:

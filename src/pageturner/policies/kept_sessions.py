@@ -196,7 +196,13 @@ class KeptSessions:
         """Of a turn behind the first: whether it finds what was claimed for it."""
         one = self._turns.get(seq.request.id)
         hint = seq.request.session
-        if one is None or hint is None or hint.supersede or not one.turns or seq.reached != fresh:
+        if (
+            one is None
+            or hint is None
+            or hint.supersede
+            or not one.turns
+            or seq.max_computed_tokens != fresh
+        ):
             return
         found = fresh >= (one.whole - 1) * self._pool.block_size
         self._found, self._missed = self._found + found, self._missed + (not found)
@@ -212,10 +218,10 @@ class KeptSessions:
         self._changed[one.name] = one
         if one.released or not one.keep:
             self.claims.cut(one, 0, self.now, Fate.USELESS if one.released else Fate.RECENT)
-        elif seq.sealed >= min(
+        elif seq.num_cached_blocks >= min(
             len(one.keys), 1
         ):  # one that waited has no blocks, and changes nothing
-            self._claim(one, seq.blocks[: seq.sealed])
+            self._claim(one, seq.blocks[: seq.num_cached_blocks])
             self._bound()
         self._next_lapse = min(self._next_lapse, one.ended + one.keep)
         self._forget_if_over(one)

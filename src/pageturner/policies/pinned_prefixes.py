@@ -46,8 +46,8 @@ class PinnedPrefixes:
 
     def keep(self, seq: Sequence) -> None:
         """A request has ended: its sealed blocks stay."""
-        self._pool.full.truncate(seq.blocks, seq.sealed)  # all but what others can find
-        seq.computed = seq.sealed * self._pool.block_size
+        self._pool.full.truncate(seq.blocks, seq.num_cached_blocks)  # all but what others can find
+        seq.computed = seq.num_cached_blocks * self._pool.block_size
         self._kept[seq.request.id] = seq
         self._tell_pool()
 

@@ -47,11 +47,11 @@ class SchedulerStack:
     pricing: WorkPricing
     background: BackgroundWork
 
-    def reconfigure(self, wanted: SchedulerConfig, widest: int) -> bool:
+    def reconfigure(self, wanted: SchedulerConfig, max_beam_width: int) -> bool:
         """Go on with token budget, most sequences, policy and order of `wanted`; the other settings stay.
         False if that has to wait: ask again after the next commit. ValueError for what does not exist.
 
-        widest  sequences of the widest search that is still taken, see Scheduler.reconfigure
+        max_beam_width  sequences of the widest search that is still taken, see Scheduler.reconfigure
         """
         check_names(wanted)
         if wanted.max_num_seqs < 1 or wanted.max_num_batched_tokens < -1:
@@ -65,18 +65,18 @@ class SchedulerStack:
             token_budget=config.token_budget,
             policy=self._policy(config) if config.policy != now.policy else None,
             order=self._order(config) if config.order != now.order else None,
-            widest=widest,
+            max_beam_width=max_beam_width,
         )
         self.config = config if done else now
         return done
 
     def _policy(self, config: SchedulerConfig) -> Policy:
-        priced = self.pricing.priced(POLICIES[config.policy](config, self.step_times))
-        return self.starts.holding(self.background.behind(priced))
+        priced = self.pricing.wrap_policy(POLICIES[config.policy](config, self.step_times))
+        return self.starts.wrap_policy(self.background.wrap_policy(priced))
 
     def _order(self, config: SchedulerConfig) -> Order:
         order = make_order(config, self.pool, self.predictor, self.step_times)
-        return self.background.last(order)
+        return self.background.wrap_order(order)
 
 
 def make_order(
@@ -136,7 +136,7 @@ def make_scheduler(
     pool = BlockPool(num_blocks, config.block_size, prefix_caching=caching, **pages, model=model)
     predictor, step_times = LengthPredictor(), StepTimeModel()
     pins, counters, pricing = PinnedPrefixes(pool), Counters(), WorkPricing(config.context_price)
-    background = BackgroundWork(pricing.priced(Policy(chunked, bounded=True)))
+    background = BackgroundWork(pricing.wrap_policy(Policy(chunked, bounded=True)))
     sessions = KeptSessions(pool, config)
     starts = SessionStarts(sessions, config.session_wait)
 
@@ -152,10 +152,10 @@ def make_scheduler(
 
     scheduler = Scheduler(
         pool,
-        policy=starts.holding(
-            background.behind(pricing.priced(POLICIES[config.policy](config, step_times)))
+        policy=starts.wrap_policy(
+            background.wrap_policy(pricing.wrap_policy(POLICIES[config.policy](config, step_times)))
         ),
-        order=background.last(make_order(config, pool, predictor, step_times)),
+        order=background.wrap_order(make_order(config, pool, predictor, step_times)),
         reserve=RESERVES[config.admission](predictor),
         make_group=make_group,
         max_num_seqs=config.max_num_seqs,

@@ -49,7 +49,7 @@ class SessionStarts:
     def __init__(self, sessions: KeptSessions, wait: float) -> None:
         self._sessions, self._wait = sessions, wait
 
-    def holding(self, policy: Policy) -> Policy:
+    def wrap_policy(self, policy: Policy) -> Policy:
         """The same policy, which does not see those who stand aside."""
         inner = policy.asks
 

@@ -67,7 +67,7 @@ class WorkPricing:
         self._rows.pop(seq.request.id, None)
         self._long.discard(seq.request.id)
 
-    def priced(self, policy: Policy) -> Policy:
+    def wrap_policy(self, policy: Policy) -> Policy:
         """The same policy, whose grants are charged with what they cost. One whose steps nothing bounds stays
         as it is: it computes prompts whole."""
         if not policy.bounded:
@@ -84,9 +84,13 @@ class WorkPricing:
             seq: 1 + self._rows.get(seq.request.id, 0.0) for seq in (*v.decoding, *v.prefilling)
         }
         owed = sum(later.values())
-        aside = self._stand_aside(v, v.left - len(later) - v.joins)
+        aside = self._stand_aside(v, v.token_budget_left - len(later) - v.free_slots)
         others = owed - sum(later[seq] for seq in v.prefilling if seq.request.id in self._long)
-        for_long = v.left - others - self._kept_for_short(v, (v.left - others) / 2)
+        for_long = (
+            v.token_budget_left
+            - others
+            - self._kept_for_short(v, (v.token_budget_left - others) / 2)
+        )
         dear, position = owed > len(later), self._position if v.decoding else 0.0
         asks = inner(v)
         with suppress(StopIteration):
@@ -98,15 +102,15 @@ class WorkPricing:
                     granted, v.refused = 0, (seq, WaitCause.BUDGET, 0)
                 elif (long := n > 1 and seq.request.id in self._long) or row:
                     must = not ((row and dear) or (long and for_long < 1 and v.granted))
-                    before, left = v.left, v.left - owed
+                    before, left = v.token_budget_left, v.token_budget_left - owed
                     ask = _Ask(seq, n, row, min(left, for_long) if long else left)
                     granted = yield from _bought(
                         v, ask, position, must or seq.state is State.RUNNING
                     )
-                    for_long -= before - v.left if long else 0
+                    for_long -= before - v.token_budget_left if long else 0
                     dear = dear or (row > 0 and granted > 0)
                 else:
-                    granted = yield seq, min(n, max(1, int(v.left - owed)))
+                    granted = yield seq, min(n, max(1, int(v.token_budget_left - owed)))
                 seq, n = asks.send(granted)
 
     def _kept_for_short(self, v: View, most: float) -> float:
@@ -116,7 +120,7 @@ class WorkPricing:
             return 0.0
         needed: float = sum(seq.pending for seq in v.prefilling if seq.request.id not in self._long)
         first = not any(seq.request.id in self._long for seq in v.prefilling)
-        front, behind, joins = list[Sequence](), list[Sequence](), v.joins
+        front, behind, joins = list[Sequence](), list[Sequence](), v.free_slots
         for seq in v.waiting:
             if seq.request.id not in self._long:
                 needed += len(seq.tokens) if joins > 0 else 0
@@ -169,5 +173,7 @@ def _bought(
         return 0
     granted = yield seq, max(1, n)
     rows = granted if scored else max(0, seq.computed + granted - len(seq.tokens) + 1)
-    v.limit(v.left - min(ceil(granted * back + rows * row), max(0, int(left) - granted)))
+    v.limit(
+        v.token_budget_left - min(ceil(granted * back + rows * row), max(0, int(left) - granted))
+    )
     return granted

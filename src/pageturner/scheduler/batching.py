@@ -35,15 +35,15 @@ class View:
     decoding: list[Sequence]  # running, only the newest token to compute; smallest rank first
     prefilling: list[Sequence]  # running, more than that to compute; smallest rank first
     waiting: list[Sequence]  # in queue order; empty when nobody may join
-    left: int  # tokens of the budget not granted yet
-    joins: int  # how many waiting sequences may join at most
+    token_budget_left: int  # tokens of the budget not granted yet
+    free_slots: int  # how many waiting sequences may join at most
     context: int  # most tokens in a sequence
     need: Callable[
         [Sequence], int
     ]  # tokens left to compute behind its cached prefix, were there no budget
     peak: Callable[[Sequence], int]  # positions whose KV a sequence will hold at the very most
     slots: Callable[[Sequence], int]  # running sequences that a waiting one becomes
-    together: Callable[[int], int]  # how many sequences of so many tokens fit side by side
+    max_concurrent: Callable[[int], int]  # how many sequences of so many tokens fit side by side
     granted: int = 0  # tokens granted so far
     wake: float | None = None  # set by a policy that lets this step pass: when to ask it again
     ballast: list[tuple[int, int]] = field(default_factory=list)
@@ -52,16 +52,16 @@ class View:
 
     def lift(self, n: int) -> None:
         """Allow this step at least `n` more tokens, over the budget if need be: for what cannot be split."""
-        self.left = max(self.left, n)
+        self.token_budget_left = max(self.token_budget_left, n)
 
     def limit(self, n: int) -> None:
         """Allow this step at most `n` more tokens."""
-        self.left = min(self.left, n)
+        self.token_budget_left = min(self.token_budget_left, n)
 
     def pad(self, rows: int, context: int) -> None:
         """Have `rows` rows of padding computed that see `context` positions."""
         self.ballast.append((rows, context))
-        self.left -= rows
+        self.token_budget_left -= rows
 
 
 Asks = Generator[tuple[Sequence, int], int, None]
@@ -92,11 +92,11 @@ class Policy:
     budget: Callable[[], int] = lambda: maxsize  # most tokens that it lets a step have at present
 
 
-def chunked(v: View, beside: int = maxsize) -> Asks:
+def chunked(v: View, max_prefill_tokens: int = maxsize) -> Asks:
     """Stall-free: a token for all who decode, then chunks of prefill, `beside` tokens at most beside them."""
     for s in v.decoding:
         yield s, s.pending
-    v.limit(beside if v.granted else v.left)
+    v.limit(max_prefill_tokens if v.granted else v.token_budget_left)
     for s in v.prefilling:
         yield s, s.pending
     for s in v.waiting:
@@ -113,7 +113,9 @@ def wait_reason_of(view: View, plan: Plan) -> WaitReason:
     if head is None:
         return WaitReason(WaitCause.SLOTS.value)
     asked = view.refused is not None and view.refused[0] is head
-    if plan.items and (view.left <= 0 or (not asked and view.need(head) > view.left)):
+    if plan.items and (
+        view.token_budget_left <= 0 or (not asked and view.need(head) > view.token_budget_left)
+    ):
         largest = max(plan.items, key=lambda item: item.n).sequence
         return WaitReason(WaitCause.BUDGET.value, head.request.id, largest.request.id)
     if view.refused is None or not asked:

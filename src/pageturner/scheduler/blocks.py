@@ -12,8 +12,8 @@ flattened into a dict. Blocks pinned without a salt are public: a salted sequenc
 them its keys are salted again. A sliding block has the key of the full block beside it.
 
 Who owns what of a sequence, from position 0 on:
-    [0, sealed * size)                shared with the index: findable, never written again
-    [sealed * size, computed)         its own, or shared with its forks: copied before the first write
+    [0, cached * size)                shared with the index: findable, never written again
+    [cached * size, computed)         its own, or shared with its forks: copied before the first write
     [computed, len(blocks) * size)    granted in the plans under way, still to be written
 """
 
@@ -86,7 +86,9 @@ class BlockPool:
             blocks = min(blocks, self.sliding.num_blocks // ways)
         return blocks * self.block_size
 
-    def claims(self, seq: Sequence, tokens: int, step: int, beside: int = 0) -> tuple[int, int]:
+    def blocks_needed(
+        self, seq: Sequence, tokens: int, step: int, beside: int = 0
+    ) -> tuple[int, int]:
         """Full blocks that the sequence may still take until `tokens` are computed, copies of shared ones
         included, and sliding blocks that it may hold at once, at most `step` tokens in one step: shared ones
         are promised to each, because those who share them move on apart. One without blocks has those of its
@@ -179,15 +181,15 @@ class BlockPool:
         if source is not None and self._takes_from_source(seq, len(seq.blocks)):
             # All but its last token: logits are wanted once more. Its block is copied when it is written.
             seq.computed = seq.prompt_len - 1
-            seq.sealed = min(source.sealed, seq.computed // self.block_size)
-            seq.public = min(source.public, seq.sealed)
+            seq.num_cached_blocks = min(source.num_cached_blocks, seq.computed // self.block_size)
+            seq.public = min(source.public, seq.num_cached_blocks)
             seq.blocks = source.blocks[: self.blocks_for(seq.prompt_len)]
         else:
-            source, seq.sealed = None, len(seq.blocks)
+            source, seq.num_cached_blocks = None, len(seq.blocks)
             seq.public = (
                 sum(block in self.public for block in seq.blocks) if seq.request.salt else 0
             )
-            seq.computed = seq.sealed * self.block_size
+            seq.computed = seq.num_cached_blocks * self.block_size
         if self.window:
             seq.released = self._first_seen(seq.computed)
             seen = range(seq.released, len(seq.blocks))
@@ -237,7 +239,8 @@ class BlockPool:
         start, end = seq.computed + seq.inflight, len(seq.blocks)
         first = start // self.block_size
         spare = min(
-            store.available - store.lacks(table, first, end) for store, table in self._tables(seq)
+            store.available - store.num_new_blocks(table, first, end)
+            for store, table in self._tables(seq)
         )
         return 0 if spare < 0 else (end + spare) * self.block_size - start
 
@@ -249,22 +252,24 @@ class BlockPool:
         if alone and (not self.window or self.sliding.refs[seq.sliding[first]] == 1):
             return True  # what nearly every call is: the next token of a block of its own
         tables = self._tables(seq)
-        if any(store.lacks(table, first, end) > store.available for store, table in tables):
+        if any(
+            store.num_new_blocks(table, first, end) > store.available for store, table in tables
+        ):
             return False
         for store, table in tables:
             store.write(table, first, end)
         return True
 
-    def seal(self, seq: Sequence) -> None:
+    def cache_full_blocks(self, seq: Sequence) -> None:
         """Make full, computed blocks findable. Where an equal one is findable already, switch to that one."""
         if not self.prefix_caching:
             return
-        for place in range(seq.sealed, seq.computed // self.block_size):
+        for place in range(seq.num_cached_blocks, seq.computed // self.block_size):
             key = self._key(seq, place, seq.public)
             self.full.publish(seq.blocks, place, key)
             if self.window:
                 self.sliding.publish(seq.sliding, place, key)
-            seq.sealed = place + 1
+            seq.num_cached_blocks = place + 1
 
     def trim(self, seq: Sequence) -> None:
         """Give back the blocks behind the tokens that are computed or under way (rejected drafts), and the
@@ -299,8 +304,12 @@ class BlockPool:
         """Let `dst`, whose first src.computed tokens are the same, share all computed blocks of `src`."""
         self.trim(src)
         dst.blocks, dst.sliding, dst.released = list(src.blocks), list(src.sliding), src.released
-        dst.computed, dst.sealed, dst.public = src.computed, src.sealed, src.public
-        dst.block_keys, dst.keys_public = src.block_keys[: src.sealed], src.keys_public
+        dst.computed, dst.num_cached_blocks, dst.public = (
+            src.computed,
+            src.num_cached_blocks,
+            src.public,
+        )
+        dst.block_keys, dst.keys_public = src.block_keys[: src.num_cached_blocks], src.keys_public
         for store, table in self._tables(dst):
             store.share(table)
 
@@ -308,7 +317,7 @@ class BlockPool:
         """Take everything back."""
         for store, table in self._tables(seq):
             store.truncate(table, 0)
-        seq.computed = seq.inflight = seq.sealed = seq.public = seq.released = 0
+        seq.computed = seq.inflight = seq.num_cached_blocks = seq.public = seq.released = 0
 
     def release_held(self, under_way: bool = False) -> None:
         """A plan is done: what was held for it may be given out again. under_way: another one has begun."""

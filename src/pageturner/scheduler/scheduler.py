@@ -28,7 +28,12 @@ from pageturner.scheduler.blocks import BlockPool
 from pageturner.scheduler.group import Group, Requests
 from pageturner.scheduler.listener import Listener, Listeners, StepReport
 from pageturner.scheduler.order import Order
-from pageturner.scheduler.sharing import apply_branches, awaited_prefix, behind_sources, source_of
+from pageturner.scheduler.sharing import (
+    apply_branches,
+    awaited_prefix,
+    order_after_prefix_owner,
+    source_of,
+)
 from pageturner.scheduler.types import Item, Output, Plan, Result, Sequence, State
 
 
@@ -37,7 +42,7 @@ class Scheduler:
     token_budget of 0 means no limit. One below max_num_seqs also limits how many run: each decoding sequence
     needs a token in each step. max_queue: most sequences waiting; resumed ones are exempt.
 
-    Others read, and change nothing of: pool, policy, told (who listens), running (by rank), waiting (in no
+    Others read, and change nothing of: pool, policy, listeners, running (by rank), waiting (in no
     order), budget (tokens in a step), slots (sequences that run at once).
     """
 
@@ -60,16 +65,16 @@ class Scheduler:
                 "max_num_seqs and max_queue must be at least 1, max_model_len 2, token_budget 0"
             )
         self.pool, self.policy, self._order, self._reserve = pool, policy, order, reserve
-        self._listeners, self.told = listeners, Listeners((*listeners, order.listener))
+        self._listeners, self.listeners = listeners, Listeners((*listeners, order.listener))
         self._limit_steps(max_num_seqs, token_budget)
-        self._widest = self.slots  # sequences of the widest search that is taken
+        self._max_beam_width = self.slots  # sequences of the widest search that is taken
         self._max_model_len, self._max_queue = max_model_len, max_queue
         self._requests = Requests(make_group)
         self.waiting: dict[Sequence, None] = {}
         self.running: list[Sequence] = []  # by rank, smallest first
         self._leaving: list[Sequence] = []  # aborted under a plan, which still uses their blocks
         self._plans: list[Plan] = []  # under way, in order; at most two
-        self._short = (
+        self._lookahead_out_of_blocks = (
             False  # a plan made ahead would have had to preempt: the next one is not made ahead
         )
         self._granted, self._admissions = set[Sequence](), 0
@@ -90,17 +95,17 @@ class Scheduler:
             return
         if not request.resume:
             refuse_queue_full(len(self.waiting), self._max_queue)
-        refuse_too_many(request.params.beam_width, self._widest)
+        refuse_too_many(request.params.beam_width, self._max_beam_width)
         group = self._requests.make(request)
         first = group.sequences[0]
         self._refuse_impossible(group)
-        for tell in self.told.arriving:
+        for tell in self.listeners.arriving:
             tell(first)
         first.source = source_of(request, self._requests.groups)
         self._requests.groups[request.id], self.waiting[first] = group, None
         if request.resume:
-            first.reached = len(first.tokens) - 1
-        for tell in self.told.queued:
+            first.max_computed_tokens = len(first.tokens) - 1
+        for tell in self.listeners.queued:
             tell(first)
 
     def _refuse_impossible(self, group: Group) -> None:
@@ -124,7 +129,7 @@ class Scheduler:
             return False
         for seq in self._requests.leave(id):
             self.waiting.pop(seq, None)
-            for tell in self.told.ended:
+            for tell in self.listeners.ended:
                 tell(seq, None)
             if seq.state is State.RUNNING:
                 self.running.remove(seq)
@@ -178,7 +183,7 @@ class Scheduler:
     def stats(self) -> dict[str, float]:
         """Gauges and counters of all listeners, and its own."""
         figures = {"running": float(len(self.running)), "waiting": float(len(self.waiting))}
-        for tell in self.told.stats:
+        for tell in self.listeners.stats:
             figures |= tell()
         return figures
 
@@ -187,7 +192,7 @@ class Scheduler:
         """The next step. One with items must be committed before the next is asked for."""
         if self._plans:
             raise RuntimeError("the last plan was not committed")
-        self._short = False
+        self._lookahead_out_of_blocks = False
         return self._make_plan(Plan(at=now))
 
     def plan_ahead(self, now: float) -> Plan:
@@ -197,7 +202,9 @@ class Scheduler:
         if len(self._plans) != 1:
             raise RuntimeError("one plan ahead of one that is under way")
         return (
-            Plan(at=now) if self._short or not self.policy.steady else self._make_plan(Plan(at=now))
+            Plan(at=now)
+            if self._lookahead_out_of_blocks or not self.policy.steady
+            else self._make_plan(Plan(at=now))
         )
 
     def _make_plan(self, plan: Plan) -> Plan:
@@ -226,27 +233,29 @@ class Scheduler:
             gap = seq.pending if seq.inflight else len(seq.tokens) - seq.computed
             if gap:  # else it waits for the others of its search, or it will have ended
                 (decoding if gap == 1 else prefilling).append(seq)
-        joins = max(0, self.slots - len(self.running))
+        free_slots = max(0, self.slots - len(self.running))
         waiting = (
-            behind_sources(self._order.arrange(self.waiting, self.running, now)) if joins else []
+            order_after_prefix_owner(self._order.arrange(self.waiting, self.running, now))
+            if free_slots
+            else []
         )
         return View(
             now=now,
             decoding=decoding,
             prefilling=prefilling,
             waiting=waiting,
-            left=self.budget,
-            joins=joins,
+            token_budget_left=self.budget,
+            free_slots=free_slots,
             context=self._max_model_len,
             need=self._need,
             peak=self.peak,
             slots=lambda seq: len(self._requests.mates(seq)),
-            together=self.pool.side_by_side,
+            max_concurrent=self.pool.side_by_side,
         )
 
     def _grant(self, plan: Plan, view: View, seq: Sequence, n: int) -> int:
         """Answer one ask: the tokens granted, with their blocks."""
-        n = min(n, view.left)
+        n = min(n, view.token_budget_left)
         if n <= 0 or seq in self._granted or seq.state is State.FINISHED:
             return 0
         if seq.state is State.WAITING:
@@ -259,7 +268,7 @@ class Scheduler:
             plan.items.append(Item(seq, n, seq.computed + seq.inflight))
             seq.inflight += n
             self._granted.add(seq)
-            view.left, view.granted = view.left - n, view.granted + n
+            view.token_budget_left, view.granted = view.token_budget_left - n, view.granted + n
         return n
 
     def _make_room(self, plan: Plan, seq: Sequence, n: int) -> int:
@@ -268,7 +277,7 @@ class Scheduler:
             if room := self.pool.room(seq):
                 n = min(n, room)
             elif self._plans:
-                self._short = True
+                self._lookahead_out_of_blocks = True
                 return 0
             elif (victim := self._victim(seq)) is None:
                 return 0
@@ -294,13 +303,13 @@ class Scheduler:
     def _preempt(self, plan: Plan, seq: Sequence, other: Sequence) -> None:
         group = self._requests.groups[seq.request.id]
         for one in group.sequences:
-            one.reached = max(one.reached, one.computed)
+            one.max_computed_tokens = max(one.max_computed_tokens, one.computed)
             self.pool.release(one)
             one.draft, one.claim, one.state = [], None, State.WAITING
             self.running.remove(one)
         first = group.sequences[0]
         self.waiting[first] = None
-        for tell in (*self.told.preempted, *self.told.queued):
+        for tell in (*self.listeners.preempted, *self.listeners.queued):
             tell(first)
         plan.preempted[seq.request.id] = other.request.id
 
@@ -358,7 +367,7 @@ class Scheduler:
                 first, mate = one is joining[0], one.state is State.WAITING
                 step = max(n, self.budget) if first else 1 if mate else self.budget
                 promised, until = reserve(one, self.peak(one), pool.block_size)
-                more = pool.claims(one, promised, step, len(joining) - 1 if first else 0)
+                more = pool.blocks_needed(one, promised, step, len(joining) - 1 if first else 0)
                 if one.blocks and not pool.window:
                     one.claim = until, len(one.blocks), sharing, more[0]
                 full, sliding = full + more[0], sliding + more[1]
@@ -369,9 +378,11 @@ class Scheduler:
     def _attach(self, seq: Sequence) -> None:
         """Give it what is there of its KV. Those of one search take it one by one, when they get on, so that
         each finds what the ones before it have computed."""
-        fresh = max(0, self.pool.attach(seq) - seq.reached)  # never computed for it before
-        seq.reached, seq.cached = seq.reached + fresh, seq.cached + fresh
-        for tell in self.told.attached:
+        fresh = max(
+            0, self.pool.attach(seq) - seq.max_computed_tokens
+        )  # never computed for it before
+        seq.max_computed_tokens, seq.cached = seq.max_computed_tokens + fresh, seq.cached + fresh
+        for tell in self.listeners.attached:
             tell(seq, fresh)
 
     def _need(self, seq: Sequence) -> int:
@@ -391,7 +402,7 @@ class Scheduler:
             raise ValueError(f"{len(result.outputs)} outputs for {len(plan.items)} items")
         self._plans.pop(0)
         self.pool.release_held(bool(self._plans))
-        report, served = StepReport(now - plan.at, plan.tokens), self.told.served
+        report, served = StepReport(now - plan.at, plan.tokens), self.listeners.served
         for item, output in zip(plan.items, result.outputs, strict=True):
             seq = item.sequence
             if seq.state is State.RUNNING:
@@ -402,7 +413,7 @@ class Scheduler:
             self.running = [seq for seq in self.running if seq.state is State.RUNNING]
         self._release_leaving()
         report.generated = sum(len(event.tokens) for event in report.events)
-        for tell_step in self.told.committed:
+        for tell_step in self.listeners.committed:
             tell_step(report)
         return report.events
 
@@ -413,7 +424,9 @@ class Scheduler:
             return self._end(group, "error")
         seq = item.sequence
         known, end = len(seq.tokens), seq.computed + item.n
-        report.recomputed += seq.recompute(min(end, known)) if seq.computed < seq.reached else 0
+        report.recomputed += (
+            seq.recompute(min(end, known)) if seq.computed < seq.max_computed_tokens else 0
+        )
         change = group.take(item, output)
         report.events += change.events
         if seq.request.logits_from is not None and (scored := item.scored):
@@ -423,7 +436,7 @@ class Scheduler:
             end = known + len(change.tokens) - 1
         seq.computed, seq.inflight = end, seq.inflight - item.n
         seq.tokens += change.tokens
-        self.pool.seal(seq)
+        self.pool.cache_full_blocks(seq)
         if change.finish is not None:
             return self._end(group, change.finish)
         # of a draft only what can be of use: its share of the budget, nothing past the sequence's end
@@ -437,7 +450,7 @@ class Scheduler:
     def _end(self, group: Group, finish: str) -> None:
         for seq in group.sequences:
             seq.state, seq.claim = State.FINISHED, None
-            kept = [tell(seq, finish) for tell in self.told.ended]
+            kept = [tell(seq, finish) for tell in self.listeners.ended]
             if not any(kept):
                 self.pool.release(seq)
         self._requests.remove(group)
@@ -452,23 +465,23 @@ class Scheduler:
         token_budget: int,
         policy: Policy | None,
         order: Order | None,
-        widest: int,
+        max_beam_width: int,
     ) -> bool:
         """Go on with these; None: as it is. False if that has to wait: ask again after the next commit.
 
         Who runs goes on; those above a smaller number end before anybody joins; a wider search runs alone.
-        widest: sequences of the widest search still taken; it never falls, as one may be submitted again."""
+        max_beam_width: sequences of the widest search still taken; it never falls, as one may be submitted again."""
         if self._plans or (policy is not None and self.running and not self.policy.interruptible):
             return False
         self._limit_steps(max_num_seqs, token_budget)
-        more = max(0, max(self.slots, widest) - self._widest)
-        self._widest += more
+        more = max(0, max(self.slots, max_beam_width) - self._max_beam_width)
+        self._max_beam_width += more
         self._max_queue += more  # whoever bounds the queue outside counts those who run, too
         for seq in self.running:
             seq.claim = None
         self.policy = policy or self.policy
         if order is not None:  # of who runs it hears when they are served
-            self._order, self.told = order, Listeners((*self._listeners, order.listener))
+            self._order, self.listeners = order, Listeners((*self._listeners, order.listener))
             for seq in sorted(self.waiting, key=lambda seq: (seq.request.arrival, seq.request.id)):
                 if order.listener.queued:
                     order.listener.queued(seq)

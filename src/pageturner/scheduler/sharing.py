@@ -34,7 +34,7 @@ def source_comes_later(seq: Sequence) -> bool:
     return source is not None and source.state is State.WAITING and source.rank is None
 
 
-def behind_sources(queue: list[Sequence]) -> list[Sequence]:
+def order_after_prefix_owner(queue: list[Sequence]) -> list[Sequence]:
     """The queue, but nobody in front of the one for which it waits: they would both wait for ever."""
     if not any(map(source_comes_later, queue)):
         return queue
@@ -73,10 +73,13 @@ def apply_branches(branches: list[Branch], sequences: Iterable[Sequence], pool: 
     for seq in sequences:
         if seq not in parents:
             pool.release(seq)
-            seq.tokens, seq.reached, seq.block_keys = [], 0, []
+            seq.tokens, seq.max_computed_tokens, seq.block_keys = [], 0, []
     for parent, child, _ in branches:
         if child is not parent:
             pool.fork(parent, child)
-            child.tokens, child.reached = list(parent.tokens), parent.reached
+            child.tokens, child.max_computed_tokens = (
+                list(parent.tokens),
+                parent.max_computed_tokens,
+            )
     for _, child, token in branches:
         child.tokens.append(token)

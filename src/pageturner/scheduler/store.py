@@ -21,7 +21,7 @@ class Store:
     """`num_blocks` blocks, all empty at first. A table is a list of block ids, one for each place.
 
     held      the held blocks; under_way: whether a plan that has begun may still use what is dropped now
-    on_seal   told the key and the block when one becomes findable: its bytes stay as they are until on_evict
+    on_publish   told the key and the block when one becomes findable: its bytes stay as they are until on_evict
     on_evict  told the same when a cached block is about to be overwritten
     on_miss   asked for a key that a sequence needs and no block has: it may make one findable and return it
     cached    the cached blocks, least recently released first; oldest: says which is overwritten next. Both
@@ -34,7 +34,7 @@ class Store:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.copies: list[tuple[int, int]] = []  # (source, destination) of the plan being made
-        self.on_seal: Callable[[bytes, int], None] = lambda key, block: None
+        self.on_publish: Callable[[bytes, int], None] = lambda key, block: None
         self.on_evict: Callable[[bytes, int], None] = lambda key, block: None
         self.on_miss: Callable[[bytes], int | None] | None = None
         self.sharing = self.evictions = self.copied = self.shared = self.extra_refs = 0
@@ -55,7 +55,7 @@ class Store:
         refs = self.refs
         return [i for i in range(first, min(end, len(table))) if refs[table[i]] > 1]
 
-    def lacks(self, table: list[int], first: int, end: int) -> int:
+    def num_new_blocks(self, table: list[int], first: int, end: int) -> int:
         """Blocks that `write` would take."""
         return max(0, end - len(table)) + len(self.shared_places(table, first, end))
 
@@ -77,7 +77,7 @@ class Store:
         equal = self.index.get(key)
         if equal is None:
             self.index[key], self.keys[block] = block, key
-            self.on_seal(key, block)
+            self.on_publish(key, block)
         elif equal != block:
             self.share([equal])
             table[place] = equal

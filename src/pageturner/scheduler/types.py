@@ -29,18 +29,18 @@ class Sequence:
     sliding   with a sliding window, the block table of the layers that have one; its first `released` places
               are store.GONE: their blocks were given back, because no later query sees them
     draft     proposed tokens behind `tokens`, not yet verified
-    sealed    how many leading blocks are findable by content
+    num_cached_blocks  how many leading blocks the prefix cache can find by content
     block_keys  keys of its first full blocks, made when asked for; the first `keys_public` have no salt
     public    how many of its first blocks are unsalted pinned ones, which anybody may share
     cached    prompt tokens whose KV came from the prefix cache, not counting what it had computed and lost
-    reached   tokens that had KV before it was preempted or its engine died: computing them again counts as
-              recomputed
+    max_computed_tokens  tokens that had KV before it was preempted or its engine died: computing them again
+              counts as recomputed
     recomputed  how many of those were computed once more
     scored    prompt positions whose logits became logprobs of the token behind them, from position 0 on
     limit     the most tokens it may have, prompt and answer; fixed when it is taken
     inflight  tokens from `computed` on that the plans under way compute
     source    the sequence with the same prompt whose blocks it shares when it is admitted
-    claim     what pool.claims last gave: (valid up to so many tokens, len(blocks) then, Store.sharing then,
+    claim     what pool.blocks_needed last gave: (valid up to so many tokens, len(blocks) then, Store.sharing then,
               full blocks still to take)
     rank      (priority class, first admission), fixed then; the largest running rank is the victim. All
               sequences of a beam search share one rank, so they are preempted together
@@ -54,12 +54,12 @@ class Sequence:
     sliding: list[int] = field(default_factory=list)
     released: int = 0
     draft: list[int] = field(default_factory=list)
-    sealed: int = 0
+    num_cached_blocks: int = 0
     block_keys: list[bytes] = field(default_factory=list)
     keys_public: int = 0
     public: int = 0
     cached: int = 0
-    reached: int = 0
+    max_computed_tokens: int = 0
     recomputed: int = 0
     scored: int = 0
     limit: int = 0
@@ -101,7 +101,7 @@ class Sequence:
 
     def recompute(self, end: int) -> int:
         """It is about to be computed up to `end`: how much of that had been computed before, and was lost."""
-        again = max(0, min(end, self.reached) - self.computed)
+        again = max(0, min(end, self.max_computed_tokens) - self.computed)
         self.recomputed += again
         return again
 

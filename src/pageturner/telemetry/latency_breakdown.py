@@ -213,7 +213,8 @@ class LatencyTracker:
                 moves[id] = Move("decode", more + item.n)
             else:
                 moves[id] = Move(
-                    "recompute" if seq.computed < seq.reached else "prefill", more + item.n
+                    "recompute" if seq.computed < seq.max_computed_tokens else "prefill",
+                    more + item.n,
                 )
         for id, by in plan.preempted.items():
             if (lost := self._running.pop(id, None)) is not None:

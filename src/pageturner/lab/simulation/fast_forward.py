@@ -74,13 +74,13 @@ def advance_alike(
         if not scheduler.pool.extend(seq, steps):
             raise AssertionError("steps that were said to fit did not fit")
         seq.tokens += tokens(seq, steps)
-        for tell in scheduler.told.served:
+        for tell in scheduler.listeners.served:
             tell(seq, steps, ends[-1])
         report.recomputed += seq.recompute(seq.computed + steps)
         seq.computed += steps
-        scheduler.pool.seal(seq)
+        scheduler.pool.cache_full_blocks(seq)
     scheduler.pool.release_held()
     report.alike = list(map(sub, ends, [begin, *ends]))
-    for tell_step in scheduler.told.committed:
+    for tell_step in scheduler.listeners.committed:
         tell_step(report)
     return scheduler.running

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from pageturner.kv.store_hooks import tell_also
+from pageturner.kv.store_hooks import add_block_hooks
 from pageturner.lab.simulation.simulated_fleet import bring_up
 from pageturner.scheduler.store import Store
 
@@ -39,7 +39,7 @@ class SimulatedTiers:
         self._tiers: tuple[OrderedDict[bytes, None], ...] = (OrderedDict(), OrderedDict())
         self._owed = 0.0
         self.found = 0
-        tell_also(store, lambda key, block: None, self._evict)
+        add_block_hooks(store, lambda key, block: None, self._evict)
         store.on_miss = self._fetch
 
     def owed(self) -> float:

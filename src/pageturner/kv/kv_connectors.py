@@ -21,8 +21,8 @@ from pageturner.kv.kv_events import KVEvents
 from pageturner.kv.kv_link import LEAST_KEY, LinkIdentity
 from pageturner.kv.kv_tiers import KVTiers
 from pageturner.kv.kv_transfer import KVTransfer
-from pageturner.kv.prefill_elsewhere import CAUSES, PrefillElsewhere
-from pageturner.kv.prefill_guests import PrefillGuests, Submits
+from pageturner.kv.prefill_server import PrefillServer, Submits
+from pageturner.kv.remote_prefill import CAUSES, RemotePrefill
 from pageturner.request import Request
 from pageturner.scheduler.blocks import BlockPool
 from pageturner.scheduler.listener import Listener
@@ -52,7 +52,7 @@ class KVStorage:
     spec: KVSpec
 
 
-class KVBeside:
+class KVConnectors:
     """Of one engine: `listeners` are told of its steps, `attach` comes when its pool is there."""
 
     def __init__(self, config: EngineConfig | None = None) -> None:
@@ -60,14 +60,14 @@ class KVBeside:
         check(config)
         self._key = prefill_key(config)
         self.tiers: KVTiers | None = None
-        self.elsewhere: PrefillElsewhere | None = None
-        self.guests: PrefillGuests | None = None
+        self.remote_prefill: RemotePrefill | None = None
+        self.prefill_server: PrefillServer | None = None
         self._events = KVEvents.of(config) if config.kv_events else None
         self._late = Listener(
             committed=lambda report: self.tiers.committed(report) if self.tiers else None,
             stats=self._stats,
             ended=lambda sequence, finish: (
-                self.guests.ended(sequence, finish) if self.guests else None
+                self.prefill_server.ended(sequence, finish) if self.prefill_server else None
             ),
         )
 
@@ -80,38 +80,38 @@ class KVBeside:
     @property
     def busy(self) -> bool:
         """There is something to do for other engines."""
-        return self.guests is not None and self.guests.busy
+        return self.prefill_server is not None and self.prefill_server.busy
 
     @property
-    def bells(self) -> list[int]:
+    def wakeup_fds(self) -> list[int]:
         """Files that can be read when `busy` may have become true."""
-        return [self.guests.bell] if self.guests else []
+        return [self.prefill_server.bell] if self.prefill_server else []
 
-    def turn(self, engine: Submits) -> None:
+    def step(self, engine: Submits) -> None:
         """Before each step."""
-        if self.guests is not None:
-            self.guests.turn(engine)
+        if self.prefill_server is not None:
+            self.prefill_server.step(engine)
 
     def ticket(self, request: Request) -> KVWait | None:
         """What a request should wait for; None: nothing."""
         from_tiers = self.tiers.ticket(request) if self.tiers else None
-        if from_tiers is not None or self.elsewhere is None:
+        if from_tiers is not None or self.remote_prefill is None:
             return from_tiers
-        return self.elsewhere.ticket(request)
+        return self.remote_prefill.ticket(request)
 
     def close(self) -> None:
         """Leave the file to others, and the port."""
         if self.tiers is not None:
             self.tiers.close()
-        if self.guests is not None:
-            self.guests.close()
+        if self.prefill_server is not None:
+            self.prefill_server.close()
 
     def _stats(self) -> dict[str, float]:
         figures = self.tiers.stats() if self.tiers else {}
-        if self.guests is not None:
-            figures |= {name: float(self.guests.counts[name]) for name in SENT}
-        if self.elsewhere is not None:
-            figures |= {name: float(self.elsewhere.counts[name]) for name in RECEIVED}
+        if self.prefill_server is not None:
+            figures |= {name: float(self.prefill_server.counts[name]) for name in SENT}
+        if self.remote_prefill is not None:
+            figures |= {name: float(self.remote_prefill.counts[name]) for name in RECEIVED}
         return figures
 
     def attach(self, pool: BlockPool, storage: KVStorage | None, model: str, vocab: int) -> None:
@@ -138,12 +138,14 @@ class KVBeside:
                 address_of(one, "--prefill-from") for one in config.prefill_from.split(",")
             ]
             least, seconds = config.prefill_tokens, config.prefill_timeout
-            self.elsewhere = PrefillElsewhere(
+            self.remote_prefill = RemotePrefill(
                 addresses, key, identity, pool, transfer, model, least, seconds
             )
         if config.prefill_listen:
             address = address_of(config.prefill_listen, "--prefill-listen")
-            self.guests = PrefillGuests(address, key, identity, pool, transfer, model, vocab)
+            self.prefill_server = PrefillServer(
+                address, key, identity, pool, transfer, model, vocab
+            )
 
     def _file(self, storage: KVStorage, nbytes: int, model: str) -> BlockFile | None:
         config = self._config

@@ -22,7 +22,7 @@ import numpy as np
 
 from pageturner.kv.kv_link import BLOCK, DONE, PREFILL, Link, LinkError, LinkIdentity, ask
 from pageturner.kv.kv_transfer import BadBlock, KVBlock, KVTransfer, request_keys
-from pageturner.kv.prefill_guests import ASKED, MOST_TOKENS, SUM
+from pageturner.kv.prefill_server import ASKED, MOST_TOKENS, SUM
 from pageturner.request import Request
 from pageturner.scheduler.blocks import BlockPool
 
@@ -78,7 +78,7 @@ class PrefillTicket:
         """Whatever came of it, the request can run."""
 
 
-class PrefillElsewhere:
+class RemotePrefill:
     """Of one engine.
 
     least    tokens that are not cached, from which on another engine is asked

@@ -16,7 +16,7 @@ from pageturner.config.settings import EngineConfig
 from pageturner.engine.engine_factory import LoadedEngine, make_engine
 from pageturner.errors import EngineFault
 from pageturner.kernels import native_module
-from pageturner.kv.kv_beside import prefill_key
+from pageturner.kv.kv_connectors import prefill_key
 from pageturner.kv.kv_link import PREFILL, LinkError, LinkIdentity, answer, ask
 from pageturner.params import SamplingParams
 from pageturner.request import Request
@@ -74,8 +74,8 @@ def helper(**settings: Any) -> Iterator[LoadedEngine]:
 
 
 def port_of(built: LoadedEngine) -> int:
-    assert built.engine.beside.guests is not None
-    return built.engine.beside.guests.port
+    assert built.engine.connectors.prefill_server is not None
+    return built.engine.connectors.prefill_server.port
 
 
 def asking(port: int, **settings: Any) -> LoadedEngine:
@@ -124,7 +124,7 @@ def test_blocks_come_while_the_prompt_is_computed() -> None:
     here = asking(port_of(other))
     here.engine.submit(Request(1, PROMPT, PARAMS))
     until, seen = time.monotonic() + 10, set[float]()
-    while here.engine.beside.elsewhere and here.engine.stats()["cached_tokens"] == 0:
+    while here.engine.connectors.remote_prefill and here.engine.stats()["cached_tokens"] == 0:
         assert time.monotonic() < until
         if other.engine.has_work:
             other.engine.step()
@@ -271,7 +271,7 @@ def test_hostile_bytes_hurt_nobody() -> None:
             b"\0" * 4 + b"\x09" * 7,
         ):
             with socket.create_connection(("127.0.0.1", port_of(other))) as peer:
-                guests = other.engine.beside.guests
+                guests = other.engine.connectors.prefill_server
                 assert guests is not None
                 link = ask(peer, KEY.encode(), guests._identity, time.monotonic() + 5)
                 link.send(PREFILL, content, 5)

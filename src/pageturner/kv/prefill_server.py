@@ -76,7 +76,7 @@ class Guest:
     out: queue.SimpleQueue[KVBlock | None] = field(default_factory=queue.SimpleQueue)
 
 
-class PrefillGuests:
+class PrefillServer:
     """Of one engine. address: (host, port); vocab: token ids are below it."""
 
     def __init__(
@@ -122,7 +122,7 @@ class PrefillGuests:
         if guest is not None:
             guest.ended = True
 
-    def turn(self, engine: Submits) -> None:
+    def step(self, engine: Submits) -> None:
         """Submit who has come, hand out what was sealed, forget who has left."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.bell, 4096)
