@@ -131,7 +131,9 @@ class Stream:
     scored: list[PromptLogprob] = field(default_factory=list)
     finish: str | None = None
     cached: int = 0
-    max_computed_tokens: int = 0  # tokens whose KV this engine, or one before it, once computed or found
+    max_computed_tokens: int = (
+        0  # tokens whose KV this engine, or one before it, once computed or found
+    )
 
     def take(self, event: Event) -> None:
         assert self.finish is None, f"request {event.id}: an event after its end"
