@@ -54,6 +54,12 @@ class Replay:
         return self.compared > 0 or not NOT_HERE.search(self.problem)
 
 
+def recorded() -> dict[str, Path]:
+    """The recorded logs by name."""
+    paths = sorted(FOLDER.glob("*.steps.gz"))
+    return {path.name.removesuffix(".steps.gz"): path for path in paths}
+
+
 def kind_of(name: str) -> str:
     """The kind of a log, by its name."""
     first = name.partition("-")[0]
@@ -143,10 +149,7 @@ def judged(what: str, reports: Iterable[Replay]) -> Line:
 
 def lines() -> Iterator[Line]:
     """Plans by the scheduler alone, then tokens by an engine."""
-    paths = sorted(FOLDER.glob("*.steps.gz"))
-    logs = {
-        path.name.removesuffix(".steps.gz"): gzip.decompress(path.read_bytes()) for path in paths
-    }
+    logs = {name: gzip.decompress(path.read_bytes()) for name, path in recorded().items()}
     if not logs:
         raise NotRun(f"{FOLDER} holds no log: tests/tools/record_steplogs.py records them")
     left_out = [f"{name}: {why}" for name, why in UNREPEATABLE.items() if name in logs]

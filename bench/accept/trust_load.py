@@ -35,7 +35,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import harness
-import house_speed
 import stamped_server
 from harness import Line
 
@@ -141,9 +140,9 @@ def _measured() -> tuple[Seen, dict[int, list[float]], float]:
             harness.wait_ready(f"http://127.0.0.1:{port}", process, 120.0)
             client, pipe = _started(("127.0.0.1", port), WARM + SECONDS)
             time.sleep(2 * WARM)  # it has to start, too
-            before, begin = house_speed.processor_seconds(process.pid), time.monotonic()
+            before, begin = harness.processor_seconds(process.pid), time.monotonic()
             time.sleep(SECONDS / 2)
-            spent, end = house_speed.processor_seconds(process.pid) - before, time.monotonic()
+            spent, end = harness.processor_seconds(process.pid) - before, time.monotonic()
             seen = pipe.recv()
             pipe.send(None)
             client.join(30)
