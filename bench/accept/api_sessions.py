@@ -31,10 +31,9 @@ sys.path += [str(HERE), str(HERE.parent / "data")]
 import harness  # noqa: E402
 import make_agents  # noqa: E402
 import sessions_simulated as simulated  # noqa: E402
+from agent_traffic import Agent, AgentTurn, hint_of, name_of, read_agents  # noqa: E402
 from harness import Line  # noqa: E402
 from sessions_simulated import BLOCK, Outcome, Turn  # noqa: E402
-
-from pageturner.lab.traffic.agent_traffic import Agent, AgentTurn, hint_of, name_of, read_agents  # noqa: E402
 
 TRACE = HERE.parent / "data" / "agents.jsonl"
 OVERCOMMITTED = 2.0

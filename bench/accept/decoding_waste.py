@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from harness import DATA, Line, NotRun
 
+from kv_waste import KVServer, contiguous, paged
 from pageturner import LLM
-from pageturner.lab.planning.kv_waste import KVServer, contiguous, paged
 from pageturner.lab.traffic.traffic_files import TraceRow, read_trace
 from pageturner.params import SamplingParams
 from pageturner.request import Request

@@ -9,9 +9,10 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, field
 
+from agent_traffic import MOST_TURNS, Agent, AgentTraffic
+
 from pageturner.lab.simulation.simulator import Simulator
 from pageturner.lab.simulation.step_cost import CalibratedCost
-from pageturner.lab.traffic.agent_traffic import MOST_TURNS, Agent, AgentTraffic
 from pageturner.lab.traffic.traffic import OWN
 from pageturner.policies.scheduler_config import SchedulerConfig
 from pageturner.policies.scheduler_factory import SchedulerStack, make_scheduler

@@ -1,4 +1,4 @@
-"""Writes a trace of agents (lab/traffic/agent_traffic.py) from a seed: `agents.jsonl` here is seed 1.
+"""Writes a trace of agents (bench/data/agent_traffic.py) from a seed: `agents.jsonl` here is seed 1.
 
 Lengths follow recorded agents (46 runs on SWE-bench with 2,146 turns: a prompt of some 16,500 tokens that all
 begin with, then at the median 146 new tokens and 106 of an answer in each turn), for a small model on a small
@@ -16,8 +16,7 @@ import random
 from pathlib import Path
 
 import msgspec
-
-from pageturner.lab.traffic.agent_traffic import Agent, AgentTurn
+from agent_traffic import Agent, AgentTurn
 
 HERE = Path(__file__).parent
 TOOLS = ((0.2, 0.6), (0.5, 2.0), (1.5, 5.0))  # seconds

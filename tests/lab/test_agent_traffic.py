@@ -9,7 +9,6 @@ import msgspec
 import pytest
 
 from pageturner.errors import EngineFault
-from pageturner.lab.traffic.agent_traffic import Agent, AgentTraffic, AgentTurn, read_agents
 from pageturner.lab.traffic.traffic import Pieces
 
 BENCH = Path(__file__).parents[2] / "bench"
@@ -17,6 +16,7 @@ sys.path += [str(BENCH / "data"), str(BENCH / "accept")]
 
 import make_agents  # noqa: E402
 import sessions_simulated  # noqa: E402
+from agent_traffic import Agent, AgentTraffic, AgentTurn, read_agents  # noqa: E402
 
 
 def test_the_trace_is_what_its_script_makes() -> None:

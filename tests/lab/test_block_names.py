@@ -12,11 +12,11 @@ from pageturner.block_keys import chain_keys, root_key
 from pageturner.config.settings import EngineConfig
 from pageturner.executor.kv_memory import KVSizes
 from pageturner.lab.bench.request_metrics import LatencyTargets
+from pageturner.lab.simulation.scenario import Scenario
 from pageturner.lab.simulation.simulated_fleet import Roles
 from pageturner.lab.simulation.simulated_tiers import TierSizes
 from pageturner.lab.simulation.step_cost import CalibratedCost
 from pageturner.lab.traffic.block_names import BlockNames, known_by_pieces, merged
-from pageturner.lab.traffic.scenario import Scenario
 from pageturner.lab.traffic.traffic import OpenLoop, Pieces, Traffic, TrafficRequest
 from pageturner.lab.traffic.traffic_generators import SyntheticTraffic
 from pageturner.policies.orders import ORDERS
@@ -83,7 +83,7 @@ def both(one: Scenario, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any]
     """With names, and with the hashes of an engine."""
     named = one.run(progress=False)
     with monkeypatch.context() as patch:
-        patch.setattr("pageturner.lab.traffic.scenario.known_by_pieces", lambda traffic: False)
+        patch.setattr("pageturner.lab.simulation.scenario.known_by_pieces", lambda traffic: False)
         return named, one.run(progress=False)
 
 

@@ -31,8 +31,8 @@ from pageturner.lab.planning.capacity_search import (
     search_capacity,
 )
 from pageturner.lab.simulation.parallel_runs import ParallelRuns, SerialRuns
+from pageturner.lab.simulation.scenario import Scenario
 from pageturner.lab.simulation.step_cost import CalibratedCost
-from pageturner.lab.traffic.scenario import Scenario
 from pageturner.lab.traffic.traffic import OpenLoop, Pieces, Traffic, TrafficRequest
 from pageturner.lab.traffic.traffic_generators import SyntheticTraffic
 

@@ -13,8 +13,8 @@ from pageturner.executor.kv_memory import KVSizes
 from pageturner.lab.bench.request_metrics import LatencyTargets
 from pageturner.lab.planning.capacity_search import Option, search_capacity
 from pageturner.lab.simulation.parallel_runs import SerialRuns
+from pageturner.lab.simulation.scenario import Scenario, sweep
 from pageturner.lab.simulation.step_cost import CalibratedCost
-from pageturner.lab.traffic.scenario import Scenario, sweep
 from pageturner.lab.traffic.traffic import Traffic
 from pageturner.lab.traffic.traffic_generators import SyntheticTraffic
 

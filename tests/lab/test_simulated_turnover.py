@@ -13,11 +13,11 @@ from pageturner.errors import EngineFault
 from pageturner.executor.kv_memory import KVSizes
 from pageturner.lab.bench.request_metrics import LatencyTargets
 from pageturner.lab.simulation import simulator as simulator_module
+from pageturner.lab.simulation.scenario import Scenario
 from pageturner.lab.simulation.simulated_autoscaling import Autoscaling
 from pageturner.lab.simulation.simulated_failures import Failures, ReplicaEvent, read_events
 from pageturner.lab.simulation.simulated_fleet import Roles
 from pageturner.lab.simulation.step_cost import CalibratedCost
-from pageturner.lab.traffic.scenario import Scenario
 from pageturner.lab.traffic.traffic import OpenLoop, Pieces, TrafficRequest
 from pageturner.lab.traffic.traffic_generators import SyntheticTraffic
 

@@ -21,8 +21,8 @@ from pageturner.lab.planning.settings_search import (
     score,
     search_settings,
 )
+from pageturner.lab.simulation.scenario import Scenario
 from pageturner.lab.simulation.step_cost import CalibratedCost
-from pageturner.lab.traffic.scenario import Scenario
 from pageturner.lab.traffic.traffic import Traffic, in_vocabulary
 from pageturner.lab.traffic.traffic_generators import SyntheticTraffic
 

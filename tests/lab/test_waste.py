@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from pageturner.lab.planning.kv_waste import SCHEMES, KVServer, KVUse, contiguous, paged
-from pageturner.lab.simulation.contiguous_memory import ContiguousMemory
+from kv_waste import SCHEMES, ContiguousMemory, KVServer, KVUse, contiguous, paged
 from pageturner.lab.traffic.traffic_files import TraceRow
 
 SERVER = KVServer(memory=256, longest=64, cap=32, slots=8, budget=16, block_size=4)

@@ -175,8 +175,8 @@ def failures_of(arguments: argparse.Namespace, replicas: int) -> Failures | None
 
 def autoscaling_of(arguments: argparse.Namespace) -> Autoscaling | None:
     """Between which bounds the number of replicas follows the load; None: it does not."""
+    from pageturner.lab.simulation.scenario import MOST_REPLICAS
     from pageturner.lab.simulation.simulated_autoscaling import Autoscaling
-    from pageturner.lab.traffic.scenario import MOST_REPLICAS
 
     if not arguments.autoscale:
         return None

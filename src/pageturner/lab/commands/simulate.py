@@ -25,7 +25,7 @@ from pageturner.lab.commands.simulated_engines import SIMULATED_SETTINGS, Simula
 
 if TYPE_CHECKING:
     from pageturner.lab.planning.capacity_search import Asker, Option
-    from pageturner.lab.traffic.scenario import Scenario
+    from pageturner.lab.simulation.scenario import Scenario
 
 # --tpot-ms is a flag of this command: the target, at which adaptive_chunk aims too.
 ENGINE_FLAGS = (
@@ -288,7 +288,7 @@ def _with_policy(option: Option, policy: str) -> Option:
 def _runs(
     options: list[Option], rate: float, arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    from pageturner.lab.traffic.scenario import sweep
+    from pageturner.lab.simulation.scenario import sweep
 
     if arguments.search:
         targets = options[0].scenario.targets
@@ -351,7 +351,7 @@ def make_scenarios(arguments: argparse.Namespace) -> Simulated:
     """What was asked for. EngineFault('bad_setting') says what does not go together."""
     from pageturner.lab.bench.request_metrics import LatencyTargets
     from pageturner.lab.planning.capacity_search import Option, splits_of
-    from pageturner.lab.traffic.scenario import Scenario
+    from pageturner.lab.simulation.scenario import Scenario
 
     flags = configuration.from_flags(arguments)
     check(arguments)

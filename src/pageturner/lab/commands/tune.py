@@ -24,7 +24,7 @@ from pageturner.lab.commands.simulated_engines import SIMULATED_SETTINGS
 
 if TYPE_CHECKING:
     from pageturner.lab.planning.settings_search import Trial
-    from pageturner.lab.traffic.scenario import Scenario
+    from pageturner.lab.simulation.scenario import Scenario
 
 POLICIES = "chunked,adaptive_chunk,prefill_first,served_ratio,orca"
 SHORT = (

@@ -20,7 +20,7 @@ from pageturner.errors import EngineFault
 from pageturner.lab.bench.engine_bench import EngineBench
 from pageturner.lab.bench.request_metrics import LatencyTargets
 from pageturner.lab.simulation import recorded_runs
-from pageturner.lab.traffic.scenario import Scenario
+from pageturner.lab.simulation.scenario import Scenario
 from pageturner.lab.traffic.traffic import OpenLoop, Traffic, in_vocabulary
 from pageturner.policies.batching import POLICIES
 from pageturner.policies.orders import ORDERS

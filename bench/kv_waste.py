@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from pageturner.lab.simulation.contiguous_memory import ContiguousMemory
 from pageturner.lab.traffic.traffic import TrafficRequest
 from pageturner.lab.traffic.traffic_files import TraceRow
 from pageturner.policies.scheduler_config import SchedulerConfig
@@ -137,6 +136,44 @@ def contiguous(server: KVServer, rows: Iterable[TraceRow], scheme: str) -> KVUse
             pieces.free(number)
         account.note(pieces.reserved, replay.used, blocked, len(replay.running))
     return account
+
+
+class ContiguousMemory:
+    """`size` tokens, all free at first. Holes are kept by place; neighbours become one."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._holes: list[tuple[int, int]] = [(0, size)]  # (place, length), by place
+        self._pieces: dict[int, tuple[int, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    @property
+    def reserved(self) -> int:
+        return sum(length for _, length in self._pieces.values())
+
+    def take(self, id: int, length: int) -> bool:
+        """A piece for `id`, from the smallest hole that holds it, the first of equals. False if none does."""
+        fitting = [(hole[1], hole[0]) for hole in self._holes if hole[1] >= length]
+        if not fitting:
+            return False
+        hole, place = min(fitting)
+        at = self._holes.index((place, hole))
+        self._holes[at : at + 1] = [(place + length, hole - length)] if hole > length else []
+        self._pieces[id] = (place, length)
+        return True
+
+    def free(self, id: int) -> None:
+        """Its piece is a hole again. KeyError if it has none."""
+        holes = sorted([*self._holes, self._pieces.pop(id)])
+        self._holes = [holes[0]]
+        for place, length in holes[1:]:
+            last, before = self._holes[-1]
+            if last + before == place:
+                self._holes[-1] = (last, before + length)
+            else:
+                self._holes.append((place, length))
 
 
 class _Replay:
