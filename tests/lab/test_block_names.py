@@ -12,9 +12,8 @@ from pageturner.block_keys import chain_keys, root_key
 from pageturner.config.settings import EngineConfig
 from pageturner.executor.kv_memory import KVSizes
 from pageturner.lab.bench.request_metrics import LatencyTargets
+from pageturner.lab.simulation.fleet import Roles, TierSizes
 from pageturner.lab.simulation.scenario import Scenario
-from pageturner.lab.simulation.simulated_fleet import Roles
-from pageturner.lab.simulation.simulated_tiers import TierSizes
 from pageturner.lab.simulation.step_cost import CalibratedCost
 from pageturner.lab.traffic.block_names import BlockNames, known_by_pieces, merged
 from pageturner.lab.traffic.traffic import OpenLoop, Pieces, Traffic, TrafficRequest

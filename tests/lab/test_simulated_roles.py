@@ -10,8 +10,8 @@ import pytest
 from pageturner.config.settings import EngineConfig
 from pageturner.executor.kv_memory import KVSizes
 from pageturner.lab.bench.request_metrics import LatencyTargets
+from pageturner.lab.simulation.fleet import Roles
 from pageturner.lab.simulation.scenario import Scenario
-from pageturner.lab.simulation.simulated_fleet import Roles
 from pageturner.lab.simulation.step_cost import CalibratedCost
 from pageturner.lab.traffic.traffic import OpenLoop, Pieces, TrafficRequest
 from pageturner.lab.traffic.traffic_generators import SyntheticTraffic

@@ -13,10 +13,14 @@ from pageturner.errors import EngineFault
 from pageturner.executor.kv_memory import KVSizes
 from pageturner.lab.bench.request_metrics import LatencyTargets
 from pageturner.lab.simulation import simulator as simulator_module
+from pageturner.lab.simulation.fleet import Roles
+from pageturner.lab.simulation.replica_changes import (
+    Autoscaling,
+    Failures,
+    ReplicaEvent,
+    read_events,
+)
 from pageturner.lab.simulation.scenario import Scenario
-from pageturner.lab.simulation.simulated_autoscaling import Autoscaling
-from pageturner.lab.simulation.simulated_failures import Failures, ReplicaEvent, read_events
-from pageturner.lab.simulation.simulated_fleet import Roles
 from pageturner.lab.simulation.step_cost import CalibratedCost
 from pageturner.lab.traffic.traffic import OpenLoop, Pieces, TrafficRequest
 from pageturner.lab.traffic.traffic_generators import SyntheticTraffic
@@ -174,7 +178,7 @@ def test_replicas_that_sleep_keep_their_cache(monkeypatch: pytest.MonkeyPatch) -
     made = SyntheticTraffic(40, 5.0, 100, 20).sessions(3, 1.0)
     change: dict[str, Any] = {"replicas": 30, "traffic": lambda rate: made, "max_model_len": 2000}
     awake = run(**change)
-    monkeypatch.setattr(simulator_module, "MOST_AWAKE", 0)
+    monkeypatch.setattr(simulator_module, "MAX_AWAKE", 0)
     assert run(**change) == awake
     assert awake["engines"]["cached_tokens"] > 0
 

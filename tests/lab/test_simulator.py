@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pageturner.lab.bench.request_metrics import LatencyTargets
-from pageturner.lab.simulation.simulated_fleet import Roles, fleets
+from pageturner.lab.simulation.fleet import Roles, fleets
 from pageturner.lab.simulation.simulator import Simulator
 from pageturner.lab.simulation.step_cost import CalibratedCost
 from pageturner.lab.traffic.traffic import (
@@ -53,7 +53,7 @@ def simulate(
         lambda: make_stack(**settings).scheduler,
         COST,
         num_blocks=blocks,
-        replicas=fleets(
+        fleets=fleets(
             replicas,
             roles,
             PLACEMENTS[placement],

@@ -24,6 +24,11 @@ class LatencyTargets:
     def met(self, ttft: float, tpot: float) -> bool:
         return (self.ttft is None or ttft <= self.ttft) and (self.tpot is None or tpot <= self.tpot)
 
+    def met_by(self, clock: RequestClock) -> bool:
+        """Return whether an answered request met both; an answer of one token has no TPOT to miss."""
+        tpot = clock.tpot
+        return self.met(clock.first - clock.arrival, 0.0 if tpot != tpot else tpot)
+
 
 @dataclass(slots=True)
 class RequestClock:
@@ -96,8 +101,7 @@ class CertainMisses:
                 self._miss(clock)
 
     def ended(self, clock: RequestClock) -> None:
-        tpot = clock.tpot
-        if not self._targets.met(clock.first - clock.arrival, 0.0 if tpot != tpot else tpot):
+        if not self._targets.met_by(clock):
             self._miss(clock)
 
     def refused(self, clock: RequestClock) -> None:

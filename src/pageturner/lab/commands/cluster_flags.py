@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pageturner.errors import bad_setting
 
 if TYPE_CHECKING:
-    from pageturner.lab.simulation.simulated_autoscaling import Autoscaling
-    from pageturner.lab.simulation.simulated_failures import Failures
+    from pageturner.lab.simulation.replica_changes import Autoscaling, Failures
 
 SECONDS = ("restart_seconds", "drain_seconds", "start_seconds", "upscale_delay", "downscale_delay")
 
@@ -159,7 +158,7 @@ def check(arguments: argparse.Namespace) -> None:
 
 def failures_of(arguments: argparse.Namespace, replicas: int) -> Failures | None:
     """What is to go wrong with so many replicas."""
-    from pageturner.lab.simulation.simulated_failures import Failures, read_events
+    from pageturner.lab.simulation.replica_changes import Failures, read_events
 
     if not (arguments.failures_per_hour or arguments.events):
         return None
@@ -175,8 +174,8 @@ def failures_of(arguments: argparse.Namespace, replicas: int) -> Failures | None
 
 def autoscaling_of(arguments: argparse.Namespace) -> Autoscaling | None:
     """Between which bounds the number of replicas follows the load; None: it does not."""
+    from pageturner.lab.simulation.replica_changes import Autoscaling
     from pageturner.lab.simulation.scenario import MOST_REPLICAS
-    from pageturner.lab.simulation.simulated_autoscaling import Autoscaling
 
     if not arguments.autoscale:
         return None

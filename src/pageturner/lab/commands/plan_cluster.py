@@ -80,8 +80,8 @@ def make(
 ) -> ClusterPlan | None:
     """What was asked about; None where nothing was. EngineFault('bad_setting')."""
     from pageturner.lab.planning.cluster_plan import prompt_rows
+    from pageturner.lab.simulation.fleet import Roles
     from pageturner.lab.simulation.roofline import Reach, roofline
-    from pageturner.lab.simulation.simulated_fleet import Roles
 
     if not 0 <= arguments.kv_file_gb < float("inf"):
         raise EngineFault("bad_setting", f"--kv-file-gb is 0 or more, not {arguments.kv_file_gb}")

@@ -21,8 +21,7 @@ from pageturner.lab.simulation.engine_settings import SCHEDULER_OPTIONS
 
 if TYPE_CHECKING:
     from pageturner.executor.kv_memory import KVSizes
-    from pageturner.lab.simulation.simulated_fleet import Roles
-    from pageturner.lab.simulation.simulated_tiers import TierSizes
+    from pageturner.lab.simulation.fleet import Roles, TierSizes
     from pageturner.lab.simulation.step_cost import StepCost
     from pageturner.lab.traffic.traffic import Traffic
     from pageturner.lab.traffic.traffic_files import TraceRow, TraceScaling
@@ -139,7 +138,7 @@ def tiers_of(
     arguments: argparse.Namespace, config: EngineConfig, nbytes: float
 ) -> TierSizes | None:
     """Slower memory for KV of which a token takes so many bytes; None: there is none."""
-    from pageturner.lab.simulation.simulated_tiers import TierSizes
+    from pageturner.lab.simulation.fleet import TierSizes
 
     for name in ("kv_host_gb_s", "kv_file_gb_s"):
         if not 0 < getattr(arguments, name) < float("inf"):
@@ -215,7 +214,7 @@ def engine_as_measured(arguments: argparse.Namespace, flags: Flags) -> Simulated
 
 def roles_of(arguments: argparse.Namespace, config: EngineConfig, nbytes: float) -> Roles | None:
     """The roles of the replicas, where KV takes so many bytes a token; None: all do everything."""
-    from pageturner.lab.simulation.simulated_fleet import Roles
+    from pageturner.lab.simulation.fleet import Roles
 
     if not (0 < arguments.kv_link_gb_s < float("inf") and 0 <= arguments.kv_link_ms < float("inf")):
         raise bad_setting("--kv-link-gb-s is more than 0, --kv-link-ms 0 or more")

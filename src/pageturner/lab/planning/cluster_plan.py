@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pageturner.lab.bench.prompt_alone import prefill_seconds
-from pageturner.lab.simulation.simulated_fleet import Roles
-from pageturner.lab.simulation.simulated_tiers import TierSizes
+from pageturner.lab.simulation.fleet import Roles, TierSizes
 from pageturner.lab.simulation.step_cost import StepCost
 
 

@@ -14,11 +14,15 @@ from pageturner.engine.engine_factory import scheduler_of
 from pageturner.errors import EngineFault
 from pageturner.executor.kv_memory import KVSizes
 from pageturner.lab.bench.request_metrics import CertainMisses, LatencyTargets
-from pageturner.lab.simulation.simulated_autoscaling import Autoscaling, ScaledReplicas
-from pageturner.lab.simulation.simulated_failures import FailingReplicas, Failures
-from pageturner.lab.simulation.simulated_fleet import Roles, fleets
-from pageturner.lab.simulation.simulated_tiers import SimulatedTiers, TierSizes
-from pageturner.lab.simulation.simulated_turnover import Changes, StreamMoves
+from pageturner.lab.simulation.fleet import Roles, SimulatedTiers, TierSizes, fleets
+from pageturner.lab.simulation.replica_changes import (
+    Autoscaling,
+    Changes,
+    FailingReplicas,
+    Failures,
+    ScaledReplicas,
+    StreamMoves,
+)
 from pageturner.lab.simulation.simulator import Simulator
 from pageturner.lab.simulation.step_cost import StepCost
 from pageturner.lab.traffic.block_names import BlockNames, known_by_pieces
@@ -63,7 +67,7 @@ class Scenario:
         *,
         progress: bool | None = None,
         give_up: bool = False,
-        cancelled: Callable[[], bool] = lambda: False,
+        cancelled: Callable[[], bool] | None = None,
         traffic: Traffic | None = None,
     ) -> dict[str, Any]:
         """Simulate it. EngineFault('bad_setting') for names and sizes that do not exist.
@@ -75,8 +79,6 @@ class Scenario:
         """
         self.check()
         traffic = traffic or self.traffic(self.rate)
-        misses = CertainMisses(self.targets, traffic.total) if give_up else None
-        changes = self._changes()
         names = self._block_names(traffic)
         listeners = (names.listener,) if names else ()
         simulator = Simulator(
@@ -87,18 +89,20 @@ class Scenario:
             ),
             self.cost,
             num_blocks=self.sizes.blocks,
-            replicas=fleets(
+            fleets=fleets(
                 self.replicas, self.roles, PLACEMENTS[self.placement], self._prefixes, self.loads
             ),
             roles=self.roles,
             leaps=self.loads == "requests",  # else replicas report what lies in the middle of one
             tiers=self._tiers if self.tiers else None,
-            changes=changes,
-            moves=StreamMoves(self.failures.move, self.failures.delay) if self.failures else None,
-            misses=misses,
+            changes=self._changes(),
             cancelled=cancelled,
             names=names,
         )
+        if self.failures:
+            simulator.moves = StreamMoves(self.failures.move, self.failures.delay)
+        if give_up:
+            simulator.misses = CertainMisses(self.targets, traffic.total)
         simulator.run(traffic, progress=progress)
         about = {
             "replicas": self.replicas,
@@ -109,14 +113,12 @@ class Scenario:
             "roles": self._roles(),
         }
         found = about | simulator.metrics.figures(self.targets) | {"engines": simulator.figures()}
-        if changes is not None:
-            between = (simulator.metrics.begin, simulator.metrics.end)
-            found |= {"turnover": changes.figures(*between) | simulator.moves.figures()}
-        if misses is not None and misses.hopeless:
-            return found | {
-                "given_up": simulator.seen / traffic.total,
-                "goodput_share": misses.share,
-            }
+        if simulator.changes is not None:
+            turnover = simulator.changes.figures(simulator.metrics.begin, simulator.metrics.end)
+            found["turnover"] = turnover | simulator.moves.figures()
+        if simulator.misses.hopeless:
+            found["given_up"] = simulator.seen / traffic.total
+            found["goodput_share"] = simulator.misses.share
         return found
 
     def _block_names(self, traffic: Traffic) -> BlockNames | None:

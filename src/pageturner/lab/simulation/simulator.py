@@ -21,46 +21,74 @@ from operator import sub
 from typing import Any
 
 from pageturner.lab.bench.prompt_alone import prompt_length
-from pageturner.lab.bench.request_metrics import CertainMisses, RequestClock, RequestMetrics
+from pageturner.lab.bench.request_metrics import (
+    CertainMisses,
+    LatencyTargets,
+    RequestClock,
+    RequestMetrics,
+)
 from pageturner.lab.simulation.fast_forward import advance_alike, alike_steps
-from pageturner.lab.simulation.simulated_fleet import (
+from pageturner.lab.simulation.fleet import (
     Roles,
     SimulatedFleet,
+    SimulatedTiers,
     bring_prompt,
+    bring_up,
     fleet_of,
     tokens_there,
 )
-from pageturner.lab.simulation.simulated_passage import Coming, ReplicaUsage
-from pageturner.lab.simulation.simulated_tiers import SimulatedTiers
-from pageturner.lab.simulation.simulated_turnover import (
-    COUNTERS,
-    MOST_AWAKE,
-    Changes,
-    KeptReplica,
-    StreamMoves,
-    asleep,
-    count,
-)
+from pageturner.lab.simulation.replica_changes import Changes, StreamMoves
 from pageturner.lab.simulation.step_cost import StepCost
 from pageturner.lab.traffic.block_names import BlockNames
 from pageturner.lab.traffic.traffic import END, Traffic, TrafficRequest
 from pageturner.progress import Progress
-from pageturner.request import Refused, Request
+from pageturner.request import Refused, Request, Resume
 from pageturner.scheduler.blocks import BlockPool
 from pageturner.scheduler.scheduler import Scheduler
 from pageturner.scheduler.types import Output, Plan, Result, Sequence
 from pageturner.telemetry.work import work_of
 
-LONGEST_LEAP = 512  # steps; an arrival in the middle makes the rest of the sums useless
-LINE_EVERY = 10.0  # seconds, where there is no terminal
-TURNS = 256  # events from one question whether it was cancelled to the next
-Watch = Callable[[int, float, float, Plan], None]  # told replica, begin, end and plan of each step
+MAX_LEAP = 512  # steps; an arrival in the middle makes the rest of the sums useless
+LINE_INTERVAL_S = 10.0  # where there is no terminal
+CANCEL_INTERVAL = 256  # events from one question whether the run was cancelled to the next
+MAX_AWAKE = 4096  # replicas with a scheduler; of more, idle ones keep the keys of their KV alone
+COUNTERS = ("prompt_tokens", "cached_tokens", "preemptions", "recomputed_tokens")
+Watch = Callable[[int, float, float, Plan], None]  # gets replica, begin, end and plan of each step
+
+
+@dataclass(frozen=True, slots=True)
+class Coming:
+    """A request on its way to a replica.
+
+    clock     its times; at: seconds
+    computed  its KV comes with it, to `replica` where that was chosen
+    again     its replica has ended, and it was counted before
+    """
+
+    asked: TrafficRequest
+    clock: RequestClock
+    at: float
+    computed: bool = False
+    replica: int = -1
+    again: bool = False
+
+    def request(self, id: int) -> Request:
+        """The request as an engine gets it, with the tokens that it has already."""
+        made = self.asked.engine_request(id)
+        if not self.clock.tokens:
+            return made
+        said = self.asked.answer_tokens(0, self.clock.tokens)
+        return replace(made, resume=(Resume(0, tuple(said)),))
+
+    def homeless(self, at: float) -> Coming:
+        """The same request without a replica, from `at` on."""
+        return replace(self, at=at, computed=False, replica=-1, again=True)
 
 
 @dataclass(slots=True)
 class _InFlight:
-    """A request that is being answered, or whose prompt is computed. ends: tokens of its answer; output: what
-    a step in the middle of the answer gives."""
+    """A request that is being answered, or whose prompt is computed. ends: tokens of its answer; output: the
+    tokens that a step in the middle of the answer gives."""
 
     asked: TrafficRequest
     replica: int
@@ -76,7 +104,8 @@ class _Executor:
 
     def __init__(self, open: dict[int, _InFlight]) -> None:
         self._open = open
-        self._nothing, self._end = Output(), Output([END])
+        self._nothing = Output()
+        self._end = Output([END])
 
     def run(self, plan: Plan) -> Result:
         return Result([self._output(item.sequence, item.n) for item in plan.items])
@@ -96,129 +125,158 @@ class _Executor:
         return self._open[seq.request.id].asked.answer_tokens(seq.generated, count)
 
     def remaining(self, seq: Sequence) -> int:
-        """How many tokens it gets before its last one; none before the first, whose time is noted at once."""
+        """Tokens that it gets before its last one; none before the first, whose time is noted at once."""
         one = self._open[seq.request.id]
         return one.ends - seq.generated - 1 if one.clock.first >= 0 else 0
 
 
 @dataclass(slots=True)
 class _Replica:
-    """One engine. ends: when each of the steps under way ends, several of them where steps that are alike are
-    taken at once; plan: of the step under way, None for several."""
+    """One engine.
+
+    ends   when each of the steps under way ends, several of them where alike steps are taken at once
+    plan   the plan of the step under way, None for several
+    event  the number of its newest event, -1 for none: older events in the queue are void
+    """
 
     scheduler: Scheduler
     inbox: deque[Request] = field(default_factory=deque)
     plan: Plan | None = None
     begin: float = 0.0
     ends: list[float] = field(default_factory=list)
-    epoch: int = 0  # of its newest event: older ones in the queue are void
+    event: int = -1
     tiers: SimulatedTiers | None = None
 
+    def add_counts(self, sums: Counter[str]) -> None:
+        """Add what its scheduler and its tiers counted."""
+        stats = self.scheduler.stats()
+        for name in COUNTERS:
+            sums[name] += int(stats[name])
+        sums["tier_tokens"] += self.tiers.found if self.tiers else 0
 
+    def cached_keys(self) -> list[bytes] | None:
+        """The keys of its cached KV, the next to be overwritten first. None where it holds more than cached
+        blocks: pins, a window."""
+        pool = self.scheduler.pool
+        if pool.window or self.scheduler.has_work or self.scheduler.load[2]:
+            return None
+        keys = [pool.full.keys[block] for block in pool.full.cached]
+        return [key for key in keys if key is not None]
+
+
+@dataclass(slots=True)
+class ReplicaUsage:
+    """Sums over all replicas: seconds busy, steps, the share of KV blocks in use, integrated over busy time,
+    and the most requests that one of them had at a time."""
+
+    busy: float = 0.0
+    steps: int = 0
+    leaps: int = 0
+    blocks: float = 0.0
+    fullest: float = 0.0
+    most_open: int = 0
+
+    def add(self, seconds: float, steps: int, share: float) -> None:
+        self.busy += seconds
+        self.steps += steps
+        self.blocks += seconds * share
+        self.fullest = max(self.fullest, share)
+
+
+def _no_targets() -> CertainMisses:
+    """Counts no misses that could end a run."""
+    return CertainMisses(LatencyTargets(share=float("-inf")), 0)
+
+
+def _one_replica() -> list[SimulatedFleet]:
+    return [SimulatedFleet(0, [0], lambda loads, hints, length: 0)]
+
+
+@dataclass(eq=False)
 class Simulator:
     """Replicas, their placement, a cost. `run` once.
 
-    scheduler  makes one for a replica when it gets its first request; num_blocks: that each has
-    replicas   those that answer, one where nothing is said; with `roles` those that compute prompts stand
-               before them
-    leaps      whether steps that are alike may be taken at once (lab/simulation/fast_forward.py)
-    tiers      makes the slower memory of a replica, behind its pool
-    changes    says which replicas end and begin; moves: what becomes of the streams of those that end
-    misses     counts who misses a target; the run ends when it is hopeless
-    cancelled  asked now and then whether anybody still wants to know
-    names      of blocks, which every scheduler listens to, where the traffic is known by its pieces
+    scheduler   makes the scheduler of a replica when it gets its first request
+    num_blocks  KV blocks of each replica
+    fleets      the replicas that answer; with `roles` those that compute prompts stand before them
+    leaps       whether steps that are alike may be taken at once (fast_forward.py)
+    tiers       makes the slower memory of a replica, behind its pool
+    changes     decides which replicas end and begin; moves: the streams of those that end
+    misses      counts who misses a target; the run ends when it is hopeless
+    cancelled   is asked now and then whether the result is still wanted
+    names       names of blocks, which every scheduler listens to, where traffic is known by its pieces
     """
 
-    def __init__(
-        self,
-        scheduler: Callable[[], Scheduler],
-        cost: StepCost,
-        *,
-        num_blocks: int,
-        replicas: Several[SimulatedFleet] = (),
-        roles: Roles | None = None,
-        leaps: bool = True,
-        watch: Watch | None = None,
-        tiers: Callable[[BlockPool], SimulatedTiers] | None = None,
-        changes: Changes | None = None,
-        moves: StreamMoves | None = None,
-        misses: CertainMisses | None = None,
-        cancelled: Callable[[], bool] = lambda: False,
-        names: BlockNames | None = None,
-    ) -> None:
-        self._make = scheduler
-        self._cost = cost
-        self._blocks = num_blocks
-        self.fleets = tuple(replicas) or (SimulatedFleet(0, [0], lambda loads, hints, length: 0),)
-        self._roles = roles
-        self._most = LONGEST_LEAP if leaps else 0
-        self._watch = watch
-        self._tiers = tiers
-        self._changes = changes
-        self.moves = moves or StreamMoves()
-        self._misses = misses
-        self._cancelled = cancelled
-        self._names = names
+    scheduler: Callable[[], Scheduler]
+    cost: StepCost
+    num_blocks: int
+    fleets: Several[SimulatedFleet] = field(default_factory=_one_replica)
+    roles: Roles | None = None
+    leaps: bool = True
+    watch: Watch | None = None
+    tiers: Callable[[BlockPool], SimulatedTiers] | None = None
+    changes: Changes | None = None
+    moves: StreamMoves = field(default_factory=StreamMoves)
+    misses: CertainMisses = field(default_factory=_no_targets)
+    cancelled: Callable[[], bool] | None = None
+    names: BlockNames | None = None
+
+    def __post_init__(self) -> None:
+        self.metrics = RequestMetrics()
+        self.usage = ReplicaUsage()
         self._replicas: dict[int, _Replica] = {}
-        self._kept: dict[int, KeptReplica] = {}  # of those that have no scheduler now
+        self._kept: dict[int, list[bytes]] = {}  # cached KV of replicas that have no scheduler now
         self._past = Counter[str]()  # what the schedulers counted that are gone
         self._waiting: list[Coming] = []  # while no replica takes requests
         self._open: dict[int, _InFlight] = {}
         self._executor = _Executor(self._open)
         self._ids = itertools.count(1)
-        self._events: list[tuple[float, int, int, int, Coming | None]] = []
+        self._events: list[tuple[float, int, int, Coming | None]] = []
         self._order = itertools.count()
         self._turns = 0
-        self.metrics = RequestMetrics()
-        self.usage = ReplicaUsage()
 
     # -- time ------------------------------------------------------------------------------------------------
     def run(self, traffic: Traffic, *, progress: bool | None = None) -> None:
-        """Until everything is answered. What came of it is in `metrics` and `usage`."""
+        """Run until everything is answered. The results are in `metrics` and `usage`."""
         coming = traffic.arrivals()
         following = next(coming, None)
         done = 0
-        if self._changes is not None:
-            self._changes.begin(self, following.arrival if following is not None else 0.0)
-        with Progress("simulating", traffic.total, enabled=progress, lines=LINE_EVERY) as line:
+        if self.changes is not None:
+            self.changes.begin(self, following.arrival if following is not None else 0.0)
+        with Progress("simulating", traffic.total, enabled=progress, lines=LINE_INTERVAL_S) as line:
             while self._goes_on(following) and not self._over():
-                if self._changes is not None and self._changes.at <= self._next(following):
-                    self._pass(self._changes.at)
-                    self._changes.happen(self)
+                at = self._events[0][0] if self._events else float("inf")
+                if following is not None:
+                    at = min(at, following.arrival)
+                if self.changes is not None and self.changes.at <= at:
+                    self.misses.passes(self.changes.at)
+                    self.changes.happen(self)
                     continue
-                if following is not None and (
-                    not self._events or following.arrival <= self._events[0][0]
-                ):
-                    self._pass(following.arrival)
-                    self._arrive(self._new(following))
+                self.misses.passes(at)
+                if following is not None and following.arrival == at:
+                    self._arrive(_new(following))
                     following = next(coming, None)
                     continue
-                now, _, number, epoch, coming_in = heapq.heappop(self._events)
-                self._pass(now)
+                _, event, number, coming_in = heapq.heappop(self._events)
                 if coming_in is not None:
                     self._arrive(coming_in)
                     continue
                 replica = self._replicas.get(number)
-                if replica is not None and epoch == replica.epoch:
-                    for ended in self._end(number, replica, now):
+                if replica is not None and event == replica.event:
+                    for ended in self._end(number, replica, at):
                         done += 1
-                        for then in traffic.after(ended, now):
-                            self._push(then.arrival, -1, 0, self._new(then))
-                    self._begin(number, replica, now)
-                    line.update(done, f"t = {now:.0f} s")
+                        for then in traffic.after(ended, at):
+                            self._push(then.arrival, coming=_new(then))
+                    self._begin(number, replica, at)
+                    line.update(done, f"t = {at:.0f} s")
         if not self._over():
             for _ in self._waiting:
                 self.metrics.refuse()
 
-    def _next(self, following: TrafficRequest | None) -> float:
-        """When something happens that is no change; inf: nothing will."""
-        at = following.arrival if following is not None else float("inf")
-        return min(at, self._events[0][0]) if self._events else at
-
     def _goes_on(self, following: TrafficRequest | None) -> bool:
         if following is not None or self._events:
             return True
-        return bool(self._waiting) and self._changes is not None and self._changes.returns
+        return bool(self._waiting) and self.changes is not None and self.changes.returns
 
     @property
     def seen(self) -> int:
@@ -226,80 +284,70 @@ class Simulator:
         return len(self.metrics.ttft) + self.metrics.refused + len(self._open)
 
     def _over(self) -> bool:
-        """Whether the rest is of no interest to anybody."""
+        """Return whether the rest is of no interest to anybody."""
         self._turns += 1
-        if self._misses is not None and self._misses.hopeless:
+        if self.misses.hopeless:
             return True
-        return self._turns % TURNS == 0 and self._cancelled()
+        return bool(self.cancelled and self._turns % CANCEL_INTERVAL == 0 and self.cancelled())
 
-    def _push(self, at: float, number: int, epoch: int, coming: Coming | None) -> None:
-        heapq.heappush(self._events, (at, next(self._order), number, epoch, coming))
-
-    def _new(self, asked: TrafficRequest) -> Coming:
-        return Coming(asked, RequestClock(asked.arrival), asked.arrival)
-
-    def _pass(self, now: float) -> None:
-        if self._misses is not None:
-            self._misses.passes(now)
+    def _push(self, at: float, number: int = -1, coming: Coming | None = None) -> int:
+        """Put an event into the queue: of a replica, or a request that comes. Returns its number."""
+        event = next(self._order)
+        heapq.heappush(self._events, (at, event, number, coming))
+        return event
 
     def _arrive(self, coming: Coming) -> None:
-        asked, clock, now, roles = coming.asked, coming.clock, coming.at, self._roles
+        asked, clock, now, roles = coming.asked, coming.clock, coming.at, self.roles
         if not (coming.computed or coming.again):
             self.metrics.arrived(now)
-            if self._misses is not None:
-                self._misses.arrived(clock)
-        fleet, ends = self.fleets[-1], asked.answer_length
-        if not fleet.takes_requests and coming.replica < 0:
-            self._waiting.append(replace(coming, computed=False, again=True))
+            self.misses.arrived(clock)
+        fleet, ends, number = self.fleets[-1], asked.answer_length, coming.replica
+        if not fleet.takes_requests and number < 0:
+            self._waiting.append(coming.homeless(now))
             return
-        request, number = coming.request(next(self._ids)), coming.replica
-        apart = roles is not None and not coming.computed and not clock.tokens
-        if (
-            roles
-            and apart
-            and self.fleets[0].takes_requests
-            and fleet.unknown(request) >= roles.least
-        ):
-            fleet, ends, clock = self.fleets[0], 1, RequestClock(now)  # of its prompt alone
+        request = coming.request(next(self._ids))
+        if roles and not coming.computed and not clock.tokens and self.fleets[0].takes_requests:
+            unknown = fleet.unknown(request)
+            fleet = fleet if unknown < roles.least else self.fleets[0]
+        if fleet is not self.fleets[-1]:  # its prompt alone is computed there
+            ends = 1
+            clock = RequestClock(now)
         fleet.hear(now, self._stats)
         if number < 0:
             number = fleet.choose(request)
         self.usage.most_open = max(self.usage.most_open, fleet.most_open)
         output = Output(asked.answer_tokens(0, 1))
         self._open[request.id] = _InFlight(asked, number, clock, ends, output, fleet, coming)
-        replica = self._replicas.get(number) or self._made(number)
+        replica = self._replica(number)
         if coming.computed:
             bring_prompt(replica.scheduler.pool, request, self._keys(asked))
-        if self._names is not None:
-            self._names.expect(request.id, asked)
+        if self.names is not None:
+            self.names.expect(request.id, asked)
         replica.inbox.append(request)
         if not replica.ends:
             self._begin(number, replica, now)
-        elif len(replica.ends) > 1:
-            self._interrupt(number, replica, now)
+        elif len(replica.ends) > 1:  # of several steps only those that have begun are still taken
+            del replica.ends[bisect_left(replica.ends, now) + 1 :]
+            replica.event = self._push(replica.ends[-1], number)
 
     def _stats(self, number: int) -> Mapping[str, float] | None:
         replica = self._replicas.get(number)
         return replica.scheduler.stats() if replica is not None else None
 
-    def _made(self, number: int) -> _Replica:
-        """A replica that had no scheduler, with what is kept of it."""
-        kept = self._kept.pop(number, None)
-        replica = self._replicas[number] = _Replica(self._make(), epoch=kept.epoch if kept else 0)
-        replica.tiers = self._tiers(replica.scheduler.pool) if self._tiers else None
-        if kept is not None:
-            kept.wake(replica.scheduler)
+    def _replica(self, number: int) -> _Replica:
+        """The replica; where it had no scheduler a new one, with the KV that is kept of it."""
+        replica = self._replicas.get(number)
+        if replica is None:
+            replica = self._replicas[number] = _Replica(self.scheduler())
+            pool = replica.scheduler.pool
+            replica.tiers = self.tiers(pool) if self.tiers else None
+            for key in self._kept.pop(number, ()):
+                bring_up(pool.full, key)
         return replica
-
-    def _interrupt(self, number: int, replica: _Replica, now: float) -> None:
-        """A request has arrived: of several steps under way only those that have begun are still taken."""
-        del replica.ends[bisect_left(replica.ends, now) + 1 :]
-        replica.epoch += 1
-        self._push(replica.ends[-1], number, replica.epoch, None)
 
     # -- steps -----------------------------------------------------------------------------------------------
     def _begin(self, number: int, replica: _Replica, now: float) -> None:
-        """Start what the scheduler says; nothing while it has nothing to run."""
+        """Start what the scheduler plans; nothing while it has nothing to run."""
         scheduler = replica.scheduler
         while replica.inbox:
             request = replica.inbox.popleft()
@@ -308,29 +356,29 @@ class Simulator:
             except Refused:
                 self._refuse(request.id)
         replica.begin = now
-        replica.epoch += 1
-        alike = alike_steps(scheduler, self._most, self._executor.remaining) if self._most else None
+        replica.event = -1
+        alike = alike_steps(scheduler, MAX_LEAP, self._executor.remaining) if self.leaps else None
         if alike is not None:
-            replica.ends = self._cost.ends(now, alike.sequences, alike.context, alike.steps)
+            replica.ends = self.cost.ends(now, alike.sequences, alike.context, alike.steps)
         else:
             plan = scheduler.plan(now)
             if not plan.items:
                 if plan.wake is not None and scheduler.has_work:
-                    self._push(max(plan.wake, now), number, replica.epoch, None)
-                elif len(self._replicas) > MOST_AWAKE and replica.tiers is None:
+                    replica.event = self._push(max(plan.wake, now), number)
+                elif len(self._replicas) > MAX_AWAKE and replica.tiers is None:
                     self._sleep(number, replica)
                 return
             replica.plan = plan
-            seconds = self._cost.seconds(work_of(plan))
+            seconds = self.cost.seconds(work_of(plan))
             replica.ends = [now + seconds + (replica.tiers.owed() if replica.tiers else 0.0)]
-        self._push(replica.ends[-1], number, replica.epoch, None)
+        replica.event = self._push(replica.ends[-1], number)
 
     def _sleep(self, number: int, replica: _Replica) -> None:
-        """It has nothing to do: keep less of it, if that is possible."""
-        kept = asleep(replica.scheduler, replica.epoch)
-        if kept is not None:
-            self._kept[number] = kept
-            count(self._past, replica.scheduler)
+        """The replica has nothing to do: keep the keys of its KV alone, if that is possible."""
+        keys = replica.cached_keys()
+        if keys is not None:
+            self._kept[number] = keys
+            replica.add_counts(self._past)
             del self._replicas[number]
 
     def _end(self, number: int, replica: _Replica, now: float) -> list[TrafficRequest]:
@@ -338,13 +386,14 @@ class Simulator:
         if not replica.ends:
             return []  # an idle scheduler wanted to be asked again
         scheduler, plan, ends = replica.scheduler, replica.plan, replica.ends
-        replica.plan, replica.ends = None, []
+        replica.plan = None
+        replica.ends = []
         if plan is None:
             self._leapt(replica, ends)
             return []
-        if self._watch is not None:
-            self._watch(number, replica.begin, now, plan)
-        self.usage.add(now - replica.begin, 1, scheduler.load[2] / self._blocks)
+        if self.watch is not None:
+            self.watch(number, replica.begin, now, plan)
+        self.usage.add(now - replica.begin, 1, scheduler.load[2] / self.num_blocks)
         ended = []
         for event in scheduler.commit(plan, self._executor.run(plan), now):
             one = self._open[event.id]
@@ -353,15 +402,14 @@ class Simulator:
             if event.finish == "error":
                 ended.append(self._refuse(event.id))
             elif event.finish is not None and one.clock is not one.coming.clock:
-                self._hand_over(self._open[event.id], event.cached, scheduler.budget, now)
+                self._hand_over(one, event.cached, scheduler.budget, now)
                 self._forget(event.id)
             elif event.finish is not None:
                 self.metrics.add(one.clock)
-                if self._misses is not None:
-                    self._misses.ended(one.clock)
+                self.misses.ended(one.clock)
                 self.moves.ended(one.clock, event.recomputed)
-                if self._changes is not None:
-                    self._changes.answered(number, one.clock, now)
+                if self.changes is not None:
+                    self.changes.answered(number, one.clock, now)
                 ended.append(self._forget(event.id))
         return ended
 
@@ -370,38 +418,37 @@ class Simulator:
         longest = max(map(sub, ends[1:], ends), default=0.0)
         for seq in advance_alike(scheduler, begin, ends, self._executor.middle):
             self._open[seq.request.id].clock.gained_each(ends, longest)
-        self.usage.add(ends[-1] - begin, len(ends), scheduler.load[2] / self._blocks)
+        self.usage.add(ends[-1] - begin, len(ends), scheduler.load[2] / self.num_blocks)
         self.usage.leaps += 1
 
     def _hand_over(self, one: _InFlight, cached: int, budget: int, now: float) -> None:
         """Its prompt is computed: the KV goes to a replica that answers, as far as that does not have it."""
-        assert self._roles is not None
+        assert self.roles is not None
         fleet, coming = self.fleets[-1], one.coming
         if not fleet.takes_requests:
-            self._push(now, -1, 0, replace(coming, at=now, again=True))
+            self._push(now, coming=replace(coming, at=now, again=True))
             return
         request = coming.request(0)
         number = fleet.choose(request)
-        replica = self._replicas.get(number) or self._made(number)
-        there = tokens_there(replica.scheduler.pool, request, self._keys(one.asked))
+        pool = self._replica(number).scheduler.pool
+        there = tokens_there(pool, request, self._keys(one.asked))
         length = prompt_length(one.asked.prompt)
-        at = now + self._roles.on_the_way(self._cost, cached, length, budget, there)
-        self._push(at, -1, 0, replace(coming, at=at, computed=True, replica=number))
+        at = now + self.roles.on_the_way(self.cost, cached, length, budget, there)
+        self._push(at, coming=replace(coming, at=at, computed=True, replica=number))
 
     def _keys(self, asked: TrafficRequest) -> list[bytes] | None:
-        """Of its blocks; None: those that an engine would make."""
-        return None if self._names is None else self._names.of(asked)
+        """The keys of its blocks; None: those that an engine would make."""
+        return None if self.names is None else self.names.of(asked)
 
     def _refuse(self, id: int) -> TrafficRequest:
         self.metrics.refuse()
-        if self._misses is not None:
-            self._misses.refused(self._open[id].coming.clock)
+        self.misses.refused(self._open[id].coming.clock)
         return self._forget(id)
 
     def _forget(self, id: int) -> TrafficRequest:
         one = self._open.pop(id)
-        if self._names is not None:
-            self._names.forget(id)
+        if self.names is not None:
+            self.names.forget(id)
         one.fleet.ended(one.replica, id)
         return one.asked
 
@@ -413,26 +460,20 @@ class Simulator:
 
     def take_away(self, number: int, now: float) -> None:
         """The replica ends, with all that it has; its streams go on elsewhere."""
+        self._kept.pop(number, None)
         replica = self._replicas.pop(number, None)
         if replica is not None:
             if replica.plan is None and (done := replica.ends[: bisect_right(replica.ends, now)]):
                 self._leapt(replica, done)
-            count(self._past, replica.scheduler)
-            self._past["tier_tokens"] += replica.tiers.found if replica.tiers else 0
-            self._kept[number] = KeptReplica((), replica.epoch)
-        elif number in self._kept:
-            self._kept[number] = KeptReplica((), self._kept[number].epoch)
+            replica.add_counts(self._past)
         at = now + self.moves.delay
         for id, one in [(id, one) for id, one in self._open.items() if one.replica == number]:
             self._forget(id)
             self.moves.leaves(one.coming.clock)
-            self._push(
-                at, -1, 0, replace(one.coming, at=at, computed=False, replica=-1, again=True)
-            )
-        for place, (then, order, _, _, coming) in enumerate(self._events):
+            self._push(at, coming=one.coming.homeless(at))
+        for place, (then, event, _, coming) in enumerate(self._events):
             if coming is not None and coming.replica == number:  # its KV is on the way to nobody
-                coming = replace(coming, computed=False, replica=-1, again=True)
-                self._events[place] = (then, order, -1, 0, coming)
+                self._events[place] = (then, event, -1, coming.homeless(coming.at))
         fleet_of(self.fleets, number).forget(number)
 
     def bring_back(self, number: int, now: float) -> None:
@@ -444,12 +485,11 @@ class Simulator:
 
     # -- figures ---------------------------------------------------------------------------------------------
     def figures(self) -> dict[str, Any]:
-        """Of the replicas: how busy, how full, and what their schedulers counted, all together."""
-        sums = Counter(dict.fromkeys(COUNTERS, 0))
+        """How busy and how full all replicas were together, and what their schedulers counted."""
+        sums = Counter(dict.fromkeys((*COUNTERS, "tier_tokens"), 0))
         sums.update(self._past)
         for replica in self._replicas.values():
-            count(sums, replica.scheduler)
-            sums["tier_tokens"] += replica.tiers.found if replica.tiers else 0
+            replica.add_counts(sums)
         usage, seconds = self.usage, max(self.metrics.end - self.metrics.begin, 1e-9)
         return dict(sums) | {
             "steps": usage.steps,
@@ -458,5 +498,8 @@ class Simulator:
             "kv_fullest": usage.fullest,
             "most_open": usage.most_open,
             "cached_share": sums["cached_tokens"] / (sums["prompt_tokens"] or 1.0),
-            "tier_tokens": sums["tier_tokens"],
         }
+
+
+def _new(asked: TrafficRequest) -> Coming:
+    return Coming(asked, RequestClock(asked.arrival), asked.arrival)

@@ -6,11 +6,13 @@ time beyond the seconds that this takes.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
 from pageturner.kv.kv_transfer import request_keys
+from pageturner.kv.store_hooks import tell_also
 from pageturner.lab.bench.prompt_alone import prefill_seconds
 from pageturner.lab.simulation.step_cost import StepCost
 from pageturner.request import Request
@@ -206,3 +208,59 @@ def bring_prompt(pool: BlockPool, request: Request, keys: list[bytes] | None = N
         pool.full.share([block])  # so that none of it is taken for what comes behind
         held.append(block)
     pool.full.truncate(held, 0)
+
+
+# -- slower memory -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TierSizes:
+    """Tokens of KV that each tier of a replica holds, and seconds for which one of them comes up."""
+
+    host_tokens: int = 0
+    file_tokens: int = 0
+    host_seconds: float = 0.0
+    file_seconds: float = 0.0
+
+
+class SimulatedTiers:
+    """The tiers of one replica, whose blocks have so many tokens. found: tokens that came up."""
+
+    def __init__(self, store: Store, sizes: TierSizes, block_size: int) -> None:
+        self._store, self._size = store, block_size
+        most = (sizes.host_tokens // block_size, sizes.file_tokens // block_size)
+        self._most = most
+        self._seconds = (sizes.host_seconds * block_size, sizes.file_seconds * block_size)
+        self._tiers: tuple[OrderedDict[bytes, None], ...] = (OrderedDict(), OrderedDict())
+        self._owed = 0.0
+        self.found = 0
+        tell_also(store, lambda key, block: None, self._evict)
+        store.on_miss = self._fetch
+
+    def owed(self) -> float:
+        """Seconds that have not been added to a step yet; now they are."""
+        seconds, self._owed = self._owed, 0.0
+        return seconds
+
+    def _evict(self, key: bytes, block: int) -> None:
+        self._put(0, key)
+
+    def _put(self, tier: int, key: bytes) -> None:
+        """Take in a block; the least recently used one goes a tier down for it."""
+        keys = self._tiers[tier]
+        keys[key] = None
+        keys.move_to_end(key)
+        if len(keys) > self._most[tier]:
+            old, _ = keys.popitem(last=False)
+            if tier + 1 < len(self._tiers):
+                self._put(tier + 1, old)
+
+    def _fetch(self, key: bytes) -> int | None:
+        tier = next((i for i, keys in enumerate(self._tiers) if key in keys), None)
+        if tier is None or not self._store.available:
+            return None
+        del self._tiers[tier][key]  # first: what is evicted for it goes down meanwhile
+        block = bring_up(self._store, key)
+        self._owed += self._seconds[tier]
+        self.found += self._size
+        return block
