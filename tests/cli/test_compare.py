@@ -15,7 +15,8 @@ from pageturner import cli
 from pageturner.config.settings import EngineConfig
 from pageturner.lab.bench.request_metrics import LatencyTargets
 from pageturner.lab.compare import run_timeline
-from pageturner.lab.simulation import kept_costs, recorded_runs
+from pageturner.lab.simulation import calibration as kept_costs
+from pageturner.lab.simulation import recorded_runs
 from pageturner.lab.simulation.step_cost import CalibratedCost
 
 

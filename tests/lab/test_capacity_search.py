@@ -30,7 +30,7 @@ from pageturner.lab.planning.capacity_search import (
     next_questions,
     search_capacity,
 )
-from pageturner.lab.simulation.parallel_runs import ParallelRuns, SerialRuns
+from pageturner.lab.planning.parallel_runs import ParallelRuns, SerialRuns
 from pageturner.lab.simulation.scenario import Scenario
 from pageturner.lab.simulation.step_cost import CalibratedCost
 from pageturner.lab.traffic.traffic import OpenLoop, Pieces, Traffic, TrafficRequest

@@ -10,8 +10,8 @@ from pageturner.config.settings import EngineConfig
 from pageturner.executor.kv_memory import KVSizes
 from pageturner.lab.bench.request_metrics import LatencyTargets
 from pageturner.lab.planning.capacity_search import Option, search_capacity, splits_of
+from pageturner.lab.planning.parallel_runs import SerialRuns
 from pageturner.lab.simulation.fleet import Roles
-from pageturner.lab.simulation.parallel_runs import SerialRuns
 from pageturner.lab.simulation.scenario import Scenario
 from pageturner.lab.simulation.step_cost import CalibratedCost
 from pageturner.lab.traffic.traffic_generators import SyntheticTraffic

@@ -12,7 +12,7 @@ from pageturner.errors import EngineFault
 from pageturner.executor.kv_memory import KVSizes
 from pageturner.lab.bench.request_metrics import LatencyTargets
 from pageturner.lab.planning.capacity_search import Option, search_capacity
-from pageturner.lab.simulation.parallel_runs import SerialRuns
+from pageturner.lab.planning.parallel_runs import SerialRuns
 from pageturner.lab.simulation.scenario import Scenario, sweep
 from pageturner.lab.simulation.step_cost import CalibratedCost
 from pageturner.lab.traffic.traffic import Traffic

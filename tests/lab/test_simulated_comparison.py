@@ -15,8 +15,8 @@ from pageturner.lab.bench.request_metrics import LatencyTargets
 from pageturner.lab.compare import comparison, run_timeline, simulated_comparison
 from pageturner.lab.compare.comparison import Contender
 from pageturner.lab.compare.simulated_comparison import Circumstances
-from pageturner.lab.simulation import kept_costs
-from pageturner.lab.simulation.kept_costs import KeptCosts
+from pageturner.lab.simulation import calibration
+from pageturner.lab.simulation.calibration import KeptCosts
 from pageturner.lab.simulation.recorded_runs import RecordedRun
 from pageturner.lab.simulation.step_cost import CalibratedCost, work_of_step
 from pageturner.lab.traffic.traffic_generators import MIXES
@@ -131,19 +131,19 @@ def test_too_few_steps_tell_no_costs(run: RecordedRun) -> None:
 
 def test_costs_are_kept_until_a_quieter_machine_tells_better_ones(tmp_path: Path) -> None:
     path = tmp_path / "steps" / "model.json"
-    assert kept_costs.kept_costs(path) is None
+    assert calibration.kept_costs(path) is None
     first, noisier = (
         KeptCosts(cost_of(row=row), others, "today", (90.0, None))
         for row, others in ((0.1, 0.4), (0.2, 0.8))
     )
-    assert kept_costs.keep(path, first) == first
-    assert kept_costs.keep(path, noisier) == first
-    assert kept_costs.keep(path, KeptCosts(cost_of(row=0.3), 0.35, "later")) == first, (
+    assert calibration.keep(path, first) == first
+    assert calibration.keep(path, noisier) == first
+    assert calibration.keep(path, KeptCosts(cost_of(row=0.3), 0.35, "later")) == first, (
         "hardly quieter"
     )
     quiet = KeptCosts(cost_of(row=0.4), 0.02, "at night")
-    assert kept_costs.keep(path, quiet) == quiet
-    assert kept_costs.keep(path, first) == kept_costs.kept_costs(path) == quiet
+    assert calibration.keep(path, quiet) == quiet
+    assert calibration.keep(path, first) == calibration.kept_costs(path) == quiet
     assert [one.name for one in path.parent.iterdir()] == ["model.json"]
 
 
@@ -152,14 +152,14 @@ def test_a_damaged_file_is_as_good_as_none(tmp_path: Path, text: str) -> None:
     path = tmp_path / "model.json"
     path.write_text(text)
     mine = KeptCosts(cost_of(), 0.0, "today")
-    assert kept_costs.kept_costs(path) is None
-    assert kept_costs.keep(path, mine) == kept_costs.kept_costs(path) == mine
+    assert calibration.kept_costs(path) is None
+    assert calibration.keep(path, mine) == calibration.kept_costs(path) == mine
 
 
 def test_a_place_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     mine = KeptCosts(cost_of(), 0.0, "today")
-    assert kept_costs.keep(tmp_path / "file" / "model.json", mine) == mine
+    assert calibration.keep(tmp_path / "file" / "model.json", mine) == mine
 
 
 def test_costs_are_kept_by_model_kernels_and_threads(
@@ -168,7 +168,7 @@ def test_costs_are_kept_by_model_kernels_and_threads(
     monkeypatch.setenv("PAGETURNER_CACHE", str(tmp_path))
     bench = bench_of(cost_of())
     names = {
-        kept_costs.costs_file(
+        calibration.costs_file(
             replace(bench.built, fingerprint=fingerprint), replace(bench.config, threads=threads)
         )
         for fingerprint in ("a", "b")

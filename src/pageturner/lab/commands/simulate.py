@@ -307,7 +307,7 @@ def _runs(
 def _search(options: list[Option], rate: float, workers: int) -> dict[str, Any]:
     """The run with the fewest GPUs at this rate."""
     from pageturner.lab.planning.capacity_search import search_capacity
-    from pageturner.lab.simulation.parallel_runs import ParallelRuns, SerialRuns
+    from pageturner.lab.planning.parallel_runs import ParallelRuns, SerialRuns
 
     options = [replace(one, scenario=replace(one.scenario, rate=rate)) for one in options]
     workers = workers or len(os.sched_getaffinity(0))

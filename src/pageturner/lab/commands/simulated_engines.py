@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pageturner.config import settings as configuration
 from pageturner.config.settings import EngineConfig
 from pageturner.errors import EngineFault, bad_setting
-from pageturner.lab.simulation.engine_settings import SCHEDULER_OPTIONS
+from pageturner.policies.scheduler_config import SCHEDULER_OPTIONS
 
 if TYPE_CHECKING:
     from pageturner.executor.kv_memory import KVSizes

@@ -17,8 +17,14 @@ import msgspec
 from pageturner.errors import EngineFault
 from pageturner.lab.bench.engine_bench import EngineBench
 from pageturner.lab.compare.comparison import FAKE_VOCAB, Contender, predicted_engine
-from pageturner.lab.simulation.calibration import fit_runs
-from pageturner.lab.simulation.kept_costs import QUIETER, KeptCosts, costs_file, keep, pace_of
+from pageturner.lab.simulation.calibration import (
+    QUIETER,
+    KeptCosts,
+    costs_file,
+    fit_runs,
+    keep,
+    pace_of,
+)
 from pageturner.lab.simulation.recorded_runs import RecordedRun
 from pageturner.lab.simulation.step_cost import CalibratedCost, StepCost, work_of_step
 from pageturner.lab.traffic.traffic import OpenLoop, TrafficRequest

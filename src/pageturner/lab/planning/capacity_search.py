@@ -1,7 +1,7 @@
 """The fewest GPUs with which enough requests meet their targets: what is asked next, and what was answered.
 
 Owns the search: a sequence of questions, of which each says how many replicas of how many GPUs. Must not know
-who answers them, nor how many at a time (lab/simulation/parallel_runs.py).
+who answers them, nor how many at a time (lab/planning/parallel_runs.py).
 
 What a prompt takes alone comes first (prompt_alone.py): where too few meet the targets on an empty replica,
 no number of replicas does. Then counts are tried, from one on that queues of whole prompts suggest

@@ -6,26 +6,34 @@ flags.
 
 from __future__ import annotations
 
+import math
+import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from pageturner.config.settings import EngineConfig
-from pageturner.engine.engine_factory import scheduler_of
+from pageturner.engine.engine_factory import LoadedEngine, model_mark, scheduler_of
+from pageturner.engine.machine_limits import processor
 from pageturner.errors import EngineFault
 from pageturner.executor.kv_memory import KVSizes
+from pageturner.formats import hub
 from pageturner.lab.bench.engine_bench import EngineBench
 from pageturner.lab.bench.request_metrics import LatencyTargets, RequestMetrics
 from pageturner.lab.simulation import recorded_runs
-from pageturner.lab.simulation.engine_settings import recorded_config
-from pageturner.lab.simulation.recorded_runs import RecordedRun
+from pageturner.lab.simulation.recorded_runs import RecordedRun, recorded_config
 from pageturner.lab.simulation.simulator import Simulator
 from pageturner.lab.simulation.step_cost import CalibratedCost, fit, work_of_step
 from pageturner.lab.traffic.traffic import OpenLoop
 from pageturner.lab.traffic.traffic_generators import TokenPrompts, burst_times
+from pageturner.telemetry.work import MachineLimits
+
+QUIETER = 0.1  # a share of the machine less taken by others is worth more than what is kept
 
 
 def fit_runs(*runs: RecordedRun) -> CalibratedCost:
@@ -172,3 +180,60 @@ def calibrate(
         cost, before = fit_runs(before, behind), behind
         found.append(checked(run, cost, load.name))
     return cost, found
+
+
+# -- kept ----------------------------------------------------------------------------------------------------
+# Advice that rests on a fit of the latest run changes with whatever else the machine did meanwhile. Costs that
+# are kept do not: the same question gets the same answer, until a quieter measurement replaces a disturbed one.
+
+
+class KeptCosts(msgspec.Struct, frozen=True):
+    """cost: of a step. others: share of the machine that others took while it was measured. when: the day, in
+    words. pace: GOP/s of int8 and fp32 by which steps were sized; None where nothing was known."""
+
+    cost: CalibratedCost
+    others: float
+    when: str
+    pace: tuple[float | None, float | None] | None = None
+
+    def limits(self) -> MachineLimits | None:
+        """As steps are sized by them: reading hides behind computing."""
+        return MachineLimits(math.inf, *self.pace) if self.pace else None
+
+
+def pace_of(built: LoadedEngine) -> tuple[float | None, float | None] | None:
+    """What is kept of the limits by which this engine sizes its steps."""
+    return (built.pace.int8_gop_s, built.pace.fp32_gop_s) if built.pace else None
+
+
+def costs_file(built: LoadedEngine, config: EngineConfig) -> Path:
+    """Beside the limits of the machine."""
+    threads = config.threads or len(os.sched_getaffinity(0))
+    key = repr((processor(), threads, model_mark(config), built.fingerprint))
+    name = f"{Path(config.model).stem}-{blake2b(key.encode(), digest_size=6).hexdigest()}.json"
+    return hub.cache_folder().parent / "steps" / name
+
+
+def kept_costs(path: Path) -> KeptCosts | None:
+    """The costs that are kept; None where nothing is kept that this program understands."""
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=KeptCosts)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return found if found.cost.understood else None
+
+
+def keep(path: Path, mine: KeptCosts) -> KeptCosts:
+    """The costs to reckon with from now on: those that are kept, unless these are from a clearly quieter
+    machine. Where the file cannot be written nothing is kept."""
+    known = kept_costs(path)
+    if known is not None and mine.others > known.others - QUIETER:
+        return known
+    temporary = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(mine), indent=2))
+        temporary.replace(path)
+    except OSError:
+        return mine
+    return mine

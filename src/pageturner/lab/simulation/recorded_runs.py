@@ -5,18 +5,25 @@ Owns the way from records to metrics and to traffic. Must not know how a log is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from pageturner.config.settings import EngineConfig
 from pageturner.errors import EngineFault
 from pageturner.executor.kv_memory import KVSizes
 from pageturner.lab.bench.request_metrics import RequestClock, RequestMetrics
-from pageturner.lab.simulation.engine_settings import recorded_config
 from pageturner.lab.traffic.traffic import OpenLoop, TrafficRequest
 from pageturner.telemetry import step_log
 from pageturner.telemetry.step_log import Arrived, Header, Left, LostRecords, Record, StepRecord
+
+
+def recorded_config(recorded: Mapping[str, Any]) -> EngineConfig:
+    """The settings of a log or a calibration, without its step log. Settings that this program does not have
+    come from another version and are left out."""
+    known = {one.name: recorded[one.name] for one in fields(EngineConfig) if one.name in recorded}
+    return EngineConfig(**known | {"step_log": ""})
 
 
 @dataclass(slots=True)

@@ -93,6 +93,11 @@ class CalibratedCost(msgspec.Struct, frozen=True):
         seen = np.arange(context + rows, context + rows * steps + 1, rows, dtype=np.float64)
         return one_by_one(now, self._rows(rows, rows, rows) + (of_context * seen + of_pairs * seen))
 
+    @property
+    def understood(self) -> bool:
+        """Whether this program has the same features."""
+        return len(self.weights) == len(FEATURES) and min(self.weights) >= 0
+
     def save(self, path: Path) -> None:
         try:
             path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2))
@@ -108,7 +113,7 @@ def load_calibration(path: Path) -> CalibratedCost:
         raise EngineFault("calibration", f"cannot read {path}: {error.strerror}") from error
     except msgspec.DecodeError as error:
         raise EngineFault("calibration", f"{path} is not a calibration: {error}") from error
-    if len(found.weights) != len(FEATURES) or min(found.weights) < 0:
+    if not found.understood:
         raise EngineFault(
             "calibration", f"{path} is of another version: run pageturner calibrate again"
         )
