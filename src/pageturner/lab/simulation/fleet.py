@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from pageturner.kv.kv_transfer import request_keys
-from pageturner.kv.store_hooks import tell_also
+from pageturner.kv.store_hooks import add_block_hooks
 from pageturner.lab.bench.prompt_alone import prefill_seconds
 from pageturner.lab.simulation.step_cost import StepCost
 from pageturner.request import Request
@@ -234,7 +234,7 @@ class SimulatedTiers:
         self._tiers: tuple[OrderedDict[bytes, None], ...] = (OrderedDict(), OrderedDict())
         self._owed = 0.0
         self.found = 0
-        tell_also(store, lambda key, block: None, self._evict)
+        add_block_hooks(store, lambda key, block: None, self._evict)
         store.on_miss = self._fetch
 
     def owed(self) -> float:
