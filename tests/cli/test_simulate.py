@@ -12,9 +12,9 @@ import pytest
 from pageturner import cli
 from pageturner.config.settings import EngineConfig
 from pageturner.lab.commands import simulate as simulate_command
+from pageturner.lab.simulation.recorded_runs import SCHEDULER_OPTIONS
 from pageturner.lab.simulation.scenario import MOST_REPLICAS
 from pageturner.lab.simulation.step_cost import CalibratedCost
-from pageturner.policies.scheduler_config import SCHEDULER_OPTIONS
 
 LLAMA_1B = {
     "model_type": "llama",

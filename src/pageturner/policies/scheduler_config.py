@@ -6,7 +6,7 @@ and `tune` read them from the fields. Must not know what a setting does, nor whi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from pageturner.option import option
 
@@ -105,7 +105,3 @@ class SchedulerConfig:
     def slots(self) -> int:
         """Most sequences that run at once: a token budget below max_num_seqs lowers it."""
         return min(self.max_num_seqs, self.token_budget or self.max_num_seqs)
-
-
-# All that decides which plans an engine makes.
-SCHEDULER_OPTIONS = tuple(field.name for field in fields(SchedulerConfig))

@@ -19,8 +19,8 @@ from pageturner.lab.bench.sweep import LoadSweep, SweepPoint, SweptServer
 from pageturner.lab.bench.sweep_load import PointBounds, point_seed
 from pageturner.lab.bench.sweep_report import SweepResults
 from pageturner.lab.bench.sweep_simulated import Lengths, SimulatedServer
+from pageturner.lab.simulation.recorded_runs import SCHEDULER_OPTIONS
 from pageturner.lab.simulation.step_cost import CalibratedCost, load_calibration
-from pageturner.policies.scheduler_config import SCHEDULER_OPTIONS
 
 DEFAULT = Path("calibration.json")  # what `pageturner calibrate` writes unless told otherwise
 MAKE = "run `pageturner calibrate {model}`, then give its file here: --calibration calibration.json"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pageturner.config import settings as configuration
 from pageturner.config.settings import EngineConfig
 from pageturner.errors import EngineFault, bad_setting
-from pageturner.policies.scheduler_config import SCHEDULER_OPTIONS
+from pageturner.policies.scheduler_config import SchedulerConfig
 
 if TYPE_CHECKING:
     from pageturner.executor.kv_memory import KVSizes
@@ -28,7 +28,11 @@ if TYPE_CHECKING:
     from pageturner.lab.traffic.traffic_generators import SyntheticTraffic
 
 # What a simulated engine takes over from the one that was calibrated or recorded.
-SIMULATED_SETTINGS = ("max_model_len", "kv_cache_dtype", *SCHEDULER_OPTIONS)
+SIMULATED_SETTINGS = (
+    "max_model_len",
+    "kv_cache_dtype",
+    *(field.name for field in fields(SchedulerConfig)),
+)
 # What fills a GPU: more rows in a step than suit a CPU. Flags and [engine] go before.
 GPU_SETTINGS = {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "max_queue": 100_000}
 Flags = dict[str, dict[str, Any]]

@@ -15,8 +15,12 @@ from pageturner.errors import EngineFault
 from pageturner.executor.kv_memory import KVSizes
 from pageturner.lab.bench.request_metrics import RequestClock, RequestMetrics
 from pageturner.lab.traffic.traffic import OpenLoop, TrafficRequest
+from pageturner.policies.scheduler_config import SchedulerConfig
 from pageturner.telemetry import step_log
 from pageturner.telemetry.step_log import Arrived, Header, Left, LostRecords, Record, StepRecord
+
+# All settings that decide which plans an engine makes.
+SCHEDULER_OPTIONS = tuple(one.name for one in fields(SchedulerConfig))
 
 
 def recorded_config(recorded: Mapping[str, Any]) -> EngineConfig:
