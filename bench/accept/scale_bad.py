@@ -16,7 +16,7 @@ sys.path += [str(HERE)]
 import harness  # noqa: E402
 from harness import Line, pytest_line  # noqa: E402
 
-LINK, TIERS = "tests/engine/test_prefill_elsewhere.py", "tests/engine/test_kv_tiers.py"
+LINK, TIERS = "tests/engine/test_remote_prefill.py", "tests/engine/test_kv_tiers.py"
 SHOWN = {
     "peers of another model, version, type or key are refused by name": (
         LINK,

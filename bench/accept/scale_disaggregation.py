@@ -154,7 +154,7 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     told = f"{times - same} changed or lost of {times}; {short} kills came before the last block"
     yield Line("the engine that computes is killed at random", told, same == times and short > 0)
     yield pytest_line(
-        "peers that do not fit, hostile bytes, cut links", "tests/engine/test_prefill_elsewhere.py"
+        "peers that do not fit, hostile bytes, cut links", "tests/engine/test_remote_prefill.py"
     )
 
 

@@ -8,7 +8,7 @@ from itertools import count
 import pytest
 
 from pageturner.params import SamplingParams
-from pageturner.policies.background import MOST_IDLE
+from pageturner.policies.background import MAX_IDLE
 from pageturner.policies.batching import POLICIES
 from pageturner.policies.orders import ORDERS
 from pageturner.policies.scheduler_factory import SchedulerStack
@@ -81,7 +81,7 @@ def test_alone_its_steps_are_short() -> None:
     assert granted(step(stack, 0.0)[0], back=True) == BUDGET // 16
     wide = stack_of(token_budget=100_000)
     wide.scheduler.add(some(1, 300, back=True))
-    assert granted(step(wide, 0.0)[0], back=True) == MOST_IDLE
+    assert granted(step(wide, 0.0)[0], back=True) == MAX_IDLE
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -15,6 +15,7 @@ from pageturner.policies.kept_sessions import KeptSessions
 from pageturner.policies.length_predictor import LengthPredictor
 from pageturner.policies.orders import ORDERS, Context
 from pageturner.policies.pinned_prefixes import PinnedPrefixes
+from pageturner.policies.policy_stack import PolicyStack
 from pageturner.policies.reserves import RESERVES
 from pageturner.policies.scheduler_config import CHANGEABLE, SchedulerConfig
 from pageturner.policies.session_starts import SessionStarts
@@ -22,7 +23,7 @@ from pageturner.policies.single_sequence import SingleSequence
 from pageturner.policies.step_time import StepTimeModel
 from pageturner.policies.work_pricing import WorkPricing
 from pageturner.request import Refused, Request
-from pageturner.scheduler.batching import Policy, chunked
+from pageturner.scheduler.batching import Policy
 from pageturner.scheduler.blocks import BlockPool
 from pageturner.scheduler.group import Group
 from pageturner.scheduler.listener import Listener
@@ -41,11 +42,15 @@ class SchedulerStack:
     pool: BlockPool
     pins: PinnedPrefixes
     sessions: KeptSessions
-    starts: SessionStarts
-    predictor: LengthPredictor
-    step_times: StepTimeModel
-    pricing: WorkPricing
-    background: BackgroundWork
+    plugs: _Plugs
+
+    @property
+    def predictor(self) -> LengthPredictor:
+        return self.plugs.predictor
+
+    @property
+    def step_times(self) -> StepTimeModel:
+        return self.plugs.step_times
 
     def reconfigure(self, wanted: SchedulerConfig, max_beam_width: int) -> bool:
         """Go on with token budget, most sequences, policy and order of `wanted`; the other settings stay.
@@ -63,34 +68,36 @@ class SchedulerStack:
         done = self.scheduler.reconfigure(
             max_num_seqs=config.max_num_seqs,
             token_budget=config.token_budget,
-            policy=self._policy(config) if config.policy != now.policy else None,
-            order=self._order(config) if config.order != now.order else None,
+            policy=self.plugs.policy(config) if config.policy != now.policy else None,
+            order=self.plugs.order(config) if config.order != now.order else None,
             max_beam_width=max_beam_width,
         )
         self.config = config if done else now
         return done
 
-    def _policy(self, config: SchedulerConfig) -> Policy:
-        priced = self.pricing.wrap_policy(POLICIES[config.policy](config, self.step_times))
-        return self.starts.wrap_policy(self.background.wrap_policy(priced))
 
-    def _order(self, config: SchedulerConfig) -> Order:
-        order = make_order(config, self.pool, self.predictor, self.step_times)
-        return self.background.wrap_order(order)
+@dataclass(slots=True)
+class _Plugs:
+    """What policies and orders are made from, whichever are chosen."""
 
+    pool: BlockPool
+    background: BackgroundWork
+    rules: PolicyStack
+    predictor: LengthPredictor
+    step_times: StepTimeModel
 
-def make_order(
-    config: SchedulerConfig, pool: BlockPool, predictor: LengthPredictor, step_times: StepTimeModel
-) -> Order:
-    return ORDERS[config.order](
-        Context(
+    def policy(self, config: SchedulerConfig) -> Policy:
+        return self.rules.wrap_policy(POLICIES[config.policy](config, self.step_times))
+
+    def order(self, config: SchedulerConfig) -> Order:
+        context = Context(
             ageing=config.ageing,
             output_weight=config.output_weight,
-            cached=pool.attachable,
-            predictor=predictor,
-            step_times=step_times,
+            cached=self.pool.attachable,
+            predictor=self.predictor,
+            step_times=self.step_times,
         )
-    )
+        return self.background.wrap_order(ORDERS[config.order](context))
 
 
 def check_names(config: SchedulerConfig) -> None:
@@ -136,9 +143,9 @@ def make_scheduler(
     pool = BlockPool(num_blocks, config.block_size, prefix_caching=caching, **pages, model=model)
     predictor, step_times = LengthPredictor(), StepTimeModel()
     pins, counters, pricing = PinnedPrefixes(pool), Counters(), WorkPricing(config.context_price)
-    background = BackgroundWork(pricing.wrap_policy(Policy(chunked, bounded=True)))
-    sessions = KeptSessions(pool, config)
-    starts = SessionStarts(sessions, config.session_wait)
+    background, sessions = BackgroundWork(), KeptSessions(pool, config)
+    rules = PolicyStack(SessionStarts(sessions, config.session_wait), background, pricing)
+    plugs = _Plugs(pool, background, rules, predictor, step_times)
 
     def kv_stats() -> dict[str, float]:
         """What all owners hold, and what servers without pages would reserve for those that run."""
@@ -152,10 +159,8 @@ def make_scheduler(
 
     scheduler = Scheduler(
         pool,
-        policy=starts.wrap_policy(
-            background.wrap_policy(pricing.wrap_policy(POLICIES[config.policy](config, step_times)))
-        ),
-        order=background.wrap_order(make_order(config, pool, predictor, step_times)),
+        policy=plugs.policy(config),
+        order=plugs.order(config),
         reserve=RESERVES[config.admission](predictor),
         make_group=make_group,
         max_num_seqs=config.max_num_seqs,
@@ -176,6 +181,4 @@ def make_scheduler(
             sessions.listener,  # last: a request that another one refuses opens no session
         ),
     )
-    return SchedulerStack(
-        config, scheduler, pool, pins, sessions, starts, predictor, step_times, pricing, background
-    )
+    return SchedulerStack(config, scheduler, pool, pins, sessions, plugs)

@@ -15,19 +15,19 @@ come, the most that all of them will need is
 
     peak = max over i of the sum over all j with r_j >= r_i of (s_j + growth * r_i)
 
-Owns the place between the batching policy and the queue. Must not know who claims what (kept_sessions.py).
+Owns which requests stand aside. Must not know who claims what (kept_sessions.py).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 
 from pageturner.policies.kept_sessions import KeptSessions
 from pageturner.policies.session_claims import KeptConversation
-from pageturner.scheduler.batching import Asks, Policy, View
+from pageturner.scheduler.batching import View
 from pageturner.scheduler.types import Sequence
 
 GROWS = 2.0  # times its first prompt, until conversations have ended and their length is known
@@ -44,46 +44,35 @@ class _Room:
 
 
 class SessionStarts:
-    """Between any policy and the scheduler. wait: most seconds that it has anybody wait."""
+    """Holds back first turns of sessions. wait: the most seconds for which it has a request wait."""
 
     def __init__(self, sessions: KeptSessions, wait: float) -> None:
         self._sessions, self._wait = sessions, wait
 
-    def wrap_policy(self, policy: Policy) -> Policy:
-        """The same policy, which does not see those who stand aside."""
-        inner = policy.asks
-
-        def asks(v: View) -> Asks:
-            if len(self._sessions):
-                self._sessions.plan(v.now)
-                if v.waiting and self._wait:
-                    self._hold(v)
-            return inner(v)
-
-        return replace(policy, asks=asks)
-
-    def _hold(self, v: View) -> None:
+    def held(self, v: View) -> set[Sequence]:
+        """Return the waiting sequences that stand aside in this step, and set when to ask again."""
+        if not len(self._sessions):
+            return set()
+        self._sessions.plan(v.now)
         starts = {seq: one for seq in v.waiting if (one := self._starting(seq)) is not None}
-        starts = dict(
-            sorted(starts.items(), key=lambda pair: not pair[1].turns)
-        )  # who was under way first
-        if not starts:
-            return
+        if not starts or not self._wait:
+            return set()
         room = self._room(set(starts.values()), v.now)
-        aside: dict[Sequence, None] = {}
-        owners: set[str] = set()  # whose first one stands aside, and so all behind it
+        aside: set[Sequence] = set()
+        owners: set[str] = set()  # whose first session stands aside, and so all behind it
         wake = room.until
-        for seq, one in starts.items():
+        # sessions that were under way before come first
+        for seq, one in sorted(starts.items(), key=lambda pair: not pair[1].turns):
             until = seq.request.arrival + self._wait
             if v.now < until and (one.owner in owners or not self._fits(one, room)):
-                aside[seq] = None
+                aside.add(seq)
                 owners.add(one.owner)
                 wake = min(wake, until)
             else:
                 self._add(one, room)
         if aside:
-            v.waiting = [seq for seq in v.waiting if seq not in aside]
             v.wake = max(v.now, wake)
+        return aside
 
     def _starting(self, seq: Sequence) -> KeptConversation | None:
         """The conversation that would begin with this turn; None: it is none, or under way."""

@@ -5,17 +5,17 @@ token of a prompt takes the longer the more positions it looks back on. The pric
 policy has left to grant: such prompts come in smaller pieces, and dear requests run beside each other only as
 far as the budget carries them. So a step takes about the same time whatever is asked for.
 
-Owns the place between a policy and the scheduler. Must not know why something is dear, or how dear.
+Owns what each ask is charged; policy_stack.py puts it around a policy. Must not know why something is dear.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 
-from pageturner.scheduler.batching import Asks, Policy, View, WaitCause
+from pageturner.scheduler.batching import Asks, View, WaitCause
 from pageturner.scheduler.listener import Listener
 from pageturner.scheduler.types import Sequence, State
 
@@ -25,13 +25,35 @@ FREE = (
 
 
 @dataclass(slots=True)
+class StepPrices:
+    """What a step begins with.
+
+    waiting   the queue, in the order in which it is asked for in this step
+    too_dear  waiting sequences that get nothing, because they cost too much beside those that run
+    later     what each running sequence that has not asked yet needs; View.reserved is their sum
+    for_long  tokens that long prompts may take in all
+    """
+
+    waiting: list[Sequence]
+    too_dear: set[Sequence]
+    later: dict[Sequence, float]
+    for_long: float
+
+
+@dataclass(slots=True)
 class _Ask:
-    """What a policy asks for. left: tokens of the budget behind what those need who ask later."""
+    """What a policy asks for.
+
+    row   price of a row of logits
+    left  tokens of the budget that it may take
+    must  whether it gets a token whatever that costs
+    """
 
     seq: Sequence
     n: int
     row: float
     left: float
+    must: bool
 
 
 class WorkPricing:
@@ -67,97 +89,93 @@ class WorkPricing:
         self._rows.pop(seq.request.id, None)
         self._long.discard(seq.request.id)
 
-    def wrap_policy(self, policy: Policy) -> Policy:
-        """The same policy, whose grants are charged with what they cost. One whose steps nothing bounds stays
-        as it is: it computes prompts whole."""
-        if not policy.bounded:
-            return policy
-        inner = policy.asks
+    @property
+    def present(self) -> bool:
+        """Whether any request here costs more than its tokens."""
+        return bool(self._rows or self._long)
 
-        def asks(v: View) -> Asks:
-            return self._charged(inner, v) if self._rows or self._long else inner(v)
+    def _is_long(self, seq: Sequence) -> bool:
+        return seq.request.id in self._long
 
-        return replace(policy, asks=asks)
+    def begin_step(self, v: View) -> StepPrices:
+        """Return the prices of a step, and reserve what those that run need."""
+        running = (*v.decoding, *v.prefilling)
+        later = {seq: 1 + self._rows.get(seq.request.id, 0.0) for seq in running}
+        v.reserved = sum(later.values())
+        waiting, too_dear = v.waiting, self._too_dear(v)
+        if too_dear:
+            waiting = [*(seq for seq in waiting if seq not in too_dear), *too_dear]
+        others = v.reserved - sum(later[seq] for seq in v.prefilling if self._is_long(seq))
+        for_long = v.token_budget_left - others
+        if self._long and for_long >= 2:
+            waiting, short = self._short_first(v, waiting)
+            for_long -= min(short, for_long / 2)
+        return StepPrices(waiting, set(too_dear), later, for_long)
 
-    def _charged(self, inner: Callable[[View], Asks], v: View) -> Asks:
-        later = {
-            seq: 1 + self._rows.get(seq.request.id, 0.0) for seq in (*v.decoding, *v.prefilling)
-        }
-        owed = sum(later.values())
-        aside = self._stand_aside(v, v.token_budget_left - len(later) - v.free_slots)
-        others = owed - sum(later[seq] for seq in v.prefilling if seq.request.id in self._long)
-        for_long = (
-            v.token_budget_left
-            - others
-            - self._kept_for_short(v, (v.token_budget_left - others) / 2)
-        )
-        dear, position = owed > len(later), self._position if v.decoding else 0.0
-        asks = inner(v)
+    def charged(self, asks: Asks, v: View, prices: StepPrices) -> Asks:
+        """Ask for what a policy asks for, and take from the budget what it costs."""
+        dear = v.reserved > len(prices.later)  # somebody pays for rows of logits
+        position = self._position if v.decoding else 0.0
         with suppress(StopIteration):
             seq, n = next(asks)
             while True:
-                owed -= later.pop(seq, 0.0)
+                v.reserved -= prices.later.pop(seq, 0.0)
                 row = self._rows.get(seq.request.id, 0.0)
-                if seq in aside:
+                spendable = v.token_budget_left - v.reserved
+                long = n > 1 and self._is_long(seq)
+                if seq in prices.too_dear:
                     granted, v.refused = 0, (seq, WaitCause.BUDGET, 0)
-                elif (long := n > 1 and seq.request.id in self._long) or row:
-                    must = not ((row and dear) or (long and for_long < 1 and v.granted))
-                    before, left = v.token_budget_left, v.token_budget_left - owed
-                    ask = _Ask(seq, n, row, min(left, for_long) if long else left)
-                    granted = yield from _bought(
-                        v, ask, position, must or seq.state is State.RUNNING
-                    )
-                    for_long -= before - v.token_budget_left if long else 0
+                elif long or row:
+                    before = v.token_budget_left
+                    waits = (row and dear) or (long and prices.for_long < 1 and v.granted)
+                    left = min(spendable, prices.for_long) if long else spendable
+                    must = not waits or seq.state is State.RUNNING
+                    granted = yield from _bought(v, _Ask(seq, n, row, left, must), position)
+                    if long:
+                        prices.for_long -= before - v.token_budget_left
                     dear = dear or (row > 0 and granted > 0)
                 else:
-                    granted = yield seq, min(n, max(1, int(v.token_budget_left - owed)))
+                    granted = yield seq, min(n, max(1, int(spendable)))
                 seq, n = asks.send(granted)
 
-    def _kept_for_short(self, v: View, most: float) -> float:
-        """Tokens that short prompts need in this step, who then wait in front of all long ones but the first:
-        at most so many."""
-        if not self._long or most < 1:
-            return 0.0
-        needed: float = sum(seq.pending for seq in v.prefilling if seq.request.id not in self._long)
-        first = not any(seq.request.id in self._long for seq in v.prefilling)
-        front, behind, joins = list[Sequence](), list[Sequence](), v.free_slots
-        for seq in v.waiting:
-            if seq.request.id not in self._long:
-                needed += len(seq.tokens) if joins > 0 else 0
-                joins -= 1
-            elif not first:
+    def _short_first(self, v: View, waiting: list[Sequence]) -> tuple[list[Sequence], float]:
+        """Return the queue with all long prompts but the one that is computed behind the short ones, and
+        tokens that short prompts need in this step."""
+        needed = sum(seq.pending for seq in v.prefilling if not self._is_long(seq))
+        first = not any(map(self._is_long, v.prefilling))
+        front, behind, free = list[Sequence](), list[Sequence](), v.free_slots
+        for seq in waiting:
+            if self._is_long(seq) and not first:
                 behind.append(seq)
                 continue
-            else:
-                first = False
             front.append(seq)
-        if behind:
-            v.waiting = front + behind
-        return min(needed, most)
+            if self._is_long(seq):
+                first = False
+            else:
+                needed += len(seq.tokens) if free > 0 else 0
+                free -= 1
+        return front + behind, needed
 
-    def _stand_aside(self, v: View, spare: int) -> set[Sequence]:
-        """Those who would join and are too dear beside those who run, put behind the others."""
+    def _too_dear(self, v: View) -> dict[Sequence, None]:
+        """Return the waiting sequences that cost too much beside those that run, in queue order."""
+        aside: dict[Sequence, None] = {}
         if not self._rows:
-            return set()
+            return aside
         running = {seq.request.id: seq for seq in (*v.decoding, *v.prefilling)}
+        spare = v.token_budget_left - len(v.decoding) - len(v.prefilling) - v.free_slots
         used = sum(
             price * v.slots(running[id]) for id, price in self._rows.items() if id in running
         )
-        aside: dict[Sequence, None] = {}
         for seq in v.waiting:
             price = self._rows.get(seq.request.id, 0.0) * v.slots(seq)
             if price and used and used + price > spare:
                 aside[seq] = None
             else:
                 used += price
-        if aside:
-            v.waiting = [*(seq for seq in v.waiting if seq not in aside), *aside]
-        return set(aside)
+        return aside
 
 
-def _bought(
-    v: View, ask: _Ask, position: float, must: bool
-) -> Generator[tuple[Sequence, int], int, int]:
+def _bought(v: View, ask: _Ask, position: float) -> Generator[tuple[Sequence, int], int, int]:
     """Ask for as many tokens as what is left pays for, one at least if it must, and pay. Returns what was
     granted. position: price of a token of a prompt for each position before it."""
     seq, n, row, left = ask.seq, ask.n, ask.row, ask.left
@@ -168,7 +186,7 @@ def _bought(
     n = min(n, int(left / (1 + back + (row if scored or decodes else 0.0))))
     if not scored and not decodes and gap <= n and n * (1 + back) + row > left:
         n = gap - 1  # the last token of a prompt, which costs a row, waits for another step
-    if n < 1 and not must:
+    if n < 1 and not ask.must:
         v.refused = (seq, WaitCause.BUDGET, 0)
         return 0
     granted = yield seq, max(1, n)

@@ -45,6 +45,7 @@ class View:
     slots: Callable[[Sequence], int]  # running sequences that a waiting one becomes
     max_concurrent: Callable[[int], int]  # how many sequences of so many tokens fit side by side
     granted: int = 0  # tokens granted so far
+    reserved: float = 0.0  # of token_budget_left, what running sequences need that ask later
     wake: float | None = None  # set by a policy that lets this step pass: when to ask it again
     ballast: list[tuple[int, int]] = field(default_factory=list)
     # the last waiting sequence that got nothing, what it lacks, the request that has it (0: not one request)
