@@ -11,7 +11,8 @@ from dataclasses import replace
 import pytest
 
 from pageturner.config.settings import EngineConfig
-from pageturner.engine.engine_factory import make_engine, settings_of
+from pageturner.engine.engine_factory import make_engine
+from pageturner.engine.fingerprint import settings_of
 from pageturner.kernels import native, native_module
 from pageturner.params import SamplingParams
 from pageturner.request import Request

@@ -264,7 +264,7 @@ def test_a_cpu_keeps_the_plain_loop() -> None:
             model=str(GOLDENS / "tiny_llama.gguf"), backend=backend, kv_cache_memory=1 << 20
         )
         built = make_engine(config)
-        assert built.ahead is None
+        assert built.async_runner is None
         assert built.engine.async_steps is None
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from pageturner import LLM, SamplingParams
 from pageturner.config.settings import EngineConfig
-from pageturner.engine.engine_factory import weights_digest
+from pageturner.engine.fingerprint import weights_digest
 from pageturner.errors import ClientError, EngineFault
 
 GOLDENS = Path(__file__).parent.parent / "goldens"

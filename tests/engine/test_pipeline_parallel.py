@@ -17,7 +17,7 @@ from test_tensor_parallel import children, streamed
 
 from pageturner import LLM, SamplingParams
 from pageturner.config.settings import EngineConfig
-from pageturner.engine.engine_factory import settings_of
+from pageturner.engine.fingerprint import settings_of
 from pageturner.errors import EngineFault
 from pageturner.kernels import native_module
 from pageturner.kernels.adapters import FIELDS

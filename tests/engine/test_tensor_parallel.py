@@ -19,7 +19,8 @@ import pytest
 
 from pageturner import LLM, SamplingParams
 from pageturner.config.settings import EngineConfig
-from pageturner.engine.engine_factory import make_engine, settings_of
+from pageturner.engine.engine_factory import make_engine
+from pageturner.engine.fingerprint import settings_of
 from pageturner.errors import EngineFault
 from pageturner.kernels import native_module
 from pageturner.models.load import load_model

@@ -132,11 +132,11 @@ def test_a_budget_that_was_left_to_the_machine_becomes_what_fits(
 
     monkeypatch.setattr(devices, "_largest_step", step)
     any_one: Any = object()
-    left = devices.dry_run(any_one, any_one, EngineConfig(), "float16", 64)
+    left = devices.dry_run(any_one, any_one, EngineConfig(), 64)
     assert left.max_num_batched_tokens == 1024
     with pytest.raises(EngineFault, match="needs more"):
-        devices.dry_run(any_one, any_one, EngineConfig(max_num_batched_tokens=4096), "float16", 64)
-    assert devices.dry_run(any_one, None, EngineConfig(), "float16", 64) == EngineConfig()
+        devices.dry_run(any_one, any_one, EngineConfig(max_num_batched_tokens=4096), 64)
+    assert devices.dry_run(any_one, None, EngineConfig(), 64) == EngineConfig()
 
 
 def test_engines_that_start_together_size_their_kv_one_after_the_other(
@@ -189,7 +189,7 @@ def test_products_of_every_height_are_launched_before_kv_is_sized(fake_device: A
     ops = GpuOps(Recorder(), 64 << 20)
     decoder = load_model(TINY, ops, dtype="auto", max_positions=64)
     config = EngineConfig(max_num_batched_tokens=512, block_size=16)
-    devices.smaller_steps(decoder, ops, config, "float16", 64)
+    devices.smaller_steps(decoder, ops, config, 64)
     for outputs in (decoder.stack.layers[0].o.rows, decoder.head.weight.rows):
         assert {rows for _, rows, n in launched if n == outputs} == set(devices.HEIGHTS)
     crossed = {height_of(rows, 1 << 15) for rows in devices.HEIGHTS} | {

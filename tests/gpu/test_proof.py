@@ -113,7 +113,8 @@ def subject_of(driver: Driver, model: str, kv: str = "float16") -> proof.Subject
 def self_test(driver: Driver, model: str = "tiny_llama_quant", mark: str = "m") -> None:
     ops = GpuOps(driver, 64 << 20)
     decoder = load_model(GOLDENS / f"{model}.gguf", ops, dtype="auto", max_positions=LENGTH)
-    device_trust.self_test(decoder, ops, mark, 16, "float16", LENGTH)
+    spec = decoder.kv_spec(1, 16, "float16")
+    device_trust.self_test(decoder, ops, spec, mark, LENGTH)
 
 
 def compare(driver: Driver, form: str, model: str = "tiny_llama.gguf", fault: str = "") -> None:

@@ -276,6 +276,7 @@ def test_the_slice_of_rank_0_shows_that_its_device_is_right(
     monkeypatch.setattr(fake_gpu.FakeDriver, "version", "1")  # else nothing is tested
     with ranks_of(GOLDENS / "tiny_llama.gguf", 2, backend=gpu()) as (decoder, ops):
         with ops.alone():  # type: ignore[attr-defined]
-            device_trust.self_test(decoder, ops, "model", 16, "float32", 32)
+            spec = decoder.kv_spec(1, 16, "float32")
+            device_trust.self_test(decoder, ops, spec, "model", 32)
         forms = device_trust.record_of(ops.own.driver).forms
     assert {one.text for one in forms.values()} == {device_trust.RIGHT}

@@ -18,6 +18,7 @@ import msgspec
 from pageturner import logs
 from pageturner.engine.machine_limits import devices_file, write_json
 from pageturner.errors import EngineFault
+from pageturner.kernels.base import KVSpec
 from pageturner.models.decoder import Decoder
 
 if TYPE_CHECKING:
@@ -96,13 +97,12 @@ def summary(driver: Driver) -> str:
     return f"right, in {len(record.forms)} forms of {len(record.models)} models"
 
 
-def self_test(
-    decoder: Decoder, ops: Any, model: str, block_size: int, kv_dtype: str, length: int
-) -> None:
+def self_test(decoder: Decoder, ops: Any, spec: KVSpec, model: str, length: int) -> None:
     """Compare what this device computes in each form of the model that it has not shown yet. EngineFault
     ('gpu_wrong', 'gpu_fault') names the form that is wrong; from then on `auto` leaves the device alone for
     models that have it, until it was right. On the CPU, and on what interprets kernels, nothing is done.
 
+    spec    form of one KV block
     model   `ModelNeeds.mark`
     length  tokens that a sequence may have
     """
@@ -110,7 +110,6 @@ def self_test(
         return
     from pageturner.kernels.gpu import proof
 
-    spec = decoder.kv_spec(1, block_size, kv_dtype)
     stack = decoder.stack
     if (
         decoder.shard is not None

@@ -273,7 +273,7 @@ def limits_of(ops: GpuOps | None) -> MachineLimits | None:
 
 
 def dry_run(
-    decoder: Decoder, ops: GpuOps | None, config: EngineConfig, kv_dtype: str, length: int
+    decoder: Decoder, ops: GpuOps | None, config: EngineConfig, length: int
 ) -> EngineConfig:
     """The largest step of the token budget, computed once, so that what is free afterwards is what KV can
     have: kernels, tables and buffers are there by then. Where the budget was left to the machine, it becomes
@@ -289,7 +289,7 @@ def dry_run(
     budgets = BUDGETS if left else (config.token_budget or length,)
     for budget in budgets:
         try:
-            _largest_step(decoder, ops, budget, config, kv_dtype, length)
+            _largest_step(decoder, ops, budget, config, length)
         except EngineFault as fault:
             if fault.code != "gpu_memory" or budget == budgets[-1]:
                 raise
@@ -298,17 +298,13 @@ def dry_run(
     return config
 
 
-def by_all_ranks(
-    decoder: Decoder, ops: Any, config: EngineConfig, kv_dtype: str, length: int
-) -> None:
+def by_all_ranks(decoder: Decoder, ops: Any, config: EngineConfig, length: int) -> None:
     """The largest step and the smaller ones, by all ranks."""
-    _largest_step(decoder, ops, config.token_budget or length, config, kv_dtype, length)
-    smaller_steps(decoder, ops, config, kv_dtype, length)
+    _largest_step(decoder, ops, config.token_budget or length, config, length)
+    smaller_steps(decoder, ops, config, length)
 
 
-def smaller_steps(
-    decoder: Decoder, ops: Any, config: EngineConfig, kv_dtype: str, length: int
-) -> None:
+def smaller_steps(decoder: Decoder, ops: Any, config: EngineConfig, length: int) -> None:
     """Steps of every height that the products of a step have, with the choice of a token behind each row.
     Kernels are loaded when they are first launched: those of small steps are not to be in the time of the
     first request, and the local memory of others, some 270 MB where a thread has 984 bytes of it, is to be
@@ -318,7 +314,7 @@ def smaller_steps(
     """
     if ops is None:
         return
-    kv = ops.alloc_kv(decoder.kv_spec(1, config.block_size, kv_dtype))
+    kv = ops.alloc_kv(decoder.kv_spec(1, config.block_size, kv_type(config)))
     try:
         for rows in (n for n in HEIGHTS if n <= max(config.token_budget or length, HEIGHTS[0])):
             # not one row: a step that only decodes would be counted among those that may be recorded
@@ -344,11 +340,11 @@ def tell_start(chosen: DeviceChoice, phases: Mapping[str, float]) -> None:
 
 
 def _largest_step(
-    decoder: Decoder, ops: Any, budget: int, config: EngineConfig, kv_dtype: str, length: int
+    decoder: Decoder, ops: Any, budget: int, config: EngineConfig, length: int
 ) -> None:
     """As many sequences as may run decode at the end of their context, beside prompts that fill the budget.
     All read one block and write nowhere."""
-    spec = decoder.kv_spec(1, config.block_size, kv_dtype)
+    spec = decoder.kv_spec(1, config.block_size, kv_type(config))
     kv = ops.alloc_kv(spec)
     try:
         batch = largest_batch(budget, min(config.max_num_seqs, budget), length, config.block_size)

@@ -8,11 +8,10 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import re
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,6 +23,7 @@ from pageturner.engine.backends import make_ops, warn
 from pageturner.engine.device_trust import self_test
 from pageturner.engine.engine import Engine, EngineParts
 from pageturner.engine.fake import FakeExecutor, NullExecutor
+from pageturner.engine.fingerprint import fingerprint_of, model_mark, weights_digest
 from pageturner.engine.machine_limits import limits_of, stored_peak
 from pageturner.engine.step_sizes import with_step_sizes
 from pageturner.errors import EngineFault
@@ -42,7 +42,6 @@ from pageturner.kernels.peak import glance
 from pageturner.kv.kv_connectors import KVConnectors, KVStorage, wants_tiers
 from pageturner.kv.kv_survival import SurvivingKV
 from pageturner.models.decoder import Decoder
-from pageturner.models.weights import AUTO
 from pageturner.parallel import tensor_parallel
 from pageturner.policies.scheduler_factory import SchedulerStack, make_scheduler
 from pageturner.scheduler.listener import Listener
@@ -52,46 +51,45 @@ from pageturner.telemetry.work_price import context_price
 
 T = TypeVar("T")
 FAKE_MODEL_LEN = 8192
-SAMPLES, SAMPLE_BYTES = (
-    32,
-    16 << 10,
-)  # of each file of a model: half a megabyte is read in a millisecond
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, kw_only=True)
 class LoadedEngine:
     """An engine that is ready, and what its users must know. Lengths in tokens.
 
-    needs       of its steps; limits: of this machine. Where they are known
-    taken_back  KV blocks that another engine process had computed before it died
-    ahead       the same executor, where it can begin a step before the one before it is known
-    pace        limits by which steps are sized: those, or what a glance at the machine found
-    device      where it computes, and why
+    needs         what its steps compute and read; limits: of this machine. None where they are not known
+    taken_back    KV blocks that another engine process had computed before it died
+    async_runner  the same executor, where it can begin a step before the one before it is known
+    pace          limits by which steps are sized: those, or what a short look at the machine found
+    device        where it computes, and why
     """
 
-    engine: Engine
+    engine: Engine = field(init=False)
     executor: Executor
     max_model_len: int
-    num_blocks: int
+    sizes: KVSizes
     block_size: int
     vocab_size: int
-    kv_bytes: int
     fingerprint: str
-    phases: dict[str, float]
-    sizes: KVSizes
+    phases: dict[str, float] = field(default_factory=dict)
+    kv_bytes: int = 0
     needs: ModelCosts | None = None
     limits: MachineLimits | None = None
-    taken_back: int = 0
     pace: MachineLimits | None = None
+    taken_back: int = 0
     device: str = ""
-    ahead: AsyncRunner | None = None
+    async_runner: AsyncRunner | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        return self.sizes.blocks
 
 
 class Phases:
     """Seconds by phase of the start-up."""
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+    def __init__(self, seconds: dict[str, float] | None = None) -> None:
+        self.seconds = {} if seconds is None else seconds
 
     def run(self, name: str, work: Callable[[], T]) -> T:
         begin = time.perf_counter()
@@ -113,9 +111,9 @@ def make_engine(
     kv_fd      memory file for KV, which somebody keeps for the next engine; None: KV goes with this process
     """
     _check(config)
-    beside = KVConnectors(config)
+    connectors = KVConnectors(config)
     if config.backend in ("fake", "null"):
-        return _build_fake(config, beside)
+        return _build_fake(config, connectors)
     phases = Phases()
     model = phases.run("find", lambda: hub.resolve(config.model))
     chosen = phases.run("device", lambda: _device(config, model))
@@ -127,61 +125,66 @@ def make_engine(
     drafts = config.speculation == "draft"
     smaller = phases.run("draft", lambda: _load_draft_model(config, ops, read)) if drafts else None
     decoder = phases.run("load", lambda: tensor_parallel.load(model.path, ops, config, ranks))
-    max_model_len = _model_len(config, decoder.spec.context)
-    kv_dtype = devices.kv_type(config)
-    config = _tried(phases, decoder, chosen, ranks and ranks.ops, config, max_model_len)
-    one = decoder.kv_spec(1, config.block_size, kv_dtype)
-    of_draft = smaller.kv_spec(1, config.block_size, kv_dtype).nbytes if smaller else 0
-    fingerprint = _fingerprint(ops, config, kv_dtype, decoder.spec.rope.choice(max_model_len))
-    kept = _surviving_kv(
-        config,
-        ops,
-        kv_fd,
-        (fingerprint, one, decoder.windowed, decoder.window, wants_tiers(config)),
-    )
+    length = _model_len(config, decoder.spec.context)
+    config = _tried(phases, decoder, chosen, ranks and ranks.ops, config, length)
+    rope = decoder.spec.rope.choice(length)
+    fingerprint = fingerprint_of(ops, config, devices.kv_type(config), rope)
+    kept = _surviving_kv(config, ops, kv_fd, decoder, fingerprint)
     with devices.memory_lock(chosen.ops):
         # what was kept has its memory already, and what is free says nothing
-        sizes = (kept and kept.sizes) or _kv_sizes(
-            config, ops, decoder, one, max_model_len, of_draft
-        )
+        sizes = (kept and kept.sizes) or _kv_sizes(config, ops, decoder, length, smaller)
         compiler = Compiler(read)
-        places = 2 * config.max_num_seqs
         grammars = Grammars(
-            compiler, least=compiler.least, most_waiting=config.max_queue, most_places=places
+            compiler,
+            least=compiler.least,
+            most_waiting=config.max_queue,
+            most_places=2 * config.max_num_seqs,
         )
         drafter: Drafter | None = PromptLookup() if config.speculation == "ngram" else None
         if smaller:
             costs = _costs(smaller, decoder)
+            kv_dtype = devices.kv_type(config)
             drafter = DraftModel(smaller, ops, sizes.blocks, config.block_size, kv_dtype, costs)
         alloc = kept.begin(sizes) if kept else ops.alloc_kv
         runner = phases.run(
             "kv",
             lambda: Runner(
-                decoder, ops, sizes, config.block_size, kv_dtype, grammars, drafter, alloc
+                decoder,
+                ops,
+                sizes,
+                config.block_size,
+                devices.kv_type(config),
+                grammars,
+                drafter,
+                alloc,
             ),
         )
     devices.tell_start(chosen, phases.seconds)
     limits = _limits(ops, config, runner.needs) or devices.limits_of(chosen.ops)
-    pace = limits or phases.run("pace", lambda: _pace(ops, config))
-    built = _assemble(
-        with_step_sizes(config, runner.needs, pace),
-        runner,
-        grammars,
-        max_model_len,
-        sizes,
-        decoder.spec.vocab,
-        runner.nbytes,
-        fingerprint,
-        phases,
-        runner.needs,
-        limits,
-        kept,
-        AdapterStore(decoder, config.max_loras),
-        beside,
-        KVStorage(ops, runner.storage[0], one),
-        async_runner_of(config, runner, decoder, ops),
+    built = LoadedEngine(
+        executor=runner,
+        max_model_len=length,
+        sizes=sizes,
+        block_size=config.block_size,
+        vocab_size=decoder.spec.vocab,
+        fingerprint=fingerprint,
+        kv_bytes=runner.nbytes,
+        needs=runner.needs,
+        limits=limits,
+        pace=limits or phases.run("pace", lambda: _pace(ops, config)),
+        phases=phases.seconds,
+        device=chosen.text,
+        async_runner=async_runner_of(config, runner, decoder, ops),
     )
-    return replace(built, pace=pace, device=chosen.text)
+    parts = EngineParts(
+        grammars=grammars,
+        adapters=AdapterStore(decoder, config.max_loras),
+        connectors=connectors,
+        async_executor=built.async_runner,
+    )
+    storage = KVStorage(ops, runner.storage[0], _block_spec(decoder, config))
+    _assemble(with_step_sizes(config, built.needs, built.pace), built, parts, kept, storage)
+    return built
 
 
 def _texts(config: EngineConfig, model: hub.ModelFile) -> Tokenizer:
@@ -212,27 +215,33 @@ def _tried(
     """
     if chosen.ops is None:
         return config
-    steps, kv_dtype = (decoder, ranks or chosen.ops), devices.kv_type(config)
+    ops = ranks or chosen.ops
     with ranks.alone() if ranks else nullcontext():
-        config = phases.run("dry_run", lambda: devices.dry_run(*steps, config, kv_dtype, length))
-        phases.run("first_step", lambda: devices.smaller_steps(*steps, config, kv_dtype, length))
-        test = (*steps, chosen.mark, config.block_size, kv_dtype, length)
-        phases.run("proof", lambda: self_test(*test))
+        config = phases.run("dry_run", lambda: devices.dry_run(decoder, ops, config, length))
+        phases.run("first_step", lambda: devices.smaller_steps(decoder, ops, config, length))
+        spec = _block_spec(decoder, config)
+        phases.run("proof", lambda: self_test(decoder, ops, spec, chosen.mark, length))
     if ranks:
-        phases.run("ranks", lambda: devices.by_all_ranks(*steps, config, kv_dtype, length))
+        phases.run("ranks", lambda: devices.by_all_ranks(decoder, ops, config, length))
     return config
 
 
+def _block_spec(decoder: Decoder, config: EngineConfig) -> KVSpec:
+    """Return the form of one KV block of a model."""
+    return decoder.kv_spec(1, config.block_size, devices.kv_type(config))
+
+
 def _kv_sizes(
-    config: EngineConfig, ops: Ops, decoder: Decoder, one: KVSpec, max_model_len: int, of_draft: int
+    config: EngineConfig, ops: Ops, decoder: Decoder, max_model_len: int, smaller: Decoder | None
 ) -> KVSizes:
-    """A tier holds blocks of all layers: with one they are kept as if no layer had a window."""
+    """Return how many blocks there are. A tier holds blocks of all layers: with one they are kept as if no
+    layer had a window. smaller: the draft model."""
     windows = (0, 0) if wants_tiers(config) else (decoder.windowed, decoder.window)
     asked, free = devices.kv_bytes(ops, config.kv_cache_memory, available_memory())
     free -= config.kv_host_memory
-    return plan_kv(
-        one, *windows, replace(config, kv_cache_memory=asked), max_model_len, free, of_draft
-    )
+    config = replace(config, kv_cache_memory=asked)
+    of_draft = _block_spec(smaller, config).nbytes if smaller else 0
+    return plan_kv(_block_spec(decoder, config), *windows, config, max_model_len, free, of_draft)
 
 
 def async_runner_of(
@@ -246,27 +255,29 @@ def async_runner_of(
 
 
 def _surviving_kv(
-    config: EngineConfig, ops: Ops, kv_fd: int | None, depends_on: tuple[object, ...]
+    config: EngineConfig, ops: Ops, kv_fd: int | None, decoder: Decoder, fingerprint: str
 ) -> SurvivingKV | None:
-    """Where KV that is to outlive this process lies. None without the prefix cache: only what is findable can
+    """Return the KV that is to outlive this process. None without the prefix cache: only what is findable can
     be taken back; and with the reference, whose KV lies in arrays of numpy."""
     wanted = config.kv_survival and config.enable_prefix_caching and ops.name == "native"
     wanted &= tensor_parallel.ranks_of(config) == 1  # each rank has a part of each block
     if kv_fd is None or not wanted:
         return None
-    identity = hashlib.blake2b(
-        repr((weights_digest(config), *depends_on)).encode(), digest_size=32
-    ).digest()
-    return SurvivingKV(kv_fd, identity, config.threads or len(os.sched_getaffinity(0)))
+    spec, tiers = _block_spec(decoder, config), wants_tiers(config)
+    about = (weights_digest(config), fingerprint, spec, decoder.windowed, decoder.window, tiers)
+    identity = hashlib.blake2b(repr(about).encode(), digest_size=32).digest()
+    return SurvivingKV(kv_fd, identity, _threads(config))
+
+
+def _threads(config: EngineConfig) -> int:
+    return config.threads or len(os.sched_getaffinity(0))
 
 
 def _limits(ops: Ops, config: EngineConfig, needs: ModelCosts) -> MachineLimits | None:
     if ops.name != "native":
         return None
-    threads = config.threads or len(os.sched_getaffinity(0))
-    return limits_of(
-        stored_peak(ops.fingerprint.split("-")[1], threads), needs.weight_bytes(1 << 30, 1)
-    )
+    peak = stored_peak(ops.fingerprint.split("-")[1], _threads(config))
+    return limits_of(peak, needs.weight_bytes(1 << 30, 1))
 
 
 def _pace(ops: Ops, config: EngineConfig) -> MachineLimits | None:
@@ -274,8 +285,7 @@ def _pace(ops: Ops, config: EngineConfig) -> MachineLimits | None:
     step full of prompts hides it."""
     if ops.name != "native":
         return None
-    threads = config.threads or len(os.sched_getaffinity(0))
-    return MachineLimits(math.inf, *glance(ops.fingerprint.split("-")[1], threads))
+    return MachineLimits(math.inf, *glance(ops.fingerprint.split("-")[1], _threads(config)))
 
 
 def _check(config: EngineConfig) -> None:
@@ -302,37 +312,6 @@ def _costs(smaller: Decoder, decoder: Decoder) -> Costs:
     return costs
 
 
-def _fingerprint(ops: Ops, config: EngineConfig, kv_dtype: str, rope: str) -> str:
-    """What the bits of an answer depend on. rope: which divisors longrope took; "": it had no choice."""
-    weights = (
-        config.dtype if config.quantization == "none" else f"{config.dtype}-{config.quantization}"
-    )
-    activations = AUTO if config.activation_bits == "auto" else config.activation_bits
-    ending = f"-rope_{rope}" if rope else ""
-    if config.tensor_parallel_size > 1:  # sums over ranks are rounded otherwise
-        ending += f"-tp_{config.tensor_parallel_size}"
-    return f"{ops.fingerprint}-{weights}-act_{activations}-kv_{kv_dtype}{ending}"
-
-
-def settings_of(fingerprint: str) -> dict[str, str | int]:
-    """The settings of EngineConfig that a fingerprint of `_fingerprint` tells; {} for one that is none."""
-    found = re.fullmatch(
-        r"(.+)-(auto|float32)(?:-(int8|int4))?-act_(\w+)-kv_([a-z0-9_]+?)(?:-rope_\w+?)?(?:-tp_(\d+))?",
-        fingerprint,
-    )
-    if found is None:
-        return {}
-    ops, dtype, quantization, activations, kv_dtype, ranks = found.groups()
-    return {
-        "backend": "reference" if ops.startswith("reference") else "auto",
-        "dtype": dtype,
-        "quantization": quantization or "none",
-        "activation_bits": activations if activations in ("8", "12", "15") else "auto",
-        "kv_cache_dtype": kv_dtype,
-        "tensor_parallel_size": int(ranks or 1),
-    }
-
-
 def _model_len(config: EngineConfig, context: int) -> int:
     if config.max_model_len > context:
         raise EngineFault(
@@ -342,76 +321,45 @@ def _model_len(config: EngineConfig, context: int) -> int:
     return config.max_model_len or context
 
 
-def _build_fake(config: EngineConfig, beside: KVConnectors) -> LoadedEngine:
-    """No model at all: for tests of the server and for measuring the engine itself."""
+def _build_fake(config: EngineConfig, connectors: KVConnectors) -> LoadedEngine:
+    """Make an engine without a model: for tests of the server and for measuring the engine itself."""
     vocab = int(os.environ.get("PAGETURNER_FAKE_VOCAB", "320"))
     seconds = float(os.environ.get("PAGETURNER_FAKE_STEP_SECONDS", "0"))
-    executor: Executor = (
-        FakeExecutor(vocab, seconds) if config.backend == "fake" else NullExecutor()
+    length = config.max_model_len or FAKE_MODEL_LEN
+    blocks = config.kv_cache_memory // config.block_size or 64 * length // config.block_size
+    built = LoadedEngine(
+        executor=FakeExecutor(vocab, seconds) if config.backend == "fake" else NullExecutor(),
+        max_model_len=length,
+        sizes=KVSizes(blocks),
+        block_size=config.block_size,
+        vocab_size=vocab,
+        fingerprint=config.backend,
     )
-    max_model_len = config.max_model_len or FAKE_MODEL_LEN
-    num_blocks = (
-        config.kv_cache_memory // config.block_size or 64 * max_model_len // config.block_size
-    )
-    sizes = KVSizes(num_blocks)
-    return _assemble(
-        config,
-        executor,
-        None,
-        max_model_len,
-        sizes,
-        vocab,
-        0,
-        config.backend,
-        Phases(),
-        beside=beside,
-    )
+    _assemble(config, built, EngineParts(connectors=connectors))
+    return built
 
 
 def _assemble(
     config: EngineConfig,
-    executor: Executor,
-    grammars: Grammars | None,
-    max_model_len: int,
-    sizes: KVSizes,
-    vocab_size: int,
-    kv_bytes: int,
-    fingerprint: str,
-    phases: Phases,
-    needs: ModelCosts | None = None,
-    limits: MachineLimits | None = None,
+    built: LoadedEngine,
+    parts: EngineParts,
     kept: SurvivingKV | None = None,
-    adapters: AdapterStore | None = None,
-    beside: KVConnectors | None = None,
     storage: KVStorage | None = None,
-    ahead: AsyncRunner | None = None,
-) -> LoadedEngine:
-    model = f"{weights_digest(config)}-{fingerprint}"
-    config = _with_context_price(config, needs)
-    told = (*((kept.listener,) if kept else ()), *(beside.listeners if beside else ()))
-    stack = scheduler_of(config, sizes, max_model_len, model, told)
-    taken_back = phases.run("kv_taken_back", lambda: kept.attach(stack.pool)) if kept else 0
-    if beside is not None:
-        beside.attach(stack.pool, storage, model, vocab_size)
-    log = _step_log(config, sizes, max_model_len, fingerprint, needs, limits, taken_back)
-    parts = EngineParts(grammars, log, needs, adapters, beside, ahead)
-    engine = Engine(stack, executor, parts=parts)
-    return LoadedEngine(
-        engine,
-        executor,
-        max_model_len,
-        sizes.blocks,
-        config.block_size,
-        vocab_size,
-        kv_bytes,
-        fingerprint,
-        phases.seconds,
-        sizes,
-        needs,
-        limits,
-        taken_back,
-        ahead=ahead,
-    )
+) -> None:
+    """Put the engine together. kept: KV of the process before; storage: where the KV of the model lies."""
+    assert parts.connectors is not None
+    model = f"{weights_digest(config)}-{built.fingerprint}"
+    config = _with_context_price(config, built.needs)
+    listeners = parts.connectors.listeners
+    if kept:
+        listeners = (kept.listener, *listeners)
+    stack = scheduler_of(config, built.sizes, built.max_model_len, model, listeners)
+    if kept:
+        phases = Phases(built.phases)
+        built.taken_back = phases.run("kv_taken_back", lambda: kept.attach(stack.pool))
+    parts.connectors.attach(stack.pool, storage, model, built.vocab_size)
+    parts = replace(parts, log=_step_log(config, built, built.taken_back), costs=built.needs)
+    built.engine = Engine(stack, built.executor, parts=parts)
 
 
 def _with_context_price(config: EngineConfig, needs: ModelCosts | None) -> EngineConfig:
@@ -442,75 +390,32 @@ def scheduler_of(
 
 
 def engine_again(built: LoadedEngine, config: EngineConfig) -> Engine:
-    """A new engine around the loaded model, without grammars, with another step log: for measuring. The old
-    one must not be used any more."""
+    """Return a new engine around the loaded model, without grammars, with another step log: for measuring.
+    The old one must not be used any more."""
     config = _with_context_price(with_step_sizes(config, built.needs, built.pace), built.needs)
     stack = scheduler_of(config, built.sizes, built.max_model_len)
-    about = (built.fingerprint, built.needs, built.limits)
-    log = _step_log(config, built.sizes, built.max_model_len, *about)
-    ahead = None if log else built.ahead
+    log = _step_log(config, built)
+    ahead = None if log else built.async_runner
     parts = EngineParts(log=log, costs=built.needs, async_executor=ahead)
     return Engine(stack, built.executor, parts=parts)
 
 
-def _step_log(
-    config: EngineConfig,
-    sizes: KVSizes,
-    max_model_len: int,
-    fingerprint: str,
-    needs: ModelCosts | None,
-    limits: MachineLimits | None,
-    taken_back: int = 0,
-) -> StepLog | None:
+def _step_log(config: EngineConfig, built: LoadedEngine, taken_back: int = 0) -> StepLog | None:
     if not config.step_log:
         return None
     header = Header(
         model=model_mark(config),
-        fingerprint=fingerprint,
+        fingerprint=built.fingerprint,
         config=msgspec.to_builtins(config),
-        num_blocks=sizes.blocks,
-        sliding=sizes.sliding,
-        window=sizes.window,
-        max_model_len=max_model_len,
+        num_blocks=built.sizes.blocks,
+        sliding=built.sizes.sliding,
+        window=built.sizes.window,
+        max_model_len=built.max_model_len,
         clock=time.monotonic(),
         wall=time.time(),
         content="tokens" if config.step_log_tokens else "digests",
-        needs=needs,
-        limits=limits,
+        needs=built.needs,
+        limits=built.limits,
         taken_back=taken_back,
     )
     return StepLog(config.step_log, header)
-
-
-def model_mark(config: EngineConfig) -> str:
-    """Size and digest of the beginning of the model's file or of its folder's config.json; "" without."""
-    if config.backend in ("fake", "null"):
-        return ""
-    path = hub.resolve(config.model, offline=True).path
-    path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
-        return ""
-    with open(path, "rb") as file:
-        return f"{path.stat().st_size}-{hashlib.sha256(file.read(1 << 20)).hexdigest()[:16]}"
-
-
-def weights_digest(config: EngineConfig) -> str:
-    """Tells the weights of one model from those of another, a fine-tune of it included: a digest of samples
-    that lie evenly over its files. "" without a model."""
-    if config.backend in ("fake", "null"):
-        return ""
-    path = hub.resolve(config.model, offline=True).path
-    files = [*sorted(path.glob("*.safetensors")), path / "config.json"] if path.is_dir() else [path]
-    files = [file for file in files if file.is_file()]
-    digest = hashlib.blake2b(digest_size=16)
-    if config.load_format == "dummy":
-        files = [file for file in files if file.name == "config.json"]
-        digest.update(f"dummy {config.load_seed} ".encode())
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{size} ".encode())
-        with open(file, "rb") as opened:
-            for sample in range(SAMPLES):
-                opened.seek(sample * max(0, size - SAMPLE_BYTES) // (SAMPLES - 1))
-                digest.update(opened.read(SAMPLE_BYTES))
-    return digest.hexdigest()

@@ -13,7 +13,7 @@ from typing import Any
 
 from pageturner.config import settings as configuration
 from pageturner.config.settings import EngineConfig
-from pageturner.engine.engine_factory import model_mark
+from pageturner.engine.fingerprint import model_mark
 from pageturner.errors import EngineFault
 from pageturner.lab.bench.sweep import LoadSweep, SweepPoint, SweptServer
 from pageturner.lab.bench.sweep_load import PointBounds, point_seed

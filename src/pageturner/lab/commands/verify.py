@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pageturner.config import settings as configuration
-from pageturner.engine.engine_factory import settings_of
+from pageturner.engine.fingerprint import settings_of
 from pageturner.errors import ClientError, EngineFault
 from pageturner.formats import hub
 from pageturner.formats.model_hash import model_hash

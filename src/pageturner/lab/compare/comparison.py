@@ -130,15 +130,9 @@ def predicted_engine(
     """What stands for an engine with this memory, these needs and these limits: no model, a clock of its own,
     steps that take what `cost` says. longest: tokens of a sequence."""
     clock, config = SimulatedClock(), replace(config, backend="fake")
-    fake = replace(
-        fake_engine(config, longest),
-        executor=PredictedExecutor(cost, clock),
-        sizes=built.sizes,
-        num_blocks=built.sizes.blocks,
-        needs=built.needs,
-        limits=built.limits,
-        pace=built.pace,
-    )
+    fake = fake_engine(config, longest)
+    fake.executor, fake.sizes = PredictedExecutor(cost, clock), built.sizes
+    fake.needs, fake.limits, fake.pace = built.needs, built.limits, built.pace
     return EngineBench(fake, config, clock)
 
 

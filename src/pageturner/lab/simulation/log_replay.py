@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass, field, replace
 
-from pageturner.engine.engine_factory import make_engine, model_mark, scheduler_of
+from pageturner.engine.engine_factory import make_engine, scheduler_of
+from pageturner.engine.fingerprint import model_mark
 from pageturner.errors import EngineFault
 from pageturner.lab.simulation.recorded_runs import RecordedRun
 from pageturner.progress import Progress
