@@ -18,7 +18,8 @@ from typing import Any
 import msgspec
 
 from pageturner.config.settings import EngineConfig
-from pageturner.engine.engine_factory import LoadedEngine, model_mark, scheduler_of
+from pageturner.engine.engine_factory import LoadedEngine, scheduler_of
+from pageturner.engine.fingerprint import model_mark
 from pageturner.engine.machine_limits import processor
 from pageturner.errors import EngineFault
 from pageturner.executor.kv_memory import KVSizes
