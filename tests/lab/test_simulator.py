@@ -22,7 +22,7 @@ from pageturner.lab.traffic.traffic import (
 )
 from pageturner.lab.traffic.traffic_generators import SyntheticTraffic
 from pageturner.policies.orders import ORDERS
-from pageturner.router.placement import PLACEMENTS, PrefixMap
+from pageturner.router.load_balancer import PLACEMENTS, PrefixMap
 from pageturner.scheduler.types import Plan
 from pageturner.telemetry.work import StepWork, work_of
 from support.schedulers import make_stack
@@ -260,4 +260,4 @@ def test_memory_does_not_grow_with_requests() -> None:
     simulator, _ = simulate(SyntheticTraffic(300, 500.0, 40, 10).open_loop(), leaps=True)
     assert not simulator._open
     assert not simulator._events
-    assert not any(sum(fleet.loads) for fleet in simulator.fleets)
+    assert not any(load.open for fleet in simulator.fleets for load in fleet.loads)

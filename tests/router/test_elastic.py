@@ -16,10 +16,10 @@ from pageturner.config.settings import RouterConfig
 from pageturner.errors import ClientError, EngineFault
 from pageturner.http.http_client import parse_address
 from pageturner.router.app import create_app
-from pageturner.router.asked import Asked, asked_of
 from pageturner.router.fleet import Fleet
 from pageturner.router.members import MOST_FILE, MOST_MEMBERS, Listed, Members, listed, read_file
 from pageturner.router.replica import FIRST_BYTES, Member
+from pageturner.router.request_hints import RequestHints, hints_of
 from pageturner.server.api.openapi.openapi import document
 from server.test_openai import SERVED
 from support.json_schemas import Validator
@@ -290,7 +290,7 @@ async def test_the_model_chooses_the_fleet() -> None:
 
 
 def test_what_is_read_of_a_request() -> None:
-    assert asked_of(b'{"model":"m","max_tokens":5,"max_completion_tokens":7}', ()) == Asked(
+    assert hints_of(b'{"model":"m","max_tokens":5,"max_completion_tokens":7}', ()) == RequestHints(
         (), "m", 13, 7
     )
     for body in (
@@ -301,9 +301,9 @@ def test_what_is_read_of_a_request() -> None:
         b'{"model": 5, "max_tokens": -1}',
         b'{"model":"' + b"x" * 300 + b'"}',
     ):
-        found = asked_of(body, (b"x",))
-        assert (found.model, found.most, found.prefix) == ("", 0, (b"x",))
-    assert asked_of(b'{"max_tokens": 1e9, "n_predict": 99999999999}', ()).most == 0
+        found = hints_of(body, (b"x",))
+        assert (found.model, found.max_tokens, found.prefix) == ("", 0, (b"x",))
+    assert hints_of(b'{"max_tokens": 1e9, "n_predict": 99999999999}', ()).max_tokens == 0
 
 
 # -- those that come late, and those that are slow -----------------------------------------------------------
@@ -330,7 +330,7 @@ def test_one_that_comes_late_starts_slowly() -> None:
         """Of so many that stay open, how many go to the late one."""
         chosen = []
         for _ in range(requests):
-            one = there.choose(Asked(), ())
+            one = there.choose(RequestHints(), ())
             assert one is not None
             one.others += 1
             chosen.append(one)
@@ -346,7 +346,7 @@ def test_one_that_comes_late_starts_slowly() -> None:
     assert 0 < shares[0] <= 5
     there.replicas[0].healthy = False
     now[0] = 100.0
-    assert there.choose(Asked(), ()) is late, "it is the only one"
+    assert there.choose(RequestHints(), ()) is late, "it is the only one"
 
 
 def test_one_whose_streams_begin_late_is_put_aside_and_comes_back() -> None:

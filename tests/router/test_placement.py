@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pageturner.router.placement import PLACEMENTS, WORTH, PrefixMap
+from pageturner.router.load_balancer import PLACEMENTS, WORTH, PrefixMap
 
 
 def test_round_robin_looks_at_nothing() -> None:

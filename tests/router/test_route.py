@@ -15,8 +15,8 @@ import pytest
 from pageturner.config.settings import RouterConfig
 from pageturner.errors import EngineFault
 from pageturner.http.http_client import ServerAddress, parse_address
-from pageturner.router.placement import PLACEMENTS
-from pageturner.router.prefix_digest import CHUNK, MOST_CHUNKS, prefix_digests
+from pageturner.router.load_balancer import PLACEMENTS
+from pageturner.router.request_hints import CHUNK, MAX_CHUNKS, prefix_digests
 
 from .replica import Replica, begin_stream, chunk, routed, whole, write
 
@@ -134,7 +134,7 @@ def test_digests_of_beginnings() -> None:
     )
     assert of("x" * 600, model="an-adapter")[:2] == of("x" * 599 + "y" * 9, model="an-adapter")[:2]
     assert of(list(range(1000)))[:5] == of([*range(999), 7])[:5]
-    assert len(of("x" * 2 * CHUNK * MOST_CHUNKS)) == MOST_CHUNKS
+    assert len(of("x" * 2 * CHUNK * MAX_CHUNKS)) == MAX_CHUNKS
     assert of("short") == prefix_digests(b"[1]", b"") == prefix_digests(b'{"prompt": "', b"") == ()
 
 

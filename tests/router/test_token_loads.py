@@ -8,7 +8,7 @@ import pytest
 
 from pageturner.params import SamplingParams
 from pageturner.request import Request
-from pageturner.router.token_loads import FIRST_GUESS, TokenLoad, UsualRequest, expected_tokens
+from pageturner.router.load_balancer import FIRST_GUESS, TokenLoad, UsualRequest, expected_tokens
 from pageturner.server.pages import predicted_load
 from support.schedulers import make_stack
 

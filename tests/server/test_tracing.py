@@ -31,7 +31,7 @@ from pageturner.http.tracing import (
     start_traces,
 )
 from pageturner.request import Timings
-from pageturner.router.passed_headers import HOP
+from pageturner.router.forwarding import HOP
 from pageturner.server.observability.answer_spans import AnswerSpans, note_answer
 from pageturner.text.output_stream import OutputStream, StreamTimes
 

@@ -20,15 +20,15 @@ from pageturner.http.error_responses import error_handlers
 from pageturner.http.prometheus import Exposition
 from pageturner.http.responses import json_response
 from pageturner.router.documents import RouterDocuments
+from pageturner.router.forwarding import RELAYED
 from pageturner.router.keepers import by_id, by_previous
 from pageturner.router.member_pages import PATH as MEMBERS
 from pageturner.router.member_pages import MemberPages
 from pageturner.router.members import Members
 from pageturner.router.model_lists import LISTS, ModelList
-from pageturner.router.prefix_digest import prefix_digests
 from pageturner.router.proxy import ELSEWHERE, NOT_FOUND, Relay, Router
-from pageturner.router.relayed import RELAYED, no_prefix
 from pageturner.router.replica import Replica
+from pageturner.router.request_hints import no_prefix, prefix_digests
 
 
 class RouterPages:
@@ -110,7 +110,7 @@ def _exposition(router: Router) -> bytes:
     exposition.counters(prefix + "replica_put_aside", help, where, aside)
     exposition.counter(prefix + "ejected", "Replicas put aside for their latency", fleet.ejected)
     help = "Prompts, by whether they went where their beginning is known"
-    exposition.counters(prefix + "placed", help, ("how",), fleet.placed)
+    exposition.counters(prefix + "placed", help, ("how",), fleet.balancer.placed)
     help = "Requests that the router refused itself"
     exposition.counters(prefix + "rejections", help, ("reason",), router.rejected)
     exposition.counter(prefix + "retries", "Requests tried on one more replica", router.retries)

@@ -1,8 +1,8 @@
 """The replicas behind a router: which of them are there, how busy they are, and which one gets a request.
 
-Owns their health and their loads. The rules of choosing are placement.py and the counting of loads
-token_loads.py, the same as in the simulator; who is put aside for its failures is breaker.py; where addresses
-come from is members.py. Must not know what is done with an answer.
+Owns their health. Choosing among them is load_balancer.py, the same as in the simulator; who is put aside for
+its failures is breaker.py; where addresses come from is members.py. Must not know what is done with an
+answer.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from statistics import median
 
@@ -21,12 +21,10 @@ from pageturner.config.settings import RouterConfig
 from pageturner.errors import ClientError
 from pageturner.http import http_client
 from pageturner.http.http_client import AnswerPieces, ConnectionLost, Headers, ServerAddress
-from pageturner.router.asked import Asked
 from pageturner.router.breaker import Breaker
-from pageturner.router.placement import PLACEMENTS, PrefixMap
-from pageturner.router.prefix_digest import CHUNK
+from pageturner.router.load_balancer import PLACEMENTS, LoadBalancer, PrefixMap
 from pageturner.router.replica import Member, Replica
-from pageturner.router.token_loads import UsualRequest, expected_tokens
+from pageturner.router.request_hints import CHUNK_TOKENS, RequestHints
 
 log = logging.getLogger("pageturner")
 
@@ -38,7 +36,6 @@ SILENCES = (
 MOST_STRAYS = 10_000  # answers that moved, whose new keepers are remembered
 MOST_TOLD = 20  # names of models in an error
 OUTLIER_SECONDS = 0.2  # by which an outlier's first bytes come later, whatever their ratio
-CHUNK_TOKENS = CHUNK // 4
 
 
 class _Load(msgspec.Struct):
@@ -58,7 +55,6 @@ class Fleet:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.replicas: list[Replica] = []
-        self.placed = Counter({"nothing_known": 0, "where_known": 0, "elsewhere": 0})
         self.ejected = 0  # replicas put aside for their latency
         self.strays: OrderedDict[str, Replica] = (
             OrderedDict()
@@ -68,10 +64,9 @@ class Fleet:
         self._count = 0
         self._changed = asyncio.Event()
         self._begun = False
-        self._place = PLACEMENTS[config.placement]()
-        known = PrefixMap(1, config.prefix_chunks) if config.placement == "prefix_aware" else None
-        self._prefixes = known
-        self._usual = UsualRequest()
+        self.balancer = balancer_of(
+            config.placement, config.prefix_chunks, by_tokens=config.loads == "tokens"
+        )
         self.set_members([one if isinstance(one, Member) else Member(one) for one in members])
 
     # -- who is there ----------------------------------------------------------------------------------------
@@ -81,13 +76,13 @@ class Fleet:
         there = {replica.address: replica for replica in self.replicas}
         wanted = {member.address: member for member in members}
         for address in there.keys() - wanted.keys():
-            self._forget(there[address].number)
+            self.balancer.forget(there[address].number)
             log.info("replica %s is taken out", address)
         replicas = []
         for address, member in wanted.items():
             replica = there.get(address)
             if replica is None:
-                replica = Replica(address, Breaker(self._clock), self._count)
+                replica = Replica(number=self._count, address=address, breaker=Breaker(self._clock))
                 self._count += 1
                 if self._begun:
                     log.info("replica %s is taken in", address)
@@ -134,7 +129,7 @@ class Fleet:
             self.strays.popitem(last=False)
 
     # -- choosing --------------------------------------------------------------------------------------------
-    def choose(self, asked: Asked, tried: Collection[Replica]) -> Replica | None:
+    def choose(self, asked: RequestHints, tried: Collection[Replica]) -> Replica | None:
         """Where a request goes; None when nobody is left. Where all that are left are put aside, the least
         bad one is better than no answer."""
         left = [
@@ -144,24 +139,14 @@ class Fleet:
             return None
         there = [one for one in left if one.breaker.admits()]
         there = there or [min(left, key=lambda one: one.breaker.badness())]
-        known = self._prefixes.hints(asked.prefix) if self._prefixes else {}
-        hints = {i: known[one.number] for i, one in enumerate(there) if one.number in known}
-        i = self._place(list(map(self.load, there)), hints, len(asked.prefix))
-        if self._prefixes and asked.prefix:
-            self.placed[
-                "nothing_known" if not hints else "where_known" if i in hints else "elsewhere"
-            ] += 1
-        return there[i]
+        loads = {one.number: self.load(one) for one in there}
+        number = self.balancer.choose(asked.prefix, loads)
+        return next(one for one in there if one.number == number)
 
     def load(self, replica: Replica) -> float:
-        """What it has, or seems to have, in requests of the usual size. One that has just come seems busier
-        than it is: its caches are cold, and a crowd would meet them."""
-        if self._config.loads == "requests":
-            load = float(replica.open + replica.others)
-        else:
-            load = self._usual.requests(replica.tokens.tokens)
-            load += 0 if replica.reports else replica.others
-        load += replica.breaker.penalty
+        """Return what the replica has, or seems to have, in requests of the usual size. A replica that has
+        just come seems busier than it is: its caches are cold, and a crowd would meet them."""
+        load = self.balancer.load(replica) + replica.breaker.penalty
         weight = replica.weight(self._clock(), self._config.slow_start)
         return load if weight == 1.0 else (load + 1) / weight - 1
 
@@ -186,15 +171,14 @@ class Fleet:
         target: str,
         headers: Headers,
         body: bytes,
-        asked: Asked,
+        asked: RequestHints,
     ) -> AsyncIterator[AnswerPieces]:
         """An exchange with a replica, whose answer has begun. Raises ConnectionLost; then the replica is
         asked at once how it is."""
         config = self._config
         request = http_client.request_bytes(replica.address, method, target, headers, body)
         del body
-        replica.open += 1
-        share = replica.tokens.began(self._expected(replica, asked))
+        share = self.balancer.began(replica, asked)
         try:
             async with http_client.connect(
                 replica.address, config.connect_timeout, config.read_timeout
@@ -214,20 +198,7 @@ class Fleet:
             log.warning("replica %s: %s", replica.address, lost)
             raise
         finally:
-            replica.open -= 1
-            replica.tokens.ended(share)
-
-    def _expected(self, replica: Replica, asked: Asked) -> int:
-        """Tokens that a request is expected to cost there, whose beginning it has from now on."""
-        if not asked.prompt:
-            return 1  # a page
-        cached = 0
-        if self._prefixes and asked.prefix:
-            cached = self._prefixes.hints(asked.prefix).get(replica.number, 0) * CHUNK_TOKENS
-            self._prefixes.sent(asked.prefix, replica.number)
-        tokens = expected_tokens(asked.prompt, cached, replica.tokens.answer, asked.most)
-        self._usual.add(tokens)
-        return tokens
+            self.balancer.ended(replica, share)
 
     # -- health ----------------------------------------------------------------------------------------------
     async def check_health(self) -> None:
@@ -328,11 +299,7 @@ class Fleet:
             replica.healthy = False
             replica.first_bytes.clear()
             log.warning("replica %s is down: %s", replica.address, why)
-            self._forget(replica.number)
-
-    def _forget(self, number: int) -> None:
-        if self._prefixes:
-            self._prefixes.gone(number)
+            self.balancer.forget(replica.number)
 
     async def _ask_load(self, replica: Replica) -> None:
         """What a replica has to do: in tokens, and answers under way that other programs asked for (0 where
@@ -353,3 +320,10 @@ class Fleet:
         replica.reports = tokens is not None and 0 <= tokens < float("inf")
         if tokens is not None and replica.reports:
             replica.tokens.report(tokens, load.server_load, max(0.0, load.answer_tokens))
+
+
+def balancer_of(placement: str, prefix_chunks: int, *, by_tokens: bool) -> LoadBalancer:
+    """Return a load balancer for prompts that are known by digests. KeyError for an unknown placement."""
+    prefixes = PrefixMap(1, prefix_chunks) if placement == "prefix_aware" else None
+    rule = PLACEMENTS[placement]()
+    return LoadBalancer(rule, prefixes, by_tokens=by_tokens, chunk_tokens=CHUNK_TOKENS)

@@ -16,9 +16,9 @@ import msgspec
 
 from pageturner.errors import ClientError
 from pageturner.http.http_client import ServerAddress
-from pageturner.router.asked import Asked
 from pageturner.router.fleet import Fleet
 from pageturner.router.replica import Replica
+from pageturner.router.request_hints import RequestHints
 
 DIGITS = 8
 MOST_ID = 128 - DIGITS - 1  # characters of a request's id that fit behind the digest
@@ -26,7 +26,7 @@ _KEPT = re.compile(rf"resp_([0-9a-f]{{{DIGITS}}})-[A-Za-z0-9._:-]+")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RoutingConstraint:
     """Who may get a request.
 
     only    this replica, and no other
@@ -38,7 +38,9 @@ class Place:
     tagged: bool = False
     once: bool = False
 
-    def among(self, fleet: Fleet, asked: Asked, tried: Collection[Replica]) -> Replica | None:
+    def among(
+        self, fleet: Fleet, asked: RequestHints, tried: Collection[Replica]
+    ) -> Replica | None:
         """The next one to ask; None: nobody is left."""
         if self.only is None:
             return fleet.choose(asked, tried)
@@ -53,7 +55,7 @@ class Place:
             raise ClientError(503, "no_replica", message)
 
 
-ANYWHERE = Place()
+ANYWHERE = RoutingConstraint()
 
 
 class _Body(msgspec.Struct):
@@ -63,25 +65,25 @@ class _Body(msgspec.Struct):
     background: msgspec.Raw = msgspec.Raw(b"false")
 
 
-def anywhere(fleet: Fleet, body: bytes, id: str) -> Place:
+def anywhere(fleet: Fleet, body: bytes, id: str) -> RoutingConstraint:
     """Of a request that any replica may answer."""
     return ANYWHERE
 
 
-def by_id(fleet: Fleet, body: bytes, id: str) -> Place:
+def by_id(fleet: Fleet, body: bytes, id: str) -> RoutingConstraint:
     """Of a request about an answer of this id. ClientError 404 where no replica here can have it."""
-    return Place(only=_keeper(fleet, id))
+    return RoutingConstraint(only=_keeper(fleet, id))
 
 
-def by_previous(fleet: Fleet, body: bytes, id: str) -> Place:
+def by_previous(fleet: Fleet, body: bytes, id: str) -> RoutingConstraint:
     """Of a request for a new answer: where the one is kept behind which it goes on."""
     try:
         asked = msgspec.json.decode(body, type=_Body)
         previous = msgspec.json.decode(asked.previous_response_id)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return Place(tagged=True)
+        return RoutingConstraint(tagged=True)
     only = _keeper(fleet, previous) if isinstance(previous, str) else None
-    return Place(only=only, tagged=True, once=bytes(asked.background) == b"true")
+    return RoutingConstraint(only=only, tagged=True, once=bytes(asked.background) == b"true")
 
 
 def tagged(id: str, address: ServerAddress) -> str:

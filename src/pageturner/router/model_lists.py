@@ -16,10 +16,9 @@ from pageturner.errors import ClientError
 from pageturner.http import http_client
 from pageturner.http.http_client import ConnectionLost
 from pageturner.http.responses import json_response
-from pageturner.router.asked import Asked
-from pageturner.router.passed_headers import forwarded_headers
+from pageturner.router.forwarding import forwarded_headers
 from pageturner.router.proxy import Relay, Router
-from pageturner.router.relayed import no_prefix
+from pageturner.router.request_hints import RequestHints, no_prefix
 
 LISTS = {
     "/v1/models": ("data", "id"),
@@ -57,7 +56,7 @@ class ModelList:
     async def _ask(self, scope: Scope, model: str) -> list[dict[str, Any]] | ClientError:
         """The list of a replica that answers for this model; what it says instead."""
         fleet, key = self._router.fleet, LISTS[self._path][0]
-        replica = fleet.choose(Asked(model=model), ())
+        replica = fleet.choose(RequestHints(model=model), ())
         if replica is None:
             return ClientError(
                 503, "no_replica", f"no replica for {model!r} is there: try again in a moment"
@@ -66,7 +65,12 @@ class ModelList:
             async with (
                 asyncio.timeout(LIST_SECONDS),
                 fleet.exchange_with(
-                    replica, "GET", self._path, forwarded_headers(scope), b"", Asked(model=model)
+                    replica,
+                    "GET",
+                    self._path,
+                    forwarded_headers(scope),
+                    b"",
+                    RequestHints(model=model),
                 ) as exchange,
             ):
                 status = exchange.status

@@ -35,13 +35,12 @@ from pageturner.http.receiving import read_body, until_client_leaves
 from pageturner.http.request_info import ELAPSED, RequestInfo, elapsed_of
 from pageturner.http.responses import sse_event
 from pageturner.http.stream_marks import MOVES, RESUME
-from pageturner.router.asked import Asked, asked_of
 from pageturner.router.breaker import Attempt, Attempts
 from pageturner.router.fleet import Fleet
-from pageturner.router.keepers import ANYWHERE, Place, anywhere, tagged
-from pageturner.router.passed_headers import forwarded_headers, is_stream, kept_headers
-from pageturner.router.relayed import DigestPrefix
+from pageturner.router.forwarding import forwarded_headers, is_stream, kept_headers
+from pageturner.router.keepers import ANYWHERE, RoutingConstraint, anywhere, tagged
 from pageturner.router.replica import Replica
+from pageturner.router.request_hints import DigestPrefix, RequestHints, hints_of
 from pageturner.router.retry_budget import RetryBudget
 from pageturner.router.stream_copy import StreamCopy, copy_of
 
@@ -60,7 +59,7 @@ PATIENT_SECONDS = (
 _UNSAFE = re.compile(rb"[^A-Za-z0-9._~!$&'()*+,;=:@/?%-]")  # in a query (RFC 3986, 3.4)
 MODEL_PAGE = "/v1/models/{id:path}"  # which names its model itself
 NOT_FOUND = "the router has no such path: ask a replica"
-Placing = Callable[[Fleet, bytes, str], Place]
+ConstraintOf = Callable[[Fleet, bytes, str], RoutingConstraint]
 
 
 @dataclass(slots=True)
@@ -107,10 +106,10 @@ class ForwardedRequest:
     target: str
     headers: Headers
     body: bytes
-    asked: Asked
+    asked: RequestHints
     since: float
     id: str
-    place: Place = ANYWHERE
+    place: RoutingConstraint = ANYWHERE
     copy: StreamCopy | None = None
     keeper: ServerAddress | None = (
         None  # whose name its id has: of the replica where its answer began
@@ -151,7 +150,7 @@ class Relay:
     a request may be cached, `place` which replicas may answer it."""
 
     def __init__(
-        self, router: Router, path: str, digest_prefix: DigestPrefix, place: Placing = anywhere
+        self, router: Router, path: str, digest_prefix: DigestPrefix, place: ConstraintOf = anywhere
     ) -> None:
         self._router = router
         self._path = path
@@ -214,10 +213,10 @@ class Relay:
             copy=copy_of(scope["method"], self._path, body),
         )
 
-    def _asked(self, scope: Scope, body: bytes, prefix: tuple[bytes, ...]) -> Asked:
+    def _asked(self, scope: Scope, body: bytes, prefix: tuple[bytes, ...]) -> RequestHints:
         if self._path == MODEL_PAGE:
-            return Asked(model=scope["path_params"]["id"].rstrip("/"))
-        return asked_of(body, prefix)
+            return RequestHints(model=scope["path_params"]["id"].rstrip("/"))
+        return hints_of(body, prefix)
 
     async def _answer(self, forwarded: ForwardedRequest, send: Send, info: RequestInfo) -> None:
         """By the first replica that gives one. ClientError when none does."""

@@ -15,7 +15,7 @@ from statistics import median
 from pageturner.errors import EngineFault
 from pageturner.http.http_client import Exchange, ServerAddress, parse_address
 from pageturner.router.breaker import Breaker
-from pageturner.router.token_loads import TokenLoad
+from pageturner.router.load_balancer import ReplicaLoad
 
 LEAST_WEIGHT = 0.1  # of one that has just come
 FIRST_BYTES = 20  # times to first bytes that are remembered
@@ -50,11 +50,10 @@ def parse_member(text: str, roots: str = "") -> Member:
     return Member(parse_address(url, "a replica", roots), names)
 
 
-@dataclass(slots=True, eq=False)
-class Replica:
-    """One server. Requests of ours that it has: `open`; of others, when it was last asked: `others`.
+@dataclass(slots=True, eq=False, kw_only=True)
+class Replica(ReplicaLoad):
+    """One server.
 
-    number   its name among beginnings of prompts; never given twice
     waiting  exchanges that it has not begun to answer
     check_now  set: there is doubt about it, ask it now
     came     when it came or came back, where that was while others worked; None: it was there from the start
@@ -62,11 +61,8 @@ class Replica:
 
     address: ServerAddress
     breaker: Breaker
-    number: int = 0
     models: tuple[str, ...] = ()
     healthy: bool = False
-    open: int = 0
-    others: int = 0
     silences: int = 0
     came: float | None = None
     waiting: set[Exchange] = field(default_factory=set)
@@ -75,8 +71,6 @@ class Replica:
     losses: Counter[str] = field(default_factory=Counter)  # by code of ConnectionLost
     role: str = "both"  # "prefill": it computes prompts for other engines, and gets no requests
     said_aside: int = 0  # of the times that it was put aside, those that are in the log
-    tokens: TokenLoad = field(default_factory=TokenLoad)
-    reports: bool = False  # it says itself how many tokens it has to compute
     first_bytes: deque[float] = field(
         default_factory=lambda: deque(maxlen=FIRST_BYTES)
     )  # of streams, s

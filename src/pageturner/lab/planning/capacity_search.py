@@ -21,7 +21,7 @@ from pageturner.errors import EngineFault
 from pageturner.lab.bench.prompt_alone import AloneVerdict, PromptTokens, alone, judge, prompts_of
 from pageturner.lab.planning.first_guess import FirstGuess, named_prompts
 from pageturner.lab.simulation.scenario import MOST_REPLICAS, Scenario
-from pageturner.router.placement import PLACEMENTS
+from pageturner.router.load_balancer import PLACEMENTS
 
 SPLITS = tuple(eighths / 8 for eighths in range(1, 8))  # parts of the replicas that compute prompts
 

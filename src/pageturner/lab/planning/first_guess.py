@@ -16,7 +16,7 @@ from pageturner.lab.bench.request_metrics import LatencyTargets
 from pageturner.lab.simulation.step_cost import StepCost
 from pageturner.lab.traffic.block_names import BlockNames
 from pageturner.lab.traffic.traffic import Pieces, Prompt, Traffic
-from pageturner.router.placement import Place, PrefixMap
+from pageturner.router.load_balancer import Placement, PrefixMap
 from pageturner.telemetry.work import StepWork
 
 CHUNK = 512  # tokens of a prompt that have one name
@@ -59,7 +59,7 @@ class FirstGuess:
 
     prompts: list[NamedPrompt]
     cost: StepCost
-    place: Callable[[], Place]
+    place: Callable[[], Placement]
     targets: LatencyTargets
     budget: int
     caching: bool

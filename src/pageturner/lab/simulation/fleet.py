@@ -16,8 +16,14 @@ from pageturner.kv.store_hooks import add_block_hooks
 from pageturner.lab.bench.prompt_alone import prefill_seconds
 from pageturner.lab.simulation.step_cost import StepCost
 from pageturner.request import Request
-from pageturner.router.placement import Place, PrefixMap
-from pageturner.router.token_loads import Share, TokenLoad, UsualRequest, expected_tokens
+from pageturner.router.load_balancer import (
+    LoadBalancer,
+    Placement,
+    PrefixMap,
+    ReplicaLoad,
+    Share,
+)
+from pageturner.router.request_hints import RequestHints
 from pageturner.scheduler.blocks import BlockPool
 from pageturner.scheduler.store import Store
 
@@ -48,108 +54,93 @@ class Roles:
         return max(min(budget, sent) * self.token_seconds, late) + self.latency
 
 
+NO_SHARE: Share = (0, 0)
 AWAY = 1 << 40  # added to the load of a replica that takes no requests: no placement prefers it
 
 
 @dataclass(slots=True)
 class SimulatedFleet:
-    """Replicas that one placement chooses among, by numbers from `first` on.
+    """Replicas that one load balancer chooses among, by numbers from `first` on.
 
-    loads   open requests of each, and AWAY more for those that take none; away: how many these are
-    tokens  what each has yet to compute, as a router counts it; None: placement compares open requests
+    loads  of each replica, as a router counts them
+    away   places of those that take no requests
     """
 
     first: int
-    loads: list[int]
-    place: Place
-    prefixes: PrefixMap | None = None
-    most_open: int = field(default=0)
-    away: int = field(default=0)
-    tokens: list[TokenLoad] | None = None
-    _usual: UsualRequest = field(default_factory=UsualRequest)
+    loads: list[ReplicaLoad]
+    balancer: LoadBalancer
+    most_open: int = 0
+    away: set[int] = field(default_factory=set)
     _next_report: float = 0.0
     _shares: dict[int, Share] = field(default_factory=dict)
 
     @property
     def takes_requests(self) -> bool:
         """Whether any of them does."""
-        return self.away < len(self.loads)
+        return len(self.away) < len(self.loads)
 
     def choose(self, request: Request) -> int:
-        """The number of the replica that gets it; one of them takes requests."""
-        hints = self.prefixes.hints(request.prompt) if self.prefixes else {}
-        if self.away:
-            hints = {place: tokens for place, tokens in hints.items() if self.loads[place] < AWAY}
-        loads = self._loads()
-        place = self.place(loads, hints, len(request.prompt))
-        while self.loads[place] >= AWAY:  # of a placement that looks at no loads: the next one
-            place = self.place(loads, hints, len(request.prompt))
-        if self.tokens is not None:
-            most = request.params.max_tokens or 0
-            expects = self.tokens[place].answer
-            expected = expected_tokens(len(request.prompt), hints.get(place, 0), expects, most)
-            self._usual.add(expected)
-            self._shares[request.id] = self.tokens[place].began(expected)
-        if self.prefixes:
-            self.prefixes.sent(request.prompt, place)
-        self.loads[place] += 1
-        self.most_open = max(self.most_open, self.loads[place])
+        """Return the number of the replica that gets the request; one of them takes requests."""
+        loads = {
+            one.number: self.balancer.load(one) + (AWAY if one.number in self.away else 0)
+            for one in self.loads
+        }
+        place = self.balancer.choose(request.prompt, loads)
+        while place in self.away:  # of a placement that looks at no loads: the next one
+            place = self.balancer.choose(request.prompt, loads)
+        hints = RequestHints(
+            request.prompt,
+            prompt=len(request.prompt),
+            max_tokens=request.params.max_tokens or 0,
+        )
+        share = self.balancer.began(self.loads[place], hints)
+        if self.balancer.by_tokens:
+            self._shares[request.id] = share
+        self.most_open = max(self.most_open, self.loads[place].open)
         return self.first + place
 
     def unknown(self, request: Request) -> int:
-        """Tokens of its prompt that, as far as the router knows, none of these replicas has."""
-        hints = self.prefixes.hints(request.prompt) if self.prefixes else {}
-        return len(request.prompt) - max(hints.values(), default=0)
-
-    def _loads(self) -> Sequence[float]:
-        if self.tokens is None:
-            return self.loads
-        return [self._usual.requests(one.tokens) for one in self.tokens]
+        """Return how many tokens of its prompt, as far as the router knows, none of these replicas has."""
+        return len(request.prompt) - max(self.balancer.cached(request.prompt).values(), default=0)
 
     def hear(self, now: float, stats: Callable[[int], Mapping[str, float] | None]) -> None:
         """Ask the replicas, once in an interval, what they have to do. stats: of a scheduler; None: it has
         not begun."""
-        if self.tokens is None or now < self._next_report:
+        if not self.balancer.by_tokens or now < self._next_report:
             return
         self._next_report = now + REPORT_SECONDS
-        for place, one in enumerate(self.tokens):
-            if (figures := stats(self.first + place)) is not None:
-                one.ask()
+        for one in self.loads:
+            if (figures := stats(self.first + one.number)) is not None:
+                one.tokens.ask()
                 answer = figures.get("backlog_answer", 0.0)
-                one.report(figures["backlog_tokens"], int(figures["backlog_sequences"]), answer)
+                requests = int(figures["backlog_sequences"])
+                one.tokens.report(figures["backlog_tokens"], requests, answer)
 
     def ended(self, number: int, request: int) -> None:
         """A request has left."""
-        self.loads[number - self.first] -= 1
-        if self.tokens is not None:
-            self.tokens[number - self.first].ended(self._shares.pop(request))
+        self.balancer.ended(self.loads[number - self.first], self._shares.pop(request, NO_SHARE))
 
     def open_on(self, number: int) -> int:
-        """Requests that it has."""
-        return self.loads[number - self.first] % AWAY
+        """Return how many requests a replica has."""
+        return self.loads[number - self.first].open
 
     def there(self, number: int) -> bool:
-        """Whether it takes requests."""
-        return self.loads[number - self.first] < AWAY
+        """Return whether a replica takes requests."""
+        return number - self.first not in self.away
 
     def close(self, number: int) -> None:
-        """It takes no more requests."""
-        if self.there(number):
-            self.loads[number - self.first] += AWAY
-            self.away += 1
+        """A replica takes no more requests."""
+        self.away.add(number - self.first)
 
     def forget(self, number: int) -> None:
-        """It has ended, and its KV with it."""
+        """A replica has ended, and its KV with it."""
         self.close(number)
-        self.loads[number - self.first] = AWAY
-        if self.prefixes:
-            self.prefixes.gone(number - self.first)
+        self.loads[number - self.first].open = 0
+        self.balancer.forget(number - self.first)
 
     def open_again(self, number: int) -> None:
-        """It takes requests from now on."""
-        if not self.there(number):
-            self.loads[number - self.first] -= AWAY
-            self.away -= 1
+        """A replica takes requests from now on."""
+        self.away.discard(number - self.first)
 
 
 def fleet_of(fleets: Sequence[SimulatedFleet], number: int) -> SimulatedFleet:
@@ -160,7 +151,7 @@ def fleet_of(fleets: Sequence[SimulatedFleet], number: int) -> SimulatedFleet:
 def fleets(
     replicas: int,
     roles: Roles | None,
-    place: Callable[[], Place],
+    place: Callable[[], Placement],
     prefixes: Callable[[], PrefixMap | None],
     loads: str = "requests",
 ) -> list[SimulatedFleet]:
@@ -168,10 +159,14 @@ def fleets(
     in, as `pageturner route --loads`."""
     apart = roles.prefill if roles else 0
     sizes = [(0, apart), (apart, replicas - apart)] if apart else [(0, replicas)]
-    made = [SimulatedFleet(first, [0] * count, place(), prefixes()) for first, count in sizes]
-    for fleet in made if loads == "tokens" else ():
-        fleet.tokens = [TokenLoad() for _ in fleet.loads]
-    return made
+    return [
+        SimulatedFleet(
+            first,
+            [ReplicaLoad(place) for place in range(count)],
+            LoadBalancer(place(), prefixes(), by_tokens=loads == "tokens"),
+        )
+        for first, count in sizes
+    ]
 
 
 def bring_up(store: Store, key: bytes) -> int | None:

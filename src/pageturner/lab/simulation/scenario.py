@@ -28,7 +28,7 @@ from pageturner.lab.simulation.step_cost import StepCost
 from pageturner.lab.traffic.block_names import BlockNames, known_by_pieces
 from pageturner.lab.traffic.traffic import Traffic
 from pageturner.policies.scheduler_factory import SchedulerStack
-from pageturner.router.placement import PLACEMENTS, PrefixMap
+from pageturner.router.load_balancer import PLACEMENTS, PrefixMap
 from pageturner.scheduler.blocks import BlockPool
 
 MOST_REPLICAS = 100_000

@@ -1,7 +1,7 @@
 """A discrete-event simulation around the engine's own scheduler: plan, let time pass, commit.
 
 Owns simulated time and the order of what happens in it. Must not know how anything is scheduled (that is
-scheduler/scheduler.py, the same as in the engine), placed (router/placement.py) or what a step costs
+scheduler/scheduler.py, the same as in the engine), placed (router/load_balancer.py) or what a step costs
 (step_cost.py).
 
 A request that arrives while a step is computed is taken when that step has ended, as the engine does it. True
@@ -35,6 +35,7 @@ from pageturner.lab.simulation.fleet import (
     bring_prompt,
     bring_up,
     fleet_of,
+    fleets,
     tokens_there,
 )
 from pageturner.lab.simulation.replica_changes import Changes, StreamMoves
@@ -43,6 +44,7 @@ from pageturner.lab.traffic.block_names import BlockNames
 from pageturner.lab.traffic.traffic import END, Traffic, TrafficRequest
 from pageturner.progress import Progress
 from pageturner.request import Refused, Request, Resume
+from pageturner.router.load_balancer import RoundRobin
 from pageturner.scheduler.blocks import BlockPool
 from pageturner.scheduler.scheduler import Scheduler
 from pageturner.scheduler.types import Output, Plan, Result, Sequence
@@ -189,7 +191,7 @@ def _no_targets() -> CertainMisses:
 
 
 def _one_replica() -> list[SimulatedFleet]:
-    return [SimulatedFleet(0, [0], lambda loads, hints, length: 0)]
+    return fleets(1, None, RoundRobin, lambda: None)
 
 
 @dataclass(eq=False)

@@ -1,12 +1,11 @@
 """Which replica of a Serve deployment gets a request, by our own rules of placement.
 
-Owns what one process knows of a deployment's replicas: the tokens that it expects each to compute yet, and
-which beginnings of prompts it sent where. The rules are router/placement.py. Must not know Ray: the request
-router (request_router.py) tells who is there, and asks.
+Owns what one process knows of a deployment's replicas, and of their adapters. The rules are
+router/load_balancer.py. Must not know Ray: the request router (request_router.py) tells who is there, and
+asks.
 
 Loads are predicted tokens: those of the prompt that are probably not cached, and as many as answers of this
-deployment lately had, at most what the request allows. Placement compares requests, so they are counted in
-requests of the usual size.
+deployment lately had, at most what the request allows.
 """
 
 from __future__ import annotations
@@ -16,14 +15,13 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pageturner.router.placement import PLACEMENTS, Place, PrefixMap
-from pageturner.router.prefix_digest import CHUNK
+from pageturner.router.fleet import balancer_of
+from pageturner.router.load_balancer import LoadBalancer, ReplicaLoad, Share
 from pageturner.router.ray.adapters import AdapterChange, AdapterTable, Told
+from pageturner.router.request_hints import CHUNK_TOKENS, RequestHints
 
-BYTES_PER_TOKEN = 4
-FIRST_GUESS = 128  # tokens of an answer, before any was seen
+PREFIX_CHUNKS = 200_000  # before Serve has told the settings
 WORTH = 4  # requests more that a replica may have for the sake of an adapter that it holds
-LATELY = 0.1  # how much one more answer changes what is expected of the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,27 +46,17 @@ class Ask:
     adapter: AdapterChange | None = None
 
 
-@dataclass(slots=True)
-class AttemptUnderway:
-    """A request that was given to a replica. tokens: that it is expected to cost; over: it has ended;
-    adapter: the name of the one that it has."""
+@dataclass(slots=True, eq=False)
+class ServeReplica(ReplicaLoad):
+    """What is known of one replica.
 
-    replica: str
-    tokens: int
-    adapter: str = ""
-    over: bool = False
+    id        Serve's name of it
+    said      how often it has reported
+    adapters  that it says are in its memory
+    wanted    those that our open requests there have
+    """
 
-
-@dataclass(slots=True)
-class Expected:
-    """What is known of one replica. number: its name among beginnings of prompts; tokens: that it has to
-    compute for us; others: open requests that it says it has for somebody else; said: how often; adapters:
-    that it says are in its memory; wanted: those that our open requests there have."""
-
-    number: int
-    tokens: int = 0
-    open: int = 0
-    others: int = 0
+    id: str = ""
     said: int = 0
     adapters: frozenset[str] = frozenset()
     wanted: Counter[str] = field(default_factory=Counter)
@@ -79,36 +67,43 @@ class Expected:
 
 
 @dataclass(slots=True)
-class Choice:
-    """The replicas of one deployment. Asked from two threads: Serve's router and the requests."""
+class AttemptUnderway:
+    """A request that was given to a replica. adapter: the name of the one that it has; over: it has ended."""
 
-    replicas: dict[str, Expected] = field(default_factory=dict)
+    replica: ServeReplica
+    share: Share
+    adapter: str = ""
+    over: bool = False
+
+
+@dataclass(slots=True)
+class Choice:
+    """The replicas of one deployment. RequestHints from two threads: Serve's router and the requests."""
+
+    replicas: dict[str, ServeReplica] = field(default_factory=dict)
     attempts: dict[int, AttemptUnderway] = field(default_factory=dict)
-    answer_tokens: float = FIRST_GUESS
     adapters: AdapterTable = field(default_factory=AdapterTable)
     placed: dict[str, int] = field(default_factory=lambda: {"where_known": 0, "elsewhere": 0})
     multiplexed: dict[str, int] = field(default_factory=lambda: {"in_memory": 0, "to_load": 0})
-    _place: Place = field(default_factory=PLACEMENTS["prefix_aware"])
-    _prefixes: PrefixMap | None = field(default_factory=lambda: PrefixMap(1))
+    balancer: LoadBalancer = field(
+        default_factory=lambda: balancer_of("prefix_aware", PREFIX_CHUNKS, by_tokens=True)
+    )
     _count: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def set_up(self, placement: str, prefix_chunks: int) -> None:
         """Begin with these rules. KeyError for a placement that is not there."""
         with self._lock:
-            self._place = PLACEMENTS[placement]()
-            self._prefixes = PrefixMap(1, prefix_chunks) if placement == "prefix_aware" else None
+            self.balancer = balancer_of(placement, prefix_chunks, by_tokens=True)
 
     def update(self, ids: Collection[str]) -> None:
         """These are the replicas now."""
         with self._lock:
             for gone in set(self.replicas) - set(ids):
-                number = self.replicas.pop(gone).number
-                if self._prefixes is not None:
-                    self._prefixes.gone(number)
+                self.balancer.forget(self.replicas.pop(gone).number)
             for id in ids:
                 if id not in self.replicas:
-                    self.replicas[id] = Expected(self._count)
+                    self.replicas[id] = ServeReplica(self._count, id=id)
                     self._count += 1
 
     def told(
@@ -177,42 +172,30 @@ class Choice:
             return [best, *rest]
 
     def _best(self, ask: Ask, ids: list[str]) -> str:
-        hints = self._hints(ask)
         if ask.adapter is not None:
-            ids = self._with_adapter(ask.adapter.name, ids, hints)
-        numbers = [self.replicas[id].number for id in ids]
-        near = {i: hints[number] for i, number in enumerate(numbers) if number in hints}
-        usual = self._usual()
-        loads = [round(self._load(id) / usual) for id in ids]
-        return ids[self._place(loads, near, len(ask.prefix))]
+            known = bool(self.balancer.cached(ask.prefix))
+            ids = self._with_adapter(ask.adapter.name, ids, known)
+        names = {self.replicas[id].number: id for id in ids}
+        return names[
+            self.balancer.choose(ask.prefix, {n: self._load(id) for n, id in names.items()})
+        ]
 
-    def _with_adapter(self, name: str, ids: list[str], hints: Mapping[int, int]) -> list[str]:
-        """Of these, those that hold the adapter, unless each has so much to do that reading it elsewhere
-        costs less. Where nobody holds it and no beginning is known: of the least loaded, those that hold the
-        fewest."""
-        usual = self._usual()
-        loads = {id: round(self._load(id) / usual) for id in ids}
+    def _with_adapter(self, name: str, ids: list[str], prefix_known: bool) -> list[str]:
+        """Return those of these replicas that hold the adapter, unless each has so much to do that reading
+        the adapter elsewhere costs less. Where none holds it and the prefix is known nowhere, return those of
+        the least loaded that hold the fewest adapters."""
+        loads = {id: round(self._load(id)) for id in ids}
         least = min(loads.values())
         holders = [id for id in ids if self.replicas[id].holds(name) and loads[id] <= least + WORTH]
-        if holders or hints:
+        if holders or prefix_known:
             return holders or ids
-        idle = [id for id in ids if loads[id] == least]
-        held = {
-            id: len(self.replicas[id].adapters | self.replicas[id].wanted.keys()) for id in idle
-        }
-        return [id for id in idle if held[id] == min(held.values())]
-
-    def _hints(self, ask: Ask) -> dict[int, int]:
-        return self._prefixes.hints(ask.prefix) if self._prefixes is not None and ask.prefix else {}
+        idle = [self.replicas[id] for id in ids if loads[id] == least]
+        fewest = min(len(one.adapters | one.wanted.keys()) for one in idle)
+        return [one.id for one in idle if len(one.adapters | one.wanted.keys()) == fewest]
 
     def _load(self, id: str) -> float:
         one = self.replicas.get(id)
-        return 0.0 if one is None else one.tokens + one.others * self._usual()
-
-    def _usual(self) -> float:
-        """Tokens of a request of the usual size."""
-        begun = [one.tokens for one in self.attempts.values() if not one.over]
-        return max(1.0, sum(begun) / len(begun) if begun else self.answer_tokens)
+        return 0.0 if one is None else self.balancer.load(one)
 
     def began(self, ask: Ask, id: str) -> None:
         """The request is at this replica, and at no other one."""
@@ -221,25 +204,23 @@ class Choice:
             one = self.replicas.get(id)
             if one is None:
                 return
-            cached = self._hints(ask).get(one.number, 0)
             if ask.prefix:
+                cached = one.number in self.balancer.cached(ask.prefix)
                 self.placed["where_known" if cached else "elsewhere"] += 1
-            prompt = (len(ask.prefix) - cached) * CHUNK // BYTES_PER_TOKEN
-            answer = round(min(self.answer_tokens, ask.most or self.answer_tokens))
             adapter = "" if ask.adapter is None else ask.adapter.name
             if adapter:
                 self.multiplexed["in_memory" if one.holds(adapter) else "to_load"] += 1
                 one.wanted[adapter] += 1
-            self.attempts[ask.number] = AttemptUnderway(id, prompt + answer, adapter)
-            one.tokens += prompt + answer
-            one.open += 1
-            if self._prefixes is not None and ask.prefix:
-                self._prefixes.sent(ask.prefix, one.number)
+            prompt = max(1, len(ask.prefix) * CHUNK_TOKENS)
+            hints = RequestHints(ask.prefix, prompt=prompt, max_tokens=ask.most)
+            self.attempts[ask.number] = AttemptUnderway(
+                one, self.balancer.began(one, hints), adapter
+            )
 
     def where(self, number: int) -> str:
         """The replica to which this attempt was last given; "" before that."""
         attempt = self.attempts.get(number)
-        return "" if attempt is None else attempt.replica
+        return "" if attempt is None else attempt.replica.id
 
     def ended(self, number: int) -> None:
         """The attempt is at its replica no more."""
@@ -252,19 +233,18 @@ class Choice:
             self._end(number)
             self.attempts.pop(number, None)
             if tokens:
-                self.answer_tokens += LATELY * (tokens - self.answer_tokens)
+                self.balancer.saw_answer(tokens)
 
     def _end(self, number: int) -> None:
         attempt = self.attempts.get(number)
         if attempt is None or attempt.over:
             return
         attempt.over = True
-        if (one := self.replicas.get(attempt.replica)) is not None:
-            one.tokens = max(0, one.tokens - attempt.tokens)
-            one.open = max(0, one.open - 1)
-            if attempt.adapter:
-                one.wanted[attempt.adapter] -= 1
-                one.wanted += Counter()  # without those that nobody has
+        one = attempt.replica
+        self.balancer.ended(one, attempt.share)
+        if attempt.adapter:
+            one.wanted[attempt.adapter] -= 1
+            one.wanted += Counter()  # without those that nobody has
 
 
 _choices: dict[str, Choice] = {}

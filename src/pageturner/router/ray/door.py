@@ -31,21 +31,20 @@ from pageturner.http.origins import origin_rules, with_cors
 from pageturner.http.prometheus import Exposition
 from pageturner.http.receiving import again, read_body
 from pageturner.http.responses import json_response
-from pageturner.router.asked import NOTHING_ASKED
-from pageturner.router.prefix_digest import prefix_digests
+from pageturner.router.forwarding import RELAYED
 from pageturner.router.proxy import ELSEWHERE, NOT_FOUND, Relay, Router
 from pageturner.router.ray.adapter_pages import DoorAdapterPages, with_loaded
 from pageturner.router.ray.choice import choice_of
 from pageturner.router.ray.fleet import ServeFleet
 from pageturner.router.ray.settings import AppSettings
-from pageturner.router.relayed import RELAYED, no_prefix
+from pageturner.router.request_hints import NO_HINTS, no_prefix, prefix_digests
 
 DOCUMENTS = ("/openapi.json", "/docs")
 LISTS = {"/v1/models": "data", "/api/tags": "models"}  # path -> the field of its list
 LIST_HEADERS = (b"authorization", b"x-api-key", b"x-request-id")
 
 
-class _Asked(msgspec.Struct):
+class _NamedModel(msgspec.Struct):
     model: str | None = None
 
 
@@ -232,17 +231,17 @@ def _without_id(app: ASGIApp) -> ASGIApp:
 
 def _model_in(body: bytes) -> str | None:
     try:
-        return msgspec.json.decode(body, type=_Asked).model
+        return msgspec.json.decode(body, type=_NamedModel).model
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 
 async def _page(fleet: ServeFleet, path: str, headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
     """A page of one model's; {} where it has none now."""
-    replica = fleet.choose(NOTHING_ASKED, ())
+    replica = fleet.choose(NO_HINTS, ())
     assert replica is not None
     try:
-        async with fleet.exchange_with(replica, "GET", path, headers, b"", NOTHING_ASKED) as answer:
+        async with fleet.exchange_with(replica, "GET", path, headers, b"", NO_HINTS) as answer:
             raw = await answer.read_rest()
             return msgspec.json.decode(raw, type=dict[str, Any]) if answer.status == 200 else {}
     except (ConnectionLost, msgspec.DecodeError, UnicodeDecodeError):

@@ -25,18 +25,18 @@ from pageturner.http.http_client import (
     ServerAddress,
 )
 from pageturner.http.stream_marks import MARK, RESUME
-from pageturner.router.asked import Asked
 from pageturner.router.breaker import Breaker
 from pageturner.router.fleet import Fleet
 from pageturner.router.ray.choice import Ask, Choice
 from pageturner.router.replica import Replica
+from pageturner.router.request_hints import RequestHints
 
 MODEL_PAGE = "/v1/models/"
 
 _numbers = itertools.count(1)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class SomeReplica(Replica):
     """Whichever replica Serve gives an attempt to. avoid: those that failed it before; where: which one it
     was, "" before that is known."""
@@ -63,13 +63,14 @@ class ServeFleet(Fleet):
     def choice(self) -> Choice:
         return self._choice
 
-    def choose(self, asked: Asked, tried: Collection[Replica]) -> Replica | None:
+    def choose(self, asked: RequestHints, tried: Collection[Replica]) -> Replica | None:
         """An attempt; None when as many failed as there are replicas."""
         if len(tried) > max(1, self.there):
             return None
         avoid = tuple(where for one in tried if (where := getattr(one, "where", "")))
         address = ServerAddress(self._name, len(tried) + 1)
-        return SomeReplica(address, Breaker(time.monotonic), healthy=True, avoid=avoid)
+        breaker = Breaker(time.monotonic)
+        return SomeReplica(address=address, breaker=breaker, healthy=True, avoid=avoid)
 
     def full(self, model: str) -> bool:
         """Never: requests wait at Serve."""
@@ -101,13 +102,15 @@ class ServeFleet(Fleet):
         target: str,
         headers: Headers,
         body: bytes,
-        asked: Asked,
+        asked: RequestHints,
     ) -> AsyncIterator[AnswerPieces]:
         """As the router's own fleet does, by Serve."""
         avoid = replica.avoid if isinstance(replica, SomeReplica) else ()
-        most = 0 if target == RESUME else asked.most
+        most = 0 if target == RESUME else asked.max_tokens
         adapter = self._choice.adapter(_model_of(target, asked))
-        ask = Ask(next(_numbers), method, target, headers, body, asked.prefix, most, avoid, adapter)
+        ask = Ask(
+            next(_numbers), method, target, headers, body, tuple(asked.prefix), most, avoid, adapter
+        )
         # Serve says the name in its own logs, and to whoever asks for it in a replica
         handle = (
             self._answer
@@ -127,7 +130,7 @@ class ServeFleet(Fleet):
             self._choice.forget(number, answer.tokens if answer.ended else 0)
 
 
-def _model_of(target: str, asked: Asked) -> str:
+def _model_of(target: str, asked: RequestHints) -> str:
     """Also of the page of a model."""
     return (
         unquote(target.removeprefix(MODEL_PAGE)) if target.startswith(MODEL_PAGE) else asked.model

@@ -1,6 +1,7 @@
-"""Which headers a router hands on, in both directions.
+"""Which requests a router passes on to a replica, and which headers, in both directions.
 
-Owns the list of those that are meant for neighbours. Must not know requests or answers.
+Owns the list of paths, and of headers that are meant for neighbours. Must not know how a request is passed
+on.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pageturner.http import http_client
 from pageturner.http.http_client import Headers
 from pageturner.http.request_info import ELAPSED
 from pageturner.http.stream_marks import MOVES
+from pageturner.router.request_hints import DigestPrefix, no_prefix, prefix_digests
 
 STREAMS = (
     b"text/event-stream",
@@ -64,3 +66,34 @@ def kept_headers(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
 
 def is_stream(headers: Headers) -> bool:
     return any(name == b"content-type" and value.startswith(STREAMS) for name, value in headers)
+
+
+# what begins as its earlier requests began goes where those went
+_BY_PREFIX = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/messages",
+    "/api/chat",
+    "/api/generate",
+)
+_ANYWHERE = (
+    "/v1/messages/count_tokens",
+    "/v1/embeddings",
+    "/v1/rerank",
+    "/rerank",
+    "/v2/rerank",
+    "/v1/score",
+    "/score",
+    "/infill",
+    "/api/embed",
+    "/api/embeddings",
+    "/api/show",
+    "/tokenize",
+    "/detokenize",
+)
+_PAGES = ("/api/version", "/v1/models/{id:path}")  # the lists of models: model_lists.py
+RELAYED: tuple[tuple[str, str, DigestPrefix], ...] = (
+    *(("POST", path, prefix_digests) for path in _BY_PREFIX),
+    *(("POST", path, no_prefix) for path in _ANYWHERE),
+    *(("GET", path, no_prefix) for path in _PAGES),
+)
