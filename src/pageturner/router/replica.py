@@ -56,6 +56,8 @@ class Replica(ReplicaLoad):
 
     waiting  exchanges that it has not begun to answer
     check_now  set: there is doubt about it, ask it now
+    avoid, where  under Ray Serve, which chooses itself: replicas that should not get the request again, and
+                  which one it was given to, "" before that is known
     came     when it came or came back, where that was while others worked; None: it was there from the start
     """
 
@@ -74,6 +76,9 @@ class Replica(ReplicaLoad):
     first_bytes: deque[float] = field(
         default_factory=lambda: deque(maxlen=FIRST_BYTES)
     )  # of streams, s
+
+    avoid: tuple[str, ...] = ()
+    where: str = ""
 
     def weight(self, now: float, slow_start: float) -> float:
         """1, or less for one that came less than `slow_start` seconds ago."""

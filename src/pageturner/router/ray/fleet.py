@@ -12,7 +12,6 @@ import contextlib
 import itertools
 import time
 from collections.abc import AsyncIterator, Collection
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
@@ -36,15 +35,6 @@ MODEL_PAGE = "/v1/models/"
 _numbers = itertools.count(1)
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class SomeReplica(Replica):
-    """Whichever replica Serve gives an attempt to. avoid: those that failed it before; where: which one it
-    was, "" before that is known."""
-
-    avoid: tuple[str, ...] = ()
-    where: str = ""
-
-
 class ServeFleet(Fleet):
     """handle: of the model's deployment; `answer` of it is asked. choice: what its request router knows."""
 
@@ -64,13 +54,13 @@ class ServeFleet(Fleet):
         return self._choice
 
     def choose(self, asked: RequestHints, tried: Collection[Replica]) -> Replica | None:
-        """An attempt; None when as many failed as there are replicas."""
+        """Return a stand-in for whichever replica Serve will choose; None when as many failed as there are."""
         if len(tried) > max(1, self.there):
             return None
-        avoid = tuple(where for one in tried if (where := getattr(one, "where", "")))
+        avoid = tuple(one.where for one in tried if one.where)
         address = ServerAddress(self._name, len(tried) + 1)
         breaker = Breaker(time.monotonic)
-        return SomeReplica(address=address, breaker=breaker, healthy=True, avoid=avoid)
+        return Replica(address=address, breaker=breaker, healthy=True, avoid=avoid)
 
     def full(self, model: str) -> bool:
         """Never: requests wait at Serve."""
@@ -105,11 +95,18 @@ class ServeFleet(Fleet):
         asked: RequestHints,
     ) -> AsyncIterator[AnswerPieces]:
         """As the router's own fleet does, by Serve."""
-        avoid = replica.avoid if isinstance(replica, SomeReplica) else ()
         most = 0 if target == RESUME else asked.max_tokens
         adapter = self._choice.adapter(_model_of(target, asked))
         ask = Ask(
-            next(_numbers), method, target, headers, body, tuple(asked.prefix), most, avoid, adapter
+            next(_numbers),
+            method,
+            target,
+            headers,
+            body,
+            tuple(asked.prefix),
+            most,
+            replica.avoid,
+            adapter,
         )
         # Serve says the name in its own logs, and to whoever asks for it in a replica
         handle = (
@@ -124,8 +121,7 @@ class ServeFleet(Fleet):
             await answer.begin()
             yield answer
         finally:
-            if isinstance(replica, SomeReplica):
-                replica.where = self._choice.where(number)
+            replica.where = self._choice.where(number)
             answer.close()
             self._choice.forget(number, answer.tokens if answer.ended else 0)
 
