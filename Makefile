@@ -77,7 +77,7 @@ soak: $(VENV)/.dev model ## long runs, by hand: whole cross products, kernels un
 	PAGETURNER_PROPERTY_RUNS=20000 $(BIN)/pytest -n $(WORKERS) -m slow tests/scheduler --timeout 3600
 	$(BIN)/python bench/fuzz_files.py --seconds 600
 	$(BIN)/python bench/fuzz_frames.py --seconds 600
-	$(BIN)/python bench/accept/trust_soak.py
+	$(BIN)/python bench/accept/trust.py --only soak
 	$(BIN)/python bench/soak.py $(ARGS)
 
 test-gpu: gpu-build ## the GPU kernels by the interpreter of Triton: no GPU is needed, it takes long

@@ -206,7 +206,3 @@ def _seen(said: str) -> dict[str, Any] | None:
             if isinstance(seen, dict) and "checks" in seen:
                 return seen
     return None
-
-
-if __name__ == "__main__":
-    sys.exit(harness.alone(lines, add_arguments, __doc__))

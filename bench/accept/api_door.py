@@ -29,31 +29,6 @@ from harness import Line, NotRun
 VERSION = "4.32.5"
 KEY, ADMIN = "sesame", "open-admin"
 LEAST_ACCEPTED = 0.7
-DEFAULTS = {"examples": 60, "coverage": 240, "tests": True}
-# what the door promises -> the tests that hold it, below tests/server
-HELD: dict[str, tuple[str, ...]] = {
-    "every route is in the document, real answers are what it says, /docs needs nobody else": (
-        "test_openapi.py",
-    ),
-    "the document and the checks of fields say the same, in every shape": (
-        "test_openapi_fields.py",
-    ),
-    "unknown fields that would constrain an answer are refused": (
-        "test_openapi_fields.py::test_what_is_not_there_is_refused_in_every_shape",
-        "test_clients.py::test_what_would_change_the_answer_is_not_passed_over",
-        "test_shapes.py::test_nothing_that_would_change_an_answer_is_passed_over",
-    ),
-    "only JSON is read; Host, Origin and CORS": ("test_origins.py",),
-    "TLS: certificates, half-open handshakes, readers that do not read, https replicas": (
-        "test_tls.py",
-    ),
-    "header, body and idle timeouts": ("test_http_limits.py",),
-    "found by trying it: overflow in LiteLLM's words, penalties, 2.0, surrogates, gzip, slashes, ids,"
-    " uniqueItems, end tokens, whole numbers, hints": ("test_clients.py",),
-    "router: responses where they are kept, models by name, its own document": (
-        "test_route_responses.py",
-    ),
-}
 # kinds of failures that are no violation of ours: what is valid by the document and refused all the same is
 # counted, and held to LEAST_ACCEPTED
 COUNTED = frozenset({"positive_data_acceptance"})
@@ -202,10 +177,6 @@ def _message(answer: dict[str, Any], name: str = "message") -> str:
 
 
 def lines(arguments: argparse.Namespace) -> Iterator[Line]:
-    """Every line of the door. What `arguments` does not say is as in DEFAULTS."""
-    arguments = argparse.Namespace(**{**DEFAULTS, **vars(arguments)})
-    for what, tests in HELD.items() if arguments.tests else ():
-        yield harness.pytest_line(what, *(f"tests/server/{test}" for test in tests))
     program = installed()
     with tempfile.TemporaryDirectory() as folder:
         usual = Path(folder) / "generation_config.json"
@@ -279,9 +250,3 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--coverage", type=int, default=240, help="seconds for enumerated extremes; 0: none"
     )
-    parser.add_argument("--no-tests", dest="tests", action="store_false", help="Schemathesis only")
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
-    sys.exit(harness.alone(lines, add_arguments, __doc__))

@@ -1,6 +1,6 @@
 """`make accept NAME=decoding`: every line that the decoding methods must show.
 
-    python bench/accept/decoding.py [--only memory samples lookup draft prefix json beams mixed waste exact]
+    python bench/accept/decoding.py [--only memory samples lookup draft prefix json beams mixed waste]
 
 Speeds are of the engine alone, in this process, in pairs: one way, the other way, again and again.
 """
@@ -31,21 +31,6 @@ from pageturner.request import Request
 ROUNDS = 5
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, seed=0)
 MOST_REFERENCE = 256  # tokens of a forced answer
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 40},
-        "age": {"type": "integer", "minimum": 0, "maximum": 150},
-        "tags": {
-            "type": "array",
-            "items": {"type": "string", "maxLength": 20},
-            "minItems": 3,
-            "maxItems": 12,
-        },
-    },
-    "required": ["name", "age", "tags"],
-    "additionalProperties": False,
-}
 
 
 def _text(name: str) -> str:
@@ -233,30 +218,6 @@ def mixed() -> Iterator[Line]:
     )
 
 
-def exact() -> Iterator[Line]:
-    """What must be equal, bit for bit."""
-    tests = {
-        "samples, grammars and drafts in any crowd": (
-            "tests/e2e/test_invariance.py",
-            "tests/e2e/test_structured.py",
-        ),
-        "sampled frequencies, chi-square, 16 settings": ("tests/engine/test_distribution.py",),
-        "sessions": ("tests/engine/test_session.py",),
-        "property machine: choices, beams, pins, salts, drafts; 5,600 runs": (
-            "tests/scheduler",
-            "tests/mutants",
-        ),
-        "beams over HTTP and in LLM; bad input": ("tests/e2e/test_beams.py",),
-        "n, best_of, prefixes, formats over HTTP; bad input": (
-            "tests/server/test_choices.py",
-            "tests/server/test_prefixes.py",
-            "tests/server/test_formats.py",
-        ),
-    }
-    for what, files in tests.items():
-        yield harness.pytest_line(what, *files, "-m", "slow or not slow")
-
-
 if __name__ == "__main__":
     checks = {
         "memory": memory,
@@ -268,6 +229,5 @@ if __name__ == "__main__":
         "beams": searches.equal_to_transformers,
         "mixed": mixed,
         "waste": waste,
-        "exact": exact,
     }
     sys.exit(harness.run("decoding", checks))

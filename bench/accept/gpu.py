@@ -1,5 +1,5 @@
-"""`make accept NAME=gpu`: what the GPU backend shows. Without a GPU: kernels interpreted and compiled, sizes,
-times, bad input, and what planning ahead gains in the simulator. With one: what bench/gpu/run.py measures.
+"""`make accept NAME=gpu`: what the GPU backend shows. Without a GPU: kernels compiled, sizes, times, and what
+planning ahead gains in the simulator. With one: what bench/gpu/run.py measures. The rest is held by tests/gpu.
 
     python bench/accept/gpu.py [--only NAME ...]
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from harness import ROOT, Line, NotRun, pytest_line
+from harness import ROOT, Line, NotRun
 
 GPU = ROOT / "bench" / "gpu"
 sys.path.insert(0, str(GPU))
@@ -34,47 +34,11 @@ from pageturner.kernels.gpu.manifest import COMPILED, Manifest  # noqa: E402
 
 MAX_INSTALLED = 60e6  # bytes of the extra and the kernels together
 MAX_SECONDS = 0.1
-BAD = "absent or driver or kernels_that_run or lacks or damaged or full or fault or refused or crash or larger"
 CALLS = (
     ("ceilings", "grid", "right", "bits", "proof", "mixtures", "ranks", "kinds", "forms"),
     ("decode", "prefill", "pdl", "attention", "sampling", "start", "idle", "batch32"),
     ("nano", "burst", "torch", "invariance", "peers"),
 )
-# What could go wrong on a device, found by reading -> the files of tests/gpu and the tests that hold its mend
-FINDINGS = {
-    "a recording that does not fit is not made, and its step runs": (
-        "graphs recorded_steps",
-        "fit or twice",
-    ),
-    "partials of attention are a sum over sequences": ("memory_of_steps works", ""),
-    "heads of any size": ("kernels", "rounded or heads"),
-    "a server stays on its device after a crash": ("fault", ""),
-    "the self-test distrusts forms, not devices, and finds planted faults": ("proof", ""),
-    "layers with a window are recorded": ("recorded_steps launched_steps", "window"),
-    "experts of every form never wait for the host": ("experts", "waits or form or recorded"),
-    "more than 16 heads that share a KV head": ("attention_works", "heads"),
-    "kernels of every height run before KV is sized": ("devices", "height or one_after_the_other"),
-    "the last program adds parts and segments in order": ("split_products attention_works", "last"),
-    "kernels that begin early touch nothing too early": ("dependent_launch", ""),
-    "one upload a step, with the choice of tokens recorded": (
-        "launched_steps launches_of_a_step",
-        "",
-    ),
-    "sums over ranks in one order, and lost ranks": ("ranks ranks_served", ""),
-}
-
-
-def findings() -> Iterator[Line]:
-    """A line for each, on the interpreted device or the stub of the driver."""
-    for what, (files, named) in FINDINGS.items():
-        paths = [f"tests/gpu/test_{name}.py" for name in files.split()]
-        yield pytest_line(what, "-m", "slow or not slow", *paths, *(("-k", named) if named else ()))
-
-
-def kernels() -> Iterator[Line]:
-    """Interpreted kernels against the reference, the loader, tiny models, and run.py on a fake device."""
-    what = "kernels, loading, tiny models and run.py on an interpreted device"
-    yield pytest_line(what, "-m", "slow or not slow", "tests/gpu")
 
 
 def compiled() -> Iterator[Line]:
@@ -242,22 +206,6 @@ def ahead() -> Iterator[Line]:
     )
 
 
-def bad() -> Iterator[Line]:
-    """No device, an old driver, no kernels, a model or a type that cannot be, a kernel that faults."""
-    files = [
-        "tests/gpu/test_loading.py",
-        *_named("tests/gpu", "bad"),
-        *_named("tests/engine", "gpu"),
-    ]
-    yield pytest_line("bad input: clear errors", "-m", "slow or not slow", *files, "-k", BAD)
-
-
-def _named(folder: str, word: str) -> list[str]:
-    return [
-        str(path.relative_to(ROOT)) for path in sorted((ROOT / folder).glob(f"test_*{word}*.py"))
-    ]
-
-
 def device() -> Iterator[Line]:
     """Everything that run.py measures; elsewhere measured files are judged if they are named."""
     named = os.environ.get("PAGETURNER_GPU_TOLD", "")
@@ -295,9 +243,7 @@ def _measured() -> list[dict[str, Any]]:
     return run_judge.read(out)
 
 
-CHECKS = {
-    one.__name__: one for one in (findings, kernels, compiled, install, imports, ahead, bad, device)
-}
+CHECKS = {one.__name__: one for one in (compiled, install, imports, ahead, device)}
 
 if __name__ == "__main__":
     sys.exit(harness.run("gpu", CHECKS))

@@ -22,7 +22,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,9 +73,22 @@ class Part:
 
 def part(module: str) -> Part:
     """The part that a module beside this one holds: its `lines(options)` and, where there is one, its
-    `add_arguments(parser)`."""
-    found = importlib.import_module(module)
-    return Part(found.lines, getattr(found, "add_arguments", Part(found.lines).add_arguments))
+    `add_arguments(parser)`. The module is imported when the part is asked for."""
+
+    def lines(options: argparse.Namespace) -> Iterator[Line]:
+        yield from importlib.import_module(module).lines(options)
+
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        found = importlib.import_module(module)
+        if hasattr(found, "add_arguments"):
+            found.add_arguments(parser)
+
+    return Part(lines, add_arguments)
+
+
+def main_of_parts(script: str, about: str | None, names: Sequence[str]) -> int:
+    """Run a script whose parts are the modules SCRIPT_NAME beside it."""
+    return main(script, about, {name: part(f"{script}_{name}") for name in names})
 
 
 def main(name: str, about: str | None, parts: Mapping[str, Part]) -> int:
@@ -131,32 +144,6 @@ def safely(check: str, lines: Callable[[], Iterator[Line]]) -> Iterator[Line]:
         yield Line(check, str(reason), None, run=False)
     except Exception as error:
         yield Line(check, f"{type(error).__name__}: {error}", False)
-
-
-def _lines(check: Callable[[], Iterator[Line]]) -> Iterator[tuple[str, str, str]]:
-    for line in safely(check.__name__, check):
-        yield line.what, line.figure, line.verdict
-
-
-def alone(
-    part: Callable[[argparse.Namespace], Iterator[Line]],
-    add_arguments: Callable[[argparse.ArgumentParser], None],
-    about: str | None,
-) -> int:
-    """Run one part of a script by itself, with its options. Returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_arguments(parser)
-    arguments, failed = parser.parse_args(), 0
-
-    def lines() -> Iterator[Line]:
-        return part(arguments)
-
-    for what, figure, verdict in _lines(lines):
-        print(f"{verdict:9} {what}: {figure}", flush=True)
-        failed += verdict == "FAIL"
-    return 1 if failed else 0
 
 
 def pytest_line(what: str, *arguments: str, environment: dict[str, str] | None = None) -> Line:

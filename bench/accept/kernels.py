@@ -13,9 +13,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import random
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,9 +23,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import harness
 import kernels_judge as judge
-from harness import DATA, RESULTS, ROOT, Line, NotRun
+from harness import DATA, RESULTS, ROOT, NotRun
 
 sys.path.insert(0, str(ROOT / "bench"))
 import answers
@@ -342,56 +339,6 @@ def _lines(found: Any) -> list[dict[str, Any]]:
     return [asdict(line) for line in found]
 
 
-EVERY = ("-m", "model or slow or not slow")
-
-
-def suites(o: Options) -> dict[str, Any]:
-    """Invariance, the property machine, the grid of operators; the kernels under sanitizers."""
-    chosen = {
-        "bit-identical in any crowd, full product, tiny models": ("tests/e2e/test_invariance.py",),
-        "bit-identical in any crowd, SmolLM2": ("tests/e2e/test_invariance_smollm2.py",),
-        "operators: grid, invariance, safety": ("tests/kernels",),
-        "property machine and mutants": ("tests/scheduler", "tests/mutants"),
-    }
-    if o.limit:
-        return {
-            "lines": _lines([harness.pytest_line("limits", "tests/kernels/test_peak.py", *EVERY)])
-        }
-    lines = [harness.pytest_line(what, *files, *EVERY) for what, files in chosen.items()]
-    return {"lines": _lines([*lines, sanitized("address,undefined", "libasan.so")])}
-
-
-def sanitized(kind: str, library: str, tests: str = "tests/kernels") -> Line:
-    """Tests with a module built under a sanitizer, in a copy of this tree."""
-    what = f"operators under sanitizers ({kind})"
-    preload = subprocess.check_output(["g++", f"-print-file-name={library}"], text=True).strip()
-    if not os.path.isabs(preload):
-        return Line(what, f"the compiler has no {library}", None)
-    with tempfile.TemporaryDirectory() as scratch:
-        tree = Path(scratch, "tree")
-        hidden = shutil.ignore_patterns("*.so", "__pycache__", ".git", ".venv", "build", "results")
-        shutil.copytree(ROOT, tree, ignore=hidden)
-        build, cmake = tree / "build", [sys.executable, "-m", "cmake"]
-        options = [f"-DPython_EXECUTABLE={sys.executable}", f"-DPAGETURNER_SANITIZE={kind}"]
-        subprocess.run([*cmake, "-S", tree, "-B", build, *options], check=True, capture_output=True)
-        subprocess.run([*cmake, "--build", build, "-j", "2"], check=True, capture_output=True)
-        for module in build.glob("_native.*so"):
-            shutil.copy(module, tree / "src" / "pageturner" / "kernels")
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(tree / "src"),
-            "LD_PRELOAD": preload,
-            "ASAN_OPTIONS": "detect_leaks=0",
-            "UBSAN_OPTIONS": "halt_on_error=1",
-        }
-        quiet = ["-q", "-p", "no:cacheprovider", "--timeout", "1800"]
-        command = [sys.executable, "-m", "pytest", *quiet, tests]
-        how: dict[str, Any] = {"cwd": tree, "env": environment, "timeout": 3600}
-        done = subprocess.run(command, capture_output=True, text=True, **how)
-    closing = (done.stdout.strip().splitlines() or [done.stderr[-300:]])[-1]
-    return Line(what, closing.strip("= "), done.returncode == 0)
-
-
 PARTS: dict[str, Callable[[Options], dict[str, Any]]] = {
     "mixed64": mixed64,
     "poisson": poisson,
@@ -405,7 +352,6 @@ PARTS: dict[str, Callable[[Options], dict[str, Any]]] = {
     "sampler": sampler,
     "memory": memory,
     "quality": quality,
-    "suites": suites,
     "profile": profile,
 }
 

@@ -59,7 +59,6 @@ TITLES: dict[str, tuple[str, ...]] = {
     "sampler": ("sampler: at most 4 % of a step of 64 rows, mixed parameters",),
     "memory": ("peak RSS at most packed weights + KV in use + 150 MB",),
     "quality": ("quality of every type against fp32: perplexity 1.5 %, KL 0.006, same top 97 %",),
-    "suites": ("invariance, property machine, sanitizers",),
     "profile": ("profile of one step at batch 1, 8, 32",),
 }
 
@@ -248,10 +247,6 @@ def _quality(titles: Sequence[str], found: Found) -> Iterator[Line]:
         yield Line(f"{row['kind']}: {titles[0]}", f"{figure}; {found['tokens']} tokens", passed)
 
 
-def _suites(titles: Sequence[str], found: Found) -> Iterator[Line]:
-    yield from (Line(**line) for line in found["lines"])
-
-
 def _profile(titles: Sequence[str], found: Found) -> Iterator[Line]:
     for served, apart in zip(found["served"], found["apart"], strict=True):
         floor = sum(apart["floors_us"].values())
@@ -272,6 +267,5 @@ _JUDGES: dict[str, Callable[[Sequence[str], Found], Iterator[Line]]] = {
     "sampler": _sampler,
     "memory": _memory,
     "quality": _quality,
-    "suites": _suites,
     "profile": _profile,
 }

@@ -1,6 +1,6 @@
 """`make accept NAME=lab`: every line that policies, orders, lab and simulator must show.
 
-    python bench/accept/lab.py [--only fidelity policies report speed scale capacity rules]
+    python bench/accept/lab.py [--only fidelity policies speed scale capacity]
 
 Simulated time is exact; what is measured on the real engine wants an idle machine.
 """
@@ -235,45 +235,12 @@ def capacity() -> Iterator[Line]:
     yield Line(what, "; ".join(told), replicas[0] <= replicas[1])
 
 
-def rules() -> Iterator[Line]:
-    """What is proved by tests."""
-    tests = {
-        "ageing bounds, the promises of each policy and order; a liar starves nobody": (
-            "tests/scheduler/test_promises.py",
-            "tests/scheduler/test_property.py::test_the_ageing_bound",
-            "tests/scheduler/test_property.py::test_each_policy_and_order_under_pressure",
-        ),
-        "the predictor beats the constant on the shipped traces": (
-            "tests/scheduler/test_predict.py",
-        ),
-        "fast-forward: steps at once equal steps one by one, in 1,000 random runs": (
-            "tests/lab/test_simulator.py",
-        ),
-        "step logs give the same plans and tokens again; other versions are refused": (
-            "tests/lab/test_history.py",
-            "tests/engine/test_steplog.py",
-        ),
-        "the report needs nothing from outside; each claim is judged by its threshold": (
-            "tests/lab/test_compare.py",
-        ),
-        "calibrate --check prints errors and drift; bad traces, names and targets are one clear line": (
-            "tests/cli/test_simulate.py",
-            "tests/cli/test_compare.py",
-            "tests/lab/test_traffic.py",
-        ),
-    }
-    for what, files in tests.items():
-        yield harness.pytest_line(what, *files, "-m", "slow or not slow")
-
-
 if __name__ == "__main__":
     checks = {
         "fidelity": fidelity,
         "policies": lab_compare.policies,
-        "report": lab_compare.report,
         "speed": speed,
         "scale": scale,
         "capacity": capacity,
-        "rules": rules,
     }
     sys.exit(harness.run("lab", checks))

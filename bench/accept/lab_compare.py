@@ -7,20 +7,14 @@ command, as a user would run it. Pages and screenshots stay in build/accept.
 from __future__ import annotations
 
 import json
-import shutil
-import struct
 import subprocess
 import sys
-import zlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from harness import ROOT, Line, NotRun
+from harness import ROOT, Line
 
 PAGES = ROOT / "build" / "accept"
-PICTURES = ROOT / "docs" / "compare"
-PROMISED = ("mixed", "stalls", "tenants", "conv", "code")  # what `make docs-compare` draws
 ROUNDS = 3
 REQUESTS = {"mixed": 64, "stalls": 32, "tenants": 95}
 Told = dict[str, Any]
@@ -37,15 +31,6 @@ def policies() -> Iterator[Line]:
     gaps = _compare("stalls", "prefill_first,chunked", "fcfs", "--max-num-batched-tokens", "128")
     yield _claim(gaps, "stall-free")
     yield from _fair(_compare("tenants", "chunked", "fcfs,fair", "--max-num-seqs", "8"))
-    for name in PROMISED:
-        told = PICTURES / name / "figures.txt"
-        command = (
-            told.read_text().splitlines()[0] if told.is_file() else "absent: make docs-compare"
-        )
-        what = f"pictures of {name} under docs/compare, with their command"
-        yield Line(
-            what, command, (PICTURES / name / "gantt.svg").is_file() and "pageturner" in command
-        )
 
 
 def _compare(mix: str, names: str, orders: str, *flags: str) -> Told:
@@ -119,61 +104,3 @@ def _fair(told: Told) -> Iterator[Line]:
         "fair: a tenant with ten times the load gets no more than its share while others have work"
     )
     yield Line(what, figure, loud <= most)
-
-
-def report() -> Iterator[Line]:
-    """The page of the mixed lengths in headless Chromium, without any network."""
-    browser = (
-        shutil.which("chromium")
-        or shutil.which("chromium-browser")
-        or shutil.which("google-chrome")
-    )
-    if browser is None:
-        raise NotRun("no Chromium on this machine (Debian: apt install chromium)")
-    page = PAGES / "mixed-fcfs.html"
-    if not page.is_file():
-        raise NotRun("no page yet: run the policies first")
-    shown = _browse(browser, page, "--dump-dom")
-    sections, drawn = shown.count("<h2>"), shown.count("<svg ")
-    yield Line(
-        "the report opens in Chromium without any network",
-        f"{sections} sections, {drawn} pictures",
-        sections >= 8 and drawn >= 7,
-    )
-    for name, flags, expected in (
-        ("light", (), (255, 255, 255)),
-        ("dark", ("--blink-settings=preferredColorScheme=0",), (13, 17, 23)),
-    ):
-        picture = PAGES / f"report-{name}.png"
-        _browse(browser, page, "--window-size=1060,4200", f"--screenshot={picture}", *flags)
-        corner = _corner(picture)
-        figure = f"background {corner}; to be looked at: {picture.relative_to(ROOT)}"
-        yield Line(f"the report in {name}", figure, corner == expected)
-
-
-def _browse(browser: str, page: Path, *flags: str) -> str:
-    command = [
-        browser,
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--hide-scrollbars",
-        "--host-resolver-rules=MAP * ~NOTFOUND",
-        f"--user-data-dir={PAGES / 'browser'}",
-        *flags,
-        page.as_uri(),
-    ]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-    return done.stdout
-
-
-def _corner(picture: Path) -> tuple[int, ...]:
-    """Red, green and blue of the first pixel of a PNG, which has nothing to its left or above it: it stands
-    there as it is, whatever the filter of its row."""
-    data, at, packed = picture.read_bytes(), 8, b""
-    while at < len(data):
-        size, kind = struct.unpack(">I4s", data[at : at + 8])
-        if kind == b"IDAT":
-            packed += data[at + 8 : at + 8 + size]
-        at += 12 + size
-    return tuple(zlib.decompressobj().decompress(packed, 4)[1:])

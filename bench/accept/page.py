@@ -9,16 +9,16 @@ compare  `pageturner compare` twice quiet and twice busy: the same advice
 advise   tools that advise: each stumble with what came out, and the capacity question
 stumbles what newcomers typed and sent: what came out before it was mended, and what comes out now
 
-A part is `page_NAME.py` beside this file (see parts.py).
+A part is `page_NAME.py` beside this file, with `lines` and `add_arguments`.
 """
 
 from __future__ import annotations
 
 import sys
 
-import parts
+from harness import main_of_parts
 
 PARTS = ("browser", "install", "watch", "compare", "advise", "stumbles")
 
 if __name__ == "__main__":
-    sys.exit(parts.main("page", PARTS, __doc__))
+    sys.exit(main_of_parts("page", __doc__, PARTS))

@@ -23,7 +23,6 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path += [str(HERE)]
 
-import harness  # noqa: E402
 from harness import DATA, ROOT, Line, NotRun  # noqa: E402
 
 TRACE = DATA / "traces" / "mooncake_conversation.jsonl.gz"
@@ -140,7 +139,3 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """None of its own."""
-
-
-if __name__ == "__main__":
-    sys.exit(harness.alone(lines, add_arguments, __doc__))

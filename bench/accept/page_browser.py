@@ -51,10 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     """All of it."""
-    tests = ("tests/server/test_home.py", "-m", "slow or not slow")
-    yield harness.pytest_line(
-        "loaded, chatted with, a load watched, a request clicked, a policy switched", *tests
-    )
     path = hub.cache_folder() / MODEL
     if not path.is_file():
         raise NotRun(f"{MODEL} is absent: make model")
@@ -212,7 +208,3 @@ class _polling:
     def __exit__(self, *_: object) -> None:
         self._end.set()
         self._thread.join(60)
-
-
-if __name__ == "__main__":
-    sys.exit(harness.alone(lines, add_arguments, __doc__))

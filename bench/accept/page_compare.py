@@ -22,7 +22,6 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path += [str(HERE)]
 
-import harness  # noqa: E402
 from harness import ROOT, Line, NotRun  # noqa: E402
 
 from pageturner.formats import hub  # noqa: E402
@@ -147,7 +146,3 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--requests", type=int, help="of each comparison (default: as the command has it)"
     )
-
-
-if __name__ == "__main__":
-    sys.exit(harness.alone(lines, add_arguments, __doc__))

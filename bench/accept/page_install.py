@@ -284,7 +284,3 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--install", nargs="*", choices=PARTS, help="these trials alone (default: all)"
     )
-
-
-if __name__ == "__main__":
-    sys.exit(harness.alone(lines, add_arguments, __doc__))

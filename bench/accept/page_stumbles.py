@@ -28,7 +28,6 @@ import harness  # noqa: E402
 from harness import ROOT, Line  # noqa: E402
 
 TINY = ROOT / "tests" / "goldens" / "tiny_llama.gguf"
-NOBODY = "http://127.0.0.1:9"
 SHOWN = 160  # characters of what came out
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -40,7 +39,7 @@ class Typed:
     words: str
     before: str
     now: str
-    code: int = 2
+    code: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,77 +53,9 @@ class Sent:
     status: int
 
 
-TYPED = (
-    Typed(
-        "run smollm2",
-        "the list of all commands, then: no such command: run smollm2",
-        "pageturner chat MODEL",
-    ),
-    Typed("ls", "the list of all commands, then: no such command: ls", "pageturner list"),
-    Typed("ps", "the list of all commands, then: no such command: ps", "/v1/models"),
-    Typed(
-        "run-batch -i in.jsonl", "the list of all commands", "pageturner batch IN.jsonl OUT.jsonl"
-    ),
-    Typed("bench throughput", "the list of bench's commands", "pageturner bench engine"),
-    Typed("-v", "the list of all commands, exit 2", "pageturner [0-9]", 0),
-    Typed("serve ''", "model '' is a folder without config.json", "is no name; give the path", 1),
-    Typed(
-        "simulate load.jsonl --rate 2",
-        "unrecognized arguments: load.jsonl",
-        "given as --trace load.jsonl",
-    ),
-    Typed(
-        "simulate --trace nofile --model examples/llama-3.1-8b.json --gpu H100",
-        "cannot read the trace nofile: [Errno 2] No such file or directory: 'nofile'",
-        "cannot read the trace nofile: No such file or directory\n",
-        1,
-    ),
-    Typed(
-        f"bench serve --num-prompts 2 --base-url {NOBODY}",
-        "answered nothing: ConnectionLost: Connect call failed",
-        "is a server there\\? pageturner serve starts one",
-        1,
-    ),
-    Typed(
-        "bench serve --backend vllm --dataset-name random",
-        "unrecognized arguments: --backend vllm --dataset-name random",
-        "--backend is not a flag here: any OpenAI-compatible server",
-    ),
-    Typed(
-        f"bench serve --random-input-len 8 --max-concurrency 1 --num-prompts 1 --base-url {NOBODY}",
-        "unrecognized arguments: --random-input-len 8: did you mean --input-len?",
-        "answered nothing",  # the flags were understood
-        1,
-    ),
-)
-SENT = (
-    Sent(
-        COMPLETIONS,
-        {"prompt": "a", "max_token": 3},
-        "200, the field ignored",
-        "did you mean max_tokens\\?",
-        400,
-    ),
-    Sent(
-        COMPLETIONS,
-        {"prompt": "a", "temprature": 0},
-        "200, ignored",
-        "did you mean temperature\\?",
-        400,
-    ),
-    Sent(COMPLETIONS, {"prompt": "a", "topP": 0.5}, "200, ignored", "did you mean top_p\\?", 400),
-    Sent(COMPLETIONS, {"prompt": "a", "max_tokens": 1, "models": ["x"]}, "200", '"text"', 200),
-    Sent(
-        "/chat/completions",
-        {},
-        "did you mean ..., and 60 paths",
-        f"did you mean {CHAT}\\? \\(/docs",
-        404,
-    ),
-    Sent(
-        "/completion", {"prompt": "a"}, "the same", f"did you mean {COMPLETIONS}\\? \\(/docs", 404
-    ),
-)
+_STUMBLES = json.loads((ROOT / "bench" / "data" / "stumbles.json").read_text())
+TYPED = [Typed(**row) for row in _STUMBLES["typed"]]
+SENT = [Sent(**row) for row in _STUMBLES["sent"]]
 
 
 def command(words: str) -> list[str]:
@@ -231,11 +162,3 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
         yield typed(one)
     yield from served()
     yield batch_again()
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """None of its own."""
-
-
-if __name__ == "__main__":
-    sys.exit(harness.alone(lines, add_arguments, __doc__))

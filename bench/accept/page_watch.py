@@ -244,7 +244,3 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--watch-rounds", type=int, default=6, help="pairs of the cost of being watched"
     )
-
-
-if __name__ == "__main__":
-    sys.exit(harness.alone(lines, add_arguments, __doc__))

@@ -148,9 +148,11 @@ def outside(base: Side, ours: Side) -> Iterator[Line]:
 
 # -- the status page -------------------------------------------------------------------------------
 def rows(page: str) -> dict[str, list[str]]:
-    """Row -> what it names as its test or command, in backquotes."""
+    """Row, as far as its first colon or bracket -> what it names as its test or command, in backquotes."""
     cells = re.findall(r"^\| (.*?) \| (.*) \|$", page, re.M)
-    return {name: re.findall(r"`([^`]+)`", rest) for name, rest in cells if name != "row"}
+    names = [re.split(r" ?[:(]", name)[0] for name, _ in cells]
+    found = zip(names, (re.findall(r"`([^`]+)`", rest) for _, rest in cells), strict=True)
+    return {name: words for name, words in found if name != "row"}
 
 
 def named_and_absent(words: list[str]) -> list[str]:

@@ -1,9 +1,8 @@
-"""KV events: what they cost a step, and a foreign router, smg, before two servers that publish them.
+"""KV events: what they cost a step, and a foreign router, smg, before two servers.
 
-Owns what is measured: steps of an engine without a model, with events and without in turns; conversations
-through smg's cache-aware policy and its round robin, on a tiny model; and a subscriber of vLLM's kind
-(kv_subscriber.py), whose index must say what the server finds. `--smg` names the program; one that is not
-there is NOT RUN.
+Steps of an engine without a model run with events and without in turns; conversations go through smg's
+cache-aware policy and its round robin. That an indexer of vLLM's kind holds what the cache does is held by
+tests/engine/test_kv_events.py. `--smg` names the program; where it is absent the line is NOT RUN.
 """
 
 from __future__ import annotations
@@ -28,9 +27,7 @@ HERE = Path(__file__).parent
 sys.path += [str(HERE)]
 
 import harness  # noqa: E402
-import kv_subscriber  # noqa: E402
-from harness import Line, pytest_line  # noqa: E402
-from kv_subscriber import Subscriber  # noqa: E402
+from harness import Line  # noqa: E402
 
 from pageturner.config.settings import EngineConfig  # noqa: E402
 from pageturner.engine.engine_factory import make_engine  # noqa: E402
@@ -39,7 +36,6 @@ from pageturner.request import Request  # noqa: E402
 
 TINY = harness.ROOT / "tests" / "goldens" / "tiny_llama.gguf"
 TALKS, TURNS, ANSWER, BLOCK = 16, 5, 8, 16
-SMALL, PROMPTS = "512K", 60  # a cache of few blocks, and prompts whose lengths in it are foretold
 Prompt = str | list[int]
 MOST_A_STEP = 200e-6  # seconds of a step that events may take at 64 sequences
 
@@ -157,7 +153,8 @@ def converse(url: str, mark: str) -> Found:
         for place in dice.sample(range(TALKS), TALKS):
             texts[place] += f" and then {turn} {place} " * 3
             made = asked(url, texts[place])
-            prompt, cached = kv_subscriber.answer(made)
+            prompt = made["usage"]["prompt_tokens"]
+            cached = (made["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
             found.prompt, found.cached = found.prompt + prompt, found.cached + cached
             if turn:
                 found.later += 1
@@ -180,15 +177,7 @@ def smg_lines(program: str) -> Iterator[Line]:
             "--block-size",
             str(BLOCK),
         )
-        places = [Addresses() for _ in range(2)]
-        servers = [
-            stack.enter_context(harness.server(*flags, *one.flags, model=str(TINY)))
-            for one in places
-        ]
-        listening = [Subscriber(one.events, one.replay) for one in places]
-        for one in listening:
-            stack.callback(one.close)
-        time.sleep(1)  # until the subscriptions stand
+        servers = [stack.enter_context(harness.server(*flags, model=str(TINY))) for _ in range(2)]
         urls, found = [one.url for one in servers], dict[str, Found]()
         for policy in ("cache_aware", "round_robin"):
             with router(program, policy, urls) as url:
@@ -206,85 +195,9 @@ def smg_lines(program: str) -> Iterator[Line]:
             figure,
             aware.cached / aware.prompt > turns.cached / turns.prompt,
         )
-        told, well = [], True
-        for one, server in zip(listening, servers, strict=True):
-            one.listen()
-            well &= kv_subscriber.whole(one) and bool(one.index.place)
-            well &= server.metric("pageturner:kv_event_batches_dropped_total") == 0
-            told.append(f"{len(one.numbers)} batches, {len(one.index.place)} blocks held")
-        yield Line("a subscriber beside smg has every batch, in order", "; ".join(told), well)
 
 
 # -- a subscriber's index and the server's cache -------------------------------------------------------------
-class Addresses:
-    """Where one server publishes."""
-
-    def __init__(self) -> None:
-        self.events, self.replay = (f"tcp://127.0.0.1:{harness.free_port()}" for _ in range(2))
-        self.flags = ("--kv-events", self.events, "--kv-events-replay", self.replay)
-
-
-def subscriber_lines() -> Iterator[Line]:
-    """A client that comes late and loses what comes in the middle; then what its index says of each prompt
-    beside what the server finds, in a cache that has no room for all of them."""
-    place, rng = Addresses(), random.Random(5)
-    flags = (
-        "--served-model-name",
-        "tiny",
-        "--threads",
-        "1",
-        "--block-size",
-        str(BLOCK),
-        *place.flags,
-        "--kv-cache-memory",
-        SMALL,
-        "--max-model-len",
-        "256",
-    )
-    stems = [[rng.randrange(200) for _ in range(BLOCK * 4)] for _ in range(6)]
-
-    def prompt() -> list[int]:
-        stem = rng.choice(stems)
-        return stem[: rng.randrange(1, len(stem))] + [
-            rng.randrange(200) for _ in range(rng.randrange(1, 40))
-        ]
-
-    with harness.server(*flags, model=str(TINY)) as server:
-        for _ in range(20):
-            asked(server.url, prompt(), 4)
-        client = Subscriber(place.events, place.replay)
-        try:
-            time.sleep(1)  # until the subscription stands
-            asked(server.url, prompt(), 4)
-            client.listen()
-            late = client.replayed
-            for _ in range(10):
-                asked(server.url, prompt(), 4)
-            client.listen(lose=True)
-            equal = 0
-            for _ in range(PROMPTS):
-                given = prompt()
-                asked(server.url, [rng.randrange(200)], 2)  # something to hear, where much was lost
-                client.listen(150)
-                said = client.index.found(given)
-                equal += said == kv_subscriber.answer(asked(server.url, given, 4))[1]
-            client.listen()
-            figure = (
-                f"{len(client.numbers)} batches, {late} of them asked for again when it came late,"
-                f" {client.replayed - late} after a gap"
-            )
-            what = "a subscriber with vLLM's types that came late and lost batches has every one, in order"
-            yield Line(
-                what, figure, kv_subscriber.whole(client) and late > 0 and client.replayed > late
-            )
-            figure = f"{equal} of {PROMPTS} prompts, {client.index.removed} blocks were evicted meanwhile"
-            yield Line(
-                "its index says of each prompt how much the server finds",
-                figure,
-                equal == PROMPTS and client.index.removed > 0,
-            )
-        finally:
-            client.close()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -293,18 +206,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def lines(arguments: argparse.Namespace) -> Iterator[Line]:
-    """Every line of events."""
-    yield from subscriber_lines()
+    yield from step_lines()
     if shutil.which(arguments.smg):
         yield from smg_lines(arguments.smg)
     else:
         yield Line("smg before two servers", "not installed: --smg names it", None, run=False)
-    yield from step_lines()
-    yield pytest_line(
-        "an indexer written from the format's definition holds what the cache does; replay, bounds",
-        "tests/engine/test_kv_events.py",
-    )
-
-
-if __name__ == "__main__":
-    sys.exit(harness.alone(lines, add_arguments, __doc__))

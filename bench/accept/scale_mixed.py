@@ -125,7 +125,3 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
         figure,
         (said < 1) == (was < 1),
     )
-
-
-if __name__ == "__main__":
-    sys.exit(harness.alone(lines, add_arguments, __doc__))

@@ -246,7 +246,3 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
             figure,
             abs(off) <= BOUNDS[name],
         )
-
-
-if __name__ == "__main__":
-    sys.exit(harness.alone(lines, add_arguments, __doc__))

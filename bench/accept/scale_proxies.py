@@ -128,7 +128,3 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
             p50, p99 = 1e3 * statistics.median(added), 1e3 * added[int(0.99 * len(added))]
             figure = f"first byte {p50:+.1f} ms (p50), {p99:+.1f} ms (p99); {each:.2f} ms of a core an answer"
             yield Line(f"{name}: added to an answer of 16 tokens, in pairs", figure, None)
-
-
-if __name__ == "__main__":
-    sys.exit(harness.alone(lines, add_arguments, __doc__))

@@ -363,7 +363,3 @@ def _by_goodput(cluster: Cluster, jobs: list[Job], wanted: list[str]) -> Line:
     return hard.line(
         "1 to 2 to 1 replicas by goodput", f"; up after {up:.0f} s, down after {down:.0f} s"
     )
-
-
-if __name__ == "__main__":
-    sys.exit(harness.alone(lines, add_arguments, __doc__))

@@ -19,11 +19,10 @@ HERE = Path(__file__).parent
 sys.path += [str(HERE)]
 
 import harness  # noqa: E402
-from harness import Line, pytest_line  # noqa: E402
+from harness import Line  # noqa: E402
 
 from pageturner.config.settings import EngineConfig  # noqa: E402
 from pageturner.engine.engine_factory import LoadedEngine, make_engine  # noqa: E402
-from pageturner.kv.kv_block_file import HEAD, PAGE, RECORD  # noqa: E402
 from pageturner.params import SamplingParams  # noqa: E402
 from pageturner.request import Request  # noqa: E402
 
@@ -168,33 +167,6 @@ def disk_lines(model: str, tokens: int, folder: Path) -> Iterator[Line]:
     )
     yield Line("bits equal after the restart", str(got == expected), got == expected)
     second.engine.close()
-    spoilt = flip(path)
-    third = engine(model, tokens + 64, tokens + 64, **settings)
-    got, _ = run(third, [Request(1, again, TOKENS_OF)])
-    until = time.monotonic() + 30
-    while not third.engine.stats()["kv_file_errors"] and time.monotonic() < until:
-        time.sleep(0.01)
-    stats = third.engine.stats()
-    ok = got == expected and stats["kv_file_errors"] == 1
-    counted, cached = int(stats["kv_file_errors"]), int(stats["cached_tokens"])
-    figure = f"errors {counted}, tokens found before it {cached}, bits equal {got == expected}"
-    yield Line(f"a flipped byte on disk (slot {spoilt}) is found, recomputed, counted", figure, ok)
-    third.engine.close()
-
-
-def flip(path: Path) -> int:
-    """One byte of the block in the middle of the file's slots. Returns the slot."""
-    with path.open("r+b") as file:
-        nbytes, slots = HEAD.unpack(file.read(HEAD.size))[2:]
-        start = PAGE + -(-slots * RECORD.itemsize // PAGE) * PAGE
-        stride = -(-nbytes // PAGE) * PAGE
-        file.seek(0, 2)
-        slot = (file.tell() - start) // stride // 2
-        file.seek(start + slot * stride + nbytes // 3)
-        byte = file.read(1)
-        file.seek(-1, 1)
-        file.write(bytes([byte[0] ^ 4]))
-    return int(slot)
 
 
 def lines(arguments: argparse.Namespace) -> Iterator[Line]:
@@ -202,11 +174,6 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     with TemporaryDirectory(prefix="tiers") as place:
         yield from disk_lines(arguments.tiers_model, arguments.tiers_tokens, Path(place))
         yield from talk_lines(arguments.tiers_model, arguments.tiers_conversations, Path(place))
-    yield pytest_line(
-        "preemption, restart, kill -9 of a writer, full and read-only disk, file of another build",
-        "tests/engine/test_kv_tiers.py",
-        "tests/kernels/test_block_bytes.py",
-    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -214,7 +181,3 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tiers-model", default="smollm2")
     parser.add_argument("--tiers-conversations", type=int, default=64)
     parser.add_argument("--tiers-tokens", type=int, default=8000)
-
-
-if __name__ == "__main__":
-    sys.exit(harness.alone(lines, add_arguments, __doc__))

@@ -1,15 +1,13 @@
 """`make accept NAME=trust`: nobody can slow anybody, KV survives, answers can be proved.
 
-    python bench/accept/trust.py [--only found hostile chaos recovery load fuzz receipts soak] [--seed 1]
+    python bench/accept/trust.py [--only hostile chaos recovery load fuzz soak] [--seed 1]
                                  [--most N] [--minutes 20] [--fuzz-seconds 1800] [--requests N]
 
-found     what was found to be wrong once: the tests that hold each mend
 hostile   every request of bench/hostile_requests.py beside ordinary streams, at three intensities
 chaos     answers of all methods while engines die, hang and are poisoned
 recovery  kill -9 to the next token, with KV taken back and computed again
 load      2,000 connections through one API process
 fuzz      damaged files, frames, answers and JSON; the kernels under sanitizers
-receipts  200 answers verified alone, one changed bit named
 soak      a million requests with the fake engine, and memory; only where it is asked for
 """
 
@@ -27,45 +25,12 @@ import harness
 import trust_chaos
 import trust_hostile
 import trust_load
-import trust_receipts
 import trust_soak
-from harness import ROOT, Check, Line
+from harness import ROOT, Line
 
-# what was found: the tests that hold its mend, without test_ and .py
-FOUND = {
-    "costly schemas hold up nobody, and SIGTERM ends the server": "server/text_pool",
-    "text that is bound to be refused takes no memory": "server/limits files/least_tokens",
-    "many prompts, large parameters, strings of clients, nasty numbers": "server/limits server/nasty",
-    "templates that never end": "server/template_budget",
-    "NaN ends only its own sequence": "kernels/native_sampling engine/fault_injection",
-    "a step that raises costs one request": "engine/bisect_step",
-    "deaths from outside are nobody's fault; crash loops keep trying": "server/quarantine server/alive",
-    "the API process without memory; half of what an engine says it does; killed text workers": (
-        "server/out_of_memory engine/ledger server/text_pool"
-    ),
-    "half-sent bodies, endless headers, trailers, slow clients": "server/http_limits server/http_fuzz",
-    "foreign origins and hosts": "server/origins",
-    "keys with limits, promised places": "server/keys server/quota server/places",
-    "pinned prefixes leave room": "server/prefixes",
-    "a replica that fails, or lies": "server/failing_replicas server/hostile_replicas",
-    "hostile files": "formats/hostile_files models/hostile_specs",
-    "reused request ids erase nobody's timeline": "server/history",
-    "engines and text workers that make no sense, events that are none": (
-        "server/hostile_channel server/hostile_workers server/hostile_json"
-    ),
-    "signals with work under way": "server/leaving",
-    "KV taken back, a flipped bit found": "engine/kv_survival e2e/killed_engine",
-}
 RECOVERY = re.compile(
     r"first ([\d.]+) s and ([\d.]+) s \(x([\d.]+)\), all ([\d.]+) s and ([\d.]+) s \(x([\d.]+)\)"
 )
-
-
-def found() -> Iterator[Line]:
-    """The mends, each by its tests."""
-    for what, tests in FOUND.items():
-        files = ["tests/" + "/test_".join(name.split("/")) + ".py" for name in tests.split()]
-        yield harness.pytest_line(what, *files, "-m", "not peer and not gpu and not soak")
 
 
 def recovery() -> Iterator[Line]:
@@ -158,46 +123,24 @@ def sanitized() -> Line:
     return Line("C++ under sanitizers", "; ".join(told) or done.stdout[-300:], done.returncode == 0)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="make accept NAME=trust",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=1, help="of the hostile requests")
     parser.add_argument("--most", type=int, default=10_000, help="hostile requests")
     parser.add_argument("--minutes", type=float, default=20.0, help="of chaos")
     parser.add_argument("--fuzz-seconds", type=float, default=1800.0)
     parser.add_argument("--requests", type=int, default=1_000_000, help="of the soak")
-    options, rest = parser.parse_known_args()
-    sys.argv[1:] = rest
-    faults = max(6, round(4 * options.minutes))
 
-    def hostile() -> Iterator[Line]:
-        yield from trust_hostile.lines(options.seed, options.most)
 
-    def chaos() -> Iterator[Line]:
-        yield from trust_chaos.lines(options.minutes, faults=faults)
-
-    def fuzzed() -> Iterator[Line]:
-        yield from fuzz(options.fuzz_seconds)
-
-    def soak() -> Iterator[Line]:
-        yield from trust_soak.lines(options.requests)
-
-    checks: dict[str, Check] = {
-        "found": found,
-        "hostile": hostile,
-        "chaos": chaos,
-        "recovery": recovery,
-        "load": trust_load.lines,
-        "fuzz": fuzzed,
-        "receipts": trust_receipts.lines,
-    }
-    if "soak" in rest:  # a quarter of an hour by itself, and part of `make soak`
-        checks["soak"] = soak
-    return harness.run("trust", checks)
-
+CHECKS: dict[str, harness.Check] = {
+    "hostile": lambda o: trust_hostile.lines(o.seed, o.most),
+    "chaos": lambda o: trust_chaos.lines(o.minutes, faults=max(6, round(4 * o.minutes))),
+    "recovery": lambda _: recovery(),
+    "load": lambda _: trust_load.lines(),
+    "fuzz": lambda o: fuzz(o.fuzz_seconds),
+}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if "soak" in sys.argv:  # a quarter of an hour by itself, and part of `make soak`
+        CHECKS["soak"] = lambda o: trust_soak.lines(o.requests)
+    parts = {name: harness.Part(lines, add_arguments) for name, lines in CHECKS.items()}
+    sys.exit(harness.main("trust", __doc__, parts))

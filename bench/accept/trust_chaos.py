@@ -9,7 +9,6 @@ comes through a router.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import random
 import re
@@ -220,19 +219,3 @@ def lines(
     yield Line(
         "records in the step log, whose disk was full at times", f"{seen.records}", seen.records > 0
     )
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--minutes", type=float, default=20.0)
-    parser.add_argument("--clients", type=int, default=24)
-    parser.add_argument("--faults", type=int, default=80)
-    parser.add_argument("--seed", type=int, default=3)
-    parser.add_argument("--only", nargs="*", default=())
-    options = parser.parse_args()
-    outcome = list(
-        lines(options.minutes, options.clients, options.faults, options.seed, tuple(options.only))
-    )
-    for line in outcome:
-        print("FAIL" if line.passed is False else "PASS", line.what, line.figure, sep="  ")
-    sys.exit(any(line.passed is False for line in outcome))

@@ -220,8 +220,5 @@ def lines() -> Iterator[Line]:
     what = "the same delay without engine and API process: a loop of send, as many bytes, the same pace"
     yield Line(what, _told(delays(bare, sent, bare.begin + 1.0)), None)
 
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
     for line in lines():
         print(line)

@@ -14,12 +14,10 @@ import random
 import selectors
 import socket
 import statistics
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import harness
 from harness import Line, Server
@@ -167,17 +165,3 @@ def lines(requests: int) -> Iterator[Line]:
         )
         what = f"memory of the {name} behind the first {SETTLED:.0%}, under {MOST_GROWTH_MB:.0f} MB more"
         yield Line(what, figure, grown < MOST_GROWTH_MB)
-
-
-def main() -> int:
-    requests = int(sys.argv[1]) if len(sys.argv) > 1 else 1_000_000
-    failed = 0
-    for line in lines(requests):
-        print("PASS" if line.passed else "FAIL", f"{line.what}: {line.figure}", flush=True)
-        failed += not line.passed
-    return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
-    sys.exit(main())

@@ -4,22 +4,21 @@
 
 lora         adapters: many in one batch, their price, bits, a bound with an LRU, PEFT's logits, bad folders
 checkpoints  each kind of quantised checkpoint against its own library's logits; KV types; configs that lie
-families     logits of tiny models of each family against Transformers; latent KV; bits alone and in a batch
 quality      error of logprobs against fp32 on chat prompts, as served; what it costs
 floor        shares of the machine's limits, by step
 limits       token budgets, and the default that follows from the kept limits; what adapters cost in plans
 peers        beside llama.cpp, ik_llama.cpp, OpenVINO GenAI and vLLM, in pairs
 
-A part is `weights_NAME.py` beside this file (see parts.py).
+A part is `weights_NAME.py` beside this file, with `lines` and `add_arguments`.
 """
 
 from __future__ import annotations
 
 import sys
 
-import parts
+from harness import main_of_parts
 
-PARTS = ("lora", "checkpoints", "families", "quality", "floor", "limits", "peers")
+PARTS = ("lora", "checkpoints", "quality", "floor", "limits", "peers")
 
 if __name__ == "__main__":
-    sys.exit(parts.main("weights", PARTS, __doc__))
+    sys.exit(main_of_parts("weights", __doc__, PARTS))

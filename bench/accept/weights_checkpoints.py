@@ -30,22 +30,16 @@ sys.path += [
 ]
 
 import grid  # noqa: E402
-import harness  # noqa: E402
 from harness import Line  # noqa: E402
 
 import quality  # noqa: E402
-from pageturner.formats import ggml, hub  # noqa: E402
+from pageturner.formats import hub  # noqa: E402
 from pageturner.kernels.base import KV_TYPES, AttentionShape  # noqa: E402
 from pageturner.kernels.native import NativeOps  # noqa: E402
-from pageturner.kernels.reference import ReferenceOps  # noqa: E402
-from pageturner.models.load import load_model, open_model, what_becomes  # noqa: E402
-from support.decoding import Decoding  # noqa: E402
+from pageturner.models.load import load_model  # noqa: E402
 from support.safetensors_writer import write_safetensors  # noqa: E402
 
-CHECKPOINTS = HERE.parents[1] / "tests/goldens/checkpoints"
-TOKENS = [7 * i % 64 for i in range(24)]
 EXACT, SERVED, ROUNDED = 2e-6, 0.012, 0.025  # of logits: relative error, root mean square
-PRODUCT = 0.008  # of products in one int8 term: what activations of 8 bits cost
 NEW = ("Q3_K", "IQ4_NL", "IQ4_XS", "MXFP4", "TQ1_0", "TQ2_0", "Q4_W", "Q8_W", "T4_W", "F8_W")
 HEAVIER = 1.15  # times the packed weights is the memory that loading takes at most
 KV_KL = 0.01  # nats, of fp8: what KV may cost
@@ -56,66 +50,7 @@ def root_mean_square(got: np.ndarray, expected: np.ndarray) -> float:
     return float(np.sqrt(np.mean((got - expected) ** 2)) / np.sqrt(np.mean(expected**2)))
 
 
-# -- folders of other libraries ------------------------------------------------------------------------------
-def folder_lines() -> Iterator[Line]:
-    reference, native = ReferenceOps(), NativeOps(1)
-    for folder in sorted(CHECKPOINTS.iterdir()):
-        expected = np.load(folder / "logits.npy")
-
-        def error(
-            ops: object, expected: np.ndarray = expected, folder: Path = folder, **how: str
-        ) -> float:
-            got = Decoding(load_model(folder, ops, **how), ops).step([("p", TOKENS)])[0]  # type: ignore[arg-type]
-            return root_mean_square(got, expected)
-
-        file, _, _ = open_model(folder)
-        kind = file.tensors["model.layers.0.self_attn.q_proj.weight"].kind
-        becomes = what_becomes(file)
-        exact, served = error(reference, dtype="float32"), error(native)
-        good = exact < (ROUNDED if becomes else EXACT) and served < (ROUNDED if becomes else SERVED)
-        figure = f"as {kind}: {exact:.1e} dequantised, {served:.1e} served"
-        if becomes:
-            figure += f"; it says: {becomes[0]}"
-        yield Line(f"{folder.name}: logits of the library's dequantised weights", figure, good)
-
-
-def lie_lines() -> Iterator[Line]:
-    yield harness.pytest_line(
-        "quantisation configs that lie: errors with codes",
-        "tests/models/test_checkpoints.py",
-        "-k",
-        "what_is_not_true",
-    )
-    yield harness.pytest_line(
-        "GGUF types: values bit-equal to those of the gguf package",
-        "tests/formats/test_ggml.py",
-        "-k",
-        "bit_equal",
-    )
-    yield Line(
-        "published files of these kinds",
-        "none is at hand here; the folders above were made by the libraries themselves",
-        None,
-        run=False,
-    )
-
-
 # -- kernels -------------------------------------------------------------------------------------------------
-def product_lines() -> Iterator[Line]:
-    ops = NativeOps(1)
-    x = grid.normal(16, 1536, seed=9)
-    for kind in NEW:
-        errors = []
-        for bits in (8, 15):
-            weight = grid.weight(kind, 256, 1536)
-            values = ggml.dequantise(kind, weight.shape, weight.data).astype(np.float64)
-            tensor = type(weight)(weight.name, kind, weight.shape, weight.data, bits)
-            errors.append(root_mean_square(ops.linear(x, ops.pack_weight(tensor)), x @ values.T))
-        bound = 1e-6 if kind in ggml.FLOATS else PRODUCT
-        figure = f"{errors[0]:.1e} in one term, {errors[1]:.1e} in two"
-        yield Line(
-            f"{kind}: products beside those of its dequantised weights", figure, errors[0] < bound
-        )
 
 
 def order_lines() -> Iterator[Line]:
@@ -329,9 +264,6 @@ def kv_speed_lines() -> Iterator[Line]:
 def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     """Every line of checkpoints and KV types."""
     logging.getLogger("pageturner").setLevel(logging.ERROR)  # what weights become is in the lines
-    yield from folder_lines()
-    yield from lie_lines()
-    yield from product_lines()
     yield from load_lines()
     yield from kv_quality_lines(arguments.kv_text, arguments.kv_tokens)
     if not arguments.no_speed:
@@ -350,8 +282,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-speed", action="store_true", help="no times of kernels")
 
 
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["--loaded"]:
-        loaded(sys.argv[2])
-        sys.exit(0)
-    sys.exit(harness.alone(lines, add_arguments, __doc__))
+if __name__ == "__main__":  # a process of its own for `load_lines`
+    loaded(sys.argv[-1])

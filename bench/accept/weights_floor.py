@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-import harness
 from harness import Line
 
 import steps
@@ -64,7 +63,3 @@ def _kv_bytes(run: dict[str, Any]) -> float:
     """What attention reads in a step."""
     found: float = run["operators"]["attention"]["nbytes"]
     return found
-
-
-if __name__ == "__main__":
-    sys.exit(harness.alone(lines, add_arguments, __doc__))

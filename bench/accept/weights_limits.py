@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-import harness
 from harness import DATA, Line, NotRun, median
 
 from pageturner.config.settings import EngineConfig
@@ -52,26 +51,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--limits-threads", type=int, default=0, help="1: by processor time; 0: all cores"
     )
     parser.add_argument("--limits-budgets", type=int, nargs="+", default=BUDGETS, metavar="TOKENS")
-    parser.add_argument("--limits-only", nargs="*", choices=("budgets", "start", "bits"))
+    parser.add_argument("--limits-only", nargs="*", choices=("budgets", "start"))
 
 
 def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     """What the default becomes and what it brings; that no answer depends on it."""
-    wanted = arguments.limits_only or ("budgets", "start", "bits")
+    wanted = arguments.limits_only or ("budgets", "start")
     if "budgets" in wanted:
         yield from _budgets(arguments)
-    if "bits" in wanted:
-        yield harness.pytest_line(
-            "what a budget becomes; an explicit one is taken", "tests/engine/test_step_sizes.py"
-        )
-        yield harness.pytest_line(
-            "answers do not depend on it",
-            "tests/e2e/test_invariance.py",
-            "-m",
-            "slow or not slow",
-            "-k",
-            "any_two_settings or each_policy",
-        )
     if "start" in wanted:
         yield from _start()
 
@@ -176,7 +163,3 @@ def _start() -> Iterator[Line]:
     yield Line(what, f"{took:.3f} s", took <= 0.1)
     figure = f"{integer / kept.integer_gop_s:.2f} of int8, {floats / kept.fp32_gop_s:.2f} of fp32"
     yield Line("what it finds beside what is measured in a second", figure, None)
-
-
-if __name__ == "__main__":
-    sys.exit(harness.alone(lines, add_arguments, __doc__))

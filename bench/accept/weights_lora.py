@@ -1,23 +1,18 @@
-"""LoRA adapters: their pace beside the model's own, five hundred of them, equal bits, PEFT, bad input.
+"""LoRA adapters: their pace beside the model's own.
 
-Owns what is measured: decode steps of SmolLM2 for 32 sequences with 250 tokens each, with adapters and
-without in turns, and a server to which 500 adapters were named. Adapters have random values; what is computed
-does not depend on them.
+Decode steps of SmolLM2 for 32 sequences with 250 tokens each run with adapters and without in turns. Adapters
+have random values; what is computed does not depend on them. Bits, bounds and bad folders are held by
+tests/models/test_lora.py and tests/e2e/test_served_adapters.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -25,8 +20,7 @@ import numpy as np
 HERE = Path(__file__).parent
 sys.path += [str(HERE), str(HERE.parents[1] / "tests")]
 
-import harness  # noqa: E402
-from harness import Line, pytest_line  # noqa: E402
+from harness import Line  # noqa: E402
 
 from pageturner.formats import hub  # noqa: E402
 from pageturner.kernels import peak  # noqa: E402
@@ -34,12 +28,11 @@ from pageturner.kernels.adapters import Adapters  # noqa: E402
 from pageturner.kernels.base import Batch, Draw  # noqa: E402
 from pageturner.kernels.native import NativeOps  # noqa: E402
 from pageturner.models.decoder import Decoder  # noqa: E402
-from pageturner.models.load import load_model, open_model  # noqa: E402
-from support.adapters import ALL, random_weights, shapes_of, write_adapter  # noqa: E402
+from pageturner.models.load import load_model  # noqa: E402
+from support.adapters import ALL, random_weights, shapes_of  # noqa: E402
 
 ROWS, CONTEXT, BLOCK, RANK = 32, 250, 16, 16
 PACE_OF_32, PACE_OF_ONE = 0.85, 0.95
-NAMED, HOT = 500, 32
 TARGETS = {
     "q, v (PEFT's own choice for Llama)": ("q", "v"),
     "q, k, v, o": ("q", "k", "v", "o"),
@@ -155,127 +148,13 @@ def pace_lines(rounds: int) -> Iterator[Line]:
 
 
 # -- five hundred --------------------------------------------------------------------------------------------
-def many_folders(root: Path) -> list[Path]:
-    """Adapters that differ in their settings alone: their weights are one file."""
-    spec = open_model(hub.resolve("smollm2").path)[1]
-    first = write_adapter(root / "0", spec, ("q", "v"), 8, kind="F16", size=0.6)
-    folders = [first]
-    for number in range(1, NAMED):
-        folder = root / str(number)
-        folder.mkdir()
-        os.link(first / "adapter_model.safetensors", folder / "adapter_model.safetensors")
-        config = json.loads((first / "adapter_config.json").read_text())
-        (folder / "adapter_config.json").write_text(
-            json.dumps(config | {"lora_alpha": 4 + number % 97 / 8, "of": number})
-        )
-        folders.append(folder)
-    return folders
-
-
-def asked(url: str, model: str, tokens: int = 8) -> tuple[str, float]:
-    """The answer, and the seconds until it was there."""
-    body = {
-        "model": model,
-        "prompt": "The old house",
-        "max_tokens": tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-    }
-    request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
-    )
-    begin = time.monotonic()
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        return json.load(answer)["choices"][0]["text"], time.monotonic() - begin
-
-
-def served_lines() -> Iterator[Line]:
-    with TemporaryDirectory(dir=os.environ.get("TMPDIR")) as place:
-        folders = many_folders(Path(place))
-        flags = [flag for n, folder in enumerate(folders) for flag in ("--lora", f"a{n}={folder}")]
-        with harness.server(*flags, "--max-loras", str(HOT), "--kv-cache-memory", "256M") as server:
-            begin = time.monotonic()
-            while server.metric("pageturner:adapters") < NAMED and time.monotonic() < begin + 120:
-                time.sleep(0.1)
-            ready = time.monotonic() - begin
-            with urllib.request.urlopen(f"{server.url}/v1/models", timeout=30) as answer:
-                listed = sum(one["parent"] is not None for one in json.load(answer)["data"])
-            yield Line(
-                f"{NAMED} adapters registered, all listed",
-                f"{listed} after {ready:.1f} s",
-                listed == NAMED,
-            )
-            before, most = server.rss_mb(), 0.0
-            order = [f"a{(7 * n) % NAMED}" for n in range(NAMED)] * 2
-            with ThreadPoolExecutor(HOT) as pool:
-                together = []
-                for part in range(0, len(order), 100):
-                    together += list(
-                        pool.map(lambda name: asked(server.url, name), order[part : part + 100])
-                    )
-                    most = max(most, server.metric("pageturner:adapters_in_memory"))
-            loads = server.metric("pageturner:adapter_loads_total")
-            grown = server.rss_mb() - before
-            figure = f"at most {most:.0f} in memory, {loads:.0f} loads for {len(order)} requests, {grown:+.0f} MB"
-            yield Line(
-                f"{HOT} hot, by an LRU with a bound",
-                figure,
-                0 < most <= HOT and loads >= NAMED - HOT,
-            )
-            alone = {name: asked(server.url, name)[0] for name in order[:40]}
-            equal = all(
-                text == alone[name]
-                for name, (text, _) in zip(order, together, strict=True)
-                if name in alone
-            )
-            different = len(set(alone.values()))
-            yield Line(
-                "answers equal alone and among 32 at once", f"{equal}, {different} different", equal
-            )
-            times = sorted(seconds for _, seconds in together)
-            figure = f"{statistics.median(times):.2f} s, p99 {times[int(0.99 * len(times))]:.2f} s"
-            yield Line(
-                "8 tokens, where nearly every request waits for its adapter to be read",
-                figure,
-                None,
-            )
 
 
 def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     """Every line of adapters."""
     yield from pace_lines(arguments.lora_rounds)
-    yield from served_lines()
-    yield pytest_line(
-        "bits equal alone and mixed, each instruction set, any threads",
-        "tests/models/test_lora.py",
-        "-k",
-        "mix or pieces",
-    )
-    yield pytest_line(
-        "the invariance product with adapters", "tests/e2e/test_invariance.py", "-k", "adapters"
-    )
-    yield pytest_line(
-        "logits equal Transformers with PEFT within 1e-4 (fp32), 12 adapters",
-        "tests/models/test_lora.py",
-        "-k",
-        "transformers",
-    )
-    yield pytest_line(
-        "bad input: another model, shapes, NaN, rank, half written: clear errors",
-        "tests/models/test_lora.py",
-        "-k",
-        "not transformers and not mix and not pieces and not native",
-    )
-    yield pytest_line(
-        "on a server: nobody else affected, unloading finishes first, engine killed",
-        "tests/e2e/test_served_adapters.py",
-    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What this part takes on the command line."""
     parser.add_argument("--lora-rounds", type=int, default=15, help="pairs of steps for each pace")
-
-
-if __name__ == "__main__":
-    sys.exit(harness.alone(lines, add_arguments, __doc__))

@@ -22,7 +22,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import harness
 from harness import DATA, RESULTS, ROOT, Line, NotRun
 
 sys.path.insert(0, str(ROOT / "bench"))
@@ -286,6 +285,3 @@ def _words(name: str, model: Path, requests: int, prompt: int, answer: int) -> P
 
 
 _JUDGES: dict[str, Any] = {"mixed64": mixed64, "poisson": poisson, "qwen": qwen, "four": four}
-
-if __name__ == "__main__":
-    sys.exit(harness.alone(lines, add_arguments, __doc__))

@@ -9,13 +9,8 @@ processor time.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import resource
-import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,13 +18,11 @@ from pathlib import Path
 import numpy as np
 
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-import harness
-from harness import DATA, ROOT, Line, NotRun, median
+from harness import DATA, Line
 
 import quality
 import quality_peers
 import quality_prompts as prompts
-from pageturner.errors import EngineFault
 from pageturner.formats.hub import cache_folder
 
 MODELS = {
@@ -38,12 +31,10 @@ MODELS = {
     "Gemma 3 270M": "gemma3-270m-q4_k_m.gguf",
 }
 MEAN, P99, COST = 0.005, 0.03, 0.05
-BASE = "04036f8"  # the last commit whose default was 8 bits in most matrices
 KL, SAME = (
     0.00103,
     0.97,
 )  # of that commit over 20,440 tokens of prose (bench/LOG.md), and its target
-NATIVE = Path("src/pageturner/kernels/native/build.sh")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,27 +47,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quality-tokens", type=int, default=4096, help="of prose; 20440: as in the log"
     )
-    parser.add_argument(
-        "--quality-base", default=BASE, help="the commit whose mixed64 is the measure"
-    )
-    parser.add_argument("--quality-rounds", type=int, default=3, help="of mixed64")
-    parser.add_argument("--quality-only", nargs="*", choices=("prompts", "prose", "price"))
+    parser.add_argument()
+    parser.add_argument("--quality-only", nargs="*", choices=("prompts", "prose"))
 
 
 def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     """Errors for each model, Paris, prose, and the price."""
-    wanted = arguments.quality_only or ("prompts", "prose", "price")
+    wanted = arguments.quality_only or ("prompts", "prose")
     if "prompts" in wanted:
         for name in arguments.quality_models:
             file = cache_folder() / MODELS[name]
             yield from _prompts(name, file, arguments.quality_count, arguments.quality_peers)
     if "prose" in wanted:
         yield from _prose(arguments.quality_tokens)
-    if "price" in wanted:
-        try:
-            yield from _price(arguments.quality_base, arguments.quality_rounds)
-        except NotRun as reason:
-            yield Line("price of mixed64", str(reason), None, run=False)
 
 
 def _prompts(name: str, model: Path, count: int, of_peers: int | None) -> Iterator[Line]:
@@ -144,72 +127,3 @@ def _prose(tokens: int) -> Iterator[Line]:
     figure = f"KL {found.kl:.5f}, same top token {found.same:.2%}, perplexity {found.change:+.2%}"
     what = f"SmolLM2 on {found.tokens:,} tokens of prose (KL {KL}, {SAME:.0%} as before)"
     yield Line(what, figure, found.kl <= KL and found.same >= SAME)
-
-
-def _price(commit: str, rounds: int) -> Iterator[Line]:
-    workload = DATA / "workloads" / "mixed64.jsonl"
-    if not workload.is_file() or not shutil.which("cmake"):
-        raise NotRun(f"{workload} or cmake is not here")
-    with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder) / "tree"
-        made = subprocess.run(
-            ["git", "worktree", "add", "--quiet", "--detach", tree, commit],
-            cwd=ROOT,
-            capture_output=True,
-        )
-        if made.returncode:
-            raise NotRun(f"there is no commit {commit} here")
-        try:
-            environment = {**os.environ, "PYTHON": sys.executable}
-            subprocess.run(
-                [tree / NATIVE, Path(folder) / "build"],
-                env=environment,
-                check=False,
-                capture_output=True,
-            )
-            pairs = [(_mixed(tree, workload), _mixed(ROOT, workload)) for _ in range(rounds)]
-        finally:
-            subprocess.run(["git", "worktree", "remove", "--force", tree], cwd=ROOT, check=False)
-    pace = median([mine[0] / theirs[0] for theirs, mine in pairs])
-    work = median([mine[1] / theirs[1] for theirs, mine in pairs])
-    said = ", ".join(f"{mine[0]:.0f}/{theirs[0]:.0f}" for theirs, mine in pairs)
-    figure = f"{pace:.2f}x the pace ({said} output tok/s), {work:.2f}x the processor time"
-    yield Line(
-        f"mixed64 beside {commit}'s default (at least {1 - COST:.2f}x)", figure, pace >= 1 - COST
-    )
-
-
-def _mixed(tree: Path, workload: Path) -> tuple[float, float]:
-    """Output tokens/s and processor seconds of mixed64 by the sources of a tree, with the kernels that lie
-    there; without site's hooks, which would import what is installed."""
-    paths = os.pathsep.join([str(tree / "src"), sysconfig.get_paths()["purelib"]])
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    with tempfile.NamedTemporaryFile(suffix=".json") as output:
-        command = [
-            sys.executable,
-            "-S",
-            "-m",
-            "pageturner",
-            "bench",
-            "engine",
-            "--model",
-            "smollm2",
-        ]
-        command += ["--workload", str(workload), "--output", output.name]
-        done = subprocess.run(
-            command,
-            cwd=tree,
-            env={**os.environ, "PYTHONPATH": paths},
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode:
-            raise EngineFault("bench", done.stderr[-500:])
-        figures = json.loads(Path(output.name).read_text())
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return figures["output_tokens_per_s"], spent
-
-
-if __name__ == "__main__":
-    sys.exit(harness.alone(lines, add_arguments, __doc__))

@@ -1,4 +1,4 @@
-"""bench/accept/parts.py, and api.py's part of clients: what a script says becomes a line that can fail."""
+"""Parts of acceptance scripts, and api.py's part of clients: what a script says becomes a line that can fail."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench" / "accept"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))  # goes first: both have a house.py
 
 import api_clients
+import harness
 import install
-import parts
 
 ROOT = Path(__file__).parents[2]
 
@@ -92,14 +92,44 @@ def test_every_client_has_its_script_and_a_version() -> None:
         assert pinned, f"{name}: no version"
 
 
-def test_an_option_goes_to_the_parts_that_know_it_and_absent_parts_are_not_run() -> None:
-    part = ModuleType("api_some")
-    vars(part)["add_arguments"] = lambda parser: parser.add_argument(
-        "--rounds", type=int, default=5
-    )
-    given = ["--rounds", "2", "--seed", "1"]
-    arguments, left = parts.options(part, given)
-    assert (arguments.rounds, left) == (2, ["--seed", "1"])
-    assert parts.options(None, given)[1] == given
-    with pytest.raises(parts.NotRun, match="part absent"):
-        next(iter(parts.check("some", None, arguments)()))
+def test_an_option_goes_to_the_parts_that_know_it_and_a_broken_part_is_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def add_rounds(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--rounds", type=int, default=5)
+
+    def rounds(options: argparse.Namespace) -> Iterator[harness.Line]:
+        yield harness.Line("rounds", f"{options.rounds}", True)
+
+    def absent(options: argparse.Namespace) -> Iterator[harness.Line]:
+        raise harness.NotRun("nobody is at home")
+
+    def broken(options: argparse.Namespace) -> Iterator[harness.Line]:
+        yield harness.Line("half", "1", True)
+        raise ValueError("seven")
+
+    parts = {
+        "some": harness.Part(rounds, add_rounds),
+        "absent": harness.Part(absent),
+        "broken": harness.Part(broken),
+    }
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["x", "--only", "some", "absent", "--rounds", "2"])
+    assert harness.main("x", None, parts) == 0
+    out = capsys.readouterr().out
+    assert "PASS      rounds: 2" in out
+    assert "NOT RUN   absent: nobody is at home" in out
+    monkeypatch.setattr(sys, "argv", ["x"])
+    assert harness.main("x", None, parts) == 1
+    out = capsys.readouterr().out
+    assert "PASS      half: 1" in out
+    assert "FAIL      broken: ValueError: seven" in out
+    monkeypatch.setattr(sys, "argv", ["x", "--seed", "1"])
+    with pytest.raises(SystemExit):
+        harness.main("x", None, parts)
+
+
+def test_every_part_of_a_script_is_there() -> None:
+    for script in ("api", "page", "scale", "weights"):
+        for name in __import__(script).PARTS:
+            assert (ROOT / "bench" / "accept" / f"{script}_{name}.py").is_file(), (script, name)

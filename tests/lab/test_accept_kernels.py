@@ -224,7 +224,6 @@ def test_the_other_parts_can_pass_and_fail() -> None:
     }
     decode = {"ours": 200.0, "theirs": {"Q4_0": 100.0}}
     memory = {"packed_bytes": 100e6, "kv_bytes": 50e6}
-    line = {"what": "a", "figure": "b", "passed": True}
     for part, good, poor in (
         ("prefix", loads("prefix", "ours", 200), loads("prefix", "ours", 199)),
         ("floats", types(120), types(119)),
@@ -242,7 +241,6 @@ def test_the_other_parts_can_pass_and_fail() -> None:
             memory | {"peak_mb": 301e6 / (1 << 20)},
         ),
         ("quality", {"rows": [rows], "tokens": 1}, {"rows": [bad], "tokens": 1}),
-        ("suites", {"lines": [line]}, {"lines": [line | {"passed": False}]}),
     ):
         assert False not in verdicts(part, good), part
         assert True in verdicts(part, good), part
