@@ -150,9 +150,12 @@ def outside(base: Side, ours: Side) -> Iterator[Line]:
 def rows(page: str) -> dict[str, list[str]]:
     """Row, as far as its first colon or bracket -> what it names as its test or command, in backquotes."""
     cells = re.findall(r"^\| (.*?) \| (.*) \|$", page, re.M)
-    names = [re.split(r" ?[:(]", name)[0] for name, _ in cells]
-    found = zip(names, (re.findall(r"`([^`]+)`", rest) for _, rest in cells), strict=True)
-    return {name: words for name, words in found if name != "row"}
+    found: dict[str, list[str]] = {}
+    for name, rest in cells:
+        if name != "row":
+            short = re.split(r" ?[:(]", name)[0]
+            found.setdefault(short, []).extend(re.findall(r"`([^`]+)`", rest))
+    return found
 
 
 def named_and_absent(words: list[str]) -> list[str]:
