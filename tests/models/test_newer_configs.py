@@ -14,7 +14,7 @@ import pytest
 
 from pageturner.errors import EngineFault
 from pageturner.formats.ggml import dequantise
-from pageturner.formats.gguf import TensorInfo
+from pageturner.formats.mapped import TensorInfo
 from pageturner.formats.safetensors import open_safetensors
 from pageturner.kernels.base import Tensor
 from pageturner.kernels.reference import ReferenceOps

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,16 +20,8 @@ from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
-from pageturner.errors import EngineFault
-from pageturner.formats.sentencepiece import (
-    BYTE,
-    HIDDEN,
-    NORMAL,
-    SPACE,
-    USER_DEFINED,
-    of_kind,
-    piece_bytes,
-)
+from pageturner.errors import EngineFault, refusing
+from pageturner.formats.sentencepiece import NORMAL, SPACE, Pieces
 from pageturner.formats.tokenizer import least
 
 # One text at a time needs no thread pool, and the library warns when a process that has one forks.
@@ -151,50 +143,67 @@ def byte_level_bytes(text: str) -> bytes:
         return text.encode()
 
 
-class ByteLevel:
-    """Byte-level BPE: a `Codec`. Kinds as in `spm`; merges best first, each "left right"."""
+class _Bpe(Pieces):
+    """A vocabulary whose merging the library does, once with special tokens and once without."""
+
+    def _prepare(
+        self,
+        model: BPE,
+        split: pre_tokenizers.PreTokenizer,
+        normalizer: normalizers.Normalizer | None = None,
+    ) -> None:
+        self._backends = []
+        for special in (self.plain, [*self.hidden, *self.plain]):
+            backend = Backend(model)
+            backend.pre_tokenizer = split
+            if normalizer is not None:
+                backend.normalizer = normalizer
+            added = [AddedToken(text, normalized=False) for text in special if text]
+            backend.add_special_tokens(added)
+            self._backends.append(backend)
+
+    def _encode(self, parts: list[str], parse_special: bool) -> list[list[int]]:
+        """The "fast" call leaves out the offsets and lets other threads run meanwhile."""
+        backend = self._backends[parse_special]
+        return [part.ids for part in backend.encode_batch_fast(parts, add_special_tokens=False)]
+
+
+class ByteLevel(_Bpe):
+    """Byte-level BPE: a `Codec`. Merges best first, each "left right"."""
 
     def __init__(
         self, tokens: Sequence[str], kinds: Sequence[int], merges: Iterable[str], pre: Pre
     ) -> None:
-        self._tokens = tokens
-        self.vocab_size = len(tokens)
-        hidden, defined = of_kind(tokens, kinds, HIDDEN), of_kind(tokens, kinds, (USER_DEFINED,))
-        self._literal = frozenset(
-            [*hidden.values(), *defined.values()]
-        )  # these are text, not byte-level
+        super().__init__(tokens, kinds)
+        # these are text, not byte-level
+        self._literal = frozenset([*self.hidden.values(), *self.plain.values()])
         vocab = {token: i for i, token in enumerate(tokens)}
         # A byte without a token is dropped, but its neighbours must not merge across it (as in llama.cpp; the
         # library would drop it first): it gets an id behind the vocabulary, which `encode` takes out again.
         homeless = [character for character in BYTES if character not in vocab]
         self._homeless = bytes(BYTES[character] for character in homeless)
         vocab |= {character: self.vocab_size + i for i, character in enumerate(homeless)}
-        model = _model(vocab, merges, ignore_merges=pre.ignore_merges)
         splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
         letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        split = pre_tokenizers.Sequence([*splits, letters])
-        self._plain = _backend(model, defined, split=split)
-        self._parsing = _backend(model, [*hidden, *defined], split=split)
+        model = _model(vocab, merges, ignore_merges=pre.ignore_merges)
+        self._prepare(model, pre_tokenizers.Sequence([*splits, letters]))
 
     def encode(self, text: str, parse_special: bool) -> list[int]:
-        backend = self._parsing if parse_special else self._plain
-        # A batch of one: the "fast" call leaves out the offsets and lets other threads run meanwhile.
-        ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        (ids,) = self._encode([text], parse_special)
         if max(ids, default=0) >= self.vocab_size:
             ids = [i for i in ids if i < self.vocab_size]
         return ids
 
     def least_tokens(self, text: str) -> int:
         """Each byte with a token is in one, whose text has a character for each of its bytes."""
-        if not self._homeless:
-            return least(len(text), self._longest)
-        return least(
-            len(text.encode("utf-8", "replace").translate(None, self._homeless)), self._longest
-        )
+        size = len(text)
+        if self._homeless:
+            size = len(text.encode("utf-8", "replace").translate(None, self._homeless))
+        return least(size, self.longest)
 
     @cached_property
-    def _longest(self) -> int:
-        """Bytes of the longest token. It takes some milliseconds: found when the first long text comes."""
+    def longest(self) -> int:
+        """Bytes of the longest token."""
         literal = (len(self._tokens[i].encode()) for i in self._literal)
         return max(max(map(len, self._tokens), default=1), *literal, 1)
 
@@ -203,75 +212,37 @@ class ByteLevel:
         return text.encode() if token in self._literal else byte_level_bytes(text)
 
 
-class RawBPE:
+class RawBPE(_Bpe):
     """BPE on the characters of whole lines, spaces written as U+2581, bytes as a last resort: Gemma 4."""
 
     def __init__(self, tokens: Sequence[str], kinds: Sequence[int], merges: Iterable[str]) -> None:
-        self._tokens, self._kinds = tokens, kinds
-        self.vocab_size = len(tokens)
-        hidden, defined = of_kind(tokens, kinds, HIDDEN), of_kind(tokens, kinds, (USER_DEFINED,))
+        super().__init__(tokens, kinds)
+        self._every_byte = len(self.byte_ids()) == 256
+        self._lines = {t: i for t, i in self.of_kind(NORMAL).items() if not t.strip("\n")}
         vocab = {token: i for i, token in enumerate(tokens)}
-        for text in of_kind(tokens, kinds, (BYTE,)):
-            piece_bytes(text, BYTE)  # raises for a broken one
-        self._every_byte = len(of_kind(tokens, kinds, (BYTE,))) == 256
-        self._lines = {
-            t: i for t, i in of_kind(tokens, kinds, (NORMAL,)).items() if not t.strip("\n")
-        }
-        model = _model(vocab, merges, byte_fallback=True)
         split = pre_tokenizers.Split(Regex(r"[^\n]+|\n+"), "isolated")
-        escape = normalizers.Replace(" ", SPACE)
-        self._plain = _backend(model, defined, split=split, normalizer=escape)
-        self._parsing = _backend(model, [*hidden, *defined], split=split, normalizer=escape)
+        model = _model(vocab, merges, byte_fallback=True)
+        self._prepare(model, split, normalizers.Replace(" ", SPACE))
 
     def encode(self, text: str, parse_special: bool) -> list[int]:
         """A run of line ends that is a token is taken as it is; the merges would not always find it."""
-        backend = self._parsing if parse_special else self._plain
         parts = re.split(r"(\n+)", text)
-        encoded = backend.encode_batch_fast(parts, add_special_tokens=False)
         out: list[int] = []
-        for part, encoding in zip(parts, encoded, strict=True):
+        for part, ids in zip(parts, self._encode(parts, parse_special), strict=True):
             token = self._lines.get(part)
-            out += encoding.ids if token is None else [token]
+            out += ids if token is None else [token]
         return out
 
     def least_tokens(self, text: str) -> int:
-        return least(len(text), self._longest) if self._every_byte else 0
-
-    @cached_property
-    def _longest(self) -> int:
-        return max(map(len, self._tokens), default=1)
-
-    def token_bytes(self, token: int) -> bytes:
-        return piece_bytes(self._tokens[token], self._kinds[token])
+        return least(len(text), self.longest) if self._every_byte else 0
 
 
 def _model(vocab: dict[str, int], merges: Iterable[str], **options: bool) -> BPE:
     pairs = []
-    for line in merges:
-        space = line.find(" ", 1)
-        if space < 0:
-            raise EngineFault(
-                "tokenizer_corrupt", f"the tokenizer of the model has the merge {line!r}"
-            )
-        pairs.append((line[:space], line[space + 1 :]))
-    try:
+    with refusing(lambda why: EngineFault("tokenizer_corrupt", f"the tokenizer is broken: {why}")):
+        for line in merges:
+            space = line.find(" ", 1)
+            if space < 0:
+                raise ValueError(f"it has the merge {line!r}")
+            pairs.append((line[:space], line[space + 1 :]))
         return BPE(vocab, pairs, **options)
-    except Exception as error:  # the library raises bare Exception
-        raise EngineFault(
-            "tokenizer_corrupt", f"the tokenizer of the model is broken: {error}"
-        ) from error
-
-
-def _backend(
-    model: BPE,
-    special: Collection[str],
-    *,
-    split: pre_tokenizers.PreTokenizer,
-    normalizer: normalizers.Normalizer | None = None,
-) -> Backend:
-    backend = Backend(model)
-    backend.pre_tokenizer = split
-    if normalizer is not None:
-        backend.normalizer = normalizer
-    backend.add_special_tokens([AddedToken(text, normalized=False) for text in special if text])
-    return backend

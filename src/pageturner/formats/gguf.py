@@ -15,36 +15,20 @@ import contextlib
 import mmap
 import os
 import struct
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, TypeVar, overload
+from typing import TypeVar, overload
 
 from pageturner.errors import EngineFault, naming
 from pageturner.formats.ggml_types import KINDS
-from pageturner.formats.mapped import advise
-
-if TYPE_CHECKING:  # who opens a file for its tokenizer alone waits for no numpy
-    import numpy as np
-    from numpy.typing import NDArray
+from pageturner.formats.mapped import MappedTensors, TensorInfo
 
 Scalar = int | float | bool | str
 Value = TypeVar("Value", int, float, bool, str)
 
 _STRING, _ARRAY = 8, 9
-_FORMATS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+_FORMATS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}  # value type -> struct code
 _FIXED = {number: struct.Struct("<" + code) for number, code in _FORMATS.items()}
 _WHOLE = [number for number, code in _FORMATS.items() if code in "BbHhIiQq"]
 _U32, _U64 = _FIXED[4], _FIXED[10]
@@ -99,27 +83,8 @@ class Array:
                 position = start + size(data, position)[0]
                 out.append(data[start:position].decode())
         except UnicodeDecodeError as error:
-            raise EngineFault(
-                "gguf_corrupt", "the model file holds a string that is not UTF-8"
-            ) from error
+            raise _corrupt("the model file holds a string that is not UTF-8") from error
         return out
-
-
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """One row of the tensor table. `shape` has the columns last; `offset` is in the file.
-
-    columns  int32, where they lie in another order than the inputs that they multiply: which input each has
-    rows     the same of its outputs
-    """
-
-    name: str
-    kind: str
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-    columns: NDArray[np.int32] | None = field(default=None, compare=False)
-    rows: NDArray[np.int32] | None = field(default=None, compare=False)
 
 
 class _ByteReader:
@@ -155,9 +120,7 @@ class _ByteReader:
         try:
             return self.data[start : self.position].decode()
         except UnicodeDecodeError as error:
-            raise EngineFault(
-                "gguf_corrupt", f"the string at byte {start:,} is not UTF-8"
-            ) from error
+            raise _corrupt(f"the string at byte {start:,} is not UTF-8") from error
 
     def value(self, key: str) -> Scalar | Array:
         kind = self.u32()
@@ -166,9 +129,7 @@ class _ByteReader:
         if kind == _STRING:
             return self.string()
         if kind != _ARRAY:
-            raise EngineFault(
-                "gguf_corrupt", f"metadata key {key!r} has the unknown value type {kind}"
-            )
+            raise _corrupt(f"metadata key {key!r} has the unknown value type {kind}")
         return self.array(key)
 
     def array(self, key: str) -> Array:
@@ -179,9 +140,7 @@ class _ByteReader:
         elif kind == _STRING:
             self.skip_strings(count)
         else:
-            raise EngineFault(
-                "gguf_corrupt", f"metadata key {key!r} is an array of the unsupported type {kind}"
-            )
+            raise _corrupt(f"metadata key {key!r} is an array of the unsupported type {kind}")
         return array
 
     def skip_strings(self, count: int) -> None:
@@ -196,18 +155,16 @@ class _ByteReader:
         self.skip(position - self.position)
 
 
-class GGUFFile:
-    """An open GGUF file. Tensor bytes stay in the page cache; views of them keep the mapping alive.
+class GGUFFile(MappedTensors):
+    """An open GGUF file.
 
     size      bytes of the file
     metadata  key -> scalar, or `Array`
-    tensors   name -> TensorInfo, in file order
     """
 
     def __init__(self, data: mmap.mmap, path: str) -> None:
         self.path = path
         self.size = len(data)
-        self._data = data
         reader = _ByteReader(data)
         if data[:4] != b"GGUF":
             raise EngineFault("gguf_magic", f"{path} is not a GGUF file")
@@ -219,7 +176,8 @@ class GGUFFile:
                 "gguf_truncated", f"{path} is too short for what its header announces"
             )
         self.metadata = _read_metadata(reader, pair_count)
-        self.tensors = _read_tensors(reader, tensor_count, self.get("general.alignment", int, 32))
+        tensors = _read_tensors(reader, tensor_count, self.get("general.alignment", int, 32))
+        super().__init__(path, tensors, dict.fromkeys(tensors, data))
 
     @overload
     def get(self, key: str, kind: type[Value]) -> Value: ...
@@ -243,24 +201,6 @@ class GGUFFile:
         if not isinstance(value, Array):
             raise EngineFault("gguf_metadata", f"{self.path} lacks the metadata array {key!r}")
         return value
-
-    def tensor(self, name: str) -> tuple[str, tuple[int, ...], memoryview]:
-        """(kind, shape, raw bytes) of a tensor, not copied. EngineFault('tensor_missing') if absent."""
-        info = self.tensors.get(name)
-        if info is None:
-            raise EngineFault("tensor_missing", f"{self.path} lacks the tensor {name!r}")
-        return (
-            info.kind,
-            info.shape,
-            memoryview(self._data)[info.offset : info.offset + info.nbytes],
-        )
-
-    def advise(self, names: Iterable[str], *, needed: bool) -> None:
-        """Tensors that are needed soon, or not any more (formats/mapped.py). Unknown names are passed
-        over."""
-        for name in names:
-            if (info := self.tensors.get(name)) is not None:
-                advise(self._data, info.offset, info.nbytes, needed=needed)
 
 
 def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
@@ -306,6 +246,10 @@ def _damage(path: str | os.PathLike[str]) -> Iterator[None]:
             ) from fault
 
 
+def _corrupt(message: str) -> EngineFault:
+    return EngineFault("gguf_corrupt", message)
+
+
 def _check_version(version: int, path: str) -> None:
     if version in (2, 3):
         return
@@ -323,7 +267,7 @@ def _read_metadata(reader: _ByteReader, count: int) -> dict[str, Scalar | Array]
     for _ in range(count):
         key = reader.string()
         if key in metadata:
-            raise EngineFault("gguf_corrupt", f"metadata key {key!r} occurs twice")
+            raise _corrupt(f"metadata key {key!r} occurs twice")
         metadata[key] = reader.value(key)
     return metadata
 
@@ -331,20 +275,15 @@ def _read_metadata(reader: _ByteReader, count: int) -> dict[str, Scalar | Array]
 def _read_tensors(reader: _ByteReader, count: int, alignment: int) -> dict[str, TensorInfo]:
     """The tensor table."""
     if alignment < 8 or alignment & (alignment - 1):
-        raise EngineFault(
-            "gguf_corrupt", f"alignment {alignment} is not a power of two of at least 8"
-        )
+        raise _corrupt(f"alignment {alignment} is not a power of two of at least 8")
     tensors: dict[str, TensorInfo] = {}
     for _ in range(count):
         info = _read_tensor(reader, alignment)
         if info.name in tensors:
-            raise EngineFault("gguf_corrupt", f"tensor {info.name!r} occurs twice")
+            raise _corrupt(f"tensor {info.name!r} occurs twice")
         tensors[info.name] = info
     base = -(-reader.position // alignment) * alignment
-    return {
-        name: TensorInfo(name, info.kind, info.shape, base + info.offset, info.nbytes)
-        for name, info in tensors.items()
-    }
+    return {name: replace(info, offset=base + info.offset) for name, info in tensors.items()}
 
 
 def _check_ranges(file: GGUFFile) -> None:
@@ -352,7 +291,7 @@ def _check_ranges(file: GGUFFile) -> None:
     end = 0
     for info in sorted(file.tensors.values(), key=lambda info: info.offset):
         if info.offset < end:
-            raise EngineFault("gguf_corrupt", f"tensor {info.name!r} overlaps another one")
+            raise _corrupt(f"tensor {info.name!r} overlaps another one")
         end = info.offset + info.nbytes
         if end > file.size:
             raise EngineFault("gguf_truncated", f"the model file ends inside tensor {info.name!r}")
@@ -363,7 +302,7 @@ def _read_tensor(reader: _ByteReader, alignment: int) -> TensorInfo:
     name = reader.string()
     dims = reader.u32()
     if not 1 <= dims <= _MAX_DIMS:
-        raise EngineFault("gguf_corrupt", f"tensor {name!r} has {dims} dimensions")
+        raise _corrupt(f"tensor {name!r} has {dims} dimensions")
     shape = tuple(reversed([reader.u64() for _ in range(dims)]))
     number, offset = reader.u32(), reader.u64()
     kind = KINDS.get(number)
@@ -371,9 +310,7 @@ def _read_tensor(reader: _ByteReader, alignment: int) -> TensorInfo:
         message = f"tensor {name!r} is of the unknown type {number}: get the model in another one, such as"
         raise EngineFault("gguf_kind", f"{message} Q8_0 or Q4_K_M")
     if 0 in shape or shape[-1] % kind.values:
-        raise EngineFault(
-            "gguf_corrupt", f"tensor {name!r} of type {kind.name} has the bad shape {shape}"
-        )
+        raise _corrupt(f"tensor {name!r} of type {kind.name} has the bad shape {shape}")
     if offset % alignment:
-        raise EngineFault("gguf_corrupt", f"tensor {name!r} is not aligned to {alignment} bytes")
+        raise _corrupt(f"tensor {name!r} is not aligned to {alignment} bytes")
     return TensorInfo(name, kind.name, shape, offset, prod(shape) // kind.values * kind.nbytes)

@@ -14,25 +14,33 @@ Must not know GGUF. Codes: tokenizer_missing, and those of the formats.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
+from pageturner import logs
 from pageturner.errors import EngineFault
 from pageturner.formats.generation_config import folder_eos_ids
-from pageturner.formats.hf_config import CONFIG, MAX_BYTES, read_bounded, read_json
+from pageturner.formats.hf_config import CONFIG, MAX_BYTES, read_bounded, read_config, read_json
 from pageturner.formats.sentencepiece_model import Added, read_sentencepiece
 from pageturner.formats.tiktoken import is_ranks, read_ranks
 from pageturner.formats.tokenizer import MAX_TOKENS, Found, Marks, Tokenizer
 from pageturner.formats.tokenizer_json import read_tokenizer_json
 
 
-def load_folder(path: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer of a folder. EngineFault if it has none, or one that cannot be used."""
-    folder = Path(path)
+def load_folder(folder: Path, stand_in: bool = False) -> Tokenizer:
+    """The tokenizer of a folder. EngineFault if it has none, or one that cannot be used.
+
+    stand_in  a token for each byte where the folder has none: for measuring with random weights
+    """
     config = _json(folder / "tokenizer_config.json")
     added = _added_tokens(folder, config)
     found = _find(folder, added)
+    if found is None:
+        if stand_in:
+            return _stand_in(folder)
+        message = f"{folder} holds no tokenizer: neither tokenizer.json, tokenizer.model nor a .tiktoken file;"
+        message += " copy it from where the model came from"
+        raise EngineFault("tokenizer_missing", message)
     own, size = found.marks, found.codec.vocab_size
     if not 0 < size <= MAX_TOKENS:
         message = (
@@ -58,16 +66,14 @@ def load_folder(path: str | os.PathLike[str]) -> Tokenizer:
     return Tokenizer(found.codec, marks)
 
 
-def _find(folder: Path, added: dict[int, Added]) -> Found:
+def _find(folder: Path, added: dict[int, Added]) -> Found | None:
     if (folder / "tokenizer.json").is_file():
         return read_tokenizer_json(folder / "tokenizer.json")
     for path in (folder / "tokenizer.model", *sorted(folder.glob("*.tiktoken"))):
         if path.is_file():
             raw = _bytes(path)
             return read_ranks(raw, added) if is_ranks(raw) else read_sentencepiece(raw, added)
-    message = f"{folder} holds no tokenizer: neither tokenizer.json, tokenizer.model nor a .tiktoken file;"
-    message += " copy it from where the model came from"
-    raise EngineFault("tokenizer_missing", message)
+    return None
 
 
 def _added_tokens(folder: Path, config: dict[str, Any]) -> dict[int, Added]:
@@ -134,3 +140,47 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _bool(value: Any, default: bool) -> bool:
     return value if isinstance(value, bool) else default
+
+
+# So that chats can be measured too. Names of roles are bytes like all else: random weights heed no marks.
+TEMPLATE = """\
+{% for message in messages %}{{ message.role }}: {{ message.content }}
+{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
+
+
+class ByteTokens:
+    """A `Codec`: ids 0 to 255 are bytes, every other one is a word that says its number."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def encode(self, text: str, parse_special: bool) -> list[int]:
+        return list(text.encode())
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token]) if token < 256 else b" t%d" % token
+
+    def least_tokens(self, text: str) -> int:
+        return len(text)
+
+
+def _stand_in(folder: Path) -> Tokenizer:
+    """As many ids as the config.json of a folder says; what it says that ends an answer does. Warns.
+
+    EngineFault('tokenizer_missing') where it names no vocabulary that holds the bytes.
+    """
+    values = read_config(folder)
+    inner = values.get("text_config")
+    size = values.get("vocab_size") or (
+        inner.get("vocab_size") if isinstance(inner, dict) else None
+    )
+    if not isinstance(size, int) or not 256 <= size <= MAX_TOKENS:
+        message = f"{folder} has no tokenizer, and a vocabulary of {size} cannot stand in for one"
+        raise EngineFault(
+            "tokenizer_missing", f"{message}: put a tokenizer.json beside config.json"
+        )
+    logs.say(f"{folder} has no tokenizer: one with a token a byte stands in for it", "warning")
+    ends = tuple(i for i in folder_eos_ids(folder) if i < size)
+    return Tokenizer(
+        ByteTokens(size), Marks(eos_ids=ends, chat_template=TEMPLATE, name=folder.name)
+    )

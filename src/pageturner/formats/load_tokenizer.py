@@ -19,7 +19,6 @@ from pageturner.formats.generation_config import GenerationDefaults, read_genera
 from pageturner.formats.gguf import GGUFFile, open_gguf
 from pageturner.formats.hf_tokenizer import load_folder
 from pageturner.formats.sentencepiece import CONTROL, HIDDEN, UNKNOWN, SentencePiece
-from pageturner.formats.stand_in import stand_in
 from pageturner.formats.tokenizer import Codec, Marks, Tokenizer
 
 __all__ = ["Tokenizer", "load_tokenizer", "load_with_defaults"]
@@ -70,20 +69,14 @@ def load_with_defaults(
     token a byte stands in where a folder has none."""
     model = Path(path) if os.path.isdir(path) else open_gguf(path)
     with naming(path):
-        tokenizer = _folder(model, load_format) if isinstance(model, Path) else from_gguf(model)
+        if isinstance(model, Path):
+            tokenizer = load_folder(model, stand_in=load_format == "dummy")
+        else:
+            tokenizer = from_gguf(model)
     generation = read_generation(model, generation_config)
     ends = (i for i in generation.eos_ids if i < tokenizer.vocab_size)
     tokenizer.eos_ids = tuple(dict.fromkeys((*tokenizer.eos_ids, *ends)))
     return tokenizer, generation
-
-
-def _folder(folder: Path, load_format: str) -> Tokenizer:
-    try:
-        return load_folder(folder)
-    except EngineFault as fault:
-        if load_format != "dummy" or fault.code != "tokenizer_missing":
-            raise
-        return stand_in(folder)
 
 
 def from_gguf(file: GGUFFile) -> Tokenizer:
@@ -133,7 +126,7 @@ def _codec(file: GGUFFile, kind: str, tokens: Sequence[str], kinds: Sequence[int
         return RawBPE(tokens, kinds, file.array(_KEY + "merges").strings())
     scores = file.array(_KEY + "scores").floats()
     rstrip = _rstrip(file.get("general.name", str, ""), tokens, kinds)
-    return SentencePiece(tokens, scores, kinds, space_prefix=_space_prefix(file), rstrip=rstrip)
+    return SentencePiece((tokens, scores, kinds), space_prefix=_space_prefix(file), rstrip=rstrip)
 
 
 def _space_prefix(file: GGUFFile) -> bool:

@@ -12,34 +12,21 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from pageturner.errors import EngineFault
-from pageturner.formats.gguf import TensorInfo
 from pageturner.formats.hf_config import parse_json, read_bounded
-from pageturner.formats.mapped import advise
+from pageturner.formats.mapped import Data, MappedTensors, TensorInfo
 
 # Bytes of one element. The float types are called as in GGML; others are here to be refused by name.
 _SIZES = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "F8_E8M0": 1,
-    "BOOL": 1,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U64": 8,
-    "U32": 4,
-    "U16": 2,
-    "U8": 1,
+    **dict.fromkeys(("F64", "I64", "U64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "BOOL", "I8", "U8"), 1),
 }
 AGAIN = "fetch or copy the model again"
 CONVERT = (
@@ -52,49 +39,24 @@ _LONGEST_HEADER = 32 << 20
 _MAX_DIMS, _MAX_SHARDS = 8, 1000
 
 
-class Safetensors:
-    """The tensors of one or several files, as one. Tensor bytes stay in the page cache.
+class Safetensors(MappedTensors):
+    """The tensors of one or several files, as one. Their kind is the type's name in the format."""
 
-    tensors  name -> TensorInfo (kind: the type's name in the format; offset: in its file)
-    """
-
-    def __init__(
-        self, path: str, files: Mapping[str, mmap.mmap | bytes], names: dict[str, str] | None
-    ) -> None:
+    def __init__(self, path: str, files: Mapping[str, Data], names: dict[str, str] | None) -> None:
         """`files`: by name; `names`: tensor -> file, as an index has it, None: whatever the files hold."""
-        self.path = path
-        self.tensors: dict[str, TensorInfo] = {}
-        self._data: dict[str, mmap.mmap | bytes] = {}
+        tensors: dict[str, TensorInfo] = {}
+        where: dict[str, Data] = {}
         for file, data in files.items():
             for name, info in _read_header(data, f"{path}/{file}").items():
-                if name in self.tensors:
-                    raise EngineFault(
-                        "safetensors_corrupt", f"tensor {name!r} occurs twice in {path}"
-                    )
-                self.tensors[name] = info
-                self._data[name] = data
+                if name in tensors:
+                    raise _corrupt(f"tensor {name!r} occurs twice in {path}")
+                tensors[name] = info
+                where[name] = data
         for name, file in (names or {}).items():
-            if self._data.get(name) is not files[file]:
+            if where.get(name) is not files[file]:
                 message = f"{path}/{file} lacks the tensor {name!r}, which the index of the shards says it holds"
                 raise EngineFault("tensor_missing", f"{message}: {AGAIN}")
-
-    def tensor(self, name: str) -> tuple[str, tuple[int, ...], memoryview]:
-        """(kind, shape, raw bytes) of a tensor, not copied. EngineFault('tensor_missing') if absent."""
-        info = self.tensors.get(name)
-        if info is None:
-            raise EngineFault("tensor_missing", f"{self.path} lacks the tensor {name!r}")
-        return (
-            info.kind,
-            info.shape,
-            memoryview(self._data[name])[info.offset : info.offset + info.nbytes],
-        )
-
-    def advise(self, names: Iterable[str], *, needed: bool) -> None:
-        """Tensors that are needed soon, or not any more (formats/mapped.py). Unknown names are passed
-        over."""
-        for name in names:
-            if (info := self.tensors.get(name)) is not None:
-                advise(self._data[name], info.offset, info.nbytes, needed=needed)
+        super().__init__(path, tensors, where)
 
 
 def open_safetensors(folder: str | os.PathLike[str]) -> Safetensors:
@@ -127,20 +89,20 @@ def open_safetensors(folder: str | os.PathLike[str]) -> Safetensors:
     )
 
 
+def _corrupt(message: str) -> EngineFault:
+    return EngineFault("safetensors_corrupt", message)
+
+
 def _read_index(path: Path) -> dict[str, str]:
     try:
         names = parse_json(read_bounded(path, _LONGEST_HEADER), _unique)["weight_map"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise EngineFault(
-            "safetensors_corrupt", f"{path} is not an index of shards: {error!r}"
-        ) from error
+        raise _corrupt(f"{path} is not an index of shards: {error!r}") from error
     if not isinstance(names, dict) or not all(_is_file_name(name) for name in names.values()):
         message = f"{path}: weight_map should name, for each tensor, a file in the same folder"
-        raise EngineFault("safetensors_corrupt", message)
+        raise _corrupt(message)
     if (shards := len(set(names.values()))) > _MAX_SHARDS:
-        raise EngineFault(
-            "safetensors_corrupt", f"{path} names {shards:,} files, more than are opened"
-        )
+        raise _corrupt(f"{path} names {shards:,} files, more than are opened")
     return names
 
 
@@ -174,27 +136,21 @@ def _map(path: Path) -> mmap.mmap:
         raise EngineFault("model_unreadable", f"cannot read {path}: {error}") from error
 
 
-def _read_header(data: mmap.mmap | bytes, file: str) -> dict[str, TensorInfo]:
+def _read_header(data: Data, file: str) -> dict[str, TensorInfo]:
     """The tensor table, every range checked against the file and against the others."""
     length = struct.unpack_from("<Q", data)[0] if len(data) >= 8 else 0
     if not 2 <= length <= min(_LONGEST_HEADER, len(data) - 8):
-        raise EngineFault(
-            "safetensors_corrupt", f"{file} is no safetensors file, or truncated: {AGAIN}"
-        )
+        raise _corrupt(f"{file} is no safetensors file, or truncated: {AGAIN}")
     try:
         header = parse_json(data[8 : 8 + length], _unique)
         rows = [(name, row) for name, row in header.items() if name != "__metadata__"]
         tensors = [_tensor(name, row, 8 + length, file) for name, row in rows]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise EngineFault(
-            "safetensors_corrupt", f"{file} has a broken header: {error!r}"
-        ) from error
+        raise _corrupt(f"{file} has a broken header: {error!r}") from error
     end = 8 + length
     for info in sorted(tensors, key=lambda info: info.offset):
         if info.offset < end:
-            raise EngineFault(
-                "safetensors_corrupt", f"{file}: tensor {info.name!r} overlaps another one"
-            )
+            raise _corrupt(f"{file}: tensor {info.name!r} overlaps another one")
         end = info.offset + info.nbytes
         if end > len(data):
             message = f"{file} is truncated, it ends inside tensor {info.name!r}: {AGAIN}"

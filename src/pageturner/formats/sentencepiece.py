@@ -19,9 +19,8 @@ from pageturner.errors import EngineFault
 from pageturner.formats.tokenizer import least
 
 SPACE = "▁"  # how pieces write a space
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(
-    1, 7
-)  # as in sentencepiece_model.proto and GGUF
+# Kinds of tokens as in sentencepiece_model.proto and GGUF.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 HIDDEN = (UNKNOWN, CONTROL)
 
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
@@ -160,52 +159,77 @@ class Merger:
         return out
 
 
-class SentencePiece:
+class Pieces:
+    """The tokens of a vocabulary with a kind for each, the constants above: what codecs over them share.
+
+    plain, hidden  text -> id: what is found in any text as it is written, and what only where special tokens
+                   are asked for
+    """
+
+    def __init__(self, tokens: Sequence[str], kinds: Sequence[int]) -> None:
+        self.vocab_size = len(tokens)
+        self._tokens = tokens
+        self._kinds = kinds
+        self.plain = self.of_kind(USER_DEFINED)
+        self.hidden = self.of_kind(*HIDDEN)
+
+    def of_kind(self, *wanted: int) -> dict[str, int]:
+        """text -> id of the tokens of these kinds."""
+        return {self._tokens[i]: i for i, kind in enumerate(self._kinds) if kind in wanted}
+
+    def byte_ids(self) -> dict[int, int]:
+        """byte -> id. EngineFault('tokenizer_corrupt') for a broken byte token."""
+        return {piece_bytes(text, BYTE)[0]: i for text, i in self.of_kind(BYTE).items()}
+
+    @cached_property
+    def longest(self) -> int:
+        """Characters of the longest token. It takes some milliseconds: found when the first long text comes."""
+        return max(map(len, self._tokens), default=1)
+
+    def token_bytes(self, token: int) -> bytes:
+        return piece_bytes(self._tokens[token], self._kinds[token])
+
+
+class SentencePiece(Pieces):
     """A SentencePiece BPE vocabulary: a `Codec`.
 
-    tokens, scores, kinds  for each id; kinds as the constants above. Only text that was written as a special
-                           token becomes one: control, unknown and byte pieces are never reached by merging
-                           (as in sentencepiece; llama.cpp would merge "<", "s", ">" to the control token).
-    space_prefix           a space is put in front of a text, and of what follows a special token
-    rstrip                 special tokens that swallow the white space behind them
-    whole                  pieces never taken apart nor merged, looked for once spaces are written as SPACE
-                           (sentencepiece's own way with user-defined pieces; GGUF files have the other kind)
+    scores        for each id. Only text that was written as a special token becomes one: control, unknown and
+                  byte pieces are never reached by merging (as in sentencepiece; llama.cpp would merge "<",
+                  "s", ">" to the control token).
+    space_prefix  a space is put in front of a text, and of what follows a special token
+    rstrip        special tokens that swallow the white space behind them
+    whole         pieces never taken apart nor merged, looked for once spaces are written as SPACE
+                  (sentencepiece's own way with user-defined pieces; GGUF files have the other kind)
     """
 
     def __init__(
         self,
-        tokens: Sequence[str],
-        scores: Sequence[float],
-        kinds: Sequence[int],
+        pieces: tuple[Sequence[str], Sequence[float], Sequence[int]],
         *,
         space_prefix: bool,
         rstrip: Collection[int] = (),
         whole: Mapping[str, int] | None = None,
     ) -> None:
+        """pieces: tokens, scores and kinds, one for each id."""
+        tokens, scores, kinds = pieces
         if not len(tokens) == len(scores) == len(kinds):
-            raise EngineFault(
-                "tokenizer_corrupt", "the model file has not one score and type for each token"
-            )
-        self.vocab_size = len(tokens)
-        self._tokens = tokens
-        self._kinds = kinds
+            message = "the model file has not one score and type for each token"
+            raise EngineFault("tokenizer_corrupt", message)
+        super().__init__(tokens, kinds)
         self._space_prefix = space_prefix
-        pieces = of_kind(tokens, kinds, (NORMAL, USER_DEFINED, UNUSED))
-        hidden, defined = of_kind(tokens, kinds, HIDDEN), of_kind(tokens, kinds, (USER_DEFINED,))
-        bytes_ = of_kind(tokens, kinds, (BYTE,))
-        self._bytes = {piece_bytes(text, BYTE)[0]: i for text, i in bytes_.items()}
+        self._bytes = self.byte_ids()
         self._unknown = next((i for i, kind in enumerate(kinds) if kind == UNKNOWN), None)
-        self._plain = Specials(defined, rstrip)
-        self._parsing = Specials(hidden | defined, rstrip)
+        self._specials = Specials(self.plain, rstrip), Specials(self.hidden | self.plain, rstrip)
         self._whole = Specials(whole or {})
         self._swallows = bool(rstrip)
-        self._merger = Merger(pieces, scores, self._spell)
-        self._cut = _word_border(pieces)
+        mergeable = self.of_kind(NORMAL, USER_DEFINED, UNUSED)
+        self._merger = Merger(mergeable, scores, self._spell)
+        self._cut = _word_border(mergeable)
 
     def encode(self, text: str, parse_special: bool) -> list[int]:
         out: list[int] = []
         after_special = True
-        for part in (self._parsing if parse_special else self._plain).split(text):
+        for part in self._specials[parse_special].split(text):
             if isinstance(part, int):
                 out.append(part)
                 after_special = True
@@ -226,25 +250,13 @@ class SentencePiece:
         behind a special token that swallows it."""
         if len(self._bytes) < 256 and self._unknown is None:
             return 0
-        return least(len("".join(text.split()) if self._swallows else text), self._longest)
-
-    @cached_property
-    def _longest(self) -> int:
-        return max(map(len, self._tokens), default=1)
-
-    def token_bytes(self, token: int) -> bytes:
-        return piece_bytes(self._tokens[token], self._kinds[token])
+        return least(len("".join(text.split()) if self._swallows else text), self.longest)
 
     def _spell(self, symbol: str) -> list[int]:
         """Byte fallback, or the unknown token where the vocabulary has no bytes."""
         if len(self._bytes) == 256:
             return [self._bytes[byte] for byte in symbol.encode()]
         return [] if self._unknown is None else [self._unknown]
-
-
-def of_kind(tokens: Sequence[str], kinds: Sequence[int], wanted: Collection[int]) -> dict[str, int]:
-    """text -> id of the tokens of these kinds."""
-    return {tokens[i]: i for i, kind in enumerate(kinds) if kind in wanted}
 
 
 def piece_bytes(text: str, kind: int) -> bytes:

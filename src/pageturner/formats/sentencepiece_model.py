@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pageturner.errors import EngineFault
@@ -33,85 +34,73 @@ class Added(NamedTuple):
     rstrip: bool
 
 
+@dataclass(slots=True)
+class _Model:
+    """The parts of a ModelProto. trainer, normalizer: number of a field -> its value."""
+
+    tokens: list[str] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    kinds: list[int] = field(default_factory=list)
+    trainer: dict[int, bytes | int] = field(default_factory=dict)
+    normalizer: dict[int, bytes | int] = field(default_factory=dict)
+
+
 def read_sentencepiece(raw: bytes, added: Mapping[int, Added]) -> Found:
     """A serialised ModelProto with the tokens of the folder laid over it.
 
     EngineFault('tokenizer_corrupt') if it is none, 'tokenizer_unsupported' for what is not BPE or normalises.
     """
-    tokens: list[str] = []
-    scores: list[float] = []
-    kinds: list[int] = []
-    trainer, normalizer = b"", b""
     try:
-        for number, value in _fields(raw):
-            if number == 1 and isinstance(value, bytes):
-                piece = dict(_fields(value))
-                tokens.append(_bytes(piece.get(1)).decode())
-                scores.append(struct.unpack("<f", _bytes(piece.get(2, bytes(4))))[0])
-                kinds.append(_int(piece.get(3), NORMAL))
-            elif number == 2:
-                trainer = _bytes(value)
-            elif number == 3:
-                normalizer = _bytes(value)
-        training, rules = dict(_fields(trainer)), dict(_fields(normalizer))
-        name = _bytes(rules.get(1, b"")).decode("utf-8", "replace")
+        model = _parse(raw)
+        name = _bytes(model.normalizer.get(1, b"")).decode("utf-8", "replace")
     except (ValueError, IndexError, struct.error) as error:
-        raise EngineFault(
-            "tokenizer_corrupt", f"tokenizer.model is no SentencePiece model: {error}"
-        ) from error
-    if not tokens:
+        message = f"tokenizer.model is no SentencePiece model: {error}"
+        raise EngineFault("tokenizer_corrupt", message) from error
+    if not model.tokens:
         raise EngineFault("tokenizer_corrupt", "tokenizer.model holds no pieces")
-    _check(training, rules, name)
-    space_prefix = bool(_int(rules.get(3), 1))
-    for i, token in added.items():
-        _lay_over(i, token, tokens, scores, kinds)
-    return _found(tokens, scores, kinds, added, space_prefix, training)
-
-
-def _check(
-    training: Mapping[int, bytes | int], rules: Mapping[int, bytes | int], name: str
-) -> None:
-    """name: of the normalisation, which `rules` spell out."""
-    model = _int(training.get(3), 1)
-    if model != _BPE:
-        kind = _MODELS.get(model, str(model))
-        raise EngineFault(
-            "tokenizer_unsupported", f"SentencePiece model type {kind!r} is not supported; 'bpe' is"
-        )
-    if rules.get(2) or _int(rules.get(4), 1):
+    kind = _int(model.trainer.get(3), 1)
+    if kind != _BPE:
+        message = f"SentencePiece model type {_MODELS.get(kind, str(kind))!r}"
+        raise EngineFault("tokenizer_unsupported", f"{message} is not supported; 'bpe' is")
+    if model.normalizer.get(2) or _int(model.normalizer.get(4), 1):
         message = f"SentencePiece normalisation {name!r} is not supported; 'identity' is"
         raise EngineFault("tokenizer_unsupported", message)
+    return _found(model, added)
 
 
-def _lay_over(
-    i: int, token: Added, tokens: list[str], scores: list[float], kinds: list[int]
-) -> None:
-    missing = i + 1 - len(tokens)
-    tokens += [""] * missing
-    scores += [0.0] * missing
-    kinds += [UNUSED] * missing
-    tokens[i] = token.text
-    kinds[i] = CONTROL if token.special else USER_DEFINED
+def _parse(raw: bytes) -> _Model:
+    model = _Model()
+    for number, value in _fields(raw):
+        if number == 1 and isinstance(value, bytes):
+            piece = dict(_fields(value))
+            model.tokens.append(_bytes(piece.get(1)).decode())
+            model.scores.append(struct.unpack("<f", _bytes(piece.get(2, bytes(4))))[0])
+            model.kinds.append(_int(piece.get(3), NORMAL))
+        elif number == 2:
+            model.trainer = dict(_fields(_bytes(value)))
+        elif number == 3:
+            model.normalizer = dict(_fields(_bytes(value)))
+    return model
 
 
-def _found(
-    tokens: list[str],
-    scores: list[float],
-    kinds: list[int],
-    added: Mapping[int, Added],
-    space_prefix: bool,
-    training: Mapping[int, bytes | int],
-) -> Found:
+def _found(model: _Model, added: Mapping[int, Added]) -> Found:
+    tokens, scores, kinds = model.tokens, model.scores, model.kinds
+    for i, token in added.items():
+        missing = i + 1 - len(tokens)
+        tokens += [""] * missing
+        scores += [0.0] * missing
+        kinds += [UNUSED] * missing
+        tokens[i] = token.text
+        kinds[i] = CONTROL if token.special else USER_DEFINED
     whole = {
         tokens[i]: i for i, kind in enumerate(kinds) if kind == USER_DEFINED and i not in added
     }
     kinds = [NORMAL if tokens[i] in whole else kind for i, kind in enumerate(kinds)]
     rstrip = [i for i, token in added.items() if token.rstrip]
-    codec = SentencePiece(
-        tokens, scores, kinds, space_prefix=space_prefix, rstrip=rstrip, whole=whole
-    )
-    ids = {text: i for i, text in enumerate(tokens)}
-    bos, eos = _int(training.get(41), 1), _int(training.get(42), 2)
+    space_prefix = bool(_int(model.normalizer.get(3), 1))
+    pieces = (tokens, scores, kinds)
+    codec = SentencePiece(pieces, space_prefix=space_prefix, rstrip=rstrip, whole=whole)
+    bos, eos = _int(model.trainer.get(41), 1), _int(model.trainer.get(42), 2)
     marks = Marks(
         bos_id=bos if 0 <= bos < len(tokens) else None,
         eos_ids=(eos,) if 0 <= eos < len(tokens) else (),
@@ -119,7 +108,7 @@ def _found(
         add_bos=True,
         space_prefix=space_prefix,
     )
-    return Found(codec, marks, ids.get)
+    return Found(codec, marks, {text: i for i, text in enumerate(tokens)}.get)
 
 
 def _fields(raw: bytes) -> Iterator[tuple[int, bytes | int]]:

@@ -7,7 +7,7 @@ text becomes tokens is the codec's business (`bpe`, `spm`, `folder`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Protocol
 
 _ALONE = "\u263a"  # which no vocabulary with a space in front of texts joins with what follows
@@ -37,7 +37,7 @@ def least(size: int, longest: int) -> int:
     return -(-size // longest) if longest else 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Marks:
     """What a file says about the tokens around a text.
 
@@ -75,7 +75,7 @@ class Found:
     token_id: Callable[[str], int | None]
 
 
-class Tokenizer:
+class Tokenizer(Marks):
     """Text to token ids and back. Safe to use from several threads. `vocab_size` ids; the rest is in `Marks`.
 
     Tokens continue whatever came before them: `decode`, and any incremental decoding of `token_bytes`, keeps
@@ -84,19 +84,9 @@ class Tokenizer:
     """
 
     def __init__(self, codec: Codec, marks: Marks) -> None:
+        super().__init__(**{mark.name: getattr(marks, mark.name) for mark in fields(Marks)})
         self._codec = codec
         self.vocab_size = codec.vocab_size
-        self.bos_id = marks.bos_id
-        self.eos_ids = marks.eos_ids
-        self.special_ids = marks.special_ids
-        self.add_bos = marks.add_bos
-        self.add_eos = marks.add_eos
-        self.space_prefix = marks.space_prefix
-        self.chat_template = marks.chat_template
-        self.rerank_template = marks.rerank_template
-        self.fim_ids = marks.fim_ids
-        self.architecture = marks.architecture
-        self.name = marks.name
 
     def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         """Token ids of `text`. Lone surrogates, which no UTF-8 can hold, count as U+FFFD.

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from pageturner.errors import EngineFault
-from pageturner.formats.gguf import TensorInfo
+from pageturner.formats.mapped import TensorInfo
 from pageturner.models.checkpoint_tensors import CheckpointTensors
 from pageturner.models.compressed_tensors import compressed_tensors
 from pageturner.models.float_checkpoints import bitsandbytes, fp8, mxfp4

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pageturner.errors import EngineFault
 from pageturner.formats import float8
 from pageturner.formats.ggml import dequantise
-from pageturner.formats.gguf import TensorInfo
+from pageturner.formats.mapped import TensorInfo
 from pageturner.kernels.base import F32
 from pageturner.models.weights import TensorFile
 

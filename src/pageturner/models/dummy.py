@@ -17,8 +17,8 @@ import numpy as np
 
 from pageturner.errors import EngineFault
 from pageturner.formats.ggml_types import BY_NAME
-from pageturner.formats.gguf import TensorInfo
 from pageturner.formats.hf_config import CONFIG, read_config
+from pageturner.formats.mapped import TensorInfo
 from pageturner.models.hf_keys import QUANTISED
 from pageturner.models.hf_names import hf_layout
 from pageturner.models.hf_spec import read_hf_spec

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from pageturner.formats.ggml_types import BY_NAME
-from pageturner.formats.gguf import TensorInfo
+from pageturner.formats.mapped import TensorInfo
 from pageturner.models.names import Layout, Names, Part, Parts, layout_of, modules
 from pageturner.models.spec import ModelSpec
 

@@ -11,8 +11,9 @@ from pathlib import Path
 from pageturner import memory
 from pageturner.errors import EngineFault, naming
 from pageturner.formats.ggml import GROUP, ROUNDED
-from pageturner.formats.gguf import TensorInfo, open_gguf
+from pageturner.formats.gguf import open_gguf
 from pageturner.formats.hf_config import CONFIG, read_config
+from pageturner.formats.mapped import TensorInfo
 from pageturner.formats.safetensors import open_safetensors
 from pageturner.kernels.base import Ops
 from pageturner.models.checkpoint import QuantisedFolder, open_checkpoint

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pageturner.errors import EngineFault
 from pageturner.formats.ggml import FLOATS, IN_FILES, SUPPORTED, dequantise
 from pageturner.formats.ggml_types import BY_NAME
-from pageturner.formats.gguf import TensorInfo
+from pageturner.formats.mapped import TensorInfo
 from pageturner.kernels.base import F32, AttentionShape, Layer, Ops, Tensor, Weight
 from pageturner.kernels.layer_parts import Experts, Latent
 from pageturner.models.names import Layout, Part, named

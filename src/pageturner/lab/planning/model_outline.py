@@ -17,7 +17,7 @@ from typing import Any
 
 from pageturner.errors import EngineFault, naming, one_line
 from pageturner.formats.ggml_types import BY_NAME
-from pageturner.formats.gguf import GGUFFile, TensorInfo, open_header
+from pageturner.formats.gguf import GGUFFile, open_header
 from pageturner.formats.hf_config import (
     CONFIG,
     MAX_BYTES,
@@ -26,6 +26,7 @@ from pageturner.formats.hf_config import (
     read_config,
     read_json,
 )
+from pageturner.formats.mapped import TensorInfo
 from pageturner.kernels.base import GPU_HEAD_MULTIPLE, KVSpec
 from pageturner.lab.planning.model_outline_keys import (
     KVLayers,
