@@ -143,17 +143,18 @@ def byte_level_bytes(text: str) -> bytes:
         return text.encode()
 
 
-class _Bpe(Pieces):
-    """A vocabulary whose merging the library does, once with special tokens and once without."""
+class _Merging:
+    """The library's merging, once with the special tokens of a vocabulary and once without them."""
 
-    def _prepare(
+    def __init__(
         self,
+        pieces: Pieces,
         model: BPE,
         split: pre_tokenizers.PreTokenizer,
         normalizer: normalizers.Normalizer | None = None,
     ) -> None:
         self._backends = []
-        for special in (self.plain, [*self.hidden, *self.plain]):
+        for special in (pieces.plain, [*pieces.hidden, *pieces.plain]):
             backend = Backend(model)
             backend.pre_tokenizer = split
             if normalizer is not None:
@@ -162,13 +163,13 @@ class _Bpe(Pieces):
             backend.add_special_tokens(added)
             self._backends.append(backend)
 
-    def _encode(self, parts: list[str], parse_special: bool) -> list[list[int]]:
+    def encode(self, parts: list[str], parse_special: bool) -> list[list[int]]:
         """The "fast" call leaves out the offsets and lets other threads run meanwhile."""
         backend = self._backends[parse_special]
         return [part.ids for part in backend.encode_batch_fast(parts, add_special_tokens=False)]
 
 
-class ByteLevel(_Bpe):
+class ByteLevel(Pieces):
     """Byte-level BPE: a `Codec`. Merges best first, each "left right"."""
 
     def __init__(
@@ -186,10 +187,10 @@ class ByteLevel(_Bpe):
         splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
         letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         model = _model(vocab, merges, ignore_merges=pre.ignore_merges)
-        self._prepare(model, pre_tokenizers.Sequence([*splits, letters]))
+        self._merging = _Merging(self, model, pre_tokenizers.Sequence([*splits, letters]))
 
     def encode(self, text: str, parse_special: bool) -> list[int]:
-        (ids,) = self._encode([text], parse_special)
+        (ids,) = self._merging.encode([text], parse_special)
         if max(ids, default=0) >= self.vocab_size:
             ids = [i for i in ids if i < self.vocab_size]
         return ids
@@ -212,7 +213,7 @@ class ByteLevel(_Bpe):
         return text.encode() if token in self._literal else byte_level_bytes(text)
 
 
-class RawBPE(_Bpe):
+class RawBPE(Pieces):
     """BPE on the characters of whole lines, spaces written as U+2581, bytes as a last resort: Gemma 4."""
 
     def __init__(self, tokens: Sequence[str], kinds: Sequence[int], merges: Iterable[str]) -> None:
@@ -222,13 +223,13 @@ class RawBPE(_Bpe):
         vocab = {token: i for i, token in enumerate(tokens)}
         split = pre_tokenizers.Split(Regex(r"[^\n]+|\n+"), "isolated")
         model = _model(vocab, merges, byte_fallback=True)
-        self._prepare(model, split, normalizers.Replace(" ", SPACE))
+        self._merging = _Merging(self, model, split, normalizers.Replace(" ", SPACE))
 
     def encode(self, text: str, parse_special: bool) -> list[int]:
         """A run of line ends that is a token is taken as it is; the merges would not always find it."""
         parts = re.split(r"(\n+)", text)
         out: list[int] = []
-        for part, ids in zip(parts, self._encode(parts, parse_special), strict=True):
+        for part, ids in zip(parts, self._merging.encode(parts, parse_special), strict=True):
             token = self._lines.get(part)
             out += ids if token is None else [token]
         return out
