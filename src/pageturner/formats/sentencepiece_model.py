@@ -35,7 +35,7 @@ class Added(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Model:
+class _ModelProto:
     """The parts of a ModelProto. trainer, normalizer: number of a field -> its value."""
 
     tokens: list[str] = field(default_factory=list)
@@ -68,8 +68,8 @@ def read_sentencepiece(raw: bytes, added: Mapping[int, Added]) -> Found:
     return _found(model, added)
 
 
-def _parse(raw: bytes) -> _Model:
-    model = _Model()
+def _parse(raw: bytes) -> _ModelProto:
+    model = _ModelProto()
     for number, value in _fields(raw):
         if number == 1 and isinstance(value, bytes):
             piece = dict(_fields(value))
@@ -83,7 +83,7 @@ def _parse(raw: bytes) -> _Model:
     return model
 
 
-def _found(model: _Model, added: Mapping[int, Added]) -> Found:
+def _found(model: _ModelProto, added: Mapping[int, Added]) -> Found:
     tokens, scores, kinds = model.tokens, model.scores, model.kinds
     for i, token in added.items():
         missing = i + 1 - len(tokens)
