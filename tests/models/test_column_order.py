@@ -20,7 +20,7 @@ from pageturner.kernels.native import NativeOps
 from pageturner.kernels.native_module import available_isas
 from pageturner.kernels.reference import ReferenceOps
 from pageturner.models import gptq_awq
-from pageturner.models.column_order import Placement, order_of, placement
+from pageturner.models.gptq_awq import Placement, order_of, placement
 from pageturner.models.load import load_model, open_model, what_becomes
 from pageturner.models.quantise import in_place
 from pageturner.models.shard import Shard

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
 from pageturner.errors import EngineFault, refusing
-from pageturner.formats.sentencepiece import NORMAL, SPACE, Pieces
+from pageturner.formats.sentencepiece import NORMAL, SPACE, TokenTable
 from pageturner.formats.tokenizer import least
 
 # One text at a time needs no thread pool, and the library warns when a process that has one forks.
@@ -148,7 +148,7 @@ class _Merging:
 
     def __init__(
         self,
-        pieces: Pieces,
+        pieces: TokenTable,
         model: BPE,
         split: pre_tokenizers.PreTokenizer,
         normalizer: normalizers.Normalizer | None = None,
@@ -169,7 +169,7 @@ class _Merging:
         return [part.ids for part in backend.encode_batch_fast(parts, add_special_tokens=False)]
 
 
-class ByteLevel(Pieces):
+class ByteLevel(TokenTable):
     """Byte-level BPE: a `Codec`. Merges best first, each "left right"."""
 
     def __init__(
@@ -213,7 +213,7 @@ class ByteLevel(Pieces):
         return text.encode() if token in self._literal else byte_level_bytes(text)
 
 
-class RawBPE(Pieces):
+class RawBPE(TokenTable):
     """BPE on the characters of whole lines, spaces written as U+2581, bytes as a last resort: Gemma 4."""
 
     def __init__(self, tokens: Sequence[str], kinds: Sequence[int], merges: Iterable[str]) -> None:

@@ -159,7 +159,7 @@ class Merger:
         return out
 
 
-class Pieces:
+class TokenTable:
     """The tokens of a vocabulary with a kind for each, the constants above: what codecs over them share.
 
     plain, hidden  text -> id: what is found in any text as it is written, and what only where special tokens
@@ -190,7 +190,7 @@ class Pieces:
         return piece_bytes(self._tokens[token], self._kinds[token])
 
 
-class SentencePiece(Pieces):
+class SentencePiece(TokenTable):
     """A SentencePiece BPE vocabulary: a `Codec`.
 
     scores        for each id. Only text that was written as a special token becomes one: control, unknown and

@@ -19,9 +19,9 @@ from pageturner.formats.mapped import TensorInfo
 from pageturner.models.checkpoint_tensors import CheckpointTensors
 from pageturner.models.compressed_tensors import compressed_tensors
 from pageturner.models.float_checkpoints import bitsandbytes, fp8, mxfp4
-from pageturner.models.gptq_awq import Readers, awq, gptq
+from pageturner.models.gptq_awq import awq, gptq
 from pageturner.models.hf_values import HFConfig
-from pageturner.models.quantised_matrix import QuantisedMatrix, invalid
+from pageturner.models.quantised_matrix import QuantisedMatrix, Readers, invalid
 from pageturner.models.spec import unsupported
 from pageturner.models.weights import TensorFile
 
@@ -103,22 +103,6 @@ def _blocks(matrix: QuantisedMatrix) -> memoryview:
     return out.reshape(-1).data
 
 
-def _opened(
-    read: Callable[[HFConfig, CheckpointTensors], Readers],
-    config: HFConfig,
-    tensors: CheckpointTensors,
-    file: TensorFile,
-    method: str,
-) -> QuantisedFolder:
-    try:
-        readers = read(config, tensors)
-        if not readers:
-            raise invalid(f"no weights are as {method} has them")
-        return QuantisedFolder(file, readers, tensors.used)
-    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
-        raise invalid(f"something in it is of another type than it should be: {error!r}") from error
-
-
 def _method_of(said: Any) -> str:
     """As it is called, "" if it is not; old files of bitsandbytes do not."""
     if not isinstance(said, dict):
@@ -158,10 +142,16 @@ def open_checkpoint(values: Json, file: TensorFile, where: str) -> TensorFile:
         f"{where}, quantization_config",
     )
     tensors = CheckpointTensors(file)
+    message = f"{where}: the quantization_config does not fit the weights"
     try:
-        return _opened(read, config, tensors, file, method)
+        readers = read(config, tensors)
+        if not readers:
+            raise invalid(f"no weights are as {method} has them")
+        return QuantisedFolder(file, readers, tensors.used)
     except EngineFault as fault:
         if fault.code != "quantization_invalid":
             raise
-        message = f"{where}: the quantization_config does not fit the weights: {fault.message}"
-        raise EngineFault(fault.code, message) from fault
+        raise invalid(f"{message}: {fault.message}") from fault
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        why = f"something in it is of another type than it should be: {error!r}"
+        raise invalid(f"{message}: {why}") from error

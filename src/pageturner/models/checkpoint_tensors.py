@@ -6,14 +6,17 @@ of them means.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pageturner.errors import EngineFault
 from pageturner.formats import float8
-from pageturner.formats.ggml import dequantise
+from pageturner.formats.ggml import U8, dequantise
 from pageturner.formats.mapped import TensorInfo
 from pageturner.kernels.base import F32
 from pageturner.models.weights import TensorFile
@@ -28,6 +31,7 @@ _TYPES: dict[str, type[np.generic]] = {
 }
 _FLOATS = ("F32", "F16", "BF16")
 Shape = tuple[int | None, ...]  # None: any
+Matrix = TypeVar("Matrix")
 
 
 class CheckpointTensors:
@@ -41,6 +45,15 @@ class CheckpointTensors:
         self.infos: Mapping[str, TensorInfo] = file.tensors
         self.used: set[str] = set()
         self._file = file
+
+    def readers(
+        self, ending: str, read: Callable[[str], Matrix], kinds: Collection[str] = ()
+    ) -> dict[str, Callable[[], Matrix]]:
+        """For each tensor with this ending (and of one of these kinds) what reads the matrix with the rest of
+        its name, by the name of the tensor that there would be unquantised."""
+        found = [name for name in self.infos if name.endswith(ending)]
+        prefixes = [n.removesuffix(ending) for n in found if not kinds or self.kind(n) in kinds]
+        return {f"{prefix}.weight": partial(read, prefix) for prefix in prefixes}
 
     def has(self, name: str) -> bool:
         return name in self.infos
@@ -63,6 +76,10 @@ class CheckpointTensors:
             raise EngineFault("weight_kind", message)
         self._check_shape(info, shape)
         return np.frombuffer(self._file.tensor(name)[2], _TYPES[kind]).reshape(info.shape)
+
+    def bytes(self, name: str, kind: str, shape: Shape) -> U8:
+        """As `raw`, of types of one byte."""
+        return self.raw(name, kind, shape).view(np.uint8)
 
     def floats(self, name: str, shape: Shape) -> F32:
         """A tensor of floats in fp32; of 8-bit exponents too."""
@@ -87,9 +104,9 @@ class CheckpointTensors:
         return info
 
     def _check_shape(self, info: TensorInfo, shape: Shape) -> None:
-        fits = len(info.shape) == len(shape)
-        if not fits or any(
-            want not in (None, is_) for is_, want in zip(info.shape, shape, strict=True)
+        pairs = itertools.zip_longest(info.shape, shape, fillvalue=-1)
+        if not all(wanted in (None, size) for size, wanted in pairs) or len(info.shape) != len(
+            shape
         ):
             wanted = ", ".join("any" if n is None else str(n) for n in shape)
             message = f"tensor {info.name!r} has shape {info.shape}; ({wanted}) was expected"

@@ -17,23 +17,25 @@ Activations are rounded as they always are here, whatever it says of them: finer
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
 from pageturner.formats.ggml import U8
 from pageturner.kernels.base import F32
 from pageturner.models.checkpoint_tensors import CheckpointTensors
-from pageturner.models.float_matrix import of_float4, of_float8
-from pageturner.models.gptq_awq import Readers
 from pageturner.models.hf_values import HFConfig
 from pageturner.models.quantised_matrix import (
     Codes,
     QuantisedMatrix,
+    Readers,
+    block_sizes,
+    group_count,
+    group_of_columns,
     invalid,
     of_bytes,
     of_codes,
+    of_float4,
+    of_float8,
     unpack,
 )
 from pageturner.models.spec import unsupported
@@ -78,18 +80,8 @@ def compressed_tensors(config: HFConfig, tensors: CheckpointTensors) -> Readers:
             return _integers(tensors, prefix, scheme)
         return _floats(tensors, prefix, scheme)
 
-    def reader(prefix: str) -> Callable[[], QuantisedMatrix]:
-        return lambda: read(prefix)
-
-    found = [
-        name.removesuffix("_packed") for name in tensors.infos if name.endswith(".weight_packed")
-    ]
-    found += [
-        name
-        for name in tensors.infos
-        if name.endswith(".weight") and tensors.kind(name) in ("I8", "F8_E4M3")
-    ]
-    return {name: reader(name.removesuffix(".weight")) for name in found}
+    packed = tensors.readers(".weight_packed", read)
+    return packed | tensors.readers(".weight", read, ("I8", "F8_E4M3"))
 
 
 def _check_format(name: str) -> None:
@@ -137,11 +129,7 @@ def _scheme_of(schemes: list[tuple[list[str], HFConfig]], prefix: str) -> HFConf
 def _groups(scheme: HFConfig, prefix: str, columns: int) -> int:
     strategy = scheme.get("strategy", str, "group" if scheme.raw("group_size") else "tensor")
     size = scheme.get("group_size", int, -1) if strategy == "group" else -1
-    if size == -1:
-        return 1
-    if size < 1 or columns % size:
-        raise invalid(f"group_size is {size}, and {prefix} has {columns} columns")
-    return columns // size
+    return group_count(prefix, columns, size)
 
 
 def _scale(tensors: CheckpointTensors, prefix: str, rows: int, groups: int) -> F32:
@@ -167,23 +155,13 @@ def _packed(tensors: CheckpointTensors, prefix: str, scheme: HFConfig) -> Quanti
     groups = _groups(scheme, prefix, columns)
     zero = np.array([[1 << (bits - 1)]], np.int32)
     if not scheme.get("symmetric", bool, True):
-        if tensors.kind(prefix + ".weight_zero_point") == "I8":
-            zero = zero + tensors.raw(prefix + ".weight_zero_point", "I8", (rows, groups)).astype(
-                np.int32
-            )
+        name = prefix + ".weight_zero_point"
+        if tensors.kind(name) == "I8":
+            zero = zero + tensors.raw(name, "I8", (rows, groups)).astype(np.int32)
         else:
-            packed = tensors.raw(
-                prefix + ".weight_zero_point", "I32", (-(-rows * bits // 32), groups)
-            )
+            packed = tensors.raw(name, "I32", (-(-rows * bits // 32), groups))
             zero = unpack(np.ascontiguousarray(packed.T), bits)[:, :rows].T.astype(np.int32)
-    order = None
-    if tensors.has(prefix + ".weight_g_idx"):
-        order = tensors.raw(prefix + ".weight_g_idx", "I32", (columns,)).astype(np.int32)
-        if order.min() < 0 or order.max() >= groups:
-            message = f"{prefix}.weight_g_idx names groups {order.min()} to {order.max()}, and there are {groups}"
-            raise invalid(message)
-        if np.array_equal(order, np.arange(columns) // (columns // groups)):
-            order = None
+    order = group_of_columns(tensors, prefix + ".weight_g_idx", columns, groups)
 
     def codes(start: int, stop: int) -> U8:
         return unpack(words[start:stop], bits)[:, :columns]
@@ -199,44 +177,36 @@ def _packed(tensors: CheckpointTensors, prefix: str, scheme: HFConfig) -> Quanti
 
 
 def _integers(tensors: CheckpointTensors, prefix: str, scheme: HFConfig) -> QuantisedMatrix:
-    q = tensors.raw(prefix + ".weight", "I8", (None, None)).view(np.uint8)
+    q = tensors.bytes(prefix + ".weight", "I8", (None, None))
     rows, columns = q.shape
     groups = _groups(scheme, prefix, columns)
     scale = _scale(tensors, prefix, rows, groups)
-    if tensors.has(prefix + ".weight_zero_point") and not scheme.get("symmetric", bool, True):
-        shape = tensors.shape(prefix + ".weight_zero_point")
-        zero = tensors.raw(prefix + ".weight_zero_point", "I8", shape).astype(np.int32) + 128
+    name, zero = prefix + ".weight_zero_point", None
+    if tensors.has(name) and not scheme.get("symmetric", bool, True):
+        shape = tensors.shape(name)
+        zero = tensors.raw(name, "I8", shape).astype(np.int32)
         if zero.size not in (1, rows * groups):
-            raise invalid(f"{prefix}.weight_zero_point has shape {shape}")
+            raise invalid(f"{name} has shape {shape}")
         zero = zero.reshape((1, 1) if zero.size == 1 else (rows, groups))
-        codes = Codes(prefix, (rows, columns), 8, lambda a, b: q[a:b] ^ np.uint8(0x80), scale, zero)
-        return of_codes(codes, "compressed-tensors")
-    return of_bytes(prefix, q, scale)
+    return of_bytes(prefix, q, scale, zero)
 
 
 def _floats(tensors: CheckpointTensors, prefix: str, scheme: HFConfig) -> QuantisedMatrix:
-    bits = tensors.raw(prefix + ".weight", "F8_E4M3", (None, None)).view(np.uint8)
+    bits = tensors.bytes(prefix + ".weight", "F8_E4M3", (None, None))
     rows, columns = bits.shape
-    block: Any = scheme.raw("block_structure")
-    if block:
-        if len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
-            raise invalid(f"block_structure should be two sizes, not {block!r}")
-        shape = tuple(-(-n // size) for n, size in zip(bits.shape, block, strict=True))
-        return of_float8(
-            prefix, bits, tensors.floats(prefix + ".weight_scale", shape), (block[0], block[1])
-        )
+    if said := scheme.raw("block_structure"):
+        block = block_sizes("block_structure", said)
+        shape = (-(-rows // block[0]), -(-columns // block[1]))
+        return of_float8(prefix, bits, tensors.floats(prefix + ".weight_scale", shape), block)
     scale = _scale(tensors, prefix, rows, _groups(scheme, prefix, columns))
     return of_float8(prefix, bits, scale, (1, columns // scale.shape[1]))
 
 
 def _mxfp4(tensors: CheckpointTensors, prefix: str, scheme: HFConfig) -> QuantisedMatrix:
-    packed = tensors.raw(prefix + ".weight_packed", "U8", (None, None))
+    packed = tensors.bytes(prefix + ".weight_packed", "U8", (None, None))
     rows, columns = packed.shape[0], packed.shape[1] * 2
     if scheme.get("num_bits", int) != 4 or scheme.get("type", str, "int") != "float":
         raise invalid(f"{prefix} has weights of 4-bit floats, and its scheme says otherwise")
-    exponents = tensors.raw(
-        prefix + ".weight_scale",
-        tensors.kind(prefix + ".weight_scale") or "U8",
-        (rows, columns // 32),
-    )
-    return of_float4(prefix, packed.view(np.uint8), exponents.view(np.uint8))
+    name = prefix + ".weight_scale"
+    exponents = tensors.bytes(name, tensors.kind(name) or "U8", (rows, columns // 32))
+    return of_float4(prefix, packed, exponents)

@@ -16,18 +16,24 @@ bitsandbytes  4 bits: X.weight uint8 [N * K / 2, 1], X.weight.absmax of blocks, 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from pageturner.formats.ggml import U8
 from pageturner.kernels.base import F32
 from pageturner.models.checkpoint_tensors import CheckpointTensors
-from pageturner.models.float_matrix import of_float4, of_float8, of_table
-from pageturner.models.gptq_awq import Readers
 from pageturner.models.hf_values import HFConfig
-from pageturner.models.quantised_matrix import QuantisedMatrix, check_scales, invalid, of_bytes
+from pageturner.models.quantised_matrix import (
+    QuantisedMatrix,
+    Readers,
+    block_sizes,
+    check_scales,
+    invalid,
+    of_bytes,
+    of_float4,
+    of_float8,
+    of_table,
+)
 from pageturner.models.spec import unsupported
 
 _HARMLESS = """
@@ -46,29 +52,28 @@ def fp8(config: HFConfig, tensors: CheckpointTensors) -> Readers:
     """EngineFault 'quantization_invalid', 'model_unsupported' and those of tensors."""
     config.expect("fmt", "e4m3")
     config.expect("weight_per_tensor", False)
-    block = _block(config.raw("weight_block_size"))
+    said = config.raw("weight_block_size")
+    block = None if said is None else block_sizes("weight_block_size", said)
     config.ignore(_HARMLESS)
     config.done()
 
     def read(prefix: str) -> QuantisedMatrix:
-        bits = tensors.raw(prefix + ".weight", "F8_E4M3", (None, None)).view(np.uint8)
+        bits = tensors.bytes(prefix + ".weight", "F8_E4M3", (None, None))
         rows, columns = bits.shape
-        if tensors.has(prefix + ".weight_scale_inv"):
-            name, shape = prefix + ".weight_scale_inv", tensors.shape(prefix + ".weight_scale_inv")
-        else:
-            name, shape = prefix + ".weight_scale", tensors.shape(prefix + ".weight_scale")
+        name = prefix + ".weight_scale"
+        if tensors.has(name + "_inv"):
+            name += "_inv"
+        shape = tensors.shape(name)
         if len(shape) == 2 and block is not None:
-            size = block
-        else:
-            wanted = {(): (rows, columns), (1,): (rows, columns), (1, 1): (rows, columns)}
-            size = wanted.get(shape, (1, columns))
-            if shape not in (*wanted, (rows,), (rows, 1)):
-                raise invalid(f"{name} has shape {shape}, and there is no weight_block_size")
-            return of_float8(prefix, bits, tensors.floats(name, shape).reshape(-1, 1), size)
-        blocks = (-(-rows // size[0]), -(-columns // size[1]))
-        return of_float8(prefix, bits, tensors.floats(name, blocks), size)
+            blocks = (-(-rows // block[0]), -(-columns // block[1]))
+            return of_float8(prefix, bits, tensors.floats(name, blocks), block)
+        whole = shape in ((), (1,), (1, 1))
+        if not whole and shape not in ((rows,), (rows, 1)):
+            raise invalid(f"{name} has shape {shape}, and there is no weight_block_size")
+        size = (rows if whole else 1, columns)
+        return of_float8(prefix, bits, tensors.floats(name, shape).reshape(-1, 1), size)
 
-    return _by_weight(tensors, "F8_E4M3", read)
+    return tensors.readers(".weight", read, ("F8_E4M3",))
 
 
 def mxfp4(config: HFConfig, tensors: CheckpointTensors) -> Readers:
@@ -77,17 +82,14 @@ def mxfp4(config: HFConfig, tensors: CheckpointTensors) -> Readers:
     config.done()
 
     def read(name: str) -> QuantisedMatrix:
-        packed = tensors.raw(name + "_blocks", "U8", (None, None, None, 16)).view(np.uint8)
+        packed = tensors.bytes(name + "_blocks", "U8", (None, None, None, 16))
         experts, rows, groups, _ = packed.shape
-        exponents = tensors.raw(name + "_scales", "U8", (experts, rows, groups)).view(np.uint8)
+        exponents = tensors.bytes(name + "_scales", "U8", (experts, rows, groups))
         flat = packed.reshape(experts * rows, groups * 16)
         return of_float4(name, flat, exponents.reshape(experts * rows, groups), experts)
 
-    def reader(name: str) -> Callable[[], QuantisedMatrix]:
-        return lambda: read(name)
-
-    names = [name.removesuffix("_blocks") for name in tensors.infos if name.endswith("_blocks")]
-    return {name: reader(name) for name in names}
+    readers = tensors.readers("_blocks", read)
+    return {name.removesuffix(".weight"): reader for name, reader in readers.items()}
 
 
 def bitsandbytes(config: HFConfig, tensors: CheckpointTensors) -> Readers:
@@ -99,34 +101,12 @@ def bitsandbytes(config: HFConfig, tensors: CheckpointTensors) -> Readers:
         return _four_bits(prefix + ".weight", tensors)
 
     def eight(prefix: str) -> QuantisedMatrix:
-        q = tensors.raw(prefix + ".weight", "I8", (None, None)).view(np.uint8)
+        q = tensors.bytes(prefix + ".weight", "I8", (None, None))
         largest = tensors.floats(prefix + ".SCB", (q.shape[0],))
         return of_bytes(prefix, q, (largest / np.float32(127)).reshape(-1, 1))
 
-    return _by_weight(tensors, "I8", eight) | _by_weight(tensors, "U8", four)
-
-
-def _by_weight(
-    tensors: CheckpointTensors, kind: str, read: Callable[[str], QuantisedMatrix]
-) -> Readers:
-    """What every tensor .weight of this type is."""
-
-    def reader(prefix: str) -> Callable[[], QuantisedMatrix]:
-        return lambda: read(prefix)
-
-    names = [
-        name for name in tensors.infos if name.endswith(".weight") and tensors.kind(name) == kind
-    ]
-    return {name: reader(name.removesuffix(".weight")) for name in names}
-
-
-def _block(said: Any) -> tuple[int, int] | None:
-    if said is None:
-        return None
-    fits = isinstance(said, list) and len(said) == 2 and all(type(n) is int and n > 0 for n in said)
-    if not fits:
-        raise invalid(f"weight_block_size should be two sizes, not {said!r}")
-    return said[0], said[1]
+    whole = tensors.readers(".weight", eight, ("I8",))
+    return whole | tensors.readers(".weight", four, ("U8",))
 
 
 def _four_bits(name: str, tensors: CheckpointTensors) -> QuantisedMatrix:
@@ -136,7 +116,7 @@ def _four_bits(name: str, tensors: CheckpointTensors) -> QuantisedMatrix:
             f"{name} has {len(states)} tensors {_STATE[1:]}*; one says how it is quantised"
         )
     try:
-        state = json.loads(bytes(tensors.raw(states[0], "U8", (None,)).view(np.uint8)))
+        state = json.loads(bytes(tensors.bytes(states[0], "U8", (None,))))
         kind, block = state["quant_type"], int(state["blocksize"])
         rows, columns = (int(n) for n in state["shape"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -145,7 +125,7 @@ def _four_bits(name: str, tensors: CheckpointTensors) -> QuantisedMatrix:
         raise unsupported(f"bitsandbytes of type {kind!r} is not supported; nf4, fp4 and int8 are")
     if not (rows > 0 and columns > 0 and block > 0 and rows * columns % block == 0):
         raise invalid(f"{states[0]} says a shape of ({rows}, {columns}) in blocks of {block}")
-    packed = tensors.raw(name, "U8", (rows * columns // 2, 1)).view(np.uint8).reshape(-1)
+    packed = tensors.bytes(name, "U8", (rows * columns // 2, 1)).reshape(-1)
     table = tensors.floats(name + ".quant_map", (16,))
     scale = _absmax(name, tensors, state, rows * columns // block)
     return of_table(name, packed, table, scale, (rows, columns), block)
@@ -155,7 +135,7 @@ def _absmax(name: str, tensors: CheckpointTensors, state: dict[str, Any], count:
     """The scale of each block; it may be quantised itself."""
     if tensors.kind(name + ".absmax") != "U8":
         return tensors.floats(name + ".absmax", (count,))
-    indices: U8 = tensors.raw(name + ".absmax", "U8", (count,)).view(np.uint8)
+    indices = tensors.bytes(name + ".absmax", "U8", (count,))
     try:
         block, offset = int(state["nested_blocksize"]), float(state["nested_offset"])
     except (ValueError, KeyError, TypeError) as error:

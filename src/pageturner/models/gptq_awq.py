@@ -1,7 +1,10 @@
 """Checkpoints of GPTQ and AWQ: integers of 4 or 8 bits in words of 32, with scales and zero-points by groups.
 
-Owns their tensors and the keys of their quantization_config. Sources: GPTQModel and AutoGPTQ (`pack` of their
-linear layers), AutoAWQ (`from_linear` of its GEMM layer). Must not know kernels.
+Owns their tensors and the keys of their quantization_config, and which matrices with `desc_act` can lie with
+their columns in the order of the groups, so that each group is 32 neighbours: those whose inputs a step can
+gather in that order (q, k and v together, o, gate and up together), and down, whose inputs gate and up make in
+that order at once, by the order of their rows. Sources: GPTQModel and AutoGPTQ (`pack` of their linear
+layers), AutoAWQ (`from_linear` of its GEMM layer). Must not know kernels.
 
 GPTQ   X.qweight int32 [K * bits / 32, N], X.qzeros int32 [groups, N * bits / 32], X.scales [groups, N],
        X.g_idx int32 [K]: the group of each input. Version 1 stores each zero-point less 1, version 2 as it is
@@ -14,23 +17,27 @@ only what decides is read, and all that the tensors themselves tell is held agai
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pageturner.formats.ggml import U8
+from pageturner.formats.ggml import GROUP, U8
 from pageturner.kernels.base import F32
 from pageturner.models.checkpoint_tensors import CheckpointTensors
-from pageturner.models.column_order import Placement, order_of, placement
 from pageturner.models.hf_values import HFConfig
-from pageturner.models.quantised_matrix import Codes, QuantisedMatrix, invalid, of_codes, unpack
+from pageturner.models.quantised_matrix import (
+    Codes,
+    QuantisedMatrix,
+    Readers,
+    group_count,
+    group_of_columns,
+    invalid,
+    of_codes,
+    unpack,
+)
 from pageturner.models.spec import unsupported
-
-Readers = dict[
-    str, Callable[[], QuantisedMatrix]
-]  # by the name of the tensor that there would be unquantised
 
 _AWQ_PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # where the neighbours 0 .. 7 lie
 
@@ -46,8 +53,6 @@ def gptq(config: HFConfig, tensors: CheckpointTensors) -> Readers:
         raise unsupported(f"{message}; use a folder in the layout 'gptq' or 'gptq_v2'")
     if bits not in (2, 4, 8):
         raise unsupported(f"GPTQ with {bits} bits is not supported; 2, 4 and 8 bits are")
-    if size < 1 and size != -1:
-        raise invalid(f"group_size is {size}: it should be positive, or -1 for one group in all")
     config.expect("planar", False)
     config.expect("rotation", False)
     for pattern, changed in (config.raw("dynamic") or {}).items():
@@ -70,7 +75,7 @@ def gptq(config: HFConfig, tensors: CheckpointTensors) -> Readers:
         if symmetric and (zero != 1 << (bits - 1)).any():
             message = f"it says that weights are symmetric, and {prefix}.qzeros says otherwise"
             raise invalid(f"{message}: is checkpoint_format {layout!r} true?")
-        groups = _groups(tensors, prefix, columns, scale.shape[1], size)
+        groups = group_of_columns(tensors, prefix + ".g_idx", columns, scale.shape[1])
         order, outputs = placed.columns(prefix), placed.rows.get(prefix)
         if outputs is not None:
             scale, zero = scale[outputs], zero[outputs]
@@ -90,16 +95,13 @@ def gptq(config: HFConfig, tensors: CheckpointTensors) -> Readers:
         )
         return replace(made, columns=placed.gathered.get(prefix), rows=outputs)
 
-    return _readers(tensors, read)
+    return tensors.readers(".qweight", read)
 
 
 def awq(config: HFConfig, tensors: CheckpointTensors) -> Readers:
     """EngineFault as `gptq`."""
-    bits, size = (
-        config.get("bits", int, config.get("w_bit", int, 4)),
-        config.get("group_size", int, 0),
-    )
-    size = size or config.get("q_group_size", int, 128)
+    bits = config.get("bits", int, config.get("w_bit", int, 4))
+    size = config.get("group_size", int, 0) or config.get("q_group_size", int, 128)
     version = config.get("version", str, config.get("format", str, "gemm")).lower()
     if version != "gemm":
         message = (
@@ -108,8 +110,6 @@ def awq(config: HFConfig, tensors: CheckpointTensors) -> Readers:
         raise unsupported(message)
     if bits != 4:
         raise unsupported(f"AWQ with {bits} bits is not supported; 4 bits are")
-    if size < 1 and size != -1:
-        raise invalid(f"group_size is {size}: it should be positive, or -1 for one group in all")
     if not config.get("zero_point", bool, True):
         raise unsupported("AWQ without zero-points is not supported")
 
@@ -127,7 +127,7 @@ def awq(config: HFConfig, tensors: CheckpointTensors) -> Readers:
         zero = _awq_unpack(zeros).T.astype(np.int32)
         return of_codes(Codes(prefix, (rows, columns), 4, codes, scale, zero), "AWQ")
 
-    return _readers(tensors, read)
+    return tensors.readers(".qweight", read)
 
 
 def _awq_unpack(words: NDArray[np.generic]) -> U8:
@@ -136,23 +136,9 @@ def _awq_unpack(words: NDArray[np.generic]) -> U8:
     return places[..., _AWQ_PLACES].reshape(len(words), -1)
 
 
-def _readers(tensors: CheckpointTensors, read: Callable[[str], QuantisedMatrix]) -> Readers:
-    prefixes = [
-        name.removesuffix(".qweight") for name in tensors.infos if name.endswith(".qweight")
-    ]
-
-    def reader(prefix: str) -> Callable[[], QuantisedMatrix]:
-        return lambda: read(prefix)
-
-    return {prefix + ".weight": reader(prefix) for prefix in prefixes}
-
-
 def _scales(tensors: CheckpointTensors, prefix: str, rows: int, columns: int, size: int) -> F32:
     """[rows, groups]"""
-    groups = 1 if size == -1 else -(-columns // size)
-    if size != -1 and columns % size:
-        raise invalid(f"group_size is {size}, and {prefix} has {columns} columns")
-    return tensors.floats(prefix + ".scales", (groups, rows)).T
+    return tensors.floats(prefix + ".scales", (group_count(prefix, columns, size), rows)).T
 
 
 def _placement(tensors: CheckpointTensors, bits: int) -> Placement:
@@ -161,16 +147,12 @@ def _placement(tensors: CheckpointTensors, bits: int) -> Placement:
     names = [name.removesuffix(".qweight") for name in tensors.infos if name.endswith(".qweight")]
     orders = {}
     for name in names:
-        words, scales, groups = (
-            tensors.infos.get(name + end) for end in (".qweight", ".scales", ".g_idx")
-        )
-        if words is None or scales is None or groups is None or groups.kind != "I32":
+        words = tensors.infos[f"{name}.qweight"].shape
+        scales = tensors.infos.get(f"{name}.scales")
+        groups = tensors.infos.get(f"{name}.g_idx")
+        if scales is None or groups is None or groups.kind != "I32" or not scales.shape:
             continue
-        if (
-            len(words.shape) != 2
-            or not scales.shape
-            or groups.shape != (words.shape[0] * 32 // bits,)
-        ):
+        if len(words) != 2 or groups.shape != (words[0] * 32 // bits,):
             continue
         found = tensors.raw(name + ".g_idx", "I32", groups.shape).astype(np.int32, copy=False)
         order = order_of(found, scales.shape[0])
@@ -179,17 +161,71 @@ def _placement(tensors: CheckpointTensors, bits: int) -> Placement:
     return placement(names, orders, tensors.has)
 
 
-def _groups(
-    tensors: CheckpointTensors, prefix: str, columns: int, groups: int, size: int
-) -> NDArray[np.int32] | None:
-    """The group of each column; None where they lie one behind the other."""
-    if not tensors.has(prefix + ".g_idx"):
+# -- columns in the order of their groups --------------------------------------------------------------------
+
+Order = NDArray[np.int32]  # which column (or row) of the file lies at each place
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """By the names of matrices. gathered: orders of columns whose inputs a step gathers; made: of columns
+    whose inputs come in that order; rows: of outputs."""
+
+    gathered: Mapping[str, Order]
+    made: Mapping[str, Order]
+    rows: Mapping[str, Order]
+
+    def columns(self, name: str) -> Order | None:
+        """In which the columns of a matrix lie; None: as in the file."""
+        return self.gathered.get(name, self.made.get(name))
+
+
+def order_of(groups: NDArray[np.int32], count: int) -> Order | None:
+    """The columns by their group, those of a group as they come. None where groups are not all as large, or
+    not whole blocks of 32."""
+    size = len(groups) // max(count, 1)
+    if size % GROUP or not size or groups.min() < 0:
         return None
-    order = tensors.raw(prefix + ".g_idx", "I32", (columns,)).astype(np.int32, copy=False)
-    if order.min() < 0 or order.max() >= groups:
-        message = (
-            f"{prefix}.g_idx names groups {order.min()} to {order.max()}, and there are {groups}"
-        )
-        raise invalid(message)
-    plain = np.arange(columns) // (columns if size == -1 else size)
-    return None if np.array_equal(order, plain) else order
+    if not np.array_equal(np.bincount(groups, minlength=count), np.full(count, size)):
+        return None
+    return np.argsort(groups, kind="stable").astype(np.int32)
+
+
+def placement(
+    names: Iterable[str], orders: Mapping[str, Order], has: Callable[[str], bool]
+) -> Placement:
+    """What of a folder can lie in the order of its groups.
+
+    names   of all quantised matrices, without the ending of their tensors
+    orders  of those that want one
+    has     whether there is a tensor of this name
+    """
+    names = set(names)
+    gathered, made, rows = dict[str, Order](), dict[str, Order](), dict[str, Order]()
+    for name, order in orders.items():
+        stem, _, last = name.rpartition(".")
+        where = stem.rpartition(".")[2]
+        if where == "self_attn" and last in ("q_proj", "k_proj", "v_proj"):
+            fits = _alike([f"{stem}.{one}" for one in ("q_proj", "k_proj", "v_proj")], orders)
+        elif where == "self_attn" and last == "o_proj":
+            fits = any(
+                {f"{stem}.{one}", f"{stem}.qkv_proj"} & names for one in ("k_proj", "v_proj")
+            )
+        elif where == "mlp" and last in ("gate_proj", "up_proj"):
+            fits = _alike([f"{stem}.{one}" for one in ("gate_proj", "up_proj")], orders)
+        elif where == "mlp" and last == "down_proj":
+            before = [f"{stem}.{one}" for one in ("gate_proj", "up_proj")]
+            if names.issuperset(before) and not any(has(f"{one}.bias") for one in before):
+                made[name] = order
+                rows |= dict.fromkeys(before, order)
+            continue
+        else:
+            fits = last in ("qkv_proj", "gate_up_proj") and where in ("self_attn", "mlp")
+        if fits:
+            gathered[name] = order
+    return Placement(gathered, made, rows)
+
+
+def _alike(names: list[str], orders: Mapping[str, Order]) -> bool:
+    """Whether all of these have one order: they share their input, which is gathered once."""
+    return all(name in orders and np.array_equal(orders[name], orders[names[0]]) for name in names)

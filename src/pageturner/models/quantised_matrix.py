@@ -1,15 +1,15 @@
 """Matrices of quantised checkpoints as blocks that kernels compute with, some rows at a time.
 
-Owns how integers, scales and zero-points of any grouping become a kind of formats/ggml.py without losing a
-bit,
-and where they do not: then as int8, which is said in a line. Must not know in which tensors of a file they
-lie: that is for the readers of each format.
+Owns how integers with scales and zero-points of any grouping, 8-bit and 4-bit floats, and tables of 16 floats
+become a kind of formats/ggml.py without losing a bit; and where they cannot, how they become int8, which is
+said in a line. Must not know in which tensors of a file they lie: that is for the readers of each format.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,9 @@ from pageturner.errors import EngineFault
 from pageturner.formats.ggml import GROUP, U8
 from pageturner.formats.ggml_types import BY_NAME
 from pageturner.kernels.base import F32
+from pageturner.models.checkpoint_tensors import CheckpointTensors
 from pageturner.models.quantise import int8_blocks
+from pageturner.models.spec import unsupported
 
 Rows = Callable[[int, int], U8]  # of rows start .. stop-1
 
@@ -46,6 +48,10 @@ class QuantisedMatrix:
     def nbytes(self) -> int:
         block = BY_NAME[self.kind]
         return int(np.prod(self.shape)) // block.values * block.nbytes
+
+
+# By the name of the tensor that there would be unquantised.
+Readers = dict[str, Callable[[], QuantisedMatrix]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +113,8 @@ def of_codes(codes: Codes, method: str) -> QuantisedMatrix:
 def check_columns(name: str, columns: int) -> None:
     """EngineFault('model_unsupported') unless columns are whole groups of 32."""
     if columns % GROUP:
-        message = f"{name} is quantised and has {columns} columns; only multiples of {GROUP} are supported"
-        raise EngineFault("model_unsupported", message)
+        message = f"{name} is quantised and has {columns} columns"
+        raise unsupported(f"{message}; only multiples of {GROUP} are supported")
 
 
 def check_scales(name: str, scale: F32) -> None:
@@ -151,30 +157,29 @@ def by_block(
     return np.broadcast_to(np.repeat(part, blocks // part.shape[1], axis=1), (stop - start, blocks))
 
 
+def _joined(*fields: NDArray[Any]) -> U8:
+    """The bytes of blocks from their fields [rows, blocks, ...], by row."""
+    raw = [np.ascontiguousarray(field).view(np.uint8) for field in fields]
+    return np.concatenate(raw, axis=-1).reshape(len(raw[0]), -1)
+
+
 def _nibble_blocks(kind: str, codes: Codes, start: int, stop: int) -> U8:
     """Q4_0, Q4_1 or Q4_W."""
     if codes.pairs is None:
-        q = halves_of(codes.read(start, stop).reshape(stop - start, -1, GROUP))
+        q = codes.read(start, stop).reshape(stop - start, -1, GROUP)
+        q = q[..., :16] | q[..., 16:] << np.uint8(4)
     else:
         q = halves_of_pairs(codes.pairs(start, stop).reshape(stop - start, -1, GROUP // 2))
-    number = np.dtype(np.float32 if kind == "Q4_W" else np.float16)
     fields = [by_block(codes, codes.scale, start, stop)]
     if kind != "Q4_0":
         fields.append(by_block(codes, -codes.scale * codes.zero.astype(np.float32), start, stop))
-    out = np.empty((*q.shape[:2], BY_NAME[kind].nbytes), np.uint8)
-    head = len(fields) * number.itemsize
-    out[..., :head] = np.stack(fields, axis=-1).astype(number).view(np.uint8)
-    out[..., head:] = q
-    return out.reshape(stop - start, -1)
-
-
-def halves_of(nibbles: U8) -> U8:
-    """Groups of 32 nibbles as 16 bytes, as GGML has them: the first 16 are the low ones."""
-    return nibbles[..., :16] | nibbles[..., 16:] << np.uint8(4)
+    numbers = np.stack(fields, axis=-1).astype(np.float32 if kind == "Q4_W" else np.float16)
+    return _joined(numbers, q)
 
 
 def halves_of_pairs(pairs: U8) -> U8:
-    """The same of 16 bytes that hold two neighbours each, the first in the low nibble."""
+    """Groups of 32 nibbles, of which 16 bytes hold two neighbours each, the first in the low nibble, as GGML has
+    them: the first 16 are the low ones."""
     out = np.empty_like(pairs)
     low, high = pairs[..., :8], pairs[..., 8:]
     out[..., 0::2] = low & np.uint8(15) | high << np.uint8(4)
@@ -185,19 +190,10 @@ def halves_of_pairs(pairs: U8) -> U8:
 def _byte_blocks(kind: str, codes: Codes, start: int, stop: int) -> U8:
     """Q8_0 or Q8_W."""
     q = codes.read(start, stop).reshape(stop - start, -1, GROUP) ^ np.uint8(0x80)
-    return int8_with(kind, by_block(codes, codes.scale, start, stop), q)
-
-
-def int8_with(kind: str, scale: NDArray[np.generic], q: U8) -> U8:
-    """Blocks Q8_0 or Q8_W of integers [rows, blocks, 32] with scales [rows, blocks]."""
-    out = np.empty((*q.shape[:2], BY_NAME[kind].nbytes), np.uint8)
-    head = out.shape[2] - GROUP
-    numbers = (
-        scale[..., None].astype(np.float16) if kind == "Q8_0" else np.stack([scale, scale], axis=-1)
-    )
-    out[..., :head] = np.ascontiguousarray(numbers).view(np.uint8)
-    out[..., head:] = q
-    return out.reshape(len(q), -1)
+    scale = by_block(codes, codes.scale, start, stop)
+    if kind == "Q8_0":
+        return _joined(scale[..., None].astype(np.float16), q)
+    return _joined(np.stack([scale, scale], axis=-1), q)
 
 
 def _rounded(codes: Codes, start: int, stop: int) -> U8:
@@ -213,14 +209,129 @@ def _rounded(codes: Codes, start: int, stop: int) -> U8:
     return int8_blocks(values)
 
 
-def of_bytes(name: str, q: U8, scale: F32) -> QuantisedMatrix:
-    """A matrix of int8 [rows, columns] with scales [rows, groups]."""
-    codes = Codes(
-        name,
-        (q.shape[0], q.shape[1]),
-        8,
-        lambda a, b: q[a:b] ^ np.uint8(0x80),
-        scale,
-        np.array([[128]]),
-    )
+def of_bytes(
+    name: str, q: U8, scale: F32, zero: NDArray[np.int32] | None = None
+) -> QuantisedMatrix:
+    """A matrix of int8 [rows, columns] with scales [rows, groups] and zero-points, if not 0."""
+    zero = np.array([[0]]) if zero is None else zero
+    shape = (q.shape[0], q.shape[1])
+    codes = Codes(name, shape, 8, lambda a, b: q[a:b] ^ np.uint8(0x80), scale, zero + 128)
     return of_codes(codes, "int8")
+
+
+def group_count(name: str, columns: int, size: int) -> int:
+    """How many groups of so many columns there are; -1: one group. EngineFault('quantization_invalid')."""
+    if size == -1:
+        return 1
+    if size < 1 or columns % size:
+        raise invalid(f"group_size is {size}, and {name} has {columns} columns")
+    return columns // size
+
+
+def group_of_columns(
+    tensors: CheckpointTensors, name: str, columns: int, groups: int
+) -> NDArray[np.int32] | None:
+    """The group of each column; None where they lie one behind the other, or there is no such tensor."""
+    if not tensors.has(name):
+        return None
+    order = tensors.raw(name, "I32", (columns,)).astype(np.int32, copy=False)
+    if order.min() < 0 or order.max() >= groups:
+        message = f"{name} names groups {order.min()} to {order.max()}, and there are {groups}"
+        raise invalid(message)
+    return None if np.array_equal(order, np.arange(columns) // (columns // groups)) else order
+
+
+def block_sizes(key: str, said: Any) -> tuple[int, int]:
+    """Rows and columns of blocks. EngineFault('quantization_invalid') unless these are two sizes."""
+    fits = isinstance(said, list) and len(said) == 2 and all(type(n) is int and n > 0 for n in said)
+    if not fits:
+        raise invalid(f"{key} should be two sizes, not {said!r}")
+    return said[0], said[1]
+
+
+def of_float8(name: str, bits: U8, scale: F32, block: tuple[int, int]) -> QuantisedMatrix:
+    """e4m3 [rows, columns] with a scale for each block of so many rows and columns (at the edges they may be
+    smaller). EngineFault('quantization_invalid') for a NaN: of scales at once, of values when read."""
+    rows, columns = bits.shape
+    check_columns(name, columns)
+    check_scales(name, scale)
+    if block[1] % GROUP:
+        raise unsupported(
+            f"{name}: blocks of {block[1]} columns are not supported, only multiples of {GROUP}"
+        )
+    places = np.arange(columns // GROUP) * GROUP // block[1]
+
+    def blocks(start: int, stop: int) -> U8:
+        part = bits[start:stop]
+        if ((part & np.uint8(0x7F)) == 0x7F).any():
+            raise invalid(f"{name} holds values that are not finite")
+        numbers = scale[np.arange(start, stop) // block[0]][:, places]
+        return _joined(numbers[..., None], part.reshape(stop - start, -1, GROUP))
+
+    return QuantisedMatrix("F8_W", (rows, columns), blocks)
+
+
+def of_float4(name: str, packed: U8, exponents: U8, experts: int = 0) -> QuantisedMatrix:
+    """e2m1 floats, two neighbours in each byte of packed [rows, columns / 2], the first in the low nibble,
+    with an exponent of 8 bits for each 32: [rows, columns / 32].
+
+    experts  so many matrices lie one behind the other in these rows
+    """
+    rows, columns = packed.shape[0], packed.shape[1] * 2
+    check_columns(name, columns)
+    if (exponents == 255).any():
+        raise invalid(f"the scales of {name} hold values that are not finite")
+
+    def blocks(start: int, stop: int) -> U8:
+        pairs = packed[start:stop].reshape(stop - start, -1, GROUP // 2)
+        return _joined(exponents[start:stop, :, None], halves_of_pairs(pairs))
+
+    shape = (experts, rows // experts, columns) if experts else (rows, columns)
+    return QuantisedMatrix("MXFP4", shape, blocks)
+
+
+def of_table(
+    name: str, packed: U8, table: F32, scale: F32, shape: tuple[int, int], block: int
+) -> QuantisedMatrix:
+    """Nibbles that stand for 16 floats, two neighbours in each byte, the first in the high nibble.
+
+    packed  [rows * columns / 2]
+    table   [16], within -1 .. 1
+    scale   of each `block` neighbours, rows one behind the other: [rows * columns / block]
+    """
+    columns = shape[1]
+    check_columns(name, columns)
+    check_scales(name, scale)
+    if block % GROUP:
+        raise unsupported(
+            f"{name}: blocks of {block} values are not supported, only multiples of {GROUP}"
+        )
+    steps, integers, error = nearest_integers(table)
+
+    def blocks(start: int, stop: int) -> U8:
+        part = packed[start * columns // 2 : stop * columns // 2]
+        pairs = (part << np.uint8(4) | part >> np.uint8(4)).reshape(stop - start, -1, GROUP // 2)
+        places = np.arange(start * columns, stop * columns, GROUP) // block
+        numbers = (scale[places] / np.float32(steps)).astype(np.float32)
+        entries = np.broadcast_to(integers, (*pairs.shape[:2], 16))
+        return _joined(numbers.reshape(stop - start, -1, 1), entries, halves_of_pairs(pairs))
+
+    becomes = ""
+    if error:
+        share = f"{error:.1%}"
+        becomes = f"a table of 16 floats (nf4, fp4) becomes one of 16 integers (root mean square error {share})"
+    return QuantisedMatrix("T4_W", shape, blocks, becomes)
+
+
+def nearest_integers(table: F32) -> tuple[float, NDArray[np.int8], float]:
+    """(steps, integers, error): integers / steps is nearest to the table, of all steps up to 127 over its
+    largest value; the error is relative, as root mean square, where all 16 are as frequent."""
+    most = float(np.abs(table).max())
+    if not (np.isfinite(table).all() and most > 0):
+        raise invalid("its table of 16 values holds no finite numbers")
+    tried = np.arange(60, 127.01, 0.05) / most
+    exact = np.multiply.outer(tried, table.astype(np.float64))
+    left = np.square((np.rint(exact) - exact) / tried[:, None]).mean(axis=1)
+    best = int(np.argmin(left))
+    error = float(np.sqrt(left[best] / np.square(table, dtype=np.float64).mean()))
+    return float(tried[best]), np.rint(exact[best]).astype(np.int8), error if error > 1e-6 else 0.0

@@ -111,7 +111,7 @@ def table_of(
 def _entry(weight: Matrix, bias: int) -> tuple[int, ...]:
     if isinstance(weight, FloatMatrix):
         return weight.address, 0, 0, 0, bias, 0
-    assert not weight.order  # nothing gathers what experts see: models/column_order.py
+    assert not weight.order  # nothing gathers what experts see: models/gptq_awq.py
     return weight.q, weight.high, weight.scale, weight.low, bias, weight.zero
 
 
