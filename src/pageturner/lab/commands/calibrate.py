@@ -13,7 +13,8 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from pageturner.config import settings as configuration
-from pageturner.errors import EngineFault
+from pageturner.errors import bad_setting
+from pageturner.lab.commands.flag_table import add_flags, check_range
 
 if TYPE_CHECKING:
     from pageturner.lab.simulation.calibration import Check
@@ -28,6 +29,22 @@ WIDTH = 100  # columns
 BUSY = 1.5  # load average beyond which other programs take part of each processor of ours
 
 
+FLAGS = (
+    ("--log FILE", Path, "fit this step log, without an engine"),
+    ("--num-prompts", 90, "requests sent in each load"),
+    ("--input-len", 128, "mean prompt length, in tokens"),
+    ("--output-len", 48, "mean answer length, in tokens"),
+    ("--seed", 0, "seed of the random prompts and lengths"),
+    ("--check", bool, "run five more loads and print how far the fit's predictions are off"),
+    (
+        "--output FILE",
+        Path("calibration.json"),
+        "file to write the calibration to (default: calibration.json)",
+    ),
+    ("--config FILE", str, "TOML file with engine settings in its table [engine]"),
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command."""
     parser.add_argument(
@@ -36,30 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="smollm2",
         help="a GGUF file, a Hugging Face folder, its id on the hub, or an alias",
     )
-    parser.add_argument(
-        "--log", metavar="FILE", type=Path, help="fit this step log, without an engine"
-    )
-    parser.add_argument("--num-prompts", type=int, default=90, help="requests sent in each load")
-    parser.add_argument("--input-len", type=int, default=128, help="mean prompt length, in tokens")
-    parser.add_argument("--output-len", type=int, default=48, help="mean answer length, in tokens")
-    parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the random prompts and lengths"
-    )
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="run five more loads and print how far the fit's predictions are off",
-    )
-    parser.add_argument(
-        "--output",
-        metavar="FILE",
-        type=Path,
-        default=Path("calibration.json"),
-        help="file to write the calibration to (default: calibration.json)",
-    )
-    parser.add_argument(
-        "--config", metavar="FILE", help="TOML file with engine settings in its table [engine]"
-    )
+    add_flags(parser, FLAGS)
     configuration.add_flags(parser, "engine", leave_out=("model", "step_log", "step_log_tokens"))
 
 
@@ -72,15 +66,10 @@ def main(arguments: argparse.Namespace) -> int:
     busy = not arguments.log and _busy()
     if arguments.log:
         if arguments.check:
-            raise EngineFault(
-                "bad_setting", "--check runs an engine, and --log none: give one of them"
-            )
+            raise bad_setting("--check runs an engine, and --log none: give one of them")
         cost = calibration.fit_runs(recorded_runs.last_run(arguments.log))
     else:
-        for name in ("num_prompts", "input_len", "output_len"):
-            if getattr(arguments, name) < 6:
-                message = f"--{name.replace('_', '-')} is 6 or more, not {getattr(arguments, name)}"
-                raise EngineFault("bad_setting", message)
+        check_range(arguments, "6 or more", "num_prompts", "input_len", "output_len")
         flags = configuration.from_flags(arguments)
         flags["engine"]["model"] = arguments.model
         sizes = (arguments.input_len, arguments.output_len, arguments.num_prompts)

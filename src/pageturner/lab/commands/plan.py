@@ -1,15 +1,13 @@
 """`pageturner plan`: what a model takes and how many sequences fit, before anything is loaded.
 
-Owns the flags, the table and the picture. The arithmetic is in lab/planning/kv_planner.py, what is known
-of the model
-in lab/planning/model_outline.py; both are imported when there is something to plan.
+Owns the flags, the tables and the picture. The arithmetic is in lab/planning/kv_planner.py, what is known of
+the model in lab/planning/model_outline.py; both are imported when there is something to plan.
 """
 
 from __future__ import annotations
 
 import argparse
 import textwrap
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,17 +15,16 @@ from typing import TYPE_CHECKING, Any
 from pageturner.config import settings as configuration
 from pageturner.config.setting_values import parse_size
 from pageturner.config.settings import EngineConfig
-from pageturner.errors import EngineFault
-from pageturner.formats import hub
-from pageturner.lab.commands import cluster_flags, plan_cluster
+from pageturner.errors import EngineFault, bad_setting
+from pageturner.lab.commands import simulated_engines
+from pageturner.lab.commands.flag_table import add_flags, check_range
 
 if TYPE_CHECKING:
-    from pageturner.lab.commands.plan_cluster import ClusterPlan
-    from pageturner.lab.planning.kv_planner import Fit, KVPlanner
+    from pageturner.lab.planning.kv_planner import ClusterPlan, Fit, KVPlanner
     from pageturner.lab.planning.model_outline import Outline
     from pageturner.lab.simulation.roofline import GPU
 
-TAKEN = (
+SETTINGS = (
     "max_model_len",
     "kv_cache_dtype",
     "block_size",
@@ -36,15 +33,46 @@ TAKEN = (
     "max_loras",
     "kv_host_memory",
 )
-ADAPTER = "adapter_model.safetensors"
-USUAL_LENGTHS = (
-    400,
-    1500,
-    6000,
-    24000,
-)  # three quarters of a power of two: rounding up costs its average
+USUAL_LENGTHS = (400, 1500, 6000, 24000)  # 3/4 of a power of two: rounding up costs its average
+PROMPT_LENGTHS = (512, 2048, 8192, 32768)  # tokens, of prompts in a cluster
 BAR, WIDTH = 40, 100  # characters
 NAMES = {"contiguous": "contiguous", "power_of_two": "powers of two", "paged": "paged"}
+FLAGS = (
+    (
+        "--memory SIZE",
+        str,
+        "memory for weights and KV cache, such as 80GB (10^9 bytes each) or 80GiB, also "
+        "80G (2^30 bytes each) (default: what is free here)",
+    ),
+    (
+        "--gpu NAME",
+        str,
+        "the memory of this GPU instead, by its data sheet: H100, H200, A100-80G, L40S, "
+        "L4, A10, T4, RTX-4090, MI300X ...",
+    ),
+    ("--gpus N", 1, "GPUs that share the model (default: 1)"),
+    (
+        "--weights-bytes SIZE",
+        str,
+        "memory that the weights take (default: as the model's own file says)",
+    ),
+    (
+        "--lora FOLDER",
+        list,
+        "a LoRA adapter, again for each: the --max-loras largest are in memory",
+    ),
+    (
+        "--lengths N,N",
+        str,
+        "lengths of sequences to plan for, prompt and output (default: 400, 1500 ... the longest)",
+    ),
+    (
+        "--trace FILE",
+        Path,
+        "plan for the lengths in this trace too (JSONL of prompt_tokens, output_tokens)",
+    ),
+    ("--output FILE", Path, "write the plan to this JSON file"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,51 +82,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a GGUF file (its beginning is enough), a config.json, a Hugging Face"
         " folder, an id in the hub's cache, or an alias",
     )
-    parser.add_argument(
-        "--memory",
-        metavar="SIZE",
-        help="memory for weights and KV cache, such as 80GB (10^9 bytes each) or 80GiB, also "
-        "80G (2^30 bytes each) (default: what is free here)",
-    )
-    parser.add_argument(
-        "--gpu",
-        metavar="NAME",
-        help="the memory of this GPU instead, by its data sheet: H100, H200, A100-80G, L40S, "
-        "L4, A10, T4, RTX-4090, MI300X ...",
-    )
-    parser.add_argument(
-        "--gpus", metavar="N", type=int, default=1, help="GPUs that share the model (default: 1)"
-    )
-    parser.add_argument(
-        "--weights-bytes",
-        metavar="SIZE",
-        help="memory that the weights take (default: as the model's own file says)",
-    )
-    parser.add_argument(
-        "--lora",
-        metavar="FOLDER",
-        action="append",
-        type=Path,
-        default=[],
-        help="a LoRA adapter, again for each: the --max-loras largest are in memory",
-    )
-    parser.add_argument(
-        "--lengths",
-        metavar="N,N",
-        help="lengths of sequences to plan for, prompt and output (default: 400, 1500 ... "
-        "the longest)",
-    )
-    parser.add_argument(
-        "--trace",
-        metavar="FILE",
-        type=Path,
-        help="plan for the lengths in this trace too (JSONL of prompt_tokens, output_tokens)",
-    )
-    parser.add_argument(
-        "--output", metavar="FILE", type=Path, help="write the plan to this JSON file"
-    )
-    cluster_flags.add_links(parser)
-    others = tuple(f.name for f in fields(EngineConfig) if f.name not in TAKEN)
+    add_flags(parser, (*FLAGS, *simulated_engines.LINK_FLAGS))
+    others = tuple(f.name for f in fields(EngineConfig) if f.name not in SETTINGS)
     configuration.add_flags(parser, "engine", leave_out=others)
 
 
@@ -108,14 +93,7 @@ def main(arguments: argparse.Namespace) -> int:
     plan = make_plan(arguments, config)
     print(plan.render())
     if arguments.output:
-        from pageturner.lab.reporting.summary import write_json
-
-        try:
-            write_json(arguments.output, plan.data())
-        except OSError as error:
-            raise EngineFault(
-                "output", f"cannot write {arguments.output}: {error.strerror}"
-            ) from error
+        simulated_engines.write_output(arguments.output, plan.data())
     return 1 if _too_large(plan.model, plan.memory) else 0
 
 
@@ -152,7 +130,7 @@ class ModelPlan:
         if self.rows:
             parts += [_table(self), _picture(self)]
         if self.cluster:
-            parts.append(self.cluster.render())
+            parts.append(_cluster_table(self.cluster))
         notes = "\n".join(
             textwrap.fill(f"note: {note}", WIDTH, subsequent_indent="      ") for note in self.notes
         )
@@ -194,9 +172,7 @@ def make_plan(arguments: argparse.Namespace, config: EngineConfig) -> ModelPlan:
     """Everything that can be said without loading anything. EngineFault says what to do instead."""
     asked = None if arguments.memory is None else _number(arguments.memory, "--memory", 1)
     lengths = _lengths(arguments.lengths)
-    source = Path(arguments.model)
-    if source.suffix != ".json":
-        source = hub.resolve(arguments.model, offline=True).path
+    source = simulated_engines.model_path(arguments.model)
 
     from pageturner.executor.kv_memory import available_memory
     from pageturner.lab.planning.kv_planner import KVPlanner
@@ -210,8 +186,8 @@ def make_plan(arguments: argparse.Namespace, config: EngineConfig) -> ModelPlan:
     if gpu is None:
         memory = available_memory() if asked is None else asked
         memory_from = "free on this machine" if asked is None else "--memory"
-    dtype = "float16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    adapters = sum(sorted(map(adapter_bytes, arguments.lora), reverse=True)[: config.max_loras])
+    dtype = simulated_engines.kv_dtype(config)
+    adapters = sum(simulated_engines.hot_adapters(arguments.lora, config))
     gpus = max(arguments.gpus, 1)
     beside = model.weights + adapters + between(gpus)
     free = max(int((memory - beside) * kv_share(model, dtype, gpus)), 0)
@@ -219,10 +195,18 @@ def make_plan(arguments: argparse.Namespace, config: EngineConfig) -> ModelPlan:
     rows, notes = _rows(planner, lengths), _notes(model, memory)
     if arguments.trace:
         rows.append(_trace(arguments.trace, planner, notes))
-    rows = rows if free else []
-    cluster = plan_cluster.make(arguments, config, planner, gpu)
     return ModelPlan(
-        model, source, memory, memory_from, planner, rows, notes, adapters, gpu, gpus, cluster
+        model,
+        source,
+        memory,
+        memory_from,
+        planner,
+        rows=rows if free else [],
+        notes=notes,
+        adapters=adapters,
+        gpu=gpu,
+        gpus=gpus,
+        cluster=_cluster(arguments, config, planner, gpu),
     )
 
 
@@ -230,17 +214,53 @@ def _gpu(arguments: argparse.Namespace) -> tuple[GPU | None, int, str]:
     """The GPU that was asked about, if any, and the memory for weights and KV on so many of them."""
     if arguments.gpu is None:
         if arguments.gpus != 1:
-            raise EngineFault("bad_setting", "--gpus says how many of --gpu there are: give both")
+            raise bad_setting("--gpus says how many of --gpu there are: give both")
         return None, 0, ""
     from pageturner.lab.simulation.roofline import Reach, gpu_named
 
     if arguments.memory is not None:
-        raise EngineFault("bad_setting", "--gpu has a memory of its own: give --gpu or --memory")
-    if arguments.gpus < 1:
-        raise EngineFault("bad_setting", f"--gpus is 1 or more, not {arguments.gpus}")
+        raise bad_setting("--gpu has a memory of its own: give --gpu or --memory")
+    check_range(arguments, "1 or more", "gpus")
     gpu, share = gpu_named(arguments.gpu), Reach().memory
     where = f"{share:.0%} of {arguments.gpus} x {gpu.name} with {gpu.memory / 1e9:g} GB"
     return gpu, int(share * gpu.memory * arguments.gpus), where
+
+
+def _cluster(
+    arguments: argparse.Namespace, config: EngineConfig, planner: KVPlanner, gpu: GPU | None
+) -> ClusterPlan | None:
+    """The plan for several replicas; None where nothing was asked about them."""
+    from pageturner.lab.planning.kv_planner import ClusterPlan, Links
+    from pageturner.lab.simulation.fleet import Roles, TierSizes
+    from pageturner.lab.simulation.roofline import Reach, roofline
+
+    check_range(arguments, "0 or more", "kv_file_gb")
+    nbytes, count = planner.model.bytes_per_token(planner.dtype), max(arguments.gpus, 1)
+    roles = simulated_engines.roles_of(arguments, config, nbytes)
+    tiers = simulated_engines.tiers_of(arguments, config, nbytes)
+    if roles is None and tiers is None:
+        return None
+    prefill, decode = simulated_engines.role_counts(arguments.roles) if roles else (0, 1)
+    link = nbytes / (1e9 * arguments.kv_link_gb_s)
+    links = Links(
+        roles or Roles(0, 0, link, arguments.kv_link_ms / 1e3),
+        tiers or TierSizes(),
+        roofline(planner.model, gpu, Reach(), count, planner.dtype) if gpu else None,
+        budget=simulated_engines.GPU_SETTINGS["max_num_batched_tokens"],
+    )
+    lengths = [*(n for n in PROMPT_LENGTHS if n < planner.longest), planner.longest]
+    return ClusterPlan(
+        prefill=prefill,
+        decode=decode,
+        gpus=count,
+        sequences=decode * (planner.memory // planner.sequence_bytes(planner.longest)),
+        host_tokens=links.tiers.host_tokens,
+        file_tokens=links.tiers.file_tokens,
+        link=arguments.kv_link_gb_s,
+        host=arguments.kv_host_gb_s,
+        file=arguments.kv_file_gb_s,
+        rows=[links.row(length, prefill) for length in lengths],
+    )
 
 
 def _uncounted(model: Outline) -> EngineFault:
@@ -248,15 +268,7 @@ def _uncounted(model: Outline) -> EngineFault:
     reason = model.weights_from.removeprefix("not known: ")
     message = f"the weights of {model.name} cannot be counted: {reason}; say what they take with"
     example = "--weights-bytes (16GB for 8 billion parameters of 16 bits)"
-    return EngineFault("bad_setting", f"{message} {example}, or give the folder with the weights")
-
-
-def adapter_bytes(folder: Path) -> int:
-    """What an adapter takes in memory: its values, in the type that its file has."""
-    try:
-        return (folder / ADAPTER).stat().st_size
-    except OSError as error:
-        raise EngineFault("adapter_missing", f"--lora {folder}: it holds no {ADAPTER}") from error
+    return bad_setting(f"{message} {example}, or give the folder with the weights")
 
 
 def _outline(source: Path, weights: str | None, config: EngineConfig) -> Outline:
@@ -289,7 +301,7 @@ def _notes(model: Outline, memory: int) -> list[str]:
 def _number(text: str, name: str, least: int) -> int:
     value = parse_size(text, name)
     if value < least:
-        raise EngineFault("bad_setting", f"{name} is {least} or more, not {text}")
+        raise bad_setting(f"{name} is {least} or more, not {text}")
     return value
 
 
@@ -306,12 +318,12 @@ def _longest(model: Outline, config: EngineConfig) -> int:
     longest = config.max_model_len or model.context
     if not longest:
         message = f"{model.name} does not say how long a sequence may be: give --max-model-len"
-        raise EngineFault("bad_setting", message)
+        raise bad_setting(message)
     if model.context and longest > model.context:
         message = (
             f"--max-model-len {longest:,} is over the model's context of {model.context:,} tokens"
         )
-        raise EngineFault("bad_setting", message)
+        raise bad_setting(message)
     return longest
 
 
@@ -320,7 +332,7 @@ def _rows(planner: KVPlanner, lengths: list[int]) -> list[LengthRow]:
     for length in lengths:
         if length > longest:
             message = f"--lengths {length:,} is over the longest sequence of {longest:,} tokens"
-            raise EngineFault("bad_setting", message)
+            raise bad_setting(message)
     chosen = lengths or [*(n for n in USUAL_LENGTHS if n < longest), longest]
     return [LengthRow(f"{n:,} tokens", 1, n, planner.fits([n])) for n in chosen]
 
@@ -335,7 +347,7 @@ def _trace(path: Path, planner: KVPlanner, notes: list[str]) -> LengthRow:
         message = (
             f"every request of {path} is over the longest sequence of {planner.longest:,} tokens"
         )
-        raise EngineFault("bad_setting", message)
+        raise bad_setting(message)
     if len(short) < len(lengths):
         notes.append(
             f"left out as over {planner.longest:,} tokens: {len(lengths) - len(short):,} of"
@@ -424,7 +436,7 @@ def _table(plan: ModelPlan) -> str:
     ]
     rows = [
         [_label(row), _size(row.fits["paged"].each)]
-        + [text for name in NAMES for text in _cells(row.fits[name])]
+        + [text for name in NAMES for text in row.fits[name].cells]
         for row in plan.rows
     ]
     longest = f"contiguous: {plan.planner.longest:,} tokens each"
@@ -433,10 +445,6 @@ def _table(plan: ModelPlan) -> str:
 
 def _label(row: LengthRow) -> str:
     return row.name if row.requests == 1 else f"{row.name} (mean {row.tokens:,.0f})"
-
-
-def _cells(fit: Fit) -> Sequence[str]:
-    return f"{fit.sequences:,}", f"{100 * fit.wasted:.1f} %"
 
 
 def _picture(plan: ModelPlan) -> str:
@@ -455,6 +463,46 @@ def _picture(plan: ModelPlan) -> str:
                 f"{row.name if not i else '':{width}}  {name:13} |{bar:.<{BAR}}| {fit.sequences:,}"
             )
     return "\n".join(lines)
+
+
+def _cluster_table(plan: ClusterPlan) -> str:
+    """The replicas, and a row for each length of prompt."""
+    from pageturner.lab.reporting.summary import table
+
+    lines = []
+    if plan.prefill:
+        total = plan.gpus * (plan.prefill + plan.decode)
+        lines.append(
+            f"{plan.prefill:,} replicas compute prompts, {plan.decode:,} answer and hold"
+            f" {plan.sequences:,} of the longest sequences; {total:,} GPUs in all"
+        )
+    if plan.host_tokens or plan.file_tokens:
+        lines.append(
+            f"below the KV of each replica: {plan.host_tokens:,} tokens in host memory,"
+            f" {plan.file_tokens:,} in a file"
+        )
+    lines.append(
+        f"ms of a prompt: to compute it; over a link of {plan.link:g} GB/s, whole, and what is left of"
+        f" that when it is computed; back from host memory ({plan.host:g} GB/s) and from a file"
+        f" ({plan.file:g} GB/s)"
+    )
+    head = ["prompt of", "computed", "sent", "late", "from host", "from file"]
+    cells = [
+        [
+            f"{row.tokens:,} tokens",
+            *map(_ms, (row.computed, row.sent, row.late, row.host, row.file)),
+        ]
+        for row in plan.rows
+    ]
+    if plan.prefill:
+        head.append("prompts/s")
+        for cell, row in zip(cells, plan.rows, strict=True):
+            cell.append("-" if row.per_second is None else f"{row.per_second:,.1f}")
+    return "\n".join([*(textwrap.fill(line, WIDTH) for line in lines), table(cells, head)])
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:,.1f}"
 
 
 def _size(nbytes: float) -> str:

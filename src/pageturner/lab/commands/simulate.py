@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -20,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from pageturner.config import settings as configuration
 from pageturner.config.settings import EngineConfig, RouterConfig
 from pageturner.errors import EngineFault, bad_setting
-from pageturner.lab.commands import cluster_flags, simulated_engines
+from pageturner.lab.commands import simulated_engines
+from pageturner.lab.commands.flag_table import add_flags, check_range
 from pageturner.lab.commands.simulated_engines import SIMULATED_SETTINGS, SimulatedEngine
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pageturner.lab.simulation.scenario import Scenario
 
 # --tpot-ms is a flag of this command: the target, at which adaptive_chunk aims too.
-ENGINE_FLAGS = (
+SETTINGS = (
     *(name for name in SIMULATED_SETTINGS if name != "tpot_ms"),
     "kv_host_memory",
     "prefill_tokens",
@@ -38,209 +38,121 @@ SEARCHED_GPUS = "1,2,4,8"
 WORTH_PROCESSES = 2000  # requests from which a search takes more time than processes take to begin
 
 
+TRAFFIC_FLAGS = (
+    ("--trace FILE", Path, "trace of recorded requests (JSONL, also gzip)"),
+    (
+        "--log FILE",
+        Path,
+        "step log to take the traffic from, and engine and step times too unless others are given",
+    ),
+    (
+        "--num-prompts",
+        0,
+        "how many requests to make up, or to take of the trace (default: 1000, or all)",
+    ),
+    ("--rate", 0.0, "requests a second; arrival times are made up, for a trace too"),
+    (
+        "--cv",
+        1.0,
+        "coefficient of variation of the gaps between arrivals: 1 is Poisson, more is bursts",
+    ),
+    ("--input-len", 512, "mean prompt length of made-up requests"),
+    ("--output-len", 128, "mean answer length of made-up requests"),
+    ("--turns", 0, "make up sessions with this many turns, each sent after the answer before it"),
+    ("--think", 60.0, "seconds from an answer to the next turn: the mean, or the most in a trace"),
+    ("--length-scale", 1.0, "multiply the lengths of the trace"),
+    (
+        "--rate-scale X,X",
+        "1",
+        "multiply the rate of the traffic by this; several with commas simulate each",
+    ),
+    ("--cap", 4096, "max_tokens that every request is sent with (default: %(default)s)"),
+    ("--seed", 0, "seed of made-up lengths and times"),
+)
+ENGINE_FLAGS = (
+    ("--model", str, "model on --gpu: a config.json, folder, GGUF file, id or alias"),
+    (
+        "--gpu",
+        str,
+        "GPU whose limits give the step times, such as H100 (an unknown name lists "
+        "all); several with commas with --search",
+    ),
+    (
+        "--gpus N,N",
+        "",
+        "GPUs in a replica, which share each layer; several with commas with --search, "
+        f"which tries {SEARCHED_GPUS} (default: 1)",
+    ),
+    (
+        "--link-gb-s",
+        0.0,
+        "GB/s that a GPU sends to the others of its replica (default: by its sheet)",
+    ),
+    (
+        "--link-us",
+        10.0,
+        "microseconds of an exchange between GPUs beside its bytes (default: %(default)s)",
+    ),
+    ("--price-per-gpu-hour PRICE", "", "money for a GPU and an hour, or H100=2,L4=0.5"),
+    (
+        "--lora FOLDER",
+        list,
+        "a LoRA adapter on --gpu, again for each: requests have each as often as others",
+    ),
+    ("--mfu", 0.6, "share of the GPU's FLOP/s that is reached (default: %(default)s)"),
+    ("--mbu", 0.8, "share of its bandwidth that is reached (default: %(default)s)"),
+    ("--overhead-ms", 2.0, "time that each step takes beside its kernels (default: %(default)s)"),
+    (
+        "--host-ms",
+        0.0,
+        "time of the host for each step, on a GPU hidden behind the step before it"
+        " (default: %(default)s)",
+    ),
+    ("--calibration FILE", Path, "file that pageturner calibrate wrote"),
+    (
+        "--replicas",
+        1,
+        "number of engines behind the router (default: %(default)s; --search counts)",
+    ),
+    (
+        "--placement",
+        RouterConfig().placement,
+        "how the router chooses a replica: round_robin, least_loaded or prefix_aware "
+        "(default: %(default)s, as of pageturner route)",
+    ),
+    (
+        "--loads",
+        RouterConfig().loads,
+        "what it counts a replica's load in (default: %(default)s, as of route)",
+        ("tokens", "requests"),
+    ),
+)
+SEARCH_FLAGS = (
+    ("--ttft-ms", float, "target of the time to first token (TTFT)"),
+    ("--tpot-ms", float, "target of the mean time per token after it (TPOT)"),
+    ("--goodput", 0.99, "share of the requests that must meet the targets (default: %(default)s)"),
+    ("--search", bool, "search the fewest GPUs that meet the targets"),
+    ("--workers", 0, "processes that a search takes; its answer is the same (default: one a core)"),
+    (
+        "--policies P,P",
+        "",
+        "simulate each of these policies; with --search the one with the fewest GPUs first",
+    ),
+    ("--output FILE", Path, "write all figures to this JSON file"),
+    ("--config FILE", str, "TOML file with engine settings in its table [engine]"),
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command."""
-    _traffic_flags(parser)
-    _engine_flags(parser)
-    cluster_flags.add_arguments(parser)
-    _search_flags(parser)
-    others = tuple(field.name for field in fields(EngineConfig) if field.name not in ENGINE_FLAGS)
+    links, turnover = simulated_engines.LINK_FLAGS, simulated_engines.TURNOVER_FLAGS
+    add_flags(parser, (*TRAFFIC_FLAGS, *ENGINE_FLAGS, *links, *turnover, *SEARCH_FLAGS))
+    others = tuple(field.name for field in fields(EngineConfig) if field.name not in SETTINGS)
     configuration.add_flags(parser, "engine", leave_out=others)
-
-
-def _traffic_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--trace", metavar="FILE", type=Path, help="trace of recorded requests (JSONL, also gzip)"
-    )
-    parser.add_argument(
-        "--log",
-        metavar="FILE",
-        type=Path,
-        help="step log to take the traffic from, and engine and step times too unless "
-        "others are given",
-    )
-    parser.add_argument(
-        "--num-prompts",
-        type=int,
-        default=0,
-        help="how many requests to make up, or to take of the trace (default: 1000, or all)",
-    )
-    parser.add_argument(
-        "--rate",
-        type=float,
-        default=0.0,
-        help="requests a second; arrival times are made up, for a trace too",
-    )
-    parser.add_argument(
-        "--cv",
-        type=float,
-        default=1.0,
-        help="coefficient of variation of the gaps between arrivals: 1 is Poisson, more is bursts",
-    )
-    parser.add_argument(
-        "--input-len", type=int, default=512, help="mean prompt length of made-up requests"
-    )
-    parser.add_argument(
-        "--output-len", type=int, default=128, help="mean answer length of made-up requests"
-    )
-    parser.add_argument(
-        "--turns",
-        type=int,
-        default=0,
-        help="make up sessions with this many turns, each sent after the answer before it",
-    )
-    parser.add_argument(
-        "--think",
-        type=float,
-        default=60.0,
-        help="seconds from an answer to the next turn: the mean, or the most in a trace",
-    )
-    parser.add_argument(
-        "--length-scale", type=float, default=1.0, help="multiply the lengths of the trace"
-    )
-    parser.add_argument(
-        "--rate-scale",
-        metavar="X,X",
-        default="1",
-        help="multiply the rate of the traffic by this; several with commas simulate each",
-    )
-    parser.add_argument(
-        "--cap",
-        type=int,
-        default=4096,
-        help="max_tokens that every request is sent with (default: %(default)s)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of made-up lengths and times")
-
-
-def _engine_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", help="model on --gpu: a config.json, folder, GGUF file, id or alias"
-    )
-    parser.add_argument(
-        "--gpu",
-        help="GPU whose limits give the step times, such as H100 (an unknown name lists "
-        "all); several with commas with --search",
-    )
-    parser.add_argument(
-        "--gpus",
-        metavar="N,N",
-        default="",
-        help="GPUs in a replica, which share each layer; several with commas with --search, "
-        f"which tries {SEARCHED_GPUS} (default: 1)",
-    )
-    parser.add_argument(
-        "--link-gb-s",
-        type=float,
-        default=0.0,
-        help="GB/s that a GPU sends to the others of its replica (default: by its sheet)",
-    )
-    parser.add_argument(
-        "--link-us",
-        type=float,
-        default=10.0,
-        help="microseconds of an exchange between GPUs beside its bytes (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--price-per-gpu-hour",
-        metavar="PRICE",
-        default="",
-        help="money for a GPU and an hour, or H100=2,L4=0.5",
-    )
-    parser.add_argument(
-        "--lora",
-        metavar="FOLDER",
-        type=Path,
-        action="append",
-        default=[],
-        help="a LoRA adapter on --gpu, again for each: requests have each as often as others",
-    )
-    parser.add_argument(
-        "--mfu",
-        type=float,
-        default=0.6,
-        help="share of the GPU's FLOP/s that is reached (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--mbu",
-        type=float,
-        default=0.8,
-        help="share of its bandwidth that is reached (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--overhead-ms",
-        type=float,
-        default=2.0,
-        help="time that each step takes beside its kernels (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--host-ms",
-        type=float,
-        default=0.0,
-        help="time of the host for each step, on a GPU hidden behind the step before it"
-        " (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--calibration", metavar="FILE", type=Path, help="file that pageturner calibrate wrote"
-    )
-    parser.add_argument(
-        "--replicas",
-        type=int,
-        default=1,
-        help="number of engines behind the router (default: %(default)s; --search counts)",
-    )
-    parser.add_argument(
-        "--placement",
-        default=RouterConfig().placement,
-        help="how the router chooses a replica: round_robin, least_loaded or prefix_aware "
-        "(default: %(default)s, as of pageturner route)",
-    )
-    parser.add_argument(
-        "--loads",
-        choices=("tokens", "requests"),
-        default=RouterConfig().loads,
-        help="what it counts a replica's load in (default: %(default)s, as of route)",
-    )
-
-
-def _search_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ttft-ms", type=float, help="target of the time to first token (TTFT)")
-    parser.add_argument(
-        "--tpot-ms", type=float, help="target of the mean time per token after it (TPOT)"
-    )
-    parser.add_argument(
-        "--goodput",
-        type=float,
-        default=0.99,
-        help="share of the requests that must meet the targets (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--search", action="store_true", help="search the fewest GPUs that meet the targets"
-    )
-    parser.add_argument(
-        "--workers",
-        type=int,
-        default=0,
-        help="processes that a search takes; its answer is the same (default: one a core)",
-    )
-    parser.add_argument(
-        "--policies",
-        metavar="P,P",
-        default="",
-        help="simulate each of these policies; with --search the one with the fewest GPUs first",
-    )
-    parser.add_argument(
-        "--output", metavar="FILE", type=Path, help="write all figures to this JSON file"
-    )
-    parser.add_argument(
-        "--config", metavar="FILE", help="TOML file with engine settings in its table [engine]"
-    )
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Simulate and print."""
-    from pageturner.lab.reporting.summary import write_json
-
     made = make_scenarios(arguments)
     prices = read_prices(arguments.price_per_gpu_hour, [one.kind for one in made.options])
     policies = [name for name in arguments.policies.split(",") if name]
@@ -271,12 +183,7 @@ def main(arguments: argparse.Namespace) -> int:
         )
     print(render(runs, notes, search=arguments.search))
     if arguments.output:
-        try:
-            write_json(arguments.output, {"runs": runs, "notes": notes})
-        except OSError as error:
-            raise EngineFault(
-                "output", f"cannot write {arguments.output}: {error.strerror}"
-            ) from error
+        simulated_engines.write_output(arguments.output, {"runs": runs, "notes": notes})
     return 0
 
 
@@ -363,7 +270,7 @@ def make_scenarios(arguments: argparse.Namespace) -> Simulated:
     notes = [note for one in engines for note in one.notes]
     if seconds == [None, None]:
         notes.append("no targets, so every answer is within them: give --ttft-ms or --tpot-ms")
-    found, scaling = [], cluster_flags.autoscaling_of(arguments)
+    found, scaling = [], simulated_engines.autoscaling_of(arguments)
     for one in engines:
         replicas = scaling.most if scaling else arguments.replicas
         if one.roles and not arguments.search:
@@ -380,7 +287,7 @@ def make_scenarios(arguments: argparse.Namespace) -> Simulated:
             loads=arguments.loads,
             tiers=one.tiers,
             roles=one.roles,
-            failures=cluster_flags.failures_of(arguments, replicas),
+            failures=simulated_engines.failures_of(arguments, replicas),
             scaling=scaling,
         )
         option = Option(one.gpus, scenario, one.kind)
@@ -466,8 +373,7 @@ def check(arguments: argparse.Namespace) -> None:
         raise bad_setting("--trace and --log are two kinds of traffic: give one of them")
     if not given and not arguments.rate:
         raise bad_setting("which traffic? give --trace FILE, --log STEPLOG or --rate N")
-    if arguments.workers < 0:
-        raise bad_setting(f"--workers is 0 or more, not {arguments.workers}")
+    check_range(arguments, "0 or more", "workers")
     if bool(arguments.gpu) != bool(arguments.model):
         raise bad_setting("--gpu and --model go together")
     if not (arguments.gpu or arguments.calibration or arguments.log):
@@ -477,25 +383,14 @@ def check(arguments: argparse.Namespace) -> None:
     if arguments.lora and not arguments.gpu:
         message = "--lora is for --gpu: calibrate an engine while it answers with adapters, and their price is"
         raise bad_setting(f"{message} in its steps")
-    cluster_flags.check(arguments)
+    simulated_engines.check_replicas(arguments)
     if arguments.gpu and arguments.calibration:
         raise bad_setting(
             "--gpu and --calibration are two answers to one question: give one of them"
         )
-    for name in ("cap", "input_len", "output_len"):
-        if getattr(arguments, name) < 1:
-            raise bad_setting(
-                f"--{name.replace('_', '-')} is 1 or more, not {getattr(arguments, name)}"
-            )
-    for name in ("ttft_ms", "tpot_ms", "cv", "length_scale"):
-        value = getattr(arguments, name)
-        if value is not None and not 0 < value < math.inf:
-            raise bad_setting(f"--{name.replace('_', '-')} is more than 0, not {value}")
-    for name in ("rate", "think", "turns", "num_prompts", "kv_file_gb"):
-        if not 0 <= (getattr(arguments, name) or 0) < math.inf:
-            raise bad_setting(
-                f"--{name.replace('_', '-')} is 0 or more, not {getattr(arguments, name)}"
-            )
+    check_range(arguments, "1 or more", "cap", "input_len", "output_len")
+    check_range(arguments, "more than 0", "ttft_ms", "tpot_ms", "cv", "length_scale")
+    check_range(arguments, "0 or more", "rate", "think", "turns", "num_prompts", "kv_file_gb")
     if not 0 < arguments.goodput <= 1:
         raise bad_setting(f"--goodput is a share, above 0 and at most 1, not {arguments.goodput}")
 
@@ -542,7 +437,10 @@ def render(runs: list[dict[str, Any]], notes: list[str], *, search: bool) -> str
         "cached",
     )
     rows = [_row(run) for run in runs]
-    lines = [table(rows, head), *(cluster_flags.in_words(run) for run in runs if "turnover" in run)]
+    lines = [
+        table(rows, head),
+        *(simulated_engines.turnover_in_words(run) for run in runs if "turnover" in run),
+    ]
     if not search:
         lines += [
             f"money: {run['replicas']:,} replicas{_money(run)}" for run in runs if _money(run)

@@ -1,14 +1,14 @@
-"""What `simulate` and `tune` simulate, from their flags: engines with step times, and the traffic.
+"""What `simulate`, `tune` and `plan` ask about, from their flags: engines, replicas, traffic.
 
-Owns how flags become these, and what must be said of them to believe an answer. All of the lab is imported
-when it is asked for. What is made can be sent to another process.
+Owns the flags about several replicas, how flags become what the lab simulates, and the notes that an answer
+rests on. All of the lab is imported when it is asked for. What is made can be sent to another process.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -17,11 +17,14 @@ from typing import TYPE_CHECKING, Any
 from pageturner.config import settings as configuration
 from pageturner.config.settings import EngineConfig
 from pageturner.errors import EngineFault, bad_setting
+from pageturner.formats import hub
+from pageturner.lab.commands.flag_table import check_range
 from pageturner.policies.scheduler_config import SchedulerConfig
 
 if TYPE_CHECKING:
     from pageturner.executor.kv_memory import KVSizes
     from pageturner.lab.simulation.fleet import Roles, TierSizes
+    from pageturner.lab.simulation.replica_changes import Autoscaling, Failures
     from pageturner.lab.simulation.step_cost import StepCost
     from pageturner.lab.traffic.traffic import Traffic
     from pageturner.lab.traffic.traffic_files import TraceRow, TraceScaling
@@ -35,7 +38,114 @@ SIMULATED_SETTINGS = (
 )
 # What fills a GPU: more rows in a step than suit a CPU. Flags and [engine] go before.
 GPU_SETTINGS = {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "max_queue": 100_000}
+ADAPTER = "adapter_model.safetensors"
+LINK_FLAGS = (
+    (
+        "--roles prefill=N,decode=M",
+        "",
+        "replicas that compute prompts for others, and those that answer, in place of "
+        "--replicas; with --search: search, which tries them apart too",
+    ),
+    ("--kv-link-gb-s", 25.0, "GB/s at which KV goes from one to the other (default: %(default)s)"),
+    (
+        "--kv-link-ms",
+        1.0,
+        "milliseconds that this takes beside its bytes (default: %(default)s)",
+    ),
+    (
+        "--kv-host-gb-s",
+        25.0,
+        "GB/s at which KV comes back from --kv-host-memory (default: %(default)s)",
+    ),
+    ("--kv-file-gb", 0.0, "GB of KV in a file behind it, for each replica (default: none)"),
+    ("--kv-file-gb-s", 3.0, "GB/s at which KV comes back from there (default: %(default)s)"),
+)
+TURNOVER_FLAGS = (
+    (
+        "--failures-per-hour",
+        0.0,
+        "failures of each replica in an hour; it is back after --restart-seconds",
+    ),
+    (
+        "--events FILE",
+        Path,
+        'JSONL file of what happens to replicas: {"at": 60, "replica": 0, "event": '
+        '"end"}, or "drain", or "start"',
+    ),
+    (
+        "--restart-seconds",
+        60.0,
+        "seconds until a replica that failed is there again (default: %(default)s)",
+    ),
+    (
+        "--drain-seconds",
+        30.0,
+        "seconds that a replica which is taken away has for what it is answering "
+        "(default: %(default)s)",
+    ),
+    (
+        "--streams",
+        "move",
+        "what streams do whose replica ends: go on elsewhere, or begin again (default: "
+        "%(default)s)",
+        ("move", "restart"),
+    ),
+    (
+        "--autoscale LEAST,MOST",
+        "",
+        "let the number of replicas follow goodput between these, as pageturner deploy "
+        "does, in place of --replicas",
+    ),
+    (
+        "--start-seconds",
+        60.0,
+        "seconds until a replica that is added takes requests (default: %(default)s)",
+    ),
+    (
+        "--upscale-delay",
+        10.0,
+        "seconds for which one more must be asked for (default: %(default)s)",
+    ),
+    (
+        "--downscale-delay",
+        300.0,
+        "seconds for which one less must be asked for (default: %(default)s)",
+    ),
+)
 Flags = dict[str, dict[str, Any]]
+
+
+def model_path(model: str) -> Path:
+    """The file of a model, without the network."""
+    path = Path(model)
+    return path if path.suffix == ".json" else hub.resolve(model, offline=True).path
+
+
+def kv_dtype(config: EngineConfig) -> str:
+    return "float16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+
+
+def adapter_bytes(folder: Path) -> int:
+    """The memory that an adapter takes: its values, in the type that its file has."""
+    try:
+        return (folder / ADAPTER).stat().st_size
+    except OSError as error:
+        raise EngineFault("adapter_missing", f"--lora {folder}: it holds no {ADAPTER}") from error
+
+
+def hot_adapters(folders: list[Path], config: EngineConfig) -> list[int]:
+    """Bytes of the adapters that are in memory at once: the largest."""
+    return sorted(map(adapter_bytes, folders), reverse=True)[: config.max_loras]
+
+
+def write_output(path: Path, found: dict[str, Any]) -> None:
+    """Write the figures of a command as JSON. EngineFault('output')."""
+    from pageturner.lab.reporting.summary import write_json
+
+    try:
+        write_json(path, found)
+    except OSError as error:
+        raise EngineFault("output", f"cannot write {path}: {error.strerror}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +172,15 @@ def engine_on_gpu(
     """A replica on so many GPUs of this kind. EngineFault for a kind that is unknown, and for too little
     memory."""
     from pageturner.executor.kv_memory import KVSizes
-    from pageturner.formats import hub
-    from pageturner.lab.commands.plan import adapter_bytes
     from pageturner.lab.planning.model_outline import read_outline
     from pageturner.lab.simulation.roofline import Reach, gpu_named, kv_tokens, roofline
 
     gpu = gpu_named(kind)
-    path = Path(arguments.model)
-    path = path if path.suffix == ".json" else hub.resolve(arguments.model, offline=True).path
-    model = replace(read_outline(path), gpu_kv=True)
+    model = replace(read_outline(model_path(arguments.model)), gpu_kv=True)
     config = configuration.load(
         arguments.config, flags | {"engine": GPU_SETTINGS | flags["engine"]}
     ).engine
-    dtype = "float16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    dtype = kv_dtype(config)
     reach = Reach(
         compute=arguments.mfu,
         bandwidth=arguments.mbu,
@@ -84,8 +190,8 @@ def engine_on_gpu(
         host=arguments.host_ms / 1e3,
         ahead=config.async_scheduling,
     ).check()
-    adapters = [adapter_bytes(folder) for folder in arguments.lora]
-    hot = sorted(adapters, reverse=True)[: config.max_loras]
+    adapters = [*map(adapter_bytes, arguments.lora)]
+    hot = hot_adapters(arguments.lora, config)
     cost = roofline(model, gpu, reach, count, dtype, adapters)
     blocks = kv_tokens(model, gpu, reach, count, dtype, sum(hot)) // config.block_size
     link = f", {(reach.link or gpu.link) / 1e9:,.0f} GB/s between them" if count > 1 else ""
@@ -144,11 +250,7 @@ def tiers_of(
     """Slower memory for KV of which a token takes so many bytes; None: there is none."""
     from pageturner.lab.simulation.fleet import TierSizes
 
-    for name in ("kv_host_gb_s", "kv_file_gb_s"):
-        if not 0 < getattr(arguments, name) < float("inf"):
-            raise bad_setting(
-                f"--{name.replace('_', '-')} is more than 0, not {getattr(arguments, name)}"
-            )
+    check_range(arguments, "more than 0", "kv_host_gb_s", "kv_file_gb_s")
     if not (config.kv_host_memory or arguments.kv_file_gb):
         return None
     return TierSizes(
@@ -220,8 +322,8 @@ def roles_of(arguments: argparse.Namespace, config: EngineConfig, nbytes: float)
     """The roles of the replicas, where KV takes so many bytes a token; None: all do everything."""
     from pageturner.lab.simulation.fleet import Roles
 
-    if not (0 < arguments.kv_link_gb_s < float("inf") and 0 <= arguments.kv_link_ms < float("inf")):
-        raise bad_setting("--kv-link-gb-s is more than 0, --kv-link-ms 0 or more")
+    check_range(arguments, "more than 0", "kv_link_gb_s")
+    check_range(arguments, "0 or more", "kv_link_ms")
     if not arguments.roles:
         return None
     return Roles(
@@ -238,6 +340,97 @@ def role_counts(text: str) -> tuple[int, int]:
     if found is None:
         raise bad_setting(f"--roles is prefill=N,decode=M with 1 or more of each, not {text!r}")
     return int(found[1]), int(found[2])
+
+
+# -- replicas that come and go -------------------------------------------------------------------------------
+
+
+def check_replicas(arguments: argparse.Namespace) -> None:
+    """EngineFault('bad_setting') for flags about several replicas that do not go together."""
+    if arguments.roles and arguments.search and arguments.roles != "search":
+        raise bad_setting("--search counts replicas: give it --roles search, or leave --roles out")
+    if arguments.roles and not arguments.search and arguments.replicas != 1:
+        raise bad_setting("--roles says how many replicas there are: leave --replicas out")
+    if arguments.roles == "search" and not arguments.search:
+        raise bad_setting("--roles search goes with --search; else it is prefill=N,decode=M")
+    failing = arguments.failures_per_hour or arguments.events
+    check_range(
+        arguments,
+        "0 or more",
+        *("restart_seconds", "drain_seconds", "start_seconds", "upscale_delay", "downscale_delay"),
+        "failures_per_hour",
+    )
+    if arguments.autoscale and failing:
+        raise bad_setting(
+            "--autoscale is simulated without --failures-per-hour and --events: leave one out"
+        )
+    if arguments.autoscale and (arguments.search or arguments.roles or arguments.replicas != 1):
+        raise bad_setting(
+            "--autoscale says how many replicas there are: leave --search, --roles, --replicas out"
+        )
+    if arguments.search and failing:
+        raise bad_setting(
+            "--search counts replicas that do not fail: leave --failures-per-hour and --events out"
+        )
+
+
+def failures_of(arguments: argparse.Namespace, replicas: int) -> Failures | None:
+    """The failures of so many replicas; None: none were asked for."""
+    from pageturner.lab.simulation.replica_changes import Failures, read_events
+
+    if not (arguments.failures_per_hour or arguments.events):
+        return None
+    return Failures(
+        per_hour=arguments.failures_per_hour,
+        events=read_events(arguments.events, replicas) if arguments.events else (),
+        back=arguments.restart_seconds,
+        grace=arguments.drain_seconds,
+        move=arguments.streams == "move",
+        seed=arguments.seed,
+    )
+
+
+def autoscaling_of(arguments: argparse.Namespace) -> Autoscaling | None:
+    """The bounds between which the number of replicas follows the load; None: it does not."""
+    from pageturner.lab.simulation.replica_changes import Autoscaling
+    from pageturner.lab.simulation.scenario import MOST_REPLICAS
+
+    if not arguments.autoscale:
+        return None
+    found = re.fullmatch(r"([1-9]\d{0,6}),([1-9]\d{0,6})", arguments.autoscale)
+    least, most = (int(found[1]), int(found[2])) if found else (1, 0)
+    if not least <= most <= MOST_REPLICAS:
+        message = f"--autoscale is LEAST,MOST replicas, 1 to {MOST_REPLICAS:,}, such as 1,8"
+        raise bad_setting(f"{message}, not {arguments.autoscale!r}")
+    return Autoscaling(
+        least,
+        most,
+        start=arguments.start_seconds,
+        up=arguments.upscale_delay,
+        down=arguments.downscale_delay,
+        grace=arguments.drain_seconds,
+        goal=arguments.goodput,
+    )
+
+
+def turnover_in_words(run: Mapping[str, Any]) -> str:
+    """A sentence about replicas that end, or come and go."""
+    found = run["turnover"]
+    streams = f"{found['streams_moved']:,} streams moved, {found['tokens_recomputed']:,} tokens recomputed"
+    if found["streams_restarted"]:
+        streams = f"{found['streams_restarted']:,} streams began again, {found['tokens_lost']:,} tokens lost"
+    if found["streams_moved"] or found["streams_restarted"]:
+        streams += f", their longest gap p99 {found['longest_gap_ms']['p99']:,.0f} ms"
+    if "replica_seconds" in found:
+        return (
+            f"autoscaled: {found['replicas_mean']:,.1f} replicas on average, {found['replicas_most']:,} at"
+            f" most ({found['replica_seconds']:,.0f} s of replicas; {found['replicas_added']:,} added,"
+            f" {found['replicas_removed']:,} taken away), {streams}"
+        )
+    return (
+        f"failures: {found['replicas_failed']:,} replicas ended, {found['replicas_drained']:,} drained,"
+        f" {streams}"
+    )
 
 
 # -- traffic -------------------------------------------------------------------------------------------------

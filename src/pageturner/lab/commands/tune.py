@@ -20,6 +20,7 @@ from pageturner.config import settings as configuration
 from pageturner.config.settings import EngineConfig
 from pageturner.errors import EngineFault, bad_setting
 from pageturner.lab.commands import simulate
+from pageturner.lab.commands.flag_table import add_flags
 from pageturner.lab.commands.simulated_engines import SIMULATED_SETTINGS
 
 if TYPE_CHECKING:
@@ -34,6 +35,26 @@ SHORT = (
 )  # mean tokens of prompt and answer, and requests, of the calibration that is made first
 
 
+FLAGS = (
+    ("--orders O,O", "fcfs,sjf,adaptive", "queue orders to try"),
+    (
+        "--budget SECONDS",
+        120.0,
+        "time to spend after calibration: half of it on simulations, half on measuring",
+    ),
+    (
+        "--finalists N",
+        3,
+        "how many of the best run on the real engine, beside the settings given; 0: none",
+    ),
+    (
+        "--write FILE",
+        Path("pageturner.toml"),
+        "file to write for pageturner serve --config (default: pageturner.toml)",
+    ),
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command: those of simulate, and what is searched."""
     simulate.add_arguments(parser)
@@ -44,30 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         help="model to tune for (default: the one that was calibrated, or smollm2)",
     )
-    parser.add_argument(
-        "--orders", metavar="O,O", default="fcfs,sjf,adaptive", help="queue orders to try"
-    )
-    parser.add_argument(
-        "--budget",
-        metavar="SECONDS",
-        type=float,
-        default=120.0,
-        help="time to spend after calibration: half of it on simulations, half on measuring",
-    )
-    parser.add_argument(
-        "--finalists",
-        metavar="N",
-        type=int,
-        default=3,
-        help="how many of the best run on the real engine, beside the settings given; 0: none",
-    )
-    parser.add_argument(
-        "--write",
-        metavar="FILE",
-        type=Path,
-        default=Path("pageturner.toml"),
-        help="file to write for pageturner serve --config (default: pageturner.toml)",
-    )
+    add_flags(parser, FLAGS)
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -10,8 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pageturner.executor.kv_memory import touched
+from pageturner.lab.bench.prompt_alone import prefill_seconds
 from pageturner.lab.planning.model_outline import Outline
 from pageturner.lab.planning.model_outline_keys import KVLayers
+from pageturner.lab.simulation.fleet import Roles, TierSizes
+from pageturner.lab.simulation.step_cost import StepCost
 
 # Tokens for which one kind of layers has memory, of a sequence of so many tokens.
 Tokens = Callable[[KVLayers, int], int]
@@ -32,6 +35,11 @@ class Fit:
     @property
     def wasted(self) -> float:
         return 1.0 - self.used
+
+    @property
+    def cells(self) -> tuple[str, str]:
+        """The sequences and the waste as cells of a table."""
+        return f"{self.sequences:,}", f"{100 * self.wasted:.1f} %"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,3 +97,71 @@ class KVPlanner:
 def seen(layers: KVLayers, length: int) -> int:
     """How many of its tokens a sequence of this length looks at."""
     return min(length, layers.window or length)
+
+
+# -- several replicas ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRow:
+    """A prompt of so many tokens, in a cluster. Seconds; None where it is not known or there is none.
+
+    computed    to compute it on an empty replica
+    sent        its KV over the link, whole
+    late        from the end of its computation to its last KV at the other replica, which has got the rest
+                meanwhile
+    host, file  its KV back from memory and from a file
+    per_second  such prompts that all prefill replicas compute
+    """
+
+    tokens: int
+    computed: float | None
+    sent: float
+    late: float | None
+    host: float | None
+    file: float | None
+    per_second: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """The ways on which KV comes, with the same links, tiers and step times that the simulator has. budget:
+    tokens of a step; cost: None where step times are not known."""
+
+    roles: Roles
+    tiers: TierSizes
+    cost: StepCost | None
+    budget: int
+
+    def row(self, length: int, prefill: int) -> PromptRow:
+        """A prompt of so many tokens. prefill: replicas that compute prompts; 0: all do everything."""
+        tiers, computed, late = self.tiers, None, None
+        if self.cost is not None:
+            computed = prefill_seconds(self.cost, 0, length, self.budget)
+            late = self.roles.on_the_way(self.cost, 0, length, self.budget)
+        return PromptRow(
+            length,
+            computed,
+            sent=length * self.roles.token_seconds + self.roles.latency,
+            late=late,
+            host=tiers.host_seconds * length if tiers.host_tokens >= length else None,
+            file=tiers.file_seconds * length if tiers.file_tokens >= length else None,
+            per_second=prefill / computed if computed and prefill else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPlan:
+    """Replicas apart by what they do, or with slower memory. gpus: in each; sequences: of the longest length
+    that all replicas which answer hold; tokens: of KV in each tier of a replica; link, host, file: GB/s."""
+
+    prefill: int
+    decode: int
+    gpus: int
+    sequences: int
+    host_tokens: int
+    file_tokens: int
+    link: float
+    host: float
+    file: float
+    rows: list[PromptRow]
