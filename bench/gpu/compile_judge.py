@@ -16,9 +16,9 @@ RESOURCES = Path(__file__).with_name("resources.json")
 REGISTERS, SHARED = 16, 1024
 # One of each sort, of those that spill or hold the most: the others compile to less of the same.
 SAMPLE = (
-    "dense.bf16.few",
+    "dense.bf16.m64_wide",
     "groups.4.128.many",
-    "groups.5.32.few",
+    "groups.5.32.m16",
     "experts.bf16.few",
     "experts.4.32.few",
     "attend.float16.128.few.fp32",
@@ -26,7 +26,7 @@ SAMPLE = (
     "attend.int8.64.many.bf16",
     "kv_write.fp8_e4m3",
     "rms_norm.bf16",
-    "place_heads.fp8_e4m3.256",
+    "qk_norm_rope_kv_write.fp8_e4m3.256",
     "gated_dense.bf16.many",
     "lora_expand.bf16.bf16",
 )

@@ -32,10 +32,10 @@ import compile_judge as judge
 
 from pageturner.kernels.gpu.catalogue import (
     ARCHITECTURES,
-    HEIGHTS,
     MANY,
     PORTABLE,
     SHARED,
+    Height,
     Kernel,
     kernels_of,
 )
@@ -73,12 +73,12 @@ def compile_one(architecture: int, kernel: Kernel) -> dict[str, Any]:
         key: getattr(tl, {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[value[6:]])
         if isinstance(value, str) and value.startswith("dtype:")
         else value
-        for key, value in kernel.constants
+        for key, value in kernel.constants.items()
     }
     signature = {one: described(kind) for one, kind in kernel.arguments}
     signature |= dict.fromkeys(constants, "constexpr")
     names = [one for one, _ in kernel.arguments]
-    attributes = {(names.index(one),): [["tt.divisibility", 16]] for one in kernel.multiples_of_16}
+    attributes = {(names.index(one),): [["tt.divisibility", 16]] for one in kernel.aligned}
     ordered = {one: signature[one] for one in function.arg_names}
     language = GluonASTSource if function.is_gluon() else ASTSource
     source = language(fn=function, signature=ordered, constexprs=constants, attrs=attributes)
@@ -90,9 +90,6 @@ def compile_one(architecture: int, kernel: Kernel) -> dict[str, Any]:
     ptx = done.asm["ptx"]
     cubin = done.asm["cubin"]
     boxes = boxes_of(kernel, done.metadata.tensordesc_meta or ())
-    cluster = constants.get("OVER_M", 1) * constants.get("OVER_N", 1)
-    if cluster > 1:
-        check_places(kernel.name, constants, boxes, done.asm["llir"], ptx)
     # a plane is a map, two sizes and two strides
     hidden = (
         len(re.findall(r"\.param \.", ptx.partition(")")[0]))
@@ -115,8 +112,7 @@ def compile_one(architecture: int, kernel: Kernel) -> dict[str, Any]:
         "warps": done.metadata.num_warps,  # with those that fetch
         "dependent": judge.waits(ptx),
         "boxes": boxes,
-        "cluster": cluster,
-        "constants": {key: str(value) for key, value in kernel.constants},
+        "constants": {key: str(value) for key, value in kernel.constants.items()},
         "mma": mma,
         "split_words": judge.split_words(done.asm["ttgir"]),
         "ptx": ptx,
@@ -153,23 +149,6 @@ def boxes_of(kernel: Kernel, told: Any) -> list[list[int]]:
     if len(found) != planes or any(len(one) != 5 for one in found):
         raise ValueError(f"{kernel.name}: {planes} planes, and maps {told}")
     return found
-
-
-def check_places(
-    name: str, constants: dict[str, Any], boxes: list[list[int]], llir: str, ptx: str
-) -> None:
-    """ValueError where the ring of a cluster's kernel does not lie at the beginning of shared memory, or
-    where its weight is another parameter than the PTX of `persistent` says."""
-    found = re.findall(r"mbarrier\.init\.shared::cta\.b64.*@global_smem, i32 (\d+)\)", llir)
-    rows = constants["BLOCK_M"] + constants["OVER_M"] * boxes[1][0] * (len(boxes) - 1)
-    begin = 2 * constants["STAGES"] * rows * constants["BLOCK_K"]
-    expected = list(range(begin, begin + 16 * constants["STAGES"], 8))
-    others = 0 if constants["TURNS"] == 1 else constants["TURNS"]
-    if sorted(map(int, found))[: len(expected)] != expected or len(found) != len(expected) + others:
-        raise ValueError(f"{name}: barriers at {found}, not at {expected}")
-    used = set(re.findall(r"mov\.b64 from, (\w+);", ptx))
-    if not all(f".param .align 64 .b8 {one}[128]" in ptx for one in used):
-        raise ValueError(f"{name}: {used} are not all planes")
 
 
 def usage(cubin: bytes) -> dict[str, int]:
@@ -217,7 +196,7 @@ def one_instruction(kernels: dict[str, dict[str, Any]]) -> list[str]:
         family, *rest = name.split(".")
         if family.endswith("persistent"):  # the same product as `dense`
             stem, height = f"{family.replace('persistent', 'dense')}.{rest[0]}", MANY
-        other = kernels.get(f"{stem}.{MANY}") if height in HEIGHTS else None
+        other = kernels.get(f"{stem}.{MANY}") if height in set(Height) else None
         if other and kind(entry) != kind(other):
             found.append(f"{name}: {sorted(kind(entry))} and {sorted(kind(other))}")
     return found
@@ -253,7 +232,6 @@ def write(out: Path, found: dict[int, dict[str, dict[str, Any]]]) -> None:
         "registers",
         "spills",
         "boxes",
-        "cluster",
     )
 
     def put(name: str, kernels: dict[str, dict[str, Any]], form: str) -> dict[str, Any]:

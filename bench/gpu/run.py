@@ -31,7 +31,7 @@ Then, in seconds as an H100 took them (a machine takes some 30 more to be there)
   1  run.py proof grid right bits kinds --out 1.jsonl               about 10 + 9 + 36 + 55 + about 40
   2  run.py decode prefill start idle batch32 nano --out 2.jsonl         25 + 16 + 13 + 6 + 6 + 40
   3  run.py invariance peers --out 3.jsonl                               71 + up to 220
-  `tune.py` timed 1,100 products and attentions in 58.
+  `tune.py dense` takes about 50.
   `pdl` takes about 25: steps with and without kernels that begin beside the one in front.
   `mixtures` takes about 30: experts, a latent KV, and blocks that travel, right and timed.
   `sampling` takes about 12: microseconds from logits to tokens, for each sort of draw.

@@ -194,7 +194,7 @@ def distance_of_adapters(room: Room) -> float:
     packed = ops.pack_adapter(weights, stack)
     x = np.random.default_rng(3).standard_normal((4, one.inner), dtype=np.float32)
     zeros = ops.on_device(np.zeros((4, one.hidden), np.float32))
-    ops.launches.rounded(rows := ops.on_device(x), "bf16")
+    ops.launches.cast(rows := ops.on_device(x), "bf16")
     got = ops.to_numpy(ops.adapt(zeros, rows, [packed] * 4, 0, "down"))
     pair = weights.layers[0]["down"]
     a, b = (

@@ -302,12 +302,12 @@ def _matrix_seconds(driver: Any, size: int, tiny: bool) -> tuple[float, str]:
     ops = GpuOps(driver, 64 * size * size, graphs=False)
     weight = ops.pack_weight(floats(size, size, 1))
     x = ops.on_device(np.random.default_rng(2).standard_normal((size, size), dtype=np.float32))
-    ops.launches.rounded(x, "bf16")
+    ops.launches.cast(x, "bf16")
     mark = ops.arena.mark
 
     def product() -> None:
         ops.arena.reset(mark)
-        ops.launches.product(x, weight)
+        ops.launches.gemm(x, weight)
 
     return recorded_seconds(driver, [product], tiny), "our kernel"
 

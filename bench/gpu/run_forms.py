@@ -166,8 +166,8 @@ def _gated(room: Room, ops: GpuOps, kind: str) -> int:
     for height in (1, 17 if room.tiny else 300):
         ops.begin()
         x = ops.on_device(np.random.default_rng(8).standard_normal((height, 512), dtype=np.float32))
-        apart = ops.launches.gated(ops.launches.product(x, weight), "bf16")
-        joined = ops.launches.gated_product(x, weight, "bf16")
+        apart = ops.launches.gated(ops.launches.gemm(x, weight), "bf16")
+        joined = ops.launches.gated_gemm(x, weight, "bf16")
         both = []
         for one in (apart, joined):
             bits = np.empty(one.shape, np.uint16)
@@ -225,7 +225,7 @@ def _timed(room: Room, n: int, k: int) -> Iterator[tuple[str, int, float]]:
         for rows in timed:
             ops.begin()
             host = np.random.default_rng(rows).standard_normal((rows, k), dtype=np.float32)
-            x = ops.launches.rounded(ops.on_device(host), "bf16")
+            x = ops.launches.cast(ops.on_device(host), "bf16")
             works = [partial(_product, ops, x, weight, ops.arena.mark) for weight in weights]
             yield label, rows, recorded_seconds(room.driver, works, room.tiny, 0.03)
         room.driver.release()
@@ -240,7 +240,7 @@ def _timed(room: Room, n: int, k: int) -> Iterator[tuple[str, int, float]]:
 
 def _product(ops: GpuOps, x: Any, weight: Any, mark: int) -> None:
     ops.arena.reset(mark)
-    ops.launches.product(x, weight)
+    ops.launches.gemm(x, weight)
 
 
 def empty(ops: GpuOps, form: str, low: bool, n: int, k: int) -> Groups:

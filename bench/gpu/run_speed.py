@@ -33,7 +33,7 @@ from run_common import (
 from pageturner.errors import EngineFault
 from pageturner.kernels.base import AttentionShape
 from pageturner.kernels.gpu import launches
-from pageturner.kernels.gpu.catalogue import HEIGHTS, MANY, MAX_SPLIT_TILES, cut, tiles_of
+from pageturner.kernels.gpu.catalogue import MANY, MAX_SPLIT_TILES, Height, cut, tiles_of
 from pageturner.kernels.gpu.ops import GpuOps
 from pageturner.kernels.gpu.steps import view_of
 
@@ -190,13 +190,13 @@ def products(room: Room, n: int, k: int, rows: int) -> dict[str, float]:
     ops = GpuOps(room.driver, room_for, graphs=False)
     weights = [ops.pack_weight(floats(n, k, 12 + i)) for i in range(copies)]
     host = np.random.default_rng(5).standard_normal((rows, k), dtype=np.float32)
-    x = ops.launches.rounded(ops.on_device(host), "bf16")
+    x = ops.launches.cast(ops.on_device(host), "bf16")
     mark = ops.arena.mark
 
     def launch(weight: Any) -> Callable[[], None]:
         def work() -> None:
             ops.arena.reset(mark)
-            ops.launches.product(x, weight)
+            ops.launches.gemm(x, weight)
 
         return work
 
@@ -205,7 +205,7 @@ def products(room: Room, n: int, k: int, rows: int) -> dict[str, float]:
     found = {OURS: mine}
     fixed = launches.parts_of, launches.height_of
     try:
-        for height in HEIGHTS if rows <= 2048 else ():
+        for height in Height if rows <= 2048 else ():
             for parts in FREE_PARTS[: 2 if room.tiny else None]:
                 tile = tiles_of(room.driver.architecture, "bf16").get(height)
                 if tile is None:

@@ -1,10 +1,13 @@
-"""Tiles, warps and stages that the catalogue might have, timed on a device beside what it has.
+"""Tiles, warps and stages that the catalogue might have, timed on a device beside those it has.
 
-    python bench/gpu/tune.py --build [--out build/gpu/tune]   compiles the candidates; needs no device
-    python bench/gpu/tune.py --run [--out build/gpu/tune] [--only attend|dense] > told.jsonl   on a device
+    python bench/gpu/tune.py KIND --build                       compiles the candidates; needs no device
+    python bench/gpu/tune.py KIND --run [--skip NAME,NAME] > found.jsonl                     on a device
 
-Every line: the candidate, the size, microseconds (median of replays, weights and keys from memory), and
-whether its bits are those of the first candidate of its size. Last come the best of each size.
+KIND is dense, persistent, groups or attend; --out names the folder of the compiled candidates. Weights and keys
+come from memory, and the launches of one candidate stand behind each other in a recording. Each line tells a
+candidate, its size, microseconds, and whether its bits are those of the kernel of today, which is the first
+of each size. A candidate whose bits differ is never the best. A candidate that hangs ends the process: run it
+again with --skip. Last come the best of each size.
 """
 
 from __future__ import annotations
@@ -12,12 +15,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,112 +30,119 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 import run_common as common  # noqa: E402
+from run_forms import copied, empty  # noqa: E402
 from run_speed import fill  # noqa: E402
 
 from pageturner.kernels.base import AttentionShape  # noqa: E402
-from pageturner.kernels.gpu import catalogue, steps  # noqa: E402
-from pageturner.kernels.gpu.catalogue import FEW, MANY, SOME, Kernel, Tile  # noqa: E402
+from pageturner.kernels.gpu import catalogue, launches, steps  # noqa: E402
+from pageturner.kernels.gpu.catalogue import FEW, M8, M16, M64_WIDE, MANY, Kernel, Ring, Tile  # noqa: E402
+from pageturner.kernels.gpu.driver import Plane  # noqa: E402
 
 ARCHITECTURE = 90
-SIZE = ("what", "shape", "rows", "batch", "context")
-BUDGET = 0.02  # seconds of replays of a candidate
+BUDGET_S = 0.02  # of replays of a candidate
+SILENT_S = 20.0  # a candidate that takes longer hangs
 L2 = 128 << 20  # bytes of weights that are gone through between two uses of one
-# rows -> tiles
+ROWS = (1, 16, 64, 128, 256, 512, 2048, 8192)
+# Rows up to which these tiles of dense products are tried; a swapped one has the weight as first operand
 DENSE = {
-    FEW: [
-        Tile(64, 64, 64, 4, 4),
-        Tile(64, 64, 64, 4, 3),
-        Tile(64, 64, 64, 4, 6),
-        Tile(64, 32, 128, 4, 4),
-        Tile(64, 64, 128, 4, 3),
-        Tile(64, 64, 128, 4, 4),
-        Tile(64, 128, 64, 4, 4),
-        Tile(64, 128, 64, 8, 4),
-        Tile(64, 32, 64, 4, 6),
+    64: [
         Tile(64, 32, 128, 4, 5),
-        Tile(64, 16, 256, 4, 4),
-    ],
-    SOME: [
-        Tile(128, 128, 64, 8, 3),
-        Tile(128, 128, 64, 8, 4),
-        Tile(128, 128, 64, 4, 3),
-        Tile(128, 64, 64, 4, 4),
+        Tile(64, 64, 64, 4, 3),
+        Tile(64, 64, 128, 4, 3),
         Tile(64, 128, 64, 4, 4),
-        Tile(64, 256, 64, 4, 3),
-        Tile(256, 64, 64, 8, 4),
-        Tile(256, 128, 64, 8, 3),
-        Tile(128, 64, 128, 8, 3),
+        Tile(16, 64, 128, 4, 6, True),
+        Tile(16, 128, 128, 4, 5, True),
+        Tile(32, 64, 128, 4, 6, True),
+        Tile(64, 64, 64, 4, 6, True),
+        Tile(64, 128, 64, 4, 6, True),
     ],
-    MANY: [
-        Tile(128, 256, 64, 8, 3),
-        Tile(128, 128, 64, 8, 3),
-        Tile(128, 128, 64, 4, 3),
-        Tile(128, 256, 64, 8, 4),
-        Tile(256, 128, 64, 8, 3),
+    8192: [
+        Tile(64, 128, 64, 4, 4),
         Tile(128, 128, 64, 8, 4),
-        Tile(64, 256, 64, 4, 3),
+        Tile(128, 64, 64, 4, 5),
+        Tile(256, 64, 64, 8, 4),
+        Tile(128, 256, 64, 8, 3),
+        Tile(128, 128, 64, 8, 4, True),
     ],
 }
-DENSE_ROWS = {FEW: (1, 16, 64), SOME: (128, 256), MANY: (512, 2048, 8192)}
-PARTS = {FEW: (1, 2, 4, 8), SOME: (1, 2, 4), MANY: (1, 4)}
-# rows -> (R, BLOCK_T, warps, stages)
+RINGS = [*catalogue.PERSISTENT, Ring(256, 128, 64, 4), Ring(256, 64, 64, 6)]
+FORMS = {"4.32.fp16": True, "4.128": True, "fp8": False}  # whether with lows
+GROUPS = {
+    M8: [Tile(8, 32, 128, 2, 6), Tile(8, 32, 128, 2, 3), Tile(8, 32, 128, 1, 4)],
+    M16: [Tile(16, 32, 128, 2, 4), Tile(16, 32, 128, 1, 4), Tile(16, 64, 128, 2, 4)],
+    MANY: [Tile(64, 128, 128, 8, 3), Tile(64, 64, 128, 2, 3), Tile(64, 64, 128, 4, 3)],
+}
+# Height -> (R, BLOCK_T, warps, stages), and (sequences, rows of each, context)
 ATTEND = {
-    FEW: [
-        (16, 64, 2, 3),
-        (16, 64, 2, 2),
-        (16, 64, 2, 4),
-        (16, 64, 4, 3),
-        (16, 32, 2, 4),
-        (16, 128, 4, 3),
-        (16, 64, 2, 5),
-        (16, 64, 1, 3),
-    ],
-    MANY: [
-        (64, 64, 4, 2),
-        (64, 64, 4, 3),
-        (64, 64, 4, 4),
-        (128, 64, 8, 2),
-        (128, 64, 8, 3),
-        (128, 64, 8, 4),
-        (128, 128, 8, 2),
-        (64, 128, 4, 2),
-        (64, 32, 4, 4),
-    ],
-}
+    FEW: [(16, 64, 2, 2), (16, 64, 2, 4), (16, 64, 4, 3), (16, 32, 2, 4), (16, 128, 4, 3), (16, 64, 1, 3)],
+    MANY: [(64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 32, 4, 4)],
+}  # fmt: skip
 ATTEND_SIZES = {
-    FEW: [(64, 1, 1024), (256, 1, 1024), (16, 1, 8192), (1, 1, 8192), (8, 1, 250)],
+    FEW: [(64, 1, 1024), (256, 1, 1024), (16, 1, 8192), (1, 1, 8192)],
     MANY: [(1, 2048, 8192), (1, 8192, 8192)],
 }
-ATTENDS = {FEW: "attend.bfloat16.128.few.fp32", MANY: "attend.bfloat16.128.many.fp32"}
-LLAMA, QWEN = AttentionShape(32, 8, 128, 128**-0.5), AttentionShape(16, 8, 128, 128**-0.5)
+HEADS = AttentionShape(32, 8, 128, 128**-0.5)  # of Llama-3.1-8B
 
 
-def named(what: str, rows: str, numbers: tuple[int, ...]) -> str:
-    return f"{what}.{rows}." + ".".join(map(str, numbers))
+class Trial(NamedTuple):
+    """The candidates of one size: names, and for each the works that are timed and the array of results."""
+
+    size: dict[str, Any]
+    names: list[str]
+    start: Callable[[str], tuple[list[Callable[[], Any]], Callable[[], Any]]]
 
 
-def candidates() -> dict[str, Kernel]:
-    """By name."""
-    found = {}
-    for rows, tiles in DENSE.items():
-        for tile in tiles:
-            name = named("dense-bf16", rows, tile)
-            found[name] = catalogue.dense(name, "bf16", rows, tile)
-    base = catalogue.kernels_of(ARCHITECTURE)
-    for rows, several in ATTEND.items():
-        for numbers in several:
-            height, block, warps, stages = numbers
-            kernel = base[ATTENDS[rows]]
-            constants = dict(kernel.constants) | {"R": height, "BLOCK_T": block}
-            name = named("attend", rows, numbers)
-            found[name] = dataclasses.replace(
-                kernel, name=name, constants=tuple(constants.items()), warps=warps, stages=stages
+def dense_candidates() -> list[Kernel]:
+    made = []
+    for tile in {tile: None for tiles in DENSE.values() for tile in tiles}:
+        for name, make in (("dense", catalogue.dense), ("gated_dense", catalogue.gated_dense)):
+            sides = ".".join(map(str, tile[:5]))
+            made.append(make(f"{name}.try.{sides}{'.swap' * tile.swap}", "bf16", M64_WIDE, tile))
+    return made
+
+
+def persistent_candidates() -> list[Kernel]:
+    return [
+        catalogue.persistent(f"{'gated_' * gated}persistent.try.{ring.name}", "bf16", ring, gated)
+        for ring in RINGS
+        for gated in (False, True)
+    ]
+
+
+def group_candidates() -> list[Kernel]:
+    made = []
+    for form in FORMS:
+        for height, tiles in GROUPS.items():
+            for tile in tiles:
+                kernel = catalogue.groups(form, height, tile)
+                sides = ".".join(map(str, tile[:5]))
+                made.append(dataclasses.replace(kernel, name=f"{kernel.name}.try.{sides}"))
+    return made
+
+
+def attend_candidates() -> list[Kernel]:
+    made = []
+    for height, several in ATTEND.items():
+        today = catalogue.kernels_of(ARCHITECTURE)[f"attend.bfloat16.128.{height}.fp32"]
+        for rows, positions, warps, stages in several:
+            sides = today.constants | {"R": rows, "BLOCK_T": positions}
+            name = f"{today.name}.try.{rows}.{positions}.{warps}.{stages}"
+            made.append(
+                dataclasses.replace(today, name=name, constants=sides, warps=warps, stages=stages)
             )
-    return found
+    return made
 
 
-def work(kernel: Kernel) -> dict[str, Any]:
-    """Compiled, or why not."""
+CANDIDATES = {
+    "dense": dense_candidates,
+    "persistent": persistent_candidates,
+    "groups": group_candidates,
+    "attend": attend_candidates,
+}
+
+
+def compiled(kernel: Kernel) -> dict[str, Any]:
+    """Compile a kernel, or tell why it cannot be."""
     import compile_kernels
 
     try:
@@ -139,27 +151,210 @@ def work(kernel: Kernel) -> dict[str, Any]:
         return {"name": kernel.name, "error": f"{type(error).__name__}: {error}"[-300:]}
 
 
-def build(out: Path, every: dict[str, Kernel], as_they_are: list[Kernel]) -> None:
-    """Candidates by name, and kernels of the catalogue."""
+def build(kind: str, out: Path) -> None:
+    """Compile the candidates, and the kernels of today."""
     import compile_kernels
 
-    with ProcessPoolExecutor(2) as pool:
-        compiled = list(pool.map(work, [*every.values(), *as_they_are]))
-    for one in compiled:
-        if "error" in one:
-            print("NOT BUILT", one["name"], one["error"])
-        elif one["name"] in every:
-            print(one["name"], *(f"{key} {one[key]}" for key in ("registers", "spills", "shared")))
-    good = {
-        one["name"]: one
-        for one in compiled
-        if "error" not in one and one["shared"] <= catalogue.SHARED[ARCHITECTURE]
-    }
+    wanted = [*CANDIDATES[kind](), *catalogue.kernels_of(ARCHITECTURE).values()]
+    good = {}
+    with ProcessPoolExecutor() as pool:
+        for one in pool.map(compiled, wanted):
+            if "error" in one:
+                print("NOT BUILT", one["name"], one["error"])
+            elif one["shared"] <= catalogue.SHARED[ARCHITECTURE]:
+                good[one["name"]] = one
+                if ".try." in one["name"]:
+                    print(one["name"], one["registers"], "registers", one["spills"], "spilled")
     compile_kernels.write(out, {ARCHITECTURE: good})
 
 
+# -- on the device -------------------------------------------------------------------------------------------
+def launch_of(ops: Any, kernel: Kernel, x: Any, rows: int) -> tuple[Callable[[Any], None], Any]:
+    """Return a launch of a product for a weight, and the array of its results."""
+    gated, sides = "gated" in kernel.function, kernel.constants
+    persistent = kernel.function.startswith("persistent")
+
+    def sizes(w: Any) -> tuple[int, int]:
+        return (w.rows // 2, w.columns) if gated else (w.rows, w.columns)
+
+    n = x.weight_shape[0]
+    out = ops.arena.take((rows, n // 2 if gated else n), "bf16" if gated else "fp32")
+    outputs = n // 2 if gated else n
+    tiles = -(-outputs // sides["BLOCK_N"]) * -(-rows // sides["BLOCK_M"])
+    chunk, parts = x.parts
+    split = parts
+    if sides.get("WHOLE") and (
+        kernel.function != "groups.groups" or tiles >= catalogue.WHOLE_TILES
+    ):
+        split = 1
+    partial_sums = ops.arena.take((parts, rows, n)).address if split > 1 and not gated else 0
+    beside = (0, 0, out.address, partial_sums, ops.arena.counters)
+
+    def launch(w: Any) -> None:
+        here, wide = sizes(w)
+        shape = (rows, here, wide)
+        if persistent:
+            planes = [Plane(x.address, rows, wide), Plane(w.address, w.rows, wide)]
+            rest = (0, 0, out.address, 0, 0, *shape, chunk, parts)
+            if gated:
+                planes.append(Plane(out.address, rows, here))
+                rest = shape
+            grid: tuple[int, ...] = (min(tiles, ops.driver.multiprocessors),)
+            arguments: tuple[Any, ...] = (*planes, *rest)
+        elif gated:
+            grid, arguments = (tiles,), (x.address, w.address, out.address, *shape)
+        elif kernel.function == "groups.groups":
+            operands = (x.address, w.q, w.high, w.scale, w.low, x.sums)
+            flags = (int(w.low != 0), w.zero, 0, 0)
+            grid, arguments = (tiles, split), (*operands, *beside, *flags, *shape, chunk, parts)
+        else:
+            arguments = (x.address, w.address, *beside, 0, 0, *shape, chunk, parts)
+            grid = (tiles, split)
+        ops.driver.launch(kernel.name, grid, arguments)
+
+    return launch, out
+
+
+@dataclasses.dataclass
+class Operand:
+    """x of a product, with what the launches of every candidate take of it and of the weight."""
+
+    address: int
+    weight_shape: tuple[int, int]
+    parts: tuple[int, int]
+    sums: int = 0
+
+
+def product_trial(
+    ops: Any, weights: list[Any], size: dict[str, Any], kernels: list[Kernel]
+) -> Trial:
+    """Return the trial of these kernels; the first is of today."""
+    w, rows = weights[0], size["rows"]
+    ops.begin()
+    values = np.random.default_rng(rows).standard_normal((rows, w.columns), dtype=np.float32)
+    x = ops.launches.cast(ops.on_device(values), "bf16")
+    if hasattr(w, "q"):
+        lows = w.low and launches.group_height_of(rows) == MANY
+        sums = ops.launches.group_sums(x, w.columns, w.group) if lows else 0
+        parts = catalogue.group_parts_of(w.rows, w.columns)
+    else:
+        sums, parts = 0, catalogue.parts_of(w.rows, w.columns, catalogue.block_k("bf16"))
+    operand = Operand(x.address, (w.rows, w.columns), parts, sums)
+    mark, by_name = ops.arena.mark, {kernel.name: kernel for kernel in kernels}
+
+    def start(name: str) -> tuple[list[Callable[[], Any]], Callable[[], Any]]:
+        ops.arena.reset(mark)
+        launch, out = launch_of(ops, by_name[name], operand, rows)
+        return [partial(launch, one) for one in weights], lambda: _bits(ops, out)
+
+    return Trial(size, list(by_name), start)
+
+
+def _bits(ops: Any, out: Any) -> Any:
+    found = np.empty(out.nbytes, np.uint8)
+    ops.driver.download(found, out.address)
+    return found
+
+
+def dense(driver: Any, kind: str) -> Iterator[Trial]:
+    """Yield the dense or the persistent products of a layer of Llama-3.1-8B, gated ones for gate and up."""
+    every = catalogue.kernels_of(ARCHITECTURE)
+    for shape, (n, k) in common.LLAMA_8B.matrices.items():
+        ops = common.GpuOps(driver, 2 << 30, graphs=False)
+        host = common.floats(n, k, 1)
+        weights = [ops.pack_weight(host) for _ in range(max(2, -(-L2 // len(host.data))))]
+        gated = "gated_" * (shape == "gate_up")
+        for rows in ROWS:
+            height = catalogue.height_of(rows, n, True)
+            if gated:
+                height = catalogue.gated_height(height)
+            today = every[f"{gated}dense.bf16.{height}"]
+            if kind == "persistent":
+                mine = [
+                    one
+                    for one in persistent_candidates()
+                    if one.name.startswith(f"{gated}persistent")
+                ]
+            else:
+                names = [".".join(map(str, tile[:5])) for tile in DENSE[64 if rows <= 64 else 8192]]
+                mine = [
+                    one
+                    for one in dense_candidates()
+                    if one.name.startswith(f"{gated}dense")
+                    and one.name.partition(".try.")[2].removesuffix(".swap") in names
+                ]
+            if rows > 64 or kind == "dense":
+                yield product_trial(ops, weights, {"shape": shape, "rows": rows}, [today, *mine])
+        driver.release()
+
+
+def groups(driver: Any, kind: str) -> Iterator[Trial]:
+    """Yield the products of a layer of Llama-3.1-8B with weights in groups."""
+    every = catalogue.kernels_of(ARCHITECTURE)
+    for form, low in FORMS.items():
+        for shape, (n, k) in common.LLAMA_8B.matrices.items():
+            ops = common.GpuOps(driver, 1 << 30, graphs=False)
+            first = empty(ops, form, low, n, k)
+            weights = [first, *(copied(ops, first) for _ in range(max(1, L2 // first.nbytes)))]
+            for rows in (1, 16, 64, 256):
+                today = every[f"groups.{form}.{launches.group_height_of(rows)}"]
+                mine = [
+                    one for one in group_candidates() if one.name.startswith(f"{today.name}.try.")
+                ]
+                size = {"form": form, "shape": shape, "rows": rows}
+                yield product_trial(ops, weights, size, [today, *mine])
+            driver.release()
+
+
+def attend(driver: Any, kind: str) -> Iterator[Trial]:
+    """Yield the attention of one layer of Llama-3.1-8B."""
+    shape = common.Shape("8B", 2, 4096, 1, HEADS.heads, HEADS.kv_heads, HEADS.head_dim, 1)
+    fixed = steps.attention_rows
+    for height, sizes in ATTEND_SIZES.items():
+        today = f"attend.bfloat16.128.{height}.fp32"
+        for batch, mine, context in sizes:
+            runs = [(context - mine, mine)] * batch
+            ops = common.GpuOps(driver, 6 << 30, graphs=False)
+            kv = ops.alloc_kv(common.kv_spec(shape, runs))
+            fill(ops, kv, shape, kv.spec.blocks * 16)
+            wide = (batch * mine, HEADS.heads * HEADS.head_dim)
+            values = np.random.default_rng(6).standard_normal(wide, dtype=np.float32)
+
+            def start(
+                name: str, ops: Any = ops, kv: Any = kv, values: Any = values, runs: Any = runs,
+                today: str = today, height: str = height,
+            ) -> tuple[list[Callable[[], Any]], Callable[[], Any]]:  # fmt: skip
+                rows = int(name.partition(".try.")[2].partition(".")[0] or fixed(height, 128))  # type: ignore[arg-type]
+                steps.attention_rows = launches.attention_rows = lambda asked, size: (
+                    rows if asked == height else fixed(asked, size)
+                )
+                ops.driver.names = {today: name}
+                ops.begin()
+                step = ops.step(common.steps_of(runs), {steps.view_of(HEADS)}, kv)
+                q, mark = ops.on_device(values), ops.arena.mark
+
+                def work(layer: int) -> Any:
+                    ops.arena.reset(mark)
+                    return ops.launches.attention(q, kv, layer, step, HEADS, "fp32")
+
+                return [partial(work, at) for at in (0, 1, 0, 1)], lambda: ops.to_numpy(work(0))
+
+            names = [
+                one.name for one in attend_candidates() if one.name.startswith(f"{today}.try.")
+            ]
+            yield Trial(
+                {"sequences": batch, "rows": mine, "context": context}, [today, *names], start
+            )
+            steps.attention_rows = launches.attention_rows = fixed
+            driver.names = {}
+            driver.release()
+
+
+TRIALS = {"dense": dense, "persistent": dense, "groups": groups, "attend": attend}
+
+
 class Renaming:
-    """A driver that launches a candidate where a kernel is asked for."""
+    """A driver that launches a candidate where a kernel of today is asked for."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -172,176 +367,66 @@ class Renaming:
         return getattr(self.inner, name)
 
 
-def product_of(
-    driver: Renaming,
-    candidate: str,
-    grid: tuple[int, int],
-    x: Any,
-    out: Any,
-    beside: tuple[int, int],
-    sizes: tuple[int, ...],
-) -> Callable[[Any], None]:
-    """A product with a weight. beside: addresses of the parts and of their counters; sizes: M, N, K, chunk,
-    parts."""
-
-    def work(w: Any) -> None:
-        given = (x.address, w.address, 0, 0, out.address, *beside, 0, 0, *sizes)
-        driver.launch(candidate, grid, given)
-
-    return work
+def hung(name: str) -> None:
+    print(f"HUNG {name}: run again with --skip", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
-def dense(driver: Renaming, compiled: set[str]) -> Iterator[dict[str, Any]]:
-    """Every shape of a layer of Llama-3.1-8B and its head."""
-    for name, (n, k) in (dict(common.LLAMA_8B.matrices) | {"head": (128256, 4096)}).items():
-        ops = common.GpuOps(driver, 3 << 30, graphs=False)
-        host = common.floats(n, k, 1)
-        weights = [ops.pack_weight(host) for _ in range(max(1, -(-L2 // len(host.data))))]
-        for rows, heights in DENSE_ROWS.items():
-            for m in heights if name != "head" or rows != MANY else ():
-                values = np.random.default_rng(m).standard_normal((m, k), dtype=np.float32)
-                for wanted in PARTS[rows]:
-                    if 4 * m * n * wanted <= 1 << 30:
-                        told = {"what": "dense-bf16", "shape": name, "rows": m}
-                        for one in _sizes(
-                            driver, ops, compiled, weights, values, (rows, n, wanted)
-                        ):
-                            yield told | one
-        driver.release()
-
-
-def _sizes(
-    driver: Renaming,
-    ops: Any,
-    compiled: set[str],
-    weights: list[Any],
-    values: Any,
-    asked: tuple[str, int, int],
-) -> Iterator[dict[str, Any]]:
-    """One size in every tile. asked: height, N, parts."""
-    rows, n, wanted = asked
-    m, k = values.shape
-    ops.begin()
-    x = ops.launches.rounded(ops.on_device(values), "bf16")
-    chunk, parts = catalogue.cut(k, wanted, 256)
-    out = ops.arena.take((m, n))
-    apart = ops.arena.take((parts, m, n)).address if parts > 1 and rows != MANY else 0
-    beside = (apart, ops.arena.counters)
-    truth = None
-    for tile in DENSE[rows]:
-        candidate = named("dense-bf16", rows, tile)
-        if candidate in compiled and chunk % tile.k == 0:
-            grid = (-(-n // tile.n) * -(-m // tile.m), 1 if rows == MANY else parts)
-            work = product_of(driver, candidate, grid, x, out, beside, (m, n, k, chunk, parts))
-            took = common.recorded_seconds(
-                driver, [partial(work, w) for w in weights], False, BUDGET
-            )
-            bits = ops.to_numpy(out) if m * n < 1 << 24 else np.zeros(1)
-            truth = bits if truth is None else truth
-            same = bool((bits == truth).all())
-            yield {"parts": parts, "candidate": candidate, "us": 1e6 * took, "same_bits": same}
-
-
-def attend(driver: Renaming, compiled: set[str]) -> Iterator[dict[str, Any]]:
-    """One layer's attention, KV from memory."""
-    for model, heads in (("8B", LLAMA), ("0.6B", QWEN)):
-        shape = common.Shape(model, 2, 4096, 1, heads.heads, heads.kv_heads, heads.head_dim, 1)
-        for rows, sizes in ATTEND_SIZES.items():
-            for size in sizes:
-                told = {"what": "attend", "shape": model} | dict(
-                    zip(("batch", "rows", "context"), size, strict=True)
-                )
-                for one in _attentions(driver, compiled, shape, heads, rows, size):
-                    yield told | one
-
-
-def _attentions(
-    driver: Renaming,
-    compiled: set[str],
-    shape: Any,
-    heads: AttentionShape,
-    rows: str,
-    size: tuple[int, int, int],
-) -> Iterator[dict[str, Any]]:
-    """One size (sequences, rows of each, context) in every tile."""
-    batch, mine, context = size
-    runs, truth, fixed = [(context - mine, mine)] * batch, None, steps.attention_rows
-    ops = common.GpuOps(driver, 6 << 30, graphs=False)
-    kv = ops.alloc_kv(common.kv_spec(shape, runs))
-    fill(ops, kv, shape, kv.spec.blocks * 16)
-    width = heads.heads * heads.head_dim
-    values = np.random.default_rng(6).standard_normal((batch * mine, width), dtype=np.float32)
-    for numbers in ATTEND[rows]:
-        candidate = named("attend", rows, numbers)
-        if candidate not in compiled:
-            continue
-        steps.attention_rows = lambda a, r, size, high=numbers[0]: (
-            high if r == rows else fixed(a, r, size)
-        )  # type: ignore[misc]
-        driver.names = {ATTENDS[rows]: candidate}
-        ops.begin()
-        step = ops.step(common.steps_of(runs), {steps.view_of(heads)}, kv)
-        q = ops.on_device(values)
-        work = partial(_attention, ops, ops.arena.mark, q, kv, step, heads)
-        took = common.recorded_seconds(
-            driver, [partial(work, at) for at in (0, 1, 0, 1)], False, BUDGET
-        )
-        bits = ops.to_numpy(work(0)) if mine * batch <= 8192 else np.zeros(1)
-        truth = bits if truth is None else truth
-        same, error = bool((bits == truth).all()), float(np.abs(bits - truth).max())
-        yield {"candidate": candidate, "us": 1e6 * took, "same_bits": same, "error": error}
-    steps.attention_rows, driver.names = fixed, {}
-    driver.release()
-
-
-def _attention(
-    ops: Any, mark: int, q: Any, kv: Any, step: Any, heads: AttentionShape, layer: int
-) -> Any:
-    ops.arena.reset(mark)
-    return ops.launches.attention(q, kv, layer, step, heads, "fp32")
-
-
-def run(out: Path, only: str) -> None:
-    """On the device."""
+def run(kind: str, out: Path, skip: set[str]) -> None:
+    """Time every candidate on the device."""
     from run_watch import Watched
 
     from pageturner.kernels.gpu.cuda_driver import CudaDriver
     from pageturner.kernels.gpu.manifest import Manifest
 
-    driver = Renaming(Watched(CudaDriver(Manifest(out))))
-    compiled = set(driver.inner.inner._compiled)
-    best: dict[str, tuple[float, str]] = {}
-    parts: dict[str, Iterator[dict[str, Any]]] = {
-        "attend": attend(driver, compiled),
-        "dense": dense(driver, compiled),
-    }
-    for name, told in parts.items():
-        for one in told if only in name else ():
-            print(json.dumps(one), flush=True)
-            size = " ".join(
-                f"{key} {one[key]}"
-                for key in ("what", "shape", "rows", "batch", "context")
-                if key in one
-            )
-            mine = one["us"], f"{one['candidate']} parts {one.get('parts', '')}"
-            best[size] = min(best.get(size, (1e9, "")), mine)
-    for size, (us, candidate) in best.items():
-        print(f"{size:40} {us:9.1f} us {candidate}", flush=True)
+    manifest = Manifest(out)
+    driver = Renaming(Watched(CudaDriver(manifest)))
+    built = set(manifest.kernels(ARCHITECTURE)) - skip
+    best: list[str] = []
+    for trial in TRIALS[kind](driver, kind):
+        truth, found = None, []
+        for name in trial.names:
+            if name not in built:
+                continue
+            guard = threading.Timer(SILENT_S, hung, [name])
+            guard.start()
+            works, bits_of = trial.start(name)
+            took = common.recorded_seconds(driver, works, False, BUDGET_S)
+            bits = bits_of()
+            guard.cancel()
+            truth = bits if truth is None else truth
+            same = bool((bits == truth).all())
+            line = {
+                "kind": kind,
+                **trial.size,
+                "candidate": name,
+                "us": 1e6 * took,
+                "same_bits": same,
+            }
+            print(json.dumps(line), flush=True)
+            if same:
+                found.append((1e6 * took, name))
+        today = found[0][0]
+        us, name = min(found)
+        best.append(f"{trial.size!s:60} today {today:8.1f} us, best {us:8.1f} us: {name}")
+    print("\n".join(best), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("kind", choices=TRIALS)
     parser.add_argument("--build", action="store_true")
     parser.add_argument("--run", action="store_true")
-    parser.add_argument("--only", default="", help="attend or dense")
+    parser.add_argument("--skip", default="", help="candidates that hang")
     parser.add_argument("--out", type=Path, default=common.ROOT / "build" / "gpu" / "tune")
     options = parser.parse_args()
+    out = options.out / options.kind
     if options.build:
-        build(options.out, candidates(), list(catalogue.kernels_of(ARCHITECTURE).values()))
+        build(options.kind, out)
     if options.run:
-        run(options.out, options.only)
+        run(options.kind, out, set(options.skip.split(",")))
 
 
 if __name__ == "__main__":

@@ -111,8 +111,8 @@ def test_an_engine_asks_for_nothing_wrong_and_waits_for_tokens_only(
 USED = (  # by the tiny model of cuda_engine.py
     "embed.fp32",
     "head_norm.fp32",
-    "dense.fp32.slim",
-    "place_heads.float16.64",
+    "dense.fp32.m64",
+    "qk_norm_rope_kv_write.float16.64",
     "attend.float16.64.few.fp32",
     "gated.silu.fp32",
     "take_rows",

@@ -20,14 +20,13 @@ from pageturner.kernels.edits import Edit, Operation
 from pageturner.kernels.gpu.catalogue import (
     ACTIVATIONS,
     ARCHITECTURES,
-    FEW,
     GATED,
     GATED_GROUPS,
     LATENT_KINDS,
+    M8,
+    M16,
     MANY,
     PERSISTENT,
-    SLIM,
-    SOME_ROWS,
     kernels_of,
     tiles_of,
 )
@@ -104,23 +103,23 @@ def products(ops: GpuOps, patch: pytest.MonkeyPatch) -> None:
         values = ggml.dequantise(tensor.kind, tensor.shape, tensor.data)
         packed, found = ops.pack_weight(tensor), []
         dense = name.startswith("dense")
-        heights = tiles_of(90, name.partition(".")[2]) if dense else (SLIM, FEW, MANY)
+        heights = tiles_of(90, name.partition(".")[2]) if dense else (M8, M16, MANY)
         for height in heights:
             patch.setattr(launches, "height_of", lambda *_, height=height: height)
             patch.setattr(launches, "group_height_of", lambda *_, height=height: height)
-            patch.setattr(launches, "SOME_ROWS", 0 if height == MANY else SOME_ROWS)
+            patch.setattr(launches, "SOME_ROWS", 0 if height == MANY else 256)
             found.append(ops.to_numpy(ops.linear(ops.on_device(x), packed)))
             assert f"{name}.{height}" in ops.driver.launched
             if name.partition(".")[2] in (*GATED, *GATED_GROUPS):
                 both, to = ops.pack_weight(matrix(kind, 64)), packed.compute
-                apart = ops.launches.gated(ops.launches.product(ops.on_device(x), both), to)
-                joined = ops.launches.gated_product(ops.on_device(x), both, to)
+                apart = ops.launches.gated(ops.launches.gemm(ops.on_device(x), both), to)
+                joined = ops.launches.gated_gemm(ops.on_device(x), both, to)
                 assert (narrow(ops, joined) == narrow(ops, apart)).all()
         assert all((one == found[0]).all() for one in found)
         near(found[0], x @ values.T, 2e-2)
         near(ops.to_numpy(ops.embed(packed, grid.i32([8, 2]))), values[[8, 2]], 1e-5)
     wide, x = ops.pack_weight(matrix("Q4_1", 9, 2304)), grid.normal(3, 2304, seed=1)  # of two parts
-    for height in (SLIM, FEW, MANY):
+    for height in (M8, M16, MANY):
         patch.setattr(launches, "group_height_of", lambda *_, height=height: height)
         found.append(ops.to_numpy(ops.linear(ops.on_device(x), wide)))
     assert all((one == found[-1]).all() for one in found[-3:])
@@ -134,7 +133,7 @@ def persistent(ops: GpuOps, patch: pytest.MonkeyPatch) -> None:
         found = []
         for ring in (None, *PERSISTENT):
             patch.setattr(launches, "persistent_ring", lambda *_, ring=ring: ring)
-            joined = ops.launches.gated_product(ops.on_device(x), both, both.compute)
+            joined = ops.launches.gated_gemm(ops.on_device(x), both, both.compute)
             found.append((ops.to_numpy(ops.linear(ops.on_device(x), packed)), narrow(ops, joined)))
         assert all((one == found[0][0]).all() and (two == found[0][1]).all() for one, two in found)
 
@@ -243,7 +242,7 @@ def latents(ops: GpuOps) -> None:
         ops.kv_write(apart, 0, joined, None, step.slots)
         for kind, bound in BOUNDS.items():
             rows = launches.Latents(heads, plain, rank, rotary, kind, rope, norm)
-            got, both = ops.launches.place_latent(
+            got, both = ops.launches.latent_kv_write(
                 wide, rows, 1e-5, here, 0, step.slots, step.positions
             )
             near(narrow(ops, got), values[0], bound)
@@ -275,7 +274,7 @@ def placing(ops: GpuOps) -> None:
                     )
                 expected = ops.to_numpy(ops.launches.rotate(q, step.positions, rope, dim))
                 ops.launches.kv_write(apart, 0, k, v, step.slots, step.positions, rope)
-                got = ops.launches.place_heads(wide, mine, 1e-5, here, 0, step, rope, 4)
+                got = ops.launches.qk_norm_rope_kv_write(wide, mine, 1e-5, here, 0, step, rope, 4)
                 near(ops.to_numpy(ops.launches.fit_heads(got, 4, dim)), expected, 1e-6)
                 for one, other in zip(here.at(0), apart.at(0), strict=True):
                     if one:
@@ -319,7 +318,7 @@ def experts(ops: GpuOps, monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(experts_module, "MANY_ROWS", most)
             grouping = Grouping(4, order=order.address, bounds=bounds.address)
             near(
-                ops.to_numpy(ops._experts.product(ops.on_device(x), table, grouping)),
+                ops.to_numpy(ops._experts.gemm(ops.on_device(x), table, grouping)),
                 expected,
                 2e-2,
             )
@@ -382,7 +381,7 @@ def adapters(ops: GpuOps) -> None:
         near(embedded, REFERENCE.adapt_embedded(x, tokens, [theirs] * 3), 1e-5)
         expected = REFERENCE.adapt(np.ones((3, 9), np.float32), x, [theirs] * 3, 0, "q")
         for x_kind in BOUNDS:
-            rows = ops.launches.rounded(ops.on_device(x), x_kind)
+            rows = ops.launches.cast(ops.on_device(x), x_kind)
             rows = launches.GpuArray(rows.address, rows.shape, x_kind)
             y = ops.on_device(np.ones((3, 9), np.float32))
             near(ops.to_numpy(ops.adapt(y, rows, [mine] * 3, 0, "q")), expected)
@@ -393,8 +392,8 @@ FAMILIES: dict[Callable[..., None], str] = {
     persistent: "persistent gated_persistent",
     rows: "rms_norm head_norm layer_norm gated elementwise rotate take_rows take_columns",
     attention: "attend kv_write fit_heads",
-    latents: "place_latent join_heads",
-    placing: "place_heads",
+    latents: "latent_kv_write join_heads",
+    placing: "qk_norm_rope_kv_write",
     choosing: "edit forbid sample",
     experts: "route group_rows experts add_rows add_experts weigh_rows",
     adapters: "lora_shrink lora_expand lora_pick",

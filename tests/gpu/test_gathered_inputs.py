@@ -88,7 +88,7 @@ def test_gate_and_up_in_one_launch_see_gathered_inputs(
     plain = ops.pack_weight(ordered("Q4_1", 6, None, rows=64))
     found = []
     for weight, given in ((both, x), (plain, np.ascontiguousarray(x[:, order]))):
-        out = ops.launches.gated_product(ops.on_device(given), weight, "bf16")
+        out = ops.launches.gated_gemm(ops.on_device(given), weight, "bf16")
         bits = np.empty(out.shape, np.uint16)
         ops.driver.download(bits, out.address)
         found.append(bits)

@@ -16,7 +16,7 @@ SHAPES = {  # hidden, inner, heads; of Qwen3-0.6B, whose o and down are cut in p
 LAYER = [
     "rms_norm",
     "dense",
-    "place_heads",
+    "qk_norm_rope_kv_write",
     "attend",
     "dense",
     "rms_norm",

@@ -297,7 +297,7 @@ def test_every_kernel_is_named_for_every_architecture_but_what_only_sm_90_has() 
     assert all(one == names[80] for architecture, one in names.items() if architecture != 90)
     more = names[90] - names[80]
     assert names[80] < names[90]
-    assert all("persistent" in name or name.endswith(".thin") for name in more)
+    assert all("persistent" in name or name.endswith(".m16") for name in more)
 
 
 def test_what_is_recorded_of_kernels_fits_the_devices_they_run_on() -> None:

@@ -27,7 +27,7 @@ from pageturner.kernels.gpu.steps import WORK  # noqa: E402
 
 Wrong = Callable[[np.ndarray], None]
 LENGTH = 18  # shorter than what is compared: nothing may be read behind the tables of positions
-LARGE = ("place_heads", "gated", "sample", "edit", "forbid", "lora")
+LARGE = ("qk_norm_rope_kv_write", "gated", "sample", "edit", "forbid", "lora")
 
 
 class Driver(fake_gpu.FakeDriver):
@@ -169,7 +169,7 @@ MUTANTS: list[tuple[str, str, Wrong, str, str]] = [
     ("head_norm", "out", twice, "rows", "an RMSNorm is wrong"),
     ("rotate", "out", twice, "rows", "a rotation is wrong"),
     ("elementwise.act_mul", "out", twice, "rows", "an activation is wrong"),
-    ("place_heads", "q", twice, "layers", "a layer is wrong"),
+    ("qk_norm_rope_kv_write", "q", twice, "layers", "a layer is wrong"),
     ("gated", "out", twice, "layers", "a layer is wrong"),
     ("edit", "logits", last_bit, "edits", "edits or masks"),
     ("forbid", "logits", last_bit, "edits", "edits or masks"),
@@ -242,7 +242,7 @@ def test_a_height_that_does_not_fit_is_skipped_and_not_the_test(
     driver = Driver()
     compare(driver, "product")
     monkeypatch.setattr(proof, "crowds", lambda *_: [1 << 20, 20])
-    driver.wrong = "dense.fp32.slim", "out", last_bit
+    driver.wrong = "dense.fp32.m64", "out", last_bit
     alone = proof._multiplied
     monkeypatch.setattr(
         proof, "_multiplied", lambda ops, x, *rest: _only_crowds(driver, alone, ops, x, *rest)

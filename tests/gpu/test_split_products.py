@@ -39,7 +39,7 @@ def shuffled(seed: int) -> Callable[[list[tuple[int, ...]]], list[tuple[int, ...
 @pytest.mark.parametrize(
     ("kind", "half", "many"),
     [
-        ("BF16", "dense.bf16.half", "dense.bf16.many"),
+        ("BF16", "dense.bf16.m256", "dense.bf16.many"),
         ("Q4_0", "groups.4.32.fp16.many", "groups.4.32.fp16.many"),
         ("F8_W", "groups.fp8.many", "groups.fp8.many"),
     ],
@@ -63,16 +63,14 @@ def test_any_program_may_end_last(
     for seed in range(4):
         monkeypatch.setattr(triton_interpreter, "in_order", shuffled(seed))
         before = len(ops.driver.launched)
-        x = ops.launches.rounded(ops.on_device(host), "bf16")
-        found.append(ops.to_numpy(ops.launches.product(x, weight, bias, residual)))
+        x = ops.launches.cast(ops.on_device(host), "bf16")
+        found.append(ops.to_numpy(ops.launches.gemm(x, weight, bias, residual)))
         assert ops.driver.launched[before:] == ["elementwise.cast.bf16", half]
     for choice in ("height_of", "group_height_of"):
         monkeypatch.setattr(launches, choice, lambda *_: MANY)
     monkeypatch.setattr(launches, "SOME_ROWS", 0)
     whole = ops.to_numpy(
-        ops.launches.product(
-            ops.launches.rounded(ops.on_device(host), "bf16"), weight, bias, residual
-        )
+        ops.launches.gemm(ops.launches.cast(ops.on_device(host), "bf16"), weight, bias, residual)
     )
     assert ops.driver.launched[-1] == many
     for one in found:

@@ -40,7 +40,7 @@ class Products:
         """What is added to rows of ones."""
         self.ops.begin()
         y = self.ops.on_device(np.ones((len(x), OUTPUTS), np.float32))
-        rows = self.ops.launches.rounded(self.ops.on_device(x), kind)
+        rows = self.ops.launches.cast(self.ops.on_device(x), kind)
         rows = GpuArray(
             rows.address, rows.shape, rows.kind
         )  # as a norm leaves them, in this kind alone

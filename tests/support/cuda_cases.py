@@ -1,7 +1,7 @@
 """Cases of test_cuda_driver.py, each in a process of its own: `python -m support.cuda_cases CASE MANIFEST`.
 
 The manifest is of kernels that do nothing: add (x, n, f), large, of 64 KB of shared memory, waits, which
-may begin beside the one in front, and boxes, which copies of a plane in clusters of two.
+may begin beside the one in front, and boxes; of a plane.
 LD_LIBRARY_PATH leads to the stub; `CudaDriver` and cuda-bindings are the real ones.
 """
 
@@ -35,7 +35,6 @@ KERNELS: dict[str, dict[str, Any]] = {
     "boxes": {
         "arguments": [["x", "bf16[128,64]"], ["n", "i32"]],
         "dependent": True,
-        "cluster": 2,
         "boxes": [[128, 64, 9, 2, 3]],
     },
 }
@@ -208,9 +207,6 @@ def planes_that_cannot_be(manifest: Manifest) -> None:
     for i, (plane, form) in enumerate(wrong):
         assert code(lambda plane=plane, form=form: driver._maps.of(plane, form)) == "gpu_fault", i
         assert len(stub.refused) == i + 1, i
-    assert code(lambda: driver.launch("boxes", (3,), (Plane(a, 64, 64), 1))) == "gpu_fault", (
-        "half of a cluster"
-    )
     function, _, types, _ = driver._function("boxes")
     launch = driver._cu.cuLaunchKernel
     encoded = driver._maps.of(Plane(a, 64, 64), box)
@@ -540,7 +536,7 @@ def compiled(manifest: Manifest) -> None:
         )
     driver.synchronise()
     assert stub.besides() == max(2 * len(early) - 1, 0), "what waits by itself is launched so"
-    assert ("place_heads.fp8_e4m3.256" in early, "dense.bf16.few" in early) == (
+    assert ("qk_norm_rope_kv_write.fp8_e4m3.256" in early, "dense.bf16.m64_wide" in early) == (
         driver.architecture >= 90,
     ) * 2
     print(driver.architecture, driver.fingerprint, len(kernels))

@@ -1,7 +1,7 @@
 """Kernels in Gluon executed without a GPU: the functions of the source as they are, on numpy.
 
-Owns what barriers, copies and matrix instructions do to shared memory. The warp groups of all programs of a
-cluster are threads that take turns: which one goes on, and when a copy arrives, is drawn from a seed. A
+Owns what barriers, copies and matrix instructions do to shared memory. The warp groups of a
+program are threads that take turns: which one goes on, and when a copy arrives, is drawn from a seed. A
 matrix instruction reads its operands when it is waited for, so a stage that is given back too early has other
 values by then; and where nobody can go on, that is a `Deadlock`. Sums go along K from the first to the last,
 as in `triton_interpreter`.
@@ -113,50 +113,6 @@ class Shared:
 
     def store(self, values: Any) -> None:
         self.values[...] = values
-
-
-class Pool:
-    """Shared memory as stages and barriers, of which no two overlap. Of each type the pieces end where its
-    array ends, and those of the next type begin there."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
-        self._types: list[
-            tuple[int, int, Any, list[int] | None]
-        ] = []  # end, bytes of a piece, its type
-        self._pieces: dict[int, Any] = {}
-
-    def typed(self, dtype: Any, shape: list[int], layout: Any) -> Any:
-        barriers = layout == "barriers"
-        size = 8 if barriers else 2 * shape[1] * shape[2]
-        assert shape[0] * size <= self._nbytes
-        self._types.append((shape[0] * size, size, dtype, None if barriers else shape[1:]))
-
-        def index(i: int) -> Any:
-            found = self.piece(i * size, self._types.index(mine))
-            assert found is not None, "a piece of another type"
-            return found
-
-        mine = self._types[-1]
-        return SimpleNamespace(index=index, shape=tuple(shape), dtype=dtype)
-
-    def piece(self, at: int, wanted: int | None = None) -> Any:
-        """What lies there, from its beginning on; None where that is of another type than the wanted."""
-        this = next(i for i, (end, *_) in enumerate(self._types) if at < end)
-        if wanted is not None and self._types[this] != self._types[wanted]:
-            return None
-        _, size, dtype, shape = self._types[this]
-        begin = at // size * size
-        if begin not in self._pieces:
-            made = Barrier() if shape is None else Shared(np.full(shape, np.nan, np.float32), dtype)
-            self._pieces[begin] = made
-        return self._pieces[begin]
-
-    def rows(self, at: int, count: int) -> Shared:
-        """Some rows of a stage."""
-        found = self.piece(at)
-        size = 2 * found.shape[1]
-        return found.slice(at % (size * found.shape[0]) // size, count)
 
 
 class Barrier:
@@ -291,18 +247,16 @@ class Machine:
         except BaseException as error:
             if not isinstance(error, SystemExit):
                 self._fault = self._fault or error
-        program.ended = True
         with self._turn:
             self._next()
 
-    def run(self, programs: list[Any]) -> None:
-        """All warp groups of these programs, to their end."""
-        works = [(program, work) for program in programs for work in program.groups]
+    def run(self, program: Any) -> None:
+        """Run all warp groups of a program to their end."""
         threads = [
-            threading.Thread(target=self._work, args=(me, *one), daemon=True)
-            for me, one in enumerate(works)
+            threading.Thread(target=self._work, args=(me, program, work), daemon=True)
+            for me, work in enumerate(program.groups)
         ]
-        self._waiting = {me: lambda: True for me in range(len(works))}
+        self._waiting = {me: lambda: True for me in range(len(threads))}
         for thread in threads:
             thread.start()
         with self._turn:
@@ -359,11 +313,9 @@ class Language:
         )
         self.warpgroup_mma = self._multiply
         self.warpgroup_mma_wait = lambda most, deps: deps[0].wait(most)
-        self.fence_async_shared = lambda cluster=False: None
-        self.spread, self.release_others, self.meet_others = self._spread, self._release, self._meet
-        self.ask_for, self.now = lambda *_: None, lambda value: value
+        self.fence_async_shared = lambda: None
+        self.prefetch_residual, self.now = lambda *_: None, lambda value: value
         self.launch_dependents = self.wait = lambda: None
-        self.typed = lambda pool, dtype, shape, layout: pool.typed(dtype, shape, layout)
 
     NAMES = (
         "gl",
@@ -372,14 +324,10 @@ class Language:
         "warpgroup_mma",
         "warpgroup_mma_wait",
         "fence_async_shared",
-        "spread",
-        "release_others",
-        "meet_others",
-        "ask_for",
+        "prefetch_residual",
         "now",
         "launch_dependents",
         "wait",
-        "typed",
     )
 
     def names(self) -> dict[str, Any]:
@@ -388,11 +336,6 @@ class Language:
     def _allocate(self, dtype: Any, shape: list[int], layout: Any) -> Any:
         if layout == "barriers":
             return Shared([Barrier() for _ in range(shape[0])], dtype)
-        if self._machine.program.cluster.size > 1 and self._machine.program.pool is None:
-            self._machine.program.pool = Pool(
-                2 * int(np.prod(shape))
-            )  # the first piece of a cluster
-            return self._machine.program.pool
         return Shared(np.full(shape, np.nan, np.float32), dtype)
 
     def _specialise(
@@ -409,45 +352,6 @@ class Language:
             barrier.change(0, -2 * plane.rows * plane.columns)
 
         self._machine.later(arrive)
-
-    def _spread(
-        self,
-        plane: Descriptor,
-        parameter: str,
-        row: int,
-        k: int,
-        target: int,
-        ready: int,
-        to: int,
-        thread: int,
-    ) -> None:
-        """To each of some programs of the cluster at a time of its own."""
-        assert parameter.startswith(("dense_param_", "gated_dense_param_"))
-        assert 0 < to < 1 << self._machine.program.cluster.size
-        for rank, program in enumerate(self._machine.program.cluster.programs):
-
-            def arrive(pool: Pool = program.pool) -> None:
-                pool.rows(target, plane.rows).values[...] = plane.read([row, k])
-                pool.piece(ready).change(0, -2 * plane.rows * plane.columns)
-
-            if to >> rank & 1:
-                self._machine.later(arrive)
-
-    def _release(self, barrier: int, steps: int, thread: int, over_m: int, over_n: int) -> None:
-        """At the programs of the same rows, and at those of the same columns."""
-        programs = self._machine.program.cluster.programs
-        me = programs.index(self._machine.program)
-        for rank, program in enumerate(programs):
-            same = rank % over_m == me % over_m or rank // over_m == me // over_m
-            if steps > 0 and same and rank != me:
-                assert not program.ended, "a barrier of a program that is gone"
-                program.pool.piece(barrier).change(1, 0)
-
-    def _meet(self) -> None:
-        cluster = self._machine.program.cluster
-        cluster.met += 1
-        until = -(-cluster.met // cluster.groups) * cluster.groups
-        self._machine.wait(lambda: cluster.met >= until)
 
     def _write(self, plane: Descriptor, at: Sequence[int], source: Shared) -> None:
         """Read at any time until it is waited for."""
@@ -479,30 +383,20 @@ def run(kernel: Kernel, grid: Sequence[int], values: Sequence[Any], seed: int = 
     """One launch. values: addresses for pointers, a `Plane` for what is copied in boxes."""
     room, name = kernel.function.split(".")
     module = importlib.import_module(f"pageturner.kernels.gpu.source.{room}")
-    arguments: dict[str, Any] = dict(kernel.constants)
+    arguments: dict[str, Any] = kernel.constants
     for (argument, kind), value in zip(kernel.arguments, values, strict=True):
         arguments[argument] = value
         if kind.endswith("]"):
             arguments[argument] = Descriptor(value, kind)
         elif kind.startswith("*"):
             arguments[argument] = Pointer(value, kind[1:])
-        if argument in kernel.aligned:
+        if argument in kernel.aligned and isinstance(value, int):
             assert value % 16 == 0, f"{kernel.name}: {argument} = {value}"
     (count,) = grid
-    size = arguments["OVER_M"] * arguments["OVER_N"]
-    assert count % size == 0
-    for first in range(0, count, size):
-        machine, cluster = (
-            Machine(seed + first),
-            SimpleNamespace(size=size, met=0, programs=[], groups=0),
-        )
-        for at in range(first, first + size):
-            program = SimpleNamespace(
-                at=at, count=count, groups=[], writes=[], cluster=cluster, pool=None, ended=False
-            )
-            cluster.programs.append(program)
-            machine._place.program = program
-            _source(module, Language(machine).names())[name](**arguments)
-        cluster.groups = sum(len(program.groups) for program in cluster.programs)
+    for at in range(count):
+        machine = Machine(seed + at)
+        program = SimpleNamespace(at=at, count=count, groups=[], writes=[])
+        machine._place.program = program
+        _source(module, Language(machine).names())[name](**arguments)
         with np.errstate(all="ignore"):
-            machine.run(cluster.programs)
+            machine.run(program)

@@ -172,7 +172,7 @@ def in_order(places: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
 def check_alignment(kernel: Kernel, values: Sequence[float]) -> None:
     """AssertionError where an argument is no multiple of 16 that a kernel is compiled for as one: on a device
     its loads would be misaligned, or reach into the next row."""
-    multiples = kernel.multiples_of_16
+    multiples = kernel.aligned
     for (name, _), value in zip(kernel.arguments, values, strict=True):
         if name in multiples:
             assert int(value) % 16 == 0, (
@@ -188,7 +188,7 @@ def run(kernel: Kernel, grid: Sequence[int], values: Sequence[float]) -> None:
         name: _argument(kind, value)
         for (name, kind), value in zip(kernel.arguments, values, strict=True)
     }
-    for name, value in kernel.constants:
+    for name, value in kernel.constants.items():
         named = isinstance(value, str) and value.startswith("dtype:")
         arguments[name] = tl.constexpr(_TYPES[value[6:]] if named else value)
     whole = (*grid, 1, 1)[:3]

@@ -500,31 +500,22 @@ class CudaDriver:
                     else (_C_TYPES.get(kind, ctypes.c_void_p),)
                 )
             types += (ctypes.c_void_p,) * compiled.hidden
-            config = self._config(compiled) if compiled.dependent or compiled.cluster > 1 else None
+            config = self._config(compiled) if compiled.dependent else None
             self._loaded[name] = function, compiled, types, config
         found: tuple[Any, Compiled, tuple[Any, ...], Any] = self._loaded[name]
         return found
 
     def _config(self, compiled: Compiled) -> Any:
-        """How a kernel is launched that need not wait for the end of the one in front, or has clusters."""
-        cu, told = self._cu, self._cu.CUlaunchAttributeID
+        """Return how a kernel is launched that need not wait for the end of the one in front."""
+        cu = self._cu
         config = cu.CUlaunchConfig()
         config.blockDimX, config.blockDimY, config.blockDimZ = compiled.threads, 1, 1
         config.sharedMemBytes, config.hStream = compiled.shared, self._stream
-        attributes = []
-        if compiled.cluster > 1:
-            value = cu.CUlaunchAttributeValue()
-            value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = compiled.cluster, 1, 1
-            attributes.append((told.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, value))
-        if compiled.dependent:  # the last, as not every launch has it
-            value = cu.CUlaunchAttributeValue()
-            value.programmaticStreamSerializationAllowed = 1
-            attributes.append((told.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, value))
-        made = []
-        for name, value in attributes:
-            made.append(cu.CUlaunchAttribute())
-            made[-1].id, made[-1].value = name, value
-        config.attrs, config.numAttrs = made, len(made)
+        attribute, value = cu.CUlaunchAttribute(), cu.CUlaunchAttributeValue()
+        value.programmaticStreamSerializationAllowed = 1
+        attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value = value
+        config.attrs, config.numAttrs = [attribute], 1
         return config
 
     def launch(self, kernel: str, grid: Sequence[int], arguments: Sequence[Any]) -> None:
@@ -535,9 +526,7 @@ class CudaDriver:
         x, y, z = (*grid, 1, 1)[:3]
         if not x * y * z:
             return
-        beside = compiled.dependent and self.dependent_launch and self._behind_kernel
-        if config is not None and (beside or compiled.cluster > 1):
-            config.numAttrs = int(compiled.cluster > 1) + int(beside)
+        if config is not None and self.dependent_launch and self._behind_kernel:
             config.gridDimX, config.gridDimY, config.gridDimZ = x, y, z
             self._ask(self._cu.cuLaunchKernelEx, config, function, (values, types), 0)
         else:

@@ -169,7 +169,7 @@ class GpuExperts:
     ) -> GpuArray:
         """x plus what the experts of each row make of h."""
         run, count, top_k = self._run, len(experts.gate), experts.top_k
-        logits = run.product(h, experts.router, experts.router_bias)
+        logits = run.gemm(h, experts.router, experts.router_bias)
         factor = float(np.float32(experts.scale))
         ids, weights = self.route(logits, top_k, experts.normalise, experts.scoring, factor)
         pairs = len(h) * top_k
@@ -180,11 +180,9 @@ class GpuExperts:
         shared, weighed = top_k, experts.weigh_input
         if weighed:
             h, shared = self._weighed(h, weights, tables.gate_up), 1
-        both = self.product(
-            h, tables.gate_up, Grouping(pairs, shared, order.address, bounds.address)
-        )
+        both = self.gemm(h, tables.gate_up, Grouping(pairs, shared, order.address, bounds.address))
         inner = run.gated(both, tables.down.kind, act)
-        y = self.product(inner, tables.down, Grouping(pairs, 1, order.address, bounds.address))
+        y = self.gemm(inner, tables.down, Grouping(pairs, 1, order.address, bounds.address))
         out = run.arena.take(x.shape)
         grid = (len(x), _tiles(x.shape[1], GROUP_ROWS))
         arguments = (
@@ -213,10 +211,10 @@ class GpuExperts:
         """The columns of each head of x times its own weight: [T, heads * N]; or written into `out`, where
         the heads of a row begin as far from each other as `out` has room for them."""
         heads, rows = table.experts, len(x)
-        found = self.product(x, table, Grouping(rows * heads, by_head=rows), out)
+        found = self.gemm(x, table, Grouping(rows * heads, by_head=rows), out)
         return GpuArray(found.address, (rows, found.shape[0] * found.shape[1] // rows))
 
-    def product(
+    def gemm(
         self, x: GpuArray, table: WeightTable, grouping: Grouping, out: GpuArray | None = None
     ) -> GpuArray:
         """Rows of x times the weights of their experts, halves beside each other: fp32 [rows, halves * N].
@@ -227,7 +225,7 @@ class GpuExperts:
         stride = out.shape[0] * out.shape[1] // grouping.rows
         rows = len(x) * x.shape[1] // k  # of heads several lie in one
         for (sort, address, has_low), compute in zip(table.sorts, table.compute, strict=True):
-            mine = run.rounded(x, compute)
+            mine = run.cast(x, compute)
             grouped = sort in GROUPED
             chunk, parts = group_parts_of(n, k) if grouped else parts_of(n, k, block_k(sort))
             many = grouping.rows > MANY_ROWS * table.experts and sort != "fp32"

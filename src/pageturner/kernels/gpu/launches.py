@@ -18,14 +18,14 @@ from pageturner.kernels.gpu.catalogue import (
     GATED_GROUPS,
     GROUP_ROWS,
     HEAD_SIZES,
+    M8,
+    M16,
     MANY,
     MAX_SPLIT_TILES,
     MIXED,
-    SLIM,
-    SOME_ROWS,
     SUMS_SPAN,
-    THIN,
     WHOLE_TILES,
+    Height,
     Ring,
     attention_rows,
     block_k,
@@ -50,8 +50,7 @@ from pageturner.kernels.gpu.weights import (
     Vector,
 )
 
-# Heights of tiles of weights in groups, and how many rows each is for; more have MANY
-GROUPS_ROWS = ((SLIM, 8), (FEW, 16))
+SOME_ROWS = 256  # up to so many rows parts of K of weights in groups are computed in parallel
 
 
 @dataclass(slots=True)
@@ -116,12 +115,11 @@ class Latents:
     norm: Vector | None = None
 
 
-def group_height_of(rows: int) -> str:
-    """`height_of` of weights in groups."""
-    for height, most in GROUPS_ROWS:
-        if rows <= most:
-            return height
-    return MANY
+def group_height_of(rows: int) -> Height:
+    """Return the height that weights in groups take for so many rows."""
+    if rows <= 8:
+        return M8
+    return M16 if rows <= 16 else MANY
 
 
 def _tiles(count: int, size: int) -> int:
@@ -142,7 +140,7 @@ class Launches:
         self.vectors: dict[int, tuple[F32, int]] = {}  # by id, those of layers that were prepared
 
     # -- products --------------------------------------------------------------------------------------------
-    def rounded(self, x: GpuArray, kind: str) -> GpuArray:
+    def cast(self, x: GpuArray, kind: str) -> GpuArray:
         """x in another kind, computed once."""
         if x.kind == kind:
             return x
@@ -152,7 +150,7 @@ class Launches:
 
     def _input(self, x: GpuArray, w: Matrix) -> GpuArray:
         """x in the kind that is computed with, its columns in the order of those of w; each is made once."""
-        x = self.rounded(x, w.compute)
+        x = self.cast(x, w.compute)
         if isinstance(w, FloatMatrix) or not w.order:
             return x
         if w.ordered_by not in x.ordered:
@@ -161,7 +159,7 @@ class Launches:
             self.driver.launch("take_columns", grid, (x.address, w.order, out.address, w.columns))
         return x.ordered[w.ordered_by]
 
-    def product(
+    def gemm(
         self, x: GpuArray, w: Matrix, bias: Vector | None = None, residual: GpuArray | None = None
     ) -> GpuArray:
         """residual + (x w^T + bias): fp32 [M, N]."""
@@ -170,10 +168,10 @@ class Launches:
         if isinstance(w, FloatMatrix):
             ring = persistent_ring(self.driver.architecture, w.kind, rows, w.rows)
             if ring is not None:
-                return self._persistent_product(x, w, ring, bias, residual)
+                return self._persistent_gemm(x, w, ring, bias, residual)
             chunk, parts = parts_of(w.rows, w.columns, block_k(w.kind))
             tiles_by_height = tiles_of(self.driver.architecture, w.kind)
-            height = height_of(rows, w.rows, THIN in tiles_by_height)
+            height = height_of(rows, w.rows, M16 in tiles_by_height)
             tile, name, whole = tiles_by_height[height], f"dense.{w.kind}.{height}", 0
         else:
             chunk, parts = group_parts_of(w.rows, w.columns)
@@ -204,7 +202,7 @@ class Launches:
         self.driver.launch(name, (tiles, parts if apart else 1), arguments)
         return out
 
-    def _persistent_product(
+    def _persistent_gemm(
         self,
         x: GpuArray,
         w: FloatMatrix,
@@ -233,11 +231,10 @@ class Launches:
         return out
 
     def _programs(self, ring: Ring, rows: int, outputs: int) -> tuple[int]:
-        """The grid of a persistent kernel: the clusters of its tiles, or as many as are there at once."""
-        clusters = _tiles(rows, ring.m * ring.over_m) * _tiles(outputs, ring.n * ring.over_n)
-        return (min(clusters, self.driver.multiprocessors // ring.cluster) * ring.cluster,)
+        """Return the grid of a persistent kernel: a program for each tile, or for each multiprocessor."""
+        return (min(_tiles(rows, ring.m) * _tiles(outputs, ring.n), self.driver.multiprocessors),)
 
-    def gated_product(self, x: GpuArray, w: Matrix, kind: str) -> GpuArray:
+    def gated_gemm(self, x: GpuArray, w: Matrix, kind: str) -> GpuArray:
         """SiLU of the first half of x w^T times the second, in a kind: in one launch where it can be."""
         if isinstance(w, FloatMatrix):
             whole = w.kind in GATED and parts_of(w.rows, w.columns, block_k(kind))[1] == 1
@@ -245,7 +242,7 @@ class Launches:
             many = w.sort in GATED_GROUPS and len(x) > SOME_ROWS
             whole = many and group_parts_of(w.rows, w.columns)[1] == 1
         if w.compute != kind or not whole or w.rows % (2 * BLOCK_ROWS):
-            return self.gated(self.product(x, w), kind)
+            return self.gated(self.gemm(x, w), kind)
         x = self._input(x, w)
         return self._gated_dense(x, w) if isinstance(w, FloatMatrix) else self._gated_groups(x, w)
 
@@ -266,7 +263,7 @@ class Launches:
             )
             return out
         tiles = tiles_of(self.driver.architecture, w.kind)
-        height = gated_height(height_of(rows, w.rows, THIN in tiles))
+        height = gated_height(height_of(rows, w.rows, M16 in tiles))
         tile = gated_tile(tiles, height)
         self.driver.launch(
             f"gated_dense.{w.kind}.{height}",
@@ -447,7 +444,7 @@ class Launches:
         self.driver.launch("rotate", (len(x), heads), arguments)
         return out
 
-    def place_latent(
+    def latent_kv_write(
         self,
         wide: GpuArray,
         latent: Latents,
@@ -489,7 +486,7 @@ class Launches:
             int(tables.interleaved),
         )
         self.driver.launch(
-            f"place_latent.{spec.dtype}.{latent.kind}", (len(wide), heads + 1), arguments
+            f"latent_kv_write.{spec.dtype}.{latent.kind}", (len(wide), heads + 1), arguments
         )
         return plain, q
 
@@ -532,7 +529,7 @@ class Launches:
         )
         self.driver.launch(f"kv_write.{spec.dtype}", (len(k), spec.kv_heads), arguments)
 
-    def place_heads(
+    def qk_norm_rope_kv_write(
         self,
         wide: GpuArray,
         norms: tuple[Vector, Vector] | None,
@@ -570,7 +567,9 @@ class Launches:
         )
         size = next(one for one in HEAD_SIZES if one >= dim)
         self.driver.launch(
-            f"place_heads.{spec.dtype}.{size}", (len(wide), heads + spec.kv_heads), arguments
+            f"qk_norm_rope_kv_write.{spec.dtype}.{size}",
+            (len(wide), heads + spec.kv_heads),
+            arguments,
         )
         return q
 
@@ -600,16 +599,16 @@ class Launches:
             attend(MANY, works.many, (0, 0, 0))
         if len(works.few):
             vectors = works.partials * view.kv_heads
-            peaks, mixes = self.arena.take((vectors, 2)), self.arena.take((vectors, view.size))
+            maxes_sums, accs = self.arena.take((vectors, 2)), self.arena.take((vectors, view.size))
             begin = 0
             for (
                 count
             ) in works.rounds:  # each merges its partials before the next one writes its own
                 mine = works.few.rows(slice(begin, begin + count))
-                attend(FEW, mine, (peaks.address, mixes.address, works.arrived.address))
+                attend(FEW, mine, (maxes_sums.address, accs.address, works.arrived.address))
                 begin += count
         out = self.fit_heads(out, shape.heads, shape.latent or shape.head_dim)
-        return self.rounded(out, kind)
+        return self.cast(out, kind)
 
     def _attend(
         self,
@@ -619,17 +618,15 @@ class Launches:
         step: Step,
         shape: AttentionShape,
         out: GpuArray,
-        height: str,
+        height: Height,
         works: GpuArray,
         partials: tuple[int, int, int],
     ) -> None:
-        """partials: addresses of peaks, mixes and counters."""
+        """partials: addresses of the partials (m and l; acc) and of counters."""
         spec, dim, view = kv.spec, kv.spec.stored_head, view_of(shape)
         slopes = self.constants(shape.slopes) if shape.slopes else 0
         sinks = self.constants(shape.sinks) if shape.sinks else 0
-        part = heads_of_tile(
-            view.group, attention_rows(self.driver.architecture, height, view.size)
-        )
+        part = heads_of_tile(view.group, attention_rows(height, view.size))
         arguments = (
             q.address,
             *kv.at(layer),

@@ -45,7 +45,6 @@ class Compiled:
     hidden     arguments behind the others, which are null pointers
     dependent  it waits by itself for what the kernels in front write: it may be launched beside the last one
     boxes      of its arguments that are planes, in their order
-    cluster    programs of a cluster, behind each other
     """
 
     symbol: str
@@ -56,7 +55,6 @@ class Compiled:
     threads: int
     dependent: bool
     boxes: tuple[Box, ...] = ()
-    cluster: int = 1
 
 
 class Manifest:
@@ -150,5 +148,4 @@ def _unpack(name: str, entry: dict[str, Any], raw: bytes) -> Compiled:
         32 * entry["warps"],
         entry["dependent"],
         tuple(Box(*one) for one in entry.get("boxes", ())),
-        entry.get("cluster", 1),
     )

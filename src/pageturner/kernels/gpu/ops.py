@@ -215,7 +215,7 @@ class GpuOps(Chooser, Composites):
         return self.launches.rms_norm(x, weight, eps, dim=head_dim)
 
     def linear(self, x: GpuArray, weight: Matrix, bias: Vector | None = None) -> GpuArray:
-        return self.launches.product(x, weight, bias)
+        return self.launches.gemm(x, weight, bias)
 
     def rope(self, x: GpuArray, positions: Any, rope: Rope, head_dim: int) -> GpuArray:
         return self.launches.rotate(x, self.on_device(positions), rope, head_dim)
@@ -224,7 +224,7 @@ class GpuOps(Chooser, Composites):
         slots = self.on_device(slots)
         if v is None:
             rows = Latents(0, 0, kv.spec.head_dim, 0)
-            self.launches.place_latent(k, rows, 0.0, kv, layer, slots, slots)
+            self.launches.latent_kv_write(k, rows, 0.0, kv, layer, slots, slots)
             return
         self.launches.kv_write(kv, layer, k, v, slots, slots, None)
 
@@ -426,13 +426,15 @@ class GpuOps(Chooser, Composites):
             return found
         run, shape, dim = self.launches, layer.shape, layer.shape.head_dim
         h = self._normed(x, layer.attn_norm, layer.attn_norm_bias, layer.eps, joined.compute)
-        wide = run.product(h, joined)
+        wide = run.gemm(h, joined)
         q_end, k_end = shape.heads * dim, (shape.heads + shape.kv_heads) * dim
         self._adapt(adapted, wide, h, "q", (q_end, k_end - q_end, wide.shape[1] - k_end))
         norms = None
-        if layer.q_norm is not None:
-            norms = (layer.q_norm, layer.k_norm)
-        q = run.place_heads(wide, norms, layer.eps, kv, index, batch, layer.rope, shape.heads)  # type: ignore[arg-type]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            norms = layer.q_norm, layer.k_norm
+        q = run.qk_norm_rope_kv_write(
+            wide, norms, layer.eps, kv, index, batch, layer.rope, shape.heads
+        )
         mixed = run.attention(q, kv, index, batch, shape, layer.o.compute)
         return self._added(adapted, x, mixed, layer, "o")
 
@@ -454,8 +456,8 @@ class GpuOps(Chooser, Composites):
         h = self._normed(
             x, layer.attn_norm, layer.attn_norm_bias, layer.eps, native["latent"].compute
         )
-        wide = self.launches.product(h, native["latent"])
-        plain, q = self.launches.place_latent(
+        wide = self.launches.gemm(h, native["latent"])
+        plain, q = self.launches.latent_kv_write(
             wide, rows, layer.eps, kv, index, step.slots, step.positions
         )
         q = self._experts.by_head(plain, k_up, q)
@@ -471,9 +473,9 @@ class GpuOps(Chooser, Composites):
         both = joined["gate_up"]
         h = self._normed(x, layer.mlp_norm, layer.mlp_norm_bias, layer.eps, both.compute)
         if adapted is None:
-            y = self.launches.gated_product(h, both, layer.down.compute)
+            y = self.launches.gated_gemm(h, both, layer.down.compute)
         else:
-            wide = self.launches.product(h, both)
+            wide = self.launches.gemm(h, both)
             self._adapt(adapted, wide, h, "gate", (layer.gate.rows, layer.up.rows))
             y = self.launches.gated(wide, layer.down.compute)
         return self._added(adapted, x, y, layer, "down")
@@ -508,7 +510,7 @@ class GpuOps(Chooser, Composites):
             else (layer.down, layer.down_bias, layer.mlp_post_norm)
         )
         alone = post is None and layer.residual == 1
-        z = self.launches.product(y, w, bias, x if alone and not self.divided else None)
+        z = self.launches.gemm(y, w, bias, x if alone and not self.divided else None)
         self._adapt(adapted, z, y, field, (w.rows,))
         if self.divided:
             z = self.summed(z, x if alone else None)
@@ -526,7 +528,7 @@ class GpuOps(Chooser, Composites):
         """Logits [R, V] on the device; of several ranks at rank 0. adapters: of the rows."""
         weight: Matrix = head.weight
         normed = self._normed(x, head.norm, head.norm_bias, head.eps, weight.compute)
-        logits = self.launches.product(normed, weight)
+        logits = self.launches.gemm(normed, weight)
         if self.exchange is not None:
             logits = self.exchange.gather(logits, x)
         if adapters is not None and has_head(adapters):

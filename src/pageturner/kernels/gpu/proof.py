@@ -609,7 +609,7 @@ def _adapter(ops: GpuOps, stack: Stack, kind: str) -> None:
         mine, theirs = ops.pack_adapter(weights, stack), _HOST.pack_adapter(weights, stack)
         which, reference = [mine, None, mine], [theirs, None, theirs]
         ops.begin()
-        narrow = ops.launches.rounded(ops.on_device(x), layer.o.compute)
+        narrow = ops.launches.cast(ops.on_device(x), layer.o.compute)
         added = ops.to_numpy(ops.adapt(ops.on_device(y), narrow, which, 0, "o"))
         expected = _HOST.adapt(y.copy(), _rounded(x, layer.o.compute), reference, 0, "o")
         embedded = ops.to_numpy(ops.adapt_embedded(ops.on_device(e), tokens, which))

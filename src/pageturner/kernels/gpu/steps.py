@@ -93,7 +93,7 @@ def works_of(batch: Batch, starts: I32, view: AttentionView, architecture: int, 
     which a tile is alone in its round."""
     rows = np.diff(batch.query_start)
     is_few = (rows > 0) & (rows <= few_rows(view))
-    heights = {height: attention_rows(architecture, height, view.size) for height in (FEW, MANY)}
+    heights = {height: attention_rows(height, view.size) for height in (FEW, MANY)}
     few = _tiles(batch, starts, np.flatnonzero(is_few), view, heights[FEW])
     many = _tiles(batch, starts, np.flatnonzero((rows > 0) & ~is_few), view, heights[MANY])
     many[:, 4:] = 0
@@ -272,7 +272,7 @@ def _with_room(
     """The works of a step as they are recorded, for all steps that have this room."""
     rows = len(batch.tokens)
     parts, tall = (
-        -(-view.group // heads_of_tile(view.group, attention_rows(architecture, height, view.size)))
+        -(-view.group // heads_of_tile(view.group, attention_rows(height, view.size)))
         for height in (FEW, MANY)
     )
     segments = _most_segments(view, rows, room)
@@ -305,9 +305,7 @@ def room_of(batch: Batch, views: Collection[AttentionView], architecture: int, r
     if len(each) == len(batch.tokens):
         return Room(segments)
     least, most = min(map(few_rows, views)), max(map(few_rows, views))
-    unit = min(
-        max(attention_rows(architecture, MANY, view.size) // view.group, 1) for view in views
-    )
+    unit = min(max(attention_rows(MANY, view.size) // view.group, 1) for view in views)
     tiles = int((-(-each[each > least] // unit)).sum())
     several = bool(((each > 1) & (each <= most)).any())
     return Room(segments, mixed_bucket(tiles) if tiles else 0, most if several else 1)

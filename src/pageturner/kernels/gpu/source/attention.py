@@ -1,12 +1,14 @@
 """Attention over block tables. Tiles of KV begin at absolute positions that are multiples of BLOCK_T.
 
-A tile of rows holds rows of one sequence with query heads that share a KV head. The partials (peak, total,
-mixed) of a segment of 256 positions are computed on their own and merged from the first to the last. Long
-chunks of a prompt have one program for all segments (WHOLE). Few rows have a program for each segment, and
-the one that finishes last merges all of them. What a row does not see leaves its partials as they were, bit
-for bit, so who shares its tile cannot matter; sums over positions are matrix products, whose order is that of
-the instruction, and not of a layout.
+A tile of rows holds rows of one sequence with query heads that share a KV head. The partials of a segment of
+256 positions (m, l, acc: the maximum, the sum of exponentials, and the sum of values, as FlashAttention calls
+them) are computed on their own and merged from the first to the last. Long chunks of a prompt have one program
+for all segments (WHOLE). Few rows have a program for each segment, and the one that finishes last merges all
+of them. A position that a row does not see leaves its partials as they were, bit for bit, so the other rows
+of its tile cannot matter; sums over positions are matrix products, whose order is that of the instruction,
+and not of a layout.
 """
+# ruff: noqa: E741
 
 import triton
 import triton.language as tl
@@ -41,8 +43,8 @@ def load_heads(
     kv, scales, slot, head, heads, stride, dim, d, KIND: tl.constexpr, COMPUTE: tl.constexpr,
     R: tl.constexpr,
 ):  # fmt: skip
-    """Of each slot the elements d, those below `dim`, of one head [positions, D] in the type that products
-    are computed in. Heads are `stride` apart."""
+    """Load the elements d, those below `dim`, of one head of each slot [positions, D] in the type that
+    products are computed in. Heads are `stride` apart."""
     index = slot * heads + head
     # pointers of rows in one dimension: threads share them, where [:, None] earlier lets each compute its own
     rows = kv + index.to(tl.int64) * stride
@@ -70,9 +72,9 @@ def load_heads(
 
 
 @triton.jit
-def finite(peak):
-    """0 in place of a peak of nothing, which is -inf: 2^(-inf - 0) is 0, and not a number's absence."""
-    return tl.where(peak == float("-inf"), 0.0, peak)
+def finite(m):
+    """Return 0 in place of the maximum of nothing, which is -inf: 2^(-inf - 0) is 0, and not a NaN."""
+    return tl.where(m == float("-inf"), 0.0, m)
 
 
 @triton.jit
@@ -95,35 +97,36 @@ def first_seen(position, window, chunked):
 
 
 @triton.jit
-def merged(peak, total, mixed, part_peak, part_total, part_mixed):
+def merged(m, l, acc, part_m, part_l, part_acc):
     """Two partials as one; one that saw nothing changes nothing."""
-    new_peak = tl.maximum(peak, part_peak)
-    old, new = tl.exp2(peak - finite(new_peak)), tl.exp2(part_peak - finite(new_peak))
-    total = total * old + part_total * new
-    mixed = mixed * old[:, None] + part_mixed * new[:, None]
-    return new_peak, total, mixed
+    new_m = tl.maximum(m, part_m)
+    old, new = tl.exp2(m - finite(new_m)), tl.exp2(part_m - finite(new_m))
+    l = l * old + part_l * new
+    acc = acc * old[:, None] + part_acc * new[:, None]
+    return new_m, l, acc
 
 
 @triton.jit
-def store_mixed(
-    peak, total, mixed, out, sinks, has_sinks, row, head, valid, heads, dim, d
+def store_out(
+    m, l, acc, out, sinks, has_sinks, row, head, valid, heads, dim, d
 ):  # fmt: skip
     """The quotient, the sink last. Rows of a tile that are none are not stored."""
     if has_sinks:
         sink = tl.load(sinks + head, mask=valid, other=0.0) * LOG2E
-        new_peak = tl.maximum(peak, sink)
-        old = tl.exp2(peak - new_peak)
-        total = total * old + tl.exp2(sink - new_peak)
-        mixed = mixed * old[:, None]
-    value = mixed / tl.where(total > 0, total, 1.0)[:, None]
+        new_m = tl.maximum(m, sink)
+        old = tl.exp2(m - new_m)
+        l = l * old + tl.exp2(sink - new_m)
+        acc = acc * old[:, None]
+    value = acc / tl.where(l > 0, l, 1.0)[:, None]
     at = (row * heads + head)[:, None] * dim + d[None, :]
     tl.store(out + at, value.to(out.dtype.element_ty), mask=valid[:, None] & (d[None, :] < dim))
 
 
 @triton.jit
 def block_of(position, inverse, shift, MANY: tl.constexpr):
-    """Of a position, as `steps.inverse_of` says. Products of 32 bits take fewer instructions. With 64 bits
-    the compiler lets threads share their slots, which takes fewer still where a tile has few rows."""
+    """Return the block of a position, as `steps.inverse_of` says. Products of 32 bits take fewer
+    instructions. With 64 bits the compiler lets threads share their slots, which takes fewer still where a
+    tile has few rows."""
     if MANY:
         high = tl.umulhi((position + position).to(tl.uint32), inverse.to(tl.uint32) << 7)
         block = (high >> (shift - 24)).to(tl.int32)
@@ -136,9 +139,9 @@ def block_of(position, inverse, shift, MANY: tl.constexpr):
 def attend_tile(
     q, turned, keys, values, k_scales, v_scales, table, slopes, has_slopes, position, first, last, lowest,
     every_first, every_last, start, kv_head, query_head, kv_heads, dim, mixed_dim, block, inverse, shift,
-    soft_cap, valid, d, peak, total, mixed, KIND: tl.constexpr, BLOCK_T: tl.constexpr, ROTARY: tl.constexpr,
+    soft_cap, valid, d, m, l, acc, KIND: tl.constexpr, BLOCK_T: tl.constexpr, ROTARY: tl.constexpr,
 ):  # fmt: skip
-    """The partial (peak, total, mixed) of R rows with the positions of one tile more. first [R]: the first
+    """The partial (m, l, acc) of R rows with the positions of one tile more. first [R]: the first
     position that a row sees; lowest and last: the first and the last one that any row of the tile sees, and
     every_first and every_last those that all of them see. What no row sees is read of the nearest that one
     does. A block has `block` positions; `inverse` and `shift` divide by it (`steps.inverse_of`)."""
@@ -165,9 +168,9 @@ def attend_tile(
     if (start < every_first) | (start + BLOCK_T > every_last + 1):
         sees = (j[None, :] <= position[:, None]) & (j[None, :] >= first[:, None])
         scores = tl.where(sees, scores, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(scores, axis=1))
-    base = finite(new_peak)
-    old = tl.exp2(peak - base)
+    new_m = tl.maximum(m, tl.max(scores, axis=1))
+    base = finite(new_m)
+    old = tl.exp2(m - base)
     weights = tl.exp2(scores - base[:, None]).to(q.dtype)
     if ROTARY > 0:
         v = k
@@ -176,42 +179,42 @@ def attend_tile(
             values, v_scales, slot, kv_head, kv_heads, dim, mixed_dim, d, KIND, q.dtype, R
         )
     sums = tl.max(tl.dot(weights, ones, input_precision="ieee"), axis=1)
-    total = total * old + sums
-    mixed = mixed * old[:, None] + tl.dot(weights, v, input_precision="ieee")
-    return new_peak, total, mixed
+    l = l * old + sums
+    acc = acc * old[:, None] + tl.dot(weights, v, input_precision="ieee")
+    return new_m, l, acc
 
 
 @triton.jit
-def partials(peaks, mixes, at, apart, count, there, d, D: tl.constexpr):
+def partials(maxes_sums, accs, at, apart, count, there, d, D: tl.constexpr):
     """The partials of four segments, of which `count` are there, from the cache that all programs share."""
     return (
-        partial(peaks, mixes, at, there & (count > 0), d, D),
-        partial(peaks, mixes, at + apart, there & (count > 1), d, D),
-        partial(peaks, mixes, at + 2 * apart, there & (count > 2), d, D),
-        partial(peaks, mixes, at + 3 * apart, there & (count > 3), d, D),
+        partial(maxes_sums, accs, at, there & (count > 0), d, D),
+        partial(maxes_sums, accs, at + apart, there & (count > 1), d, D),
+        partial(maxes_sums, accs, at + 2 * apart, there & (count > 2), d, D),
+        partial(maxes_sums, accs, at + 3 * apart, there & (count > 3), d, D),
     )
 
 
 @triton.jit
-def partial(peaks, mixes, at, there, d, D: tl.constexpr):
-    peak = tl.load(peaks + at * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
-    total = tl.load(peaks + at * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
-    rows = mixes + at[:, None] * D + d[None, :]
-    return peak, total, tl.load(rows, mask=there[:, None], other=0.0, cache_modifier=".cg")
+def partial(maxes_sums, accs, at, there, d, D: tl.constexpr):
+    m = tl.load(maxes_sums + at * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
+    l = tl.load(maxes_sums + at * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+    rows = accs + at[:, None] * D + d[None, :]
+    return m, l, tl.load(rows, mask=there[:, None], other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
-def all_merged(peak, total, mixed, parts):
-    """With four partials more, one after the other."""
-    peak, total, mixed = merged(peak, total, mixed, parts[0][0], parts[0][1], parts[0][2])
-    peak, total, mixed = merged(peak, total, mixed, parts[1][0], parts[1][1], parts[1][2])
-    peak, total, mixed = merged(peak, total, mixed, parts[2][0], parts[2][1], parts[2][2])
-    return merged(peak, total, mixed, parts[3][0], parts[3][1], parts[3][2])
+def all_merged(m, l, acc, parts):
+    """Merge four partials more, one after the other."""
+    m, l, acc = merged(m, l, acc, parts[0][0], parts[0][1], parts[0][2])
+    m, l, acc = merged(m, l, acc, parts[1][0], parts[1][1], parts[1][2])
+    m, l, acc = merged(m, l, acc, parts[2][0], parts[2][1], parts[2][2])
+    return merged(m, l, acc, parts[3][0], parts[3][1], parts[3][2])
 
 
 @triton.jit
 def merge(
-    works, peaks, mixes, out, sinks, has_sinks, kv_head, kv_heads, heads, dim, part, D: tl.constexpr,
+    works, maxes_sums, accs, out, sinks, has_sinks, kv_head, kv_heads, heads, dim, part, D: tl.constexpr,
 ):  # fmt: skip
     """All partials of a tile, from the first to the last, whoever computed them. MERGED of its rows and heads
     at once: most tiles have no more, and 16 at once would take several times as long."""
@@ -225,25 +228,25 @@ def merge(
         row = (row0 + tl.where(valid, r // mine, 0)).to(tl.int64)
         head = kv_head * (heads // kv_heads) + head0 + r % mine
         at = first * kv_heads + kv_head * count * mine + r
-        peak, total, mixed = nothing(MERGED, D)
+        m, l, acc = nothing(MERGED, D)
         apart = count * mine * kv_heads  # from a segment to the next
         for segment in tl.range(
             0, segments, 8, num_stages=1
         ):  # the loads of eight are under way together
-            some = partials(peaks, mixes, at, apart, segments - segment, valid, d, D)
+            some = partials(maxes_sums, accs, at, apart, segments - segment, valid, d, D)
             others = partials(
-                peaks, mixes, at + 4 * apart, apart, segments - segment - 4, valid, d, D
+                maxes_sums, accs, at + 4 * apart, apart, segments - segment - 4, valid, d, D
             )
-            peak, total, mixed = all_merged(peak, total, mixed, some)
-            peak, total, mixed = all_merged(peak, total, mixed, others)
+            m, l, acc = all_merged(m, l, acc, some)
+            m, l, acc = all_merged(m, l, acc, others)
             at += 8 * apart
-        store_mixed(peak, total, mixed, out, sinks, has_sinks, row, head, valid, heads, dim, d)
+        store_out(m, l, acc, out, sinks, has_sinks, row, head, valid, heads, dim, d)
 
 
 @triton.jit
 def queries(q, d, mixed_dim, dim, valid, scale, COMPUTE: tl.constexpr, ROTARY: tl.constexpr):
-    """Of the queries q [R, 1] of a tile the elements d, those below `mixed_dim`, and those behind it where it
-    is not `dim`; scaled."""
+    """Load and scale the elements d of the queries q [R, 1] of a tile, those below `mixed_dim`, and those
+    behind it where it is not `dim`."""
     query = tl.load(q + d[None, :], mask=valid[:, None] & (d[None, :] < mixed_dim), other=0.0)
     query = (query * (scale * LOG2E)).to(COMPUTE)
     turned = query
@@ -258,7 +261,7 @@ def queries(q, d, mixed_dim, dim, valid, scale, COMPUTE: tl.constexpr, ROTARY: t
 
 @triton.jit
 def attend(
-    q, keys, values, k_scales, v_scales, blocks, positions, works, slopes, sinks, out, peaks, mixes, arrived,
+    q, keys, values, k_scales, v_scales, blocks, positions, works, slopes, sinks, out, maxes_sums, accs, arrived,
     stride, has_slopes, has_sinks, heads, kv_heads, dim, mixed_dim, part, block, inverse, shift, window,
     chunked, scale, soft_cap, KIND: tl.constexpr, COMPUTE: tl.constexpr, WHOLE: tl.constexpr, R: tl.constexpr,
     D: tl.constexpr, BLOCK_T: tl.constexpr, ROTARY: tl.constexpr,
@@ -267,7 +270,7 @@ def attend(
     its sequence begin in `blocks`, first row, rows, first head of the group; and if not WHOLE which segment
     of its tile, how many the tile has, first partial of the tile, counter. A tile has at most `part` heads of
     a group. Grid: kv_heads * n. A work of no rows does nothing. Partials of a KV head lie beside each other:
-    peaks [P * kv_heads, 2], mixes [P * kv_heads, D]. arrived int32 [counters, kv_heads] is 0 before and
+    maxes_sums [P * kv_heads, 2], accs [P * kv_heads, D]. arrived int32 [counters, kv_heads] is 0 before and
     after. Of long chunks the last tile is first: it takes longest. Absent rows see what the first does."""
     wait()
     kv_head, work = tl.program_id(0) % kv_heads, tl.program_id(0) // kv_heads
@@ -287,46 +290,33 @@ def attend(
     query, turned = queries(q, d, mixed_dim, dim, valid, scale, COMPUTE, ROTARY)
     table = blocks + tl.load(works)
     begin, end = lowest // BLOCK_T * BLOCK_T, tl.where(count > 0, last + 1, 0)
-    peak, total, mixed = nothing(R, D)
-    every_peak, every_total, every_mixed = peak, total, mixed
+    m, l, acc = nothing(R, D)
+    every_m, every_l, every_acc = m, l, acc
     if not WHOLE:
         segment = (lowest // SEGMENT + tl.load(works + 4)) * SEGMENT
         begin, end = tl.maximum(begin, segment), tl.minimum(end, segment + SEGMENT)
     for start in range(begin, end, BLOCK_T):
         if WHOLE and (start + 0 * last) % SEGMENT == 0:  # a tensor for the interpreter too
-            every_peak, every_total, every_mixed = merged(
-                every_peak, every_total, every_mixed, peak, total, mixed
+            every_m, every_l, every_acc = merged(
+                every_m, every_l, every_acc, m, l, acc
             )  # fmt: skip
-            peak, total, mixed = nothing(R, D)
-        peak, total, mixed = attend_tile(
+            m, l, acc = nothing(R, D)
+        m, l, acc = attend_tile(
             query, turned, keys, values, k_scales, v_scales, table, slopes, has_slopes, position, first,
             last, lowest, every_first, every_last, start, kv_head, head, kv_heads, dim, mixed_dim, block,
-            inverse, shift, soft_cap, valid, d, peak, total, mixed, KIND, BLOCK_T, ROTARY,
+            inverse, shift, soft_cap, valid, d, m, l, acc, KIND, BLOCK_T, ROTARY,
         )  # fmt: skip
     launch_dependents()  # earlier, keys would push the weights that they ask for out of the cache
     if WHOLE or tl.load(works + 5) <= 1:
-        peak, total, mixed = merged(every_peak, every_total, every_mixed, peak, total, mixed)
-        store_mixed(
-            peak, total, mixed, out, sinks, has_sinks, row, head, valid, heads, mixed_dim, d
-        )
+        m, l, acc = merged(every_m, every_l, every_acc, m, l, acc)
+        store_out(m, l, acc, out, sinks, has_sinks, row, head, valid, heads, mixed_dim, d)
     else:
         here = tl.load(works + 6) + tl.load(works + 4) * count * mine
         here = here * kv_heads + kv_head * count * mine + r
-        tl.store(peaks + here * 2, peak, mask=valid)
-        tl.store(peaks + here * 2 + 1, total, mask=valid)
-        tl.store(mixes + here[:, None] * D + d[None, :], mixed, mask=valid[:, None])
+        tl.store(maxes_sums + here * 2, m, mask=valid)
+        tl.store(maxes_sums + here * 2 + 1, l, mask=valid)
+        tl.store(accs + here[:, None] * D + d[None, :], acc, mask=valid[:, None])
         if is_last(arrived + tl.load(works + 7) * kv_heads + kv_head, tl.load(works + 5)):
             merge(
-                works,
-                peaks,
-                mixes,
-                out,
-                sinks,
-                has_sinks,
-                kv_head,
-                kv_heads,
-                heads,
-                mixed_dim,
-                part,
-                D,
-            )
+                works, maxes_sums, accs, out, sinks, has_sinks, kv_head, kv_heads, heads, mixed_dim, part, D
+            )  # fmt: skip

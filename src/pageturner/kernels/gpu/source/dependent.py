@@ -11,6 +11,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.language.target_info import cuda_capability_geq
 
+LINE = tl.constexpr(64)  # bytes of a request
+
 
 @triton.jit
 def launch_dependents():
@@ -22,52 +24,44 @@ def launch_dependents():
 
 @triton.jit
 def wait():
-    """Until the kernels in front have ended and what they wrote can be read. As each of them waits too, all
-    that came before them have."""
+    """Wait until the kernels in front have ended and what they wrote can be read. As each of them waits too,
+    all that came before them have ended."""
     if cuda_capability_geq(9, 0):
         gdc_wait()
 
 
 @triton.jit
 def start_dependent():
-    """Of a kernel that has nothing to do beforehand."""
+    """Begin a kernel that has nothing to do before it waits."""
     launch_dependents()
     wait()
 
 
 @triton.jit
-def prefetch(w, rows, K, first, end, BYTES: tl.constexpr, LINE: tl.constexpr):
+def prefetch(w, rows, K, first, end, BYTES: tl.constexpr):
     """Ask for the beginning of some rows of a weight [N, K], from column `first` on and before `end`, some
-    BYTES in all, by requests of LINE bytes or (0) one for each thread: they come into the L2 cache while the
-    kernel in front ends. K, first and end are multiples of 16."""
+    BYTES in all, by requests of LINE bytes: they come into the L2 cache while the kernel in front ends. K,
+    first and end are multiples of 16."""
     if cuda_capability_geq(9, 0) and BYTES > 0:
         COUNT: tl.constexpr = rows.shape[0]
         WIDTH: tl.constexpr = w.dtype.element_ty.primitive_bitwidth // 8
-        PIECES: tl.constexpr = BYTES // (COUNT * LINE) if LINE else max(128 // COUNT, 1)
+        PIECES: tl.constexpr = BYTES // (COUNT * LINE)
         PIECE: tl.constexpr = BYTES // (COUNT * PIECES * WIDTH)
         columns = first + tl.arange(0, PIECES) * PIECE
         addresses = w + rows[:, None].to(tl.int64) * K + columns[None, :]
         sizes = tl.minimum(tl.maximum(end - columns, 0), PIECE) * WIDTH
         sizes = tl.broadcast_to(sizes[None, :], addresses.shape)
-        if LINE:
-            tl.inline_asm_elementwise(
-                "{ .reg .pred some; setp.gt.s32 some, $2, 0;"
-                " @some prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-                "=r,l,r", [addresses, sizes], dtype=tl.int32, is_pure=False, pack=1,
-            )  # fmt: skip
-        else:
-            tl.inline_asm_elementwise(
-                "{ .reg .pred some; setp.gt.s32 some, $2, 0;"
-                " @some cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-                "=r,l,r", [addresses, sizes], dtype=tl.int32, is_pure=False, pack=1,
-            )  # fmt: skip
+        tl.inline_asm_elementwise(
+            "{ .reg .pred some; setp.gt.s32 some, $2, 0; @some prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+            "=r,l,r", [addresses, sizes], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
-def prefetch_vector(v, d, MOST: tl.constexpr):
-    """The same of the first MOST of the d elements of a vector in fp32."""
+def prefetch_vector(v, d, MAX: tl.constexpr):
+    """Ask for the first MAX of the d elements of a vector in fp32."""
     if cuda_capability_geq(9, 0):
-        k = tl.arange(0, MOST // 16) * 16
+        k = tl.arange(0, MAX // 16) * 16
         tl.inline_asm_elementwise(
             "{ .reg .pred some; setp.ne.s32 some, $2, 0; @some prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
             "=r,l,r", [v + k, (k < d).to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,

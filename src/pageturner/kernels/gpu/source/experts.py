@@ -74,7 +74,7 @@ def group_rows(ids, order, bounds, count, experts, BLOCK: tl.constexpr):
 
 @triton.jit
 def begin_of(bounds, expert, by_head):
-    """Where the places of an expert begin; a head has one place for each of `by_head` rows."""
+    """Return where the places of an expert begin; a head has one place for each of `by_head` rows."""
     return expert * by_head if by_head > 0 else tl.load(bounds + expert)
 
 
@@ -98,7 +98,7 @@ def tile_of(bounds, experts, by_head, TILE: tl.constexpr):
 
 @triton.jit
 def rows_of(order, expert, first, end, experts, by_head, shared, x_rows, TILE: tl.constexpr):
-    """Of a tile the rows of the output and those of x; behind the last row of x where there is none."""
+    """Return the rows of the output of a tile and those of x; behind the last row of x where there is none."""
     place = first + tl.arange(0, TILE)
     if by_head > 0:
         index = (place - expert * by_head) * experts + expert
@@ -127,7 +127,7 @@ def add_bias(value, entry, n, inside, BY_ROW: tl.constexpr):
 
 
 @triton.jit
-def product(
+def gemm(
     x, table, order, bounds, out, shared, N, K, chunk, parts, x_rows, experts, halves, by_head, stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -160,12 +160,12 @@ def product(
 
 
 @triton.jit
-def group_product(
+def group_gemm(
     x, table, order, bounds, sums, out, shared, N, K, chunk, parts, x_rows, experts, halves, by_head, stride,
     SCALES: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`product` of weights in groups, or in fp8. sums: of the groups of x, where any weight has lows."""
+    """`gemm` of weights in groups, or in fp8. sums: of the groups of x, where any weight has lows."""
     start_dependent()
     expert, first, end = tile_of(bounds, experts, by_head, BLOCK_M)
     if first < end:

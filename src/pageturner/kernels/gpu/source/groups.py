@@ -17,7 +17,7 @@ from pageturner.kernels.gpu.source.products import add_up, is_last, place
 
 
 @triton.jit
-def multiplied(bits, factor, addend):
+def fma_pairs(bits, factor, addend):
     """factor * bits + addend of pairs of bf16 in words, each rounded once."""
     return tl.inline_asm_elementwise(
         "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [bits, factor, addend], tl.int32, True, 1
@@ -38,7 +38,7 @@ def nibbles(words, above, magic, less, BITS: tl.constexpr):
     bits = shifted(words, 4, 4) & 0x000F000F
     if BITS == 5:
         bits |= (shifted(above, 1, 4) & 0x00010001) << 4
-    return multiplied(bits | magic, 0x3F803F80, less)
+    return fma_pairs(bits | magic, 0x3F803F80, less)
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def octets(words, magic):
     less 128, or 256 = 0x4380 if the eighth is set."""
     bits = shifted(words, 8, 2)
     less = (bits & 0x00800080) | (0xC300C300 - 0x100000000)
-    return multiplied((bits & 0x007F007F) | magic, 0x3F803F80, less)
+    return fma_pairs((bits & 0x007F007F) | magic, 0x3F803F80, less)
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def eights(words):
     subnormals too."""
     bits = words << (8 - 8 * tl.reshape(tl.arange(0, 2), (1, 1, 1, 2)))
     fields = ((bits >> 4) & 0x07F007F0) | (bits & (0x80008000 - 0x100000000))
-    return multiplied(fields, 0x7B807B80, 0x80008000 - 0x100000000)
+    return fma_pairs(fields, 0x7B807B80, 0x80008000 - 0x100000000)
 
 
 @triton.jit
@@ -141,8 +141,8 @@ def scaled(total, dots, sums, scales, lows, AT: tl.constexpr, LOW: tl.constexpr)
 
 @triton.jit
 def places(n0, N, size, BLOCK_N: tl.constexpr, EACH: tl.constexpr):
-    """Where the first EACH elements of each block of 16 rows of a tile lie, a block having `size` of them;
-    behind the last block that one again."""
+    """Return the offsets at which the first EACH elements of each block of 16 rows of a tile lie, a block
+    having `size` of them; behind the last block that one again."""
     e = tl.arange(0, BLOCK_N // 16 * EACH)
     block = tl.minimum(n0 * (BLOCK_N // 16) + e // EACH, tl.cdiv(N, 16) - 1)
     return block.to(tl.int64) * size + e % EACH
@@ -150,7 +150,7 @@ def places(n0, N, size, BLOCK_N: tl.constexpr, EACH: tl.constexpr):
 
 @triton.jit
 def scale_places(n0, N, size, BLOCK_N: tl.constexpr, EACH: tl.constexpr):
-    """The same of scales, [BLOCK_N / 16, row % 8, thread, EACH]: four threads have the same rows."""
+    """Return the offsets of scales, [BLOCK_N / 16, row % 8, thread, EACH]: four threads have the same rows."""
     block = n0 * (BLOCK_N // 16) + tl.arange(0, BLOCK_N // 16)[:, None, None, None]
     found = tl.minimum(block, tl.cdiv(N, 16) - 1).to(tl.int64) * size
     found += tl.arange(0, 8)[None, :, None, None] * EACH + tl.arange(0, 4)[None, None, :, None] * 0
@@ -242,21 +242,21 @@ def whole_groups(
 
 @triton.jit
 def ask_for(
-    q, n0, N, K, begin, end, BITS: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr,
+    q, n0, N, K, begin, end, BITS: tl.constexpr, AHEAD: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """`prefetch` of the words of a tile, AHEAD bytes in all."""
     UNIT: tl.constexpr = 32 if BITS == 8 else 64
     block = tl.minimum(n0 * (BLOCK_N // 16) + tl.arange(0, BLOCK_N // 16), tl.cdiv(N, 16) - 1)
     words = tl.cdiv(K, 256) * 256 // UNIT * 128  # of a block
-    prefetch(q, block, words, begin // UNIT * 128, tl.cdiv(end, UNIT) * 128, AHEAD, LINE)
+    prefetch(q, block, words, begin // UNIT * 128, tl.cdiv(end, UNIT) * 128, AHEAD)
 
 
 @triton.jit
 def groups(
     x, q, high, scale, low, sums, bias, residual, out, partial, counters, has_low, zero, has_bias,
     has_residual, M, N, K, chunk, parts, WHOLE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    SUMS: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr, BLOCK_M: tl.constexpr,
+    SUMS: tl.constexpr, AHEAD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Weights in groups of GROUP columns: value = scale * (q - zero) + low. The integers are exact in the
@@ -272,7 +272,7 @@ def groups(
     first = tl.program_id(1)
     each = parts // tl.num_programs(1) if WHOLE else 1
     begin = first * chunk
-    ask_for(q, n0, N, K, begin, tl.minimum(begin + chunk, K), BITS, AHEAD, LINE, BLOCK_N)
+    ask_for(q, n0, N, K, begin, tl.minimum(begin + chunk, K), BITS, AHEAD, BLOCK_N)
     wait()
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for part in range(first, first + each):
@@ -304,7 +304,7 @@ def groups(
 @triton.jit
 def gated_groups(
     x, q, high, scale, low, sums, out, has_low, zero, M, N, K,
-    BITS: tl.constexpr, GROUP: tl.constexpr, SUMS: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, SUMS: tl.constexpr, AHEAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """SiLU(x gate^T) * (x up^T) of a weight [2 N, K] of gate and up: bit for bit what `groups` in one part
@@ -313,7 +313,7 @@ def gated_groups(
     m0, n0 = place(M, N, BLOCK_M, BLOCK_N)
     n = n0 * BLOCK_N + tl.arange(0, BLOCK_N)
     m = m0 * BLOCK_M + tl.arange(0, BLOCK_M)
-    ask_for(q, n0, N, K, 0, K, BITS, AHEAD, LINE, BLOCK_N)
+    ask_for(q, n0, N, K, 0, K, BITS, AHEAD, BLOCK_N)
     wait()
     gate = whole_groups(
         x, q, high, scale, low, sums, has_low, zero, m, n0, M, N, K, 0, K, SUMS,

@@ -18,7 +18,7 @@ from pageturner.kernels.gpu.source.rows import token_at
 
 @triton.jit
 def record_of(bases, tile, entry):
-    """Where the adapter of a tile begins, and its record `entry`."""
+    """Return the address at which the adapter of a tile begins, and its record `entry`."""
     base = tl.load(bases + tl.load(tile))
     return base, (base + 32 * entry).to(tl.pointer_type(tl.int64))
 

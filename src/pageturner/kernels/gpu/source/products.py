@@ -40,7 +40,7 @@ def place(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def halves(value):
-    """Its left and its right columns."""
+    """Split a tile into its left and its right columns."""
     rows: tl.constexpr = value.shape[0]
     columns: tl.constexpr = value.shape[1] // 2
     return tl.split(tl.permute(tl.reshape(value, (rows, 2, columns)), (0, 2, 1)))
@@ -48,7 +48,7 @@ def halves(value):
 
 @triton.jit
 def addend(residual, wanted, m, n0, M, N, WIDTH: tl.constexpr):
-    """A tile of the residual. Asked for before a sum is computed, it comes meanwhile."""
+    """Load a tile of the residual. Asked for before a sum is computed, it comes meanwhile."""
     n = n0 + tl.arange(0, WIDTH)
     inside = (m < M)[:, None] & (n < N)[None, :] & wanted
     return tl.load((residual + m.to(tl.int64) * N)[:, None] + n[None, :], mask=inside, other=0.0)
@@ -56,7 +56,7 @@ def addend(residual, wanted, m, n0, M, N, WIDTH: tl.constexpr):
 
 @triton.jit
 def store_columns(value, out, bias, before, so_far, has_bias, has_residual, m, n0, M, N):
-    """before: the tile of the residual."""
+    """Store a tile as `store_rows` does. before: the tile of the residual."""
     n = n0 + tl.arange(0, value.shape[1])
     inside = (m < M)[:, None] & (n < N)[None, :]
     row = m.to(tl.int64) * N
@@ -88,8 +88,8 @@ def store_rows(value, out, bias, residual, so_far, has_bias, has_residual, m, n0
 
 @triton.jit
 def is_last(counter, parts):
-    """Whether all other programs of a tile have stored their parts, which can be read then. The counter is 0
-    again behind the last one. No order in which programs end is known, and none matters."""
+    """Return whether all other programs of a tile have stored their parts, which can be read then. The counter
+    is 0 again behind the last one. No order in which programs end is known, and none matters."""
     tl.debug_barrier()  # every thread of this program has stored before one of them says so
     last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == parts - 1
     if last:
@@ -122,12 +122,12 @@ def add_up(
 
 @triton.jit
 def zeros(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr):
-    """What `added` adds to first."""
+    """The sum that `add_dot` begins with."""
     return tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), tl.float32)
 
 
 @triton.jit
-def added(rows, columns, total, SWAP: tl.constexpr):
+def add_dot(rows, columns, total, SWAP: tl.constexpr):
     """total + rows columns, or all of it transposed."""
     if SWAP:
         return tl.dot(tl.trans(columns), tl.trans(rows), total, input_precision="ieee")
@@ -140,9 +140,9 @@ def dense_part(
     x, w, m, n, M, N, K, begin, end, WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr = False,
 ):  # fmt: skip
-    """What lies behind the last row or column is computed of the last one, and not stored. Of few rows those
-    that are not there are not read. SWAP: the weight is the first operand, which fills the matrix instruction
-    where rows are few."""
+    """Sum the columns begin to end. Rows and columns behind the last are computed from the last one, and not
+    stored. Where rows are few, rows that are not there are not read. SWAP: the weight is the first operand,
+    which fills the matrix instruction where rows are few."""
     total = zeros(BLOCK_M, BLOCK_N, SWAP)
     k = tl.arange(0, BLOCK_K)
     x += tl.minimum(m, M - 1)[:, None].to(tl.int64) * K + k[None, :]
@@ -154,14 +154,14 @@ def dense_part(
         else:
             rows = tl.load(x + k0, mask=(m < M)[:, None] & inside[None, :], other=0.0)
         columns = tl.load(w + k0, mask=inside[:, None], other=0.0)
-        total = added(rows, columns, total, SWAP)
+        total = add_dot(rows, columns, total, SWAP)
     return tl.trans(total) if SWAP else total
 
 
 @triton.jit
 def dense(
     x, w, bias, residual, out, partial, counters, has_bias, has_residual, M, N, K, chunk, parts,
-    WHOLE: tl.constexpr, SWAP: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr,
+    WHOLE: tl.constexpr, SWAP: tl.constexpr, AHEAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Weights in the type of x. Grid: tiles of M and N, parts or 1. Of several parts WHOLE keeps the sum so
@@ -187,7 +187,7 @@ def dense(
         part = tl.program_id(1)
         begin = part * chunk
         end = tl.minimum(begin + chunk, K)
-        prefetch(w, tl.minimum(n, N - 1), K, begin, end, AHEAD, LINE)
+        prefetch(w, tl.minimum(n, N - 1), K, begin, end, AHEAD)
         wait()
         if BLOCK_N <= 64:  # else it would take too many registers
             before = addend(residual, (has_residual != 0) & (parts == 1), m, n0, M, N, BLOCK_N)
@@ -210,7 +210,7 @@ def dense(
 @triton.jit
 def gated_dense(
     x, w, out, M, N, K,
-    WHOLE: tl.constexpr, SWAP: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr,
+    WHOLE: tl.constexpr, SWAP: tl.constexpr, AHEAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """SiLU(x gate^T) * (x up^T) of a weight [2 N, K] of gate and up: bit for bit what `dense` in one part and
@@ -221,8 +221,8 @@ def gated_dense(
     m = m0 * BLOCK_M + tl.arange(0, BLOCK_M)
     if not WHOLE:
         row = tl.minimum(n, N - 1)
-        prefetch(w, row, K, 0, K, AHEAD // 2, LINE)
-        prefetch(w, N + row, K, 0, K, AHEAD // 2, LINE)
+        prefetch(w, row, K, 0, K, AHEAD // 2)
+        prefetch(w, N + row, K, 0, K, AHEAD // 2)
     wait()
     gate, up = zeros(BLOCK_M, BLOCK_N, SWAP), zeros(BLOCK_M, BLOCK_N, SWAP)
     k = tl.arange(0, BLOCK_K)
@@ -237,8 +237,8 @@ def gated_dense(
             rows = tl.load(x + k0, mask=(m < M)[:, None] & inside[None, :], other=0.0)
         left = tl.load(w + k0, mask=inside[:, None], other=0.0)
         right = tl.load(w + (behind + k0), mask=inside[:, None], other=0.0)
-        gate = added(rows, left, gate, SWAP)
-        up = added(rows, right, up, SWAP)
+        gate = add_dot(rows, left, gate, SWAP)
+        up = add_dot(rows, right, up, SWAP)
     if SWAP:
         gate, up = tl.trans(gate), tl.trans(up)
     value = gate / (1.0 + tl.exp(-gate)) * up

@@ -1,4 +1,4 @@
-"""What is done to each row on its own: embedding, norms, rotary, KV write, activations, gathers.
+"""Operations on each row on its own: embedding, norms, rotary, KV write, activations, gathers.
 
 A program has one row or one head of it, or elements that know no others: no other row can matter.
 """
@@ -42,7 +42,7 @@ def embed_groups(
     q, high, scale, low, tokens, chosen, out, has_low, zero, first, rows, K,
     BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The same of a table in groups: scale * (q - zero) + low, each step rounded; of GROUP 0 scale * q of
+    """Do as `embed` for a table in groups: scale * (q - zero) + low, each step rounded; of GROUP 0 scale * q of
     e4m3."""
     start_dependent()
     t = tl.program_id(0).to(tl.int64)
@@ -240,7 +240,7 @@ def kv_write(
 
 
 @triton.jit
-def place_heads(
+def qk_norm_rope_kv_write(
     rows, q, q_norm, k_norm, keys, values, k_scales, v_scales, slots, cos, sin, positions,
     has_norm, eps, stride, heads, kv_heads, dim, room, half, interleaved, KIND: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -284,7 +284,7 @@ def fit_heads(x, out, stride, heads, dim, room, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def place_latent(
+def latent_kv_write(
     rows, plain, q, norm, keys, k_scales, slots, cos, sin, positions, has_norm, eps, stride, heads, plain_dim,
     rank, rotary, dim, half, interleaved, KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -324,8 +324,8 @@ def place_latent(
 
 @triton.jit
 def join_heads(x, y, out, first, second, BLOCK: tl.constexpr):
-    """Of each row of x its `first` elements, and behind them the `second` ones of that row of y. Grid: rows,
-    tiles of both."""
+    """Join the `first` elements of each row of x and the `second` ones of that row of y. Grid: rows, tiles of
+    both."""
     start_dependent()
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -337,7 +337,7 @@ def join_heads(x, y, out, first, second, BLOCK: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """From exp, which knows no overflow here."""
+    """Compute it from exp, which does not overflow here."""
     e = tl.exp(-2.0 * tl.abs(x))
     size = (1.0 - e) / (1.0 + e)
     return tl.where(x < 0, -size, size)

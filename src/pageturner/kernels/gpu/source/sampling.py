@@ -1,4 +1,4 @@
-"""From logits to tokens: edits, masks, and the draw. The meaning is that of Ops.sample; the noise comes from
+"""Sampling of tokens from logits: edits, masks, and the draw. The meaning is that of Ops.sample; the noise comes from
 the host.
 
 A row is cut into segments of the vocabulary whose bounds depend on the vocabulary alone. A program has one
@@ -101,7 +101,7 @@ def weight_of(x, peak, temperature, least):
 
 @triton.jit
 def draws(temperature, peak):
-    """Whether a row is drawn from: not if it is greedy, nor if its largest logit is no finite number."""
+    """Return whether a row is drawn from: not if it is greedy, nor if its largest logit is not finite."""
     return (temperature > 0) & (peak == peak) & (tl.abs(peak) < float("inf"))
 
 
@@ -113,7 +113,7 @@ def at_place(values, i, place):
 
 @triton.jit
 def arrives_last(counter, programs):
-    """Whether all other programs of the row are done; what they stored can be read then."""
+    """Return whether all other programs of the row are done; what they stored can be read then."""
     tl.debug_barrier()
     return tl.atomic_add(counter, 1, sem="acq_rel") == programs - 1
 
@@ -156,9 +156,9 @@ def total_of(masses, row, segments, SEGMENTS: tl.constexpr):
 
 @triton.jit
 def place_of(x, peak, temperature, state, level, BINS: tl.constexpr):
-    """In which of BINS places a token lies by its distance from the best one. Level 0 has places of an eighth
-    of a nat, the last of which has all that is further away. Level 1 divides the range that level 0 found;
-    what lies before it is at -1, and what lies behind it at BINS."""
+    """Return in which of BINS places a token lies by its distance from the best one. Level 0 has places of an
+    eighth of a nat, the last of which has all that is further away. Level 1 divides the range that level 0
+    found; tokens before it are at -1, and tokens behind it at BINS."""
     distance = tl.div_rn(peak - x, temperature)
     coarse = tl.minimum(distance * 8.0, BINS - 1.0).to(tl.int32)
     if level == 0:
@@ -255,7 +255,7 @@ def scan(
 
 @triton.jit
 def above(logits, row, vocabulary, pair, peak, temperature, least, BLOCK: tl.constexpr):
-    """How many tokens of a row have a larger pair, and their mass."""
+    """Return how many tokens of a row have a larger pair, and their mass."""
     more = tl.zeros((BLOCK,), tl.int32)
     mass = tl.zeros((BLOCK,), tl.float64)
     for v0 in range(0, vocabulary, BLOCK):
