@@ -1,6 +1,6 @@
 """`make accept NAME=kernels`: every line that the CPU kernels must show, measured in parts that add up.
 
-    python bench/accept/kernels.py [--only PART ...] [--rounds 5] [--full] [--limit N] [--report]
+    python bench/accept/kernels.py [--only PART ...] [--rounds 5] [--limit N] [--report]
                                    [--picture docs/peers.svg]
 
 Each part writes what it measured to bench/results/kernels/PART.json. The lines are judged from these files
@@ -27,7 +27,6 @@ import kernels_judge as judge
 from harness import DATA, RESULTS, ROOT, NotRun
 
 sys.path.insert(0, str(ROOT / "bench"))
-import answers
 
 import quality_types
 from pageturner.formats import hub
@@ -55,7 +54,6 @@ class Options:
 
     rounds: int
     limit: int
-    full: bool
 
 
 def _play(
@@ -321,24 +319,6 @@ def memory(o: Options) -> dict[str, Any]:
 # -- quality and suites --------------------------------------------------------------------------------------
 
 
-def quality(o: Options) -> dict[str, Any]:
-    """Every type as served against fp32 on its own dequantised weights."""
-    tokens = 256 if o.limit else 20_480 if o.full else 2048
-    kinds = ("Q4_1",) if o.limit else quality_types.TYPES
-    rows = []
-    for kind in kinds:
-        rows.append({"kind": kind, "lines": _lines(answers.served(_type_file(kind), tokens))})
-        print(
-            f"          {kind}: {'; '.join(line['figure'] for line in rows[-1]['lines'])}",
-            flush=True,
-        )
-    return {"tokens": tokens, "rows": rows}
-
-
-def _lines(found: Any) -> list[dict[str, Any]]:
-    return [asdict(line) for line in found]
-
-
 PARTS: dict[str, Callable[[Options], dict[str, Any]]] = {
     "mixed64": mixed64,
     "poisson": poisson,
@@ -351,7 +331,6 @@ PARTS: dict[str, Callable[[Options], dict[str, Any]]] = {
     "unseen": unseen,
     "sampler": sampler,
     "memory": memory,
-    "quality": quality,
     "profile": profile,
 }
 
@@ -364,7 +343,6 @@ def main() -> int:
     parser.add_argument(
         "--rounds", type=int, default=5, help="slow peers run fewer, and the line says so"
     )
-    parser.add_argument("--full", action="store_true", help="quality over 20,480 tokens")
     parser.add_argument(
         "--limit", type=int, default=0, metavar="N", help="a trial: the first N requests, one round"
     )
@@ -378,7 +356,7 @@ def main() -> int:
     if args.picture:
         args.picture.write_text(_picture())
         return 0
-    options = Options(1 if args.limit else args.rounds, args.limit, args.full)
+    options = Options(1 if args.limit else args.rounds, args.limit)
     FOLDER.mkdir(parents=True, exist_ok=True)
     wanted = [] if args.report else args.only or list(PARTS)
     for name in wanted:

@@ -58,7 +58,6 @@ TITLES: dict[str, tuple[str, ...]] = {
     "unseen": ("mixed64 of words nobody tuned on: at least 2.3x the fastest peer",),
     "sampler": ("sampler: at most 4 % of a step of 64 rows, mixed parameters",),
     "memory": ("peak RSS at most packed weights + KV in use + 150 MB",),
-    "quality": ("quality of every type against fp32: perplexity 1.5 %, KL 0.006, same top 97 %",),
     "profile": ("profile of one step at batch 1, 8, 32",),
 }
 
@@ -240,13 +239,6 @@ def _memory(titles: Sequence[str], found: Found) -> Iterator[Line]:
     yield Line(titles[0], figure, peak <= bound)
 
 
-def _quality(titles: Sequence[str], found: Found) -> Iterator[Line]:
-    for row in found["rows"]:
-        figure = ", ".join(line["figure"] for line in row["lines"])
-        passed = all(line["passed"] for line in row["lines"])
-        yield Line(f"{row['kind']}: {titles[0]}", f"{figure}; {found['tokens']} tokens", passed)
-
-
 def _profile(titles: Sequence[str], found: Found) -> Iterator[Line]:
     for served, apart in zip(found["served"], found["apart"], strict=True):
         floor = sum(apart["floors_us"].values())
@@ -266,6 +258,5 @@ _JUDGES: dict[str, Callable[[Sequence[str], Found], Iterator[Line]]] = {
     "unseen": _unseen,
     "sampler": _sampler,
     "memory": _memory,
-    "quality": _quality,
     "profile": _profile,
 }

@@ -1,7 +1,7 @@
 """Nothing slower: both sides in interleaved pairs.
 
 Owns what is measured, the order of the runs and the bars. Each side runs its own command line and server in
-its own environment; only scheduling_cost.py is one script for both. A ratio is the base's time by ours, so
+its own environment; only scheduler.py is one script for both. A ratio is the base's time by ours, so
 1.02 is 2 % faster, and the median of the ratios of all pairs counts.
 """
 
@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import sides
-from harness import DATA, Line, NotRun
+from harness import DATA, ROOT, Line, NotRun
 from sides import Address, Side
 
 MIN_RATIO = 0.99  # the median of the pairs
-GAP = "with statistics, 256 x 2,000 tokens"  # names of figures of scheduling_cost.py end so
+GAP = "with statistics, 256 x 2,000 tokens"  # names of figures of scheduler.py end so
 MAX_STALL = 2.0  # times the median gap between two steps
 PUBLISHED = ("engine step", "gap")  # figures without a bar, by how their names begin
 WORKLOADS = ("mixed64", "prefix")
@@ -108,8 +108,8 @@ def workload(name: str) -> Measure:
 
 
 def scheduling(side: Side) -> Figures:
-    """The figures of scheduling_cost.py, run by the Python of that side."""
-    script = Path(__file__).with_name("scheduling_cost.py")
+    """The figures of scheduler.py, run by the Python of that side."""
+    script = ROOT / "bench" / "scheduler.py"
     figures: Figures = json.loads(side.run(str(side.python), str(script)))
     return figures
 

@@ -4,7 +4,7 @@ fresh   a clean clone: make serve, the README's curl, the size, make test
 right   against Transformers' fp32 answers; the path as shipped against fp32
 alive   memory over 2,000 requests, gaps under load
 ready   start-up and import
-speed   mixed64 beside vLLM and llama-server; time outside native calls
+speed   time outside native calls
 """
 
 from __future__ import annotations
@@ -22,23 +22,33 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import answers
 import harness
-from harness import DATA, ROOT, Line, NotRun, Server, median
+from harness import ROOT, Line, Server, median
 
 sys.path.insert(0, str(ROOT / "bench"))
 from pageturner.formats import hub
 from pageturner.lab.bench import bench_engine, bench_serve
 from pageturner.lab.bench.client import Client
-from pageturner.lab.traffic.traffic_files import read_workload
 from pageturner.lab.traffic.traffic_generators import word_prompts
 from pageturner.progress import Progress
-from peers import launch
 
+SPEED = SimpleNamespace(
+    model="smollm2",
+    workload=None,
+    num_prompts=64,
+    input_len=100,
+    output_len=100,
+    threads=0,
+    policy="chunked",
+    backend="auto",
+    dtype="auto",
+    max_num_seqs=64,
+    output=None,
+)
 GOLDENS = ROOT / "tests" / "goldens"
 
 
@@ -210,90 +220,13 @@ def _first_token() -> float:
 
 
 def speed() -> Iterator[Line]:
-    yield from _speed_outside()
-    path = DATA / "workloads" / "mixed64.jsonl"
-    if not path.exists():
-        raise NotRun(f"{path} is absent")
-    jobs = read_workload(path)
-    names = [name for name in ("vllm", "llama") if launch.installed(name)]
-    if "vllm" not in names:
-        yield Line(
-            "mixed64: ours beside vLLM", "vLLM is not installed: bench/peers/setup.sh vllm", None
-        )
-    rates: dict[str, list[dict]] = {name: [] for name in ("ours", *names)}
-    with (
-        launch.running("vllm") if "vllm" in names else nullcontext() as vllm
-    ):  # two minutes to start: once
-        for _ in range(3):
-            for name in names:
-                with (
-                    harness.server() as ours
-                ):  # a new one each time: nothing is cached from the last round
-                    rates["ours"].append(_load(ours.url, "smollm2", jobs))
-                if name == "vllm":
-                    _forget_prefixes(vllm.url)
-                    rates[name].append(_load(vllm.url, vllm.model, jobs))
-                else:
-                    with launch.running(name) as peer:
-                        rates[name].append(_load(peer.url, peer.model, jobs))
-    for name, runs in rates.items():
-        out = [run["output_tokens_per_s"] for run in runs]
-        ttft, tpot = (median([run[key]["p50"] for run in runs]) for key in ("ttft_ms", "tpot_ms"))
-        rate = f"{median(out):.0f} output tokens/s ({min(out):.0f} to {max(out):.0f})"
-        figure = f"{rate}, TTFT p50 {ttft:.0f} ms, TPOT p50 {tpot:.0f} ms"
-        yield Line(f"mixed64: {name}", figure, None)
-    ours_rate = median([run["output_tokens_per_s"] for run in rates["ours"]])
-    for name in names:
-        ratio = ours_rate / median([run["output_tokens_per_s"] for run in rates[name]])
-        yield Line(
-            f"mixed64: ours / {name}", f"{ratio:.2f}x", ratio >= 1.0 if name == "vllm" else None
-        )
-
-
-def _forget_prefixes(url: str) -> None:
-    urllib.request.urlopen(
-        urllib.request.Request(f"{url}/reset_prefix_cache", method="POST"), timeout=30
-    ).close()
-
-
-def _load(url: str, model: str, jobs: list) -> dict:
-    client = Client(url, model)
-
-    async def measure() -> tuple[list, float]:
-        await asyncio.gather(
-            *(client.complete(job.prompt, job.max_tokens) for job in word_prompts(4, 32, 8, 99))
-        )
-        begin = time.monotonic()
-        with Progress(url, len(jobs)) as line:
-            traces = await bench_serve.closed_loop(client, jobs, len(jobs), line)
-        return traces, time.monotonic() - begin
-
-    traces, seconds = asyncio.run(measure())
-    figures = bench_serve.summarise(traces, seconds)
-    if figures["failed"]:
-        raise RuntimeError(f"{url}: {figures['failed']} requests failed: {figures['errors']}")
-    return figures
-
-
-def _speed_outside() -> Iterator[Line]:
-    arguments = SimpleNamespace(
-        model="smollm2",
-        workload=None,
-        num_prompts=64,
-        input_len=100,
-        output_len=100,
-        threads=0,
-        policy="chunked",
-        backend="auto",
-        dtype="auto",
-        max_num_seqs=64,
-        output=None,
-    )
-    figures = bench_engine.run(arguments)  # type: ignore[arg-type]
+    """Time outside native calls; the loads beside peers are in `NAME=kernels`."""
+    figures = bench_engine.run(SPEED)  # type: ignore[arg-type]
     outside = figures["outside_ms_fullest"]
-    figure = f"p50 {outside['p50']:.2f} ms, p99 {outside['p99']:.2f} ms at {figures['most_running']:.0f} running"
-    passed = outside["p50"] <= 2 and figures["most_running"] == 64
-    yield Line("time outside native calls <= 2 ms a step with 64 running", figure, passed)
+    running = figures["most_running"]
+    figure = f"p50 {outside['p50']:.2f} ms, p99 {outside['p99']:.2f} ms at {running:.0f} running"
+    what = "time outside native calls <= 2 ms a step with 64 running"
+    yield Line(what, figure, outside["p50"] <= 2 and running == 64)
 
 
 CHECKS = {"ready": ready, "right": right, "alive": alive, "speed": speed, "fresh": fresh}

