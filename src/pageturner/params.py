@@ -90,7 +90,7 @@ class SamplingParams:
     pooling: str = ""
 
 
-MOST_LOGPROBS = 20
+MAX_LOGPROBS = 20
 POOLINGS = ("mean", "last", "cls")
 FAULTS = ("segfault", "exception", "hang", "nan")
 LARGEST = (
@@ -105,8 +105,8 @@ LIMITS: dict[str, tuple[float, float, bool]] = {
     "min_p": (0, 1, False),
     "max_tokens": (1, LARGEST, False),
     "min_tokens": (0, LARGEST, False),
-    "logprobs": (0, MOST_LOGPROBS, False),
-    "prompt_logprobs": (0, MOST_LOGPROBS, False),
+    "logprobs": (0, MAX_LOGPROBS, False),
+    "prompt_logprobs": (0, MAX_LOGPROBS, False),
     "repetition_penalty": (
         0.001,
         1000,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pageturner.engine.bisect_step import MOST_IN_A_ROW
+from pageturner.engine.bisect_step import MAX_IN_A_ROW
 from pageturner.engine.engine import Engine
 from pageturner.engine.fake import FakeExecutor, next_token
 from pageturner.errors import EngineFault
@@ -107,12 +107,12 @@ def test_one_alone_fails_until_too_many_in_a_row_do() -> None:
             raise RuntimeError
 
     engine, _ = engine_with(fault)
-    for _ in range(MOST_IN_A_ROW - 1):
+    for _ in range(MAX_IN_A_ROW - 1):
         assert served(engine, 1)[1][-1].failure is not None
     broken = False
     assert tokens(served(engine, 1)[1]) == answer(1)
     broken = True
-    for _ in range(MOST_IN_A_ROW - 1):
+    for _ in range(MAX_IN_A_ROW - 1):
         assert served(engine, 1)[1][-1].failure is not None
     with pytest.raises(RuntimeError):
         served(engine, 1)

@@ -14,7 +14,7 @@ from pageturner.engine.engine_factory import make_engine
 from pageturner.errors import EngineFault
 from pageturner.executor.draft import Costs, best_length
 from pageturner.executor.draft_compatibility import check_tokens, cost_of
-from pageturner.executor.draft_model import CATCH_UP, MOST, MOST_DRAFTED, DraftModel
+from pageturner.executor.draft_model import CATCH_UP, MAX_DRAFT, MAX_DRAFTED, DraftModel
 from pageturner.formats.load_tokenizer import load_tokenizer
 from pageturner.kernels.base import Ops
 from pageturner.models.decoder import Decoder
@@ -51,7 +51,7 @@ def drafter(decoder: Decoder, ops: Ops, setup: Setup, costs: Costs = FREE) -> Dr
     """Its storage poisoned: a read of what was not written ends a draft."""
     blocks = setup.kv_tokens // setup.block_size
     made = DraftModel(decoder, ops, blocks, setup.block_size, "float16", costs)
-    poison_blocks(made.storage, list(range(blocks + MOST_DRAFTED)))
+    poison_blocks(made.storage, list(range(blocks + MAX_DRAFTED)))
     return made
 
 
@@ -140,7 +140,7 @@ def test_running_a_step_again_gives_the_same_draft(model: Model) -> None:
     drafts, seq = drafter(model.decoder, model.ops, Setup()), running(20)
     once = first(drafts, seq, 5)
     assert first(drafts, seq, 5) == once
-    assert len(once) == MOST
+    assert len(once) == MAX_DRAFT
 
 
 def test_what_it_has_not_seen_is_computed_in_parts(model: Model) -> None:
@@ -154,7 +154,7 @@ def test_what_it_has_not_seen_is_computed_in_parts(model: Model) -> None:
         lengths.append(len(first(drafts, seq, token)))
         seq.tokens.append(token)
         seq.blocks = list(range(-(-len(seq.tokens) // 16)))
-    assert lengths == [0, 0, 0, MOST, MOST]
+    assert lengths == [0, 0, 0, MAX_DRAFT, MAX_DRAFT]
 
 
 def test_several_that_are_far_behind_share_a_step(model: Model) -> None:
@@ -165,7 +165,7 @@ def test_several_that_are_far_behind_share_a_step(model: Model) -> None:
     seqs[1].blocks = [block + 50 for block in seqs[1].blocks]
     outputs = [Output([3]), Output([3])]
     drafts.propose([Item(seq, 1, seq.computed) for seq in seqs], outputs)
-    assert [len(output.draft) for output in outputs] == [MOST, 0]
+    assert [len(output.draft) for output in outputs] == [MAX_DRAFT, 0]
 
 
 def test_blocks_behind_the_pool_suffice(model: Model) -> None:
@@ -184,7 +184,7 @@ def test_blocks_behind_the_pool_suffice(model: Model) -> None:
             [Item(seq, 1, seq.computed) for seq, _ in pairs], [output for _, output in pairs]
         )
         lengths = [len(output.draft) for output in outputs]
-    assert sum(lengths) == MOST_DRAFTED
+    assert sum(lengths) == MAX_DRAFTED
     assert lengths[0] == 0
 
 
@@ -210,7 +210,7 @@ def test_a_request_can_do_without(model: Model) -> None:
 def test_it_is_silent_beyond_its_context(model: Model, tmp_path: Path) -> None:
     shorter = Model(_changed(tmp_path, "context", {"llama.context_length": 40}), model.ops).decoder
     drafts = drafter(shorter, model.ops, Setup())
-    assert len(first(drafts, running(30), 5)) == MOST
+    assert len(first(drafts, running(30), 5)) == MAX_DRAFT
     assert len(first(drafter(shorter, model.ops, Setup()), running(36), 5)) == 3
     assert first(drafter(shorter, model.ops, Setup()), running(41), 5) == []
 
@@ -219,7 +219,7 @@ def test_tokens_that_it_does_not_have_are_no_fault(model: Model) -> None:
     """A target with more padding behind the vocabulary may choose it."""
     drafts, seq = drafter(model.decoder, model.ops, Setup()), running(20)
     seq.tokens[7] = model.decoder.spec.vocab + 3
-    assert len(first(drafts, seq, 5)) == MOST
+    assert len(first(drafts, seq, 5)) == MAX_DRAFT
 
 
 @pytest.mark.parametrize("name", ["gemma3", "mistral"])
@@ -256,11 +256,13 @@ def test_the_gain_is_what_a_simulation_finds(chance: float, length: int) -> None
 
 
 def test_long_drafts_where_they_are_right_and_none_in_a_full_batch() -> None:
-    lengths = [best_length(Costs(0.1), percent, 1, MOST)[0] for percent in (10, 50, 70, 90, 99)]
+    lengths = [
+        best_length(Costs(0.1), percent, 1, MAX_DRAFT)[0] for percent in (10, 50, 70, 90, 99)
+    ]
     assert lengths == sorted(lengths)
     assert (lengths[0], lengths[-1] > 3) == (0, True)
-    assert best_length(Costs(0.1), 90, 64, MOST) == (0, 1.0)
-    assert best_length(Costs(0.9), 90, 1, MOST) == (0, 1.0)
+    assert best_length(Costs(0.1), 90, 64, MAX_DRAFT) == (0, 1.0)
+    assert best_length(Costs(0.9), 90, 1, MAX_DRAFT) == (0, 1.0)
 
 
 def wrong_drafts(model: Model, runs: int) -> list[int]:
@@ -334,7 +336,7 @@ def test_blocks_cost_the_bytes_of_both(cheap: None) -> None:
     one = make_engine(config(speculation="off"))
     both = make_engine(config(draft_model=str(TINY)))
     assert both.num_blocks == one.num_blocks // 2
-    spare = (MOST_DRAFTED + 2) * one.kv_bytes // (one.num_blocks + 1)
+    spare = (MAX_DRAFTED + 2) * one.kv_bytes // (one.num_blocks + 1)
     assert one.kv_bytes <= both.kv_bytes <= one.kv_bytes + spare
 
 

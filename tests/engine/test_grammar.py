@@ -270,7 +270,7 @@ def test_what_others_write_uses_nothing_up(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_more_grammars_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "MOST_COMPILED", 2)
+    monkeypatch.setattr(grammars, "MAX_COMPILED", 2)
     known = Grammars(Compiler(lambda: TOKENIZER), most_places=1)
     rows = [
         sequence([], StructuredOutputsParams(choice=[text]), i) for i, text in enumerate(CHOICES)

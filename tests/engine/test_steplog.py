@@ -141,7 +141,7 @@ def test_what_a_killed_engine_left_can_be_read(tmp_path: Path) -> None:
 def test_a_slow_disk_costs_records_and_says_how_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_log, "MOST_BUFFERED", 10)
+    monkeypatch.setattr(step_log, "MAX_BUFFERED", 10)
     monkeypatch.setattr(step_log, "WRITE_EVERY", 3600.0)
     path = tmp_path / "steps"
     run(path, some())

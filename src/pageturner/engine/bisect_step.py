@@ -21,9 +21,7 @@ from pageturner.scheduler.types import Item, Output, Plan, Result
 
 log = logging.getLogger("pageturner")
 
-MOST_IN_A_ROW = (
-    3  # steps in which nothing at all could be computed until that is no request's fault
-)
+MAX_IN_A_ROW = 3  # steps in which nothing at all could be computed until that is no request's fault
 Begin = Callable[[list[Item]], None]
 
 
@@ -33,7 +31,7 @@ class StepBisection:
     An exception that does not come again in the halves costs nobody anything. One request that raises alone
     gets a Failure. Where everything raises, the executor is broken and not a request: the exception goes on,
     the process ends, and the supervisor recovers. Of a request that is alone in its steps nobody can tell
-    which of both it is: it fails, but MOST_IN_A_ROW such steps with none that succeeds between them are the
+    which of both it is: it fails, but MAX_IN_A_ROW such steps with none that succeeds between them are the
     executor's fault.
 
     in_a_row  steps so far that gave nothing but failures; the engine makes it 0 with each that succeeds
@@ -76,7 +74,7 @@ class StepBisection:
             spent.update(result.spent)
             outputs.update(zip([place for place, _ in part], result.outputs, strict=True))
         self.in_a_row = 0 if succeeded else self.in_a_row + 1
-        if not succeeded and (len(plan.items) != 1 or self.in_a_row >= MOST_IN_A_ROW):
+        if not succeeded and (len(plan.items) != 1 or self.in_a_row >= MAX_IN_A_ROW):
             raise raised
         return Result([outputs[place] for place in range(len(plan.items))], dict(spent))
 

@@ -31,7 +31,7 @@ from pageturner.executor.adapters import AdapterStore
 from pageturner.executor.async_runner import AsyncRunner
 from pageturner.executor.draft import Costs, Drafter, PromptLookup, best_length
 from pageturner.executor.draft_compatibility import check_speculation, check_tokens, cost_of
-from pageturner.executor.draft_model import MOST, DraftModel
+from pageturner.executor.draft_model import MAX_DRAFT, DraftModel
 from pageturner.executor.grammar import Compiler, Grammars
 from pageturner.executor.kv_memory import KVSizes, available_memory, plan_kv
 from pageturner.executor.runner import Executor, Runner
@@ -305,7 +305,7 @@ def _load_draft_model(config: EngineConfig, ops: Ops, target: Callable[[], Token
 def _costs(smaller: Decoder, decoder: Decoder) -> Costs:
     """Warns where drafting can hardly pay."""
     costs = Costs(cost_of(smaller.spec, decoder.spec))
-    if not best_length(costs, 90, 1, MOST)[0]:
+    if not best_length(costs, 90, 1, MAX_DRAFT)[0]:
         warn(
             f"a step of the draft model takes {costs.step:.0%} of one of the model: it will not be used"
         )

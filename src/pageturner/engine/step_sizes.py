@@ -15,7 +15,7 @@ import math
 from dataclasses import replace
 
 from pageturner.config.settings import EngineConfig
-from pageturner.policies.scheduler_config import MOST_TOKENS
+from pageturner.policies.scheduler_config import MAX_TOKENS
 from pageturner.telemetry.work import MachineLimits, ModelCosts
 
 STEP = 0.08  # seconds of a full step
@@ -34,7 +34,7 @@ def with_step_sizes(
 
     The budget lets all sequences decode beside PROMPTS tokens of prompts; with a slow model a full step is
     longer than STEP then, so prompts take no more beside those who decode than fits it, or BESIDE. Where
-    nothing is known of the machine the budget is MOST_TOKENS, and adaptive_chunk begins at its limits.
+    nothing is known of the machine the budget is MAX_TOKENS, and adaptive_chunk begins at its limits.
     """
     each = seconds_of_token(needs, limits) if needs and limits else 0.0
     if needs is None or limits is None or not each:
@@ -42,10 +42,10 @@ def with_step_sizes(
     budget, target = config.max_num_batched_tokens, STEERED * config.tpot_ms / 1000
     beside = config.max_prefill_beside_decode
     if budget < 0 and config.policy == "adaptive_chunk":  # it steers: the budget is its limit
-        budget = MOST_TOKENS
+        budget = MAX_TOKENS
     elif budget < 0:
         fits = int(STEP / each) // MULTIPLE * MULTIPLE
-        budget = min(max(fits, min(config.max_num_seqs + PROMPTS, MOST_TOKENS)), MOST_TOKENS)
+        budget = min(max(fits, min(config.max_num_seqs + PROMPTS, MAX_TOKENS)), MAX_TOKENS)
         beside = max(fits, BESIDE) if beside < 0 else beside
     return replace(
         config,

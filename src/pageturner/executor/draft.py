@@ -17,7 +17,7 @@ from pageturner.request import Request
 from pageturner.scheduler.types import Item, Output, Sequence
 
 T = TypeVar("T")
-MOST_REMEMBERED = 1024
+MAX_REMEMBERED = 1024
 LONGEST, SHORTEST = 4, 2  # n-grams that are looked up, the longest that is known first
 FIRST = 3  # tokens of a first draft
 LONGEST_REST = 32  # steps without a draft after some that were wrong
@@ -68,7 +68,7 @@ def best_length(costs: Costs, percent: int, sequences: int, most: int) -> tuple[
 
 
 class SequenceMemory(Generic[T]):
-    """What a drafter keeps of each sequence, for the MOST_REMEMBERED that it was asked about last. Another
+    """What a drafter keeps of each sequence, for the MAX_REMEMBERED that it was asked about last. Another
     request of a known id begins anew."""
 
     def __init__(self, make: Callable[[], T]) -> None:
@@ -81,7 +81,7 @@ class SequenceMemory(Generic[T]):
         if kept is None or request is not seq.request:
             kept = self._make()
             self._known[key] = seq.request, kept
-            if len(self._known) > MOST_REMEMBERED:
+            if len(self._known) > MAX_REMEMBERED:
                 self._known.popitem(last=False)
         self._known.move_to_end(key)
         return kept

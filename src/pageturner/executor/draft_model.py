@@ -22,8 +22,8 @@ from pageturner.kernels.base import KVSpec, Ops
 from pageturner.models.decoder import Decoder
 from pageturner.scheduler.types import Item, Output, Plan, Sequence
 
-MOST = 7  # tokens of a draft
-MOST_DRAFTED = 48  # tokens of all drafts of a step
+MAX_DRAFT = 7  # tokens of a draft
+MAX_DRAFTED = 48  # tokens of all drafts of a step
 CATCH_UP = 128  # rows of a step for sequences of which the draft model has not seen nearly all
 SHORTEST_REST, LONGEST_REST = 16, 256  # steps without drafts, where they did not pay
 
@@ -41,7 +41,7 @@ class DraftModel:
         self._decoder, self._ops = decoder, ops
         self._blocks, self._size, self._costs = blocks, block_size, costs
         # Behind the target's blocks: some for drafts that end beyond their tables, forgotten after the step
-        spec: KVSpec = decoder.kv_spec(blocks + MOST_DRAFTED + 1, block_size, kv_dtype)
+        spec: KVSpec = decoder.kv_spec(blocks + MAX_DRAFTED + 1, block_size, kv_dtype)
         self.nbytes = spec.nbytes
         self.storage = ops.alloc_kv(spec)
         self._pages: dict[int, _Page] = {}
@@ -56,7 +56,7 @@ class DraftModel:
 
     def _begin(self, ending: list[tuple[Item, Output]]) -> Iterator[_Guess]:
         """The sequences whose draft pays."""
-        spare, drafted, behind = iter(range(self._blocks, self._blocks + MOST_DRAFTED)), 0, CATCH_UP
+        spare, drafted, behind = iter(range(self._blocks, self._blocks + MAX_DRAFTED)), 0, CATCH_UP
         for item, output in ending:
             seq, params = item.sequence, item.sequence.request.params
             if not params.speculation or output.tokens[-1] in params.stop_ids:
@@ -66,10 +66,13 @@ class DraftModel:
             known = min(self._known(seq.blocks, tokens, record.chains), len(tokens) - 1)
             n, left = len(tokens) - known, seq.limit - len(tokens)
             most = min(
-                MOST, MOST_DRAFTED - drafted, left - 1, self._decoder.spec.context - len(tokens) + 1
+                MAX_DRAFT,
+                MAX_DRAFTED - drafted,
+                left - 1,
+                self._decoder.spec.context - len(tokens) + 1,
             )
             length = self._length(record, len(ending), most, n, left)
-            if length and n > MOST + 1:
+            if length and n > MAX_DRAFT + 1:
                 part = (
                     min(n, behind) if seq.generated else 0
                 )  # its first token does not wait for this
@@ -114,7 +117,7 @@ class DraftModel:
     def _step(self, guesses: list[_Guess]) -> list[_Guess]:
         """Compute, and give each of those that are at their end a token more. Those that want another one."""
         items = [Item(guess.row, guess.n, guess.row.computed) for guess in guesses]
-        batch = pack(Plan(items), self._size, self._blocks + MOST_DRAFTED)
+        batch = pack(Plan(items), self._size, self._blocks + MAX_DRAFTED)
         vocab = self._decoder.spec.vocab
         tokens = np.minimum(
             batch.tokens, vocab - 1

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 COMPILERS = (
     4  # grammars compiled at once; as many slow ones hold up other new grammars, and nothing else
 )
-MOST_COMPILED = 64
+MAX_COMPILED = 64
 
 Mask = NDArray[
     np.uint8
@@ -226,7 +226,7 @@ class Grammars:
         if future is None or future.cancelled():
             future = self._compilers.submit(self._start, grammar)
         self._compiled[grammar] = future
-        while len(self._compiled) > MOST_COMPILED:
+        while len(self._compiled) > MAX_COMPILED:
             self._compiled.popitem(last=False)
         return future
 

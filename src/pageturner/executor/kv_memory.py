@@ -13,7 +13,7 @@ from pageturner.errors import EngineFault
 from pageturner.kernels.base import KVSpec
 
 GIB = 1024**3
-MOST_KV_BYTES = 4 * GIB  # what is taken unasked; ask for more with --kv-cache-memory
+MAX_KV_BYTES = 4 * GIB  # what is taken unasked; ask for more with --kv-cache-memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def _may_take(config: EngineConfig, available: int) -> int:
             f"--kv-cache-memory asks for {asked / GIB:.2f} GiB, and {available / GIB:.2f} GiB are free:"
             " ask for less, or leave it out to have it chosen",
         )
-    return asked or min(MOST_KV_BYTES, available // 2)
+    return asked or min(MAX_KV_BYTES, available // 2)
 
 
 def plan_kv(

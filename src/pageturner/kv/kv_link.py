@@ -25,7 +25,7 @@ import msgspec
 
 MAGIC, VERSION = b"pageturner-kv", 1
 HELLO, PEER, REFUSED, PREFILL, BLOCK, DONE = b"H", b"P", b"R", b"A", b"B", b"D"
-MOST_SMALL = 4096  # bytes of any frame of the handshake
+MAX_SMALL = 4096  # bytes of any frame of the handshake
 CODE = 16  # bytes of the code of a frame
 LEAST_KEY = 16  # bytes of a shared key
 
@@ -130,7 +130,7 @@ class Link:
         mine = secrets.token_bytes(32)
         hello = MAGIC + bytes([VERSION])
         self.send(HELLO, hello + mine, max(0.01, until - time.monotonic()))
-        kind, content = self.receive(MOST_SMALL, until)
+        kind, content = self.receive(MAX_SMALL, until)
         if (
             kind != HELLO
             or bytes(content[: len(MAGIC)]) != MAGIC
@@ -155,7 +155,7 @@ def ask(sock: socket.socket, key: bytes, identity: LinkIdentity, until: float) -
     link = Link(sock, (ASKER, ANSWERER))
     link._greet(key, until)
     link.send(PEER, msgspec.json.encode(identity), max(0.01, until - time.monotonic()))
-    kind, content = link.receive(MOST_SMALL, until)
+    kind, content = link.receive(MAX_SMALL, until)
     if kind == REFUSED:
         raise LinkError("refused", bytes(content).decode(errors="replace"))
     _compare(identity, kind, content)
@@ -166,7 +166,7 @@ def answer(sock: socket.socket, key: bytes, identity: LinkIdentity, until: float
     """The other end."""
     link = Link(sock, (ANSWERER, ASKER))
     link._greet(key, until)
-    kind, content = link.receive(MOST_SMALL, until)
+    kind, content = link.receive(MAX_SMALL, until)
     try:
         _compare(identity, kind, content)
     except LinkError as error:

@@ -43,7 +43,7 @@ PATIENCE = 10.0  # seconds for which a request waits for the disk
 PAUSE = 10.0  # seconds for which a file is left alone that could not be written
 LOOK_EVERY = 0.25  # seconds between two looks at what another engine has written
 FLUSH = 1.5  # seconds that an engine which ends takes to write what is in memory alone
-MOST_WARM = 65_536  # keys that are remembered as read into memory
+MAX_WARM = 65_536  # keys that are remembered as read into memory
 
 
 class HostMemory:
@@ -329,7 +329,7 @@ class KVTiers:
                 )  # and go on: what lies behind it may be as bad, and is to be computed again
             else:
                 self._warm[key] = None
-        while len(self._warm) > MOST_WARM:
+        while len(self._warm) > MAX_WARM:
             self._warm.popitem(last=False)
 
     # -- the rest --------------------------------------------------------------------------------------------

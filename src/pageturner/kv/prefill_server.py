@@ -39,8 +39,8 @@ from pageturner.request import Event, Request
 from pageturner.scheduler.blocks import BlockPool
 from pageturner.scheduler.types import Sequence
 
-MOST_LINKS = 32  # at once; who comes then is turned away
-MOST_TOKENS = 1 << 20  # of a prompt
+MAX_LINKS = 32  # at once; who comes then is turned away
+MAX_TOKENS = 1 << 20  # of a prompt
 OUT_BYTES = 16 << 20  # of blocks that wait for one link
 GREETING = 5.0  # seconds until a peer must have said who it is and what it wants
 SENDING = 30.0  # seconds that a block may take
@@ -96,10 +96,10 @@ class PrefillServer:
         self._guests: dict[int, Guest] = {}
         self._next_id = FIRST_ID
         self._ahead = max(2, OUT_BYTES // transfer.nbytes)
-        self._free = threading.Semaphore(MOST_LINKS)
+        self._free = threading.Semaphore(MAX_LINKS)
         self.bell, self._rope = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            self._listener = socket.create_server(address, backlog=MOST_LINKS)
+            self._listener = socket.create_server(address, backlog=MAX_LINKS)
         except OSError as error:
             where = f"{address[0]}:{address[1]}"
             message = (
@@ -207,7 +207,7 @@ class PrefillServer:
             os.write(self._rope, b"!")
 
     def _read(self, link: Link, until: float) -> Guest:
-        kind, content = link.receive(ASKED.size + MOST_TOKENS * 4 + 4096, until)
+        kind, content = link.receive(ASKED.size + MAX_TOKENS * 4 + 4096, until)
         if kind != PREFILL or len(content) < ASKED.size:
             raise LinkError("wrong", "a frame that asks for nothing")
         skip, salted = ASKED.unpack_from(content)

@@ -22,12 +22,12 @@ import numpy as np
 
 from pageturner.kv.kv_link import BLOCK, DONE, PREFILL, Link, LinkError, LinkIdentity, ask
 from pageturner.kv.kv_transfer import BadBlock, KVBlock, KVTransfer, request_keys
-from pageturner.kv.prefill_server import ASKED, MOST_TOKENS, SUM
+from pageturner.kv.prefill_server import ASKED, MAX_TOKENS, SUM
 from pageturner.request import Request
 from pageturner.scheduler.blocks import BlockPool
 
 log = logging.getLogger("pageturner")
-MOST_LINKS = 16  # at once: others are computed here
+MAX_LINKS = 16  # at once: others are computed here
 IN_BYTES = 16 << 20  # of blocks of one request that are not taken in yet
 ASIDE = 2.0  # seconds for which an engine is not asked that could not be reached or refused
 CAUSES = ("unreachable", "refused", "late", "broken", "wrong", "no_room", "busy")
@@ -106,7 +106,7 @@ class RemotePrefill:
     def ticket(self, request: Request) -> PrefillTicket | None:
         """What the request has to wait for; None: it is computed here."""
         tokens = [*request.prompt, *(request.resume[0].tokens if len(request.resume) == 1 else ())]
-        if len(tokens) < self._least or len(tokens) > MOST_TOKENS or request.adapter:
+        if len(tokens) < self._least or len(tokens) > MAX_TOKENS or request.adapter:
             return None
         keys = list(request_keys(self._pool, self._model, request))
         index, size = self._pool.full.index, self._pool.block_size
@@ -130,7 +130,7 @@ class RemotePrefill:
         """The one with the fewest of ours."""
         now = time.monotonic()
         there = [engine for engine in self._engines if engine.aside_until <= now]
-        if sum(engine.open for engine in self._engines) >= MOST_LINKS:
+        if sum(engine.open for engine in self._engines) >= MAX_LINKS:
             self._fell_back("busy")
         elif not there:
             self._fell_back("unreachable")

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from pageturner.policies.length_predictor import LengthPredictor
 from pageturner.scheduler.types import Sequence
 
-MOST_LOOKED_AT = (
+MAX_LOOKED_AT = (
     64  # sequences, evenly among all: a prediction takes some 30 us, and this is asked 4 times a s
 )
 
@@ -26,7 +26,7 @@ def backlog(sequences: Collection[Sequence], predictor: LengthPredictor) -> dict
     every = list(sequences)
     if not every:
         return {"backlog_sequences": 0.0, "backlog_tokens": 0.0}
-    step = -(-len(every) // MOST_LOOKED_AT)
+    step = -(-len(every) // MAX_LOOKED_AT)
     seen = every[::step]
     lengths = [_answer(seq, predictor) for seq in seen]
     left = sum(

@@ -12,7 +12,7 @@ from pageturner.option import option
 
 # what can be changed while an engine runs
 CHANGEABLE = ("max_num_batched_tokens", "max_num_seqs", "policy", "order")
-MOST_TOKENS = 512  # of a step whose budget nobody set
+MAX_TOKENS = 512  # of a step whose budget nobody set
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +98,8 @@ class SchedulerConfig:
 
     @property
     def token_budget(self) -> int:
-        """Of one step; 0: no limit. MOST_TOKENS where that was left to a machine that nobody asked."""
-        return MOST_TOKENS if self.max_num_batched_tokens < 0 else self.max_num_batched_tokens
+        """Of one step; 0: no limit. MAX_TOKENS where that was left to a machine that nobody asked."""
+        return MAX_TOKENS if self.max_num_batched_tokens < 0 else self.max_num_batched_tokens
 
     @property
     def slots(self) -> int:

@@ -23,7 +23,7 @@ from pageturner.request import BACKGROUND, EXPIRED, Event, Refused, Request
 from pageturner.scheduler.types import Sequence, State
 
 KEPT = 0.9  # of those who are let in should have their first token in time
-MOST_MARGIN = 0.5
+MAX_MARGIN = 0.5
 STRIDE = 0.05  # of the patience, by which the margin moves at one request
 TYPICAL = (
     0.6  # the quantile of an answer's length that forecasts go by: about the mean, as queues take
@@ -162,7 +162,7 @@ class SloAdmission:
                 arrival, due, patience = self._due[event.id]
                 beyond = now - due > self._margin * patience
                 margin = self._margin + STRIDE * (KEPT if beyond else KEPT - 1)
-                self._margin = min(max(margin, 0.0), MOST_MARGIN)
+                self._margin = min(max(margin, 0.0), MAX_MARGIN)
                 self._judged += 1
                 self._later += now > due
                 self._error += abs(log(max(now - arrival, 1e-6) / max(due - arrival, 1e-6)))

@@ -24,9 +24,9 @@ from typing import NamedTuple
 from pageturner.request import Request, Timings
 from pageturner.scheduler.types import Plan, WaitReason
 
-MOST_SPANS = 64  # of one request's timeline; what follows is one span, called "later"
-MOST_NAMED = 32  # requests that one account names
-MOST_GATES = 4096  # causes that are remembered for those who wait
+MAX_SPANS = 64  # of one request's timeline; what follows is one span, called "later"
+MAX_NAMED = 32  # requests that one account names
+MAX_GATES = 4096  # causes that are remembered for those who wait
 NAMED = 8  # of those it names, how many are told: the dearest
 
 
@@ -71,7 +71,7 @@ class LatencyAccount:
 
     def blame(self, part: str, by: int, seconds: float) -> None:
         key = (part, by)
-        if by and (key in self.named or len(self.named) < MOST_NAMED):
+        if by and (key in self.named or len(self.named) < MAX_NAMED):
             self.named[key] = self.named.get(key, 0.0) + seconds
 
     def note(self, start: float, end: float, what: str, by: int) -> None:
@@ -81,7 +81,7 @@ class LatencyAccount:
             if last[2:] == (what, by) or last[2] == "later":
                 self.spans[-1] = (last[0], end, last[2], last[3])
                 return
-        full = len(self.spans) >= MOST_SPANS - 1
+        full = len(self.spans) >= MAX_SPANS - 1
         self.spans.append((start, end, "later" if full else what, 0 if full else by))
 
     def wait(self, part: str, until: float, by: int = 0) -> None:
@@ -117,8 +117,8 @@ class WaitHistory:
     def note(self, at: float, wait_reason: WaitReason | None) -> None:
         if self._reasons and self._reasons[-1] == wait_reason:
             return
-        if len(self._since) >= MOST_GATES:
-            del self._since[: MOST_GATES // 2], self._reasons[: MOST_GATES // 2]
+        if len(self._since) >= MAX_GATES:
+            del self._since[: MAX_GATES // 2], self._reasons[: MAX_GATES // 2]
         self._since.append(at)
         self._reasons.append(wait_reason)
 

@@ -8,7 +8,7 @@ clock. In a log of digests each token is a keyed, chained digest of its sequence
 have equal digests, which is all that scheduling depends on, and nobody can read what was said.
 
 The engine only appends to a buffer; a thread writes it, ten times a second. What a slow disk leaves in the
-buffer beyond MOST_BUFFERED records is dropped, and a Gap says how much: the engine never waits.
+buffer beyond MAX_BUFFERED records is dropped, and a Gap says how much: the engine never waits.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from pageturner.telemetry.work import MachineLimits, ModelCosts, StepWork
 MAGIC = b"pageturner-steps"
 VERSION = 1
 BEGIN = MAGIC + bytes([VERSION])
-MOST_BUFFERED = 20_000  # records, some 20 MB
+MAX_BUFFERED = 20_000  # records, some 20 MB
 WRITE_EVERY = 0.1  # seconds
 MAX_FRAME = 64 * 1024 * 1024
 SAID = (
@@ -200,7 +200,7 @@ class Done:
 
 
 class StepLog:
-    """Where an engine notes what it does. Costs the engine an append; see `MOST_BUFFERED`."""
+    """Where an engine notes what it does. Costs the engine an append; see `MAX_BUFFERED`."""
 
     def __init__(self, path: str | os.PathLike[str], header: Header) -> None:
         file, new = _open(Path(path))
@@ -239,7 +239,7 @@ class StepLog:
         self._put(lambda digests: _step(done, digests))
 
     def _put(self, record: Callable[[_Digests | None], Record]) -> None:
-        if len(self._buffer) >= MOST_BUFFERED:
+        if len(self._buffer) >= MAX_BUFFERED:
             self._lost += 1
             return
         if self._lost:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from pageturner.errors import ClientError
 from pageturner.http.request_info import SAFE_ID
-from pageturner.params import MOST_LOGPROBS, SamplingParams
+from pageturner.params import MAX_LOGPROBS, SamplingParams
 from pageturner.text import parameters
 
 UNKNOWN = 1 << 40  # where a size is not known, it limits nothing
@@ -91,7 +91,7 @@ def check_price(
     if params.prompt_logprobs is not None:
         rows += sum(prompts) * made * (params.prompt_logprobs + 1)
     if rows > max(
-        limits.logprobs, (MOST_LOGPROBS + 1) * limits.context
+        limits.logprobs, (MAX_LOGPROBS + 1) * limits.context
     ):  # one answer always has its own
         message = (
             f"the request may have to tell {rows} logprobs, and {limits.logprobs} are told in one: lower"
