@@ -191,7 +191,7 @@ class SettingFlag:
         )
 
     def explained(self) -> str:
-        """What --help says of it."""
+        """Return the text of --help for a setting."""
         default = self.setting.default
         text = str(self.setting.metadata["help"])
         if self.choices and not self._choices_fit():
@@ -212,7 +212,8 @@ class SettingFlag:
         return len(",".join(self.choices)) <= LONGEST_CHOICES
 
     def arguments(self) -> dict[str, Any]:
-        """What `add_argument` takes beside the name. Only a flag that was given shows up in the result."""
+        """Return what `add_argument` takes beside the name. Only a flag that was given shows up in the
+        result."""
         kind: dict[str, Any] = {"metavar": self._metavar()}
         if isinstance(self.setting.default, bool):
             kind = {"action": argparse.BooleanOptionalAction}
@@ -242,7 +243,7 @@ def add_flags(parser: argparse.ArgumentParser, flags: Iterable[SettingFlag]) -> 
 
 
 class JoinedAction(argparse.Action):
-    """What a flag is given again and again, with commas between."""
+    """A list that a flag is given piece by piece, with commas between."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         before = getattr(namespace, self.dest, "")

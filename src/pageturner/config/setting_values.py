@@ -1,4 +1,4 @@
-"""From what a file or a flag says to the value of a setting: types, bounds, choices, sizes.
+"""Values of settings, from what a file or a flag says: types, bounds, choices, sizes.
 
 Owns the errors for what does not fit. Must not know any setting. Ground floor, standard library only.
 """

@@ -124,7 +124,7 @@ class EngineConfig(SchedulerConfig, KVSettings):
 
 @dataclass(frozen=True, slots=True)
 class HttpConfig:
-    """What every program that listens takes from clients, and from whom."""
+    """Settings of what every program that listens takes from clients, and from whom."""
 
     max_body_size: int = option(4 * 1024 * 1024, "largest request body in bytes", least=1)
     max_body_memory: int = option(
@@ -419,7 +419,7 @@ REGISTRIES: dict[str, Iterable[str]] = {"policy": POLICIES, "order": ORDERS, "ad
 
 
 def choices_of(setting: Field[Any]) -> tuple[str, ...]:
-    """What a setting may be: the names of a registry, or those that it lists; () if it is free."""
+    """Return what a setting may be: the names of a registry, or those that it lists; () if it is free."""
     listed: tuple[str, ...] = setting.metadata["choices"]
     return tuple(REGISTRIES.get(setting.name, listed))
 
@@ -481,7 +481,7 @@ def add_flags(
 
 
 def from_flags(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """What `add_flags` found, by section, for `load`. EngineFault for a number that is none."""
+    """Return what `add_flags` found, by section, for `load`. EngineFault for a number that is none."""
     values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     for target, value in vars(arguments).items():
         section, dot, name = target.partition(".")

@@ -1,4 +1,4 @@
-"""Which kernels compute on the CPU: the native ones, or the reference where these cannot run."""
+"""The backend of the CPU: the native ones, or the reference where these cannot run."""
 
 from __future__ import annotations
 

@@ -85,13 +85,14 @@ def part_of(plan: Plan, items: list[Item]) -> Plan:
 
 
 def _halves(part: list[tuple[int, Item]]) -> list[list[tuple[int, Item]]]:
-    """As a stack, of which the first half is on top. One alone is tried once more as it is."""
+    """Return both halves as a stack with the first half on top. A single item is tried once more as it is."""
     middle = (len(part) + 1) // 2
     return [half for half in (part[middle:], part[:middle]) if half]
 
 
 def _failure(item: Item, error: Exception) -> Failure:
-    """What the guilty one is told. The text of an exception may hold what a client wrote: it is left out."""
+    """Return the failure that the guilty request is told. The text of an exception may hold what a client
+    wrote: it is left out."""
     where = _where(error)
     log.error("request %d raises %s: it fails, the others go on", item.sequence.request.id, where)
     return Failure(

@@ -1,4 +1,5 @@
-"""Which devices have shown that they compute right, form by form, kept beside the limits of the machine.
+"""Trust in devices: which have shown that they compute right, form by form, kept beside the limits of the
+machine.
 
 Owns the file, and when a device is tested and when it is left alone. A form is what is compared by one
 comparison: products with weights of one kind and shape, attention over one type of KV with heads of one size,
@@ -39,14 +40,15 @@ WRONG = (
 
 
 class FormResult(msgspec.Struct, frozen=True):
-    """Of one form. text: RIGHT, or what was wrong; code: digest of the code that compared it."""
+    """The result of one form. text: RIGHT, or what was wrong; code: digest of the code that compared it."""
 
     text: str
     code: str
 
 
 class Record(msgspec.Struct):
-    """What a device has shown. models: the forms of models that were started there, by `ModelNeeds.mark`."""
+    """A record of what a device has shown. models: the forms of models that were started there, by
+    `ModelNeeds.mark`."""
 
     forms: dict[str, FormResult] = msgspec.field(default_factory=dict)
     models: dict[str, list[str]] = msgspec.field(default_factory=dict)
@@ -58,7 +60,7 @@ class _File(msgspec.Struct):
 
 
 def results_file() -> Path:
-    """Beside the limits of devices."""
+    """Return the path of the file, beside the limits of devices."""
     return devices_file().with_name("device_proofs.json")
 
 
@@ -87,7 +89,7 @@ def distrust_reason(driver: Driver, model: str, forms: Iterable[str]) -> str | N
 
 
 def summary(driver: Driver) -> str:
-    """What is known, for `doctor`."""
+    """Return what is known, for `doctor`."""
     record = record_of(driver)
     wrong = [one.text for one in record.forms.values() if one.text != RIGHT]
     if wrong:
@@ -158,7 +160,7 @@ def _read() -> _File:
 
 
 def _keep(driver: Driver, found: dict[str, FormResult], model: str, forms: list[str]) -> None:
-    """Beside what others kept meanwhile; of devices and models the newest."""
+    """Keep results beside what others kept meanwhile; of devices and models the newest."""
     path = results_file()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

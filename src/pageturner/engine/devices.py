@@ -1,4 +1,4 @@
-"""Where kernels run: the CPU or a CUDA device, and why; and what of a device's memory is for what.
+"""The choice of a device, CPU or CUDA, with its reason, and the division of a device's memory.
 
 Owns the choice, the plan that is told before anything is loaded, and the dry run. Must not know requests.
 """
@@ -78,7 +78,7 @@ class DeviceChoice:
 
 @dataclass(frozen=True, slots=True)
 class ModelNeeds:
-    """What a device must have for a model. weights: bytes; block: of KV, of one block of tokens.
+    """The needs of a model on a device. weights: bytes; block: of KV, of one block of tokens.
 
     mark   of models that have the same forms (`device_trust`); ""
     forms  those that are known before weights are loaded: of attention
@@ -92,12 +92,12 @@ class ModelNeeds:
 
 
 def kv_type(config: EngineConfig) -> str:
-    """Of KV, where the settings may leave it to us."""
+    """Return the type of KV, where the settings may leave it to us."""
     return "float16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
 
 
 def needs_of(path: Any, config: EngineConfig) -> ModelNeeds:
-    """By the tables of the model's files; no weights are read."""
+    """Return the needs of a model by the tables of its files; no weights are read."""
     from pageturner.kernels.gpu.proof import attention_form
 
     file, spec, layout = open_model(path, config.load_format, config.load_seed)
@@ -219,7 +219,7 @@ def _lacking(spec: ModelSpec, config: EngineConfig) -> str | None:
 
 
 def plan_text(ops: GpuOps, needs: ModelNeeds, config: EngineConfig) -> str:
-    """What the memory of the device will be for, or of each of several; told before weights are loaded."""
+    """Return a line on what the memory of each device will be for; told before weights are loaded."""
     size = config.tensor_parallel_size
     weights, exchange = needs.weights // size, exchange_of(config)
     free = ops.free_memory() - weights - exchange
@@ -242,8 +242,8 @@ def plan_text(ops: GpuOps, needs: ModelNeeds, config: EngineConfig) -> str:
 
 
 def kv_bytes(ops: object, asked: int, host: int) -> tuple[int, int]:
-    """For `plan_kv`: bytes for KV that are asked for, and bytes that are free; of the devices where KV lies
-    there. asked 0: a share of what is free. host: bytes that are free on the host."""
+    """Return for `plan_kv` bytes for KV that are asked for, and bytes that are free; of the devices where KV
+    lies there. asked 0: a share of what is free. host: bytes that are free on the host."""
     free = getattr(ops, "free_for_kv", None)
     if free is None:
         return asked, host
@@ -268,7 +268,7 @@ def memory_lock(ops: object) -> Iterator[None]:
 
 
 def limits_of(ops: GpuOps | None) -> MachineLimits | None:
-    """What `doctor` measured of this device; None where it did not."""
+    """Return what `doctor` measured of this device; None where it did not."""
     return None if ops is None else limits_of_device(ops.driver.name)
 
 
@@ -330,7 +330,7 @@ def smaller_steps(decoder: Decoder, ops: Any, config: EngineConfig, length: int)
 
 
 def tell_start(chosen: DeviceChoice, phases: Mapping[str, float]) -> None:
-    """Where the seconds of a start on a device went; of one on the CPU nothing."""
+    """Say where the seconds of a start on a device went; of one on the CPU say nothing."""
     if chosen.ops is None:
         return
     known = {**phases, **chosen.seconds}
@@ -342,8 +342,8 @@ def tell_start(chosen: DeviceChoice, phases: Mapping[str, float]) -> None:
 def _largest_step(
     decoder: Decoder, ops: Any, budget: int, config: EngineConfig, length: int
 ) -> None:
-    """As many sequences as may run decode at the end of their context, beside prompts that fill the budget.
-    All read one block and write nowhere."""
+    """Compute the largest step: as many sequences as may run decode at the end of their context, beside
+    prompts that fill the budget. All read one block and write nowhere."""
     spec = decoder.kv_spec(1, config.block_size, kv_type(config))
     kv = ops.alloc_kv(spec)
     try:

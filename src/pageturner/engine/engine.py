@@ -36,7 +36,7 @@ PENDING_NAP = 0.004  # seconds between two looks at pending requests when nothin
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """What an engine may have besides its scheduler and its executor.
+    """Parts that an engine may have besides its scheduler and its executor.
 
     grammars  compiles grammars of structured output; None: such requests are refused
     log       the step log, in which everything that happens is noted
@@ -96,7 +96,7 @@ class Engine:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a step was launched and is not committed."""
+        """True while a step was launched and is not committed."""
         return self._in_flight is not None
 
     # -- requests --------------------------------------------------------------------------------------------

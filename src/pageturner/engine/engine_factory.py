@@ -1,4 +1,5 @@
-"""From settings to an engine: backend, model, KV storage, scheduler. Says how long each phase took.
+"""The engine factory, from settings to an engine: backend, model, KV storage, scheduler. Says how long each
+phase took.
 
 Everything that cannot work is an EngineFault before a request is taken.
 """
@@ -192,7 +193,7 @@ def _texts(config: EngineConfig, model: hub.ModelFile) -> Tokenizer:
 
 
 def _device(config: EngineConfig, model: hub.ModelFile) -> devices.DeviceChoice:
-    """Where the model is computed; tells the plan of a device's memory before anything is loaded."""
+    """Choose where the model is computed, and say what a device's memory is for before anything is loaded."""
     chosen = devices.choose(config, lambda: devices.needs_of(model.path, config))
     if chosen.ops is not None:
         logs.say(devices.plan_text(chosen.ops, devices.needs_of(model.path, config), config))
@@ -207,7 +208,7 @@ def _tried(
     config: EngineConfig,
     length: int,
 ) -> EngineConfig:
-    """What a device does before it serves: its largest step, smaller ones, and the test that it computes
+    """Do what a device does before it serves: its largest step, smaller ones, and the test that it computes
     right. Gives the settings, with a token budget that fits. Of several ranks the first one does it alone: a
     step that does not fit would end the others. Then all do it, for what they take is not free for KV.
 
@@ -247,8 +248,8 @@ def _kv_sizes(
 def async_runner_of(
     config: EngineConfig, runner: Runner, decoder: Decoder, ops: Ops
 ) -> AsyncRunner | None:
-    """How steps are begun ahead; None for the plain loop. A step log is replayed by plans that know every
-    token, and who drafts must know them."""
+    """Return the runner of asynchronous steps; None for synchronous ones. A step log is replayed by plans
+    that know every token, and who drafts must know them."""
     plain = not config.async_scheduling or config.step_log or config.speculation != "off"
     later = getattr(ops, "later", None)  # a backend that need not wait says so: ChoosesLater
     return None if plain or later is None else AsyncRunner(runner, decoder, later)
@@ -281,8 +282,8 @@ def _limits(ops: Ops, config: EngineConfig, needs: ModelCosts) -> MachineLimits 
 
 
 def _pace(ops: Ops, config: EngineConfig) -> MachineLimits | None:
-    """Where nobody has measured the machine: a glance that a start has time for. Reading is not looked at: a
-    step full of prompts hides it."""
+    """Return rough limits where nobody has measured the machine, from a look that a start has time for.
+    Reading is not looked at: a step full of prompts hides it."""
     if ops.name != "native":
         return None
     return MachineLimits(math.inf, *glance(ops.fingerprint.split("-")[1], _threads(config)))

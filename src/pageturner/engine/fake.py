@@ -74,7 +74,7 @@ class FakeExecutor:
 
 
 def _pooled(item: Item) -> tuple[int, bytes] | None:
-    """Of each position its token and 1, in their units."""
+    """Return the sums over positions of their tokens and of 1."""
     positions = [*item.scored, *([item.sequence.prompt_len - 1] if item.wants_logits else [])]
     values = [item.sequence.tokens[position] for position in positions]
     return (len(positions), array("q", [sum(values), len(values)]).tobytes()) if positions else None

@@ -1,4 +1,5 @@
-"""What the bits of an answer depend on: a name for kernels and settings, and marks of the model's weights.
+"""Fingerprints: what the bits of an answer depend on, by kernels and settings, and marks of a model's
+weights.
 
 Owns the form of a fingerprint, which receipts and step logs hold, so the form stays. Must not know engines.
 """

@@ -1,4 +1,4 @@
-"""What this machine is: processors, memory, limits; and how fast numpy is on it. Linux.
+"""Facts of this machine: processors, memory, limits; and how fast numpy is on it. Linux.
 
 Owns reading /proc and /sys. Must not know models or settings. What native kernels can reach is measured in
 kernels/peak.py.
@@ -70,7 +70,7 @@ def inspect(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> Machine:
 
 
 class LoadMeter:
-    """What the processors that this program may use did since the meter was made."""
+    """A meter of what the processors of this program did since it was made."""
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc = proc
@@ -125,8 +125,8 @@ def _quota(text: str) -> float | None:
 
 
 def measure_numpy(nbytes: int = 128 << 20, seconds: float = 0.3) -> tuple[float, float]:
-    """Without native kernels: GB/s of a sum over `nbytes`, far beyond any cache of a small machine, on one
-    thread, and GFLOP/s of a matrix product by numpy's BLAS."""
+    """Measure without native kernels: GB/s of a sum over `nbytes`, far beyond any cache of a small machine,
+    on one thread, and GFLOP/s of a matrix product by numpy's BLAS."""
     numbers = np.zeros(nbytes // 8, np.int64)
     numbers += 1  # untouched zeros would all be one page
     a, b = np.ones((512, 1024), np.float32), np.ones((1024, 1024), np.float32)

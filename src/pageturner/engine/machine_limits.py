@@ -19,7 +19,7 @@ GET = "run `pageturner doctor` once"  # how to have limits where there are none
 
 
 def limits_file() -> Path:
-    """In the folder of the cache."""
+    """Return the path of the file in the folder of the cache."""
     return hub.cache_folder().parent / "limits.json"
 
 
@@ -37,7 +37,7 @@ def processor(proc: Path = Path("/proc")) -> str:
 
 
 def stored_peak(isa: str, threads: int) -> Peak | None:
-    """What was measured here for so many threads; None if nothing was."""
+    """Return what was measured here for so many threads; None if nothing was."""
     return _read().get(_key(isa, threads))
 
 
@@ -56,12 +56,12 @@ def devices_file() -> Path:
 
 
 def stored_ceilings(device: str) -> Ceilings | None:
-    """What was measured of a device of this name; None if nothing was."""
+    """Return what was measured of a device of this name; None if nothing was."""
     return _read_devices().get(device)
 
 
 def store_ceilings(measured: Ceilings) -> bool:
-    """As store_peak."""
+    """Keep the larger of each figure of a device, as store_peak does."""
     known = _read_devices()
     before = known.get(measured.device, measured)
     known[measured.device] = Ceilings(
@@ -73,8 +73,8 @@ def store_ceilings(measured: Ceilings) -> bool:
 
 
 def limits_of_device(device: str) -> MachineLimits | None:
-    """Of steps on it. A copy reads and writes, so reading alone may be twice as fast; all products are
-    counted against those in bf16."""
+    """Return the limits of steps on a device. A copy reads and writes, so reading alone may be twice as fast;
+    all products are counted against those in bf16."""
     found = stored_ceilings(device)
     if found is None:
         return None
@@ -89,7 +89,7 @@ def _read_devices() -> dict[str, Ceilings]:
 
 
 def write_json(path: Path, known: object) -> bool:
-    """At once or not at all. False where the file cannot be written."""
+    """Write a file at once or not at all. False where the file cannot be written."""
     mine = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -126,7 +126,7 @@ def _read() -> dict[str, Peak]:
 
 
 def limits_of(peak: Peak | None, weights: float) -> MachineLimits | None:
-    """Those of steps that read so many bytes of weights again and again."""
+    """Return the limits of steps that read so many bytes of weights again and again."""
     if peak is None:
         return None
     return MachineLimits(peak.read_of(weights), peak.integer_gop_s, peak.fp32_gop_s)

@@ -1,4 +1,4 @@
-"""How many tokens a step has here: the token budget that nobody set, and where adaptive_chunk begins.
+"""Step sizes: the token budget that nobody set, and where adaptive_chunk begins.
 
 Owns the seconds that a full step should take. Must not know schedulers, nor how limits are measured. No
 answer depends on a budget, so neither does a receipt.
@@ -57,12 +57,13 @@ def with_step_sizes(
 
 
 def seconds_of_token(needs: ModelCosts, limits: MachineLimits) -> float:
-    """What one more token of a prompt adds to a full step; 0 where a limit that it needs is not known."""
+    """Return the seconds that one more token of a prompt adds to a full step; 0 where a limit that it needs
+    is not known."""
     return _computing(needs.int8, needs.fp32, limits) / REACHED
 
 
 def sequences_in(seconds: float, needs: ModelCosts, limits: MachineLimits) -> int:
-    """How many sequences of CONTEXT positions decode in a step of so many seconds; at least 1."""
+    """Return how many sequences of CONTEXT positions decode in a step of so many seconds; at least 1."""
     pairs = CONTEXT * (needs.pair + needs.recent_pair)
     computing = _computing(
         needs.int8 + needs.ending_int8, needs.fp32 + needs.ending_fp32 + pairs, limits

@@ -154,7 +154,7 @@ class ChannelLoop:
 
 
 def ready(built: LoadedEngine) -> Ready:
-    """What the API process must know of an engine that is ready."""
+    """Return what the API process must know of an engine that is ready."""
     return Ready(
         max_model_len=built.max_model_len,
         num_blocks=built.num_blocks,

@@ -73,7 +73,7 @@ class AdapterTicket:
         self._store = store
 
     def done(self) -> bool:
-        """Whether the request has its adapter now, or never will."""
+        """Return whether the request has its adapter now, or never will."""
         return self.fault is not None or self._store.has_taken(self.id) or self._store.advance(self)
 
     def cancel(self) -> bool:
@@ -135,11 +135,11 @@ class AdapterStore:
 
     @property
     def busy(self) -> bool:
-        """Whether `news` will have something to tell."""
+        """True if `news` will have something to tell."""
         return bool(self._registering)
 
     def news(self) -> list[AdapterLoaded]:
-        """Of those that were to be registered: what became of them since the last question."""
+        """Return of the adapters that were to be registered what became of them since the last question."""
         told = []
         for message, work in [one for one in self._registering if one[1].done()]:
             self._registering.remove((message, work))
@@ -192,7 +192,7 @@ class AdapterStore:
 
     # -- requests --------------------------------------------------------------------------------------------
     def ticket(self, request: Request) -> AdapterTicket:
-        """For a request that wants an adapter. Refused for one that is not there."""
+        """Return a ticket for a request that wants an adapter. Refused where that is not there."""
         if request.adapter not in self._paths:
             message = "the adapter is not there: it was never loaded, or has been unloaded"
             raise Refused("adapter_not_found", message)
@@ -246,8 +246,8 @@ class AdapterStore:
             self._forget_unless_wanted(ticket.digest)
 
     def _must_wait(self, ticket: AdapterTicket) -> bool:
-        """Whether so many went before an older one that waits for a place, that this one must not: else those
-        in memory could keep their places for ever."""
+        """Return whether so many went before an older one that waits for a place, that this one must not:
+        else those in memory could keep their places for ever."""
         starving = self._starving
         return starving is not None and self._passed >= PASSES and ticket.number > starving.number
 
@@ -282,7 +282,8 @@ class AdapterStore:
         self._packed.pop(digest, None)
 
     def _pool(self, name: str) -> ThreadPoolExecutor:
-        """Who reads for requests does not wait for those that are only registered."""
+        """Return the threads for one purpose: reading for requests does not wait for those that are only
+        registered."""
         if name not in self._pools:
             self._pools[name] = ThreadPoolExecutor(1, f"adapters-{name}", _be_nice)
         return self._pools[name]
@@ -323,7 +324,8 @@ class NamedAdapters:
         self._store.change(UnloadAdapter(name))
 
     def digest(self, name: str) -> str:
-        """Of the content of one; "" of "", which is the model as it is. ClientError for one not there."""
+        """Return the digest of an adapter's content; "" of "", which is the model as it is. ClientError for
+        one not there."""
         if name and name not in self._digests:
             known = ", ".join(map(repr, self._digests)) or "none"
             raise ClientError(

@@ -1,4 +1,4 @@
-"""From a plan to the int32 arrays of a step. The only place that turns sequences into arrays.
+"""Packing, from a plan to the int32 arrays of a step. The only place that turns sequences into arrays.
 
 Must not know any backend, policy or sampling parameter.
 """

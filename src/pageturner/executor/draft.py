@@ -28,7 +28,7 @@ GUESS = (3.0, 4.0)  # how a sequence begins: so many of so many drafted tokens w
 
 
 class Drafter(Protocol):
-    """Who proposes drafts. nbytes: memory that it keeps for all sequences together."""
+    """A proposer of drafts. nbytes: memory that it keeps for all sequences together."""
 
     nbytes: int
 
@@ -38,7 +38,7 @@ class Drafter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What drafting costs.
+    """The costs of drafting.
 
     step  of the draft model over one of the target, in time
     rows  of a step whose products take as long as reading the weights: n rows take 1 + n / rows
@@ -68,7 +68,7 @@ def best_length(costs: Costs, percent: int, sequences: int, most: int) -> tuple[
 
 
 class SequenceMemory(Generic[T]):
-    """What a drafter keeps of each sequence, for the MAX_REMEMBERED that it was asked about last. Another
+    """A drafter's memory of each sequence, for the MAX_REMEMBERED that it was asked about last. Another
     request of a known id begins anew."""
 
     def __init__(self, make: Callable[[], T]) -> None:
@@ -88,7 +88,7 @@ class SequenceMemory(Generic[T]):
 
 
 class _NGramIndex:
-    """What is known of one sequence: where its n-grams ended last, and how its drafts did."""
+    """The n-grams of one sequence: where its n-grams ended last, and how its drafts did."""
 
     def __init__(self) -> None:
         self.ends: dict[tuple[int, ...], int] = {}  # n-gram -> position behind it

@@ -1,4 +1,4 @@
-"""Whether a draft model goes with a target, and how much less it computes.
+"""The check that a draft model goes with a target, and how much less it computes.
 
 Owns what two models must share. Must not load any weights, nor know how drafts are made.
 """

@@ -102,7 +102,7 @@ class DraftModel:
         return length if saved >= behind * costs.step / costs.rows else 0
 
     def _known(self, blocks: list[int], tokens: list[int], chains: list[int]) -> int:
-        """How many leading tokens have their KV in these blocks."""
+        """Return how many leading tokens have their KV in these blocks."""
         size = self._size
         for i, (block, before) in enumerate(zip(blocks, chains, strict=False)):
             mine, page = tokens[i * size : (i + 1) * size], self._pages.get(block)
@@ -155,7 +155,7 @@ class DraftModel:
 
 
 class _DraftRecord:
-    """What is known of one sequence: the chain of its blocks, and how its drafts did."""
+    """The KV of one sequence: the chain of its blocks, and how its drafts did."""
 
     def __init__(self) -> None:
         self.chains = [0]
@@ -188,7 +188,7 @@ class _DraftRecord:
 
 @dataclass(frozen=True, slots=True)
 class _Page:
-    """What the KV of one block is of: `tokens`, behind the blocks that the chain `before` names."""
+    """The content of one block's KV: `tokens`, behind the blocks that the chain `before` names."""
 
     before: int
     tokens: list[int]

@@ -13,7 +13,7 @@ from pageturner.scheduler.types import Sequence
 
 
 class InjectedFault(Exception):
-    """What the fault `exception` raises."""
+    """The exception that the fault `exception` raises."""
 
 
 def inject(sequence: Sequence) -> bool:

@@ -155,7 +155,7 @@ class Start:
 
 @dataclass(slots=True)
 class _Place:
-    """How far one sequence is in its grammar: `matcher`, a copy of `origin`, has consumed `tokens`."""
+    """The place of one sequence in its grammar: `matcher`, a copy of `origin`, has consumed `tokens`."""
 
     grammar: str
     origin: Matcher
@@ -184,8 +184,9 @@ class _Place:
         return True
 
     def mask(self, tokens: list[int]) -> Mask | None:
-        """What may come behind them; nothing if the grammar does not allow these tokens themselves. None if
-        the matcher reports an error: no token of this vocabulary goes on, or its cache is full."""
+        """Return what may come behind the rows; nothing if the grammar does not allow these tokens
+        themselves. None if the matcher reports an error: no token of this vocabulary goes on, or its cache is
+        full."""
         bits = self.matcher.compute_bitmask()
         if self.matcher.is_error():
             return None

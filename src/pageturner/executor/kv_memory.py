@@ -1,4 +1,4 @@
-"""How much KV memory there is, and how many blocks become of it.
+"""The size of KV memory, and how many blocks become of it.
 
 Owns the arithmetic; must not know backends or allocate anything.
 """

@@ -1,4 +1,4 @@
-"""What the steps of a loaded model cost: operations and bytes, by its weights as they are packed.
+"""The costs of the steps of a loaded model: operations and bytes, by its weights as they are packed.
 
 Owns the way from weights and KV types to telemetry/work.py. Must not know what is done with the figures.
 """

@@ -1,4 +1,5 @@
-"""From the hidden rows of a prompt to what is sent of them: sums that are exact, however it is computed.
+"""Pooling, from the hidden rows of a prompt to what is sent of them: sums that are exact, however it is
+computed.
 
 A step gives the sum of the rows that it computed, as whole numbers: their sum is the same in any order and in
 any parts, so the pooled row does not depend on chunks, company, preemption or restarts. Must not know what
@@ -45,7 +46,7 @@ def pool(decoder: Decoder, ops: Ops, items: list[Item], hidden: Array) -> dict[i
 
 
 def _counts(position: int, item: Item) -> bool:
-    """Whether the row of this position is part of the pooled one."""
+    """Return whether the row of this position is part of the pooled one."""
     kind = item.sequence.request.params.pooling
     return kind == "mean" or position == (0 if kind == "cls" else item.sequence.prompt_len - 1)
 

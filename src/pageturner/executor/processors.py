@@ -1,5 +1,5 @@
-"""What sampling parameters do to logits before a token is chosen: edits, which `Ops.choose` carries out where
-the logits are.
+"""Logits processors: what sampling parameters do to logits before a token is chosen: edits, which
+`Ops.choose` carries out where the logits are.
 
 Owns the order of the edits, which is vLLM's: allowed tokens, bad words, min_tokens, bias, then the penalties,
 of which repetition is over prompt and output, frequency and presence over the output only. Grammars come

@@ -28,7 +28,7 @@ from pageturner.scheduler.types import Output, Plan, Result
 
 
 class Executor(Protocol):
-    """Whoever turns plans into results: the Runner, or one of the fakes."""
+    """A thing that turns plans into results: the Runner, or one of the fakes."""
 
     def run(self, plan: Plan) -> Result:
         """Compute one step. What is wrong with one sequence is a Failure. Where it raises, parts of the plan

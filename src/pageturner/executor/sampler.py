@@ -1,5 +1,6 @@
-"""From hidden rows to tokens: noise keyed by position, parameters as arrays, logprobs of the raw logits.
-All sampling goes through `choose`; logits stay in the backend. Only those for prompt logprobs come here.
+"""The sampler, from hidden rows to tokens: noise keyed by position, parameters as arrays, logprobs of the raw
+logits. All sampling goes through `choose`; logits stay in the backend. Only those for prompt logprobs come
+here.
 
 Sampling noise is a pure function of (seed, chosen index, absolute position): a token never depends on who
 else is in the batch, on preemption or on a restart.
@@ -123,7 +124,7 @@ def choose(
 
 
 def _logprobs_wanted(params: list[SamplingParams], vocabulary: int) -> LogprobsWanted | None:
-    """What to ask of each row beside its token; None: nothing of any."""
+    """Return what to ask of each row beside its token; None: nothing of any."""
     if all(p.logprobs is None and not p.beam_width for p in params):
         return None
     top = [-1 if p.logprobs is None else min(p.logprobs, vocabulary) for p in params]
@@ -148,7 +149,8 @@ def _add_logprobs(outputs: list[Output], logprobs: Logprobs, sequences: list[Seq
 
 
 def _candidates(logprobs: Logprobs, row: int, params: SamplingParams) -> Output:
-    """As in Transformers: what reshapes logits elsewhere reshapes log-probabilities in a beam search."""
+    """Draw beams as Transformers does: what reshapes logits elsewhere reshapes log-probabilities in a beam
+    search."""
     count = (1 + max(1, len(params.stop_ids))) * params.beam_width
     ids, values = (each[row, :count].tolist() for each in logprobs.candidates)
     if not isfinite(logprobs.lse[row]) or isnan(values[0]):

@@ -53,6 +53,6 @@ def defer_end_of_thinking(
 
 
 def _place(tokens: list[int], part: tuple[int, ...]) -> int | None:
-    """Where these tokens stand among the others, side by side; None: nowhere. No tokens stand at 0."""
+    """Return where these tokens stand among the others, side by side; None: nowhere. No tokens stand at 0."""
     last = len(tokens) - len(part)
     return next((at for at in range(last + 1) if tuple(tokens[at : at + len(part)]) == part), None)

@@ -1,4 +1,4 @@
-"""What the two processes tell each other about LoRA adapters.
+"""Messages of the two processes about LoRA adapters.
 
 Ground floor: both import it. Which request wants which adapter stands in the request, by the digest of the
 adapter's content.

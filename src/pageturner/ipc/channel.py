@@ -146,7 +146,7 @@ class MessageDecoder:
 
     @property
     def partial(self) -> bool:
-        """Whether a frame has begun that is not whole yet."""
+        """True if a frame has begun that is not whole yet."""
         return bool(self._buffer)
 
     def feed(self, data: bytes) -> Iterator[object]:

@@ -1,4 +1,4 @@
-"""What an engine process is doing, noted in memory that it shares with the API process.
+"""The ledger: what an engine process is doing, noted in memory that it shares with the API process.
 
 Ground floor: both import it. It is there so that the supervisor can tell a crash's suspects and a hang from
 the outside, and so that a live view of the batch costs the engine nothing while nobody looks. Must not know
@@ -28,7 +28,7 @@ class NotedStep:
 
 
 class Ledger:
-    """What the engine is doing, in memory that outlives it: step number, times, ids of the step.
+    """A note of what the engine is doing, in memory that outlives it: step number, times, ids of the step.
 
     Layout, in words of 64 bits: steps begun, steps finished, begun at, finished at (floats: time.monotonic,
     the same clock in both processes), number of ids, ids. Written by one thread of the engine only, and read
@@ -78,7 +78,7 @@ class Ledger:
 
     @property
     def watched(self) -> bool:
-        """Whether anybody looks at each step."""
+        """True while anybody looks at each step."""
         return self._times[self._WATCHED] > time.monotonic()
 
     def watch(self, until: float) -> None:

@@ -1,4 +1,4 @@
-"""What the two processes tell each other about sessions.
+"""Messages of the two processes about sessions.
 
 Ground floor: both import it. The turns themselves are requests with a SessionHint.
 """

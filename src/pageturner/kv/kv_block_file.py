@@ -46,7 +46,7 @@ Bytes = NDArray[np.uint8]
 
 
 class Read(Enum):
-    """What came of looking for a block."""
+    """The outcome of looking for a block."""
 
     HIT = "hit"
     ABSENT = "absent"
@@ -143,7 +143,7 @@ class BlockFile:
         return True
 
     def _take_over(self) -> None:
-        """From here on this engine writes; it knows the directory as the writer before left it."""
+        """Begin to write: it knows the directory as the writer before left it."""
         with self._mutex:
             used = {slot for slot, _ in self._slots.values()}
             self._free = [slot for slot in range(self.slots - 1, -1, -1) if slot not in used]
@@ -222,7 +222,7 @@ class BlockFile:
         )
 
     def _still(self, slot: int, key: bytes, checksum: int) -> bool:
-        """Whether the file says so too: if not, another engine has written there meanwhile."""
+        """Return whether the file says so too: if not, another engine has written there meanwhile."""
         try:
             raw = os.pread(self._fd, RECORD.itemsize, PAGE + slot * RECORD.itemsize)
         except OSError:

@@ -1,4 +1,4 @@
-"""What stands beside the KV of an engine: slower tiers, and who is told of its blocks. From settings to both.
+"""Connectors of an engine's KV, made from settings: slower tiers, published events, and remote prefill.
 
 Owns the assembly, and that a tier which cannot be had is left out with a warning: serving goes on without it.
 """
@@ -29,14 +29,14 @@ from pageturner.scheduler.listener import Listener
 
 
 def wants_tiers(config: EngineConfig) -> bool:
-    """Whether a block must be whole: with layers that forget nothing."""
+    """Return whether a block must be whole: with layers that forget nothing."""
     return bool(
         config.kv_host_memory or config.kv_file or config.prefill_listen or config.prefill_from
     )
 
 
 class KVWait(Protocol):
-    """What a request waits for."""
+    """KV that a request waits for."""
 
     def done(self) -> bool: ...
     def cancel(self) -> bool: ...
@@ -45,7 +45,7 @@ class KVWait(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KVStorage:
-    """Where the KV of a model lies. spec: of one block of all layers."""
+    """The storage in which the KV of a model lies. spec: of one block of all layers."""
 
     ops: Ops
     kv: KV
@@ -53,7 +53,7 @@ class KVStorage:
 
 
 class KVConnectors:
-    """Of one engine: `listeners` are told of its steps, `attach` comes when its pool is there."""
+    """All connectors of one engine: `listeners` are told of its steps, `attach` comes when its pool is there."""
 
     def __init__(self, config: EngineConfig | None = None) -> None:
         self._config = config = config or EngineConfig()
@@ -73,7 +73,7 @@ class KVConnectors:
 
     @property
     def listeners(self) -> tuple[Listener, ...]:
-        """To be told by the scheduler."""
+        """The listeners that the scheduler must have."""
         tiers = (self._late,) if wants_tiers(self._config) else ()
         return (*tiers, self._events.listener) if self._events else tiers
 
@@ -93,7 +93,7 @@ class KVConnectors:
             self.prefill_server.step(engine)
 
     def ticket(self, request: Request) -> KVWait | None:
-        """What a request should wait for; None: nothing."""
+        """Return the KV that a request should wait for; None: nothing."""
         from_tiers = self.tiers.ticket(request) if self.tiers else None
         if from_tiers is not None or self.remote_prefill is None:
             return from_tiers
@@ -186,7 +186,7 @@ def address_of(text: str, flag: str) -> tuple[str, int]:
 
 
 def prefill_key(config: EngineConfig) -> bytes:
-    """What both ends of a link know; b"" where there is none to be. EngineFault."""
+    """Return the key that both ends of a link know; b"" where there is none to be. EngineFault."""
     if not (config.prefill_listen or config.prefill_from):
         if config.role != "both":
             flag = "--prefill-listen" if config.role == "prefill" else "--prefill-from"

@@ -73,7 +73,7 @@ class AllBlocksCleared(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 def block_hash(key: bytes) -> int:
-    """What a block is called outside."""
+    """Return the hash by which a block is known outside."""
     return int.from_bytes(key[:8], "big")
 
 
@@ -98,7 +98,7 @@ class KVEvents:
 
     @classmethod
     def of(cls, config: EngineConfig) -> KVEvents:
-        """With a sender at the addresses of the settings. EngineFault."""
+        """Return events with a sender at the addresses of the settings. EngineFault."""
         return cls(Sender(config.kv_events, config.kv_events_replay, config.kv_events_topic))
 
     def attach(self, pool: BlockPool) -> None:

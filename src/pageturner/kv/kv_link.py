@@ -42,7 +42,8 @@ class LinkError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LinkIdentity:
-    """What must be equal at both ends. weights: digest; build: fingerprint of engine; kv: form of a block."""
+    """The facts that must be equal at both ends. weights: digest; build: fingerprint of engine; kv: form of a
+    block."""
 
     weights: str
     build: str
@@ -50,7 +51,7 @@ class LinkIdentity:
     block_size: int
 
     def differs(self, other: LinkIdentity) -> str:
-        """What is another one there; "" where nothing is."""
+        """Return the name of the first fact that differs; "" where none does."""
         parts = {
             "model": "weights",
             "build or KV type": "build",

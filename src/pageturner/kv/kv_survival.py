@@ -182,7 +182,7 @@ class Directory:
 
 
 def seeds_of(keys: bytes) -> kv_file.U64:
-    """What the checksum of each block begins with: half of its key, so that it holds for no other key."""
+    """Return the seed of each block's checksum: half of its key, so that it holds for no other key."""
     return np.ascontiguousarray(np.frombuffer(keys, np.uint64)[::2])
 
 

@@ -164,7 +164,8 @@ class KVTiers:
             self._new_blocks[key] = block
 
     def committed(self, report: StepReport) -> None:
-        """What the step sealed goes to the file, while half of the places are left for what is evicted."""
+        """Stage the blocks that the step completed for the file, while half of the places are left for what
+        is evicted."""
         for key, block in self._new_blocks.items():
             if self._places.qsize() <= len(self._staging) // 2:
                 break  # it goes when it is evicted
@@ -280,7 +281,8 @@ class KVTiers:
         return found
 
     def _from_staging(self, key: bytes) -> int | None:
-        """On its way to the file, or just there: its place is nobody else's until the next is filled."""
+        """Bring up a block that is on its way to the file, or just there: its place is nobody else's until
+        the next is filled."""
         place = self._on_way.get(key)
         if place is None:
             return None
@@ -297,7 +299,7 @@ class KVTiers:
             self._down.put((key, -1, 0))
 
     def ticket(self, request: Request) -> KVTicket | None:
-        """What a request has to wait for; None: what is of use to it lies in memory, or nowhere."""
+        """Return what a request has to wait for; None: what is of use to it lies in memory, or nowhere."""
         file = self.file
         if file is None or self._loaders is None or not file.count:
             return None
@@ -357,8 +359,8 @@ class KVTiers:
                 self._failed(f"cannot be emptied ({error.strerror})")
 
     def stats(self) -> dict[str, float]:
-        """By tier: blocks and bytes that are there, found, stored, lost; errors. kv_file_state: 0 none, 1 it
-        is read, 2 it is written too."""
+        """Return by tier the blocks and bytes that are there, found, stored, lost; errors. kv_file_state: 0
+        none, 1 it is read, 2 it is written too."""
         nbytes, file = self._transfer.nbytes, self.file
         state = 0 if file is None else 1 + file.writes
         figures = {name: float(self.counts[name]) for name in COUNTED}

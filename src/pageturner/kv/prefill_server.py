@@ -53,7 +53,7 @@ SUM = struct.Struct("<16sQ")  # key and checksum before the bytes of a block
 
 
 class Submits(Protocol):
-    """What is asked of the engine."""
+    """The part of the engine that is used here."""
 
     @property
     def clock(self) -> Callable[[], float]: ...
@@ -77,7 +77,7 @@ class Guest:
 
 
 class PrefillServer:
-    """Of one engine. address: (host, port); vocab: token ids are below it."""
+    """The prefill server of one engine. address: (host, port); vocab: token ids are below it."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class PrefillServer:
         return bool(self._guests) or not self._asked.empty()
 
     def ended(self, sequence: Sequence, finish: str | None) -> None:
-        """As Listener has it."""
+        """Note that the sequence of a guest has ended."""
         guest = self._guests.get(sequence.request.id)
         if guest is not None:
             guest.ended = True

@@ -79,7 +79,7 @@ class PrefillTicket:
 
 
 class RemotePrefill:
-    """Of one engine.
+    """The client of remote prefill in one engine.
 
     least    tokens that are not cached, from which on another engine is asked
     seconds  without a block after which it is late
@@ -104,7 +104,7 @@ class RemotePrefill:
         self._lock = threading.Lock()  # of the counts, which threads of links change too
 
     def ticket(self, request: Request) -> PrefillTicket | None:
-        """What the request has to wait for; None: it is computed here."""
+        """Return what the request has to wait for; None: it is computed here."""
         tokens = [*request.prompt, *(request.resume[0].tokens if len(request.resume) == 1 else ())]
         if len(tokens) < self._least or len(tokens) > MAX_TOKENS or request.adapter:
             return None

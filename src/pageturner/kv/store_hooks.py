@@ -13,7 +13,7 @@ Hook = Callable[[bytes, int], None]
 
 
 def add_block_hooks(store: Store, on_publish: Hook, on_evict: Hook) -> None:
-    """From here on tell these too, behind those who are told already."""
+    """Call these hooks of a store too, behind those that are called already."""
     store.on_publish, store.on_evict = (
         _both(store.on_publish, on_publish),
         _both(store.on_evict, on_evict),

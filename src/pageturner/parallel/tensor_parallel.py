@@ -54,7 +54,7 @@ WORDS = 4096  # bytes that a rank may say of its end
 
 
 def ranks_of(config: EngineConfig) -> int:
-    """How many processes compute the model."""
+    """Return how many processes compute the model."""
     return config.tensor_parallel_size * config.pipeline_parallel_size
 
 
@@ -158,7 +158,7 @@ def load_slice(path: Path, ops: Ops, config: EngineConfig, rank: int = 0) -> Dec
 
 
 def slices_of(decoder: Decoder) -> Slices:
-    """What ranks say of the slices of this decoder, or of its stages."""
+    """Return what ranks say of the slices of this decoder, or of its stages."""
     shard = decoder.shard
     assert shard is not None
     about = hashlib.blake2b(repr((decoder.spec, shard.identity)).encode(), digest_size=8)
@@ -286,7 +286,7 @@ class RankProcesses:
 
 
 def processes_of(config: EngineConfig, gpu: GpuOps | None) -> RankProcesses | None:
-    """Those of several ranks, not yet started. gpu: as RankProcesses."""
+    """Return the processes of several ranks, not yet started. gpu: as RankProcesses."""
     return RankProcesses(config, gpu) if ranks_of(config) > 1 else None
 
 

@@ -43,7 +43,7 @@ class BackgroundWork:
 
     @property
     def present(self) -> bool:
-        """Whether any background request is here."""
+        """True while any background request is here."""
         return bool(self._here)
 
     def _queued(self, seq: Sequence) -> None:

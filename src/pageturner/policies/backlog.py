@@ -1,4 +1,4 @@
-"""How many tokens an engine has yet to compute, as its length predictor sees it.
+"""The backlog of an engine: tokens yet to compute, as its length predictor sees it.
 
 Owns the sum over the sequences that wait or run. Routers place requests by it. Must not know who asks.
 """
@@ -41,5 +41,5 @@ def backlog(sequences: Collection[Sequence], predictor: LengthPredictor) -> dict
 
 
 def _answer(seq: Sequence, predictor: LengthPredictor) -> float:
-    """Of one sequence; some have no answer, only a prompt (embeddings)."""
+    """Return the predicted answer length of a sequence; embeddings have only a prompt."""
     return predictor.length(seq) if seq.limit > seq.prompt_len else 0.0

@@ -65,7 +65,7 @@ class BeamSearch:
         del self._choices[id]
 
     def take(self, item: Item, output: Output) -> Change:
-        """What may come behind one sequence; when all are computed to their ends, who goes on as what."""
+        """Take what may come behind one sequence; when all are computed to their ends, who goes on as what."""
         if not item.wants_logits:
             return NOTHING
         self._offers[item.sequence] = output
@@ -76,7 +76,8 @@ class BeamSearch:
         return Change([], self._events(), [], "stop")
 
     def _next_beams(self) -> list[Branch]:
-        """Who goes on as what; empty when the search is over. Sequences without a branch are free."""
+        """Return which sequence goes on as which; empty when the search is over. Sequences without a branch
+        are free."""
         length = self._ranked[0].generated + 1
         full = len(self._ranked[0].tokens) + 1 >= self._ranked[0].limit
         going: list[tuple[float, Sequence, int, float]] = []
@@ -117,8 +118,8 @@ class BeamSearch:
         return (value, told[0][1] if told else ())
 
     def _over(self, best: float, length: float) -> bool:
-        """Whether no sequence that goes on may still become better than the worst hypothesis: by the best
-        score so far, at this length or, never stopping early, at the longest."""
+        """Return whether no sequence that goes on may still become better than the worst hypothesis: by the
+        best score so far, at this length or, never stopping early, at the longest."""
         early, penalty = self._params.early_stopping, self._params.length_penalty
         if len(self._best) < self._width:
             return False

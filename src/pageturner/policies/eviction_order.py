@@ -1,4 +1,4 @@
-"""Which cached block is overwritten next, where some are claimed by their keys.
+"""The eviction order: which cached block is overwritten next, where some are claimed by their keys.
 
 Owns the order of the cached blocks of one store: first those that nobody can want any more, then the least
 recently released, as without claims. What is claimed is overwritten when its claim is given up, and not
@@ -15,7 +15,7 @@ from pageturner.scheduler.store import Store
 
 
 class Fate(Enum):
-    """What becomes of a block that is not claimed any more."""
+    """The fate of a block that is not claimed any more."""
 
     USELESS = "nobody can ask for it: it goes before all others"
     OLD = "as if it were what has not been used for longest"

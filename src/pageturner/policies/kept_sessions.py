@@ -31,7 +31,7 @@ LEARNT = 0.2  # weight of a conversation that has ended in the number of turns t
 
 
 class KeptSessions:
-    """By their names. now: the newest time that was told."""
+    """All kept sessions by name. now: the newest time that was told."""
 
     def __init__(self, pool: BlockPool, config: SchedulerConfig) -> None:
         self._pool, self._config = pool, config
@@ -130,7 +130,7 @@ class KeptSessions:
                 self._next_lapse = min(self._next_lapse, one.ended + one.keep)
 
     def news(self) -> list[KeptSession]:
-        """What has changed since the last call."""
+        """Return what has changed since the last call."""
         changed, self._changed = self._changed, {}
         for one in changed.values():
             one.settle(self.now)
@@ -193,7 +193,7 @@ class KeptSessions:
         return one
 
     def _attached(self, seq: Sequence, fresh: int) -> None:
-        """Of a turn behind the first: whether it finds what was claimed for it."""
+        """Count whether a turn behind the first finds the KV that was claimed for it."""
         one = self._turns.get(seq.request.id)
         hint = seq.request.session
         if (
@@ -227,7 +227,7 @@ class KeptSessions:
         self._forget_if_over(one)
 
     def _committed(self, report: StepReport) -> None:
-        """Those that have just ended have ended now."""
+        """Set the time at which the turns of this step ended."""
         if self._just_ended:
             self.now = max(self.now, self._planned + report.seconds)
             for one in self._just_ended:

@@ -1,4 +1,4 @@
-"""How long an answer will be: quantiles of its length, learnt from what has finished.
+"""A predictor of answer lengths: quantiles, learnt from the answers that have finished.
 
 Owns the cells that count lengths and what they know of a request: its tenant, its prompt's length, beginning
 and end, and the most tokens it may have. Must not know who asks or what for. A client's own word does not
@@ -160,8 +160,8 @@ class LengthPredictor:
                 table.feed(kind, weights)
 
     def stats(self) -> dict[str, float]:
-        """How true the predictions were, each made before its answer was learnt. Answers cut at their limit
-        do not count, since nobody knows their length.
+        """Return how true the predictions were, each made before its answer was learnt. Answers cut at their
+        limit do not count, since nobody knows their length.
 
         predicted           answers judged
         predicted_below_50  share of them not longer than the predicted median; 0.5 is calibrated
@@ -199,8 +199,9 @@ class LengthPredictor:
 
 
 def _kinds(seq: Sequence) -> tuple[tuple[Hashable, ...], ...]:
-    """What kinds of request it is, the general before the particular: among everybody's; among its tenant's
-    by shape, which is the prompt's length, coarse and fine, and most tokens; by the prompt's ends."""
+    """Return the kinds of request that a sequence is, the general before the particular: among everybody's;
+    among its tenant's by shape, which is the prompt's length, coarse and fine, and most tokens; by the
+    prompt's ends."""
     request, size = seq.request, log2(seq.prompt_len)
     most = int(log2(seq.limit - seq.prompt_len))
     shape = int(size), most

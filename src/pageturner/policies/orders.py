@@ -28,7 +28,7 @@ RISE = 4.0  # priority classes that `adaptive` gives for waiting until one is ag
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What orders may know of the rest.
+    """The surroundings that an order may know.
 
     ageing         seconds, at least 0
     output_weight  what a token of the answer costs, in tokens of a prompt
@@ -76,7 +76,7 @@ class Estimates:
             self._known[seq] = self._find(seq)
 
     def order(self, ageing: float, key: Callable[[Sequence, float], Key]) -> Order:
-        """By a key that reads these numbers."""
+        """Return an order whose key reads these numbers."""
         return Order(
             _aged(ageing, key),
             begin_step=lambda running, now: self.renew(),
@@ -105,7 +105,8 @@ def _aged(ageing: float, key: Callable[[Sequence, float], Key]) -> Callable[[Seq
 
 
 def _work(context: Context, seq: Sequence) -> float:
-    """What is left to do, in tokens of a prompt: all that no cache gives, and the rest of the answer."""
+    """Return the work that is left, in tokens of a prompt: all that no cache gives, and the rest of the
+    answer."""
     answer = context.predictor.length(seq) - seq.generated
     return len(seq.tokens) - context.cached(seq) + context.output_weight * answer
 
@@ -157,9 +158,9 @@ def _latest_start(context: Context, seq: Sequence) -> float:
 
 
 class Adaptive:
-    """By priority + L log2(work / typical work) - RISE waited / ageing, where L is the share of those running
-    that are long, that is, have more work than is typical. So the more of the batch is long, the more a short
-    request is preferred; in a batch of short ones length does not count."""
+    """The order by priority + L log2(work / typical work) - RISE waited / ageing, where L is the share of
+    those running that are long, that is, have more work than is typical. So the more of the batch is long,
+    the more a short request is preferred; in a batch of short ones length does not count."""
 
     def __init__(self, context: Context) -> None:
         self._rise = RISE / context.ageing if context.ageing else 0.0  # classes a second
@@ -195,7 +196,7 @@ class Adaptive:
 
 
 def adaptive(context: Context) -> Order:
-    """By priority, predicted work, waiting time, and what the running batch is like."""
+    """Sort by priority, predicted work, waiting time, and what the running batch is like."""
     rule = Adaptive(context)
     listener = Listener(queued=rule.queued, served=rule.served, ended=rule.ended)
     return Order(_aged(context.ageing, rule.key), rule.begin_step, listener)

@@ -12,7 +12,7 @@ from pageturner.scheduler.types import Sequence
 
 
 class PinnedPrefixes:
-    """By the ids of their requests."""
+    """All pinned prefixes by the ids of their requests."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -67,8 +67,8 @@ class PinnedPrefixes:
             store.truncate(table, 0)
 
     def _arriving(self, seq: Sequence) -> None:
-        """Where the request is going to be pinned: Refused where that leaves too little for the largest one
-        that was taken already, or where pins cannot be found again."""
+        """Note a new request. One that is to be pinned is Refused where that leaves too little for the
+        largest one that was taken already, or where pins cannot be found again."""
         id, request = seq.request.id, seq.request
         if id in self._kept:
             raise ValueError(f"request {id} is here already")
@@ -107,7 +107,8 @@ class PinnedPrefixes:
         return keeps
 
     def _tell_pool(self) -> None:
-        """How many blocks are gone for others, and which are everybody's: what is pinned without a salt."""
+        """Tell the pool how many blocks are gone for others, and which are public: what is pinned without a
+        salt."""
         kept = {block for seq in self._kept.values() for block in seq.blocks}
         self._pool.pinned = len(kept) + sum(self._coming.values())
         open_to_all = (seq for seq in self._kept.values() if not seq.request.salt)

@@ -1,4 +1,4 @@
-"""How many tokens of KV an admitted sequence is promised: none, all it may need, or a forecast.
+"""Reserves: how many tokens of KV an admitted sequence is promised: none, all it may need, or a forecast.
 
 Owns the reservation rules. Must not know the pool or the queue: they are given numbers. Each says how many
 positions it promises, and up to which length of the sequence that many blocks stay the promise.

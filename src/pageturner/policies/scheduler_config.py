@@ -17,7 +17,7 @@ MAX_TOKENS = 512  # of a step whose budget nobody set
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """How an engine schedules, and how it keeps KV."""
+    """Settings of how an engine schedules and keeps KV."""
 
     max_num_seqs: int = option(64, "most sequences running at once", least=1)
     max_num_batched_tokens: int = option(
@@ -98,7 +98,8 @@ class SchedulerConfig:
 
     @property
     def token_budget(self) -> int:
-        """Of one step; 0: no limit. MAX_TOKENS where that was left to a machine that nobody asked."""
+        """The most tokens of one step; 0: no limit. MAX_TOKENS where that was left to a machine that nobody
+        asked."""
         return MAX_TOKENS if self.max_num_batched_tokens < 0 else self.max_num_batched_tokens
 
     @property

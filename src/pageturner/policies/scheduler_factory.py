@@ -1,4 +1,4 @@
-"""From settings to a scheduler and all that plugs into it.
+"""The factory of a scheduler: from settings to a scheduler and all that plugs into it.
 
 Owns the assembly. Must not know what any part of it does.
 """
@@ -78,7 +78,7 @@ class SchedulerStack:
 
 @dataclass(slots=True)
 class _Plugs:
-    """What policies and orders are made from, whichever are chosen."""
+    """The parts that policies and orders are made from, whichever are chosen."""
 
     pool: BlockPool
     background: BackgroundWork
@@ -148,7 +148,7 @@ def make_scheduler(
     plugs = _Plugs(pool, background, rules, predictor, step_times)
 
     def kv_stats() -> dict[str, float]:
-        """What all owners hold, and what servers without pages would reserve for those that run."""
+        """Return what all owners hold, and what servers without pages would reserve for those that run."""
         reserved = {"kv_contiguous": float(len(scheduler.running) * max_model_len)}
         return (
             kv_usage([*scheduler.running, *pins.sequences], pool.full, pool.block_size) | reserved

@@ -1,4 +1,4 @@
-"""Which conversation claims which blocks, and what it pays for them.
+"""The claims of conversations: which blocks each one claims, and what it pays for them.
 
 Owns the claims: of each block key, who claims it, the first one in front. That one pays for the block, so
 what several share is paid for once. Must not know what a claim is worth, nor blocks.
@@ -55,7 +55,7 @@ class KeptConversation:
 
 
 class Claims(Container[bytes]):
-    """Of all conversations.
+    """The claims of all conversations.
 
     claimed, unclaimed  told of a key that has its first claim, and of one that has none any more, with
                         what becomes of it
@@ -79,7 +79,7 @@ class Claims(Container[bytes]):
         return iter(self._of)
 
     def change(self, one: KeptConversation, keys: list[bytes], now: float) -> None:
-        """From now on it claims these keys, and no others."""
+        """Let a conversation claim these keys from now on, and no others."""
         same = 0
         for before, after in zip(one.keys, keys, strict=False):
             if before != after:

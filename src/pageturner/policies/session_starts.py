@@ -1,4 +1,4 @@
-"""When a conversation may begin: who wants to be kept waits until there is room to keep it.
+"""Session starts: a conversation that wants to be kept waits until there is room to keep it.
 
 A conversation that is silent between two turns holds memory like one that runs, and it comes back. Where more
 of them are under way than fit, each turn overwrites what another one is about to ask for, and every prompt is
@@ -81,7 +81,7 @@ class SessionStarts:
         return one if starts and not seq.request.resume else None
 
     def _room(self, starts: set[KeptConversation], now: float) -> _Room:
-        """What those need that are under way."""
+        """Return the room that the conversations under way need."""
         gaps, room = self._sessions.gaps, _Room([], Counter(), inf)
         for one in self._sessions:
             if one not in starts and gaps.awaited(one, now):

@@ -1,4 +1,4 @@
-"""What it is worth to keep the KV of a conversation, for a block and a second: who is given up first.
+"""The worth of keeping the KV of a conversation, for a block and a second: who is given up first.
 
     worth = cost / (expected + idle) * part
 
@@ -29,7 +29,7 @@ PATIENCE = (
 
 
 class Gaps:
-    """How long conversations are silent between two turns. mean: of all."""
+    """The mean time for which conversations are silent between two turns. mean: of all."""
 
     def __init__(self) -> None:
         self.mean = FIRST_GAP
@@ -43,15 +43,16 @@ class Gaps:
         return max(0.001, one.next_in or one.gap or self.mean)
 
     def awaited_until(self, one: KeptConversation) -> float:
-        """Until when others that would be kept wait beside it, while it is silent. A hint says how long a
-        tool takes; what a client and its network take on top is in the mean of all."""
+        """Return until when other conversations wait for it while it is silent. A hint says how long a tool
+        takes; what a client and its network take on top is in the mean of all."""
         return one.ended + min(one.keep, PATIENCE * max(self.expected(one), self.mean))
 
     def awaited(self, one: KeptConversation, now: float) -> bool:
-        """Whether its next turn is to be reckoned with."""
+        """Return whether its next turn is still expected."""
         return one.open > 0 or (bool(one.keys) and now <= self.awaited_until(one))
 
 
 def worth(one: KeptConversation, now: float, expected: float, cost: float, part: float) -> float:
-    """As the docstring of this file has it. part: at most 1. Whoever is here already is worth any price."""
+    """Return the worth as the docstring of this file has it. part: at most 1. Whoever is here already is
+    worth any price."""
     return inf if one.open else cost * part / (expected + max(0.0, now - one.ended))

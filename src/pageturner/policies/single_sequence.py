@@ -75,7 +75,8 @@ def until_end(seq: Sequence, tokens: list[int]) -> tuple[list[int], str | None]:
 
 
 def event_of(seq: Sequence, tokens: list[int], output: Output, finish: str | None = None) -> Event:
-    """That the sequence gains these tokens, and prompt logprobs from the first position not yet scored."""
+    """Return the event that the sequence gains these tokens, and prompt logprobs from the first position not
+    yet scored."""
     event = Event(
         seq.request.id,
         seq.index,

@@ -104,7 +104,7 @@ class SloAdmission:
         raise Refused(f"{code}_unreachable", message, wait)
 
     def _alone(self, request: Request) -> bool:
-        """Whether nobody else is here but the background."""
+        """Return whether only background requests are here besides this one."""
         everybody = (*self._scheduler.running, *self._scheduler.waiting)
         return all(
             seq.request.id == request.id or seq.request.priority == BACKGROUND for seq in everybody
@@ -133,7 +133,8 @@ class SloAdmission:
         return forecast_ttft(running, waiting.values(), asked, limits)
 
     def _work(self, seq: Sequence, known: dict[Sequence, tuple[int, int]]) -> RemainingWork:
-        """What is left of it. What is dear to find is kept: what no cache gives, how long the answer is."""
+        """Return the work that is left of a sequence. Costly numbers are kept: what no cache gives, how long
+        the answer is."""
         scheduler, pool = self._scheduler, self._stack.pool
         missing, length = known.get(seq, (0, 0))
         if length <= seq.generated:
@@ -156,7 +157,7 @@ class SloAdmission:
 
     # -- how true the forecasts were -------------------------------------------------------------------------
     def saw(self, events: list[Event], now: float) -> None:
-        """What a step brought, and when."""
+        """Learn from the events of a step how true the forecasts were."""
         for event in events:
             if event.tokens and event.id in self._due:
                 arrival, due, patience = self._due[event.id]

@@ -1,4 +1,4 @@
-"""How fast steps are: seconds of a step over its tokens, from the steps that were made.
+"""Step times: seconds of a step over its tokens, from the steps that were made.
 
 Owns the fits. Must not know the clock: it is told what a step took.
 """
@@ -83,8 +83,8 @@ class StepTimeModel:
 
     @property
     def curve(self) -> StepTimeCurve:
-        """What steps take by their size. Unlike the line of `each` it remembers prompts through any number of
-        steps that only decode."""
+        """The seconds of a step by its size. Unlike the line of `each` it remembers prompts through any
+        number of steps that only decode."""
         return StepTimeCurve([(x, y) for _, (_, x, y) in sorted(self._sizes.items())])
 
     @property

@@ -1,4 +1,4 @@
-"""When a request that waits will have its first token, foretold from the work in front of it.
+"""A forecast of when a waiting request has its first token, from the work in front of it.
 
 Owns the formula: a rough run of the steps to come. Must not know sequences, the clock or who asks: it is
 given sizes, and times count from now.
@@ -20,7 +20,7 @@ from itertools import count
 
 @dataclass(slots=True, eq=False)
 class RemainingWork:
-    """What one request has still to do, in tokens.
+    """The remaining work of one request, in tokens.
 
     prompt    to be computed until its next token is there; 0: it decodes
     answer    tokens still to come, at least 1
@@ -37,8 +37,8 @@ class RemainingWork:
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """What the steps may hold. room: positions of KV that nobody holds; apart: prompts are computed in steps
-    of their own, which nobody decodes in; seconds: what a step of so many tokens takes."""
+    """Limits of the steps to come. room: positions of KV that nobody holds; apart: prompts are computed in
+    steps of their own, which nobody decodes in; seconds: what a step of so many tokens takes."""
 
     slots: int
     budget: int
@@ -106,7 +106,8 @@ class _Steps:
         yield self._now
 
     def _fill(self) -> tuple[list[RemainingWork], int, int]:
-        """Whose prompts the next step completes, its tokens of prompts, and for how many steps it is so."""
+        """Return whose prompts the next step completes, its tokens of prompts, and for how many steps it is
+        so."""
         space = left = max(self._limits.budget - (0 if self._limits.apart else self._ways), 1)
         joined: list[RemainingWork] = []
         while left and (self._prompts or self._admit()):

@@ -26,7 +26,7 @@ FREE = (
 
 @dataclass(slots=True)
 class StepPrices:
-    """What a step begins with.
+    """The prices and the queue with which a step begins.
 
     waiting   the queue, in the order in which it is asked for in this step
     too_dear  waiting sequences that get nothing, because they cost too much beside those that run
@@ -42,7 +42,7 @@ class StepPrices:
 
 @dataclass(slots=True)
 class _Ask:
-    """What a policy asks for.
+    """One request of a policy for tokens.
 
     row   price of a row of logits
     left  tokens of the budget that it may take
@@ -91,7 +91,7 @@ class WorkPricing:
 
     @property
     def present(self) -> bool:
-        """Whether any request here costs more than its tokens."""
+        """True while any request here costs more than its tokens."""
         return bool(self._rows or self._long)
 
     def _is_long(self, seq: Sequence) -> bool:

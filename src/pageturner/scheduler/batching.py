@@ -17,7 +17,7 @@ from pageturner.scheduler.types import Plan, Sequence, State, WaitReason
 
 
 class WaitCause(Enum):
-    """What the request at the head of the queue lacks. The value is what a user reads."""
+    """The thing that the request at the head of the queue lacks. The value is what a user reads."""
 
     SLOTS = "slots"  # as many sequences run as may
     BUDGET = "budget"  # the tokens of this step are spent
@@ -29,7 +29,7 @@ class WaitCause(Enum):
 
 @dataclass(slots=True)
 class View:
-    """What a policy sees of one step. The lists are snapshots; asking does not change them."""
+    """One step as a policy sees it. The lists are snapshots; asking does not change them."""
 
     now: float
     decoding: list[Sequence]  # running, only the newest token to compute; smallest rank first
@@ -106,8 +106,8 @@ def chunked(v: View, max_prefill_tokens: int = maxsize) -> Asks:
 
 
 def wait_reason_of(view: View, plan: Plan) -> WaitReason:
-    """What those who wait behind a finished plan are waiting for. A policy asks in queue order and stops at
-    the first that it cannot let in, so the reason of this head holds for all."""
+    """Return what the waiting requests wait for behind a finished plan. A policy asks in queue order and
+    stops at the first that it cannot let in, so the reason of this head holds for all."""
     if plan.preempted:
         return WaitReason(WaitCause.PREEMPTION.value, 0, next(iter(plan.preempted.values())))
     head = next((seq for seq in view.waiting if seq.state is State.WAITING), None)

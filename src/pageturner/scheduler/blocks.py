@@ -73,8 +73,8 @@ class BlockPool:
         return min(self.full.num_blocks, sliding) * self.block_size - computed
 
     def side_by_side(self, tokens: int) -> int:
-        """How many sequences of so many tokens fit side by side, in steps of any size, beside what is pinned;
-        one always does."""
+        """Return how many sequences of so many tokens fit side by side, in steps of any size, beside what is
+        pinned; one always does."""
         blocks = min(store.num_blocks for store in self._stores) - self.pinned
         return max(1, blocks // self.blocks_for(tokens))
 
@@ -162,7 +162,7 @@ class BlockPool:
         return blocks[:usable]
 
     def _public_of(self, seq: Sequence, limit: int) -> list[int]:
-        """What everybody may begin with, as far as this sequence does."""
+        """Return the public blocks that this sequence begins with."""
         blocks: list[int] = []
         for key in islice(
             self._public_keys(seq), max(0, limit // self.block_size) if self.public else 0
@@ -224,7 +224,7 @@ class BlockPool:
         )
 
     def _takes_from_source(self, seq: Sequence, matched: int) -> bool:
-        """Whether its source has all of its prompt, and so more than so many cached blocks hold."""
+        """Return whether its source has all of its prompt, and so more than so many cached blocks hold."""
         source, last = seq.source, seq.prompt_len - 1
         if source is None or seq.logits_from is not None or source.computed <= last:
             return False

@@ -22,7 +22,7 @@ class Branch(NamedTuple):
 
 
 class Change(NamedTuple):
-    """What becomes of a group behind one item of a step.
+    """The change of a group behind one item of a step.
 
     tokens    what the item's sequence gains at once, accepted drafts among them
     events    what whoever waits for the group is told
@@ -46,7 +46,7 @@ class Group(Protocol):
         """The requests that wait for its events."""
 
     def join(self, request: Request) -> bool:
-        """Whether a request is one more choice of this group; then it is among `ids` from here on."""
+        """Return whether a request is one more choice of this group; then it is among `ids` from here on."""
 
     def leave(self, id: int) -> None:
         """Nobody waits for this request any more."""
@@ -82,7 +82,7 @@ class Requests:
         return self.groups[seq.request.id].sequences
 
     def join(self, request: Request) -> bool:
-        """Whether it became one more choice of a group that is here."""
+        """Return whether it became one more choice of a group that is here."""
         home = None if request.parent is None else self.groups.get(request.parent)
         if home is None or not home.join(request):
             return False

@@ -13,7 +13,7 @@ from pageturner.scheduler.types import Sequence
 
 @dataclass(slots=True)
 class StepReport:
-    """What one committed step brought."""
+    """A report of one committed step."""
 
     seconds: float  # from the plan to the commit
     tokens: int  # computed in it, padding included

@@ -31,7 +31,7 @@ class Order:
     def arrange(
         self, waiting: Iterable[Sequence], running: Iterable[Sequence], now: float
     ) -> list[Sequence]:
-        """Those who wait, the first to go first."""
+        """Return the waiting sequences, the first to go first."""
         self.begin_step(running, now)
         return self.peek(waiting, now)
 

@@ -173,7 +173,7 @@ class Scheduler:
         )
 
     def queue(self, now: float) -> list[Sequence]:
-        """Those who wait, the first to go first, as known in the last step."""
+        """Return the waiting sequences, the first to go first, as known in the last step."""
         return self._order.peek(self.waiting, now)
 
     def peak(self, seq: Sequence) -> int:
@@ -334,7 +334,7 @@ class Scheduler:
         return n
 
     def _refusal(self, plan: Plan, joining: list[Sequence], n: int) -> tuple[WaitCause, int] | None:
-        """What those who would join lack, and the request that has it; None: nothing."""
+        """Return what the joining sequences lack, and the request that has it; None: nothing."""
         if self.policy.awaits_prefixes and (
             one := awaited_prefix(joining[0], self.running, self.pool)
         ):
@@ -349,7 +349,8 @@ class Scheduler:
         return WaitCause.BLOCKS, largest.request.id if largest else 0
 
     def _fits(self, joining: list[Sequence], n: int) -> bool:
-        """Whether all they are promised, n tokens in this step, fits beside what the others are promised."""
+        """Return whether all they are promised, n tokens in this step, fits beside what the others are
+        promised."""
         pool, reserve, full, sliding = self.pool, self.reserve, 0, 0
         available, sharing = pool.full.available, pool.full.sharing
         for one in (*joining, *self.running, *self._leaving):

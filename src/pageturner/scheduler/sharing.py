@@ -29,7 +29,7 @@ def source_of(request: Request, groups: Mapping[int, Group]) -> Sequence | None:
 
 
 def source_comes_later(seq: Sequence) -> bool:
-    """Whether its source has yet to be admitted for the first time."""
+    """Return whether its source has yet to be admitted for the first time."""
     source = seq.source
     return source is not None and source.state is State.WAITING and source.rank is None
 

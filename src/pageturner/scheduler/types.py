@@ -12,7 +12,7 @@ from pageturner.request import Failure, Logprob, PromptLogprob, Request
 
 
 class State(Enum):
-    """Where a sequence is; there is no state for prefill or decode, only `computed` and `tokens`."""
+    """The state of a sequence; there is no state for prefill or decode, only `computed` and `tokens`."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -119,7 +119,7 @@ class Item:
 
     @property
     def wants_logits(self) -> bool:
-        """Whether this step reaches the last token, so that a next one can be chosen."""
+        """True if this step reaches the last token, so that a next one can be chosen."""
         return self.start + self.n >= len(self.sequence.tokens)
 
     @property
@@ -174,7 +174,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Output:
-    """What one item of a plan gave: [] in the middle of a prompt, one token, up to k+1 with drafts.
+    """The output of one item of a plan: [] in the middle of a prompt, one token, up to k+1 with drafts.
 
     prompt_logprobs  one for each of the item's `scored` positions
     candidates  instead of a token, for a sequence of a search: the likeliest ones and their logprobs. Then
@@ -192,7 +192,7 @@ class Output:
 
 @dataclass(slots=True)
 class Result:
-    """What a step gave."""
+    """The result of a step."""
 
     outputs: list[Output] = field(default_factory=list)  # one for each item of its plan, in order
     spent: dict[str, float] = field(

@@ -14,7 +14,8 @@ from pageturner.scheduler.types import Sequence
 
 
 def kv_usage(sequences: Iterable[Sequence], store: Store, block_size: int) -> dict[str, float]:
-    """Where the full blocks of these owners go, in tokens. They own all blocks of the store that are used.
+    """Return where the full blocks of these owners go, in tokens. They own all blocks of the store that are
+    used.
 
     kv_reserved  what their blocks hold, each block once
     kv_used      positions of these that hold KV somebody needs, each once

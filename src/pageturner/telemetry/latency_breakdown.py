@@ -1,4 +1,5 @@
-"""Where the time of each request goes: an account of seconds by cause, complete from the moment it came.
+"""Latency accounts, where the time of each request goes: an account of seconds by cause, complete from the
+moment it came.
 
 Owns the names of the parts, and how the time of a step is split. Must not know what the scheduler decides, or
 text: it is told plans (whose `wait_reason` says why the queue stands), and when they were made and run.
@@ -31,7 +32,7 @@ NAMED = 8  # of those it names, how many are told: the dearest
 
 
 class Move(NamedTuple):
-    """What one request does in a step: prefill, recompute or decode, by so many tokens."""
+    """The part of one request in a step: prefill, recompute or decode, by so many tokens."""
 
     what: str
     tokens: int
@@ -51,7 +52,7 @@ class StepTimes(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class LatencyAccount:
-    """Of one request, or of a search with all its choices.
+    """The account of one request, or of a search with all its choices.
 
     since  up to when its time is accounted for
     state  grammar_wait, adapter_wait, kv_wait, queue, preempted or running: what it is doing since then
@@ -94,7 +95,7 @@ class LatencyAccount:
             self.since = until
 
     def told(self) -> Timings:
-        """As it stands."""
+        """Return the account as it stands."""
         named = sorted(((s, part, by) for (part, by), s in self.named.items()), reverse=True)[
             :NAMED
         ]
@@ -239,7 +240,7 @@ class LatencyTracker:
 
 
 class StepShares:
-    """How one step is split among those who run."""
+    """The split of one step among the requests that run."""
 
     def __init__(self, plan: Plan, step: StepTimes, moves: dict[int, Move]) -> None:
         self._step, self._moves = step, moves

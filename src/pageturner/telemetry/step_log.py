@@ -92,7 +92,7 @@ class Arrived(msgspec.Struct, tag=1, array_like=True, frozen=True):
     more: dict[str, Any]
 
     def request(self) -> Request:
-        """As the scheduler got it."""
+        """A request as the scheduler got it."""
         params = msgspec.convert(self.params, SamplingParams)
         rest = {
             "id": self.id,
@@ -161,7 +161,7 @@ class LostRecords(msgspec.Struct, tag=5, array_like=True, frozen=True):
 
 
 class Changed(msgspec.Struct, tag=6, array_like=True, frozen=True):
-    """From here on the scheduler has these settings, named as in EngineConfig."""
+    """A change of settings: from here on the scheduler has these, named as in EngineConfig."""
 
     at: float
     settings: dict[str, Any]
@@ -169,7 +169,7 @@ class Changed(msgspec.Struct, tag=6, array_like=True, frozen=True):
 
 
 class Forgot(msgspec.Struct, tag=7, array_like=True, frozen=True):
-    """What was cached, and neither pinned nor in use, is not found from here on."""
+    """A record that what was cached, and neither pinned nor in use, is not found from here on."""
 
     at: float
 
@@ -200,7 +200,7 @@ class Done:
 
 
 class StepLog:
-    """Where an engine notes what it does. Costs the engine an append; see `MAX_BUFFERED`."""
+    """The file in which an engine notes what it does. Costs the engine an append; see `MAX_BUFFERED`."""
 
     def __init__(self, path: str | os.PathLike[str], header: Header) -> None:
         file, new = _open(Path(path))
@@ -389,7 +389,7 @@ def _open(path: Path) -> tuple[FileIO, bool]:
 
 
 def _whole(path: Path) -> int:
-    """Where the last whole record ends."""
+    """Return where the last whole record ends."""
     with open(path, "rb") as file:
         _check_version(path, file)
         end = file.tell()

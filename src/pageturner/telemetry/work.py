@@ -1,4 +1,5 @@
-"""What a step computes and reads: counted once, from its plan, for everybody who wants to know.
+"""The work of a step, what it computes and reads: counted once, from its plan, for everybody who wants to
+know.
 
 Owns the counts of a step, what a model costs for each of them, and their sums. Must not know where a model's
 numbers come from (executor/model_costs.py), nor how a machine's limits are measured. A multiply or an add is
@@ -34,7 +35,7 @@ Span = tuple[int, int]  # (tokens of a sequence computed before the step, tokens
 
 
 class StepWork(NamedTuple):
-    """What one step computes. Padding (Plan.ballast) counts like sequences.
+    """The work of one step. Padding (Plan.ballast) counts like sequences.
 
     tokens       rows of the step
     sequences    whose rows these are
@@ -129,7 +130,7 @@ def _seen_through(window: int, spans: Iterable[Span]) -> tuple[int, int]:
 
 
 class StepDemand(NamedTuple):
-    """What a step must do at least: operations by type, bytes to be read."""
+    """The least that a step must do: operations by type, bytes to be read."""
 
     int8: float
     fp32: float
@@ -139,7 +140,7 @@ class StepDemand(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelCosts:
-    """What the steps of one model cost: operations and bytes for each row, logits row and position.
+    """The costs of the steps of one model: operations and bytes for each row, logits row and position.
 
     int8, fp32   operations of one row in the products of all layers
     layers       bytes of the matrices of these products, without experts
@@ -172,7 +173,7 @@ class ModelCosts:
         return self.layers + experts + (self.ending if logits else 0.0)
 
     def demand(self, work: StepWork) -> StepDemand:
-        """What a step with this work, counted with this model's window, must do."""
+        """Return what a step with this work, counted with this model's window, must do."""
         rows, logits = work.tokens, work.logits
         attention = self.pair * work.pairs + self.recent_pair * work.window_pairs
         return StepDemand(
@@ -185,7 +186,7 @@ class ModelCosts:
 
 @dataclass(frozen=True, slots=True)
 class MachineLimits:
-    """What a machine can do: GB/s of reading weights, GOP/s of products; None: no such instructions."""
+    """The limits of a machine: GB/s of reading weights, GOP/s of products; None: no such instructions."""
 
     read_gb_s: float
     int8_gop_s: float | None
@@ -214,11 +215,11 @@ class WorkTotals:
         self.kv_bytes += demand.kv
 
     def as_dict(self) -> dict[str, float]:
-        """By name; empty before the first step that was counted."""
+        """Return the sums by name; empty before the first step that was counted."""
         return asdict(self) if self.step_seconds else {}
 
     def since(self, before: WorkTotals) -> WorkTotals:
-        """What came after `before`."""
+        """Return what came after `before`."""
         return WorkTotals(*(getattr(self, f.name) - getattr(before, f.name) for f in fields(self)))
 
     def plus(self, more: WorkTotals) -> WorkTotals:
@@ -227,7 +228,7 @@ class WorkTotals:
 
     @property
     def achieved(self) -> dict[str, float]:
-        """By name as in MachineLimits: GB/s read and GOP/s, over the time of steps. Empty without any."""
+        """Rates by name as in MachineLimits: GB/s read and GOP/s, over the time of steps. Empty without any."""
         if not self.step_seconds:
             return {}
         read, each = self.weight_bytes + self.kv_bytes, 1e-9 / self.step_seconds
@@ -238,9 +239,9 @@ class WorkTotals:
         }
 
     def shares(self, limits: MachineLimits | None) -> dict[str, float]:
-        """Of the time of steps, 0 to 1: what reading and what computing would have taken at the limits (both
-        go on at once, so neither is added to the other), and what kernels took. What is not known is left
-        out."""
+        """Return shares of the time of steps, 0 to 1: what reading and what computing would have taken at the
+        limits (both go on at once, so neither is added to the other), and what kernels took. What is not
+        known is left out."""
         done = self.achieved
         if not done:
             return {}

@@ -1,4 +1,4 @@
-"""What a row of logits costs beside the token that it belongs to, in tokens of the scheduler's budget.
+"""Prices of a row of logits beside the token that it belongs to, in tokens of the scheduler's budget.
 
 Owns the prices. Must not know the time, nor how any of it is computed: they are measured once
 (bench/prices.py), and told by operations of the model, because the larger it is, the less they weigh.
@@ -33,7 +33,7 @@ class WorkPrices:
     nanosecond: float
 
     def of_row(self, request: Request) -> float:
-        """What each row of logits of this request costs beside its token."""
+        """Return what each row of logits of this request costs beside its token."""
         p = request.params
         work = BIASED * len(p.logit_bias or ()) + ALLOWED * len(p.allowed_token_ids or ())
         work += FORBIDDEN * (len(p.stop_ids) if p.min_tokens else 0) + WORD * len(
@@ -48,7 +48,7 @@ class WorkPrices:
 
 
 def context_price(costs: ModelCosts) -> float:
-    """What a token costs more in the layers for each thousand positions that it looks back on."""
+    """Return what a token costs more in the layers for each thousand positions that it looks back on."""
     return 1000 * costs.pair / (costs.int8 + costs.fp32)
 
 
