@@ -20,7 +20,7 @@ from house_walk import House
 
 ARCHITECTURE = Path(__file__).parents[1] / "docs" / "architecture.md"
 BARS = {
-    "lines of the scheduler": 1_700,
+    "lines of the scheduler": 1_660,
     "files in a folder": 40,
     "arrows upwards": 0,
     "import circles": 4,
@@ -47,9 +47,9 @@ BUDGETS = {
     "telemetry": 8_000,
     "config": 4_200,
     "ipc": 2_200,
-    "engine": 16_300,
+    "engine": 15_900,
     "executor": 14_500,
-    "kv": 16_000,
+    "kv": 15_400,
     "parallel": 3_200,
     "models": 42_000,
     "kernels": 100_000,

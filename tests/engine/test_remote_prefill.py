@@ -17,7 +17,7 @@ from pageturner.engine.engine_factory import LoadedEngine, make_engine
 from pageturner.errors import EngineFault
 from pageturner.kernels import native_module
 from pageturner.kv.kv_connectors import prefill_key
-from pageturner.kv.kv_link import PREFILL, LinkError, LinkIdentity, answer, ask
+from pageturner.kv.kv_link import PREFILL, LinkEnd, LinkError, LinkIdentity
 from pageturner.params import SamplingParams
 from pageturner.request import Request
 from support.engines import GOLDENS
@@ -242,14 +242,14 @@ def test_what_differs_is_named(its: LinkIdentity, said: str) -> None:
 
     def answers() -> None:
         try:
-            answer(other, KEY.encode(), its, until)
+            LinkEnd(KEY.encode(), its).answer(other, until)
         except LinkError as error:
             failed.append(error)
 
     thread = threading.Thread(target=answers)
     thread.start()
     with mine, other, pytest.raises(LinkError, match=said):
-        ask(mine, KEY.encode(), NAMES, until)
+        LinkEnd(KEY.encode(), NAMES).ask(mine, until)
     thread.join()
     assert said in str(failed[0])
 
@@ -273,7 +273,7 @@ def test_hostile_bytes_hurt_nobody() -> None:
             with socket.create_connection(("127.0.0.1", port_of(other))) as peer:
                 guests = other.engine.connectors.prefill_server
                 assert guests is not None
-                link = ask(peer, KEY.encode(), guests._identity, time.monotonic() + 5)
+                link = guests._end.ask(peer, time.monotonic() + 5)
                 link.send(PREFILL, content, 5)
                 with pytest.raises(LinkError):
                     link.receive(100, time.monotonic() + 5)
@@ -288,10 +288,10 @@ def test_a_changed_byte_is_found() -> None:
     with mine, other:
         until, links = time.monotonic() + 5, []
         thread = threading.Thread(
-            target=lambda: links.append(answer(other, KEY.encode(), NAMES, until))
+            target=lambda: links.append(LinkEnd(KEY.encode(), NAMES).answer(other, until))
         )
         thread.start()
-        link = ask(mine, KEY.encode(), NAMES, until)
+        link = LinkEnd(KEY.encode(), NAMES).ask(mine, until)
         thread.join()
         links[0].send(b"B", b"bytes", 1)
         data = bytearray(mine.recv(4096))

@@ -781,7 +781,7 @@ def test_what_is_remembered_of_claims_is_what_adding_up_gives(
         while scheduler.has_work:
             if not remember:
                 for seq in scheduler.running:
-                    seq.claim = None
+                    seq.estimate = None
             seen.append(step(scheduler)[0])
         return seen
 

@@ -40,8 +40,9 @@ from pageturner.formats import hub
 from pageturner.formats.load_tokenizer import Tokenizer, load_tokenizer, load_with_defaults
 from pageturner.kernels.base import KVSpec, Ops
 from pageturner.kernels.peak import glance
-from pageturner.kv.kv_connectors import KVConnectors, KVStorage, wants_tiers
+from pageturner.kv.kv_connectors import KVConnectors, wants_tiers
 from pageturner.kv.kv_survival import SurvivingKV
+from pageturner.kv.kv_transfer import KVStorage
 from pageturner.models.decoder import Decoder
 from pageturner.parallel import tensor_parallel
 from pageturner.policies.scheduler_factory import SchedulerStack, make_scheduler

@@ -8,19 +8,17 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from pageturner import memory
 from pageturner.config.settings import EngineConfig
 from pageturner.errors import EngineFault
-from pageturner.kernels.base import KV, KVSpec, Ops
 from pageturner.kv.kv_block_file import BlockFile
 from pageturner.kv.kv_events import KVEvents
-from pageturner.kv.kv_link import LEAST_KEY, LinkIdentity
+from pageturner.kv.kv_link import LEAST_KEY, LinkEnd, LinkIdentity
 from pageturner.kv.kv_tiers import KVTiers
-from pageturner.kv.kv_transfer import KVTransfer
+from pageturner.kv.kv_transfer import KVStorage, KVTransfer
 from pageturner.kv.prefill_server import PrefillServer, Submits
 from pageturner.kv.remote_prefill import CAUSES, RemotePrefill
 from pageturner.request import Request
@@ -41,15 +39,6 @@ class KVWait(Protocol):
     def done(self) -> bool: ...
     def cancel(self) -> bool: ...
     def result(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class KVStorage:
-    """The storage in which the KV of a model lies. spec: of one block of all layers."""
-
-    ops: Ops
-    kv: KV
-    spec: KVSpec
 
 
 class KVConnectors:
@@ -117,35 +106,28 @@ class KVConnectors:
     def attach(self, pool: BlockPool, storage: KVStorage | None, model: str, vocab: int) -> None:
         """Go behind the hooks of the pool. model: as in its keys; vocab: token ids are below it."""
         if storage is not None and wants_tiers(self._config):
-            transfer = KVTransfer(storage.ops, storage.kv, pool.full, storage.spec)
+            transfer = KVTransfer(storage, pool, model)
             host, file = self._config.kv_host_memory, self._file(storage, transfer.nbytes, model)
             if host or file is not None:
-                self.tiers = KVTiers(pool, transfer, model, host, file)
-            self._attach_prefill(pool, transfer, storage, model, vocab)
+                self.tiers = KVTiers(transfer, host, file)
+            self._attach_prefill(transfer, vocab)
         if self._events is not None:
             self._events.attach(pool)
 
-    def _attach_prefill(
-        self, pool: BlockPool, transfer: KVTransfer, storage: KVStorage, model: str, vocab: int
-    ) -> None:
-        config, key = self._config, self._key
-        weights, _, build = model.partition("-")
-        spec = storage.spec
-        form = f"{transfer.nbytes} bytes, {spec.layers} layers"
-        identity = LinkIdentity(weights, build, form, pool.block_size)
+    def _attach_prefill(self, transfer: KVTransfer, vocab: int) -> None:
+        config = self._config
+        weights, _, build = transfer.model.partition("-")
+        form = f"{transfer.nbytes} bytes, {transfer.layers} layers"
+        end = LinkEnd(self._key, LinkIdentity(weights, build, form, transfer.pool.block_size))
         if config.prefill_from:
             addresses = [
                 address_of(one, "--prefill-from") for one in config.prefill_from.split(",")
             ]
             least, seconds = config.prefill_tokens, config.prefill_timeout
-            self.remote_prefill = RemotePrefill(
-                addresses, key, identity, pool, transfer, model, least, seconds
-            )
+            self.remote_prefill = RemotePrefill(addresses, end, transfer, least, seconds)
         if config.prefill_listen:
             address = address_of(config.prefill_listen, "--prefill-listen")
-            self.prefill_server = PrefillServer(
-                address, key, identity, pool, transfer, model, vocab
-            )
+            self.prefill_server = PrefillServer(address, end, transfer, vocab)
 
     def _file(self, storage: KVStorage, nbytes: int, model: str) -> BlockFile | None:
         config = self._config

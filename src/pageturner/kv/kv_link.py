@@ -64,6 +64,38 @@ class LinkIdentity:
         return next(names, "")
 
 
+@dataclass(frozen=True, slots=True)
+class LinkEnd:
+    """One end of every link of an engine. key: what both ends share; identity: what must be equal."""
+
+    key: bytes
+    identity: LinkIdentity
+
+    def ask(self, sock: socket.socket, until: float) -> Link:
+        """Return a link to an engine that is asked, once both know each other."""
+        link = Link(sock, (ASKER, ANSWERER))
+        link.greet(self.key, until)
+        link.send(PEER, msgspec.json.encode(self.identity), max(0.01, until - time.monotonic()))
+        kind, content = link.receive(MAX_SMALL, until)
+        if kind == REFUSED:
+            raise LinkError("refused", bytes(content).decode(errors="replace"))
+        _compare(self.identity, kind, content)
+        return link
+
+    def answer(self, sock: socket.socket, until: float) -> Link:
+        """Return a link to an engine that asks, once both know each other."""
+        link = Link(sock, (ANSWERER, ASKER))
+        link.greet(self.key, until)
+        kind, content = link.receive(MAX_SMALL, until)
+        try:
+            _compare(self.identity, kind, content)
+        except LinkError as error:
+            link.send(REFUSED, str(error).encode(), max(0.01, until - time.monotonic()))
+            raise
+        link.send(PEER, msgspec.json.encode(self.identity), max(0.01, until - time.monotonic()))
+        return link
+
+
 class Link:
     """One connection, with one thread at each end. Everything raises LinkError. `sides`: own and other."""
 
@@ -127,7 +159,8 @@ class Link:
         digest.update(content)
         return digest.digest()
 
-    def _greet(self, key: bytes, until: float) -> None:
+    def greet(self, key: bytes, until: float) -> None:
+        """Exchange random bytes with the peer, from which the key of the codes is made."""
         mine = secrets.token_bytes(32)
         hello = MAGIC + bytes([VERSION])
         self.send(HELLO, hello + mine, max(0.01, until - time.monotonic()))
@@ -149,32 +182,6 @@ class Link:
 
 
 ASKER, ANSWERER = b"asker", b"answerer"
-
-
-def ask(sock: socket.socket, key: bytes, identity: LinkIdentity, until: float) -> Link:
-    """The end that asks, once both know each other."""
-    link = Link(sock, (ASKER, ANSWERER))
-    link._greet(key, until)
-    link.send(PEER, msgspec.json.encode(identity), max(0.01, until - time.monotonic()))
-    kind, content = link.receive(MAX_SMALL, until)
-    if kind == REFUSED:
-        raise LinkError("refused", bytes(content).decode(errors="replace"))
-    _compare(identity, kind, content)
-    return link
-
-
-def answer(sock: socket.socket, key: bytes, identity: LinkIdentity, until: float) -> Link:
-    """The other end."""
-    link = Link(sock, (ANSWERER, ASKER))
-    link._greet(key, until)
-    kind, content = link.receive(MAX_SMALL, until)
-    try:
-        _compare(identity, kind, content)
-    except LinkError as error:
-        link.send(REFUSED, str(error).encode(), max(0.01, until - time.monotonic()))
-        raise
-    link.send(PEER, msgspec.json.encode(identity), max(0.01, until - time.monotonic()))
-    return link
 
 
 def _compare(mine: LinkIdentity, kind: bytes, content: memoryview) -> None:

@@ -32,10 +32,9 @@ import numpy as np
 
 from pageturner import logs
 from pageturner.kv.kv_block_file import BlockFile, Bytes, Read, sum_of
-from pageturner.kv.kv_transfer import BadBlock, KVBlock, KVTransfer, request_keys
+from pageturner.kv.kv_transfer import BadBlock, KVBlock, KVTransfer
 from pageturner.kv.store_hooks import add_block_hooks
 from pageturner.request import Request
-from pageturner.scheduler.blocks import BlockPool
 from pageturner.scheduler.listener import StepReport
 
 STAGED_BYTES = 64 << 20  # of blocks on their way to the file
@@ -118,15 +117,12 @@ class KVTicket:
 class KVTiers:
     """The tiers of one engine, behind the hooks of its store.
 
-    model      as in the keys of the pool
     host       bytes of host memory, 0 for none
     file       where there is one
     """
 
-    def __init__(
-        self, pool: BlockPool, transfer: KVTransfer, model: str, host: int, file: BlockFile | None
-    ) -> None:
-        self._pool, self._store, self._transfer, self._model = pool, pool.full, transfer, model
+    def __init__(self, transfer: KVTransfer, host: int, file: BlockFile | None) -> None:
+        self._store, self._transfer = transfer.pool.full, transfer
         nbytes = transfer.nbytes
         self.host = HostMemory(host // nbytes, nbytes)
         self.file = file
@@ -304,7 +300,7 @@ class KVTiers:
         if file is None or self._loaders is None or not file.count:
             return None
         wanted, index = [], self._store.index
-        for key in request_keys(self._pool, self._model, request):
+        for key in self._transfer.request_keys(request):
             if key in index or key in self.host or key in self._on_way:
                 continue
             if key not in file or key in self._bad:

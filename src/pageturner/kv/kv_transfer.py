@@ -17,13 +17,21 @@ from pageturner.kernels.base import KV, KVSpec, Ops
 from pageturner.kv.kv_block_file import sum_of
 from pageturner.request import Request
 from pageturner.scheduler.blocks import BlockPool
-from pageturner.scheduler.store import Store
 
 Bytes = NDArray[np.uint8]
 
 
 class BadBlock(ValueError):
     """A block that is not what was sent, or is for another engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVStorage:
+    """The storage in which the KV of a model lies. spec: the form of one block of all layers."""
+
+    ops: Ops
+    kv: KV
+    spec: KVSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +47,21 @@ class KVBlock:
 
 
 class KVTransfer:
-    """Between a store and the KV storage that it counts. nbytes: of one block."""
+    """Moves blocks between the pool of an engine, its KV storage and the outside.
 
-    def __init__(self, ops: Ops, kv: KV, store: Store, spec: KVSpec) -> None:
-        self._ops, self._kv, self._store = ops, kv, store
-        self._layers, self._dtype = spec.layers, spec.dtype
-        self.nbytes = ops.block_bytes(kv)
+    model   names the weights, as in the keys of the pool
+    nbytes  bytes of one block
+    """
+
+    def __init__(self, storage: KVStorage, pool: BlockPool, model: str) -> None:
+        self._ops, self._kv, self.pool, self.model = storage.ops, storage.kv, pool, model
+        self._store = pool.full
+        self.layers, self._dtype = storage.spec.layers, storage.spec.dtype
+        self.nbytes = self._ops.block_bytes(self._kv)
+
+    def request_keys(self, request: Request) -> Iterator[bytes]:
+        """Yield the keys of the blocks with which a request may begin."""
+        return request_keys(self.pool, self.model, request)
 
     def read(self, block: int, out: Bytes) -> None:
         """The bytes of a block."""
@@ -57,17 +74,17 @@ class KVTransfer:
             return None
         data = np.empty(self.nbytes, np.uint8)
         self.read(block, data)
-        return KVBlock(key, self._layers, self._dtype, data, sum_of(data, key))
+        return KVBlock(key, self.layers, self._dtype, data, sum_of(data, key))
 
     def block_of(self, key: bytes, data: Bytes, checksum: int) -> KVBlock:
         """A block of this form, made of what was sent; `adopt` looks at it."""
-        return KVBlock(key, self._layers, self._dtype, data, checksum)
+        return KVBlock(key, self.layers, self._dtype, data, checksum)
 
     def adopt(self, block: KVBlock) -> int | None:
         """Make a block findable that came from elsewhere. Returns its number; None where no block can be
         taken now. BadBlock."""
         mine, its = (
-            (self._layers, self._dtype, self.nbytes),
+            (self.layers, self._dtype, self.nbytes),
             (block.layers, block.dtype, block.data.size),
         )
         if mine != its:

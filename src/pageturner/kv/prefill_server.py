@@ -29,14 +29,12 @@ from pageturner.kv.kv_link import (
     PREFILL,
     REFUSED,
     Link,
+    LinkEnd,
     LinkError,
-    LinkIdentity,
-    answer,
 )
-from pageturner.kv.kv_transfer import KVBlock, KVTransfer, request_keys
+from pageturner.kv.kv_transfer import KVBlock, KVTransfer
 from pageturner.params import SamplingParams
 from pageturner.request import Event, Request
-from pageturner.scheduler.blocks import BlockPool
 from pageturner.scheduler.types import Sequence
 
 MAX_LINKS = 32  # at once; who comes then is turned away
@@ -82,15 +80,11 @@ class PrefillServer:
     def __init__(
         self,
         address: tuple[str, int],
-        key: bytes,
-        identity: LinkIdentity,
-        pool: BlockPool,
+        end: LinkEnd,
         transfer: KVTransfer,
-        model: str,
         vocab: int,
     ) -> None:
-        self._key, self._identity, self._pool, self._transfer = key, identity, pool, transfer
-        self._model, self._vocab = model, vocab
+        self._end, self._transfer, self._vocab = end, transfer, vocab
         self.counts: Counter[str] = Counter()
         self._asked: queue.SimpleQueue[Guest] = queue.SimpleQueue()
         self._guests: dict[int, Guest] = {}
@@ -139,7 +133,7 @@ class PrefillServer:
     def _begin(self, engine: Submits, guest: Guest) -> None:
         id, self._next_id = self._next_id, self._next_id + 1
         request = Request(id, guest.tokens, PARAMS, arrival=engine.clock(), salt=guest.salt)
-        guest.keys = list(request_keys(self._pool, self._model, request))[guest.skip :]
+        guest.keys = list(self._transfer.request_keys(request))[guest.skip :]
         self._guests[id] = guest
         self.counts["prefill_guests"] += 1
         for event in engine.submit(request):
@@ -184,7 +178,7 @@ class PrefillServer:
         guest: Guest | None = None
         try:
             until = time.monotonic() + GREETING
-            link = answer(sock, self._key, self._identity, until)
+            link = self._end.answer(sock, until)
             guest = self._read(link, until)
             self._asked.put(guest)
             self._ring()

@@ -20,11 +20,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pageturner.kv.kv_link import BLOCK, DONE, PREFILL, Link, LinkError, LinkIdentity, ask
-from pageturner.kv.kv_transfer import BadBlock, KVBlock, KVTransfer, request_keys
+from pageturner.kv.kv_link import BLOCK, DONE, PREFILL, Link, LinkEnd, LinkError
+from pageturner.kv.kv_transfer import BadBlock, KVBlock, KVTransfer
 from pageturner.kv.prefill_server import ASKED, MAX_TOKENS, SUM
 from pageturner.request import Request
-from pageturner.scheduler.blocks import BlockPool
 
 log = logging.getLogger("pageturner")
 MAX_LINKS = 16  # at once: others are computed here
@@ -88,17 +87,13 @@ class RemotePrefill:
     def __init__(
         self,
         addresses: list[tuple[str, int]],
-        key: bytes,
-        identity: LinkIdentity,
-        pool: BlockPool,
+        end: LinkEnd,
         transfer: KVTransfer,
-        model: str,
         least: int,
         seconds: float,
     ) -> None:
         self._engines = [PrefillEngine(address) for address in addresses]
-        self._key, self._identity, self._pool, self._transfer = key, identity, pool, transfer
-        self._model, self._least, self._seconds = model, least, seconds
+        self._end, self._transfer, self._least, self._seconds = end, transfer, least, seconds
         self._room = max(2, IN_BYTES // transfer.nbytes)
         self.counts: Counter[str] = Counter()
         self._lock = threading.Lock()  # of the counts, which threads of links change too
@@ -108,8 +103,9 @@ class RemotePrefill:
         tokens = [*request.prompt, *(request.resume[0].tokens if len(request.resume) == 1 else ())]
         if len(tokens) < self._least or len(tokens) > MAX_TOKENS or request.adapter:
             return None
-        keys = list(request_keys(self._pool, self._model, request))
-        index, size = self._pool.full.index, self._pool.block_size
+        keys = list(self._transfer.request_keys(request))
+        pool = self._transfer.pool
+        index, size = pool.full.index, pool.block_size
         skip = next((place for place, key in enumerate(keys) if key not in index), len(keys))
         if (len(keys) - skip) * size < self._least:
             return None
@@ -191,7 +187,7 @@ class RemotePrefill:
             ticket.sock = sock
             if ticket.left:  # before there was a link to cut
                 raise LinkError("broken", "nobody waits for it any more")
-            link = ask(sock, self._key, self._identity, time.monotonic() + self._seconds)
+            link = self._end.ask(sock, time.monotonic() + self._seconds)
             link.send(PREFILL, content, self._seconds)
             for _ in ticket.keys:
                 block = self._receive(link)

@@ -29,26 +29,40 @@ class WaitCause(Enum):
 
 @dataclass(slots=True)
 class View:
-    """One step as a policy sees it. The lists are snapshots; asking does not change them."""
+    """One step as a policy sees it. The lists are snapshots; asking does not change them.
+
+    decoding    running sequences with only the newest token to compute, smallest rank first
+    prefilling  running sequences with more than that to compute, smallest rank first
+    waiting     waiting sequences in queue order; empty when nobody may join
+    token_budget_left  tokens of the budget that are not granted yet
+    free_slots  how many waiting sequences may join at most
+    context     most tokens in a sequence
+    need        tokens left to compute behind a sequence's cached prefix, were there no budget
+    peak        positions whose KV a sequence will hold at the very most
+    slots       running sequences that a waiting one becomes
+    max_concurrent  how many sequences of so many tokens fit side by side
+    granted     tokens granted so far
+    reserved    of token_budget_left, what running sequences need that ask later
+    wake        set by a policy that lets this step pass: when to ask it again
+    refused     the last waiting sequence that got nothing, what it lacks, and the request that has it (0: not
+                one request)
+    """
 
     now: float
-    decoding: list[Sequence]  # running, only the newest token to compute; smallest rank first
-    prefilling: list[Sequence]  # running, more than that to compute; smallest rank first
-    waiting: list[Sequence]  # in queue order; empty when nobody may join
-    token_budget_left: int  # tokens of the budget not granted yet
-    free_slots: int  # how many waiting sequences may join at most
-    context: int  # most tokens in a sequence
-    need: Callable[
-        [Sequence], int
-    ]  # tokens left to compute behind its cached prefix, were there no budget
-    peak: Callable[[Sequence], int]  # positions whose KV a sequence will hold at the very most
-    slots: Callable[[Sequence], int]  # running sequences that a waiting one becomes
-    max_concurrent: Callable[[int], int]  # how many sequences of so many tokens fit side by side
-    granted: int = 0  # tokens granted so far
-    reserved: float = 0.0  # of token_budget_left, what running sequences need that ask later
-    wake: float | None = None  # set by a policy that lets this step pass: when to ask it again
+    decoding: list[Sequence]
+    prefilling: list[Sequence]
+    waiting: list[Sequence]
+    token_budget_left: int
+    free_slots: int
+    context: int
+    need: Callable[[Sequence], int]
+    peak: Callable[[Sequence], int]
+    slots: Callable[[Sequence], int]
+    max_concurrent: Callable[[int], int]
+    granted: int = 0
+    reserved: float = 0.0
+    wake: float | None = None
     ballast: list[tuple[int, int]] = field(default_factory=list)
-    # the last waiting sequence that got nothing, what it lacks, the request that has it (0: not one request)
     refused: tuple[Sequence, WaitCause, int] | None = None
 
     def lift(self, n: int) -> None:
@@ -70,31 +84,31 @@ Asks = Generator[tuple[Sequence, int], int, None]
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A batching policy, and what others must know of it."""
+    """A batching policy, and what others must know of it.
+
+    mixes          prompts and decoding sequences share a step; else one with a prompt decodes nobody
+    forecastable   a waiting sequence joins as soon as there is room: the time until then can be foretold
+    steady         with nobody to let in it gives every sequence its token, and remembers nothing
+    bounded        no step is over the token budget: prompts come in pieces
+    interruptible  another policy may take its place while sequences run
+    awaits_prefixes  a sequence waits for KV that another one is just computing and that it could share
+    reserve        its own promise of KV in the place of the engine's admission rule
+    budget         the most tokens that it lets a step have at present
+    """
 
     asks: Callable[[View], Asks]
-    mixes: bool = (
-        True  # prompts and decoding sequences share a step; else one with a prompt decodes nobody
-    )
-    forecastable: bool = (
-        True  # who waits joins as soon as there is room: the time until then can be foretold
-    )
-    steady: bool = (
-        False  # with nobody to let in it gives every sequence its token, and remembers nothing
-    )
-    bounded: bool = False  # no step is over the token budget: prompts come in pieces
-    interruptible: bool = True  # another policy may take its place while sequences run
-    awaits_prefixes: bool = (
-        True  # who could share KV that another one is just computing waits for it
-    )
-    reserve: Reserve | None = (
-        None  # its own promise of KV in the place of the engine's admission rule
-    )
-    budget: Callable[[], int] = lambda: maxsize  # most tokens that it lets a step have at present
+    mixes: bool = True
+    forecastable: bool = True
+    steady: bool = False
+    bounded: bool = False
+    interruptible: bool = True
+    awaits_prefixes: bool = True
+    reserve: Reserve | None = None
+    budget: Callable[[], int] = lambda: maxsize
 
 
 def chunked(v: View, max_prefill_tokens: int = maxsize) -> Asks:
-    """Stall-free: a token for all who decode, then chunks of prefill, `beside` tokens at most beside them."""
+    """Give every decoding sequence its token, then chunks of prefill, `max_prefill_tokens` at most beside."""
     for s in v.decoding:
         yield s, s.pending
     v.limit(max_prefill_tokens if v.granted else v.token_budget_left)

@@ -65,12 +65,10 @@ class BlockPool:
 
     def longest_step(self, computed: int) -> int:
         """Most tokens that a sequence could compute in one step if it had all blocks to itself."""
-        sliding = (
-            self._first_seen(computed) + self.sliding.num_blocks
-            if self.window
-            else self.full.num_blocks
-        )
-        return min(self.full.num_blocks, sliding) * self.block_size - computed
+        blocks = self.full.num_blocks
+        if self.window:
+            blocks = min(blocks, self._first_seen(computed) + self.sliding.num_blocks)
+        return blocks * self.block_size - computed
 
     def side_by_side(self, tokens: int) -> int:
         """Return how many sequences of so many tokens fit side by side, in steps of any size, beside what is
@@ -99,10 +97,8 @@ class BlockPool:
             matched = seq.source.blocks[: (seq.prompt_len - 1) // self.block_size]
         end, next_ = self.blocks_for(tokens), seq.computed // self.block_size
         copies = len(self.full.shared_places(seq.blocks, next_, end))
-        full = (
-            max(0, end - len(seq.blocks) - sum(self.full.refs[block] > 0 for block in matched))
-            + copies
-        )
+        in_use = sum(self.full.refs[block] > 0 for block in matched)
+        full = max(0, end - len(seq.blocks) - in_use) + copies
         if not self.window:
             return full, 0
         first = self._first_seen(seq.computed or len(matched) * self.block_size)
@@ -186,9 +182,7 @@ class BlockPool:
             seq.blocks = source.blocks[: self.blocks_for(seq.prompt_len)]
         else:
             source, seq.num_cached_blocks = None, len(seq.blocks)
-            seq.public = (
-                sum(block in self.public for block in seq.blocks) if seq.request.salt else 0
-            )
+            seq.public = self._count_public(seq, seq.blocks)
             seq.computed = seq.num_cached_blocks * self.block_size
         if self.window:
             seq.released = self._first_seen(seq.computed)
@@ -202,10 +196,14 @@ class BlockPool:
             store.share(table)
         return seq.computed
 
+    def _count_public(self, seq: Sequence, blocks: list[int]) -> int:
+        """Return how many of the blocks a salted sequence has from what is public."""
+        return sum(block in self.public for block in blocks) if seq.request.salt else 0
+
     def _fetch(self, seq: Sequence) -> None:
         """Ask slower memory for what comes behind its cached prefix, all of which is held meanwhile."""
         fetch, blocks = self.full.on_miss, self.match(seq) if self.full.on_miss else []
-        public = sum(block in self.public for block in blocks) if seq.request.salt else 0
+        public = self._count_public(seq, blocks)
         self.full.share(blocks)
         while fetch and (len(blocks) + 1) * self.block_size <= _attachable_at_most(seq):
             if (block := fetch(self._key(seq, len(blocks), public))) is None:
@@ -217,20 +215,16 @@ class BlockPool:
     def attachable(self, seq: Sequence) -> int:
         """Tokens that a sequence without blocks would gain by `attach`."""
         matched = len(self.match(seq))
-        return (
-            seq.prompt_len - 1
-            if self._takes_from_source(seq, matched)
-            else matched * self.block_size
-        )
+        if self._takes_from_source(seq, matched):
+            return seq.prompt_len - 1
+        return matched * self.block_size
 
     def _takes_from_source(self, seq: Sequence, matched: int) -> bool:
         """Return whether its source has all of its prompt, and so more than so many cached blocks hold."""
         source, last = seq.source, seq.prompt_len - 1
         if source is None or seq.logits_from is not None or source.computed <= last:
             return False
-        if (
-            source.public * self.block_size > last
-        ):  # its own copy of a block that is everybody's is nobody's
+        if source.public * self.block_size > last:  # a copy of a public block is nobody's
             return False
         return matched * self.block_size < last and source.released <= self._first_seen(last)
 
@@ -273,7 +267,7 @@ class BlockPool:
 
     def trim(self, seq: Sequence) -> None:
         """Give back the blocks behind the tokens that are computed or under way (rejected drafts), and the
-        sliding ones of which the next token sees nothing. Call it behind `seal`."""
+        sliding ones of which the next token sees nothing. Call it behind `cache_full_blocks`."""
         keep = -(-(seq.computed + seq.inflight) // self.block_size)
         if len(seq.blocks) > keep:
             for store, table in self._tables(seq):

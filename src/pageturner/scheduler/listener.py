@@ -13,19 +13,23 @@ from pageturner.scheduler.types import Sequence
 
 @dataclass(slots=True)
 class StepReport:
-    """A report of one committed step."""
+    """A report of one committed step.
 
-    seconds: float  # from the plan to the commit
-    tokens: int  # computed in it, padding included
-    generated: int = 0  # tokens of answers that it brought
-    events: list[Event] = field(default_factory=list)  # as they are told to whoever waits for them
-    recomputed: int = 0  # tokens computed once more, because their KV had been given up
-    drafts: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # (tokens verified, tokens accepted) of each
-    alike: list[float] = field(
-        default_factory=list
-    )  # seconds of each, where it stands for several steps
+    seconds     from the plan to the commit
+    tokens      computed in it, padding included; generated: tokens of answers that it brought
+    events      as they are told to whoever waits for them
+    recomputed  tokens computed once more, because their KV had been given up
+    drafts      (tokens verified, tokens accepted) of each draft
+    alike       seconds of each step, where the report stands for several
+    """
+
+    seconds: float
+    tokens: int
+    generated: int = 0
+    events: list[Event] = field(default_factory=list)
+    recomputed: int = 0
+    drafts: list[tuple[int, int]] = field(default_factory=list)
+    alike: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

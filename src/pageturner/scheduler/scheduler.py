@@ -34,7 +34,15 @@ from pageturner.scheduler.sharing import (
     order_after_prefix_owner,
     source_of,
 )
-from pageturner.scheduler.types import Item, Output, Plan, Result, Sequence, State
+from pageturner.scheduler.types import (
+    AdmissionEstimate,
+    Item,
+    Output,
+    Plan,
+    Result,
+    Sequence,
+    State,
+)
 
 
 class Scheduler:
@@ -61,9 +69,8 @@ class Scheduler:
         listeners: tuple[Listener, ...] = (),
     ) -> None:
         if max_num_seqs < 1 or token_budget < 0 or max_model_len < 2 or max_queue < 1:
-            raise ValueError(
-                "max_num_seqs and max_queue must be at least 1, max_model_len 2, token_budget 0"
-            )
+            least = "max_num_seqs and max_queue must be at least 1, max_model_len 2, token_budget 0"
+            raise ValueError(least)
         self.pool, self.policy, self._order, self._reserve = pool, policy, order, reserve
         self._listeners, self.listeners = listeners, Listeners((*listeners, order.listener))
         self._limit_steps(max_num_seqs, token_budget)
@@ -74,17 +81,14 @@ class Scheduler:
         self.running: list[Sequence] = []  # by rank, smallest first
         self._leaving: list[Sequence] = []  # aborted under a plan, which still uses their blocks
         self._plans: list[Plan] = []  # under way, in order; at most two
-        self._lookahead_out_of_blocks = (
-            False  # a plan made ahead would have had to preempt: the next one is not made ahead
-        )
+        # a plan made ahead would have had to preempt: the next one is not made ahead
+        self._lookahead_out_of_blocks = False
         self._granted, self._admissions = set[Sequence](), 0
 
     def _limit_steps(self, max_num_seqs: int, token_budget: int) -> None:
         self.budget = token_budget or sys.maxsize
         self.slots = min(max_num_seqs, self.budget)
-        self._max_draft = (
-            self.budget // self.slots - 1
-        )  # so that all drafts together fit the budget
+        self._max_draft = self.budget // self.slots - 1  # all drafts together fit the budget
 
     def add(self, request: Request) -> None:
         """Queue a request. Refused with queue_full, empty_prompt, prompt_too_long, kv_too_small,
@@ -111,13 +115,11 @@ class Scheduler:
     def _refuse_impossible(self, group: Group) -> None:
         """Set the most tokens that each of its sequences may have: without max_tokens what the context
         allows, and its share of the pool as it is. Refused where they can never run."""
-        first, max_tokens = group.sequences[0], group.sequences[0].request.params.max_tokens
-        share = self.pool.share(len(group.sequences))
-        most = (
-            max(share, first.prompt_len) + 1
-            if max_tokens is None
-            else first.prompt_len + max_tokens
-        )
+        first = group.sequences[0]
+        max_tokens, share = first.request.params.max_tokens, self.pool.share(len(group.sequences))
+        most = max(share, first.prompt_len) + 1
+        if max_tokens is not None:
+            most = first.prompt_len + max_tokens
         for seq in group.sequences:
             seq.limit = min(self._max_model_len, most)
         refuse_impossible(first, first.limit, self._max_model_len, share)
@@ -134,7 +136,7 @@ class Scheduler:
             if seq.state is State.RUNNING:
                 self.running.remove(seq)
                 self._leaving.append(seq)
-            seq.state, seq.claim = State.FINISHED, None
+            seq.state, seq.estimate = State.FINISHED, None
         if not self._plans:
             self._release_leaving()
         return True
@@ -166,11 +168,8 @@ class Scheduler:
     @property
     def load(self) -> tuple[int, int, int]:
         """Sequences that wait and that run, and blocks in use."""
-        return (
-            len(self.waiting),
-            len(self.running),
-            self.pool.full.num_blocks - self.pool.full.available,
-        )
+        used = self.pool.full.num_blocks - self.pool.full.available
+        return len(self.waiting), len(self.running), used
 
     def queue(self, now: float) -> list[Sequence]:
         """Return the waiting sequences, the first to go first, as known in the last step."""
@@ -201,11 +200,9 @@ class Scheduler:
         nothing. Without items where it cannot be made: commit, and ask for a plan."""
         if len(self._plans) != 1:
             raise RuntimeError("one plan ahead of one that is under way")
-        return (
-            Plan(at=now)
-            if self._lookahead_out_of_blocks or not self.policy.steady
-            else self._make_plan(Plan(at=now))
-        )
+        if self._lookahead_out_of_blocks or not self.policy.steady:
+            return Plan(at=now)
+        return self._make_plan(Plan(at=now))
 
     def _make_plan(self, plan: Plan) -> Plan:
         if not self._requests.groups:
@@ -234,11 +231,10 @@ class Scheduler:
             if gap:  # else it waits for the others of its search, or it will have ended
                 (decoding if gap == 1 else prefilling).append(seq)
         free_slots = max(0, self.slots - len(self.running))
-        waiting = (
-            order_after_prefix_owner(self._order.arrange(self.waiting, self.running, now))
-            if free_slots
-            else []
-        )
+        waiting: list[Sequence] = []
+        if free_slots:
+            queue = self._order.arrange(self.waiting, self.running, now)
+            waiting = order_after_prefix_owner(queue)
         return View(
             now=now,
             decoding=decoding,
@@ -305,7 +301,7 @@ class Scheduler:
         for one in group.sequences:
             one.max_computed_tokens = max(one.max_computed_tokens, one.computed)
             self.pool.release(one)
-            one.draft, one.claim, one.state = [], None, State.WAITING
+            one.draft, one.estimate, one.state = [], None, State.WAITING
             self.running.remove(one)
         first = group.sequences[0]
         self.waiting[first] = None
@@ -335,10 +331,10 @@ class Scheduler:
 
     def _refusal(self, plan: Plan, joining: list[Sequence], n: int) -> tuple[WaitCause, int] | None:
         """Return what the joining sequences lack, and the request that has it; None: nothing."""
-        if self.policy.awaits_prefixes and (
-            one := awaited_prefix(joining[0], self.running, self.pool)
-        ):
-            return WaitCause.PROMPT, one.request.id
+        if self.policy.awaits_prefixes:
+            owner = awaited_prefix(joining[0], self.running, self.pool)
+            if owner is not None:
+                return WaitCause.PROMPT, owner.request.id
         if plan.preempted:
             return WaitCause.PREEMPTION, 0
         if len(self.running) + len(joining) > max(self.slots, len(joining)):
@@ -354,23 +350,22 @@ class Scheduler:
         pool, reserve, full, sliding = self.pool, self.reserve, 0, 0
         available, sharing = pool.full.available, pool.full.sharing
         for one in (*joining, *self.running, *self._leaving):
-            claim = one.claim
+            known = one.estimate
+            # an estimate holds while nothing has happened that would change it
             if (
-                claim
-                and claim[0] >= len(one.tokens)
-                and claim[1] == len(one.blocks)
-                and claim[2] == sharing
+                known
+                and known.max_tokens >= len(one.tokens)
+                and known.num_blocks == len(one.blocks)
+                and known.sharing == sharing
             ):
-                full += claim[
-                    3
-                ]  # as it was found before: nothing has happened since that would change it
+                full += known.blocks_needed
             else:
                 first, mate = one is joining[0], one.state is State.WAITING
                 step = max(n, self.budget) if first else 1 if mate else self.budget
                 promised, until = reserve(one, self.peak(one), pool.block_size)
                 more = pool.blocks_needed(one, promised, step, len(joining) - 1 if first else 0)
                 if one.blocks and not pool.window:
-                    one.claim = until, len(one.blocks), sharing, more[0]
+                    one.estimate = AdmissionEstimate(until, len(one.blocks), sharing, more[0])
                 full, sliding = full + more[0], sliding + more[1]
             if full > available or sliding > pool.sliding.num_blocks - len(pool.sliding.held):
                 return False
@@ -379,10 +374,9 @@ class Scheduler:
     def _attach(self, seq: Sequence) -> None:
         """Give it what is there of its KV. Those of one search take it one by one, when they get on, so that
         each finds what the ones before it have computed."""
-        fresh = max(
-            0, self.pool.attach(seq) - seq.max_computed_tokens
-        )  # never computed for it before
-        seq.max_computed_tokens, seq.cached = seq.max_computed_tokens + fresh, seq.cached + fresh
+        fresh = max(0, self.pool.attach(seq) - seq.max_computed_tokens)  # never computed before
+        seq.max_computed_tokens += fresh
+        seq.cached += fresh
         for tell in self.listeners.attached:
             tell(seq, fresh)
 
@@ -425,9 +419,8 @@ class Scheduler:
             return self._end(group, "error")
         seq = item.sequence
         known, end = len(seq.tokens), seq.computed + item.n
-        report.recomputed += (
-            seq.recompute(min(end, known)) if seq.computed < seq.max_computed_tokens else 0
-        )
+        if seq.computed < seq.max_computed_tokens:
+            report.recomputed += seq.recompute(min(end, known))
         change = group.take(item, output)
         report.events += change.events
         if seq.request.logits_from is not None and (scored := item.scored):
@@ -441,16 +434,15 @@ class Scheduler:
         if change.finish is not None:
             return self._end(group, change.finish)
         # of a draft only what can be of use: its share of the budget, nothing past the sequence's end
-        seq.draft = (
-            output.draft and output.draft[: min(self._max_draft, seq.limit - len(seq.tokens) - 1)]
-        )
+        most = min(self._max_draft, seq.limit - len(seq.tokens) - 1)
+        seq.draft = output.draft and output.draft[:most]
         self.pool.trim(seq)
         if change.branches:
             apply_branches(change.branches, group.sequences, self.pool)
 
     def _end(self, group: Group, finish: str) -> None:
         for seq in group.sequences:
-            seq.state, seq.claim = State.FINISHED, None
+            seq.state, seq.estimate = State.FINISHED, None
             kept = [tell(seq, finish) for tell in self.listeners.ended]
             if not any(kept):
                 self.pool.release(seq)
@@ -471,7 +463,7 @@ class Scheduler:
         """Go on with these; None: as it is. False if that has to wait: ask again after the next commit.
 
         Who runs goes on; those above a smaller number end before anybody joins; a wider search runs alone.
-        max_beam_width: sequences of the widest search still taken; it never falls, as one may be submitted again."""
+        max_beam_width: sequences of the widest search still taken, which never falls: one may come again."""
         if self._plans or (policy is not None and self.running and not self.policy.interruptible):
             return False
         self._limit_steps(max_num_seqs, token_budget)
@@ -479,7 +471,7 @@ class Scheduler:
         self._max_beam_width += more
         self._max_queue += more  # whoever bounds the queue outside counts those who run, too
         for seq in self.running:
-            seq.claim = None
+            seq.estimate = None
         self.policy = policy or self.policy
         if order is not None:  # of who runs it hears when they are served
             self._order, self.listeners = order, Listeners((*self._listeners, order.listener))

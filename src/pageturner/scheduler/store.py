@@ -27,7 +27,7 @@ class Store:
     cached    the cached blocks, least recently released first; oldest: says which is overwritten next. Both
               can be replaced, by something that knows more of them than when they were released
     evictions, copied  cached blocks that were overwritten, and blocks that were copied, since the beginning
-    sharing   version number: goes up when a block becomes or stops being shared; tells a stale Sequence.claim
+    sharing   version number: goes up when a block becomes or stops being shared; tells a stale Sequence.estimate
     shared, extra_refs  blocks in more than one table, and what all references are more than one each
     """
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from pageturner.request import Failure, Logprob, PromptLogprob, Request
 
@@ -17,6 +18,19 @@ class State(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+class AdmissionEstimate(NamedTuple):
+    """Full blocks that a running sequence may still take, kept from one step to the next.
+
+    max_tokens  length of the sequence up to which it is valid
+    num_blocks  len(Sequence.blocks) when it was made, and sharing: Store.sharing then; others make it stale
+    """
+
+    max_tokens: int
+    num_blocks: int
+    sharing: int
+    blocks_needed: int
 
 
 @dataclass(slots=True, eq=False)
@@ -40,8 +54,7 @@ class Sequence:
     limit     the most tokens it may have, prompt and answer; fixed when it is taken
     inflight  tokens from `computed` on that the plans under way compute
     source    the sequence with the same prompt whose blocks it shares when it is admitted
-    claim     what pool.blocks_needed last gave: (valid up to so many tokens, len(blocks) then, Store.sharing then,
-              full blocks still to take)
+    estimate  the last answer of pool.blocks_needed while it may still hold
     rank      (priority class, first admission), fixed then; the largest running rank is the victim. All
               sequences of a beam search share one rank, so they are preempted together
     """
@@ -65,7 +78,7 @@ class Sequence:
     limit: int = 0
     inflight: int = 0
     source: Sequence | None = None
-    claim: tuple[int, int, int, int] | None = None
+    estimate: AdmissionEstimate | None = None
     rank: tuple[int, int] | None = None
     state: State = State.WAITING
 
@@ -83,11 +96,9 @@ class Sequence:
         """The one gap: tokens whose KV is still to be computed, drafts included. Behind a plan under way that
         reaches the last one, it is the token that this is about to give, but for the last of the answer."""
         gap = len(self.tokens) + len(self.draft) - self.computed - self.inflight
-        return (
-            gap
-            if gap > 0 or not self.inflight
-            else int(gap == 0 and len(self.tokens) + 1 < self.limit)
-        )
+        if gap > 0 or not self.inflight:
+            return gap
+        return int(gap == 0 and len(self.tokens) + 1 < self.limit)
 
     @property
     def logits_from(self) -> int | None:
@@ -106,9 +117,7 @@ class Sequence:
         return again
 
 
-@dataclass(
-    slots=True
-)  # not frozen: one is made for every sequence in every step, at a third of the cost
+@dataclass(slots=True)  # not frozen: each sequence has one in each step, at a third of the cost
 class Item:
     """Compute `n` tokens of `sequence` from position `start` on, which is `sequence.computed` when its turn
     comes. In a plan made ahead the token at `start` may be the one that the plan before it gives."""
@@ -149,19 +158,17 @@ class WaitReason:
 class Plan:
     """One step. Running it is idempotent until it is committed.
 
-    copies     (source block, destination block) to copy before anything is written: copy-on-write
+    copies     (source block, destination block) to copy before anything is written: copy-on-write;
+               sliding_copies: the same among blocks of Sequence.sliding
+    wake       if nothing can run now: when to ask again; None: only after new input
     preempted  request ids that lost their blocks in this plan, and whom they gave way to
     ballast    (rows, context) of padding that static batching computes; results are dropped
     """
 
     items: list[Item] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
-    sliding_copies: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # among blocks of Sequence.sliding
-    wake: float | None = (
-        None  # if nothing can run now: when to ask again; None: only after new input
-    )
+    sliding_copies: list[tuple[int, int]] = field(default_factory=list)
+    wake: float | None = None
     preempted: dict[int, int] = field(default_factory=dict)
     wait_reason: WaitReason | None = None  # what those who wait are waiting for; None: nobody waits
     ballast: list[tuple[int, int]] = field(default_factory=list)
@@ -192,9 +199,11 @@ class Output:
 
 @dataclass(slots=True)
 class Result:
-    """The result of a step."""
+    """The result of a step.
 
-    outputs: list[Output] = field(default_factory=list)  # one for each item of its plan, in order
-    spent: dict[str, float] = field(
-        default_factory=dict
-    )  # seconds by what else but the forward pass
+    outputs  one for each item of its plan, in order
+    spent    seconds by what else but the forward pass
+    """
+
+    outputs: list[Output] = field(default_factory=list)
+    spent: dict[str, float] = field(default_factory=dict)
