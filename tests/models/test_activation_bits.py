@@ -6,7 +6,7 @@ import pytest
 
 from pageturner.kernels.reference import Quantised, ReferenceOps
 from pageturner.models.load import open_model
-from pageturner.models.weights import Weights, load_weights
+from pageturner.models.weights import LoadOptions, Weights, load_weights
 from support.smollm2 import GOLDENS
 
 MATRICES = {"q", "k", "v", "o", "gate", "up", "down"}
@@ -20,9 +20,8 @@ class WithoutTwelve(ReferenceOps):
 
 
 def loaded(model: str, bits: str, ops: ReferenceOps | None = None) -> Weights:
-    file, spec, layout = open_model(GOLDENS / f"{model}.gguf")
-    ops = ops or ReferenceOps()
-    return load_weights(file, spec, layout, ops, dtype="auto", positions=64, activation_bits=bits)
+    options = LoadOptions(max_positions=64, activation_bits=bits)
+    return load_weights(open_model(GOLDENS / f"{model}.gguf"), ops or ReferenceOps(), options)
 
 
 def bits_of(weights: Weights) -> set[int]:

@@ -25,7 +25,7 @@ from pageturner.models.names import Part
 from pageturner.models.quantise import quantise
 from pageturner.models.rope import RopeSpec, rope_tables
 from pageturner.models.spec import LONGEST, ExpertSpec, LatentSpec, ModelSpec, Temper
-from pageturner.models.weights import load_weights, read_part
+from pageturner.models.weights import LoadOptions, OpenModel, load_weights, read_part
 from support.decoding import Decoding
 from support.hf_folder import GOLDENS
 from support.safetensors_writer import write_safetensors
@@ -638,7 +638,7 @@ def test_stacked_experts_that_are_quantised(family: str) -> None:
                 expected = quantise(read_part(floats, float_part), "int8")
                 assert (tensor.kind, tensor.shape) == ("Q8_0", expected.shape)
                 np.testing.assert_array_equal(tensor.data, expected.data)
-    load_weights(file, spec, stored, ReferenceOps(), dtype="auto", positions=16)
+    load_weights(OpenModel(file, spec, stored), ReferenceOps(), LoadOptions(max_positions=16))
 
 
 @pytest.mark.parametrize("root", ["language_model.", ""])

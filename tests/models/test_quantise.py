@@ -13,7 +13,7 @@ from pageturner.kernels.base import Tensor
 from pageturner.kernels.reference import Quantised, ReferenceOps
 from pageturner.models.load import load_model, open_model
 from pageturner.models.quantise import quantise, rounded
-from pageturner.models.weights import load_weights
+from pageturner.models.weights import LoadOptions, load_weights
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 
@@ -126,10 +126,8 @@ def test_values_that_are_not_finite_are_refused_by_name(bad: float, quantization
 def test_a_model_quantised_at_load(dtype: str) -> None:
     """int4 keeps embedding and head in 8 bits; norms stay; with dtype=float32 it takes whatever was there."""
     path = GOLDENS / ("tiny_llama.gguf" if dtype == "auto" else "tiny_llama_quant.gguf")
-    file, spec, layout = open_model(path)
-    weights = load_weights(
-        file, spec, layout, ReferenceOps(), dtype=dtype, positions=64, quantization="int4"
-    )
+    options = LoadOptions(dtype=dtype, max_positions=64, quantization="int4")
+    weights = load_weights(open_model(path), ReferenceOps(), options)
     assert isinstance(weights.embed, Quantised)
     assert weights.embed.low is None
     for layer in weights.layers:

@@ -16,7 +16,7 @@ from pageturner.kernels.adapters import FIELDS
 from pageturner.kernels.base import AttentionShape, Tensor
 from pageturner.models.load import open_model
 from pageturner.models.names import gguf_layout, named
-from pageturner.models.shard import ONCE, RULES, Shard, _balanced, shard_of
+from pageturner.models.shard import ONCE, RULES, Divisible, Shard, _balanced, shard_of
 from pageturner.models.spec import ModelSpec
 from pageturner.models.stages import Stage, balanced, stage_of
 from pageturner.models.weights import read_part
@@ -34,7 +34,8 @@ def where(name: str) -> Path:
 def shards(name: str, size: int, quantization: str = "none") -> list[Shard]:
     file, spec, layout = open_model(where(name))
     kinds = {name: info.kind for name, info in file.tensors.items()}
-    return [shard_of(spec, layout, kinds, rank, size, quantization) for rank in range(size)]
+    model = Divisible(spec, layout, kinds, quantization)
+    return [shard_of(model, rank, size) for rank in range(size)]
 
 
 def values(tensor: Tensor) -> np.ndarray:
@@ -75,7 +76,7 @@ def ranges(heads: int, kv_heads: int, size: int) -> tuple[object, object]:
     spec = spec_of(heads, kv_heads)
     layout = gguf_layout(spec, lambda name: False)
     kinds = {part.name: "F32" for part in layout.all()}
-    found = shard_of(spec, layout, kinds, 0, size).ranges
+    found = shard_of(Divisible(spec, layout, kinds), 0, size).ranges
     return found["heads"], found["kv_heads"]
 
 
@@ -126,7 +127,7 @@ def test_an_mlp_that_is_too_narrow_is_refused() -> None:
     with pytest.raises(
         EngineFault, match=r"'blk.0.ffn_down.weight', of 96 columns in groups of 32"
     ):
-        shard_of(spec, layout, kinds, 0, 4)
+        shard_of(Divisible(spec, layout, kinds), 0, 4)
 
 
 def test_more_ranks_than_heads_are_refused() -> None:

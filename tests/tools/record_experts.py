@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import gguf
@@ -34,7 +35,8 @@ class Case:
 
 
 def config(kind: type[hf.PreTrainedConfig], **settings: object) -> hf.PreTrainedConfig:
-    return kind(**(families.LLAMA | {"rope_parameters": families.rope()} | settings))
+    common = tiny.common(kv_heads=2, ffn=64, tied=True, eps=1e-6, rope_base=10_000.0)
+    return kind(**(common | {"hidden_size": 32, "max_position_embeddings": 512} | settings))
 
 
 CASES = [
@@ -43,6 +45,7 @@ CASES = [
         "llama",
         config(
             hf.MixtralConfig,
+            rms_norm_eps=1e-5,
             num_local_experts=4,
             num_experts_per_tok=2,
             intermediate_size=32,
@@ -105,8 +108,7 @@ def gguf_tensors(case: Case, model: torch.nn.Module) -> dict[str, np.ndarray]:
 def build(case: Case, seed: int) -> torch.nn.Module:
     """A random model whose weights are the values of its blocks. Rows are rounded each on its own, so it
     does not matter that the file has them in another order."""
-    settings = case.config.to_dict()
-    model = families.build(families.Case(case.name, type(case.config), settings, "F32", {}), seed)
+    model = families.build(case.config, seed)
     with torch.no_grad():
         for key, weight in model.named_parameters():
             router = key.endswith("mlp.gate.weight")
@@ -114,17 +116,6 @@ def build(case: Case, seed: int) -> torch.nn.Module:
             kind = Kind.F32 if router or "norm" in key else kind_of(prefix + "x")
             weight.copy_(torch.from_numpy(rounded(weight.numpy(), kind)))
     return model
-
-
-def find(
-    case: Case, prompts: list[list[int]]
-) -> tuple[torch.nn.Module, dict[str, np.ndarray], int]:
-    """The first seed whose greedy paths are varied and leave no doubt."""
-    for seed in range(3000):
-        model = build(case, seed)
-        if all(families.promising(model, prompt) for prompt in prompts):
-            return model, tiny.record(model, prompts), seed
-    raise RuntimeError(f"{case.name}: no seed gives an unambiguous path")
 
 
 def write_config(writer: gguf.GGUFWriter, case: Case) -> None:
@@ -148,15 +139,14 @@ def main() -> None:
     tokenizer = tiny.build_tokenizer()
     prompts = [tokenizer.encode(text).ids for text in tiny.PROMPTS[1:]]
     for case in CASES:
-        model, golden, seed = find(case, prompts)
+        model, golden, seed = families.find(partial(build, case), prompts)
         tensors = gguf_tensors(case, model)
         for name, weight in tensors.items():
             assert np.array_equal(rounded(weight, kind_of(name)), weight), name
         tiny.write_gguf(out / f"{case.name}.gguf", case, tensors, tokenizer, lambda _: Kind.F32)
         tiny.write_gguf(out / f"{case.name}_quant.gguf", case, tensors, tokenizer, kind_of)
-        golden["logits_1"] = golden["logits_1"][-8:]  # of the longer prompt the end is enough
         np.savez_compressed(out / f"{case.name}.npz", **golden)
-        tiny.describe(case.name, seed, golden | {"logits_2": golden["logits_1"]})
+        tiny.describe(case.name, seed, golden)
 
 
 if __name__ == "__main__":

@@ -378,10 +378,9 @@ def record_tokens(tokenizer: Tokenizer, path: Path) -> None:
 
 
 def describe(name: str, seed: int, golden: dict[str, np.ndarray]) -> None:
-    gaps = [float(golden[key].min()) for key in golden if key.startswith("gaps_")]
-    print(
-        f"{name}: seed {seed}, smallest gap {min(gaps):.4f}, logit std {golden['logits_2'].std():.2f}"
-    )
+    gaps = min(float(golden[key].min()) for key in golden if key.startswith("gaps_"))
+    last = max(key for key in golden if key.startswith("logits_"))
+    print(f"{name}: seed {seed}, smallest gap {gaps:.4f}, logit std {golden[last].std():.2f}")
 
 
 def main() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from pageturner import memory
 from pageturner.errors import EngineFault, naming
@@ -26,72 +26,37 @@ from pageturner.models.names import Layout, gguf_layout
 from pageturner.models.packed_cache import PackedCache
 from pageturner.models.quantise import BYTES_PER_GROUP, QUANTIZATIONS, quantisable
 from pageturner.models.rope import table_bytes
-from pageturner.models.shard import Shard, shard_of
+from pageturner.models.shard import Divisible, Shard, shard_of
 from pageturner.models.spec import ModelSpec
 from pageturner.models.stages import Stage, stage_of
-from pageturner.models.weights import TensorFile, check_counts, load_weights
+from pageturner.models.weights import LoadOptions, OpenModel, TensorFile, check_counts, load_weights
 
 _log = logging.getLogger("pageturner")
 
 
-def load_model(
-    path: str | os.PathLike[str],
-    ops: Ops,
-    *,
-    dtype: str = "auto",
-    max_positions: int = 0,
-    quantization: str = "none",
-    activation_bits: str = "auto",
-    packed_cache: str = "",
-    rank: int = 0,
-    ranks: int = 1,
-    stages: int = 1,
-    load_format: str = "auto",
-    load_seed: int = 0,
-    available: Callable[[], int | None] | None = None,
-) -> Decoder:
+def load_model(path: str | os.PathLike[str], ops: Ops, **fields: Any) -> Decoder:
     """Read, check and pack the model in a GGUF file or a Hugging Face folder. EngineFault for anything that
     cannot be right; 'model_memory' before anything is read when the machine cannot hold the weights.
 
-    dtype          "auto": weights as in the file; "float32": dequantised
-    max_positions  longest sequence that will be computed, in tokens; 0: the model's context
-    quantization   "none", "int8" or "int4": what matrices of floats become (see models/quantise.py)
-    activation_bits  of products with quantised weights: "8", "15", or "auto": 15 where it matters most
-    packed_cache   folder that keeps packed weights for the next load (see models/packed_cache.py); "": none
-    rank, ranks    of tensor parallel: this one's slices (see models/shard.py)
-    stages         of pipeline parallel, in place of `ranks`: this one's layers (see models/stages.py)
-    load_format    "dummy": random weights of a config.json, from load_seed (see models/dummy.py)
-    available      bytes that are free where the weights are to lie; None: in the memory of this machine
+    fields  of LoadOptions
     """
-    if quantization not in QUANTIZATIONS:
+    options = LoadOptions(**fields)
+    if options.quantization not in QUANTIZATIONS:
         known = ", ".join(QUANTIZATIONS)
-        message = f"quantization {quantization!r} is not supported; use one of {known}"
+        message = f"quantization {options.quantization!r} is not supported; use one of {known}"
         raise EngineFault("weight_dtype", message)
-    file, spec, layout = open_model(path, load_format, load_seed)
-    positions = min(max_positions or spec.context, spec.context)
+    model = open_model(path, options.load_format, options.load_seed)
     with naming(path):
-        shard = _shard(file, spec, layout, dtype, quantization, (rank, ranks, stages))
-        if rank == 0:  # it does so for all
-            check_memory(file, layout, dtype, quantization, (available or memory.available)())
-            for line in what_becomes(file):
+        shard = _shard(model, options)
+        if options.rank == 0:  # it does so for all
+            free = (options.available or memory.available)()
+            check_memory(model.file, model.layout, options.dtype, options.quantization, free)
+            for line in what_becomes(model.file):
                 _log.warning("%s: %s", path, line)
-        check_tables(spec, positions)
-        settings = {"dtype": dtype, "quantization": quantization, "bits": activation_bits}
-        settings |= {"shard": f"{rank} of {ranks} by {stages}"} if shard else {}
-        cache = PackedCache(Path(packed_cache), Path(path), ops, settings) if packed_cache else None
+        check_tables(model.spec, options.positions(model.spec))
+        cache = _packed_cache(Path(path), ops, options, shard) if options.packed_cache else None
         try:
-            weights = load_weights(
-                file,
-                spec,
-                layout,
-                ops,
-                dtype=dtype,
-                positions=positions,
-                quantization=quantization,
-                activation_bits=activation_bits,
-                packed_cache=cache,
-                shard=shard,
-            )
+            weights = load_weights(model, ops, options, cache, shard)
             if cache is not None:
                 cache.keep()
         except MemoryError as error:  # a limit that `memory.available` knows nothing of
@@ -100,54 +65,59 @@ def load_model(
         finally:
             if cache is not None:
                 cache.close()
-    return Decoder(spec, weights, ops)
+    return Decoder(model.spec, weights, ops)
 
 
-def _shard(
-    file: TensorFile,
-    spec: ModelSpec,
-    layout: Layout,
-    dtype: str,
-    quantization: str,
-    places: tuple[int, int, int],
-) -> Shard | Stage | None:
-    """Which part of the model it is. places: rank, ranks, stages."""
-    rank, ranks, stages = places
-    if ranks > 1:
-        kinds = {
-            name: "F32" if dtype == "float32" else info.kind for name, info in file.tensors.items()
-        }
-        return shard_of(spec, layout, kinds, rank, ranks, quantization)
-    if stages > 1:
-        nbytes = {
-            name: loaded_bytes(info, dtype, quantization) for name, info in file.tensors.items()
-        }
-        return stage_of(spec, layout, nbytes, rank, stages)
+def _packed_cache(
+    path: Path, ops: Ops, options: LoadOptions, shard: Shard | Stage | None
+) -> PackedCache:
+    settings = {
+        "dtype": options.dtype,
+        "quantization": options.quantization,
+        "bits": options.activation_bits,
+    }
+    if shard:
+        settings["shard"] = f"{options.rank} of {options.ranks} by {options.stages}"
+    return PackedCache(Path(options.packed_cache), path, ops, settings)
+
+
+def _shard(model: OpenModel, options: LoadOptions) -> Shard | Stage | None:
+    """Which part of the model this rank has."""
+    file, spec, layout = model
+    dtype, quantization = options.dtype, options.quantization
+    infos = file.tensors.items()
+    if options.ranks > 1:
+        kinds = {name: "F32" if dtype == "float32" else info.kind for name, info in infos}
+        return shard_of(Divisible(spec, layout, kinds, quantization), options.rank, options.ranks)
+    if options.stages > 1:
+        nbytes = {name: loaded_bytes(info, dtype, quantization) for name, info in infos}
+        return stage_of(spec, layout, nbytes, options.rank, options.stages)
     return None
 
 
 def open_model(
     path: str | os.PathLike[str], load_format: str = "auto", load_seed: int = 0
-) -> tuple[TensorFile, ModelSpec, Layout]:
+) -> OpenModel:
     """The tensors of a model, what it is, and which tensor is what; no weights are read yet."""
     with naming(path):
-        return open_dummy(path, load_seed) if load_format == "dummy" else _open(path)
+        if load_format == "dummy":
+            return OpenModel(*open_dummy(path, load_seed))
+        return _open(Path(path))
 
 
-def _open(path: str | os.PathLike[str]) -> tuple[TensorFile, ModelSpec, Layout]:
-    if not Path(path).is_dir():
+def _open(path: Path) -> OpenModel:
+    if not path.is_dir():
         gguf = open_gguf(path)
         spec = read_gguf_spec(gguf)
         check_counts(gguf, spec)
-        return gguf, spec, gguf_layout(spec, gguf.tensors.__contains__)
-    folder = Path(path)
-    config = read_config(folder)
-    tensors = open_checkpoint(config, open_safetensors(folder), str(folder / CONFIG))
-    spec = read_hf_spec(
-        config, str(folder / CONFIG), folder.name, any(head in tensors.tensors for head in HEADS)
-    )
-    check_counts(tensors, spec)
-    return tensors, spec, as_stored(hf_layout(spec, tensors.tensors.__contains__), tensors.tensors)
+        return OpenModel(gguf, spec, gguf_layout(spec, gguf.tensors.__contains__))
+    where = str(path / CONFIG)
+    config = read_config(path)
+    file = open_checkpoint(config, open_safetensors(path), where)
+    spec = read_hf_spec(config, where, path.name, any(head in file.tensors for head in HEADS))
+    check_counts(file, spec)
+    layout = hf_layout(spec, file.tensors.__contains__)
+    return OpenModel(file, spec, as_stored(layout, file.tensors))
 
 
 def what_becomes(file: TensorFile) -> list[str]:

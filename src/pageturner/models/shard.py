@@ -149,11 +149,9 @@ class Shard:
             if rule is None:
                 return pair
             first, end = self._range(rule)
-            return (
-                replace(pair, b=pair.b[first:end])
-                if rule.axis == 0
-                else replace(pair, a=pair.a[:, first:end])
-            )
+            if rule.axis == 0:
+                return replace(pair, b=pair.b[first:end])
+            return replace(pair, a=pair.a[:, first:end])
 
         layers = tuple(
             {field: cut(field, pair) for field, pair in one.items()} for one in whole.layers
@@ -188,39 +186,98 @@ class Shard:
         return first * unit, end * unit
 
 
-def shard_of(
-    spec: ModelSpec,
-    layout: Layout,
-    kinds: dict[str, str],
-    rank: int,
-    size: int,
-    quantization: str = "none",
-) -> Shard:
-    """The share of a rank.
+@dataclass(frozen=True, slots=True)
+class Divisible:
+    """A model that is to be divided among ranks.
 
-    kinds  of tensors as they are cut, by name; those of a model that is dequantised first are all "F32"
+    kinds         of tensors as they are cut, by name; those of a model that is dequantised first are all "F32"
+    quantization  what matrices of floats become when they are loaded
+    """
+
+    spec: ModelSpec
+    layout: Layout
+    kinds: dict[str, str]
+    quantization: str = "none"
+
+    def problem(self, size: int) -> str:
+        """What is in the way of so many ranks; "": nothing."""
+        spec = self.spec
+        if size > spec.heads:
+            return f"{spec.heads} query heads cannot be divided among {size} ranks"
+        heads, _ = _heads(spec.heads, spec.kv_heads, size)
+        if any(first == end for first, end in heads):
+            groups = f"{spec.kv_heads} KV heads of {spec.heads // spec.kv_heads} query heads"
+            return f"{groups} cannot be divided among {size} ranks"
+        for part, values in self.groups("o"):
+            if any(end * spec.head_dim % values for _, end in heads):
+                columns = (
+                    f"{part.shape[-1]} columns in groups of {values} and heads of {spec.head_dim}"
+                )
+                return f"tensor {part.name!r}, of {columns}, cannot be divided among {size} ranks"
+        for field, count in self.inner().items():
+            unit = self.unit(field, size)
+            if count < unit * size:
+                part, _ = next(self.groups(field))
+                columns = f"{count} columns in groups of {unit}"
+                return f"tensor {part.name!r}, of {columns}, cannot be divided among {size} ranks"
+        return ""
+
+    def inner(self) -> dict[str, int]:
+        """How many neurons stand before each of DOWN that the model has."""
+        spec = self.spec
+        found = {
+            named(spec, i, "down") for i, one in enumerate(self.layout.layers) if "down" in one
+        }
+        sizes = {"down": spec.ffn}
+        if spec.experts is not None:
+            found.add("downs")
+            sizes |= {"downs": spec.experts.ffn, "shared_down": spec.experts.shared}
+        return {field: count for field, count in sizes.items() if field in found}
+
+    def groups(self, field: str) -> Iterator[tuple[Part, int]]:
+        """The weights of this name in all layers, and how many of their columns belong together."""
+        quantised = quantization_of(field, self.quantization) != "none"
+        for layer, one in enumerate(self.layout.layers):
+            several = self.layout.several(layer) if self.layout.experts else {}
+            alone = [part for f, part in one.items() if named(self.spec, layer, f) == field]
+            for part in several.get(field, []) + alone:
+                kind = self.kinds[part.name]
+                columns = part.shape[-2 if part.transposed or part.turned else -1]
+                made = quantised and quantisable(kind, (1, columns))
+                yield part, GROUP if made else BY_NAME[kind].values
+
+    def unit(self, field: str, size: int) -> int:
+        """How many neurons before one of DOWN belong together in each layer; floats only as kernels like
+        them."""
+        widest = max(values for _, values in self.groups(field))
+        if widest > 1:
+            return widest
+        count = self.inner()[field]
+        return next((n for n in (GROUP, 8) if count % n == 0 and count >= n * size), 1)
+
+
+def shard_of(model: Divisible, rank: int, size: int) -> Shard:
+    """The share of a rank.
 
     EngineFault: 'model_unsupported' for what is not divided yet; 'tensor_parallel', naming a tensor and the
     sizes that work, where a cut would go through a group of quantised weights, or a rank would have nothing.
     """
+    spec = model.spec
     _refuse(spec)
-    problem = _problem(spec, layout, kinds, size, quantization)
-    if problem:
+    if problem := model.problem(size):
         sizes = range(1, min(MAX_RANKS, spec.heads) + 1)
-        work = [n for n in sizes if not _problem(spec, layout, kinds, n, quantization)]
-        message = f"{problem}: --tensor-parallel-size may be {', '.join(map(str, work))}"
-        raise EngineFault("tensor_parallel", message)
+        work = ", ".join(str(n) for n in sizes if not model.problem(n))
+        raise EngineFault("tensor_parallel", f"{problem}: --tensor-parallel-size may be {work}")
     heads, kv_heads = _heads(spec.heads, spec.kv_heads, size)
     tokens = _divided(spec.vocab, GROUP if spec.vocab >= GROUP * size else 1, size)
     ranges = {"heads": heads, "kv_heads": kv_heads, "tokens": tokens}
-    for field, count in _inner(spec, layout).items():
-        unit = _unit(spec, layout, kinds, field, size, quantization)
+    for field, count in model.inner().items():
+        unit = model.unit(field, size)
         if field == "shared_down":
             ranges[DOWN[field]] = _divided(count, unit, size)
         else:
-            ranges[DOWN[field]] = _balanced(
-                count, unit, _attention_work(spec, heads, kv_heads), _mlp_work(spec, field)
-            )
+            work_besides = _attention_work(spec, heads, kv_heads)
+            ranges[DOWN[field]] = _balanced(count, unit, work_besides, _mlp_work(spec, field))
     return Shard(rank, size, ranges, spec.head_dim)
 
 
@@ -236,72 +293,6 @@ def _refuse(spec: ModelSpec) -> None:
         if there:
             message = f"this model has {what}, which is not divided among ranks yet"
             raise unsupported(f"{message}: use --tensor-parallel-size 1")
-
-
-def _problem(
-    spec: ModelSpec, layout: Layout, kinds: dict[str, str], size: int, quantization: str
-) -> str:
-    """What is in the way of so many ranks; "": nothing."""
-    if size > spec.heads:
-        return f"{spec.heads} query heads cannot be divided among {size} ranks"
-    heads, _ = _heads(spec.heads, spec.kv_heads, size)
-    if any(first == end for first, end in heads):
-        share = spec.heads // spec.kv_heads
-        return (
-            f"{spec.kv_heads} KV heads of {share} query heads cannot be divided among {size} ranks"
-        )
-    for part, values in _groups(spec, layout, kinds, "o", quantization):
-        if any(end * spec.head_dim % values for _, end in heads):
-            columns = f"{part.shape[-1]} columns in groups of {values} and heads of {spec.head_dim}"
-            return f"tensor {part.name!r}, of {columns}, cannot be divided among {size} ranks"
-    for field, count in _inner(spec, layout).items():
-        unit = _unit(spec, layout, kinds, field, size, quantization)
-        if count < unit * size:
-            part, _ = next(_groups(spec, layout, kinds, field, quantization))
-            columns = f"{count} columns in groups of {unit}"
-            return f"tensor {part.name!r}, of {columns}, cannot be divided among {size} ranks"
-    return ""
-
-
-def _inner(spec: ModelSpec, layout: Layout) -> dict[str, int]:
-    """How many neurons stand before each of DOWN that the model has."""
-    found = {
-        named(spec, layer, "down") for layer, parts in enumerate(layout.layers) if "down" in parts
-    }
-    sizes = {"down": spec.ffn}
-    if spec.experts is not None:
-        found.add("downs")
-        sizes |= {"downs": spec.experts.ffn, "shared_down": spec.experts.shared}
-    return {field: count for field, count in sizes.items() if field in found}
-
-
-def _groups(
-    spec: ModelSpec, layout: Layout, kinds: dict[str, str], field: str, quantization: str
-) -> Iterator[tuple[Part, int]]:
-    """The weights of this name in all layers, and how many of their columns belong together."""
-    for layer, one in enumerate(layout.layers):
-        several = layout.several(layer) if layout.experts else {}
-        parts = several.get(field, []) + [
-            part for f, part in one.items() if named(spec, layer, f) == field
-        ]
-        for part in parts:
-            kind = kinds[part.name]
-            columns = part.shape[-2 if part.transposed or part.turned else -1]
-            made = quantization_of(field, quantization) != "none" and quantisable(
-                kind, (1, columns)
-            )
-            yield part, GROUP if made else BY_NAME[kind].values
-
-
-def _unit(
-    spec: ModelSpec, layout: Layout, kinds: dict[str, str], field: str, size: int, quantization: str
-) -> int:
-    """How many neurons before one of DOWN belong together in each layer; floats only as kernels like them."""
-    widest = max(values for _, values in _groups(spec, layout, kinds, field, quantization))
-    if widest > 1:
-        return widest
-    count = _inner(spec, layout)[field]
-    return next((n for n in (GROUP, 8) if count % n == 0 and count >= n * size), 1)
 
 
 def _divided(count: int, unit: int, size: int) -> Ranges:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from math import prod
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -130,44 +130,83 @@ def check_tensors(file: TensorFile, spec: ModelSpec, layout: Layout) -> None:
             raise EngineFault("tensor_unexpected", message)
 
 
+class OpenModel(NamedTuple):
+    """A model whose files are open: its tensors, what it is, and which tensor is what."""
+
+    file: TensorFile
+    spec: ModelSpec
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How a model is loaded.
+
+    dtype            "auto": weights as in the file; "float32": dequantised
+    max_positions    longest sequence that will be computed, in tokens; 0: the model's context
+    quantization     "none", "int8" or "int4": what matrices of floats become (models/quantise.py), but for
+                     routers and positions
+    activation_bits  of products with quantised weights: "8", "12", "15", or "auto" (Ops.fine_bits)
+    packed_cache     folder that keeps packed weights for the next load (models/packed_cache.py); "": none
+    rank, ranks      of tensor parallel: this rank's slices (models/shard.py)
+    stages           of pipeline parallel, in place of `ranks`: this rank's layers (models/stages.py)
+    load_format      "dummy": random weights of a config.json, from load_seed (models/dummy.py)
+    available        bytes that are free where the weights are to lie; None: in the memory of this machine
+    """
+
+    dtype: str = "auto"
+    max_positions: int = 0
+    quantization: str = "none"
+    activation_bits: str = "auto"
+    packed_cache: str = ""
+    rank: int = 0
+    ranks: int = 1
+    stages: int = 1
+    load_format: str = "auto"
+    load_seed: int = 0
+    available: Callable[[], int | None] | None = None
+
+    def positions(self, spec: ModelSpec) -> int:
+        """The longest sequence that is computed, which is the length of the rotary tables."""
+        return min(self.max_positions or spec.context, spec.context)
+
+
 def load_weights(
-    file: TensorFile,
-    spec: ModelSpec,
-    layout: Layout,
+    model: OpenModel,
     ops: Ops,
-    *,
-    dtype: str,
-    positions: int,
-    quantization: str = "none",
-    activation_bits: str = "auto",
+    options: LoadOptions,
     packed_cache: PackedCache | None = None,
     shard: Shard | Stage | None = None,
 ) -> Weights:
     """Pack every tensor for the backend.
 
-    dtype            "auto": the kinds of the file; "float32": dequantised
-    positions        longest sequence, in tokens: the length of the rotary tables
-    quantization     of matrices that are floats by then (models/quantise.py); not of routers, positions
-    activation_bits  of products with quantised weights: "8", "12", "15", or "auto" (Ops.fine_bits)
-    packed_cache     asked for each matrix before it is packed
-    shard            the slice or the stage of a rank; None: all
+    packed_cache  asked for each matrix before it is packed
+    shard         the slice or the stage of a rank; None: all
     """
+    file, spec, layout = model
+    positions = options.positions(spec)
     check_tensors(file, spec, layout)
     divisors = _rope_divisors(file, spec, positions)
     sizes, last = {name: WeightSize() for name in PLACES}, len(layout.layers) - 1
-    packing = _Packing(file, ops, _checked(dtype), packed_cache, shard)
+    if options.dtype not in ("auto", "float32"):
+        message = f"dtype {options.dtype!r} is not supported; use auto or float32"
+        raise EngineFault("weight_dtype", message)
+    packing = _Packing(file, ops, options.dtype, packed_cache, shard)
 
     def pack(field: str, part: Part, layer: int | None = None) -> Weight:
-        bits_of = partial(_bits, ops, activation_bits, field, layer == last)
+        bits_of = partial(_bits, ops, options.activation_bits, field, layer == last)
         name = field if layer is None else named(spec, layer, field)
-        kind, shape, packed = packing.weight(
-            name, part, quantization_of(field, quantization), bits_of
-        )
-        size, times = (
-            sizes[_place(field, layer == last, layout)],
-            shard.times(name) if shard else 1.0,
-        )
-        _count(size, kind, shape, bits_of(kind), packed, times)
+        quantization = quantization_of(field, options.quantization)
+        kind, shape, packed = packing.weight(name, part, quantization, bits_of)
+        if len(shape) > 1:
+            times = shard.times(name) if shard else 1.0
+            size = sizes[_place(field, layer == last, layout)]
+            size.nbytes += round(packed.nbytes * times)
+            values = round(prod(shape) * times)
+            if kind in FLOATS:
+                size.fp32 += values
+            else:
+                size.int8 += values * TERMS_IN_HALVES[bits_of(kind)] // 2
         return packed
 
     tables = cache(lambda rope: rope_tables(rope, positions, divisors))
@@ -198,25 +237,18 @@ def load_weights(
         ops.prepare_layer(layer)
         layers.append(layer)
     top = {field: pack(field, part) for field, part in layout.top.items()}
-    about: dict[str, Any] = {
-        "windows": [spec.attention(i, positions).window for i in range(last + 1)]
-    }
-    about |= {
-        "inner": [_inner(file, parts) for parts in layout.layers],
-        "sizes": sizes,
-        "shard": shard,
-    }
-    return Weights(**({"head": top["embed"]} | top | about), layers=layers)
+    return Weights(
+        **({"head": top["embed"]} | top),
+        layers=layers,
+        windows=[spec.attention(i, positions).window for i in range(last + 1)],
+        inner=[_inner(file, parts) for parts in layout.layers],
+        sizes=sizes,
+        shard=shard,
+    )
 
 
 def _inner(file: TensorFile, parts: dict[str, Part]) -> NDArray[np.int32] | None:
     return getattr(file.tensors.get(parts["up"].name), "rows", None) if "up" in parts else None
-
-
-def _checked(dtype: str) -> str:
-    if dtype not in ("auto", "float32"):
-        raise EngineFault("weight_dtype", f"dtype {dtype!r} is not supported; use auto or float32")
-    return dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,22 +331,10 @@ def _bits(ops: Ops, setting: str, field: str, last: bool, kind: str) -> int:
 
 
 def _experts(spec: ExpertSpec, packed: dict[str, tuple[Weight, ...]]) -> Experts:
+    biases = [packed.get(f, ()) for f in ("gate_biases", "up_biases", "down_biases")]
+    routing = (spec.top_k, spec.normalise, spec.scoring, spec.scale, spec.weigh_input)
     (router,), (bias,) = packed["router"], packed.get("router_bias", (None,))
-    return Experts(
-        router,
-        packed["gates"],
-        packed["ups"],
-        packed["downs"],
-        spec.top_k,
-        spec.normalise,
-        spec.scoring,
-        spec.scale,
-        spec.weigh_input,
-        bias,
-        packed.get("gate_biases", ()),
-        packed.get("up_biases", ()),
-        packed.get("down_biases", ()),
-    )
+    return Experts(router, packed["gates"], packed["ups"], packed["downs"], *routing, bias, *biases)
 
 
 def _place(field: str, last: bool, layout: Layout) -> str:
@@ -324,19 +344,6 @@ def _place(field: str, last: bool, layout: Layout) -> str:
     if field in ("gates", "ups", "downs"):
         return "last_experts" if last else "experts"
     return "ending" if last and field not in ("k", "v", "k_rope") else "layers"
-
-
-def _count(
-    size: WeightSize, kind: str, shape: tuple[int, ...], bits: int, packed: Weight, times: float
-) -> None:
-    if len(shape) < 2:
-        return
-    size.nbytes += round(packed.nbytes * times)
-    values = round(prod(shape) * times)
-    if kind in FLOATS:
-        size.fp32 += values
-    else:
-        size.int8 += values * TERMS_IN_HALVES[bits] // 2
 
 
 def _model_needs(spec: ModelSpec) -> frozenset[str]:
@@ -369,9 +376,8 @@ def read_part(file: TensorFile, part: Part) -> Tensor:
         shape = (shape[0] * shape[1], shape[2])
     if part.transposed:
         if BY_NAME[kind].values != 1:
-            raise EngineFault(
-                "weight_kind", f"tensor {part.name!r} of type {kind} cannot be transposed"
-            )
+            message = f"tensor {part.name!r} of type {kind} cannot be transposed"
+            raise EngineFault("weight_kind", message)
         data, shape = _transposed(kind, shape, data)
     if part.cut is not None:
         start, count, stride = part.cut
