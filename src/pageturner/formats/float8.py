@@ -27,9 +27,10 @@ def nearest(x: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def scale(x: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Of each vector of the last axis the smallest power of two s, from 2^-14 to 2^7, with |x| <= 448 s: what
-    e4m3 then holds of x / s. A power of two changes no mantissa, so that nothing is held worse than without a
-    scale but what is below 2^-5 s, where s is above 1; both ends are those of fp16, in which it is read."""
+    """The scale of each vector of the last axis: the smallest power of two s, from 2^-14 to 2^7, with
+    |x| <= 448 s, so that e4m3 holds x / s. A power of two changes no mantissa: nothing is held worse than
+    without a scale but what is below 2^-5 s, where s is above 1. Both ends are those of fp16, in which it is
+    read."""
     mantissa, exponent = np.frexp(np.maximum(np.abs(x).max(axis=-1), np.float32(2**-14)))
     exponent = np.where(np.isfinite(mantissa), exponent - 9 + (mantissa > 0.875), 7)
     return np.asarray(np.ldexp(np.float32(1), np.clip(exponent, -14, 7)), np.float32)

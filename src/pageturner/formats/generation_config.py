@@ -1,4 +1,4 @@
-"""How a model's own files want it sampled, and what `--generation-config` makes of that.
+"""The sampling defaults that a model's own files ask for, and what `--generation-config` makes of them.
 
 Owns generation_config.json (with the end-of-sequence ids in it) and the keys `general.sampling.*` of GGUF
 files, which llama.cpp writes from it; for an alias whose file says nothing, what its model's card advises.
@@ -46,7 +46,7 @@ _WHOLE = ("top_k", "max_tokens")
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """What was found.
+    """The sampling defaults of a model.
 
     sampling  field of SamplingParams -> value, only those that are named
     eos_ids   what ends an answer, beyond what the tokenizer says by itself
@@ -87,7 +87,7 @@ def read_generation(model: GGUFFile | Path | None, setting: str = "auto") -> Gen
 
 
 def folder_eos_ids(folder: Path) -> tuple[int, ...]:
-    """What ends an answer according to generation_config.json, or else config.json."""
+    """The tokens that end an answer according to generation_config.json, or else config.json."""
     for file in (FILE, CONFIG):
         if (folder / file).is_file():
             values = read_config(folder) if file == CONFIG else read_json(folder / file)

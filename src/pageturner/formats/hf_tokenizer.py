@@ -77,7 +77,7 @@ def _find(folder: Path, added: dict[int, Added]) -> Found | None:
 
 
 def _added_tokens(folder: Path, config: dict[str, Any]) -> dict[int, Added]:
-    """What tokenizer_config.json lists, over what the older added_tokens.json does."""
+    """The tokens of tokenizer_config.json, laid over those of the older added_tokens.json."""
     listed: dict[str, Any] = config.get("added_tokens_decoder") or {}
     try:
         added = {
@@ -121,7 +121,7 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
 
 
 def _name(folder: Path) -> str:
-    """What the folder is called: in the layout of the hub's cache the folder above its snapshots."""
+    """The name of the folder; in the layout of the hub's cache that of the folder above its snapshots."""
     whole = folder.resolve()
     return whole.parents[1].name if whole.parent.name == "snapshots" else whole.name
 
@@ -165,7 +165,8 @@ class ByteTokens:
 
 
 def _stand_in(folder: Path) -> Tokenizer:
-    """As many ids as the config.json of a folder says; what it says that ends an answer does. Warns.
+    """A tokenizer with as many ids as the config.json of a folder says, and the tokens that it says end an answer.
+    Logs a warning.
 
     EngineFault('tokenizer_missing') where it names no vocabulary that holds the bytes.
     """

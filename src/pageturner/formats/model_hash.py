@@ -21,7 +21,7 @@ Marks = tuple[tuple[str, int, int, int], ...]
 
 
 def model_files(path: Path) -> list[Path]:
-    """What a model is made of: its file, or the files of its folder from which anything is read."""
+    """The files of a model: its one file, or the files of its folder from which anything is read."""
     if not path.is_dir():
         return [path]
     found = (file for file in path.iterdir() if file.suffix in SUFFIXES or file.name in NAMES)
@@ -29,8 +29,8 @@ def model_files(path: Path) -> list[Path]:
 
 
 def model_marks(path: Path) -> Marks:
-    """What tells without reading them that files are others than before: name, inode, size in bytes, time of
-    the last change in ns. Empty where there is no model."""
+    """Marks that change when the files do, found without reading them: name, inode, size in bytes, time of the
+    last change in ns. Empty where there is no model."""
     try:
         stats = [(file.name, file.stat()) for file in model_files(path)]
     except OSError:

@@ -107,7 +107,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _is_file_name(name: object) -> bool:
-    """Whether it can only be a file of the folder itself: no path, and nothing a file system chokes on."""
+    """Return whether a name can only be a file of the folder itself: no path, and nothing a file system refuses."""
     return (
         isinstance(name, str)
         and name not in ("", ".", "..")

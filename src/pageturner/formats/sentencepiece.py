@@ -130,7 +130,7 @@ class Merger:
                 pairs[at] = ids.get(symbols[at] + symbols[at + 1])
 
     def _merge_long(self, word: str) -> list[str]:
-        """With a heap: n log n. A symbol is named by where it starts: it is word[start:ends[start]]."""
+        """Merge with a heap, in n log n. A symbol is named by where it starts: it is word[start:ends[start]]."""
         ids, scores, size = self._ids, self._scores, len(word)
         ends = list(range(1, size + 1))  # 0 once the symbol has been merged into the one before it
         before = list(range(-1, size))
@@ -260,7 +260,7 @@ class SentencePiece(TokenTable):
 
 
 def piece_bytes(text: str, kind: int) -> bytes:
-    """What a piece stands for. EngineFault('tokenizer_corrupt') for a byte piece not written as `<0x0A>`."""
+    """The bytes that a piece stands for. EngineFault('tokenizer_corrupt') for a byte piece not written as `<0x0A>`."""
     if kind == BYTE:
         if not _BYTE.fullmatch(text):
             raise EngineFault(

@@ -29,7 +29,7 @@ _LLAMA3 = 128_000
 
 
 def is_ranks(raw: bytes) -> bool:
-    """Whether a file looks like one of these."""
+    """Return whether a file looks like ranks."""
     return _LINE.match(raw) is not None
 
 
@@ -109,7 +109,7 @@ class Ranks:
 
 
 def _llama3_specials() -> dict[int, Added]:
-    """As in Meta's `llama/tokenizer.py` of Llama 3, for a folder that does not list them."""
+    """The special tokens of Meta's `llama/tokenizer.py` of Llama 3, for a folder that does not list them."""
     reserved = [f"<|reserved_special_token_{i}|>" for i in range(251)]
     names = [
         "<|begin_of_text|>",

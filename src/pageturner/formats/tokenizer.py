@@ -1,4 +1,4 @@
-"""What every tokenizer looks like from outside, whatever file it came from.
+"""The interface of every tokenizer, whatever file it came from.
 
 Owns the marks around a text (bos, eos) and the way back from tokens to text. Must not know file formats; how
 text becomes tokens is the codec's business (`bpe`, `spm`, `folder`).
@@ -33,13 +33,13 @@ class Codec(Protocol):
 
 
 def least(size: int, longest: int) -> int:
-    """How many tokens write `size` characters, when none writes more than `longest`; 0 where that is 0."""
+    """The least number of tokens for `size` characters, when none writes more than `longest`; 0 where that is 0."""
     return -(-size // longest) if longest else 0
 
 
 @dataclass(kw_only=True, eq=False)
 class Marks:
-    """What a file says about the tokens around a text.
+    """The tokens around a text, and the templates, that a file names.
 
     bos_id         beginning of sequence, if the file names one
     eos_ids        tokens that end an answer: end of sequence, of turn, of message

@@ -35,7 +35,7 @@ MAX_COMPOSED = 4  # characters that Unicode composes into one: no canonical deco
 
 
 class _Parts(msgspec.Struct, omit_defaults=True):
-    """What the library reads of a file. Only what is checked is taken apart: vocabularies are large."""
+    """The parts of a file that the library reads. Only what is checked is taken apart: vocabularies are large."""
 
     model: msgspec.Raw
     version: str = "1.0"
@@ -114,7 +114,7 @@ class TokenizerJson:
         return joined * max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
     def _writes_everything(self) -> bool:
-        """Whether the model itself has tokens for all that it may be given."""
+        """Return whether the model itself has tokens for all that it may be given."""
         if type(self._backend.model).__name__ != "BPE":
             return False
         splits = {step["type"] for step in _steps(self._backend.pre_tokenizer, "pretokenizers")}
@@ -141,7 +141,7 @@ class TokenizerJson:
         return token
 
     def marks(self) -> Marks:
-        """What the file itself says: the post-processor is asked what it puts around a text."""
+        """The marks of the file itself: the post-processor is asked what it puts around a text."""
         with _corrupt(self._path):
             inner = self._backend.encode("a", add_special_tokens=False).ids
             outer = self._backend.encode("a").ids
@@ -184,7 +184,7 @@ def _load(path: Path) -> Backend:
 
 
 def _may_panic(parts: _Parts) -> bool:
-    """Whether a file has what few models have, and what the library trusts."""
+    """Return whether a file has what few models have, and what the library trusts."""
     model = msgspec.json.decode(parts.model, type=_Model)
     return bool(model.continuing_subword_prefix) or "precompiled_charsmap" in str(parts.normalizer)
 
@@ -222,7 +222,7 @@ def _steps(part: Any, several: str = "decoders") -> list[dict[str, Any]]:
 
 
 def _joined(backend: Backend) -> int:
-    """How many characters of a text may be one before a model sees them; 0 where some may be left out."""
+    """The number of characters that may become one before a model sees them; 0 where some may be left out."""
     joined = 1
     for step in _steps(backend.normalizer, "normalizers"):
         if step["type"] in _COMPOSING:

@@ -1,4 +1,4 @@
-"""Which rules of a tokenizer.json may be used: those that end soon and do not make a text grow without bound.
+"""Checks the rules of a tokenizer.json: they must end soon and not make a text grow without bound.
 
 Owns the check of patterns and normalizers, which anyone may have written. The `tokenizers` library matches
 patterns by backtracking (Oniguruma): where something of varying length is repeated, as in `(a+)+$`, thirty
@@ -109,7 +109,7 @@ def _mapped(charsmap: str) -> float:
 
 
 def pattern_least(pattern: str) -> int:
-    """How many characters it matches at least. ValueError for a pattern whose time is not bounded."""
+    """The least number of characters that a pattern matches. ValueError for one whose time is not bounded."""
     part, end = _alternatives(pattern, 0, 0)
     if end < len(pattern):
         raise ValueError(f"the pattern {pattern!r} closes a group that it has not opened")
@@ -190,7 +190,7 @@ def _repeated(atom: _Part, pattern: str, at: int) -> tuple[_Part, int]:
 
 
 def _bounds(sign: str, low: str | None, comma: str | None, high: str | None) -> tuple[int, float]:
-    """How often a quantifier repeats, at least and at most."""
+    """The least and the largest number of repetitions of a quantifier."""
     if sign == "?":
         return 0, 1
     if low is None:
@@ -201,7 +201,7 @@ def _bounds(sign: str, low: str | None, comma: str | None, high: str | None) -> 
 
 
 def _class_end(pattern: str, at: int) -> int:
-    """Behind the class that opens at `at`; classes may hold classes."""
+    """The position after the class that opens at `at`; classes may hold classes."""
     depth = 0
     while at < len(pattern):
         if (escape := _ESCAPE.match(pattern, at)) is not None:

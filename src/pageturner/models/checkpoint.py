@@ -84,7 +84,7 @@ class QuantisedFolder:
         return info.kind, info.shape, self._last[1]
 
     def advise(self, names: Iterable[str], *, needed: bool) -> None:
-        """As of other files, for tensors that are in the files under their own names."""
+        """Pass the hint on for tensors that are in the files under their own names."""
         self._file.advise((name for name in names if name not in self._readers), needed=needed)
 
 
@@ -104,7 +104,7 @@ def _blocks(matrix: QuantisedMatrix) -> memoryview:
 
 
 def _method_of(said: Any) -> str:
-    """As it is called, "" if it is not; old files of bitsandbytes do not."""
+    """The name of the method, or "" if there is none; old files of bitsandbytes do not name theirs."""
     if not isinstance(said, dict):
         return ""
     return str(said.get("quant_method") or ("bitsandbytes" if "load_in_4bit" in said else ""))

@@ -49,8 +49,8 @@ class CheckpointTensors:
     def readers(
         self, ending: str, read: Callable[[str], Matrix], kinds: Collection[str] = ()
     ) -> dict[str, Callable[[], Matrix]]:
-        """For each tensor with this ending (and of one of these kinds) what reads the matrix with the rest of
-        its name, by the name of the tensor that there would be unquantised."""
+        """Readers of matrices, one for each tensor with this ending (and of one of these kinds), by the name of the
+        tensor that there would be unquantised. `read` gets the rest of the name."""
         found = [name for name in self.infos if name.endswith(ending)]
         prefixes = [n.removesuffix(ending) for n in found if not kinds or self.kind(n) in kinds]
         return {f"{prefix}.weight": partial(read, prefix) for prefix in prefixes}
@@ -78,7 +78,7 @@ class CheckpointTensors:
         return np.frombuffer(self._file.tensor(name)[2], _TYPES[kind]).reshape(info.shape)
 
     def bytes(self, name: str, kind: str, shape: Shape) -> U8:
-        """As `raw`, of types of one byte."""
+        """Return a tensor of a type of one byte, as `raw` does."""
         return self.raw(name, kind, shape).view(np.uint8)
 
     def floats(self, name: str, shape: Shape) -> F32:

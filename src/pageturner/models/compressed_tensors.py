@@ -91,7 +91,7 @@ def _check_format(name: str) -> None:
 
 
 def _schemes(groups: HFConfig, names: list[str]) -> list[tuple[list[str], HFConfig]]:
-    """Of each group: its targets, and what it says of weights."""
+    """The targets of each group, and what it says of weights."""
     found = []
     for name in names:
         group = groups.section(name)
@@ -108,7 +108,7 @@ def _schemes(groups: HFConfig, names: list[str]) -> list[tuple[list[str], HFConf
 
 
 def _scheme_of(schemes: list[tuple[list[str], HFConfig]], prefix: str) -> HFConfig:
-    """What is said of this module: by its name, else by its class."""
+    """The scheme of this module, found by its name, else by its class."""
 
     def named(target: str) -> bool:
         pattern = target.removeprefix("re:")

@@ -120,5 +120,5 @@ class Decoder:
         wanted: LogprobsWanted | None = None,
         adapters: Adapters | None = None,
     ) -> SamplerOutput:
-        """In place of `logits`: a token for each row [R, d], and the wanted logprobs (`Ops.choose`)."""
+        """Choose a token for each row [R, d] instead of returning logits; with the wanted logprobs (`Ops.choose`)."""
         return self._ops.choose(hidden, self.head, draw, allowed, edits, wanted, adapters)

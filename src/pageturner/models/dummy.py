@@ -97,7 +97,7 @@ def _named(layout: Layout) -> Iterator[tuple[str, Part]]:
 
 
 def open_dummy(path: str | os.PathLike[str], seed: int) -> tuple[DummyFile, ModelSpec, Layout]:
-    """As open_model, of a folder of which only config.json is read; matrices are of its torch_dtype.
+    """Open a folder of which only config.json is read; matrices are of its torch_dtype.
 
     EngineFault('bad_setting') for a GGUF file, and for a configuration of quantised weights; else as
     read_hf_spec.

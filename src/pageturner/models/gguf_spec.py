@@ -1,4 +1,4 @@
-"""From the metadata of a GGUF file to a spec.
+"""Reads a spec from the metadata of a GGUF file.
 
 Owns the keys of GGUF. Everything not understood is refused by name: a setting silently ignored gives wrong
 answers. Must not know weights or backends.
@@ -204,7 +204,7 @@ class _KeyReader:
         return check_spec(self.beyond(spec, latent))
 
     def beyond(self, spec: ModelSpec, latent: LatentSpec | None) -> ModelSpec:
-        """What only some architectures have."""
+        """The spec with what only some architectures have."""
         if latent is not None:
             factor, log = spec.rope.factor, self.number("rope.scaling.yarn_log_multiplier", 0.0)
             sharper = 1 + log * math.log(factor) if factor > 1 else 1.0
@@ -322,7 +322,7 @@ class _KeyReader:
         return RopeSpec(base, dim, factor, interleaved)
 
     def local_rope(self, rope: RopeSpec, dim: int) -> RopeSpec | None:
-        """Of windowed layers, where it is another one; that of Gemma 3 and OLMo 3 is not stretched."""
+        """The rotary embedding of windowed layers where it differs; Gemma 3 and OLMo 3 do not stretch it."""
         if self.arch == "gemma3":
             return RopeSpec(self.number("rope.freq_base_swa", 10_000.0), dim)
         base = self.number("rope.freq_base_swa", rope.base)

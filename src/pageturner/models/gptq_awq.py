@@ -142,8 +142,7 @@ def _scales(tensors: CheckpointTensors, prefix: str, rows: int, columns: int, si
 
 
 def _placement(tensors: CheckpointTensors, bits: int) -> Placement:
-    """Of the matrices whose tensors fit each other; what is wrong with the others is told when they are
-    read."""
+    """The placement of the matrices whose tensors fit each other; the others are refused when they are read."""
     names = [name.removesuffix(".qweight") for name in tensors.infos if name.endswith(".qweight")]
     orders = {}
     for name in names:
@@ -168,15 +167,19 @@ Order = NDArray[np.int32]  # which column (or row) of the file lies at each plac
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """By the names of matrices. gathered: orders of columns whose inputs a step gathers; made: of columns
-    whose inputs come in that order; rows: of outputs."""
+    """Orders by the names of matrices.
+
+    gathered  of columns whose inputs a step gathers
+    made      of columns whose inputs come in that order
+    rows      of outputs
+    """
 
     gathered: Mapping[str, Order]
     made: Mapping[str, Order]
     rows: Mapping[str, Order]
 
     def columns(self, name: str) -> Order | None:
-        """In which the columns of a matrix lie; None: as in the file."""
+        """The order in which the columns of a matrix lie; None: as in the file."""
         return self.gathered.get(name, self.made.get(name))
 
 
@@ -194,7 +197,7 @@ def order_of(groups: NDArray[np.int32], count: int) -> Order | None:
 def placement(
     names: Iterable[str], orders: Mapping[str, Order], has: Callable[[str], bool]
 ) -> Placement:
-    """What of a folder can lie in the order of its groups.
+    """Find the matrices of a folder that can lie in the order of their groups.
 
     names   of all quantised matrices, without the ending of their tensors
     orders  of those that want one
@@ -227,5 +230,5 @@ def placement(
 
 
 def _alike(names: list[str], orders: Mapping[str, Order]) -> bool:
-    """Whether all of these have one order: they share their input, which is gathered once."""
+    """Return whether all of these have one order: they share their input, which is gathered once."""
     return all(name in orders and np.array_equal(orders[name], orders[names[0]]) for name in names)

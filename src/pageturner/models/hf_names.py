@@ -1,4 +1,4 @@
-"""Where Transformers puts each weight of a model: the tensor names of Hugging Face folders.
+"""The tensor names of Hugging Face folders: where Transformers puts each weight of a model.
 
 Owns these names, as tables, and how fused tensors are cut. Must not know backends or what layers compute.
 """
@@ -153,7 +153,7 @@ HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 
 
 def hf_layout(spec: ModelSpec, present: Callable[[str], bool]) -> Layout:
-    """Where Transformers puts the weights; `present` as in `layout_of`."""
+    """The layout of a Hugging Face folder; `present` as in `layout_of`."""
     layout = layout_of(spec, _HF.get(spec.arch, Names(_LLAMA)), present)
     ignored = (*_BUFFERS, "lm_head.weight") if spec.tied else _BUFFERS
     foreign = _PICTURES if spec.arch in ("gemma3", "llama4_text") else ()

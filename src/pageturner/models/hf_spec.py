@@ -1,4 +1,4 @@
-"""From the config.json of a Hugging Face folder to a spec.
+"""Reads a spec from the config.json of a Hugging Face folder.
 
 Owns the keys of config.json, family by family: what each adds to Llama, or says otherwise. Every key must be
 used, or be known to say nothing about the computation, or be null or false: anything else is refused by name,
@@ -52,8 +52,8 @@ def read_hf_spec(values: Json, where: str, name: str, has_head: bool) -> ModelSp
 
 
 def _text_part(values: Json, where: str) -> Json:
-    """What a model with a vision tower does with text: an object within. Whether the head is tied may be said
-    outside of it."""
+    """The object that describes the text part of a model with a vision tower. The file may say outside of it
+    whether the head is tied."""
     outer = HFConfig(values, where)
     text = outer.raw("text_config")
     if not isinstance(text, dict):
@@ -278,7 +278,7 @@ def _deepseek_v2(config: HFConfig) -> ModelSpec:
 
 
 def _of_scores(config: HFConfig, spec: ModelSpec) -> float:
-    """What YaRN makes of attention scores, by mscale_all_dim."""
+    """The factor by which YaRN changes attention scores, by mscale_all_dim."""
     scaling = rope_section(config)
     weight = scaling.get("mscale_all_dim", float, 0.0) if scaling is not None else 0.0
     return yarn_amplitude(spec.rope.factor, weight) if spec.rope.kind == "yarn" and weight else 1.0

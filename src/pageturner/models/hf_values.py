@@ -36,7 +36,7 @@ class HFConfig:
         return self._values.get(self._called(key))
 
     def _called(self, key: str) -> str:
-        """What this model type calls a key; of several names the first that has a value."""
+        """The name of a key in this model type; of several names the first that has a value."""
         names = KEYS.get(self.arch, {}).get(key, key).split()
         self._used.update(names)
         return next((name for name in names if self._values.get(name) is not None), names[0])

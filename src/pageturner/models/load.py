@@ -1,4 +1,4 @@
-"""From a path to a decoder that is ready to compute. Owns only the order of the steps."""
+"""Loads a model: from a path to a decoder that is ready to compute. Owns only the order of the steps."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _packed_cache(
 
 
 def _shard(model: OpenModel, options: LoadOptions) -> Shard | Stage | None:
-    """Which part of the model this rank has."""
+    """The part of the model that this rank has."""
     file, spec, layout = model
     dtype, quantization = options.dtype, options.quantization
     infos = file.tensors.items()
@@ -121,7 +121,7 @@ def _open(path: Path) -> OpenModel:
 
 
 def what_becomes(file: TensorFile) -> list[str]:
-    """What weights lose when they are loaded, because no kernel has their kind: a line for each such kind."""
+    """A line for each kind of weights that no kernel has, which says what they lose when they are loaded."""
     if isinstance(file, QuantisedFolder):
         return file.becomes
     kinds = [info.kind for info in file.tensors.values() if info.kind in ROUNDED]
@@ -133,7 +133,7 @@ def what_becomes(file: TensorFile) -> list[str]:
 
 
 def weight_bytes(file: TensorFile, layout: Layout, dtype: str, quantization: str) -> int:
-    """At least so many bytes do the weights take once they are loaded."""
+    """The bytes that the weights take at least once they are loaded."""
     used = {part.name for part in layout.all()} & file.tensors.keys()
     return sum(loaded_bytes(file.tensors[name], dtype, quantization) for name in used)
 
@@ -164,7 +164,7 @@ def check_tables(spec: ModelSpec, positions: int) -> None:
 
 
 def loaded_bytes(info: TensorInfo, dtype: str, quantization: str) -> int:
-    """At least so much does a tensor take once it is loaded."""
+    """The bytes that a tensor takes at least once it is loaded."""
     if quantization != "none" and quantisable(
         "F32" if dtype == "float32" else info.kind, info.shape
     ):

@@ -97,7 +97,7 @@ class _Module:
 
 @dataclass(slots=True)
 class _Found:
-    """What was made of the modules so far."""
+    """The factors of the modules read so far."""
 
     layers: list[dict[str, LowRank]]
     embed: LowRank | None = None

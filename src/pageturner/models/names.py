@@ -1,4 +1,4 @@
-"""Where each weight of a model lies in its file: tensor names, their shapes, and how fused ones are cut.
+"""Layouts: where each weight of a model lies in its file, and how fused tensors are cut.
 
 Owns which weights a model has, how a file's tensors are divided into them, and the names in GGUF files; the
 names in Hugging Face folders are in hf_names.py. Must not know backends or what layers compute.
@@ -177,8 +177,8 @@ def modules(text: str) -> dict[str, str]:
 
 
 def layout_of(spec: ModelSpec, names: Names, present: Callable[[str], bool]) -> Layout:
-    """Where a file has the weights. `present` tells whether it has a tensor: some files were saved without
-    the outermost module, and older GGUF files have keys and values of a latent KV in one tensor."""
+    """The layout of a file. `present` tells whether it has a tensor: some files were saved without the outermost
+    module, and older GGUF files have keys and values of a latent KV in one tensor."""
     embed = names.tensor("embed")
     root = next((r for r in names.roots if present(r + embed)), names.roots[0])
     outer = "language_model." if root == "language_model.model." else ""  # of the head
@@ -237,8 +237,8 @@ def fuse(parts: Parts, fields: list[str], name: str) -> Parts:
 
 
 def _cut_queries(parts: Parts, spec: ModelSpec, latent: LatentSpec) -> Parts:
-    """With a latent KV each head of the query tensor has first its plain rows and then the rotary ones; the
-    key tensor has first all of the latent and then the rotary key."""
+    """Cut queries and keys of a latent KV: each head of the query tensor has first its plain rows and then the
+    rotary ones; the key tensor has first all of the latent and then the rotary key."""
     head = latent.nope + latent.rotary
     both = latent.rank + latent.rotary
     queries = replace(parts["q"], shape=(spec.heads * head, spec.dim))
@@ -348,7 +348,7 @@ _GGUF_FUSED = {"gpt2": _QKV, "bloom": _QKV, "phi3": _QKV | _GATE_UP, "glm4": _GA
 
 
 def gguf_layout(spec: ModelSpec, present: Callable[[str], bool]) -> Layout:
-    """Where llama.cpp's converter puts the weights; `present` as in `layout_of`."""
+    """The layout of a file by llama.cpp's converter; `present` as in `layout_of`."""
     table = _GGUF | _GGUF_OWN.get(spec.arch, {})
     fused = _GGUF_FUSED.get(spec.arch, {})
     return layout_of(spec, Names(table, ("",), "blk.", fused, stacked="rows"), present)

@@ -100,7 +100,7 @@ class PackedCache:
 
     @property
     def filled(self) -> bool:
-        """Whether there is a file to read from."""
+        """Return whether there is a file to read from."""
         return bool(self._rows)
 
     def take(self, name: str) -> Stored | None:
@@ -209,7 +209,7 @@ class PackedCache:
 
 
 def _read_index(fd: int) -> dict[str, Any] | None:
-    """What the index of a file says; None where there is no sound one."""
+    """The index of a file; None where there is no sound one."""
     try:
         magic, offset, length, digest = _HEAD.unpack(os.pread(fd, _HEAD.size, 0))
         if magic != _MAGIC or length > _LONGEST_INDEX or offset >= 1 << 62:

@@ -30,12 +30,12 @@ _PADDING = 16  # groups, so that the values of one do not all fall into one set 
 
 
 def quantisable(kind: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor is a matrix of floats in whole groups; others stay as they are."""
+    """Return whether a tensor is a matrix of floats in whole groups; others stay as they are."""
     return kind in FLOATS and len(shape) == 2 and shape[1] % GROUP == 0
 
 
 def quantization_of(field: str, quantization: str) -> str:
-    """What `quantization` means for the weight of this name (see models/names.py)."""
+    """The quantization of the weight of this name (see models/names.py), where `quantization` is asked for."""
     if field in ("router", "positions"):
         return "none"
     return "int8" if quantization == "int4" and field in ("embed", "head") else quantization

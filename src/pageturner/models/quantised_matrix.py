@@ -77,12 +77,12 @@ class Codes:
 
     @property
     def regular(self) -> bool:
-        """Whether 32 neighbours always are of one group."""
+        """Return whether 32 neighbours always belong to one group."""
         return self.groups is None and self.shape[1] // self.scale.shape[1] % GROUP == 0
 
 
 def invalid(message: str) -> EngineFault:
-    """What a checkpoint says of itself is not true."""
+    """The fault for a checkpoint that is not what it says."""
     return EngineFault("quantization_invalid", message)
 
 
@@ -124,7 +124,7 @@ def check_scales(name: str, scale: F32) -> None:
 
 
 def exact_half(x: F32) -> bool:
-    """Whether fp16 holds all of these."""
+    """Return whether fp16 holds all of these numbers."""
     with np.errstate(over="ignore"):
         return bool(np.array_equal(x.astype(np.float16).astype(np.float32), x))
 
@@ -151,7 +151,7 @@ def _kind_of(codes: Codes) -> str:
 def by_block(
     codes: Codes, values: NDArray[np.generic], start: int, stop: int
 ) -> NDArray[np.generic]:
-    """What each group has, for each 32 columns of these rows."""
+    """The value of the group of each 32 columns of these rows."""
     blocks = codes.shape[1] // GROUP
     part = values[start:stop] if len(values) > 1 or codes.shape[0] == 1 else values
     return np.broadcast_to(np.repeat(part, blocks // part.shape[1], axis=1), (stop - start, blocks))
@@ -220,7 +220,7 @@ def of_bytes(
 
 
 def group_count(name: str, columns: int, size: int) -> int:
-    """How many groups of so many columns there are; -1: one group. EngineFault('quantization_invalid')."""
+    """The number of groups of so many columns; -1: one group. EngineFault('quantization_invalid')."""
     if size == -1:
         return 1
     if size < 1 or columns % size:

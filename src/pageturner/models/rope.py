@@ -56,11 +56,11 @@ class RopeSpec:
     long: tuple[float, ...] = ()
 
     def is_long(self, positions: int) -> bool:
-        """Whether sequences of up to so many tokens take the divisors of long contexts."""
+        """Return whether sequences of up to so many tokens take the divisors of long contexts."""
         return 0 < self.original < positions
 
     def choice(self, positions: int) -> str:
-        """Which divisors it takes for them, "short" or "long"; "" where there is nothing to choose."""
+        """The divisors that such sequences take, "short" or "long"; "" where there is nothing to choose."""
         chooses = self.original > 0 and self.kind in (
             "longrope",
             "linear",
@@ -86,7 +86,7 @@ def rope_tables(spec: RopeSpec, positions: int, divisors: F32 | None = None) -> 
 
 
 def table_bytes(spec: RopeSpec, positions: int) -> int:
-    """What `rope_tables` takes."""
+    """The bytes that `rope_tables` takes."""
     return 2 * 4 * positions * (spec.dim // 2)
 
 
@@ -142,7 +142,7 @@ def longrope_amplitude(factor: float, original: int) -> float:
 
 
 def rope_problems(rope: RopeSpec, head_dim: int) -> dict[str, bool]:
-    """What a file may say of the rotary embedding that makes no sense, and whether it does."""
+    """Every way in which a rotary embedding can make no sense, and whether this one does."""
     stretched, pairs = rope.kind in ("llama3", "yarn"), rope.dim // 2
     turns = f"rotary frequencies between {rope.low} and {rope.high} turns of {rope.original} tokens"
     listed = f"{len(rope.short)} short and {len(rope.long)} long rotary factors for {pairs} pairs"

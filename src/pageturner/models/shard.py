@@ -1,5 +1,5 @@
-"""Which slice of each weight a rank of tensor parallel has, and which weights outside of layers a stage of
-pipeline parallel (stages.py): a table of rules by the weight's role.
+"""Tensor parallel: which slice of each weight a rank has, and which weights outside of layers a stage of
+pipeline parallel (stages.py) has. A table of rules by the role of the weight.
 
 Outputs of q, k, v, gate and up are divided among ranks, and inputs of o and down, so that a layer needs two
 sums over ranks and no other exchange (Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3); embedding
@@ -36,8 +36,12 @@ FIRST, LAST = 0, -1  # stages
 
 
 class Rule(NamedTuple):
-    """How a weight is divided. axis: 0 its outputs, 1 its inputs; by: what is counted, see `Shard.ranges`;
-    stage: the only one that has it, FIRST or LAST, where it is in no layer."""
+    """The rule by which a weight is divided.
+
+    axis   0: its outputs, 1: its inputs
+    by     what is counted, see `Shard.ranges`
+    stage  of a weight in no layer the only stage that has it, FIRST or LAST
+    """
 
     axis: int
     by: str
@@ -83,7 +87,7 @@ Ranges = tuple[tuple[int, int], ...]  # of each rank, first and end
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What `rank` of `size` ranks has.
+    """The share of `rank` among `size` ranks.
 
     ranges    of each rank, by what a rule counts: "heads" and "kv_heads" (in heads), "tokens", and the
               neurons of an MLP ("inner"), of an expert ("expert") and of the MLP beside experts ("shared")
@@ -108,17 +112,17 @@ class Shard:
 
     @property
     def kv_heads(self) -> int:
-        """Those of all ranks together: more than the model has where several ranks have the same."""
+        """KV heads of all ranks together: more than the model has where several ranks have the same."""
         return sum(end - first for first, end in self.ranges["kv_heads"])
 
     @property
     def identity(self) -> str:
-        """What all ranks that go together have in common."""
+        """A text that is the same for all ranks of one model."""
         return repr(sorted(self.ranges.items()))
 
     @staticmethod
     def has_layer(layer: int) -> bool:
-        """Whether this rank has something of it."""
+        """Return whether this rank has a part of the layer."""
         return True
 
     def of(self, field: str, tensor: Tensor) -> Tensor:
@@ -159,7 +163,7 @@ class Shard:
         return replace(whole, layers=layers, head=whole.head and cut("head", whole.head))
 
     def cuts_columns(self, field: str) -> bool:
-        """Whether ranks have different inputs of the weight of this name."""
+        """Return whether ranks have different inputs of the weight of this name."""
         return field in RULES and RULES[field].axis == 1
 
     def attention(self, shape: AttentionShape) -> AttentionShape:
@@ -180,7 +184,7 @@ class Shard:
         return max(e for _, e in self.ranges[rule.by]) / (end - first)
 
     def _range(self, rule: Rule) -> tuple[int, int]:
-        """In rows or columns."""
+        """The range of this rank in rows or columns."""
         first, end = self.ranges[rule.by][self.rank]
         unit = self.head_dim if rule.by in ("heads", "kv_heads") else 1
         return first * unit, end * unit
@@ -200,7 +204,7 @@ class Divisible:
     quantization: str = "none"
 
     def problem(self, size: int) -> str:
-        """What is in the way of so many ranks; "": nothing."""
+        """The reason why so many ranks are not possible; "": they are."""
         spec = self.spec
         if size > spec.heads:
             return f"{spec.heads} query heads cannot be divided among {size} ranks"
@@ -223,7 +227,7 @@ class Divisible:
         return ""
 
     def inner(self) -> dict[str, int]:
-        """How many neurons stand before each of DOWN that the model has."""
+        """The number of neurons before each of DOWN that the model has."""
         spec = self.spec
         found = {
             named(spec, i, "down") for i, one in enumerate(self.layout.layers) if "down" in one
@@ -247,8 +251,8 @@ class Divisible:
                 yield part, GROUP if made else BY_NAME[kind].values
 
     def unit(self, field: str, size: int) -> int:
-        """How many neurons before one of DOWN belong together in each layer; floats only as kernels like
-        them."""
+        """The number of neurons before one of DOWN that belong together in each layer; for floats the number that
+        kernels like."""
         widest = max(values for _, values in self.groups(field))
         if widest > 1:
             return widest
@@ -296,7 +300,7 @@ def _refuse(spec: ModelSpec) -> None:
 
 
 def _divided(count: int, unit: int, size: int) -> Ranges:
-    """As evenly as whole units allow; the last rank has what is no whole one."""
+    """Divide as evenly as whole units allow; the last rank gets what is no whole unit."""
     borders = [unit * (count // unit * r // size) for r in range(size)] + [count]
     return tuple(itertools.pairwise(borders))
 

@@ -1,4 +1,4 @@
-"""What a model is, as data, whatever file it came from.
+"""Specs: a model as data, whatever file it came from.
 
 Owns the families, the sizes, and what makes no sense. Must not know files, weights or backends.
 """
@@ -30,7 +30,7 @@ LONGEST = 1 << 22  # tokens; more than any model here was made for, and its rota
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What the layers of a model are made of.
+    """The parts that the layers of a model are made of.
 
     act          one of kernels.base.ACTIVATIONS, or GATED
     gated        the MLP is down(act(gate) * up), not down(act(up))
@@ -129,7 +129,7 @@ class Temper:
     scale: float
 
     def factors(self, positions: int) -> F32:
-        """Of the positions 0 .. positions - 1: computed in fp64 and rounded once."""
+        """The factors of the positions 0 .. positions - 1, computed in fp64 and rounded once."""
         steps = np.arange(1, positions + 1, dtype=np.int64) // self.floor
         return np.asarray(1 + self.scale * np.log1p(steps.astype(np.float64)), np.float32)
 
@@ -249,11 +249,11 @@ class ModelSpec:
         )
 
     def hiding(self, positions: int) -> int:
-        """How many layers hide something of sequences of so many positions."""
+        """The number of layers that hide a part of sequences of so many positions."""
         return sum(self.attention(layer, positions).window > 0 for layer in range(self.layers))
 
     def sparse(self, layer: int) -> bool:
-        """Whether the layer has experts in place of one MLP."""
+        """Return whether the layer has experts in place of one MLP."""
         return self.experts is not None and layer in self.experts.layers
 
 
@@ -267,7 +267,7 @@ def alibi_slopes(heads: int) -> tuple[float, ...]:
 
 
 def unsupported(message: str) -> EngineFault:
-    """What this engine does not compute."""
+    """The fault for a model that this engine does not compute."""
     return EngineFault("model_unsupported", message)
 
 

@@ -1,4 +1,4 @@
-"""Which layers a rank of pipeline parallel has: ranges of whole layers, as even in bytes as they can be.
+"""Pipeline parallel: each rank has a range of whole layers, as even in bytes as can be.
 
 The embedding goes to the first stage and the head to the last, by the table of shard.py; of one that belongs
 to another stage a rank keeps one row, which says how wide rows are. A matrix that is both (tied) is at both.
@@ -27,7 +27,7 @@ from pageturner.models.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What one stage has.
+    """The share of one stage.
 
     number    from 0, in the order of layers
     borders   the first layer of each stage, and the end
@@ -45,16 +45,16 @@ class Stage:
 
     @property
     def size(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return len(self.borders) - 1
 
     @property
     def identity(self) -> str:
-        """What all stages that go together have in common."""
+        """A text that is the same for all stages of one model."""
         return repr(self.borders)
 
     def has_layer(self, layer: int) -> bool:
-        """Whether it is one of this stage's."""
+        """Return whether this stage has the layer."""
         return self.borders[self.number] <= layer < self.borders[self.number + 1]
 
     def of(self, field: str, tensor: Tensor) -> Tensor:
@@ -71,13 +71,13 @@ class Stage:
         return self.number == rule.stage % self.size or (self.tied and self.number == self.size - 1)
 
     def times(self, field: str) -> float:
-        """How often a weight of this stage counts in the whole: 0 where another stage's is counted."""
+        """The factor by which a weight of this stage counts in the whole: 0 where another stage's is counted."""
         if field == "embed" and self.tied:
             return float(self.number == self.size - 1)
         return float(self._has(field) and (field != "positions" or self.number == FIRST))
 
     def adapter(self, whole: AdapterWeights) -> AdapterWeights:
-        """Of an adapter what it adds to this stage's layers, to the embedding or to the head."""
+        """The part of an adapter for this stage's layers, the embedding or the head."""
         layers = whole.layers[self.borders[self.number] : self.borders[self.number + 1]]
         embed = whole.embed if self.number == FIRST else None
         return replace(

@@ -1,4 +1,4 @@
-"""From the tensors of a file to the packed weights of a decoder.
+"""Packs the tensors of a file as the weights of a decoder.
 
 Owns the check that a file holds what its spec says, and the cutting of tensors. Must not know file formats,
 backends (weights enter through `ops.pack_weight`) or what the layers compute.
@@ -46,7 +46,7 @@ PLACES = ("layers", "ending", "experts", "last_experts", "tables")
 
 
 class TensorFile(Protocol):
-    """What GGUF and safetensors have in common."""
+    """A file of tensors: the interface that GGUF and safetensors share."""
 
     @property
     def path(self) -> str: ...
@@ -58,8 +58,8 @@ class TensorFile(Protocol):
 
 @dataclass(slots=True)
 class WeightSize:
-    """Of matrices: values that are multiplied with int8 terms (each as often as there are terms; 12 bits are
-    one and a half) and in fp32, and bytes as packed."""
+    """The size of matrices: values that are multiplied with int8 terms (each as often as there are terms; 12 bits
+    are one and a half) and in fp32, and bytes as packed."""
 
     int8: int = 0
     fp32: int = 0
@@ -140,7 +140,7 @@ class OpenModel(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """How a model is loaded.
+    """Settings for loading a model.
 
     dtype            "auto": weights as in the file; "float32": dequantised
     max_positions    longest sequence that will be computed, in tokens; 0: the model's context
@@ -253,7 +253,7 @@ def _inner(file: TensorFile, parts: dict[str, Part]) -> NDArray[np.int32] | None
 
 @dataclass(frozen=True, slots=True)
 class _Packing:
-    """How the weights of a model are packed, one after the other, while the next are read ahead."""
+    """The packing of the weights of a model one after the other, while the next are read ahead."""
 
     file: TensorFile
     ops: Ops
@@ -288,7 +288,7 @@ class _Packing:
 
 
 def _fields(packed: dict[str, Weight], several: dict[str, tuple[Weight, ...]]) -> dict[str, Any]:
-    """Those of `Layer` that hold weights."""
+    """The fields of `Layer` that hold weights."""
     absent = ("attn_norm", "mlp_norm", "gate", "up", "down", "v")
     fields = dict.fromkeys(absent) | {
         f: w for f, w in packed.items() if f not in _LATENT and f != "sinks"
@@ -305,7 +305,7 @@ _LATENT = ("q_rope", "k_rope", "latent_norm")
 def _shape(
     shape: AttentionShape, sinks: tuple[float, ...], shard: Shard | Stage | None
 ) -> AttentionShape:
-    """With its sinks; of the heads of a rank."""
+    """The attention shape with its sinks, and with only the heads of a rank."""
     shape = replace(shape, sinks=sinks)
     return shard.attention(shape) if shard else shape
 
@@ -338,7 +338,7 @@ def _experts(spec: ExpertSpec, packed: dict[str, tuple[Weight, ...]]) -> Experts
 
 
 def _place(field: str, last: bool, layout: Layout) -> str:
-    """Which of PLACES a weight counts for."""
+    """The one of PLACES for which a weight counts."""
     if field in layout.top:
         return "ending" if field == ("head" if "head" in layout.top else "embed") else "tables"
     if field in ("gates", "ups", "downs"):
@@ -412,7 +412,7 @@ def _as_float32(tensor: Tensor, plus: float = 0.0, times: float = 1.0) -> Tensor
 
 
 def _rope_divisors(file: TensorFile, spec: ModelSpec, positions: int) -> F32 | None:
-    """Those of a GGUF file: one list, or two of which the length of sequences chooses."""
+    """The rotary divisors of a GGUF file: one list, or two, chosen by the length of sequences."""
     name = ROPE_DIVISORS
     if LONG_DIVISORS in file.tensors or SHORT_DIVISORS in file.tensors:
         name = LONG_DIVISORS if spec.rope.is_long(positions) else SHORT_DIVISORS
