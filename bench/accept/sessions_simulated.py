@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, field
 
-from agent_traffic import MOST_TURNS, Agent, AgentTraffic
+from agent_traffic import MAX_TURNS, Agent, AgentTraffic
 
 from pageturner.lab.simulation.simulator import Simulator
 from pageturner.lab.simulation.step_cost import CalibratedCost
@@ -95,7 +95,7 @@ class Watcher:
     def attached(self, seq: Sequence, fresh: int) -> None:
         if seq in self._of:  # behind a preemption
             return
-        number, turn = divmod((seq.request.prompt[-1] - OWN) // 2, MOST_TURNS)
+        number, turn = divmod((seq.request.prompt[-1] - OWN) // 2, MAX_TURNS)
         shared = self.traffic.shared(number, turn)
         tenant = seq.request.tenant
         self._of[seq] = one = Turn(number, turn, tenant, seq.prompt_len, fresh, shared)

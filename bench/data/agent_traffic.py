@@ -18,7 +18,7 @@ from pageturner.lab.traffic.traffic import OWN, Pieces, TrafficRequest
 from pageturner.request import SessionHint
 
 KEEP = 60.0  # seconds for which an agent has its KV kept
-MOST_TURNS = 1000
+MAX_TURNS = 1000
 
 
 class AgentTurn(msgspec.Struct, frozen=True, array_like=True):
@@ -127,7 +127,7 @@ class AgentTraffic:
         self, agent: Agent, number: int, at: float, before: tuple[tuple[int, int], ...]
     ) -> TrafficRequest:
         turn = agent.turns[number]
-        new = OWN + 2 * (agent.number * MOST_TURNS + number)
+        new = OWN + 2 * (agent.number * MAX_TURNS + number)
         begin = before if before and not turn.compact else (agent.system,)
         prompt = (*begin, (new, turn.new))
         answer = (

@@ -13,7 +13,7 @@ from pageturner import cli
 from pageturner.config.settings import EngineConfig
 from pageturner.lab.commands import simulate as simulate_command
 from pageturner.lab.simulation.recorded_runs import SCHEDULER_OPTIONS
-from pageturner.lab.simulation.scenario import MOST_REPLICAS
+from pageturner.lab.simulation.scenario import MAX_REPLICAS
 from pageturner.lab.simulation.step_cost import CalibratedCost
 
 LLAMA_1B = {
@@ -263,7 +263,7 @@ def test_a_log_of_adaptive_chunk_is_simulated_with_its_step_time(
             "--rate 5 --model M --gpu L4 --placement best",
             "unknown placement 'best': one of round_robin",
         ),
-        ("--rate 5 --model M --gpu L4 --replicas 0", f"replicas are 1 to {MOST_REPLICAS:,}, not 0"),
+        ("--rate 5 --model M --gpu L4 --replicas 0", f"replicas are 1 to {MAX_REPLICAS:,}, not 0"),
         ("--rate 5 --model M --gpu L4 --search", "--search needs targets"),
         ("--rate 5 --model M --gpu L4 --ttft-ms 0", "--ttft-ms is more than 0"),
         ("--rate 5 --model M --gpu L4 --goodput 1.5", "--goodput is a share"),

@@ -245,7 +245,7 @@ def test_a_vocabulary_that_the_matcher_does_not_take(
 
 def test_what_others_write_uses_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A grammar with more states than a lexer may have; no single text needs so many."""
-    monkeypatch.setattr("pageturner.text.structured_outputs.MOST_STATES", 300)
+    monkeypatch.setattr("pageturner.text.structured_outputs.MAX_STATES", 300)
     made: list[str] = []
 
     def compile(grammar: str) -> Matcher:

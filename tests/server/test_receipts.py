@@ -166,7 +166,7 @@ def test_a_shorter_answer_and_another_end() -> None:
 @pytest.mark.parametrize("count", [0, 15, 16, 2048, 2064, 100_000])
 def test_a_chain_is_bounded(count: int) -> None:
     block, chain = form.token_chain(range(count))
-    assert len(chain) == 8 * (count // block) <= 8 * form.MOST_LINKS
+    assert len(chain) == 8 * (count // block) <= 8 * form.MAX_LINKS
 
 
 def test_parameters_come_back_as_they_were() -> None:

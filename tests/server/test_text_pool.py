@@ -473,7 +473,7 @@ def test_a_form_that_was_checked_needs_no_worker() -> None:
 
 
 def test_known_forms_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KnownGrammars, "MOST_CHARACTERS", 10)
+    monkeypatch.setattr(KnownGrammars, "MAX_CHARACTERS", 10)
     known = KnownGrammars()
     for name, made in ((b"1", "xxxx"), (b"2", "xxxx"), (b"1", "xxxxx"), (b"3", "xxxx")):
         known.put(name, made)

@@ -19,8 +19,8 @@ from pageturner.text.json_schema import as_grammars_take_it
 from pageturner.text.structured_outputs import literal_regex
 from pageturner.text.tool_formats import GEMMA, PYTHON
 
-MOST_RULES = 4096
-MOST_COUNTED = 4096  # characters of a text or items of a list, to which a bound is held
+MAX_RULES = 4096
+MAX_COUNTED = 4096  # characters of a text or items of a list, to which a bound is held
 _NUMBER_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _LENGTHS = ("minLength", "maxLength")
 _TEXTS = (*_LENGTHS, "pattern", "format")
@@ -137,8 +137,8 @@ class ArgumentRules:
         return self._pairs(schema, "=")
 
     def _rule(self, body: str) -> str:
-        if len(self.rules) >= MOST_RULES:
-            raise Unwritable(f"more than {MOST_RULES} rules")
+        if len(self.rules) >= MAX_RULES:
+            raise Unwritable(f"more than {MAX_RULES} rules")
         name = f"r{len(self.rules)}"
         self.rules.append(f"{name}: {body}")
         return name
@@ -235,11 +235,11 @@ class ArgumentRules:
     ) -> tuple[int | None, int | None]:
         """The least and the most of a schema that are held; None: there is no such bound."""
         least, most = (None if schema.get(name) is None else int(schema[name]) for name in names)
-        if (least or 0) > MOST_COUNTED or (self.strict and (most or 0) > MOST_COUNTED):
-            raise Unwritable(f"a bound of more than {MOST_COUNTED}")
+        if (least or 0) > MAX_COUNTED or (self.strict and (most or 0) > MAX_COUNTED):
+            raise Unwritable(f"a bound of more than {MAX_COUNTED}")
         if most is not None and most < (least or 0):
             raise Unwritable(f"{names[0]} above {names[1]}")
-        return least, None if (most or 0) > MOST_COUNTED else most
+        return least, None if (most or 0) > MAX_COUNTED else most
 
     def _list(self, schema: dict[str, Any]) -> str:
         item = self._value(schema.get("items"))

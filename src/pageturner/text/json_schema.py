@@ -24,8 +24,8 @@ FORMATS = frozenset(
         "uri",
     }
 )
-MOST_DIGITS = 16  # of a whole number without bounds of its own: small models may never end one
-LARGEST = 10**MOST_DIGITS - 2  # a compiler that counts in doubles knows no odd numbers of that size
+MAX_DIGITS = 16  # of a whole number without bounds of its own: small models may never end one
+LARGEST = 10**MAX_DIGITS - 2  # a compiler that counts in doubles knows no odd numbers of that size
 # keyword -> whether it has one schema, a list of schemas, or schemas by name
 _ONE = frozenset(
     {

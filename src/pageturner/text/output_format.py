@@ -35,7 +35,7 @@ class KnownGrammars:
     number and in characters; what was used last stays."""
 
     MOST = 256
-    MOST_CHARACTERS = 4 * 1024 * 1024
+    MAX_CHARACTERS = 4 * 1024 * 1024
 
     def __init__(self) -> None:
         self._made: OrderedDict[bytes, str] = OrderedDict()
@@ -50,7 +50,7 @@ class KnownGrammars:
     def put(self, asked: bytes, made: str) -> None:
         self._characters += len(made) - len(self._made.pop(asked, ""))
         self._made[asked] = made
-        while len(self._made) > self.MOST or self._characters > self.MOST_CHARACTERS:
+        while len(self._made) > self.MOST or self._characters > self.MAX_CHARACTERS:
             self._characters -= len(self._made.popitem(last=False)[1])
 
 

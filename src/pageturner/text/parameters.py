@@ -16,14 +16,14 @@ from pageturner.formats.tokenizer import Tokenizer
 from pageturner.params import LIMITS, SamplingParams, out_of_range
 from pageturner.request import Logprob
 
-MOST_STOPS, LONGEST_STOP, MOST_STOP_TEXT = (
+MAX_STOPS, LONGEST_STOP, MAX_STOP_TEXT = (
     64,
     1024,
     4096,
 )  # strings; characters of one, and of all of them
-MOST_BAD_WORDS, LONGEST_BAD_WORD, MOST_BAD_TEXT = 1024, 1024, 65_536  # likewise
-MOST_STOP_IDS = 1024  # beside those that end the answers of the model anyway
-MOST_CONTINUATIONS = (
+MAX_BAD_WORDS, LONGEST_BAD_WORD, MAX_BAD_TEXT = 1024, 1024, 65_536  # likewise
+MAX_STOP_IDS = 1024  # beside those that end the answers of the model anyway
+MAX_CONTINUATIONS = (
     1 << 15
 )  # that stop ids add to a step of a beam search: each beam needs as many more
 WORD_ENTRIES = 16  # what looking for one of bad_words costs at each token, in ids of logit_bias
@@ -49,8 +49,8 @@ def resolve(params: SamplingParams, tokenizer: Tokenizer, vocab_size: int) -> Sa
         raise invalid("pooling", "pooling is for embeddings, and nothing that answers takes it")
     if params.truncate_prompt_tokens == 0:
         raise invalid("truncate_prompt_tokens", "truncate_prompt_tokens must be 1 or more, or -1")
-    _check_strings("stop", params.stop, (MOST_STOPS, LONGEST_STOP, MOST_STOP_TEXT))
-    _check_strings("bad_words", params.bad_words, (MOST_BAD_WORDS, LONGEST_BAD_WORD, MOST_BAD_TEXT))
+    _check_strings("stop", params.stop, (MAX_STOPS, LONGEST_STOP, MAX_STOP_TEXT))
+    _check_strings("bad_words", params.bad_words, (MAX_BAD_WORDS, LONGEST_BAD_WORD, MAX_BAD_TEXT))
     _check_ids("stop_token_ids", params.stop_ids, vocab_size)
     stops, allowed = tuple(dict.fromkeys(params.stop_ids)), params.allowed_token_ids
     _check_stop_ids(len(stops), params.beam_width)
@@ -227,13 +227,13 @@ def _check_strings(name: str, strings: tuple[str, ...], limits: tuple[int, int, 
 
 
 def _check_stop_ids(count: int, beams: int) -> None:
-    if count > MOST_STOP_IDS:
+    if count > MAX_STOP_IDS:
         raise invalid(
             "stop_token_ids",
-            f"stop_token_ids has {count} tokens, at most {MOST_STOP_IDS} are taken",
+            f"stop_token_ids has {count} tokens, at most {MAX_STOP_IDS} are taken",
         )
-    if beams * beams * count > MOST_CONTINUATIONS:
-        most = MOST_CONTINUATIONS // (beams * beams)
+    if beams * beams * count > MAX_CONTINUATIONS:
+        most = MAX_CONTINUATIONS // (beams * beams)
         message = f"stop_token_ids has {count} tokens, and {beams} beams take at most {most}: each beam looks"
         raise invalid(
             "stop_token_ids",

@@ -26,7 +26,7 @@ from pageturner.params import SamplingParams
 
 VERSION = 1
 BLOCK = 16  # tokens between two links of a chain, or twice as many as often as it takes
-MOST_LINKS = 128  # of one answer's chain: it is at most 1 KiB
+MAX_LINKS = 128  # of one answer's chain: it is at most 1 KiB
 CHECK = 8  # hex digits that tell a changed part
 SEALS = ("checks", "digest", "signature")
 
@@ -172,7 +172,7 @@ def token_chain(tokens: Sequence[int]) -> tuple[int, str]:
     """(block, links): after every `block` tokens eight hex digits of the hash of all tokens up to there. Two
     answers that differ have equal links up to the block in which they part."""
     block = BLOCK
-    while len(tokens) // block > MOST_LINKS:
+    while len(tokens) // block > MAX_LINKS:
         block *= 2
     return block, "".join(_links(tokens, block))
 

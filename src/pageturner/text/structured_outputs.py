@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 FIELD = "structured_outputs"
-MOST_CHARACTERS = 256 * 1024  # of a grammar
-MOST_CHOICES = 4096
+MAX_CHARACTERS = 256 * 1024  # of a grammar
+MAX_CHOICES = 4096
 # Room for a line break and nine levels of four spaces. Small models that begin with white space may go on
 # with it for ever.
 WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 # llguidance's compiler calls itself for every rule and schema on its way down a chain of references, at up to
 # 5 KiB of stack each, and does not look how much is left: 128 MiB are enough for so many.
-MOST_NESTED = 8192
-MOST_STATES = 50_000  # of a grammar's lexer, at about a kilobyte; copies of a matcher share it
+MAX_NESTED = 8192
+MAX_STATES = 50_000  # of a grammar's lexer, at about a kilobyte; copies of a matcher share it
 STACK_BYTES = 128 * 1024 * 1024  # of addresses; what is not needed is never touched
 # Where only one text can follow, llguidance would name the tokens that its tokenizer makes of that text; we
 # want every token that can follow, whatever the tokenizer thinks of a text's beginning.
@@ -148,9 +148,9 @@ def _choices(choice: Iterable[str]) -> list[str]:
     choices = [] if isinstance(choice, str) else list(choice)
     if not choices or not all(isinstance(one, str) and one for one in choices):
         raise _bad("invalid_choice", "choice is a list of texts, at least one, none of them empty")
-    if len(choices) > MOST_CHOICES:
+    if len(choices) > MAX_CHOICES:
         raise _bad(
-            "invalid_choice", f"choice has {len(choices)} texts, at most {MOST_CHOICES} are taken"
+            "invalid_choice", f"choice has {len(choices)} texts, at most {MAX_CHOICES} are taken"
         )
     return choices
 
@@ -186,15 +186,15 @@ def checked(grammar: str, code: str) -> str:
 
 
 def _check_size(text: str, code: str) -> None:
-    if len(text) > MOST_CHARACTERS:
-        raise _bad(code, f"{len(text)} characters, at most {MOST_CHARACTERS} are taken")
+    if len(text) > MAX_CHARACTERS:
+        raise _bad(code, f"{len(text)} characters, at most {MAX_CHARACTERS} are taken")
 
 
 def check_nesting(text: str, marks: str, code: str) -> None:
     """Nothing can be nested deeper than the number of marks that open a level."""
     levels = sum(map(text.count, marks))
-    if levels > MOST_NESTED:
-        raise _bad(code, f"{levels} rules or schemas within it, at most {MOST_NESTED} are taken")
+    if levels > MAX_NESTED:
+        raise _bad(code, f"{levels} rules or schemas within it, at most {MAX_NESTED} are taken")
 
 
 _MATCHES_NOTHING = "nothing matches it"
@@ -226,7 +226,7 @@ def compiled(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
     """The grammar for a vocabulary; it may be in error. Other threads go on meanwhile."""
     from llguidance import LLMatcher, LLParserLimits
 
-    limits = LLParserLimits(max_lexer_states=MOST_STATES)
+    limits = LLParserLimits(max_lexer_states=MAX_STATES)
     return _with_stack(lambda: LLMatcher(vocabulary, grammar, log_level=0, limits=limits))
 
 
@@ -234,7 +234,7 @@ _starting = threading.Lock()  # the size of a stack is a setting of the whole pr
 
 
 def _with_stack(work: Callable[[], T]) -> T:
-    """Run it in a thread whose stack has room for MOST_NESTED levels."""
+    """Run it in a thread whose stack has room for MAX_NESTED levels."""
     future: Future[T] = Future()
 
     def run() -> None:

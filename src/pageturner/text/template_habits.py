@@ -17,7 +17,7 @@ from typing import Any
 from pageturner.errors import ClientError
 from pageturner.text.chat_template import ChatTemplate
 
-MOST_KNOWN = 8  # templates
+MAX_KNOWN = 8  # templates
 _ARGUMENTS = {"sought_name": "sought_value"}
 _TOOL = {
     "type": "function",
@@ -59,7 +59,7 @@ def habits_of(source: str) -> TemplateHabits:
 def learn(template: ChatTemplate) -> TemplateHabits:
     """Find out how this template does it, and remember it."""
     habits = _known[template.source] = _found(template)
-    while len(_known) > MOST_KNOWN:
+    while len(_known) > MAX_KNOWN:
         _known.popitem(last=False)
     return habits
 

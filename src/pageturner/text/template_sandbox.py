@@ -25,7 +25,7 @@ from jinja2.filters import make_attrgetter
 from jinja2.runtime import LoopContext
 from jinja2.utils import Namespace
 
-MOST_BITS = 1 << 16  # of a number that a template computes
+MAX_BITS = 1 << 16  # of a number that a template computes
 WIDEST_INDENT = 32  # of tojson
 # for HTML, and with regular expressions whose time grows with the square of a text
 _LEFT_OUT = ("urlize", "xmlattr", "wordwrap", "striptags", "pprint")
@@ -275,8 +275,8 @@ def _pay_for_product(budget: Budget, left: Any, right: Any) -> None:
 
 
 def _check_number(bits: int) -> None:
-    if bits > MOST_BITS:
-        raise OverBudget(f"a number in it has more than {MOST_BITS} bits")
+    if bits > MAX_BITS:
+        raise OverBudget(f"a number in it has more than {MAX_BITS} bits")
 
 
 def _pay_for_format(budget: Budget, text: str | bytes, values: Any) -> None:

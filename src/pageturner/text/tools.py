@@ -12,7 +12,7 @@ from typing import Any
 
 from pageturner.errors import ClientError
 
-MOST_TOOLS = 128
+MAX_TOOLS = 128
 LONGEST_NAME = 64
 NAME = re.compile(rf"[A-Za-z0-9_.\-]{{1,{LONGEST_NAME}}}")
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -107,8 +107,8 @@ def _function_name(one: Any) -> str | None:
 
 
 def _tools(tools: list[Any]) -> list[Tool]:
-    if len(tools) > MOST_TOOLS:
-        raise _wrong("tools", f"{len(tools)} tools, at most {MOST_TOOLS} are taken")
+    if len(tools) > MAX_TOOLS:
+        raise _wrong("tools", f"{len(tools)} tools, at most {MAX_TOOLS} are taken")
     read = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
     names = [tool.name for tool in read]
     twice = next((name for name in names if names.count(name) > 1), None)

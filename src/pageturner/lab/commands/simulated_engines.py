@@ -393,14 +393,14 @@ def failures_of(arguments: argparse.Namespace, replicas: int) -> Failures | None
 def autoscaling_of(arguments: argparse.Namespace) -> Autoscaling | None:
     """The bounds between which the number of replicas follows the load; None: it does not."""
     from pageturner.lab.simulation.replica_changes import Autoscaling
-    from pageturner.lab.simulation.scenario import MOST_REPLICAS
+    from pageturner.lab.simulation.scenario import MAX_REPLICAS
 
     if not arguments.autoscale:
         return None
     found = re.fullmatch(r"([1-9]\d{0,6}),([1-9]\d{0,6})", arguments.autoscale)
     least, most = (int(found[1]), int(found[2])) if found else (1, 0)
-    if not least <= most <= MOST_REPLICAS:
-        message = f"--autoscale is LEAST,MOST replicas, 1 to {MOST_REPLICAS:,}, such as 1,8"
+    if not least <= most <= MAX_REPLICAS:
+        message = f"--autoscale is LEAST,MOST replicas, 1 to {MAX_REPLICAS:,}, such as 1,8"
         raise bad_setting(f"{message}, not {arguments.autoscale!r}")
     return Autoscaling(
         least,

@@ -1,16 +1,17 @@
-"""The fewest GPUs with which enough requests meet their targets: what is asked next, and what was answered.
+"""The fewest GPUs with which enough requests meet their targets: the questions of a search, and its answer.
 
 Owns the search: a sequence of questions, of which each says how many replicas of how many GPUs. Must not know
-who answers them, nor how many at a time (lab/planning/parallel_runs.py).
+who answers them, nor how many at a time (parallel_runs.py).
 
-What a prompt takes alone comes first (prompt_alone.py): where too few meet the targets on an empty replica,
-no number of replicas does. Then counts are tried, from one on that queues of whole prompts suggest
-(first_guess.py). Only simulations decide: of the answer is known that it is enough, and that one replica less
-is not. That more replicas are never worse is taken for granted.
+The time that a prompt takes alone comes first (prompt_alone.py): where too few meet the targets on an empty
+replica, no number of replicas does. Then counts are tried, from one on that queues of whole prompts suggest.
+Only simulations decide: of the answer is known that it is enough, and that one replica less is not. That more
+replicas are never worse is taken for granted.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,19 +19,34 @@ from functools import cache
 from typing import Any, Protocol
 
 from pageturner.errors import EngineFault
-from pageturner.lab.bench.prompt_alone import AloneVerdict, PromptTokens, alone, judge, prompts_of
-from pageturner.lab.planning.first_guess import FirstGuess, named_prompts
-from pageturner.lab.simulation.scenario import MOST_REPLICAS, Scenario
-from pageturner.router.load_balancer import PLACEMENTS
+from pageturner.lab.bench.prompt_alone import (
+    AloneVerdict,
+    PromptTokens,
+    all_requests,
+    alone,
+    judge,
+    prefill_seconds,
+    prompt_length,
+    prompts_of,
+)
+from pageturner.lab.simulation.scenario import MAX_REPLICAS, Scenario
+from pageturner.lab.traffic.block_names import BlockNames
+from pageturner.lab.traffic.traffic import Pieces, Prompt
+from pageturner.router.load_balancer import PLACEMENTS, PrefixMap
+from pageturner.telemetry.work import StepWork
 
 SPLITS = tuple(eighths / 8 for eighths in range(1, 8))  # parts of the replicas that compute prompts
+CHUNK = 512  # tokens of a prompt that have one name
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A replica of so many GPUs; the `replicas` of the scenario are what is searched. kind: what they are
-    called; "": it is no GPU that is simulated. prefill: the part of the replicas that computes prompts for
-    the others, with the links of scenario.roles; 0: all do everything."""
+    """A replica of so many GPUs; the `replicas` of the scenario are what is searched.
+
+    kind     the name of the GPUs; "": it is no GPU that is simulated
+    prefill  the part of the replicas that computes prompts for the others, with the links of scenario.roles;
+             0: all do everything
+    """
 
     gpus: int
     scenario: Scenario
@@ -39,12 +55,12 @@ class Option:
 
     @property
     def of(self) -> str:
-        """What a replica is made of, and what the replicas do."""
+        """Words for the GPUs of a replica, and for what the replicas do."""
         part = f", {self.prefill:.1%} of them for prompts" if self.prefill else ""
         return (f" of {self.gpus} x {self.kind}" if self.kind else "") + part
 
     def with_replicas(self, count: int) -> Scenario:
-        """So many of them; one alone does everything."""
+        """The scenario with so many replicas; one alone does everything."""
         one = replace(self.scenario, replicas=count, roles=None)
         if not self.prefill or count == 1 or self.scenario.roles is None:
             return one
@@ -63,18 +79,9 @@ class Option:
         return prompts_of(one.traffic(one.rate), caching=one.config.enable_prefix_caching)
 
     def verdict(self, prompts: Sequence[PromptTokens]) -> AloneVerdict:
-        """What each request would take alone."""
+        """The verdict on what each request would take alone."""
         one = self.scenario
         return judge(alone(prompts, one.cost, budget=self.budget), one.targets)
-
-    def guess(self) -> int:
-        """A number of replicas to begin with."""
-        one = self.scenario
-        prompts, caching = named_prompts(one.traffic(one.rate)), one.config.enable_prefix_caching
-        place = PLACEMENTS[one.placement]
-        return FirstGuess(prompts, one.cost, place, one.targets, self.budget, caching).replicas(
-            MOST_REPLICAS
-        )
 
 
 def splits_of(option: Option) -> list[Option]:
@@ -84,7 +91,7 @@ def splits_of(option: Option) -> list[Option]:
 
 @dataclass(frozen=True, slots=True)
 class CapacityQuestion:
-    """Whether so many replicas of an option are enough. likely: the guess."""
+    """Are so many replicas of an option enough? likely: the guess."""
 
     option: int
     replicas: int
@@ -100,7 +107,7 @@ class CapacityAnswer:
 
     @classmethod
     def of(cls, run: Mapping[str, Any], share: float) -> CapacityAnswer:
-        """What a run says; share: of the requests that must be within the targets."""
+        """The answer by a run; share: of the requests that must be within the targets."""
         return cls(run["goodput_share"] >= share, run["engines"]["most_open"] <= 1)
 
 
@@ -120,7 +127,7 @@ def fewest_gpus(
     best = None
     for index, option in enumerate(options):
         if best is None:
-            count = yield from _least(index, guess(index), MOST_REPLICAS, likely=False)
+            count = yield from _least(index, guess(index), MAX_REPLICAS, likely=False)
         elif most := (options[best[0]].gpus * best[1] - 1) // option.gpus:
             count = yield from _least(index, most, most, likely=guess(index) <= most)
         else:
@@ -139,7 +146,7 @@ def _least(option: int, begin: int, most: int, *, likely: bool) -> Counts:
             high, step = low, 2 * step
             low = max(high - step, 0)
     else:
-        low, high = begin, begin
+        low = high = begin
         while not answer.enough:
             if high == most or answer.lone:
                 return None
@@ -148,22 +155,24 @@ def _least(option: int, begin: int, most: int, *, likely: bool) -> Counts:
             answer = yield CapacityQuestion(option, high)
     while high - low > 1:
         middle = (low + high) // 2
-        enough = (yield CapacityQuestion(option, middle)).enough
-        low, high = (low, middle) if enough else (middle, high)
+        if (yield CapacityQuestion(option, middle)).enough:
+            high = middle
+        else:
+            low = middle
     return high
 
 
 def next_questions(
     search: Callable[[], Search], known: Answered, most: int
 ) -> list[CapacityQuestion]:
-    """What the search asks next, and what it may ask behind that, the likelier first."""
+    """The next question of the search, and those that may come behind it, the likelier first."""
     found: dict[CapacityQuestion, None] = {}
     branches = deque([dict(known)])
     for _ in range(4 * most):
         if not branches or len(found) >= most:
             break
         assumed = branches.popleft()
-        question = first_unknown(search(), assumed)
+        question, _ = advance(search(), assumed)
         if question is not None:
             found[question] = None
             for enough in (question.likely, not question.likely):
@@ -171,22 +180,81 @@ def next_questions(
     return list(found)
 
 
-def first_unknown(search: Search, known: Answered) -> CapacityQuestion | None:
-    """The first question that is not answered; None where the search has ended."""
+def advance(
+    search: Search, known: Answered
+) -> tuple[CapacityQuestion | None, tuple[int, int] | None]:
+    """The first question that is not answered; where the search has ended None and its result."""
     try:
         question = next(search)
         while question in known:
             question = search.send(known[question])
-    except StopIteration:
-        return None
-    return question
+    except StopIteration as ended:
+        return None, ended.value
+    return question, None
+
+
+# -- where to begin ------------------------------------------------------------------------------------------
+
+
+def first_guess(option: Option) -> int:
+    """A number of replicas to begin with. It decides nothing, so it may be wrong: prompts are computed one
+    after another by the replica that the placement chose, answers take what a token takes alone, caches
+    forget nothing. 1 where no number seems enough."""
+    one, names = option.scenario, BlockNames(CHUNK)
+    prompts = [
+        (
+            asked.arrival,
+            prompt_length(asked.prompt),
+            asked.answer_length,
+            _chunks(asked.prompt, names),
+        )
+        for asked in all_requests(one.traffic(one.rate))
+    ]
+    prompts.sort(key=lambda prompt: prompt[0])
+    budget, caching, targets = option.budget, one.config.enable_prefix_caching, one.targets
+
+    def enough(replicas: int) -> bool:
+        place, sent = PLACEMENTS[one.placement](), PrefixMap(1)
+        loads, free, ends = [0] * replicas, [0.0] * replicas, list[tuple[float, int]]()
+        left = (1 - targets.share) * len(prompts)
+        for arrival, prompt, answer, chunks in prompts:
+            while ends and ends[0][0] <= arrival:
+                loads[heapq.heappop(ends)[1]] -= 1
+            had = {at: CHUNK * count for at, count in sent.hints(chunks).items()}
+            chosen = place(loads, had, prompt)
+            sent.sent(chunks, chosen)
+            cached = min(had.get(chosen, 0), prompt - 1) if caching else 0
+            first = max(arrival, free[chosen]) + prefill_seconds(one.cost, cached, prompt, budget)
+            token = one.cost.seconds(StepWork(1, 1, 1, prompt + 1, prompt + 1))
+            loads[chosen] += 1
+            free[chosen] = first
+            heapq.heappush(ends, (first + (answer - 1) * token, chosen))
+            left -= not targets.met(first - arrival, token if answer > 1 else 0.0)
+            if left < 0:
+                return False
+        return True
+
+    counts = _least(0, 1, min(MAX_REPLICAS, len(prompts)), likely=False)
+    question = next(counts)
+    try:
+        while True:
+            question = counts.send(CapacityAnswer(enough(question.replicas)))
+    except StopIteration as ended:
+        return ended.value or 1
+
+
+def _chunks(prompt: Prompt, names: BlockNames) -> tuple[object, ...]:
+    """A name for each whole chunk of a prompt."""
+    if isinstance(prompt, Pieces):
+        return tuple(names.keys(prompt.parts))
+    return tuple(prompt[end - CHUNK : end] for end in range(CHUNK, len(prompt) + 1, CHUNK))
 
 
 # -- answers -------------------------------------------------------------------------------------------------
 
 
 class Asker(Protocol):
-    """Whoever simulates. share: of the requests that must meet their targets."""
+    """Simulates what a question asks."""
 
     def run(
         self,
@@ -194,33 +262,29 @@ class Asker(Protocol):
         search: Callable[[], Search],
         known: Answered,
     ) -> Any:
-        """The figures of Scenario.run, which may have been given up. What comes next may be looked at."""
+        """The figures of Scenario.run, which may have been given up. The next questions may be looked at."""
 
 
 Tell = Callable[[str], None]
 
 
-def asked(option: Option, question: CapacityQuestion) -> Scenario:
-    """What is simulated to answer."""
-    return option.with_replicas(question.replicas)
-
-
 def possible_options(options: Sequence[Option], tell: Tell) -> list[Option]:
-    """Those on which a prompt alone meets the targets. EngineFault('impossible') says what to try where there
-    are none."""
+    """The options on which a prompt alone meets the targets. EngineFault('impossible') says what to try where
+    there are none."""
     prompts, refusals = options[0].prompts(), dict[str, None]()
-    alike = {
-        (option.kind, option.gpus): option for option in reversed(options)
-    }  # whatever replicas do
-    found_of = {one: option.verdict(prompts) for one, option in alike.items()}
-    verdicts = [found_of[option.kind, option.gpus] for option in options]
-    for option, verdict in zip(options, verdicts, strict=True):
-        if not verdict.possible:
+    known: dict[tuple[str, int], AloneVerdict] = {}  # whatever replicas do
+    found = []
+    for option in options:
+        key = (option.kind, option.gpus)
+        if key not in known:
+            known[key] = option.verdict(prompts)
+        if known[key].possible:
+            found.append(option)
+        else:
             said = f"a replica{replace(option, prefill=0.0).of}: a prompt alone takes too long"
-            refusals[f"{said}, {_why(option, verdict)}"] = None
-    found = [option for option, verdict in zip(options, verdicts, strict=True) if verdict.possible]
+            refusals[f"{said}, {_why(option, known[key])}"] = None
     if not found:
-        raise _impossible(options[-1], verdicts[-1])
+        raise _impossible(options[-1], known[options[-1].kind, options[-1].gpus])
     for said in refusals:
         tell(said)
     return found
@@ -234,59 +298,42 @@ def search_capacity(
     answers. EngineFault('impossible') where more replicas do not help."""
     options = possible_options(options, tell)
     runner = asker(options)
-
-    alike = {
-        (option.kind, option.gpus): option for option in reversed(options)
-    }  # whatever replicas do
+    alike = {(option.kind, option.gpus): option for option in reversed(options)}
 
     @cache
     def begin(kind: str, gpus: int) -> int:
-        return alike[kind, gpus].guess()
-
-    def guess(option: int) -> int:
-        return begin(options[option].kind, options[option].gpus)
+        return first_guess(alike[kind, gpus])
 
     def search() -> Search:
-        return fewest_gpus(options, guess)
+        return fewest_gpus(options, lambda i: begin(options[i].kind, options[i].gpus))
 
     known: dict[CapacityQuestion, CapacityAnswer] = {}
     runs: dict[CapacityQuestion, dict[str, Any]] = {}
-    while (question := first_unknown(search(), known)) is not None:
+    while (found := advance(search(), known))[0] is not None:
+        question = found[0]
         option = options[question.option]
         run = runner.run(question, search, known)
         known[question] = answer = CapacityAnswer.of(run, option.scenario.targets.share)
         gpus = {"gpus_per_replica": option.gpus, "gpus": option.gpus * question.replicas}
         runs[question] = run | gpus
-        tell(_told(option, question, run, answer))
-    best = _result(search(), known)
+        tell(_progress(option, question, run, answer))
     tried = list(runs.values())
-    if best is None:
+    if found[1] is None:
         largest = [run for run in tried if run["gpus"] == run["replicas"] * options[-1].gpus]
         raise _not_found(options[-1], max(largest or tried, key=lambda run: run["replicas"]))
-    return runs[CapacityQuestion(*best)], sorted(
-        tried, key=lambda run: (run["gpus"], run["replicas"])
-    )
-
-
-def _result(search: Search, known: Answered) -> tuple[int, int] | None:
-    try:
-        question = next(search)
-        while True:
-            question = search.send(known[question])
-    except StopIteration as ended:
-        found: tuple[int, int] | None = ended.value
-        return found
+    tried.sort(key=lambda run: (run["gpus"], run["replicas"]))
+    return runs[CapacityQuestion(*found[1])], tried
 
 
 # -- words ---------------------------------------------------------------------------------------------------
 
 
 def in_words(option: Option, question: CapacityQuestion) -> str:
-    """Which count is tried."""
+    """The count that is tried."""
     return f"{question.replicas:,} replica{'s' if question.replicas > 1 else ''}{option.of}"
 
 
-def _told(
+def _progress(
     option: Option, question: CapacityQuestion, run: Mapping[str, Any], answer: CapacityAnswer
 ) -> str:
     share = f"{run['goodput_share']:.2%}"

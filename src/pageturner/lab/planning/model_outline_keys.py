@@ -74,64 +74,30 @@ def _check(usual: Usual, where: str) -> Usual:
 # -- config.json ---------------------------------------------------------------------------------------------
 
 _NAMES = {
-    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    "width": ("hidden_size", "n_embd", "d_model", "n_embed"),
-    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
-    "kv_heads": (
-        "num_key_value_heads",
-        "num_kv_heads",
-        "multi_query_group_num",
-        "num_attention_groups",
-    ),
-    "head_dim": ("head_dim", "kv_channels"),
-    "context": (
-        "max_position_embeddings",
-        "n_positions",
-        "seq_length",
-        "max_seq_len",
-        "n_ctx",
-        "max_sequence_length",
-    ),
+    "layers": "num_hidden_layers n_layer n_layers num_layers",
+    "width": "hidden_size n_embd d_model n_embed",
+    "heads": "num_attention_heads n_head n_heads num_heads attention_heads",
+    "kv_heads": "num_key_value_heads num_kv_heads multi_query_group_num num_attention_groups",
+    "head_dim": "head_dim kv_channels",
+    "context": "max_position_embeddings n_positions seq_length max_seq_len n_ctx max_sequence_length",
 }
 _STATE = "layers that keep a state instead of KV"
+# Reasons why the usual sum would be wrong, and the keys that tell.
 _REFUSED = {
-    "is_encoder_decoder": "an encoder beside the decoder",
-    "add_cross_attention": "an encoder beside the decoder",
-    "cross_attention_layers": "layers that look at pictures",
-    "num_kv_shared_layers": "layers that use the KV of others",
-    "attention_chunk_size": "attention in chunks",
-    "global_head_dim": "heads of two sizes",
-    "swa_head_dim": "heads of two sizes",
-    "swa_num_key_value_heads": "KV heads that differ from layer to layer",
-    "num_sliding_attention_heads": "KV heads that differ from layer to layer",
-    "compress_rates": "a cache that is compressed",
-    "index_topk": "an indexer with a cache of its own",
-    "block_configs": "layers that differ from each other",
-} | dict.fromkeys(
-    (
-        "attn_layer_period",
-        "attn_layer_indices",
-        "attn_type_list",
-        "block_types",
-        "chunkwise_kernel",
-        "conv_L_cache",
-        "full_attn_idxs",
-        "hybrid_override_pattern",
-        "layers_block_type",
-        "linear_attn_config",
-        "linear_num_heads",
-        "linear_num_key_heads",
-        "lru_width",
-        "mamba_d_ssm",
-        "mamba_d_state",
-        "mamba_n_heads",
-        "n_mamba_heads",
-        "ssm_cfg",
-        "ssm_state_size",
-        "state_size",
-    ),
-    _STATE,
-)
+    "an encoder beside the decoder": "is_encoder_decoder add_cross_attention",
+    "layers that look at pictures": "cross_attention_layers",
+    "layers that use the KV of others": "num_kv_shared_layers",
+    "attention in chunks": "attention_chunk_size",
+    "heads of two sizes": "global_head_dim swa_head_dim",
+    "KV heads that differ from layer to layer": "swa_num_key_value_heads num_sliding_attention_heads",
+    "a cache that is compressed": "compress_rates",
+    "an indexer with a cache of its own": "index_topk",
+    "layers that differ from each other": "block_configs",
+    _STATE: "attn_layer_period attn_layer_indices attn_type_list block_types chunkwise_kernel conv_L_cache"
+    " full_attn_idxs hybrid_override_pattern layers_block_type linear_attn_config linear_num_heads"
+    " linear_num_key_heads lru_width mamba_d_ssm mamba_d_state mamba_n_heads n_mamba_heads ssm_cfg"
+    " ssm_state_size state_size",
+}
 _TEXT_PARTS = ("text_config", "language_config", "llm_config")
 _ALL_WINDOWED = ("mistral", "mixtral", "phi3", "phimoe", "starcoder2")  # if they have a window
 _OLD_FALCON = ("falcon", "RefinedWeb", "RefinedWebModel")
@@ -145,8 +111,8 @@ def text_part(values: Json) -> Json:
 def hf_usual(values: Json, where: str) -> Usual:
     """The KV of a config.json by its usual keys. EngineFault names the key that is missing or refused."""
     for part in (values, text_part(values)):
-        for key, why in _REFUSED.items():
-            if part.get(key):
+        for why, keys in _REFUSED.items():
+            for key in filter(part.get, keys.split()):
                 raise unsupported(f"{where} sets {key}, which means {why}: the plan would be wrong")
     values = text_part(values)
     arch = str(values.get("model_type"))
@@ -163,9 +129,8 @@ def hf_usual(values: Json, where: str) -> Usual:
             raise unsupported(f"{where} has a sliding_window and kv_lora_rank: not planned")
         rank, rotary = config.size("kv_lora_rank"), config.size("qk_rope_head_dim")
         return Usual(heads, _latent(layers, rank, rotary), context)
-    width = (
-        0 if any(config.raw(key) for key in _NAMES["head_dim"]) else _first(config, where, "width")
-    )
+    given = any(config.raw(key) for key in _NAMES["head_dim"].split())
+    width = 0 if given else _first(config, where, "width")
     if width % heads:
         raise EngineFault("model_invalid", f"{where}: {heads} heads do not fill a width of {width}")
     head_dim = _first(config, where, "head_dim", width // heads)
@@ -180,11 +145,11 @@ def hf_usual(values: Json, where: str) -> Usual:
 
 def _first(config: HFConfig, where: str, what: str, default: int | None = None) -> int:
     """The first of the keys for something that is there."""
-    for key in _NAMES[what]:
+    for key in _NAMES[what].split():
         if config.raw(key) is not None:
             return config.size(key, most=MAX_LAYERS if what == "layers" else LARGEST - 1)
     if default is None:
-        keys = ", ".join(_NAMES[what])
+        keys = _NAMES[what].replace(" ", ", ")
         raise EngineFault(
             "config_invalid", f"{where} does not say what a plan needs: none of {keys} is there"
         )
@@ -204,8 +169,7 @@ def _kv_heads(config: HFConfig, arch: str, heads: int) -> int:
     if inner is not None:
         several = inner.raw("attn_type") != "multiquery_attention"
         return inner.size("kv_n_heads", heads if several else 1)
-    said = next((key for key in _NAMES["kv_heads"] if config.raw(key) is not None), None)
-    return config.size(said) if said else 0
+    return _first(config, where="", what="kv_heads", default=0)
 
 
 def _hf_windows(config: HFConfig, where: str, arch: str, layers: int) -> tuple[int, int]:
@@ -226,24 +190,20 @@ def _hf_windows(config: HFConfig, where: str, arch: str, layers: int) -> tuple[i
 # -- GGUF ----------------------------------------------------------------------------------------------------
 
 _GGUF_REFUSED = {
-    "ssm.": _STATE,
-    "wkv.": _STATE,
-    "shortconv.": _STATE,
-    "kda.": _STATE,
-    "full_attention_interval": _STATE,
-    "decoder_block_count": "an encoder beside the decoder",
-    "attention.shared_kv_layers": "layers that use the KV of others",
-    "attention.chunk_size": "attention in chunks",
-    "attention.indexer.": "an indexer with a cache of its own",
-    "attention.key_length_swa": "heads of two sizes",
+    _STATE: "ssm. wkv. shortconv. kda. full_attention_interval",
+    "an encoder beside the decoder": "decoder_block_count",
+    "layers that use the KV of others": "attention.shared_kv_layers",
+    "attention in chunks": "attention.chunk_size",
+    "an indexer with a cache of its own": "attention.indexer.",
+    "heads of two sizes": "attention.key_length_swa",
 }
 
 
 def gguf_usual(file: GGUFFile, arch: str) -> Usual:
     """The KV of a GGUF file by the keys that llama.cpp gives to all architectures."""
     for name in file.metadata:
-        for start, why in _GGUF_REFUSED.items():
-            if name.startswith(f"{arch}.{start}"):
+        for why, starts in _GGUF_REFUSED.items():
+            if name.startswith(tuple(f"{arch}.{start}" for start in starts.split())):
                 raise unsupported(
                     f"{file.path} has {name}, which means {why}: the plan would be wrong"
                 )

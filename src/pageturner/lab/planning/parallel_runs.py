@@ -1,7 +1,7 @@
-"""Who answers the questions of a search: this process one after another, or several processes ahead of it.
+"""Runs that answer the questions of a search: in this process, or in several processes ahead of it.
 
-Owns the processes, which are spawned, and what they look at while one answer is awaited. Must not know what a
-search decides: it asks the same questions in the same order whoever answers, so the answer is the same.
+Owns the processes, which are spawned, and the questions that they look at while an answer is awaited. Must not
+know what a search decides: it asks the same questions in the same order whoever answers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from pageturner.lab.planning.capacity_search import (
     CapacityQuestion,
     Option,
     Search,
-    asked,
     in_words,
     next_questions,
 )
@@ -50,7 +49,7 @@ class SerialRuns:
         cancelled: Callable[[], bool] = lambda: False,
     ) -> dict[str, Any]:
         """Scenario.run, given up when it is hopeless."""
-        one = asked(self._options[question.option], question)
+        one = self._options[question.option].with_replicas(question.replicas)
         if one.rate not in self._made:
             self._made[one.rate] = one.traffic(one.rate)
         traffic = self._made[one.rate]

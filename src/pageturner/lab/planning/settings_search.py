@@ -29,7 +29,7 @@ from pageturner.progress import Progress
 COARSE_TOKENS = (64, 256, 1024)  # budgets that are tried first
 COARSE_SEQS = (8, 32, 128)
 BLOCK_SIZES = (8, 16, 32, 64)
-LEAST_TOKENS, MOST_TOKENS, MOST_SEQS = 16, 16384, 1024
+LEAST_TOKENS, MAX_TOKENS, MAX_SEQS = 16, 16384, 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +85,10 @@ class SearchSpace:
         tokens, seqs = one.max_num_batched_tokens, one.max_num_seqs
         yield from (replace(one, order=order) for order in self.orders)
         for changed in (tokens * 2, tokens // 2, tokens * 4 // 3, tokens * 3 // 4):
-            if LEAST_TOKENS <= changed <= MOST_TOKENS:
+            if LEAST_TOKENS <= changed <= MAX_TOKENS:
                 yield replace(one, max_num_batched_tokens=changed)
         for changed in (seqs * 2, seqs // 2, seqs * 4 // 3, seqs * 3 // 4):
-            if 1 <= changed <= MOST_SEQS:
+            if 1 <= changed <= MAX_SEQS:
                 yield replace(one, max_num_seqs=changed)
         yield from (replace(one, policy=policy) for policy in self.policies)
         yield from (replace(one, block_size=size) for size in self.block_sizes)

@@ -31,7 +31,7 @@ from pageturner.policies.scheduler_factory import SchedulerStack
 from pageturner.router.load_balancer import PLACEMENTS, PrefixMap
 from pageturner.scheduler.blocks import BlockPool
 
-MOST_REPLICAS = 100_000
+MAX_REPLICAS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +148,8 @@ class Scenario:
         if self.placement not in PLACEMENTS:
             message = f"unknown placement {self.placement!r}: one of {', '.join(PLACEMENTS)}"
             raise EngineFault("bad_setting", message)
-        if not 1 <= self.replicas <= MOST_REPLICAS:
-            message = f"replicas are 1 to {MOST_REPLICAS:,}, not {self.replicas:,}"
+        if not 1 <= self.replicas <= MAX_REPLICAS:
+            message = f"replicas are 1 to {MAX_REPLICAS:,}, not {self.replicas:,}"
             raise EngineFault("bad_setting", message)
         if self.loads == "tokens" and (self.roles or self.failures or self.scaling):
             message = (

@@ -35,7 +35,7 @@ from pageturner.server.sessions import LONGEST
 from pageturner.text import parameters, tools
 from pageturner.text.conversation import EFFORTS
 from pageturner.text.fim import fim_tokens
-from pageturner.text.structured_outputs import MOST_CHOICES
+from pageturner.text.structured_outputs import MAX_CHOICES
 
 Narrowing = Mapping[str, Any] | Callable[[ServedModel], Mapping[str, Any]]
 DEVELOPER = ("forced_end", "force_ids", "inject_fault")
@@ -78,7 +78,7 @@ def _tools(served: ServedModel) -> Schema:
             "maxItems": 0,
             "description": "Functions that the model may call. This model has no format for that.",
         }
-    return {"items": ref("Tool"), "maxItems": tools.MOST_TOOLS}
+    return {"items": ref("Tool"), "maxItems": tools.MAX_TOOLS}
 
 
 def _tool_choice(served: ServedModel) -> Schema:
@@ -143,12 +143,12 @@ FIELDS: dict[str, Field] = {
         {
             "minLength": 1,
             "maxLength": parameters.LONGEST_STOP,
-            "maxItems": parameters.MOST_STOPS,
+            "maxItems": parameters.MAX_STOPS,
             "items": {**STRING, "minLength": 1, "maxLength": parameters.LONGEST_STOP},
         },
     ),
     "stop_token_ids": Field(
-        f"Tokens that end the answer: at most {parameters.MOST_STOP_IDS} different ones.",
+        f"Tokens that end the answer: at most {parameters.MAX_STOP_IDS} different ones.",
         lambda s: {"items": token_id(s)},
     ),
     "include_stop_str_in_output": Field("Keep the stop string in the text.", _OFF),
@@ -172,7 +172,7 @@ FIELDS: dict[str, Field] = {
     "bad_words": Field(
         "Words that are not written.",
         {
-            "maxItems": parameters.MOST_BAD_WORDS,
+            "maxItems": parameters.MAX_BAD_WORDS,
             "items": {**STRING, "maxLength": parameters.LONGEST_BAD_WORD, "pattern": r"\S"},
         },
     ),
@@ -189,7 +189,7 @@ FIELDS: dict[str, Field] = {
     "guided_regex": Field("As structured_outputs.regex.", {"minLength": 1}),
     "guided_choice": Field(
         "As structured_outputs.choice.",
-        {"items": {**STRING, "minLength": 1}, "minItems": 1, "maxItems": MOST_CHOICES},
+        {"items": {**STRING, "minLength": 1}, "minItems": 1, "maxItems": MAX_CHOICES},
     ),
     "guided_grammar": Field("As structured_outputs.grammar.", {"minLength": 1}),
     "tools": Field("Functions that the model may call.", _tools),

@@ -44,7 +44,7 @@ from pageturner.server.api.openai import embeddings
 from pageturner.server.api.responses import response_items, responses
 from pageturner.text.conversation import EFFORTS, NAMES_OF_ROLES, ROLES
 from pageturner.text.json_schema import FORMATS
-from pageturner.text.structured_outputs import MOST_CHOICES
+from pageturner.text.structured_outputs import MAX_CHOICES
 from pageturner.text.tools import NAME
 
 Properties = dict[str, Schema]
@@ -131,7 +131,7 @@ def _response_format() -> Schema:
 
 
 def _structured_outputs() -> Schema:
-    texts = array({**STRING, "minLength": 1}, minItems=1, maxItems=MOST_CHOICES)
+    texts = array({**STRING, "minLength": 1}, minItems=1, maxItems=MAX_CHOICES)
     one: Properties = {
         "json": {"anyOf": [one_of(True), STRING, ref("JsonSchema")]},
         "regex": {**STRING, "minLength": 1},

@@ -17,7 +17,7 @@ import msgspec
 
 from pageturner.server.api.base.body import bad_request
 from pageturner.server.api.base.translate import Fields, value_of
-from pageturner.text.tools import LONGEST_NAME, MOST_TOOLS
+from pageturner.text.tools import LONGEST_NAME, MAX_TOOLS
 
 log = logging.getLogger("pageturner")
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
@@ -113,7 +113,7 @@ def _heads(raw: msgspec.Raw | None) -> list[tuple[msgspec.Raw, _ToolHead]]:
     """The tools of a list; none where it is no such list, or a longer one than any that is taken."""
     try:
         tools = msgspec.json.decode(raw or b"[]", type=list[msgspec.Raw])
-        if len(tools) > MOST_TOOLS:
+        if len(tools) > MAX_TOOLS:
             return []
         return [(raw, msgspec.json.decode(raw, type=_ToolHead)) for raw in tools]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
