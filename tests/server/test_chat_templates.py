@@ -19,12 +19,10 @@ from pageturner.server.api.base import answer_grammar
 from pageturner.server.api.base.body import decode
 from pageturner.server.api.base.call import Call
 from pageturner.server.api.openai import chat, completions
-from pageturner.text import family_templates, tool_formats
-from pageturner.text.chat_template import ChatTemplate, TemplateTooLong
-from pageturner.text.continued_message import continued_prompt
+from pageturner.text import template_choice, tool_formats
+from pageturner.text.chat_template import ChatTemplate, TemplateTooLong, continued_prompt
 from pageturner.text.conversation import template_messages
-from pageturner.text.family_templates import BY_NAME
-from pageturner.text.template_choice import give_template
+from pageturner.text.template_choice import BY_NAME, give_template
 from support.hf_folder import make_folder
 from support.vocabs import vocab_path
 
@@ -122,7 +120,7 @@ def test_ours_are_as_more_real_ones(name: str, family: str, conversations: list[
 def test_families_of_files_without_a_template(name: str, family: str | None) -> None:
     tokenizer = load_tokenizer(vocab_path(name))
     assert tokenizer.chat_template is None
-    found = family_templates.recognised(tokenizer)
+    found = template_choice.recognised(tokenizer)
     assert (found and found.name) == family
 
 
@@ -144,7 +142,7 @@ def test_families_of_files_without_a_template(name: str, family: str | None) -> 
 )
 def test_families_that_a_name_tells(name: str, architecture: str, family: str | None) -> None:
     tokenizer = Tokenizer(BytesCodec(), Marks(name=name, architecture=architecture))
-    found = family_templates.recognised(tokenizer)
+    found = template_choice.recognised(tokenizer)
     assert (found and found.name) == family
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from pageturner.errors import ClientError
 from pageturner.server.api.base.body import decode
-from pageturner.text import json_schema
+from pageturner.text import structured_outputs as json_schema
 from pageturner.text.structured_outputs import StructuredOutputsParams, byte_tokens, compiled
 
 from .conftest import Server

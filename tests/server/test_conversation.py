@@ -17,7 +17,8 @@ from pageturner.server.api.base.call import Call, ServedModel
 from pageturner.server.api.openai import chat as chats
 from pageturner.server.api.openai import completions
 from pageturner.server.text_workers import text_jobs
-from pageturner.text import call_writer, reasoning, tool_formats
+from pageturner.text import conversation as call_writer
+from pageturner.text import reasoning, tool_formats
 from pageturner.text.answer_format import AnswerFormat
 from pageturner.text.answer_format import read as parse
 from pageturner.text.chat_template import ChatTemplate

@@ -271,10 +271,9 @@ def _chat_template(tokenizer: Tokenizer, config: ServerConfig) -> ChatTemplate |
     import logging
 
     from pageturner.server.text_workers.reading import AT_ONCE_LIMITS
-    from pageturner.text.chat_template import ChatTemplate
+    from pageturner.text.chat_template import ChatTemplate, learn
     from pageturner.text.judging import read_template
     from pageturner.text.template_choice import give_template
-    from pageturner.text.template_habits import learn
 
     tokenizer.rerank_template = read_template(config.rerank_template) or tokenizer.rerank_template
     if family := give_template(tokenizer, config.chat_template):

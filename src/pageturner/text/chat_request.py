@@ -14,10 +14,8 @@ from pageturner.errors import ClientError
 from pageturner.formats.tokenizer import Tokenizer
 from pageturner.params import SamplingParams
 from pageturner.text import answer_format, tools
-from pageturner.text.answer_format import AnswerFormat
-from pageturner.text.chat_formats import ChatFormats
-from pageturner.text.chat_template import ChatTemplate
-from pageturner.text.continued_message import continued_prompt
+from pageturner.text.answer_format import AnswerFormat, ChatFormats
+from pageturner.text.chat_template import ChatTemplate, continued_prompt
 from pageturner.text.conversation import template_messages, variables
 from pageturner.text.template_choice import HOW_TO_GIVE
 from pageturner.text.tools import NOT_ASKED, ToolChoice

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import copy
 import datetime
+import json
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from typing import Any, NoReturn
 
 from pageturner.errors import ClientError, one_line
@@ -131,3 +135,124 @@ def _raise_exception(message: str) -> NoReturn:
 
 def _strftime_now(format: str) -> str:
     return datetime.datetime.now().strftime(format)
+
+
+# -- habits of templates ----------------------------------------------------------------------------------
+
+
+MAX_KNOWN = 8  # templates
+_ARGUMENTS = {"sought_name": "sought_value"}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "sought",
+        "description": "Seeks.",
+        "parameters": {"type": "object", "properties": {"sought_name": {"type": "string"}}},
+    },
+}
+_TEXT = json.dumps(_ARGUMENTS)
+_ID, _OTHER = "abcdefghi", "abcdefghj"  # which Mistral's templates take
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateHabits:
+    """text_arguments  it wants arguments as a text of JSON, not as an object
+    no_content      a message that only calls must have no content at all, not an empty one
+    writes_calls    it writes `tool_calls`; else they are lost unless the content has them
+    short_ids       it takes no ids of calls but those of nine letters and digits
+    one_call        it writes one call of a message, or refuses several
+    """
+
+    text_arguments: bool = False
+    no_content: bool = False
+    writes_calls: bool = True
+    short_ids: bool = False
+    one_call: bool = False
+
+
+_known: OrderedDict[str, TemplateHabits] = OrderedDict()
+
+
+def habits_of(source: str) -> TemplateHabits:
+    """Those of the template with this source; the last few are remembered."""
+    habits = _known.get(source)
+    return learn(ChatTemplate(source)) if habits is None else habits
+
+
+def learn(template: ChatTemplate) -> TemplateHabits:
+    """Find out how this template does it, and remember it."""
+    habits = _known[template.source] = _found(template)
+    while len(_known) > MAX_KNOWN:
+        _known.popitem(last=False)
+    return habits
+
+
+def _found(template: ChatTemplate) -> TemplateHabits:
+    refused = True
+    for text_arguments, no_content in product((False, True), repeat=2):
+        call = partial(_written, template, _TEXT if text_arguments else _ARGUMENTS, no_content)
+        written = call(_ID)
+        refused &= written is None
+        if written is None or "sought_value" not in written or "{'sought_name'" in written:
+            continue
+        if not text_arguments or _TEXT in written:
+            return TemplateHabits(
+                text_arguments,
+                no_content,
+                short_ids=call("call_0") is None,
+                one_call=(call(_ID, _OTHER) or "").count("sought_value") < 2,
+            )
+    return TemplateHabits(
+        writes_calls=refused
+    )  # of a template that refuses all of it nothing is known
+
+
+def _written(template: ChatTemplate, arguments: Any, no_content: bool, *ids: str) -> str | None:
+    """What it makes of a message with calls of these ids and arguments; None: it refuses them."""
+    function = {"name": "sought", "arguments": arguments}
+    calls = [{"id": id, "type": "function", "function": function} for id in ids]
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": None if no_content else "", "tool_calls": calls},
+        *({"role": "tool", "content": "y", "tool_call_id": id, "name": "sought"} for id in ids),
+    ]
+    try:
+        return template.render(messages, tools=[_TOOL])
+    except ClientError:
+        return None
+
+
+# -- a last message that goes on --------------------------------------------------------------------------------
+
+CONTINUE_FIELD = "continue_final_message"
+CONTENT_MARK = "ENDxOFxTHExCONTENT"  # of letters, which templates leave as they are
+
+
+def continued_prompt(
+    template: ChatTemplate, messages: Sequence[dict[str, Any]], **variables: Any
+) -> str:
+    """What the template writes of these messages up to the end of the last one's content. ClientError where
+    that is no message of the assistant, or where the template does not write its content as it is.
+
+    messages  as `template_messages` makes them
+    """
+    last = messages[-1]
+    if last["role"] != "assistant" or last.get("tool_calls"):
+        message = f"{CONTINUE_FIELD}: the last message must be the assistant's, and text alone"
+        raise ClientError(400, "invalid_value", message, "messages")
+    whole = template.render(messages, generate=False, **variables)
+    mark = CONTENT_MARK
+    while mark in whole:
+        mark += "x"
+    marked = template.render(
+        [*messages[:-1], {**last, "content": last["content"] + mark}], generate=False, **variables
+    )
+    before, found, _ = marked.rpartition(mark)
+    for prompt in (
+        before,
+        before.rstrip(),
+    ):  # many templates take white space at the end of content away
+        if found and whole.startswith(prompt):
+            return prompt
+    message = f"{CONTINUE_FIELD}: the chat template does not write the content of the last message as it is"
+    raise ClientError(400, "template_error", message, CONTINUE_FIELD)

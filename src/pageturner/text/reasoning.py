@@ -145,3 +145,9 @@ class ThoughtsParser:
 
     def _behind(self, found: list[Delta]) -> bool:
         return False
+
+
+def in_thoughts(content: str, format: ReasoningFormat) -> bool:
+    """Return whether a message of this content, which goes on, has begun thoughts and not ended them."""
+    begun = content.rfind(format.begin) if format.begin else -1
+    return begun >= 0 and format.end not in content[begun:]

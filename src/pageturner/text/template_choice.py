@@ -1,23 +1,86 @@
-"""Which chat template a model's conversations go through: the one that is given, its own, or its family's.
+"""The chat template that a model's conversations go through: the given one, its own, or its family's.
 
-Owns that order, and what a setting that gives one may be. Must not know how a template is rendered, nor
-requests.
+Owns that order, the settings that give a template, and the families, whose templates are our own and lie in
+templates/. Must not know how a template is rendered (chat_template.py), nor requests.
 """
 
 from __future__ import annotations
 
 import os
+import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from pageturner.errors import EngineFault
 from pageturner.formats.tokenizer import Tokenizer
-from pageturner.text import family_templates
 from pageturner.text.chat_template import LONGEST, ChatTemplate
-from pageturner.text.family_templates import ChatFamily
 
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFamily:
+    """Models that were taught one way to write a conversation; templates/ holds it under the name.
+
+    tokens    all of which a vocabulary has, and none of `without`; (): its marks are plain text, which tells
+              nothing, so the model has to say what it is by its name, `called`
+    architectures  as the files name them; (): any
+    called    a pattern of the model's name, in which everything but letters and digits counts as a dash
+    spaced    whether its tokenizer puts a space in front of a text; None: either
+    end       the token behind an answer, which not every file says; "": end of sequence
+    """
+
+    name: str
+    tokens: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+    architectures: tuple[str, ...] = ()
+    called: str = ""
+    spaced: bool | None = None
+    end: str = ""
+
+    @property
+    def template(self) -> str:
+        return (TEMPLATES / f"{self.name}.jinja").read_text(encoding="utf-8")
+
+
+_LLAMAS = ("llama", "mistral", "mixtral")
+_INST = ("[INST]", "[/INST]")
+# The first one that fits is a model's. Those that tokens tell come before those that a name tells.
+FAMILIES = (
+    ChatFamily("llama-3", ("<|start_header_id|>", "<|end_header_id|>"), end="<|eot_id|>"),
+    ChatFamily("gemma", ("<start_of_turn>",), end="<end_of_turn>"),
+    ChatFamily("gemma-4", ("<|turn>",), end="<turn|>"),
+    ChatFamily("deepseek", ("<｜User｜>", "<｜Assistant｜>")),
+    ChatFamily(
+        "deepseek-coder",
+        ("<｜fim▁hole｜>",),
+        architectures=("llama",),
+        end="<|EOT|>",
+    ),
+    ChatFamily("deepseek-llm", ("<｜begin▁of▁sentence｜>",), without=("<｜fim▁hole｜>",)),
+    ChatFamily("mistral-v7", (*_INST, "[SYSTEM_PROMPT]")),
+    ChatFamily("mistral-v3", _INST, spaced=True),
+    ChatFamily("mistral-tekken", _INST, spaced=False),
+    ChatFamily("chatml", ("<|im_start|>",), without=("<|im_sep|>",), end="<|im_end|>"),
+    ChatFamily(
+        "phi-3",
+        ("<|user|>", "<|assistant|>"),
+        architectures=("phi3", "phimoe"),
+        end="<|end|>",
+    ),
+    ChatFamily("command-r", ("<|START_OF_TURN_TOKEN|>",), end="<|END_OF_TURN_TOKEN|>"),
+    ChatFamily("zephyr", ("<|user|>", "<|assistant|>"), architectures=("llama", "stablelm")),
+    ChatFamily("zephyr", architectures=_LLAMAS, called=r"zephyr|tinyllama.*chat"),
+    ChatFamily("llama-2", architectures=_LLAMAS, called=r"llama-?2.*chat|codellama.*instruct"),
+    ChatFamily("mistral", architectures=_LLAMAS, called=r"mi[sx]tral.*instruct"),
+    ChatFamily("vicuna", architectures=_LLAMAS, called=r"vicuna"),
+    ChatFamily("alpaca", architectures=_LLAMAS, called=r"alpaca"),
+)
+BY_NAME = {family.name: family for family in FAMILIES}
+NAMES = tuple(BY_NAME)
 HOW_TO_GIVE = (
     "this model has no chat template, and its family is not known: give one by --chat-template, a file with a"
-    f" Jinja template or one of {', '.join(family_templates.NAMES)}"
+    f" Jinja template or one of {', '.join(NAMES)}"
 )
 
 
@@ -28,8 +91,8 @@ def give_template(tokenizer: Tokenizer, given: str) -> str:
     given  a file, the text of a template, the name of a family, or "": the model's own, or its family's
     EngineFault('bad_setting') for a file that cannot be read and a template that cannot.
     """
-    if given in family_templates.BY_NAME:
-        _take(family_templates.BY_NAME[given], tokenizer)
+    if given in BY_NAME:
+        _take(BY_NAME[given], tokenizer)
     elif given:
         tokenizer.chat_template = _text(given)
         template = ChatTemplate(
@@ -37,10 +100,7 @@ def give_template(tokenizer: Tokenizer, given: str) -> str:
         )
         if template.broken:
             raise EngineFault("bad_setting", template.broken)
-    elif (
-        tokenizer.chat_template is None
-        and (family := family_templates.recognised(tokenizer)) is not None
-    ):
+    elif tokenizer.chat_template is None and (family := recognised(tokenizer)) is not None:
         _take(family, tokenizer)
         return family.name
     return ""
@@ -64,8 +124,27 @@ def _text(given: str) -> str:
             )
         return Path(given).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        names = ", ".join(family_templates.NAMES)
+        names = ", ".join(NAMES)
         message = (
             f"--chat-template {given}: no file that can be read ({error}), and none of {names}"
         )
         raise EngineFault("bad_setting", message) from error
+
+
+def recognised(tokenizer: Tokenizer) -> ChatFamily | None:
+    """The family of the model with this tokenizer, or None where nothing says it."""
+    name = re.sub(r"[^a-z0-9]+", "-", tokenizer.name.lower())
+    return next((one for one in FAMILIES if _fits(one, tokenizer, name)), None)
+
+
+def _fits(family: ChatFamily, tokenizer: Tokenizer, name: str) -> bool:
+    if family.architectures and tokenizer.architecture not in family.architectures:
+        return False
+    if family.called:
+        return re.search(family.called, name) is not None
+    if family.spaced is not None and family.spaced != tokenizer.space_prefix:
+        return False
+    needed = (*family.tokens, family.end) if family.end else family.tokens
+    if any(tokenizer.token_of(token) is None for token in needed):
+        return False
+    return all(tokenizer.token_of(token) is None for token in family.without)

@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from pageturner.errors import ClientError
 from pageturner.text.argument_rules import ArgumentRules, Unwritable
 from pageturner.text.call_arguments import GEMMA_QUOTE
-from pageturner.text.call_syntax import ARGUMENTS, ID, NAME, SPACE, parts_of, trigger
+from pageturner.text.call_parser import ARGUMENTS, ID, NAME, SPACE, parts_of, trigger
 from pageturner.text.harmony import ENDS
-from pageturner.text.json_schema import as_grammars_take_it
 from pageturner.text.reasoning import ReasoningFormat
 from pageturner.text.structured_outputs import (
     OPTIONS,
     WHITE_SPACE,
+    as_grammars_take_it,
     check_nesting,
     checked,
     literal_regex,

@@ -16,8 +16,7 @@ from pageturner.formats.tokenizer import Tokenizer
 from pageturner.llm import Completion
 from pageturner.text import conversation, tools
 from pageturner.text import receipt as form
-from pageturner.text.chat_template import ChatTemplate
-from pageturner.text.continued_message import continued_prompt
+from pageturner.text.chat_template import ChatTemplate, continued_prompt
 from pageturner.text.fim import fim_prompt, fim_tokens
 from pageturner.text.receipt import Difference, Receipt, ReceiptChoice
 

@@ -16,8 +16,7 @@ import msgspec
 from pageturner.params import SamplingParams
 from pageturner.server.api.base.body import RequestBody, bad_request
 from pageturner.text import output_format, reasoning, tools
-from pageturner.text.answer_format import AnswerFormat, limits_of
-from pageturner.text.chat_formats import ChatFormats
+from pageturner.text.answer_format import AnswerFormat, ChatFormats, limits_of
 from pageturner.text.parameters import check_number
 from pageturner.text.tools import ToolChoice
 

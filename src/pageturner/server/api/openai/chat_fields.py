@@ -13,10 +13,14 @@ from pageturner.params import SamplingParams
 from pageturner.server.api.base import answer_grammar
 from pageturner.server.api.base.body import RequestBody, bad_request
 from pageturner.server.api.base.call import ServedModel
-from pageturner.text import continued_message, conversation, reasoning
+from pageturner.text import conversation, reasoning
 from pageturner.text.answer_format import AnswerFormat
-from pageturner.text.chat_template import ChatTemplate, TemplateLimits, TemplateTooLong
-from pageturner.text.continued_message import continued_prompt
+from pageturner.text.chat_template import (
+    ChatTemplate,
+    TemplateLimits,
+    TemplateTooLong,
+    continued_prompt,
+)
 from pageturner.text.template_choice import HOW_TO_GIVE
 
 GIVEN = "the chat_template of this request"
@@ -93,4 +97,4 @@ def read_answer(
 def _still_thinking(prompt: str, answer: AnswerFormat) -> bool:
     """Whether the message that goes on has begun thoughts and not ended them."""
     format = reasoning.reasoning_format(answer.reasoning) if answer.reasoning else None
-    return format is not None and continued_message.in_thoughts(prompt, format)
+    return format is not None and reasoning.in_thoughts(prompt, format)

@@ -43,8 +43,7 @@ from pageturner.server.api.ollama import ollama
 from pageturner.server.api.openai import embeddings
 from pageturner.server.api.responses import response_items, responses
 from pageturner.text.conversation import EFFORTS, NAMES_OF_ROLES, ROLES
-from pageturner.text.json_schema import FORMATS
-from pageturner.text.structured_outputs import MAX_CHOICES
+from pageturner.text.structured_outputs import FORMATS, MAX_CHOICES
 from pageturner.text.tools import NAME
 
 Properties = dict[str, Schema]
