@@ -1,4 +1,4 @@
-"""How the text of an answer is read: which formats of thoughts and calls it may hold.
+"""Reading the text of an answer: which formats of thoughts and calls it may hold.
 
 Owns the choice of parsers. It is told once, when a request is read, and goes with the request. Must not know
 the fields of a request nor the shape of an answer.
@@ -25,7 +25,7 @@ HARMONY = "harmony"
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """What stands in the answers of one request.
+    """The formats in the answers of one request.
 
     tools      name of a format of calls, or ""
     reasoning  name of a format of thoughts, or ""
@@ -43,7 +43,7 @@ class AnswerFormat:
     names: tuple[str, ...] = ()
 
     def parser(self) -> Parser:
-        """For the text of one choice."""
+        """A parser for the text of one choice."""
         if HARMONY in (self.tools, self.reasoning):
             return HarmonyParser()
         rest: Parser = (
@@ -68,17 +68,17 @@ class AnswerReader:
         self._parser = format.parser()
 
     def note(self, *offsets: int) -> None:
-        """Where the next tokens begin in the text."""
+        """Note where the next tokens begin in the text."""
         if self.thinks:
             self._offsets.extend(offsets)
 
     @property
     def reasoning_tokens(self) -> int:
-        """Of the tokens that were noted those that begin before the thoughts end: their marks count too."""
+        """The number of noted tokens that begin before the thoughts end: their marks count too."""
         return bisect_left(self._offsets, self._parser.thoughts_end)
 
     def read(self, text: str, last: bool) -> list[Delta]:
-        """What these next characters say; neighbours of one kind are one delta."""
+        """The deltas of these next characters; neighbours of one kind are one delta."""
         found: list[Delta] = []
         for delta in self._parser.push(text) + (self._parser.finish() if last else []):
             self.calls += delta.kind == "call"
@@ -104,7 +104,7 @@ def marks_of(tools: str, reasoning: str) -> tuple[str, ...]:
 
 
 def limits_of(format: ReasoningFormat, calls: bool) -> tuple[str, str]:
-    """What a model writes in front of its thoughts and behind them. calls: a call may follow."""
+    """The marks that a model writes in front of its thoughts and behind them. calls: a call may follow."""
     if format.name != HARMONY:
         return format.begin, format.end
     if calls:  # what the next message is its grammar says
@@ -120,7 +120,7 @@ def control_token(mark: str, tokenizer: Tokenizer) -> int | None:
 
 
 def control_tokens(marks: tuple[str, ...], tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Those of the marks that are control tokens in a vocabulary."""
+    """The marks that are control tokens in a vocabulary."""
     found = (control_token(mark, tokenizer) for mark in marks)
     return tuple(token for token in found if token is not None)
 
@@ -140,14 +140,14 @@ class ChatFormats:
 
     @property
     def tools(self) -> ToolFormat | None:
-        """In which the model calls tools."""
+        """The format in which the model calls tools."""
         if self.tool_call_parser != "auto":
             return tool_formats.tool_format(self.tool_call_parser)
         return tool_formats.recognised(self.source)
 
     @property
     def reasoning(self) -> ReasoningFormat | None:
-        """In which it thinks."""
+        """The format in which it thinks."""
         if self.reasoning_parser == "none":
             return None
         if self.reasoning_parser != "auto":
@@ -155,7 +155,7 @@ class ChatFormats:
         return reasoning.recognised(self.source)
 
     def grammar(self, choice: ToolChoice, answer: str | None, how: str) -> str:
-        """What an answer with these tools must match. ClientError for what is wrong with them.
+        """The grammar that an answer with these tools must match. ClientError for what is wrong with them.
 
         answer  the grammar of an answer that is no call; None: any text
         how     the setting that names the format of calls, for who has to be told of it
@@ -175,7 +175,7 @@ class ChatFormats:
         return tool_grammar(format, choice, self.control, answer or "")
 
     def answer(self, choice: ToolChoice, prompt: str) -> AnswerFormat | None:
-        """How the text of the answers to this prompt is read; None: all of it is content."""
+        """The way to read the text of the answers to this prompt; None: all of it is content."""
         thoughts, calls = self.reasoning, self.tools if choice.tools else None
         if thoughts is None and calls is None:
             return None

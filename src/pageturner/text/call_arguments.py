@@ -26,7 +26,7 @@ class Arguments(Protocol):
     dead: bool
 
     def push(self, text: str, start: int) -> tuple[str, int]:
-        """What the text from `start` on becomes, and where the arguments end in it, or its length."""
+        """The JSON that the text from `start` on becomes, and where the arguments end in it, or its length."""
 
 
 def arguments_of(kind: str) -> Arguments:
@@ -84,7 +84,7 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": ""}
 
 
 def _text(text: str) -> str:
-    """As it stands within a string of JSON."""
+    """The text as it stands within a string of JSON."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 

@@ -35,7 +35,7 @@ def parts_of(pattern: str, marks: tuple[str, ...] = ()) -> tuple[str, ...]:
 
 
 def heads(format: ToolFormat) -> tuple[tuple[str, ...], ...]:
-    """Of each pattern of a call: what begins an answer's first call, up to its arguments."""
+    """The parts of each pattern of a call that begin an answer's first call, up to its arguments."""
     found = []
     for call in format.calls:
         parts = parts_of(format.opening + call, format.marks)
@@ -58,7 +58,7 @@ _IS_NAME = re.compile(NAME_CHARACTERS)
 
 
 class Delta(NamedTuple):
-    """What is new in an answer. text: of the content or of the thoughts, the name of the call that begins, or
+    """A new part of an answer. text: of the content or of the thoughts, the name of the call that begins, or
     more of the arguments of the call that began last."""
 
     kind: Literal["content", "reasoning", "call", "arguments"]
@@ -88,7 +88,8 @@ class PlainText:
 
 
 def beginning(text: str, marks: tuple[str, ...]) -> int:
-    """Where the end of the text may be the beginning of one of the marks, or the length of the text."""
+    """The place from which the end of the text may be the beginning of one of the marks, or the length of the
+    text."""
     longest = max(map(len, marks), default=1) - 1
     for at in range(max(0, len(text) - longest), len(text)):
         if any(mark.startswith(text[at:]) for mark in marks):
@@ -108,7 +109,7 @@ class _Way:
     name: str = ""
 
     def take(self, one: str) -> bool:
-        """Whether this character can come next."""
+        """Return whether this character can come next."""
         while self.part < len(self.parts):
             part = self.parts[self.part]
             if part == SPACE:
@@ -137,7 +138,7 @@ class _Way:
 
     @property
     def complete(self) -> bool:
-        """Whether it may end here. White space, a name or an id at its end is not waited for."""
+        """Return whether the pattern may end here. White space, a name or an id at its end is not waited for."""
         return self.part == len(self.parts)
 
 
@@ -191,13 +192,13 @@ class CallParser:
         return False
 
     def _start(self, found: list[Delta]) -> bool:
-        """At the beginning of an answer in which a call can stand nowhere else."""
+        """State: the beginning of an answer in which a call can stand nowhere else."""
         if self._held.isspace():
             return False
         return self._enter(self._heads)
 
     def _never(self, found: list[Delta]) -> bool:
-        """Where no call can come any more."""
+        """State: no call can come any more."""
         self._give(found, self._held)
         self._held = ""
         return False
@@ -209,7 +210,7 @@ class CallParser:
         return True
 
     def _head(self, found: list[Delta]) -> bool:
-        """From the first mark of a call to its arguments. Held until these begin."""
+        """State: from the first mark of a call to its arguments. Held until these begin."""
         while self._at < len(self._held):
             for index, way in enumerate(self._ways):
                 if _at_arguments(way, self._held[self._at]) and self._arguments_begin(found, index):
@@ -241,7 +242,7 @@ class CallParser:
         return True
 
     def _no_call(self, found: list[Delta]) -> bool:
-        """What looked like a call is text; a call may still begin within it."""
+        """The held text that looked like a call is content; a call may still begin within it."""
         self._state = self._never if self._format.at_start else self._content
         if not self._format.at_start:
             self._give(found, self._held[:1])
@@ -272,7 +273,7 @@ class CallParser:
         self._ways, self._at, self._state = ways, 0, self._tail
 
     def _tail(self, found: list[Delta]) -> bool:
-        """Behind the arguments of a call."""
+        """State: behind the arguments of a call."""
         if any(way.complete and not _waits(way) for way in self._ways):
             return self._call_ends()
         while self._at < len(self._held):
@@ -307,7 +308,7 @@ def _waits(way: _Way) -> bool:
 
 
 def _at_arguments(way: _Way, one: str) -> bool:
-    """Whether the arguments begin with this character: all parts of the head are there."""
+    """Return whether the arguments begin with this character: all parts of the head are there."""
     left = way.parts[way.part :]
     if left and left[0] in (NAME, ID) and way.offset and not _IS_NAME.match(one):
         left = left[1:]
@@ -317,5 +318,5 @@ def _at_arguments(way: _Way, one: str) -> bool:
 
 
 def _head_of(parts: tuple[str, ...]) -> tuple[str, ...]:
-    """What of a pattern stands in front of the arguments."""
+    """The parts of a pattern in front of the arguments."""
     return parts[: parts.index(ARGUMENTS)]

@@ -31,7 +31,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ReadAnswer:
-    """What an answer says, taken apart."""
+    """The parts of an answer."""
 
     content: str
     reasoning: str = ""
@@ -40,7 +40,7 @@ class ReadAnswer:
 
 @dataclass(frozen=True, slots=True)
 class ChatSettings:
-    """What is said of a chat beside its messages, as in /v1/chat/completions; the parsers as the flags of a
+    """The fields of a chat beside its messages, as in /v1/chat/completions; the parsers as the flags of a
     server of these names."""
 
     tools: Sequence[dict[str, Any]] | None = None
@@ -92,7 +92,7 @@ def read_chat(
     tokenizer: Tokenizer,
     asked: ChatSettings,
 ) -> ChatRequest:
-    """What a conversation asks for. ClientError for what is wrong with it."""
+    """Read a conversation. ClientError for what is wrong with it."""
     choice = tools.read(list(asked.tools or ()), asked.tool_choice, asked.parallel_tool_calls)
     given = variables(choice.shown, asked.reasoning_effort, asked.chat_template_kwargs)
     text = chat_prompt(messages, tokenizer, given)

@@ -28,7 +28,7 @@ EACH_CHARACTER = (
 
 @dataclass(frozen=True, slots=True)
 class TemplateLimits:
-    """What one rendering may take: rounds of loops and calls; characters made on the way, those of the
+    """The limits of one rendering: rounds of loops and calls; characters made on the way, those of the
     conversation counted apart; characters of the prompt itself."""
 
     steps: int = 1_000_000
@@ -123,7 +123,7 @@ class ChatTemplate:
 
 
 def _printable(error: Exception) -> str:
-    """What an error says, if that can be sent: a source may hold lone surrogates."""
+    """The message of an error, if that can be sent: a source may hold lone surrogates."""
     return str(error).encode("utf-8", "replace").decode()[:2000]
 
 
@@ -174,7 +174,7 @@ _known: OrderedDict[str, TemplateHabits] = OrderedDict()
 
 
 def habits_of(source: str) -> TemplateHabits:
-    """Those of the template with this source; the last few are remembered."""
+    """The habits of the template with this source; the last few are remembered."""
     habits = _known.get(source)
     return learn(ChatTemplate(source)) if habits is None else habits
 
@@ -208,7 +208,7 @@ def _found(template: ChatTemplate) -> TemplateHabits:
 
 
 def _written(template: ChatTemplate, arguments: Any, no_content: bool, *ids: str) -> str | None:
-    """What it makes of a message with calls of these ids and arguments; None: it refuses them."""
+    """The text that it makes of a message with calls of these ids and arguments; None: it refuses them."""
     function = {"name": "sought", "arguments": arguments}
     calls = [{"id": id, "type": "function", "function": function} for id in ids]
     messages: list[dict[str, Any]] = [
@@ -231,8 +231,9 @@ CONTENT_MARK = "ENDxOFxTHExCONTENT"  # of letters, which templates leave as they
 def continued_prompt(
     template: ChatTemplate, messages: Sequence[dict[str, Any]], **variables: Any
 ) -> str:
-    """What the template writes of these messages up to the end of the last one's content. ClientError where
-    that is no message of the assistant, or where the template does not write its content as it is.
+    """The text that the template writes of these messages up to the end of the last one's content.
+    ClientError where that is no message of the assistant, or where the template does not write its content as
+    it is.
 
     messages  as `template_messages` makes them
     """

@@ -36,7 +36,7 @@ def template_messages(messages: list[dict[str, Any]], source: str = "") -> list[
 def variables(
     tools: Sequence[dict[str, Any]], effort: str | None, given: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """What a chat template is given beside the messages.
+    """The variables that a chat template gets beside the messages.
 
     tools   that are shown to the model
     effort  `reasoning_effort`; it is also the switch of templates that have one
@@ -214,7 +214,7 @@ def _with_responses(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _object(text: str) -> Any:
-    """What a tool has answered: an object if it is one, else the text."""
+    """The answer of a tool: an object if it is one, else the text."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

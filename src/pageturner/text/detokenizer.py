@@ -1,4 +1,4 @@
-"""From tokens back to text: one token at a time for answers, many at once for prompts.
+"""Detokenization: one token at a time for answers, many at once for prompts.
 
 Owns which bytes are ready to be shown: never half a character. Must not know where a stop string cuts
 (stop_strings.py), HTTP, requests or processes; llm.py uses it just as the server does.
@@ -57,7 +57,7 @@ class Detokenizer:
         return self._cut(self._stop_strings, text)
 
     def finish(self) -> str:
-        """What was held back, when no more tokens come. A broken last character becomes U+FFFD."""
+        """The text that was held back, when no more tokens come. A broken last character becomes U+FFFD."""
         if self.stopped is not None:
             return ""
         text = self._utf8.decode(b"", True)
@@ -84,8 +84,8 @@ def decode_tokens(tokenizer: Tokenizer, tokens: Iterable[int]) -> str:
 
 
 def prompt_offsets(tokenizer: Tokenizer, tokens: Iterable[int], text: str) -> list[int]:
-    """Where in the text of a prompt each of its tokens begins. A token that the tokenizer put in front, such
-    as BOS, is not in the text and begins at 0."""
+    """The offset in the text of a prompt at which each of its tokens begins. A token that the tokenizer put
+    in front, such as BOS, is not in the text and begins at 0."""
     utf8, offsets, end = codecs.getincrementaldecoder("utf-8")("replace"), [], 0
     for token in tokens:
         offsets.append(end)

@@ -22,7 +22,8 @@ _LARGEST = 1 << 20  # bytes of a file with a template
 
 
 def made_for_it(tokenizer: Tokenizer) -> bool:
-    """Whether the model was made for judging documents: there is a prompt for it, or its name says so."""
+    """Return whether the model was made for judging documents: there is a prompt for it, or its name says
+    so."""
     return bool(tokenizer.rerank_template) or "rerank" in tokenizer.name.lower()
 
 
@@ -68,8 +69,8 @@ class Judge:
         return self._chat.render(messages, enable_thinking=False)
 
     def tokens(self, prompt: str) -> tuple[int, int]:
-        """Those that begin yes and no behind this prompt: behind white space or a mark as words alone, behind
-        anything else with a space in front. ClientError where they are the same."""
+        """The tokens that begin yes and no behind this prompt: behind white space or a mark as words alone,
+        behind anything else with a space in front. ClientError where they are the same."""
         space = "" if prompt[-1:].isspace() or prompt.endswith((">", "｜>")) else " "
         yes, no = (self._tokenizer.encode_inside(space + word)[:1] for word in ("yes", "no"))
         if not yes or not no or yes == no:

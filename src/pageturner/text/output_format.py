@@ -1,4 +1,4 @@
-"""What clients ask of the form of an answer: OpenAI's `response_format`, vLLM's `structured_outputs`.
+"""The form of an answer that clients ask for: OpenAI's `response_format`, vLLM's `structured_outputs`.
 
 Owns those two fields, and which of them were checked already. Must not know how a grammar is written
 (text/structured_outputs.py) or followed.
@@ -55,7 +55,7 @@ class KnownGrammars:
 
 
 def asks(response_format: dict[str, Any] | None, structured: dict[str, Any] | None) -> bool:
-    """Whether the two fields ask for a grammar."""
+    """Return whether the two fields ask for a grammar."""
     return bool(structured) or bool(response_format and response_format.get("type") != "text")
 
 

@@ -22,7 +22,7 @@ class StreamGap(Exception):
 
 
 class OutputPiece(NamedTuple):
-    """What one token adds to the answer.
+    """The addition of one token to the answer.
 
     token   None when a stream ends without one (failure, or text that was held back)
     n       tokens of the stream up to and including this one
@@ -39,14 +39,14 @@ class OutputPiece(NamedTuple):
 
 
 class OutputSink(Protocol):
-    """Who takes the pieces of one answer. Never blocks."""
+    """Takes the pieces of one answer. Never blocks."""
 
     def put(self, piece: OutputPiece) -> None: ...
 
 
 @dataclass(slots=True)
 class StreamTimes:
-    """When what happened to one answer, in seconds of one clock; 0: not yet.
+    """The times of the stages of one answer, in seconds of one clock; 0: not yet.
 
     arrival       its first byte came
     submitted_at  it was handed to its first engine

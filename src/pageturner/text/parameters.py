@@ -84,21 +84,21 @@ def resolve(params: SamplingParams, tokenizer: Tokenizer, vocab_size: int) -> Sa
 
 
 def entries(params: SamplingParams) -> int:
-    """What reshapes the logits of a request, in numbers that go to the engine and are looked at again for
-    each of its tokens."""
+    """The number of entries that reshape the logits of a request, which that go to the engine and are looked
+    at again for each of its tokens."""
     words = params.bad_words_token_ids
     ids = len(params.stop_ids) + len(params.logit_bias or ()) + len(params.allowed_token_ids or ())
     return ids + WORD_ENTRIES * len(words) + sum(map(len, words))
 
 
 def answer_counts(n: int | None, best_of: int | None, width: int, slots: int) -> tuple[int, int]:
-    """How many answers to one prompt are made, and how many are kept; `width`: of a beam search, or 0.
-    ClientError where this cannot be or is more than the engine's `slots`."""
+    """The number of answers to one prompt that are made, and how many are kept; `width`: of a beam search, or
+    0. ClientError where this cannot be or is more than the engine's `slots`."""
     return _beams(n, width, slots) if width else choices(n, best_of, slots)
 
 
 def choices(n: int | None, best_of: int | None, slots: int) -> tuple[int, int]:
-    """As `answer_counts`, for samples."""
+    """Return the counts of `answer_counts` for samples."""
     check_number("n", n)
     check_number("best_of", best_of)
     kept = 1 if n is None else n
@@ -113,7 +113,7 @@ def choices(n: int | None, best_of: int | None, slots: int) -> tuple[int, int]:
 
 
 def _beams(n: int | None, width: int, slots: int) -> tuple[int, int]:
-    """As `answer_counts`, for a beam search: the n best of its answers."""
+    """Return the counts of `answer_counts` for a beam search: the n best of its answers."""
     check_number("beam_width", width)
     made, _ = choices(n, None, slots)
     if width < made:
@@ -125,13 +125,13 @@ def _beams(n: int | None, width: int, slots: int) -> tuple[int, int]:
 
 
 def beam_score(logprobs: Sequence[Logprob], length_penalty: float) -> float:
-    """What the answers of a beam search are ranked by: 0 for one that is empty."""
+    """The score by which the answers of a beam search are ranked: 0 for one that is empty."""
     length = float(len(logprobs) or 1)
     return math.fsum(value for value, _ in logprobs) / float(length**length_penalty)
 
 
 def most_likely(logprobs: Sequence[Sequence[Logprob]], keep: int) -> list[int]:
-    """Which of several answers have the largest mean logprob of a token, the best first."""
+    """The answers that have the largest mean logprob of a token, the best first."""
     means = [math.fsum(value for value, _ in one) / max(len(one), 1) for one in logprobs]
     return sorted(range(len(means)), key=lambda i: (-means[i], i))[:keep]
 
@@ -173,7 +173,7 @@ def check_beams(params: SamplingParams) -> None:
 
 
 def _searching(params: SamplingParams) -> SamplingParams:
-    """For a beam search: without what draws tokens."""
+    """The parameters of a beam search, without those that draw tokens."""
     check_beams(params)
     return replace(params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, speculation=False)
 

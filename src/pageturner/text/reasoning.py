@@ -55,7 +55,7 @@ def reasoning_format(name: str) -> ReasoningFormat:
 
 
 def opened(format: ReasoningFormat, prompt: str) -> bool:
-    """Whether the prompt ends within thoughts: its template has begun them for the model."""
+    """Return whether the prompt ends within thoughts: its template has begun them for the model."""
     return bool(format.begin) and prompt.rstrip().endswith(format.begin)
 
 

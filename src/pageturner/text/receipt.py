@@ -34,8 +34,8 @@ _Number = Annotated[str, msgspec.Meta(pattern="^[0-9]{1,20}$")]
 
 
 class ReceiptInput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How text became tokens and tokens text. add_special_tokens: None where the request did not say; echo:
-    the prompt stands in front of the answers' texts."""
+    """The settings by which text became tokens and tokens text. add_special_tokens: None where the request
+    did not say; echo: the prompt stands in front of the answers' texts."""
 
     add_special_tokens: bool | None
     add_generation_prompt: bool
@@ -119,7 +119,7 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one answer, with all its choices, was made of. `object`: as in the answer, its dialect."""
+    """The record of one answer, with all its choices. `object`: as in the answer, its dialect."""
 
     version: int
     id: str
@@ -146,7 +146,7 @@ class Difference(NamedTuple):
 
 
 class NoReceipt(ValueError):
-    """What was read is not a receipt; `difference` names the part that is wrong."""
+    """The text that was read is not a receipt; `difference` names the part that is wrong."""
 
     def __init__(self, part: str, what: str) -> None:
         super().__init__(f"{part}: {what}")
@@ -202,7 +202,7 @@ def _split(text: str, size: int) -> list[str]:
 
 # -- making --------------------------------------------------------------------------------------------------
 def params_of(params: SamplingParams, n: int, best_of: int) -> ReceiptParams:
-    """What a receipt holds of resolved parameters."""
+    """The part of resolved parameters that a receipt holds."""
     given = {name: getattr(params, name) for name in _AS_THEY_ARE}
     given |= {"n": n, "best_of": best_of, "seed": str(params.seed), "ignore_eos": params.ignore_eos}
     given["truncate_prompt_tokens"] = params.truncate_prompt_tokens
@@ -243,7 +243,7 @@ def sealed(receipt: Receipt, key: bytes = b"") -> Receipt:
 
 
 def key_name(key: bytes) -> str:
-    """What a key is called in receipts."""
+    """The name of a key in receipts."""
     return _hash("key", key).hexdigest()[:16]
 
 
@@ -302,7 +302,7 @@ def read_receipt(text: str | bytes) -> Receipt:
 
 
 def _named(message: str) -> NoReceipt:
-    """What msgspec says of a form, by the part that is wrong."""
+    """The error of msgspec about a form, by the part that is wrong."""
     message, _, path = message.partition(" - at `$")
     field = re.search(r"(unknown|required) field `(.*)`", message)
     part = ".".join(filter(None, (path.strip(".`"), field[2] if field else "")))
@@ -318,7 +318,7 @@ def _refuse(name: str) -> float:
 
 
 def changes(receipt: Receipt, key: bytes = b"") -> list[Difference]:
-    """What was changed in a receipt since it was written, as far as it tells by itself. key: of the server
+    """The changes of a receipt since it was written, as far as it tells by itself. key: of the server
     that signed it; without one the signature is not looked at."""
     parts, whole = _parts(receipt), _whole(receipt)
     kept, complete = receipt.digest == _digest(whole), len(receipt.checks) == CHECK * len(parts)
@@ -375,7 +375,7 @@ def sampling_of(receipt: Receipt, prompt: ReceiptPrompt) -> SamplingParams:
 
 
 def differences(choice: ReceiptChoice, tokens: Sequence[int], finish: str) -> Iterator[Difference]:
-    """How an answer that was made again differs from that of the receipt."""
+    """The differences of an answer that was made again from that of the receipt."""
     path = f"choices[{choice.index}]"
     if token_hash("output", tokens) != choice.hash:
         yield Difference(f"{path}.hash", _where(choice, tokens))
@@ -412,7 +412,7 @@ def first_difference(given: Sequence[Any], made: Sequence[Any]) -> int | None:
 
 
 def matching_prompts(receipt: Receipt, prompts: Sequence[Sequence[int]]) -> list[Difference]:
-    """How prompts differ from those of the receipt; none if they are the same."""
+    """The differences of prompts from those of the receipt; none if they are the same."""
     if len(prompts) != len(receipt.prompts):
         return [Difference("prompts", f"are {len(receipt.prompts)}, and {len(prompts)} were given")]
     found = []

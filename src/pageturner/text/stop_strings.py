@@ -27,7 +27,7 @@ class StopStrings:
         self._held = ""
 
     def push(self, new: str) -> str:
-        """What of the text is certain now, with `new` behind what came before."""
+        """The text that is certain now, with `new` behind what came before."""
         text = self._held + new
         complete, certain = [], len(text)
         for (
@@ -51,6 +51,6 @@ class StopStrings:
         return text[:certain]
 
     def flush(self) -> str:
-        """What was held back, when no more text comes."""
+        """The text that was held back, when no more text comes."""
         text, self._held = self._held, ""
         return text

@@ -1,4 +1,4 @@
-"""What an answer must match, as one text: a grammar in llguidance's Lark dialect, checked.
+"""The grammar that an answer must match, as one text: a grammar in llguidance's Lark dialect, checked.
 
 Ground floor: whoever takes a request makes the grammar, the engine compiles it for its vocabulary. Must not
 know requests, tokens or where a schema came from. llguidance is imported when the first grammar is made.
@@ -254,7 +254,7 @@ def _with_stack(work: Callable[[], T]) -> T:
 
 
 def message_of(error: str) -> str:
-    """What llguidance says, in one line, without the grammar and its place in it."""
+    """The message of llguidance in one line, without the grammar and its place in it."""
     said = " ".join(_ECHO.split(error, maxsplit=1)[0].split())
     return _NOTES.sub("", _NOTES.sub("", said))[:400] or "it cannot be compiled"
 

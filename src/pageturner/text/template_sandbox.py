@@ -64,7 +64,7 @@ class OverBudget(jinja2.TemplateError):
 
 @dataclass(slots=True)
 class Budget:
-    """What is left to one rendering: rounds of loops, calls and elements of lists, and characters."""
+    """The rest of the limits of one rendering: rounds of loops, calls and elements of lists, and characters."""
 
     steps: int
     characters: int
@@ -80,7 +80,7 @@ class Budget:
             raise OverBudget("it did not end within its budget of text")
 
     def pay(self, value: Any) -> None:
-        """For something that is gone through once: its length, not what it holds."""
+        """Pay for something that is gone through once: its length, not what it holds."""
         if isinstance(value, str | bytes):
             self.make(len(value))
         elif isinstance(value, list | tuple | Mapping | range | MappingView):
@@ -101,7 +101,7 @@ def spending(budget: Budget, work: Callable[[], Any]) -> Any:
 
 # -- what a template's code calls ----------------------------------------------------------------------------
 class _Counted:
-    """What a loop goes through; each round is a step."""
+    """A sequence that a loop goes through; each round is a step."""
 
     def __init__(self, rounds: Iterable[Any]) -> None:
         self._rounds = rounds
@@ -149,7 +149,7 @@ def _joined(values: Iterable[Any], between: str = "") -> str:
 
 
 def _concat(pieces: Iterable[str]) -> str:
-    """What a template, a macro or a block has written."""
+    """The text that a template, a macro or a block has written."""
     budget, kept = _budget.get(), []
     for piece in pieces:
         budget.make(len(piece))
@@ -287,7 +287,7 @@ def _pay_for_format(budget: Budget, text: str | bytes, values: Any) -> None:
 
 
 def _pay_for_method(budget: Budget, own: str | bytes | int, name: str, args: Sequence[Any]) -> None:
-    """For a method of a text or a number, by its arguments."""
+    """Pay for a method of a text or a number, by its arguments."""
     for one in args:
         budget.pay(one)
     if name in _SIZED_METHODS:

@@ -1,4 +1,5 @@
-"""How models write calls of tools: one row for each format, and which row a chat template belongs to.
+"""The ways in which models write calls of tools: one row for each format, and which row a chat template
+belongs to.
 
 Owns the formats as data: the grammar that holds a model to one (tool_grammar.py) and the parser that reads it
 (call_parser.py) are both made from these rows. Must not know either of them, tokens or requests.
@@ -18,7 +19,7 @@ JSON, PYTHON, GEMMA = "json", "python", "gemma"
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How one family of models writes calls.
+    """The way in which one family of models writes calls.
 
     calls      patterns of one call; a model is held to the first one, and at the start of an answer to that
                with which it begins; all of them are read
@@ -48,7 +49,7 @@ class ToolFormat:
 
     @property
     def in_list(self) -> bool:
-        """Whether its calls stand in one list, so that what follows a call is told by the list."""
+        """Return whether the calls stand in one list, so that what follows a call is told by the list."""
         return bool(self.closing or self.between)
 
 

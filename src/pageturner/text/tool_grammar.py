@@ -43,11 +43,11 @@ def _text_without(name: str, *marks: str) -> str:
 
 
 def no_control(mark: str) -> None:
-    """For a vocabulary in which all marks are plain text."""
+    """The marks of a vocabulary in which all are plain text: none is a control token."""
 
 
 def tool_grammar(format: ToolFormat, choice: ToolChoice, control: Control, answer: str = "") -> str:
-    """What an answer with these tools must match. The schemas are taken as good: `check_tools`.
+    """The grammar that an answer with these tools must match. The schemas are taken as good: `check_tools`.
 
     answer  the grammar of an answer that is no call; "": any text
     """
@@ -118,7 +118,7 @@ _ANSWER = "answer: %lark {\n"
 
 
 def without_thoughts(grammar: str) -> str:
-    """What `with_thoughts` was given, if it has made this."""
+    """The grammar that `with_thoughts` was given, if it has made this."""
     before, _, answer = grammar.partition(_ANSWER)
     return (
         answer.removesuffix("\n}\n")
@@ -128,7 +128,7 @@ def without_thoughts(grammar: str) -> str:
 
 
 def _harmony_answer(grammar: str, control: Control) -> str:
-    """For an answer on the final channel, behind thoughts on theirs."""
+    """The rule of an answer on the final channel, behind thoughts on theirs."""
     channel, message, start = (
         _mark(text, control) for text in ("<|channel|>", "<|message|>", "<|start|>")
     )

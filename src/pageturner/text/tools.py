@@ -51,7 +51,7 @@ NOT_ASKED = ToolChoice()
 
 
 def read(tools: list[Any] | None, choice: Any, parallel: bool | None) -> ToolChoice:
-    """What the three fields ask for. With the choice "none" the model is not told of its tools either."""
+    """Read the three fields. With the choice "none" the model is not told of its tools either."""
     if not tools and choice is None:
         return NOT_ASKED
     known = _tools(tools or [])

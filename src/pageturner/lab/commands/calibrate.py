@@ -83,8 +83,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def verdict(cost: CalibratedCost, checks: list[Check], busy: bool) -> str:
-    """Whether to plan with it, and otherwise what to do. checks: loads it had not seen, which count more than
-    the steps of the fit. busy: other programs ran meanwhile."""
+    """Tell whether to plan with it, and otherwise what to do. checks: loads it had not seen, which count more
+    than the steps of the fit. busy: other programs ran meanwhile."""
     errors = [abs(error) for check in checks for error in check.errors.values()]
     error = median(errors) if errors else cost.error[0]
     of = "of predicted throughput, TTFT and TPOT" if errors else "of a step"
@@ -100,7 +100,7 @@ def verdict(cost: CalibratedCost, checks: list[Check], busy: bool) -> str:
 
 
 def _busy() -> bool:
-    """Whether this machine has more to do than it has processors for us, before we begin."""
+    """Return whether this machine has more to do than it has processors for us, before we begin."""
     return os.getloadavg()[0] > BUSY * len(os.sched_getaffinity(0))
 
 

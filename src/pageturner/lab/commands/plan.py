@@ -109,7 +109,7 @@ class LengthRow:
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """What is known and what follows from it. `memory`: bytes, for weights, adapters and KV; `adapters`: of
+    """A model and its plan. `memory`: bytes, for weights, adapters and KV; `adapters`: of
     those in memory."""
 
     model: Outline
@@ -125,7 +125,7 @@ class ModelPlan:
     cluster: ClusterPlan | None = None
 
     def render(self) -> str:
-        """For people: facts, a table, a picture, notes."""
+        """The plan for people: facts, a table, a picture, notes."""
         parts = [_facts(self)]
         if self.rows:
             parts += [_table(self), _picture(self)]
@@ -306,7 +306,7 @@ def _number(text: str, name: str, least: int) -> int:
 
 
 def _lengths(text: str | None) -> list[int]:
-    """Those asked for; none: the usual ones."""
+    """The lengths that were asked for; none: the usual ones."""
     if text is None:
         return []
     return list(
@@ -401,7 +401,7 @@ def _facts(plan: ModelPlan) -> str:
 
 
 def _rank(plan: ModelPlan) -> str:
-    """What one of several GPUs holds, which share each layer."""
+    """The memory of one of several GPUs that share each layer."""
     from pageturner.lab.planning.model_outline import kv_share, rank_kv_bytes
     from pageturner.lab.simulation.roofline import between
 
@@ -417,7 +417,7 @@ def _rank(plan: ModelPlan) -> str:
 
 
 def _reading(plan: ModelPlan) -> str:
-    """What bounds a decode step from below on a GPU: all weights are read, but for experts not chosen."""
+    """The lower bound of a decode step on a GPU: all weights are read, but for experts not chosen."""
     gpu, weights = plan.gpu, plan.model.weights or 0
     assert gpu is not None
     milliseconds = 1e3 * weights / gpu.bandwidth / plan.gpus
@@ -506,7 +506,7 @@ def _ms(seconds: float | None) -> str:
 
 
 def _size(nbytes: float) -> str:
-    """In the unit that suits it."""
+    """A size in the unit that suits it."""
     power = min(max(int(nbytes).bit_length() - 1, 0) // 10, 4)
     unit = ("bytes", "KiB", "MiB", "GiB", "TiB")[power]
     return f"{nbytes / 1024**power:,.{2 if power else 0}f} {unit}"

@@ -240,7 +240,8 @@ def _tell(line: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """What was asked for; one option, or several with --search. notes: what must be known to believe it."""
+    """The scenarios that were asked for; one option, or several with --search. notes: what must be known to
+    believe it."""
 
     options: list[Option]
     notes: list[str]
@@ -255,7 +256,7 @@ def make_scenario(arguments: argparse.Namespace) -> tuple[Scenario, list[str]]:
 
 
 def make_scenarios(arguments: argparse.Namespace) -> Simulated:
-    """What was asked for. EngineFault('bad_setting') says what does not go together."""
+    """The scenarios that the flags ask for. EngineFault('bad_setting') says what does not go together."""
     from pageturner.lab.bench.request_metrics import LatencyTargets
     from pageturner.lab.planning.capacity_search import Option, splits_of
     from pageturner.lab.simulation.scenario import Scenario
@@ -311,7 +312,7 @@ def _engines(
 
 
 def numbers(name: str, text: str) -> list[int]:
-    """Of a flag with whole numbers and commas, the least first."""
+    """The whole numbers of a flag with commas, the least first."""
     try:
         found = sorted({int(part) for part in text.split(",")})
     except ValueError:
@@ -344,8 +345,8 @@ def read_prices(text: str, kinds: list[str]) -> dict[str, float]:
 
 
 def add_prices(run: dict[str, Any], prices: dict[str, float]) -> None:
-    """What an hour and a million tokens of answers cost, all GPUs paid from the first request to the last
-    answer; of replicas that come and go those that are there or start."""
+    """Add the prices of an hour and of a million tokens of answers, all GPUs paid from the first request to
+    the last answer; of replicas that come and go those that are there or start."""
     if (price := prices.get(run["gpu"])) is not None:
         run["price_per_hour"] = hourly = price * _gpus_paid(run)
         millions = run["output_tokens"] / 1e6
@@ -355,13 +356,13 @@ def add_prices(run: dict[str, Any], prices: dict[str, float]) -> None:
 
 
 def _gpus_paid(run: dict[str, Any]) -> float:
-    """On average, from the first request to the last answer."""
+    """The mean number of GPUs from the first request to the last answer."""
     mean = float(run.get("turnover", {}).get("replicas_mean", run["replicas"]))
     return mean * float(run["gpus_per_replica"])
 
 
 def _cost_of(run: dict[str, Any]) -> tuple[float, float, int, float]:
-    """Of one rate smaller is cheaper."""
+    """A key by which runs are sorted; of one rate smaller is cheaper."""
     cost = run.get("price_per_hour", run["gpus"])
     return run["rate"], cost, run["replicas"], -run["goodput_share"]
 

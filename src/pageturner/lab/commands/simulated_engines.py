@@ -1,4 +1,4 @@
-"""What `simulate`, `tune` and `plan` ask about, from their flags: engines, replicas, traffic.
+"""The subjects of `simulate`, `tune` and `plan`, from their flags: engines, replicas, traffic.
 
 Owns the flags about several replicas, how flags become what the lab simulates, and the notes that an answer
 rests on. All of the lab is imported when it is asked for. What is made can be sent to another process.

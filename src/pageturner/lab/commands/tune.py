@@ -136,7 +136,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _scenario(arguments: argparse.Namespace) -> tuple[Scenario, list[str]]:
-    """As for simulate; where nothing says how long a step takes, that is measured first."""
+    """The scenario as for simulate; where nothing says how long a step takes, that is measured first."""
     rates = simulate.rates(arguments.rate_scale)
     if len(rates) != 1:
         raise bad_setting("--rate-scale is one number here")
@@ -172,7 +172,7 @@ def _base(scenario: Scenario, arguments: argparse.Namespace) -> EngineConfig:
 
 
 def as_toml(config: EngineConfig, about: str) -> str:
-    """What `serve --config` reads: what is not as by default, and all that was tuned."""
+    """A file for `serve --config`: what is not as by default, and all that was tuned."""
     from pageturner.lab.planning.settings_search import TUNED_SETTINGS
 
     lines = [f"# {about}", "[engine]"]

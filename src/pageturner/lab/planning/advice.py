@@ -1,4 +1,4 @@
-"""Which contender to choose for what, and whether a measurement bears it out.
+"""The contender to choose for each purpose, and whether a measurement bears it out.
 
 Owns what people may want, the figure that tells, and when two are called tied. Must not know how a figure was
 made, nor how it is shown.
@@ -33,7 +33,7 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """What somebody may want, the figure that tells, how the number is written and the words around it.
+    """A wish that somebody may have, the figure that tells, how the number is written and the words around it.
 
     sign      1 where less is better
     without   policies that have it for nothing, because they let nobody in meanwhile
@@ -136,8 +136,9 @@ def advise(
     stalls: Mapping[str, Known],
     chance: float,
 ) -> list[Advice]:
-    """For each want that these figures tell of. reckoned, stalls: by name as measured, or empty. chance: by
-    which share figures in `measured` differ for reasons of their own, 0 where they were not measured."""
+    """The advice for each wish that these figures tell of. reckoned, stalls: by name as measured, or empty.
+    chance: by which share figures in `measured` differ for reasons of their own, 0 where they were not
+    measured."""
     found = []
     for one in RECOMMENDATIONS:
         firm = stalls if one.stalling and stalls else reckoned
@@ -152,7 +153,7 @@ def advise(
 
 
 def _rank(one: Recommendation, known: Mapping[str, Known], chance: float) -> _Ranking | None:
-    """Who does it best, and who is tied with it."""
+    """The contender that does it best, and those tied with it."""
     values = {
         name: [one.of(figures) for figures in about.rounds]
         for name, about in known.items()
@@ -172,8 +173,8 @@ def chance_of(rounds: int, taken: float) -> float:
 
 
 def alike(mine: Sequence[float], best: Sequence[float], chance: float) -> bool:
-    """Whether a figure in all rounds of two contenders does not tell them apart. chance: of chance_of, 0 for
-    figures without any."""
+    """Return whether a figure in all rounds of two contenders does not tell them apart. chance: of chance_of,
+    0 for figures without any."""
     one, other = median(mine), median(best)
     if abs(one - other) <= max(ALIKE, chance) * max(abs(one), abs(other)):
         return True
@@ -199,8 +200,8 @@ def _measured(one: Recommendation, found: _Ranking) -> str:
 
 
 def overall(advice: Sequence[Advice]) -> tuple[tuple[str, ...], int, int]:
-    """Who is best, or tied for it, in most of what people want, the default first; in how many, and of how
-    many."""
+    """The contenders that are best, or tied for it, in most of the wishes, the default first; in how many,
+    and of how many."""
     told = [one for one in advice if one.choose]
     counts = Counter(name for one in told for name in one.choose)
     most = max(counts.values(), default=0)

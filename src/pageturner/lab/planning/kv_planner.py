@@ -1,4 +1,4 @@
-"""How many sequences fit in KV memory: with the longest length reserved for each, and in blocks.
+"""The number of sequences that fit in KV memory: with the longest length reserved for each, and in blocks.
 
 Owns the arithmetic of the three schemes; must not know files, machines or how a plan is shown. Whoever asks
 takes the weights off the memory first; activations are not counted.
@@ -22,7 +22,7 @@ Tokens = Callable[[KVLayers, int], int]
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How many sequences fit at once by one scheme.
+    """The number of sequences that fit at once by one scheme.
 
     each   bytes that one of them takes, on average
     used   the share of these that holds what a token may still look at
@@ -53,7 +53,8 @@ class KVPlanner:
     memory: int
 
     def fits(self, lengths: Sequence[int]) -> dict[str, Fit]:
-        """By scheme, for sequences of these lengths in equal shares, when each has all of its tokens.
+        """The fit by each scheme, for sequences of these lengths in equal shares, when each has all of its
+        tokens.
 
         contiguous    `longest` tokens for each, as servers without paging reserve: "Orca (Max)" of Kwon
                       et al., arXiv 2309.06180, section 6.1
@@ -95,7 +96,7 @@ class KVPlanner:
 
 
 def seen(layers: KVLayers, length: int) -> int:
-    """How many of its tokens a sequence of this length looks at."""
+    """Return how many of its tokens a sequence of this length looks at."""
     return min(length, layers.window or length)
 
 

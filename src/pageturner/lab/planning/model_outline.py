@@ -1,4 +1,4 @@
-"""What decides how much memory a model takes, from a config.json or the header of a GGUF file alone.
+"""The numbers that decide how much memory a model takes, from a config.json or the header of a GGUF file alone.
 
 Owns what is known of weights and KV before anything is loaded. Models that this engine runs are read by the
 readers of their specs; of others the keys that most configurations share are taken at their word
@@ -79,12 +79,12 @@ class Outline:
 
     @property
     def layers(self) -> int:
-        """How many have KV."""
+        """The number of layers that have KV."""
         return sum(layers.count for layers in self.kv)
 
     @property
     def attention(self) -> str:
-        """What it is called: MHA, GQA, MQA or MLA."""
+        """The name of its kind: MHA, GQA, MQA or MLA."""
         kinds = {layers.kind(self.heads): None for layers in self.kv}
         return ", ".join(kinds)
 
@@ -116,7 +116,7 @@ def rank_kv_bytes(model: Outline, dtype: str, ranks: int) -> int:
 
 
 def kv_share(model: Outline, dtype: str, ranks: int) -> float:
-    """Of the memory that ranks have for KV, the part that holds something no other rank holds too, 0 to 1."""
+    """The part of the memory that ranks have for KV that holds something no other rank holds too, 0 to 1."""
     return model.bytes_per_token(dtype) / (ranks * rank_kv_bytes(model, dtype, ranks))
 
 
@@ -225,7 +225,7 @@ def _as_in_files(
 
 
 def _file_bytes(folder: Path) -> int | None:
-    """What the weights of a folder take, by the index of their shards or by the single file."""
+    """Bytes of the weights of a folder, by the index of their shards or by the single file."""
     for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
         if (folder / index).is_file():
             try:

@@ -40,7 +40,7 @@ class KVLayers:
     window: int = 0
 
     def kind(self, queries: int) -> str:
-        """What such attention with so many query heads is called."""
+        """The name of such attention with so many query heads."""
         if not self.value_dim:
             return "MLA"
         return "MHA" if self.heads == queries else "MQA" if self.heads == 1 else "GQA"
@@ -48,7 +48,8 @@ class KVLayers:
 
 @dataclass(frozen=True, slots=True)
 class Usual:
-    """What the usual keys say. `context`: 0 if none of them does; `assumed`: what else they leave open."""
+    """The answers of the usual keys. `context`: 0 if none of them does; `assumed`: what else they leave
+    open."""
 
     heads: int
     kv: tuple[KVLayers, ...]
@@ -104,7 +105,7 @@ _OLD_FALCON = ("falcon", "RefinedWeb", "RefinedWebModel")
 
 
 def text_part(values: Json) -> Json:
-    """What a configuration says about text: some keep it in an object within."""
+    """The part of a configuration about text: some keep it in an object within."""
     return next((values[key] for key in _TEXT_PARTS if isinstance(values.get(key), dict)), values)
 
 
@@ -157,7 +158,7 @@ def _first(config: HFConfig, where: str, what: str, default: int | None = None) 
 
 
 def _kv_heads(config: HFConfig, arch: str, heads: int) -> int:
-    """How many heads have KV; 0 if nothing says it."""
+    """The number of heads that have KV; 0 if nothing says it."""
     grouped = config.raw("num_kv_heads") is not None
     if arch in _OLD_FALCON:  # old files carry a number that only the new decoder looks at
         grouped = config.get("new_decoder_architecture", bool, False)

@@ -93,7 +93,7 @@ class ParallelRuns:
         search: Callable[[], Search],
         known: Answered,
     ) -> dict[str, Any]:
-        """As SerialRuns.run."""
+        """Answer as SerialRuns.run does."""
         if self._pool is not None:
             try:
                 self._look_ahead(next_questions(search, known, 2 * self._workers))
@@ -142,7 +142,7 @@ class ParallelRuns:
 
 
 class _Here:
-    """What a process was begun with."""
+    """The state that a process was begun with."""
 
     runs: SerialRuns
     flags: Any

@@ -74,7 +74,7 @@ class SearchSpace:
                     raise EngineFault("bad_setting", message)
 
     def coarse(self, start: Candidate) -> Iterator[Candidate]:
-        """What is tried first: the engine's own settings, then a coarse grid."""
+        """The first candidates: the engine's own settings, then a coarse grid."""
         yield start
         for tokens, seqs, policy in itertools.product(COARSE_TOKENS, COARSE_SEQS, self.policies):
             numbers = {"max_num_batched_tokens": tokens, "max_num_seqs": seqs}
@@ -176,7 +176,7 @@ def check_possible(best: Trial, targets: LatencyTargets) -> None:
 
 
 def first_seconds(traffic: Traffic, seconds: float) -> OpenLoop:
-    """What arrives in the first so many seconds, at least one request. EngineFault for sessions."""
+    """The requests of the first so many seconds, at least one request. EngineFault for sessions."""
     if not isinstance(traffic, OpenLoop):
         message = "sessions wait for their answers, and are simulated only: say --finalists 0"
         raise EngineFault("workload", message)

@@ -198,17 +198,17 @@ class KeptCosts(msgspec.Struct, frozen=True):
     pace: tuple[float | None, float | None] | None = None
 
     def limits(self) -> MachineLimits | None:
-        """As steps are sized by them: reading hides behind computing."""
+        """The limits by which steps are sized: reading hides behind computing."""
         return MachineLimits(math.inf, *self.pace) if self.pace else None
 
 
 def pace_of(built: LoadedEngine) -> tuple[float | None, float | None] | None:
-    """What is kept of the limits by which this engine sizes its steps."""
+    """The kept part of the limits by which this engine sizes its steps."""
     return (built.pace.int8_gop_s, built.pace.fp32_gop_s) if built.pace else None
 
 
 def costs_file(built: LoadedEngine, config: EngineConfig) -> Path:
-    """Beside the limits of the machine."""
+    """The file with the costs, beside the limits of the machine."""
     threads = config.threads or len(os.sched_getaffinity(0))
     key = repr((processor(), threads, model_mark(config), built.fingerprint))
     name = f"{Path(config.model).stem}-{blake2b(key.encode(), digest_size=6).hexdigest()}.json"

@@ -27,8 +27,8 @@ class AlikeSteps:
 def alike_steps(
     scheduler: Scheduler, most: int, remaining: Callable[[Sequence], int]
 ) -> AlikeSteps | None:
-    """How many of the next steps, at least 2 and at most `most`, only give every running sequence a token if
-    nothing arrives meanwhile. None where the policy is not `steady`.
+    """Return how many of the next steps, at least 2 and at most `most`, only give every running sequence a
+    token if nothing arrives meanwhile. None where the policy is not `steady`.
 
     remaining  tokens that a sequence will certainly get before its last one
     """

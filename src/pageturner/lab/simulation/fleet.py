@@ -76,7 +76,7 @@ class SimulatedFleet:
 
     @property
     def takes_requests(self) -> bool:
-        """Whether any of them does."""
+        """Return whether any replica takes requests."""
         return len(self.away) < len(self.loads)
 
     def choose(self, request: Request) -> int:
@@ -155,8 +155,8 @@ def fleets(
     prefixes: Callable[[], PrefixMap | None],
     loads: str = "requests",
 ) -> list[SimulatedFleet]:
-    """Those that compute prompts, if there are roles, and those that answer. loads: what a load is counted
-    in, as `pageturner route --loads`."""
+    """The fleets: one that computes prompts, if there are roles, and one that answers. loads: what a load is
+    counted in, as `pageturner route --loads`."""
     apart = roles.prefill if roles else 0
     sizes = [(0, apart), (apart, replicas - apart)] if apart else [(0, replicas)]
     return [

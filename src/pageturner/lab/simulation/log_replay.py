@@ -29,7 +29,7 @@ from pageturner.telemetry.step_log import (
 
 @dataclass(slots=True)
 class ReplayComparison:
-    """How many plans, or answers, were compared, and what differs, in words."""
+    """The number of plans, or answers, that were compared, and the differences in words."""
 
     compared: int = 0
     tokens: int = 0
@@ -94,7 +94,7 @@ def _add(scheduler: Scheduler, request: Request) -> None:
 
 
 def _result(plan: Plan, step: StepRecord) -> Result:
-    """What was computed then, in whatever form the scheduler wants it."""
+    """The recorded outputs, in the form that the scheduler wants."""
     outputs = []
     for planned, item in zip(plan.items, step.items, strict=True):
         failure = Failure("recorded", "it failed when it was recorded") if item.failed else None
@@ -176,7 +176,7 @@ def replay_tokens(
 
 
 def _recorded(run: RecordedRun) -> tuple[dict[tuple[int, int], list[int]], set[tuple[int, int]]]:
-    """What each sequence gained, and those that failed."""
+    """The tokens that each sequence gained, and the sequences that failed."""
     found: dict[tuple[int, int], list[int]] = {}
     failed = set()
     for step in run.steps:

@@ -1,4 +1,4 @@
-"""What a step log tells: its runs, the measured times of its requests, and its traffic, to be sent again.
+"""The contents of a step log: its runs, the measured times of its requests, and its traffic, to be sent again.
 
 Owns the way from records to metrics and to traffic. Must not know how a log is written, nor who asks.
 """

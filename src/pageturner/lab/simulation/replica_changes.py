@@ -31,7 +31,7 @@ WINDOW_S = 60.0  # the rule is told of the answers of so many seconds
 
 
 class Cluster(Protocol):
-    """What a change may ask of the simulator. Replicas are numbered through all fleets."""
+    """The simulator as a change sees it. Replicas are numbered through all fleets."""
 
     @property
     def fleets(self) -> Sequence[SimulatedFleet]: ...

@@ -1,4 +1,4 @@
-"""What a step would cost on hardware that is not here: the model's arithmetic and bytes over a GPU's limits.
+"""The cost of a step on hardware that is not here: the model's arithmetic and bytes over a GPU's limits.
 
 Owns the GPU sheet and the two ceilings of Williams et al., Roofline, CACM 2009. Must not know schedulers.
 
@@ -109,7 +109,7 @@ def _letters(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """What is assumed of the software: shares of the limits, seconds of a step that nothing hides, and the
+    """Assumptions about the software: shares of the limits, seconds of a step that nothing hides, and the
     share of the memory that weights and KV may take. link: bytes a second between the GPUs of a replica, 0:
     as the GPU's sheet says; latency: seconds of an exchange between them beside its bytes; host: seconds that
     the host takes for each step, which ahead hides behind the step before it."""
@@ -138,8 +138,8 @@ class Reach:
 
 @dataclass(frozen=True, slots=True)
 class Exchanges:
-    """What goes between the GPUs of a replica in a step: sums of fp32 rows over all, two in each layer and
-    one of the embedding, and the logits, which come to the first one.
+    """The data that goes between the GPUs of a replica in a step: sums of fp32 rows over all, two in each
+    layer and one of the embedding, and the logits, which come to the first one.
 
     row      bytes of a row; logits: bytes of a row's logits that the first GPU gets from others
     link     bytes a second that a GPU sends, or gets
@@ -189,7 +189,7 @@ class Roofline:
         return max(self.host, device) if self.ahead else self.host + device
 
     def _rows(self, rows: int, logits: int, sequences: int) -> float:
-        """What does not depend on how much they look at."""
+        """Seconds that do not depend on the context."""
         needs = self.needs
         products = max(
             needs.fp32 * rows / self.flops, needs.weight_bytes(rows, logits) / self.bandwidth

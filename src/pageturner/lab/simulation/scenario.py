@@ -131,7 +131,7 @@ class Scenario:
         return FailingReplicas(self.failures, self.replicas) if self.failures else None
 
     def _roles(self) -> str:
-        """As they are asked for; "" where every replica does everything."""
+        """The roles as the flag writes them; "" where every replica does everything."""
         apart = self.roles.prefill if self.roles else 0
         return f"prefill={apart},decode={self.replicas - apart}" if apart else ""
 

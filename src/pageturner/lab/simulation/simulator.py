@@ -487,7 +487,7 @@ class Simulator:
 
     # -- figures ---------------------------------------------------------------------------------------------
     def figures(self) -> dict[str, Any]:
-        """How busy and how full all replicas were together, and what their schedulers counted."""
+        """The load of all replicas together, and the sums that their schedulers counted."""
         sums = Counter(dict.fromkeys((*COUNTERS, "tier_tokens"), 0))
         sums.update(self._past)
         for replica in self._replicas.values():

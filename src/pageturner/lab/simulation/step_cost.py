@@ -1,4 +1,4 @@
-"""How long a step takes: a linear model of its work, fitted to measured steps.
+"""Seconds of a step: a linear model of its work, fitted to measured steps.
 
 Owns the features of a step and the fit. Must not know who measured, nor what is done with the answer.
 """
@@ -25,17 +25,17 @@ DESCENTS = 2000  # of one of them; it has converged long before
 
 
 class StepCost(Protocol):
-    """How many seconds steps take."""
+    """Predicts how many seconds steps take."""
 
     def seconds(self, work: StepWork) -> float: ...
 
     def ends(self, now: float, rows: int, context: int, steps: int) -> list[float]:
-        """When each of so many steps in a row ends, of which each gives `rows` sequences a token: bit for bit
+        """The end of each of so many steps in a row, of which each gives `rows` sequences a token: bit for bit
         what adding `seconds` one by one gives. context: that they have computed before."""
 
 
 def one_by_one(now: float, seconds: Floats) -> list[float]:
-    """When each step ends; the sums are those of adding one step after another."""
+    """The end of each step; the sums are those of adding one step after another."""
     found: list[float] = np.add.accumulate(np.concatenate(([now], seconds)))[1:].tolist()
     return found
 
@@ -55,7 +55,7 @@ FEATURES = ("step", "small", "tokens", "sequences", "logits", "context", "pairs"
 
 
 def features(work: StepWork) -> tuple[float, ...]:
-    """What the model is linear in, as FEATURES names it; `small`: rows, but no more than SMALL."""
+    """The features, as FEATURES names them; `small`: rows, but no more than SMALL."""
     return (1.0, min(work.tokens, SMALL), *work[:5])
 
 
@@ -81,7 +81,7 @@ class CalibratedCost(msgspec.Struct, frozen=True):
         return self._rows(*work[:3]) + (context * work.context + pairs * work.pairs)
 
     def _rows(self, tokens: int, sequences: int, logits: int) -> float:
-        """What does not depend on how much they look at."""
+        """Seconds that do not depend on the context."""
         once, small, token, sequence, logit, _, _ = self.weights
         few = tokens if tokens < SMALL else SMALL
         return (
@@ -95,7 +95,7 @@ class CalibratedCost(msgspec.Struct, frozen=True):
 
     @property
     def understood(self) -> bool:
-        """Whether this program has the same features."""
+        """Return whether the weights belong to the features of this program."""
         return len(self.weights) == len(FEATURES) and min(self.weights) >= 0
 
     def save(self, path: Path) -> None:
@@ -106,7 +106,7 @@ class CalibratedCost(msgspec.Struct, frozen=True):
 
 
 def load_calibration(path: Path) -> CalibratedCost:
-    """What `save` wrote. EngineFault('calibration') for anything else."""
+    """Read what `save` wrote. EngineFault('calibration') for anything else."""
     try:
         found = msgspec.json.decode(path.read_bytes(), type=CalibratedCost)
     except OSError as error:

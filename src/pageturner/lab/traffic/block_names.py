@@ -18,8 +18,8 @@ from pageturner.scheduler.types import Sequence
 
 
 def known_by_pieces(traffic: Traffic) -> bool:
-    """Whether each prompt is made of pieces and each answer of one token, and nobody else asks for blocks by
-    their hash, as kept sessions do."""
+    """Return whether each prompt is made of pieces and each answer of one token, and nobody else asks for
+    blocks by their hash, as kept sessions do."""
     if isinstance(traffic, Sessions):
         return True
     return isinstance(traffic, OpenLoop) and all(
@@ -40,7 +40,7 @@ class BlockNames:
         self._expected: dict[int, TrafficRequest] = {}
 
     def keys(self, parts: Iterable[tuple[int, int]]) -> list[bytes]:
-        """Of the tokens that these pieces, (content, tokens) each, stand for. 16 bytes each."""
+        """The keys of the tokens that these pieces, (content, tokens) each, stand for. 16 bytes each."""
         size, found, before, at = self._size, list[bytes](), 0, 0
         for content, count in merged(parts):
             run = self._runs.setdefault((before, content), len(self._runs))
@@ -53,7 +53,7 @@ class BlockNames:
         return found
 
     def of(self, asked: TrafficRequest) -> list[bytes]:
-        """Of a prompt and its answer up to its last token, whose KV nobody computes."""
+        """The keys of a prompt and its answer up to its last token, whose KV nobody computes."""
         assert isinstance(asked.prompt, Pieces)
         assert isinstance(asked.answer, int)
         return self.keys((*asked.prompt.parts, (asked.answer, asked.answer_length - 1)))

@@ -64,7 +64,7 @@ class TrafficRequest:
 
     @property
     def answer_length(self) -> int:
-        """Where the answer ends, whoever ends it."""
+        """The length of the answer, whoever ends it."""
         length = self.max_tokens if self.output is None else self.output
         if length is None:
             raise EngineFault(
@@ -93,13 +93,13 @@ class TrafficRequest:
                 return known
 
     def answer_tokens(self, begin: int, count: int) -> list[int]:
-        """Of a simulated answer, without its end."""
+        """The tokens of a simulated answer, without its end."""
         if isinstance(self.answer, int):
             return [self.answer] * count
         return list(self.answer[begin : begin + count])
 
     def engine_request(self, id: int, stop: int = END) -> Request:
-        """As an engine gets it. `stop` is the token that its answer ends with at `output`."""
+        """The request as an engine gets it. `stop` is the token that its answer ends with at `output`."""
         params = SamplingParams(temperature=0.0, max_tokens=self.max_tokens, ignore_eos=True)
         if self.output is not None:
             params = replace(params, ignore_eos=False, stop_ids=(stop,), forced_end=self.output)
@@ -122,10 +122,10 @@ class Traffic(Protocol):
     def total(self) -> int: ...
 
     def arrivals(self) -> Iterator[TrafficRequest]:
-        """Those that wait for no answer, by time."""
+        """The requests that wait for no answer, by time."""
 
     def after(self, request: TrafficRequest, end: float) -> list[TrafficRequest]:
-        """What arrives because this one was answered at `end`."""
+        """The requests that arrive because this one was answered at `end`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ class OpenLoop:
         )
 
     def engine_requests(self) -> list[Request]:
-        """For a real engine, numbered from 1."""
+        """The requests for a real engine, numbered from 1."""
         return [one.engine_request(number, STOP) for number, one in enumerate(self.requests, 1)]
 
 

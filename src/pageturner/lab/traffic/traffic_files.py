@@ -123,13 +123,13 @@ def read_trace(path: Path, most: int = 0, *, sessions: bool = True) -> list[Trac
 
 
 def trace_name(path: Path) -> str:
-    """What a trace is called."""
+    """The name of a trace."""
     return path.name.split(".")[0]
 
 
 @dataclass(frozen=True, slots=True)
 class TraceScaling:
-    """How the requests of a trace become traffic for another engine.
+    """The way in which the requests of a trace become traffic for another engine.
 
     length, rate  lengths are multiplied (and stay 1 or more), arrival times divided
     cap           max_tokens of every request, as a client would send it; longer answers are cut there
@@ -158,12 +158,12 @@ class TraceScaling:
         )
 
     def cuts(self, row: TraceRow) -> bool:
-        """Whether the cap ends its answer."""
+        """Return whether the cap ends its answer."""
         return self.tokens(row.output_tokens) > self.cap
 
 
 def trace_requests(rows: list[TraceRow], scaling: TraceScaling) -> list[TrafficRequest]:
-    """Those that fit; times that are missing are 0."""
+    """The requests that fit; times that are missing are 0."""
     return [_request(number, row, scaling) for number, row in enumerate(rows) if scaling.fits(row)]
 
 

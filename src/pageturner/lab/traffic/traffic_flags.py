@@ -37,14 +37,14 @@ class ServedTraffic:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """What is sent, and when."""
+    """Add the flags of the requests and their times."""
     add_load_flags(parser)
     _add_arrival_flags(parser)
     add_trace_flags(parser.add_argument_group("traces"))
 
 
 def add_load_flags(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """What is sent, other than a trace."""
+    """Add the flags of requests other than those of a trace."""
     parser.add_argument(
         "--workload",
         type=Path,
@@ -149,7 +149,7 @@ def add_trace_flags(trace: argparse._ArgumentGroup) -> None:
 
 
 def from_flags(arguments: argparse.Namespace) -> ServedTraffic:
-    """What was asked for. EngineFault for flags that contradict each other."""
+    """The traffic that the flags ask for. EngineFault for flags that contradict each other."""
     _check(arguments)
     traffic = _trace(arguments) if arguments.trace else _workload(arguments)
     if not arguments.request_rate:
@@ -228,7 +228,7 @@ def _trace(arguments: argparse.Namespace) -> ServedTraffic:
 
 
 def prompt_writer(arguments: argparse.Namespace) -> PromptWriter:
-    """What writes the prompts of a trace."""
+    """The writer of the prompts of a trace."""
     text = ""
     if arguments.text:
         try:
@@ -261,5 +261,5 @@ def _context(base_url: str, api_key: str) -> int:
 
 
 def file_digest(path: Path) -> str:
-    """Of its SHA-256 the first digits: enough to tell files apart."""
+    """The first digits of its SHA-256: enough to tell files apart."""
     return hashlib.sha256(path.read_bytes()).hexdigest()[:8]
