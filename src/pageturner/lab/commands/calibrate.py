@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from pageturner.config import settings as configuration
 from pageturner.errors import bad_setting
-from pageturner.lab.commands.flag_table import add_flags, check_range
+from pageturner.lab.flag_table import add_flags, check_range
 
 if TYPE_CHECKING:
     from pageturner.lab.simulation.calibration import Check

@@ -17,7 +17,7 @@ from pageturner.config.setting_values import parse_size
 from pageturner.config.settings import EngineConfig
 from pageturner.errors import EngineFault, bad_setting
 from pageturner.lab.commands import simulated_engines
-from pageturner.lab.commands.flag_table import add_flags, check_range
+from pageturner.lab.flag_table import add_flags, check_range
 
 if TYPE_CHECKING:
     from pageturner.lab.planning.kv_planner import ClusterPlan, Fit, KVPlanner

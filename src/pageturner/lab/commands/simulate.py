@@ -20,8 +20,8 @@ from pageturner.config import settings as configuration
 from pageturner.config.settings import EngineConfig, RouterConfig
 from pageturner.errors import EngineFault, bad_setting
 from pageturner.lab.commands import simulated_engines
-from pageturner.lab.commands.flag_table import add_flags, check_range
 from pageturner.lab.commands.simulated_engines import SIMULATED_SETTINGS, SimulatedEngine
+from pageturner.lab.flag_table import add_flags, check_range
 
 if TYPE_CHECKING:
     from pageturner.lab.planning.capacity_search import Asker, Option

@@ -18,7 +18,7 @@ from pageturner.config import settings as configuration
 from pageturner.config.settings import EngineConfig
 from pageturner.errors import EngineFault, bad_setting
 from pageturner.formats import hub
-from pageturner.lab.commands.flag_table import check_range
+from pageturner.lab.flag_table import check_range
 from pageturner.policies.scheduler_config import SchedulerConfig
 
 if TYPE_CHECKING:

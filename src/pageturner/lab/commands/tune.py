@@ -20,8 +20,8 @@ from pageturner.config import settings as configuration
 from pageturner.config.settings import EngineConfig
 from pageturner.errors import EngineFault, bad_setting
 from pageturner.lab.commands import simulate
-from pageturner.lab.commands.flag_table import add_flags
 from pageturner.lab.commands.simulated_engines import SIMULATED_SETTINGS
+from pageturner.lab.flag_table import add_flags
 
 if TYPE_CHECKING:
     from pageturner.lab.planning.settings_search import Trial

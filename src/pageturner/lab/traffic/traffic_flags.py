@@ -15,6 +15,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from pageturner.errors import bad_setting
+from pageturner.lab import flag_table
+from pageturner.lab.flag_table import FlagParser, check_range
 from pageturner.lab.traffic.prompt_text import PromptWriter
 from pageturner.lab.traffic.traffic import OpenLoop, TrafficRequest
 from pageturner.lab.traffic.traffic_files import (
@@ -36,116 +38,81 @@ class ServedTraffic:
     about: str
 
 
+LOAD_FLAGS = (
+    (
+        "--workload FILE",
+        Path,
+        "send the requests of this file: JSONL of prompt, max_tokens, arrival_s (default: random words)",
+    ),
+    ("--input-len", 128, "mean length of random prompts, in words (default: %(default)s)"),
+    (
+        "--output-len",
+        64,
+        "mean length of the answers to random prompts, in tokens (default: %(default)s)",
+    ),
+    ("--seed", 0, "seed of random prompts, lengths and arrival times (default: %(default)s)"),
+)
+ARRIVAL_FLAGS = (
+    ("--num-prompts", 0, "most requests to send; 0, the default: 64 random ones, or all of a file"),
+    (
+        "--concurrency",
+        64,
+        "clients that each send their next request when the last one is answered (default: %(default)s)",
+    ),
+    (
+        "--arrivals",
+        bool,
+        "send each request at the arrival time in its file, whatever the server does",
+    ),
+    (
+        "--request-rate R",
+        0.0,
+        "send R requests a second at random times (Poisson), whatever the server does",
+    ),
+    ("--rate-scale X", 1.0, "divide recorded arrival times by X"),
+)
+TRACE_FLAGS = (
+    (
+        "--trace FILE",
+        Path,
+        "send prompts with the lengths and times of this trace (JSONL, plain or gzip)",
+    ),
+    ("--length-scale X", 1.0, "multiply lengths of prompts and answers by X"),
+    (
+        "--cap N",
+        512,
+        "max_tokens that every request is sent with; the server knows nothing else of lengths (default: "
+        "%(default)s)",
+    ),
+    (
+        "--oracle",
+        bool,
+        "send the true length as max_tokens instead, for servers without forced_end",
+    ),
+    ("--text FILE", Path, "cut prompts from this text"),
+    (
+        "--tokenizer MODEL",
+        "",
+        "model whose tokenizer counts the tokens of prompts (default: estimated from words)",
+    ),
+    ("--max-model-len N", 0, "leave out longer requests; 0: as long as /v1/models says"),
+)
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the requests and their times."""
-    add_load_flags(parser)
-    _add_arrival_flags(parser)
+    flag_table.add_flags(parser, (*LOAD_FLAGS, *ARRIVAL_FLAGS))
     add_trace_flags(parser.add_argument_group("traces"))
 
 
-def add_load_flags(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+def add_load_flags(parser: FlagParser) -> None:
     """Add the flags of requests other than those of a trace."""
-    parser.add_argument(
-        "--workload",
-        type=Path,
-        metavar="FILE",
-        help="send the requests of this file: JSONL of prompt, max_tokens, arrival_s (default: random words)",
-    )
-    parser.add_argument(
-        "--input-len",
-        type=int,
-        default=128,
-        help="mean length of random prompts, in words (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--output-len",
-        type=int,
-        default=64,
-        help="mean length of the answers to random prompts, in tokens (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        help="seed of random prompts, lengths and arrival times (default: %(default)s)",
-    )
+    flag_table.add_flags(parser, LOAD_FLAGS)
 
 
-def _add_arrival_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--num-prompts",
-        type=int,
-        default=0,
-        help="most requests to send; 0, the default: 64 random ones, or all of a file",
-    )
-    parser.add_argument(
-        "--concurrency",
-        type=int,
-        default=64,
-        help="clients that each send their next request when the last one is answered (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--arrivals",
-        action="store_true",
-        help="send each request at the arrival time in its file, whatever the server does",
-    )
-    parser.add_argument(
-        "--request-rate",
-        type=float,
-        default=0.0,
-        metavar="R",
-        help="send R requests a second at random times (Poisson), whatever the server does",
-    )
-    parser.add_argument(
-        "--rate-scale",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="divide recorded arrival times by X",
-    )
-
-
-def add_trace_flags(trace: argparse._ArgumentGroup) -> None:
-    trace.add_argument(
-        "--trace",
-        type=Path,
-        metavar="FILE",
-        help="send prompts with the lengths and times of this trace (JSONL, plain or gzip)",
-    )
-    trace.add_argument(
-        "--length-scale",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="multiply lengths of prompts and answers by X",
-    )
-    trace.add_argument(
-        "--cap",
-        type=int,
-        default=512,
-        metavar="N",
-        help="max_tokens that every request is sent with; the server knows nothing else of lengths (default: "
-        "%(default)s)",
-    )
-    trace.add_argument(
-        "--oracle",
-        action="store_true",
-        help="send the true length as max_tokens instead, for servers without forced_end",
-    )
-    trace.add_argument("--text", type=Path, metavar="FILE", help="cut prompts from this text")
-    trace.add_argument(
-        "--tokenizer",
-        default="",
-        metavar="MODEL",
-        help="model whose tokenizer counts the tokens of prompts (default: estimated from words)",
-    )
-    trace.add_argument(
-        "--max-model-len",
-        type=int,
-        default=0,
-        metavar="N",
-        help="leave out longer requests; 0: as long as /v1/models says",
-    )
+def add_trace_flags(parser: FlagParser) -> None:
+    """Add the flags of a trace."""
+    flag_table.add_flags(parser, TRACE_FLAGS)
 
 
 def from_flags(arguments: argparse.Namespace) -> ServedTraffic:
@@ -160,11 +127,7 @@ def from_flags(arguments: argparse.Namespace) -> ServedTraffic:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    for name in ("rate_scale", "length_scale", "cap", "concurrency"):
-        if not getattr(arguments, name) > 0:
-            raise bad_setting(
-                f"--{name.replace('_', '-')} is above 0, not {getattr(arguments, name)}"
-            )
+    check_range(arguments, "above 0", "rate_scale", "length_scale", "cap", "concurrency")
     if arguments.request_rate < 0 or arguments.num_prompts < 0:
         raise bad_setting("--request-rate and --num-prompts are 0 or more")
     if arguments.trace and arguments.workload:
@@ -185,11 +148,8 @@ def _workload(arguments: argparse.Namespace) -> ServedTraffic:
             requests = requests[: arguments.num_prompts]
             about += f", the first {len(requests)}"
     else:
-        count, words, tokens = (
-            arguments.num_prompts or 64,
-            arguments.input_len,
-            arguments.output_len,
-        )
+        count = arguments.num_prompts or 64
+        words, tokens = arguments.input_len, arguments.output_len
         requests = word_prompts(count, words, tokens, arguments.seed)
         about = f"mix of {count}, {words} words in, {tokens} tokens out, seed {arguments.seed}"
     if arguments.arrivals:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pageturner.errors import bad_setting
 
 RANGES = {
+    "above 0": lambda value: value > 0,
     "more than 0": lambda value: 0 < value < float("inf"),
     "0 or more": lambda value: 0 <= value < float("inf"),
     "1 or more": lambda value: value >= 1,
@@ -20,7 +21,13 @@ RANGES = {
 }
 
 
-def add_flags(parser: argparse.ArgumentParser, rows: Iterable[tuple[Any, ...]]) -> None:
+class FlagParser(Protocol):
+    """A parser of flags, or a group of one."""
+
+    def add_argument(self, *names: str, **more: Any) -> Any: ...
+
+
+def add_flags(parser: FlagParser, rows: Iterable[tuple[Any, ...]]) -> None:
     """Add a flag for each row: its name and metavar, its default or its type, its help, its choices if any.
 
     A type alone means that there is no default; bool is a switch, list collects paths.
