@@ -84,31 +84,14 @@ def run(program: Path, url: str, phases: str, examples: int, *more: str) -> Outc
     """One run against a server. Its report is read, not its exit status."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.ndjson"
-        command = [
-            str(program),
-            "run",
-            f"{url}/openapi.json",
-            "-H",
-            f"Authorization: Bearer {KEY}",
-            "--phases",
-            phases,
-            "--max-examples",
-            str(examples),
-            "--seed",
-            "1",
-            "--exclude-path-regex",
-            "^/v1/(admin|(un)?load_lora_adapter)",
-            "--continue-on-failure",
-            "--suppress-health-check",
-            "all",
-            "--report",
-            "ndjson",
-            "--report-ndjson-path",
-            str(report),
-            "--request-timeout",
-            "60",
-            *more,
-        ]
+        words = (
+            f"run {url}/openapi.json --phases {phases} --max-examples {examples} --seed 1"
+            " --exclude-path-regex ^/v1/(admin|(un)?load_lora_adapter) --continue-on-failure"
+            " --suppress-health-check all --report ndjson --request-timeout 60"
+            f" --report-ndjson-path {report}"
+        )
+        key = ("-H", f"Authorization: Bearer {KEY}")
+        command = [str(program), *words.split(), *key, *more]
         done = subprocess.run(
             command, check=False, cwd=folder, capture_output=True, text=True, timeout=3600
         )
@@ -182,14 +165,7 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
         usual = Path(folder) / "generation_config.json"
         usual.write_text('{"max_new_tokens": 8}')  # chats that do not say it end soon
         flags = (
-            "--api-key",
-            KEY,
-            "--admin-key",
-            ADMIN,
-            "--max-model-len",
-            "256",
-            "--log-level",
-            "warning",
+            f"--api-key {KEY} --admin-key {ADMIN} --max-model-len 256 --log-level warning".split()
         )
         log = Path(folder) / "log"
         with harness.server(*flags, "--generation-config", str(usual), log=log) as server:

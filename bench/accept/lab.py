@@ -8,20 +8,16 @@ Simulated time is exact; what is measured on the real engine wants an idle machi
 from __future__ import annotations
 
 import itertools
-import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import harness
 import lab_compare
-from harness import DATA, ROOT, Line, NotRun
+from harness import DATA, Line, NotRun
+from simulate import simulate
 
 from pageturner.config.settings import EngineConfig
 from pageturner.formats import hub
@@ -45,22 +41,6 @@ BOUNDS = {
 RATES = (15, 30, 60)  # requests a second, all of 10,000 replicas
 PLACEMENTS = ("prefix_aware", "round_robin")
 TRACE_REQUESTS = 2000  # of the Mooncake trace in the search for the fewest replicas
-EIGHT_BILLION = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 5e5,
-    "hidden_act": "silu",
-    "torch_dtype": "bfloat16",
-    "tie_word_embeddings": False,
-}  # Llama 3.1 8B, by its published config.json
 
 
 def fidelity() -> Iterator[Line]:
@@ -132,40 +112,10 @@ def _trace(name: str) -> Path:
     return path
 
 
-def _simulate(*flags: str) -> tuple[dict[str, Any], float, float]:
-    """What the command says of the last of its runs; processor seconds and MB that it took."""
-    with tempfile.TemporaryDirectory() as folder:
-        model, output = Path(folder) / "config.json", Path(folder) / "result.json"
-        model.write_text(json.dumps(EIGHT_BILLION))
-        command = [
-            sys.executable,
-            "-m",
-            "pageturner",
-            "simulate",
-            "--model",
-            str(model),
-            "--gpu",
-            "H100",
-            "--output",
-            str(output),
-            *flags,
-        ]
-        process = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        _, status, used = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode:
-            raise RuntimeError(
-                f"pageturner simulate {' '.join(flags)}: status {process.returncode}"
-            )
-        runs = json.loads(output.read_text())["runs"]
-    return runs[-1], used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
-
-
 def speed() -> Iterator[Line]:
     """The conversation trace on 100 replicas."""
-    run, seconds, most = _simulate("--trace", str(_trace("azure2023_conv")), "--replicas", "100")
+    found = simulate(f"--trace {_trace('azure2023_conv')} --replicas 100")
+    run, seconds, most = found.run, found.processors, found.peak_mb
     pace = run["requests"] / seconds * 60
     figure = (
         f"{pace:,.0f} ({run['requests']:,} in {seconds:.1f} s of one core, start and reading included;"
@@ -180,9 +130,9 @@ def scale() -> Iterator[Line]:
     """10,000 replicas for ten simulated minutes, at three loads."""
     found = []
     for rate in RATES:
-        flags = ("--rate", str(rate), "--num-prompts", str(600 * rate), "--replicas", "10000")
-        run, seconds, most = _simulate(*flags, "--block-size", "256")
-        found.append((run["requests"], seconds, most))
+        flags = f"--rate {rate} --num-prompts {600 * rate} --replicas 10000 --block-size 256"
+        one = simulate(flags)
+        found.append((one.run["requests"], one.processors, one.peak_mb))
     figure = "; ".join(
         f"{count:,} requests {seconds:.1f} s, {most:,.0f} MB" for count, seconds, most in found
     )
@@ -200,21 +150,12 @@ def scale() -> Iterator[Line]:
 
 def capacity() -> Iterator[Line]:
     """The Mooncake conversation trace on 100 replicas, and how many are enough."""
-    targets = (
-        "--trace",
-        str(_trace("mooncake_conversation")),
-        "--ttft-ms",
-        "5000",
-        "--tpot-ms",
-        "50",
-        "--max-model-len",
-        "131072",
-        "--block-size",
-        "64",
-    )  # the trace's are of 512
+    trace = _trace("mooncake_conversation")  # whose blocks are of 512 tokens
+    targets = f"--trace {trace} --ttft-ms 5000 --tpot-ms 50 --max-model-len 131072 --block-size 64"
     shares, told = {}, []
     for placement in PLACEMENTS:
-        run, seconds, _ = _simulate(*targets, "--replicas", "100", "--placement", placement)
+        found = simulate(f"{targets} --replicas 100 --placement {placement}")
+        run, seconds = found.run, found.processors
         share = shares[placement] = run["engines"]["cached_share"]
         first = run["ttft_ms"]
         told.append(
@@ -225,8 +166,9 @@ def capacity() -> Iterator[Line]:
     yield Line("Mooncake conversation, 100 replicas of 8B on H100", "; ".join(told), better)
     replicas, told = [], []
     for placement in PLACEMENTS:
-        flags = ("--search", "--goodput", "0.9", "--placement", placement)
-        run, seconds, _ = _simulate(*targets, *flags, "--num-prompts", str(TRACE_REQUESTS))
+        flags = f"--search --goodput 0.9 --placement {placement} --num-prompts {TRACE_REQUESTS}"
+        found = simulate(f"{targets} {flags}")
+        run, seconds = found.run, found.processors
         replicas.append(run["replicas"])
         told.append(
             f"{placement} {run['replicas']}, {run['goodput_share']:.1%} within the targets ({seconds:.0f} s)"

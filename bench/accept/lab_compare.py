@@ -37,26 +37,11 @@ def _compare(mix: str, names: str, orders: str, *flags: str) -> Told:
     """The figures that the command wrote."""
     page = PAGES / f"{mix}-{orders.replace(',', '-')}.html"
     page.parent.mkdir(parents=True, exist_ok=True)
-    command = [
-        sys.executable,
-        "-m",
-        "pageturner",
-        "compare",
-        "smollm2",
-        "--mix",
-        mix,
-        "--policies",
-        names,
-        "--orders",
-        orders,
-        "--num-prompts",
-        str(REQUESTS[mix]),
-        "--rounds",
-        str(ROUNDS),
-        "--output",
-        str(page),
-        *flags,
-    ]
+    words = (
+        f"-m pageturner compare smollm2 --mix {mix} --policies {names} --orders {orders}"
+        f" --num-prompts {REQUESTS[mix]} --rounds {ROUNDS} --output {page}"
+    )
+    command = [sys.executable, *words.split(), *flags]
     subprocess.run(
         command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )

@@ -6,7 +6,6 @@ browser  the page in headless Chromium: what it does, what axe-core finds, pictu
 install  wheels, and the README's main job without a compiler
 watch    vLLM's dashboard, panel by panel
 compare  `pageturner compare` twice quiet and twice busy: the same advice
-advise   tools that advise: each stumble with what came out, and the capacity question
 stumbles what newcomers typed and sent: what came out before it was mended, and what comes out now
 
 A part is `page_NAME.py` beside this file, with `lines` and `add_arguments`.
@@ -18,7 +17,7 @@ import sys
 
 from harness import main_of_parts
 
-PARTS = ("browser", "install", "watch", "compare", "advise", "stumbles")
+PARTS = ("browser", "install", "watch", "compare", "stumbles")
 
 if __name__ == "__main__":
     sys.exit(main_of_parts("page", __doc__, PARTS))

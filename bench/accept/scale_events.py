@@ -167,16 +167,7 @@ def converse(url: str, mark: str) -> Found:
 def smg_lines(program: str) -> Iterator[Line]:
     """smg's policies in turns, over servers that are fresh for each conversation's words."""
     with ExitStack() as stack:
-        flags = (
-            "--served-model-name",
-            "tiny",
-            "--kv-cache-memory",
-            "64M",
-            "--threads",
-            "1",
-            "--block-size",
-            str(BLOCK),
-        )
+        flags = f"--served-model-name tiny --kv-cache-memory 64M --threads 1 --block-size {BLOCK}".split()
         servers = [stack.enter_context(harness.server(*flags, model=str(TINY))) for _ in range(2)]
         urls, found = [one.url for one in servers], dict[str, Found]()
         for policy in ("cache_aware", "round_robin"):

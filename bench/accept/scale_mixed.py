@@ -26,10 +26,10 @@ from scale_planner import IN_TIME, RATES, TRACE, calibrated, measured, simulated
 KEY = "PAGETURNER_PREFILL_KEY"
 LEAST = "256"  # tokens of prompts that are computed elsewhere
 CHUNKED, APART = "chunked on both", "prompts elsewhere"
-LINK = ("--kv-link-gb-s", "1", "--kv-link-ms", "2")  # of loopback, where both ends copy
+LINK = "--kv-link-gb-s 1 --kv-link-ms 2"  # of loopback, where both ends copy
 CLUSTERS = {
-    CHUNKED: ("--replicas", "2"),
-    APART: ("--roles", "prefill=1,decode=1", "--prefill-tokens", LEAST, *LINK),
+    CHUNKED: "--replicas 2",
+    APART: f"--roles prefill=1,decode=1 --prefill-tokens {LEAST} {LINK}",
 }
 
 
@@ -43,19 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mixed-rounds", type=int, default=2, help="runs of each")
 
 
-def load_flags(prompts: int, *rates: float) -> list[str]:
-    return [
-        "--trace",
-        str(TRACE),
-        "--num-prompts",
-        str(prompts),
-        "--rate-scale",
-        ",".join(f"{rate:g}" for rate in rates),
-        "--length-scale",
-        "0.25",
-        "--cap",
-        "64",
-    ]
+def load_flags(prompts: int, *rates: float) -> str:
+    scales = ",".join(f"{rate:g}" for rate in rates)
+    return f"--trace {TRACE} --num-prompts {prompts} --rate-scale {scales} --length-scale 0.25 --cap 64"
 
 
 def lines(arguments: argparse.Namespace) -> Iterator[Line]:
@@ -69,10 +59,10 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     os.environ[KEY] = secrets.token_hex(16)
     listen = f"127.0.0.1:{harness.free_port()}"
     engines = {
-        CHUNKED: ((), ()),
+        CHUNKED: ("", ""),
         APART: (
-            ("--role", "prefill", "--prefill-listen", listen),
-            ("--role", "decode", "--prefill-from", listen, "--prefill-tokens", LEAST),
+            f"--role prefill --prefill-listen {listen}",
+            f"--role decode --prefill-from {listen} --prefill-tokens {LEAST}",
         ),
     }
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in CLUSTERS}

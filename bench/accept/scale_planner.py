@@ -43,13 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def start(log: Path, core: int | None, *words: str) -> subprocess.Popen[bytes]:
-    """`pageturner WORDS`, on one core or on all. log: what it says."""
+def start(log: Path, core: int | None, words: str) -> subprocess.Popen[bytes]:
+    """`pageturner WORDS`, on one core or on all. words: without spaces in them; log: what it says."""
     cores = os.sched_getaffinity(0) if core is None else {core}
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)  # a child has its parent's
     try:
-        command = [sys.executable, "-m", "pageturner", *words]
+        command = [sys.executable, "-m", "pageturner", *words.split()]
         with log.open("wb") as said:
             return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=said)
     finally:
@@ -72,23 +72,11 @@ def calibrated(model: str, cores: Sequence[int], where: Path) -> Path:
     """The calibration of an engine on the first core, while the other cores calibrate too."""
     files = [where / f"calibration{core}.json" for core in cores]
     logs = [where / f"calibrate{core}" for core in cores]
+    words = (
+        f"calibrate {model} --threads 1 --num-prompts 48 --input-len 100 --output-len 24 --output"
+    )
     running = [
-        start(
-            log,
-            core,
-            "calibrate",
-            model,
-            "--threads",
-            "1",
-            "--num-prompts",
-            "48",
-            "--input-len",
-            "100",
-            "--output-len",
-            "24",
-            "--output",
-            str(file),
-        )
+        start(log, core, f"{words} {file}")
         for log, core, file in zip(logs, cores, files, strict=True)
     ]
     for process, log in zip(running, logs, strict=True):
@@ -96,43 +84,18 @@ def calibrated(model: str, cores: Sequence[int], where: Path) -> Path:
     return files[0]
 
 
-def load_flags(prompts: int, *rates: float) -> list[str]:
-    return [
-        "--trace",
-        str(TRACE),
-        "--num-prompts",
-        str(prompts),
-        "--rate-scale",
-        ",".join(f"{rate:g}" for rate in rates),
-        "--length-scale",
-        "0.1",
-        "--cap",
-        "128",
-    ]
+def load_flags(prompts: int, *rates: float) -> str:
+    scales = ",".join(f"{rate:g}" for rate in rates)
+    return f"--trace {TRACE} --num-prompts {prompts} --rate-scale {scales} --length-scale 0.1 --cap 128"
 
 
-def simulated(
-    calibration: Path, load: Sequence[str], engines: Sequence[str] = ("--replicas", "2")
-) -> list[dict[str, Any]]:
+def simulated(calibration: Path, load: str, engines: str = "--replicas 2") -> list[dict[str, Any]]:
     """What the simulator says of this load, at each of its rates, on these engines."""
     output = calibration.with_name("simulated.json")
-    targets = ["--ttft-ms", str(TARGETS["ttft"]), "--tpot-ms", str(TARGETS["tpot"])]
+    targets = f"--ttft-ms {TARGETS['ttft']} --tpot-ms {TARGETS['tpot']}"
+    words = f"simulate --calibration {calibration} {engines} --output {output} {targets} {load}"
     log = calibration.with_name("simulate")
-    done(
-        start(
-            log,
-            None,
-            "simulate",
-            "--calibration",
-            str(calibration),
-            *engines,
-            "--output",
-            str(output),
-            *targets,
-            *load,
-        ),
-        log,
-    )
+    done(start(log, None, words), log)
     found: list[dict[str, Any]] = json.loads(output.read_text())["runs"]
     return found
 
@@ -140,54 +103,30 @@ def simulated(
 def measured(
     model: str,
     cores: Sequence[int],
-    load: Sequence[str],
+    load: str,
     where: Path,
-    engines: Sequence[Sequence[str]] = ((), ()),
+    engines: Sequence[str] = ("", ""),
 ) -> dict[str, Any]:
     """The load through a router before two servers. engines: further flags of each."""
     output, ports = where / "measured.json", [harness.free_port() for _ in range(3)]
     *servers, door = [f"http://127.0.0.1:{port}" for port in ports]
     with ExitStack() as stack:
         for core, port, url, flags in zip(cores, ports, servers, engines, strict=False):
-            process = start(
-                where / f"serve{core}",
-                core,
-                "serve",
-                model,
-                "--port",
-                str(port),
-                "--threads",
-                "1",
-                "--served-model-name",
-                "m",
-                "--developer",
-                *flags,
+            words = (
+                f"serve {model} --port {port} --threads 1 --served-model-name m --developer {flags}"
             )
+            process = start(where / f"serve{core}", core, words)
             stack.callback(harness.end, process)
             harness.wait_ready(url, process, 300)
-        process = start(where / "route", None, "route", *servers, "--port", str(ports[-1]))
+        process = start(where / "route", None, f"route {' '.join(servers)} --port {ports[-1]}")
         stack.callback(harness.end, process)
         harness.wait_ready(door, process, 60)
-        goodput = [f"{name}:{most}" for name, most in TARGETS.items()]
-        log = where / "bench"
-        done(
-            start(
-                log,
-                None,
-                "bench",
-                "serve",
-                "--base-url",
-                door,
-                "--model",
-                "m",
-                "--output",
-                str(output),
-                "--goodput",
-                *goodput,
-                *load,
-            ),
-            log,
+        goodput = " ".join(f"{name}:{most}" for name, most in TARGETS.items())
+        words = (
+            f"bench serve --base-url {door} --model m --output {output} --goodput {goodput} {load}"
         )
+        log = where / "bench"
+        done(start(log, None, words), log)
     return dict(json.loads(output.read_text()))
 
 

@@ -9,119 +9,54 @@ is the cheaper one at these targets; the search says how many GPUs each target t
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from subprocess import DEVNULL, Popen
-from time import monotonic
-from typing import Any
 
 HERE = Path(__file__).parent
 sys.path += [str(HERE)]
 
-from harness import DATA, ROOT, Line  # noqa: E402
-from page_advise import MODEL  # noqa: E402
+from harness import DATA, Line  # noqa: E402
+from simulate import simulate  # noqa: E402
 
 TRACE = DATA / "traces" / "mooncake_conversation.jsonl.gz"
 LOAD = (
-    "--trace",
-    str(TRACE),
-    "--rate-scale",
-    "50",
-    "--block-size",
-    "256",
-    "--goodput",
-    "0.95",
-    "--ttft-ms",
-    "5000",
-    "--tpot-ms",
-    "25",
-    "--price-per-gpu-hour",
-    "2.5",
+    f"--trace {TRACE} --rate-scale 50 --block-size 256 --goodput 0.95 --ttft-ms 5000 --tpot-ms 25"
+    " --price-per-gpu-hour 2.5"
 )
 CLUSTERS = {
-    "chunked prefill on all": ("--replicas", "1000"),
-    "700 compute prompts, 300 answer": ("--roles", "prefill=700,decode=300"),
-    "200 GiB of host memory for KV": ("--replicas", "1000", "--kv-host-memory", "200G"),
+    "chunked prefill on all": "--replicas 1000",
+    "700 compute prompts, 300 answer": "--roles prefill=700,decode=300",
+    "200 GiB of host memory for KV": "--replicas 1000 --kv-host-memory 200G",
 }
 FEW = (
-    "--trace",
-    str(TRACE),
-    "--num-prompts",
-    "3000",
-    "--block-size",
-    "256",
-    "--goodput",
-    "0.95",
-    "--ttft-ms",
-    "5000",
-    "--price-per-gpu-hour",
-    "2.5",
+    f"--trace {TRACE} --num-prompts 3000 --block-size 256 --goodput 0.95 --ttft-ms 5000"
+    " --price-per-gpu-hour 2.5"
 )
 TARGETS = (25, 50)  # ms a token
-FAILING = ("--replicas", "10", "--failures-per-hour", "20", "--tpot-ms", "25")
+FAILING = {
+    "no failures": "",
+    "streams move": "--failures-per-hour 20",
+    "streams begin again": "--failures-per-hour 20 --streams restart",
+}
 SCALED = {
-    "10 replicas": ("--replicas", "10"),
-    "12 replicas": ("--replicas", "12"),
-    "4 to 16 replicas": ("--autoscale", "4,16"),  # of 256 places, of which prompts take a few
-    "4 to 16 replicas of 8 places": ("--autoscale", "4,16", "--max-num-seqs", "8"),
+    "10 replicas": "--replicas 10",
+    "12 replicas": "--replicas 12",
+    "4 to 16 replicas": "--autoscale 4,16",  # of 256 places, of which prompts take a few
+    "4 to 16 replicas of 8 places": "--autoscale 4,16 --max-num-seqs 8",
 }
 MINUTE = (
-    "--rate",
-    "2000",
-    "--num-prompts",
-    "120000",
-    "--replicas",
-    "100000",
-    "--block-size",
-    "256",
-    "--placement",
-    "round_robin",
+    "--rate 2000 --num-prompts 120000 --replicas 100000 --block-size 256 --placement round_robin"
 )
 MOST_MB = 16_384
-
-
-def simulate(*flags: str) -> tuple[dict[str, Any], float, float, float]:
-    """The run of `pageturner simulate`; its seconds, those of processors, and MB."""
-    with tempfile.TemporaryDirectory() as folder:
-        model, output = Path(folder) / "config.json", Path(folder) / "run.json"
-        model.write_text(json.dumps(MODEL))
-        command = [
-            sys.executable,
-            "-m",
-            "pageturner",
-            "simulate",
-            "--model",
-            str(model),
-            "--gpu",
-            "H100",
-            "--output",
-            str(output),
-            *flags,
-        ]
-        begin = monotonic()
-        said = Path(folder) / "said"
-        with said.open("wb") as file:
-            process = Popen(command, cwd=ROOT, stdout=DEVNULL, stderr=file)
-        _, status, used = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode:
-            last = "\n".join(said.read_text(errors="replace").splitlines()[-3:])
-            raise RuntimeError(
-                f"pageturner simulate {' '.join(flags)}: status {process.returncode}: {last}"
-            )
-        (run,) = json.loads(output.read_text())["runs"]
-    return run, monotonic() - begin, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
 
 
 def clusters() -> Iterator[Line]:
     """The same load and money, in three ways."""
     shares = {}
     for name, flags in CLUSTERS.items():
-        run, wall, cpu, most = simulate(*LOAD, *flags)
+        found = simulate(f"{LOAD} {flags}")
+        run, wall, cpu, most = found.run, found.wall, found.processors, found.peak_mb
         shares[name] = run["goodput_share"]
         ttft, tpot, gap = run["ttft_ms"], run["tpot_ms"], run["longest_gap_ms"]
         engines, price = run["engines"], run["price_per_million"]
@@ -140,10 +75,9 @@ def searched() -> Iterator[Line]:
     """The fewest GPUs at each target, all alike and with some for prompts alone."""
     for tpot in TARGETS:
         told = {}
-        for name, flags in (("all alike", ()), ("some for prompts", ("--roles", "search"))):
-            run, _, cpu, _ = simulate(
-                *FEW, "--gpus", "1", "--search", "--tpot-ms", str(tpot), *flags
-            )
+        for name, flags in (("all alike", ""), ("some for prompts", "--roles search")):
+            found = simulate(f"{FEW} --gpus 1 --search --tpot-ms {tpot} {flags}")
+            run, cpu = found.run, found.processors
             told[name] = run["gpus"], run["roles"], run["price_per_million"], cpu
         figure = "; ".join(
             f"{name}: {gpus} H100{f' ({roles})' if roles else ''}, {price:.2f} a million tokens ({cpu:.0f} s"
@@ -156,10 +90,8 @@ def searched() -> Iterator[Line]:
 
 def failing() -> Iterator[Line]:
     """The same failures, with streams that move and streams that begin again."""
-    for name in ("no failures", "streams move", "streams begin again"):
-        failures = FAILING[:2] + FAILING[4:] if name == "no failures" else FAILING
-        flags = ("--streams", "restart") if name == "streams begin again" else ()
-        run, _, _, _ = simulate(*FEW, *failures, *flags)
+    for name, flags in FAILING.items():
+        run = simulate(f"{FEW} --replicas 10 --tpot-ms 25 {flags}").run
         found, ttft, tpot = run.get("turnover"), run["ttft_ms"], run["tpot_ms"]
         figure = (
             f"{run['goodput_share']:.1%} in time, TTFT p50 {ttft['p50']:,.0f} p99 {ttft['p99']:,.0f} ms, TPOT"
@@ -178,7 +110,7 @@ def failing() -> Iterator[Line]:
 def scaled() -> Iterator[Line]:
     """A number of replicas that follows the load, beside a fixed one."""
     for name, flags in SCALED.items():
-        run, _, _, _ = simulate(*FEW, "--tpot-ms", "25", *flags)
+        run = simulate(f"{FEW} --tpot-ms 25 {flags}").run
         found = run.get("turnover", {})
         paid = found.get("replica_seconds", run["replicas"] * run["seconds"])
         figure = (
@@ -198,7 +130,8 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
             yield from part()
     else:
         yield Line("1,000 H100", f"{TRACE.name} is not there", None, run=False)
-    run, wall, cpu, most = simulate(*MINUTE)
+    found = simulate(MINUTE)
+    run, wall, cpu, most = found.run, found.wall, found.processors, found.peak_mb
     figure = (
         f"{run['requests']:,} requests, {wall:.0f} s, {cpu:.0f} s of processors, {most:,.0f} MB"
     )

@@ -36,16 +36,8 @@ RECOVERY = re.compile(
 def recovery() -> Iterator[Line]:
     """8 streams with long contexts, and 32 with short ones."""
     for streams, context, bar in ((8, 4000, "at least 5x apart"), (32, 100, "within 1 s")):
-        command = [
-            sys.executable,
-            "bench/recovery.py",
-            "--streams",
-            str(streams),
-            "--context",
-            str(context),
-            "--rounds",
-            "1",
-        ]
+        words = f"bench/recovery.py --streams {streams} --context {context} --rounds 1"
+        command = [sys.executable, *words.split()]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         told = RECOVERY.search(done.stdout)
         if done.returncode or told is None:

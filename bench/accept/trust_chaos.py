@@ -32,16 +32,8 @@ from harness import Line, Server, rss_mb
 from pageturner.telemetry import step_log
 
 FLAGS = (
-    "--engine-timeout",
-    f"{chaos_faults.ENGINE_TIMEOUT:g}",
-    "--max-restarts",
-    "1000",
-    "--speculation",
-    "ngram",
-    "--text-memory",
-    "400M",
-    "--max-num-seqs",
-    "64",
+    *f"--engine-timeout {chaos_faults.ENGINE_TIMEOUT:g} --max-restarts 1000 --max-num-seqs 64".split(),
+    *("--speculation", "ngram", "--text-memory", "400M"),
     *dialect_jobs.FLAGS,
 )
 AT_ONCE = 8  # truths

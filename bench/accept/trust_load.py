@@ -115,23 +115,11 @@ def _measured() -> tuple[Seen, dict[int, list[float]], float]:
     with tempfile.TemporaryDirectory() as folder:
         stamps = Path(folder) / "stamps"
         port = harness.free_port()
-        command = [
-            sys.executable,
-            stamped_server.__file__,
-            "server",
-            "smollm2",
-            "--port",
-            str(port),
-        ]
-        command += [
-            "--backend",
-            "fake",
-            "--max-num-seqs",
-            str(STREAMS),
-            "--max-num-batched-tokens",
-            "2048",
-        ]
-        command += ["--log-level", "error"]
+        words = (
+            f"{stamped_server.__file__} server smollm2 --port {port} --backend fake --log-level error"
+            f" --max-num-seqs {STREAMS} --max-num-batched-tokens 2048"
+        )
+        command = [sys.executable, *words.split()]
         more = {"PAGETURNER_FAKE_VOCAB": "40000", "PAGETURNER_FAKE_STEP_SECONDS": str(STEP_SECONDS)}
         process = subprocess.Popen(
             command, env={**os.environ, **more, stamped_server.FILE: str(stamps)}

@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -40,10 +39,8 @@ from pageturner.models.load import load_model  # noqa: E402
 from support.safetensors_writer import write_safetensors  # noqa: E402
 
 EXACT, SERVED, ROUNDED = 2e-6, 0.012, 0.025  # of logits: relative error, root mean square
-NEW = ("Q3_K", "IQ4_NL", "IQ4_XS", "MXFP4", "TQ1_0", "TQ2_0", "Q4_W", "Q8_W", "T4_W", "F8_W")
 HEAVIER = 1.15  # times the packed weights is the memory that loading takes at most
 KV_KL = 0.01  # nats, of fp8: what KV may cost
-PLAIN = {"Q4_0", "Q8_0", "Q6_K", "F16"}  # kinds of before, to compare speeds with
 
 
 def root_mean_square(got: np.ndarray, expected: np.ndarray) -> float:
@@ -51,25 +48,6 @@ def root_mean_square(got: np.ndarray, expected: np.ndarray) -> float:
 
 
 # -- kernels -------------------------------------------------------------------------------------------------
-
-
-def order_lines() -> Iterator[Line]:
-    """What it costs that inputs are gathered (GPTQ with desc_act), beside the same matrix without."""
-    ops, order = NativeOps(1), np.random.default_rng(0).permutation(4096).astype(np.int32)
-    weight = grid.weight("Q4_0", 4096, 4096)
-    plain, there = ops.pack_weight(weight), ops.pack_weight(replace(weight, order=order))
-    for count in (1, 64):
-        x = grid.normal(count, 4096)
-        pairs: list[float] = []
-        for _ in range(25):
-            times = []
-            for matrix in (plain, there):
-                begin = time.thread_time()
-                ops.linear(x, matrix)
-                times.append(time.thread_time() - begin)
-            pairs.append(times[1] / times[0])
-        figure = f"{statistics.median(pairs):.3f} of its processor time without, median of {len(pairs)} pairs"
-        yield Line(f"Q4_0 with inputs gathered, {count} rows, 4096 x 4096", figure, None)
 
 
 def in_turns(tasks: dict[str, Callable[[], object]], rounds: int, repeats: int) -> dict[str, float]:
@@ -84,38 +62,6 @@ def in_turns(tasks: dict[str, Callable[[], object]], rounds: int, repeats: int) 
                 times.append(time.perf_counter() - begin)
             best[name].append(min(times))
     return {name: statistics.median(times) for name, times in best.items()}
-
-
-def speed_lines() -> Iterator[Line]:
-    """A matrix larger than the caches, in one row (bound by memory) and in 64."""
-    ops, rows, columns = NativeOps(2), 4096, 4096
-    kinds = sorted(PLAIN) + [kind for kind in NEW if kind not in ("TQ1_0", "Q8_W")]
-    packed = {}
-    for kind in kinds:
-        tensor = grid.weight(kind, rows, columns)
-        packed[kind] = [
-            ops.pack_weight(tensor) for _ in range(3)
-        ]  # no single one stays in the caches
-    for count in (1, 64):
-        x = grid.normal(count, columns)
-        tasks = {
-            kind: (lambda weights=weights, x=x: [ops.linear(x, w) for w in weights])
-            for kind, weights in packed.items()
-        }
-        seconds = in_turns(tasks, rounds=5, repeats=3)
-        for kind in kinds:
-            if kind in PLAIN:
-                continue
-            bits = 8 * packed[kind][0].nbytes / rows / columns
-            ratios = ", ".join(
-                f"{seconds[kind] / seconds[base]:.2f} of {base}" for base in sorted(PLAIN)
-            )
-            figure = (
-                f"{seconds[kind] / 3 * 1e3:.2f} ms a matrix ({bits:.2f} bits a weight); {ratios}"
-            )
-            yield Line(
-                f"{kind}: time of a product of {count} rows, {rows} x {columns}", figure, None
-            )
 
 
 # -- loading -------------------------------------------------------------------------------------------------
@@ -267,8 +213,6 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     yield from load_lines()
     yield from kv_quality_lines(arguments.kv_text, arguments.kv_tokens)
     if not arguments.no_speed:
-        yield from order_lines()
-        yield from speed_lines()
         yield from kv_speed_lines()
 
 
