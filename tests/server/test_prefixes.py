@@ -15,7 +15,7 @@ import pytest
 from pageturner.errors import ClientError, EngineFault
 from pageturner.ipc.channel import Unpin
 from pageturner.request import Event
-from pageturner.server.engine_client.supervisor import POISON
+from pageturner.server.engine_client.supervisor import POISON, EngineListener
 from pageturner.server.prefixes import MOST_PREFIXES, Prefixes, read_preload_file
 from pageturner.text.output_stream import OutputStream
 
@@ -197,9 +197,10 @@ class FakeSupervisor:
     def __init__(self) -> None:
         self.streams: list[OutputStream] = []
         self.unpinned: list[int] = []
+        self.listeners: list[EngineListener] = []
 
-    def when_ready(self, callback: Callable[[], None]) -> None:
-        self.restarted = callback
+    def restarted(self) -> None:
+        self.listeners[0].ready()
 
     def check_open(self, streams: list[OutputStream]) -> None:
         pass

@@ -17,12 +17,13 @@ import pytest
 from pageturner.errors import ClientError
 from pageturner.http.api_keys import ANYBODY, ApiKey
 from pageturner.http.request_info import RequestInfo
-from pageturner.ipc.channel import Ready
+from pageturner.ipc.channel import Ready, Stats
 from pageturner.ipc.session_messages import KeptSession, ReleaseSession, RestoreSession
 from pageturner.kernels import native_module
 from pageturner.params import SamplingParams
 from pageturner.request import Request, SessionHint
 from pageturner.server.admission.quota import Quota
+from pageturner.server.engine_client.supervisor import EngineListener
 from pageturner.server.sessions import ServedSessions
 from support.servers import serving
 
@@ -216,10 +217,13 @@ class Stub:
     def __init__(self) -> None:
         self.told: list[Any] = []
         self.ready = Ready(2048, 8, 16, 100, 8 * 16 * 100, "f", {}, kv_blocks_taken_back=3)
-        self.when_kept: Any = None
+        self.listeners: list[EngineListener] = []
 
-    def when_ready(self, callback: Callable[[], None]) -> None:
-        self.restart = callback
+    def restart(self) -> None:
+        self.listeners[0].ready()
+
+    def keeps(self, *sessions: KeptSession) -> None:
+        self.listeners[0].received(Stats({}, list(sessions)))
 
     def tell(self, message: Any) -> None:
         self.told.append(message)
@@ -284,12 +288,12 @@ def test_what_is_kept_is_charged_to_the_key_across_engines() -> None:
     registry, key = Registry(), ApiKey("red", b"digest", tokens_per_minute=1000)
     registry.turn("a", "red", key=key)
     account = registry.quota._account(key)
-    registry.supervisor.when_kept([KeptSession("red/a", 32, 32, 6000.0, 1, 0)])
+    registry.supervisor.keeps(KeptSession("red/a", 32, 32, 6000.0, 1, 0))
     assert account.used == 10
     registry.supervisor.restart()
-    registry.supervisor.when_kept([KeptSession("red/a", 32, 32, 3000.0, 1, 0)])
+    registry.supervisor.keeps(KeptSession("red/a", 32, 32, 3000.0, 1, 0))
     assert account.used == 15
-    registry.supervisor.when_kept([KeptSession("red/nobody", 32, 32, 9e9, 1, 0)])
+    registry.supervisor.keeps(KeptSession("red/nobody", 32, 32, 9e9, 1, 0))
     one = registry.sessions.as_dict(registry.sessions.find("a", "red"))
     assert one["kept"] == {
         "paid_tokens": 32,
@@ -302,7 +306,7 @@ def test_what_is_kept_is_charged_to_the_key_across_engines() -> None:
 def test_who_has_paid_for_what_it_keeps_has_less_to_ask_for() -> None:
     registry, key = Registry(), ApiKey("red", b"digest", tokens_per_minute=600)
     registry.turn("a", "red", key=key)
-    registry.supervisor.when_kept([KeptSession("red/a", 32, 32, 600 * 700.0, 1, 0)])
+    registry.supervisor.keeps(KeptSession("red/a", 32, 32, 600 * 700.0, 1, 0))
     with pytest.raises(ClientError) as refused, registry.quota.work(key):
         pass
     assert refused.value.code == "token_rate_limit"

@@ -28,7 +28,7 @@ from pageturner.ipc.adapter_messages import (
 )
 from pageturner.server.admission.limits import check_name
 from pageturner.server.engine_client.open_streams import OpenStreams
-from pageturner.server.engine_client.supervisor import Supervisor
+from pageturner.server.engine_client.supervisor import EngineListener, Supervisor
 from pageturner.text.output_stream import OutputStream
 
 MOST_BODY = 65536  # bytes: a path may be long
@@ -84,8 +84,7 @@ class ServedAdapters:
         ] = ()  # all that can be asked for, also those that are still being read
         self.known: frozenset[str] = frozenset()  # the same
         self._in_memory: frozenset[str] = frozenset()  # digests
-        supervisor.when_live = self._tell_all
-        supervisor.when_adapter = self._received
+        supervisor.listeners.append(EngineListener(self._tell_all, received=self._received))
 
     def __iter__(self) -> Any:
         return iter(list(self._entries.values()))
@@ -208,10 +207,12 @@ class ServedAdapters:
             raise ClientError(STATUS.get(news.code, 400), news.code, news.message, "lora_path")
 
     # -- the engine ------------------------------------------------------------------------------------------
-    def _received(self, news: AdapterLoaded | AdaptersInMemory) -> None:
+    def _received(self, news: object) -> None:
         """The engine has read one, or could not; or has other ones in memory."""
         if isinstance(news, AdaptersInMemory):
             self._in_memory = frozenset(news.digests)
+            return
+        if not isinstance(news, AdapterLoaded):
             return
         if (instead := self._aside.get(news.name)) is not None:
             self._replace(instead, news)

@@ -23,6 +23,7 @@ from pageturner.server import server
 from pageturner.server.adapters import load_listed
 from pageturner.server.app import create_app
 from pageturner.server.engine_client.process import EngineProcess, engine_command
+from pageturner.server.engine_client.supervisor import EngineListener
 
 LAST_BYTES = 1.0  # seconds for the last bytes of answers, at the end
 
@@ -69,7 +70,7 @@ class EmbeddedServer:
         assert supervisor.broken is not None
         self._broken = supervisor.broken
         self._ready = asyncio.get_running_loop().create_future()
-        supervisor.when_ready(self._on_ready)
+        supervisor.listeners.append(EngineListener(ready=self._on_ready))
         load_listed(self.service.adapters, adapters, self._broken)
 
     def _on_ready(self) -> None:

@@ -70,7 +70,7 @@ class DrainOrder(msgspec.Struct, forbid_unknown_fields=True):
 
 
 @dataclass(slots=True)
-class Departures:
+class DrainSet:
     """The streams of one server that a router could have go on elsewhere; done: it shall."""
 
     open: set[asyncio.Future[None]] = field(default_factory=set)
@@ -94,7 +94,7 @@ class MarkedRoute(Route):
 class MovableEndpoint:
     """An endpoint whose streams are marked for who asks for it."""
 
-    def __init__(self, service: Service, dialect: Dialect, departures: Departures) -> None:
+    def __init__(self, service: Service, dialect: Dialect, departures: DrainSet) -> None:
         self._service, self._dialect, self._departures = service, dialect, departures
         self._plain = GenerateEndpoint(service, dialect)
 
@@ -110,7 +110,7 @@ class MovableResponses:
     """POST /v1/responses, with marks for who asks for them. Its answers are kept where they end."""
 
     def __init__(
-        self, service: Service, pages: ResponsesPages, store: ResponseStore, departures: Departures
+        self, service: Service, pages: ResponsesPages, store: ResponseStore, departures: DrainSet
     ) -> None:
         self._service, self._pages, self._departures = service, pages, departures
         self._dialect = dialect_of(store)
@@ -140,9 +140,7 @@ class MovableResponses:
 class ResumePage:
     """`POST /v1/streams/resume`."""
 
-    def __init__(
-        self, service: Service, responses: MovableResponses, departures: Departures
-    ) -> None:
+    def __init__(self, service: Service, responses: MovableResponses, departures: DrainSet) -> None:
         self._service, self._responses, self._departures = service, responses, departures
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -263,7 +261,7 @@ def _beginning(reply: Reply, stream: OutputStream, record: ResponseRecord | None
 
 async def _unless_leaving(
     answer: ASGIApp,
-    departures: Departures,
+    departures: DrainSet,
     scope: Scope,
     receive: Receive,
     send: Send,
@@ -305,7 +303,7 @@ class DrainPage:
     """`POST /v1/admin/drain`: no new requests, and every stream that can goes on elsewhere."""
 
     def __init__(
-        self, service: Service, departures: Departures, admit: Callable[[HTTPRequest], None]
+        self, service: Service, departures: DrainSet, admit: Callable[[HTTPRequest], None]
     ) -> None:
         self._service, self._departures, self._admit = service, departures, admit
 
@@ -332,7 +330,7 @@ def moving_routes(
     store: ResponseStore,
 ) -> list[Route]:
     """The endpoints whose streams move, and what moves them."""
-    departures = Departures()
+    departures = DrainSet()
     responses = MovableResponses(service, pages, store, departures)
     routes = [
         MarkedRoute(path, MovableEndpoint(service, dialect, departures), methods=["POST"])

@@ -34,7 +34,7 @@ from pageturner.server.admission.metered import metered
 from pageturner.server.admission.quota import Quota
 from pageturner.server.api.base.call import ServedModel
 from pageturner.server.engine_client.quarantine import POISON
-from pageturner.server.engine_client.supervisor import Supervisor
+from pageturner.server.engine_client.supervisor import EngineListener, Supervisor
 from pageturner.server.text_workers.reading import TextReader
 from pageturner.server.text_workers.text_jobs import PrefixBody, unpack_prefix
 from pageturner.text.output_stream import OutputPiece, output_streams
@@ -113,7 +113,7 @@ class Prefixes:
         self._pinned: dict[
             tuple[int, str | None], int
         ] = {}  # as `pinned` has told it since the last change
-        supervisor.when_ready(self._recompute_all)
+        supervisor.listeners.append(EngineListener(ready=self._recompute_all))
 
     def __iter__(self) -> Iterator[Prefix]:
         return iter(self._prefixes.values())

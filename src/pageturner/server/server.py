@@ -337,6 +337,7 @@ async def _main(
     from pageturner.server.api.batches.batch_pages import BatchPages
     from pageturner.server.api.batches.batches import Batches
     from pageturner.server.app import create_app
+    from pageturner.server.engine_client.supervisor import EngineListener
 
     supervisor, config, loop = service.supervisor, service.config, asyncio.get_running_loop()
     batches = BatchPages(service)
@@ -346,14 +347,13 @@ async def _main(
         batches.batches = Batches(service, routes, traces)
     supervisor.attach()
     assert supervisor.broken is not None
-    supervisor.when_ready(
-        _announcer(service, lifecycle.url_of(listener, tls=bool(certificates)), started)
-    )
-    supervisor.when_ready(_preloader(service, preloaded))
+    announce = _announcer(service, lifecycle.url_of(listener, tls=bool(certificates)), started)
+    preload = _preloader(service, preloaded)
+    supervisor.listeners += [EngineListener(ready=announce), EngineListener(ready=preload)]
     load_listed(service.adapters, listed_adapters(service.config.lora), supervisor.broken)
     kept = batches.batches
     resuming = loop.create_task(kept.start()) if kept else None
-    stop = lifecycle.drain_on_signals(service, config.shutdown_timeout, supervisor.strike_down)
+    stop = lifecycle.drain_on_signals(service, config.shutdown_timeout, supervisor.kill_nowait)
     read_again = [service.keys.reload] if config.api_key_file else []
     lifecycle.reload_on_signal(*read_again, *([certificates.reload] if certificates else []))
     app = _with_admission(service, routes, traces)

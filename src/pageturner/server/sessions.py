@@ -23,6 +23,7 @@ from pageturner.errors import ClientError
 from pageturner.http.api_keys import ApiKey
 from pageturner.http.request_info import RequestInfo
 from pageturner.http.responses import json_response
+from pageturner.ipc.channel import Stats
 from pageturner.ipc.session_messages import KeptSession, ReleaseSession, RestoreSession
 from pageturner.request import SessionHint
 from pageturner.server.admission.limits import check_id
@@ -31,7 +32,7 @@ from pageturner.server.admission.quota import Quota
 from pageturner.server.admission.service_level import ServiceLevel
 from pageturner.server.api.base.body import SessionFields, bad_request
 from pageturner.server.api.base.call import Call
-from pageturner.server.engine_client.supervisor import Supervisor
+from pageturner.server.engine_client.supervisor import EngineListener, Supervisor
 from pageturner.text.output_stream import OutputStream
 
 HEADER = b"x-session-id"
@@ -139,8 +140,7 @@ class ServedSessions:
         self._supervisor, self._quota, self._most, self._clock = supervisor, quota, most, clock
         self._sessions: dict[str, ServedSession] = {}  # the one used least recently first
         self._remembered = 0  # bytes of tokens
-        supervisor.when_kept = self._take
-        supervisor.when_ready(self._restore)
+        supervisor.listeners.append(EngineListener(ready=self._restore, received=self._take))
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -219,9 +219,9 @@ class ServedSessions:
             self.release(max(idle, key=lambda one: counts[one.tenant]))
 
     # -- the engine ------------------------------------------------------------------------------------------
-    def _take(self, kept: list[KeptSession]) -> None:
-        """What the engine says of them."""
-        for news in kept:
+    def _take(self, message: object) -> None:
+        """Note what the engine says of sessions."""
+        for news in message.sessions if isinstance(message, Stats) else ():
             one = self._sessions.get(news.name)
             if one is None:
                 continue

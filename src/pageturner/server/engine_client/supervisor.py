@@ -11,6 +11,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from pageturner.errors import EngineFault
 from pageturner.http.memory_reserve import MemoryReserve
@@ -30,7 +31,6 @@ from pageturner.ipc.channel import (
     ToEngine,
     encode,
 )
-from pageturner.ipc.session_messages import KeptSession
 from pageturner.request import EXPIRED
 from pageturner.server.engine_client.engine_checks import check_events, check_ready
 from pageturner.server.engine_client.open_streams import OpenStreams
@@ -43,13 +43,31 @@ from pageturner.text.output_stream import OutputStream
 log = logging.getLogger("pageturner")
 
 REFERENCE_TIMEOUT = 1800.0  # seconds for one step of the numpy reference
-TOGETHER = 0.02  # seconds in which a signal that ended the engine, if it is for the whole group, is here too
+SIGNAL_GRACE_S = 0.02  # seconds in which a signal that ended the engine, if it is for the whole group, is here too
 EXIT_TIMEOUT = 2.0  # seconds that an engine gets to leave after its channel was closed
 RECEIVE_BYTES = 1 << 18
 
 # what no request can do to an engine: an operator does it, the system, or the out-of-memory killer
 FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 GRACE = 1.0  # seconds behind a deadline until a stream ends that no engine ended
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineListener:
+    """A part of the server that has to do with the engine process.
+
+    live      an engine process has loaded its model: tell it now what it must know before its requests
+    ready     the engine process has been given its requests
+    received  takes what the engine says of adapters, and in Stats of sessions
+    """
+
+    live: Callable[[], None] = _nothing
+    ready: Callable[[], None] = _nothing
+    received: Callable[[AdapterLoaded | AdaptersInMemory | Stats], None] = lambda message: None
 
 
 class Supervisor:
@@ -60,8 +78,7 @@ class Supervisor:
     process  the present engine process
     epoch    number of the present engine process, from 1
     broken   set to an EngineFault when no engine ever was ready: the server must end
-    when_kept  told what the engine says of sessions; when_adapter: of adapters
-    when_live  asked what an engine process must be told before its requests
+    listeners  called in the order of this list
     max_restarts  that bring nothing, in a row, until those who wait are told to ask again later
     """
 
@@ -97,10 +114,7 @@ class Supervisor:
         self._partial_since = 0.0  # when a message began of which more is to come
         self._ready_at = 0.0
         self._closing = False
-        self._on_ready: list[Callable[[], None]] = []
-        self.when_kept: Callable[[list[KeptSession]], None] = lambda sessions: None
-        self.when_live: Callable[[], None] = lambda: None
-        self.when_adapter: Callable[[AdapterLoaded | AdaptersInMemory], None] = lambda news: None
+        self.listeners: list[EngineListener] = []
         self._restart_task: asyncio.Task[None] | None = None
         self._watch_task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -140,7 +154,7 @@ class Supervisor:
         self.process.kill()
         self.process.wait()
 
-    def strike_down(self) -> None:
+    def kill_nowait(self) -> None:
         """End it without waiting until it has ended."""
         self.process.kill()
 
@@ -148,7 +162,7 @@ class Supervisor:
     def healthy(self) -> bool:
         """The engine has loaded and is not stuck, nor the last of a row that ended for nothing."""
         live = self._live and not self._closing and not self.crash_loop
-        return live and self.still_for < self._timeout / 2
+        return live and self.stalled_s < self._timeout / 2
 
     @property
     def crash_loop(self) -> str:
@@ -177,10 +191,6 @@ class Supervisor:
     def fingerprint(self) -> str:
         """Of the present engine's kernels; "" before one was ready."""
         return self.ready.fingerprint if self.ready else ""
-
-    def when_ready(self, callback: Callable[[], None]) -> None:
-        """Call back each time an engine process has loaded."""
-        self._on_ready.append(callback)
 
     # -- requests --------------------------------------------------------------------------------------------
     def check_open(self, streams: list[OutputStream], leaving: int = 0) -> None:
@@ -251,7 +261,7 @@ class Supervisor:
         except OSError:
             data = b""
         if not data:
-            self._lost("its channel closed")
+            self.on_engine_death("its channel closed")
             return
         if not self._decoder.partial:
             self._partial_since = now
@@ -260,10 +270,12 @@ class Supervisor:
                 self._partial_since = now
                 self._handle(message)
         except MemoryError:  # nobody's fault: as if it had been killed from outside
-            self.strike_down()
-            self._lost("there was no memory to take in what it said")
+            self.kill_nowait()
+            self.on_engine_death("there was no memory to take in what it said")
         except Exception as error:  # whatever it was: what follows cannot be read any more
-            self._lost(f"it does not make sense: {type(error).__name__}: {error}", condemned=True)
+            self.on_engine_death(
+                f"it does not make sense: {type(error).__name__}: {error}", condemned=True
+            )
 
     def _handle(self, message: object) -> None:
         match message:
@@ -275,21 +287,25 @@ class Supervisor:
                     self._settle()
             case Aborted(id=id, timings=timings):
                 self._streams.settle_timings(id, timings)
-            case Stats(values=values, sessions=sessions, accounts=accounts):
+            case Stats(values=values, accounts=accounts):
                 self._streams.accounts = accounts
                 self._metrics.engine_stats(values)
-                self.when_kept(sessions)
+                self._forward(message)
             case Ready():
                 check_ready(message)
                 self._started(message)
             case AdapterLoaded() | AdaptersInMemory():
-                self.when_adapter(message)
+                self._forward(message)
             case Configured(settings=settings):
                 self.configured = settings == self._wanted
             case Failed(code=code, message=reason) if self.ready is None:
                 self._give_up(EngineFault(code, reason))
             case Failed(code=code, message=reason):
                 self._restarts.could_not_start(code, reason)
+
+    def _forward(self, message: AdapterLoaded | AdaptersInMemory | Stats) -> None:
+        for listener in self.listeners:
+            listener.received(message)
 
     def _started(self, ready: Ready) -> None:
         self._command = on_device(self._command, ready.device)
@@ -302,7 +318,8 @@ class Supervisor:
         self._restarts.started(self._ready_at - self._spawned_at)
         if self._wanted is not None:
             self.configure(self._wanted)
-        self.when_live()
+        for listener in self.listeners:
+            listener.live()
         unfinished = len(self._streams.unfinished)
         if self.epoch > 1:
             self._metrics.resumed += unfinished
@@ -314,8 +331,8 @@ class Supervisor:
             )
         self._submit_all()
         self._settle()
-        for callback in self._on_ready:
-            callback()
+        for listener in self.listeners:
+            listener.ready()
 
     # -- death and recovery ----------------------------------------------------------------------------------
     def _work(self) -> bool:
@@ -323,7 +340,7 @@ class Supervisor:
         return not self._submitted.isdisjoint(self._streams.unfinished)
 
     @property
-    def still_for(self) -> float:
+    def stalled_s(self) -> float:
         """Seconds for which the engine has had work and ended no step, seen by a process that was awake."""
         if not self._live:
             return 0.0
@@ -355,13 +372,13 @@ class Supervisor:
                 continue
             loading = 0.0 if self._live else self._since(self._spawned_at)
             if self.process.exit_code() is not None:
-                self._lost("it exited")
-            elif self.still_for > self._timeout:
-                self._lost(f"no step finished for {self._timeout:g} s", condemned=True)
+                self.on_engine_death("it exited")
+            elif self.stalled_s > self._timeout:
+                self.on_engine_death(f"no step finished for {self._timeout:g} s", condemned=True)
             elif self._decoder.partial and self._since(self._partial_since) > self._timeout:
-                self._lost("the rest of a message did not come", condemned=True)
+                self.on_engine_death("the rest of a message did not come", condemned=True)
             elif loading > self._restarts.start_timeout(self._timeout):
-                self._lost(f"it was not ready after {loading:.1f} s", condemned=True)
+                self.on_engine_death(f"it was not ready after {loading:.1f} s", condemned=True)
 
     def _detach(self) -> None:
         self._live = False
@@ -370,7 +387,7 @@ class Supervisor:
             self._loop.remove_writer(self.process.sock)
         self.process.sock.close()
 
-    def _lost(self, reason: str, condemned: bool = False) -> None:
+    def on_engine_death(self, reason: str, condemned: bool = False) -> None:
         """The engine is dead, or must die. condemned: because the supervisor says so."""
         restarting = self._restart_task is not None and not self._restart_task.done()
         if self._closing or self._given_up or restarting:
@@ -383,7 +400,7 @@ class Supervisor:
     async def _restart(self, reason: str, was_live: bool, condemned: bool) -> None:
         """Kill what is left, find out whose fault it was, start the next."""
         stopped = self.process.stopped
-        await asyncio.sleep(TOGETHER)
+        await asyncio.sleep(SIGNAL_GRACE_S)
         code, lingered = await self._reap(0.0 if condemned else EXIT_TIMEOUT)
         cause = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
         log.error(

@@ -54,7 +54,7 @@ def _engine(service: Service) -> dict[str, Any]:
         "pid": supervisor.process.pid,
         "epoch": supervisor.epoch,
         "healthy": supervisor.healthy,
-        "still_for_s": round(supervisor.still_for, 3),
+        "still_for_s": round(supervisor.stalled_s, 3),
         "draining": service.draining,
         "restarts": metrics.restarts,
         "poisoned_requests": metrics.poisoned,

@@ -1,8 +1,8 @@
 """The endpoints that generate: what happens to a request from its first byte to its last.
 
 Owns the order of it: read, opened as streams, answered in one piece or piece by piece, cut off when its
-client leaves. Must not know the fields of a request or the bytes of an answer (the dialect does), nor how the
-engine is kept alive (supervisor.py).
+client leaves. Must not know the fields of a request or the bytes of an answer (the dialect does), what else
+the server does for a request (request_listeners.py), nor how the engine is kept alive (supervisor.py).
 """
 
 from __future__ import annotations
@@ -33,15 +33,14 @@ from pageturner.server.api.base.dialect import Dialect
 from pageturner.server.api.base.replies import Reply
 from pageturner.server.api.base.whole_answer import WholeAnswer
 from pageturner.server.engine_client.open_streams import OpenStreams, PieceQueue
-from pageturner.server.observability.answer_spans import note_answer
 from pageturner.server.receipts import Receipts
+from pageturner.server.request_listeners import TOO_SLOW, GeneratingRequest, listeners_of
 from pageturner.server.service import Service
 from pageturner.server.sessions import session_hint
 from pageturner.text.output_stream import OutputPiece, OutputSink, OutputStream, output_streams
 
 MANY_CHUNKS = 64  # are written, then others go on
 MOST_AT_ONCE = 1 << 18  # bytes of an answer that are written; then others go on
-TOO_SLOW = "client too slow"
 JSON_HEADERS = [(b"content-type", b"application/json")]
 
 
@@ -51,6 +50,7 @@ class GenerateEndpoint:
     def __init__(self, service: Service, dialect: Dialect) -> None:
         self._service = service
         self._dialect = dialect
+        self._listeners = listeners_of(service)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._service.check_open()
@@ -67,8 +67,6 @@ class GenerateEndpoint:
         del raw
         info.release_body()
         info.id = call.body.request_id or info.id
-        if call.body.receipt:
-            service.receipts.hashed()  # while the answer is made
         sink: PieceQueue | WholeAnswer = (
             PieceQueue() if call.body.stream else WholeAnswer(len(call.prompts))
         )
@@ -77,22 +75,17 @@ class GenerateEndpoint:
         adapter = await service.adapters.digest(call.body.model)
         context = RequestContext(arrival, level, info.tenant, hint, adapter)
         streams = self._streams(call, sink, context)
-        # whatever may refuse comes before whatever takes something from others
-        service.supervisor.check_open(streams, service.background.leaving(streams))
-        service.quota.admit(work, streams, len(service.streams.unfinished), served.limits)
+        request = GeneratingRequest(call, served, streams, info, work)
+        for listener in self._listeners:
+            listener.begin(request)
         left = asyncio.ensure_future(until_client_leaves(receive))
-        service.active += 1
-        undo = contextlib.ExitStack()
-        try:
-            service.prefixes.make_room(call.positions(served.block_size), served)
-            service.background.make_room(streams)
+        with contextlib.ExitStack() as undo:
+            undo.callback(left.cancel)
+            for listener in self._listeners:
+                undo.callback(listener.ended, request)
+                listener.admitted(request)
+            undo.callback(self._cancel, streams)
             service.supervisor.open(streams)
-            service.history.begin(streams, info.id, info.tenant)
-            undo.callback(
-                lambda: service.history.end(streams, info.id, info.tenant, time.monotonic())
-            )
-            service.sessions.begin(streams[0], info)
-            undo.callback(service.sessions.end, streams[0])
             info.model = service.answers_as(call.body.model)
             reply = self._reply(call, info)
             answer = Answer(
@@ -102,18 +95,11 @@ class GenerateEndpoint:
                 await answer.stream(sink, left, send, info)
             else:
                 await answer.send_whole(sink, left, send, info)
-        finally:
-            left.cancel()
-            service.active -= 1
-            service.metrics.phases.add_request(streams)
-            service.metrics.cut_readers += info.abort_reason == TOO_SLOW
-            for stream in streams:
-                service.supervisor.cancel(stream)
-            service.background.leave(streams)
-            service.adapters.count(call.body.model, streams)
-            undo.close()
-            note_answer(info, streams)
         await in_slices(_forget_logprobs(streams))
+
+    def _cancel(self, streams: list[OutputStream]) -> None:
+        for stream in streams:
+            self._service.supervisor.cancel(stream)
 
     def _streams(self, call: Call, sink: OutputSink, context: RequestContext) -> list[OutputStream]:
         """One for each choice; the first of a prompt is the parent of its others."""
