@@ -1,10 +1,10 @@
 """Does a Retry-After hold? Clients whom a full server refuses come back when they were told to, on loads
-that `server/engine_client/places.py` was not tuned on; printed is how many of them were let in, by load
+that `server/engine_client/retry_after.py` was not tuned on; printed is how many of them were let in, by load
 and in all.
 
     python bench/retry_after.py [--seeds 5] [--seconds 240]
 
-The queue of the server (`Places`) is the real one. The engine behind it is simulated step by step: a step
+The queue of the server (`RetryAfter`) is the real one. The engine behind it is simulated step by step: a step
 computes prompts in a budget and a token for each that runs, and takes longer the more it computes. The loads
 differ in how requests arrive (Poisson, waves, a rush, a slow rise, crowds at once), how long they are
 (alike, spread, a heavy tail, two kinds) and how many choices they have; some clients give up. Ends with 1
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import sin
 
-from pageturner.server.engine_client.places import Places
+from pageturner.server.engine_client.retry_after import RetryAfter
 
 BUDGET = 512  # tokens of a step
 ENOUGH = 0.9
@@ -119,7 +119,7 @@ class Simulation:
         self._server = server
         self._arrivals = arrivals
         self._lengths = lengths
-        self._places = Places(server.limit)
+        self._places = RetryAfter(server.limit)
         self._waiting: deque[Choice] = deque()
         self._running: list[Choice] = []
         self._back: list[tuple[float, int, tuple[int, ...]]] = []  # when, a number, the request

@@ -1,5 +1,5 @@
 """Replicas and streamed answers, for the parts that measure routers. What a router promises when replicas are
-killed or drained is held by tests/server/test_moving.py and tests/router.
+killed or drained is held by tests/server/test_stream_migration.py and tests/router.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import pytest
 from pageturner.router.breaker import (
     FEWEST,
     FIRST_PATIENCE,
-    MOST_PATIENCE,
+    MAX_PATIENCE,
     PENALTY,
     RECENT_SECONDS,
     STRIKES,
@@ -82,7 +82,7 @@ def test_patience_grows_and_one_request_at_a_time_tries_it(bench: Bench) -> None
         trial = bench.breaker.begin()
         assert not bench.breaker.admits(), "one at a time"
         trial.failed()
-        wanted = min(2 * wanted, MOST_PATIENCE)
+        wanted = min(2 * wanted, MAX_PATIENCE)
         assert bench.breaker.patience == wanted
     assert bench.breaker.times_aside == 11
 
@@ -100,7 +100,7 @@ def test_an_answer_that_begins_well_brings_it_back(bench: Bench) -> None:
     assert bench.breaker.patience == 2 * FIRST_PATIENCE, "it had come back a moment ago"
     bench.now += bench.breaker.patience
     bench.succeed()
-    bench.now += MOST_PATIENCE + 1
+    bench.now += MAX_PATIENCE + 1
     bench.fail(STRIKES)
     assert bench.breaker.patience == FIRST_PATIENCE, "it was well for long"
 

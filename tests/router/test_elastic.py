@@ -17,7 +17,7 @@ from pageturner.errors import ClientError, EngineFault
 from pageturner.http.http_client import parse_address
 from pageturner.router.app import create_app
 from pageturner.router.fleet import Fleet
-from pageturner.router.members import MOST_FILE, MOST_MEMBERS, Listed, Members, listed, read_file
+from pageturner.router.members import MAX_FILE, MAX_MEMBERS, Listed, Members, listed, read_file
 from pageturner.router.replica import FIRST_BYTES, Member
 from pageturner.router.request_hints import RequestHints, hints_of
 from pageturner.server.api.openapi.openapi import document
@@ -56,7 +56,7 @@ def test_how_replicas_are_written() -> None:
         (["dns+https://b:2"], "dns+http://NAME:PORT"),
         (["m=ftp://b:2"], "http://HOST:PORT"),
         (["b:2", "m=http://b:2"], "http://b:2 is there twice"),
-        ([f"h{i}:1" for i in range(MOST_MEMBERS + 1)], "a router takes 1024"),
+        ([f"h{i}:1" for i in range(MAX_MEMBERS + 1)], "a router takes 1024"),
     ):
         with pytest.raises(EngineFault) as error:
             listed(words)
@@ -79,7 +79,7 @@ async def test_a_file_is_read_again_and_a_bad_one_changes_nothing(
         for text in (
             "http://a:1\nnon sense\n",
             "http://a:1\na:1\n",
-            "x" * (MOST_FILE + 1),
+            "x" * (MAX_FILE + 1),
             "\udcff",
         ):
             path.write_bytes(text.encode("utf-8", "surrogateescape"))
@@ -144,7 +144,7 @@ def test_registrations_expire_without_heartbeats() -> None:
 
 def test_registrations_are_bounded_and_checked() -> None:
     found, _ = members(register_key="k")
-    for i in range(MOST_MEMBERS):
+    for i in range(MAX_MEMBERS):
         found._registered[Member(parse_address(f"h{i}:1", ""))] = float("inf")
     found.register("h5:1", [])
     with pytest.raises(ClientError, match="1024 replicas already"):

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from pageturner import cli
-from pageturner.router.route import MOST_FILES, raise_file_limit
+from pageturner.router.route import MAX_FILES, raise_file_limit
 from server.bytes_tokenizer import answer
 from server.conftest import Server
 from server.test_http import events, text_of
@@ -51,8 +51,8 @@ def test_streams_go_on_elsewhere_when_their_server_is_killed(start: Callable[...
     ("limits", "wanted"),
     [
         ((1024, 4096), 4096),
-        ((1024, resource.RLIM_INFINITY), MOST_FILES),
-        ((1024, 1 << 20), MOST_FILES),
+        ((1024, resource.RLIM_INFINITY), MAX_FILES),
+        ((1024, 1 << 20), MAX_FILES),
         ((1 << 20, 1 << 20), None),
         ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), None),
     ],

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pageturner.http.http_client import ServerAddress
-from pageturner.router.keepers import MOST_ID, tagged
+from pageturner.router.keepers import MAX_ID, tagged
 from server.conftest import Server
 
 from .replica import Replica, routed, write
@@ -107,7 +107,7 @@ def test_ids_fit() -> None:
     here, other = ServerAddress("a", 1), ServerAddress("b", 1)
     assert tagged("x", here) != tagged("x", other)
     assert tagged("x", here) == tagged("x", ServerAddress("a", 1))
-    assert len(tagged("y" * MOST_ID, here)) == 128
+    assert len(tagged("y" * MAX_ID, here)) == 128
     assert len(tagged("y" * 128, here)) < 128
 
 

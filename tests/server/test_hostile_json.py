@@ -14,7 +14,7 @@ from hostile import http_cases, json_bodies, whole_server
 from hostile.whole_server import ADMIN, ask, check_answer
 from pageturner.cli.stream_events import stream_events
 from pageturner.errors import ClientError
-from pageturner.http.http_client import MOST_REST, ConnectionLost, EventSplitter
+from pageturner.http.http_client import MAX_REST, ConnectionLost, EventSplitter
 from pageturner.lab.bench.client import Client
 
 KEY = [(b"authorization", b"Bearer " + ADMIN.encode())]
@@ -111,7 +111,7 @@ def test_what_is_no_event_is_never_raised_where_times_are_measured(event: bytes)
 
 def test_an_event_without_an_end_is_not_kept() -> None:
     splitter = EventSplitter()
-    for _ in range(1 + MOST_REST // 65536):
+    for _ in range(1 + MAX_REST // 65536):
         assert splitter.feed(b"x" * 65536) == []
     with pytest.raises(ConnectionLost, match="longer than"):
         splitter.feed(b"x")

@@ -16,7 +16,7 @@ from pageturner.errors import ClientError, EngineFault
 from pageturner.ipc.channel import Unpin
 from pageturner.request import Event
 from pageturner.server.engine_client.supervisor import POISON, EngineListener
-from pageturner.server.prefixes import MOST_PREFIXES, Prefixes, read_preload_file
+from pageturner.server.prefixes import MAX_PREFIXES, Prefixes, read_preload_file
 from pageturner.text.output_stream import OutputStream
 
 from .bytes_tokenizer import BytesTokenizer, answer
@@ -231,7 +231,7 @@ def test_tenants_have_equal_parts_of_the_places(tenants: int) -> None:
 
     known = [2]
     prefixes = Prefixes(FakeSupervisor(), BytesTokenizer(), itertools.count(5), lambda: known[0])  # type: ignore[arg-type]
-    assert asyncio.run(fill("a", MOST_PREFIXES // tenants)) == MOST_PREFIXES // tenants
+    assert asyncio.run(fill("a", MAX_PREFIXES // tenants)) == MAX_PREFIXES // tenants
 
 
 def test_one_that_is_deleted_while_it_is_computed_is_let_go() -> None:

@@ -14,7 +14,7 @@ from pageturner.params import SamplingParams
 from pageturner.request import Event, Failure, Request, Timings
 from pageturner.server.api.base.usage import usage
 from pageturner.server.api.base.whole_answer import WholeAnswer
-from pageturner.server.engine_client.open_streams import MOST_STOPPED, OpenStreams, PieceQueue
+from pageturner.server.engine_client.open_streams import MAX_STOPPED, OpenStreams, PieceQueue
 from pageturner.server.observability.metrics import Metrics
 from pageturner.text.detokenizer import Detokenizer
 from pageturner.text.output_stream import (
@@ -207,7 +207,7 @@ def test_only_so_many_timings_are_awaited() -> None:
         first = stopped(streams, 0)
         waiting = asyncio.ensure_future(streams.wait_for_timings([first]))
         await asyncio.sleep(0)
-        for id in range(1, MOST_STOPPED + 1):
+        for id in range(1, MAX_STOPPED + 1):
             stopped(streams, id)
         await asyncio.wait_for(waiting, 0.2)
         streams.settle_timings(0, Timings(1.0, 2.0, {}))

@@ -191,5 +191,6 @@ def _add(found: list[ApiKey], key: ApiKey, place: str, number: int) -> None:
 
 
 def cache_salt_of(tenant: str, own: str | None) -> str:
-    """What keeps cached prefixes apart: a client's own salt, below its tenant, which it cannot leave."""
+    """Return what keeps cached prefixes apart: a client's own salt, below its tenant, which it cannot
+    leave."""
     return f"{tenant}/{own or ''}" if tenant else own or ""

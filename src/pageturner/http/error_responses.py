@@ -80,13 +80,13 @@ ErrorHandler = Callable[[HTTPRequest, Exception], Awaitable[Response]]
 
 
 def error_of(failure: Failure) -> ClientError:
-    """What the client is told of a failure of the engine."""
+    """Return what the client is told of a failure of the engine."""
     status = STATUS.get(failure.code, 500)
     return ClientError(status, failure.code, failure.message, retry_after=failure.retry_after)
 
 
 def was_turned_away(failure: Failure) -> bool:
-    """Whether the request was not even begun, for want of room or time."""
+    """Return whether the request was not even begun, for want of room or time."""
     return STATUS.get(failure.code) == 429
 
 
@@ -131,7 +131,7 @@ def error_body_of(path: str, error: ClientError) -> bytes:
 
 
 def unforeseen_of(path: str) -> bytes:
-    """What is said of an error that nobody foresaw."""
+    """Return what is said of an error that nobody foresaw."""
     return error_body_of(
         path, ClientError(500, "internal_error", "something went wrong inside the server")
     )
@@ -143,7 +143,7 @@ def error_handlers(
     rejected: Counter[str],
     refuse: Callable[[str], None] = lambda _: None,
 ) -> dict[Any, ErrorHandler]:
-    """How an application answers errors: its own, and those of the web framework.
+    """Return how an application answers errors: its own, and those of the web framework.
 
     not_found    what is said of a path that is not there, or makes that from the path
     retry_after  whole seconds after which a refused request may be sent again; None: it is no such refusal

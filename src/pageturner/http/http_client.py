@@ -5,7 +5,7 @@ them is taken. The router asks its replicas with it, and load generators ask ser
 asked and why. A connection serves one request: so it is never stale, closing it tells the server that its
 client has left, and what comes behind an answer is nobody's.
 
-A server is not trusted: whatever it sends, an exchange holds at most MOST_HEAD bytes that are no body and a
+A server is not trusted: whatever it sends, an exchange holds at most MAX_HEAD bytes that are no body and a
 few reads of body, ends in its time, and hands on only what is well formed.
 
 Commands that run in a terminal do not need it: they wait for one answer at a time, and use http.client of the
@@ -33,8 +33,8 @@ READ_AT_ONCE = (
     64 * 1024
 )  # bytes; of an answer that its client does not read, twice as many wait here at most
 # bytes that bring an answer no further: its head, 1xx answers before it, sizes of chunks, trailers
-MOST_HEAD = 64 * 1024
-MOST_REST = 1 << 20  # bytes of an answer that is wanted in one piece
+MAX_HEAD = 64 * 1024
+MAX_REST = 1 << 20  # bytes of an answer that is wanted in one piece
 # errors of connect() that are the affair of this machine, not of the server: no files, no memory, no ports
 _LOCAL = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL)
 _METHOD = re.compile(r"[A-Z]+")
@@ -102,7 +102,7 @@ def _client_context(roots: str) -> ssl.SSLContext:
 
 
 def is_header(name: bytes, value: bytes) -> bool:
-    """Whether both may stand in a head: else they could end it, or begin another message behind it."""
+    """Return whether both may stand in a head: else they could end it, or begin another message behind it."""
     return _NAME.fullmatch(name) is not None and _VALUE.fullmatch(value) is not None
 
 
@@ -118,11 +118,11 @@ class AnswerPieces(Protocol):
         ...
 
     async def read_piece(self) -> bytes:
-        """What has come of the body since the last piece: at least a byte, unless it ended. Raises
+        """Return what has come of the body since the last piece: at least a byte, unless it ended. Raises
         ConnectionLost."""
         ...
 
-    async def read_rest(self, most: int = MOST_REST, seconds: float | None = None) -> bytes:
+    async def read_rest(self, most: int = MAX_REST, seconds: float | None = None) -> bytes:
         """All of the body that is left, of at most `most` bytes. Raises ConnectionLost."""
         ...
 
@@ -158,7 +158,7 @@ class Exchange:
                 await self._read()
 
     async def read_piece(self) -> bytes:
-        """What has come of the body since the last piece: at least a byte, unless it ended. Raises
+        """Return what has come of the body since the last piece: at least a byte, unless it ended. Raises
         ConnectionLost."""
         if not self._body and not self._done:
             async with self._in_time(self._timeout):
@@ -167,7 +167,7 @@ class Exchange:
         piece, self._body = bytes(self._body), bytearray()
         return piece
 
-    async def read_rest(self, most: int = MOST_REST, seconds: float | None = None) -> bytes:
+    async def read_rest(self, most: int = MAX_REST, seconds: float | None = None) -> bytes:
         """All of the body that is left. Raises ConnectionLost('broken') when that is more than `most` bytes
         or takes more than so many seconds; None: `timeout`."""
         patience = self._timeout if seconds is None else seconds
@@ -189,10 +189,10 @@ class Exchange:
         self._writer.transport.abort()
 
     async def _read(self) -> None:
-        room = MOST_HEAD - self._barren
+        room = MAX_HEAD - self._barren
         if room <= 0:
             raise ConnectionLost(
-                "broken", f"{MOST_HEAD} bytes from it are no part of an answer's body"
+                "broken", f"{MAX_HEAD} bytes from it are no part of an answer's body"
             )
         data = await self._reader.read(min(READ_AT_ONCE, room))
         self.received_at = time.monotonic()
@@ -313,7 +313,7 @@ def request_bytes(
 
 
 async def get(
-    address: ServerAddress, path: str, timeout: float, most: int = MOST_REST
+    address: ServerAddress, path: str, timeout: float, most: int = MAX_REST
 ) -> tuple[int, bytes]:
     """Status and body of a page of at most `most` bytes. timeout: seconds for the connection, for the
     beginning and for the rest. Raises ConnectionLost."""
@@ -331,7 +331,7 @@ class EventSplitter:
     def feed(self, data: bytes) -> list[bytes]:
         """The payloads of the `data:` events that are complete with these bytes. Raises
         ConnectionLost('broken') for one without an end."""
-        if len(self._rest) > MOST_REST:
-            raise ConnectionLost("broken", f"an event is longer than {MOST_REST} bytes")
+        if len(self._rest) > MAX_REST:
+            raise ConnectionLost("broken", f"an event is longer than {MAX_REST} bytes")
         *whole, self._rest = (self._rest + data).split(b"\n\n")
         return [event[6:] for event in whole if event.startswith(b"data: ")]

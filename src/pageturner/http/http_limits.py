@@ -18,7 +18,7 @@ SMALL_BODY = 32 * 1024  # bytes; a body that is not larger never has to give way
 SPARE_FILES = (
     64  # file descriptors that are not for connections: the log, the engine's channel, pipes
 )
-MOST_LINGERING = 64  # connections beyond the limit that are told so; more are closed without a word
+MAX_LINGERING = 64  # connections beyond the limit that are told so; more are closed without a word
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,8 @@ class HttpLimits:
 
 
 def limits_of(config: HttpConfig) -> HttpLimits:
-    """Those that a server's settings say: at most as many connections as this process may open files."""
+    """Return those that a server's settings say: at most as many connections as this process may open
+    files."""
     return HttpLimits(
         connections=_affordable(
             config.max_connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -173,4 +174,4 @@ class OpenConnections:
     @property
     def crowded(self) -> bool:
         """There are too many even of those that are told that there are too many."""
-        return self.open > self.limits.connections + MOST_LINGERING
+        return self.open > self.limits.connections + MAX_LINGERING

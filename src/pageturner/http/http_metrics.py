@@ -13,8 +13,7 @@ from typing import Any
 
 from starlette.routing import BaseRoute, Route
 
-from pageturner.http.histogram import Histogram
-from pageturner.http.prometheus import Exposition
+from pageturner.http.prometheus import Exposition, Histogram
 
 BUCKETS = (0.1, 0.5, 1.0)  # seconds; those of prometheus-fastapi-instrumentator
 NOWHERE = "none"  # the handler of a path that leads nowhere
@@ -57,8 +56,7 @@ class HttpMetrics:
         """As Prometheus reads it. They are of the program, and not of a model: they have no labels of one."""
         exposition = Exposition()
         labels = ("handler", "method")
-        exposition.counters("http_requests", "Requests", (*labels, "status"), self.requests)
-        each = {key: (one.cumulative(), one.sum) for key, one in self.seconds.items()}
+        exposition.counter("http_requests", "Requests", self.requests, *labels, "status")
         help = "From the head of a request to the last byte of its answer"
-        exposition.histograms("http_request_duration_seconds", help, labels, each)
+        exposition.histogram("http_request_duration_seconds", help, self.seconds, *labels)
         return exposition.text()

@@ -231,9 +231,9 @@ class BoundedProtocol(HttpToolsProtocol):
             self._watch()
 
     def _check_reader(self, now: float) -> bool:
-        """Whether it has something to read. Cut off when it reads nothing for too long, or hardly anything.
-        While an answer is being written and its reader is not far behind, what waits here says nothing about
-        the reader."""
+        """Return whether it has something to read. Cut off when it reads nothing for too long, or hardly
+        anything. While an answer is being written and its reader is not far behind, what waits here says
+        nothing about the reader."""
         waiting, limits = self._waiting_bytes(), self._limits
         if not self._unread or not (self.flow.write_paused or not self._answering()):
             self._behind_since = self._read_at = now
@@ -255,7 +255,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return waiting > 0
 
     def _check_sender(self, now: float) -> bool:
-        """Whether it has something to send. Refused when that takes too long."""
+        """Return whether it has something to send. Refused when that takes too long."""
         if self._phase is Phase.BETWEEN or self._refused:
             return False
         limits, behind_an_answer = self._limits, self._phase is Phase.HEAD and self._answering()

@@ -45,7 +45,8 @@ def _fields_of(kind: type[msgspec.Struct]) -> tuple[tuple[str, Schema], ...]:
 
 
 def narrowed(schema: Schema, more: Mapping[str, Any]) -> Schema:
-    """What both say. An enumeration or a choice of schemas stands for itself; what may be null still may."""
+    """Return what both say. An enumeration or a choice of schemas stands for itself; what may be null still
+    may."""
     if any(word in more for word in _WHOLE):
         return dict(more)
     return {**schema, **more}

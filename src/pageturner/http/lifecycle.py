@@ -58,7 +58,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def url_of(listener: socket.socket, *, tls: bool = False) -> str:
-    """Where it can be reached."""
+    """Return where it can be reached."""
     host, port = listener.getsockname()[:2]
     scheme = "https" if tls else "http"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -43,7 +43,7 @@ class MemoryReserve:
         return self._kept is not None
 
     def allows(self, size: int) -> bool:
-        """Whether something may begin, or go on, of which so many bytes are there or will be."""
+        """Return whether something may begin, or go on, of which so many bytes are there or will be."""
         found = _mapped(COPIES * size + ALWAYS + (0 if self.held else KEPT))
         if found is None:
             return size <= SMALL and self._allows_small(size)
@@ -53,7 +53,7 @@ class MemoryReserve:
         return self.held
 
     def _allows_small(self, size: int) -> bool:
-        """Whether something may begin with what is kept, which it finds given up then."""
+        """Return whether something may begin with what is kept, which it finds given up then."""
         self.give_up()
         found = _mapped(COPIES * size + LEFT)
         if found is not None:

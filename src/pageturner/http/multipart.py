@@ -13,9 +13,9 @@ from starlette.types import Receive
 
 from pageturner.errors import ClientError
 
-MOST_HEAD = 8 * 1024  # bytes of the headers of a part
-MOST_FIELD = 4 * 1024  # bytes of a part that is no file
-MOST_PARTS = 16
+MAX_HEAD = 8 * 1024  # bytes of the headers of a part
+MAX_FIELD = 4 * 1024  # bytes of a part that is no file
+MAX_PARTS = 16
 _BOUNDARY = re.compile(
     r"""multipart/form-data\s*;.*?\bboundary=(?:"([^"]{1,70})"|([^\s;"]{1,70}))""", re.I
 )
@@ -43,7 +43,7 @@ async def read_form(
     fields: dict[str, str] = {}
     filename: str | None = None
     await form.skip_preamble()
-    for _ in range(MOST_PARTS):
+    for _ in range(MAX_PARTS):
         head = await form.head()
         if head is None:
             return fields, filename
@@ -56,10 +56,10 @@ async def read_form(
         content = b""
         async for piece in form.content():
             content += piece
-            if len(content) > MOST_FIELD:
-                raise _invalid(f"a field has at most {MOST_FIELD} bytes", name)
+            if len(content) > MAX_FIELD:
+                raise _invalid(f"a field has at most {MAX_FIELD} bytes", name)
         fields[name or ""] = content.decode("utf-8", "replace")
-    raise _invalid(f"a form has at most {MOST_PARTS} parts")
+    raise _invalid(f"a form has at most {MAX_PARTS} parts")
 
 
 def _quoted(pattern: re.Pattern[str], head: str) -> str | None:
@@ -111,8 +111,8 @@ class _Form:
         if self._held[:2] == b"--":
             return None
         while (place := self._held.find(b"\r\n\r\n")) < 0:
-            if len(self._held) > MOST_HEAD:
-                raise _invalid(f"the headers of a part have at most {MOST_HEAD} bytes")
+            if len(self._held) > MAX_HEAD:
+                raise _invalid(f"the headers of a part have at most {MAX_HEAD} bytes")
             await self._read()
         head = bytes(self._held[:place]).decode("utf-8", "replace")
         del self._held[: place + 4]

@@ -77,7 +77,7 @@ EVERYTHING = OriginRules()
 
 
 def origin_rules(host: str, allowed_hosts: str, allowed_origins: str) -> OriginRules:
-    """Those of a server that asks for no key. host: what it listens on, one of its names. EngineFault
+    """Return those of a server that asks for no key. host: what it listens on, one of its names. EngineFault
     names an origin that no browser would send."""
     for origin in _listed(allowed_origins):
         if not _ORIGIN.fullmatch(origin):

@@ -1,4 +1,4 @@
-"""Metrics as Prometheus reads them: families of gauges, counters and histograms.
+"""Metrics as Prometheus reads them: gauges, counters and histograms, alone or one for each value of labels.
 
 Owns the way from numbers to that text, which prometheus_client writes. Must not know what is counted. The
 library is imported when somebody first asks for the text: counting needs nothing of it.
@@ -6,12 +6,37 @@ library is imported when somebody first asks for the text: counting needs nothin
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-# values of the labels -> value of the sample; a string alone where there is one label
-Values = Mapping[Any, float]
+# one number, or values of the labels -> number; a string alone where there is one label
+Values = float | Mapping[Any, float]
+
+
+class Histogram:
+    """Counts by bucket, and the sum of all observations; `bounds` are inclusive upper ends."""
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """Return (upper end, observations up to it) of each bucket."""
+        total, rows = 0, []
+        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
+            total += count
+            rows.append(("+Inf" if bound == float("inf") else str(bound), float(total)))
+        return rows
 
 
 class Exposition:
@@ -21,71 +46,59 @@ class Exposition:
         self._common = dict(common or {})
         self._families: list[Any] = []
 
-    def gauge(self, name: str, help: str, value: float) -> None:
-        self.gauges(name, help, (), {(): value})
+    def gauge(self, name: str, help: str, values: Values, *labels: str) -> None:
+        self._add("GaugeMetricFamily", name, help, values, labels)
 
-    def gauges(self, name: str, help: str, labels: tuple[str, ...], values: Values) -> None:
-        from prometheus_client.core import GaugeMetricFamily
-
-        self._add(GaugeMetricFamily(name, help, labels=[*self._common, *labels]), values)
-
-    def counter(self, name: str, help: str, value: float) -> None:
-        self.counters(name, help, (), {(): value})
-
-    def counters(self, name: str, help: str, labels: tuple[str, ...], values: Values) -> None:
-        from prometheus_client.core import CounterMetricFamily
-
-        self._add(CounterMetricFamily(name, help, labels=[*self._common, *labels]), values)
+    def counter(self, name: str, help: str, values: Values, *labels: str) -> None:
+        self._add("CounterMetricFamily", name, help, values, labels)
 
     def histogram(
-        self, name: str, help: str, cumulative: list[tuple[str, float]], total: float
+        self, name: str, help: str, values: Histogram | Mapping[Any, Histogram], *labels: str
     ) -> None:
-        """cumulative: upper end of each bucket, and observations up to it."""
-        self.histograms(name, help, (), {(): (cumulative, total)})
-
-    def histograms(
-        self,
-        name: str,
-        help: str,
-        labels: tuple[str, ...],
-        values: Mapping[Any, tuple[list[tuple[str, float]], float]],
-    ) -> None:
-        """By values of the labels: upper end of each bucket with observations up to it, and their sum."""
-        from prometheus_client.core import HistogramMetricFamily
-
-        family = HistogramMetricFamily(name, help, labels=[*self._common, *labels])
-        for key, (cumulative, total) in values.items():
-            family.add_metric([*self._common.values(), *key], cumulative, total)
-        self._families.append(family)
+        self._add("HistogramMetricFamily", name, help, values, labels)
 
     def info(self, name: str, help: str, labels: Mapping[str, str]) -> None:
         """Settings, which are labels of a 1. They stand alone, without the common labels."""
-        from prometheus_client.core import GaugeMetricFamily
+        alone = Exposition()
+        alone.gauge(name, help, {tuple(labels.values()): 1}, *labels)
+        self._families += alone.collect()
 
-        family = GaugeMetricFamily(name, help, labels=list(labels))
-        family.add_metric(list(labels.values()), 1)
-        self._families.append(family)
+    def _add(self, kind: str, name: str, help: str, values: Any, labels: tuple[str, ...]) -> None:
+        from prometheus_client import core
 
-    def _add(self, family: Any, values: Values) -> None:
-        for key, value in values.items():
+        family = getattr(core, kind)(name, help, labels=[*self._common, *labels])
+        for key, value in (values if isinstance(values, Mapping) else {(): values}).items():
             own = (key,) if isinstance(key, str) else key
-            family.add_metric([*self._common.values(), *own], value)
+            sample: tuple[Any, ...] = (value,)
+            if isinstance(value, Histogram):
+                sample = (value.cumulative(), value.sum)
+            family.add_metric([*self._common.values(), *own], *sample)
         self._families.append(family)
+
+    def collect(self) -> list[Any]:
+        """Return all families in the order in which they were added, as prometheus_client asks for them."""
+        return self._families
 
     def text(self) -> bytes:
-        """All families, in the order in which they were added."""
         from prometheus_client import CollectorRegistry, generate_latest
 
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Collected(self._families))
+        registry.register(self)
         return generate_latest(registry)
 
 
-class _Collected:
-    """prometheus_client asks a collector for its families."""
+@cache
+def _process() -> Any:
+    from prometheus_client import CollectorRegistry, ProcessCollector
 
-    def __init__(self, families: list[Any]) -> None:
-        self._families = families
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    return registry
 
-    def collect(self) -> list[Any]:
-        return self._families
+
+def process_metrics() -> bytes:
+    """Return the process_* metrics that Prometheus asks of any process, here of the API process; nothing
+    where there is no /proc."""
+    from prometheus_client import generate_latest
+
+    return bytes(generate_latest(_process()))

@@ -12,7 +12,7 @@ from starlette.types import Message, Receive
 
 from pageturner.errors import ClientError
 
-MOST_DISCARDED = 64 * 1024 * 1024  # bytes of a refused body that are read and thrown away
+MAX_DISCARDED = 64 * 1024 * 1024  # bytes of a refused body that are read and thrown away
 DISCARD_SECONDS = 5.0
 PLAIN = (b"", b"identity")
 JSON = re.compile(rb"\s*(?:application/(?:[\w.-]+\+)?json\s*(?:;.*)?)?", re.IGNORECASE)
@@ -58,7 +58,7 @@ async def until_client_leaves(receive: Receive) -> None:
 
 async def discard(receive: Receive) -> None:
     """Read what a client still sends, within reason, and forget it."""
-    rest = MOST_DISCARDED
+    rest = MAX_DISCARDED
     try:
         async with asyncio.timeout(DISCARD_SECONDS):
             while rest > 0:

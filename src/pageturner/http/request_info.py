@@ -16,7 +16,7 @@ from pageturner.http.api_keys import ANYBODY, ApiKey
 
 log = logging.getLogger("pageturner")
 
-MOST_PATH = 128  # characters of a path
+MAX_PATH = 128  # characters of a path
 CLIENT_LEFT = 499  # the status of a request that was not answered
 TEXT_NAMES = {
     "prompt_tokens": "prompt",
@@ -68,7 +68,7 @@ class RequestInfo:
 
     def write(self, level: int, method: str, path: str, seconds: float) -> None:
         """Its line in the log, when it has ended after so many seconds."""
-        path, status = path[:MOST_PATH], self.status or CLIENT_LEFT
+        path, status = path[:MAX_PATH], self.status or CLIENT_LEFT
         about = "".join(
             f" {TEXT_NAMES.get(name, name)}={_text(value)}"
             for name, value in self.about.items()
@@ -94,7 +94,7 @@ class RequestInfo:
 
 
 def is_watching(path: str, watching: Collection[str]) -> bool:
-    """Whether who asks for that only watches. watching: paths of health and metrics."""
+    """Return whether who asks for that only watches. watching: paths of health and metrics."""
     return path in watching or path == LIVE
 
 

@@ -22,7 +22,7 @@ MANY_LOGPROBS = (
 
 
 async def in_slices(parts: Generator[None, None, T], memory: MemoryReserve | None = None) -> T:
-    """What the parts return. 503 where it takes too much of this memory."""
+    """Return what the parts return. 503 where it takes too much of this memory."""
     began = time.monotonic()
     try:
         while True:

@@ -1,6 +1,6 @@
 """Marks within a stream of server-sent events by which a router knows how far an answer is.
 
-Owns their bytes, which servers write (server/moving.py) and routers take out (router/stream_copy.py). To any
+Owns their bytes, which servers write (server/stream_migration.py) and routers take out (router/stream_copy.py). To any
 other reader they are comments. Standard library and msgspec only.
 """
 

@@ -163,5 +163,5 @@ class Handshake(asyncio.Protocol):
 
 
 def encrypted(shared: OpenConnections, certificates: Certificates, **of_uvicorn: Any) -> Handshake:
-    """What uvicorn asks for each connection."""
+    """Return what uvicorn asks for each connection."""
     return Handshake(shared, certificates, lambda: BoundedProtocol(shared, **of_uvicorn))

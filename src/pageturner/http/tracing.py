@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 
 import pageturner
 from pageturner.errors import EngineFault
-from pageturner.http.request_info import CLIENT_LEFT, MOST_PATH, TRACE, RequestInfo, is_watching
+from pageturner.http.request_info import CLIENT_LEFT, MAX_PATH, TRACE, RequestInfo, is_watching
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
@@ -39,7 +39,7 @@ log = logging.getLogger("pageturner")
 QUEUE = 4096  # spans that wait for the collector; beyond them the oldest are dropped
 EVERY = 1.0  # seconds between two messages to the collector
 CLOSE_SECONDS = 2.0  # at the end, for what still waits
-MOST_ORIGINS = 1024  # requests that asked for what goes on without them and are remembered
+MAX_ORIGINS = 1024  # requests that asked for what goes on without them and are remembered
 PATH = "/v1/traces"  # of OTLP over HTTP, where the endpoint has none
 CARRIED = (b"traceparent", b"tracestate")
 MISSING = '--otlp-traces-endpoint needs OpenTelemetry: pip install "pageturner[otel]"'
@@ -128,8 +128,8 @@ def start_traces(
 
 
 def _program(about: dict[str, str]) -> Resource:
-    """What the collector is told of this program. The SDK asks for its hash at each span that it encodes, and
-    makes that anew from the JSON of all of it, a quarter of the work: here it is made once."""
+    """Return what the collector is told of this program. The SDK asks for its hash at each span that it
+    encodes, and makes that anew from the JSON of all of it, a quarter of the work: here it is made once."""
     from opentelemetry.sdk.resources import Resource
 
     class HashedResource(Resource):
@@ -223,7 +223,7 @@ class Traces:
             values = [value for header, value in scope["headers"] if header == name]
             if len(values) == 1:  # two of them name no parent
                 given[name.decode()] = values[0].decode("latin-1")
-        context, path = self._propagator.extract(given), plain(path[:MOST_PATH])
+        context, path = self._propagator.extract(given), plain(path[:MAX_PATH])
         about = {"http.request.method": scope["method"], "url.path": path}
         span = self._tracer.start_span(f"{scope['method']} {path}", context, SpanKind.SERVER, about)
         parented = get_current_span(context).get_span_context().is_valid
@@ -241,7 +241,7 @@ class Traces:
         are remembered, the newest, and none by the next process."""
         if (trace := scope.get(TRACE)) is not None:
             self._origins[name] = trace.origin
-            if len(self._origins) > MOST_ORIGINS:
+            if len(self._origins) > MAX_ORIGINS:
                 self._origins.popitem(last=False)
 
     def begin_named(self, name: str, path: str) -> RequestTrace:
@@ -351,12 +351,12 @@ class RequestTrace:
 
     @property
     def recorded(self) -> bool:
-        """Whether anybody wants it: a parent that is not sampled has no children."""
+        """Return whether anybody wants it: a parent that is not sampled has no children."""
         return self.span.is_recording()
 
     @property
     def origin(self) -> TraceOrigin:
-        """What is to be kept of it by what it asks for and does not wait for."""
+        """Return what is to be kept of it by what it asks for and does not wait for."""
         return TraceOrigin(self.span.get_span_context(), self._parented)
 
     def finish(self, info: RequestInfo, now: float) -> None:

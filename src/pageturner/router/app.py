@@ -62,7 +62,7 @@ class RouterPages:
 
 
 def _exposition(router: Router) -> bytes:
-    """What the router has counted, as Prometheus reads it."""
+    """Return what the router has counted, as Prometheus reads it."""
     exposition, fleet = Exposition(), router.fleet
     replicas = {str(replica.address): replica for replica in fleet.replicas}
 
@@ -96,23 +96,21 @@ def _exposition(router: Router) -> bytes:
             of_each(lambda one: one.breaker.aside),
         ),
     ):
-        exposition.gauges(prefix + name, help, where, values)
+        exposition.gauge(prefix + name, help, values, *where)
     help = "Answers begun, refusals too"
-    exposition.counters(
-        prefix + "answers", help, ("replica", "status"), counts(lambda one: one.answers)
+    exposition.counter(
+        prefix + "answers", help, counts(lambda one: one.answers), "replica", "status"
     )
     help = "Requests whose replica was gone, silent, or broke off"
-    exposition.counters(
-        prefix + "losses", help, ("replica", "reason"), counts(lambda one: one.losses)
-    )
+    exposition.counter(prefix + "losses", help, counts(lambda one: one.losses), "replica", "reason")
     help = "Times that it was put aside for its failures"
     aside = of_each(lambda one: one.breaker.times_aside)
-    exposition.counters(prefix + "replica_put_aside", help, where, aside)
+    exposition.counter(prefix + "replica_put_aside", help, aside, *where)
     exposition.counter(prefix + "ejected", "Replicas put aside for their latency", fleet.ejected)
     help = "Prompts, by whether they went where their beginning is known"
-    exposition.counters(prefix + "placed", help, ("how",), fleet.balancer.placed)
+    exposition.counter(prefix + "placed", help, fleet.balancer.placed, "how")
     help = "Requests that the router refused itself"
-    exposition.counters(prefix + "rejections", help, ("reason",), router.rejected)
+    exposition.counter(prefix + "rejections", help, router.rejected, "reason")
     exposition.counter(prefix + "retries", "Requests tried on one more replica", router.retries)
     help = "Requests that were not tried again, because too many were"
     exposition.counter(prefix + "retries_withheld", help, router.retry_budget.withheld)

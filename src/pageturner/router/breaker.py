@@ -23,7 +23,7 @@ STRIKES = 3  # failures in a row
 RECENT = 20  # outcomes that are remembered, for RECENT_SECONDS
 RECENT_SECONDS = 20.0
 FEWEST = 5  # failures among them that say something, and half of all
-FIRST_PATIENCE, MOST_PATIENCE = 1.0, 60.0  # seconds
+FIRST_PATIENCE, MAX_PATIENCE = 1.0, 60.0  # seconds
 PENALTY = 8  # requests by which a replica seems busier that fails always
 
 _UNDER_WAY, _DOUBTED, _ANSWERED, _SETTLED = range(4)
@@ -113,13 +113,13 @@ class Breaker:
         return round(PENALTY * self.share)
 
     def admits(self) -> bool:
-        """Whether it gets requests: any number, or one to try it."""
+        """Return whether it gets requests: any number, or one to try it."""
         if self._aside_until is not None:
             return self._clock() >= self._aside_until and not self._trials
         return self._strikes + self._doubts < STRIKES
 
     def badness(self) -> tuple[float, float]:
-        """Where nobody admits any, the one with the least of it is asked all the same."""
+        """Return where nobody admits any, the one with the least of it is asked all the same."""
         return self._aside_until or 0.0, self._strikes + self._doubts
 
     def begin(self) -> Attempt:
@@ -162,8 +162,8 @@ class Breaker:
 
     def _put_aside(self) -> None:
         now = self._clock()
-        calm = not self.aside and now - self._back_at > MOST_PATIENCE
-        self._patience = FIRST_PATIENCE if calm else min(2 * self._patience, MOST_PATIENCE)
+        calm = not self.aside and now - self._back_at > MAX_PATIENCE
+        self._patience = FIRST_PATIENCE if calm else min(2 * self._patience, MAX_PATIENCE)
         self._aside_until = now + self._patience
         self._strikes = self._doubts = self._trials = 0
         self.times_aside += 1

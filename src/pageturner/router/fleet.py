@@ -28,13 +28,13 @@ from pageturner.router.request_hints import CHUNK_TOKENS, RequestHints
 
 log = logging.getLogger("pageturner")
 
-MOST_PAGE = 64 * 1024  # bytes of /health or /load
+MAX_PAGE = 64 * 1024  # bytes of /health or /load
 PREFILL = "prefill"  # the role of a replica that computes prompts for others
 SILENCES = (
     2  # health checks without any answer until a replica counts as gone; a refusal counts at once
 )
-MOST_STRAYS = 10_000  # answers that moved, whose new keepers are remembered
-MOST_TOLD = 20  # names of models in an error
+MAX_STRAYS = 10_000  # answers that moved, whose new keepers are remembered
+MAX_TOLD = 20  # names of models in an error
 OUTLIER_SECONDS = 0.2  # by which an outlier's first bytes come later, whatever their ratio
 
 
@@ -109,8 +109,8 @@ class Fleet:
         if not self.replicas or self.answering(model):
             return
         here = self.models
-        told = ", ".join(map(repr, here[:MOST_TOLD])) + (
-            " and others" if len(here) > MOST_TOLD else ""
+        told = ", ".join(map(repr, here[:MAX_TOLD])) + (
+            " and others" if len(here) > MAX_TOLD else ""
         )
         if model:
             message = (
@@ -125,13 +125,13 @@ class Fleet:
         """The answer to the request of this id is kept there, and not where its name says."""
         self.strays[id] = replica
         self.strays.move_to_end(id)
-        if len(self.strays) > MOST_STRAYS:
+        if len(self.strays) > MAX_STRAYS:
             self.strays.popitem(last=False)
 
     # -- choosing --------------------------------------------------------------------------------------------
     def choose(self, asked: RequestHints, tried: Collection[Replica]) -> Replica | None:
-        """Where a request goes; None when nobody is left. Where all that are left are put aside, the least
-        bad one is better than no answer."""
+        """Return where a request goes; None when nobody is left. Where all that are left are put aside, the
+        least bad one is better than no answer."""
         left = [
             one for one in self.answering(asked.model) if self.has_room(one) and one not in tried
         ]
@@ -246,7 +246,7 @@ class Fleet:
             log.warning("replica %s fails: put aside for %g s", replica.address, breaker.patience)
         patience = self._config.health_timeout
         try:
-            status, _ = await http_client.get(replica.address, "/health", patience, MOST_PAGE)
+            status, _ = await http_client.get(replica.address, "/health", patience, MAX_PAGE)
             if status == 200:
                 await self._ask_load(replica)
         except ConnectionLost as lost:
@@ -307,7 +307,7 @@ class Fleet:
         before = replica.open
         patience = self._config.health_timeout
         replica.tokens.ask()
-        status, body = await http_client.get(replica.address, "/load", patience, MOST_PAGE)
+        status, body = await http_client.get(replica.address, "/load", patience, MAX_PAGE)
         try:
             load = (
                 msgspec.json.decode(body, type=_Load) if status == 200 else _Load(0, replica.role)

@@ -45,7 +45,7 @@ HOP = frozenset(
 
 
 def forwarded_headers(scope: Scope) -> Headers:
-    """What a replica is told. ClientError 400 for what could end a head."""
+    """Return what a replica is told. ClientError 400 for what could end a head."""
     headers = [
         (name, value) for name, value in kept_headers(scope["headers"]) if name != b"content-length"
     ]
@@ -57,7 +57,7 @@ def forwarded_headers(scope: Scope) -> Headers:
 
 
 def kept_headers(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
-    """Those that are meant for the other end."""
+    """Return those that are meant for the other end."""
     headers = list(headers)
     named = b",".join(value for name, value in headers if name == b"connection").lower()
     dropped = HOP | {name.strip() for name in named.split(b",")}

@@ -21,7 +21,7 @@ from pageturner.router.replica import Replica
 from pageturner.router.request_hints import RequestHints
 
 DIGITS = 8
-MOST_ID = 128 - DIGITS - 1  # characters of a request's id that fit behind the digest
+MAX_ID = 128 - DIGITS - 1  # characters of a request's id that fit behind the digest
 _KEPT = re.compile(rf"resp_([0-9a-f]{{{DIGITS}}})-[A-Za-z0-9._:-]+")
 
 
@@ -88,7 +88,7 @@ def by_previous(fleet: Fleet, body: bytes, id: str) -> RoutingConstraint:
 
 def tagged(id: str, address: ServerAddress) -> str:
     """The id of a request under which this replica keeps its answer."""
-    if len(id) > MOST_ID:
+    if len(id) > MAX_ID:
         id = hashlib.blake2b(id.encode(), digest_size=16).hexdigest()
     return f"{_tag(address)}-{id}"
 

@@ -205,8 +205,8 @@ class UsualRequest:
 
 
 def expected_tokens(prompt: float, cached: float, answer: float, most: int) -> int:
-    """What a request is expected to cost: of its prompt what is probably not cached, and an answer of the
-    expected length, at most what it may have (`most`; 0: as many as it likes)."""
+    """Return what a request is expected to cost: of its prompt what is probably not cached, and an answer of
+    the expected length, at most what it may have (`most`; 0: as many as it likes)."""
     answer = answer or FIRST_GUESS
     return round(max(0.0, prompt - cached) + (min(answer, most) if most else answer))
 

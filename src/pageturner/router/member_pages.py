@@ -20,7 +20,7 @@ from pageturner.router.fleet import Fleet
 from pageturner.router.members import Members
 
 PATH = "/v1/router/replicas"
-MOST_BODY = 64 * 1024  # bytes
+MAX_BODY = 64 * 1024  # bytes
 
 
 class Registration(msgspec.Struct, forbid_unknown_fields=True):
@@ -59,7 +59,7 @@ class MemberPages:
             raise ClientError(403, "invalid_register_key", message)
 
     async def _body(self, request: HTTPRequest) -> Registration:
-        raw = await read_body(request.receive, MOST_BODY)
+        raw = await read_body(request.receive, MAX_BODY)
         try:
             return msgspec.json.decode(raw, type=Registration)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -20,11 +20,11 @@ from pageturner.router.replica import Member, parse_member, split_names
 
 log = logging.getLogger("pageturner")
 
-MOST_MEMBERS = 1024  # of all sources together
-MOST_FILE = 1 << 20  # bytes of a file of replicas
+MAX_MEMBERS = 1024  # of all sources together
+MAX_FILE = 1 << 20  # bytes of a file of replicas
 RESOLVED = "dns+"  # in front of an URL: each address of its name is a replica
-MOST_URL = 512  # characters of a registered one
-MOST_MODELS = 64  # names with which one registers
+MAX_URL = 512  # characters of a registered one
+MAX_MODELS = 64  # names with which one registers
 Resolve = Callable[[str, int], Awaitable[list[str]]]  # (name, port): addresses
 
 
@@ -62,10 +62,8 @@ def listed(words: Iterable[str], roots: str = "") -> Listed:
     for address in addresses:
         if addresses.count(address) > 1:
             raise EngineFault("bad_setting", f"{address} is there twice")
-    if len(addresses) > MOST_MEMBERS:
-        raise EngineFault(
-            "bad_setting", f"{len(addresses)} replicas: a router takes {MOST_MEMBERS}"
-        )
+    if len(addresses) > MAX_MEMBERS:
+        raise EngineFault("bad_setting", f"{len(addresses)} replicas: a router takes {MAX_MEMBERS}")
     return Listed(tuple(members), tuple(names))
 
 
@@ -73,12 +71,12 @@ def read_file(path: str, roots: str = "") -> Listed:
     """The replicas of a file, one a line. EngineFault('bad_setting')."""
     try:
         with open(path, "rb") as file:
-            raw = file.read(MOST_FILE + 1)
+            raw = file.read(MAX_FILE + 1)
         text = raw.decode()
     except (OSError, UnicodeDecodeError) as error:
         raise EngineFault("bad_setting", f"cannot read replicas from {path}: {error}") from error
-    if len(raw) > MOST_FILE:
-        raise EngineFault("bad_setting", f"{path} is larger than {MOST_FILE} bytes")
+    if len(raw) > MAX_FILE:
+        raise EngineFault("bad_setting", f"{path} is larger than {MAX_FILE} bytes")
     lines = (line.split("#", 1)[0].strip() for line in text.splitlines())
     try:
         return listed(filter(None, lines), roots)
@@ -128,7 +126,7 @@ class Members:
         self._found = {name: self._found.get(name, ()) for name in names}
         behind = [one for name in names for one in self._found[name]]
         every = (*self.given.members, *self._file.members, *behind, *self._registered)
-        members = tuple({one.address: one for one in reversed(every)}.values())[::-1][:MOST_MEMBERS]
+        members = tuple({one.address: one for one in reversed(every)}.values())[::-1][:MAX_MEMBERS]
         if members != self._told:
             self._told = members
             self.tell(members)
@@ -165,7 +163,7 @@ class Members:
     # -- registrations ---------------------------------------------------------------------------------------
     @property
     def registered(self) -> dict[Member, float]:
-        """Who registered, and for how many seconds each stays."""
+        """Return who registered, and for how many seconds each stays."""
         now = self.clock()
         return {one: until - now for one, until in self._registered.items() if until > now}
 
@@ -175,8 +173,8 @@ class Members:
         member = registered_member(url, models, self.config.ssl_ca)
         known = self.registered
         others = [one for one in known if one.address != member.address]
-        if len(others) + len(self.given.members) + len(self._file.members) >= MOST_MEMBERS:
-            message = f"the router has {MOST_MEMBERS} replicas already: take one out first"
+        if len(others) + len(self.given.members) + len(self._file.members) >= MAX_MEMBERS:
+            message = f"the router has {MAX_MEMBERS} replicas already: take one out first"
             raise ClientError(429, "too_many_replicas", message)
         for one in known:
             if one.address == member.address:
@@ -197,12 +195,12 @@ class Members:
 
 def registered_member(url: str, models: Sequence[str], roots: str) -> Member:
     """ClientError 400 for what is no replica."""
-    if len(url) > MOST_URL or not url.isprintable():
+    if len(url) > MAX_URL or not url.isprintable():
         raise ClientError(
-            400, "invalid_value", f"url has at most {MOST_URL} printable characters", "url"
+            400, "invalid_value", f"url has at most {MAX_URL} printable characters", "url"
         )
-    if len(models) > MOST_MODELS or not all(0 < len(one) <= MOST_URL for one in models):
-        message = f"models are at most {MOST_MODELS} names that are not empty"
+    if len(models) > MAX_MODELS or not all(0 < len(one) <= MAX_URL for one in models):
+        message = f"models are at most {MAX_MODELS} names that are not empty"
         raise ClientError(400, "invalid_value", message, "models")
     try:
         return Member(parse_address(url, "url", roots), tuple(models))

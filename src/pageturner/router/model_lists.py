@@ -24,7 +24,7 @@ LISTS = {
     "/v1/models": ("data", "id"),
     "/api/tags": ("models", "name"),
 }  # path -> list, name of an entry
-MOST_LISTS = 64  # of different models that are asked for; the lists of more are left out
+MAX_LISTS = 64  # of different models that are asked for; the lists of more are left out
 LIST_SECONDS = 10.0
 
 
@@ -42,7 +42,7 @@ class ModelList:
             return
         self._router.check_open()
         asked = list(dict.fromkeys(one.models[0] if one.models else "" for one in fleet.replicas))
-        told = await asyncio.gather(*(self._ask(scope, model) for model in asked[:MOST_LISTS]))
+        told = await asyncio.gather(*(self._ask(scope, model) for model in asked[:MAX_LISTS]))
         lists = [entries for entries in told if isinstance(entries, list)]
         refusals = [error for error in told if isinstance(error, ClientError)]
         if not lists:
@@ -74,7 +74,7 @@ class ModelList:
                 ) as exchange,
             ):
                 status = exchange.status
-                raw = await exchange.read_rest(http_client.MOST_REST, LIST_SECONDS)
+                raw = await exchange.read_rest(http_client.MAX_REST, LIST_SECONDS)
             found = msgspec.json.decode(raw, type=dict[str, Any])
         except (
             ConnectionLost,

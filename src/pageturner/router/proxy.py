@@ -48,7 +48,7 @@ ELSEWHERE = (429, 503)  # what a replica answers when it cannot take a request, 
 # what it answers when something is wrong with it, or with the request. A 504 is the request's own deadline
 FAILURES = (500, 502, 503)
 POISON = b"poisoned_request"  # it brought down the engine of one replica, and is not handed to the next one
-MOST_REFUSAL, REFUSAL_SECONDS = (
+MAX_REFUSAL, REFUSAL_SECONDS = (
     64 * 1024,
     5.0,
 )  # bytes of such an answer, and the time that they may take
@@ -118,7 +118,7 @@ class ForwardedRequest:
     last: bytes = b""  # piece of its answer that was passed on
 
     def head(self, address: ServerAddress) -> Headers:
-        """What a replica is told now: its deadline goes on counting while other replicas are asked."""
+        """Return what a replica is told now: its deadline goes on counting while other replicas are asked."""
         waited = 1000 * (time.monotonic() - self.since)
         id = tagged(self.id, self.keeper or address) if self.place.tagged else self.id
         moves = [(MOVES, b"1")] if self.copy is not None else []
@@ -290,7 +290,7 @@ class Relay:
                         replica.first_bytes.append(time.monotonic() - begin)
                     await self._pass_on(exchange, forwarded, send, info, attempt)
                     return None
-                rest = await exchange.read_rest(MOST_REFUSAL, REFUSAL_SECONDS)
+                rest = await exchange.read_rest(MAX_REFUSAL, REFUSAL_SECONDS)
                 refusal = Refusal(exchange.status, kept_headers(exchange.headers), rest)
         except ConnectionLost as lost:
             _blame(attempts, attempt, lost, begun=bool(info.status))

@@ -34,7 +34,7 @@ class RetryBudget:
         self._now()[1] += 1
 
     def take(self) -> bool:
-        """Whether one more may be tried again; then it counts."""
+        """Return whether one more may be tried again; then it counts."""
         second = self._now()
         requests, retries = (sum(one[i] for one in self._seconds) for i in (1, 2))
         if retries + 1 > WINDOW * LEAST + self._share * requests:

@@ -15,8 +15,8 @@ from pageturner.http.stream_marks import BEGIN, StreamBeginning
 
 RESPONSES = "/v1/responses"
 MOVABLE = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/messages", RESPONSES})
-MOST_BODY = 1 << 20  # bytes of a request; a longer one is not kept, and its stream cannot move
-MOST_HELD = 1 << 20  # bytes without a mark; then the stream is passed on as it comes
+MAX_BODY = 1 << 20  # bytes of a request; a longer one is not kept, and its stream cannot move
+MAX_HELD = 1 << 20  # bytes without a mark; then the stream is passed on as it comes
 _MARK = re.compile(rb"^:pt (?:begin ([^\n]*)|(\d{1,10})|(leaving))\n\n", re.MULTILINE)
 
 
@@ -49,7 +49,7 @@ class StreamCopy:
         return self._begun is not None and bool(self.tokens) and not self._plain
 
     def feed(self, piece: bytes) -> bytes:
-        """What of the stream can be passed on, with this piece of it."""
+        """Return what of the stream can be passed on, with this piece of it."""
         held = self._held + piece
         if self._plain:
             self._held = b""
@@ -63,7 +63,7 @@ class StreamCopy:
             behind = mark.end()
             self._take(mark)
         self._held = held[behind:]
-        if len(self._held) > MOST_HELD:
+        if len(self._held) > MAX_HELD:
             out.append(self.rest())
             self._plain = True
         return b"".join(out)
@@ -80,7 +80,7 @@ class StreamCopy:
         self.leaving = self.leaving or leaving is not None
 
     def rest(self) -> bytes:
-        """What is held, of a stream that has ended."""
+        """Return what is held, of a stream that has ended."""
         held, self._held = self._held, b""
         return held
 
@@ -98,7 +98,7 @@ class StreamCopy:
 
 def copy_of(method: str, path: str, body: bytes) -> StreamCopy | None:
     """Of the stream that may answer this request; None where it could not move."""
-    if method != "POST" or path not in MOVABLE or len(body) > MOST_BODY:
+    if method != "POST" or path not in MOVABLE or len(body) > MAX_BODY:
         return None
     try:
         body.decode()

@@ -31,9 +31,9 @@ from pageturner.server.engine_client.open_streams import OpenStreams
 from pageturner.server.engine_client.supervisor import EngineListener, Supervisor
 from pageturner.text.output_stream import OutputStream
 
-MOST_BODY = 65536  # bytes: a path may be long
-MOST_ADAPTERS = 10_000  # names
-MOST_TOLD = 1000  # adapters with metrics of their own, the first ones
+MAX_BODY = 65536  # bytes: a path may be long
+MAX_ADAPTERS = 10_000  # names
+MAX_TOLD = 1000  # adapters with metrics of their own, the first ones
 UNUSED_EVERY = 0.5  # seconds between two looks at who still has an adapter that was unloaded
 LOAD_TIMEOUT = 60.0  # seconds that a load may take; an engine may be starting meanwhile
 STATUS = {"adapter_missing": 404, "adapter_memory": 503}  # of what cannot be loaded; else 400
@@ -94,8 +94,8 @@ class ServedAdapters:
         return self._entries.get(name) if name is not None else None
 
     async def digest(self, name: str | None) -> str:
-        """What a request that names this model carries: "" where that is no adapter. Waits for one that is
-        being read. ClientError where that fails."""
+        """Return what a request that names this model carries: "" where that is no adapter. Waits for one
+        that is being read. ClientError where that fails."""
         entry = self.find(name)
         if entry is None:
             return ""
@@ -120,8 +120,8 @@ class ServedAdapters:
             what = "is the model itself" if name in self._taken else "has already been loaded"
             message = f"The lora adapter {name!r} {what}: unload it first, or take another name"
             raise ClientError(400, "adapter_exists", message, "lora_name")
-        if len(self._entries) >= MOST_ADAPTERS:
-            message = f"there are {MOST_ADAPTERS} adapters already: unload one first"
+        if len(self._entries) >= MAX_ADAPTERS:
+            message = f"there are {MAX_ADAPTERS} adapters already: unload one first"
             raise ClientError(400, "too_many_adapters", message, "lora_name")
         entry = ServedAdapter(
             name, path, next(self._numbers), asyncio.get_running_loop().create_future()
@@ -137,8 +137,8 @@ class ServedAdapters:
         if not (in_place and name in self._entries):
             await self._until_loaded(self.begin(name, path))
             return
-        if len(self._aside) + len(self._entries) >= MOST_ADAPTERS:
-            message = f"there are {MOST_ADAPTERS} adapters already: unload one first"
+        if len(self._aside) + len(self._entries) >= MAX_ADAPTERS:
+            message = f"there are {MAX_ADAPTERS} adapters already: unload one first"
             raise ClientError(400, "too_many_adapters", message, "lora_name")
         entry = ServedAdapter(
             name, path, next(self._numbers), asyncio.get_running_loop().create_future()
@@ -277,7 +277,7 @@ class ServedAdapters:
 
     def figures(self) -> dict[str, tuple[int, int]]:
         """By name: requests that ended, and the tokens of their answers."""
-        told = list(self._entries.values())[:MOST_TOLD]
+        told = list(self._entries.values())[:MAX_TOLD]
         return {entry.name: (entry.requests, entry.tokens) for entry in told}
 
     def at_work(self) -> tuple[list[str], list[str]]:
@@ -344,13 +344,13 @@ class AdapterPages:
 
     async def load(self, request: HTTPRequest) -> Response:
         self._admit(request)
-        body = _read(await read_body(request.receive, MOST_BODY), LoadBody)
+        body = _read(await read_body(request.receive, MAX_BODY), LoadBody)
         await self._adapters.load(body.lora_name, body.lora_path, body.load_inplace)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def unload(self, request: HTTPRequest) -> Response:
         self._admit(request)
-        body = _read(await read_body(request.receive, MOST_BODY), UnloadBody)
+        body = _read(await read_body(request.receive, MAX_BODY), UnloadBody)
         self._adapters.unload(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 

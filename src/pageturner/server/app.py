@@ -35,7 +35,6 @@ from pageturner.server.api.openai.rerank import RERANK, SCORE
 from pageturner.server.api.openapi.openapi import OpenApiPages
 from pageturner.server.api.responses.response_store import ResponseStore
 from pageturner.server.api.responses.responses_pages import ResponsesPages
-from pageturner.server.moving import moving_routes
 from pageturner.server.observability.admin import AdminPages
 from pageturner.server.observability.admin_state import server_state
 from pageturner.server.observability.live import page_routes
@@ -45,6 +44,7 @@ from pageturner.server.pages import ServerPages
 from pageturner.server.prefixes import PrefixPages
 from pageturner.server.service import Service
 from pageturner.server.sessions import SessionPages
+from pageturner.server.stream_migration import moving_routes
 
 
 def create_app(service: Service, batches: BatchPages | None = None) -> Starlette:
@@ -177,7 +177,7 @@ def other_methods(routes: list[Route]) -> list[Route]:
 
 
 def _not_found(routes: list[Route]) -> Callable[[str], str]:
-    """What is said of a path that is not there."""
+    """Return what is said of a path that is not there."""
     public = sorted(
         {one.path.replace(":path}", "}") for one in routes if "/admin/" not in one.path}
     )

@@ -20,14 +20,13 @@ from pageturner.server.admission.metered import metered
 from pageturner.server.api.base.body import RequestBody
 from pageturner.server.api.base.call import check_model
 from pageturner.server.observability import metrics
-from pageturner.server.observability.adapter_metrics import AdapterFigures
 from pageturner.server.service import Service
 
 
 def predicted_load(engine: Mapping[str, float], active: int) -> dict[str, float]:
-    """What routers count a server by: tokens that it has yet to compute, and those of one answer, predicted
-    by its engine. {} where the engine has said nothing yet. active: answers under way, some of them so new
-    that the engine's last figures do not have them."""
+    """Return what routers count a server by: tokens that it has yet to compute, and those of one answer,
+    predicted by its engine. {} where the engine has said nothing yet. active: answers under way, some of them
+    so new that the engine's last figures do not have them."""
     if "backlog_tokens" not in engine:
         return {}
     answer, known = engine.get("backlog_answer", 0.0), engine["backlog_sequences"]
@@ -102,7 +101,7 @@ class ServerPages:
         costs = service.key_costs()
         told = (service.adapters.figures(), service.adapters.at_work())
         most = service.live_settings.config.max_loras
-        adapters = AdapterFigures(most, *told)
+        adapters = metrics.AdapterFigures(most, *told)
         text = metrics.render(
             service.metrics, service.model, service.healthy, cache, costs, adapters
         )

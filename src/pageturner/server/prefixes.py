@@ -41,7 +41,7 @@ from pageturner.text.output_stream import OutputPiece, output_streams
 
 log = logging.getLogger("pageturner")
 
-MOST_PREFIXES = 1024
+MAX_PREFIXES = 1024
 GONE = ("deleted", "gave_way")  # their memory is for others
 COMPUTE_ONLY = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0)
 
@@ -174,7 +174,7 @@ class Prefixes:
             raise ClientError(
                 409, "prefix_exists", f"there is a prefix {id!r} already: delete it first", "id"
             )
-        own, most = sum(one.tenant == tenant for one in self), MOST_PREFIXES
+        own, most = sum(one.tenant == tenant for one in self), MAX_PREFIXES
         most_own = most // self._tenants() if tenant else most
         if len(self._prefixes) >= most or own >= most_own:
             message = f"there are {len(self._prefixes)} prefixes of {most}, {own} of your {most_own}: delete some"
@@ -275,7 +275,7 @@ class PrefixPages:
         return json_response(prefix.as_dict())
 
     async def list(self, request: HTTPRequest) -> Response:
-        """What the tenant has, and what is everybody's."""
+        """Return what the tenant has, and what is everybody's."""
         seen = ("", _tenant(request))
         told = [prefix.as_dict() for prefix in self._prefixes if prefix.tenant in seen]
         return json_response({"object": "list", "data": told})

@@ -79,7 +79,7 @@ class Receipts:
 
 
 def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """What `work` returns or raises, by a thread of its own that holds up nobody, not even the end."""
+    """Return what `work` returns or raises, by a thread of its own that holds up nobody, not even the end."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -125,7 +125,7 @@ def size_of(call: Call, streams: Sequence[OutputStream]) -> int:
 def receipt_of(
     call: Call, about: Mapping[str, Any], streams: Sequence[OutputStream], hash: str, key: bytes
 ) -> Receipt:
-    """What `Receipts.write` returns; hash: of the model."""
+    """Return what `Receipts.write` returns; hash: of the model."""
     body, prompts = call.body, range(0, len(call.prompts), call.made)
     choices = [
         form.choice_of(index, index // call.kept, stream.tokens, stream.finish or "")

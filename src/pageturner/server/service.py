@@ -36,7 +36,7 @@ from pageturner.server.sessions import ServedSessions
 from pageturner.server.text_workers.reading import TextReader
 from pageturner.text.chat_template import ChatTemplate
 
-MOST_KEYS = 256  # that have metrics of their own, the first ones
+MAX_KEYS = 256  # that have metrics of their own, the first ones
 
 
 @dataclass(slots=True)
@@ -84,7 +84,7 @@ class Service:
         self.sessions = ServedSessions(self.supervisor, self.quota, most)
 
     def served(self) -> ServedModel:
-        """What can be asked for. ClientError 503 before the engine was ever ready."""
+        """Return what can be asked for. ClientError 503 before the engine was ever ready."""
         ready = self.supervisor.ready
         if ready is None:
             raise ClientError(
@@ -135,7 +135,7 @@ class Service:
         accounts = ((number, self.quota.account(key)) for number, key in self.numbered_keys())
         return {
             str(number): (account.open_cost, account.used)
-            for number, account in islice(accounts, MOST_KEYS)
+            for number, account in islice(accounts, MAX_KEYS)
             if account is not None
         }
 

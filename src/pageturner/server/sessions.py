@@ -92,8 +92,8 @@ class ServedSession:
 def session_hint(
     call: Call, headers: Iterable[tuple[bytes, bytes]], info: RequestInfo, level: ServiceLevel
 ) -> SessionHint | None:
-    """What the request says of its session, in its body or else in a header. ClientError 400 for what no
-    session can have."""
+    """Return what the request says of its session, in its body or else in a header. ClientError 400 for what
+    no session can have."""
     told = call.body.session
     if told is None:
         told = next((value.decode("latin-1") for name, value in headers if name == HEADER), None)

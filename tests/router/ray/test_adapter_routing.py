@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from pageturner.models.load import open_model
-from pageturner.router.ray.adapters import MOST_CHANGES, AdapterChange, AdapterTable
+from pageturner.router.ray.adapters import MAX_CHANGES, AdapterChange, AdapterTable
 from pageturner.router.ray.choice import WORTH, Ask, Choice, choice_of
 from pageturner.router.ray.door import Door
 from pageturner.router.ray.replica import ModelReplica
@@ -51,14 +51,14 @@ def test_tables_become_one_in_any_order() -> None:
 
 def test_a_table_is_bounded() -> None:
     table = AdapterTable({"fixed": "/f"})
-    for i in range(MOST_CHANGES):
+    for i in range(MAX_CHANGES):
         table.note(AdapterChange(str(i), "/x", 1 + i))
     assert table.full
-    for i in range(3 * MOST_CHANGES):
+    for i in range(3 * MAX_CHANGES):
         table.note(AdapterChange(str(i), "", 10_000 + i))
     assert not table.full
-    assert len(table.told()) == MOST_CHANGES
-    assert table.unloaded(str(3 * MOST_CHANGES - 1))
+    assert len(table.told()) == MAX_CHANGES
+    assert table.unloaded(str(3 * MAX_CHANGES - 1))
 
 
 def ask(number: int, adapter: AdapterChange | None, avoid: tuple[str, ...] = ()) -> Ask:

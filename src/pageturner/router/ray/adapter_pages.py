@@ -18,7 +18,7 @@ from starlette.responses import Response
 from pageturner.errors import ClientError
 from pageturner.http.http_client import ConnectionLost
 from pageturner.http.receiving import read_body
-from pageturner.router.ray.adapters import MOST_CHANGES
+from pageturner.router.ray.adapters import MAX_CHANGES
 from pageturner.router.ray.choice import Ask
 from pageturner.router.ray.fleet import ServeFleet
 
@@ -64,7 +64,7 @@ class DoorAdapterPages:
             )
         fleet = self._fleets[model]
         if fleet.choice.full(body.lora_name):
-            message = f"{MOST_CHANGES} adapters were loaded since the start: unload one first"
+            message = f"{MAX_CHANGES} adapters were loaded since the start: unload one first"
             raise ClientError(400, "too_many_adapters", message, "lora_name")
         change = fleet.choice.next_change(body.lora_name, body.lora_path)
         said = await _tell(fleet, "change_adapter", ask, change)
@@ -118,7 +118,7 @@ async def _read(request: HTTPRequest) -> tuple[Ask, _AdapterBody]:
 
 
 async def _tell(fleet: ServeFleet, method: str, *arguments: Any) -> list[Said]:
-    """What the replicas that are alive answer, at least one. ClientError."""
+    """Return what the replicas that are alive answer, at least one. ClientError."""
     try:
         told = await fleet.tell_all(method, *arguments)
     except ConnectionLost as lost:

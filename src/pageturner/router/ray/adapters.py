@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-MOST_CHANGES = (
+MAX_CHANGES = (
     1000  # names that were loaded or unloaded; those that were unloaded long ago are forgotten
 )
 
@@ -41,7 +41,7 @@ class AdapterTable:
         return latest if latest is not None and latest.path else None
 
     def unloaded(self, name: str) -> bool:
-        """Whether there was one of this name, and is no more."""
+        """Return whether there was one of this name, and is no more."""
         latest = self._latest.get(name)
         return latest is not None and not latest.path
 
@@ -54,11 +54,11 @@ class AdapterTable:
 
     @property
     def full(self) -> bool:
-        """Whether no more may be loaded."""
-        return sum(bool(one.path and one.version) for one in self._latest.values()) >= MOST_CHANGES
+        """Return whether no more may be loaded."""
+        return sum(bool(one.path and one.version) for one in self._latest.values()) >= MAX_CHANGES
 
     def behind(self, change: AdapterChange) -> bool:
-        """Whether this change is not known here."""
+        """Return whether this change is not known here."""
         latest = self._latest.get(change.name)
         return latest is None or latest.version < change.version
 
@@ -67,11 +67,11 @@ class AdapterTable:
         if self.behind(change):
             self._latest[change.name] = change
             gone = sorted((one.version, name) for name, one in self._latest.items() if not one.path)
-            for _, name in gone[: max(0, len(gone) - MOST_CHANGES)]:
+            for _, name in gone[: max(0, len(gone) - MAX_CHANGES)]:
                 del self._latest[name]
 
     def told(self) -> dict[str, tuple[int, str]]:
-        """What `merge` of another table takes: all that does not stand in the settings."""
+        """Return what `merge` of another table takes: all that does not stand in the settings."""
         return {name: (one.version, one.path) for name, one in self._latest.items() if one.version}
 
     def merge(self, told: Told) -> None:
@@ -80,5 +80,5 @@ class AdapterTable:
             self.note(AdapterChange(name, path, version))
 
     def loaded(self) -> list[AdapterChange]:
-        """Those that were loaded while the application runs."""
+        """Return those that were loaded while the application runs."""
         return [one for one in self._latest.values() if one.path and one.version]

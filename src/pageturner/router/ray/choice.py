@@ -62,7 +62,7 @@ class ServeReplica(ReplicaLoad):
     wanted: Counter[str] = field(default_factory=Counter)
 
     def holds(self, adapter: str) -> bool:
-        """Whether a request for this adapter finds it in memory, or being read."""
+        """Return whether a request for this adapter finds it in memory, or being read."""
         return adapter in self.adapters or self.wanted[adapter] > 0
 
 
@@ -134,12 +134,12 @@ class Choice:
             return self.adapters.find(name)
 
     def full(self, name: str) -> bool:
-        """Whether no adapter of this name may be loaded, because so many were."""
+        """Return whether no adapter of this name may be loaded, because so many were."""
         with self._lock:
             return self.adapters.full and self.adapters.find(name) is None
 
     def unloaded(self, name: str) -> bool:
-        """Whether an adapter of this name was there, and is no more."""
+        """Return whether an adapter of this name was there, and is no more."""
         with self._lock:
             return self.adapters.unloaded(name)
 
@@ -252,6 +252,6 @@ _making = threading.Lock()
 
 
 def choice_of(deployment: str) -> Choice:
-    """What this process knows of a deployment."""
+    """Return what this process knows of a deployment."""
     with _making:
         return _choices.setdefault(deployment, Choice())

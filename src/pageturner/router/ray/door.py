@@ -68,7 +68,7 @@ class Door:
         self._apps = {name: _app_of(router) for name, router in self._routers.items()}
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """What `serve.ingress` asks for."""
+        """Return what `serve.ingress` asks for."""
         return _without_id(self.app())
 
     def app(self) -> ASGIApp:
@@ -140,7 +140,7 @@ class Door:
         return json_response({"server_load": sum(one.active for one in self._routers.values())})
 
     async def listed(self, request: HTTPRequest) -> Response:
-        """What all models say of themselves, in one list."""
+        """Return what all models say of themselves, in one list."""
         path = request.url.path
         headers = [(name, value) for name, value in request.headers.raw if name in LIST_HEADERS]
         told = await asyncio.gather(
@@ -160,13 +160,14 @@ class Door:
         return json_response({**whole, LISTS[path]: every})
 
     async def metrics(self, _: HTTPRequest) -> Response:
-        """What this door has counted, by model. A replica's own figures are in Ray's log and dashboard."""
+        """Return what this door has counted, by model. A replica's own figures are in Ray's log and
+        dashboard."""
         exposition, prefix, routers = Exposition(), "pageturner:router_", self._routers.items()
         there = {name: float(fleet.there) for name, fleet in self._fleets.items()}
         help = "Replicas that Serve sends requests to, once one was sent"
-        exposition.gauges(prefix + "replicas", help, ("model",), there)
+        exposition.gauge(prefix + "replicas", help, there, "model")
         active = {name: float(one.active) for name, one in routers}
-        exposition.gauges(prefix + "open", "Requests under way", ("model",), active)
+        exposition.gauge(prefix + "open", "Requests under way", active, "model")
         for name, help, counts in (
             ("retries", "Requests tried once more", {name: one.retries for name, one in routers}),
             (
@@ -180,7 +181,7 @@ class Door:
                 {name: one.cut_short for name, one in routers},
             ),
         ):
-            exposition.counters(prefix + name, help, ("model",), counts)
+            exposition.counter(prefix + name, help, counts, "model")
         placed = {
             (name, how): float(n)
             for name, fleet in self._fleets.items()
@@ -192,15 +193,15 @@ class Door:
             for how, n in fleet.choice.multiplexed.items()
         }
         help = "Requests for adapters, by whether their replica had it in memory"
-        exposition.counters(prefix + "adapter_requests", help, ("model", "how"), chosen)
+        exposition.counter(prefix + "adapter_requests", help, chosen, "model", "how")
         help = "Prompts, by whether they went where their beginning is known"
-        exposition.counters(prefix + "placed", help, ("model", "how"), placed)
+        exposition.counter(prefix + "placed", help, placed, "model", "how")
         return Response(exposition.text(), media_type=prometheus.MEDIA_TYPE)
 
 
 def _app_of(router: Router) -> Starlette:
-    """What one model answers. Answers of /v1/responses are made, and not kept for later: they would have to
-    be found again among replicas that come and go."""
+    """Return what one model answers. Answers of /v1/responses are made, and not kept for later: they would
+    have to be found again among replicas that come and go."""
     passed = [
         *RELAYED,
         ("POST", "/v1/responses", prefix_digests),

@@ -17,7 +17,7 @@ from urllib.parse import unquote
 
 from pageturner.config.settings import RouterConfig
 from pageturner.http.http_client import (
-    MOST_REST,
+    MAX_REST,
     AnswerPieces,
     ConnectionLost,
     Headers,
@@ -67,8 +67,8 @@ class ServeFleet(Fleet):
         return False
 
     async def tell_all(self, method: str, *arguments: Any) -> list[Any]:
-        """What each replica that is there now answers to this method, or the exception that it raised. Raises
-        ConnectionLost where none can be asked within `read_timeout`."""
+        """Return what each replica that is there now answers to this method, or the exception that it raised.
+        Raises ConnectionLost where none can be asked within `read_timeout`."""
         try:
             async with asyncio.timeout(self._timeout):
                 told: list[Any] = await self._handle.broadcast(method, *arguments).results_async(
@@ -158,7 +158,7 @@ class HandleAnswer:
         self.tokens += piece.count(b"\n" + MARK)
         return piece
 
-    async def read_rest(self, most: int = MOST_REST, seconds: float | None = None) -> bytes:
+    async def read_rest(self, most: int = MAX_REST, seconds: float | None = None) -> bytes:
         whole = b""
         try:
             async with asyncio.timeout(seconds or self._timeout):

@@ -139,7 +139,7 @@ class ModelReplica:
         (await self.start()).check()
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """What choice.py is told."""
+        """Return what choice.py is told."""
         self._said += 1
         service = (await self.start()).service
         return {
@@ -150,7 +150,7 @@ class ModelReplica:
         }
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What router/autoscaling.py asks for."""
+        """Return what router/autoscaling.py asks for."""
         server = await self.start()
         met, answers = server.targets_met
         active, places = server.service.active, max(1, server.service.live_settings.slots)
@@ -185,7 +185,7 @@ class _Call:
         self.news.set()
 
     def taken(self) -> list[Head | bytes]:
-        """What was sent since it was last asked: the head, the body in one piece."""
+        """Return what was sent since it was last asked: the head, the body in one piece."""
         sent, self.sent = self.sent, []
         found: list[Head | bytes] = [
             (one["status"], list(one["headers"]))

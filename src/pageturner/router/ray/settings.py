@@ -114,7 +114,7 @@ def settings_of(table: dict[str, Any]) -> AppSettings:
 
 
 def table_of(settings: AppSettings) -> dict[str, Any]:
-    """What `settings_of` reads, of plain values: for the args of a Serve configuration."""
+    """Return what `settings_of` reads, of plain values: for the args of a Serve configuration."""
     table = {one.name: getattr(settings, one.name) for one in fields(AppSettings)}
     table["models"] = {name: _plain(one) for name, one in settings.models.items()}
     return table

@@ -80,7 +80,7 @@ class Goodput:
 
 
 def _targets(stream: OutputStream) -> dict[str, Callable[[float], bool]]:
-    """Whether each of its targets is met as it stands at a time."""
+    """Return whether each of its targets is met as it stands at a time."""
     request, times, more = stream.request, stream.times, len(stream.tokens) - 1
     found: dict[str, Callable[[float], bool]] = {}
     if (ttft := request.ttft_target) is not None:

@@ -132,9 +132,9 @@ def check_values(raw: bytes, most: int, name: str) -> None:
 
 
 def count_values(raw: bytes, most: int) -> tuple[int, int]:
-    """How many strings are in some JSON, and how many of its places are no strings: lists, objects, numbers
-    and the rest. Where there are more than `most` strings the others are not counted. A few passes over the
-    bytes, and nothing is made of them."""
+    """Return how many strings are in some JSON, and how many of its places are no strings: lists, objects,
+    numbers and the rest. Where there are more than `most` strings the others are not counted. A few passes
+    over the bytes, and nothing is made of them."""
     strings, outside = _strings_and_rest(raw, most)
     places = (
         outside.count(b",") + outside.count(b":") + outside.count(b"[") + outside.count(b"{") + 1
@@ -143,8 +143,8 @@ def count_values(raw: bytes, most: int) -> tuple[int, int]:
 
 
 def _strings_and_rest(raw: bytes, most: int) -> tuple[int, bytes]:
-    """How many strings are in some JSON, and all that stands outside of them: nothing where there are more
-    than `most` strings."""
+    """Return how many strings are in some JSON, and all that stands outside of them: nothing where there are
+    more than `most` strings."""
     if b"\\" in raw:
         raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
     strings = raw.count(b'"') // 2
@@ -169,7 +169,8 @@ def check_prompt_json(raw: bytes, truncated: bool, limits: RequestLimits) -> Non
 
 
 def maximum(tokens: int) -> str:
-    """How a message about too long a prompt begins: clients know these words, and try another model."""
+    """Return how a message about too long a prompt begins: clients know these words, and try another
+    model."""
     return f"This model's maximum context length is {tokens} tokens"
 
 

@@ -58,7 +58,7 @@ def price_of(requests: Iterable[Request]) -> Price:
 
 
 def price_of_answers(streams: Iterable[OutputStream]) -> int:
-    """What the answers of one HTTP request have cost so far."""
+    """Return what the answers of one HTTP request have cost so far."""
     return ceil(sum(len(stream.tokens) * _of_token(stream.request.params) for stream in streams))
 
 

@@ -118,7 +118,7 @@ class KeyAccount:
 
     @property
     def open_cost(self) -> int:
-        """What everything that is open may cost together, in tokens."""
+        """Return what everything that is open may cost together, in tokens."""
         return sum(work.price.whole for work in self.under_way)
 
     def wait_for_release(self, tokens: int, now: float) -> float:

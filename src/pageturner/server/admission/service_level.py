@@ -17,9 +17,9 @@ from pageturner.http.request_info import ELAPSED, MAX_ELAPSED_MS, elapsed_of
 from pageturner.request import SessionHint
 from pageturner.server.api.base.body import RequestBody, bad_request
 
-MOST_MS = MAX_ELAPSED_MS
+MAX_MS = MAX_ELAPSED_MS
 SHORTEST = 0.001  # seconds; what is left of a target that cannot be met any more
-MOST_PRIORITY = 2**31
+MAX_PRIORITY = 2**31
 _TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -48,8 +48,9 @@ class RequestContext:
 def service_level_of(
     body: RequestBody, headers: Iterable[tuple[bytes, bytes]], key: ApiKey = ANYBODY
 ) -> ServiceLevel:
-    """Those of a request. key: what it came with; only where keys do not tell tenants apart a header, or
-    `user`, does. ClientError 400 names the field or header that is wrong, 403: the key does not allow it."""
+    """Return those of a request. key: what it came with; only where keys do not tell tenants apart a header,
+    or `user`, does. ClientError 400 names the field or header that is wrong, 403: the key does not allow
+    it."""
     given = {
         name: value.decode("latin-1").strip() for name, value in headers if name.startswith(b"x-")
     }
@@ -87,10 +88,10 @@ def _priority(field: int | None, header: str | None) -> int | None:
     name = "priority"
     if field is None and header is not None:
         name = "X-Priority"
-        field = int(header) if re.fullmatch(r"[+-]?[0-9]{1,10}", header) else MOST_PRIORITY
-    if field is not None and not -MOST_PRIORITY <= field < MOST_PRIORITY:
+        field = int(header) if re.fullmatch(r"[+-]?[0-9]{1,10}", header) else MAX_PRIORITY
+    if field is not None and not -MAX_PRIORITY <= field < MAX_PRIORITY:
         raise bad_request(
-            "invalid_value", f"{name} must be {-MOST_PRIORITY} to {MOST_PRIORITY - 1}", name
+            "invalid_value", f"{name} must be {-MAX_PRIORITY} to {MAX_PRIORITY - 1}", name
         )
     return field
 
@@ -102,9 +103,9 @@ def _seconds(field: float | None, name: str, given: dict[bytes, str]) -> float |
         name, field = header, _number(text)
     if field is None:
         return None
-    if not 0 < field <= MOST_MS:
+    if not 0 < field <= MAX_MS:
         raise bad_request(
-            "invalid_value", f"{name} must be above 0 and at most {MOST_MS:.0f} milliseconds", name
+            "invalid_value", f"{name} must be above 0 and at most {MAX_MS:.0f} milliseconds", name
         )
     return field / 1000
 

@@ -25,10 +25,10 @@ from pageturner.server.observability.metrics import Metrics
 from pageturner.text.output_stream import OutputStream
 
 GROWTH = 64  # tokens of KV that an answer is thought to take beyond those that it has
-MOST_KV = 0.85  # share of the KV memory up to which the background may fill it
+MAX_KV = 0.85  # share of the KV memory up to which the background may fill it
 TICK = 0.05  # seconds between two looks at who could return
 PATIENCE = 0.5  # seconds that others wait beside the background before all of it leaves
-MOST_READ = 4  # requests that are being read: what each will take is not known before
+MAX_READ = 4  # requests that are being read: what each will take is not known before
 AHEAD = 8  # a slot for each so many is kept filled from the queue, where nobody else is there
 
 Group = list[OutputStream]  # the choices of one prompt, which share its KV
@@ -51,7 +51,8 @@ class BackgroundPlaces:
         self._task: asyncio.Task[None] | None = None
 
     def leaving(self, coming: list[OutputStream]) -> int:
-        """How many streams of the background would leave for these, if there is no other place for them."""
+        """Return how many streams of the background would leave for these, if there is no other place for
+        them."""
         if is_background(coming[0]):
             return 0
         return sum(map(is_background, self._streams.unfinished.values()))
@@ -76,7 +77,7 @@ class BackgroundPlaces:
         return (stream for group in self._aside for stream in group)
 
     def room(self, under_way: int) -> int:
-        """How many more requests of the background may begin, where so many are under way."""
+        """Return how many more requests of the background may begin, where so many are under way."""
         others = sum(not is_background(stream) for stream in self._streams.unfinished.values())
         inside = len(self._streams.unfinished) - others
         behind, being_read = max(under_way, inside), max(0, under_way - inside)
@@ -84,7 +85,7 @@ class BackgroundPlaces:
             return 0
         slots = self._slots()
         most = slots - others if others else min(slots + slots // AHEAD, self._streams.limit)
-        return min(most - behind, MOST_READ - being_read)
+        return min(most - behind, MAX_READ - being_read)
 
     # -- who leaves ------------------------------------------------------------------------------------------
     def _make_room(self, coming: list[OutputStream], most: int | None = None) -> None:
@@ -101,7 +102,7 @@ class BackgroundPlaces:
             self._take_out(groups.pop())
 
     def _groups(self) -> list[Group]:
-        """Those of the background in the engine, the oldest first."""
+        """Return those of the background in the engine, the oldest first."""
         found: dict[int, Group] = {}
         for stream in self._streams.unfinished.values():
             if is_background(stream):
@@ -111,14 +112,14 @@ class BackgroundPlaces:
         return list(found.values())
 
     def _full(self, coming: Iterable[OutputStream]) -> bool:
-        """Whether all that is open, and these, take more KV than the background may fill."""
+        """Return whether all that is open, and these, take more KV than the background may fill."""
         ready = self._supervisor.ready
         if ready is None:
             return False
         taken = sum(map(_positions, self._streams.unfinished.values())) + sum(
             map(_positions, coming)
         )
-        return taken > MOST_KV * ready.num_blocks * ready.block_size
+        return taken > MAX_KV * ready.num_blocks * ready.block_size
 
     def _take_out(self, group: Group) -> None:
         for stream in group:
@@ -139,7 +140,7 @@ class BackgroundPlaces:
         self._task = None
 
     def _others_wait(self) -> bool:
-        """Whether somebody else has been in the engine's queue for a while."""
+        """Return whether somebody else has been in the engine's queue for a while."""
         given, running = self._supervisor.placed()
         since = time.monotonic() - PATIENCE
         return any(

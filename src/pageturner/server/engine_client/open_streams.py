@@ -16,14 +16,14 @@ from pageturner.errors import ClientError
 from pageturner.http.memory_reserve import MESSAGE, OUT_OF_MEMORY
 from pageturner.request import Event, Failure, Timings
 from pageturner.server.admission.limits import UNKNOWN
-from pageturner.server.engine_client.places import Places
+from pageturner.server.engine_client.retry_after import RetryAfter
 from pageturner.server.observability.metrics import Metrics
 from pageturner.text.output_stream import OutputPiece, OutputStream, StreamTimes
 from pageturner.text.parameters import entries
 
 MAX_BEHIND = 4096  # tokens that a client may leave unread before it is cut off
 MANY_LOGPROBS = 512  # positions of an answer; more are a burden where there is no memory
-MOST_STOPPED = (
+MAX_STOPPED = (
     1024  # stopped streams awaiting the engine's timings; beyond this the oldest go without
 )
 NO_MEMORY = Failure(OUT_OF_MEMORY, MESSAGE, 1.0)
@@ -64,7 +64,7 @@ class OpenStreams:
         )
         self._stopped: OrderedDict[int, StoppedStream] = OrderedDict()
         self._metrics = metrics
-        self._places = Places(limit)
+        self._places = RetryAfter(limit)
         self._most_entries = most_entries
         self._entries = (
             0  # of all unfinished streams: what reshapes their logits lies in both processes
@@ -129,7 +129,7 @@ class OpenStreams:
                 if event.finish is None:
                     stopped.append(event.id)
                     self._stopped[event.id] = StoppedStream(stream.times)
-                    if len(self._stopped) > MOST_STOPPED:
+                    if len(self._stopped) > MAX_STOPPED:
                         self._stopped.popitem(last=False)[1].settle(None)
         return stopped
 
@@ -181,7 +181,7 @@ class OpenStreams:
             self._finished(stream, self._clock())
 
     def overdue(self, grace: float) -> list[OutputStream]:
-        """Those whose deadline passed so many seconds ago, which the engine should have ended."""
+        """Return those whose deadline passed so many seconds ago, which the engine should have ended."""
         now = self._clock() - grace
         due = (stream for stream in self.unfinished.values() if stream.request.deadline is not None)
         return [stream for stream in due if (stream.request.deadline or 0.0) < now]

@@ -29,7 +29,7 @@ BUFFER_BYTES = 4 << 20  # of the socket, so that an engine seldom waits for the 
 
 
 def engine_command(config: EngineConfig) -> list[str]:
-    """How the engine process is started, by module name: this process never imports it."""
+    """Return how the engine process is started, by module name: this process never imports it."""
     settings = json.dumps(asdict(config))
     return [sys.executable, "-m", "pageturner.engine.worker", "--config", settings]
 
@@ -129,7 +129,7 @@ class EngineProcess:
 
     @property
     def stopped(self) -> bool:
-        """Whether somebody has stopped it (SIGSTOP, a debugger), which no request can do."""
+        """Return whether somebody has stopped it (SIGSTOP, a debugger), which no request can do."""
         try:
             with open(f"/proc/{self.pid}/stat", "rb") as file:
                 return file.read().rpartition(b") ")[2][:1] in b"Tt"

@@ -41,16 +41,16 @@ class Quarantine:
 
     @property
     def active(self) -> bool:
-        """Whether suspects are being tried, so that everything else has to wait."""
+        """Return whether suspects are being tried, so that everything else has to wait."""
         return bool(self._trial or self._rest)
 
     @property
     def suspects(self) -> list[int]:
-        """Those who are being tried, then those whose trial is to come."""
+        """Return those who are being tried, then those whose trial is to come."""
         return self._trial + [id for group in self._rest for id in group]
 
     def allows(self, id: int) -> bool:
-        """Whether the request may be submitted now."""
+        """Return whether the request may be submitted now."""
         return not self.active or id in self._admitted
 
     def killed(self, executing: Sequence[int], tokens: Mapping[int, int]) -> int | None:

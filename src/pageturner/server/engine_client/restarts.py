@@ -69,12 +69,13 @@ class Restarts:
 
     @property
     def looping(self) -> bool:
-        """Whether this is a crash loop, as long as the present engine does not show that it is over."""
+        """Return whether this is a crash loop, as long as the present engine does not show that it is
+        over."""
         return self.futile > self._patience
 
     @property
     def unavailable(self) -> Failure:
-        """What whoever waits is told in a crash loop."""
+        """Return what whoever waits is told in a crash loop."""
         return DEVICE_UNAVAILABLE if self.start_failed.startswith("gpu_") else UNAVAILABLE
 
     def refuse_in_a_loop(self) -> None:

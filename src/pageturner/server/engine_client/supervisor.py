@@ -166,7 +166,7 @@ class Supervisor:
 
     @property
     def crash_loop(self) -> str:
-        """What is wrong, where one engine after the other ends for nothing; "" where none does."""
+        """Return what is wrong, where one engine after the other ends for nothing; "" where none does."""
         if not self._restarts.looping or (self._live and self._moved(time.monotonic())):
             return ""
         return (
@@ -175,7 +175,7 @@ class Supervisor:
         )
 
     def _moved(self, now: float) -> bool:
-        """Whether anything came of this engine process."""
+        """Return whether anything came of this engine process."""
         return self._streams.gained > self._gained or now - self._ready_at > STEADY
 
     @property
@@ -336,7 +336,7 @@ class Supervisor:
 
     # -- death and recovery ----------------------------------------------------------------------------------
     def _work(self) -> bool:
-        """Whether the engine has something that it should be doing."""
+        """Return whether the engine has something that it should be doing."""
         return not self._submitted.isdisjoint(self._streams.unfinished)
 
     @property

@@ -27,7 +27,7 @@ from pageturner.server.engine_client.supervisor import Supervisor
 log = logging.getLogger("pageturner")
 
 CHANGEABLE = ("max_num_batched_tokens", "max_num_seqs", "policy", "order")
-MOST_BODY = 4096  # bytes
+MAX_BODY = 4096  # bytes
 MOST = 1 << 24  # tokens of a step, or sequences: more is a slip
 
 
@@ -119,7 +119,7 @@ class AdminPages:
     async def config(self, request: HTTPRequest) -> Response:
         self.admit(request)
         if request.method == "POST":
-            self._settings.change(_object(await read_body(request.receive, MOST_BODY)))
+            self._settings.change(_object(await read_body(request.receive, MAX_BODY)))
         return json_response(self._settings.as_dict())
 
     async def state(self, request: HTTPRequest) -> Response:

@@ -13,8 +13,8 @@ from typing import Any
 from pageturner.server.service import Service
 from pageturner.text.output_stream import OutputStream
 
-MOST_STREAMS = 1000  # are told one by one, the oldest first
-MOST_NAME = 128  # characters of what a client calls itself or its request
+MAX_STREAMS = 1000  # are told one by one, the oldest first
+MAX_NAME = 128  # characters of what a client calls itself or its request
 POOL = (
     "blocks_total",
     "blocks_used",
@@ -29,7 +29,7 @@ def server_state(service: Service) -> dict[str, Any]:
     given, in_step = service.supervisor.placed()
     told = [
         _stream(service, stream, place_of(id, given, in_step), now)
-        for id, stream in islice(unfinished.items(), MOST_STREAMS)
+        for id, stream in islice(unfinished.items(), MAX_STREAMS)
     ]
     return {
         "engine": _engine(service),
@@ -58,7 +58,7 @@ def _engine(service: Service) -> dict[str, Any]:
         "draining": service.draining,
         "restarts": metrics.restarts,
         "poisoned_requests": metrics.poisoned,
-        "suspects": supervisor.suspects[:MOST_STREAMS],
+        "suspects": supervisor.suspects[:MAX_STREAMS],
         "max_model_len": None if ready is None else ready.max_model_len,
         "block_size": None if ready is None else ready.block_size,
         "kv_bytes": None if ready is None else ready.kv_bytes,
@@ -67,9 +67,9 @@ def _engine(service: Service) -> dict[str, Any]:
 
 
 def _keys(service: Service) -> list[dict[str, Any]]:
-    """What each key that has asked for something has open and has used; costs in tokens (price.py)."""
+    """Return what each key that has asked for something has open and has used; costs in tokens (price.py)."""
     told, now = [], time.monotonic()
-    for number, key in islice(service.numbered_keys(), MOST_STREAMS):
+    for number, key in islice(service.numbered_keys(), MAX_STREAMS):
         if (account := service.quota.account(key)) is not None:
             bucket = account.bucket
             told.append(
@@ -87,7 +87,7 @@ def _keys(service: Service) -> list[dict[str, Any]]:
 
 
 def place_of(id: int, given: frozenset[int], in_step: frozenset[int]) -> str:
-    """Where a request is. given: to the engine process; in_step: its latest step."""
+    """Return where a request is. given: to the engine process; in_step: its latest step."""
     if id not in given:
         return "held"  # until there is an engine, or until suspects have been tried
     return "running" if id in in_step else "waiting"
@@ -99,8 +99,8 @@ def _stream(service: Service, stream: OutputStream, place: str, now: float) -> d
     name, tenant = service.history.owner(request.id)
     return {
         "id": request.id,
-        "request": name[:MOST_NAME],
-        "tenant": (tenant or request.tenant)[:MOST_NAME],
+        "request": name[:MAX_NAME],
+        "tenant": (tenant or request.tenant)[:MAX_NAME],
         "choice": stream.choice,
         "state": place,
         "prompt_tokens": len(request.prompt),

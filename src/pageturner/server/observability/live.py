@@ -20,14 +20,14 @@ from pageturner.errors import ClientError
 from pageturner.http.responses import json_response
 from pageturner.ipc.ledger import NotedStep
 from pageturner.server.home import home
-from pageturner.server.observability.admin_state import MOST_NAME, place_of
+from pageturner.server.observability.admin_state import MAX_NAME, place_of
 from pageturner.server.service import Service
 from pageturner.text.output_stream import OutputStream
 
 WATCHED_FOR = 3.0  # seconds behind each look for which the engine notes its steps
-MOST_REQUESTS = 256  # are told, the oldest first: as many as a noted step has rows
+MAX_REQUESTS = 256  # are told, the oldest first: as many as a noted step has rows
 LATELY = 60.0  # seconds of ended requests whose first tokens are counted
-MOST_NUMBER = 1 << 53
+MAX_NUMBER = 1 << 53
 
 
 class LivePage:
@@ -62,7 +62,7 @@ class LivePage:
     def _requests(self, now: float) -> list[dict[str, Any]]:
         service = self._service
         given, in_step = service.supervisor.placed()
-        oldest = islice(service.streams.unfinished.items(), MOST_REQUESTS)
+        oldest = islice(service.streams.unfinished.items(), MAX_REQUESTS)
         return [self._request(stream, place_of(id, given, in_step), now) for id, stream in oldest]
 
     def _request(self, stream: OutputStream, place: str, now: float) -> dict[str, Any]:
@@ -70,8 +70,8 @@ class LivePage:
         name, tenant = self._service.history.owner(request.id)
         return {
             "id": request.id,
-            "request": name[:MOST_NAME],
-            "tenant": (tenant or request.tenant)[:MOST_NAME],
+            "request": name[:MAX_NAME],
+            "tenant": (tenant or request.tenant)[:MAX_NAME],
             "choice": stream.choice,
             "state": place,
             "prompt_tokens": len(request.prompt),
@@ -105,6 +105,6 @@ def _step(step: NotedStep) -> dict[str, Any]:
 
 
 def _number(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or len(text) > 16 or int(text) > MOST_NUMBER:
+    if not text.isascii() or not text.isdigit() or len(text) > 16 or int(text) > MAX_NUMBER:
         raise ClientError(400, "invalid_value", "since is the number of a step: digits", "since")
     return int(text)

@@ -12,12 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 
-from pageturner.http.histogram import Histogram
 from pageturner.http.http_metrics import HttpMetrics
-from pageturner.http.prometheus import Exposition
+from pageturner.http.prometheus import Exposition, Histogram, process_metrics
 from pageturner.server.admission.goodput import Goodput
-from pageturner.server.observability import adapter_metrics, process_metrics, tier_metrics
-from pageturner.server.observability.adapter_metrics import AdapterFigures
+from pageturner.server.observability import tier_metrics
 from pageturner.server.observability.request_phases import SECONDS, TOKENS, PhaseMetrics
 from pageturner.server.observability.utilisation import Utilisation
 from pageturner.telemetry.work import STEP_SIZES
@@ -119,11 +117,27 @@ ENGINE_COUNTERS = {
         "Tokens computed again after preemption or a restart",
     ),
 } | tier_metrics.COUNTERS
-MOST_FIGURES = 512  # of an engine
-MOST_CODES = 128  # of refusals, each a label of its own
+ADAPTER_GAUGES = {
+    "adapters": "LoRA adapters that requests can ask for",
+    "adapters_in_memory": "LoRA adapters in memory",
+    "adapter_bytes": "Bytes that they take",
+    "adapters_waiting": "Requests that wait for their adapter",
+}
+MAX_FIGURES = 512  # of an engine
+MAX_CODES = 128  # of refusals, each a label of its own
 ACCEPTED_AT = "accepted_tokens_at_"  # and the position in the draft, from 0
 STEPS_OF = "steps_of_"  # and the number of the bucket of STEP_SIZES
 PLACES = (ACCEPTED_AT, STEPS_OF)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFigures:
+    """most: in memory at once. by_name: requests that ended, and tokens of their answers. at_work: names of
+    those that run, and of those that only wait."""
+
+    most: int
+    by_name: Mapping[str, tuple[int, int]]
+    at_work: tuple[list[str], list[str]]
 
 
 @dataclass(slots=True)
@@ -176,11 +190,11 @@ class Metrics:
     def engine_stats(self, values: dict[str, float]) -> None:
         """Take a Stats message: gauges as they are, counters by what they grew. ValueError for a figure that
         is none."""
-        if not all(map(isfinite, values.values())) or len(values) > MOST_FIGURES:
+        if not all(map(isfinite, values.values())) or len(values) > MAX_FIGURES:
             raise ValueError("figures that are none")
         for name, value in values.items():
             known = name in ENGINE_COUNTERS or name in self.counters
-            if known or (name.startswith(PLACES) and len(self.counters) < MOST_FIGURES):
+            if known or (name.startswith(PLACES) and len(self.counters) < MAX_FIGURES):
                 self.counters[name] += int(value - self._last.get(name, 0))
                 self._last[name] = value
         self.engine = values
@@ -194,7 +208,7 @@ class Metrics:
 
     def refuse(self, code: str) -> None:
         """One request was refused. Codes are stable and few; were there ever more, the rest is one."""
-        known = code in self.refused or len(self.refused) < MOST_CODES
+        known = code in self.refused or len(self.refused) < MAX_CODES
         self.refused[code if known else "other"] += 1
 
     def tokens(self, gap: float) -> None:
@@ -224,7 +238,7 @@ def render(
     )
     if healthy:  # else vLLM's board is to say that it is down, and not that it sleeps
         states = {"awake": 1.0, "weights_offloaded": 0.0, "discard_all": 0.0}
-        exposition.gauges("vllm:engine_sleep_state", "1 for what it does", ("sleep_state",), states)
+        exposition.gauge("vllm:engine_sleep_state", "1 for what it does", states, "sleep_state")
     exposition.counter("pageturner:engine_restarts", "Engine processes lost", metrics.restarts)
     exposition.counter(
         "pageturner:engine_strikes",
@@ -244,21 +258,46 @@ def render(
     exposition.counter("pageturner:cut_readers", help, cut)
     keys = keys or {}
     help = "Tokens that what each key has open may cost"
-    exposition.gauges(
-        "pageturner:key_open_cost", help, ("key",), {key: one[0] for key, one in keys.items()}
+    exposition.gauge(
+        "pageturner:key_open_cost", help, {key: one[0] for key, one in keys.items()}, "key"
     )
     help = "Tokens that the requests of each key were charged, less what was given back"
-    exposition.gauges(
-        "pageturner:key_cost", help, ("key",), {key: one[1] for key, one in keys.items()}
-    )
+    exposition.gauge("pageturner:key_cost", help, {key: one[1] for key, one in keys.items()}, "key")
     if adapters is not None:
-        adapter_metrics.expose(exposition, adapters, metrics.engine)
-    tier_metrics.expose(exposition, metrics.engine)
+        _expose_adapters(exposition, adapters, metrics.engine)
+    for name, help in tier_metrics.GAUGES.items():
+        if name in metrics.engine:
+            exposition.gauge(f"pageturner:{name}", help, metrics.engine[name])
     metrics.utilisation.expose(exposition)
     metrics.phases.expose(exposition)
     for name, help, histogram in _histograms(metrics):
-        exposition.histogram(name, help, histogram.cumulative(), histogram.sum)
-    return exposition.text() + metrics.http.text() + process_metrics.text()
+        exposition.histogram(name, help, histogram)
+    return exposition.text() + metrics.http.text() + process_metrics()
+
+
+def _expose_adapters(
+    exposition: Exposition, figures: AdapterFigures, engine: Mapping[str, float]
+) -> None:
+    """The LoRA adapters, where there is one."""
+    if not figures.by_name:
+        return
+    for name, help in ADAPTER_GAUGES.items():
+        exposition.gauge(f"pageturner:{name}", help, engine.get(name, 0))
+    help = "Requests for each adapter that have ended"
+    counts = {name: one[0] for name, one in figures.by_name.items()}
+    exposition.counter("pageturner:adapter_requests", help, counts, "adapter")
+    help = "Tokens generated with each adapter"
+    counts = {name: one[1] for name, one in figures.by_name.items()}
+    exposition.counter("pageturner:adapter_generated_tokens", help, counts, "adapter")
+    running, waiting = map(",".join, figures.at_work)
+    labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+    help = "Adapters at work; the value is the time"
+    exposition.gauge(
+        "vllm:lora_requests_info",
+        help,
+        {(str(figures.most), running, waiting): time.time()},
+        *labels,
+    )
 
 
 def _expose_engine(exposition: Exposition, metrics: Metrics, cache: dict[str, str]) -> None:
@@ -269,7 +308,7 @@ def _expose_engine(exposition: Exposition, metrics: Metrics, cache: dict[str, st
     deferred = engine.get("deferred", 0)
     reasons = {"capacity": engine.get("waiting", 0) - deferred, "deferred": deferred}
     help = "Requests waiting: for a place, or for a grammar, an adapter or KV"
-    exposition.gauges("vllm:num_requests_waiting_by_reason", help, ("reason",), reasons)
+    exposition.gauge("vllm:num_requests_waiting_by_reason", help, reasons, "reason")
     kinds = ("blocks", "recent_blocks")  # the second only where layers have a window
     usage = max(
         engine.get(f"{kind}_used", 0) / (engine.get(f"{kind}_total", 0) or 1) for kind in kinds
@@ -286,7 +325,7 @@ def _expose_engine(exposition: Exposition, metrics: Metrics, cache: dict[str, st
     exposition.gauge("pageturner:predicted_answer_tokens", help, engine.get("backlog_answer", 0))
     states = ("reserved", "used", "wasted", "saved", "contiguous")
     kv = {state: engine.get(f"kv_{state}", 0) for state in states}
-    exposition.gauges("pageturner:kv_tokens", "KV memory of who runs, in tokens", ("state",), kv)
+    exposition.gauge("pageturner:kv_tokens", "KV memory of who runs, in tokens", kv, "state")
     for name, help in (
         ("sessions", "Sessions"),
         ("session_blocks", "KV blocks that sessions keep"),
@@ -304,7 +343,7 @@ def _expose_engine(exposition: Exposition, metrics: Metrics, cache: dict[str, st
         "vllm:spec_decode_num_accepted_tokens_per_pos",
         "Drafts whose token at this place was right",
     )
-    exposition.counters(name, help, ("position",), places)
+    exposition.counter(name, help, places, "position")
     queries, hits = counters["prompt_tokens"], counters["cached_tokens"]
     exposition.counter(
         "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache", queries
@@ -312,8 +351,8 @@ def _expose_engine(exposition: Exposition, metrics: Metrics, cache: dict[str, st
     exposition.counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache", hits)
     steps = Histogram(tuple(map(float, STEP_SIZES)))
     steps.counts = [counters[f"{STEPS_OF}{i}"] for i in range(len(STEP_SIZES) + 1)]
-    help, tokens = "Tokens computed in a step", float(counters["step_tokens"])
-    exposition.histogram("vllm:iteration_tokens_total", help, steps.cumulative(), tokens)
+    steps.sum = float(counters["step_tokens"])
+    exposition.histogram("vllm:iteration_tokens_total", "Tokens computed in a step", steps)
     block_size = int(cache.get("block_size", 1))
     sent = min(
         hits, counters["kv_received_blocks"] * block_size
@@ -324,7 +363,7 @@ def _expose_engine(exposition: Exposition, metrics: Metrics, cache: dict[str, st
         "external_kv_transfer": sent,
     }
     help = "Prompt tokens: computed, cached, and computed by another engine"
-    exposition.counters("vllm:prompt_tokens_by_source", help, ("source",), sources)
+    exposition.counter("vllm:prompt_tokens_by_source", help, sources, "source")
     _expose_other_caches(exposition, counters, block_size)
 
 
@@ -348,15 +387,13 @@ def _expose_other_caches(exposition: Exposition, counters: Counter[str], block_s
 def _expose_requests(exposition: Exposition, metrics: Metrics) -> None:
     """How requests ended, and whether their targets were met."""
     label = ("finished_reason",)
-    exposition.counters("vllm:request_success", "Requests finished", label, metrics.finished)
-    exposition.counters(
-        "vllm:admission_rejections", "Requests refused", ("reason",), metrics.rejected
-    )
+    exposition.counter("vllm:request_success", "Requests finished", metrics.finished, *label)
+    exposition.counter("vllm:admission_rejections", "Requests refused", metrics.rejected, "reason")
     help = "Requests refused, whether they may be sent again or not, by the reason of the error"
-    exposition.counters("pageturner:refusals", help, ("reason",), metrics.refused)
+    exposition.counter("pageturner:refusals", help, metrics.refused, "reason")
     help = "Requests that carried targets, by target (all: all of theirs) and outcome"
     outcomes = metrics.goodput.outcomes
-    exposition.counters("pageturner:target_outcomes", help, ("target", "outcome"), outcomes)
+    exposition.counter("pageturner:target_outcomes", help, outcomes, "target", "outcome")
     share, rate = metrics.goodput.last_minute(time.monotonic())
     engine = metrics.engine
     for name, help, value in (

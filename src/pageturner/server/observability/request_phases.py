@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pageturner.http.histogram import Histogram
-from pageturner.http.prometheus import Exposition
+from pageturner.http.prometheus import Exposition, Histogram
 from pageturner.text.output_stream import OutputStream, StreamTimes
 
 # vLLM's buckets for all that is counted in seconds of a request
@@ -47,7 +46,7 @@ TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2
 COMPUTING = frozenset(
     ["prefill", "recompute", "decode", "stalled"]
 )  # spans in which it is in a step
-MOST_CAUSES = 64
+MAX_CAUSES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +111,7 @@ class PhaseMetrics:
         self.decode.observe(phases.decode)
         self.inference.observe(phases.prefill + phases.decode)
         for part, seconds in times.timings.parts.items():
-            known = part in self.seconds_by_part or len(self.seconds_by_part) < MOST_CAUSES
+            known = part in self.seconds_by_part or len(self.seconds_by_part) < MAX_CAUSES
             part = part if known else "other"
             self.seconds_by_part[part] = self.seconds_by_part.get(part, 0.0) + seconds
 
@@ -145,6 +144,6 @@ class PhaseMetrics:
                 self.longest,
             ),
         ):
-            exposition.histogram(f"vllm:{name}", help, histogram.cumulative(), histogram.sum)
+            exposition.histogram(f"vllm:{name}", help, histogram)
         help = "Seconds of requests that ended, by cause: the parts of their timings, all choices together"
-        exposition.counters("pageturner:request_seconds", help, ("part",), self.seconds_by_part)
+        exposition.counter("pageturner:request_seconds", help, self.seconds_by_part, "part")

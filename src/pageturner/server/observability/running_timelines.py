@@ -26,8 +26,8 @@ from pageturner.text.output_stream import OutputStream
 ASKED_FOR = 2.0  # seconds behind each look for which the engine tells the account
 PATIENCE = 1.0  # seconds that a look waits for the first one
 TICK = 0.02
-MOST_CHOICES = 8  # of what has one name are told: as many as the ledger asks for
-MOST_BEHIND = 8
+MAX_CHOICES = 8  # of what has one name are told: as many as the ledger asks for
+MAX_BEHIND = 8
 
 
 class RunningTimelines:
@@ -44,7 +44,7 @@ class RunningTimelines:
             stream
             for id, stream in self._streams.unfinished.items()
             if self._history.owner(id) == (name, tenant)
-        ][:MOST_CHOICES]
+        ][:MAX_CHOICES]
         now = time.monotonic()
         for stream in found:
             self._supervisor.process.ledger.ask(stream.request.id, now + ASKED_FOR)
@@ -73,12 +73,12 @@ class RunningTimelines:
         ):  # no single one is to blame: those that are computed now
             part, others = told["spans"][-1]["what"], [name(other) for other in sorted(in_step)]
             told["behind"] = [
-                {"request": one, "part": part, "ms": None} for one in others[:MOST_BEHIND]
+                {"request": one, "part": part, "ms": None} for one in others[:MAX_BEHIND]
             ]
         return told | {"unfinished": True, "state": state}
 
     def _unheard(self, stream: OutputStream, given: bool) -> Timings:
-        """What is known of one of which the engine has said nothing."""
+        """Return what is known of one of which the engine has said nothing."""
         now, times = time.monotonic(), stream.times
         if given:
             return Timings(now, now, {}, (), ())

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pageturner.http.prometheus import Exposition
-
 # counters of the engine -> name and help, as metrics.ENGINE_COUNTERS
 COUNTERS = {
     "kv_host_hits": ("pageturner:kv_host_hits", "KV blocks found in host memory"),
@@ -82,13 +80,6 @@ GAUGES = {
     "kv_file_state": "0: no file; 1: it is read; 2: it is written too",
 }
 STATES = ("off", "reads", "writes")
-
-
-def expose(exposition: Exposition, engine: Mapping[str, float]) -> None:
-    """The gauges, where there is a tier."""
-    for name, help in GAUGES.items():
-        if name in engine:
-            exposition.gauge(f"pageturner:{name}", help, engine[name])
 
 
 def told(engine: Mapping[str, float], counters: Mapping[str, int]) -> dict[str, Any]:

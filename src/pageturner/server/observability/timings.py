@@ -27,7 +27,7 @@ from pageturner.errors import ClientError
 from pageturner.request import Timings
 from pageturner.text.output_stream import OutputStream, StreamTimes
 
-MOST_KEPT = 512  # requests whose timelines are kept
+MAX_KEPT = 512  # requests whose timelines are kept
 OTHERS = "another tenant"
 
 Span = tuple[float, float, str, int]
@@ -85,7 +85,7 @@ class RequestHistory:
     clients of one tenant or of no key at all: neither takes the other's place. Where there are too many, the
     oldest of the tenant that has most is forgotten."""
 
-    def __init__(self, most: int = MOST_KEPT) -> None:
+    def __init__(self, most: int = MAX_KEPT) -> None:
         self._most = most
         self._names: OrderedDict[int, tuple[str, str]] = (
             OrderedDict()
@@ -101,11 +101,11 @@ class RequestHistory:
             self._names.popitem(last=False)
 
     def owner(self, id: int) -> tuple[str, str]:
-        """What the client knows a request by, and its tenant; "" where that is not known."""
+        """Return what the client knows a request by, and its tenant; "" where that is not known."""
         return self._names.get(id, ("", ""))
 
     def names(self, tenant: str) -> RequestName:
-        """How a tenant may know others."""
+        """Return how a tenant may know others."""
 
         def name(id: int) -> str | None:
             known, owner = self._names.get(id, (None, tenant))
@@ -184,7 +184,7 @@ def timeline_page(
         if not told:
             message = (
                 f"no request {name[:128]!r} is under way or remembered: of those that ended the last"
-                f" {MOST_KEPT} are, by X-Request-Id"
+                f" {MAX_KEPT} are, by X-Request-Id"
             )
             raise ClientError(404, "unknown_request", message)
         body = msgspec.json.encode({"id": name, "choices": told})

@@ -46,16 +46,16 @@ class Utilisation:
         exposition.counter("pageturner:kernel_seconds", help, total.kernel_seconds)
         operations = {"int8": total.int8_operations, "fp32": total.fp32_operations}
         help = "Of matrix products and attention, needed"
-        exposition.counters("pageturner:operations", help, ("type",), operations)
+        exposition.counter("pageturner:operations", help, operations, "type")
         read = {"weights": total.weight_bytes, "kv": total.kv_bytes}
         help = "Bytes that steps had to read, each once"
-        exposition.counters("pageturner:read_bytes", help, ("source",), read)
+        exposition.counter("pageturner:read_bytes", help, read, "source")
         help = f"Shares of what this machine can do, over the time of the last steps; all of them {HOW}"
-        exposition.gauges("pageturner:utilisation", help, ("resource",), lately.shares(self.limits))
+        exposition.gauge("pageturner:utilisation", help, lately.shares(self.limits), "resource")
         help = "GB/s read and GOP/s of products, over the time of the last steps"
-        exposition.gauges("pageturner:achieved", help, ("figure",), lately.achieved)
+        exposition.gauge("pageturner:achieved", help, lately.achieved, "figure")
         if self.limits is not None:
             known = {one.name: getattr(self.limits, one.name) for one in fields(MachineLimits)}
             limits = {name: value for name, value in known.items() if value is not None}
             help = "What this machine can do, same figures"
-            exposition.gauges("pageturner:machine_limit", help, ("figure",), limits)
+            exposition.gauge("pageturner:machine_limit", help, limits, "figure")

@@ -105,7 +105,7 @@ class LastingForkServer:
 
 
 def _alone(parent: int, kept: socket.socket, work: Callable[[], None]) -> NoReturn:
-    """What a process does that was just forked: work, without the files of its parent, and end."""
+    """Return what a process does that was just forked: work, without the files of its parent, and end."""
     code = 1
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -151,5 +151,5 @@ def _fork_on_demand(control: socket.socket, work: Callable[[socket.socket], None
 
 
 def _ended(children: set[int]) -> set[int]:
-    """Those that have ended, which are waited for."""
+    """Return those that have ended, which are waited for."""
     return {pid for pid in children if os.waitpid(pid, os.WNOHANG)[0]}

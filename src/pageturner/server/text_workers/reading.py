@@ -121,7 +121,8 @@ class TextReader:
 
 
 def key_of(scope: Scope) -> str:
-    """Who takes turns with others: a tenant, or where keys do not tell tenants apart a client's address."""
+    """Return who takes turns with others: a tenant, or where keys do not tell tenants apart a client's
+    address."""
     info: RequestInfo = scope["pageturner"]
     client = scope.get("client")
     return info.tenant or (client[0] if client else "")

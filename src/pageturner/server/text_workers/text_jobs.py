@@ -31,7 +31,7 @@ from pageturner.text.answer_format import AnswerFormat
 from pageturner.text.detokenizer import token_text
 
 Doing = Callable[[str], None]
-MOST_MADE = 1 << 20  # answers to one prompt: more than any server takes
+MAX_MADE = 1 << 20  # answers to one prompt: more than any server takes
 GRAMMAR, TEXT = "grammar", "text"  # what a job may be doing
 
 
@@ -147,7 +147,7 @@ def _senseless(why: str) -> ClientError:
 def _unpacked(told: PackedCall) -> InParts[Call]:
     made, prompts = told.made, list[tuple[int, ...]]()
     if (
-        not 1 <= told.kept <= made <= MOST_MADE
+        not 1 <= told.kept <= made <= MAX_MADE
         or not told.tokens
         or len(told.max_tokens) != len(told.tokens)
     ):
@@ -195,7 +195,7 @@ class KnownPrefix(NamedTuple):
 
 
 def unpack_prefix(packed: bytes) -> KnownPrefix:
-    """What a text worker says of one."""
+    """Return what a text worker says of one."""
     with refusing(_senseless):
         told = msgspec.msgpack.decode(packed, type=ReadPrefix)
         return KnownPrefix(told.id, told.cache_salt, _tokens(told.tokens), told.adapter)

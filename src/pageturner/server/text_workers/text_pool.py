@@ -47,14 +47,14 @@ LOOK_SECONDS = 0.05  # at least between two looks at what a check has taken
 WEIGHT = 64 * 1024  # bytes that a job counts for beside those of its body
 START_SECONDS = 10.0  # until a worker has said hello; then its fork server is taken for stuck
 SENT_AT_ONCE = 128 * 1024  # bytes of a body
-MOST_TOLD = 64 * 1024  # bytes of what a worker says beside outcomes
+MAX_TOLD = 64 * 1024  # bytes of what a worker says beside outcomes
 _PID = struct.Struct("<I")
 _SHUTTING_DOWN = ClientError(503, "shutting_down", "the server is shutting down: ask another one")
 
 
 def _processor_seconds(pid: int) -> float:
-    """What all threads of a process have taken, by the clock that Linux has for it; 0 of one that is gone,
-    which its socket tells."""
+    """Return what all threads of a process have taken, by the clock that Linux has for it; 0 of one that is
+    gone, which its socket tells."""
     try:
         return time.clock_gettime(~pid << 3 | 2)  # clock_getcpuclockid(3)
     except OSError:
@@ -119,7 +119,7 @@ class _Worker:
     async def begin(self, one: _TextJob, memory: MemoryReserve) -> bytes | None:
         """Give it a job, a bit at a time; then as `told`."""
         self.doing, raw = "", memoryview(one.raw)
-        self._number, self._most = (self._number + 1) % (1 << 32), max(one.most, MOST_TOLD)
+        self._number, self._most = (self._number + 1) % (1 << 32), max(one.most, MAX_TOLD)
         with contextlib.suppress(OSError):  # which `told` will see
             self._writer.write(
                 frame(0, one.job, self._number) + HEAD.pack(0, self._number, len(raw))

@@ -91,8 +91,8 @@ def facts_of(served: ServedModel) -> Facts:
 
 
 def worker_of(served: ServedModel, memory: int) -> Callable[[socket.socket], None]:
-    """What a worker does with its socket. served: all but what the engine says; memory: bytes that it may
-    take beyond those that it starts with."""
+    """Return what a worker does with its socket. served: all but what the engine says; memory: bytes that it
+    may take beyond those that it starts with."""
     template = served.template and served.template.within(TemplateLimits())
 
     def work(sock: socket.socket) -> None:

@@ -26,7 +26,7 @@ from pageturner.http.json_schemas import (
 from pageturner.http.request_info import SAFE_ID
 from pageturner.params import FAULTS, LARGEST, LIMITS, SamplingParams
 from pageturner.server.admission.limits import LONGEST_NAME
-from pageturner.server.admission.service_level import MOST_MS, MOST_PRIORITY
+from pageturner.server.admission.service_level import MAX_MS, MAX_PRIORITY
 from pageturner.server.api.base.answer_grammar import formats_of
 from pageturner.server.api.base.body import MOST_NUMBER, UNSUPPORTED, RequestBody, SessionFields
 from pageturner.server.api.base.call import NUMBERS, ServedModel
@@ -113,7 +113,7 @@ def _session() -> Schema:
     return {"anyOf": [id, record(said, "id", additionalProperties=False), {"type": "null"}]}
 
 
-_MS = {"exclusiveMinimum": 0, "maximum": MOST_MS}
+_MS = {"exclusiveMinimum": 0, "maximum": MAX_MS}
 _NAME = {"maxLength": LONGEST_NAME}
 _OFF: Schema = {"default": False}
 # field -> what is said of it
@@ -210,7 +210,7 @@ FIELDS: dict[str, Field] = {
     ),
     "return_token_ids": Field("Token ids beside the text.", _OFF),
     "priority": Field(
-        "Smaller goes first.", {"minimum": -MOST_PRIORITY, "maximum": MOST_PRIORITY - 1}
+        "Smaller goes first.", {"minimum": -MAX_PRIORITY, "maximum": MAX_PRIORITY - 1}
     ),
     "deadline_ms": Field("Milliseconds after which the answer is worth nothing and ends.", _MS),
     "ttft_target_ms": Field("Milliseconds in which the first token should be there.", _MS),

@@ -18,7 +18,7 @@ import pageturner
 from pageturner.http.error_responses import SHAPES, TYPES, anthropic_error, ollama_error
 from pageturner.http.json_schemas import STRING, Schema, ref
 from pageturner.http.responses import docs_page
-from pageturner.server.admission.service_level import MOST_MS, MOST_PRIORITY
+from pageturner.server.admission.service_level import MAX_MS, MAX_PRIORITY
 from pageturner.server.api.base import replies
 from pageturner.server.api.base.call import ServedModel
 from pageturner.server.api.openapi import openapi_answers, openapi_bodies
@@ -30,7 +30,7 @@ EVERY_REQUEST = (400, 408, 413, 431, 500, 503)
 BEHIND_THE_DOOR = (403, 415)  # those of requests that keys and web pages matter to
 AGAIN = (429, 503)  # with Retry-After
 _ERROR_SCHEMAS = {anthropic_error: "AnthropicError", ollama_error: "OllamaError"}
-_MS: Schema = {"type": "number", "exclusiveMinimum": 0, "maximum": MOST_MS}
+_MS: Schema = {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_MS}
 HEADERS: dict[str, tuple[str, Schema]] = {
     "X-Request-Id": (
         "Part of the answer's id, where it is 1 to 128 letters, digits and ._:-.",
@@ -42,7 +42,7 @@ HEADERS: dict[str, tuple[str, Schema]] = {
     ),
     "X-Priority": (
         "As the field priority, which goes before it.",
-        {"type": "integer", "minimum": -MOST_PRIORITY, "maximum": MOST_PRIORITY - 1},
+        {"type": "integer", "minimum": -MAX_PRIORITY, "maximum": MAX_PRIORITY - 1},
     ),
     "X-Deadline-Ms": ("As the field deadline_ms.", _MS),
     "X-Ttft-Target-Ms": ("As the field ttft_target_ms.", _MS),

@@ -25,7 +25,7 @@ from pageturner.http.json_schemas import (
 )
 from pageturner.http.request_info import SAFE_ID
 from pageturner.params import LARGEST
-from pageturner.server import moving
+from pageturner.server import stream_migration
 from pageturner.server.adapters import LoadBody, UnloadBody
 from pageturner.server.api.base.body import EmbeddingOptions
 from pageturner.server.api.base.call import ServedModel
@@ -278,7 +278,7 @@ def moved_stream(served: ServedModel) -> Schema:
     token = {**INTEGER, "minimum": 0, "maximum": served.vocab_size - 1}
     return record(
         {
-            "path": one_of(*moving.DIALECTS),
+            "path": one_of(*stream_migration.DIALECTS),
             "body": STRING,
             "begun": begun,
             "tokens": {"type": "array", "items": token, "minItems": 1},

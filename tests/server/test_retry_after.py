@@ -1,4 +1,4 @@
-"""Places of a full server, and a simulation of clients that come back when they are told to."""
+"""RetryAfter of a full server, and a simulation of clients that come back when they are told to."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pageturner.server.engine_client.places import Places
+from pageturner.server.engine_client.retry_after import RetryAfter
 
 Service = Callable[[random.Random], float]
 
@@ -22,7 +22,7 @@ def simulate(
 ) -> tuple[Counter[bool], int]:
     """Whether who came back after its Retry-After got in, and how many were served. As many clients as there
     are places ask again and again; then a crowd comes at once; and all who are refused come when told."""
-    chance, places, held = random.Random(seed), Places(limit), Counter[bool]()
+    chance, places, held = random.Random(seed), RetryAfter(limit), Counter[bool]()
     waiting = running = served = 0
     now = 0.0
     agenda: list[tuple[float, int, str, int]] = []
@@ -82,7 +82,7 @@ def test_who_comes_back_when_told_gets_in_nine_times_of_ten(
 
 def test_a_long_line_is_told_when_it_is_its_turn() -> None:
     """3,000 come at once where a hundred places a second become free."""
-    places, taken, now, held = Places(100), 100, 1.0, 0
+    places, taken, now, held = RetryAfter(100), 100, 1.0, 0
     for i in range(100):
         places.ended(i / 100)
     line = sorted((now + places.ask(i, taken, 1, now), i) for i in range(3000))
@@ -98,7 +98,7 @@ def test_a_long_line_is_told_when_it_is_its_turn() -> None:
 
 def test_nobody_can_make_everybody_wait() -> None:
     """By asking for many places, or often, when there are none."""
-    places = Places(100)
+    places = RetryAfter(100)
     assert places.ask("first", 0, 100, 0.0) == 0
     for i in range(100):
         places.ended(i / 100)
@@ -115,14 +115,14 @@ def test_nobody_can_make_everybody_wait() -> None:
 
 
 def test_several_places_of_few_are_kept_too() -> None:
-    places = Places(12)
+    places = RetryAfter(12)
     wait = places.ask("a", 12, 4, 0.0)
     assert places.ask("b", 8, 1, wait - 0.5) > 0, "four are kept"
     assert places.ask("a", 8, 4, wait) == 0
 
 
 def test_a_promise_is_kept_and_forgotten() -> None:
-    places = Places(2)
+    places = RetryAfter(2)
     wait = places.ask("a", 2, 1, 0.0)
     assert places.ask("b", 1, 1, 0.0) > wait, "the place is kept"
     assert places.ask("a", 1, 1, wait) == 0

@@ -32,7 +32,7 @@ UNKNOWN_PACE = 1.0  # seconds between two ends, as long as none were seen
 SAFETY = 1.7  # standard deviations of a wait that is left over, when ends come at random
 EARLY = 0.05  # seconds by which a client may be early
 GRACE = 3.0  # seconds behind its time, and a tenth of the wait, after which a promise is forgotten
-MOST_PROMISED = 16384  # places; and to one request half of all, which is as many as are ever kept
+MAX_PROMISED = 16384  # places; and to one request half of all, which is as many as are ever kept
 OUTCOMES = 64  # promises from which it is known how many are taken up
 FEWEST = 0.1  # of them are taken to be
 SWEPT = 0.5  # seconds between two looks for promises that are to be forgotten
@@ -49,7 +49,7 @@ class Promise:
     places: int
 
 
-class Places:
+class RetryAfter:
     """limit: how many there are."""
 
     def __init__(self, limit: int) -> None:
@@ -76,7 +76,7 @@ class Places:
             return 0
         before = math.ceil(max(FEWEST, self._taken_up) * self._promised)
         wait = self._sooner(wanted, now) if broken else self._wait_for(before + wanted, now)
-        if wanted <= max(1, self.limit // 2) and self._promised < MOST_PROMISED:
+        if wanted <= max(1, self.limit // 2) and self._promised < MAX_PROMISED:
             promise = Promise(now + wait, now + 1.1 * wait + GRACE, request, wanted)
             insort(self._promises, promise, key=_due)
             self._promised += wanted
@@ -104,7 +104,7 @@ class Places:
         self._promised = sum(one.places for one in self._promises)
 
     def _takes_up(self, request: Hashable, now: float) -> bool:
-        """Whether this request comes when it was told to. The promise is over then."""
+        """Return whether this request comes when it was told to. The promise is over then."""
         due = bisect_right(self._promises, now + EARLY, key=_due)
         for i, one in enumerate(islice(self._promises, due)):
             if one.request == request:
@@ -129,7 +129,7 @@ class Places:
         return wait
 
     def _promised_by(self, when: float) -> int:
-        """Places promised to those who should come by then."""
+        """RetryAfter promised to those who should come by then."""
         due = bisect_right(self._promises, when, key=_due)
         return sum(one.places for one in islice(self._promises, due))
 

@@ -50,7 +50,7 @@ DIALECTS = {
     "/v1/messages": MESSAGES,
 }
 RESPONSES = "/v1/responses"
-MOST_DRAIN_BODY = 1024  # bytes
+MAX_DRAIN_BODY = 1024  # bytes
 
 
 class MovedStream(msgspec.Struct, forbid_unknown_fields=True):
@@ -228,7 +228,7 @@ def _read(raw: bytes) -> MovedStream:
 
 
 def _can_move(call: Call) -> bool:
-    """Whether tokens say all of an answer."""
+    """Return whether tokens say all of an answer."""
     params = call.params[0]
     plain = call.logprobs is None and params.logprobs is None and params.prompt_logprobs is None
     return (
@@ -309,7 +309,7 @@ class DrainPage:
 
     async def post(self, request: HTTPRequest) -> Response:
         self._admit(request)
-        raw = await read_body(request.receive, MOST_DRAIN_BODY)
+        raw = await read_body(request.receive, MAX_DRAIN_BODY)
         try:
             order = msgspec.json.decode(raw or b"{}", type=DrainOrder)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:

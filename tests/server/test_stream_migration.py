@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from pageturner.http.stream_marks import LEAVING, MOVES, RESUME
-from pageturner.router.stream_copy import MOST_BODY, MOST_HELD, StreamCopy, copy_of
+from pageturner.router.stream_copy import MAX_BODY, MAX_HELD, StreamCopy, copy_of
 
 from .bytes_tokenizer import answer
 from .conftest import Server
@@ -235,8 +235,8 @@ def test_other_streams_are_passed_on_as_they_are() -> None:
         assert not copy.movable
         assert out + copy.rest() in (stream, b"data: z\n\n:pt 1\n\n")
     copy = StreamCopy("/v1/completions", b"{}")
-    out = copy.feed(STREAM[:53]) + copy.feed(b"d" * (MOST_HELD + 1))
-    assert len(out) > MOST_HELD
+    out = copy.feed(STREAM[:53]) + copy.feed(b"d" * (MAX_HELD + 1))
+    assert len(out) > MAX_HELD
     assert not copy.movable
     leaving = StreamCopy("/v1/completions", b"{}")
     leaving.feed(STREAM[: STREAM.index(b"data: b")] + LEAVING)
@@ -249,6 +249,6 @@ def test_only_small_texts_are_kept() -> None:
         ("GET", "/v1/completions", b""),
         ("POST", "/api/chat", b"{}"),
         ("POST", "/v1/completions", b"\xff"),
-        ("POST", "/v1/completions", bytes(MOST_BODY + 1)),
+        ("POST", "/v1/completions", bytes(MAX_BODY + 1)),
     ):
         assert copy_of(method, path, body) is None
