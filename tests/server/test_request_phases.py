@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pageturner.request import Timings
 from pageturner.server.observability.metrics import Metrics, render
-from pageturner.server.observability.request_phases import PhaseMetrics, phases_of
+from pageturner.server.observability.request_phases import QUEUE, PhaseMetrics, phases_of
 from pageturner.text.output_stream import StreamTimes
 
 from .conftest import Server
@@ -99,9 +99,9 @@ def test_after_a_restart_no_phase_is_negative() -> None:
 def test_without_an_account_nothing_is_counted() -> None:
     metrics = PhaseMetrics()
     metrics.add_times(StreamTimes(0.0))
-    assert sum(metrics.queue.counts) == 0
+    assert sum(metrics.histograms[QUEUE].counts) == 0
     metrics.add_times(times(first_at=4.25, last_at=9.25))
-    assert sum(metrics.queue.counts) == 1
+    assert sum(metrics.histograms[QUEUE].counts) == 1
     assert metrics.seconds_by_part == {"queue_slots": 2.0, "own_decode": 5.0}
 
 

@@ -39,6 +39,32 @@ class Histogram:
         return rows
 
 
+# name -> what it is, and the upper ends of its buckets
+Declared = Mapping[str, tuple[str, tuple[float, ...]]]
+
+
+class Histograms:
+    """One histogram for each declared name."""
+
+    def __init__(self, declared: Declared) -> None:
+        self._declared = declared
+        self._by_name = {name: Histogram(bounds) for name, (_, bounds) in declared.items()}
+
+    def __getitem__(self, name: str) -> Histogram:
+        return self._by_name[name]
+
+    def share(self, name: str, other: str) -> None:
+        """Show the histogram of this name under the other name too."""
+        self._by_name[other] = self._by_name[name]
+
+    def observe(self, name: str, value: float) -> None:
+        self._by_name[name].observe(value)
+
+    def expose(self, exposition: Exposition) -> None:
+        for name, (help, _) in self._declared.items():
+            exposition.histogram(name, help, self._by_name[name])
+
+
 class Exposition:
     """One text, family by family. `common`: labels that every sample has in front of its own."""
 

@@ -17,7 +17,7 @@ from pageturner.http.memory_reserve import MESSAGE, OUT_OF_MEMORY
 from pageturner.request import Event, Failure, Timings
 from pageturner.server.admission.limits import UNKNOWN
 from pageturner.server.engine_client.retry_after import RetryAfter
-from pageturner.server.observability.metrics import Metrics
+from pageturner.server.observability.metrics import FIRST_TOKEN, Metrics
 from pageturner.text.output_stream import OutputPiece, OutputStream, StreamTimes
 from pageturner.text.parameters import entries
 
@@ -160,7 +160,7 @@ class OpenStreams:
         fresh = len(stream.tokens) - before
         self.gained += fresh
         if fresh and not before:
-            self._metrics.time_to_first_token.observe(now - stream.times.arrival)
+            self._metrics.histograms.observe(FIRST_TOKEN, now - stream.times.arrival)
         for k in range(0 if before else 1, fresh):
             self._metrics.tokens(0.0 if k else now - last_at)
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from math import isfinite
 
 from pageturner.http.http_metrics import HttpMetrics
-from pageturner.http.prometheus import Exposition, Histogram, process_metrics
+from pageturner.http.prometheus import Exposition, Histogram, Histograms, process_metrics
 from pageturner.server.admission.goodput import Goodput
 from pageturner.server.observability import tier_metrics
-from pageturner.server.observability.request_phases import SECONDS, TOKENS, PhaseMetrics
+from pageturner.server.observability.request_phases import COMPUTED, SECONDS, TOKENS, PhaseMetrics
 from pageturner.server.observability.utilisation import Utilisation
 from pageturner.telemetry.work import STEP_SIZES
 from pageturner.text.output_stream import OutputStream
@@ -86,6 +86,27 @@ FINE_ITL = (
     1.0,
 )
 
+FIRST_TOKEN = "vllm:time_to_first_token_seconds"
+INTER_TOKEN = "vllm:inter_token_latency_seconds"
+SAME_BY_OLD_NAME = "vllm:time_per_output_token_seconds"
+FINE_INTER_TOKEN = "pageturner:inter_token_latency_fine_seconds"
+TPOT = "vllm:request_time_per_output_token_seconds"
+LATENCY = "vllm:e2e_request_latency_seconds"
+PROMPT_LENGTH = "vllm:request_prompt_tokens"
+OUTPUT_LENGTH = "vllm:request_generation_tokens"
+MAX_TOKENS = "vllm:request_params_max_tokens"
+HISTOGRAMS = {
+    FIRST_TOKEN: ("Time to first token", TTFT),
+    INTER_TOKEN: ("Gap between two tokens", ITL),
+    SAME_BY_OLD_NAME: ("The same, by vLLM's name of 2025", ITL),
+    FINE_INTER_TOKEN: ("The same, finer", FINE_ITL),
+    TPOT: ("Mean gap of a request", ITL),
+    LATENCY: ("Arrival to last token", SECONDS),
+    PROMPT_LENGTH: ("Prompt tokens of a request", TOKENS),
+    OUTPUT_LENGTH: ("Output tokens of a request", TOKENS),
+    MAX_TOKENS: ("max_tokens of a request", TOKENS),
+}
+
 # counters of the engine (channel.Stats) -> name and help; each restarts from zero with the engine process
 ENGINE_COUNTERS = {
     "prompt_tokens": ("vllm:prompt_tokens", "Prompt tokens processed"),
@@ -144,14 +165,7 @@ class AdapterFigures:
 class Metrics:
     """All numbers of one server. `engine`: the latest gauges; `counters`: sums over all engine processes."""
 
-    time_to_first_token: Histogram = field(default_factory=lambda: Histogram(TTFT))
-    inter_token: Histogram = field(default_factory=lambda: Histogram(ITL))
-    fine_inter_token: Histogram = field(default_factory=lambda: Histogram(FINE_ITL))
-    per_output_token: Histogram = field(default_factory=lambda: Histogram(ITL))
-    latency: Histogram = field(default_factory=lambda: Histogram(SECONDS))
-    prompt_lengths: Histogram = field(default_factory=lambda: Histogram(TOKENS))
-    output_lengths: Histogram = field(default_factory=lambda: Histogram(TOKENS))
-    most_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
+    histograms: Histograms = field(default_factory=lambda: Histograms(HISTOGRAMS))
     finished: Counter[str] = field(
         default_factory=lambda: Counter({"stop": 0, "length": 0, "abort": 0, "error": 0})
     )
@@ -172,20 +186,23 @@ class Metrics:
     utilisation: Utilisation = field(default_factory=Utilisation)
     _last: dict[str, float] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.histograms.share(INTER_TOKEN, SAME_BY_OLD_NAME)
+
     def ended(self, stream: OutputStream, now: float) -> None:
         """One choice has ended, with an answer or an error. Where a stop string ended it, its account comes
         later."""
         count, times = len(stream.tokens), stream.times
         self.finished[stream.finish or "error"] += 1
         self.goodput.ended(stream, now)
-        self.latency.observe(now - times.arrival)
-        self.prompt_lengths.observe(len(stream.request.prompt))
-        self.output_lengths.observe(count)
-        self.most_tokens.observe(stream.request.params.max_tokens or 0)
-        self.phases.computed.observe(len(stream.request.prompt) - stream.cached)
+        self.histograms.observe(LATENCY, now - times.arrival)
+        self.histograms.observe(PROMPT_LENGTH, len(stream.request.prompt))
+        self.histograms.observe(OUTPUT_LENGTH, count)
+        self.histograms.observe(MAX_TOKENS, stream.request.params.max_tokens or 0)
+        self.phases.histograms.observe(COMPUTED, len(stream.request.prompt) - stream.cached)
         self.phases.add_times(times)
         if count > 1:
-            self.per_output_token.observe((times.last_at - times.first_at) / (count - 1))
+            self.histograms.observe(TPOT, (times.last_at - times.first_at) / (count - 1))
 
     def engine_stats(self, values: dict[str, float]) -> None:
         """Take a Stats message: gauges as they are, counters by what they grew. ValueError for a figure that
@@ -213,8 +230,8 @@ class Metrics:
 
     def tokens(self, gap: float) -> None:
         """One more token, `gap` seconds after the one before it."""
-        self.inter_token.observe(gap)
-        self.fine_inter_token.observe(gap)
+        for name in (INTER_TOKEN, FINE_INTER_TOKEN):
+            self.histograms.observe(name, gap)
 
 
 def render(
@@ -270,8 +287,7 @@ def render(
             exposition.gauge(f"pageturner:{name}", help, metrics.engine[name])
     metrics.utilisation.expose(exposition)
     metrics.phases.expose(exposition)
-    for name, help, histogram in _histograms(metrics):
-        exposition.histogram(name, help, histogram)
+    metrics.histograms.expose(exposition)
     return exposition.text() + metrics.http.text() + process_metrics()
 
 
@@ -424,29 +440,3 @@ def _expose_requests(exposition: Exposition, metrics: Metrics) -> None:
         ),
     ):
         exposition.gauge(f"pageturner:{name}", help, value)
-
-
-def _histograms(metrics: Metrics) -> list[tuple[str, str, Histogram]]:
-    return [
-        ("vllm:time_to_first_token_seconds", "Time to first token", metrics.time_to_first_token),
-        ("vllm:inter_token_latency_seconds", "Gap between two tokens", metrics.inter_token),
-        (
-            "vllm:time_per_output_token_seconds",
-            "The same, by vLLM's name of 2025",
-            metrics.inter_token,
-        ),
-        (
-            "pageturner:inter_token_latency_fine_seconds",
-            "The same, finer",
-            metrics.fine_inter_token,
-        ),
-        (
-            "vllm:request_time_per_output_token_seconds",
-            "Mean gap of a request",
-            metrics.per_output_token,
-        ),
-        ("vllm:e2e_request_latency_seconds", "Arrival to last token", metrics.latency),
-        ("vllm:request_prompt_tokens", "Prompt tokens of a request", metrics.prompt_lengths),
-        ("vllm:request_generation_tokens", "Output tokens of a request", metrics.output_lengths),
-        ("vllm:request_params_max_tokens", "max_tokens of a request", metrics.most_tokens),
-    ]

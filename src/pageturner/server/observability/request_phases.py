@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pageturner.http.prometheus import Exposition, Histogram
+from pageturner.http.prometheus import Exposition, Histograms
 from pageturner.text.output_stream import OutputStream, StreamTimes
 
 # vLLM's buckets for all that is counted in seconds of a request
@@ -41,8 +41,23 @@ SECONDS = (
     1920.0,
     7680.0,
 )
-CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+QUEUE = "vllm:request_queue_time_seconds"
+PREFILL = "vllm:request_prefill_time_seconds"
+DECODE = "vllm:request_decode_time_seconds"
+INFERENCE = "vllm:request_inference_time_seconds"
+COMPUTED = "vllm:request_prefill_kv_computed_tokens"
+CHOICES = "vllm:request_params_n"
+LONGEST = "vllm:request_max_num_generation_tokens"
+HISTOGRAMS = {
+    QUEUE: ("Hand-over to the engine to the first step", SECONDS),
+    PREFILL: ("First step to first token", SECONDS),
+    DECODE: ("First token to last token", SECONDS),
+    INFERENCE: ("First step to last token", SECONDS),
+    COMPUTED: ("Prompt tokens of a request that no cache gave", TOKENS),
+    CHOICES: ("Choices that a request asks for", (1.0, 2.0, 5.0, 10.0, 20.0)),
+    LONGEST: ("Tokens of the longest choice of a request", TOKENS),
+}
 COMPUTING = frozenset(
     ["prefill", "recompute", "decode", "stalled"]
 )  # spans in which it is in a step
@@ -89,16 +104,9 @@ def phases_of(times: StreamTimes) -> RequestPhases | None:
 
 @dataclass(slots=True)
 class PhaseMetrics:
-    """seconds_by_part: of all choices that ended, by the parts of `Timings`; choices: of each request;
-    longest: tokens of its longest choice."""
+    """seconds_by_part: of all choices that ended, by the parts of `Timings`."""
 
-    queue: Histogram = field(default_factory=lambda: Histogram(SECONDS))
-    prefill: Histogram = field(default_factory=lambda: Histogram(SECONDS))
-    decode: Histogram = field(default_factory=lambda: Histogram(SECONDS))
-    inference: Histogram = field(default_factory=lambda: Histogram(SECONDS))
-    computed: Histogram = field(default_factory=lambda: Histogram(TOKENS))
-    choices: Histogram = field(default_factory=lambda: Histogram(CHOICES))
-    longest: Histogram = field(default_factory=lambda: Histogram(TOKENS))
+    histograms: Histograms = field(default_factory=lambda: Histograms(HISTOGRAMS))
     seconds_by_part: dict[str, float] = field(default_factory=dict)
 
     def add_times(self, times: StreamTimes) -> None:
@@ -106,10 +114,10 @@ class PhaseMetrics:
         phases = phases_of(times)
         if phases is None or times.timings is None:
             return
-        self.queue.observe(phases.queue)
-        self.prefill.observe(phases.prefill)
-        self.decode.observe(phases.decode)
-        self.inference.observe(phases.prefill + phases.decode)
+        self.histograms.observe(QUEUE, phases.queue)
+        self.histograms.observe(PREFILL, phases.prefill)
+        self.histograms.observe(DECODE, phases.decode)
+        self.histograms.observe(INFERENCE, phases.prefill + phases.decode)
         for part, seconds in times.timings.parts.items():
             known = part in self.seconds_by_part or len(self.seconds_by_part) < MAX_CAUSES
             part = part if known else "other"
@@ -122,28 +130,11 @@ class PhaseMetrics:
             first = stream.request.id if stream.request.parent is None else stream.request.parent
             groups.setdefault(first, []).append(len(stream.tokens))
         for lengths in groups.values():
-            self.choices.observe(len(lengths))
-            self.longest.observe(max(lengths))
+            self.histograms.observe(CHOICES, len(lengths))
+            self.histograms.observe(LONGEST, max(lengths))
 
     def expose(self, exposition: Exposition) -> None:
         """Add all of it."""
-        for name, help, histogram in (
-            ("request_queue_time_seconds", "Hand-over to the engine to the first step", self.queue),
-            ("request_prefill_time_seconds", "First step to first token", self.prefill),
-            ("request_decode_time_seconds", "First token to last token", self.decode),
-            ("request_inference_time_seconds", "First step to last token", self.inference),
-            (
-                "request_prefill_kv_computed_tokens",
-                "Prompt tokens of a request that no cache gave",
-                self.computed,
-            ),
-            ("request_params_n", "Choices that a request asks for", self.choices),
-            (
-                "request_max_num_generation_tokens",
-                "Tokens of the longest choice of a request",
-                self.longest,
-            ),
-        ):
-            exposition.histogram(f"vllm:{name}", help, histogram)
+        self.histograms.expose(exposition)
         help = "Seconds of requests that ended, by cause: the parts of their timings, all choices together"
         exposition.counter("pageturner:request_seconds", help, self.seconds_by_part, "part")
