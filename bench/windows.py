@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from pageturner.engine.engine import Engine
-from pageturner.executor.kv_memory import KVSizes
+from pageturner.executor.kv_memory import KVLayout, KVSizes
 from pageturner.executor.runner import Runner
 from pageturner.formats.hub import cache_folder
 from pageturner.formats.load_tokenizer import load_tokenizer
@@ -58,7 +58,7 @@ def run(
         max_model_len=sizes.blocks * SIZE,
     )
     plans = stack.scheduler
-    watched = Watched(Runner(decoder, ops, sizes, SIZE, DTYPE), plans)
+    watched = Watched(Runner(decoder, ops, KVLayout(sizes, SIZE, DTYPE)), plans)
     engine = Engine(stack, watched)
     events: list[Event] = [event for request in requests for event in engine.submit(request)]
     while plans.has_work:

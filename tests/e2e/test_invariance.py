@@ -18,6 +18,7 @@ import pytest
 
 from pageturner.executor.draft import Costs, PromptLookup
 from pageturner.executor.draft_model import DraftModel
+from pageturner.executor.kv_memory import KVLayout, KVSizes
 from pageturner.kernels import native, native_module
 from pageturner.models.lora import read_folder
 from pageturner.params import SamplingParams
@@ -289,7 +290,9 @@ def test_drafts_change_nothing(quantised: Family, block: int, memory: str) -> No
 
     def smaller() -> DraftModel:
         """Not smaller at all, but none the wiser: it does not know penalties, biases and grammars."""
-        return DraftModel(model.decoder, model.ops, tokens // block, block, "float16", FREE)
+        return DraftModel(
+            model.decoder, model.ops, KVLayout(KVSizes(tokens // block), block, "float16"), FREE
+        )
 
     lookup = partial(PromptLookup, costs=FREE)
     for drafter in (lookup, lambda: WildGuesses(quantised.truth), smaller):

@@ -15,6 +15,7 @@ from pageturner.errors import EngineFault
 from pageturner.executor.draft import Costs, best_length
 from pageturner.executor.draft_compatibility import check_tokens, cost_of
 from pageturner.executor.draft_model import CATCH_UP, MAX_DRAFT, MAX_DRAFTED, DraftModel
+from pageturner.executor.kv_memory import KVLayout, KVSizes
 from pageturner.formats.load_tokenizer import load_tokenizer
 from pageturner.kernels.base import Ops
 from pageturner.models.decoder import Decoder
@@ -50,7 +51,7 @@ def other(ops: Ops) -> Decoder:
 def drafter(decoder: Decoder, ops: Ops, setup: Setup, costs: Costs = FREE) -> DraftModel:
     """Its storage poisoned: a read of what was not written ends a draft."""
     blocks = setup.kv_tokens // setup.block_size
-    made = DraftModel(decoder, ops, blocks, setup.block_size, "float16", costs)
+    made = DraftModel(decoder, ops, KVLayout(KVSizes(blocks), setup.block_size, "float16"), costs)
     poison_blocks(made.storage, list(range(blocks + MAX_DRAFTED)))
     return made
 
@@ -105,7 +106,7 @@ def test_garbage_in_the_second_storage_changes_no_answer(model: Model) -> None:
     crowd = requests(12)
     truth = answers(model.engine(Setup()), crowd)
     blocks = Setup().kv_tokens // 16
-    made = DraftModel(model.decoder, model.ops, blocks, 16, "float16", FREE)
+    made = DraftModel(model.decoder, model.ops, KVLayout(KVSizes(blocks), 16, "float16"), FREE)
     engine = model.engine(Setup(drafter=lambda: made))
     dice, run = random.Random(3), engine.executor.run
 

@@ -7,7 +7,7 @@ import pytest
 from pageturner.config.settings import EngineConfig
 from pageturner.engine.engine_factory import make_engine
 from pageturner.errors import EngineFault
-from pageturner.executor.kv_memory import GIB, KVSizes, plan_kv
+from pageturner.executor.kv_memory import GIB, KVForm, KVSizes, plan_kv
 from pageturner.kernels.base import KVSpec
 from pageturner.params import SamplingParams
 from pageturner.request import Request
@@ -21,7 +21,7 @@ LENGTH = 32768
 
 
 def plan(one: KVSpec, windowed: int, window: int, length: int = LENGTH, **settings: int) -> KVSizes:
-    return plan_kv(one, windowed, window, EngineConfig(model="x", **settings), length, FREE)
+    return plan_kv(KVForm(one, windowed, window), EngineConfig(model="x", **settings), length, FREE)
 
 
 def test_without_a_window_all_memory_is_one_kind_of_block() -> None:
@@ -64,7 +64,9 @@ def test_where_every_layer_has_a_window_contexts_are_bounded_by_it_alone() -> No
 def with_draft_model(
     one: KVSpec, windowed: int, window: int, beside: int, **settings: int
 ) -> KVSizes:
-    return plan_kv(one, windowed, window, EngineConfig(model="x", **settings), LENGTH, FREE, beside)
+    return plan_kv(
+        KVForm(one, windowed, window, beside), EngineConfig(model="x", **settings), LENGTH, FREE
+    )
 
 
 def test_a_draft_model_costs_its_bytes_in_every_block_that_sees_everything() -> None:

@@ -11,7 +11,7 @@ from pageturner.executor.adapters import AdapterStore
 from pageturner.executor.async_runner import AsyncRunner
 from pageturner.executor.draft import Drafter
 from pageturner.executor.grammar import Compiler, Grammars
-from pageturner.executor.kv_memory import KVSizes
+from pageturner.executor.kv_memory import KVLayout, KVSizes
 from pageturner.executor.runner import Runner
 from pageturner.formats.load_tokenizer import load_tokenizer
 from pageturner.kernels.base import Ops
@@ -72,7 +72,11 @@ class Model:
         grammars = Grammars(self.compiler)
         drafter = setup.drafter() if setup.drafter else None
         runner = Runner(
-            self.decoder, self.ops, sizes, setup.block_size, self.kv_dtype, grammars, drafter
+            self.decoder,
+            self.ops,
+            KVLayout(sizes, setup.block_size, self.kv_dtype),
+            grammars,
+            drafter,
         )
         for kv, count in zip(runner.storage, (blocks, recent), strict=False):
             if kv is not None:  # a read of what was never written becomes NaN

@@ -22,7 +22,7 @@ from pageturner.engine.machine import Machine
 from pageturner.engine.step_sizes import STEP
 from pageturner.errors import EngineFault
 from pageturner.executor.draft_compatibility import check_speculation, cost_of
-from pageturner.executor.kv_memory import available_memory, plan_kv
+from pageturner.executor.kv_memory import KVForm, available_memory, plan_kv
 from pageturner.formats import hub
 from pageturner.formats.generation_config import read_generation
 from pageturner.formats.gguf import GGUFFile
@@ -334,7 +334,7 @@ def _kv(
         message = f"max_model_len {length} is over the model's context of {spec.context} tokens"
         raise EngineFault("bad_setting", message)
     windowed, free = spec.hiding(length), max(available_memory() - size, 0)
-    sizes = plan_kv(one, windowed, spec.window, config, length, free, beside)
+    sizes = plan_kv(KVForm(one, windowed, spec.window, beside), config, length, free)
     blocks, nbytes = sizes.blocks, sizes.blocks * one.nbytes
     tokens = blocks * config.block_size
     full, chats = tokens // length, tokens // CHAT_TOKENS

@@ -34,7 +34,7 @@ from pageturner.executor.draft import Costs, Drafter, PromptLookup, best_length
 from pageturner.executor.draft_compatibility import check_speculation, check_tokens, cost_of
 from pageturner.executor.draft_model import MAX_DRAFT, DraftModel
 from pageturner.executor.grammar import Compiler, Grammars
-from pageturner.executor.kv_memory import KVSizes, available_memory, plan_kv
+from pageturner.executor.kv_memory import KVForm, KVLayout, KVSizes, available_memory, plan_kv
 from pageturner.executor.runner import Executor, Runner
 from pageturner.formats import hub
 from pageturner.formats.load_tokenizer import Tokenizer, load_tokenizer, load_with_defaults
@@ -135,6 +135,7 @@ def make_engine(
     with devices.memory_lock(chosen.ops):
         # what was kept has its memory already, and what is free says nothing
         sizes = (kept and kept.sizes) or _kv_sizes(config, ops, decoder, length, smaller)
+        layout = KVLayout(sizes, config.block_size, devices.kv_type(config))
         compiler = Compiler(read)
         grammars = Grammars(
             compiler,
@@ -145,22 +146,9 @@ def make_engine(
         drafter: Drafter | None = PromptLookup() if config.speculation == "ngram" else None
         if smaller:
             costs = _costs(smaller, decoder)
-            kv_dtype = devices.kv_type(config)
-            drafter = DraftModel(smaller, ops, sizes.blocks, config.block_size, kv_dtype, costs)
+            drafter = DraftModel(smaller, ops, layout, costs)
         alloc = kept.begin(sizes) if kept else ops.alloc_kv
-        runner = phases.run(
-            "kv",
-            lambda: Runner(
-                decoder,
-                ops,
-                sizes,
-                config.block_size,
-                devices.kv_type(config),
-                grammars,
-                drafter,
-                alloc,
-            ),
-        )
+        runner = phases.run("kv", lambda: Runner(decoder, ops, layout, grammars, drafter, alloc))
     devices.tell_start(chosen, phases.seconds)
     limits = _limits(ops, config, runner.needs) or devices.limits_of(chosen.ops)
     built = LoadedEngine(
@@ -243,7 +231,8 @@ def _kv_sizes(
     free -= config.kv_host_memory
     config = replace(config, kv_cache_memory=asked)
     of_draft = _block_spec(smaller, config).nbytes if smaller else 0
-    return plan_kv(_block_spec(decoder, config), *windows, config, max_model_len, free, of_draft)
+    form = KVForm(_block_spec(decoder, config), *windows, of_draft)
+    return plan_kv(form, config, max_model_len, free)
 
 
 def async_runner_of(

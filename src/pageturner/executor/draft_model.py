@@ -18,6 +18,7 @@ import numpy as np
 from pageturner.executor import sampler
 from pageturner.executor.batch import pack
 from pageturner.executor.draft import FADING, GUESS, Costs, SequenceMemory, best_length
+from pageturner.executor.kv_memory import KVLayout
 from pageturner.kernels.base import KVSpec, Ops
 from pageturner.models.decoder import Decoder
 from pageturner.scheduler.types import Item, Output, Plan, Sequence
@@ -32,16 +33,15 @@ class DraftModel:
     """Proposes what a smaller model would say. EngineFault when the memory for its KV is not there.
 
     decoder  of the target's vocabulary; of a shorter context: silent beyond it
-    blocks   as many as the target's whole blocks, of block_size tokens
+    layout   of the target: there are as many blocks as its whole ones
     """
 
-    def __init__(
-        self, decoder: Decoder, ops: Ops, blocks: int, block_size: int, kv_dtype: str, costs: Costs
-    ) -> None:
-        self._decoder, self._ops = decoder, ops
-        self._blocks, self._size, self._costs = blocks, block_size, costs
+    def __init__(self, decoder: Decoder, ops: Ops, layout: KVLayout, costs: Costs) -> None:
+        self._decoder, self._ops, self._costs = decoder, ops, costs
+        self._blocks, self._size = layout.sizes.blocks, layout.block_size
         # Behind the target's blocks: some for drafts that end beyond their tables, forgotten after the step
-        spec: KVSpec = decoder.kv_spec(blocks + MAX_DRAFTED + 1, block_size, kv_dtype)
+        count = self._blocks + MAX_DRAFTED + 1
+        spec: KVSpec = decoder.kv_spec(count, self._size, layout.dtype)
         self.nbytes = spec.nbytes
         self.storage = ops.alloc_kv(spec)
         self._pages: dict[int, _Page] = {}

@@ -26,6 +26,29 @@ class KVSizes:
     sliding: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """How many blocks there are, of how many tokens each, and the type of the KV in them."""
+
+    sizes: KVSizes
+    block_size: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class KVForm:
+    """What one block costs.
+
+    one       the spec of one block of all layers, of which `windowed` see only `window` positions
+    of_draft  bytes of a draft model beside each of `KVSizes.blocks`
+    """
+
+    one: KVSpec
+    windowed: int = 0
+    window: int = 0
+    of_draft: int = 0
+
+
 def available_memory() -> int:
     """Bytes that this process may still take. EngineFault where the machine does not say."""
     free = memory.available()
@@ -48,34 +71,20 @@ def _may_take(config: EngineConfig, available: int) -> int:
     return asked or min(MAX_KV_BYTES, available // 2)
 
 
-def plan_kv(
-    one: KVSpec,
-    windowed: int,
-    window: int,
-    config: EngineConfig,
-    max_model_len: int,
-    available: int,
-    beside: int = 0,
-) -> KVSizes:
-    """The blocks to allocate. EngineFault('kv_memory') if there is no room for any that are of use.
-
-    one        one block of all layers, of which `windowed` see only `window` positions
-    available  bytes that are free
-    beside     bytes of a draft model in each of `KVSizes.blocks`
-
-    Memory too small for a window and a block is used as if nothing had a window.
-    """
+def plan_kv(form: KVForm, config: EngineConfig, max_model_len: int, available: int) -> KVSizes:
+    """Return the blocks to allocate in `available` bytes. EngineFault('kv_memory') if there is no room for
+    any that are of use. Memory too small for a window and a block is used as if nothing had a window."""
     size, total = config.block_size, _may_take(config, available)
-    useful = config.max_num_seqs * -(-max_model_len // size)
-    sizes = KVSizes(total // (one.nbytes + beside))
-    if windowed:
-        split = _split(one, windowed, window, config, max_model_len, total, beside)
-        if split.sliding >= touched(window, size, size):
+    nbytes = form.one.nbytes + form.of_draft
+    sizes = KVSizes(total // nbytes)
+    if form.windowed:
+        split = _split(form, config, max_model_len, total)
+        if split.sliding >= touched(form.window, size, size):
             sizes = split
     if not config.kv_cache_memory:
+        useful = config.max_num_seqs * -(-max_model_len // size)
         sizes = replace(sizes, blocks=min(sizes.blocks, useful), sliding=min(sizes.sliding, useful))
     if sizes.blocks < 2:
-        nbytes = one.nbytes + beside
         raise EngineFault(
             "kv_memory",
             f"no room for the KV cache: one block of {size} tokens takes {nbytes / 1024:.0f} KiB and"
@@ -85,28 +94,22 @@ def plan_kv(
     return sizes
 
 
-def _split(
-    one: KVSpec,
-    windowed: int,
-    window: int,
-    config: EngineConfig,
-    max_model_len: int,
-    total: int,
-    beside: int,
-) -> KVSizes:
-    """Sliding blocks for all sequences at once, in at most half of the memory: with fewer, a long context
-    still runs, in smaller steps. The rest for the layers that see everything; without any, all is sliding."""
-    size = config.block_size
+def _split(form: KVForm, config: EngineConfig, max_model_len: int, total: int) -> KVSizes:
+    """Return sliding blocks for all sequences at once, in at most half of the memory: with fewer, a long
+    context still runs, in smaller steps. The rest is for the layers that see everything; without any, all is
+    sliding."""
+    size, one, beside = config.block_size, form.one, form.of_draft
     longest = -(-max_model_len // size)
-    whole, each = (replace(one, layers=n).nbytes for n in (one.layers - windowed, windowed))
+    whole = replace(one, layers=one.layers - form.windowed).nbytes
+    each = replace(one, layers=form.windowed).nbytes
     useful = config.max_num_seqs * longest
     if not whole and not beside:
-        return KVSizes(useful, window, total // each)
+        return KVSizes(useful, form.window, total // each)
     step = min(config.token_budget or max_model_len, max_model_len)
-    most = config.max_num_seqs * min(longest, touched(window, step, size))
+    most = config.max_num_seqs * min(longest, touched(form.window, step, size))
     sliding = min(most, total // 2 // each, total // (one.nbytes + beside))
     blocks = (total - sliding * each) // (whole + beside)
-    return KVSizes(blocks if whole else min(blocks, useful), window, sliding)
+    return KVSizes(blocks if whole else min(blocks, useful), form.window, sliding)
 
 
 def touched(window: int, step: int, size: int) -> int:

@@ -18,7 +18,7 @@ from pageturner.executor import sampler
 from pageturner.executor.batch import NO_ROWS, Rows, pack, pack_sliding
 from pageturner.executor.draft import Drafter
 from pageturner.executor.grammar import Grammars
-from pageturner.executor.kv_memory import KVSizes
+from pageturner.executor.kv_memory import KVLayout
 from pageturner.executor.model_costs import model_costs
 from pageturner.executor.pooling import pool
 from pageturner.executor.prompt_scores import score_prompts
@@ -49,15 +49,14 @@ class Runner:
         self,
         decoder: Decoder,
         ops: Ops,
-        sizes: KVSizes,
-        block_size: int,
-        kv_dtype: str,
+        layout: KVLayout,
         grammars: Grammars | None = None,
         drafter: Drafter | None = None,
         alloc: Callable[[KVSpec], KV] | None = None,
     ) -> None:
         self._decoder = decoder
         self._ops = ops
+        sizes, block_size, kv_dtype = layout.sizes, layout.block_size, layout.dtype
         self._block_size = block_size
         self._sizes = sizes
         self._grammars = grammars
