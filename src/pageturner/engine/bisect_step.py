@@ -1,6 +1,6 @@
 """A step that raises is run again in halves, until what raises is alone: one request fails, the others go on.
 
-Owns which part of a plan is run again, and what a guilty request is told. Must not know the scheduler, the
+Owns which part of a plan is run again, and the failure of a guilty request. Must not know the scheduler, the
 channel or what is computed: until it is committed a plan may be run again, and so may any part of it, but for
 the copies of blocks, which are made once.
 """
@@ -28,9 +28,9 @@ Begin = Callable[[list[Item]], None]
 class StepBisection:
     """Runs plans again that raised. Single-threaded, as the engine is.
 
-    An exception that does not come again in the halves costs nobody anything. One request that raises alone
+    An exception that does not come again in the halves costs no request anything. One request that raises alone
     gets a Failure. Where everything raises, the executor is broken and not a request: the exception goes on,
-    the process ends, and the supervisor recovers. Of a request that is alone in its steps nobody can tell
+    the process ends, and the supervisor recovers. Where a request is alone in its steps it is not known
     which of both it is: it fails, but MAX_IN_A_ROW such steps with none that succeeds between them are the
     executor's fault.
 
@@ -47,7 +47,7 @@ class StepBisection:
         Its copies of blocks were made when the whole was run, and must not be made again: the last owner of a
         block that was copied may write into it in the same step.
 
-        begin  told the items of each part before it is run
+        begin  called with the items of each part before it is run
         """
         log.error(
             "a step of %d sequences raised %s: it is run in halves", len(plan.items), _where(raised)
@@ -91,7 +91,7 @@ def _halves(part: list[tuple[int, Item]]) -> list[list[tuple[int, Item]]]:
 
 
 def _failure(item: Item, error: Exception) -> Failure:
-    """Return the failure that the guilty request is told. The text of an exception may hold what a client
+    """Return the failure of a guilty request. The text of an exception may hold what a client
     wrote: it is left out."""
     where = _where(error)
     log.error("request %d raises %s: it fails, the others go on", item.sequence.request.id, where)

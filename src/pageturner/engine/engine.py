@@ -1,6 +1,6 @@
 """The engine: a scheduler and an executor in turn: plan, run, commit.
 
-Owns the order and the times of these calls, which steps are in flight, and who watches: the step log, the
+Owns the order and the times of these calls, which steps are in flight, and the observers: the step log, the
 latency of each request, the totals of work. Must not know sockets, HTTP, text or any policy: the caller of
 `step` decides whether it is a server, a script or a test.
 """
@@ -83,7 +83,7 @@ class Engine:
         self.async_steps = AsyncSteps(parts.async_executor) if parts.async_executor else None
         self._in_flight: InFlightStep | None = None
         self._committed = -math.inf  # when the last step was committed
-        self._plan_ahead = True  # else somebody waits for a moment in which no step is in flight
+        self._plan_ahead = True  # else new settings wait for a moment without a step in flight
 
     @property
     def has_work(self) -> bool:
@@ -101,7 +101,7 @@ class Engine:
 
     # -- requests --------------------------------------------------------------------------------------------
     def submit(self, request: Request) -> list[Event]:
-        """Take a request. A refusal is an event too: whoever waits for the request is always answered."""
+        """Take a request. A refusal is an event too, so that each request is answered."""
         self.wake = None
         try:
             part = self._pending.add(request)
@@ -144,7 +144,7 @@ class Engine:
         return []
 
     def abort(self, id: int) -> Timings | None:
-        """Forget a request and free its blocks now; unknown ids are those that just finished. Returns where
+        """Forget a request and free its blocks now; unknown ids are of requests that just finished. Returns where
         its time went until now."""
         self.wake = None
         now = self.clock()
@@ -163,14 +163,14 @@ class Engine:
         self.stack.pins.drop(id)
 
     def release_session(self, name: str) -> None:
-        """Nobody will go on with this conversation: whoever waits for its memory may come in."""
+        """Give up what a conversation keeps: requests that wait for its memory may come in."""
         if self._log is not None:
             self._log.released(self.clock(), name)
         self.stack.sessions.release(name)
         self.wake = None
 
     def forget_prefixes(self) -> None:
-        """Let nobody find KV that is only kept because somebody might."""
+        """Forget all KV that is only kept because a later request might find it."""
         if self._log is not None:
             self._log.forgot(self.clock())
         forget = self.stack.pins.forget_others
@@ -219,7 +219,7 @@ class Engine:
         return events + self._commit(step, result, ledger)
 
     def _expire(self) -> list[Event]:
-        """End those whose deadline has passed."""
+        """End the requests whose deadline has passed."""
         now = self.clock()
         events = self._slo.expired(now)
         if self._log is not None:
@@ -251,7 +251,7 @@ class Engine:
     def _result(
         self, step: InFlightStep, behind: InFlightStep | None, ledger: Ledger | None
     ) -> Result:
-        """Return the result of a step: collected, or run now for those of its sequences that still run."""
+        """Return the result of a step: collected, or run now for its sequences that still run."""
         if step.launched is not None and self.async_steps is not None:
             result = self.async_steps.collect(step, behind)
             if result is not None:
@@ -287,7 +287,7 @@ class Engine:
             ledger.begin(now, [item.sequence.request.id for item in items])
 
     def _commit(self, step: InFlightStep, result: Result, ledger: Ledger | None) -> list[Event]:
-        """Make what was computed part of the sequences, and tell those who watch."""
+        """Make what was computed part of the sequences, and report it to the observers."""
         plan, step_times = step.plan, self.stack.step_times
         each = step_times.each if step_times.steps else math.inf
         now = self.clock()
@@ -351,7 +351,7 @@ def _refused(request: Request, refused: Refused) -> list[Event]:
 
 
 def _note_rows(ledger: Ledger | None, items: list[Item]) -> None:
-    """Note each row of the step if somebody watches, and whether it is of a prompt or recomputed."""
+    """Note each row of the step while the live view is open, and whether it is of a prompt or recomputed."""
     if ledger is not None and ledger.watched:
         rows = []
         for item in items:

@@ -28,7 +28,7 @@ from pageturner.scheduler.types import Output, Plan, Result
 
 
 class Executor(Protocol):
-    """A thing that turns plans into results: the Runner, or one of the fakes."""
+    """Turns plans into results: the Runner, or one of the fakes."""
 
     def run(self, plan: Plan) -> Result:
         """Compute one step. What is wrong with one sequence is a Failure. Where it raises, parts of the plan
@@ -130,5 +130,5 @@ class Runner:
             for kv, copies in zip(self.storage, (plan.copies, plan.sliding_copies), strict=False):
                 if copies and kv is not None:
                     self._ops.copy_blocks(kv, copies)
-        except Exception as error:  # nobody knows which of them were made
+        except Exception as error:  # it is unknown which of them were made
             raise EngineFault("copy_failed", f"blocks could not be copied: {error}") from error

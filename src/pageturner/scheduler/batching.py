@@ -1,4 +1,4 @@
-"""Batching policies: who gets how many tokens in this step, and why nobody more was let in.
+"""Batching policies: which sequence gets how many tokens in a step, and why no further one was admitted.
 
 A policy is a generator. It asks for (sequence, n) and is told how many tokens were granted: fewer if the
 budget or the memory ends, 0 if it did not fit. It must not touch a sequence, a block or a queue; what it
@@ -22,7 +22,7 @@ class WaitCause(Enum):
     SLOTS = "slots"  # as many sequences run as may
     BUDGET = "budget"  # the tokens of this step are spent
     BLOCKS = "blocks"  # the KV that it is promised does not fit
-    PREEMPTION = "preemption"  # this step preempted somebody, so it admits nobody
+    PREEMPTION = "preemption"  # this step preempted a sequence, so it admits none
     PROMPT = "prompt"  # a running request computes a prefix that this one will reuse
     POLICY = "policy"  # the batching policy did not ask for it
 
@@ -33,7 +33,7 @@ class View:
 
     decoding    running sequences with only the newest token to compute, smallest rank first
     prefilling  running sequences with more than that to compute, smallest rank first
-    waiting     waiting sequences in queue order; empty when nobody may join
+    waiting     waiting sequences in queue order; empty when no sequence may join
     token_budget_left  tokens of the budget that are not granted yet
     free_slots  how many waiting sequences may join at most
     context     most tokens in a sequence
@@ -86,9 +86,9 @@ Asks = Generator[tuple[Sequence, int], int, None]
 class Policy:
     """A batching policy, and what others must know of it.
 
-    mixes          prompts and decoding sequences share a step; else one with a prompt decodes nobody
+    mixes          prompts and decoding sequences share a step; else a step with a prompt decodes no sequence
     forecastable   a waiting sequence joins as soon as there is room: the time until then can be foretold
-    steady         with nobody to let in it gives every sequence its token, and remembers nothing
+    steady         with no sequence to admit it gives every running one its token, and remembers nothing
     bounded        no step is over the token budget: prompts come in pieces
     interruptible  another policy may take its place while sequences run
     awaits_prefixes  a sequence waits for KV that another one is just computing and that it could share

@@ -11,7 +11,7 @@ A full, computed block is findable by its key (block_keys.py): the index is a ra
 flattened into a dict. Blocks pinned without a salt are public: a salted sequence may begin with them; behind
 them its keys are salted again. A sliding block has the key of the full block beside it.
 
-Who owns what of a sequence, from position 0 on:
+The positions of a sequence, and who may write into their blocks:
     [0, cached * size)                shared with the index: findable, never written again
     [cached * size, computed)         its own, or shared with its forks: copied before the first write
     [computed, len(blocks) * size)    granted in the plans under way, still to be written
@@ -89,7 +89,7 @@ class BlockPool:
     ) -> tuple[int, int]:
         """Full blocks that the sequence may still take until `tokens` are computed, copies of shared ones
         included, and sliding blocks that it may hold at once, at most `step` tokens in one step: shared ones
-        are promised to each, because those who share them move on apart. One without blocks has those of its
+        are promised to each, because sequences that share them move on apart. One without blocks has those of its
         cached prefix that are in use, and leaves so many others of its search `beside` it what they need."""
         matched = [] if seq.blocks else self.match(seq)
         if not seq.blocks and not self.window and self._takes_from_source(seq, len(matched)):
@@ -116,14 +116,14 @@ class BlockPool:
         return self.blocks_for(self.window + step - 2) + 1
 
     def _public_keys(self, seq: Sequence) -> Iterator[bytes]:
-        """Keys of its blocks, were they everybody's."""
+        """Yield the keys that its blocks would have if they were public."""
         known = seq.block_keys[: seq.keys_public]
         return chain_keys(
             root_key(self._model, seq.request.adapter), seq.tokens, self.block_size, known
         )
 
     def _key(self, seq: Sequence, place: int, public: int) -> bytes:
-        """The key of its block at `place`, behind so many that are everybody's. The sequence keeps it."""
+        """Return the key of its block at `place`, behind so many public ones. The sequence keeps the key."""
         keys, request, size = seq.block_keys, seq.request, self.block_size
         if seq.keys_public != public or not keys:
             keys[:] = islice(self._public_keys(seq), public)
@@ -137,7 +137,7 @@ class BlockPool:
 
     # -- the life of a sequence ------------------------------------------------------------------------------
     def match(self, seq: Sequence) -> list[int]:
-        """The cached blocks that begin the sequence. Its last token is never among them, because somebody
+        """The cached blocks that begin the sequence. Its last token is never among them, because a step
         must compute its logits; nor is anything from `logits_from` on. With a window, the longest beginning
         behind which all that is still seen is cached."""
         if not self.prefix_caching:

@@ -25,8 +25,8 @@ class Change(NamedTuple):
     """The change of a group behind one item of a step.
 
     tokens    what the item's sequence gains at once, accepted drafts among them
-    events    what whoever waits for the group is told
-    branches  which sequence continues which (beam search); one that nobody continues gives its blocks back
+    events    sent to the requests that wait for the group
+    branches  which sequence continues which (beam search); one that is not continued gives its blocks back
     finish    why the group has ended, as in Event; None: it goes on
     """
 
@@ -90,7 +90,7 @@ class Requests:
         return True
 
     def leave(self, id: int) -> list[Sequence]:
-        """Forget one request. Returns the sequences that nobody wants any more."""
+        """Forget one request. Returns the sequences that no request wants any more."""
         home = self._joined.pop(id, id)
         group = self.groups[home]
         group.leave(id)

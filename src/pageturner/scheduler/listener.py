@@ -1,4 +1,4 @@
-"""Listener: what the scheduler tells those who watch it. Orders, predictors, pinned prefixes and counters are
+"""Listener: what the scheduler reports to those that watch it. Orders, predictors, pinned prefixes and counters are
 listeners; the scheduler knows none of them by name, and this file must not either.
 """
 
@@ -17,7 +17,7 @@ class StepReport:
 
     seconds     from the plan to the commit
     tokens      computed in it, padding included; generated: tokens of answers that it brought
-    events      as they are told to whoever waits for them
+    events      as they are sent to the requests that wait for them
     recomputed  tokens computed once more, because their KV had been given up
     drafts      (tokens verified, tokens accepted) of each draft
     alike       seconds of each step, where the report stands for several
@@ -58,7 +58,7 @@ class Listener:
 
 
 class Listeners:
-    """Several listeners as one: for each moment the functions of those who want to know, in their order."""
+    """Several listeners as one: for each moment the functions to be called, in order."""
 
     def __init__(self, listeners: tuple[Listener, ...]) -> None:
         self.arriving = [one.arriving for one in listeners if one.arriving]

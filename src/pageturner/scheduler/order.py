@@ -1,7 +1,7 @@
-"""Queue orders: who of the waiting is asked first. Orthogonal to the batching policy.
+"""Queue orders: which waiting sequence is asked for first. Orthogonal to the batching policy.
 
 An order is a key, and a listener for those orders that remember something (policies/orders.py). It must not
-touch sequences, blocks or queues, and it never decides who is preempted: that is rank, which does not move.
+touch sequences, blocks or queues, and it never decides which sequence is preempted: that is rank, which does not move.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Order:
     """The smallest key goes first.
 
     key         where a waiting sequence stands at a time
-    begin_step  called before the keys of a step are asked for: who runs, what time it is
-    listener    what it wants to be told
+    begin_step  called before the keys of a step are asked for, with the running sequences and the time
+    listener    what it wants to hear
     """
 
     key: Callable[[Sequence, float], Key]

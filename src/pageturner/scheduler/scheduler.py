@@ -1,8 +1,8 @@
 """The scheduler: decides each step what is computed, and makes what was computed part of the sequences.
 
 Owns the queue, the running sequences, the budget, preemption and the finish of a sequence. Must not know what
-a token means, how it is computed, what time it is or who asked for it: the policy says whom to ask for, the
-order who stands first, the pool who has which block, a group what becomes of its sequences.
+a token means, how it is computed, what time it is or who asked for it: the policy says which sequences get
+tokens, the order which is first, the pool which has which block, a group what becomes of its sequences.
 
 A step moves `computed` towards `len(tokens)`. There are no phases: prefill, chunk, decode, recompute and
 resume differ only in the size of that gap.
@@ -162,7 +162,7 @@ class Scheduler:
 
     @property
     def reserve(self) -> Reserve:
-        """The rule by which KV is promised to whoever joins."""
+        """The rule by which KV is promised to a sequence that joins."""
         return self.policy.reserve or self._reserve
 
     @property
@@ -195,9 +195,9 @@ class Scheduler:
         return self._make_plan(Plan(at=now))
 
     def plan_ahead(self, now: float) -> Plan:
-        """The step behind the one under way, in which nobody may have a draft, search or score a prompt: each
-        item gives one token at the most. It preempts nobody. Of who ends before its turn the commit takes
-        nothing. Without items where it cannot be made: commit, and ask for a plan."""
+        """The step behind the one under way, in which no sequence may have a draft, search or score a prompt: each
+        item gives one token at the most. It preempts no sequence. The commit ignores the items of sequences
+        that have ended by then. Without items where it cannot be made: commit, and ask for a plan."""
         if len(self._plans) != 1:
             raise RuntimeError("one plan ahead of one that is under way")
         if self._lookahead_out_of_blocks or not self.policy.steady:
@@ -285,7 +285,7 @@ class Scheduler:
 
     def _victim(self, asking: Sequence) -> Sequence | None:
         """The largest rank above the asking one that has nothing in this plan, else the asking one itself;
-        never the smallest rank of all, so that somebody always gets on."""
+        never the smallest rank of all, so that one sequence always gets on."""
         mates = self._requests.mates
         for seq in reversed(self.running):
             if seq.rank == asking.rank:
@@ -310,7 +310,7 @@ class Scheduler:
         plan.preempted[seq.request.id] = other.request.id
 
     def _admit(self, plan: Plan, view: View, seq: Sequence, n: int) -> int:
-        """Let a waiting sequence run, and those of its group with it, or say why not."""
+        """Let a waiting sequence and its group run, or note why they cannot."""
         mates = self._requests.mates(seq)
         if refused := self._refusal(plan, mates, n):
             view.refused = (seq, *refused)
@@ -372,8 +372,8 @@ class Scheduler:
         return True
 
     def _attach(self, seq: Sequence) -> None:
-        """Give it what is there of its KV. Those of one search take it one by one, when they get on, so that
-        each finds what the ones before it have computed."""
+        """Give a sequence the cached KV that it begins with. The sequences of one search take it one by one,
+        when they get on, so that each finds what the ones before it have computed."""
         fresh = max(0, self.pool.attach(seq) - seq.max_computed_tokens)  # never computed before
         seq.max_computed_tokens += fresh
         seq.cached += fresh
@@ -462,18 +462,18 @@ class Scheduler:
     ) -> bool:
         """Go on with these; None: as it is. False if that has to wait: ask again after the next commit.
 
-        Who runs goes on; those above a smaller number end before anybody joins; a wider search runs alone.
+        Running sequences go on; those above a smaller number end before others join; a wider search runs alone.
         max_beam_width: sequences of the widest search still taken, which never falls: one may come again."""
         if self._plans or (policy is not None and self.running and not self.policy.interruptible):
             return False
         self._limit_steps(max_num_seqs, token_budget)
         more = max(0, max(self.slots, max_beam_width) - self._max_beam_width)
         self._max_beam_width += more
-        self._max_queue += more  # whoever bounds the queue outside counts those who run, too
+        self._max_queue += more  # the bound outside counts running requests, too
         for seq in self.running:
             seq.estimate = None
         self.policy = policy or self.policy
-        if order is not None:  # of who runs it hears when they are served
+        if order is not None:  # it hears of running sequences when they are served
             self._order, self.listeners = order, Listeners((*self._listeners, order.listener))
             for seq in sorted(self.waiting, key=lambda seq: (seq.request.arrival, seq.request.id)):
                 if order.listener.queued:

@@ -1,4 +1,4 @@
-"""Sharing: who waits for KV that another sequence is just computing, to share it instead.
+"""Sharing: which sequences wait for KV that another one is just computing, to share it instead.
 
 Owns three rules: choices of one prompt take over the blocks of the first one, of two prompts that begin alike
 the second waits for the first, and branches of a search have the blocks of what they go on from.
@@ -35,7 +35,7 @@ def source_comes_later(seq: Sequence) -> bool:
 
 
 def order_after_prefix_owner(queue: list[Sequence]) -> list[Sequence]:
-    """The queue, but nobody in front of the one for which it waits: they would both wait for ever."""
+    """Return the queue with each sequence behind the one that it waits for: else both would wait for ever."""
     if not any(map(source_comes_later, queue)):
         return queue
     place = {seq: i for i, seq in enumerate(queue)}
@@ -52,8 +52,8 @@ def order_after_prefix_owner(queue: list[Sequence]) -> list[Sequence]:
 
 
 def awaited_prefix(seq: Sequence, running: Iterable[Sequence], pool: BlockPool) -> Sequence | None:
-    """The running sequence that is about to have KV which a waiting one would share, if there is one. Whoever
-    computes it runs, so this wait ends; one that lost its blocks or left is waited for no longer."""
+    """The running sequence that is about to have KV which a waiting one would share, if there is one. The one
+    that computes it runs, so this wait ends; one that lost its blocks or left is waited for no longer."""
     source = seq.source
     if source is not None and seq.logits_from is None:
         on_its_way = source_comes_later(seq) or source.state is State.RUNNING
@@ -68,7 +68,7 @@ def awaited_prefix(seq: Sequence, running: Iterable[Sequence], pool: BlockPool) 
 
 
 def apply_branches(branches: list[Branch], sequences: Iterable[Sequence], pool: BlockPool) -> None:
-    """Sequences of a search become its branches; who has none gives its blocks back."""
+    """Sequences of a search become its branches; a sequence without one gives its blocks back."""
     parents = {branch.parent for branch in branches}
     for seq in sequences:
         if seq not in parents:

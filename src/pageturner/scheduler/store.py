@@ -21,8 +21,8 @@ class Store:
     """`num_blocks` blocks, all empty at first. A table is a list of block ids, one for each place.
 
     held      the held blocks; under_way: whether a plan that has begun may still use what is dropped now
-    on_publish   told the key and the block when one becomes findable: its bytes stay as they are until on_evict
-    on_evict  told the same when a cached block is about to be overwritten
+    on_publish  called with the key and the block when one becomes findable: its bytes stay until on_evict
+    on_evict  called with the same when a cached block is about to be overwritten
     on_miss   asked for a key that a sequence needs and no block has: it may make one findable and return it
     cached    the cached blocks, least recently released first; oldest: says which is overwritten next. Both
               can be replaced, by something that knows more of them than when they were released

@@ -45,7 +45,7 @@ class Sequence:
     draft     proposed tokens behind `tokens`, not yet verified
     num_cached_blocks  how many leading blocks the prefix cache can find by content
     block_keys  keys of its first full blocks, made when asked for; the first `keys_public` have no salt
-    public    how many of its first blocks are unsalted pinned ones, which anybody may share
+    public    how many of its first blocks are unsalted pinned ones, which any sequence may share
     cached    prompt tokens whose KV came from the prefix cache, not counting what it had computed and lost
     max_computed_tokens  tokens that had KV before it was preempted or its engine died: computing them again
               counts as recomputed
@@ -147,10 +147,10 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class WaitReason:
-    """Why nobody more was let in."""
+    """Why no further sequence was admitted."""
 
     cause: str  # batching.WaitCause
-    head: int = 0  # request at the head of the queue; 0: nobody was asked
+    head: int = 0  # request at the head of the queue; 0: no sequence was asked for
     by: int = 0  # the request that has what the head lacks; 0 where it is not one
 
 
@@ -170,7 +170,7 @@ class Plan:
     sliding_copies: list[tuple[int, int]] = field(default_factory=list)
     wake: float | None = None
     preempted: dict[int, int] = field(default_factory=dict)
-    wait_reason: WaitReason | None = None  # what those who wait are waiting for; None: nobody waits
+    wait_reason: WaitReason | None = None  # of the waiting sequences; None: none waits
     ballast: list[tuple[int, int]] = field(default_factory=list)
     at: float = 0.0  # when it was made
 
@@ -185,7 +185,7 @@ class Output:
 
     prompt_logprobs  one for each of the item's `scored` positions
     candidates  instead of a token, for a sequence of a search: the likeliest ones and their logprobs. Then
-                `logprobs` has one value, whose likeliest tokens are told with whichever goes on
+                `logprobs` has one value, whose likeliest tokens go with whichever goes on
     """
 
     tokens: list[int] = field(default_factory=list)
