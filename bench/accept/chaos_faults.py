@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import chaos_jobs
+import harness
 from chaos_jobs import Job
 from harness import Server
 
@@ -224,7 +225,7 @@ def _ledger_of(pid: int) -> Ledger:
 
 def _children(pid: int, name: str) -> Iterator[int]:
     """The child processes of this name, or all."""
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+    for child in harness.children(pid):
         with contextlib.suppress(OSError):
             if Path(f"/proc/{child}/comm").read_text().strip() == name or not name:
-                yield int(child)
+                yield child

@@ -7,6 +7,7 @@ status is 1 when a line failed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib
 import json
@@ -194,12 +195,9 @@ class Server:
 
     def engine_pid(self) -> int:
         """The child that runs the engine."""
-        children = (
-            Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        )
-        for child in children:
+        for child in children(self.process.pid):
             if b"pageturner.engine.worker" in Path(f"/proc/{child}/cmdline").read_bytes():
-                return int(child)
+                return child
         raise RuntimeError("the server has no engine process")
 
     def rss_mb(self) -> float:
@@ -229,26 +227,57 @@ def rss_mb(pid: int) -> float:
     )
 
 
-def processor_seconds(pid: int) -> float:
-    """Processor time of all threads of a process, to the nanosecond."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+def processor_seconds(*pids: int) -> float:
+    """Processor time of the threads of these processes that live, to the nanosecond."""
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                total += int((task / "schedstat").read_text().split()[0])
+    return total / 1e9
+
+
+def children(pid: int) -> list[int]:
+    """The child processes of a process."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@contextmanager
+def running(
+    command: list[str], port: int, wait: float = 60.0, log: Path = Path(os.devnull)
+) -> Iterator[Server]:
+    """A command that serves on this loopback port, ready; ended by its process id. log: what it says."""
+    with log.open("wb") as said:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=said)
+    try:
+        wait_ready(f"http://127.0.0.1:{port}", process, wait)
+        yield Server(f"http://127.0.0.1:{port}", process)
+    finally:
+        if process.poll() is None:
+            end(process)
 
 
 @contextmanager
 def server(
     *flags: str, model: str = "smollm2", wait: float = 60.0, log: Path = Path(os.devnull)
 ) -> Iterator[Server]:
-    """`pageturner serve` on a free loopback port, ready; ended by its process id. log: what it says."""
+    """`pageturner serve` on a free loopback port."""
     port = free_port()
     command = [sys.executable, "-m", "pageturner", "serve", model, "--port", str(port), *flags]
-    with log.open("wb") as said:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=said)
+    with running(command, port, wait, log) as one:
+        yield one
+
+
+@contextmanager
+def busy(loops: int) -> Iterator[None]:
+    """So many processes that compute without end, ended by their ids."""
+    each = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(loops)]
     try:
-        wait_ready(f"http://127.0.0.1:{port}", process, wait)
-        yield Server(f"http://127.0.0.1:{port}", process)
+        yield
     finally:
-        end(process)
+        for process in each:
+            process.kill()
+            process.wait()
 
 
 def wait_ready(url: str, process: subprocess.Popen[bytes], limit: float) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import shutil
 import sys
 import threading
@@ -143,10 +142,12 @@ def _cost(server: harness.Server, rounds: int) -> Line:
         spent, pace = {}, {}
         for polled in (False, True) if number % 2 else (True, False):
             time.sleep(0.0 if polled else 3.2)  # until the engine notes no steps any more
-            before = _processor_seconds(server)
+            before = harness.processor_seconds(server.process.pid, server.engine_pid())
             with _polling(server.url) if polled else contextlib.nullcontext():
                 pace[polled] = _load(server.url, 2 * number + polled + 1)
-            spent[polled] = _processor_seconds(server) - before
+            spent[polled] = (
+                harness.processor_seconds(server.process.pid, server.engine_pid()) - before
+            )
         ratios.append(spent[True] / spent[False])
         paces.append(pace[True] / pace[False])
         # it asks by the clock: a machine that is slow because it is busy computes less between two looks
@@ -157,15 +158,6 @@ def _cost(server: harness.Server, rounds: int) -> Line:
         f" {median(each):.1f} ms of a processor each second that it is open"
     )
     return Line("an open page costs under 1 %", said, median(ratios) <= 1.01)
-
-
-def _processor_seconds(server: harness.Server) -> float:
-    """Of the API process and its engine, since they began."""
-    total = 0
-    for pid in (server.process.pid, server.engine_pid()):
-        words = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-        total += int(words[11]) + int(words[12])
-    return total / os.sysconf("SC_CLK_TCK")
 
 
 def _load(url: str, mark: int) -> float:

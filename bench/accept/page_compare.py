@@ -1,6 +1,6 @@
 """`pageturner compare` twice on a quiet and twice on a deliberately busy machine: the same advice.
 
-Owns the loops that make a machine busy, and what of a comparison is advice. Costs of steps are kept in a
+Owns what of a comparison is advice. Costs of steps are kept in a
 folder of this run, so that the first comparison begins with none; one more begins with none on the busy
 machine. Pages stay in build/accept.
 """
@@ -15,20 +15,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
 sys.path += [str(HERE)]
 
-from harness import ROOT, Line, NotRun  # noqa: E402
+from harness import ROOT, Line, NotRun, busy  # noqa: E402
 
 from pageturner.formats import hub  # noqa: E402
 
 PAGES = ROOT / "build" / "accept"
 LOOPS = 2  # busy ones
-BUSY = "import os\nos.nice(10)\nwhile True: pass"
 LONGEST = 90.0  # seconds of a comparison that has the machine to itself
 Told = dict[str, Any]
 
@@ -47,18 +45,6 @@ def different(one: Told, other: Told) -> list[str]:
         for want in wants
         if mine.get(want) != theirs.get(want)
     ]
-
-
-@contextmanager
-def busy(loops: int = LOOPS) -> Iterator[None]:
-    """Loops of our own that do nothing, nicely; ended by their ids."""
-    each = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(loops)]
-    try:
-        yield
-    finally:
-        for one in each:
-            one.kill()
-            one.wait()
 
 
 def compare(name: str, cache: Path, *flags: str) -> tuple[Told, float]:
@@ -114,7 +100,7 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
         f"{want}: {', '.join(names)}" for want, names in advice_of(told[0])
     )
     yield Line("the same advice twice quiet and twice busy", figure, not said)
-    with busy():
+    with busy(LOOPS):
         found, seconds = compare("busy-first", fresh_cache("busy"), *flags)
     yield _told("compare on a busy machine, with no costs kept", found, seconds)
     said = different(told[0], found)

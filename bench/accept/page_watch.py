@@ -188,12 +188,6 @@ def cost(rounds: int) -> Iterator[Line]:
             yield Line(f"{what}: {process}", f"{said}, median of {rounds} pairs", None)
 
 
-def processor_seconds(pid: int) -> float:
-    """Of all threads of a process that live."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
-
-
 def spent(server: harness.Server, mark: int) -> tuple[float, float]:
     """Processor seconds a request of the API process and of its engine, under some load."""
     pids = (server.process.pid, server.engine_pid())
@@ -202,19 +196,21 @@ def spent(server: harness.Server, mark: int) -> tuple[float, float]:
         for i in range(EACH):
             ask(server.url, f"{mark} {number} {i} a prompt", TOKENS)
 
-    before = [processor_seconds(pid) for pid in pids]
+    before = [harness.processor_seconds(pid) for pid in pids]
     harness.in_threads(CLIENTS, client)
     time.sleep(1.2)  # until what was to be sent has been
-    api, engine = (processor_seconds(pid) - one for pid, one in zip(pids, before, strict=True))
+    api, engine = (
+        harness.processor_seconds(pid) - one for pid, one in zip(pids, before, strict=True)
+    )
     return api / (CLIENTS * EACH), engine / (CLIENTS * EACH)
 
 
 def per_scrape(server: harness.Server) -> float:
     """Processor seconds of the API process."""
-    before = processor_seconds(server.process.pid)
+    before = harness.processor_seconds(server.process.pid)
     for _ in range(SCRAPES):
         scrape(server.url)
-    return (processor_seconds(server.process.pid) - before) / SCRAPES
+    return (harness.processor_seconds(server.process.pid) - before) / SCRAPES
 
 
 @contextlib.contextmanager

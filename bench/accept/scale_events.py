@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import shutil
-import subprocess
 import sys
 import time
 import urllib.error
@@ -74,30 +72,14 @@ def step_lines() -> Iterator[Line]:
 @contextmanager
 def router(program: str, policy: str, urls: list[str]) -> Iterator[str]:
     """smg before these servers."""
-    port, metrics = harness.free_port(), harness.free_port()
-    command = [
-        program,
-        "launch",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--policy",
-        policy,
-        "--prometheus-port",
-        str(metrics),
-        "--worker-urls",
-        *urls,
-    ]
-    with Path(os.devnull).open("wb") as nothing:
-        process = subprocess.Popen(command, stdout=nothing, stderr=nothing)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        harness.wait_ready(url, process, 60)
-        wait_workers(url, len(urls))
-        yield url
-    finally:
-        harness.end(process)
+    port = harness.free_port()
+    words = (
+        f"launch --host 127.0.0.1 --port {port} --policy {policy} --worker-urls {' '.join(urls)}"
+    )
+    metrics = f"--prometheus-port {harness.free_port()}"
+    with harness.running([program, *words.split(), *metrics.split()], port) as smg:
+        wait_workers(smg.url, len(urls))
+        yield smg.url
 
 
 def wait_workers(url: str, servers: int) -> None:

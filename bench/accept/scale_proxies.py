@@ -8,7 +8,6 @@ busy machine hits all alike): seconds to the first byte, and processor time of t
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import statistics
 import subprocess
@@ -70,17 +69,9 @@ def commands(
     return found
 
 
-def processor_seconds(pid: int) -> float:
-    """Of a process and its children, from /proc."""
-    total = 0.0
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rsplit(") ", 1)[1].split()
-        except OSError:
-            continue
-        if int(stat.parent.name) == pid or int(fields[1]) == pid:
-            total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return total
+def processor_time(pid: int) -> float:
+    """Processor time of a proxy and its children."""
+    return harness.processor_seconds(pid, *harness.children(pid))
 
 
 def lines(arguments: argparse.Namespace) -> Iterator[Line]:
@@ -109,7 +100,7 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
             there[name] = url, process
         times: dict[str, list[float]] = {name: [] for name in ("direct", *there)}
         wanted = stream(fleet[0].url, "/v1/completions", body)[0]
-        before = {name: processor_seconds(process.pid) for name, (_, process) in there.items()}
+        before = {name: processor_time(process.pid) for name, (_, process) in there.items()}
         wrong = 0
         for i in range(arguments.proxy_pairs):
             times["direct"].append(stream(fleet[i % 2].url, "/v1/completions", body)[2])
@@ -123,7 +114,7 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
                 yield Line(name, f"not installed: --{name} names it", None)
                 continue
             added = sorted(a - b for a, b in zip(times[name], times["direct"], strict=True))
-            spent = processor_seconds(there[name][1].pid) - before[name]
+            spent = processor_time(there[name][1].pid) - before[name]
             each = 1e3 * spent / arguments.proxy_pairs
             p50, p99 = 1e3 * statistics.median(added), 1e3 * added[int(0.99 * len(added))]
             figure = f"first byte {p50:+.1f} ms (p50), {p99:+.1f} ms (p99); {each:.2f} ms of a core an answer"

@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 import harness
-from harness import Line, NotRun
+from harness import Line, NotRun, processor_seconds
 from scale_router import TINY, metric, stream
 
 MARK = "PAGETURNER_ACCEPT_RAY"
@@ -308,20 +308,20 @@ def _added(cluster: Cluster, requests: int) -> Iterator[Line]:
         whole: dict[str, list[float]] = {"alone": [], "serve": []}
         everybody, engine = cluster.processes(), [alone.process.pid, alone.engine_pid()]
         everybody = [pid for pid in everybody if pid not in engine]
-        before = _processor_seconds(everybody)
+        before = processor_seconds(*everybody)
         time.sleep(IDLE_SECONDS)
-        idle = _processor_seconds(everybody) - before
+        idle = processor_seconds(*everybody) - before
         taken = [[0.0, 0.0, idle], [0.0, 0.0]]
         for i in range(requests + 5):
             if i == 5:
-                taken[0][0], taken[1][0] = _processor_seconds(everybody), _processor_seconds(engine)
+                taken[0][0], taken[1][0] = processor_seconds(*everybody), processor_seconds(*engine)
             for name, url in (("alone", alone.url), ("serve", cluster.url)):
                 begin = time.monotonic()
                 ttft = stream(url, *job)[2]
                 if i >= 5:
                     first[name].append(1e3 * ttft)
                     whole[name].append(1e3 * (time.monotonic() - begin))
-        taken[0][1], taken[1][1] = _processor_seconds(everybody), _processor_seconds(engine)
+        taken[0][1], taken[1][1] = processor_seconds(*everybody), processor_seconds(*engine)
     for what, of in (("a first byte", first), ("an answer of 16 tokens", whole)):
         points = {name: statistics.quantiles(values, n=100) for name, values in of.items()}
         figure = ", ".join(
@@ -334,18 +334,6 @@ def _added(cluster: Cluster, requests: int) -> Iterator[Line]:
     serve = (of_all[1] - of_all[0] - idle * asked) / requests
     figure = f"{1e3 * (of_alone[1] - of_alone[0]) / requests:.1f} -> {1e3 * serve:.1f} ms"
     yield Line("processor time of such an answer, alone and through Serve", figure, None)
-
-
-def _processor_seconds(pids: list[int]) -> float:
-    """What these processes have taken so far."""
-    total = 0
-    for pid in pids:
-        try:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        total += int(fields[11]) + int(fields[12])
-    return total / os.sysconf("SC_CLK_TCK")
 
 
 def _by_goodput(cluster: Cluster, jobs: list[Job], wanted: list[str]) -> Line:

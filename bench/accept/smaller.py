@@ -21,7 +21,6 @@ The base is installed once in build/base/COMMIT, or --base names a checkout that
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import json
 import subprocess
@@ -35,7 +34,7 @@ import same_faces
 import same_speed
 import same_steps
 import sides
-from harness import ROOT, Line, NotRun, Part, main, pytest_line
+from harness import ROOT, Line, NotRun, Part, busy, main, pytest_line
 from sides import Side
 
 # Figures of bench/house.py -> the most that this piece of work wants, of all or for each 1,000 lines.
@@ -146,18 +145,6 @@ def reader(_: argparse.Namespace) -> Iterator[Line]:
 
 
 # -- the tests -------------------------------------------------------------------------------------
-@contextlib.contextmanager
-def busy(loops: int) -> Iterator[None]:
-    """So many processes that compute without end."""
-    running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(loops)]
-    try:
-        yield
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
-
-
 def tests(options: argparse.Namespace) -> Iterator[Line]:
     """`make test` on a machine that has other things to do."""
     with busy(BUSY_LOOPS):

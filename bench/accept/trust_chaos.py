@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import random
 import re
-import subprocess
 import sys
 import tempfile
 import threading
@@ -65,13 +64,8 @@ def router(replica: str) -> Iterator[str]:
     """The address of a router in front of this server."""
     port = harness.free_port()
     command = [sys.executable, "-m", "pageturner", "route", replica, "--port", str(port)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        harness.wait_ready(url, process, 30)
-        yield url
-    finally:
-        harness.end(process)
+    with harness.running(command, port) as front:
+        yield front.url
 
 
 def run(

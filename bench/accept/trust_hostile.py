@@ -261,12 +261,11 @@ class Watch:
 def api_mb(server: Server) -> float:
     """Resident memory of the API process and of all its children but the engine, in MB."""
     pid = server.process.pid
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     total = 0.0
-    for one in (str(pid), *children):
+    for one in (pid, *harness.children(pid)):
         try:
             if b"engine.worker" not in Path(f"/proc/{one}/cmdline").read_bytes():
-                total += harness.rss_mb(int(one))
+                total += harness.rss_mb(one)
         except (OSError, StopIteration):
             continue
     return total
