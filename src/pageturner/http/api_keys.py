@@ -61,7 +61,7 @@ ANYBODY = ApiKey()  # who asks a server without keys
 
 @dataclass(frozen=True, slots=True)
 class ApiKeys:
-    """Without any, nobody needs one."""
+    """Nobody needs a key where there is none."""
 
     keys: tuple[ApiKey, ...] = ()
 

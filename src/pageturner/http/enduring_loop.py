@@ -30,7 +30,7 @@ class EnduringLoop(asyncio.SelectorEventLoop):
                 self._endure()
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """As asyncio's, but for a lack of memory, about which a traceback says nothing."""
+        """The same as asyncio's, but for a lack of memory, about which a traceback says nothing."""
         if isinstance(context.get("exception"), MemoryError):
             self._endure()
         else:

@@ -1,4 +1,4 @@
-"""How everything that goes wrong looks over HTTP: status, body and headers.
+"""The form of errors over HTTP: status, body and headers.
 
 Owns the shapes of error bodies, which are told apart by the beginning of a path, and the status of the
 engine's own failures. Must not know what can be wrong.

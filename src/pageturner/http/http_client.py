@@ -55,7 +55,8 @@ class ConnectionLost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """Where a server is; `base` stands in front of every path. tls: how it is encrypted; None: it is not."""
+    """The address of a server; `base` stands in front of every path. tls: how it is encrypted; None: it is
+    not."""
 
     host: str
     port: int

@@ -1,4 +1,5 @@
-"""How much of HTTP a server takes from clients that it does not know yet: sizes, times, connections, memory.
+"""The limits of what a server takes from clients that it does not know yet: sizes, times, connections,
+memory.
 
 Owns the bounds, and what all connections of a server share: their number and the memory of their bodies. Must
 not know sockets, the syntax of HTTP, nor what is asked.
@@ -83,7 +84,7 @@ def _affordable(wanted: int, files: int) -> int:
 
 
 class Connection(Protocol):
-    """What others may ask of a connection."""
+    """The questions that others may ask of a connection."""
 
     def make_room(self) -> None:
         """End: it has no request under way, and somebody else wants to connect."""
@@ -125,7 +126,7 @@ class BodyMemory:
 
 
 class OpenConnections:
-    """What all connections of a server share.
+    """The state that all connections of a server share.
 
     open     how many there are
     refused  counts what was refused or cut off here, by code

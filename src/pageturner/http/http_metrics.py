@@ -1,4 +1,4 @@
-"""What HTTP sees of requests: how many by handler, method and class of status, and how long they took.
+"""The metrics of HTTP: how many by handler, method and class of status, and how long they took.
 
 Owns these counts, under the names that servers on FastAPI have for them, vLLM's among them. Must not know
 what a request asks. A handler is named by its route, never by what a client wrote: labels stay few.
@@ -30,7 +30,7 @@ class HttpMetrics:
     _routes: dict[Hashable, list[Route]] = field(default_factory=dict)
 
     def learn(self, routes: Iterable[BaseRoute]) -> None:
-        """What the handlers are called."""
+        """Learn the names of the handlers."""
         for route in routes:
             if isinstance(route, Route):
                 self._routes.setdefault(route.endpoint, []).append(route)
@@ -53,7 +53,8 @@ class HttpMetrics:
         return next(matching, NOWHERE)
 
     def text(self) -> bytes:
-        """As Prometheus reads it. They are of the program, and not of a model: they have no labels of one."""
+        """Return the text that Prometheus reads. These metrics are of the program, and not of a model: they
+        have no labels of one."""
         exposition = Exposition()
         labels = ("handler", "method")
         exposition.counter("http_requests", "Requests", self.requests, *labels, "status")

@@ -27,7 +27,7 @@ from pageturner.http.memory_reserve import MESSAGE, OUT_OF_MEMORY
 
 
 class Phase(enum.Enum):
-    """What of a request is being received."""
+    """The part of a request that is being received."""
 
     BETWEEN = enum.auto()
     HEAD = enum.auto()
@@ -128,8 +128,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Of a head. Trailers are counted and dropped: what comes behind a body must not override what a
-        gateway has said before it, and nobody here needs them."""
+        """The headers of a head. Trailers are counted and dropped: what comes behind a body must not override
+        what a gateway has said before it, and nobody here needs them."""
         self._headers += 1
         self._count_head(len(name) + len(value) + 4)
         if self._phase is Phase.HEAD:

@@ -265,7 +265,7 @@ async def drain(
 async def until_idle(
     program: Drainable, seconds: float, hopeless: Callable[[], bool] = lambda: False
 ) -> None:
-    """Until no answer is under way, for at most so many seconds."""
+    """Wait until no answer is under way, for at most so many seconds."""
     import asyncio
 
     deadline = time.monotonic() + seconds

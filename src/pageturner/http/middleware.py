@@ -1,5 +1,5 @@
-"""What every HTTP request meets first and last: its id, the API key, where it comes from, the size of its
-body, the log.
+"""The first and last code that every HTTP request meets: its id, the API key, where it comes from, the size
+of its body, the log.
 
 Must not know what any path does. Never logs prompts or keys.
 """

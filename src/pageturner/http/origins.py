@@ -29,7 +29,7 @@ _JSON = re.compile(rb"application/(?:[\w.-]+\+)?json(?:\s*;.*)?", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class OriginRules:
-    """What is let in. As it stands: everything, as a server with keys does.
+    """The rules of who is let in. Without arguments: everything, as a server with keys does.
 
     hosts    names in lower case
     origins  as browsers write them

@@ -1,4 +1,4 @@
-"""What of a request comes behind its head: its body, as far as anybody wants it, and the end of its client.
+"""The part of a request behind its head: its body, as far as anybody wants it, and the end of its client.
 
 Must not know what a body says.
 """
@@ -51,7 +51,7 @@ def _check_encoding(encoding: bytes) -> None:
 
 
 async def until_client_leaves(receive: Receive) -> None:
-    """Until the client has left."""
+    """Wait until the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

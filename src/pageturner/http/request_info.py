@@ -59,7 +59,7 @@ class RequestInfo:
     release_body: Callable[[], None] = field(default=lambda: None)
 
     def log_level(self, path: str, watching: Collection[str]) -> int:
-        """Of its line: `debug` for those who only watch, unless they learn of a failure.
+        """Return the level of its log line: `debug` for those who only watch, unless they learn of a failure.
 
         watching  paths of health and metrics
         """

@@ -16,9 +16,9 @@ LEAVING = MARK + b"leaving\n\n"  # the server is drained: have the stream go on 
 
 
 class StreamBeginning(msgspec.Struct, omit_defaults=True):
-    """How an answer began. fingerprint: of the engine that computes it; seed: of its noise; created: the
-    second that it says of itself; items: the conversation as JSON, where the request names parts of it that
-    only its server keeps (/v1/responses)."""
+    """The beginning of an answer. fingerprint: of the engine that computes it; seed: of its noise; created:
+    the second that it says of itself; items: the conversation as JSON, where the request names parts of it
+    that only its server keeps (/v1/responses)."""
 
     fingerprint: str
     seed: int
@@ -27,5 +27,5 @@ class StreamBeginning(msgspec.Struct, omit_defaults=True):
 
 
 def token_mark(token: int) -> bytes:
-    """Behind the events of this token."""
+    """Return the mark that stands behind the events of this token."""
     return b":pt %d\n\n" % token

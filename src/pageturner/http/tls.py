@@ -49,7 +49,8 @@ class Certificates:
 
 
 def certificates_of(config: HttpConfig) -> Certificates | None:
-    """That of a server with these settings; None: it speaks plain HTTP. EngineFault as above."""
+    """Return the certificates of a server with these settings; None: it speaks plain HTTP. EngineFault as
+    above."""
     if not config.ssl_certfile and (config.ssl_keyfile or config.ssl_keyfile_password):
         raise EngineFault(
             "bad_setting", "--ssl-keyfile is the key of a certificate: give --ssl-certfile too"

@@ -58,7 +58,7 @@ class ChildSpan:
 
 @dataclass(frozen=True, slots=True)
 class AnswerSpan:
-    """What the span of a request says of its answer. name: of the span."""
+    """The part of a request's span that is about its answer. name: of the span."""
 
     name: str
     attributes: dict[str, Any]
@@ -66,7 +66,8 @@ class AnswerSpan:
 
 
 class SpanSource(Protocol):
-    """What a server knows of answers. All three are asked only of requests that have `streams`."""
+    """The knowledge of a server about its answers. All three are asked only of requests that have
+    `streams`."""
 
     def is_settled(self, info: RequestInfo) -> bool:
         """Return whether the times of the answer are known."""
@@ -183,8 +184,8 @@ def _told(exporter: SpanExporter, where: str) -> SpanExporter:
 
 
 class Traces:
-    """Of all requests of a program. processor: takes the spans that have ended; hand_on: the request goes on
-    to another server, with our span as its parent."""
+    """The traces of all requests of a program. processor: takes the spans that have ended; hand_on: the
+    request goes on to another server, with our span as its parent."""
 
     def __init__(
         self,
@@ -237,8 +238,8 @@ class Traces:
         return trace
 
     def remember(self, name: str, scope: Any) -> None:
-        """What this request asks for will be done under that name, with spans of its own. Only so many names
-        are remembered, the newest, and none by the next process."""
+        """Note that what this request asks for will be done under that name, with spans of its own. Only so
+        many names are remembered, the newest, and none by the next process."""
         if (trace := scope.get(TRACE)) is not None:
             self._origins[name] = trace.origin
             if len(self._origins) > MAX_ORIGINS:
@@ -360,7 +361,7 @@ class RequestTrace:
         return TraceOrigin(self.span.get_span_context(), self._parented)
 
     def finish(self, info: RequestInfo, now: float) -> None:
-        """With all that is known of it."""
+        """End the span with all that is known of the request."""
         from opentelemetry.trace import Status, StatusCode
 
         if not self.recorded:

@@ -32,7 +32,7 @@ from pageturner.router.request_hints import no_prefix, prefix_digests
 
 
 class RouterPages:
-    """What the router answers itself."""
+    """The pages that the router answers itself."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -156,11 +156,12 @@ def create_app(router: Router, members: Members | None = None) -> Starlette:
         pages_of_members = MemberPages(router.fleet, members, router.config.register_key)
         routes.append(Route(MEMBERS, pages_of_members.answer, methods=["GET", "POST", "DELETE"]))
     app = Starlette(
-        routes=routes, exception_handlers=error_handlers(NOT_FOUND, _retry_after, router.rejected)
+        routes=routes, exception_handlers=error_handlers(NOT_FOUND, retry_after, router.rejected)
     )
     app.router.redirect_slashes = False  # to wherever the client says that it is
     return app
 
 
-def _retry_after(error: ClientError) -> int | None:
+def retry_after(error: ClientError) -> int | None:
+    """Return the seconds after which a refused request may be sent again; None: it may not."""
     return 1 if error.status in ELSEWHERE else None

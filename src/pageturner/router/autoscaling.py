@@ -1,4 +1,4 @@
-"""How many replicas a model gets: by goodput, the share of requests that met their targets.
+"""The number of replicas that a model gets: by goodput, the share of requests that met their targets.
 
 Owns the rule. Standard library only: Serve hands this module on by value, to its controller.
 """

@@ -1,4 +1,4 @@
-"""What has become of the requests that a replica was given, and whether it is put aside for that.
+"""The outcomes of the requests that a replica was given, and whether it is put aside for that.
 
 Owns outcomes, patience and trials: pure data, and a clock that it is given. Must not know HTTP or
 connections, nor who the other replicas are.
@@ -45,7 +45,7 @@ class Attempt:
             self._breaker.answered(self)
 
     def ended(self) -> None:
-        """That answer came whole."""
+        """The answer came whole."""
         if self._state == _ANSWERED:
             self._settle(failed=False, known=True)
 
@@ -72,7 +72,7 @@ class Attempt:
 
 
 class Breaker:
-    """What is known of one replica.
+    """The outcomes of one replica.
 
     clock         seconds, never going back
     times_aside   how often it was put aside
@@ -101,8 +101,8 @@ class Breaker:
 
     @property
     def share(self) -> float:
-        """Of its latest requests, how many failed: 0 to 1. A few say little, and count as if others had gone
-        well."""
+        """The share of its latest requests that failed, 0 to 1. A few say little, and count as if others had
+        gone well."""
         since = self._clock() - RECENT_SECONDS
         known = [failed for at, failed in self._outcomes if at >= since]
         return sum(known) / max(len(known), FEWEST)

@@ -20,10 +20,10 @@ import msgspec
 from pageturner.config.settings import RouterConfig
 from pageturner.errors import ClientError
 from pageturner.http import http_client
-from pageturner.http.http_client import AnswerPieces, ConnectionLost, Headers, ServerAddress
+from pageturner.http.http_client import AnswerPieces, ConnectionLost, ServerAddress
 from pageturner.router.breaker import Breaker
 from pageturner.router.load_balancer import PLACEMENTS, LoadBalancer, PrefixMap
-from pageturner.router.replica import Member, Replica
+from pageturner.router.replica import Member, Replica, ReplicaRequest
 from pageturner.router.request_hints import CHUNK_TOKENS, RequestHints
 
 log = logging.getLogger("pageturner")
@@ -159,34 +159,30 @@ class Fleet:
         )
 
     def full(self, model: str) -> bool:
-        """Whoever is there for this model has as many requests as it may have."""
+        """Return whether each replica that is there for this model has as many requests as it may have."""
         there = [one for one in self.answering(model) if one.healthy and one.role != PREFILL]
         return bool(there) and not any(map(self.has_room, there))
 
     @contextlib.asynccontextmanager
     async def exchange_with(
-        self,
-        replica: Replica,
-        method: str,
-        target: str,
-        headers: Headers,
-        body: bytes,
-        asked: RequestHints,
+        self, replica: Replica, request: ReplicaRequest
     ) -> AsyncIterator[AnswerPieces]:
         """An exchange with a replica, whose answer has begun. Raises ConnectionLost; then the replica is
         asked at once how it is."""
         config = self._config
-        request = http_client.request_bytes(replica.address, method, target, headers, body)
-        del body
-        share = self.balancer.began(replica, asked)
+        raw = http_client.request_bytes(
+            replica.address, request.method, request.target, request.headers, request.body
+        )
+        share = self.balancer.began(replica, request.hints)
+        del request  # streams may last long, and bodies be large
         try:
             async with http_client.connect(
                 replica.address, config.connect_timeout, config.read_timeout
             ) as exchange:
                 replica.waiting.add(exchange)
                 try:
-                    await exchange.send(request)
-                    del request  # streams may last long, and bodies be large
+                    await exchange.send(raw)
+                    del raw
                 finally:
                     replica.waiting.discard(exchange)
                 replica.answers[str(exchange.status)] += 1
@@ -207,7 +203,7 @@ class Fleet:
         self._begun = True
 
     async def watch(self) -> None:
-        """For ever: each replica once in an interval, and at once when there is doubt about it."""
+        """Check for ever: each replica once in an interval, and at once when there is doubt about it."""
         watching: dict[Replica, asyncio.Task[None]] = {}
         self._begun = True
         try:

@@ -1,4 +1,4 @@
-"""Which requests a router passes on to a replica, and which headers, in both directions.
+"""The requests that a router passes on to a replica, and which headers, in both directions.
 
 Owns the list of paths, and of headers that are meant for neighbours. Must not know how a request is passed
 on.

@@ -1,4 +1,4 @@
-"""Which replica keeps an answer of /v1/responses: its id says it.
+"""The replica that keeps an answer of /v1/responses: its id says it.
 
 Owns the form of such ids: `resp_`, a digest of the replica's address, a dash, and the id of the request. So
 every router before the same replicas finds it, also after a restart. Must not know how a request is passed on
@@ -27,7 +27,7 @@ _KEPT = re.compile(rf"resp_([0-9a-f]{{{DIGITS}}})-[A-Za-z0-9._:-]+")
 
 @dataclass(frozen=True, slots=True)
 class RoutingConstraint:
-    """Who may get a request.
+    """The replicas that may get a request.
 
     only    this replica, and no other
     tagged  the id of the request says to which replica it goes
@@ -59,24 +59,26 @@ ANYWHERE = RoutingConstraint()
 
 
 class _Body(msgspec.Struct):
-    """What a request for an answer says of others. Whatever is wrong with it, a replica will say."""
+    """The fields of a request that name other answers. Whatever is wrong with it, a replica will say."""
 
     previous_response_id: msgspec.Raw = msgspec.Raw(b"null")
     background: msgspec.Raw = msgspec.Raw(b"false")
 
 
 def anywhere(fleet: Fleet, body: bytes, id: str) -> RoutingConstraint:
-    """Of a request that any replica may answer."""
+    """Return the constraint of a request that any replica may answer."""
     return ANYWHERE
 
 
 def by_id(fleet: Fleet, body: bytes, id: str) -> RoutingConstraint:
-    """Of a request about an answer of this id. ClientError 404 where no replica here can have it."""
+    """Return the constraint of a request about an answer of this id. ClientError 404 where no replica here
+    can have it."""
     return RoutingConstraint(only=_keeper(fleet, id))
 
 
 def by_previous(fleet: Fleet, body: bytes, id: str) -> RoutingConstraint:
-    """Of a request for a new answer: where the one is kept behind which it goes on."""
+    """Return the constraint of a request for a new answer: the replica that keeps the answer behind which it
+    goes on."""
     try:
         asked = msgspec.json.decode(body, type=_Body)
         previous = msgspec.json.decode(asked.previous_response_id)

@@ -55,8 +55,8 @@ class LeastLoaded:
 
 
 class PrefixAware:
-    """Where most of the prompt is cached, as long as that is worth the requests that are open there beyond
-    those of the least loaded: share of the prompt times WORTH. Else the least loaded."""
+    """The replica where most of the prompt is cached, as long as that is worth the requests that are open
+    there beyond those of the least loaded: share of the prompt times WORTH. Else the least loaded."""
 
     def __init__(self) -> None:
         self._least = LeastLoaded()
@@ -81,14 +81,15 @@ PLACEMENTS: dict[str, Callable[[], Placement]] = {
 
 
 class Content(Protocol):
-    """What prompts are made of: token ids, or bytes of text; slices of it can be keys."""
+    """The elements of prompts: token ids, or bytes of text; slices of it can be keys."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, key: slice, /) -> object: ...
 
 
 class PrefixMap:
-    """Which replicas were sent which beginnings, in chunks of `chunk` tokens; the `most` latest are kept.
+    """Remembers which replicas were sent which prefixes, in chunks of `chunk` tokens; the `most` latest are
+    kept.
 
     A chunk is named by the hash of its content and of the name of the one before it. Two that have one name
     cost a wrong guess, and no more: a hint is never needed to be right.
@@ -132,7 +133,7 @@ class PrefixMap:
                 replicas.remove(replica)
 
     def _names(self, prompt: Content) -> Iterator[tuple[int, int]]:
-        """Where each whole chunk ends, and its name."""
+        """Yield where each whole chunk ends, and its name."""
         name = 0
         for end in range(self._chunk, len(prompt) + 1, self._chunk):
             name = hash((name, prompt[end - self._chunk : end]))
@@ -154,7 +155,7 @@ class TokenLoad:
 
     @property
     def tokens(self) -> float:
-        """That it has yet to compute."""
+        """The tokens that the replica has yet to compute."""
         return max(0.0, self.told + self._asking + self._fresh)
 
     def began(self, tokens: int) -> Share:
@@ -181,7 +182,7 @@ class TokenLoad:
         self._round += 1
 
     def report(self, tokens: float, requests: int, answer: float) -> None:
-        """What it said. answer: 0 where it does not say."""
+        """Note what the replica reported. answer: 0 where it does not say."""
         self.told, self.of = tokens, requests
         self.answer = answer or self.answer  # an idle one expects none
         self._asking, self._reported = 0, self._round - 1

@@ -1,4 +1,4 @@
-"""Where the replicas of a router come from: its command line, a file, names that are resolved, registrations.
+"""The sources of a router's replicas: its command line, a file, names that are resolved, registrations.
 
 Owns these sources and their union. What a source cannot tell for now stays as it was: a file that cannot be
 read or a name that does not resolve takes nobody away. Must not know how replicas are watched or asked.
@@ -37,7 +37,7 @@ async def resolve(name: str, port: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """What a command line or a file says. names: replicas behind a name that is resolved."""
+    """The replicas of a command line or a file. names: replicas behind a name that is resolved."""
 
     members: tuple[Member, ...] = ()
     names: tuple[Member, ...] = ()
@@ -107,8 +107,8 @@ class Members:
         self.settle()
 
     async def watch(self) -> None:
-        """For ever: the file and who registered once in a health interval, names as often as they are to be
-        resolved."""
+        """Look for ever at all sources: the file and who registered once in a health interval, names as often
+        as they are to be resolved."""
         looked_up = self.clock()
         while True:
             await asyncio.sleep(min(self.config.health_interval, self.config.resolve_interval))

@@ -18,6 +18,7 @@ from pageturner.http.http_client import ConnectionLost
 from pageturner.http.responses import json_response
 from pageturner.router.forwarding import forwarded_headers
 from pageturner.router.proxy import Relay, Router
+from pageturner.router.replica import ReplicaRequest
 from pageturner.router.request_hints import RequestHints, no_prefix
 
 LISTS = {
@@ -61,17 +62,12 @@ class ModelList:
             return ClientError(
                 503, "no_replica", f"no replica for {model!r} is there: try again in a moment"
             )
+        hints = RequestHints(model=model)
+        request = ReplicaRequest("GET", self._path, forwarded_headers(scope), hints=hints)
         try:
             async with (
                 asyncio.timeout(LIST_SECONDS),
-                fleet.exchange_with(
-                    replica,
-                    "GET",
-                    self._path,
-                    forwarded_headers(scope),
-                    b"",
-                    RequestHints(model=model),
-                ) as exchange,
+                fleet.exchange_with(replica, request) as exchange,
             ):
                 status = exchange.status
                 raw = await exchange.read_rest(http_client.MAX_REST, LIST_SECONDS)

@@ -39,7 +39,7 @@ from pageturner.router.breaker import Attempt, Attempts
 from pageturner.router.fleet import Fleet
 from pageturner.router.forwarding import forwarded_headers, is_stream, kept_headers
 from pageturner.router.keepers import ANYWHERE, RoutingConstraint, anywhere, tagged
-from pageturner.router.replica import Replica
+from pageturner.router.replica import Replica, ReplicaRequest
 from pageturner.router.request_hints import DigestPrefix, RequestHints, hints_of
 from pageturner.router.retry_budget import RetryBudget
 from pageturner.router.stream_copy import StreamCopy, copy_of
@@ -108,9 +108,11 @@ class ForwardedRequest:
     body: bytes
     asked: RequestHints
     since: float
-    id: str
+    send: Send
+    info: RequestInfo
     place: RoutingConstraint = ANYWHERE
     copy: StreamCopy | None = None
+    attempts: Attempts = field(default_factory=lambda: Attempts(alone=True))
     keeper: ServerAddress | None = (
         None  # whose name its id has: of the replica where its answer began
     )
@@ -120,14 +122,24 @@ class ForwardedRequest:
     def head(self, address: ServerAddress) -> Headers:
         """Return what a replica is told now: its deadline goes on counting while other replicas are asked."""
         waited = 1000 * (time.monotonic() - self.since)
-        id = tagged(self.id, self.keeper or address) if self.place.tagged else self.id
+        id = self.info.id
+        if self.place.tagged:
+            id = tagged(id, self.keeper or address)
         moves = [(MOVES, b"1")] if self.copy is not None else []
         return [*self.headers, *moves, (b"x-request-id", id.encode()), (ELAPSED, b"%.3f" % waited)]
+
+    def to(self, address: ServerAddress) -> ReplicaRequest:
+        """Return what the replica at this address gets."""
+        return ReplicaRequest(self.method, self.target, self.head(address), self.body, self.asked)
+
+    def resumed(self, address: ServerAddress, copy: StreamCopy) -> ReplicaRequest:
+        """Return what the replica at this address gets to go on with a stream."""
+        return ReplicaRequest("POST", RESUME, self.head(address), copy.request(), self.asked)
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """What a replica said in place of an answer."""
+    """The answer of a replica that does not take a request."""
 
     status: int
     headers: Headers
@@ -139,7 +151,7 @@ class _ErrorReason(msgspec.Struct):
 
 
 class _ErrorBody(msgspec.Struct):
-    """Of any shape: Ollama's has its reason beside the sentence."""
+    """An error of any shape: Ollama's has its reason beside the sentence."""
 
     error: _ErrorReason | str
     reason: str = ""
@@ -168,11 +180,12 @@ class Relay:
         try:
             headers = forwarded_headers(scope)  # before the body: what follows it are no headers
             body = await read_body(receive, router.config.max_body_size)
-            forwarded = self._forwarded(scope, headers, body, since)
+            forwarded = self._forwarded(scope, headers, body, send)
+            forwarded.since = since
             if forwarded.place.only is None:
                 router.fleet.check_model(forwarded.asked.model)
             left = asyncio.ensure_future(until_client_leaves(receive))
-            work = asyncio.ensure_future(self._answer(forwarded, send, info))
+            work = asyncio.ensure_future(self._answer(forwarded))
             try:
                 await asyncio.wait({left, work}, return_when=asyncio.FIRST_COMPLETED)
                 if work.done():
@@ -193,7 +206,7 @@ class Relay:
         return self._path.replace("{id:path}", id).replace("{id}", id)
 
     def _forwarded(
-        self, scope: Scope, headers: Headers, body: bytes, since: float
+        self, scope: Scope, headers: Headers, body: bytes, send: Send
     ) -> ForwardedRequest:
         query = _UNSAFE.sub(lambda byte: b"%%%02X" % byte[0][0], scope["query_string"]).decode(
             "ascii"
@@ -207,8 +220,9 @@ class Relay:
             headers=headers,
             body=body,
             asked=self._asked(scope, body, self._digest_prefix(body, authorization)),
-            since=since,
-            id=scope["pageturner"].id,
+            since=0.0,
+            send=send,
+            info=scope["pageturner"],
             place=self._place(self._router.fleet, body, scope.get("path_params", {}).get("id", "")),
             copy=copy_of(scope["method"], self._path, body),
         )
@@ -218,13 +232,13 @@ class Relay:
             return RequestHints(model=scope["path_params"]["id"].rstrip("/"))
         return hints_of(body, prefix)
 
-    async def _answer(self, forwarded: ForwardedRequest, send: Send, info: RequestInfo) -> None:
-        """By the first replica that gives one. ClientError when none does."""
-        router, tried = self._router, list[Replica]()
+    async def _answer(self, forwarded: ForwardedRequest) -> None:
+        """Pass on the answer of the first replica that gives one. ClientError when none does."""
+        router, tried, info = self._router, list[Replica](), forwarded.info
         refusal: Refusal | None = None
         broken: ConnectionLost | None = None
         free = True  # nothing was asked of anybody yet
-        with Attempts(alone=not router.config.retries) as attempts:
+        with Attempts(alone=not router.config.retries) as forwarded.attempts:
             while len(tried) <= router.config.retries:
                 replica = forwarded.place.among(router.fleet, forwarded.asked, tried)
                 if replica is None or not (free or router.retry_budget.take()):
@@ -233,10 +247,10 @@ class Relay:
                 tried.append(replica)
                 info.about = {"replica": str(replica.address), "tries": len(tried)}
                 try:
-                    told = await self._ask(replica, forwarded, attempts, send, info)
+                    told = await self._ask(replica, forwarded)
                 except ConnectionLost as lost:
                     if info.status:
-                        await self._go_on(lost, forwarded, attempts, tried, send, info)
+                        await self._go_on(lost, forwarded, tried)
                         return
                     if lost.code == "silent":
                         raise ClientError(504, "replica_silent", f"no answer: {lost}") from None
@@ -253,7 +267,7 @@ class Relay:
                 if _is_poison(told):
                     break
         if refusal is not None:
-            await _send_whole(send, refusal)
+            await _send_whole(forwarded.send, refusal)
             return
         if broken is not None:
             raise ClientError(
@@ -263,21 +277,14 @@ class Relay:
         router.check_room(forwarded.asked.model)
         raise ClientError(503, "no_replica", "no replica is there: try again in a moment")
 
-    async def _ask(
-        self,
-        replica: Replica,
-        forwarded: ForwardedRequest,
-        attempts: Attempts,
-        send: Send,
-        info: RequestInfo,
-    ) -> Refusal | None:
+    async def _ask(self, replica: Replica, forwarded: ForwardedRequest) -> Refusal | None:
         """Ask one replica. None: its answer was passed on. Raises ConnectionLost."""
+        attempts = forwarded.attempts
         attempt = attempts.begin(replica.breaker)
-        address, method, target = replica.address, forwarded.method, forwarded.target
         begin = time.monotonic()
         try:
             async with self._router.fleet.exchange_with(
-                replica, method, target, forwarded.head(address), forwarded.body, forwarded.asked
+                replica, forwarded.to(replica.address)
             ) as exchange:
                 if 300 <= exchange.status < 400:
                     raise ConnectionLost(
@@ -285,15 +292,15 @@ class Relay:
                     )
                 if exchange.status not in ELSEWHERE and exchange.status not in FAILURES:
                     attempts.answered(attempt)
-                    forwarded.body, forwarded.keeper = b"", address
+                    forwarded.body, forwarded.keeper = b"", replica.address
                     if is_stream(exchange.headers):
                         replica.first_bytes.append(time.monotonic() - begin)
-                    await self._pass_on(exchange, forwarded, send, info, attempt)
+                    await self._pass_on(exchange, forwarded, attempt)
                     return None
                 rest = await exchange.read_rest(MAX_REFUSAL, REFUSAL_SECONDS)
                 refusal = Refusal(exchange.status, kept_headers(exchange.headers), rest)
         except ConnectionLost as lost:
-            _blame(attempts, attempt, lost, begun=bool(info.status))
+            _blame(attempts, attempt, lost, begun=bool(forwarded.info.status))
             raise
         if refusal.status in FAILURES and not _is_poison(refusal):
             attempts.suspect(attempt)
@@ -302,12 +309,7 @@ class Relay:
         return refusal
 
     async def _pass_on(
-        self,
-        exchange: AnswerPieces,
-        forwarded: ForwardedRequest,
-        send: Send,
-        info: RequestInfo,
-        attempt: Attempt,
+        self, exchange: AnswerPieces, forwarded: ForwardedRequest, attempt: Attempt
     ) -> None:
         """The answer from its first byte on."""
         headers = kept_headers(exchange.headers)
@@ -316,11 +318,12 @@ class Relay:
         if exchange.status != 200 or not is_stream(headers):
             forwarded.copy = None
         forwarded.streams = is_stream(headers)
-        await send({"type": "http.response.start", "status": exchange.status, "headers": headers})
-        await self._pass_pieces(exchange, forwarded, send, attempt)
+        start = {"type": "http.response.start", "status": exchange.status, "headers": headers}
+        await forwarded.send(start)
+        await self._pass_pieces(exchange, forwarded, attempt)
 
     async def _pass_pieces(
-        self, exchange: AnswerPieces, forwarded: ForwardedRequest, send: Send, attempt: Attempt
+        self, exchange: AnswerPieces, forwarded: ForwardedRequest, attempt: Attempt
     ) -> None:
         """Piece by piece, each sent before the next one is read: a slow client slows its replica, which may
         then cut it off without being to blame. Raises ConnectionLost, also for a stream that shall move."""
@@ -339,7 +342,8 @@ class Relay:
             over = exchange.ended and not leaving
             begin = time.monotonic()
             if piece or over:
-                await send({"type": "http.response.body", "body": piece, "more_body": not over})
+                body = {"type": "http.response.body", "body": piece, "more_body": not over}
+                await forwarded.send(body)
                 forwarded.last = piece
             held_up += time.monotonic() - begin
             if over or leaving:
@@ -350,13 +354,7 @@ class Relay:
                 return
 
     async def _go_on(
-        self,
-        lost: ConnectionLost,
-        forwarded: ForwardedRequest,
-        attempts: Attempts,
-        tried: list[Replica],
-        send: Send,
-        info: RequestInfo,
+        self, lost: ConnectionLost, forwarded: ForwardedRequest, tried: list[Replica]
     ) -> None:
         """A stream whose replica is lost, at another one; its last words where there is none."""
         copy, fleet, patience = forwarded.copy, self._router.fleet, self._router.config.move_timeout
@@ -369,20 +367,20 @@ class Relay:
                 await asyncio.sleep(MOVE_PAUSE)
                 continue
             tried.append(replica)
-            info.about = {"replica": str(replica.address), "tries": len(tried)}
-            known, attempt = len(copy.tokens), attempts.begin(replica.breaker)
+            forwarded.info.about = {"replica": str(replica.address), "tries": len(tried)}
+            known, attempt = len(copy.tokens), forwarded.attempts.begin(replica.breaker)
             try:
-                await self._ask_to_go_on(replica, forwarded, copy, attempts, attempt, send)
+                await self._ask_to_go_on(replica, forwarded, copy, attempt)
                 return
             except ConnectionLost as again:
                 lost = again
-                _blame(attempts, attempt, again, begun=True)
+                _blame(forwarded.attempts, attempt, again, begun=True)
             if len(copy.tokens) > known:
                 tried, until = [replica], time.monotonic() + patience
         self._router.cut_short += 1
-        info.abort_reason = "replica lost"
+        forwarded.info.abort_reason = "replica lost"
         if forwarded.streams:  # anything else ends with its connection, short of its length
-            await send(
+            await forwarded.send(
                 {
                     "type": "http.response.body",
                     "body": _last_words(lost, forwarded.last, self._path),
@@ -390,29 +388,24 @@ class Relay:
             )
 
     async def _ask_to_go_on(
-        self,
-        replica: Replica,
-        forwarded: ForwardedRequest,
-        copy: StreamCopy,
-        attempts: Attempts,
-        attempt: Attempt,
-        send: Send,
+        self, replica: Replica, forwarded: ForwardedRequest, copy: StreamCopy, attempt: Attempt
     ) -> None:
         """Raises ConnectionLost."""
-        head = forwarded.head(replica.address)
         async with self._router.fleet.exchange_with(
-            replica, "POST", RESUME, head, copy.request(), forwarded.asked
+            replica, forwarded.resumed(replica.address, copy)
         ) as exchange:
             if exchange.status != 200:
                 attempt.dropped()
                 raise ConnectionLost(
                     "leaving", f"it does not go on with a stream (status {exchange.status})"
                 )
-            attempts.answered(attempt)
+            forwarded.attempts.answered(attempt)
             self._router.moved += 1
             if forwarded.place.tagged and forwarded.keeper is not None:
-                self._router.fleet.kept_elsewhere(tagged(forwarded.id, forwarded.keeper), replica)
-            await self._pass_pieces(exchange, forwarded, send, attempt)
+                self._router.fleet.kept_elsewhere(
+                    tagged(forwarded.info.id, forwarded.keeper), replica
+                )
+            await self._pass_pieces(exchange, forwarded, attempt)
 
 
 def _blame(attempts: Attempts, attempt: Attempt, lost: ConnectionLost, *, begun: bool) -> None:

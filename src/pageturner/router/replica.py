@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from pageturner.errors import EngineFault
-from pageturner.http.http_client import Exchange, ServerAddress, parse_address
+from pageturner.http.http_client import Exchange, Headers, ServerAddress, parse_address
 from pageturner.router.breaker import Breaker
 from pageturner.router.load_balancer import ReplicaLoad
+from pageturner.router.request_hints import NO_HINTS, RequestHints
 
 LEAST_WEIGHT = 0.1  # of one that has just come
 FIRST_BYTES = 20  # times to first bytes that are remembered
@@ -24,7 +25,7 @@ _NAMED = re.compile(r"([^=:/?#][^=:?#]*)=(.+)")
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """What a source says of one replica. models: that it answers for, and no others; (): whatever it is
+    """The entry of a source for one replica. models: that it answers for, and no others; (): whatever it is
     asked for."""
 
     address: ServerAddress
@@ -48,6 +49,17 @@ def parse_member(text: str, roots: str = "") -> Member:
     """The replica in [NAME,...=]http://HOST:PORT. EngineFault('bad_setting') says what is wrong with it."""
     names, url = split_names(text)
     return Member(parse_address(url, "a replica", roots), names)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaRequest:
+    """A request as a replica gets it. hints: how much work it may be."""
+
+    method: str
+    target: str
+    headers: Headers
+    body: bytes = b""
+    hints: RequestHints = NO_HINTS
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

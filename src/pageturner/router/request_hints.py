@@ -1,4 +1,5 @@
-"""What a router reads of a request to place it: which model it names, how it begins, how much work it may be.
+"""The hints that a router reads of a request to place it: which model it names, how it begins, how much work
+it may be.
 
 Owns these hints, and which bytes of a request stand in front of a cached prefix. A router has no tokenizer:
 it sees a prompt as keyed digests of chunks of its bytes, and keeps no text. A body that is no request gives
@@ -21,7 +22,7 @@ MAX_NAME = 256  # characters of a model's name; a longer one names none
 
 @dataclass(frozen=True, slots=True)
 class RequestHints:
-    """What placement looks at in one request.
+    """The part of one request that placement looks at.
 
     prefix  digests of the chunks of its prompt, or its token ids
     model   the model that it names; "": none
@@ -39,7 +40,8 @@ NO_HINTS = RequestHints()
 
 
 class _Fields(msgspec.Struct):
-    """What names a model and bounds an answer, in all shapes of the API. Of any type: see `_count`."""
+    """The fields that name a model and bound an answer, in all shapes of the API. Of any type: see
+    `_count`."""
 
     model: msgspec.Raw = msgspec.Raw(b"")
     max_tokens: msgspec.Raw = msgspec.Raw(b"")

@@ -1,4 +1,4 @@
-"""How many requests a router may try again: where much fails, retries must not multiply the load.
+"""The number of requests that a router may try again: where much fails, retries must not multiply the load.
 
 Owns the counts of the last seconds: pure data, and a clock that it is given. Must not know requests, nor what
 went wrong with them.

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def raise_file_limit() -> None:
-    """As many open files as this process may have: each request takes two connections."""
+    """Allow this process as many open files as it may have: each request takes two connections."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,4 +1,4 @@
-"""What a router knows of a stream that it passes on: enough to have another replica go on with it.
+"""The copy that a router keeps of a stream that it passes on: enough to have another replica go on with it.
 
 Owns the marks that it takes out of the bytes, and the request by which a stream is moved (stream_marks.py has
 the form of both). Must not know replicas or connections. Bytes behind the last mark are held until the next
@@ -97,7 +97,7 @@ class StreamCopy:
 
 
 def copy_of(method: str, path: str, body: bytes) -> StreamCopy | None:
-    """Of the stream that may answer this request; None where it could not move."""
+    """Return a copy of the stream that may answer this request; None where it could not move."""
     if method != "POST" or path not in MOVABLE or len(body) > MAX_BODY:
         return None
     try:

@@ -1,4 +1,5 @@
-"""What clients of other servers ask a server about itself: its tokenizer, its settings, its slots.
+"""The pages by which clients of other servers ask a server about itself: its tokenizer, its settings, its
+slots.
 
 Owns the shapes of these pages, which are those of vLLM and llama.cpp as far as their clients look. Must not
 know how anything is generated, and tells nothing of what was said.

@@ -58,8 +58,8 @@ class ServedAdapter:
 
 
 class ServedAdapters:
-    """Of one server. taken: the names of the model itself; aside: streams that the engine does not
-    have now and will have again."""
+    """The adapters of one server. taken: the names of the model itself; aside: streams that the engine does
+    not have now and will have again."""
 
     def __init__(
         self,
@@ -237,8 +237,9 @@ class ServedAdapters:
         self._paths[news.digest] = entry.path
 
     def _replace(self, entry: ServedAdapter, news: AdapterLoaded) -> None:
-        """What was to take the place of another one is there, or cannot be had: then the other one stays.
-        The engine learns of the change by the channel, so behind every request for the other one."""
+        """The adapter that was to take the place of another one is there, or cannot be had: then the other
+        one stays. The engine learns of the change by the channel, so behind every request for the other
+        one."""
         if entry.number != news.number:
             return
         del self._aside[news.name]
@@ -276,7 +277,7 @@ class ServedAdapters:
             entry.tokens += sum(len(stream.tokens) for stream in streams)
 
     def figures(self) -> dict[str, tuple[int, int]]:
-        """By name: requests that ended, and the tokens of their answers."""
+        """Return by name: requests that ended, and the tokens of their answers."""
         told = list(self._entries.values())[:MAX_TOLD]
         return {entry.name: (entry.requests, entry.tokens) for entry in told}
 
@@ -297,7 +298,7 @@ def _unaskable(entry: ServedAdapter) -> str:
 
 
 def _settle(entry: ServedAdapter) -> None:
-    """Whoever waits for one that has gone waits no longer."""
+    """End the wait of requests for an adapter that has gone."""
     if not entry.loaded.done():
         told = AdapterLoaded(entry.name, code="adapter_unloaded", message="it was unloaded")
         entry.loaded.set_result(told)
@@ -337,7 +338,7 @@ class UnloadBody(msgspec.Struct, kw_only=True):
 
 
 class AdapterPages:
-    """What changes the adapters of a server, for whoever `admit` lets in."""
+    """The pages that change the adapters of a server, for whoever `admit` lets in."""
 
     def __init__(self, adapters: ServedAdapters, admit: Callable[[HTTPRequest], None]) -> None:
         self._adapters, self._admit = adapters, admit

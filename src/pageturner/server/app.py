@@ -154,7 +154,7 @@ def _rows_and_gaps(service: Service) -> list[Route]:
 
 
 class OtherMethods:
-    """What is said of a path to methods that it has not: which ones it has."""
+    """The answer of a path to methods that it does not have: which ones it has."""
 
     def __init__(self, methods: set[str]) -> None:
         self._allowed = {"allow": ", ".join(sorted(methods | {"OPTIONS"}))}

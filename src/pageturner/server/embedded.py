@@ -79,7 +79,7 @@ class EmbeddedServer:
             self._ready.set_result(None)
 
     async def until_ready(self) -> None:
-        """Until the model is loaded. Raises the EngineFault for which it never will be."""
+        """Wait until the model is loaded. Raises the EngineFault for which it never will be."""
         await asyncio.wait({self._ready, self._broken}, return_when=asyncio.FIRST_COMPLETED)
         self.check()
 
@@ -96,7 +96,8 @@ class EmbeddedServer:
 
     @property
     def targets_met(self) -> tuple[int, int]:
-        """Of the last minute's requests with targets, those that met them all, and how many there were."""
+        """The number of the last minute's requests with targets, those that met them all, and how many there
+        were."""
         return self.service.metrics.goodput.counted(time.monotonic())
 
     async def close(self, patience: float) -> None:

@@ -145,7 +145,7 @@ class Prefixes:
             raise ClientError(400, "pin_share_exceeded", message)
 
     def _unpin(self, id: int) -> None:
-        """What the ended request keeps may go."""
+        """Let go of the KV that the ended request keeps."""
         self._supervisor.tell(Unpin(id))
 
     def make_room(self, positions: int, served: ServedModel) -> None:

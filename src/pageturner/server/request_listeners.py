@@ -1,4 +1,4 @@
-"""What the features of a server do for each request that generates, in the order in which they do it.
+"""The work of a server's features for each request that generates, in the order in which they do it.
 
 Owns that order: refusals come first, then what makes room by taking something from others, then what follows
 the request. The end of a request undoes all of it, the last first. Must not know how a request is read,

@@ -403,7 +403,7 @@ def _with_admission(service: Service, routes: Starlette, traces: Traces | None) 
 
 
 def _traces(service: Service) -> Traces | None:
-    """For the collector of --otlp-traces-endpoint."""
+    """Return traces for the collector of --otlp-traces-endpoint."""
     if not service.config.otlp_traces_endpoint:
         return None
     from pageturner.http.middleware import OPEN_PATHS

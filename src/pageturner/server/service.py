@@ -1,4 +1,4 @@
-"""What the handlers of a server's requests share.
+"""The parts that the handlers of a server's requests share.
 
 Owns the parts that a server is made of, as one value, and what can be asked of all of them together. Must not
 know routes, nor how requests are read and answered.
@@ -131,7 +131,8 @@ class Service:
         return iter(enumerate(keys, 1) if keys else ((0, ANYBODY),))
 
     def key_costs(self) -> dict[str, tuple[int, int]]:
-        """By number of a key that has asked for something: what it has open may cost, what all cost."""
+        """Return by number of a key that has asked for something: what it has open may cost, what all
+        cost."""
         accounts = ((number, self.quota.account(key)) for number, key in self.numbered_keys())
         return {
             str(number): (account.open_cost, account.used)

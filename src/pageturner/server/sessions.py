@@ -208,7 +208,7 @@ class ServedSessions:
             other.tokens = b""
 
     def _make_room(self, now: float) -> None:
-        """For one more."""
+        """Make room for one more session."""
         idle = [one for one in self._sessions.values() if not one.open]
         for one in idle:
             if now > one.used + FORGOTTEN:
@@ -243,7 +243,7 @@ class ServedSessions:
                 self._supervisor.tell(RestoreSession(one.hint, one.tokens, one.salt, one.adapter))
 
     def as_dict(self, one: ServedSession) -> dict[str, Any]:
-        """As it is told, with seconds and bytes."""
+        """Return a session as clients read it, with seconds and bytes."""
         ready = self._supervisor.ready
         size = ready.block_size if ready else 1
         per_token = ready.kv_bytes / (ready.num_blocks * size) if ready else 0.0

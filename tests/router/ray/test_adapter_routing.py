@@ -223,10 +223,10 @@ def test_an_unload_holds_where_some_did_not_know_it_and_new_replicas_do_not_brin
         models = {"um": {"model": "m", "adapters": {"red": "/red"}}, "other": {"model": "n"}}
         handles = {"um": Handle("um", replicas), "other": Handle("other", [Played(BAD)])}
         async with client_of(models, **handles) as client:
-            assert choice_of("um").adapter("red") is not None
+            assert choice_of("um").adapters.find("red") is not None
             answer = await client.post("/v1/unload_lora_adapter", json={"lora_name": "red"})
             assert answer.status_code == 200
-            assert choice_of("um").adapter("red") is None
+            assert choice_of("um").adapters.find("red") is None
             asked = await client.post("/v1/completions", json={"model": "red", "prompt": "x"})
             assert asked.json()["error"]["reason"] == "model_not_found"
             unsaid = await client.post(
@@ -320,8 +320,8 @@ def test_adapters_of_real_replicas(tmp_path: Path) -> None:
                 assert gone.status_code == 200
                 body = {"model": "blue", "prompt": "x"}
                 assert (await client.post("/v1/completions", json=body)).status_code == 404
-                lost = handle.choice.next_change("lost", str(tmp_path / "nowhere"))
-                handle.choice.change(lost)
+                lost = handle.choice.adapters.next("lost", str(tmp_path / "nowhere"))
+                handle.choice.adapters.note(lost)
                 answer = await client.post("/v1/completions", json={"model": "lost", "prompt": "x"})
                 assert answer.status_code == 503, "another replica may have it"
                 assert answer.json()["error"]["reason"].startswith("adapter_")

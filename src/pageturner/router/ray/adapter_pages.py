@@ -51,8 +51,8 @@ class DoorAdapterPages:
         self._fleets, self._model_of = fleets, model_of
 
     async def load(self, request: HTTPRequest) -> Response:
-        """At all replicas, or at none: where one cannot, those that could forget it again. What takes the
-        place of another one is not undone; the answer says so."""
+        """Load an adapter at all replicas, or at none: where one cannot, those that could forget it again.
+        What takes the place of another one is not undone; the answer says so."""
         ask, body = await _read(request)
         model = self._model_of(body.lora_name) or self._named(body)
         if body.lora_name in self._fleets:
@@ -63,34 +63,36 @@ class DoorAdapterPages:
                 400, "invalid_value", "lora_path is a folder at every replica", "lora_path"
             )
         fleet = self._fleets[model]
-        if fleet.choice.full(body.lora_name):
+        adapters = fleet.choice.adapters
+        if adapters.full and adapters.find(body.lora_name) is None:
             message = f"{MAX_CHANGES} adapters were loaded since the start: unload one first"
             raise ClientError(400, "too_many_adapters", message, "lora_name")
-        change = fleet.choice.next_change(body.lora_name, body.lora_path)
+        change = adapters.next(body.lora_name, body.lora_path)
         said = await _tell(fleet, "change_adapter", ask, change)
         done = [one for one in said if one[0] == 200]
         bad = [one for one in said if one[0] != 200 and not (done and one[2] == THERE)]
         if not bad:
-            fleet.choice.change(change)
+            fleet.choice.adapters.note(change)
             return _answer(done[0])
         if done and body.load_inplace:
             message = f"{len(done)} of {len(said)} replicas took it, the others have the one before: {bad[0][2]}"
             raise ClientError(502, "adapter_partly", message + "; send it again")
         if done:
-            await _tell(fleet, "drop_adapter", fleet.choice.next_change(body.lora_name, ""))
+            await _tell(fleet, "drop_adapter", adapters.next(body.lora_name, ""))
         return _answer(bad[0])
 
     async def unload(self, request: HTTPRequest) -> Response:
-        """At all replicas; where one does not know it, it has nothing to forget."""
+        """Unload an adapter at all replicas; where one does not know it, it has nothing to forget."""
         ask, body = await _read(request)
         fleet = self._fleets[self._model_of(body.lora_name) or self._named(body)]
-        known = fleet.choice.adapter(body.lora_name) is not None
-        change = fleet.choice.next_change(body.lora_name, "")
+        adapters = fleet.choice.adapters
+        known = adapters.find(body.lora_name) is not None
+        change = adapters.next(body.lora_name, "")
         said = await _tell(fleet, "change_adapter", ask, change)
         bad = [one for one in said if one[0] != 200 and one[2] != NOT_THERE]
         if bad:
             return _answer(bad[0])
-        fleet.choice.change(change)
+        fleet.choice.adapters.note(change)
         done = [one for one in said if one[0] == 200]
         if known and not done:
             return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
@@ -144,7 +146,7 @@ def _answer(said: Said) -> Response:
 def with_loaded(models: list[dict[str, Any]], fleet: ServeFleet, base: str) -> list[dict[str, Any]]:
     """A model's list of models as it is at all its replicas: one that has just come may not know yet which
     adapters were loaded or unloaded before."""
-    there = [one for one in models if not fleet.choice.unloaded(str(one.get("id", "")))]
+    there = [one for one in models if not fleet.choice.adapters.unloaded(str(one.get("id", "")))]
     known = {one.get("id") for one in there}
     template = next((one for one in there if one.get("id") == base), {})
     more = [
@@ -155,7 +157,7 @@ def with_loaded(models: list[dict[str, Any]], fleet: ServeFleet, base: str) -> l
             "parent": base,
             "created": one.version // 10**9,
         }
-        for one in fleet.choice.loaded()
+        for one in fleet.choice.adapters.loaded()
         if one.name not in known
     ]
     return [*there, *more]

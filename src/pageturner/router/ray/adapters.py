@@ -1,4 +1,4 @@
-"""Which LoRA adapters a model has, as its doors and replicas tell each other.
+"""The LoRA adapters that a model has, as its doors and replicas tell each other.
 
 Owns the table of changes that were made while an application runs: the latest change of a name wins, so that
 tables that were told apart become one whatever comes first. It lives as long as one replica or door of the
@@ -7,6 +7,7 @@ model does. Must not know Ray, nor what is in a folder.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,11 +30,13 @@ class AdapterChange:
 
 
 class AdapterTable:
-    """The adapters of one model by name. Not locked: who has it in two threads locks."""
+    """The adapters of one model by name. Several threads may use it: a change replaces the whole table, so that
+    a reader sees it before or after the change."""
 
     def __init__(self, given: Mapping[str, str] | None = None) -> None:
         """given: name -> folder, as in the settings of the application."""
         self._latest = {name: AdapterChange(name, path) for name, path in (given or {}).items()}
+        self._changing = threading.Lock()
 
     def find(self, name: str | None) -> AdapterChange | None:
         """One that requests may name."""
@@ -64,11 +67,14 @@ class AdapterTable:
 
     def note(self, change: AdapterChange) -> None:
         """Take over a change, if it is later than what is known of its name."""
-        if self.behind(change):
-            self._latest[change.name] = change
-            gone = sorted((one.version, name) for name, one in self._latest.items() if not one.path)
+        with self._changing:
+            if not self.behind(change):
+                return
+            latest = {**self._latest, change.name: change}
+            gone = sorted((one.version, name) for name, one in latest.items() if not one.path)
             for _, name in gone[: max(0, len(gone) - MAX_CHANGES)]:
-                del self._latest[name]
+                del latest[name]
+            self._latest = latest
 
     def told(self) -> dict[str, tuple[int, str]]:
         """Return what `merge` of another table takes: all that does not stand in the settings."""

@@ -1,4 +1,4 @@
-"""Which replica of a Serve deployment gets a request, by our own rules of placement.
+"""The choice of the replica of a Serve deployment that gets a request, by our own rules of placement.
 
 Owns what one process knows of a deployment's replicas, and of their adapters. The rules are
 router/load_balancer.py. Must not know Ray: the request router (request_router.py) tells who is there, and
@@ -48,7 +48,7 @@ class Ask:
 
 @dataclass(slots=True, eq=False)
 class ServeReplica(ReplicaLoad):
-    """What is known of one replica.
+    """The state of one replica.
 
     id        Serve's name of it
     said      how often it has reported
@@ -127,36 +127,6 @@ class Choice:
         with self._lock:
             known, self.adapters = self.adapters, AdapterTable(adapters)
             self.adapters.merge(known.told())
-
-    def adapter(self, name: str | None) -> AdapterChange | None:
-        """The adapter that a request names as its model."""
-        with self._lock:
-            return self.adapters.find(name)
-
-    def full(self, name: str) -> bool:
-        """Return whether no adapter of this name may be loaded, because so many were."""
-        with self._lock:
-            return self.adapters.full and self.adapters.find(name) is None
-
-    def unloaded(self, name: str) -> bool:
-        """Return whether an adapter of this name was there, and is no more."""
-        with self._lock:
-            return self.adapters.unloaded(name)
-
-    def loaded(self) -> list[AdapterChange]:
-        """The adapters that were loaded while the application runs."""
-        with self._lock:
-            return self.adapters.loaded()
-
-    def next_change(self, name: str, path: str) -> AdapterChange:
-        """A change that holds against what is known of this adapter. path: "" to unload it."""
-        with self._lock:
-            return self.adapters.next(name, path)
-
-    def change(self, change: AdapterChange) -> None:
-        """An adapter was loaded or unloaded at all replicas."""
-        with self._lock:
-            self.adapters.note(change)
 
     def order(self, ask: Ask, ids: Sequence[str]) -> list[str]:
         """All of `ids`, the best first; those to avoid last."""

@@ -106,7 +106,7 @@ def _reason(said: str) -> str:
 
 
 def _connect(ray: Any, address: str, detach: bool) -> None:
-    """To the cluster. EngineFault where there is none, and one of our own would end at once."""
+    """Connect to the cluster. EngineFault where there is none, and one of our own would end at once."""
     quiet = {"log_to_driver": False, "logging_level": "ERROR"}
     try:
         ray.init(address=address or "auto", namespace="pageturner", **quiet)

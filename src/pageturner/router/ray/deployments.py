@@ -29,7 +29,7 @@ MANY = 100_000  # requests at a door: it bounds them itself
 
 
 class ServeActor(ModelReplica):
-    """As Serve ends it."""
+    """A replica that ends when Serve deletes it."""
 
     async def __del__(self) -> None:
         await self.close()
@@ -104,8 +104,9 @@ def deployment_of(name: str, model: ModelSettings, router: RouterConfig) -> Any:
 
 
 def _versioned(deployment: Any, *what: Any) -> Any:
-    """Of a version that says what replicas are made of: then Serve replaces them when that has changed, and
-    not whenever an application is started again, with another number of replicas for one."""
+    """Return the deployment with a version that says what replicas are made of: then Serve replaces them when
+    that has changed, and not whenever an application is started again, with another number of replicas for
+    one."""
     made_of = msgspec.json.encode([pageturner.__version__, *what], order="sorted")
     # what anything else of Serve's has no name for; a test on a cluster holds it
     return deployment.options(version=hashlib.sha256(made_of).hexdigest()[:16], _internal=True)

@@ -31,12 +31,14 @@ from pageturner.http.origins import origin_rules, with_cors
 from pageturner.http.prometheus import Exposition
 from pageturner.http.receiving import again, read_body
 from pageturner.http.responses import json_response
+from pageturner.router.app import retry_after
 from pageturner.router.forwarding import RELAYED
-from pageturner.router.proxy import ELSEWHERE, NOT_FOUND, Relay, Router
+from pageturner.router.proxy import NOT_FOUND, Relay, Router
 from pageturner.router.ray.adapter_pages import DoorAdapterPages, with_loaded
 from pageturner.router.ray.choice import choice_of
 from pageturner.router.ray.fleet import ServeFleet
 from pageturner.router.ray.settings import AppSettings
+from pageturner.router.replica import ReplicaRequest
 from pageturner.router.request_hints import NO_HINTS, no_prefix, prefix_digests
 
 DOCUMENTS = ("/openapi.json", "/docs")
@@ -86,7 +88,7 @@ class Door:
         config = self._config
         first = next(iter(self._routers.values()))
         app = Starlette(
-            routes=own, exception_handlers=error_handlers(NOT_FOUND, _retry_after, first.rejected)
+            routes=own, exception_handlers=error_handlers(NOT_FOUND, retry_after, first.rejected)
         )
         app.router.redirect_slashes = False
         app.router.default = self._relay
@@ -96,7 +98,7 @@ class Door:
         )
 
     async def _relay(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """To the model that a request names."""
+        """Pass a request to the model that it names."""
         if (
             scope["type"] != "http"
         ):  # the lifespan of an application: nothing begins or ends with it
@@ -122,11 +124,14 @@ class Door:
         """The model of this name, or of the adapter of this name."""
         if named in self._fleets:
             return named
-        return next((name for name, one in self._fleets.items() if one.choice.adapter(named)), None)
+        return next(
+            (name for name, one in self._fleets.items() if one.choice.adapters.find(named)), None
+        )
 
     # -- what no model answers -------------------------------------------------------------------------------
     async def health(self, _: HTTPRequest) -> Response:
-        """As far as this door knows: it hears of replicas with the first request for a model."""
+        """Tell the replicas as far as this door knows: it hears of replicas with the first request for a
+        model."""
         there = {name: fleet.there for name, fleet in self._fleets.items()}
         return json_response({"status": "ok", "replicas": there})
 
@@ -209,7 +214,7 @@ def _app_of(router: Router) -> Starlette:
     ]
     routes = [Route(path, Relay(router, path, of), methods=[method]) for method, path, of in passed]
     app = Starlette(
-        routes=routes, exception_handlers=error_handlers(NOT_FOUND, _retry_after, router.rejected)
+        routes=routes, exception_handlers=error_handlers(NOT_FOUND, retry_after, router.rejected)
     )
     app.router.redirect_slashes = False
     return app
@@ -242,12 +247,8 @@ async def _page(fleet: ServeFleet, path: str, headers: list[tuple[bytes, bytes]]
     replica = fleet.choose(NO_HINTS, ())
     assert replica is not None
     try:
-        async with fleet.exchange_with(replica, "GET", path, headers, b"", NO_HINTS) as answer:
+        async with fleet.exchange_with(replica, ReplicaRequest("GET", path, headers)) as answer:
             raw = await answer.read_rest()
             return msgspec.json.decode(raw, type=dict[str, Any]) if answer.status == 200 else {}
     except (ConnectionLost, msgspec.DecodeError, UnicodeDecodeError):
         return {}
-
-
-def _retry_after(error: ClientError) -> int | None:
-    return 1 if error.status in ELSEWHERE else None

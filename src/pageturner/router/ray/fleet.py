@@ -27,7 +27,7 @@ from pageturner.http.stream_marks import MARK, RESUME
 from pageturner.router.breaker import Breaker
 from pageturner.router.fleet import Fleet
 from pageturner.router.ray.choice import Ask, Choice
-from pageturner.router.replica import Replica
+from pageturner.router.replica import Replica, ReplicaRequest
 from pageturner.router.request_hints import RequestHints
 
 MODEL_PAGE = "/v1/models/"
@@ -86,27 +86,21 @@ class ServeFleet(Fleet):
 
     @contextlib.asynccontextmanager
     async def exchange_with(
-        self,
-        replica: Replica,
-        method: str,
-        target: str,
-        headers: Headers,
-        body: bytes,
-        asked: RequestHints,
+        self, replica: Replica, request: ReplicaRequest
     ) -> AsyncIterator[AnswerPieces]:
-        """As the router's own fleet does, by Serve."""
-        most = 0 if target == RESUME else asked.max_tokens
-        adapter = self._choice.adapter(_model_of(target, asked))
+        """Do the same as the router's own fleet, by Serve."""
+        hints = request.hints
+        adapter = self._choice.adapters.find(_model_of(request))
         ask = Ask(
             next(_numbers),
-            method,
-            target,
-            headers,
-            body,
-            tuple(asked.prefix),
-            most,
-            replica.avoid,
-            adapter,
+            request.method,
+            request.target,
+            request.headers,
+            request.body,
+            prefix=tuple(hints.prefix),
+            most=0 if request.target == RESUME else hints.max_tokens,
+            avoid=replica.avoid,
+            adapter=adapter,
         )
         # Serve says the name in its own logs, and to whoever asks for it in a replica
         handle = (
@@ -116,7 +110,7 @@ class ServeFleet(Fleet):
         )
         answer = HandleAnswer(handle.remote(ask), self._timeout)
         number = ask.number
-        del ask, body
+        del ask, request
         try:
             await answer.begin()
             yield answer
@@ -126,11 +120,11 @@ class ServeFleet(Fleet):
             self._choice.forget(number, answer.tokens if answer.ended else 0)
 
 
-def _model_of(target: str, asked: RequestHints) -> str:
-    """Also of the page of a model."""
-    return (
-        unquote(target.removeprefix(MODEL_PAGE)) if target.startswith(MODEL_PAGE) else asked.model
-    )
+def _model_of(request: ReplicaRequest) -> str:
+    """Return the model that a request names, in its body or as the path of a page."""
+    if request.target.startswith(MODEL_PAGE):
+        return unquote(request.target.removeprefix(MODEL_PAGE))
+    return request.hints.model
 
 
 class HandleAnswer:
@@ -145,7 +139,7 @@ class HandleAnswer:
         self.ended = False
 
     async def begin(self) -> None:
-        """Until status and headers have come. Raises ConnectionLost."""
+        """Wait until status and headers have come. Raises ConnectionLost."""
         head = await self._next()
         if not isinstance(head, tuple):
             raise ConnectionLost("broken", "its answer has no head")

@@ -200,7 +200,7 @@ class _Call:
 
 
 class _Refused(msgspec.Struct):
-    """What is wrong, by its code."""
+    """The code of an error."""
 
     reason: str = ""
 

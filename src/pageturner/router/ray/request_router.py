@@ -29,7 +29,7 @@ class PlacementRouter(RequestRouter):
     def initialize_state(
         self, deployment: str, placement: str = "prefix_aware", prefix_chunks: int = 100_000
     ) -> None:
-        """As RequestRouterConfig.request_router_kwargs say."""
+        """Take the values of RequestRouterConfig.request_router_kwargs."""
         self._choice = choice_of(deployment)
         self._choice.set_up(placement, prefix_chunks)
         self._numbers = {}

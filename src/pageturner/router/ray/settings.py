@@ -1,4 +1,5 @@
-"""What `pageturner deploy` reads: models by name, each with its replicas and flags, in one TOML file.
+"""The file that `pageturner deploy` reads: models by name, each with its replicas and flags, in one TOML
+file.
 
 Owns the names of that file, their defaults and what is wrong with one. Must not know Ray. The tables `engine`
 and `server` of a model are those of `pageturner serve --config`; `router` is that of `pageturner route`.
@@ -98,7 +99,7 @@ def read(path: str | Path) -> AppSettings:
 
 
 def settings_of(table: dict[str, Any]) -> AppSettings:
-    """As `read`, of what is in a file, or in the args of a Serve configuration."""
+    """Do the same as `read` for what is in a file, or in the args of a Serve configuration."""
     given = table.get("models")
     if not isinstance(given, dict) or not given:
         raise EngineFault(

@@ -21,7 +21,7 @@ MET, MISSED, REFUSED = "met", "missed", "refused"
 
 @dataclass(slots=True)
 class Goodput:
-    """Of each choice that had a target, by target and outcome; "all": of all its targets together.
+    """Counts of the choices that had a target, by target and outcome; "all": of all its targets together.
 
     One that failed missed them all. One whose client left counts only if it was late already.
     """
@@ -61,7 +61,7 @@ class Goodput:
         return met / answers if answers else 1.0, met / WINDOW
 
     def counted(self, now: float) -> tuple[int, int]:
-        """Of the last minute, who met all their targets, and who had any."""
+        """Return how many choices of the last minute met all their targets, and who had any."""
         self._forget(now)
         return sum(good for _, good in self._lately), len(self._lately)
 

@@ -1,4 +1,4 @@
-"""What one request may cost, by name: told from how much it asks for, before any of it is done.
+"""The limits of what one request may cost, by name: told from how much it asks for, before any of it is done.
 
 Owns the limits, the prices, and what is said of a request that is beyond them: always a 400, because sending
 it again would not help. Must not know where a request comes from, nor what its fields mean beyond their size.
@@ -22,7 +22,7 @@ OPEN_REQUESTS = (
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What one request may ask for.
+    """The limits of what one request may ask for.
 
     prompts   in one request
     choices   answers to all of its prompts: as many as this server ever takes

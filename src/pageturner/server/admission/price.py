@@ -1,4 +1,4 @@
-"""What a request costs, in tokens: one number for all that it makes others wait for.
+"""The price of a request, in tokens: one number for all that it makes others wait for.
 
 Owns the rates. Must not know whose a request is, nor what anybody may spend (quota.py).
 
@@ -34,7 +34,7 @@ KEPT_SECONDS_PER_TOKEN = 600
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """In tokens. certain: of what is done in any case; answers: of the longest that may come."""
+    """A price in tokens. certain: of what is done in any case; answers: of the longest that may come."""
 
     certain: int = 0
     answers: int = 0
@@ -48,7 +48,7 @@ FREE = Price()
 
 
 def price_of(requests: Iterable[Request]) -> Price:
-    """That of the choices of one HTTP request, before any of them has run."""
+    """Return the price of the choices of one HTTP request, before any of them has run."""
     requests = list(requests)
     certain = sum(map(_certain, requests))
     if requests:
@@ -63,12 +63,12 @@ def price_of_answers(streams: Iterable[OutputStream]) -> int:
 
 
 def price_of_reading(size: int) -> int:
-    """That of a body of so many bytes."""
+    """Return the price of a body of so many bytes."""
     return size // READ_BYTES_PER_TOKEN
 
 
 def price_of_keeping(token_seconds: float) -> int:
-    """That of KV between the turns of a session: tokens times seconds."""
+    """Return the price of KV between the turns of a session: tokens times seconds."""
     return int(token_seconds / KEPT_SECONDS_PER_TOKEN)
 
 

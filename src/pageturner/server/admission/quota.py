@@ -1,4 +1,5 @@
-"""What each API key has under way and has used, held against the limits that are written beside it.
+"""The account of what each API key has under way and has used, held against the limits that are written
+beside it.
 
 Owns the account of every key, and what is under way for it. Must not know HTTP, where limits are written
 down, what things cost (price.py), nor who else refuses requests. The clock is given, so that a test can say
@@ -141,7 +142,7 @@ class Quota:
         self._accounts: dict[bytes, KeyAccount] = {}
 
     def account(self, key: ApiKey) -> KeyAccount | None:
-        """That of a key which has asked for something."""
+        """Return the account of a key; None before it has asked for something."""
         return self._accounts.get(key.sha256)
 
     @contextlib.contextmanager
@@ -248,7 +249,7 @@ class Quota:
         account.long += OF_LATE * (min(1.0, made / max(1, work.price.answers)) - account.long)
 
     def _account(self, key: ApiKey) -> KeyAccount:
-        """That of a key. Limits that were changed while the server runs hold from here on."""
+        """Return the account of a key. Limits that were changed while the server runs hold from here on."""
         account = self._accounts.setdefault(key.sha256, KeyAccount())
         rate = key.tokens_per_minute / MINUTE
         if not rate:

@@ -1,4 +1,5 @@
-"""What a request says about itself beside what it asks for: how urgent it is, and whose it is.
+"""The service level: what a request says about itself beside what it asks for: how urgent it is, and whose it
+is.
 
 Owns the body fields and headers of priority, deadline, targets and tenant, and their limits. Must not know
 what becomes of them. Gateways set headers; a field of the body goes before the header of the same name.
@@ -36,7 +37,7 @@ class ServiceLevel:
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """What a request has beside its body. arrival: in monotonic seconds; adapter: its digest."""
+    """The context of a request beside its body. arrival: in monotonic seconds; adapter: its digest."""
 
     arrival: float
     level: ServiceLevel

@@ -73,7 +73,7 @@ class BackgroundPlaces:
 
     @property
     def aside(self) -> Iterator[OutputStream]:
-        """Those that left the engine for others, and will return."""
+        """The streams that left the engine for others, and will return."""
         return (stream for group in self._aside for stream in group)
 
     def room(self, under_way: int) -> int:

@@ -1,4 +1,4 @@
-"""How often in a row an engine was started again for nothing, and what follows from it.
+"""The count of how often in a row an engine was started again for nothing, and what follows from it.
 
 Owns the pauses between two starts, the patience of those who wait and what they are told. Must not know
 processes, requests or whose fault it was.

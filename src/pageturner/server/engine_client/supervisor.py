@@ -189,7 +189,7 @@ class Supervisor:
 
     @property
     def fingerprint(self) -> str:
-        """Of the present engine's kernels; "" before one was ready."""
+        """The fingerprint of the present engine's kernels; "" before one was ready."""
         return self.ready.fingerprint if self.ready else ""
 
     # -- requests --------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What the span of a request says of its answer, and the spans below it.
+"""The part of a request's span that is about its answer, and the spans below it.
 
 Owns the attributes of generating requests and the names of their phases, and the same figures in the log.
 Must not know how spans reach a collector (http/tracing.py), nor who measured the times.

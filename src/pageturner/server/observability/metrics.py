@@ -1,4 +1,4 @@
-"""What the server counts, and how Prometheus reads it: vLLM's names and buckets, and a few of our own.
+"""The metrics of a server, as Prometheus reads them: vLLM's names and buckets, and a few of our own.
 
 Owns the numbers and their names; counting one costs a bisection and two additions. Must not know HTTP or the
 engine's workings, nor how the text is written (prometheus.py).
@@ -317,7 +317,7 @@ def _expose_adapters(
 
 
 def _expose_engine(exposition: Exposition, metrics: Metrics, cache: dict[str, str]) -> None:
-    """What the engine says of itself, and what follows from it."""
+    """Add the figures of the engine, and what follows from them."""
     engine, counters = metrics.engine, metrics.counters
     exposition.gauge("vllm:num_requests_running", "Requests running", engine.get("running", 0))
     exposition.gauge("vllm:num_requests_waiting", "Requests waiting", engine.get("waiting", 0))
@@ -384,7 +384,7 @@ def _expose_engine(exposition: Exposition, metrics: Metrics, cache: dict[str, st
 
 
 def _expose_other_caches(exposition: Exposition, counters: Counter[str], block_size: int) -> None:
-    """Of the tiers below the KV cache, and of images, which vLLM's dashboards ask for."""
+    """Add the figures of the tiers below the KV cache, and of images, which vLLM's dashboards ask for."""
     hits = (counters["kv_host_hits"] + counters["kv_file_hits"]) * block_size
     queries = hits + counters["kv_tier_misses"] * block_size
     for name, help, value in (
@@ -401,7 +401,7 @@ def _expose_other_caches(exposition: Exposition, counters: Counter[str], block_s
 
 
 def _expose_requests(exposition: Exposition, metrics: Metrics) -> None:
-    """How requests ended, and whether their targets were met."""
+    """Add how requests ended, and whether their targets were met."""
     label = ("finished_reason",)
     exposition.counter("vllm:request_success", "Requests finished", metrics.finished, *label)
     exposition.counter("vllm:admission_rejections", "Requests refused", metrics.rejected, "reason")

@@ -1,4 +1,4 @@
-"""Where the time of a request went so far, while it is under way, and who was in its way.
+"""The account of where the time of a request went so far, while it is under way, and who was in its way.
 
 Owns how the engine is asked for an account that is not closed, and what is told where none comes. It is asked
 over the ledger, and answers with its next figures, which come four times a second: so whoever looks costs it
@@ -31,7 +31,7 @@ MAX_BEHIND = 8
 
 
 class RunningTimelines:
-    """Of one server."""
+    """The timelines of one server."""
 
     def __init__(
         self, supervisor: Supervisor, streams: OpenStreams, history: RequestHistory
@@ -57,7 +57,7 @@ class RunningTimelines:
         return not stream.done and stream.request.id not in self._streams.accounts
 
     def _told(self, stream: OutputStream, name: RequestName) -> dict[str, Any]:
-        """As `timeline` has it, up to the engine's last word: `so_far_ms` since it came."""
+        """The same as `timeline` has, up to the engine's last word: `so_far_ms` since it came."""
         id, times = stream.request.id, stream.times
         given, in_step = self._supervisor.placed()
         account = self._streams.accounts.get(id)

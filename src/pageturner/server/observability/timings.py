@@ -1,5 +1,5 @@
-"""Where the time of a request went, as a client reads it; and of requests that ended lately, their timelines.
-Those of requests under way are made in running_timelines.py.
+"""The account of where the time of a request went, as a client reads it; and of requests that ended lately,
+their timelines. Those of requests under way are made in running_timelines.py.
 
 Owns the shape of both. Must not know who measures what (telemetry/latency_breakdown.py) or the
 rest of an answer.
@@ -69,7 +69,8 @@ def _ms(seconds: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """What is kept of a request. name: what its client knows it by; ended_at: its answer was written.
+    """The part of a request that is kept. name: what its client knows it by; ended_at: its answer was
+    written.
 
     choices  index and times of each; the account of the engine may still be missing in them
     """

@@ -78,7 +78,7 @@ class LastingForkServer:
         self._closed = False
 
     def fork(self) -> tuple[socket.socket, ForkServer]:
-        """As that of a fork server, and which one does it."""
+        """Fork a worker, and return its socket and the fork server that it came from."""
         try:
             return self._present.fork(), self._present
         except OSError:
@@ -95,7 +95,7 @@ class LastingForkServer:
             self._present = self._start()
 
     def kill(self, pid: int) -> None:
-        """As that of a fork server."""
+        """End a worker, as a fork server does."""
         self._present.kill(pid)
 
     def close(self) -> None:

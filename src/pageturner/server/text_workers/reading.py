@@ -1,4 +1,4 @@
-"""Where the text of a request is read: here at once, or by a text worker.
+"""The place where the text of a request is read: here at once, or by a text worker.
 
 Owns that choice. What is small is read in the event loop, within limits that keep it short; everything
 else, and what turns out to be more work, goes to the pool, and is given up when its client leaves. Must not

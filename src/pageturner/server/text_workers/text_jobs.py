@@ -1,4 +1,4 @@
-"""What is done to the text of a request, and how its outcome goes from one process to another.
+"""The work on the text of a request, and how its outcome goes from one process to another.
 
 Owns the jobs: a body in, bytes out, the same whether a text worker does them or the server itself. Must not
 know which of the two does one, nor processes and sockets.

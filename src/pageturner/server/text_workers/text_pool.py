@@ -62,7 +62,7 @@ def _processor_seconds(pid: int) -> float:
 
 
 class _WorkerEnded(Exception):
-    """In the middle of a job."""
+    """The worker ended in the middle of a job."""
 
 
 class _WorkerBroke(_WorkerEnded):
@@ -242,7 +242,7 @@ class _Lane:
             _fail(one, _SHUTTING_DOWN)
 
     async def _work(self) -> None:
-        """Until nobody waits."""
+        """Give out jobs until nobody waits."""
         while self._waiting:
             key, jobs = self._waiting.popitem(last=False)
             one = jobs.popleft()
@@ -344,7 +344,7 @@ class _Lane:
             _fail(one, ClientError(400, "too_expensive", message))
 
     def _drop_worker(self) -> None:
-        """What it still says is of a job that nobody waits for."""
+        """End the worker: what it still says is of a job that nobody waits for."""
         if self._worker is not None:
             self._forks.kill(self._worker.pid)
             self._worker.close()
@@ -420,8 +420,8 @@ class TextPool:
         await self._large.close()
 
     def _make_room(self, lane: _Lane, one: _TextJob) -> None:
-        """Whoever has most waiting loses the newest of it, where it would be too much. ClientError 503 when
-        that is who asks."""
+        """The tenant that has most waiting loses the newest of it, where it would be too much. ClientError
+        503 when that is who asks."""
         own = _weight([one])
         while lane.jobs and lane.weight + own > self._most:
             weight, key = lane.largest()

@@ -33,7 +33,7 @@ NICENESS = 5  # below the server and the engine: whoever waits for a token goes 
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """What the engine has said of itself: see ServedModel."""
+    """The facts that the engine has said of itself: see ServedModel."""
 
     context: int
     capacity: int
@@ -48,7 +48,7 @@ class Facts(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What is told of a job; the body that it is about follows in a frame of its own.
+    """The head of a job; the body that it is about follows in a frame of its own.
 
     name  which one (text_jobs.do)
     most  bytes that its outcome may have
