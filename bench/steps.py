@@ -112,9 +112,9 @@ class Apart(Composites):
         found: frozenset[str] = self._ops.features
         return found
 
-    def fine_bits(self, kind: str) -> int:
+    def default_activation_bits(self, kind: str) -> int:
         """As the backend says."""
-        return int(self._ops.fine_bits(kind))
+        return int(self._ops.default_activation_bits(kind))
 
     def __getattr__(self, name: str) -> Any:  # storage, and primitives that no model here has
         return getattr(self._ops, name)

@@ -152,9 +152,9 @@ def _start() -> Iterator[Line]:
     isas = native_module.available_isas()
     if not isas:
         raise NotRun("there are no native kernels here")
-    peak.glance.cache_clear()
+    peak.quick_peak.cache_clear()
     begin = time.perf_counter()
-    integer, floats = peak.glance(isas[0], 2)
+    integer, floats = peak.quick_peak(isas[0], 2)
     took = time.perf_counter() - begin
     kept = peak.measure(isas[0], 2, 1.0)
     if integer is None or floats is None or kept.integer_gop_s is None or kept.fp32_gop_s is None:

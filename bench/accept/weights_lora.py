@@ -25,7 +25,8 @@ from harness import Line  # noqa: E402
 from pageturner.formats import hub  # noqa: E402
 from pageturner.kernels import peak  # noqa: E402
 from pageturner.kernels.adapters import Adapters  # noqa: E402
-from pageturner.kernels.base import Batch, Draw  # noqa: E402
+from pageturner.kernels.base import Batch  # noqa: E402
+from pageturner.kernels.choosing import ChooseArgs, Draw  # noqa: E402
 from pageturner.kernels.native import NativeOps  # noqa: E402
 from pageturner.models.decoder import Decoder  # noqa: E402
 from pageturner.models.load import load_model  # noqa: E402
@@ -79,7 +80,7 @@ class Steps:
         for _ in range(2):
             begin = time.perf_counter()
             hidden = self.decoder.hidden(self._batch, self._kv)
-            self.decoder.choose(hidden, self._draw, adapters=adapters)
+            self.decoder.choose(hidden, ChooseArgs(self._draw, adapters=adapters))
             times.append(time.perf_counter() - begin)
         return min(times)
 

@@ -27,6 +27,7 @@ from run_common import (
 from run_speed import fill
 
 from pageturner.kernels.adapters import INPUTS, AdapterWeights, LowRank
+from pageturner.kernels.choosing import ChooseArgs
 from pageturner.kernels.gpu.ops import GpuOps
 
 FIELDS = tuple(name for names in INPUTS for name in names)
@@ -154,7 +155,7 @@ def adapters(room: Room) -> None:
         step.adapters = [hot[s % present] for s in range(batch)] if present else None
         took = seconds_of(
             room.driver,
-            lambda: ops.choose(ops.hidden(stack, step, kv, None), head, draw),
+            lambda: ops.choose(ops.hidden(stack, step, kv, None), head, ChooseArgs(draw)),
             1.0,
             room.tiny,
         )

@@ -26,6 +26,7 @@ from run_speed import fill
 
 from pageturner.formats import float8, ggml
 from pageturner.kernels.base import AttentionShape, Tensor
+from pageturner.kernels.choosing import ChooseArgs
 from pageturner.kernels.gpu.ops import GpuOps
 from pageturner.models.quantise import quantise
 
@@ -116,7 +117,7 @@ def _step(
     draw = greedy(batch)
     took = seconds_of(
         room.driver,
-        lambda: ops.choose(ops.hidden(stack, step, kv, None), head, draw),
+        lambda: ops.choose(ops.hidden(stack, step, kv, None), head, ChooseArgs(draw)),
         1.0,
         room.tiny,
     )

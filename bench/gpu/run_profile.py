@@ -11,6 +11,7 @@ from run_common import LLAMA_8B, QWEN3_06B, TINY, Room, greedy, kv_spec, make_st
 from run_speed import fill
 
 from pageturner.errors import EngineFault
+from pageturner.kernels.choosing import ChooseArgs
 from pageturner.kernels.gpu.ops import GpuOps
 
 SIZES = ((1, 1, 1024), (64, 1, 1024), (256, 1, 1024), (16, 1, 8192), (1, 4096, 4096))
@@ -37,9 +38,9 @@ def one(room: Room, ops: GpuOps, model: Any, shape: Any, size: tuple[int, int, i
         return
     fill(ops, kv, shape, kv.spec.blocks * kv.spec.block_size)
     for _ in range(2):
-        ops.choose(ops.hidden(stack, step, kv, None), head, draw)
+        ops.choose(ops.hidden(stack, step, kv, None), head, ChooseArgs(draw))
     room.driver.watch()
-    ops.choose(ops.hidden(stack, step, kv, None), head, draw)
+    ops.choose(ops.hidden(stack, step, kv, None), head, ChooseArgs(draw))
     ms = room.driver.by_name()
     whole = sum(one for one, _ in ms.values())
     listed = {

@@ -32,6 +32,7 @@ from run_common import (
 
 from pageturner.errors import EngineFault
 from pageturner.kernels.base import AttentionShape
+from pageturner.kernels.choosing import ChooseArgs
 from pageturner.kernels.gpu import launches
 from pageturner.kernels.gpu.catalogue import MANY, MAX_SPLIT_TILES, Height, cut, tiles_of
 from pageturner.kernels.gpu.ops import GpuOps
@@ -111,7 +112,7 @@ def prefill(room: Room) -> None:
         def work(steps: Any = steps) -> None:
             for step in steps:
                 x = ops.hidden(stack, step, kv, None)
-            ops.choose(x, head, greedy(1))
+            ops.choose(x, head, ChooseArgs(greedy(1)))
 
         try:
             took = seconds_of(room.driver, work, 5.0, room.tiny)

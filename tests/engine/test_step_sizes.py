@@ -94,7 +94,7 @@ def test_an_engine_sizes_its_steps_by_what_is_kept_or_glanced_at(
     )
     looked = []
     monkeypatch.setattr(
-        engine_factory, "glance", lambda isa, n: looked.append((isa, n)) or (0.1, 0.1)
+        engine_factory, "quick_peak", lambda isa, n: looked.append((isa, n)) or (0.1, 0.1)
     )
     built = engine_factory.make_engine(config)
     isa = built.fingerprint.split("-")[1]
@@ -113,8 +113,8 @@ def test_an_engine_sizes_its_steps_by_what_is_kept_or_glanced_at(
 @native
 def test_a_glance_is_about_what_is_measured_at_length() -> None:
     isa = native_module.available_isas()[0]
-    integer, floats = peak.glance(isa, 1)
+    integer, floats = peak.quick_peak(isa, 1)
     if integer is None or floats is None:
         pytest.skip(f"{isa} has no loops of its own")
     assert min(integer, floats) > 0
-    assert peak.glance(isa, 1) == (integer, floats), "once in a process"
+    assert peak.quick_peak(isa, 1) == (integer, floats), "once in a process"

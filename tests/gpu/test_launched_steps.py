@@ -10,8 +10,8 @@ import pytest
 from numpy.typing import NDArray
 
 from pageturner.errors import EngineFault
-from pageturner.kernels.base import Batch, Draw
-from pageturner.kernels.choosing import SamplerOutput
+from pageturner.kernels.base import Batch
+from pageturner.kernels.choosing import Draw, SamplerOutput
 from pageturner.kernels.gpu import graphs
 from pageturner.kernels.gpu.ops import GpuOps
 from pageturner.models.decoder import Decoder

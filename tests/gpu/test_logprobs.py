@@ -10,8 +10,8 @@ import pytest
 from numpy.typing import NDArray
 
 from pageturner.errors import EngineFault
-from pageturner.kernels.base import Draw, Ops, Tensor
-from pageturner.kernels.choosing import Head, LogprobsWanted, SamplerOutput
+from pageturner.kernels.base import Ops, Tensor
+from pageturner.kernels.choosing import ChooseArgs, Draw, Head, LogprobsWanted, SamplerOutput
 from pageturner.kernels.edits import Edit, Operation
 from pageturner.kernels.gpu.ops import GpuOps
 from pageturner.kernels.reference import ReferenceOps
@@ -66,7 +66,7 @@ def chosen(ops: Ops, wanted: LogprobsWanted | None) -> SamplerOutput:
     if isinstance(ops, GpuOps):
         ops.begin()
         rows = ops.on_device(x)
-    return ops.choose(rows, head, draw, allowed, edits, wanted)
+    return ops.choose(rows, head, ChooseArgs(draw, allowed, edits, wanted))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pageturner.kernels.base import Draw
+from pageturner.kernels.choosing import Draw
 from pageturner.kernels.gpu.catalogue import SAMPLE_SORTED, VOCABULARY_TILE
 from pageturner.kernels.gpu.ops import GpuOps
 from pageturner.kernels.reference import ReferenceOps

@@ -66,7 +66,7 @@ def test_native_is_the_reference_and_rows_do_not_see_each_other(
     x, weight = rows(), replace(tensor(kind), bits=bits)
     reference = ReferenceOps()
     native = NativeOps(threads=2, isa=isa)
-    meant = 15 if native.fine_bits("Q4_0") == 8 else bits
+    meant = 15 if native.default_activation_bits("Q4_0") == 8 else bits
     expected = reference.linear(x, reference.pack_weight(replace(weight, bits=meant)))
     packed = native.pack_weight(weight)
     together = native.linear(x, packed)

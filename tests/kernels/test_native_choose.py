@@ -14,7 +14,7 @@ from grid import ISAS, i32, normal, rng, vector, weight
 
 from pageturner.formats import ggml
 from pageturner.kernels.base import Tensor
-from pageturner.kernels.choosing import Head, LogprobsWanted, SamplerOutput
+from pageturner.kernels.choosing import ChooseArgs, Head, LogprobsWanted, SamplerOutput
 from pageturner.kernels.composites import Composites
 from pageturner.kernels.edits import Allowed, Edit, Edits, Operation, apply_edits, forbid
 from pageturner.kernels.native import NativeOps
@@ -56,7 +56,7 @@ def test_choosing_equals_sampling_of_the_logits(
     x, norm, parameters = 2 * normal(rows, 96), np.ones(96, np.float32), draw(rows, greedy)
     for ops in crowd:
         head = Head(norm, 1e-5, ops.pack_weight(weight(kind, vocabulary, 96)))
-        choice = ops.choose(x, head, parameters)
+        choice = ops.choose(x, head, ChooseArgs(parameters))
         logits = ops.logits(x, head)
         assert np.array_equal(choice.ids, ops.sample(logits, *parameters))
         assert np.array_equal(choice.logits, logits[np.arange(rows), choice.ids])
@@ -90,7 +90,7 @@ def test_choosing_of_what_is_allowed_equals_sampling_of_the_logits_without_the_r
     bits = allowed(rows, vocabulary)
     for ops in crowd:
         head = Head(norm, 1e-5, ops.pack_weight(weight(kind, vocabulary, 96)))
-        choice = ops.choose(x, head, parameters, bits)
+        choice = ops.choose(x, head, ChooseArgs(parameters, bits))
         ids, values = choice.ids, choice.logits
         logits = ops.logits(x, head)
         forbid(logits, bits)
@@ -127,12 +127,12 @@ def test_the_largest_logit_is_found_among_near_ones(
     for ops in crowd:
         head = Head(norm, 1e-5, ops.pack_weight(tensor))
         for _ in range(2):  # the lengths of weights are computed once
-            choice = ops.choose(x, head, parameters)
+            choice = ops.choose(x, head, ChooseArgs(parameters))
             logits = ops.logits(x, head)
             assert np.array_equal(choice.ids, logits.argmax(1))
             assert np.array_equal(choice.logits, logits.max(1))
         alone = [
-            ops.choose(x[i : i + 1], head, tuple(p[i : i + 1] for p in parameters))
+            ops.choose(x[i : i + 1], head, ChooseArgs(tuple(p[i : i + 1] for p in parameters)))
             for i in range(rows)
         ]
         assert np.array_equal(choice.ids, np.concatenate([one.ids for one in alone]))
@@ -142,7 +142,9 @@ def test_allowed_of_another_shape_is_refused(crowd: list[NativeOps]) -> None:
     head = Head(np.ones(32, np.float32), 1e-5, crowd[0].pack_weight(weight("F32", 129, 32)))
     for shape in ((2, 2), (1, 3)):
         with pytest.raises(ValueError, match="allowed"):
-            crowd[0].choose(normal(2, 32), head, draw(2, 1.0), np.zeros(shape, np.uint64))
+            crowd[0].choose(
+                normal(2, 32), head, ChooseArgs(draw(2, 1.0), np.zeros(shape, np.uint64))
+            )
 
 
 def test_equal_logits_go_to_the_lowest_id(crowd: list[NativeOps]) -> None:
@@ -154,7 +156,7 @@ def test_equal_logits_go_to_the_lowest_id(crowd: list[NativeOps]) -> None:
     zero = np.zeros(40, np.float32)
     for ops in crowd:
         head = Head(np.ones(32, np.float32), 1e-5, ops.pack_weight(tensor))
-        choice = ops.choose(x, head, (zero, i32(zero), zero + 1, zero, zero))
+        choice = ops.choose(x, head, ChooseArgs((zero, i32(zero), zero + 1, zero, zero)))
         ids, best = choice.ids, choice.logits
         logits = ops.logits(x, head)
         assert np.array_equal(ids, np.argmax(logits, axis=1))
@@ -171,7 +173,7 @@ def test_rows_that_are_no_numbers_give_none(crowd: list[NativeOps], temperature:
         head = Head(np.ones(32, np.float32), 1e-5, ops.pack_weight(weight("F32", 200, 32)))
         rest = (zero + np.float32(temperature), i32(zero), zero + 1, zero, zero + np.float32(0.5))
         with np.errstate(invalid="ignore"):
-            choice = ops.choose(x, head, rest)
+            choice = ops.choose(x, head, ChooseArgs(rest))
         assert np.isfinite(choice.logits).tolist() == [True, True, False, True, False, True]
         assert ((choice.ids >= 0) & (choice.ids < 200)).all()
 
@@ -211,7 +213,8 @@ def both(
     ops: NativeOps, x: np.ndarray, head: Head, *rest: Any
 ) -> tuple[SamplerOutput, SamplerOutput]:
     with np.errstate(invalid="ignore"):
-        return ops.choose(x, head, *rest), Composites.choose(ops, x, head, *rest)
+        args = ChooseArgs(*rest)
+        return ops.choose(x, head, args), Composites.choose(ops, x, ChooseArgs(head, args))
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -317,12 +320,14 @@ def test_rows_do_not_depend_on_their_neighbours_edits(crowd: list[NativeOps]) ->
     wanted, bits = logprobs_wanted(rows, vocabulary), allowed(rows, vocabulary)
     for ops in crowd:
         head = Head(np.ones(96, np.float32), 1e-5, ops.pack_weight(weight("Q8_0", vocabulary, 96)))
-        together = ops.choose(x, head, parameters, bits, edits, wanted)
+        together = ops.choose(x, head, ChooseArgs(parameters, bits, edits, wanted))
         for r in range(rows):
             one = slice(r, r + 1)
             mine = LogprobsWanted(wanted.top[one], wanted.candidates[one])
             alone = ops.choose(
-                x[one], head, tuple(p[one] for p in parameters), bits[one], edits[one], mine
+                x[one],
+                head,
+                ChooseArgs(tuple(p[one] for p in parameters), bits[one], edits[one], mine),
             )
             assert alone.logits[0] == together.logits[r]
             assert alone.ids[0] == together.ids[r] or np.isneginf(alone.logits[0])
@@ -373,7 +378,7 @@ def test_a_token_outside_of_the_vocabulary_is_refused(
         head = Head(np.ones(32, np.float32), 1e-5, ops.pack_weight(weight("F32", 129, 32)))
         edits: Edits = [[], [Edit(operation, [3, token], value)]]
         with pytest.raises(ValueError, match="no such token"):
-            ops.choose(normal(2, 32), head, draw(2, 1.0), None, edits)
+            ops.choose(normal(2, 32), head, ChooseArgs(draw(2, 1.0), None, edits))
 
 
 def test_malformed_questions_are_refused(crowd: list[NativeOps]) -> None:
@@ -390,22 +395,23 @@ def test_malformed_questions_are_refused(crowd: list[NativeOps]) -> None:
     ]
     for edits in wrong:
         with pytest.raises(ValueError, match="edits"):
-            ops.choose(normal(2, 32), head, draw(2, 1.0), None, edits)
+            ops.choose(normal(2, 32), head, ChooseArgs(draw(2, 1.0), None, edits))
     for bad in ([[], [(1, ["a"], 0.0)]], [[], [(4, [1], "a")]]):
         with pytest.raises(TypeError):
-            ops.choose(normal(2, 32), head, draw(2, 1.0), None, bad)
+            ops.choose(normal(2, 32), head, ChooseArgs(draw(2, 1.0), None, bad))
     for top, candidates in (((-2, 0), (0, 0)), ((0, 0), (-1, 0)), ((130, 0), (0, 0)), ((0,), (0,))):
         with pytest.raises(ValueError, match="logprobs"):
             ops.choose(
                 normal(2, 32),
                 head,
-                draw(2, 1.0),
-                None,
-                None,
-                LogprobsWanted(i32(top), i32(candidates)),
+                ChooseArgs(draw(2, 1.0), None, None, LogprobsWanted(i32(top), i32(candidates))),
             )
     with pytest.raises(ValueError, match="head"):
-        ops.choose(normal(2, 32), replace(head, norm_bias=np.ones(31, np.float32)), draw(2, 1.0))
+        ops.choose(
+            normal(2, 32),
+            replace(head, norm_bias=np.ones(31, np.float32)),
+            ChooseArgs(draw(2, 1.0)),
+        )
 
 
 def test_a_row_of_no_numbers_is_told_without_harm(crowd: list[NativeOps]) -> None:
@@ -417,7 +423,7 @@ def test_a_row_of_no_numbers_is_told_without_harm(crowd: list[NativeOps]) -> Non
         ops.linear(1e30 + normal(64, 64), ops.pack_weight(weight("F32", 5000, 64)))
         head = Head(np.ones(32, np.float32), 1e-5, ops.pack_weight(weight("F32", 300, 32)))
         with np.errstate(invalid="ignore"):
-            choice = ops.choose(x, head, draw(4, 0.5), None, some_edits(4, 300), wanted)
+            choice = ops.choose(x, head, ChooseArgs(draw(4, 0.5), None, some_edits(4, 300), wanted))
             many = ops.top_logprobs(np.full((50, 300), np.nan, np.float32), 7)
         assert choice.logprobs is not None
         assert np.isfinite(choice.logprobs.lse).tolist() == [True, False, True, True]

@@ -239,7 +239,7 @@ def made_layer(ops: Ops, name: str, kind: str) -> Layer:
         made.residual = 0.22
     if name == "nope":
         made.rope = rope_tables(600, 0, interleaved=False)
-        made.temper = np.linspace(1, 2, 600, dtype=np.float32)
+        made.attn_temperature = np.linspace(1, 2, 600, dtype=np.float32)
     if name in ("llama4", "gpt-oss", "deepseek"):
         made.experts = experts(ops, name, kind)
     if name == "gpt-oss":
@@ -304,7 +304,7 @@ STEPS = [(0, 5), (20, 1), (250, 12), (300, 1)]
 LAYERS = {
     "olmo": {"no_norm", "wide_norm", "post_norm"},
     "granite": {"scale"},
-    "nope": {"no_rotary", "temper"},
+    "nope": {"no_rotary", "attn_temperature"},
     "llama4": {"window", "chunks", "experts", "shared_expert", "scoring"},
     "gpt-oss": {"sinks", "activation", "experts", "expert_bias"},
     "deepseek": {"latent", "experts", "shared_expert", "scoring"},
@@ -370,7 +370,7 @@ def test_a_latent_that_does_not_fit_is_refused(ops: NativeOps, part: str) -> Non
 def test_positions_beyond_the_tables_are_refused(ops: NativeOps) -> None:
     """A layer without rotary embedding has a table of temperatures."""
     made = made_layer(ops, "nope", "F32")
-    made.temper = np.ones(200, np.float32)
+    made.attn_temperature = np.ones(200, np.float32)
     ops.prepare_layer(made)
     with pytest.raises(ValueError, match="positions"):
         step(ops, made, NativeOps, STEPS)

@@ -72,7 +72,7 @@ def _counts_like(run: dict[str, Any], read: int) -> None:
     rows = {"prefill 8": 8, "decode 1 x 12": 1, "decode 3 x 12": 3}[run["what"]]
     logits, operators = 1 if rows == 8 else rows, run["operators"]
     products = [operators[name] for name in ("q", "k", "v", "o", "gate", "up", "down", "head")]
-    terms = steps.TERMS[NativeOps(1).fine_bits("Q8_0")]  # as all of that layer
+    terms = steps.TERMS[NativeOps(1).default_activation_bits("Q8_0")]  # as all of that layer
     beside = (
         terms * 2 * (rows - logits) * 2 * 64 * 64
     )  # apart, all rows get a q and an o in the last layer

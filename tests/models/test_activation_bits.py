@@ -15,7 +15,7 @@ MATRICES = {"q", "k", "v", "o", "gate", "up", "down"}
 class WithoutTwelve(ReferenceOps):
     """A backend for which more bits than 8 cost as much again."""
 
-    def fine_bits(self, kind: str) -> int:
+    def default_activation_bits(self, kind: str) -> int:
         return 8
 
 
@@ -66,7 +66,7 @@ def test_where_they_are_dear_keys_values_the_last_mlp_and_the_head_have_more() -
 class Widened(ReferenceOps):
     """A backend that multiplies weights of 8 bits as 16."""
 
-    def fine_bits(self, kind: str) -> int:
+    def default_activation_bits(self, kind: str) -> int:
         return 15 if kind == "Q8_0" else 8
 
 

@@ -124,7 +124,11 @@ def test_a_step_without_wanted_rows_only_writes_kv(ops_name: str) -> None:
 def test_backends_agree_on_quantised_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     # what `auto` rounds activations to depends on the instruction set
     native = backend("native")
-    monkeypatch.setattr(ReferenceOps, "fine_bits", lambda _, kind: native.fine_bits(kind))
+    monkeypatch.setattr(
+        ReferenceOps,
+        "default_activation_bits",
+        lambda _, kind: native.default_activation_bits(kind),
+    )
     tokens = prompts("tiny_llama_quant")[2]
     logits = [
         decoding("tiny_llama_quant", name, weights="auto").step([("p", tokens)])[0]

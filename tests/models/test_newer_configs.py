@@ -159,7 +159,7 @@ def test_llama4_with_a_vision_tower() -> None:
     assert (spec.chunked, spec.window, spec.context) == (True, 8192, LONGEST)
     assert spec.no_rope == frozenset(range(3, 48, 4))
     assert spec.windowed == frozenset(range(48)) - spec.no_rope
-    assert spec.temper == Temper(8192, 0.1)
+    assert spec.attn_temperature == Temper(8192, 0.1)
     assert spec.experts == ExpertSpec(
         16, 1, 8192, False, frozenset(range(48)), 8192, "sigmoid", 1.0, True
     )

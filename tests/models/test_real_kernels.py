@@ -48,7 +48,7 @@ def test_every_type_on_real_weights(name: str, kind: str) -> None:
     ]
     if kind in ggml.QUANTISED:
         assert 0.003 < errors[0] < 0.008
-        twelve = ops.fine_bits("Q4_0") == 12  # else as with 15
+        twelve = ops.default_activation_bits("Q4_0") == 12  # else as with 15
         assert (2e-4 if twelve else 5e-6) < errors[1] < (5e-4 if twelve else 4e-5)
         assert 5e-6 < errors[2] < 4e-5
     else:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from pageturner.engine.fake import FakeExecutor
-from pageturner.kernels.base import Batch, Draw, Stack
-from pageturner.kernels.choosing import Head, SamplerOutput
+from pageturner.kernels.base import Batch, Stack
+from pageturner.kernels.choosing import ChooseArgs, Draw, Head, SamplerOutput
 from pageturner.kernels.reference import ReferenceOps
 from pageturner.request import Request
 from pageturner.scheduler.types import Output, Plan, Result, Sequence
@@ -41,7 +41,7 @@ class LaterOps(ReferenceOps):
             adapters = [batch.adapters[sequence] for sequence in of_row.tolist()]
         found = SamplerOutput(np.empty(0, np.int32), np.empty(0, np.float32))
         if len(batch.logit_rows):
-            found = self.choose(hidden, head, draw, adapters=adapters)
+            found = self.choose(hidden, head, ChooseArgs(draw, adapters=adapters))
         self.chosen, self.waiting = found.ids, self.waiting + 1
         assert self.waiting <= 2, "more than two steps under way"
         return found

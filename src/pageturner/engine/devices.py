@@ -22,7 +22,8 @@ from pageturner.config.settings import EngineConfig
 from pageturner.engine.device_trust import distrust_reason
 from pageturner.engine.machine_limits import devices_file, limits_of_device
 from pageturner.errors import EngineFault
-from pageturner.kernels.base import Batch, Draw
+from pageturner.kernels.base import Batch
+from pageturner.kernels.choosing import ChooseArgs, Draw
 from pageturner.kernels.gpu.presence import nvidia_is_here
 from pageturner.models.decoder import Decoder
 from pageturner.models.load import open_model, weight_bytes
@@ -323,7 +324,7 @@ def smaller_steps(decoder: Decoder, ops: Any, config: EngineConfig, length: int)
             hidden = decoder.hidden(batch, kv)
             temperature, top_k, top_p, min_p, uniform = greedy(rows)
             # one that cuts tokens off takes every kernel of the choice
-            decoder.choose(hidden, (temperature + 1, top_k + 1, top_p, min_p, uniform))
+            decoder.choose(hidden, ChooseArgs((temperature + 1, top_k + 1, top_p, min_p, uniform)))
     finally:
         ops.free_kv(kv)
         ops.begin()
@@ -349,7 +350,7 @@ def _largest_step(
     try:
         batch = largest_batch(budget, min(config.max_num_seqs, budget), length, config.block_size)
         hidden = decoder.hidden(batch, kv)
-        decoder.choose(hidden, greedy(len(hidden)))
+        decoder.choose(hidden, ChooseArgs(greedy(len(hidden))))
     finally:
         ops.free_kv(kv)
         ops.begin()

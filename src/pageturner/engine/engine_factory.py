@@ -39,7 +39,7 @@ from pageturner.executor.runner import Executor, Runner
 from pageturner.formats import hub
 from pageturner.formats.load_tokenizer import Tokenizer, load_tokenizer, load_with_defaults
 from pageturner.kernels.base import KVSpec, Ops
-from pageturner.kernels.peak import glance
+from pageturner.kernels.peak import quick_peak
 from pageturner.kv.kv_connectors import KVConnectors, wants_tiers
 from pageturner.kv.kv_survival import SurvivingKV
 from pageturner.kv.kv_transfer import KVStorage
@@ -276,7 +276,7 @@ def _pace(ops: Ops, config: EngineConfig) -> MachineLimits | None:
     Reading is not looked at: a step full of prompts hides it."""
     if ops.name != "native":
         return None
-    return MachineLimits(math.inf, *glance(ops.fingerprint.split("-")[1], _threads(config)))
+    return MachineLimits(math.inf, *quick_peak(ops.fingerprint.split("-")[1], _threads(config)))
 
 
 def _check(config: EngineConfig) -> None:

@@ -20,6 +20,7 @@ from pageturner.executor.batch import pack
 from pageturner.executor.draft import FADING, GUESS, Costs, SequenceMemory, best_length
 from pageturner.executor.kv_memory import KVLayout
 from pageturner.kernels.base import KVSpec, Ops
+from pageturner.kernels.choosing import ChooseArgs
 from pageturner.models.decoder import Decoder
 from pageturner.scheduler.types import Item, Output, Plan, Sequence
 
@@ -129,7 +130,8 @@ class DraftModel:
         drawn = [guess for guess in guesses if guess.row.computed == len(guess.row.tokens)]
         if not drawn:
             return []
-        chosen = self._decoder.choose(hidden, sampler.draws([guess.row for guess in drawn]))
+        draws = sampler.draws([guess.row for guess in drawn])
+        chosen = self._decoder.choose(hidden, ChooseArgs(draws))
         more = []
         for guess, token, logit in zip(
             drawn, chosen.ids.tolist(), chosen.logits.tolist(), strict=True

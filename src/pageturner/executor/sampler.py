@@ -16,8 +16,8 @@ import numpy as np
 from pageturner.executor import processors
 from pageturner.executor.grammar import NO_MASKS, Masks, allowed
 from pageturner.executor.thinking_budget import defer_end_of_thinking
-from pageturner.kernels.base import F32, I32, Array, Draw, Ops
-from pageturner.kernels.choosing import Logprobs, LogprobsWanted
+from pageturner.kernels.base import F32, I32, Array, Ops
+from pageturner.kernels.choosing import ChooseArgs, Draw, Logprobs, LogprobsWanted
 from pageturner.kernels.edits import may_be_chosen
 from pageturner.models.decoder import Decoder
 from pageturner.params import SamplingParams
@@ -102,7 +102,8 @@ def choose(
     wanted = _logprobs_wanted([sequence.request.params for sequence in sequences], vocabulary)
     names = [sequence.request.adapter for sequence in sequences]
     adapters = decoder.adapters_of(names) if any(names) else None
-    chosen = decoder.choose(hidden, draws(sequences), masks, edits, wanted, adapters)
+    args = ChooseArgs(draws(sequences), masks, edits, wanted, adapters)
+    chosen = decoder.choose(hidden, args)
     outputs, told = [], chosen.logprobs
     for row, (token, logit) in enumerate(
         zip(chosen.ids.tolist(), chosen.logits.tolist(), strict=True)

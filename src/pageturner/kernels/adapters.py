@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from pageturner.kernels.base import I32
-
+I32 = NDArray[np.int32]
 MOST_RANK = 256
 KINDS = {
     "F32": np.float32,

@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pageturner.kernels.adapters import Adapter, Adapters, AdapterWeights
-from pageturner.kernels.choosing import Head, LogprobsWanted, SamplerOutput
-from pageturner.kernels.edits import Allowed, Edits
+from pageturner.kernels.choosing import ChooseArgs, Head, SamplerOutput
 from pageturner.kernels.layer_parts import Experts, Latent
 
 Array = Any  # an fp32 activation matrix of the backend: [rows, columns]
@@ -27,7 +26,6 @@ KV = Any  # the paged KV storage of the backend
 
 I32 = NDArray[np.int32]
 F32 = NDArray[np.float32]
-Draw = tuple[F32, I32, F32, F32, F32]  # temperature, top_k, top_p, min_p, uniform: see Ops.sample
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 GATED = "clamped_swiglu"  # stands for an activation in a gated MLP, and is none of one number alone
@@ -49,7 +47,7 @@ FEATURES = frozenset(
         "wide_norm",  # Layer.wide_qk_norm
         "chunks",  # AttentionShape.chunked
         "sinks",  # AttentionShape.sinks
-        "temper",  # Layer.temper
+        "attn_temperature",  # Layer.attn_temperature
         "latent",  # AttentionShape.latent and Layer.latent
         "shared_expert",  # experts beside a dense MLP
         "scoring",  # Experts.scoring, scale and weigh_input
@@ -161,7 +159,7 @@ class Layer:
     wide_qk_norm: bool = (
         False  # q_norm and k_norm are over all heads together, each with a vector (OLMo 2)
     )
-    temper: F32 | None = (
+    attn_temperature: F32 | None = (
         None  # [positions]: what the query of each position is multiplied by (Llama 4)
     )
     residual: float = 1.0  # what attention and MLP add is multiplied by it (Granite)
@@ -186,7 +184,7 @@ class Layer:
             "wide_norm": self.wide_qk_norm,
             "chunks": self.shape.chunked and self.shape.window > 0,
             "sinks": bool(self.shape.sinks),
-            "temper": self.temper is not None,
+            "attn_temperature": self.attn_temperature is not None,
             "latent": self.latent is not None,
             "shared_expert": self.experts is not None and self.up is not None,
         }
@@ -295,7 +293,7 @@ class Ops(Protocol):
     fingerprint: str
     gpu_kv: bool  # its KV is as GPUs store it: KVSpec.scaled, and heads of GPU_HEAD_MULTIPLE
 
-    def fine_bits(self, kind: str) -> int:
+    def default_activation_bits(self, kind: str) -> int:
         """Of activations (see Tensor): as many as products with weights of this GGML kind are to have where
         nobody says how many. 8 where more cost as much again."""
 
@@ -368,7 +366,7 @@ class Ops(Protocol):
         (may write into both)."""
 
     def scale_rows(self, x: Array, factors: F32, rows: I32) -> Array:
-        """[temper] Row i of x times factors[rows[i]] (may write into x)."""
+        """[attn_temperature] Row i of x times factors[rows[i]] (may write into x)."""
 
     def head_linear(self, x: Array, weights: tuple[Weight, ...]) -> Array:
         """[latent] The columns of head h of x [T, heads * K] times weights[h] [N, K] transposed:
@@ -470,15 +468,6 @@ class Ops(Protocol):
     def logits(self, x: Array, head: Head, adapters: Adapters | None = None) -> F32:
         """Logits of hidden rows x [R, d]: fp32 [R, V]. adapters: that of each row, or None."""
 
-    def choose(
-        self,
-        x: Array,
-        head: Head,
-        draw: Draw,
-        allowed: Allowed | None = None,
-        edits: Edits | None = None,
-        wanted: LogprobsWanted | None = None,
-        adapters: Adapters | None = None,
-    ) -> SamplerOutput:
-        """`sample` of the `logits` of x [R, d], once `edits` have changed them and what neither `allowed` nor
-        `edits` leave is minus infinity. Logits stay where they are. The default body defines it."""
+    def choose(self, x: Array, head: Head, args: ChooseArgs) -> SamplerOutput:
+        """`sample` of the `logits` of x [R, d], once the edits have changed them and tokens that neither
+        `allowed` nor the edits leave are minus infinity. Logits stay where they are. The default body defines it."""

@@ -11,9 +11,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from pageturner.kernels.adapters import Adapters
+from pageturner.kernels.edits import Allowed, Edits
+
 Weight = Any
 I32 = NDArray[np.int32]
 F32 = NDArray[np.float32]
+Draw = tuple[F32, I32, F32, F32, F32]  # temperature, top_k, top_p, min_p, uniform: see Ops.sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,24 @@ class LogprobsWanted:
 
     top: I32
     candidates: I32
+
+
+@dataclass(frozen=True, slots=True)
+class ChooseArgs:
+    """How `Ops.choose` is to choose a token for each of R rows.
+
+    draw      parameters of sampling [R] each
+    allowed   tokens that each row may have; None: all
+    edits     changes of each row's logits; None: none
+    wanted    logprobs that are wanted; None: none
+    adapters  of each row, or None
+    """
+
+    draw: Draw
+    allowed: Allowed | None = None
+    edits: Edits | None = None
+    wanted: LogprobsWanted | None = None
+    adapters: Adapters | None = None
 
 
 @dataclass(frozen=True, slots=True)

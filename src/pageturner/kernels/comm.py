@@ -36,14 +36,12 @@ from pageturner.kernels.base import (
     KV_TYPES,
     Array,
     Batch,
-    Draw,
     KVSpec,
     Stack,
     Weight,
 )
-from pageturner.kernels.choosing import Head, LogprobsWanted, SamplerOutput
+from pageturner.kernels.choosing import ChooseArgs, Head, SamplerOutput
 from pageturner.kernels.composites import Composites
-from pageturner.kernels.edits import Allowed, Edits
 from pageturner.kernels.native import NativeOps
 from pageturner.kernels.native_module import module
 
@@ -412,18 +410,9 @@ class TensorParallelOps(RankOps):
     def _gather(self, mine: F32, out: F32 | None = None) -> None:
         self.comm.native.gather(mine, list(self.slices.starts), out)
 
-    def choose(
-        self,
-        x: F32,
-        head: Head,
-        draw: Draw,
-        allowed: Allowed | None = None,
-        edits: Edits | None = None,
-        wanted: LogprobsWanted | None = None,
-        adapters: Adapters | None = None,
-    ) -> SamplerOutput:
+    def choose(self, x: F32, head: Head, args: ChooseArgs) -> SamplerOutput:
         """From the logits of all ranks, as the definition has it: rank 0 chooses alone."""
-        return Composites.choose(self, x, head, draw, allowed, edits, wanted, adapters)
+        return Composites.choose(self, x, head, args)
 
 
 class PipelineOps(RankOps):
@@ -452,18 +441,9 @@ class PipelineOps(RankOps):
         out: F32 = self.own.logits(x, head, _own(adapters))
         return out
 
-    def choose(
-        self,
-        x: F32,
-        head: Head,
-        draw: Draw,
-        allowed: Allowed | None = None,
-        edits: Edits | None = None,
-        wanted: LogprobsWanted | None = None,
-        adapters: Adapters | None = None,
-    ) -> SamplerOutput:
+    def choose(self, x: F32, head: Head, args: ChooseArgs) -> SamplerOutput:
         """As the native backend does, by rank 0 alone."""
-        out: SamplerOutput = self.own.choose(x, head, draw, allowed, edits, wanted, _own(adapters))
+        out: SamplerOutput = self.own.choose(x, head, replace(args, adapters=_own(args.adapters)))
         return out
 
 

@@ -21,14 +21,20 @@ from pageturner.kernels.base import (
     KV,
     Array,
     Batch,
-    Draw,
     Layer,
     Ops,
     Stack,
     Weight,
 )
-from pageturner.kernels.choosing import Head, Logprobs, LogprobsWanted, SamplerOutput
-from pageturner.kernels.edits import Allowed, Edits, apply_edits
+from pageturner.kernels.choosing import (
+    ChooseArgs,
+    Draw,
+    Head,
+    Logprobs,
+    LogprobsWanted,
+    SamplerOutput,
+)
+from pageturner.kernels.edits import apply_edits
 
 Adapted = tuple[Adapters, int]  # of the rows of a layer, and its number
 
@@ -52,7 +58,7 @@ class Composites:
         """None: a backend says what it has."""
         return frozenset()
 
-    def fine_bits(self, kind: str) -> int:
+    def default_activation_bits(self, kind: str) -> int:
         """8: nothing more is cheap."""
         return 8
 
@@ -133,25 +139,16 @@ class Composites:
         )
         return self.soft_cap(out, head.soft_cap) if head.soft_cap else out
 
-    def choose(
-        self: Any,
-        x: Array,
-        head: Head,
-        draw: Draw,
-        allowed: Allowed | None = None,
-        edits: Edits | None = None,
-        wanted: LogprobsWanted | None = None,
-        adapters: Adapters | None = None,
-    ) -> SamplerOutput:
-        logits = self.logits(x, head, adapters)
-        raw, found = logits, None
+    def choose(self: Any, x: Array, head: Head, args: ChooseArgs) -> SamplerOutput:
+        logits = self.logits(x, head, args.adapters)
+        raw, found, wanted = logits, None, args.wanted
         if wanted is not None:
             raw = logits.copy()
             found = _top_logprobs(self, raw, wanted)
             searching = wanted.candidates > 0
             logits[searching] -= found.lse[searching, None]
-        apply_edits(logits, allowed, edits)
-        ids = _sample(self, logits, draw)
+        apply_edits(logits, args.allowed, args.edits)
+        ids = _sample(self, logits, args.draw)
         rows = np.arange(len(ids))
         if found is not None:
             _add_candidates(self, logits, found, ids, searching)
@@ -177,7 +174,7 @@ class Composites:
         return _lacking(self, "activation")
 
     def scale_rows(self: Any, x: Array, factors: F32, rows: I32) -> Array:
-        return _lacking(self, "temper")
+        return _lacking(self, "attn_temperature")
 
     def head_linear(self: Any, x: Array, weights: tuple[Weight, ...]) -> Array:
         return _lacking(self, "latent")
@@ -291,8 +288,8 @@ def _mix_heads(
     if layer.rope.cos.shape[1]:
         q = ops.rope(q, batch.positions, layer.rope, dim)
         k = ops.rope(k, batch.positions, layer.rope, dim)
-    if layer.temper is not None:
-        q = ops.scale_rows(q, layer.temper, batch.positions)
+    if layer.attn_temperature is not None:
+        q = ops.scale_rows(q, layer.attn_temperature, batch.positions)
     ops.kv_write(kv, index, k, v, batch.slots)
     return ops.attention(q, kv, index, batch, layer.shape)
 

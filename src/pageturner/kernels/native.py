@@ -26,7 +26,6 @@ from pageturner.kernels.base import (
     KV_TYPES,
     AttentionShape,
     Batch,
-    Draw,
     KVSpec,
     Layer,
     Rope,
@@ -34,9 +33,13 @@ from pageturner.kernels.base import (
     Tensor,
     Weight,
 )
-from pageturner.kernels.choosing import Head, Logprobs, LogprobsWanted, SamplerOutput
+from pageturner.kernels.choosing import (
+    ChooseArgs,
+    Head,
+    Logprobs,
+    SamplerOutput,
+)
 from pageturner.kernels.composites import Composites
-from pageturner.kernels.edits import Allowed, Edits
 from pageturner.kernels.native_blocks import NativeBlocks
 from pageturner.kernels.native_files import StoredWeights
 from pageturner.kernels.native_module import choose_isa, module
@@ -91,7 +94,7 @@ class NativeOps(StoredWeights, NativeBlocks, NativeThreads, Composites):
         """All of them."""
         return FEATURES
 
-    def fine_bits(self, kind: str) -> int:
+    def default_activation_bits(self, kind: str) -> int:
         """12 where whole bytes of weights are multiplied, and summed in 32 bits; 15 of weights of 8 bits that
         are multiplied as 16, as activations may then be."""
         if self.isa in ("avx512vnni", "amx"):
@@ -340,20 +343,12 @@ class NativeOps(StoredWeights, NativeBlocks, NativeThreads, Composites):
         self._engine.logits(x, views.head_parts(head), out, adapters)
         return out
 
-    def choose(
-        self,
-        x: F32,
-        head: Head,
-        draw: Draw,
-        allowed: Allowed | None = None,
-        edits: Edits | None = None,
-        wanted: LogprobsWanted | None = None,
-        adapters: Adapters | None = None,
-    ) -> SamplerOutput:
+    def choose(self, x: F32, head: Head, args: ChooseArgs) -> SamplerOutput:
         """Tokens for x [R, d], as `Ops.choose` defines them: one native call. Logits are not written where a
         row needs no more than their largest, nor all computed where few tokens may be chosen."""
         ids, logits = np.empty(len(x), np.int32), np.empty(len(x), np.float32)
         found = asked = None
+        wanted = args.wanted
         if wanted is not None:
             found = Logprobs.room_for(wanted)
             asked = (
@@ -365,6 +360,14 @@ class NativeOps(StoredWeights, NativeBlocks, NativeThreads, Composites):
                 *found.candidates,
             )
         self._engine.choose(
-            x, views.head_parts(head), *draw, ids, logits, allowed, edits, asked, adapters
+            x,
+            views.head_parts(head),
+            *args.draw,
+            ids,
+            logits,
+            args.allowed,
+            args.edits,
+            asked,
+            args.adapters,
         )
         return SamplerOutput(ids, logits, found)

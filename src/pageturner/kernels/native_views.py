@@ -40,7 +40,6 @@ _LAYER_PARTS = (
     "mlp_norm_bias",
     "attn_post_norm",
     "mlp_post_norm",
-    "temper",
     "residual",
     "eps",
 )
@@ -53,6 +52,7 @@ def layer_view(layer: Layer) -> Any:
     numbers = {"heads": s.heads, "kv_heads": s.kv_heads, "head_dim": s.head_dim, "scale": s.scale}
     options = {"window": s.window, "chunked": s.chunked, "soft_cap": s.soft_cap}
     options |= {"act": (*ACTIVATIONS, GATED).index(layer.act), "wide_norm": layer.wide_qk_norm}
+    options |= {"temper": layer.attn_temperature}
     tables = {"cos": layer.rope.cos, "sin": layer.rope.sin, "interleaved": layer.rope.interleaved}
     experts = e and (
         e.router,

@@ -82,7 +82,7 @@ def no_slower(rates: list[float]) -> list[float]:
 
 
 @cache
-def glance(isa: str, threads: int) -> tuple[float | None, float | None]:
+def quick_peak(isa: str, threads: int) -> tuple[float | None, float | None]:
     """GOP/s of int8 and GFLOP/s, in GLANCES of GLANCE seconds each, once in a process. Too rough for shares
     of limits, good enough to size a step. The best counts: what disturbs one makes it smaller."""
     from pageturner.kernels import native_module

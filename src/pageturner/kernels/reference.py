@@ -86,7 +86,7 @@ class ReferenceOps(Composites):
         """All of them."""
         return FEATURES
 
-    def fine_bits(self, kind: str) -> int:
+    def default_activation_bits(self, kind: str) -> int:
         """12, as the fastest kernels; nothing is cheap here."""
         return 12
 

@@ -11,9 +11,8 @@ from dataclasses import replace
 import numpy as np
 
 from pageturner.kernels.adapters import Adapter, Adapters, AdapterWeights, of_rows
-from pageturner.kernels.base import F32, KV, Array, Batch, Draw, KVSpec, Ops, Stack
-from pageturner.kernels.choosing import Head, LogprobsWanted, SamplerOutput
-from pageturner.kernels.edits import Allowed, Edits
+from pageturner.kernels.base import F32, KV, Array, Batch, KVSpec, Ops, Stack
+from pageturner.kernels.choosing import ChooseArgs, Head, SamplerOutput
 from pageturner.models.spec import ModelSpec
 from pageturner.models.weights import Weights
 
@@ -111,14 +110,6 @@ class Decoder:
         scale = self.spec.logit_scale  # the head's norm has it
         return normed if scale == 1 else normed / np.float32(scale)
 
-    def choose(
-        self,
-        hidden: Array,
-        draw: Draw,
-        allowed: Allowed | None = None,
-        edits: Edits | None = None,
-        wanted: LogprobsWanted | None = None,
-        adapters: Adapters | None = None,
-    ) -> SamplerOutput:
-        """Choose a token for each row [R, d] instead of returning logits; with the wanted logprobs (`Ops.choose`)."""
-        return self._ops.choose(hidden, self.head, draw, allowed, edits, wanted, adapters)
+    def choose(self, hidden: Array, args: ChooseArgs) -> SamplerOutput:
+        """Choose a token for each row [R, d] instead of returning logits, with the wanted logprobs (`Ops.choose`)."""
+        return self._ops.choose(hidden, self.head, args)

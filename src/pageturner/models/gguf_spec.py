@@ -228,7 +228,11 @@ class _KeyReader:
             family = replace(spec.family, qk_norm=unit)
             context = min(spec.context, LONGEST)  # ten million tokens are said
             return replace(
-                spec, family=family, chunked=True, temper=Temper(8192, 0.1), context=context
+                spec,
+                family=family,
+                chunked=True,
+                attn_temperature=Temper(8192, 0.1),
+                context=context,
             )
         return spec
 

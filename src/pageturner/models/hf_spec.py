@@ -229,7 +229,7 @@ def _llama4(config: HFConfig) -> ModelSpec:
         experts=experts if layers else None,
         chunked=True,
         no_rope=without,
-        temper=Temper(floor, scale) if tuned or tuned is None else None,
+        attn_temperature=Temper(floor, scale) if tuned or tuned is None else None,
         context=min(spec.context, LONGEST),  # ten million tokens are said
     )
 

@@ -143,7 +143,7 @@ class ModelSpec:
     windowed      the layers that have the window
     chunked       the window is one of chunks (kernels.base.AttentionShape)
     no_rope       layers without rotary embedding
-    temper        of the queries of these
+    attn_temperature        of the queries of these
     latent        attention over a latent KV: then kv_heads is 1, and head_dim what the KV of a token takes
     local_rope    rotary embedding of the windowed layers, where it is another one
     soft_cap      of attention scores; `logit_soft_cap` of the logits; 0: none
@@ -175,7 +175,7 @@ class ModelSpec:
     experts: ExpertSpec | None = None
     chunked: bool = False
     no_rope: frozenset[int] = frozenset()
-    temper: Temper | None = None
+    attn_temperature: Temper | None = None
     latent: LatentSpec | None = None
     residual: float = 1.0
     logit_scale: float = 1.0
@@ -298,8 +298,8 @@ def check_spec(spec: ModelSpec) -> ModelSpec:
     for rope in (spec.rope, spec.local_rope):
         if rope is not None:
             problems |= rope_problems(rope, spec.latent.rotary if spec.latent else spec.head_dim)
-    if spec.temper is not None:
-        t = spec.temper
+    if spec.attn_temperature is not None:
+        t = spec.attn_temperature
         problems[f"temperature of queries {t}"] = not (
             0 < t.floor < LARGEST and 0 <= t.scale < HUGE
         )

@@ -31,7 +31,7 @@ from pageturner.models.spec import ExpertSpec, ModelSpec, unsupported
 from pageturner.models.stages import Stage
 
 ROPE_DIVISORS = "rope_freqs.weight"
-# Bits of activations under "auto" are those of Ops.fine_bits: 12, which leave a tenth of the error of 8 at
+# Bits of activations under "auto" are those of Ops.default_activation_bits: 12, which leave a tenth of the error of 8 at
 # half of what 15 cost, or 15 where they are free. Where neither is to be had, 15 for whose activations
 # rounding matters most for the work that it takes, 8 for the others (docs/adr/0047-*). What the last MLP adds
 # goes to the head as it is.
@@ -211,7 +211,10 @@ def load_weights(
 
     tables = cache(lambda rope: rope_tables(rope, positions, divisors))
     _check_features(ops, _model_needs(spec))
-    layers, tempers = [], spec.temper.factors(positions) if spec.temper else None
+    layers, tempers = (
+        [],
+        spec.attn_temperature.factors(positions) if spec.attn_temperature else None,
+    )
     mine = [i for i in range(last + 1) if shard is None or shard.has_layer(i)]
     for i, following in itertools.zip_longest(mine, mine[1:]):
         packing.ahead(layout.top if following is None else layout.layers[following])
@@ -230,7 +233,7 @@ def load_weights(
             if spec.experts and "router" in several
             else None,
             wide_qk_norm=spec.family.qk_norm == "wide",
-            temper=tempers if i in spec.no_rope else None,
+            attn_temperature=tempers if i in spec.no_rope else None,
             residual=spec.residual,
         )
         _check_features(ops, layer.needs)
@@ -325,7 +328,7 @@ def _sinks(file: TensorFile, parts: dict[str, Part]) -> tuple[float, ...]:
 def _bits(ops: Ops, setting: str, field: str, last: bool, kind: str) -> int:
     if setting != "auto":
         return int(setting)
-    if (bits := ops.fine_bits(kind)) > 8:
+    if (bits := ops.default_activation_bits(kind)) > 8:
         return bits
     return 15 if field in (FINE_LAST if last else FINE) else 8
 

@@ -8,17 +8,17 @@ share a recording.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from pageturner.errors import EngineFault
 from pageturner.kernels.base import Batch, Stack
 from pageturner.kernels.gpu.adapter_rows import of_wanted, shape_of
 from pageturner.kernels.gpu.arrays import Arena, GpuArray
 from pageturner.kernels.gpu.driver import Driver, Graph
-from pageturner.kernels.gpu.launches import GpuKV
+from pageturner.kernels.gpu.launches import GpuKV, Launches
 from pageturner.kernels.gpu.sampling import StepChoice
 from pageturner.kernels.gpu.steps import (
     AttentionView,
@@ -30,9 +30,6 @@ from pageturner.kernels.gpu.steps import (
     room_of,
     sizes_of,
 )
-
-if TYPE_CHECKING:
-    from pageturner.kernels.gpu.ops import GpuOps
 
 MAX_ROWS = 512  # steps of more are long beside their launches
 MAX_GRAPHS = 64
@@ -74,6 +71,27 @@ class Recorded:
     chosen: bool
 
 
+class Recordable(Protocol):
+    """The parts of a step that a recording is made of, which `GpuOps` has."""
+
+    @property
+    def launches(self) -> Launches: ...
+
+    def begin(self) -> None: ...
+
+    def steps(
+        self,
+        pages: Pages,
+        views: Sequence[Collection[AttentionView]],
+        room: Room,
+        draw: Sequence[Any],
+    ) -> list[tuple[Step, GpuKV]]: ...
+
+    def layers(self, stack: Stack, steps: list[tuple[Step, GpuKV]]) -> GpuArray: ...
+
+    def choose_recorded(self, hidden: GpuArray, step: Step, choice: StepChoice) -> None: ...
+
+
 class Graphs:
     """Recordings by size, made when a size comes for the second time. There are at most MAX_GRAPHS: beyond
     that a size takes the place of the one that was used least, once it has come twice as often. A recording
@@ -88,7 +106,7 @@ class Graphs:
 
     def run(
         self,
-        ops: GpuOps,
+        ops: Recordable,
         stack: Stack,
         pages: Pages,
         views: list[set[AttentionView]],
@@ -126,7 +144,7 @@ class Graphs:
     def _replayed(
         self,
         key: _Key,
-        ops: GpuOps,
+        ops: Recordable,
         stack: Stack,
         pages: Pages,
         views: list[set[AttentionView]],
@@ -188,7 +206,11 @@ class Graphs:
             self._driver.forget(self.recorded.pop(key).graph)
 
     def _record(
-        self, ops: GpuOps, stack: Stack, steps: list[tuple[Step, GpuKV]], choice: StepChoice | None
+        self,
+        ops: Recordable,
+        stack: Stack,
+        steps: list[tuple[Step, GpuKV]],
+        choice: StepChoice | None,
     ) -> Recorded:
         for layer in stack.layers:  # what is put on the device once is put there now
             ops.launches.prepare(layer)

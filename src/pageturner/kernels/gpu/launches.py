@@ -421,10 +421,10 @@ class Launches:
         for values in (layer.shape.slopes, layer.shape.sinks):
             if values:
                 self.constants(values)
-        if layer.temper is not None and id(layer.temper) not in self.vectors:
-            address = self.driver.alloc(layer.temper.nbytes)
-            self.driver.upload(address, np.ascontiguousarray(layer.temper))
-            self.vectors[id(layer.temper)] = layer.temper, address
+        if layer.attn_temperature is not None and id(layer.attn_temperature) not in self.vectors:
+            address = self.driver.alloc(layer.attn_temperature.nbytes)
+            self.driver.upload(address, np.ascontiguousarray(layer.attn_temperature))
+            self.vectors[id(layer.attn_temperature)] = layer.attn_temperature, address
 
     def rotate(self, x: GpuArray, positions: GpuArray, rope: Rope, dim: int) -> GpuArray:
         tables, heads = self.tables(rope), x.shape[1] // dim

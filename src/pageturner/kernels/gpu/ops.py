@@ -419,7 +419,7 @@ class GpuOps(Chooser, Composites):
         if (
             joined is None
             or layer.wide_qk_norm
-            or layer.temper is not None
+            or layer.attn_temperature is not None
             or not isinstance(batch, Step)
         ):
             found: GpuArray = super().adapted_attention(adapted, x, layer, kv, index, batch)

@@ -29,12 +29,11 @@ from pageturner.kernels.base import (
     I32,
     AttentionShape,
     Batch,
-    Draw,
     KVSpec,
     Layer,
     Stack,
 )
-from pageturner.kernels.choosing import Head
+from pageturner.kernels.choosing import Draw, Head
 from pageturner.kernels.edits import Edit, Operation, apply_edits
 from pageturner.kernels.gpu.arrays import GpuArray
 from pageturner.kernels.gpu.catalogue import MANY, height_of
@@ -238,7 +237,7 @@ def _parts(layer: Layer) -> list[tuple[str, Matrix | None]]:
     joined, mixture = layer.native or {}, layer.experts
     parts = [("o", layer.o), ("down", layer.down)]
     parts += [(name, joined[key]) for key, name in JOINED.items() if key in joined]
-    if "qkv" not in joined or layer.wide_qk_norm or layer.temper is not None:
+    if "qkv" not in joined or layer.wide_qk_norm or layer.attn_temperature is not None:
         parts += [(name, getattr(layer, name)) for name in "qkv"]
     if "gate_up" not in joined or mixture is not None:
         parts += [("gate", layer.gate), ("up", layer.up)]

@@ -19,9 +19,14 @@ import numpy as np
 from pageturner.errors import EngineFault
 from pageturner.kernels import comm
 from pageturner.kernels.adapters import Adapters, AdapterWeights
-from pageturner.kernels.base import F32, I32, Batch, Draw, KVSpec, Stack
-from pageturner.kernels.choosing import ChoosesLater, Head, LogprobsWanted, SamplerOutput
-from pageturner.kernels.edits import Allowed, Edits
+from pageturner.kernels.base import F32, I32, Batch, KVSpec, Stack
+from pageturner.kernels.choosing import (
+    ChooseArgs,
+    ChoosesLater,
+    Draw,
+    Head,
+    SamplerOutput,
+)
 from pageturner.kernels.gpu.arrays import GpuArray
 from pageturner.kernels.gpu.exchange import DeviceExchange
 from pageturner.kernels.gpu.launches import GpuKV
@@ -191,19 +196,10 @@ class GpuTensorParallelOps(comm.RankOps):
         self._look()
         return found
 
-    def choose(
-        self,
-        x: GpuArray,
-        head: Head,
-        draw: Draw,
-        allowed: Allowed | None = None,
-        edits: Edits | None = None,
-        wanted: LogprobsWanted | None = None,
-        adapters: Adapters | None = None,
-    ) -> SamplerOutput:
+    def choose(self, x: GpuArray, head: Head, args: ChooseArgs) -> SamplerOutput:
         """As one device does, from the logits of all."""
         self._alive()
-        found = self.own.choose(x, head, draw, allowed, edits, wanted, adapters)
+        found = self.own.choose(x, head, args)
         self._look()
         return found
 

@@ -7,17 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from pageturner.errors import EngineFault
 from pageturner.kernels.adapters import Adapters
-from pageturner.kernels.base import F32, I32, Batch, Draw, Stack
-from pageturner.kernels.choosing import Head, Logprobs, LogprobsWanted, SamplerOutput
+from pageturner.kernels.base import F32, I32, Batch, Stack
+from pageturner.kernels.choosing import (
+    ChooseArgs,
+    Draw,
+    Head,
+    Logprobs,
+    LogprobsWanted,
+    SamplerOutput,
+)
 from pageturner.kernels.edits import Allowed, Edit, Edits, Operation, apply_edits, may_be_chosen
 from pageturner.kernels.gpu.adapter_rows import of_wanted
-from pageturner.kernels.gpu.arrays import GpuArray
+from pageturner.kernels.gpu.arrays import Arena, GpuArray
 from pageturner.kernels.gpu.catalogue import (
     GROUP_ROWS,
     SAMPLE_BINS,
@@ -26,13 +33,10 @@ from pageturner.kernels.gpu.catalogue import (
     VOCABULARY_SEGMENTS,
     VOCABULARY_TILE,
 )
-from pageturner.kernels.gpu.driver import LATER
+from pageturner.kernels.gpu.driver import LATER, Driver
+from pageturner.kernels.gpu.launches import GpuKV, Launches
+from pageturner.kernels.gpu.steps import Step
 from pageturner.kernels.reference import ReferenceOps
-
-if TYPE_CHECKING:
-    from pageturner.kernels.gpu.launches import GpuKV
-    from pageturner.kernels.gpu.ops import GpuOps
-    from pageturner.kernels.gpu.steps import Step
 
 _Entries = list[tuple[int, int, int, int, float]]  # row, token, operation, how often, value
 _HOST = ReferenceOps()
@@ -99,41 +103,47 @@ class Chosen:
 
 
 class Chooser:
-    """The part of `GpuOps` that makes tokens of hidden rows."""
+    """The part of `GpuOps` that makes tokens of hidden rows. `GpuOps` has the methods that are abstract here."""
 
-    def choose(
-        self: Any,
-        x: GpuArray,
-        head: Head,
-        draw: Draw,
-        allowed: Allowed | None = None,
-        edits: Edits | None = None,
-        wanted: LogprobsWanted | None = None,
-        adapters: Adapters | None = None,
-    ) -> SamplerOutput:
+    driver: Driver
+    arena: Arena
+    launches: Launches
+
+    def on_device(self, values: Any) -> GpuArray:
+        raise NotImplementedError
+
+    def raw_logits(self, x: GpuArray, head: Head, adapters: Any) -> GpuArray:
+        raise NotImplementedError
+
+    def computed(
+        self, stack: Stack, pages: Any, choice: StepChoice | None = None
+    ) -> tuple[GpuArray, int]:
+        raise NotImplementedError
+
+    def choose(self, x: GpuArray, head: Head, args: ChooseArgs) -> SamplerOutput:
         """Logits leave the device only of the rows for which logprobs are wanted."""
-        ops: GpuOps = self
+        wanted = args.wanted
         ids, values = np.empty(len(x), np.int32), np.empty(len(x), np.float32)
         found = None if wanted is None else Logprobs.room_for(wanted)
 
         def some(part: slice) -> None:
-            mine = None if edits is None else edits[part]
-            masks = None if allowed is None else allowed[part]
-            logits = ops.raw_logits(x.rows(part), head, adapters and adapters[part])
+            mine = None if args.edits is None else args.edits[part]
+            masks = None if args.allowed is None else args.allowed[part]
+            logits = self.raw_logits(x.rows(part), head, args.adapters and args.adapters[part])
             asked = _asked(wanted, part)
-            raw = rows_to_host(ops, logits, asked - part.start)
-            edit_on_device(ops, logits, masks, mine)
-            ids[part], values[part] = sample_on_device(ops, logits, _of(draw, part))
+            raw = rows_to_host(self, logits, asked - part.start)
+            edit_on_device(self, logits, masks, mine)
+            ids[part], values[part] = sample_on_device(self, logits, _of(args.draw, part))
             if wanted is not None and found is not None:
                 _logprobs(raw, asked, found)
-                _candidates(raw, asked, found, ids, values, allowed, edits, wanted)
+                _candidates(raw, asked, found, (ids, values), args)
                 found.chosen[asked] = raw[np.arange(len(asked)), ids[asked]] - found.lse[asked]
 
-        in_parts(ops, len(x), some)
+        in_parts(self, len(x), some)
         return SamplerOutput(ids, values, found)
 
     def launch_step(
-        self: Any,
+        self,
         stack: Stack,
         batch: Batch,
         kv: GpuKV,
@@ -143,58 +153,55 @@ class Chooser:
     ) -> Chosen:
         """Begun only. The ids lie outside of the arena, where the embedding of the next step reads them: the
         copy to the host is begun before that step, so that one place is enough."""
-        ops: GpuOps = self
         rows = len(batch.logit_rows)
         if 16 * rows > LATER:
             raise EngineFault("gpu_memory", f"{rows} tokens in a step: lower --max-num-seqs")
         pages = [(batch, kv)] if sliding is None else [(batch, kv), sliding]
-        hidden, places = ops.computed(stack, pages, StepChoice(head, draw))
+        hidden, places = self.computed(stack, pages, StepChoice(head, draw))
         if not places:
-            return ops.launch_choice(hidden, head, draw, of_wanted(batch))
-        later = ops.driver.download_later(8 * places, ops.launches.chosen) if rows else None
+            return self.launch_choice(hidden, head, draw, of_wanted(batch))
+        later = self.driver.download_later(8 * places, self.launches.chosen) if rows else None
         return Chosen(rows, places, later)
 
     def launch_choice(
-        self: Any, hidden: GpuArray, head: Head, draw: Draw, adapters: Adapters | None
+        self, hidden: GpuArray, head: Head, draw: Draw, adapters: Adapters | None
     ) -> Chosen:
         """The part of `launch_step` behind the layers, where it is not recorded."""
-        ops: GpuOps = self
-        rows, ids = len(hidden), ops.launches.chosen
+        rows, ids = len(hidden), self.launches.chosen
 
         def some(part: slice) -> None:
-            logits = ops.raw_logits(hidden.rows(part), head, adapters and adapters[part])
+            logits = self.raw_logits(hidden.rows(part), head, adapters and adapters[part])
             at = ids + 4 * part.start
-            launch_sample(ops, logits, _of(draw, part), at, at + 4 * rows)
+            launch_sample(self, logits, _of(draw, part), at, at + 4 * rows)
 
-        in_parts(ops, rows, some)
-        later = ops.driver.download_later(8 * rows, ids) if rows else None
+        in_parts(self, rows, some)
+        later = self.driver.download_later(8 * rows, ids) if rows else None
         return Chosen(rows, rows, later)
 
-    def choose_recorded(self: Any, hidden: GpuArray, step: Step, choice: StepChoice) -> None:
+    def choose_recorded(self, hidden: GpuArray, step: Step, choice: StepChoice) -> None:
         """What `launch_step` does behind the layers, of a step that is being recorded."""
-        ops: GpuOps = self
-        logits = ops.raw_logits(hidden, choice.head, step.adapted[1])
-        ids = ops.launches.chosen
-        launch_draw(ops, logits, step.draw, cuts_off(choice.draw), (ids, ids + 4 * len(hidden)))
+        logits = self.raw_logits(hidden, choice.head, step.adapted[1])
+        ids = self.launches.chosen
+        launch_draw(self, logits, step.draw, cuts_off(choice.draw), (ids, ids + 4 * len(hidden)))
 
-    def collect(self: Any, chosen: Chosen) -> SamplerOutput:
-        ops: GpuOps = self
+    def collect(self, chosen: Chosen) -> SamplerOutput:
         if not chosen.rows:
             return SamplerOutput(np.empty(0, np.int32), np.empty(0, np.float32))
         both = (
-            ops.driver.wait(chosen.later).view(np.int32).reshape(2, chosen.places)[:, : chosen.rows]
+            self.driver.wait(chosen.later)
+            .view(np.int32)
+            .reshape(2, chosen.places)[:, : chosen.rows]
         )
         return SamplerOutput(both[0].copy(), both[1].copy().view(np.float32))
 
     def sample(
-        self: Any, logits: F32, temperature: F32, top_k: I32, top_p: F32, min_p: F32, uniform: F32
+        self, logits: F32, temperature: F32, top_k: I32, top_p: F32, min_p: F32, uniform: F32
     ) -> I32:
-        ops: GpuOps = self
         draw = (temperature, top_k, top_p, min_p, uniform)
-        return sample_on_device(ops, ops.on_device(logits), draw)[0]
+        return sample_on_device(self, self.on_device(logits), draw)[0]
 
 
-def in_parts(ops: GpuOps, rows: int, work: Callable[[slice], None]) -> None:
+def in_parts(ops: Chooser, rows: int, work: Callable[[slice], None]) -> None:
     """All rows at once, or where the arena has no room for their logits half as many, a quarter ... at a
     time: drafts have several rows for each sequence, masks and edits take memory beside them. EngineFault
     where there is no room for one."""
@@ -217,7 +224,7 @@ def _of(draw: Draw, part: slice) -> Draw:
 
 
 def edit_on_device(
-    ops: GpuOps, logits: GpuArray, allowed: Allowed | None, edits: Edits | None
+    ops: Chooser, logits: GpuArray, allowed: Allowed | None, edits: Edits | None
 ) -> None:
     """Change the logits as `apply_edits` would."""
     vocabulary = logits.shape[1]
@@ -230,14 +237,14 @@ def edit_on_device(
     _forbid(ops, logits, allowed, edits)
 
 
-def _launch_edit(ops: GpuOps, logits: GpuArray, entries: _Entries) -> None:
+def _launch_edit(ops: Chooser, logits: GpuArray, entries: _Entries) -> None:
     whole = ops.on_device(np.array([entry[:4] for entry in entries], np.int32))
     amounts = ops.on_device(np.array([entry[4] for entry in entries], np.float32))
     arguments = (logits.address, whole.address, amounts.address, len(entries), logits.shape[1])
     ops.driver.launch("edit", (-(-len(entries) // GROUP_ROWS),), arguments)
 
 
-def _forbid(ops: GpuOps, logits: GpuArray, allowed: Allowed | None, edits: Edits | None) -> None:
+def _forbid(ops: Chooser, logits: GpuArray, allowed: Allowed | None, edits: Edits | None) -> None:
     vocabulary = logits.shape[1]
     words = 2 * -(-vocabulary // 64)
     rows, masks = [], []
@@ -260,7 +267,7 @@ def _forbid(ops: GpuOps, logits: GpuArray, allowed: Allowed | None, edits: Edits
         ops.driver.launch("forbid", (len(rows), -(-vocabulary // GROUP_ROWS)), arguments)
 
 
-def sample_on_device(ops: GpuOps, logits: GpuArray, draw: Draw) -> tuple[I32, F32]:
+def sample_on_device(ops: Chooser, logits: GpuArray, draw: Draw) -> tuple[I32, F32]:
     """Tokens and their logits."""
     rows = len(logits)
     out = ops.arena.take((2, rows), "i32")
@@ -270,7 +277,7 @@ def sample_on_device(ops: GpuOps, logits: GpuArray, draw: Draw) -> tuple[I32, F3
     return both[0].copy(), both[1].view(np.float32).copy()
 
 
-def launch_sample(ops: GpuOps, logits: GpuArray, draw: Draw, ids: int, values: int) -> None:
+def launch_sample(ops: Chooser, logits: GpuArray, draw: Draw, ids: int, values: int) -> None:
     """Tokens and their logits, at these addresses."""
     integers = [np.ascontiguousarray(array).view(np.int32) for array in draw]
     parameters = [array.address for array in ops.arena.upload(integers)]
@@ -284,7 +291,7 @@ def cuts_off(draw: Draw) -> bool:
 
 
 def launch_draw(
-    ops: GpuOps, logits: GpuArray, parameters: list[int], cuts: bool, out: tuple[int, int]
+    ops: Chooser, logits: GpuArray, parameters: list[int], cuts: bool, out: tuple[int, int]
 ) -> None:
     """A token for each row and its logit. parameters: addresses of the arrays of a Draw; cuts: whether rows
     may have top-k or top-p; out: addresses of ids and logits."""
@@ -318,7 +325,7 @@ def _asked(wanted: LogprobsWanted | None, part: slice) -> I32:
     return rows
 
 
-def rows_to_host(ops: GpuOps, logits: GpuArray, rows: I32) -> F32:
+def rows_to_host(ops: Chooser, logits: GpuArray, rows: I32) -> F32:
     """Some rows [len(rows), V], a copy for each run of neighbours: the arena need not hold them twice."""
     vocabulary = logits.shape[1]
     out = np.empty((len(rows), vocabulary), np.float32)
@@ -341,22 +348,19 @@ def _logprobs(raw: F32, asked: I32, found: Logprobs) -> None:
 
 
 def _candidates(
-    raw: F32,
-    asked: I32,
-    found: Logprobs,
-    ids: I32,
-    values: F32,
-    allowed: Allowed | None,
-    edits: Edits | None,
-    wanted: LogprobsWanted,
+    raw: F32, asked: I32, found: Logprobs, chosen: tuple[I32, F32], args: ChooseArgs
 ) -> None:
-    """Of rows that search: their edits are done to logprobs, on the host."""
+    """Find the candidates of rows that search, whose edits are done to logprobs on the host. chosen: ids and
+    logits, of which theirs are written."""
+    wanted, edits = args.wanted, args.edits
+    ids, values = chosen
+    assert wanted is not None
     here = wanted.candidates[asked] > 0
     searching = asked[here]
     if not len(searching):
         return
     logits = raw[here] - found.lse[searching, None]
-    masks = None if allowed is None else allowed[searching]
+    masks = None if args.allowed is None else args.allowed[searching]
     apply_edits(logits, masks, None if edits is None else [edits[row] for row in searching])
     best, best_values = found.candidates
     with np.errstate(invalid="ignore"):

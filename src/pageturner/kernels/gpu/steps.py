@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pageturner.kernels.base import I32, AttentionShape, Batch, Draw, Stack
+from pageturner.kernels.base import I32, AttentionShape, Batch, Stack
+from pageturner.kernels.choosing import Draw
 from pageturner.kernels.gpu.adapter_rows import AdaptedRows
 from pageturner.kernels.gpu.arrays import Arena, GpuArray
 from pageturner.kernels.gpu.catalogue import FEW, MANY, SEGMENT, attention_rows, attention_size
