@@ -31,8 +31,8 @@ from pageturner.models.spec import ExpertSpec, ModelSpec, unsupported
 from pageturner.models.stages import Stage
 
 ROPE_DIVISORS = "rope_freqs.weight"
-# Bits of activations under "auto" are those of Ops.default_activation_bits: 12, which leave a tenth of the error of 8 at
-# half of what 15 cost, or 15 where they are free. Where neither is to be had, 15 for whose activations
+# Bits of activations under "auto" are those of Ops.default_activation_bits: 12, which leave a tenth of the
+# error of 8 at half of what 15 cost, or 15 where they are free. Where neither is to be had, 15 for whose activations
 # rounding matters most for the work that it takes, 8 for the others (docs/adr/0047-*). What the last MLP adds
 # goes to the head as it is.
 FINE = frozenset({"k", "v", "embed", "head"})
