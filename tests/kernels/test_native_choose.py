@@ -214,7 +214,7 @@ def both(
 ) -> tuple[SamplerOutput, SamplerOutput]:
     with np.errstate(invalid="ignore"):
         args = ChooseArgs(*rest)
-        return ops.choose(x, head, args), Composites.choose(ops, x, ChooseArgs(head, args))
+        return ops.choose(x, head, args), Composites.choose(ops, x, head, args)
 
 
 @pytest.mark.parametrize("masked", [False, True])

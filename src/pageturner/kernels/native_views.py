@@ -48,11 +48,10 @@ _LAYER_PARTS = (
 def layer_view(layer: Layer) -> Any:
     """The C++ view of a layer."""
     s, e, m = layer.shape, layer.experts, layer.latent
-    parts = {n: getattr(layer, n) for n in _LAYER_PARTS}
+    parts = {n: getattr(layer, n) for n in _LAYER_PARTS} | {"temper": layer.attn_temperature}
     numbers = {"heads": s.heads, "kv_heads": s.kv_heads, "head_dim": s.head_dim, "scale": s.scale}
     options = {"window": s.window, "chunked": s.chunked, "soft_cap": s.soft_cap}
     options |= {"act": (*ACTIVATIONS, GATED).index(layer.act), "wide_norm": layer.wide_qk_norm}
-    options |= {"temper": layer.attn_temperature}
     tables = {"cos": layer.rope.cos, "sin": layer.rope.sin, "interleaved": layer.rope.interleaved}
     experts = e and (
         e.router,
