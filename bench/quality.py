@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from pageturner.formats.load_tokenizer import load_tokenizer
 from pageturner.kernels.base import F32, Batch
-from pageturner.kernels.native import NativeOps
+from pageturner.kernels.cpu.native import NativeOps
 from pageturner.models.load import load_model
 
 EXACT = {"dtype": "float32"}

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pageturner.kernels.base import F32, Batch, Ops
-from pageturner.kernels.native import NativeOps
+from pageturner.kernels.cpu.native import NativeOps
 from pageturner.llm import LLM
 from pageturner.models.load import load_model
 from pageturner.params import SamplingParams

@@ -24,10 +24,11 @@ import numpy as np
 
 from pageturner.config.settings import EngineConfig
 from pageturner.engine.engine_factory import LoadedEngine, make_engine
-from pageturner.kernels import native_module, peak
+from pageturner.kernels import peak
 from pageturner.kernels.base import KV, AttentionShape, Batch, Layer, Ops, Tensor
 from pageturner.kernels.choosing import Head
 from pageturner.kernels.composites import Composites
+from pageturner.kernels.cpu import native_module
 from pageturner.lab.bench.bench_kernels import limits_text
 from pageturner.lab.bench.kernel_cases import FLOATS, TERMS
 from pageturner.lab.reporting import summary

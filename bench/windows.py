@@ -18,7 +18,7 @@ from pageturner.executor.kv_memory import KVLayout, KVSizes
 from pageturner.executor.runner import Runner
 from pageturner.formats.hub import cache_folder
 from pageturner.formats.load_tokenizer import load_tokenizer
-from pageturner.kernels.native import NativeOps
+from pageturner.kernels.cpu.native import NativeOps
 from pageturner.models.decoder import Decoder
 from pageturner.models.load import load_model
 from pageturner.params import SamplingParams

@@ -32,7 +32,7 @@ import quality_types
 from pageturner.formats import hub
 from pageturner.formats.load_tokenizer import load_tokenizer
 from pageturner.kernels import peak
-from pageturner.kernels.native import NativeOps
+from pageturner.kernels.cpu.native import NativeOps
 from pageturner.lab.traffic.traffic_files import read_workload
 from peers import launch, picture, rounds, run, table
 

@@ -34,7 +34,7 @@ from harness import Line  # noqa: E402
 import quality  # noqa: E402
 from pageturner.formats import hub  # noqa: E402
 from pageturner.kernels.base import KV_TYPES, AttentionShape  # noqa: E402
-from pageturner.kernels.native import NativeOps  # noqa: E402
+from pageturner.kernels.cpu.native import NativeOps  # noqa: E402
 from pageturner.models.load import load_model  # noqa: E402
 from support.safetensors_writer import write_safetensors  # noqa: E402
 

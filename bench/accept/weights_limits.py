@@ -147,7 +147,8 @@ def _answered(
 
 def _start() -> Iterator[Line]:
     """A glance is a part of the start; without one a start takes what it took."""
-    from pageturner.kernels import native_module, peak
+    from pageturner.kernels import peak
+    from pageturner.kernels.cpu import native_module
 
     isas = native_module.available_isas()
     if not isas:

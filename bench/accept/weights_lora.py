@@ -27,7 +27,7 @@ from pageturner.kernels import peak  # noqa: E402
 from pageturner.kernels.adapters import Adapters  # noqa: E402
 from pageturner.kernels.base import Batch  # noqa: E402
 from pageturner.kernels.choosing import ChooseArgs, Draw  # noqa: E402
-from pageturner.kernels.native import NativeOps  # noqa: E402
+from pageturner.kernels.cpu.native import NativeOps  # noqa: E402
 from pageturner.models.decoder import Decoder  # noqa: E402
 from pageturner.models.load import load_model  # noqa: E402
 from support.adapters import ALL, random_weights, shapes_of  # noqa: E402

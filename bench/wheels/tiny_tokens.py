@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from pageturner import LLM, SamplingParams
-from pageturner.kernels import native_module
+from pageturner.kernels.cpu import native_module
 
 STEPS = 32
 

@@ -23,7 +23,7 @@ import pytest
 
 import house
 import house_walk as walk
-from pageturner.kernels import native_module
+from pageturner.kernels.cpu import native_module
 from support.servers import serving
 
 TESTS = Path(__file__).parents[1]
@@ -41,7 +41,9 @@ BODY = {
     "stream": True,
 }
 # which kernels compute is the affair of the machine: those of numpy stand where there is no compiler
-STANDS_FOR = {} if native_module.supported()[0] else {"kernels/reference.py": "kernels/native.py"}
+STANDS_FOR = (
+    {} if native_module.supported()[0] else {"kernels/reference.py": "kernels/cpu/native.py"}
+)
 Calls = Counter[tuple[str, str]]  # (file that calls, or "" for none of ours; file that is called)
 
 

@@ -14,7 +14,8 @@ from pageturner import LLM, cli, memory
 from pageturner.cli import doctor
 from pageturner.config.settings import EngineConfig
 from pageturner.engine import machine, machine_limits
-from pageturner.kernels import native_module, peak
+from pageturner.kernels import peak
+from pageturner.kernels.cpu import native_module
 from support.hf_folder import make_folder
 
 

@@ -26,7 +26,7 @@ from pageturner import LLM, SamplingParams, cli
 from pageturner.errors import ClientError, EngineFault
 from pageturner.formats.ggml_types import KINDS
 from pageturner.formats.safetensors import open_safetensors
-from pageturner.kernels import native_module
+from pageturner.kernels.cpu import native_module
 from support.gguf_writer import float_tensor, gguf_bytes, taken_apart
 from support.hf_folder import GOLDENS, make_folder, tokenizer_json, write_json
 from support.safetensors_writer import write_safetensors

@@ -13,7 +13,7 @@ from pageturner.config.settings import EngineConfig
 from pageturner.engine.backends import make_ops
 from pageturner.engine.engine_factory import make_engine
 from pageturner.errors import EngineFault
-from pageturner.kernels import native_module
+from pageturner.kernels.cpu import native_module
 from pageturner.params import SamplingParams
 from pageturner.request import Request
 

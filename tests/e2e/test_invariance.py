@@ -19,7 +19,7 @@ import pytest
 from pageturner.executor.draft import Costs, PromptLookup
 from pageturner.executor.draft_model import DraftModel
 from pageturner.executor.kv_memory import KVLayout, KVSizes
-from pageturner.kernels import native, native_module
+from pageturner.kernels.cpu import native, native_module
 from pageturner.models.lora import read_folder
 from pageturner.params import SamplingParams
 from pageturner.request import Request, Resume

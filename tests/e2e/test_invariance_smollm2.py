@@ -10,7 +10,7 @@ import pytest
 from test_invariance import KV_TOKENS, PRODUCT, pairwise
 
 from pageturner.formats.load_tokenizer import load_tokenizer
-from pageturner.kernels import native, native_module
+from pageturner.kernels.cpu import native, native_module
 from pageturner.params import SamplingParams
 from pageturner.request import Request
 from support.engines import Model, Setup, answers

@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from pageturner.kernels import native_module
+from pageturner.kernels.cpu import native_module
 from support.engines import GOLDENS
 from support.servers import serving
 

@@ -13,7 +13,7 @@ import pytest
 from pageturner.config.settings import EngineConfig
 from pageturner.engine.engine_factory import make_engine
 from pageturner.engine.fingerprint import settings_of
-from pageturner.kernels import native, native_module
+from pageturner.kernels.cpu import native, native_module
 from pageturner.params import SamplingParams
 from pageturner.request import Request
 from support.engines import GOLDENS, Answer, Model, Setup, answers

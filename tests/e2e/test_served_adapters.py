@@ -14,7 +14,7 @@ import pytest
 from test_killed_engine import children_of, is_server, kill
 
 from pageturner import LLM, SamplingParams, cli
-from pageturner.kernels import native_module
+from pageturner.kernels.cpu import native_module
 from pageturner.models.load import open_model
 from support.adapters import ALL, TOP, write_adapter
 from support.engines import GOLDENS

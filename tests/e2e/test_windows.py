@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 
 from pageturner.engine.engine import Engine
-from pageturner.kernels import native, native_module
 from pageturner.kernels.base import Ops
+from pageturner.kernels.cpu import native, native_module
 from pageturner.kernels.reference import ReferenceOps
 from pageturner.params import SamplingParams
 from pageturner.request import Request

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from pageturner import LLM, SamplingParams
-from pageturner.kernels import native_module
 from pageturner.kernels.adapters import FIELDS
 from pageturner.kernels.base import Ops
+from pageturner.kernels.cpu import native_module
 from pageturner.models.decoder import Decoder
 from pageturner.models.load import load_model, open_model
 from support.adapters import TOP, random_weights, write_adapter

@@ -22,7 +22,7 @@ from pageturner.engine.engine_factory import LoadedEngine, make_engine
 from pageturner.errors import EngineFault
 from pageturner.executor.kv_memory import KVSizes
 from pageturner.ipc.channel import Events, FromEngine, MessageDecoder, Ready, Submit, encode
-from pageturner.kernels import native_module
+from pageturner.kernels.cpu import native_module
 from pageturner.kv.kv_survival import HEAD, RECORD, RECORDS_AT, Directory, SurvivingKV, adopt
 from pageturner.lab.simulation import log_replay, recorded_runs
 from pageturner.params import SamplingParams

@@ -21,7 +21,7 @@ import pytest
 from pageturner.config.settings import EngineConfig
 from pageturner.engine.engine_factory import LoadedEngine, make_engine
 from pageturner.errors import EngineFault
-from pageturner.kernels import native_module
+from pageturner.kernels.cpu import native_module
 from pageturner.kv import kv_block_file, kv_tiers
 from pageturner.kv.kv_block_file import PAGE, RECORD, BlockFile, Read
 from pageturner.params import SamplingParams

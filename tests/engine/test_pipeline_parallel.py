@@ -19,9 +19,9 @@ from pageturner import LLM, SamplingParams
 from pageturner.config.settings import EngineConfig
 from pageturner.engine.fingerprint import settings_of
 from pageturner.errors import EngineFault
-from pageturner.kernels import native_module
 from pageturner.kernels.adapters import FIELDS
 from pageturner.kernels.comm import PLACE
+from pageturner.kernels.cpu import native_module
 from pageturner.models.load import open_model
 from pageturner.parallel import tensor_parallel
 from support.adapters import write_adapter

@@ -20,8 +20,9 @@ from test_tensor_parallel import children, streamed
 from pageturner import LLM, SamplingParams
 from pageturner.config.settings import EngineConfig
 from pageturner.errors import EngineFault
-from pageturner.kernels import comm, native_module
+from pageturner.kernels import comm
 from pageturner.kernels.comm import Communicator, shared_memory
+from pageturner.kernels.cpu import native_module
 from pageturner.parallel import tensor_parallel
 from pageturner.parallel.tensor_parallel import RankProcesses
 from support.decoding import Decoding

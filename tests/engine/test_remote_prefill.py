@@ -15,7 +15,7 @@ import pytest
 from pageturner.config.settings import EngineConfig
 from pageturner.engine.engine_factory import LoadedEngine, make_engine
 from pageturner.errors import EngineFault
-from pageturner.kernels import native_module
+from pageturner.kernels.cpu import native_module
 from pageturner.kv.kv_connectors import prefill_key
 from pageturner.kv.kv_link import PREFILL, LinkEnd, LinkError, LinkIdentity
 from pageturner.params import SamplingParams

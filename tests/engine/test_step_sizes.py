@@ -11,7 +11,8 @@ import pytest
 from pageturner.config.settings import EngineConfig
 from pageturner.engine import engine_factory, machine_limits
 from pageturner.engine.step_sizes import REACHED, STEERED, STEP, sequences_in, with_step_sizes
-from pageturner.kernels import native_module, peak
+from pageturner.kernels import peak
+from pageturner.kernels.cpu import native_module
 from pageturner.telemetry.work import MachineLimits, ModelCosts
 
 GOLDENS = Path(__file__).parents[1] / "goldens"

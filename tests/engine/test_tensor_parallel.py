@@ -22,7 +22,7 @@ from pageturner.config.settings import EngineConfig
 from pageturner.engine.engine_factory import make_engine
 from pageturner.engine.fingerprint import settings_of
 from pageturner.errors import EngineFault
-from pageturner.kernels import native_module
+from pageturner.kernels.cpu import native_module
 from pageturner.models.load import load_model
 from pageturner.parallel import tensor_parallel
 from support.decoding import Decoding, backend

@@ -12,7 +12,7 @@ from pageturner.config.settings import EngineConfig
 from pageturner.engine import machine_limits
 from pageturner.engine.engine_factory import LoadedEngine, make_engine
 from pageturner.executor.batch import pack
-from pageturner.kernels.native_module import supported
+from pageturner.kernels.cpu.native_module import supported
 from pageturner.kernels.peak import READ, Peak
 from pageturner.lab.simulation.step_cost import work_of_step
 from pageturner.models.load import open_model

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from pageturner.formats import ggml
 from pageturner.kernels.base import KV, AttentionShape, Batch, KVSpec, Layer, Ops, Rope, Tensor
-from pageturner.kernels.native_module import available_isas
+from pageturner.kernels.cpu.native_module import available_isas
 
 FLOATS = ("F32", "F16", "BF16")  # of any width
 KINDS = (*ggml.FLOATS, *ggml.QUANTISED)

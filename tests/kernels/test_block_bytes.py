@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pageturner.kernels import native_module
 from pageturner.kernels.base import KV_TYPES, KVSpec, Ops
-from pageturner.kernels.native import NativeOps
+from pageturner.kernels.cpu import native_module
+from pageturner.kernels.cpu.native import NativeOps
 from pageturner.kernels.reference import ReferenceOps
 from pageturner.kv.kv_file import row_sums
 

@@ -11,8 +11,8 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
-from pageturner.kernels import native_module
 from pageturner.kernels.comm import PLACE, Communicator, shared_memory
+from pageturner.kernels.cpu import native_module
 
 pytestmark = pytest.mark.skipif(
     not native_module.available_isas(), reason="the kernels are not compiled"

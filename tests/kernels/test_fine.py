@@ -9,8 +9,8 @@ import pytest
 
 from pageturner.formats.ggml import dequantise
 from pageturner.kernels.base import Tensor
-from pageturner.kernels.native import NativeOps
-from pageturner.kernels.native_module import available_isas
+from pageturner.kernels.cpu.native import NativeOps
+from pageturner.kernels.cpu.native_module import available_isas
 from pageturner.kernels.reference import ReferenceOps
 from pageturner.kernels.reference_arrays import quantise_rows
 

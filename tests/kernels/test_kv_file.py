@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from pageturner.kernels import native_module
 from pageturner.kernels.base import KVSpec
+from pageturner.kernels.cpu import native_module
 from pageturner.kv import kv_file
 
 pytestmark = pytest.mark.skipif(

@@ -16,9 +16,9 @@ from pageturner.formats import ggml
 from pageturner.kernels.base import Tensor
 from pageturner.kernels.choosing import ChooseArgs, Head, LogprobsWanted, SamplerOutput
 from pageturner.kernels.composites import Composites
+from pageturner.kernels.cpu.native import NativeOps
+from pageturner.kernels.cpu.native_module import available_isas
 from pageturner.kernels.edits import Allowed, Edit, Edits, Operation, apply_edits, forbid
-from pageturner.kernels.native import NativeOps
-from pageturner.kernels.native_module import available_isas
 from pageturner.kernels.reference import ReferenceOps
 
 pytestmark = pytest.mark.skipif(not available_isas(), reason="the native kernels are not built")

@@ -26,9 +26,9 @@ from grid import (
 
 from pageturner.kernels.base import ACTIVATIONS, FEATURES, KV_TYPES, AttentionShape, Layer, Ops
 from pageturner.kernels.composites import Composites
+from pageturner.kernels.cpu.native import NativeOps
+from pageturner.kernels.cpu.native_module import available_isas
 from pageturner.kernels.layer_parts import Experts
-from pageturner.kernels.native import NativeOps
-from pageturner.kernels.native_module import available_isas
 from pageturner.kernels.reference import ReferenceOps
 from support.poison import poison_blocks
 

@@ -29,8 +29,8 @@ from pageturner.formats.ggml import QUANTISED
 from pageturner.kernels.base import KV_TYPES, AttentionShape, KVSpec
 from pageturner.kernels.choosing import Head
 from pageturner.kernels.composites import Composites
-from pageturner.kernels.native import NativeOps
-from pageturner.kernels.native_module import available_isas
+from pageturner.kernels.cpu.native import NativeOps
+from pageturner.kernels.cpu.native_module import available_isas
 from pageturner.kernels.reference import ReferenceOps
 from support.poison import poison_blocks
 

@@ -10,9 +10,9 @@ from grid import KINDS, batch, fill_kv, history, kv_spec, layer, normal, values_
 from pageturner.kernels.base import KV_TYPES, AttentionShape, Batch, Layer
 from pageturner.kernels.choosing import Head
 from pageturner.kernels.composites import Composites
+from pageturner.kernels.cpu.native import NativeOps
+from pageturner.kernels.cpu.native_module import available_isas
 from pageturner.kernels.layer_parts import Experts
-from pageturner.kernels.native import NativeOps
-from pageturner.kernels.native_module import available_isas
 from support.poison import poison_blocks
 
 pytestmark = pytest.mark.skipif(not available_isas(), reason="the native kernels are not built")

@@ -18,10 +18,10 @@ import pytest
 from grid import batch, i32, kv_spec, normal, vector, weight
 
 from pageturner.errors import EngineFault
-from pageturner.kernels import native_module
 from pageturner.kernels.base import AttentionShape, KVSpec, Tensor
-from pageturner.kernels.native import NativeOps
-from pageturner.kernels.native_module import available_isas, supported
+from pageturner.kernels.cpu import native_module
+from pageturner.kernels.cpu.native import NativeOps
+from pageturner.kernels.cpu.native_module import available_isas, supported
 
 built = pytest.mark.skipif(not available_isas(), reason="the native kernels are not built")
 
@@ -201,7 +201,7 @@ def test_a_forked_child_still_computes(ops: NativeOps) -> None:
 
 @built
 def test_importing_the_backend_is_cheap() -> None:
-    code = "import sys, pageturner.kernels.native; print(' '.join(sys.modules))"
+    code = "import sys, pageturner.kernels.cpu.native; print(' '.join(sys.modules))"
     modules = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout

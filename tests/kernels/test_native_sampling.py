@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from grid import ISAS, normal, rng
 
-from pageturner.kernels.native import NativeOps
-from pageturner.kernels.native_module import available_isas
+from pageturner.kernels.cpu.native import NativeOps
+from pageturner.kernels.cpu.native_module import available_isas
 from pageturner.kernels.reference import ReferenceOps
 
 pytestmark = pytest.mark.skipif(not available_isas(), reason="the native kernels are not built")

@@ -7,9 +7,10 @@ import heapq
 import pytest
 from grid import batch, kv_spec
 
-from pageturner.kernels import _native, native_views
-from pageturner.kernels.native import NativeOps
-from pageturner.kernels.native_module import available_isas
+from pageturner.kernels import _native
+from pageturner.kernels.cpu import native_views
+from pageturner.kernels.cpu.native import NativeOps
+from pageturner.kernels.cpu.native_module import available_isas
 
 pytestmark = pytest.mark.skipif(not available_isas(), reason="the native kernels are not built")
 

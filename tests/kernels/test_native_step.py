@@ -11,8 +11,8 @@ from grid import batch, history, i32, layer, normal, rope_tables, vector, weight
 
 from pageturner.kernels.base import KV, AttentionShape, Batch, KVSpec, Layer, Stack
 from pageturner.kernels.composites import Composites
-from pageturner.kernels.native import NativeOps
-from pageturner.kernels.native_module import available_isas
+from pageturner.kernels.cpu.native import NativeOps
+from pageturner.kernels.cpu.native_module import available_isas
 
 pytestmark = pytest.mark.skipif(not available_isas(), reason="the native kernels are not built")
 SHAPE = AttentionShape(6, 2, 32, 32**-0.5)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pageturner.errors import EngineFault
-from pageturner.kernels import native_module, peak
-from pageturner.kernels.native_module import available_isas
+from pageturner.kernels import peak
+from pageturner.kernels.cpu import native_module
+from pageturner.kernels.cpu.native_module import available_isas
 
 pytestmark = pytest.mark.skipif(not available_isas(), reason="the native kernels are not built")
 

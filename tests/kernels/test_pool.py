@@ -11,8 +11,8 @@ from grid import normal, weight
 
 from pageturner.config.settings import EngineConfig
 from pageturner.engine.backends import make_ops
-from pageturner.kernels.native import NativeOps
-from pageturner.kernels.native_module import available_isas
+from pageturner.kernels.cpu.native import NativeOps
+from pageturner.kernels.cpu.native_module import available_isas
 
 pytestmark = pytest.mark.skipif(not available_isas(), reason="the native kernels are not built")
 

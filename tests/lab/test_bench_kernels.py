@@ -12,8 +12,8 @@ import pytest
 
 from pageturner import cli
 from pageturner.errors import EngineFault
-from pageturner.kernels.native import NativeOps
-from pageturner.kernels.native_module import available_isas
+from pageturner.kernels.cpu.native import NativeOps
+from pageturner.kernels.cpu.native_module import available_isas
 from pageturner.kernels.peak import READ, Peak
 from pageturner.kernels.reference import ReferenceOps
 from pageturner.lab.bench import bench_kernels, kernel_cases

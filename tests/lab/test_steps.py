@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from pageturner.kernels.native import NativeOps
-from pageturner.kernels.native_module import available_isas
+from pageturner.kernels.cpu.native import NativeOps
+from pageturner.kernels.cpu.native_module import available_isas
 from pageturner.kernels.peak import READ, Peak
 from pageturner.params import SamplingParams
 from pageturner.request import Request

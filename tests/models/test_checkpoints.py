@@ -17,8 +17,8 @@ import pytest
 
 from pageturner.errors import EngineFault
 from pageturner.formats.safetensors import open_safetensors
-from pageturner.kernels.native import NativeOps
-from pageturner.kernels.native_module import available_isas
+from pageturner.kernels.cpu.native import NativeOps
+from pageturner.kernels.cpu.native_module import available_isas
 from pageturner.kernels.reference import ReferenceOps
 from pageturner.models.load import load_model, open_model, what_becomes
 from support.decoding import Decoding

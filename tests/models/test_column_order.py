@@ -16,8 +16,8 @@ from tests.kernels import grid
 from pageturner.errors import EngineFault
 from pageturner.formats.ggml import dequantise
 from pageturner.kernels.base import Tensor
-from pageturner.kernels.native import NativeOps
-from pageturner.kernels.native_module import available_isas
+from pageturner.kernels.cpu.native import NativeOps
+from pageturner.kernels.cpu.native_module import available_isas
 from pageturner.kernels.reference import ReferenceOps
 from pageturner.models import gptq_awq
 from pageturner.models.gptq_awq import Placement, order_of, placement

@@ -16,8 +16,8 @@ from test_gguf_families import converted
 from pageturner.errors import EngineFault
 from pageturner.kernels.adapters import FIELDS, MOST_RANK
 from pageturner.kernels.base import Ops
-from pageturner.kernels.native import NativeOps
-from pageturner.kernels.native_module import available_isas
+from pageturner.kernels.cpu.native import NativeOps
+from pageturner.kernels.cpu.native_module import available_isas
 from pageturner.models.decoder import Decoder
 from pageturner.models.load import load_model, open_model
 from pageturner.models.lora import CONFIG, REFUSED, WEIGHTS, load_adapter, read_folder

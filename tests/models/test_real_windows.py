@@ -7,7 +7,7 @@ import random
 import pytest
 
 from pageturner.formats.hub import cache_folder
-from pageturner.kernels import native, native_module
+from pageturner.kernels.cpu import native, native_module
 from pageturner.params import SamplingParams
 from pageturner.request import Request
 from support.engines import Model, Setup, answers

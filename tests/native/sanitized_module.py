@@ -23,7 +23,7 @@ def main() -> int:
     spec.loader.exec_module(module)
     pageturner.kernels._native = module  # type: ignore[attr-defined]
     status = pytest.main(arguments)
-    from pageturner.kernels import native_module
+    from pageturner.kernels.cpu import native_module
 
     if native_module.module() is not module:
         print("another module was tested")

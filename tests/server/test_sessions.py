@@ -19,7 +19,7 @@ from pageturner.http.api_keys import ANYBODY, ApiKey
 from pageturner.http.request_info import RequestInfo
 from pageturner.ipc.channel import Ready, Stats
 from pageturner.ipc.session_messages import KeptSession, ReleaseSession, RestoreSession
-from pageturner.kernels import native_module
+from pageturner.kernels.cpu import native_module
 from pageturner.params import SamplingParams
 from pageturner.request import Request, SessionHint
 from pageturner.server.admission.quota import Quota

@@ -7,9 +7,9 @@ import random
 import numpy as np
 import pytest
 
-from pageturner.kernels import native_module
 from pageturner.kernels.base import Batch, Ops
-from pageturner.kernels.native import NativeOps
+from pageturner.kernels.cpu import native_module
+from pageturner.kernels.cpu.native import NativeOps
 from pageturner.kernels.reference import ReferenceOps
 from pageturner.models.decoder import Decoder
 from support.poison import poison_blocks

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from pageturner.kernels import native_module
 from pageturner.kernels.comm import (
     Communicator,
     PipelineOps,
@@ -19,7 +18,8 @@ from pageturner.kernels.comm import (
     TensorParallelOps,
     shared_memory,
 )
-from pageturner.kernels.native import NativeOps
+from pageturner.kernels.cpu import native_module
+from pageturner.kernels.cpu.native import NativeOps
 from pageturner.models.decoder import Decoder
 from pageturner.models.load import load_model
 from pageturner.parallel.tensor_parallel import slices_of

@@ -27,8 +27,9 @@ from pageturner.formats import hub
 from pageturner.formats.generation_config import read_generation
 from pageturner.formats.gguf import GGUFFile
 from pageturner.formats.hf_config import read_json
-from pageturner.kernels import native_module, peak
+from pageturner.kernels import peak
 from pageturner.kernels.base import KVSpec
+from pageturner.kernels.cpu import native_module
 from pageturner.models.load import check_memory, open_model, what_becomes
 from pageturner.models.spec import ModelSpec
 from pageturner.models.weights import TensorFile

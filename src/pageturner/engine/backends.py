@@ -11,7 +11,9 @@ from pageturner.kernels.base import Ops
 
 def make_ops(config: EngineConfig) -> Ops:
     """The backend of the CPU that was asked for. `auto` falls back to the reference, loudly."""
-    from pageturner.kernels import native_module  # imports the compiled module, which may be absent
+    from pageturner.kernels.cpu import (
+        native_module,  # imports the compiled module, which may be absent
+    )
 
     if config.backend == "reference":
         return _reference()
@@ -30,7 +32,7 @@ def make_ops(config: EngineConfig) -> Ops:
 
 
 def _native(config: EngineConfig) -> Ops:
-    from pageturner.kernels.native import NativeOps
+    from pageturner.kernels.cpu.native import NativeOps
 
     ops = NativeOps(threads=config.threads)
     if config.pin_threads:

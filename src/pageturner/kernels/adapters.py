@@ -30,7 +30,7 @@ Adapters = Sequence[Adapter | None]  # of sequences, or of rows
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What is added to a product W x: scale * B (A x). Both matrices are of one of KINDS.
+    """An addition to a product W x: scale * B (A x). Both matrices are of one of KINDS.
 
     a  [rank, K]; of an embedding the rows by token, [V, rank]
     b  [N, rank]
@@ -63,7 +63,7 @@ class AdapterWeights:
 
     @property
     def nbytes(self) -> int:
-        """Of all values."""
+        """Return the bytes of all values."""
         pairs = [pair for layer in self.layers for pair in layer.values()]
         pairs += [pair for pair in (self.embed, self.head) if pair is not None]
         return sum(pair.a.nbytes + pair.b.nbytes for pair in pairs)

@@ -294,7 +294,7 @@ class Ops(Protocol):
     gpu_kv: bool  # its KV is as GPUs store it: KVSpec.scaled, and heads of GPU_HEAD_MULTIPLE
 
     def default_activation_bits(self, kind: str) -> int:
-        """Of activations (see Tensor): as many as products with weights of this GGML kind are to have where
+        """Return the bits of activations (see Tensor) that products with weights of this GGML kind have where
         nobody says how many. 8 where more cost as much again."""
 
     @property
@@ -302,7 +302,7 @@ class Ops(Protocol):
 
     @property
     def divided(self) -> bool:
-        """Whether each of several ranks has a part of every layer, and the composites below ask for sums."""
+        """True if each of several ranks has a part of every layer, and the composites below ask for sums."""
 
     # -- storage ---------------------------------------------------------------------------------------------
     def pack_weight(self, tensor: Tensor) -> Weight:
@@ -418,7 +418,7 @@ class Ops(Protocol):
         """x as numpy fp32 (a copy or the same memory)."""
 
     def top_logprobs(self, logits: F32, k: int) -> tuple[F32, I32, F32]:
-        """For each row of logits [R, V]: log-sum-exp [R]; ids [R, k] and logprobs [R, k] of the k most likely
+        """Return for each row of logits [R, V] log-sum-exp [R]; ids [R, k] and logprobs [R, k] of the k most likely
         tokens, by (logit descending, id ascending). A row whose largest logit is no finite number, NaN being
         the largest of all, has NaN for both and zeros for ids."""
 

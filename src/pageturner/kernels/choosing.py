@@ -1,4 +1,4 @@
-"""What crosses into a backend and back when tokens are chosen: the output head, and logprobs.
+"""The types that cross into a backend and back when tokens are chosen: the output head, and logprobs.
 
 Owns these types. Must not know how a backend computes, nor who asks.
 """
@@ -22,7 +22,7 @@ Draw = tuple[F32, I32, F32, F32, F32]  # temperature, top_k, top_p, min_p, unifo
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What makes logits [R, V] of hidden rows [R, d]: a norm (a LayerNorm if it has a bias), a product, and
+    """The head that makes logits [R, V] of hidden rows [R, d]: a norm (a LayerNorm if it has a bias), a product, and
     where soft_cap > 0 soft_cap * tanh(x / soft_cap) of each logit."""
 
     norm: Weight
@@ -34,7 +34,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class LogprobsWanted:
-    """Which logprobs `Ops.choose` is asked for, for each of R rows. No count may exceed the vocabulary.
+    """The logprobs that `Ops.choose` is asked for, for each of R rows. No count may exceed the vocabulary.
 
     top         [R] -1: nothing; k: the logprob of the token, and the k likeliest tokens. By the raw logits
     candidates  [R] n > 0: in place of a token the n best of a beam search. Their edits are done to logprobs
@@ -46,7 +46,7 @@ class LogprobsWanted:
 
 @dataclass(frozen=True, slots=True)
 class ChooseArgs:
-    """How `Ops.choose` is to choose a token for each of R rows.
+    """The arguments of `Ops.choose` for each of R rows.
 
     draw      parameters of sampling [R] each
     allowed   tokens that each row may have; None: all

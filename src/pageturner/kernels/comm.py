@@ -42,8 +42,8 @@ from pageturner.kernels.base import (
 )
 from pageturner.kernels.choosing import ChooseArgs, Head, SamplerOutput
 from pageturner.kernels.composites import Composites
-from pageturner.kernels.native import NativeOps
-from pageturner.kernels.native_module import module
+from pageturner.kernels.cpu.native import NativeOps
+from pageturner.kernels.cpu.native_module import module
 
 PLACE = 512 * 1024  # bytes that a rank writes at once
 PATIENCE = 30.0  # seconds that ranks wait for one of them in the midst of a step
@@ -83,7 +83,7 @@ class Communicator:
         self.native.send(packed(call, *arrays))
 
     def receive(self) -> tuple[int, list[I32]]:
-        """What rank 0 sent."""
+        """Receive the message of rank 0."""
         data = np.frombuffer(self.native.receive(), np.int32)
         call, count = int(data[0]), int(data[1])
         at, arrays = 2 + 2 * count, []
@@ -117,7 +117,7 @@ def shared_memory(size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """What ranks must know of how a model is divided.
+    """The facts that ranks must know of how a model is divided.
 
     starts    first token of each rank's slice of the vocabulary, and the end; of stages none
     identity  numbers that only ranks of the same model have
@@ -278,7 +278,7 @@ class RankOps:
         return self._storage[-1]
 
     def _mine(self, spec: KVSpec) -> KVSpec:
-        """What this rank has of the KV of all."""
+        """Return the part of the KV that this rank has."""
         raise NotImplementedError
 
     def copy_blocks(self, kv: KV, pairs: list[tuple[int, int]]) -> None:
@@ -293,7 +293,7 @@ class RankOps:
         return _NO_KV if kv is None else next(i for i, one in enumerate(self._storage) if one is kv)
 
     def store_weight(self, weight: Weight, fd: int, offset: int) -> tuple[list[Any], int]:
-        """As the native backend does: each rank has files of its own."""
+        """Do as the native backend does: each rank has files of its own."""
         stored: tuple[list[Any], int] = self.own.store_weight(weight, fd, offset)
         return stored
 
@@ -304,7 +304,7 @@ class RankOps:
 
     # -- adapters -----------------------------------------------------------------------------------------
     def pack_adapter(self, weights: AdapterWeights, stack: Stack) -> DividedAdapter:
-        """By any thread: the others get theirs with the first step that wants it."""
+        """May be called by any thread: the other ranks get theirs with the first step that wants it."""
         own = self.own.pack_adapter(self.slices.adapter(weights), stack)
         made = DividedAdapter(next(self._numbers), own, weights)
         weakref.finalize(made, self._gone.append, made.number)
@@ -347,7 +347,7 @@ class RankOps:
 
     @contextmanager
     def _together(self, call: int, *arrays: NDArray[Any]) -> Iterator[None]:
-        """What every rank takes part in: the others are told, then rank 0 does what is within. What goes
+        """Run something that every rank takes part in: the others are told, then rank 0 does what is within. What goes
         wrong before they are told costs nobody anything, and a ValueError is raised by all of them before
         they begin. Else they are no longer at the same call: EngineFault, 'rank_lost' unless rank 0 has one
         of its own, in this and every later call."""
@@ -376,7 +376,7 @@ class RankOps:
 
 
 def kv_of_rank(spec: KVSpec, stack: Stack | None) -> KVSpec:
-    """What a rank with these layers has of the KV of all ranks."""
+    """Return the part of the KV of all ranks that a rank with these layers has."""
     assert stack is not None
     return replace(spec, kv_heads=stack.layers[0].shape.kv_heads)
 
@@ -411,7 +411,7 @@ class TensorParallelOps(RankOps):
         self.comm.native.gather(mine, list(self.slices.starts), out)
 
     def choose(self, x: F32, head: Head, args: ChooseArgs) -> SamplerOutput:
-        """From the logits of all ranks, as the definition has it: rank 0 chooses alone."""
+        """Choose from the logits of all ranks, as the definition has it: rank 0 chooses alone."""
         return Composites.choose(self, x, head, args)
 
 
@@ -442,7 +442,7 @@ class PipelineOps(RankOps):
         return out
 
     def choose(self, x: F32, head: Head, args: ChooseArgs) -> SamplerOutput:
-        """As the native backend does, by rank 0 alone."""
+        """Do as the native backend does, by rank 0 alone."""
         out: SamplerOutput = self.own.choose(x, head, replace(args, adapters=_own(args.adapters)))
         return out
 

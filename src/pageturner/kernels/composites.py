@@ -114,7 +114,7 @@ class Composites:
         return found
 
     def row_adapters(self: Any, batch: Batch) -> tuple[Adapters | None, Adapters | None]:
-        """Those of all rows of a step, and of its wanted rows: what `adapt` is given."""
+        """Return the adapters of all rows of a step, and of its wanted rows, as `adapt` takes them."""
         every = of_rows(batch.adapters, batch.query_start)
         return every, every and [every[row] for row in batch.logit_rows]
 
@@ -275,7 +275,7 @@ def _add_part(ops: Ops, x: Array, y: Array, post_norm: Weight | None, layer: Lay
 def _mix_heads(
     ops: Ops, adapted: Adapted | None, h: Array, layer: Layer, kv: KV, index: int, batch: Batch
 ) -> Array:
-    """What the heads mixed: [T, heads * head_dim]."""
+    """Return the output of the heads: [T, heads * head_dim]."""
     q = _linear(ops, adapted, "q", h, layer.q, layer.q_bias)
     k = _linear(ops, adapted, "k", h, layer.k, layer.k_bias)
     v = _linear(ops, adapted, "v", h, layer.v, layer.v_bias)

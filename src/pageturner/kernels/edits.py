@@ -18,7 +18,7 @@ Allowed = NDArray[np.uint64]
 
 
 class Operation(IntEnum):
-    """What an edit does with its tokens. C++ has the same numbers."""
+    """The effects of an edit on its tokens. C++ has the same numbers."""
 
     ALLOW = 0  # only they may be chosen, of those that might have been
     FORBID = 1  # none of them may be chosen
@@ -74,7 +74,7 @@ def forbid(logits: F32, allowed: Allowed) -> None:
 
 
 def may_be_chosen(vocabulary: int, bits: Allowed | None, edits: list[Edit]) -> NDArray[np.bool_]:
-    """Which tokens [V] of one row its bits of `Allowed` and its edits leave. The order of these matters."""
+    """Return which tokens [V] of one row its bits of `Allowed` and its edits leave. The order of these matters."""
     if bits is None:
         may = np.ones(vocabulary, np.bool_)
     else:

@@ -54,7 +54,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """What attention over a latent KV has beside `Layer.q` [heads * n, d] and `Layer.k` [rank, d]; there is
+    """The parts of attention over a latent KV beside `Layer.q` [heads * n, d] and `Layer.k` [rank, d]; there is
     no `Layer.v` (MLA: DeepSeek-V2, arXiv 2405.04434, section 2.1, with the matrices absorbed).
 
     The latent is norm(k x); behind it, in the KV, stands the rotary part of the key, which heads share. A

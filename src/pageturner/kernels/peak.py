@@ -1,4 +1,4 @@
-"""What this machine reaches at most: the limits that every kernel is measured against.
+"""The limits of this machine, the ones that every kernel is measured against.
 
 Owns which loops are run over how much memory; the loops are in native/limits.cpp. Must not know kernels.
 """
@@ -49,7 +49,7 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Of one device. copy_gb_s: bytes copied, each read once and written once; bf16_gop_s: a multiply or an
+    """The limits of one device. copy_gb_s: bytes copied, each read once and written once; bf16_gop_s: a multiply or an
     add is one operation."""
 
     device: str
@@ -85,7 +85,7 @@ def no_slower(rates: list[float]) -> list[float]:
 def quick_peak(isa: str, threads: int) -> tuple[float | None, float | None]:
     """GOP/s of int8 and GFLOP/s, in GLANCES of GLANCE seconds each, once in a process. Too rough for shares
     of limits, good enough to size a step. The best counts: what disturbs one makes it smaller."""
-    from pageturner.kernels import native_module
+    from pageturner.kernels.cpu import native_module
 
     compiled = native_module.module()
 
@@ -100,9 +100,9 @@ def measure(isa: str, threads: int, seconds: float = 0.5) -> Peak:
     """The limits, in about `seconds`. Products, what stays in a thread's own caches, and with one thread
     everything, by processor time: other processes do not count. Of memory that threads share, at least what
     one of them reached so."""
-    from pageturner.kernels import (
-        native_module,
-    )  # here: who reads what was measured needs no kernels
+    from pageturner.kernels.cpu import (
+        native_module,  # here: who reads what was measured needs no kernels
+    )
 
     compiled = native_module.module()
 

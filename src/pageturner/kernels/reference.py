@@ -308,14 +308,14 @@ class ReferenceOps(Composites):
         return x * factors[rows][:, None]
 
     def head_linear(self, x: F32, weights: tuple[Dense | Quantised, ...]) -> F32:
-        """Of each head its columns of x times its own matrix."""
+        """Multiply the columns of x of each head by the head's own matrix."""
         heads = np.split(x, len(weights), axis=1)
         return np.hstack(
             [self.linear(np.ascontiguousarray(h), w) for h, w in zip(heads, weights, strict=True)]
         )
 
     def join_heads(self, x: F32, y: F32, heads: int) -> F32:
-        """Of each head its columns of x, and behind them those of y."""
+        """Join, for each head, its columns of x and its columns of y."""
         parts = [a.reshape(len(a), heads, -1) for a in (x, y)]
         return np.concatenate(parts, axis=2).reshape(len(x), -1)
 
@@ -388,7 +388,7 @@ class ReferenceOps(Composites):
 
     # -- choosing tokens -------------------------------------------------------------------------------------
     def top_logprobs(self, logits: F32, k: int) -> tuple[F32, I32, F32]:
-        """For each row of logits [R, V]: log-sum-exp [R]; ids and logprobs [R, k] of the k most likely."""
+        """Return for each row of logits [R, V] log-sum-exp [R]; ids and logprobs [R, k] of the k most likely."""
         k = min(k, logits.shape[1])
         lse = np.full(len(logits), np.nan, np.float32)
         ids = np.zeros((len(logits), k), np.int32)

@@ -1,4 +1,4 @@
-"""What the reference backend keeps and how it rounds: its matrices, its KV, activations as integers.
+"""The arrays of the reference backend, and how it rounds: its matrices, its KV, activations as integers.
 
 Owns these forms and roundings, which are the definition of what every backend's must equal. Must not know the
 operations.
@@ -72,7 +72,7 @@ class PagedKV:
 
     @property
     def block_bytes(self) -> int:
-        """Of one block, all layers."""
+        """Return the bytes of one block, all layers."""
         return sum(array.nbytes for array in self.arrays) * self.block_size // len(self.k[0])
 
     def read_blocks(self, blocks: I32) -> NDArray[np.uint8]:
@@ -125,7 +125,7 @@ def quantise_rows(x: F32, bits: int) -> tuple[NDArray[np.float64], F32]:
 
 
 def _through_int8(heads: F32) -> F32:
-    """What remains of K or V [T, kv_heads, head_dim] as int8, rounded half to even."""
+    """Return K or V [T, kv_heads, head_dim] through int8, rounded half to even."""
     exact, scale = _in_steps(heads)
     return np.asarray(np.rint(exact) * scale[..., None])
 

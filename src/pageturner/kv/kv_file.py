@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pageturner.errors import EngineFault
-from pageturner.kernels import native_module
 from pageturner.kernels.base import I32, KV, KV_TYPES, KVSpec
+from pageturner.kernels.cpu import native_module
 
 HUGE_PAGE = 2 << 20
 OVERREAD = 64  # bytes behind the storage that kernels may read: kOverread in kernels.h

@@ -146,7 +146,7 @@ class LoadOptions:
     max_positions    longest sequence that will be computed, in tokens; 0: the model's context
     quantization     "none", "int8" or "int4": what matrices of floats become (models/quantise.py), but for
                      routers and positions
-    activation_bits  of products with quantised weights: "8", "12", "15", or "auto" (Ops.fine_bits)
+    activation_bits  of products with quantised weights: "8", "12", "15", or "auto" (Ops.default_activation_bits)
     packed_cache     folder that keeps packed weights for the next load (models/packed_cache.py); "": none
     rank, ranks      of tensor parallel: this rank's slices (models/shard.py)
     stages           of pipeline parallel, in place of `ranks`: this rank's layers (models/stages.py)

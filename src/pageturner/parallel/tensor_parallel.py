@@ -30,7 +30,6 @@ import numpy as np
 
 from pageturner.config.settings import EngineConfig
 from pageturner.errors import EngineFault
-from pageturner.kernels import native_module
 from pageturner.kernels.base import Ops
 from pageturner.kernels.comm import (
     Communicator,
@@ -40,7 +39,8 @@ from pageturner.kernels.comm import (
     TensorParallelOps,
     shared_memory,
 )
-from pageturner.kernels.native import NativeOps
+from pageturner.kernels.cpu import native_module
+from pageturner.kernels.cpu.native import NativeOps
 from pageturner.models.decoder import Decoder
 from pageturner.models.load import load_model
 from pageturner.models.shard import MAX_RANKS

@@ -49,7 +49,7 @@ class AdaptedRows:
 
 @dataclass(slots=True)
 class RowTables:
-    """Those of a kind on the host, as they grow."""
+    """The rows of one kind of adapter on the host, as they grow."""
 
     rows: list[I32] = field(default_factory=list)
     tiles: list[tuple[int, int, int, int]] = field(default_factory=list)
@@ -85,13 +85,13 @@ def of_wanted(batch: Batch) -> Adapters | None:
 
 
 def shape_of(adapters: Adapters | None) -> tuple[tuple[str, bytes], ...]:
-    """What the launches of a step depend on: kinds, and blocks of ranks in powers of two. Steps of one shape
+    """The facts that the launches of a step depend on: kinds, and blocks of ranks in powers of two. Steps of one shape
     can share a recording."""
     return tuple((kind, blocks.tobytes()) for kind, blocks in blocks_of(adapters or ()).items())
 
 
 def blocks_of(adapters: Adapters) -> dict[str, I32]:
-    """By kind, in order of their names."""
+    """Yield them by kind, in order of their names."""
     found: dict[str, list[I32]] = {}
     for adapter in {id(one): one for one in adapters if one is not None}.values():
         found.setdefault(adapter.kind, []).append(adapter.blocks)
@@ -107,7 +107,7 @@ def _power_of_two(blocks: I32) -> I32:
 
 
 def tables_of(adapters: Adapters, starts: I32) -> dict[str, RowTables]:
-    """By kind. Adapter s has the rows starts[s] .. starts[s+1] - 1."""
+    """Return them by kind. Adapter s has the rows starts[s] .. starts[s+1] - 1."""
     mine: dict[GpuAdapter, list[I32]] = {}
     for adapter, begin, end in zip(
         adapters, starts[:-1].tolist(), starts[1:].tolist(), strict=True

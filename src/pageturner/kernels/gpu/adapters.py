@@ -47,12 +47,12 @@ ORDER = ("q", "k", "v", "o", "gate", "up", "down")  # of a layer's; joined produ
 
 
 def place_of(layer: int, name: str) -> int:
-    """Of the record of a field of a layer; layer -1: of the head."""
+    """Return the number of the record of a field of a layer; layer -1 is the head."""
     return HEAD if layer < 0 else LAYERS + len(ORDER) * layer + ORDER.index(name)
 
 
 def has_head(adapters: AdaptedRows | Adapters) -> bool:
-    """Whether any row's adapter changes the head."""
+    """Return whether any row's adapter changes the head."""
     if isinstance(adapters, AdaptedRows):
         return any(part.blocks[HEAD] for part in adapters.parts)
     return any(one is not None and one.blocks[HEAD] for one in adapters)
@@ -99,8 +99,8 @@ class GpuAdapters:
     def of_step(
         self, batch: Batch, recorded: bool
     ) -> tuple[AdaptedRows | None, AdaptedRows | None]:
-        """Of all rows of a step, and of those whose logits are wanted. recorded: tables have room for another
-        step of the same number of rows, whatever adapters these have."""
+        """Return the adapters of all rows of a step, and of those whose logits are wanted. recorded: tables
+        have room for another step of the same number of rows, whatever adapters these have."""
         if batch.adapters is None:
             return None, None
         count = len(batch.tokens)
@@ -133,7 +133,7 @@ class GpuAdapters:
 
     @contextmanager
     def rows(self, adapters: AdaptedRows | Adapters) -> Iterator[AdaptedRows]:
-        """Of rows with these adapters, for the launches within; or what is given, if it is that already."""
+        """Yield the rows with these adapters for the launches within; or the argument, if it is that already."""
         if isinstance(adapters, AdaptedRows):
             yield adapters
             return
@@ -307,5 +307,5 @@ def _laid_out(weights: AdapterWeights, layers: int) -> tuple[NDArray[np.uint8], 
 
 
 def _ends(at: int, values: NDArray[np.generic]) -> int:
-    """Where the next array may begin."""
+    """Return where the next array may begin."""
     return -(-(at + values.nbytes) // ALIGNED) * ALIGNED

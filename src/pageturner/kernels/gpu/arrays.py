@@ -22,7 +22,7 @@ ALIGNED = 256
 
 
 def padded(nbytes: int) -> int:
-    """To where the next array may begin."""
+    """Round up to where the next array may begin."""
     return -(-nbytes // ALIGNED) * ALIGNED
 
 
@@ -96,14 +96,14 @@ class Arena:
 
     @property
     def mark(self) -> int:
-        """What is taken now; `reset` goes back to it."""
+        """The place up to which the arena is taken; `reset` goes back to it."""
         return self._used
 
     def reset(self, mark: int = 0) -> None:
         self._used, self._end, self._halves = mark, self.size, ()
 
     def halve(self) -> None:
-        """What is free becomes two halves; the first one is in use."""
+        """Make the free part two halves; the first one is in use."""
         middle = self._used + (self.size - self._used) // 2 // ALIGNED * ALIGNED
         self._halves, self._end = (middle, self._used), middle
 

@@ -1,4 +1,4 @@
-"""What a device reaches at most: bytes copied, and products of our own kernel, to measure steps against.
+"""The ceilings of a device: bytes copied, and products of our own kernel, to measure steps against.
 
 Owns the two measurements. Must not know where figures are kept.
 """
@@ -22,7 +22,7 @@ AT_ONCE = 8  # calls between two looks at the clock, so that launches overlap
 def measure(
     driver: Driver, copied: int = COPIED, side: int = SIDE, seconds: float = 0.2
 ) -> Ceilings:
-    """In about twice so many seconds; takes 2 * copied bytes of the device, and gives them back.
+    """Measure them in about twice so many seconds; takes 2 * copied bytes of the device, and gives them back.
 
     EngineFault('gpu_memory') where they are not there.
     """

@@ -62,7 +62,7 @@ def _installed(path: Path = Path("/proc/driver/nvidia/version")) -> str:
 
 
 class _Threads(threading.local):
-    """Whether the context is current in this thread."""
+    """Return whether the context is current in this thread."""
 
     entered = False
 
@@ -233,7 +233,7 @@ class CudaDriver:
         self._cu.cuCtxSetCurrent(self._context)
 
     def _ask(self, function: Any, *arguments: Any) -> Any:
-        """What a call gives. EngineFault for whatever it fails with: afterwards the context is of no use."""
+        """Return what a call gives. EngineFault for whatever it fails with: afterwards the context is of no use."""
         self._behind_kernel = False
         if self._context is not None and not self._threads.entered:
             self._make_current()
@@ -282,7 +282,7 @@ class CudaDriver:
         return int(free), int(total)
 
     def keep(self, data: NDArray[np.uint8]) -> int:
-        """On a stream of its own, which nobody records. In slices: what a step uploads meanwhile waits for
+        """Copy on a stream of its own, which is never recorded. In slices: what a step uploads meanwhile waits for
         one of them at most."""
         with self._keeping:
             if self._beside is None:

@@ -1,4 +1,4 @@
-"""What the backend needs of a device: memory, copies, launches, recordings. Must not know models or kernels.
+"""The interface of a device: memory, copies, launches, recordings. Must not know models or kernels.
 
 Everything is ordered: a copy or a launch begins when those before it are done. Addresses are integers, and
 multiples of 256 where memory begins. `CudaDriver` is the real one; tests have one that interprets kernels.
@@ -65,20 +65,20 @@ class Driver(Protocol):
         records. EngineFault('gpu_memory') when it is not there."""
 
     def drop(self, address: int) -> None:
-        """As free, of what was kept, by any thread and at any time: what is launched may go on reading it.
+        """Free memory that was kept, by any thread and at any time: what is launched may go on reading it.
         It may be given back later."""
 
     def alloc_shared(self, nbytes: int) -> tuple[int, bytes]:
         """Zeroed memory that other processes may open, and what they open it by. It lives until `close`."""
 
     def open_shared(self, handle: bytes) -> int:
-        """Where memory of another process, perhaps of another device, is seen here."""
+        """Return the address here of memory of another process, perhaps of another device."""
 
     def host_word(self) -> int:
         """An int32 of the host, 0 at first, which kernels read and write as the host does."""
 
     def peers(self) -> list[bool]:
-        """Of every device that this process sees: whether this one can read and write its memory."""
+        """Return for every device that this process sees whether this one can read and write its memory."""
 
     def clear(self, address: int, nbytes: int) -> None:
         """Zeros."""
@@ -96,7 +96,7 @@ class Driver(Protocol):
         """Begin a copy to the host, of at most LATER bytes, for `wait`; until two more are begun."""
 
     def wait(self, later: Any) -> NDArray[np.uint8]:
-        """What was copied, once it is; what was begun behind the copy goes on."""
+        """Wait for a copy and return its bytes; work that was begun behind the copy goes on."""
 
     def gather(self, out: NDArray[np.uint8], places: Sequence[Rows]) -> None:
         """Fill a contiguous array with the rows of one place behind those of another, through pinned memory,
@@ -119,7 +119,7 @@ class Driver(Protocol):
         """Keep what is launched and copied within the device from now on, in place of doing it."""
 
     def end_recording(self) -> Graph:
-        """What was kept."""
+        """Return the kept memory."""
 
     def replay(self, graph: Graph) -> None:
         """Do it, with the same addresses."""

@@ -1,4 +1,4 @@
-"""What goes between devices that compute one model together: sums over ranks, and columns gathered.
+"""The exchange between devices that compute one model together: sums over ranks, and columns gathered.
 
 Owns the memory that ranks write into at each other, and the launches. How an exchange works is in
 source/ranks.py. Must not know models, nor what ranks say to each other on the host.
@@ -96,7 +96,7 @@ class DeviceExchange:
 
     @property
     def lost(self) -> bool:
-        """Whether an exchange was given up: nothing that was computed since then is right."""
+        """Return whether an exchange was given up: nothing that was computed since then is right."""
         return bool(ctypes.c_int32.from_address(self._word).value)
 
     def stop(self) -> None:
@@ -115,7 +115,7 @@ class DeviceExchange:
         return out
 
     def _sum(self, addresses: tuple[int, int, int], rows: int, columns: int) -> None:
-        """What ranks must have in common depends on the next power of two alone: a rank that has a step
+        """The facts that ranks must have in common depend on the next power of two alone: a rank that has a step
         recorded, with more rows than there are, meets one that has not."""
         count = columns << (rows - 1).bit_length()
         twice = 4 * count > self._one

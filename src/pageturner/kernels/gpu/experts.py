@@ -54,7 +54,7 @@ class WeightTable:
 
     @property
     def kind(self) -> str:
-        """What rows for all of them are rounded to; fp32, where it is not one kind."""
+        """The type that rows for all of them are rounded to; fp32 where weights have several types."""
         return self.compute[0] if len(set(self.compute)) == 1 else "fp32"
 
 
@@ -68,7 +68,7 @@ class ExpertTables:
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """Which rows meet which expert. by_head: rows, where every expert is a head of each of them; else `order`
+    """The rows of each expert. by_head: rows, where every expert is a head of each of them; else `order`
     and `bounds` are what the kernel `group_rows` writes. shared: rows of the output for one of x."""
 
     rows: int

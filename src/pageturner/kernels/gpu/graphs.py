@@ -44,7 +44,7 @@ Pages = Sequence[tuple[Batch, GpuKV]]  # a step with its KV, and once more for l
 
 
 class _Key(NamedTuple):
-    """What a recording depends on. kv: addresses; choice: as `StepChoice.key`."""
+    """The facts that a recording depends on. kv: addresses; choice: as `StepChoice.key`."""
 
     stack: int
     kv: tuple[int, ...]
@@ -56,7 +56,7 @@ class _Key(NamedTuple):
 
     @property
     def decodes(self) -> bool:
-        """Whether it is of steps that only decode."""
+        """True if it is of steps that only decode."""
         return self.room.tiles == 0 and self.room.rows == 1
 
 
@@ -160,7 +160,7 @@ class Graphs:
         return self.recorded[key]
 
     def _count(self, key: _Key) -> None:
-        """What was used long ago counts less, and at last nothing: what is remembered of sizes is bounded."""
+        """Count a use. Old uses count less, and at last nothing, so that the sizes that are remembered are bounded."""
         self._steps += 1
         if self._steps % LIFE == 0:
             halves = {one: int(uses / 2) for one, uses in self._uses.items()}
@@ -168,7 +168,7 @@ class Graphs:
         self._uses[key] = self._uses.get(key, 0) + 1
 
     def _has_place(self, key: _Key) -> bool:
-        """Whether it is time to record this size; makes place for it. Contexts that have grown beyond the
+        """Return whether it is time to record this size, and make place for it. Contexts that have grown beyond the
         room of another recording will come again."""
         if self._uses[key] < 0:
             return False

@@ -71,7 +71,7 @@ class GpuKV:
         return self.keys + here, self.values + here, self.k_scales + scales, self.v_scales + scales
 
     def places(self, block: int) -> list[Rows]:
-        """Where a block lies, a row for each layer: K and V [block_size, kv_heads, stored_head] in the KV's
+        """Return where a block lies, a row for each layer: K and V [block_size, kv_heads, stored_head] in the KV's
         type, then the scales of K and of V [block_size, kv_heads] fp32, as far as there are any. A block that
         travels is these bytes, in this order."""
         spec = self.spec
@@ -273,7 +273,7 @@ class Launches:
         return out
 
     def group_sums(self, x: GpuArray, columns: int, group: int) -> int:
-        """Where the sums of the groups of x are, a row of it being so many columns."""
+        """Return the address of the sums of the groups of x, whose rows have so many columns."""
         rows, wide = (
             x.shape[0] * x.shape[1] // columns,
             _tiles(columns, BLOCK_COLUMNS) * BLOCK_COLUMNS,
@@ -338,7 +338,7 @@ class Launches:
     def rms_norm(
         self, x: GpuArray, weight: Vector, eps: float, kind: str = "fp32", dim: int = 0
     ) -> GpuArray:
-        """Of each row, or of each head of `dim` elements."""
+        """Norm each row, or each head of `dim` elements."""
         columns = x.shape[1]
         dim = dim or columns
         heads = columns // dim
@@ -491,7 +491,7 @@ class Launches:
         return plain, q
 
     def join_heads(self, x: GpuArray, y: GpuArray, heads: int) -> GpuArray:
-        """Of each head its columns of x, and behind them those of y."""
+        """Join, for each head, its columns of x and its columns of y."""
         first, second = x.shape[1] // heads, y.shape[1] // heads
         out = self.arena.take((len(x), heads * (first + second)))
         grid = (len(x) * heads, _tiles(first + second, GROUP_ROWS))
@@ -587,7 +587,7 @@ class Launches:
     def attention(
         self, q: GpuArray, kv: GpuKV, layer: int, step: Step, shape: AttentionShape, kind: str
     ) -> GpuArray:
-        """What the heads mixed: [T, heads * dim], or with a latent KV [T, heads * latent]. q: of heads as
+        """Return the output of the heads: [T, heads * dim], or with a latent KV [T, heads * latent]. q: of heads as
         they are, or padded as those of the KV."""
         view, dim = view_of(shape), kv.spec.stored_head
         q = self.fit_heads(q, shape.heads, dim)

@@ -25,7 +25,7 @@ _BUILD = "build them with `make gpu-kernels`, or use --device cpu"
 
 
 class Box(NamedTuple):
-    """What a kernel copies of a plane at once, as CUDA's tensor maps tell it.
+    """The box of a plane that a kernel copies at once, as in CUDA's tensor maps.
 
     kind, swizzle  CUtensorMapDataType and CUtensorMapSwizzle
     nbytes         of an element
@@ -87,7 +87,7 @@ class Manifest:
         return int(self._read.get("portable", {}).get("cuda", 0))
 
     def choose(self, capability: int) -> tuple[int, bool]:
-        """For compute capability 9.0 = 90: the architecture whose kernels run there, and whether they are
+        """Return for compute capability 9.0 = 90 the architecture whose kernels run there, and whether they are
         compiled by the driver from PTX. EngineFault('gpu_kernels') where none do."""
         if capability in self.architectures:
             return capability, False
@@ -120,7 +120,7 @@ class Manifest:
 
 
 class _Kernels(Mapping[str, Compiled]):
-    """By name."""
+    """The kernels of an architecture by name."""
 
     def __init__(self, entries: dict[str, Any], raw: bytes) -> None:
         self._entries, self._raw = entries, raw

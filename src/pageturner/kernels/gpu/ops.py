@@ -108,11 +108,11 @@ class GpuOps(Chooser, Composites):
 
     # -- storage ---------------------------------------------------------------------------------------------
     def pack_weight(self, tensor: Tensor) -> Vector | Matrix:
-        """On the device. EngineFault('gpu_memory') where it is full."""
+        """Pack it on the device. EngineFault('gpu_memory') where it is full."""
         return pack(self.driver, tensor)
 
     def pack_adapter(self, weights: AdapterWeights, stack: Stack) -> GpuAdapter:
-        """On the device, by any thread. ValueError where it does not fit the stack; MemoryError."""
+        """Pack it on the device, by any thread. ValueError where it does not fit the stack; MemoryError."""
         return self.adapters.pack(weights, stack)
 
     def alloc_kv(self, spec: KVSpec) -> GpuKV:
@@ -150,7 +150,7 @@ class GpuOps(Chooser, Composites):
             self.driver.free(address)
 
     def block_bytes(self, kv: GpuKV) -> int:
-        """Of one block, all layers."""
+        """Return the bytes of one block, all layers."""
         return sum(place.nbytes * place.rows for place in kv.places(0))
 
     def read_blocks(self, kv: GpuKV, blocks: I32, out: NDArray[np.uint8]) -> None:
@@ -290,7 +290,7 @@ class GpuOps(Chooser, Composites):
         return y
 
     def adapt_embedded(self, x: GpuArray, tokens: Any, adapters: Any) -> GpuArray:
-        """As adapt."""
+        """Do as `adapt`."""
         with self.adapters.rows(adapters) as rows:
             self.adapters.add_embedded(rows, x, self.on_device(tokens))
         return x
@@ -351,7 +351,7 @@ class GpuOps(Chooser, Composites):
         return found
 
     def _head_table(self, weights: tuple[Matrix, ...]) -> WeightTable:
-        """Of weights of heads, put on the device once."""
+        """Return the table of weights of heads, put on the device once."""
         if id(weights) not in self._heads:
             self._heads[id(weights)] = weights, table_of(self.driver, (weights,))
         return self._heads[id(weights)][1]
@@ -483,7 +483,7 @@ class GpuOps(Chooser, Composites):
     def _normed(
         self, x: GpuArray, weight: Vector | None, bias: Vector | None, eps: float, kind: str
     ) -> GpuArray:
-        """In the kind that is computed with: the same bits as if it were rounded afterwards."""
+        """Norm in the type that is computed with: the same bits as if it were rounded afterwards."""
         if weight is None:
             return x
         if bias is None:
@@ -493,7 +493,7 @@ class GpuOps(Chooser, Composites):
     def _adapt(
         self, adapted: Adapted | None, y: GpuArray, x: GpuArray, first: str, sizes: tuple[int, ...]
     ) -> None:
-        """What adapters add to a product of fields that are joined; none of them where there are no rows."""
+        """Add adapters' products to a product of joined fields; none of them where there are no rows."""
         if adapted is not None:
             self.adapters.add(
                 cast(AdaptedRows, adapted[0]), y, x, place_of(adapted[1], first), sizes

@@ -1,4 +1,4 @@
-"""Whether this machine shows an NVIDIA GPU, before anything of CUDA is imported or opened.
+"""A test of whether this machine shows an NVIDIA GPU, before anything of CUDA is imported or opened.
 
 Owns the signs. Must not know drivers.
 """

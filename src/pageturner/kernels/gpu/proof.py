@@ -1,4 +1,4 @@
-"""Whether a device computes a model as it should: the check behind the first start of each kind of it.
+"""The self-test of a device: the check behind its first start that it computes a model as it should.
 
 Owns what is compared, on the weights that are loaded: a compiler, a driver or a device that nobody tried can
 turn right kernels into wrong ones. Must not know models, files, or where results are kept.
@@ -71,7 +71,7 @@ _HOST = ReferenceOps()
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is tested. spec: of the KV of the model, whose number of blocks does not matter; length: tokens
+    """The model that is tested. spec: of the KV of the model, whose number of blocks does not matter; length: tokens
     that a sequence may have, because tables of positions may end there."""
 
     ops: GpuOps
@@ -159,7 +159,7 @@ def _one_by_one(works: list[Callable[[], None]]) -> None:
 
 
 def _identity(stack: Stack, head: Matrix, spec: KVSpec) -> object:
-    """What layers and steps of a model consist of: those of models with the same one use the same kernels in
+    """Return the shape of layers and steps of a model: those of models with the same one use the same kernels in
     the same way."""
     embedded = (
         _form(stack.embed),
@@ -193,7 +193,7 @@ def _form(weight: Any) -> object:
 
 
 def _bare(shape: AttentionShape) -> AttentionShape:
-    """Without numbers that kernels only read."""
+    """Leave out numbers that kernels only read."""
     return replace(shape, slopes=shape.slopes[:1], sinks=shape.sinks[:1])
 
 
@@ -284,7 +284,7 @@ def _product(ops: GpuOps, name: str, matrix: Matrix) -> None:
 
 
 def _order(ops: GpuOps, matrix: Matrix) -> Any:
-    """Which input each column multiplies."""
+    """Return the input that each column multiplies."""
     order = np.arange(matrix.columns, dtype=np.int32)
     if isinstance(matrix, Groups) and matrix.order:
         ops.driver.download(order, matrix.order)
@@ -365,7 +365,7 @@ def _slots(table: I32, positions: NDArray[np.integer[Any]], block: int) -> I32:
 
 
 def _rows_alone(ops: GpuOps, layer: Layer, length: int) -> None:
-    """What is done to rows beside products and attention."""
+    """Test operations on rows beside products and attention."""
     random = np.random.default_rng(length)
     shape, eps, dim, act = layer.shape, layer.eps, layer.shape.head_dim, layer.act
     at = np.array([0, length // 2, length - 1], np.int32)
@@ -416,7 +416,7 @@ def _values(ops: GpuOps, vector: Vector) -> F32:
 
 
 def _fused(subject: Subject, layers: list[Layer]) -> None:
-    """What a layer adds to its rows, as it is computed and by one operation after the other."""
+    """Compare a layer's addition to its rows with that of one operation after the other."""
     ops, stack, length = subject.ops, subject.stack, subject.length
     apart = [replace(layer, native={}) for layer in layers]
     # all of them are kept until the recordings are gone, which know them by where they are
@@ -587,7 +587,7 @@ def draws_of(vocabulary: int) -> tuple[F32, Draw, I32, NDArray[np.bool_]]:
 
 
 def _adapter(ops: GpuOps, stack: Stack, kind: str) -> None:
-    """What an adapter adds to rows of a product, and to embedded tokens, beside a row without one."""
+    """Test an adapter's additions to rows of a product and to embedded tokens, beside a row without one."""
     random, layer, width = np.random.default_rng(7), stack.layers[0], stack.embed.columns
     vocabulary = stack.vocabulary or stack.embed.rows  # a rank has a slice of the table alone
     rows, columns = layer.o.rows, layer.o.columns

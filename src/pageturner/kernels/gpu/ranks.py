@@ -67,7 +67,7 @@ class GpuTensorParallelOps(comm.RankOps):
         _watch(ended, self._exchange)
 
     def follow(self, head: Head, ended: list[int]) -> None:
-        """As on the CPU. A kernel that waits for a rank that has ended gives up."""
+        """Do as on the CPU. A kernel that waits for a rank that has ended gives up."""
         _watch(ended, self._exchange)
         super().follow(head, ended)
 
@@ -112,7 +112,7 @@ class GpuTensorParallelOps(comm.RankOps):
         return comm.kv_of_rank(spec, self._stack)
 
     def alloc_kv(self, spec: KVSpec) -> GpuKV:
-        """At all ranks."""
+        """Do it at all ranks."""
         found: GpuKV
         found = super().alloc_kv(spec) if self.own.divided else self.own.alloc_kv(self._mine(spec))
         return found
@@ -160,13 +160,13 @@ class GpuTensorParallelOps(comm.RankOps):
         return found
 
     def take_rows(self, x: GpuArray, rows: I32) -> GpuArray:
-        """Of hidden rows."""
+        """Return logits of hidden rows."""
         taken = self.own.take_rows(x, rows)
         self._rows.append((taken, self._rows_of(x)[rows]))
         return taken
 
     def _rows_of(self, x: GpuArray) -> I32:
-        """Which of the last step's hidden rows these are."""
+        """Return which of the last step's hidden rows these are."""
         for array, rows in reversed(self._rows):
             first = (x.address - array.address) // (4 * array.shape[1])
             if 0 <= first <= len(array) - len(x):
@@ -197,7 +197,7 @@ class GpuTensorParallelOps(comm.RankOps):
         return found
 
     def choose(self, x: GpuArray, head: Head, args: ChooseArgs) -> SamplerOutput:
-        """As one device does, from the logits of all."""
+        """Choose as one device does, from the logits of all ranks."""
         self._alive()
         found = self.own.choose(x, head, args)
         self._look()
@@ -206,7 +206,7 @@ class GpuTensorParallelOps(comm.RankOps):
     def launch_step(
         self, stack: Stack, batch: Batch, kv: GpuKV, sliding: Any, head: Head, draw: Draw
     ) -> Chosen:
-        """As one device does. The tokens that rank 0 chooses go to the devices of the others, whose next step
+        """Launch as one device does. The tokens that rank 0 chooses go to the devices of the others, whose next step
         may be begun before anybody knows them."""
         if not self.own.divided:
             return self.own.launch_step(stack, batch, kv, sliding, head, draw)

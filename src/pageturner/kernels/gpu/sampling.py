@@ -43,7 +43,7 @@ _HOST = ReferenceOps()
 
 
 def rounds_of(edits: Edits) -> list[_Entries]:
-    """What is to be launched one behind the other: no round has a token of a row twice."""
+    """Return the rounds that are launched one behind the other: no round has a token of a row twice."""
     rounds: list[_Entries] = []
     for row, mine in enumerate(edits):
         at = 0
@@ -89,7 +89,7 @@ class StepChoice:
 
     @property
     def key(self) -> tuple[int, bool]:
-        """What a recording of it depends on."""
+        """The facts that a recording of it depends on."""
         return id(self.head.weight), cuts_off(self.draw)
 
 
@@ -179,7 +179,7 @@ class Chooser:
         return Chosen(rows, rows, later)
 
     def choose_recorded(self, hidden: GpuArray, step: Step, choice: StepChoice) -> None:
-        """What `launch_step` does behind the layers, of a step that is being recorded."""
+        """Do the part of `launch_step` behind the layers for a step that is being recorded."""
         logits = self.raw_logits(hidden, choice.head, step.adapted[1])
         ids = self.launches.chosen
         launch_draw(self, logits, step.draw, cuts_off(choice.draw), (ids, ids + 4 * len(hidden)))
@@ -285,7 +285,7 @@ def launch_sample(ops: Chooser, logits: GpuArray, draw: Draw, ids: int, values: 
 
 
 def cuts_off(draw: Draw) -> bool:
-    """Whether any row that is not greedy has top-k or top-p."""
+    """Return whether any row that is not greedy has top-k or top-p."""
     temperature, top_k, top_p, _, _ = draw
     return bool(((temperature > 0) & ((top_k > 0) | (top_p < 1))).any())
 
@@ -317,7 +317,7 @@ def launch_draw(
 
 
 def _asked(wanted: LogprobsWanted | None, part: slice) -> I32:
-    """Those of these rows for which logprobs or candidates are wanted, ascending."""
+    """Return those of these rows, ascending, for which logprobs or candidates are wanted."""
     if wanted is None:
         return np.empty(0, np.int32)
     asks = (wanted.top[part] >= 0) | (wanted.candidates[part] > 0)

@@ -24,7 +24,7 @@ WORK = 8  # integers of a work
 
 
 class AttentionView(NamedTuple):
-    """What the works of a layer's attention depend on: its heads, and which positions a row sees."""
+    """The facts that the works of a layer's attention depend on: its heads, and which positions a row sees."""
 
     heads: int
     kv_heads: int
@@ -40,7 +40,7 @@ class AttentionView(NamedTuple):
 
     @property
     def size(self) -> int:
-        """What a head that is mixed is padded to."""
+        """The size that heads of V are padded to."""
         return attention_size(self.head_dim, self.latent)
 
     @property
@@ -70,7 +70,7 @@ def heads_of_tile(group: int, rows: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Works:
-    """What attention of a step consists of. A tile has rows of one sequence and heads that share a KV head.
+    """The works of attention of a step. A tile has rows of one sequence and heads that share a KV head.
 
     few, many  int32 [n, WORK]: where the block ids of the sequence begin; first row; rows, 0 of a work that
                does nothing; first head of the group; segment of the tile; segments of the tile; first partial
@@ -139,7 +139,7 @@ def _tiles(batch: Batch, starts: I32, sequences: Any, view: AttentionView, heigh
 
 
 def _first_seen(position: I32, view: AttentionView) -> I32:
-    """As in source/attention.py."""
+    """Do as source/attention.py does."""
     if not view.window:
         return np.zeros_like(position)
     first = position - position % view.window if view.chunked else position - view.window + 1
@@ -196,7 +196,7 @@ def most_partials(view: AttentionView, arena: Arena) -> int:
 
 
 class Room(NamedTuple):
-    """What a recorded step has places for. segments: of all contexts together; tiles: of rows of a prompt;
+    """The room of a recorded step. segments: of all contexts together; tiles: of rows of a prompt;
     rows: of each sequence that is computed with partials."""
 
     segments: int
@@ -261,7 +261,7 @@ def _row_parts(table: I32, counts: I32) -> I32:
 
 
 def _filled(array: I32, least: int) -> I32:
-    """With zeros behind it, so that it has at least so many rows."""
+    """Append zeros, so that it has at least so many rows."""
     if len(array) >= least:
         return array
     return np.concatenate([array, np.zeros((least - len(array), *array.shape[1:]), np.int32)])
@@ -351,7 +351,7 @@ def segments_bucket(count: int) -> int:
 
 
 def fits_at_once(views: Collection[AttentionView], rows: int, room: Room, arena: Arena) -> bool:
-    """Whether all partials of a recorded step can be there together."""
+    """Return whether all partials of a recorded step can be there together."""
     return all(
         _most_segments(one, rows, room) * _heads_of(one, room) <= most_partials(one, arena)
         for one in views

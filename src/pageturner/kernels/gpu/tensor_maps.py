@@ -26,7 +26,7 @@ class TensorMap:
         self._address = -(-ctypes.addressof(self._raw) // ALIGNED) * ALIGNED
 
     def getPtr(self) -> int:
-        """Where it is; cuda-bindings asks for it by this name."""
+        """Return where it is; cuda-bindings asks for it by this name."""
         return self._address
 
 

@@ -58,12 +58,12 @@ class FloatMatrix:
 
     @property
     def compute(self) -> str:
-        """What activations are rounded to in products with it."""
+        """The type that activations are rounded to in products with it."""
         return self.kind
 
     @property
     def sort(self) -> str:
-        """What kernels of products with it are named by."""
+        """The part of a kernel's name that says its kind."""
         return self.kind
 
     def parts(self) -> tuple[tuple[str, int], ...]:
@@ -72,7 +72,7 @@ class FloatMatrix:
 
     @property
     def form(self) -> tuple[object, ...]:
-        """What joined matrices have in common."""
+        """The facts that joined matrices have in common."""
         return ("dense", self.kind, self.columns)
 
 
@@ -113,7 +113,7 @@ class Groups:
 
     @property
     def sort(self) -> str:
-        """What kernels of products with it are named by, in the catalogue's GROUPED."""
+        """The name of its form in the catalogue's GROUPED."""
         if self.group == 0:
             return "fp8"
         return f"{self.bits}.{self.group}" + (".fp16" if self.scales == "fp16" else "")
@@ -131,7 +131,7 @@ class Groups:
 
     @property
     def form(self) -> tuple[object, ...]:
-        """What joined matrices have in common."""
+        """The facts that joined matrices have in common."""
         return (self.sort, self.zero, bool(self.low), self.columns, self.ordered_by)
 
 
@@ -179,7 +179,7 @@ def _put(driver: Driver, values: NDArray[Any]) -> int:
 
 
 def _fp8(driver: Driver, tensor: Tensor) -> Matrix:
-    """As it is if each row has one scale, which is what files with a scale for each channel or tensor have,
+    """Return it as it is if each row has one scale, which is what files with a scale for each channel or tensor have,
     and no code is a NaN; else in bf16."""
     rows, columns = tensor.shape
     geometry = ggml_types.BY_NAME[tensor.kind]
@@ -260,7 +260,7 @@ def _groups(driver: Driver, tensor: Tensor) -> Groups:
 
 
 def _each(threads: int, work: Callable[[Any], T], of: Sequence[Any]) -> Iterator[T]:
-    """In order, by so many threads."""
+    """Map in order, by so many threads."""
     if threads == 1:
         yield from map(work, of)
         return
@@ -295,7 +295,7 @@ def _laid(
 
 
 def words(codes: NDArray[np.uint8], bits: int) -> tuple[NDArray[Any], NDArray[np.uint8]]:
-    """How `Groups` lie: the words, and of 5 bits the bytes of those above them."""
+    """Lay out the arrays of `Groups`: the words, and of 5 bits the bytes of those above them."""
     rows, columns = codes.shape
     if rows % BLOCK_ROWS or columns % BLOCK_COLUMNS:
         codes = np.pad(codes, ((0, -rows % BLOCK_ROWS), (0, -columns % BLOCK_COLUMNS)))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pageturner.errors import EngineFault
-from pageturner.kernels.native import NativeOps
+from pageturner.kernels.cpu.native import NativeOps
 from pageturner.kernels.peak import Peak, measure
 from pageturner.lab.bench import kernel_cases
 from pageturner.lab.bench.kernel_cases import PARTS, CaseSelection, KernelCase

@@ -230,7 +230,7 @@ def _adapter_finding(digest: str, llm: LLM) -> Finding:
 
 def _use_isa_of(fingerprint: str) -> None:
     """Have the kernels use the receipt's instruction set, where this machine has it too."""
-    from pageturner.kernels import native_module
+    from pageturner.kernels.cpu import native_module
 
     isa = fingerprint.removeprefix("native-").split("-")[0]
     if isa in native_module.available_isas():

@@ -38,7 +38,7 @@ def module() -> Any:
 
 
 def supported() -> tuple[bool, str]:
-    """Whether the native backend is worth using here, and why not (a sentence for the user)."""
+    """Return whether the native backend is worth using here, and why not (a sentence for the user)."""
     if _native is None:
         return False, (
             f"the native kernels are not built ({_import_error}); install a C++20 compiler (Debian, Ubuntu:"

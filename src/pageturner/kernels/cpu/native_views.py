@@ -1,4 +1,4 @@
-"""What the native backend tells C++ of layers, stacks, batches, heads and adapters: their parts by name and
+"""The views that C++ has of layers, stacks, batches, heads and adapters: their parts by name and
 place.
 
 Owns the order and the names that native/bind.cpp and native/bind_adapters.cpp expect. What is made here
@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 
 from pageturner.kernels.adapters import INPUTS, KINDS, Adapter, AdapterWeights, LowRank
-from pageturner.kernels.base import ACTIVATIONS, GATED, Batch, Layer, Stack
+from pageturner.kernels.base import ACTIVATIONS, F32, GATED, AttentionShape, Batch, Layer, Stack
 from pageturner.kernels.choosing import Head
-from pageturner.kernels.native_module import module
-from pageturner.kernels.native_shapes import vector
+from pageturner.kernels.cpu.native_module import module
 
 _HEAD, _EMBED = -1, -2  # in place of a layer's number
 _LAYER_PARTS = (
@@ -43,6 +42,31 @@ _LAYER_PARTS = (
     "residual",
     "eps",
 )
+
+
+def vector(values: tuple[float, ...]) -> F32 | None:
+    """None for no values."""
+    return np.array(values, np.float32) if values else None
+
+
+def attention_options(shape: AttentionShape) -> tuple[Any, ...]:
+    """Return the arguments of C++'s `attention` behind the batch."""
+    slopes, sinks = vector(shape.slopes), vector(shape.sinks)
+    return shape.heads, shape.scale, shape.window, shape.soft_cap, slopes, shape.chunked, sinks
+
+
+def first_of_heads(x: F32, shape: AttentionShape) -> F32:
+    """Return, with a latent KV, the columns [T, heads * latent] of x [T, heads * head_dim] that are values; else x."""
+    if not shape.latent:
+        return x
+    heads = x.reshape(len(x), shape.heads, shape.head_dim)[:, :, : shape.latent]
+    return np.ascontiguousarray(heads).reshape(len(x), -1)
+
+
+def joined(x: F32, y: F32, heads: int) -> F32:
+    """Join, for each head, its columns of x [T, heads * A] and those of y [T, heads * B]."""
+    parts = [a.reshape(len(a), heads, -1) for a in (x, y)]
+    return np.concatenate(parts, axis=2).reshape(len(x), -1)
 
 
 def layer_view(layer: Layer) -> Any:

@@ -12,10 +12,10 @@ import os
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pageturner import memory
 from pageturner.errors import EngineFault
-from pageturner.kernels import native_views as views
 from pageturner.kernels.adapters import Adapter, Adapters, AdapterWeights
 from pageturner.kernels.base import (
     ACTIVATIONS,
@@ -40,41 +40,20 @@ from pageturner.kernels.choosing import (
     SamplerOutput,
 )
 from pageturner.kernels.composites import Composites
-from pageturner.kernels.native_blocks import NativeBlocks
-from pageturner.kernels.native_files import StoredWeights
-from pageturner.kernels.native_module import choose_isa, module
-from pageturner.kernels.native_shapes import attention_options, first_of_heads, joined
-from pageturner.kernels.native_threads import NativeThreads
+from pageturner.kernels.cpu import native_views as views
+from pageturner.kernels.cpu.native_module import choose_isa, module
+from pageturner.kernels.cpu.native_views import attention_options, first_of_heads, joined
 
-_SOURCES = {  # pt::Source
-    "F32": 0,
-    "F16": 1,
-    "BF16": 2,
-    "Q8_0": 3,
-    "Q4_0": 4,
-    "Q4_1": 5,
-    "Q5_0": 6,
-    "Q5_1": 7,
-    "Q4_K": 8,
-    "Q5_K": 9,
-    "Q6_K": 10,
-    "Q3_K": 11,
-    "IQ4_NL": 12,
-    "IQ4_XS": 13,
-    "MXFP4": 14,
-    "TQ1_0": 15,
-    "TQ2_0": 16,
-    "Q4_W": 17,
-    "Q8_W": 18,
-    "T4_W": 19,
-    "F8_W": 20,
-}
+_SOURCES = [  # in the order of pt::Source
+    "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "Q3_K", "IQ4_NL",
+    "IQ4_XS", "MXFP4", "TQ1_0", "TQ2_0", "Q4_W", "Q8_W", "T4_W", "F8_W",
+]  # fmt: skip
 _EIGHT_BITS = frozenset({"Q8_0", "Q8_W", "Q3_K"})  # of which int8 weights are made, Q8 and Q8Half
 _WIDENED = ("avx2", "portable")  # where these become int16: kInt16 in micro_*.h
 _VECTORS: dict[str, Any] = {"F32": np.float32, "F16": np.float16}
 
 
-class NativeOps(StoredWeights, NativeBlocks, NativeThreads, Composites):
+class NativeOps(Composites):
     """`Ops` by compiled kernels. Calls from several threads are allowed and run one after the other.
 
     threads  0: one for each core that this process may use
@@ -120,7 +99,7 @@ class NativeOps(StoredWeights, NativeBlocks, NativeThreads, Composites):
         try:
             data = np.ascontiguousarray(tensor.data).reshape(-1)
             return self._engine.pack(
-                _SOURCES[tensor.kind], data, *tensor.shape, tensor.bits, tensor.order
+                _SOURCES.index(tensor.kind), data, *tensor.shape, tensor.bits, tensor.order
             )
         except ValueError as e:
             raise EngineFault(
@@ -162,6 +141,50 @@ class NativeOps(StoredWeights, NativeBlocks, NativeThreads, Composites):
         """Copy whole blocks (source, destination) in every layer, in the order of the list."""
         if pairs:
             self._engine.copy_blocks(kv, pairs)
+
+    def block_bytes(self, kv: KV) -> int:
+        """Bytes of one block, all layers."""
+        return int(kv.memory.shape[1])
+
+    def read_blocks(self, kv: KV, blocks: I32, out: NDArray[np.uint8]) -> None:
+        """Copy the bytes of whole blocks to `out` [blocks, block_bytes]."""
+        for block, row in zip(blocks.tolist(), out, strict=True):
+            row[:] = kv.memory[block]
+
+    def write_blocks(self, kv: KV, blocks: I32, data: NDArray[np.uint8]) -> None:
+        """Give blocks the bytes that read_blocks found in others. ValueError for other numbers of bytes."""
+        kv.memory[blocks] = data
+
+    def store_weight(self, weight: Weight, fd: int, offset: int) -> tuple[list[Any], int]:
+        """Write a packed matrix to a file: what `fetch_weight` needs, and a checksum. OSError."""
+        try:
+            checksum = self._engine.store(weight, fd, offset)
+        except RuntimeError as e:
+            raise OSError(None, str(e)) from e
+        return [weight.kind, weight.bits, *weight.shape, weight.ordered], checksum
+
+    def fetch_weight(self, about: list[Any], fd: int, offset: int) -> tuple[Weight, int]:
+        """A matrix that `store_weight` wrote, and its checksum. OSError; ValueError for nonsense."""
+        kind, bits, n, k, ordered = about
+        try:
+            weight, checksum = self._engine.fetch(kind, bits, n, k, ordered, fd, offset)
+        except RuntimeError as e:
+            raise OSError(None, str(e)) from e
+        return weight, checksum
+
+    # -- threads and ranks --------------------------------------------------------------------------------------
+    def pin_threads(self, cores: list[int] | None = None) -> None:
+        """Keep each helping thread on one of these cores, or of those that this process may use; the caller
+        stays free."""
+        self._engine.pin_threads(cores or sorted(os.sched_getaffinity(0)))
+
+    def join(self, ranks: Any) -> None:
+        """Make layers slices from here on, whose sums are over `ranks` (kernels/comm.py)."""
+        self._engine.join(ranks)
+
+    def join_stages(self, ranks: Any) -> None:
+        """Make layers those of one stage from here on, whose rows come from `ranks` and go to them."""
+        self._engine.join_stages(ranks)
 
     # -- primitives ---------------------------------------------------------------------------------------
     def embed(self, table: Weight, tokens: I32) -> F32:
@@ -228,13 +251,13 @@ class NativeOps(StoredWeights, NativeBlocks, NativeThreads, Composites):
         return np.multiply(x, factors[rows][:, None], out=x)
 
     def head_linear(self, x: F32, weights: tuple[Weight, ...]) -> F32:
-        """Of each head its columns of x [T, heads * K] times its own matrix: [T, heads * N]."""
+        """Multiply the columns of x [T, heads * K] of each head by the head's own matrix: [T, heads * N]."""
         out = np.empty((len(x), len(weights) * weights[0].shape[0]), np.float32)
         self._engine.head_linear(x, weights, out)
         return out
 
     def join_heads(self, x: F32, y: F32, heads: int) -> F32:
-        """Of each head its columns of x, and behind them those of y."""
+        """Join, for each head, its columns of x and its columns of y."""
         return joined(x, y, heads)
 
     def activate(self, x: F32, act: str) -> F32:

@@ -1,0 +1,1 @@
+"""The backend of CPUs: `Ops` by the C++ kernels in `kernels/native`. The package must not import them itself."""
