@@ -14,7 +14,7 @@ import pytest
 from test_gguf_families import converted
 
 from pageturner.errors import EngineFault
-from pageturner.kernels.adapters import FIELDS, MOST_RANK
+from pageturner.kernels.adapters import FIELDS, MAX_RANK
 from pageturner.kernels.base import Ops
 from pageturner.kernels.cpu.native import NativeOps
 from pageturner.kernels.cpu.native_module import available_isas
@@ -179,7 +179,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str, str]] = {
     "pissa": ({"init_lora_weights": "pissa"}, "adapter_unsupported", "pissa"),
     "biases": ({"bias": "all"}, "adapter_unsupported", "bias"),
     "modules": ({"modules_to_save": ["lm_head"]}, "adapter_unsupported", "modules_to_save"),
-    "rank": ({"r": MOST_RANK + 1}, "adapter_rank", "257"),
+    "rank": ({"r": MAX_RANK + 1}, "adapter_rank", "257"),
     "another rank": ({"r": 4}, "adapter_shape", "rank 8"),
     "no rank": ({"r": "8"}, "adapter_config", "whole number"),
     "alpha": ({"lora_alpha": "nan"}, "adapter_config", "lora_alpha"),

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 I32 = NDArray[np.int32]
-MOST_RANK = 256
+MAX_RANK = 256
 KINDS = {
     "F32": np.float32,
     "F16": np.float16,

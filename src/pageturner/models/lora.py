@@ -25,7 +25,7 @@ from pageturner import memory
 from pageturner.errors import EngineFault, naming
 from pageturner.formats.hf_config import MAX_BYTES, parse_json, read_bounded
 from pageturner.formats.safetensors import Safetensors
-from pageturner.kernels.adapters import FIELDS, KINDS, MOST_RANK, AdapterWeights, LowRank, widened
+from pageturner.kernels.adapters import FIELDS, KINDS, MAX_RANK, AdapterWeights, LowRank, widened
 from pageturner.models.hf_names import hf_layout
 from pageturner.models.names import Layout, Part
 from pageturner.models.spec import ModelSpec
@@ -188,9 +188,9 @@ def _rank(value: object) -> int:
         raise EngineFault(
             "adapter_config", f"a rank should be a whole number above 0, not {value!r:.80}"
         )
-    if value > MOST_RANK:
+    if value > MAX_RANK:
         raise EngineFault(
-            "adapter_rank", f"rank {value} is too large: up to {MOST_RANK} are computed"
+            "adapter_rank", f"rank {value} is too large: up to {MAX_RANK} are computed"
         )
     return value
 

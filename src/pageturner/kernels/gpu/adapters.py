@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pageturner.errors import EngineFault
-from pageturner.kernels.adapters import MOST_RANK, Adapters, AdapterWeights, LowRank
+from pageturner.kernels.adapters import MAX_RANK, Adapters, AdapterWeights, LowRank
 from pageturner.kernels.base import I32, Batch, Stack
 from pageturner.kernels.gpu.adapter_rows import (
     AdaptedRows,
@@ -276,8 +276,8 @@ def _check_pair(pair: LowRank, a: tuple[int, ...], wanted: tuple[int, int], what
         raise ValueError(
             f"adapter: the factors {pair.a.shape} and {pair.b.shape} do not fit {what}"
         )
-    if not 1 <= pair.rank <= MOST_RANK:
-        raise ValueError(f"adapter: a rank is 1 to {MOST_RANK}, not {pair.rank}")
+    if not 1 <= pair.rank <= MAX_RANK:
+        raise ValueError(f"adapter: a rank is 1 to {MAX_RANK}, not {pair.rank}")
     if not np.isfinite(pair.scale):
         raise ValueError("adapter: the scale is no number")
 
