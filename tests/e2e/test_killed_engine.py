@@ -54,6 +54,7 @@ def kill(server: int) -> None:
         os.kill(min(map(int, children.read().split())), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_kill_9_under_streams() -> None:
     with (
         serving(GOLDENS / "tiny_llama.gguf", "--kv-cache-dtype", "int8") as client,

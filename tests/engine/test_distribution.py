@@ -90,7 +90,14 @@ def chi_square_bound(freedom: int) -> float:
         pytest.param("reference", 8 * BATCH, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("fields", SETTINGS, ids=lambda fields: "+".join(fields) or "plain")
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param(fields, id="+".join(fields) or "plain", marks=() if few else pytest.mark.slow)
+        for fields in SETTINGS
+        for few in [len(fields) != 1]
+    ],
+)
 def test_frequencies(backend: str, draws: int, fields: dict[str, Any]) -> None:
     if backend == "native" and not native_module.supported()[0]:
         pytest.skip(native_module.supported()[1])

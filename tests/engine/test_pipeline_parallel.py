@@ -147,7 +147,13 @@ def told_of(path: Path, **settings: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("family", "size"), [("llama3", 3), ("mixtral", 2), ("gemma2", 3), ("mistral", 2)]
+    ("family", "size"),
+    [
+        ("llama3", 3),
+        ("mixtral", 2),
+        pytest.param("gemma2", 3, marks=pytest.mark.slow),
+        pytest.param("mistral", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_engines_of_several_processes_answer_as_one(family: str, size: int, tmp_path: Path) -> None:
     """With the same fingerprint, since the bits are the same, and the same costs of a step."""
