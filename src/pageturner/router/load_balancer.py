@@ -266,7 +266,7 @@ class LoadBalancer:
         """Return the number of the replica that gets a request. loads: of those that may get it."""
         numbers = list(loads)
         known = self.cached(prefix)
-        hints = {i: known[number] for i, number in enumerate(numbers) if number in known}
+        hints = {numbers.index(one): known[one] for one in known if one in loads}
         place = self._placement(list(loads.values()), hints, len(prefix))
         if self.prefixes is not None and len(prefix):
             self.placed[

@@ -73,6 +73,10 @@ class SimulatedFleet:
     away: set[int] = field(default_factory=set)
     _next_report: float = 0.0
     _shares: dict[int, Share] = field(default_factory=dict)
+    _known: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._known = {one.number: self.balancer.load(one) for one in self.loads}
 
     @property
     def takes_requests(self) -> bool:
@@ -81,10 +85,7 @@ class SimulatedFleet:
 
     def choose(self, request: Request) -> int:
         """Return the number of the replica that gets the request; one of them takes requests."""
-        loads = {
-            one.number: self.balancer.load(one) + (AWAY if one.number in self.away else 0)
-            for one in self.loads
-        }
+        loads = self._current_loads()
         place = self.balancer.choose(request.prompt, loads)
         while place in self.away:  # of a placement that looks at no loads: the next one
             place = self.balancer.choose(request.prompt, loads)
@@ -96,8 +97,20 @@ class SimulatedFleet:
         share = self.balancer.began(self.loads[place], hints)
         if self.balancer.by_tokens:
             self._shares[request.id] = share
+        self._note(place)
         self.most_open = max(self.most_open, self.loads[place].open)
         return self.first + place
+
+    def _current_loads(self) -> dict[int, float]:
+        if self.balancer.by_tokens:
+            for one in self.loads:
+                self._note(one.number)
+        return self._known
+
+    def _note(self, place: int) -> None:
+        """Keep the load of a replica: with 100,000 replicas not all are looked at for each request."""
+        away = AWAY if place in self.away else 0
+        self._known[place] = self.balancer.load(self.loads[place]) + away
 
     def unknown(self, request: Request) -> int:
         """Return how many tokens of its prompt, as far as the router knows, none of these replicas has."""
@@ -119,6 +132,7 @@ class SimulatedFleet:
     def ended(self, number: int, request: int) -> None:
         """A request has left."""
         self.balancer.ended(self.loads[number - self.first], self._shares.pop(request, NO_SHARE))
+        self._note(number - self.first)
 
     def open_on(self, number: int) -> int:
         """Return how many requests a replica has."""
@@ -131,16 +145,19 @@ class SimulatedFleet:
     def close(self, number: int) -> None:
         """A replica takes no more requests."""
         self.away.add(number - self.first)
+        self._note(number - self.first)
 
     def forget(self, number: int) -> None:
         """A replica has ended, and its KV with it."""
         self.close(number)
         self.loads[number - self.first].open = 0
+        self._note(number - self.first)
         self.balancer.forget(number - self.first)
 
     def open_again(self, number: int) -> None:
         """A replica takes requests from now on."""
         self.away.discard(number - self.first)
+        self._note(number - self.first)
 
 
 def fleet_of(fleets: Sequence[SimulatedFleet], number: int) -> SimulatedFleet:
