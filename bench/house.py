@@ -55,9 +55,9 @@ BUDGETS = {
     "kernels": 100_000,
     "formats": 23_000,
     "text": 31_500,
-    "http": 21_000,
+    "http": 18_500,
     "server": 119_500,
-    "router": 29_000,
+    "router": 28_000,
     "lab": 99_500,
     "cli": 14_700,
 }
