@@ -203,7 +203,7 @@ def test_who_only_watches_and_what_is_not_sampled_has_no_span() -> None:
 def test_only_so_many_are_remembered_and_who_is_forgotten_begins_a_trace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tracing, "MOST_ORIGINS", 2)
+    monkeypatch.setattr(tracing, "MAX_ORIGINS", 2)
     kept = Kept()
     for number in range(3):
         came = scope(traceparent())
