@@ -18,9 +18,7 @@ from pageturner.http.request_info import RequestInfo
 from pageturner.server.admission.service_level import service_level_of
 from pageturner.server.api.anthropic.messages import MESSAGES
 from pageturner.server.api.base.body import DIALECTS_OWN, RequestBody
-from pageturner.server.api.base.call import ServedModel
 from pageturner.server.api.base.dialect import Dialect
-from pageturner.server.api.base.field_table import DEVELOPER, FIELDS, field_schemas, numbers_up_to
 from pageturner.server.api.base.foreign_fields import FOREIGN
 from pageturner.server.api.ollama.ollama import OLLAMA_CHAT, OLLAMA_GENERATE
 from pageturner.server.api.ollama.ollama_embed import OLLAMA_EMBED, OLLAMA_EMBEDDINGS
@@ -28,12 +26,20 @@ from pageturner.server.api.openai.chat import CHAT_COMPLETIONS
 from pageturner.server.api.openai.completions import COMPLETIONS
 from pageturner.server.api.openai.embeddings import EMBEDDINGS
 from pageturner.server.api.openai.rerank import RERANK, SCORE
-from pageturner.server.api.openapi import openapi_bodies as bodies
-from pageturner.server.api.openapi import openapi_small_bodies as small
+from pageturner.server.api.openapi.field_schemas import (
+    DEVELOPER,
+    FIELDS,
+    field_schemas,
+    numbers_up_to,
+)
 from pageturner.server.api.openapi.openapi import document
+from pageturner.server.api.openapi.request_schemas import request_schemas
 from pageturner.server.api.responses.responses import RESPONSES
 from pageturner.server.sessions import session_hint
 from pageturner.server.text_workers import text_jobs
+from pageturner.text.conversation import NAMES_OF_ROLES, ROLES
+from pageturner.text.structured_outputs import FORMATS
+from pageturner.text.tools import NAME
 from support.json_schemas import Validator
 
 from .test_openai import HI, SERVED
@@ -50,24 +56,24 @@ DOCUMENT = Validator(document(SOME, keyed=False))
 LONGEST = 640
 TOOL = {"type": "function", "function": {"name": "f"}}
 ASK = {"messages": HI, "max_tokens": 3}
-BODIES: dict[str, tuple[Dialect, Callable[[ServedModel], Any], dict[str, Any]]] = {
-    "completions": (COMPLETIONS, bodies.completion, {"prompt": "hi"}),
-    "chat": (CHAT_COMPLETIONS, bodies.chat, {"messages": HI}),
-    "responses": (RESPONSES, bodies.response, {"input": "hi"}),
-    "messages": (MESSAGES, bodies.anthropic, ASK),
-    "embeddings": (EMBEDDINGS, bodies.embedding, {"input": "hi"}),
-    "ollama chat": (OLLAMA_CHAT, bodies.ollama_chat, {"messages": HI}),
-    "ollama generate": (OLLAMA_GENERATE, bodies.ollama_generate, {"prompt": "hi"}),
-    "ollama rows": (OLLAMA_EMBED, small.ollama_rows, {"input": "hi"}),
-    "ollama row": (OLLAMA_EMBEDDINGS, small.ollama_row, {"prompt": "hi"}),
-    "reranked": (RERANK, small.reranked, {"query": "hi", "documents": ["a"]}),
-    "scored": (SCORE, small.scored, {"text_1": "hi", "text_2": "a"}),
+BODIES: dict[str, tuple[Dialect, str, dict[str, Any]]] = {
+    "completions": (COMPLETIONS, "CompletionRequest", {"prompt": "hi"}),
+    "chat": (CHAT_COMPLETIONS, "ChatRequest", {"messages": HI}),
+    "responses": (RESPONSES, "ResponseRequest", {"input": "hi"}),
+    "messages": (MESSAGES, "AnthropicRequest", ASK),
+    "embeddings": (EMBEDDINGS, "EmbeddingRequest", {"input": "hi"}),
+    "ollama chat": (OLLAMA_CHAT, "OllamaChatRequest", {"messages": HI}),
+    "ollama generate": (OLLAMA_GENERATE, "OllamaGenerateRequest", {"prompt": "hi"}),
+    "ollama rows": (OLLAMA_EMBED, "OllamaRowsRequest", {"input": "hi"}),
+    "ollama row": (OLLAMA_EMBEDDINGS, "OllamaRowRequest", {"prompt": "hi"}),
+    "reranked": (RERANK, "RerankedRequest", {"query": "hi", "documents": ["a"]}),
+    "scored": (SCORE, "ScoredRequest", {"text_1": "hi", "text_2": "a"}),
 }
-PAGES: dict[str, tuple[Callable[[ServedModel], Any], dict[str, Any]]] = {
-    "tokenize": (small.tokenize, {"prompt": "hi"}),
-    "detokenize": (small.detokenize, {"tokens": [1, 2]}),
-    "prefix": (small.prefix, {"prompt": "hi"}),
-    "count_tokens": (bodies.counted, {"messages": HI}),
+PAGES: dict[str, tuple[str, dict[str, Any]]] = {
+    "tokenize": ("TokenizeRequest", {"prompt": "hi"}),
+    "detokenize": ("DetokenizeRequest", {"tokens": [1, 2]}),
+    "prefix": ("PrefixRequest", {"prompt": "hi"}),
+    "count_tokens": ("CountedRequest", {"messages": HI}),
 }
 # shape -> field -> what it needs beside it
 _OURS: dict[str, dict[str, Any]] = {
@@ -116,7 +122,7 @@ LANGUAGES = frozenset(
 )
 # what goes on between requests, which no request alone tells
 BETWEEN = frozenset({"previous_response_id", "store", "background"})
-MEND = "mend its schema in openapi_bodies.py or field_table.py, or its check"
+MEND = "mend its schema in schemas.json or field_schemas.py, or its check"
 
 
 def read(dialect: Dialect, body: dict[str, Any]) -> str:
@@ -139,7 +145,12 @@ def done(page: str, body: dict[str, Any]) -> str:
 
 
 GOOD = {name: one[-1] for name, one in (*BODIES.items(), *PAGES.items())}
-SCHEMAS = {name: one[-2](SOME) for name, one in (*BODIES.items(), *PAGES.items())}
+_BODIES = request_schemas(SOME)
+SCHEMAS = {
+    # where there is another form of a body, the first one is what asks for an answer
+    name: _BODIES[one[-2]] if "properties" in _BODIES[one[-2]] else _BODIES[one[-2]]["anyOf"][0]
+    for name, one in (*BODIES.items(), *PAGES.items())
+}
 REFUSALS: dict[str, Callable[[dict[str, Any]], str]] = {
     **{name: partial(read, one[0]) for name, one in BODIES.items()},
     **{name: partial(done, name) for name in PAGES},
@@ -242,7 +253,7 @@ def test_a_field_of_each_shape_is_what_the_document_says(shape: str, name: str) 
 
 def test_every_field_has_its_line() -> None:
     known = {name for name in RequestBody.__struct_fields__ if name not in DIALECTS_OWN}
-    assert known - FIELDS.keys() == set(), "add them to FIELDS in field_table.py"
+    assert known - FIELDS.keys() == set(), "add them to FIELDS in field_schemas.py"
     assert FIELDS.keys() - known == set()
 
 
@@ -259,3 +270,18 @@ def test_numbers_as_a_pattern(most: int) -> None:
         assert not pattern.fullmatch(str(number))
     assert not pattern.fullmatch("00")
     assert not pattern.fullmatch("")
+
+
+@pytest.mark.parametrize(
+    ("part", "written"),
+    [
+        (("Tool", "function", "name", "pattern"), f"^{NAME.pattern}$"),
+        (("ChatMessage", "role", "enum"), [*ROLES, *NAMES_OF_ROLES]),
+        (("JsonSchema", "format", "examples"), sorted(FORMATS)),
+    ],
+)
+def test_schemas_say_what_the_checks_of_languages_say(part: tuple[str, ...], written: Any) -> None:
+    found = document(SOME, keyed=False)["components"]["schemas"][part[0]]
+    for name in part[1:]:
+        found = found["properties"][name] if "properties" in found else found[name]
+    assert found == written

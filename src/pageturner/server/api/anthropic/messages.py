@@ -38,32 +38,15 @@ from pageturner.server.api.base.body import RequestBody, bad_request
 from pageturner.server.api.base.call import Call, ServedModel, check_model
 from pageturner.server.api.base.dialect import Dialect
 from pageturner.server.api.base.replies import InParts, Reply, ReplyShape, encode
-from pageturner.server.api.base.translate import (
-    Fields,
-    fields_of,
-    others,
-    refuse,
-    renaming,
-    understood,
-    value_of,
-)
+from pageturner.server.api.base.translate import FieldMap, Fields, fields_of, value_of
 from pageturner.server.api.base.usage import reasoning_tokens
 from pageturner.server.api.base.whole_answer import WholeAnswer
 from pageturner.server.api.openai import chat
 from pageturner.server.api.openai.turns import read_turns
 from pageturner.text.output_stream import OutputPiece, OutputStream
 
-SAME = (
-    "model",
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "stream",
-)  # fields that are ours as they are
-TAKEN = frozenset(
-    {
-        *SAME,
+FIELDS = FieldMap(
+    taken=(
         "messages",
         "system",
         "stop_sequences",
@@ -80,15 +63,16 @@ TAKEN = frozenset(
         "betas",
         "inference_geo",
         "speed",
-    }
+    ),
+    same=("model", "max_tokens", "temperature", "top_p", "top_k", "stream"),
+    names={
+        "stop": "stop_sequences",
+        "response_format": "output_config.format",
+        "reasoning_effort": "output_config.effort",
+        "thinking_token_budget": "thinking.budget_tokens",
+    },
+    neutral={"mcp_servers": ([],), "container": ()},
 )
-NAMES = {
-    "stop": "stop_sequences",
-    "response_format": "output_config.format",
-    "reasoning_effort": "output_config.effort",
-    "thinking_token_budget": "thinking.budget_tokens",
-}
-NEUTRAL: dict[str, tuple[Any, ...]] = {"mcp_servers": ([],), "container": ()}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 TOO_LONG = ("context_length_exceeded", "kv_capacity_exceeded")
 
@@ -104,8 +88,7 @@ def decode(raw: bytes, limits: RequestLimits) -> RequestBody:
 
 
 def _chat(fields: Fields, limits: RequestLimits) -> RequestBody:
-    refuse(fields, NEUTRAL)
-    ours = others(fields, TAKEN) | {name: fields[name] for name in SAME if name in fields}
+    ours = FIELDS.passed_on(fields)
     ours |= thinking_fields(fields) | tool_fields(fields) | {"messages": conversation(fields)}
     if stops := value_of(fields, "stop_sequences", list[str], []):
         ours["stop"] = stops
@@ -114,7 +97,7 @@ def _chat(fields: Fields, limits: RequestLimits) -> RequestBody:
         ours["user"] = user
     if (form := _format(fields)) is not None:
         ours["response_format"] = {"type": "json_schema", "json_schema": form}
-    return understood(ours, NAMES, limits)
+    return FIELDS.to_openai_request(ours, limits)
 
 
 def _format(fields: Fields) -> dict[str, Any] | None:
@@ -124,7 +107,7 @@ def _format(fields: Fields) -> dict[str, Any] | None:
     if wanted is None:
         return None
     if not isinstance(wanted, dict) or wanted.get("type") != "json_schema":
-        name = NAMES["response_format"]
+        name = FIELDS.names["response_format"]
         raise bad_request("unsupported_parameter", f"{name}: type is json_schema", name)
     return {"schema": wanted.get("schema")}
 
@@ -136,7 +119,7 @@ def read(body: RequestBody, served: ServedModel) -> Call:
         body = msgspec.structs.replace(body, thinking_token_budget=None)
     try:
         roomy = replace(served, fits=True)
-        return renaming(NAMES, lambda: read_turns(body, lambda turns: chat.read(turns, roomy)))
+        return FIELDS.renaming(lambda: read_turns(body, lambda turns: chat.read(turns, roomy)))
     except ClientError as error:
         if error.code not in TOO_LONG:
             raise
@@ -150,8 +133,8 @@ def count_tokens(raw: bytes, served: ServedModel, doing: Callable[[str], None]) 
     body = _chat({name: value for name, value in fields.items() if name != "max_tokens"}, NO_LIMITS)
     check_model(body, served)
     check = _fits_tokenizer(served)
-    tokens = renaming(
-        NAMES, lambda: read_turns(body, lambda turns: chat.chat_tokens(turns, served, check))
+    tokens = FIELDS.renaming(
+        lambda: read_turns(body, lambda turns: chat.chat_tokens(turns, served, check))
     )
     return encode({"input_tokens": len(tokens)})
 

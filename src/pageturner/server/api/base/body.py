@@ -232,15 +232,22 @@ def decode(raw: bytes, limits: RequestLimits = NO_LIMITS) -> RequestBody:
     one; a known one misspelt is refused there. What holds more than any request may is refused before it is
     made into anything."""
     try:
-        fields = _named(raw) if len(raw) <= NAMED else _known(raw)
+        fields = _OBJECT.decode(raw) if len(raw) <= NAMED else _known(raw)
     except msgspec.ValidationError:
         raise bad_request("invalid_json", "the body must be a JSON object") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise bad_request(
             "invalid_json", f"the body is not valid JSON: {why_not_json(raw, error)}"
         ) from None
+    return body_of({name: bytes(value) for name, value in fields.items()}, limits)
+
+
+def body_of(fields: dict[str, bytes], limits: RequestLimits) -> RequestBody:
+    """The request that these fields are, each as JSON. See `decode`."""
+    size = sum(len(name) + len(value) for name, value in fields.items())
+    fields = _without_unknown(fields, named=size <= NAMED)
     _refuse_unsupported(fields)
-    if len(raw) > SMALL:
+    if size > SMALL:
         _check_sizes(fields, limits)
     body = RequestBody(**{name: _value(name, value) for name, value in fields.items()})
     _take_guided(body)
@@ -267,22 +274,21 @@ def _take_guided(body: RequestBody) -> None:
         raise bad_request("invalid_value", message, name)
 
 
-def _named(raw: bytes) -> dict[str, bytes]:
-    """The known fields of a body, and a line in the log that names the others; a slip is refused."""
-    fields = _OBJECT.decode(raw)
-    if unknown := sorted(fields.keys() - _KNOWN):
+def _without_unknown(fields: dict[str, bytes], named: bool) -> dict[str, bytes]:
+    """The known fields of a body. named: a line in the log names the others, and a slip is refused."""
+    unknown = sorted(fields.keys() - _KNOWN)
+    if unknown and named:
         if slip := _SPELLING.meant(unknown):
             message = f"{slip[0]} is not a field here: did you mean {slip[1]}?"
             raise bad_request("unsupported_parameter", message, slip[0])
         log.info("ignored unknown fields: %s", ", ".join(map(_printable, unknown[:20])))
-        fields = {name: value for name, value in fields.items() if name in _KNOWN}
-    return {name: bytes(value) for name, value in fields.items()}
+    return {name: value for name, value in fields.items() if name in _KNOWN}
 
 
-def _known(raw: bytes) -> dict[str, bytes]:
+def _known(raw: bytes) -> dict[str, msgspec.Raw]:
     """The known fields of a body that may have very many others."""
     fields = _STRUCT.decode(raw)
-    return {name: value for name in _KNOWN if (value := bytes(getattr(fields, name)))}
+    return {name: value for name in _KNOWN if bytes(value := getattr(fields, name))}
 
 
 def _check_sizes(fields: dict[str, bytes], limits: RequestLimits) -> None:

@@ -6,7 +6,8 @@ wrong with them is said by whoever understands them, by the name that the client
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,7 +18,7 @@ from pageturner.server.api.base.body import (
     DIALECTS_OWN,
     RequestBody,
     bad_request,
-    decode,
+    body_of,
     why_not_json,
 )
 
@@ -102,33 +103,49 @@ def refuse(
         del fields[name]
 
 
-def others(fields: Fields, taken: Iterable[str]) -> dict[str, Any]:
-    """The fields beside those that were `taken`, for `understood`: it takes EXTRAS, refuses what would change
-    the answer and is not there, and names the rest in the log. ClientError for fields of another shape, which
-    would be passed over."""
-    rest = {name: value for name, value in fields.items() if name not in frozenset(taken)}
-    if strange := rest.keys() & _OURS - EXTRAS:
-        name = min(strange)
-        raise bad_request(
-            "unsupported_parameter", f"{name} is not a field here: leave it out", name
-        )
-    return rest
+@dataclass(frozen=True, slots=True)
+class FieldMap:
+    """The fields of one dialect.
 
+    taken    fields that the dialect reads itself, or passes over
+    same     fields that are ours as they are
+    names    our field -> what the client calls it, where that differs
+    neutral  field that is not supported -> values that change nothing and are taken
+    """
 
-def understood(
-    ours: dict[str, Any], names: Mapping[str, str], limits: RequestLimits
-) -> RequestBody:
-    """The request that these fields of ours are. names: what the client calls them, where that differs."""
-    return renaming(names, lambda: decode(msgspec.json.encode(ours), limits))
+    taken: Collection[str] = ()
+    same: tuple[str, ...] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
+    neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
+    def passed_on(self, fields: Fields) -> dict[str, Any]:
+        """The fields of ours that need no translation: those of `same`, and extra fields, of which
+        `to_openai_request` takes EXTRAS, refuses what would change the answer and is not there, and names
+        the rest in the log. ClientError for fields of another shape, which would be passed over."""
+        refuse(fields, self.neutral)
+        strange = fields.keys() & _OURS - EXTRAS - {*self.taken} - {*self.same}
+        if strange:
+            name = min(strange)
+            raise bad_request(
+                "unsupported_parameter", f"{name} is not a field here: leave it out", name
+            )
+        return {name: value for name, value in fields.items() if name not in self.taken}
 
-def renaming(names: Mapping[str, str], read: Callable[[], T]) -> T:
-    """The outcome of `read`; its refusals say the client's names."""
-    try:
-        return read()
-    except ClientError as error:
-        theirs = names.get(error.param or "")
-        if theirs is None:
-            raise
-        message = error.message.replace(str(error.param), theirs)
-        raise ClientError(error.status, error.code, message, theirs) from None
+    def to_openai_request(self, ours: Mapping[str, Any], limits: RequestLimits) -> RequestBody:
+        """The request that these fields of ours are."""
+        raw = {
+            name: bytes(value if isinstance(value, msgspec.Raw) else msgspec.json.encode(value))
+            for name, value in ours.items()
+        }
+        return self.renaming(lambda: body_of(raw, limits))
+
+    def renaming(self, read: Callable[[], T]) -> T:
+        """The outcome of `read`; its refusals say the client's names."""
+        try:
+            return read()
+        except ClientError as error:
+            theirs = self.names.get(error.param or "")
+            if theirs is None:
+                raise
+            message = error.message.replace(str(error.param), theirs)
+            raise ClientError(error.status, error.code, message, theirs) from None

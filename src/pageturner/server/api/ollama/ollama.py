@@ -42,13 +42,11 @@ from pageturner.server.api.base.call import (
 from pageturner.server.api.base.dialect import Dialect
 from pageturner.server.api.base.replies import InParts, Reply, ReplyShape, encode
 from pageturner.server.api.base.translate import (
+    FieldMap,
     Fields,
     fields_of,
     fields_within,
-    others,
     refuse,
-    renaming,
-    understood,
     value_of,
 )
 from pageturner.server.api.base.whole_answer import WholeAnswer
@@ -72,27 +70,6 @@ OPTIONS = {
     "repeat_penalty": "repetition_penalty",
     "presence_penalty": "presence_penalty",
     "frequency_penalty": "frequency_penalty",
-}
-TAKEN = frozenset(
-    {
-        "model",
-        "messages",
-        "prompt",
-        "suffix",
-        "system",
-        "raw",
-        "options",
-        "format",
-        "stream",
-        "keep_alive",
-        "tools",
-        "think",
-        "chat_template_kwargs",
-    }
-)
-NAMES = {ours: f"options.{theirs}" for theirs, ours in OPTIONS.items()} | {
-    "response_format": "format",
-    "reasoning_effort": "think",
 }
 EFFORTS = ("low", "medium", "high")
 # how a model is loaded, which is this server's own affair, and how far penalties look back
@@ -124,13 +101,32 @@ OPTIONS_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "typical_p": (1, 1.0),
     "penalize_newline": (True, False),
 }
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "images": ([],),
-    "template": ("",),
-    "context": ([],),
-}
+FIELDS = FieldMap(
+    taken=(
+        "model",
+        "messages",
+        "prompt",
+        "suffix",
+        "system",
+        "raw",
+        "options",
+        "format",
+        "stream",
+        "keep_alive",
+        "tools",
+        "think",
+        "chat_template_kwargs",
+    ),
+    names={ours: f"options.{theirs}" for theirs, ours in OPTIONS.items()}
+    | {"response_format": "format", "reasoning_effort": "think"},
+    neutral={
+        "logprobs": (False,),
+        "top_logprobs": (0,),
+        "images": ([],),
+        "template": ("",),
+        "context": ([],),
+    },
+)
 NO_LIMIT = (-1, -2)  # of num_predict: until the end, until the context is full
 
 
@@ -142,14 +138,13 @@ def _decoder(
 
     def decode(raw: bytes, limits: RequestLimits) -> RequestBody:
         fields = fields_of(raw, limits)
-        refuse(fields, NEUTRAL)
-        ours = others(fields, TAKEN) | says(fields) | _options(fields) | _thinking(fields)
+        ours = FIELDS.passed_on(fields) | says(fields) | _options(fields) | _thinking(fields)
         ours["stream"] = value_of(fields, "stream", bool, True)
         model = value_of(fields, "model", str)
         ours["model"] = model and model.removesuffix(LATEST)
         if (form := value_of(fields, "format", str | dict[str, Any], "")) != "":
             ours["response_format"] = _response_format(form)
-        return understood(ours, NAMES, limits)
+        return FIELDS.to_openai_request(ours, limits)
 
     return decode
 
@@ -228,21 +223,21 @@ def _says_generate(fields: Fields) -> dict[str, Any]:
 def read_chat(body: RequestBody, served: ServedModel) -> Call:
     """A call of /api/chat."""
     _check_thinks(body, served)
-    return _renamed(lambda: chat.read(body, served))
+    return FIELDS.renaming(lambda: chat.read(body, served))
 
 
 def read_generate(body: RequestBody, served: ServedModel) -> Call:
     """A call of /api/generate: a gap, or through the template where the model has one and the request wants
     it."""
     if body.suffix:
-        return _renamed(lambda: read_gap(body, served))
+        return FIELDS.renaming(lambda: read_gap(body, served))
     _check_thinks(body, served)
     if body.prompt is None and served.template is not None:
-        return _renamed(lambda: chat.read(body, served))
+        return FIELDS.renaming(lambda: chat.read(body, served))
     text = body.prompt if isinstance(body.prompt, str) else ""
     for message in body.messages or ():
         text = f"{text}\n\n{message['content']}" if text else message["content"]
-    return _renamed(lambda: _read_text(text, body, served))
+    return FIELDS.renaming(lambda: _read_text(text, body, served))
 
 
 def _check_thinks(body: RequestBody, served: ServedModel) -> None:
@@ -266,10 +261,6 @@ def _read_text(text: str, body: RequestBody, served: ServedModel) -> Call:
     usual = served.defaults.get("max_tokens")
     fitted = with_max_tokens(params, len(prompt), body.max_tokens, usual, served)
     return with_choices(Call(body=body, prompts=(prompt,), params=(fitted,)), served)
-
-
-def _renamed(read: Callable[[], Call]) -> Call:
-    return renaming(NAMES, read)
 
 
 # -- answers -------------------------------------------------------------------------------------------------

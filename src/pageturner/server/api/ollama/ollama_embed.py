@@ -16,14 +16,7 @@ from pageturner.server.api.base.body import Count, EmbeddingOptions, RequestBody
 from pageturner.server.api.base.call import LONG_TOKEN, Call, ServedModel, check_model
 from pageturner.server.api.base.dialect import Dialect, no_chunk
 from pageturner.server.api.base.replies import InParts, Reply, ReplyShape, encode
-from pageturner.server.api.base.translate import (
-    Fields,
-    fields_of,
-    others,
-    renaming,
-    understood,
-    value_of,
-)
+from pageturner.server.api.base.translate import FieldMap, Fields, fields_of, value_of
 from pageturner.server.api.base.whole_answer import WholeAnswer
 from pageturner.server.api.ollama.ollama import LATEST
 from pageturner.server.api.openai import completions
@@ -42,10 +35,10 @@ def _decoder(name: str) -> Callable[[bytes, RequestLimits], RequestBody]:
         texts = value_of(fields, name, str | list[str] if name == "input" else str)
         if not texts:
             raise bad_request("missing_field", f"{name} is missing or empty", name)
-        ours = others(fields, ("model", name, "truncate", "dimensions", *PASSED_OVER))
+        ours = field_map(name).passed_on(fields)
         model = value_of(fields, "model", str)
         ours |= {"model": model and model.removesuffix(LATEST), "prompt": texts, "max_tokens": 1}
-        body = understood(ours, _names(name), limits)
+        body = field_map(name).to_openai_request(ours, limits)
         body.embedding = _options(fields, name)
         if value_of(fields, "truncate", bool, True):
             body.truncate_prompt_tokens = -1  # which cuts their ends off here: see `_cut`
@@ -61,13 +54,15 @@ def _options(fields: Fields, name: str) -> EmbeddingOptions:
     return EmbeddingOptions(dimensions=value_of(fields, "dimensions", Count))
 
 
-def _names(name: str) -> dict[str, str]:
-    return {"prompt": name, "max_tokens": name}
+def field_map(name: str) -> FieldMap:
+    """The fields of a body whose texts stand under this name."""
+    taken = ("model", name, "truncate", "dimensions", *PASSED_OVER)
+    return FieldMap(taken, names={"prompt": name, "max_tokens": name})
 
 
 def _reader(name: str) -> Callable[[RequestBody, ServedModel], Call]:
     def read(body: RequestBody, served: ServedModel) -> Call:
-        return renaming(_names(name), lambda: _read(body, served))
+        return field_map(name).renaming(lambda: _read(body, served))
 
     return read
 

@@ -18,20 +18,24 @@ from pageturner.server.api.base.body import EmbeddingOptions, RequestBody, bad_r
 from pageturner.server.api.base.call import Call, ServedModel
 from pageturner.server.api.base.dialect import Dialect, no_chunk
 from pageturner.server.api.base.replies import InParts, Reply, ReplyShape, encode
-from pageturner.server.api.base.translate import (
-    fields_within,
-    others,
-    renaming,
-    understood,
-    value_of,
-)
+from pageturner.server.api.base.translate import FieldMap, fields_within, value_of
 from pageturner.server.api.base.whole_answer import WholeAnswer
 from pageturner.server.api.openai import completions
 from pageturner.text.output_stream import OutputStream
 
-SAME = ("model", "user", "truncate_prompt_tokens", "priority", "cache_salt", "add_special_tokens")
-NAMES = {"prompt": "input", "max_tokens": "input"}
-OWN = tuple(EmbeddingOptions.__struct_fields__)
+OWN = EmbeddingOptions.__struct_fields__
+FIELDS = FieldMap(
+    taken=("input", *OWN),
+    same=(
+        "model",
+        "user",
+        "truncate_prompt_tokens",
+        "priority",
+        "cache_salt",
+        "add_special_tokens",
+    ),
+    names={"prompt": "input", "max_tokens": "input"},
+)
 
 
 def decode(raw: bytes, limits: RequestLimits) -> RequestBody:
@@ -39,9 +43,7 @@ def decode(raw: bytes, limits: RequestLimits) -> RequestBody:
     fields = fields_within(raw, "the body")
     if "input" not in fields:
         raise bad_request("missing_field", "input is missing", "input")
-    ours = others(fields, ("input", *SAME, *OWN)) | {
-        name: fields[name] for name in SAME if name in fields
-    }
+    ours = FIELDS.passed_on(fields)
     given = {name: value_of(fields, name, Any) for name in OWN if name in fields}
     try:
         own = msgspec.convert(given, EmbeddingOptions)
@@ -49,14 +51,14 @@ def decode(raw: bytes, limits: RequestLimits) -> RequestBody:
         message, _, name = str(error).partition(" - at `$.")
         name = name.rstrip("`") or "input"
         raise bad_request("invalid_value", f"{name}: {message}"[:400], name) from None
-    body = understood(ours | {"prompt": fields["input"], "max_tokens": 1}, NAMES, limits)
+    body = FIELDS.to_openai_request(ours | {"prompt": fields["input"], "max_tokens": 1}, limits)
     body.embedding = own
     return body
 
 
 def read(body: RequestBody, served: ServedModel) -> Call:
     """A call of /v1/embeddings."""
-    call = renaming(NAMES, lambda: completions.read(body, served))
+    call = FIELDS.renaming(lambda: completions.read(body, served))
     pooling = (body.embedding or EmbeddingOptions()).pooling
     pooled = tuple(
         replace(one, pooling=pooling, temperature=0.0, stop_ids=()) for one in call.params

@@ -20,21 +20,12 @@ from pageturner.server.api.base.body import ExtraFile, RequestBody, bad_request
 from pageturner.server.api.base.call import Call, ServedModel
 from pageturner.server.api.base.dialect import Dialect
 from pageturner.server.api.base.replies import InParts, Reply, ReplyShape, encode
-from pageturner.server.api.base.translate import (
-    Fields,
-    fields_of,
-    others,
-    refuse,
-    renaming,
-    understood,
-    value_of,
-)
+from pageturner.server.api.base.translate import FieldMap, Fields, fields_of, refuse, value_of
 from pageturner.server.api.base.whole_answer import WholeAnswer
 from pageturner.server.api.openai.gap import read_gap
 from pageturner.text.output_stream import OutputPiece, OutputStream
 
 log = logging.getLogger("pageturner")
-OWN = ("input_prefix", "input_suffix", "input_extra", "prompt")
 # their name of a field -> ours
 OPTIONS = {
     "n_predict": "max_tokens",
@@ -43,10 +34,6 @@ OPTIONS = {
     "top_p": "top_p",
     "stream": "stream",
     "model": "model",
-}
-NAMES = {ours: theirs for theirs, ours in OPTIONS.items()} | {
-    "prompt": "input_prefix",
-    "suffix": "input_suffix",
 }
 # where an answer is computed and how it is cut into lines, which is this server's own affair or the editor's
 PASSED_OVER = frozenset(
@@ -65,7 +52,12 @@ PASSED_OVER = frozenset(
         "repeat_last_n",
     }
 )
-NEUTRAL: dict[str, tuple[Any, ...]] = {"n_probs": (0,), "return_tokens": (False,)}
+FIELDS = FieldMap(
+    taken={"input_prefix", "input_suffix", "input_extra", "prompt", *OPTIONS, *PASSED_OVER},
+    names={ours: theirs for theirs, ours in OPTIONS.items()}
+    | {"prompt": "input_prefix", "suffix": "input_suffix"},
+    neutral={"n_probs": (0,), "return_tokens": (False,)},
+)
 STOP_TYPES = {"length": "limit", "stop": "eos"}
 
 
@@ -73,18 +65,18 @@ STOP_TYPES = {"length": "limit", "stop": "eos"}
 def decode(raw: bytes, limits: RequestLimits) -> RequestBody:
     """The fields of a body, as a prompt and a suffix."""
     fields = fields_of(raw, limits)
-    refuse(fields, NEUTRAL, "is not supported")
+    refuse(fields, FIELDS.neutral, "is not supported")
     if passed := fields.keys() & PASSED_OVER:
         log.info("ignored options: %s", ", ".join(sorted(passed)))
     prefix, typed = value_of(fields, "input_prefix", str, ""), value_of(fields, "prompt", str, "")
     extra = _extra(fields)
-    ours = others(fields, (*OWN, *OPTIONS, *PASSED_OVER))
+    ours = FIELDS.passed_on(fields)
     ours |= {name: fields[theirs] for theirs, name in OPTIONS.items() if theirs in fields}
     for name, unset in (("n_predict", -1), ("seed", -1)):  # as long as there is room; drawn
         if value_of(fields, name, int | float) == unset:
             ours.pop(OPTIONS.get(name, name), None)
     ours |= {"prompt": prefix + typed, "suffix": value_of(fields, "input_suffix", str, "")}
-    body = understood(ours, NAMES, limits)
+    body = FIELDS.to_openai_request(ours, limits)
     body.extra = extra
     return body
 
@@ -101,7 +93,7 @@ def _extra(fields: Fields) -> list[ExtraFile]:
 
 def read(body: RequestBody, served: ServedModel) -> Call:
     """A call of /infill."""
-    return renaming(NAMES, lambda: read_gap(body, served))
+    return FIELDS.renaming(lambda: read_gap(body, served))
 
 
 # -- answers -------------------------------------------------------------------------------------------------

@@ -21,14 +21,7 @@ from pageturner.server.api.base.body import Count, PairOptions, RequestBody, bad
 from pageturner.server.api.base.call import Call, ServedModel, check_model, check_text
 from pageturner.server.api.base.dialect import Dialect, no_chunk
 from pageturner.server.api.base.replies import InParts, Reply, ReplyShape, encode
-from pageturner.server.api.base.translate import (
-    Fields,
-    fields_of,
-    others,
-    renaming,
-    understood,
-    value_of,
-)
+from pageturner.server.api.base.translate import FieldMap, Fields, fields_of, value_of
 from pageturner.server.api.base.whole_answer import WholeAnswer
 from pageturner.server.api.openai import completions
 from pageturner.text.chat_template import TemplateTooLong
@@ -107,22 +100,21 @@ def _understood(
             raise bad_request(
                 "unsupported_parameter", f"{name} is not supported: leave it out", name
             )
-    ours = others(fields, (*taken, *SAME, *OWN)) | {
-        name: fields[name] for name in SAME if name in fields
-    }
-    body = understood(ours | {"prompt": texts, "max_tokens": 1}, _names(taken), limits)
+    map = field_map(taken)
+    body = map.to_openai_request(map.passed_on(fields) | {"prompt": texts, "max_tokens": 1}, limits)
     body.pairs = pairs
     return body
 
 
-def _names(taken: tuple[str, ...]) -> dict[str, str]:
-    """What the client calls our fields. taken: its own names; the second is that of the documents."""
-    return {"prompt": taken[1], "max_tokens": taken[1], "n": taken[1], "beam_width": taken[1]}
+def field_map(taken: tuple[str, ...]) -> FieldMap:
+    """The fields of a body. taken: its own names; the second is that of the documents."""
+    names = dict.fromkeys(("prompt", "max_tokens", "n", "beam_width"), taken[1])
+    return FieldMap((*taken, *OWN), SAME, names)
 
 
 def _reader(taken: tuple[str, ...]) -> Any:
     def read(body: RequestBody, served: ServedModel) -> Call:
-        return renaming(_names(taken), lambda: _read(body, served))
+        return field_map(taken).renaming(lambda: _read(body, served))
 
     return read
 

@@ -7,7 +7,7 @@ any operation or field.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,8 +21,13 @@ from pageturner.http.responses import docs_page
 from pageturner.server.admission.service_level import MAX_MS, MAX_PRIORITY
 from pageturner.server.api.base import replies
 from pageturner.server.api.base.call import ServedModel
-from pageturner.server.api.openapi import openapi_answers, openapi_bodies
-from pageturner.server.api.openapi.openapi_operations import OPERATIONS, PLAIN, ApiOperation
+from pageturner.server.api.openapi.operations import OPERATIONS, PLAIN, ApiOperation
+from pageturner.server.api.openapi.request_schemas import (
+    data,
+    known_schemas,
+    request_schemas,
+    resolved,
+)
 from pageturner.server.service import Service
 
 # that any request may meet: of HTTP, of the door, of the server
@@ -57,7 +62,9 @@ def document(
     paths: dict[str, dict[str, Any]] = {}
     for one in operations:
         paths.setdefault(one.path, {})[one.method.lower()] = _operation(one, served, keyed)
-    bodies = {body_name(one.body): one.body(served) for one in operations if one.body is not None}
+    schemas, bodies = data(), request_schemas(served)
+    components = resolved(schemas["components"], schemas["parts"])
+    bodies = {one.body: bodies[one.body] for one in operations if one.body}
     schemes: dict[str, Any] = {"AdminKey": {"type": "http", "scheme": "bearer"}}
     if keyed:
         schemes["ApiKey"] = {"type": "http", "scheme": "bearer"}
@@ -74,7 +81,7 @@ def document(
         },
         "paths": paths,
         "components": {
-            "schemas": {**bodies, **openapi_bodies.components(), **openapi_answers.components()},
+            "schemas": {**bodies, **components, **schemas["answers"]},
             **header_components(),
             "securitySchemes": schemes,
         },
@@ -100,10 +107,10 @@ def header_components() -> dict[str, dict[str, Any]]:
 
 
 def _operation(one: ApiOperation, served: ServedModel, keyed: bool) -> dict[str, Any]:
-    names = re.findall(r"\{(\w+)\}", one.path)
+    known = {**known_schemas(served), "text": STRING}
     variables = [
-        {"name": name, "in": "path", "required": True, "schema": one.variable(served)}
-        for name in names
+        {"name": name, "in": "path", "required": True, "schema": known[one.variable]}
+        for name in re.findall(r"\{(\w+)\}", one.path)
     ]
     return operation_object(one, keyed, variables)
 
@@ -115,8 +122,8 @@ def operation_object(
     made: dict[str, Any] = {"operationId": one.id, "summary": one.summary, "tags": [one.group]}
     if parameters := [*variables, *_headers(one)]:
         made["parameters"] = parameters
-    if one.body is not None:
-        schema = ref(body_name(one.body))
+    if one.body:
+        schema = ref(one.body)
         made["requestBody"] = {"required": True, "content": {one.form: {"schema": schema}}}
     made["responses"] = {"200": _answer(one), **_errors(one, keyed)}
     if one.admin:
@@ -124,11 +131,6 @@ def operation_object(
     elif keyed and not one.open:
         made["security"] = [{"ApiKey": []}, {"ApiKeyHeader": []}]
     return made
-
-
-def body_name(body: Callable[[ServedModel], Schema]) -> str:
-    """What the document calls the schema that this makes."""
-    return f"{body.__name__.title().replace('_', '')}Request"
 
 
 def _headers(one: ApiOperation) -> list[dict[str, Any]]:
@@ -157,7 +159,7 @@ def _answer(one: ApiOperation) -> dict[str, Any]:
         said = {"description": f"Each event or line is a {one.events}.", "x-event": ref(one.events)}
         events = {one.media: {"schema": said}}
         return {**made, "content": {**json, **events}}
-    whole = one.body is not None or one.media == "application/json"
+    whole = bool(one.body) or one.media == "application/json"
     return {**made, "content": json if whole else {one.media: {"schema": STRING}}}
 
 

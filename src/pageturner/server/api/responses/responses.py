@@ -14,26 +14,15 @@ from pageturner.server.api.base.body import RequestBody, bad_request
 from pageturner.server.api.base.call import Call, ServedModel
 from pageturner.server.api.base.dialect import Dialect
 from pageturner.server.api.base.replies import ReplyShape
-from pageturner.server.api.base.translate import (
-    Fields,
-    fields_of,
-    others,
-    refuse,
-    renaming,
-    understood,
-    value_of,
-)
+from pageturner.server.api.base.translate import FieldMap, Fields, fields_of, value_of
 from pageturner.server.api.openai import chat
 from pageturner.server.api.openai.turns import read_turns
 from pageturner.server.api.responses.response_items import conversation, tool_fields
 from pageturner.server.api.responses.response_store import ResponseStore
 from pageturner.server.api.responses.response_writer import ResponseWriter
 
-# fields that are ours as they are
-SAME = ("model", "temperature", "top_p", "stream", "user", "parallel_tool_calls")
-TAKEN = frozenset(
-    {
-        *SAME,
+FIELDS = FieldMap(
+    taken=(
         "input",
         "instructions",
         "max_output_tokens",
@@ -50,20 +39,21 @@ TAKEN = frozenset(
         "tools",
         "tool_choice",
         "client_metadata",
-    }
+    ),
+    same=("model", "temperature", "top_p", "stream", "user", "parallel_tool_calls"),
+    names={
+        "max_tokens": "max_output_tokens",
+        "response_format": "text.format",
+        "messages": "input",
+        "reasoning_effort": "reasoning.effort",
+    },
+    neutral={
+        "conversation": (),
+        "prompt": (),
+        "truncation": ("disabled",),
+        "top_logprobs": (0,),
+    },
 )
-NAMES = {
-    "max_tokens": "max_output_tokens",
-    "response_format": "text.format",
-    "messages": "input",
-    "reasoning_effort": "reasoning.effort",
-}
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "conversation": (),
-    "prompt": (),
-    "truncation": ("disabled",),
-    "top_logprobs": (0,),
-}
 LOGPROBS = "message.output_text.logprobs"
 
 
@@ -71,12 +61,11 @@ LOGPROBS = "message.output_text.logprobs"
 def decode(raw: bytes, limits: RequestLimits) -> RequestBody:
     """The fields of a body, as a chat. Whatever went before stands in its `input` already."""
     fields = fields_of(raw, limits)
-    refuse(fields, NEUTRAL)
+    ours = FIELDS.passed_on(fields)
     if LOGPROBS in value_of(fields, "include", list[str], []):
         raise bad_request(
             "unsupported_parameter", f"include: {LOGPROBS} is not supported yet", "include"
         )
-    ours = others(fields, TAKEN) | {name: fields[name] for name in SAME if name in fields}
     if "max_output_tokens" in fields:
         ours["max_tokens"] = fields["max_output_tokens"]
     if (form := _format(fields)) is not None:
@@ -84,7 +73,7 @@ def decode(raw: bytes, limits: RequestLimits) -> RequestBody:
     effort = value_of(fields, "reasoning", dict[str, Any], {}).get("effort")
     ours |= {} if effort is None else {"reasoning_effort": effort}
     ours |= tool_fields(fields) | {"messages": conversation(fields)}
-    return understood(ours, NAMES, limits)
+    return FIELDS.to_openai_request(ours, limits)
 
 
 def _format(fields: Fields) -> dict[str, Any] | None:
@@ -101,7 +90,7 @@ def _format(fields: Fields) -> dict[str, Any] | None:
 
 def read(body: RequestBody, served: ServedModel) -> Call:
     """A call of /v1/responses."""
-    return renaming(NAMES, lambda: read_turns(body, lambda turns: chat.read(turns, served)))
+    return FIELDS.renaming(lambda: read_turns(body, lambda turns: chat.read(turns, served)))
 
 
 def dialect_of(store: ResponseStore) -> Dialect:

@@ -3,7 +3,7 @@
 Owns what is said of every field of a RequestBody: its type is the one by which it is decoded (body.py), its
 bounds are those by which it is checked (params.LIMITS, text/parameters.py, limits.py), and the table says the
 rest. tests/server/test_openapi_fields.py draws values from it, and others, and holds them against the check.
-Must not know which API takes which field (openapi_bodies.py).
+Must not know which API takes which field (request_schemas.py).
 """
 
 from __future__ import annotations
