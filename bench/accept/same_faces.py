@@ -143,7 +143,13 @@ def outside(base: Side, ours: Side) -> Iterator[Line]:
             fetch(address, "/v1/completions", b'{"prompt": "a", "max_tokens": 3}')
             pages.append((openapi(address), metrics(address)))
     yield compared("/openapi.json", pages[0][0], pages[1][0])
-    yield compared("names, types and labels of metrics", pages[0][1], pages[1][1])
+    counted = (
+        pages[0][1].keys() & pages[1][1].keys()
+    )  # a sample is there once it has counted something
+    found = [
+        {n: text for n, text in page.items() if "," not in n or n in counted} for _, page in pages
+    ]
+    yield compared("names, types and labels of metrics", *found)
 
 
 # -- the status page -------------------------------------------------------------------------------
