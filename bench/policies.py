@@ -21,7 +21,8 @@ from pageturner.lab.bench.engine_bench import EngineBench
 from pageturner.lab.compare import comparison
 from pageturner.lab.compare.comparison import Contender
 from pageturner.lab.compare.run_timeline import SlotSpan, timeline_of
-from pageturner.lab.compare.svg_charts import HATCH, KINDS, Axis, standalone
+from pageturner.lab.reporting.charts import HATCH, Axis, standalone
+from pageturner.lab.reporting.comparison_pictures import KINDS
 from pageturner.lab.simulation.step_cost import CalibratedCost
 from pageturner.params import SamplingParams
 from pageturner.policies.batching import POLICIES
@@ -191,7 +192,7 @@ def drawn() -> dict[str, str]:
     pictures = {}
     for each in (policies, orders):
         ends = (line.tokens[-1] for lines in each.values() for line in lines)
-        axis = Axis(max(ends), LABELS, WIDTH - LABELS - RIGHT)
+        axis = Axis(0.0, max(ends), LABELS, WIDTH - RIGHT)
         pictures |= {name: picture(name, lines, axis) for name, lines in each.items()}
     return pictures
 

@@ -18,19 +18,12 @@ from pageturner.config.settings import EngineConfig
 from pageturner.errors import EngineFault
 from pageturner.lab.bench.engine_bench import EngineBench
 from pageturner.lab.bench.request_metrics import LatencyTargets
-from pageturner.lab.compare import (
-    comparison,
-    literature_claims,
-    report_html,
-    report_pictures,
-    report_text,
-    run_timeline,
-    simulated_comparison,
-    svg_charts,
-)
+from pageturner.lab.compare import comparison, literature_claims, run_timeline, simulated_comparison
 from pageturner.lab.compare.comparison import Contender
 from pageturner.lab.compare.comparison_results import About, ComparisonResults, Disturbance, find
 from pageturner.lab.compare.run_timeline import Moment, RunTimeline
+from pageturner.lab.reporting import charts, comparison_page
+from pageturner.lab.reporting import comparison_pictures as pictures
 from pageturner.lab.simulation import log_replay, recorded_runs
 from pageturner.lab.simulation.recorded_runs import RecordedRun
 from pageturner.lab.simulation.step_cost import CalibratedCost
@@ -322,7 +315,7 @@ def test_shares_of_the_machine_are_those_of_the_steps(tmp_path: Path) -> None:
         if not m.prefilling and m.padded + m.decoding > 1
     ]
     assert full.nobody < last.nobody < last.compute, "padding is computed, for nobody"
-    page = report_html.page(found)
+    page = comparison_page.page(found)
     assert "Utilisation over time" in page
     assert f"<td>{chunked['compute_share']:.0%}</td>" in page
     assert "pageturner doctor" not in page
@@ -336,7 +329,7 @@ def test_shares_that_are_not_known_are_left_out(bench: EngineBench, tmp_path: Pa
         tmp_path,
     )
     assert found.contests[0].figures["machine"] == {}
-    page = report_html.page(found)
+    page = comparison_page.page(found)
     assert "Utilisation over time" not in page
     assert "run `pageturner doctor` once" in page
 
@@ -381,7 +374,7 @@ def test_orders_compete_and_tenants_are_told_apart(bench: EngineBench, tmp_path:
     assert fcfs["loudest"] == fair["loudest"] == "loud"
     assert fair["loudest_share"] < fcfs["loudest_share"]
     assert fair["difference"] < fcfs["difference"]
-    assert "Tenants" in report_html.page(found)
+    assert "Tenants" in comparison_page.page(found)
 
 
 # -- claims --------------------------------------------------------------------------------------------------
@@ -508,7 +501,7 @@ def test_a_busy_machine_is_said_at_the_top(
 ) -> None:
     found = measured(two_rounds, disturbance, speeds)
     assert found.disturbed == found.as_json()["disturbed"] == said
-    page, text = report_html.page(found), report_text.render(found)
+    page, text = comparison_page.page(found), comparison_page.terminal(found)
     assert page.count('<p class="busy">') == len(said)
     assert text.startswith("This machine was busy") == bool(said)
     for words in said:
@@ -532,7 +525,7 @@ def test_what_a_measurement_cannot_tell_apart_has_no_winner(
     runs = comparison.run_contenders(bench, each, requests, 1, tmp_path, progress=False)
     found = find(runs, requests, replace(about(), real=True))
     assert next(iter(found.advice())).chosen == "tied: chunked, orca"
-    page = report_html.page(found)
+    page = comparison_page.page(found)
     assert "Tied: orca, chunked had everything answered after" in page
     head, *rows = page[page.index("<h2>Figures</h2>") :].partition("</table>")[0].split("<tr>")[1:]
     assert "output tokens/s" in head
@@ -543,7 +536,7 @@ def test_what_a_measurement_cannot_tell_apart_has_no_winner(
 @pytest.mark.slow
 def test_a_simulation_never_says_that_answers_were_equal(found: ComparisonResults) -> None:
     assert not found.about.real
-    page, text = report_html.page(found), report_text.render(found)
+    page, text = comparison_page.page(found), comparison_page.terminal(found)
     assert found.as_json()["same_answers"] is None
     for said in (page, text):
         assert "No model ran" in said
@@ -574,7 +567,7 @@ def found(bench: EngineBench, tmp_path_factory: pytest.TempPathFactory) -> Compa
 
 
 def test_the_page_has_every_section_and_is_well_formed(found: ComparisonResults) -> None:
-    page = ElementTree.fromstring(report_html.page(found))
+    page = ElementTree.fromstring(comparison_page.page(found))
     assert [h.text for h in page.iter("h2") if h.text != "Tenants"] == list(SECTIONS)
     svgs = list(page.iter("{http://www.w3.org/2000/svg}svg"))
     assert len(svgs) == 16, "each picture for a desk and for a phone"
@@ -586,7 +579,7 @@ def test_the_page_has_every_section_and_is_well_formed(found: ComparisonResults)
 
 
 def test_the_page_needs_nothing_else(found: ComparisonResults) -> None:
-    text = report_html.page(found)
+    text = comparison_page.page(found)
     assert set(re.findall(r"https?://[^\s\"'<)]+", text)) == {"http://www.w3.org/2000/svg"}
     assert set(re.findall(r"url\([^)]*\)", text)) == {"url(#pt-hatch)"}
     assert not re.findall(r"<(script|link|img|iframe|object)|\b(src|href)=|@import", text)
@@ -594,7 +587,7 @@ def test_the_page_needs_nothing_else(found: ComparisonResults) -> None:
 
 
 def test_a_row_has_five_figures_and_the_rest_is_folded(found: ComparisonResults) -> None:
-    page = ElementTree.fromstring(report_html.page(found))
+    page = ElementTree.fromstring(comparison_page.page(found))
     tables = {section.find("h2").text: section.find(".//table") for section in page.iter("section")}  # type: ignore[union-attr]
     (figures,) = (table for name, table in tables.items() if name == "Figures")
     assert figures is not None
@@ -605,7 +598,9 @@ def test_a_row_has_five_figures_and_the_rest_is_folded(found: ComparisonResults)
         "that were not measured" in text and "speculative decoding" in text for text in folded
     )
     shown = (
-        report_html.page(found).partition("Claims of the literature")[2].partition("<details>")[0]
+        comparison_page.page(found)
+        .partition("Claims of the literature")[2]
+        .partition("<details>")[0]
     )
     assert "not measured" not in shown
 
@@ -614,13 +609,13 @@ def test_machine_load_and_day_stand_under_the_title(found: ComparisonResults) ->
     told = replace(
         found, about=replace(found.about, machine="some CPU, load 0.3", when="2031-02-03")
     )
-    head = report_html.page(told).partition("</h1>")[2].partition("</p>")[0]
+    head = comparison_page.page(told).partition("</h1>")[2].partition("</p>")[0]
     assert "some CPU, load 0.3; 2031-02-03" in head
 
 
 def test_a_hint_has_prompt_answer_and_time_to_first_token(found: ComparisonResults) -> None:
     told = replace(found, texts={1: ("Once <upon> a time", "there was")})
-    page = ElementTree.fromstring(report_html.page(told))
+    page = ElementTree.fromstring(comparison_page.page(told))
     hints = [one.text or "" for one in page.iter("{http://www.w3.org/2000/svg}title")]
     mine = next(hint for hint in hints if hint.startswith("request 1:"))
     first = found.contests[0].timeline.requests[1]
@@ -633,19 +628,19 @@ def test_a_hint_has_prompt_answer_and_time_to_first_token(found: ComparisonResul
 def test_tenants_have_colours_and_fair_is_explained(bench: EngineBench, tmp_path: Path) -> None:
     asked = MIXES["tenants"].make(38, 0)
     each = comparison.contenders(["chunked"], ["fcfs", "fair"])
-    page = report_html.page(found_of(bench, each, asked, tmp_path))
+    page = comparison_page.page(found_of(bench, each, asked, tmp_path))
     assert all(f'class="tenant{number}"' in page for number in range(10))
     assert 'class="tenant0 paler"' in page
     assert ">loud</text>" in page
     assert page.count("the tenant that was served least goes first") == 2
     assert "a fair share for each tenant" in page
     others = comparison.contenders(["chunked", "orca"], ["fcfs"])
-    assert "--orders fcfs,fair" in report_html.page(found_of(bench, others, asked, tmp_path))
+    assert "--orders fcfs,fair" in comparison_page.page(found_of(bench, others, asked, tmp_path))
 
 
 def test_pictures_for_a_phone_fit_it(found: ComparisonResults) -> None:
     """Names stand above rows: nothing begins beyond the edge, and the axis has most of the width."""
-    page = ElementTree.fromstring(report_html.page(found))
+    page = ElementTree.fromstring(comparison_page.page(found))
     narrow = [svg for div in page.iter("div") if div.get("class") == "narrow" for svg in div]
     assert len(narrow) >= 7
     for svg in narrow:
@@ -660,8 +655,9 @@ def test_pictures_for_a_phone_fit_it(found: ComparisonResults) -> None:
 
 
 def test_a_picture_alone_is_well_formed(found: ComparisonResults) -> None:
-    for draw in (report_pictures.gantt, report_pictures.batch, report_pictures.memory):
-        svg = svg_charts.standalone(draw(found))
+    drawn = [pictures.over_time(name, found) for name in pictures.PANELS]
+    for picture in (pictures.gantt(found), *drawn):
+        svg = charts.standalone(picture)
         assert ElementTree.fromstring(svg).tag == "{http://www.w3.org/2000/svg}svg"
         assert "prefers-color-scheme: dark" in svg
 
@@ -681,7 +677,7 @@ def test_the_json_holds_the_figures(found: ComparisonResults) -> None:
 
 def test_one_contender_and_one_token_make_a_page(bench: EngineBench, tmp_path: Path) -> None:
     """No TPOT, no gap: what is not there is left out, not drawn at random."""
-    page = report_html.page(
+    page = comparison_page.page(
         found_of(bench, [Contender("chunked")], [TrafficRequest("a", None, 1)], tmp_path)
     )
     assert not re.search(r"\bnan\b", page)
@@ -696,21 +692,20 @@ def test_nobody_is_chosen_for_what_nobody_does(bench: EngineBench, tmp_path: Pat
     runs = comparison.run_contenders(bench, each, requests, 1, tmp_path, progress=False)
     for targets, names in ((LatencyTargets(1e-9, 1e-9), 1), (LatencyTargets(1e9, 1e9), 0)):
         about = About("", "", "", "", real=False, rounds=1, targets=targets)
-        assert report_html.page(find(runs, requests, about)).count("none of these") == names
+        assert comparison_page.page(find(runs, requests, about)).count("none of these") == names
 
 
 def test_ticks_are_round_and_within() -> None:
     for most in (0.003, 0.7, 1.0, 5.0, 42.5, 1234.0):
-        ticks = svg_charts.Axis(most).ticks()
+        ticks = charts.Axis(0.0, most, 0, 100).ticks()
         assert ticks[0] == 0
         assert 3 <= len(ticks) <= 8
         assert ticks[-1] <= most * 1.000001
 
 
 def test_an_account_of_nothing_is_drawn() -> None:
-    assert "<svg" in svg_charts.gantt(
-        [("none", RunTimeline(1.0, slots=1))], svg_charts.time_axis([1.0])
-    )
+    runs = [("none", RunTimeline(1.0, slots=1))]
+    assert "<svg" in pictures.slots(runs, charts.time_axis([1.0]), pictures.GanttHints())
 
 
 # -- a real engine -------------------------------------------------------------------------------------------

@@ -19,9 +19,18 @@ import pytest
 
 from pageturner.config.settings import EngineConfig
 from pageturner.errors import EngineFault
-from pageturner.lab.bench import sweep_load, sweep_report
+from pageturner.lab.bench import sweep_load
 from pageturner.lab.bench.client import ResponseTimes
-from pageturner.lab.bench.sweep import LoadSweep, Sweeper, SweepPoint, SweptServer, knee, tied
+from pageturner.lab.bench.sweep import (
+    FIGURES,
+    LoadSweep,
+    Sweeper,
+    SweepPoint,
+    SweepResults,
+    SweptServer,
+    knee,
+    tied,
+)
 from pageturner.lab.bench.sweep_forecast import scheduler_settings
 from pageturner.lab.bench.sweep_load import (
     PointBounds,
@@ -31,8 +40,9 @@ from pageturner.lab.bench.sweep_load import (
     point_seed,
 )
 from pageturner.lab.bench.sweep_servers import ask_models, key_of, named
-from pageturner.lab.bench.sweep_simulated import SimulatedServer, error
+from pageturner.lab.bench.sweep_simulated import SimulatedServer
 from pageturner.lab.commands import bench_sweep
+from pageturner.lab.reporting import sweep_page
 from pageturner.lab.simulation.step_cost import CalibratedCost
 from pageturner.lab.traffic.traffic import TrafficRequest
 from support.sweeps import FAILED, figures, results
@@ -287,7 +297,7 @@ def test_the_simulator_has_the_knee_where_places_end() -> None:
         engine.point("concurrency", clients, [(16, 20), (18, 22)], PointBounds(20.0), 1, {})
         for clients in (1, 2, 4, 8)
     ]
-    assert all(set(sweep_report.FIGURES) <= set(one) for one in speeds), "as measured ones have"
+    assert all(set(FIGURES) <= set(one) for one in speeds), "as measured ones have"
     tokens = [one["output_tokens_per_s"] for one in speeds]
     assert tokens[1] > 1.8 * tokens[0]
     assert tokens[2] > 1.8 * tokens[1]
@@ -311,7 +321,8 @@ def test_settings_of_the_scheduler_are_taken_from_flags() -> None:
 def test_errors_of_forecasts() -> None:
     sweep = LoadSweep("rate", points=[SweepPoint(1.0, {"a": [figures(100)]}), SweepPoint(2.0)])
     told = [SweepPoint(1.0, {"a": [figures(90)]}), SweepPoint(2.0)]
-    assert error(sweep, told, "a", "output_tokens_per_s") == [(1.0, pytest.approx(-0.1))]
+    found = SweepResults([], [sweep], {}, 1, {}, [], forecasts={(0, "a"): told})
+    assert found.errors(0, "a", "output_tokens_per_s") == [pytest.approx(-0.1)]
 
 
 # -- names, the table, JSON ----------------------------------------------------------------------------------
@@ -362,40 +373,40 @@ def test_the_table_fits_a_hundred_columns() -> None:
         server.name *= 5
     found.sweeps[0].points.append(replace(found.sweeps[0].points[0], at=12800.0))
     found.forecasts.clear()
-    shown = sweep_report.table(found, 0)
+    shown = sweep_page.table(found, 0)
     assert max(map(len, shown.splitlines())) <= 100
-    assert "2 knee" in sweep_report.table(results(), 0)
-    assert "simulated" in sweep_report.table(results(), 0)
+    assert "2 knee" in sweep_page.table(results(), 0)
+    assert "simulated" in sweep_page.table(results(), 0)
 
 
 def test_what_is_a_lower_bound_looks_like_one() -> None:
     point = SweepPoint(1.0, {"a": [figures(10, 500.0, unanswered=1)], "b": [figures(10, 500.0)]})
-    shown = [sweep_report.figure_text(point, name, "ttft_ms_p99") for name in "ab"]
+    shown = [sweep_page.figure_text(point, name, "ttft_ms_p99") for name in "ab"]
     assert shown == ["≥500", "500"]
-    assert sweep_report.figure_text(point, "a", "tpot_ms_p99") == "500"
+    assert sweep_page.figure_text(point, "a", "tpot_ms_p99") == "500"
 
 
 def test_what_is_said_of_a_sweep() -> None:
     found = results()
-    ranking, *each = sweep_report.verdict(found, found.sweeps[0])
+    ranking, *each = sweep_page.verdict(found, found.sweeps[0])
     assert ranking.startswith("ours gives most: 182 output tokens/s at 2 clients, 3.57x evil")
     assert "ours has its knee at 2 clients: 182 tokens/s" in each[0]
     assert "no knee was reached" in each[1]
     points = found.sweeps[0].points
     points[0].rounds[found.servers[1].name] = [figures(170), figures(190)]
-    assert "are tied" in sweep_report.verdict(found, found.sweeps[0])[0]
+    assert "are tied" in sweep_page.verdict(found, found.sweeps[0])[0]
 
 
 def test_answers_that_are_shorter_are_said() -> None:
     found = results()
-    assert sweep_report.answers_differ(found) == []
+    assert sweep_page.answers_differ(found) == []
     found.sweeps[0].points[0].rounds["ours"] = [figures(100, answer_tokens=6.0)]
-    (said,) = sweep_report.answers_differ(found)
+    (said,) = sweep_page.answers_differ(found)
     assert said.startswith("answers of ours are shorter than asked: 6.0 tokens on average at 1 cl")
 
 
 def test_the_json_file() -> None:
-    data = json.loads(msgspec.json.encode(sweep_report.as_json(results())))
+    data = json.loads(msgspec.json.encode(results().as_json()))
     assert data["schema"] == 1
     assert set(data) == {
         "schema",
@@ -427,7 +438,7 @@ def test_the_json_file() -> None:
 
 def test_the_documented_fields_are_those_of_the_file() -> None:
     text = (Path(__file__).parents[2] / "docs" / "sweep.md").read_text()
-    data = sweep_report.as_json(results())
+    data = results().as_json()
     point = data["sweeps"][0]["points"][0]["servers"]["ours"]
-    for name in (*data, *data["servers"][0], *data["sweeps"][0], *point, *sweep_report.FIGURES):
+    for name in (*data, *data["servers"][0], *data["sweeps"][0], *point, *FIGURES):
         assert f"`{name}`" in text, name

@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from pageturner.lab.bench import sweep_charts, sweep_page
-from pageturner.lab.bench.sweep_charts import ChartLine, LinePoint, value_scale
+from pageturner.lab.reporting import charts, sweep_page
+from pageturner.lab.reporting.charts import ChartLine, LineChart, LinePoint, value_axis
 from support.sweeps import results
 
 VOID = ("meta",)
@@ -95,24 +95,24 @@ def test_charts_are_xml_with_dashes_and_a_ring() -> None:
     line = ChartLine(
         [LinePoint(1, 5, 4, 6, "a"), LinePoint(2, 9, 9, 9, "b")], [(1, 5), (2, 10)], ring=2
     )
-    svg = sweep_charts.chart("T", "ms", "clients", [line, ChartLine([])], log=True)
+    svg = charts.lines_chart(LineChart("T", "ms", "clients", log=True), [line, ChartLine([])])
     ElementTree.fromstring(svg)
     assert svg.count('class="told c0"') == 1
     assert svg.count('class="ring c0"') == 1
     assert svg.count('class="spread c0"') == 1
-    assert sweep_charts.chart("T", "ms", "clients", [ChartLine([])]) == ""
+    assert charts.lines_chart(LineChart("T", "ms", "clients"), [ChartLine([])]) == ""
     ElementTree.fromstring(
-        sweep_charts.key(5).replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"')
+        charts.line_key(5).replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"')
     )
 
 
 @pytest.mark.parametrize("values", [[3.0], [0.0], [1.0, 5.0], [1.0, 1e6], [0.02, 0.9], [7e4, 9e4]])
 @pytest.mark.parametrize("log", [False, True])
 def test_axes_have_a_few_round_ticks_within(values: list[float], log: bool) -> None:
-    scale = value_scale(values, log)
-    ticks = scale.ticks()
+    scale = value_axis(values, log)
+    ticks = scale.ticks(5)
     assert 2 <= len(ticks) <= 8
-    assert all(scale.least * 0.99 <= tick <= scale.most * 1.01 for tick in ticks)
+    assert all(scale.low * 0.99 <= tick <= scale.high * 1.01 for tick in ticks)
     places = [scale.at(tick) for tick in ticks]
     assert places == sorted(places, reverse=True)
-    assert len(set(map(sweep_charts.short, ticks))) == len(ticks)
+    assert len(set(map(charts.short, ticks))) == len(ticks)

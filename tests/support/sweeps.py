@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from pageturner.lab.bench import sweep_report
-from pageturner.lab.bench.sweep import LoadSweep, SweepPoint, SweptServer
-from pageturner.lab.bench.sweep_report import SweepResults
+from pageturner.lab.bench import sweep
+from pageturner.lab.bench.sweep import LoadSweep, SweepPoint, SweepResults, SweptServer
 
 
 def figures(speed: float, late: float = 10.0, **more: Any) -> dict[str, Any]:
     """Those of one run."""
-    latencies = {name: late for name in sweep_report.FIGURES if "_ms_" in name}
-    counts = dict.fromkeys(sweep_report.COUNTS, 5) | {"errors": 0, "refused": 0, "unanswered": 0}
+    latencies = {name: late for name in sweep.FIGURES if "_ms_" in name}
+    counts = dict.fromkeys(sweep.COUNTS, 5) | {"errors": 0, "refused": 0, "unanswered": 0}
     other = {
         "goodput_share": 0.9,
         "goodput_per_s": speed / 9,
@@ -46,7 +45,7 @@ def results(**more: Any) -> SweepResults:
         ),
         SweepPoint(4.0, {"ours": [figures(181, 5000), figures(183, 7000)]}),
     ]
-    sweep = LoadSweep("concurrency", points=points)
+    load = LoadSweep("concurrency", points=points)
     told = [SweepPoint(at, {"ours": [figures(90 * at)]}) for at in (1.0, 2.0, 4.0)]
     servers = [
         SweptServer("ours", "http://127.0.0.1:1", "m", started="--policy static"),
@@ -63,6 +62,6 @@ def results(**more: Any) -> SweepResults:
         "notes": ["x < y"],
         "forecast": "from <here>",
     }
-    found = SweepResults(servers, [sweep], about, 2, **given | more)
+    found = SweepResults(servers, [load], about, 2, **given | more)
     found.forecasts[0, "ours"] = told
     return found

@@ -7,9 +7,11 @@ not know how a point is run (sweep_load.py), nor how it is shown.
 from __future__ import annotations
 
 import itertools
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 from pageturner.lab.reporting import summary
@@ -17,7 +19,7 @@ from pageturner.lab.reporting import summary
 GAIN = (
     0.05  # of throughput: a step that gives less, while first tokens come later, is behind the knee
 )
-MOST_POINTS = 24
+MAX_POINTS = 24
 
 # what is summed up over rounds: name, what it is called, its unit
 FIGURES = {
@@ -36,6 +38,8 @@ FIGURES = {
 }
 COUNTS = ("requests", "answered", "counted", "errors", "refused", "unanswered")
 UNITS = {"concurrency": "clients", "rate": "requests/s"}
+SIMULATED = ("output_tokens_per_s", "ttft_ms_p50", "ttft_ms_p99", "tpot_ms_p50", "tpot_ms_p99")
+SCHEMA = 1  # of the JSON file
 
 
 @dataclass(slots=True)
@@ -62,6 +66,9 @@ class SweepPoint:
     def median(self, name: str, figure: str) -> float:
         """nan where there is none."""
         return summary.percentile(self._values(name, figure), 50)
+
+    def medians(self, name: str, figures: Iterable[str]) -> dict[str, float | None]:
+        return {figure: _known(self.median(name, figure)) for figure in figures}
 
     def spread(self, name: str, figure: str) -> tuple[float, float]:
         """Least and most of the rounds."""
@@ -100,7 +107,7 @@ class LoadSweep:
     def loads(self) -> Iterator[float]:
         if self.values is not None:
             return iter(self.values)
-        doubled = (self.start * 2**number for number in range(MOST_POINTS))
+        doubled = (self.start * 2**number for number in range(MAX_POINTS))
         return itertools.takewhile(lambda load: load <= self.most, doubled)
 
     def series(self, name: str, figure: str) -> list[tuple[float, float]]:
@@ -190,3 +197,114 @@ class Sweeper:
 def tied(a: tuple[float, float], b: tuple[float, float]) -> bool:
     """Whether two spreads of rounds overlap, so that the rounds do not tell which is more."""
     return a[0] <= b[1] and b[0] <= a[1]
+
+
+# -- results -------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class SweepResults:
+    """Everything that a page, a table and the JSON file show of a sweep.
+
+    about      machine, load, date, command and how long, for people
+    forecasts  by number of the sweep and name of the server, a simulated point for each measured one
+    forecast   where the simulated points come from, or how to have some
+    targets    of goodput, in ms
+    """
+
+    servers: list[SweptServer]
+    sweeps: list[LoadSweep]
+    about: dict[str, str]
+    rounds: int
+    targets: dict[str, float]
+    notes: list[str]
+    forecast: str = ""
+    forecasts: dict[tuple[int, str], list[SweepPoint]] = field(default_factory=dict)
+    interrupted: bool = False
+
+    def names(self, sweep: LoadSweep) -> list[str]:
+        """Return the servers with anything measured in this sweep."""
+        return [one.name for one in self.servers if sweep.series(one.name, "output_tokens_per_s")]
+
+    @property
+    def measured(self) -> bool:
+        return any(self.names(sweep) for sweep in self.sweeps)
+
+    def simulated(self, number: int) -> list[str]:
+        """Return the servers of which there is a forecast for this sweep."""
+        return [name for at, name in self.forecasts if at == number]
+
+    def errors(self, number: int, name: str, figure: str) -> list[float]:
+        """Return forecast by measured less 1 at each load with both."""
+        found = []
+        points = zip(self.sweeps[number].points, self.forecasts[number, name], strict=True)
+        for point, simulated in points:
+            measured = point.median(name, figure)
+            expected = simulated.median(name, figure)
+            if measured > 0 and expected == expected:
+                found.append(expected / measured - 1)
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all of it for other programs: the fields of docs/sweep.md."""
+        servers = [
+            {
+                "name": one.name,
+                "url": one.url,
+                "model": one.model,
+                "started_with": one.started,
+                "failed": one.failed or None,
+            }
+            for one in self.servers
+        ]
+        return {
+            "schema": SCHEMA,
+            "about": self.about,
+            "interrupted": self.interrupted,
+            "rounds": self.rounds,
+            "goodput_targets_ms": self.targets,
+            "notes": self.notes,
+            "forecast": self.forecast,
+            "servers": servers,
+            "sweeps": [self._sweep_json(number) for number in range(len(self.sweeps))],
+        }
+
+    def _sweep_json(self, number: int) -> dict[str, Any]:
+        sweep = self.sweeps[number]
+        points = []
+        for place, point in enumerate(sweep.points):
+            servers: dict[str, Any] = {}
+            for name in point.rounds:
+                simulated = self.forecasts.get((number, name))
+                spreads = {figure: point.spread(name, figure) for figure in FIGURES}
+                servers[name] = {
+                    **{count: point.total(name, count) for count in COUNTS},
+                    "median": point.medians(name, FIGURES),
+                    "least_and_most": {f: [*map(_known, ends)] for f, ends in spreads.items()},
+                    "messages": point.messages(name),
+                    "forecast": simulated and simulated[place].medians(name, SIMULATED),
+                    "rounds": point.rounds[name],
+                }
+            points.append({"at": point.at, "servers": servers})
+        return {
+            "over": sweep.over,
+            "unit": sweep.unit,
+            "points": points,
+            "knees": {one.name: sweep.knee(one.name) for one in self.servers},
+            "forecast_errors": {
+                name: {
+                    figure: _errors_json(self.errors(number, name, figure)) for figure in SIMULATED
+                }
+                for name in self.simulated(number)
+            },
+        }
+
+
+def _known(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _errors_json(values: Sequence[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    return {"median_of_sizes": median(map(abs, values)), "least": min(values), "most": max(values)}

@@ -15,9 +15,8 @@ from pageturner.config import settings as configuration
 from pageturner.config.settings import EngineConfig
 from pageturner.engine.fingerprint import model_mark
 from pageturner.errors import EngineFault
-from pageturner.lab.bench.sweep import LoadSweep, SweepPoint, SweptServer
+from pageturner.lab.bench.sweep import LoadSweep, SweepPoint, SweepResults, SweptServer
 from pageturner.lab.bench.sweep_load import PointBounds, point_seed
-from pageturner.lab.bench.sweep_report import SweepResults
 from pageturner.lab.bench.sweep_simulated import Lengths, SimulatedServer
 from pageturner.lab.simulation.recorded_runs import SCHEDULER_OPTIONS
 from pageturner.lab.simulation.step_cost import CalibratedCost, load_calibration

@@ -15,7 +15,6 @@ from pageturner.config.settings import EngineConfig
 from pageturner.engine.engine_factory import scheduler_of
 from pageturner.executor.kv_memory import KVSizes
 from pageturner.lab.bench.client import ResponseTimes
-from pageturner.lab.bench.sweep import LoadSweep, SweepPoint
 from pageturner.lab.bench.sweep_load import (
     PointBounds,
     PointRun,
@@ -31,7 +30,6 @@ from pageturner.lab.traffic.traffic import OWN, OpenLoop, Pieces, Traffic, Traff
 Lengths = list[
     tuple[int, int]
 ]  # tokens of prompt and answer of each request, in the order of sending
-TOLD = ("output_tokens_per_s", "ttft_ms_p50", "ttft_ms_p99", "tpot_ms_p50", "tpot_ms_p99")
 
 
 def _requests(lengths: Lengths) -> Iterator[TrafficRequest]:
@@ -165,15 +163,3 @@ class SimulatedServer:
             run.sent.append(SentRequest(asked, times, ramp))
         # between first and last token no times were noted
         return point_figures(run, targets) | {"gap_ms_p99": float("nan")}
-
-
-def error(
-    sweep: LoadSweep, forecasts: list[SweepPoint], name: str, figure: str
-) -> list[tuple[float, float]]:
-    """Load, and forecast by measured less 1, where there are both."""
-    found = []
-    for point, told in zip(sweep.points, forecasts, strict=True):
-        measured, expected = point.median(name, figure), told.median(name, figure)
-        if measured > 0 and expected == expected:
-            found.append((point.at, expected / measured - 1))
-    return found

@@ -23,9 +23,8 @@ from pageturner.errors import EngineFault, bad_setting
 from pageturner.lab.traffic import traffic_flags
 
 if TYPE_CHECKING:
-    from pageturner.lab.bench.sweep import LoadSweep, SweptServer
+    from pageturner.lab.bench.sweep import LoadSweep, SweepResults, SweptServer
     from pageturner.lab.bench.sweep_load import PointBounds, SweepLoad
-    from pageturner.lab.bench.sweep_report import SweepResults
 
 OWN = "pageturner"  # what our own server is called unless --own says otherwise
 ENDPOINTS = ("completions", "chat")
@@ -152,16 +151,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Measure, write, print. 130 when it was interrupted, 1 when a server failed."""
-    from pageturner.lab.bench import (
-        sweep_page,
-    )  # now: minutes later an update may have replaced them
+    # imported now: minutes later an update may have replaced these files
     from pageturner.lab.bench.bench_serve import parse_targets
+    from pageturner.lab.bench.sweep import SweepResults
     from pageturner.lab.bench.sweep_forecast import add_forecasts
     from pageturner.lab.bench.sweep_load import PointBounds
-    from pageturner.lab.bench.sweep_report import SweepResults, answers_differ, as_json
-    from pageturner.lab.reporting import (
-        summary,  # now: minutes later an update may have replaced them
-    )
+    from pageturner.lab.reporting import summary, sweep_page
 
     _check(arguments)
     servers, sweeps = _servers(arguments), _sweeps(arguments)
@@ -181,12 +176,12 @@ def main(arguments: argparse.Namespace) -> int:
             return 130
         failed = [f"{one.name} {one.failed}" for one in servers if one.failed]
         raise EngineFault("no_answer", "; ".join(failed) or "no time was left to measure anything")
-    found.notes += answers_differ(found)
+    found.notes += sweep_page.answers_differ(found)
     found.about = _about(arguments, found, before, begun)
     bounds = PointBounds(arguments.seconds, arguments.requests)
 
     def write() -> None:
-        summary.write_json(_json_path(arguments), as_json(found))
+        summary.write_json(_json_path(arguments), found.as_json())
         arguments.output.write_text(sweep_page.page(found), encoding="utf-8")
 
     try:
@@ -489,15 +484,15 @@ def _command(arguments: argparse.Namespace) -> str:
 
 def _show(found: SweepResults) -> None:
     """Tables and sentences, on the terminal."""
-    from pageturner.lab.bench import sweep_report
+    from pageturner.lab.reporting import sweep_page
 
     for number, sweep in enumerate(found.sweeps):
         if sweep.points:
-            print(f"{sweep_report.table(found, number)}\n")
-            print("\n".join(sweep_report.verdict(found, sweep)))
+            print(f"{sweep_page.table(found, number)}\n")
+            print("\n".join(sweep_page.verdict(found, sweep)))
             for at, name in found.forecasts:
                 if at == number:
-                    rows = sweep_report.forecast_errors(found, number, name)
+                    rows = sweep_page.forecast_errors(found, number, name)
                     print(
                         "\n".join(
                             f"simulated {name}: {figure} off by {text}" for figure, text in rows

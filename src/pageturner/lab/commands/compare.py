@@ -166,10 +166,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Run all, write the page and the figures, print a table."""
     from pageturner.lab.bench.request_metrics import LatencyTargets
-    from pageturner.lab.compare import comparison, report_html, report_text
+    from pageturner.lab.compare import comparison
     from pageturner.lab.compare.comparison_results import About, Disturbance, find
     from pageturner.lab.compare.simulated_comparison import Circumstances
-    from pageturner.lab.reporting import summary
+    from pageturner.lab.reporting import comparison_page, summary
 
     _check(arguments)
     if arguments.simulate is None:
@@ -212,7 +212,7 @@ def main(arguments: argparse.Namespace) -> int:
         cpu_seconds=time.process_time() - begin[1],
     )
     found = find(runs, requests, about, reckoned, _texts(arguments, bench.config, requests, runs))
-    _write(arguments.output, report_html.page(found))
+    _write(arguments.output, comparison_page.page(found))
     figures = arguments.output.with_suffix(".json")
     try:
         summary.write_json(figures, found.as_json())
@@ -220,7 +220,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise _unwritable(figures, error) from error
     if arguments.pictures:
         write_pictures(arguments.pictures, found)
-    print(report_text.render(found))
+    print(comparison_page.terminal(found))
     print(f"written: {arguments.output}, {figures}")
     return 0
 
@@ -277,24 +277,25 @@ def _texts(
 
 def write_pictures(folder: Path, found: ComparisonResults) -> None:
     """Those of the report, each a file of its own, and what must be said beside them."""
-    from pageturner.lab.compare import report_pictures, report_text, svg_charts
+    from pageturner.lab.reporting import charts, comparison_page
+    from pageturner.lab.reporting import comparison_pictures as pictures
 
     _make(folder)
     drawn = {
-        "gantt": report_pictures.gantt(found),
-        "batch": report_pictures.batch(found),
-        "memory": report_pictures.memory(found),
+        "gantt": pictures.gantt(found),
+        "batch": pictures.over_time("batch", found),
+        "memory": pictures.over_time("memory", found),
     }
     if found.tenants:
-        drawn["service"] = report_pictures.services(found)
+        drawn["service"] = pictures.services(found)
     for name, svg in drawn.items():
-        _write(folder / f"{name}.svg", svg_charts.standalone(svg))
+        _write(folder / f"{name}.svg", charts.standalone(svg))
     about, verdicts = found.about, ""
     for claim in found.claims:
         why = f" ({claim.why})" if claim.why else ""
         verdicts += f"{claim.verdict}: {claim.text}: {claim.measured}{why}\n"
     head = f"{about.command}\n{about.workload}\n{about.engine}\n{about.machine}; {about.when}; runs of each: "
-    told = report_text.render(found, every=True)
+    told = comparison_page.terminal(found, every=True)
     _write(folder / "figures.txt", f"{head}{about.rounds}\n\n{told}\n\n{verdicts}")
 
 

@@ -24,8 +24,8 @@ from pageturner.lab.compare.run_timeline import (
     unfairness,
 )
 from pageturner.lab.compare.simulated_comparison import Reckoned
-from pageturner.lab.compare.svg_charts import BINS
 from pageturner.lab.planning.advice import Advice, Known, advise, chance_of
+from pageturner.lab.reporting.charts import BINS
 from pageturner.lab.simulation.recorded_runs import RecordedRun
 from pageturner.request import Request
 

@@ -1,0 +1,471 @@
+"""A comparison as an HTML page and as text for a terminal: what to choose and why, figures, pictures.
+
+Owns the words, the columns of the tables and their layout. Must not know how a figure was made, nor how a
+picture is drawn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from html import escape
+from statistics import median
+from typing import Any
+
+from pageturner.engine.machine_limits import GET
+from pageturner.lab.compare.comparison_results import ComparisonResults, ContenderResult
+from pageturner.lab.compare.literature_claims import Claim
+from pageturner.lab.planning.advice import DEFAULT, alike, overall
+from pageturner.lab.reporting import charts, summary
+from pageturner.lab.reporting import comparison_pictures as pictures
+from pageturner.lab.reporting import page as html
+from pageturner.lab.reporting.page import Cell
+
+# The first pattern of its name counts, and a pattern in a picture that is not shown would draw nothing.
+HATCHES = f'<svg class="pt hatches" width="0" height="0" aria-hidden="true">{charts.HATCH}</svg>\n'
+WHEN = {
+    "static": "what continuous batching is compared with: simple, and every request waits for the slowest",
+    "window": "static with a bound on the wait for a full batch",
+    "orca": "continuous, whole prompts, memory for the longest answer kept from the start",
+    "prefill_first": "new prompts at once: the first token comes early, running answers stop meanwhile",
+    "served_ratio": "new prompts in groups: fewer interruptions than prefill_first, later first tokens",
+    "chunked": "prompts in chunks beside the running answers, which hardly notice; the default",
+    "adaptive_chunk": "chunked, with chunks as large as the target of a token's time allows",
+    "unbatched": "one request at a time, as a program without batching does it",
+}
+
+
+FAIR = (
+    "the tenant that was served least goes first, whatever it sent. Each token of a prompt counts once, each"
+    " of an answer twice; a tenant that sends ten times as much waits behind its own requests, and the others"
+    " do not wait for it. Without tenants it is fcfs"
+)
+ORDERS = {
+    "fcfs": "first come, first served: nobody overtakes",
+    "priority": "the smallest priority of a request first",
+    "sjf": "the least predicted work first: short questions do not wait behind reports",
+    "deadline": "the least time left to a request's targets first",
+    "adaptive": "by priority, predicted work, waiting time and who runs already",
+    "fair": FAIR,
+    "prefix": "the longest cached prefix first",
+}
+
+
+def page(found: ComparisonResults) -> str:
+    """Return the whole page."""
+    about = found.about
+    busy, meaning = disturbed(found)
+    warning = f"<b>{escape(busy)}</b> {escape(meaning)}"
+    when = f"; {about.when}" if about.when else ""
+    head = [
+        f"{HATCHES}<h1>{found.requests} requests, {len(found.contests)} ways to batch them</h1>",
+        html.paragraph(
+            f"{'Measured' if about.real else 'Simulated'} on {about.machine}{when}.", "soft"
+        ),
+        html.paragraph(f"{about.workload}. {about.engine}.", "soft"),
+        f'<p class="busy">{warning}</p>' if busy else "",
+        html.paragraph(" ".join(verdict(found)), "verdict"),
+    ]
+    # title, whether it is shown, what makes its content
+    sections: tuple[tuple[str, bool, Callable[[ComparisonResults], str]], ...] = (
+        ("Which one?", True, _choice),
+        ("Figures", True, _figures),
+        ("Who was in each step", True, _gantt),
+        ("Long prompts among running answers", bool(found.stalls), _stalls),
+        ("Batch size over time", True, partial(_over_time, "batch")),
+        ("KV memory over time", True, partial(_over_time, "memory")),
+        ("Utilisation over time", _known(found), partial(_over_time, "machine")),
+        ("Latency", True, partial(_drawn, pictures.latency)),
+        ("Tenants", found.tenants, _tenants),
+        ("Claims of the literature, and what this run shows", True, _claims),
+        ("How this was measured" if about.real else "How this was simulated", True, _method),
+    )
+    body = html.sections((title, make(found)) for title, shown, make in sections if shown)
+    names = ", ".join(contest.name for contest in found.contests)
+    style = charts.STYLE + (charts.TENANTS if found.tenants else "")
+    return html.page(f"pageturner compare: {names}", style, "\n".join([*filter(None, head), body]))
+
+
+def terminal(found: ComparisonResults, *, every: bool = False) -> str:
+    """Return disturbances, a row for each contender, and what to choose. every: also the figures that are
+    folded on the page, and the simulated ones."""
+    parts = [" ".join(disturbed(found))] if found.disturbed else []
+    parts.append(_text_table(found.contests, FIVE))
+    if every:
+        parts.append(_text_table(found.contests, MORE))
+    if every and found.reckoned:
+        parts.append("reckoned:\n" + _text_table(found.reckoned, FIVE))
+    if every and found.stalls:
+        title = "long prompts among running answers, simulated:"
+        parts.append(f"{title}\n{_text_table(found.stalls, FIVE)}")
+    if len(found.contests) > 1:
+        lines = []
+        for one in found.advice():
+            otherwise = "" if one.agrees else "otherwise: "
+            measured = f"; measured {otherwise}{one.measured}" if one.measured else ""
+            lines.append(f"{one.want}:\n    {one.chosen} ({one.figure}){measured}")
+        parts.append("\n".join(lines))
+    return "\n\n".join([*parts, "\n".join(verdict(found))])
+
+
+# -- sentences -----------------------------------------------------------------------------------------------
+
+
+def disturbed(found: ComparisonResults) -> tuple[str, str]:
+    """Return that the machine was busy, and what this means; twice "" where it was not."""
+    if not found.disturbed:
+        return "", ""
+    busy = f"This machine was busy while it was measured: {'; '.join(found.disturbed)}."
+    if not found.reckoned:
+        return busy, "Small differences below are chance: compare again when it is quiet."
+    return busy, (
+        "Times are longer than they need be, and small differences chance. The advice does not rest on them:"
+        " it is reckoned from the steps that each policy makes and what a step costs."
+    )
+
+
+def verdict(found: ComparisonResults) -> list[str]:
+    """Return sentences made of the figures: what to choose, throughput, stalls, answers."""
+    if len(found.contests) < 2:
+        only = found.contests[0]
+        return [f"{only.name}: {only.timeline.seconds:.1f} s for all answers.", _same(found)]
+    names, most, wants = overall(found.advice())
+    level = f"best, or level with the best, in {most} of {wants} wishes below"
+    if len(names) > 1:
+        default = f"; {DEFAULT} is the default" if DEFAULT in names else ""
+        choice = f"{_tied(names)} are {level}{default}."
+    else:
+        default = ", the default" if names == (DEFAULT,) else ""
+        choice = f"Choose {names[0]}{default}: {level}."
+    return [choice, _ends(found), *_gaps(found), _same(found)]
+
+
+def _tied(names: Sequence[str]) -> str:
+    return f"Tied: {', '.join(names)}" if len(names) > 1 else names[0]
+
+
+def _ends(found: ComparisonResults) -> str:
+    """Return when everything was answered; contenders that only chance tells apart are named together."""
+    best = max(found.contests, key=lambda c: median(c.rounds))
+    last = min(found.contests, key=lambda c: median(c.rounds))
+    level = [c for c in found.contests if alike(c.rounds, best.rounds, found.chance)]
+    times = sorted(c.timeline.seconds for c in level)
+    when = " to ".join(dict.fromkeys(f"{time:.1f}" for time in (times[0], times[-1])))
+    behind = "" if last in level else f"; {last.name} after {last.timeline.seconds:.1f} s"
+    return f"{_tied([c.name for c in level])} had everything answered after {when} s{behind}."
+
+
+def _gaps(found: ComparisonResults) -> list[str]:
+    """Return why the default is the default, where the simulation shows it."""
+    gaps = {c.name: c.figures["itl_ms"]["max"] for c in found.stalls}
+    others = {
+        name: gaps[name] for name in ("prefill_first", "orca", "served_ratio") if name in gaps
+    }
+    if DEFAULT not in gaps or not others:
+        return []
+    worst = max(others, key=lambda name: others[name])
+    if others[worst] <= 1.1 * gaps[DEFAULT]:
+        return []
+    return [
+        f"When long prompts come while others are being answered (simulated below), nobody stands still for"
+        f" longer than {gaps[DEFAULT]:,.0f} ms under {DEFAULT}, but for up to {others[worst]:,.0f} ms under"
+        f" {worst}."
+    ]
+
+
+def _same(found: ComparisonResults) -> str:
+    if found.same is None:
+        return "No model ran, so nothing is known of answers."
+    same = "all" if found.same == found.requests else f"{found.same} of {found.requests}"
+    return f"The answers to {same} requests were the same in all runs, token for token."
+
+
+def _basis(found: ComparisonResults) -> str:
+    """Return what the advice rests on, and when two contenders are called tied."""
+    if not found.about.real:
+        return "All of it is simulated. Tied: within 5 % of the best."
+    rounds = found.about.rounds
+    measured = f"those are tied that differ by no more than {found.chance:.0%}"
+    measured += f" or overlap over {rounds} rounds" if rounds > 1 else ": one round tells no more"
+    if not found.reckoned:
+        return f"Costs of steps are not known here. Measured, {measured}."
+    return (
+        "Choices are reckoned: the engine's own scheduler makes the steps, and a step takes what it costs on"
+        f" this machine ({found.words}), so they are the same on a busy machine as on a quiet one. Tied:"
+        " within 5 % of the best. The steadiest stream is told by long prompts among running answers."
+        f" Measured, {measured}."
+    )
+
+
+def _choice(found: ComparisonResults) -> str:
+    if len(found.contests) < 2:
+        return "<p>One contender: nothing to choose.</p>"
+    advice = found.advice()
+    head = ["if you want", "choose", "reckoned" if found.reckoned else "here", "the next"]
+    if any(one.measured for one in advice):
+        head.append("measured")
+    rows = [
+        [
+            one.want,
+            one.chosen,
+            one.figure,
+            one.behind,
+            "otherwise: " * (not one.agrees) + one.measured,
+        ]
+        for one in advice
+    ]
+    kinds = [(name, WHEN.get(name, "")) for name in dict.fromkeys(c.policy for c in found.contests)]
+    orders = list(dict.fromkeys(c.order for c in found.contests))
+    if orders != ["fcfs"]:
+        kinds += [(f"order {order}", ORDERS.get(order, "")) for order in orders]
+    if found.tenants and "fair" not in orders:
+        kinds.append(("order fair", f"not among these (--orders fcfs,fair): {FAIR}"))
+    items = "".join(f"<li><b>{escape(name)}</b>: {escape(words)}</li>" for name, words in kinds)
+    basis = html.paragraph(_basis(found), "soft")
+    return f"{html.table(head, rows, 'words stack')}{basis}<ul>{items}</ul>"
+
+
+# -- figures -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A figure of each contender. sign: 1 where the least is best, -1 where the most is, 0 where neither."""
+
+    head: str
+    of: Callable[[dict[str, Any]], float]
+    form: str
+    sign: int = 0
+
+    def text(self, figures: dict[str, Any]) -> str:
+        value = self.of(figures)
+        return self.form.format(value) if value == value else "-"
+
+
+def _quantile(name: str, quantile: str) -> Callable[[dict[str, Any]], float]:
+    return lambda figures: float(figures[name][quantile])
+
+
+def _share(name: str) -> Callable[[dict[str, Any]], float]:
+    return lambda figures: float(figures["machine"].get(name, math.nan))
+
+
+SPEED = Column("output tokens/s", lambda f: f["output_tokens_per_s"], "{:,.1f}", -1)
+TTFT_P50 = Column("TTFT p50, ms", _quantile("ttft_ms", "p50"), "{:,.0f}", 1)
+TTFT_P99 = Column("TTFT p99, ms", _quantile("ttft_ms", "p99"), "{:,.0f}", 1)
+LONGEST_GAP = Column("longest gap, ms", _quantile("itl_ms", "max"), "{:,.0f}", 1)
+FIVE = (
+    SPEED,
+    TTFT_P99,
+    Column("TPOT p50, ms", _quantile("tpot_ms", "p50"), "{:,.1f}", 1),
+    LONGEST_GAP,
+    Column("e2e p99, s", _quantile("e2e_s", "p99"), "{:.2f}", 1),
+)
+MORE = (
+    Column("goodput, answers/s", lambda f: f["goodput_per_s"], "{:.2f}", -1),
+    TTFT_P50,
+    Column("TPOT p99, ms", _quantile("tpot_ms", "p99"), "{:,.1f}", 1),
+    Column("e2e p50, s", _quantile("e2e_s", "p50"), "{:.2f}", 1),
+    Column("steps", lambda f: f["steps"], "{:,.0f}"),
+    Column("sequences a step", lambda f: f["sequences_per_step"], "{:.1f}"),
+    Column("padding rows", lambda f: f["padding_share"], "{:.0%}", 1),
+    Column("arithmetic", _share("compute_share"), "{:.0%}"),
+    Column("bandwidth", _share("read_share"), "{:.0%}"),
+    Column("KV wasted", lambda f: f["kv"]["waste"], "{:.1%}"),
+    Column("preempted", lambda f: f["preemptions"], "{:.0f}"),
+)
+GAP_P99 = Column("gap p99, ms", _quantile("itl_ms", "p99"), "{:,.0f}", 1)
+STALL_COLUMNS = (LONGEST_GAP, GAP_P99, TTFT_P50, TTFT_P99, SPEED)
+
+
+def _text_table(contests: Sequence[ContenderResult], columns: Sequence[Column]) -> str:
+    rows = [[c.name, *(column.text(c.figures) for column in columns)] for c in contests]
+    return summary.table(rows, ["", *(column.head for column in columns)])
+
+
+def _columns(
+    contests: Sequence[ContenderResult], columns: Sequence[Column], chance: float = 0.0
+) -> str:
+    """Return a row for each contender; the best of a column is marked where nothing is tied with it."""
+    best = [_best(contests, column, chance) for column in columns]
+    rows: list[list[str | Cell]] = [
+        [
+            contest.name,
+            *(
+                Cell(column.text(contest.figures), "best" * (contest.name == name))
+                for column, name in zip(columns, best, strict=True)
+            ),
+        ]
+        for contest in contests
+    ]
+    return html.table(["policy", *(column.head for column in columns)], rows)
+
+
+def _best(contests: Sequence[ContenderResult], column: Column, chance: float) -> str | None:
+    """Return the contender that is best by more than chance."""
+    values = {c.name: [column.of(figures) for figures in c.each] for c in contests}
+    values = {name: each for name, each in values.items() if all(value == value for value in each)}
+    if not column.sign or not values:
+        return None
+    best = min(values, key=lambda name: column.sign * median(values[name]))
+    level = [name for name in values if alike(values[name], values[best], chance)]
+    return best if level == [best] and len(values) > 1 else None
+
+
+def _figures(found: ComparisonResults) -> str:
+    targets = (found.about.targets.ttft, found.about.targets.tpot)
+    ttft, tpot = ("none" if most is None else f"{1e3 * most:,.0f} ms" for most in targets)
+    words = html.paragraph(
+        "TTFT: time to first token. TPOT: mean time of a token after the first. Gap: between two tokens of an"
+        " answer. e2e: from the request to the end of its answer. What is best, and tied with nothing, is"
+        " marked.",
+        "soft",
+    )
+    more = html.paragraph(
+        f"Goodput: answers within the targets, TTFT {ttft}, TPOT {tpot}. Padding rows are computed for nobody."
+        " Arithmetic, bandwidth: shares of the machine's limits, padding too.",
+        "soft",
+    )
+    folded = _columns(found.contests, MORE, found.chance) + more
+    if found.reckoned:
+        folded += f"<p>The same, reckoned:</p>{_columns(found.reckoned, FIVE)}"
+    ideal = found.ideal
+    ratio = (
+        f"<p>What the lengths alone allow continuous over static batches of {ideal['batch']}:"
+        f" <b>{ideal['steps']:.2f}x</b> where a step takes as long however full it is (the longest"
+        " answer of each batch, by the steps that so many places need when none stands empty),"
+        f" <b>{ideal['rows']:.2f}x</b> where a step takes as long as it has rows (all rows with"
+        " padding, by those that are needed).</p>"
+    )
+    table = _columns(found.contests, FIVE, found.chance) + words
+    return table + html.folded("More figures", folded) + _drawn(pictures.throughput, found) + ratio
+
+
+def _claims(found: ComparisonResults) -> str:
+    """Return the claims that this run judges; the others are folded."""
+    judged = [claim for claim in found.claims if claim.verdict != "not measured"]
+    others = [claim for claim in found.claims if claim.verdict == "not measured"]
+    text = _judged(judged, "why not") if judged else "<p>None was measured here.</p>"
+    if not others:
+        return text
+    return text + html.folded(f"{len(others)} that were not measured", _judged(others, "it needs"))
+
+
+def _judged(claims: Sequence[Claim], why: str) -> str:
+    kinds = {"reached": "reached", "not reached": "missed"}
+    rows: list[list[str | Cell]] = [
+        [
+            claim.text,
+            Cell(claim.source, "soft"),
+            claim.measured,
+            Cell(claim.verdict, kinds.get(claim.verdict, "soft")),
+            *([Cell(claim.why, "soft")] if claim.why else []),
+        ]
+        for claim in claims
+    ]
+    return html.table(("claim", "from", "here", "verdict", why), rows, "words stack")
+
+
+def _method(found: ComparisonResults) -> str:
+    about = found.about
+    turns = "Each contender ran once."
+    if about.rounds > 1:
+        turns = (
+            f"Each contender ran {about.rounds} times, in turn (A B C, A B C); pictures and figures are of the"
+            f" middle one, and rounds of one contender differ by up to {found.spread:.0%}."
+        )
+    if about.seconds:
+        turns += (
+            f" All of it took {about.seconds:.0f} s, {about.cpu_seconds:.0f} of them of processors."
+        )
+    clock = "Step times come from a calibration; the scheduler is the engine's own."
+    if about.real:
+        clock = "The engine ran for real, on the machine named below."
+    unknown = "" if _known(found) else f" They are not known: {GET}, then compare again."
+    lines = [
+        f"{clock} {turns}",
+        "Nobody was told how long an answer will be: every request names the same cap as its max_tokens, and"
+        " its end is forced in the sampler at its true length.",
+        "All figures and pictures are made from the step log of each run. In KV memory, what is shared counts"
+        " once; empty is what of the blocks in use holds no token.",
+        *([f"Costs of steps: {found.words}."] if found.words else []),
+        "Used is what products, attention, weights and KV would have taken at the limits of that machine,"
+        f" padding too, by the time of steps.{unknown}",
+    ]
+    return f"{html.bullets(lines)}<p>Again: <code>{escape(about.command)}</code></p>"
+
+
+# -- pictures ------------------------------------------------------------------------------------------------
+
+Draw = Callable[[ComparisonResults, float], str]
+
+
+def _drawn(draw: Draw, found: ComparisonResults) -> str:
+    """Return a picture for a desktop and one for a phone, of which one is shown."""
+    wide, narrow = (draw(found, width) for width in (charts.WIDE, charts.NARROW))
+    return f'<div class="wide">{wide}</div>\n<div class="narrow">{narrow}</div>\n'
+
+
+def _gantt(found: ComparisonResults) -> str:
+    return html.paragraph(
+        "A line is a place in the batch, a block one request; all panels have the same axis of time. Where"
+        " blocks end ragged and hatched, places are idle until the longest answer ends; where they are not,"
+        " somebody takes the place at once. Point at a block for its request: prompt, answer, time to first"
+        " token."
+    ) + _drawn(pictures.gantt, found)
+
+
+def _stalls(found: ComparisonResults) -> str:
+    """Return what tells batching policies apart when not everything is there from the start."""
+    requests = found.stalls[0].timeline.requests.values()
+    words = (
+        f"Simulated, with what a step costs here ({found.words}): {len(requests)} requests come in"
+        " groups of four at seven tenths of what this machine can do, the last of each with a prompt of"
+        f" {max(request.prompt for request in requests):,} tokens, in the middle of the others'"
+        " answers. Pale: whoever is being answered"
+        " stands still for somebody else's prompt. A step with a whole prompt in it holds everybody in it up"
+        " just as long. chunked takes no more of a prompt into a step than its budget leaves: that is why it"
+        " is the default."
+    )
+    drawn = _drawn(pictures.stalls, found)
+    return html.paragraph(words) + drawn + _columns(found.stalls, STALL_COLUMNS)
+
+
+OVER_TIME = {
+    "batch": "How many sequences each step computes something for. Blue is work that somebody waits for.",
+    "memory": "Blocks are taken when a token needs them. The dashed line is what a server without pages must"
+    " keep for the same requests, and what orca promises them: prompt and max_tokens of each.",
+    "machine": "How much of what this machine can compute and read the steps used. What static batches"
+    " compute for somebody decays as their members end; padding takes the rest.",
+}
+
+
+def _over_time(name: str, found: ComparisonResults) -> str:
+    drawn = _drawn(partial(pictures.over_time, name), found)
+    return html.paragraph(OVER_TIME[name]) + drawn
+
+
+def _known(found: ComparisonResults) -> bool:
+    """Return whether shares of a machine are known."""
+    return any("compute_share" in contest.figures["machine"] for contest in found.contests)
+
+
+def _tenants(found: ComparisonResults) -> str:
+    rows = []
+    for contest in found.contests:
+        if about := contest.figures.get("tenants"):
+            shares = [f"{about['loudest_share']:.0%}", f"{1 / len(about['served']):.0%}"]
+            rows.append([contest.name, *shares, f"{about['difference']:,.0f}"])
+    head = [
+        "contender",
+        "share of the loudest tenant while others waited",
+        "an equal share",
+        "largest difference of two who waited, tokens",
+    ]
+    words = (
+        "Tokens served to each tenant; one of an answer counts as much as the order fair takes it."
+    )
+    table = html.paragraph(f"fair: {FAIR}.") + html.table(head, rows, "words stack")
+    return table + html.paragraph(words) + _drawn(pictures.services, found)
