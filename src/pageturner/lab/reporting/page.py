@@ -51,7 +51,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TableRow:
     """A row of a table with a CSS class of its own."""
 
     cells: Sequence[str | Cell]
@@ -74,15 +74,19 @@ def sections(each: Iterable[tuple[str, str]]) -> str:
     )
 
 
-def table(head: Sequence[str], rows: Iterable[Row | Sequence[str | Cell]], kind: str = "") -> str:
+def table(
+    head: Sequence[str], rows: Iterable[TableRow | Sequence[str | Cell]], kind: str = ""
+) -> str:
     """Return a table; with the kind "stack" its rows are lists on a phone."""
-    lines = "".join(_row(row if isinstance(row, Row) else Row(row), head, kind) for row in rows)
+    lines = "".join(
+        _row(row if isinstance(row, TableRow) else TableRow(row), head, kind) for row in rows
+    )
     top = "".join(f"<th>{escape(name)}</th>" for name in head)
     opening = f'<table class="{kind}">' if kind else "<table>"
     return f'<div class="scroll">{opening}<tr>{top}</tr>{lines}</table></div>'
 
 
-def _row(row: Row, head: Sequence[str], kind: str) -> str:
+def _row(row: TableRow, head: Sequence[str], kind: str) -> str:
     cells = []
     for name, given in zip(head, row.cells, strict=False):
         cell = given if isinstance(given, Cell) else Cell(given)

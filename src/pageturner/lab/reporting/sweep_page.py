@@ -20,7 +20,7 @@ from pageturner.lab.bench.sweep import (
 from pageturner.lab.reporting import charts, summary
 from pageturner.lab.reporting import page as html
 from pageturner.lab.reporting.charts import ChartLine, LineChart, LinePoint
-from pageturner.lab.reporting.page import Cell, Row
+from pageturner.lab.reporting.page import Cell, TableRow
 
 SPEED = "output_tokens_per_s"
 SHORTER = 0.05  # share by which answers are shorter than asked, from which on it is said
@@ -286,10 +286,10 @@ def _page_table(found: SweepResults, place: int) -> str:
             f"{point.total(name, 'requests')}",
             failed,
         ]
-        rows.append(Row(cells, "first" * first))
+        rows.append(TableRow(cells, "first" * first))
         if made is not None:
             cells = ["", "simulated", *_cells(made, name), *_within(found, made, name), "", ""]
-            rows.append(Row(cells, "told"))
+            rows.append(TableRow(cells, "told"))
     heads = [sweep.unit, "server", *(head for head, _, _ in COLUMNS)]
     heads += ["within targets"] * bool(found.targets) + ["requests", "failed"]
     return html.table(heads, rows, "points") + html.paragraph(
