@@ -21,7 +21,7 @@ from pageturner.lab.planning.advice import DEFAULT, alike, overall
 from pageturner.lab.reporting import charts, summary
 from pageturner.lab.reporting import comparison_pictures as pictures
 from pageturner.lab.reporting import page as html
-from pageturner.lab.reporting.page import Cell
+from pageturner.lab.reporting.page import TableCell
 
 # The first pattern of its name counts, and a pattern in a picture that is not shown would draw nothing.
 HATCHES = f'<svg class="pt hatches" width="0" height="0" aria-hidden="true">{charts.HATCH}</svg>\n'
@@ -290,11 +290,11 @@ def _columns(
 ) -> str:
     """Return a row for each contender; the best of a column is marked where nothing is tied with it."""
     best = [_best(contests, column, chance) for column in columns]
-    rows: list[list[str | Cell]] = [
+    rows: list[list[str | TableCell]] = [
         [
             contest.name,
             *(
-                Cell(column.text(contest.figures), "best" * (contest.name == name))
+                TableCell(column.text(contest.figures), "best" * (contest.name == name))
                 for column, name in zip(columns, best, strict=True)
             ),
         ]
@@ -355,13 +355,13 @@ def _claims(found: ComparisonResults) -> str:
 
 def _judged(claims: Sequence[Claim], why: str) -> str:
     kinds = {"reached": "reached", "not reached": "missed"}
-    rows: list[list[str | Cell]] = [
+    rows: list[list[str | TableCell]] = [
         [
             claim.text,
-            Cell(claim.source, "soft"),
+            TableCell(claim.source, "soft"),
             claim.measured,
-            Cell(claim.verdict, kinds.get(claim.verdict, "soft")),
-            *([Cell(claim.why, "soft")] if claim.why else []),
+            TableCell(claim.verdict, kinds.get(claim.verdict, "soft")),
+            *([TableCell(claim.why, "soft")] if claim.why else []),
         ]
         for claim in claims
     ]

@@ -41,7 +41,7 @@ code { font-size: .9em; background: var(--card); padding: .1em .3em; border-radi
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class TableCell:
     """A cell of a table. kind: its CSS class; title: its hint; markup: HTML that stands behind its text."""
 
     text: str
@@ -54,7 +54,7 @@ class Cell:
 class TableRow:
     """A row of a table with a CSS class of its own."""
 
-    cells: Sequence[str | Cell]
+    cells: Sequence[str | TableCell]
     kind: str = ""
 
 
@@ -75,7 +75,7 @@ def sections(each: Iterable[tuple[str, str]]) -> str:
 
 
 def table(
-    head: Sequence[str], rows: Iterable[TableRow | Sequence[str | Cell]], kind: str = ""
+    head: Sequence[str], rows: Iterable[TableRow | Sequence[str | TableCell]], kind: str = ""
 ) -> str:
     """Return a table; with the kind "stack" its rows are lists on a phone."""
     lines = "".join(
@@ -89,7 +89,7 @@ def table(
 def _row(row: TableRow, head: Sequence[str], kind: str) -> str:
     cells = []
     for name, given in zip(head, row.cells, strict=False):
-        cell = given if isinstance(given, Cell) else Cell(given)
+        cell = given if isinstance(given, TableCell) else TableCell(given)
         label = name if "stack" in kind else ""
         wanted = {"class": cell.kind, "title": cell.title, "data-head": label}
         about = "".join(f' {key}="{escape(value)}"' for key, value in wanted.items() if value)

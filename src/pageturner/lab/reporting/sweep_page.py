@@ -20,7 +20,7 @@ from pageturner.lab.bench.sweep import (
 from pageturner.lab.reporting import charts, summary
 from pageturner.lab.reporting import page as html
 from pageturner.lab.reporting.charts import ChartLine, LineChart, LinePoint
-from pageturner.lab.reporting.page import Cell, TableRow
+from pageturner.lab.reporting.page import TableCell, TableRow
 
 SPEED = "output_tokens_per_s"
 SHORTER = 0.05  # share by which answers are shorter than asked, from which on it is said
@@ -277,10 +277,10 @@ def _page_table(found: SweepResults, place: int) -> str:
         pill = '<span class="pill">knee</span>' if sweep.knee(name) == point.at else ""
         counts = [(what, point.total(name, what)) for what in ("errors", "refused", "unanswered")]
         lost = ", ".join(f"{count} {what}" for what, count in counts if count)
-        failed = Cell(lost, "bad", "; ".join(point.messages(name))) if lost else Cell("0")
-        cells: list[str | Cell] = [
+        failed = TableCell(lost, "bad", "; ".join(point.messages(name))) if lost else TableCell("0")
+        cells: list[str | TableCell] = [
             f"{point.at:g}" * first,
-            Cell(name, markup=pill),
+            TableCell(name, markup=pill),
             *_cells(point, name),
             *_within(found, point, name),
             f"{point.total(name, 'requests')}",
@@ -299,7 +299,7 @@ def _page_table(found: SweepResults, place: int) -> str:
     )
 
 
-def _cells(point: SweepPoint, name: str) -> list[Cell]:
+def _cells(point: SweepPoint, name: str) -> list[TableCell]:
     """Return the figures of a server; those that are the best beyond what rounds differ by are marked."""
     cells = []
     others = [other for other in point.rounds if other != name]
@@ -314,7 +314,7 @@ def _cells(point: SweepPoint, name: str) -> list[Cell]:
         low, high = spread
         ends = f" <small>{number(low)}–{number(high)}</small>"
         ends *= figure == SPEED and low < high
-        cells.append(Cell(figure_text(point, name, figure), "best" * best, markup=ends))
+        cells.append(TableCell(figure_text(point, name, figure), "best" * best, markup=ends))
     return cells
 
 
