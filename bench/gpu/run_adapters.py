@@ -6,12 +6,12 @@ Owns how adapters with random values are made for a shape. The parts `bits` and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 from run_common import (
-    LLAMA_8B,
     TINY,
     Room,
     Shape,
@@ -37,24 +37,20 @@ COUNT, RANK, BATCH, CONTEXT = 32, 16, 32, 1024
 
 def adapter(shape: Shape, rank: int, seed: int, fields: tuple[str, ...] = FIELDS) -> AdapterWeights:
     """In bf16; the same values in every layer."""
-    s = shape
-    q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
-    sizes = {
-        "q": (q, s.hidden),
-        "k": (kv, s.hidden),
-        "v": (kv, s.hidden),
-        "o": (s.hidden, q),
-        "gate": (s.inner, s.hidden),
-        "up": (s.inner, s.hidden),
-        "down": (s.hidden, s.inner),
-    }
 
     def pair(outputs: int, inputs: int, seed: int) -> LowRank:
         a, b = normal_bits(rank, inputs, seed), normal_bits(outputs, rank, seed + 1)
         return LowRank(a.reshape(rank, inputs), b.reshape(outputs, rank), 0.5)
 
-    pairs = {name: pair(*sizes[name], 100 * seed + 2 * i) for i, name in enumerate(fields)}
-    return AdapterWeights("BF16", (pairs,) * s.layers)
+    pairs = {
+        name: pair(*shape.projections[name], 100 * seed + 2 * i) for i, name in enumerate(fields)
+    }
+    return AdapterWeights("BF16", (pairs,) * shape.layers)
+
+
+def crowds_of(longest: int, crowds: Iterable[int]) -> list[list[tuple[int, int]]]:
+    """The last row of the longest sequence first, beside rows of shorter ones; by the size of the crowd."""
+    return [[(longest - 1, 1), *((3 + 13 * i % longest, 1) for i in range(n - 1))] for n in crowds]
 
 
 def companies(
@@ -95,7 +91,7 @@ def rows_of_adapters(room: Room) -> None:
         (12, (3,), (7,)) if room.tiny else (300, (5, 40, 255), (1, 7, 64, 256))
     )
     ranks = MIX[:2] if room.tiny else MIX
-    ops = GpuOps(room.driver, 64 << 20 if room.tiny else 8 << 30, graphs=False)
+    ops = room.ops(8, graphs=False)
     stack, _ = make_stack(ops, shape)
     fields = (FIELDS, ("q", "v"), ("o", "gate", "down"), FIELDS)
     mix = [
@@ -105,10 +101,8 @@ def rows_of_adapters(room: Room) -> None:
         ),
         None,
     ]
-    runs_of = {
-        n: [(longest - 1, 1), *((3 + 13 * i % longest, 1) for i in range(n - 1))] for n in crowds
-    }
-    kv = ops.alloc_kv(kv_spec(shape, max(runs_of.values(), key=len), "float16"))
+    every = crowds_of(longest, crowds)
+    kv = ops.alloc_kv(kv_spec(shape, max(every, key=len), "float16"))
 
     def step(runs: list[tuple[int, int]], wanted: str, first: int) -> Any:
         """Sequence s has the adapter first + s, in turns."""
@@ -124,7 +118,7 @@ def rows_of_adapters(room: Room) -> None:
             plain = ops.to_numpy(ops.hidden(stack, steps_of([(0, longest)], "all"), kv, None))
             differ += int((plain != whole).any(axis=1).sum())
         mine = partial(step, first=first)
-        found = companies(ops, mine, whole, chunks, runs_of.values(), room.tiny)
+        found = companies(ops, mine, whole, chunks, every, room.tiny)
         compared, differ = compared + found[0], differ + found[1]
     tell(
         "bits",
@@ -142,14 +136,14 @@ def adapters(room: Room) -> None:
     """A step to its tokens without adapters, with one for all rows, and with one for each row; beside each
     the error of what adapters add."""
     error = distance_of_adapters(room)
-    shape = TINY if room.tiny else LLAMA_8B
+    shape = room.llama_8b
     count, batch, context = (2, 2, 20) if room.tiny else (COUNT, BATCH, CONTEXT)
-    ops = GpuOps(room.driver, 64 << 20 if room.tiny else 6 << 30)
+    ops = room.ops(6)
     stack, head = make_stack(ops, shape)
     hot = [ops.pack_adapter(adapter(shape, RANK, i), stack) for i in range(count)]
     runs = [(context - 1, 1)] * batch
     kv, step, draw = ops.alloc_kv(kv_spec(shape, runs, "float16")), steps_of(runs), greedy(batch)
-    fill(ops, kv, shape, kv.spec.blocks * kv.spec.block_size)
+    fill(ops, kv)
     base = 0.0
     for present in (0, 1, count):
         step.adapters = [hot[s % present] for s in range(batch)] if present else None
@@ -185,11 +179,8 @@ def adapters(room: Room) -> None:
 
 def distance_of_adapters(room: Room) -> float:
     """What adapters add to one product, beside the product of the values: the error of the largest rank."""
-    shape = TINY if room.tiny else LLAMA_8B
-    one = Shape(
-        "one layer", 1, shape.hidden, shape.inner, shape.heads, shape.kv_heads, shape.head_dim, 64
-    )
-    ops = GpuOps(room.driver, 64 << 20 if room.tiny else 2 << 30, graphs=False)
+    one = replace(room.llama_8b, layers=1, vocabulary=64)
+    ops = room.ops(2, graphs=False)
     stack, _ = make_stack(ops, one)
     weights = adapter(one, MIX[-1], 0, ("down",))
     packed = ops.pack_adapter(weights, stack)

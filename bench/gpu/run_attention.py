@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 from run_common import (
-    LLAMA_8B,
-    TINY,
     Room,
     floor_seconds,
     kv_spec,
@@ -42,7 +40,7 @@ SPREAD = 256 << 20  # bytes of KV at least, in several layers, so that none is s
 
 
 def attention(room: Room) -> None:
-    shape = replace(TINY if room.tiny else LLAMA_8B, layers=1)
+    shape = replace(room.llama_8b, layers=1)
     decodes = {"tiny": [(300, 1), (20, 1)]} if room.tiny else DECODES
     prompts = {"tiny": [(0, 20)]} if room.tiny else PROMPTS
     for dtype in ("bfloat16", "fp8_e4m3", "int8"):
@@ -57,12 +55,10 @@ def attention(room: Room) -> None:
 def _one(room: Room, shape: Any, name: str, runs: Runs, dtype: str, window: int = 0) -> None:
     spec = kv_spec(shape, runs, dtype)
     layers = 1 if room.tiny else max(1, min(8, -(-SPREAD // spec.nbytes)))
-    ops = GpuOps(room.driver, (64 << 20) if room.tiny else 4 << 30, graphs=False)
+    ops = room.ops(4, graphs=False)
     kv = ops.alloc_kv(replace(spec, layers=layers))
-    fill(ops, kv, shape, spec.blocks * spec.block_size)
-    heads = AttentionShape(
-        shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim**-0.5, window
-    )
+    fill(ops, kv)
+    heads = replace(shape.attention, window=window)
     batch = steps_of(runs)
     step = ops.step(batch, {view_of(heads)}, kv)
     width = shape.heads * shape.head_dim

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from run_adapters import companies, rows_of_adapters
+from run_adapters import companies, crowds_of, rows_of_adapters
 from run_common import (
     LLAMA_8B,
     QWEN3_CUT,
@@ -28,7 +28,6 @@ from run_common import (
 from run_models import engine_of, request, run_all, setting_ahead, write_folder
 
 from pageturner.kernels.gpu.arrays import GpuArray
-from pageturner.kernels.gpu.ops import GpuOps
 
 CROWDS = (2, 7, 33, 64, 100, 257, 1000, 2048)
 CHUNKS = (1, 7, 64, 300, 1024)
@@ -48,7 +47,7 @@ def bits(room: Room) -> None:
 def rows_of_products(room: Room) -> None:
     """A row alone and at several places among others, in each shape of product of a layer."""
     shape, crowds = (TINY, (2, 20)) if room.tiny else (LLAMA_8B, CROWDS)
-    ops = GpuOps(room.driver, 64 << 20 if room.tiny else 8 << 30, graphs=False)
+    ops = room.ops(8, graphs=False)
     differ = compared = 0
     for n, k in sorted(set(shape.matrices.values()))[: 1 if room.tiny else None]:
         weight = ops.pack_weight(floats(n, k, 11))
@@ -72,19 +71,17 @@ def rows_of_steps(room: Room) -> None:
     """A sequence whole, in chunks of several sizes, and its last row in a crowd, recorded and not."""
     shape = TINY if room.tiny else Shape("bits", 2, 4096, 14336, 32, 8, 128, 1024)
     longest, crowds = (20, (3,)) if room.tiny else (1500, (1, 5, 40, 255))
-    ops = GpuOps(room.driver, 64 << 20 if room.tiny else 12 << 30, graphs=False)
+    ops = room.ops(12, graphs=False)
     stack, _ = make_stack(ops, shape)
-    runs_of = {
-        n: [(longest - 1, 1), *((3 + 13 * i % longest, 1) for i in range(n - 1))] for n in crowds
-    }
-    kv = ops.alloc_kv(kv_spec(shape, max(runs_of.values(), key=len), "float16"))
+    every = crowds_of(longest, crowds)
+    kv = ops.alloc_kv(kv_spec(shape, max(every, key=len), "float16"))
 
     def step(runs: list[tuple[int, int]], wanted: str) -> Any:
         return ops.to_numpy(ops.hidden(stack, steps_of(runs, wanted), kv, None))
 
     chunks = CHUNKS[1:2] if room.tiny else CHUNKS
     whole = step([(0, longest)], "all")
-    compared, differ = companies(ops, step, whole, chunks, runs_of.values(), room.tiny)
+    compared, differ = companies(ops, step, whole, chunks, every, room.tiny)
     tell(
         "bits",
         what="steps",

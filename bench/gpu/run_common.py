@@ -47,14 +47,34 @@ class Shape:
     tied: bool = False
 
     @property
+    def attention(self) -> AttentionShape:
+        """The heads of a layer."""
+        return AttentionShape(self.heads, self.kv_heads, self.head_dim, self.head_dim**-0.5)
+
+    @property
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """Rows and columns of the weights of a layer, as files hold them."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return {
+            "q": (q, self.hidden),
+            "k": (kv, self.hidden),
+            "v": (kv, self.hidden),
+            "o": (self.hidden, q),
+            "gate": (self.inner, self.hidden),
+            "up": (self.inner, self.hidden),
+            "down": (self.hidden, self.inner),
+        }
+
+    @property
     def matrices(self) -> dict[str, tuple[int, int]]:
         """Rows and columns of the matrices of a layer, as products are launched."""
         wide = (self.heads + 2 * self.kv_heads) * self.head_dim
+        found = self.projections
         return {
             "qkv": (wide, self.hidden),
-            "o": (self.hidden, self.heads * self.head_dim),
+            "o": found["o"],
             "gate_up": (2 * self.inner, self.hidden),
-            "down": (self.hidden, self.inner),
+            "down": found["down"],
         }
 
     @property
@@ -99,6 +119,18 @@ class Room:
         if not self.floors:
             self.floors = ceilings(self.driver, self.tiny)
         return self.floors
+
+    @property
+    def llama_8b(self) -> Shape:
+        return TINY if self.tiny else LLAMA_8B
+
+    @property
+    def qwen3_06b(self) -> Shape:
+        return TINY_QWEN3 if self.tiny else QWEN3_06B
+
+    def ops(self, gib: int, graphs: bool = True) -> GpuOps:
+        """A backend with so much memory for a step; with 64 MiB on the fake device."""
+        return GpuOps(self.driver, 64 << 20 if self.tiny else gib << 30, graphs=graphs)
 
 
 def open_room(tiny: bool, folder: Path) -> Room:
@@ -150,23 +182,14 @@ def make_stack(
     s = shape
     angle = np.outer(np.arange(16384), 5e5 ** (-np.arange(s.head_dim // 2) / (s.head_dim // 2)))
     rope = Rope(np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32), False)
-    q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
-    sizes = {
-        "q": (q, s.hidden),
-        "k": (kv, s.hidden),
-        "v": (kv, s.hidden),
-        "o": (s.hidden, q),
-        "gate": (s.inner, s.hidden),
-        "up": (s.inner, s.hidden),
-        "down": (s.hidden, s.inner),
+    tensors = {
+        name: of(floats(*size, seed)) for seed, (name, size) in enumerate(s.projections.items())
     }
-    tensors = {name: of(floats(*size, seed)) for seed, (name, size) in enumerate(sizes.items())}
     tensors |= {"attn_norm": ones(s.hidden), "mlp_norm": ones(s.hidden)}
-    attention = AttentionShape(s.heads, s.kv_heads, s.head_dim, s.head_dim**-0.5)
     layers = []
     for _ in range(s.layers):
         packed = {name: ops.pack_weight(tensor) for name, tensor in tensors.items()}
-        layers.append(Layer(**packed, shape=attention, rope=rope, eps=1e-5))
+        layers.append(Layer(**packed, shape=s.attention, rope=rope, eps=1e-5))
         ops.prepare_layer(layers[-1])
     table = ops.pack_weight(floats(s.vocabulary, s.hidden, 8))
     stack = Stack(table, layers, 1e-5)

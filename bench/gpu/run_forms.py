@@ -118,7 +118,7 @@ def right(room: Room, kind: str) -> None:
     rows, columns = (40, 2304) if room.tiny else SIZE
     heights = (1, 9, 17) if room.tiny else HEIGHTS
     tensor = tensor_of(kind, rows, columns)
-    ops = GpuOps(room.driver, 64 << 20 if room.tiny else 1 << 30, graphs=False)
+    ops = room.ops(1, graphs=False)
     weight = ops.pack_weight(tensor)
     assert (weight.sort, bool(getattr(weight, "low", 0))) == (form, has_low), weight.sort
     x = np.random.default_rng(7).standard_normal((max(heights), columns), dtype=np.float32)
@@ -216,7 +216,7 @@ def times(room: Room) -> None:
 def _timed(room: Room, n: int, k: int) -> Iterator[tuple[str, int, float]]:
     timed = (1,) if room.tiny else TIMED_ROWS
     for label in ("bf16", *TIMED):
-        ops = GpuOps(room.driver, 64 << 20 if room.tiny else 1 << 30, graphs=False)
+        ops = room.ops(1, graphs=False)
         first = (
             ops.pack_weight(floats(n, k, 1)) if label == "bf16" else empty(ops, *TIMED[label], n, k)
         )

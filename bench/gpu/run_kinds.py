@@ -3,13 +3,12 @@ of a product."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from run_adapters import adapters
 from run_common import (
-    LLAMA_8B,
-    TINY,
     Room,
     Shape,
     floats,
@@ -25,7 +24,7 @@ from run_right import distance
 from run_speed import fill
 
 from pageturner.formats import float8, ggml
-from pageturner.kernels.base import AttentionShape, Tensor
+from pageturner.kernels.base import Tensor
 from pageturner.kernels.choosing import ChooseArgs
 from pageturner.kernels.gpu.ops import GpuOps
 from pageturner.models.quantise import quantise
@@ -68,12 +67,12 @@ def kinds(room: Room) -> None:
 
 def weights(room: Room) -> None:
     """Products of the same values in three kinds, and steps of 64 x 1k (the head stays in bf16)."""
-    shape = TINY if room.tiny else LLAMA_8B
+    shape = room.llama_8b
     n, k = shape.matrices["down"]
     x = np.random.default_rng(8).standard_normal((4, k), dtype=np.float32)
     truth = x.astype(np.float64) @ _values(floats(n, k, 20)).T.astype(np.float64)
     for name, of in KINDS.items():
-        ops = GpuOps(room.driver, 64 << 20 if room.tiny else 6 << 30)
+        ops = room.ops(6)
         got = ops.to_numpy(ops.linear(ops.on_device(x), ops.pack_weight(of(floats(n, k, 20)))))
         error = distance(got, truth)
         stack, head = make_stack(ops, shape, of)
@@ -113,7 +112,7 @@ def _step(
     """Seconds of a step to its tokens, and the bytes of KV that it reads."""
     runs = [(context - 1, 1)] * batch
     kv, step = ops.alloc_kv(kv_spec(shape, runs, dtype)), steps_of(runs)
-    fill(ops, kv, shape, kv.spec.blocks * kv.spec.block_size)
+    fill(ops, kv)
     draw = greedy(batch)
     took = seconds_of(
         room.driver,
@@ -129,8 +128,8 @@ def _step(
 
 def stored(room: Room) -> None:
     """KV in fp16 and fp8: steps of 64 x 1k and 16 x 8k, and attention's error over the same keys."""
-    shape = TINY if room.tiny else LLAMA_8B
-    ops = GpuOps(room.driver, 64 << 20 if room.tiny else 6 << 30)
+    shape = room.llama_8b
+    ops = room.ops(6)
     stack, head = make_stack(ops, shape)
     truth = _attended(ops, shape, "float32", room.tiny)
     for dtype in ("float16", "fp8_e4m3"):
@@ -155,14 +154,11 @@ def stored(room: Room) -> None:
 def _attended(ops: GpuOps, shape: Shape, dtype: str, tiny: bool) -> Any:
     """What one layer's attention mixes of random keys in a KV of this type."""
     context, batch = (20, 1) if tiny else (1024, 8)
-    one = Shape(
-        "one layer", 1, shape.hidden, shape.inner, shape.heads, shape.kv_heads, shape.head_dim, 1
-    )
+    one = replace(shape, layers=1)
     runs = [(context - 1, 1)] * batch
     kv = ops.alloc_kv(kv_spec(one, runs, dtype))
-    fill(ops, kv, one, kv.spec.blocks * kv.spec.block_size)
-    heads = AttentionShape(shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim**-0.5)
+    fill(ops, kv)
     q = np.random.default_rng(9).standard_normal(
         (batch, shape.heads * shape.head_dim), dtype=np.float32
     )
-    return ops.to_numpy(ops.attention(ops.on_device(q), kv, 0, steps_of(runs), heads))
+    return ops.to_numpy(ops.attention(ops.on_device(q), kv, 0, steps_of(runs), shape.attention))

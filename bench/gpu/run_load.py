@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from run_common import QWEN3_06B, TINY_QWEN3, Room, floor_seconds, tell
+from run_common import Room, floor_seconds, tell
 from run_models import request, roomy_engine, run_all, setting_ahead, tokens_of, write_folder
 
 LIMIT = 240.0  # seconds after which the load is broken off, and its pace so far told
@@ -26,21 +26,21 @@ BURST = (500, (512, 512), (128, 128))  # requests, lengths of prompts and of ans
 
 def nano(room: Room) -> None:
     """nano-vllm's load."""
-    shape = TINY_QWEN3 if room.tiny else QWEN3_06B
+    shape = room.qwen3_06b
     requests = load(shape.vocabulary, 2, (4, 8), (2, 3)) if room.tiny else load(shape.vocabulary)
     _served(room, "nano", requests)
 
 
 def burst(room: Room) -> None:
     """500 requests of 512 prompt tokens and 128 output tokens, all at once."""
-    shape = TINY_QWEN3 if room.tiny else QWEN3_06B
+    shape = room.qwen3_06b
     lengths = (3, (4, 4), (2, 2)) if room.tiny else BURST
     _served(room, "burst", load(shape.vocabulary, *lengths))
 
 
 def _served(room: Room, part: str, requests: list[Any]) -> None:
     """Tell the pace of all these requests, begun at once, and its floors."""
-    shape = TINY_QWEN3 if room.tiny else QWEN3_06B
+    shape = room.qwen3_06b
     room.ceilings()
     seats = min(256, len(requests))
     with roomy_engine(room, write_folder(room, shape), 16384, seats) as here:
@@ -90,7 +90,7 @@ def load(
 
 def idle(room: Room) -> None:
     """Steps of 64 sequences that only decode: how long the device has nothing to do, and the host's part."""
-    shape = TINY_QWEN3 if room.tiny else QWEN3_06B
+    shape = room.qwen3_06b
     count, steps = (2, 2) if room.tiny else (IDLE_SEQUENCES, IDLE_STEPS)
     model = write_folder(room, shape)
     for ahead in (True, False) if setting_ahead() and not room.tiny else (True,):
@@ -130,7 +130,7 @@ def idle(room: Room) -> None:
 
 def batch32(room: Room) -> None:
     """Output tokens per second of 32 requests together beside one request alone."""
-    shape = TINY_QWEN3 if room.tiny else QWEN3_06B
+    shape = room.qwen3_06b
     prompt, output = (4, 2) if room.tiny else (256, 256)
     with roomy_engine(room, write_folder(room, shape), 4096, 64) as here:
         pace = {}
@@ -155,7 +155,7 @@ def batch32(room: Room) -> None:
 
 def start(room: Room) -> None:
     """From the start of a process to the first token; three times, so that the files are in memory."""
-    shape = TINY_QWEN3 if room.tiny else QWEN3_06B
+    shape = room.qwen3_06b
     model = write_folder(room, shape)
     for turn in range(1 if room.tiny else 3):
         command = [sys.executable, str(Path(__file__).with_name("run_start.py")), str(model)]

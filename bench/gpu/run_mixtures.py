@@ -85,7 +85,7 @@ def _mixture(
 
 def _right(room: Room, kind: str, act: str, biased: bool) -> None:
     """Few rows against the host; one row alone, among others, and in tiles of both heights."""
-    ops = GpuOps(room.driver, 64 << 20 if room.tiny else 1 << 30, graphs=False)
+    ops = room.ops(1, graphs=False)
     size = TINY_SIZE if room.tiny else SMALL
     mine, theirs = (_mixture(own, size, kind, biased, False) for own in (ops, HOST))
     tables, run = GpuExperts.tables(ops.driver, mine), GpuExperts(ops.launches)
@@ -117,7 +117,7 @@ def _timed(room: Room, name: str, kind: str) -> None:
     that are chosen at most."""
     size = TINY_SIZE if room.tiny else SIZES[name]
     count, top_k, wide, inner = size
-    ops = GpuOps(room.driver, 64 << 20 if room.tiny else 4 << 30, graphs=False)
+    ops = room.ops(4, graphs=False)
     mixture = _mixture(ops, size, kind, False, True)
     tables, run = GpuExperts.tables(ops.driver, mixture), GpuExperts(ops.launches)
     for rows in (2,) if room.tiny else (1, 16, 64, 256, 2048):
@@ -151,7 +151,7 @@ def _latent_right(room: Room, dtype: str) -> None:
     heads, blocks = 16, 2 + sum(-(-(c + n) // 16) for c, n in runs)
     spec = KVSpec(1, blocks, 16, 1, rank + rotary, dtype, latent=True, scaled=dtype == "fp8_e4m3")
     shape = AttentionShape(heads, 1, rank + rotary, (rank + rotary) ** -0.5, latent=rank)
-    ops = GpuOps(room.driver, 64 << 20 if room.tiny else 1 << 30, graphs=False)
+    ops = room.ops(1, graphs=False)
     kv, theirs = ops.alloc_kv(spec), HOST.alloc_kv(spec)
     batch, whole = grid.batch(runs, 16, blocks), grid.batch(grid.history(runs), 16, blocks)
     k = grid.normal(len(whole.slots), rank + rotary, seed=3)
@@ -184,7 +184,7 @@ def _latent_timed(room: Room) -> None:
     """Microseconds of attention of a layer of DeepSeek-V2-Lite in bf16."""
     rank, rotary = (48, 8) if room.tiny else LATENT
     shape = AttentionShape(16, 1, rank + rotary, 0.1, latent=rank)
-    ops = GpuOps(room.driver, 64 << 20 if room.tiny else 4 << 30, graphs=False)
+    ops = room.ops(4, graphs=False)
     sizes = ((2, 1, 20),) if room.tiny else ((1, 1, 32768), (64, 1, 4096), (1, 2048, 2048))
     for sequences, rows, context in sizes:
         runs = [(context - rows, rows)] * sequences

@@ -56,19 +56,14 @@ def config_of(shape: Shape) -> dict[str, Any]:
 def tensors_of(shape: Shape) -> dict[str, tuple[int, ...]]:
     """Names and shapes, in the order of the file."""
     s = shape
-    q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
+    sizes = s.projections
     found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (s.vocabulary, s.hidden)}
     for i in range(s.layers):
         layer: dict[str, tuple[int, ...]] = {
             "input_layernorm": (s.hidden,),
-            "self_attn.q_proj": (q, s.hidden),
-            "self_attn.k_proj": (kv, s.hidden),
-            "self_attn.v_proj": (kv, s.hidden),
-            "self_attn.o_proj": (s.hidden, q),
+            **{f"self_attn.{name}_proj": sizes[name] for name in "qkvo"},
             "post_attention_layernorm": (s.hidden,),
-            "mlp.gate_proj": (s.inner, s.hidden),
-            "mlp.up_proj": (s.inner, s.hidden),
-            "mlp.down_proj": (s.hidden, s.inner),
+            **{f"mlp.{name}_proj": sizes[name] for name in ("gate", "up", "down")},
         }
         if s.family == "qwen3":
             layer |= {"self_attn.q_norm": (s.head_dim,), "self_attn.k_norm": (s.head_dim,)}

@@ -31,7 +31,7 @@ def pdl(room: Room) -> None:
     allowed = room.driver.dependent_launch
     few = dataclasses.replace(LLAMA_8B, layers=8, name="eight layers of Llama-3.1-8B")
     for shape in (TINY,) if room.tiny else (few, QWEN3_06B):
-        ops = GpuOps(room.driver, 64 << 20 if room.tiny else 4 << 30)
+        ops = room.ops(4)
         stack, _ = make_stack(ops, shape)
         for batch, context in ((2, 20),) if room.tiny else SIZES:
             _both_ways(room, ops, stack, shape, (batch, context), allowed)
@@ -44,7 +44,7 @@ def _both_ways(
     batch, context = size
     runs = [(context - 1, 1)] * batch
     kv, step = ops.alloc_kv(kv_spec(shape, runs)), steps_of(runs)
-    fill(ops, kv, shape, kv.spec.blocks * kv.spec.block_size)
+    fill(ops, kv)
     took: dict[bool, list[float]] = {False: [], True: []}
     rows: dict[bool, Any] = {}
     for beside in (False, True) * ROUNDS:

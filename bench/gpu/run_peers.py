@@ -23,11 +23,11 @@ STATIC_BATCH = 16  # requests of one `generate`, padded to the longest on the le
 
 def peers(room: Any) -> None:
     """Output tokens per second of the three, and what ours is a multiple of."""
-    from run_common import QWEN3_06B, TINY_QWEN3, tell, torch_here
+    from run_common import tell, torch_here
     from run_load import load
     from run_models import roomy_engine, run_all, tokens_of, write_folder
 
-    shape = TINY_QWEN3 if room.tiny else QWEN3_06B
+    shape = room.qwen3_06b
     model = write_folder(room, shape)
     requests = (
         load(shape.vocabulary, 2, (4, 6), (2, 3))
@@ -55,11 +55,11 @@ def peers(room: Any) -> None:
 
 def torch(room: Any) -> None:
     """The plain PyTorch engine on nano-vllm's load and on the burst."""
-    from run_common import QWEN3_06B, TINY_QWEN3, tell, torch_here
+    from run_common import tell, torch_here
     from run_load import BURST, load
     from run_models import write_folder
 
-    shape = TINY_QWEN3 if room.tiny else QWEN3_06B
+    shape = room.qwen3_06b
     model = write_folder(room, shape)
     if torch_here(room) is None:
         tell("torch", run=False, why="torch has no device here")

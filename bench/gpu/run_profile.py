@@ -20,7 +20,7 @@ SIZES = ((1, 1, 1024), (64, 1, 1024), (256, 1, 1024), (16, 1, 8192), (1, 4096, 4
 def profile(room: Room) -> None:
     """Milliseconds and launches by kernel, of (sequences, rows, context) each."""
     for shape in (TINY,) if room.tiny else (LLAMA_8B, QWEN3_06B):
-        ops = GpuOps(room.driver, 64 << 20 if room.tiny else 8 << 30, graphs=False)
+        ops = room.ops(8, graphs=False)
         stack, head = make_stack(ops, shape)
         for size in ((2, 1, 20),) if room.tiny else SIZES:
             one(room, ops, (stack, head), shape, size)
@@ -36,7 +36,7 @@ def one(room: Room, ops: GpuOps, model: Any, shape: Any, size: tuple[int, int, i
     except EngineFault as fault:
         tell("profile", shape=shape.name, size=size, run=False, why=fault.message)
         return
-    fill(ops, kv, shape, kv.spec.blocks * kv.spec.block_size)
+    fill(ops, kv)
     for _ in range(2):
         ops.choose(ops.hidden(stack, step, kv, None), head, ChooseArgs(draw))
     room.driver.watch()

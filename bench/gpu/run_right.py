@@ -105,7 +105,7 @@ def proof(room: Room) -> None:
     """What a first start compares, for models of each kind of weight and of KV; and how long that takes."""
     folder = write_folder(room, TINY_QWEN3 if room.tiny else QWEN3_CUT)
     for quantization, dtype in (("int4", "float16"),) if room.tiny else KINDS_OF_PROOF:
-        ops = GpuOps(room.driver, 64 << 20 if room.tiny else 4 << 30)
+        ops = room.ops(4)
         decoder, why = load_model(folder, ops, quantization=quantization), ""
         begin = time.perf_counter()
         try:
@@ -173,7 +173,7 @@ def cut(room: Room, shape: Shape, folder: Path) -> None:
     fp32."""
     count = 8 if room.tiny else 300
     tokens = np.random.default_rng(3).integers(3, shape.vocabulary, count).tolist()
-    ops = GpuOps(room.driver, 64 << 20 if room.tiny else 8 << 30)
+    ops = room.ops(8)
     ours = logits_of(load_model(folder, ops), ops, tokens, "bfloat16")
     room.driver.release()
     few, reference = min(count, 48), ReferenceOps()

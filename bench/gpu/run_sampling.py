@@ -28,7 +28,7 @@ def sampling(room: Room) -> None:
     """Recorded choices for each number of rows and sort of draw; tokens beside those of numpy."""
     rows = (2, 5) if room.tiny else ROWS
     vocabulary = 5000 if room.tiny else VOCABULARY
-    ops = GpuOps(room.driver, 64 << 20 if room.tiny else 1 << 30, graphs=False)
+    ops = room.ops(1, graphs=False)
     for spread, deviation in SPREADS.items():
         dice = np.random.default_rng(5)
         logits = (deviation * dice.standard_normal((max(rows), vocabulary))).astype(np.float32)

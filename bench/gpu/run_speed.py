@@ -7,6 +7,7 @@ cost of invariance is that of the products and of attention, each recorded and r
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,6 @@ from run_common import (
 )
 
 from pageturner.errors import EngineFault
-from pageturner.kernels.base import AttentionShape
 from pageturner.kernels.choosing import ChooseArgs
 from pageturner.kernels.gpu import launches
 from pageturner.kernels.gpu.catalogue import MANY, MAX_SPLIT_TILES, Height, cut, tiles_of
@@ -49,7 +49,7 @@ def ceilings(room: Room) -> None:
 
 def decode(room: Room) -> None:
     """Steps of single tokens, recorded, to their tokens."""
-    shape = TINY if room.tiny else LLAMA_8B
+    shape = room.llama_8b
     room.ceilings()
     most = min(16 << 30, room.driver.memory()[0] // 6)  # 256 sequences of 8k need half of it
     ops = GpuOps(room.driver, 64 << 20 if room.tiny else most)
@@ -69,7 +69,7 @@ def decode_one(room: Room, ops: GpuOps, model: Any, shape: Shape, batch: int, co
     (stack, head), runs = model, [(context - 1, 1)] * batch
     kv, step, draw = ops.alloc_kv(kv_spec(shape, runs)), steps_of(runs), greedy(batch)
     try:
-        fill(ops, kv, shape, kv.spec.blocks * kv.spec.block_size)
+        fill(ops, kv)
         took = seconds_of(
             room.driver,
             lambda: ops.collect(ops.launch_step(stack, step, kv, None, head, draw)),
@@ -146,7 +146,7 @@ def invariance(room: Room) -> None:
     """Our fixed tiles beside the best choice for each number of rows: other parts of K and kernels of ours,
     cuBLAS, and FlashAttention by torch."""
     room.ceilings()
-    shape = TINY if room.tiny else LLAMA_8B
+    shape = room.llama_8b
     for rows in (2,) if room.tiny else (1, 16, 64, 256, 2048, 8192):
         ours, free, others = 0.0, 0.0, 0
         for name, (n, k) in list(shape.matrices.items())[: 1 if room.tiny else None]:
@@ -239,21 +239,14 @@ def products(room: Room, n: int, k: int, rows: int) -> dict[str, float]:
 
 def attention(room: Room, shape: Shape, batch: int, rows: int, context: int) -> None:
     """One layer's attention of sequences of a context, `rows` of each in this step, beside torch's."""
-    one = Shape(
-        shape.name,
-        1,
-        *(
-            getattr(shape, name)
-            for name in ("hidden", "inner", "heads", "kv_heads", "head_dim", "vocabulary")
-        ),
-    )
+    one = replace(shape, layers=1)
     runs = [(context - rows, rows)] * batch
     q_bytes = 4 * batch * rows * shape.heads * shape.head_dim
     partials = q_bytes * -(-context // 256) if rows == 1 else 0
     ops = GpuOps(room.driver, (64 << 20) + 4 * q_bytes + 2 * partials, graphs=False)
     kv = ops.alloc_kv(kv_spec(one, runs))
-    heads = AttentionShape(shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim**-0.5)
-    fill(ops, kv, shape, kv.spec.blocks * 16)
+    heads = shape.attention
+    fill(ops, kv)
     step = ops.step(steps_of(runs), {view_of(heads)}, kv)
     width = shape.heads * shape.head_dim
     q = ops.on_device(
@@ -309,11 +302,12 @@ def flash_seconds(torch: Any, shape: Shape, batch: int, rows: int, context: int)
         return None
 
 
-def fill(ops: GpuOps, kv: Any, shape: Shape, slots: int, seed: int = 7) -> None:
+def fill(ops: GpuOps, kv: Any) -> None:
     """Random keys and values in every slot of all layers: zeros would be faster than real data."""
-    width, count = shape.kv_heads * shape.head_dim, min(slots, 2048)
+    width, slots = kv.spec.kv_heads * kv.spec.head_dim, kv.spec.blocks * kv.spec.block_size
+    count = min(slots, 2048)
     ops.begin()
-    some = np.random.default_rng(seed).standard_normal((2, count, width), dtype=np.float32)
+    some = np.random.default_rng(7).standard_normal((2, count, width), dtype=np.float32)
     k, v = (ops.on_device(one) for one in some)
     mark = ops.arena.mark
     for at in range(0, slots, count):

@@ -316,7 +316,7 @@ def attend(driver: Any, kind: str) -> Iterator[Trial]:
             runs = [(context - mine, mine)] * batch
             ops = common.GpuOps(driver, 6 << 30, graphs=False)
             kv = ops.alloc_kv(common.kv_spec(shape, runs))
-            fill(ops, kv, shape, kv.spec.blocks * 16)
+            fill(ops, kv)
             wide = (batch * mine, HEADS.heads * HEADS.head_dim)
             values = np.random.default_rng(6).standard_normal(wide, dtype=np.float32)
 
