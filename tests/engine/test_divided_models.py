@@ -165,7 +165,15 @@ def test_an_adapter_is_told_once_and_forgotten_with_its_owner() -> None:
         assert_near(computed(*of_one(FAMILIES / "llama3")), plain)
 
 
-def test_an_engine_of_two_processes_has_adapters(tmp_path: Path) -> None:
+TENSOR = {"dtype": "float32", "kv_cache_dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "settings"), [("tensor_parallel_size", TENSOR), ("pipeline_parallel_size", {})]
+)
+def test_an_engine_of_two_processes_has_adapters(
+    tmp_path: Path, parallel: str, settings: dict[str, Any]
+) -> None:
     model = GOLDENS / "tiny_llama.gguf"
     folder = write_adapter(tmp_path / "adapter", open_model(model)[1], FIELDS)
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -173,12 +181,10 @@ def test_an_engine_of_two_processes_has_adapters(tmp_path: Path) -> None:
     for size in (1, 2):
         llm = LLM(
             str(model),
-            tensor_parallel_size=size,
             threads=2,
-            dtype="float32",
-            kv_cache_dtype="float32",
             kv_cache_memory=1 << 20,
             lora={"other": folder},
+            **{parallel: size, **settings},
         )
         for lora in ("other", ""):
             outputs = llm.generate(list(PROMPTS.values()), params, lora=lora)

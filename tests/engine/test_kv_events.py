@@ -119,13 +119,6 @@ def engine(address: str, replay: str = "", blocks: int = 24, **settings: Any) ->
     )
 
 
-def run(built: LoadedEngine, given: list[Request]) -> None:
-    for request in given:
-        assert built.engine.submit(request) == []
-    while built.engine.has_work:
-        built.engine.step()
-
-
 def held(built: LoadedEngine) -> set[int]:
     return {kv_events.block_hash(key) for key in built.engine.stack.pool.full.index}
 
@@ -149,22 +142,22 @@ def test_a_subscriber_knows_what_the_cache_holds(
     indexers.append(indexer)
     for seed in range(5):
         for request in prompts(20, seed):
-            run(built, [request])
+            run(built.engine, [request])
         while not indexer.socket.poll(50):  # it may not be subscribed yet
-            run(built, prompts(1, 100 + seed))
+            run(built.engine, prompts(1, 100 + seed))
         indexer.follow(built)
         assert indexer.numbers == list(range(len(indexer.numbers)))
     assert built.engine.stats()["evictions"] > 50
     pool = built.engine.stack.pool
     request = Request(9, tuple(range(30)), PARAMS)
-    run(built, [request])
+    run(built.engine, [request])
     indexer.follow(built)
     found = {tuple(indexer.chain(hash)) for hash in indexer.blocks}
     assert {request.prompt[: SIZE * n] for n in range(1, 8)} <= found
     assert all(len(chain) % SIZE == 0 for chain in found)
     built.engine.forget_prefixes()
     assert not pool.full.index
-    run(built, [Request(10, (1, 2, 3), PARAMS)])
+    run(built.engine, [Request(10, (1, 2, 3), PARAMS)])
     indexer.follow(built)
 
 
@@ -172,7 +165,7 @@ def test_who_comes_late_hears_everything(
     addresses: tuple[str, str], indexers: list[Indexer]
 ) -> None:
     built = engine(*addresses, blocks=2000)
-    run(built, prompts(20))
+    run(built.engine, prompts(20))
     indexer = Indexer(*addresses)
     indexers.append(indexer)
     while set(indexer.blocks) != held(built):  # batches may still wait to be sent
@@ -188,7 +181,7 @@ def test_a_full_queue_drops_batches_and_never_waits(
 ) -> None:
     monkeypatch.setattr(kv_events, "WAITING", 0)
     built = engine(*addresses)
-    run(built, prompts(20))
+    run(built.engine, prompts(20))
     stats = built.engine.stats()
     assert stats["kv_event_batches"] == 0
     assert stats["kv_event_batches_dropped"] > 20

@@ -32,7 +32,7 @@ from pageturner.scheduler.store import Store
 from pageturner.scheduler.types import Sequence
 from pageturner.server.engine_client.process import EngineProcess, KVMemory, engine_command
 from pageturner.telemetry.kv_usage import pool_stats, store_stats
-from support.engines import GOLDENS
+from support.engines import GOLDENS, run
 from support.schedulers import check
 
 pytestmark = pytest.mark.skipif(
@@ -71,28 +71,16 @@ def requests(done: dict[int, list[int]] | None = None) -> list[Request]:
     return [Request(id, prompt, PARAMS, resume=resume) for id, (prompt, resume) in each]
 
 
-def run(built: LoadedEngine, given: list[Request], steps: int = 1000) -> dict[int, list[int]]:
-    """The tokens that come in so many steps, or until all have ended."""
-    got: dict[int, list[int]] = {request.id: [] for request in given}
-    for request in given:
-        assert built.engine.submit(request) == []
-    while built.engine.has_work and steps:
-        steps -= 1
-        for event in built.engine.step():
-            got[event.id] += event.tokens
-    return got
-
-
 def die(fd: int, **settings: Any) -> dict[int, list[int]]:
     """Tokens of an engine that ends in the middle of its answers."""
-    return run(engine(fd, **settings), requests(), steps=20)
+    return run(engine(fd, **settings).engine, requests(), steps=20)
 
 
 def go_on(fd: int, done: dict[int, list[int]], **settings: Any) -> tuple[LoadedEngine, int]:
     """The engine that went on to the end, rightly, and the tokens that it computed again."""
-    whole = run(engine(None, **settings), requests())
+    whole = run(engine(None, **settings).engine, requests())
     built = engine(fd, **settings)
-    rest = run(built, requests(done))
+    rest = run(built.engine, requests(done))
     assert {id: done[id] + rest[id] for id in done} == whole
     check(built.engine.stack)
     return built, int(built.engine.stats()["recomputed_tokens"])
@@ -116,14 +104,14 @@ def test_one_engine_after_the_other(fd: int) -> None:
     """Each takes back what the one before took back or computed."""
     done: dict[int, list[int]] = {id: [] for id in range(len(PROMPTS))}
     for _ in range(6):
-        rest = run(engine(fd), requests(done) if done[0] else requests(), steps=5)
+        rest = run(engine(fd).engine, requests(done) if done[0] else requests(), steps=5)
         done = {id: done[id] + rest[id] for id in done}
     assert go_on(fd, done)[1] <= len(PROMPTS) * (SIZE - 1)
 
 
 def test_a_flipped_bit_is_found_and_its_block_computed_again(fd: int) -> None:
     first = engine(fd)
-    done = run(first, requests(), steps=20)
+    done = run(first.engine, requests(), steps=20)
     block = first.engine.scheduler.running[0].blocks[3]
     first.executor.storage[0].memory[block, 100] ^= 1  # type: ignore[attr-defined]
     taken_back = int(np.count_nonzero(SurvivingRecords(fd).sums)) - 1
@@ -158,7 +146,7 @@ def test_nothing_is_taken_from_another_model_or_layout(fd: int, settings: dict[s
     done = die(fd)
     built = engine(fd, **settings)
     assert built.taken_back == 0
-    assert run(built, requests()) == run(engine(None, **settings), requests())
+    assert run(built.engine, requests()) == run(engine(None, **settings).engine, requests())
     assert done != {}
 
 
@@ -184,7 +172,7 @@ def test_evicted_blocks_are_not_taken_back(fd: int) -> None:
     }
     first = engine(fd, **small)
     for n in range(4):
-        run(first, [Request(9, tuple(range(n, 60 + n)), PARAMS)])
+        run(first.engine, [Request(9, tuple(range(n, 60 + n)), PARAMS)])
     assert first.engine.stats()["evictions"] > 0
     keys = {block: key for key, block in first.engine.stack.pool.full.index.items()}
     second = engine(fd, **small)
@@ -198,7 +186,7 @@ def test_a_run_that_took_blocks_back_is_not_replayed(fd: int, tmp_path: Path) ->
     path = tmp_path / "steps"
     for _ in range(2):
         built = engine(fd, step_log=str(path))
-        run(built, requests())
+        run(built.engine, requests())
         built.engine.close()
     first, second = recorded_runs.read_runs(path)
     assert log_replay.replay_plans(first).differences == []
@@ -238,7 +226,7 @@ class Killable:
 
 @pytest.mark.slow
 def test_kill_9_in_the_middle_of_decoding() -> None:
-    whole = run(engine(None), requests())
+    whole = run(engine(None).engine, requests())
     first = Killable()
     done = first.collect(requests(), 50)
     second = Killable(first.process.kv)
@@ -350,7 +338,7 @@ def test_a_damaged_head_is_no_head(fd: int, at: int) -> None:
     os.pwrite(fd, bytes([os.pread(fd, 1, at)[0] ^ 0x40]), at)
     built = engine(fd)
     assert built.taken_back == 0
-    assert run(built, requests()) == run(engine(None), requests())
+    assert run(built.engine, requests()) == run(engine(None).engine, requests())
 
 
 def test_stamps_without_room_above_them_begin_anew(fd: int) -> None:

@@ -26,7 +26,7 @@ from pageturner.kv import kv_block_file, kv_tiers
 from pageturner.kv.kv_block_file import PAGE, RECORD, BlockFile, Read
 from pageturner.params import SamplingParams
 from pageturner.request import Request, Resume
-from support.engines import GOLDENS
+from support.engines import GOLDENS, run
 from support.schedulers import check
 
 pytestmark = pytest.mark.skipif(
@@ -50,22 +50,6 @@ def config(model: Path = TINY, blocks: int = 24, **settings: Any) -> EngineConfi
     return EngineConfig(model=str(model), **given)
 
 
-def run(built: LoadedEngine, given: list[Request], steps: int = 100_000) -> dict[int, list[int]]:
-    """The tokens that come in so many steps, or until all have ended."""
-    got: dict[int, list[int]] = {request.id: [] for request in given}
-    for request in given:
-        assert built.engine.submit(request) == []
-    while built.engine.has_work and steps:
-        steps -= 1
-        events = built.engine.step()
-        if not events:
-            time.sleep(0.0005)  # the anteroom waits for a thread
-        for event in events:
-            assert event.failure is None
-            got[event.id] += event.tokens
-    return got
-
-
 def conversations(
     built: LoadedEngine, count: int = 6, turns: int = 3, **of: Any
 ) -> list[list[int]]:
@@ -78,7 +62,9 @@ def conversations(
             for n in (first, first + 1):
                 texts[n] += [30 + turn, 31 + n]
                 given.append(Request(id := id + 1, tuple(texts[n]), PARAMS, **of))
-            for request, (_, tokens) in zip(given, sorted(run(built, given).items()), strict=True):
+            for request, (_, tokens) in zip(
+                given, sorted(run(built.engine, given).items()), strict=True
+            ):
                 texts[first + (request is given[1])] += tokens
     return texts
 
@@ -141,9 +127,9 @@ def test_preempted_sequences_come_back(tmp_path: Path) -> None:
     prompts = [tuple(range(5 + n, 25 + n)) for n in range(3)]
     long = SamplingParams(temperature=1.0, max_tokens=24, stop_ids=())
     requests = [Request(n, prompt, long) for n, prompt in enumerate(prompts)]
-    want = run(make_engine(config(blocks=64)), requests)
+    want = run(make_engine(config(blocks=64)).engine, requests)
     built = make_engine(config(blocks=20, admission="none", kv_host_memory=1 << 20))
-    assert run(built, requests) == want
+    assert run(built.engine, requests) == want
     stats = built.engine.stats()
     assert stats["preemptions"] > 0
     assert stats["kv_host_hits"] > 0
@@ -155,11 +141,11 @@ def test_the_next_engine_finds_what_the_last_one_computed(tmp_path: Path) -> Non
     prompt = tuple(range(5, 60))
     first = make_engine(given)
     request = Request(1, prompt, PARAMS)
-    want = run(first, [request])
+    want = run(first.engine, [request])
     first.engine.close()
     second = make_engine(given)
     resumed = Request(1, prompt, PARAMS, resume=(Resume(0, tuple(want[1][:6])),))
-    assert run(second, [resumed])[1] == want[1][6:]
+    assert run(second.engine, [resumed])[1] == want[1][6:]
     assert second.engine.stats()["recomputed_tokens"] <= SIZE
     assert second.engine.stats()["kv_file_hits"] == (len(prompt) + 5) // SIZE
     second.engine.close()
@@ -171,13 +157,13 @@ def test_nothing_crosses_salts(tmp_path: Path, of: dict[str, str]) -> None:
     given = config(kv_file=str(tmp_path / "kv"), kv_host_memory=1 << 20)
     built = make_engine(given)
     prompt = tuple(range(5, 60))
-    run(built, [Request(1, prompt, PARAMS)])
+    run(built.engine, [Request(1, prompt, PARAMS)])
     built.engine.close()
     built = make_engine(given)
     if "salt" in of:
-        run(built, [Request(1, prompt, PARAMS, **of)])
+        run(built.engine, [Request(1, prompt, PARAMS, **of)])
         assert built.engine.stats()["cached_tokens"] == 0
-        run(built, [Request(2, prompt, PARAMS, **of)])
+        run(built.engine, [Request(2, prompt, PARAMS, **of)])
         assert built.engine.stats()["cached_tokens"] > 0
     else:
         [event] = built.engine.submit(Request(1, prompt, PARAMS, **of))
@@ -192,7 +178,7 @@ def test_a_flipped_bit_is_found_and_computed_again(tmp_path: Path, where: str) -
     given = config(**({"kv_file": str(path)} if where == "file" else {"kv_host_memory": 1 << 20}))
     built = make_engine(given)
     prompt = tuple(range(5, 60))
-    want = run(built, [Request(1, prompt, PARAMS)])
+    want = run(built.engine, [Request(1, prompt, PARAMS)])
     if where == "file":
         built.engine.close()
         flip_all(path)
@@ -203,13 +189,13 @@ def test_a_flipped_bit_is_found_and_computed_again(tmp_path: Path, where: str) -
         assert tiers is not None
         for _, row in tiers.host.newest():
             row[7] ^= 16
-    assert run(built, [Request(2, prompt, PARAMS)])[2] == want[1]
+    assert run(built.engine, [Request(2, prompt, PARAMS)])[2] == want[1]
     assert settle(built, f"kv_{where}_errors", 1) >= 1
     assert built.engine.stats()["cached_tokens"] == 0
     if where == "file":  # what was computed again lies in the file again
         built.engine.close()
         built = make_engine(given)
-        assert run(built, [Request(3, prompt, PARAMS)])[3] == want[1]
+        assert run(built.engine, [Request(3, prompt, PARAMS)])[3] == want[1]
         assert built.engine.stats()["cached_tokens"] >= len(prompt) - SIZE
         built.engine.close()
 
@@ -447,14 +433,14 @@ def test_what_is_forgotten_is_found_nowhere(tmp_path: Path) -> None:
     given = config(kv_file=str(tmp_path / "kv"), kv_host_memory=1 << 20)
     built = make_engine(given)
     prompt = tuple(range(5, 60))
-    run(built, [Request(1, prompt, PARAMS)])
+    run(built.engine, [Request(1, prompt, PARAMS)])
     built.engine.forget_prefixes()
-    run(built, [Request(2, prompt, PARAMS)])
+    run(built.engine, [Request(2, prompt, PARAMS)])
     assert built.engine.stats()["cached_tokens"] == 0
     built.engine.forget_prefixes()
     built.engine.close()
     built = make_engine(given)
-    run(built, [Request(3, prompt, PARAMS)])
+    run(built.engine, [Request(3, prompt, PARAMS)])
     assert built.engine.stats()["cached_tokens"] == 0
     built.engine.close()
 

@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import signal
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from test_divided_models import PROMPTS, WHO, computed, give, of_one
-from test_tensor_parallel import children, streamed
+from test_tensor_parallel import children
 
 from pageturner import LLM, SamplingParams
 from pageturner.config.settings import EngineConfig
 from pageturner.engine.fingerprint import settings_of
 from pageturner.errors import EngineFault
-from pageturner.kernels.adapters import FIELDS
 from pageturner.kernels.comm import PLACE
 from pageturner.kernels.cpu import native_module
-from pageturner.models.load import open_model
 from pageturner.parallel import tensor_parallel
-from support.adapters import write_adapter
 from support.decoding import Decoding
 from support.deeper import deeper
 from support.ranks import ranks
-from support.servers import serving
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 TINY = GOLDENS / "tiny_llama.gguf"
@@ -104,14 +98,6 @@ def test_bits_with_adapters_are_those_of_one_process(size: int, tmp_path: Path) 
     assert np.abs(expected[0] - computed(one, ops)[0]).max() > 0.1
 
 
-def test_a_wrong_call_leaves_stages_in_step() -> None:
-    with ranks(TINY, 2, stages=True) as (decoder, ops):
-        runs = Decoding(decoder, ops)
-        with pytest.raises(ValueError, match="no such token"):
-            runs.step([("wrong", [320])])
-        assert np.isfinite(runs.step([("right", [1, 2, 3])])[0]).all()
-
-
 def test_each_stage_has_its_own_layers_and_their_kv(tmp_path: Path) -> None:
     path = deeper("gemma2", 5, tmp_path)
     with ranks(path, 3, stages=True) as (decoder, ops):
@@ -164,27 +150,6 @@ def test_engines_of_several_processes_answer_as_one(family: str, size: int, tmp_
     assert not children()
 
 
-def test_an_engine_of_stages_has_adapters(tmp_path: Path) -> None:
-    folder = write_adapter(tmp_path / "adapter", open_model(TINY)[1], FIELDS)
-    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-    told = []
-    for size in (1, 2):
-        llm = LLM(
-            str(TINY),
-            pipeline_parallel_size=size,
-            threads=2,
-            kv_cache_memory=1 << 20,
-            lora={"other": folder},
-        )
-        for lora in ("other", ""):
-            outputs = llm.generate(list(PROMPTS.values()), params, lora=lora)
-            told.append([one.outputs[0].token_ids for one in outputs])
-        del llm
-        gc.collect()
-    assert told[:2] == told[2:]
-    assert told[0] != told[1]
-
-
 def test_a_stage_that_died_is_named_with_what_ended_it(tmp_path: Path) -> None:
     before = children()
     llm = LLM(
@@ -205,55 +170,7 @@ def test_a_stage_that_died_is_named_with_what_ended_it(tmp_path: Path) -> None:
     del llm, caught
 
 
-@pytest.mark.slow
-def test_a_stage_is_killed_under_streams_and_they_go_on() -> None:
-    flags = ("--pipeline-parallel-size", "2", "--threads", "1", "--kv-cache-memory", "4M")
-    with serving(TINY, *flags) as client, ThreadPoolExecutor(4) as pool:
-        whole = list(pool.map(lambda n: streamed(client, n), range(4)))
-        (server,) = children(what=b"pageturner\0serve")
-
-        def kill() -> None:
-            (engine,) = children(server, b"engine.worker")
-            (stage,) = children(engine)
-            os.kill(stage, signal.SIGKILL)
-
-        others = [pool.submit(streamed, client, n) for n in range(1, 4)]
-        assert streamed(client, 0, kill) == whole[0]
-        assert [other.result(60) for other in others] == whole[1:]
-        told = client.get("/metrics").text
-        assert re.search(r"^pageturner:engine_restarts_total\{.*\} 1(\.0)?$", told, re.M)
-
-
 # -- refusals ------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        (
-            {"tensor_parallel_size": 2},
-            "--pipeline-parallel-size 2 does not go with --tensor-parallel-size 2",
-        ),
-        (
-            {"backend": "reference"},
-            "--backend reference does not go with --pipeline-parallel-size 2 yet",
-        ),
-        ({"device": "cuda"}, "--device cuda"),
-        ({"speculation": "draft", "draft_model": "x"}, "--speculation draft"),
-        ({"kv_host_memory": 1 << 20}, "--kv-host-memory"),
-        ({"kv_file": "x"}, "--kv-file"),
-        ({"prefill_listen": "a:1"}, "--prefill-listen"),
-        ({"prefill_from": "a:1"}, "--prefill-from"),
-        ({"pipeline_parallel_size": 65}, "--pipeline-parallel-size is at most 64"),
-    ],
-)
-def test_what_does_not_go_with_stages_is_refused_by_name(
-    settings: dict[str, Any], named: str
-) -> None:
-    config = EngineConfig(model=str(TINY), **{"pipeline_parallel_size": 2, **settings})
-    with pytest.raises(EngineFault, match=named) as caught:
-        tensor_parallel.check(config)
-    assert caught.value.code == "bad_setting"
-
-
 def test_more_stages_than_layers_are_refused_with_what_works() -> None:
     before = children()
     with pytest.raises(

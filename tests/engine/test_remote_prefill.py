@@ -21,6 +21,7 @@ from pageturner.kv.kv_link import PREFILL, LinkEnd, LinkError, LinkIdentity
 from pageturner.params import SamplingParams
 from pageturner.request import Request
 from support.engines import GOLDENS
+from support.engines import run as answered
 from support.schedulers import check
 
 pytestmark = pytest.mark.skipif(
@@ -83,14 +84,7 @@ def asking(port: int, **settings: Any) -> LoadedEngine:
 
 
 def run(built: LoadedEngine, prompt: tuple[int, ...] = PROMPT, **of: Any) -> list[int]:
-    tokens: list[int] = []
-    events = built.engine.submit(Request(1, prompt, PARAMS, **of))
-    while built.engine.has_work:
-        events += built.engine.step()
-        time.sleep(0.0002)
-    for event in events:
-        assert event.failure is None
-        tokens += event.tokens
+    tokens = answered(built.engine, [Request(1, prompt, PARAMS, **of)])[1]
     check(built.engine.stack)
     return tokens
 

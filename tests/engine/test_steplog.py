@@ -15,6 +15,7 @@ from pageturner.params import SamplingParams
 from pageturner.request import Request
 from pageturner.telemetry import step_log
 from pageturner.telemetry.step_log import Arrived, Header, Left, LostRecords, Record, StepRecord
+from support.engines import run as answered
 
 T = TypeVar("T", bound=Record)
 
@@ -22,12 +23,7 @@ T = TypeVar("T", bound=Record)
 def run(path: Path, requests: list[Request], **settings: object) -> dict[int, list[int]]:
     """Answer the requests on the fake engine, logged; the tokens of each."""
     engine = make_engine(EngineConfig(backend="fake", step_log=str(path), **settings)).engine
-    found: dict[int, list[int]] = {request.id: [] for request in requests}
-    for request in requests:
-        assert engine.submit(request) == []
-    while engine.has_work:
-        for event in engine.step():
-            found[event.id] += event.tokens
+    found = answered(engine, requests)
     engine.close()
     return found
 

@@ -111,8 +111,9 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch() -> None:
             assert np.concatenate(alone).tobytes() == rows.tobytes()
 
 
-def test_a_wrong_call_leaves_ranks_in_step() -> None:
-    with ranks(GOLDENS / "tiny_llama.gguf", 2) as (decoder, ops):
+@pytest.mark.parametrize("stages", [False, True])
+def test_a_wrong_call_leaves_ranks_in_step(stages: bool) -> None:
+    with ranks(GOLDENS / "tiny_llama.gguf", 2, stages=stages) as (decoder, ops):
         runs = Decoding(decoder, ops)
         with pytest.raises(ValueError, match="no such token"):
             runs.step([("wrong", [320])])
@@ -197,8 +198,9 @@ def streamed(client: httpx.Client, number: int, then: Callable[[], None] = lambd
 
 
 @pytest.mark.slow
-def test_a_rank_is_killed_under_streams_and_they_go_on() -> None:
-    flags = ("--tensor-parallel-size", "2", "--threads", "2", "--kv-cache-memory", "4M")
+@pytest.mark.parametrize(("kind", "threads"), [("tensor", "2"), ("pipeline", "1")])
+def test_a_rank_is_killed_under_streams_and_they_go_on(kind: str, threads: str) -> None:
+    flags = (f"--{kind}-parallel-size", "2", "--threads", threads, "--kv-cache-memory", "4M")
     with serving(GOLDENS / "tiny_llama.gguf", *flags) as client, ThreadPoolExecutor(4) as pool:
         whole = list(pool.map(lambda n: streamed(client, n), range(4)))
         (server,) = children(what=b"pageturner\0serve")
@@ -220,24 +222,39 @@ def test_a_rank_is_killed_under_streams_and_they_go_on() -> None:
             os.kill(pid, 0)
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"backend": "reference"}, "--backend reference"),
-        ({"speculation": "draft", "draft_model": "x"}, "--speculation draft"),
-        ({"kv_host_memory": 1 << 20}, "--kv-host-memory"),
-        ({"kv_file": "x"}, "--kv-file"),
-        ({"prefill_listen": "a:1"}, "--prefill-listen"),
-        ({"prefill_from": "a:1"}, "--prefill-from"),
-        ({"tensor_parallel_size": 65}, "at most 64"),
-    ],
-)
+BOTH = [
+    ({"backend": "reference"}, "--backend reference"),
+    ({"speculation": "draft", "draft_model": "x"}, "--speculation draft"),
+    ({"kv_host_memory": 1 << 20}, "--kv-host-memory"),
+    ({"kv_file": "x"}, "--kv-file"),
+    ({"prefill_listen": "a:1"}, "--prefill-listen"),
+    ({"prefill_from": "a:1"}, "--prefill-from"),
+]
+OF_STAGES = "--pipeline-parallel-size 2"
+REFUSED = [
+    *(("tensor_parallel_size", *case) for case in BOTH),
+    ("tensor_parallel_size", {"tensor_parallel_size": 65}, "at most 64"),
+    *(("pipeline_parallel_size", *case) for case in BOTH),
+    ("pipeline_parallel_size", {"backend": "reference"}, f"not go with {OF_STAGES} yet"),
+    (
+        "pipeline_parallel_size",
+        {"tensor_parallel_size": 2},
+        f"{OF_STAGES} does not go with --tensor-parallel-size 2",
+    ),
+    ("pipeline_parallel_size", {"device": "cuda"}, "--device cuda"),
+    (
+        "pipeline_parallel_size",
+        {"pipeline_parallel_size": 65},
+        "--pipeline-parallel-size is at most 64",
+    ),
+]
+
+
+@pytest.mark.parametrize(("parallel", "settings", "named"), REFUSED)
 def test_what_does_not_go_with_ranks_is_refused_by_name(
-    settings: dict[str, Any], named: str
+    parallel: str, settings: dict[str, Any], named: str
 ) -> None:
-    config = EngineConfig(
-        model=str(GOLDENS / "tiny_llama.gguf"), **{"tensor_parallel_size": 2, **settings}
-    )
+    config = EngineConfig(model=str(GOLDENS / "tiny_llama.gguf"), **{parallel: 2, **settings})
     with pytest.raises(EngineFault, match=named) as caught:
         tensor_parallel.check(config)
     assert caught.value.code == "bad_setting"

@@ -68,30 +68,10 @@ class AheadMachine(Machine):
     def step(self) -> bool:
         """One turn: what can be planned ahead is, then the first step under way is committed."""
         if not self.under_way:
-            return self._first() and self._turn()
-        return self._turn()
-
-    def _first(self) -> bool:
-        """A plan as any engine makes it, when nothing is under way."""
-        self.now += 0.01
-        if self.punctual:
-            self.expire()
-        before, queue = list(self.scheduler.running), list(self.scheduler.waiting)
-        self.rules.prepare(queue, self.now)
-        plan = self.scheduler.plan(self.now)
-        self.audit(plan)
-        self.rules.audit(plan, before, queue, self.now)
-        if plan.preempted:
-            self.audit_preemption(plan, before)
-        if not plan.items:
-            if self.scheduler.has_work:
-                assert (plan.wake or 0.0) > self.now, "work, but no plan and no wake"
-                self.now = min(plan.wake, self.now + self.rng.choice((0.01, 99.0)))
-            return False
-        self._launch(plan)
-        return True
-
-    def _turn(self) -> bool:
+            plan = self.plan()
+            if not plan.items:
+                return False
+            self._launch(plan)
         if self.rng.random() < 0.05:
             self.abort()
             check(self.stack)
@@ -166,9 +146,12 @@ class AheadMachine(Machine):
         ignored = {item.sequence.request.id for item in plan.items} - set(self.streams)
         over = [item.sequence.state is not State.RUNNING for item in plan.items]
         self.totals["passed_over"] += sum(over)
-        spans = [(item.sequence, item.start, item.start + item.n) for item in plan.items]
-        self.now += self.rng.choice((0.0, 0.0003)) * plan.tokens
-        self.rules.computed(plan, self.now)
+        spans = [
+            (item.sequence, item.start, item.n)
+            for item, passed in zip(plan.items, over, strict=True)
+            if not passed
+        ]
+        self.let_time_pass(plan)
         for one, passed in zip(step.items, over, strict=True):
             assert passed or one.seq.computed == one.begin, (
                 "committed in another order than planned"
@@ -176,16 +159,7 @@ class AheadMachine(Machine):
         result = Result([one.output for one in step.items])
         events = self.scheduler.commit(plan, result, self.now)
         self.under_way.pop(0)
-        self.targets.saw(events, self.now)
-        for event in events:
-            assert event.id not in ignored, "an event for an aborted request"
-            self.streams[event.id].take(event)
-        for (seq, begin, end), passed in zip(spans, over, strict=True):
-            if seq.request.id not in ignored and not passed:
-                self.count_work(self.streams[seq.request.id], seq, begin, end)
-        check(self.stack)
-        self.shadow.poison()
-        self.totals["given_back"] += sum(seq.released for seq in self.scheduler.running)
+        self.take(events, ignored, spans)
 
     # -- the device ------------------------------------------------------------------------------------------
     def _run(self, step: Step) -> None:

@@ -12,7 +12,8 @@ proposed by a fake that is right most of the time.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,6 +32,20 @@ from .shadow import MASK, Shadow, chains, mix, root
 VOCABULARY = 23
 STOP = (0, 1)
 Build = Callable[..., SchedulerStack]
+
+
+def runs(machine: Callable[[int], Any], seeds: range) -> Iterator[Any]:
+    """Yield one machine for each seed, when its run is over."""
+    for seed in seeds:
+        try:
+            yield machine(seed).run()
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+
+
+def rare(totals: Counter[str], forced: dict[str, int], share: float) -> dict[str, int]:
+    """Return what happened less often than it must in this share of the runs."""
+    return {name: totals[name] for name, least in forced.items() if totals[name] <= least * share}
 
 
 def next_token(chain: int, index: int = 0) -> int:
@@ -467,6 +482,26 @@ class Machine:
     # -- what the engine does --------------------------------------------------------------------------------
     def step(self) -> bool:
         """One plan and its commit. False if there was nothing to run."""
+        plan = self.plan()
+        if not plan.items:
+            return False
+        result = self.execute(plan)
+        if self.rng.random() < 0.1:
+            self.abort()
+            check(self.stack)
+        if self.rng.random() < 0.1:
+            assert self.execute(plan).outputs == result.outputs, (
+                "running a plan again gave something else"
+            )
+        ignored = {item.sequence.request.id for item in plan.items} - set(self.streams)
+        spans = [(item.sequence, item.sequence.computed, item.n) for item in plan.items]
+        self.let_time_pass(plan)
+        self.take(self.scheduler.commit(plan, result, self.now), ignored, spans)
+        self.steps += 1
+        return True
+
+    def plan(self) -> Plan:
+        """A plan as any engine makes it, and what must hold of it."""
         self.now += 0.01
         if self.punctual:
             self.expire()
@@ -482,26 +517,18 @@ class Machine:
             if self.scheduler.has_work:
                 assert (plan.wake or 0.0) > self.now, "work, but no plan and no wake"
                 self.now = min(plan.wake, self.now + self.rng.choice((0.01, 99.0)))
-            assert (plan.copies, plan.sliding_copies, plan.preempted, plan.ballast) == (
-                [],
-                [],
-                {},
-                [],
-            )
-            return False
-        result = self.execute(plan)
-        if self.rng.random() < 0.1:
-            self.abort()
-            check(self.stack)
-        if self.rng.random() < 0.1:
-            assert self.execute(plan).outputs == result.outputs, (
-                "running a plan again gave something else"
-            )
-        ignored = {item.sequence.request.id for item in plan.items} - set(self.streams)
-        spans = [(item.sequence, item.sequence.computed, item.n) for item in plan.items]
-        self.now += self.rng.choice((0.0, 0.0003)) * plan.tokens  # what the step took
+            assert not (plan.copies or plan.sliding_copies or plan.preempted or plan.ballast)
+        return plan
+
+    def let_time_pass(self, plan: Plan) -> None:
+        """The time that a step takes."""
+        self.now += self.rng.choice((0.0, 0.0003)) * plan.tokens
         self.rules.computed(plan, self.now)
-        events = self.scheduler.commit(plan, result, self.now)
+
+    def take(
+        self, events: list[Event], ignored: set[int], spans: list[tuple[Sequence, int, int]]
+    ) -> None:
+        """Take the events of a commit. spans: what was computed of each sequence, and how many tokens."""
         self.targets.saw(events, self.now)
         for event in events:
             assert event.id not in ignored, "an event for an aborted request"
@@ -512,8 +539,6 @@ class Machine:
         check(self.stack)
         self.shadow.poison()
         self.totals["given_back"] += sum(seq.released for seq in self.scheduler.running)
-        self.steps += 1
-        return True
 
     def count_work(self, stream: Stream, seq: Sequence, begin: int, end: int) -> None:
         """What a step computed of a sequence, for the first time or once more, by the machine's own books.

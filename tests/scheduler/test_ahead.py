@@ -14,6 +14,7 @@ from pageturner.scheduler.types import Output, Plan, Result
 from support.schedulers import check, make_stack
 
 from .ahead_machine import AheadMachine
+from .machine import rare, runs
 
 # what the machine must bring about in 300 runs
 FORCED = {
@@ -28,25 +29,14 @@ FORCED = {
 }
 
 
-def run(seeds: range) -> Counter[str]:
-    totals: Counter[str] = Counter()
-    for seed in seeds:
-        try:
-            totals.update(AheadMachine(seed, make_stack).run().totals)
-        except Exception as error:
-            raise AssertionError(f"AheadMachine({seed}): {error}") from error
-    return totals
-
-
 @pytest.mark.parametrize(
     ("begin", "end"), [(0, 100), pytest.param(100, 1200, marks=pytest.mark.slow)]
 )
 def test_random_workloads(begin: int, end: int) -> None:
-    totals = run(range(begin, end))
-    share = (end - begin) / 300
-    assert {
-        name: totals[name] for name, least in FORCED.items() if totals[name] <= least * share
-    } == {}
+    totals: Counter[str] = Counter()
+    for machine in runs(lambda seed: AheadMachine(seed, make_stack), range(begin, end)):
+        totals.update(machine.totals)
+    assert rare(totals, FORCED, (end - begin) / 300) == {}
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -16,27 +16,20 @@ from pageturner.request import Request
 from pageturner.scheduler.types import Sequence
 from pageturner.telemetry.kv_usage import pool_stats
 
-from .machine import Machine
+from .machine import Machine, rare, runs
 from .pool_machine import PoolMachine
 
 
 def run(seeds: range) -> Counter[str]:
     totals: Counter[str] = Counter()
-    for seed in seeds:
-        try:
-            totals.update(Machine(seed).run().totals)
-        except Exception as error:
-            raise AssertionError(f"Machine({seed}): {error}") from error
+    for machine in runs(Machine, seeds):
+        totals.update(machine.totals)
     return totals
 
 
 def run_pool(seeds: range) -> Counter[str]:
     totals: Counter[str] = Counter()
-    for seed in seeds:
-        try:
-            machine = PoolMachine(seed).run()
-        except Exception as error:
-            raise AssertionError(f"PoolMachine({seed}): {error}") from error
+    for machine in runs(PoolMachine, seeds):
         totals.update({name: int(value) for name, value in pool_stats(machine.pool).items()})
         totals["refused"] += machine.refused
         totals["public"] += machine.shared
@@ -73,22 +66,13 @@ FORCED_OF_BLOCKS = {
 )
 def test_random_workloads(begin: int, end: int) -> None:
     totals = run(range(begin, end))
-    share = (end - begin) / 300
-    assert {
-        name: totals[name] for name, least in FORCED.items() if totals[name] <= least * share
-    } == {}
+    assert rare(totals, FORCED, (end - begin) / 300) == {}
 
 
 @pytest.mark.parametrize(("begin", "end"), [(0, 80), pytest.param(80, 400, marks=pytest.mark.slow)])
 def test_random_lives_of_blocks(begin: int, end: int) -> None:
     totals = run_pool(range(begin, end))
-    share = (end - begin) / 400
-    few = {
-        name: totals[name]
-        for name, least in FORCED_OF_BLOCKS.items()
-        if totals[name] <= least * share
-    }
-    assert few == {}
+    assert rare(totals, FORCED_OF_BLOCKS, (end - begin) / 400) == {}
 
 
 RUNS = int(

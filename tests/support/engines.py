@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +101,22 @@ class Model:
         ahead = AsyncRunner(runner, self.decoder, self.ops.later) if setup.ahead else None  # type: ignore[attr-defined]
         parts = EngineParts(grammars=grammars, adapters=store, async_executor=ahead)
         return Engine(plans, runner, parts=parts)
+
+
+def run(engine: Engine, requests: list[Request], steps: int = 100_000) -> dict[int, list[int]]:
+    """Return the tokens that come in so many steps, or until all have ended."""
+    found: dict[int, list[int]] = {request.id: [] for request in requests}
+    for request in requests:
+        assert engine.submit(request) == []
+    while engine.has_work and steps:
+        steps -= 1
+        events = engine.step()
+        if not events:
+            time.sleep(0.0005)  # the anteroom may wait for a thread
+        for event in events:
+            assert event.failure is None
+            found[event.id] += event.tokens
+    return found
 
 
 def answers(engine: Engine, requests: list[Request], *, spread: int = 0) -> dict[int, Answer]:
