@@ -17,6 +17,7 @@ from pageturner.errors import EngineFault
 from pageturner.kv import kv_events
 from pageturner.params import SamplingParams
 from pageturner.request import Request
+from support.engines import run
 
 zmq = pytest.importorskip("zmq", reason="pyzmq is not installed (the extra kv-events)")
 SIZE = 4

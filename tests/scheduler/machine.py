@@ -517,7 +517,7 @@ class Machine:
             if self.scheduler.has_work:
                 assert (plan.wake or 0.0) > self.now, "work, but no plan and no wake"
                 self.now = min(plan.wake, self.now + self.rng.choice((0.01, 99.0)))
-            assert not (plan.copies or plan.sliding_copies or plan.preempted or plan.ballast)
+            assert not any((plan.copies, plan.sliding_copies, plan.preempted, plan.ballast))
         return plan
 
     def let_time_pass(self, plan: Plan) -> None:

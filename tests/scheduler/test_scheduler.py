@@ -20,8 +20,12 @@ def stack_of(**options: Any) -> SchedulerStack:
     return make_stack(**({"num_blocks": 64, "block_size": 4} | options))
 
 
-def make(**options: Any) -> Scheduler:
-    return stack_of(**options).scheduler
+def make(*requests: Request, **options: Any) -> Scheduler:
+    """A scheduler to which these requests have come."""
+    scheduler = stack_of(**options).scheduler
+    for request in requests:
+        scheduler.add(request)
+    return scheduler
 
 
 def request(
@@ -62,8 +66,12 @@ def drain(scheduler: Scheduler) -> dict[int, list[Event]]:
 # -- prompts beside who decodes ------------------------------------------------------------------------------
 @pytest.mark.parametrize(("most", "chunks"), [(0, [29, 29]), (8, [8, 8]), (100, [29, 29])])
 def test_whoever_decodes_waits_for_so_much_of_a_prompt(most: int, chunks: list[int]) -> None:
-    scheduler = make(max_prefill_beside_decode=most, token_budget=30, num_blocks=200)
-    scheduler.add(request(0, 40, max_tokens=9))
+    scheduler = make(
+        request(0, 40, max_tokens=9),
+        max_prefill_beside_decode=most,
+        token_budget=30,
+        num_blocks=200,
+    )
     assert [step(scheduler)[0] for _ in range(2)] == [{0: 30}, {0: 10}], "alone it takes the budget"
     scheduler.add(request(1, 70, max_tokens=2))
     assert [step(scheduler)[0] for _ in chunks] == [{0: 1, 1: n} for n in chunks]
@@ -99,9 +107,7 @@ def test_the_largest_request_that_fits_the_whole_memory_runs() -> None:
 
 
 def test_the_queue_is_bounded_but_not_for_resumed_requests() -> None:
-    scheduler = make(max_queue=2)
-    scheduler.add(request(0))
-    scheduler.add(request(1))
+    scheduler = make(request(0), request(1), max_queue=2)
     with pytest.raises(Refused) as caught:
         scheduler.add(request(2))
     assert caught.value.code == "queue_full"
@@ -110,8 +116,7 @@ def test_the_queue_is_bounded_but_not_for_resumed_requests() -> None:
 
 
 def test_an_id_cannot_be_used_twice_at_once() -> None:
-    scheduler = make()
-    scheduler.add(request(0))
+    scheduler = make(request(0))
     with pytest.raises(ValueError, match="here already"):
         scheduler.add(request(0))
 
@@ -136,8 +141,7 @@ def test_build_refuses_what_does_not_exist(option: dict[str, Any]) -> None:
 
 # -- the life of a request -----------------------------------------------------------------------------------
 def test_positions_are_absolute_and_the_end_is_named() -> None:
-    scheduler = make()
-    scheduler.add(request(0, 5, max_tokens=3))
+    scheduler = make(request(0, 5, max_tokens=3))
     events = drain(scheduler)[0]
     assert [(event.position, event.tokens, event.finish) for event in events] == [
         (5, (7,), None),
@@ -147,23 +151,20 @@ def test_positions_are_absolute_and_the_end_is_named() -> None:
 
 
 def test_stop_id_ends_the_sequence_but_not_before_min_tokens() -> None:
-    scheduler = make()
-    scheduler.add(request(0, params=SamplingParams(max_tokens=9, min_tokens=3, stop_ids=(7,))))
+    scheduler = make(request(0, params=SamplingParams(max_tokens=9, min_tokens=3, stop_ids=(7,))))
     events = drain(scheduler)[0]
     assert [event.finish for event in events] == [None, None, "stop"]
 
 
 def test_the_context_ends_a_sequence() -> None:
-    scheduler = make(max_model_len=10)
-    scheduler.add(request(0, 7, max_tokens=None))
+    scheduler = make(request(0, 7, max_tokens=None), max_model_len=10)
     events = drain(scheduler)[0]
     assert len(events) == 3
     assert events[-1].finish == "length"
 
 
 def test_a_stop_id_cuts_accepted_drafts() -> None:
-    scheduler = make()
-    scheduler.add(request(0, params=SamplingParams(max_tokens=9, stop_ids=(2,))))
+    scheduler = make(request(0, params=SamplingParams(max_tokens=9, stop_ids=(2,))))
     plan = scheduler.plan(0.0)
     scheduler.commit(plan, Result([Output([5], draft=[6, 2, 8])]), 0.0)
     plan = scheduler.plan(0.0)
@@ -175,9 +176,7 @@ def test_a_stop_id_cuts_accepted_drafts() -> None:
 
 
 def test_a_failure_ends_one_sequence_alone() -> None:
-    scheduler = make()
-    scheduler.add(request(0))
-    scheduler.add(request(1))
+    scheduler = make(request(0), request(1))
     plan = scheduler.plan(0.0)
     failure = Failure("poison", "it threw")
     events = scheduler.commit(plan, Result([Output(failure=failure), answer(plan.items[1])]), 0.0)
@@ -189,8 +188,7 @@ def test_a_failure_ends_one_sequence_alone() -> None:
 
 
 def test_resume_goes_on_behind_its_tokens() -> None:
-    scheduler = make()
-    scheduler.add(request(0, 4, max_tokens=4, index=2, resume=(Resume(2, (7, 7)),)))
+    scheduler = make(request(0, 4, max_tokens=4, index=2, resume=(Resume(2, (7, 7)),)))
     granted, (event,) = step(scheduler)
     assert granted == {0: 6}
     assert (event.index, event.position, event.cached) == (2, 6, 0)
@@ -217,8 +215,7 @@ def test_a_cached_prompt_still_computes_its_last_token_and_says_what_was_cached(
 
 
 def test_the_generated_part_is_found_too() -> None:
-    scheduler = make()
-    scheduler.add(request(0, [1, 2, 3], max_tokens=6))
+    scheduler = make(request(0, [1, 2, 3], max_tokens=6))
     drain(scheduler)
     scheduler.add(request(1, [1, 2, 3, 7, 7, 7, 7, 7, 9]))
     assert step(scheduler)[1][0].cached == 8
@@ -226,8 +223,7 @@ def test_the_generated_part_is_found_too() -> None:
 
 # -- plan and commit -----------------------------------------------------------------------------------------
 def test_a_plan_is_committed_before_the_next() -> None:
-    scheduler = make()
-    scheduler.add(request(0))
+    scheduler = make(request(0))
     plan = scheduler.plan(0.0)
     with pytest.raises(RuntimeError, match="not committed"):
         scheduler.plan(0.0)
@@ -239,8 +235,7 @@ def test_a_plan_is_committed_before_the_next() -> None:
 
 @pytest.mark.parametrize("tokens", [[], [7, 7]])
 def test_outputs_that_do_not_fit_their_item_are_a_fault(tokens: list[int]) -> None:
-    scheduler = make()
-    scheduler.add(request(0))
+    scheduler = make(request(0))
     with pytest.raises(ValueError, match="tokens"):
         scheduler.commit(scheduler.plan(0.0), Result([Output(tokens)]), 0.0)
 
@@ -254,8 +249,7 @@ def test_an_idle_scheduler_plans_nothing() -> None:
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_abort_frees_the_blocks(steps: int) -> None:
-    scheduler = make(token_budget=4)
-    scheduler.add(request(0, 6))
+    scheduler = make(request(0, 6), token_budget=4)
     for _ in range(steps):
         step(scheduler)
     assert scheduler.abort(0)
@@ -265,9 +259,7 @@ def test_abort_frees_the_blocks(steps: int) -> None:
 
 
 def test_abort_under_a_plan_keeps_it_runnable_and_drops_its_output() -> None:
-    scheduler = make()
-    scheduler.add(request(0))
-    scheduler.add(request(1))
+    scheduler = make(request(0), request(1))
     plan = scheduler.plan(0.0)
     assert scheduler.abort(0)
     assert plan.items[0].sequence.blocks, "the plan may be run again until its commit"
@@ -279,8 +271,7 @@ def test_abort_under_a_plan_keeps_it_runnable_and_drops_its_output() -> None:
 
 # -- who runs ------------------------------------------------------------------------------------------------
 def test_chunked_gives_every_decode_a_token_and_fills_up_with_prefill() -> None:
-    scheduler = make(token_budget=8)
-    scheduler.add(request(0, 4, max_tokens=9))
+    scheduler = make(request(0, 4, max_tokens=9), token_budget=8)
     assert step(scheduler)[0] == {0: 4}
     scheduler.add(request(1, 20))
     scheduler.add(request(2, 4))
@@ -322,8 +313,7 @@ def test_first_come_first_served_by_arrival_not_by_submission() -> None:
 
 
 def test_prefill_first_lets_decodes_wait() -> None:
-    scheduler = make(policy="prefill_first", token_budget=10)
-    scheduler.add(request(0, 4))
+    scheduler = make(request(0, 4), policy="prefill_first", token_budget=10)
     assert step(scheduler)[0] == {0: 4}
     for id, prompt in ((1, 6), (2, 4), (3, 3), (4, 25)):
         scheduler.add(request(id, prompt))
@@ -334,8 +324,7 @@ def test_prefill_first_lets_decodes_wait() -> None:
 
 
 def test_static_waits_pads_and_lets_nobody_in() -> None:
-    scheduler = make(policy="static", static_batch=2)
-    scheduler.add(request(0, 3, max_tokens=1))
+    scheduler = make(request(0, 3, max_tokens=1), policy="static", static_batch=2)
     plan = scheduler.plan(5.0)
     assert (plan.items, plan.wake) == ([], 15.0)
     scheduler.add(request(1, 7, max_tokens=3))
@@ -356,8 +345,7 @@ def test_static_waits_pads_and_lets_nobody_in() -> None:
 
 
 def test_static_patience_is_not_used_up_by_those_who_left() -> None:
-    scheduler = make(policy="static", static_batch=2, static_patience=3.0)
-    scheduler.add(request(0))
+    scheduler = make(request(0), policy="static", static_batch=2, static_patience=3.0)
     assert scheduler.plan(0.0).wake == 3.0
     scheduler.abort(0)
     scheduler.add(request(9))  # arrived at 9.0
@@ -380,15 +368,18 @@ def test_window_starts_full_or_when_the_oldest_has_waited() -> None:
 
 
 def test_window_goes_by_the_oldest_whatever_the_order() -> None:
-    scheduler = make(policy="window", order="priority", window_ms=250)
-    scheduler.add(request(1, priority=1))
-    scheduler.add(request(2, priority=0))
+    scheduler = make(
+        request(1, priority=1),
+        request(2, priority=0),
+        policy="window",
+        order="priority",
+        window_ms=250,
+    )
     assert scheduler.plan(1.0).wake == 1.25
 
 
 def test_orca_runs_whole_prompts_beside_decodes() -> None:
-    scheduler = make(policy="orca", token_budget=8)
-    scheduler.add(request(0, 4, max_tokens=9))
+    scheduler = make(request(0, 4, max_tokens=9), policy="orca", token_budget=8)
     assert step(scheduler)[0] == {0: 4}
     for id, prompt in ((1, 5), (2, 4), (3, 25), (4, 1)):
         scheduler.add(request(id, prompt, max_tokens=9))
@@ -428,8 +419,9 @@ def test_served_ratio_lets_prompts_in_by_ratio() -> None:
 
 
 def test_served_ratio_lets_prompts_in_after_enough_steps() -> None:
-    scheduler = make(policy="served_ratio", served_ratio=5, served_steps=3)
-    scheduler.add(request(0, max_tokens=20))
+    scheduler = make(
+        request(0, max_tokens=20), policy="served_ratio", served_ratio=5, served_steps=3
+    )
     step(scheduler)
     for id in (1, 2):
         scheduler.add(request(id, max_tokens=20))
@@ -445,8 +437,9 @@ def test_priority_then_first_come() -> None:
 
 
 def test_nothing_overtakes_a_request_that_has_waited_for_the_ageing() -> None:
-    scheduler = make(order="priority", max_num_seqs=1, ageing=5.0)
-    scheduler.add(request(0, max_tokens=1, priority=9))
+    scheduler = make(
+        request(0, max_tokens=1, priority=9), order="priority", max_num_seqs=1, ageing=5.0
+    )
     for id in range(1, 9):
         scheduler.add(request(id, max_tokens=1, priority=0))
     order = [next(iter(step(scheduler, now)[0])) for now in (3.0, 4.0, 4.9, 5.0, 5.0)]
@@ -454,9 +447,13 @@ def test_nothing_overtakes_a_request_that_has_waited_for_the_ageing() -> None:
 
 
 def test_static_padding_never_leaves_the_context() -> None:
-    scheduler = make(policy="static", static_batch=2, max_model_len=16)
-    scheduler.add(request(0, 15, max_tokens=1))
-    scheduler.add(request(1, 2, max_tokens=9))
+    scheduler = make(
+        request(0, 15, max_tokens=1),
+        request(1, 2, max_tokens=9),
+        policy="static",
+        static_batch=2,
+        max_model_len=16,
+    )
     contexts = []
     while scheduler.has_work:
         plan = scheduler.plan(0.0)
@@ -475,9 +472,13 @@ def test_static_cuts_the_batch_to_what_fits_padded() -> None:
 # -- memory --------------------------------------------------------------------------------------------------
 def two_that_collide(**options: Any) -> Scheduler:
     """Two sequences that together outgrow the pool."""
-    scheduler = make(num_blocks=6, prefix_caching=False, **options)
-    scheduler.add(request(0, 4, max_tokens=16))
-    scheduler.add(request(1, 4, max_tokens=16))
+    scheduler = make(
+        request(0, 4, max_tokens=16),
+        request(1, 4, max_tokens=16),
+        num_blocks=6,
+        prefix_caching=False,
+        **options,
+    )
     return scheduler
 
 
@@ -498,9 +499,12 @@ def test_the_largest_rank_gives_way_and_recomputes() -> None:
 
 
 def test_rank_is_priority_then_first_admission() -> None:
-    scheduler = make(num_blocks=6, prefix_caching=False)
-    scheduler.add(request(0, 4, max_tokens=16, priority=1))
-    scheduler.add(request(1, 4, max_tokens=16, priority=0))
+    scheduler = make(
+        request(0, 4, max_tokens=16, priority=1),
+        request(1, 4, max_tokens=16, priority=0),
+        num_blocks=6,
+        prefix_caching=False,
+    )
     while not (plan := scheduler.plan(0.0)).preempted:
         commit(scheduler, plan)
     assert list(plan.preempted) == [0], "first come, but of the lower class"
@@ -523,9 +527,7 @@ def test_full_reservation_never_preempts() -> None:
 
 
 def test_recomputation_finds_its_own_blocks_and_does_not_call_that_a_hit() -> None:
-    scheduler = make(num_blocks=6)
-    scheduler.add(request(0, 4, max_tokens=16))
-    scheduler.add(request(1, 4, max_tokens=16))
+    scheduler = make(request(0, 4, max_tokens=16), request(1, 4, max_tokens=16), num_blocks=6)
     events = drain(scheduler)
     stats = scheduler.stats()
     assert stats["preemptions"] >= 1
@@ -566,8 +568,14 @@ def test_stats_name_everything_the_channel_promises() -> None:
 # -- windows -------------------------------------------------------------------------------------------------
 def test_a_context_far_longer_than_the_recent_blocks_runs() -> None:
     """The door looks at the whole blocks; of the recent ones a step takes what there is."""
-    scheduler = make(num_blocks=500, window=8, sliding=5, max_model_len=2000, token_budget=64)
-    scheduler.add(request(0, 1000, max_tokens=100))
+    scheduler = make(
+        request(0, 1000, max_tokens=100),
+        num_blocks=500,
+        window=8,
+        sliding=5,
+        max_model_len=2000,
+        token_budget=64,
+    )
     peak = 0.0
     while scheduler.has_work:
         step(scheduler)
@@ -695,8 +703,7 @@ class Unwalked(list[int]):
 
 def test_the_account_does_not_go_through_blocks() -> None:
     """The engine asks for it four times a second between two steps of all streams."""
-    scheduler = make(max_model_len=100)
-    scheduler.add(request(0, list(range(10)), max_tokens=5))
+    scheduler = make(request(0, list(range(10)), max_tokens=5), max_model_len=100)
     step(scheduler)
     (seq,) = scheduler.running
     seq.blocks = Unwalked(seq.blocks)

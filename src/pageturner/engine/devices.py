@@ -22,8 +22,9 @@ from pageturner.config.settings import EngineConfig
 from pageturner.engine.device_trust import distrust_reason
 from pageturner.engine.machine_limits import devices_file, limits_of_device
 from pageturner.errors import EngineFault
+from pageturner.executor.sampler import greedy
 from pageturner.kernels.base import Batch
-from pageturner.kernels.choosing import ChooseArgs, Draw
+from pageturner.kernels.choosing import ChooseArgs
 from pageturner.kernels.gpu.presence import nvidia_is_here
 from pageturner.models.decoder import Decoder
 from pageturner.models.load import open_model, weight_bytes
@@ -354,12 +355,6 @@ def _largest_step(
     finally:
         ops.free_kv(kv)
         ops.begin()
-
-
-def greedy(rows: int) -> Draw:
-    """The likeliest token of each of so many rows."""
-    zeros = np.zeros(rows, np.float32)
-    return zeros, np.zeros(rows, np.int32), np.ones(rows, np.float32), zeros, zeros
 
 
 def largest_batch(budget: int, sequences: int, length: int, block_size: int) -> Batch:

@@ -60,11 +60,10 @@ class FakeExecutor:
             return Output(
                 candidates=[((token + k) % self._vocab_size, -0.5 - k) for k in range(count)]
             )
-        if sequence.generated < params.min_tokens and token in params.stop_ids:
-            token = next(t for t in range(self._vocab_size) if t not in params.stop_ids)
+        early = params.forced_end is not None or sequence.generated < params.min_tokens
         if params.forced_end is not None and sequence.generated + 1 >= params.forced_end:
             token = params.stop_ids[0]
-        elif params.forced_end is not None and token in params.stop_ids:
+        elif early and token in params.stop_ids:
             token = next(t for t in range(self._vocab_size) if t not in params.stop_ids)
         if params.logprobs is None:
             return Output([token])

@@ -112,20 +112,21 @@ class PendingRequests:
         grammar = request.params.structured_outputs
         if self._grammars is None or grammar is None:
             raise Refused("structured_outputs_unsupported", "this engine has no vocabulary")
-        if len(self) >= self._grammars.most_waiting and not request.resume:
+        if self._crowded(request):
             raise Refused("queue_full", f"{len(self)} requests are waiting for their grammars")
         compiled = self._grammars.compiled(grammar)
         return _Wait("grammar_wait", compiled, partial(_check_grammar, request))
 
+    def _crowded(self, request: Request) -> bool:
+        grammars = self._grammars
+        return grammars is not None and len(self) >= grammars.most_waiting and not request.resume
+
     def _adapter_wait(self, request: Request, behind_grammar: bool) -> _Wait | None:
         ticket = self._adapters.ticket(request)
-        if behind_grammar:
-            return _Wait("adapter_wait", ticket, AdapterTicket.result)
-        if ticket.done():
+        if not behind_grammar and ticket.done():
             ticket.result()
             return None
-        grammars = self._grammars
-        if grammars is not None and len(self) >= grammars.most_waiting and not request.resume:
+        if not behind_grammar and self._crowded(request):
             ticket.cancel()
             raise Refused("queue_full", f"{len(self)} requests are waiting for their adapters")
         return _Wait("adapter_wait", ticket, AdapterTicket.result)

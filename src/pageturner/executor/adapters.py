@@ -63,6 +63,17 @@ def read_adapter(decoder: Decoder | None, path: Path, digest: str = "") -> Loade
     return LoadedAdapter(packed, folder.digest, max(pair.rank for pair in pairs), folder.base)
 
 
+def _loaded(work: Future[LoadedAdapter], where: str = "") -> LoadedAdapter:
+    """Return what was read. EngineFault whatever the folder holds: no other request is to suffer from it."""
+    try:
+        return work.result()
+    except EngineFault:
+        raise
+    except Exception as error:
+        text = f"{where}{type(error).__name__}: {error}"
+        raise EngineFault("adapter_unreadable", one_line(text)) from error
+
+
 class AdapterTicket:
     """A request that waits until its adapter is in memory, or takes it at once. What the anteroom asks of a
     future, it answers."""
@@ -144,22 +155,12 @@ class AdapterStore:
         for message, work in [one for one in self._registering if one[1].done()]:
             self._registering.remove((message, work))
             try:
-                told.append(self._take_in(message, work.result()))
+                told.append(self._take_in(message, _loaded(work, f"{message.path}: ")))
             except EngineFault as fault:
                 told.append(
                     AdapterLoaded(
                         message.name, message.number, code=fault.code, message=fault.message
                     )
-                )
-            except (
-                Exception
-            ) as error:  # of whatever the folder holds: nobody else is to suffer from it
-                code, text = (
-                    "adapter_unreadable",
-                    f"{message.path}: {type(error).__name__}: {error}",
-                )
-                told.append(
-                    AdapterLoaded(message.name, message.number, code=code, message=one_line(text))
                 )
         return told
 
@@ -267,11 +268,9 @@ class AdapterStore:
     def _read(self, ticket: AdapterTicket, work: Future[LoadedAdapter]) -> bool:
         """Put what was read into memory; False where it could not be."""
         try:
-            self._put(work.result())
+            self._put(_loaded(work))
         except EngineFault as fault:
             ticket.fault = fault
-        except Exception as error:
-            ticket.fault = EngineFault("adapter_unreadable", f"{type(error).__name__}: {error}")
         return ticket.fault is None
 
     def _put(self, loaded: LoadedAdapter) -> None:

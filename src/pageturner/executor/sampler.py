@@ -182,7 +182,7 @@ def draws(sequences: list[Sequence], lengths: list[int] | None = None) -> Draw:
     tokens each will have had by then, where not all are known."""
     params = [sequence.request.params for sequence in sequences]
     if not any(p.temperature for p in params):
-        return _greedy(len(params))
+        return greedy(len(params))
     lengths = lengths or [len(sequence.tokens) for sequence in sequences]
     noise = [
         uniform(p.seed or 0, s.index, n) for p, s, n in zip(params, sequences, lengths, strict=True)
@@ -197,7 +197,8 @@ def draws(sequences: list[Sequence], lengths: list[int] | None = None) -> Draw:
 
 
 @lru_cache(maxsize=256)
-def _greedy(rows: int) -> Draw:
+def greedy(rows: int) -> Draw:
+    """The likeliest token of each of so many rows."""
     zeros = np.zeros(rows, np.float32)
     return zeros, np.zeros(rows, np.int32), np.ones(rows, np.float32), zeros, zeros
 

@@ -73,9 +73,8 @@ class LinkEnd:
 
     def ask(self, sock: socket.socket, until: float) -> Link:
         """Return a link to an engine that is asked, once both know each other."""
-        link = Link(sock, (ASKER, ANSWERER))
-        link.greet(self.key, until)
-        link.send(PEER, msgspec.json.encode(self.identity), max(0.01, until - time.monotonic()))
+        link = Link(sock, (ASKER, ANSWERER), self.key, until)
+        self._introduce(link, until)
         kind, content = link.receive(MAX_SMALL, until)
         if kind == REFUSED:
             raise LinkError("refused", bytes(content).decode(errors="replace"))
@@ -84,27 +83,32 @@ class LinkEnd:
 
     def answer(self, sock: socket.socket, until: float) -> Link:
         """Return a link to an engine that asks, once both know each other."""
-        link = Link(sock, (ANSWERER, ASKER))
-        link.greet(self.key, until)
+        link = Link(sock, (ANSWERER, ASKER), self.key, until)
         kind, content = link.receive(MAX_SMALL, until)
         try:
             _compare(self.identity, kind, content)
         except LinkError as error:
-            link.send(REFUSED, str(error).encode(), max(0.01, until - time.monotonic()))
+            link.send(REFUSED, str(error).encode(), _left(until))
             raise
-        link.send(PEER, msgspec.json.encode(self.identity), max(0.01, until - time.monotonic()))
+        self._introduce(link, until)
         return link
+
+    def _introduce(self, link: Link, until: float) -> None:
+        link.send(PEER, msgspec.json.encode(self.identity), _left(until))
 
 
 class Link:
     """One connection, with one thread at each end. Everything raises LinkError. `sides`: own and other."""
 
-    def __init__(self, sock: socket.socket, sides: tuple[bytes, bytes]) -> None:
+    def __init__(
+        self, sock: socket.socket, sides: tuple[bytes, bytes], key: bytes, until: float
+    ) -> None:
         self._sock, (self._mine, self._its) = sock, sides
         self._key = b""
         self._sent = self._received = 0
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._greet(key, until)
 
     def send(self, kind: bytes, content: bytes | memoryview, seconds: float) -> None:
         """Returns when the system has all of it, which waits for the peer to read."""
@@ -159,11 +163,11 @@ class Link:
         digest.update(content)
         return digest.digest()
 
-    def greet(self, key: bytes, until: float) -> None:
+    def _greet(self, key: bytes, until: float) -> None:
         """Exchange random bytes with the peer, from which the key of the codes is made."""
         mine = secrets.token_bytes(32)
         hello = MAGIC + bytes([VERSION])
-        self.send(HELLO, hello + mine, max(0.01, until - time.monotonic()))
+        self.send(HELLO, hello + mine, _left(until))
         kind, content = self.receive(MAX_SMALL, until)
         if (
             kind != HELLO
@@ -182,6 +186,10 @@ class Link:
 
 
 ASKER, ANSWERER = b"asker", b"answerer"
+
+
+def _left(until: float) -> float:
+    return max(0.01, until - time.monotonic())
 
 
 def _compare(mine: LinkIdentity, kind: bytes, content: memoryview) -> None:

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from pageturner.executor.kv_memory import KVSizes
 from pageturner.kernels.base import KV, KVSpec
 from pageturner.kv import kv_file
+from pageturner.kv.kv_block_file import RECORD
 from pageturner.scheduler.blocks import BlockPool
 from pageturner.scheduler.listener import Listener, StepReport
 from pageturner.scheduler.store import Store
@@ -36,7 +37,6 @@ from pageturner.scheduler.store import Store
 MAGIC = b"ptkv\0\0\0\2"  # the last byte: version of the layout
 HEAD = struct.Struct("<8s32s3Q")  # magic, digest, blocks, window, sliding blocks
 RECORDS_AT = 4096
-RECORD = np.dtype([("key", "V16"), ("sum", "<u8"), ("stamp", "<u8")])
 
 
 class SurvivingKV:

@@ -256,9 +256,7 @@ class KVTiers:
             if sum_of(data, key) != checksum:
                 self.counts["kv_host_errors"] += 1
                 return None
-            found = self._transfer.place(key, data)
-            self.counts["kv_host_hits"] += found is not None
-            return found
+            return self._bring_up(key, data, "kv_host_hits")
         finally:
             self.host.give_back(row)
 
@@ -272,9 +270,7 @@ class KVTiers:
         self.counts["kv_file_late"] += read is Read.WAIT
         if read is not Read.HIT:
             return None
-        found = self._transfer.place(key, self._scratch)
-        self.counts["kv_file_hits"] += found is not None
-        return found
+        return self._bring_up(key, self._scratch, "kv_file_hits")
 
     def _from_staging(self, key: bytes) -> int | None:
         """Bring up a block that is on its way to the file, or just there: its place is nobody else's until
@@ -283,8 +279,11 @@ class KVTiers:
         if place is None:
             return None
         self._scratch[:] = self._staging[place]
-        found = self._transfer.place(key, self._scratch)
-        self.counts["kv_file_hits"] += found is not None
+        return self._bring_up(key, self._scratch, "kv_file_hits")
+
+    def _bring_up(self, key: bytes, data: Bytes, hits: str) -> int | None:
+        found = self._transfer.place(key, data)
+        self.counts[hits] += found is not None
         return found
 
     def _strike(self, key: bytes) -> None:

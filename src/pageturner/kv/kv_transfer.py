@@ -109,9 +109,14 @@ class KVTransfer:
         return block
 
 
+def known_tokens(request: Request) -> list[int]:
+    """The tokens that are known when a request comes."""
+    return [*request.prompt, *(request.resume[0].tokens if len(request.resume) == 1 else ())]
+
+
 def request_keys(pool: BlockPool, model: str, request: Request) -> Iterator[bytes]:
     """The keys of the blocks with which a request may begin, each made when it is asked for."""
-    tokens = [*request.prompt, *(request.resume[0].tokens if len(request.resume) == 1 else ())]
+    tokens = known_tokens(request)
     last, start, size = len(tokens) - 1, request.logits_from, pool.block_size
     count = max(0, (last if start is None else min(last, start)) // size)
     tokens = tokens[: count * size]

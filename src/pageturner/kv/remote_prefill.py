@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pageturner.kv.kv_link import BLOCK, DONE, PREFILL, Link, LinkEnd, LinkError
-from pageturner.kv.kv_transfer import BadBlock, KVBlock, KVTransfer
+from pageturner.kv.kv_transfer import BadBlock, KVBlock, KVTransfer, known_tokens
 from pageturner.kv.prefill_server import ASKED, MAX_TOKENS, SUM
 from pageturner.request import Request
 
@@ -100,7 +100,7 @@ class RemotePrefill:
 
     def ticket(self, request: Request) -> PrefillTicket | None:
         """Return what the request has to wait for; None: it is computed here."""
-        tokens = [*request.prompt, *(request.resume[0].tokens if len(request.resume) == 1 else ())]
+        tokens = known_tokens(request)
         if len(tokens) < self._least or len(tokens) > MAX_TOKENS or request.adapter:
             return None
         keys = list(self._transfer.request_keys(request))

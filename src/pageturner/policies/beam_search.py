@@ -149,37 +149,29 @@ class BeamSearch:
         than choices, as a grammar may have it, the last ones are empty; where there is none, all fail."""
         if not self._best:
             return self.fail(NO_ANSWER)
-        return [self._event(request) for request in self._choices.values()]
+        return [self._answer(choice) for choice in self._choices.values()]
 
     def fail(self, failure: Failure) -> list[Event]:
         """The events of its end without an answer."""
-        first = self.sequences[0]
-        return [
-            Event(
-                id=choice.id,
-                index=choice.index,
-                position=first.prompt_len,
-                finish="error",
-                failure=failure,
-                cached=first.cached,
-            )
-            for choice in self._choices.values()
-        ]
+        events = [self._event(choice, "error") for choice in self._choices.values()]
+        for event in events:
+            event.failure = failure
+        return events
 
-    def _event(self, request: Request) -> Event:
-        first, finish = self.sequences[0], "stop"
-        tokens: tuple[int, ...] = ()
-        logprobs: tuple[Logprob, ...] = ()
-        if request.index < len(self._best):
-            best = self._best[request.index]
-            tokens, finish = tuple(best.tokens), best.finish
-            logprobs = tuple(best.logprobs) if self._params.logprobs is not None else ()
+    def _event(self, choice: Request, finish: str) -> Event:
+        first = self.sequences[0]
         return Event(
-            id=request.id,
-            index=request.index,
+            id=choice.id,
+            index=choice.index,
             position=first.prompt_len,
-            tokens=tokens,
-            logprobs=logprobs,
             finish=finish,
             cached=first.cached,
         )
+
+    def _answer(self, choice: Request) -> Event:
+        event = self._event(choice, "stop")
+        if choice.index < len(self._best):
+            best = self._best[choice.index]
+            event.tokens, event.finish = tuple(best.tokens), best.finish
+            event.logprobs = tuple(best.logprobs) if self._params.logprobs is not None else ()
+        return event

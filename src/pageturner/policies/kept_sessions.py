@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from math import inf
 
 from pageturner.ipc.session_messages import KeptSession, RestoreSession
-from pageturner.policies.eviction_order import EvictionOrder, Fate
+from pageturner.policies.eviction_order import Fate
 from pageturner.policies.scheduler_config import SchedulerConfig
 from pageturner.policies.session_claims import Claims, KeptConversation
 from pageturner.policies.session_worth import Gaps, worth
@@ -38,8 +38,7 @@ class KeptSessions:
         self._sessions: dict[str, KeptConversation] = {}
         self._owners: Counter[str] = Counter()
         self._turns: dict[int, KeptConversation] = {}  # request -> whose turn it is
-        self._order: EvictionOrder | None = None
-        self.claims = Claims(self._claimed, self._unclaimed)
+        self.claims = Claims(pool.full, self._give_up)
         self.gaps = Gaps()
         self.now = self._planned = 0.0
         self.life = 0.0  # turns that conversations have; 0: none has ended
@@ -154,11 +153,7 @@ class KeptSessions:
             one = self._open(hint, arrival)
         elif not one.open and one.turns:
             self.gaps.saw(one, max(0.0, arrival - one.ended))
-        one.keep, one.next_in, one.share = (
-            min(hint.keep, self._config.session_keep),
-            hint.next_in,
-            hint.share,
-        )
+        self._hear(one, hint)
         one.released = hint.release
         source = self._sessions.get(hint.fork_of)
         if source is not None and not one.keys:
@@ -182,15 +177,16 @@ class KeptSessions:
                 self.claims.cut(least, 0, self.now, Fate.OLD)
                 least.keep = 0.0
                 self._forget_if_over(least)
-        keep = min(hint.keep, self._config.session_keep)
-        one = KeptConversation(
-            hint.name, hint.owner, hint.share, keep=keep, next_in=hint.next_in, paid_until=now
-        )
-        if self._order is None:
-            self._order = EvictionOrder(self._pool.full, self.claims, self._give_up)
+        one = KeptConversation(hint.name, hint.owner, paid_until=now)
+        self._hear(one, hint)
         self._sessions[hint.name] = one
         self._owners[hint.owner] += 1
         return one
+
+    def _hear(self, one: KeptConversation, hint: SessionHint) -> None:
+        one.keep = min(hint.keep, self._config.session_keep)
+        one.next_in = hint.next_in
+        one.share = hint.share
 
     def _attached(self, seq: Sequence, fresh: int) -> None:
         """Count whether a turn behind the first finds the KV that was claimed for it."""
@@ -269,8 +265,8 @@ class KeptSessions:
         while len(self.claims) > self.most:
             self._give_up()
         for owner in {one.owner for one in self._just_ended}:
-            while (theirs := self._beyond(owner)) and self._cut(self._cheapest(theirs)):
-                pass
+            while theirs := self._beyond(owner):
+                self._cut(self._cheapest(theirs))
 
     def _beyond(self, owner: str) -> list[KeptConversation]:
         theirs = [one for one in self._sessions.values() if one.owner == owner and one.keys]
@@ -281,21 +277,12 @@ class KeptSessions:
         """Something of the conversation that is worth least."""
         self._cut(self._cheapest(one for one in self._sessions.values() if one.keys))
 
-    def _cut(self, one: KeptConversation) -> bool:
+    def _cut(self, one: KeptConversation) -> None:
         """It may come back all the same, so what it gives up has the place of what was just used."""
         self._given_up += self.claims.cut(
             one, max(0, len(one.keys) - GIVEN_UP), self.now, Fate.RECENT
         )
         self._changed[one.name] = one
-        return True
-
-    def _claimed(self, key: bytes) -> None:
-        assert self._order is not None
-        self._order.claim(key)
-
-    def _unclaimed(self, key: bytes, fate: Fate) -> None:
-        assert self._order is not None
-        self._order.unclaim(key, fate)
 
     def _stats(self) -> dict[str, float]:
         """Gauges sessions, session_blocks; counters of turns behind a first one that found the KV of the one

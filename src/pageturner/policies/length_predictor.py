@@ -13,9 +13,10 @@ before it says, as if that were `TRUST` further answers (a Dirichlet prior):
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from math import exp, log, log2
+from typing import TypeVar
 
 from pageturner.scheduler.listener import Listener
 from pageturner.scheduler.types import Sequence
@@ -40,6 +41,7 @@ PRIOR_MEDIAN, PRIOR_SIGMA = (
 )  # log-normal: between the medians of recorded chats, code and reasoning
 CAUTIOUS = 0.9  # the quantile that calibration reports beside the median
 
+T = TypeVar("T")
 Shares = list[float]  # of each bucket; they sum to 1
 
 
@@ -89,24 +91,19 @@ class Cell:
             self.counts[i] = self.counts.get(i, 0.0) + weight
 
 
-class Cells:
-    """Cells by kind of request, the least recently fed first, and no more than `most`."""
+class Fed(dict[Hashable, T]):
+    """What is known by a key, the least recently fed first, and no more than `most`."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._cells: dict[Hashable, Cell] = {}
+    def __init__(self, most: int, make: Callable[[], T]) -> None:
+        self._most, self._make = most, make
 
-    def __len__(self) -> int:
-        return len(self._cells)
-
-    def get(self, key: Hashable) -> Cell | None:
-        return self._cells.get(key)
-
-    def feed(self, key: Hashable, weights: list[tuple[int, float]]) -> None:
-        self._cells[key] = cell = self._cells.pop(key, None) or Cell()
-        cell.add(weights)
-        if len(self._cells) > self._most:
-            del self._cells[next(iter(self._cells))]
+    def feed(self, key: Hashable) -> T:
+        """What is known of this key, which is the most recently fed now."""
+        found = self.pop(key, None) or self._make()
+        self[key] = found
+        if len(self) > self._most:
+            del self[next(iter(self))]
+        return found
 
 
 class LengthPredictor:
@@ -114,10 +111,9 @@ class LengthPredictor:
 
     def __init__(self) -> None:
         self._prior = _log_normal()
-        self._shared = Cells(SHARED)
-        self._tenants: dict[
-            str, tuple[Cells, Cells]
-        ] = {}  # shapes, templates; least recently fed first
+        self._shared = Fed(SHARED, Cell)
+        # of each tenant: shapes, templates
+        self._tenants = Fed(TENANTS, lambda: (Fed(OWN, Cell), Fed(OWN, Cell)))
         self._seen = self._below_half = self._below_cautious = 0
         self._error = 0.0
 
@@ -150,14 +146,10 @@ class LengthPredictor:
         else:
             weights = [(first, 1.0)]
             self._judge(shares, length)
-        tenant = seq.request.tenant
-        own = self._tenants.pop(tenant, None) or (Cells(OWN), Cells(OWN))
-        self._tenants[tenant] = own
-        if len(self._tenants) > TENANTS:
-            del self._tenants[next(iter(self._tenants))]
+        own = self._tenants.feed(seq.request.tenant)
         for table, kinds in zip((self._shared, *own), _kinds(seq), strict=True):
             for kind in kinds:
-                table.feed(kind, weights)
+                table.feed(kind).add(weights)
 
     def stats(self) -> dict[str, float]:
         """Return how true the predictions were, each made before its answer was learnt. Answers cut at their

@@ -63,29 +63,25 @@ class Estimates:
     def __getitem__(self, seq: Sequence) -> float:
         return self._known[seq]
 
-    def put(self, seq: Sequence) -> None:
-        self._known[seq] = self._find(seq)
-
-    def drop(self, seq: Sequence) -> None:
-        """It waits no longer, if it did."""
-        self._known.pop(seq, None)
-
-    def renew(self) -> None:
+    def begin_step(self, running: Iterable[Sequence], now: float) -> None:
         for seq in list(islice(self._known, RENEWED)):
             del self._known[seq]  # to the end of the line
             self._known[seq] = self._find(seq)
 
-    def order(self, ageing: float, key: Callable[[Sequence, float], Key]) -> Order:
-        """Return an order whose key reads these numbers."""
-        return Order(
-            _aged(ageing, key),
-            begin_step=lambda running, now: self.renew(),
-            listener=Listener(
-                queued=self.put,
-                served=lambda seq, n, now: self.drop(seq),
-                ended=lambda seq, finish: self.drop(seq),
-            ),
-        )
+    def queued(self, seq: Sequence) -> None:
+        self._known[seq] = self._find(seq)
+
+    def served(self, seq: Sequence, n: int, now: float) -> None:
+        self._known.pop(seq, None)
+
+    def ended(self, seq: Sequence, finish: str | None) -> None:
+        self._known.pop(seq, None)
+
+
+def _order_of(rule: Estimates | Adaptive | Tenants, key: Callable[[Sequence, float], Key]) -> Order:
+    """Return an order with this key, whose rule hears of the sequences."""
+    listener = Listener(queued=rule.queued, served=rule.served, ended=rule.ended)
+    return Order(key, rule.begin_step, listener)
 
 
 def _arrival(seq: Sequence, now: float) -> Key:
@@ -125,13 +121,13 @@ def priority(context: Context) -> Order:
 def sjf(context: Context) -> Order:
     """The least predicted work first."""
     work = Estimates(lambda seq: _work(context, seq))
-    return work.order(context.ageing, lambda seq, now: (work[seq],))
+    return _order_of(work, _aged(context.ageing, lambda seq, now: (work[seq],)))
 
 
 def prefix(context: Context) -> Order:
     """The longest cached prefix first."""
     cached = Estimates(context.cached)
-    return cached.order(context.ageing, lambda seq, now: (-cached[seq],))
+    return _order_of(cached, _aged(context.ageing, lambda seq, now: (-cached[seq],)))
 
 
 def deadline(context: Context) -> Order:
@@ -142,7 +138,7 @@ def deadline(context: Context) -> Order:
     def key(seq: Sequence, now: float) -> Key:
         return (0, latest[seq]) if now <= latest[seq] < inf else (1,)
 
-    return latest.order(context.ageing, key)
+    return _order_of(latest, _aged(context.ageing, key))
 
 
 def _latest_start(context: Context, seq: Sequence) -> float:
@@ -175,38 +171,36 @@ class Adaptive:
         return (request.priority + self._long * (self._work[seq] - self._typical) - waited,)
 
     def begin_step(self, running: Iterable[Sequence], now: float) -> None:
-        self._work.renew()
+        self._work.begin_step(running, now)
         works = self._running.values()
         self._long = sum(work > self._typical for work in works) / len(works) if works else 0.0
 
     def queued(self, seq: Sequence) -> None:
         self._running.pop(seq, None)
-        self._work.put(seq)
+        self._work.queued(seq)
         new = self._work[seq]
         self._typical += (new - self._typical) * (0.05 if self._typical else 1.0)
 
     def served(self, seq: Sequence, n: int, now: float) -> None:
         if seq in self._work:
             self._running[seq] = self._work[seq]
-            self._work.drop(seq)
+            self._work.served(seq, n, now)
 
     def ended(self, seq: Sequence, finish: str | None) -> None:
         self._running.pop(seq, None)
-        self._work.drop(seq)
+        self._work.ended(seq, finish)
 
 
 def adaptive(context: Context) -> Order:
     """Sort by priority, predicted work, waiting time, and what the running batch is like."""
     rule = Adaptive(context)
-    listener = Listener(queued=rule.queued, served=rule.served, ended=rule.ended)
-    return Order(_aged(context.ageing, rule.key), rule.begin_step, listener)
+    return _order_of(rule, _aged(context.ageing, rule.key))
 
 
 def fair(context: Context) -> Order:
     """The tenant that was served least goes first; first come, first served within a tenant."""
     tenants = Tenants(context.output_weight, context.ageing)
-    listener = Listener(queued=tenants.queued, served=tenants.served, ended=tenants.ended)
-    return Order(tenants.key, tenants.begin_step, listener)
+    return _order_of(tenants, tenants.key)
 
 
 ORDERS: dict[str, Callable[[Context], Order]] = {

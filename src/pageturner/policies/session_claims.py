@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from pageturner.policies.eviction_order import Fate
+from pageturner.policies.eviction_order import EvictionOrder, Fate
+from pageturner.scheduler.store import Store
 
 
 @dataclass(slots=True, eq=False)
@@ -57,17 +59,19 @@ class KeptConversation:
 class Claims(Container[bytes]):
     """The claims of all conversations.
 
-    claimed, unclaimed  told of a key that has its first claim, and of one that has none any more, with
-                        what becomes of it
+    give_up   called when everything that is cached is claimed: it unclaims some of that
     pays      blocks that the conversations of each owner pay for
     """
 
-    def __init__(
-        self, claimed: Callable[[bytes], None], unclaimed: Callable[[bytes, Fate], None]
-    ) -> None:
-        self._claimed, self._unclaimed = claimed, unclaimed
+    def __init__(self, store: Store, give_up: Callable[[], None]) -> None:
+        self._store, self._give_up = store, give_up
         self._of: dict[bytes, dict[KeptConversation, None]] = {}
         self.pays: Counter[str] = Counter()
+
+    @cached_property
+    def _order(self) -> EvictionOrder:
+        """The order of the store's cached blocks, which is another one from the first claim on."""
+        return EvictionOrder(self._store, self, self._give_up)
 
     def __len__(self) -> int:
         return len(self._of)
@@ -91,7 +95,7 @@ class Claims(Container[bytes]):
             claimants = self._of.setdefault(key, {})
             if not claimants:
                 self._pay(one, 1)
-                self._claimed(key)
+                self._order.claim(key)
             claimants[one] = None
         one.keys += keys[same:]
         one.most = max(one.most, one.pays)
@@ -117,7 +121,7 @@ class Claims(Container[bytes]):
                     del self._of[key]
                     free.append(key)
         for key in free if fate is Fate.OLD else reversed(free):
-            self._unclaimed(key, fate)
+            self._order.unclaim(key, fate)
         return len(free)
 
     def _pay(self, one: KeptConversation, blocks: int) -> None:

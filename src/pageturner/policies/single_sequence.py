@@ -46,18 +46,9 @@ class SingleSequence:
         return Change(tokens, [event_of(seq, tokens, output, finish)], [], finish)
 
     def fail(self, failure: Failure) -> list[Event]:
-        seq = self.sequences[0]
-        return [
-            Event(
-                id=seq.request.id,
-                index=seq.index,
-                position=len(seq.tokens),
-                finish="error",
-                failure=failure,
-                cached=seq.cached,
-                recomputed=seq.recomputed,
-            )
-        ]
+        event = event_of(self.sequences[0], [], Output(), "error")
+        event.failure = failure
+        return [event]
 
 
 def until_end(seq: Sequence, tokens: list[int]) -> tuple[list[int], str | None]:

@@ -1,7 +1,7 @@
 """Targets of single requests: who cannot meet its own is refused at the door, who is past its deadline ends.
 
 Owns both decisions, and how true the forecasts were that the first one rests on. Must not know how a forecast
-is made (forecast.py), what a target is worth to whom, or the clock.
+is made (ttft_forecast.py), what a target is worth to whom, or the clock.
 
 Forecasts are never quite true, so some of the time that a request gives is kept as a margin: as much as one
 in ten of those who were let in needed beyond its forecast, a share of its patience that is learnt from them.
@@ -18,7 +18,7 @@ from math import ceil, inf, log
 
 from pageturner.params import beyond_limits
 from pageturner.policies.scheduler_factory import SchedulerStack
-from pageturner.policies.ttft_forecast import RemainingWork, StepLimits, forecast_ttft
+from pageturner.policies.ttft_forecast import RemainingWork, StepLimits, TtftForecast
 from pageturner.request import BACKGROUND, EXPIRED, Event, Refused, Request
 from pageturner.scheduler.types import Sequence, State
 
@@ -130,7 +130,7 @@ class SloAdmission:
             apart=not scheduler.policy.mixes,
         )
         asked = next(work for seq, work in waiting.items() if seq.request.id == request.id)
-        return forecast_ttft(running, waiting.values(), asked, limits)
+        return TtftForecast(running, waiting.values(), asked, limits).times()
 
     def _work(self, seq: Sequence, known: dict[Sequence, tuple[int, int]]) -> RemainingWork:
         """Return the work that is left of a sequence. Costly numbers are kept: what no cache gives, how long

@@ -47,18 +47,9 @@ class StepLimits:
     apart: bool = False
 
 
-def forecast_ttft(
-    running: Iterable[RemainingWork],
-    waiting: Iterable[RemainingWork],
-    asked: RemainingWork,
-    limits: StepLimits,
-) -> Iterator[float]:
-    """Seconds until `asked`, one of the waiting, has its first token; then until all others have ended."""
-    return _Steps(running, waiting, asked, limits).run()
-
-
-class _Steps:
-    """The state of one such run."""
+class TtftForecast:
+    """A run of the steps to come, until `asked`, one of the waiting, has its first token and all others have
+    ended."""
 
     def __init__(
         self,
@@ -84,7 +75,8 @@ class _Steps:
             else:
                 self._decode(work, work.answer)
 
-    def run(self) -> Iterator[float]:
+    def times(self) -> Iterator[float]:
+        """Seconds until `asked` has its first token; then until all others have ended."""
         while self._queue or self._prompts or self._ends:
             joined, tokens, repeats = self._fill()
             decodes = bool(self._ends) and not (self._limits.apart and tokens)

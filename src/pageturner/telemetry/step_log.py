@@ -393,12 +393,17 @@ def _whole(path: Path) -> int:
     with open(path, "rb") as file:
         _check_version(path, file)
         end = file.tell()
-        while len(head := file.read(4)) == 4:
-            (size,) = struct.unpack("<I", head)
+        for size in _sizes(file):
             if file.seek(size, os.SEEK_CUR) > path.stat().st_size:
                 break
             end = file.tell()
     return end
+
+
+def _sizes(file: BinaryIO) -> Iterator[int]:
+    """Yield the size of each frame; its record is read or passed over before the next is asked for."""
+    while len(head := file.read(4)) == 4:
+        yield struct.unpack("<I", head)[0]
 
 
 def _check_version(path: Path, file: BinaryIO) -> None:
@@ -459,8 +464,7 @@ def read(path: Path) -> Iterator[Record]:
     try:
         with open(path, "rb") as file:
             _check_version(path, file)
-            while len(head := file.read(4)) == 4:
-                (size,) = struct.unpack("<I", head)
+            for size in _sizes(file):
                 if size > MAX_FRAME:
                     raise EngineFault("step_log", f"{path} is damaged: a record of {size} bytes")
                 if len(body := file.read(size)) < size:
