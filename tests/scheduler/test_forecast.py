@@ -9,7 +9,7 @@ from math import inf
 import pytest
 
 from pageturner.policies.step_time import HICCUP, StepTimeCurve, StepTimeModel
-from pageturner.policies.ttft_forecast import RemainingWork, StepLimits, forecast_ttft
+from pageturner.policies.ttft_forecast import RemainingWork, StepLimits, TtftForecast
 
 
 def seconds(tokens: float) -> float:
@@ -20,7 +20,7 @@ def told(
     running: list[RemainingWork], ahead: list[RemainingWork], asked: RemainingWork, **limits: int
 ) -> tuple[float, float]:
     usual = {"slots": 9, "budget": 10, "room": 1000, "seconds": seconds} | limits
-    first, idle = forecast_ttft(running, [*ahead, asked], asked, StepLimits(**usual))  # type: ignore[arg-type]
+    first, idle = TtftForecast(running, [*ahead, asked], asked, StepLimits(**usual)).times()  # type: ignore[arg-type]
     return round(first, 9), round(idle, 9)
 
 
@@ -71,7 +71,7 @@ def test_memory_is_free_when_somebody_ends() -> None:
 def test_steps_for_prompts_alone() -> None:
     limits = StepLimits(9, 10, 99, seconds, apart=True)
     asked = RemainingWork(10, 1)
-    assert list(forecast_ttft([RemainingWork(0, 2)], [asked], asked, limits)) == [
+    assert list(TtftForecast([RemainingWork(0, 2)], [asked], asked, limits).times()) == [
         seconds(10),
         seconds(10) + 2 * seconds(1),
     ]
@@ -144,7 +144,7 @@ def test_leaps_are_as_good_as_steps() -> None:
         budget = dice.choice((slots, 16, 64)) if slots <= 16 else slots
         limits = StepLimits(slots, budget, dice.randint(0, 300), seconds, dice.random() < 0.3)
         again, queue = deepcopy((running, waiting))
-        first = next(forecast_ttft(running, waiting, waiting[asked], limits))
+        first = next(TtftForecast(running, waiting, waiting[asked], limits).times())
         assert first == pytest.approx(one_by_one(again, queue, queue[asked], limits))
 
 

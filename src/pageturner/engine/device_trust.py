@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from pageturner import logs
-from pageturner.engine.machine_limits import devices_file, write_json
+from pageturner.engine.machine_limits import devices_file, read_json, write_json
 from pageturner.errors import EngineFault
 from pageturner.kernels.base import KVSpec
 from pageturner.models.decoder import Decoder
@@ -153,10 +153,7 @@ def _key(driver: Driver) -> str:
 
 
 def _read() -> _File:
-    try:
-        return msgspec.json.decode(results_file().read_bytes(), type=_File)
-    except (OSError, msgspec.MsgspecError):
-        return _File()
+    return read_json(results_file(), _File)
 
 
 def _keep(driver: Driver, found: dict[str, FormResult], model: str, forms: list[str]) -> None:

@@ -7,7 +7,9 @@ step's. Must not measure.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -15,6 +17,7 @@ from pageturner.formats import hub
 from pageturner.kernels.peak import Ceilings, Peak
 from pageturner.telemetry.work import MachineLimits
 
+T = TypeVar("T")
 GET = "run `pageturner doctor` once"  # how to have limits where there are none
 
 
@@ -82,10 +85,16 @@ def limits_of_device(device: str) -> MachineLimits | None:
 
 
 def _read_devices() -> dict[str, Ceilings]:
+    return read_json(devices_file(), dict[str, Ceilings])
+
+
+def read_json(path: Path, kind: Callable[[], T]) -> T:
+    """Return what a file holds; an empty one of its kind where it cannot be read or holds something else."""
     try:
-        return msgspec.json.decode(devices_file().read_bytes(), type=dict[str, Ceilings])
-    except (OSError, msgspec.DecodeError):
-        return {}
+        found: T = msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.MsgspecError):
+        return kind()
+    return found
 
 
 def write_json(path: Path, known: object) -> bool:
@@ -119,10 +128,7 @@ def _key(isa: str, threads: int) -> str:
 
 
 def _read() -> dict[str, Peak]:
-    try:
-        return msgspec.json.decode(limits_file().read_bytes(), type=dict[str, Peak])
-    except (OSError, msgspec.DecodeError):
-        return {}
+    return read_json(limits_file(), dict[str, Peak])
 
 
 def limits_of(peak: Peak | None, weights: float) -> MachineLimits | None:
