@@ -16,7 +16,7 @@ from pageturner.cli import doctor_device
 from pageturner.config.settings import EngineConfig
 from pageturner.engine import device_trust, devices, machine_limits
 from pageturner.errors import EngineFault
-from pageturner.kernels.gpu.catalogue import height_of
+from pageturner.kernels.gpu.catalogue import M64, M64_WIDE, M256, M256_WIDE, MANY, height_of
 from pageturner.kernels.gpu.ops import GpuOps
 from pageturner.models.load import load_model
 from pageturner.parallel import drivers
@@ -195,7 +195,7 @@ def test_products_of_every_height_are_launched_before_kv_is_sized(fake_device: A
     crossed = {height_of(rows, 1 << 15) for rows in devices.HEIGHTS} | {
         height_of(rows, 64) for rows in (2, 256)
     }
-    assert crossed == {"slim", "few", "half", "some", "many"}, (
+    assert crossed == {M64, M64_WIDE, M256, M256_WIDE, MANY}, (
         "the bounds of heights are where they were"
     )
 
