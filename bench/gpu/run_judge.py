@@ -268,43 +268,66 @@ def _end_to_end(told: Told) -> Iterator[Verdict]:
         yield Verdict(f"{what}: {name}", f"{cost:.1%} of {steps[-1]['ms']:.2f} ms", cost <= COST)
 
 
-def _load(told: Told) -> Iterator[Verdict]:
-    what, found = (
+class Best(NamedTuple):
+    """A line whose figure is the best of several runs. key: its field, `sign` -1 where less is better."""
+
+    part: str
+    what: str
+    key: str
+    bound: float
+    figure: str
+    sign: int = 1
+
+    def judge(self, told: Told) -> Iterator[Verdict]:
+        found = _of(told, self.part)
+        if not found:
+            yield _absent(told, self.part, self.what)
+            return
+        best = max(found, key=lambda one: self.sign * float(one[self.key]))
+        broken = "" if best.get("complete", True) else ", broken off"
+        enough = self.sign * best[self.key] >= self.sign * self.bound
+        yield Verdict(self.what, self.figure.format(**best) + broken, enough)
+
+
+BESTS = (
+    Best(
+        "nano",
         f"nano-vllm's load on Qwen3-0.6B's shape: at least {NANO_TOK_S:,} tok/s",
-        _of(told, "nano"),
-    )
-    if found:
-        best = max(found, key=lambda one: float(one["tok_s"]))
-        done = "" if best["complete"] else ", broken off"
-        yield Verdict(what, f"{best['tok_s']:,.0f}{done}", best["tok_s"] >= NANO_TOK_S)
-    else:
-        yield _absent(told, "nano", what)
-    what = f"500 requests of 512 and 128 tokens at once: at least {BURST_REQUESTS_S} requests/s"
-    found = _of(told, "burst")
-    if found:
-        best = max(found, key=lambda one: float(one["requests_s"]))
-        done = "" if best["complete"] else ", broken off"
-        figure = f"{best['requests_s']:.1f} ({best['tok_s']:,.0f} tok/s){done}"
-        yield Verdict(what, figure, best["requests_s"] >= BURST_REQUESTS_S)
-    else:
-        yield _absent(told, "burst", what)
-    what, found = f"device idle below {IDLE:.0%} at 64 sequences", _of(told, "idle")
-    if found:
-        best = min(found, key=lambda one: float(one["idle_share"]))
-        yield Verdict(
-            what, f"{best['idle_share']:.1%}; gaps {best['gaps']}", best["idle_share"] < IDLE
-        )
-        yield Verdict(
-            "host time per step", f"{best['host_ms']:.2f} of {best['step_ms']:.2f} ms", None
-        )
-    else:
-        yield _absent(told, "idle", what)
-    what, found = f"start to first token: at most {START_S:.0f} s", _of(told, "start")
-    if found:
-        first = min(float(one["seconds"]) for one in found)
-        yield Verdict(what, f"{first:.2f} s", first <= START_S)
-    else:
-        yield _absent(told, "start", what)
+        "tok_s",
+        NANO_TOK_S,
+        "{tok_s:,.0f}",
+    ),
+    Best(
+        "burst",
+        f"500 requests of 512 and 128 tokens at once: at least {BURST_REQUESTS_S} requests/s",
+        "requests_s",
+        BURST_REQUESTS_S,
+        "{requests_s:.1f} ({tok_s:,.0f} tok/s)",
+    ),
+    Best(
+        "idle",
+        f"device idle at most {IDLE:.0%} at 64 sequences",
+        "idle_share",
+        IDLE,
+        "{idle_share:.1%} of steps of {step_ms:.2f} ms, of the host {host_ms:.2f}; gaps {gaps}",
+        -1,
+    ),
+    Best(
+        "start",
+        f"start to first token: at most {START_S:.0f} s",
+        "seconds",
+        START_S,
+        "{seconds:.2f} s",
+        -1,
+    ),
+    Best(
+        "batch32",
+        f"a batch of 32: at least {BATCH_TIMES:.0f}x one request",
+        "ratio",
+        BATCH_TIMES,
+        "{ratio:.1f}x",
+    ),
+)
 
 
 def _torch(told: Told) -> Iterator[Verdict]:
@@ -328,11 +351,6 @@ def _peers(told: Told) -> Iterator[Verdict]:
             yield Verdict(what, figure, found[-1]["times"] >= least)
         else:
             yield _absent(told, "peers", what)
-    what, found = f"a batch of 32: at least {BATCH_TIMES:.0f}x one request", _of(told, "batch32")
-    if found:
-        yield Verdict(what, f"{found[-1]['ratio']:.1f}x", found[-1]["ratio"] >= BATCH_TIMES)
-    else:
-        yield _absent(told, "batch32", what)
 
 
 def _kinds(told: Told) -> Iterator[Verdict]:
@@ -421,7 +439,7 @@ JUDGES: tuple[Callable[[Told], Iterator[Verdict]], ...] = (
     _attention,
     _prefill,
     _invariance,
-    _load,
+    *(line.judge for line in BESTS),
     _torch,
     _peers,
     _kinds,
