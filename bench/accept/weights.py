@@ -6,7 +6,6 @@ lora         adapters: many in one batch, their price, bits, a bound with an LRU
 checkpoints  each kind of quantised checkpoint against its own library's logits; KV types; configs that lie
 quality      error of logprobs against fp32 on chat prompts, as served; what it costs
 floor        shares of the machine's limits, by step
-limits       token budgets, and the default that follows from the kept limits; what adapters cost in plans
 peers        beside llama.cpp, ik_llama.cpp, OpenVINO GenAI and vLLM, in pairs
 
 A part is `weights_NAME.py` beside this file, with `lines` and `add_arguments`.
@@ -18,7 +17,7 @@ import sys
 
 from harness import main_of_parts
 
-PARTS = ("lora", "checkpoints", "quality", "floor", "limits", "peers")
+PARTS = ("lora", "checkpoints", "quality", "floor", "peers")
 
 if __name__ == "__main__":
     sys.exit(main_of_parts("weights", __doc__, PARTS))
