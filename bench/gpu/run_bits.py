@@ -25,7 +25,7 @@ from run_common import (
     steps_of,
     tell,
 )
-from run_models import engine_of, request, run_all, setting_ahead, write_folder
+from run_models import engine_of, request, run_all, write_folder
 
 from pageturner.kernels.gpu.arrays import GpuArray
 
@@ -113,7 +113,7 @@ def cases(tiny: bool) -> list[Case]:
             Case("prefixes in chunks of 8", twice=True, settings={"max_num_batched_tokens": 8}),
             Case("no recordings", graphs=False),
         ]
-    found = [
+    return [
         Case("together"),
         *(Case(f"among {n} others", crowd=n) for n in (24, 248, 1000)),
         *(
@@ -128,15 +128,9 @@ def cases(tiny: bool) -> list[Case]:
         Case("no prefix cache", crowd=24, settings={"enable_prefix_caching": False}),
         Case("preempted", crowd=24, settings={"kv_cache_memory": 1024 * 4 * 4096}),
         Case("no recordings", crowd=24, graphs=False),
+        Case("not ahead", crowd=24, ahead=False),
+        Case("not ahead, preempted", 24, True, False, False, {"kv_cache_memory": 1024 * 4 * 4096}),
     ]
-    if setting_ahead() is not None:
-        found += [
-            Case("not ahead", crowd=24, ahead=False),
-            Case(
-                "not ahead, preempted", 24, True, False, False, {"kv_cache_memory": 1024 * 4 * 4096}
-            ),
-        ]
-    return found
 
 
 Answer = tuple[tuple[int, ...], tuple[Any, ...]]
@@ -188,5 +182,4 @@ def answers(room: Room, model: Path) -> None:
                 compared=len(got) * len(truth),
                 differ=differ,
                 preempted=next((v for k, v in stats.items() if "preempt" in k), None),
-                ahead_setting=setting_ahead(),
             )

@@ -126,9 +126,6 @@ def _bits(told: Told) -> Iterator[Verdict]:
         yield Verdict(
             what, f"{differ} of {compared} differ {wrong}".strip(), differ == 0 and compared > 0
         )
-    what, found = "bits: one step ahead on and off", _of(told, "bits", what="answers")
-    if found and not any(one.get("ahead_setting") for one in found):
-        yield Verdict(what, "this engine has no such setting", None, run=False)
 
 
 def _decode(told: Told) -> Iterator[Verdict]:

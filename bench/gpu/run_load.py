@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from run_common import Room, floor_seconds, tell
-from run_models import request, roomy_engine, run_all, setting_ahead, tokens_of, write_folder
+from run_models import request, roomy_engine, run_all, tokens_of, write_folder
 
 LIMIT = 240.0  # seconds after which the load is broken off, and its pace so far told
 IDLE_SEQUENCES, IDLE_STEPS = 64, 150
@@ -60,7 +60,7 @@ def _served(room: Room, part: str, requests: list[Any]) -> None:
             part,
             device=room.driver.name,
             shape=shape.name,
-            ahead=bool(setting_ahead()),
+            ahead=True,
             requests=len(requests),
             prompt_tokens=prompts,
             output_tokens=tokens,
@@ -93,7 +93,7 @@ def idle(room: Room) -> None:
     shape = room.qwen3_06b
     count, steps = (2, 2) if room.tiny else (IDLE_SEQUENCES, IDLE_STEPS)
     model = write_folder(room, shape)
-    for ahead in (True, False) if setting_ahead() and not room.tiny else (True,):
+    for ahead in (True, False) if not room.tiny else (True,):
         with roomy_engine(room, model, 4096, count, ahead=ahead) as here:
             engine, length = here.engine, 4 if room.tiny else 250
             for i in range(count):
@@ -117,7 +117,7 @@ def idle(room: Room) -> None:
                 "idle",
                 device=room.driver.name,
                 shape=shape.name,
-                ahead=ahead and setting_ahead(),
+                ahead=ahead,
                 sequences=count,
                 steps=steps,
                 step_ms=1e3 * plain / steps,

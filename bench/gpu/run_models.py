@@ -12,7 +12,6 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from pageturner.errors import EngineFault
 from pageturner.params import SamplingParams
 from pageturner.request import Event, Request
 
-AHEAD = ("async_scheduling", "step_ahead", "one_step_ahead")  # names that the setting may have
 CONTEXT = 16384
 
 
@@ -96,12 +94,6 @@ def write_folder(room: Room, shape: Shape) -> Path:
     return path
 
 
-def setting_ahead() -> str | None:
-    """The name of the setting that switches planning one step ahead off; None where there is none."""
-    there = {one.name for one in fields(EngineConfig)}
-    return next((name for name in AHEAD if name in there), None)
-
-
 class Built:
     """An engine on the device, and its backend."""
 
@@ -126,9 +118,7 @@ def engine_of(
         found.append(ops)
         return ops
 
-    name = setting_ahead()
-    if name is not None:
-        settings[name] = ahead
+    settings["async_scheduling"] = ahead
     few: dict[str, Any] = {}
     if room.tiny:  # the dry run computes the largest step, and the interpreter each of its rows
         few = {
