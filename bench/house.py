@@ -23,7 +23,7 @@ BARS = {
     "lines of the scheduler": 1_660,
     "files in a folder": 40,
     "arrows upwards": 0,
-    "import circles": 2,
+    "import circles": 1,
     "private accesses": 0,
     "questions for a class": 0,
     "class names twice, unexplained": 0,

@@ -13,7 +13,8 @@ from pageturner.formats.gguf import open_gguf
 from pageturner.server.api.base import answer_grammar
 from pageturner.server.api.base.answer_grammar import formats_of
 from pageturner.server.api.base.body import RequestBody, decode
-from pageturner.server.api.base.call import Call, ServedModel
+from pageturner.server.api.base.call import Call
+from pageturner.server.api.base.served_model import ServedModel
 from pageturner.server.api.openai import chat as chats
 from pageturner.server.api.openai import completions
 from pageturner.server.text_workers import text_jobs

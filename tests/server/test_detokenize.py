@@ -14,7 +14,7 @@ from starlette.requests import Request
 from pageturner.formats.load_tokenizer import load_tokenizer
 from pageturner.http.request_info import RequestInfo
 from pageturner.server.admission.quota import Quota
-from pageturner.server.api.base.call import ServedModel
+from pageturner.server.api.base.served_model import ServedModel
 from pageturner.server.pages import ServerPages
 from pageturner.server.text_workers.reading import TextReader
 

@@ -10,7 +10,8 @@ import pytest
 
 from pageturner.errors import ClientError
 from pageturner.server.api.base.body import RequestBody, decode
-from pageturner.server.api.base.call import Call, ServedModel
+from pageturner.server.api.base.call import Call
+from pageturner.server.api.base.served_model import ServedModel
 from pageturner.server.api.openai import chat as chats
 from pageturner.server.api.openai import completions
 from pageturner.text.chat_template import ChatTemplate

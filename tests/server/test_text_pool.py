@@ -16,8 +16,8 @@ import pytest
 from pageturner.errors import ClientError
 from pageturner.http.request_info import RequestInfo
 from pageturner.server.api.base.body import decode
-from pageturner.server.api.base.call import ServedModel
 from pageturner.server.api.base.replies import at_once
+from pageturner.server.api.base.served_model import ServedModel
 from pageturner.server.text_workers import reading, text_jobs, text_pool
 from pageturner.server.text_workers.fork_server import ForkServer
 from pageturner.server.text_workers.reading import TextReader

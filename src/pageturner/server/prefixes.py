@@ -32,7 +32,7 @@ from pageturner.params import SamplingParams
 from pageturner.request import Failure, Request
 from pageturner.server.admission.metered import metered
 from pageturner.server.admission.quota import Quota
-from pageturner.server.api.base.call import ServedModel
+from pageturner.server.api.base.served_model import ServedModel
 from pageturner.server.engine_client.quarantine import POISON
 from pageturner.server.engine_client.supervisor import EngineListener, Supervisor
 from pageturner.server.text_workers.reading import TextReader

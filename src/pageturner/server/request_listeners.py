@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from pageturner.http.request_info import RequestInfo
 from pageturner.server.admission.quota import Work
-from pageturner.server.api.base.call import Call, ServedModel
+from pageturner.server.api.base.call import Call
+from pageturner.server.api.base.served_model import ServedModel
 from pageturner.server.observability.answer_spans import note_answer
 from pageturner.server.service import Service
 from pageturner.text.output_stream import OutputStream

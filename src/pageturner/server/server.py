@@ -299,7 +299,7 @@ def _text_pool(
     memory: MemoryReserve,
 ) -> TextPool:
     """Reads long requests. What only the engine knows is told with each of them."""
-    from pageturner.server.api.base.call import ServedModel
+    from pageturner.server.api.base.served_model import ServedModel
     from pageturner.server.text_workers.reading import start_text_pool
 
     defaults = generation.sampling

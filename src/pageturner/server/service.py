@@ -23,7 +23,7 @@ from pageturner.ipc.channel import Ready
 from pageturner.server.adapters import ServedAdapters
 from pageturner.server.admission.limits import RequestLimits
 from pageturner.server.admission.quota import Quota
-from pageturner.server.api.base.call import ServedModel
+from pageturner.server.api.base.served_model import ServedModel
 from pageturner.server.engine_client.background import BackgroundPlaces
 from pageturner.server.engine_client.open_streams import OpenStreams
 from pageturner.server.engine_client.supervisor import Supervisor

@@ -22,8 +22,9 @@ from pageturner.http.receiving import until_client_leaves
 from pageturner.http.request_info import RequestInfo
 from pageturner.http.slices import in_slices
 from pageturner.server.api.base import answer_grammar
-from pageturner.server.api.base.call import Call, ServedModel
+from pageturner.server.api.base.call import Call
 from pageturner.server.api.base.dialect import Dialect
+from pageturner.server.api.base.served_model import ServedModel
 from pageturner.server.text_workers import text_jobs
 from pageturner.server.text_workers.fork_server import ForkServer
 from pageturner.server.text_workers.text_pool import TextPool

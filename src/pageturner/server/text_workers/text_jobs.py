@@ -20,9 +20,10 @@ from pageturner.server.admission.limits import check_id, check_name, check_size
 from pageturner.server.api.anthropic import messages
 from pageturner.server.api.base import answer_grammar, replies
 from pageturner.server.api.base.body import MOST_VALUES, SMALL, RequestBody, bad_request, convert
-from pageturner.server.api.base.call import Call, ServedModel, check_model
+from pageturner.server.api.base.call import Call, check_model
 from pageturner.server.api.base.dialect import Dialect
 from pageturner.server.api.base.replies import InParts
+from pageturner.server.api.base.served_model import ServedModel
 from pageturner.server.api.ollama import ollama, ollama_embed
 from pageturner.server.api.openai import chat, completions, embeddings, infill, rerank
 from pageturner.server.api.openai.chat_fields import template_variables

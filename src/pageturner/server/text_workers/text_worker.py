@@ -21,7 +21,7 @@ import msgspec
 
 from pageturner.errors import ClientError
 from pageturner.server.admission.limits import RequestLimits
-from pageturner.server.api.base.call import ServedModel
+from pageturner.server.api.base.served_model import ServedModel
 from pageturner.server.text_workers import text_jobs
 from pageturner.text.chat_template import TemplateLimits
 

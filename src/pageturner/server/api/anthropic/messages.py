@@ -35,9 +35,10 @@ from pageturner.server.api.base.answer_parts import (
     read_piece,
 )
 from pageturner.server.api.base.body import RequestBody, bad_request
-from pageturner.server.api.base.call import Call, ServedModel, check_model
+from pageturner.server.api.base.call import Call, check_model
 from pageturner.server.api.base.dialect import Dialect
 from pageturner.server.api.base.replies import InParts, Reply, ReplyShape, encode
+from pageturner.server.api.base.served_model import ServedModel
 from pageturner.server.api.base.translate import FieldMap, Fields, fields_of, value_of
 from pageturner.server.api.base.usage import reasoning_tokens
 from pageturner.server.api.base.whole_answer import WholeAnswer

@@ -9,19 +9,16 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from pageturner.params import SamplingParams
 from pageturner.server.api.base.body import RequestBody, bad_request
+from pageturner.server.api.base.served_model import ServedModel
 from pageturner.text import output_format, reasoning, tools
 from pageturner.text.answer_format import AnswerFormat, ChatFormats, limits_of
 from pageturner.text.parameters import check_number
 from pageturner.text.tools import ToolChoice
-
-if TYPE_CHECKING:
-    from pageturner.server.api.base.call import ServedModel
 
 FLAG = "start the server with --tool-call-parser"
 

@@ -8,19 +8,18 @@ one API or another (completions.py, chat.py), nor how an answer is computed or w
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pageturner.errors import ClientError
-from pageturner.formats.tokenizer import Tokenizer
 from pageturner.params import FAULTS, LARGEST, SamplingParams
 from pageturner.server.admission import limits
-from pageturner.server.admission.limits import NO_LIMITS, RequestLimits, maximum
+from pageturner.server.admission.limits import maximum
 from pageturner.server.api.base import answer_grammar
 from pageturner.server.api.base.body import RequestBody, StreamOptions, bad_request, without_bulk
+from pageturner.server.api.base.served_model import ServedModel
 from pageturner.text import parameters
 from pageturner.text.answer_format import AnswerFormat
-from pageturner.text.chat_template import ChatTemplate
 
 LONG_TOKEN = 16  # characters: twice as many as tokens of hardly any text have on average
 MOST_TOLD = 32  # names in an error
@@ -36,43 +35,6 @@ NUMBERS = (
     "presence_penalty",
     "frequency_penalty",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """What this server serves. `context`, `capacity` (KV memory of all sequences) and `pinned` (what prefixes
-    keep of that) in tokens; `slots`: most sequences at once; `defaults`: fields of SamplingParams that the
-    model's files name, for what a request leaves open; `grammar`: what this request's answer must match,
-    where that is known and checked already; `names`: other names of the model and, as `adapters` too, those
-    of its adapters; `request_templates`: chats
-    may bring their own chat template; `in_worker`: this is no event loop, so what takes long may be done;
-    `rerank_by` and the two parsers: the settings of these names; `fits`: a request that wants more tokens
-    than there is room for gets as many as there is room for."""
-
-    model: str
-    tokenizer: Tokenizer
-    template: ChatTemplate | None
-    context: int
-    capacity: int
-    vocab_size: int
-    slots: int = 64
-    block_size: int = 1
-    developer: bool = False
-    defaults: dict[str, Any] = field(default_factory=dict)
-    limits: RequestLimits = NO_LIMITS
-    pinned: int = 0
-    grammar: str | None = None
-    names: tuple[str, ...] = ()
-    adapters: frozenset[str] = frozenset()
-    tool_call_parser: str = "auto"
-    reasoning_parser: str = "auto"
-    fits: bool = False
-    request_templates: bool = False
-    in_worker: bool = False
-    rerank_by: str = "auto"
-
-    def with_grammar(self, grammar: str | None) -> ServedModel:
-        return self if grammar is None else replace(self, grammar=grammar)
 
 
 @dataclass(frozen=True, slots=True)

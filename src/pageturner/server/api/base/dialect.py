@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pageturner.errors import ClientError
 from pageturner.server.admission.limits import RequestLimits
 from pageturner.server.api.base.body import RequestBody, decode
-from pageturner.server.api.base.call import Call, ServedModel
+from pageturner.server.api.base.call import Call
 from pageturner.server.api.base.replies import InParts, Reply, ReplyShape
+from pageturner.server.api.base.served_model import ServedModel
 from pageturner.server.api.base.whole_answer import WholeAnswer
 from pageturner.server.api.openai.openai_streams import ended_stream, failed_stream
 from pageturner.text.output_stream import OutputPiece, OutputStream

@@ -31,7 +31,6 @@ from pageturner.server.api.base.answer_parts import (
 from pageturner.server.api.base.body import RequestBody, bad_request
 from pageturner.server.api.base.call import (
     Call,
-    ServedModel,
     check_model,
     check_prompt,
     check_text,
@@ -41,6 +40,7 @@ from pageturner.server.api.base.call import (
 )
 from pageturner.server.api.base.dialect import Dialect
 from pageturner.server.api.base.replies import InParts, Reply, ReplyShape, encode
+from pageturner.server.api.base.served_model import ServedModel
 from pageturner.server.api.base.translate import (
     FieldMap,
     Fields,

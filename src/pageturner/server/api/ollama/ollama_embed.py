@@ -13,9 +13,10 @@ import msgspec
 
 from pageturner.server.admission.limits import RequestLimits
 from pageturner.server.api.base.body import Count, EmbeddingOptions, RequestBody, bad_request
-from pageturner.server.api.base.call import LONG_TOKEN, Call, ServedModel, check_model
+from pageturner.server.api.base.call import LONG_TOKEN, Call, check_model
 from pageturner.server.api.base.dialect import Dialect, no_chunk
 from pageturner.server.api.base.replies import InParts, Reply, ReplyShape, encode
+from pageturner.server.api.base.served_model import ServedModel
 from pageturner.server.api.base.translate import FieldMap, Fields, fields_of, value_of
 from pageturner.server.api.base.whole_answer import WholeAnswer
 from pageturner.server.api.ollama.ollama import LATEST

@@ -21,9 +21,10 @@ from pageturner.server.admission.metered import metered
 from pageturner.server.admission.service_level import service_level_of
 from pageturner.server.api.base import answer_grammar
 from pageturner.server.api.base.body import RequestBody, convert
-from pageturner.server.api.base.call import ServedModel, check_model
+from pageturner.server.api.base.call import check_model
 from pageturner.server.api.base.dialect import Dialect
 from pageturner.server.api.base.generate import GenerateEndpoint
+from pageturner.server.api.base.served_model import ServedModel
 from pageturner.server.api.ollama.ollama import LATEST, OLLAMA_CHAT, OLLAMA_GENERATE, created_at
 from pageturner.server.service import Service
 from pageturner.text.fim import fim_tokens

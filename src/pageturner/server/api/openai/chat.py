@@ -15,7 +15,6 @@ from pageturner.request import Logprob
 from pageturner.server.api.base.body import RequestBody, bad_request
 from pageturner.server.api.base.call import (
     Call,
-    ServedModel,
     check_model,
     check_prompt,
     check_text,
@@ -34,6 +33,7 @@ from pageturner.server.api.base.replies import (
     finite,
     json_list,
 )
+from pageturner.server.api.base.served_model import ServedModel
 from pageturner.server.api.base.whole_answer import WholeAnswer
 from pageturner.server.api.openai.chat_answer import events, finish_reason, message
 from pageturner.server.api.openai.chat_fields import chat_prompt, read_answer, with_request_template

@@ -12,7 +12,7 @@ from typing import Any
 from pageturner.params import SamplingParams
 from pageturner.server.api.base import answer_grammar
 from pageturner.server.api.base.body import RequestBody, bad_request
-from pageturner.server.api.base.call import ServedModel
+from pageturner.server.api.base.served_model import ServedModel
 from pageturner.text import conversation, reasoning
 from pageturner.text.answer_format import AnswerFormat
 from pageturner.text.chat_template import (

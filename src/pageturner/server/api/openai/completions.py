@@ -14,7 +14,6 @@ from pageturner.server.api.base.answer_grammar import refuse_tools
 from pageturner.server.api.base.body import RequestBody, bad_request
 from pageturner.server.api.base.call import (
     Call,
-    ServedModel,
     check_model,
     check_prompt,
     check_text,
@@ -33,6 +32,7 @@ from pageturner.server.api.base.replies import (
     finite,
     json_list,
 )
+from pageturner.server.api.base.served_model import ServedModel
 from pageturner.server.api.base.whole_answer import WholeAnswer
 from pageturner.server.api.openai.gap import check_gap, gap_prompt, with_ends
 from pageturner.text import parameters

@@ -15,9 +15,10 @@ import msgspec
 
 from pageturner.server.admission.limits import RequestLimits
 from pageturner.server.api.base.body import EmbeddingOptions, RequestBody, bad_request
-from pageturner.server.api.base.call import Call, ServedModel
+from pageturner.server.api.base.call import Call
 from pageturner.server.api.base.dialect import Dialect, no_chunk
 from pageturner.server.api.base.replies import InParts, Reply, ReplyShape, encode
+from pageturner.server.api.base.served_model import ServedModel
 from pageturner.server.api.base.translate import FieldMap, fields_within, value_of
 from pageturner.server.api.base.whole_answer import WholeAnswer
 from pageturner.server.api.openai import completions

@@ -14,7 +14,6 @@ from pageturner.server.api.base.answer_grammar import refuse_tools
 from pageturner.server.api.base.body import RequestBody, bad_request
 from pageturner.server.api.base.call import (
     Call,
-    ServedModel,
     check_model,
     check_prompt,
     check_text,
@@ -22,6 +21,7 @@ from pageturner.server.api.base.call import (
     with_choices,
     with_max_tokens,
 )
+from pageturner.server.api.base.served_model import ServedModel
 from pageturner.text import parameters
 from pageturner.text.fim import FimTokens, fim_prompt, fim_tokens
 

@@ -17,9 +17,10 @@ from pageturner.http.error_responses import error_body
 from pageturner.http.responses import sse_event
 from pageturner.server.admission.limits import RequestLimits
 from pageturner.server.api.base.body import ExtraFile, RequestBody, bad_request
-from pageturner.server.api.base.call import Call, ServedModel
+from pageturner.server.api.base.call import Call
 from pageturner.server.api.base.dialect import Dialect
 from pageturner.server.api.base.replies import InParts, Reply, ReplyShape, encode
+from pageturner.server.api.base.served_model import ServedModel
 from pageturner.server.api.base.translate import FieldMap, Fields, fields_of, refuse, value_of
 from pageturner.server.api.base.whole_answer import WholeAnswer
 from pageturner.server.api.openai.gap import read_gap

@@ -18,9 +18,10 @@ import msgspec
 from pageturner.params import LARGEST, SamplingParams
 from pageturner.server.admission.limits import RequestLimits
 from pageturner.server.api.base.body import Count, PairOptions, RequestBody, bad_request
-from pageturner.server.api.base.call import Call, ServedModel, check_model, check_text
+from pageturner.server.api.base.call import Call, check_model, check_text
 from pageturner.server.api.base.dialect import Dialect, no_chunk
 from pageturner.server.api.base.replies import InParts, Reply, ReplyShape, encode
+from pageturner.server.api.base.served_model import ServedModel
 from pageturner.server.api.base.translate import FieldMap, Fields, fields_of, value_of
 from pageturner.server.api.base.whole_answer import WholeAnswer
 from pageturner.server.api.openai import completions

@@ -29,7 +29,8 @@ from pageturner.server.admission.limits import LONGEST_NAME
 from pageturner.server.admission.service_level import MAX_MS, MAX_PRIORITY
 from pageturner.server.api.base.answer_grammar import formats_of
 from pageturner.server.api.base.body import MOST_NUMBER, UNSUPPORTED, RequestBody, SessionFields
-from pageturner.server.api.base.call import NUMBERS, ServedModel
+from pageturner.server.api.base.call import NUMBERS
+from pageturner.server.api.base.served_model import ServedModel
 from pageturner.server.api.openai.chat_fields import RESERVED
 from pageturner.server.sessions import LONGEST
 from pageturner.text import parameters, tools

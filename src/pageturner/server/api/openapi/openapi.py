@@ -20,7 +20,7 @@ from pageturner.http.json_schemas import STRING, Schema, ref
 from pageturner.http.responses import docs_page
 from pageturner.server.admission.service_level import MAX_MS, MAX_PRIORITY
 from pageturner.server.api.base import replies
-from pageturner.server.api.base.call import ServedModel
+from pageturner.server.api.base.served_model import ServedModel
 from pageturner.server.api.openapi.operations import OPERATIONS, PLAIN, ApiOperation
 from pageturner.server.api.openapi.request_schemas import (
     data,

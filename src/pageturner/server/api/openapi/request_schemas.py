@@ -33,7 +33,7 @@ from pageturner.server.adapters import LoadBody, UnloadBody
 from pageturner.server.api.anthropic import messages
 from pageturner.server.api.base.answer_grammar import formats_of
 from pageturner.server.api.base.body import DIALECTS_OWN, UNSUPPORTED, EmbeddingOptions, RequestBody
-from pageturner.server.api.base.call import ServedModel
+from pageturner.server.api.base.served_model import ServedModel
 from pageturner.server.api.base.translate import EXTRAS, FieldMap
 from pageturner.server.api.batches.batch_pages import NewBatch
 from pageturner.server.api.ollama import ollama, ollama_embed

@@ -11,9 +11,10 @@ from typing import Any
 
 from pageturner.server.admission.limits import RequestLimits
 from pageturner.server.api.base.body import RequestBody, bad_request
-from pageturner.server.api.base.call import Call, ServedModel
+from pageturner.server.api.base.call import Call
 from pageturner.server.api.base.dialect import Dialect
 from pageturner.server.api.base.replies import ReplyShape
+from pageturner.server.api.base.served_model import ServedModel
 from pageturner.server.api.base.translate import FieldMap, Fields, fields_of, value_of
 from pageturner.server.api.openai import chat
 from pageturner.server.api.openai.turns import read_turns
