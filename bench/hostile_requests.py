@@ -2,7 +2,7 @@
 
 Owns what is sent, and how it is sent. Each kind draws its sizes and its shape from a seed, so that limits are
 not tuned to a list. Must not know how the harm is measured (accept/trust_hostile.py). Standard library only.
-Everything goes to the given loopback address, and no single request has more than MOST_BYTES.
+Everything goes to the given loopback address, and no single request has more than MAX_BYTES.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-MOST_BYTES = 4 * 1024 * 1024
+MAX_BYTES = 4 * 1024 * 1024
 VOCABULARY = 49152  # of the model that is attacked
 Body = dict[str, Any]
 
@@ -163,7 +163,7 @@ def texts(dice: random.Random) -> Iterator[tuple[str, Any]]:
         "'s",
     )
     for _ in range(36):
-        size, unit = _size(dice, 20_000, MOST_BYTES * 0.9), dice.choice(alphabets)
+        size, unit = _size(dice, 20_000, MAX_BYTES * 0.9), dice.choice(alphabets)
         text = unit * (size // max(len(json.dumps(unit)) - 2, len(unit.encode())))
         name = f"{size // 1000} kB of {unit!r}"
         which = dice.randrange(5)
@@ -285,7 +285,7 @@ def numbers(dice: random.Random) -> Iterator[tuple[str, Any]]:
 def shapes(dice: random.Random) -> Iterator[tuple[str, Any]]:
     """JSON that is expensive to read, or none."""
     for _ in range(4):
-        n = _size(dice, 1000, MOST_BYTES // 4)
+        n = _size(dice, 1000, MAX_BYTES // 4)
         path = dice.choice(
             ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/prefixes")
         )
@@ -300,7 +300,7 @@ def shapes(dice: random.Random) -> Iterator[tuple[str, Any]]:
             ("escapes", b'{"prompt": "' + b"\\ud83d" * (n // 3) + b'"}'),
             ("zeros", b"\x00" * n),
         ):
-            yield f"{name} of {len(body) // 1000} kB to {path}", post(path, body[:MOST_BYTES])
+            yield f"{name} of {len(body) // 1000} kB to {path}", post(path, body[:MAX_BYTES])
     for _ in range(6):
         n = _size(dice, 1000, 600_000)
         yield f"detokenize {n}", as_json("/detokenize", {"tokens": [dice.randrange(100, 9999)] * n})

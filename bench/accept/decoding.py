@@ -30,7 +30,7 @@ from pageturner.request import Request
 
 ROUNDS = 5
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, seed=0)
-MOST_REFERENCE = 256  # tokens of a forced answer
+MAX_REFERENCE = 256  # tokens of a forced answer
 
 
 def _text(name: str) -> str:
@@ -131,7 +131,7 @@ def lookup() -> Iterator[Line]:
             tuple(llm.tokenizer.encode(task[key], add_special=False, parse_special=False))
             for key in ("prompt", "reference")
         )
-        tasks.setdefault(task["kind"], []).append((prompt, answer[:MOST_REFERENCE]))
+        tasks.setdefault(task["kind"], []).append((prompt, answer[:MAX_REFERENCE]))
     numbers = iter(range(1, 10**6))
 
     def decoding(

@@ -35,7 +35,7 @@ from pageturner.request import Request  # noqa: E402
 TINY = harness.ROOT / "tests" / "goldens" / "tiny_llama.gguf"
 TALKS, TURNS, ANSWER, BLOCK = 16, 5, 8, 16
 Prompt = str | list[int]
-MOST_A_STEP = 200e-6  # seconds of a step that events may take at 64 sequences
+MAX_A_STEP = 200e-6  # seconds of a step that events may take at 64 sequences
 
 
 # -- what a step pays ----------------------------------------------------------------------------------------
@@ -62,9 +62,9 @@ def step_lines() -> Iterator[Line]:
     alone = harness.median([a for a, _ in pairs])
     figure = f"{more * 1e6:+.0f} us beside {alone * 1e6:.0f} us without a model (median of 5 pairs)"
     yield Line(
-        f"a step of 64 sequences with events: at most {MOST_A_STEP * 1e6:.0f} us more",
+        f"a step of 64 sequences with events: at most {MAX_A_STEP * 1e6:.0f} us more",
         figure,
-        more <= MOST_A_STEP,
+        more <= MAX_A_STEP,
     )
 
 

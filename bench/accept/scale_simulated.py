@@ -48,7 +48,7 @@ SCALED = {
 MINUTE = (
     "--rate 2000 --num-prompts 120000 --replicas 100000 --block-size 256 --placement round_robin"
 )
-MOST_MB = 16_384
+MAX_MB = 16_384
 
 
 def clusters() -> Iterator[Line]:
@@ -135,8 +135,8 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     figure = (
         f"{run['requests']:,} requests, {wall:.0f} s, {cpu:.0f} s of processors, {most:,.0f} MB"
     )
-    what = f"100,000 replicas for a minute in at most {MOST_MB / 1024:.0f} GiB"
-    yield Line(what, figure, most <= MOST_MB and run["requests"] == 120_000 and not run["refused"])
+    what = f"100,000 replicas for a minute in at most {MAX_MB / 1024:.0f} GiB"
+    yield Line(what, figure, most <= MAX_MB and run["requests"] == 120_000 and not run["refused"])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

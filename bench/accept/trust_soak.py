@@ -25,7 +25,7 @@ from harness import Line, Server
 CONNECTIONS = 48
 WORDS = 400  # of which prompts are made
 SETTLED = 0.3  # of the requests: what is bounded has reached its bound by then
-MOST_GROWTH_MB = (
+MAX_GROWTH_MB = (
     8.0  # between the first and the last third of what follows; that much it goes up and down
 )
 SAMPLE_EVERY = 1.0  # seconds
@@ -163,5 +163,5 @@ def lines(requests: int) -> Iterator[Line]:
         figure = (
             f"{grown:+.1f} MB of {all[-1][1]:.0f} ({slope:+.1f} MB for a million, {len(all)} looks)"
         )
-        what = f"memory of the {name} behind the first {SETTLED:.0%}, under {MOST_GROWTH_MB:.0f} MB more"
-        yield Line(what, figure, grown < MOST_GROWTH_MB)
+        what = f"memory of the {name} behind the first {SETTLED:.0%}, under {MAX_GROWTH_MB:.0f} MB more"
+        yield Line(what, figure, grown < MAX_GROWTH_MB)

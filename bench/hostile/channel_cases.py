@@ -124,7 +124,7 @@ FAKE = EngineConfig(model="fake", backend="fake", max_num_seqs=8, kv_cache_memor
 TINY = EngineConfig(
     model=str(GOLDENS / "tiny_llama.gguf"), max_num_seqs=8, kv_cache_memory=1 << 20, threads=1
 )
-MOST_TALK = 0.02  # seconds for which an engine is left to work
+MAX_TALK = 0.02  # seconds for which an engine is left to work
 
 
 def engine(dice: Dice) -> str:
@@ -142,7 +142,7 @@ def engine(dice: Dice) -> str:
     with contextlib.suppress(OSError):  # it has ended
         for piece in frames.pieces(b"".join(told), dice):
             ours.sendall(piece)
-    runner.join(MOST_TALK)
+    runner.join(MAX_TALK)
     with contextlib.suppress(OSError):
         ours.shutdown(socket.SHUT_WR)
     runner.join(whole_server.PATIENCE)

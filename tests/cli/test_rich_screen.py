@@ -16,8 +16,9 @@ from prompt_toolkit.output import DummyOutput
 from rich.console import Console
 
 from pageturner.cli import rich_screen
+from pageturner.cli.chat import choose_screen
 from pageturner.cli.rich_screen import Commands, MarkdownBlocks, RichScreen
-from pageturner.cli.screen import PlainScreen, printable, screen
+from pageturner.cli.screen import PlainScreen, printable
 
 ANSWER = """# Paris
 
@@ -148,15 +149,15 @@ def test_commands_are_completed() -> None:
 def test_plain_where_nothing_else_is_to_be_had(
     monkeypatch: pytest.MonkeyPatch, typed: PipeInput
 ) -> None:
-    assert isinstance(screen({}, False), PlainScreen), "tests have no terminal"
+    assert isinstance(choose_screen({}, False), PlainScreen), "tests have no terminal"
     for stream in ("stdin", "stdout"):
         monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True, raising=False)
     monkeypatch.setattr(rich_screen, "RichScreen", lambda commands: "rich")
     monkeypatch.setenv("TERM", "xterm")
-    assert screen({}, False) == "rich"
-    assert isinstance(screen({}, True), PlainScreen)
+    assert choose_screen({}, False) == "rich"
+    assert isinstance(choose_screen({}, True), PlainScreen)
     monkeypatch.setenv("TERM", "dumb")
-    assert isinstance(screen({}, False), PlainScreen)
+    assert isinstance(choose_screen({}, False), PlainScreen)
     monkeypatch.setitem(os.environ, "TERM", "xterm")
     monkeypatch.setitem(__import__("sys").modules, "pageturner.cli.rich_screen", None)
-    assert isinstance(screen({}, False), PlainScreen), "the extra is not installed"
+    assert isinstance(choose_screen({}, False), PlainScreen), "the extra is not installed"

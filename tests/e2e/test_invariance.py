@@ -210,12 +210,12 @@ FAMILIES = {
     "llama_fp32": ("tiny_llama.gguf", "auto", "float32"),
     "qwen3": ("tiny_qwen3.gguf", "auto", "float16"),
 }
-MOST_MIXED = "llama_quantised"  # two quantised kinds and fp32 in one file
+MAX_MIXED = "llama_quantised"  # two quantised kinds and fp32 in one file
 
 
 @pytest.fixture(scope="module")
 def quantised() -> Family:
-    return Family(*FAMILIES[MOST_MIXED])
+    return Family(*FAMILIES[MAX_MIXED])
 
 
 @pytest.mark.slow
@@ -340,7 +340,7 @@ class Adapted(Family):
     """A crowd in which three of four requests have an adapter, of three that do different things."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(*FAMILIES[MOST_MIXED])
+        super().__init__(*FAMILIES[MAX_MIXED])
         spec = self.models[1].decoder.spec
         fields = {"a": (*ALL, *TOP), "b": ("q", "v"), "c": ("o", "gate", "down")}
         folders = {
@@ -394,7 +394,7 @@ def test_adapters_that_come_and_go(adapted: Adapted, most: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != MOST_MIXED])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != MAX_MIXED])
 def test_any_two_settings_of_other_models(name: str) -> None:
     family = Family(*FAMILIES[name])
     for row in pairwise(PRODUCT):

@@ -20,7 +20,7 @@ from .test_route import fleet, in_loop, never
 HEAD, END = b"HTTP/1.1 200 OK\r\n", b"Content-Length: 2\r\n\r\n{}"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 HUGE = 204 << 20  # bytes after which something endless ends
-MOST_KEPT = 4 << 20  # bytes
+MAX_KEPT = 4 << 20  # bytes
 
 
 def says(first: bytes, again: bytes = b"", pause: float | None = None) -> Answer:
@@ -111,7 +111,7 @@ async def test_what_has_no_end_is_a_502_and_is_not_kept() -> None:
         tracemalloc.start()
         try:
             await fail_and_go_on(there, replica, ENDLESS)
-            assert tracemalloc.get_traced_memory()[1] < MOST_KEPT
+            assert tracemalloc.get_traced_memory()[1] < MAX_KEPT
         finally:
             tracemalloc.stop()
 

@@ -41,7 +41,7 @@ from pageturner.telemetry.work import MachineLimits, WorkTotals
 from server.bytes_tokenizer import SPECIALS, VOCAB, prompt_logprob, token_at
 
 LIMITS = {"max_model_len": 2048, "num_blocks": 256, "block_size": 16}
-MOST_RUNNING = 64
+MAX_RUNNING = 64
 SCORED_AT_ONCE = 3
 
 
@@ -136,7 +136,7 @@ class Fake:
         )
 
     def step(self) -> None:
-        batch = list(self.requests.values())[:MOST_RUNNING]
+        batch = list(self.requests.values())[:MAX_RUNNING]
         self.ledger.begin(time.monotonic(), [request.id for request in batch])
         if self.ledger.watched:
             self.ledger.note([(request.id, 1, not self.done[request.id]) for request in batch])
@@ -218,7 +218,7 @@ class Fake:
         return Event(request.id, 0, position, prompt_logprobs=told, prompt_position=start + 1)
 
     def stats(self) -> None:
-        running = min(len(self.requests), MOST_RUNNING)
+        running = min(len(self.requests), MAX_RUNNING)
         values = {"running": running, "waiting": len(self.requests) - running, "steps": self.steps}
         values |= {"blocks_used": running, "blocks_total": 256, "generated_tokens": self.generated}
         values |= WorkTotals(

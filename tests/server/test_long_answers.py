@@ -75,7 +75,7 @@ def test_many_prompts_are_unpacked_one_after_another() -> None:
 
 
 def test_a_long_answer_is_sent_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "MOST_AT_ONCE", 100)
+    monkeypatch.setattr(generate, "MAX_AT_ONCE", 100)
     content, sent = bytes(range(250)) * 3, list[Any]()
 
     def long(*_: object) -> InParts[bytes]:

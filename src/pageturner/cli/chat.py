@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from pageturner.cli import sampling_flags, sources
 from pageturner.cli.sampling_flags import SamplingOptions
-from pageturner.cli.screen import PlainScreen, Screen, screen
+from pageturner.cli.screen import PlainScreen, Screen
 from pageturner.cli.sources import AnswerSource, AnswerSummary, Message
 from pageturner.errors import ClientError
 
@@ -169,7 +170,7 @@ def main(arguments: argparse.Namespace) -> int:
     sampling = sampling_flags.from_flags(arguments)
     source = sources.from_flags(arguments)
     source.check_chat()
-    shown = screen({name: what for name, (_, what) in COMMANDS.items()}, arguments.plain)
+    shown = choose_screen({name: what for name, (_, what) in COMMANDS.items()}, arguments.plain)
     conversation = Conversation(source, sampling, arguments.system, shown)
     shown.begin(source.name)
     while True:
@@ -179,3 +180,19 @@ def main(arguments: argparse.Namespace) -> int:
             return 0
         except KeyboardInterrupt:
             shown.say("\n(/exit or Ctrl-D leaves)")
+
+
+def choose_screen(commands: Mapping[str, str], plain: bool) -> Screen:
+    """The best that this terminal and this installation have. commands: {name: what it does}."""
+    wanted = (
+        not plain
+        and sys.stdin.isatty()
+        and sys.stdout.isatty()
+        and os.environ.get("TERM") != "dumb"
+    )
+    if wanted:
+        with contextlib.suppress(ImportError):
+            from pageturner.cli.rich_screen import RichScreen
+
+            return RichScreen(commands)
+    return PlainScreen()

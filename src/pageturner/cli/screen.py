@@ -6,10 +6,8 @@ Owns how lines are asked for and how answers are shown. Must not know what a con
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import sys
-from collections.abc import Mapping
 from typing import Protocol
 
 PROMPT = "> "
@@ -77,19 +75,3 @@ class PlainScreen:
 
     def say(self, text: str) -> None:
         print(text)
-
-
-def screen(commands: Mapping[str, str], plain: bool) -> Screen:
-    """The best that this terminal and this installation have. commands: {name: what it does}."""
-    wanted = (
-        not plain
-        and sys.stdin.isatty()
-        and sys.stdout.isatty()
-        and os.environ.get("TERM") != "dumb"
-    )
-    if wanted:
-        with contextlib.suppress(ImportError):
-            from pageturner.cli.rich_screen import RichScreen
-
-            return RichScreen(commands)
-    return PlainScreen()

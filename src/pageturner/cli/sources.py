@@ -24,7 +24,7 @@ from pageturner.config.settings import EngineConfig
 from pageturner.errors import ClientError, EngineFault
 
 TIMEOUT = 600.0  # seconds without a byte from a server
-MOST_PAGE = 1 << 20  # bytes of its list of models
+MAX_PAGE = 1 << 20  # bytes of its list of models
 Message = dict[str, str]
 
 
@@ -154,7 +154,7 @@ class RemoteServer:
     def _first_model(self) -> str:
         with self._request("GET", "/v1/models") as response:
             try:
-                return str(json.loads(response.read(MOST_PAGE))["data"][0]["id"])
+                return str(json.loads(response.read(MAX_PAGE))["data"][0]["id"])
             except (ValueError, LookupError, TypeError, RecursionError) as error:
                 raise ClientError(
                     502, "no_model", f"{self._url} does not say what it serves"

@@ -13,7 +13,7 @@ import msgspec
 
 from pageturner.errors import ClientError, one_line
 
-MOST_EVENT = 8 << 20  # bytes
+MAX_EVENT = 8 << 20  # bytes
 
 
 class MessageDelta(msgspec.Struct):
@@ -54,7 +54,7 @@ _decoder = msgspec.json.Decoder(StreamEvent)
 def stream_events(response: LineReader) -> Iterator[StreamEvent]:
     """The events of a stream until its end, or its `[DONE]`. ClientError for what is none, and for an
     error."""
-    while line := response.readline(MOST_EVENT):
+    while line := response.readline(MAX_EVENT):
         if not line.startswith(b"data:"):
             continue
         data = line[5:].strip()

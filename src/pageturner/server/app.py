@@ -98,7 +98,7 @@ def create_app(service: Service, batches: BatchPages | None = None) -> Starlette
         Route("/v1/embeddings", GenerateEndpoint(service, EMBEDDINGS), methods=["POST"]),
         Route("/v1/messages", GenerateEndpoint(service, MESSAGES), methods=["POST"]),
         Route("/v1/messages/count_tokens", pages.count_tokens, methods=["POST"]),
-        *_rows_and_gaps(service),
+        *_embedding_rerank_infill_routes(service),
         *_ollama(service),
         Route("/tokenizer_info", about.tokenizer_info),
         Route("/reset_prefix_cache", about.reset_prefix_cache, methods=["POST"]),
@@ -139,7 +139,7 @@ def _app_of(routes: list[Route], service: Service) -> Starlette:
     return app
 
 
-def _rows_and_gaps(service: Service) -> list[Route]:
+def _embedding_rerank_infill_routes(service: Service) -> list[Route]:
     """The shapes of several servers for rows, scores and gaps, at the paths where each has them."""
     spoken: dict[str, GenerateEndpoint | OllamaEmbedEndpoint] = {
         "/api/embed": OllamaEmbedEndpoint(service, OLLAMA_EMBED),

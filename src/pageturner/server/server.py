@@ -389,11 +389,11 @@ def _with_admission(service: Service, routes: Starlette, traces: Traces | None) 
     """The routes behind what every request meets first."""
     from pageturner.http.middleware import RequestMiddleware
     from pageturner.http.origins import origin_rules, with_cors
-    from pageturner.server.api.batches.batch_pages import MOST_AROUND_FILE
+    from pageturner.server.api.batches.batch_pages import MAX_AROUND_FILE
 
     config = service.config
     rules = origin_rules(config.host, config.allowed_hosts, config.allowed_origins)
-    uploads = {"/v1/files": config.max_file_size + MOST_AROUND_FILE}
+    uploads = {"/v1/files": config.max_file_size + MAX_AROUND_FILE}
     counts = service.metrics.http
     counts.learn(routes.routes)
     app = RequestMiddleware(

@@ -33,7 +33,7 @@ SLICE = 4 << 20  # of what is kept
 _C_TYPES = {"i32": ctypes.c_int32, "fp32": ctypes.c_float}
 _STATIC_SHARED = 48 << 10  # bytes of shared memory that need no asking
 # CU_DEVICE_ATTRIBUTE_MAX_PITCH of every device so far; a layer of KV may be larger
-_MOST_PITCH = (1 << 31) - 1
+_MAX_PITCH = (1 << 31) - 1
 # What cuda-bindings says where a driver has no such call, or is of before CUDA 12.0 and has no table of them
 _ABSENT_CALL = re.compile("not found|cuGetProcAddress")
 _HANDLE = 64  # CU_IPC_HANDLE_SIZE
@@ -412,7 +412,7 @@ class CudaDriver:
     ) -> None:
         """Between the device and pinned memory. CUDA tells them apart by their addresses."""
         cu, widest = self._cu, max(to_pitch, source_pitch)
-        if rows.rows > 1 and widest <= _MOST_PITCH:
+        if rows.rows > 1 and widest <= _MAX_PITCH:
             kind = cu.CUmemorytype.CU_MEMORYTYPE_UNIFIED
             self._copy_2d(kind, (to, source), (to_pitch, source_pitch), rows.nbytes, rows.rows)
             return
@@ -460,7 +460,7 @@ class CudaDriver:
     def copy(
         self, destination: int, source: int, nbytes: int, rows: int = 1, pitch: int = 0
     ) -> None:
-        if rows == 1 or pitch > _MOST_PITCH:
+        if rows == 1 or pitch > _MAX_PITCH:
             for at in range(0, rows * pitch, pitch) if rows > 1 else (0,):
                 self._ask(
                     self._cu.cuMemcpyDtoDAsync, destination + at, source + at, nbytes, self._stream

@@ -27,7 +27,7 @@ from pageturner.text.receipt import NoReceipt, Receipt
 from pageturner.text.receipt_key import VARIABLE, read_key
 
 SETTLED = ("model", "dtype", "kv_cache_dtype", "quantization", "activation_bits", "backend")
-SLOTS, MOST_SLOTS = 64, 1024  # sequences at once: what an engine has, and the most for a receipt
+SLOTS, MAX_SLOTS = 64, 1024  # sequences at once: what an engine has, and the most for a receipt
 ADAPTER = "adapter"  # what that of a receipt is called here
 SAME, DIFFERS, UNKNOWN, NOTE = "same", "differs", "cannot be checked", "not checked"
 
@@ -164,7 +164,7 @@ def load(
     given = {name: value for name, value in settings.items() if name not in SETTLED}
     widest = max(receipt.params.best_of, receipt.params.beam_width)
     if widest > SLOTS:  # but no receipt may have any amount of memory taken
-        given["max_num_seqs"] = min(widest, MOST_SLOTS)
+        given["max_num_seqs"] = min(widest, MAX_SLOTS)
     made_with: dict[str, Any] = given | settings_of(receipt.fingerprint)
     folders = {ADAPTER: lora} if lora and receipt.adapter else {}
     return LLM(str(path), chat_template=chat_template, lora=folders, **made_with)

@@ -180,7 +180,7 @@ def make_requests(
     return OpenLoop(found).engine_requests()
 
 
-MOST_ROUNDS = 5
+MAX_ROUNDS = 5
 SECONDS = 45.0  # for all rounds, where nobody says how many
 
 
@@ -199,7 +199,7 @@ def run_contenders(
     begin = before = time.monotonic()
     done, a_round = 0, len(each) * len(requests)
     with Progress("comparing", (rounds or 1) * a_round, enabled=progress) as line:
-        for number in range(rounds or MOST_ROUNDS):
+        for number in range(rounds or MAX_ROUNDS):
             line.total = max(line.total, (number + 1) * a_round)
             for contender in each:
 

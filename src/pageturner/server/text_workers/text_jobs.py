@@ -19,7 +19,7 @@ from pageturner.params import SamplingParams
 from pageturner.server.admission.limits import check_id, check_name, check_size
 from pageturner.server.api.anthropic import messages
 from pageturner.server.api.base import answer_grammar, replies
-from pageturner.server.api.base.body import MOST_VALUES, SMALL, RequestBody, bad_request, convert
+from pageturner.server.api.base.body import MAX_VALUES, SMALL, RequestBody, bad_request, convert
 from pageturner.server.api.base.call import Call, check_model
 from pageturner.server.api.base.dialect import Dialect
 from pageturner.server.api.base.replies import InParts
@@ -177,7 +177,7 @@ def _tokens(packed: bytes) -> tuple[int, ...]:
 # -- prefixes ------------------------------------------------------------------------------------------------
 def read_prefix(raw: bytes, served: ServedModel, doing: Doing) -> bytes:
     """A ReadPrefix, as msgpack."""
-    most = max(MOST_VALUES, min(served.context, served.capacity) + SMALL)
+    most = max(MAX_VALUES, min(served.context, served.capacity) + SMALL)
     body = convert(raw, PrefixBody, most)
     check_id("id", body.id)
     check_name("cache_salt", body.cache_salt)

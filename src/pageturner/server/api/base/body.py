@@ -27,11 +27,11 @@ from pageturner.server.api.base.misspelt import Spelling
 
 log = logging.getLogger("pageturner")
 T = TypeVar("T")
-MOST_VALUES = 1 << 16  # in the body of a small endpoint
-MOST_NUMBER = 2**63 - 1
-MOST_EXACT = 2**53  # of the whole numbers that a double can tell apart
-MOST_NEUTRAL = 64  # bytes of a value that changes nothing
-MOST_TOLD = 400  # characters of what is wrong with a field: some of it may be the field itself
+MAX_VALUES = 1 << 16  # in the body of a small endpoint
+MAX_NUMBER = 2**63 - 1
+MAX_EXACT = 2**53  # of the whole numbers that a double can tell apart
+MAX_NEUTRAL = 64  # bytes of a value that changes nothing
+MAX_TOLD = 400  # characters of what is wrong with a field: some of it may be the field itself
 SMALL = 1024  # bytes of a body that cannot hold too much of anything
 # pieces of JSON text in which no surrogate is alone, and as a group one that is
 _SURROGATES = re.compile(
@@ -322,7 +322,7 @@ def _value(name: str, raw: bytes) -> Any:
         value = with_whole_numbers(raw, _KINDS[name])
         if value is not None:
             return value
-        message = str(error).partition(" - at `$")[0][:MOST_TOLD]
+        message = str(error).partition(" - at `$")[0][:MAX_TOLD]
         raise bad_request(
             "invalid_type", f"{name}: {message[:1].lower()}{message[1:]}", name
         ) from None
@@ -330,7 +330,7 @@ def _value(name: str, raw: bytes) -> Any:
         raise bad_request(
             "invalid_json", f"{name} is not valid JSON: {why_not_json(raw, error)}", name
         ) from None
-    if isinstance(value, int) and abs(value) > MOST_NUMBER:  # it may have to go between processes
+    if isinstance(value, int) and abs(value) > MAX_NUMBER:  # it may have to go between processes
         raise bad_request("invalid_value", f"{name} must be a number of at most 64 bits", name)
     return value
 
@@ -338,7 +338,7 @@ def _value(name: str, raw: bytes) -> Any:
 def _whole(text: str) -> int | float:
     """JSON has one kind of numbers, and so have languages whose programs write 2.0."""
     number = float(text)
-    return int(number) if number.is_integer() and abs(number) <= MOST_EXACT else number
+    return int(number) if number.is_integer() and abs(number) <= MAX_EXACT else number
 
 
 _ANYTHING = msgspec.json.Decoder(float_hook=_whole)
@@ -370,7 +370,7 @@ def _refuse_unsupported(fields: dict[str, bytes]) -> None:
     """Refuse what is known and not there yet; what is neutral of it is taken out."""
     for name in [name for name in fields if name in UNSUPPORTED]:
         raw = fields.pop(name)
-        if len(raw) <= MOST_NEUTRAL and any(
+        if len(raw) <= MAX_NEUTRAL and any(
             _same(raw, neutral) for neutral in (None, *UNSUPPORTED[name])
         ):
             continue
@@ -392,7 +392,7 @@ def without_bulk(body: RequestBody) -> RequestBody:
     return msgspec.structs.replace(body, **dict.fromkeys(BULKY))
 
 
-def convert(raw: bytes, kind: type[T], most: int = MOST_VALUES) -> T:
+def convert(raw: bytes, kind: type[T], most: int = MAX_VALUES) -> T:
     """A JSON body of one of the small endpoints, of at most so many values. ClientError where it is not
     one."""
     check_values(raw, most, "the body")

@@ -22,7 +22,7 @@ from pageturner.text import parameters
 from pageturner.text.answer_format import AnswerFormat
 
 LONG_TOKEN = 16  # characters: twice as many as tokens of hardly any text have on average
-MOST_TOLD = 32  # names in an error
+MAX_TOLD = 32  # names in an error
 _ID = re.compile("0|[1-9][0-9]{0,9}")
 # fields of a request that are those of SamplingParams as they stand; one that is not given has its default
 NUMBERS = (
@@ -77,8 +77,8 @@ class Call:
 def check_model(body: RequestBody, served: ServedModel) -> None:
     names = (served.model, *served.names)
     if body.model and body.model not in names:  # some clients send "" where none was chosen
-        here = ", ".join(map(repr, names[:MOST_TOLD])) + (
-            " and others" if len(names) > MOST_TOLD else ""
+        here = ", ".join(map(repr, names[:MAX_TOLD])) + (
+            " and others" if len(names) > MAX_TOLD else ""
         )
         message = f"the model {body.model[:128]!r} does not exist here: this server has {here}"
         raise ClientError(404, "model_not_found", message, "model")

@@ -40,7 +40,7 @@ from pageturner.server.sessions import session_hint
 from pageturner.text.output_stream import OutputPiece, OutputSink, OutputStream, output_streams
 
 MANY_CHUNKS = 64  # are written, then others go on
-MOST_AT_ONCE = 1 << 18  # bytes of an answer that are written; then others go on
+MAX_AT_ONCE = 1 << 18  # bytes of an answer that are written; then others go on
 JSON_HEADERS = [(b"content-type", b"application/json")]
 
 
@@ -181,12 +181,12 @@ class Answer:
         )
         headers = [*JSON_HEADERS, (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        for i in range(0, len(body), MOST_AT_ONCE):
-            rest = i + MOST_AT_ONCE < len(body)
+        for i in range(0, len(body), MAX_AT_ONCE):
+            rest = i + MAX_AT_ONCE < len(body)
             await send(
                 {
                     "type": "http.response.body",
-                    "body": body[i : i + MOST_AT_ONCE],
+                    "body": body[i : i + MAX_AT_ONCE],
                     "more_body": rest,
                 }
             )

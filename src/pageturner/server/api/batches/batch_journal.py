@@ -25,9 +25,9 @@ from pageturner.server.api.batches.durable_files import JournalError, fault_of
 
 VERSION = 1
 WAITING, ANSWERED, FAILED = 0, 1, 2  # states of a line
-MOST_PROBLEMS = 100  # bad lines that a batch names; all of them are in its file of errors
+MAX_PROBLEMS = 100  # bad lines that a batch names; all of them are in its file of errors
 AT_ONCE = 1000  # lines in a transaction that touches many
-MOST_ENDED = 10_000  # batches that are remembered when they have ended
+MAX_ENDED = 10_000  # batches that are remembered when they have ended
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
     id TEXT PRIMARY KEY, tenant TEXT, purpose TEXT, filename TEXT, bytes INTEGER, created INTEGER
@@ -266,7 +266,7 @@ class Journal:
         metadata: dict[str, str] | None,
         expires: int,
     ) -> BatchRecord:
-        """A new batch, none of whose lines was looked at. The oldest ended ones beyond MOST_ENDED are
+        """A new batch, none of whose lines was looked at. The oldest ended ones beyond MAX_ENDED are
         forgotten."""
         now = int(time.time())
         with self._transaction() as db:
@@ -294,7 +294,7 @@ class Journal:
             )
             marks = ", ".join("?" * len(ENDED))
             old = f"SELECT number FROM batches WHERE status IN ({marks}) ORDER BY number DESC LIMIT -1 OFFSET ?"
-            db.execute(f"DELETE FROM batches WHERE number IN ({old})", (*ENDED, MOST_ENDED))
+            db.execute(f"DELETE FROM batches WHERE number IN ({old})", (*ENDED, MAX_ENDED))
         return record
 
     def batch(self, id: str) -> BatchRecord | None:
@@ -353,7 +353,7 @@ class Journal:
                 if line.answer is not None:
                     bad += 1
                     _put_line(db, now.number, line)
-            told = sorted(told, key=lambda problem: problem["line"] or 0)[:MOST_PROBLEMS]
+            told = sorted(told, key=lambda problem: problem["line"] or 0)[:MAX_PROBLEMS]
             db.execute(
                 "UPDATE batches SET position = ?, lines = ?, total = total + ?, failed = failed + ?,"
                 " problems = ? WHERE id = ?",

@@ -44,9 +44,9 @@ from pageturner.server.api.batches.durable_files import JournalError, sync_folde
 from pageturner.server.service import Service
 
 WRITE_AT_ONCE = 1 << 20  # bytes
-MOST_AROUND_FILE = 1 << 17  # bytes of an upload beside its file
-MOST_UNFINISHED = 100  # batches of a tenant
-MOST_METADATA = 16
+MAX_AROUND_FILE = 1 << 17  # bytes of an upload beside its file
+MAX_UNFINISHED = 100  # batches of a tenant
+MAX_METADATA = 16
 LISTED_FILES, LISTED_BATCHES = 10_000, 100  # most in one answer
 _WINDOW = re.compile(r"([1-9][0-9]{0,4})([mhd])")
 _SECONDS = {"m": 60, "h": 3600, "d": 86_400}
@@ -190,9 +190,9 @@ class BatchPages:
             message = f"there is no file {wanted.input_file_id[:80]!r} of purpose batch"
             raise bad_request("invalid_input_file", message, "input_file_id")
         unfinished = await batches.runner.do(batches.journal.unfinished)
-        if sum(one.tenant == info.tenant for one in unfinished) >= MOST_UNFINISHED:
+        if sum(one.tenant == info.tenant for one in unfinished) >= MAX_UNFINISHED:
             raise ClientError(
-                429, "too_many_batches", f"at most {MOST_UNFINISHED} batches may be unfinished"
+                429, "too_many_batches", f"at most {MAX_UNFINISHED} batches may be unfinished"
             )
         record = await batches.runner.do(
             batches.journal.create,
@@ -342,10 +342,10 @@ def _decoded(raw: bytes) -> NewBatch:
         raise bad_request("invalid_value", message, "endpoint")
     seconds_of(wanted.completion_window)
     pairs = (wanted.metadata or {}).items()
-    if len(pairs) > MOST_METADATA or any(
+    if len(pairs) > MAX_METADATA or any(
         len(name) > 64 or len(value) > 512 for name, value in pairs
     ):
-        message = f"metadata has at most {MOST_METADATA} names of 64 characters, with values of 512"
+        message = f"metadata has at most {MAX_METADATA} names of 64 characters, with values of 512"
         raise bad_request("invalid_value", message, "metadata")
     return wanted
 

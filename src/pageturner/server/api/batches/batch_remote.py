@@ -29,7 +29,7 @@ CONNECT_SECONDS, LOOK_SECONDS = 5.0, 5.0
 ANSWER_SECONDS = (
     3600.0  # until the first byte of an answer: one in the background may wait for long
 )
-MOST_ANSWER = 1 << 30  # bytes
+MAX_ANSWER = 1 << 30  # bytes
 USUAL_WINDOW = 16  # lines at a server that does not say how many it runs at once
 AHEAD = 8  # a line for each so many waits there, so that no slot is empty for long
 GONE_SECONDS = 120.0  # without any answer, after which nobody is there
@@ -77,7 +77,7 @@ class AskedServer:
         try:
             async with connect(self.address, CONNECT_SECONDS, ANSWER_SECONDS) as exchange:
                 await exchange.send(raw)
-                body = await exchange.read_rest(MOST_ANSWER, ANSWER_SECONDS)
+                body = await exchange.read_rest(MAX_ANSWER, ANSWER_SECONDS)
         except ConnectionLost as error:
             self._count_silence(str(error))
             return Answered(503, b"{}")

@@ -59,8 +59,8 @@ T = TypeVar("T")
 
 POLL = 0.05  # seconds between two looks at whether another line may begin
 GATHER = 0.02  # seconds in which answers are gathered for one transaction
-MOST_READ = 16 << 20  # bytes of lines that are held before they begin
-MOST_UNSAVED = 256  # answers that the journal does not have yet; with more no line begins
+MAX_READ = 16 << 20  # bytes of lines that are held before they begin
+MAX_UNSAVED = 256  # answers that the journal does not have yet; with more no line begins
 PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds until a refused line is asked again
 DISK_PAUSE = 5.0  # seconds until a full disk is tried again
 AGAIN = (429, 502, 503, 504)  # answers that say: not now
@@ -310,8 +310,8 @@ class BatchRunner:
             await self._until_saved()
 
     def _raw(self, record: BatchRecord, page: list[WaitingLine]) -> list[bytes]:
-        """The bytes of the first of these lines, about MOST_READ of them. In the thread."""
-        raws, left = list[bytes](), MOST_READ
+        """The bytes of the first of these lines, about MAX_READ of them. In the thread."""
+        raws, left = list[bytes](), MAX_READ
         with self._paths.input(record).open("rb") as file:
             for line in page:
                 if (left := left - line.size) < 0 and raws:
@@ -366,7 +366,7 @@ class BatchRunner:
     async def _place(self, batch: RunningBatch) -> bool:
         """Wait until another line may begin; batches take turns. False: this one shall end."""
         while not batch.ending.is_set():
-            full = self.trouble or len(self._unsaved) >= MOST_UNSAVED
+            full = self.trouble or len(self._unsaved) >= MAX_UNSAVED
             if not full and time.monotonic() >= batch.not_before and self._room(self.under_way) > 0:
                 return True
             self._freed.clear()
@@ -459,8 +459,8 @@ class BatchRunner:
 
 
 def _some(found: Iterable[tuple[int, int, int, bytes]]) -> list[tuple[int, int, int, bytes]]:
-    """The first of these lines: AT_ONCE of them, and about MOST_READ bytes."""
-    some, left = [], MOST_READ
+    """The first of these lines: AT_ONCE of them, and about MAX_READ bytes."""
+    some, left = [], MAX_READ
     for one in islice(found, AT_ONCE):
         some.append(one)
         if (left := left - len(one[3])) < 0:

@@ -51,7 +51,7 @@ from pageturner.server.api.base.translate import (
 )
 from pageturner.server.api.base.whole_answer import WholeAnswer
 from pageturner.server.api.openai import chat
-from pageturner.server.api.openai.gap import read_gap
+from pageturner.server.api.openai.fim import read_gap
 from pageturner.text import parameters
 from pageturner.text.output_stream import OutputPiece, OutputStream
 

@@ -34,7 +34,7 @@ from pageturner.server.api.base.replies import (
 )
 from pageturner.server.api.base.served_model import ServedModel
 from pageturner.server.api.base.whole_answer import WholeAnswer
-from pageturner.server.api.openai.gap import check_gap, gap_prompt, with_ends
+from pageturner.server.api.openai.fim import check_gap, gap_prompt, with_ends
 from pageturner.text import parameters
 from pageturner.text.detokenizer import decode_tokens, prompt_offsets
 from pageturner.text.output_stream import OutputPiece, OutputStream

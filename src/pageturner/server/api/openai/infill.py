@@ -23,7 +23,7 @@ from pageturner.server.api.base.replies import InParts, Reply, ReplyShape, encod
 from pageturner.server.api.base.served_model import ServedModel
 from pageturner.server.api.base.translate import FieldMap, Fields, fields_of, refuse, value_of
 from pageturner.server.api.base.whole_answer import WholeAnswer
-from pageturner.server.api.openai.gap import read_gap
+from pageturner.server.api.openai.fim import read_gap
 from pageturner.text.output_stream import OutputPiece, OutputStream
 
 log = logging.getLogger("pageturner")

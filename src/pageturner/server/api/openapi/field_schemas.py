@@ -28,7 +28,7 @@ from pageturner.params import FAULTS, LARGEST, LIMITS, SamplingParams
 from pageturner.server.admission.limits import LONGEST_NAME
 from pageturner.server.admission.service_level import MAX_MS, MAX_PRIORITY
 from pageturner.server.api.base.answer_grammar import formats_of
-from pageturner.server.api.base.body import MOST_NUMBER, UNSUPPORTED, RequestBody, SessionFields
+from pageturner.server.api.base.body import MAX_NUMBER, UNSUPPORTED, RequestBody, SessionFields
 from pageturner.server.api.base.call import NUMBERS
 from pageturner.server.api.base.served_model import ServedModel
 from pageturner.server.api.openai.chat_fields import RESERVED
@@ -137,7 +137,7 @@ FIELDS: dict[str, Field] = {
         "Choose among tokens at least so likely, as a share of the likeliest one's probability."
     ),
     "seed": Field(
-        "The same seed gives the same answer.", {"minimum": -MOST_NUMBER, "maximum": MOST_NUMBER}
+        "The same seed gives the same answer.", {"minimum": -MAX_NUMBER, "maximum": MAX_NUMBER}
     ),
     "stop": Field(
         "Strings that end the answer.",

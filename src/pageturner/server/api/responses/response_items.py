@@ -40,7 +40,7 @@ HOSTED = frozenset(
 )
 PAST = frozenset({"web_search_call", "image_generation_call", "tool_search_call", "compaction"})
 REFERENCE = "item_reference"  # type of an item that stands for another
-MOST_REFERENCES = 1024
+MAX_REFERENCES = 1024
 NAMESPACE = "namespace"  # type of a tool that holds others
 INPUT = "input"  # the one argument of a custom tool
 SEALED = "pageturner:"  # begins an encrypted_content of ours, which nobody has encrypted
@@ -251,10 +251,8 @@ def with_references(items: bytes, find: Callable[[str], bytes]) -> bytes:
     named = [
         head.id if head.type == REFERENCE and isinstance(head.id, str) else None for head in heads
     ]
-    if sum(id is not None for id in named) > MOST_REFERENCES:
-        raise bad_request(
-            "invalid_value", f"input names more than {MOST_REFERENCES} items", "input"
-        )
+    if sum(id is not None for id in named) > MAX_REFERENCES:
+        raise bad_request("invalid_value", f"input names more than {MAX_REFERENCES} items", "input")
     found = [bytes(raw) if id is None else find(id) for raw, id in zip(told, named, strict=True)]
     return b"[" + b",".join(found) + b"]"
 
