@@ -211,11 +211,8 @@ class ArgumentRules:
     def _as_json(self, kind: str, schema: dict[str, Any], keywords: tuple[str, ...]) -> str:
         """The symbol of a value that is written as in JSON, where one of the keywords holds it; else ""."""
         held = {name: schema[name] for name in keywords if name in schema}
-        held |= (
-            dict(zip(_LENGTHS, self._counts(schema, _LENGTHS), strict=True))
-            if kind == "string"
-            else {}
-        )
+        if kind == "string":
+            held |= zip(_LENGTHS, self._counts(schema, _LENGTHS), strict=True)
         held = {name: value for name, value in held.items() if value is not None}
         if not held:
             return ""

@@ -36,11 +36,7 @@ def parts_of(pattern: str, marks: tuple[str, ...] = ()) -> tuple[str, ...]:
 
 def heads(format: ToolFormat) -> tuple[tuple[str, ...], ...]:
     """The parts of each pattern of a call that begin an answer's first call, up to its arguments."""
-    found = []
-    for call in format.calls:
-        parts = parts_of(format.opening + call, format.marks)
-        found.append(parts[: parts.index(ARGUMENTS)])
-    return tuple(found)
+    return tuple(_head_of(parts_of(format.opening + call, format.marks)) for call in format.calls)
 
 
 def trigger(format: ToolFormat) -> str:

@@ -9,6 +9,7 @@ Owns which text is thoughts, answer or call in this format. Must not know tokens
 from __future__ import annotations
 
 import re
+from typing import Literal
 
 from pageturner.text.call_parser import Delta, beginning
 
@@ -34,7 +35,7 @@ class HarmonyParser:
         self._held = ""
         self._head = ""  # of a message; it is read when it is complete
         self._in_head = False
-        self._kind: str = "content"
+        self._kind: Literal["content", "reasoning", "arguments"] = "content"
         self._pushed = self._ended = 0  # characters; those up to the end of the last thoughts
 
     @property
@@ -58,9 +59,7 @@ class HarmonyParser:
             and self._held
             and not any(mark.startswith(self._held) for mark in MARKS)
         ):
-            found.append(self._delta(self._held))
-        elif self._in_head and self._kind == "content" and not self._head:
-            pass  # a head that never came to its message says nothing
+            found.append(Delta(self._kind, self._held))
         self._held = ""
         return found
 
@@ -77,10 +76,10 @@ class HarmonyParser:
         if called is not None:
             found.append(Delta("call", called[1]))
             self._kind = "arguments"
+        elif channel is not None and channel[1] == "analysis":
+            self._kind = "reasoning"
         else:
-            self._kind = (
-                "reasoning" if channel is not None and channel[1] == "analysis" else "content"
-            )
+            self._kind = "content"
         return True
 
     def _read_body(self, found: list[Delta]) -> bool:
@@ -88,7 +87,7 @@ class HarmonyParser:
         ends = [(at, mark) for mark in ENDS if (at := text.find(mark)) >= 0]
         at, mark = min(ends, default=(beginning(text, ENDS), ""))
         if at:
-            found.append(self._delta(text[:at]))
+            found.append(Delta(self._kind, text[:at]))
         if not mark:
             self._held = text[at:]
             return False
@@ -99,8 +98,3 @@ class HarmonyParser:
             self._ended = self._pushed - len(self._held)
         self._kind = "content"
         return True
-
-    def _delta(self, text: str) -> Delta:
-        if self._kind == "reasoning":
-            return Delta("reasoning", text)
-        return Delta("arguments" if self._kind == "arguments" else "content", text)

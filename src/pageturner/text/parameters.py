@@ -157,19 +157,30 @@ def invalid(name: str, message: str) -> ClientError:
 
 def check_beams(params: SamplingParams) -> None:
     """ClientError for what cannot be had with beam search."""
-    if params.beam_width and params.stop:
-        message = "stop strings do not end a beam: use stop_token_ids, or cut the text"
-        raise invalid("stop", message)
-    if params.beam_width and params.prompt_logprobs is not None:
-        raise invalid(
-            "prompt_logprobs", "prompt_logprobs (echo too) cannot be had with beam search"
-        )
-    if params.beam_width and params.max_thinking_tokens is not None:
-        raise invalid(
-            "thinking_token_budget", "the thoughts of beams cannot be ended: leave it away"
-        )
-    if params.beam_width and (params.force_ids or params.forced_end is not None):
-        raise invalid("forced_end", "forced tokens leave a beam search nothing to find")
+    if not params.beam_width:
+        return
+    scored, budget = params.prompt_logprobs, params.max_thinking_tokens
+    forced = params.force_ids or params.forced_end is not None
+    for name, given, message in (
+        (
+            "stop",
+            params.stop,
+            "stop strings do not end a beam: use stop_token_ids, or cut the text",
+        ),
+        (
+            "prompt_logprobs",
+            scored is not None,
+            "prompt_logprobs (echo too) cannot be had with beam search",
+        ),
+        (
+            "thinking_token_budget",
+            budget is not None,
+            "the thoughts of beams cannot be ended: leave it away",
+        ),
+        ("forced_end", forced, "forced tokens leave a beam search nothing to find"),
+    ):
+        if given:
+            raise invalid(name, message)
 
 
 def _searching(params: SamplingParams) -> SamplingParams:

@@ -108,9 +108,7 @@ class ThoughtsParser:
         elif self._thinking:
             self._held, self._state = text, self._thoughts
         else:
-            self._state = self._behind
-            found += self._rest.push(self._held)
-            self._held = ""
+            self._pass_on(found)
         return True
 
     def _space(self, found: list[Delta]) -> bool:
@@ -136,12 +134,14 @@ class ThoughtsParser:
     def _gap(self, found: list[Delta]) -> bool:
         """White space behind the thoughts."""
         self._held = self._held.lstrip()
-        if not self._held:
-            return False
+        if self._held:
+            self._pass_on(found)
+        return False
+
+    def _pass_on(self, found: list[Delta]) -> None:
         self._state = self._behind
         found += self._rest.push(self._held)
         self._held = ""
-        return False
 
     def _behind(self, found: list[Delta]) -> bool:
         return False
