@@ -51,19 +51,19 @@ def tool_grammar(format: ToolFormat, choice: ToolChoice, control: Control, answe
 
     answer  the grammar of an answer that is no call; "": any text
     """
-    write = _Writer(format, choice.tools, control)
+    write = _Writer(format, choice, control)
     if not format.calls:
-        return _harmony(choice, write)
+        return _harmony(write)
     calls = [f"call{i}: {write.parts(format.calls[0], i)}" for i in range(len(choice.tools))]
     names = " | ".join(f"call{i}" for i in range(len(choice.tools)))
     if choice.required:
-        start = [f"start: {_block(format, choice, write)}"]
+        start = [f"start: {write.block()}"]
     elif answer:
-        start = [f"start: %lark {{\n{answer}\n}} | {_block(format, choice, write)}"]
+        start = [f"start: %lark {{\n{answer}\n}} | {write.block()}"]
     elif format.at_start:
-        start = _at_start(format, choice, write)
+        start = _at_start(write)
     else:
-        start = _anywhere(format, choice, write)
+        start = _anywhere(write)
     return "\n".join((OPTIONS, *start, f"call: {names}", *calls, write.arguments(), _TERMINALS))
 
 
@@ -75,7 +75,11 @@ def check_tools(format: ToolFormat, choice: ToolChoice) -> None:
         reason = error.message.partition(": ")[2] or error.message
         name = _culprit(format, choice)
         whose = f"the parameters of {name!r}" if name else "all of them together"
-        raise ClientError(400, error.code, f"tools: {whose}: {reason}", "tools") from None
+        raise _refused(error.code, f"{whose}: {reason}") from None
+
+
+def _refused(code: str, reason: str) -> ClientError:
+    return ClientError(400, code, f"tools: {reason}", "tools")
 
 
 def _check(format: ToolFormat, choice: ToolChoice) -> None:
@@ -149,7 +153,7 @@ class _Writer:
     """Patterns of a format as symbols of a grammar."""
 
     format: ToolFormat
-    tools: tuple[Tool, ...]
+    choice: ToolChoice
     control: Control
 
     def parts(self, pattern: str, tool: int = 0, skip: int = 0) -> str:
@@ -161,7 +165,7 @@ class _Writer:
         for part in (*parts, ""):
             control = self.control(part) if part in self.format.marks else None
             if part == NAME:
-                text += self.tools[tool].name
+                text += self.choice.tools[tool].name
             elif part and control is None and part not in (SPACE, ARGUMENTS, ID):
                 text += part
             else:
@@ -170,10 +174,23 @@ class _Writer:
                 made += [] if not part else [_SYMBOLS.get(part) or f"<[{control}]>"]
         return " ".join(made).replace(_ARGUMENTS, f"args{tool}")
 
+    def more(self) -> str:
+        """The calls behind the first one."""
+        if not (self.choice.several and self.format.several):
+            return ""
+        return f"({self.parts(self.format.between) if self.format.in_list else 'WS?'} call)*"
+
+    def block(self) -> str:
+        """All calls of an answer."""
+        opening, closing = self.parts(self.format.opening), self.parts(self.format.closing)
+        return f"{opening} call {self.more()} {closing}"
+
     def arguments(self) -> str:
         """The rules of the arguments of each tool."""
         if self.format.arguments == JSON:
-            return "\n".join(f"args{i}: %json {_schema(tool)}" for i, tool in enumerate(self.tools))
+            return "\n".join(
+                f"args{i}: %json {_schema(tool)}" for i, tool in enumerate(self.choice.tools)
+            )
         token = self.control(GEMMA_QUOTE)
         rules = ArgumentRules(
             self.format.arguments, _quoted(GEMMA_QUOTE) if token is None else f"<[{token}]>"
@@ -181,15 +198,13 @@ class _Writer:
         try:
             made = [
                 f"args{i}: {rules.arguments(tool.parameters, tool.strict)}"
-                for i, tool in enumerate(self.tools)
+                for i, tool in enumerate(self.choice.tools)
             ]
         except Unwritable as error:
             reason = f"{error} cannot be held in calls of this model"
-            raise ClientError(400, "unsupported_schema", f"tools: {reason}", "tools") from None
+            raise _refused("unsupported_schema", reason) from None
         except (RecursionError, TypeError, AttributeError, ValueError):
-            raise ClientError(
-                400, "invalid_schema", "tools: it is no JSON schema", "tools"
-            ) from None
+            raise _refused("invalid_schema", "it is no JSON schema") from None
         return "\n".join((*made, rules.text()))
 
 
@@ -212,33 +227,18 @@ def _schema(tool: Tool) -> str:
     try:
         return json.dumps(as_grammars_take_it(schema, strict=tool.strict), allow_nan=False)
     except (ValueError, RecursionError):
-        raise ClientError(
-            400, "invalid_schema", "tools: it cannot be written as JSON", "tools"
-        ) from None
+        raise _refused("invalid_schema", "it cannot be written as JSON") from None
 
 
-def _more(format: ToolFormat, choice: ToolChoice, write: _Writer) -> str:
-    """The calls behind the first one."""
-    if not (choice.several and format.several):
-        return ""
-    return f"({write.parts(format.between) if format.in_list else 'WS?'} call)*"
-
-
-def _block(format: ToolFormat, choice: ToolChoice, write: _Writer) -> str:
-    """All calls of an answer."""
-    return f"{write.parts(format.opening)} call {_more(format, choice, write)} {write.parts(format.closing)}"
-
-
-def _anywhere(format: ToolFormat, choice: ToolChoice, write: _Writer) -> list[str]:
+def _anywhere(write: _Writer) -> list[str]:
     """A call is told from text by the mark that begins it. From there on it is held."""
+    format, choice = write.format, write.choice
     mark = trigger(format)
     token = write.control(mark)
     until = "until" if token is None else f"FREE <[{token}]>"
     if format.opening:
         closing = write.parts(format.closing)
-        begun = [
-            f"begun: {write.parts(format.opening, skip=1)} call {_more(format, choice, write)} {closing}"
-        ]
+        begun = [f"begun: {write.parts(format.opening, skip=1)} call {write.more()} {closing}"]
     else:
         ways = [write.parts(format.calls[0], i, skip=1) for i in range(len(choice.tools))]
         begun = ["begun: " + " | ".join(f"begun{i}" for i in range(len(ways)))]
@@ -252,9 +252,10 @@ def _anywhere(format: ToolFormat, choice: ToolChoice, write: _Writer) -> list[st
     return [f"start: {start}", *free, *begun]
 
 
-def _at_start(format: ToolFormat, choice: ToolChoice, write: _Writer) -> list[str]:
+def _at_start(write: _Writer) -> list[str]:
     """Nothing but its form tells a call from text: an answer that begins as a call does, up to the name of a
     tool, is one."""
+    format, choice = write.format, write.choice
     heads: list[str] = []
     firsts: list[str] = []
     texts: list[str] = []
@@ -270,7 +271,7 @@ def _at_start(format: ToolFormat, choice: ToolChoice, write: _Writer) -> list[st
             texts.append(rf"/\s*{literal_regex(spelled)}/ {name}" if begin else name)
             firsts.append(f"{begin}{name} {write.symbols(parts[cut:], i)}")
     return [
-        f"start: TEXT | first {_more(format, choice, write)} {write.parts(format.closing)}",
+        f"start: TEXT | first {write.more()} {write.parts(format.closing)}",
         f"TEXT: /(?s:.*)/ & ~(HEADS /(?s:.*)/)\nHEADS: {' | '.join(texts)}",
         "first: " + " | ".join(firsts),
         *heads,
@@ -283,7 +284,7 @@ def _regex(parts: tuple[str, ...], tool: Tool) -> str:
     return "".join(r"\s*" if text == SPACE else literal_regex(text) for text in texts)
 
 
-def _harmony(choice: ToolChoice, write: _Writer) -> str:
+def _harmony(write: _Writer) -> str:
     """Messages on channels, the last of which may go to a function, or must. Its name stands behind the
     channel or, as their template writes it in messages behind another one, in front of it. There are thoughts
     once, at the beginning: so a budget ends them."""
@@ -297,14 +298,15 @@ def _harmony(choice: ToolChoice, write: _Writer) -> str:
     more = f'{message} behind {begin} "assistant"'
     rules = ["before: thoughts said* | said+"]
     rules += [f'thoughts: {channel} "analysis" {more}', f'said: {channel} "commentary" {more}']
-    for i, tool in enumerate(choice.tools):
+    for i, tool in enumerate(write.choice.tools):
         to = f"to=functions.{tool.name}"
         rules.append(f"call{i}: {channel} {_quoted(f'commentary {to}')} {as_json} args{i}")
         rules.append(f'late{i}: {_quoted(f" {to}")} {channel} "commentary" {as_json} args{i}')
     calls, late = (
-        " | ".join(f"{name}{i}" for i in range(len(choice.tools))) for name in ("call", "late")
+        " | ".join(f"{name}{i}" for i in range(len(write.choice.tools)))
+        for name in ("call", "late")
     )
-    last = "" if choice.required else f' | {channel} ("final" | "commentary") {message} SAID'
+    last = "" if write.choice.required else f' | {channel} ("final" | "commentary") {message} SAID'
     start = [f"start: last | before (last | {late})", f"last: {calls}{last}"]
     behind = _message_end(write.control, "behind")
     return "\n".join((OPTIONS, *start, *rules, behind, write.arguments(), _TERMINALS))
