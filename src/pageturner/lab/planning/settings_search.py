@@ -29,7 +29,7 @@ from pageturner.progress import Progress
 COARSE_TOKENS = (64, 256, 1024)  # budgets that are tried first
 COARSE_SEQS = (8, 32, 128)
 BLOCK_SIZES = (8, 16, 32, 64)
-LEAST_TOKENS, MAX_TOKENS, MAX_SEQS = 16, 16384, 1024
+LIMITS = {"max_num_batched_tokens": (16, 16384), "max_num_seqs": (1, 1024)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +82,12 @@ class SearchSpace:
 
     def beside(self, one: Candidate) -> Iterator[Candidate]:
         """The neighbours of a candidate: those that differ from it in one setting."""
-        tokens, seqs = one.max_num_batched_tokens, one.max_num_seqs
         yield from (replace(one, order=order) for order in self.orders)
-        for changed in (tokens * 2, tokens // 2, tokens * 4 // 3, tokens * 3 // 4):
-            if LEAST_TOKENS <= changed <= MAX_TOKENS:
-                yield replace(one, max_num_batched_tokens=changed)
-        for changed in (seqs * 2, seqs // 2, seqs * 4 // 3, seqs * 3 // 4):
-            if 1 <= changed <= MAX_SEQS:
-                yield replace(one, max_num_seqs=changed)
+        for name, (least, most) in LIMITS.items():
+            now = getattr(one, name)
+            for changed in (now * 2, now // 2, now * 4 // 3, now * 3 // 4):
+                if least <= changed <= most:
+                    yield replace(one, **{name: changed})
         yield from (replace(one, policy=policy) for policy in self.policies)
         yield from (replace(one, block_size=size) for size in self.block_sizes)
 

@@ -6,6 +6,7 @@ Owns what "the same" means. Must not know how a log is written.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from pageturner.engine.engine_factory import make_engine, scheduler_of
@@ -13,8 +14,7 @@ from pageturner.engine.fingerprint import model_mark
 from pageturner.errors import EngineFault
 from pageturner.lab.simulation.recorded_runs import RecordedRun
 from pageturner.progress import Progress
-from pageturner.request import Failure, Refused, Request
-from pageturner.scheduler.scheduler import Scheduler
+from pageturner.request import Failure, Refused
 from pageturner.scheduler.types import Output, Plan, Result
 from pageturner.telemetry.step_log import (
     Arrived,
@@ -54,7 +54,10 @@ def replay_plans(run: RecordedRun) -> ReplayComparison:
     for record in run.records:
         match record:
             case Arrived():
-                _add(scheduler, record.request())
+                with contextlib.suppress(
+                    Refused
+                ):  # as it was then: a refused request is in no plan
+                    scheduler.add(record.request())
             case Left(id=id):
                 scheduler.abort(id)
             case Unpinned(id=id):
@@ -88,9 +91,10 @@ def _check_whole(run: RecordedRun) -> None:
         raise EngineFault("step_log", message)
 
 
-def _add(scheduler: Scheduler, request: Request) -> None:
-    with contextlib.suppress(Refused):  # as it was then: a refused request is in no plan
-        scheduler.add(request)
+def _first_difference(now: Sequence[object], then: Sequence[object]) -> int:
+    """The first place where two sequences differ; the length of the shorter one if that is all of it."""
+    places = zip(now, then, strict=False)
+    return next((i for i, (a, b) in enumerate(places) if a != b), min(len(now), len(then)))
 
 
 def _result(plan: Plan, step: StepRecord) -> Result:
@@ -113,10 +117,8 @@ def _difference(plan: Plan, step: StepRecord) -> str | None:
         for item in plan.items
     ]
     if now != then:
-        place = next(
-            (i for i, pair in enumerate(zip(now, then, strict=False)) if pair[0] != pair[1]), None
-        )
-        if place is None:
+        place = _first_difference(now, then)
+        if place == min(len(now), len(then)):
             return f"{len(now)} sequences, recorded {len(then)}"
         return f"(id, index, n, computed) is {now[place]}, recorded {then[place]}"
     if (list(plan.preempted), plan.ballast) != (step.preempted, step.ballast):
@@ -168,9 +170,7 @@ def replay_tokens(
         found.compared += 1
         now = answers.get(key, [])
         if now[: len(then)] != then:
-            place = next(
-                (i for i, (a, b) in enumerate(zip(now, then, strict=False)) if a != b), len(now)
-            )
+            place = _first_difference(now, then)
             found.differences.append(f"request {key[0]}: token {place} of {len(then)} differs")
     return found
 
