@@ -1,5 +1,5 @@
-"""Pageturner: an LLM inference and serving engine. Everything is lazy: importing the package costs next to
-nothing.
+"""Pageturner: an LLM inference and serving engine. Everything is lazy: importing the package costs
+next to nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Block keys: 16 bytes that name the content of a KV block, the same in any process and on any disk.
+"""Block keys: 16 bytes that name the content of a KV block, the same in any process and on any
+disk.
 
-Owns how they are made: a keyed BLAKE2b digest of a block's tokens, whose key is the key of the block before
-it; before the first block stands a root, made of model, adapter and salt. Equal keys mean equal beginnings.
-Standard library only: a router, a store on disk and an event may name blocks as the pool does.
+Owns how they are made: a keyed BLAKE2b digest of a block's tokens, whose key is the key of the
+block before it; before the first block stands a root, made of model, adapter and salt. Equal keys
+mean equal beginnings. Standard library only: a router, a store on disk and an event may name blocks
+as the pool does.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ from hashlib import blake2b
 
 
 def root_key(model: str, adapter: str = "", salt: str = "") -> bytes:
-    """What the key of a first block is derived from. Each part is preceded by its length, so that no text in
-    one of them can pass for another."""
+    """What the key of a first block is derived from. Each part is preceded by its length, so that
+    no text in one of them can pass for another."""
     parts = (part.encode() for part in (model, adapter, salt))
     framed = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
     return blake2b(framed, digest_size=16, person=b"root").digest()
@@ -26,13 +28,15 @@ def block_key(parent: bytes, tokens: Iterable[int]) -> bytes:
 
 
 def salted_key(parent: bytes, salt: str) -> bytes:
-    """What stands before the first own block of a sequence with a salt behind blocks that are everybody's.
-    Hashed apart from tokens: a client chooses its salt, and must not be able to spell tokens with it."""
+    """What stands before the first own block of a sequence with a salt behind blocks that are
+    everybody's. Hashed apart from tokens: a client chooses its salt, and must not be able to spell
+    tokens with it."""
     return blake2b(salt.encode(), key=parent, digest_size=16, person=b"salt").digest()
 
 
 def chain_keys(root: bytes, tokens: list[int], size: int, known: list[bytes]) -> Iterator[bytes]:
-    """The keys of whole blocks of `size` tokens, each made when it is asked for. known: the first of them."""
+    """The keys of whole blocks of `size` tokens, each made when it is asked for. known: the first
+    of them."""
     yield from known
     key = known[-1] if known else root
     for start in range(len(known) * size, len(tokens) - size + 1, size):

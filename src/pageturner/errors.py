@@ -11,8 +11,8 @@ LONGEST = 2000  # characters of a fault's message: it may quote a file that anyo
 
 
 class ClientError(Exception):
-    """Something the caller can mend. `status` is for HTTP, `code` is stable, the message says what to do.
-    retry_after: seconds after which it may be asked again, if that is known."""
+    """Something the caller can mend. `status` is for HTTP, `code` is stable, the message says what
+    to do. retry_after: seconds after which it may be asked again, if that is known."""
 
     def __init__(
         self,
@@ -31,7 +31,8 @@ class ClientError(Exception):
 
 
 class EngineFault(Exception):
-    """The engine cannot start or go on: no model, no memory, a broken file. The message says what to do."""
+    """The engine cannot start or go on: no model, no memory, a broken file. The message says what
+    to do."""
 
     def __init__(self, code: str, message: str) -> None:
         message = one_line(message)
@@ -41,7 +42,8 @@ class EngineFault(Exception):
 
 
 def bad_setting(message: str) -> EngineFault:
-    """What a flag, a configuration file or another file that the user wrote says cannot be meant."""
+    """What a flag, a configuration file or another file that the user wrote says cannot be
+    meant."""
     return EngineFault("bad_setting", message)
 
 
@@ -51,8 +53,8 @@ def pip_install(extra: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """What a terminal, a log and the channel between the processes can take: no control characters, no lone
-    surrogates, and of a long text its beginning and its end."""
+    """What a terminal, a log and the channel between the processes can take: no control characters,
+    no lone surrogates, and of a long text its beginning and its end."""
     if len(text) > LONGEST:
         text = f"{text[: LONGEST - 500]} ... {text[-490:]}"
     if text.isprintable():
@@ -73,8 +75,8 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def refusing(as_error: Callable[[str], Exception]) -> Iterator[None]:
-    """What a library raises within becomes an error of ours: bare Exceptions, and the panics of those written
-    in Rust, which are no Exceptions and whose class they do not give away."""
+    """What a library raises within becomes an error of ours: bare Exceptions, and the panics of
+    those written in Rust, which are no Exceptions and whose class they do not give away."""
     try:
         yield
     except BaseException as error:

@@ -1,10 +1,11 @@
-"""When Python looks for garbage that refers to itself: at moments of our choosing, and seldom for long.
+"""When Python looks for garbage that refers to itself: at moments of our choosing, and seldom for
+long.
 
-A full collection walks every object of the process, and meanwhile nobody gets a token: with 2,000 connections
-that is 40 to 130 ms. Python begins one when the objects of its youngest generations have grown by a quarter,
-which a step with 500 sequences does by itself in a second or three. Here the youngest generation is larger
-than a step, and a full collection comes when its owner has a moment, for at most SHARE of the time: soon
-again while it is quick, seldom where it is slow.
+A full collection walks every object of the process, and meanwhile nobody gets a token: with 2,000
+connections that is 40 to 130 ms. Python begins one when the objects of its youngest generations
+have grown by a quarter, which a step with 500 sequences does by itself in a second or three. Here
+the youngest generation is larger than a step, and a full collection comes when its owner has a
+moment, for at most SHARE of the time: soon again while it is quick, seldom where it is slow.
 
 Must not know what makes garbage. Ground floor, standard library only.
 """
@@ -20,8 +21,8 @@ SHARE = 1e-3  # of the time, for full collections
 LEAST = 0.5  # seconds between two of them
 WORTH = 700  # objects made and not freed since the last one; with fewer there is nothing to find
 YOUNG = 20_000  # the same, until the youngest generation is walked: more than what a step makes and drops
-# that many walks of the youngest until the middle one is walked, and of that until Python does by itself what
-# its owner should have done
+# that many walks of the youngest until the middle one is walked, and of that until Python does by
+# itself what its owner should have done
 MIDDLE, OLDEST = 3, 100
 
 
@@ -42,8 +43,8 @@ class Collector:
         self._next = clock() + LEAST
 
     def take_over(self) -> None:
-        """From here on this process collects by `look`. What is there now, from its start, lives for ever and
-        is never walked."""
+        """From here on this process collects by `look`. What is there now, from its start, lives
+        for ever and is never walked."""
         gc.freeze()
         atexit.register(gc.unfreeze)  # else native objects are reported as leaked at the end
         gc.set_threshold(YOUNG, MIDDLE, OLDEST)

@@ -1,7 +1,7 @@
 """How a process ends from outside: at Ctrl-C while kernels compute, and together with its parent.
 
-Python sees Ctrl-C only when kernels return, seconds later where a step is large. Owns the thread that sees it
-at once, and how long the step may still take. Must not know what is computed.
+Python sees Ctrl-C only when kernels return, seconds later where a step is large. Owns the thread
+that sees it at once, and how long the step may still take. Must not know what is computed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 @contextlib.contextmanager
 def leaving_at_once(folders: Sequence[Path]) -> Iterator[None]:
-    """Within this Ctrl-C ends the process, in the middle of a step if it must. folders: removed before
-    that. Only for the main thread."""
+    """Within this Ctrl-C ends the process, in the middle of a step if it must. folders: removed
+    before that. Only for the main thread."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     over = threading.Event()
@@ -51,9 +51,10 @@ def leaving_at_once(folders: Sequence[Path]) -> Iterator[None]:
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process when the API process dies, even while this one is stopped and cannot
-    see its channel close. This is tied to the thread that forked, which is the main thread of the server. An
-    API process that had died before is seen by the closed channel; one that dies meanwhile, by its id."""
+    """Have the kernel kill this process when the API process dies, even while this one is stopped
+    and cannot see its channel close. This is tied to the thread that forked, which is the main
+    thread of the server. An API process that had died before is seen by the closed channel; one
+    that dies meanwhile, by its id."""
     parent = os.getppid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:

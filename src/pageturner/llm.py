@@ -1,7 +1,7 @@
 """The offline API: an engine inside the calling process, and the text around it.
 
-Owns prompts, texts and stop strings of its callers, as the API process does for a server's clients. Must not
-know how anything is scheduled or computed.
+Owns prompts, texts and stop strings of its callers, as the API process does for a server's clients.
+Must not know how anything is scheduled or computed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ LONGEST_NAP = 0.05  # seconds; between naps a stream may be cancelled
 
 @dataclass(slots=True)
 class Completion:
-    """One answer. `finish_reason`: "stop", "length", "abort"; `logprobs` only where they were asked for.
+    """One answer. `finish_reason`: "stop", "length", "abort"; `logprobs` only where they were asked
+    for.
 
     score  of a beam: the sum of its logprobs, divided by its length ** length_penalty
     reasoning, tool_calls  of a chat: what stands in the answer beside its text
@@ -57,9 +58,12 @@ class Completion:
 class RequestOutput:
     """A prompt and what came of it.
 
-    cached_tokens      prompt tokens whose KV was there already for the first answer; others share its own
-    recomputed_tokens  of all answers: computed once more, because memory was short; never among the cached
-    prompt_logprobs  None, or for each prompt token: None for the first; logprob, rank, the likeliest tokens
+    cached_tokens      prompt tokens whose KV was there already for the first answer; others share
+                       its own
+    recomputed_tokens  of all answers: computed once more, because memory was short; never among the
+                       cached
+    prompt_logprobs  None, or for each prompt token: None for the first; logprob, rank, the
+                     likeliest tokens
     request_id       of its first answer
     """
 
@@ -112,10 +116,11 @@ class LLM:
     """A model and its engine.
 
     model     path of a GGUF file, of a Hugging Face folder, its id on the hub, or an alias
-    chat_template  a file, the text of a template, or the name of a family; "": the model's own, or else its
-                   family's
+    chat_template  a file, the text of a template, or the name of a family; "": the model's own, or
+                   else its family's
     lora      LoRA adapters, folders as PEFT writes them, by the names that prompts ask for them by
-    settings  any field of EngineConfig: max_num_seqs, kv_cache_dtype, policy, threads, generation_config, ...
+    settings  any field of EngineConfig: max_num_seqs, kv_cache_dtype, policy, threads,
+              generation_config, ...
     generation  the sampling defaults that the model's files name
     """
 
@@ -142,8 +147,8 @@ class LLM:
         self.adapters = NamedAdapters(self._engine.adapters, lora or {})
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What is used where no parameters are given: those of SamplingParams, but for what the model's files
-        say (setting `generation_config`)."""
+        """What is used where no parameters are given: those of SamplingParams, but for what the
+        model's files say (setting `generation_config`)."""
         return SamplingParams(**self.generation.sampling)
 
     def generate(
@@ -158,8 +163,10 @@ class LLM:
         """Answer prompts (texts or token ids), all in one continuous batch, in the order given.
 
         params    None: `get_default_sampling_params()`
-        progress  None: a progress line if stderr is a terminal. ClientError for a prompt that cannot run.
-        skip_special_tokens  whether texts, in which stop strings are looked for, leave control tokens out
+        progress  None: a progress line if stderr is a terminal. ClientError for a prompt that
+                  cannot run.
+        skip_special_tokens  whether texts, in which stop strings are looked for, leave control
+                             tokens out
         lora      name of the adapter for all of them, or for each; "": the model as it is
         """
         prompts = _as_list(prompts)
@@ -219,8 +226,9 @@ class LLM:
         progress: bool | None = None,
         lora: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
-        """All answers of a beam search for each prompt, the best first, each with its `score`. `params` says
-        max_tokens, length_penalty, early_stopping and what is forbidden; what draws tokens is ignored."""
+        """All answers of a beam search for each prompt, the best first, each with its `score`.
+        `params` says max_tokens, length_penalty, early_stopping and what is forbidden; what draws
+        tokens is ignored."""
         given = params or self.get_default_sampling_params()
         each = replace(given, beam_width=beam_width, n=beam_width, best_of=None)
         return self.generate(prompts, each, progress=progress, lora=lora)
@@ -233,7 +241,8 @@ class LLM:
         cancelled: Callable[[], bool] = lambda: False,
         lora: str = "",
     ) -> Generator[str, None, RequestOutput]:
-        """The text of one answer, piece by piece as it becomes certain. Ending the iteration aborts it.
+        """The text of one answer, piece by piece as it becomes certain. Ending the iteration aborts
+        it.
 
         cancelled  asked before each step; true ends the answer with finish_reason "abort"
         Returns (to `yield from`) the whole answer.
@@ -268,11 +277,12 @@ class LLM:
         lora: str = "",
         **settings: Any,
     ) -> RequestOutput:
-        """Answer one conversation through the model's chat template: one output, not a list of them. Its
-        `text` is the content; thoughts and calls of tools stand beside it.
+        """Answer one conversation through the model's chat template: one output, not a list of
+        them. Its `text` is the content; thoughts and calls of tools stand beside it.
 
         tools, tool_choice  as in /v1/chat/completions; calls match their schemas
-        settings  other fields of ChatSettings: reasoning_effort, chat_template_kwargs, tool_call_parser ...
+        settings  other fields of ChatSettings: reasoning_effort, chat_template_kwargs,
+                  tool_call_parser ...
         """
         asked = ChatSettings(tools, tool_choice, **settings)
         read = read_chat(
@@ -292,15 +302,17 @@ class LLM:
     def chat_tokens(
         self, messages: Sequence[dict[str, Any]], *, continue_final_message: bool = False
     ) -> list[int]:
-        """The prompt that the chat template makes of a conversation. continue_final_message: it ends where
-        the last message, which is the assistant's, does; so the answer goes on with that."""
+        """The prompt that the chat template makes of a conversation. continue_final_message: it
+        ends where the last message, which is the assistant's, does; so the answer goes on with
+        that."""
         text = chat_prompt(messages, self.tokenizer, goes_on=continue_final_message)
         return self.tokenizer.encode(text, add_special=False, parse_special=True)
 
-    # -- sessions --------------------------------------------------------------------------------------------
+    # -- sessions ----------------------------------------------------------------------------------
     def session(self, prompt: Prompt, *, lora: str = "") -> Session:
-        """A sequence in the caller's hand, which can be appended to, forked and freed; nothing is computed
-        yet. Needs prefix caching, and a model without sliding windows. lora: the adapter of its answers."""
+        """A sequence in the caller's hand, which can be appended to, forked and freed; nothing is
+        computed yet. Needs prefix caching, and a model without sliding windows. lora: the adapter
+        of its answers."""
         if isinstance(prompt, str):
             prompt = self.tokenizer.encode(prompt, add_special=True, parse_special=True)
         return Session(self, prompt, lora)
@@ -310,8 +322,8 @@ class LLM:
         sessions: Sequence[Session],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
-        """One answer for each session, all in one continuous batch; each becomes part of its session. Where a
-        stop string ends an answer, its session goes on behind the text."""
+        """One answer for each session, all in one continuous batch; each becomes part of its
+        session. Where a stop string ends an answer, its session goes on behind the text."""
         each = self._params_of_each(params, len(sessions))
         for session in sessions:
             session.check_open()
@@ -345,8 +357,8 @@ class LLM:
         return self._engine.stack.pins
 
     def _tokens_of(self, answer: Completion) -> list[int]:
-        """The tokens that make the text of an answer that was stopped. Where a stop string begins inside of a
-        token the rest of the text is tokenised anew."""
+        """The tokens that make the text of an answer that was stopped. Where a stop string begins
+        inside of a token the rest of the text is tokenised anew."""
         for count in range(len(answer.token_ids), -1, -1):
             told = self.tokenizer.decode_whole(answer.token_ids[:count], skip_special=True)
             if answer.text.startswith(told):

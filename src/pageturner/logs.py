@@ -1,8 +1,8 @@
 """The log of a program on standard error: lines of text, or JSON objects, one a line.
 
-Ground floor: the API process, the engine process and the commands write the same form. Owns the form. Must
-not know what is logged. What is logged beside the sentence is `extra={"fields": {...}}`; text leaves it out.
-Imports little: commands that never log import this too.
+Ground floor: the API process, the engine process and the commands write the same form. Owns the
+form. Must not know what is logged. What is logged beside the sentence is `extra={"fields": {...}}`;
+text leaves it out. Imports little: commands that never log import this too.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def is_json() -> bool:
 
 
 def say(message: str, level: str = "info") -> None:
-    """A sentence for whoever started the program, whatever its level of logging: `pageturner: ...`, or a line
-    of the JSON log."""
+    """A sentence for whoever started the program, whatever its level of logging: `pageturner: ...`,
+    or a line of the JSON log."""
     if not is_json():
         print(f"pageturner: {message}", file=sys.stderr, flush=True)
         return
@@ -76,7 +76,8 @@ def _json_formatter() -> logging.Formatter:
     from datetime import UTC, datetime
 
     class JSONFormatter(logging.Formatter):
-        """One object a line, in ASCII: nothing that is logged can end a line or look like another one."""
+        """One object a line, in ASCII: nothing that is logged can end a line or look like another
+        one."""
 
         def format(self, record: logging.LogRecord) -> str:
             at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")

@@ -1,7 +1,8 @@
-"""How much memory this process may still take: the machine's, less where a control group allows less. Linux.
+"""How much memory this process may still take: the machine's, less where a control group allows
+less. Linux.
 
-Owns the reading of /proc/meminfo and of cgroups, version 1 and 2. Must not know what the memory is for.
-Standard library only. Bytes throughout.
+Owns the reading of /proc/meminfo and of cgroups, version 1 and 2. Must not know what the memory is
+for. Standard library only. Bytes throughout.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ _UNLIMITED = 1 << 60  # version 1 writes the largest multiple of a page for "no 
 
 
 def available(proc: Path = PROC, sys: Path = SYS) -> int | None:
-    """What can still be taken; None where the machine does not say. `proc` and `sys` are elsewhere in tests.
+    """What can still be taken; None where the machine does not say. `proc` and `sys` are elsewhere
+    in tests.
 
-    Of the machine MemAvailable; of each control group around this process its limit less what it uses. Pages
-    of files that nobody used lately do not count as used: the kernel drops them when memory is asked for.
+    Of the machine MemAvailable; of each control group around this process its limit less what it
+    uses. Pages of files that nobody used lately do not count as used: the kernel drops them when
+    memory is asked for.
     """
     free = [max(limit - used, 0) for limit, used in _groups(proc, sys)]
     for line in _read(proc / "meminfo").splitlines():
@@ -44,7 +47,8 @@ def _groups(proc: Path, sys: Path) -> Iterator[tuple[int, int]]:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
-        # in a container the path may be the host's, which is not there: what is mounted is our own group
+        # in a container the path may be the host's, which is not there: what is mounted is our own
+        # group
         group = root / path.lstrip("/")
         for folder in (group, *group.parents):
             if (found := _group(folder, *names)) is not None:

@@ -17,7 +17,7 @@ def option(
     most: float | None = None,
     repeats: bool = False,
 ) -> Any:
-    """A dataclass field that carries its explanation and its allowed values. repeats: its flag may be given
-    several times."""
+    """A dataclass field that carries its explanation and its allowed values. repeats: its flag may
+    be given several times."""
     about = {"help": help, "choices": choices, "least": least, "most": most, "repeats": repeats}
     return field(default=default, metadata=about)

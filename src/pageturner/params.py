@@ -1,6 +1,8 @@
-"""Sampling parameters: what a request may say about how its tokens are chosen, and within which limits.
+"""Sampling parameters: what a request may say about how its tokens are chosen, and within which
+limits.
 
-Owns the fields and the table of limits. Must not know where a value came from. Standard library only.
+Owns the fields and the table of limits. Must not know where a value came from. Standard library
+only.
 """
 
 from __future__ import annotations
@@ -12,22 +14,29 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the tokens of one request are chosen. Field names as in vLLM, but stop_ids: stop_token_ids there.
+    """How the tokens of one request are chosen. Field names as in vLLM, but stop_ids:
+    stop_token_ids there.
 
     temperature  0 is greedy: the largest logit, the smallest id among equals.
     top_k        keep the k most likely tokens; 0 or -1 keeps all.
     top_p        then keep the smallest set whose renormalised probability reaches top_p.
-    min_p        keep tokens at least min_p times as likely as the most likely one (before top_k and top_p).
+    min_p        keep tokens at least min_p times as likely as the most likely one (before top_k and
+                 top_p).
     max_tokens   most tokens to generate; None: as many as the context has room for.
     min_tokens   the stop ids cannot be chosen before so many tokens were generated.
     stop         strings that end the text; decided by whoever owns the text, never by the engine.
-    stop_ids     tokens that end the sequence, end-of-sequence included (resolved before the engine).
-    logprobs     None: no logprobs; k: of the chosen token and of the k most likely ones (raw logits).
+    stop_ids     tokens that end the sequence, end-of-sequence included (resolved before the
+                 engine).
+    logprobs     None: no logprobs; k: of the chosen token and of the k most likely ones (raw
+                 logits).
     seed         of the sampling noise; None is resolved to a drawn seed before the engine sees it.
-    n            completions of one prompt; who owns the text makes one request of each (Request.parent).
-    best_of      None, or how many to make, of which the n likeliest are kept: by the mean logprob of a token.
+    n            completions of one prompt; who owns the text makes one request of each
+                 (Request.parent).
+    best_of      None, or how many to make, of which the n likeliest are kept: by the mean logprob
+                 of a token.
 
-    repetition_penalty  over 1: logits of tokens in prompt or output become less likely, by x / p or x * p.
+    repetition_penalty  over 1: logits of tokens in prompt or output become less likely, by x / p or
+                        x * p.
     presence_penalty    taken once from the logit of every token in the output;
     frequency_penalty   and this as often as the token is in it.
     logit_bias          token -> what is added to its logit, -100 to 100.
@@ -35,22 +44,30 @@ class SamplingParams:
     bad_words_token_ids the last token of each is forbidden right behind the others of it.
     allowed_token_ids   None, or all that may be chosen.
     prompt_logprobs     None, or as logprobs for every prompt token but the first.
-    truncate_prompt_tokens      keep the last k tokens of the prompt; -1: as many as there is room for.
+    truncate_prompt_tokens      keep the last k tokens of the prompt; -1: as many as there is room
+                                for.
     include_stop_str_in_output  keep the stop string in the text.
-    beam_width   0, or beam search over so many sequences: choice k is its k-th best answer, told at the end;
+    beam_width   0, or beam search over so many sequences: choice k is its k-th best answer, told at
+                 the end;
     length_penalty      the sum of an answer's logprobs is divided by its length ** length_penalty;
-    early_stopping      True: it ends with beam_width answers; False: when a better one is unlikely; "never":
-                        when none can be better (all three as in Transformers).
-    structured_outputs  None, or what the answer must match: a grammar made by StructuredOutputsParams.
+    early_stopping      True: it ends with beam_width answers; False: when a better one is unlikely;
+                        "never": when none can be better (all three as in Transformers).
+    structured_outputs  None, or what the answer must match: a grammar made by
+                        StructuredOutputsParams.
     speculation  whether an engine that drafts tokens may do so here; the answer is the same.
-    max_thinking_tokens  None, or most tokens of thoughts: behind so many the tokens of thinking_end follow,
+    max_thinking_tokens  None, or most tokens of thoughts: behind so many the tokens of thinking_end
+                         follow,
     thinking_end         unless they came by themselves;
     thinking_begin       what the model begins its thoughts with; (): the prompt has begun them.
-    force_ids    for measuring: the output begins with these tokens, whatever the model says. As forced_end.
-    inject_fault  for testing: "KIND@N", one of FAULTS when the N-th token of the output is computed.
-    pooling      "", or how the hidden rows of the prompt become one, in place of an answer: one of POOLINGS.
-    forced_end          for replaying a trace: the first of stop_ids is chosen as this token of the output, no
-                        stop id before it. Only what chooses tokens may read it (docs/adr/0006).
+    force_ids    for measuring: the output begins with these tokens, whatever the model says. As
+                 forced_end.
+    inject_fault  for testing: "KIND@N", one of FAULTS when the N-th token of the output is
+                  computed.
+    pooling      "", or how the hidden rows of the prompt become one, in place of an answer: one of
+                 POOLINGS.
+    forced_end          for replaying a trace: the first of stop_ids is chosen as this token of the
+                        output, no stop id before it. Only what chooses tokens may read it
+                        (docs/adr/0006).
     """
 
     temperature: float = 1.0
@@ -124,7 +141,8 @@ LIMITS: dict[str, tuple[float, float, bool]] = {
 
 
 def out_of_range(name: str, value: float, shown: str = "") -> str | None:
-    """None, or a sentence that says what the value of this field must be. `shown`: what to call the field."""
+    """None, or a sentence that says what the value of this field must be. `shown`: what to call the
+    field."""
     least, most, open_ended = LIMITS[name]
     shown = shown or name
     if not -math.inf < value < math.inf:

@@ -13,10 +13,10 @@ REDRAW_EVERY = 0.1  # seconds
 
 
 class Progress:
-    """A line that is redrawn in place: `with Progress("generating", total) as p: p.update(done, "note")`.
-    total: may change, where it is not known yet. Work that ends before it leaves a full bar. lines: seconds
-    from one line to the next where there is no terminal; 0: none there. enabled: whether there is one, and
-    nothing is said without; None: look."""
+    """A line that is redrawn in place: `with Progress("generating", total) as p: p.update(done,
+    "note")`. total: may change, where it is not known yet. Work that ends before it leaves a full
+    bar. lines: seconds from one line to the next where there is no terminal; 0: none there.
+    enabled: whether there is one, and nothing is said without; None: look."""
 
     def __init__(
         self, what: str, total: int, *, enabled: bool | None = None, lines: float = 0.0

@@ -1,7 +1,7 @@
 """What crosses processes: requests on their way in, events on their way out.
 
-Owns their fields. Lengths are in tokens, times in seconds of `time.monotonic()` (or of a simulated clock).
-Must not know how anything is scheduled, computed or sent. Standard library only.
+Owns their fields. Lengths are in tokens, times in seconds of `time.monotonic()` (or of a simulated
+clock). Must not know how anything is scheduled, computed or sent. Standard library only.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ PromptLogprob = tuple[
 
 
 class Refused(Exception):
-    """A request that the engine will not take, with a stable `code` and a sentence that says what to do.
-    retry_after: seconds after which it would be taken, as far as can be known; 0: not known."""
+    """A request that the engine will not take, with a stable `code` and a sentence that says what
+    to do. retry_after: seconds after which it would be taken, as far as can be known; 0: not
+    known."""
 
     def __init__(self, code: str, message: str, retry_after: float = 0.0) -> None:
         super().__init__(message)
@@ -52,7 +53,8 @@ class SessionHint:
     fork_of    name of a conversation that it goes on from; "" of none
     supersede  what was said before and is not in this prompt can be reached by no later turn
     release    this turn is the last one
-    share      of what all sessions may keep, the most that its owner's may, 0 to 1; 0: an equal part
+    share      of what all sessions may keep, the most that its owner's may, 0 to 1; 0: an equal
+               part
     """
 
     name: str
@@ -111,7 +113,8 @@ EXPIRED = Failure("deadline_exceeded", "the deadline has passed before the answe
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Where the time of a request went, from `received` to `until`: the parts add up to that, in seconds.
+    """Where the time of a request went, from `received` to `until`: the parts add up to that, in
+    seconds.
 
     spans  (start, end, what, by): what it did when, and the request that it did it because of, or 0
     named  (part, request, seconds): who made it wait longest
@@ -126,15 +129,16 @@ class Timings:
 
 @dataclass(slots=True)  # not frozen: one is made for every token, at a quarter of the cost
 class Event:
-    """News of one choice of one request. `position` is absolute, so that delivering twice is harmless.
+    """News of one choice of one request. `position` is absolute, so that delivering twice is
+    harmless.
 
     position  of tokens[0] in the whole sequence (prompt included)
     finish    "stop" (a stop id, which is the last of `tokens`), "length", "abort", "error"
     cached    prompt tokens that came from the prefix cache
     recomputed  tokens computed once more by this engine, because their KV had been given up
     prompt_position  absolute, of the prompt token that prompt_logprobs[0] is of
-    pooled  prompt positions from prompt_position - 1 on, and the sum of what they give to the pooled row: d
-            whole numbers of 64 bits, in units of POOLED_UNIT; none: it is zero
+    pooled  prompt positions from prompt_position - 1 on, and the sum of what they give to the
+            pooled row: d whole numbers of 64 bits, in units of POOLED_UNIT; none: it is zero
     timings  with its end; whoever ends a request by `abort` is told them then
     """
 

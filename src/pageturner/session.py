@@ -1,7 +1,8 @@
 """Sessions: the three verbs of paged memory in the caller's hand: append, fork, free.
 
-Owns which tokens a session has and when the memory behind them may go. Must not know how anything is
-scheduled or computed: the engine's owner (LLM) answers, and keeps the KV of an answer pinned until told.
+Owns which tokens a session has and when the memory behind them may go. Must not know how anything
+is scheduled or computed: the engine's owner (LLM) answers, and keeps the KV of an answer pinned
+until told.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ class _Pin:
 class Session:
     """Tokens that grow, and the KV of those that were computed, which stays in memory until `free`.
 
-    `tokens` are the prompt and everything appended and generated, `lora` is the adapter of its answers.
-    Memory is shared with every session that was forked from this one, block by block, until they part. Also a
-    context manager, which frees it.
+    `tokens` are the prompt and everything appended and generated, `lora` is the adapter of its
+    answers. Memory is shared with every session that was forked from this one, block by block,
+    until they part. Also a context manager, which frees it.
     """
 
     def __init__(self, owner: SessionOwner, tokens: Sequence[int], lora: str = "") -> None:
@@ -48,7 +49,8 @@ class Session:
         self._freed = False
 
     def append(self, more: str | Sequence[int]) -> Session:
-        """Go on with a text or tokens; their KV is computed with the next answer. Returns the session."""
+        """Go on with a text or tokens; their KV is computed with the next answer. Returns the
+        session."""
         self.check_open()
         self.tokens += self._owner.encode(more) if isinstance(more, str) else more
         return self
@@ -66,8 +68,8 @@ class Session:
         return forks
 
     def generate(self, params: SamplingParams | None = None) -> Any:
-        """One answer (a Completion), which becomes part of the session. `LLM.advance` does it for many at
-        once. ClientError where it cannot run."""
+        """One answer (a Completion), which becomes part of the session. `LLM.advance` does it for
+        many at once. ClientError where it cannot run."""
         return self._owner.advance([self], params)[0]
 
     def free(self) -> None:
@@ -77,7 +79,8 @@ class Session:
 
     @property
     def stats(self) -> dict[str, int]:
-        """tokens, and the blocks that keep the KV of their beginning: all, and those that others share."""
+        """tokens, and the blocks that keep the KV of their beginning: all, and those that others
+        share."""
         kept, shared = (0, 0) if self._pin is None else self._owner.pinned(self._pin.id)
         others = self._pin is not None and self._pin.holders > 1
         return {
@@ -87,7 +90,8 @@ class Session:
         }
 
     def add_answer(self, tokens: Sequence[int], pin: int | None) -> None:
-        """For the owner: an answer came; `pin` is the id under which its KV stays, None if it does not."""
+        """For the owner: an answer came; `pin` is the id under which its KV stays, None if it does
+        not."""
         self.tokens += tokens
         if pin is not None:
             self._let_go()

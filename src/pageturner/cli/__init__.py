@@ -1,9 +1,11 @@
-"""The command line: a table of commands, each in a module of its own that is imported when it is called.
+"""The command line: a table of commands, each in a module of its own that is imported when it is
+called.
 
 Owns dispatch, exit codes and one-line errors. Must not know what any command does.
 
-A command module has `add_arguments(parser)` and `main(arguments) -> exit code`. Exit codes: 0 done, 1 it
-could not be done (the reason is on standard error, in one line), 2 the command line or settings are wrong.
+A command module has `add_arguments(parser)` and `main(arguments) -> exit code`. Exit codes: 0 done,
+1 it could not be done (the reason is on standard error, in one line), 2 the command line or
+settings are wrong.
 """
 
 from __future__ import annotations
@@ -167,7 +169,8 @@ def _usage(parser: _Parser) -> str:
 
 
 def _needed(usage: str) -> list[str]:
-    """What stands in a usage behind the optional flags: flags that must be given, then arguments."""
+    """What stands in a usage behind the optional flags: flags that must be given, then
+    arguments."""
     return re.sub(r"\[-[^][]*(\[[^]]*\][^][]*)*\]", "", usage.partition("[-h]")[2]).split()
 
 
@@ -189,7 +192,8 @@ def _helps() -> dict[tuple[str, ...], str]:
 
 
 def _meant(words: Sequence[str]) -> str:
-    """The command that somebody may have meant who mistyped one, as a question; empty if none is near."""
+    """The command that somebody may have meant who mistyped one, as a question; empty if none is
+    near."""
     names = {" ".join(names): len(names) for names in COMMANDS}
     for size in (2, 1):
         for near in difflib.get_close_matches(" ".join(words[:size]), names, 1, 0.7):
@@ -218,7 +222,8 @@ class _Parser(argparse.ArgumentParser):
 
     @staticmethod
     def _file_hint(message: str, flags: Collection[str]) -> str:
-        """Of a file that was given without its flag, and of a unit that stands apart from its number."""
+        """Of a file that was given without its flag, and of a unit that stands apart from its
+        number."""
         _, unknown, words = message.partition("unrecognized arguments: ")
         if unknown and re.fullmatch(r"[KMGT]i?B?", words, re.IGNORECASE):
             return f": a size is one word, such as 8{words}"

@@ -1,7 +1,7 @@
 """`pageturner chat`: a conversation in the terminal.
 
-Owns the conversation and its commands. Ctrl-C ends an answer, Ctrl-D or /exit the program. The whole history
-is sent every time; the prefix cache makes that cheap.
+Owns the conversation and its commands. Ctrl-C ends an answer, Ctrl-D or /exit the program. The
+whole history is sent every time; the prefix cache makes that cheap.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Conversation:
     seconds: float = 0.0
 
     def answer(self, text: str) -> None:
-        """Ask, and show the answer as it comes. What was interrupted stays in the history as it is."""
+        """Ask, and show the answer as it comes. What was interrupted stays in the history as it
+        is."""
         self.said.append({"role": "user", "content": text})
         begin = time.monotonic()
         pieces: list[str] = []
@@ -64,8 +65,8 @@ class Conversation:
         return f"{self.last.output_tokens} tokens in {self.seconds:.1f} s"
 
     def _ask(self, pieces: list[str]) -> AnswerSummary:
-        """One answer, to as many of the last exchanges as the context holds. None is forgotten for a message
-        that does not even fit alone."""
+        """One answer, to as many of the last exchanges as the context holds. None is forgotten for
+        a message that does not even fit alone."""
         forgotten = 0
         while True:
             try:
@@ -93,7 +94,7 @@ class Conversation:
                     return summary
                 self.screen.piece(pieces[-1])
 
-    # -- commands: each takes what stands behind its name -------------------------------------------------
+    # -- commands: each takes what stands behind its name ------------------------------------------
     def help(self, _: str) -> None:
         for name, (_method, what) in COMMANDS.items():
             self.screen.say(f"/{name:8} {what}")

@@ -1,7 +1,8 @@
 """`pageturner completion SHELL`: prints a script that completes commands, flags and their choices.
 
-Owns the scripts of the three shells. What there is to complete is read from the help of the commands' own
-parsers, which the command line gives it, so that a new flag is completed without a line here.
+Owns the scripts of the three shells. What there is to complete is read from the help of the
+commands' own parsers, which the command line gives it, so that a new flag is completed without a
+line here.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import argparse
 import re
 from collections.abc import Callable, Mapping
 
-# of each command: its flags, and of each flag the values it may have (none: a file, a number, a name)
+# of each command: its flags, and of each flag the values it may have (none: a file, a number, a
+# name)
 Commands = Mapping[tuple[str, ...], Mapping[str, tuple[str, ...]]]
 
 _FLAG = re.compile(r"(--[a-z][\w-]*)(?: \{([^}]*)\})?")
@@ -42,7 +44,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _words(commands: Commands) -> dict[str, list[str]]:
-    """What may follow the words so far: at the start, behind a group, behind a command and behind a flag."""
+    """What may follow the words so far: at the start, behind a group, behind a command and behind a
+    flag."""
     follow: dict[str, list[str]] = {"": []}
     for names, flags in commands.items():
         for i, name in enumerate(names):
@@ -66,7 +69,8 @@ def _groups(commands: Commands) -> str:
 
 
 def _lookup(commands: Commands) -> str:
-    """Functions that bash and zsh share: `_pageturner_candidates WORD...`, the words before the cursor."""
+    """Functions that bash and zsh share: `_pageturner_candidates WORD...`, the words before the
+    cursor."""
     return f"""_pageturner_table() {{
   case "$1" in
 {_bash_cases(commands)}

@@ -40,7 +40,8 @@ CHAT_TOKENS = 1000  # of a typical conversation, for "how many fit"
 
 @dataclass(slots=True)
 class DoctorReport:
-    """Sections of (name, value) for people, the same as data, warnings, and what makes all of it useless."""
+    """Sections of (name, value) for people, the same as data, warnings, and what makes all of it
+    useless."""
 
     sections: dict[str, dict[str, str]] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
@@ -297,8 +298,8 @@ def _has_template(file: TensorFile, model: hub.ModelFile) -> bool:
 
 
 def _draft_model(report: DoctorReport, config: EngineConfig, target: ModelSpec) -> tuple[int, int]:
-    """Bytes of its KV in a block, and of its weights; 0 where there is none. EngineFault as when it is
-    loaded, but its tokenizer is not looked at."""
+    """Bytes of its KV in a block, and of its weights; 0 where there is none. EngineFault as when it
+    is loaded, but its tokenizer is not looked at."""
     check_speculation(config)
     if not config.draft_model:
         return 0, 0

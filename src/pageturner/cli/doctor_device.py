@@ -1,4 +1,5 @@
-"""The part of `pageturner doctor` about CUDA devices: which is there, what it reaches, where a model runs.
+"""The part of `pageturner doctor` about CUDA devices: which is there, what it reaches, where a
+model runs.
 
 Owns these lines. Must not know the rest of the report.
 """
@@ -56,7 +57,8 @@ def examine(
 
 
 def _reached(reached: list[bool]) -> str:
-    """How many devices there are, and which of them --tensor-parallel-size may have beside this one."""
+    """How many devices there are, and which of them --tensor-parallel-size may have beside this
+    one."""
     others = [str(ordinal) for ordinal, reaches in enumerate(reached) if reaches]
     apart = len(reached) - len(others)
     text = f"{len(reached)}, of which each --tensor-parallel-size may have: {', '.join(others)}"

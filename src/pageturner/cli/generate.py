@@ -1,4 +1,5 @@
-"""`pageturner generate`: one prompt in, its continuation out, piece by piece or as one JSON object."""
+"""`pageturner generate`: one prompt in, its continuation out, piece by piece or as one JSON
+object."""
 
 from __future__ import annotations
 
@@ -63,8 +64,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _question_is_prompt(arguments: argparse.Namespace) -> None:
-    """`generate [MODEL] "a question"`: a lone text of several words that is no file is the prompt, not a
-    model."""
+    """`generate [MODEL] "a question"`: a lone text of several words that is no file is the prompt,
+    not a model."""
     first, given = arguments.model or "", arguments.prompt is not None or arguments.file is not None
     if arguments.text is None and len(first.split()) > 1 and not Path(first[:4096]).exists():
         arguments.text, arguments.model = first, None

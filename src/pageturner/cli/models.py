@@ -1,9 +1,9 @@
 """`pageturner pull`, `list` and `rm`: the models that are kept on this machine.
 
 Owns what is shown of them and what may be removed. How an alias is fetched is the affair of
-formats/hub.py, how
-an id of the hub is fetched that of `huggingface_hub`; here its files are held against the hashes that the hub
-gave for them. A model elsewhere on the disk is no affair of these commands: they neither list nor remove it.
+formats/hub.py, how an id of the hub is fetched that of `huggingface_hub`; here its files are held
+against the hashes that the hub gave for them. A model elsewhere on the disk is no affair of these
+commands: they neither list nor remove it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _SHA256 = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class KeptModel:
-    """A model in one of the two caches. kind: "alias" or "hub". used: seconds since 1970. remove: takes its
-    files off the disk."""
+    """A model in one of the two caches. kind: "alias" or "hub". used: seconds since 1970. remove:
+    takes its files off the disk."""
 
     name: str
     kind: str
@@ -74,7 +74,8 @@ def _of_the_hub() -> list[KeptModel]:
 def check(path: Path) -> int:
     """Hash every file of a fetched folder whose hash the hub gave; returns how many there were.
 
-    EngineFault('model_hash_mismatch'): the file is removed, so that the next attempt fetches it again.
+    EngineFault('model_hash_mismatch'): the file is removed, so that the next attempt fetches it
+    again.
     """
     blobs = (
         sorted({file.resolve() for file in path.rglob("*") if file.is_symlink()})
@@ -99,7 +100,8 @@ def check(path: Path) -> int:
 
 
 def room(reference: str) -> None:
-    """EngineFault('disk_full') where what is to be fetched of an id of the hub does not fit the disk."""
+    """EngineFault('disk_full') where what is to be fetched of an id of the hub does not fit the
+    disk."""
     import huggingface_hub as hf
 
     try:

@@ -1,6 +1,7 @@
 """Flags of vLLM and llama-server: understood where ours means the same, else answered with ours.
 
-Owns the names. Must not know what a flag of ours does. Only for commands that take the engine's settings.
+Owns the names. Must not know what a flag of ours does. Only for commands that take the engine's
+settings.
 """
 
 from __future__ import annotations
@@ -168,8 +169,8 @@ def _hyphened(name: str) -> str:
 
 
 def translate(words: Sequence[str], known: Collection[str]) -> tuple[list[str], list[str]]:
-    """The words with our names in place of others, and notes about what was left out. known: the flags of the
-    command.
+    """The words with our names in place of others, and notes about what was left out. known: the
+    flags of the command.
 
     EngineFault('bad_setting') names our flag where another engine's has no equal here.
     """

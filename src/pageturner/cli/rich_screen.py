@@ -1,8 +1,9 @@
 """A chat in a terminal with colour: Markdown while it comes, history, completion of commands.
 
-Owns what prompt_toolkit and rich (the extra `chat`) are asked to do. An answer is shown block by block: what
-is whole (a paragraph, a list, code up to its closing fence) is printed for good, and only the block that is
-still being written is drawn again and again, so that answers may be longer than the screen.
+Owns what prompt_toolkit and rich (the extra `chat`) are asked to do. An answer is shown block by
+block: what is whole (a paragraph, a list, code up to its closing fence) is printed for good, and
+only the block that is still being written is drawn again and again, so that answers may be longer
+than the screen.
 """
 
 from __future__ import annotations

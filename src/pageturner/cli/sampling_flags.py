@@ -28,8 +28,8 @@ LIMITED = (
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """Fields of SamplingParams that flags set. `max_tokens`: what is taken if neither a flag nor the model
-    says it; None: as many as there is room for."""
+    """Fields of SamplingParams that flags set. `max_tokens`: what is taken if neither a flag nor
+    the model says it; None: as many as there is room for."""
 
     given: dict[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None

@@ -1,4 +1,5 @@
-"""What a chat is shown on: plain lines here, or a terminal with colour where the extra `chat` is installed.
+"""What a chat is shown on: plain lines here, or a terminal with colour where the extra `chat` is
+installed.
 
 Owns how lines are asked for and how answers are shown. Must not know what a conversation is.
 """
@@ -11,7 +12,8 @@ import sys
 from typing import Protocol
 
 PROMPT = "> "
-# all control characters but tab and line feed: a model's answer must not move the cursor or rename the window
+# all control characters but tab and line feed: a model's answer must not move the cursor or rename
+# the window
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 

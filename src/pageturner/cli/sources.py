@@ -42,10 +42,11 @@ Answer = Generator[str, None, AnswerSummary]
 
 
 class AnswerSource(Protocol):
-    """Answers as pieces of text; the generator returns the summary. ClientError for what cannot run.
+    """Answers as pieces of text; the generator returns the summary. ClientError for what cannot
+    run.
 
-    Ctrl-C during an answer either ends it with finish "abort" or is a KeyboardInterrupt; both leave the
-    source usable, provided that the generator is closed.
+    Ctrl-C during an answer either ends it with finish "abort" or is a KeyboardInterrupt; both leave
+    the source usable, provided that the generator is closed.
     """
 
     name: str
@@ -104,8 +105,8 @@ def _interrupts() -> Iterator[Callable[[], bool]]:
 class RemoteServer:
     """A server. `model` "": the first one that it lists.
 
-    Over http.client of the standard library: a command waits for one answer at a time, over https too, which
-    the asynchronous client of router and workshop (http_client.py) does not speak.
+    Over http.client of the standard library: a command waits for one answer at a time, over https
+    too, which the asynchronous client of router and workshop (http_client.py) does not speak.
     """
 
     def __init__(self, base_url: str, model: str = "", api_key: str = "") -> None:

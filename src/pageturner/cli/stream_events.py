@@ -1,7 +1,7 @@
 """What a server with the OpenAI API says in a stream, as the commands of a terminal read it.
 
-Owns which fields of an event are looked at, and what is no event. Must not know what is asked, nor how
-answers are shown. A server is not trusted: whatever it sends is an event or a ClientError.
+Owns which fields of an event are looked at, and what is no event. Must not know what is asked, nor
+how answers are shown. A server is not trusted: whatever it sends is an event or a ClientError.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _decoder = msgspec.json.Decoder(StreamEvent)
 
 
 def stream_events(response: LineReader) -> Iterator[StreamEvent]:
-    """The events of a stream until its end, or its `[DONE]`. ClientError for what is none, and for an
-    error."""
+    """The events of a stream until its end, or its `[DONE]`. ClientError for what is none, and for
+    an error."""
     while line := response.readline(MAX_EVENT):
         if not line.startswith(b"data:"):
             continue

@@ -1,1 +1,2 @@
-"""Config: every setting with its name, default and explanation, and how flags and files become settings."""
+"""Config: every setting with its name, default and explanation, and how flags and files become
+settings."""

@@ -1,7 +1,7 @@
 """KVSettings: where KV lies beside the memory that is computed with, and who is told of its blocks.
 
-Owns these settings, which `EngineConfig` has by inheritance, beside those of its scheduler: of two bases only
-one can have slots, which is theirs. Must not know what a setting does.
+Owns these settings, which `EngineConfig` has by inheritance, beside those of its scheduler: of two
+bases only one can have slots, which is theirs. Must not know what a setting does.
 """
 
 from __future__ import annotations

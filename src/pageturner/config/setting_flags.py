@@ -1,7 +1,7 @@
 """One command-line flag for each setting, in the groups in which `--help` shows them.
 
-Owns the groups and how a flag looks. Must not know any section of the settings, nor what a setting may be: it
-is given both.
+Owns the groups and how a flag looks. Must not know any section of the settings, nor what a setting
+may be: it is given both.
 """
 
 from __future__ import annotations
@@ -212,8 +212,8 @@ class SettingFlag:
         return len(",".join(self.choices)) <= LONGEST_CHOICES
 
     def arguments(self) -> dict[str, Any]:
-        """Return what `add_argument` takes beside the name. Only a flag that was given shows up in the
-        result."""
+        """Return what `add_argument` takes beside the name. Only a flag that was given shows up in
+        the result."""
         kind: dict[str, Any] = {"metavar": self._metavar()}
         if isinstance(self.setting.default, bool):
             kind = {"action": argparse.BooleanOptionalAction}

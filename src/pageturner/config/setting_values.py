@@ -1,6 +1,7 @@
 """Values of settings, from what a file or a flag says: types, bounds, choices, sizes.
 
-Owns the errors for what does not fit. Must not know any setting. Ground floor, standard library only.
+Owns the errors for what does not fit. Must not know any setting. Ground floor, standard library
+only.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from pageturner.errors import EngineFault
 
 
 def checked(setting: Field[Any], value: Any, choices: tuple[str, ...]) -> Any:
-    """The value in the type of the setting's default, if it is allowed. choices: what it may be; () if it is
-    free. EngineFault('bad_setting') says what is wrong."""
+    """The value in the type of the setting's default, if it is allowed. choices: what it may be; ()
+    if it is free. EngineFault('bad_setting') says what is wrong."""
     kind, name = type(setting.default), setting.name
     if kind is int and isinstance(value, str):
         value = parse_size(value, name, "bytes" in setting.metadata["help"])
@@ -35,9 +36,9 @@ def checked(setting: Field[Any], value: Any, choices: tuple[str, ...]) -> Any:
 
 
 def parse_size(text: str, name: str = "size", of_memory: bool = True) -> int:
-    """A whole number, with an optional suffix: K, M, G, T or KiB, MiB, GiB, TiB are powers of 1024, and KB,
-    MB, GB, TB of 1000, as in coreutils and on data sheets. EngineFault('bad_setting') for anything else, with
-    examples of sizes if it is `of_memory`."""
+    """A whole number, with an optional suffix: K, M, G, T or KiB, MiB, GiB, TiB are powers of 1024,
+    and KB, MB, GB, TB of 1000, as in coreutils and on data sheets. EngineFault('bad_setting') for
+    anything else, with examples of sizes if it is `of_memory`."""
     found = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([KMGT])(|B|iB)\s*", text, re.IGNORECASE)
     try:
         if found is None:

@@ -1,4 +1,5 @@
-"""One frozen dataclass tree from TOML and flags. An unknown key is an error. Source of the flag reference.
+"""One frozen dataclass tree from TOML and flags. An unknown key is an error. Source of the flag
+reference.
 
 Owns names, defaults and one-line explanations of every setting. Must not import any room.
 """
@@ -25,8 +26,8 @@ from pageturner.policies.scheduler_config import SchedulerConfig
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig(SchedulerConfig, KVSettings):
-    """Everything that belongs to a model and its engine, the settings of its scheduler among them. Holds no
-    secrets: it is passed on a command line."""
+    """Everything that belongs to a model and its engine, the settings of its scheduler among them.
+    Holds no secrets: it is passed on a command line."""
 
     model: str = option(
         "smollm2", "a GGUF file, a Hugging Face folder, its id on the hub, or an alias (smollm2)"
@@ -419,13 +420,15 @@ REGISTRIES: dict[str, Iterable[str]] = {"policy": POLICIES, "order": ORDERS, "ad
 
 
 def choices_of(setting: Field[Any]) -> tuple[str, ...]:
-    """Return what a setting may be: the names of a registry, or those that it lists; () if it is free."""
+    """Return what a setting may be: the names of a registry, or those that it lists; () if it is
+    free."""
     listed: tuple[str, ...] = setting.metadata["choices"]
     return tuple(REGISTRIES.get(setting.name, listed))
 
 
 def load(path: str | None = None, flags: dict[str, dict[str, Any]] | None = None) -> Config:
-    """The defaults, then the TOML file, then the flags. EngineFault('bad_setting') says what is wrong."""
+    """The defaults, then the TOML file, then the flags. EngineFault('bad_setting') says what is
+    wrong."""
     tables: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     if path is not None:
         for name, table in _read_toml(path).items():
@@ -460,15 +463,16 @@ def _section(name: str, kind: type[Any], values: dict[str, Any]) -> Any:
 
 
 def check(setting: Field[Any], value: Any) -> Any:
-    """The value in the type of the setting's default. EngineFault('bad_setting') if it is not allowed."""
+    """The value in the type of the setting's default. EngineFault('bad_setting') if it is not
+    allowed."""
     return checked(setting, value, choices_of(setting))
 
 
 def add_flags(
     parser: argparse.ArgumentParser, *sections: str, leave_out: tuple[str, ...] = ()
 ) -> None:
-    """One flag for each setting of these sections, in groups. Only flags that were given show up in the
-    result."""
+    """One flag for each setting of these sections, in groups. Only flags that were given show up in
+    the result."""
     setting_flags.add_flags(
         parser,
         [
@@ -481,7 +485,8 @@ def add_flags(
 
 
 def from_flags(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return what `add_flags` found, by section, for `load`. EngineFault for a number that is none."""
+    """Return what `add_flags` found, by section, for `load`. EngineFault for a number that is
+    none."""
     values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     for target, value in vars(arguments).items():
         section, dot, name = target.partition(".")

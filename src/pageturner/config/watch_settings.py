@@ -1,7 +1,7 @@
 """WatchSettings: how a program that listens lets itself be watched, by its log.
 
-Owns these settings, which `serve` and `route` have by inheritance, beside those of HTTP: of two bases only
-one can have slots, which is theirs. Must not know what a setting does.
+Owns these settings, which `serve` and `route` have by inheritance, beside those of HTTP: of two
+bases only one can have slots, which is theirs. Must not know what a setting does.
 """
 
 from __future__ import annotations

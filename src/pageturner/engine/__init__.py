@@ -1,1 +1,2 @@
-"""Runtime: from a plan to tokens. The engine and its process, packing, sampling, grammars, drafts."""
+"""Runtime: from a plan to tokens. The engine and its process, packing, sampling, grammars,
+drafts."""

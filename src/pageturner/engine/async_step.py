@@ -1,8 +1,8 @@
 """Asynchronous steps: step k+1 is launched on the device while step k still runs (adr/0066).
 
 Owns how a step is launched and collected, and what happens when either raises: the step is then run
-synchronously when its turn comes. The engine decides when a step is planned, launched and committed. Must
-not know policies, the scheduler or how anything is computed.
+synchronously when its turn comes. The engine decides when a step is planned, launched and
+committed. Must not know policies, the scheduler or how anything is computed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class AsyncExecutor(Protocol):
         """Return whether the next step of this request can begin without its newest token."""
 
     def launch(self, plan: Plan, before: Launched | None) -> Launched:
-        """Begin a step without waiting. Tokens that are not known yet are taken on the device from the step
-        `before`. All requests of the plan can run asynchronously."""
+        """Begin a step without waiting. Tokens that are not known yet are taken on the device from
+        the step `before`. All requests of the plan can run asynchronously."""
 
     def collect(self, launched: Launched) -> Result:
         """Wait for a launched step. Steps are collected in order, each at most once."""
@@ -55,7 +55,8 @@ class InFlightStep:
 
 
 class AsyncSteps:
-    """Launches and collects steps on one asynchronous executor. made: steps that were launched ahead."""
+    """Launches and collects steps on one asynchronous executor. made: steps that were launched
+    ahead."""
 
     def __init__(self, executor: AsyncExecutor) -> None:
         self._executor = executor
@@ -79,8 +80,8 @@ class AsyncSteps:
             log.error("launching a step raised %s: it is run when its turn comes", name)
 
     def collect(self, step: InFlightStep, behind: InFlightStep | None) -> Result | None:
-        """Return the result of a launched step. None: it raised and must be run again, and so must the step
-        behind it, which took its tokens."""
+        """Return the result of a launched step. None: it raised and must be run again, and so must
+        the step behind it, which took its tokens."""
         try:
             return self._executor.collect(step.launched)
         except EngineFault:

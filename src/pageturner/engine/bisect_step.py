@@ -1,8 +1,9 @@
-"""A step that raises is run again in halves, until what raises is alone: one request fails, the others go on.
+"""A step that raises is run again in halves, until what raises is alone: one request fails, the
+others go on.
 
-Owns which part of a plan is run again, and the failure of a guilty request. Must not know the scheduler, the
-channel or what is computed: until it is committed a plan may be run again, and so may any part of it, but for
-the copies of blocks, which are made once.
+Owns which part of a plan is run again, and the failure of a guilty request. Must not know the
+scheduler, the channel or what is computed: until it is committed a plan may be run again, and so
+may any part of it, but for the copies of blocks, which are made once.
 """
 
 from __future__ import annotations
@@ -28,24 +29,26 @@ Begin = Callable[[list[Item]], None]
 class StepBisection:
     """Runs plans again that raised. Single-threaded, as the engine is.
 
-    An exception that does not come again in the halves costs no request anything. One request that raises alone
-    gets a Failure. Where everything raises, the executor is broken and not a request: the exception goes on,
-    the process ends, and the supervisor recovers. Where a request is alone in its steps it is not known
-    which of both it is: it fails, but MAX_IN_A_ROW such steps with none that succeeds between them are the
-    executor's fault.
+    An exception that does not come again in the halves costs no request anything. One request that
+    raises alone gets a Failure. Where everything raises, the executor is broken and not a request:
+    the exception goes on, the process ends, and the supervisor recovers. Where a request is alone
+    in its steps it is not known which of both it is: it fails, but MAX_IN_A_ROW such steps with
+    none that succeeds between them are the executor's fault.
 
-    in_a_row  steps so far that gave nothing but failures; the engine makes it 0 with each that succeeds
+    in_a_row  steps so far that gave nothing but failures; the engine makes it 0 with each that
+              succeeds
     """
 
     def __init__(self) -> None:
         self.in_a_row = 0
 
     def run_parts(self, executor: Executor, plan: Plan, raised: Exception, begin: Begin) -> Result:
-        """The result of a plan that raised as a whole: halves of halves, in its order, with a Failure for
-        each item that raises when it is alone. Raises what the whole did where nothing can be computed.
+        """The result of a plan that raised as a whole: halves of halves, in its order, with a
+        Failure for each item that raises when it is alone. Raises what the whole did where nothing
+        can be computed.
 
-        Its copies of blocks were made when the whole was run, and must not be made again: the last owner of a
-        block that was copied may write into it in the same step.
+        Its copies of blocks were made when the whole was run, and must not be made again: the last
+        owner of a block that was copied may write into it in the same step.
 
         begin  called with the items of each part before it is run
         """
@@ -85,7 +88,8 @@ def part_of(plan: Plan, items: list[Item]) -> Plan:
 
 
 def _halves(part: list[tuple[int, Item]]) -> list[list[tuple[int, Item]]]:
-    """Return both halves as a stack with the first half on top. A single item is tried once more as it is."""
+    """Return both halves as a stack with the first half on top. A single item is tried once more as
+    it is."""
     middle = (len(part) + 1) // 2
     return [half for half in (part[middle:], part[:middle]) if half]
 

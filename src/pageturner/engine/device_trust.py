@@ -1,9 +1,9 @@
-"""Trust in devices: which have shown that they compute right, form by form, kept beside the limits of the
-machine.
+"""Trust in devices: which have shown that they compute right, form by form, kept beside the limits
+of the machine.
 
-Owns the file, and when a device is tested and when it is left alone. A form is what is compared by one
-comparison: products with weights of one kind and shape, attention over one type of KV with heads of one size,
-and so on (`kernels.gpu.proof`). Must not know how anything is compared.
+Owns the file, and when a device is tested and when it is left alone. A form is what is compared by
+one comparison: products with weights of one kind and shape, attention over one type of KV with
+heads of one size, and so on (`kernels.gpu.proof`). Must not know how anything is compared.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ WRONG = (
 
 
 class FormResult(msgspec.Struct, frozen=True):
-    """The result of one form. text: RIGHT, or what was wrong; code: digest of the code that compared it."""
+    """The result of one form. text: RIGHT, or what was wrong; code: digest of the code that
+    compared it."""
 
     text: str
     code: str
@@ -65,13 +66,14 @@ def results_file() -> Path:
 
 
 def record_of(driver: Driver) -> Record:
-    """Forms that were compared on this device, with this driver and these kernels, and by which models."""
+    """Forms that were compared on this device, with this driver and these kernels, and by which
+    models."""
     return _read().devices.get(_key(driver)) or Record()
 
 
 def distrust_reason(driver: Driver, model: str, forms: Iterable[str]) -> str | None:
-    """Why `--device auto` leaves a device alone for a model. None: no form of the model is known to be wrong
-    there, and the architecture was proven or this device has shown something right.
+    """Why `--device auto` leaves a device alone for a model. None: no form of the model is known to
+    be wrong there, and the architecture was proven or this device has shown something right.
 
     model  `ModelNeeds.mark`; forms: those that are known of it before it is loaded
     """
@@ -100,9 +102,10 @@ def summary(driver: Driver) -> str:
 
 
 def self_test(decoder: Decoder, ops: Any, spec: KVSpec, model: str, length: int) -> None:
-    """Compare what this device computes in each form of the model that it has not shown yet. EngineFault
-    ('gpu_wrong', 'gpu_fault') names the form that is wrong; from then on `auto` leaves the device alone for
-    models that have it, until it was right. On the CPU, and on what interprets kernels, nothing is done.
+    """Compare what this device computes in each form of the model that it has not shown yet.
+    EngineFault ('gpu_wrong', 'gpu_fault') names the form that is wrong; from then on `auto` leaves
+    the device alone for models that have it, until it was right. On the CPU, and on what interprets
+    kernels, nothing is done.
 
     spec    form of one KV block
     model   `ModelNeeds.mark`

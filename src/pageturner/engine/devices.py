@@ -1,6 +1,7 @@
 """The choice of a device, CPU or CUDA, with its reason, and the division of a device's memory.
 
-Owns the choice, the plan that is told before anything is loaded, and the dry run. Must not know requests.
+Owns the choice, the plan that is told before anything is loaded, and the dry run. Must not know
+requests.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ PHASES = {
 
 @dataclass(frozen=True, slots=True)
 class DeviceChoice:
-    """ops: of a CUDA device; None: the CPU. reason: why, in a line. seconds: of imports, manifest and driver,
-    where there is a device. mark: `ModelNeeds.mark`."""
+    """ops: of a CUDA device; None: the CPU. reason: why, in a line. seconds: of imports, manifest
+    and driver, where there is a device. mark: `ModelNeeds.mark`."""
 
     ops: GpuOps | None
     reason: str
@@ -114,9 +115,9 @@ def needs_of(path: Any, config: EngineConfig) -> ModelNeeds:
 
 
 def choose(config: EngineConfig, needs: Callable[[], ModelNeeds]) -> DeviceChoice:
-    """The device for a model. With `--device cuda` an EngineFault where it cannot be: as drivers.open_driver, and
-    'gpu_model' for what is not computed there, 'gpu_memory' for a model larger than its memory. needs: asked
-    once a device is found."""
+    """The device for a model. With `--device cuda` an EngineFault where it cannot be: as
+    drivers.open_driver, and 'gpu_model' for what is not computed there, 'gpu_memory' for a model
+    larger than its memory. needs: asked once a device is found."""
     if config.device == "cpu":
         return DeviceChoice(None, "the CPU was asked for")
     if config.backend != "auto":
@@ -176,7 +177,8 @@ def check_model(driver: Driver, needs: ModelNeeds, config: EngineConfig) -> None
 
 
 def _check_ranks(driver: Driver, size: int) -> None:
-    """EngineFault('gpu_devices') unless each of so many ranks has a device, and they reach each other."""
+    """EngineFault('gpu_devices') unless each of so many ranks has a device, and they reach each
+    other."""
     if size == 1:
         return
     reached, wanted = driver.peers(), drivers.ordinals(size)
@@ -221,7 +223,8 @@ def _lacking(spec: ModelSpec, config: EngineConfig) -> str | None:
 
 
 def plan_text(ops: GpuOps, needs: ModelNeeds, config: EngineConfig) -> str:
-    """Return a line on what the memory of each device will be for; told before weights are loaded."""
+    """Return a line on what the memory of each device will be for; told before weights are
+    loaded."""
     size = config.tensor_parallel_size
     weights, exchange = needs.weights // size, exchange_of(config)
     free = ops.free_memory() - weights - exchange
@@ -244,8 +247,8 @@ def plan_text(ops: GpuOps, needs: ModelNeeds, config: EngineConfig) -> str:
 
 
 def kv_bytes(ops: object, asked: int, host: int) -> tuple[int, int]:
-    """Return for `plan_kv` bytes for KV that are asked for, and bytes that are free; of the devices where KV
-    lies there. asked 0: a share of what is free. host: bytes that are free on the host."""
+    """Return for `plan_kv` bytes for KV that are asked for, and bytes that are free; of the devices
+    where KV lies there. asked 0: a share of what is free. host: bytes that are free on the host."""
     free = getattr(ops, "free_for_kv", None)
     if free is None:
         return asked, host
@@ -255,9 +258,9 @@ def kv_bytes(ops: object, asked: int, host: int) -> tuple[int, int]:
 
 @contextmanager
 def memory_lock(ops: object) -> Iterator[None]:
-    """Engines of one user that start at the same time size their KV one after the other, so that each sees
-    what the others left free on a device. On the CPU, and where the lock cannot be written, nothing is
-    done."""
+    """Engines of one user that start at the same time size their KV one after the other, so that
+    each sees what the others left free on a device. On the CPU, and where the lock cannot be
+    written, nothing is done."""
     if ops is None:
         yield
         return
@@ -277,9 +280,9 @@ def limits_of(ops: GpuOps | None) -> MachineLimits | None:
 def dry_run(
     decoder: Decoder, ops: GpuOps | None, config: EngineConfig, length: int
 ) -> EngineConfig:
-    """The largest step of the token budget, computed once, so that what is free afterwards is what KV can
-    have: kernels, tables and buffers are there by then. Where the budget was left to the machine, it becomes
-    the largest of BUDGETS whose step fits.
+    """The largest step of the token budget, computed once, so that what is free afterwards is what
+    KV can have: kernels, tables and buffers are there by then. Where the budget was left to the
+    machine, it becomes the largest of BUDGETS whose step fits.
 
     length  of the longest sequence
     EngineFault('gpu_memory') where no step fits.
@@ -307,10 +310,10 @@ def by_all_ranks(decoder: Decoder, ops: Any, config: EngineConfig, length: int) 
 
 
 def smaller_steps(decoder: Decoder, ops: Any, config: EngineConfig, length: int) -> None:
-    """Steps of every height that the products of a step have, with the choice of a token behind each row.
-    Kernels are loaded when they are first launched: those of small steps are not to be in the time of the
-    first request, and the local memory of others, some 270 MB where a thread has 984 bytes of it, is to be
-    taken before KV is sized. Nothing on the CPU.
+    """Steps of every height that the products of a step have, with the choice of a token behind
+    each row. Kernels are loaded when they are first launched: those of small steps are not to be in
+    the time of the first request, and the local memory of others, some 270 MB where a thread has
+    984 bytes of it, is to be taken before KV is sized. Nothing on the CPU.
 
     length  of the longest sequence
     """
@@ -319,7 +322,8 @@ def smaller_steps(decoder: Decoder, ops: Any, config: EngineConfig, length: int)
     kv = ops.alloc_kv(decoder.kv_spec(1, config.block_size, kv_type(config)))
     try:
         for rows in (n for n in HEIGHTS if n <= max(config.token_budget or length, HEIGHTS[0])):
-            # not one row: a step that only decodes would be counted among those that may be recorded
+            # not one row: a step that only decodes would be counted among those that may be
+            # recorded
             batch = largest_batch(rows, 1, min(rows, length), config.block_size)
             batch = replace(batch, logit_rows=np.arange(rows, dtype=np.int32))
             hidden = decoder.hidden(batch, kv)
@@ -344,8 +348,8 @@ def tell_start(chosen: DeviceChoice, phases: Mapping[str, float]) -> None:
 def _largest_step(
     decoder: Decoder, ops: Any, budget: int, config: EngineConfig, length: int
 ) -> None:
-    """Compute the largest step: as many sequences as may run decode at the end of their context, beside
-    prompts that fill the budget. All read one block and write nowhere."""
+    """Compute the largest step: as many sequences as may run decode at the end of their context,
+    beside prompts that fill the budget. All read one block and write nowhere."""
     spec = decoder.kv_spec(1, config.block_size, kv_type(config))
     kv = ops.alloc_kv(spec)
     try:
@@ -358,8 +362,9 @@ def _largest_step(
 
 
 def largest_batch(budget: int, sequences: int, length: int, block_size: int) -> Batch:
-    """`budget` rows: `sequences` - 1 that decode, and prompts of at most `length` tokens. There are as many
-    sequences as a recording has for these, and a row more, so that it fits where they do."""
+    """`budget` rows: `sequences` - 1 that decode, and prompts of at most `length` tokens. There are
+    as many sequences as a recording has for these, and a row more, so that it fits where they
+    do."""
     from pageturner.kernels.gpu.steps import bucket
 
     sequences = bucket(sequences)

@@ -1,8 +1,8 @@
 """The engine: a scheduler and an executor in turn: plan, run, commit.
 
-Owns the order and the times of these calls, which steps are in flight, and the observers: the step log, the
-latency of each request, the totals of work. Must not know sockets, HTTP, text or any policy: the caller of
-`step` decides whether it is a server, a script or a test.
+Owns the order and the times of these calls, which steps are in flight, and the observers: the step
+log, the latency of each request, the totals of work. Must not know sockets, HTTP, text or any
+policy: the caller of `step` decides whether it is a server, a script or a test.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Engine:
         """True while a step was launched and is not committed."""
         return self._in_flight is not None
 
-    # -- requests --------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
     def submit(self, request: Request) -> list[Event]:
         """Take a request. A refusal is an event too, so that each request is answered."""
         self.wake = None
@@ -144,8 +144,8 @@ class Engine:
         return []
 
     def abort(self, id: int) -> Timings | None:
-        """Forget a request and free its blocks now; unknown ids are of requests that just finished. Returns where
-        its time went until now."""
+        """Forget a request and free its blocks now; unknown ids are of requests that just finished.
+        Returns where its time went until now."""
         self.wake = None
         now = self.clock()
         timings = self.latency.close(id, now)
@@ -187,7 +187,7 @@ class Engine:
             self._log.changed(self.clock(), settings, widest)
         return True
 
-    # -- steps -----------------------------------------------------------------------------------------------
+    # -- steps -------------------------------------------------------------------------------------
     def step(self, ledger: Ledger | None = None) -> list[Event]:
         """Commit one step. Returns its events; sets `wake` when there was nothing to run."""
         self.connectors.step(self)
@@ -234,7 +234,8 @@ class Engine:
         return InFlightStep(plan, start, self.clock(), computed, work, ahead)
 
     def _launch_behind(self, step: InFlightStep, ledger: Ledger | None) -> InFlightStep | None:
-        """Plan the step behind the one in flight, and launch it if its requests can run asynchronously."""
+        """Plan the step behind the one in flight, and launch it if its requests can run
+        asynchronously."""
         assert self.async_steps is not None
         if not self._plan_ahead:
             return None
@@ -282,7 +283,8 @@ class Engine:
 
     @staticmethod
     def _note_begin(ledger: Ledger | None, now: float, items: list[Item]) -> None:
-        """Make the requests of these items the only suspects of a crash; the time of a hang begins anew."""
+        """Make the requests of these items the only suspects of a crash; the time of a hang begins
+        anew."""
         if ledger is not None:
             ledger.begin(now, [item.sequence.request.id for item in items])
 
@@ -336,7 +338,8 @@ class Engine:
             self._log.close()
 
     def stats(self) -> dict[str, float]:
-        """The figures of the scheduler, of targets and of the work. Pending requests count as waiting."""
+        """The figures of the scheduler, of targets and of the work. Pending requests count as
+        waiting."""
         figures = self.scheduler.stats() | self._slo.stats()
         figures["deferred"] = float(len(self._pending))
         figures["waiting"] += figures["deferred"]
@@ -351,7 +354,8 @@ def _refused(request: Request, refused: Refused) -> list[Event]:
 
 
 def _note_rows(ledger: Ledger | None, items: list[Item]) -> None:
-    """Note each row of the step while the live view is open, and whether it is of a prompt or recomputed."""
+    """Note each row of the step while the live view is open, and whether it is of a prompt or
+    recomputed."""
     if ledger is not None and ledger.watched:
         rows = []
         for item in items:

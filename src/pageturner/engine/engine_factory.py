@@ -1,5 +1,5 @@
-"""The engine factory, from settings to an engine: backend, model, KV storage, scheduler. Says how long each
-phase took.
+"""The engine factory, from settings to an engine: backend, model, KV storage, scheduler. Says how
+long each phase took.
 
 Everything that cannot work is an EngineFault before a request is taken.
 """
@@ -59,7 +59,8 @@ FAKE_MODEL_LEN = 8192
 class LoadedEngine:
     """An engine that is ready, and what its users must know. Lengths in tokens.
 
-    needs         what its steps compute and read; limits: of this machine. None where they are not known
+    needs         what its steps compute and read; limits: of this machine. None where they are not
+                  known
     taken_back    KV blocks that another engine process had computed before it died
     async_runner  the same executor, where it can begin a step before the one before it is known
     pace          limits by which steps are sized: those, or what a short look at the machine found
@@ -109,8 +110,10 @@ def make_engine(
     """Load the model and put the engine together. EngineFault when that cannot be done.
 
     wrap       puts something around the backend, such as a clock
-    tokenizer  asked when the first grammar comes, by another thread; None: read from the model's files then
-    kv_fd      memory file for KV, which somebody keeps for the next engine; None: KV goes with this process
+    tokenizer  asked when the first grammar comes, by another thread; None: read from the model's
+               files then
+    kv_fd      memory file for KV, which somebody keeps for the next engine; None: KV goes with this
+               process
     """
     _check(config)
     connectors = KVConnectors(config)
@@ -182,7 +185,8 @@ def _texts(config: EngineConfig, model: hub.ModelFile) -> Tokenizer:
 
 
 def _device(config: EngineConfig, model: hub.ModelFile) -> devices.DeviceChoice:
-    """Choose where the model is computed, and say what a device's memory is for before anything is loaded."""
+    """Choose where the model is computed, and say what a device's memory is for before anything is
+    loaded."""
     chosen = devices.choose(config, lambda: devices.needs_of(model.path, config))
     if chosen.ops is not None:
         logs.say(devices.plan_text(chosen.ops, devices.needs_of(model.path, config), config))
@@ -197,9 +201,10 @@ def _tried(
     config: EngineConfig,
     length: int,
 ) -> EngineConfig:
-    """Do what a device does before it serves: its largest step, smaller ones, and the test that it computes
-    right. Gives the settings, with a token budget that fits. Of several ranks the first one does it alone: a
-    step that does not fit would end the others. Then all do it, for what they take is not free for KV.
+    """Do what a device does before it serves: its largest step, smaller ones, and the test that it
+    computes right. Gives the settings, with a token budget that fits. Of several ranks the first
+    one does it alone: a step that does not fit would end the others. Then all do it, for what they
+    take is not free for KV.
 
     ranks  their backend; None: there is one device
     """
@@ -224,8 +229,8 @@ def _block_spec(decoder: Decoder, config: EngineConfig) -> KVSpec:
 def _kv_sizes(
     config: EngineConfig, ops: Ops, decoder: Decoder, max_model_len: int, smaller: Decoder | None
 ) -> KVSizes:
-    """Return how many blocks there are. A tier holds blocks of all layers: with one they are kept as if no
-    layer had a window. smaller: the draft model."""
+    """Return how many blocks there are. A tier holds blocks of all layers: with one they are kept
+    as if no layer had a window. smaller: the draft model."""
     windows = (0, 0) if wants_tiers(config) else (decoder.windowed, decoder.window)
     asked, free = devices.kv_bytes(ops, config.kv_cache_memory, available_memory())
     free -= config.kv_host_memory
@@ -238,8 +243,8 @@ def _kv_sizes(
 def async_runner_of(
     config: EngineConfig, runner: Runner, decoder: Decoder, ops: Ops
 ) -> AsyncRunner | None:
-    """Return the runner of asynchronous steps; None for synchronous ones. A step log is replayed by plans
-    that know every token, and who drafts must know them."""
+    """Return the runner of asynchronous steps; None for synchronous ones. A step log is replayed by
+    plans that know every token, and who drafts must know them."""
     plain = not config.async_scheduling or config.step_log or config.speculation != "off"
     later = getattr(ops, "later", None)  # a backend that need not wait says so: ChoosesLater
     return None if plain or later is None else AsyncRunner(runner, decoder, later)
@@ -248,8 +253,8 @@ def async_runner_of(
 def _surviving_kv(
     config: EngineConfig, ops: Ops, kv_fd: int | None, decoder: Decoder, fingerprint: str
 ) -> SurvivingKV | None:
-    """Return the KV that is to outlive this process. None without the prefix cache: only what is findable can
-    be taken back; and with the reference, whose KV lies in arrays of numpy."""
+    """Return the KV that is to outlive this process. None without the prefix cache: only what is
+    findable can be taken back; and with the reference, whose KV lies in arrays of numpy."""
     wanted = config.kv_survival and config.enable_prefix_caching and ops.name == "native"
     wanted &= tensor_parallel.ranks_of(config) == 1  # each rank has a part of each block
     if kv_fd is None or not wanted:
@@ -272,8 +277,8 @@ def _limits(ops: Ops, config: EngineConfig, needs: ModelCosts) -> MachineLimits 
 
 
 def _pace(ops: Ops, config: EngineConfig) -> MachineLimits | None:
-    """Return rough limits where nobody has measured the machine, from a look that a start has time for.
-    Reading is not looked at: a step full of prompts hides it."""
+    """Return rough limits where nobody has measured the machine, from a look that a start has time
+    for. Reading is not looked at: a step full of prompts hides it."""
     if ops.name != "native":
         return None
     return MachineLimits(math.inf, *quick_peak(ops.fingerprint.split("-")[1], _threads(config)))
@@ -313,7 +318,8 @@ def _model_len(config: EngineConfig, context: int) -> int:
 
 
 def _build_fake(config: EngineConfig, connectors: KVConnectors) -> LoadedEngine:
-    """Make an engine without a model: for tests of the server and for measuring the engine itself."""
+    """Make an engine without a model: for tests of the server and for measuring the engine
+    itself."""
     vocab = int(os.environ.get("PAGETURNER_FAKE_VOCAB", "320"))
     seconds = float(os.environ.get("PAGETURNER_FAKE_STEP_SECONDS", "0"))
     length = config.max_model_len or FAKE_MODEL_LEN
@@ -337,7 +343,8 @@ def _assemble(
     kept: SurvivingKV | None = None,
     storage: KVStorage | None = None,
 ) -> None:
-    """Put the engine together. kept: KV of the process before; storage: where the KV of the model lies."""
+    """Put the engine together. kept: KV of the process before; storage: where the KV of the model
+    lies."""
     assert parts.connectors is not None
     model = f"{weights_digest(config)}-{built.fingerprint}"
     config = _with_context_price(config, built.needs)
@@ -367,8 +374,8 @@ def scheduler_of(
     model: str = "",
     listeners: tuple[Listener, ...] = (),
 ) -> SchedulerStack:
-    """The scheduler of an engine with these settings and so many blocks. model: what the bits of its KV
-    depend on, for the keys of blocks. listeners: who else wants to be told."""
+    """The scheduler of an engine with these settings and so many blocks. model: what the bits of
+    its KV depend on, for the keys of blocks. listeners: who else wants to be told."""
     return make_scheduler(
         config,
         num_blocks=sizes.blocks,
@@ -381,8 +388,8 @@ def scheduler_of(
 
 
 def engine_again(built: LoadedEngine, config: EngineConfig) -> Engine:
-    """Return a new engine around the loaded model, without grammars, with another step log: for measuring.
-    The old one must not be used any more."""
+    """Return a new engine around the loaded model, without grammars, with another step log: for
+    measuring. The old one must not be used any more."""
     config = _with_context_price(with_step_sizes(config, built.needs, built.pace), built.needs)
     stack = scheduler_of(config, built.sizes, built.max_model_len)
     log = _step_log(config, built)

@@ -1,7 +1,9 @@
-"""Executors without a model: they make every test of server, supervisor and scheduler run in seconds.
+"""Executors without a model: they make every test of server, supervisor and scheduler run in
+seconds.
 
-The fake one computes tokens that depend on every token before them, as a real model's do; the null one
-answers the same token always and costs nothing, which leaves only the engine's own overhead to measure.
+The fake one computes tokens that depend on every token before them, as a real model's do; the null
+one answers the same token always and costs nothing, which leaves only the engine's own overhead to
+measure.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ def next_token(tokens: list[int], vocab_size: int) -> int:
 
 
 class FakeExecutor:
-    """Deterministic tokens; a step takes `seconds_per_step` plus `seconds_per_token` for each row."""
+    """Deterministic tokens; a step takes `seconds_per_step` plus `seconds_per_token` for each
+    row."""
 
     def __init__(
         self, vocab_size: int, seconds_per_step: float = 0.0, seconds_per_token: float = 0.0

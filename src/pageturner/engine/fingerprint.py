@@ -1,7 +1,8 @@
-"""Fingerprints: what the bits of an answer depend on, by kernels and settings, and marks of a model's
-weights.
+"""Fingerprints: what the bits of an answer depend on, by kernels and settings, and marks of a
+model's weights.
 
-Owns the form of a fingerprint, which receipts and step logs hold, so the form stays. Must not know engines.
+Owns the form of a fingerprint, which receipts and step logs hold, so the form stays. Must not know
+engines.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ SAMPLE_BYTES = 16 << 10  # of one sample: half a megabyte a file is read in a mi
 
 
 def fingerprint_of(ops: Ops, config: EngineConfig, kv_dtype: str, rope: str) -> str:
-    """Return what the bits of an answer depend on. rope: which divisors longrope took; "": it had no choice."""
+    """Return what the bits of an answer depend on. rope: which divisors longrope took; "": it had
+    no choice."""
     weights = (
         config.dtype if config.quantization == "none" else f"{config.dtype}-{config.quantization}"
     )
@@ -31,7 +33,8 @@ def fingerprint_of(ops: Ops, config: EngineConfig, kv_dtype: str, rope: str) -> 
 
 
 def settings_of(fingerprint: str) -> dict[str, str | int]:
-    """Return the settings of EngineConfig that a fingerprint of `fingerprint_of` tells; {} where it is none."""
+    """Return the settings of EngineConfig that a fingerprint of `fingerprint_of` tells; {} where it
+    is none."""
     found = re.fullmatch(
         r"(.+)-(auto|float32)(?:-(int8|int4))?-act_(\w+)-kv_([a-z0-9_]+?)(?:-rope_\w+?)?(?:-tp_(\d+))?",
         fingerprint,
@@ -50,7 +53,8 @@ def settings_of(fingerprint: str) -> dict[str, str | int]:
 
 
 def model_mark(config: EngineConfig) -> str:
-    """Size and digest of the beginning of the model's file or of its folder's config.json; "" without."""
+    """Size and digest of the beginning of the model's file or of its folder's config.json; ""
+    without."""
     if config.backend in ("fake", "null"):
         return ""
     path = hub.resolve(config.model, offline=True).path
@@ -62,8 +66,8 @@ def model_mark(config: EngineConfig) -> str:
 
 
 def weights_digest(config: EngineConfig) -> str:
-    """Tells the weights of one model from those of another, a fine-tune of it included: a digest of samples
-    that lie evenly over its files. "" without a model."""
+    """Tells the weights of one model from those of another, a fine-tune of it included: a digest of
+    samples that lie evenly over its files. "" without a model."""
     if config.backend in ("fake", "null"):
         return ""
     path = hub.resolve(config.model, offline=True).path

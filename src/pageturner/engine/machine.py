@@ -1,7 +1,7 @@
 """Facts of this machine: processors, memory, limits; and how fast numpy is on it. Linux.
 
-Owns reading /proc and /sys. Must not know models or settings. What native kernels can reach is measured in
-kernels/peak.py.
+Owns reading /proc and /sys. Must not know models or settings. What native kernels can reach is
+measured in kernels/peak.py.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class LoadMeter:
         self._begin = self._now()
 
     def read(self) -> tuple[float, float]:
-        """Shares of their time: what other programs took, and other machines on the same hardware."""
+        """Shares of their time: what other programs took, and other machines on the same
+        hardware."""
         busy, stolen, own, at = (
             now - before for now, before in zip(self._now(), self._begin, strict=True)
         )
@@ -125,8 +126,8 @@ def _quota(text: str) -> float | None:
 
 
 def measure_numpy(nbytes: int = 128 << 20, seconds: float = 0.3) -> tuple[float, float]:
-    """Measure without native kernels: GB/s of a sum over `nbytes`, far beyond any cache of a small machine,
-    on one thread, and GFLOP/s of a matrix product by numpy's BLAS."""
+    """Measure without native kernels: GB/s of a sum over `nbytes`, far beyond any cache of a small
+    machine, on one thread, and GFLOP/s of a matrix product by numpy's BLAS."""
     numbers = np.zeros(nbytes // 8, np.int64)
     numbers += 1  # untouched zeros would all be one page
     a, b = np.ones((512, 1024), np.float32), np.ones((1024, 1024), np.float32)

@@ -1,7 +1,7 @@
 """The limits of this machine, measured once (`pageturner doctor`) and kept beside the models.
 
-Owns the file, what a measurement is kept under (processor, instruction set, threads), and which limits are a
-step's. Must not measure.
+Owns the file, what a measurement is kept under (processor, instruction set, threads), and which
+limits are a step's. Must not measure.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def stored_peak(isa: str, threads: int) -> Peak | None:
 
 
 def store_peak(measured: Peak) -> bool:
-    """Keep the larger of each figure and what is kept already: what disturbs a measurement makes it smaller.
-    False where the file cannot be written."""
+    """Keep the larger of each figure and what is kept already: what disturbs a measurement makes it
+    smaller. False where the file cannot be written."""
     known = _read()
     key = _key(measured.isa, measured.threads)
     best = _best(measured, known.get(key, measured))
@@ -76,8 +76,8 @@ def store_ceilings(measured: Ceilings) -> bool:
 
 
 def limits_of_device(device: str) -> MachineLimits | None:
-    """Return the limits of steps on a device. A copy reads and writes, so reading alone may be twice as fast;
-    all products are counted against those in bf16."""
+    """Return the limits of steps on a device. A copy reads and writes, so reading alone may be
+    twice as fast; all products are counted against those in bf16."""
     found = stored_ceilings(device)
     if found is None:
         return None
@@ -89,7 +89,8 @@ def _read_devices() -> dict[str, Ceilings]:
 
 
 def read_json(path: Path, kind: Callable[[], T]) -> T:
-    """Return what a file holds; an empty one of its kind where it cannot be read or holds something else."""
+    """Return what a file holds; an empty one of its kind where it cannot be read or holds something
+    else."""
     try:
         found: T = msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, msgspec.MsgspecError):

@@ -1,7 +1,8 @@
-"""Pending requests: what a request waits for before the scheduler may see it (grammar, adapter, KV).
+"""Pending requests: what a request waits for before the scheduler may see it (grammar, adapter,
+KV).
 
-Owns which requests wait, what each waits for, and why one cannot run after all. The scheduler only ever sees
-requests that can run. Must not know the scheduler or the clock.
+Owns which requests wait, what each waits for, and why one cannot run after all. The scheduler only
+ever sees requests that can run. Must not know the scheduler or the clock.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class _Pending:
 
 
 class PendingRequests:
-    """The pending requests of one engine by id, in order of arrival. Without grammars no request may ask for
-    structured output."""
+    """The pending requests of one engine by id, in order of arrival. Without grammars no request
+    may ask for structured output."""
 
     def __init__(
         self, grammars: Grammars | None, adapters: AdapterStore, beside: KVConnectors
@@ -64,8 +65,8 @@ class PendingRequests:
         return len(self._pending)
 
     def add(self, request: Request) -> str | None:
-        """Let a request wait, and return for which part of its latency account. None: it can run now.
-        Refused if it never can, or if too many wait already."""
+        """Let a request wait, and return for which part of its latency account. None: it can run
+        now. Refused if it never can, or if too many wait already."""
         waits = self._waits(request)
         if not waits:
             return None
@@ -73,7 +74,8 @@ class PendingRequests:
         return waits[0].part
 
     def pop_ready(self) -> list[tuple[Request, Refused | None]]:
-        """Remove and return the requests that wait for nothing more, and why one cannot run after all."""
+        """Remove and return the requests that wait for nothing more, and why one cannot run after
+        all."""
         found: list[tuple[Request, Refused | None]] = []
         for id, one in list(self._pending.items()):
             try:

@@ -1,12 +1,12 @@
 """Step sizes: the token budget that nobody set, and where adaptive_chunk begins.
 
-Owns the seconds that a full step should take. Must not know schedulers, nor how limits are measured. No
-answer depends on a budget, so neither does a receipt.
+Owns the seconds that a full step should take. Must not know schedulers, nor how limits are
+measured. No answer depends on a budget, so neither does a receipt.
 
-A step full of prompts takes as long as its products at the machine's limits, divided by the share of them
-that such steps reach. While one is computed everybody who reads along waits, so its length is the longest gap
-between two of their tokens. Shorter steps cost little: weights are read again, which ten to thirty tokens
-already hide.
+A step full of prompts takes as long as its products at the machine's limits, divided by the share
+of them that such steps reach. While one is computed everybody who reads along waits, so its length
+is the longest gap between two of their tokens. Shorter steps cost little: weights are read again,
+which ten to thirty tokens already hide.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ CONTEXT = 512  # positions of a usual sequence that decodes
 def with_step_sizes(
     config: EngineConfig, needs: ModelCosts | None, limits: MachineLimits | None
 ) -> EngineConfig:
-    """The settings, with what the machine says where they leave it to the machine. needs: of the model.
+    """The settings, with what the machine says where they leave it to the machine. needs: of the
+    model.
 
-    The budget lets all sequences decode beside PROMPTS tokens of prompts; with a slow model a full step is
-    longer than STEP then, so prompts take no more beside those who decode than fits it, or BESIDE. Where
-    nothing is known of the machine the budget is MAX_TOKENS, and adaptive_chunk begins at its limits.
+    The budget lets all sequences decode beside PROMPTS tokens of prompts; with a slow model a full
+    step is longer than STEP then, so prompts take no more beside those who decode than fits it, or
+    BESIDE. Where nothing is known of the machine the budget is MAX_TOKENS, and adaptive_chunk
+    begins at its limits.
     """
     each = seconds_of_token(needs, limits) if needs and limits else 0.0
     if needs is None or limits is None or not each:
@@ -57,13 +59,14 @@ def with_step_sizes(
 
 
 def seconds_of_token(needs: ModelCosts, limits: MachineLimits) -> float:
-    """Return the seconds that one more token of a prompt adds to a full step; 0 where a limit that it needs
-    is not known."""
+    """Return the seconds that one more token of a prompt adds to a full step; 0 where a limit that
+    it needs is not known."""
     return _computing(needs.int8, needs.fp32, limits) / REACHED
 
 
 def sequences_in(seconds: float, needs: ModelCosts, limits: MachineLimits) -> int:
-    """Return how many sequences of CONTEXT positions decode in a step of so many seconds; at least 1."""
+    """Return how many sequences of CONTEXT positions decode in a step of so many seconds; at least
+    1."""
     pairs = CONTEXT * (needs.pair + needs.recent_pair)
     computing = _computing(
         needs.int8 + needs.ending_int8, needs.fp32 + needs.ending_fp32 + pairs, limits

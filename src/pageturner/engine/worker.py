@@ -1,9 +1,10 @@
-"""The engine process: `python -m pageturner.engine.worker --channel-fd N --ledger-fd M --config JSON`, and
-with `--kv-fd K` a memory file for its KV, with `--device D` the device of the engine process before it.
+"""The engine process: `python -m pageturner.engine.worker --channel-fd N --ledger-fd M --config
+JSON`, and with `--kv-fd K` a memory file for its KV, with `--device D` the device of the engine
+process before it.
 
-Owns the process: loading, its end of the channel, its exit. Must not know HTTP or text. An exception that is
-not one sequence's own kills the process on purpose: the supervisor's recovery is cheap, half-broken state is
-not.
+Owns the process: loading, its end of the channel, its exit. Must not know HTTP or text. An
+exception that is not one sequence's own kills the process on purpose: the supervisor's recovery is
+cheap, half-broken state is not.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ BUFFER_BYTES = 4 << 20  # of the socket: one step's news never waits for the API
 
 
 class ChannelLoop:
-    """Drives an Engine from a socket: submits and aborts in, events and stats out, until the other end
-    closes.
+    """Drives an Engine from a socket: submits and aborts in, events and stats out, until the other
+    end closes.
     """
 
     def __init__(

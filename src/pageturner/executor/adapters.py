@@ -1,8 +1,10 @@
-"""The LoRA adapters of an engine: which there are, which of them are in memory, and who waits for one.
+"""The LoRA adapters of an engine: which there are, which of them are in memory, and who waits for
+one.
 
-Owns the bound of adapters in memory, which of them goes when another is wanted (the one that was used longest
-ago, of those that no request has), and the threads that read them. Must not know the scheduler, the channel
-or what is in a folder (models/lora.py). All but the reading happens in the thread that steps, between steps.
+Owns the bound of adapters in memory, which of them goes when another is wanted (the one that was
+used longest ago, of those that no request has), and the threads that read them. Must not know the
+scheduler, the channel or what is in a folder (models/lora.py). All but the reading happens in the
+thread that steps, between steps.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ class LoadedAdapter:
 
 
 def read_adapter(decoder: Decoder | None, path: Path, digest: str = "") -> LoadedAdapter:
-    """Read, check and pack an adapter. EngineFault, also where it has another content than `digest` says."""
+    """Read, check and pack an adapter. EngineFault, also where it has another content than `digest`
+    says."""
     if decoder is None:
         raise EngineFault(
             "adapter_unsupported", "this engine has no model that an adapter could be for"
@@ -64,7 +67,8 @@ def read_adapter(decoder: Decoder | None, path: Path, digest: str = "") -> Loade
 
 
 def _loaded(work: Future[LoadedAdapter], where: str = "") -> LoadedAdapter:
-    """Return what was read. EngineFault whatever the folder holds: no other request is to suffer from it."""
+    """Return what was read. EngineFault whatever the folder holds: no other request is to suffer
+    from it."""
     try:
         return work.result()
     except EngineFault:
@@ -75,8 +79,8 @@ def _loaded(work: Future[LoadedAdapter], where: str = "") -> LoadedAdapter:
 
 
 class AdapterTicket:
-    """A request that waits until its adapter is in memory, or takes it at once. What the anteroom asks of a
-    future, it answers."""
+    """A request that waits until its adapter is in memory, or takes it at once. What the anteroom
+    asks of a future, it answers."""
 
     def __init__(self, store: AdapterStore, request: Request, number: int) -> None:
         self.id, self.digest, self.number = request.id, request.adapter, number
@@ -122,10 +126,11 @@ class AdapterStore:
         self._counts: Counter[str] = Counter()
         self._told: frozenset[str] = frozenset()  # which are in memory
 
-    # -- what there is ---------------------------------------------------------------------------------------
+    # -- what there is -----------------------------------------------------------------------------
     def change(self, message: LoadAdapter | UnloadAdapter) -> None:
-        """There is an adapter of this name from here on, or once it has been read: `news` tells of that. Or
-        nobody will ask for one any more: what requests have stays until they have ended."""
+        """There is an adapter of this name from here on, or once it has been read: `news` tells of
+        that. Or nobody will ask for one any more: what requests have stays until they have
+        ended."""
         if isinstance(message, UnloadAdapter):
             self._registering = [one for one in self._registering if one[0].name != message.name]
             self._forget_unless_wanted(self._names.pop(message.name, ""))
@@ -150,7 +155,8 @@ class AdapterStore:
         return bool(self._registering)
 
     def news(self) -> list[AdapterLoaded]:
-        """Return of the adapters that were to be registered what became of them since the last question."""
+        """Return of the adapters that were to be registered what became of them since the last
+        question."""
         told = []
         for message, work in [one for one in self._registering if one[1].done()]:
             self._registering.remove((message, work))
@@ -191,7 +197,7 @@ class AdapterStore:
             self._paths.pop(digest, None)
             self._drop(digest)
 
-    # -- requests --------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
     def ticket(self, request: Request) -> AdapterTicket:
         """Return a ticket for a request that wants an adapter. Refused where that is not there."""
         if request.adapter not in self._paths:
@@ -247,8 +253,8 @@ class AdapterStore:
             self._forget_unless_wanted(ticket.digest)
 
     def _must_wait(self, ticket: AdapterTicket) -> bool:
-        """Return whether so many went before an older one that waits for a place, that this one must not:
-        else those in memory could keep their places for ever."""
+        """Return whether so many went before an older one that waits for a place, that this one
+        must not: else those in memory could keep their places for ever."""
         starving = self._starving
         return starving is not None and self._passed >= PASSES and ticket.number > starving.number
 
@@ -281,8 +287,8 @@ class AdapterStore:
         self._packed.pop(digest, None)
 
     def _pool(self, name: str) -> ThreadPoolExecutor:
-        """Return the threads for one purpose: reading for requests does not wait for those that are only
-        registered."""
+        """Return the threads for one purpose: reading for requests does not wait for those that are
+        only registered."""
         if name not in self._pools:
             self._pools[name] = ThreadPoolExecutor(1, f"adapters-{name}", _be_nice)
         return self._pools[name]
@@ -323,8 +329,8 @@ class NamedAdapters:
         self._store.change(UnloadAdapter(name))
 
     def digest(self, name: str) -> str:
-        """Return the digest of an adapter's content; "" of "", which is the model as it is. ClientError for
-        one not there."""
+        """Return the digest of an adapter's content; "" of "", which is the model as it is.
+        ClientError for one not there."""
         if name and name not in self._digests:
             known = ", ".join(map(repr, self._digests)) or "none"
             raise ClientError(

@@ -1,7 +1,7 @@
 """Steps that are launched and collected later, on a backend that chooses tokens without waiting.
 
-Owns which requests can be part of such steps, and which rows of a step take their tokens from the one before
-it. The KV and everything else are the Runner's.
+Owns which requests can be part of such steps, and which rows of a step take their tokens from the
+one before it. The KV and everything else are the Runner's.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class AsyncRunner:
         self._runner, self._decoder, self._later = runner, decoder, later
 
     def can_run_async(self, request: Request) -> bool:
-        """Nothing of it looks at tokens: no grammar, penalty or other edit of logits, no search. Nor does it
-        want logprobs, whose logits would have to leave the device."""
+        """Nothing of it looks at tokens: no grammar, penalty or other edit of logits, no search.
+        Nor does it want logprobs, whose logits would have to leave the device."""
         params = request.params
         asked = (
             params.beam_width

@@ -1,4 +1,5 @@
-"""Packing, from a plan to the int32 arrays of a step. The only place that turns sequences into arrays.
+"""Packing, from a plan to the int32 arrays of a step. The only place that turns sequences into
+arrays.
 
 Must not know any backend, policy or sampling parameter.
 """
@@ -21,11 +22,12 @@ NO_ROWS: Rows = {}
 def pack(plan: Plan, block_size: int, scratch_block: int, before: Rows = NO_ROWS) -> Batch:
     """The rows of a plan, items first and in order, then its ballast.
 
-    Logits rows, in item order: for each item that reaches its last token, that row and one for each draft
-    token. Then, again in item order, the rows for prompt logprobs. Ballast is packed as anonymous sequences
-    that read `scratch_block` and write nowhere (slot -1).
+    Logits rows, in item order: for each item that reaches its last token, that row and one for each
+    draft token. Then, again in item order, the rows for prompt logprobs. Ballast is packed as
+    anonymous sequences that read `scratch_block` and write nowhere (slot -1).
 
-    before: the row of the step under way that chooses a sequence's next token; `tokens` has -1 - row for it
+    before: the row of the step under way that chooses a sequence's next token; `tokens` has -1 -
+    row for it
     """
     tokens: list[int] = []
     positions: list[int] = []
@@ -73,7 +75,8 @@ def pack(plan: Plan, block_size: int, scratch_block: int, before: Rows = NO_ROWS
 
 
 def _i32(values: list[int]) -> I32:
-    """Several times as fast as numpy's own conversion, and it touches little: a step finds cold caches."""
+    """Several times as fast as numpy's own conversion, and it touches little: a step finds cold
+    caches."""
     return np.frombuffer(array("i", values), np.int32) if values else np.empty(0, np.int32)
 
 
@@ -87,8 +90,8 @@ def _table(tables: list[list[int]], width: int, scratch_block: int) -> I32:
 
 
 def pack_sliding(batch: Batch, plan: Plan, block_size: int, scratch_block: int) -> Batch:
-    """The same step for layers with a window, whose KV lies in `Sequence.sliding`. Places that were given
-    back read `scratch_block`, or would: no kernel looks at what the window hides."""
+    """The same step for layers with a window, whose KV lies in `Sequence.sliding`. Places that were
+    given back read `scratch_block`, or would: no kernel looks at what the window hides."""
     block_table = np.full_like(batch.block_table, scratch_block)
     for row, item in zip(block_table, plan.items, strict=False):
         released, sliding = item.sequence.released, item.sequence.sliding[: len(row)]

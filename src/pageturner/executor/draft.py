@@ -1,7 +1,8 @@
 """Drafts: tokens that a step could verify beside the one that it computes anyway.
 
-Owns the guess and how long it is. What is wrong in it costs time and changes no answer, so that what is kept
-here of a sequence may be lost at any moment. Running a plan twice before its commit gives the same drafts.
+Owns the guess and how long it is. What is wrong in it costs time and changes no answer, so that
+what is kept here of a sequence may be lost at any moment. Running a plan twice before its commit
+gives the same drafts.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ class Costs:
     rows: float = ROWS
 
     def gain(self, chance: float, sequences: int, length: int) -> float:
-        """Tokens with drafts over tokens without, in the same time, if each drafted token is right with
-        `chance`. Leviathan et al. 2023 (arXiv 2211.17192), theorem 3.8, for several sequences at once and
-        rows that are not free."""
+        """Tokens with drafts over tokens without, in the same time, if each drafted token is right
+        with `chance`. Leviathan et al. 2023 (arXiv 2211.17192), theorem 3.8, for several sequences
+        at once and rows that are not free."""
         expected = sum(chance**i for i in range(length + 1))
         alone = 1 + sequences / self.rows
         return expected * alone / (alone + length * (sequences / self.rows + self.step * alone))
@@ -58,8 +59,8 @@ class Costs:
 
 @lru_cache(maxsize=4096)
 def best_length(costs: Costs, percent: int, sequences: int, most: int) -> tuple[int, float]:
-    """The length of a draft that gains most, if so many of a hundred tokens are right, and the gain; 0 and 1
-    where none is worth it."""
+    """The length of a draft that gains most, if so many of a hundred tokens are right, and the
+    gain; 0 and 1 where none is worth it."""
     gains = [
         (costs.gain(percent / 100, sequences, length), length) for length in range(1, most + 1)
     ]
@@ -68,8 +69,8 @@ def best_length(costs: Costs, percent: int, sequences: int, most: int) -> tuple[
 
 
 class SequenceMemory(Generic[T]):
-    """A drafter's memory of each sequence, for the MAX_REMEMBERED that it was asked about last. Another
-    request of a known id begins anew."""
+    """A drafter's memory of each sequence, for the MAX_REMEMBERED that it was asked about last.
+    Another request of a known id begins anew."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
@@ -98,8 +99,8 @@ class _NGramIndex:
         self.right, self.drafted = GUESS
 
     def follow(self, tokens: list[int]) -> None:
-        """Take in what came since the last call: how the draft did, and the n-grams. Those that end with the
-        last token are left out: they would find themselves."""
+        """Take in what came since the last call: how the draft did, and the n-grams. Those that end
+        with the last token are left out: they would find themselves."""
         if self.draft:
             accepted = len(tokens) - self.length - 1
             self._learn(accepted)
@@ -137,9 +138,10 @@ LOOKUP = Costs(step=0.0)
 class PromptLookup:
     """The continuation of the last place in prompt and output where the newest tokens stood before.
 
-    most  tokens of a draft. A draft that was right all through makes the next one longer, a wrong one
-          shorter; after several wrong ones there are none for a while. Beside other sequences, whose rows
-          are not free, it is no longer than gains by what share of the tokens has been right.
+    most  tokens of a draft. A draft that was right all through makes the next one longer, a wrong
+          one shorter; after several wrong ones there are none for a while. Beside other sequences,
+          whose rows are not free, it is no longer than gains by what share of the tokens has been
+          right.
     """
 
     def __init__(self, most: int = 7, costs: Costs = LOOKUP) -> None:

@@ -18,8 +18,8 @@ def check_speculation(config: EngineConfig) -> None:
 
 
 def check_tokens(target: Tokenizer, draft: Tokenizer, path: str) -> None:
-    """EngineFault('draft_model') unless a token means the same to both. One of the two may have padding
-    behind the tokens of the other."""
+    """EngineFault('draft_model') unless a token means the same to both. One of the two may have
+    padding behind the tokens of the other."""
     common = min(target.vocab_size, draft.vocab_size)
     problem = ""
     differs = (i for i in range(common) if target.token_bytes(i) != draft.token_bytes(i))

@@ -1,9 +1,9 @@
 """Drafts by a second, smaller model of the same vocabulary, which draws with the same noise.
 
-Owns the KV of the draft model, and when drafting pays. That KV lies in blocks with the ids of the target's,
-so that nobody has to plan for it; of each it is known which tokens it holds. So prefix hits, forks, copies,
-preemption and rejected drafts need no word from anybody: what a block lacks is computed when it is needed.
-Must not know policies or queues, nor how the target accepts a draft.
+Owns the KV of the draft model, and when drafting pays. That KV lies in blocks with the ids of the
+target's, so that nobody has to plan for it; of each it is known which tokens it holds. So prefix
+hits, forks, copies, preemption and rejected drafts need no word from anybody: what a block lacks is
+computed when it is needed. Must not know policies or queues, nor how the target accepts a draft.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class DraftModel:
     def __init__(self, decoder: Decoder, ops: Ops, layout: KVLayout, costs: Costs) -> None:
         self._decoder, self._ops, self._costs = decoder, ops, costs
         self._blocks, self._size = layout.sizes.blocks, layout.block_size
-        # Behind the target's blocks: some for drafts that end beyond their tables, forgotten after the step
+        # Behind the target's blocks: some for drafts that end beyond their tables, forgotten after
+        # the step
         count = self._blocks + MAX_DRAFTED + 1
         spec: KVSpec = decoder.kv_spec(count, self._size, layout.dtype)
         self.nbytes = spec.nbytes
@@ -91,8 +92,8 @@ class DraftModel:
     def _length(
         self, record: _DraftRecord, sequences: int, most: int, behind: int, left: int
     ) -> int:
-        """Tokens to draft, 0 where that does not pay: among so many sequences, with so many tokens that the
-        draft model has not seen, and at most so many left to draft for."""
+        """Tokens to draft, 0 where that does not pay: among so many sequences, with so many tokens
+        that the draft model has not seen, and at most so many left to draft for."""
         if record.rest:
             return 0
         costs = self._costs
@@ -116,7 +117,8 @@ class DraftModel:
         return min(len(blocks), len(chains)) * size
 
     def _step(self, guesses: list[_Guess]) -> list[_Guess]:
-        """Compute, and give each of those that are at their end a token more. Those that want another one."""
+        """Compute, and give each of those that are at their end a token more. Those that want
+        another one."""
         items = [Item(guess.row, guess.n, guess.row.computed) for guess in guesses]
         batch = pack(Plan(items), self._size, self._blocks + MAX_DRAFTED)
         vocab = self._decoder.spec.vocab
@@ -182,7 +184,8 @@ class _DraftRecord:
             self.rest -= 1
 
     def pause(self) -> None:
-        """Drafts do not pay: none for a while, then another try, of which the first outcomes decide."""
+        """Drafts do not pay: none for a while, then another try, of which the first outcomes
+        decide."""
         self.rest = min(SHORTEST_REST << self.rests, LONGEST_REST)
         self.rests += 1
         self.right, self.tried = (part / 4 for part in GUESS)

@@ -1,9 +1,11 @@
-"""Structured output: grammars, compiled in threads, and which tokens they allow next in each sequence.
+"""Structured output: grammars, compiled in threads, and which tokens they allow next in each
+sequence.
 
-Owns the matchers. Which tokens may come next is a function of (grammar, tokens of the answer) and of nothing
-else. A matcher only caches that: it is advanced by new tokens, rolled back where tokens were taken back, and
-made anew where it was dropped. So nobody has to tell it of preemption, restarts, forks or rejected drafts.
-Must not know how a grammar came about (text/structured_outputs.py), the queue, or logits.
+Owns the matchers. Which tokens may come next is a function of (grammar, tokens of the answer) and
+of nothing else. A matcher only caches that: it is advanced by new tokens, rolled back where tokens
+were taken back, and made anew where it was dropped. So nobody has to tell it of preemption,
+restarts, forks or rejected drafts. Must not know how a grammar came about
+(text/structured_outputs.py), the queue, or logits.
 """
 
 from __future__ import annotations
@@ -49,8 +51,9 @@ class GrammarError(Exception):
 
 
 def allowed(masks: Masks, sequences: list[Sequence], vocabulary: int) -> Allowed | None:
-    """The masks of these sequences, one row each, of a model of so many tokens. A mask that is shorter allows
-    nothing behind its end; a sequence without a grammar may have any token. None if none has a grammar."""
+    """The masks of these sequences, one row each, of a model of so many tokens. A mask that is
+    shorter allows nothing behind its end; a sequence without a grammar may have any token. None if
+    none has a grammar."""
     held = [
         r
         for r, sequence in enumerate(sequences)
@@ -79,10 +82,11 @@ class Matcher(Protocol):
 
 
 class Compiler:
-    """Compiles grammars for the vocabulary of one model, which is loaded when the first one comes. For any
-    thread. Compiling leaves the interpreter to others; loading the vocabulary, once, does not always. It
-    cannot be ended, but is bounded: its time hardly depends on the vocabulary, and a server lets no grammar
-    in whose check, which compiles it too, took longer than a limit (server/text_workers/text_pool.py)."""
+    """Compiles grammars for the vocabulary of one model, which is loaded when the first one comes.
+    For any thread. Compiling leaves the interpreter to others; loading the vocabulary, once, does
+    not always. It cannot be ended, but is bounded: its time hardly depends on the vocabulary, and a
+    server lets no grammar in whose check, which compiles it too, took longer than a limit
+    (server/text_workers/text_pool.py)."""
 
     def __init__(self, load: Callable[[], Tokenizer]) -> None:
         self._load = load
@@ -110,7 +114,8 @@ class Compiler:
         return matcher
 
     def least(self, matcher: Matcher) -> int:
-        """A number of tokens that no answer has fewer of: those that write what every answer begins with."""
+        """A number of tokens that no answer has fewer of: those that write what every answer begins
+        with."""
         text, longest = matcher.compute_ff_bytes(), max(map(len, self._pieces))
         fewest = [0] + [len(text)] * len(text)  # tokens that write so many bytes
         for end in range(1, len(text) + 1):
@@ -126,8 +131,9 @@ class Compiler:
 
 
 class _Words:
-    """A vocabulary as llguidance asks for it. Control tokens are no text: what they are spelled like never
-    makes one of them possible; those that end an answer are possible where the grammar may end."""
+    """A vocabulary as llguidance asks for it. Control tokens are no text: what they are spelled
+    like never makes one of them possible; those that end an answer are possible where the grammar
+    may end."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.eos_ids = tokenizer.eos_ids
@@ -144,8 +150,8 @@ class _Words:
 
 @dataclass(slots=True)
 class Start:
-    """`matcher` stands before the first token; every sequence gets a copy. Copies share a cache of bounded
-    size: when it is full, all of them report an error, and the grammar is compiled anew.
+    """`matcher` stands before the first token; every sequence gets a copy. Copies share a cache of
+    bounded size: when it is full, all of them report an error, and the grammar is compiled anew.
     least: no answer has fewer tokens."""
 
     grammar: str
@@ -155,7 +161,8 @@ class Start:
 
 @dataclass(slots=True)
 class _Place:
-    """The place of one sequence in its grammar: `matcher`, a copy of `origin`, has consumed `tokens`."""
+    """The place of one sequence in its grammar: `matcher`, a copy of `origin`, has consumed
+    `tokens`."""
 
     grammar: str
     origin: Matcher
@@ -170,8 +177,8 @@ class _Place:
         return place
 
     def move(self, tokens: list[int]) -> bool:
-        """Make `tokens` what was consumed, by rolling back what differs and consuming the rest. False where
-        the matcher cannot be rolled back so far."""
+        """Make `tokens` what was consumed, by rolling back what differs and consuming the rest.
+        False where the matcher cannot be rolled back so far."""
         known = len(self.tokens)
         if tokens[:known] != self.tokens:
             pairs = zip(tokens, self.tokens, strict=False)
@@ -185,8 +192,8 @@ class _Place:
 
     def mask(self, tokens: list[int]) -> Mask | None:
         """Return what may come behind the rows; nothing if the grammar does not allow these tokens
-        themselves. None if the matcher reports an error: no token of this vocabulary goes on, or its cache is
-        full."""
+        themselves. None if the matcher reports an error: no token of this vocabulary goes on, or
+        its cache is full."""
         bits = self.matcher.compute_bitmask()
         if self.matcher.is_error():
             return None
@@ -199,7 +206,8 @@ class Grammars:
     compile       makes a matcher of a grammar, in any thread; GrammarError where that cannot be
     least         tokens that every answer has that begins at this place, or more
     most_waiting  requests that may wait for their grammars at once
-    most_places   sequences whose places are remembered: more than run at once, so that none is forgotten
+    most_places   sequences whose places are remembered: more than run at once, so that none is
+                  forgotten
     """
 
     def __init__(
@@ -236,8 +244,8 @@ class Grammars:
         return Start(grammar, matcher, self._least(matcher))
 
     def begin(self, sequences: list[Sequence]) -> Callable[[], Masks]:
-        """Start computing the masks of those sequences that have a grammar, in a thread; call the result to
-        wait for them."""
+        """Start computing the masks of those sequences that have a grammar, in a thread; call the
+        result to wait for them."""
         wanted = [
             (sequence, self.compiled(grammar))
             for sequence in sequences

@@ -18,8 +18,9 @@ MAX_KV_BYTES = 4 * GIB  # what is taken unasked; ask for more with --kv-cache-me
 
 @dataclass(frozen=True, slots=True)
 class KVSizes:
-    """Blocks to allocate. Without a window each holds all layers. With one, `blocks` hold the layers that see
-    everything and cost nothing if there are none; `sliding` blocks hold those that see `window` positions."""
+    """Blocks to allocate. Without a window each holds all layers. With one, `blocks` hold the
+    layers that see everything and cost nothing if there are none; `sliding` blocks hold those that
+    see `window` positions."""
 
     blocks: int
     window: int = 0
@@ -72,8 +73,9 @@ def _may_take(config: EngineConfig, available: int) -> int:
 
 
 def plan_kv(form: KVForm, config: EngineConfig, max_model_len: int, available: int) -> KVSizes:
-    """Return the blocks to allocate in `available` bytes. EngineFault('kv_memory') if there is no room for
-    any that are of use. Memory too small for a window and a block is used as if nothing had a window."""
+    """Return the blocks to allocate in `available` bytes. EngineFault('kv_memory') if there is no
+    room for any that are of use. Memory too small for a window and a block is used as if nothing
+    had a window."""
     size, total = config.block_size, _may_take(config, available)
     nbytes = form.one.nbytes + form.of_draft
     sizes = KVSizes(total // nbytes)
@@ -95,9 +97,9 @@ def plan_kv(form: KVForm, config: EngineConfig, max_model_len: int, available: i
 
 
 def _split(form: KVForm, config: EngineConfig, max_model_len: int, total: int) -> KVSizes:
-    """Return sliding blocks for all sequences at once, in at most half of the memory: with fewer, a long
-    context still runs, in smaller steps. The rest is for the layers that see everything; without any, all is
-    sliding."""
+    """Return sliding blocks for all sequences at once, in at most half of the memory: with fewer, a
+    long context still runs, in smaller steps. The rest is for the layers that see everything;
+    without any, all is sliding."""
     size, one, beside = config.block_size, form.one, form.of_draft
     longest = -(-max_model_len // size)
     whole = replace(one, layers=one.layers - form.windowed).nbytes

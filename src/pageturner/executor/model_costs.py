@@ -1,6 +1,8 @@
-"""The costs of the steps of a loaded model: operations and bytes, by its weights as they are packed.
+"""The costs of the steps of a loaded model: operations and bytes, by its weights as they are
+packed.
 
-Owns the way from weights and KV types to telemetry/work.py. Must not know what is done with the figures.
+Owns the way from weights and KV types to telemetry/work.py. Must not know what is done with the
+figures.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Pooling, from the hidden rows of a prompt to what is sent of them: sums that are exact, however it is
-computed.
+"""Pooling, from the hidden rows of a prompt to what is sent of them: sums that are exact, however
+it is computed.
 
-A step gives the sum of the rows that it computed, as whole numbers: their sum is the same in any order and in
-any parts, so the pooled row does not depend on chunks, company, preemption or restarts. Must not know what
-becomes of it (text/pooled_sum.py).
+A step gives the sum of the rows that it computed, as whole numbers: their sum is the same in any
+order and in any parts, so the pooled row does not depend on chunks, company, preemption or
+restarts. Must not know what becomes of it (text/pooled_sum.py).
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ Pooled = tuple[int, bytes]  # as Event.pooled
 
 
 def pool(decoder: Decoder, ops: Ops, items: list[Item], hidden: Array) -> dict[int, Pooled | None]:
-    """Item -> how many positions of its prompt were computed, and the sum of those of their rows that count,
-    for items whose request has a pooling; None: they are not numbers. Rows of hidden [R, d] before the final
-    norm: first those of items at their ends, in order, then those of `scored` positions."""
+    """Item -> how many positions of its prompt were computed, and the sum of those of their rows
+    that count, for items whose request has a pooling; None: they are not numbers. Rows of hidden
+    [R, d] before the final norm: first those of items at their ends, in order, then those of
+    `scored` positions."""
     if not any(item.sequence.request.params.pooling for item in items):
         return {}
     found: dict[int, Pooled | None] = {}

@@ -1,10 +1,11 @@
 """Logits processors: what sampling parameters do to logits before a token is chosen: edits, which
 `Ops.choose` carries out where the logits are.
 
-Owns the order of the edits, which is vLLM's: allowed tokens, bad words, min_tokens, bias, then the penalties,
-of which repetition is over prompt and output, frequency and presence over the output only. Grammars come
-before all of these (`grammar.allowed`). A processor is a function of parameters and tokens so far and keeps
-no state: preemption, crash recovery and forking rely on every row being recomputable. It never sees logits.
+Owns the order of the edits, which is vLLM's: allowed tokens, bad words, min_tokens, bias, then the
+penalties, of which repetition is over prompt and output, frequency and presence over the output
+only. Grammars come before all of these (`grammar.allowed`). A processor is a function of parameters
+and tokens so far and keeps no state: preemption, crash recovery and forking rely on every row being
+recomputable. It never sees logits.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from pageturner.scheduler.types import Sequence
 
 
 class Processor(NamedTuple):
-    """fields  of SamplingParams; the processor runs for a request in which one of them is not at its default
+    """fields  of SamplingParams; the processor runs for a request in which one of them is not at
+               its default
     edits   of the logits of the token behind this sequence, in order
     """
 
@@ -69,7 +71,8 @@ def _frequency_and_presence(params: SamplingParams, sequence: Sequence) -> list[
 
 
 def _forced_end(params: SamplingParams, sequence: Sequence) -> list[Edit]:
-    """Nothing but the end, or anything but an end: how the replay of a trace ends where the trace did."""
+    """Nothing but the end, or anything but an end: how the replay of a trace ends where the trace
+    did."""
     if params.forced_end is None or not params.stop_ids:
         return []
     if sequence.generated + 1 >= params.forced_end:
@@ -105,8 +108,8 @@ _NOTHING = _ASKED(SamplingParams())
 
 
 def edits_of(sequences: list[Sequence]) -> Edits | None:
-    """The edits of each row, row r belonging to sequences[r]; None if nobody asks for any. They hold the
-    sequences' own lists of tokens: use them before anything is added to these."""
+    """The edits of each row, row r belonging to sequences[r]; None if nobody asks for any. They
+    hold the sequences' own lists of tokens: use them before anything is added to these."""
     rows = [_edits(sequence) for sequence in sequences]
     return rows if any(rows) else None
 

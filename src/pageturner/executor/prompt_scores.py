@@ -21,8 +21,8 @@ SCORED_ROWS = (
 def score_prompts(
     decoder: Decoder, ops: Ops, items: list[Item], hidden: Array, first: int
 ) -> dict[int, list[PromptLogprob | None]]:
-    """Item -> logprobs of the prompt tokens behind its `scored` positions. The rows of these are rows from
-    `first` on of hidden [R, d], those of items whose rows are pooled among them."""
+    """Item -> logprobs of the prompt tokens behind its `scored` positions. The rows of these are
+    rows from `first` on of hidden [R, d], those of items whose rows are pooled among them."""
     wanted = [
         (
             row,

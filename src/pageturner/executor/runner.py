@@ -1,7 +1,7 @@
 """The real executor: a plan in, its result out. Owns the KV storage of one model.
 
-Must not know policies or queues. Running a plan again before its commit, or any items of it, gives the same
-result; its copies of blocks are made once (bisect_step.py).
+Must not know policies or queues. Running a plan again before its commit, or any items of it, gives
+the same result; its copies of blocks are made once (bisect_step.py).
 """
 
 from __future__ import annotations
@@ -31,16 +31,19 @@ class Executor(Protocol):
     """Turns plans into results: the Runner, or one of the fakes."""
 
     def run(self, plan: Plan) -> Result:
-        """Compute one step. What is wrong with one sequence is a Failure. Where it raises, parts of the plan
-        are run again (bisect_step.py), but for an EngineFault: then the engine cannot go on."""
+        """Compute one step. What is wrong with one sequence is a Failure. Where it raises, parts of
+        the plan are run again (bisect_step.py), but for an EngineFault: then the engine cannot go
+        on."""
 
 
 class Runner:
-    """Runs plans on a model, with KV storage of its own: `sizes.blocks` blocks and a scratch block that the
-    padding of static batching (`Plan.ballast`) reads. A model with windowed layers has a second storage for
-    these, of `sizes.sliding` blocks and a scratch block. EngineFault when the memory is not there.
+    """Runs plans on a model, with KV storage of its own: `sizes.blocks` blocks and a scratch block
+    that the padding of static batching (`Plan.ballast`) reads. A model with windowed layers has a
+    second storage for these, of `sizes.sliding` blocks and a scratch block. EngineFault when the
+    memory is not there.
 
-    grammars  where the masks of structured output come from; without them no sequence may ask for any
+    grammars  where the masks of structured output come from; without them no sequence may ask for
+              any
     drafter   proposes draft tokens that the next step verifies
     alloc     gives storage that is not of this process's own making, in the order of the stores
     """
@@ -70,7 +73,8 @@ class Runner:
         self.storage: list[KV] = [alloc(spec) if spec.layers else None for spec in specs]
 
     def pack(self, plan: Plan, before: Rows = NO_ROWS) -> tuple[Batch, tuple[Batch, KV] | None]:
-        """Make the plan's copies; its arrays, and those of layers with a window. before: as batch.pack."""
+        """Make the plan's copies; its arrays, and those of layers with a window. before: as
+        batch.pack."""
         self._copy_blocks(plan)
         batch = pack(plan, self._block_size, self._sizes.blocks, before)
         names = [item.sequence.request.adapter for item in plan.items]

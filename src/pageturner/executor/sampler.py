@@ -1,9 +1,9 @@
-"""The sampler, from hidden rows to tokens: noise keyed by position, parameters as arrays, logprobs of the raw
-logits. All sampling goes through `choose`; logits stay in the backend. Only those for prompt logprobs come
-here.
+"""The sampler, from hidden rows to tokens: noise keyed by position, parameters as arrays, logprobs
+of the raw logits. All sampling goes through `choose`; logits stay in the backend. Only those for
+prompt logprobs come here.
 
-Sampling noise is a pure function of (seed, chosen index, absolute position): a token never depends on who
-else is in the batch, on preemption or on a restart.
+Sampling noise is a pure function of (seed, chosen index, absolute position): a token never depends
+on who else is in the batch, on preemption or on a restart.
 """
 
 from __future__ import annotations
@@ -50,15 +50,16 @@ def _stream(seed: int, index: int) -> int:
 
 
 def uniform(seed: int, index: int, position: int) -> float:
-    """Noise in [0, 1), 24 bits, from a counter-based generator: hash(seed, index, position), no running
-    state. Plain integers: a handful of numpy's operations would cost as much as a hundred rows of these."""
+    """Noise in [0, 1), 24 bits, from a counter-based generator: hash(seed, index, position), no
+    running state. Plain integers: a handful of numpy's operations would cost as much as a hundred
+    rows of these."""
     key = _mix(_stream(seed & _MASK, index) ^ (position + 1) * _GOLDEN & _MASK)
     return (key >> 40) * 2.0**-24
 
 
 def rows_of(item: Item) -> list[Sequence]:
-    """The sequences whose next tokens the rows of this item are for: the sequence as it is, then the same
-    behind each of the draft tokens that the step verifies."""
+    """The sequences whose next tokens the rows of this item are for: the sequence as it is, then
+    the same behind each of the draft tokens that the step verifies."""
     sequence = item.sequence
     return [sequence] + [
         Sequence(
@@ -71,10 +72,11 @@ def rows_of(item: Item) -> list[Sequence]:
 
 
 def accept(outputs: list[Output], draft: list[int]) -> Output:
-    """Join the outputs of the rows of one item into one. A row's token counts as long as every draft token
-    before it is what the model chose itself; the first that differs is the last that counts, because that is
-    what decoding without drafts would have chosen there. A failure of a later row is not told: the tokens
-    before it are kept, and the next step meets the failure in its first row."""
+    """Join the outputs of the rows of one item into one. A row's token counts as long as every
+    draft token before it is what the model chose itself; the first that differs is the last that
+    counts, because that is what decoding without drafts would have chosen there. A failure of a
+    later row is not told: the tokens before it are kept, and the next step meets the failure in its
+    first row."""
     if len(outputs) == 1:  # what nearly every item has
         return outputs[0]
     whole = Output(failure=outputs[0].failure)
@@ -91,8 +93,8 @@ def accept(outputs: list[Output], draft: list[int]) -> Output:
 def choose(
     decoder: Decoder, hidden: Array, sequences: list[Sequence], grammars: Masks = NO_MASKS
 ) -> list[Output]:
-    """One Output for each row of hidden [R, d]; row r belongs to sequences[r]. A token, or the candidates of
-    a beam search. `grammars`: the masks of those sequences that have a grammar.
+    """One Output for each row of hidden [R, d]; row r belongs to sequences[r]. A token, or the
+    candidates of a beam search. `grammars`: the masks of those sequences that have a grammar.
 
     Logprobs are of the raw logits: before any mask, bias, penalty or temperature.
     """
@@ -150,8 +152,8 @@ def _add_logprobs(outputs: list[Output], logprobs: Logprobs, sequences: list[Seq
 
 
 def _candidates(logprobs: Logprobs, row: int, params: SamplingParams) -> Output:
-    """Draw beams as Transformers does: what reshapes logits elsewhere reshapes log-probabilities in a beam
-    search."""
+    """Draw beams as Transformers does: what reshapes logits elsewhere reshapes log-probabilities in
+    a beam search."""
     count = (1 + max(1, len(params.stop_ids))) * params.beam_width
     ids, values = (each[row, :count].tolist() for each in logprobs.candidates)
     if not isfinite(logprobs.lse[row]) or isnan(values[0]):
@@ -164,8 +166,8 @@ def _candidates(logprobs: Logprobs, row: int, params: SamplingParams) -> Output:
 def score(
     ops: Ops, logits: F32, tokens: list[int], counts: list[int]
 ) -> list[PromptLogprob | None]:
-    """Row r of logits [R, V] stood before tokens[r]: its logprob, its rank (1: nothing is likelier), and the
-    counts[r] most likely tokens. None for a row that is not numbers."""
+    """Row r of logits [R, V] stood before tokens[r]: its logprob, its rank (1: nothing is
+    likelier), and the counts[r] most likely tokens. None for a row that is not numbers."""
     lse, ids, values = _logprobs(ops, logits, max(counts))
     given = logits[np.arange(len(tokens)), tokens]
     ranks = (np.count_nonzero(logits > given[:, None], axis=1) + 1).tolist()
@@ -178,8 +180,8 @@ def score(
 
 
 def draws(sequences: list[Sequence], lengths: list[int] | None = None) -> Draw:
-    """The arrays of `Ops.sample`, one value for each sequence, whose next token is drawn. lengths: how many
-    tokens each will have had by then, where not all are known."""
+    """The arrays of `Ops.sample`, one value for each sequence, whose next token is drawn. lengths:
+    how many tokens each will have had by then, where not all are known."""
     params = [sequence.request.params for sequence in sequences]
     if not any(p.temperature for p in params):
         return greedy(len(params))

@@ -1,8 +1,8 @@
 """The end of thoughts that have become too long: `SamplingParams.max_thinking_tokens`.
 
-Owns when the tokens that end thoughts are chosen, whatever the model says. As all edits (processors.py), it
-is a function of parameters and tokens so far, and of what a grammar allows behind them. Must not know how
-thoughts look in text.
+Owns when the tokens that end thoughts are chosen, whatever the model says. As all edits
+(processors.py), it is a function of parameters and tokens so far, and of what a grammar allows
+behind them. Must not know how thoughts look in text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ WAIT = 4  # tokens by which thoughts may be longer where the grammar wants a cha
 
 
 def end_thoughts(params: SamplingParams, sequence: Sequence) -> list[Edit]:
-    """The next token of `thinking_end`, where the budget is used up and the thoughts have not ended."""
+    """The next token of `thinking_end`, where the budget is used up and the thoughts have not
+    ended."""
     begin, end = params.thinking_begin, params.thinking_end
     answer = sequence.tokens[sequence.prompt_len : sequence.prompt_len + BEFORE + len(begin)]
     at = _place(answer, begin)
@@ -37,8 +38,8 @@ def end_thoughts(params: SamplingParams, sequence: Sequence) -> list[Edit]:
 def defer_end_of_thinking(
     sequences: list[Sequence], masks: Allowed | None, edits: Edits | None
 ) -> Edits | None:
-    """The edits of rows [R] without ends of thoughts that the row's grammar cannot take yet: a budget may be
-    used up within a character, whose other bytes come first."""
+    """The edits of rows [R] without ends of thoughts that the row's grammar cannot take yet: a
+    budget may be used up within a character, whose other bytes come first."""
     if masks is None or edits is None:
         return edits
     bits = masks.view(np.uint8)
@@ -53,6 +54,7 @@ def defer_end_of_thinking(
 
 
 def _place(tokens: list[int], part: tuple[int, ...]) -> int | None:
-    """Return where these tokens stand among the others, side by side; None: nowhere. No tokens stand at 0."""
+    """Return where these tokens stand among the others, side by side; None: nowhere. No tokens
+    stand at 0."""
     last = len(tokens) - len(part)
     return next((at for at in range(last + 1) if tuple(tokens[at : at + len(part)]) == part), None)

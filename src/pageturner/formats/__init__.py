@@ -1,3 +1,3 @@
-"""Files: model references, containers and the tokenizers inside them. No kernels, so the API process may
-import it.
+"""Files: model references, containers and the tokenizers inside them. No kernels, so the API
+process may import it.
 """

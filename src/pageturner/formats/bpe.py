@@ -1,11 +1,11 @@
 """Byte-level BPE, and the splits that go before it, as data.
 
-Owns the pre-tokenizers that GGUF files name and the byte alphabet of GPT-2. Must not know which file the
-tokens came from. The merging itself is the `tokenizers` library's.
+Owns the pre-tokenizers that GGUF files name and the byte alphabet of GPT-2. Must not know which
+file the tokens came from. The merging itself is the `tokenizers` library's.
 
-The patterns are those of llama.cpp (`src/llama-vocab.cpp`, `llm_tokenizer_bpe`), which took them from the
-models' own tokenizer.json. They are applied one after the other, each to the pieces the one before it left;
-what a pattern does not match is a piece too.
+The patterns are those of llama.cpp (`src/llama-vocab.cpp`, `llm_tokenizer_bpe`), which took them
+from the models' own tokenizer.json. They are applied one after the other, each to the pieces the
+one before it left; what a pattern does not match is a piece too.
 """
 
 from __future__ import annotations
@@ -126,7 +126,8 @@ PRE_TOKENIZERS = {name: pre for names, pre in _KINDS.items() for name in names.s
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's `bytes_to_unicode`, turned round: printable Latin-1 is itself, the rest lies from U+0100 on."""
+    """GPT-2's `bytes_to_unicode`, turned round: printable Latin-1 is itself, the rest lies from
+    U+0100 on."""
     plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(b): b for b in sorted(plain)} | {chr(256 + i): b for i, b in enumerate(others)}
@@ -136,7 +137,8 @@ BYTES = _byte_alphabet()
 
 
 def byte_level_bytes(text: str) -> bytes:
-    """The bytes that a byte-level token stands for; a token outside the alphabet stands for itself."""
+    """The bytes that a byte-level token stands for; a token outside the alphabet stands for
+    itself."""
     try:
         return bytes([BYTES[character] for character in text])
     except KeyError:
@@ -179,8 +181,9 @@ class ByteLevel(TokenTable):
         # these are text, not byte-level
         self._literal = frozenset([*self.hidden.values(), *self.plain.values()])
         vocab = {token: i for i, token in enumerate(tokens)}
-        # A byte without a token is dropped, but its neighbours must not merge across it (as in llama.cpp; the
-        # library would drop it first): it gets an id behind the vocabulary, which `encode` takes out again.
+        # A byte without a token is dropped, but its neighbours must not merge across it (as in
+        # llama.cpp; the library would drop it first): it gets an id behind the vocabulary, which
+        # `encode` takes out again.
         homeless = [character for character in BYTES if character not in vocab]
         self._homeless = bytes(BYTES[character] for character in homeless)
         vocab |= {character: self.vocab_size + i for i, character in enumerate(homeless)}
@@ -214,7 +217,8 @@ class ByteLevel(TokenTable):
 
 
 class RawBPE(TokenTable):
-    """BPE on the characters of whole lines, spaces written as U+2581, bytes as a last resort: Gemma 4."""
+    """BPE on the characters of whole lines, spaces written as U+2581, bytes as a last resort: Gemma
+    4."""
 
     def __init__(self, tokens: Sequence[str], kinds: Sequence[int], merges: Iterable[str]) -> None:
         super().__init__(tokens, kinds)
@@ -226,7 +230,8 @@ class RawBPE(TokenTable):
         self._merging = _Merging(self, model, split, normalizers.Replace(" ", SPACE))
 
     def encode(self, text: str, parse_special: bool) -> list[int]:
-        """A run of line ends that is a token is taken as it is; the merges would not always find it."""
+        """A run of line ends that is a token is taken as it is; the merges would not always find
+        it."""
         parts = re.split(r"(\n+)", text)
         out: list[int] = []
         for part, ids in zip(parts, self._merging.encode(parts, parse_special), strict=True):

@@ -1,7 +1,7 @@
 """8-bit floats as models and KV caches have them, e4m3: a sign, 4 bits of exponent, 3 of mantissa.
 
-Owns their values and how a number becomes one. As in the OCP specification of 8-bit floating point: there is
-no infinity, all ones are NaN, the largest is 448.
+Owns their values and how a number becomes one. As in the OCP specification of 8-bit floating point:
+there is no infinity, all ones are NaN, the largest is 448.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ VALUES: NDArray[np.float32] = np.concatenate([_SIZES, -_SIZES]).astype(np.float3
 
 
 def nearest(x: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The nearest values that are e4m3, ties to even; beyond the largest, that one. NaN stays NaN."""
+    """The nearest values that are e4m3, ties to even; beyond the largest, that one. NaN stays
+    NaN."""
     _, exponent = np.frexp(x)
     step = np.ldexp(np.float32(1), np.maximum(exponent - 1, -6) - 3)
     rounded = np.rint(x / step) * step
@@ -27,9 +28,12 @@ def nearest(x: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def scale(x: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The scale of each vector of the last axis: the smallest power of two s, from 2^-14 to 2^7, with
-    |x| <= 448 s, so that e4m3 holds x / s. A power of two changes no mantissa: nothing is held worse than
-    without a scale but what is below 2^-5 s, where s is above 1. Both ends are those of fp16, in which it is
+    """The scale of each vector of the last axis: the smallest power of two s, from 2^-14 to 2^7,
+    with
+    |x| <= 448 s, so that e4m3 holds x / s. A power of two changes no mantissa: nothing is held
+    worse than
+    without a scale but what is below 2^-5 s, where s is above 1. Both ends are those of fp16, in
+    which it is
     read."""
     mantissa, exponent = np.frexp(np.maximum(np.abs(x).max(axis=-1), np.float32(2**-14)))
     exponent = np.where(np.isfinite(mantissa), exponent - 9 + (mantissa > 0.875), 7)

@@ -1,8 +1,9 @@
-"""The sampling defaults that a model's own files ask for, and what `--generation-config` makes of them.
+"""The sampling defaults that a model's own files ask for, and what `--generation-config` makes of
+them.
 
-Owns generation_config.json (with the end-of-sequence ids in it) and the keys `general.sampling.*` of GGUF
-files, which llama.cpp writes from it; for an alias whose file says nothing, what its model's card advises.
-Must not know requests: whoever takes those decides what goes first.
+Owns generation_config.json (with the end-of-sequence ids in it) and the keys `general.sampling.*`
+of GGUF files, which llama.cpp writes from it; for an alias whose file says nothing, what its
+model's card advises. Must not know requests: whoever takes those decides what goes first.
 
 Codes: generation_config, config_corrupt.
 """
@@ -33,7 +34,8 @@ _JSON = {
     "frequency_penalty": "frequency_penalty",
     "max_new_tokens": "max_tokens",
 }
-# key under general.sampling. -> field. Its other keys (mirostat, xtc, ...) are samplers that are not here.
+# key under general.sampling. -> field. Its other keys (mirostat, xtc, ...) are samplers that are
+# not here.
 _GGUF = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -65,8 +67,8 @@ class GenerationDefaults:
 def read_generation(model: GGUFFile | Path | None, setting: str = "auto") -> GenerationDefaults:
     """The sampling defaults of a model: an open GGUF file, a folder, or None (there is no model).
 
-    setting  "auto": what the model's own files say; "none": nothing; else the path of a folder with a
-             generation_config.json, or of such a file, which then speaks instead of the model
+    setting  "auto": what the model's own files say; "none": nothing; else the path of a folder with
+             a generation_config.json, or of such a file, which then speaks instead of the model
     EngineFault('generation_config') for a value that cannot be, or a path without a file.
     """
     if setting in NEUTRAL or (setting == "auto" and model is None):
@@ -97,8 +99,8 @@ def folder_eos_ids(folder: Path) -> tuple[int, ...]:
 
 
 def _from_json(path: Path) -> GenerationDefaults:
-    """do_sample false means greedy, as in Transformers; that it is absent means nothing (most files with a
-    temperature do not say it)."""
+    """do_sample false means greedy, as in Transformers; that it is absent means nothing (most files
+    with a temperature do not say it)."""
     values = read_json(path)
     found = {name: values[key] for key, name in _JSON.items() if values.get(key) is not None}
     if values.get("do_sample") is False:

@@ -1,7 +1,7 @@
 """The GGML block formats taken apart: the values of a tensor in fp32.
 
-Owns the layout of quantised blocks as they lie in files. Must not know where the bytes come from or who
-computes with them. Layouts as in `ggml-common.h` of llama.cpp. A block of 32 values of one row:
+Owns the layout of quantised blocks as they lie in files. Must not know where the bytes come from or
+who computes with them. Layouts as in `ggml-common.h` of llama.cpp. A block of 32 values of one row:
 
     Q8_0   fp16 d, int8 q[32]                             value = d * q
     Q4_0   fp16 d, 16 bytes of nibbles                    value = d * (q - 8)
@@ -9,26 +9,31 @@ computes with them. Layouts as in `ggml-common.h` of llama.cpp. A block of 32 va
     Q5_0   fp16 d, 32 fifth bits, 16 bytes of nibbles     value = d * (q - 16)
     Q5_1   fp16 d, fp16 m, fifth bits, nibbles            value = d * q + m
 
-The low nibbles of the 16 bytes are values 0..15 of the block, the high nibbles values 16..31. A block of 256
-values, whose groups of 32 (Q6_K: 16) have a scale s and a minimum m of 6 bits (Q6_K: int8 s):
+The low nibbles of the 16 bytes are values 0..15 of the block, the high nibbles values 16..31. A
+block of 256 values, whose groups of 32 (Q6_K: 16) have a scale s and a minimum m of 6 bits (Q6_K:
+int8 s):
 
     Q4_K   fp16 d, fp16 e, 12 bytes of s and m, 128 bytes of nibbles            value = d * s * q - e * m
     Q5_K   fp16 d, fp16 e, 12 bytes of s and m, 32 of fifth bits, 128 nibbles   value = d * s * q - e * m
     Q6_K   128 bytes of nibbles, 64 of bits 5 and 6, int8 s[16], fp16 d         value = d * s * (q - 32)
 
-    Q2_K   4 bits each of s[16] and m[16], 64 bytes of pairs of bits, fp16 d, e value = d * s * q - e * m
+    Q2_K   4 bits each of s[16] and m[16], 64 bytes of pairs of bits, fp16 d, e value = d * s * q -
+           e * m
     Q3_K   32 bytes of third bits, 64 of pairs, 12 of 6-bit s, fp16 d           value = d * (s - 32) * (q - 4)
 
-Here 32 bytes hold two groups of 32, the first in the low nibbles (Q6_K: 64 bytes hold four; Q2_K, Q3_K: 32
-bytes hold four, and groups are of 16). Nibbles that stand for one of 16 integers t, and digits to the base 3:
+Here 32 bytes hold two groups of 32, the first in the low nibbles (Q6_K: 64 bytes hold four; Q2_K,
+Q3_K: 32 bytes hold four, and groups are of 16). Nibbles that stand for one of 16 integers t, and
+digits to the base 3:
 
     IQ4_NL fp16 d, 16 bytes of nibbles, 32 values                               value = d * t[q]
-    IQ4_XS fp16 d, 16 and 32 bits of 6-bit s[8], 128 bytes of nibbles           value = d * (s - 32) * t[q]
+    IQ4_XS fp16 d, 16 and 32 bits of 6-bit s[8], 128 bytes of nibbles           value = d * (s - 32)
+                                                                                * t[q]
     MXFP4  8 bits of exponent e, 16 bytes of nibbles, 32 values                 value = 2^(e - 128) * t[q]
     TQ1_0  48 bytes of 5 digits, 4 of 4, fp16 d                                 value = d * (q - 1)
     TQ2_0  64 bytes of pairs of bits, fp16 d                                    value = d * (q - 1)
 
-Kinds of ours hold what other checkpoints have (models/checkpoint.py), 32 values with scales in fp32:
+Kinds of ours hold what other checkpoints have (models/checkpoint.py), 32 values with scales in
+fp32:
 
     Q4_W   fp32 d, fp32 m, 16 bytes of nibbles            value = d * q + m
     Q8_W   fp32 d[2], int8 q[32]                          value = d[0] * q, of the last 16 d[1] * q
@@ -77,8 +82,8 @@ def _nibbles(packed: U8) -> I8:
 
 
 def _bits(packed: U8, width: int, chunk: int = 0) -> U8:
-    """Numbers of `width` bits of bytes [..., n], in chunks of so many bytes (0: all); of each chunk the lowest
-    bits of all bytes come first: [..., n * 8 / width / chunk, chunk]."""
+    """Numbers of `width` bits of bytes [..., n], in chunks of so many bytes (0: all); of each chunk
+    the lowest bits of all bytes come first: [..., n * 8 / width / chunk, chunk]."""
     chunk = chunk or packed.shape[-1]
     shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
     parts = packed.reshape(*packed.shape[:-1], -1, 1, chunk) >> shifts & np.uint8((1 << width) - 1)
@@ -92,8 +97,8 @@ def _fifth(high: U8, packed: U8) -> I8:
 
 
 def _super_block(d: F32, e: F32, packed: U8, q: U8) -> Fields:
-    """Q4_K and Q5_K: q uint8 [rows, blocks, 8, 32]. The 12 bytes hold the low 6 bits of s and m 0..3, then
-    for 4..7 their low 4 bits, with bits 5 and 6 above those of 0..3."""
+    """Q4_K and Q5_K: q uint8 [rows, blocks, 8, 32]. The 12 bytes hold the low 6 bits of s and m
+    0..3, then for 4..7 their low 4 bits, with bits 5 and 6 above those of 0..3."""
     s, m, rest = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     scales = np.concatenate([s & 0x3F, (rest & 0x0F) | ((s >> 2) & 0x30)], axis=-1)
     minima = np.concatenate([m & 0x3F, (rest >> 4) | ((m >> 2) & 0x30)], axis=-1)
@@ -164,8 +169,8 @@ def _t4_w(d: F32, table: I8, q: U8) -> Fields:
     return np.take_along_axis(table, _nibbles(q).astype(np.intp), axis=-1), d, None
 
 
-# Kind -> the fields of a block, as numpy writes a record of them, and what makes (q, scale, low) of these;
-# floats come in fp32.
+# Kind -> the fields of a block, as numpy writes a record of them, and what makes (q, scale, low) of
+# these; floats come in fp32.
 _UNPACK: dict[str, tuple[str, Callable[..., Fields]]] = {
     "Q8_0": ("<f2,32i1", lambda d, q: (q, d, None)),
     "Q4_0": ("<f2,16u1", lambda d, q: (_nibbles(q) - np.int8(8), d, None)),
@@ -216,7 +221,8 @@ def unpack(kind: str, shape: tuple[int, ...], data: U8) -> Blocks:
 
 
 def dequantise(kind: str, shape: tuple[int, ...], data: U8) -> F32:
-    """The values of a tensor in fp32, as the `gguf` package has them. EngineFault('weight_kind') else."""
+    """The values of a tensor in fp32, as the `gguf` package has them. EngineFault('weight_kind')
+    else."""
     if kind == "F32":
         return data.view("<f4").reshape(shape).astype(np.float32, copy=False)
     if kind == "F16":

@@ -1,7 +1,7 @@
 """The GGML types by number and name, and how many bytes they take.
 
-Standard library only, like all that the API process needs to open a file: importing numpy there would cost a
-tenth of a second of every start.
+Standard library only, like all that the API process needs to open a file: importing numpy there
+would cost a tenth of a second of every start.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class Kind(NamedTuple):
     nbytes: int
 
 
-# Number in GGUF files, name, values in a block, bytes of a block. Kinds without a kernel are here to be
-# measured and refused by name.
+# Number in GGUF files, name, values in a block, bytes of a block. Kinds without a kernel are here
+# to be measured and refused by name.
 _IN_FILES = """
      0  F32        1    4
      1  F16        1    2
@@ -58,7 +58,8 @@ KINDS = {
     for number, name, values, nbytes in map(str.split, _IN_FILES.strip().splitlines())
 }
 
-# Kinds of ours, which no GGUF file has: what checkpoints of other formats are read as (see formats/ggml.py).
+# Kinds of ours, which no GGUF file has: what checkpoints of other formats are read as (see
+# formats/ggml.py).
 WIDE = (Kind("Q4_W", 32, 24), Kind("Q8_W", 32, 40), Kind("T4_W", 32, 36), Kind("F8_W", 32, 36))
 
 BY_NAME = {kind.name: kind for kind in (*KINDS.values(), *WIDE)}

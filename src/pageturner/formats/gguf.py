@@ -1,9 +1,9 @@
 """GGUF files, versions 2 and 3, read through mmap: metadata, tensor table, raw tensor bytes.
 
-Owns the container format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). Must not know what any
-key or tensor means. Trusts nothing: whatever the bytes are, the outcome is a parse or an EngineFault, and no
-memory is taken for a number that only the file claims. Arrays are decoded when asked for, so that opening a
-file costs little more than walking over its strings once.
+Owns the container format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). Must not know
+what any key or tensor means. Trusts nothing: whatever the bytes are, the outcome is a parse or an
+EngineFault, and no memory is taken for a number that only the file claims. Arrays are decoded when
+asked for, so that opening a file costs little more than walking over its strings once.
 
 Codes: model_unreadable, gguf_magic, gguf_version, gguf_truncated, gguf_corrupt, gguf_metadata,
 gguf_kind, tensor_missing.
@@ -58,7 +58,8 @@ class Array:
         )
 
     def integers(self) -> list[int]:
-        """The elements of an array of whole numbers. EngineFault('gguf_metadata') if it is not one."""
+        """The elements of an array of whole numbers. EngineFault('gguf_metadata') if it is not
+        one."""
         if self.kind not in _WHOLE:
             raise EngineFault(
                 "gguf_metadata", "expected an array of whole numbers in the model file"
@@ -144,7 +145,8 @@ class _ByteReader:
         return array
 
     def skip_strings(self, count: int) -> None:
-        """Written out, without calls: a vocabulary has a hundred thousand strings, and the start-up waits."""
+        """Written out, without calls: a vocabulary has a hundred thousand strings, and the start-up
+        waits."""
         data, position, last, size = self.data, self.position, self.size - 8, _U64.unpack_from
         if count * 8 > self.size - position:
             self.skip(count * 8)  # raises
@@ -184,7 +186,8 @@ class GGUFFile(MappedTensors):
     @overload
     def get(self, key: str, kind: type[Value], default: Value) -> Value: ...
     def get(self, key: str, kind: type[Value], default: Value | None = None) -> Value:
-        """A scalar. EngineFault('gguf_metadata') if it is of another type, or absent without a default."""
+        """A scalar. EngineFault('gguf_metadata') if it is of another type, or absent without a
+        default."""
         value = self.metadata.get(key, default)
         if value is None:
             raise EngineFault("gguf_metadata", f"{self.path} lacks the metadata key {key!r}")
@@ -212,7 +215,8 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
 
 
 def open_header(path: str | os.PathLike[str]) -> GGUFFile:
-    """The metadata and the tensor table, of a file that may end behind them: `tensor` is not for use."""
+    """The metadata and the tensor table, of a file that may end behind them: `tensor` is not for
+    use."""
     name = os.fspath(path)
     try:
         with open(name, "rb") as file:

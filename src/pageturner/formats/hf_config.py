@@ -1,7 +1,7 @@
 """The JSON files of a Hugging Face model folder, as data; config.json above all.
 
-Owns how they are read, strictly and within bounds: whatever the bytes are, the outcome is data that can be
-shown and sent on, or an error. Must not know what a configuration means to a model.
+Owns how they are read, strictly and within bounds: whatever the bytes are, the outcome is data that
+can be shown and sent on, or an error. Must not know what a configuration means to a model.
 
 Codes: config_missing, config_corrupt.
 """
@@ -25,9 +25,9 @@ _LARGE_DIGITS = (
 
 
 def parse_json(raw: bytes, pairs: Callable[[list[tuple[str, Any]]], dict[str, Any]] = dict) -> Any:
-    """JSON in UTF-8 without lone surrogates, which no other UTF-8 text could quote. Whole numbers beyond 64
-    bits are floats, and none has hundreds of digits. `pairs` makes the objects. ValueError or RecursionError
-    for anything else."""
+    """JSON in UTF-8 without lone surrogates, which no other UTF-8 text could quote. Whole numbers
+    beyond 64 bits are floats, and none has hundreds of digits. `pairs` makes the objects.
+    ValueError or RecursionError for anything else."""
     value = json.loads(raw.decode("utf-8-sig"), parse_int=_int, object_pairs_hook=pairs)
     if b"\\ud" in raw or b"\\uD" in raw:
         json.dumps(value, ensure_ascii=False).encode()  # UnicodeEncodeError, which is a ValueError

@@ -7,7 +7,8 @@ Owns where a folder keeps its tokenizer, its special tokens and its chat templat
     *.tiktoken                    ranks
     tokenizer_config.json, added_tokens.json, special_tokens_map.json      which tokens are special
     generation_config.json, config.json                                    which end an answer
-    chat_template.jinja, chat_template.json, tokenizer_config.json         the template, in this order
+    chat_template.jinja, chat_template.json, tokenizer_config.json         the template, in this
+                                                                           order
 
 Must not know GGUF. Codes: tokenizer_missing, and those of the formats.
 """
@@ -121,7 +122,8 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
 
 
 def _name(folder: Path) -> str:
-    """The name of the folder; in the layout of the hub's cache that of the folder above its snapshots."""
+    """The name of the folder; in the layout of the hub's cache that of the folder above its
+    snapshots."""
     whole = folder.resolve()
     return whole.parents[1].name if whole.parent.name == "snapshots" else whole.name
 
@@ -142,7 +144,8 @@ def _bool(value: Any, default: bool) -> bool:
     return value if isinstance(value, bool) else default
 
 
-# So that chats can be measured too. Names of roles are bytes like all else: random weights heed no marks.
+# So that chats can be measured too. Names of roles are bytes like all else: random weights heed no
+# marks.
 TEMPLATE = """\
 {% for message in messages %}{{ message.role }}: {{ message.content }}
 {% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
@@ -165,8 +168,8 @@ class ByteTokens:
 
 
 def _stand_in(folder: Path) -> Tokenizer:
-    """A tokenizer with as many ids as the config.json of a folder says, and the tokens that it says end an answer.
-    Logs a warning.
+    """A tokenizer with as many ids as the config.json of a folder says, and the tokens that it says
+    end an answer. Logs a warning.
 
     EngineFault('tokenizer_missing') where it names no vocabulary that holds the bytes.
     """

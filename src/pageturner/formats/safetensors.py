@@ -1,7 +1,7 @@
 """Safetensors files read through mmap: one file, or the shards of a folder that an index joins.
 
-Owns the container format (https://github.com/huggingface/safetensors). Must not know what any tensor means.
-Trusts nothing: whatever the bytes are, the outcome is a parse or an EngineFault.
+Owns the container format (https://github.com/huggingface/safetensors). Must not know what any
+tensor means. Trusts nothing: whatever the bytes are, the outcome is a parse or an EngineFault.
 
 Codes: model_unreadable, safetensors_corrupt, safetensors_truncated, shard_missing, tensor_missing,
 weights_missing, weight_kind.
@@ -21,7 +21,8 @@ from pageturner.errors import EngineFault
 from pageturner.formats.hf_config import parse_json, read_bounded
 from pageturner.formats.mapped import Data, MappedTensors, TensorInfo
 
-# Bytes of one element. The float types are called as in GGML; others are here to be refused by name.
+# Bytes of one element. The float types are called as in GGML; others are here to be refused by
+# name.
 _SIZES = {
     **dict.fromkeys(("F64", "I64", "U64"), 8),
     **dict.fromkeys(("F32", "I32", "U32"), 4),
@@ -33,8 +34,8 @@ CONVERT = (
     'Where Transformers and PyTorch are installed, this converts it: python -c "from transformers import'
     " AutoModelForCausalLM as M; M.from_pretrained('{0}', torch_dtype='auto').save_pretrained('{0}')\""
 )
-# Bytes of a header and of an index: 250,000 tensors. The format would allow a header of 100 MB, which takes
-# gigabytes once it is parsed.
+# Bytes of a header and of an index: 250,000 tensors. The format would allow a header of 100 MB,
+# which takes gigabytes once it is parsed.
 _LONGEST_HEADER = 32 << 20
 _MAX_DIMS, _MAX_SHARDS = 8, 1000
 
@@ -43,7 +44,8 @@ class Safetensors(MappedTensors):
     """The tensors of one or several files, as one. Their kind is the type's name in the format."""
 
     def __init__(self, path: str, files: Mapping[str, Data], names: dict[str, str] | None) -> None:
-        """`files`: by name; `names`: tensor -> file, as an index has it, None: whatever the files hold."""
+        """`files`: by name; `names`: tensor -> file, as an index has it, None: whatever the files
+        hold."""
         tensors: dict[str, TensorInfo] = {}
         where: dict[str, Data] = {}
         for file, data in files.items():
@@ -107,7 +109,8 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _is_file_name(name: object) -> bool:
-    """Return whether a name can only be a file of the folder itself: no path, and nothing a file system refuses."""
+    """Return whether a name can only be a file of the folder itself: no path, and nothing a file
+    system refuses."""
     return (
         isinstance(name, str)
         and name not in ("", ".", "..")
@@ -117,7 +120,8 @@ def _is_file_name(name: object) -> bool:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these pairs. The format forbids to say something twice: readers would differ."""
+    """The object of these pairs. The format forbids to say something twice: readers would
+    differ."""
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:

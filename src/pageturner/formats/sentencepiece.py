@@ -1,10 +1,11 @@
 """SentencePiece's BPE: pieces with scores, merged best first, what remains spelt in bytes.
 
-Owns that algorithm (Kudo and Richardson 2018, arXiv:1808.06226; sentencepiece `src/bpe_model.cc`) and the
-finding of special tokens in text. Must not know which file the pieces came from.
+Owns that algorithm (Kudo and Richardson 2018, arXiv:1808.06226; sentencepiece `src/bpe_model.cc`)
+and the finding of special tokens in text. Must not know which file the pieces came from.
 
-Merging is done word by word, with the words remembered: no piece reaches over the place where a word begins,
-so the words are independent. Where a vocabulary has pieces that do, no cut is made there.
+Merging is done word by word, with the words remembered: no piece reaches over the place where a
+word begins, so the words are independent. Where a vocabulary has pieces that do, no cut is made
+there.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _REMEMBERED = 1 << 16
 
 
 class Specials:
-    """Tokens that are found in text as they are written, before anything else: leftmost, then longest.
+    """Tokens that are found in text as they are written, before anything else: leftmost, then
+    longest.
 
     texts   text -> token id
     rstrip  ids that swallow the white space behind them
@@ -130,7 +132,8 @@ class Merger:
                 pairs[at] = ids.get(symbols[at] + symbols[at + 1])
 
     def _merge_long(self, word: str) -> list[str]:
-        """Merge with a heap, in n log n. A symbol is named by where it starts: it is word[start:ends[start]]."""
+        """Merge with a heap, in n log n. A symbol is named by where it starts: it is
+        word[start:ends[start]]."""
         ids, scores, size = self._ids, self._scores, len(word)
         ends = list(range(1, size + 1))  # 0 once the symbol has been merged into the one before it
         before = list(range(-1, size))
@@ -160,10 +163,11 @@ class Merger:
 
 
 class TokenTable:
-    """The tokens of a vocabulary with a kind for each, the constants above: what codecs over them share.
+    """The tokens of a vocabulary with a kind for each, the constants above: what codecs over them
+    share.
 
-    plain, hidden  text -> id: what is found in any text as it is written, and what only where special tokens
-                   are asked for
+    plain, hidden  text -> id: what is found in any text as it is written, and what only where
+                   special tokens are asked for
     """
 
     def __init__(self, tokens: Sequence[str], kinds: Sequence[int]) -> None:
@@ -183,7 +187,8 @@ class TokenTable:
 
     @cached_property
     def longest(self) -> int:
-        """Characters of the longest token. It takes some milliseconds: found when the first long text comes."""
+        """Characters of the longest token. It takes some milliseconds: found when the first long
+        text comes."""
         return max(map(len, self._tokens), default=1)
 
     def token_bytes(self, token: int) -> bytes:
@@ -193,9 +198,9 @@ class TokenTable:
 class SentencePiece(TokenTable):
     """A SentencePiece BPE vocabulary: a `Codec`.
 
-    scores        for each id. Only text that was written as a special token becomes one: control, unknown and
-                  byte pieces are never reached by merging (as in sentencepiece; llama.cpp would merge "<",
-                  "s", ">" to the control token).
+    scores        for each id. Only text that was written as a special token becomes one: control,
+                  unknown and byte pieces are never reached by merging (as in sentencepiece;
+                  llama.cpp would merge "<", "s", ">" to the control token).
     space_prefix  a space is put in front of a text, and of what follows a special token
     rstrip        special tokens that swallow the white space behind them
     whole         pieces never taken apart nor merged, looked for once spaces are written as SPACE
@@ -246,8 +251,8 @@ class SentencePiece(TokenTable):
         return out
 
     def least_tokens(self, text: str) -> int:
-        """Each character is in one token or several, but for those that nothing can spell, and white space
-        behind a special token that swallows it."""
+        """Each character is in one token or several, but for those that nothing can spell, and
+        white space behind a special token that swallows it."""
         if len(self._bytes) < 256 and self._unknown is None:
             return 0
         return least(len("".join(text.split()) if self._swallows else text), self.longest)
@@ -260,7 +265,8 @@ class SentencePiece(TokenTable):
 
 
 def piece_bytes(text: str, kind: int) -> bytes:
-    """The bytes that a piece stands for. EngineFault('tokenizer_corrupt') for a byte piece not written as `<0x0A>`."""
+    """The bytes that a piece stands for. EngineFault('tokenizer_corrupt') for a byte piece not
+    written as `<0x0A>`."""
     if kind == BYTE:
         if not _BYTE.fullmatch(text):
             raise EngineFault(
@@ -271,7 +277,8 @@ def piece_bytes(text: str, kind: int) -> bytes:
 
 
 def _word_border(pieces: Collection[str]) -> re.Pattern[str]:
-    """Matches between words: before a SPACE, but not behind a character that some piece joins with it."""
+    """Matches between words: before a SPACE, but not behind a character that some piece joins with
+    it."""
     joined = {SPACE}
     for piece in pieces:
         at = piece.rfind(SPACE)

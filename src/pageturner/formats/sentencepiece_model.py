@@ -1,7 +1,8 @@
 """tokenizer.model: a SentencePiece model, read without the library.
 
-Owns the few fields of `sentencepiece_model.proto` that matter, and the protobuf wire format as far as they
-need it (https://protobuf.dev/programming-guides/encoding). Must not know what else lies in the folder.
+Owns the few fields of `sentencepiece_model.proto` that matter, and the protobuf wire format as far
+as they need it (https://protobuf.dev/programming-guides/encoding). Must not know what else lies in
+the folder.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class _ModelProto:
 def read_sentencepiece(raw: bytes, added: Mapping[int, Added]) -> Found:
     """A serialised ModelProto with the tokens of the folder laid over it.
 
-    EngineFault('tokenizer_corrupt') if it is none, 'tokenizer_unsupported' for what is not BPE or normalises.
+    EngineFault('tokenizer_corrupt') if it is none, 'tokenizer_unsupported' for what is not BPE or
+    normalises.
     """
     try:
         model = _parse(raw)

@@ -1,7 +1,8 @@
-"""Ranks as tiktoken keeps them, a line each, base64 and rank: Llama 3's tokenizer.model, Qwen's *.tiktoken.
+"""Ranks as tiktoken keeps them, a line each, base64 and rank: Llama 3's tokenizer.model, Qwen's
+*.tiktoken.
 
-Owns that format and which split goes with which vocabulary: the files do not say. Must not know what else
-lies in the folder.
+Owns that format and which split goes with which vocabulary: the files do not say. Must not know
+what else lies in the folder.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def is_ranks(raw: bytes) -> bool:
 
 
 def read_ranks(raw: bytes, added: Mapping[int, Added]) -> Found:
-    """EngineFault: 'tokenizer_corrupt' for a broken file, 'tokenizer_unsupported' for one not known here."""
+    """EngineFault: 'tokenizer_corrupt' for a broken file, 'tokenizer_unsupported' for one not known
+    here."""
     tokens: list[bytes] = []
     try:
         for line in raw.splitlines():
@@ -64,7 +66,8 @@ def read_ranks(raw: bytes, added: Mapping[int, Added]) -> Found:
 
 
 class Ranks:
-    """Byte pairs merged lowest rank first: a `Codec`. Bytes are handled as the characters U+0000..U+00FF."""
+    """Byte pairs merged lowest rank first: a `Codec`. Bytes are handled as the characters
+    U+0000..U+00FF."""
 
     def __init__(
         self, tokens: list[bytes], added: Mapping[int, Added], patterns: tuple[str, ...]
@@ -109,7 +112,8 @@ class Ranks:
 
 
 def _llama3_specials() -> dict[int, Added]:
-    """The special tokens of Meta's `llama/tokenizer.py` of Llama 3, for a folder that does not list them."""
+    """The special tokens of Meta's `llama/tokenizer.py` of Llama 3, for a folder that does not list
+    them."""
     reserved = [f"<|reserved_special_token_{i}|>" for i in range(251)]
     names = [
         "<|begin_of_text|>",

@@ -1,7 +1,7 @@
 """The interface of every tokenizer, whatever file it came from.
 
-Owns the marks around a text (bos, eos) and the way back from tokens to text. Must not know file formats; how
-text becomes tokens is the codec's business (`bpe`, `spm`, `folder`).
+Owns the marks around a text (bos, eos) and the way back from tokens to text. Must not know file
+formats; how text becomes tokens is the codec's business (`bpe`, `spm`, `folder`).
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ class Codec(Protocol):
     vocab_size: int
 
     def encode(self, text: str, parse_special: bool) -> list[int]:
-        """Token ids of `text`, in which there are no lone surrogates; nothing is added in front or behind."""
+        """Token ids of `text`, in which there are no lone surrogates; nothing is added in front or
+        behind."""
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of a token of the vocabulary, possibly part of a character."""
 
     def least_tokens(self, text: str) -> int:
-        """`encode` makes at least so many of this text, told without tokenising it; 0 where nothing is known
-        of it, because a normalisation may leave out some of it."""
+        """`encode` makes at least so many of this text, told without tokenising it; 0 where nothing
+        is known of it, because a normalisation may leave out some of it."""
 
 
 def least(size: int, longest: int) -> int:
-    """The least number of tokens for `size` characters, when none writes more than `longest`; 0 where that is 0."""
+    """The least number of tokens for `size` characters, when none writes more than `longest`; 0
+    where that is 0."""
     return -(-size // longest) if longest else 0
 
 
@@ -44,12 +46,13 @@ class Marks:
     bos_id         beginning of sequence, if the file names one
     eos_ids        tokens that end an answer: end of sequence, of turn, of message
     special_ids    control tokens: left out of text
-    add_bos        whether `add_special` puts bos_id in front; `add_eos` likewise the first eos at the end
+    add_bos        whether `add_special` puts bos_id in front; `add_eos` likewise the first eos at
+                   the end
     space_prefix   whether `encode` puts a space in front of a text (SentencePiece's "dummy prefix")
     chat_template  Jinja source, or None
     rerank_template  a prompt with {query} and {document}, by which a model judges documents; ""
-    fim_ids        what a file calls its tokens for filling a gap in a text: "prefix", "suffix", "middle",
-                   "pad", "repo", "file"
+    fim_ids        what a file calls its tokens for filling a gap in a text: "prefix", "suffix",
+                   "middle", "pad", "repo", "file"
     architecture, name  of the model, as its files say it, or ""
     """
 
@@ -76,11 +79,13 @@ class Found:
 
 
 class Tokenizer(Marks):
-    """Text to token ids and back. Safe to use from several threads. `vocab_size` ids; the rest is in `Marks`.
+    """Text to token ids and back. Safe to use from several threads. `vocab_size` ids; the rest is
+    in `Marks`.
 
-    Tokens continue whatever came before them: `decode`, and any incremental decoding of `token_bytes`, keeps
-    the space that opens a word. Only a text that *begins* with these tokens has lost nothing when the space
-    that `encode` put in front is taken away again: that is `decode_whole`.
+    Tokens continue whatever came before them: `decode`, and any incremental decoding of
+    `token_bytes`, keeps the space that opens a word. Only a text that *begins* with these tokens
+    has lost nothing when the space that `encode` put in front is taken away again: that is
+    `decode_whole`.
     """
 
     def __init__(self, codec: Codec, marks: Marks) -> None:
@@ -92,7 +97,8 @@ class Tokenizer(Marks):
         """Token ids of `text`. Lone surrogates, which no UTF-8 can hold, count as U+FFFD.
 
         add_special    add bos/eos where the file asks for them
-        parse_special  find control tokens written in the text; otherwise they are ordinary characters
+        parse_special  find control tokens written in the text; otherwise they are ordinary
+                       characters
         """
         if not text.isascii():
             text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
@@ -104,8 +110,8 @@ class Tokenizer(Marks):
         return ids
 
     def encode_inside(self, text: str) -> list[int]:
-        """Token ids of a text that stands behind another token, with no special tokens in it: without the
-        space that `encode` puts in front of a text."""
+        """Token ids of a text that stands behind another token, with no special tokens in it:
+        without the space that `encode` puts in front of a text."""
         if not self.space_prefix:
             return self.encode(text, add_special=False, parse_special=False)
         begin = self.encode(_ALONE, add_special=False, parse_special=False)
@@ -120,8 +126,8 @@ class Tokenizer(Marks):
         return ids[0] if len(ids) == 1 and self.token_bytes(ids[0]) == text.encode() else None
 
     def least_tokens(self, text: str) -> int:
-        """`encode` makes at least so many tokens of this text: told by its length, so that a text that is far
-        too long need not be tokenised. 0 where that cannot be told."""
+        """`encode` makes at least so many tokens of this text: told by its length, so that a text
+        that is far too long need not be tokenised. 0 where that cannot be told."""
         return self._codec.least_tokens(text)
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
@@ -137,8 +143,9 @@ class Tokenizer(Marks):
         return text[1:] if self.space_prefix and text.startswith(" ") else text
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes a token stands for, possibly part of a character. None beyond the vocabulary: the rows of
-        a model's output are often padded, and what pads them can be chosen. IndexError for a negative id."""
+        """The bytes a token stands for, possibly part of a character. None beyond the vocabulary:
+        the rows of a model's output are often padded, and what pads them can be chosen. IndexError
+        for a negative id."""
         if token < 0:
             raise IndexError(f"token id {token}")
         return self._codec.token_bytes(token) if token < self.vocab_size else b""

@@ -1,4 +1,5 @@
-"""tokenizer.json, the format of the `tokenizers` library: the library encodes, the bytes of tokens are ours.
+"""tokenizer.json, the format of the `tokenizers` library: the library encodes, the bytes of tokens
+are ours.
 
 Owns what a decoder of that format means for the bytes of one token. Must not know what else the
 folder holds.
@@ -35,7 +36,8 @@ MAX_COMPOSED = 4  # characters that Unicode composes into one: no canonical deco
 
 
 class _Parts(msgspec.Struct, omit_defaults=True):
-    """The parts of a file that the library reads. Only what is checked is taken apart: vocabularies are large."""
+    """The parts of a file that the library reads. Only what is checked is taken apart: vocabularies
+    are large."""
 
     model: msgspec.Raw
     version: str = "1.0"
@@ -51,7 +53,8 @@ class _Model(msgspec.Struct):
 
 
 def read_tokenizer_json(path: Path) -> Found:
-    """EngineFault('tokenizer_corrupt') for a broken file, 'tokenizer_unsupported' for an unknown decoder."""
+    """EngineFault('tokenizer_corrupt') for a broken file, 'tokenizer_unsupported' for an unknown
+    decoder."""
     codec = TokenizerJson(path)
     return Found(codec, codec.marks(), codec.token_id)
 
@@ -97,7 +100,8 @@ class TokenizerJson:
         return ids
 
     def least_tokens(self, text: str) -> int:
-        """0 unless every part of the pipeline is known to keep each character, or to join only so many."""
+        """0 unless every part of the pipeline is known to keep each character, or to join only so
+        many."""
         kept = (
             "".join(text.split())
             if any(t.lstrip or t.rstrip for t in self._added.values())
@@ -174,7 +178,8 @@ def _load(path: Path) -> Backend:
         check_rules([parts.normalizer, parts.pre_tokenizer])
     except ValueError as error:
         raise EngineFault("tokenizer_unsupported", f"{path}: {error}") from error
-    # written anew, so that the library reads what was checked: of what a file says twice it takes both
+    # written anew, so that the library reads what was checked: of what a file says twice it takes
+    # both
     with _corrupt(path), _hushed() if _may_panic(parts) else contextlib.nullcontext():
         backend = Backend.from_buffer(msgspec.json.encode(parts))
         backend.no_truncation()
@@ -191,7 +196,8 @@ def _may_panic(parts: _Parts) -> bool:
 
 @contextlib.contextmanager
 def _hushed() -> Iterator[None]:
-    """Nothing goes to standard error: where the library panics, it says so there before we hear of it."""
+    """Nothing goes to standard error: where the library panics, it says so there before we hear of
+    it."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, 2)
@@ -212,8 +218,8 @@ def _as_in_file(part: Any) -> Any:
 
 
 def _steps(part: Any, several: str = "decoders") -> list[dict[str, Any]]:
-    """A decoder or another part of a pipeline taken apart, as in the file. several: what it calls its
-    steps."""
+    """A decoder or another part of a pipeline taken apart, as in the file. several: what it calls
+    its steps."""
     spec = _as_in_file(part)
     if spec is None:
         return []
@@ -222,7 +228,8 @@ def _steps(part: Any, several: str = "decoders") -> list[dict[str, Any]]:
 
 
 def _joined(backend: Backend) -> int:
-    """The number of characters that may become one before a model sees them; 0 where some may be left out."""
+    """The number of characters that may become one before a model sees them; 0 where some may be
+    left out."""
     joined = 1
     for step in _steps(backend.normalizer, "normalizers"):
         if step["type"] in _COMPOSING:

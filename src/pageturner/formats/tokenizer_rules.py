@@ -1,10 +1,10 @@
 """Checks the rules of a tokenizer.json: they must end soon and not make a text grow without bound.
 
-Owns the check of patterns and normalizers, which anyone may have written. The `tokenizers` library matches
-patterns by backtracking (Oniguruma): where something of varying length is repeated, as in `(a+)+$`, thirty
-letters take longer than anybody waits. Telling such a pattern from a harmless one by running it would only
-find the letters that were tried, so what is asked for is a form that cannot take exponential time. Must not
-know files, nor what a tokenizer does with the rules.
+Owns the check of patterns and normalizers, which anyone may have written. The `tokenizers` library
+matches patterns by backtracking (Oniguruma): where something of varying length is repeated, as in
+`(a+)+$`, thirty letters take longer than anybody waits. Telling such a pattern from a harmless one
+by running it would only find the letters that were tried, so what is asked for is a form that
+cannot take exponential time. Must not know files, nor what a tokenizer does with the rules.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class _Part:
 
 
 def check_rules(rules: Any) -> None:
-    """ValueError, with a sentence that says what is wrong, unless all rules are bounded. rules: normalizers
-    and pre-tokenizers as they are in the file, in whatever lists and objects."""
+    """ValueError, with a sentence that says what is wrong, unless all rules are bounded. rules:
+    normalizers and pre-tokenizers as they are in the file, in whatever lists and objects."""
     growth, count, put_in = 1.0, 0, 0
     for rule in _objects(rules):
         count += "type" in rule
@@ -95,8 +95,9 @@ def _objects(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _mapped(charsmap: str) -> float:
-    """1 for a table of sentencepiece (a trie's size, the trie, texts that end in zeros) with short texts, as
-    that of NFKC: a second table finds nothing to do. ValueError for one with longer ones."""
+    """1 for a table of sentencepiece (a trie's size, the trie, texts that end in zeros) with short
+    texts, as that of NFKC: a second table finds nothing to do. ValueError for one with longer
+    ones."""
     raw = base64.b64decode(charsmap, validate=True)
     trie = int.from_bytes(raw[:4], "little")
     if len(raw) < 4 + trie or trie % 4:
@@ -109,7 +110,8 @@ def _mapped(charsmap: str) -> float:
 
 
 def pattern_least(pattern: str) -> int:
-    """The least number of characters that a pattern matches. ValueError for one whose time is not bounded."""
+    """The least number of characters that a pattern matches. ValueError for one whose time is not
+    bounded."""
     part, end = _alternatives(pattern, 0, 0)
     if end < len(pattern):
         raise ValueError(f"the pattern {pattern!r} closes a group that it has not opened")

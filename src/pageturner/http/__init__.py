@@ -1,1 +1,2 @@
-"""HTTP: what the server and the router share. Protocol, limits, receiving, origins, keys, errors, tracing."""
+"""HTTP: what the server and the router share. Protocol, limits, receiving, origins, keys, errors,
+tracing."""

@@ -1,12 +1,13 @@
 """API keys: who a client is, and what its key allows.
 
-Owns how keys are written down and compared, which tenant each belongs to, and the limits that are written
-beside it. Must not know HTTP beyond the value of one header, nor how limits are kept (quota.py). No key is
-ever part of a message: what is wrong with one is told by its place.
+Owns how keys are written down and compared, which tenant each belongs to, and the limits that are
+written beside it. Must not know HTTP beyond the value of one header, nor how limits are kept
+(quota.py). No key is ever part of a message: what is wrong with one is told by its place.
 
-What is kept of a key, here and in a file of tables, is its SHA-256. That is enough, and a slow hash would be
-wrong: keys of `pageturner key new` are 256 random bits, so nobody finds one by trying, however fast the hash;
-and who sends wrong keys must not be able to make the server compute for long.
+What is kept of a key, here and in a file of tables, is its SHA-256. That is enough, and a slow hash
+would be wrong: keys of `pageturner key new` are 256 random bits, so nobody finds one by trying,
+however fast the hash; and who sends wrong keys must not be able to make the server compute for
+long.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class ApiKey:
     sha256             of the key
     admin              opens /v1/admin too
     max_concurrent     most requests under way
-    tokens_per_minute  of prompts and answers, on average; as many may come at once after a quiet minute
+    tokens_per_minute  of prompts and answers, on average; as many may come at once after a quiet
+                       minute
     queue_share        most of the waiting queue that its requests may take, 0 to 1
     max_cost           tokens that its open requests may cost together (server/admission/price.py)
     most_urgent        least number that its requests may have as their priority
@@ -66,8 +68,8 @@ class ApiKeys:
     keys: tuple[ApiKey, ...] = ()
 
     def find(self, authorization: bytes) -> ApiKey | None:
-        """The key that an Authorization header carries; None: it is none of these. Takes as long for every
-        key: all of them are compared, each in constant time."""
+        """The key that an Authorization header carries; None: it is none of these. Takes as long
+        for every key: all of them are compared, each in constant time."""
         if not self.keys:
             return ANYBODY
         scheme, _, given = authorization.partition(b" ")
@@ -104,7 +106,8 @@ class KeyRing:
         return self.keys.needed
 
     def reload(self) -> None:
-        """Take the keys that the file has now. If something is wrong with them, those before hold on."""
+        """Take the keys that the file has now. If something is wrong with them, those before hold
+        on."""
         try:
             self.keys = read_api_keys(self._listed, self._file)
         except EngineFault as fault:
@@ -114,9 +117,9 @@ class KeyRing:
 
 
 def read_api_keys(listed: str, file: str) -> ApiKeys:
-    """The keys of a list with commas, each as KEY or TENANT:KEY, and of a file with one such in each line or
-    with a table for each ([[keys]]). Those of one name are one tenant; one without is a tenant of its own.
-    EngineFault says which one is wrong."""
+    """The keys of a list with commas, each as KEY or TENANT:KEY, and of a file with one such in
+    each line or with a table for each ([[keys]]). Those of one name are one tenant; one without is
+    a tenant of its own. EngineFault says which one is wrong."""
     found: list[ApiKey] = []
     texts = [(number, text) for number, text in enumerate(listed.split(","), 1) if listed]
     _add_lines(found, "api_key", texts)
@@ -191,6 +194,6 @@ def _add(found: list[ApiKey], key: ApiKey, place: str, number: int) -> None:
 
 
 def cache_salt_of(tenant: str, own: str | None) -> str:
-    """Return what keeps cached prefixes apart: a client's own salt, below its tenant, which it cannot
-    leave."""
+    """Return what keeps cached prefixes apart: a client's own salt, below its tenant, which it
+    cannot leave."""
     return f"{tenant}/{own or ''}" if tenant else own or ""

@@ -1,8 +1,8 @@
 """An event loop that outlives a lack of memory.
 
-asyncio hands what a callback raises to a handler that writes it to the log, and ends when this, or its own
-housekeeping, finds no memory either. Nothing is lost by going on: sockets are ready until they are read, and
-callbacks that were not reached are called in the next round.
+asyncio hands what a callback raises to a handler that writes it to the log, and ends when this, or
+its own housekeeping, finds no memory either. Nothing is lost by going on: sockets are ready until
+they are read, and callbacks that were not reached are called in the next round.
 """
 
 from __future__ import annotations

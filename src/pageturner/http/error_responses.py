@@ -1,7 +1,7 @@
 """The form of errors over HTTP: status, body and headers.
 
-Owns the shapes of error bodies, which are told apart by the beginning of a path, and the status of the
-engine's own failures. Must not know what can be wrong.
+Owns the shapes of error bodies, which are told apart by the beginning of a path, and the status of
+the engine's own failures. Must not know what can be wrong.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ ANTHROPIC_TYPES = {
     504: "timeout_error",
 }
 
-# of the engine's failures; all others are a 500. A passed deadline is a 504, as gateways translate gRPC's
-# DEADLINE_EXCEEDED: not the client's mistake (408 would say that it was slow to ask), nor to be tried
-# elsewhere, as a 503 is
+# of the engine's failures; all others are a 500. A passed deadline is a 504, as gateways translate
+# gRPC's DEADLINE_EXCEEDED: not the client's mistake (408 would say that it was slow to ask), nor to
+# be tried elsewhere, as a 503 is
 STATUS = {
     "queue_full": 429,
     "ttft_target_unreachable": 429,
@@ -146,7 +146,8 @@ def error_handlers(
     """Return how an application answers errors: its own, and those of the web framework.
 
     not_found    what is said of a path that is not there, or makes that from the path
-    retry_after  whole seconds after which a refused request may be sent again; None: it is no such refusal
+    retry_after  whole seconds after which a refused request may be sent again; None: it is no such
+                 refusal
     rejected     counts those that may, by code
     refuse       is told the code of every refusal
     """

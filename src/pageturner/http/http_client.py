@@ -1,15 +1,15 @@
 """An asynchronous HTTP/1.1 client: one request and its answer on a connection of its own.
 
-Owns the bytes of requests and answers (httptools parses them), how long to wait for them and how much of
-them is taken. The router asks its replicas with it, and load generators ask servers. Must not know who is
-asked and why. A connection serves one request: so it is never stale, closing it tells the server that its
-client has left, and what comes behind an answer is nobody's.
+Owns the bytes of requests and answers (httptools parses them), how long to wait for them and how
+much of them is taken. The router asks its replicas with it, and load generators ask servers. Must
+not know who is asked and why. A connection serves one request: so it is never stale, closing it
+tells the server that its client has left, and what comes behind an answer is nobody's.
 
-A server is not trusted: whatever it sends, an exchange holds at most MAX_HEAD bytes that are no body and a
-few reads of body, ends in its time, and hands on only what is well formed.
+A server is not trusted: whatever it sends, an exchange holds at most MAX_HEAD bytes that are no
+body and a few reads of body, ends in its time, and hands on only what is well formed.
 
-Commands that run in a terminal do not need it: they wait for one answer at a time, and use http.client of the
-standard library (cli/sources.py).
+Commands that run in a terminal do not need it: they wait for one answer at a time, and use
+http.client of the standard library (cli/sources.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ READ_AT_ONCE = (
 # bytes that bring an answer no further: its head, 1xx answers before it, sizes of chunks, trailers
 MAX_HEAD = 64 * 1024
 MAX_REST = 1 << 20  # bytes of an answer that is wanted in one piece
-# errors of connect() that are the affair of this machine, not of the server: no files, no memory, no ports
+# errors of connect() that are the affair of this machine, not of the server: no files, no memory,
+# no ports
 _LOCAL = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL)
 _METHOD = re.compile(r"[A-Z]+")
 _TARGET = re.compile(r"/[\x21-\x7e]*")
@@ -45,8 +46,9 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class ConnectionLost(Exception):
-    """No answer, or no more of it. code: `connect` (nobody listens), `silent` (for too long), `broken` (it
-    ends too early, or is no answer), or `local` (this machine lacks what a connection takes)."""
+    """No answer, or no more of it. code: `connect` (nobody listens), `silent` (for too long),
+    `broken` (it ends too early, or is no answer), or `local` (this machine lacks what a connection
+    takes)."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -55,8 +57,8 @@ class ConnectionLost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """The address of a server; `base` stands in front of every path. tls: how it is encrypted; None: it is
-    not."""
+    """The address of a server; `base` stands in front of every path. tls: how it is encrypted;
+    None: it is not."""
 
     host: str
     port: int
@@ -73,10 +75,11 @@ class ServerAddress:
 
 
 def parse_address(url: str, name: str, roots: str = "") -> ServerAddress:
-    """The address in http://HOST:PORT, with or without http:// in front and a /v1 behind it; or https.
+    """The address in http://HOST:PORT, with or without http:// in front and a /v1 behind it; or
+    https.
 
-    name  what the user gave it as ("a replica", "--base-url"), for the EngineFault('bad_setting') that says
-          what is wrong with it
+    name  what the user gave it as ("a replica", "--base-url"), for the EngineFault('bad_setting')
+          that says what is wrong with it
     roots  PEM file of those that vouch for its certificate; "": those of this machine
     """
     parts = urlsplit(url if "://" in url else f"http://{url}")
@@ -103,12 +106,14 @@ def _client_context(roots: str) -> ssl.SSLContext:
 
 
 def is_header(name: bytes, value: bytes) -> bool:
-    """Return whether both may stand in a head: else they could end it, or begin another message behind it."""
+    """Return whether both may stand in a head: else they could end it, or begin another message
+    behind it."""
     return _NAME.fullmatch(name) is not None and _VALUE.fullmatch(value) is not None
 
 
 class AnswerPieces(Protocol):
-    """An answer as it comes, by whatever way. `status` and `headers` are there when it has begun."""
+    """An answer as it comes, by whatever way. `status` and `headers` are there when it has
+    begun."""
 
     status: int
     headers: Headers
@@ -119,8 +124,8 @@ class AnswerPieces(Protocol):
         ...
 
     async def read_piece(self) -> bytes:
-        """Return what has come of the body since the last piece: at least a byte, unless it ended. Raises
-        ConnectionLost."""
+        """Return what has come of the body since the last piece: at least a byte, unless it ended.
+        Raises ConnectionLost."""
         ...
 
     async def read_rest(self, most: int = MAX_REST, seconds: float | None = None) -> bytes:
@@ -159,8 +164,8 @@ class Exchange:
                 await self._read()
 
     async def read_piece(self) -> bytes:
-        """Return what has come of the body since the last piece: at least a byte, unless it ended. Raises
-        ConnectionLost."""
+        """Return what has come of the body since the last piece: at least a byte, unless it ended.
+        Raises ConnectionLost."""
         if not self._body and not self._done:
             async with self._in_time(self._timeout):
                 while not self._body and not self._done:
@@ -169,8 +174,8 @@ class Exchange:
         return piece
 
     async def read_rest(self, most: int = MAX_REST, seconds: float | None = None) -> bytes:
-        """All of the body that is left. Raises ConnectionLost('broken') when that is more than `most` bytes
-        or takes more than so many seconds; None: `timeout`."""
+        """All of the body that is left. Raises ConnectionLost('broken') when that is more than
+        `most` bytes or takes more than so many seconds; None: `timeout`."""
         patience = self._timeout if seconds is None else seconds
         async with self._in_time(patience, "broken", f"the rest of its answer took {patience:g} s"):
             while not self._done and len(self._body) <= most:
@@ -231,7 +236,7 @@ class Exchange:
     def _has_length(self) -> bool:
         return any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers)
 
-    # -- what the parser calls; once there is a whole answer, whatever it calls is ignored -------------------
+    # -- what the parser calls; once there is a whole answer, whatever it calls is ignored ---------
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._has_head:  # a trailer, which nobody waits for
             return
@@ -269,8 +274,8 @@ class Exchange:
 async def connect(
     address: ServerAddress, connect_timeout: float, read_timeout: float
 ) -> AsyncIterator[Exchange]:
-    """A connection, there within `connect_timeout` seconds, or else ConnectionLost('connect'). Closed at the
-    end, in whatever state it is."""
+    """A connection, there within `connect_timeout` seconds, or else ConnectionLost('connect').
+    Closed at the end, in whatever state it is."""
     try:
         async with asyncio.timeout(connect_timeout):
             opening = asyncio.open_connection(
@@ -294,8 +299,9 @@ async def connect(
 def request_bytes(
     address: ServerAddress, method: str, target: str, headers: Headers, body: bytes
 ) -> bytes:
-    """The bytes of a request. target: path and query, in printable ASCII; headers: without those that this
-    sets itself (Host, Connection, Content-Length). ValueError for what would make another request of it."""
+    """The bytes of a request. target: path and query, in printable ASCII; headers: without those
+    that this sets itself (Host, Connection, Content-Length). ValueError for what would make another
+    request of it."""
     if not _METHOD.fullmatch(method) or not _TARGET.fullmatch(target):
         raise ValueError(f"no method and target of a request: {method[:20]!r} {target[:80]!r}")
     for name, value in headers:
@@ -316,8 +322,8 @@ def request_bytes(
 async def get(
     address: ServerAddress, path: str, timeout: float, most: int = MAX_REST
 ) -> tuple[int, bytes]:
-    """Status and body of a page of at most `most` bytes. timeout: seconds for the connection, for the
-    beginning and for the rest. Raises ConnectionLost."""
+    """Status and body of a page of at most `most` bytes. timeout: seconds for the connection, for
+    the beginning and for the rest. Raises ConnectionLost."""
     async with connect(address, timeout, timeout) as exchange:
         await exchange.send(request_bytes(address, "GET", path, [], b""))
         return exchange.status, await exchange.read_rest(most)

@@ -1,8 +1,8 @@
-"""The limits of what a server takes from clients that it does not know yet: sizes, times, connections,
-memory.
+"""The limits of what a server takes from clients that it does not know yet: sizes, times,
+connections, memory.
 
-Owns the bounds, and what all connections of a server share: their number and the memory of their bodies. Must
-not know sockets, the syntax of HTTP, nor what is asked.
+Owns the bounds, and what all connections of a server share: their number and the memory of their
+bodies. Must not know sockets, the syntax of HTTP, nor what is asked.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class HttpLimits:
     """The bounds of one server. Sizes in bytes, times in seconds.
 
     connections     open at once
-    head_bytes      of a request's first line and headers together; of trailers; of chunk extensions with no
-                    byte of the body between them
+    head_bytes      of a request's first line and headers together; of trailers; of chunk extensions
+                    with no byte of the body between them
     headers         in a head; trailers behind a body
     head_seconds    from the first byte of a head to its last
     body_seconds    for which a client may send nothing of the body that it announced
@@ -64,8 +64,8 @@ class HttpLimits:
 
 
 def limits_of(config: HttpConfig) -> HttpLimits:
-    """Return those that a server's settings say: at most as many connections as this process may open
-    files."""
+    """Return those that a server's settings say: at most as many connections as this process may
+    open files."""
     return HttpLimits(
         connections=_affordable(
             config.max_connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -79,7 +79,8 @@ def limits_of(config: HttpConfig) -> HttpLimits:
 
 
 def _affordable(wanted: int, files: int) -> int:
-    """Connections, when a process may have so many files open (RLIM_INFINITY: as many as it likes)."""
+    """Connections, when a process may have so many files open (RLIM_INFINITY: as many as it
+    likes)."""
     return wanted if files == resource.RLIM_INFINITY else max(1, min(wanted, files - SPARE_FILES))
 
 
@@ -94,8 +95,9 @@ class Connection(Protocol):
 
 
 class BodyMemory:
-    """The bytes of bodies on their way, by connection. When they are too many, the body that has been on its
-    way for longest is refused: those of honest clients are there within moments, so it is seldom theirs."""
+    """The bytes of bodies on their way, by connection. When they are too many, the body that has
+    been on its way for longest is refused: those of honest clients are there within moments, so it
+    is seldom theirs."""
 
     def __init__(self, most: int) -> None:
         self.total = 0
@@ -104,7 +106,8 @@ class BodyMemory:
         self._sending: dict[Connection, None] = {}  # in the order in which their bodies began
 
     def add(self, connection: Connection, n: int) -> None:
-        """So many bytes of its body have come. May call `drop_body` of this connection or of others."""
+        """So many bytes of its body have come. May call `drop_body` of this connection or of
+        others."""
         self._held[connection] = self._held.get(connection, 0) + n
         self._sending[connection] = None
         self.total += n

@@ -1,7 +1,8 @@
 """The metrics of HTTP: how many by handler, method and class of status, and how long they took.
 
-Owns these counts, under the names that servers on FastAPI have for them, vLLM's among them. Must not know
-what a request asks. A handler is named by its route, never by what a client wrote: labels stay few.
+Owns these counts, under the names that servers on FastAPI have for them, vLLM's among them. Must
+not know what a request asks. A handler is named by its route, never by what a client wrote: labels
+stay few.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ METHODS = frozenset(["GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"]
 
 @dataclass(slots=True)
 class HttpMetrics:
-    """requests: by handler, method and class of status; seconds: by handler and method, until the last byte
-    of the answer."""
+    """requests: by handler, method and class of status; seconds: by handler and method, until the
+    last byte of the answer."""
 
     requests: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     seconds: dict[tuple[str, str], Histogram] = field(default_factory=dict)
@@ -53,8 +54,8 @@ class HttpMetrics:
         return next(matching, NOWHERE)
 
     def text(self) -> bytes:
-        """Return the text that Prometheus reads. These metrics are of the program, and not of a model: they
-        have no labels of one."""
+        """Return the text that Prometheus reads. These metrics are of the program, and not of a
+        model: they have no labels of one."""
         exposition = Exposition()
         labels = ("handler", "method")
         exposition.counter("http_requests", "Requests", self.requests, *labels, "status")

@@ -1,11 +1,13 @@
 """One connection of a client, with bounds on all that it may send, hold and leave unread.
 
-Owns when a request is refused before the application sees it, or its connection cut. The syntax of HTTP, and
-the way from a request to the application, are uvicorn's. Must not know what is asked, nor who asks.
+Owns when a request is refused before the application sees it, or its connection cut. The syntax of
+HTTP, and the way from a request to the application, are uvicorn's. Must not know what is asked, nor
+who asks.
 
-uvicorn bounds neither heads nor trailers nor pipelined requests, waits for ever for a request that has begun
-and for a client that does not read, and takes trailers for headers. Here every state in which the client has
-to do something has a limit of time, watched by one timer that only runs in such a state.
+uvicorn bounds neither heads nor trailers nor pipelined requests, waits for ever for a request that
+has begun and for a client that does not read, and takes trailers for headers. Here every state in
+which the client has to do something has a limit of time, watched by one timer that only runs in
+such a state.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ class BoundedProtocol(HttpToolsProtocol):
             None  # where it is encrypted: what has the bytes behind that
         )
 
-    # -- connection ------------------------------------------------------------------------------------------
+    # -- connection --------------------------------------------------------------------------------
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if self._shared.enter(self):
@@ -79,7 +81,8 @@ class BoundedProtocol(HttpToolsProtocol):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
-        # both know this connection: it, and what came of a body, would stay until the garbage is collected
+        # both know this connection: it, and what came of a body, would stay until the garbage is
+        # collected
         if self.cycle is not None:
             self.cycle.body = bytearray()
             self.cycle = None  # type: ignore[assignment]
@@ -92,7 +95,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def drop_body(self) -> None:
         self._refuse(503, "busy", "too many large bodies are being sent: try again in a moment")
 
-    # -- what comes in ---------------------------------------------------------------------------------------
+    # -- what comes in -----------------------------------------------------------------------------
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
@@ -128,8 +131,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """The headers of a head. Trailers are counted and dropped: what comes behind a body must not override
-        what a gateway has said before it, and nobody here needs them."""
+        """The headers of a head. Trailers are counted and dropped: what comes behind a body must
+        not override what a gateway has said before it, and nobody here needs them."""
         self._headers += 1
         self._count_head(len(name) + len(value) + 4)
         if self._phase is Phase.HEAD:
@@ -175,7 +178,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _release_body(self) -> None:
         self._shared.bodies.release(self)
 
-    # -- what goes out ---------------------------------------------------------------------------------------
+    # -- what goes out -----------------------------------------------------------------------------
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._release_body()
@@ -215,7 +218,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
-    # -- time ------------------------------------------------------------------------------------------------
+    # -- time --------------------------------------------------------------------------------------
     def _watch(self) -> None:
         """Look after this client in a moment: it has something to send or to read."""
         if self._timer is None:
@@ -231,9 +234,9 @@ class BoundedProtocol(HttpToolsProtocol):
             self._watch()
 
     def _check_reader(self, now: float) -> bool:
-        """Return whether it has something to read. Cut off when it reads nothing for too long, or hardly
-        anything. While an answer is being written and its reader is not far behind, what waits here says
-        nothing about the reader."""
+        """Return whether it has something to read. Cut off when it reads nothing for too long, or
+        hardly anything. While an answer is being written and its reader is not far behind, what
+        waits here says nothing about the reader."""
         waiting, limits = self._waiting_bytes(), self._limits
         if not self._unread or not (self.flow.write_paused or not self._answering()):
             self._behind_since = self._read_at = now
@@ -280,10 +283,10 @@ class BoundedProtocol(HttpToolsProtocol):
             )
         return not late
 
-    # -- refusals --------------------------------------------------------------------------------------------
+    # -- refusals ----------------------------------------------------------------------------------
     def send_400_response(self, msg: str) -> None:
-        """uvicorn's answer to what is no HTTP, in our shape. Called after each of our own refusals too, and
-        for everything that a callback of the parser raises."""
+        """uvicorn's answer to what is no HTTP, in our shape. Called after each of our own refusals
+        too, and for everything that a callback of the parser raises."""
         if isinstance(
             getattr(sys.exception(), "__context__", None), MemoryError
         ):  # a name would be a cycle
@@ -299,8 +302,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refuse(431, "head_too_large", message)
 
     def _refuse(self, status: int, code: str, message: str) -> None:
-        """Answer, and close when the client had time to read it. Where an answer would be taken for another
-        one's, or for a part of it, the connection is cut without a word."""
+        """Answer, and close when the client had time to read it. Where an answer would be taken for
+        another one's, or for a part of it, the connection is cut without a word."""
         if self._refused:
             return
         self._refused = True

@@ -1,7 +1,7 @@
 """JSON Schema of the types by which requests are decoded, and small words to write schemas with.
 
-Owns the way from a type of Python to a schema (JSON Schema 2020-12, as OpenAPI 3.1 takes it). Must not know
-any field.
+Owns the way from a type of Python to a schema (JSON Schema 2020-12, as OpenAPI 3.1 takes it). Must
+not know any field.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def _fields_of(kind: type[msgspec.Struct]) -> tuple[tuple[str, Schema], ...]:
 
 
 def narrowed(schema: Schema, more: Mapping[str, Any]) -> Schema:
-    """Return what both say. An enumeration or a choice of schemas stands for itself; what may be null still
-    may."""
+    """Return what both say. An enumeration or a choice of schemas stands for itself; what may be
+    null still may."""
     if any(word in more for word in _WHOLE):
         return dict(more)
     return {**schema, **more}
@@ -70,8 +70,8 @@ def array(items: Schema, **more: Any) -> Schema:
 
 
 def record(properties: Mapping[str, Schema], *required: str, **more: Any) -> Schema:
-    """An object with these properties, and whatever else. required: all but those whose names stand here
-    behind a `-`, where any does; else exactly those that stand here."""
+    """An object with these properties, and whatever else. required: all but those whose names stand
+    here behind a `-`, where any does; else exactly those that stand here."""
     if required and all(name.startswith("-") for name in required):
         absent = {name[1:] for name in required}
         required = tuple(name for name in properties if name not in absent)
@@ -103,7 +103,8 @@ def _flat(schema: Schema, defs: Mapping[str, Schema]) -> Schema:
 
 
 def _joined(parts: list[Schema]) -> Schema:
-    """Several schemas as one that names their types, where their other keywords do not get mixed up."""
+    """Several schemas as one that names their types, where their other keywords do not get mixed
+    up."""
     made: Schema = {"type": []}
     for part in parts:
         if (

@@ -1,7 +1,8 @@
 """The life of a program that listens: its socket, uvicorn, signals, and a clean end.
 
-Owns what `pageturner serve` and `pageturner route` have in common. Must not know what is served, nor what
-else a program has to end. Imports little: the server starts its engine before it imports what only it needs.
+Owns what `pageturner serve` and `pageturner route` have in common. Must not know what is served,
+nor what else a program has to end. Imports little: the server starts its engine before it imports
+what only it needs.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # inherited by every connection: else the body of an answer waits 40 ms for the receipt of its head
+    # inherited by every connection: else the body of an answer waits 40 ms for the receipt of its
+    # head
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
         listener.bind((host, port))
@@ -65,8 +67,8 @@ def url_of(listener: socket.socket, *, tls: bool = False) -> str:
 
 
 def give_large_blocks_back() -> None:
-    """Have large bodies leave this process when they are freed. By default glibc keeps blocks of a size that
-    was freed before, up to 32 MiB, in a heap with holes."""
+    """Have large bodies leave this process when they are freed. By default glibc keeps blocks of a
+    size that was freed before, up to 32 MiB, in a heap with holes."""
     import contextlib
     import ctypes
 
@@ -132,11 +134,12 @@ def http_server(
 
 
 def run(main: Coroutine[Any, Any, int], out_of_memory: Callable[[], None] | None = None) -> int:
-    """Run the event loop's whole life, and end the process shortly after it, whatever its threads still do.
+    """Run the event loop's whole life, and end the process shortly after it, whatever its threads
+    still do.
 
-    asyncio and the interpreter both wait for threads that work, and a thread cannot be told to stop: so
-    nobody waits here. What is left when LEAVE_SECONDS have passed since `main` ended is ended with the
-    process, which by then has written its last words and flushed its log.
+    asyncio and the interpreter both wait for threads that work, and a thread cannot be told to
+    stop: so nobody waits here. What is left when LEAVE_SECONDS have passed since `main` ended is
+    ended with the process, which by then has written its last words and flushed its log.
 
     out_of_memory  see EnduringLoop
     """
@@ -183,7 +186,8 @@ async def collect_garbage(collector: Collector) -> None:
 
 
 class Drainable(Protocol):
-    """A program with answers under way. draining: it takes no new requests; active: answers under way."""
+    """A program with answers under way. draining: it takes no new requests; active: answers under
+    way."""
 
     draining: bool
     active: int
@@ -192,9 +196,9 @@ class Drainable(Protocol):
 def drain_on_signals(
     program: Drainable, patience: float, before_exit: Callable[[], None] = lambda: None
 ) -> asyncio.Future[None]:
-    """The first SIGTERM or SIGINT lets no new requests in, and completes the future; the second one ends the
-    process at once. So does the first, when the drain has not ended MARGIN seconds after its time: both even
-    if the event loop stands still, since the handler does not wait for it.
+    """The first SIGTERM or SIGINT lets no new requests in, and completes the future; the second one
+    ends the process at once. So does the first, when the drain has not ended MARGIN seconds after
+    its time: both even if the event loop stands still, since the handler does not wait for it.
 
     patience     seconds that the drain may take
     before_exit  what must be done even then. Must not wait for anything

@@ -1,10 +1,11 @@
 """Memory that is kept for answers under way, so that its lack is felt at the door and nowhere else.
 
-Where a process may only have so much memory (`ulimit -v`, `LimitDATA=`, a kernel that does not overcommit),
-any line of a program may raise MemoryError, also one that is halfway through somebody else's answer. So
-whoever begins something asks here first, and is refused while there is too little; and what is kept is given
-up when those who are under way need it. What is small may begin with a part of that, so that a server whose
-memory large requests have taken still answers short ones. Owns that memory. Must not know who asks.
+Where a process may only have so much memory (`ulimit -v`, `LimitDATA=`, a kernel that does not
+overcommit), any line of a program may raise MemoryError, also one that is halfway through somebody
+else's answer. So whoever begins something asks here first, and is refused while there is too
+little; and what is kept is given up when those who are under way need it. What is small may begin
+with a part of that, so that a server whose memory large requests have taken still answers short
+ones. Owns that memory. Must not know who asks.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ LEFT = (
     32 << 20
 )  # bytes of these with which nothing is begun: they are for those who are under way alone
 SMALL = 64 * 1024  # bytes of what may begin with the others
-# bytes that those who are under way find at any moment, or what is kept is given up. More than anything takes
-# between two looks: MemoryError is not enough, for some libraries in C do not survive a lack of memory
+# bytes that those who are under way find at any moment, or what is kept is given up. More than
+# anything takes between two looks: MemoryError is not enough, for some libraries in C do not
+# survive a lack of memory
 ALWAYS = 16 << 20
 COPIES = 4  # of a body, from its bytes on the way to what was understood of it
 OUT_OF_MEMORY = "out_of_memory"
@@ -43,7 +45,8 @@ class MemoryReserve:
         return self._kept is not None
 
     def allows(self, size: int) -> bool:
-        """Return whether something may begin, or go on, of which so many bytes are there or will be."""
+        """Return whether something may begin, or go on, of which so many bytes are there or will
+        be."""
         found = _mapped(COPIES * size + ALWAYS + (0 if self.held else KEPT))
         if found is None:
             return size <= SMALL and self._allows_small(size)
@@ -76,7 +79,8 @@ class MemoryReserve:
 
 
 def _mapped(size: int) -> mmap.mmap | None:
-    """So many bytes of memory of this process, as malloc would get them; None where there are not so many."""
+    """So many bytes of memory of this process, as malloc would get them; None where there are not
+    so many."""
     try:
         return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, MemoryError):

@@ -1,5 +1,5 @@
-"""The first and last code that every HTTP request meets: its id, the API key, where it comes from, the size
-of its body, the log.
+"""The first and last code that every HTTP request meets: its id, the API key, where it comes from,
+the size of its body, the log.
 
 Must not know what any path does. Never logs prompts or keys.
 """
@@ -38,7 +38,8 @@ ADMIN_PATHS = (
     "/v1/unload_lora_",
     "/v1/live",
 )  # with a key of their own
-# whose a request is, how urgent, and where it comes from: two of a kind would leave open which one holds
+# whose a request is, how urgent, and where it comes from: two of a kind would leave open which one
+# holds
 ONCE = frozenset(
     {
         b"authorization",
@@ -59,9 +60,10 @@ ONCE = frozenset(
 
 
 class RequestMiddleware:
-    """Wraps the application: sees each request before it and each answer behind it. rules: hold where no key
-    is needed; uploads: paths whose bodies are read piece by piece, with the most bytes of one; traces: where
-    they are wanted; counts: told of each request but those of who only watches."""
+    """Wraps the application: sees each request before it and each answer behind it. rules: hold
+    where no key is needed; uploads: paths whose bodies are read piece by piece, with the most bytes
+    of one; traces: where they are wanted; counts: told of each request but those of who only
+    watches."""
 
     def __init__(
         self,
@@ -161,8 +163,8 @@ class RequestMiddleware:
         info.tenant = info.key.tenant
 
     async def _too_large(self, path: str, receive: Receive, send: Send, most: int) -> None:
-        """Answer before reading. Then read on a while: closing at once would reset the connection under the
-        answer of a client that first writes everything."""
+        """Answer before reading. Then read on a while: closing at once would reset the connection
+        under the answer of a client that first writes everything."""
         error = ClientError(413, "body_too_large", f"a request body may have {most} bytes")
         content = error_body_of(path, error)
         headers = _headers(content, (b"connection", b"close"))

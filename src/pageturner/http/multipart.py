@@ -1,7 +1,7 @@
 """The body of an upload, read piece by piece: multipart/form-data (RFC 7578).
 
-Owns its syntax and the bounds of all parts but the file. Must not know what the fields mean, nor where the
-file goes. Only /v1/files takes such bodies.
+Owns its syntax and the bounds of all parts but the file. Must not know what the fields mean, nor
+where the file goes. Only /v1/files takes such bodies.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def boundary_of(content_type: str) -> bytes:
 async def read_form(
     receive: Receive, boundary: bytes, take: Take
 ) -> tuple[dict[str, str], str | None]:
-    """The fields of a form, and the name of its file; the bytes of the part `file` go to `take` as they come.
-    The name is None where there was no file. ClientError for what is no such form."""
+    """The fields of a form, and the name of its file; the bytes of the part `file` go to `take` as
+    they come. The name is None where there was no file. ClientError for what is no such form."""
     form = _Form(receive, b"\r\n--" + boundary)
     fields: dict[str, str] = {}
     filename: str | None = None

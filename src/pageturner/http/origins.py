@@ -1,12 +1,13 @@
 """Under which names, and from which web pages, a server may be asked that asks for no key.
 
-Owns the rules of the headers Host, Origin and Content-Type, and the answers that let pages of other origins
-ask (CORS). Must not know what is asked.
+Owns the rules of the headers Host, Origin and Content-Type, and the answers that let pages of other
+origins ask (CORS). Must not know what is asked.
 
-A browser sends what a web page says to every address that it can reach, localhost too: as a simple request,
-whose answer the page may not read but whose work is done (CSRF), or after the page's own name was made to
-point at this machine (DNS rebinding). Browsers tell: the first carries a foreign Origin, the second a foreign
-name in Host. An address or a name without a dot is nobody's to register, so no page can have it by rebinding.
+A browser sends what a web page says to every address that it can reach, localhost too: as a simple
+request, whose answer the page may not read but whose work is done (CSRF), or after the page's own
+name was made to point at this machine (DNS rebinding). Browsers tell: the first carries a foreign
+Origin, the second a foreign name in Host. An address or a name without a dot is nobody's to
+register, so no page can have it by rebinding.
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ EVERYTHING = OriginRules()
 
 
 def origin_rules(host: str, allowed_hosts: str, allowed_origins: str) -> OriginRules:
-    """Return those of a server that asks for no key. host: what it listens on, one of its names. EngineFault
-    names an origin that no browser would send."""
+    """Return those of a server that asks for no key. host: what it listens on, one of its names.
+    EngineFault names an origin that no browser would send."""
     for origin in _listed(allowed_origins):
         if not _ORIGIN.fullmatch(origin):
             message = f"allowed_origins: an origin is https://HOST or https://HOST:PORT, or *, not {origin!r}"
@@ -97,7 +98,8 @@ def _listed(text: str) -> frozenset[str]:
 
 
 def with_cors(app: ASGIApp, allowed_origins: str) -> ASGIApp:
-    """The application, whose answers pages of these origins may read; the same where there are none."""
+    """The application, whose answers pages of these origins may read; the same where there are
+    none."""
     origins = _listed(allowed_origins)
     if not origins:
         return app

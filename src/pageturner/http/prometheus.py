@@ -1,7 +1,9 @@
-"""Metrics as Prometheus reads them: gauges, counters and histograms, alone or one for each value of labels.
+"""Metrics as Prometheus reads them: gauges, counters and histograms, alone or one for each value of
+labels.
 
-Owns the way from numbers to that text, which prometheus_client writes. Must not know what is counted. The
-library is imported when somebody first asks for the text: counting needs nothing of it.
+Owns the way from numbers to that text, which prometheus_client writes. Must not know what is
+counted. The library is imported when somebody first asks for the text: counting needs nothing of
+it.
 """
 
 from __future__ import annotations
@@ -102,7 +104,8 @@ class Exposition:
         self._families.append(family)
 
     def collect(self) -> list[Any]:
-        """Return all families in the order in which they were added, as prometheus_client asks for them."""
+        """Return all families in the order in which they were added, as prometheus_client asks for
+        them."""
         return self._families
 
     def text(self) -> bytes:
@@ -123,8 +126,8 @@ def _process() -> Any:
 
 
 def process_metrics() -> bytes:
-    """Return the process_* metrics that Prometheus asks of any process, here of the API process; nothing
-    where there is no /proc."""
+    """Return the process_* metrics that Prometheus asks of any process, here of the API process;
+    nothing where there is no /proc."""
     from prometheus_client import generate_latest
 
     return bytes(generate_latest(_process()))

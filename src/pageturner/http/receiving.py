@@ -1,4 +1,5 @@
-"""The part of a request behind its head: its body, as far as anybody wants it, and the end of its client.
+"""The part of a request behind its head: its body, as far as anybody wants it, and the end of its
+client.
 
 Must not know what a body says.
 """
@@ -33,8 +34,9 @@ def again(raw: bytes, receive: Receive) -> Receive:
 
 
 def check_body(method: str, path: str, headers: dict[bytes, bytes]) -> None:
-    """ClientError 415 for a body that is no JSON or not sent as it is: what it would cost is told from its
-    bytes. What curl says of `-d` alone passes, unless a browser has said it: those name a page."""
+    """ClientError 415 for a body that is no JSON or not sent as it is: what it would cost is told
+    from its bytes. What curl says of `-d` alone passes, unless a browser has said it: those name a
+    page."""
     _check_encoding(headers.get(b"content-encoding", b""))
     kind = headers.get(b"content-type", b"application/json")
     if method != "POST" or JSON.fullmatch(kind) or path.rstrip("/") in FORMS:

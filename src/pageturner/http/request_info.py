@@ -1,7 +1,8 @@
-"""One request as everybody passes it on who has to do with it: its id, whose it is, and its line in the log.
+"""One request as everybody passes it on who has to do with it: its id, whose it is, and its line in
+the log.
 
-Owns what of a request is logged: figures and names, and never a prompt, an answer or a key. Must not know how
-a request is admitted (middleware.py) or answered.
+Owns what of a request is logged: figures and names, and never a prompt, an answer or a key. Must
+not know how a request is admitted (middleware.py) or answered.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class RequestInfo:
     release_body: Callable[[], None] = field(default=lambda: None)
 
     def log_level(self, path: str, watching: Collection[str]) -> int:
-        """Return the level of its log line: `debug` for those who only watch, unless they learn of a failure.
+        """Return the level of its log line: `debug` for those who only watch, unless they learn of
+        a failure.
 
         watching  paths of health and metrics
         """
@@ -108,8 +110,8 @@ def is_safe_id(value: str) -> bool:
 
 
 def elapsed_of(header: bytes | None) -> float:
-    """Return the seconds for which a client has waited already, as the header of a router says; 0 where the
-    header says nothing valid. A client that makes up a number only has less time."""
+    """Return the seconds for which a client has waited already, as the header of a router says; 0
+    where the header says nothing valid. A client that makes up a number only has less time."""
     try:
         waited = float((header or b"0").decode("latin-1"))
     except ValueError:

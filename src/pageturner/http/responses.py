@@ -1,4 +1,5 @@
-"""Small answers that server and router give alike: JSON, server-sent events, and pages for a browser.
+"""Small answers that server and router give alike: JSON, server-sent events, and pages for a
+browser.
 
 Owns their headers. Must not know what they say.
 """
@@ -28,8 +29,8 @@ def sse_event(body: bytes) -> bytes:
 
 
 def page_headers(page: bytes) -> dict[str, str]:
-    """Return headers under which a browser runs nothing but the page's own script and style, and fetches only
-    from here."""
+    """Return headers under which a browser runs nothing but the page's own script and style, and
+    fetches only from here."""
     policy = [
         "default-src 'none'",
         "connect-src 'self'",

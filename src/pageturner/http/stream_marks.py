@@ -1,7 +1,7 @@
 """Marks within a stream of server-sent events by which a router knows how far an answer is.
 
-Owns their bytes, which servers write (server/stream_migration.py) and routers take out (router/stream_copy.py). To any
-other reader they are comments. Standard library and msgspec only.
+Owns their bytes, which servers write (server/stream_migration.py) and routers take out
+(router/stream_copy.py). To any other reader they are comments. Standard library and msgspec only.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ LEAVING = MARK + b"leaving\n\n"  # the server is drained: have the stream go on 
 
 
 class StreamBeginning(msgspec.Struct, omit_defaults=True):
-    """The beginning of an answer. fingerprint: of the engine that computes it; seed: of its noise; created:
-    the second that it says of itself; items: the conversation as JSON, where the request names parts of it
-    that only its server keeps (/v1/responses)."""
+    """The beginning of an answer. fingerprint: of the engine that computes it; seed: of its noise;
+    created: the second that it says of itself; items: the conversation as JSON, where the request
+    names parts of it that only its server keeps (/v1/responses)."""
 
     fingerprint: str
     seed: int

@@ -1,7 +1,8 @@
 """TLS for a program that listens: its certificate, and each connection until it is encrypted.
 
-Owns which files are read and when, how long a handshake may take, and that connections count from their first
-byte on. What is encrypted is http_protocol.py's affair, and so are its bounds. Must not know requests.
+Owns which files are read and when, how long a handshake may take, and that connections count from
+their first byte on. What is encrypted is http_protocol.py's affair, and so are its bounds. Must not
+know requests.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Certificates:
         )
 
     def reload(self) -> None:
-        """Read the files again, for connections from now on. Where that fails all stays as it was."""
+        """Read the files again, for connections from now on. Where that fails all stays as it
+        was."""
         config = self._config
         try:
             self.context = server_context(
@@ -49,8 +51,8 @@ class Certificates:
 
 
 def certificates_of(config: HttpConfig) -> Certificates | None:
-    """Return the certificates of a server with these settings; None: it speaks plain HTTP. EngineFault as
-    above."""
+    """Return the certificates of a server with these settings; None: it speaks plain HTTP.
+    EngineFault as above."""
     if not config.ssl_certfile and (config.ssl_keyfile or config.ssl_keyfile_password):
         raise EngineFault(
             "bad_setting", "--ssl-keyfile is the key of a certificate: give --ssl-certfile too"
@@ -59,7 +61,8 @@ def certificates_of(config: HttpConfig) -> Certificates | None:
 
 
 def server_context(certfile: str, keyfile: str, password: str) -> ssl.SSLContext:
-    """TLS 1.2 or newer with this certificate and its key, both PEM. keyfile "": it is in the same file."""
+    """TLS 1.2 or newer with this certificate and its key, both PEM. keyfile "": it is in the same
+    file."""
     keyfile = keyfile or certfile
     for path in (certfile, keyfile):  # what OpenSSL says does not name the file
         try:
@@ -86,8 +89,8 @@ def server_context(certfile: str, keyfile: str, password: str) -> ssl.SSLContext
 
 
 class Handshake(asyncio.Protocol):
-    """A connection until it is encrypted: from then on `behind` has it. It counts as one without a request,
-    which is closed when others need its place."""
+    """A connection until it is encrypted: from then on `behind` has it. It counts as one without a
+    request, which is closed when others need its place."""
 
     def __init__(
         self,

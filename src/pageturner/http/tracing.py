@@ -1,13 +1,14 @@
-"""Traces: of each request one span, and below it what the request did when, for a collector of OpenTelemetry.
+"""Traces: of each request one span, and below it what the request did when, for a collector of
+OpenTelemetry.
 
-Owns the span of a request, and that a collector that is slow or gone hurts nobody: spans wait in a bounded
-queue for a thread of their own. Must not know how requests are answered: what a server knows of an answer it
-gives as a `SpanSource`. OpenTelemetry is an extra, which is imported where traces are wanted, and nowhere
-else.
+Owns the span of a request, and that a collector that is slow or gone hurts nobody: spans wait in a
+bounded queue for a thread of their own. Must not know how requests are answered: what a server
+knows of an answer it gives as a `SpanSource`. OpenTelemetry is an extra, which is imported where
+traces are wanted, and nowhere else.
 
-What goes on without the request that asked for it (a response in the background, a line of a batch) has a
-span of the same form: a child of that request where it came with a `traceparent`, else the root of a trace of
-its own, with a link to the request.
+What goes on without the request that asked for it (a response in the background, a line of a batch)
+has a span of the same form: a child of that request where it came with a `traceparent`, else the
+root of a trace of its own, with a link to the request.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ class SpanSource(Protocol):
 
 
 def check_endpoint(url: str) -> str:
-    """The address of the collector, with its path. EngineFault('bad_setting') for one that is none, and where
-    OpenTelemetry is missing."""
+    """The address of the collector, with its path. EngineFault('bad_setting') for one that is none,
+    and where OpenTelemetry is missing."""
     import importlib.util
 
     message = f"--otlp-traces-endpoint is a URL as http://localhost:4318{PATH} (OTLP over HTTP)"
@@ -129,8 +130,9 @@ def start_traces(
 
 
 def _program(about: dict[str, str]) -> Resource:
-    """Return what the collector is told of this program. The SDK asks for its hash at each span that it
-    encodes, and makes that anew from the JSON of all of it, a quarter of the work: here it is made once."""
+    """Return what the collector is told of this program. The SDK asks for its hash at each span
+    that it encodes, and makes that anew from the JSON of all of it, a quarter of the work: here it
+    is made once."""
     from opentelemetry.sdk.resources import Resource
 
     class HashedResource(Resource):
@@ -153,7 +155,8 @@ def _without_password(url: str) -> str:
 
 
 def _told(exporter: SpanExporter, where: str) -> SpanExporter:
-    """The exporter, with a word in the log when it loses its collector, and when it has it again."""
+    """The exporter, with a word in the log when it loses its collector, and when it has it
+    again."""
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
@@ -184,8 +187,8 @@ def _told(exporter: SpanExporter, where: str) -> SpanExporter:
 
 
 class Traces:
-    """The traces of all requests of a program. processor: takes the spans that have ended; hand_on: the
-    request goes on to another server, with our span as its parent."""
+    """The traces of all requests of a program. processor: takes the spans that have ended; hand_on:
+    the request goes on to another server, with our span as its parent."""
 
     def __init__(
         self,
@@ -212,8 +215,8 @@ class Traces:
         self._origins: OrderedDict[str, TraceOrigin] = OrderedDict()
 
     def begin(self, scope: Any) -> RequestTrace | None:
-        """A request has come. None for those who only watch. The headers in the scope name our span, where
-        the request is handed on."""
+        """A request has come. None for those who only watch. The headers in the scope name our
+        span, where the request is handed on."""
         from opentelemetry.trace import SpanKind, get_current_span, set_span_in_context
 
         path = scope["path"]
@@ -238,8 +241,8 @@ class Traces:
         return trace
 
     def remember(self, name: str, scope: Any) -> None:
-        """Note that what this request asks for will be done under that name, with spans of its own. Only so
-        many names are remembered, the newest, and none by the next process."""
+        """Note that what this request asks for will be done under that name, with spans of its own.
+        Only so many names are remembered, the newest, and none by the next process."""
         if (trace := scope.get(TRACE)) is not None:
             self._origins[name] = trace.origin
             if len(self._origins) > MAX_ORIGINS:
@@ -250,8 +253,8 @@ class Traces:
         return self.begin_apart(path, self._origins.get(name))
 
     def begin_apart(self, path: str, origin: TraceOrigin | None) -> RequestTrace:
-        """Something begins that outlives the request which asked for it. origin: that request; None where
-        it is not known any more."""
+        """Something begins that outlives the request which asked for it. origin: that request; None
+        where it is not known any more."""
         from opentelemetry.context import Context
         from opentelemetry.trace import Link, NonRecordingSpan, SpanKind, set_span_in_context
 
@@ -271,9 +274,9 @@ class Traces:
     def add_child(
         self, parent: Span, name: str, about: dict[str, Any], start: int, end: int
     ) -> None:
-        """A span that has begun and ended already, in nanoseconds. Only its parent was made by the SDK's
-        tracer, which asks the sampler, locks, copies and counts each time: that is most of what a span costs,
-        and says nothing new of a child."""
+        """A span that has begun and ended already, in nanoseconds. Only its parent was made by the
+        SDK's tracer, which asks the sampler, locks, copies and counts each time: that is most of
+        what a span costs, and says nothing new of a child."""
         from opentelemetry.sdk.trace import ReadableSpan
         from opentelemetry.trace import SpanContext
 
@@ -296,8 +299,8 @@ class Traces:
         )
 
     def end(self, trace: RequestTrace, info: RequestInfo) -> None:
-        """It was answered, or was not. Where the engine has not told yet where its time went, its span is
-        written a little later."""
+        """It was answered, or was not. Where the engine has not told yet where its time went, its
+        span is written a little later."""
         now = time.monotonic()
         if self.source is None or not trace.recorded or self.source.is_settled(info):
             trace.finish(info, now)
@@ -334,7 +337,8 @@ class Traces:
 
 @dataclass(frozen=True, slots=True)
 class TraceOrigin:
-    """A request that asked for something which outlives it. parented: it came with a `traceparent`."""
+    """A request that asked for something which outlives it. parented: it came with a
+    `traceparent`."""
 
     context: SpanContext
     parented: bool
@@ -342,7 +346,8 @@ class TraceOrigin:
 
 @dataclass(frozen=True, slots=True)
 class RequestTrace:
-    """The span of a request. offset: nanoseconds from time.monotonic to the time of day, when it came."""
+    """The span of a request. offset: nanoseconds from time.monotonic to the time of day, when it
+    came."""
 
     traces: Traces
     _offset: int

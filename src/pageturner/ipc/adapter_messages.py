@@ -1,7 +1,7 @@
 """Messages of the two processes about LoRA adapters.
 
-Ground floor: both import it. Which request wants which adapter stands in the request, by the digest of the
-adapter's content.
+Ground floor: both import it. Which request wants which adapter stands in the request, by the digest
+of the adapter's content.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import msgspec
 
 
 class LoadAdapter(msgspec.Struct, tag=True, frozen=True):
-    """API to engine: from here on there is an adapter of this name. Answered by AdapterLoaded, but not where
-    the digest of its content is known already: then it was there before, and is read when it is wanted.
-    Without a name it is there for requests that an engine process before this one had.
+    """API to engine: from here on there is an adapter of this name. Answered by AdapterLoaded, but
+    not where the digest of its content is known already: then it was there before, and is read when
+    it is wanted. Without a name it is there for requests that an engine process before this one
+    had.
 
     number  which loading it is: the answer has it too, for a name may be given again
     """
@@ -30,14 +31,15 @@ class UnloadAdapter(msgspec.Struct, tag=True, frozen=True):
 
 
 class AdaptersInMemory(msgspec.Struct, tag=True, frozen=True):
-    """Engine to API: which adapters are in memory now, by their digests, when that has changed. At most as
-    many as `--max-loras` says."""
+    """Engine to API: which adapters are in memory now, by their digests, when that has changed. At
+    most as many as `--max-loras` says."""
 
     digests: list[str]
 
 
 class AdapterLoaded(msgspec.Struct, tag=True, frozen=True):
-    """Engine to API, in answer to LoadAdapter. With a code it could not be loaded, and the message says why.
+    """Engine to API, in answer to LoadAdapter. With a code it could not be loaded, and the message
+    says why.
 
     digest  of its content
     nbytes  that it takes in memory

@@ -1,7 +1,8 @@
-"""Messages between the API process and the engine process, and how they are framed on a socket pair.
+"""Messages between the API process and the engine process, and how they are framed on a socket
+pair.
 
-Ground floor: both processes import it, so it knows neither of them. A frame is a 4-byte little-endian length
-followed by one msgpack-encoded message.
+Ground floor: both processes import it, so it knows neither of them. A frame is a 4-byte
+little-endian length followed by one msgpack-encoded message.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
 
 
 class Aborted(msgspec.Struct, tag=True, frozen=True):
-    """Engine to API, in answer to Abort. timings: where the time of the request went until now; None for a
-    request that is not here, because it had just ended or was never let in."""
+    """Engine to API, in answer to Abort. timings: where the time of the request went until now;
+    None for a request that is not here, because it had just ended or was never let in."""
 
     id: int
     timings: Timings | None
@@ -74,15 +75,17 @@ class Events(msgspec.Struct, tag=True, frozen=True):
 
 
 class Stats(msgspec.Struct, tag=True, frozen=True):
-    """Engine to API, about four times a second while it works and once when it falls idle: name -> value.
+    """Engine to API, about four times a second while it works and once when it falls idle: name ->
+    value.
 
-    Gauges: running, waiting, pinned, blocks_used, blocks_cached, blocks_total, and where layers have a window
-    recent_blocks_used and so on; kv_reserved and its like in tokens. Counters: steps, step_tokens,
-    prompt_tokens, cached_tokens, generated_tokens, recomputed_tokens, preemptions, drafts, draft_tokens,
-    accepted_tokens, accepted_tokens_at_0 and so on; where KV outlives the process kv_blocks_taken_back and
-    kv_checksum_seconds; where steps are counted the fields of observe.work.WorkTotals.
-    Each is a number since the start of this engine process. sessions: those of which something has changed.
-    accounts: where the time went of the requests under way that the ledger asks for."""
+    Gauges: running, waiting, pinned, blocks_used, blocks_cached, blocks_total, and where layers
+    have a window recent_blocks_used and so on; kv_reserved and its like in tokens. Counters: steps,
+    step_tokens, prompt_tokens, cached_tokens, generated_tokens, recomputed_tokens, preemptions,
+    drafts, draft_tokens, accepted_tokens, accepted_tokens_at_0 and so on; where KV outlives the
+    process kv_blocks_taken_back and kv_checksum_seconds; where steps are counted the fields of
+    observe.work.WorkTotals. Each is a number since the start of this engine process. sessions:
+    those of which something has changed. accounts: where the time went of the requests under way
+    that the ledger asks for."""
 
     values: dict[str, float]
     sessions: list[KeptSession] = []
@@ -96,12 +99,14 @@ class Unpin(msgspec.Struct, tag=True, frozen=True):
 
 
 class ForgetPrefixes(msgspec.Struct, tag=True, frozen=True):
-    """API to engine: requests behind this find no KV of earlier ones, but what is pinned or in use."""
+    """API to engine: requests behind this find no KV of earlier ones, but what is pinned or in
+    use."""
 
 
 class Configure(msgspec.Struct, tag=True, frozen=True):
-    """API to engine: go on with these settings as soon as that is safe. All of them, so that an engine that
-    was started again needs only the newest. widest: sequences of the widest search ever acceptable."""
+    """API to engine: go on with these settings as soon as that is safe. All of them, so that an
+    engine that was started again needs only the newest. widest: sequences of the widest search ever
+    acceptable."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
@@ -134,7 +139,8 @@ def encode(message: ToEngine | FromEngine) -> bytes:
 
 
 class BadFrame(ValueError):
-    """A frame over MAX_FRAME, or one that holds no message: nothing that comes behind it can be read."""
+    """A frame over MAX_FRAME, or one that holds no message: nothing that comes behind it can be
+    read."""
 
 
 class MessageDecoder:

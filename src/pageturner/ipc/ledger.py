@@ -1,8 +1,8 @@
 """The ledger: what an engine process is doing, noted in memory that it shares with the API process.
 
-Ground floor: both import it. It is there so that the supervisor can tell a crash's suspects and a hang from
-the outside, and so that a live view of the batch costs the engine nothing while nobody looks. Must not know
-either process.
+Ground floor: both import it. It is there so that the supervisor can tell a crash's suspects and a
+hang from the outside, and so that a live view of the batch costs the engine nothing while nobody
+looks. Must not know either process.
 """
 
 from __future__ import annotations
@@ -28,17 +28,20 @@ class NotedStep:
 
 
 class Ledger:
-    """A note of what the engine is doing, in memory that outlives it: step number, times, ids of the step.
+    """A note of what the engine is doing, in memory that outlives it: step number, times, ids of
+    the step.
 
-    Layout, in words of 64 bits: steps begun, steps finished, begun at, finished at (floats: time.monotonic,
-    the same clock in both processes), number of ids, ids. Written by one thread of the engine only, and read
-    at any moment: so each word is written in one store, and the number of a step behind its time.
+    Layout, in words of 64 bits: steps begun, steps finished, begun at, finished at (floats:
+    time.monotonic, the same clock in both processes), number of ids, ids. Written by one thread of
+    the engine only, and read at any moment: so each word is written in one store, and the number of
+    a step behind its time.
 
-    Behind them: until when somebody watches (a float that the API process writes), and while somebody does
-    the last steps: number, begun at, ended at, number of rows, rows. Number 0: it is being written.
+    Behind them: until when somebody watches (a float that the API process writes), and while
+    somebody does the last steps: number, begun at, ended at, number of rows, rows. Number 0: it is
+    being written.
 
-    At the end, written by the API process: requests of which somebody wants to know where their time went so
-    far, each with until when.
+    At the end, written by the API process: requests of which somebody wants to know where their
+    time went so far, each with until when.
     """
 
     CAPACITY = 8000
@@ -99,8 +102,8 @@ class Ledger:
         words[at], self._noted = number, at
 
     def noted(self, since: int) -> list[NotedStep]:
-        """The steps that were noted behind that number, the oldest first. What an engine wrote that was
-        overwritten itself may be anything but more than this."""
+        """The steps that were noted behind that number, the oldest first. What an engine wrote that
+        was overwritten itself may be anything but more than this."""
         words, times, found = self._words, self._times, []
         for at in range(self._NOTES, self._ASKED, self._NOTE):
             number = words[at]
@@ -113,8 +116,8 @@ class Ledger:
         return sorted(found, key=lambda step: step.number)
 
     def ask(self, id: int, until: float) -> None:
-        """Somebody wants to know where the time of this request went, until then; of more than ASKED the one
-        whose time is over first gives way."""
+        """Somebody wants to know where the time of this request went, until then; of more than
+        ASKED the one whose time is over first gives way."""
         places = range(self._ASKED, self.WORDS, 2)
         at = next((at for at in places if self._words[at] == id), None)
         at = at or min(places, key=lambda at: self._times[at + 1])
@@ -131,7 +134,8 @@ class Ledger:
     def read(self) -> tuple[int, int, float, float, list[int]]:
         """(steps begun, steps finished, begun at, finished at, ids of the step last begun).
 
-        A time that is none, or has not come yet, is 0: an engine whose memory was overwritten wrote it.
+        A time that is none, or has not come yet, is 0: an engine whose memory was overwritten wrote
+        it.
         """
         words = self._words
         begun, finished = words[0], words[1]

@@ -17,8 +17,8 @@ class ReleaseSession(msgspec.Struct, tag=True, frozen=True):
 
 
 class RestoreSession(msgspec.Struct, tag=True, frozen=True):
-    """API to engine: an engine process before this one kept a conversation. tokens: all that was said in it,
-    32 bits each; salt and adapter: as in Request."""
+    """API to engine: an engine process before this one kept a conversation. tokens: all that was
+    said in it, 32 bits each; salt and adapter: as in Request."""
 
     hint: SessionHint
     tokens: bytes
@@ -29,7 +29,8 @@ class RestoreSession(msgspec.Struct, tag=True, frozen=True):
 class KeptSession(msgspec.Struct, array_like=True, frozen=True):
     """Engine to API: what it keeps of a conversation.
 
-    tokens      whose KV it claims; paid_for: those of them that no other conversation claimed before it
+    tokens      whose KV it claims; paid_for: those of them that no other conversation claimed
+                before it
     token_seconds  that it has paid for so far, since this engine process began
     turns       that have ended; open: that wait or run
     """

@@ -1,7 +1,8 @@
-"""LoRA adapters as a backend takes them (Hu et al., arXiv 2106.09685): low-rank additions to products.
+"""LoRA adapters as a backend takes them (Hu et al., arXiv 2106.09685): low-rank additions to
+products.
 
-Owns their types, and which rows of a step have which. Must not know files, names of adapters, requests or how
-anything is computed.
+Owns their types, and which rows of a step have which. Must not know files, names of adapters,
+requests or how anything is computed.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class AdapterWeights:
-    """All of an adapter. layers: for each layer of the model, by field of `Layer`; kind: of all values."""
+    """All of an adapter. layers: for each layer of the model, by field of `Layer`; kind: of all
+    values."""
 
     kind: str
     layers: tuple[Mapping[str, LowRank], ...]

@@ -1,11 +1,12 @@
 """The Ops protocol: what a backend must be able to do. Primitives, and composites of them.
 
-Owns the types that cross from models and runtime into a backend. Must not know any model family, request or
-policy. Arrays are opaque to callers: `models/` passes on what a backend returned and never looks inside.
+Owns the types that cross from models and runtime into a backend. Must not know any model family,
+request or policy. Arrays are opaque to callers: `models/` passes on what a backend returned and
+never looks inside.
 
-Batch invariance is part of the contract: every output row depends only on its own inputs, bit for bit,
-whatever the number of rows, their order, the split of a sequence into steps, the block size or the number of
-threads.
+Batch invariance is part of the contract: every output row depends only on its own inputs, bit for
+bit, whatever the number of rows, their order, the split of a sequence into steps, the block size or
+the number of threads.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ F32 = NDArray[np.float32]
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 GATED = "clamped_swiglu"  # stands for an activation in a gated MLP, and is none of one number alone
 
-# What a backend may lack. Loading refuses a model that needs something which its backend does not declare.
+# What a backend may lack. Loading refuses a model that needs something which its backend does not
+# declare.
 FEATURES = frozenset(
     {
         "bias",  # of the output projection and in the MLP
@@ -64,11 +66,13 @@ class Tensor:
     kind   "F32", "F16", "BF16", "Q8_0", "Q4_1", ... (GGML names; shape in elements)
     shape  (rows = outputs, columns = inputs), or (n,) for a vector
     data   uint8 view of the raw bytes, row-major, quantised blocks along the columns
-    bits   for quantised kinds: what activations are rounded to in products with it. 8: one int8 term; 15:
-           two, the second one of what the first left, and the product is the sum of the two products; 12: one
-           with half a second one (`reference_arrays.quantise_rows`), or 15 where nothing is cheaper
-    order  int32 [columns] of a quantised matrix whose columns lie in another order than its inputs, so that
-           those of a group are neighbours: column i multiplies input order[i]. None: input i
+    bits   for quantised kinds: what activations are rounded to in products with it. 8: one int8
+           term; 15: two, the second one of what the first left, and the product is the sum of the
+           two products; 12: one with half a second one (`reference_arrays.quantise_rows`), or 15
+           where nothing is cheaper
+    order  int32 [columns] of a quantised matrix whose columns lie in another order than its inputs,
+           so that those of a group are neighbours: column i multiplies input order[i]. None: input
+           i
     """
 
     name: str
@@ -83,9 +87,11 @@ class Tensor:
 class Rope:
     """Rotary tables: cos and sin are fp32 [max_positions, rotary_dim / 2].
 
-    interleaved  True: pairs are (2i, 2i+1) (GGUF `llama`); False: pairs are (i, i + rotary_dim/2) (NeoX)
+    interleaved  True: pairs are (2i, 2i+1) (GGUF `llama`); False: pairs are (i, i + rotary_dim/2)
+                 (NeoX)
 
-    Dimensions of a head behind rotary_dim pass through; the tables hold all scaling (Llama 3.1, YaRN).
+    Dimensions of a head behind rotary_dim pass through; the tables hold all scaling (Llama 3.1,
+    YaRN).
     """
 
     cos: F32
@@ -103,9 +109,11 @@ class AttentionShape:
     soft_cap  > 0: s = soft_cap * tanh(s / soft_cap)           (Gemma 2)
     slopes    one per query head, or (): s = s + slope * (j - p)  (ALiBi)
     window    > 0: only j > p - window are seen, as if the others were not there
-    chunked   only j >= p - p % window are seen: chunks of `window` positions keep to themselves (Llama 4)
+    chunked   only j >= p - p % window are seen: chunks of `window` positions keep to themselves
+              (Llama 4)
     sinks     one per query head, or (): the score of one more key, whose value is zero (gpt-oss)
-    latent    > 0: there is no V of its own; that of a key is the first `latent` of its elements (MLA)
+    latent    > 0: there is no V of its own; that of a key is the first `latent` of its elements
+              (MLA)
     """
 
     heads: int
@@ -122,11 +130,12 @@ class AttentionShape:
 
 @dataclass(slots=True)
 class Layer:
-    """The packed weights of one decoder layer, and the numbers its composites need. Absent parts are None.
+    """The packed weights of one decoder layer, and the numbers its composites need. Absent parts
+    are None.
 
-    A norm with a bias is a LayerNorm, without one an RMSNorm; without one before attention or MLP these see x
-    itself. Without `gate` the MLP is down(act(up(x))). With `experts`, `gate`, `up` and `down` are the MLP of
-    all rows beside them, whose product is added first, or None.
+    A norm with a bias is a LayerNorm, without one an RMSNorm; without one before attention or MLP
+    these see x itself. Without `gate` the MLP is down(act(up(x))). With `experts`, `gate`, `up` and
+    `down` are the MLP of all rows beside them, whose product is added first, or None.
     """
 
     attn_norm: Weight
@@ -196,10 +205,11 @@ class Layer:
 class Stack:
     """A decoder below its head: from tokens to hidden rows. Absent parts are None.
 
-    embed        [V, d]; its rows times embed_scale, plus those of `positions` [P, d], then a norm, go in
+    embed        [V, d]; its rows times embed_scale, plus those of `positions` [P, d], then a norm,
+                 go in
     eps          of that norm
-    first_token  that of the first row of `embed`, which has not all of the `vocabulary` where ranks share it;
-                 vocabulary 0: as many as it has rows
+    first_token  that of the first row of `embed`, which has not all of the `vocabulary` where ranks
+                 share it; vocabulary 0: as many as it has rows
     """
 
     embed: Weight
@@ -216,7 +226,8 @@ class Stack:
 
 @dataclass(slots=True)
 class Batch:
-    """One ragged step, all arrays int32. T rows (tokens), S sequences, R rows whose logits are wanted.
+    """One ragged step, all arrays int32. T rows (tokens), S sequences, R rows whose logits are
+    wanted.
 
     tokens       [T]
     positions    [T] absolute, from 0
@@ -238,8 +249,9 @@ class Batch:
     adapters: Adapters | None = None
 
 
-# Bytes of one element. int8 has a scale for the K, and one for the V, of each token and head: max|x| / 127.
-# fp8_e4m3 has none unless KVSpec.scaled: what is beyond 448 becomes that. Kernels number them in this order.
+# Bytes of one element. int8 has a scale for the K, and one for the V, of each token and head:
+# max|x| / 127. fp8_e4m3 has none unless KVSpec.scaled: what is beyond 448 becomes that. Kernels
+# number them in this order.
 KV_TYPES = {"int8": 1, "float16": 2, "float32": 4, "bfloat16": 2, "fp8_e4m3": 1}
 GPU_HEAD_MULTIPLE = 16  # kernels of GPUs read 16 elements of a head of KV at once
 
@@ -249,7 +261,8 @@ class KVSpec:
     """Paged KV storage: `blocks` blocks of `block_size` tokens in each of `layers` layers.
 
     latent  there is no V: it is a part of K (AttentionShape.latent)
-    scaled  of fp8_e4m3: the K and the V of each token and head have a scale, a power of two (`float8.scale`)
+    scaled  of fp8_e4m3: the K and the V of each token and head have a scale, a power of two
+            (`float8.scale`)
     head_multiple  each stored head is padded with zeros to a multiple of so many elements
     """
 
@@ -285,8 +298,9 @@ class Ops(Protocol):
 
     name         "reference" | "native"
     fingerprint  what the bits depend on: build, instruction set
-    features     those of FEATURES that it computes, in primitives and composites alike; without any it
-                 computes layers whose `needs` are empty, and need not have the primitives marked [feature]
+    features     those of FEATURES that it computes, in primitives and composites alike; without any
+                 it computes layers whose `needs` are empty, and need not have the primitives marked
+                 [feature]
     """
 
     name: str
@@ -294,19 +308,21 @@ class Ops(Protocol):
     gpu_kv: bool  # its KV is as GPUs store it: KVSpec.scaled, and heads of GPU_HEAD_MULTIPLE
 
     def default_activation_bits(self, kind: str) -> int:
-        """Return the bits of activations (see Tensor) that products with weights of this GGML kind have where
-        nobody says how many. 8 where more cost as much again."""
+        """Return the bits of activations (see Tensor) that products with weights of this GGML kind
+        have where nobody says how many. 8 where more cost as much again."""
 
     @property
     def features(self) -> frozenset[str]: ...
 
     @property
     def divided(self) -> bool:
-        """True if each of several ranks has a part of every layer, and the composites below ask for sums."""
+        """True if each of several ranks has a part of every layer, and the composites below ask for
+        sums."""
 
-    # -- storage ---------------------------------------------------------------------------------------------
+    # -- storage -----------------------------------------------------------------------------------
     def pack_weight(self, tensor: Tensor) -> Weight:
-        """A matrix in the backend's own layout, or an fp32 vector. EngineFault for an unknown kind."""
+        """A matrix in the backend's own layout, or an fp32 vector. EngineFault for an unknown
+        kind."""
 
     def pack_adapter(self, weights: AdapterWeights, stack: Stack) -> Adapter:
         """[adapters] For `stack` alone; any thread may call it. MemoryError when there is none."""
@@ -321,13 +337,14 @@ class Ops(Protocol):
         """Bytes of one block, all layers."""
 
     def read_blocks(self, kv: KV, blocks: I32, out: NDArray[np.uint8]) -> None:
-        """Copy the bytes of whole blocks, all layers, to `out` [blocks, block_bytes]. What they mean is the
-        backend's own: they are for write_blocks of the same fingerprint, layers and KV type."""
+        """Copy the bytes of whole blocks, all layers, to `out` [blocks, block_bytes]. What they
+        mean is the backend's own: they are for write_blocks of the same fingerprint, layers and KV
+        type."""
 
     def write_blocks(self, kv: KV, blocks: I32, data: NDArray[np.uint8]) -> None:
         """Give blocks the bytes that read_blocks found in others."""
 
-    # -- primitives ------------------------------------------------------------------------------------------
+    # -- primitives --------------------------------------------------------------------------------
     def embed(self, table: Weight, tokens: I32) -> Array:
         """Rows of the table, dequantised to fp32: [T, d]."""
 
@@ -335,35 +352,36 @@ class Ops(Protocol):
         """RMSNorm over the last axis: x / sqrt(mean(x^2) + eps) * weight."""
 
     def layer_norm(self, x: Array, weight: Weight, bias: Weight, eps: float) -> Array:
-        """[layer_norm] (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * weight + bias over the last axis.
-        Two passes: the mean first, then the squares of what is left."""
+        """[layer_norm] (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * weight + bias over the
+        last axis. Two passes: the mean first, then the squares of what is left."""
 
     def head_norm(self, x: Array, weight: Weight, eps: float, head_dim: int) -> Array:
         """RMSNorm over each head of x [T, heads * head_dim] with one weight vector [head_dim]."""
 
     def linear(self, x: Array, weight: Weight, bias: Weight | None = None) -> Array:
-        """x [T, K] times weight [N, K] transposed, plus bias: [T, N]. Quantised weights quantise x to int8
-        per group of 32 first (scale = max|x| / 127, round half to even)."""
+        """x [T, K] times weight [N, K] transposed, plus bias: [T, N]. Quantised weights quantise x
+        to int8 per group of 32 first (scale = max|x| / 127, round half to even)."""
 
     def rope(self, x: Array, positions: I32, rope: Rope, head_dim: int) -> Array:
         """Rotary embedding of every head of x [T, heads * head_dim]."""
 
     def kv_write(self, kv: KV, layer: int, k: Array, v: Array | None, slots: I32) -> None:
-        """Round k and v [T, kv_heads * head_dim] to the KV type and store at their slots. Latent: v None."""
+        """Round k and v [T, kv_heads * head_dim] to the KV type and store at their slots. Latent: v
+        None."""
 
     def attention(self, q: Array, kv: KV, layer: int, batch: Batch, shape: AttentionShape) -> Array:
-        """Causal attention of q [T, heads * head_dim] over the paged KV, which already holds this step's own
-        K and V. The row at position p of its sequence sees positions 0..p, less what `shape.window` hides.
-        Softmax partials are per 256-token segment counted from position 0, merged left to right; segments
-        of which nothing is seen are left out, and sinks come last. With `shape.latent` the outputs are
-        [T, heads * latent]."""
+        """Causal attention of q [T, heads * head_dim] over the paged KV, which already holds this
+        step's own K and V. The row at position p of its sequence sees positions 0..p, less what
+        `shape.window` hides. Softmax partials are per 256-token segment counted from position 0,
+        merged left to right; segments of which nothing is seen are left out, and sinks come last.
+        With `shape.latent` the outputs are [T, heads * latent]."""
 
     def act_mul(self, gate: Array, up: Array) -> Array:
         """SiLU(gate) * up."""
 
     def clamped_swiglu(self, gate: Array, up: Array) -> Array:
-        """[activation] With g = min(gate, 7) and u = min(max(up, -7), 7): g / (1 + exp(-1.702 g)) * (u + 1)
-        (may write into both)."""
+        """[activation] With g = min(gate, 7) and u = min(max(up, -7), 7): g / (1 + exp(-1.702 g)) *
+        (u + 1) (may write into both)."""
 
     def scale_rows(self, x: Array, factors: F32, rows: I32) -> Array:
         """[attn_temperature] Row i of x times factors[rows[i]] (may write into x)."""
@@ -373,13 +391,13 @@ class Ops(Protocol):
         [T, heads * N]."""
 
     def join_heads(self, x: Array, y: Array, heads: int) -> Array:
-        """[latent] Of each head its columns of x [T, heads * A] and behind them those of y [T, heads * B]:
-        [T, heads * (A + B)]."""
+        """[latent] Of each head its columns of x [T, heads * A] and behind them those of y [T,
+        heads * B]: [T, heads * (A + B)]."""
 
     def activate(self, x: Array, act: str) -> Array:
-        """[activation] An activation of each element (may write into x). silu: x / (1 + exp(-x)); gelu:
-        x/2 * (1 + erf(x / sqrt(2))); gelu_tanh: x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3))); relu:
-        max(x, 0)."""
+        """[activation] An activation of each element (may write into x). silu: x / (1 + exp(-x));
+        gelu: x/2 * (1 + erf(x / sqrt(2))); gelu_tanh: x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715
+        x^3))); relu: max(x, 0)."""
 
     def mul(self, x: Array, y: Array) -> Array:
         """[activation] x * y, element by element (may write into x)."""
@@ -393,20 +411,21 @@ class Ops(Protocol):
     def route(
         self, logits: Array, top_k: int, normalise: bool, scoring: str = "softmax"
     ) -> tuple[I32, F32]:
-        """[experts] For each row of router logits [T, E]: the ids of the top_k experts by (logit descending,
-        id ascending), put in ascending order of id, and their weights, softmax(logits) over all experts, or
-        [scoring] 1 / (1 + exp(-logit)); normalised: divided by their sum. Both [T, top_k]."""
+        """[experts] For each row of router logits [T, E]: the ids of the top_k experts by (logit
+        descending, id ascending), put in ascending order of id, and their weights, softmax(logits)
+        over all experts, or [scoring] 1 / (1 + exp(-logit)); normalised: divided by their sum. Both
+        [T, top_k]."""
 
     def add_rows(self, x: Array, y: Array, rows: I32, weights: F32) -> Array:
-        """[experts] x with weights[i] * y[i] added to row rows[i] (may write into x). The product is rounded
-        before it is added; rows are distinct."""
+        """[experts] x with weights[i] * y[i] added to row rows[i] (may write into x). The product
+        is rounded before it is added; rows are distinct."""
 
     def add(self, x: Array, y: Array) -> Array:
         """x + y (may write into x)."""
 
     def adapt(self, y: Array, x: Array, adapters: Adapters, layer: int, field: str) -> Array:
-        """[adapters] y [T, N] plus scale * B (A x) of each row's adapter for this field of a layer, or for
-        "head" with layer -1 (may write into y)."""
+        """[adapters] y [T, N] plus scale * B (A x) of each row's adapter for this field of a layer,
+        or for "head" with layer -1 (may write into y)."""
 
     def adapt_embedded(self, x: Array, tokens: I32, adapters: Adapters) -> Array:
         """[adapters] The same for rows of the embedding (may write into x)."""
@@ -418,38 +437,41 @@ class Ops(Protocol):
         """x as numpy fp32 (a copy or the same memory)."""
 
     def top_logprobs(self, logits: F32, k: int) -> tuple[F32, I32, F32]:
-        """Return for each row of logits [R, V] log-sum-exp [R]; ids [R, k] and logprobs [R, k] of the k most likely
-        tokens, by (logit descending, id ascending). A row whose largest logit is no finite number, NaN being
-        the largest of all, has NaN for both and zeros for ids."""
+        """Return for each row of logits [R, V] log-sum-exp [R]; ids [R, k] and logprobs [R, k] of
+        the k most likely tokens, by (logit descending, id ascending). A row whose largest logit is
+        no finite number, NaN being the largest of all, has NaN for both and zeros for ids."""
 
     def sample(
         self, logits: F32, temperature: F32, top_k: I32, top_p: F32, min_p: F32, uniform: F32
     ) -> I32:
-        """One token id per row of logits [R, V] (all parameter arrays [R]).
-        temperature 0: argmax by (logit descending, id ascending). Otherwise p = softmax(logit / temperature);
-        min_p > 0 keeps p >= min_p * max(p); then top_k > 0 keeps the k best by (logit descending, id
-        ascending); then top_p < 1 keeps the smallest leading set, in that order, whose probability among what
-        is left reaches top_p. The token is the first one, in id order, at which the running sum of what is
-        left exceeds uniform * total. A row with a NaN gives the first one, and any other row whose largest
-        logit is not finite the first of these: its logit tells."""
+        """One token id per row of logits [R, V] (all parameter arrays [R]). temperature 0: argmax
+        by (logit descending, id ascending). Otherwise p = softmax(logit / temperature); min_p > 0
+        keeps p >= min_p * max(p); then top_k > 0 keeps the k best by (logit descending, id
+        ascending); then top_p < 1 keeps the smallest leading set, in that order, whose probability
+        among what is left reaches top_p. The token is the first one, in id order, at which the
+        running sum of what is left exceeds uniform * total. A row with a NaN gives the first one,
+        and any other row whose largest logit is not finite the first of these: its logit tells."""
 
     # -- composites: default bodies in `Composites`; a backend overrides them with one native call
     def prepare_layer(self, layer: Layer) -> None:
-        """Called once per layer after loading; a backend may attach its own form as `layer.native`."""
+        """Called once per layer after loading; a backend may attach its own form as
+        `layer.native`."""
 
     def prepare_stack(self, stack: Stack) -> None:
-        """Called once, when its layers are prepared; a backend may attach its own form as `stack.native`."""
+        """Called once, when its layers are prepared; a backend may attach its own form as
+        `stack.native`."""
 
     def hidden(self, stack: Stack, batch: Batch, kv: KV, sliding: tuple[Batch, KV] | None) -> Array:
-        """A whole step below the head: writes K and V of every row in every layer, returns the wanted rows
-        [R, d] before the final norm.
+        """A whole step below the head: writes K and V of every row in every layer, returns the
+        wanted rows [R, d] before the final norm.
 
-        sliding  of the layers with a window, where these have block tables and storage of their own; layers
-                 are numbered within their storage
+        sliding  of the layers with a window, where these have block tables and storage of their
+                 own; layers are numbered within their storage
         """
 
     def summed(self, x: Array, residual: Array | None = None) -> Array:
-        """residual + the sum of x over all ranks, from rank 0 to the last; x itself where there is one."""
+        """residual + the sum of x over all ranks, from rank 0 to the last; x itself where there is
+        one."""
 
     def embed_tokens(self, stack: Stack, tokens: I32) -> Array:
         """`embed` with the table of the stack, of which each rank may have a slice: [T, d]."""
@@ -458,8 +480,8 @@ class Ops(Protocol):
         """x + residual * post_norm(o(attention(rope(q(norm(x))), ...))) (may write into x)."""
 
     def mlp_block(self, x: Array, layer: Layer) -> Array:
-        """x + residual * post_norm(down(act(gate(norm(x))) * up(norm(x)))), or the like without a gate, or
-        with experts (may write into x)."""
+        """x + residual * post_norm(down(act(gate(norm(x))) * up(norm(x)))), or the like without a
+        gate, or with experts (may write into x)."""
 
     def add_experts(self, x: Array, h: Array, layer: Layer) -> Array:
         """[experts] x plus what the experts of a layer make of each row of h, from the first one to
@@ -469,5 +491,6 @@ class Ops(Protocol):
         """Logits of hidden rows x [R, d]: fp32 [R, V]. adapters: that of each row, or None."""
 
     def choose(self, x: Array, head: Head, args: ChooseArgs) -> SamplerOutput:
-        """`sample` of the `logits` of x [R, d], once the edits have changed them and tokens that neither
-        `allowed` nor the edits leave are minus infinity. Logits stay where they are. The default body defines it."""
+        """`sample` of the `logits` of x [R, d], once the edits have changed them and tokens that
+        neither `allowed` nor the edits leave are minus infinity. Logits stay where they are. The
+        default body defines it."""

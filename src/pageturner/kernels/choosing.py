@@ -1,4 +1,5 @@
-"""The types that cross into a backend and back when tokens are chosen: the output head, and logprobs.
+"""The types that cross into a backend and back when tokens are chosen: the output head, and
+logprobs.
 
 Owns these types. Must not know how a backend computes, nor who asks.
 """
@@ -22,8 +23,8 @@ Draw = tuple[F32, I32, F32, F32, F32]  # temperature, top_k, top_p, min_p, unifo
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The head that makes logits [R, V] of hidden rows [R, d]: a norm (a LayerNorm if it has a bias), a product, and
-    where soft_cap > 0 soft_cap * tanh(x / soft_cap) of each logit."""
+    """The head that makes logits [R, V] of hidden rows [R, d]: a norm (a LayerNorm if it has a
+    bias), a product, and where soft_cap > 0 soft_cap * tanh(x / soft_cap) of each logit."""
 
     norm: Weight
     eps: float
@@ -34,10 +35,13 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class LogprobsWanted:
-    """The logprobs that `Ops.choose` is asked for, for each of R rows. No count may exceed the vocabulary.
+    """The logprobs that `Ops.choose` is asked for, for each of R rows. No count may exceed the
+    vocabulary.
 
-    top         [R] -1: nothing; k: the logprob of the token, and the k likeliest tokens. By the raw logits
-    candidates  [R] n > 0: in place of a token the n best of a beam search. Their edits are done to logprobs
+    top         [R] -1: nothing; k: the logprob of the token, and the k likeliest tokens. By the raw
+                logits
+    candidates  [R] n > 0: in place of a token the n best of a beam search. Their edits are done to
+                logprobs
     """
 
     top: I32
@@ -69,8 +73,8 @@ class Logprobs:
     lse         [R] log-sum-exp of the raw logits
     chosen      [R] of the chosen token
     top         ids and logprobs [R, most that is wanted], by (logit descending, id ascending)
-    candidates  ids and logprobs behind the edits [R, most that is wanted], in the same order. If fewer are
-                possible, the others are no finite numbers or are there once more
+    candidates  ids and logprobs behind the edits [R, most that is wanted], in the same order. If
+                fewer are possible, the others are no finite numbers or are there once more
     """
 
     lse: F32
@@ -90,8 +94,8 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """A token for each of R rows, and its logit behind the edits, which is no finite number where the row is
-    none or nothing may be chosen. Of a row with candidates it is the first of these."""
+    """A token for each of R rows, and its logit behind the edits, which is no finite number where
+    the row is none or nothing may be chosen. Of a row with candidates it is the first of these."""
 
     ids: I32
     logits: F32
@@ -99,14 +103,14 @@ class SamplerOutput:
 
 
 class ChoosesLater(Protocol):
-    """A backend that need not wait for its tokens. What it chose last, row by row, is what -1 - row stands
-    for among the tokens of the next batch."""
+    """A backend that need not wait for its tokens. What it chose last, row by row, is what -1 - row
+    stands for among the tokens of the next batch."""
 
     def launch_step(
         self, stack: Any, batch: Any, kv: Any, sliding: Any, head: Head, draw: Any
     ) -> Any:
-        """`Ops.hidden`, and `Ops.choose` of its rows without edits and logprobs, begun only. Returns what
-        `collect` takes."""
+        """`Ops.hidden`, and `Ops.choose` of its rows without edits and logprobs, begun only.
+        Returns what `collect` takes."""
 
     def collect(self, chosen: Any) -> SamplerOutput:
         """Wait for it. The last two that were begun can be collected."""

@@ -1,13 +1,13 @@
-"""Processes (ranks) that compute one model: each has a slice of every layer (tensor parallel), or some whole
-layers (pipeline parallel).
+"""Processes (ranks) that compute one model: each has a slice of every layer (tensor parallel), or
+some whole layers (pipeline parallel).
 
-Owns what goes between ranks: rank 0, which has the engine, says each call to the others, once a step the
-batch, and all make it on their own weights and their own KV storage, with the same block tables. Calls are
-numbered: who is at another one than a rank that it hears from ends, and nothing of one call is ever taken for
-a part of another. What is summed over ranks inside of a call, or goes from a stage to the next, is the
-affair of native/comm.cpp, on GPUs of kernels/gpu/exchange.py: sums in the order of ranks, in fp32, so that
-bits depend on the number of ranks alone; whole layers have the bits of one process. Must not know how
-processes are started, nor models or requests.
+Owns what goes between ranks: rank 0, which has the engine, says each call to the others, once a
+step the batch, and all make it on their own weights and their own KV storage, with the same block
+tables. Calls are numbered: who is at another one than a rank that it hears from ends, and nothing
+of one call is ever taken for a part of another. What is summed over ranks inside of a call, or goes
+from a stage to the next, is the affair of native/comm.cpp, on GPUs of kernels/gpu/exchange.py: sums
+in the order of ranks, in fp32, so that bits depend on the number of ranks alone; whole layers have
+the bits of one process. Must not know how processes are started, nor models or requests.
 """
 
 from __future__ import annotations
@@ -75,11 +75,13 @@ class Communicator:
         self.native = module().Ranks(fd, rank, size, PLACE)
 
     def watch(self, ended: list[int], patience: float = PATIENCE) -> None:
-        """ended: files that become readable when another process ends, at rank 0 those of rank 1, 2, ..."""
+        """ended: files that become readable when another process ends, at rank 0 those of rank 1,
+        2, ..."""
         self.native.watch(ended, patience)
 
     def send(self, call: int, *arrays: NDArray[Any]) -> None:
-        """A call of rank 0 to all others, with arrays of 4-byte numbers of one or two dimensions."""
+        """A call of rank 0 to all others, with arrays of 4-byte numbers of one or two
+        dimensions."""
         self.native.send(packed(call, *arrays))
 
     def receive(self) -> tuple[int, list[I32]]:
@@ -108,7 +110,8 @@ def packed(call: int, *arrays: NDArray[Any]) -> NDArray[np.uint8]:
 
 
 def shared_memory(size: int) -> int:
-    """A file without a name for so many ranks, which goes when the last of them ends, however it ends."""
+    """A file without a name for so many ranks, which goes when the last of them ends, however it
+    ends."""
     fd = os.memfd_create("pageturner-ranks", os.MFD_CLOEXEC)
     pages = -(-module().Ranks.bytes(size, PLACE) // mmap.PAGESIZE)
     os.ftruncate(fd, pages * mmap.PAGESIZE)
@@ -143,11 +146,12 @@ class DividedAdapter:
 
 
 class RankOps:
-    """An `Ops` around the backend of one rank. Whatever is asked of that of rank 0, the others do in
-    `follow`; what is not told to them, such as sampling, is rank 0's alone.
+    """An `Ops` around the backend of one rank. Whatever is asked of that of rank 0, the others do
+    in `follow`; what is not told to them, such as sampling, is rank 0's alone.
 
     slices    set before `assemble` and `follow`
-    at_loss   rank 0: called when ranks cannot go on; ends the others and says what is known of their ends
+    at_loss   rank 0: called when ranks cannot go on; ends the others and says what is known of
+              their ends
     called    what messages call them
     patience  seconds that a rank may keep others waiting in a step
     found     of ranks but 0: the rows that their last step gave
@@ -177,7 +181,8 @@ class RankOps:
         self._stack = stack
 
     def assemble(self, ended: list[int]) -> None:
-        """Rank 0, when its slice is loaded: wait until the others' are. EngineFault('rank_lost')."""
+        """Rank 0, when its slice is loaded: wait until the others' are.
+        EngineFault('rank_lost')."""
         self.comm.watch(ended, _LOADING)
         with self._together(_MODEL, np.array(self.slices.identity, np.int32)):
             pass
@@ -185,8 +190,8 @@ class RankOps:
         self.comm.watch(ended, self.patience)
 
     def total(self, numbers: list[int]) -> list[int]:
-        """Sums over ranks of numbers from 0 to 2^63, of which each rank has as many. At rank 0 between
-        `assemble` and the first step; the others have theirs in `Slices.counts`."""
+        """Sums over ranks of numbers from 0 to 2^63, of which each rank has as many. At rank 0
+        between `assemble` and the first step; the others have theirs in `Slices.counts`."""
         with self._together(_TOTAL):
             return self._summed(numbers)
 
@@ -203,8 +208,8 @@ class RankOps:
                 pass
 
     def follow(self, head: Head, ended: list[int]) -> None:
-        """Ranks but 0: make calls until rank 0 has ended. EngineFault('rank_lost') where this rank cannot go
-        on while that lives: ranks are out of step, or memory ran out."""
+        """Ranks but 0: make calls until rank 0 has ended. EngineFault('rank_lost') where this rank
+        cannot go on while that lives: ranks are out of step, or memory ran out."""
         self.comm.watch(ended, self.patience)
         while True:
             try:
@@ -263,7 +268,7 @@ class RankOps:
         """The adapters of these numbers, none where there are no numbers."""
         return [self._adapters.get(number) for number in numbers.tolist()] if len(numbers) else None
 
-    # -- storage ------------------------------------------------------------------------------------------
+    # -- storage -----------------------------------------------------------------------------------
     def alloc_kv(self, spec: KVSpec) -> KV:
         """spec: of all ranks together. Each has what its own KV heads take, or its own layers."""
         numbers = (spec.layers, spec.blocks, spec.block_size, spec.kv_heads, spec.head_dim)
@@ -302,9 +307,10 @@ class RankOps:
         fetched: tuple[Weight, int] = self.own.fetch_weight(about, fd, offset)
         return fetched
 
-    # -- adapters -----------------------------------------------------------------------------------------
+    # -- adapters ----------------------------------------------------------------------------------
     def pack_adapter(self, weights: AdapterWeights, stack: Stack) -> DividedAdapter:
-        """May be called by any thread: the other ranks get theirs with the first step that wants it."""
+        """May be called by any thread: the other ranks get theirs with the first step that wants
+        it."""
         own = self.own.pack_adapter(self.slices.adapter(weights), stack)
         made = DividedAdapter(next(self._numbers), own, weights)
         weakref.finalize(made, self._gone.append, made.number)
@@ -328,7 +334,7 @@ class RankOps:
         numbers = [_NO_ADAPTER if one is None else one.number for one in adapters]
         return np.array(numbers, np.int32), _own(adapters)
 
-    # -- composites ---------------------------------------------------------------------------------------
+    # -- composites --------------------------------------------------------------------------------
     def hidden(self, stack: Stack, batch: Batch, kv: KV, sliding: tuple[Batch, KV] | None) -> Array:
         """A step of all ranks: every one gets the same rows [R, d]."""
         numbers, adapters = self._tell_adapters(batch.adapters)
@@ -347,10 +353,10 @@ class RankOps:
 
     @contextmanager
     def _together(self, call: int, *arrays: NDArray[Any]) -> Iterator[None]:
-        """Run something that every rank takes part in: the others are told, then rank 0 does what is within. What goes
-        wrong before they are told costs nobody anything, and a ValueError is raised by all of them before
-        they begin. Else they are no longer at the same call: EngineFault, 'rank_lost' unless rank 0 has one
-        of its own, in this and every later call."""
+        """Run something that every rank takes part in: the others are told, then rank 0 does what
+        is within. What goes wrong before they are told costs nobody anything, and a ValueError is
+        raised by all of them before they begin. Else they are no longer at the same call:
+        EngineFault, 'rank_lost' unless rank 0 has one of its own, in this and every later call."""
         self._alive()
         message = packed(call, *arrays)
         try:
@@ -393,7 +399,8 @@ class TensorParallelOps(RankOps):
         return kv_of_rank(spec, self._stack)
 
     def logits(self, x: F32, head: Head, adapters: Adapters | None = None) -> F32:
-        """Logits of x [R, d], each rank's side by side: [R, V], valid until the next call of `logits`."""
+        """Logits of x [R, d], each rank's side by side: [R, V], valid until the next call of
+        `logits`."""
         numbers, own = self._tell_adapters(adapters)
         rows, vocabulary = len(x), self.slices.starts[-1]
         if rows > len(self._out) or vocabulary != self._out.shape[1]:
@@ -416,8 +423,9 @@ class TensorParallelOps(RankOps):
 
 
 class PipelineOps(RankOps):
-    """Each rank has some whole layers and their KV: rank 1 the first ones and the embedding, rank 0 the last
-    ones and the head, so that logits and tokens are its own affair. A step goes from rank to rank."""
+    """Each rank has some whole layers and their KV: rank 1 the first ones and the embedding, rank 0
+    the last ones and the head, so that logits and tokens are its own affair. A step goes from rank
+    to rank."""
 
     called = "pipeline stages"
     patience = STAGE_PATIENCE
@@ -428,7 +436,8 @@ class PipelineOps(RankOps):
         own.join_stages(comm.native)
 
     def _mine(self, spec: KVSpec) -> KVSpec:
-        """Storage of all layers; or of those that see everything, and then of those with a window."""
+        """Storage of all layers; or of those that see everything, and then of those with a
+        window."""
         assert self._stack is not None
         layers = [layer.shape.window > 0 for layer in self._stack.layers]
         if spec.layers == self.slices.layers:

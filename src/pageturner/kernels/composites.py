@@ -1,7 +1,8 @@
-"""Default bodies of the composites of `Ops`, made of its primitives: what every fused kernel must equal.
+"""Default bodies of the composites of `Ops`, made of its primitives: what every fused kernel must
+equal.
 
-Owns the order of the operations in a decoder. Must not know any model family, request or policy, nor look
-inside an array.
+Owns the order of the operations in a decoder. Must not know any model family, request or policy,
+nor look inside an array.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ Adapted = tuple[Adapters, int]  # of the rows of a layer, and its number
 class Composites:
     """Default bodies of the composites. A test holds every override against these.
 
-    A backend whose native composites serve only some layers falls back on these bodies for the others. Until
-    it has a primitive marked [feature], the bodies below refuse in its place.
+    A backend whose native composites serve only some layers falls back on these bodies for the
+    others. Until it has a primitive marked [feature], the bodies below refuse in its place.
     """
 
     gpu_kv = False
@@ -114,7 +115,8 @@ class Composites:
         return found
 
     def row_adapters(self: Any, batch: Batch) -> tuple[Adapters | None, Adapters | None]:
-        """Return the adapters of all rows of a step, and of its wanted rows, as `adapt` takes them."""
+        """Return the adapters of all rows of a step, and of its wanted rows, as `adapt` takes
+        them."""
         every = of_rows(batch.adapters, batch.query_start)
         return every, every and [every[row] for row in batch.logit_rows]
 
@@ -315,8 +317,8 @@ def _gated(ops: Ops, gate: Array, up: Array, act: str) -> Array:
 
 
 def _add_experts(ops: Ops, x: Array, h: Array, layer: Layer) -> Array:
-    """x plus what its experts make of each row of h, one product per expert for all the rows that chose it.
-    A row meets its experts in ascending order, whoever else is in the batch."""
+    """x plus what its experts make of each row of h, one product per expert for all the rows that
+    chose it. A row meets its experts in ascending order, whoever else is in the batch."""
     e = layer.experts
     assert e is not None
     logits = ops.linear(h, e.router, e.router_bias)

@@ -1,7 +1,8 @@
-"""Edits of logits: what is done to a row before a token is chosen from it, and in numpy what each means.
+"""Edits of logits: what is done to a row before a token is chosen from it, and in numpy what each
+means.
 
-The numpy here is the executable definition, which every backend must equal bit for bit. Must not know
-requests or sampling parameters, nor how logits came about.
+The numpy here is the executable definition, which every backend must equal bit for bit. Must not
+know requests or sampling parameters, nor how logits came about.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 F32 = NDArray[np.float32]
-# The tokens that each row may have: a bit for each, 64 of them a word, lowest id first: [R, ceil(V / 64)]
+# The tokens that each row may have: a bit for each, 64 of them a word, lowest id first: [R, ceil(V
+# / 64)]
 Allowed = NDArray[np.uint64]
 
 
@@ -30,11 +32,12 @@ class Operation(IntEnum):
 
 
 class Edit(NamedTuple):
-    """A change to the logits of one row before a token is chosen from them; ids are tokens of the vocabulary
-    (else ValueError), each as often as it may be. All is fp32, and each product is rounded before a sum.
+    """A change to the logits of one row before a token is chosen from them; ids are tokens of the
+    vocabulary (else ValueError), each as often as it may be. All is fp32, and each product is
+    rounded before a sum.
 
-    Lists and tuples of Python's integers, and no arrays: the tokens of a sequence are such a list, which C++
-    reads several times as fast as numpy makes an array of it.
+    Lists and tuples of Python's integers, and no arrays: the tokens of a sequence are such a list,
+    which C++ reads several times as fast as numpy makes an array of it.
     """
 
     operation: Operation
@@ -58,9 +61,10 @@ _LIMITS = np.where(
 
 
 def forbid(logits: F32, allowed: Allowed) -> None:
-    """Make logits [R, V] of tokens that are not allowed minus infinity. The smaller one of each logit and its
-    limit, which leaves the bits of what is allowed as they are: a third of the time of writing where a mask
-    says so. A NaN that is not allowed goes too; one that is allowed stays."""
+    """Make logits [R, V] of tokens that are not allowed minus infinity. The smaller one of each
+    logit and its limit, which leaves the bits of what is allowed as they are: a third of the time
+    of writing where a mask says so. A NaN that is not allowed goes too; one that is allowed
+    stays."""
     limits = np.empty((8 * allowed.shape[1], 8), np.float32)
     for row, bits in zip(logits, allowed, strict=True):
         if (~bits).any():
@@ -74,7 +78,8 @@ def forbid(logits: F32, allowed: Allowed) -> None:
 
 
 def may_be_chosen(vocabulary: int, bits: Allowed | None, edits: list[Edit]) -> NDArray[np.bool_]:
-    """Return which tokens [V] of one row its bits of `Allowed` and its edits leave. The order of these matters."""
+    """Return which tokens [V] of one row its bits of `Allowed` and its edits leave. The order of
+    these matters."""
     if bits is None:
         may = np.ones(vocabulary, np.bool_)
     else:
@@ -96,7 +101,8 @@ def may_be_chosen(vocabulary: int, bits: Allowed | None, edits: list[Edit]) -> N
 
 
 def edit_row(row: F32, edits: list[Edit]) -> None:
-    """Change the logits [V] of one row, edit by edit. What may not be chosen is not looked at here."""
+    """Change the logits [V] of one row, edit by edit. What may not be chosen is not looked at
+    here."""
     for edit in edits:
         ids = _ids(edit, len(row))
         different, counts = np.unique(ids, return_counts=True)
@@ -115,8 +121,8 @@ def edit_row(row: F32, edits: list[Edit]) -> None:
 
 
 def apply_edits(logits: F32, allowed: Allowed | None, edits: Edits | None) -> None:
-    """Change logits [R, V] as the edits say; then what may not be chosen is minus infinity. ValueError for an
-    id that is no token."""
+    """Change logits [R, V] as the edits say; then what may not be chosen is minus infinity.
+    ValueError for an id that is no token."""
     for r, row in enumerate(logits):
         bits, mine = (
             None if allowed is None else allowed[r : r + 1],

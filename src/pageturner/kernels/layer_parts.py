@@ -1,4 +1,5 @@
-"""Parts of a decoder layer that only some families have: a mixture of experts, and what makes a latent KV.
+"""Parts of a decoder layer that only some families have: a mixture of experts, and what makes a
+latent KV.
 
 Owns these types. Must not know any model family, nor how a backend computes.
 """
@@ -23,7 +24,8 @@ class Experts:
     scoring      one of SCORINGS
     scale        of the weights, at last
     weigh_input  what goes into an expert is multiplied by its weight, not what comes out (Llama 4)
-    router_bias  [experts]; gate_bias, up_bias, down_bias: one vector for each expert, or () (gpt-oss)
+    router_bias  [experts]; gate_bias, up_bias, down_bias: one vector for each expert, or ()
+                 (gpt-oss)
     """
 
     router: Weight
@@ -54,11 +56,13 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """The parts of attention over a latent KV beside `Layer.q` [heads * n, d] and `Layer.k` [rank, d]; there is
-    no `Layer.v` (MLA: DeepSeek-V2, arXiv 2405.04434, section 2.1, with the matrices absorbed).
+    """The parts of attention over a latent KV beside `Layer.q` [heads * n, d] and `Layer.k` [rank,
+    d]; there is no `Layer.v` (MLA: DeepSeek-V2, arXiv 2405.04434, section 2.1, with the matrices
+    absorbed).
 
-    The latent is norm(k x); behind it, in the KV, stands the rotary part of the key, which heads share. A
-    query is k_up q x of each head, and its rotary part behind it; v_up makes what a head mixed its output.
+    The latent is norm(k x); behind it, in the KV, stands the rotary part of the key, which heads
+    share. A query is k_up q x of each head, and its rotary part behind it; v_up makes what a head
+    mixed its output.
 
     q_rope  [heads * r, d] and k_rope [r, d]: their products are rotated
     norm    [rank], RMSNorm

@@ -1,11 +1,13 @@
 """The reference backend in numpy: slow, plain, exact. The executable specification of every kernel.
 
-Owns the meaning of each operation of `kernels.base.Ops`. Must not know models, requests or other backends.
+Owns the meaning of each operation of `kernels.base.Ops`. Must not know models, requests or other
+backends.
 
-Batch-invariant: numpy's matmul gives other bits for the same row when the number of rows changes, so anything
-with a rounded sum is done row by row, with shapes that depend on the row's own position only. Quantised
-matrices are safe in any case: their sums are integers below 2^24, exact in fp32 in any order. Products are
-einsum's plain loops and not BLAS, whose threads cost more than they give here and fight with the server's.
+Batch-invariant: numpy's matmul gives other bits for the same row when the number of rows changes,
+so anything with a rounded sum is done row by row, with shapes that depend on the row's own position
+only. Quantised matrices are safe in any case: their sums are integers below 2^24, exact in fp32 in
+any order. Products are einsum's plain loops and not BLAS, whose threads cost more than they give
+here and fight with the server's.
 """
 
 from __future__ import annotations
@@ -90,7 +92,7 @@ class ReferenceOps(Composites):
         """12, as the fastest kernels; nothing is cheap here."""
         return 12
 
-    # -- storage ---------------------------------------------------------------------------------------------
+    # -- storage -----------------------------------------------------------------------------------
     def pack_weight(self, tensor: Tensor) -> F32 | Dense | Quantised:
         """A vector as fp32, matrices of floats in fp32, quantised ones taken apart."""
         if len(tensor.shape) == 1:
@@ -140,7 +142,7 @@ class ReferenceOps(Composites):
         """Give blocks the bytes that read_blocks found in others."""
         kv.write_blocks(blocks, data)
 
-    # -- primitives ------------------------------------------------------------------------------------------
+    # -- primitives --------------------------------------------------------------------------------
     def embed(self, table: Dense | Quantised, tokens: I32) -> F32:
         """Rows of the table, dequantised to fp32: [T, d]."""
         if isinstance(table, Dense):
@@ -189,7 +191,8 @@ class ReferenceOps(Composites):
         return out
 
     def _linear_quantised(self, x: F32, weight: Quantised) -> F32:
-        """Integer dot products per group, scaled and summed over the groups from the first to the last."""
+        """Integer dot products per group, scaled and summed over the groups from the first to the
+        last."""
         groups, size, columns = weight.q.shape
         x = x if weight.order is None else np.ascontiguousarray(x[:, weight.order])
         q, scale = quantise_rows(x, weight.bits)
@@ -204,7 +207,8 @@ class ReferenceOps(Composites):
         return out.astype(np.float32)
 
     def rope(self, x: F32, positions: I32, rope: Rope, head_dim: int) -> F32:
-        """Rotary embedding of every head of x [T, heads * head_dim]; those behind the tables pass through."""
+        """Rotary embedding of every head of x [T, heads * head_dim]; those behind the tables pass
+        through."""
         out = x.reshape(len(x), -1, head_dim).copy()
         half = rope.cos.shape[1]
         if rope.interleaved:
@@ -230,7 +234,8 @@ class ReferenceOps(Composites):
     def attention(
         self, q: F32, kv: PagedKV, layer: int, batch: Batch, shape: AttentionShape
     ) -> F32:
-        """Causal attention of q [T, heads * head_dim] over the paged KV, in segments of 256 tokens."""
+        """Causal attention of q [T, heads * head_dim] over the paged KV, in segments of 256
+        tokens."""
         out = np.empty((len(q), shape.heads * (shape.latent or shape.head_dim)), np.float32)
         for s in range(len(batch.context_len)):
             every = np.arange(batch.context_len[s])
@@ -246,8 +251,8 @@ class ReferenceOps(Composites):
         return out
 
     def _attend(self, q: F32, k: F32, v: F32, shape: AttentionShape) -> F32:
-        """The last row of a sequence: q [kv_heads, group, d] over k and v [n, kv_heads, d]. The partials
-        (peak, total, mixed) of the segments are merged left to right."""
+        """The last row of a sequence: q [kv_heads, group, d] over k and v [n, kv_heads, d]. The
+        partials (peak, total, mixed) of the segments are merged left to right."""
         first = max(0, len(k) - shape.window) if shape.window else 0
         if shape.chunked and shape.window:
             first = (len(k) - 1) // shape.window * shape.window
@@ -386,9 +391,10 @@ class ReferenceOps(Composites):
         """x itself."""
         return x
 
-    # -- choosing tokens -------------------------------------------------------------------------------------
+    # -- choosing tokens ---------------------------------------------------------------------------
     def top_logprobs(self, logits: F32, k: int) -> tuple[F32, I32, F32]:
-        """Return for each row of logits [R, V] log-sum-exp [R]; ids and logprobs [R, k] of the k most likely."""
+        """Return for each row of logits [R, V] log-sum-exp [R]; ids and logprobs [R, k] of the k
+        most likely."""
         k = min(k, logits.shape[1])
         lse = np.full(len(logits), np.nan, np.float32)
         ids = np.zeros((len(logits), k), np.int32)
@@ -423,7 +429,8 @@ def _sample_row(
         row.max()
     ):  # NaN is the largest of all, for argmax and max
         return int(np.argmax(row))
-    # Only proportions matter until the last line, so the softmax needs no division: its largest weight is 1.
+    # Only proportions matter until the last line, so the softmax needs no division: its largest
+    # weight is 1.
     with np.errstate(over="ignore"):  # a tiny temperature may push the others to -inf: weight 0
         weights = np.exp((row - row.max()) / temperature)
     if min_p > 0:

@@ -1,7 +1,8 @@
-"""The arrays of the reference backend, and how it rounds: its matrices, its KV, activations as integers.
+"""The arrays of the reference backend, and how it rounds: its matrices, its KV, activations as
+integers.
 
-Owns these forms and roundings, which are the definition of what every backend's must equal. Must not know the
-operations.
+Owns these forms and roundings, which are the definition of what every backend's must equal. Must
+not know the operations.
 """
 
 from __future__ import annotations
@@ -50,9 +51,11 @@ class Quantised:
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
-    """K and V, each [layers, blocks * block_size, kv_heads, head_dim] in the KV type; a slot is a row.
+    """K and V, each [layers, blocks * block_size, kv_heads, head_dim] in the KV type; a slot is a
+    row.
 
-    int8, bfloat16 and fp8_e4m3 are kept as what they stand for, in fp32. Of a latent KV, v is k itself.
+    int8, bfloat16 and fp8_e4m3 are kept as what they stand for, in fp32. Of a latent KV, v is k
+    itself.
     """
 
     k: NDArray[np.floating]
@@ -95,19 +98,21 @@ class PagedKV:
 
 
 def _in_steps(x: F32, most: int = 127) -> tuple[F32, F32]:
-    """x in steps of an int8, before rounding, and these steps over its last axis: scale = max|x| / most,
-    x * (most / max|x|); zeros have scale 0."""
+    """x in steps of an int8, before rounding, and these steps over its last axis: scale = max|x| /
+    most, x * (most / max|x|); zeros have scale 0."""
     peak = np.abs(x).max(axis=-1)
     factor = np.divide(np.float32(most), peak, out=np.zeros_like(peak), where=peak > 0)
     return x * factor[..., None], peak / np.float32(most)
 
 
 def quantise_rows(x: F32, bits: int) -> tuple[NDArray[np.float64], F32]:
-    """Activations [T, K] as integers [T, K/32, 32] (in fp64, rounded half to even) and scales [T, K/32].
+    """Activations [T, K] as integers [T, K/32, 32] (in fp64, rounded half to even) and scales [T,
+    K/32].
 
-    15 bits add a second term, what the first one left in 256ths (at most 127): both together as one integer.
-    12 bits round to 16ths of a step, of which there are 119 then. Of 8 elements the first four also carry, in
-    256ths, the lowest four bits (-8 .. 7) of the other four: the products with both take one more byte so.
+    15 bits add a second term, what the first one left in 256ths (at most 127): both together as one
+    integer. 12 bits round to 16ths of a step, of which there are 119 then. Of 8 elements the first
+    four also carry, in 256ths, the lowest four bits (-8 .. 7) of the other four: the products with
+    both take one more byte so.
     """
     exact, scale = _in_steps(x.reshape(len(x), -1, ggml.GROUP), 119 if bits == 12 else 127)
     if bits == 12:

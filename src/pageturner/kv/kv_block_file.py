@@ -1,18 +1,21 @@
-"""A file of KV blocks, found by their keys: it outlives its engine, and engines of one machine share it.
+"""A file of KV blocks, found by their keys: it outlives its engine, and engines of one machine
+share it.
 
-Owns the layout of the file, who may write into it, and which block goes when it is full (the one that was
-used longest ago). One engine at a time writes, which a lock says; the others read, and the first that finds
-the lock free goes on writing.
+Owns the layout of the file, who may write into it, and which block goes when it is full (the one
+that was used longest ago). One engine at a time writes, which a lock says; the others read, and the
+first that finds the lock free goes on writing.
 
-    head       what the file is for, and a digest of that; behind it a number that goes up with each change
+    head       what the file is for, and a digest of that; behind it a number that goes up with each
+               change
     directory  one record for each slot: key, checksum, stamp; a checksum of 0: nothing is there
     slots      the bytes of one block each, on borders of pages
 
-A process may die between any two calls of the system, so the file is true at each of them: a record is
-struck out before its slot is written, and written behind it. Nothing is trusted that is read: the checksum,
-begun with the key, tells what a crash of the machine, a bad disk or a writer that was faster left behind.
-Blocks are read with `pread` and not through a mapping, in which a bad disk or a cut file would kill the
-engine (SIGBUS). Must not know requests, stores of blocks or threads but for its own locks.
+A process may die between any two calls of the system, so the file is true at each of them: a record
+is struck out before its slot is written, and written behind it. Nothing is trusted that is read:
+the checksum, begun with the key, tells what a crash of the machine, a bad disk or a writer that was
+faster left behind. Blocks are read with `pread` and not through a mapping, in which a bad disk or a
+cut file would kill the engine (SIGBUS). Must not know requests, stores of blocks or threads but for
+its own locks.
 """
 
 from __future__ import annotations
@@ -60,7 +63,8 @@ def sum_of(row: Bytes, key: bytes) -> int:
 
 
 class BlockFile:
-    """Blocks of `nbytes` bytes. EngineFault says why a file cannot be used; it is left as it was then.
+    """Blocks of `nbytes` bytes. EngineFault says why a file cannot be used; it is left as it was
+    then.
 
     size      bytes that a new file may take; one that is there keeps its own
     identity  32 bytes that name everything on which the bytes of a block depend
@@ -86,7 +90,7 @@ class BlockFile:
         except OSError as error:
             raise _fault(path, error) from error
 
-    # -- opening ---------------------------------------------------------------------------------------------
+    # -- opening -----------------------------------------------------------------------------------
     def _open(self) -> tuple[int, bool]:
         try:
             fd, may_write = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), True
@@ -179,7 +183,7 @@ class BlockFile:
             self._slots, self._records = found, records
             self._changes = CHANGES.unpack(changes.ljust(CHANGES.size, b"\0"))[0]
 
-    # -- what is there ---------------------------------------------------------------------------------------
+    # -- what is there -----------------------------------------------------------------------------
     @property
     def count(self) -> int:
         """Blocks that are there."""
@@ -195,7 +199,8 @@ class BlockFile:
                 self._slots.move_to_end(key)
 
     def read(self, key: bytes, out: Bytes, wait: bool) -> Read:
-        """The block of this key into `out`, if it is there and what was written. wait: for the disk, too."""
+        """The block of this key into `out`, if it is there and what was written. wait: for the
+        disk, too."""
         place = self._slots.get(key)
         if place is None:
             return Read.ABSENT
@@ -222,17 +227,18 @@ class BlockFile:
         )
 
     def _still(self, slot: int, key: bytes, checksum: int) -> bool:
-        """Return whether the file says so too: if not, another engine has written there meanwhile."""
+        """Return whether the file says so too: if not, another engine has written there
+        meanwhile."""
         try:
             raw = os.pread(self._fd, RECORD.itemsize, PAGE + slot * RECORD.itemsize)
         except OSError:
             return True
         return raw[:24] == key + checksum.to_bytes(8, "little")
 
-    # -- writing: one thread of the engine that writes -------------------------------------------------------
+    # -- writing: one thread of the engine that writes ---------------------------------------------
     def write(self, key: bytes, row: Bytes) -> None:
-        """Put a block there, in place of the one that was used longest ago. OSError: it is not there, and the
-        file is as true as before."""
+        """Put a block there, in place of the one that was used longest ago. OSError: it is not
+        there, and the file is as true as before."""
         with self._writing:
             if self.writes and key not in self._slots:
                 self._write(key, row)

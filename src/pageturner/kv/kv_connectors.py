@@ -1,6 +1,8 @@
-"""Connectors of an engine's KV, made from settings: slower tiers, published events, and remote prefill.
+"""Connectors of an engine's KV, made from settings: slower tiers, published events, and remote
+prefill.
 
-Owns the assembly, and that a tier which cannot be had is left out with a warning: serving goes on without it.
+Owns the assembly, and that a tier which cannot be had is left out with a warning: serving goes on
+without it.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class KVWait(Protocol):
 
 
 class KVConnectors:
-    """All connectors of one engine: `listeners` are told of its steps, `attach` comes when its pool is there."""
+    """All connectors of one engine: `listeners` are told of its steps, `attach` comes when its pool
+    is there."""
 
     def __init__(self, config: EngineConfig | None = None) -> None:
         self._config = config = config or EngineConfig()

@@ -1,18 +1,21 @@
-"""KV events: which blocks the prefix cache of this engine holds, published in vLLM's format over ZeroMQ.
+"""KV events: which blocks the prefix cache of this engine holds, published in vLLM's format over
+ZeroMQ.
 
-Owns the events, their numbers, and the thread that sends them. A router that listens knows which server has
-the beginning of a prompt. The form is that of vLLM's `vllm.distributed.kv_events`: MessagePack of arrays,
+Owns the events, their numbers, and the thread that sends them. A router that listens knows which
+server has the beginning of a prompt. The form is that of vLLM's `vllm.distributed.kv_events`:
+MessagePack of arrays,
 
     batch    [time, [event, ...], 0]                the last one: rank of a data-parallel engine
     event    ["BlockStored", hashes, parent, tokens, block size, LoRA number, medium, LoRA name],
              ["BlockRemoved", hashes, medium] or ["AllBlocksCleared"]
 
-sent as three frames: topic, number of the batch (8 bytes, big-endian), batch. A hash is the first 8 bytes of
-a block's key as a big-endian number. Who missed batches asks the replay address for all from a number on, and
-gets what is still remembered, then an end: number -1, no batch.
+sent as three frames: topic, number of the batch (8 bytes, big-endian), batch. A hash is the first 8
+bytes of a block's key as a big-endian number. Who missed batches asks the replay address for all
+from a number on, and gets what is still remembered, then an end: number -1, no batch.
 
 A step only puts its events in a queue. What does not fit is dropped whole, with its number, so that
-subscribers see the gap. Must not know requests beyond their tokens and adapter, nor what is done with events.
+subscribers see the gap. Must not know requests beyond their tokens and adapter, nor what is done
+with events.
 """
 
 from __future__ import annotations
@@ -152,7 +155,8 @@ class KVEvents:
 
 
 class Sender:
-    """A thread that owns the sockets. EngineFault for addresses that cannot be had, and without pyzmq."""
+    """A thread that owns the sockets. EngineFault for addresses that cannot be had, and without
+    pyzmq."""
 
     def __init__(self, address: str, replay: str, topic: str) -> None:
         zmq = _zmq()

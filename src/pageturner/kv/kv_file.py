@@ -1,7 +1,8 @@
 """KV storage of the native backend that lies in a memory file, and checksums of its blocks.
 
-Owns how such storage is mapped and what a checksum is. Must not know what else is in the file, whose it is or
-what is in a block. A file outlives the process that writes into it: what is there stays as it is.
+Owns how such storage is mapped and what a checksum is. Must not know what else is in the file,
+whose it is or what is in a block. A file outlives the process that writes into it: what is there
+stays as it is.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ def room(spec: KVSpec) -> int:
 
 
 def alloc(spec: KVSpec, fd: int, offset: int) -> KV:
-    """The storage that begins at `offset`, a multiple of a huge page, and has room there. Zeros where nobody
-    has written. EngineFault('kv_memory') when the system refuses to map it."""
+    """The storage that begins at `offset`, a multiple of a huge page, and has room there. Zeros
+    where nobody has written. EngineFault('kv_memory') when the system refuses to map it."""
     try:
         return native_module.module().alloc_kv(
             spec.layers,
@@ -51,7 +52,8 @@ def alloc(spec: KVSpec, fd: int, offset: int) -> KV:
 
 
 def checksums(kv: KV | None, blocks: I32, seeds: U64, threads: int) -> U64:
-    """XXH64 of the bytes of each block, all its layers, begun with its seed: never 0, which stands for none.
+    """XXH64 of the bytes of each block, all its layers, begun with its seed: never 0, which stands
+    for none.
     kv  None: of blocks without bytes, because all layers have a window and other storage"""
     sums = np.zeros(len(blocks), np.uint64)
     if kv is not None:
@@ -62,8 +64,8 @@ def checksums(kv: KV | None, blocks: I32, seeds: U64, threads: int) -> U64:
 
 
 def row_sums(rows: NDArray[np.uint8], seeds: U64) -> U64:
-    """The same of plain rows [n, bytes], which need not be KV of this backend. Where the compiled module is
-    absent it is made with BLAKE2b. Never 0."""
+    """The same of plain rows [n, bytes], which need not be KV of this backend. Where the compiled
+    module is absent it is made with BLAKE2b. Never 0."""
     sums = np.zeros(len(rows), np.uint64)
     if native_module.available_isas():
         native_module.module().row_sums(rows, seeds, sums)
@@ -77,6 +79,7 @@ def row_sums(rows: NDArray[np.uint8], seeds: U64) -> U64:
 
 
 def take_huge_pages(kv: KV | None, blocks: int) -> None:
-    """Put the first so many blocks on huge pages, and a little more: they are taken from the first on."""
+    """Put the first so many blocks on huge pages, and a little more: they are taken from the first
+    on."""
     if kv is not None:
         kv.take_huge_pages(blocks * kv.memory.shape[1] + AHEAD)

@@ -1,11 +1,12 @@
 """A link between two engines: bounded frames over TCP, which only who has the shared key can write.
 
-Owns the form of a frame, the handshake, and that each side knows whom it talks to before anything of a
-request is sent. Must not know what the frames are for.
+Owns the form of a frame, the handshake, and that each side knows whom it talks to before anything
+of a request is sent. Must not know what the frames are for.
 
     both       HELLO    magic, version, 32 random bytes                      plain
-    both       from here on each frame ends with a code of its direction, number and content, by a key that
-               is made of the shared key and the random bytes of both: what is not the peer's is no frame
+    both       from here on each frame ends with a code of its direction, number and content, by a
+               key that is made of the shared key and the random bytes of both: what is not the
+               peer's is no frame
     asker      PEER     what its KV depends on
     answerer   PEER     the same of it; or REFUSED and the name of what differs
 """
@@ -42,8 +43,8 @@ class LinkError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LinkIdentity:
-    """The facts that must be equal at both ends. weights: digest; build: fingerprint of engine; kv: form of a
-    block."""
+    """The facts that must be equal at both ends. weights: digest; build: fingerprint of engine; kv:
+    form of a block."""
 
     weights: str
     build: str
@@ -66,7 +67,8 @@ class LinkIdentity:
 
 @dataclass(frozen=True, slots=True)
 class LinkEnd:
-    """One end of every link of an engine. key: what both ends share; identity: what must be equal."""
+    """One end of every link of an engine. key: what both ends share; identity: what must be
+    equal."""
 
     key: bytes
     identity: LinkIdentity
@@ -98,7 +100,8 @@ class LinkEnd:
 
 
 class Link:
-    """One connection, with one thread at each end. Everything raises LinkError. `sides`: own and other."""
+    """One connection, with one thread at each end. Everything raises LinkError. `sides`: own and
+    other."""
 
     def __init__(
         self, sock: socket.socket, sides: tuple[bytes, bytes], key: bytes, until: float
@@ -124,7 +127,8 @@ class Link:
             raise LinkError("broken", str(error)) from None
 
     def receive(self, most: int, until: float) -> tuple[bytes, memoryview]:
-        """Kind and content of the next frame, of at most so many bytes. until: by `time.monotonic`."""
+        """Kind and content of the next frame, of at most so many bytes. until: by
+        `time.monotonic`."""
         head = bytes(self._exactly(_head.size, until))
         kind, length = _head.unpack(head)
         if length > most:

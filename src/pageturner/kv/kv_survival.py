@@ -1,17 +1,20 @@
-"""KV memory that outlives the engine process: a memory file, with a directory of the sealed blocks in it.
+"""KV memory that outlives the engine process: a memory file, with a directory of the sealed blocks
+in it.
 
-Owns the layout of that file. The supervisor makes it, empty, and hands it to one engine process after the
-other; the one before is dead when the next one maps it.
+Owns the layout of that file. The supervisor makes it, empty, and hands it to one engine process
+after the other; the one before is dead when the next one maps it.
 
     head      how many blocks there are, and a digest of that and of all else that it depends on
-    records   one for each block of each store: key, checksum, stamp; a checksum of 0: nothing is there
+    records   one for each block of each store: key, checksum, stamp; a checksum of 0: nothing is
+              there
     storage   of each store, on a border of huge pages
 
-A process may die between any two instructions, so the file is true at each of them: a record is written when
-its block was sealed, behind the step that computed it, from when on nobody writes into the block, and its
-checksum is written last. It is struck out before the block is given out again. The checksum is of the bytes,
-begun with the key: whatever else may have happened to a block is found by it, and the block computed again.
-Must not know requests, how a key is made or who keeps the file.
+A process may die between any two instructions, so the file is true at each of them: a record is
+written when its block was sealed, behind the step that computed it, from when on nobody writes into
+the block, and its checksum is written last. It is struck out before the block is given out again.
+The checksum is of the bytes, begun with the key: whatever else may have happened to a block is
+found by it, and the block computed again. Must not know requests, how a key is made or who keeps
+the file.
 """
 
 from __future__ import annotations
@@ -43,7 +46,8 @@ class SurvivingKV:
     """The file as one engine process uses it: `begin`, then storage for each store, then `attach`.
 
     identity  32 bytes that name everything on which the bytes of KV and their layout depend
-    sizes     of the process before this one, whose blocks are there; None: nothing can be taken back
+    sizes     of the process before this one, whose blocks are there; None: nothing can be taken
+              back
     taken     blocks that were taken back
     listener  to be told of committed steps
     """
@@ -68,8 +72,9 @@ class SurvivingKV:
         return MAGIC + hashlib.blake2b(self._identity + counts, digest_size=32).digest() + counts
 
     def begin(self, sizes: KVSizes) -> Callable[[KVSpec], KV]:
-        """Lay the file out for so many blocks; others than `sizes` give up everything that is there. Returns
-        what gives storage for one store after the other. EngineFault('kv_memory') when it cannot be mapped.
+        """Lay the file out for so many blocks; others than `sizes` give up everything that is
+        there. Returns what gives storage for one store after the other. EngineFault('kv_memory')
+        when it cannot be mapped.
         """
         if sizes != self.sizes:
             os.ftruncate(self._fd, 0)
@@ -96,8 +101,8 @@ class SurvivingKV:
             os.ftruncate(self._fd, self._end)
 
     def attach(self, pool: BlockPool) -> int:
-        """Make findable in a new pool what verifies, and from here on write down what it seals. Returns how
-        many blocks were taken back."""
+        """Make findable in a new pool what verifies, and from here on write down what it seals.
+        Returns how many blocks were taken back."""
         first, stores = 0, (pool.full, pool.sliding) if pool.window else (pool.full,)
         none = [None] * (
             len(stores) - len(self._storage)
@@ -115,7 +120,8 @@ class SurvivingKV:
             directory.note()
 
     def _stats(self) -> dict[str, float]:
-        """Blocks that were taken back from the process before; seconds that checksums took in steps."""
+        """Blocks that were taken back from the process before; seconds that checksums took in
+        steps."""
         seconds = sum(directory.seconds for directory in self._directories)
         return {"kv_blocks_taken_back": float(self.taken), "kv_checksum_seconds": seconds}
 
@@ -133,13 +139,15 @@ class Directory:
         self.seconds = 0.0
 
     def take_back(self) -> int:
-        """Make findable whatever verifies; strike out the rest. Returns how many blocks are taken back."""
+        """Make findable whatever verifies; strike out the rest. Returns how many blocks are taken
+        back."""
         found = np.flatnonzero(self._sums).astype(np.int32)
         keys = self._keys[found].tobytes()
         right = (
             kv_file.checksums(self._kv, found, seeds_of(keys), self._threads) == self._sums[found]
         )
-        # What was sealed last is overwritten first: a chain of blocks loses its end, never its beginning.
+        # What was sealed last is overwritten first: a chain of blocks loses its end, never its
+        # beginning.
         newest = sorted(found[right].tolist(), key=lambda block: -int(self._stamps[block]))
         block_of = {self._keys[block].tobytes(): block for block in newest}
         kept = {block: key for key, block in block_of.items()}
@@ -182,13 +190,15 @@ class Directory:
 
 
 def seeds_of(keys: bytes) -> kv_file.U64:
-    """Return the seed of each block's checksum: half of its key, so that it holds for no other key."""
+    """Return the seed of each block's checksum: half of its key, so that it holds for no other
+    key."""
     return np.ascontiguousarray(np.frombuffer(keys, np.uint64)[::2])
 
 
 def adopt(store: Store, kept: dict[int, bytes]) -> None:
-    """Make blocks of a new store findable, whose bytes are there already, as if they had been used and
-    released. kept: the key of each, no two the same; the first is the first to be overwritten."""
+    """Make blocks of a new store findable, whose bytes are there already, as if they had been used
+    and released. kept: the key of each, no two the same; the first is the first to be
+    overwritten."""
     table: list[int] = []
     store.write(table, 0, store.num_blocks)
     place = {block: i for i, block in enumerate(table)}

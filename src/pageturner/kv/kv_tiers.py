@@ -1,17 +1,20 @@
-"""Slower memory for KV: blocks that leave the device go down to host memory and a file, and come up again.
+"""Slower memory for KV: blocks that leave the device go down to host memory and a file, and come up
+again.
 
-Owns what goes down and when, what comes up, and the threads that use the disk. All else happens in the thread
-that steps, which copies memory and never waits for a disk:
+Owns what goes down and when, what comes up, and the threads that use the disk. All else happens in
+the thread that steps, which copies memory and never waits for a disk:
 
     sealed     a block is handed to the thread that writes the file, as far as that keeps up
-    evicted    it goes to host memory, and from there to the file; without host memory straight to the file
-    missed     the scheduler asks for a block that the device has not: from host memory, or from the file if
-               the system has it in memory (its page cache)
-    submitted  a request whose blocks lie in the file waits in the anteroom while a thread reads them, so that
-               the system has them in memory. It waits for PATIENCE seconds at most
+    evicted    it goes to host memory, and from there to the file; without host memory straight to
+               the file
+    missed     the scheduler asks for a block that the device has not: from host memory, or from the
+               file if the system has it in memory (its page cache)
+    submitted  a request whose blocks lie in the file waits in the anteroom while a thread reads
+               them, so that the system has them in memory. It waits for PATIENCE seconds at most
 
-Whatever goes wrong costs the block, which is computed again, and is counted; a file that cannot be written is
-left alone for a while. Must not know the scheduler, the layout of the file or what is in a block.
+Whatever goes wrong costs the block, which is computed again, and is counted; a file that cannot be
+written is left alone for a while. Must not know the scheduler, the layout of the file or what is in
+a block.
 """
 
 from __future__ import annotations
@@ -65,7 +68,8 @@ class HostMemory:
     def put(
         self, key: bytes, read: Callable[[Bytes], None], goes: Callable[[bytes, Bytes], None]
     ) -> None:
-        """Take in a block. goes: told of one that has to leave for it, while its bytes are still there."""
+        """Take in a block. goes: told of one that has to leave for it, while its bytes are still
+        there."""
         if self.most < 1:
             return
         if key in self._at:
@@ -84,8 +88,8 @@ class HostMemory:
         return [(key, self._rows[row]) for key, (row, _) in reversed(self._at.items())]
 
     def take(self, key: bytes) -> tuple[int, Bytes, int] | None:
-        """Row, bytes and checksum of a block, which is not there any more; its row is free again after
-        `give_back`."""
+        """Row, bytes and checksum of a block, which is not there any more; its row is free again
+        after `give_back`."""
         place = self._at.pop(key, None)
         return None if place is None else (place[0], self._rows[place[0]], place[1])
 
@@ -99,7 +103,8 @@ class HostMemory:
 
 @dataclass(slots=True)
 class KVTicket:
-    """A request that waits until its blocks were read from the file: what the anteroom asks of a future."""
+    """A request that waits until its blocks were read from the file: what the anteroom asks of a
+    future."""
 
     work: Future[None]
     until: float
@@ -154,14 +159,14 @@ class KVTiers:
             self._writer.start()
             atexit.register(_close, weakref.ref(self))
 
-    # -- down ------------------------------------------------------------------------------------------------
+    # -- down --------------------------------------------------------------------------------------
     def _published(self, key: bytes, block: int) -> None:
         if self.file is not None:
             self._new_blocks[key] = block
 
     def committed(self, report: StepReport) -> None:
-        """Stage the blocks that the step completed for the file, while half of the places are left for what
-        is evicted."""
+        """Stage the blocks that the step completed for the file, while half of the places are left
+        for what is evicted."""
         for key, block in self._new_blocks.items():
             if self._places.qsize() <= len(self._staging) // 2:
                 break  # it goes when it is evicted
@@ -237,7 +242,7 @@ class KVTiers:
             logs.say(f"--kv-file {self.file.path}: {why}; nothing is lost", "warning")
         self._paused_until = time.monotonic() + PAUSE
 
-    # -- up --------------------------------------------------------------------------------------------------
+    # -- up ----------------------------------------------------------------------------------------
     def _fetch(self, key: bytes) -> int | None:
         """Bring the block of this key to the device, if that takes no disk."""
         found = self._from_host(key)
@@ -273,8 +278,8 @@ class KVTiers:
         return self._bring_up(key, self._scratch, "kv_file_hits")
 
     def _from_staging(self, key: bytes) -> int | None:
-        """Bring up a block that is on its way to the file, or just there: its place is nobody else's until
-        the next is filled."""
+        """Bring up a block that is on its way to the file, or just there: its place is nobody
+        else's until the next is filled."""
         place = self._on_way.get(key)
         if place is None:
             return None
@@ -294,7 +299,8 @@ class KVTiers:
             self._down.put((key, -1, 0))
 
     def ticket(self, request: Request) -> KVTicket | None:
-        """Return what a request has to wait for; None: what is of use to it lies in memory, or nowhere."""
+        """Return what a request has to wait for; None: what is of use to it lies in memory, or
+        nowhere."""
         file = self.file
         if file is None or self._loaders is None or not file.count:
             return None
@@ -329,9 +335,10 @@ class KVTiers:
         while len(self._warm) > MAX_WARM:
             self._warm.popitem(last=False)
 
-    # -- the rest --------------------------------------------------------------------------------------------
+    # -- the rest ----------------------------------------------------------------------------------
     def adopt(self, block: KVBlock) -> int | None:
-        """Take in a block that another engine sent: None where there is no room now. BadBlock, counted."""
+        """Take in a block that another engine sent: None where there is no room now. BadBlock,
+        counted."""
         try:
             return self._transfer.adopt(block)
         except BadBlock:
@@ -339,7 +346,8 @@ class KVTiers:
             raise
 
     def forget(self, others: Callable[[], None]) -> None:
-        """Find nothing again that is only kept because somebody might. others: has the device forget it."""
+        """Find nothing again that is only kept because somebody might. others: has the device
+        forget it."""
         self._forgetting = True
         try:
             others()
@@ -354,8 +362,8 @@ class KVTiers:
                 self._failed(f"cannot be emptied ({error.strerror})")
 
     def stats(self) -> dict[str, float]:
-        """Return by tier the blocks and bytes that are there, found, stored, lost; errors. kv_file_state: 0
-        none, 1 it is read, 2 it is written too."""
+        """Return by tier the blocks and bytes that are there, found, stored, lost; errors.
+        kv_file_state: 0 none, 1 it is read, 2 it is written too."""
         nbytes, file = self._transfer.nbytes, self.file
         state = 0 if file is None else 1 + file.writes
         figures = {name: float(self.counts[name]) for name in COUNTED}
@@ -368,7 +376,8 @@ class KVTiers:
         return figures | {"kv_file_state": float(state), "kv_block_bytes": float(nbytes)}
 
     def close(self) -> None:
-        """Write what is in memory alone, for FLUSH seconds at most, and leave the file to others."""
+        """Write what is in memory alone, for FLUSH seconds at most, and leave the file to
+        others."""
         file, self._closing = self.file, True
         if file is None or self._loaders is None:
             return

@@ -1,7 +1,9 @@
-"""KV blocks that travel: what a block is outside of its pool, and how it leaves one and comes into another.
+"""KV blocks that travel: what a block is outside of its pool, and how it leaves one and comes into
+another.
 
-Owns the form of a travelling block, the keys of a request's blocks, and the way into the prefix cache: a
-block that comes in is as one that was computed here and released. Must not know where it comes from or goes.
+Owns the form of a travelling block, the keys of a request's blocks, and the way into the prefix
+cache: a block that comes in is as one that was computed here and released. Must not know where it
+comes from or goes.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ class KVStorage:
 
 @dataclass(frozen=True, slots=True)
 class KVBlock:
-    """One block on its way. key: 16 bytes that name model, build, adapter, salt and all tokens up to its end.
-    checksum: XXH64 of the bytes, begun with the key."""
+    """One block on its way. key: 16 bytes that name model, build, adapter, salt and all tokens up
+    to its end. checksum: XXH64 of the bytes, begun with the key."""
 
     key: bytes
     layers: int
@@ -81,8 +83,8 @@ class KVTransfer:
         return KVBlock(key, self.layers, self._dtype, data, checksum)
 
     def adopt(self, block: KVBlock) -> int | None:
-        """Make a block findable that came from elsewhere. Returns its number; None where no block can be
-        taken now. BadBlock."""
+        """Make a block findable that came from elsewhere. Returns its number; None where no block
+        can be taken now. BadBlock."""
         mine, its = (
             (self.layers, self._dtype, self.nbytes),
             (block.layers, block.dtype, block.data.size),

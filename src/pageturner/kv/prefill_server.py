@@ -1,8 +1,10 @@
-"""Prompts that other engines want computed here: their requests, and their KV blocks on the way out.
+"""Prompts that other engines want computed here: their requests, and their KV blocks on the way
+out.
 
-Owns the port, a thread for each link, and the requests that are made of what is asked. The thread that steps
-submits them and copies each block when it is sealed and there is room for it; where the peer reads slowly the
-block stays in the prefix cache. A guest whose link ends is aborted. Must not know who asks, nor why.
+Owns the port, a thread for each link, and the requests that are made of what is asked. The thread
+that steps submits them and copies each block when it is sealed and there is room for it; where the
+peer reads slowly the block stays in the prefix cache. A guest whose link ends is aborted. Must not
+know who asks, nor why.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ class Submits(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Guest:
-    """A prompt on its way. out: blocks for its link, None behind the last; gone: its link has ended."""
+    """A prompt on its way. out: blocks for its link, None behind the last; gone: its link has
+    ended."""
 
     tokens: tuple[int, ...]
     salt: str
@@ -105,7 +108,7 @@ class PrefillServer:
         self._accepting = threading.Thread(target=self._accept, name="prefill-port", daemon=True)
         self._accepting.start()
 
-    # -- in the thread that steps ----------------------------------------------------------------------------
+    # -- in the thread that steps ------------------------------------------------------------------
     @property
     def busy(self) -> bool:
         return bool(self._guests) or not self._asked.empty()
@@ -157,7 +160,7 @@ class PrefillServer:
         self._listener.close()
         self._accepting.join(1.0)
 
-    # -- in other threads ------------------------------------------------------------------------------------
+    # -- in other threads --------------------------------------------------------------------------
     def _accept(self) -> None:
         while True:
             try:

@@ -1,9 +1,10 @@
-"""Prompts that another engine computes: who is asked, and how the KV blocks come into the prefix cache here.
+"""Prompts that another engine computes: who is asked, and how the KV blocks come into the prefix
+cache here.
 
-Owns which requests are worth it, and what is done when nothing or something wrong comes: the request runs and
-computes what is missing, so that the other engine can cost time and never an answer. A thread reads the link
-and holds a few blocks; the thread that steps takes them in while the request waits in the anteroom. Must not
-know the scheduler.
+Owns which requests are worth it, and what is done when nothing or something wrong comes: the
+request runs and computes what is missing, so that the other engine can cost time and never an
+answer. A thread reads the link and holds a few blocks; the thread that steps takes them in while
+the request waits in the anteroom. Must not know the scheduler.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class PrefillEngine:
 
 @dataclass(slots=True, eq=False)
 class PrefillTicket:
-    """A request whose prompt is computed elsewhere: what the anteroom asks of a future. keys: of the blocks
-    that are to come, in order."""
+    """A request whose prompt is computed elsewhere: what the anteroom asks of a future. keys: of
+    the blocks that are to come, in order."""
 
     keys: list[bytes]
     take: Callable[[PrefillTicket, KVBlock], bool]
@@ -156,7 +157,7 @@ class RemotePrefill:
         self.counts["kv_received_bytes"] += block.data.size
         return True
 
-    # -- in a thread of the request --------------------------------------------------------------------------
+    # -- in a thread of the request ----------------------------------------------------------------
     def _run(self, engine: PrefillEngine, ticket: PrefillTicket, content: bytes) -> None:
         try:
             self._fetch(engine, ticket, content)
@@ -206,7 +207,8 @@ class RemotePrefill:
         return self._transfer.block_of(key, np.frombuffer(content[SUM.size :], np.uint8), checksum)
 
     def _put(self, ticket: PrefillTicket, block: KVBlock) -> None:
-        """Wait for the thread that steps; the link fills up meanwhile, and its other end waits too."""
+        """Wait for the thread that steps; the link fills up meanwhile, and its other end waits
+        too."""
         while not ticket.left:
             with contextlib.suppress(queue.Full):
                 ticket.arrived.put(block, timeout=0.05)

@@ -1,1 +1,2 @@
-"""The lab: traffic, benchmarks, simulator, reports. Measures the engine, or any OpenAI-compatible server."""
+"""The lab: traffic, benchmarks, simulator, reports. Measures the engine, or any OpenAI-compatible
+server."""

@@ -28,7 +28,8 @@ class FlagParser(Protocol):
 
 
 def add_flags(parser: FlagParser, rows: Iterable[tuple[Any, ...]]) -> None:
-    """Add a flag for each row: its name and metavar, its default or its type, its help, its choices if any.
+    """Add a flag for each row: its name and metavar, its default or its type, its help, its choices
+    if any.
 
     A type alone means that there is no default; bool is a switch, list collects paths.
     """
@@ -51,7 +52,8 @@ def add_flags(parser: FlagParser, rows: Iterable[tuple[Any, ...]]) -> None:
 
 
 def check_range(arguments: argparse.Namespace, rule: str, *names: str) -> None:
-    """EngineFault('bad_setting') for a number of these flags that breaks the rule, a key of RANGES."""
+    """EngineFault('bad_setting') for a number of these flags that breaks the rule, a key of
+    RANGES."""
     for name in names:
         value = getattr(arguments, name)
         if value is not None and not RANGES[rule](value):

@@ -1,1 +1,2 @@
-"""Models: specs (families and configurations as data) and one decoder driven by them. A backend is given."""
+"""Models: specs (families and configurations as data) and one decoder driven by them. A backend is
+given."""

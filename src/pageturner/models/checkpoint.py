@@ -1,8 +1,9 @@
 """Quantised Hugging Face folders as files of tensors that can be packed.
 
-Owns the choice of the reader by `quantization_config`, and that what was read is let go of. Must not know the
-formats themselves, models or backends. A matrix is read, checked and turned into blocks when it is asked for,
-some rows at a time: no more than one of them is in memory as blocks, and none in fp32.
+Owns the choice of the reader by `quantization_config`, and that what was read is let go of. Must
+not know the formats themselves, models or backends. A matrix is read, checked and turned into
+blocks when it is asked for, some rows at a time: no more than one of them is in memory as blocks,
+and none in fp32.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ _METHODS: dict[str, Callable[[HFConfig, CheckpointTensors], Readers]] = {
     "mxfp4": mxfp4,
     "bitsandbytes": bitsandbytes,
 }
-# Of activations and of the KV cache, which are rounded in another way here; and of how scales were found.
+# Of activations and of the KV cache, which are rounded in another way here; and of how scales were
+# found.
 _UNUSED = (
     *(f".{of}_{what}" for of in ("input", "output") for what in ("scale", "zero_point")),
     *(f".{of}_scale" for of in "kvq"),
@@ -89,7 +91,8 @@ class QuantisedFolder:
 
 
 def _blocks(matrix: QuantisedMatrix) -> memoryview:
-    """All of a matrix, by all threads. EngineFault('quantization_invalid') for values that are not finite."""
+    """All of a matrix, by all threads. EngineFault('quantization_invalid') for values that are not
+    finite."""
     rows = int(np.prod(matrix.shape[:-1]))
     out = np.empty((rows, matrix.nbytes // rows), np.uint8)
     step = max(16, _CHUNK // matrix.shape[-1] // 16 * 16)
@@ -104,7 +107,8 @@ def _blocks(matrix: QuantisedMatrix) -> memoryview:
 
 
 def _method_of(said: Any) -> str:
-    """The name of the method, or "" if there is none; old files of bitsandbytes do not name theirs."""
+    """The name of the method, or "" if there is none; old files of bitsandbytes do not name
+    theirs."""
     if not isinstance(said, dict):
         return ""
     return str(said.get("quant_method") or ("bitsandbytes" if "load_in_4bit" in said else ""))
@@ -125,8 +129,10 @@ def open_checkpoint(values: Json, file: TensorFile, where: str) -> TensorFile:
 
     values  of config.json
     where   that file, for messages
-    EngineFault 'quantization_invalid' where it says what is not true of its tensors, 'model_unsupported'
-    names what is not read, 'tensor_missing', 'tensor_shape' or 'weight_kind' the tensor that is not right.
+    EngineFault 'quantization_invalid' where it says what is not true of its tensors,
+    'model_unsupported'
+    names what is not read, 'tensor_missing', 'tensor_shape' or 'weight_kind' the tensor that is not
+    right.
     """
     said = values.get("quantization_config") or values.get("compression_config")
     if not said:

@@ -1,7 +1,7 @@
 """The tensors that a quantised checkpoint is made of, as arrays, checked.
 
-Owns the reading of one tensor of a safetensors file with an expected type and shape. Must not know what any
-of them means.
+Owns the reading of one tensor of a safetensors file with an expected type and shape. Must not know
+what any of them means.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class CheckpointTensors:
     def readers(
         self, ending: str, read: Callable[[str], Matrix], kinds: Collection[str] = ()
     ) -> dict[str, Callable[[], Matrix]]:
-        """Readers of matrices, one for each tensor with this ending (and of one of these kinds), by the name of the
-        tensor that there would be unquantised. `read` gets the rest of the name."""
+        """Readers of matrices, one for each tensor with this ending (and of one of these kinds), by
+        the name of the tensor that there would be unquantised. `read` gets the rest of the name."""
         found = [name for name in self.infos if name.endswith(ending)]
         prefixes = [n.removesuffix(ending) for n in found if not kinds or self.kind(n) in kinds]
         return {f"{prefix}.weight": partial(read, prefix) for prefix in prefixes}
@@ -66,8 +66,8 @@ class CheckpointTensors:
         return self._info(name).shape
 
     def raw(self, name: str, kind: str, shape: Shape) -> NDArray[np.generic]:
-        """A tensor of integers or of the bits of 8-bit floats, not copied. EngineFault 'tensor_missing',
-        'weight_kind' or 'tensor_shape'."""
+        """A tensor of integers or of the bits of 8-bit floats, not copied. EngineFault
+        'tensor_missing', 'weight_kind' or 'tensor_shape'."""
         info = self._info(name)
         if info.kind != kind:
             message = (

@@ -1,11 +1,13 @@
-"""Checkpoints of compressed-tensors (llm-compressor): integers or 8-bit floats with scales by groups.
+"""Checkpoints of compressed-tensors (llm-compressor): integers or 8-bit floats with scales by
+groups.
 
-Owns their tensors and the keys of their quantization_config. Source: the library's compressors. Must not know
-kernels.
+Owns their tensors and the keys of their quantization_config. Source: the library's compressors.
+Must not know kernels.
 
-pack-quantized         X.weight_packed int32 [N, K * bits / 32], X.weight_shape (N, K), X.weight_scale, and
-                       where not symmetric X.weight_zero_point int32 [N * bits / 32, groups]; integers are
-                       stored 2^(bits - 1) too large. X.weight_g_idx int32 [K]: the group of each input
+pack-quantized         X.weight_packed int32 [N, K * bits / 32], X.weight_shape (N, K),
+                       X.weight_scale, and where not symmetric X.weight_zero_point int32 [N * bits /
+                       32, groups]; integers are stored 2^(bits - 1) too large. X.weight_g_idx int32
+                       [K]: the group of each input
 int-quantized          X.weight int8 [N, K], X.weight_scale
 float-quantized        X.weight e4m3 [N, K], X.weight_scale, also for blocks
 naive-quantized        one of these two

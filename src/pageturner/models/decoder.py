@@ -1,7 +1,7 @@
 """The decoder, written once for all models: a spec, packed weights, and a backend to compute with.
 
-Owns what is handed to the backend (the order of the operations is in kernels/composites.py). Must not know
-what a backend's arrays are, nor requests, files or policies.
+Owns what is handed to the backend (the order of the operations is in kernels/composites.py). Must
+not know what a backend's arrays are, nor requests, files or policies.
 """
 
 from __future__ import annotations
@@ -56,24 +56,24 @@ class Decoder:
         self._inner = weights.inner
 
     def kv_spec(self, blocks: int, block_size: int, dtype: str) -> KVSpec:
-        """The KV storage of `blocks` blocks of `block_size` tokens, that of all ranks together; dtype
-        "float16" or "float32"."""
+        """The KV storage of `blocks` blocks of `block_size` tokens, that of all ranks together;
+        dtype "float16" or "float32"."""
         whole = self.spec.kv_spec(blocks, block_size, dtype, self._ops.gpu_kv)
         return whole if self.shard is None else replace(whole, kv_heads=self.shard.kv_heads)
 
     def kv_specs(
         self, blocks: int, sliding: int, block_size: int, dtype: str
     ) -> tuple[KVSpec, KVSpec]:
-        """The same in two: `blocks` blocks of the layers that see everything, which may be none, and
-        `sliding` blocks of the windowed ones."""
+        """The same in two: `blocks` blocks of the layers that see everything, which may be none,
+        and `sliding` blocks of the windowed ones."""
         whole = replace(
             self.kv_spec(blocks, block_size, dtype), layers=self.spec.layers - self.windowed
         )
         return whole, replace(whole, layers=self.windowed, blocks=sliding)
 
     def forward(self, batch: Batch, kv: KV) -> F32:
-        """One step: writes K and V of every row, returns the logits [R, vocab] of the wanted rows, which
-        are valid until the next step."""
+        """One step: writes K and V of every row, returns the logits [R, vocab] of the wanted rows,
+        which are valid until the next step."""
         each = of_rows(batch.adapters, batch.query_start)
         return self.logits(self.hidden(batch, kv), each and [each[row] for row in batch.logit_rows])
 
@@ -88,13 +88,14 @@ class Decoder:
     def hidden(self, batch: Batch, kv: KV, sliding: tuple[Batch, KV] | None = None) -> Array:
         """The first part of `forward`: the wanted rows [R, d] before the final norm.
 
-        sliding  of the windowed layers, where these have block tables and storage of their own (`kv_specs`)
+        sliding  of the windowed layers, where these have block tables and storage of their own
+                 (`kv_specs`)
         """
         return self._ops.hidden(self.stack, batch, kv, sliding)
 
     def logits(self, hidden: Array, adapters: Adapters | None = None) -> F32:
-        """The second part: logits [R, vocab] of rows [R, d], all of them or some, valid until the next call.
-        Where many rows are wanted, a few at a time keep memory bounded."""
+        """The second part: logits [R, vocab] of rows [R, d], all of them or some, valid until the
+        next call. Where many rows are wanted, a few at a time keep memory bounded."""
         if not len(hidden):
             return np.empty((0, self.spec.vocab), np.float32)
         return self._ops.logits(hidden, self.head, adapters)
@@ -111,5 +112,6 @@ class Decoder:
         return normed if scale == 1 else normed / np.float32(scale)
 
     def choose(self, hidden: Array, args: ChooseArgs) -> SamplerOutput:
-        """Choose a token for each row [R, d] instead of returning logits, with the wanted logprobs (`Ops.choose`)."""
+        """Choose a token for each row [R, d] instead of returning logits, with the wanted logprobs
+        (`Ops.choose`)."""
         return self._ops.choose(hidden, self.head, args)

@@ -1,4 +1,5 @@
-"""Random weights of a configuration, as a file of tensors that is nowhere: to measure without weights.
+"""Random weights of a configuration, as a file of tensors that is nowhere: to measure without
+weights.
 
 Owns the values. Must not know backends. The same seed gives the same weights everywhere.
 """
@@ -33,8 +34,8 @@ _KINDS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
 class DummyFile:
-    """Tensors of the names and shapes of a layout. Of a matrix with k inputs the values have mean 0 and
-    standard deviation 1 / sqrt(k), so that activations keep their size; norms are ones.
+    """Tensors of the names and shapes of a layout. Of a matrix with k inputs the values have mean 0
+    and standard deviation 1 / sqrt(k), so that activations keep their size; norms are ones.
 
     kind  of matrices; vectors are in fp32
     """
@@ -99,8 +100,8 @@ def _named(layout: Layout) -> Iterator[tuple[str, Part]]:
 def open_dummy(path: str | os.PathLike[str], seed: int) -> tuple[DummyFile, ModelSpec, Layout]:
     """Open a folder of which only config.json is read; matrices are of its torch_dtype.
 
-    EngineFault('bad_setting') for a GGUF file, and for a configuration of quantised weights; else as
-    read_hf_spec.
+    EngineFault('bad_setting') for a GGUF file, and for a configuration of quantised weights; else
+    as read_hf_spec.
     """
     folder = Path(path)
     if not folder.is_dir():

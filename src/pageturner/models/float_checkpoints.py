@@ -1,16 +1,17 @@
-"""Checkpoints of 8-bit floats (DeepSeek, Qwen3, FBGEMM) and of 4-bit floats (gpt-oss), and of bitsandbytes.
+"""Checkpoints of 8-bit floats (DeepSeek, Qwen3, FBGEMM) and of 4-bit floats (gpt-oss), and of
+bitsandbytes.
 
-Owns their tensors and the keys of their quantization_config. Sources: the integrations of Transformers
-(finegrained_fp8, fbgemm_fp8, mxfp4, bitsandbytes), the OCP specification of microscaling formats, and
-`QuantState` of bitsandbytes. Must not know kernels.
+Owns their tensors and the keys of their quantization_config. Sources: the integrations of
+Transformers (finegrained_fp8, fbgemm_fp8, mxfp4, bitsandbytes), the OCP specification of
+microscaling formats, and `QuantState` of bitsandbytes. Must not know kernels.
 
-fp8           X.weight e4m3 [N, K], X.weight_scale_inv of blocks [N / 128, K / 128] (which multiplies), or
-              X.weight_scale: one, or one for each output
+fp8           X.weight e4m3 [N, K], X.weight_scale_inv of blocks [N / 128, K / 128] (which
+              multiplies), or X.weight_scale: one, or one for each output
 mxfp4         X_blocks uint8 [experts, N, K / 32, 16], X_scales uint8 [experts, N, K / 32]
-bitsandbytes  4 bits: X.weight uint8 [N * K / 2, 1], X.weight.absmax of blocks, X.weight.quant_map [16], or
-              absmax as indices of X.weight.nested_quant_map with X.weight.nested_absmax and an offset; and
-              JSON in X.weight.quant_state.bitsandbytes__nf4. 8 bits: X.weight int8 [N, K], X.SCB [N], the
-              largest of each row
+bitsandbytes  4 bits: X.weight uint8 [N * K / 2, 1], X.weight.absmax of blocks, X.weight.quant_map
+              [16], or absmax as indices of X.weight.nested_quant_map with X.weight.nested_absmax
+              and an offset; and JSON in X.weight.quant_state.bitsandbytes__nf4. 8 bits: X.weight
+              int8 [N, K], X.SCB [N], the largest of each row
 """
 
 from __future__ import annotations

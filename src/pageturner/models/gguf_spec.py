@@ -1,7 +1,7 @@
 """Reads a spec from the metadata of a GGUF file.
 
-Owns the keys of GGUF. Everything not understood is refused by name: a setting silently ignored gives wrong
-answers. Must not know weights or backends.
+Owns the keys of GGUF. Everything not understood is refused by name: a setting silently ignored
+gives wrong answers. Must not know weights or backends.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from pageturner.models.spec import (
 
 @dataclass(frozen=True, slots=True)
 class _Arch:
-    """An architecture of llama.cpp: our family, the order of rotary pairs, and which layers are windowed:
-    those whose index + 1 is no multiple of `every`; 0: all of them if the file has a window. Those whose
-    index + 1 is a multiple of `plain` have no rotary embedding; 0: all have it."""
+    """An architecture of llama.cpp: our family, the order of rotary pairs, and which layers are
+    windowed: those whose index + 1 is no multiple of `every`; 0: all of them if the file has a
+    window. Those whose index + 1 is a multiple of `plain` have no rotary embedding; 0: all have
+    it."""
 
     family: str
     interleaved: bool = False
@@ -115,8 +116,8 @@ _NEUTRAL = {
 
 
 def read_gguf_spec(file: GGUFFile) -> ModelSpec:
-    """The spec of the model in a file. EngineFault 'model_unsupported' names what is not understood,
-    'model_invalid' what makes no sense, 'gguf_metadata' what is missing."""
+    """The spec of the model in a file. EngineFault 'model_unsupported' names what is not
+    understood, 'model_invalid' what makes no sense, 'gguf_metadata' what is missing."""
     arch = file.get("general.architecture", str)
     if arch not in _ARCHES:
         raise unsupported(
@@ -270,7 +271,8 @@ class _KeyReader:
         return window, _windowed(layers, every)
 
     def latent(self) -> LatentSpec | None:
-        """Newer files speak of the latent KV as of one KV head, and of the heads in keys of their own."""
+        """Newer files speak of the latent KV as of one KV head, and of the heads in keys of their
+        own."""
         if self.arch != "deepseek2":
             return None
         rank, rotary = self.size("attention.kv_lora_rank"), self.size("rope.dimension_count")
@@ -286,8 +288,8 @@ class _KeyReader:
         return LatentSpec(rank, rotary, max(key - rotary, 0), value)
 
     def _scale(self, layers: int, dim: int, heads: int, head_dim: int) -> float:
-        """Gemma's largest models scale by what a head would have if heads filled the model; the files do not
-        say so, and llama.cpp knows them by their number of layers."""
+        """Gemma's largest models scale by what a head would have if heads filled the model; the
+        files do not say so, and llama.cpp knows them by their number of layers."""
         odd = (self.arch, layers) in (("gemma2", 46), ("gemma3", 62))
         return float((dim / heads if odd else head_dim) ** -0.5)
 
@@ -326,7 +328,8 @@ class _KeyReader:
         return RopeSpec(base, dim, factor, interleaved)
 
     def local_rope(self, rope: RopeSpec, dim: int) -> RopeSpec | None:
-        """The rotary embedding of windowed layers where it differs; Gemma 3 and OLMo 3 do not stretch it."""
+        """The rotary embedding of windowed layers where it differs; Gemma 3 and OLMo 3 do not
+        stretch it."""
         if self.arch == "gemma3":
             return RopeSpec(self.number("rope.freq_base_swa", 10_000.0), dim)
         base = self.number("rope.freq_base_swa", rope.base)

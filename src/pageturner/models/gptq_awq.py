@@ -1,18 +1,21 @@
-"""Checkpoints of GPTQ and AWQ: integers of 4 or 8 bits in words of 32, with scales and zero-points by groups.
+"""Checkpoints of GPTQ and AWQ: integers of 4 or 8 bits in words of 32, with scales and zero-points
+by groups.
 
-Owns their tensors and the keys of their quantization_config, and which matrices with `desc_act` can lie with
-their columns in the order of the groups, so that each group is 32 neighbours: those whose inputs a step can
-gather in that order (q, k and v together, o, gate and up together), and down, whose inputs gate and up make in
-that order at once, by the order of their rows. Sources: GPTQModel and AutoGPTQ (`pack` of their linear
-layers), AutoAWQ (`from_linear` of its GEMM layer). Must not know kernels.
+Owns their tensors and the keys of their quantization_config, and which matrices with `desc_act` can
+lie with their columns in the order of the groups, so that each group is 32 neighbours: those whose
+inputs a step can gather in that order (q, k and v together, o, gate and up together), and down,
+whose inputs gate and up make in that order at once, by the order of their rows. Sources: GPTQModel
+and AutoGPTQ (`pack` of their linear layers), AutoAWQ (`from_linear` of its GEMM layer). Must not
+know kernels.
 
-GPTQ   X.qweight int32 [K * bits / 32, N], X.qzeros int32 [groups, N * bits / 32], X.scales [groups, N],
-       X.g_idx int32 [K]: the group of each input. Version 1 stores each zero-point less 1, version 2 as it is
-AWQ    X.qweight int32 [K, N / 8], X.qzeros int32 [groups, N / 8], X.scales [groups, N]; 8 neighbours lie in a
-       word in the order 0 2 4 6 1 3 5 7
+GPTQ   X.qweight int32 [K * bits / 32, N], X.qzeros int32 [groups, N * bits / 32], X.scales [groups,
+       N], X.g_idx int32 [K]: the group of each input. Version 1 stores each zero-point less 1,
+       version 2 as it is
+AWQ    X.qweight int32 [K, N / 8], X.qzeros int32 [groups, N / 8], X.scales [groups, N]; 8
+       neighbours lie in a word in the order 0 2 4 6 1 3 5 7
 
-Their quantization_config is full of notes on how the integers were found, which no list can keep up with:
-only what decides is read, and all that the tensors themselves tell is held against it.
+Their quantization_config is full of notes on how the integers were found, which no list can keep up
+with: only what decides is read, and all that the tensors themselves tell is held against it.
 """
 
 from __future__ import annotations
@@ -142,7 +145,8 @@ def _scales(tensors: CheckpointTensors, prefix: str, rows: int, columns: int, si
 
 
 def _placement(tensors: CheckpointTensors, bits: int) -> Placement:
-    """The placement of the matrices whose tensors fit each other; the others are refused when they are read."""
+    """The placement of the matrices whose tensors fit each other; the others are refused when they
+    are read."""
     names = [name.removesuffix(".qweight") for name in tensors.infos if name.endswith(".qweight")]
     orders = {}
     for name in names:
@@ -160,7 +164,7 @@ def _placement(tensors: CheckpointTensors, bits: int) -> Placement:
     return placement(names, orders, tensors.has)
 
 
-# -- columns in the order of their groups --------------------------------------------------------------------
+# -- columns in the order of their groups ----------------------------------------------------------
 
 Order = NDArray[np.int32]  # which column (or row) of the file lies at each place
 
@@ -184,8 +188,8 @@ class Placement:
 
 
 def order_of(groups: NDArray[np.int32], count: int) -> Order | None:
-    """The columns by their group, those of a group as they come. None where groups are not all as large, or
-    not whole blocks of 32."""
+    """The columns by their group, those of a group as they come. None where groups are not all as
+    large, or not whole blocks of 32."""
     size = len(groups) // max(count, 1)
     if size % GROUP or not size or groups.min() < 0:
         return None
@@ -230,5 +234,6 @@ def placement(
 
 
 def _alike(names: list[str], orders: Mapping[str, Order]) -> bool:
-    """Return whether all of these have one order: they share their input, which is gathered once."""
+    """Return whether all of these have one order: they share their input, which is gathered
+    once."""
     return all(name in orders and np.array_equal(orders[name], orders[names[0]]) for name in names)

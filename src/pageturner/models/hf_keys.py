@@ -1,7 +1,7 @@
 """Keys of config.json that need no reader: those that say nothing, and what silence says.
 
-Owns these tables, as data. Sources: the configuration classes of Transformers 4 and 5, and what published
-folders carry along. Must not know what is computed.
+Owns these tables, as data. Sources: the configuration classes of Transformers 4 and 5, and what
+published folders carry along. Must not know what is computed.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _GLM = {
     "partial_rotary_factor": 0.5,
     "attention_bias": True,
 }
-# What Transformers takes where a file is silent, by model type, as far as it is not what most take. A key
-# that is there with null is not silent.
+# What Transformers takes where a file is silent, by model type, as far as it is not what most take.
+# A key that is there with null is not silent.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 4096, "num_key_value_heads": 8},
     "mixtral": {

@@ -99,8 +99,9 @@ def activation(name: str) -> str:
 
 
 def no_rope_layers(config: HFConfig, layers: int) -> frozenset[int]:
-    """The layers without rotary embedding: those that are listed as 0, else every fourth, or as many as the
-    file says. EngineFault('model_invalid') for a list of another length, or of other numbers."""
+    """The layers without rotary embedding: those that are listed as 0, else every fourth, or as
+    many as the file says. EngineFault('model_invalid') for a list of another length, or of other
+    numbers."""
     every, listed = config.size("no_rope_layer_interval", 4), config.raw("no_rope_layers")
     if not listed:
         return frozenset(i for i in range(layers) if (i + 1) % every == 0)

@@ -1,6 +1,7 @@
 """The tensor names of Hugging Face folders: where Transformers puts each weight of a model.
 
-Owns these names, as tables, and how fused tensors are cut. Must not know backends or what layers compute.
+Owns these names, as tables, and how fused tensors are cut. Must not know backends or what layers
+compute.
 """
 
 from __future__ import annotations
@@ -161,8 +162,8 @@ def hf_layout(spec: ModelSpec, present: Callable[[str], bool]) -> Layout:
 
 
 def as_stored(layout: Layout, tensors: Mapping[str, TensorInfo]) -> Layout:
-    """The layout with the outputs first in stacked experts that are quantised, since a block is a piece of a
-    row (gpt-oss in MXFP4)."""
+    """The layout with the outputs first in stacked experts that are quantised, since a block is a
+    piece of a row (gpt-oss in MXFP4)."""
 
     def turned(part: Part) -> Part:
         info = tensors.get(part.name)

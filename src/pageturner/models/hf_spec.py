@@ -1,9 +1,10 @@
 """Reads a spec from the config.json of a Hugging Face folder.
 
-Owns the keys of config.json, family by family: what each adds to Llama, or says otherwise. Every key must be
-used, or be known to say nothing about the computation, or be null or false: anything else is refused by name,
-since a setting silently ignored gives wrong answers. Sources: the configuration and model classes of
-Transformers 5.23, and published configurations. Must not know weights or backends.
+Owns the keys of config.json, family by family: what each adds to Llama, or says otherwise. Every
+key must be used, or be known to say nothing about the computation, or be null or false: anything
+else is refused by name, since a setting silently ignored gives wrong answers. Sources: the
+configuration and model classes of Transformers 5.23, and published configurations. Must not know
+weights or backends.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ def read_hf_spec(values: Json, where: str, name: str, has_head: bool) -> ModelSp
     """The spec of a config.json.
 
     where     the file, for messages
-    has_head  whether the weights have an output head: decides where the file does not say if it is tied
-    EngineFault 'model_unsupported' names what is not understood, 'config_invalid' what is missing or of the
+    has_head  whether the weights have an output head: decides where the file does not say if it is
+              tied
+    EngineFault 'model_unsupported' names what is not understood, 'config_invalid' what is missing
+    or of the
     wrong type, 'model_invalid' what makes no sense.
     """
     arch = HFConfig(values, where).get("model_type", str)
@@ -52,8 +55,8 @@ def read_hf_spec(values: Json, where: str, name: str, has_head: bool) -> ModelSp
 
 
 def _text_part(values: Json, where: str) -> Json:
-    """The object that describes the text part of a model with a vision tower. The file may say outside of it
-    whether the head is tied."""
+    """The object that describes the text part of a model with a vision tower. The file may say
+    outside of it whether the head is tied."""
     outer = HFConfig(values, where)
     text = outer.raw("text_config")
     if not isinstance(text, dict):
@@ -66,7 +69,7 @@ def _text_part(values: Json, where: str) -> Json:
     return ({} if tied is None else {"tie_word_embeddings": tied}) | text
 
 
-# -- Llama and those who follow it ---------------------------------------------------------------------------
+# -- Llama and those who follow it -----------------------------------------------------------------
 
 
 def _phi3(config: HFConfig) -> ModelSpec:

@@ -1,7 +1,8 @@
 """A config.json that remembers what was asked of it, so that nothing in it is ignored in silence.
 
-Owns the types of its values. Every key must be used, or be known to say nothing about the computation, or be
-null or false: anything else is refused by name. Must not know what the keys mean.
+Owns the types of its values. Every key must be used, or be known to say nothing about the
+computation, or be null or false: anything else is refused by name. Must not know what the keys
+mean.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class HFConfig:
     @overload
     def get(self, key: str, kind: type[Value], default: Value) -> Value: ...
     def get(self, key: str, kind: type[Value], default: Value | None = None) -> Value:
-        """A scalar; null is absent. EngineFault('config_invalid') if it is missing or of another type."""
+        """A scalar; null is absent. EngineFault('config_invalid') if it is missing or of another
+        type."""
         value = self.raw(key)
         key = self._called(key)
         if value is None:

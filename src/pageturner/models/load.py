@@ -1,4 +1,5 @@
-"""Loads a model: from a path to a decoder that is ready to compute. Owns only the order of the steps."""
+"""Loads a model: from a path to a decoder that is ready to compute. Owns only the order of the
+steps."""
 
 from __future__ import annotations
 
@@ -35,8 +36,9 @@ _log = logging.getLogger("pageturner")
 
 
 def load_model(path: str | os.PathLike[str], ops: Ops, **fields: Any) -> Decoder:
-    """Read, check and pack the model in a GGUF file or a Hugging Face folder. EngineFault for anything that
-    cannot be right; 'model_memory' before anything is read when the machine cannot hold the weights.
+    """Read, check and pack the model in a GGUF file or a Hugging Face folder. EngineFault for
+    anything that cannot be right; 'model_memory' before anything is read when the machine cannot
+    hold the weights.
 
     fields  of LoadOptions
     """
@@ -121,7 +123,8 @@ def _open(path: Path) -> OpenModel:
 
 
 def what_becomes(file: TensorFile) -> list[str]:
-    """A line for each kind of weights that no kernel has, which says what they lose when they are loaded."""
+    """A line for each kind of weights that no kernel has, which says what they lose when they are
+    loaded."""
     if isinstance(file, QuantisedFolder):
         return file.becomes
     kinds = [info.kind for info in file.tensors.values() if info.kind in ROUNDED]
@@ -141,8 +144,8 @@ def weight_bytes(file: TensorFile, layout: Layout, dtype: str, quantization: str
 def check_memory(
     file: TensorFile, layout: Layout, dtype: str, quantization: str, free: int | None
 ) -> None:
-    """EngineFault('model_memory') unless at least the weights themselves fit into what is free; what a
-    backend adds to them is its own to say."""
+    """EngineFault('model_memory') unless at least the weights themselves fit into what is free;
+    what a backend adds to them is its own to say."""
     needed = weight_bytes(file, layout, dtype, quantization)
     if free is not None and needed > free:
         message = f"the weights of {file.path} take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"

@@ -1,12 +1,12 @@
 """LoRA adapters as PEFT writes them: adapter_config.json beside adapter_model.safetensors.
 
-Owns what such a folder may say, which of its tensors belongs to which product of the model, and the refusal
-of all else. Must not know backends, nor who is served what. Formats: PEFT's `LoraConfig` and checkpoints
-(https://huggingface.co/docs/peft/developer_guides/checkpoint), LoRA (arXiv 2106.09685), rank-stabilised LoRA
-(arXiv 2312.03732).
+Owns what such a folder may say, which of its tensors belongs to which product of the model, and the
+refusal of all else. Must not know backends, nor who is served what. Formats: PEFT's `LoraConfig`
+and checkpoints (https://huggingface.co/docs/peft/developer_guides/checkpoint), LoRA (arXiv
+2106.09685), rank-stabilised LoRA (arXiv 2312.03732).
 
-Codes: adapter_missing, adapter_config, adapter_unsupported, adapter_rank, adapter_shape, adapter_mismatch,
-adapter_values, adapter_memory, and those of formats/safetensors.py.
+Codes: adapter_missing, adapter_config, adapter_unsupported, adapter_rank, adapter_shape,
+adapter_mismatch, adapter_values, adapter_memory, and those of formats/safetensors.py.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from pageturner.models.spec import ModelSpec
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-# What may stand in front of a layer or of an embedding, depending on how the model was wrapped in training.
+# What may stand in front of a layer or of an embedding, depending on how the model was wrapped in
+# training.
 ROOTS = (
     "",
     "model.",
@@ -45,7 +46,8 @@ ROOTS = (
 EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings")
 _LAYER = re.compile(r"^(?P<root>.*?)(?:layers|h)\.(?P<layer>\d{1,6})\.(?P<tail>.+)$")
 _FACTOR = re.compile(r"^(?P<module>.+)\.(?P<factor>lora_[AB]\.weight|lora_embedding_[AB])$")
-# Initialisations that leave the model's own weights as they are; the others train against changed ones.
+# Initialisations that leave the model's own weights as they are; the others train against changed
+# ones.
 PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 # Settings that make something else of the weights, and what they are where they do not.
 REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
@@ -208,7 +210,8 @@ def _of_pattern(config: dict[str, Any], name: str, module: str, default: Any) ->
 
 
 def load_adapter(folder: AdapterFolder, spec: ModelSpec) -> AdapterWeights:
-    """The adapter's weights for a model. EngineFault where they are not for it, or cannot be right."""
+    """The adapter's weights for a model. EngineFault where they are not for it, or cannot be
+    right."""
     with naming(folder.path):
         if spec.latent is not None:
             message = f"adapters of models with a latent KV ({spec.arch}) are not computed"
@@ -353,8 +356,8 @@ def _rows(b: NDArray[Any], part: Part) -> NDArray[Any]:
 
 
 def _interleaved(b: NDArray[Any], heads: int) -> NDArray[Any]:
-    """Rows of q or k as llama.cpp's converter orders them for GGUF's `llama`, where the two elements that are
-    rotated together are neighbours."""
+    """Rows of q or k as llama.cpp's converter orders them for GGUF's `llama`, where the two
+    elements that are rotated together are neighbours."""
     half = len(b) // heads // 2
     return b.reshape(heads, 2, half, -1).swapaxes(1, 2).reshape(b.shape)
 

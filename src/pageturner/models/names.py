@@ -1,7 +1,8 @@
 """Layouts: where each weight of a model lies in its file, and how fused tensors are cut.
 
-Owns which weights a model has, how a file's tensors are divided into them, and the names in GGUF files; the
-names in Hugging Face folders are in hf_names.py. Must not know backends or what layers compute.
+Owns which weights a model has, how a file's tensors are divided into them, and the names in GGUF
+files; the names in Hugging Face folders are in hf_names.py. Must not know backends or what layers
+compute.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ Parts = dict[str, Part]
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The parts of a model: those outside of the layers by name, those of each layer by field of
-    `kernels.base.Layer`, "sinks", or by "q_rope", "k_rope" and "latent_norm" of its `Latent`; of experts
-    "router", "gates", "ups", "downs" and their biases, by field and expert, and of a latent KV "k_up" and
-    "v_up", by field and head.
+    `kernels.base.Layer`, "sinks", or by "q_rope", "k_rope" and "latent_norm" of its `Latent`; of
+    experts "router", "gates", "ups", "downs" and their biases, by field and expert, and of a latent
+    KV "k_up" and "v_up", by field and head.
 
     ignored  endings of names that carry no weight
     foreign  beginnings of names of what is no part of the decoder
@@ -138,16 +139,17 @@ def top_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 class Names:
     """The tensor names of one family in one kind of file.
 
-    modules     field -> module, whose tensors end in ".weight" and ".bias"; "{}" is the number of an expert
+    modules     field -> module, whose tensors end in ".weight" and ".bias"; "{}" is the number of
+                an expert
     roots       prefixes that all names but the head's may have
     layers      prefix of the number of a layer
     fused       fields whose rows lie one behind the other in one tensor -> its module
     adapt       changes the parts of a layer in other ways
     norm_plus   norms are stored as what they add to this number
     transposed  matrices have their inputs first
-    stacked     "": each expert has its own tensors. Otherwise all experts share one tensor for each field:
-                "rows" with the outputs first; "halves" and "pairs" with the inputs first and without an
-                ending, gates and ups being halves or alternating columns of one tensor
+    stacked     "": each expert has its own tensors. Otherwise all experts share one tensor for each
+                field: "rows" with the outputs first; "halves" and "pairs" with the inputs first and
+                without an ending, gates and ups being halves or alternating columns of one tensor
     unused_positions  leading rows of the position table that no position uses
     """
 
@@ -177,8 +179,8 @@ def modules(text: str) -> dict[str, str]:
 
 
 def layout_of(spec: ModelSpec, names: Names, present: Callable[[str], bool]) -> Layout:
-    """The layout of a file. `present` tells whether it has a tensor: some files were saved without the outermost
-    module, and older GGUF files have keys and values of a latent KV in one tensor."""
+    """The layout of a file. `present` tells whether it has a tensor: some files were saved without
+    the outermost module, and older GGUF files have keys and values of a latent KV in one tensor."""
     embed = names.tensor("embed")
     root = next((r for r in names.roots if present(r + embed)), names.roots[0])
     outer = "language_model." if root == "language_model.model." else ""  # of the head
@@ -237,8 +239,8 @@ def fuse(parts: Parts, fields: list[str], name: str) -> Parts:
 
 
 def _cut_queries(parts: Parts, spec: ModelSpec, latent: LatentSpec) -> Parts:
-    """Cut queries and keys of a latent KV: each head of the query tensor has first its plain rows and then the
-    rotary ones; the key tensor has first all of the latent and then the rotary key."""
+    """Cut queries and keys of a latent KV: each head of the query tensor has first its plain rows
+    and then the rotary ones; the key tensor has first all of the latent and then the rotary key."""
     head = latent.nope + latent.rotary
     both = latent.rank + latent.rotary
     queries = replace(parts["q"], shape=(spec.heads * head, spec.dim))
@@ -305,7 +307,7 @@ def named(spec: ModelSpec, layer: int, field: str) -> str:
     return f"shared_{field}" if shared else field
 
 
-# -- GGUF ----------------------------------------------------------------------------------------------------
+# -- GGUF ------------------------------------------------------------------------------------------
 
 _GGUF = modules("""
     embed           token_embd

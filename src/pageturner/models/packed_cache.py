@@ -1,14 +1,17 @@
-"""Packed weights on disk (`--packed-cache FOLDER`): the next start reads them instead of packing anew.
+"""Packed weights on disk (`--packed-cache FOLDER`): the next start reads them instead of packing
+anew.
 
-Owns the file: what it depends on, how it is written and checked. Must not know layouts of backends: these
-write and read the bytes (`WeightStore`). A file that is not what it should be is never an error: it is packed
-anew, and replaced.
+Owns the file: what it depends on, how it is written and checked. Must not know layouts of backends:
+these write and read the bytes (`WeightStore`). A file that is not what it should be is never an
+error: it is packed anew, and replaced.
 
     magic, offset and length of the index, blake2b of the index   64 bytes
     weights, each aligned to 64 bytes, as the backend wrote them
-    index   JSON: what the file depends on; for each weight its name, what it takes to read it, its checksum
+    index   JSON: what the file depends on; for each weight its name, what it takes to read it, its
+            checksum
 
-A file is written under another name, flushed and then renamed: a start that is killed leaves none by half.
+A file is written under another name, flushed and then renamed: a start that is killed leaves none
+by half.
 """
 
 from __future__ import annotations
@@ -134,7 +137,8 @@ class PackedCache:
         self._fresh = {}
 
     def keep(self) -> None:
-        """Everything is loaded: write the file if it lacked anything. Nobody is hurt if that fails."""
+        """Everything is loaded: write the file if it lacked anything. Nobody is hurt if that
+        fails."""
         fresh = self._fresh
         if not self._missed or not fresh:
             return

@@ -1,11 +1,11 @@
 """Weights of floats made into integers at load time: `--quantization int8|int4`.
 
-Owns the choice of scales. Must not know file formats or backends: what comes out are tensors of the GGUF
-kinds Q8_0 and Q4_1, with 32 values of a row in a group.
+Owns the choice of scales. Must not know file formats or backends: what comes out are tensors of the
+GGUF kinds Q8_0 and Q4_1, with 32 values of a row in a group.
 
 int8  scale = max|x| / 127, q = x / scale: relative error of a matrix (root mean square) about 0.5 %
-int4  scale = (max - min) / 15, q = (x - min) / scale: about 8 %. The token embedding and the output head,
-      which decide between tokens, take int8 all the same.
+int4  scale = (max - min) / 15, q = (x - min) / scale: about 8 %. The token embedding and the output
+      head, which decide between tokens, take int8 all the same.
 
 Scales and minima are rounded to fp16 first: the integers are the nearest for what is computed with.
 """
@@ -35,7 +35,8 @@ def quantisable(kind: str, shape: tuple[int, ...]) -> bool:
 
 
 def quantization_of(field: str, quantization: str) -> str:
-    """The quantization of the weight of this name (see models/names.py), where `quantization` is asked for."""
+    """The quantization of the weight of this name (see models/names.py), where `quantization` is
+    asked for."""
     if field in ("router", "positions"):
         return "none"
     return "int8" if quantization == "int4" and field in ("embed", "head") else quantization
@@ -79,9 +80,9 @@ def quantise(tensor: Tensor, quantization: str) -> Tensor:
 
 
 def rounded(tensor: Tensor) -> Tensor:
-    """A matrix of a kind that no kernel has (see ROUNDED in formats/ggml.py) as int8 with a scale for each 16
-    values; others as they are. Its error is about 0.2 % (root mean square), where that of Q2_K itself is some
-    20 %."""
+    """A matrix of a kind that no kernel has (see ROUNDED in formats/ggml.py) as int8 with a scale
+    for each 16 values; others as they are. Its error is about 0.2 % (root mean square), where that
+    of Q2_K itself is some 20 %."""
     if tensor.kind not in ROUNDED or len(tensor.shape) != 2:
         return tensor
     rows, columns = tensor.shape
@@ -110,8 +111,8 @@ def rounded(tensor: Tensor) -> Tensor:
 
 
 def in_place(tensor: Tensor) -> Tensor:
-    """A matrix whose columns lie in another order (Tensor.order) with these where its inputs are: int8, since
-    those of a group are no neighbours there."""
+    """A matrix whose columns lie in another order (Tensor.order) with these where its inputs are:
+    int8, since those of a group are no neighbours there."""
     assert tensor.order is not None
     ordered = dequantise(tensor.kind, tensor.shape, tensor.data)
     values = np.empty_like(ordered)
@@ -120,15 +121,16 @@ def in_place(tensor: Tensor) -> Tensor:
 
 
 def int8_blocks(values: F32) -> NDArray[np.uint8]:
-    """Values [rows, columns] as Q8_0: [rows, bytes of a row]. EngineFault('model_invalid') if they are not
-    finite."""
+    """Values [rows, columns] as Q8_0: [rows, bytes of a row]. EngineFault('model_invalid') if they
+    are not finite."""
     out = np.empty((values.size // GROUP, BYTES_PER_GROUP["int8"]), np.uint8)
     if not _int8(np.ascontiguousarray(values.reshape(-1, GROUP).T), out):
         raise EngineFault("model_invalid", "the weights hold values that are not finite")
     return out.reshape(len(values), -1)
 
 
-# Both work on groups that stand upright, x [32, groups], and use x up: numpy is slow along a short last axis.
+# Both work on groups that stand upright, x [32, groups], and use x up: numpy is slow along a short
+# last axis.
 def _int8(x: F32, out: NDArray[np.uint8]) -> bool:
     """Q8_0 blocks [groups, 34]; False where values are not finite."""
     most = np.maximum(np.abs(x.min(axis=0)), np.abs(x.max(axis=0)))

@@ -1,8 +1,9 @@
 """Matrices of quantised checkpoints as blocks that kernels compute with, some rows at a time.
 
-Owns how integers with scales and zero-points of any grouping, 8-bit and 4-bit floats, and tables of 16 floats
-become a kind of formats/ggml.py without losing a bit; and where they cannot, how they become int8, which is
-said in a line. Must not know in which tensors of a file they lie: that is for the readers of each format.
+Owns how integers with scales and zero-points of any grouping, 8-bit and 4-bit floats, and tables of
+16 floats become a kind of formats/ggml.py without losing a bit; and where they cannot, how they
+become int8, which is said in a line. Must not know in which tensors of a file they lie: that is for
+the readers of each format.
 """
 
 from __future__ import annotations
@@ -56,14 +57,14 @@ Readers = dict[str, Callable[[], QuantisedMatrix]]
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """Unsigned integers of `bits` bits [rows, columns], read some rows at a time, and what they stand for:
-    scale[r, g] * (code - zero[r, g]), where g is the group of the column.
+    """Unsigned integers of `bits` bits [rows, columns], read some rows at a time, and what they
+    stand for: scale[r, g] * (code - zero[r, g]), where g is the group of the column.
 
     scale   fp32 [rows, groups]
     zero    [rows, groups], or one for all
     groups  of each column, where they are not simply one behind the other
-    pairs   the same integers of 4 bits, two neighbours in a byte, the first in its low nibble, where files
-            have them so
+    pairs   the same integers of 4 bits, two neighbours in a byte, the first in its low nibble,
+            where files have them so
     """
 
     name: str
@@ -87,8 +88,8 @@ def invalid(message: str) -> EngineFault:
 
 
 def of_codes(codes: Codes, method: str) -> QuantisedMatrix:
-    """The matrix of integers of 2, 4 or 8 bits. EngineFault 'quantization_invalid' for scales that are no
-    numbers, 'model_unsupported' for columns that are not whole groups of 32."""
+    """The matrix of integers of 2, 4 or 8 bits. EngineFault 'quantization_invalid' for scales that
+    are no numbers, 'model_unsupported' for columns that are not whole groups of 32."""
     check_columns(codes.name, codes.shape[1])
     check_scales(codes.name, codes.scale)
     kind = _kind_of(codes)
@@ -178,8 +179,8 @@ def _nibble_blocks(kind: str, codes: Codes, start: int, stop: int) -> U8:
 
 
 def halves_of_pairs(pairs: U8) -> U8:
-    """Groups of 32 nibbles, of which 16 bytes hold two neighbours each, the first in the low nibble, as GGML has
-    them: the first 16 are the low ones."""
+    """Groups of 32 nibbles, of which 16 bytes hold two neighbours each, the first in the low
+    nibble, as GGML has them: the first 16 are the low ones."""
     out = np.empty_like(pairs)
     low, high = pairs[..., :8], pairs[..., 8:]
     out[..., 0::2] = low & np.uint8(15) | high << np.uint8(4)
@@ -220,7 +221,8 @@ def of_bytes(
 
 
 def group_count(name: str, columns: int, size: int) -> int:
-    """The number of groups of so many columns; -1: one group. EngineFault('quantization_invalid')."""
+    """The number of groups of so many columns; -1: one group.
+    EngineFault('quantization_invalid')."""
     if size == -1:
         return 1
     if size < 1 or columns % size:
@@ -231,7 +233,8 @@ def group_count(name: str, columns: int, size: int) -> int:
 def group_of_columns(
     tensors: CheckpointTensors, name: str, columns: int, groups: int
 ) -> NDArray[np.int32] | None:
-    """The group of each column; None where they lie one behind the other, or there is no such tensor."""
+    """The group of each column; None where they lie one behind the other, or there is no such
+    tensor."""
     if not tensors.has(name):
         return None
     order = tensors.raw(name, "I32", (columns,)).astype(np.int32, copy=False)
@@ -242,7 +245,8 @@ def group_of_columns(
 
 
 def block_sizes(key: str, said: Any) -> tuple[int, int]:
-    """Rows and columns of blocks. EngineFault('quantization_invalid') unless these are two sizes."""
+    """Rows and columns of blocks. EngineFault('quantization_invalid') unless these are two
+    sizes."""
     fits = isinstance(said, list) and len(said) == 2 and all(type(n) is int and n > 0 for n in said)
     if not fits:
         raise invalid(f"{key} should be two sizes, not {said!r}")
@@ -250,8 +254,9 @@ def block_sizes(key: str, said: Any) -> tuple[int, int]:
 
 
 def of_float8(name: str, bits: U8, scale: F32, block: tuple[int, int]) -> QuantisedMatrix:
-    """e4m3 [rows, columns] with a scale for each block of so many rows and columns (at the edges they may be
-    smaller). EngineFault('quantization_invalid') for a NaN: of scales at once, of values when read."""
+    """e4m3 [rows, columns] with a scale for each block of so many rows and columns (at the edges
+    they may be smaller). EngineFault('quantization_invalid') for a NaN: of scales at once, of
+    values when read."""
     rows, columns = bits.shape
     check_columns(name, columns)
     check_scales(name, scale)
@@ -272,8 +277,8 @@ def of_float8(name: str, bits: U8, scale: F32, block: tuple[int, int]) -> Quanti
 
 
 def of_float4(name: str, packed: U8, exponents: U8, experts: int = 0) -> QuantisedMatrix:
-    """e2m1 floats, two neighbours in each byte of packed [rows, columns / 2], the first in the low nibble,
-    with an exponent of 8 bits for each 32: [rows, columns / 32].
+    """e2m1 floats, two neighbours in each byte of packed [rows, columns / 2], the first in the low
+    nibble, with an exponent of 8 bits for each 32: [rows, columns / 32].
 
     experts  so many matrices lie one behind the other in these rows
     """
@@ -324,8 +329,9 @@ def of_table(
 
 
 def nearest_integers(table: F32) -> tuple[float, NDArray[np.int8], float]:
-    """(steps, integers, error): integers / steps is nearest to the table, of all steps up to 127 over its
-    largest value; the error is relative, as root mean square, where all 16 are as frequent."""
+    """(steps, integers, error): integers / steps is nearest to the table, of all steps up to 127
+    over its largest value; the error is relative, as root mean square, where all 16 are as
+    frequent."""
     most = float(np.abs(table).max())
     if not (np.isfinite(table).all() and most > 0):
         raise invalid("its table of 16 values holds no finite numbers")

@@ -1,7 +1,9 @@
 """Rotary position embedding: the tables of cos and sin, with every known way to stretch them.
 
-Owns the frequencies. Must not know models or backends. Sources: RoFormer (arXiv 2104.09864), YaRN (arXiv
-2309.00071), LongRoPE (arXiv 2402.13753), and Llama 3.1's model card; each as Transformers computes it, but in
+Owns the frequencies. Must not know models or backends. Sources: RoFormer (arXiv 2104.09864), YaRN
+(arXiv
+2309.00071), LongRoPE (arXiv 2402.13753), and Llama 3.1's model card; each as Transformers computes
+it, but in
 fp64 and rounded once.
 """
 
@@ -19,7 +21,8 @@ F64 = NDArray[np.float64]
 _AT_ONCE = (
     1 << 14
 )  # positions: the angles in fp64 take four times the memory of what becomes of them
-# "dynamic" stretches only beyond the model's context, which no sequence here reaches: no stretching.
+# "dynamic" stretches only beyond the model's context, which no sequence here reaches: no
+# stretching.
 KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")
 SHORT_DIVISORS, LONG_DIVISORS = (
     "rope_factors_short.weight",
@@ -60,7 +63,8 @@ class RopeSpec:
         return 0 < self.original < positions
 
     def choice(self, positions: int) -> str:
-        """The divisors that such sequences take, "short" or "long"; "" where there is nothing to choose."""
+        """The divisors that such sequences take, "short" or "long"; "" where there is nothing to
+        choose."""
         chooses = self.original > 0 and self.kind in (
             "longrope",
             "linear",
@@ -69,10 +73,12 @@ class RopeSpec:
 
 
 def rope_tables(spec: RopeSpec, positions: int, divisors: F32 | None = None) -> Rope:
-    """cos and sin of position * frequency, computed in fp64 and rounded once. Which divisors longrope takes
-    follows from `positions`, the longest sequence that will be computed, for all sequences (adr/0046).
+    """cos and sin of position * frequency, computed in fp64 and rounded once. Which divisors
+    longrope takes follows from `positions`, the longest sequence that will be computed, for all
+    sequences (adr/0046).
 
-    divisors  [dim/2] of the frequencies, from the tensor `rope_freqs.weight` of Llama 3.1 GGUF files
+    divisors  [dim/2] of the frequencies, from the tensor `rope_freqs.weight` of Llama 3.1 GGUF
+              files
     """
     inverse = _frequencies(spec, positions)
     if divisors is not None:
@@ -105,8 +111,8 @@ def _frequencies(spec: RopeSpec, positions: int) -> F64:
 
 
 def _llama3(spec: RopeSpec, inverse: F64) -> F64:
-    """Waves that turn less than `low` times in the original context are stretched, those that turn more than
-    `high` times are not, and those between partly."""
+    """Waves that turn less than `low` times in the original context are stretched, those that turn
+    more than `high` times are not, and those between partly."""
     turns = spec.original * inverse / (2 * math.pi)
     kept = np.clip((turns - spec.low) / max(spec.high - spec.low, 1e-9), 0, 1)
     return np.asarray((1 - kept) * inverse / spec.factor + kept * inverse)

@@ -1,15 +1,17 @@
-"""Tensor parallel: which slice of each weight a rank has, and which weights outside of layers a stage of
-pipeline parallel (stages.py) has. A table of rules by the role of the weight.
+"""Tensor parallel: which slice of each weight a rank has, and which weights outside of layers a
+stage of pipeline parallel (stages.py) has. A table of rules by the role of the weight.
 
-Outputs of q, k, v, gate and up are divided among ranks, and inputs of o and down, so that a layer needs two
-sums over ranks and no other exchange (Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3); embedding
-and head are divided by tokens. Each expert of a mixture is divided as an MLP is, and every rank has the whole
-router, so that all choose alike; what experts and the MLP beside them add is in one sum. Of an adapter that
-is cut which stands beside what is cut. All else is whole at each rank. Query heads go where their KV head is;
-with fewer KV heads than ranks several ranks have the same one. Parts need not be of equal size: who has more
-heads has fewer neurons, since all wait for the slowest at each sum.
+Outputs of q, k, v, gate and up are divided among ranks, and inputs of o and down, so that a layer
+needs two sums over ranks and no other exchange (Shoeybi et al., Megatron-LM, arXiv 1909.08053,
+section 3); embedding and head are divided by tokens. Each expert of a mixture is divided as an MLP
+is, and every rank has the whole router, so that all choose alike; what experts and the MLP beside
+them add is in one sum. Of an adapter that is cut which stands beside what is cut. All else is whole
+at each rank. Query heads go where their KV head is; with fewer KV heads than ranks several ranks
+have the same one. Parts need not be of equal size: who has more heads has fewer neurons, since all
+wait for the slowest at each sum.
 
-Owns the table, how sizes are divided, and the cutting. Must not know processes, backends or file formats.
+Owns the table, how sizes are divided, and the cutting. Must not know processes, backends or file
+formats.
 """
 
 from __future__ import annotations
@@ -89,8 +91,9 @@ Ranges = tuple[tuple[int, int], ...]  # of each rank, first and end
 class Shard:
     """The share of `rank` among `size` ranks.
 
-    ranges    of each rank, by what a rule counts: "heads" and "kv_heads" (in heads), "tokens", and the
-              neurons of an MLP ("inner"), of an expert ("expert") and of the MLP beside experts ("shared")
+    ranges    of each rank, by what a rule counts: "heads" and "kv_heads" (in heads), "tokens", and
+              the neurons of an MLP ("inner"), of an expert ("expert") and of the MLP beside experts
+              ("shared")
     head_dim  rows of a head
     """
 
@@ -112,7 +115,8 @@ class Shard:
 
     @property
     def kv_heads(self) -> int:
-        """KV heads of all ranks together: more than the model has where several ranks have the same."""
+        """KV heads of all ranks together: more than the model has where several ranks have the
+        same."""
         return sum(end - first for first, end in self.ranges["kv_heads"])
 
     @property
@@ -145,8 +149,8 @@ class Shard:
         return replace(tensor, shape=shape, data=np.ascontiguousarray(data).reshape(-1))
 
     def adapter(self, whole: AdapterWeights) -> AdapterWeights:
-        """The slice of an adapter: of B where the outputs of its product are divided, of A where the inputs
-        are. What it adds to the embedding is whole, for it is added behind the sum."""
+        """The slice of an adapter: of B where the outputs of its product are divided, of A where
+        the inputs are. What it adds to the embedding is whole, for it is added behind the sum."""
 
         def cut(field: str, pair: LowRank) -> LowRank:
             rule = RULES.get(field)
@@ -194,7 +198,8 @@ class Shard:
 class Divisible:
     """A model that is to be divided among ranks.
 
-    kinds         of tensors as they are cut, by name; those of a model that is dequantised first are all "F32"
+    kinds         of tensors as they are cut, by name; those of a model that is dequantised first
+                  are all "F32"
     quantization  what matrices of floats become when they are loaded
     """
 
@@ -251,8 +256,8 @@ class Divisible:
                 yield part, GROUP if made else BY_NAME[kind].values
 
     def unit(self, field: str, size: int) -> int:
-        """The number of neurons before one of DOWN that belong together in each layer; for floats the number that
-        kernels like."""
+        """The number of neurons before one of DOWN that belong together in each layer; for floats
+        the number that kernels like."""
         widest = max(values for _, values in self.groups(field))
         if widest > 1:
             return widest
@@ -263,8 +268,9 @@ class Divisible:
 def shard_of(model: Divisible, rank: int, size: int) -> Shard:
     """The share of a rank.
 
-    EngineFault: 'model_unsupported' for what is not divided yet; 'tensor_parallel', naming a tensor and the
-    sizes that work, where a cut would go through a group of quantised weights, or a rank would have nothing.
+    EngineFault: 'model_unsupported' for what is not divided yet; 'tensor_parallel', naming a tensor
+    and the sizes that work, where a cut would go through a group of quantised weights, or a rank
+    would have nothing.
     """
     spec = model.spec
     _refuse(spec)
@@ -306,7 +312,8 @@ def _divided(count: int, unit: int, size: int) -> Ranges:
 
 
 def _balanced(count: int, unit: int, besides: list[int], work: int) -> Ranges:
-    """Whole units so that each rank has as even a share of all work as they allow, and one unit at least.
+    """Whole units so that each rank has as even a share of all work as they allow, and one unit at
+    least.
 
     besides  what each rank does apart from this; `work`: of all `count` together, in the same unit
     """
@@ -320,7 +327,8 @@ def _balanced(count: int, unit: int, besides: list[int], work: int) -> Ranges:
 
 
 def _attention_work(spec: ModelSpec, heads: Ranges, kv_heads: Ranges) -> list[int]:
-    """Products for a token in a layer's attention, by rank: q and o, k and v, and what is looked back on."""
+    """Products for a token in a layer's attention, by rank: q and o, k and v, and what is looked
+    back on."""
     each, pair = 2 * spec.head_dim * (spec.dim + POSITIONS), 2 * spec.head_dim * spec.dim
     counts = zip(heads, kv_heads, strict=True)
     return [
@@ -339,8 +347,8 @@ def _mlp_work(spec: ModelSpec, field: str) -> int:
 
 
 def _heads(heads: int, kv_heads: int, size: int) -> tuple[Ranges, Ranges]:
-    """Query heads and KV heads of each rank: whole groups that share a KV head; or a part of one group, where
-    there are more ranks than KV heads."""
+    """Query heads and KV heads of each rank: whole groups that share a KV head; or a part of one
+    group, where there are more ranks than KV heads."""
     group = heads // kv_heads
     if size <= kv_heads:
         kv = _divided(kv_heads, 1, size)

@@ -23,7 +23,8 @@ from pageturner.kernels.layer_parts import SCORINGS
 from pageturner.models.rope import HUGE, RopeSpec, rope_problems
 
 LARGEST = 1 << 31  # a size beyond this is a broken file, and would not fit the kernels' int32
-# Far more than any model has; what is listed or computed for each of them takes no memory worth mentioning.
+# Far more than any model has; what is listed or computed for each of them takes no memory worth
+# mentioning.
 MAX_LAYERS, MAX_HEADS, MAX_EXPERTS = 1 << 12, 1 << 14, 1 << 17  # the last of all layers together
 LONGEST = 1 << 22  # tokens; more than any model here was made for, and its rotary tables still fit
 
@@ -37,8 +38,8 @@ class Family:
     layer_norm   LayerNorm with biases instead of RMSNorm
     pre_norms    norms before attention and MLP
     post_norms   norms of what attention and MLP add
-    qk_norm      norms of queries and keys: "head" (each head), "wide" (all heads together), "unit" (each
-                 head, without weights, in layers with rotary embedding), or ""
+    qk_norm      norms of queries and keys: "head" (each head), "wide" (all heads together), "unit"
+                 (each head, without weights, in layers with rotary embedding), or ""
     qkv_bias, o_bias, mlp_bias   which products have one
     positions    "rotary", "learned" (a table added to the embedding) or "alibi"
     embed_norm   a norm behind the embedding
@@ -111,8 +112,8 @@ class ExpertSpec:
 
 @dataclass(frozen=True, slots=True)
 class LatentSpec:
-    """A latent KV (MLA): of each token `rank` numbers, and a rotary key of `rotary` dimensions. Each head has
-    queries of `nope` dimensions beside the rotary ones, and makes `value` numbers."""
+    """A latent KV (MLA): of each token `rank` numbers, and a rotary key of `rotary` dimensions.
+    Each head has queries of `nope` dimensions beside the rotary ones, and makes `value` numbers."""
 
     rank: int
     rotary: int
@@ -122,7 +123,8 @@ class LatentSpec:
 
 @dataclass(frozen=True, slots=True)
 class Temper:
-    """The query at position p is multiplied by 1 + scale * ln(1 + floor((p + 1) / floor)) (Llama 4; arXiv
+    """The query at position p is multiplied by 1 + scale * ln(1 + floor((p + 1) / floor)) (Llama 4;
+    arXiv
     2501.19399)."""
 
     floor: int
@@ -144,11 +146,12 @@ class ModelSpec:
     chunked       the window is one of chunks (kernels.base.AttentionShape)
     no_rope       layers without rotary embedding
     attn_temperature        of the queries of these
-    latent        attention over a latent KV: then kv_heads is 1, and head_dim what the KV of a token takes
+    latent        attention over a latent KV: then kv_heads is 1, and head_dim what the KV of a
+                  token takes
     local_rope    rotary embedding of the windowed layers, where it is another one
     soft_cap      of attention scores; `logit_soft_cap` of the logits; 0: none
-    embed_scale   the embedding is multiplied by it; `residual` what attention and MLP add, `logit_scale` the
-                  logits
+    embed_scale   the embedding is multiplied by it; `residual` what attention and MLP add,
+                  `logit_scale` the logits
     """
 
     arch: str
@@ -182,7 +185,8 @@ class ModelSpec:
 
     @property
     def active(self) -> int:
-        """Weights of the layers that one token is multiplied with: of experts those that it is sent to."""
+        """Weights of the layers that one token is multiplied with: of experts those that it is sent
+        to."""
         attention = self.attention_weights
         products, moe = (3 if self.family.gated else 2) * self.dim, self.experts
         if moe is None:
@@ -218,8 +222,8 @@ class ModelSpec:
         )
 
     def attention(self, layer: int, positions: int) -> AttentionShape:
-        """The attention of one layer, for sequences of at most `positions` tokens: a window that holds them
-        all hides nothing, and is left out."""
+        """The attention of one layer, for sequences of at most `positions` tokens: a window that
+        holds them all hides nothing, and is left out."""
         window = self.window if layer in self.windowed and self.window < positions else 0
         slopes = alibi_slopes(self.heads) if self.family.positions == "alibi" else ()
         return AttentionShape(
@@ -258,8 +262,8 @@ class ModelSpec:
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:
-    """Press et al., arXiv 2108.12409: a geometric series from 2^(-8/n) for n heads, a power of 2; further
-    heads take every other one of the series for 2n."""
+    """Press et al., arXiv 2108.12409: a geometric series from 2^(-8/n) for n heads, a power of 2;
+    further heads take every other one of the series for 2n."""
     n = 1 << (heads.bit_length() - 1)
     series = [2 ** (-8 * i / n) for i in range(1, n + 1)]
     between = [2 ** (-4 * i / n) for i in range(1, 2 * n, 2)]
@@ -272,7 +276,8 @@ def unsupported(message: str) -> EngineFault:
 
 
 def check_spec(spec: ModelSpec) -> ModelSpec:
-    """The spec itself. EngineFault('model_invalid') if it lacks what the kernels take for granted."""
+    """The spec itself. EngineFault('model_invalid') if it lacks what the kernels take for
+    granted."""
     names = ("layers", "dim", "heads", "kv_heads", "head_dim", "ffn", "vocab")
     sizes = {name: getattr(spec, name) for name in names}
     problems = {f"{name} is {value}": not 0 < value < LARGEST for name, value in sizes.items()}

@@ -1,11 +1,13 @@
 """Pipeline parallel: each rank has a range of whole layers, as even in bytes as can be.
 
-The embedding goes to the first stage and the head to the last, by the table of shard.py; of one that belongs
-to another stage a rank keeps one row, which says how wide rows are. A matrix that is both (tied) is at both.
-What is not in the table and in no layer (final norm, norms and positions of the embedding) is small, and
-whole at every stage. No matrix is cut and no sum divided: stages have the bits of one process.
+The embedding goes to the first stage and the head to the last, by the table of shard.py; of one
+that belongs to another stage a rank keeps one row, which says how wide rows are. A matrix that is
+both (tied) is at both. What is not in the table and in no layer (final norm, norms and positions of
+the embedding) is small, and whole at every stage. No matrix is cut and no sum divided: stages have
+the bits of one process.
 
-Rank 1 is the first stage and rank 0, which has the engine, the last: hidden rows end where tokens are chosen.
+Rank 1 is the first stage and rank 0, which has the engine, the last: hidden rows end where tokens
+are chosen.
 
 Owns the ranges. Must not know processes, backends or file formats.
 """
@@ -71,7 +73,8 @@ class Stage:
         return self.number == rule.stage % self.size or (self.tied and self.number == self.size - 1)
 
     def times(self, field: str) -> float:
-        """The factor by which a weight of this stage counts in the whole: 0 where another stage's is counted."""
+        """The factor by which a weight of this stage counts in the whole: 0 where another stage's
+        is counted."""
         if field == "embed" and self.tied:
             return float(self.number == self.size - 1)
         return float(self._has(field) and (field != "positions" or self.number == FIRST))
@@ -123,7 +126,8 @@ def stage_of(
 
 
 def balanced(each: Sequence[int], first: int, last: int, size: int) -> tuple[int, ...]:
-    """The first layer of each stage, and the end, so that the largest stage is as small as it can be.
+    """The first layer of each stage, and the end, so that the largest stage is as small as it can
+    be.
 
     each         bytes of the layers, at least one for each stage
     first, last  further bytes of the first and of the last stage
@@ -140,7 +144,8 @@ def balanced(each: Sequence[int], first: int, last: int, size: int) -> tuple[int
 def _filled(
     each: Sequence[int], first: int, last: int, size: int, most: int
 ) -> tuple[int, ...] | None:
-    """Borders of stages of at most so many bytes, each as full as it can be; None: there are none."""
+    """Borders of stages of at most so many bytes, each as full as it can be; None: there are
+    none."""
     borders = [0]
     for stage in range(size):
         end, total = borders[-1], (first if stage == 0 else 0) + (last if stage == size - 1 else 0)

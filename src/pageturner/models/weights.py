@@ -1,7 +1,7 @@
 """Packs the tensors of a file as the weights of a decoder.
 
-Owns the check that a file holds what its spec says, and the cutting of tensors. Must not know file formats,
-backends (weights enter through `ops.pack_weight`) or what the layers compute.
+Owns the check that a file holds what its spec says, and the cutting of tensors. Must not know file
+formats, backends (weights enter through `ops.pack_weight`) or what the layers compute.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from pageturner.models.spec import ExpertSpec, ModelSpec, unsupported
 from pageturner.models.stages import Stage
 
 ROPE_DIVISORS = "rope_freqs.weight"
-# Bits of activations under "auto" are those of Ops.default_activation_bits: 12, which leave a tenth of the
-# error of 8 at half of what 15 cost, or 15 where they are free. Where neither is to be had, 15 for whose activations
-# rounding matters most for the work that it takes, 8 for the others (docs/adr/0047-*). What the last MLP adds
-# goes to the head as it is.
+# Bits of activations under "auto" are those of Ops.default_activation_bits: 12, which leave a tenth
+# of the error of 8 at half of what 15 cost, or 15 where they are free. Where neither is to be had,
+# 15 for whose activations rounding matters most for the work that it takes, 8 for the others
+# (docs/adr/0047-*). What the last MLP adds goes to the head as it is.
 FINE = frozenset({"k", "v", "embed", "head"})
 FINE_LAST = FINE | {"gate", "up", "down", "gates", "ups", "downs"}  # of the last layer
 AUTO = "auto4"  # names what "auto" means in fingerprints: another number whenever that changes
 TERMS_IN_HALVES = {8: 2, 12: 3, 15: 4}  # int8 products of a weight and an activation, twice
 FEW = 1000  # layers, or experts, that are looked for one by one whatever the file holds
-# Of matrices: what every row goes through; only those that get a token, behind the last K and V, with the
-# head; experts of which a row goes through some; tables of which a step reads a few rows
+# Of matrices: what every row goes through; only those that get a token, behind the last K and V,
+# with the head; experts of which a row goes through some; tables of which a step reads a few rows
 PLACES = ("layers", "ending", "experts", "last_experts", "tables")
 
 
@@ -58,8 +58,8 @@ class TensorFile(Protocol):
 
 @dataclass(slots=True)
 class WeightSize:
-    """The size of matrices: values that are multiplied with int8 terms (each as often as there are terms; 12 bits
-    are one and a half) and in fp32, and bytes as packed."""
+    """The size of matrices: values that are multiplied with int8 terms (each as often as there are
+    terms; 12 bits are one and a half) and in fp32, and bytes as packed."""
 
     int8: int = 0
     fp32: int = 0
@@ -68,7 +68,8 @@ class WeightSize:
 
 @dataclass(slots=True)
 class Weights:
-    """Everything a decoder computes with. `head` is `embed` where they are tied; absent parts are None.
+    """Everything a decoder computes with. `head` is `embed` where they are tied; absent parts are
+    None.
 
     windows  of all layers of the model, how many positions each sees; 0: all
     inner    of all layers: which of the file's each neuron of the MLP is; None: the same
@@ -91,9 +92,9 @@ class Weights:
 
 
 def check_counts(file: TensorFile, spec: ModelSpec) -> None:
-    """EngineFault('model_invalid') if there are more layers or experts than the file can hold weights of:
-    asked before anything is listed for each of them. An expert has a tensor, or a row of one with three
-    dimensions. Of few of them the first tensor that is missing says more."""
+    """EngineFault('model_invalid') if there are more layers or experts than the file can hold
+    weights of: asked before anything is listed for each of them. An expert has a tensor, or a row
+    of one with three dimensions. Of few of them the first tensor that is missing says more."""
     infos = file.tensors.values()
     stacked = sum(min(info.shape[0], info.nbytes) for info in infos if len(info.shape) == 3)
     counts = {"layers": spec.layers}
@@ -106,7 +107,8 @@ def check_counts(file: TensorFile, spec: ModelSpec) -> None:
 
 
 def check_tensors(file: TensorFile, spec: ModelSpec, layout: Layout) -> None:
-    """EngineFault 'tensor_missing', 'tensor_unexpected' or 'tensor_shape', naming the first such tensor."""
+    """EngineFault 'tensor_missing', 'tensor_unexpected' or 'tensor_shape', naming the first such
+    tensor."""
     expected = {part.name: part.shape for part in layout.all()}
     for name, shape in expected.items():
         info = file.tensors.get(name)
@@ -144,14 +146,18 @@ class LoadOptions:
 
     dtype            "auto": weights as in the file; "float32": dequantised
     max_positions    longest sequence that will be computed, in tokens; 0: the model's context
-    quantization     "none", "int8" or "int4": what matrices of floats become (models/quantise.py), but for
-                     routers and positions
-    activation_bits  of products with quantised weights: "8", "12", "15", or "auto" (Ops.default_activation_bits)
-    packed_cache     folder that keeps packed weights for the next load (models/packed_cache.py); "": none
+    quantization     "none", "int8" or "int4": what matrices of floats become (models/quantise.py),
+                     but for routers and positions
+    activation_bits  of products with quantised weights: "8", "12", "15", or "auto"
+                     (Ops.default_activation_bits)
+    packed_cache     folder that keeps packed weights for the next load (models/packed_cache.py);
+                     "": none
     rank, ranks      of tensor parallel: this rank's slices (models/shard.py)
-    stages           of pipeline parallel, in place of `ranks`: this rank's layers (models/stages.py)
+    stages           of pipeline parallel, in place of `ranks`: this rank's layers
+                     (models/stages.py)
     load_format      "dummy": random weights of a config.json, from load_seed (models/dummy.py)
-    available        bytes that are free where the weights are to lie; None: in the memory of this machine
+    available        bytes that are free where the weights are to lie; None: in the memory of this
+                     machine
     """
 
     dtype: str = "auto"
@@ -267,7 +273,8 @@ class _Packing:
     def weight(
         self, field: str, part: Part, quantization: str, bits_of: Callable[[str], int]
     ) -> tuple[str, tuple[int, ...], Weight]:
-        """The GGML kind that was packed, its shape, the packed weight; bits_of: of activations, by kind."""
+        """The GGML kind that was packed, its shape, the packed weight; bits_of: of activations, by
+        kind."""
         name = repr((part, quantization, [bits_of(kind) for kind in ("Q4_0", "Q8_0")]))
         if self.cache is not None and (found := self.cache.take(name)) is not None:
             return found.kind, tuple(found.weight.shape), found.weight

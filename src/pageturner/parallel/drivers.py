@@ -1,6 +1,7 @@
 """CUDA devices of ranks: which device each rank has, its driver, and what memory is free there.
 
-Owns the environment variables that name devices and drivers. Must not know models or what is computed.
+Owns the environment variables that name devices and drivers. Must not know models or what is
+computed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
     from pageturner.kernels.gpu.ops import GpuOps
 
 DRIVER = "PAGETURNER_GPU_DRIVER"  # MODULE:CLASS of a driver in place of CUDA's, for tests
-# The devices of rank 0, 1, ... with commas, numbered as CUDA_VISIBLE_DEVICES leaves them; unset: 0,1,...
+# The devices of rank 0, 1, ... with commas, numbered as CUDA_VISIBLE_DEVICES leaves them; unset:
+# 0,1,...
 ORDINALS = "PAGETURNER_GPU_DEVICES"
 WORKSPACE = 2 << 30  # bytes for what one step computes; less on small devices
 
@@ -39,8 +41,8 @@ def ordinals(size: int) -> list[int]:
 
 
 def open_driver(rank: int = 0) -> Driver:
-    """CUDA's, of the device of this rank. EngineFault('gpu_absent', 'gpu_driver', 'gpu_kernels') where it
-    cannot be used."""
+    """CUDA's, of the device of this rank. EngineFault('gpu_absent', 'gpu_driver', 'gpu_kernels')
+    where it cannot be used."""
     ordinal = ordinals(rank + 1)[rank]
     named = os.environ.get(DRIVER)
     if named:
@@ -54,8 +56,8 @@ def open_driver(rank: int = 0) -> Driver:
 
 
 def open_rank(rank: int) -> GpuOps:
-    """The backend of a rank but 0 on its device, which `choose` of rank 0 found good. EngineFault as
-    open_driver."""
+    """The backend of a rank but 0 on its device, which `choose` of rank 0 found good. EngineFault
+    as open_driver."""
     from pageturner.kernels.gpu.ops import GpuOps
 
     driver = open_driver(rank)

@@ -36,14 +36,15 @@ def parsed(cores: str) -> list[int]:
 
 
 def by_node(cores: Iterable[int], nodes: Path = NODES) -> list[int]:
-    """The cores, those of a node next to each other, in the order of nodes and of their numbers; at last
-    those that no node has."""
+    """The cores, those of a node next to each other, in the order of nodes and of their numbers; at
+    last those that no node has."""
     node = {core: number for number, of_node in cores_of_nodes(nodes).items() for core in of_node}
     return sorted(cores, key=lambda core: (core not in node, node.get(core, 0), core))
 
 
 def node_of(cores: Iterable[int], nodes: Path = NODES) -> int | None:
-    """The node that has all of the cores; None where there is none, or the machine has one node alone."""
+    """The node that has all of the cores; None where there is none, or the machine has one node
+    alone."""
     wanted, known = set(cores), cores_of_nodes(nodes)
     if len(known) < 2:
         return None
@@ -51,8 +52,9 @@ def node_of(cores: Iterable[int], nodes: Path = NODES) -> int | None:
 
 
 def prefer(node: int | None) -> bool:
-    """Memory that this thread, and those that it starts later, touch first comes from the node as long as it
-    has some. False where nothing was changed: no node, another system, or it is not allowed."""
+    """Memory that this thread, and those that it starts later, touch first comes from the node as
+    long as it has some. False where nothing was changed: no node, another system, or it is not
+    allowed."""
     call = _SET_MEMPOLICY.get(platform.machine())
     if node is None or call is None or not 0 <= node < _BITS:
         return False

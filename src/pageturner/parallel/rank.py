@@ -1,8 +1,8 @@
 """A rank of tensor or pipeline parallel: `python -m pageturner.parallel.rank --rank R --memory-fd M
 --alive-fd A --config JSON`, started by rank 0 (see tensor_parallel.py).
 
-Owns this process: it loads its slice or stage and does what rank 0 says until that ends. Must not know
-requests.
+Owns this process: it loads its slice or stage and does what rank 0 says until that ends. Must not
+know requests.
 """
 
 from __future__ import annotations

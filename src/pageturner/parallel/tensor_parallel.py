@@ -1,14 +1,14 @@
-"""The processes that compute one model together, by tensor or pipeline parallel: how they are started, what
-they get, and how their end is seen.
+"""The processes that compute one model together, by tensor or pipeline parallel: how they are
+started, what they get, and how their end is seen.
 
-Rank 0 is the process of the engine. The others are its children; each has a slice of the model and of the KV,
-or some of the layers with theirs, and ends when rank 0 does: a pipe that only rank 0 holds open ends with it,
-and the kernel kills them with the thread that started them where that is the main one. When one of them ends
-rank 0 sees it in the midst of a step, ends the others, raises with what that one said, and ends as an engine
-ends: whoever watches it starts all of them again.
+Rank 0 is the process of the engine. The others are its children; each has a slice of the model and
+of the KV, or some of the layers with theirs, and ends when rank 0 does: a pipe that only rank 0
+holds open ends with it, and the kernel kills them with the thread that started them where that is
+the main one. When one of them ends rank 0 sees it in the midst of a step, ends the others, raises
+with what that one said, and ends as an engine ends: whoever watches it starts all of them again.
 
-Owns that, the division of threads and cores, and the refusal of what does not go with it. Must not know what
-is computed, nor what ranks say to each other (kernels/comm.py).
+Owns that, the division of threads and cores, and the refusal of what does not go with it. Must not
+know what is computed, nor what ranks say to each other (kernels/comm.py).
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def check(config: EngineConfig) -> None:
 
 
 def threads_of(config: EngineConfig, rank: int) -> int:
-    """Its part of the engine's threads, at least one. Stages compute one after the other: each has all of
-    them, but for those of a node's cores."""
+    """Its part of the engine's threads, at least one. Stages compute one after the other: each has
+    all of them, but for those of a node's cores."""
     size, threads = ranks_of(config), config.threads or len(os.sched_getaffinity(0))
     if config.pipeline_parallel_size > 1 and not config.pin_threads:
         return threads
@@ -97,7 +97,8 @@ def threads_of(config: EngineConfig, rank: int) -> int:
 
 
 def cores_of(cores: Sequence[int], rank: int, size: int) -> list[int]:
-    """Its part of the cores, neighbours; where there are fewer than ranks, one that others have too."""
+    """Its part of the cores, neighbours; where there are fewer than ranks, one that others have
+    too."""
     first = len(cores) * rank // size
     return list(cores[first : max(first + 1, len(cores) * (rank + 1) // size)])
 
@@ -110,8 +111,10 @@ def make_ops(
     gpu: GpuOps | None = None,
 ) -> RankOps:
     """The backend of a rank. memory: the file that all ranks share. cores: those of the rank with
-    --pin-threads, else none; where they are of one NUMA node, so is the memory that this thread and those
-    that it starts ask for from here on, as long as the node has some. gpu: rank 0's on its device, None: the
+    --pin-threads, else none; where they are of one NUMA node, so is the memory that this thread and
+    those
+    that it starts ask for from here on, as long as the node has some. gpu: rank 0's on its device,
+    None: the
     CPU; ranks but 0 open theirs with `--device cuda`, which rank 0 tells them."""
     if cores:
         numa.prefer(numa.node_of(cores))
@@ -129,8 +132,8 @@ def make_ops(
 
 
 def places_of(config: EngineConfig) -> list[list[int]]:
-    """The cores of each rank: neighbours, those of a NUMA node next to each other however they are numbered.
-    Empty ones without --pin-threads."""
+    """The cores of each rank: neighbours, those of a NUMA node next to each other however they are
+    numbered. Empty ones without --pin-threads."""
     size = ranks_of(config)
     if not config.pin_threads:
         return [[]] * size
@@ -181,8 +184,8 @@ class OtherRanks:
         self._said: str | None = None
 
     def end(self) -> str:
-        """End them, and say how those have ended that had: what each said, else by what. Later calls do
-        nothing and say the same."""
+        """End them, and say how those have ended that had: what each said, else by what. Later
+        calls do nothing and say the same."""
         if self._said is not None:
             return self._said
         size = len(self._processes) + 1
@@ -269,7 +272,8 @@ class RankProcesses:
         weakref.finalize(self.ops, self._others.end)
 
     def begin(self, decoder: Decoder) -> None:
-        """Wait for the others. EngineFault('rank_lost') when one of them ended, with what it said."""
+        """Wait for the others. EngineFault('rank_lost') when one of them ended, with what it
+        said."""
         assert self._others is not None
         self.ops.slices = slices_of(decoder)
         self.ops.assemble(self._others.ended)
@@ -291,8 +295,8 @@ def processes_of(config: EngineConfig, gpu: GpuOps | None) -> RankProcesses | No
 
 
 def load(path: Path, ops: Ops, config: EngineConfig, ranks: RankProcesses | None = None) -> Decoder:
-    """The model; with ranks the slice or stage of rank 0, while the others load theirs. ops: of `ranks`,
-    perhaps with something around them."""
+    """The model; with ranks the slice or stage of rank 0, while the others load theirs. ops: of
+    `ranks`, perhaps with something around them."""
     if ranks is None:
         return load_slice(path, ops, config)
     ranks.start(path)

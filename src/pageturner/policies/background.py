@@ -1,18 +1,21 @@
 """Requests in the background: they take only what others leave of a step.
 
-A request of the priority BACKGROUND stands behind all others in every order, however long it has waited, and
-the batching policy is asked about the others as if it were not there. Behind them the background gets
+A request of the priority BACKGROUND stands behind all others in every order, however long it has
+waited, and the batching policy is asked about the others as if it were not there. Behind them the
+background gets
 
-    nothing                     in a step with a prompt of others, or while one of them waits to join
-    a quarter of their tokens   in a step in which they only decode, and one token at least: they get slower
-                                by less than that, and the background is not forgotten
-    an IDLE_SHARE of a step     when nobody else is there: whoever comes waits for such a short step at most
+    nothing                     in a step with a prompt of others, or while one of them waits to
+                                join
+    a quarter of their tokens   in a step in which they only decode, and one token at least: they
+                                get slower by less than that, and the background is not forgotten
+    an IDLE_SHARE of a step     when nobody else is there: whoever comes waits for such a short step
+                                at most
 
-Its sequences keep their places and their KV meanwhile. Who must leave for others to have room is decided by
-the server, which knows everybody that is to come (server/engine_client/background.py).
+Its sequences keep their places and their KV meanwhile. Who must leave for others to have room is
+decided by the server, which knows everybody that is to come (server/engine_client/background.py).
 
-Owns these shares. Must not know where requests come from, nor what any policy or order does; policy_stack.py
-asks for them.
+Owns these shares. Must not know where requests come from, nor what any policy or order does;
+policy_stack.py asks for them.
 """
 
 from __future__ import annotations
@@ -54,7 +57,8 @@ class BackgroundWork:
         self._here.discard(seq.request.id)
 
     def wrap_order(self, order: Order) -> Order:
-        """Return the same order, which never hears of the background: that stands behind it, by arrival."""
+        """Return the same order, which never hears of the background: that stands behind it, by
+        arrival."""
 
         def key(seq: Sequence, now: float) -> Key:
             if in_background(seq):
@@ -80,7 +84,8 @@ def _foreground_only(hear: Callable[..., Any] | None) -> Callable[..., Any] | No
 
 
 def background_tokens(budget: int, granted: int, *, prompts: bool) -> int:
-    """Return how many tokens the background may have in a step in which others were granted so many."""
+    """Return how many tokens the background may have in a step in which others were granted so
+    many."""
     if prompts and granted:
         return 0
     if granted:

@@ -1,6 +1,7 @@
 """The backlog of an engine: tokens yet to compute, as its length predictor sees it.
 
-Owns the sum over the sequences that wait or run. Routers place requests by it. Must not know who asks.
+Owns the sum over the sequences that wait or run. Routers place requests by it. Must not know who
+asks.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ def backlog(sequences: Collection[Sequence], predictor: LengthPredictor) -> dict
     """Figures of an engine with these sequences.
 
     backlog_sequences  how many there are
-    backlog_tokens     of their prompts not yet computed, and of their answers predicted (the median) and not
-                       yet there
+    backlog_tokens     of their prompts not yet computed, and of their answers predicted (the
+                       median) and not yet there
     backlog_answer     predicted length of one answer of theirs; absent where there is none
     """
     every = list(sequences)

@@ -1,8 +1,8 @@
 """The batching policies, by name: who gets how many tokens in a step. The default is in
 scheduler/batching.py.
 
-Each is a generator that asks for (sequence, n) and is told how many tokens were granted. It must not touch a
-sequence, a block or a queue; what it wants beyond asking it says through its View.
+Each is a generator that asks for (sequence, n) and is told how many tokens were granted. It must
+not touch a sequence, a block or a queue; what it wants beyond asking it says through its View.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ LEAST = (
 
 
 class AdaptiveChunk:
-    """chunked, with token budget and most running sequences steered so that a step takes `target` seconds,
-    which is the gap between two tokens of whoever decodes.
+    """chunked, with token budget and most running sequences steered so that a step takes `target`
+    seconds, which is the gap between two tokens of whoever decodes.
 
-    A step of T tokens that took t over target lets the next one have T target / t, at least half. One within
-    it that had all tokens allowed lets the next one have up to a tenth more. The most running sequences fall
-    likewise by steps that are too long with hardly any prefill, and rise by one when a step of all of them
-    leaves a tenth of the target. The first values come from the knee of the machine's roofline.
+    A step of T tokens that took t over target lets the next one have T target / t, at least half.
+    One within it that had all tokens allowed lets the next one have up to a tenth more. The most
+    running sequences fall likewise by steps that are too long with hardly any prefill, and rise by
+    one when a step of all of them leaves a tenth of the target. The first values come from the knee
+    of the machine's roofline.
     """
 
     def __init__(self, target: float, tokens: int, seqs: int, step_times: StepTimeModel) -> None:
@@ -86,7 +87,8 @@ class AdaptiveChunk:
 
 
 def prefill_first(v: View) -> Asks:
-    """Waiting prompts whole as soon as they fit; decodes wait for them. One above the budget runs alone."""
+    """Waiting prompts whole as soon as they fit; decodes wait for them. One above the budget runs
+    alone."""
     yield from _whole(v, (*v.prefilling, *v.waiting))
     if not v.granted:
         for s in v.decoding:
@@ -94,7 +96,8 @@ def prefill_first(v: View) -> Asks:
 
 
 def _whole(v: View, prompts: Iterable[Sequence]) -> Asks:
-    """Prompts in one piece each, as many as fit the budget, and the first one even if it does not."""
+    """Prompts in one piece each, as many as fit the budget, and the first one even if it does
+    not."""
     first = True
     for s in prompts:
         n = v.need(s)
@@ -107,16 +110,16 @@ def _whole(v: View, prompts: Iterable[Sequence]) -> Asks:
 
 
 def orca(v: View) -> Asks:
-    """A token for every decoding sequence and whole prompts beside them; room for all of a request is kept
-    from its admission on, whatever `admission` says."""
+    """A token for every decoding sequence and whole prompts beside them; room for all of a request
+    is kept from its admission on, whatever `admission` says."""
     for s in v.decoding:
         yield s, s.pending
     yield from _whole(v, (*v.prefilling, *v.waiting))
 
 
 class ServedRatio:
-    """prefill_first, but prompts are let in only when waiting / running exceeds `ratio`, or after `steps`
-    steps without a prefill. With nobody running the ratio is infinite."""
+    """prefill_first, but prompts are let in only when waiting / running exceeds `ratio`, or after
+    `steps` steps without a prefill. With nobody running the ratio is infinite."""
 
     def __init__(self, ratio: float, steps: int) -> None:
         if not ratio >= 0 or steps < 1:
@@ -138,12 +141,14 @@ class ServedRatio:
 
 
 class Static:
-    """Wait for `size` requests, pad to the longest, run until the last one ends; nobody joins or leaves.
+    """Wait for `size` requests, pad to the longest, run until the last one ends; nobody joins or
+    leaves.
 
-    A batch that stays short starts at `due(since, oldest)`: since when the engine stood without a batch, and
-    when the oldest waiting request arrived. Padding rows and finished members are computed as ballast. The
-    batch is cut so that every member finds room padded to the longest prompt and the longest answer, hence
-    nobody is preempted. The token budget does not apply: a batch cannot be split.
+    A batch that stays short starts at `due(since, oldest)`: since when the engine stood without a
+    batch, and when the oldest waiting request arrived. Padding rows and finished members are
+    computed as ballast. The batch is cut so that every member finds room padded to the longest
+    prompt and the longest answer, hence nobody is preempted. The token budget does not apply: a
+    batch cannot be split.
     """
 
     def __init__(self, size: int, due: Callable[[float, float], float]) -> None:
@@ -206,8 +211,8 @@ class Static:
 
 
 def make_static(options: SchedulerConfig, _: StepTimeModel) -> Policy:
-    """Waits for a full batch. The patience is there only so that the last requests of all are answered: it
-    counts while the engine stands idle, never while a batch runs."""
+    """Waits for a full batch. The patience is there only so that the last requests of all are
+    answered: it counts while the engine stands idle, never while a batch runs."""
     patience = options.static_patience
     return _batched(
         Static(options.static_batch, lambda since, oldest: max(since, oldest) + patience)
@@ -215,7 +220,8 @@ def make_static(options: SchedulerConfig, _: StepTimeModel) -> Policy:
 
 
 def make_window(options: SchedulerConfig, _: StepTimeModel) -> Policy:
-    """Dynamic batching: a full batch, or whoever is there when the oldest has waited for the window."""
+    """Dynamic batching: a full batch, or whoever is there when the oldest has waited for the
+    window."""
     window = options.window_ms / 1000
     return _batched(Static(options.static_batch, lambda since, oldest: oldest + window))
 

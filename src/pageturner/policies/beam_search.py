@@ -1,7 +1,7 @@
 """Beam search: a group of several sequences, of whose continuations the best go on.
 
-Owns how candidates become beams and answers. Must not know blocks, budgets or queues: it says which sequence
-goes on as which, and the scheduler shares their blocks.
+Owns how candidates become beams and answers. Must not know blocks, budgets or queues: it says which
+sequence goes on as which, and the scheduler shares their blocks.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ class Hypothesis:
 
 
 class BeamSearch:
-    """Beam search as in Transformers: `beam_width` sequences, of whose continuations the best go on.
+    """Beam search as in Transformers: `beam_width` sequences, of whose continuations the best go
+    on.
 
-    Each sequence that is computed to its end offers candidates, then waits; when all have, the best go on.
-    Nothing is told before the end. Every choice of the prompt is a request of its own, as
-    those of sampling are, and gets the hypothesis of its index; the first one here does the work for all.
-    Ties go to the better sequence, then to the smaller token.
+    Each sequence that is computed to its end offers candidates, then waits; when all have, the best
+    go on. Nothing is told before the end. Every choice of the prompt is a request of its own, as
+    those of sampling are, and gets the hypothesis of its index; the first one here does the work
+    for all. Ties go to the better sequence, then to the smaller token.
     """
 
     def __init__(self, request: Request) -> None:
@@ -65,7 +66,8 @@ class BeamSearch:
         del self._choices[id]
 
     def take(self, item: Item, output: Output) -> Change:
-        """Take what may come behind one sequence; when all are computed to their ends, who goes on as what."""
+        """Take what may come behind one sequence; when all are computed to their ends, who goes on
+        as what."""
         if not item.wants_logits:
             return NOTHING
         self._offers[item.sequence] = output
@@ -76,8 +78,8 @@ class BeamSearch:
         return Change([], self._events(), [], "stop")
 
     def _next_beams(self) -> list[Branch]:
-        """Return which sequence goes on as which; empty when the search is over. Sequences without a branch
-        are free."""
+        """Return which sequence goes on as which; empty when the search is over. Sequences without
+        a branch are free."""
         length = self._ranked[0].generated + 1
         full = len(self._ranked[0].tokens) + 1 >= self._ranked[0].limit
         going: list[tuple[float, Sequence, int, float]] = []
@@ -94,7 +96,8 @@ class BeamSearch:
         return self._branch(going)
 
     def _continuations(self) -> list[tuple[float, Sequence, int, float]]:
-        """(score, sequence, token, its logprob), best first: enough that `width` go on though some end."""
+        """(score, sequence, token, its logprob), best first: enough that `width` go on though some
+        end."""
         most = (1 + max(1, len(self._params.stop_ids))) * self._width
         found = [
             (-self._scores[seq] - value, rank, token, value)
@@ -118,8 +121,9 @@ class BeamSearch:
         return (value, told[0][1] if told else ())
 
     def _over(self, best: float, length: float) -> bool:
-        """Return whether no sequence that goes on may still become better than the worst hypothesis: by the
-        best score so far, at this length or, never stopping early, at the longest."""
+        """Return whether no sequence that goes on may still become better than the worst
+        hypothesis: by the best score so far, at this length or, never stopping early, at the
+        longest."""
         early, penalty = self._params.early_stopping, self._params.length_penalty
         if len(self._best) < self._width:
             return False
@@ -145,8 +149,9 @@ class BeamSearch:
         return branches
 
     def _events(self) -> list[Event]:
-        """The events of the end, for each choice the hypothesis of its index. Where there are fewer answers
-        than choices, as a grammar may have it, the last ones are empty; where there is none, all fail."""
+        """The events of the end, for each choice the hypothesis of its index. Where there are fewer
+        answers than choices, as a grammar may have it, the last ones are empty; where there is
+        none, all fail."""
         if not self._best:
             return self.fail(NO_ANSWER)
         return [self._answer(choice) for choice in self._choices.values()]

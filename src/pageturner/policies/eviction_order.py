@@ -1,8 +1,8 @@
 """The eviction order: which cached block is overwritten next, where some are claimed by their keys.
 
-Owns the order of the cached blocks of one store: first those that nobody can want any more, then the least
-recently released, as without claims. What is claimed is overwritten when its claim is given up, and not
-before. Must not know who claims what, nor why somebody gives up.
+Owns the order of the cached blocks of one store: first those that nobody can want any more, then
+the least recently released, as without claims. What is claimed is overwritten when its claim is
+given up, and not before. Must not know who claims what, nor why somebody gives up.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class EvictionOrder(MutableMapping[int, None]):
             self._kept[block] = None
 
     def unclaim(self, key: bytes, fate: Fate) -> None:
-        """This key has no claim any more. Of a chain of OLD ones the last key must be told last, of others
-        first, so that no block is overwritten before those behind it."""
+        """This key has no claim any more. Of a chain of OLD ones the last key must be told last, of
+        others first, so that no block is overwritten before those behind it."""
         block = self._store.index.get(key)
         if block is None or self._kept.pop(block, ABSENT) is ABSENT:
             return  # it is in use, and finds its place when it is released
@@ -73,7 +73,7 @@ class EvictionOrder(MutableMapping[int, None]):
             part.pop(block, ABSENT) is None for part in (self._plain, self._kept, self._useless)
         )
 
-    # -- as a mapping, which is all that a store sees of it --------------------------------------------------
+    # -- as a mapping, which is all that a store sees of it ----------------------------------------
     def __setitem__(self, block: int, value: None) -> None:
         key = self._store.keys[block]
         (self._kept if key in self._claimed else self._plain)[block] = None

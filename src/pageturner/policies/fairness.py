@@ -1,15 +1,16 @@
-"""Fair queueing of tenants: virtual token counters (Sheng et al., Fairness in Serving LLMs, OSDI 2024).
+"""Fair queueing of tenants: virtual token counters (Sheng et al., Fairness in Serving LLMs, OSDI
+2024).
 
-Owns a counter for each tenant: what it was served, in tokens of a prompt; a token of the answer counts
-`output_weight` of these. The tenant with the smallest goes first, so of two that always have work waiting
-neither is ahead by more than twice U = max(longest prompt, output_weight * tokens that fit in memory),
-whoever sends more. A tenant that comes back with nothing waiting is lifted to the smallest counter of those
-that wait: what it did not use is not saved up. Cached tokens, and those computed again after a preemption,
-cost nothing.
+Owns a counter for each tenant: what it was served, in tokens of a prompt; a token of the answer
+counts `output_weight` of these. The tenant with the smallest goes first, so of two that always have
+work waiting neither is ahead by more than twice U = max(longest prompt, output_weight * tokens that
+fit in memory), whoever sends more. A tenant that comes back with nothing waiting is lifted to the
+smallest counter of those that wait: what it did not use is not saved up. Cached tokens, and those
+computed again after a preemption, cost nothing.
 
-Ageing: a tenant of which nothing was computed for `ageing` seconds, while it waits, is overtaken by nobody
-but its like that came earlier. The seconds cannot count from the arrival of each request: the backlog of the
-greediest tenant would be the oldest, and come first.
+Ageing: a tenant of which nothing was computed for `ageing` seconds, while it waits, is overtaken by
+nobody but its like that came earlier. The seconds cannot count from the arrival of each request:
+the backlog of the greediest tenant would be the oldest, and come first.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from pageturner.scheduler.types import Sequence
 MAX_TENANTS = (
     4096  # remembered; beyond it the half of those without work that was served least is forgotten.
 )
-# Names are for the asking, so a name that is not known may be one that was forgotten: its account opens with
-# the largest counter that was ever forgotten, and nobody gains by filling this memory with other names
+# Names are for the asking, so a name that is not known may be one that was forgotten: its account
+# opens with the largest counter that was ever forgotten, and nobody gains by filling this memory
+# with other names
 
 
 @dataclass(slots=True)
@@ -65,7 +67,8 @@ class Tenants:
         return (1, self._start[seq], request.arrival, request.id)
 
     def begin_step(self, running: Iterable[Sequence], now: float) -> None:
-        """Charge each tenant, on trial, one waiting prompt after the other: a step may let several in."""
+        """Charge each tenant, on trial, one waiting prompt after the other: a step may let several
+        in."""
         self._start = {}
         for name in self._waiting:
             tenant = self._tenants[name]
@@ -88,7 +91,8 @@ class Tenants:
             self._forget()
 
     def served(self, seq: Sequence, n: int, now: float) -> None:
-        """The prompt is charged as soon as it is begun, then each token of the answer once it is there."""
+        """The prompt is charged as soon as it is begun, then each token of the answer once it is
+        there."""
         self._leave(seq)
         if (tenant := self._tenants.get(seq.request.tenant)) is None:
             return  # it was running before this order was chosen

@@ -1,12 +1,14 @@
-"""Sessions: conversations that say what becomes of their KV, and the share of the memory that is theirs.
+"""Sessions: conversations that say what becomes of their KV, and the share of the memory that is
+theirs.
 
-Owns which conversations there are, what of them is claimed, and who is given up when claims are too many. A
-claim is a place in the order in which cached blocks are overwritten, and nothing else: who needs memory to
-run gets it, whatever is claimed. Must not know the queue (session_starts.py), nor what a block is worth
-(session_worth.py).
+Owns which conversations there are, what of them is claimed, and who is given up when claims are too
+many. A claim is a place in the order in which cached blocks are overwritten, and nothing else: who
+needs memory to run gets it, whatever is claimed. Must not know the queue (session_starts.py), nor
+what a block is worth (session_worth.py).
 
-All claims together are at most `max_session_share` of the blocks that are not pinned. What is beyond that is
-given up at the end of the turn that brought it, the cheapest first, from the end of a conversation on.
+All claims together are at most `max_session_share` of the blocks that are not pinned. What is
+beyond that is given up at the end of the turn that brought it, the cheapest first, from the end of
+a conversation on.
 """
 
 from __future__ import annotations
@@ -66,8 +68,8 @@ class KeptSessions:
 
     @property
     def most(self) -> int:
-        """Blocks that may be claimed at once. None are with layers that have a window (their blocks go while
-        a sequence still runs), and without the prefix cache."""
+        """Blocks that may be claimed at once. None are with layers that have a window (their blocks
+        go while a sequence still runs), and without the prefix cache."""
         if not self._pool.prefix_caching or self._pool.window:
             return 0
         return int(
@@ -84,7 +86,7 @@ class KeptSessions:
             return one.share * self.most
         return self.most / max(1, len(self._owners))
 
-    # -- verbs -----------------------------------------------------------------------------------------------
+    # -- verbs -------------------------------------------------------------------------------------
     def release(self, name: str) -> None:
         """Nobody will go on with it: what only it claims goes first. Its open turns run on."""
         one = self._sessions.get(name)
@@ -113,8 +115,8 @@ class KeptSessions:
         self.tick(now)
 
     def tick(self, now: float) -> None:
-        """It is so late. Conversations whose time is over lose their claims; who comes back finds what is
-        still cached."""
+        """It is so late. Conversations whose time is over lose their claims; who comes back finds
+        what is still cached."""
         self.now = max(self.now, now)
         if self.now < self._next_lapse:
             return
@@ -141,7 +143,7 @@ class KeptSessions:
             for name, one in changed.items()
         ]
 
-    # -- turns -----------------------------------------------------------------------------------------------
+    # -- turns -------------------------------------------------------------------------------------
     def _arriving(self, seq: Sequence) -> None:
         hint = seq.request.session
         if hint is None or not self.most:
@@ -248,7 +250,7 @@ class KeptSessions:
         if one.turns:
             self.life += LEARNT * (one.turns - self.life) if self.life else one.turns
 
-    # -- giving up -------------------------------------------------------------------------------------------
+    # -- giving up ---------------------------------------------------------------------------------
     def worth(self, one: KeptConversation) -> float:
         """See session_worth.py."""
         size = self._pool.block_size
@@ -278,15 +280,16 @@ class KeptSessions:
         self._cut(self._cheapest(one for one in self._sessions.values() if one.keys))
 
     def _cut(self, one: KeptConversation) -> None:
-        """It may come back all the same, so what it gives up has the place of what was just used."""
+        """It may come back all the same, so what it gives up has the place of what was just
+        used."""
         self._given_up += self.claims.cut(
             one, max(0, len(one.keys) - GIVEN_UP), self.now, Fate.RECENT
         )
         self._changed[one.name] = one
 
     def _stats(self) -> dict[str, float]:
-        """Gauges sessions, session_blocks; counters of turns behind a first one that found the KV of the one
-        before, or did not, and of blocks that were given up."""
+        """Gauges sessions, session_blocks; counters of turns behind a first one that found the KV
+        of the one before, or did not, and of blocks that were given up."""
         return {
             "sessions": float(len(self._sessions)),
             "session_blocks": float(len(self.claims)),

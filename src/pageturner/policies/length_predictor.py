@@ -1,12 +1,12 @@
 """A predictor of answer lengths: quantiles, learnt from the answers that have finished.
 
-Owns the cells that count lengths and what they know of a request: its tenant, its prompt's length, beginning
-and end, and the most tokens it may have. Must not know who asks or what for. A client's own word does not
-count: whatever it says or sends, the cells of other tenants move only through the shared ones, and these
-weigh little beside a tenant's own.
+Owns the cells that count lengths and what they know of a request: its tenant, its prompt's length,
+beginning and end, and the most tokens it may have. Must not know who asks or what for. A client's
+own word does not count: whatever it says or sends, the cells of other tenants move only through the
+shared ones, and these weigh little beside a tenant's own.
 
-A prediction goes from the general to the particular. Each cell mixes what it counted with what the cell
-before it says, as if that were `TRUST` further answers (a Dirichlet prior):
+A prediction goes from the general to the particular. Each cell mixes what it counted with what the
+cell before it says, as if that were `TRUST` further answers (a Dirichlet prior):
 
     P = (counts + TRUST P') / (n + TRUST)
 """
@@ -30,7 +30,8 @@ SHARED, OWN, TENANTS = (
     192,
     64,
 )  # most cells in a table: everybody's, a tenant's; and most tenants. The
-# least recently fed goes first, so a tenant that sends ever new prompts drives out cells of its own only
+# least recently fed goes first, so a tenant that sends ever new prompts drives out cells of its own
+# only
 HEAD, TAIL = (
     32,
     4,
@@ -57,8 +58,8 @@ def _log_normal() -> Shares:
 
 
 def quantile(shares: Shares, q: float, beyond: int) -> float:
-    """The length L with P(length <= L | length > beyond) = q; within a bucket the mass lies evenly over the
-    logarithm of the length. beyond: tokens that are there already."""
+    """The length L with P(length <= L | length > beyond) = q; within a bucket the mass lies evenly
+    over the logarithm of the length. beyond: tokens that are there already."""
     place = PER_OCTAVE * log2(beyond) if beyond > 1 else 0.0
     first = min(BUCKETS - 1, int(place))
     begun = min(1.0, place - first)
@@ -107,7 +108,8 @@ class Fed(dict[Hashable, T]):
 
 
 class LengthPredictor:
-    """Learns from each sequence that ended by itself; predicts those that have not. Lengths in tokens."""
+    """Learns from each sequence that ended by itself; predicts those that have not. Lengths in
+    tokens."""
 
     def __init__(self) -> None:
         self._prior = _log_normal()
@@ -126,13 +128,14 @@ class LengthPredictor:
             self.learn(seq)
 
     def length(self, seq: Sequence, q: float = 0.5) -> float:
-        """The q-quantile of the answer's whole length, given what is generated; at most what it may have."""
+        """The q-quantile of the answer's whole length, given what is generated; at most what it may
+        have."""
         most, have = seq.limit - seq.prompt_len, seq.generated
         return max(min(quantile(self._shares(seq), q, have), float(most)), have + 1.0)
 
     def learn(self, seq: Sequence) -> None:
-        """A sequence has ended. One that was cut at its limit would have been longer: its weight is spread
-        over all longer lengths, as they are expected."""
+        """A sequence has ended. One that was cut at its limit would have been longer: its weight is
+        spread over all longer lengths, as they are expected."""
         length = seq.generated
         if length < 1:
             return
@@ -152,8 +155,8 @@ class LengthPredictor:
                 table.feed(kind).add(weights)
 
     def stats(self) -> dict[str, float]:
-        """Return how true the predictions were, each made before its answer was learnt. Answers cut at their
-        limit do not count, since nobody knows their length.
+        """Return how true the predictions were, each made before its answer was learnt. Answers cut
+        at their limit do not count, since nobody knows their length.
 
         predicted           answers judged
         predicted_below_50  share of them not longer than the predicted median; 0.5 is calibrated
@@ -176,7 +179,8 @@ class LengthPredictor:
         self._error += abs(log(length / median))
 
     def _shares(self, seq: Sequence) -> Shares:
-        """The mixture of all cells, the particular ones first: each leaves a share to the one before it."""
+        """The mixture of all cells, the particular ones first: each leaves a share to the one
+        before it."""
         tables = (self._shared, *self._tenants.get(seq.request.tenant, ()))
         known = zip(tables, _kinds(seq), strict=False)
         cells = [table.get(kind) for table, kinds in known for kind in kinds]
@@ -191,9 +195,9 @@ class LengthPredictor:
 
 
 def _kinds(seq: Sequence) -> tuple[tuple[Hashable, ...], ...]:
-    """Return the kinds of request that a sequence is, the general before the particular: among everybody's;
-    among its tenant's by shape, which is the prompt's length, coarse and fine, and most tokens; by the
-    prompt's ends."""
+    """Return the kinds of request that a sequence is, the general before the particular: among
+    everybody's; among its tenant's by shape, which is the prompt's length, coarse and fine, and
+    most tokens; by the prompt's ends."""
     request, size = seq.request, log2(seq.prompt_len)
     most = int(log2(seq.limit - seq.prompt_len))
     shape = int(size), most

@@ -3,9 +3,9 @@
 Owns their keys and what single orders remember. Must not touch sequences, blocks or queues
 (scheduler/order.py).
 
-Ageing: once a request has waited for `ageing` seconds since it arrived, only requests that arrived before it
-stand in front of it, and they have aged too. So from then on nothing can overtake it. `fair` counts these
-seconds since its tenant last had anything computed (see fairness.py).
+Ageing: once a request has waited for `ageing` seconds since it arrived, only requests that arrived
+before it stand in front of it, and they have aged too. So from then on nothing can overtake it.
+`fair` counts these seconds since its tenant last had anything computed (see fairness.py).
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Context:
 
 
 class Estimates:
-    """A number for each waiting sequence that is dear to find: kept, and in each step found anew for the few
-    whose number is oldest. So with a queue of q it is at most q / RENEWED steps old."""
+    """A number for each waiting sequence that is dear to find: kept, and in each step found anew
+    for the few whose number is oldest. So with a queue of q it is at most q / RENEWED steps old."""
 
     def __init__(self, find: Callable[[Sequence], float]) -> None:
         self._find = find
@@ -101,15 +101,15 @@ def _aged(ageing: float, key: Callable[[Sequence, float], Key]) -> Callable[[Seq
 
 
 def _work(context: Context, seq: Sequence) -> float:
-    """Return the work that is left, in tokens of a prompt: all that no cache gives, and the rest of the
-    answer."""
+    """Return the work that is left, in tokens of a prompt: all that no cache gives, and the rest of
+    the answer."""
     answer = context.predictor.length(seq) - seq.generated
     return len(seq.tokens) - context.cached(seq) + context.output_weight * answer
 
 
 def fcfs(context: Context) -> Order:
-    """First come, first served: by arrival, then by id. A preempted sequence keeps its place in front.
-    Nothing can overtake a waiting request, so it needs no ageing."""
+    """First come, first served: by arrival, then by id. A preempted sequence keeps its place in
+    front. Nothing can overtake a waiting request, so it needs no ageing."""
     return Order(_arrival)
 
 
@@ -131,8 +131,8 @@ def prefix(context: Context) -> Order:
 
 
 def deadline(context: Context) -> Order:
-    """The least slack first: the time left until the request would have to start so as to meet its targets.
-    Who cannot meet them any more, or has none, comes behind those who can."""
+    """The least slack first: the time left until the request would have to start so as to meet its
+    targets. Who cannot meet them any more, or has none, comes behind those who can."""
     latest = Estimates(lambda seq: _latest_start(context, seq))
 
     def key(seq: Sequence, now: float) -> Key:
@@ -142,8 +142,8 @@ def deadline(context: Context) -> Order:
 
 
 def _latest_start(context: Context, seq: Sequence) -> float:
-    """The last moment at which starting it meets its targets: min(arrival + ttft_target, deadline - what the
-    answer takes) - what the prompt takes. Infinite without a target."""
+    """The last moment at which starting it meets its targets: min(arrival + ttft_target, deadline -
+    what the answer takes) - what the prompt takes. Infinite without a target."""
     request, times, due = seq.request, context.step_times, inf
     if request.ttft_target is not None and not seq.generated:
         due = request.arrival + request.ttft_target
@@ -154,9 +154,10 @@ def _latest_start(context: Context, seq: Sequence) -> float:
 
 
 class Adaptive:
-    """The order by priority + L log2(work / typical work) - RISE waited / ageing, where L is the share of
-    those running that are long, that is, have more work than is typical. So the more of the batch is long,
-    the more a short request is preferred; in a batch of short ones length does not count."""
+    """The order by priority + L log2(work / typical work) - RISE waited / ageing, where L is the
+    share of those running that are long, that is, have more work than is typical. So the more of
+    the batch is long, the more a short request is preferred; in a batch of short ones length does
+    not count."""
 
     def __init__(self, context: Context) -> None:
         self._rise = RISE / context.ageing if context.ageing else 0.0  # classes a second

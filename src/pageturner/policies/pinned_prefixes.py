@@ -1,6 +1,8 @@
-"""Pinned prefixes: requests that have ended and whose blocks stay, so that whoever begins alike finds them.
+"""Pinned prefixes: requests that have ended and whose blocks stay, so that whoever begins alike
+finds them.
 
-Owns which they are and how much memory they hold, or will hold when they end. Must not know the queue.
+Owns which they are and how much memory they hold, or will hold when they end. Must not know the
+queue.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ class PinnedPrefixes:
         self._tell_pool()
 
     def drop(self, id: int) -> bool:
-        """Let the blocks go: they are cached then, like those of any other. False if there are none."""
+        """Let the blocks go: they are cached then, like those of any other. False if there are
+        none."""
         seq = self._kept.pop(id, None)
         if seq is not None:
             self._pool.release(seq)
@@ -60,15 +63,16 @@ class PinnedPrefixes:
         return seq is not None
 
     def forget_others(self) -> None:
-        """Make blocks that nobody uses empty: taking all that can be taken has them forget their keys."""
+        """Make blocks that nobody uses empty: taking all that can be taken has them forget their
+        keys."""
         for store in (self._pool.full, self._pool.sliding):
             table: list[int] = []
             store.write(table, 0, store.available)
             store.truncate(table, 0)
 
     def _arriving(self, seq: Sequence) -> None:
-        """Note a new request. One that is to be pinned is Refused where that leaves too little for the
-        largest one that was taken already, or where pins cannot be found again."""
+        """Note a new request. One that is to be pinned is Refused where that leaves too little for
+        the largest one that was taken already, or where pins cannot be found again."""
         id, request = seq.request.id, seq.request
         if id in self._kept:
             raise ValueError(f"request {id} is here already")
@@ -107,8 +111,8 @@ class PinnedPrefixes:
         return keeps
 
     def _tell_pool(self) -> None:
-        """Tell the pool how many blocks are gone for others, and which are public: what is pinned without a
-        salt."""
+        """Tell the pool how many blocks are gone for others, and which are public: what is pinned
+        without a salt."""
         kept = {block for seq in self._kept.values() for block in seq.blocks}
         self._pool.pinned = len(kept) + sum(self._coming.values())
         open_to_all = (seq for seq in self._kept.values() if not seq.request.salt)

@@ -2,12 +2,14 @@
 
 From the outside in:
 
-    session starts   turns that begin a session and stand aside are not shown to anybody (session_starts.py)
+    session starts   turns that begin a session and stand aside are not shown to anybody
+                     (session_starts.py)
     background       background requests are asked for behind all others (background.py)
-    work pricing     what is asked for is charged with what it costs beside its tokens (work_pricing.py)
+    work pricing     what is asked for is charged with what it costs beside its tokens
+                     (work_pricing.py)
 
-Owns this order, and the lists of the View: the rules say which sequences come later or not at all, and only
-this file changes the lists. Must not know why a rule decides as it does.
+Owns this order, and the lists of the View: the rules say which sequences come later or not at all,
+and only this file changes the lists. Must not know why a rule decides as it does.
 """
 
 from __future__ import annotations
@@ -65,8 +67,8 @@ class PolicyStack:
         v.refused = refused or v.refused
 
     def _priced(self, policy: Policy, v: View) -> Asks:
-        """Ask as the policy does, at the prices of the work. A policy whose steps nothing bounds computes
-        prompts whole and pays nothing."""
+        """Ask as the policy does, at the prices of the work. A policy whose steps nothing bounds
+        computes prompts whole and pays nothing."""
         if not (policy.bounded and self._pricing.present):
             return policy.asks(v)
         prices = self._pricing.begin_step(v)

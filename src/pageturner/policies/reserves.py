@@ -1,7 +1,9 @@
-"""Reserves: how many tokens of KV an admitted sequence is promised: none, all it may need, or a forecast.
+"""Reserves: how many tokens of KV an admitted sequence is promised: none, all it may need, or a
+forecast.
 
-Owns the reservation rules. Must not know the pool or the queue: they are given numbers. Each says how many
-positions it promises, and up to which length of the sequence that many blocks stay the promise.
+Owns the reservation rules. Must not know the pool or the queue: they are given numbers. Each says
+how many positions it promises, and up to which length of the sequence that many blocks stay the
+promise.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ LIKELY = 0.75  # the quantile of the answer's length that `predicted` keeps room
 
 
 def reserve_none(seq: Sequence, peak: int, block_size: int) -> tuple[int, int]:
-    """Its tokens and one more block: hysteresis, so that an admission preempts nobody in the next steps."""
+    """Its tokens and one more block: hysteresis, so that an admission preempts nobody in the next
+    steps."""
     length = len(seq.tokens)
     return min(length + block_size, peak), -(-length // block_size) * block_size
 
@@ -29,8 +32,8 @@ def reserve_full(seq: Sequence, peak: int, block_size: int) -> tuple[int, int]:
 
 
 class ReservePredicted:
-    """Prompt and the length of answer that three of four like it do not exceed. Who has exceeded it gets a
-    new prediction from there on."""
+    """Prompt and the length of answer that three of four like it do not exceed. Who has exceeded it
+    gets a new prediction from there on."""
 
     def __init__(self, predictor: LengthPredictor) -> None:
         self._predictor = predictor

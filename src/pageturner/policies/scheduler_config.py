@@ -1,7 +1,8 @@
 """SchedulerConfig: the settings of a scheduler and of the policies and orders that plug into it.
 
-The one source of these: `EngineConfig` has them by inheritance, the flags, the documentation, the simulator
-and `tune` read them from the fields. Must not know what a setting does, nor which policies there are.
+The one source of these: `EngineConfig` has them by inheritance, the flags, the documentation, the
+simulator and `tune` read them from the fields. Must not know what a setting does, nor which
+policies there are.
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ class SchedulerConfig:
 
     @property
     def token_budget(self) -> int:
-        """The most tokens of one step; 0: no limit. MAX_TOKENS where that was left to a machine that nobody
-        asked."""
+        """The most tokens of one step; 0: no limit. MAX_TOKENS where that was left to a machine
+        that nobody asked."""
         return MAX_TOKENS if self.max_num_batched_tokens < 0 else self.max_num_batched_tokens
 
     @property

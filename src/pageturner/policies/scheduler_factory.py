@@ -53,10 +53,12 @@ class SchedulerStack:
         return self.plugs.step_times
 
     def reconfigure(self, wanted: SchedulerConfig, max_beam_width: int) -> bool:
-        """Go on with token budget, most sequences, policy and order of `wanted`; the other settings stay.
-        False if that has to wait: ask again after the next commit. ValueError for what does not exist.
+        """Go on with token budget, most sequences, policy and order of `wanted`; the other settings
+        stay. False if that has to wait: ask again after the next commit. ValueError for what does
+        not exist.
 
-        max_beam_width  sequences of the widest search that is still taken, see Scheduler.reconfigure
+        max_beam_width  sequences of the widest search that is still taken, see
+                        Scheduler.reconfigure
         """
         check_names(wanted)
         if wanted.max_num_seqs < 1 or wanted.max_num_batched_tokens < -1:
@@ -113,8 +115,8 @@ def check_names(config: SchedulerConfig) -> None:
 
 
 def make_group(request: Request) -> Group:
-    """The group for a request. Refused('n_unsupported') for what no group can do: choices of one prompt are
-    requests of their own, with the first one as their parent."""
+    """The group for a request. Refused('n_unsupported') for what no group can do: choices of one
+    prompt are requests of their own, with the first one as their parent."""
     if request.params.n != 1 or len(request.resume) > 1:
         raise Refused(
             "n_unsupported", "the engine takes one choice per request: send one request for each"
@@ -148,7 +150,8 @@ def make_scheduler(
     plugs = _Plugs(pool, background, rules, predictor, step_times)
 
     def kv_stats() -> dict[str, float]:
-        """Return what all owners hold, and what servers without pages would reserve for those that run."""
+        """Return what all owners hold, and what servers without pages would reserve for those that
+        run."""
         reserved = {"kv_contiguous": float(len(scheduler.running) * max_model_len)}
         return (
             kv_usage([*scheduler.running, *pins.sequences], pool.full, pool.block_size) | reserved

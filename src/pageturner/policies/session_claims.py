@@ -1,7 +1,7 @@
 """The claims of conversations: which blocks each one claims, and what it pays for them.
 
-Owns the claims: of each block key, who claims it, the first one in front. That one pays for the block, so
-what several share is paid for once. Must not know what a claim is worth, nor blocks.
+Owns the claims: of each block key, who claims it, the first one in front. That one pays for the
+block, so what several share is paid for once. Must not know what a claim is worth, nor blocks.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class Claims(Container[bytes]):
         one.most = max(one.most, one.pays)
 
     def cut(self, one: KeptConversation, length: int, now: float, fate: Fate) -> int:
-        """It claims only its first `length` keys any more. Returns how many of the others nobody else
-        claims."""
+        """It claims only its first `length` keys any more. Returns how many of the others nobody
+        else claims."""
         gone = one.keys[length:]
         del one.keys[length:]
         one.settle(now)

@@ -1,17 +1,18 @@
 """Session starts: a conversation that wants to be kept waits until there is room to keep it.
 
-A conversation that is silent between two turns holds memory like one that runs, and it comes back. Where more
-of them are under way than fit, each turn overwrites what another one is about to ask for, and every prompt is
-computed again from its first token. So the first turn of one more, and the next turn of one that has lost its
-KV, stands aside while the others that are awaited fill what sessions may keep: others in the queue pass it.
-It waits at most `session_wait` seconds, in the order of arrival, and not for those that nobody waits for any
-more (session_worth.py, `Gaps.awaited`). An owner whose own sessions have less than its part waits for nobody:
-what it needs is given up by those who have more. Requests without a session never wait here.
+A conversation that is silent between two turns holds memory like one that runs, and it comes back.
+Where more of them are under way than fit, each turn overwrites what another one is about to ask
+for, and every prompt is computed again from its first token. So the first turn of one more, and the
+next turn of one that has lost its KV, stands aside while the others that are awaited fill what
+sessions may keep: others in the queue pass it. It waits at most `session_wait` seconds, in the
+order of arrival, and not for those that nobody waits for any more (session_worth.py,
+`Gaps.awaited`). An owner whose own sessions have less than its part waits for nobody: what it needs
+is given up by those who have more. Requests without a session never wait here.
 
-Whether they fit is asked of the time to come. Conversations grow by `growth` blocks in each turn, and have as
-many turns as those before them had, but half as many still to come at least, for who has lived long is not
-about to end. Sums are largest just before somebody ends, so with conversation i of size s_i and r_i turns to
-come, the most that all of them will need is
+Whether they fit is asked of the time to come. Conversations grow by `growth` blocks in each turn,
+and have as many turns as those before them had, but half as many still to come at least, for who
+has lived long is not about to end. Sums are largest just before somebody ends, so with conversation
+i of size s_i and r_i turns to come, the most that all of them will need is
 
     peak = max over i of the sum over all j with r_j >= r_i of (s_j + growth * r_i)
 
@@ -35,8 +36,8 @@ GROWS = 2.0  # times its first prompt, until conversations have ended and their 
 
 @dataclass(slots=True)
 class _Room:
-    """Conversations under way: (turns to come, blocks now) of all, and the blocks of each owner's when they
-    end. until: when that may become less by itself."""
+    """Conversations under way: (turns to come, blocks now) of all, and the blocks of each owner's
+    when they end. until: when that may become less by itself."""
 
     ahead: list[tuple[float, float]]
     of: Counter[str]
@@ -44,7 +45,8 @@ class _Room:
 
 
 class SessionStarts:
-    """Holds back first turns of sessions. wait: the most seconds for which it has a request wait."""
+    """Holds back first turns of sessions. wait: the most seconds for which it has a request
+    wait."""
 
     def __init__(self, sessions: KeptSessions, wait: float) -> None:
         self._sessions, self._wait = sessions, wait
@@ -96,7 +98,8 @@ class SessionStarts:
         room.of[one.owner] += int(blocks + turns * self._sessions.growth)
 
     def _ahead(self, one: KeptConversation) -> tuple[float, float]:
-        """Turns that it will still have, as far as can be known, and its blocks behind the present one."""
+        """Turns that it will still have, as far as can be known, and its blocks behind the present
+        one."""
         blocks = max(one.pays, one.coming)
         if not self._sessions.life:
             return 0.0, GROWS * blocks
@@ -113,7 +116,8 @@ class SessionStarts:
 
 
 def peak(ahead: Iterable[tuple[float, float]], growth: float) -> float:
-    """The most blocks that conversations with these (turns to come, blocks now) will need at a time."""
+    """The most blocks that conversations with these (turns to come, blocks now) will need at a
+    time."""
     most = now = 0.0
     for count, (turns, blocks) in enumerate(sorted(ahead, key=lambda one: -one[0]), 1):
         now += blocks

@@ -1,6 +1,8 @@
-"""The plain group: one request, one sequence. When it ends, and what its owner is told of each step.
+"""The plain group: one request, one sequence. When it ends, and what its owner is told of each
+step.
 
-Owns stop ids, length limits and the events of such requests. Must not know blocks, budgets or queues.
+Owns stop ids, length limits and the events of such requests. Must not know blocks, budgets or
+queues.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from pageturner.scheduler.types import Item, Output, Sequence
 
 
 class SingleSequence:
-    """One request, one sequence. If the request carries `resume` tokens, they count as generated already."""
+    """One request, one sequence. If the request carries `resume` tokens, they count as generated
+    already."""
 
     def __init__(self, request: Request) -> None:
         resume = request.resume[0] if request.resume else None
@@ -66,8 +69,8 @@ def until_end(seq: Sequence, tokens: list[int]) -> tuple[list[int], str | None]:
 
 
 def event_of(seq: Sequence, tokens: list[int], output: Output, finish: str | None = None) -> Event:
-    """Return the event that the sequence gains these tokens, and prompt logprobs from the first position not
-    yet scored."""
+    """Return the event that the sequence gains these tokens, and prompt logprobs from the first
+    position not yet scored."""
     event = Event(
         seq.request.id,
         seq.index,

@@ -1,13 +1,16 @@
-"""Targets of single requests: who cannot meet its own is refused at the door, who is past its deadline ends.
+"""Targets of single requests: who cannot meet its own is refused at the door, who is past its
+deadline ends.
 
-Owns both decisions, and how true the forecasts were that the first one rests on. Must not know how a forecast
-is made (ttft_forecast.py), what a target is worth to whom, or the clock.
+Owns both decisions, and how true the forecasts were that the first one rests on. Must not know how
+a forecast is made (ttft_forecast.py), what a target is worth to whom, or the clock.
 
-Forecasts are never quite true, so some of the time that a request gives is kept as a margin: as much as one
-in ten of those who were let in needed beyond its forecast, a share of its patience that is learnt from them.
+Forecasts are never quite true, so some of the time that a request gives is kept as a margin: as
+much as one in ten of those who were let in needed beyond its forecast, a share of its patience that
+is learnt from them.
 
-An engine that has nothing else to do takes whoever comes: that hurts nobody, and it is how it finds out that
-it is faster than it thought. Who was taken once is not refused when another engine has to take it up again.
+An engine that has nothing else to do takes whoever comes: that hurts nobody, and it is how it finds
+out that it is faster than it thought. Who was taken once is not refused when another engine has to
+take it up again.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ TYPICAL = (
 
 
 class SloAdmission:
-    """Stands before a scheduler: requests come in by `add`, and before a plan those leave that expired."""
+    """Stands before a scheduler: requests come in by `add`, and before a plan those leave that
+    expired."""
 
     def __init__(self, stack: SchedulerStack) -> None:
         self._stack, self._scheduler = stack, stack.scheduler
@@ -46,8 +50,9 @@ class SloAdmission:
         self._error = self._margin = 0.0
 
     def add(self, request: Request, now: float) -> None:
-        """Queue a request. Refused as Scheduler.add does, and with invalid_value, deadline_exceeded, or, and
-        then with retry_after, with ttft_target_unreachable or deadline_unreachable."""
+        """Queue a request. Refused as Scheduler.add does, and with invalid_value,
+        deadline_exceeded, or, and then with retry_after, with ttft_target_unreachable or
+        deadline_unreachable."""
         if wrong := beyond_limits(
             request.params
         ):  # which the door has seen; but what came is bytes
@@ -68,8 +73,8 @@ class SloAdmission:
             heappush(self._deadlines, (request.deadline, request.id))
 
     def expired(self, now: float) -> list[Event]:
-        """End those whose deadline has passed, wherever they are. One plan may be under way: blocks that it
-        uses are held until it is committed, and what it computes for them is dropped."""
+        """End those whose deadline has passed, wherever they are. One plan may be under way: blocks
+        that it uses are held until it is committed, and what it computes for them is dropped."""
         events: list[Event] = []
         while self._deadlines and self._deadlines[0][0] <= now:
             _, id = heappop(self._deadlines)
@@ -79,7 +84,7 @@ class SloAdmission:
                 self._expired += 1
         return events
 
-    # -- the door --------------------------------------------------------------------------------------------
+    # -- the door ----------------------------------------------------------------------------------
     def _refuse_late(self, request: Request, now: float) -> None:
         patience = inf if request.ttft_target is None else request.ttft_target
         if request.deadline is not None:
@@ -133,8 +138,8 @@ class SloAdmission:
         return TtftForecast(running, waiting.values(), asked, limits).times()
 
     def _work(self, seq: Sequence, known: dict[Sequence, tuple[int, int]]) -> RemainingWork:
-        """Return the work that is left of a sequence. Costly numbers are kept: what no cache gives, how long
-        the answer is."""
+        """Return the work that is left of a sequence. Costly numbers are kept: what no cache gives,
+        how long the answer is."""
         scheduler, pool = self._scheduler, self._stack.pool
         missing, length = known.get(seq, (0, 0))
         if length <= seq.generated:
@@ -155,7 +160,7 @@ class SloAdmission:
             grows=promised < seq.prompt_len + length,
         )
 
-    # -- how true the forecasts were -------------------------------------------------------------------------
+    # -- how true the forecasts were ---------------------------------------------------------------
     def saw(self, events: list[Event], now: float) -> None:
         """Learn from the events of a step how true the forecasts were."""
         for event in events:
@@ -175,8 +180,9 @@ class SloAdmission:
         self._due.pop(id, None)
 
     def stats(self) -> dict[str, float]:
-        """Counters refused_late, expired. Of ttft_forecasts forecasts, of requests that were taken: the share
-        whose first token came later, and the mean |ln(true / foretold TTFT)|; ttft_margin: what is kept."""
+        """Counters refused_late, expired. Of ttft_forecasts forecasts, of requests that were taken:
+        the share whose first token came later, and the mean |ln(true / foretold TTFT)|;
+        ttft_margin: what is kept."""
         judged = max(self._judged, 1)
         return {
             "refused_late": float(self._refused),

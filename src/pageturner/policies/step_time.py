@@ -16,9 +16,10 @@ HICCUP = 4.0  # a step counts as no longer than so many times what its like take
 
 
 class StepTimeCurve:
-    """Seconds of a step of so many tokens, by (tokens, seconds) of sizes that were measured: along the lines
-    between them, below the smallest as that one, beyond the largest along the last line. Of one size only
-    nothing is known beyond it but that it takes no less. 0 where nothing was measured."""
+    """Seconds of a step of so many tokens, by (tokens, seconds) of sizes that were measured: along
+    the lines between them, below the smallest as that one, beyond the largest along the last line.
+    Of one size only nothing is known beyond it but that it takes no less. 0 where nothing was
+    measured."""
 
     def __init__(self, points: list[tuple[float, float]]) -> None:
         self._tokens = [tokens for tokens, _ in points]
@@ -60,7 +61,8 @@ class StepTimeModel:
         self.took_each(tokens, (seconds,))
 
     def took_each(self, tokens: int, seconds: Iterable[float]) -> None:
-        """Steps of so many tokens were made, one after another. A simulator tells millions of them."""
+        """Steps of so many tokens were made, one after another. A simulator tells millions of
+        them."""
         x, octave = float(tokens), tokens.bit_length()
         keep, most, xx = FORGET, REMEMBERED_STEPS, x * x
         weight, sum_x, sum_y, sum_xx, sum_xy = self._weight, self._x, self._y, self._xx, self._xy
@@ -83,8 +85,8 @@ class StepTimeModel:
 
     @property
     def curve(self) -> StepTimeCurve:
-        """The seconds of a step by its size. Unlike the line of `each` it remembers prompts through any
-        number of steps that only decode."""
+        """The seconds of a step by its size. Unlike the line of `each` it remembers prompts through
+        any number of steps that only decode."""
         return StepTimeCurve([(x, y) for _, (_, x, y) in sorted(self._sizes.items())])
 
     @property
@@ -94,7 +96,8 @@ class StepTimeModel:
 
     @property
     def each(self) -> float:
-        """Seconds that one more token adds to a step. Where all steps were alike: its share of the step."""
+        """Seconds that one more token adds to a step. Where all steps were alike: its share of the
+        step."""
         if not self._x:
             return 0.0
         spread = self._xx * self._weight - self._x * self._x

@@ -1,12 +1,13 @@
 """A forecast of when a waiting request has its first token, from the work in front of it.
 
-Owns the formula: a rough run of the steps to come. Must not know sequences, the clock or who asks: it is
-given sizes, and times count from now.
+Owns the formula: a rough run of the steps to come. Must not know sequences, the clock or who asks:
+it is given sizes, and times count from now.
 
-A step of T tokens takes seconds(T). It gives every sequence that decodes its token, and fills the rest of the
-budget with prompts, those of who runs first, then of the queue in its order, as places and memory allow. A
-sequence ends after as many tokens as its answer is foretold to have, and gives back its place and its memory.
-Steps that are alike are taken at once, so a forecast costs about as many turns as requests begin and end.
+A step of T tokens takes seconds(T). It gives every sequence that decodes its token, and fills the
+rest of the budget with prompts, those of who runs first, then of the queue in its order, as places
+and memory allow. A sequence ends after as many tokens as its answer is foretold to have, and gives
+back its place and its memory. Steps that are alike are taken at once, so a forecast costs about as
+many turns as requests begin and end.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class RemainingWork:
     prompt    to be computed until its next token is there; 0: it decodes
     answer    tokens still to come, at least 1
     ways      sequences that it is
-    reserved  positions of KV that are kept for it once it runs; grows: it takes more with every token
+    reserved  positions of KV that are kept for it once it runs; grows: it takes more with every
+              token
     """
 
     prompt: int
@@ -37,8 +39,9 @@ class RemainingWork:
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """Limits of the steps to come. room: positions of KV that nobody holds; apart: prompts are computed in
-    steps of their own, which nobody decodes in; seconds: what a step of so many tokens takes."""
+    """Limits of the steps to come. room: positions of KV that nobody holds; apart: prompts are
+    computed in steps of their own, which nobody decodes in; seconds: what a step of so many tokens
+    takes."""
 
     slots: int
     budget: int
@@ -48,8 +51,8 @@ class StepLimits:
 
 
 class TtftForecast:
-    """A run of the steps to come, until `asked`, one of the waiting, has its first token and all others have
-    ended."""
+    """A run of the steps to come, until `asked`, one of the waiting, has its first token and all
+    others have ended."""
 
     def __init__(
         self,
@@ -98,8 +101,8 @@ class TtftForecast:
         yield self._now
 
     def _fill(self) -> tuple[list[RemainingWork], int, int]:
-        """Return whose prompts the next step completes, its tokens of prompts, and for how many steps it is
-        so."""
+        """Return whose prompts the next step completes, its tokens of prompts, and for how many
+        steps it is so."""
         space = left = max(self._limits.budget - (0 if self._limits.apart else self._ways), 1)
         joined: list[RemainingWork] = []
         while left and (self._prompts or self._admit()):
@@ -123,7 +126,8 @@ class TtftForecast:
         return joined, tokens, repeats
 
     def _admit(self) -> bool:
-        """Let the first of the queue run, if there is a place and memory; alone, whatever there is."""
+        """Let the first of the queue run, if there is a place and memory; alone, whatever there
+        is."""
         if not self._queue:
             return False
         work = self._queue[0]

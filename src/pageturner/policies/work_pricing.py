@@ -1,11 +1,13 @@
 """Work beside tokens, priced by the scheduler's one budget.
 
-A row of logits that is told, biased, searched or scored takes time that a count of tokens does not see, and a
-token of a prompt takes the longer the more positions it looks back on. The price is taken from what the
-policy has left to grant: such prompts come in smaller pieces, and dear requests run beside each other only as
-far as the budget carries them. So a step takes about the same time whatever is asked for.
+A row of logits that is told, biased, searched or scored takes time that a count of tokens does not
+see, and a token of a prompt takes the longer the more positions it looks back on. The price is
+taken from what the policy has left to grant: such prompts come in smaller pieces, and dear requests
+run beside each other only as far as the budget carries them. So a step takes about the same time
+whatever is asked for.
 
-Owns what each ask is charged; policy_stack.py puts it around a policy. Must not know why something is dear.
+Owns what each ask is charged; policy_stack.py puts it around a policy. Must not know why something
+is dear.
 """
 
 from __future__ import annotations
@@ -57,15 +59,16 @@ class _Ask:
 
 
 class WorkPricing:
-    """Prices between any policy and the scheduler: `Request.row_price` for rows of logits; `context_price`,
-    while others decode, for a token of a prompt, for each thousand positions before it.
+    """Prices between any policy and the scheduler: `Request.row_price` for rows of logits;
+    `context_price`, while others decode, for a token of a prompt, for each thousand positions
+    before it.
 
-    In a step as much is taken from the budget for dear rows as leaves a token to every other running
-    sequence. Who is too dear to join now stands aside: others in the queue go on, and it has its old place
-    again in the next step. One dear request can always run, whatever it costs.
+    In a step as much is taken from the budget for dear rows as leaves a token to every other
+    running sequence. Who is too dear to join now stands aside: others in the queue go on, and it
+    has its old place again in the next step. One dear request can always run, whatever it costs.
 
-    Long prompts, those that pay for looking back, leave to the short ones behind them what these need, up to
-    half of a step; and while one is computed the short ones go before the next.
+    Long prompts, those that pay for looking back, leave to the short ones behind them what these
+    need, up to half of a step; and while one is computed the short ones go before the next.
     """
 
     def __init__(self, context_price: float = 0.0) -> None:
@@ -139,8 +142,8 @@ class WorkPricing:
                 seq, n = asks.send(granted)
 
     def _short_first(self, v: View, waiting: list[Sequence]) -> tuple[list[Sequence], float]:
-        """Return the queue with all long prompts but the one that is computed behind the short ones, and
-        tokens that short prompts need in this step."""
+        """Return the queue with all long prompts but the one that is computed behind the short
+        ones, and tokens that short prompts need in this step."""
         needed = sum(seq.pending for seq in v.prefilling if not self._is_long(seq))
         first = not any(map(self._is_long, v.prefilling))
         front, behind, free = list[Sequence](), list[Sequence](), v.free_slots
@@ -176,8 +179,8 @@ class WorkPricing:
 
 
 def _bought(v: View, ask: _Ask, position: float) -> Generator[tuple[Sequence, int], int, int]:
-    """Ask for as many tokens as what is left pays for, one at least if it must, and pay. Returns what was
-    granted. position: price of a token of a prompt for each position before it."""
+    """Ask for as many tokens as what is left pays for, one at least if it must, and pay. Returns
+    what was granted. position: price of a token of a prompt for each position before it."""
     seq, n, row, left = ask.seq, ask.n, ask.row, ask.left
     gap = seq.pending if seq.state is State.RUNNING else v.need(seq)
     scored, decodes = seq.logits_from is not None, len(seq.tokens) - seq.computed == 1

@@ -1,1 +1,2 @@
-"""Router: one address for several servers. It passes bytes on and understands as little as it can."""
+"""Router: one address for several servers. It passes bytes on and understands as little as it
+can."""

@@ -1,6 +1,7 @@
 """The routes of a router: what it passes on, and the pages that it answers itself.
 
-Owns the table of what is passed on. Must not know how (proxy.py), nor who gets it (fleet.py, keepers.py).
+Owns the table of what is passed on. Must not know how (proxy.py), nor who gets it (fleet.py,
+keepers.py).
 """
 
 from __future__ import annotations
@@ -131,7 +132,8 @@ KEPT = (
 
 
 def create_app(router: Router, members: Members | None = None) -> Starlette:
-    """All routes. Errors of the router have the shape of the servers'. members: takes registrations."""
+    """All routes. Errors of the router have the shape of the servers'. members: takes
+    registrations."""
     pages = RouterPages(router)
     routes = [
         Route(path, Relay(router, path, of), methods=[method]) for method, path, of in RELAYED

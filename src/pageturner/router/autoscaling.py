@@ -1,4 +1,5 @@
-"""The number of replicas that a model gets: by goodput, the share of requests that met their targets.
+"""The number of replicas that a model gets: by goodput, the share of requests that met their
+targets.
 
 Owns the rule. Standard library only: Serve hands this module on by value, to its controller.
 """
@@ -17,12 +18,13 @@ LIMIT = "limit"  # in the state of the policy
 
 
 class GoodputPolicy:
-    """One more replica while targets are missed by requests that share theirs with others, or while requests
-    wait for a place; one less when no target is missed and the others would bear its requests.
+    """One more replica while targets are missed by requests that share theirs with others, or while
+    requests wait for a place; one less when no target is missed and the others would bear its
+    requests.
 
-    What a replica bears is learned: the places that were taken while targets were missed, as many as were
-    taken since without a miss, and all of them before the first miss. Long prompts miss their targets with a
-    few of many places taken.
+    What a replica bears is learned: the places that were taken while targets were missed, as many
+    as were taken since without a miss, and all of them before the first miss. Long prompts miss
+    their targets with a few of many places taken.
 
     goal, full, room  see GOAL, FULL, ROOM
     """
@@ -31,10 +33,10 @@ class GoodputPolicy:
         self._goal, self._full, self._room = goal, full, room
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
-        """context: Serve's AutoscalingContext. Of each replica it has `answers`, those of the last minute
-        that had targets, `met`, those that met them, `open`, requests under way, and `busy`, these for each
-        place. Serve holds what is said to the bounds and delays of the deployment, and gives the state
-        back."""
+        """context: Serve's AutoscalingContext. Of each replica it has `answers`, those of the last
+        minute that had targets, `met`, those that met them, `open`, requests under way, and `busy`,
+        these for each place. Serve holds what is said to the bounds and delays of the deployment,
+        and gives the state back."""
         told: Mapping[str, Mapping[Any, float]] = context.aggregated_metrics or {}
         kept = context.policy_state or {}
         state = {LIMIT: kept[LIMIT]} if LIMIT in kept else {}  # Serve keeps things of its own there

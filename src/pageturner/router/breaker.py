@@ -3,13 +3,15 @@
 Owns outcomes, patience and trials: pure data, and a clock that it is given. Must not know HTTP or
 connections, nor who the other replicas are.
 
-A replica that fails `STRIKES` times in a row, or for half of its latest requests, is put aside: for a second,
-and for twice as long each time that it fails again. Then it is tried with one request at a time, and comes
-back with the first answer that begins well. Who fails less often than that only seems busier (`penalty`).
+A replica that fails `STRIKES` times in a row, or for half of its latest requests, is put aside: for
+a second, and for twice as long each time that it fails again. Then it is tried with one request at
+a time, and comes back with the first answer that begins well. Who fails less often than that only
+seems busier (`penalty`).
 
-An error may be the fault of the request: a client must not be able to put replicas aside with it. So an error
-is only a doubt (`Attempts.suspect`) until another replica has answered the same request. Who is in as many
-doubts as strikes gets nothing new until they are settled: a replica that fails at once always seems idle.
+An error may be the fault of the request: a client must not be able to put replicas aside with it.
+So an error is only a doubt (`Attempts.suspect`) until another replica has answered the same
+request. Who is in as many doubts as strikes gets nothing new until they are settled: a replica that
+fails at once always seems idle.
 """
 
 from __future__ import annotations
@@ -101,8 +103,8 @@ class Breaker:
 
     @property
     def share(self) -> float:
-        """The share of its latest requests that failed, 0 to 1. A few say little, and count as if others had
-        gone well."""
+        """The share of its latest requests that failed, 0 to 1. A few say little, and count as if
+        others had gone well."""
         since = self._clock() - RECENT_SECONDS
         known = [failed for at, failed in self._outcomes if at >= since]
         return sum(known) / max(len(known), FEWEST)
@@ -132,7 +134,7 @@ class Breaker:
         if not self.aside:
             self._put_aside()
 
-    # -- what attempts tell; those from before it was put aside last are of no interest ----------------------
+    # -- what attempts tell; those from before it was put aside last are of no interest ------------
     def answered(self, attempt: Attempt) -> None:
         if attempt.round != self.times_aside:
             return
@@ -170,7 +172,8 @@ class Breaker:
 
 
 class Attempts:
-    """The attempts at one request, at one replica after another; at the end of the `with` all are settled.
+    """The attempts at one request, at one replica after another; at the end of the `with` all are
+    settled.
 
     alone  nobody else will be asked: then an error is held against the replica at once
     """

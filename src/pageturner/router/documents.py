@@ -1,8 +1,9 @@
-"""`/openapi.json` and `/docs` of a router: the document of a replica, without what is not passed on.
+"""`/openapi.json` and `/docs` of a router: the document of a replica, without what is not passed
+on.
 
-Owns which operations are left and what the router adds to them. Its own operations, by which replicas
-register, stand in member_operations.json. Must not know how a document is made, nor how requests are passed
-on (proxy.py).
+Owns which operations are left and what the router adds to them. Its own operations, by which
+replicas register, stand in member_operations.json. Must not know how a document is made, nor how
+requests are passed on (proxy.py).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The replicas behind a router: which of them are there, how busy they are, and which one gets a request.
+"""The replicas behind a router: which of them are there, how busy they are, and which one gets a
+request.
 
-Owns their health. Choosing among them is load_balancer.py, the same as in the simulator; who is put aside for
-its failures is breaker.py; where addresses come from is members.py. Must not know what is done with an
-answer.
+Owns their health. Choosing among them is load_balancer.py, the same as in the simulator; who is put
+aside for its failures is breaker.py; where addresses come from is members.py. Must not know what is
+done with an answer.
 """
 
 from __future__ import annotations
@@ -69,10 +70,10 @@ class Fleet:
         )
         self.set_members([one if isinstance(one, Member) else Member(one) for one in members])
 
-    # -- who is there ----------------------------------------------------------------------------------------
+    # -- who is there ------------------------------------------------------------------------------
     def set_members(self, members: Sequence[Member]) -> None:
-        """These are the replicas now. One that is no more among them gets nothing new; what it has it may
-        finish."""
+        """These are the replicas now. One that is no more among them gets nothing new; what it has
+        it may finish."""
         there = {replica.address: replica for replica in self.replicas}
         wanted = {member.address: member for member in members}
         for address in there.keys() - wanted.keys():
@@ -97,15 +98,16 @@ class Fleet:
         return list(dict.fromkeys(name for one in self.replicas for name in one.models))
 
     def answering(self, model: str) -> list[Replica]:
-        """The replicas that answer for a model: those that are set apart for it, else those for anything. A
-        request that names none may go to any, where all have the same."""
+        """The replicas that answer for a model: those that are set apart for it, else those for
+        anything. A request that names none may go to any, where all have the same."""
         named = [one for one in self.replicas if model in one.models]
         found = named or [one for one in self.replicas if not one.models]
         alike = not model and len({one.models for one in self.replicas}) == 1
         return self.replicas if alike else found
 
     def check_model(self, model: str) -> None:
-        """ClientError 404 where nobody answers for it, and 400 where several models are and none is named."""
+        """ClientError 404 where nobody answers for it, and 400 where several models are and none is
+        named."""
         if not self.replicas or self.answering(model):
             return
         here = self.models
@@ -128,10 +130,10 @@ class Fleet:
         if len(self.strays) > MAX_STRAYS:
             self.strays.popitem(last=False)
 
-    # -- choosing --------------------------------------------------------------------------------------------
+    # -- choosing ----------------------------------------------------------------------------------
     def choose(self, asked: RequestHints, tried: Collection[Replica]) -> Replica | None:
-        """Return where a request goes; None when nobody is left. Where all that are left are put aside, the
-        least bad one is better than no answer."""
+        """Return where a request goes; None when nobody is left. Where all that are left are put
+        aside, the least bad one is better than no answer."""
         left = [
             one for one in self.answering(asked.model) if self.has_room(one) and one not in tried
         ]
@@ -144,8 +146,9 @@ class Fleet:
         return next(one for one in there if one.number == number)
 
     def load(self, replica: Replica) -> float:
-        """Return what the replica has, or seems to have, in requests of the usual size. A replica that has
-        just come seems busier than it is: its caches are cold, and a crowd would meet them."""
+        """Return what the replica has, or seems to have, in requests of the usual size. A replica
+        that has just come seems busier than it is: its caches are cold, and a crowd would meet
+        them."""
         load = self.balancer.load(replica) + replica.breaker.penalty
         weight = replica.weight(self._clock(), self._config.slow_start)
         return load if weight == 1.0 else (load + 1) / weight - 1
@@ -159,7 +162,8 @@ class Fleet:
         )
 
     def full(self, model: str) -> bool:
-        """Return whether each replica that is there for this model has as many requests as it may have."""
+        """Return whether each replica that is there for this model has as many requests as it may
+        have."""
         there = [one for one in self.answering(model) if one.healthy and one.role != PREFILL]
         return bool(there) and not any(map(self.has_room, there))
 
@@ -167,8 +171,8 @@ class Fleet:
     async def exchange_with(
         self, replica: Replica, request: ReplicaRequest
     ) -> AsyncIterator[AnswerPieces]:
-        """An exchange with a replica, whose answer has begun. Raises ConnectionLost; then the replica is
-        asked at once how it is."""
+        """An exchange with a replica, whose answer has begun. Raises ConnectionLost; then the
+        replica is asked at once how it is."""
         config = self._config
         raw = http_client.request_bytes(
             replica.address, request.method, request.target, request.headers, request.body
@@ -196,14 +200,15 @@ class Fleet:
         finally:
             self.balancer.ended(replica, share)
 
-    # -- health ----------------------------------------------------------------------------------------------
+    # -- health ------------------------------------------------------------------------------------
     async def check_health(self) -> None:
         """Ask every replica once how it is."""
         await asyncio.gather(*map(self._check, self.replicas))
         self._begun = True
 
     async def watch(self) -> None:
-        """Check for ever: each replica once in an interval, and at once when there is doubt about it."""
+        """Check for ever: each replica once in an interval, and at once when there is doubt about
+        it."""
         watching: dict[Replica, asyncio.Task[None]] = {}
         self._begun = True
         try:
@@ -262,8 +267,8 @@ class Fleet:
                 replica.came = self._clock() if self._begun else None
                 log.info("replica %s is up", replica.address)
         else:
-            # not there for new requests; those it has may still be answered: it drains, or its engine is
-            # restarted under its open streams
+            # not there for new requests; those it has may still be answered: it drains, or its
+            # engine is restarted under its open streams
             self._mark_down(replica, f"its /health says {status}")
 
     def _eject_slow(self, replica: Replica) -> None:
@@ -298,8 +303,8 @@ class Fleet:
             self.balancer.forget(replica.number)
 
     async def _ask_load(self, replica: Replica) -> None:
-        """What a replica has to do: in tokens, and answers under way that other programs asked for (0 where
-        it does not tell)."""
+        """What a replica has to do: in tokens, and answers under way that other programs asked for
+        (0 where it does not tell)."""
         before = replica.open
         patience = self._config.health_timeout
         replica.tokens.ask()
@@ -319,7 +324,8 @@ class Fleet:
 
 
 def balancer_of(placement: str, prefix_chunks: int, *, by_tokens: bool) -> LoadBalancer:
-    """Return a load balancer for prompts that are known by digests. KeyError for an unknown placement."""
+    """Return a load balancer for prompts that are known by digests. KeyError for an unknown
+    placement."""
     prefixes = PrefixMap(1, prefix_chunks) if placement == "prefix_aware" else None
     rule = PLACEMENTS[placement]()
     return LoadBalancer(rule, prefixes, by_tokens=by_tokens, chunk_tokens=CHUNK_TOKENS)

@@ -1,7 +1,7 @@
 """The requests that a router passes on to a replica, and which headers, in both directions.
 
-Owns the list of paths, and of headers that are meant for neighbours. Must not know how a request is passed
-on.
+Owns the list of paths, and of headers that are meant for neighbours. Must not know how a request is
+passed on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ STREAMS = (
     b"text/event-stream",
     b"application/x-ndjson",
 )  # answers that can say in the end that they broke off
-# between two neighbours only (RFC 9110, 7.6.1); what is written anew; the Origin, which the router has judged
+# between two neighbours only (RFC 9110, 7.6.1); what is written anew; the Origin, which the router
+# has judged
 HOP = frozenset(
     {
         b"connection",

@@ -1,8 +1,8 @@
 """The replica that keeps an answer of /v1/responses: its id says it.
 
-Owns the form of such ids: `resp_`, a digest of the replica's address, a dash, and the id of the request. So
-every router before the same replicas finds it, also after a restart. Must not know how a request is passed on
-(proxy.py). Whose an answer is, is the replica's affair: it looks at the key.
+Owns the form of such ids: `resp_`, a digest of the replica's address, a dash, and the id of the
+request. So every router before the same replicas finds it, also after a restart. Must not know how
+a request is passed on (proxy.py). Whose an answer is, is the replica's affair: it looks at the key.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ ANYWHERE = RoutingConstraint()
 
 
 class _Body(msgspec.Struct):
-    """The fields of a request that name other answers. Whatever is wrong with it, a replica will say."""
+    """The fields of a request that name other answers. Whatever is wrong with it, a replica will
+    say."""
 
     previous_response_id: msgspec.Raw = msgspec.Raw(b"null")
     background: msgspec.Raw = msgspec.Raw(b"false")
@@ -71,14 +72,14 @@ def anywhere(fleet: Fleet, body: bytes, id: str) -> RoutingConstraint:
 
 
 def by_id(fleet: Fleet, body: bytes, id: str) -> RoutingConstraint:
-    """Return the constraint of a request about an answer of this id. ClientError 404 where no replica here
-    can have it."""
+    """Return the constraint of a request about an answer of this id. ClientError 404 where no
+    replica here can have it."""
     return RoutingConstraint(only=_keeper(fleet, id))
 
 
 def by_previous(fleet: Fleet, body: bytes, id: str) -> RoutingConstraint:
-    """Return the constraint of a request for a new answer: the replica that keeps the answer behind which it
-    goes on."""
+    """Return the constraint of a request for a new answer: the replica that keeps the answer behind
+    which it goes on."""
     try:
         asked = msgspec.json.decode(body, type=_Body)
         previous = msgspec.json.decode(asked.previous_response_id)

@@ -1,12 +1,12 @@
 """The load balancer: which of several replicas gets a request.
 
-Owns the rules of placement, the load of each replica, and the memory of which prefixes were sent where. The
-router, Ray Serve's request router and the simulator use the same. Must not know HTTP, time, nor how replicas
-are reached.
+Owns the rules of placement, the load of each replica, and the memory of which prefixes were sent
+where. The router, Ray Serve's request router and the simulator use the same. Must not know HTTP,
+time, nor how replicas are reached.
 
-Loads are open requests, or predicted tokens. A replica reports how many tokens it has yet to compute; a
-report grows old within milliseconds where answers are short. So it is counted down: of what a replica said it
-had for n requests, one n-th goes with each of them that ends.
+Loads are open requests, or predicted tokens. A replica reports how many tokens it has yet to
+compute; a report grows old within milliseconds where answers are short. So it is counted down: of
+what a replica said it had for n requests, one n-th goes with each of them that ends.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """The fewest open requests; among equals one after another, so that an idle cluster is used evenly."""
+    """The fewest open requests; among equals one after another, so that an idle cluster is used
+    evenly."""
 
     def __init__(self) -> None:
         self._last = -1
@@ -55,8 +56,9 @@ class LeastLoaded:
 
 
 class PrefixAware:
-    """The replica where most of the prompt is cached, as long as that is worth the requests that are open
-    there beyond those of the least loaded: share of the prompt times WORTH. Else the least loaded."""
+    """The replica where most of the prompt is cached, as long as that is worth the requests that
+    are open there beyond those of the least loaded: share of the prompt times WORTH. Else the least
+    loaded."""
 
     def __init__(self) -> None:
         self._least = LeastLoaded()
@@ -88,11 +90,11 @@ class Content(Protocol):
 
 
 class PrefixMap:
-    """Remembers which replicas were sent which prefixes, in chunks of `chunk` tokens; the `most` latest are
-    kept.
+    """Remembers which replicas were sent which prefixes, in chunks of `chunk` tokens; the `most`
+    latest are kept.
 
-    A chunk is named by the hash of its content and of the name of the one before it. Two that have one name
-    cost a wrong guess, and no more: a hint is never needed to be right.
+    A chunk is named by the hash of its content and of the name of the one before it. Two that have
+    one name cost a wrong guess, and no more: a hint is never needed to be right.
     """
 
     def __init__(self, chunk: int = 256, most: int = 200_000) -> None:
@@ -142,8 +144,8 @@ class PrefixMap:
 
 @dataclass(slots=True)
 class TokenLoad:
-    """One replica. told, of: tokens that it has at its last report, for so many requests; answer: tokens of
-    an answer as its predictor expects them, 0 where it does not say."""
+    """One replica. told, of: tokens that it has at its last report, for so many requests; answer:
+    tokens of an answer as its predictor expects them, 0 where it does not say."""
 
     told: float = 0.0
     of: int = 0
@@ -190,7 +192,8 @@ class TokenLoad:
 
 @dataclass(slots=True)
 class UsualRequest:
-    """Placement compares requests: loads are counted in requests of the usual size. tokens: of one."""
+    """Placement compares requests: loads are counted in requests of the usual size. tokens: of
+    one."""
 
     tokens: float = 0.0
 
@@ -206,16 +209,17 @@ class UsualRequest:
 
 
 def expected_tokens(prompt: float, cached: float, answer: float, most: int) -> int:
-    """Return what a request is expected to cost: of its prompt what is probably not cached, and an answer of
-    the expected length, at most what it may have (`most`; 0: as many as it likes)."""
+    """Return what a request is expected to cost: of its prompt what is probably not cached, and an
+    answer of the expected length, at most what it may have (`most`; 0: as many as it likes)."""
     answer = answer or FIRST_GUESS
     return round(max(0.0, prompt - cached) + (min(answer, most) if most else answer))
 
 
 @dataclass(slots=True, eq=False)
 class ReplicaLoad:
-    """The load of one replica. open: requests that we gave it and that have not ended; others: those of other
-    programs, as it last said; reports: it says itself how many tokens it has yet to compute."""
+    """The load of one replica. open: requests that we gave it and that have not ended; others:
+    those of other programs, as it last said; reports: it says itself how many tokens it has yet to
+    compute."""
 
     number: int = 0
     open: int = 0

@@ -1,7 +1,7 @@
 """`/v1/router/replicas`: replicas register with a router, say again that they are there, and leave.
 
-Owns the key, the fields, and what is told of all replicas. Must not know where other replicas come from
-(members.py).
+Owns the key, the fields, and what is told of all replicas. Must not know where other replicas come
+from (members.py).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ MAX_BODY = 64 * 1024  # bytes
 
 
 class Registration(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of POST and DELETE. url: of the replica, as the router reaches it; models: for which alone it
-    answers."""
+    """The body of POST and DELETE. url: of the replica, as the router reaches it; models: for which
+    alone it answers."""
 
     url: str
     models: list[str] = []

@@ -1,7 +1,9 @@
-"""The sources of a router's replicas: its command line, a file, names that are resolved, registrations.
+"""The sources of a router's replicas: its command line, a file, names that are resolved,
+registrations.
 
-Owns these sources and their union. What a source cannot tell for now stays as it was: a file that cannot be
-read or a name that does not resolve takes nobody away. Must not know how replicas are watched or asked.
+Owns these sources and their union. What a source cannot tell for now stays as it was: a file that
+cannot be read or a name that does not resolve takes nobody away. Must not know how replicas are
+watched or asked.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class Listed:
 
 
 def listed(words: Iterable[str], roots: str = "") -> Listed:
-    """Replicas as they are written. EngineFault('bad_setting') for one that is none, or is there twice."""
+    """Replicas as they are written. EngineFault('bad_setting') for one that is none, or is there
+    twice."""
     members, names = list[Member](), list[Member]()
     for word in words:
         models, url = split_names(word)
@@ -107,8 +110,8 @@ class Members:
         self.settle()
 
     async def watch(self) -> None:
-        """Look for ever at all sources: the file and who registered once in a health interval, names as often
-        as they are to be resolved."""
+        """Look for ever at all sources: the file and who registered once in a health interval,
+        names as often as they are to be resolved."""
         looked_up = self.clock()
         while True:
             await asyncio.sleep(min(self.config.health_interval, self.config.resolve_interval))
@@ -119,7 +122,8 @@ class Members:
             self.settle()
 
     def settle(self) -> None:
-        """Tell who is there now, where that has changed. The first source that names a replica counts."""
+        """Tell who is there now, where that has changed. The first source that names a replica
+        counts."""
         now = self.clock()
         self._registered = {one: until for one, until in self._registered.items() if until > now}
         names = (*self.given.names, *self._file.names)
@@ -160,7 +164,7 @@ class Members:
             self._trouble[source] = trouble
             log.warning("%s", trouble)
 
-    # -- registrations ---------------------------------------------------------------------------------------
+    # -- registrations -----------------------------------------------------------------------------
     @property
     def registered(self) -> dict[Member, float]:
         """Return who registered, and for how many seconds each stays."""
@@ -168,8 +172,8 @@ class Members:
         return {one: until - now for one, until in self._registered.items() if until > now}
 
     def register(self, url: str, models: Sequence[str]) -> Member:
-        """Take in this replica, or keep it. ClientError 400 for what is none, 429 where there are too
-        many."""
+        """Take in this replica, or keep it. ClientError 400 for what is none, 429 where there are
+        too many."""
         member = registered_member(url, models, self.config.ssl_ca)
         known = self.registered
         others = [one for one in known if one.address != member.address]

@@ -1,7 +1,8 @@
 """The lists of models of a router: those of all models that replicas are set apart for, as one.
 
-Owns which replicas are asked and how their lists become one. Whether a client may see them is a replica's
-affair: each is asked with the client's own key. Must not know how a single request is passed on (proxy.py).
+Owns which replicas are asked and how their lists become one. Whether a client may see them is a
+replica's affair: each is asked with the client's own key. Must not know how a single request is
+passed on (proxy.py).
 """
 
 from __future__ import annotations

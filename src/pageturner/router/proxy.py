@@ -1,16 +1,18 @@
-"""The HTTP surface of a router: a request goes to one of several replicas, its answer comes back as it is.
+"""The HTTP surface of a router: a request goes to one of several replicas, its answer comes back as
+it is.
 
-Owns what happens to a request in between: when another replica is tried, and what is said when nobody is
-left. Must not know how replicas are watched or chosen (fleet.py), nor understand requests and answers.
+Owns what happens to a request in between: when another replica is tried, and what is said when
+nobody is left. Must not know how replicas are watched or chosen (fleet.py), nor understand requests
+and answers.
 
-While its client was sent nothing, a request whose replica is gone, refuses it (429, 503) or breaks over it
-(500, 502) is tried on another one: requests change nothing at a replica, so that asking twice does no harm.
-A stream that breaks off later goes on at another replica, behind the last token that was passed on
-(stream_copy.py); any other answer belongs to its replica from its first byte on. Keys are the replicas'
-business: they are passed on, and never logged.
+While its client was sent nothing, a request whose replica is gone, refuses it (429, 503) or breaks
+over it (500, 502) is tried on another one: requests change nothing at a replica, so that asking
+twice does no harm. A stream that breaks off later goes on at another replica, behind the last token
+that was passed on (stream_copy.py); any other answer belongs to its replica from its first byte on.
+Keys are the replicas' business: they are passed on, and never logged.
 
-Neither side is trusted with the form of a message: path, query and headers that go to a replica are written
-anew, and headers that are meant for neighbours go no further, in either direction.
+Neither side is trusted with the form of a message: path, query and headers that go to a replica are
+written anew, and headers that are meant for neighbours go no further, in either direction.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ from pageturner.router.retry_budget import RetryBudget
 from pageturner.router.stream_copy import StreamCopy, copy_of
 
 ELSEWHERE = (429, 503)  # what a replica answers when it cannot take a request, and another one may
-# what it answers when something is wrong with it, or with the request. A 504 is the request's own deadline
+# what it answers when something is wrong with it, or with the request. A 504 is the request's own
+# deadline
 FAILURES = (500, 502, 503)
 POISON = b"poisoned_request"  # it brought down the engine of one replica, and is not handed to the next one
 MAX_REFUSAL, REFUSAL_SECONDS = (
@@ -64,7 +67,8 @@ ConstraintOf = Callable[[Fleet, bytes, str], RoutingConstraint]
 
 @dataclass(slots=True)
 class Router:
-    """Everything that a request needs. `draining`: no new requests; `active`: requests under way."""
+    """Everything that a request needs. `draining`: no new requests; `active`: requests under
+    way."""
 
     fleet: Fleet
     config: RouterConfig
@@ -99,8 +103,9 @@ class Router:
 
 @dataclass(slots=True)
 class ForwardedRequest:
-    """A request as it came. `body` is dropped when its answer begins: streams may last long. `since`: when
-    its client began to wait, here or at a router before this one; `time.monotonic`. place: who may get it."""
+    """A request as it came. `body` is dropped when its answer begins: streams may last long.
+    `since`: when its client began to wait, here or at a router before this one; `time.monotonic`.
+    place: who may get it."""
 
     method: str
     target: str
@@ -120,7 +125,8 @@ class ForwardedRequest:
     last: bytes = b""  # piece of its answer that was passed on
 
     def head(self, address: ServerAddress) -> Headers:
-        """Return what a replica is told now: its deadline goes on counting while other replicas are asked."""
+        """Return what a replica is told now: its deadline goes on counting while other replicas are
+        asked."""
         waited = 1000 * (time.monotonic() - self.since)
         id = self.info.id
         if self.place.tagged:
@@ -158,8 +164,8 @@ class _ErrorBody(msgspec.Struct):
 
 
 class Relay:
-    """An endpoint that a replica answers. `path` is the same there; `digest_prefix` tells where the prefix of
-    a request may be cached, `place` which replicas may answer it."""
+    """An endpoint that a replica answers. `path` is the same there; `digest_prefix` tells where the
+    prefix of a request may be cached, `place` which replicas may answer it."""
 
     def __init__(
         self, router: Router, path: str, digest_prefix: DigestPrefix, place: ConstraintOf = anywhere
@@ -325,8 +331,9 @@ class Relay:
     async def _pass_pieces(
         self, exchange: AnswerPieces, forwarded: ForwardedRequest, attempt: Attempt
     ) -> None:
-        """Piece by piece, each sent before the next one is read: a slow client slows its replica, which may
-        then cut it off without being to blame. Raises ConnectionLost, also for a stream that shall move."""
+        """Piece by piece, each sent before the next one is read: a slow client slows its replica,
+        which may then cut it off without being to blame. Raises ConnectionLost, also for a stream
+        that shall move."""
         copy, held_up = forwarded.copy, 0.0
         while True:
             try:

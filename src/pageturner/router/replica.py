@@ -25,8 +25,8 @@ _NAMED = re.compile(r"([^=:/?#][^=:?#]*)=(.+)")
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """The entry of a source for one replica. models: that it answers for, and no others; (): whatever it is
-    asked for."""
+    """The entry of a source for one replica. models: that it answers for, and no others; ():
+    whatever it is asked for."""
 
     address: ServerAddress
     models: tuple[str, ...] = ()
@@ -46,7 +46,8 @@ def split_names(text: str) -> tuple[tuple[str, ...], str]:
 
 
 def parse_member(text: str, roots: str = "") -> Member:
-    """The replica in [NAME,...=]http://HOST:PORT. EngineFault('bad_setting') says what is wrong with it."""
+    """The replica in [NAME,...=]http://HOST:PORT. EngineFault('bad_setting') says what is wrong
+    with it."""
     names, url = split_names(text)
     return Member(parse_address(url, "a replica", roots), names)
 
@@ -68,9 +69,10 @@ class Replica(ReplicaLoad):
 
     waiting  exchanges that it has not begun to answer
     check_now  set: there is doubt about it, ask it now
-    avoid, where  under Ray Serve, which chooses itself: replicas that should not get the request again, and
-                  which one it was given to, "" before that is known
-    came     when it came or came back, where that was while others worked; None: it was there from the start
+    avoid, where  under Ray Serve, which chooses itself: replicas that should not get the request
+                  again, and which one it was given to, "" before that is known
+    came     when it came or came back, where that was while others worked; None: it was there from
+             the start
     """
 
     address: ServerAddress

@@ -1,9 +1,9 @@
-"""The hints that a router reads of a request to place it: which model it names, how it begins, how much work
-it may be.
+"""The hints that a router reads of a request to place it: which model it names, how it begins, how
+much work it may be.
 
-Owns these hints, and which bytes of a request stand in front of a cached prefix. A router has no tokenizer:
-it sees a prompt as keyed digests of chunks of its bytes, and keeps no text. A body that is no request gives
-no hints; a replica will say what is wrong with it.
+Owns these hints, and which bytes of a request stand in front of a cached prefix. A router has no
+tokenizer: it sees a prompt as keyed digests of chunks of its bytes, and keeps no text. A body that
+is no request gives no hints; a replica will say what is wrong with it.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _name(raw: msgspec.Raw) -> str:
     return name if len(name) <= MAX_NAME else ""
 
 
-# -- prefixes ------------------------------------------------------------------------------------------------
+# -- prefixes --------------------------------------------------------------------------------------
 CHUNK = 256  # bytes; about four blocks of 16 tokens
 CHUNK_TOKENS = CHUNK // BYTES_PER_TOKEN
 MAX_CHUNKS = 1024  # of a prompt: a longer one is told apart by its first 256 KiB
@@ -114,8 +114,8 @@ def prefix_digests(body: bytes, authorization: bytes) -> tuple[bytes, ...]:
     """A digest for each whole chunk of what stands in a prompt: `system`, then what is asked.
     Bodies that begin alike, of one client, have digests that begin alike.
 
-    authorization  the header of that name, or the key that came in its place: replicas keep the caches of
-                   tenants apart, and so does the router
+    authorization  the header of that name, or the key that came in its place: replicas keep the
+                   caches of tenants apart, and so does the router
     """
     try:
         fields = _prompt_decoder.decode(body)

@@ -1,7 +1,8 @@
-"""The number of requests that a router may try again: where much fails, retries must not multiply the load.
+"""The number of requests that a router may try again: where much fails, retries must not multiply
+the load.
 
-Owns the counts of the last seconds: pure data, and a clock that it is given. Must not know requests, nor what
-went wrong with them.
+Owns the counts of the last seconds: pure data, and a clock that it is given. Must not know
+requests, nor what went wrong with them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ LEAST = 10  # retries a second that may always be, so that few requests are trie
 
 
 class RetryBudget:
-    """Retries in a window are at most LEAST for each of its seconds, and so large a share of its requests.
+    """Retries in a window are at most LEAST for each of its seconds, and so large a share of its
+    requests.
 
     share    retries for each request
     withheld  how often there was none left

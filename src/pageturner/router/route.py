@@ -1,6 +1,8 @@
-"""`pageturner route`: from addresses and flags to a listening router, and from a signal to a clean end.
+"""`pageturner route`: from addresses and flags to a listening router, and from a signal to a clean
+end.
 
-Owns the router's process: port, event loop, signals, exit code. What it does with requests is in proxy.py.
+Owns the router's process: port, event loop, signals, exit code. What it does with requests is in
+proxy.py.
 """
 
 from __future__ import annotations

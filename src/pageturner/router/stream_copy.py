@@ -1,8 +1,10 @@
-"""The copy that a router keeps of a stream that it passes on: enough to have another replica go on with it.
+"""The copy that a router keeps of a stream that it passes on: enough to have another replica go on
+with it.
 
-Owns the marks that it takes out of the bytes, and the request by which a stream is moved (stream_marks.py has
-the form of both). Must not know replicas or connections. Bytes behind the last mark are held until the next
-one, so that a client never has half of what a token adds; marks come in the same write as their events.
+Owns the marks that it takes out of the bytes, and the request by which a stream is moved
+(stream_marks.py has the form of both). Must not know replicas or connections. Bytes behind the last
+mark are held until the next one, so that a client never has half of what a token adds; marks come
+in the same write as their events.
 """
 
 from __future__ import annotations

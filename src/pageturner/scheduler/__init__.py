@@ -1,1 +1,2 @@
-"""The core: scheduling and paged KV memory, standard library only. Read first: scheduler, blocks, store."""
+"""The core: scheduling and paged KV memory, standard library only. Read first: scheduler, blocks,
+store."""

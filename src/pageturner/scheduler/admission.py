@@ -1,7 +1,7 @@
 """Admission: what is refused at the door, and the form of a promise of KV to an admitted sequence.
 
-Owns the refusals. Must not know the pool or the queue: it is given numbers. The rules of promising are in
-policies/reserves.py.
+Owns the refusals. Must not know the pool or the queue: it is given numbers. The rules of promising
+are in policies/reserves.py.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from collections.abc import Callable
 from pageturner.request import Refused
 from pageturner.scheduler.types import Sequence
 
-# (sequence, most positions it can ever need, block size) -> (positions it must find room for to be admitted,
-# tokens up to which that many blocks stay its promise: behind them the rule is asked again)
+# (sequence, most positions it can ever need, block size) -> (positions it must find room for to be
+# admitted, tokens up to which that many blocks stay its promise: behind them the rule is asked
+# again)
 Reserve = Callable[[Sequence, int, int], tuple[int, int]]
 
 
@@ -23,8 +24,8 @@ def refuse_queue_full(waiting: int, max_queue: int) -> None:
 
 
 def refuse_impossible(seq: Sequence, limit: int, max_model_len: int, capacity: int) -> None:
-    """Refused for what can never run: limit is the most tokens the sequence may hold, capacity the positions
-    of the whole pool. The last token of a sequence never needs KV."""
+    """Refused for what can never run: limit is the most tokens the sequence may hold, capacity the
+    positions of the whole pool. The last token of a sequence never needs KV."""
     if (length := seq.prompt_len) == 0:
         raise Refused("empty_prompt", "the prompt has no tokens: send at least one")
     if length >= max_model_len:

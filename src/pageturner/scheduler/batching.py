@@ -1,8 +1,10 @@
-"""Batching policies: which sequence gets how many tokens in a step, and why no further one was admitted.
+"""Batching policies: which sequence gets how many tokens in a step, and why no further one was
+admitted.
 
-A policy is a generator. It asks for (sequence, n) and is told how many tokens were granted: fewer if the
-budget or the memory ends, 0 if it did not fit. It must not touch a sequence, a block or a queue; what it
-wants beyond asking it says through its View. The default policy is here, the others in policies/batching.py.
+A policy is a generator. It asks for (sequence, n) and is told how many tokens were granted: fewer
+if the budget or the memory ends, 0 if it did not fit. It must not touch a sequence, a block or a
+queue; what it wants beyond asking it says through its View. The default policy is here, the others
+in policies/batching.py.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ class View:
     granted     tokens granted so far
     reserved    of token_budget_left, what running sequences need that ask later
     wake        set by a policy that lets this step pass: when to ask it again
-    refused     the last waiting sequence that got nothing, what it lacks, and the request that has it (0: not
-                one request)
+    refused     the last waiting sequence that got nothing, what it lacks, and the request that has
+                it (0: not one request)
     """
 
     now: float
@@ -66,7 +68,8 @@ class View:
     refused: tuple[Sequence, WaitCause, int] | None = None
 
     def lift(self, n: int) -> None:
-        """Allow this step at least `n` more tokens, over the budget if need be: for what cannot be split."""
+        """Allow this step at least `n` more tokens, over the budget if need be: for what cannot be
+        split."""
         self.token_budget_left = max(self.token_budget_left, n)
 
     def limit(self, n: int) -> None:
@@ -86,12 +89,16 @@ Asks = Generator[tuple[Sequence, int], int, None]
 class Policy:
     """A batching policy, and what others must know of it.
 
-    mixes          prompts and decoding sequences share a step; else a step with a prompt decodes no sequence
-    forecastable   a waiting sequence joins as soon as there is room: the time until then can be foretold
-    steady         with no sequence to admit it gives every running one its token, and remembers nothing
+    mixes          prompts and decoding sequences share a step; else a step with a prompt decodes no
+                   sequence
+    forecastable   a waiting sequence joins as soon as there is room: the time until then can be
+                   foretold
+    steady         with no sequence to admit it gives every running one its token, and remembers
+                   nothing
     bounded        no step is over the token budget: prompts come in pieces
     interruptible  another policy may take its place while sequences run
-    awaits_prefixes  a sequence waits for KV that another one is just computing and that it could share
+    awaits_prefixes  a sequence waits for KV that another one is just computing and that it could
+                     share
     reserve        its own promise of KV in the place of the engine's admission rule
     budget         the most tokens that it lets a step have at present
     """
@@ -108,7 +115,8 @@ class Policy:
 
 
 def chunked(v: View, max_prefill_tokens: int = maxsize) -> Asks:
-    """Give every decoding sequence its token, then chunks of prefill, `max_prefill_tokens` at most beside."""
+    """Give every decoding sequence its token, then chunks of prefill, `max_prefill_tokens` at most
+    beside."""
     for s in v.decoding:
         yield s, s.pending
     v.limit(max_prefill_tokens if v.granted else v.token_budget_left)
@@ -120,8 +128,8 @@ def chunked(v: View, max_prefill_tokens: int = maxsize) -> Asks:
 
 
 def wait_reason_of(view: View, plan: Plan) -> WaitReason:
-    """Return what the waiting requests wait for behind a finished plan. A policy asks in queue order and
-    stops at the first that it cannot let in, so the reason of this head holds for all."""
+    """Return what the waiting requests wait for behind a finished plan. A policy asks in queue
+    order and stops at the first that it cannot let in, so the reason of this head holds for all."""
     if plan.preempted:
         return WaitReason(WaitCause.PREEMPTION.value, 0, next(iter(plan.preempted.values())))
     head = next((seq for seq in view.waiting if seq.state is State.WAITING), None)

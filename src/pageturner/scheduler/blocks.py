@@ -1,19 +1,23 @@
 """BlockPool: which KV block belongs to whom, and which blocks can be found again by content.
 
-Owns the block tables of sequences and the prefix index over one or two stores (store.py). Knows block ids
-only: neither the storage behind them, nor what becomes of a request, nor time.
+Owns the block tables of sequences and the prefix index over one or two stores (store.py). Knows
+block ids only: neither the storage behind them, nor what becomes of a request, nor time.
 
-    full     blocks of the layers that attend to every position: they stay until their sequence is released
-    sliding  blocks of the layers with a sliding window, if there are any: these see the last `window`
-             positions only. `trim` gives blocks back as soon as the next query sees none of their positions
+    full     blocks of the layers that attend to every position: they stay until their sequence is
+             released
+    sliding  blocks of the layers with a sliding window, if there are any: these see the last
+             `window` positions only. `trim` gives blocks back as soon as the next query sees none
+             of their positions
 
-A full, computed block is findable by its key (block_keys.py): the index is a radix tree at block grain,
-flattened into a dict. Blocks pinned without a salt are public: a salted sequence may begin with them; behind
-them its keys are salted again. A sliding block has the key of the full block beside it.
+A full, computed block is findable by its key (block_keys.py): the index is a radix tree at block
+grain, flattened into a dict. Blocks pinned without a salt are public: a salted sequence may begin
+with them; behind them its keys are salted again. A sliding block has the key of the full block
+beside it.
 
 The positions of a sequence, and who may write into their blocks:
     [0, cached * size)                shared with the index: findable, never written again
-    [cached * size, computed)         its own, or shared with its forks: copied before the first write
+    [cached * size, computed)         its own, or shared with its forks: copied before the first
+                                      write
     [computed, len(blocks) * size)    granted in the plans under way, still to be written
 """
 
@@ -28,13 +32,15 @@ from pageturner.scheduler.types import Sequence
 
 
 class BlockPool:
-    """`num_blocks` blocks of `block_size` (1 to 256) tokens each. ValueError for sizes out of range.
+    """`num_blocks` blocks of `block_size` (1 to 256) tokens each. ValueError for sizes out of
+    range.
 
-    window   positions, its own included, that a query sees in sliding blocks; 0: there are none of these
+    window   positions, its own included, that a query sees in sliding blocks; 0: there are none of
+             these
     sliding  how many sliding blocks there are, enough for one token and what it sees
     model    names the weights that KV is computed with, for the keys of blocks
-    public   full blocks that are pinned without a salt; pinned: how many blocks no request can get because
-             ended requests keep them, or will. Both are set by PinnedPrefixes
+    public   full blocks that are pinned without a salt; pinned: how many blocks no request can get
+             because ended requests keep them, or will. Both are set by PinnedPrefixes
     """
 
     def __init__(
@@ -71,14 +77,14 @@ class BlockPool:
         return blocks * self.block_size - computed
 
     def side_by_side(self, tokens: int) -> int:
-        """Return how many sequences of so many tokens fit side by side, in steps of any size, beside what is
-        pinned; one always does."""
+        """Return how many sequences of so many tokens fit side by side, in steps of any size,
+        beside what is pinned; one always does."""
         blocks = min(store.num_blocks for store in self._stores) - self.pinned
         return max(1, blocks // self.blocks_for(tokens))
 
     def share(self, ways: int) -> int:
-        """Positions that each of so many sequences can hold side by side, however the others are computed,
-        beside what is pinned."""
+        """Positions that each of so many sequences can hold side by side, however the others are
+        computed, beside what is pinned."""
         blocks = (self.full.num_blocks - self.pinned) // ways
         if self.window and self.sliding.num_blocks // ways < self._window_blocks(1):
             blocks = min(blocks, self.sliding.num_blocks // ways)
@@ -87,10 +93,11 @@ class BlockPool:
     def blocks_needed(
         self, seq: Sequence, tokens: int, step: int, beside: int = 0
     ) -> tuple[int, int]:
-        """Full blocks that the sequence may still take until `tokens` are computed, copies of shared ones
-        included, and sliding blocks that it may hold at once, at most `step` tokens in one step: shared ones
-        are promised to each, because sequences that share them move on apart. One without blocks has those of its
-        cached prefix that are in use, and leaves so many others of its search `beside` it what they need."""
+        """Full blocks that the sequence may still take until `tokens` are computed, copies of
+        shared ones included, and sliding blocks that it may hold at once, at most `step` tokens in
+        one step: shared ones are promised to each, because sequences that share them move on apart.
+        One without blocks has those of its cached prefix that are in use, and leaves so many others
+        of its search `beside` it what they need."""
         matched = [] if seq.blocks else self.match(seq)
         if not seq.blocks and not self.window and self._takes_from_source(seq, len(matched)):
             assert seq.source is not None
@@ -112,7 +119,8 @@ class BlockPool:
         return max(0, position + 1 - self.window) // self.block_size if self.window else 0
 
     def _window_blocks(self, step: int) -> int:
-        """Most blocks that hold what a step of so many tokens sees: window - 1 + step positions in a row."""
+        """Most blocks that hold what a step of so many tokens sees: window - 1 + step positions in
+        a row."""
         return self.blocks_for(self.window + step - 2) + 1
 
     def _public_keys(self, seq: Sequence) -> Iterator[bytes]:
@@ -123,7 +131,8 @@ class BlockPool:
         )
 
     def _key(self, seq: Sequence, place: int, public: int) -> bytes:
-        """Return the key of its block at `place`, behind so many public ones. The sequence keeps the key."""
+        """Return the key of its block at `place`, behind so many public ones. The sequence keeps
+        the key."""
         keys, request, size = seq.block_keys, seq.request, self.block_size
         if seq.keys_public != public or not keys:
             keys[:] = islice(self._public_keys(seq), public)
@@ -135,11 +144,11 @@ class BlockPool:
             keys.append(block_key(before, seq.tokens[len(keys) * size : (len(keys) + 1) * size]))
         return keys[place]
 
-    # -- the life of a sequence ------------------------------------------------------------------------------
+    # -- the life of a sequence --------------------------------------------------------------------
     def match(self, seq: Sequence) -> list[int]:
-        """The cached blocks that begin the sequence. Its last token is never among them, because a step
-        must compute its logits; nor is anything from `logits_from` on. With a window, the longest beginning
-        behind which all that is still seen is cached."""
+        """The cached blocks that begin the sequence. Its last token is never among them, because a
+        step must compute its logits; nor is anything from `logits_from` on. With a window, the
+        longest beginning behind which all that is still seen is cached."""
         if not self.prefix_caching:
             return []
         size, limit = self.block_size, _attachable_at_most(seq)
@@ -170,12 +179,13 @@ class BlockPool:
         return blocks
 
     def attach(self, seq: Sequence) -> int:
-        """Give a sequence without blocks its longest cached prefix, or the prompt of its source where that
-        is longer, by reference. Returns tokens gained."""
+        """Give a sequence without blocks its longest cached prefix, or the prompt of its source
+        where that is longer, by reference. Returns tokens gained."""
         self._fetch(seq)
         source, seq.blocks = seq.source, self.match(seq)
         if source is not None and self._takes_from_source(seq, len(seq.blocks)):
-            # All but its last token: logits are wanted once more. Its block is copied when it is written.
+            # All but its last token: logits are wanted once more. Its block is copied when it is
+            # written.
             seq.computed = seq.prompt_len - 1
             seq.num_cached_blocks = min(source.num_cached_blocks, seq.computed // self.block_size)
             seq.public = min(source.public, seq.num_cached_blocks)
@@ -201,7 +211,8 @@ class BlockPool:
         return sum(block in self.public for block in blocks) if seq.request.salt else 0
 
     def _fetch(self, seq: Sequence) -> None:
-        """Ask slower memory for what comes behind its cached prefix, all of which is held meanwhile."""
+        """Ask slower memory for what comes behind its cached prefix, all of which is held
+        meanwhile."""
         fetch, blocks = self.full.on_miss, self.match(seq) if self.full.on_miss else []
         public = self._count_public(seq, blocks)
         self.full.share(blocks)
@@ -220,7 +231,8 @@ class BlockPool:
         return matched * self.block_size
 
     def _takes_from_source(self, seq: Sequence, matched: int) -> bool:
-        """Return whether its source has all of its prompt, and so more than so many cached blocks hold."""
+        """Return whether its source has all of its prompt, and so more than so many cached blocks
+        hold."""
         source, last = seq.source, seq.prompt_len - 1
         if source is None or seq.logits_from is not None or source.computed <= last:
             return False
@@ -255,7 +267,8 @@ class BlockPool:
         return True
 
     def cache_full_blocks(self, seq: Sequence) -> None:
-        """Make full, computed blocks findable. Where an equal one is findable already, switch to that one."""
+        """Make full, computed blocks findable. Where an equal one is findable already, switch to
+        that one."""
         if not self.prefix_caching:
             return
         for place in range(seq.num_cached_blocks, seq.computed // self.block_size):
@@ -266,8 +279,9 @@ class BlockPool:
             seq.num_cached_blocks = place + 1
 
     def trim(self, seq: Sequence) -> None:
-        """Give back the blocks behind the tokens that are computed or under way (rejected drafts), and the
-        sliding ones of which the next token sees nothing. Call it behind `cache_full_blocks`."""
+        """Give back the blocks behind the tokens that are computed or under way (rejected drafts),
+        and the sliding ones of which the next token sees nothing. Call it behind
+        `cache_full_blocks`."""
         keep = -(-(seq.computed + seq.inflight) // self.block_size)
         if len(seq.blocks) > keep:
             for store, table in self._tables(seq):
@@ -280,7 +294,8 @@ class BlockPool:
             seq.released = first
 
     def common_prefix(self, seq: Sequence, other: Sequence) -> int:
-        """Tokens in whole blocks with which both begin, as far as `seq` could take them from the cache."""
+        """Tokens in whole blocks with which both begin, as far as `seq` could take them from the
+        cache."""
         mine, theirs = seq.request, other.request
         apart = (mine.adapter, mine.salt) != (theirs.adapter, theirs.salt)
         if not self.prefix_caching or self.window or apart:
@@ -295,7 +310,8 @@ class BlockPool:
         return same
 
     def fork(self, src: Sequence, dst: Sequence) -> None:
-        """Let `dst`, whose first src.computed tokens are the same, share all computed blocks of `src`."""
+        """Let `dst`, whose first src.computed tokens are the same, share all computed blocks of
+        `src`."""
         self.trim(src)
         dst.blocks, dst.sliding, dst.released = list(src.blocks), list(src.sliding), src.released
         dst.computed, dst.num_cached_blocks, dst.public = (
@@ -314,7 +330,8 @@ class BlockPool:
         seq.computed = seq.inflight = seq.num_cached_blocks = seq.public = seq.released = 0
 
     def release_held(self, under_way: bool = False) -> None:
-        """A plan is done: what was held for it may be given out again. under_way: another one has begun."""
+        """A plan is done: what was held for it may be given out again. under_way: another one has
+        begun."""
         for store in self._stores:
             store.release_held(under_way)
 

@@ -1,7 +1,7 @@
 """Groups: the sequences of one request, and the table of all requests that are here.
 
-Owns what the scheduler asks of a group, and whose sequences are whose. Must not know blocks, budgets or
-queues. The groups that exist are in policies/ (single_sequence.py, beam_search.py).
+Owns what the scheduler asks of a group, and whose sequences are whose. Must not know blocks,
+budgets or queues. The groups that exist are in policies/ (single_sequence.py, beam_search.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pageturner.scheduler.types import Item, Output, Sequence
 
 
 class Branch(NamedTuple):
-    """`child` continues `parent` with one more token. A parent's first child is itself, others are forks."""
+    """`child` continues `parent` with one more token. A parent's first child is itself, others are
+    forks."""
 
     parent: Sequence
     child: Sequence
@@ -26,7 +27,8 @@ class Change(NamedTuple):
 
     tokens    what the item's sequence gains at once, accepted drafts among them
     events    sent to the requests that wait for the group
-    branches  which sequence continues which (beam search); one that is not continued gives its blocks back
+    branches  which sequence continues which (beam search); one that is not continued gives its
+              blocks back
     finish    why the group has ended, as in Event; None: it goes on
     """
 
@@ -46,14 +48,15 @@ class Group(Protocol):
         """The requests that wait for its events."""
 
     def join(self, request: Request) -> bool:
-        """Return whether a request is one more choice of this group; then it is among `ids` from here on."""
+        """Return whether a request is one more choice of this group; then it is among `ids` from
+        here on."""
 
     def leave(self, id: int) -> None:
         """Nobody waits for this request any more."""
 
     def take(self, item: Item, output: Output) -> Change:
-        """Take in what one item gave. It leaves the sequences as they are: the scheduler changes them.
-        ValueError for an output that cannot be one of this item."""
+        """Take in what one item gave. It leaves the sequences as they are: the scheduler changes
+        them. ValueError for an output that cannot be one of this item."""
 
     def fail(self, failure: Failure) -> list[Event]:
         """The events of its end without an answer."""

@@ -1,5 +1,5 @@
-"""Listener: what the scheduler reports to those that watch it. Orders, predictors, pinned prefixes and counters are
-listeners; the scheduler knows none of them by name, and this file must not either.
+"""Listener: what the scheduler reports to those that watch it. Orders, predictors, pinned prefixes
+and counters are listeners; the scheduler knows none of them by name, and this file must not either.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ class Listener:
 
     arriving   the first sequence of a request, before it is queued; may raise Refused
     queued     a sequence begins to wait, for the first time or after a preemption
-    attached   (sequence, tokens): it got KV that is there already; tokens that were never computed for it
+    attached   (sequence, tokens): it got KV that is there already; tokens that were never computed
+               for it
     preempted  a sequence, and all of its group, gave its blocks back
     served     (sequence, n, now): n tokens were computed for it, and are not part of it yet
-    ended      (sequence, finish), while it still has its blocks; finish: as in Event, None: it was aborted.
-               True: the listener keeps its blocks, and releases them some day
+    ended      (sequence, finish), while it still has its blocks; finish: as in Event, None: it was
+               aborted. True: the listener keeps its blocks, and releases them some day
     committed  a step is part of its sequences
     stats      gauges and counters by name
     """

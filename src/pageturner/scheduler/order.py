@@ -1,7 +1,8 @@
 """Queue orders: which waiting sequence is asked for first. Orthogonal to the batching policy.
 
-An order is a key, and a listener for those orders that remember something (policies/orders.py). It must not
-touch sequences, blocks or queues, and it never decides which sequence is preempted: that is rank, which does not move.
+An order is a key, and a listener for those orders that remember something (policies/orders.py). It
+must not touch sequences, blocks or queues, and it never decides which sequence is preempted: that
+is rank, which does not move.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ class Order:
     """The smallest key goes first.
 
     key         where a waiting sequence stands at a time
-    begin_step  called before the keys of a step are asked for, with the running sequences and the time
+    begin_step  called before the keys of a step are asked for, with the running sequences and the
+                time
     listener    what it wants to hear
     """
 
@@ -36,5 +38,6 @@ class Order:
         return self.peek(waiting, now)
 
     def peek(self, waiting: Iterable[Sequence], now: float) -> list[Sequence]:
-        """The same between two steps, without leaving a trace: by numbers that may be a step old."""
+        """The same between two steps, without leaving a trace: by numbers that may be a step
+        old."""
         return sorted(waiting, key=lambda seq: self.key(seq, now))

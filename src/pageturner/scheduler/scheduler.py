@@ -1,11 +1,13 @@
-"""The scheduler: decides each step what is computed, and makes what was computed part of the sequences.
+"""The scheduler: decides each step what is computed, and makes what was computed part of the
+sequences.
 
-Owns the queue, the running sequences, the budget, preemption and the finish of a sequence. Must not know what
-a token means, how it is computed, what time it is or who asked for it: the policy says which sequences get
-tokens, the order which is first, the pool which has which block, a group what becomes of its sequences.
+Owns the queue, the running sequences, the budget, preemption and the finish of a sequence. Must not
+know what a token means, how it is computed, what time it is or who asked for it: the policy says
+which sequences get tokens, the order which is first, the pool which has which block, a group what
+becomes of its sequences.
 
-A step moves `computed` towards `len(tokens)`. There are no phases: prefill, chunk, decode, recompute and
-resume differ only in the size of that gap.
+A step moves `computed` towards `len(tokens)`. There are no phases: prefill, chunk, decode,
+recompute and resume differ only in the size of that gap.
 """
 
 from __future__ import annotations
@@ -46,9 +48,10 @@ from pageturner.scheduler.types import (
 
 
 class Scheduler:
-    """add and abort at any moment; plan, run, commit in turn, or plan one step ahead of the commit. A
-    token_budget of 0 means no limit. One below max_num_seqs also limits how many run: each decoding sequence
-    needs a token in each step. max_queue: most sequences waiting; resumed ones are exempt.
+    """add and abort at any moment; plan, run, commit in turn, or plan one step ahead of the commit.
+    A token_budget of 0 means no limit. One below max_num_seqs also limits how many run: each
+    decoding sequence needs a token in each step. max_queue: most sequences waiting; resumed ones
+    are exempt.
 
     Others read, and change nothing of: pool, policy, listeners, running (by rank), waiting (in no
     order), budget (tokens in a step), slots (sequences that run at once).
@@ -92,7 +95,8 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. Refused with queue_full, empty_prompt, prompt_too_long, kv_too_small,
-        nothing_to_generate, n_unsupported or by a listener; ValueError for an id that is here already."""
+        nothing_to_generate, n_unsupported or by a listener; ValueError for an id that is here
+        already."""
         if request.id in self._requests:
             raise ValueError(f"request {request.id} is here already")
         if self._requests.join(request):
@@ -113,8 +117,8 @@ class Scheduler:
             tell(first)
 
     def _refuse_impossible(self, group: Group) -> None:
-        """Set the most tokens that each of its sequences may have: without max_tokens what the context
-        allows, and its share of the pool as it is. Refused where they can never run."""
+        """Set the most tokens that each of its sequences may have: without max_tokens what the
+        context allows, and its share of the pool as it is. Refused where they can never run."""
         first = group.sequences[0]
         max_tokens, share = first.request.params.max_tokens, self.pool.share(len(group.sequences))
         most = max(share, first.prompt_len) + 1
@@ -125,8 +129,8 @@ class Scheduler:
         refuse_impossible(first, first.limit, self._max_model_len, share)
 
     def abort(self, id: int) -> bool:
-        """Forget the request: no event, its blocks go back now, or with the commit of the plan under way,
-        which may be run again until then. False if there is no such request."""
+        """Forget the request: no event, its blocks go back now, or with the commit of the plan
+        under way, which may be run again until then. False if there is no such request."""
         if id not in self._requests:
             return False
         for seq in self._requests.leave(id):
@@ -142,7 +146,8 @@ class Scheduler:
         return True
 
     def end(self, id: int, failure: Failure) -> list[Event]:
-        """End a request that is here, with all choices of its group. One plan may be under way, not two."""
+        """End a request that is here, with all choices of its group. One plan may be under way, not
+        two."""
         assert len(self._plans) < 2, "a request was ended under two plans"
         group = self._requests.group_of(id)
         for seq in group.sequences:
@@ -152,7 +157,7 @@ class Scheduler:
         self.running = [seq for seq in self.running if seq.state is State.RUNNING]
         return events
 
-    # -- what others may read --------------------------------------------------------------------------------
+    # -- what others may read ----------------------------------------------------------------------
     def __contains__(self, id: int) -> bool:
         return id in self._requests
 
@@ -186,7 +191,7 @@ class Scheduler:
             figures |= tell()
         return figures
 
-    # -- plan ------------------------------------------------------------------------------------------------
+    # -- plan --------------------------------------------------------------------------------------
     def plan(self, now: float) -> Plan:
         """The next step. One with items must be committed before the next is asked for."""
         if self._plans:
@@ -195,9 +200,10 @@ class Scheduler:
         return self._make_plan(Plan(at=now))
 
     def plan_ahead(self, now: float) -> Plan:
-        """The step behind the one under way, in which no sequence may have a draft, search or score a prompt: each
-        item gives one token at the most. It preempts no sequence. The commit ignores the items of sequences
-        that have ended by then. Without items where it cannot be made: commit, and ask for a plan."""
+        """The step behind the one under way, in which no sequence may have a draft, search or score
+        a prompt: each item gives one token at the most. It preempts no sequence. The commit ignores
+        the items of sequences that have ended by then. Without items where it cannot be made:
+        commit, and ask for a plan."""
         if len(self._plans) != 1:
             raise RuntimeError("one plan ahead of one that is under way")
         if self._lookahead_out_of_blocks or not self.policy.steady:
@@ -268,7 +274,8 @@ class Scheduler:
         return n
 
     def _make_room(self, plan: Plan, seq: Sequence, n: int) -> int:
-        """Blocks for as many of n tokens as there is room for; if not for one, others give theirs back."""
+        """Blocks for as many of n tokens as there is room for; if not for one, others give theirs
+        back."""
         while not self.pool.extend(seq, n):
             if room := self.pool.room(seq):
                 n = min(n, room)
@@ -284,8 +291,8 @@ class Scheduler:
         return n
 
     def _victim(self, asking: Sequence) -> Sequence | None:
-        """The largest rank above the asking one that has nothing in this plan, else the asking one itself;
-        never the smallest rank of all, so that one sequence always gets on."""
+        """The largest rank above the asking one that has nothing in this plan, else the asking one
+        itself; never the smallest rank of all, so that one sequence always gets on."""
         mates = self._requests.mates
         for seq in reversed(self.running):
             if seq.rank == asking.rank:
@@ -345,8 +352,8 @@ class Scheduler:
         return WaitCause.BLOCKS, largest.request.id if largest else 0
 
     def _fits(self, joining: list[Sequence], n: int) -> bool:
-        """Return whether all they are promised, n tokens in this step, fits beside what the others are
-        promised."""
+        """Return whether all they are promised, n tokens in this step, fits beside what the others
+        are promised."""
         pool, reserve, full, sliding = self.pool, self.reserve, 0, 0
         available, sharing = pool.full.available, pool.full.sharing
         for one in (*joining, *self.running, *self._leaving):
@@ -372,8 +379,8 @@ class Scheduler:
         return True
 
     def _attach(self, seq: Sequence) -> None:
-        """Give a sequence the cached KV that it begins with. The sequences of one search take it one by one,
-        when they get on, so that each finds what the ones before it have computed."""
+        """Give a sequence the cached KV that it begins with. The sequences of one search take it
+        one by one, when they get on, so that each finds what the ones before it have computed."""
         fresh = max(0, self.pool.attach(seq) - seq.max_computed_tokens)  # never computed before
         seq.max_computed_tokens += fresh
         seq.cached += fresh
@@ -386,9 +393,10 @@ class Scheduler:
         cached = self.pool.attachable(seq)
         return min(seq.pending - cached, self.pool.longest_step(cached))
 
-    # -- commit ----------------------------------------------------------------------------------------------
+    # -- commit ------------------------------------------------------------------------------------
     def commit(self, plan: Plan, result: Result, now: float) -> list[Event]:
-        """Make the step part of the sequences. One event for each sequence that gained tokens or ended."""
+        """Make the step part of the sequences. One event for each sequence that gained tokens or
+        ended."""
         if not self._plans or plan is not self._plans[0]:
             if plan.items:
                 raise ValueError("not the first plan under way")
@@ -433,7 +441,8 @@ class Scheduler:
         self.pool.cache_full_blocks(seq)
         if change.finish is not None:
             return self._end(group, change.finish)
-        # of a draft only what can be of use: its share of the budget, nothing past the sequence's end
+        # of a draft only what can be of use: its share of the budget, nothing past the sequence's
+        # end
         most = min(self._max_draft, seq.limit - len(seq.tokens) - 1)
         seq.draft = output.draft and output.draft[:most]
         self.pool.trim(seq)
@@ -460,10 +469,12 @@ class Scheduler:
         order: Order | None,
         max_beam_width: int,
     ) -> bool:
-        """Go on with these; None: as it is. False if that has to wait: ask again after the next commit.
+        """Go on with these; None: as it is. False if that has to wait: ask again after the next
+        commit.
 
-        Running sequences go on; those above a smaller number end before others join; a wider search runs alone.
-        max_beam_width: sequences of the widest search still taken, which never falls: one may come again."""
+        Running sequences go on; those above a smaller number end before others join; a wider search
+        runs alone. max_beam_width: sequences of the widest search still taken, which never falls:
+        one may come again."""
         if self._plans or (policy is not None and self.running and not self.policy.interruptible):
             return False
         self._limit_steps(max_num_seqs, token_budget)

@@ -1,7 +1,8 @@
 """Sharing: which sequences wait for KV that another one is just computing, to share it instead.
 
-Owns three rules: choices of one prompt take over the blocks of the first one, of two prompts that begin alike
-the second waits for the first, and branches of a search have the blocks of what they go on from.
+Owns three rules: choices of one prompt take over the blocks of the first one, of two prompts that
+begin alike the second waits for the first, and branches of a search have the blocks of what they go
+on from.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def source_comes_later(seq: Sequence) -> bool:
 
 
 def order_after_prefix_owner(queue: list[Sequence]) -> list[Sequence]:
-    """Return the queue with each sequence behind the one that it waits for: else both would wait for ever."""
+    """Return the queue with each sequence behind the one that it waits for: else both would wait
+    for ever."""
     if not any(map(source_comes_later, queue)):
         return queue
     place = {seq: i for i, seq in enumerate(queue)}
@@ -52,8 +54,9 @@ def order_after_prefix_owner(queue: list[Sequence]) -> list[Sequence]:
 
 
 def awaited_prefix(seq: Sequence, running: Iterable[Sequence], pool: BlockPool) -> Sequence | None:
-    """The running sequence that is about to have KV which a waiting one would share, if there is one. The one
-    that computes it runs, so this wait ends; one that lost its blocks or left is waited for no longer."""
+    """The running sequence that is about to have KV which a waiting one would share, if there is
+    one. The one that computes it runs, so this wait ends; one that lost its blocks or left is
+    waited for no longer."""
     source = seq.source
     if source is not None and seq.logits_from is None:
         on_its_way = source_comes_later(seq) or source.state is State.RUNNING

@@ -1,10 +1,12 @@
 """Store: equal blocks with reference counts, some of which can be found again by content.
 
-Owns counts, free lists, index and copies. Must not know what a key says or whose tables it is handed.
+Owns counts, free lists, index and copies. Must not know what a key says or whose tables it is
+handed.
 
 A block is, at every moment, exactly one of:
     used    reference count > 0: in the block tables of that many sequences
-    cached  count 0, full, computed and findable: a cache entry at its LRU place, taken when nothing is empty
+    cached  count 0, full, computed and findable: a cache entry at its LRU place, taken when nothing
+            is empty
     empty   count 0, not findable
     held    count 0, but a plan under way may still read or write it: until `release_held`
 """
@@ -20,15 +22,22 @@ GONE = -1  # in a block table: the place of a block that was given back
 class Store:
     """`num_blocks` blocks, all empty at first. A table is a list of block ids, one for each place.
 
-    held      the held blocks; under_way: whether a plan that has begun may still use what is dropped now
-    on_publish  called with the key and the block when one becomes findable: its bytes stay until on_evict
+    held      the held blocks; under_way: whether a plan that has begun may still use what is
+              dropped now
+    on_publish  called with the key and the block when one becomes findable: its bytes stay until
+                on_evict
     on_evict  called with the same when a cached block is about to be overwritten
-    on_miss   asked for a key that a sequence needs and no block has: it may make one findable and return it
-    cached    the cached blocks, least recently released first; oldest: says which is overwritten next. Both
-              can be replaced, by something that knows more of them than when they were released
-    evictions, copied  cached blocks that were overwritten, and blocks that were copied, since the beginning
-    sharing   version number: goes up when a block becomes or stops being shared; tells a stale Sequence.estimate
-    shared, extra_refs  blocks in more than one table, and what all references are more than one each
+    on_miss   asked for a key that a sequence needs and no block has: it may make one findable and
+              return it
+    cached    the cached blocks, least recently released first; oldest: says which is overwritten
+              next. Both can be replaced, by something that knows more of them than when they were
+              released
+    evictions, copied  cached blocks that were overwritten, and blocks that were copied, since the
+                       beginning
+    sharing   version number: goes up when a block becomes or stops being shared; tells a stale
+              Sequence.estimate
+    shared, extra_refs  blocks in more than one table, and what all references are more than one
+                        each
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -96,7 +105,8 @@ class Store:
                 self.refs[block] = refs + 1
 
     def truncate(self, table: list[int], keep: int) -> None:
-        """Give back all but the first `keep` places, tail first: children age before their parents."""
+        """Give back all but the first `keep` places, tail first: children age before their
+        parents."""
         while len(table) > keep:
             self.drop(table.pop())
 
@@ -106,7 +116,8 @@ class Store:
         return copies
 
     def release_held(self, under_way: bool) -> None:
-        """A plan is done: what was held for it may be given out again. under_way: another one has begun."""
+        """A plan is done: what was held for it may be given out again. under_way: another one has
+        begun."""
         self._sources.clear()
         self.copies, held, self.held, self.under_way = [], self.held, {}, False
         for block in held:

@@ -1,4 +1,5 @@
-"""Sequences, plans and what comes of them: the vocabulary inside of an engine. Requests: request.py.
+"""Sequences, plans and what comes of them: the vocabulary inside of an engine. Requests:
+request.py.
 
 Owns the one mutable thing, `Sequence`. Must not know how anything is scheduled or computed.
 """
@@ -13,7 +14,8 @@ from pageturner.request import Failure, Logprob, PromptLogprob, Request
 
 
 class State(Enum):
-    """The state of a sequence; there is no state for prefill or decode, only `computed` and `tokens`."""
+    """The state of a sequence; there is no state for prefill or decode, only `computed` and
+    `tokens`."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -24,7 +26,8 @@ class AdmissionEstimate(NamedTuple):
     """Full blocks that a running sequence may still take, kept from one step to the next.
 
     max_tokens  length of the sequence up to which it is valid
-    num_blocks  len(Sequence.blocks) when it was made, and sharing: Store.sharing then; others make it stale
+    num_blocks  len(Sequence.blocks) when it was made, and sharing: Store.sharing then; others make
+                it stale
     """
 
     max_tokens: int
@@ -35,28 +38,33 @@ class AdmissionEstimate(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One chain of tokens with its block table. Mutable, and only the Scheduler and its pool mutate it.
+    """One chain of tokens with its block table. Mutable, and only the Scheduler and its pool mutate
+    it.
 
     tokens    prompt, then everything generated so far
     computed  how many of them have their KV in `blocks`
     blocks    block ids; block i holds positions i*block_size .. (i+1)*block_size-1
-    sliding   with a sliding window, the block table of the layers that have one; its first `released` places
-              are store.GONE: their blocks were given back, because no later query sees them
+    sliding   with a sliding window, the block table of the layers that have one; its first
+              `released` places are store.GONE: their blocks were given back, because no later query
+              sees them
     draft     proposed tokens behind `tokens`, not yet verified
     num_cached_blocks  how many leading blocks the prefix cache can find by content
-    block_keys  keys of its first full blocks, made when asked for; the first `keys_public` have no salt
+    block_keys  keys of its first full blocks, made when asked for; the first `keys_public` have no
+                salt
     public    how many of its first blocks are unsalted pinned ones, which any sequence may share
-    cached    prompt tokens whose KV came from the prefix cache, not counting what it had computed and lost
-    max_computed_tokens  tokens that had KV before it was preempted or its engine died: computing them again
-              counts as recomputed
+    cached    prompt tokens whose KV came from the prefix cache, not counting what it had computed
+              and lost
+    max_computed_tokens  tokens that had KV before it was preempted or its engine died: computing
+                         them again counts as recomputed
     recomputed  how many of those were computed once more
-    scored    prompt positions whose logits became logprobs of the token behind them, from position 0 on
+    scored    prompt positions whose logits became logprobs of the token behind them, from position
+              0 on
     limit     the most tokens it may have, prompt and answer; fixed when it is taken
     inflight  tokens from `computed` on that the plans under way compute
     source    the sequence with the same prompt whose blocks it shares when it is admitted
     estimate  the last answer of pool.blocks_needed while it may still hold
-    rank      (priority class, first admission), fixed then; the largest running rank is the victim. All
-              sequences of a beam search share one rank, so they are preempted together
+    rank      (priority class, first admission), fixed then; the largest running rank is the victim.
+              All sequences of a beam search share one rank, so they are preempted together
     """
 
     request: Request
@@ -93,8 +101,9 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """The one gap: tokens whose KV is still to be computed, drafts included. Behind a plan under way that
-        reaches the last one, it is the token that this is about to give, but for the last of the answer."""
+        """The one gap: tokens whose KV is still to be computed, drafts included. Behind a plan
+        under way that reaches the last one, it is the token that this is about to give, but for the
+        last of the answer."""
         gap = len(self.tokens) + len(self.draft) - self.computed - self.inflight
         if gap > 0 or not self.inflight:
             return gap
@@ -102,8 +111,8 @@ class Sequence:
 
     @property
     def logits_from(self) -> int | None:
-        """The first prompt position whose logits are still wanted; None if there is none. The last position
-        of the prompt gives the first token of the answer, and is none of them."""
+        """The first prompt position whose logits are still wanted; None if there is none. The last
+        position of the prompt gives the first token of the answer, and is none of them."""
         start = self.request.logits_from
         if start is None:
             return None
@@ -111,7 +120,8 @@ class Sequence:
         return start if start < len(self.request.prompt) - 1 else None
 
     def recompute(self, end: int) -> int:
-        """It is about to be computed up to `end`: how much of that had been computed before, and was lost."""
+        """It is about to be computed up to `end`: how much of that had been computed before, and
+        was lost."""
         again = max(0, min(end, self.max_computed_tokens) - self.computed)
         self.recomputed += again
         return again
@@ -119,8 +129,9 @@ class Sequence:
 
 @dataclass(slots=True)  # not frozen: each sequence has one in each step, at a third of the cost
 class Item:
-    """Compute `n` tokens of `sequence` from position `start` on, which is `sequence.computed` when its turn
-    comes. In a plan made ahead the token at `start` may be the one that the plan before it gives."""
+    """Compute `n` tokens of `sequence` from position `start` on, which is `sequence.computed` when
+    its turn comes. In a plan made ahead the token at `start` may be the one that the plan before it
+    gives."""
 
     sequence: Sequence
     n: int
@@ -138,7 +149,8 @@ class Item:
 
     @property
     def scored(self) -> range:
-        """Prompt positions of this step whose logits are wanted for the logprob of the token behind each."""
+        """Prompt positions of this step whose logits are wanted for the logprob of the token behind
+        each."""
         sequence = self.sequence
         if sequence.request.logits_from is None or (start := sequence.logits_from) is None:
             return range(0)
@@ -181,11 +193,13 @@ class Plan:
 
 @dataclass(slots=True)
 class Output:
-    """The output of one item of a plan: [] in the middle of a prompt, one token, up to k+1 with drafts.
+    """The output of one item of a plan: [] in the middle of a prompt, one token, up to k+1 with
+    drafts.
 
     prompt_logprobs  one for each of the item's `scored` positions
-    candidates  instead of a token, for a sequence of a search: the likeliest ones and their logprobs. Then
-                `logprobs` has one value, whose likeliest tokens go with whichever goes on
+    candidates  instead of a token, for a sequence of a search: the likeliest ones and their
+                logprobs. Then `logprobs` has one value, whose likeliest tokens go with whichever
+                goes on
     """
 
     tokens: list[int] = field(default_factory=list)

@@ -1,1 +1,2 @@
-"""Serve: the API process. Never imports runtime, models or kernels; starts the engine by module name."""
+"""Serve: the API process. Never imports runtime, models or kernels; starts the engine by module
+name."""

@@ -1,8 +1,8 @@
-"""The pages by which clients of other servers ask a server about itself: its tokenizer, its settings, its
-slots.
+"""The pages by which clients of other servers ask a server about itself: its tokenizer, its
+settings, its slots.
 
-Owns the shapes of these pages, which are those of vLLM and llama.cpp as far as their clients look. Must not
-know how anything is generated, and tells nothing of what was said.
+Owns the shapes of these pages, which are those of vLLM and llama.cpp as far as their clients look.
+Must not know how anything is generated, and tells nothing of what was said.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ UNTOLD = frozenset(
         "prefill_key_file",
     }
 )
-# sampling parameters by llama.cpp's names, with what they are where neither request nor model says anything
+# sampling parameters by llama.cpp's names, with what they are where neither request nor model says
+# anything
 NEUTRAL = {
     "temperature": 1.0,
     "top_k": 0,
@@ -112,7 +113,8 @@ class AboutPages:
         )
 
     async def slots(self, _: HTTPRequest) -> Response:
-        """llama.cpp's page. A slot is a sequence that may run; which one has which changes with each step."""
+        """llama.cpp's page. A slot is a sequence that may run; which one has which changes with
+        each step."""
         service, context = self._service, self._context()
         running = sum(id in service.streams.unfinished for id in service.supervisor.placed()[1])
         return json_response(
@@ -128,8 +130,8 @@ class AboutPages:
         )
 
     async def reset_prefix_cache(self, request: HTTPRequest) -> Response:
-        """vLLM's, for measurements. Where there are several tenants it takes a key that may do such things,
-        because it costs all of them."""
+        """vLLM's, for measurements. Where there are several tenants it takes a key that may do such
+        things, because it costs all of them."""
         service, info = self._service, request.scope["pageturner"]
         if len({key.tenant for key in service.keys.keys.keys}) > 1 and not info.key.admin:
             message = "the prefixes are those of several tenants: send a key that is marked admin"

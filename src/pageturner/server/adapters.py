@@ -1,7 +1,7 @@
 """The LoRA adapters of a server: their names, and what every engine process has to be told of them.
 
-Owns which names there are and which content each stands for, and the pages that change them. Must not know
-what is in a folder: the engine reads it, and says whether it is an adapter of this model.
+Owns which names there are and which content each stands for, and the pages that change them. Must
+not know what is in a folder: the engine reads it, and says whether it is an adapter of this model.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ STATUS = {"adapter_missing": 404, "adapter_memory": 503}  # of what cannot be lo
 
 @dataclass(slots=True)
 class ServedAdapter:
-    """An adapter by name. digest: of its content, "" until it was read; loaded: done when it was; number:
-    which loading that is."""
+    """An adapter by name. digest: of its content, "" until it was read; loaded: done when it was;
+    number: which loading that is."""
 
     name: str
     path: str
@@ -58,8 +58,8 @@ class ServedAdapter:
 
 
 class ServedAdapters:
-    """The adapters of one server. taken: the names of the model itself; aside: streams that the engine does
-    not have now and will have again."""
+    """The adapters of one server. taken: the names of the model itself; aside: streams that the
+    engine does not have now and will have again."""
 
     def __init__(
         self,
@@ -94,8 +94,8 @@ class ServedAdapters:
         return self._entries.get(name) if name is not None else None
 
     async def digest(self, name: str | None) -> str:
-        """Return what a request that names this model carries: "" where that is no adapter. Waits for one
-        that is being read. ClientError where that fails."""
+        """Return what a request that names this model carries: "" where that is no adapter. Waits
+        for one that is being read. ClientError where that fails."""
         entry = self.find(name)
         if entry is None:
             return ""
@@ -108,7 +108,7 @@ class ServedAdapters:
         """Names of those that the engine holds in memory, as it last said."""
         return [entry.name for entry in self._entries.values() if entry.digest in self._in_memory]
 
-    # -- changes ---------------------------------------------------------------------------------------------
+    # -- changes -----------------------------------------------------------------------------------
     def begin(self, name: str, path: str) -> ServedAdapter:
         """Have an adapter read. ClientError for a name that cannot be."""
         check_name("lora_name", name)
@@ -132,8 +132,8 @@ class ServedAdapters:
         return entry
 
     async def load(self, name: str, path: str, in_place: bool = False) -> None:
-        """Have an adapter read and wait for it. in_place: in the stead of one of the same name, which stays
-        until the other one is there, and if that cannot be had."""
+        """Have an adapter read and wait for it. in_place: in the stead of one of the same name,
+        which stays until the other one is there, and if that cannot be had."""
         if not (in_place and name in self._entries):
             await self._until_loaded(self.begin(name, path))
             return
@@ -148,8 +148,8 @@ class ServedAdapters:
         await self._until_loaded(entry)
 
     def unload(self, name: str) -> None:
-        """Let nobody ask for an adapter any more; who is being answered with it goes on, also those of the
-        background that stand aside: the engine keeps it until the last of them has ended."""
+        """Let nobody ask for an adapter any more; who is being answered with it goes on, also those
+        of the background that stand aside: the engine keeps it until the last of them has ended."""
         entry = self._entries.pop(name, None)
         if entry is None:
             message = f"The lora adapter {name!r} cannot be found."
@@ -165,8 +165,8 @@ class ServedAdapters:
         self._forget_paths()
 
     def _keep_while_used(self, entry: ServedAdapter) -> None:
-        """Have the engine keep an adapter, under a name that nobody can ask for, as long as somebody is
-        answered with it."""
+        """Have the engine keep an adapter, under a name that nobody can ask for, as long as
+        somebody is answered with it."""
         if not entry.digest or entry.digest in self._leaving or not self._in_use(entry.digest):
             return
         self._leaving[entry.digest] = _unaskable(entry)
@@ -206,7 +206,7 @@ class ServedAdapters:
         if news.code:
             raise ClientError(STATUS.get(news.code, 400), news.code, news.message, "lora_path")
 
-    # -- the engine ------------------------------------------------------------------------------------------
+    # -- the engine --------------------------------------------------------------------------------
     def _received(self, news: object) -> None:
         """The engine has read one, or could not; or has other ones in memory."""
         if isinstance(news, AdaptersInMemory):
@@ -237,9 +237,9 @@ class ServedAdapters:
         self._paths[news.digest] = entry.path
 
     def _replace(self, entry: ServedAdapter, news: AdapterLoaded) -> None:
-        """The adapter that was to take the place of another one is there, or cannot be had: then the other
-        one stays. The engine learns of the change by the channel, so behind every request for the other
-        one."""
+        """The adapter that was to take the place of another one is there, or cannot be had: then
+        the other one stays. The engine learns of the change by the channel, so behind every request
+        for the other one."""
         if entry.number != news.number:
             return
         del self._aside[news.name]
@@ -257,8 +257,8 @@ class ServedAdapters:
         entry.loaded.set_result(news)
 
     def _tell_all(self) -> None:
-        """An engine process has loaded its model and knows no adapter yet: neither those that have names nor
-        those that open streams have."""
+        """An engine process has loaded its model and knows no adapter yet: neither those that have
+        names nor those that open streams have."""
         self._in_memory = frozenset()
         known = {entry.digest for entry in self._entries.values()}
         for digest, path in self._paths.items():
@@ -269,7 +269,7 @@ class ServedAdapters:
         for aside, entry in self._aside.items():
             self._supervisor.tell(LoadAdapter(aside, entry.path, number=entry.number))
 
-    # -- figures ---------------------------------------------------------------------------------------------
+    # -- figures -----------------------------------------------------------------------------------
     def count(self, name: str | None, streams: list[OutputStream]) -> None:
         """A request for this model has ended."""
         if (entry := self.find(name)) is not None:
@@ -307,7 +307,8 @@ def _settle(entry: ServedAdapter) -> None:
 def load_listed(
     adapters: ServedAdapters, wanted: list[tuple[str, str]], broken: asyncio.Future[EngineFault]
 ) -> None:
-    """Begin with those of --lora. One that is none ends the server, as a model that is none does."""
+    """Begin with those of --lora. One that is none ends the server, as a model that is none
+    does."""
 
     def look(loaded: asyncio.Future[AdapterLoaded]) -> None:
         news = loaded.result()
@@ -323,7 +324,8 @@ def load_listed(
 
 
 class LoadBody(msgspec.Struct, kw_only=True):
-    """Fields of /v1/load_lora_adapter, as in vLLM. load_inplace: in the stead of one of that name."""
+    """Fields of /v1/load_lora_adapter, as in vLLM. load_inplace: in the stead of one of that
+    name."""
 
     lora_name: str
     lora_path: str

@@ -1,6 +1,7 @@
 """The HTTP surface of a server: which path does what, and what an error looks like.
 
-Owns routes and error answers. Must not know how a request is answered (generate.py, pages.py and others).
+Owns routes and error answers. Must not know how a request is answered (generate.py, pages.py and
+others).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A server inside of another program's process: its engine, its routes, no port and no signals.
 
 Owns the order in which the parts of a server begin and end there. Must not know who asks (a port of
-`pageturner serve`, a replica of Ray Serve), nor change what belongs to the whole process: its signals, its
-garbage collector, its event loop.
+`pageturner serve`, a replica of Ray Serve), nor change what belongs to the whole process: its
+signals, its garbage collector, its event loop.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ LAST_BYTES = 1.0  # seconds for the last bytes of answers, at the end
 
 
 class EmbeddedServer:
-    """One server, started in the running event loop, whose thread must last as long as the server does.
+    """One server, started in the running event loop, whose thread must last as long as the server
+    does.
 
     app      takes its requests (ASGI). Whoever calls it has judged where they come from
     service  what they share
@@ -96,8 +97,8 @@ class EmbeddedServer:
 
     @property
     def targets_met(self) -> tuple[int, int]:
-        """The number of the last minute's requests with targets, those that met them all, and how many there
-        were."""
+        """The number of the last minute's requests with targets, those that met them all, and how
+        many there were."""
         return self.service.metrics.goodput.counted(time.monotonic())
 
     async def close(self, patience: float) -> None:

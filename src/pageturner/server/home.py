@@ -1,7 +1,7 @@
 """The page at `/`: a chat, and beside it what the engine does.
 
-Owns where its parts lie, how they become one document, and its headers. Must not know what the page shows: it
-asks the API, as any client.
+Owns where its parts lie, how they become one document, and its headers. Must not know what the page
+shows: it asks the API, as any client.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ SCRIPTS = ("markdown.js", "chat.js", "live.js")  # one behind the other, in one 
 
 @cache
 def document() -> bytes:
-    """The page with its style and its scripts inside, so that one hash of each is all that may run."""
+    """The page with its style and its scripts inside, so that one hash of each is all that may
+    run."""
     text = (PARTS / "index.html").read_text()
     style = (PARTS / "style.css").read_text()
     script = "\n".join((PARTS / name).read_text() for name in SCRIPTS)
@@ -28,5 +29,6 @@ def document() -> bytes:
 
 
 async def home(_: HTTPRequest) -> Response:
-    """The page. Its policy lets nothing run but its own script, and nothing be fetched but from here."""
+    """The page. Its policy lets nothing run but its own script, and nothing be fetched but from
+    here."""
     return html_response(document())

@@ -24,9 +24,9 @@ from pageturner.server.service import Service
 
 
 def predicted_load(engine: Mapping[str, float], active: int) -> dict[str, float]:
-    """Return what routers count a server by: tokens that it has yet to compute, and those of one answer,
-    predicted by its engine. {} where the engine has said nothing yet. active: answers under way, some of them
-    so new that the engine's last figures do not have them."""
+    """Return what routers count a server by: tokens that it has yet to compute, and those of one
+    answer, predicted by its engine. {} where the engine has said nothing yet. active: answers under
+    way, some of them so new that the engine's last figures do not have them."""
     if "backlog_tokens" not in engine:
         return {}
     answer, known = engine.get("backlog_answer", 0.0), engine["backlog_sequences"]

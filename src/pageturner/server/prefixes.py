@@ -1,7 +1,7 @@
 """Prefixes whose KV stays: preloaded, listed, deleted, rebuilt when an engine was restarted.
 
-Owns which prefixes there are, and their endpoints. Must not know how an engine keeps them: it is sent a
-request whose blocks stay when it has ended, and is told when they may go.
+Owns which prefixes there are, and their endpoints. Must not know how an engine keeps them: it is
+sent a request whose blocks stay when it has ended, and is told when they may go.
 """
 
 from __future__ import annotations
@@ -48,11 +48,10 @@ COMPUTE_ONLY = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, se
 
 @dataclass(slots=True)
 class Prefix:
-    """tenant: whose it is; "" for everybody's, and where tenants are not told apart.
-    adapter: digest of the adapter that it is for; "": the model itself.
-    status: "loading" until its KV is there, "ready", "deleted", "gave_way" when a request needed its memory,
-    or why the engine did not take it.
-    `request`: the id under which the present engine keeps it."""
+    """tenant: whose it is; "" for everybody's, and where tenants are not told apart. adapter:
+    digest of the adapter that it is for; "": the model itself. status: "loading" until its KV is
+    there, "ready", "deleted", "gave_way" when a request needed its memory, or why the engine did
+    not take it. `request`: the id under which the present engine keeps it."""
 
     id: str
     tokens: tuple[int, ...]
@@ -74,7 +73,8 @@ class Prefix:
 
 
 class _PrefixSink:
-    """Waits for the end of the request that computes a prefix. One deleted meanwhile is let go at once."""
+    """Waits for the end of the request that computes a prefix. One deleted meanwhile is let go at
+    once."""
 
     def __init__(self, prefix: Prefix, unpin: Callable[[int], None]) -> None:
         self.done: asyncio.Future[Failure | None] = asyncio.get_running_loop().create_future()
@@ -95,8 +95,9 @@ class _PrefixSink:
 
 
 class Prefixes:
-    """All prefixes of a server, by tenant and id. Every engine process is given all of them. The tenants
-    that keys tell apart, as many as `tenants` says now, have equal parts of what prefixes may have."""
+    """All prefixes of a server, by tenant and id. Every engine process is given all of them. The
+    tenants that keys tell apart, as many as `tenants` says now, have equal parts of what prefixes
+    may have."""
 
     def __init__(
         self,
@@ -119,8 +120,8 @@ class Prefixes:
         return iter(self._prefixes.values())
 
     def pinned(self, block_size: int, tenant: str | None = None) -> int:
-        """Tokens of KV memory that all prefixes keep, or those of one tenant, in whole blocks. Blocks that
-        several share count for each of them."""
+        """Tokens of KV memory that all prefixes keep, or those of one tenant, in whole blocks.
+        Blocks that several share count for each of them."""
         if (block_size, tenant) not in self._pinned:
             mine = (p for p in self if p.status not in GONE and tenant in (None, p.tenant))
             blocks = sum(-(-len(prefix.tokens) // block_size) for prefix in mine)
@@ -128,8 +129,8 @@ class Prefixes:
         return self._pinned[block_size, tenant]
 
     def check_share(self, tokens: int, tenant: str, served: ServedModel, share: float) -> None:
-        """ClientError where one more prefix of so many tokens is more than all of them may keep, which is so
-        large a share of the KV memory, or than the tenant's part of it."""
+        """ClientError where one more prefix of so many tokens is more than all of them may keep,
+        which is so large a share of the KV memory, or than the tenant's part of it."""
         size = served.block_size
         need, all_ = -(-tokens // size) * size, int(share * served.capacity)
         own = all_ // self._tenants() if tenant else all_
@@ -149,8 +150,8 @@ class Prefixes:
         self._supervisor.tell(Unpin(id))
 
     def make_room(self, positions: int, served: ServedModel) -> None:
-        """Let prefixes go, the oldest of whoever keeps most first, until a request that needs so much KV
-        memory can run: nothing that is kept makes a request of others impossible."""
+        """Let prefixes go, the oldest of whoever keeps most first, until a request that needs so
+        much KV memory can run: nothing that is kept makes a request of others impossible."""
         size = served.block_size
         while positions + (kept := self.pinned(size)) > served.capacity and kept:
             present = [prefix for prefix in self if prefix.status not in GONE]
@@ -225,8 +226,8 @@ class Prefixes:
         return end
 
     def _recompute_all(self) -> None:
-        """A new engine has nothing of what the last one kept. What was under way is sent to it anyway, and
-        what brought one down is not, or every engine would end with it."""
+        """A new engine has nothing of what the last one kept. What was under way is sent to it
+        anyway, and what brought one down is not, or every engine would end with it."""
         for prefix in self._prefixes.values():
             if prefix.status not in ("loading", "gave_way", POISON.code):
                 try:
@@ -237,8 +238,8 @@ class Prefixes:
 
 
 class PrefixPages:
-    """POST and GET /v1/prefixes, DELETE /v1/prefixes/{id}. `served`: what the server serves, once it does;
-    `digest`: of an adapter by its name."""
+    """POST and GET /v1/prefixes, DELETE /v1/prefixes/{id}. `served`: what the server serves, once
+    it does; `digest`: of an adapter by its name."""
 
     def __init__(
         self,
@@ -291,8 +292,8 @@ def _tenant(request: HTTPRequest) -> str:
 
 
 def read_preload_file(path: Path) -> list[PrefixBody]:
-    """The prefixes of a file: JSON lines of the fields of POST /v1/prefixes, or else one text. EngineFault
-    says what is wrong with it."""
+    """The prefixes of a file: JSON lines of the fields of POST /v1/prefixes, or else one text.
+    EngineFault says what is wrong with it."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -1,7 +1,7 @@
 """The receipts of a server's answers: who asks for one gets it at the end of the answer.
 
-Owns when the model is hashed, with which key receipts are signed, and how a call and its streams become a
-receipt. Must not know the form of one (text/receipt.py) nor how answers are sent.
+Owns when the model is hashed, with which key receipts are signed, and how a call and its streams
+become a receipt. Must not know the form of one (text/receipt.py) nor how answers are sent.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ CHOICE = 1 << 10  # what a choice counts beside its tokens
 
 
 class Receipts:
-    """Makes them. The model is hashed when the first one is asked for, by a thread of its own: no start waits
-    for it, and no end of the server does.
+    """Makes them. The model is hashed when the first one is asked for, by a thread of its own: no
+    start waits for it, and no end of the server does.
 
     model        where the model lies; key: signs receipts, empty: they are not signed
     fingerprint  asked for that of the present engine
@@ -45,8 +45,8 @@ class Receipts:
         self._hash: asyncio.Future[str] | None = None
 
     def hashed(self) -> asyncio.Future[str]:
-        """The hash of the model, sooner or later; the first to ask has it computed. ClientError 409 as of
-        `write`."""
+        """The hash of the model, sooner or later; the first to ask has it computed. ClientError 409
+        as of `write`."""
         self._check()
         if self._hash is None or (self._hash.done() and self._hash.exception() is not None):
             self._hash = _in_thread(lambda: model_hash(self._model) if self._marks else "")
@@ -55,9 +55,9 @@ class Receipts:
     async def write(
         self, call: Call, about: Mapping[str, Any], streams: Sequence[OutputStream]
     ) -> Receipt:
-        """The receipt of an answer. streams: those of the choices that the client gets, which have ended;
-        about: id, object, created, model and fingerprint of the answer. ClientError where nobody can say what
-        made it: 409 model_changed, 409 engine_changed, 503 model_unreadable."""
+        """The receipt of an answer. streams: those of the choices that the client gets, which have
+        ended; about: id, object, created, model and fingerprint of the answer. ClientError where
+        nobody can say what made it: 409 model_changed, 409 engine_changed, 503 model_unreadable."""
         hashed = self.hashed()
         await asyncio.wait({hashed})
         self._check()
@@ -79,7 +79,8 @@ class Receipts:
 
 
 def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """Return what `work` returns or raises, by a thread of its own that holds up nobody, not even the end."""
+    """Return what `work` returns or raises, by a thread of its own that holds up nobody, not even
+    the end."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 

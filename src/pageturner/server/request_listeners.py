@@ -1,8 +1,9 @@
-"""The work of a server's features for each request that generates, in the order in which they do it.
+"""The work of a server's features for each request that generates, in the order in which they do
+it.
 
-Owns that order: refusals come first, then what makes room by taking something from others, then what follows
-the request. The end of a request undoes all of it, the last first. Must not know how a request is read,
-opened or answered (api/base/generate.py), nor how a feature works.
+Owns that order: refusals come first, then what makes room by taking something from others, then
+what follows the request. The end of a request undoes all of it, the last first. Must not know how a
+request is read, opened or answered (api/base/generate.py), nor how a feature works.
 """
 
 from __future__ import annotations

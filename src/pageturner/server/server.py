@@ -1,7 +1,7 @@
 """`pageturner serve`: from flags to a listening server, and from a signal to a clean end.
 
-Owns the API process: port, engine, event loop, signals, exit code. The engine process is started before
-anything that only the server needs is imported: both load at the same time.
+Owns the API process: port, engine, event loop, signals, exit code. The engine process is started
+before anything that only the server needs is imported: both load at the same time.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def names_of(given: str, own: str) -> tuple[str, ...]:
-    """The names of a model: those of --served-model-name, else its own. EngineFault where one is empty."""
+    """The names of a model: those of --served-model-name, else its own. EngineFault where one is
+    empty."""
     if not given:
         return (own,)
     names = tuple(name.strip() for name in given.split(","))
@@ -144,7 +145,8 @@ def serve(
 
         certificates = certificates_of(settings.server)
     listener = lifecycle.bind(settings.server.host, settings.server.port)
-    # the API bounds its queue itself; after a restart the engine gets all unfinished requests at once
+    # the API bounds its queue itself; after a restart the engine gets all unfinished requests at
+    # once
     most = settings.engine.max_queue + settings.engine.max_num_seqs
     start = command(replace(settings.engine, max_queue=most))
     process = EngineProcess(start)
@@ -212,8 +214,8 @@ def assemble(
     receipt_key: bytes = b"",
     alone: bool = True,
 ) -> tuple[Service, TextPool]:
-    """All parts of a server but what listens, for an engine process that was just started. It forks: call it
-    before the event loop runs, unless this process has others too (not `alone`)."""
+    """All parts of a server but what listens, for an engine process that was just started. It
+    forks: call it before the event loop runs, unless this process has others too (not `alone`)."""
     import gc
 
     from pageturner.http.memory_reserve import MemoryReserve
@@ -266,8 +268,8 @@ def assemble(
 
 
 def _chat_template(tokenizer: Tokenizer, config: ServerConfig) -> ChatTemplate | None:
-    """The one that is given, or the model's own, within what may be rendered in the event loop. The tokenizer
-    learns of it, and of the template for judging documents."""
+    """The one that is given, or the model's own, within what may be rendered in the event loop. The
+    tokenizer learns of it, and of the template for judging documents."""
     import logging
 
     from pageturner.server.text_workers.reading import AT_ONCE_LIMITS
@@ -328,7 +330,8 @@ async def _main(
     preloaded: list[PrefixBody],
     certificates: Certificates | None,
 ) -> int:
-    """The event loop's whole life: serve until a signal or until the engine is given up, drain, leave."""
+    """The event loop's whole life: serve until a signal or until the engine is given up, drain,
+    leave."""
     import asyncio
 
     from pageturner.http.http_limits import limits_of

@@ -1,7 +1,7 @@
 """The parts that the handlers of a server's requests share.
 
-Owns the parts that a server is made of, as one value, and what can be asked of all of them together. Must not
-know routes, nor how requests are read and answered.
+Owns the parts that a server is made of, as one value, and what can be asked of all of them
+together. Must not know routes, nor how requests are read and answered.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ MAX_KEYS = 256  # that have metrics of their own, the first ones
 
 @dataclass(slots=True)
 class Service:
-    """Everything that a request handler needs. `draining`: no new requests; `active`: answers under way;
-    `aliases`: other names of the model."""
+    """Everything that a request handler needs. `draining`: no new requests; `active`: answers under
+    way; `aliases`: other names of the model."""
 
     config: ServerConfig
     model: str
@@ -125,14 +125,14 @@ class Service:
         )
 
     def numbered_keys(self) -> Iterator[tuple[int, ApiKey]]:
-        """The keys that hold now, from 1 on in the order in which they are written down; 0: nobody needs
-        one."""
+        """The keys that hold now, from 1 on in the order in which they are written down; 0: nobody
+        needs one."""
         keys = self.keys.keys.keys
         return iter(enumerate(keys, 1) if keys else ((0, ANYBODY),))
 
     def key_costs(self) -> dict[str, tuple[int, int]]:
-        """Return by number of a key that has asked for something: what it has open may cost, what all
-        cost."""
+        """Return by number of a key that has asked for something: what it has open may cost, what
+        all cost."""
         accounts = ((number, self.quota.account(key)) for number, key in self.numbered_keys())
         return {
             str(number): (account.open_cost, account.used)
@@ -146,7 +146,8 @@ class Service:
         return (self.model, *self.aliases)
 
     def answers_as(self, asked: str | None) -> str:
-        """The model that an answer names: the adapter that was asked for, else the model's first name."""
+        """The model that an answer names: the adapter that was asked for, else the model's first
+        name."""
         adapter = self.adapters.find(asked)
         return self.model if adapter is None else adapter.name
 

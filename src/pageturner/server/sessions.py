@@ -1,7 +1,7 @@
 """Sessions over HTTP: conversations whose clients say what becomes of their KV between two turns.
 
-Owns which there are, whose they are, what they have been charged, and their endpoints; and what an engine
-that is started again must be told of them. Must not know how an engine keeps them
+Owns which there are, whose they are, what they have been charged, and their endpoints; and what an
+engine that is started again must be told of them. Must not know how an engine keeps them
 (policies/kept_sessions.py): a turn is a request with a SessionHint.
 """
 
@@ -46,7 +46,8 @@ class ServedSession:
     """One conversation. Times of the monotonic clock.
 
     hint, salt, adapter   of its newest turn; key: with which that came
-    said         how many tokens were said in it; tokens: all of them, 32 bits each, while KV may be kept
+    said         how many tokens were said in it; tokens: all of them, 32 bits each, while KV may be
+                 kept
     cached, prompt  tokens of the newest prompt that were found, and all
     kept         what the present engine process says; before: token_seconds of those before it
     charged      tokens for being kept
@@ -92,8 +93,8 @@ class ServedSession:
 def session_hint(
     call: Call, headers: Iterable[tuple[bytes, bytes]], info: RequestInfo, level: ServiceLevel
 ) -> SessionHint | None:
-    """Return what the request says of its session, in its body or else in a header. ClientError 400 for what
-    no session can have."""
+    """Return what the request says of its session, in its body or else in a header. ClientError 400
+    for what no session can have."""
     told = call.body.session
     if told is None:
         told = next((value.decode("latin-1") for name, value in headers if name == HEADER), None)
@@ -127,8 +128,9 @@ def name_of(tenant: str, id: str) -> str:
 
 
 class ServedSessions:
-    """All sessions of a server, by the names that the engine knows. At most `most`, and of these all tokens
-    that fit the memory for KV: beyond that the one goes that was used least recently, of whoever has most."""
+    """All sessions of a server, by the names that the engine knows. At most `most`, and of these
+    all tokens that fit the memory for KV: beyond that the one goes that was used least recently, of
+    whoever has most."""
 
     def __init__(
         self,
@@ -157,7 +159,7 @@ class ServedSessions:
             )
         return one
 
-    # -- turns -----------------------------------------------------------------------------------------------
+    # -- turns -------------------------------------------------------------------------------------
     def begin(self, stream: OutputStream, info: RequestInfo) -> None:
         """A turn was taken, if it is one."""
         hint, now = stream.request.session, self._clock()
@@ -218,7 +220,7 @@ class ServedSessions:
             counts = Counter(one.tenant for one in self._sessions.values())
             self.release(max(idle, key=lambda one: counts[one.tenant]))
 
-    # -- the engine ------------------------------------------------------------------------------------------
+    # -- the engine --------------------------------------------------------------------------------
     def _take(self, message: object) -> None:
         """Note what the engine says of sessions."""
         for news in message.sessions if isinstance(message, Stats) else ():
@@ -234,8 +236,8 @@ class ServedSessions:
                 self._quota.charge_kept(one.key, due)
 
     def _restore(self) -> None:
-        """Another engine process may have taken back what the one before kept. Turns that were open are sent
-        to it anyway."""
+        """Another engine process may have taken back what the one before kept. Turns that were open
+        are sent to it anyway."""
         ready = self._supervisor.ready
         for one in self._sessions.values():
             one.before, one.kept = one.token_seconds, None

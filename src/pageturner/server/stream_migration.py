@@ -1,12 +1,13 @@
 """Streams that move: a server goes on with an answer that another one began, at its next token.
 
-A router that asks for it (`X-Pageturner-Moves: 1`) finds marks in a stream, comments to any reader of
-server-sent events: how the answer began, and behind the events of each token that token. With them and the
-request, `POST /v1/streams/resume` has another server go on. An answer depends on its request and its seed
-alone, so what follows is what would have followed, byte for byte. Streams of one choice without logprobs
-move.
+A router that asks for it (`X-Pageturner-Moves: 1`) finds marks in a stream, comments to any reader
+of server-sent events: how the answer began, and behind the events of each token that token. With
+them and the request, `POST /v1/streams/resume` has another server go on. An answer depends on its
+request and its seed alone, so what follows is what would have followed, byte for byte. Streams of
+one choice without logprobs move.
 
-Owns the marks and that request. Must not know the bytes of an answer (dialect), nor who moves it (router).
+Owns the marks and that request. Must not know the bytes of an answer (dialect), nor who moves it
+(router).
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ MAX_DRAIN_BODY = 1024  # bytes
 
 
 class MovedStream(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of RESUME. path, body: the request as it first came; tokens: of its answer so far, at least
-    one; begun: what the first server said of it."""
+    """The body of RESUME. path, body: the request as it first came; tokens: of its answer so far,
+    at least one; begun: what the first server said of it."""
 
     path: str
     body: str
@@ -239,7 +240,8 @@ def _can_move(call: Call) -> bool:
 
 
 def _replay(stream: OutputStream, tokens: list[int]) -> None:
-    """Have the stream be where it was behind these tokens. ClientError 400 where it would have ended."""
+    """Have the stream be where it was behind these tokens. ClientError 400 where it would have
+    ended."""
     request = stream.request
     for position, token in enumerate(tokens, len(request.prompt)):
         if stream.done or len(stream.tokens) + 1 >= (request.params.max_tokens or 1):
@@ -267,7 +269,8 @@ async def _unless_leaving(
     send: Send,
     only_here: Callable[[], bool] = lambda: False,
 ) -> None:
-    """The answer, until it has ended or shall go on elsewhere. only_here: nobody else could begin it."""
+    """The answer, until it has ended or shall go on elsewhere. only_here: nobody else could begin
+    it."""
     begun = movable = ended = False
 
     async def sent(message: Message) -> None:

@@ -19,11 +19,15 @@ class Counters:
 
     step_tokens        tokens computed in all steps, ballast included
     prompt_tokens      prompt tokens of requests at their first admission
-    cached_tokens      how many of those the prefix cache gave; the others are computed for the first time
-    drafts             drafts that were verified, draft_tokens tokens in all, accepted_tokens of them right;
-                       accepted_at[i]: drafts whose token i was, in stats "accepted_tokens_at_i"
-    steps_of           steps by their tokens, in the buckets of STEP_SIZES; in stats "steps_of_i", where any
-    recomputed_tokens  tokens computed once more after a preemption or a restart; never counted as hits
+    cached_tokens      how many of those the prefix cache gave; the others are computed for the
+                       first time
+    drafts             drafts that were verified, draft_tokens tokens in all, accepted_tokens of
+                       them right; accepted_at[i]: drafts whose token i was, in stats
+                       "accepted_tokens_at_i"
+    steps_of           steps by their tokens, in the buckets of STEP_SIZES; in stats "steps_of_i",
+                       where any
+    recomputed_tokens  tokens computed once more after a preemption or a restart; never counted as
+                       hits
     """
 
     steps: int = 0

@@ -1,6 +1,7 @@
 """KV usage: what the blocks of a pool are used for, and where those of all owners go, in tokens.
 
-Owns the account. It costs a look at each sequence, never at each block: the store counts references.
+Owns the account. It costs a look at each sequence, never at each block: the store counts
+references.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from pageturner.scheduler.types import Sequence
 
 
 def kv_usage(sequences: Iterable[Sequence], store: Store, block_size: int) -> dict[str, float]:
-    """Return where the full blocks of these owners go, in tokens. They own all blocks of the store that are
-    used.
+    """Return where the full blocks of these owners go, in tokens. They own all blocks of the store
+    that are used.
 
     kv_reserved  what their blocks hold, each block once
     kv_used      positions of these that hold KV somebody needs, each once
-    kv_wasted    the rest of them: what the last block of a sequence has not needed yet (MISSION: internal
-                 waste; external waste is none, since any block serves anybody)
-    kv_saved     positions that more than one sequence needs and that are there once: what sharing saves
+    kv_wasted    the rest of them: what the last block of a sequence has not needed yet (MISSION:
+                 internal waste; external waste is none, since any block serves anybody)
+    kv_saved     positions that more than one sequence needs and that are there once: what sharing
+                 saves
     """
     needed, blocks = 0, 0
     partial = defaultdict[int, list[int]](
@@ -33,8 +35,8 @@ def kv_usage(sequences: Iterable[Sequence], store: Store, block_size: int) -> di
         place, filled = divmod(seq.computed, block_size)
         if place < len(seq.blocks) and store.refs[seq.blocks[place]] > 1:
             partial[seq.blocks[place]].append(filled)
-    # a shared block saves as much as it holds for each reference but one; of those that are not full for
-    # everybody, what is not needed must be taken off again
+    # a shared block saves as much as it holds for each reference but one; of those that are not
+    # full for everybody, what is not needed must be taken off again
     saved = store.extra_refs * block_size
     for block, fills in partial.items():
         saved -= sum(block_size - filled for filled in fills)
@@ -50,7 +52,8 @@ def kv_usage(sequences: Iterable[Sequence], store: Store, block_size: int) -> di
 
 
 def pool_stats(pool: BlockPool) -> dict[str, float]:
-    """Figures of the full blocks, and with a window those of the sliding ones by names with "recent_"."""
+    """Figures of the full blocks, and with a window those of the sliding ones by names with
+    "recent_"."""
     return store_stats(pool.full) | (store_stats(pool.sliding, "recent_") if pool.window else {})
 
 

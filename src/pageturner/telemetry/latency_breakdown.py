@@ -1,15 +1,18 @@
-"""Latency accounts, where the time of each request goes: an account of seconds by cause, complete from the
-moment it came.
+"""Latency accounts, where the time of each request goes: an account of seconds by cause, complete
+from the moment it came.
 
-Owns the names of the parts, and how the time of a step is split. Must not know what the scheduler decides, or
-text: it is told plans (whose `wait_reason` says why the queue stands), and when they were made and run.
+Owns the names of the parts, and how the time of a step is split. Must not know what the scheduler
+decides, or text: it is told plans (whose `wait_reason` says why the queue stands), and when they
+were made and run.
 
-Every moment of a request in the engine is in one part. It waits (for its grammar or adapter, in the queue,
-for the blocks that it lost) or it runs; who runs pays each step in whole, since it waits for all of it:
+Every moment of a request in the engine is in one part. It waits (for its grammar or adapter, in the
+queue, for the blocks that it lost) or it runs; who runs pays each step in whole, since it waits for
+all of it:
 
     own         what the step would take with it alone: the forward pass without the next lines
-    others      the tokens of others, each at what one more token adds to a step (step_time.py), never
-                more than its share of the pass: apart for their prefill, their decoding, and padding
+    others      the tokens of others, each at what one more token adds to a step (step_time.py),
+                never more than its share of the pass: apart for their prefill, their decoding, and
+                padding
     sampling, grammar, drafting, overhead   as measured
 
 So `others_prefill` is by how much a step would be shorter without the prompts of others.
@@ -39,8 +42,9 @@ class Move(NamedTuple):
 
 
 class StepTimes(NamedTuple):
-    """The times of one step: begun to be planned, to run; done; committed. spent: seconds of the run by part,
-    the forward pass being the rest. each: seconds that one more token adds to a step."""
+    """The times of one step: begun to be planned, to run; done; committed. spent: seconds of the
+    run by part, the forward pass being the rest. each: seconds that one more token adds to a
+    step."""
 
     begin: float
     planned: float
@@ -55,7 +59,8 @@ class LatencyAccount:
     """The account of one request, or of a search with all its choices.
 
     since  up to when its time is accounted for
-    state  grammar_wait, adapter_wait, kv_wait, queue, preempted or running: what it is doing since then
+    state  grammar_wait, adapter_wait, kv_wait, queue, preempted or running: what it is doing since
+           then
     """
 
     received: float
@@ -149,7 +154,8 @@ class LatencyTracker:
         self._moves: dict[int, Move] = {}
 
     def open(self, request: Request, now: float, state: str = "queue") -> None:
-        """A request has come. Choices of one search have one account: the first one does the work for all."""
+        """A request has come. Choices of one search have one account: the first one does the work
+        for all."""
         parent = request.parent if request.params.beam_width else None
         home = None if parent is None else self._accounts.get(parent)
         if home is not None:
@@ -282,8 +288,8 @@ class StepShares:
             account.since = step.end
 
     def _bill(self, id: int, move: Move | None) -> tuple[list[tuple[str, float]], str, int, float]:
-        """Its parts of the forward pass; what its timeline says, whose prompt was computed beside it, and
-        what that cost it."""
+        """Its parts of the forward pass; what its timeline says, whose prompt was computed beside
+        it, and what that cost it."""
         by = next((one for _, one in self._prompts if one != id), 0)
         if move is None:
             return self._stalled(by)

@@ -2,13 +2,15 @@
 
 Owns the format, the writer and the reader. Must not know what anybody reads out of it.
 
-A log is MAGIC, then frames: a 4-byte little-endian length and one msgpack record. Each start of an engine
-adds a Header and what follows from it, so that a log survives restarts. Times are seconds of the engine's
-clock. In a log of digests each token is a keyed, chained digest of its sequence up to there: equal beginnings
-have equal digests, which is all that scheduling depends on, and nobody can read what was said.
+A log is MAGIC, then frames: a 4-byte little-endian length and one msgpack record. Each start of an
+engine adds a Header and what follows from it, so that a log survives restarts. Times are seconds of
+the engine's clock. In a log of digests each token is a keyed, chained digest of its sequence up to
+there: equal beginnings have equal digests, which is all that scheduling depends on, and nobody can
+read what was said.
 
-The engine only appends to a buffer; a thread writes it, ten times a second. What a slow disk leaves in the
-buffer beyond MAX_BUFFERED records is dropped, and a Gap says how much: the engine never waits.
+The engine only appends to a buffer; a thread writes it, ten times a second. What a slow disk leaves
+in the buffer beyond MAX_BUFFERED records is dropped, and a Gap says how much: the engine never
+waits.
 """
 
 from __future__ import annotations
@@ -82,7 +84,8 @@ class Header(msgspec.Struct, tag=0, array_like=True, frozen=True):
 
 
 class Arrived(msgspec.Struct, tag=1, array_like=True, frozen=True):
-    """The scheduler was handed a request. prompt: uint32 each; params, more: what is not the default."""
+    """The scheduler was handed a request. prompt: uint32 each; params, more: what is not the
+    default."""
 
     at: float
     id: int
@@ -118,8 +121,8 @@ class Unpinned(msgspec.Struct, tag=3, array_like=True, frozen=True):
 
 
 class ItemRecord(msgspec.Struct, array_like=True, frozen=True):
-    """n tokens of a sequence behind `computed`, and what came of them. candidates: of a sequence of a search,
-    with their logprobs."""
+    """n tokens of a sequence behind `computed`, and what came of them. candidates: of a sequence of
+    a search, with their logprobs."""
 
     id: int
     index: int
@@ -136,7 +139,8 @@ class StepRecord(msgspec.Struct, tag=4, array_like=True, frozen=True):
 
     start, end  the times the scheduler was told
     ended       (id, index, why) of sequences that it was the last step of
-    tokens      computed, ballast included; context: positions whose KV they read, each once for a sequence
+    tokens      computed, ballast included; context: positions whose KV they read, each once for a
+                sequence
     work        all that was counted from the plan; None where nothing ran, and in older logs
     """
 
@@ -186,8 +190,8 @@ Record = Header | Arrived | Left | Unpinned | StepRecord | LostRecords | Changed
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A step that was committed. computed: of each item when it was planned; load: as Scheduler.load; work:
-    of its plan, None where nothing ran."""
+    """A step that was committed. computed: of each item when it was planned; load: as
+    Scheduler.load; work: of its plan, None where nothing ran."""
 
     start: float
     end: float
@@ -200,7 +204,8 @@ class Done:
 
 
 class StepLog:
-    """The file in which an engine notes what it does. Costs the engine an append; see `MAX_BUFFERED`."""
+    """The file in which an engine notes what it does. Costs the engine an append; see
+    `MAX_BUFFERED`."""
 
     def __init__(self, path: str | os.PathLike[str], header: Header) -> None:
         file, new = _open(Path(path))
@@ -368,12 +373,13 @@ def _step(done: Done, digests: _Digests | None) -> StepRecord:
     )
 
 
-# -- files ---------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 
 def _open(path: Path) -> tuple[FileIO, bool]:
-    """The file, to be appended to behind its last whole record; whether it is new, which it is too where a
-    full disk took not even its beginning. EngineFault('step_log') for one that is something else."""
+    """The file, to be appended to behind its last whole record; whether it is new, which it is too
+    where a full disk took not even its beginning. EngineFault('step_log') for one that is something
+    else."""
     try:
         new = not path.is_file() or (
             path.stat().st_size < len(BEGIN) and BEGIN.startswith(path.read_bytes())
@@ -401,7 +407,8 @@ def _whole(path: Path) -> int:
 
 
 def _sizes(file: BinaryIO) -> Iterator[int]:
-    """Yield the size of each frame; its record is read or passed over before the next is asked for."""
+    """Yield the size of each frame; its record is read or passed over before the next is asked
+    for."""
     while len(head := file.read(4)) == 4:
         yield struct.unpack("<I", head)[0]
 
@@ -424,7 +431,8 @@ def _write(
     end: threading.Event,
     digests: _Digests | None,
 ) -> None:
-    """The thread: what is in the buffer, until the end. A disk that fails ends the log, not the engine."""
+    """The thread: what is in the buffer, until the end. A disk that fails ends the log, not the
+    engine."""
     encoder = msgspec.msgpack.Encoder()
     try:
         with file:
@@ -456,7 +464,8 @@ def _close(thread: threading.Thread, end: threading.Event) -> None:
 
 
 def read(path: Path) -> Iterator[Record]:
-    """The records of a log. A frame that was not finished, as a killed engine leaves it, is the end.
+    """The records of a log. A frame that was not finished, as a killed engine leaves it, is the
+    end.
 
     EngineFault('step_log') for a file that is none, of another version, or damaged.
     """

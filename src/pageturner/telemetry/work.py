@@ -1,10 +1,10 @@
-"""The work of a step, what it computes and reads: counted once, from its plan, for everybody who wants to
-know.
+"""The work of a step, what it computes and reads: counted once, from its plan, for everybody who
+wants to know.
 
-Owns the counts of a step, what a model costs for each of them, and their sums. Must not know where a model's
-numbers come from (executor/model_costs.py), nor how a machine's limits are measured. A multiply or an add is
-one operation, a byte counts once however often it is read. Counted are matrix products and attention: all
-else is small.
+Owns the counts of a step, what a model costs for each of them, and their sums. Must not know where
+a model's numbers come from (executor/model_costs.py), nor how a machine's limits are measured. A
+multiply or an add is one operation, a byte counts once however often it is read. Counted are matrix
+products and attention: all else is small.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ class StepWork(NamedTuple):
 
     tokens       rows of the step
     sequences    whose rows these are
-    logits       rows whose logits are computed: the last token of a sequence, each draft token behind it, and
-                 prompt positions whose logprobs are wanted
-    context      positions whose keys and values are read, each once for each sequence that looks at them
+    logits       rows whose logits are computed: the last token of a sequence, each draft token
+                 behind it, and prompt positions whose logprobs are wanted
+    context      positions whose keys and values are read, each once for each sequence that looks at
+                 them
     pairs        (query, position) pairs of attention
-    window_context, window_pairs   context and pairs of the layers that see only the last `window` positions;
-                 0 where there are no such layers
+    window_context, window_pairs   context and pairs of the layers that see only the last `window`
+                                   positions; 0 where there are no such layers
     """
 
     tokens: int
@@ -67,8 +68,8 @@ def work_of(plan: Plan, window: int = 0) -> StepWork:
 
     window  how many positions the layers with a sliding window see; 0: there are none
 
-    The engine calls this in every step, so the common case, sequences that compute their last token, does
-    little for each of them.
+    The engine calls this in every step, so the common case, sequences that compute their last
+    token, does little for each of them.
     """
     longer: list[Item] = []
     context = 0
@@ -114,7 +115,8 @@ def spans_of_ballast(ballast: Iterable[tuple[int, int]]) -> list[Span]:
 
 
 def _seen_through(window: int, spans: Iterable[Span]) -> tuple[int, int]:
-    """Context and pairs where the query at position p sees p and the window - 1 positions before it."""
+    """Context and pairs where the query at position p sees p and the window - 1 positions before
+    it."""
     context = pairs = 0
     for begin, n in spans:
         end = begin + n
@@ -140,15 +142,18 @@ class StepDemand(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelCosts:
-    """The costs of the steps of one model: operations and bytes for each row, logits row and position.
+    """The costs of the steps of one model: operations and bytes for each row, logits row and
+    position.
 
     int8, fp32   operations of one row in the products of all layers
     layers       bytes of the matrices of these products, without experts
-    ending_...   the same of what only rows that get logits go through: the last layer behind its keys and
-                 values, and the output head
+    ending_...   the same of what only rows that get logits go through: the last layer behind its
+                 keys and values, and the output head
     experts      bytes of all experts, of which a row reads the share `chosen`
-    pair         operations of one (query, position) pair in all layers; position: bytes of its KV in these
-    recent_pair, recent_position   the same of the layers that see only `window` positions; 0: there are none
+    pair         operations of one (query, position) pair in all layers; position: bytes of its KV
+                 in these
+    recent_pair, recent_position   the same of the layers that see only `window` positions; 0: there
+                                   are none
 
     Step logs and calibrations hold these by their names, so the names stay.
     """
@@ -168,7 +173,8 @@ class ModelCosts:
     window: int = 0
 
     def weight_bytes(self, rows: int, logits: int) -> float:
-        """Bytes of weights that a step reads: of the experts those that some row is likely sent to."""
+        """Bytes of weights that a step reads: of the experts those that some row is likely sent
+        to."""
         experts = self.experts * (1 - (1 - self.chosen) ** rows) if self.experts else 0.0
         return self.layers + experts + (self.ending if logits else 0.0)
 
@@ -186,7 +192,8 @@ class ModelCosts:
 
 @dataclass(frozen=True, slots=True)
 class MachineLimits:
-    """The limits of a machine: GB/s of reading weights, GOP/s of products; None: no such instructions."""
+    """The limits of a machine: GB/s of reading weights, GOP/s of products; None: no such
+    instructions."""
 
     read_gb_s: float
     int8_gop_s: float | None
@@ -195,8 +202,9 @@ class MachineLimits:
 
 @dataclass(slots=True)
 class WorkTotals:
-    """Sums over steps: what they had to do, and their seconds, from the plan to the end of the commit
-    (step_seconds) and in the forward pass and the choice of tokens alone (kernel_seconds)."""
+    """Sums over steps: what they had to do, and their seconds, from the plan to the end of the
+    commit (step_seconds) and in the forward pass and the choice of tokens alone
+    (kernel_seconds)."""
 
     step_seconds: float = 0.0
     kernel_seconds: float = 0.0
@@ -228,7 +236,8 @@ class WorkTotals:
 
     @property
     def achieved(self) -> dict[str, float]:
-        """Rates by name as in MachineLimits: GB/s read and GOP/s, over the time of steps. Empty without any."""
+        """Rates by name as in MachineLimits: GB/s read and GOP/s, over the time of steps. Empty
+        without any."""
         if not self.step_seconds:
             return {}
         read, each = self.weight_bytes + self.kv_bytes, 1e-9 / self.step_seconds
@@ -239,9 +248,9 @@ class WorkTotals:
         }
 
     def shares(self, limits: MachineLimits | None) -> dict[str, float]:
-        """Return shares of the time of steps, 0 to 1: what reading and what computing would have taken at the
-        limits (both go on at once, so neither is added to the other), and what kernels took. What is not
-        known is left out."""
+        """Return shares of the time of steps, 0 to 1: what reading and what computing would have
+        taken at the limits (both go on at once, so neither is added to the other), and what kernels
+        took. What is not known is left out."""
         done = self.achieved
         if not done:
             return {}

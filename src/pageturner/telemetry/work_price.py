@@ -1,7 +1,9 @@
-"""Prices of a row of logits beside the token that it belongs to, in tokens of the scheduler's budget.
+"""Prices of a row of logits beside the token that it belongs to, in tokens of the scheduler's
+budget.
 
 Owns the prices. Must not know the time, nor how any of it is computed: they are measured once
-(bench/prices.py), and told by operations of the model, because the larger it is, the less they weigh.
+(bench/prices.py), and told by operations of the model, because the larger it is, the less they
+weigh.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ class WorkPrices:
 
 
 def context_price(costs: ModelCosts) -> float:
-    """Return what a token costs more in the layers for each thousand positions that it looks back on."""
+    """Return what a token costs more in the layers for each thousand positions that it looks back
+    on."""
     return 1000 * costs.pair / (costs.int8 + costs.fp32)
 
 

@@ -1,1 +1,2 @@
-"""Text: everything between strings and tokens that servers and the offline API share. No HTTP, no kernels."""
+"""Text: everything between strings and tokens that servers and the offline API share. No HTTP, no
+kernels."""

@@ -1,7 +1,7 @@
 """Reading the text of an answer: which formats of thoughts and calls it may hold.
 
-Owns the choice of parsers. It is told once, when a request is read, and goes with the request. Must not know
-the fields of a request nor the shape of an answer.
+Owns the choice of parsers. It is told once, when a request is read, and goes with the request. Must
+not know the fields of a request nor the shape of an answer.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ def marks_of(tools: str, reasoning: str) -> tuple[str, ...]:
 
 
 def limits_of(format: ReasoningFormat, calls: bool) -> tuple[str, str]:
-    """The marks that a model writes in front of its thoughts and behind them. calls: a call may follow."""
+    """The marks that a model writes in front of its thoughts and behind them. calls: a call may
+    follow."""
     if format.name != HARMONY:
         return format.begin, format.end
     if calls:  # what the next message is its grammar says
@@ -125,13 +126,13 @@ def control_tokens(marks: tuple[str, ...], tokenizer: Tokenizer) -> tuple[int, .
     return tuple(token for token in found if token is not None)
 
 
-# -- formats of a model -----------------------------------------------------------------------------------
+# -- formats of a model ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class ChatFormats:
-    """source: of the model's chat template, None: it has none. The parsers: names of formats; "auto": as the
-    template says; "none": thoughts are content."""
+    """source: of the model's chat template, None: it has none. The parsers: names of formats;
+    "auto": as the template says; "none": thoughts are content."""
 
     tokenizer: Tokenizer
     source: str | None
@@ -155,7 +156,8 @@ class ChatFormats:
         return reasoning.recognised(self.source)
 
     def grammar(self, choice: ToolChoice, answer: str | None, how: str) -> str:
-        """The grammar that an answer with these tools must match. ClientError for what is wrong with them.
+        """The grammar that an answer with these tools must match. ClientError for what is wrong
+        with them.
 
         answer  the grammar of an answer that is no call; None: any text
         how     the setting that names the format of calls, for who has to be told of it

@@ -1,10 +1,10 @@
-"""Arguments of a call that are not written as JSON, as rules of a grammar made from a JSON schema: those of
-Python's calls and of Gemma's.
+"""Arguments of a call that are not written as JSON, as rules of a grammar made from a JSON schema:
+those of Python's calls and of Gemma's.
 
-Owns what of a schema is held in these two: types with their bounds, properties in order, required ones,
-enum, const, anyOf, allOf, items and references within the schema; patterns and formats of texts in Python's
-calls. The rest is passed over, or refused where the schema is strict. Must not know what stands around
-arguments.
+Owns what of a schema is held in these two: types with their bounds, properties in order, required
+ones, enum, const, anyOf, allOf, items and references within the schema; patterns and formats of
+texts in Python's calls. The rest is passed over, or refused where the schema is strict. Must not
+know what stands around arguments.
 """
 
 from __future__ import annotations
@@ -209,7 +209,8 @@ class ArgumentRules:
         return made[kind]() if isinstance(kind, str) and kind in made else "value"
 
     def _as_json(self, kind: str, schema: dict[str, Any], keywords: tuple[str, ...]) -> str:
-        """The symbol of a value that is written as in JSON, where one of the keywords holds it; else ""."""
+        """The symbol of a value that is written as in JSON, where one of the keywords holds it;
+        else ""."""
         held = {name: schema[name] for name in keywords if name in schema}
         if kind == "string":
             held |= zip(_LENGTHS, self._counts(schema, _LENGTHS), strict=True)
@@ -255,7 +256,8 @@ class ArgumentRules:
         return f'"{{" ({pair} (COMMA {pair})*)? "}}"'
 
     def _pairs(self, schema: dict[str, Any], sign: str) -> str:
-        """The properties, in order: each rule is what may still come, behind one or as the first of them."""
+        """The properties, in order: each rule is what may still come, behind one or as the first of
+        them."""
         required, known = schema.get("required") or (), schema["properties"]
         names = list(dict.fromkeys((*known, *required)))
         if self.kind == GEMMA:

@@ -1,8 +1,9 @@
-"""The arguments of a call as they come, as pieces of JSON: written as JSON already, as in a call of Python,
-or as Gemma writes them.
+"""The arguments of a call as they come, as pieces of JSON: written as JSON already, as in a call of
+Python, or as Gemma writes them.
 
-Owns where the arguments end and what each of their characters becomes. It goes from character to character,
-so the pieces in which a text comes change nothing. Must not know what stands around arguments.
+Owns where the arguments end and what each of their characters becomes. It goes from character to
+character, so the pieces in which a text comes change nothing. Must not know what stands around
+arguments.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ _QUIET = re.compile(r'[^"{}\[\]]+')  # outside of one
 
 
 class Arguments(Protocol):
-    """`done`: they have ended. `dead`: they are no arguments; only before the first piece of JSON."""
+    """`done`: they have ended. `dead`: they are no arguments; only before the first piece of
+    JSON."""
 
     done: bool
     dead: bool
 
     def push(self, text: str, start: int) -> tuple[str, int]:
-        """The JSON that the text from `start` on becomes, and where the arguments end in it, or its length."""
+        """The JSON that the text from `start` on becomes, and where the arguments end in it, or its
+        length."""
 
 
 def arguments_of(kind: str) -> Arguments:
@@ -89,8 +92,8 @@ def _text(text: str) -> str:
 
 
 class PythonArguments:
-    """`name=value, name=value` up to the bracket that closes the call, which is not one of them. What a value
-    is made of is translated: strings, True, False, None, lists, tuples and dicts."""
+    """`name=value, name=value` up to the bracket that closes the call, which is not one of them.
+    What a value is made of is translated: strings, True, False, None, lists, tuples and dicts."""
 
     def __init__(self) -> None:
         self.done = self.dead = False

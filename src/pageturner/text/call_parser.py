@@ -1,8 +1,9 @@
 """The calls in an answer, found while it is written: text in pieces in, content and calls out.
 
-Owns what of the text is content, the name of a call and its arguments. What it says depends on the whole text
-alone and not on where it was cut into pieces. Text that begins like a call and does not go on as one is
-content again; nothing is lost. Must not know tokens, ids of calls or the shape of an answer.
+Owns what of the text is content, the name of a call and its arguments. What it says depends on the
+whole text alone and not on where it was cut into pieces. Text that begins like a call and does not
+go on as one is content again; nothing is lost. Must not know tokens, ids of calls or the shape of
+an answer.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Literal, NamedTuple, Protocol
 from pageturner.text.call_arguments import Arguments, arguments_of
 from pageturner.text.tool_formats import ToolFormat
 
-# -- syntax -----------------------------------------------------------------------------------------------
+# -- syntax ----------------------------------------------------------------------------------------
 
 
 SPACE, NAME, ARGUMENTS, ID = " ", "$NAME", "$ARGS", "$ID"
@@ -35,7 +36,8 @@ def parts_of(pattern: str, marks: tuple[str, ...] = ()) -> tuple[str, ...]:
 
 
 def heads(format: ToolFormat) -> tuple[tuple[str, ...], ...]:
-    """The parts of each pattern of a call that begin an answer's first call, up to its arguments."""
+    """The parts of each pattern of a call that begin an answer's first call, up to its
+    arguments."""
     return tuple(_head_of(parts_of(format.opening + call, format.marks)) for call in format.calls)
 
 
@@ -47,23 +49,23 @@ def trigger(format: ToolFormat) -> str:
     return "" if first in (SPACE, NAME, ARGUMENTS) else first
 
 
-# -- parsers ----------------------------------------------------------------------------------------------
+# -- parsers ---------------------------------------------------------------------------------------
 
 LONGEST_NAME = 64
 _IS_NAME = re.compile(NAME_CHARACTERS)
 
 
 class Delta(NamedTuple):
-    """A new part of an answer. text: of the content or of the thoughts, the name of the call that begins, or
-    more of the arguments of the call that began last."""
+    """A new part of an answer. text: of the content or of the thoughts, the name of the call that
+    begins, or more of the arguments of the call that began last."""
 
     kind: Literal["content", "reasoning", "call", "arguments"]
     text: str
 
 
 class Parser(Protocol):
-    """Text in, deltas out. `finish` when no more text comes. thoughts_end: how many characters have come up
-    to the end of the last thoughts; 0: there were none."""
+    """Text in, deltas out. `finish` when no more text comes. thoughts_end: how many characters have
+    come up to the end of the last thoughts; 0: there were none."""
 
     @property
     def thoughts_end(self) -> int: ...
@@ -84,8 +86,8 @@ class PlainText:
 
 
 def beginning(text: str, marks: tuple[str, ...]) -> int:
-    """The place from which the end of the text may be the beginning of one of the marks, or the length of the
-    text."""
+    """The place from which the end of the text may be the beginning of one of the marks, or the
+    length of the text."""
     longest = max(map(len, marks), default=1) - 1
     for at in range(max(0, len(text) - longest), len(text)):
         if any(mark.startswith(text[at:]) for mark in marks):
@@ -95,8 +97,8 @@ def beginning(text: str, marks: tuple[str, ...]) -> int:
 
 @dataclass(slots=True)
 class _Way:
-    """One way to read what comes: the parts of a pattern, and how far it has got in them. call: the number of
-    the pattern of the call that begins here."""
+    """One way to read what comes: the parts of a pattern, and how far it has got in them. call: the
+    number of the pattern of the call that begins here."""
 
     parts: tuple[str, ...]
     call: int = 0
@@ -134,12 +136,14 @@ class _Way:
 
     @property
     def complete(self) -> bool:
-        """Return whether the pattern may end here. White space, a name or an id at its end is not waited for."""
+        """Return whether the pattern may end here. White space, a name or an id at its end is not
+        waited for."""
         return self.part == len(self.parts)
 
 
 class CallParser:
-    """Content and calls of an answer in one format. names: of the tools that can be called; (): any."""
+    """Content and calls of an answer in one format. names: of the tools that can be called; ():
+    any."""
 
     thoughts_end = 0
 

@@ -1,7 +1,8 @@
-"""A conversation for `LLM.chat`, understood: its prompt, what its answer is held to, and how that is read.
+"""A conversation for `LLM.chat`, understood: its prompt, what its answer is held to, and how that
+is read.
 
-Owns how messages, tools and thoughts go together where no server reads them. Must not know how an answer is
-computed, nor requests of HTTP (server/api/openai/chat.py).
+Owns how messages, tools and thoughts go together where no server reads them. Must not know how an
+answer is computed, nor requests of HTTP (server/api/openai/chat.py).
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class ReadAnswer:
 
 @dataclass(frozen=True, slots=True)
 class ChatSettings:
-    """The fields of a chat beside its messages, as in /v1/chat/completions; the parsers as the flags of a
-    server of these names."""
+    """The fields of a chat beside its messages, as in /v1/chat/completions; the parsers as the
+    flags of a server of these names."""
 
     tools: Sequence[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -54,7 +55,8 @@ class ChatSettings:
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """prompt: its tokens; answer: how the text of its answers is read, None: all of it is content."""
+    """prompt: its tokens; answer: how the text of its answers is read, None: all of it is
+    content."""
 
     prompt: list[int]
     params: SamplingParams

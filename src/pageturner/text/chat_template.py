@@ -1,7 +1,7 @@
 """A model's chat template: what turns a conversation into the text of a prompt.
 
-Owns the way from messages to text, and how much work a template may be. Must not know tokens, requests or
-HTTP, nor how the work of a template is counted (template_sandbox.py).
+Owns the way from messages to text, and how much work a template may be. Must not know tokens,
+requests or HTTP, nor how the work of a template is counted (template_sandbox.py).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ EACH_CHARACTER = (
 
 @dataclass(frozen=True, slots=True)
 class TemplateLimits:
-    """The limits of one rendering: rounds of loops and calls; characters made on the way, those of the
-    conversation counted apart; characters of the prompt itself."""
+    """The limits of one rendering: rounds of loops and calls; characters made on the way, those of
+    the conversation counted apart; characters of the prompt itself."""
 
     steps: int = 1_000_000
     characters: int = 32 * 1024 * 1024
@@ -45,7 +45,8 @@ class TemplateTooLong(ClientError):
 
 
 class ChatTemplate:
-    """A chat template, in a sandbox: it comes out of a file, or a request, that anyone may have written.
+    """A chat template, in a sandbox: it comes out of a file, or a request, that anyone may have
+    written.
 
     name    what messages call it
     broken  "" or what is wrong with its source; such a template refuses every conversation
@@ -137,7 +138,7 @@ def _strftime_now(format: str) -> str:
     return datetime.datetime.now().strftime(format)
 
 
-# -- habits of templates ----------------------------------------------------------------------------------
+# -- habits of templates ---------------------------------------------------------------------------
 
 
 MAX_KNOWN = 8  # templates
@@ -208,7 +209,8 @@ def _found(template: ChatTemplate) -> TemplateHabits:
 
 
 def _written(template: ChatTemplate, arguments: Any, no_content: bool, *ids: str) -> str | None:
-    """The text that it makes of a message with calls of these ids and arguments; None: it refuses them."""
+    """The text that it makes of a message with calls of these ids and arguments; None: it refuses
+    them."""
     function = {"name": "sought", "arguments": arguments}
     calls = [{"id": id, "type": "function", "function": function} for id in ids]
     messages: list[dict[str, Any]] = [
@@ -222,7 +224,7 @@ def _written(template: ChatTemplate, arguments: Any, no_content: bool, *ids: str
         return None
 
 
-# -- a last message that goes on --------------------------------------------------------------------------------
+# -- a last message that goes on -------------------------------------------------------------------
 
 CONTINUE_FIELD = "continue_final_message"
 CONTENT_MARK = "ENDxOFxTHExCONTENT"  # of letters, which templates leave as they are
@@ -232,8 +234,8 @@ def continued_prompt(
     template: ChatTemplate, messages: Sequence[dict[str, Any]], **variables: Any
 ) -> str:
     """The text that the template writes of these messages up to the end of the last one's content.
-    ClientError where that is no message of the assistant, or where the template does not write its content as
-    it is.
+    ClientError where that is no message of the assistant, or where the template does not write its
+    content as it is.
 
     messages  as `template_messages` makes them
     """

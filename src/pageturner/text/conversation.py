@@ -1,8 +1,8 @@
 """A conversation as clients send it, made into what chat templates of text models know.
 
-Owns the roles, the content as one string, and how calls of tools and their results stand in a message. Must
-not know how a template is rendered (chat_template.py), how it is found out what one wants
-(template_habits.py), nor which tools there are (tools.py).
+Owns the roles, the content as one string, and how calls of tools and their results stand in a
+message. Must not know how a template is rendered (chat_template.py), how it is found out what one
+wants (template_habits.py), nor which tools there are (tools.py).
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ def variables(
 
 
 def alternating(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same conversation with one system message, at its beginning, and no two of the user's behind each
-    other: what the system says later stands in the user's turn. For messages whose content is text."""
+    """The same conversation with one system message, at its beginning, and no two of the user's
+    behind each other: what the system says later stands in the user's turn. For messages whose
+    content is text."""
     made: list[dict[str, Any]] = []
     for message in messages:
         role, text = message.get("role"), message.get("content")
@@ -113,7 +114,8 @@ def _content(content: Any, i: int) -> str:
 
 
 def _calls(calls: Any, i: int) -> list[dict[str, Any]]:
-    """Calls of an assistant's message. Templates write arguments themselves, so they get an object."""
+    """Calls of an assistant's message. Templates write arguments themselves, so they get an
+    object."""
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise _wrong(f"messages[{i}].tool_calls must be a list of calls", "invalid_type")
     return [_call(call, f"messages[{i}].tool_calls[{k}]") for k, call in enumerate(calls)]
@@ -226,12 +228,12 @@ def _wrong(message: str, code: str = "invalid_value") -> ClientError:
     return ClientError(400, code, message, "messages")
 
 
-# -- calls in content -------------------------------------------------------------------------------------
+# -- calls in content ------------------------------------------------------------------------------
 
 
 def written(format: ToolFormat, calls: Iterable[tuple[str, dict[str, Any]]]) -> str:
-    """These calls, each a name and its arguments, in the first pattern of this format; "" where it has none.
-    White space stands behind commas and colons alone."""
+    """These calls, each a name and its arguments, in the first pattern of this format; "" where it
+    has none. White space stands behind commas and colons alone."""
     if not format.calls:
         return ""
     head, _, tail = _close(format.calls[0]).partition("$ARGS")

@@ -1,7 +1,7 @@
 """Detokenization: one token at a time for answers, many at once for prompts.
 
-Owns which bytes are ready to be shown: never half a character. Must not know where a stop string cuts
-(stop_strings.py), HTTP, requests or processes; llm.py uses it just as the server does.
+Owns which bytes are ready to be shown: never half a character. Must not know where a stop string
+cuts (stop_strings.py), HTTP, requests or processes; llm.py uses it just as the server does.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pageturner.text.stop_strings import StopStrings
 class Detokenizer:
     """Tokens in, text out, one token at a time.
 
-    What `push` and `finish` return, joined, is the decoding of all tokens at once, cut at the first stop
-    string (stop_strings.py). Text within the first `min_tokens` tokens cannot stop anything.
+    What `push` and `finish` return, joined, is the decoding of all tokens at once, cut at the first
+    stop string (stop_strings.py). Text within the first `min_tokens` tokens cannot stop anything.
 
     shown     control tokens that are text even where others are skipped
     stopped   the stop string that ended the text, or None
@@ -57,7 +57,8 @@ class Detokenizer:
         return self._cut(self._stop_strings, text)
 
     def finish(self) -> str:
-        """The text that was held back, when no more tokens come. A broken last character becomes U+FFFD."""
+        """The text that was held back, when no more tokens come. A broken last character becomes
+        U+FFFD."""
         if self.stopped is not None:
             return ""
         text = self._utf8.decode(b"", True)
@@ -84,8 +85,8 @@ def decode_tokens(tokenizer: Tokenizer, tokens: Iterable[int]) -> str:
 
 
 def prompt_offsets(tokenizer: Tokenizer, tokens: Iterable[int], text: str) -> list[int]:
-    """The offset in the text of a prompt at which each of its tokens begins. A token that the tokenizer put
-    in front, such as BOS, is not in the text and begins at 0."""
+    """The offset in the text of a prompt at which each of its tokens begins. A token that the
+    tokenizer put in front, such as BOS, is not in the text and begins at 0."""
     utf8, offsets, end = codecs.getincrementaldecoder("utf-8")("replace"), [], 0
     for token in tokens:
         offsets.append(end)

@@ -1,7 +1,8 @@
-"""Filling a gap in a text (FIM, fill in the middle): the tokens a model was taught it with, and the prompt.
+"""Filling a gap in a text (FIM, fill in the middle): the tokens a model was taught it with, and the
+prompt.
 
-Owns which tokens those are, from what a file names or by their texts, and the order: prefix, suffix, middle.
-Must not know requests.
+Owns which tokens those are, from what a file names or by their texts, and the order: prefix,
+suffix, middle. Must not know requests.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ _BETWEEN = "\n\n"  # texts, where the model has no token between files
 
 @dataclass(frozen=True, slots=True)
 class FimTokens:
-    """Ids. repo, file: before the name of a repository and of a file, None: the model has none; ends: behind
-    what fills a gap."""
+    """Ids. repo, file: before the name of a repository and of a file, None: the model has none;
+    ends: behind what fills a gap."""
 
     prefix: int
     suffix: int
@@ -68,8 +69,8 @@ def fim_prompt(
     suffix: str,
     extra: Sequence[tuple[str, str]] = (),
 ) -> list[int]:
-    """The prompt behind which the model fills the gap between prefix and suffix. Marks within the texts are
-    text, as far as the vocabulary has it so.
+    """The prompt behind which the model fills the gap between prefix and suffix. Marks within the
+    texts are text, as far as the vocabulary has it so.
 
     extra  (name, text) of other files that the model should know
     """

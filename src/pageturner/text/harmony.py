@@ -1,9 +1,12 @@
-"""The answers of gpt-oss: messages on channels, one behind the other, with control tokens between them.
+"""The answers of gpt-oss: messages on channels, one behind the other, with control tokens between
+them.
 
-    <|channel|>analysis<|message|>thoughts<|end|><|start|>assistant<|channel|>final<|message|>the answer
-    <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{"of": "the call"}<|call|>
+    <|channel|>analysis<|message|>thoughts<|end|><|start|>assistant<|channel|>final<|message|>the
+    answer <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{"of": "the
+    call"}<|call|>
 
-Owns which text is thoughts, answer or call in this format. Must not know tokens or the shape of an answer.
+Owns which text is thoughts, answer or call in this format. Must not know tokens or the shape of an
+answer.
 """
 
 from __future__ import annotations
@@ -28,8 +31,8 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
 class HarmonyParser:
-    """`analysis` is thoughts, what goes to a function is a call, everything else is content. Text without a
-    mark in front is content."""
+    """`analysis` is thoughts, what goes to a function is a call, everything else is content. Text
+    without a mark in front is content."""
 
     def __init__(self) -> None:
         self._held = ""

@@ -1,7 +1,7 @@
 """The prompt by which a model says yes or no to a document, for rerankers that are language models.
 
-Owns the prompt, from a template or through the model's chat template, and which tokens say yes and no. Must
-not know how likely they are, nor requests.
+Owns the prompt, from a template or through the model's chat template, and which tokens say yes and
+no. Must not know how likely they are, nor requests.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ _LARGEST = 1 << 20  # bytes of a file with a template
 
 
 def made_for_it(tokenizer: Tokenizer) -> bool:
-    """Return whether the model was made for judging documents: there is a prompt for it, or its name says
-    so."""
+    """Return whether the model was made for judging documents: there is a prompt for it, or its
+    name says so."""
     return bool(tokenizer.rerank_template) or "rerank" in tokenizer.name.lower()
 
 
 def read_template(given: str) -> str:
-    """A template from a setting: its text, or a file. EngineFault('bad_setting') where it is none."""
+    """A template from a setting: its text, or a file. EngineFault('bad_setting') where it is
+    none."""
     text = given
     if given and "{" not in given:
         try:
@@ -69,8 +70,9 @@ class Judge:
         return self._chat.render(messages, enable_thinking=False)
 
     def tokens(self, prompt: str) -> tuple[int, int]:
-        """The tokens that begin yes and no behind this prompt: behind white space or a mark as words alone,
-        behind anything else with a space in front. ClientError where they are the same."""
+        """The tokens that begin yes and no behind this prompt: behind white space or a mark as
+        words alone, behind anything else with a space in front. ClientError where they are the
+        same."""
         space = "" if prompt[-1:].isspace() or prompt.endswith((">", "｜>")) else " "
         yes, no = (self._tokenizer.encode_inside(space + word)[:1] for word in ("yes", "no"))
         if not yes or not no or yes == no:

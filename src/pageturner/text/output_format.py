@@ -1,7 +1,8 @@
-"""The form of an answer that clients ask for: OpenAI's `response_format`, vLLM's `structured_outputs`.
+"""The form of an answer that clients ask for: OpenAI's `response_format`, vLLM's
+`structured_outputs`.
 
-Owns those two fields, and which of them were checked already. Must not know how a grammar is written
-(text/structured_outputs.py) or followed.
+Owns those two fields, and which of them were checked already. Must not know how a grammar is
+written (text/structured_outputs.py) or followed.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class KnownGrammars:
-    """The grammars of what was asked for and found good, by `asked`: they need no second check. Bounded in
-    number and in characters; what was used last stays."""
+    """The grammars of what was asked for and found good, by `asked`: they need no second check.
+    Bounded in number and in characters; what was used last stays."""
 
     MOST = 256
     MAX_CHARACTERS = 4 * 1024 * 1024
@@ -62,7 +63,8 @@ def asks(response_format: dict[str, Any] | None, structured: dict[str, Any] | No
 def asked(
     response_format: dict[str, Any] | None, structured: dict[str, Any] | None
 ) -> bytes | None:
-    """A name for what the two fields ask for, the same for the same fields; None: they ask for nothing."""
+    """A name for what the two fields ask for, the same for the same fields; None: they ask for
+    nothing."""
     if not asks(response_format, structured):
         return None
     return hashlib.blake2b(

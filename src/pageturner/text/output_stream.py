@@ -1,8 +1,8 @@
 """One answer that is being made: its request, its tokens and text so far, and what ended it.
 
-Owns how an engine's event becomes text: repeats dropped by absolute position, stop strings, the reason of the
-end. Must not know sockets, processes, metrics or the shape of an HTTP answer; llm.py uses it just as the
-server does.
+Owns how an engine's event becomes text: repeats dropped by absolute position, stop strings, the
+reason of the end. Must not know sockets, processes, metrics or the shape of an HTTP answer; llm.py
+uses it just as the server does.
 """
 
 from __future__ import annotations
@@ -65,10 +65,12 @@ class StreamTimes:
 
 @dataclass(slots=True, eq=False)
 class OutputStream:
-    """One choice of one answer. `request` carries a resolved seed; `choice` is its index in the answer.
+    """One choice of one answer. `request` carries a resolved seed; `choice` is its index in the
+    answer.
 
     hidden           tokens at its end that are no part of its text: 1 behind a stop id
-    silent           the answer is the prompt alone (max_tokens 0): the engine's one token is dropped
+    silent           the answer is the prompt alone (max_tokens 0): the engine's one token is
+                     dropped
     prompt_logprobs  of the prompt's tokens from the second one on
     """
 
@@ -101,7 +103,8 @@ class OutputStream:
         return replace(request, resume=(Resume(request.index, tuple(self.tokens)),))
 
     def add_event(self, event: Event, now: float) -> None:
-        """Add what is new in `event`; `done` says whether that was all. Gap if tokens are missing."""
+        """Add what is new in `event`; `done` says whether that was all. Gap if tokens are
+        missing."""
         known = len(self.request.prompt) + len(self.tokens) - event.position
         if known < 0:
             raise StreamGap(
@@ -126,7 +129,8 @@ class OutputStream:
             self._end(event)
 
     def _score(self, event: Event) -> None:
-        """Add what is new of the prompt's logprobs, or of its rows: all of that comes before a token."""
+        """Add what is new of the prompt's logprobs, or of its rows: all of that comes before a
+        token."""
         if event.pooled is not None and self.pooled.positions == event.prompt_position - 1:
             self.pooled.add(*event.pooled)
         if event.prompt_logprobs:
@@ -203,9 +207,11 @@ def output_streams(
     silent: bool = False,
     shown: Collection[int] = (),
 ) -> list[OutputStream]:
-    """The streams of all answers to one prompt, one for each sink: requests, text and times put together.
+    """The streams of all answers to one prompt, one for each sink: requests, text and times put
+    together.
 
-    first     the request of the first answer; those of the others are made from it, and it is their parent
+    first     the request of the first answer; those of the others are made from it, and it is their
+              parent
     ids       gives the ids of the others
     choice    index of the first answer among all that the client gets
     skip_special, silent, shown   as in Detokenizer and OutputStream

@@ -1,7 +1,8 @@
-"""Sampling parameters before they reach an engine: their limits, and what must be looked up for them.
+"""Sampling parameters before they reach an engine: their limits, and what must be looked up for
+them.
 
-Owns what a value may be, with a ClientError that names the field, for HTTP and llm.py alike. Must not know
-JSON, requests or prompts' origin.
+Owns what a value may be, with a ClientError that names the field, for HTTP and llm.py alike. Must
+not know JSON, requests or prompts' origin.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ SEED_BITS = 63
 
 
 def check_number(name: str, value: float | None, shown: str = "") -> None:
-    """ClientError unless the value of this field is within its limits; None is. shown: what the client calls
-    it."""
+    """ClientError unless the value of this field is within its limits; None is. shown: what the
+    client calls it."""
     if value is not None and (wrong := out_of_range(name, value, shown)) is not None:
         raise invalid(shown or name, wrong)
 
 
 def resolve(params: SamplingParams, tokenizer: Tokenizer, vocab_size: int) -> SamplingParams:
-    """The parameters as an engine takes them: checked, end of sequence among the stop ids, bad words as
-    tokens, seed drawn. ClientError names the field that is wrong."""
+    """The parameters as an engine takes them: checked, end of sequence among the stop ids, bad
+    words as tokens, seed drawn. ClientError names the field that is wrong."""
     for name in LIMITS:
         check_number(name, getattr(params, name))
     if params.pooling:
@@ -84,15 +85,16 @@ def resolve(params: SamplingParams, tokenizer: Tokenizer, vocab_size: int) -> Sa
 
 
 def entries(params: SamplingParams) -> int:
-    """The number of entries that reshape the logits of a request, which that go to the engine and are looked
-    at again for each of its tokens."""
+    """The number of entries that reshape the logits of a request, which that go to the engine and
+    are looked at again for each of its tokens."""
     words = params.bad_words_token_ids
     ids = len(params.stop_ids) + len(params.logit_bias or ()) + len(params.allowed_token_ids or ())
     return ids + WORD_ENTRIES * len(words) + sum(map(len, words))
 
 
 def answer_counts(n: int | None, best_of: int | None, width: int, slots: int) -> tuple[int, int]:
-    """The number of answers to one prompt that are made, and how many are kept; `width`: of a beam search, or
+    """The number of answers to one prompt that are made, and how many are kept; `width`: of a beam
+    search, or
     0. ClientError where this cannot be or is more than the engine's `slots`."""
     return _beams(n, width, slots) if width else choices(n, best_of, slots)
 
@@ -206,8 +208,8 @@ def _check_grammar(params: SamplingParams, tokenizer: Tokenizer) -> None:
 
 
 def _word_tokens(tokenizer: Tokenizer, words: Iterable[str]) -> list[tuple[int, ...]]:
-    """The token sequences that write the words: at the beginning of a text, and behind a space where that
-    takes as many tokens and another first one (vLLM's rule)."""
+    """The token sequences that write the words: at the beginning of a text, and behind a space
+    where that takes as many tokens and another first one (vLLM's rule)."""
     found: list[tuple[int, ...]] = []
     for word in words:
         plain, spaced = (

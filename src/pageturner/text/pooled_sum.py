@@ -1,7 +1,7 @@
 """One row for a whole prompt: the sums that an engine sends, put together.
 
-Owns what the sum is divided by, and what becomes of it: its length, its first numbers. Must not know engines,
-nor the shape of an answer.
+Owns what the sum is divided by, and what becomes of it: its length, its first numbers. Must not
+know engines, nor the shape of an answer.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class PooledSum:
     def vector(
         self, pooling: str, *, normalize: bool = True, dimensions: int | None = None
     ) -> list[float]:
-        """The pooled row, or as many of its first numbers; of length 1 where it is normalised, unless it is
-        zero."""
+        """The pooled row, or as many of its first numbers; of length 1 where it is normalised,
+        unless it is zero."""
         count = self.positions if pooling == "mean" else 1
         row = [value * POOLED_UNIT / count for value in self.total[:dimensions]]
         if normalize and (length := math.sqrt(math.fsum(value * value for value in row))):

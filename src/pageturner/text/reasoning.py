@@ -1,7 +1,7 @@
 """Thoughts of a model apart from its answer, where both are one text with marks between them.
 
-Owns the formats as data, how a chat template tells one, and where thoughts begin and end in a text. Must not
-know calls of tools (call_parser.py), tokens or requests.
+Owns the formats as data, how a chat template tells one, and where thoughts begin and end in a text.
+Must not know calls of tools (call_parser.py), tokens or requests.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def opened(format: ReasoningFormat, prompt: str) -> bool:
 
 
 class ThoughtsParser:
-    """The thoughts at the beginning of an answer, and the rest of it, which another parser reads. White space
-    around the marks belongs to them.
+    """The thoughts at the beginning of an answer, and the rest of it, which another parser reads.
+    White space around the marks belongs to them.
 
     thinking  the prompt has begun the thoughts
     """
@@ -148,6 +148,7 @@ class ThoughtsParser:
 
 
 def in_thoughts(content: str, format: ReasoningFormat) -> bool:
-    """Return whether a message of this content, which goes on, has begun thoughts and not ended them."""
+    """Return whether a message of this content, which goes on, has begun thoughts and not ended
+    them."""
     begun = content.rfind(format.begin) if format.begin else -1
     return begun >= 0 and format.end not in content[begun:]

@@ -1,8 +1,10 @@
-"""Receipts: of what an answer was made and what it became, as hashes, so that anybody can make it again.
+"""Receipts: of what an answer was made and what it became, as hashes, so that anybody can make it
+again.
 
-Owns the form of a receipt: its fields, their canonical bytes, how they are hashed and signed, and what is
-wrong with a receipt that was changed. Must not know HTTP, where a model lies or how an answer is made again
-(server/receipts.py, lab/commands/verify.py). docs/receipts.md explains it to users.
+Owns the form of a receipt: its fields, their canonical bytes, how they are hashed and signed, and
+what is wrong with a receipt that was changed. Must not know HTTP, where a model lies or how an
+answer is made again (server/receipts.py, lab/commands/verify.py). docs/receipts.md explains it to
+users.
 
     checks     eight hex digits for each part, in the order of their names: which part was changed
     digest     SHA-256 of the canonical bytes of all parts: whether any was
@@ -34,8 +36,8 @@ _Number = Annotated[str, msgspec.Meta(pattern="^[0-9]{1,20}$")]
 
 
 class ReceiptInput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings by which text became tokens and tokens text. add_special_tokens: None where the request
-    did not say; echo: the prompt stands in front of the answers' texts."""
+    """The settings by which text became tokens and tokens text. add_special_tokens: None where the
+    request did not say; echo: the prompt stands in front of the answers' texts."""
 
     add_special_tokens: bool | None
     add_generation_prompt: bool
@@ -46,7 +48,8 @@ class ReceiptInput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class ReceiptParams(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """Everything that tokens depend on, resolved, named as in SamplingParams. Words are tokens already.
+    """Everything that tokens depend on, resolved, named as in SamplingParams. Words are tokens
+    already.
 
     n, best_of  answers to each prompt: how many are in the receipt, of how many that were made
     seed        as text, because JSON of some languages holds 53 bits only
@@ -91,7 +94,8 @@ _AS_THEY_ARE = tuple(
 
 
 class ReceiptPrompt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One prompt. tokens: how many, behind truncation; max_tokens: of an answer to it, 0: only its echo."""
+    """One prompt. tokens: how many, behind truncation; max_tokens: of an answer to it, 0: only its
+    echo."""
 
     tokens: int
     hash: str
@@ -99,7 +103,8 @@ class ReceiptPrompt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class ReceiptChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One answer. tokens: how many, as usage counts them; chain: `token_chain`, with a link every `block`."""
+    """One answer. tokens: how many, as usage counts them; chain: `token_chain`, with a link every
+    `block`."""
 
     index: int
     prompt: int
@@ -139,7 +144,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Difference(NamedTuple):
-    """part: the path of a field, as `params.seed` or `choices[0].hash`; what: a sentence about it."""
+    """part: the path of a field, as `params.seed` or `choices[0].hash`; what: a sentence about
+    it."""
 
     part: str
     what: str
@@ -153,10 +159,10 @@ class NoReceipt(ValueError):
         self.difference = Difference(part, what)
 
 
-# -- hashes --------------------------------------------------------------------------------------------------
+# -- hashes ----------------------------------------------------------------------------------------
 def canonical(value: Any) -> bytes:
-    """The one way to write a value: JSON in ASCII, names sorted, no spaces, floats by their repr. ValueError
-    for a number that is none."""
+    """The one way to write a value: JSON in ASCII, names sorted, no spaces, floats by their repr.
+    ValueError for a number that is none."""
     plain = msgspec.to_builtins(value)
     return json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
 
@@ -169,8 +175,8 @@ def token_hash(kind: Literal["prompt", "output"], tokens: Sequence[int]) -> str:
 
 
 def token_chain(tokens: Sequence[int]) -> tuple[int, str]:
-    """(block, links): after every `block` tokens eight hex digits of the hash of all tokens up to there. Two
-    answers that differ have equal links up to the block in which they part."""
+    """(block, links): after every `block` tokens eight hex digits of the hash of all tokens up to
+    there. Two answers that differ have equal links up to the block in which they part."""
     block = BLOCK
     while len(tokens) // block > MAX_LINKS:
         block *= 2
@@ -200,7 +206,7 @@ def _split(text: str, size: int) -> list[str]:
     return [text[at : at + size] for at in range(0, len(text), size)]
 
 
-# -- making --------------------------------------------------------------------------------------------------
+# -- making ----------------------------------------------------------------------------------------
 def params_of(params: SamplingParams, n: int, best_of: int) -> ReceiptParams:
     """The part of resolved parameters that a receipt holds."""
     given = {name: getattr(params, name) for name in _AS_THEY_ARE}
@@ -283,10 +289,10 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-# -- reading -------------------------------------------------------------------------------------------------
+# -- reading ---------------------------------------------------------------------------------------
 def read_receipt(text: str | bytes) -> Receipt:
-    """The receipt in a text: itself, or in the field `receipt` of an answer. NoReceipt names what is wrong
-    with its form; whether it was changed is the question of `changes`."""
+    """The receipt in a text: itself, or in the field `receipt` of an answer. NoReceipt names what
+    is wrong with its form; whether it was changed is the question of `changes`."""
     try:
         value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
@@ -318,8 +324,8 @@ def _refuse(name: str) -> float:
 
 
 def changes(receipt: Receipt, key: bytes = b"") -> list[Difference]:
-    """The changes of a receipt since it was written, as far as it tells by itself. key: of the server
-    that signed it; without one the signature is not looked at."""
+    """The changes of a receipt since it was written, as far as it tells by itself. key: of the
+    server that signed it; without one the signature is not looked at."""
     parts, whole = _parts(receipt), _whole(receipt)
     kept, complete = receipt.digest == _digest(whole), len(receipt.checks) == CHECK * len(parts)
     checks = zip(sorted(parts), _split(receipt.checks, CHECK), strict=False)
@@ -358,7 +364,7 @@ def _signature_changes(signature: Signature | None, whole: bytes, key: bytes) ->
     ]
 
 
-# -- making again --------------------------------------------------------------------------------------------
+# -- making again ----------------------------------------------------------------------------------
 def sampling_of(receipt: Receipt, prompt: ReceiptPrompt) -> SamplingParams:
     """The parameters with which the answers to one prompt are made again."""
     params = receipt.params
@@ -404,7 +410,8 @@ def _where(choice: ReceiptChoice, tokens: Sequence[int]) -> str:
 
 
 def first_difference(given: Sequence[Any], made: Sequence[Any]) -> int | None:
-    """The position, from 1, of the first element in which two sequences differ; None: they are equal."""
+    """The position, from 1, of the first element in which two sequences differ; None: they are
+    equal."""
     for position, (one, other) in enumerate(zip(given, made, strict=False), 1):
         if one != other:
             return position

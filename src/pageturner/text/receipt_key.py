@@ -1,7 +1,7 @@
 """The key that signs receipts: read by the server that signs, and by whoever checks.
 
-Owns where it may come from and how long it must be. Must not know receipts (receipt.py); it is read before a
-server imports anything large. The key is never part of a message.
+Owns where it may come from and how long it must be. Must not know receipts (receipt.py); it is read
+before a server imports anything large. The key is never part of a message.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ VARIABLE = "PAGETURNER_RECEIPT_KEY"
 
 
 def read_key(file: str, given: str) -> bytes:
-    """The text in a file, or the one given; white space around it does not count. Empty where there is
-    neither. EngineFault('bad_setting') for a key that is too short."""
+    """The text in a file, or the one given; white space around it does not count. Empty where there
+    is neither. EngineFault('bad_setting') for a key that is too short."""
     raw = given.encode()
     if file:
         try:

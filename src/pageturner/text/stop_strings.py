@@ -1,6 +1,7 @@
 """Stop strings: where the text of an answer ends because one of them is complete.
 
-Owns what is shown, held back and cut away. Must not know tokens: text comes in pieces of any length.
+Owns what is shown, held back and cut away. Must not know tokens: text comes in pieces of any
+length.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from collections.abc import Sequence
 class StopStrings:
     """Text in, text out, cut at the first stop string.
 
-    Nothing is given out that a stop string could still take back: where the end of the text may be the
-    beginning of one, it is held back. The stop string that ends first wins; of those that end together the
-    longest.
+    Nothing is given out that a stop string could still take back: where the end of the text may be
+    the beginning of one, it is held back. The stop string that ends first wins; of those that end
+    together the longest.
 
     stop     at least one string, none of them empty
     include  the stop string stays in the text

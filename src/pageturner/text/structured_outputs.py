@@ -1,7 +1,9 @@
-"""The grammar that an answer must match, as one text: a grammar in llguidance's Lark dialect, checked.
+"""The grammar that an answer must match, as one text: a grammar in llguidance's Lark dialect,
+checked.
 
-Ground floor: whoever takes a request makes the grammar, the engine compiles it for its vocabulary. Must not
-know requests, tokens or where a schema came from. llguidance is imported when the first grammar is made.
+Ground floor: whoever takes a request makes the grammar, the engine compiles it for its vocabulary.
+Must not know requests, tokens or where a schema came from. llguidance is imported when the first
+grammar is made.
 """
 
 from __future__ import annotations
@@ -23,16 +25,17 @@ T = TypeVar("T")
 FIELD = "structured_outputs"
 MAX_CHARACTERS = 256 * 1024  # of a grammar
 MAX_CHOICES = 4096
-# Room for a line break and nine levels of four spaces. Small models that begin with white space may go on
-# with it for ever.
+# Room for a line break and nine levels of four spaces. Small models that begin with white space may
+# go on with it for ever.
 WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
-# llguidance's compiler calls itself for every rule and schema on its way down a chain of references, at up to
-# 5 KiB of stack each, and does not look how much is left: 128 MiB are enough for so many.
+# llguidance's compiler calls itself for every rule and schema on its way down a chain of
+# references, at up to 5 KiB of stack each, and does not look how much is left: 128 MiB are enough
+# for so many.
 MAX_NESTED = 8192
 MAX_STATES = 50_000  # of a grammar's lexer, at about a kilobyte; copies of a matcher share it
 STACK_BYTES = 128 * 1024 * 1024  # of addresses; what is not needed is never touched
-# Where only one text can follow, llguidance would name the tokens that its tokenizer makes of that text; we
-# want every token that can follow, whatever the tokenizer thinks of a text's beginning.
+# Where only one text can follow, llguidance would name the tokens that its tokenizer makes of that
+# text; we want every token that can follow, whatever the tokenizer thinks of a text's beginning.
 OPTIONS = '%llguidance {"no_forcing": true}\n'
 _NO_OPTIONS = re.compile(r"\A\s*%llguidance\s*\{\s*\}")
 _ECHO = re.compile(r"^ *\d+ \| ", re.MULTILINE)  # from here on a message shows the grammar
@@ -56,20 +59,20 @@ def StructuredOutputsParams(
     disable_any_whitespace: bool = False,
     whitespace_pattern: str | None = None,
 ) -> str:
-    """The grammar for `SamplingParams(structured_outputs=...)`, from exactly one of the first five. Named as
-    vLLM's class, and called as it is.
+    """The grammar for `SamplingParams(structured_outputs=...)`, from exactly one of the first five.
+    Named as vLLM's class, and called as it is.
 
     json         a JSON schema, as text or as an object
     regex        of the whole answer, in the syntax of Rust's regex: no look-around; \\d is 0 to 9
     choice       the texts of which the answer is one
     grammar      Lark, or GBNF (EBNF with ::=)
     json_object  any JSON object
-    disable_any_whitespace, whitespace_pattern  of the JSON; without them there may be white space everywhere,
-                 at most 40 characters of it at once
+    disable_any_whitespace, whitespace_pattern  of the JSON; without them there may be white space
+                                                everywhere, at most 40 characters of it at once
 
     ClientError 400: invalid_schema, unsupported_schema (a keyword or a format that is not known),
-    unsatisfiable_schema, invalid_regex, invalid_choice, invalid_grammar, unsatisfiable_grammar; invalid_value
-    for anything else.
+    unsatisfiable_schema, invalid_regex, invalid_choice, invalid_grammar, unsatisfiable_grammar;
+    invalid_value for anything else.
     """
     kinds = {
         "json": json,
@@ -201,8 +204,8 @@ _MATCHES_NOTHING = "nothing matches it"
 
 @lru_cache(maxsize=64)
 def wrong_with(grammar: str) -> str | None:
-    """None, or why it is no grammar. Compiles it for bytes as tokens, which takes a millisecond or a few, and
-    leaves the interpreter to other threads meanwhile."""
+    """None, or why it is no grammar. Compiles it for bytes as tokens, which takes a millisecond or
+    a few, and leaves the interpreter to other threads meanwhile."""
     try:
         matcher = compiled(byte_tokens(), grammar)
     except ValueError as error:  # such as lone surrogates, which no UTF-8 can hold
@@ -263,10 +266,11 @@ def _bad(code: str, message: str) -> ClientError:
     return ClientError(400, code, f"{FIELD}: {message}", FIELD)
 
 
-# -- schemas ----------------------------------------------------------------------------------------------
+# -- schemas ---------------------------------------------------------------------------------------
 
 
-# of the draft's formats those that a grammar can hold; the draft has validators pass over the others
+# of the draft's formats those that a grammar can hold; the draft has validators pass over the
+# others
 FORMATS = frozenset(
     {
         "date-time",
@@ -300,9 +304,9 @@ _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "
 
 
 def as_grammars_take_it(schema: Any, *, strict: bool = False) -> Any:
-    """The schema without `uniqueItems`, without formats that are not known, and with whole numbers that have
-    no bound of at most 16 digits. strict: with these two, so that whoever compiles it refuses them.
-    RecursionError where it is nested too deep."""
+    """The schema without `uniqueItems`, without formats that are not known, and with whole numbers
+    that have no bound of at most 16 digits. strict: with these two, so that whoever compiles it
+    refuses them. RecursionError where it is nested too deep."""
     if not isinstance(schema, Mapping):
         return schema
     made: dict[str, Any] = {}

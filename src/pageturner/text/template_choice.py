@@ -1,7 +1,8 @@
-"""The chat template that a model's conversations go through: the given one, its own, or its family's.
+"""The chat template that a model's conversations go through: the given one, its own, or its
+family's.
 
-Owns that order, the settings that give a template, and the families, whose templates are our own and lie in
-templates/. Must not know how a template is rendered (chat_template.py), nor requests.
+Owns that order, the settings that give a template, and the families, whose templates are our own
+and lie in templates/. Must not know how a template is rendered (chat_template.py), nor requests.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ TEMPLATES = Path(__file__).parent / "templates"
 class ChatFamily:
     """Models that were taught one way to write a conversation; templates/ holds it under the name.
 
-    tokens    all of which a vocabulary has, and none of `without`; (): its marks are plain text, which tells
-              nothing, so the model has to say what it is by its name, `called`
+    tokens    all of which a vocabulary has, and none of `without`; (): its marks are plain text,
+              which tells nothing, so the model has to say what it is by its name, `called`
     architectures  as the files name them; (): any
-    called    a pattern of the model's name, in which everything but letters and digits counts as a dash
+    called    a pattern of the model's name, in which everything but letters and digits counts as a
+              dash
     spaced    whether its tokenizer puts a space in front of a text; None: either
     end       the token behind an answer, which not every file says; "": end of sequence
     """
@@ -85,10 +87,11 @@ HOW_TO_GIVE = (
 
 
 def give_template(tokenizer: Tokenizer, given: str) -> str:
-    """Give the tokenizer the chat template that its conversations go through. Returns the name of the family
-    whose it is, "" for every other one.
+    """Give the tokenizer the chat template that its conversations go through. Returns the name of
+    the family whose it is, "" for every other one.
 
-    given  a file, the text of a template, the name of a family, or "": the model's own, or its family's
+    given  a file, the text of a template, the name of a family, or "": the model's own, or its
+           family's
     EngineFault('bad_setting') for a file that cannot be read and a template that cannot.
     """
     if given in BY_NAME:

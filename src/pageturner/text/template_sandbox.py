@@ -1,11 +1,12 @@
 """The sandbox in which chat templates run: what they may call, and how much they may do.
 
-Owns the budget of a rendering. Each round of a loop and each call is a step; each text and list that is made
-is paid for by its length, before it is made where that can be told. Must not know what a conversation is,
-tokens, or HTTP. jinja2 is imported here, so whoever needs no template does not import this module.
+Owns the budget of a rendering. Each round of a loop and each call is a step; each text and list
+that is made is paid for by its length, before it is made where that can be told. Must not know what
+a conversation is, tokens, or HTTP. jinja2 is imported here, so whoever needs no template does not
+import this module.
 
-Two things cost nothing here and are bounded only by the size of what a template can make: comparing two
-values and looking for one in another.
+Two things cost nothing here and are bounded only by the size of what a template can make: comparing
+two values and looking for one in another.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ _OF_LISTS = frozenset(
 _SIZED = frozenset({"center", "batch", "slice", "truncate", "indent"})  # whose numbers are sizes
 _SIZED_METHODS = frozenset({"center", "ljust", "rjust", "zfill", "to_bytes"})
 _COPYING = frozenset({"copy", "count", "index"})
-# of `%` and of str.format: a width or precision of five digits or more, or one that is itself an argument
+# of `%` and of str.format: a width or precision of five digits or more, or one that is itself an
+# argument
 _WIDE = re.compile(r"\d{5,}|%(?:\(.*?\))?[^%a-zA-Z\s]*\*|:[^{}]*\{", re.DOTALL)
 
 
@@ -64,7 +66,8 @@ class OverBudget(jinja2.TemplateError):
 
 @dataclass(slots=True)
 class Budget:
-    """The rest of the limits of one rendering: rounds of loops, calls and elements of lists, and characters."""
+    """The rest of the limits of one rendering: rounds of loops, calls and elements of lists, and
+    characters."""
 
     steps: int
     characters: int
@@ -99,7 +102,7 @@ def spending(budget: Budget, work: Callable[[], Any]) -> Any:
         _budget.reset(before)
 
 
-# -- what a template's code calls ----------------------------------------------------------------------------
+# -- what a template's code calls ------------------------------------------------------------------
 class _Counted:
     """A sequence that a loop goes through; each round is a step."""
 
@@ -119,7 +122,8 @@ def _counted(value: Any) -> Any:
 
 
 def _measured(value: Any) -> Any:
-    """The value. Paid for with all that is in it, as often as it is in there: so much is written of it."""
+    """The value. Paid for with all that is in it, as often as it is in there: so much is written of
+    it."""
     if not isinstance(value, list | tuple | Mapping | set | frozenset | MappingView | Namespace):
         return value
     budget, left = _budget.get(), [value]
@@ -255,7 +259,7 @@ class TemplateEnvironment(sandbox.ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
 
-# -- prices --------------------------------------------------------------------------------------------------
+# -- prices ----------------------------------------------------------------------------------------
 def _paid(values: Iterable[Any], between: int) -> Iterator[Any]:
     """The values, each paid for as it is taken."""
     budget = _budget.get()

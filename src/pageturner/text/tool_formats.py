@@ -1,11 +1,12 @@
-"""The ways in which models write calls of tools: one row for each format, and which row a chat template
-belongs to.
+"""The ways in which models write calls of tools: one row for each format, and which row a chat
+template belongs to.
 
-Owns the formats as data: the grammar that holds a model to one (tool_grammar.py) and the parser that reads it
-(call_parser.py) are both made from these rows. Must not know either of them, tokens or requests.
+Owns the formats as data: the grammar that holds a model to one (tool_grammar.py) and the parser
+that reads it (call_parser.py) are both made from these rows. Must not know either of them, tokens
+or requests.
 
-A pattern is text in which a space stands for white space that may be there or not, `$NAME` for the name of a
-tool, `$ARGS` for its arguments and `$ID` for letters and digits that nobody reads.
+A pattern is text in which a space stands for white space that may be there or not, `$NAME` for the
+name of a tool, `$ARGS` for its arguments and `$ID` for letters and digits that nobody reads.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ JSON, PYTHON, GEMMA = "json", "python", "gemma"
 class ToolFormat:
     """The way in which one family of models writes calls.
 
-    calls      patterns of one call; a model is held to the first one, and at the start of an answer to that
-               with which it begins; all of them are read
-    markers    a chat template with all of these texts, or one of the hints, and none of `without` has this
-               format; none has it where there are no markers
-    opening    stands once before the calls of an answer, `between` between two of them, `closing` behind them
+    calls      patterns of one call; a model is held to the first one, and at the start of an answer
+               to that with which it begins; all of them are read
+    markers    a chat template with all of these texts, or one of the hints, and none of `without`
+               has this format; none has it where there are no markers
+    opening    stands once before the calls of an answer, `between` between two of them, `closing`
+               behind them
     marks      parts of the patterns that may be one control token each in a vocabulary
-    at_start   calls are only looked for where the answer begins: nothing but their form tells them from text
+    at_start   calls are only looked for where the answer begins: nothing but their form tells them
+               from text
     arguments  how arguments are written: as JSON, as in Python's calls, or as Gemma does it
     several    whether an answer may have more than one call
     id_length  of the ids of its calls, where its templates take no others; 0: they take any
@@ -49,7 +52,8 @@ class ToolFormat:
 
     @property
     def in_list(self) -> bool:
-        """Return whether the calls stand in one list, so that what follows a call is told by the list."""
+        """Return whether the calls stand in one list, so that what follows a call is told by the
+        list."""
         return bool(self.closing or self.between)
 
 
@@ -181,8 +185,8 @@ COMMON = "hermes"  # what to try with a model whose template says nothing
 
 @lru_cache(maxsize=8)
 def recognised(template: str | None) -> ToolFormat | None:
-    """The format that this chat template speaks of. None where it has none that is known, or where it does
-    nothing with tools."""
+    """The format that this chat template speaks of. None where it has none that is known, or where
+    it does nothing with tools."""
     if template is None or not re.search(r"\b(xml_)?tools\b", template):
         return None
     return next((one for one in FORMATS if _fits(one, template)), None)

@@ -1,8 +1,8 @@
-"""Grammars that hold an answer to the calls of its tools: from the first token on where a call is required,
-else from the mark on that begins a call. Around calls every text is possible.
+"""Grammars that hold an answer to the calls of its tools: from the first token on where a call is
+required, else from the mark on that begins a call. Around calls every text is possible.
 
-Owns how a format (tool_formats.py) becomes a grammar in llguidance's Lark dialect. Must not know requests,
-nor how a grammar is compiled and followed (executor/grammar.py).
+Owns how a format (tool_formats.py) becomes a grammar in llguidance's Lark dialect. Must not know
+requests, nor how a grammar is compiled and followed (executor/grammar.py).
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ ID: /[A-Za-z0-9]{9}/
 
 
 def _text_without(name: str, *marks: str) -> str:
-    """The terminal of this name: any text in which none of these marks is spelled. Whoever reads an answer
-    reads its text, and cannot tell a mark that is a token of its own from one that is spelled."""
+    """The terminal of this name: any text in which none of these marks is spelled. Whoever reads an
+    answer reads its text, and cannot tell a mark that is a token of its own from one that is
+    spelled."""
     spelled = "|".join(map(literal_regex, marks))
     return f"{name}: /(?s:.*)/ & ~(/(?s:.*)({spelled})(?s:.*)/)"
 
@@ -47,7 +48,8 @@ def no_control(mark: str) -> None:
 
 
 def tool_grammar(format: ToolFormat, choice: ToolChoice, control: Control, answer: str = "") -> str:
-    """The grammar that an answer with these tools must match. The schemas are taken as good: `check_tools`.
+    """The grammar that an answer with these tools must match. The schemas are taken as good:
+    `check_tools`.
 
     answer  the grammar of an answer that is no call; "": any text
     """
@@ -68,7 +70,8 @@ def tool_grammar(format: ToolFormat, choice: ToolChoice, control: Control, answe
 
 
 def check_tools(format: ToolFormat, choice: ToolChoice) -> None:
-    """ClientError where a schema of a tool is none, or is more than a grammar can hold to the letter."""
+    """ClientError where a schema of a tool is none, or is more than a grammar can hold to the
+    letter."""
     try:
         _check(format, choice)
     except ClientError as error:
@@ -99,7 +102,8 @@ def _culprit(format: ToolFormat, choice: ToolChoice) -> str:
 
 
 def with_thoughts(grammar: str, format: ReasoningFormat, thinking: bool, control: Control) -> str:
-    """The same grammar for an answer that may think first. thinking: the prompt has begun the thoughts."""
+    """The same grammar for an answer that may think first. thinking: the prompt has begun the
+    thoughts."""
     if not format.begin:
         return _harmony_answer(grammar, control)
     first, *rest = parts_of(format.begin, format.marks)
@@ -157,7 +161,8 @@ class _Writer:
     control: Control
 
     def parts(self, pattern: str, tool: int = 0, skip: int = 0) -> str:
-        """The pattern, with the name and the arguments of a tool, without so many parts at its beginning."""
+        """The pattern, with the name and the arguments of a tool, without so many parts at its
+        beginning."""
         return self.symbols(parts_of(pattern, self.format.marks)[skip:], tool)
 
     def symbols(self, parts: tuple[str, ...], tool: int = 0) -> str:
@@ -253,8 +258,8 @@ def _anywhere(write: _Writer) -> list[str]:
 
 
 def _at_start(write: _Writer) -> list[str]:
-    """Nothing but its form tells a call from text: an answer that begins as a call does, up to the name of a
-    tool, is one."""
+    """Nothing but its form tells a call from text: an answer that begins as a call does, up to the
+    name of a tool, is one."""
     format, choice = write.format, write.choice
     heads: list[str] = []
     firsts: list[str] = []
@@ -285,9 +290,9 @@ def _regex(parts: tuple[str, ...], tool: Tool) -> str:
 
 
 def _harmony(write: _Writer) -> str:
-    """Messages on channels, the last of which may go to a function, or must. Its name stands behind the
-    channel or, as their template writes it in messages behind another one, in front of it. There are thoughts
-    once, at the beginning: so a budget ends them."""
+    """Messages on channels, the last of which may go to a function, or must. Its name stands behind
+    the channel or, as their template writes it in messages behind another one, in front of it.
+    There are thoughts once, at the beginning: so a budget ends them."""
     channel, message, constrain, begin = (
         _mark(text, write.control)
         for text in ("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>")
@@ -313,7 +318,8 @@ def _harmony(write: _Writer) -> str:
 
 
 def _message_end(control: Control, name: str) -> str:
-    """The rule of this name: the text of a message of harmony and the mark behind it. SAID is text alone."""
+    """The rule of this name: the text of a message of harmony and the mark behind it. SAID is text
+    alone."""
     token, said = control("<|end|>"), _text_without("SAID", *ENDS)
     if token is not None:
         return f"{name}: SAID <[{token}]>\n{said}"

@@ -1,7 +1,8 @@
 """The tools of a request: what one is, which of them may be called, and whether one must be.
 
-Owns the checks of `tools`, `tool_choice` and `parallel_tool_calls`; ClientError names the field that is
-wrong. Must not know how a model writes calls (tool_formats.py) nor how one is held to it (tool_grammar.py).
+Owns the checks of `tools`, `tool_choice` and `parallel_tool_calls`; ClientError names the field
+that is wrong. Must not know how a model writes calls (tool_formats.py) nor how one is held to it
+(tool_grammar.py).
 """
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
-"""The backend of CPUs: `Ops` by the C++ kernels in `kernels/native`. The package must not import them itself."""
+"""The backend of CPUs: `Ops` by the C++ kernels in `kernels/native`. The package must not import
+them itself."""

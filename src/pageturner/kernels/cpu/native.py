@@ -1,9 +1,10 @@
-"""The native backend: `Ops` by the C++ kernels in `native/`, chosen by the instruction set of this CPU.
+"""The native backend: `Ops` by the C++ kernels in `native/`, chosen by the instruction set of this
+CPU.
 
-Owns the binding between the Ops protocol and the compiled module: output arrays, error names, the choice
-of the instruction set. Must not know any model family, request or policy. Activations are C-contiguous fp32
-numpy arrays. Every number is computed in C++; each call, also a composite such as `hidden`, enters the thread
-pool once.
+Owns the binding between the Ops protocol and the compiled module: output arrays, error names, the
+choice of the instruction set. Must not know any model family, request or policy. Activations are
+C-contiguous fp32 numpy arrays. Every number is computed in C++; each call, also a composite such as
+`hidden`, enters the thread pool once.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ _VECTORS: dict[str, Any] = {"F32": np.float32, "F16": np.float16}
 
 
 class NativeOps(Composites):
-    """`Ops` by compiled kernels. Calls from several threads are allowed and run one after the other.
+    """`Ops` by compiled kernels. Calls from several threads are allowed and run one after the
+    other.
 
     threads  0: one for each core that this process may use
     isa      one of available_isas(); None: $PAGETURNER_ISA, else the best one
@@ -74,15 +76,16 @@ class NativeOps(Composites):
         return FEATURES
 
     def default_activation_bits(self, kind: str) -> int:
-        """12 where whole bytes of weights are multiplied, and summed in 32 bits; 15 of weights of 8 bits that
-        are multiplied as 16, as activations may then be."""
+        """12 where whole bytes of weights are multiplied, and summed in 32 bits; 15 of weights of 8
+        bits that are multiplied as 16, as activations may then be."""
         if self.isa in ("avx512vnni", "amx"):
             return 12
         return 15 if self.isa in _WIDENED and kind in _EIGHT_BITS else 8
 
-    # -- storage ------------------------------------------------------------------------------------------
+    # -- storage -----------------------------------------------------------------------------------
     def pack_weight(self, tensor: Tensor) -> Weight:
-        """A packed matrix (also good for `embed`), or an fp32 vector. EngineFault for an unknown kind."""
+        """A packed matrix (also good for `embed`), or an fp32 vector. EngineFault for an unknown
+        kind."""
         if len(tensor.shape) == 1 and tensor.kind in _VECTORS:
             return (
                 np.array(tensor.data)
@@ -152,7 +155,8 @@ class NativeOps(Composites):
             row[:] = kv.memory[block]
 
     def write_blocks(self, kv: KV, blocks: I32, data: NDArray[np.uint8]) -> None:
-        """Give blocks the bytes that read_blocks found in others. ValueError for other numbers of bytes."""
+        """Give blocks the bytes that read_blocks found in others. ValueError for other numbers of
+        bytes."""
         kv.memory[blocks] = data
 
     def store_weight(self, weight: Weight, fd: int, offset: int) -> tuple[list[Any], int]:
@@ -164,7 +168,8 @@ class NativeOps(Composites):
         return [weight.kind, weight.bits, *weight.shape, weight.ordered], checksum
 
     def fetch_weight(self, about: list[Any], fd: int, offset: int) -> tuple[Weight, int]:
-        """A matrix that `store_weight` wrote, and its checksum. OSError; ValueError for nonsense."""
+        """A matrix that `store_weight` wrote, and its checksum. OSError; ValueError for
+        nonsense."""
         kind, bits, n, k, ordered = about
         try:
             weight, checksum = self._engine.fetch(kind, bits, n, k, ordered, fd, offset)
@@ -172,10 +177,10 @@ class NativeOps(Composites):
             raise OSError(None, str(e)) from e
         return weight, checksum
 
-    # -- threads and ranks --------------------------------------------------------------------------------------
+    # -- threads and ranks -------------------------------------------------------------------------
     def pin_threads(self, cores: list[int] | None = None) -> None:
-        """Keep each helping thread on one of these cores, or of those that this process may use; the caller
-        stays free."""
+        """Keep each helping thread on one of these cores, or of those that this process may use;
+        the caller stays free."""
         self._engine.pin_threads(cores or sorted(os.sched_getaffinity(0)))
 
     def join(self, ranks: Any) -> None:
@@ -183,10 +188,11 @@ class NativeOps(Composites):
         self._engine.join(ranks)
 
     def join_stages(self, ranks: Any) -> None:
-        """Make layers those of one stage from here on, whose rows come from `ranks` and go to them."""
+        """Make layers those of one stage from here on, whose rows come from `ranks` and go to
+        them."""
         self._engine.join_stages(ranks)
 
-    # -- primitives ---------------------------------------------------------------------------------------
+    # -- primitives --------------------------------------------------------------------------------
     def embed(self, table: Weight, tokens: I32) -> F32:
         """Rows of the table, dequantised: [T, d]. ValueError for an id outside of the table."""
         out = np.empty((len(tokens), table.shape[1]), np.float32)
@@ -200,7 +206,8 @@ class NativeOps(Composites):
         return out
 
     def layer_norm(self, x: F32, weight: Weight, bias: Weight, eps: float) -> F32:
-        """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias over the last axis of x [T, d]."""
+        """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias over the last axis of x [T,
+        d]."""
         out = np.empty_like(x)
         self._engine.layer_norm(x, weight, bias, eps, out)
         return out
@@ -226,8 +233,8 @@ class NativeOps(Composites):
         self._engine.kv_write(kv, layer, k, v, slots)
 
     def attention(self, q: F32, kv: KV, layer: int, batch: Batch, shape: AttentionShape) -> F32:
-        """Causal attention of q [T, heads * head_dim] over the paged KV: same shape, but [T, heads * latent]
-        with a latent KV."""
+        """Causal attention of q [T, heads * head_dim] over the paged KV: same shape, but [T, heads
+        * latent] with a latent KV."""
         out = np.empty_like(q)
         self._engine.attention(
             q, kv, layer, views.batch_view(batch), *attention_options(shape), out
@@ -251,7 +258,8 @@ class NativeOps(Composites):
         return np.multiply(x, factors[rows][:, None], out=x)
 
     def head_linear(self, x: F32, weights: tuple[Weight, ...]) -> F32:
-        """Multiply the columns of x [T, heads * K] of each head by the head's own matrix: [T, heads * N]."""
+        """Multiply the columns of x [T, heads * K] of each head by the head's own matrix: [T, heads
+        * N]."""
         out = np.empty((len(x), len(weights) * weights[0].shape[0]), np.float32)
         self._engine.head_linear(x, weights, out)
         return out
@@ -324,7 +332,7 @@ class NativeOps(Composites):
         self._engine.sample(logits, temperature, top_k, top_p, min_p, uniform, out)
         return out
 
-    # -- composites ---------------------------------------------------------------------------------------
+    # -- composites --------------------------------------------------------------------------------
     def prepare_layer(self, layer: Layer) -> None:
         """Attach the C++ view of the layer, which borrows the weights that `layer` holds."""
         layer.native = views.layer_view(layer)
@@ -352,8 +360,8 @@ class NativeOps(Composites):
         return x
 
     def mlp_block(self, x: F32, layer: Layer) -> F32:
-        """x + post_norm(down(act(gate(norm(x))) * up(norm(x)))), or x + what its experts add, written into
-        x [T, d]: one native call."""
+        """x + post_norm(down(act(gate(norm(x))) * up(norm(x)))), or x + what its experts add,
+        written into x [T, d]: one native call."""
         self._engine.mlp_block(x, layer.native)
         return x
 
@@ -367,8 +375,9 @@ class NativeOps(Composites):
         return out
 
     def choose(self, x: F32, head: Head, args: ChooseArgs) -> SamplerOutput:
-        """Tokens for x [R, d], as `Ops.choose` defines them: one native call. Logits are not written where a
-        row needs no more than their largest, nor all computed where few tokens may be chosen."""
+        """Tokens for x [R, d], as `Ops.choose` defines them: one native call. Logits are not
+        written where a row needs no more than their largest, nor all computed where few tokens may
+        be chosen."""
         ids, logits = np.empty(len(x), np.int32), np.empty(len(x), np.float32)
         found = asked = None
         wanted = args.wanted

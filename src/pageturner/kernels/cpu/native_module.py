@@ -1,7 +1,7 @@
 """The compiled kernels: whether they are there, and which instruction set of this CPU they use.
 
-Owns the import of the compiled module, which may be absent, and the choice of the instruction set. Must not
-know what the kernels compute.
+Owns the import of the compiled module, which may be absent, and the choice of the instruction set.
+Must not know what the kernels compute.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ except ImportError as e:  # not compiled, or for another Python
 
 
 def available_isas() -> list[str]:
-    """Instruction sets that were compiled and that this CPU has, best first; empty without the module."""
+    """Instruction sets that were compiled and that this CPU has, best first; empty without the
+    module."""
     return list(_native.available_isas()) if _native is not None else []
 
 
@@ -38,7 +39,8 @@ def module() -> Any:
 
 
 def supported() -> tuple[bool, str]:
-    """Return whether the native backend is worth using here, and why not (a sentence for the user)."""
+    """Return whether the native backend is worth using here, and why not (a sentence for the
+    user)."""
     if _native is None:
         return False, (
             f"the native kernels are not built ({_import_error}); install a C++20 compiler (Debian, Ubuntu:"
@@ -50,7 +52,8 @@ def supported() -> tuple[bool, str]:
 
 
 def how_to_compile() -> str:
-    """The command that installs this very installation again, from where it came (PEP 610), and compiles."""
+    """The command that installs this very installation again, from where it came (PEP 610), and
+    compiles."""
     from importlib import metadata  # slow to import, and for those alone who read it
 
     try:
@@ -79,7 +82,8 @@ def how_to_compile() -> str:
 
 
 def choose_isa(isa: str | None) -> str:
-    """This one, or the one of $PAGETURNER_ISA, or the best. EngineFault for one that is not available."""
+    """This one, or the one of $PAGETURNER_ISA, or the best. EngineFault for one that is not
+    available."""
     found = available_isas()
     if not found:
         raise EngineFault("no_native_kernels", supported()[1])

@@ -1,8 +1,8 @@
 """The views that C++ has of layers, stacks, batches, heads and adapters: their parts by name and
 place.
 
-Owns the order and the names that native/bind.cpp and native/bind_adapters.cpp expect. What is made here
-borrows the arrays that it is made of.
+Owns the order and the names that native/bind.cpp and native/bind_adapters.cpp expect. What is made
+here borrows the arrays that it is made of.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def attention_options(shape: AttentionShape) -> tuple[Any, ...]:
 
 
 def first_of_heads(x: F32, shape: AttentionShape) -> F32:
-    """Return, with a latent KV, the columns [T, heads * latent] of x [T, heads * head_dim] that are values; else x."""
+    """Return, with a latent KV, the columns [T, heads * latent] of x [T, heads * head_dim] that are
+    values; else x."""
     if not shape.latent:
         return x
     heads = x.reshape(len(x), shape.heads, shape.head_dim)[:, :, : shape.latent]

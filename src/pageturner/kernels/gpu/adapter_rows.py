@@ -1,6 +1,7 @@
 """LoRA adapters on a device as kernels read them: one, and the rows of a step that have each.
 
-Owns the tables of rows. Must not know how anything is computed, nor how an adapter lies in its memory.
+Owns the tables of rows. Must not know how anything is computed, nor how an adapter lies in its
+memory.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class GpuAdapter:
 
 @dataclass(frozen=True, slots=True)
 class RowsOfKind:
-    """Rows of a step whose adapters are of one kind, for source/lora.py. blocks: the most of any of them."""
+    """Rows of a step whose adapters are of one kind, for source/lora.py. blocks: the most of any of
+    them."""
 
     kind: str
     rows: GpuArray
@@ -85,8 +87,8 @@ def of_wanted(batch: Batch) -> Adapters | None:
 
 
 def shape_of(adapters: Adapters | None) -> tuple[tuple[str, bytes], ...]:
-    """The facts that the launches of a step depend on: kinds, and blocks of ranks in powers of two. Steps of one shape
-    can share a recording."""
+    """The facts that the launches of a step depend on: kinds, and blocks of ranks in powers of two.
+    Steps of one shape can share a recording."""
     return tuple((kind, blocks.tobytes()) for kind, blocks in blocks_of(adapters or ()).items())
 
 

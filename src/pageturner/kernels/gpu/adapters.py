@@ -1,7 +1,9 @@
-"""LoRA adapters on a device: factors, the rows of a step that have each, and the two products as launches.
+"""LoRA adapters on a device: factors, the rows of a step that have each, and the two products as
+launches.
 
-Owns how an adapter lies in memory, and the memory that its products take in a step. `pack` may be called by
-any thread; the rest is for the thread that steps. Must not know layers, names of adapters or requests.
+Owns how an adapter lies in memory, and the memory that its products take in a step. `pack` may be
+called by any thread; the rest is for the thread that steps. Must not know layers, names of adapters
+or requests.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ class GpuAdapters:
     def _driver(self) -> Driver:
         return self._run.driver
 
-    # -- memory ----------------------------------------------------------------------------------------------
+    # -- memory ------------------------------------------------------------------------------------
     def pack(self, weights: AdapterWeights, stack: Stack) -> GpuAdapter:
         """ValueError where it does not fit the stack; MemoryError where the device is full."""
         check(weights, stack)
@@ -95,12 +97,13 @@ class GpuAdapters:
         if self._room is not None:
             self._room.reset()
 
-    # -- rows ------------------------------------------------------------------------------------------------
+    # -- rows --------------------------------------------------------------------------------------
     def of_step(
         self, batch: Batch, recorded: bool
     ) -> tuple[AdaptedRows | None, AdaptedRows | None]:
-        """Return the adapters of all rows of a step, and of those whose logits are wanted. recorded: tables
-        have room for another step of the same number of rows, whatever adapters these have."""
+        """Return the adapters of all rows of a step, and of those whose logits are wanted.
+        recorded: tables have room for another step of the same number of rows, whatever adapters
+        these have."""
         if batch.adapters is None:
             return None, None
         count = len(batch.tokens)
@@ -113,8 +116,8 @@ class GpuAdapters:
     def of_rows(
         self, adapters: Adapters, starts: I32 | None = None, least: int = 0
     ) -> AdaptedRows | None:
-        """Adapter s has the rows starts[s] .. starts[s+1] - 1, or row s. None where nobody has any. least: as
-        `RowTables.arrays`."""
+        """Adapter s has the rows starts[s] .. starts[s+1] - 1, or row s. None where nobody has any.
+        least: as `RowTables.arrays`."""
         starts = np.arange(len(adapters) + 1, dtype=np.int32) if starts is None else starts
         tables = tables_of(adapters, starts)
         if not tables:
@@ -133,7 +136,8 @@ class GpuAdapters:
 
     @contextmanager
     def rows(self, adapters: AdaptedRows | Adapters) -> Iterator[AdaptedRows]:
-        """Yield the rows with these adapters for the launches within; or the argument, if it is that already."""
+        """Yield the rows with these adapters for the launches within; or the argument, if it is
+        that already."""
         if isinstance(adapters, AdaptedRows):
             yield adapters
             return
@@ -142,12 +146,13 @@ class GpuAdapters:
         if self._room is not None:
             self._room.reset(mark)
 
-    # -- products --------------------------------------------------------------------------------------------
+    # -- products ----------------------------------------------------------------------------------
     def add(
         self, adapted: AdaptedRows, y: GpuArray, x: GpuArray, place: int, sizes: Sequence[int]
     ) -> None:
-        """y [T, sum(sizes)] plus scale * B (A x) of the fields whose records begin at `place`, one behind the
-        other; each makes so many of the columns. x is as the model's own product has it."""
+        """y [T, sum(sizes)] plus scale * B (A x) of the fields whose records begin at `place`, one
+        behind the other; each makes so many of the columns. x is as the model's own product has
+        it."""
         x = next(iter(x.narrow.values()), x)
         chunk, parts = lora_parts(x.shape[1])
         for of in adapted.parts:
@@ -200,7 +205,8 @@ class GpuAdapters:
                 self._second(of, tiles, h, x, EMBED, (x.shape[1],), of.kind, most, 1)
 
     def _first(self, tiles: GpuArray, width: int, programs: int) -> list[tuple[GpuArray, GpuArray]]:
-        """Tiles that are computed at once, and where their first products go: always the same place."""
+        """Tiles that are computed at once, and where their first products go: always the same
+        place."""
         room = self._room
         assert room is not None  # there is an adapter
         one = 4 * LORA_ROWS * width * programs
@@ -247,7 +253,7 @@ class GpuAdapters:
         self._driver.launch(f"lora_expand.{compute}.{of.kind}", grid, arguments)
 
 
-# -- how an adapter lies -------------------------------------------------------------------------------------
+# -- how an adapter lies ---------------------------------------------------------------------------
 def check(weights: AdapterWeights, stack: Stack) -> None:
     """ValueError where an adapter does not fit the stack."""
     if len(weights.layers) > len(stack.layers):

@@ -1,4 +1,5 @@
-"""Arrays on a device, and where a step's lie: one arena that is filled from its beginning in every step.
+"""Arrays on a device, and where a step's lie: one arena that is filled from its beginning in every
+step.
 
 Owns addresses and sizes. Must not know operations.
 """
@@ -28,9 +29,9 @@ def padded(nbytes: int) -> int:
 
 @dataclass(slots=True)
 class GpuArray:
-    """A row-major array at an address. stride: elements from one row to the next, where rows lie apart;
-    narrow: the same values rounded to other kinds, once somebody needed them; ordered: their columns in other
-    orders, by the digest of an order."""
+    """A row-major array at an address. stride: elements from one row to the next, where rows lie
+    apart; narrow: the same values rounded to other kinds, once somebody needed them; ordered: their
+    columns in other orders, by the digest of an order."""
 
     address: int
     shape: tuple[int, ...]
@@ -68,13 +69,14 @@ class GpuArray:
 
 
 class Arena:
-    """Memory for what a step computes. Arrays are taken one behind the other and given back all at once, so
-    that the same step takes the same addresses again: recordings depend on it.
+    """Memory for what a step computes. Arrays are taken one behind the other and given back all at
+    once, so that the same step takes the same addresses again: recordings depend on it.
 
-    Layers take turns in two halves: what a block of one computed lies in one half while the next block fills
-    the other. So a step needs the memory of two blocks, however many layers there are.
+    Layers take turns in two halves: what a block of one computed lies in one half while the next
+    block fills the other. So a step needs the memory of two blocks, however many layers there are.
 
-    counters  address of MAX_SPLIT_TILES int32 behind all that, which are 0 before each kernel and behind it
+    counters  address of MAX_SPLIT_TILES int32 behind all that, which are 0 before each kernel and
+              behind it
     """
 
     def __init__(self, driver: Driver, nbytes: int, begin: int = 0) -> None:

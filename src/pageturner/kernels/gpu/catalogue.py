@@ -1,10 +1,11 @@
-"""The kernels of the GPU backend: the variants that are compiled for each architecture, and what each takes.
+"""The kernels of the GPU backend: the variants that are compiled for each architecture, and what
+each takes.
 
-Owns names, types of arguments and tile sizes. Plain data, read without Triton and without a device. Must not
-know how a kernel is compiled or launched. Tile sizes over K and over positions are the same for every number
-of rows, and products of different heights use one matrix instruction (`make gpu-kernels` checks them).
-Attention of few rows uses the instruction of 16 rows everywhere; its bits were those of the taller
-instruction where it has run (sm_90).
+Owns names, types of arguments and tile sizes. Plain data, read without Triton and without a device.
+Must not know how a kernel is compiled or launched. Tile sizes over K and over positions are the
+same for every number of rows, and products of different heights use one matrix instruction (`make
+gpu-kernels` checks them). Attention of few rows uses the instruction of 16 rows everywhere; its
+bits were those of the taller instruction where it has run (sm_90).
 """
 
 from __future__ import annotations
@@ -14,26 +15,28 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
-# Architectures whose matrix instruction has 64 rows: a tile of few rows is as tall there, for the same bits
+# Architectures whose matrix instruction has 64 rows: a tile of few rows is as tall there, for the
+# same bits
 WGMMA_ARCHS = (90, 100)
-# Bytes of shared memory that a block may have when it asks for it: max_shared_memory_per_block_optin in
-# cuda/__device/arch_traits.h of NVIDIA's libcudacxx, which is what a multiprocessor has (164, 100, 228 KB)
-# less the 1 KB of a block that the system keeps
+# Bytes of shared memory that a block may have when it asks for it:
+# max_shared_memory_per_block_optin in cuda/__device/arch_traits.h of NVIDIA's libcudacxx, which is
+# what a multiprocessor has (164, 100, 228 KB) less the 1 KB of a block that the system keeps
 SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 SMALL_SHARED = 101376
 PORTABLE = 80  # its PTX runs on every later device
 SEGMENT = 256  # positions of one softmax partial, as everywhere
 GROUP_ROWS = 1024  # elements of a tile of a kernel that works element by element
 NORM_ROWS = 4096  # elements of a row that are normed at once
-# Sampling: logits that are read at once; segments of a row at most; places of a distance; integers of a row's
-# state; tokens that are sorted
+# Sampling: logits that are read at once; segments of a row at most; places of a distance; integers
+# of a row's state; tokens that are sorted
 VOCABULARY_TILE, VOCABULARY_SEGMENTS = 2048, 128
 SAMPLE_BINS, SAMPLE_STATE, SAMPLE_SORTED = 256, 16, 2048
 
 
 class Height(StrEnum):
-    """The part of a kernel's name that says which products it is for: `m64` is for up to 64 rows, `_wide` for
-    weights of more than WIDE outputs. Attention and experts only distinguish few rows and many."""
+    """The part of a kernel's name that says which products it is for: `m64` is for up to 64 rows,
+    `_wide` for weights of more than WIDE outputs. Attention and experts only distinguish few rows
+    and many."""
 
     M8 = "m8"
     M16 = "m16"
@@ -52,12 +55,12 @@ WHOLE_TILES = 256  # so many tiles of a weight in groups fill a device without p
 # Products of adapters: rows of a tile, ranks of a block, outputs of a tile, most parts of K
 LORA_ROWS, LORA_RANKS, LORA_OUTPUTS, LORA_PARTS = 16, 16, 128, 8
 
-# Sums over ranks: programs of a launch at most, ranks at most, elements that a program moves at once, and
-# elements of an area of a program: two for each of 128 programs are 134 MB
+# Sums over ranks: programs of a launch at most, ranks at most, elements that a program moves at
+# once, and elements of an area of a program: two for each of 128 programs are 134 MB
 EXCHANGE_PROGRAMS, EXCHANGE_RANKS, EXCHANGE_BLOCK, EXCHANGE_AREA = 128, 16, 1024, 1 << 17
-# Up to so many bytes, divided by the number of ranks, a sum over more than two ranks takes one exchange: at 4
-# and 8 ranks that is where vLLM's own all-reduce goes over to two (512 and 256 KB). With two ranks both ways
-# move as much, and a sum always takes one exchange
+# Up to so many bytes, divided by the number of ranks, a sum over more than two ranks takes one
+# exchange: at 4 and 8 ranks that is where vLLM's own all-reduce goes over to two (512 and 256 KB).
+# With two ranks both ways move as much, and a sum always takes one exchange
 ONE_EXCHANGE = 2 << 20
 
 FLOATS = ("bf16", "fp16", "fp32")  # types that products are computed in
@@ -83,7 +86,8 @@ GROUPED = {
     "5.32": (5, 32, "fp32"),
     "fp8": (8, 0, "fp32"),
 }
-# As GATED, for many rows: with fewer rows half as many programs would run, and wait for each other longer
+# As GATED, for many rows: with fewer rows half as many programs would run, and wait for each other
+# longer
 GATED_GROUPS = ("4.32.fp16", "4.128", "fp8")
 SUMS_SPAN = 256  # columns of a tile of `group_sums`
 GROUPS_K = 128  # parts of K of a product with weights in groups are multiples of it
@@ -97,8 +101,8 @@ Arguments = tuple[tuple[str, str], ...]
 class Kernel:
     """A compiled variant.
 
-    arguments   (name, type) in the order of the function; "bf16[128,64]" is a matrix of which boxes of so many
-                rows and columns are copied
+    arguments   (name, type) in the order of the function; "bf16[128,64]" is a matrix of which boxes
+                of so many rows and columns are copied
     constants   its constexprs; "dtype:x" stands for a type
     aligned     arguments that are multiples of 16
     """
@@ -115,8 +119,9 @@ class Kernel:
 def _kernel(
     name: str, function: str, arguments: str, warps: int = 4, stages: int = 2, **constants: Any
 ) -> Kernel:
-    """Return a kernel whose arguments are written "x:*bf16 M:i32": i32 where there is no type. An integer
-    that ends in "!" is a multiple of 16, and so is every pointer that does not end in "?"."""
+    """Return a kernel whose arguments are written "x:*bf16 M:i32": i32 where there is no type. An
+    integer that ends in "!" is a multiple of 16, and so is every pointer that does not end in
+    "?"."""
     pairs = [
         (key, kind or "i32") for key, _, kind in (one.partition(":") for one in arguments.split())
     ]
@@ -128,8 +133,9 @@ def _kernel(
 
 
 class Tile(NamedTuple):
-    """The tile of a dense product: its sides, and the warps and stages of a program. With `swap` the weight
-    is the first operand of the matrix instruction, and a tile may have fewer rows than the instruction."""
+    """The tile of a dense product: its sides, and the warps and stages of a program. With `swap`
+    the weight is the first operand of the matrix instruction, and a tile may have fewer rows than
+    the instruction."""
 
     m: int
     n: int
@@ -147,9 +153,9 @@ WIDE = 8192  # from so many outputs on there are enough tiles of 64 of them for 
 
 
 def tiles_of(architecture: int, kind: str) -> dict[Height, Tile]:
-    """Return the tiles of dense products by height. No order of sums depends on them. On sm_90 they are the
-    fastest that were measured; there the weight is the first operand where rows are few, which had the same
-    bits on a device."""
+    """Return the tiles of dense products by height. No order of sums depends on them. On sm_90 they
+    are the fastest that were measured; there the weight is the first operand where rows are few,
+    which had the same bits on a device."""
     if kind == "fp32":
         few, many = Tile(16, 64, 32, 4, 4), Tile(64, 64, 32, 4, 3)
         return {M64: few, M64_WIDE: few, M256: many, M256_WIDE: many, MANY: many}
@@ -174,8 +180,9 @@ def gated_tile(tiles: dict[Height, Tile], height: Height) -> Tile:
 
 
 def height_of(rows: int, outputs: int, has_m16: bool = False) -> Height:
-    """Return the height of `tiles_of` that a product of so many rows and outputs takes; MANY where outputs are
-    no multiple of 16, for which no other is compiled. has_m16: whether there is a tile of M16."""
+    """Return the height of `tiles_of` that a product of so many rows and outputs takes; MANY where
+    outputs are no multiple of 16, for which no other is compiled. has_m16: whether there is a tile
+    of M16."""
     if outputs % 16:
         return MANY
     if has_m16 and rows <= 16:
@@ -205,8 +212,8 @@ class Ring(NamedTuple):
         return f"{self.m}x{self.n}"
 
 
-# Rings of persistent products on sm_90, and the cost of an element of a tile as `tune.py persistent` measured
-# it on an H200: smaller tiles need more bytes for each product
+# Rings of persistent products on sm_90, and the cost of an element of a tile as `tune.py
+# persistent` measured it on an H200: smaller tiles need more bytes for each product
 PERSISTENT = {Ring(128, 256, 64, 4): 1.0, Ring(128, 128, 64, 6): 1.02, Ring(128, 64, 64, 8): 1.34}
 PERSISTENT_KINDS = ("bf16", "fp16")
 MULTIPROCESSORS = (
@@ -215,9 +222,10 @@ MULTIPROCESSORS = (
 
 
 def persistent_ring(architecture: int, kind: str, rows: int, outputs: int) -> Ring | None:
-    """Return the ring with which a persistent product of so many rows and outputs ends first. None where
-    `dense` computes it: few rows, other types and architectures, and outputs of which not every row begins at
-    a multiple of 16 bytes. A tile of gate and up has half of its columns of each."""
+    """Return the ring with which a persistent product of so many rows and outputs ends first. None
+    where `dense` computes it: few rows, other types and architectures, and outputs of which not
+    every row begins at a multiple of 16 bytes. A tile of gate and up has half of its columns of
+    each."""
     if architecture != 90 or kind not in PERSISTENT_KINDS or rows <= 64 or outputs % STEP:
         return None
 
@@ -229,10 +237,10 @@ def persistent_ring(architecture: int, kind: str, rows: int, outputs: int) -> Ri
 
 
 def groups_tile(architecture: int, height: Height, form: str) -> Tile:
-    """Return the tile of weights in groups, which are the first operand. Up to 16 rows take the matrix
-    instruction of one warp, which is not waited for; on sm_90 its bits are those of the taller instruction,
-    and the tiles are the fastest of `bench/gpu/tune.py groups`. On sm_100 all rows take it: Triton 3.6 cannot
-    lay these operands out for the taller instruction there."""
+    """Return the tile of weights in groups, which are the first operand. Up to 16 rows take the
+    matrix instruction of one warp, which is not waited for; on sm_90 its bits are those of the
+    taller instruction, and the tiles are the fastest of `bench/gpu/tune.py groups`. On sm_100 all
+    rows take it: Triton 3.6 cannot lay these operands out for the taller instruction there."""
     group = GROUPED[form][1]
     few = height in (M8, M16, FEW)
     if architecture == 90 and height == M8:
@@ -254,12 +262,13 @@ def block_k(kind: str) -> int:
     return 32 if kind == "fp32" else 128
 
 
-# Bytes of its weight that a program asks for before the kernel in front has ended: on an H200 none, 32 and 64
-# KB were slower
+# Bytes of its weight that a program asks for before the kernel in front has ended: on an H200 none,
+# 32 and 64 KB were slower
 AHEAD = 1 << 14
 
-# Bytes of the matrices of a layer up to which its kernels begin beside the one in front. On an H200 that made
-# steps of 30 MB a layer 1.02 to 1.13 times as fast, and steps of 436 MB a layer 0.95 to 1.02 times
+# Bytes of the matrices of a layer up to which its kernels begin beside the one in front. On an H200
+# that made steps of 30 MB a layer 1.02 to 1.13 times as fast, and steps of 436 MB a layer 0.95 to
+# 1.02 times
 DEPENDENT_BYTES = 128 << 20
 
 _OUT, _PARTS = "bias:*fp32 residual:*fp32 out:*fp32", "partial:*fp32 counters:*i32"
@@ -276,13 +285,14 @@ def dense(name: str, kind: str, height: Height, tile: Tile) -> Kernel:
 
 
 def gated_outputs(tile: Tile) -> int:
-    """Return the outputs of gate, and as many of up, of a tile: together what a tile has, or more where
-    weights are the first operand, which has at least 64 rows."""
+    """Return the outputs of gate, and as many of up, of a tile: together what a tile has, or more
+    where weights are the first operand, which has at least 64 rows."""
     return tile.n if tile.swap else tile.n // 2
 
 
 def gated_dense(name: str, kind: str, height: Height, tile: Tile) -> Kernel:
-    """Return a product of gate and up with this tile: half of its outputs are of gate, the others of up."""
+    """Return a product of gate and up with this tile: half of its outputs are of gate, the others
+    of up."""
     blocks = {**tile.blocks, "BLOCK_N": gated_outputs(tile)}
     return _kernel(
         name, "products.gated_dense", f"x:*{kind} w:*{kind} out:*{kind} M N! K!", tile.warps, tile.stages,
@@ -318,8 +328,8 @@ PERSISTENT_WARPS = 8  # that multiply, beside the one that fetches
 
 
 def persistent(name: str, kind: str, ring: Ring, gated: bool = False) -> Kernel:
-    """Return a persistent product with this ring. A tile of a gated one has half of its columns of gate, the
-    others of up."""
+    """Return a persistent product with this ring. A tile of a gated one has half of its columns of
+    gate, the others of up."""
     outputs = ring.n // 2 if gated else ring.n
     text = f"x:{kind}[{ring.m},{ring.k}] w:{kind}[{outputs},{ring.k}]"
     if gated:
@@ -441,27 +451,30 @@ def attention_size(head_dim: int, latent: int) -> int:
 
 
 def largest_head(dtype: str, latent: bool) -> int:
-    """Return the elements of the largest head that attention computes over a KV of this type; 0: none."""
+    """Return the elements of the largest head that attention computes over a KV of this type; 0:
+    none."""
     if latent:
         return LATENT + LATENT_ROTARY if dtype in LATENT_KINDS else 0
     return HEAD_SIZES[-2] if dtype == "float32" else HEAD_SIZES[-1]
 
 
 def attention_rows(height: Height, size: int) -> int:
-    """Return rows times query heads of a tile, by the size that heads are padded to: more rows of a latent
-    would not fit the registers."""
+    """Return rows times query heads of a tile, by the size that heads are padded to: more rows of a
+    latent would not fit the registers."""
     if height == FEW:
         return 16
     return 32 if size == LATENT else 64
 
 
 def _attend(architecture: int, kind: str, size: int, height: Height, out: str) -> Kernel:
-    """Return attention over heads of a size: one of HEAD_SIZES, or LATENT, of which V is the first part of K.
+    """Return attention over heads of a size: one of HEAD_SIZES, or LATENT, of which V is the first
+    part of K.
 
-    No order of sums depends on stages and warps: a matrix instruction goes through K by itself, and the other
-    sums are such products too. Two tiles of KV of the largest heads do not fit where a block may have 99 KB.
-    Tiles of 64 rows of large heads have twice as many warps, since the registers of four would not hold them:
-    the largest everywhere, those of 128 where the compiler gives more registers to each thread.
+    No order of sums depends on stages and warps: a matrix instruction goes through K by itself, and
+    the other sums are such products too. Two tiles of KV of the largest heads do not fit where a
+    block may have 99 KB. Tiles of 64 rows of large heads have twice as many warps, since the
+    registers of four would not hold them: the largest everywhere, those of 128 where the compiler
+    gives more registers to each thread.
     """
     latent, small, large = (
         size == LATENT,
@@ -536,7 +549,8 @@ def _choosing() -> list[Kernel]:
 
 
 def experts_tile(architecture: int, height: Height, sort: str) -> Tile:
-    """Return the tile of products of experts, by how many rows most of them have. sort: of their weights."""
+    """Return the tile of products of experts, by how many rows most of them have. sort: of their
+    weights."""
     if sort == "fp32":
         return Tile(64, 64, block_k(sort), 4, 3)
     if sort in FLOATS:
@@ -592,8 +606,9 @@ def _expert_gemm(architecture: int, sort: str, height: Height) -> Kernel:
 
 
 def _lora() -> list[Kernel]:
-    """Return the products of adapters. Every architecture has one height, and so one matrix instruction.
-    Factors and rows of one 16-bit type are multiplied in it; all others in fp32, to which both are widened."""
+    """Return the products of adapters. Every architecture has one height, and so one matrix
+    instruction. Factors and rows of one 16-bit type are multiplied in it; all others in fp32, to
+    which both are widened."""
     found = []
     blocks: dict[str, Any] = {"BLOCK_M": LORA_ROWS, "BLOCK_R": LORA_RANKS}
     tiles = "rows:*i32 tiles:*i32 bases:*i64"
@@ -634,7 +649,8 @@ def lora_parts(columns: int) -> tuple[int, int]:
 
 
 def exchange_words() -> int:
-    """Return the words of a rank's region before the areas: flags, counters, and whether a rank failed."""
+    """Return the words of a rank's region before the areas: flags, counters, and whether a rank
+    failed."""
     return 2 * EXCHANGE_RANKS * EXCHANGE_PROGRAMS + EXCHANGE_PROGRAMS + 64
 
 
@@ -664,21 +680,23 @@ def kernels_of(architecture: int) -> dict[str, Kernel]:
 
 
 def parts_of(rows: int, columns: int, step: int) -> tuple[int, int]:
-    """Return the columns of each part of K, and how many parts, of a weight [rows, columns]: by its shape
-    alone. A small weight is cut until some 96 programs of 32 outputs read it; a part has at least 1,024
-    columns."""
+    """Return the columns of each part of K, and how many parts, of a weight [rows, columns]: by its
+    shape alone. A small weight is cut until some 96 programs of 32 outputs read it; a part has at
+    least 1,024 columns."""
     programs = -(-rows // 32)
     return cut(columns, max(1, min(96 // programs, columns // 1024, 16)), step)
 
 
 def group_parts_of(rows: int, columns: int) -> tuple[int, int]:
-    """Do as `parts_of` for weights in groups: until some 256 programs of 64 outputs read it, each of at least
-    512 columns. With 512 programs a layer took no less time for one row, and more for 64."""
+    """Do as `parts_of` for weights in groups: until some 256 programs of 64 outputs read it, each
+    of at least 512 columns. With 512 programs a layer took no less time for one row, and more for
+    64."""
     programs = -(-rows // 64)
     return cut(columns, max(1, min(256 // programs, columns // 512, 16)), GROUPS_K)
 
 
 def cut(columns: int, parts: int, step: int) -> tuple[int, int]:
-    """Return the columns of each of so many parts, in multiples of a step, and how many parts there are."""
+    """Return the columns of each of so many parts, in multiples of a step, and how many parts there
+    are."""
     chunk = -(-columns // (parts * step)) * step
     return chunk, -(-columns // chunk)

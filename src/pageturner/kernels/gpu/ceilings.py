@@ -22,7 +22,8 @@ AT_ONCE = 8  # calls between two looks at the clock, so that launches overlap
 def measure(
     driver: Driver, copied: int = COPIED, side: int = SIDE, seconds: float = 0.2
 ) -> Ceilings:
-    """Measure them in about twice so many seconds; takes 2 * copied bytes of the device, and gives them back.
+    """Measure them in about twice so many seconds; takes 2 * copied bytes of the device, and gives
+    them back.
 
     EngineFault('gpu_memory') where they are not there.
     """
@@ -49,7 +50,8 @@ def measure(
 
 
 def _fastest(driver: Driver, work: Callable[[], object], seconds: float) -> float:
-    """Seconds of one call, of the fastest AT_ONCE in a row: what disturbs a measurement makes it longer."""
+    """Seconds of one call, of the fastest AT_ONCE in a row: what disturbs a measurement makes it
+    longer."""
     work()
     driver.synchronise()
     least, end = float("inf"), time.perf_counter() + seconds

@@ -34,7 +34,8 @@ _C_TYPES = {"i32": ctypes.c_int32, "fp32": ctypes.c_float}
 _STATIC_SHARED = 48 << 10  # bytes of shared memory that need no asking
 # CU_DEVICE_ATTRIBUTE_MAX_PITCH of every device so far; a layer of KV may be larger
 _MAX_PITCH = (1 << 31) - 1
-# What cuda-bindings says where a driver has no such call, or is of before CUDA 12.0 and has no table of them
+# What cuda-bindings says where a driver has no such call, or is of before CUDA 12.0 and has no
+# table of them
 _ABSENT_CALL = re.compile("not found|cuGetProcAddress")
 _HANDLE = 64  # CU_IPC_HANDLE_SIZE
 _MAPPED = 2  # CU_MEMHOSTALLOC_DEVICEMAP
@@ -68,8 +69,8 @@ class _Threads(threading.local):
 
 
 def in_pages(places: Sequence[Rows]) -> Iterator[tuple[list[tuple[Rows, int]], int]]:
-    """Places in order, cut so that those of a page fit a pinned buffer: each with where it begins there; and
-    bytes of the page. Rows of more than a page come alone, in pieces."""
+    """Places in order, cut so that those of a page fit a pinned buffer: each with where it begins
+    there; and bytes of the page. Rows of more than a page come alone, in pieces."""
     page: list[tuple[Rows, int]] = []
     filled = 0
     for piece in (piece for place in places for piece in _pieces(place)):
@@ -96,16 +97,17 @@ def _pieces(place: Rows) -> Iterator[Rows]:
 
 
 class CudaDriver:
-    """Device `ordinal` of this machine. EngineFault('gpu_absent') without one, ('gpu_driver') for a driver
-    that is too old, ('gpu_kernels') for a device without kernels, ('gpu_memory') if its buffers do not fit.
+    """Device `ordinal` of this machine. EngineFault('gpu_absent') without one, ('gpu_driver') for a
+    driver that is too old, ('gpu_kernels') for a device without kernels, ('gpu_memory') if its
+    buffers do not fit.
 
     Any thread may call it, one at a time.
 
     bindings          in place of cuda.bindings.driver
-    manifest_s        seconds that reading the manifest and the kernels of this architecture took; none is
-                      unpacked
-    dependent_launch  whether kernels that wait by themselves may begin beside the one in front; benches
-                      switch it off
+    manifest_s        seconds that reading the manifest and the kernels of this architecture took;
+                      none is unpacked
+    dependent_launch  whether kernels that wait by themselves may begin beside the one in front;
+                      benches switch it off
     """
 
     def __init__(
@@ -191,16 +193,17 @@ class CudaDriver:
         return self._ask(cu.cuDeviceGet, ordinal)
 
     def _need(self, version: int, what_for: str) -> None:
-        """EngineFault('gpu_driver') where the NVIDIA driver is for a CUDA older than this version."""
+        """EngineFault('gpu_driver') where the NVIDIA driver is for a CUDA older than this
+        version."""
         if self._cuda < version:
             have, need = (f"{one // 1000}.{one % 1000 // 10}" for one in (self._cuda, version))
             told = f"the NVIDIA driver is for CUDA {have}, and {need} is needed {what_for}".rstrip()
             raise EngineFault("gpu_driver", f"{told}: renew it, or use --device cpu")
 
     def close(self) -> None:
-        """Give back everything: recordings, kernels, all memory of the device and pinned memory, and the
-        context, which others of this process may go on using. A second time nothing is done. Never fails:
-        after a fault of the device everything ends with the process anyway."""
+        """Give back everything: recordings, kernels, all memory of the device and pinned memory,
+        and the context, which others of this process may go on using. A second time nothing is
+        done. Never fails: after a fault of the device everything ends with the process anyway."""
         if self._context is None:
             return
         self._kept.clear()
@@ -222,18 +225,19 @@ class CudaDriver:
         cu.cuDevicePrimaryCtxRelease(self._device)
         self._context, self._threads = None, _Threads()
 
-    # -- asking ----------------------------------------------------------------------------------------------
+    # -- asking ------------------------------------------------------------------------------------
     def _named(self, result: Any) -> str:
         return str(getattr(result, "name", result))
 
     def _make_current(self) -> None:
-        """A thread that never called before has no context: the engine may be built in one and run in
-        another."""
+        """A thread that never called before has no context: the engine may be built in one and run
+        in another."""
         self._threads.entered = True
         self._cu.cuCtxSetCurrent(self._context)
 
     def _ask(self, function: Any, *arguments: Any) -> Any:
-        """Return what a call gives. EngineFault for whatever it fails with: afterwards the context is of no use."""
+        """Return what a call gives. EngineFault for whatever it fails with: afterwards the context
+        is of no use."""
         self._behind_kernel = False
         if self._context is not None and not self._threads.entered:
             self._make_current()
@@ -276,14 +280,14 @@ class CudaDriver:
         self._buffers.append((address, event))
         return address, event
 
-    # -- memory ----------------------------------------------------------------------------------------------
+    # -- memory ------------------------------------------------------------------------------------
     def memory(self) -> tuple[int, int]:
         free, total = self._ask(self._cu.cuMemGetInfo)
         return int(free), int(total)
 
     def keep(self, data: NDArray[np.uint8]) -> int:
-        """Copy on a stream of its own, which is never recorded. In slices: what a step uploads meanwhile waits for
-        one of them at most."""
+        """Copy on a stream of its own, which is never recorded. In slices: what a step uploads
+        meanwhile waits for one of them at most."""
         with self._keeping:
             if self._beside is None:
                 flags = self._cu.CUstream_flags.CU_STREAM_NON_BLOCKING
@@ -298,8 +302,8 @@ class CudaDriver:
             return address
 
     def drop(self, address: int) -> None:
-        """Another thread than that of the steps, and one that records, must not wait for the stream: the next
-        upload frees it. Behind `close` there is nothing left to be freed."""
+        """Another thread than that of the steps, and one that records, must not wait for the
+        stream: the next upload frees it. Behind `close` there is nothing left to be freed."""
         if address not in self._kept:
             return
         self._kept.remove(address)
@@ -469,15 +473,15 @@ class CudaDriver:
         kind = self._cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
         self._copy_2d(kind, (destination, source), (pitch, pitch), nbytes, rows)
 
-    # -- launches --------------------------------------------------------------------------------------------
+    # -- launches ----------------------------------------------------------------------------------
     def load(self, names: Sequence[str] = ()) -> None:
         """Load kernels now; all of them if none are named."""
         for name in names or self._compiled:
             self._function(name)
 
     def _function(self, name: str) -> tuple[Any, Compiled, tuple[Any, ...], Any]:
-        """The kernel, what is known of it, types of its arguments, and how it is launched beside the one in
-        front, if it may be."""
+        """The kernel, what is known of it, types of its arguments, and how it is launched beside
+        the one in front, if it may be."""
         if name not in self._loaded:
             if name not in self._compiled:
                 raise EngineFault(

@@ -1,7 +1,8 @@
 """The interface of a device: memory, copies, launches, recordings. Must not know models or kernels.
 
-Everything is ordered: a copy or a launch begins when those before it are done. Addresses are integers, and
-multiples of 256 where memory begins. `CudaDriver` is the real one; tests have one that interprets kernels.
+Everything is ordered: a copy or a launch begins when those before it are done. Addresses are
+integers, and multiples of 256 where memory begins. `CudaDriver` is the real one; tests have one
+that interprets kernels.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ LATER = 1 << 18  # bytes that can be downloaded later
 
 
 class Plane(NamedTuple):
-    """A row-major matrix without gaps, of which a kernel fetches or writes boxes. Its address and the bytes
-    of a row are multiples of 16."""
+    """A row-major matrix without gaps, of which a kernel fetches or writes boxes. Its address and
+    the bytes of a row are multiples of 16."""
 
     address: int
     rows: int
@@ -40,7 +41,8 @@ class Driver(Protocol):
     name, architecture  of the device; 90 for compute capability 9.0
     multiprocessors     of the device: a persistent kernel has as many programs
     fingerprint         what the bits of kernels depend on
-    version             what else their numbers depend on: driver, compiled kernels; "": they are interpreted
+    version             what else their numbers depend on: driver, compiled kernels; "": they are
+                        interpreted
     dependent_launch    whether kernels that wait by themselves may begin beside the one in front
     """
 
@@ -61,15 +63,16 @@ class Driver(Protocol):
         """Give memory back."""
 
     def keep(self, data: NDArray[np.uint8]) -> int:
-        """Memory that holds a copy, for `drop`. Any thread may call it, also while another one launches or
-        records. EngineFault('gpu_memory') when it is not there."""
+        """Memory that holds a copy, for `drop`. Any thread may call it, also while another one
+        launches or records. EngineFault('gpu_memory') when it is not there."""
 
     def drop(self, address: int) -> None:
-        """Free memory that was kept, by any thread and at any time: what is launched may go on reading it.
-        It may be given back later."""
+        """Free memory that was kept, by any thread and at any time: what is launched may go on
+        reading it. It may be given back later."""
 
     def alloc_shared(self, nbytes: int) -> tuple[int, bytes]:
-        """Zeroed memory that other processes may open, and what they open it by. It lives until `close`."""
+        """Zeroed memory that other processes may open, and what they open it by. It lives until
+        `close`."""
 
     def open_shared(self, handle: bytes) -> int:
         """Return the address here of memory of another process, perhaps of another device."""
@@ -78,7 +81,8 @@ class Driver(Protocol):
         """An int32 of the host, 0 at first, which kernels read and write as the host does."""
 
     def peers(self) -> list[bool]:
-        """Return for every device that this process sees whether this one can read and write its memory."""
+        """Return for every device that this process sees whether this one can read and write its
+        memory."""
 
     def clear(self, address: int, nbytes: int) -> None:
         """Zeros."""
@@ -87,24 +91,26 @@ class Driver(Protocol):
         """Copy a contiguous array to the device; it may be changed at once."""
 
     def upload_file(self, address: int, data: NDArray[np.uint8]) -> None:
-        """The same of much memory that is mapped from a file, through two pinned buffers in turn."""
+        """The same of much memory that is mapped from a file, through two pinned buffers in
+        turn."""
 
     def download(self, array: NDArray[Any], address: int) -> None:
         """Fill an array from the device, and wait for it."""
 
     def download_later(self, nbytes: int, address: int) -> Any:
-        """Begin a copy to the host, of at most LATER bytes, for `wait`; until two more are begun."""
+        """Begin a copy to the host, of at most LATER bytes, for `wait`; until two more are
+        begun."""
 
     def wait(self, later: Any) -> NDArray[np.uint8]:
         """Wait for a copy and return its bytes; work that was begun behind the copy goes on."""
 
     def gather(self, out: NDArray[np.uint8], places: Sequence[Rows]) -> None:
-        """Fill a contiguous array with the rows of one place behind those of another, through pinned memory,
-        and wait for them: all that was begun before ends first."""
+        """Fill a contiguous array with the rows of one place behind those of another, through
+        pinned memory, and wait for them: all that was begun before ends first."""
 
     def scatter(self, places: Sequence[Rows], data: NDArray[np.uint8]) -> None:
-        """Give rows what `gather` found in others; data may be changed at once, and nothing waits for the
-        device as long as a pinned buffer is free."""
+        """Give rows what `gather` found in others; data may be changed at once, and nothing waits
+        for the device as long as a pinned buffer is free."""
 
     def copy(
         self, destination: int, source: int, nbytes: int, rows: int = 1, pitch: int = 0
@@ -112,8 +118,8 @@ class Driver(Protocol):
         """Within the device: nbytes, of each of so many rows that begin `pitch` bytes apart."""
 
     def launch(self, kernel: str, grid: Sequence[int], arguments: Sequence[Any]) -> None:
-        """Run a kernel of the catalogue; arguments in its order, addresses for pointers, and a `Plane` for
-        what it reads or writes in boxes."""
+        """Run a kernel of the catalogue; arguments in its order, addresses for pointers, and a
+        `Plane` for what it reads or writes in boxes."""
 
     def begin_recording(self) -> None:
         """Keep what is launched and copied within the device from now on, in place of doing it."""
@@ -128,7 +134,9 @@ class Driver(Protocol):
         """Give back what a recording takes."""
 
     def synchronise(self) -> None:
-        """Wait for everything. EngineFault('gpu_fault') if a kernel failed: the process must end."""
+        """Wait for everything. EngineFault('gpu_fault') if a kernel failed: the process must
+        end."""
 
     def close(self) -> None:
-        """Give back everything, what was never freed too; nothing may be called any more but this again."""
+        """Give back everything, what was never freed too; nothing may be called any more but this
+        again."""

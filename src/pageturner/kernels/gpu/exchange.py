@@ -1,4 +1,5 @@
-"""The exchange between devices that compute one model together: sums over ranks, and columns gathered.
+"""The exchange between devices that compute one model together: sums over ranks, and columns
+gathered.
 
 Owns the memory that ranks write into at each other, and the launches. How an exchange works is in
 source/ranks.py. Must not know models, nor what ranks say to each other on the host.
@@ -41,8 +42,8 @@ def _shares(count: int) -> tuple[int, int]:
 
 
 class DeviceExchange:
-    """The sums and gathers of one rank. A launch meets those of the same number at all other ranks. They must
-    have as many rows, or as many when these are rounded up to a power of two.
+    """The sums and gathers of one rank. A launch meets those of the same number at all other ranks.
+    They must have as many rows, or as many when these are rounded up to a power of two.
 
     one_exchange  bytes up to which a sum takes one exchange; None: by the number of ranks
     handle        what other processes open this rank's region by
@@ -80,8 +81,8 @@ class DeviceExchange:
         self._starts = 0
 
     def open(self, handles: list[bytes], here: dict[int, int] | None = None) -> None:
-        """Before anything else: the regions of all ranks, by rank. here: addresses of those that are of this
-        process."""
+        """Before anything else: the regions of all ranks, by rank. here: addresses of those that
+        are of this process."""
         known = {self.rank: self._region} | (here or {})
         addresses = [
             known[rank] if rank in known else self._driver.open_shared(handle)
@@ -96,7 +97,8 @@ class DeviceExchange:
 
     @property
     def lost(self) -> bool:
-        """Return whether an exchange was given up: nothing that was computed since then is right."""
+        """Return whether an exchange was given up: nothing that was computed since then is
+        right."""
         return bool(ctypes.c_int32.from_address(self._word).value)
 
     def stop(self) -> None:
@@ -115,8 +117,8 @@ class DeviceExchange:
         return out
 
     def _sum(self, addresses: tuple[int, int, int], rows: int, columns: int) -> None:
-        """The facts that ranks must have in common depend on the next power of two alone: a rank that has a step
-        recorded, with more rows than there are, meets one that has not."""
+        """The facts that ranks must have in common depend on the next power of two alone: a rank
+        that has a step recorded, with more rows than there are, meets one that has not."""
         count = columns << (rows - 1).bit_length()
         twice = 4 * count > self._one
         programs, _ = _shares(count)
@@ -140,22 +142,23 @@ class DeviceExchange:
         self._driver.launch("all_reduce_twice" if twice else "all_reduce", (programs,), arguments)
 
     def _room(self, count: int) -> int:
-        """Elements of a program that its area has room for, in a sum of so many: of each rank all of them, or
-        where a sum takes two exchanges each rank's part, and the sums."""
+        """Elements of a program that its area has room for, in a sum of so many: of each rank all
+        of them, or where a sum takes two exchanges each rank's part, and the sums."""
         blocks = self._area // EXCHANGE_BLOCK
         if 4 * count <= self._one:
             return blocks // self.size * EXCHANGE_BLOCK
         return blocks // (2 * self.size) * self.size * EXCHANGE_BLOCK
 
     def share(self, integers: int, count: int) -> None:
-        """Every rank gets so many integers of rank 0, at this address of its own. Zeros are added to their
-        bits, which change nothing: small integers are numbers below all others, and no sum rounds those."""
+        """Every rank gets so many integers of rank 0, at this address of its own. Zeros are added
+        to their bits, which change nothing: small integers are numbers below all others, and no sum
+        rounds those."""
         partial = self._zeros if self.rank else integers
         self._sum((partial, 0, integers), 1, _up(count))
 
     def gather(self, mine: GpuArray, x: GpuArray) -> GpuArray:
-        """Columns of all ranks side by side, at rank 0: [R, starts[-1]]. mine: this rank's, made of the rows
-        x. At the others what they had."""
+        """Columns of all ranks side by side, at rank 0: [R, starts[-1]]. mine: this rank's, made of
+        the rows x. At the others what they had."""
         if self.rank:
             self._gather(mine, 0)
             return mine

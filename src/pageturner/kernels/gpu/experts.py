@@ -1,6 +1,7 @@
 """Mixtures of experts on a device: rows grouped by expert, one launch for a product of all experts.
 
-Owns tables of weights that are multiplied with by expert, or by head. Must not know the Ops protocol.
+Owns tables of weights that are multiplied with by expert, or by head. Must not know the Ops
+protocol.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ def _tiles(count: int, size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class WeightTable:
-    """Weights [rows, columns] of experts, `halves` of each, as addresses on the device: what `product` takes.
+    """Weights [rows, columns] of experts, `halves` of each, as addresses on the device: what
+    `product` takes.
 
-    sorts    (sort, address of int64 [experts, halves, FIELDS], whether any has lows) of each sort of weights
-             among them; weights of other sorts are zeros there
+    sorts    (sort, address of int64 [experts, halves, FIELDS], whether any has lows) of each sort
+             of weights among them; weights of other sorts are zeros there
     compute  what rows are rounded to for each of these
     """
 
@@ -54,7 +56,8 @@ class WeightTable:
 
     @property
     def kind(self) -> str:
-        """The type that rows for all of them are rounded to; fp32 where weights have several types."""
+        """The type that rows for all of them are rounded to; fp32 where weights have several
+        types."""
         return self.compute[0] if len(set(self.compute)) == 1 else "fp32"
 
 
@@ -68,8 +71,9 @@ class ExpertTables:
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """The rows of each expert. by_head: rows, where every expert is a head of each of them; else `order`
-    and `bounds` are what the kernel `group_rows` writes. shared: rows of the output for one of x."""
+    """The rows of each expert. by_head: rows, where every expert is a head of each of them; else
+    `order` and `bounds` are what the kernel `group_rows` writes. shared: rows of the output for one
+    of x."""
 
     rows: int
     shared: int = 1
@@ -208,8 +212,8 @@ class GpuExperts:
         return out
 
     def by_head(self, x: GpuArray, table: WeightTable, out: GpuArray | None = None) -> GpuArray:
-        """The columns of each head of x times its own weight: [T, heads * N]; or written into `out`, where
-        the heads of a row begin as far from each other as `out` has room for them."""
+        """The columns of each head of x times its own weight: [T, heads * N]; or written into
+        `out`, where the heads of a row begin as far from each other as `out` has room for them."""
         heads, rows = table.experts, len(x)
         found = self.gemm(x, table, Grouping(rows * heads, by_head=rows), out)
         return GpuArray(found.address, (rows, found.shape[0] * found.shape[1] // rows))
@@ -217,8 +221,8 @@ class GpuExperts:
     def gemm(
         self, x: GpuArray, table: WeightTable, grouping: Grouping, out: GpuArray | None = None
     ) -> GpuArray:
-        """Rows of x times the weights of their experts, halves beside each other: fp32 [rows, halves * N].
-        out: where they go, in rows that may have room for more."""
+        """Rows of x times the weights of their experts, halves beside each other: fp32 [rows,
+        halves * N]. out: where they go, in rows that may have room for more."""
         run, n, k = self._run, table.rows, table.columns
         if out is None:
             out = run.arena.take((grouping.rows, table.halves * n))

@@ -1,9 +1,9 @@
-"""Recordings of small steps, with the choice of tokens or without: made when a size comes again, replayed
-with one call.
+"""Recordings of small steps, with the choice of tokens or without: made when a size comes again,
+replayed with one call.
 
-Owns which steps share a recording. The arena gives a step of one size the same addresses each time, so only
-its integers are new; where the factors of adapters lie is among these, so all adapters of the same ranks
-share a recording.
+Owns which steps share a recording. The arena gives a step of one size the same addresses each time,
+so only its integers are new; where the factors of adapters lie is among these, so all adapters of
+the same ranks share a recording.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class _Key(NamedTuple):
 
 @dataclass(slots=True)
 class Recorded:
-    """out: hidden rows, of which the last ones fill the recording up and are nobody's; mark: of the arena;
-    chosen: whether their tokens are chosen, too, as `GpuOps.choose_recorded` does."""
+    """out: hidden rows, of which the last ones fill the recording up and are nobody's; mark: of the
+    arena; chosen: whether their tokens are chosen, too, as `GpuOps.choose_recorded` does."""
 
     graph: Graph
     out: GpuArray
@@ -93,9 +93,10 @@ class Recordable(Protocol):
 
 
 class Graphs:
-    """Recordings by size, made when a size comes for the second time. There are at most MAX_GRAPHS: beyond
-    that a size takes the place of the one that was used least, once it has come twice as often. A recording
-    for which the memory is not there is given up, and its steps run without one."""
+    """Recordings by size, made when a size comes for the second time. There are at most MAX_GRAPHS:
+    beyond that a size takes the place of the one that was used least, once it has come twice as
+    often. A recording for which the memory is not there is given up, and its steps run without
+    one."""
 
     def __init__(self, driver: Driver, arena: Arena) -> None:
         self._driver = driver
@@ -112,8 +113,8 @@ class Graphs:
         views: list[set[AttentionView]],
         choice: StepChoice | None = None,
     ) -> Recorded | None:
-        """The step by a recording, which is made if it is time; None: compute it otherwise. A choice for
-        whose logits there is no memory is left out."""
+        """The step by a recording, which is made if it is time; None: compute it otherwise. A
+        choice for whose logits there is no memory is left out."""
         batch = pages[0][0]
         if not 0 < len(batch.tokens) <= MAX_ROWS or not len(batch.logit_rows):
             return None
@@ -160,7 +161,8 @@ class Graphs:
         return self.recorded[key]
 
     def _count(self, key: _Key) -> None:
-        """Count a use. Old uses count less, and at last nothing, so that the sizes that are remembered are bounded."""
+        """Count a use. Old uses count less, and at last nothing, so that the sizes that are
+        remembered are bounded."""
         self._steps += 1
         if self._steps % LIFE == 0:
             halves = {one: int(uses / 2) for one, uses in self._uses.items()}
@@ -168,8 +170,8 @@ class Graphs:
         self._uses[key] = self._uses.get(key, 0) + 1
 
     def _has_place(self, key: _Key) -> bool:
-        """Return whether it is time to record this size, and make place for it. Contexts that have grown beyond the
-        room of another recording will come again."""
+        """Return whether it is time to record this size, and make place for it. Contexts that have
+        grown beyond the room of another recording will come again."""
         if self._uses[key] < 0:
             return False
         grown = key.decodes and any(

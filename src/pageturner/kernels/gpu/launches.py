@@ -1,6 +1,7 @@
 """The operations of the backend as launches: which kernel, how many programs, which arguments.
 
-Owns the grids. Arrays go in and out; where a step's lie is the arena's. Must not know the Ops protocol.
+Owns the grids. Arrays go in and out; where a step's lie is the arena's. Must not know the Ops
+protocol.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ SOME_ROWS = 256  # up to so many rows parts of K of weights in groups are comput
 
 @dataclass(slots=True)
 class GpuKV:
-    """K and V [layers, slots, kv_heads, stored_head]; scales [layers, slots, kv_heads] of int8 and fp8."""
+    """K and V [layers, slots, kv_heads, stored_head]; scales [layers, slots, kv_heads] of int8 and
+    fp8."""
 
     spec: KVSpec
     keys: int
@@ -71,9 +73,9 @@ class GpuKV:
         return self.keys + here, self.values + here, self.k_scales + scales, self.v_scales + scales
 
     def places(self, block: int) -> list[Rows]:
-        """Return where a block lies, a row for each layer: K and V [block_size, kv_heads, stored_head] in the KV's
-        type, then the scales of K and of V [block_size, kv_heads] fp32, as far as there are any. A block that
-        travels is these bytes, in this order."""
+        """Return where a block lies, a row for each layer: K and V [block_size, kv_heads,
+        stored_head] in the KV's type, then the scales of K and of V [block_size, kv_heads] fp32, as
+        far as there are any. A block that travels is these bytes, in this order."""
         spec = self.spec
         heads = spec.block_size * spec.kv_heads
         wide = heads * spec.stored_head * KV_TYPES[spec.dtype]
@@ -102,9 +104,9 @@ class Tables:
 
 @dataclass(frozen=True, slots=True)
 class Latents:
-    """A row of what goes to a latent KV has `plain` elements of each head, `rotary` ones of each head, the
-    latent of `rank` elements, and a rotary key. kind: of the plain elements when they are placed. Without a
-    rope and a norm the row is rotated and normed already."""
+    """A row of what goes to a latent KV has `plain` elements of each head, `rotary` ones of each
+    head, the latent of `rank` elements, and a rotary key. kind: of the plain elements when they are
+    placed. Without a rope and a norm the row is rotated and normed already."""
 
     heads: int
     plain: int
@@ -139,7 +141,7 @@ class Launches:
         self._constants: dict[tuple[float, ...], int] = {}
         self.vectors: dict[int, tuple[F32, int]] = {}  # by id, those of layers that were prepared
 
-    # -- products --------------------------------------------------------------------------------------------
+    # -- products ----------------------------------------------------------------------------------
     def cast(self, x: GpuArray, kind: str) -> GpuArray:
         """x in another kind, computed once."""
         if x.kind == kind:
@@ -149,7 +151,8 @@ class Launches:
         return x.narrow[kind]
 
     def _input(self, x: GpuArray, w: Matrix) -> GpuArray:
-        """x in the kind that is computed with, its columns in the order of those of w; each is made once."""
+        """x in the kind that is computed with, its columns in the order of those of w; each is made
+        once."""
         x = self.cast(x, w.compute)
         if isinstance(w, FloatMatrix) or not w.order:
             return x
@@ -231,11 +234,13 @@ class Launches:
         return out
 
     def _programs(self, ring: Ring, rows: int, outputs: int) -> tuple[int]:
-        """Return the grid of a persistent kernel: a program for each tile, or for each multiprocessor."""
+        """Return the grid of a persistent kernel: a program for each tile, or for each
+        multiprocessor."""
         return (min(_tiles(rows, ring.m) * _tiles(outputs, ring.n), self.driver.multiprocessors),)
 
     def gated_gemm(self, x: GpuArray, w: Matrix, kind: str) -> GpuArray:
-        """SiLU of the first half of x w^T times the second, in a kind: in one launch where it can be."""
+        """SiLU of the first half of x w^T times the second, in a kind: in one launch where it can
+        be."""
         if isinstance(w, FloatMatrix):
             whole = w.kind in GATED and parts_of(w.rows, w.columns, block_k(kind))[1] == 1
         else:
@@ -295,13 +300,13 @@ class Launches:
         return out
 
     def _operands(self, x: GpuArray, w: Groups) -> tuple[int, ...]:
-        """Addresses of both operands, the last one of the sums of the groups of x: where there are lows and
-        more rows than a kernel that computes them itself takes."""
+        """Addresses of both operands, the last one of the sums of the groups of x: where there are
+        lows and more rows than a kernel that computes them itself takes."""
         wanted = w.low and group_height_of(len(x)) == MANY
         sums = self.group_sums(x, w.columns, w.group) if wanted else 0
         return x.address, w.q, w.high, w.scale, w.low, sums
 
-    # -- rows ------------------------------------------------------------------------------------------------
+    # -- rows --------------------------------------------------------------------------------------
     def embed(self, table: Matrix, tokens: GpuArray, first: int = 0) -> GpuArray:
         """Rows of a table that begins with token `first`; zeros for tokens that it has not."""
         out = self.arena.take((len(tokens), table.columns))
@@ -454,9 +459,10 @@ class Launches:
         slots: GpuArray,
         positions: GpuArray,
     ) -> tuple[GpuArray, GpuArray]:
-        """The latent and the rotary key of each row go to the KV, normed and rotated. Given are of each head
-        its plain elements [T, heads * plain], and the query, of which the rotary elements are there already
-        and those that `k_up` makes of the plain ones are not: [T, heads * dim]."""
+        """The latent and the rotary key of each row go to the KV, normed and rotated. Given are of
+        each head its plain elements [T, heads * plain], and the query, of which the rotary elements
+        are there already and those that `k_up` makes of the plain ones are not: [T, heads *
+        dim]."""
         spec, heads = kv.spec, latent.heads
         plain = self.arena.take((len(wide), heads * latent.plain), latent.kind)
         q = self.arena.take((len(wide), heads * spec.stored_head))
@@ -540,8 +546,8 @@ class Launches:
         rope: Rope,
         heads: int,
     ) -> GpuArray:
-        """K and V of rows of Q, K and V go to the KV; Q is given, its heads padded as those of the KV. Q and
-        K are normed and rotated. norms: of heads."""
+        """K and V of rows of Q, K and V go to the KV; Q is given, its heads padded as those of the
+        KV. Q and K are normed and rotated. norms: of heads."""
         spec, dim, tables = kv.spec, kv.spec.head_dim, self.tables(rope)
         q = self.arena.take((len(wide), heads * spec.stored_head))
         q_norm, k_norm = (one.address for one in norms) if norms else (0, 0)
@@ -583,12 +589,12 @@ class Launches:
         self.driver.launch(f"fit_heads.{x.kind}", (len(x), heads), arguments)
         return out
 
-    # -- attention -------------------------------------------------------------------------------------------
+    # -- attention ---------------------------------------------------------------------------------
     def attention(
         self, q: GpuArray, kv: GpuKV, layer: int, step: Step, shape: AttentionShape, kind: str
     ) -> GpuArray:
-        """Return the output of the heads: [T, heads * dim], or with a latent KV [T, heads * latent]. q: of heads as
-        they are, or padded as those of the KV."""
+        """Return the output of the heads: [T, heads * dim], or with a latent KV [T, heads *
+        latent]. q: of heads as they are, or padded as those of the KV."""
         view, dim = view_of(shape), kv.spec.stored_head
         q = self.fit_heads(q, shape.heads, dim)
         works = step.works[view]

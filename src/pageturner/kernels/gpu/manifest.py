@@ -43,7 +43,8 @@ class Compiled:
     """A kernel ready to be loaded.
 
     hidden     arguments behind the others, which are null pointers
-    dependent  it waits by itself for what the kernels in front write: it may be launched beside the last one
+    dependent  it waits by itself for what the kernels in front write: it may be launched beside the
+               last one
     boxes      of its arguments that are planes, in their order
     """
 
@@ -58,7 +59,8 @@ class Compiled:
 
 
 class Manifest:
-    """The kernels in a folder. EngineFault('gpu_kernels') where there are none, or they are damaged."""
+    """The kernels in a folder. EngineFault('gpu_kernels') where there are none, or they are
+    damaged."""
 
     def __init__(self, folder: Path = COMPILED) -> None:
         self._folder = folder
@@ -83,12 +85,14 @@ class Manifest:
 
     @property
     def portable_cuda(self) -> int:
-        """Version of CUDA (12080 for 12.8) whose drivers compile the portable kernels; 0: there are none."""
+        """Version of CUDA (12080 for 12.8) whose drivers compile the portable kernels; 0: there are
+        none."""
         return int(self._read.get("portable", {}).get("cuda", 0))
 
     def choose(self, capability: int) -> tuple[int, bool]:
-        """Return for compute capability 9.0 = 90 the architecture whose kernels run there, and whether they are
-        compiled by the driver from PTX. EngineFault('gpu_kernels') where none do."""
+        """Return for compute capability 9.0 = 90 the architecture whose kernels run there, and
+        whether they are compiled by the driver from PTX. EngineFault('gpu_kernels') where none
+        do."""
         if capability in self.architectures:
             return capability, False
         family = [
@@ -105,8 +109,8 @@ class Manifest:
         raise EngineFault("gpu_kernels", f"{told}, and there are kernels for {have}: {_BUILD}")
 
     def kernels(self, architecture: int, portable: bool = False) -> Mapping[str, Compiled]:
-        """The kernels of an architecture, each unpacked when it is asked for: a start needs few of them.
-        EngineFault('gpu_kernels') for damaged ones."""
+        """The kernels of an architecture, each unpacked when it is asked for: a start needs few of
+        them. EngineFault('gpu_kernels') for damaged ones."""
         part = (
             self._read["portable"] if portable else self._read["architectures"][str(architecture)]
         )

@@ -1,7 +1,7 @@
 """`Ops` on a GPU: the primitives as launches, and layers in fewer of them.
 
-Owns the order of launches. Host arrays in the protocol are put on the device here; whatever is `Array` stays
-there. Must not know how a device is driven, nor models or requests.
+Owns the order of launches. Host arrays in the protocol are put on the device here; whatever is
+`Array` stays there. Must not know how a device is driven, nor models or requests.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ _HOST = ReferenceOps()  # what is rare and small is done there
 
 
 class GpuOps(Chooser, Composites):
-    """`Ops` over a driver. Arrays are `GpuArray` in an arena that each `hidden` fills from its beginning;
-    whoever calls primitives alone calls `begin` before each step. `Chooser` stands first: `Composites` has a
-    `choose` too, and that one takes all logits to the host.
+    """`Ops` over a driver. Arrays are `GpuArray` in an arena that each `hidden` fills from its
+    beginning; whoever calls primitives alone calls `begin` before each step. `Chooser` stands
+    first: `Composites` has a `choose` too, and that one takes all logits to the host.
 
     workspace  bytes of that arena
     graphs     whether steps that only decode are recorded and replayed
@@ -87,8 +87,8 @@ class GpuOps(Chooser, Composites):
         return self
 
     def graphs_of(self) -> Graphs:
-        """Room for recordings, none made yet: for a KV that takes the place of another. Those that there
-        were are given back."""
+        """Room for recordings, none made yet: for a KV that takes the place of another. Those that
+        there were are given back."""
         if self.graphs is not None:
             self.graphs.release()
         return Graphs(self.driver, self.arena)
@@ -106,13 +106,14 @@ class GpuOps(Chooser, Composites):
         """The same: all KV lies on this device."""
         return self.free_memory()
 
-    # -- storage ---------------------------------------------------------------------------------------------
+    # -- storage -----------------------------------------------------------------------------------
     def pack_weight(self, tensor: Tensor) -> Vector | Matrix:
         """Pack it on the device. EngineFault('gpu_memory') where it is full."""
         return pack(self.driver, tensor)
 
     def pack_adapter(self, weights: AdapterWeights, stack: Stack) -> GpuAdapter:
-        """Pack it on the device, by any thread. ValueError where it does not fit the stack; MemoryError."""
+        """Pack it on the device, by any thread. ValueError where it does not fit the stack;
+        MemoryError."""
         return self.adapters.pack(weights, stack)
 
     def alloc_kv(self, spec: KVSpec) -> GpuKV:
@@ -169,7 +170,7 @@ class GpuOps(Chooser, Composites):
             for here, there in zip(kv.places(source), kv.places(destination), strict=True):
                 self.driver.copy(there.address, here.address, here.nbytes, here.rows, here.pitch)
 
-    # -- between host and device -----------------------------------------------------------------------------
+    # -- between host and device -------------------------------------------------------------------
     def on_device(self, values: Any) -> GpuArray:
         """An array of numpy's in int32 or fp32, copied; one that is there already as it is."""
         if isinstance(values, GpuArray):
@@ -190,7 +191,7 @@ class GpuOps(Chooser, Composites):
             self.driver.download(out, x.address)
         return out
 
-    # -- primitives ------------------------------------------------------------------------------------------
+    # -- primitives --------------------------------------------------------------------------------
     def embed(self, table: Matrix, tokens: Any) -> GpuArray:
         return self.launches.embed(table, self.on_device(tokens))
 
@@ -319,9 +320,10 @@ class GpuOps(Chooser, Composites):
     def _experts(self) -> GpuExperts:
         return GpuExperts(self.launches)
 
-    # -- composites ------------------------------------------------------------------------------------------
+    # -- composites --------------------------------------------------------------------------------
     def prepare_layer(self, layer: Layer) -> None:
-        """Q, K and V become one matrix, and gate and up, where they are of one form: fewer launches."""
+        """Q, K and V become one matrix, and gate and up, where they are of one form: fewer
+        launches."""
         joined: dict[str, Any] = {}
         if layer.latent is not None:
             joined |= self._join_latent(layer, layer.latent)
@@ -338,8 +340,8 @@ class GpuOps(Chooser, Composites):
             layer.native["experts"] = GpuExperts.tables(self.driver, layer.experts)
 
     def _join_latent(self, layer: Layer, latent: Latent) -> dict[str, Any]:
-        """Tables of what each head has of its own; and queries, latent and their rotary parts as one matrix,
-        where they are of one form."""
+        """Tables of what each head has of its own; and queries, latent and their rotary parts as
+        one matrix, where they are of one form."""
         found: dict[str, Any] = {
             "k_up": self._head_table(latent.k_up),
             "v_up": self._head_table(latent.v_up),
@@ -357,8 +359,8 @@ class GpuOps(Chooser, Composites):
         return self._heads[id(weights)][1]
 
     def prepare_stack(self, stack: Stack) -> None:
-        """Large products are longer than what an early start saves, and asking for their weights early takes
-        cache from the kernel that still runs."""
+        """Large products are longer than what an early start saves, and asking for their weights
+        early takes cache from the kernel that still runs."""
         every = [(one.q, one.k, one.v, one.o, one.gate, one.up, one.down) for one in stack.layers]
         nbytes = sum(matrix.nbytes for layer in every for matrix in layer if matrix is not None)
         if nbytes > DEPENDENT_BYTES * len(stack.layers):
@@ -373,8 +375,8 @@ class GpuOps(Chooser, Composites):
     def computed(
         self, stack: Stack, pages: Pages, choice: StepChoice | None = None
     ) -> tuple[GpuArray, int]:
-        """Hidden rows of a step, and how many tokens were chosen where there is a choice: 0 where that is
-        still to be done."""
+        """Hidden rows of a step, and how many tokens were chosen where there is a choice: 0 where
+        that is still to be done."""
         self.begin()
         # where every layer has a window nobody keeps a KV of layers that see everything
         pages = [(batch, pages[-1][1] if kv is None else kv) for batch, kv in pages]
@@ -387,9 +389,9 @@ class GpuOps(Chooser, Composites):
         return found.out.rows(slice(0, len(pages[0][0].logit_rows))), len(found.out) * found.chosen
 
     def layers(self, stack: Stack, steps: list[tuple[Step, GpuKV]]) -> GpuArray:
-        """`hidden` of a step that is on the device, with its KV, and a second pair of layers with a window
-        where these have one. Each layer turns the arena twice, so the last rows lie in the half with which it
-        began, and all of the other is free for the head."""
+        """`hidden` of a step that is on the device, with its KV, and a second pair of layers with a
+        window where these have one. Each layer turns the arena twice, so the last rows lie in the
+        half with which it began, and all of the other is free for the head."""
         self.arena.halve()
         (step, kv), *sliding = steps
         beside: Any = sliding[0] if sliding else None
@@ -483,7 +485,8 @@ class GpuOps(Chooser, Composites):
     def _normed(
         self, x: GpuArray, weight: Vector | None, bias: Vector | None, eps: float, kind: str
     ) -> GpuArray:
-        """Norm in the type that is computed with: the same bits as if it were rounded afterwards."""
+        """Norm in the type that is computed with: the same bits as if it were rounded
+        afterwards."""
         if weight is None:
             return x
         if bias is None:
@@ -493,7 +496,8 @@ class GpuOps(Chooser, Composites):
     def _adapt(
         self, adapted: Adapted | None, y: GpuArray, x: GpuArray, first: str, sizes: tuple[int, ...]
     ) -> None:
-        """Add adapters' products to a product of joined fields; none of them where there are no rows."""
+        """Add adapters' products to a product of joined fields; none of them where there are no
+        rows."""
         if adapted is not None:
             self.adapters.add(
                 cast(AdaptedRows, adapted[0]), y, x, place_of(adapted[1], first), sizes
@@ -502,8 +506,8 @@ class GpuOps(Chooser, Composites):
     def _added(
         self, adapted: Adapted | None, x: GpuArray, y: GpuArray, layer: Layer, field: str
     ) -> GpuArray:
-        """x + residual * post_norm(w y + bias), w being "o" or "down": the sum within the product where
-        nothing is between. What adapters add comes behind that sum then."""
+        """x + residual * post_norm(w y + bias), w being "o" or "down": the sum within the product
+        where nothing is between. What adapters add comes behind that sum then."""
         w, bias, post = (
             (layer.o, layer.o_bias, layer.attn_post_norm)
             if field == "o"

@@ -1,4 +1,5 @@
-"""A test of whether this machine shows an NVIDIA GPU, before anything of CUDA is imported or opened.
+"""A test of whether this machine shows an NVIDIA GPU, before anything of CUDA is imported or
+opened.
 
 Owns the signs. Must not know drivers.
 """

@@ -1,10 +1,13 @@
-"""The self-test of a device: the check behind its first start that it computes a model as it should.
+"""The self-test of a device: the check behind its first start that it computes a model as it
+should.
 
-Owns what is compared, on the weights that are loaded: a compiler, a driver or a device that nobody tried can
-turn right kernels into wrong ones. Must not know models, files, or where results are kept.
+Owns what is compared, on the weights that are loaded: a compiler, a driver or a device that nobody
+tried can turn right kernels into wrong ones. Must not know models, files, or where results are
+kept.
 
-For Llama-3.1-8B in bf16 that is 153 launches (13 for each of five forms of products, 30 for adapters, 33 for
-layers) and 16 steps of the whole model, of which 11 are replayed; numpy takes most of the time.
+For Llama-3.1-8B in bf16 that is 153 launches (13 for each of five forms of products, 30 for
+adapters, 33 for layers) and 16 steps of the whole model, of which 11 are replayed; numpy takes most
+of the time.
 """
 
 from __future__ import annotations
@@ -48,7 +51,8 @@ from pageturner.kernels.reference_arrays import PagedKV
 CROWDS = (16, 64, 200, 300)  # rows of products, of all heights but the one of many rows
 OUTPUTS = 32  # of each product are compared with numpy
 POSITIONS, CHUNK = 600, 80  # of attention: three segments, the last of them not whole; rows of many
-# Of whole steps: two segments, the last of them not whole; the last row again among so many sequences
+# Of whole steps: two segments, the last of them not whole; the last row again among so many
+# sequences
 TOKENS, OTHERS = 300, (0, 0, 0, 20, 20, 299)
 LAYER = 1  # of a KV, behind one in which nothing is written
 EXTRA = 3  # blocks of a KV beside those of two sequences
@@ -71,8 +75,8 @@ _HOST = ReferenceOps()
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The model that is tested. spec: of the KV of the model, whose number of blocks does not matter; length: tokens
-    that a sequence may have, because tables of positions may end there."""
+    """The model that is tested. spec: of the KV of the model, whose number of blocks does not
+    matter; length: tokens that a sequence may have, because tables of positions may end there."""
 
     ops: GpuOps
     stack: Stack
@@ -83,8 +87,8 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """form: what is compared, by which its result is kept. run: EngineFault('gpu_wrong') says what is
-    wrong."""
+    """form: what is compared, by which its result is kept. run: EngineFault('gpu_wrong') says what
+    is wrong."""
 
     form: str
     run: Callable[[], None]
@@ -112,10 +116,10 @@ def check(subject: Subject) -> None:
 
 
 def comparisons(subject: Subject) -> list[Comparison]:
-    """Products, attention, norms, rotation, activations, adapters, edits and draws against numpy; layers as
-    they are computed against these; copies of blocks; and a row's bits alone and in a crowd, in products,
-    attention and whole steps, recorded, and with tokens that stay on the device. Of layers that are alike one
-    is taken; two comparisons of one form are one."""
+    """Products, attention, norms, rotation, activations, adapters, edits and draws against numpy;
+    layers as they are computed against these; copies of blocks; and a row's bits alone and in a
+    crowd, in products, attention and whole steps, recorded, and with tokens that stay on the
+    device. Of layers that are alike one is taken; two comparisons of one form are one."""
     ops, stack, head, spec = subject.ops, subject.stack, subject.head, subject.spec
     subject = replace(subject, length=min(TOKENS, subject.length))
     layers = list(_kinds(stack).values())
@@ -159,8 +163,8 @@ def _one_by_one(works: list[Callable[[], None]]) -> None:
 
 
 def _identity(stack: Stack, head: Matrix, spec: KVSpec) -> object:
-    """Return the shape of layers and steps of a model: those of models with the same one use the same kernels in
-    the same way."""
+    """Return the shape of layers and steps of a model: those of models with the same one use the
+    same kernels in the same way."""
     embedded = (
         _form(stack.embed),
         _form(stack.positions),
@@ -330,8 +334,8 @@ def _block_copies(ops: GpuOps, shape: AttentionShape, spec: KVSpec) -> None:
 def _filled(
     ops: GpuOps, shape: AttentionShape, spec: KVSpec
 ) -> Iterator[tuple[GpuKV, PagedKV, I32]]:
-    """A KV of two layers, of which the second has two sequences of random rows; the same on the host; and
-    their block tables."""
+    """A KV of two layers, of which the second has two sequences of random rows; the same on the
+    host; and their block tables."""
     tables = _tables(POSITIONS, spec.block_size)
     small = replace(spec, layers=LAYER + 1, blocks=int(tables.max()) + 1)
     kv, theirs = ops.alloc_kv(small), _HOST.alloc_kv(small)
@@ -352,7 +356,8 @@ def _filled(
 
 
 def _tables(positions: int, block: int) -> I32:
-    """Block tables of two sequences of so many positions, in no order, and behind them a block of nobody."""
+    """Block tables of two sequences of so many positions, in no order, and behind them a block of
+    nobody."""
     count = -(-positions // block)
     order = np.random.default_rng(count).permutation(2 * count + EXTRA).astype(np.int32)
     mine = order[: 2 * count].reshape(2, count)
@@ -437,8 +442,8 @@ def _fused(subject: Subject, layers: list[Layer]) -> None:
 
 
 def _steps(subject: Subject) -> None:
-    """A sequence at once, its last row again alone, recorded and replayed, and among others; and with a token
-    that stays on the device."""
+    """A sequence at once, its last row again alone, recorded and replayed, and among others; and
+    with a token that stays on the device."""
     ops, stack, length = subject.ops, subject.stack, subject.length
     with _sequence(subject) as step:
         whole = step(stack, [(0, 0, length)])[-1]
@@ -457,8 +462,8 @@ def _steps(subject: Subject) -> None:
 
 
 class _Sequence:
-    """Steps on a KV of two sequences. Runs are (sequence, tokens computed, rows); those of the first sequence
-    write its KV, and nobody writes the other's, which is zeros."""
+    """Steps on a KV of two sequences. Runs are (sequence, tokens computed, rows); those of the
+    first sequence write its KV, and nobody writes the other's, which is zeros."""
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
@@ -475,8 +480,8 @@ class _Sequence:
         return ops.to_numpy(ops.hidden(layers, self._batch(runs, every), self.kv, None))
 
     def begin(self, tokens: I32 | None = None) -> Any:
-        """A step of the last row of each sequence, whose likeliest tokens are chosen; for `collect`. tokens:
-        in place of those of the sequence."""
+        """A step of the last row of each sequence, whose likeliest tokens are chosen; for
+        `collect`. tokens: in place of those of the sequence."""
         zeros, ones = np.zeros(2, np.float32), np.ones(2, np.float32)
         greedy: Draw = zeros, np.zeros(2, np.int32), ones, zeros, zeros
         last, subject = self._subject.length - 1, self._subject
@@ -523,7 +528,7 @@ def _batch(tables: I32, runs: list[tuple[int, int, int]]) -> Batch:
     )
 
 
-# -- from logits to tokens -----------------------------------------------------------------------------------
+# -- from logits to tokens -------------------------------------------------------------------------
 def _edits(ops: GpuOps, vocabulary: int) -> None:
     """Every operation, the masks of a row, and both."""
     random = np.random.default_rng(vocabulary)
@@ -561,8 +566,9 @@ def _draws(ops: GpuOps, vocabulary: int) -> None:
 
 
 def draws_of(vocabulary: int) -> tuple[F32, Draw, I32, NDArray[np.bool_]]:
-    """Logits, parameters and the tokens that numpy draws by them; and of which rows it draws the same within
-    MARGIN of every bound, so that exponentials which differ in the last digits cannot change them."""
+    """Logits, parameters and the tokens that numpy draws by them; and of which rows it draws the
+    same within MARGIN of every bound, so that exponentials which differ in the last digits cannot
+    change them."""
     random = np.random.default_rng(vocabulary)
     logits = 8 * random.standard_normal((DRAWS, vocabulary), np.float32)
     some = np.arange(DRAWS)
@@ -587,7 +593,8 @@ def draws_of(vocabulary: int) -> tuple[F32, Draw, I32, NDArray[np.bool_]]:
 
 
 def _adapter(ops: GpuOps, stack: Stack, kind: str) -> None:
-    """Test an adapter's additions to rows of a product and to embedded tokens, beside a row without one."""
+    """Test an adapter's additions to rows of a product and to embedded tokens, beside a row without
+    one."""
     random, layer, width = np.random.default_rng(7), stack.layers[0], stack.embed.columns
     vocabulary = stack.vocabulary or stack.embed.rows  # a rank has a slice of the table alone
     rows, columns = layer.o.rows, layer.o.columns
@@ -629,7 +636,7 @@ def _as_kind(values: F32, kind: str) -> NDArray[Any]:
     )
 
 
-# -- helpers -------------------------------------------------------------------------------------------------
+# -- helpers ---------------------------------------------------------------------------------------
 def _mixed(ops: GpuOps, kv: GpuKV, q: F32, batch: Batch, shape: AttentionShape) -> F32:
     ops.begin()
     return ops.to_numpy(ops.attention(ops.on_device(q), kv, LAYER, batch, shape))

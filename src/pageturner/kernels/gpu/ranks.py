@@ -1,7 +1,8 @@
 """The backend of a rank that has a GPU: tensor parallel with a process for each device.
 
-Owns what rank 0 says to the others beside what it says on the CPU (`kernels.comm`), and which of a step's
-rows logits are wanted of. What goes between devices is in exchange.py. Must not know models or requests.
+Owns what rank 0 says to the others beside what it says on the CPU (`kernels.comm`), and which of a
+step's rows logits are wanted of. What goes between devices is in exchange.py. Must not know models
+or requests.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ _JOIN, _FREE, _ROOM, _CHOSEN = 20, 21, 22, 23  # calls, beside those of kernels.
 
 
 class GpuTensorParallelOps(comm.RankOps):
-    """Each rank has a device, and a slice of every layer, of its KV heads, and of the vocabulary. Rank 0
-    gathers logits on its device and chooses there."""
+    """Each rank has a device, and a slice of every layer, of its KV heads, and of the vocabulary.
+    Rank 0 gathers logits on its device and chooses there."""
 
     own: GpuOps
 
@@ -57,7 +58,7 @@ class GpuTensorParallelOps(comm.RankOps):
     def later(self) -> ChoosesLater:
         return self
 
-    # -- beginning and end -----------------------------------------------------------------------------------
+    # -- beginning and end -------------------------------------------------------------------------
     def assemble(self, ended: list[int]) -> None:
         """Also opens the memory of all devices at each other."""
         super().assemble(ended)
@@ -81,7 +82,8 @@ class GpuTensorParallelOps(comm.RankOps):
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Rank 0 computes its slices as if they were the whole, and the others hear nothing of it."""
+        """Rank 0 computes its slices as if they were the whole, and the others hear nothing of
+        it."""
         self.own.exchange = None
         try:
             yield
@@ -107,7 +109,7 @@ class GpuTensorParallelOps(comm.RankOps):
         else:
             super()._make(call, arrays, head)
 
-    # -- storage ---------------------------------------------------------------------------------------------
+    # -- storage -----------------------------------------------------------------------------------
     def _mine(self, spec: KVSpec) -> KVSpec:
         return comm.kv_of_rank(spec, self._stack)
 
@@ -150,7 +152,7 @@ class GpuTensorParallelOps(comm.RankOps):
         message = "adapters are not computed by several GPUs yet: use --tensor-parallel-size 1"
         raise EngineFault("model_unsupported", message)
 
-    # -- composites ------------------------------------------------------------------------------------------
+    # -- composites --------------------------------------------------------------------------------
     def hidden(self, stack: Stack, batch: Batch, kv: GpuKV, sliding: Any) -> GpuArray:
         """A step of all ranks, whose rows lie on every device."""
         if not self.own.divided:
@@ -206,8 +208,8 @@ class GpuTensorParallelOps(comm.RankOps):
     def launch_step(
         self, stack: Stack, batch: Batch, kv: GpuKV, sliding: Any, head: Head, draw: Draw
     ) -> Chosen:
-        """Launch as one device does. The tokens that rank 0 chooses go to the devices of the others, whose next step
-        may be begun before anybody knows them."""
+        """Launch as one device does. The tokens that rank 0 chooses go to the devices of the
+        others, whose next step may be begun before anybody knows them."""
         if not self.own.divided:
             return self.own.launch_step(stack, batch, kv, sliding, head, draw)
         hidden = self.hidden(stack, batch, kv, sliding)

@@ -1,6 +1,8 @@
-"""`Ops.choose` on a device: edits, masks and the draw where the logits are; ids and their logits come back.
+"""`Ops.choose` on a device: edits, masks and the draw where the logits are; ids and their logits
+come back.
 
-Owns how edits become launches. Meaning and order are those of kernels/edits.py and `Composites.choose`.
+Owns how edits become launches. Meaning and order are those of kernels/edits.py and
+`Composites.choose`.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ _HOST = ReferenceOps()
 
 
 def rounds_of(edits: Edits) -> list[_Entries]:
-    """Return the rounds that are launched one behind the other: no round has a token of a row twice."""
+    """Return the rounds that are launched one behind the other: no round has a token of a row
+    twice."""
     rounds: list[_Entries] = []
     for row, mine in enumerate(edits):
         at = 0
@@ -103,7 +106,8 @@ class Chosen:
 
 
 class Chooser:
-    """The part of `GpuOps` that makes tokens of hidden rows. `GpuOps` has the methods that are abstract here."""
+    """The part of `GpuOps` that makes tokens of hidden rows. `GpuOps` has the methods that are
+    abstract here."""
 
     driver: Driver
     arena: Arena
@@ -151,8 +155,8 @@ class Chooser:
         head: Head,
         draw: Draw,
     ) -> Chosen:
-        """Begun only. The ids lie outside of the arena, where the embedding of the next step reads them: the
-        copy to the host is begun before that step, so that one place is enough."""
+        """Begun only. The ids lie outside of the arena, where the embedding of the next step reads
+        them: the copy to the host is begun before that step, so that one place is enough."""
         rows = len(batch.logit_rows)
         if 16 * rows > LATER:
             raise EngineFault("gpu_memory", f"{rows} tokens in a step: lower --max-num-seqs")
@@ -202,9 +206,9 @@ class Chooser:
 
 
 def in_parts(ops: Chooser, rows: int, work: Callable[[slice], None]) -> None:
-    """All rows at once, or where the arena has no room for their logits half as many, a quarter ... at a
-    time: drafts have several rows for each sequence, masks and edits take memory beside them. EngineFault
-    where there is no room for one."""
+    """All rows at once, or where the arena has no room for their logits half as many, a quarter ...
+    at a time: drafts have several rows for each sequence, masks and edits take memory beside them.
+    EngineFault where there is no room for one."""
     mark, begin, most = ops.arena.mark, 0, rows
     while begin < rows:
         part = slice(begin, min(begin + most, rows))
@@ -293,8 +297,8 @@ def cuts_off(draw: Draw) -> bool:
 def launch_draw(
     ops: Chooser, logits: GpuArray, parameters: list[int], cuts: bool, out: tuple[int, int]
 ) -> None:
-    """A token for each row and its logit. parameters: addresses of the arrays of a Draw; cuts: whether rows
-    may have top-k or top-p; out: addresses of ids and logits."""
+    """A token for each row and its logit. parameters: addresses of the arrays of a Draw; cuts:
+    whether rows may have top-k or top-p; out: addresses of ids and logits."""
     rows, vocabulary = logits.shape
     take, launch = ops.arena.take, ops.driver.launch
     chunks = -(-vocabulary // (VOCABULARY_TILE * VOCABULARY_SEGMENTS))
@@ -326,7 +330,8 @@ def _asked(wanted: LogprobsWanted | None, part: slice) -> I32:
 
 
 def rows_to_host(ops: Chooser, logits: GpuArray, rows: I32) -> F32:
-    """Some rows [len(rows), V], a copy for each run of neighbours: the arena need not hold them twice."""
+    """Some rows [len(rows), V], a copy for each run of neighbours: the arena need not hold them
+    twice."""
     vocabulary = logits.shape[1]
     out = np.empty((len(rows), vocabulary), np.float32)
     breaks = np.flatnonzero(np.diff(rows) != 1) + 1
@@ -350,8 +355,8 @@ def _logprobs(raw: F32, asked: I32, found: Logprobs) -> None:
 def _candidates(
     raw: F32, asked: I32, found: Logprobs, chosen: tuple[I32, F32], args: ChooseArgs
 ) -> None:
-    """Find the candidates of rows that search, whose edits are done to logprobs on the host. chosen: ids and
-    logits, of which theirs are written."""
+    """Find the candidates of rows that search, whose edits are done to logprobs on the host.
+    chosen: ids and logits, of which theirs are written."""
     wanted, edits = args.wanted, args.edits
     ids, values = chosen
     assert wanted is not None

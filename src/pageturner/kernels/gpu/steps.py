@@ -1,7 +1,7 @@
 """A step as kernels want it: its integers in one upload, and the works that attention consists of.
 
-Owns the arithmetic of tiles, segments and their partials, and the padding of steps that are recorded. Must
-not know weights or operations.
+Owns the arithmetic of tiles, segments and their partials, and the padding of steps that are
+recorded. Must not know weights or operations.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ WORK = 8  # integers of a work
 
 
 class AttentionView(NamedTuple):
-    """The facts that the works of a layer's attention depend on: its heads, and which positions a row sees."""
+    """The facts that the works of a layer's attention depend on: its heads, and which positions a
+    row sees."""
 
     heads: int
     kv_heads: int
@@ -55,8 +56,8 @@ def view_of(shape: AttentionShape) -> AttentionView:
 
 
 def views_of(stack: Stack, tables: int) -> list[set[AttentionView]]:
-    """The views of the layers that read each of so many block tables: where there are two, the second one is
-    that of layers with a window."""
+    """The views of the layers that read each of so many block tables: where there are two, the
+    second one is that of layers with a window."""
     found: list[set[AttentionView]] = [set() for _ in range(tables)]
     for layer in stack.layers:
         found[-1 if layer.shape.window else 0].add(view_of(layer.shape))
@@ -64,22 +65,25 @@ def views_of(stack: Stack, tables: int) -> list[set[AttentionView]]:
 
 
 def heads_of_tile(group: int, rows: int) -> int:
-    """Query heads of a tile of `rows` rows: all of a group, or an even part of it where they do not fit."""
+    """Query heads of a tile of `rows` rows: all of a group, or an even part of it where they do not
+    fit."""
     return -(-group // -(-group // rows))
 
 
 @dataclass(frozen=True, slots=True)
 class Works:
-    """The works of attention of a step. A tile has rows of one sequence and heads that share a KV head.
+    """The works of attention of a step. A tile has rows of one sequence and heads that share a KV
+    head.
 
-    few, many  int32 [n, WORK]: where the block ids of the sequence begin; first row; rows, 0 of a work that
-               does nothing; first head of the group; segment of the tile; segments of the tile; first partial
-               of the tile; its counter. Few: single rows, or so few that they fit a tile; each of their
-               segments is a work. Many: a work is a whole tile, and its last four integers are 0
+    few, many  int32 [n, WORK]: where the block ids of the sequence begin; first row; rows, 0 of a
+               work that does nothing; first head of the group; segment of the tile; segments of the
+               tile; first partial of the tile; its counter. Few: single rows, or so few that they
+               fit a tile; each of their segments is a work. Many: a work is a whole tile, and its
+               last four integers are 0
     partials   of each KV head at once: a sum over the tiles of more than one segment
     counters   tiles of more than one segment
-    rounds     numbers of `few` that are launched together. More than one where all partials at once would be
-               too much memory: sequences that share a long prefix can have any number
+    rounds     numbers of `few` that are launched together. More than one where all partials at once
+               would be too much memory: sequences that share a long prefix can have any number
     """
 
     few: I32
@@ -90,8 +94,8 @@ class Works:
 
 
 def works_of(batch: Batch, starts: I32, view: AttentionView, architecture: int, most: int) -> Works:
-    """starts [S]: where the block ids of the sequences begin. most: partials of each KV head at once, beyond
-    which a tile is alone in its round."""
+    """starts [S]: where the block ids of the sequences begin. most: partials of each KV head at
+    once, beyond which a tile is alone in its round."""
     rows = np.diff(batch.query_start)
     is_few = (rows > 0) & (rows <= few_rows(view))
     heights = {height: attention_rows(height, view.size) for height in (FEW, MANY)}
@@ -117,7 +121,8 @@ def works_of(batch: Batch, starts: I32, view: AttentionView, architecture: int, 
 
 
 def _tiles(batch: Batch, starts: I32, sequences: Any, view: AttentionView, height: int) -> I32:
-    """[n, WORK] of all rows of these sequences, as `Works`, with heads of a tile in place of its partials."""
+    """[n, WORK] of all rows of these sequences, as `Works`, with heads of a tile in place of its
+    partials."""
     if not len(sequences):
         return np.zeros((0, WORK), np.int32)
     heads = heads_of_tile(view.group, height)
@@ -147,8 +152,8 @@ def _first_seen(position: I32, view: AttentionView) -> I32:
 
 
 def _in_rounds(few: I32, each: I32, most: int) -> tuple[int, list[int]]:
-    """Partials of the largest round, and tiles of each. The first partials of tiles become those within their
-    round."""
+    """Partials of the largest round, and tiles of each. The first partials of tiles become those
+    within their round."""
     ends, rounds, at, largest = np.cumsum(each), [], 0, 0
     while at < len(few):
         before = int(ends[at] - each[at])
@@ -162,8 +167,8 @@ def _in_rounds(few: I32, each: I32, most: int) -> tuple[int, list[int]]:
 
 @dataclass(slots=True)
 class Placed:
-    """`Works` on the device. arrived int32 [counters * kv_heads]: 0 with each upload, so that nothing that a
-    step leaves there is ever seen by another one, and 0 again behind each launch."""
+    """`Works` on the device. arrived int32 [counters * kv_heads]: 0 with each upload, so that
+    nothing that a step leaves there is ever seen by another one, and 0 again behind each launch."""
 
     few: GpuArray
     many: GpuArray
@@ -174,8 +179,8 @@ class Placed:
 
 @dataclass(slots=True)
 class Step:
-    """A batch on the device: arrays of int32 in place of numpy's, block ids of one sequence behind those of
-    another, works of every view, adapters."""
+    """A batch on the device: arrays of int32 in place of numpy's, block ids of one sequence behind
+    those of another, works of every view, adapters."""
 
     tokens: GpuArray
     positions: GpuArray
@@ -212,10 +217,10 @@ def upload(
     room: Room | None = None,
     draw: Sequence[Any] = (),
 ) -> list[Step]:
-    """A step, and once more for layers with block tables of their own, in one copy. pages: batches and their
-    block sizes; room: of a step that is recorded, whose arrays have places for so many; draw: arrays of four
-    bytes an element, which the first one takes along. A step that is not recorded takes as much memory as one
-    that is, so that a dry run finds out whether it fits."""
+    """A step, and once more for layers with block tables of their own, in one copy. pages: batches
+    and their block sizes; room: of a step that is recorded, whose arrays have places for so many;
+    draw: arrays of four bytes an element, which the first one takes along. A step that is not
+    recorded takes as much memory as one that is, so that a dry run finds out whether it fits."""
     arrays: list[I32] = []
     found = []
     for (batch, block_size), seen in zip(pages, views, strict=True):
@@ -294,8 +299,8 @@ def _heads_of(view: AttentionView, room: Room) -> int:
 
 
 def few_rows(view: AttentionView) -> int:
-    """Up to so many rows of a sequence are computed with partials: 16 rows of a tile on every architecture,
-    so that the same steps are split everywhere."""
+    """Up to so many rows of a sequence are computed with partials: 16 rows of a tile on every
+    architecture, so that the same steps are split everywhere."""
     return max(16 // view.group, 1)
 
 
@@ -313,7 +318,8 @@ def room_of(batch: Batch, views: Collection[AttentionView], architecture: int, r
 
 
 def bucket(count: int) -> int:
-    """Rows of the recording for so many: powers of two up to 8, then by eights, from 64 by sixteens."""
+    """Rows of the recording for so many: powers of two up to 8, then by eights, from 64 by
+    sixteens."""
     if count <= 8:
         return 1 << (count - 1).bit_length()
     size = 8 if count <= 64 else 16
@@ -321,8 +327,9 @@ def bucket(count: int) -> int:
 
 
 def mixed_bucket(count: int) -> int:
-    """The same of what varies more: powers of two, from 16 on also one and a half of them, from 128 on by 64.
-    No size is on the other side of a height of `catalogue.height_of` than what it is for."""
+    """The same of what varies more: powers of two, from 16 on also one and a half of them, from 128
+    on by 64. No size is on the other side of a height of `catalogue.height_of` than what it is
+    for."""
     if count > 128:
         return -(-count // 64) * 64
     size = 1 << (count - 1).bit_length()
@@ -344,8 +351,9 @@ def segments_of(batch: Batch) -> int:
 
 
 def segments_bucket(count: int) -> int:
-    """The places of a recording for so many segments: at most a quarter, or 7, more. Each power of two has
-    four sizes: a work that does nothing costs some nanoseconds, a recording some milliseconds."""
+    """The places of a recording for so many segments: at most a quarter, or 7, more. Each power of
+    two has four sizes: a work that does nothing costs some nanoseconds, a recording some
+    milliseconds."""
     size = max(1 << max((count - 1).bit_length() - 3, 0), 8)
     return -(-count // size) * size
 
@@ -391,8 +399,9 @@ def pad_draw(draw: Draw, rows: int) -> Draw:
 
 
 def inverse_of(block_size: int) -> tuple[int, int]:
-    """(m, s) so that position // block_size = (position * m) >> s, of every position below 2^24: a division
-    takes some 20 instructions, this two. With 2^(l-1) < block_size <= 2^l, m = ceil(2^(24+l) / block_size)
-    exceeds the quotient by less than 2^l / block_size / 2^(24+l), too little to reach the next integer."""
+    """(m, s) so that position // block_size = (position * m) >> s, of every position below 2^24: a
+    division takes some 20 instructions, this two. With 2^(l-1) < block_size <= 2^l, m =
+    ceil(2^(24+l) / block_size) exceeds the quotient by less than 2^l / block_size / 2^(24+l), too
+    little to reach the next integer."""
     shift = 24 + (block_size - 1).bit_length()
     return -(-(1 << shift) // block_size), shift

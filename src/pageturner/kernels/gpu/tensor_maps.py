@@ -1,4 +1,5 @@
-"""Tensor maps: how a kernel finds the boxes of a plane that it copies by TMA, as CUDA's driver encodes them.
+"""Tensor maps: how a kernel finds the boxes of a plane that it copies by TMA, as CUDA's driver
+encodes them.
 
 Owns the call that encodes them, and how long they are kept. Must not know kernels.
 """
@@ -19,7 +20,8 @@ _PROMOTED = 3  # CU_TENSOR_MAP_L2_PROMOTION_L2_256B
 
 
 class TensorMap:
-    """Bytes of a map where the driver wants them, which the struct of cuda-bindings is not always."""
+    """Bytes of a map where the driver wants them, which the struct of cuda-bindings is not
+    always."""
 
     def __init__(self) -> None:
         self._raw = ctypes.create_string_buffer(NBYTES + ALIGNED)
@@ -33,7 +35,8 @@ class TensorMap:
 class TensorMaps:
     """Maps by plane and box. A launch copies what it is given, so a map may be dropped at any time.
 
-    TYPES  of the parameters that a plane becomes: the map, and sizes and strides, which no kernel reads
+    TYPES  of the parameters that a plane becomes: the map, and sizes and strides, which no kernel
+           reads
     """
 
     TYPES = (None, ctypes.c_int32, ctypes.c_int32, ctypes.c_int64, ctypes.c_int64)

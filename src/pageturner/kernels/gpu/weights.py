@@ -1,6 +1,7 @@
 """Weights on a device: floats as they are, quantised kinds in groups of integers with scales.
 
-Owns how they lie. Must not know layers or files. The integers of a group are those of `formats.ggml.unpack`.
+Owns how they lie. Must not know layers or files. The integers of a group are those of
+`formats.ggml.unpack`.
 """
 
 from __future__ import annotations
@@ -78,17 +79,18 @@ class FloatMatrix:
 
 @dataclass(slots=True)
 class Groups:
-    """A matrix in groups of `group` columns: scale * (q - zero) + low. Addresses; high and low may be 0.
-    Group 0: scale * q with q in e4m3, and a scale for each row.
+    """A matrix in groups of `group` columns: scale * (q - zero) + low. Addresses; high and low may
+    be 0. Group 0: scale * q with q in e4m3, and a scale for each row.
 
-    The elements lie as a thread of the matrix unit reads them: a block of 16 rows and 64 columns (32 of 8
-    bits) has 128 words, [row % 8][column % 8 / 2][half of the columns][row / 8]. A word of 4 bits has columns
-    8 i + p of its half at bit 4 i + 16 p, one of 8 bits (two's complement, or e4m3) at byte i + 2 p. high:
-    the fifth bits, a byte for each word, at bit i + 4 p. Scales and lows lie as such a thread wants them for
-    128 columns at once: [block of 16 rows][128 columns][row % 8][group][row / 8], in fp32, or in fp16 where
-    that holds them exactly.
+    The elements lie as a thread of the matrix unit reads them: a block of 16 rows and 64 columns
+    (32 of 8 bits) has 128 words, [row % 8][column % 8 / 2][half of the columns][row / 8]. A word of
+    4 bits has columns 8 i + p of its half at bit 4 i + 16 p, one of 8 bits (two's complement, or
+    e4m3) at byte i + 2 p. high: the fifth bits, a byte for each word, at bit i + 4 p. Scales and
+    lows lie as such a thread wants them for 128 columns at once: [block of 16 rows][128
+    columns][row % 8][group][row / 8], in fp32, or in fp16 where that holds them exactly.
 
-    order: int32 [columns], where column i multiplies input order[i]; 0: input i. ordered_by: its digest."""
+    order: int32 [columns], where column i multiplies input order[i]; 0: input i. ordered_by: its
+    digest."""
 
     q: int
     high: int
@@ -179,8 +181,8 @@ def _put(driver: Driver, values: NDArray[Any]) -> int:
 
 
 def _fp8(driver: Driver, tensor: Tensor) -> Matrix:
-    """Return it as it is if each row has one scale, which is what files with a scale for each channel or tensor have,
-    and no code is a NaN; else in bf16."""
+    """Return it as it is if each row has one scale, which is what files with a scale for each
+    channel or tensor have, and no code is a NaN; else in bf16."""
     rows, columns = tensor.shape
     geometry = ggml_types.BY_NAME[tensor.kind]
     raw = tensor.data.reshape(rows, -1, geometry.nbytes)
@@ -205,8 +207,8 @@ def to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
 
 @dataclass(slots=True)
 class _Rows:
-    """Rows of a matrix in groups, taken apart. alike: whether four groups in a row have one scale, and one
-    lowest value. short: whether fp16 holds all scales and lowest values."""
+    """Rows of a matrix in groups, taken apart. alike: whether four groups in a row have one scale,
+    and one lowest value. short: whether fp16 holds all scales and lowest values."""
 
     q: NDArray[np.int8]
     scale: NDArray[np.float32]
@@ -218,8 +220,8 @@ class _Rows:
 
 
 def _groups(driver: Driver, tensor: Tensor) -> Groups:
-    """The fewest bits that hold the integers; groups of 128 where four in a row have one scale. Rows are laid
-    out by as many threads as there are processors: numpy lets them."""
+    """The fewest bits that hold the integers; groups of 128 where four in a row have one scale.
+    Rows are laid out by as many threads as there are processors: numpy lets them."""
     rows, columns = tensor.shape
     step = max(1, SLICE // (BLOCK_ROWS * columns)) * BLOCK_ROWS
     slices = [(first, min(first + step, rows)) for first in range(0, rows, step)]
@@ -280,8 +282,8 @@ def _taken_apart(tensor: Tensor, rows: tuple[int, int]) -> _Rows:
 def _laid(
     parts: list[_Rows | None], matrix: Groups, joined: int, at: int
 ) -> dict[str, NDArray[Any]]:
-    """Words, fifth bits, scales and lowest values of one of the parts, in blocks; the part is taken out.
-    joined: so many groups become one."""
+    """Words, fifth bits, scales and lowest values of one of the parts, in blocks; the part is taken
+    out. joined: so many groups become one."""
     rows, parts[at] = parts[at], None
     assert rows is not None
     codes = rows.q.reshape(len(rows.q), -1).view(np.uint8) + np.uint8(matrix.zero)
@@ -299,7 +301,8 @@ def words(codes: NDArray[np.uint8], bits: int) -> tuple[NDArray[Any], NDArray[np
     rows, columns = codes.shape
     if rows % BLOCK_ROWS or columns % BLOCK_COLUMNS:
         codes = np.pad(codes, ((0, -rows % BLOCK_ROWS), (0, -columns % BLOCK_COLUMNS)))
-    # block, row / 8, row % 8, unit, half, i, thread, p -> block, unit, row % 8, thread, half, row / 8, p, i
+    # block, row / 8, row % 8, unit, half, i, thread, p -> block, unit, row % 8, thread, half, row /
+    # 8, p, i
     blocks = len(codes) // BLOCK_ROWS
     if bits == 8:
         pieces = codes.reshape(blocks, 2, 8, -1, 2, 2, 4, 2)
@@ -336,8 +339,9 @@ def _alike(values: NDArray[np.float32]) -> bool:
 
 
 def join(driver: Driver, matrices: list[Matrix]) -> tuple[Matrix, list[Matrix]] | None:
-    """Matrices of one form as one, row after row, and each as a part of it; None where they differ, or where
-    one would begin within a block of rows. Their own memory is given back, of equal orders all but one."""
+    """Matrices of one form as one, row after row, and each as a part of it; None where they differ,
+    or where one would begin within a block of rows. Their own memory is given back, of equal orders
+    all but one."""
     first = matrices[0]
     if any(one.form != first.form for one in matrices):
         return None

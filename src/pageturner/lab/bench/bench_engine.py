@@ -1,7 +1,7 @@
 """`pageturner bench engine`: the engine alone, offline, and where the time of a step goes.
 
-A clock around every call into the backend tells the time inside native calls from the time outside: planning,
-packing, sampling parameters, committing.
+A clock around every call into the backend tells the time inside native calls from the time outside:
+planning, packing, sampling parameters, committing.
 """
 
 from __future__ import annotations
@@ -146,7 +146,8 @@ def _requests(arguments: argparse.Namespace) -> list[Request]:
 def _drain(
     engine: Engine, requests: list[Request], native: TimedOps
 ) -> tuple[list[dict[str, float]], int]:
-    """Run until all are done: one record a step (rows, running, seconds, native seconds), tokens in all."""
+    """Run until all are done: one record a step (rows, running, seconds, native seconds), tokens in
+    all."""
     steps = []
     tokens = 0
     for request in requests:

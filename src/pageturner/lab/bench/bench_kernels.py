@@ -1,8 +1,9 @@
-"""`pageturner bench kernels`: every operator's time beside what the machine could do, and beside another run.
+"""`pageturner bench kernels`: every operator's time beside what the machine could do, and beside
+another run.
 
-Owns timing, shares of the limits, tables and comparison. What is timed is in kernel_cases.py, the limits come
-from kernels/peak.py. The share of a case is the least time that its operations and bytes need, whichever is
-more, over the time it took.
+Owns timing, shares of the limits, tables and comparison. What is timed is in kernel_cases.py, the
+limits come from kernels/peak.py. The share of a case is the least time that its operations and
+bytes need, whichever is more, over the time it took.
 """
 
 from __future__ import annotations
@@ -114,7 +115,8 @@ def timed(
 
 
 def best(call: Callable[[], object], clock: Callable[[], float], budget: float) -> float:
-    """Seconds of one call: the least over rounds of about 1 ms, which other processes seldom interrupt."""
+    """Seconds of one call: the least over rounds of about 1 ms, which other processes seldom
+    interrupt."""
     call()
     start = clock()
     call()
@@ -129,7 +131,8 @@ def best(call: Callable[[], object], clock: Callable[[], float], budget: float) 
 
 
 def row_of(case: KernelCase, seconds: float, limits: Peak) -> Row:
-    """What a case took, and the share of the limit that binds it; share None where no limit is known."""
+    """What a case took, and the share of the limit that binds it; share None where no limit is
+    known."""
     floors = {"bytes": 1e-9 * case.nbytes / limits.read_of(case.nbytes)}
     known = {"integer": limits.integer_gop_s, "float": limits.fp32_gop_s}
     for name, operations in (("integer", case.integer), ("float", case.floats)):
@@ -170,7 +173,8 @@ def key(row: Row) -> tuple[Any, ...]:
 
 
 def render(figures: dict[str, Any], other: dict[str, Any] | None = None) -> str:
-    """The figures as a table for people; with those of another run, "faster" is its time over ours."""
+    """The figures as a table for people; with those of another run, "faster" is its time over
+    ours."""
     ratios = compare(figures["rungs"], other["rungs"]) if other else {}
     lines = []
     for row in figures["rungs"]:

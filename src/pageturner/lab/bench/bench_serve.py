@@ -1,7 +1,8 @@
 """`pageturner bench serve`: load any OpenAI-compatible server and measure what its clients see.
 
-Closed loop: N clients, each sending its next request when its last is answered. Open loop: every request at
-its time, whatever the server does: Poisson arrivals, the workload's own times, or a recorded trace.
+Closed loop: N clients, each sending its next request when its last is answered. Open loop: every
+request at its time, whatever the server does: Poisson arrivals, the workload's own times, or a
+recorded trace.
 """
 
 from __future__ import annotations
@@ -192,7 +193,8 @@ def parse_targets(words: list[str]) -> dict[str, float]:
 def goodput(
     traces: list[ResponseTimes], seconds: float, targets: dict[str, float]
 ) -> dict[str, Any]:
-    """Requests that met every target (DistServe's definition); one that failed, or was refused, met none."""
+    """Requests that met every target (DistServe's definition); one that failed, or was refused, met
+    none."""
 
     def met(t: ResponseTimes) -> bool:
         reached = {"ttft": t.ttft, "tpot": t.tpot, "e2e": t.end - t.begin}

@@ -1,7 +1,8 @@
-"""A small streaming client for OpenAI-compatible servers: one connection a request, times of every chunk.
+"""A small streaming client for OpenAI-compatible servers: one connection a request, times of every
+chunk.
 
-Owns what is asked and when each token came. Must not know HTTP, which http_client.py speaks. Cheap on
-purpose: on two cores a heavy client would be measured along with the server.
+Owns what is asked and when each token came. Must not know HTTP, which http_client.py speaks. Cheap
+on purpose: on two cores a heavy client would be measured along with the server.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ _event = msgspec.json.Decoder(_Event)
 class ResponseTimes:
     """What one request went through. Times are time.monotonic() seconds.
 
-    chunks  arrival of each chunk that carried text or a token; tokens  as counted by the server's usage
+    chunks  arrival of each chunk that carried text or a token; tokens  as counted by the server's
+            usage
     refused   for its targets, by a server of ours: an honest answer, which is in `error` too
     """
 
@@ -86,8 +88,10 @@ class ResponseTimes:
 class Client:
     """Sends streaming completion requests to one server.
 
-    base_url  such as http://127.0.0.1:8000 (a trailing /v1 is accepted); extra  fields added to every request
-    ignore_eos  False for a server that refuses this field: its answers end where its model ends them
+    base_url  such as http://127.0.0.1:8000 (a trailing /v1 is accepted); extra  fields added to
+              every request
+    ignore_eos  False for a server that refuses this field: its answers end where its model ends
+                them
     """
 
     def __init__(
@@ -116,10 +120,11 @@ class Client:
         forced_end: int | None = None,
         times: ResponseTimes | None = None,
     ) -> ResponseTimes:
-        """Ask for one completion, streamed to its end. Failures are in ResponseTimes.error, never raised.
+        """Ask for one completion, streamed to its end. Failures are in ResponseTimes.error, never
+        raised.
 
-        forced_end  None: exactly `max_tokens` tokens. Otherwise the answer ends there, unknown to the
-                    scheduler: a field of ours, which other servers ignore
+        forced_end  None: exactly `max_tokens` tokens. Otherwise the answer ends there, unknown to
+                    the scheduler: a field of ours, which other servers ignore
         times       where to note it: whoever cancels this still has what came until then
         """
         fields: dict[str, Any] = {

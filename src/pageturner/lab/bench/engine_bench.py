@@ -1,7 +1,8 @@
-"""An engine on the bench: loaded once, driven under one load after another, its step log read back each time.
+"""An engine on the bench: loaded once, driven under one load after another, its step log read back
+each time.
 
-Owns time, arrivals and whose turn it is, and the log of each run. Must not know what is made of a run, nor
-where its requests come from.
+Owns time, arrivals and whose turn it is, and the log of each run. Must not know what is made of a
+run, nor where its requests come from.
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ class SimulatedClock:
 
 
 def drive(engine: Engine, requests: list[Request], clock: Clock, told: Callable[[], None]) -> None:
-    """Submit each request at its arrival, in seconds from now, and step until all are answered; `told` at the
-    end of each answer. The engine's own clock must be this one. EngineFault('workload') for a request that is
-    refused or fails."""
+    """Submit each request at its arrival, in seconds from now, and step until all are answered;
+    `told` at the end of each answer. The engine's own clock must be this one.
+    EngineFault('workload') for a request that is refused or fails."""
     begin = clock.now()
     coming = [replace(request, arrival=begin + request.arrival) for request in reversed(requests)]
     while coming or engine.has_work:
@@ -91,7 +92,8 @@ def drive(engine: Engine, requests: list[Request], clock: Clock, told: Callable[
 
 @dataclass(frozen=True, slots=True)
 class EngineBench:
-    """A loaded engine, put together again for each run: the scheduler may have other settings then."""
+    """A loaded engine, put together again for each run: the scheduler may have other settings
+    then."""
 
     built: LoadedEngine
     config: EngineConfig
@@ -116,7 +118,8 @@ class EngineBench:
         log     where the step log stays; None: it is only read
         told    called at the end of each answer
 
-        EngineFault('bad_setting') for settings that do not go together, 'step_log' for a disk too slow.
+        EngineFault('bad_setting') for settings that do not go together, 'step_log' for a disk too
+        slow.
         """
         with ExitStack() as stack:
             path = log or Path(stack.enter_context(tempfile.TemporaryDirectory())) / "steps"

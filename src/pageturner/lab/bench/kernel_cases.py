@@ -1,7 +1,7 @@
 """The cases of `pageturner bench kernels`: each operator at the shapes and sizes of real models.
 
-Owns what is computed, how many operations and bytes that is, and the random data. Must not know how it is
-timed or shown. Data are constant bytes where their values cannot matter to the speed.
+Owns what is computed, how many operations and bytes that is, and the random data. Must not know how
+it is timed or shown. Data are constant bytes where their values cannot matter to the speed.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ FULL = CaseSelection(
 
 @dataclass(frozen=True, slots=True)
 class KernelCase:
-    """One thing to time. Operations (a multiply or an add) of int8 and of fp32; bytes that must be read or
-    written once at least."""
+    """One thing to time. Operations (a multiply or an add) of int8 and of fp32; bytes that must be
+    read or written once at least."""
 
     part: str
     name: str
@@ -138,8 +138,8 @@ def normal(*shape: int) -> F32:
 
 
 def gemm(ops: Ops, size: CaseSelection, shape: ModelShape) -> Iterator[KernelCase]:
-    """Products with their rounding of activations; "x1.5": activations of 12 bits, which are one and a half
-    int8 terms, as `auto` has them; "x2": of 15."""
+    """Products with their rounding of activations; "x1.5": activations of 12 bits, which are one
+    and a half int8 terms, as `auto` has them; "x2": of 15."""
     for kind in size.kinds:
         for bits in (8, 12, 15) if kind not in FLOATS else (8,):
             for name, (n, k) in {**shape.matrices, "head": (shape.vocab, shape.d)}.items():
@@ -171,7 +171,8 @@ def _product(ops: Ops, name: str, kind: str, w: Weight, rows: int, bits: int) ->
 
 
 def decode_batch(sequences: int, context: int, rows: int) -> tuple[Batch, int]:
-    """`rows` rows of each sequence, the last of its context, in blocks placed at random; and how many."""
+    """`rows` rows of each sequence, the last of its context, in blocks placed at random; and how
+    many."""
     width = -(-context // BLOCK)
     blocks = sequences * width
     table = np.random.default_rng(1).permutation(blocks).reshape(sequences, width).astype(np.int32)
@@ -225,7 +226,8 @@ def attention(ops: Ops, size: CaseSelection, shape: ModelShape) -> Iterator[Kern
 
 
 def elementwise(ops: Ops, size: CaseSelection, shape: ModelShape) -> Iterator[KernelCase]:
-    """What stands between the products when it is called alone; the engine has it inside of larger calls."""
+    """What stands between the products when it is called alone; the engine has it inside of larger
+    calls."""
     rope, width = _rope(shape), shape.kv_heads * shape.head_dim
     narrow = weight(ops, "Q8_0", 16, shape.d)
     for rows in size.rows:
@@ -285,7 +287,8 @@ def _rope(shape: ModelShape) -> Rope:
 
 
 def layer(ops: Ops, size: CaseSelection, shape: ModelShape) -> Iterator[KernelCase]:
-    """All layers of a model in Q4_1 as they are served (activations of 12 bits), and its head in Q8_0."""
+    """All layers of a model in Q4_1 as they are served (activations of 12 bits), and its head in
+    Q8_0."""
     layers, head = (
         [_layer(ops, shape) for _ in range(shape.layers)],
         weight(ops, "Q8_0", shape.vocab, shape.d, bits=12),

@@ -1,7 +1,9 @@
-"""What each request would take alone: on an empty replica, its beginning cached if anybody sent it before.
+"""What each request would take alone: on an empty replica, its beginning cached if anybody sent it
+before.
 
-Owns the bound that no number of replicas gets below. Must not know schedulers: a prompt alone is computed in
-chunks of the token budget, or at once by policies that know none, and then a token a step.
+Owns the bound that no number of replicas gets below. Must not know schedulers: a prompt alone is
+computed in chunks of the token budget, or at once by policies that know none, and then a token a
+step.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ CHUNK = 16  # tokens that count as one piece of a prompt whose tokens are known
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """A request without seconds. cached: what an unlimited cache would have of its prompt; answer: tokens."""
+    """A request without seconds. cached: what an unlimited cache would have of its prompt; answer:
+    tokens."""
 
     arrival: float
     prompt: int
@@ -38,14 +41,15 @@ class PromptAlone:
 
 
 class KnownBeginnings:
-    """A tree of the prompts so far: how much of a new one an unlimited cache has. Where pieces of one content
-    are cut differently it may say too much, never too little."""
+    """A tree of the prompts so far: how much of a new one an unlimited cache has. Where pieces of
+    one content are cut differently it may say too much, never too little."""
 
     def __init__(self) -> None:
         self._root: _Known = _Known({}, {})
 
     def note(self, prompt: Prompt) -> int:
-        """Tokens at the beginning of this prompt that were in one before; from now on all of them are."""
+        """Tokens at the beginning of this prompt that were in one before; from now on all of them
+        are."""
         at, found, fresh = self._root, 0, False
         for content, count in _pieces(prompt):
             if not fresh:
@@ -61,7 +65,8 @@ class KnownBeginnings:
 
 @dataclass(slots=True)
 class _Known:
-    """A place in the tree. longest: tokens of each content that may follow; after: where they lead."""
+    """A place in the tree. longest: tokens of each content that may follow; after: where they
+    lead."""
 
     longest: dict[object, int]
     after: dict[tuple[object, int], _Known]
@@ -77,7 +82,8 @@ def _pieces(prompt: Prompt) -> Iterator[tuple[object, int]]:
 
 
 def prefill_seconds(cost: StepCost, computed: int, length: int, budget: int) -> float:
-    """Seconds until the first token of a prompt of which so much is computed; budget 0: all at once."""
+    """Seconds until the first token of a prompt of which so much is computed; budget 0: all at
+    once."""
     seconds, budget = 0.0, budget or length
     while computed < length:
         n = min(budget, length - computed)
@@ -143,8 +149,8 @@ def prompt_length(prompt: Prompt) -> int:
 
 @dataclass(frozen=True, slots=True)
 class AloneVerdict:
-    """Whether the targets can be met at all. share: of the requests that meet them alone; at: the one at the
-    quantile that is wanted, by TTFT."""
+    """Whether the targets can be met at all. share: of the requests that meet them alone; at: the
+    one at the quantile that is wanted, by TTFT."""
 
     share: float
     at: PromptAlone

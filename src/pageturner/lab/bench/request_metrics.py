@@ -1,6 +1,7 @@
 """Latencies of requests, simulated or real, and the figures made of them.
 
-Owns the definitions of TTFT, TPOT, end-to-end time and goodput. Must not know where the times come from.
+Owns the definitions of TTFT, TPOT, end-to-end time and goodput. Must not know where the times come
+from.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from pageturner.lab.reporting import summary
 
 @dataclass(frozen=True, slots=True)
 class LatencyTargets:
-    """Seconds that a request may take; None: no target. share: of all requests that must meet both."""
+    """Seconds that a request may take; None: no target. share: of all requests that must meet
+    both."""
 
     ttft: float | None = None
     tpot: float | None = None
@@ -25,14 +27,16 @@ class LatencyTargets:
         return (self.ttft is None or ttft <= self.ttft) and (self.tpot is None or tpot <= self.tpot)
 
     def met_by(self, clock: RequestClock) -> bool:
-        """Return whether an answered request met both; an answer of one token has no TPOT to miss."""
+        """Return whether an answered request met both; an answer of one token has no TPOT to
+        miss."""
         tpot = clock.tpot
         return self.met(clock.first - clock.arrival, 0.0 if tpot != tpot else tpot)
 
 
 @dataclass(slots=True)
 class RequestClock:
-    """Times of one open request: of its first and its newest token, and the longest gap between two."""
+    """Times of one open request: of its first and its newest token, and the longest gap between
+    two."""
 
     arrival: float
     first: float = -1.0
@@ -70,8 +74,8 @@ class RequestClock:
 
 
 class CertainMisses:
-    """Counts, while a simulation runs, the requests that are certain to miss a target: what they have spent
-    already is more than it, or they were refused."""
+    """Counts, while a simulation runs, the requests that are certain to miss a target: what they
+    have spent already is more than it, or they were refused."""
 
     def __init__(self, targets: LatencyTargets, total: int) -> None:
         self._targets = targets

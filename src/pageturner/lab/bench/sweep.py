@@ -1,7 +1,8 @@
-"""A sweep: servers beside each other at one load after another, in turn, until more load brings nothing.
+"""A sweep: servers beside each other at one load after another, in turn, until more load brings
+nothing.
 
-Owns the order of runs, when a server has had enough (its knee), and what several rounds say together. Must
-not know how a point is run (sweep_load.py), nor how it is shown.
+Owns the order of runs, when a server has had enough (its knee), and what several rounds say
+together. Must not know how a point is run (sweep_load.py), nor how it is shown.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ SCHEMA = 1  # of the JSON file
 
 @dataclass(slots=True)
 class SweptServer:
-    """A server under test. failed: why it is no longer asked; started: by us, with which flags of serve."""
+    """A server under test. failed: why it is no longer asked; started: by us, with which flags of
+    serve."""
 
     name: str
     url: str = ""
@@ -91,8 +93,8 @@ class SweepPoint:
 
 @dataclass(slots=True)
 class LoadSweep:
-    """Points over `concurrency` or `rate`. values: those that were asked for; None: doubling from `start` on
-    until no server gains anything, or `most` is reached."""
+    """Points over `concurrency` or `rate`. values: those that were asked for; None: doubling from
+    `start` on until no server gains anything, or `most` is reached."""
 
     over: str
     values: list[float] | None = None
@@ -125,8 +127,8 @@ class LoadSweep:
 
 
 def knee(points: Sequence[tuple[float, float]]) -> int | None:
-    """The first of these points (tokens a second, p99 of TTFT) behind which none has GAIN more throughput,
-    while first tokens come later at the next. None: there is no such point."""
+    """The first of these points (tokens a second, p99 of TTFT) behind which none has GAIN more
+    throughput, while first tokens come later at the next. None: there is no such point."""
     for number, ((speed, wait), (_, later)) in enumerate(itertools.pairwise(points)):
         best = max(more for more, _ in points[number + 1 :])
         if best < (1 + GAIN) * speed and later > wait:
@@ -134,7 +136,8 @@ def knee(points: Sequence[tuple[float, float]]) -> int | None:
     return None
 
 
-# one run: server, load, number of the point in its sweep, round; the figures of sweep_load.point_figures
+# one run: server, load, number of the point in its sweep, round; the figures of
+# sweep_load.point_figures
 RunPoint = Callable[[SweptServer, LoadSweep, float, int, int], dict[str, Any]]
 
 
@@ -199,7 +202,7 @@ def tied(a: tuple[float, float], b: tuple[float, float]) -> bool:
     return a[0] <= b[1] and b[0] <= a[1]
 
 
-# -- results -------------------------------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -207,7 +210,8 @@ class SweepResults:
     """Everything that a page, a table and the JSON file show of a sweep.
 
     about      machine, load, date, command and how long, for people
-    forecasts  by number of the sweep and name of the server, a simulated point for each measured one
+    forecasts  by number of the sweep and name of the server, a simulated point for each measured
+               one
     forecast   where the simulated points come from, or how to have some
     targets    of goodput, in ms
     """

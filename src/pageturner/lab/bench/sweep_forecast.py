@@ -1,7 +1,8 @@
-"""The planner's answer beside a sweep: each measured point once more in the simulator, where that can be had.
+"""The planner's answer beside a sweep: each measured point once more in the simulator, where that
+can be had.
 
-Owns which servers are simulated with which settings, and what is said where there is nothing to simulate
-with. The simulation of a point is in sweep_simulated.py.
+Owns which servers are simulated with which settings, and what is said where there is nothing to
+simulate with. The simulation of a point is in sweep_simulated.py.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ MAKE = "run `pageturner calibrate {model}`, then give its file here: --calibrati
 
 
 def add_forecasts(found: SweepResults, path: Path | None, model: str, bounds: PointBounds) -> None:
-    """Simulate what was measured of our own servers, or of the first server if none was started; or say in
-    `found.forecast` how that would be had. path: None: DEFAULT, if it is of this model."""
+    """Simulate what was measured of our own servers, or of the first server if none was started; or
+    say in `found.forecast` how that would be had. path: None: DEFAULT, if it is of this model."""
     how = MAKE.format(model=model or "MODEL")
     if path is None and not (model and DEFAULT.exists()):
         found.forecast = f"Nothing is simulated beside this: {how}"

@@ -1,11 +1,12 @@
-"""One run of one point of a sweep: so many clients, or so many requests a second, for a bounded time.
+"""One run of one point of a sweep: so many clients, or so many requests a second, for a bounded
+time.
 
-Owns what is sent at a point, when sending ends, when waiting ends, and which requests count. Must not know
-how points follow each other, nor how they are shown.
+Owns what is sent at a point, when sending ends, when waiting ends, and which requests count. Must
+not know how points follow each other, nor how they are shown.
 
-Closed loop: each client sends its next request when its last is answered. All of them begin at once, which is
-no part of the load that a point stands for: the first request of each is sent and answered, and its latency
-does not count. Open loop: Poisson arrivals, whatever the server does.
+Closed loop: each client sends its next request when its last is answered. All of them begin at
+once, which is no part of the load that a point stands for: the first request of each is sent and
+answered, and its latency does not count. Open loop: Poisson arrivals, whatever the server does.
 """
 
 from __future__ import annotations
@@ -36,15 +37,16 @@ AT_ONCE = 64  # random requests are made up in such groups
 PAUSE = 0.2  # seconds that a client waits after an error, so that a dead server is not asked a thousand times
 ENOUGH_ERRORS = 8  # without one answer: then nobody goes on asking
 
-# -- what is sent --------------------------------------------------------------------------------------------
+# -- what is sent ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class SweepLoad:
     """What is sent at each point.
 
-    make   the requests of a point, without end, for a seed. Prompts of different seeds have no beginning in
-           common: else a prefix cache would know at each point what was sent at the one before
+    make   the requests of a point, without end, for a seed. Prompts of different seeds have no
+           beginning in common: else a prefix cache would know at each point what was sent at the
+           one before
     about  in words
     """
 
@@ -53,8 +55,8 @@ class SweepLoad:
 
 
 def load_from_flags(arguments: argparse.Namespace, context: int) -> SweepLoad:
-    """The load of `traffic_flags.add_load_flags` and `add_trace_flags`. context: most tokens of a request, 0:
-    unknown. EngineFault for flags that contradict each other."""
+    """The load of `traffic_flags.add_load_flags` and `add_trace_flags`. context: most tokens of a
+    request, 0: unknown. EngineFault for flags that contradict each other."""
     if arguments.trace and arguments.workload:
         raise bad_setting("give --trace or --workload, not both")
     if not arguments.trace and (arguments.oracle or arguments.length_scale != 1.0):
@@ -141,14 +143,14 @@ def _mixed(*numbers: int) -> int:
     return found
 
 
-# -- how it is sent ------------------------------------------------------------------------------------------
+# -- how it is sent --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class PointBounds:
-    """How long a point may take: sending ends after `seconds`, or `requests` (0: any number) behind those
-    that do not count, but not before each client has had its first answer, up to twice the seconds. What is
-    not answered after four times the seconds is given up."""
+    """How long a point may take: sending ends after `seconds`, or `requests` (0: any number) behind
+    those that do not count, but not before each client has had its first answer, up to twice the
+    seconds. What is not answered after four times the seconds is given up."""
 
     seconds: float
     requests: int = 0
@@ -197,9 +199,9 @@ class SentRequest:
 
 @dataclass(slots=True)
 class PointRun:
-    """Times: time.monotonic() seconds. stop: the end of what throughput is counted in: of a closed loop the
-    moment when the first client had nothing left to send, of an open one the last answer. cut: when what was
-    not answered was given up, or the last answer came."""
+    """Times: time.monotonic() seconds. stop: the end of what throughput is counted in: of a closed
+    loop the moment when the first client had nothing left to send, of an open one the last answer.
+    cut: when what was not answered was given up, or the last answer came."""
 
     begin: float
     stop: float = float("inf")
@@ -269,7 +271,8 @@ async def open_point(
 
 
 def arrivals(rate: float, bounds: PointBounds, seed: int) -> Iterator[float]:
-    """Seconds at which requests come, from 0 on: within the time of a point, or so many as it has."""
+    """Seconds at which requests come, from 0 on: within the time of a point, or so many as it
+    has."""
     first = None
     for number, at in enumerate(arrival_times(rate, 1.0, seed)):
         first = at if first is None else first
@@ -307,14 +310,15 @@ async def _wait(work: Iterable[Any], run: PointRun, bounds: PointBounds) -> None
         raise faults[0]
 
 
-# -- what came of it -----------------------------------------------------------------------------------------
+# -- what came of it -------------------------------------------------------------------------------
 
 
 def point_figures(run: PointRun, targets: dict[str, float]) -> dict[str, Any]:
     """Counts, rates per second and latencies in milliseconds of one run.
 
-    A request that was given up counts in the latencies with the time that it had waited: they are at least
-    that long. Requests a second are output tokens a second by the mean length of an answer.
+    A request that was given up counts in the latencies with the time that it had waited: they are
+    at least that long. Requests a second are output tokens a second by the mean length of an
+    answer.
     """
     refused = [one for one in run.sent if one.times.refused]
     failed = [one for one in run.sent if one.times.error is not None and not one.times.refused]

@@ -31,7 +31,8 @@ ANSWER_SECONDS = 30.0
 
 
 def named(words: Sequence[str], flag: str, what: str) -> dict[str, str]:
-    """{NAME: what stands behind its =}. EngineFault for what is not written so, or has a name twice."""
+    """{NAME: what stands behind its =}. EngineFault for what is not written so, or has a name
+    twice."""
     found: dict[str, str] = {}
     for word in words:
         name, equals, rest = word.partition("=")
@@ -54,8 +55,8 @@ def key_variable(name: str) -> str:
 
 
 def ask_models(server: SweptServer) -> None:
-    """Note which model it serves and how long a request may be, if it says so and that is not known yet.
-    EngineFault('no_answer') where nobody answers."""
+    """Note which model it serves and how long a request may be, if it says so and that is not known
+    yet. EngineFault('no_answer') where nobody answers."""
     try:
         status, body = asyncio.run(_get(server, "/v1/models"))
     except ConnectionLost as error:
@@ -82,8 +83,9 @@ async def _get(server: SweptServer, path: str) -> tuple[int, bytes]:
 
 @contextmanager
 def own_server(server: SweptServer, model: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Our own server of this model with the flags in `server.started`, ended at the end. Its address is in
-    `server.url`. EngineFault('no_server') with its last words if it does not start."""
+    """Our own server of this model with the flags in `server.started`, ended at the end. Its
+    address is in `server.url`. EngineFault('no_server') with its last words if it does not
+    start."""
     words = shlex.split(server.started or "")
     command = [
         sys.executable,
@@ -101,7 +103,8 @@ def own_server(server: SweptServer, model: str) -> Iterator[subprocess.Popen[byt
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with log.open("wb") as file:
-            # a session of its own: Ctrl-C is for the sweep, which ends it when it has written its results
+            # a session of its own: Ctrl-C is for the sweep, which ends it when it has written its
+            # results
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
             )

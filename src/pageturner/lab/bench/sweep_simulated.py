@@ -1,7 +1,8 @@
-"""What the simulator says of the points of a sweep: our scheduler, with the step times of a calibration.
+"""What the simulator says of the points of a sweep: our scheduler, with the step times of a
+calibration.
 
-Owns the simulated clients and how far a forecast was off. Must not know how anything was measured: it is told
-lengths alone, of prompts and of answers, and no time.
+Owns the simulated clients and how far a forecast was off. Must not know how anything was measured:
+it is told lengths alone, of prompts and of answers, and no time.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def _requests(lengths: Lengths) -> Iterator[TrafficRequest]:
 
 @dataclass(slots=True)
 class SimulatedClients:
-    """The closed loop of sweep_load.closed_point in simulated time. ended: requests in the order in which
-    they were answered; `turn` is (client, how many it had sent before)."""
+    """The closed loop of sweep_load.closed_point in simulated time. ended: requests in the order in
+    which they were answered; `turn` is (client, how many it had sent before)."""
 
     lengths: Lengths
     clients: int
@@ -129,8 +130,8 @@ class SimulatedServer:
         seed: int,
         targets: dict[str, float],
     ) -> dict[str, Any]:
-        """The figures of one run, as sweep_load.point_figures makes them of a measured one. Nothing where the
-        engine refuses such requests."""
+        """The figures of one run, as sweep_load.point_figures makes them of a measured one. Nothing
+        where the engine refuses such requests."""
         if over == "concurrency":
             clients = SimulatedClients(lengths, int(at), bounds)
             return self._figures(clients, clients, targets)

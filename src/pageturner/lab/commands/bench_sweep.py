@@ -1,7 +1,8 @@
-"""`pageturner bench sweep`: servers side by side over one load after another, up to their knees, as a page.
+"""`pageturner bench sweep`: servers side by side over one load after another, up to their knees, as
+a page.
 
-Owns the flags, what is started and written, and what is shown meanwhile. Points and their order are in
-lab/bench/sweep.py and lab/bench/sweep_load.py; all of the lab is imported when it is asked for.
+Owns the flags, what is started and written, and what is shown meanwhile. Points and their order are
+in lab/bench/sweep.py and lab/bench/sweep_load.py; all of the lab is imported when it is asked for.
 """
 
 from __future__ import annotations
@@ -281,7 +282,7 @@ def _values(flag: str, text: str) -> list[float] | None:
     return sorted(set(values))
 
 
-# -- measuring -----------------------------------------------------------------------------------------------
+# -- measuring -------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -331,7 +332,8 @@ def _measure(arguments: argparse.Namespace, found: SweepResults) -> None:
 def _ready(
     arguments: argparse.Namespace, server: SweptServer, stack: ExitStack, notes: list[str]
 ) -> None:
-    """Start it if it is ours, and learn what it serves. A server that fails here is left out, and said."""
+    """Start it if it is ours, and learn what it serves. A server that fails here is left out, and
+    said."""
     from pageturner.lab.bench.sweep_servers import ask_models, own_server
 
     try:
@@ -365,7 +367,8 @@ class _Runner:
         self.sweep = 0
 
     def warm(self, server: SweptServer, notes: list[str]) -> None:
-        """Two requests, one after the other: it is awake then, and we know how long one takes alone."""
+        """Two requests, one after the other: it is awake then, and we know how long one takes
+        alone."""
         requests = self._load.make(999_999)
         for one in (next(requests), next(requests)):
             length = one.max_tokens or one.answer_length
@@ -442,7 +445,7 @@ def _in_short(figures: dict[str, Any]) -> str:
     )
 
 
-# -- what is said and written --------------------------------------------------------------------------------
+# -- what is said and written ----------------------------------------------------------------------
 
 
 def _about(
@@ -509,7 +512,8 @@ def _json_path(arguments: argparse.Namespace) -> Path:
 
 
 def _make(path: Path) -> None:
-    """The folder of a file, before anything is measured; EngineFault if it could not be written then."""
+    """The folder of a file, before anything is measured; EngineFault if it could not be written
+    then."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         new = not path.exists()

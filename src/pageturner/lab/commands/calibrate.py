@@ -1,6 +1,7 @@
 """`pageturner calibrate`: how long a step takes on this machine, for `pageturner simulate`.
 
-Owns the flags and what is printed. The loads, the fit and the check are in lab/simulation/calibration.py.
+Owns the flags and what is printed. The loads, the fit and the check are in
+lab/simulation/calibration.py.
 """
 
 from __future__ import annotations
@@ -83,8 +84,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def verdict(cost: CalibratedCost, checks: list[Check], busy: bool) -> str:
-    """Tell whether to plan with it, and otherwise what to do. checks: loads it had not seen, which count more
-    than the steps of the fit. busy: other programs ran meanwhile."""
+    """Tell whether to plan with it, and otherwise what to do. checks: loads it had not seen, which
+    count more than the steps of the fit. busy: other programs ran meanwhile."""
     errors = [abs(error) for check in checks for error in check.errors.values()]
     error = median(errors) if errors else cost.error[0]
     of = "of predicted throughput, TTFT and TPOT" if errors else "of a step"

@@ -1,4 +1,5 @@
-"""`pageturner compare`: the same requests under several policies and orders, as a page with pictures.
+"""`pageturner compare`: the same requests under several policies and orders, as a page with
+pictures.
 
 Owns the flags, the choice of the traffic and the files that are written. Runs are in
 lab/compare/comparison.py; all
@@ -299,7 +300,7 @@ def write_pictures(folder: Path, found: ComparisonResults) -> None:
     _write(folder / "figures.txt", f"{head}{about.rounds}\n\n{told}\n\n{verdicts}")
 
 
-# -- what is asked -------------------------------------------------------------------------------------------
+# -- what is asked ---------------------------------------------------------------------------------
 
 
 def _names(text: str) -> list[str]:
@@ -351,7 +352,8 @@ def _engine(
 
 
 def _traffic(arguments: argparse.Namespace) -> tuple[list[TrafficRequest], str]:
-    """What is sent, and what it is. Prompts of traces are made up; longer ones than fit are still in it."""
+    """What is sent, and what it is. Prompts of traces are made up; longer ones than fit are still
+    in it."""
     from pageturner.lab.traffic.traffic import OpenLoop
     from pageturner.lab.traffic.traffic_files import read_workload
     from pageturner.lab.traffic.traffic_generators import MIXES, poisson
@@ -415,7 +417,7 @@ def _fitting(
     return kept, f", {out} left out as longer than {context} tokens" if out else ""
 
 
-# -- what is said and written --------------------------------------------------------------------------------
+# -- what is said and written ----------------------------------------------------------------------
 
 
 def _times(arguments: argparse.Namespace) -> str:

@@ -1,7 +1,8 @@
 """`pageturner plan`: what a model takes and how many sequences fit, before anything is loaded.
 
-Owns the flags, the tables and the picture. The arithmetic is in lab/planning/kv_planner.py, what is known of
-the model in lab/planning/model_outline.py; both are imported when there is something to plan.
+Owns the flags, the tables and the picture. The arithmetic is in lab/planning/kv_planner.py, what is
+known of the model in lab/planning/model_outline.py; both are imported when there is something to
+plan.
 """
 
 from __future__ import annotations
@@ -211,7 +212,8 @@ def make_plan(arguments: argparse.Namespace, config: EngineConfig) -> ModelPlan:
 
 
 def _gpu(arguments: argparse.Namespace) -> tuple[GPU | None, int, str]:
-    """The GPU that was asked about, if any, and the memory for weights and KV on so many of them."""
+    """The GPU that was asked about, if any, and the memory for weights and KV on so many of
+    them."""
     if arguments.gpu is None:
         if arguments.gpus != 1:
             raise bad_setting("--gpus says how many of --gpu there are: give both")
@@ -264,7 +266,8 @@ def _cluster(
 
 
 def _uncounted(model: Outline) -> EngineFault:
-    """Weights of unknown size leave an unknown rest for KV: what to do instead of planning around them."""
+    """Weights of unknown size leave an unknown rest for KV: what to do instead of planning around
+    them."""
     reason = model.weights_from.removeprefix("not known: ")
     message = f"the weights of {model.name} cannot be counted: {reason}; say what they take with"
     example = "--weights-bytes (16GB for 8 billion parameters of 16 bits)"
@@ -358,7 +361,7 @@ def _trace(path: Path, planner: KVPlanner, notes: list[str]) -> LengthRow:
     )
 
 
-# -- what is shown -------------------------------------------------------------------------------------------
+# -- what is shown ---------------------------------------------------------------------------------
 
 
 def _facts(plan: ModelPlan) -> str:
@@ -417,7 +420,8 @@ def _rank(plan: ModelPlan) -> str:
 
 
 def _reading(plan: ModelPlan) -> str:
-    """The lower bound of a decode step on a GPU: all weights are read, but for experts not chosen."""
+    """The lower bound of a decode step on a GPU: all weights are read, but for experts not
+    chosen."""
     gpu, weights = plan.gpu, plan.model.weights or 0
     assert gpu is not None
     milliseconds = 1e3 * weights / gpu.bandwidth / plan.gpus

@@ -1,7 +1,7 @@
 """What somebody who checks a receipt says was asked and answered, in any of the ways to write it.
 
-Owns how a text of a flag or a file becomes prompts and answers. Must not know how answers are made. Where a
-text can be read in more than one way, the hash in the receipt says which was meant.
+Owns how a text of a flag or a file becomes prompts and answers. Must not know how answers are made.
+Where a text can be read in more than one way, the hash in the receipt says which was meant.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class GivenAnswer:
     def differences(
         self, choice: ReceiptChoice, made: Completion, tokenizer: Tokenizer, *, echo: bool = False
     ) -> Iterator[Difference]:
-        """How it differs from the answer that was made again, and where. echo: the prompt, which is compared
-        by its hash, stands in front of the text."""
+        """How it differs from the answer that was made again, and where. echo: the prompt, which is
+        compared by its hash, stands in front of the text."""
         path = f"choices[{choice.index}]"
         if self.tokens is not None:
             if (at := form.first_difference(self.tokens, made.token_ids)) is not None:
@@ -57,8 +57,8 @@ def _token_of(tokens: Sequence[int], character: int, tokenizer: Tokenizer) -> in
 
 
 def given_answers(text: str) -> dict[int, GivenAnswer]:
-    """The answers in a text, by choice: a whole answer as JSON, or the text of the only one. A receipt alone
-    has none."""
+    """The answers in a text, by choice: a whole answer as JSON, or the text of the only one. A
+    receipt alone has none."""
     value = _json(text)
     if not isinstance(value, dict):
         return {0: GivenAnswer(text)}
@@ -87,8 +87,8 @@ def _said(message: dict[str, Any]) -> Any:
 def given_prompts(
     receipt: Receipt, text: str, tokenizer: Tokenizer
 ) -> tuple[list[list[int]], list[Difference]]:
-    """The prompts in a text as tokens, and how they differ from those of the receipt: of all ways to read the
-    text the one that does not, or the first."""
+    """The prompts in a text as tokens, and how they differ from those of the receipt: of all ways
+    to read the text the one that does not, or the first."""
     first: tuple[list[list[int]], list[Difference]] | None = None
     for whole in _readings(receipt, text, tokenizer):
         prompts = form.truncated(receipt, whole)
@@ -158,8 +158,8 @@ def _chats(
 
 
 def _variables(request: dict[str, Any]) -> dict[str, Any]:
-    """What the template was given beside the messages, as server/api/openai/chat_fields.py makes it of a
-    request."""
+    """What the template was given beside the messages, as server/api/openai/chat_fields.py makes it
+    of a request."""
     choice = tools.read(request.get("tools"), request.get("tool_choice"), None)
     return conversation.variables(
         choice.shown, request.get("reasoning_effort"), request.get("chat_template_kwargs")

@@ -1,5 +1,5 @@
-"""`pageturner replay`: a step log once more, offline: the same plans from the scheduler, the same tokens from
-the engine.
+"""`pageturner replay`: a step log once more, offline: the same plans from the scheduler, the same
+tokens from the engine.
 
 Owns the flags and what is printed; what is compared is in lab/simulation/log_replay.py.
 """

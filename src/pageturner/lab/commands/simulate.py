@@ -1,7 +1,7 @@
 """`pageturner simulate`: what these engines, so many of them, would make of this traffic.
 
-Owns the flags, what goes together of them, and the table. What is simulated is made in simulated_engines.py;
-all of the lab is imported when it is asked for.
+Owns the flags, what goes together of them, and the table. What is simulated is made in
+simulated_engines.py; all of the lab is imported when it is asked for.
 """
 
 from __future__ import annotations
@@ -235,13 +235,13 @@ def _tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-# -- what is simulated ---------------------------------------------------------------------------------------
+# -- what is simulated -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """The scenarios that were asked for; one option, or several with --search. notes: what must be known to
-    believe it."""
+    """The scenarios that were asked for; one option, or several with --search. notes: what must be
+    known to believe it."""
 
     options: list[Option]
     notes: list[str]
@@ -256,7 +256,8 @@ def make_scenario(arguments: argparse.Namespace) -> tuple[Scenario, list[str]]:
 
 
 def make_scenarios(arguments: argparse.Namespace) -> Simulated:
-    """The scenarios that the flags ask for. EngineFault('bad_setting') says what does not go together."""
+    """The scenarios that the flags ask for. EngineFault('bad_setting') says what does not go
+    together."""
     from pageturner.lab.bench.request_metrics import LatencyTargets
     from pageturner.lab.planning.capacity_search import Option, splits_of
     from pageturner.lab.simulation.scenario import Scenario
@@ -345,8 +346,8 @@ def read_prices(text: str, kinds: list[str]) -> dict[str, float]:
 
 
 def add_prices(run: dict[str, Any], prices: dict[str, float]) -> None:
-    """Add the prices of an hour and of a million tokens of answers, all GPUs paid from the first request to
-    the last answer; of replicas that come and go those that are there or start."""
+    """Add the prices of an hour and of a million tokens of answers, all GPUs paid from the first
+    request to the last answer; of replicas that come and go those that are there or start."""
     if (price := prices.get(run["gpu"])) is not None:
         run["price_per_hour"] = hourly = price * _gpus_paid(run)
         millions = run["output_tokens"] / 1e6
@@ -409,7 +410,7 @@ def rates(text: str) -> list[float]:
     return found
 
 
-# -- what is shown -------------------------------------------------------------------------------------------
+# -- what is shown ---------------------------------------------------------------------------------
 
 
 def render(runs: list[dict[str, Any]], notes: list[str], *, search: bool) -> str:

@@ -1,7 +1,8 @@
 """The subjects of `simulate`, `tune` and `plan`, from their flags: engines, replicas, traffic.
 
-Owns the flags about several replicas, how flags become what the lab simulates, and the notes that an answer
-rests on. All of the lab is imported when it is asked for. What is made can be sent to another process.
+Owns the flags about several replicas, how flags become what the lab simulates, and the notes that
+an answer rests on. All of the lab is imported when it is asked for. What is made can be sent to
+another process.
 """
 
 from __future__ import annotations
@@ -163,14 +164,14 @@ class SimulatedEngine:
     roles: Roles | None = None
 
 
-# -- engines -------------------------------------------------------------------------------------------------
+# -- engines ---------------------------------------------------------------------------------------
 
 
 def engine_on_gpu(
     arguments: argparse.Namespace, flags: Flags, kind: str, count: int
 ) -> SimulatedEngine:
-    """A replica on so many GPUs of this kind. EngineFault for a kind that is unknown, and for too little
-    memory."""
+    """A replica on so many GPUs of this kind. EngineFault for a kind that is unknown, and for too
+    little memory."""
     from pageturner.executor.kv_memory import KVSizes
     from pageturner.lab.planning.model_outline import read_outline
     from pageturner.lab.simulation.roofline import Reach, gpu_named, kv_tokens, roofline
@@ -227,8 +228,8 @@ def engine_on_gpu(
 def beside(
     arguments: argparse.Namespace, config: EngineConfig, nbytes: float, notes: list[str]
 ) -> tuple[TierSizes | None, Roles | None]:
-    """Slower memory for KV of which a token takes so many bytes, and the roles of replicas; notes: what is
-    assumed of both is added."""
+    """Slower memory for KV of which a token takes so many bytes, and the roles of replicas; notes:
+    what is assumed of both is added."""
     tiers, roles = tiers_of(arguments, config, nbytes), roles_of(arguments, config, nbytes)
     if roles is not None:
         notes.append(
@@ -264,8 +265,8 @@ def tiers_of(
 def engines_that_fit(
     arguments: argparse.Namespace, flags: Flags, kinds: list[str], counts: list[int]
 ) -> list[SimulatedEngine]:
-    """A replica on each number of GPUs of each kind on which model and KV fit; a kind on which they never do
-    is in the notes of the others. EngineFault where they fit on none."""
+    """A replica on each number of GPUs of each kind on which model and KV fit; a kind on which they
+    never do is in the notes of the others. EngineFault where they fit on none."""
     found: list[SimulatedEngine] = []
     faults: list[EngineFault] = []
     for kind in kinds:
@@ -342,7 +343,7 @@ def role_counts(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-# -- replicas that come and go -------------------------------------------------------------------------------
+# -- replicas that come and go ---------------------------------------------------------------------
 
 
 def check_replicas(arguments: argparse.Namespace) -> None:
@@ -433,7 +434,7 @@ def turnover_in_words(run: Mapping[str, Any]) -> str:
     )
 
 
-# -- traffic -------------------------------------------------------------------------------------------------
+# -- traffic ---------------------------------------------------------------------------------------
 
 
 def traffic_of(

@@ -1,8 +1,8 @@
-"""`pageturner tune`: the settings for some traffic and its targets, with the evidence, as a file for `serve`.
+"""`pageturner tune`: the settings for some traffic and its targets, with the evidence, as a file
+for `serve`.
 
-Owns the flags, the table and the file. What is tried is in lab/planning/settings_search.py; traffic and
-engine are
-described as for `pageturner simulate`.
+Owns the flags, the table and the file. What is tried is in lab/planning/settings_search.py; traffic
+and engine are described as for `pageturner simulate`.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _scenario(arguments: argparse.Namespace) -> tuple[Scenario, list[str]]:
-    """The scenario as for simulate; where nothing says how long a step takes, that is measured first."""
+    """The scenario as for simulate; where nothing says how long a step takes, that is measured
+    first."""
     rates = simulate.rates(arguments.rate_scale)
     if len(rates) != 1:
         raise bad_setting("--rate-scale is one number here")
@@ -160,7 +161,8 @@ def _scenario(arguments: argparse.Namespace) -> tuple[Scenario, list[str]]:
 
 
 def _base(scenario: Scenario, arguments: argparse.Namespace) -> EngineConfig:
-    """The whole engine: what was calibrated, with the settings of the scheduler that are simulated."""
+    """The whole engine: what was calibrated, with the settings of the scheduler that are
+    simulated."""
     from pageturner.lab.simulation.calibration import engine_of
     from pageturner.lab.simulation.step_cost import CalibratedCost
 

@@ -1,8 +1,8 @@
 """`pageturner verify`: is an answer what its receipt says? It is made again, alone, and compared.
 
-Owns the order of the checks and what is said of each. Must not know how a receipt is hashed or signed
-(text/receipt.py), nor how servers write one. Exit codes: 0 verified; 1 a part differs, which is named; 2 it
-cannot be checked here, and why.
+Owns the order of the checks and what is said of each. Must not know how a receipt is hashed or
+signed (text/receipt.py), nor how servers write one. Exit codes: 0 verified; 1 a part differs, which
+is named; 2 it cannot be checked here, and why.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ SAME, DIFFERS, UNKNOWN, NOTE = "same", "differs", "cannot be checked", "not chec
 
 
 class Finding(NamedTuple):
-    """What was found out about a part: SAME, DIFFERS, UNKNOWN (the answer cannot be proved here) or NOTE."""
+    """What was found out about a part: SAME, DIFFERS, UNKNOWN (the answer cannot be proved here) or
+    NOTE."""
 
     verdict: str
     part: str
@@ -136,7 +137,7 @@ def _check(
     yield from made_again(receipt, llm, prompt, given_answers(text if output is None else output))
 
 
-# -- parts ---------------------------------------------------------------------------------------------------
+# -- parts -----------------------------------------------------------------------------------------
 def unchanged(receipt: Receipt, key: bytes = b"") -> Iterator[Finding]:
     """Whether the receipt is as it was written, and by whom."""
     differences = form.changes(receipt, key)
@@ -159,8 +160,9 @@ def unchanged(receipt: Receipt, key: bytes = b"") -> Iterator[Finding]:
 def load(
     receipt: Receipt, path: Path, chat_template: str = "", lora: str = "", **settings: object
 ) -> LLM:
-    """An engine that computes as the one of the receipt did, as far as settings say how. EngineFault where
-    there can be none. lora: folder of the adapter, which the receipt knows by its content."""
+    """An engine that computes as the one of the receipt did, as far as settings say how.
+    EngineFault where there can be none. lora: folder of the adapter, which the receipt knows by its
+    content."""
     given = {name: value for name, value in settings.items() if name not in SETTLED}
     widest = max(receipt.params.best_of, receipt.params.beam_width)
     if widest > SLOTS:  # but no receipt may have any amount of memory taken
@@ -173,8 +175,8 @@ def load(
 def made_again(
     receipt: Receipt, llm: LLM, prompt: str, answers: dict[int, GivenAnswer] | None = None
 ) -> Iterator[Finding]:
-    """Compare the answer with one that is made here, alone. prompt: as --prompt; answers: what was answered,
-    by choice, where that is known."""
+    """Compare the answer with one that is made here, alone. prompt: as --prompt; answers: what was
+    answered, by choice, where that is known."""
     if receipt.adapter:
         finding = _adapter_finding(receipt.adapter, llm)
         yield finding
@@ -272,7 +274,7 @@ def _compared(
             yield Finding(SAME, f"choices[{choice.index}]", what)
 
 
-# -- what is given -------------------------------------------------------------------------------------------
+# -- what is given ---------------------------------------------------------------------------------
 def _read(path: str) -> str:
     if path == "-":
         return sys.stdin.read()

@@ -1,11 +1,11 @@
 """The same requests under several policies and orders, on one engine, real or simulated.
 
-Owns which policies and orders are compared, what each is sent, and the order of the runs. What happened is in
-the step log of each run and nowhere else: figures, pictures and the report are made from it. Must not know
-how they are made.
+Owns which policies and orders are compared, what each is sent, and the order of the runs. What
+happened is in the step log of each run and nowhere else: figures, pictures and the report are made
+from it. Must not know how they are made.
 
-No oracle (docs/adr/0006): every request names the same cap as its max_tokens; where its answer ends only the
-executor knows.
+No oracle (docs/adr/0006): every request names the same cap as its max_tokens; where its answer ends
+only the executor knows.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class PredictedExecutor:
         return self._tokens.run(plan)
 
 
-# -- engines -------------------------------------------------------------------------------------------------
+# -- engines ---------------------------------------------------------------------------------------
 
 Encode = Callable[[str], list[int]]  # text to tokens
 
@@ -127,8 +127,8 @@ def simulated_engine(
 def predicted_engine(
     built: LoadedEngine, config: EngineConfig, cost: StepCost, longest: int
 ) -> EngineBench:
-    """What stands for an engine with this memory, these needs and these limits: no model, a clock of its own,
-    steps that take what `cost` says. longest: tokens of a sequence."""
+    """What stands for an engine with this memory, these needs and these limits: no model, a clock
+    of its own, steps that take what `cost` says. longest: tokens of a sequence."""
     clock, config = SimulatedClock(), replace(config, backend="fake")
     fake = fake_engine(config, longest)
     fake.executor, fake.sizes = PredictedExecutor(cost, clock), built.sizes
@@ -153,15 +153,15 @@ def words_as_tokens(text: str) -> list[int]:
     return [1 + zlib.crc32(word.encode()) % (FAKE_VOCAB - 1) for word in text.split()]
 
 
-# -- what is sent, and turns ---------------------------------------------------------------------------------
+# -- what is sent, and turns -----------------------------------------------------------------------
 
 
 def make_requests(
     each: list[TrafficRequest], cap: int, context: int, encode: Encode
 ) -> list[Request]:
-    """What the engine gets, by arrival. `cap` is the max_tokens of every request, and longer answers are cut
-    there. EngineFault for a request that does not fit a context of so many tokens, for times out of order and
-    for no request at all."""
+    """What the engine gets, by arrival. `cap` is the max_tokens of every request, and longer
+    answers are cut there. EngineFault for a request that does not fit a context of so many tokens,
+    for times out of order and for no request at all."""
     if not each:
         raise EngineFault("workload", "the workload holds no request")
     found, before = [], 0.0
@@ -193,8 +193,8 @@ def run_contenders(
     *,
     progress: bool | None = None,
 ) -> dict[Contender, list[RecordedRun]]:
-    """Run all contenders in turn, `rounds` times: A B C, A B C. So a machine that gets slower meanwhile is
-    unfair to none of them. 0: as often as SECONDS allow, at least once."""
+    """Run all contenders in turn, `rounds` times: A B C, A B C. So a machine that gets slower
+    meanwhile is unfair to none of them. 0: as often as SECONDS allow, at least once."""
     found: dict[Contender, list[RecordedRun]] = {contender: [] for contender in each}
     begin = before = time.monotonic()
     done, a_round = 0, len(each) * len(requests)

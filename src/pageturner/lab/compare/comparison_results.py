@@ -1,7 +1,8 @@
-"""Results of a comparison: figures of all contenders, what was reckoned beside them, advice, claims, answers.
+"""Results of a comparison: figures of all contenders, what was reckoned beside them, advice,
+claims, answers.
 
-Owns the choice of the run that stands for a contender (the median by throughput), and the JSON. Must not
-know how anything was run, nor how it is drawn.
+Owns the choice of the run that stands for a contender (the median by throughput), and the JSON.
+Must not know how anything was run, nor how it is drawn.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ OTHERS, STOLEN, SPREAD = 0.1, 0.05, 0.15  # shares above which a machine is call
 
 @dataclass(frozen=True, slots=True)
 class Disturbance:
-    """Shares of the time of all processors while a comparison ran: what other programs took, and what other
-    machines on the same hardware did."""
+    """Shares of the time of all processors while a comparison ran: what other programs took, and
+    what other machines on the same hardware did."""
 
     others: float = 0.0
     stolen: float = 0.0
@@ -57,8 +58,8 @@ class Disturbance:
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What must be known to believe a figure, in words. real: measured, not simulated; rounds: 0 before it is
-    known how many there are."""
+    """What must be known to believe a figure, in words. real: measured, not simulated; rounds: 0
+    before it is known how many there are."""
 
     workload: str
     engine: str
@@ -75,7 +76,8 @@ class About:
 
 @dataclass(frozen=True, slots=True)
 class ContenderResult:
-    """One contender: its median run by throughput, the figures of each of its runs, and their throughput."""
+    """One contender: its median run by throughput, the figures of each of its runs, and their
+    throughput."""
 
     name: str
     policy: str
@@ -97,10 +99,12 @@ class ContenderResult:
 
 @dataclass(frozen=True, slots=True)
 class ComparisonResults:
-    """requests: how many; same: of how many the tokens were the same in all runs, None where no model ran.
+    """requests: how many; same: of how many the tokens were the same in all runs, None where no
+    model ran.
 
-    reckoned  the same requests with steps that take what they cost here; stalls: long prompts among running
-              answers, likewise. Both empty where costs are not known; words: where they are from
+    reckoned  the same requests with steps that take what they cost here; stalls: long prompts among
+              running answers, likewise. Both empty where costs are not known; words: where they are
+              from
     texts     by request, how its prompt and its answer begin
     """
 
@@ -122,7 +126,8 @@ class ComparisonResults:
 
     @property
     def chance(self) -> float:
-        """By which share measured figures differ for reasons of their own; 0 where nothing was measured."""
+        """By which share measured figures differ for reasons of their own; 0 where nothing was
+        measured."""
         taken = self.about.disturbance.others + self.about.disturbance.stolen
         return chance_of(self.about.rounds, taken) if self.about.real else 0.0
 

@@ -1,7 +1,7 @@
 """What the literature claims of batching, beside what one comparison measured.
 
-Owns the claims, their thresholds, and the sentence that says why one is not reached or not measured. Must not
-know runs: it is given figures by name of contender.
+Owns the claims, their thresholds, and the sentence that says why one is not reached or not
+measured. Must not know runs: it is given figures by name of contender.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """figures, fairness: by name of contender, the latter as difference of service and its bound. ideal: of
-    run_timeline.ideal."""
+    """figures, fairness: by name of contender, the latter as difference of service and its bound.
+    ideal: of run_timeline.ideal."""
 
     figures: Mapping[str, Figures]
     ideal: Mapping[str, float]

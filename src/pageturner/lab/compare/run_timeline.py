@@ -1,7 +1,8 @@
-"""A recorded run step by step: which sequence was in which step, how full steps and memory were, padding.
+"""A recorded run step by step: which sequence was in which step, how full steps and memory were,
+padding.
 
-Owns what is counted, and over what. Times are seconds from the first arrival, memory is in tokens. Must not
-know policies, and not how anything is drawn.
+Owns what is counted, and over what. Times are seconds from the first arrival, memory is in tokens.
+Must not know policies, and not how anything is drawn.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ Key = tuple[int, int]  # id of the request, index of the sequence
 
 @dataclass(slots=True)
 class SlotSpan:
-    """One sequence in one place of the batch for steps in a row. kind: prefill, decode, stalled (it runs and
-    is in none of these steps) or padding (it has ended, and its rows are computed all the same)."""
+    """One sequence in one place of the batch for steps in a row. kind: prefill, decode, stalled (it
+    runs and is in none of these steps) or padding (it has ended, and its rows are computed all the
+    same)."""
 
     slot: int
     id: int
@@ -50,8 +52,8 @@ class Moment:
     rows, padded     computed in all, and of those for nobody
     reserved, used   tokens in blocks, and of those with KV (shared ones once)
     whole            what prompt and max_tokens of all who run would take
-    read, compute    shares of the machine's limits; nobody: what of compute was padding. 0 where they are not
-                     known (RunTimeline.limits)
+    read, compute    shares of the machine's limits; nobody: what of compute was padding. 0 where
+                     they are not known (RunTimeline.limits)
     """
 
     begin: float
@@ -73,7 +75,8 @@ class Moment:
 
 @dataclass(slots=True)
 class RequestTimeline:
-    """One request. prompt, answer: tokens; first: seconds from its arrival to its first token, nan before."""
+    """One request. prompt, answer: tokens; first: seconds from its arrival to its first token, nan
+    before."""
 
     prompt: int
     tenant: str = ""
@@ -86,7 +89,8 @@ class RunTimeline:
     """A whole run.
 
     gaps     between two tokens of one answer
-    service  by tenant: (time, tokens so far); a token of an answer counts as much as the order fair takes it
+    service  by tenant: (time, tokens so far); a token of an answer counts as much as the order fair
+             takes it
     queued   by tenant: when the last of its requests was admitted for the first time
     e2e      by request: from its arrival to its end
     requests by id
@@ -240,7 +244,8 @@ class _Walk:
         return reserved, min(sum(self._held.values()), reserved), whole
 
     def _shares(self, step: StepRecord) -> tuple[float, float, float]:
-        """Shares of the machine's limits that the step reached: reading, computing, computing padding."""
+        """Shares of the machine's limits that the step reached: reading, computing, computing
+        padding."""
         if self._needs is None:
             return 0.0, 0.0, 0.0
         work, window = work_of_step(step, self._needs.window), self._needs.window
@@ -307,8 +312,8 @@ def figures(run: RecordedRun, told: RunTimeline, targets: LatencyTargets) -> dic
 def ideal(lengths: Sequence[tuple[int, int]], batch: int) -> dict[str, float]:
     """What continuous batching may gain over static at the most, from (prompt, answer) alone.
 
-    steps  of a step that takes as long however full it is: the sum over static batches of their longest
-           answer, by the steps that `batch` places need when none stands empty
+    steps  of a step that takes as long however full it is: the sum over static batches of their
+           longest answer, by the steps that `batch` places need when none stands empty
     rows   of a step that takes as long as its rows: all rows with padding, by those without
     """
     batches = [lengths[i : i + batch] for i in range(0, len(lengths), batch)]
@@ -326,7 +331,8 @@ def ideal(lengths: Sequence[tuple[int, int]], batch: int) -> dict[str, float]:
 def binned(
     moments: Sequence[Moment], of: Callable[[Moment], float], horizon: float, bins: int
 ) -> list[float]:
-    """Means over time of a figure of steps, in so many bins from 0 to `horizon`; 0 between steps."""
+    """Means over time of a figure of steps, in so many bins from 0 to `horizon`; 0 between
+    steps."""
     width, sums = horizon / bins, [0.0] * bins
     for m in moments:
         value = of(m)
@@ -344,8 +350,8 @@ def service_at(line: Sequence[tuple[float, float]], at: float) -> float:
 
 
 def unfairness(told: RunTimeline) -> float:
-    """The largest difference in service between two tenants who both have requests waiting ever since the
-    first arrival. 0 for fewer than two tenants."""
+    """The largest difference in service between two tenants who both have requests waiting ever
+    since the first arrival. 0 for fewer than two tenants."""
     worst = 0.0
     for at in (m.end for m in told.moments):
         served = [

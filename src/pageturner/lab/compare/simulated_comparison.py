@@ -1,8 +1,8 @@
 """The same comparison without a clock: the scheduler's own plans, each step taking what it costs.
 
-Owns the engine that stands for a measured one, and the long prompts among running answers that show what a
-batching policy does to whoever is being answered. Must not know what is advised, nor how it is drawn. What
-else a machine does changes nothing here.
+Owns the engine that stands for a measured one, and the long prompts among running answers that show
+what a batching policy does to whoever is being answered. Must not know what is advised, nor how it
+is drawn. What else a machine does changes nothing here.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ LOAD = 0.7  # of what the machine can do
 
 @dataclass(frozen=True, slots=True)
 class Reckoned:
-    """Runs that were reckoned. same: of the requests that were measured; stalls, stalled: long prompts among
-    running answers, none where the model's context is too short for them. words: where costs come from."""
+    """Runs that were reckoned. same: of the requests that were measured; stalls, stalled: long
+    prompts among running answers, none where the model's context is too short for them. words:
+    where costs come from."""
 
     same: dict[Contender, RecordedRun]
     stalls: list[Request]
@@ -48,8 +49,8 @@ class Reckoned:
 
 
 def standing_for(bench: EngineBench, cost: StepCost, pace: MachineLimits | None) -> EngineBench:
-    """A measured engine with its settings and memory, whose steps take what `cost` says. pace: limits by
-    which it sizes steps where doctor measured none."""
+    """A measured engine with its settings and memory, whose steps take what `cost` says. pace:
+    limits by which it sizes steps where doctor measured none."""
     built = bench.built
     return predicted_engine(
         replace(built, pace=built.pace if built.limits else pace),
@@ -61,8 +62,8 @@ def standing_for(bench: EngineBench, cost: StepCost, pace: MachineLimits | None)
 
 @dataclass(frozen=True, slots=True)
 class Circumstances:
-    """In which runs were measured. others: share of the machine that other programs took; own: seconds of
-    processors that the runs took; when: in words."""
+    """In which runs were measured. others: share of the machine that other programs took; own:
+    seconds of processors that the runs took; when: in words."""
 
     others: float
     own: float
@@ -72,8 +73,8 @@ class Circumstances:
 def costs_of(
     bench: EngineBench, runs: Sequence[RecordedRun], about: Circumstances
 ) -> tuple[KeptCosts, str] | None:
-    """What steps cost here, and where that is from: kept, or fitted to these runs and kept from now on. None
-    where too little was run to tell."""
+    """What steps cost here, and where that is from: kept, or fitted to these runs and kept from now
+    on. None where too little was run to tell."""
     try:
         cost = fit_runs(*runs)
     except EngineFault:
@@ -94,8 +95,8 @@ def costs_of(
 def _undisturbed(
     cost: CalibratedCost, runs: Sequence[RecordedRun], own: float, threads: int
 ) -> CalibratedCost:
-    """Costs that add up to the seconds of processors that the steps took: others make a step longer, and no
-    more work."""
+    """Costs that add up to the seconds of processors that the steps took: others make a step
+    longer, and no more work."""
     told = sum(cost.seconds(work_of_step(step)) for run in runs for step in run.steps if step.items)
     share = min(own / threads / max(told, 1e-9), 1.0)
     weights = [share * weight for weight in cost.weights]
@@ -109,7 +110,8 @@ def reckon(
     cost: StepCost,
     words: str,
 ) -> Reckoned:
-    """Run all contenders once, on an engine without a clock of its own, and once more among long prompts."""
+    """Run all contenders once, on an engine without a clock of its own, and once more among long
+    prompts."""
     stalls = stall_requests(cost, bench.built.max_model_len)
     return Reckoned(_run(bench, each, requests), stalls, _run(bench, each, stalls), words)
 
@@ -131,8 +133,8 @@ def _run(
 
 
 def stall_requests(cost: StepCost, context: int) -> list[Request]:
-    """Three short ones at a time, and one with a long prompt when a quarter of their answers is there; they
-    come at LOAD of what this machine can do."""
+    """Three short ones at a time, and one with a long prompt when a quarter of their answers is
+    there; they come at LOAD of what this machine can do."""
     long = min(LONG[0], context - LONG[1] - 8)
     if long < 4 * SHORT[0]:
         return []

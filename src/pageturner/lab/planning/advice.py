@@ -1,11 +1,12 @@
 """The contender to choose for each purpose, and whether a measurement bears it out.
 
-Owns what people may want, the figure that tells, and when two are called tied. Must not know how a figure was
-made, nor how it is shown.
+Owns what people may want, the figure that tells, and when two are called tied. Must not know how a
+figure was made, nor how it is shown.
 
-A measurement on a machine that others use too is a draw: whoever is first today is third tomorrow. So advice
-is made of simulated figures where there are some, which are the same again, and the measurement
-says beside it whether it agrees. What lies within the spread of its rounds is tied, and there is no winner.
+A measurement on a machine that others use too is a draw: whoever is first today is third tomorrow.
+So advice is made of simulated figures where there are some, which are the same again, and the
+measurement says beside it whether it agrees. What lies within the spread of its rounds is tied, and
+there is no winner.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """A wish that somebody may have, the figure that tells, how the number is written and the words around it.
+    """A wish that somebody may have, the figure that tells, how the number is written and the words
+    around it.
 
     sign      1 where less is better
     without   policies that have it for nothing, because they let nobody in meanwhile
@@ -99,9 +101,9 @@ RECOMMENDATIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """choose: all that are tied for the best, the default first, none where nobody does it; figure: of the
-    best; behind: the best of the others. measured: the same by measurement alone, in words, "" where nothing
-    was measured beside; agrees: whether it leaves room for this choice."""
+    """choose: all that are tied for the best, the default first, none where nobody does it; figure:
+    of the best; behind: the best of the others. measured: the same by measurement alone, in words,
+    "" where nothing was measured beside; agrees: whether it leaves room for this choice."""
 
     want: str
     choose: tuple[str, ...]
@@ -136,9 +138,9 @@ def advise(
     stalls: Mapping[str, Known],
     chance: float,
 ) -> list[Advice]:
-    """The advice for each wish that these figures tell of. reckoned, stalls: by name as measured, or empty.
-    chance: by which share figures in `measured` differ for reasons of their own, 0 where they were not
-    measured."""
+    """The advice for each wish that these figures tell of. reckoned, stalls: by name as measured,
+    or empty. chance: by which share figures in `measured` differ for reasons of their own, 0 where
+    they were not measured."""
     found = []
     for one in RECOMMENDATIONS:
         firm = stalls if one.stalling and stalls else reckoned
@@ -173,8 +175,8 @@ def chance_of(rounds: int, taken: float) -> float:
 
 
 def alike(mine: Sequence[float], best: Sequence[float], chance: float) -> bool:
-    """Return whether a figure in all rounds of two contenders does not tell them apart. chance: of chance_of,
-    0 for figures without any."""
+    """Return whether a figure in all rounds of two contenders does not tell them apart. chance: of
+    chance_of, 0 for figures without any."""
     one, other = median(mine), median(best)
     if abs(one - other) <= max(ALIKE, chance) * max(abs(one), abs(other)):
         return True
@@ -200,8 +202,8 @@ def _measured(one: Recommendation, found: _Ranking) -> str:
 
 
 def overall(advice: Sequence[Advice]) -> tuple[tuple[str, ...], int, int]:
-    """The contenders that are best, or tied for it, in most of the wishes, the default first; in how many,
-    and of how many."""
+    """The contenders that are best, or tied for it, in most of the wishes, the default first; in
+    how many, and of how many."""
     told = [one for one in advice if one.choose]
     counts = Counter(name for one in told for name in one.choose)
     most = max(counts.values(), default=0)

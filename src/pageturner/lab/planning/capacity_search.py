@@ -1,12 +1,13 @@
-"""The fewest GPUs with which enough requests meet their targets: the questions of a search, and its answer.
+"""The fewest GPUs with which enough requests meet their targets: the questions of a search, and its
+answer.
 
-Owns the search: a sequence of questions, of which each says how many replicas of how many GPUs. Must not know
-who answers them, nor how many at a time (parallel_runs.py).
+Owns the search: a sequence of questions, of which each says how many replicas of how many GPUs.
+Must not know who answers them, nor how many at a time (parallel_runs.py).
 
-The time that a prompt takes alone comes first (prompt_alone.py): where too few meet the targets on an empty
-replica, no number of replicas does. Then counts are tried, from one on that queues of whole prompts suggest.
-Only simulations decide: of the answer is known that it is enough, and that one replica less is not. That more
-replicas are never worse is taken for granted.
+The time that a prompt takes alone comes first (prompt_alone.py): where too few meet the targets on
+an empty replica, no number of replicas does. Then counts are tried, from one on that queues of
+whole prompts suggest. Only simulations decide: of the answer is known that it is enough, and that
+one replica less is not. That more replicas are never worse is taken for granted.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class Option:
     """A replica of so many GPUs; the `replicas` of the scenario are what is searched.
 
     kind     the name of the GPUs; "": it is no GPU that is simulated
-    prefill  the part of the replicas that computes prompts for the others, with the links of scenario.roles;
-             0: all do everything
+    prefill  the part of the replicas that computes prompts for the others, with the links of
+             scenario.roles; 0: all do everything
     """
 
     gpus: int
@@ -116,14 +117,15 @@ Search = Generator[CapacityQuestion, CapacityAnswer, tuple[int, int] | None]
 Counts = Generator[CapacityQuestion, CapacityAnswer, int | None]
 
 
-# -- which questions -----------------------------------------------------------------------------------------
+# -- which questions -------------------------------------------------------------------------------
 
 
 def fewest_gpus(
     options: Sequence[Option], guess: Callable[[int], int] = lambda option: 1
 ) -> Search:
-    """The option and the number of its replicas that take the fewest GPUs; of equal ones the first. None
-    where no number is enough. guess: of an option, where to begin; it must always say the same."""
+    """The option and the number of its replicas that take the fewest GPUs; of equal ones the first.
+    None where no number is enough. guess: of an option, where to begin; it must always say the
+    same."""
     best = None
     for index, option in enumerate(options):
         if best is None:
@@ -193,13 +195,13 @@ def advance(
     return question, None
 
 
-# -- where to begin ------------------------------------------------------------------------------------------
+# -- where to begin --------------------------------------------------------------------------------
 
 
 def first_guess(option: Option) -> int:
-    """A number of replicas to begin with. It decides nothing, so it may be wrong: prompts are computed one
-    after another by the replica that the placement chose, answers take what a token takes alone, caches
-    forget nothing. 1 where no number seems enough."""
+    """A number of replicas to begin with. It decides nothing, so it may be wrong: prompts are
+    computed one after another by the replica that the placement chose, answers take what a token
+    takes alone, caches forget nothing. 1 where no number seems enough."""
     one, names = option.scenario, BlockNames(CHUNK)
     prompts = [
         (
@@ -250,7 +252,7 @@ def _chunks(prompt: Prompt, names: BlockNames) -> tuple[object, ...]:
     return tuple(prompt[end - CHUNK : end] for end in range(CHUNK, len(prompt) + 1, CHUNK))
 
 
-# -- answers -------------------------------------------------------------------------------------------------
+# -- answers ---------------------------------------------------------------------------------------
 
 
 class Asker(Protocol):
@@ -262,15 +264,16 @@ class Asker(Protocol):
         search: Callable[[], Search],
         known: Answered,
     ) -> Any:
-        """The figures of Scenario.run, which may have been given up. The next questions may be looked at."""
+        """The figures of Scenario.run, which may have been given up. The next questions may be
+        looked at."""
 
 
 Tell = Callable[[str], None]
 
 
 def possible_options(options: Sequence[Option], tell: Tell) -> list[Option]:
-    """The options on which a prompt alone meets the targets. EngineFault('impossible') says what to try where
-    there are none."""
+    """The options on which a prompt alone meets the targets. EngineFault('impossible') says what to
+    try where there are none."""
     prompts, refusals = options[0].prompts(), dict[str, None]()
     known: dict[tuple[str, int], AloneVerdict] = {}  # whatever replicas do
     found = []
@@ -293,9 +296,9 @@ def possible_options(options: Sequence[Option], tell: Tell) -> list[Option]:
 def search_capacity(
     options: Sequence[Option], asker: Callable[[Sequence[Option]], Asker], tell: Tell
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The run with the fewest GPUs with which enough requests (`targets.share`) meet the targets, and all
-    runs that decided it. `gpus` of a run: in all of its replicas, `gpus_per_replica` in one. The same whoever
-    answers. EngineFault('impossible') where more replicas do not help."""
+    """The run with the fewest GPUs with which enough requests (`targets.share`) meet the targets,
+    and all runs that decided it. `gpus` of a run: in all of its replicas, `gpus_per_replica` in
+    one. The same whoever answers. EngineFault('impossible') where more replicas do not help."""
     options = possible_options(options, tell)
     runner = asker(options)
     alike = {(option.kind, option.gpus): option for option in reversed(options)}
@@ -325,7 +328,7 @@ def search_capacity(
     return runs[CapacityQuestion(*found[1])], tried
 
 
-# -- words ---------------------------------------------------------------------------------------------------
+# -- words -----------------------------------------------------------------------------------------
 
 
 def in_words(option: Option, question: CapacityQuestion) -> str:

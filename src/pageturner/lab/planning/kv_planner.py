@@ -1,7 +1,8 @@
-"""The number of sequences that fit in KV memory: with the longest length reserved for each, and in blocks.
+"""The number of sequences that fit in KV memory: with the longest length reserved for each, and in
+blocks.
 
-Owns the arithmetic of the three schemes; must not know files, machines or how a plan is shown. Whoever asks
-takes the weights off the memory first; activations are not counted.
+Owns the arithmetic of the three schemes; must not know files, machines or how a plan is shown.
+Whoever asks takes the weights off the memory first; activations are not counted.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class KVPlanner:
-    """A model, a KV type, blocks, the longest sequence a server promises (tokens), and memory (bytes)."""
+    """A model, a KV type, blocks, the longest sequence a server promises (tokens), and memory
+    (bytes)."""
 
     model: Outline
     dtype: str
@@ -53,15 +55,15 @@ class KVPlanner:
     memory: int
 
     def fits(self, lengths: Sequence[int]) -> dict[str, Fit]:
-        """The fit by each scheme, for sequences of these lengths in equal shares, when each has all of its
-        tokens.
+        """The fit by each scheme, for sequences of these lengths in equal shares, when each has all
+        of its tokens.
 
-        contiguous    `longest` tokens for each, as servers without paging reserve: "Orca (Max)" of Kwon
-                      et al., arXiv 2309.06180, section 6.1
-        power_of_two  the next power of two, at most `longest`: what a buddy allocator gives to a length that
-                      is known beforehand
-        paged         blocks; of layers with a window those that the next token may look at (while a prompt is
-                      computed, a step's tokens more)
+        contiguous    `longest` tokens for each, as servers without paging reserve: "Orca (Max)" of
+                      Kwon et al., arXiv 2309.06180, section 6.1
+        power_of_two  the next power of two, at most `longest`: what a buddy allocator gives to a
+                      length that is known beforehand
+        paged         blocks; of layers with a window those that the next token may look at (while a
+                      prompt is computed, a step's tokens more)
         """
         schemes: dict[str, Tokens] = {
             "contiguous": lambda layers, length: self.longest,
@@ -100,17 +102,18 @@ def seen(layers: KVLayers, length: int) -> int:
     return min(length, layers.window or length)
 
 
-# -- several replicas ----------------------------------------------------------------------------------------
+# -- several replicas ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """A prompt of so many tokens, in a cluster. Seconds; None where it is not known or there is none.
+    """A prompt of so many tokens, in a cluster. Seconds; None where it is not known or there is
+    none.
 
     computed    to compute it on an empty replica
     sent        its KV over the link, whole
-    late        from the end of its computation to its last KV at the other replica, which has got the rest
-                meanwhile
+    late        from the end of its computation to its last KV at the other replica, which has got
+                the rest meanwhile
     host, file  its KV back from memory and from a file
     per_second  such prompts that all prefill replicas compute
     """
@@ -126,8 +129,8 @@ class PromptRow:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """The ways on which KV comes, with the same links, tiers and step times that the simulator has. budget:
-    tokens of a step; cost: None where step times are not known."""
+    """The ways on which KV comes, with the same links, tiers and step times that the simulator has.
+    budget: tokens of a step; cost: None where step times are not known."""
 
     roles: Roles
     tiers: TierSizes
@@ -135,7 +138,8 @@ class Links:
     budget: int
 
     def row(self, length: int, prefill: int) -> PromptRow:
-        """A prompt of so many tokens. prefill: replicas that compute prompts; 0: all do everything."""
+        """A prompt of so many tokens. prefill: replicas that compute prompts; 0: all do
+        everything."""
         tiers, computed, late = self.tiers, None, None
         if self.cost is not None:
             computed = prefill_seconds(self.cost, 0, length, self.budget)
@@ -153,8 +157,9 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """Replicas apart by what they do, or with slower memory. gpus: in each; sequences: of the longest length
-    that all replicas which answer hold; tokens: of KV in each tier of a replica; link, host, file: GB/s."""
+    """Replicas apart by what they do, or with slower memory. gpus: in each; sequences: of the
+    longest length that all replicas which answer hold; tokens: of KV in each tier of a replica;
+    link, host, file: GB/s."""
 
     prefill: int
     decode: int

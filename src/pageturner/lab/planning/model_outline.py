@@ -1,8 +1,9 @@
-"""The numbers that decide how much memory a model takes, from a config.json or the header of a GGUF file alone.
+"""The numbers that decide how much memory a model takes, from a config.json or the header of a GGUF
+file alone.
 
-Owns what is known of weights and KV before anything is loaded. Models that this engine runs are read by the
-readers of their specs; of others the keys that most configurations share are taken at their word
-(outline_keys.py). Must not know how memory is divided among sequences.
+Owns what is known of weights and KV before anything is loaded. Models that this engine runs are
+read by the readers of their specs; of others the keys that most configurations share are taken at
+their word (outline_keys.py). Must not know how memory is divided among sequences.
 
 Codes: those of the readers, and vocabulary_only, bad_setting.
 """
@@ -42,7 +43,8 @@ from pageturner.models.hf_spec import read_hf_spec
 from pageturner.models.load import loaded_bytes
 from pageturner.models.spec import ModelSpec
 
-# Whose head is the embedding table where the file is silent (the configuration classes of Transformers).
+# Whose head is the embedding table where the file is silent (the configuration classes of
+# Transformers).
 _TIED = ("gpt2", "opt", "bloom", "gemma2", "gemma3", "gemma3_text")
 _FLOATS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 # The reader of a spec refused the model for what may have nothing to do with memory.
@@ -89,7 +91,8 @@ class Outline:
         return ", ".join(kinds)
 
     def bytes_per_token(self, dtype: str) -> int:
-        """One token in all layers, while no window has left it behind; dtype: a key of `KV_TYPES`."""
+        """One token in all layers, while no window has left it behind; dtype: a key of
+        `KV_TYPES`."""
         return sum(self.layer_bytes(layers, dtype) for layers in self.kv)
 
     def layer_bytes(self, layers: KVLayers, dtype: str) -> int:
@@ -107,8 +110,8 @@ class Outline:
 
 
 def rank_kv_bytes(model: Outline, dtype: str, ranks: int) -> int:
-    """KV of one token at each rank that has most of it: whole heads; of fewer heads than ranks, and of MLA's
-    latents, several ranks hold the same."""
+    """KV of one token at each rank that has most of it: whole heads; of fewer heads than ranks, and
+    of MLA's latents, several ranks hold the same."""
     return sum(
         model.layer_bytes(layers, dtype) * -(-layers.heads // ranks) // layers.heads
         for layers in model.kv
@@ -116,14 +119,16 @@ def rank_kv_bytes(model: Outline, dtype: str, ranks: int) -> int:
 
 
 def kv_share(model: Outline, dtype: str, ranks: int) -> float:
-    """The part of the memory that ranks have for KV that holds something no other rank holds too, 0 to 1."""
+    """The part of the memory that ranks have for KV that holds something no other rank holds too, 0
+    to 1."""
     return model.bytes_per_token(dtype) / (ranks * rank_kv_bytes(model, dtype, ranks))
 
 
 def read_outline(
     path: str | os.PathLike[str], dtype: str = "auto", quantization: str = "none"
 ) -> Outline:
-    """The outline of a GGUF file, which may end behind its header, a config.json, or a folder with one.
+    """The outline of a GGUF file, which may end behind its header, a config.json, or a folder with
+    one.
 
     dtype, quantization  what weights become when they are loaded, as in `load_model`
     EngineFault says what is missing, makes no sense, or would make the answer wrong.
@@ -142,7 +147,7 @@ def _layers_of(spec: ModelSpec) -> tuple[KVLayers, ...]:
     return tuple(kind for kind in kinds if kind.count)
 
 
-# -- Hugging Face --------------------------------------------------------------------------------------------
+# -- Hugging Face ----------------------------------------------------------------------------------
 
 
 def _hugging_face(path: Path, dtype: str, quantization: str) -> Outline:
@@ -184,7 +189,8 @@ def _unusual(
 def _from_shapes(
     spec: ModelSpec, values: dict[str, Any], dtype: str, quantization: str
 ) -> tuple[int, str]:
-    """Bytes of the weights that such a model has, in the float type that its configuration names."""
+    """Bytes of the weights that such a model has, in the float type that its configuration
+    names."""
     said = str(
         values.get("dtype")
         or values.get("torch_dtype")
@@ -238,7 +244,7 @@ def _file_bytes(folder: Path) -> int | None:
     return single.stat().st_size if single.is_file() else None
 
 
-# -- GGUF ----------------------------------------------------------------------------------------------------
+# -- GGUF ------------------------------------------------------------------------------------------
 
 
 def _gguf(file: GGUFFile, name: str, dtype: str, quantization: str) -> Outline:

@@ -1,7 +1,8 @@
-"""The keys that most configurations share, of models that this engine does not run: what their KV takes.
+"""The keys that most configurations share, of models that this engine does not run: what their KV
+takes.
 
-Owns the names of these keys, and those that say that the usual sum would be wrong: such models are refused by
-name. Must not know files, or what is done with the numbers.
+Owns the names of these keys, and those that say that the usual sum would be wrong: such models are
+refused by name. Must not know files, or what is done with the numbers.
 
 Codes: config_invalid, gguf_metadata (a number is missing), model_invalid, model_unsupported.
 """
@@ -28,7 +29,8 @@ class KVLayers:
     """`count` layers of one kind.
 
     heads      that have KV
-    key_dim    values of one head's key; of latent attention (MLA) those of the vector that is all it keeps
+    key_dim    values of one head's key; of latent attention (MLA) those of the vector that is all
+               it keeps
     value_dim  the same of its value; 0 with latent attention
     window     tokens that a layer sees, itself included; 0: all
     """
@@ -48,8 +50,8 @@ class KVLayers:
 
 @dataclass(frozen=True, slots=True)
 class Usual:
-    """The answers of the usual keys. `context`: 0 if none of them does; `assumed`: what else they leave
-    open."""
+    """The answers of the usual keys. `context`: 0 if none of them does; `assumed`: what else they
+    leave open."""
 
     heads: int
     kv: tuple[KVLayers, ...]
@@ -58,7 +60,8 @@ class Usual:
 
 
 def _latent(layers: int, rank: int, rotary: int) -> tuple[KVLayers, ...]:
-    """A token keeps, in each layer, its latent vector and one rotary key (DeepSeek-V2, arXiv 2405.04434)."""
+    """A token keeps, in each layer, its latent vector and one rotary key (DeepSeek-V2, arXiv
+    2405.04434)."""
     return (KVLayers(layers, 1, rank + rotary, 0),)
 
 
@@ -72,7 +75,7 @@ def _check(usual: Usual, where: str) -> Usual:
     return usual
 
 
-# -- config.json ---------------------------------------------------------------------------------------------
+# -- config.json -----------------------------------------------------------------------------------
 
 _NAMES = {
     "layers": "num_hidden_layers n_layer n_layers num_layers",
@@ -110,7 +113,8 @@ def text_part(values: Json) -> Json:
 
 
 def hf_usual(values: Json, where: str) -> Usual:
-    """The KV of a config.json by its usual keys. EngineFault names the key that is missing or refused."""
+    """The KV of a config.json by its usual keys. EngineFault names the key that is missing or
+    refused."""
     for part in (values, text_part(values)):
         for why, keys in _REFUSED.items():
             for key in filter(part.get, keys.split()):
@@ -188,7 +192,7 @@ def _hf_windows(config: HFConfig, where: str, arch: str, layers: int) -> tuple[i
     return window, len(windowed)
 
 
-# -- GGUF ----------------------------------------------------------------------------------------------------
+# -- GGUF ------------------------------------------------------------------------------------------
 
 _GGUF_REFUSED = {
     _STATE: "ssm. wkv. shortconv. kda. full_attention_interval",

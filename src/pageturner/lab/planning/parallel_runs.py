@@ -1,7 +1,8 @@
 """Runs that answer the questions of a search: in this process, or in several processes ahead of it.
 
-Owns the processes, which are spawned, and the questions that they look at while an answer is awaited. Must not
-know what a search decides: it asks the same questions in the same order whoever answers.
+Owns the processes, which are spawned, and the questions that they look at while an answer is
+awaited. Must not know what a search decides: it asks the same questions in the same order whoever
+answers.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class SerialRuns:
 
 
 class ParallelRuns:
-    """Several processes: while one answer is awaited, the others look at what may be asked behind it. Where
-    no process can be had it goes on alone, and says so.
+    """Several processes: while one answer is awaited, the others look at what may be asked behind
+    it. Where no process can be had it goes on alone, and says so.
 
     tell  gets a line now and then
     """
@@ -138,7 +139,7 @@ class ParallelRuns:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-# -- in a process --------------------------------------------------------------------------------------------
+# -- in a process ----------------------------------------------------------------------------------
 
 
 class _Here:

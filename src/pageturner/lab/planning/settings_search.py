@@ -1,10 +1,11 @@
-"""Search the settings under which most requests of some traffic meet their targets: simulate, then measure.
+"""Search the settings under which most requests of some traffic meet their targets: simulate, then
+measure.
 
 Owns the candidates, the search, and what "better" means. Must not know flags or files.
 
-Coarse first: every policy with budgets and numbers of sequences far apart. Then neighbours of the best, one
-setting changed at a time, until none is better or the time is up. The best few run on the real engine, beside
-the settings it had: what is measured decides.
+Coarse first: every policy with budgets and numbers of sequences far apart. Then neighbours of the
+best, one setting changed at a time, until none is better or the time is up. The best few run on the
+real engine, beside the settings it had: what is measured decides.
 """
 
 from __future__ import annotations
@@ -102,8 +103,8 @@ class Trial:
 
 
 def score(figures: dict[str, Any], targets: LatencyTargets) -> tuple[float, float]:
-    """Smaller is better. First the share of requests that missed a target, in steps of 0.1 %; among equals
-    the 99th percentile of TTFT or TPOT, whichever is the larger share of its target."""
+    """Smaller is better. First the share of requests that missed a target, in steps of 0.1 %; among
+    equals the 99th percentile of TTFT or TPOT, whichever is the larger share of its target."""
     ttft, tpot = figures["ttft_ms"]["p99"], figures["tpot_ms"]["p99"]
     pairs = ((ttft, targets.ttft), (tpot, targets.tpot))
     worst = max(
@@ -120,8 +121,9 @@ def search_settings(
     clock: Callable[[], float] = time.monotonic,
     progress: bool | None = None,
 ) -> list[Trial]:
-    """All simulated settings, the best first; at least those that the engine has now. No new simulation
-    begins after `seconds`. The KV memory keeps its size in tokens, whatever the block size."""
+    """All simulated settings, the best first; at least those that the engine has now. No new
+    simulation begins after `seconds`. The KV memory keeps its size in tokens, whatever the block
+    size."""
     until, tried = clock() + seconds, dict[Candidate, Trial]()
     start = Candidate.of(scenario.config)
 
@@ -156,7 +158,8 @@ def _simulated(scenario: Scenario, one: Candidate) -> dict[str, Any]:
 
 
 def check_possible(best: Trial, targets: LatencyTargets) -> None:
-    """EngineFault('impossible') where too few requests meet the targets even with the best settings."""
+    """EngineFault('impossible') where too few requests meet the targets even with the best
+    settings."""
     found, one = best.simulated, best.candidate
     if found["goodput_share"] >= targets.share:
         return
@@ -170,7 +173,7 @@ def check_possible(best: Trial, targets: LatencyTargets) -> None:
     )
 
 
-# -- for real ------------------------------------------------------------------------------------------------
+# -- for real --------------------------------------------------------------------------------------
 
 
 def first_seconds(traffic: Traffic, seconds: float) -> OpenLoop:
@@ -189,7 +192,8 @@ def measure_trials(
     targets: LatencyTargets,
     progress: bool | None = None,
 ) -> None:
-    """Run the load under each of these on the real engine, which is loaded anew for each size of blocks."""
+    """Run the load under each of these on the real engine, which is loaded anew for each size of
+    blocks."""
     for size in sorted({trial.candidate.block_size for trial in trials}):
         alike = [trial for trial in trials if trial.candidate.block_size == size]
         room = replace(

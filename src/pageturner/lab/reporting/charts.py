@@ -1,8 +1,9 @@
 """SVG charts without a library: values over time, bars, and lines over load.
 
-Owns marks, axes and colours. Must not know how a figure was made, nor what a run or a server is. Names stand
-above what they name, so that a picture may be as narrow as a phone. Colours follow the viewer's preference,
-light or dark. Kinds of marks also differ in lightness, hatching or shape, so that nothing depends on hue alone.
+Owns marks, axes and colours. Must not know how a figure was made, nor what a run or a server is.
+Names stand above what they name, so that a picture may be as narrow as a phone. Colours follow the
+viewer's preference, light or dark. Kinds of marks also differ in lightness, hatching or shape, so
+that nothing depends on hue alone.
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ class Axis:
         return math.log(max(value, 1e-12)) if self.log else value
 
     def ticks(self, count: int = 6) -> list[float]:
-        """Return round numbers: about `count` of them on a linear axis, at most seven on a logarithmic one."""
+        """Return round numbers: about `count` of them on a linear axis, at most seven on a
+        logarithmic one."""
         if not self.log:
             rough = self.high / count
             power = 10.0 ** math.floor(math.log10(rough))
@@ -150,7 +152,8 @@ def grid(axis: Axis, top: float, bottom: float, unit: str) -> list[str]:
 
 
 def legend(kinds: Iterable[tuple[str, str]], width: float) -> tuple[list[str], float]:
-    """Return swatches and words, in as many lines as they need, and the y where the next thing may begin."""
+    """Return swatches and words, in as many lines as they need, and the y where the next thing may
+    begin."""
     parts = []
     x = 4.0
     y = 14.0
@@ -169,12 +172,13 @@ def legend(kinds: Iterable[tuple[str, str]], width: float) -> tuple[list[str], f
     return parts, y + 12
 
 
-# -- values over time ----------------------------------------------------------------------------------------
+# -- values over time ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class ChartSeries:
-    """One value for each of BINS bins over the whole axis of time. name: for the legend, by kind."""
+    """One value for each of BINS bins over the whole axis of time. name: for the legend, by
+    kind."""
 
     kind: str
     name: str
@@ -244,12 +248,13 @@ def _stairs(values: Sequence[float], axis: Axis, scale: Axis) -> list[str]:
     return points
 
 
-# -- bars ----------------------------------------------------------------------------------------------------
+# -- bars ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A bar below its name. tail: two larger values, to which thin lines lead; end: words behind the last."""
+    """A bar below its name. tail: two larger values, to which thin lines lead; end: words behind
+    the last."""
 
     name: str
     value: float
@@ -302,7 +307,7 @@ def _wrapped(y: float, words: str, kind: str, width: float) -> list[str]:
     return [text(4, y + 15 * number, line, kind) for number, line in enumerate(lines)]
 
 
-# -- lines over load -----------------------------------------------------------------------------------------
+# -- lines over load -------------------------------------------------------------------------------
 
 WIDTH, HEIGHT = 460, 290
 SIDE, TOP, FLOOR = 58, 40, 244
@@ -344,7 +349,8 @@ class LinePoint:
 
 @dataclass(frozen=True, slots=True)
 class ChartLine:
-    """points: measured; simulated: pairs of x and y, drawn dashed; ring: x of the point that gets a ring."""
+    """points: measured; simulated: pairs of x and y, drawn dashed; ring: x of the point that gets a
+    ring."""
 
     points: Sequence[LinePoint]
     simulated: Sequence[tuple[float, float]] = ()
@@ -353,8 +359,8 @@ class ChartLine:
 
 @dataclass(frozen=True, slots=True)
 class LineChart:
-    """unit: of the vertical axis, which may be logarithmic with `log`; across: what the horizontal axis shows.
-    loads: whether x is a load, with a tick at each one on a logarithmic axis."""
+    """unit: of the vertical axis, which may be logarithmic with `log`; across: what the horizontal
+    axis shows. loads: whether x is a load, with a tick at each one on a logarithmic axis."""
 
     title: str
     unit: str
@@ -364,7 +370,8 @@ class LineChart:
 
 
 def value_axis(values: Sequence[float], log: bool) -> Axis:
-    """Return the vertical axis: from 0, or logarithmic where `log` allows it and values are far apart."""
+    """Return the vertical axis: from 0, or logarithmic where `log` allows it and values are far
+    apart."""
     known = [value for value in values if value > 0] or [1.0]
     low = min(known)
     high = max(known)
@@ -374,8 +381,8 @@ def value_axis(values: Sequence[float], log: bool) -> Axis:
 
 
 def lines_chart(about: LineChart, lines: Sequence[ChartLine]) -> str:
-    """Draw a marker for each measured point, a pale bar for the spread of its rounds, and dashes for what was
-    simulated; "" where there is no point."""
+    """Draw a marker for each measured point, a pale bar for the spread of its rounds, and dashes
+    for what was simulated; "" where there is no point."""
     points = [point for line in lines for point in line.points]
     dashes = [pair for line in lines for pair in line.simulated]
     xs = sorted({point.x for point in points} | {x for x, _ in dashes})

@@ -1,7 +1,8 @@
-"""A comparison as an HTML page and as text for a terminal: what to choose and why, figures, pictures.
+"""A comparison as an HTML page and as text for a terminal: what to choose and why, figures,
+pictures.
 
-Owns the words, the columns of the tables and their layout. Must not know how a figure was made, nor how a
-picture is drawn.
+Owns the words, the columns of the tables and their layout. Must not know how a figure was made, nor
+how a picture is drawn.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from pageturner.lab.reporting import comparison_pictures as pictures
 from pageturner.lab.reporting import page as html
 from pageturner.lab.reporting.page import TableCell
 
-# The first pattern of its name counts, and a pattern in a picture that is not shown would draw nothing.
+# The first pattern of its name counts, and a pattern in a picture that is not shown would draw
+# nothing.
 HATCHES = f'<svg class="pt hatches" width="0" height="0" aria-hidden="true">{charts.HATCH}</svg>\n'
 WHEN = {
     "static": "what continuous batching is compared with: simple, and every request waits for the slowest",
@@ -89,8 +91,8 @@ def page(found: ComparisonResults) -> str:
 
 
 def terminal(found: ComparisonResults, *, every: bool = False) -> str:
-    """Return disturbances, a row for each contender, and what to choose. every: also the figures that are
-    folded on the page, and the simulated ones."""
+    """Return disturbances, a row for each contender, and what to choose. every: also the figures
+    that are folded on the page, and the simulated ones."""
     parts = [" ".join(disturbed(found))] if found.disturbed else []
     parts.append(_text_table(found.contests, FIVE))
     if every:
@@ -110,7 +112,7 @@ def terminal(found: ComparisonResults, *, every: bool = False) -> str:
     return "\n\n".join([*parts, "\n".join(verdict(found))])
 
 
-# -- sentences -----------------------------------------------------------------------------------------------
+# -- sentences -------------------------------------------------------------------------------------
 
 
 def disturbed(found: ComparisonResults) -> tuple[str, str]:
@@ -147,7 +149,8 @@ def _tied(names: Sequence[str]) -> str:
 
 
 def _ends(found: ComparisonResults) -> str:
-    """Return when everything was answered; contenders that only chance tells apart are named together."""
+    """Return when everything was answered; contenders that only chance tells apart are named
+    together."""
     best = max(found.contests, key=lambda c: median(c.rounds))
     last = min(found.contests, key=lambda c: median(c.rounds))
     level = [c for c in found.contests if alike(c.rounds, best.rounds, found.chance)]
@@ -227,12 +230,13 @@ def _choice(found: ComparisonResults) -> str:
     return f"{html.table(head, rows, 'words stack')}{basis}<ul>{items}</ul>"
 
 
-# -- figures -------------------------------------------------------------------------------------------------
+# -- figures ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A figure of each contender. sign: 1 where the least is best, -1 where the most is, 0 where neither."""
+    """A figure of each contender. sign: 1 where the least is best, -1 where the most is, 0 where
+    neither."""
 
     head: str
     of: Callable[[dict[str, Any]], float]
@@ -288,7 +292,8 @@ def _text_table(contests: Sequence[ContenderResult], columns: Sequence[Column]) 
 def _columns(
     contests: Sequence[ContenderResult], columns: Sequence[Column], chance: float = 0.0
 ) -> str:
-    """Return a row for each contender; the best of a column is marked where nothing is tied with it."""
+    """Return a row for each contender; the best of a column is marked where nothing is tied with
+    it."""
     best = [_best(contests, column, chance) for column in columns]
     rows: list[list[str | TableCell]] = [
         [
@@ -397,7 +402,7 @@ def _method(found: ComparisonResults) -> str:
     return f"{html.bullets(lines)}<p>Again: <code>{escape(about.command)}</code></p>"
 
 
-# -- pictures ------------------------------------------------------------------------------------------------
+# -- pictures --------------------------------------------------------------------------------------
 
 Draw = Callable[[ComparisonResults, float], str]
 

@@ -1,4 +1,5 @@
-"""The pictures of a comparison: which sequence was in each step, and which series are drawn in which order.
+"""The pictures of a comparison: which sequence was in each step, and which series are drawn in
+which order.
 
 Owns the choice of what is drawn. Marks and axes are in charts.py, the words around pictures in
 comparison_page.py. Every picture is drawn for a width, of a desktop or of a phone.
@@ -37,20 +38,21 @@ MEANING = {
 }
 
 
-# -- which sequence was in each step -------------------------------------------------------------------------
+# -- which sequence was in each step ---------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class GanttHints:
-    """What is known of requests beside their run. colours: the number of each tenant's colour; texts: the
-    beginnings of prompt and answer by request."""
+    """What is known of requests beside their run. colours: the number of each tenant's colour;
+    texts: the beginnings of prompt and answer by request."""
 
     colours: Mapping[str, int] = field(default_factory=dict)
     texts: Mapping[int, tuple[str, str]] = field(default_factory=dict)
 
 
 def gantt(found: ComparisonResults, width: float = WIDE) -> str:
-    """Draw which sequence was in each step; blocks have the colour of their tenant where there are several."""
+    """Draw which sequence was in each step; blocks have the colour of their tenant where there are
+    several."""
     runs = [(contest.name, contest.timeline) for contest in found.contests]
     hints = GanttHints(_colours(found.contests), found.texts)
     return slots(runs, time_axis([found.seconds], width), hints)
@@ -63,8 +65,8 @@ def stalls(found: ComparisonResults, width: float = WIDE) -> str:
 
 
 def _colours(contests: Sequence[ContenderResult]) -> dict[str, int]:
-    """Return a number for each tenant, the loudest one first; {} for a single tenant. With more tenants than
-    colours, all colours but the first are used again."""
+    """Return a number for each tenant, the loudest one first; {} for a single tenant. With more
+    tenants than colours, all colours but the first are used again."""
     known = next((c for c in contests if "tenants" in c.figures), None)
     if known is None:
         return {}
@@ -74,7 +76,8 @@ def _colours(contests: Sequence[ContenderResult]) -> dict[str, int]:
 
 
 def slots(runs: Sequence[tuple[str, RunTimeline]], axis: Axis, hints: GanttHints) -> str:
-    """Draw a panel for each run, with a line for each slot of the batch: what its sequence did in each step."""
+    """Draw a panel for each run, with a line for each slot of the batch: what its sequence did in
+    each step."""
     row = min(9.0, max(2.5, 150 / max(timeline.slots for _, timeline in runs)))
     kinds = {span.kind for _, timeline in runs for span in timeline.spans}
     parts, top = charts.legend(_legend(kinds, hints), axis.end + RIGHT)
@@ -138,7 +141,8 @@ def _hint(timeline: RunTimeline, id: int, spans: Sequence[SlotSpan], hints: Gant
 def _boxes(
     spans: Sequence[SlotSpan], kind: str, axis: Axis, top: float, row: float
 ) -> Iterable[str]:
-    """Yield the blocks of a request of one kind; there is a gap of a pixel in front of its first block."""
+    """Yield the blocks of a request of one kind; there is a gap of a pixel in front of its first
+    block."""
     first = min(span.begin for span in spans)
     for span in spans:
         if span.kind == kind:
@@ -148,9 +152,10 @@ def _boxes(
             yield f"M{left:.1f} {y:.1f}h{width:.1f}v{row - 0.6:.1f}h-{width:.1f}z"
 
 
-# -- values over time ----------------------------------------------------------------------------------------
+# -- values over time ------------------------------------------------------------------------------
 
-# picture -> unit, areas, lines; each series: kind of its mark, name, name in ComparisonResults.series
+# picture -> unit, areas, lines; each series: kind of its mark, name, name in
+# ComparisonResults.series
 PANELS = {
     "batch": (
         "sequences",
@@ -219,7 +224,7 @@ def services(found: ComparisonResults, width: float = WIDE) -> str:
     return charts.panels(each, time_axis([found.seconds], width), "tokens", height=110)
 
 
-# -- bars ----------------------------------------------------------------------------------------------------
+# -- bars ------------------------------------------------------------------------------------------
 
 LATENCIES = (
     ("Time to first token", "ttft_ms", "ms"),

@@ -42,7 +42,8 @@ code { font-size: .9em; background: var(--card); padding: .1em .3em; border-radi
 
 @dataclass(frozen=True, slots=True)
 class TableCell:
-    """A cell of a table. kind: its CSS class; title: its hint; markup: HTML that stands behind its text."""
+    """A cell of a table. kind: its CSS class; title: its hint; markup: HTML that stands behind its
+    text."""
 
     text: str
     kind: str = ""

@@ -1,4 +1,5 @@
-"""A sweep as an HTML page and as text for a terminal: charts over load, tables, and the sentences made of them.
+"""A sweep as an HTML page and as text for a terminal: charts over load, tables, and the sentences
+made of them.
 
 Owns words and layout. Must not know how a figure was made.
 """
@@ -178,7 +179,7 @@ def _method(found: SweepResults) -> list[str]:
     return lines
 
 
-# -- charts --------------------------------------------------------------------------------------------------
+# -- charts ----------------------------------------------------------------------------------------
 
 
 def _picture(found: SweepResults, place: int, figure: str, chart: LineChart) -> str:
@@ -214,7 +215,8 @@ def _point(
 
 
 def _trade(found: SweepResults, sweep: LoadSweep) -> str:
-    """Draw what throughput costs in waiting: a line from the lightest to the heaviest load of each server."""
+    """Draw what throughput costs in waiting: a line from the lightest to the heaviest load of each
+    server."""
     lines = []
     for name in (one.name for one in found.servers):
         speed = dict(sweep.series(name, SPEED))
@@ -229,7 +231,7 @@ def _trade(found: SweepResults, sweep: LoadSweep) -> str:
     return charts.lines_chart(chart, lines)
 
 
-# -- tables --------------------------------------------------------------------------------------------------
+# -- tables ----------------------------------------------------------------------------------------
 
 
 def _rows(found: SweepResults, place: int) -> Iterator[tuple[SweepPoint, str, SweepPoint | None]]:
@@ -300,7 +302,8 @@ def _page_table(found: SweepResults, place: int) -> str:
 
 
 def _cells(point: SweepPoint, name: str) -> list[TableCell]:
-    """Return the figures of a server; those that are the best beyond what rounds differ by are marked."""
+    """Return the figures of a server; those that are the best beyond what rounds differ by are
+    marked."""
     cells = []
     others = [other for other in point.rounds if other != name]
     for _, figure, sign in COLUMNS:
@@ -353,7 +356,7 @@ def clipped(name: str) -> str:
     return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 1]}…"
 
 
-# -- sentences -----------------------------------------------------------------------------------------------
+# -- sentences -------------------------------------------------------------------------------------
 
 
 def verdict(found: SweepResults, sweep: LoadSweep) -> list[str]:
@@ -415,7 +418,8 @@ def forecast_errors(found: SweepResults, place: int, name: str) -> list[tuple[st
 
 
 def answers_differ(found: SweepResults) -> list[str]:
-    """Name the servers whose answers were shorter than asked: their times do not compare with others'."""
+    """Name the servers whose answers were shorter than asked: their times do not compare with
+    others'."""
     lines = []
     for sweep in found.sweeps:
         for name in found.names(sweep):

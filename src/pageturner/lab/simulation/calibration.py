@@ -1,7 +1,8 @@
-"""Calibration: the real engine under a short made-up load, its steps fitted, and the fit held against others.
+"""Calibration: the real engine under a short made-up load, its steps fitted, and the fit held
+against others.
 
-Owns the loads, the order in which fits and checks take turns, and what is called an error. Must not know
-flags.
+Owns the loads, the order in which fits and checks take turns, and what is called an error. Must not
+know flags.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ QUIETER = 0.1  # a share of the machine less taken by others is worth more than 
 
 
 def fit_runs(*runs: RecordedRun) -> CalibratedCost:
-    """Fit the cost of a step to recorded runs; the result also says how to simulate their engine."""
+    """Fit the cost of a step to recorded runs; the result also says how to simulate their
+    engine."""
     header = runs[0].header
     engine = {
         "config": header.config,
@@ -126,10 +128,11 @@ def _errors(run: RecordedRun, cost: CalibratedCost, measured: dict[str, float]) 
 def training(
     capacity: float, prompts: TokenPrompts, count: int, seed: int, context: int
 ) -> OpenLoop:
-    """A load whose steps are of every kind that is to be predicted: an eighth of `count` requests that find
-    the engine idle, more of them at 80 % of its speed, then `count` at once. A few prompts are four times as
-    long, or as long as fits the context: with prompts that are all alike, the cost of a row could not be told
-    from the cost of the context it looks at. capacity: requests a second at full speed."""
+    """A load whose steps are of every kind that is to be predicted: an eighth of `count` requests
+    that find the engine idle, more of them at 80 % of its speed, then `count` at once. A few
+    prompts are four times as long, or as long as fits the context: with prompts that are all alike,
+    the cost of a row could not be told from the cost of the context it looks at. capacity: requests
+    a second at full speed."""
     dice, at, times = random.Random(seed), 0.0, []
     alone, busy = count // 8, count // 2
     for number in range(busy):
@@ -140,7 +143,8 @@ def training(
 
 
 def check_loads(capacity: float, prompts: TokenPrompts, count: int, seed: int) -> list[OpenLoop]:
-    """The five loads that a calibration is checked with. capacity: requests a second at full speed."""
+    """The five loads that a calibration is checked with. capacity: requests a second at full
+    speed."""
     times = {
         "all at once": burst_times(count, 0.0, seed),
         "Poisson 40 %": burst_times(count, 0.4 * capacity, seed),
@@ -159,8 +163,9 @@ def calibrate(
     check: bool,
     progress: bool | None = None,
 ) -> tuple[CalibratedCost, list[Check]]:
-    """A fit; with `check` five loads, each held against a fit of what was run just before and just behind it,
-    and the last fit is returned. sizes: mean tokens of prompt and answer, requests of a load."""
+    """A fit; with `check` five loads, each held against a fit of what was run just before and just
+    behind it, and the last fit is returned. sizes: mean tokens of prompt and answer, requests of a
+    load."""
     prompt, output, count = sizes
     prompts = TokenPrompts(prompt, output, bench.built.vocab_size)
     warm = prompts.at(burst_times(max(count // 3, 1), 0.0, seed), seed, name="warming up")
@@ -183,14 +188,16 @@ def calibrate(
     return cost, found
 
 
-# -- kept ----------------------------------------------------------------------------------------------------
-# Advice that rests on a fit of the latest run changes with whatever else the machine did meanwhile. Costs that
-# are kept do not: the same question gets the same answer, until a quieter measurement replaces a disturbed one.
+# -- kept ------------------------------------------------------------------------------------------
+# Advice that rests on a fit of the latest run changes with whatever else the machine did meanwhile.
+# Costs that are kept do not: the same question gets the same answer, until a quieter measurement
+# replaces a disturbed one.
 
 
 class KeptCosts(msgspec.Struct, frozen=True):
-    """cost: of a step. others: share of the machine that others took while it was measured. when: the day, in
-    words. pace: GOP/s of int8 and fp32 by which steps were sized; None where nothing was known."""
+    """cost: of a step. others: share of the machine that others took while it was measured. when:
+    the day, in words. pace: GOP/s of int8 and fp32 by which steps were sized; None where nothing
+    was known."""
 
     cost: CalibratedCost
     others: float
@@ -225,8 +232,8 @@ def kept_costs(path: Path) -> KeptCosts | None:
 
 
 def keep(path: Path, mine: KeptCosts) -> KeptCosts:
-    """The costs to reckon with from now on: those that are kept, unless these are from a clearly quieter
-    machine. Where the file cannot be written nothing is kept."""
+    """The costs to reckon with from now on: those that are kept, unless these are from a clearly
+    quieter machine. Where the file cannot be written nothing is kept."""
     known = kept_costs(path)
     if known is not None and mine.others > known.others - QUIETER:
         return known

@@ -1,7 +1,8 @@
-"""Many steps at once, where each of them is the same: every running sequence gains a token, nothing else.
+"""Many steps at once, where each of them is the same: every running sequence gains a token, nothing
+else.
 
-Owns when that is so, as far as a scheduler can know, and does them. For simulators: an engine has to compute
-every step anyway.
+Owns when that is so, as far as a scheduler can know, and does them. For simulators: an engine has
+to compute every step anyway.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class AlikeSteps:
 def alike_steps(
     scheduler: Scheduler, most: int, remaining: Callable[[Sequence], int]
 ) -> AlikeSteps | None:
-    """Return how many of the next steps, at least 2 and at most `most`, only give every running sequence a
-    token if nothing arrives meanwhile. None where the policy is not `steady`.
+    """Return how many of the next steps, at least 2 and at most `most`, only give every running
+    sequence a token if nothing arrives meanwhile. None where the policy is not `steady`.
 
     remaining  tokens that a sequence will certainly get before its last one
     """
@@ -64,8 +65,9 @@ def advance_alike(
     ends: list[float],
     tokens: Callable[[Sequence, int], list[int]],
 ) -> list[Sequence]:
-    """Do so many steps, which end at these times, in each of which every running sequence gains a token and
-    nothing else happens, as `alike_steps` says. tokens: what one gains. Returns who gained."""
+    """Do so many steps, which end at these times, in each of which every running sequence gains a
+    token and nothing else happens, as `alike_steps` says. tokens: what one gains. Returns who
+    gained."""
     steps, report = (
         len(ends),
         StepReport(ends[0] - begin, len(scheduler.running), len(scheduler.running)),

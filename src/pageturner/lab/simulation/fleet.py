@@ -1,7 +1,8 @@
-"""Replicas behind a placement, simulated: who gets a request, and prompts that are computed elsewhere.
+"""Replicas behind a placement, simulated: who gets a request, and prompts that are computed
+elsewhere.
 
-Owns the loads of replicas, and how KV gets from one that computes prompts to one that answers. Must not know
-time beyond the seconds that this takes.
+Owns the loads of replicas, and how KV gets from one that computes prompts to one that answers. Must
+not know time beyond the seconds that this takes.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ REPORT_SECONDS = 1.0  # as --health-interval of a router
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """The first `prefill` replicas compute prompts of which `least` tokens and more are new; the others
-    answer, and compute the rest. The KV of a token takes `token_seconds` on a link, of which each pair of
-    replicas has one, and goes chunk by chunk while the prompt is computed; `latency`: seconds once for a
-    prompt."""
+    """The first `prefill` replicas compute prompts of which `least` tokens and more are new; the
+    others answer, and compute the rest. The KV of a token takes `token_seconds` on a link, of which
+    each pair of replicas has one, and goes chunk by chunk while the prompt is computed; `latency`:
+    seconds once for a prompt."""
 
     prefill: int
     least: int = 0
@@ -45,8 +46,9 @@ class Roles:
     def on_the_way(
         self, cost: StepCost, cached: int, length: int, budget: int, there: int = 0
     ) -> float:
-        """Seconds from the end of a prompt's computation, of which so many tokens were cached, to its last KV
-        at the other replica, which had the KV of `there` tokens before: that is not sent."""
+        """Seconds from the end of a prompt's computation, of which so many tokens were cached, to
+        its last KV at the other replica, which had the KV of `there` tokens before: that is not
+        sent."""
         sent = max(length - there, 0)
         late = sent * self.token_seconds - prefill_seconds(
             cost, min(cached, length - 1), length, budget
@@ -108,17 +110,19 @@ class SimulatedFleet:
         return self._known
 
     def _note(self, place: int) -> None:
-        """Keep the load of a replica: with 100,000 replicas not all are looked at for each request."""
+        """Keep the load of a replica: with 100,000 replicas not all are looked at for each
+        request."""
         away = AWAY if place in self.away else 0
         self._known[place] = self.balancer.load(self.loads[place]) + away
 
     def unknown(self, request: Request) -> int:
-        """Return how many tokens of its prompt, as far as the router knows, none of these replicas has."""
+        """Return how many tokens of its prompt, as far as the router knows, none of these replicas
+        has."""
         return len(request.prompt) - max(self.balancer.cached(request.prompt).values(), default=0)
 
     def hear(self, now: float, stats: Callable[[int], Mapping[str, float] | None]) -> None:
-        """Ask the replicas, once in an interval, what they have to do. stats: of a scheduler; None: it has
-        not begun."""
+        """Ask the replicas, once in an interval, what they have to do. stats: of a scheduler; None:
+        it has not begun."""
         if not self.balancer.by_tokens or now < self._next_report:
             return
         self._next_report = now + REPORT_SECONDS
@@ -172,8 +176,8 @@ def fleets(
     prefixes: Callable[[], PrefixMap | None],
     loads: str = "requests",
 ) -> list[SimulatedFleet]:
-    """The fleets: one that computes prompts, if there are roles, and one that answers. loads: what a load is
-    counted in, as `pageturner route --loads`."""
+    """The fleets: one that computes prompts, if there are roles, and one that answers. loads: what
+    a load is counted in, as `pageturner route --loads`."""
     apart = roles.prefill if roles else 0
     sizes = [(0, apart), (apart, replicas - apart)] if apart else [(0, replicas)]
     return [
@@ -199,7 +203,8 @@ def bring_up(store: Store, key: bytes) -> int | None:
 
 
 def tokens_there(pool: BlockPool, request: Request, keys: list[bytes] | None = None) -> int:
-    """Tokens at the beginning of its prompt whose KV is in the pool, in whole blocks. keys: as below."""
+    """Tokens at the beginning of its prompt whose KV is in the pool, in whole blocks. keys: as
+    below."""
     found = takewhile(pool.full.index.__contains__, _keys_of(pool, request, keys))
     return pool.block_size * sum(1 for _ in found)
 
@@ -210,8 +215,9 @@ def _keys_of(pool: BlockPool, request: Request, keys: list[bytes] | None) -> Ite
 
 
 def bring_prompt(pool: BlockPool, request: Request, keys: list[bytes] | None = None) -> None:
-    """Make the prompt findable whose KV has come, as far as there is room, and no block of it twice. keys: of
-    its blocks and what may come behind them; None: they are those that an engine would make."""
+    """Make the prompt findable whose KV has come, as far as there is room, and no block of it
+    twice. keys: of its blocks and what may come behind them; None: they are those that an engine
+    would make."""
     held: list[int] = []
     for key in _keys_of(pool, request, keys):
         block = pool.full.index.get(key)
@@ -222,12 +228,13 @@ def bring_prompt(pool: BlockPool, request: Request, keys: list[bytes] | None = N
     pool.full.truncate(held, 0)
 
 
-# -- slower memory -------------------------------------------------------------------------------------------
+# -- slower memory ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class TierSizes:
-    """Tokens of KV that each tier of a replica holds, and seconds for which one of them comes up."""
+    """Tokens of KV that each tier of a replica holds, and seconds for which one of them comes
+    up."""
 
     host_tokens: int = 0
     file_tokens: int = 0

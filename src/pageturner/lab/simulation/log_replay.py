@@ -1,4 +1,5 @@
-"""Run a recorded log again: the same plans from the scheduler alone, or the same tokens from the engine.
+"""Run a recorded log again: the same plans from the scheduler alone, or the same tokens from the
+engine.
 
 Owns what "the same" means. Must not know how a log is written.
 """
@@ -37,11 +38,12 @@ class ReplayComparison:
 
 
 def replay_plans(run: RecordedRun) -> ReplayComparison:
-    """Hand a new scheduler what the recorded one was handed, at the recorded times, and what was computed
-    then, and compare each plan: who, how many tokens, from where, who was preempted, which padding.
+    """Hand a new scheduler what the recorded one was handed, at the recorded times, and what was
+    computed then, and compare each plan: who, how many tokens, from where, who was preempted, which
+    padding.
 
-    EngineFault('step_log') for a log that lacks records, and for a run that began with the KV of a process
-    that had died: what followed cannot be compared.
+    EngineFault('step_log') for a log that lacks records, and for a run that began with the KV of a
+    process that had died: what followed cannot be compared.
     """
     _check_whole(run)
     if run.header.taken_back:
@@ -92,7 +94,8 @@ def _check_whole(run: RecordedRun) -> None:
 
 
 def _first_difference(now: Sequence[object], then: Sequence[object]) -> int:
-    """The first place where two sequences differ; the length of the shorter one if that is all of it."""
+    """The first place where two sequences differ; the length of the shorter one if that is all of
+    it."""
     places = zip(now, then, strict=False)
     return next((i for i, (a, b) in enumerate(places) if a != b), min(len(now), len(then)))
 
@@ -129,8 +132,8 @@ def _difference(plan: Plan, step: StepRecord) -> str | None:
 def replay_tokens(
     run: RecordedRun, *, model: str = "", progress: bool | None = None
 ) -> ReplayComparison:
-    """Answer the recorded requests once more with the recorded seeds and compare the tokens. One that was
-    aborted is compared as far as it came. `model`: where it is now, if elsewhere.
+    """Answer the recorded requests once more with the recorded seeds and compare the tokens. One
+    that was aborted is compared as far as it came. `model`: where it is now, if elsewhere.
 
     EngineFault('step_log') for a log of digests: the prompts are not in it.
     """

@@ -1,6 +1,8 @@
-"""The contents of a step log: its runs, the measured times of its requests, and its traffic, to be sent again.
+"""The contents of a step log: its runs, the measured times of its requests, and its traffic, to be
+sent again.
 
-Owns the way from records to metrics and to traffic. Must not know how a log is written, nor who asks.
+Owns the way from records to metrics and to traffic. Must not know how a log is written, nor who
+asks.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ SCHEDULER_OPTIONS = tuple(one.name for one in fields(SchedulerConfig))
 
 
 def recorded_config(recorded: Mapping[str, Any]) -> EngineConfig:
-    """The settings of a log or a calibration, without its step log. Settings that this program does not have
-    come from another version and are left out."""
+    """The settings of a log or a calibration, without its step log. Settings that this program does
+    not have come from another version and are left out."""
     known = {one.name: recorded[one.name] for one in fields(EngineConfig) if one.name in recorded}
     return EngineConfig(**known | {"step_log": ""})
 
@@ -110,8 +112,9 @@ class _Said:
 
 
 def recorded_traffic(found: Iterable[RecordedRun]) -> OpenLoop:
-    """All that arrived, at its times from the first on, each answered as long as it was then. A request that
-    was taken up again after a crash is one request. EngineFault if nothing was answered."""
+    """All that arrived, at its times from the first on, each answered as long as it was then. A
+    request that was taken up again after a crash is one request. EngineFault if nothing was
+    answered."""
     said, open_ = list[_Said](), dict[int, _Said]()
     for run in found:
         shift = run.header.wall - run.header.clock

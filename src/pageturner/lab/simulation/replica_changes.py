@@ -1,8 +1,10 @@
-"""Replicas that end and begin in a simulation: failures, drains, autoscaling, and streams that move.
+"""Replicas that end and begin in a simulation: failures, drains, autoscaling, and streams that
+move.
 
-Owns when replicas end and begin, and the figures of the streams that move then. The rule of autoscaling is
-router/autoscaling.py's, with the delays around it that Ray Serve has. Must not know how requests are answered:
-the simulator (simulator.py) calls a `Changes` and is the `Cluster` that it acts on.
+Owns when replicas end and begin, and the figures of the streams that move then. The rule of
+autoscaling is router/autoscaling.py's, with the delays around it that Ray Serve has. Must not know
+how requests are answered: the simulator (simulator.py) calls a `Changes` and is the `Cluster` that
+it acts on.
 """
 
 from __future__ import annotations
@@ -75,8 +77,9 @@ class Changes(Protocol):
 
 @dataclass(slots=True)
 class StreamMoves:
-    """The streams of replicas that end. `delay` seconds later they go on at their next token, whose KV is
-    computed again but for what is cached there; without `move` they are asked for again from the beginning."""
+    """The streams of replicas that end. `delay` seconds later they go on at their next token, whose
+    KV is computed again but for what is cached there; without `move` they are asked for again from
+    the beginning."""
 
     move: bool = True
     delay: float = 0.1
@@ -116,7 +119,8 @@ class StreamMoves:
 
 
 class EventQueue:
-    """Pairs of a replica and what happens to it, by time; of equal times the first that was pushed."""
+    """Pairs of a replica and what happens to it, by time; of equal times the first that was
+    pushed."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, int, str]] = []
@@ -138,12 +142,13 @@ class EventQueue:
         return any(what == event for *_, what in self._heap)
 
 
-# -- failures ------------------------------------------------------------------------------------------------
+# -- failures --------------------------------------------------------------------------------------
 
 
 class ReplicaEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An event `at` seconds behind the first request. end: the replica is gone at once; drain: it takes no
-    more requests, and ends a while later; start: it is there again, with an empty cache."""
+    """An event `at` seconds behind the first request. end: the replica is gone at once; drain: it
+    takes no more requests, and ends a while later; start: it is there again, with an empty
+    cache."""
 
     at: float
     replica: int
@@ -172,7 +177,8 @@ class Failures:
 
 
 def read_events(path: Path, replicas: int) -> tuple[ReplicaEvent, ...]:
-    """The lines of a JSONL file: {"at": 12.5, "replica": 3, "event": "end"}. EngineFault('bad_setting')."""
+    """The lines of a JSONL file: {"at": 12.5, "replica": 3, "event": "end"}.
+    EngineFault('bad_setting')."""
     found = []
     try:
         with path.open("rb") as lines:
@@ -252,7 +258,7 @@ class FailingReplicas:
             self._queue.push(at, self._dice.randrange(self._replicas), "fail")
 
 
-# -- autoscaling ---------------------------------------------------------------------------------------------
+# -- autoscaling -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +282,8 @@ class Autoscaling:
 
 
 class ScaledReplicas:
-    """Changes by how many requests meet their targets. slots: sequences in a step of each replica."""
+    """Changes by how many requests meet their targets. slots: sequences in a step of each
+    replica."""
 
     returns = True  # a replica is always there, or it starts
 

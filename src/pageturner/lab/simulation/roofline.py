@@ -1,13 +1,15 @@
-"""The cost of a step on hardware that is not here: the model's arithmetic and bytes over a GPU's limits.
+"""The cost of a step on hardware that is not here: the model's arithmetic and bytes over a GPU's
+limits.
 
-Owns the GPU sheet and the two ceilings of Williams et al., Roofline, CACM 2009. Must not know schedulers.
+Owns the GPU sheet and the two ceilings of Williams et al., Roofline, CACM 2009. Must not know
+schedulers.
 
-A step is the products of all layers, the output head for rows that get a token, and attention; each takes as
-long as its arithmetic or its bytes, whichever is slower. Layers with a window are counted as if they saw
-everything. Between the GPUs of a replica go sums and logits as kernels/gpu/exchange.py sends them, which
-nothing hides. The host takes its time for each step, before it or, one step ahead (adr/0066), while the step
-before it runs. The reachable shares of the limits and the times beside are assumptions: say them with the
-result.
+A step is the products of all layers, the output head for rows that get a token, and attention; each
+takes as long as its arithmetic or its bytes, whichever is slower. Layers with a window are counted
+as if they saw everything. Between the GPUs of a replica go sums and logits as
+kernels/gpu/exchange.py sends them, which nothing hides. The host takes its time for each step,
+before it or, one step ahead (adr/0066), while the step before it runs. The reachable shares of the
+limits and the times beside are assumptions: say them with the result.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from pageturner.telemetry.work import ModelCosts, StepWork
 
 @dataclass(frozen=True, slots=True)
 class GPU:
-    """flops: dense 16-bit tensor operations a second; bandwidth: bytes a second; memory: bytes; link: bytes a
-    second that it sends to others in its machine."""
+    """flops: dense 16-bit tensor operations a second; bandwidth: bytes a second; memory: bytes;
+    link: bytes a second that it sends to others in its machine."""
 
     name: str
     flops: float
@@ -91,7 +93,8 @@ GPUS = {
 
 
 def gpu_named(name: str) -> GPU:
-    """The sheet of a GPU, whatever the case of its name. EngineFault('bad_setting') lists the known ones."""
+    """The sheet of a GPU, whatever the case of its name. EngineFault('bad_setting') lists the known
+    ones."""
     for known, gpu in GPUS.items():
         if known.lower() == name.lower():
             return gpu
@@ -109,10 +112,11 @@ def _letters(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """Assumptions about the software: shares of the limits, seconds of a step that nothing hides, and the
-    share of the memory that weights and KV may take. link: bytes a second between the GPUs of a replica, 0:
-    as the GPU's sheet says; latency: seconds of an exchange between them beside its bytes; host: seconds that
-    the host takes for each step, which ahead hides behind the step before it."""
+    """Assumptions about the software: shares of the limits, seconds of a step that nothing hides,
+    and the share of the memory that weights and KV may take. link: bytes a second between the GPUs
+    of a replica, 0: as the GPU's sheet says; latency: seconds of an exchange between them beside
+    its bytes; host: seconds that the host takes for each step, which ahead hides behind the step
+    before it."""
 
     compute: float = 0.6
     bandwidth: float = 0.8
@@ -138,8 +142,8 @@ class Reach:
 
 @dataclass(frozen=True, slots=True)
 class Exchanges:
-    """The data that goes between the GPUs of a replica in a step: sums of fp32 rows over all, two in each
-    layer and one of the embedding, and the logits, which come to the first one.
+    """The data that goes between the GPUs of a replica in a step: sums of fp32 rows over all, two
+    in each layer and one of the embedding, and the logits, which come to the first one.
 
     row      bytes of a row; logits: bytes of a row's logits that the first GPU gets from others
     link     bytes a second that a GPU sends, or gets
@@ -166,7 +170,8 @@ class Exchanges:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Seconds of a step of one model on equal GPUs that share each of its layers evenly (tensor parallel).
+    """Seconds of a step of one model on equal GPUs that share each of its layers evenly (tensor
+    parallel).
 
     adapters       that requests have, each as often as any other; adapter_bytes: of one, in 16 bits
     host, ahead    as in Reach
@@ -199,8 +204,8 @@ class Roofline:
         return same + self._adapters(rows, sequences) if self.adapters else same
 
     def _adapters(self, rows: int, sequences: int) -> float:
-        """Every adapter that a sequence of the step has is read, and each row multiplied with one: two
-        operations for each of its values, which have two bytes."""
+        """Every adapter that a sequence of the step has is read, and each row multiplied with one:
+        two operations for each of its values, which have two bytes."""
         present = self.adapters * (1 - (1 - 1 / self.adapters) ** sequences)
         reading = present * self.adapter_bytes / self.bandwidth
         return max(reading, self.adapter_bytes * rows / self.flops)
@@ -228,8 +233,8 @@ def roofline(
     dtype: str = "float16",
     adapters: Sequence[int] = (),
 ) -> Roofline:
-    """The model on the GPU, with LoRA adapters of so many bytes. EngineFault for a model whose arithmetic or
-    weights are not known."""
+    """The model on the GPU, with LoRA adapters of so many bytes. EngineFault for a model whose
+    arithmetic or weights are not known."""
     spec = model.spec
     if spec is None or model.weights is None:
         message = f"{model.name}: what its layers compute is not known here: calibrate a running engine instead"
@@ -283,8 +288,8 @@ def between(count: int) -> int:
 def kv_tokens(
     model: Outline, gpu: GPU, reach: Reach, count: int = 1, dtype: str = "float16", beside: int = 0
 ) -> int:
-    """Tokens of KV that fit beside the weights and `beside` bytes of adapters. EngineFault where these do not
-    fit."""
+    """Tokens of KV that fit beside the weights and `beside` bytes of adapters. EngineFault where
+    these do not fit."""
     free = gpu.memory * reach.memory * count - (model.weights or 0) - between(count) - beside
     tokens = int(free * kv_share(model, dtype, count) // model.bytes_per_token(dtype))
     if tokens < 1:

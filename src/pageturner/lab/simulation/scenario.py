@@ -1,6 +1,7 @@
 """One simulation: an engine with its settings, a number of replicas, a placement, and traffic.
 
-Owns how an engine's settings become a simulated one, and the sweep over loads. Must not know flags or files.
+Owns how an engine's settings become a simulated one, and the sweep over loads. Must not know flags
+or files.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class Scenario:
     rate     that argument
     tiers    slower memory for KV of each replica
     roles    which of the replicas compute prompts for the others
-    failures what goes wrong with replicas; scaling: how their number follows the load. One of them at most
+    failures what goes wrong with replicas; scaling: how their number follows the load. One of them
+    at most
     loads    what placement counts a replica's load in: predicted tokens, or requests
     """
 
@@ -72,8 +74,9 @@ class Scenario:
     ) -> dict[str, Any]:
         """Simulate it. EngineFault('bad_setting') for names and sizes that do not exist.
 
-        give_up    end the run when too many requests miss the targets, whatever comes: then `given_up` is
-                   the share of the traffic that had been seen, and goodput_share the most it can become
+        give_up    end the run when too many requests miss the targets, whatever comes: then
+                   `given_up` is the share of the traffic that had been seen, and goodput_share the
+                   most it can become
         cancelled  ends it too, as if nothing had been seen
         traffic    what `self.traffic` made before; None: made now
         """
@@ -143,8 +146,8 @@ class Scenario:
         return SimulatedTiers(pool.full, self.tiers, pool.block_size)
 
     def check(self) -> SchedulerStack:
-        """The scheduler of one of its replicas. EngineFault('bad_setting') for names and sizes that do not
-        exist."""
+        """The scheduler of one of its replicas. EngineFault('bad_setting') for names and sizes that
+        do not exist."""
         if self.placement not in PLACEMENTS:
             message = f"unknown placement {self.placement!r}: one of {', '.join(PLACEMENTS)}"
             raise EngineFault("bad_setting", message)

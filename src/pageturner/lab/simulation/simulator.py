@@ -1,11 +1,12 @@
 """A discrete-event simulation around the engine's own scheduler: plan, let time pass, commit.
 
-Owns simulated time and the order of what happens in it. Must not know how anything is scheduled (that is
-scheduler/scheduler.py, the same as in the engine), placed (router/load_balancer.py) or what a step costs
-(step_cost.py).
+Owns simulated time and the order of what happens in it. Must not know how anything is scheduled
+(that is scheduler/scheduler.py, the same as in the engine), placed (router/load_balancer.py) or
+what a step costs (step_cost.py).
 
-A request that arrives while a step is computed is taken when that step has ended, as the engine does it. True
-lengths are known to `_Executor` alone: no scheduler, no placement can see them (docs/adr/0006).
+A request that arrives while a step is computed is taken when that step has ended, as the engine
+does it. True lengths are known to `_Executor` alone: no scheduler, no placement can see them
+(docs/adr/0006).
 """
 
 from __future__ import annotations
@@ -89,8 +90,8 @@ class Coming:
 
 @dataclass(slots=True)
 class _InFlight:
-    """A request that is being answered, or whose prompt is computed. ends: tokens of its answer; output: the
-    tokens that a step in the middle of the answer gives."""
+    """A request that is being answered, or whose prompt is computed. ends: tokens of its answer;
+    output: the tokens that a step in the middle of the answer gives."""
 
     asked: TrafficRequest
     replica: int
@@ -102,7 +103,8 @@ class _InFlight:
 
 
 class _Executor:
-    """Gives every sequence that computed all it has its next token, and the last one where it ends."""
+    """Gives every sequence that computed all it has its next token, and the last one where it
+    ends."""
 
     def __init__(self, open: dict[int, _InFlight]) -> None:
         self._open = open
@@ -127,7 +129,8 @@ class _Executor:
         return self._open[seq.request.id].asked.answer_tokens(seq.generated, count)
 
     def remaining(self, seq: Sequence) -> int:
-        """Tokens that it gets before its last one; none before the first, whose time is noted at once."""
+        """Tokens that it gets before its last one; none before the first, whose time is noted at
+        once."""
         one = self._open[seq.request.id]
         return one.ends - seq.generated - 1 if one.clock.first >= 0 else 0
 
@@ -136,7 +139,8 @@ class _Executor:
 class _Replica:
     """One engine.
 
-    ends   when each of the steps under way ends, several of them where alike steps are taken at once
+    ends   when each of the steps under way ends, several of them where alike steps are taken at
+           once
     plan   the plan of the step under way, None for several
     event  the number of its newest event, -1 for none: older events in the queue are void
     """
@@ -157,8 +161,8 @@ class _Replica:
         sums["tier_tokens"] += self.tiers.found if self.tiers else 0
 
     def cached_keys(self) -> list[bytes] | None:
-        """The keys of its cached KV, the next to be overwritten first. None where it holds more than cached
-        blocks: pins, a window."""
+        """The keys of its cached KV, the next to be overwritten first. None where it holds more
+        than cached blocks: pins, a window."""
         pool = self.scheduler.pool
         if pool.window or self.scheduler.has_work or self.scheduler.load[2]:
             return None
@@ -168,8 +172,8 @@ class _Replica:
 
 @dataclass(slots=True)
 class ReplicaUsage:
-    """Sums over all replicas: seconds busy, steps, the share of KV blocks in use, integrated over busy time,
-    and the most requests that one of them had at a time."""
+    """Sums over all replicas: seconds busy, steps, the share of KV blocks in use, integrated over
+    busy time, and the most requests that one of them had at a time."""
 
     busy: float = 0.0
     steps: int = 0
@@ -206,7 +210,8 @@ class Simulator:
     changes     decides which replicas end and begin; moves: the streams of those that end
     misses      counts who misses a target; the run ends when it is hopeless
     cancelled   is asked now and then whether the result is still wanted
-    names       names of blocks, which every scheduler listens to, where traffic is known by its pieces
+    names       names of blocks, which every scheduler listens to, where traffic is known by its
+                pieces
     """
 
     scheduler: Callable[[], Scheduler]
@@ -237,7 +242,7 @@ class Simulator:
         self._order = itertools.count()
         self._turns = 0
 
-    # -- time ------------------------------------------------------------------------------------------------
+    # -- time --------------------------------------------------------------------------------------
     def run(self, traffic: Traffic, *, progress: bool | None = None) -> None:
         """Run until everything is answered. The results are in `metrics` and `usage`."""
         coming = traffic.arrivals()
@@ -293,7 +298,8 @@ class Simulator:
         return bool(self.cancelled and self._turns % CANCEL_INTERVAL == 0 and self.cancelled())
 
     def _push(self, at: float, number: int = -1, coming: Coming | None = None) -> int:
-        """Put an event into the queue: of a replica, or a request that comes. Returns its number."""
+        """Put an event into the queue: of a replica, or a request that comes. Returns its
+        number."""
         event = next(self._order)
         heapq.heappush(self._events, (at, event, number, coming))
         return event
@@ -347,7 +353,7 @@ class Simulator:
                 bring_up(pool.full, key)
         return replica
 
-    # -- steps -----------------------------------------------------------------------------------------------
+    # -- steps -------------------------------------------------------------------------------------
     def _begin(self, number: int, replica: _Replica, now: float) -> None:
         """Start what the scheduler plans; nothing while it has nothing to run."""
         scheduler = replica.scheduler
@@ -424,7 +430,8 @@ class Simulator:
         self.usage.leaps += 1
 
     def _hand_over(self, one: _InFlight, cached: int, budget: int, now: float) -> None:
-        """Its prompt is computed: the KV goes to a replica that answers, as far as that does not have it."""
+        """Its prompt is computed: the KV goes to a replica that answers, as far as that does not
+        have it."""
         assert self.roles is not None
         fleet, coming = self.fleets[-1], one.coming
         if not fleet.takes_requests:
@@ -454,7 +461,7 @@ class Simulator:
         one.fleet.ended(one.replica, id)
         return one.asked
 
-    # -- replicas that come and go ---------------------------------------------------------------------------
+    # -- replicas that come and go -----------------------------------------------------------------
     @property
     def held(self) -> int:
         """Requests that no replica takes now."""
@@ -485,7 +492,7 @@ class Simulator:
         for coming in waiting:
             self._arrive(replace(coming, at=now))
 
-    # -- figures ---------------------------------------------------------------------------------------------
+    # -- figures -----------------------------------------------------------------------------------
     def figures(self) -> dict[str, Any]:
         """The load of all replicas together, and the sums that their schedulers counted."""
         sums = Counter(dict.fromkeys((*COUNTERS, "tier_tokens"), 0))

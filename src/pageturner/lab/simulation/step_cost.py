@@ -1,6 +1,7 @@
 """Seconds of a step: a linear model of its work, fitted to measured steps.
 
-Owns the features of a step and the fit. Must not know who measured, nor what is done with the answer.
+Owns the features of a step and the fit. Must not know who measured, nor what is done with the
+answer.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ class StepCost(Protocol):
     def seconds(self, work: StepWork) -> float: ...
 
     def ends(self, now: float, rows: int, context: int, steps: int) -> list[float]:
-        """The end of each of so many steps in a row, of which each gives `rows` sequences a token: bit for bit
-        what adding `seconds` one by one gives. context: that they have computed before."""
+        """The end of each of so many steps in a row, of which each gives `rows` sequences a token:
+        bit for bit what adding `seconds` one by one gives. context: that they have computed
+        before."""
 
 
 def one_by_one(now: float, seconds: Floats) -> list[float]:
@@ -41,8 +43,9 @@ def one_by_one(now: float, seconds: Floats) -> list[float]:
 
 
 def work_of_step(step: StepRecord, window: int = 0) -> StepWork:
-    """The work of a recorded step. Logs of older versions do not hold it: then it is counted from the items,
-    as layers with a window of so many positions see it, and rows behind a draft count as without logits."""
+    """The work of a recorded step. Logs of older versions do not hold it: then it is counted from
+    the items, as layers with a window of so many positions see it, and rows behind a draft count as
+    without logits."""
     if step.work is not None:
         return step.work
     spans = [(item.computed, item.n) for item in step.items] + spans_of_ballast(step.ballast)
@@ -63,7 +66,8 @@ class CalibratedCost(msgspec.Struct, frozen=True):
     """Seconds as a sum over FEATURES, each weight 0 or more.
 
     weights    seconds for each
-    error      median and 90th percentile of |predicted - measured| / measured over the steps of the fit
+    error      median and 90th percentile of |predicted - measured| / measured over the steps of the
+               fit
     steps      how many these were; range: least and most of each feature among them
     gap        seconds between two steps, in which the engine does other things
     engine     the Header of the log, without its clocks: what the figures are true of
@@ -121,11 +125,13 @@ def load_calibration(path: Path) -> CalibratedCost:
 
 
 def fit(steps: Iterable[StepRecord], engine: dict[str, Any]) -> CalibratedCost:
-    """The weights, none below 0, with the least squared relative error. EngineFault for too few steps.
+    """The weights, none below 0, with the least squared relative error. EngineFault for too few
+    steps.
 
-    Relative to what the fit before it says, not to what was measured: of steps alike, of which some took
-    longer by chance, the latter would let the quick ones count most, and the sum over many steps come out
-    short. A step that something else on the machine held up says nothing of its cost, and is left out.
+    Relative to what the fit before it says, not to what was measured: of steps alike, of which some
+    took longer by chance, the latter would let the quick ones count most, and the sum over many
+    steps come out short. A step that something else on the machine held up says nothing of its
+    cost, and is left out.
     """
     steps = [step for step in steps if step.items]
     if len(steps) < 4 * len(FEATURES):
@@ -151,7 +157,8 @@ def fit(steps: Iterable[StepRecord], engine: dict[str, Any]) -> CalibratedCost:
 
 
 def nonnegative_least_squares(a: Floats, b: Floats) -> Floats:
-    """The x >= 0 with the least |a x - b|, by Lawson and Hanson, Solving Least Squares Problems, 1974."""
+    """The x >= 0 with the least |a x - b|, by Lawson and Hanson, Solving Least Squares Problems,
+    1974."""
     scale = np.maximum(np.linalg.norm(a, axis=0), 1e-300)
     gram, target = (a / scale).T @ (a / scale), (a / scale).T @ b
     x, active = np.zeros(len(target)), np.zeros(len(target), dtype=bool)

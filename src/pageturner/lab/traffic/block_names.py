@@ -1,11 +1,13 @@
-"""Keys of KV blocks where only the pieces of prompts are known: equal for equal beginnings, and not hashed.
+"""Keys of KV blocks where only the pieces of prompts are known: equal for equal beginnings, and not
+hashed.
 
 Owns these names. Must not know pools or schedulers: to them one key is as good as another.
 
-An engine hashes the tokens of every block (block_keys.py). Of traffic that is made of pieces, whose tokens
-are equal where their contents are, the beginning of a prompt up to the end of a block is known by less: the
-pieces before the one in which the block ends, that piece's content, and how far it reaches into it. Those are
-numbered, so equal numbers mean equal beginnings, and the other way round. Never to be mixed with hashed keys.
+An engine hashes the tokens of every block (block_keys.py). Of traffic that is made of pieces, whose
+tokens are equal where their contents are, the beginning of a prompt up to the end of a block is
+known by less: the pieces before the one in which the block ends, that piece's content, and how far
+it reaches into it. Those are numbered, so equal numbers mean equal beginnings, and the other way
+round. Never to be mixed with hashed keys.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from pageturner.scheduler.types import Sequence
 
 
 def known_by_pieces(traffic: Traffic) -> bool:
-    """Return whether each prompt is made of pieces and each answer of one token, and nobody else asks for
-    blocks by their hash, as kept sessions do."""
+    """Return whether each prompt is made of pieces and each answer of one token, and nobody else
+    asks for blocks by their hash, as kept sessions do."""
     if isinstance(traffic, Sessions):
         return True
     return isinstance(traffic, OpenLoop) and all(
@@ -40,7 +42,8 @@ class BlockNames:
         self._expected: dict[int, TrafficRequest] = {}
 
     def keys(self, parts: Iterable[tuple[int, int]]) -> list[bytes]:
-        """The keys of the tokens that these pieces, (content, tokens) each, stand for. 16 bytes each."""
+        """The keys of the tokens that these pieces, (content, tokens) each, stand for. 16 bytes
+        each."""
         size, found, before, at = self._size, list[bytes](), 0, 0
         for content, count in merged(parts):
             run = self._runs.setdefault((before, content), len(self._runs))
@@ -58,10 +61,11 @@ class BlockNames:
         assert isinstance(asked.answer, int)
         return self.keys((*asked.prompt.parts, (asked.answer, asked.answer_length - 1)))
 
-    # -- for schedulers --------------------------------------------------------------------------------------
+    # -- for schedulers ----------------------------------------------------------------------------
     @property
     def listener(self) -> Listener:
-        """Gives a sequence its keys before anybody asks for them; a pool makes those that are not there."""
+        """Gives a sequence its keys before anybody asks for them; a pool makes those that are not
+        there."""
         return Listener(arriving=self._arriving)
 
     def expect(self, id: int, asked: TrafficRequest) -> None:
@@ -79,8 +83,8 @@ class BlockNames:
 
 
 def merged(parts: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """The same tokens with neighbours of one content as one piece, none of them empty: how they are cut does
-    not matter."""
+    """The same tokens with neighbours of one content as one piece, none of them empty: how they are
+    cut does not matter."""
     content, total = 0, 0
     for other, count in parts:
         if not count:

@@ -23,10 +23,12 @@ WORDS = _COMMON.split()
 
 
 class PromptWriter:
-    """Text of a wanted length, from a place that the seed decides, so that prefixes never match by accident.
+    """Text of a wanted length, from a place that the seed decides, so that prefixes never match by
+    accident.
 
     text       what prompts are cut from; "": common words, each about one token
-    tokenizer  counts exactly; None: a token is taken for 3/4 of a word of `text`, or for one common word
+    tokenizer  counts exactly; None: a token is taken for 3/4 of a word of `text`, or for one common
+               word
     """
 
     def __init__(self, text: str = "", tokenizer: Tokenizer | None = None, seed: int = 0) -> None:
@@ -49,8 +51,8 @@ class PromptWriter:
         ]
 
     def prompt(self, pieces: Pieces) -> str:
-        """Text whose pieces are equal where contents are. What stands behind the last shared piece, less than
-        a token of rounding in the traces at hand, is left away."""
+        """Text whose pieces are equal where contents are. What stands behind the last shared piece,
+        less than a token of rounding in the traces at hand, is left away."""
         shared = [(-1 - content, count) for content, count in pieces.parts if content < OWN]
         own = [((content - OWN) // 2, count) for content, count in pieces.parts if content >= OWN]
         return " ".join(self.make(key, count) for key, count in shared or own)

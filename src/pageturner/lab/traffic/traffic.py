@@ -1,12 +1,13 @@
-"""Traffic: what is asked, how long each answer is, and when it comes. One model of it for all of the lab.
+"""Traffic: what is asked, how long each answer is, and when it comes. One model of it for all of
+the lab.
 
-Owns a request of traffic, the two ways in which requests follow each other (open loop, sessions), and how
-they become text for a server, requests for an engine, or arrivals of a simulation. Must not know where
-traffic comes from: files (traffic_files.py), generators (traffic_generators.py) and step logs
-(recorded_runs.py) all make it.
+Owns a request of traffic, the two ways in which requests follow each other (open loop, sessions),
+and how they become text for a server, requests for an engine, or arrivals of a simulation. Must not
+know where traffic comes from: files (traffic_files.py), generators (traffic_generators.py) and step
+logs (recorded_runs.py) all make it.
 
-No oracle (docs/adr/0006): where an answer ends (`output`) is known to whoever produces the tokens, and never
-to a scheduler, which sees the same `max_tokens` that a client would send.
+No oracle (docs/adr/0006): where an answer ends (`output`) is known to whoever produces the tokens,
+and never to a scheduler, which sees the same `max_tokens` that a client would send.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ OWN = 1 << 40  # content of this number and above belongs to one prompt or answe
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """A prompt of which only lengths are known, and what it shares with others: (content, tokens) in order.
-    Equal contents are equal tokens and equal text; different ones have nothing in common."""
+    """A prompt of which only lengths are known, and what it shares with others: (content, tokens)
+    in order. Equal contents are equal tokens and equal text; different ones have nothing in
+    common."""
 
     parts: tuple[tuple[int, int], ...]
 
@@ -47,7 +49,8 @@ class TrafficRequest:
     output      where the answer ends; None: at max_tokens, whatever the model says
     max_tokens  what the engine is told; None: no limit
     arrival     seconds from the start
-    answer      its tokens where they are known, else the one token that a simulated answer is made of
+    answer      its tokens where they are known, else the one token that a simulated answer is made
+                of
     turn        (session, number of the turn), of a session
     session     what its turn says of the KV
     """
@@ -99,7 +102,8 @@ class TrafficRequest:
         return list(self.answer[begin : begin + count])
 
     def engine_request(self, id: int, stop: int = END) -> Request:
-        """The request as an engine gets it. `stop` is the token that its answer ends with at `output`."""
+        """The request as an engine gets it. `stop` is the token that its answer ends with at
+        `output`."""
         params = SamplingParams(temperature=0.0, max_tokens=self.max_tokens, ignore_eos=True)
         if self.output is not None:
             params = replace(params, ignore_eos=False, stop_ids=(stop,), forced_end=self.output)
@@ -130,7 +134,8 @@ class Traffic(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OpenLoop:
-    """Requests at their own times, whatever becomes of those before them. name: what is shown meanwhile."""
+    """Requests at their own times, whatever becomes of those before them. name: what is shown
+    meanwhile."""
 
     requests: list[TrafficRequest]
     name: str = ""
@@ -158,7 +163,8 @@ class OpenLoop:
 
 @dataclass(frozen=True, slots=True)
 class SessionTurn:
-    """think: seconds after the answer before it. prompt: tokens, all that was said before included."""
+    """think: seconds after the answer before it. prompt: tokens, all that was said before
+    included."""
 
     think: float
     prompt: int
@@ -167,8 +173,9 @@ class SessionTurn:
 
 @dataclass(frozen=True, slots=True)
 class Sessions:
-    """Conversations whose turns wait for answers: the prompt of a turn is the prompt before it, the answer to
-    that, and something new. A prompt that is shorter was summed up by the client: all of it is new.
+    """Conversations whose turns wait for answers: the prompt of a turn is the prompt before it, the
+    answer to that, and something new. A prompt that is shorter was summed up by the client: all of
+    it is new.
 
     starts   seconds at which each session begins
     cap      max_tokens of every turn
@@ -215,7 +222,7 @@ class Sessions:
         )
 
 
-# -- prompts in another form ---------------------------------------------------------------------------------
+# -- prompts in another form -----------------------------------------------------------------------
 
 
 def encoded(

@@ -1,11 +1,13 @@
 """Traffic from files: workloads (JSONL of prompts) and traces (JSONL of lengths, plain or gzip).
 
-Owns the two formats, the scaling of traces to a small engine, and what is said of lines that make no sense.
-Must not know servers, engines or step logs.
+Owns the two formats, the scaling of traces to a small engine, and what is said of lines that make
+no sense. Must not know servers, engines or step logs.
 
-    workload   prompt, max_tokens, and optional arrival_s, forced_end (where the answer ends), tenant
-    trace      prompt_tokens, output_tokens, and optional arrival_s, client_id, hash_ids (each stands for
-               HASH_TOKENS of the prompt); of sessions session_id, turn, think_s, session_start_s
+    workload   prompt, max_tokens, and optional arrival_s, forced_end (where the answer ends),
+               tenant
+    trace      prompt_tokens, output_tokens, and optional arrival_s, client_id, hash_ids (each
+               stands for HASH_TOKENS of the prompt); of sessions session_id, turn, think_s,
+               session_start_s
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from pageturner.lab.traffic.traffic import (
 HASH_TOKENS = 512  # of the prompt, for each of the `hash_ids`
 
 
-# -- workloads -----------------------------------------------------------------------------------------------
+# -- workloads -------------------------------------------------------------------------------------
 
 
 class _WorkloadLine(msgspec.Struct, frozen=True):
@@ -44,7 +46,8 @@ class _WorkloadLine(msgspec.Struct, frozen=True):
 
 
 def read_workload(path: Path) -> list[TrafficRequest]:
-    """The requests of a JSONL file, in file order. EngineFault names the line that cannot be read."""
+    """The requests of a JSONL file, in file order. EngineFault names the line that cannot be
+    read."""
     decoder = msgspec.json.Decoder(_WorkloadLine)
     found = []
     try:
@@ -74,7 +77,7 @@ def read_workload(path: Path) -> list[TrafficRequest]:
     return found
 
 
-# -- traces --------------------------------------------------------------------------------------------------
+# -- traces ----------------------------------------------------------------------------------------
 
 
 class TraceRow(msgspec.Struct, frozen=True):
@@ -96,8 +99,8 @@ class TraceRow(msgspec.Struct, frozen=True):
 
 
 def read_trace(path: Path, most: int = 0, *, sessions: bool = True) -> list[TraceRow]:
-    """The first `most` rows of a trace (0: all). EngineFault names the line that cannot be read, and refuses
-    sessions where they cannot be sent."""
+    """The first `most` rows of a trace (0: all). EngineFault names the line that cannot be read,
+    and refuses sessions where they cannot be sent."""
     decoder = msgspec.json.Decoder(TraceRow)
     rows: list[TraceRow] = []
     try:
@@ -132,7 +135,8 @@ class TraceScaling:
     """The way in which the requests of a trace become traffic for another engine.
 
     length, rate  lengths are multiplied (and stay 1 or more), arrival times divided
-    cap           max_tokens of every request, as a client would send it; longer answers are cut there
+    cap           max_tokens of every request, as a client would send it; longer answers are cut
+                  there
     context       most tokens of prompt and cap together; longer requests are left out; 0: no limit
     think         most seconds between an answer and the next turn
     oracle        the server is told the true length instead of the cap
@@ -168,8 +172,8 @@ def trace_requests(rows: list[TraceRow], scaling: TraceScaling) -> list[TrafficR
 
 
 def from_trace(rows: list[TraceRow], scaling: TraceScaling, where: str) -> tuple[Traffic, int]:
-    """The traffic of a trace, and how many of its requests were left out as too long. EngineFault for times
-    that are missing, negative or out of order."""
+    """The traffic of a trace, and how many of its requests were left out as too long. EngineFault
+    for times that are missing, negative or out of order."""
     if rows[0].session_id is not None:
         return _sessions(rows, scaling, where)
     check_times(rows, where)

@@ -1,7 +1,7 @@
 """The traffic of `bench serve`: from its flags to requests, their times, and a sentence about both.
 
-Owns the choice between workload file, trace and built-in mix, and between closed and open loop. Must not know
-how requests are sent or measured.
+Owns the choice between workload file, trace and built-in mix, and between closed and open loop.
+Must not know how requests are sent or measured.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from pageturner.lab.traffic.traffic_generators import poisson, word_prompts
 
 @dataclass(frozen=True, slots=True)
 class ServedTraffic:
-    """Requests with text, whether each is sent at its own time (open loop) or when another was answered
-    (closed loop), and what to say beside every figure."""
+    """Requests with text, whether each is sent at its own time (open loop) or when another was
+    answered (closed loop), and what to say beside every figure."""
 
     requests: list[TrafficRequest]
     open: bool

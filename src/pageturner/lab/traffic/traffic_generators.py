@@ -1,4 +1,5 @@
-"""Made-up traffic: arrival times, prompts of random words or tokens, sessions, and the built-in mixes.
+"""Made-up traffic: arrival times, prompts of random words or tokens, sessions, and the built-in
+mixes.
 
 Owns lengths, times and tenants; the same seed gives the same requests. Must not know engines.
 """
@@ -24,12 +25,12 @@ def around(dice: random.Random, mean: int) -> int:
     return max(1, dice.randint(mean // 2, mean + mean // 2))
 
 
-# -- when ----------------------------------------------------------------------------------------------------
+# -- when ------------------------------------------------------------------------------------------
 
 
 def arrival_times(rate: float, cv: float, seed: int) -> Iterator[float]:
-    """Times whose gaps are from a Gamma distribution with a mean of 1 / rate seconds and this coefficient of
-    variation: 1 is a Poisson process, more comes in bursts."""
+    """Times whose gaps are from a Gamma distribution with a mean of 1 / rate seconds and this
+    coefficient of variation: 1 is a Poisson process, more comes in bursts."""
     if not (rate > 0 and cv > 0):
         raise EngineFault(
             "bad_setting", f"a rate and its variation are more than 0, not {rate} and {cv}"
@@ -66,13 +67,14 @@ def burst_times(count: int, rate: float, seed: int, burst: int = 1) -> list[floa
     return times
 
 
-# -- what ----------------------------------------------------------------------------------------------------
+# -- what ------------------------------------------------------------------------------------------
 
 
 def word_prompts(
     count: int = 64, input_len: int = 128, output_len: int = 64, seed: int = 0
 ) -> list[TrafficRequest]:
-    """Prompts of about `input_len` random words, each answered by about `output_len` tokens, all at once."""
+    """Prompts of about `input_len` random words, each answered by about `output_len` tokens, all at
+    once."""
     dice = random.Random(seed)
     found = []
     for _ in range(count):
@@ -90,8 +92,8 @@ class TokenPrompts:
     vocab: int
 
     def at(self, times: Iterable[float], seed: int, *, name: str = "", long: int = 0) -> OpenLoop:
-        """One request at each of these times, in seconds. long: tokens of the first prompt and of every
-        twelfth from there on; 0: they are as long as the others."""
+        """One request at each of these times, in seconds. long: tokens of the first prompt and of
+        every twelfth from there on; 0: they are as long as the others."""
         dice = random.Random(seed)
         found = []
         for number, at in enumerate(times):
@@ -127,8 +129,8 @@ class SyntheticTraffic:
         return OpenLoop(at_times(made, arrival_times(self.rate, self.cv, self.seed)))
 
     def sessions(self, turns: int, think: float) -> Sessions:
-        """Each turn adds such a prompt to what was said, after a pause of `think` seconds on average
-        (exponential)."""
+        """Each turn adds such a prompt to what was said, after a pause of `think` seconds on
+        average (exponential)."""
         dice = random.Random(self.seed)
         starts, each = [], []
         at = 0.0
@@ -146,7 +148,7 @@ class SyntheticTraffic:
         return Sessions(starts, each, self.cap)
 
 
-# -- built-in mixes, each of which shows one thing that policies and orders do differently -------------------
+# -- built-in mixes, each of which shows one thing that policies and orders do differently ---------
 
 TENANTS = 10  # of `tenants`: the first sends as often as ten of the others
 
@@ -196,7 +198,8 @@ def _bursts(count: int, seed: int) -> list[TrafficRequest]:
 
 
 def _stalls(count: int, seed: int) -> list[TrafficRequest]:
-    """Every fourth has a prompt of 1,000 words; the others are in the middle of their answers then."""
+    """Every fourth has a prompt of 1,000 words; the others are in the middle of their answers
+    then."""
     dice = random.Random(seed)
     sizes = [(1000, 16) if number % 4 == 3 else (24, 96) for number in range(count)]
     return [_words(dice, *size, 0.25 * number) for number, size in enumerate(sizes)]

@@ -1,7 +1,8 @@
-"""Ray Serve around our engine: replicas that Serve starts, watches and scales, and our placement before them.
+"""Ray Serve around our engine: replicas that Serve starts, watches and scales, and our placement
+before them.
 
-The only room that knows Ray (extra `ray`). `pageturner deploy` starts an application from a file (deploy.py);
-`pageturner.ray:app` is what a Serve configuration names.
+The only room that knows Ray (extra `ray`). `pageturner deploy` starts an application from a file
+(deploy.py); `pageturner.ray:app` is what a Serve configuration names.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from typing import Any
 
 
 def app(args: dict[str, Any]) -> Any:
-    """A Serve application. args: `config`, a file as `pageturner deploy` reads it; else what would be in one.
-    EngineFault('bad_setting') says what is wrong."""
+    """A Serve application. args: `config`, a file as `pageturner deploy` reads it; else what would
+    be in one. EngineFault('bad_setting') says what is wrong."""
     from pageturner.router.ray import deployments, settings
 
     given = dict(args)

@@ -1,7 +1,8 @@
 """The pages of the door that load and unload LoRA adapters at all replicas of a model.
 
-Owns when such a change holds: every replica that is there has made it, and those that come later learn of it
-with the first request (replica.py). Replicas check the admin key and the folder: their answer is passed on.
+Owns when such a change holds: every replica that is there has made it, and those that come later
+learn of it with the first request (replica.py). Replicas check the admin key and the folder: their
+answer is passed on.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class DoorAdapterPages:
         self._fleets, self._model_of = fleets, model_of
 
     async def load(self, request: HTTPRequest) -> Response:
-        """Load an adapter at all replicas, or at none: where one cannot, those that could forget it again.
-        What takes the place of another one is not undone; the answer says so."""
+        """Load an adapter at all replicas, or at none: where one cannot, those that could forget it
+        again. What takes the place of another one is not undone; the answer says so."""
         ask, body = await _read(request)
         model = self._model_of(body.lora_name) or self._named(body)
         if body.lora_name in self._fleets:
@@ -82,7 +83,8 @@ class DoorAdapterPages:
         return _answer(bad[0])
 
     async def unload(self, request: HTTPRequest) -> Response:
-        """Unload an adapter at all replicas; where one does not know it, it has nothing to forget."""
+        """Unload an adapter at all replicas; where one does not know it, it has nothing to
+        forget."""
         ask, body = await _read(request)
         fleet = self._fleets[self._model_of(body.lora_name) or self._named(body)]
         adapters = fleet.choice.adapters
@@ -144,8 +146,8 @@ def _answer(said: Said) -> Response:
 
 
 def with_loaded(models: list[dict[str, Any]], fleet: ServeFleet, base: str) -> list[dict[str, Any]]:
-    """A model's list of models as it is at all its replicas: one that has just come may not know yet which
-    adapters were loaded or unloaded before."""
+    """A model's list of models as it is at all its replicas: one that has just come may not know
+    yet which adapters were loaded or unloaded before."""
     there = [one for one in models if not fleet.choice.adapters.unloaded(str(one.get("id", "")))]
     known = {one.get("id") for one in there}
     template = next((one for one in there if one.get("id") == base), {})

@@ -1,8 +1,8 @@
 """The LoRA adapters that a model has, as its doors and replicas tell each other.
 
-Owns the table of changes that were made while an application runs: the latest change of a name wins, so that
-tables that were told apart become one whatever comes first. It lives as long as one replica or door of the
-model does. Must not know Ray, nor what is in a folder.
+Owns the table of changes that were made while an application runs: the latest change of a name
+wins, so that tables that were told apart become one whatever comes first. It lives as long as one
+replica or door of the model does. Must not know Ray, nor what is in a folder.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Told = Mapping[str, tuple[int, str]]  # name -> version and path, as it passes b
 
 @dataclass(frozen=True, slots=True)
 class AdapterChange:
-    """An adapter by name. path: its folder at every replica, "": it was unloaded; version: of two changes
-    of a name the greater one holds, 0: it stands in the settings of the application."""
+    """An adapter by name. path: its folder at every replica, "": it was unloaded; version: of two
+    changes of a name the greater one holds, 0: it stands in the settings of the application."""
 
     name: str
     path: str
@@ -30,8 +30,8 @@ class AdapterChange:
 
 
 class AdapterTable:
-    """The adapters of one model by name. Several threads may use it: a change replaces the whole table, so that
-    a reader sees it before or after the change."""
+    """The adapters of one model by name. Several threads may use it: a change replaces the whole
+    table, so that a reader sees it before or after the change."""
 
     def __init__(self, given: Mapping[str, str] | None = None) -> None:
         """given: name -> folder, as in the settings of the application."""

@@ -1,11 +1,12 @@
-"""The choice of the replica of a Serve deployment that gets a request, by our own rules of placement.
+"""The choice of the replica of a Serve deployment that gets a request, by our own rules of
+placement.
 
 Owns what one process knows of a deployment's replicas, and of their adapters. The rules are
-router/load_balancer.py. Must not know Ray: the request router (request_router.py) tells who is there, and
-asks.
+router/load_balancer.py. Must not know Ray: the request router (request_router.py) tells who is
+there, and asks.
 
-Loads are predicted tokens: those of the prompt that are probably not cached, and as many as answers of this
-deployment lately had, at most what the request allows.
+Loads are predicted tokens: those of the prompt that are probably not cached, and as many as answers
+of this deployment lately had, at most what the request allows.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class ServeReplica(ReplicaLoad):
 
 @dataclass(slots=True)
 class AttemptUnderway:
-    """A request that was given to a replica. adapter: the name of the one that it has; over: it has ended."""
+    """A request that was given to a replica. adapter: the name of the one that it has; over: it has
+    ended."""
 
     replica: ServeReplica
     share: Share
@@ -78,7 +80,8 @@ class AttemptUnderway:
 
 @dataclass(slots=True)
 class Choice:
-    """The replicas of one deployment. RequestHints from two threads: Serve's router and the requests."""
+    """The replicas of one deployment. RequestHints from two threads: Serve's router and the
+    requests."""
 
     replicas: dict[str, ServeReplica] = field(default_factory=dict)
     attempts: dict[int, AttemptUnderway] = field(default_factory=dict)
@@ -114,8 +117,8 @@ class Choice:
         adapters: Collection[str] = (),
         changes: Told | None = None,
     ) -> None:
-        """A replica says for the `said`th time how many requests it has, ours too, which adapters it holds in
-        memory, and which changes of adapters it knows."""
+        """A replica says for the `said`th time how many requests it has, ours too, which adapters
+        it holds in memory, and which changes of adapters it knows."""
         with self._lock:
             if (one := self.replicas.get(id)) is not None and said != one.said:
                 one.said, one.others = said, max(active - one.open, 0)
@@ -151,9 +154,9 @@ class Choice:
         ]
 
     def _with_adapter(self, name: str, ids: list[str], prefix_known: bool) -> list[str]:
-        """Return those of these replicas that hold the adapter, unless each has so much to do that reading
-        the adapter elsewhere costs less. Where none holds it and the prefix is known nowhere, return those of
-        the least loaded that hold the fewest adapters."""
+        """Return those of these replicas that hold the adapter, unless each has so much to do that
+        reading the adapter elsewhere costs less. Where none holds it and the prefix is known
+        nowhere, return those of the least loaded that hold the fewest adapters."""
         loads = {id: round(self._load(id)) for id in ids}
         least = min(loads.values())
         holders = [id for id in ids if self.replicas[id].holds(name) and loads[id] <= least + WORTH]
@@ -198,7 +201,8 @@ class Choice:
             self._end(number)
 
     def forget(self, number: int, tokens: int = 0) -> None:
-        """Nobody asks for this attempt again. tokens: of its whole answer, where that was seen to end."""
+        """Nobody asks for this attempt again. tokens: of its whole answer, where that was seen to
+        end."""
         with self._lock:
             self._end(number)
             self.attempts.pop(number, None)

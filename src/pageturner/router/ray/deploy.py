@@ -1,7 +1,8 @@
-"""`pageturner deploy`: a Serve application from a file, started here or written down for `serve deploy`.
+"""`pageturner deploy`: a Serve application from a file, started here or written down for `serve
+deploy`.
 
-Owns the command. Where no Ray cluster is named or running, one is started on this machine and ends with the
-command.
+Owns the command. Where no Ray cluster is named or running, one is started on this machine and ends
+with the command.
 """
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ def _reason(said: str) -> str:
 
 
 def _connect(ray: Any, address: str, detach: bool) -> None:
-    """Connect to the cluster. EngineFault where there is none, and one of our own would end at once."""
+    """Connect to the cluster. EngineFault where there is none, and one of our own would end at
+    once."""
     quiet = {"log_to_driver": False, "logging_level": "ERROR"}
     try:
         ray.init(address=address or "auto", namespace="pageturner", **quiet)
@@ -131,7 +133,8 @@ def _connect(ray: Any, address: str, detach: bool) -> None:
 
 
 def serve_config(app: AppSettings) -> str:
-    """A Serve configuration that says the same. JSON, which is YAML too, and needs no package to write."""
+    """A Serve configuration that says the same. JSON, which is YAML too, and needs no package to
+    write."""
     args = settings.table_of(app)
     config = {
         "http_options": {"host": app.host, "port": app.port},

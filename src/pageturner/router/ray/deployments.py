@@ -104,9 +104,9 @@ def deployment_of(name: str, model: ModelSettings, router: RouterConfig) -> Any:
 
 
 def _versioned(deployment: Any, *what: Any) -> Any:
-    """Return the deployment with a version that says what replicas are made of: then Serve replaces them when
-    that has changed, and not whenever an application is started again, with another number of replicas for
-    one."""
+    """Return the deployment with a version that says what replicas are made of: then Serve replaces
+    them when that has changed, and not whenever an application is started again, with another
+    number of replicas for one."""
     made_of = msgspec.json.encode([pageturner.__version__, *what], order="sorted")
     # what anything else of Serve's has no name for; a test on a cluster holds it
     return deployment.options(version=hashlib.sha256(made_of).hexdigest()[:16], _internal=True)

@@ -1,8 +1,8 @@
 """The door of a Serve application: one HTTP surface before all its models.
 
-Owns which model a request is for, and the pages that no model answers. What happens to a request behind it,
-and to its stream when a replica dies, is router/proxy.py, as under `pageturner route`. Needs no Ray but for
-the handles that it is given.
+Owns which model a request is for, and the pages that no model answers. What happens to a request
+behind it, and to its stream when a replica dies, is router/proxy.py, as under `pageturner route`.
+Needs no Ray but for the handles that it is given.
 """
 
 from __future__ import annotations
@@ -128,10 +128,10 @@ class Door:
             (name for name, one in self._fleets.items() if one.choice.adapters.find(named)), None
         )
 
-    # -- what no model answers -------------------------------------------------------------------------------
+    # -- what no model answers ---------------------------------------------------------------------
     async def health(self, _: HTTPRequest) -> Response:
-        """Tell the replicas as far as this door knows: it hears of replicas with the first request for a
-        model."""
+        """Tell the replicas as far as this door knows: it hears of replicas with the first request
+        for a model."""
         there = {name: fleet.there for name, fleet in self._fleets.items()}
         return json_response({"status": "ok", "replicas": there})
 
@@ -205,8 +205,8 @@ class Door:
 
 
 def _app_of(router: Router) -> Starlette:
-    """Return what one model answers. Answers of /v1/responses are made, and not kept for later: they would
-    have to be found again among replicas that come and go."""
+    """Return what one model answers. Answers of /v1/responses are made, and not kept for later:
+    they would have to be found again among replicas that come and go."""
     passed = [
         *RELAYED,
         ("POST", "/v1/responses", prefix_digests),

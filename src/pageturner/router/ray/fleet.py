@@ -1,8 +1,9 @@
-"""The replicas of one model as the router's code sees them (router/proxy.py): asked through a Serve handle.
+"""The replicas of one model as the router's code sees them (router/proxy.py): asked through a Serve
+handle.
 
-Owns the way of a request through Serve, and what a lost replica looks like there. Who gets a request is
-decided in Serve's request router (request_router.py); here one attempt is told from the next. Must not know
-what is asked.
+Owns the way of a request through Serve, and what a lost replica looks like there. Who gets a
+request is decided in Serve's request router (request_router.py); here one attempt is told from the
+next. Must not know what is asked.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ _numbers = itertools.count(1)
 
 
 class ServeFleet(Fleet):
-    """handle: of the model's deployment; `answer` of it is asked. choice: what its request router knows."""
+    """handle: of the model's deployment; `answer` of it is asked. choice: what its request router
+    knows."""
 
     def __init__(self, name: str, handle: Any, choice: Choice, config: RouterConfig) -> None:
         super().__init__([], config)
@@ -54,7 +56,8 @@ class ServeFleet(Fleet):
         return self._choice
 
     def choose(self, asked: RequestHints, tried: Collection[Replica]) -> Replica | None:
-        """Return a stand-in for whichever replica Serve will choose; None when as many failed as there are."""
+        """Return a stand-in for whichever replica Serve will choose; None when as many failed as
+        there are."""
         if len(tried) > max(1, self.there):
             return None
         avoid = tuple(one.where for one in tried if one.where)
@@ -67,8 +70,8 @@ class ServeFleet(Fleet):
         return False
 
     async def tell_all(self, method: str, *arguments: Any) -> list[Any]:
-        """Return what each replica that is there now answers to this method, or the exception that it raised.
-        Raises ConnectionLost where none can be asked within `read_timeout`."""
+        """Return what each replica that is there now answers to this method, or the exception that
+        it raised. Raises ConnectionLost where none can be asked within `read_timeout`."""
         try:
             async with asyncio.timeout(self._timeout):
                 told: list[Any] = await self._handle.broadcast(method, *arguments).results_async(

@@ -1,8 +1,9 @@
-"""A replica of a model in Ray Serve: our server in the process of a Serve actor, its engine beside it.
+"""A replica of a model in Ray Serve: our server in the process of a Serve actor, its engine beside
+it.
 
-Owns what Serve calls: `answer` for a request, the health check, what it reports for routing and scaling, and
-its end. Must not know which replica gets what, nor how Serve is told of a model (deployments.py). Needs no
-Ray: Serve makes an actor of it.
+Owns what Serve calls: `answer` for a request, the health check, what it reports for routing and
+scaling, and its end. Must not know which replica gets what, nor how Serve is told of a model
+(deployments.py). Needs no Ray: Serve makes an actor of it.
 """
 
 from __future__ import annotations
@@ -89,8 +90,8 @@ class ModelReplica:
             await asyncio.wait({work})
 
     async def _lacks(self, server: EmbeddedServer, ask: Ask) -> ClientError | None:
-        """See that the adapter of a request is here: one that was loaded before this replica came is loaded
-        now, once for all who wait. Why it cannot be: another replica may have it."""
+        """See that the adapter of a request is here: one that was loaded before this replica came
+        is loaded now, once for all who wait. Why it cannot be: another replica may have it."""
         change = ask.adapter
         if change is None or not self._adapters.behind(change):
             return None
@@ -113,8 +114,8 @@ class ModelReplica:
             self._adapters.note(change)
 
     async def change_adapter(self, ask: Ask, change: AdapterChange) -> tuple[int, bytes, str]:
-        """Load or unload an adapter as `ask` says, if its key may; `change` is noted when that was done.
-        Status, body, and the reason of a refusal."""
+        """Load or unload an adapter as `ask` says, if its key may; `change` is noted when that was
+        done. Status, body, and the reason of a refusal."""
         call, status, body = self.answer(ask), 0, b""
         async for one in call:
             if isinstance(one, tuple):
@@ -135,7 +136,8 @@ class ModelReplica:
         return 200, b"", ""
 
     async def check_health(self) -> None:
-        """EngineFault while there is no engine. Serve takes another replica after some of them in a row."""
+        """EngineFault while there is no engine. Serve takes another replica after some of them in a
+        row."""
         (await self.start()).check()
 
     async def record_routing_stats(self) -> dict[str, Any]:
@@ -163,8 +165,8 @@ class ModelReplica:
 
 
 class _Call:
-    """One request to an ASGI application, and what it sends. news: there is something; left: nobody reads
-    on."""
+    """One request to an ASGI application, and what it sends. news: there is something; left: nobody
+    reads on."""
 
     def __init__(self, ask: Ask) -> None:
         self.scope = _scope_of(ask)

@@ -1,8 +1,9 @@
-"""The request router that Serve runs in front of a model's replicas: ours decides, Serve does the rest.
+"""The request router that Serve runs in front of a model's replicas: ours decides, Serve does the
+rest.
 
-Owns how our choice (choice.py) is told to Serve: who is best, then the others, which get the request when the
-best one takes no more. Must not know the rules. Serve hands this module on by value: what has to be one for a
-process lives in choice.py.
+Owns how our choice (choice.py) is told to Serve: who is best, then the others, which get the
+request when the best one takes no more. Must not know the rules. Serve hands this module on by
+value: what has to be one for a process lives in choice.py.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ def _ask_of(request: PendingRequest | None) -> Ask | None:
 
 
 class PlacementRouter(RequestRouter):
-    """Prefix-aware and by predicted tokens, as `pageturner route` and `pageturner simulate` place."""
+    """Prefix-aware and by predicted tokens, as `pageturner route` and `pageturner simulate`
+    place."""
 
     _numbers: dict[str, int]
     _choice: Choice

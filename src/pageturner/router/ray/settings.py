@@ -1,8 +1,9 @@
-"""The file that `pageturner deploy` reads: models by name, each with its replicas and flags, in one TOML
-file.
+"""The file that `pageturner deploy` reads: models by name, each with its replicas and flags, in one
+TOML file.
 
-Owns the names of that file, their defaults and what is wrong with one. Must not know Ray. The tables `engine`
-and `server` of a model are those of `pageturner serve --config`; `router` is that of `pageturner route`.
+Owns the names of that file, their defaults and what is wrong with one. Must not know Ray. The
+tables `engine` and `server` of a model are those of `pageturner serve --config`; `router` is that
+of `pageturner route`.
 
     [router]                              # retries, placement ...: as `pageturner route`
     [models.story]
@@ -71,8 +72,8 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True)
 class AppSettings:
-    """A Serve application of ours. name: of it; doors: replicas of what stands before the models; host, port:
-    of Serve's HTTP proxy; route_prefix: where it is there."""
+    """A Serve application of ours. name: of it; doors: replicas of what stands before the models;
+    host, port: of Serve's HTTP proxy; route_prefix: where it is there."""
 
     models: dict[str, ModelSettings]
     name: str = "pageturner"

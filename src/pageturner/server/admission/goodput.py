@@ -1,9 +1,8 @@
 """Goodput: how many of the requests that carried targets met them.
 
-Owns what "met" means to the server, which measures as its clients do, but for the network: TTFT from the
-first byte of the request to the first token, TPOT the mean gap of the tokens behind it, the deadline to the
-last one.
-Must not know how metrics are written.
+Owns what "met" means to the server, which measures as its clients do, but for the network: TTFT
+from the first byte of the request to the first token, TPOT the mean gap of the tokens behind it,
+the deadline to the last one. Must not know how metrics are written.
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ MET, MISSED, REFUSED = "met", "missed", "refused"
 
 @dataclass(slots=True)
 class Goodput:
-    """Counts of the choices that had a target, by target and outcome; "all": of all its targets together.
+    """Counts of the choices that had a target, by target and outcome; "all": of all its targets
+    together.
 
     One that failed missed them all. One whose client left counts only if it was late already.
     """
@@ -55,8 +55,8 @@ class Goodput:
         self._count(dict.fromkeys(_targets(stream), REFUSED), now)
 
     def last_minute(self, now: float) -> tuple[float, float]:
-        """The share that met all their targets, and how many did in a second, of the last minute. Nobody
-        without a target counts; of nobody the share is 1."""
+        """The share that met all their targets, and how many did in a second, of the last minute.
+        Nobody without a target counts; of nobody the share is 1."""
         met, answers = self.counted(now)
         return met / answers if answers else 1.0, met / WINDOW
 

@@ -1,7 +1,9 @@
-"""The limits of what one request may cost, by name: told from how much it asks for, before any of it is done.
+"""The limits of what one request may cost, by name: told from how much it asks for, before any of
+it is done.
 
-Owns the limits, the prices, and what is said of a request that is beyond them: always a 400, because sending
-it again would not help. Must not know where a request comes from, nor what its fields mean beyond their size.
+Owns the limits, the prices, and what is said of a request that is beyond them: always a 400,
+because sending it again would not help. Must not know where a request comes from, nor what its
+fields mean beyond their size.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ class RequestLimits:
     choices   answers to all of its prompts: as many as this server ever takes
     context   tokens of one prompt and its answer
     vocabulary  how many tokens there are
-    values    numbers, texts, lists and objects in one field of its JSON that is no list of tokens or prompts
+    values    numbers, texts, lists and objects in one field of its JSON that is no list of tokens
+              or prompts
     entries   that reshape logits (text/parameters.py, `entries`), over all choices
     logprobs  to be told, over all choices
     text      characters that /tokenize takes, and token ids that /detokenize takes
@@ -111,7 +114,8 @@ def _dearest(params: SamplingParams) -> str:
 
 
 def check_tokens_json(raw: bytes, name: str, limits: RequestLimits) -> None:
-    """ClientError where a field that says something of single tokens has more of them than there are."""
+    """ClientError where a field that says something of single tokens has more of them than there
+    are."""
     if len(raw) // 2 >= limits.vocabulary:
         strings, others = count_values(raw, 2 * limits.vocabulary)
         if (
@@ -122,7 +126,8 @@ def check_tokens_json(raw: bytes, name: str, limits: RequestLimits) -> None:
 
 
 def check_values(raw: bytes, most: int, name: str) -> None:
-    """ClientError where some JSON holds more values than `most`. Told without making any of them."""
+    """ClientError where some JSON holds more values than `most`. Told without making any of
+    them."""
     if len(raw) // 2 < most:  # each takes two bytes at least
         return
     strings, others = count_values(raw, most)
@@ -132,9 +137,9 @@ def check_values(raw: bytes, most: int, name: str) -> None:
 
 
 def count_values(raw: bytes, most: int) -> tuple[int, int]:
-    """Return how many strings are in some JSON, and how many of its places are no strings: lists, objects,
-    numbers and the rest. Where there are more than `most` strings the others are not counted. A few passes
-    over the bytes, and nothing is made of them."""
+    """Return how many strings are in some JSON, and how many of its places are no strings: lists,
+    objects, numbers and the rest. Where there are more than `most` strings the others are not
+    counted. A few passes over the bytes, and nothing is made of them."""
     strings, outside = _strings_and_rest(raw, most)
     places = (
         outside.count(b",") + outside.count(b":") + outside.count(b"[") + outside.count(b"{") + 1
@@ -143,8 +148,8 @@ def count_values(raw: bytes, most: int) -> tuple[int, int]:
 
 
 def _strings_and_rest(raw: bytes, most: int) -> tuple[int, bytes]:
-    """Return how many strings are in some JSON, and all that stands outside of them: nothing where there are
-    more than `most` strings."""
+    """Return how many strings are in some JSON, and all that stands outside of them: nothing where
+    there are more than `most` strings."""
     if b"\\" in raw:
         raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
     strings = raw.count(b'"') // 2
@@ -152,8 +157,9 @@ def _strings_and_rest(raw: bytes, most: int) -> tuple[int, bytes]:
 
 
 def check_prompt_json(raw: bytes, truncated: bool, limits: RequestLimits) -> None:
-    """ClientError where the `prompt` of a request has more prompts, or more tokens, than can ever run. Told
-    without making any of them. truncated: the beginnings of long prompts are cut off anyway."""
+    """ClientError where the `prompt` of a request has more prompts, or more tokens, than can ever
+    run. Told without making any of them. truncated: the beginnings of long prompts are cut off
+    anyway."""
     if raw[:1] != b"[" or len(raw) // 2 < min(limits.prompts, limits.context):
         return
     prompts, outside = _strings_and_rest(raw, limits.prompts)
@@ -169,13 +175,14 @@ def check_prompt_json(raw: bytes, truncated: bool, limits: RequestLimits) -> Non
 
 
 def maximum(tokens: int) -> str:
-    """Return how a message about too long a prompt begins: clients know these words, and try another
-    model."""
+    """Return how a message about too long a prompt begins: clients know these words, and try
+    another model."""
     return f"This model's maximum context length is {tokens} tokens"
 
 
 def check_size(length: int, name: str, what: str, limits: RequestLimits) -> None:
-    """ClientError for a text, or for so many tokens, that are too long to be told as tokens, or as text."""
+    """ClientError for a text, or for so many tokens, that are too long to be told as tokens, or as
+    text."""
     if length > limits.text:
         message = (
             f"{name} has {length} {what} and {limits.text} are taken at once: send it in parts"

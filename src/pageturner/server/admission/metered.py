@@ -1,7 +1,7 @@
 """An endpoint that makes work, held against the key of whoever asks for it.
 
-Owns where a request begins to count: before its body is read, of which every byte that comes counts too. Must
-not know limits and prices (quota.py, price.py), nor what is asked.
+Owns where a request begins to count: before its body is read, of which every byte that comes counts
+too. Must not know limits and prices (quota.py, price.py), nor what is asked.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pageturner.server.admission.quota import Quota, Work
 
 @contextlib.contextmanager
 def metered(quota: Quota, scope: Scope, receive: Receive) -> Iterator[tuple[Work, Receive]]:
-    """The work of this request for as long as it is under way, and its `receive` that counts. ClientError 429
-    when its key may have no more."""
+    """The work of this request for as long as it is under way, and its `receive` that counts.
+    ClientError 429 when its key may have no more."""
     with quota.work(scope["pageturner"].key) as work:
 
         async def counted() -> Message:

@@ -4,14 +4,16 @@ Owns the rates. Must not know whose a request is, nor what anybody may spend (qu
 
     price   = certain + answers
     certain = tokens of each prompt, once however many answers it has
-            + (1 + prompt_logprobs) / LOGPROBS_PER_TOKEN  for each token of a prompt, for each answer
+            + (1 + prompt_logprobs) / LOGPROBS_PER_TOKEN  for each token of a prompt, for each
+                                                          answer
             + entries that reshape logits / ENTRIES_PER_TOKEN  for each answer and each of its beams
             + bytes of its grammar / GRAMMAR_BYTES_PER_TOKEN   once
     answers = max_tokens * beams * (1 + (1 + logprobs) / LOGPROBS_PER_TOKEN)    for each answer
 
-Reading costs a token for each READ_BYTES_PER_TOKEN bytes of a body on top, whatever comes of it. An answer
-that has ended costs what it really has of tokens. What a session keeps costs a token for each
-KEPT_SECONDS_PER_TOKEN seconds of a token: to keep it for a minute costs a tenth of computing it again.
+Reading costs a token for each READ_BYTES_PER_TOKEN bytes of a body on top, whatever comes of it. An
+answer that has ended costs what it really has of tokens. What a session keeps costs a token for
+each KEPT_SECONDS_PER_TOKEN seconds of a token: to keep it for a minute costs a tenth of computing
+it again.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ KEPT_SECONDS_PER_TOKEN = 600
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """A price in tokens. certain: of what is done in any case; answers: of the longest that may come."""
+    """A price in tokens. certain: of what is done in any case; answers: of the longest that may
+    come."""
 
     certain: int = 0
     answers: int = 0

@@ -1,18 +1,20 @@
-"""The account of what each API key has under way and has used, held against the limits that are written
-beside it.
+"""The account of what each API key has under way and has used, held against the limits that are
+written beside it.
 
-Owns the account of every key, and what is under way for it. Must not know HTTP, where limits are written
-down, what things cost (price.py), nor who else refuses requests. The clock is given, so that a test can say
-what time it is.
+Owns the account of every key, and what is under way for it. Must not know HTTP, where limits are
+written down, what things cost (price.py), nor who else refuses requests. The clock is given, so
+that a test can say what time it is.
 
-Tokens are in a bucket: it holds the tokens of a minute, and fills steadily. A request takes its price out
-when it comes in, with answers as long as those of its key have been of late, and when it ends the difference
-to what it really used is taken or given back. That may leave the bucket with a debt, which is paid before the
-next request comes in. So the average holds, whatever `max_tokens` says.
+Tokens are in a bucket: it holds the tokens of a minute, and fills steadily. A request takes its
+price out when it comes in, with answers as long as those of its key have been of late, and when it
+ends the difference to what it really used is taken or given back. That may leave the bucket with a
+debt, which is paid before the next request comes in. So the average holds, whatever `max_tokens`
+says.
 
-What is open is bounded apart from that, by the price of the longest answers that may come: everything that a
-key has open together may cost its `max_cost`. Where none is written down, that is as much as all places of
-the server with a plain answer of the whole context each: only who asks for dear things ever meets it.
+What is open is bounded apart from that, by the price of the longest answers that may come:
+everything that a key has open together may cost its `max_cost`. Where none is written down, that is
+as much as all places of the server with a plain answer of the whole context each: only who asks for
+dear things ever meets it.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ class TokenBucket:
         return MINUTE * self.rate
 
     def wait_for(self, tokens: int, now: float) -> float:
-        """Seconds until so many tokens can be taken; 0: now. As much as it ever holds is enough for more."""
+        """Seconds until so many tokens can be taken; 0: now. As much as it ever holds is enough for
+        more."""
         self._fill(now)
         return max(0.0, (min(tokens, self.size) - self.level) / self.rate)
 
@@ -99,9 +102,11 @@ class KeyAccount:
     """One key.
 
     used        tokens that all its requests were charged
-    released    when the last ones ended, and the price that each had held; first, when it began to ask
+    released    when the last ones ended, and the price that each had held; first, when it began to
+                ask
     usual       tokens that a request of it takes when it comes in; 0: none yet
-    long        share that its answers have taken of late of the price that they might have had; 0: none yet
+    long        share that its answers have taken of late of the price that they might have had; 0:
+                none yet
     """
 
     bucket: TokenBucket | None = None
@@ -123,7 +128,8 @@ class KeyAccount:
         return sum(work.price.whole for work in self.under_way)
 
     def wait_for_release(self, tokens: int, now: float) -> float:
-        """Seconds until so much of what is open has ended, at the pace of late; 0: nothing is known of it."""
+        """Seconds until so much of what is open has ended, at the pace of late; 0: nothing is known
+        of it."""
         freed = sum(price for _, price in self.released)
         return 1.0 + SAFETY * tokens * (now - self.released[0][0]) / freed if freed else 0.0
 
@@ -147,8 +153,8 @@ class Quota:
 
     @contextlib.contextmanager
     def work(self, key: ApiKey) -> Iterator[Work]:
-        """A request that is under way. ClientError 429 when the key has too many of them, or has used its
-        tokens up."""
+        """A request that is under way. ClientError 429 when the key has too many of them, or has
+        used its tokens up."""
         account = self._account(key)
         if 0 < key.max_concurrent <= len(account.under_way):
             message = f"this key may have {key.max_concurrent} requests under way: wait until one has ended"
@@ -168,13 +174,14 @@ class Quota:
             work.account.charge(more, self._clock())
 
     def charge(self, work: Work, tokens: int) -> None:
-        """ClientError 429 where the key has not so many tokens left for something that has no answer."""
+        """ClientError 429 where the key has not so many tokens left for something that has no
+        answer."""
         self._check_rate(work.key, work.account, tokens)
         work.account.charge(tokens, self._clock())
 
     def charge_kept(self, key: ApiKey, tokens: int) -> None:
-        """So many tokens for what its sessions keep. Nothing is refused for it: what the key asks for next
-        finds its bucket emptier."""
+        """So many tokens for what its sessions keep. Nothing is refused for it: what the key asks
+        for next finds its bucket emptier."""
         self._account(key).charge(tokens, self._clock())
 
     def admit(
@@ -184,8 +191,8 @@ class Quota:
         unfinished: int,
         limits: RequestLimits = NO_LIMITS,
     ) -> None:
-        """Its choices are known, and from now on under way. ClientError 429 when they are beyond a limit of
-        the key, 400 when they always would be.
+        """Its choices are known, and from now on under way. ClientError 429 when they are beyond a
+        limit of the key, 400 when they always would be.
 
         unfinished  requests that the server has already
         """
@@ -208,7 +215,8 @@ class Quota:
         account.charge(asked, self._clock())
 
     def _check_rate(self, key: ApiKey, account: KeyAccount, tokens: int, usual: int = 0) -> None:
-        """usual: what it may turn out to take, which is what somebody who is refused is told to wait for."""
+        """usual: what it may turn out to take, which is what somebody who is refused is told to
+        wait for."""
         if account.bucket is not None:
             wait = account.bucket.wait_for(tokens, self._clock())
             if wait > ROUNDING:
@@ -249,7 +257,8 @@ class Quota:
         account.long += OF_LATE * (min(1.0, made / max(1, work.price.answers)) - account.long)
 
     def _account(self, key: ApiKey) -> KeyAccount:
-        """Return the account of a key. Limits that were changed while the server runs hold from here on."""
+        """Return the account of a key. Limits that were changed while the server runs hold from
+        here on."""
         account = self._accounts.setdefault(key.sha256, KeyAccount())
         rate = key.tokens_per_minute / MINUTE
         if not rate:

@@ -1,8 +1,9 @@
-"""The service level: what a request says about itself beside what it asks for: how urgent it is, and whose it
-is.
+"""The service level: what a request says about itself beside what it asks for: how urgent it is,
+and whose it is.
 
-Owns the body fields and headers of priority, deadline, targets and tenant, and their limits. Must not know
-what becomes of them. Gateways set headers; a field of the body goes before the header of the same name.
+Owns the body fields and headers of priority, deadline, targets and tenant, and their limits. Must
+not know what becomes of them. Gateways set headers; a field of the body goes before the header of
+the same name.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class ServiceLevel:
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """The context of a request beside its body. arrival: in monotonic seconds; adapter: its digest."""
+    """The context of a request beside its body. arrival: in monotonic seconds; adapter: its
+    digest."""
 
     arrival: float
     level: ServiceLevel
@@ -49,9 +51,9 @@ class RequestContext:
 def service_level_of(
     body: RequestBody, headers: Iterable[tuple[bytes, bytes]], key: ApiKey = ANYBODY
 ) -> ServiceLevel:
-    """Return those of a request. key: what it came with; only where keys do not tell tenants apart a header,
-    or `user`, does. ClientError 400 names the field or header that is wrong, 403: the key does not allow
-    it."""
+    """Return those of a request. key: what it came with; only where keys do not tell tenants apart
+    a header, or `user`, does. ClientError 400 names the field or header that is wrong, 403: the key
+    does not allow it."""
     given = {
         name: value.decode("latin-1").strip() for name, value in headers if name.startswith(b"x-")
     }

@@ -1,11 +1,13 @@
-"""Room for those in front: what of the background leaves the engine when others come, and when it returns.
+"""Room for those in front: what of the background leaves the engine when others come, and when it
+returns.
 
-Streams of the priority BACKGROUND (batches, and whoever asks for it) take the slots and the KV memory that
-others leave. The engine gives them no token while others need it (policies/background.py); here they give up
-their places too. Before a stream of others is opened, as many of them are taken out of the engine as have to
-leave for it, the newest first; so it never finds its slot, its memory or its place in the queue taken by the
-background. Who was taken out keeps its tokens, and goes on behind them as soon as there is room: that is what
-streams do when an engine process dies.
+Streams of the priority BACKGROUND (batches, and whoever asks for it) take the slots and the KV
+memory that others leave. The engine gives them no token while others need it
+(policies/background.py); here they give up their places too. Before a stream of others is opened,
+as many of them are taken out of the engine as have to leave for it, the newest first; so it never
+finds its slot, its memory or its place in the queue taken by the background. Who was taken out
+keeps its tokens, and goes on behind them as soon as there is room: that is what streams do when an
+engine process dies.
 
 Owns who is aside. Must not know batches, nor how an engine is told.
 """
@@ -51,8 +53,8 @@ class BackgroundPlaces:
         self._task: asyncio.Task[None] | None = None
 
     def leaving(self, coming: list[OutputStream]) -> int:
-        """Return how many streams of the background would leave for these, if there is no other place for
-        them."""
+        """Return how many streams of the background would leave for these, if there is no other
+        place for them."""
         if is_background(coming[0]):
             return 0
         return sum(map(is_background, self._streams.unfinished.values()))
@@ -77,7 +79,8 @@ class BackgroundPlaces:
         return (stream for group in self._aside for stream in group)
 
     def room(self, under_way: int) -> int:
-        """Return how many more requests of the background may begin, where so many are under way."""
+        """Return how many more requests of the background may begin, where so many are under
+        way."""
         others = sum(not is_background(stream) for stream in self._streams.unfinished.values())
         inside = len(self._streams.unfinished) - others
         behind, being_read = max(under_way, inside), max(0, under_way - inside)
@@ -87,10 +90,10 @@ class BackgroundPlaces:
         most = slots - others if others else min(slots + slots // AHEAD, self._streams.limit)
         return min(most - behind, MAX_READ - being_read)
 
-    # -- who leaves ------------------------------------------------------------------------------------------
+    # -- who leaves --------------------------------------------------------------------------------
     def _make_room(self, coming: list[OutputStream], most: int | None = None) -> None:
-        """Take out the newest until the others fit, with those that come; most: at least so that no more than
-        so many of the background stay."""
+        """Take out the newest until the others fit, with those that come; most: at least so that no
+        more than so many of the background stay."""
         groups = self._groups()
         others = len(self._streams.unfinished) - sum(map(len, groups)) + len(coming)
         room = self._slots() - others if others and most is None else most
@@ -127,7 +130,7 @@ class BackgroundPlaces:
             self._metrics.finished["abort"] -= 1  # it goes on
         self._aside.insert(0, group)
 
-    # -- who returns -----------------------------------------------------------------------------------------
+    # -- who returns -------------------------------------------------------------------------------
     async def _tend(self) -> None:
         """Look after the background for as long as there is one."""
         while self._aside or any(map(is_background, self._streams.unfinished.values())):

@@ -1,8 +1,8 @@
 """Checks of whether what an engine says can be true at all.
 
-Owns what is checked of its messages before anybody uses them: an engine whose memory was overwritten may say
-anything that its frames can hold. ValueError names what cannot be; the engine is then ended. Must not know
-requests or what becomes of an engine.
+Owns what is checked of its messages before anybody uses them: an engine whose memory was
+overwritten may say anything that its frames can hold. ValueError names what cannot be; the engine
+is then ended. Must not know requests or what becomes of an engine.
 """
 
 from __future__ import annotations

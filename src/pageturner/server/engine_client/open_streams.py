@@ -1,7 +1,7 @@
 """Every unfinished stream, and who waits for its text.
 
-Owns what must outlive an engine process: with the request of a stream and its tokens so far any engine can go
-on. Must not know sockets, processes or the shape of an HTTP answer.
+Owns what must outlive an engine process: with the request of a stream and its tokens so far any
+engine can go on. Must not know sockets, processes or the shape of an HTTP answer.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class StoppedStream:
 
 
 class OpenStreams:
-    """The unfinished streams by request id, in order of arrival. Bounded: `limit` streams, which together
-    have at most so many entries that reshape logits."""
+    """The unfinished streams by request id, in order of arrival. Bounded: `limit` streams, which
+    together have at most so many entries that reshape logits."""
 
     def __init__(
         self,
@@ -105,8 +105,8 @@ class OpenStreams:
             self.unfinished[stream.request.id] = stream
 
     def deliver(self, events: Iterable[Event]) -> list[int]:
-        """Add what a step brought to the streams. Returns the ids of those that a stop string has ended,
-        which the engine must be told to abort."""
+        """Add what a step brought to the streams. Returns the ids of those that a stop string has
+        ended, which the engine must be told to abort."""
         now, stopped = self._clock(), []
         for event in events:
             stream = self.unfinished.get(event.id)
@@ -156,7 +156,8 @@ class OpenStreams:
             await asyncio.wait(waiting, timeout=TIMINGS_TIMEOUT)
 
     def _count_tokens(self, stream: OutputStream, before: int, now: float, last_at: float) -> None:
-        """Count the tokens that one event brought: those that came together have no gap between them."""
+        """Count the tokens that one event brought: those that came together have no gap between
+        them."""
         fresh = len(stream.tokens) - before
         self.gained += fresh
         if fresh and not before:
@@ -181,13 +182,15 @@ class OpenStreams:
             self._finished(stream, self._clock())
 
     def overdue(self, grace: float) -> list[OutputStream]:
-        """Return those whose deadline passed so many seconds ago, which the engine should have ended."""
+        """Return those whose deadline passed so many seconds ago, which the engine should have
+        ended."""
         now = self._clock() - grace
         due = (stream for stream in self.unfinished.values() if stream.request.deadline is not None)
         return [stream for stream in due if (stream.request.deadline or 0.0) < now]
 
     def make_room(self) -> None:
-        """There is too little memory: end those whose answers take most of it. They can be asked again."""
+        """There is too little memory: end those whose answers take most of it. They can be asked
+        again."""
         for stream in list(self.unfinished.values()):
             if len(stream.prompt_logprobs) + len(stream.logprobs) > MANY_LOGPROBS:
                 self.fail(stream, NO_MEMORY)
@@ -197,14 +200,16 @@ class OpenStreams:
             self.fail(stream, failure)
 
     def tokens(self) -> dict[int, int]:
-        """Tokens so far of each unfinished stream, those of its prompt that have their logprobs included."""
+        """Tokens so far of each unfinished stream, those of its prompt that have their logprobs
+        included."""
         return {
             id: len(stream.tokens) + len(stream.prompt_logprobs)
             for id, stream in self.unfinished.items()
         }
 
     def retry_after(self) -> int:
-        """Whole seconds until one should have finished, for who was refused for other reasons than places."""
+        """Whole seconds until one should have finished, for who was refused for other reasons than
+        places."""
         return max(1, min(60, round(self._places.pace(self._clock()) + 0.5)))
 
     def _finished(self, stream: OutputStream, now: float) -> None:

@@ -1,7 +1,8 @@
-"""One engine process and what is shared with it: its end of a socket pair, its ledger, the memory of its KV.
+"""One engine process and what is shared with it: its end of a socket pair, its ledger, the memory
+of its KV.
 
-Owns file descriptors and the child. Must not know requests. Imports little: the server starts the engine
-before it imports anything that it needs for itself.
+Owns file descriptors and the child. Must not know requests. Imports little: the server starts the
+engine before it imports anything that it needs for itself.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ def engine_command(config: EngineConfig) -> list[str]:
 
 
 def on_device(command: list[str], device: str) -> list[str]:
-    """The command for an engine process on the device of one that was ready, as `Ready` tells it ("cuda
-    (why)"): the device is chosen once in the life of a server. "": an engine that has none."""
+    """The command for an engine process on the device of one that was ready, as `Ready` tells it
+    ("cuda (why)"): the device is chosen once in the life of a server. "": an engine that has
+    none."""
     if not device or "--device" in command:
         return command
     return [*command, "--device", device.partition(" ")[0]]
@@ -44,8 +46,9 @@ def on_device(command: list[str], device: str) -> list[str]:
 
 @contextlib.contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """Ctrl-C reaches the whole process group: the engine has to ignore it from its first instruction on. Only
-    the main thread can see to that; a server inside of another program is in no terminal's group."""
+    """Ctrl-C reaches the whole process group: the engine has to ignore it from its first
+    instruction on. Only the main thread can see to that; a server inside of another program is in
+    no terminal's group."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -57,8 +60,8 @@ def _interrupts_ignored() -> Iterator[None]:
 
 
 class KVMemory:
-    """Memory for KV that outlives engine processes: a file without a name, which the first of them gives its
-    size. It goes with this object, and with this process."""
+    """Memory for KV that outlives engine processes: a file without a name, which the first of them
+    gives its size. It goes with this object, and with this process."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("pageturner-kv")
@@ -70,8 +73,8 @@ class KVMemory:
 
 
 class EngineProcess:
-    """A started engine process. `ledger` stays readable after its death, and so does what is in `kv`. It dies
-    with the thread that starts it (worker.py): one that lasts.
+    """A started engine process. `ledger` stays readable after its death, and so does what is in
+    `kv`. It dies with the thread that starts it (worker.py): one that lasts.
 
     kv  of the process before, which is dead; None: new memory
     """
@@ -98,8 +101,9 @@ class EngineProcess:
         self._outgoing = bytearray()
 
     def send(self, frame: bytes, loop: asyncio.AbstractEventLoop) -> None:
-        """Send a frame, whatever of it the engine does not take yet as soon as it does. To one that is dead
-        nothing is sent: whoever reads from it sees that, and everything is submitted again."""
+        """Send a frame, whatever of it the engine does not take yet as soon as it does. To one that
+        is dead nothing is sent: whoever reads from it sees that, and everything is submitted
+        again."""
         if not self._outgoing:
             try:
                 sent = self.sock.send(frame)

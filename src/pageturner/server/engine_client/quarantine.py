@@ -2,16 +2,17 @@
 
 Owns strikes and suspects; pure data in, ids out. Must not know processes or sockets.
 
-A crash is a strike for every request of the step that was executing. A request is suspect when a crash
-strikes it a second time without it having gained a token in between. Then half of the suspects run without
-the other half and without anything else: if they crash again they are halved again, and if each of them gains
-a token the next half follows. A suspect that crashes the engine when it was let in alone is the culprit.
+A crash is a strike for every request of the step that was executing. A request is suspect when a
+crash strikes it a second time without it having gained a token in between. Then half of the
+suspects run without the other half and without anything else: if they crash again they are halved
+again, and if each of them gains a token the next half follows. A suspect that crashes the engine
+when it was let in alone is the culprit.
 
 A death that no request explains, by a signal of an operator or for want of memory, is no strike.
-But it may be a request that takes the memory, again and again, and it must not do so for ever. So PATIENCE
-such deaths in a row are free for each request that was being computed; those that follow before it has gained
-a token are strikes. Alone, it fails with the one after the next. The pauses between two starts grow meanwhile
-(restarts.py), so that nothing short ends it.
+But it may be a request that takes the memory, again and again, and it must not do so for ever. So
+PATIENCE such deaths in a row are free for each request that was being computed; those that follow
+before it has gained a token are strikes. Alone, it fails with the one after the next. The pauses
+between two starts grow meanwhile (restarts.py), so that nothing short ends it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ PATIENCE = 4  # deaths that no request explains, in a row without a token, that 
 
 
 class Quarantine:
-    """`tokens` is always: id -> tokens so far, of every unfinished request. strikes: dealt so far."""
+    """`tokens` is always: id -> tokens so far, of every unfinished request. strikes: dealt so
+    far."""
 
     def __init__(self) -> None:
         self.strikes = 0
@@ -54,8 +56,8 @@ class Quarantine:
         return not self.active or id in self._admitted
 
     def killed(self, executing: Sequence[int], tokens: Mapping[int, int]) -> int | None:
-        """The engine was killed from outside while it computed `executing`. As `crash`, for those with whom
-        patience has ended."""
+        """The engine was killed from outside while it computed `executing`. As `crash`, for those
+        with whom patience has ended."""
         before, self._killed = self._killed, {}
         for id in tokens:
             at, deaths = before.get(id, (tokens[id], 0))

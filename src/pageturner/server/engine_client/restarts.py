@@ -1,12 +1,14 @@
-"""The count of how often in a row an engine was started again for nothing, and what follows from it.
+"""The count of how often in a row an engine was started again for nothing, and what follows from
+it.
 
-Owns the pauses between two starts, the patience of those who wait and what they are told. Must not know
-processes, requests or whose fault it was.
+Owns the pauses between two starts, the patience of those who wait and what they are told. Must not
+know processes, requests or whose fault it was.
 
-A restart is futile if since the one before no stream gained a token, nobody was found to be the culprit and
-the engine did not live for STEADY seconds. The first start follows at once, those after it after 0.1 s, 0.2 s
-and so on to MAX_BACKOFF, for ever: what keeps an engine from starting may end, such as a lack of memory. More
-than `patience` futile restarts in a row are a crash loop: whoever waits is told so, and may ask again later.
+A restart is futile if since the one before no stream gained a token, nobody was found to be the
+culprit and the engine did not live for STEADY seconds. The first start follows at once, those after
+it after 0.1 s, 0.2 s and so on to MAX_BACKOFF, for ever: what keeps an engine from starting may
+end, such as a lack of memory. More than `patience` futile restarts in a row are a crash loop:
+whoever waits is told so, and may ask again later.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ DEVICE_UNAVAILABLE = Failure(
 
 
 class Restarts:
-    """patience: futile restarts in a row for which open requests wait; futile: those so far; start_failed:
-    the code with which the last engine could not start."""
+    """patience: futile restarts in a row for which open requests wait; futile: those so far;
+    start_failed: the code with which the last engine could not start."""
 
     def __init__(self, patience: int) -> None:
         self.futile = 0
@@ -61,16 +63,17 @@ class Restarts:
             self._first = seconds
 
     def start_timeout(self, least: float) -> float:
-        """Seconds that the next start may take: one that hangs should not be waited for as long as one that
-        loads a model for the first time. More with each futile one, in case the machine has become slow."""
+        """Seconds that the next start may take: one that hangs should not be waited for as long as
+        one that loads a model for the first time. More with each futile one, in case the machine
+        has become slow."""
         if self._first is None:
             return START_TIMEOUT
         return min(max(SLOWER * self._first, least) * 2.0 ** min(self.futile, 16), START_TIMEOUT)
 
     @property
     def looping(self) -> bool:
-        """Return whether this is a crash loop, as long as the present engine does not show that it is
-        over."""
+        """Return whether this is a crash loop, as long as the present engine does not show that it
+        is over."""
         return self.futile > self._patience
 
     @property

@@ -1,18 +1,20 @@
-"""The places of a full server: who may have one, and when somebody who was refused should come again.
+"""The places of a full server: who may have one, and when somebody who was refused should come
+again.
 
-Owns what was promised to those who were refused. Must not know requests or HTTP: it counts places, and is
-told the time.
+Owns what was promised to those who were refused. Must not know requests or HTTP: it counts places,
+and is told the time.
 
-A `Retry-After` that many are told at once is worth nothing when all of them come back at the same moment, or
-when others have taken the place until then. So each who is refused is promised a place of its own, behind
-those that were promised before; and who comes without a promise gets none that is kept for others. A client
-that comes again is known by its request, which is the same. Kept places are places in the waiting queue, half
-of all at most: nothing stands still for them as long as somebody waits.
+A `Retry-After` that many are told at once is worth nothing when all of them come back at the same
+moment, or when others have taken the place until then. So each who is refused is promised a place
+of its own, behind those that were promised before; and who comes without a promise gets none that
+is kept for others. A client that comes again is known by its request, which is the same. Kept
+places are places in the waiting queue, half of all at most: nothing stands still for them as long
+as somebody waits.
 
-Under a lasting overload the line grows, and a promise is made to each of many thousands: who came back
-without one would find all places kept. Whoever asks often for what he does not come for lengthens the wait of
-others at first; but how many promises are taken up is remembered, and of those before somebody only so many
-count.
+Under a lasting overload the line grows, and a promise is made to each of many thousands: who came
+back without one would find all places kept. Whoever asks often for what he does not come for
+lengthens the wait of others at first; but how many promises are taken up is remembered, and of
+those before somebody only so many count.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Keeps an engine process alive, and every open stream with it.
 
-Owns the engine process, the channel to it, and the decision that it is dead or stuck. Must not know HTTP or
-text. Each process (epoch) has a socket of its own: what an old one still had to say is lost with it.
+Owns the engine process, the channel to it, and the decision that it is dead or stuck. Must not know
+HTTP or text. Each process (epoch) has a socket of its own: what an old one still had to say is lost
+with it.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def _nothing() -> None:
 class EngineListener:
     """A part of the server that has to do with the engine process.
 
-    live      an engine process has loaded its model: tell it now what it must know before its requests
+    live      an engine process has loaded its model: tell it now what it must know before its
+              requests
     ready     the engine process has been given its requests
     received  takes what the engine says of adapters, and in Stats of sessions
     """
@@ -71,10 +73,12 @@ class EngineListener:
 
 
 class Supervisor:
-    """One engine process at a time, restarted when it dies or stops moving, for ever once one was ready.
+    """One engine process at a time, restarted when it dies or stops moving, for ever once one was
+    ready.
 
     ready    what the engine said when it had loaded; None until the first one has
-    first    the first engine process, started already; `command` starts the next ones, on the same device
+    first    the first engine process, started already; `command` starts the next ones, on the same
+             device
     process  the present engine process
     epoch    number of the present engine process, from 1
     broken   set to an EngineFault when no engine ever was ready: the server must end
@@ -120,7 +124,7 @@ class Supervisor:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._adopt(first)
 
-    # -- life ------------------------------------------------------------------------------------------------
+    # -- life --------------------------------------------------------------------------------------
     def _adopt(self, process: EngineProcess) -> None:
         """Begin an epoch with a process that was just started."""
         self.epoch += 1
@@ -166,7 +170,8 @@ class Supervisor:
 
     @property
     def crash_loop(self) -> str:
-        """Return what is wrong, where one engine after the other ends for nothing; "" where none does."""
+        """Return what is wrong, where one engine after the other ends for nothing; "" where none
+        does."""
         if not self._restarts.looping or (self._live and self._moved(time.monotonic())):
             return ""
         return (
@@ -192,16 +197,17 @@ class Supervisor:
         """The fingerprint of the present engine's kernels; "" before one was ready."""
         return self.ready.fingerprint if self.ready else ""
 
-    # -- requests --------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
     def check_open(self, streams: list[OutputStream], leaving: int = 0) -> None:
-        """Refuse streams that cannot be opened now: ClientError 429 when the queue is full, 503 in a crash
-        loop of the engine. leaving: how many open streams would make room for them."""
+        """Refuse streams that cannot be opened now: ClientError 429 when the queue is full, 503 in
+        a crash loop of the engine. leaving: how many open streams would make room for them."""
         if not self._live:
             self._restarts.refuse_in_a_loop()
         self._streams.check_room(streams, leaving)
 
     def open(self, streams: list[OutputStream]) -> None:
-        """Take new streams that `check_open` let pass. They wait for an engine that is being restarted."""
+        """Take new streams that `check_open` let pass. They wait for an engine that is being
+        restarted."""
         if not self._work():
             self._busy_since = time.monotonic()
         self._streams.add(streams)
@@ -209,7 +215,8 @@ class Supervisor:
             self._submit(stream)
 
     def cancel(self, stream: OutputStream) -> None:
-        """Forget it and tell the engine to abort it; its blocks are free before the engine's next step."""
+        """Forget it and tell the engine to abort it; its blocks are free before the engine's next
+        step."""
         if self._streams.cancel(stream):
             self._abort(stream.request.id)
             self._settle()
@@ -245,7 +252,7 @@ class Supervisor:
         while self._quarantine.settle(self._streams.tokens()):
             self._submit_all()
 
-    # -- channel ---------------------------------------------------------------------------------------------
+    # -- channel -----------------------------------------------------------------------------------
     def _send(self, message: ToEngine) -> None:
         assert self._loop is not None
         self.process.send(encode(message), self._loop)
@@ -334,14 +341,15 @@ class Supervisor:
         for listener in self.listeners:
             listener.ready()
 
-    # -- death and recovery ----------------------------------------------------------------------------------
+    # -- death and recovery ------------------------------------------------------------------------
     def _work(self) -> bool:
         """Return whether the engine has something that it should be doing."""
         return not self._submitted.isdisjoint(self._streams.unfinished)
 
     @property
     def stalled_s(self) -> float:
-        """Seconds for which the engine has had work and ended no step, seen by a process that was awake."""
+        """Seconds for which the engine has had work and ended no step, seen by a process that was
+        awake."""
         if not self._live:
             return 0.0
         begun, finished, begun_at, finished_at, _ = self.process.ledger.read()
@@ -445,8 +453,9 @@ class Supervisor:
                 await asyncio.sleep(MAX_BACKOFF)
 
     async def _reap(self, patience: float) -> tuple[int, bool]:
-        """Wait until it is gone, for the next one may need its memory; after `patience` seconds kill it. Its
-        exit code, and whether that was necessary: its channel closes a while before it is gone."""
+        """Wait until it is gone, for the next one may need its memory; after `patience` seconds
+        kill it. Its exit code, and whether that was necessary: its channel closes a while before it
+        is gone."""
         deadline = time.monotonic() + patience
         while self.process.exit_code() is None and time.monotonic() < deadline:
             await asyncio.sleep(0.005)

@@ -1,7 +1,8 @@
-"""`/v1/admin`: what can be changed of an engine that runs, and what it does, for whoever has the admin key.
+"""`/v1/admin`: what can be changed of an engine that runs, and what it does, for whoever has the
+admin key.
 
-Owns the key, the fields and their bounds, and the present values. Must not know what they do, nor what is
-told of what runs (admin_state.py).
+Owns the key, the fields and their bounds, and the present values. Must not know what they do, nor
+what is told of what runs (admin_state.py).
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class LiveSettings:
             self.config = replace(self.config, max_num_batched_tokens=ready.token_budget)
 
     def change(self, values: dict[str, Any]) -> None:
-        """Have the engine go on with these. ClientError 400 names the one that cannot be; then none is
-        changed."""
+        """Have the engine go on with these. ClientError 400 names the one that cannot be; then none
+        is changed."""
         known = {one.name: one for one in fields(EngineConfig) if one.name in CHANGEABLE}
         for name, value in values.items():
             if name not in known:

@@ -1,7 +1,8 @@
 """`/v1/admin/state`: what a server is doing now, for whoever has the admin key.
 
-Owns which figures are told and how many. Must not know how they come about, and tells nothing of what was
-said: no prompt, no text, no key. What is told of a request is what the API process knows of it.
+Owns which figures are told and how many. Must not know how they come about, and tells nothing of
+what was said: no prompt, no text, no key. What is told of a request is what the API process knows
+of it.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ def _engine(service: Service) -> dict[str, Any]:
 
 
 def _keys(service: Service) -> list[dict[str, Any]]:
-    """Return what each key that has asked for something has open and has used; costs in tokens (price.py)."""
+    """Return what each key that has asked for something has open and has used; costs in tokens
+    (price.py)."""
     told, now = [], time.monotonic()
     for number, key in islice(service.numbered_keys(), MAX_STREAMS):
         if (account := service.quota.account(key)) is not None:

@@ -1,7 +1,7 @@
 """The part of a request's span that is about its answer, and the spans below it.
 
-Owns the attributes of generating requests and the names of their phases, and the same figures in the log.
-Must not know how spans reach a collector (http/tracing.py), nor who measured the times.
+Owns the attributes of generating requests and the names of their phases, and the same figures in
+the log. Must not know how spans reach a collector (http/tracing.py), nor who measured the times.
 
     chat tiny                  tokens, latencies                     the request
       accept                   until it was handed to the engine
@@ -86,9 +86,9 @@ class AnswerSpans:
 def _pieces(
     stream: OutputStream, answered: float, latest: float
 ) -> Iterator[tuple[float, float, str, list[int]]]:
-    """Yield begin, end and name of the phases of a choice, one after another, and the requests because of
-    which they took so long. A phase that lies outside of the time between the arrival and `latest` is left
-    out: an engine that reports it is mistaken."""
+    """Yield begin, end and name of the phases of a choice, one after another, and the requests
+    because of which they took so long. A phase that lies outside of the time between the arrival
+    and `latest` is left out: an engine that reports it is mistaken."""
     times = stream.times
     if times.timings is None:
         return
@@ -101,8 +101,9 @@ def _pieces(
 
 
 def attributes_of(info: RequestInfo, now: float) -> dict[str, Any]:
-    """Return the attributes of a request that generated: by the conventions for generative AI, and by vLLM's
-    names where those have none. Of several choices the latencies are those of the first, in seconds."""
+    """Return the attributes of a request that generated: by the conventions for generative AI, and
+    by vLLM's names where those have none. Of several choices the latencies are those of the first,
+    in seconds."""
     streams: list[OutputStream] = info.streams
     first = streams[0]
     prompts = [stream for stream in streams if stream.request.parent is None]

@@ -1,7 +1,8 @@
 """`/v1/live`: the batch while it is computed, for the page at `/`.
 
-Owns who may look and what is told: steps, requests and figures, and nothing of what was said. Must not know
-how the page draws them. While somebody asks the engine notes its steps (ledger.py); nobody asks, it does not.
+Owns who may look and what is told: steps, requests and figures, and nothing of what was said. Must
+not know how the page draws them. While somebody asks the engine notes its steps (ledger.py); nobody
+asks, it does not.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The metrics of a server, as Prometheus reads them: vLLM's names and buckets, and a few of our own.
+"""The metrics of a server, as Prometheus reads them: vLLM's names and buckets, and a few of our
+own.
 
-Owns the numbers and their names; counting one costs a bisection and two additions. Must not know HTTP or the
-engine's workings, nor how the text is written (prometheus.py).
+Owns the numbers and their names; counting one costs a bisection and two additions. Must not know
+HTTP or the engine's workings, nor how the text is written (prometheus.py).
 """
 
 from __future__ import annotations
@@ -107,7 +108,8 @@ HISTOGRAMS = {
     MAX_TOKENS: ("max_tokens of a request", TOKENS),
 }
 
-# counters of the engine (channel.Stats) -> name and help; each restarts from zero with the engine process
+# counters of the engine (channel.Stats) -> name and help; each restarts from zero with the engine
+# process
 ENGINE_COUNTERS = {
     "prompt_tokens": ("vllm:prompt_tokens", "Prompt tokens processed"),
     "generated_tokens": ("vllm:generation_tokens", "Tokens generated"),
@@ -153,8 +155,8 @@ PLACES = (ACCEPTED_AT, STEPS_OF)
 
 @dataclass(frozen=True, slots=True)
 class AdapterFigures:
-    """most: in memory at once. by_name: requests that ended, and tokens of their answers. at_work: names of
-    those that run, and of those that only wait."""
+    """most: in memory at once. by_name: requests that ended, and tokens of their answers. at_work:
+    names of those that run, and of those that only wait."""
 
     most: int
     by_name: Mapping[str, tuple[int, int]]
@@ -163,7 +165,8 @@ class AdapterFigures:
 
 @dataclass(slots=True)
 class Metrics:
-    """All numbers of one server. `engine`: the latest gauges; `counters`: sums over all engine processes."""
+    """All numbers of one server. `engine`: the latest gauges; `counters`: sums over all engine
+    processes."""
 
     histograms: Histograms = field(default_factory=lambda: Histograms(HISTOGRAMS))
     finished: Counter[str] = field(
@@ -190,8 +193,8 @@ class Metrics:
         self.histograms.share(INTER_TOKEN, SAME_BY_OLD_NAME)
 
     def ended(self, stream: OutputStream, now: float) -> None:
-        """One choice has ended, with an answer or an error. Where a stop string ended it, its account comes
-        later."""
+        """One choice has ended, with an answer or an error. Where a stop string ended it, its
+        account comes later."""
         count, times = len(stream.tokens), stream.times
         self.finished[stream.finish or "error"] += 1
         self.goodput.ended(stream, now)
@@ -205,8 +208,8 @@ class Metrics:
             self.histograms.observe(TPOT, (times.last_at - times.first_at) / (count - 1))
 
     def engine_stats(self, values: dict[str, float]) -> None:
-        """Take a Stats message: gauges as they are, counters by what they grew. ValueError for a figure that
-        is none."""
+        """Take a Stats message: gauges as they are, counters by what they grew. ValueError for a
+        figure that is none."""
         if not all(map(isfinite, values.values())) or len(values) > MAX_FIGURES:
             raise ValueError("figures that are none")
         for name, value in values.items():
@@ -224,7 +227,8 @@ class Metrics:
         self.utilisation.engine_lost()
 
     def refuse(self, code: str) -> None:
-        """One request was refused. Codes are stable and few; were there ever more, the rest is one."""
+        """One request was refused. Codes are stable and few; were there ever more, the rest is
+        one."""
         known = code in self.refused or len(self.refused) < MAX_CODES
         self.refused[code if known else "other"] += 1
 
@@ -245,7 +249,8 @@ def render(
     """The Prometheus text.
 
     cache  labels of vllm:cache_config_info
-    keys   by number of a key: what it has open may cost, and what all of its requests have cost, in tokens
+    keys   by number of a key: what it has open may cost, and what all of its requests have cost, in
+           tokens
     """
     exposition = Exposition({"model_name": model, "engine": "0"})
     _expose_engine(exposition, metrics, cache)
@@ -384,7 +389,8 @@ def _expose_engine(exposition: Exposition, metrics: Metrics, cache: dict[str, st
 
 
 def _expose_other_caches(exposition: Exposition, counters: Counter[str], block_size: int) -> None:
-    """Add the figures of the tiers below the KV cache, and of images, which vLLM's dashboards ask for."""
+    """Add the figures of the tiers below the KV cache, and of images, which vLLM's dashboards ask
+    for."""
     hits = (counters["kv_host_hits"] + counters["kv_file_hits"]) * block_size
     queries = hits + counters["kv_tier_misses"] * block_size
     for name, help, value in (

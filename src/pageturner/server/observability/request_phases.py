@@ -66,8 +66,8 @@ MAX_CAUSES = 64
 
 @dataclass(frozen=True, slots=True)
 class RequestPhases:
-    """Moments of one choice, in seconds of one clock. scheduled_at: the first step that computed something of
-    it; first_at and last_at: its tokens, both scheduled_at where there were none."""
+    """Moments of one choice, in seconds of one clock. scheduled_at: the first step that computed
+    something of it; first_at and last_at: its tokens, both scheduled_at where there were none."""
 
     queued_at: float
     scheduled_at: float
@@ -88,9 +88,9 @@ class RequestPhases:
 
 
 def phases_of(times: StreamTimes) -> RequestPhases | None:
-    """None where the engine told nothing of it. One that never ran has spent all of its time in the queue.
-    After a restart the account is that of the last engine: its first step may lie behind the first token,
-    which is then taken for the end of the queue."""
+    """None where the engine told nothing of it. One that never ran has spent all of its time in the
+    queue. After a restart the account is that of the last engine: its first step may lie behind the
+    first token, which is then taken for the end of the queue."""
     timings = times.timings
     if timings is None:
         return None

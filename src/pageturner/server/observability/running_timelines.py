@@ -1,12 +1,15 @@
-"""The account of where the time of a request went so far, while it is under way, and who was in its way.
+"""The account of where the time of a request went so far, while it is under way, and who was in its
+way.
 
-Owns how the engine is asked for an account that is not closed, and what is told where none comes. It is asked
-over the ledger, and answers with its next figures, which come four times a second: so whoever looks costs it
-one copy of an account in each of them, and who does not look nothing. Must not know who measures what
-(telemetry/latency_breakdown.py), nor the timelines of what has ended (timings.py).
+Owns how the engine is asked for an account that is not closed, and what is told where none comes.
+It is asked over the ledger, and answers with its next figures, which come four times a second: so
+whoever looks costs it one copy of an account in each of them, and who does not look nothing. Must
+not know who measures what (telemetry/latency_breakdown.py), nor the timelines of what has ended
+(timings.py).
 
     held             no engine has it yet: there is none, or suspects of a crash are tried first
-    step_under_way   the engine has it, and has not come to it since: the step that runs is in its way
+    step_under_way   the engine has it, and has not come to it since: the step that runs is in its
+                     way
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ class RunningTimelines:
         self._supervisor, self._streams, self._history = supervisor, streams, history
 
     async def find(self, name: str, tenant: str) -> list[dict[str, Any]]:
-        """The timelines of what is under way by this name and is this tenant's, the oldest first."""
+        """The timelines of what is under way by this name and is this tenant's, the oldest
+        first."""
         found = [
             stream
             for id, stream in self._streams.unfinished.items()

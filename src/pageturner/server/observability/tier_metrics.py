@@ -83,7 +83,8 @@ STATES = ("off", "reads", "writes")
 
 
 def told(engine: Mapping[str, float], counters: Mapping[str, int]) -> dict[str, Any]:
-    """Return by tier: hits, blocks stored, errors, blocks and bytes that are there. {} without tiers."""
+    """Return by tier: hits, blocks stored, errors, blocks and bytes that are there. {} without
+    tiers."""
     if "kv_file_state" not in engine:
         return {}
     names = ("hits", "stored", "errors")

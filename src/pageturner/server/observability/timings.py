@@ -1,5 +1,5 @@
-"""The account of where the time of a request went, as a client reads it; and of requests that ended lately,
-their timelines. Those of requests under way are made in running_timelines.py.
+"""The account of where the time of a request went, as a client reads it; and of requests that ended
+lately, their timelines. Those of requests under way are made in running_timelines.py.
 
 Owns the shape of both. Must not know who measures what (telemetry/latency_breakdown.py) or the
 rest of an answer.
@@ -69,8 +69,8 @@ def _ms(seconds: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """The part of a request that is kept. name: what its client knows it by; ended_at: its answer was
-    written.
+    """The part of a request that is kept. name: what its client knows it by; ended_at: its answer
+    was written.
 
     choices  index and times of each; the account of the engine may still be missing in them
     """
@@ -81,10 +81,10 @@ class EndedRequest:
 
 
 class RequestHistory:
-    """Requests by what clients know them by: those under way, and the last that ended. Their timelines are
-    written when somebody asks: what the engine tells late is then in them. A name may be given twice, by two
-    clients of one tenant or of no key at all: neither takes the other's place. Where there are too many, the
-    oldest of the tenant that has most is forgotten."""
+    """Requests by what clients know them by: those under way, and the last that ended. Their
+    timelines are written when somebody asks: what the engine tells late is then in them. A name may
+    be given twice, by two clients of one tenant or of no key at all: neither takes the other's
+    place. Where there are too many, the oldest of the tenant that has most is forgotten."""
 
     def __init__(self, most: int = MAX_KEPT) -> None:
         self._most = most
@@ -136,14 +136,15 @@ class RequestHistory:
         return [times.first_at - times.arrival for times in ended if times.first_at]
 
     def find(self, name: str, tenant: str) -> list[dict[str, Any]] | None:
-        """The timelines of its choices, of several requests of this name one after another; None for what
-        is not there, or not the tenant's."""
+        """The timelines of its choices, of several requests of this name one after another; None
+        for what is not there, or not the tenant's."""
         names = self.names(tenant)
         found = []
         for ended in self._kept.get(tenant, ()):
             for choice, times in ended.choices if ended.name == name else ():
                 if times.timings is not None:
-                    # an engine that was told to abort a stopped request may have gone on behind the answer
+                    # an engine that was told to abort a stopped request may have gone on behind the
+                    # answer
                     end = max(ended.ended_at, times.timings.until)
                     found.append(timeline(choice, times, times.timings, end, names))
         return found or None
@@ -163,7 +164,8 @@ def timeline(
 
 
 def spans_of(times: StreamTimes, timings: Timings, ended_at: float) -> Iterable[Span]:
-    """(start, end, what, request because of which or 0) from its arrival until its answer was written."""
+    """(start, end, what, request because of which or 0) from its arrival until its answer was
+    written."""
     submitted = "step_under_way" if times.engines == 1 else "restart"
     return (
         (times.arrival, times.submitted_at, "accept", 0),

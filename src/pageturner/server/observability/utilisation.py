@@ -1,7 +1,8 @@
-"""Utilisation for Prometheus: what steps computed and read, at what pace, and as shares of this machine.
+"""Utilisation for Prometheus: what steps computed and read, at what pace, and as shares of this
+machine.
 
-Owns the names. What is not known (an engine without a model, limits that nobody measured) is absent, not 0.
-Must not know how anything was counted.
+Owns the names. What is not known (an engine without a model, limits that nobody measured) is
+absent, not 0. Must not know how anything was counted.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ NAMES = tuple(one.name for one in fields(WorkTotals))
 
 @dataclass(slots=True)
 class Utilisation:
-    """total: over all engine processes; lately: between the last two messages with steps between them."""
+    """total: over all engine processes; lately: between the last two messages with steps between
+    them."""
 
     total: WorkTotals = field(default_factory=WorkTotals)
     lately: WorkTotals = field(default_factory=WorkTotals)

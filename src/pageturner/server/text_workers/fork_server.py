@@ -1,8 +1,9 @@
 """A process that does nothing but fork: the mother of the text workers.
 
-It is forked from the server before the server's event loop, connections and threads begin, so that its
-children start within milliseconds, with tokenizer and template in memory already, and inherit nothing of any
-client. Owns that process, and that no child outlives it or it the server. Must not know what its children do.
+It is forked from the server before the server's event loop, connections and threads begin, so that
+its children start within milliseconds, with tokenizer and template in memory already, and inherit
+nothing of any client. Owns that process, and that no child outlives it or it the server. Must not
+know what its children do.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ class ForkServer:
         self.closed = False
 
     def fork(self) -> socket.socket:
-        """Start a child; our end of its socket pair, at which it first says its process id. It closes when
-        the child has ended, or could not be started. OSError when there is no fork server any more."""
+        """Start a child; our end of its socket pair, at which it first says its process id. It
+        closes when the child has ended, or could not be started. OSError when there is no fork
+        server any more."""
         ours, theirs = socket.socketpair()
         try:
             socket.send_fds(self._control, [_FORK], [theirs.fileno()])
@@ -86,8 +88,8 @@ class LastingForkServer:
             return self._present.fork(), self._present
 
     def replace(self, lost: ForkServer) -> None:
-        """Take another one, unless that was done since: the children of `lost` end. OSError where none can be
-        had, or after close."""
+        """Take another one, unless that was done since: the children of `lost` end. OSError where
+        none can be had, or after close."""
         if self._closed:
             raise OSError
         if lost is self._present:
@@ -105,13 +107,15 @@ class LastingForkServer:
 
 
 def _alone(parent: int, kept: socket.socket, work: Callable[[], None]) -> NoReturn:
-    """Return what a process does that was just forked: work, without the files of its parent, and end."""
+    """Return what a process does that was just forked: work, without the files of its parent, and
+    end."""
     code = 1
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         ctypes.CDLL(None).prctl(_PR_SET_NAME, NAME)
         if os.getppid() == parent:  # else it died before this one could be told
-            # the terminal and the service manager signal all processes; the server says when these end
+            # the terminal and the service manager signal all processes; the server says when these
+            # end
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             os.closerange(3, kept.fileno())

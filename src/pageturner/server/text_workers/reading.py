@@ -1,8 +1,8 @@
 """The place where the text of a request is read: here at once, or by a text worker.
 
-Owns that choice. What is small is read in the event loop, within limits that keep it short; everything
-else, and what turns out to be more work, goes to the pool, and is given up when its client leaves. Must not
-know what reading is (text_jobs.py), nor how the pool works.
+Owns that choice. What is small is read in the event loop, within limits that keep it short;
+everything else, and what turns out to be more work, goes to the pool, and is given up when its
+client leaves. Must not know what reading is (text_jobs.py), nor how the pool works.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ WAITING_BODIES = 16  # of the longest ones, in a lane of the pool
 
 
 def start_text_pool(served: ServedModel, config: ServerConfig, memory: MemoryReserve) -> TextPool:
-    """The pool of a server. It forks: call it before the event loop runs. served: all but what the engine
-    says of itself."""
+    """The pool of a server. It forks: call it before the event loop runs. served: all but what the
+    engine says of itself."""
 
     def start() -> ForkServer:
         return ForkServer(worker_of(served, config.text_memory))
@@ -97,7 +97,8 @@ class TextReader:
         return await self._pool.run(job, raw, key)
 
     async def _at_once(self, read: Callable[P, T], *what: P.args, **more: P.kwargs) -> T:
-        """Read it here. What takes a while is one in each round of the event loop, however many have come."""
+        """Read it here. What takes a while is one in each round of the event loop, however many
+        have come."""
         async with self._turn:
             began = time.monotonic()
             try:
@@ -122,8 +123,8 @@ class TextReader:
 
 
 def key_of(scope: Scope) -> str:
-    """Return who takes turns with others: a tenant, or where keys do not tell tenants apart a client's
-    address."""
+    """Return who takes turns with others: a tenant, or where keys do not tell tenants apart a
+    client's address."""
     info: RequestInfo = scope["pageturner"]
     client = scope.get("client")
     return info.tenant or (client[0] if client else "")

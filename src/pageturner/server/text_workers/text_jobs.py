@@ -1,7 +1,7 @@
 """The work on the text of a request, and how its outcome goes from one process to another.
 
-Owns the jobs: a body in, bytes out, the same whether a text worker does them or the server itself. Must not
-know which of the two does one, nor processes and sockets.
+Owns the jobs: a body in, bytes out, the same whether a text worker does them or the server itself.
+Must not know which of the two does one, nor processes and sockets.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 
 class PrefixBody(msgspec.Struct, kw_only=True):
-    """Fields of POST /v1/prefixes and of a line of --preload. The prefix is a prompt, or a conversation
-    without the beginning of an answer."""
+    """Fields of POST /v1/prefixes and of a line of --preload. The prefix is a prompt, or a
+    conversation without the beginning of an answer."""
 
     id: str | None = None
     model: str | None = None
@@ -74,7 +74,8 @@ class PrefixBody(msgspec.Struct, kw_only=True):
 
 
 class ReadPrefix(msgspec.Struct, frozen=True):
-    """A prefix, understood: its tokens as an array of 32 bits each. adapter: its name, None without."""
+    """A prefix, understood: its tokens as an array of 32 bits each. adapter: its name, None
+    without."""
 
     id: str | None
     cache_salt: str | None
@@ -83,8 +84,8 @@ class ReadPrefix(msgspec.Struct, frozen=True):
 
 
 class PackedCall(msgspec.Struct, frozen=True):
-    """A Call without what its choices have in common said once for each. tokens: of each prompt, as arrays of
-    32 bits; max_tokens: of each prompt, the only parameter that differs between them."""
+    """A Call without what its choices have in common said once for each. tokens: of each prompt, as
+    arrays of 32 bits; max_tokens: of each prompt, the only parameter that differs between them."""
 
     body: RequestBody
     tokens: list[bytes]
@@ -98,7 +99,7 @@ class PackedCall(msgspec.Struct, frozen=True):
     answer: AnswerFormat | None
 
 
-# -- calls ---------------------------------------------------------------------------------------------------
+# -- calls -----------------------------------------------------------------------------------------
 def read_call(dialect: Dialect, raw: bytes, served: ServedModel, doing: Doing) -> bytes:
     """A packed call. ClientError for what is wrong with the request."""
     body = dialect.decode(raw, served.limits)
@@ -132,8 +133,8 @@ def pack_call(call: Call) -> bytes:
 
 
 def unpack_call(packed: bytes) -> InParts[Call]:
-    """The call that `pack_call` was given, without those fields; one prompt after another. ClientError where
-    it is none."""
+    """The call that `pack_call` was given, without those fields; one prompt after another.
+    ClientError where it is none."""
     with refusing(_senseless):
         told = msgspec.msgpack.decode(packed, type=PackedCall)
         return (yield from _unpacked(told))
@@ -174,7 +175,7 @@ def _tokens(packed: bytes) -> tuple[int, ...]:
     return tuple(array("I", packed))
 
 
-# -- prefixes ------------------------------------------------------------------------------------------------
+# -- prefixes --------------------------------------------------------------------------------------
 def read_prefix(raw: bytes, served: ServedModel, doing: Doing) -> bytes:
     """A ReadPrefix, as msgpack."""
     most = max(MAX_VALUES, min(served.context, served.capacity) + SMALL)
@@ -187,7 +188,8 @@ def read_prefix(raw: bytes, served: ServedModel, doing: Doing) -> bytes:
 
 
 class KnownPrefix(NamedTuple):
-    """A prefix as it was asked for: its id, its cache salt, its tokens and the name of its adapter."""
+    """A prefix as it was asked for: its id, its cache salt, its tokens and the name of its
+    adapter."""
 
     id: str | None
     salt: str | None
@@ -222,7 +224,7 @@ def prefix_tokens(body: PrefixBody, served: ServedModel) -> tuple[int, ...]:
     return completions.read(call, served).prompts[0]
 
 
-# -- tokens of a text, text of tokens ------------------------------------------------------------------------
+# -- tokens of a text, text of tokens --------------------------------------------------------------
 def tokenize(raw: bytes, served: ServedModel, doing: Doing) -> bytes:
     """The answer of /tokenize."""
     body = convert(raw, TokenizeBody)
@@ -279,7 +281,7 @@ def detokenize(raw: bytes, served: ServedModel, doing: Doing) -> bytes:
     )
 
 
-# -- all of them ---------------------------------------------------------------------------------------------
+# -- all of them -----------------------------------------------------------------------------------
 SPOKEN = (
     chat.CHAT_COMPLETIONS,
     completions.COMPLETIONS,
@@ -304,8 +306,8 @@ PAGES: dict[str, Callable[[bytes, ServedModel, Doing], bytes]] = {
 
 
 def do(name: str, raw: bytes, served: ServedModel, doing: Doing = lambda _: None) -> bytes:
-    """The job of this name: one of PAGES, or the reading of a call in the dialect of this id_prefix. doing:
-    is told what it is about when that changes."""
+    """The job of this name: one of PAGES, or the reading of a call in the dialect of this
+    id_prefix. doing: is told what it is about when that changes."""
     if name in PAGES:
         return PAGES[name](raw, served, doing)
     return read_call(DIALECTS[name], raw, served, doing)

@@ -1,10 +1,12 @@
-"""The text workers as the server sees them: jobs in lanes, a turn for each key, a deadline for each job.
+"""The text workers as the server sees them: jobs in lanes, a turn for each key, a deadline for each
+job.
 
-Owns who waits for a worker, whose turn it is, and the end of a worker that takes too long, whose client has
-left, or that has died: each costs the job that it had, and no other. Must not know what the jobs do.
+Owns who waits for a worker, whose turn it is, and the end of a worker that takes too long, whose
+client has left, or that has died: each costs the job that it had, and no other. Must not know what
+the jobs do.
 
-There are two lanes of one worker each. Jobs of a few kB have one of their own, so that they never wait behind
-large ones; one that turns out to be long after all is begun again in the other lane.
+There are two lanes of one worker each. Jobs of a few kB have one of their own, so that they never
+wait behind large ones; one that turns out to be long after all is begun again in the other lane.
 """
 
 from __future__ import annotations
@@ -53,8 +55,8 @@ _SHUTTING_DOWN = ClientError(503, "shutting_down", "the server is shutting down:
 
 
 def _processor_seconds(pid: int) -> float:
-    """Return what all threads of a process have taken, by the clock that Linux has for it; 0 of one that is
-    gone, which its socket tells."""
+    """Return what all threads of a process have taken, by the clock that Linux has for it; 0 of one
+    that is gone, which its socket tells."""
     try:
         return time.clock_gettime(~pid << 3 | 2)  # clock_getcpuclockid(3)
     except OSError:
@@ -102,7 +104,8 @@ class _Worker:
 
     @classmethod
     async def start(cls, sock: socket.socket) -> _Worker:
-        """The one at the other end. _WorkerEnded when it ended, TimeoutError when it says nothing."""
+        """The one at the other end. _WorkerEnded when it ended, TimeoutError when it says
+        nothing."""
         reader, writer = await asyncio.open_unix_connection(sock=sock)
         try:
             async with asyncio.timeout(START_SECONDS):
@@ -130,8 +133,9 @@ class _Worker:
         return await self.told(memory)
 
     async def told(self, memory: MemoryReserve) -> bytes | None:
-        """The next that it says of its job: the outcome, or None for something on the way. ClientError as the
-        job raised it, _WorkerEnded when it has died, or must; MemoryError where there is none to hear it."""
+        """The next that it says of its job: the outcome, or None for something on the way.
+        ClientError as the job raised it, _WorkerEnded when it has died, or must; MemoryError where
+        there is none to hear it."""
         try:
             kind, number, size = HEAD.unpack(await self.reader.readexactly(HEAD.size))
             if number != self._number or size > self._most:
@@ -268,7 +272,8 @@ class _Lane:
             self._mean += 0.2 * (time.monotonic() - began - self._mean)
 
     async def _do(self, one: _TextJob) -> bytes:
-        """The outcome. TimeoutError when it takes too long, _WorkerEnded when its worker has died."""
+        """The outcome. TimeoutError when it takes too long, _WorkerEnded when its worker has
+        died."""
         worker = await self._ready_worker()
         deadline = time.monotonic() + self._seconds
         left = asyncio.ensure_future(one.left.wait())
@@ -293,8 +298,9 @@ class _Lane:
     async def _until(
         self, news: set[asyncio.Future[Any]], worker: _Worker, deadline: float
     ) -> None:
-        """Wait for the first of `news`. TimeoutError at the deadline, or when the check of a grammar has had
-        its time of a processor: by the clock a busy machine would refuse what a quiet one takes."""
+        """Wait for the first of `news`. TimeoutError at the deadline, or when the check of a
+        grammar has had its time of a processor: by the clock a busy machine would refuse what a
+        quiet one takes."""
         checked = _processor_seconds(worker.pid) if worker.doing == GRAMMAR else None
         while True:
             patience = deadline - time.monotonic()
@@ -350,7 +356,8 @@ class _Lane:
             self._worker.close()
 
     def _died(self, one: _TextJob, ended: _WorkerEnded) -> None:
-        """Its worker has. Somebody else may have killed it: the job has a second one, and then is refused."""
+        """Its worker has. Somebody else may have killed it: the job has a second one, and then is
+        refused."""
         if isinstance(ended, _WorkerBroke) and self._worker is not None:
             self._forks.kill(self._worker.pid)
             message = "the process that read this request broke: ask again"
@@ -377,7 +384,8 @@ class TextPool:
     start    makes the fork server, at once and whenever it was lost
     seconds  that one job may take
     memory   of the server; None: it has a reserve of its own
-    most     bytes of the jobs that may wait in a lane, of all keys together, each with WEIGHT beside its body
+    most     bytes of the jobs that may wait in a lane, of all keys together, each with WEIGHT
+             beside its body
     """
 
     def __init__(
@@ -395,8 +403,9 @@ class TextPool:
         self._small = _Lane(self._forks, min(SMALL_SECONDS, seconds), memory, self._large)
 
     async def run(self, job: Job, raw: bytes, key: str) -> bytes:
-        """Its outcome. Keys take turns. ClientError: what the job says; 503 busy when too many wait; 400
-        too_expensive or grammar_too_expensive. Cancelled, it costs nobody anything any more."""
+        """Its outcome. Keys take turns. ClientError: what the job says; 503 busy when too many
+        wait; 400 too_expensive or grammar_too_expensive. Cancelled, it costs nobody anything any
+        more."""
         told = msgspec.msgpack.encode(job)
         one = _TextJob(key, told, raw, job.most, asyncio.get_running_loop().create_future())
         lane = self._small if len(raw) <= SMALL_JOB else self._large
@@ -420,8 +429,8 @@ class TextPool:
         await self._large.close()
 
     def _make_room(self, lane: _Lane, one: _TextJob) -> None:
-        """The tenant that has most waiting loses the newest of it, where it would be too much. ClientError
-        503 when that is who asks."""
+        """The tenant that has most waiting loses the newest of it, where it would be too much.
+        ClientError 503 when that is who asks."""
         own = _weight([one])
         while lane.jobs and lane.weight + own > self._most:
             weight, key = lane.largest()

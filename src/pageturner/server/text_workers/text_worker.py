@@ -1,8 +1,8 @@
 """A process that reads requests for the server: one job at a time, within limits.
 
-Owns its memory limit, its end when it has grown, and the frames that it exchanges with the server: a byte
-that says what it is, the number of the job that it belongs to and a length, of four bytes each, and the
-content. Must not know which jobs there are (text_jobs.py) nor who asks for one.
+Owns its memory limit, its end when it has grown, and the frames that it exchanges with the server:
+a byte that says what it is, the number of the job that it belongs to and a length, of four bytes
+each, and the content. Must not know which jobs there are (text_jobs.py) nor who asks for one.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def facts_of(served: ServedModel) -> Facts:
 
 
 def worker_of(served: ServedModel, memory: int) -> Callable[[socket.socket], None]:
-    """Return what a worker does with its socket. served: all but what the engine says; memory: bytes that it
-    may take beyond those that it starts with."""
+    """Return what a worker does with its socket. served: all but what the engine says; memory:
+    bytes that it may take beyond those that it starts with."""
     template = served.template and served.template.within(TemplateLimits())
 
     def work(sock: socket.socket) -> None:

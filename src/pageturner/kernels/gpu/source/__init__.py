@@ -1,1 +1,2 @@
-"""The kernels in Triton's language. Read when they are compiled or interpreted, never by the product."""
+"""The kernels in Triton's language. Read when they are compiled or interpreted, never by the
+product."""

@@ -1,12 +1,13 @@
-"""Attention over block tables. Tiles of KV begin at absolute positions that are multiples of BLOCK_T.
+"""Attention over block tables. Tiles of KV begin at absolute positions that are multiples of
+BLOCK_T.
 
-A tile of rows holds rows of one sequence with query heads that share a KV head. The partials of a segment of
-256 positions (m, l, acc: the maximum, the sum of exponentials, and the sum of values, as FlashAttention calls
-them) are computed on their own and merged from the first to the last. Long chunks of a prompt have one program
-for all segments (WHOLE). Few rows have a program for each segment, and the one that finishes last merges all
-of them. A position that a row does not see leaves its partials as they were, bit for bit, so the other rows
-of its tile cannot matter; sums over positions are matrix products, whose order is that of the instruction,
-and not of a layout.
+A tile of rows holds rows of one sequence with query heads that share a KV head. The partials of a
+segment of 256 positions (m, l, acc: the maximum, the sum of exponentials, and the sum of values, as
+FlashAttention calls them) are computed on their own and merged from the first to the last. Long
+chunks of a prompt have one program for all segments (WHOLE). Few rows have a program for each
+segment, and the one that finishes last merges all of them. A position that a row does not see
+leaves its partials as they were, bit for bit, so the other rows of its tile cannot matter; sums
+over positions are matrix products, whose order is that of the instruction, and not of a layout.
 """
 # ruff: noqa: E741
 
@@ -26,10 +27,11 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def bytes_of(value, R: tl.constexpr):
-    """The same bytes, copied by an instruction that is not pure. Triton's search for the loads of an operand
-    stops there. Where it finds bytes, it gives an instruction of one warp the columns 0, 1, 4, 5, ... of 32
-    instead of 16 neighbours (kWidth 4), and few rows would be summed in another order than many. 64 rows on
-    sm_100 have operands in shared memory alone, and a pipeline that does not take such an instruction."""
+    """The same bytes, copied by an instruction that is not pure. Triton's search for the loads of
+    an operand stops there. Where it finds bytes, it gives an instruction of one warp the columns 0,
+    1, 4, 5, ... of 32 instead of 16 neighbours (kWidth 4), and few rows would be summed in another
+    order than many. 64 rows on sm_100 have operands in shared memory alone, and a pipeline that
+    does not take such an instruction."""
     copied = value
     if not (R >= 64 and cuda_capability_geq(10, 0)) or cuda_capability_geq(12, 0):
         copied = tl.inline_asm_elementwise(
@@ -43,10 +45,11 @@ def load_heads(
     kv, scales, slot, head, heads, stride, dim, d, KIND: tl.constexpr, COMPUTE: tl.constexpr,
     R: tl.constexpr,
 ):  # fmt: skip
-    """Load the elements d, those below `dim`, of one head of each slot [positions, D] in the type that
-    products are computed in. Heads are `stride` apart."""
+    """Load the elements d, those below `dim`, of one head of each slot [positions, D] in the type
+    that products are computed in. Heads are `stride` apart."""
     index = slot * heads + head
-    # pointers of rows in one dimension: threads share them, where [:, None] earlier lets each compute its own
+    # pointers of rows in one dimension: threads share them, where [:, None] earlier lets each
+    # compute its own
     rows = kv + index.to(tl.int64) * stride
     value = tl.load(rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0)
     if KIND == "int8" or KIND == "fp8_e4m3":
@@ -73,7 +76,8 @@ def load_heads(
 
 @triton.jit
 def finite(m):
-    """Return 0 in place of the maximum of nothing, which is -inf: 2^(-inf - 0) is 0, and not a NaN."""
+    """Return 0 in place of the maximum of nothing, which is -inf: 2^(-inf - 0) is 0, and not a
+    NaN."""
     return tl.where(m == float("-inf"), 0.0, m)
 
 
@@ -125,8 +129,8 @@ def store_out(
 @triton.jit
 def block_of(position, inverse, shift, MANY: tl.constexpr):
     """Return the block of a position, as `steps.inverse_of` says. Products of 32 bits take fewer
-    instructions. With 64 bits the compiler lets threads share their slots, which takes fewer still where a
-    tile has few rows."""
+    instructions. With 64 bits the compiler lets threads share their slots, which takes fewer still
+    where a tile has few rows."""
     if MANY:
         high = tl.umulhi((position + position).to(tl.uint32), inverse.to(tl.uint32) << 7)
         block = (high >> (shift - 24)).to(tl.int32)
@@ -142,9 +146,10 @@ def attend_tile(
     soft_cap, valid, d, m, l, acc, KIND: tl.constexpr, BLOCK_T: tl.constexpr, ROTARY: tl.constexpr,
 ):  # fmt: skip
     """The partial (m, l, acc) of R rows with the positions of one tile more. first [R]: the first
-    position that a row sees; lowest and last: the first and the last one that any row of the tile sees, and
-    every_first and every_last those that all of them see. What no row sees is read of the nearest that one
-    does. A block has `block` positions; `inverse` and `shift` divide by it (`steps.inverse_of`)."""
+    position that a row sees; lowest and last: the first and the last one that any row of the tile
+    sees, and every_first and every_last those that all of them see. What no row sees is read of the
+    nearest that one does. A block has `block` positions; `inverse` and `shift` divide by it
+    (`steps.inverse_of`)."""
     ones = tl.full((BLOCK_T, 16), 1.0, tl.float32).to(q.dtype)
     j = start + tl.arange(0, BLOCK_T)
     there = tl.minimum(tl.maximum(j, lowest), last)
@@ -186,7 +191,8 @@ def attend_tile(
 
 @triton.jit
 def partials(maxes_sums, accs, at, apart, count, there, d, D: tl.constexpr):
-    """The partials of four segments, of which `count` are there, from the cache that all programs share."""
+    """The partials of four segments, of which `count` are there, from the cache that all programs
+    share."""
     return (
         partial(maxes_sums, accs, at, there & (count > 0), d, D),
         partial(maxes_sums, accs, at + apart, there & (count > 1), d, D),
@@ -216,8 +222,8 @@ def all_merged(m, l, acc, parts):
 def merge(
     works, maxes_sums, accs, out, sinks, has_sinks, kv_head, kv_heads, heads, dim, part, D: tl.constexpr,
 ):  # fmt: skip
-    """All partials of a tile, from the first to the last, whoever computed them. MERGED of its rows and heads
-    at once: most tiles have no more, and 16 at once would take several times as long."""
+    """All partials of a tile, from the first to the last, whoever computed them. MERGED of its rows
+    and heads at once: most tiles have no more, and 16 at once would take several times as long."""
     row0, count, head0 = tl.load(works + 1), tl.load(works + 2), tl.load(works + 3)
     segments, first = tl.load(works + 5), tl.load(works + 6)
     mine = tl.minimum(part, heads // kv_heads - head0)
@@ -245,8 +251,8 @@ def merge(
 
 @triton.jit
 def queries(q, d, mixed_dim, dim, valid, scale, COMPUTE: tl.constexpr, ROTARY: tl.constexpr):
-    """Load and scale the elements d of the queries q [R, 1] of a tile, those below `mixed_dim`, and those
-    behind it where it is not `dim`."""
+    """Load and scale the elements d of the queries q [R, 1] of a tile, those below `mixed_dim`, and
+    those behind it where it is not `dim`."""
     query = tl.load(q + d[None, :], mask=valid[:, None] & (d[None, :] < mixed_dim), other=0.0)
     query = (query * (scale * LOG2E)).to(COMPUTE)
     turned = query
@@ -266,12 +272,13 @@ def attend(
     chunked, scale, soft_cap, KIND: tl.constexpr, COMPUTE: tl.constexpr, WHOLE: tl.constexpr, R: tl.constexpr,
     D: tl.constexpr, BLOCK_T: tl.constexpr, ROTARY: tl.constexpr,
 ):  # fmt: skip
-    """q fp32 [T, heads * dim], rows `stride` apart. works [n, 8], as in `steps.Works`: where the block ids of
-    its sequence begin in `blocks`, first row, rows, first head of the group; and if not WHOLE which segment
-    of its tile, how many the tile has, first partial of the tile, counter. A tile has at most `part` heads of
-    a group. Grid: kv_heads * n. A work of no rows does nothing. Partials of a KV head lie beside each other:
-    maxes_sums [P * kv_heads, 2], accs [P * kv_heads, D]. arrived int32 [counters, kv_heads] is 0 before and
-    after. Of long chunks the last tile is first: it takes longest. Absent rows see what the first does."""
+    """q fp32 [T, heads * dim], rows `stride` apart. works [n, 8], as in `steps.Works`: where the
+    block ids of its sequence begin in `blocks`, first row, rows, first head of the group; and if
+    not WHOLE which segment of its tile, how many the tile has, first partial of the tile, counter.
+    A tile has at most `part` heads of a group. Grid: kv_heads * n. A work of no rows does nothing.
+    Partials of a KV head lie beside each other: maxes_sums [P * kv_heads, 2], accs [P * kv_heads,
+    D]. arrived int32 [counters, kv_heads] is 0 before and after. Of long chunks the last tile is
+    first: it takes longest. Absent rows see what the first does."""
     wait()
     kv_head, work = tl.program_id(0) % kv_heads, tl.program_id(0) // kv_heads
     work = tl.num_programs(0) // kv_heads - 1 - work if WHOLE else work

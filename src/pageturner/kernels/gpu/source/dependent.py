@@ -1,9 +1,10 @@
 """Programmatic dependent launch: a kernel may begin while the one in front of it still runs.
 
-A kernel that is launched so must call `wait` in all threads before it reads what an earlier kernel wrote, and
-before it writes anything: the one in front may still read it. `compile_kernels.py` refuses a kernel that does
-either too early. What nobody writes, the weights, may be asked for before. Devices before sm_90, and the
-interpreter, know nothing of this: there these calls do nothing.
+A kernel that is launched so must call `wait` in all threads before it reads what an earlier kernel
+wrote, and before it writes anything: the one in front may still read it. `compile_kernels.py`
+refuses a kernel that does either too early. What nobody writes, the weights, may be asked for
+before. Devices before sm_90, and the interpreter, know nothing of this: there these calls do
+nothing.
 """
 
 import triton
@@ -16,16 +17,17 @@ LINE = tl.constexpr(64)  # bytes of a request
 
 @triton.jit
 def launch_dependents():
-    """The next kernel may begin as soon as every program of this one has called this or ended. It takes no
-    multiprocessor from programs of this one, all of which have begun by then, so it is called first."""
+    """The next kernel may begin as soon as every program of this one has called this or ended. It
+    takes no multiprocessor from programs of this one, all of which have begun by then, so it is
+    called first."""
     if cuda_capability_geq(9, 0):
         gdc_launch_dependents()
 
 
 @triton.jit
 def wait():
-    """Wait until the kernels in front have ended and what they wrote can be read. As each of them waits too,
-    all that came before them have ended."""
+    """Wait until the kernels in front have ended and what they wrote can be read. As each of them
+    waits too, all that came before them have ended."""
     if cuda_capability_geq(9, 0):
         gdc_wait()
 
@@ -39,9 +41,9 @@ def start_dependent():
 
 @triton.jit
 def prefetch(w, rows, K, first, end, BYTES: tl.constexpr):
-    """Ask for the beginning of some rows of a weight [N, K], from column `first` on and before `end`, some
-    BYTES in all, by requests of LINE bytes: they come into the L2 cache while the kernel in front ends. K,
-    first and end are multiples of 16."""
+    """Ask for the beginning of some rows of a weight [N, K], from column `first` on and before
+    `end`, some BYTES in all, by requests of LINE bytes: they come into the L2 cache while the
+    kernel in front ends. K, first and end are multiples of 16."""
     if cuda_capability_geq(9, 0) and BYTES > 0:
         COUNT: tl.constexpr = rows.shape[0]
         WIDTH: tl.constexpr = w.dtype.element_ty.primitive_bitwidth // 8

@@ -1,4 +1,5 @@
-"""Mixtures of experts: the choice of each row, rows grouped by expert, products of each group, their sum.
+"""Mixtures of experts: the choice of each row, rows grouped by expert, products of each group,
+their sum.
 
 Nothing here depends on how many rows chose an expert but which tile of a product a row is in.
 """
@@ -12,8 +13,8 @@ from pageturner.kernels.gpu.source.products import dense_part
 from pageturner.kernels.gpu.source.sampling import keys_of
 
 LANES = tl.constexpr(256)  # experts that are looked through at once
-# What an entry of a table of weights has: addresses of the weight or of its integers, which come first, and
-# what else belongs to it; and the integer that stands for zero. As experts.py says.
+# What an entry of a table of weights has: addresses of the weight or of its integers, which come
+# first, and what else belongs to it; and the integer that stands for zero. As experts.py says.
 FIELDS, HIGH, SCALE, LOW = tl.constexpr(8), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 BIAS, ZERO = tl.constexpr(4), tl.constexpr(5)
 
@@ -22,7 +23,8 @@ BIAS, ZERO = tl.constexpr(4), tl.constexpr(5)
 def route(
     logits, ids, weights, experts, top_k, normalise, factor, SIGMOID: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The top_k experts of a row by (logit descending, id ascending), ascending by id. Grid: rows."""
+    """The top_k experts of a row by (logit descending, id ascending), ascending by id. Grid:
+    rows."""
     start_dependent()
     row = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK)
@@ -51,8 +53,8 @@ def route(
 
 @triton.jit
 def group_rows(ids, order, bounds, count, experts, BLOCK: tl.constexpr):
-    """order [count]: the indices of ids [count] by (expert, index). bounds [experts + 1]: where the indices
-    of each expert begin. Grid: experts."""
+    """order [count]: the indices of ids [count] by (expert, index). bounds [experts + 1]: where the
+    indices of each expert begin. Grid: experts."""
     start_dependent()
     expert = tl.program_id(0)
     before = tl.zeros((BLOCK,), tl.int32)
@@ -74,16 +76,17 @@ def group_rows(ids, order, bounds, count, experts, BLOCK: tl.constexpr):
 
 @triton.jit
 def begin_of(bounds, expert, by_head):
-    """Return where the places of an expert begin; a head has one place for each of `by_head` rows."""
+    """Return where the places of an expert begin; a head has one place for each of `by_head`
+    rows."""
     return expert * by_head if by_head > 0 else tl.load(bounds + expert)
 
 
 @triton.jit
 def tile_of(bounds, experts, by_head, TILE: tl.constexpr):
-    """The expert of program_id(1), the first place of its tile, and the end of the expert's places. The tiles
-    of an expert begin at the smaller of two numbers: its first place, or as many whole tiles as fit before
-    that and one for each expert before it. Either leaves room for all tiles before it, so nothing is listed;
-    a tile that is none begins at the end or behind it."""
+    """The expert of program_id(1), the first place of its tile, and the end of the expert's places.
+    The tiles of an expert begin at the smaller of two numbers: its first place, or as many whole
+    tiles as fit before that and one for each expert before it. Either leaves room for all tiles
+    before it, so nothing is listed; a tile that is none begins at the end or behind it."""
     slot = tl.program_id(1)
     before = tl.zeros((LANES,), tl.int32)
     for e0 in range(0, experts, LANES):
@@ -98,7 +101,8 @@ def tile_of(bounds, experts, by_head, TILE: tl.constexpr):
 
 @triton.jit
 def rows_of(order, expert, first, end, experts, by_head, shared, x_rows, TILE: tl.constexpr):
-    """Return the rows of the output of a tile and those of x; behind the last row of x where there is none."""
+    """Return the rows of the output of a tile and those of x; behind the last row of x where there
+    is none."""
     place = first + tl.arange(0, TILE)
     if by_head > 0:
         index = (place - expert * by_head) * experts + expert
@@ -109,8 +113,8 @@ def rows_of(order, expert, first, end, experts, by_head, shared, x_rows, TILE: t
 
 @triton.jit
 def address_of(entry, field, kind: tl.constexpr):
-    """The field of an entry as a pointer to this kind, where an array begins: of an address out of memory the
-    compiler cannot know that."""
+    """The field of an entry as a pointer to this kind, where an array begins: of an address out of
+    memory the compiler cannot know that."""
     return tl.multiple_of(tl.load(entry + field).to(tl.pointer_type(kind)), 16)
 
 
@@ -131,10 +135,11 @@ def gemm(
     x, table, order, bounds, out, shared, N, K, chunk, parts, x_rows, experts, halves, by_head, stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Row i of out = row i // shared of x times the weights of its expert, one behind the other, plus their
-    biases. table [experts, halves, FIELDS]: addresses, multiples of 16 bytes, of each weight; 0: one of
-    another kind. by_head > 0: expert h has row t * experts + h for each of so many t; else what `group_rows`
-    gave. Rows of out are `stride` apart. Grid: N tiles of each half, tiles as `tile_of` counts them."""
+    """Row i of out = row i // shared of x times the weights of its expert, one behind the other,
+    plus their biases. table [experts, halves, FIELDS]: addresses, multiples of 16 bytes, of each
+    weight; 0: one of another kind. by_head > 0: expert h has row t * experts + h for each of so
+    many t; else what `group_rows` gave. Rows of out are `stride` apart. Grid: N tiles of each half,
+    tiles as `tile_of` counts them."""
     start_dependent()
     expert, first, end = tile_of(bounds, experts, by_head, BLOCK_M)
     if first < end:
@@ -165,7 +170,8 @@ def group_gemm(
     SCALES: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`gemm` of weights in groups, or in fp8. sums: of the groups of x, where any weight has lows."""
+    """`gemm` of weights in groups, or in fp8. sums: of the groups of x, where any weight has
+    lows."""
     start_dependent()
     expert, first, end = tile_of(bounds, experts, by_head, BLOCK_M)
     if first < end:
@@ -207,8 +213,9 @@ def weigh_rows(x, weights, out, d, top_k, BLOCK: tl.constexpr):
 
 @triton.jit
 def add_experts(x, y, weights, out, weighed, d, top_k, BLOCK: tl.constexpr):
-    """x plus weights[t, j] * y[t * top_k + j], from the first expert to the last; each product is rounded.
-    weighed: weights are 1, since they were applied to what went in. Grid: rows, tiles of d."""
+    """x plus weights[t, j] * y[t * top_k + j], from the first expert to the last; each product is
+    rounded. weighed: weights are 1, since they were applied to what went in. Grid: rows, tiles of
+    d."""
     start_dependent()
     t = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -1,5 +1,5 @@
-"""Products of activations [M, K] with a weight [N, K] whose elements have 4, 5 or 8 bits, transposed: the
-elements become bf16 in registers and go from there to the matrix unit.
+"""Products of activations [M, K] with a weight [N, K] whose elements have 4, 5 or 8 bits,
+transposed: the elements become bf16 in registers and go from there to the matrix unit.
 
 How they lie: `weights.Groups`. Bits of a row do not depend on M, as in `products`.
 """
@@ -34,7 +34,8 @@ def shifted(words, step, COUNT: tl.constexpr):
 
 @triton.jit
 def nibbles(words, above, magic, less, BITS: tl.constexpr):
-    """The pairs of the integers of words [.., 1] plus `less`: the bits 0x4300 + q (magic) are 128 + q."""
+    """The pairs of the integers of words [.., 1] plus `less`: the bits 0x4300 + q (magic) are 128 +
+    q."""
     bits = shifted(words, 4, 4) & 0x000F000F
     if BITS == 5:
         bits |= (shifted(above, 1, 4) & 0x00010001) << 4
@@ -43,8 +44,8 @@ def nibbles(words, above, magic, less, BITS: tl.constexpr):
 
 @triton.jit
 def octets(words, magic):
-    """The pairs of the integers of words [.., 1]: 0x4300 + the lower seven bits are 128 more than those, and
-    less 128, or 256 = 0x4380 if the eighth is set."""
+    """The pairs of the integers of words [.., 1]: 0x4300 + the lower seven bits are 128 more than
+    those, and less 128, or 256 = 0x4380 if the eighth is set."""
     bits = shifted(words, 8, 2)
     less = (bits & 0x00800080) | (0xC300C300 - 0x100000000)
     return fma_pairs((bits & 0x007F007F) | magic, 0x3F803F80, less)
@@ -52,8 +53,8 @@ def octets(words, magic):
 
 @triton.jit
 def eights(words):
-    """The pairs of the e4m3 of words [.., 1]: sign, exponent and mantissa in their places are 2^-120 of it,
-    subnormals too."""
+    """The pairs of the e4m3 of words [.., 1]: sign, exponent and mantissa in their places are
+    2^-120 of it, subnormals too."""
     bits = words << (8 - 8 * tl.reshape(tl.arange(0, 2), (1, 1, 1, 2)))
     fields = ((bits >> 4) & 0x07F007F0) | (bits & (0x80008000 - 0x100000000))
     return fma_pairs(fields, 0x7B807B80, 0x80008000 - 0x100000000)
@@ -61,7 +62,8 @@ def eights(words):
 
 @triton.jit
 def elements(words, above, magic, less, BITS: tl.constexpr, FP8: tl.constexpr):
-    """The elements of words [BLOCK_N, 4, halves, 1] as bf16, exactly, in the order of the columns."""
+    """The elements of words [BLOCK_N, 4, halves, 1] as bf16, exactly, in the order of the
+    columns."""
     ROWS: tl.constexpr = words.shape[0]
     HALVES: tl.constexpr = words.shape[2]
     STEPS: tl.constexpr = 2 if BITS == 8 else 4
@@ -85,7 +87,8 @@ def unit(flat, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def fifths(bits):
-    """Words, each with the fifth bits of four words of a thread, for each of those: at bit i + 16 p."""
+    """Words, each with the fifth bits of four words of a thread, for each of those: at bit i + 16
+    p."""
     COUNT: tl.constexpr = bits.shape[0]
     by = tl.reshape(8 * tl.arange(0, 4), (1, 4))
     mine = (
@@ -141,8 +144,8 @@ def scaled(total, dots, sums, scales, lows, AT: tl.constexpr, LOW: tl.constexpr)
 
 @triton.jit
 def places(n0, N, size, BLOCK_N: tl.constexpr, EACH: tl.constexpr):
-    """Return the offsets at which the first EACH elements of each block of 16 rows of a tile lie, a block
-    having `size` of them; behind the last block that one again."""
+    """Return the offsets at which the first EACH elements of each block of 16 rows of a tile lie, a
+    block having `size` of them; behind the last block that one again."""
     e = tl.arange(0, BLOCK_N // 16 * EACH)
     block = tl.minimum(n0 * (BLOCK_N // 16) + e // EACH, tl.cdiv(N, 16) - 1)
     return block.to(tl.int64) * size + e % EACH
@@ -150,7 +153,8 @@ def places(n0, N, size, BLOCK_N: tl.constexpr, EACH: tl.constexpr):
 
 @triton.jit
 def scale_places(n0, N, size, BLOCK_N: tl.constexpr, EACH: tl.constexpr):
-    """Return the offsets of scales, [BLOCK_N / 16, row % 8, thread, EACH]: four threads have the same rows."""
+    """Return the offsets of scales, [BLOCK_N / 16, row % 8, thread, EACH]: four threads have the
+    same rows."""
     block = n0 * (BLOCK_N // 16) + tl.arange(0, BLOCK_N // 16)[:, None, None, None]
     found = tl.minimum(block, tl.cdiv(N, 16) - 1).to(tl.int64) * size
     found += tl.arange(0, 8)[None, :, None, None] * EACH + tl.arange(0, 4)[None, None, :, None] * 0
@@ -259,12 +263,12 @@ def groups(
     SUMS: tl.constexpr, AHEAD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Weights in groups of GROUP columns: value = scale * (q - zero) + low. The integers are exact in the
-    type of x; scales are applied to the sum of a group. GROUP 0: value = scale * q with q in e4m3 and a scale
-    for each row. SUMS: those of the groups of x, which lows are multiplied with, are in `sums`, else they are
-    computed here. A program computes one part, or all where WHOLE and the grid say so. If it is one of
-    several, they have `partial` [parts, M, N] and a counter for each tile. Grid: tiles of M and N, parts or
-    1."""
+    """Weights in groups of GROUP columns: value = scale * (q - zero) + low. The integers are exact
+    in the type of x; scales are applied to the sum of a group. GROUP 0: value = scale * q with q in
+    e4m3 and a scale for each row. SUMS: those of the groups of x, which lows are multiplied with,
+    are in `sums`, else they are computed here. A program computes one part, or all where WHOLE and
+    the grid say so. If it is one of several, they have `partial` [parts, M, N] and a counter for
+    each tile. Grid: tiles of M and N, parts or 1."""
     launch_dependents()
     m0, n0 = place(M, N, BLOCK_M, BLOCK_N)
     n = n0 * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -307,8 +311,8 @@ def gated_groups(
     BITS: tl.constexpr, GROUP: tl.constexpr, SUMS: tl.constexpr, AHEAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """SiLU(x gate^T) * (x up^T) of a weight [2 N, K] of gate and up: bit for bit what `groups` in one part
-    and `gated` behind it give. N is a multiple of 16. Grid: tiles of M and N."""
+    """SiLU(x gate^T) * (x up^T) of a weight [2 N, K] of gate and up: bit for bit what `groups` in
+    one part and `gated` behind it give. N is a multiple of 16. Grid: tiles of M and N."""
     launch_dependents()
     m0, n0 = place(M, N, BLOCK_M, BLOCK_N)
     n = n0 * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -336,9 +340,9 @@ def gated_groups(
 
 @triton.jit
 def group_sums(x, sums, M, K, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, SPAN: tl.constexpr):
-    """Sums of the groups of each row, fp32 [M, K in multiples of 256 / GROUP]: products with ones, by the
-    matrix unit, as `groups` computes those of few rows. At most 16 groups are in SPAN columns. Grid: tiles of
-    M, of SPAN columns."""
+    """Sums of the groups of each row, fp32 [M, K in multiples of 256 / GROUP]: products with ones,
+    by the matrix unit, as `groups` computes those of few rows. At most 16 groups are in SPAN
+    columns. Grid: tiles of M, of SPAN columns."""
     start_dependent()
     COUNT: tl.constexpr = SPAN // GROUP
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)

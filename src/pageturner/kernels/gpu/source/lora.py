@@ -1,12 +1,13 @@
 """LoRA adapters: beside a product W x stands B (A x), for the rows of each adapter.
 
-A tile is up to BLOCK_M rows of one adapter. tiles [n, 4]: number of the adapter, where its rows begin in
-`rows`, how many (0: nothing), unused. bases: addresses of adapters, each of which begins with its records,
-int64 [4] for each product that can be adapted: bytes from there to A and to B, rank (0: not adapted), and
-the bits of the scale. A [rank, K]; B [N, rank], its rows padded with zeros to multiples of 8.
+A tile is up to BLOCK_M rows of one adapter. tiles [n, 4]: number of the adapter, where its rows
+begin in `rows`, how many (0: nothing), unused. bases: addresses of adapters, each of which begins
+with its records, int64 [4] for each product that can be adapted: bytes from there to A and to B,
+rank (0: not adapted), and the bits of the scale. A [rank, K]; B [N, rank], its rows padded with
+zeros to multiples of 8.
 
-Bits of a row depend on the row and its adapter alone: there is one height of tiles, parts of K follow from K,
-and they are added from the first to the last, by whoever adds them.
+Bits of a row depend on the row and its adapter alone: there is one height of tiles, parts of K
+follow from K, and they are added from the first to the last, by whoever adds them.
 """
 
 import triton
@@ -29,8 +30,9 @@ def shrink(
     FACTOR: tl.constexpr, COMPUTE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """h = A x of the fields entry, entry + 1 ...: fp32 [programs of parts, height, width], a row for each row
-    of a tile. A field has `most` blocks of ranks. Grid: tiles, fields * most, programs of `each` parts."""
+    """h = A x of the fields entry, entry + 1 ...: fp32 [programs of parts, height, width], a row
+    for each row of a tile. A field has `most` blocks of ranks. Grid: tiles, fields * most, programs
+    of `each` parts."""
     start_dependent()
     tile = tiles + 4 * tl.program_id(0)
     count = tl.load(tile + 2)
@@ -68,9 +70,9 @@ def expand(
     FACTOR: tl.constexpr, COMPUTE: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """y += scale * B h, where the outputs of up to three fields (n0, n1, n2 of them) lie side by side in y.
-    The `parts` of h, at most PARTS, are summed first, and rounded to COMPUTE. Grid: tiles of the columns of
-    all fields, tiles."""
+    """y += scale * B h, where the outputs of up to three fields (n0, n1, n2 of them) lie side by
+    side in y. The `parts` of h, at most PARTS, are summed first, and rounded to COMPUTE. Grid:
+    tiles of the columns of all fields, tiles."""
     start_dependent()
     tile = tiles + 4 * tl.program_id(1)
     count = tl.load(tile + 2)
@@ -117,7 +119,8 @@ def pick(
     tokens, chosen, rows, tiles, bases, h, entry, width, FACTOR: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """h of the embedding: rows of its A, which is [V, rank], by token. Grid: tiles, blocks of ranks."""
+    """h of the embedding: rows of its A, which is [V, rank], by token. Grid: tiles, blocks of
+    ranks."""
     start_dependent()
     tile = tiles + 4 * tl.program_id(0)
     count = tl.load(tile + 2)

@@ -1,22 +1,23 @@
 """Products of many rows with a weight [N, K] transposed on sm_90, in Gluon. Bits are those of
 `products.dense`.
 
-A persistent program: one warp fetches boxes of x and of the weight by TMA into a ring of STAGES, and WARPS
-warps multiply. Each stage has two barriers. `full` completes its n-th phase when the boxes of the n-th use of
-the stage are there; `empty` completes its n-th phase when the n-th use is over. Use n of a stage is step
-i = n * STAGES + stage of the program; so
+A persistent program: one warp fetches boxes of x and of the weight by TMA into a ring of STAGES,
+and WARPS warps multiply. Each stage has two barriers. `full` completes its n-th phase when the
+boxes of the n-th use of the stage are there; `empty` completes its n-th phase when the n-th use is
+over. Use n of a stage is step i = n * STAGES + stage of the program; so
 
     the warps that multiply wait for phase n of full:   parity (i // STAGES) & 1
-    the warp that fetches waits for phase n - 1 of empty: parity ((i // STAGES) & 1) ^ 1, which a new barrier
+    the warp that fetches waits for phase n - 1 of empty: parity ((i // STAGES) & 1) ^ 1, which a
+    new barrier
                                                           passes
 
-Both go through the same steps i of the same tiles, whatever M, N and K are, so neither waits for a phase that
-nobody completes. A matrix instruction goes on reading its stage after it was issued: a stage is given back
-when the step behind it was issued and all before that one are done, the last one when all are done. TMA reads
-zeros behind the last row or column, and writes nothing there.
+Both go through the same steps i of the same tiles, whatever M, N and K are, so neither waits for a
+phase that nobody completes. A matrix instruction goes on reading its stage after it was issued: a
+stage is given back when the step behind it was issued and all before that one are done, the last
+one when all are done. TMA reads zeros behind the last row or column, and writes nothing there.
 
-Each part of K is summed from zero in the steps of one matrix instruction (k16), and parts are added from the
-first to the last through `out`; the element is read by the thread that wrote it.
+Each part of K is summed from zero in the steps of one matrix instruction (k16), and parts are added
+from the first to the last through `out`; the element is read by the thread that wrote it.
 """
 
 from triton.experimental import gluon
@@ -47,8 +48,8 @@ def ring(x, w, BM: gl.constexpr, WIDE: gl.constexpr, BK: gl.constexpr, STAGES: g
 
 @gluon.jit
 def tile_of(tile, high, wide, BM: gl.constexpr, BN: gl.constexpr):
-    """Return the first row and column of a tile of high times wide: eight tiles over M lie beside each other,
-    as in `products.place`."""
+    """Return the first row and column of a tile of high times wide: eight tiles over M lie beside
+    each other, as in `products.place`."""
     first = tile // (8 * wide) * 8
     tall = gl.minimum(high - first, 8)
     within = tile % (8 * wide)
@@ -89,7 +90,8 @@ def fetch(
     BN: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Fetch the boxes of every step. A tile of gate and up has columns of both, one box below the other."""
+    """Fetch the boxes of every step. A tile of gate and up has columns of both, one box below the
+    other."""
     BM: gl.constexpr = xs.shape[1]
     WIDE: gl.constexpr = ws.shape[1]
     BK: gl.constexpr = xs.shape[2]
@@ -117,7 +119,8 @@ def fetch(
 # -- the warps that multiply ---------------------------------------------------------------------------------
 @gluon.jit
 def release(empty, i, steps, STAGES: gl.constexpr):
-    """Give back the stage of the step before i, if there are steps before. All threads meet at the arrival."""
+    """Give back the stage of the step before i, if there are steps before. All threads meet at the
+    arrival."""
     mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=steps > 0)
 
 
@@ -158,8 +161,8 @@ def halves(value, WARPS: gl.constexpr):
 
 @gluon.jit
 def now(value):
-    """Return the same value, of which nothing is computed before: the addresses of all pieces of a tile take
-    more registers than there are beside its sums."""
+    """Return the same value, of which nothing is computed before: the addresses of all pieces of a
+    tile take more registers than there are beside its sums."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -169,8 +172,8 @@ def now(value):
 def store(
     value, out, bias, residual, so_far, has_bias, has_residual, m0, n0, M, N, WARPS: gl.constexpr
 ):
-    """Store residual + (value + bias), each step rounded; with so_far what `out` holds is added to value
-    first. Each thread stores pieces of 32 elements, which take few registers."""
+    """Store residual + (value + bias), each step rounded; with so_far what `out` holds is added to
+    value first. Each thread stores pieces of 32 elements, which take few registers."""
     WIDE: gl.constexpr = value.shape[1]
     if WIDE * value.shape[0] > 1024 * WARPS:
         left, right = halves(value, WARPS)
@@ -226,7 +229,8 @@ def dense_tiles(
 def gated_tiles(
     xs, ws, joined, full, empty, out, M, N, K, STAGES: gl.constexpr, WARPS: gl.constexpr
 ):
-    """Compute the tiles of `gated_dense`, and write them through `joined` while the next are computed."""
+    """Compute the tiles of `gated_dense`, and write them through `joined` while the next are
+    computed."""
     BM: gl.constexpr = xs.shape[1]
     BN: gl.constexpr = joined.shape[1]
     high, wide = gl.cdiv(M, BM), gl.cdiv(N, BN)
@@ -255,7 +259,8 @@ def launch_dependents():
 
 @gluon.jit
 def wait():
-    """Do as `dependent.wait`. The warp that fetches meets those that call this, and so waits as well."""
+    """Do as `dependent.wait`. The warp that fetches meets those that call this, and so waits as
+    well."""
     gl.inline_asm_elementwise(
         "griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -267,7 +272,8 @@ def dense(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """residual + (x w^T + bias) in fp32, of several parts of K too. Grid: any number of programs."""
+    """residual + (x w^T + bias) in fp32, of several parts of K too. Grid: any number of
+    programs."""
     launch_dependents()
     xs, ws, full, empty = ring(x, w, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
     wait()
@@ -289,7 +295,8 @@ def gated_dense(
     x, w, out, M, N, K, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """SiLU(x gate^T) * (x up^T) of a weight [2 N, K], in the type of x. BLOCK_N: outputs of a tile."""
+    """SiLU(x gate^T) * (x up^T) of a weight [2 N, K], in the type of x. BLOCK_N: outputs of a
+    tile."""
     launch_dependents()
     xs, ws, full, empty = ring(x, w, BLOCK_M, 2 * BLOCK_N, BLOCK_K, STAGES)
     joined = gl.allocate_shared_memory(out.dtype, [BLOCK_M, BLOCK_N], out.layout)

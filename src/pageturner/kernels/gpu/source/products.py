@@ -1,9 +1,9 @@
 """Products of activations [M, K] with a weight [N, K] transposed.
 
-Bits of a row do not depend on M: the tile over K and the parts of K (`chunk` columns each) are given by the
-weight's shape. Each part is summed on its own from zero, and the parts are added from the first to the last:
-by one program (WHOLE), or by the one of a tile's programs that ends last. Row tiles of different heights use
-one matrix instruction.
+Bits of a row do not depend on M: the tile over K and the parts of K (`chunk` columns each) are
+given by the weight's shape. Each part is summed on its own from zero, and the parts are added from
+the first to the last: by one program (WHOLE), or by the one of a tile's programs that ends last.
+Row tiles of different heights use one matrix instruction.
 """
 
 import triton
@@ -14,7 +14,8 @@ from pageturner.kernels.gpu.source.dependent import launch_dependents, prefetch,
 
 @triton.jit
 def e4m3_fields(bits):
-    """fp8 e4m3 as fp16 divided by 256, exactly: the same fields with an exponent that is 8 too small."""
+    """fp8 e4m3 as fp16 divided by 256, exactly: the same fields with an exponent that is 8 too
+    small."""
     wide = bits.to(tl.uint16)
     fields = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
     return fields.to(tl.float16, bitcast=True)
@@ -28,8 +29,8 @@ def e4m3(bits):
 
 @triton.jit
 def place(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The tile over M and over N of a program: eight tiles of M beside each other, then the next of N, so
-    that programs that run at once share rows and weights in the cache."""
+    """The tile over M and over N of a program: eight tiles of M beside each other, then the next of
+    N, so that programs that run at once share rows and weights in the cache."""
     high, wide = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     program = tl.program_id(0)
     first = program // (8 * wide) * 8
@@ -71,8 +72,8 @@ def store_columns(value, out, bias, before, so_far, has_bias, has_residual, m, n
 
 @triton.jit
 def store_rows(value, out, bias, residual, so_far, has_bias, has_residual, m, n0, M, N):
-    """out = residual + (value + bias), each step rounded; so_far: with what is there already before all of
-    that. Wide tiles in pieces, which take fewer registers. n0: the first column."""
+    """out = residual + (value + bias), each step rounded; so_far: with what is there already before
+    all of that. Wide tiles in pieces, which take fewer registers. n0: the first column."""
     WIDE: tl.constexpr = value.shape[1]
     if WIDE > 64:
         left, right = halves(value)
@@ -88,8 +89,9 @@ def store_rows(value, out, bias, residual, so_far, has_bias, has_residual, m, n0
 
 @triton.jit
 def is_last(counter, parts):
-    """Return whether all other programs of a tile have stored their parts, which can be read then. The counter
-    is 0 again behind the last one. No order in which programs end is known, and none matters."""
+    """Return whether all other programs of a tile have stored their parts, which can be read then.
+    The counter is 0 again behind the last one. No order in which programs end is known, and none
+    matters."""
     tl.debug_barrier()  # every thread of this program has stored before one of them says so
     last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == parts - 1
     if last:
@@ -102,8 +104,8 @@ def add_up(
     partial, parts, out, scale, bias, residual, has_scale: tl.constexpr, has_bias, has_residual, m0, n0, M, N,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The sum of the parts of a tile, from the first to the last, some rows at once: the whole tile would
-    take too many registers."""
+    """The sum of the parts of a tile, from the first to the last, some rows at once: the whole tile
+    would take too many registers."""
     ROWS: tl.constexpr = min(BLOCK_M, 1024 // BLOCK_N)
     n = n0 + tl.arange(0, BLOCK_N)
     for i in range(0, tl.minimum(M - m0, BLOCK_M), ROWS):
@@ -140,9 +142,9 @@ def dense_part(
     x, w, m, n, M, N, K, begin, end, WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr = False,
 ):  # fmt: skip
-    """Sum the columns begin to end. Rows and columns behind the last are computed from the last one, and not
-    stored. Where rows are few, rows that are not there are not read. SWAP: the weight is the first operand,
-    which fills the matrix instruction where rows are few."""
+    """Sum the columns begin to end. Rows and columns behind the last are computed from the last
+    one, and not stored. Where rows are few, rows that are not there are not read. SWAP: the weight
+    is the first operand, which fills the matrix instruction where rows are few."""
     total = zeros(BLOCK_M, BLOCK_N, SWAP)
     k = tl.arange(0, BLOCK_K)
     x += tl.minimum(m, M - 1)[:, None].to(tl.int64) * K + k[None, :]
@@ -164,8 +166,8 @@ def dense(
     WHOLE: tl.constexpr, SWAP: tl.constexpr, AHEAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Weights in the type of x. Grid: tiles of M and N, parts or 1. Of several parts WHOLE keeps the sum so
-    far in `out`; the others have `partial` [parts, M, N] and a counter for each tile."""
+    """Weights in the type of x. Grid: tiles of M and N, parts or 1. Of several parts WHOLE keeps
+    the sum so far in `out`; the others have `partial` [parts, M, N] and a counter for each tile."""
     launch_dependents()
     m0, n0 = place(M, N, BLOCK_M, BLOCK_N)
     n = n0 * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -213,8 +215,8 @@ def gated_dense(
     WHOLE: tl.constexpr, SWAP: tl.constexpr, AHEAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """SiLU(x gate^T) * (x up^T) of a weight [2 N, K] of gate and up: bit for bit what `dense` in one part and
-    `gated` behind it give. Grid: tiles of M and N."""
+    """SiLU(x gate^T) * (x up^T) of a weight [2 N, K] of gate and up: bit for bit what `dense` in
+    one part and `gated` behind it give. Grid: tiles of M and N."""
     launch_dependents()
     m0, n0 = place(M, N, BLOCK_M, BLOCK_N)
     n = n0 * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -1,16 +1,19 @@
-"""Sums and gathers over devices: ranks write into memory of each other, and flags say what was written.
+"""Sums and gathers over devices: ranks write into memory of each other, and flags say what was
+written.
 
-Each rank has a region that all others have opened. It begins with flags, one for each phase, rank and program
-of a launch; each program also has a counter of its launches, and two areas of its own, used in turn.
-A program only meets the programs of the same number at the other ranks. Flags hold the counter, so that a
-recording can be replayed. A rank that raised the flag of launch t has read everything of launch t - 1, and
-nobody passes launch t without the flags of all others: an area is written again in launch t + 2, and all
-have read it by then. Counters may wrap.
+Each rank has a region that all others have opened. It begins with flags, one for each phase, rank
+and program of a launch; each program also has a counter of its launches, and two areas of its own,
+used in turn. A program only meets the programs of the same number at the other ranks. Flags hold
+the counter, so that a recording can be replayed. A rank that raised the flag of launch t has read
+everything of launch t - 1, and nobody passes launch t without the flags of all others: an area is
+written again in launch t + 2, and all have read it by then. Counters may wrap.
 
-These kernels may begin beside the one in front of them, but the next one begins when they have ended: while a
-rank waits for another, its programs would take places from those that the other one needs.
+These kernels may begin beside the one in front of them, but the next one begins when they have
+ended: while a rank waits for another, its programs would take places from those that the other one
+needs.
 
-A rank that waits in vain, or whose host sets `stop`, notes it, raises no flag any more and waits for nothing.
+A rank that waits in vain, or whose host sets `stop`, notes it, raises no flag any more and waits
+for nothing.
 """
 
 import triton
@@ -49,8 +52,8 @@ def meet(
     peers, own, stop, rank, size, patience, epoch, well, PHASE: tl.constexpr, PROGRAMS: tl.constexpr,
     SOURCES: tl.constexpr,
 ):  # fmt: skip
-    """Say to all other ranks that what this program wrote is there, and wait until theirs is. Gives whether
-    all came."""
+    """Say to all other ranks that what this program wrote is there, and wait until theirs is. Gives
+    whether all came."""
     at = PHASE * SOURCES * PROGRAMS + tl.program_id(0)
     source = tl.arange(0, SOURCES)
     others = (source < size) & (source != rank)
@@ -109,9 +112,10 @@ def all_reduce(
     partial, residual, out, peers, stop, has_residual, rank, size, count, room, area, patience,
     PROGRAMS: tl.constexpr, SOURCES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out = residual + ((rank 0's partial + rank 1's) + ...), in one exchange: every rank gets all partials.
-    Of P programs program i has the blocks i, i + P, i + 2 P ...; where a block lies does not depend on how
-    many there are. peers: addresses of the regions; room: elements for each rank in an area. Grid: P."""
+    """out = residual + ((rank 0's partial + rank 1's) + ...), in one exchange: every rank gets all
+    partials. Of P programs program i has the blocks i, i + P, i + 2 P ...; where a block lies does
+    not depend on how many there are. peers: addresses of the regions; room: elements for each rank
+    in an area. Grid: P."""
     wait()
     own = tl.load(peers + rank)
     epoch, well = enter(own, PROGRAMS, SOURCES)
@@ -138,8 +142,8 @@ def all_reduce_twice(
     partial, residual, out, peers, stop, has_residual, rank, size, count, room, area, patience,
     PROGRAMS: tl.constexpr, SOURCES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The same bits in two exchanges, in which each rank gets and sends less: of a program's blocks rank r
-    sums r, r + size, r + 2 * size ... and sends the sums to all. Grid: programs."""
+    """The same bits in two exchanges, in which each rank gets and sends less: of a program's blocks
+    rank r sums r, r + size, r + 2 * size ... and sends the sums to all. Grid: programs."""
     wait()
     own = tl.load(peers + rank)
     epoch, well = enter(own, PROGRAMS, SOURCES)
@@ -183,8 +187,8 @@ def gather(
     mine, out, starts, peers, stop, rank, size, rows, chunk, area, patience,
     PROGRAMS: tl.constexpr, SOURCES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rank 0 gets the columns of all ranks side by side: those of rank r, of rows [rows, columns] that it has
-    in `mine`, go to columns starts[r] .. starts[r + 1] - 1 of `out`. Grid: programs."""
+    """Rank 0 gets the columns of all ranks side by side: those of rank r, of rows [rows, columns]
+    that it has in `mine`, go to columns starts[r] .. starts[r + 1] - 1 of `out`. Grid: programs."""
     wait()
     own = tl.load(peers + rank)
     epoch, well = enter(own, PROGRAMS, SOURCES)

@@ -26,8 +26,8 @@ def token_at(tokens, chosen, i, there):
 
 @triton.jit
 def embed(table, tokens, chosen, out, first, rows, K, BLOCK: tl.constexpr):
-    """Rows of a table of floats in fp32, whose rows are the tokens from `first` on; zeros for all others.
-    Grid: T, tiles of K."""
+    """Rows of a table of floats in fp32, whose rows are the tokens from `first` on; zeros for all
+    others. Grid: T, tiles of K."""
     start_dependent()
     t = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -42,8 +42,8 @@ def embed_groups(
     q, high, scale, low, tokens, chosen, out, has_low, zero, first, rows, K,
     BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Do as `embed` for a table in groups: scale * (q - zero) + low, each step rounded; of GROUP 0 scale * q of
-    e4m3."""
+    """Do as `embed` for a table in groups: scale * (q - zero) + low, each step rounded; of GROUP 0
+    scale * q of e4m3."""
     start_dependent()
     t = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -79,8 +79,8 @@ def embed_groups(
 
 @triton.jit
 def rms_norm(x, weight, out, eps, d, heads, stride, BLOCK: tl.constexpr):
-    """x / sqrt(mean(x^2) + eps) * weight. A row of x is one of `heads` that lie `d` apart, in rows `stride`
-    apart. Grid: rows."""
+    """x / sqrt(mean(x^2) + eps) * weight. A row of x is one of `heads` that lie `d` apart, in rows
+    `stride` apart. Grid: rows."""
     launch_dependents()
     prefetch_vector(weight, d, BLOCK)
     wait()
@@ -132,8 +132,9 @@ def layer_norm(x, weight, bias, out, eps, d, BLOCK: tl.constexpr):
 
 @triton.jit
 def rotated(x, weight, eps, has_norm, cos, sin, position, half, interleaved, k, dim):
-    """A head at x, with has_norm its RMS norm, rotated; what is behind the tables passes through. All is
-    loaded before the first sum, since one load takes as long as several beside each other."""
+    """A head at x, with has_norm its RMS norm, rotated; what is behind the tables passes through.
+    All is loaded before the first sum, since one load takes as long as several beside each
+    other."""
     turned = k < 2 * half
     if interleaved:
         pair, second, partner = k // 2, k % 2 == 1, k ^ 1
@@ -222,8 +223,8 @@ def kv_write(
     k_rows, v_rows, keys, values, k_scales, v_scales, slots, cos, sin, positions,
     k_stride, v_stride, heads, dim, room, half, interleaved, KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """K, rotated unless half is 0, and V of a row go to its slot, where a head has room for `room` elements;
-    slot -1: nowhere. Grid: T, kv_heads."""
+    """K, rotated unless half is 0, and V of a row go to its slot, where a head has room for `room`
+    elements; slot -1: nowhere. Grid: T, kv_heads."""
     start_dependent()
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1)
@@ -245,9 +246,9 @@ def qk_norm_rope_kv_write(
     has_norm, eps, stride, heads, kv_heads, dim, room, half, interleaved, KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The rows hold Q, K and V of heads of `dim` elements, `stride` apart: Q goes normed and rotated to q, K
-    as well and V to its slot, each head with zeros up to `room` elements; slot -1: nowhere. Grid: T, heads +
-    kv_heads."""
+    """The rows hold Q, K and V of heads of `dim` elements, `stride` apart: Q goes normed and
+    rotated to q, K as well and V to its slot, each head with zeros up to `room` elements; slot -1:
+    nowhere. Grid: T, heads + kv_heads."""
     launch_dependents()
     prefetch_vector(q_norm, dim * has_norm, BLOCK)
     prefetch_vector(k_norm, dim * has_norm, BLOCK)
@@ -274,8 +275,8 @@ def qk_norm_rope_kv_write(
 
 @triton.jit
 def fit_heads(x, out, stride, heads, dim, room, BLOCK: tl.constexpr):
-    """Heads of `dim` elements, in rows `stride` apart, become heads of `room`: with zeros behind them, or cut
-    off. Grid: T, heads."""
+    """Heads of `dim` elements, in rows `stride` apart, become heads of `room`: with zeros behind
+    them, or cut off. Grid: T, heads."""
     start_dependent()
     t, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     k = tl.arange(0, BLOCK)
@@ -288,10 +289,11 @@ def latent_kv_write(
     rows, plain, q, norm, keys, k_scales, slots, cos, sin, positions, has_norm, eps, stride, heads, plain_dim,
     rank, rotary, dim, half, interleaved, KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rows, `stride` apart, hold `plain_dim` elements of each head, `rotary` ones of each head, the latent of
-    `rank` elements, and the rotary key. The plain elements of heads go to `plain`; the others, rotated, to
-    where q [T, heads, dim] has them, behind `rank`. The latent, normed, and the key, rotated, go to the slot
-    of the row; -1: nowhere. Zeros are behind them. Grid: T, heads + 1."""
+    """Rows, `stride` apart, hold `plain_dim` elements of each head, `rotary` ones of each head, the
+    latent of `rank` elements, and the rotary key. The plain elements of heads go to `plain`; the
+    others, rotated, to where q [T, heads, dim] has them, behind `rank`. The latent, normed, and the
+    key, rotated, go to the slot of the row; -1: nowhere. Zeros are behind them. Grid: T, heads +
+    1."""
     start_dependent()
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1)
@@ -324,8 +326,8 @@ def latent_kv_write(
 
 @triton.jit
 def join_heads(x, y, out, first, second, BLOCK: tl.constexpr):
-    """Join the `first` elements of each row of x and the `second` ones of that row of y. Grid: rows, tiles of
-    both."""
+    """Join the `first` elements of each row of x and the `second` ones of that row of y. Grid:
+    rows, tiles of both."""
     start_dependent()
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -393,7 +395,8 @@ def elementwise(x, y, out, factor, count, OP: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def take_rows(x, rows, factors, out, d, scaled, BLOCK: tl.constexpr):
-    """Row i of out is row rows[i] of x, or where `scaled` row i times factors[rows[i]]. Grid: rows, tiles."""
+    """Row i of out is row rows[i] of x, or where `scaled` row i times factors[rows[i]]. Grid: rows,
+    tiles."""
     start_dependent()
     i = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -1,15 +1,16 @@
-"""Sampling of tokens from logits: edits, masks, and the draw. The meaning is that of Ops.sample; the noise comes from
-the host.
+"""Sampling of tokens from logits: edits, masks, and the draw. The meaning is that of Ops.sample;
+the noise comes from the host.
 
-A row is cut into segments of the vocabulary whose bounds depend on the vocabulary alone. A program has one
-segment of one row. Masses are summed within a segment in one order and then over the segments in order, so
-that no other row matters. Four kernels run one behind the other:
+A row is cut into segments of the vocabulary whose bounds depend on the vocabulary alone. A program
+has one segment of one row. Masses are summed within a segment in one order and then over the
+segments in order, so that no other row matters. Four kernels run one behind the other:
 
 best     the largest logit of each segment
-scan     where tokens are cut off: counts of tokens by their distance from the best one, and masses. From both
-         the range of distances follows in which the last token lies that stays. A second pass, in which the
-         range is divided again, is for rows that have too many tokens there
-collect  the tokens in that range, which the last program of a row sorts to find the last one that stays
+scan     where tokens are cut off: counts of tokens by their distance from the best one, and masses.
+         From both the range of distances follows in which the last token lies that stays. A second
+         pass, in which the range is divided again, is for rows that have too many tokens there
+collect  the tokens in that range, which the last program of a row sorts to find the last one that
+         stays
 draw     the mass of what stays, from which the last program of a row draws
 
 A `pair` is a key and an id in one integer, larger for a larger logit and then for a smaller id.
@@ -32,8 +33,8 @@ def keys_of(x):
 
 @triton.jit
 def edit(logits, entries, amounts, count, vocabulary, BLOCK: tl.constexpr):
-    """entries [count, 4]: row, token, operation of kernels.edits, how often. No two have one token of a row.
-    Each product is rounded before a sum. Grid: tiles of count."""
+    """entries [count, 4]: row, token, operation of kernels.edits, how often. No two have one token
+    of a row. Each product is rounded before a sum. Grid: tiles of count."""
     start_dependent()
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = i < count
@@ -54,8 +55,8 @@ def edit(logits, entries, amounts, count, vocabulary, BLOCK: tl.constexpr):
 
 @triton.jit
 def forbid(logits, bits, rows, words, vocabulary, BLOCK: tl.constexpr):
-    """Minus infinity where row i of bits [n, words] (32 tokens a word, lowest first) has none, in row rows[i]
-    of the logits. Grid: n, tiles of the vocabulary."""
+    """Minus infinity where row i of bits [n, words] (32 tokens a word, lowest first) has none, in
+    row rows[i] of the logits. Grid: n, tiles of the vocabulary."""
     start_dependent()
     i = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -101,7 +102,8 @@ def weight_of(x, peak, temperature, least):
 
 @triton.jit
 def draws(temperature, peak):
-    """Return whether a row is drawn from: not if it is greedy, nor if its largest logit is not finite."""
+    """Return whether a row is drawn from: not if it is greedy, nor if its largest logit is not
+    finite."""
     return (temperature > 0) & (peak == peak) & (tl.abs(peak) < float("inf"))
 
 
@@ -156,9 +158,9 @@ def total_of(masses, row, segments, SEGMENTS: tl.constexpr):
 
 @triton.jit
 def place_of(x, peak, temperature, state, level, BINS: tl.constexpr):
-    """Return in which of BINS places a token lies by its distance from the best one. Level 0 has places of an
-    eighth of a nat, the last of which has all that is further away. Level 1 divides the range that level 0
-    found; tokens before it are at -1, and tokens behind it at BINS."""
+    """Return in which of BINS places a token lies by its distance from the best one. Level 0 has
+    places of an eighth of a nat, the last of which has all that is further away. Level 1 divides
+    the range that level 0 found; tokens before it are at -1, and tokens behind it at BINS."""
     distance = tl.div_rn(peak - x, temperature)
     coarse = tl.minimum(distance * 8.0, BINS - 1.0).to(tl.int32)
     if level == 0:
@@ -175,8 +177,9 @@ def place_of(x, peak, temperature, state, level, BINS: tl.constexpr):
 def nucleus_places(
     counts, passed, total, top_p, least, low, width, WHOLE: tl.constexpr, BINS: tl.constexpr
 ):  # fmt: skip
-    """The places between which the mass of the largest logits reaches top_p of the total. Each token of a
-    place weighs what the bounds of the place say, and the sums are bounded from both ends of the row."""
+    """The places between which the mass of the largest logits reaches top_p of the total. Each
+    token of a place weighs what the bounds of the place say, and the sums are bounded from both
+    ends of the row."""
     i = tl.arange(0, BINS)
     near, far = tl.exp(-(low + i * width)) * 1.0001, tl.exp(-(low + (i + 1) * width)) * 0.9999
     near = tl.where(near < least, 0.0, near).to(tl.float64) * counts
@@ -197,8 +200,8 @@ def scan(
     LEVEL: tl.constexpr, BLOCK: tl.constexpr, SEGMENTS: tl.constexpr, BINS: tl.constexpr,
     STATE: tl.constexpr,
 ):  # fmt: skip
-    """The places in which the last token that stays may lie: of rows that cut tokens off, and on level 1 of
-    those that have more than `most` tokens there. Grid: rows, segments."""
+    """The places in which the last token that stays may lie: of rows that cut tokens off, and on
+    level 1 of those that have more than `most` tokens there. Grid: rows, segments."""
     start_dependent()
     row, segment, segments = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     temperature, top_k, top_p = (
@@ -269,8 +272,8 @@ def above(logits, row, vocabulary, pair, peak, temperature, least, BLOCK: tl.con
 def smallest(
     logits, row, vocabulary, low, high, count, target, peak, temperature, least, BLOCK: tl.constexpr
 ):
-    """The smallest pair from low to high than which fewer than `count` tokens with less than the target mass
-    are larger, by bisection."""
+    """The smallest pair from low to high than which fewer than `count` tokens with less than the
+    target mass are larger, by bisection."""
     while low < high:
         middle = (low >> 1) + (high >> 1) + (low & high & 1)
         more, mass = above(logits, row, vocabulary, middle, peak, temperature, least, BLOCK)
@@ -305,7 +308,8 @@ def cut_by_bisection(
 def cut_by_sorting(
     found, count, before, mass, total, top_k, top_p, peak, temperature, least, MOST: tl.constexpr
 ):  # fmt: skip
-    """The last pair that stays among `count` pairs in any order. Larger ones: so many, of such a mass."""
+    """The last pair that stays among `count` pairs in any order. Larger ones: so many, of such a
+    mass."""
     i = tl.arange(0, MOST)
     pairs = tl.sort(tl.load(found + i, mask=i < count, other=-0x8000000000000000), descending=True)
     weight = weight_of(logit_of(pairs), peak, temperature, least)
@@ -378,8 +382,8 @@ def collect(
 
 @triton.jit
 def kept_weights(logits, base, v, vocabulary, cut, peak, temperature, least):
-    """Weights of tokens, 0 behind the last pair that stays and behind the vocabulary's end. By halves of the
-    pair: whole ones take twice the registers."""
+    """Weights of tokens, 0 behind the last pair that stays and behind the vocabulary's end. By
+    halves of the pair: whole ones take twice the registers."""
     x = tl.load(logits + base + v, mask=v < vocabulary, other=float("-inf"))
     key, last = keys_of(x), (cut >> 32).to(tl.int32)
     kept = (key > last) | ((key == last) & (v <= id_of(cut)))
@@ -391,8 +395,8 @@ def draw(
     logits, temperatures, top_ks, top_ps, min_ps, uniforms, pairs, masses, cuts, state, ids, values,
     vocabulary, chunks, BLOCK: tl.constexpr, SEGMENTS: tl.constexpr, STATE: tl.constexpr,
 ):  # fmt: skip
-    """A token for each row and its logit: the best one, or the first one, by id, at which the running sum of
-    what stays exceeds uniform * total. Grid: rows, segments."""
+    """A token for each row and its logit: the best one, or the first one, by id, at which the
+    running sum of what stays exceeds uniform * total. Grid: rows, segments."""
     start_dependent()
     row, segment, segments = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     temperature = tl.load(temperatures + row)

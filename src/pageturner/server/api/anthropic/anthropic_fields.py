@@ -1,7 +1,8 @@
-"""What a request of Anthropic's shape says of tools, thoughts and what went before, as fields of a chat.
+"""What a request of Anthropic's shape says of tools, thoughts and what went before, as fields of a
+chat.
 
-Owns their blocks and tools. Must not know the other fields of a request, nor how answers are written
-(messages.py).
+Owns their blocks and tools. Must not know the other fields of a request, nor how answers are
+written (messages.py).
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from pageturner.server.api.base.translate import Fields, value_of
 
 log = logging.getLogger("pageturner")
 ROLES = ("user", "assistant", "system")
-# beginnings of the types of tools that Anthropic itself runs and clients offer unasked: no model gets them
+# beginnings of the types of tools that Anthropic itself runs and clients offer unasked: no model
+# gets them
 HOSTED = ("web_search", "web_fetch", "tool_search", "advisor")
 UNREAD = frozenset({"redacted_thinking"})  # blocks whose text nobody has
 NO_PROMPT = "x-anthropic-billing-header:"  # a block that begins so is for Anthropic, and new in each request
@@ -23,7 +25,7 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 EFFORTS = {"max": "xhigh"}  # theirs -> ours, where they differ
 
 
-# -- tools ---------------------------------------------------------------------------------------------------
+# -- tools -----------------------------------------------------------------------------------------
 def tool_fields(fields: Fields) -> dict[str, Any]:
     """`tools`, `tool_choice` and `parallel_tool_calls` of a chat."""
     given = value_of(fields, "tools", list[dict[str, Any]], [])
@@ -70,10 +72,10 @@ def _tool(tool: dict[str, Any], i: int) -> dict[str, Any]:
     return {"type": "function", "function": {**function, "parameters": tool["input_schema"]}}
 
 
-# -- thoughts ------------------------------------------------------------------------------------------------
+# -- thoughts --------------------------------------------------------------------------------------
 def thinking_fields(fields: Fields) -> dict[str, Any]:
-    """`reasoning_effort`, `thinking_token_budget` and the switch of a template. Who does not ask for thoughts
-    gets none, from a model that can do without them."""
+    """`reasoning_effort`, `thinking_token_budget` and the switch of a template. Who does not ask
+    for thoughts gets none, from a model that can do without them."""
     thinking = value_of(fields, "thinking", dict[str, Any], {})
     kind = thinking.get("type", "disabled")
     given = value_of(fields, "chat_template_kwargs", dict[str, Any], {})
@@ -93,7 +95,7 @@ def thinking_fields(fields: Fields) -> dict[str, Any]:
     return ours | {"chat_template_kwargs": given}
 
 
-# -- what went before ----------------------------------------------------------------------------------------
+# -- what went before ------------------------------------------------------------------------------
 def conversation(fields: Fields) -> list[dict[str, Any]]:
     """The messages of a chat, behind what the system says."""
     system = value_of(fields, "system", str | list[dict[str, Any]], "")

@@ -1,7 +1,7 @@
 """/v1/messages and /v1/messages/count_tokens: Anthropic's API, for text, tools and thoughts.
 
-Owns its fields, and the shape of its answers and events. Must not know what all APIs have in common (call.py,
-replies.py), nor its blocks and tools (anthropic_fields.py).
+Owns its fields, and the shape of its answers and events. Must not know what all APIs have in common
+(call.py, replies.py), nor its blocks and tools (anthropic_fields.py).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 TOO_LONG = ("context_length_exceeded", "kv_capacity_exceeded")
 
 
-# -- requests ------------------------------------------------------------------------------------------------
+# -- requests --------------------------------------------------------------------------------------
 def decode(raw: bytes, limits: RequestLimits) -> RequestBody:
     """The fields of a body, as a chat."""
     fields = fields_of(raw, limits)
@@ -114,8 +114,8 @@ def _format(fields: Fields) -> dict[str, Any] | None:
 
 
 def read(body: RequestBody, served: ServedModel) -> Call:
-    """A call of /v1/messages. max_tokens may be more than there is room for, for clients must always name
-    one; and thoughts that a model does not have are within any budget."""
+    """A call of /v1/messages. max_tokens may be more than there is room for, for clients must
+    always name one; and thoughts that a model does not have are within any budget."""
     if body.thinking_token_budget is not None and not answer_grammar.takes_budget(served):
         body = msgspec.structs.replace(body, thinking_token_budget=None)
     try:
@@ -144,14 +144,14 @@ def _fits_tokenizer(served: ServedModel) -> Callable[[str], None]:
     return lambda text: check_size(len(text), "the text", "characters", served.limits)
 
 
-# -- answers -------------------------------------------------------------------------------------------------
+# -- answers ---------------------------------------------------------------------------------------
 def _event(kind: str, **fields: Any) -> bytes:
     return b"event: " + kind.encode() + b"\ndata: " + encode({"type": kind, **fields}) + b"\n\n"
 
 
 def _usage(reply: Reply, stream: OutputStream, output: int) -> dict[str, Any]:
-    """The prompt in two parts: what was in the cache, and the rest. Thoughts are counted where there can be
-    any."""
+    """The prompt in two parts: what was in the cache, and the rest. Thoughts are counted where
+    there can be any."""
     reader = reply.readers.get(stream.choice)
     thinks = output and reader is not None and reader.thinks
     details = {"thinking_tokens": reasoning_tokens([stream], reply.readers)}
@@ -214,8 +214,8 @@ def whole(reply: Reply, streams: list[OutputStream], answer: WholeAnswer) -> InP
 
 
 def chunk(reply: Reply, piece: OutputPiece) -> bytes:
-    """The events of one piece: before the first token the beginning of the message, and of its one block
-    where it can have no others; behind the last one their ends."""
+    """The events of one piece: before the first token the beginning of the message, and of its one
+    block where it can have no others; behind the last one their ends."""
     stream, parts, made = piece.stream, reply.state(AnswerParts), []
     if reply.begins(stream):
         nothing = {"stop_reason": None, "stop_sequence": None}

@@ -1,7 +1,9 @@
-"""What an answer must match, whatever field asks for it: `response_format`, `structured_outputs`, `tools`.
+"""What an answer must match, whatever field asks for it: `response_format`, `structured_outputs`,
+`tools`.
 
-Owns how these fields go together, and in which formats this server's model writes calls and thoughts. Must
-not know how a grammar is written (text/), nor how a conversation becomes a prompt (chat.py).
+Owns how these fields go together, and in which formats this server's model writes calls and
+thoughts. Must not know how a grammar is written (text/), nor how a conversation becomes a prompt
+(chat.py).
 """
 
 from __future__ import annotations
@@ -70,7 +72,8 @@ def formats_of(served: ServedModel) -> ChatFormats:
 def with_budget(
     params: SamplingParams, body: RequestBody, format: AnswerFormat | None, served: ServedModel
 ) -> SamplingParams:
-    """The parameters with the budget of thoughts that the client sets, under one of its two names."""
+    """The parameters with the budget of thoughts that the client sets, under one of its two
+    names."""
     names = ("thinking_token_budget", "max_reasoning_tokens")
     name = next((name for name in names if getattr(body, name) is not None), None)
     if name is None:
@@ -95,7 +98,8 @@ def takes_budget(served: ServedModel) -> bool:
 
 
 def refuse_tools(body: RequestBody) -> None:
-    """ClientError where an API that has neither messages, calls nor thoughts is given what is about them."""
+    """ClientError where an API that has neither messages, calls nor thoughts is given what is about
+    them."""
     given = {
         "tools": bool(body.tools),
         "tool_choice": body.tool_choice not in (None, "none", "auto"),

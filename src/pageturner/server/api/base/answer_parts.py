@@ -1,4 +1,5 @@
-"""An answer as parts one behind the other, for shapes that have them: thoughts, text, calls of tools.
+"""An answer as parts one behind the other, for shapes that have them: thoughts, text, calls of
+tools.
 
 Owns where a part begins and ends, and the ids of calls. Must not know how parts
 are found in the text (text/answer_format.py), nor how any shape writes them.
@@ -77,7 +78,8 @@ class AnswerParts:
         return PartEvent("begin", self.parts[-1])
 
     def read(self, reader: AnswerReader, text: str, last: bool) -> list[PartEvent]:
-        """What the next characters of the answer bring. An answer that says nothing is one empty text."""
+        """What the next characters of the answer bring. An answer that says nothing is one empty
+        text."""
         found: list[PartEvent] = []
         for delta in reader.read(text, last):
             kind: PartKind = CALL if delta.kind == "arguments" else delta.kind
@@ -129,8 +131,8 @@ def reader_of(reply: Reply, stream: OutputStream) -> AnswerReader:
 
 
 def call_id(reply: Reply, choice: int, index: int, prefix: str = "call_") -> str:
-    """The id of a call. It follows from its place, so that it is the same however often the answer is
-    written."""
+    """The id of a call. It follows from its place, so that it is the same however often the answer
+    is written."""
     place = f"{reply.id} {choice} {index}".encode()
     digest = hashlib.blake2b(place, digest_size=12).hexdigest()
     answer = reply.call.answer
@@ -141,8 +143,8 @@ def call_id(reply: Reply, choice: int, index: int, prefix: str = "call_") -> str
 
 
 def json_object(text: str) -> msgspec.Raw | None:
-    """The arguments of a call as they were written. None where they are no JSON object, because the answer
-    was cut off within them."""
+    """The arguments of a call as they were written. None where they are no JSON object, because the
+    answer was cut off within them."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

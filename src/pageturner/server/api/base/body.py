@@ -186,7 +186,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 } | FOREIGN
 DIALECTS_OWN = frozenset({"embedding", "pairs", "extra"})
 _KNOWN = (frozenset(RequestBody.__struct_fields__) - DIALECTS_OWN) | frozenset(UNSUPPORTED)
-# each field as it stands in the body; whatever else is there is passed over, and nothing is made of it
+# each field as it stands in the body; whatever else is there is passed over, and nothing is made of
+# it
 _Fields = msgspec.defstruct(
     "_Fields", [(name, msgspec.Raw, msgspec.Raw()) for name in sorted(_KNOWN)]
 )
@@ -228,9 +229,9 @@ NAMED = 32 * 1024  # bytes of a body up to which the unknown fields in it are lo
 
 
 def decode(raw: bytes, limits: RequestLimits = NO_LIMITS) -> RequestBody:
-    """The fields of a JSON body. Unknown ones are ignored, and named in the log where the body is no long
-    one; a known one misspelt is refused there. What holds more than any request may is refused before it is
-    made into anything."""
+    """The fields of a JSON body. Unknown ones are ignored, and named in the log where the body is
+    no long one; a known one misspelt is refused there. What holds more than any request may is
+    refused before it is made into anything."""
     try:
         fields = _OBJECT.decode(raw) if len(raw) <= NAMED else _known(raw)
     except msgspec.ValidationError:
@@ -258,8 +259,8 @@ def body_of(fields: dict[str, bytes], limits: RequestLimits) -> RequestBody:
 
 
 def _take_guided(body: RequestBody) -> None:
-    """Make `structured_outputs` of what older names say. A client that cannot know which of them a server has
-    sends both (guidance does), which is one form as long as they say the same."""
+    """Make `structured_outputs` of what older names say. A client that cannot know which of them a
+    server has sends both (guidance does), which is one form as long as they say the same."""
     older = {
         ours: value for name, ours in GUIDED.items() if (value := getattr(body, name)) is not None
     }
@@ -275,7 +276,8 @@ def _take_guided(body: RequestBody) -> None:
 
 
 def _without_unknown(fields: dict[str, bytes], named: bool) -> dict[str, bytes]:
-    """The known fields of a body. named: a line in the log names the others, and a slip is refused."""
+    """The known fields of a body. named: a line in the log names the others, and a slip is
+    refused."""
     unknown = sorted(fields.keys() - _KNOWN)
     if unknown and named:
         if slip := _SPELLING.meant(unknown):
@@ -346,8 +348,8 @@ _PROMPT = msgspec.json.Decoder(list[Any], float_hook=_whole)
 
 
 def with_whole_numbers(raw: bytes, kind: Any) -> Any:
-    """What some JSON says as this type, with whole numbers that are written with a point; None: it does not
-    fit."""
+    """What some JSON says as this type, with whole numbers that are written with a point; None: it
+    does not fit."""
     try:
         return msgspec.convert(_ANYTHING.decode(raw), kind)
     except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -355,8 +357,8 @@ def with_whole_numbers(raw: bytes, kind: Any) -> Any:
 
 
 def why_not_json(raw: bytes, error: Exception) -> str:
-    """What is wrong with some JSON. A surrogate without its other half comes from a text that was cut in the
-    middle of a character, and is not called that by the decoder."""
+    """What is wrong with some JSON. A surrogate without its other half comes from a text that was
+    cut in the middle of a character, and is not called that by the decoder."""
     found = _SURROGATES.search(raw) if isinstance(error, msgspec.DecodeError) else None
     while found is not None and found[1] is None:
         found = _SURROGATES.search(raw, found.end())
@@ -387,14 +389,14 @@ def _same(raw: bytes, neutral: Any) -> bool:
 
 
 def without_bulk(body: RequestBody) -> RequestBody:
-    """The body without what its prompts and parameters have been made of: an answer that is under way should
-    not keep it."""
+    """The body without what its prompts and parameters have been made of: an answer that is under
+    way should not keep it."""
     return msgspec.structs.replace(body, **dict.fromkeys(BULKY))
 
 
 def convert(raw: bytes, kind: type[T], most: int = MAX_VALUES) -> T:
-    """A JSON body of one of the small endpoints, of at most so many values. ClientError where it is not
-    one."""
+    """A JSON body of one of the small endpoints, of at most so many values. ClientError where it is
+    not one."""
     check_values(raw, most, "the body")
     try:
         return msgspec.json.decode(raw, type=kind)

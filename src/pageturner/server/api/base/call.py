@@ -1,8 +1,9 @@
 """What a request asks for, whatever the shape of its API: prompts and sampling parameters.
 
-Owns the way from the fields of a body to the parameters of an engine, with their defaults and limits;
-whatever is wrong with them is a ClientError that names the field. Must not know how prompts are written in
-one API or another (completions.py, chat.py), nor how an answer is computed or written.
+Owns the way from the fields of a body to the parameters of an engine, with their defaults and
+limits; whatever is wrong with them is a ClientError that names the field. Must not know how prompts
+are written in one API or another (completions.py, chat.py), nor how an answer is computed or
+written.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from pageturner.text.answer_format import AnswerFormat
 LONG_TOKEN = 16  # characters: twice as many as tokens of hardly any text have on average
 MAX_TOLD = 32  # names in an error
 _ID = re.compile("0|[1-9][0-9]{0,9}")
-# fields of a request that are those of SamplingParams as they stand; one that is not given has its default
+# fields of a request that are those of SamplingParams as they stand; one that is not given has its
+# default
 NUMBERS = (
     "temperature",
     "top_k",
@@ -139,8 +141,9 @@ def check_prompt(tokens: list[int], name: str, served: ServedModel) -> list[int]
 
 
 def check_text(text: str, name: str, body: RequestBody, served: ServedModel) -> str:
-    """Refuse a text that is far too long without tokenising it: by its length alone, or by its beginning. The
-    tokens of a beginning are those of the whole text, but for some at the cut; so only half of them count."""
+    """Refuse a text that is far too long without tokenising it: by its length alone, or by its
+    beginning. The tokens of a beginning are those of the whole text, but for some at the cut; so
+    only half of them count."""
     room = min(served.context, served.capacity)
     if len(text) < room or body.truncate_prompt_tokens is not None:
         return text
@@ -172,8 +175,9 @@ def _check_length(tokens: int, told: str, name: str, served: ServedModel) -> Non
 def with_max_tokens(
     params: SamplingParams, length: int, asked: int | None, default: int | None, served: ServedModel
 ) -> SamplingParams:
-    """The parameters with max_tokens resolved. The last token needs no KV. An answer that may use the rest of
-    the memory leaves to pinned prefixes what they have, unless that would cost it more than half of it."""
+    """The parameters with max_tokens resolved. The last token needs no KV. An answer that may use
+    the rest of the memory leaves to pinned prefixes what they have, unless that would cost it more
+    than half of it."""
     parameters.check_beams(params)
     ways = max(1, params.beam_width) * served.block_size
     capacity = served.capacity // ways * served.block_size
@@ -234,7 +238,8 @@ def sampling_params(body: RequestBody, served: ServedModel, logprobs: int | None
 
 
 def _beams(body: RequestBody) -> dict[str, Any]:
-    """Beam search by the fields of vLLM: best_of beams, or n, of which the client gets the best n."""
+    """Beam search by the fields of vLLM: best_of beams, or n, of which the client gets the best
+    n."""
     given = {"length_penalty": body.length_penalty, "early_stopping": body.early_stopping}
     if not body.use_beam_search:
         for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
@@ -256,8 +261,8 @@ def _beams(body: RequestBody) -> dict[str, Any]:
 
 
 def _forced(params: SamplingParams, body: RequestBody, served: ServedModel) -> SamplingParams:
-    """For replaying traces (docs/adr/0006), for measuring drafts and for testing faults. They make answers
-    wrong on purpose: not every server takes them."""
+    """For replaying traces (docs/adr/0006), for measuring drafts and for testing faults. They make
+    answers wrong on purpose: not every server takes them."""
     for name in ("forced_end", "force_ids", "inject_fault"):
         if getattr(body, name) is not None and not served.developer:
             message = f"{name} is for developers: a server started with --developer takes it"

@@ -1,7 +1,7 @@
 """What the shape of an API is: how its requests are read and its answers written.
 
-Each shape is one file that makes one Dialect (completions.py, chat.py), and a route of the application. Must
-not know any of them.
+Each shape is one file that makes one Dialect (completions.py, chat.py), and a route of the
+application. Must not know any of them.
 """
 
 from __future__ import annotations
@@ -31,14 +31,16 @@ class Dialect:
     read       the fields of a request become a call; ClientError names the field that is wrong
     whole      the body of an answer that is not streamed, in parts
     chunk      the server-sent events that one piece of a streamed answer becomes
-    long_chunk the same in parts, for a piece that brings many logprobs of a prompt; None: it tells none
+    long_chunk the same in parts, for a piece that brings many logprobs of a prompt; None: it tells
+    none
     failed     the last bytes of a streamed answer that fails in the middle
     end        the last bytes of one that does not, behind those of its last piece
     media_type of a streamed answer
-    decode     the JSON of a request as fields, within limits; one with other names for them translates here
+    decode     the JSON of a request as fields, within limits; one with other names for them
+               translates here
 
-    How its errors look before an answer has begun is in error_responses.py: they may come before anybody
-    knows which dialect is spoken.
+    How its errors look before an answer has begun is in error_responses.py: they may come before
+    anybody knows which dialect is spoken.
     """
 
     id_prefix: str

@@ -1,7 +1,7 @@
 """Fields of other servers that would change what an answer may be, under names that are not ours.
 
-Owns those names: a request that sends one means it, so it is refused rather than answered without it. Must
-not know the fields that are understood (body.py).
+Owns those names: a request that sends one means it, so it is refused rather than answered without
+it. Must not know the fields that are understood (body.py).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The endpoints that generate: what happens to a request from its first byte to its last.
 
-Owns the order of it: read, opened as streams, answered in one piece or piece by piece, cut off when its
-client leaves. Must not know the fields of a request or the bytes of an answer (the dialect does), what else
-the server does for a request (request_listeners.py), nor how the engine is kept alive (supervisor.py).
+Owns the order of it: read, opened as streams, answered in one piece or piece by piece, cut off when
+its client leaves. Must not know the fields of a request or the bytes of an answer (the dialect
+does), what else the server does for a request (request_listeners.py), nor how the engine is kept
+alive (supervisor.py).
 """
 
 from __future__ import annotations
@@ -239,8 +240,8 @@ class Answer:
         await send({"type": "http.response.body", "body": body})
 
     async def _receipt(self, left: asyncio.Future[None] | None = None) -> bool:
-        """Have the receipt of the answer written, which may take as long as the model is hashed. False if
-        its client left meanwhile."""
+        """Have the receipt of the answer written, which may take as long as the model is hashed.
+        False if its client left meanwhile."""
         hashed = self.receipts.hashed()
         waited: set[asyncio.Future[Any]] = {hashed} if left is None else {hashed, left}
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)

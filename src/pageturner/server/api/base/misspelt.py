@@ -1,8 +1,8 @@
 """Fields of a request that are most likely a known one, written wrongly.
 
-Owns what counts as near. A client may send fields that nobody here knows, for other servers, so only what
-is within one slip of a known field is taken for it: a letter too many, too few, wrong or moved, or another
-way of writing the words (`topP`, `top-p`). Must not know what fields mean.
+Owns what counts as near. A client may send fields that nobody here knows, for other servers, so
+only what is within one slip of a known field is taken for it: a letter too many, too few, wrong or
+moved, or another way of writing the words (`topP`, `top-p`). Must not know what fields mean.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-# letters of a field in which one may be wrong: `mode` and `models`, which clients send, are not `model`
+# letters of a field in which one may be wrong: `mode` and `models`, which clients send, are not
+# `model`
 LEAST = 6
 LONGEST = 48  # letters of a name that is looked at
 MOST = 64  # names of a body that are looked at

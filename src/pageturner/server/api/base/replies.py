@@ -1,8 +1,8 @@
 """What the answers of all APIs have in common: events, usage, and how a token becomes an event.
 
-Owns those parts of the bytes that clients get. Must not know where tokens come from, nor what is special to
-one API (completions.py, chat.py). A streamed token is put between parts that were encoded once; only its text
-is encoded anew.
+Owns those parts of the bytes that clients get. Must not know where tokens come from, nor what is
+special to one API (completions.py, chat.py). A streamed token is put between parts that were
+encoded once; only its text is encoded anew.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class ReplyShape:
 
 @dataclass(frozen=True, slots=True)
 class EventTemplate:
-    """The event of a token that says nothing but its text: what stands before the text (for each choice) and
-    behind it, encoded once."""
+    """The event of a token that says nothing but its text: what stands before the text (for each
+    choice) and behind it, encoded once."""
 
     before: tuple[bytes, ...]
     after: bytes
@@ -83,7 +83,8 @@ class EventTemplate:
 
 
 class Reply:
-    """The answer to one call, as it is written. `id`, `created` and `model` are the same in all its parts.
+    """The answer to one call, as it is written. `id`, `created` and `model` are the same in all its
+    parts.
 
     name      what the client knows other requests by
     model     as answers name it
@@ -123,7 +124,8 @@ class Reply:
         self.template = self._template() if plain else None
 
     def state(self, kind: type[T]) -> T:
-        """What a dialect keeps of this answer while it is written; made when it is first asked for."""
+        """What a dialect keeps of this answer while it is written; made when it is first asked
+        for."""
         if not isinstance(self._state, kind):
             self._state = kind()
         return self._state
@@ -132,7 +134,7 @@ class Reply:
         """What the answer says of itself, as its receipt repeats it."""
         return {**self._head, "object": self._shape.whole_object, "fingerprint": self._fingerprint}
 
-    # -- the whole answer ------------------------------------------------------------------------------------
+    # -- the whole answer --------------------------------------------------------------------------
     def body(
         self,
         choices: list[dict[str, Any]],
@@ -165,7 +167,7 @@ class Reply:
             found += [streams[first + i] for i in best]
         return found
 
-    # -- events ----------------------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------
     def event(
         self,
         choices: list[dict[str, Any]],
@@ -192,7 +194,8 @@ class Reply:
         return True
 
     def usage_so_far(self, stream: OutputStream, tokens: int) -> dict[str, Any] | None:
-        """Of a choice with so many tokens; None where the client does not want it in every event."""
+        """Of a choice with so many tokens; None where the client does not want it in every
+        event."""
         return (
             usage_of(len(stream.request.prompt), tokens, stream.cached)
             if self._every_usage
@@ -231,7 +234,7 @@ class Reply:
             before.append(head)
         return EventTemplate(tuple(before), after)
 
-    # -- prompt and tokens -----------------------------------------------------------------------------------
+    # -- prompt and tokens -------------------------------------------------------------------------
     def echo(self, stream: OutputStream) -> str:
         """The text of the prompt, where it stands in front of the answer."""
         return self.call.echoes[stream.choice] if self.call.echoes else ""
@@ -251,8 +254,8 @@ class Reply:
         return {**ids, **self.prompt_ids(piece.stream)} if prompt else ids
 
     def prompt_logprobs(self, stream: OutputStream) -> InParts[Mapping[str, Any]]:
-        """`prompt_logprobs` in vLLM's shape: null for the first token, then token id -> what is known of it,
-        the prompt's own token and the likeliest ones."""
+        """`prompt_logprobs` in vLLM's shape: null for the first token, then token id -> what is
+        known of it, the prompt's own token and the likeliest ones."""
         count = self.call.body.prompt_logprobs
         if count is None:
             return NOTHING
@@ -270,7 +273,8 @@ class Reply:
         return {"logprob": finite(logprob), "rank": rank, "decoded_token": self.token_text(token)}
 
     def top_logprobs(self, token: int, value: Logprob) -> Mapping[str, float]:
-        """The most likely tokens and the chosen one, as vLLM does; of two with the same text the likelier."""
+        """The most likely tokens and the chosen one, as vLLM does; of two with the same text the
+        likelier."""
         top: dict[str, float] = {}
         for other, logprob in (*value[1], (token, value[0])):
             top.setdefault(self.token_text(other), finite(logprob))

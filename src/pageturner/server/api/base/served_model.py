@@ -1,6 +1,8 @@
-"""The model that a server serves, as its APIs see it: names, limits, defaults and the settings of parsers.
+"""The model that a server serves, as its APIs see it: names, limits, defaults and the settings of
+parsers.
 
-Owns the fields alone. Must not know the bodies of requests, nor how they are checked (call.py, answer_grammar.py).
+Owns the fields alone. Must not know the bodies of requests, nor how they are checked (call.py,
+answer_grammar.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How the fields of another API become ours: other names, and what is done with the rest.
 
-Owns what all such dialects have in common. Must not know any of them. Values stay the bytes they are: what is
-wrong with them is said by whoever understands them, by the name that the client knows.
+Owns what all such dialects have in common. Must not know any of them. Values stay the bytes they
+are: what is wrong with them is said by whoever understands them, by the name that the client knows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from pageturner.server.api.base.body import (
 )
 
 T = TypeVar("T")
-# fields of ours that every shape takes as they are, beside its own: they say how tokens are chosen, and when
+# fields of ours that every shape takes as they are, beside its own: they say how tokens are chosen,
+# and when
 EXTRAS = frozenset(
     {
         "top_k",
@@ -63,7 +64,8 @@ _OURS = frozenset(RequestBody.__struct_fields__) - DIALECTS_OWN
 
 
 def fields_of(raw: bytes, limits: RequestLimits) -> Fields:
-    """The fields of a body that are not null. ClientError where it is no JSON object, or holds too much."""
+    """The fields of a body that are not null. ClientError where it is no JSON object, or holds too
+    much."""
     check_values(raw, limits.values, "the body")
     return fields_within(raw, "the body")
 
@@ -94,8 +96,8 @@ def value_of(fields: Fields, name: str, kind: type[Any] | Any, default: Any = No
 def refuse(
     fields: Fields, neutral: Mapping[str, tuple[Any, ...]], why: str = "is not supported yet"
 ) -> None:
-    """Take what is not there yet out of the fields. ClientError 400 where it says more than one of the
-    neutral values."""
+    """Take what is not there yet out of the fields. ClientError 400 where it says more than one of
+    the neutral values."""
     for name in neutral.keys() & fields.keys():
         value = value_of(fields, name, Any)
         if not any(value == one and type(value) is type(one) for one in neutral[name]):
@@ -120,8 +122,9 @@ class FieldMap:
 
     def passed_on(self, fields: Fields) -> dict[str, Any]:
         """The fields of ours that need no translation: those of `same`, and extra fields, of which
-        `to_openai_request` takes EXTRAS, refuses what would change the answer and is not there, and names
-        the rest in the log. ClientError for fields of another shape, which would be passed over."""
+        `to_openai_request` takes EXTRAS, refuses what would change the answer and is not there, and
+        names the rest in the log. ClientError for fields of another shape, which would be passed
+        over."""
         refuse(fields, self.neutral)
         strange = fields.keys() & _OURS - EXTRAS - {*self.taken} - {*self.same}
         if strange:

@@ -16,8 +16,9 @@ from pageturner.text.output_stream import OutputStream
 def usage(
     streams: Iterable[OutputStream], readers: Mapping[int, AnswerReader] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """Tokens of all choices together. Each prompt counts once, for the first of its choices. readers: of the
-    choices whose text is more than content; where a model thinks, its thoughts are told apart."""
+    """Tokens of all choices together. Each prompt counts once, for the first of its choices.
+    readers: of the choices whose text is more than content; where a model thinks, its thoughts are
+    told apart."""
     streams = list(streams)
     first = [stream for stream in streams if stream.request.index == 0]
     prompt = sum(len(stream.request.prompt) for stream in first)

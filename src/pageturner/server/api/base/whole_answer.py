@@ -11,7 +11,8 @@ from pageturner.text.output_stream import OutputPiece
 
 
 class WholeAnswer:
-    """Waits for the end of `count` streams and keeps their text: the answer that is not streamed."""
+    """Waits for the end of `count` streams and keeps their text: the answer that is not
+    streamed."""
 
     def __init__(self, count: int) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -1,7 +1,8 @@
 """`pageturner batch IN.jsonl OUT.jsonl`: answers every line of a file, and goes on where it was.
 
-Owns the command: its flags, its progress, how it stops. It asks an engine of its own, which it starts as a
-server does but for the listening, or the server at --url. Must not know how lines are run (batch_runner.py).
+Owns the command: its flags, its progress, how it stops. It asks an engine of its own, which it
+starts as a server does but for the listening, or the server at --url. Must not know how lines are
+run (batch_runner.py).
 """
 
 from __future__ import annotations
@@ -187,7 +188,8 @@ async def _remote(job: FileBatch, server: AskedServer) -> int:
 
 
 def _answered(arguments: argparse.Namespace) -> bool:
-    """Whether a run has ended that had these lines: then its journal is gone, and each has its answer."""
+    """Whether a run has ended that had these lines: then its journal is gone, and each has its
+    answer."""
     output = Path(arguments.output)
     if Path(arguments.journal or f"{output}.journal").exists() or not output.exists():
         return False
@@ -211,7 +213,8 @@ def _ids(path: Path) -> set[str]:
 
 
 class FileBatch:
-    """A batch whose lines are in a file of the user's, with a journal beside the file of its answers."""
+    """A batch whose lines are in a file of the user's, with a journal beside the file of its
+    answers."""
 
     def __init__(self, arguments: argparse.Namespace, answerer: str) -> None:
         self._input, self._output = Path(arguments.input), Path(arguments.output)
@@ -279,7 +282,7 @@ class FileBatch:
         path = self._output if ok else self._errors
         return None if path is None else (path, FileRecord(f"file-{ok}", "", "", str(path), 0, 0))
 
-    # -- running ---------------------------------------------------------------------------------------------
+    # -- running -----------------------------------------------------------------------------------
     async def run(
         self, ask: Ask, room: Callable[[int], int], hopeless: asyncio.Future[EngineFault] | None
     ) -> int:

@@ -1,8 +1,10 @@
-"""The journal of batches: which lines there are, which are answered, and with what. One SQLite file.
+"""The journal of batches: which lines there are, which are answered, and with what. One SQLite
+file.
 
-Owns what is durable, and the transactions that keep it true. A line is either answered, with its answer, or
-it waits: nothing says that it runs, so whatever was running when this process or the machine ended is simply
-run again. A file is only ever replaced as a whole. Must not know what a line asks, who answers it, nor HTTP.
+Owns what is durable, and the transactions that keep it true. A line is either answered, with its
+answer, or it waits: nothing says that it runs, so whatever was running when this process or the
+machine ended is simply run again. A file is only ever replaced as a whole. Must not know what a
+line asks, who answers it, nor HTTP.
 
 Every call may wait for the disk: a server makes them in a thread of their own (batch_runner.py).
 """
@@ -77,8 +79,8 @@ class BatchRecord:
     expires   Unix time after which it ends as it is; 0: never
     times     when it came into which status, Unix time
     why       the status in which it will end where that is not `completed`: "" for all others
-    position  bytes of the input that were looked at; lines: how many lines these are, `total` without those
-              that are empty
+    position  bytes of the input that were looked at; lines: how many lines these are, `total`
+              without those that are empty
     answered, failed   lines with an answer, and with an error
     problems  the first bad lines, or what ended it: objects with code, message, param and line
     output, errors     ids of its files, "" where there are none
@@ -119,7 +121,8 @@ AS_JSON = frozenset({"metadata", "times", "problems"})
 
 @dataclass(frozen=True, slots=True)
 class NewLine:
-    """A line that was looked at. custom_id: None where it has no good one; answer: the error of a bad one."""
+    """A line that was looked at. custom_id: None where it has no good one; answer: the error of a
+    bad one."""
 
     line: int
     custom_id: str | None
@@ -143,7 +146,8 @@ class WaitingLine:
 
 @dataclass(frozen=True, slots=True)
 class LineResult:
-    """What became of a line. answer: its line in the file of answers, or of errors where `ok` is false."""
+    """What became of a line. answer: its line in the file of answers, or of errors where `ok` is
+    false."""
 
     id: int
     ok: bool
@@ -153,7 +157,8 @@ class LineResult:
 
 
 class Journal:
-    """The journal in one file. Only one process has it at a time; its lock goes with the process."""
+    """The journal in one file. Only one process has it at a time; its lock goes with the
+    process."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -196,7 +201,8 @@ class Journal:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """All of it is on the disk at the end, or nothing is. Behind an error either may be so: ask."""
+        """All of it is on the disk at the end, or nothing is. Behind an error either may be so:
+        ask."""
         with _as_journal_error(self.path):
             self._settle()
             self.db.execute("BEGIN IMMEDIATE")
@@ -225,7 +231,7 @@ class Journal:
             db.execute("INSERT INTO probe VALUES (zeroblob(65536))")
             db.execute("DROP TABLE probe")
 
-    # -- files -----------------------------------------------------------------------------------------------
+    # -- files -------------------------------------------------------------------------------------
     def add_file(self, record: FileRecord) -> None:
         with self._transaction() as db:
             _put_file(db, record)
@@ -253,7 +259,7 @@ class Journal:
             db.execute("DELETE FROM files WHERE id = ?", (id,))
         return True
 
-    # -- batches ---------------------------------------------------------------------------------------------
+    # -- batches -----------------------------------------------------------------------------------
     def create(
         self,
         id: str,
@@ -266,8 +272,8 @@ class Journal:
         metadata: dict[str, str] | None,
         expires: int,
     ) -> BatchRecord:
-        """A new batch, none of whose lines was looked at. The oldest ended ones beyond MAX_ENDED are
-        forgotten."""
+        """A new batch, none of whose lines was looked at. The oldest ended ones beyond MAX_ENDED
+        are forgotten."""
         now = int(time.time())
         with self._transaction() as db:
             (last,) = db.execute("SELECT coalesce(max(number), 0) FROM batches").fetchone()
@@ -315,8 +321,8 @@ class Journal:
     def move(
         self, id: str, status: str, why: str = "", problem: dict[str, Any] | None = None
     ) -> bool:
-        """Another status; `why`: the one in which it will end. False where it has ended, or was told before
-        how to end."""
+        """Another status; `why`: the one in which it will end. False where it has ended, or was
+        told before how to end."""
         with self._transaction() as db:
             record = _one(db, id)
             if record is None or record.ended or (why and record.why):
@@ -329,7 +335,7 @@ class Journal:
             )
         return True
 
-    # -- lines -----------------------------------------------------------------------------------------------
+    # -- lines -------------------------------------------------------------------------------------
     def looked_at(
         self,
         record: BatchRecord,
@@ -339,8 +345,9 @@ class Journal:
         problems: list[dict[str, Any]],
         twice: Any,
     ) -> None:
-        """The next lines of its input, up to this position, `count` lines from its beginning. Those of a
-        custom_id that is there already are bad: twice(line) makes the error of one and what is told of it."""
+        """The next lines of its input, up to this position, `count` lines from its beginning. Those
+        of a custom_id that is there already are bad: twice(line) makes the error of one and what is
+        told of it."""
         with self._transaction() as db:
             now = _one(db, record.id)
             assert now is not None
@@ -369,8 +376,8 @@ class Journal:
         return [WaitingLine(*row) for row in self._read(question, number, WAITING, after, most)]
 
     def finish(self, results: Iterable[tuple[int, LineResult]]) -> None:
-        """Lines, by the numbers of their batches, have their answers: all of these, or none. A line that had
-        one keeps it."""
+        """Lines, by the numbers of their batches, have their answers: all of these, or none. A line
+        that had one keeps it."""
         with self._transaction() as db:
             for number, result in results:
                 state = ANSWERED if result.ok else FAILED
@@ -407,7 +414,8 @@ class Journal:
     def end(
         self, record: BatchRecord, status: str, output: FileRecord | None, errors: FileRecord | None
     ) -> None:
-        """The batch has ended, and its answers are in these files: its lines are not kept any longer."""
+        """The batch has ended, and its answers are in these files: its lines are not kept any
+        longer."""
         with self._transaction() as db:
             now = _one(db, record.id)
             if now is None or now.ended:

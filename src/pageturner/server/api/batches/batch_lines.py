@@ -1,6 +1,8 @@
-"""The lines of a batch: what each asks, what is wrong with one, and the lines of answers and errors.
+"""The lines of a batch: what each asks, what is wrong with one, and the lines of answers and
+errors.
 
-Owns their shape, which is OpenAI's. Must not know how a line is answered, nor where anything is kept.
+Owns their shape, which is OpenAI's. Must not know how a line is answered, nor where anything is
+kept.
 """
 
 from __future__ import annotations
@@ -70,10 +72,10 @@ _LINE = msgspec.json.Decoder(BatchLine)
 _ID = msgspec.json.Decoder(_OnlyId)
 
 
-# -- what comes in -------------------------------------------------------------------------------------------
+# -- what comes in ---------------------------------------------------------------------------------
 def parse_line(raw: bytes, endpoint: str, most: int) -> BatchLine:
-    """A line of a batch for this endpoint, or for any where it is "". most: bytes of its body. Raises
-    BadLine."""
+    """A line of a batch for this endpoint, or for any where it is "". most: bytes of its body.
+    Raises BadLine."""
     if len(raw) > most + ENVELOPE:
         raise BadLine(
             "line_too_long", f"a line may have {most + ENVELOPE} bytes, and this one has more"
@@ -128,8 +130,8 @@ def _custom_id(raw: bytes) -> str | None:
 
 
 def question_of(raw: bytes, line: int) -> Question:
-    """What a good line asks. Without a seed of its own it gets one that only it and its place tell, so that
-    whoever answers it again gives the same answer."""
+    """What a good line asks. Without a seed of its own it gets one that only it and its place tell,
+    so that whoever answers it again gives the same answer."""
     asked = _LINE.decode(raw)
     digest = hashlib.sha256(b"%d:%s:" % (line, asked.custom_id.encode()) + raw).digest()
     body: dict[str, Any] = {name: value for name, value in asked.body.items() if name not in _LATER}
@@ -143,8 +145,8 @@ def question_of(raw: bytes, line: int) -> Question:
 def lines_of(
     file: BinaryIO, position: int, count: int, most: int
 ) -> Iterator[tuple[int, int, int, bytes]]:
-    """The lines of a file from a position on: number, position, size and bytes of each that is not empty. Of
-    one that is too long to be good, only the beginning is held."""
+    """The lines of a file from a position on: number, position, size and bytes of each that is not
+    empty. Of one that is too long to be good, only the beginning is held."""
     file.seek(position)
     while raw := file.readline(most + ENVELOPE + 2):
         begin, size = position, len(raw)
@@ -187,7 +189,7 @@ def _bad(line: NewLine, bad: BadLine) -> tuple[NewLine, dict[str, Any] | None]:
     return NewLine(line.line, None, line.position, line.size, 0, answer), problem
 
 
-# -- what goes out -------------------------------------------------------------------------------------------
+# -- what goes out ---------------------------------------------------------------------------------
 def answer_line(custom_id: str, request_id: str, status: int, body: bytes) -> bytes:
     """The line of an answer, or of a refusal with the body that its client would have got."""
     response = {"status_code": status, "request_id": request_id, "body": _json_of(body)}

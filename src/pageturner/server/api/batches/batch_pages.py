@@ -1,7 +1,7 @@
 """/v1/files and /v1/batches, in OpenAI's shape.
 
-Owns the fields of both, who may see what, and how a file comes in and goes out. Must not know how a batch is
-run (batch_runner.py), nor how anything is kept (batch_journal.py).
+Owns the fields of both, who may see what, and how a file comes in and goes out. Must not know how a
+batch is run (batch_runner.py), nor how anything is kept (batch_journal.py).
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ Page = Callable[[HTTPRequest, Batches], Awaitable[Response]]
 
 
 class BatchPages:
-    """The pages of one server. `batches`: None where it keeps none; the pages then say how to have them."""
+    """The pages of one server. `batches`: None where it keeps none; the pages then say how to have
+    them."""
 
     def __init__(self, service: Service) -> None:
         self.batches: Batches | None = None
@@ -104,7 +105,7 @@ class BatchPages:
             Route("/v1/batches/{id}/cancel", page(self.cancel), methods=["POST"]),
         ]
 
-    # -- files -----------------------------------------------------------------------------------------------
+    # -- files -------------------------------------------------------------------------------------
     async def upload(self, request: HTTPRequest, batches: Batches) -> Response:
         info, boundary = _info(request), boundary_of(request.headers.get("content-type", ""))
         files = await batches.runner.do(batches.journal.files, info.tenant)
@@ -130,7 +131,8 @@ class BatchPages:
     async def _receive(
         self, batches: Batches, id: str, receive: Receive, boundary: bytes
     ) -> tuple[dict[str, str], str, int]:
-        """Write what comes to the disk. Returns the other fields, the name of the file, and its size."""
+        """Write what comes to the disk. Returns the other fields, the name of the file, and its
+        size."""
         held, size, most = bytearray(), 0, self._service.config.max_file_size
         path = batches.path(id)
         handle = await batches.runner.do(_on_disk, begin_file, path)
@@ -179,7 +181,7 @@ class BatchPages:
         await batches.runner.do(remove, batches.path(file.id))
         return json_response({"id": file.id, "object": "file", "deleted": True})
 
-    # -- batches ---------------------------------------------------------------------------------------------
+    # -- batches -----------------------------------------------------------------------------------
     async def create(self, request: HTTPRequest, batches: Batches) -> Response:
         info = _info(request)
         with metered(self._service.quota, request.scope, request.receive) as (_, receive):
@@ -234,7 +236,7 @@ class BatchPages:
         return json_response(batch_object(record, batches.runner.trouble))
 
 
-# -- shapes --------------------------------------------------------------------------------------------------
+# -- shapes ----------------------------------------------------------------------------------------
 def file_object(file: FileRecord) -> dict[str, Any]:
     return {
         "id": file.id,
@@ -313,7 +315,7 @@ def _limit(request: HTTPRequest, most: int, usual: int) -> int:
     return int(text)
 
 
-# -- requests ------------------------------------------------------------------------------------------------
+# -- requests --------------------------------------------------------------------------------------
 def _info(request: HTTPRequest) -> RequestInfo:
     info: RequestInfo = request.scope["pageturner"]
     return info
@@ -375,7 +377,7 @@ async def _batch(id: str, request: HTTPRequest, batches: Batches) -> BatchRecord
     return record
 
 
-# -- the disk ------------------------------------------------------------------------------------------------
+# -- the disk --------------------------------------------------------------------------------------
 def _on_disk(work: Callable[..., Any], *what: Any) -> Any:
     try:
         return work(*what)

@@ -56,7 +56,8 @@ class AskedServer:
             self._headers.append((b"Authorization", b"Bearer " + key.encode()))
 
     async def look(self) -> None:
-        """See that it is there, and how many requests it runs at once. EngineFault where nobody answers."""
+        """See that it is there, and how many requests it runs at once. EngineFault where nobody
+        answers."""
         self.gone = asyncio.get_running_loop().create_future()
         try:
             status, page = await get(self.address, "/props", LOOK_SECONDS)

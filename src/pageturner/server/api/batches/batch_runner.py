@@ -1,11 +1,11 @@
 """Runs batches: looks at their lines, has them answered, writes their files.
 
-Owns the order of it, how many lines are under way, and what happens when a line cannot be answered now, when
-a batch is told to end, and when the disk is full. Must not know who answers (`Ask`), nor how anything is kept
-(batch_journal.py).
+Owns the order of it, how many lines are under way, and what happens when a line cannot be answered
+now, when a batch is told to end, and when the disk is full. Must not know who answers (`Ask`), nor
+how anything is kept (batch_journal.py).
 
-A line is under way only here, in memory. Its answer counts when the journal has it; until then it is as if it
-had never been asked, and it will be asked again with the same seed.
+A line is under way only here, in memory. Its answer counts when the journal has it; until then it
+is as if it had never been asked, and it will be asked again with the same seed.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class BatchPaths:
     """Where the files of a batch are.
 
     input    of its lines
-    written  the path of its answers, or errors where `ok` is false; and what is said of it when it is there.
-             None: it has no such file
+    written  the path of its answers, or errors where `ok` is false; and what is said of it when it
+             is there. None: it has no such file
     apart    errors have a file of their own
     """
 
@@ -96,8 +96,8 @@ class BatchPaths:
 
 @dataclass(slots=True, eq=False)
 class RunningBatch:
-    """A batch that is being run. ending: set when it shall end as it is; not_before: when a line of it may
-    begin, as the server said when it refused one."""
+    """A batch that is being run. ending: set when it shall end as it is; not_before: when a line of
+    it may begin, as the server said when it refused one."""
 
     record: BatchRecord
     ending: asyncio.Event = field(default_factory=asyncio.Event)
@@ -144,7 +144,7 @@ class BatchRunner:
         """Have it done by the thread that may wait for the disk."""
         return await self._thread.do(work, *what, **more)
 
-    # -- life ------------------------------------------------------------------------------------------------
+    # -- life --------------------------------------------------------------------------------------
     async def resume(self) -> None:
         """Go on with all that had not ended."""
         for record in await self.do(self._journal.unfinished):
@@ -187,7 +187,7 @@ class BatchRunner:
             await self._save_now()
         self._thread.close()
 
-    # -- one batch -------------------------------------------------------------------------------------------
+    # -- one batch ---------------------------------------------------------------------------------
     async def _run(self, batch: RunningBatch) -> None:
         while True:
             try:
@@ -362,7 +362,7 @@ class BatchRunner:
             written.append(replace(told, bytes=size))
         self._journal.end(record, record.why or COMPLETED, *written)
 
-    # -- one line --------------------------------------------------------------------------------------------
+    # -- one line ----------------------------------------------------------------------------------
     async def _place(self, batch: RunningBatch) -> bool:
         """Wait until another line may begin; batches take turns. False: this one shall end."""
         while not batch.ending.is_set():
@@ -418,7 +418,7 @@ class BatchRunner:
             log.exception("%s failed", question.request_id)
             return Answered(500, unforeseen_of(question.url))
 
-    # -- answers into the journal ----------------------------------------------------------------------------
+    # -- answers into the journal ------------------------------------------------------------------
     async def _save(self) -> None:
         """Save what came, for ever."""
         while True:

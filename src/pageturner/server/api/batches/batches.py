@@ -1,7 +1,8 @@
-"""Batches of one server: its journal and files in one folder, and lines that are asked of the server itself.
+"""Batches of one server: its journal and files in one folder, and lines that are asked of the
+server itself.
 
-Owns the folder, and how a line becomes a request in the background of this server. Must not know HTTP's side
-of it (batch_pages.py), nor how a batch is run (batch_runner.py).
+Owns the folder, and how a line becomes a request in the background of this server. Must not know
+HTTP's side of it (batch_pages.py), nor how a batch is run (batch_runner.py).
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Batches:
         await self.runner.close()
         self.journal.close()
 
-    # -- files -----------------------------------------------------------------------------------------------
+    # -- files -------------------------------------------------------------------------------------
     def path(self, id: str) -> Path:
         """Where a file is. ValueError for what is no id of one."""
         if not _FILE_ID.fullmatch(id):
@@ -98,8 +99,8 @@ class Batches:
 
 
 class SelfAsked:
-    """A server that is asked by itself. app: its routes, without what stands between them and a network;
-    priority: of what it asks; traces: of each of its requests, where they are wanted."""
+    """A server that is asked by itself. app: its routes, without what stands between them and a
+    network; priority: of what it asks; traces: of each of its requests, where they are wanted."""
 
     def __init__(
         self,
@@ -154,8 +155,8 @@ class SelfAsked:
         )
 
     def _key(self, record: BatchRecord) -> ApiKey | None:
-        """The key of a batch, as it holds for what nobody waits for: an account of its own, so that a batch
-        takes nothing of what its owner may ask meanwhile."""
+        """The key of a batch, as it holds for what nobody waits for: an account of its own, so that
+        a batch takes nothing of what its owner may ask meanwhile."""
         for _, key in self._service.numbered_keys():
             if key.sha256.hex() == record.key:
                 own = hashlib.sha256(b"batches of " + key.sha256).digest() if key.sha256 else b""

@@ -1,8 +1,8 @@
 """A thread that waits for the disk, so that the event loop does not.
 
-Owns the thread and the way to it and back: one piece of work after the other, in the order in which they
-were given. Only for work whose length the server decides, such as a transaction; text of clients is read by
-text workers. Must not know what the work is.
+Owns the thread and the way to it and back: one piece of work after the other, in the order in which
+they were given. Only for work whose length the server decides, such as a transaction; text of
+clients is read by text workers. Must not know what the work is.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ from pathlib import Path
 
 
 class JournalError(Exception):
-    """The journal cannot be read or written. code: `disk_full`, `journal_in_use` or `journal_broken`."""
+    """The journal cannot be read or written. code: `disk_full`, `journal_in_use` or
+    `journal_broken`."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -29,8 +30,8 @@ def fault_of(path: Path, error: OSError) -> JournalError:
 
 
 def write_whole(path: Path, lines: Iterable[bytes]) -> int:
-    """Write a file that is there whole or not at all, whatever happens meanwhile. Returns its size. OSError,
-    as ENOSPC, leaves what was there before."""
+    """Write a file that is there whole or not at all, whatever happens meanwhile. Returns its size.
+    OSError, as ENOSPC, leaves what was there before."""
     partial = path.with_name(path.name + ".partial")
     size = 0
     try:

@@ -1,7 +1,7 @@
 """/api/chat and /api/generate: Ollama's API.
 
-Owns its fields and options, and the shape of its answers: lines of JSON. Must not know what all APIs have in
-common (call.py, replies.py), nor its small endpoints (ollama_pages.py).
+Owns its fields and options, and the shape of its answers: lines of JSON. Must not know what all
+APIs have in common (call.py, replies.py), nor its small endpoints (ollama_pages.py).
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ FIELDS = FieldMap(
 NO_LIMIT = (-1, -2)  # of num_predict: until the end, until the context is full
 
 
-# -- requests ------------------------------------------------------------------------------------------------
+# -- requests --------------------------------------------------------------------------------------
 def _decoder(
     says: Callable[[Fields], dict[str, Any]],
 ) -> Callable[[bytes, RequestLimits], RequestBody]:
@@ -150,8 +150,8 @@ def _decoder(
 
 
 def _options(fields: Fields) -> dict[str, Any]:
-    """The fields of ours that `options` says. ClientError names an option that would change the answer and is
-    not there."""
+    """The fields of ours that `options` says. ClientError names an option that would change the
+    answer and is not there."""
     if "options" not in fields:
         return {}
     options = fields_within(bytes(fields["options"]), "options")
@@ -227,8 +227,8 @@ def read_chat(body: RequestBody, served: ServedModel) -> Call:
 
 
 def read_generate(body: RequestBody, served: ServedModel) -> Call:
-    """A call of /api/generate: a gap, or through the template where the model has one and the request wants
-    it."""
+    """A call of /api/generate: a gap, or through the template where the model has one and the
+    request wants it."""
     if body.suffix:
         return FIELDS.renaming(lambda: read_gap(body, served))
     _check_thinks(body, served)
@@ -263,7 +263,7 @@ def _read_text(text: str, body: RequestBody, served: ServedModel) -> Call:
     return with_choices(Call(body=body, prompts=(prompt,), params=(fitted,)), served)
 
 
-# -- answers -------------------------------------------------------------------------------------------------
+# -- answers ---------------------------------------------------------------------------------------
 def created_at() -> str:
     """Now, as their answers say it."""
     return datetime.datetime.now(datetime.UTC).isoformat().replace("+00:00", "Z")

@@ -27,7 +27,7 @@ from pageturner.text.output_stream import OutputStream
 PASSED_OVER = ("options", "keep_alive")
 
 
-# -- requests ------------------------------------------------------------------------------------------------
+# -- requests --------------------------------------------------------------------------------------
 def _decoder(name: str) -> Callable[[bytes, RequestLimits], RequestBody]:
     """name: the field of the texts."""
 
@@ -88,7 +88,7 @@ def _cut(text: str, served: ServedModel) -> list[int]:
     return served.tokenizer.encode(beginning, add_special=True, parse_special=True)[:room]
 
 
-# -- answers -------------------------------------------------------------------------------------------------
+# -- answers ---------------------------------------------------------------------------------------
 def whole_embed(reply: Reply, streams: list[OutputStream], _: WholeAnswer) -> InParts[bytes]:
     """The rows, and what they took, in nanoseconds."""
     rows = []

@@ -1,4 +1,5 @@
-"""The small endpoints of Ollama's API: which models there are, what one is like, and having one loaded.
+"""The small endpoints of Ollama's API: which models there are, what one is like, and having one
+loaded.
 
 Owns what they say. Must not know how anything is generated.
 """

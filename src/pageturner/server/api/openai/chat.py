@@ -1,7 +1,8 @@
-"""/v1/chat/completions: a conversation, through the model's own template, and what the assistant says next.
+"""/v1/chat/completions: a conversation, through the model's own template, and what the assistant
+says next.
 
-Owns what is special to this API: how messages become a prompt, and the shape of its answers and chunks. Must
-not know what all APIs have in common (call.py, replies.py).
+Owns what is special to this API: how messages become a prompt, and the shape of its answers and
+chunks. Must not know what all APIs have in common (call.py, replies.py).
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ def read(body: RequestBody, served: ServedModel) -> Call:
 def chat_tokens(
     body: RequestBody, served: ServedModel, check: Callable[[str], object]
 ) -> list[int]:
-    """The tokens of a conversation, through the model's own template. check: refuses the text that is too
-    long, before it is tokenised."""
+    """The tokens of a conversation, through the model's own template. check: refuses the text that
+    is too long, before it is tokenised."""
     text = chat_prompt(body, with_request_template(body, served))
     check(text)
     return _tokens(text, body, served)
@@ -114,8 +115,8 @@ def _choice(
 
 
 def chunk(reply: Reply, piece: OutputPiece) -> bytes:
-    """The events of one piece: before the first token the role, then the token, and behind the last token the
-    reason of the end."""
+    """The events of one piece: before the first token the role, then the token, and behind the last
+    token the reason of the end."""
     stream, parts = piece.stream, []
     if reply.begins(stream):
         parts.append(at_once(_role(reply, stream)))

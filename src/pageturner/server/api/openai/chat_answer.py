@@ -1,7 +1,7 @@
 """A chat's answer that is more than content: calls of tools and thoughts, whole and in events.
 
-Owns where they stand in OpenAI's JSON. Must not know how they are found in the text (text/answer_format.py),
-nor what else a chat's answer holds (chat.py).
+Owns where they stand in OpenAI's JSON. Must not know how they are found in the text
+(text/answer_format.py), nor what else a chat's answer holds (chat.py).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def message(reply: Reply, stream: OutputStream, answer: WholeAnswer) -> dict[str
 
 
 def events(reply: Reply, piece: OutputPiece, logprobs: dict[str, Any] | None) -> bytes:
-    """The events of one piece. What is known of its token stands in the first of them, and in one of its own
-    where the piece says nothing yet."""
+    """The events of one piece. What is known of its token stands in the first of them, and in one
+    of its own where the piece says nothing yet."""
     stream, reader = piece.stream, reader_of(reply, piece.stream)
     note_token(reader, piece)
     before = reader.calls

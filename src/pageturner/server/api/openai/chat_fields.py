@@ -1,7 +1,8 @@
-"""The fields of a chat that say how it is rendered and how its answer is read: templates, tools, thoughts.
+"""The fields of a chat that say how it is rendered and how its answer is read: templates, tools,
+thoughts.
 
-Owns what those fields mean together, and the text of a prompt. Must not know the rest of a chat's fields
-(chat.py), nor how an answer is written (chat_answer.py).
+Owns what those fields mean together, and the text of a prompt. Must not know the rest of a chat's
+fields (chat.py), nor how an answer is written (chat_answer.py).
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def template_variables(body: RequestBody) -> dict[str, Any]:
 
 
 def with_request_template(body: RequestBody, served: ServedModel) -> ServedModel:
-    """The model with the template that the request brings, where this server takes one. TemplateTooLong
-    outside of a text worker: nobody knows how long it takes to compile."""
+    """The model with the template that the request brings, where this server takes one.
+    TemplateTooLong outside of a text worker: nobody knows how long it takes to compile."""
     if body.chat_template is None:
         return served
     if not served.request_templates:
@@ -54,8 +55,8 @@ def with_request_template(body: RequestBody, served: ServedModel) -> ServedModel
 
 
 def chat_prompt(body: RequestBody, served: ServedModel) -> str:
-    """The text of the prompt: the conversation through the template. served: as `with_request_template` has
-    it."""
+    """The text of the prompt: the conversation through the template. served: as
+    `with_request_template` has it."""
     if not body.messages:
         raise bad_request("missing_field", "messages is missing or empty", "messages")
     if served.template is None:
@@ -79,8 +80,9 @@ def chat_prompt(body: RequestBody, served: ServedModel) -> str:
 def read_answer(
     params: SamplingParams, body: RequestBody, prompt: str, served: ServedModel
 ) -> tuple[SamplingParams, AnswerFormat | None]:
-    """How the answers to this prompt are read, and the parameters with a grammar that lets them think,
-    unless the client has said that they shall not and the template has not begun them all the same."""
+    """How the answers to this prompt are read, and the parameters with a grammar that lets them
+    think, unless the client has said that they shall not and the template has not begun them all
+    the same."""
     formats = answer_grammar.formats_of(served)
     answer = formats.answer(answer_grammar.tool_choice(body), prompt)
     if answer is not None and body.continue_final_message:

@@ -1,7 +1,7 @@
 """/v1/completions: a prompt, or several, and the text that follows each.
 
-Owns what is special to this API: how prompts are written, and the shape of its answers and chunks. Must not
-know what all APIs have in common (call.py, replies.py).
+Owns what is special to this API: how prompts are written, and the shape of its answers and chunks.
+Must not know what all APIs have in common (call.py, replies.py).
 """
 
 from __future__ import annotations
@@ -141,7 +141,8 @@ def _choice(
 
 
 def chunk(reply: Reply, piece: OutputPiece) -> bytes:
-    """The event of one token; the echo stands in the first one, the reason of the end in the last one."""
+    """The event of one token; the echo stands in the first one, the reason of the end in the last
+    one."""
     if piece.token is None and not piece.text and not piece.last:
         return b""
     stream = piece.stream
@@ -176,7 +177,8 @@ def long_chunk(reply: Reply, piece: OutputPiece) -> InParts[bytes]:
 
 
 def _echoed_tokens(reply: Reply, stream: OutputStream) -> tuple[list[TokenLogprob], list[int]]:
-    """Logprobs of an echoed prompt and where its tokens begin; nothing is known of the first token."""
+    """Logprobs of an echoed prompt and where its tokens begin; nothing is known of the first
+    token."""
     count, prompt, echo = reply.logprobs, stream.request.prompt, reply.echo(stream)
     if count is None or not reply.call.echoes:
         return [], []

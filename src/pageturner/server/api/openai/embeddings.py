@@ -1,7 +1,7 @@
 """/v1/embeddings: one row of numbers for each text.
 
-Owns what is special to this API: its fields, and how rows are written. Must not know how a row is computed
-(executor/pooling.py), nor what all APIs have in common (call.py, replies.py).
+Owns what is special to this API: its fields, and how rows are written. Must not know how a row is
+computed (executor/pooling.py), nor what all APIs have in common (call.py, replies.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Requests for the text in a gap: `suffix` of /v1/completions and of Ollama's /api/generate, and /infill.
+"""Requests for the text in a gap: `suffix` of /v1/completions and of Ollama's /api/generate, and
+/infill.
 
-Owns what the three have in common: the refusal of a model without tokens for it, and where such an answer
-ends. Must not know their fields.
+Owns what the three have in common: the refusal of a model without tokens for it, and where such an
+answer ends. Must not know their fields.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def with_ends(params: SamplingParams, body: RequestBody, served: ServedModel) ->
 
 
 def read_gap(body: RequestBody, served: ServedModel) -> Call:
-    """A call for one gap, behind body.prompt and before its suffix; as long as there is room for, unless
-    max_tokens says otherwise."""
+    """A call for one gap, behind body.prompt and before its suffix; as long as there is room for,
+    unless max_tokens says otherwise."""
     check_model(body, served)
     refuse_tools(body)
     check_gap(body)

@@ -1,7 +1,7 @@
 """/infill: llama.cpp's API for the text in a gap, which editors ask for.
 
-Owns its fields and options, and the shape of its answers. Must not know what a gap's prompt is (text/fim.py),
-nor what all APIs have in common (call.py, replies.py).
+Owns its fields and options, and the shape of its answers. Must not know what a gap's prompt is
+(text/fim.py), nor what all APIs have in common (call.py, replies.py).
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ OPTIONS = {
     "stream": "stream",
     "model": "model",
 }
-# where an answer is computed and how it is cut into lines, which is this server's own affair or the editor's
+# where an answer is computed and how it is cut into lines, which is this server's own affair or the
+# editor's
 PASSED_OVER = frozenset(
     {
         "cache_prompt",
@@ -62,7 +63,7 @@ FIELDS = FieldMap(
 STOP_TYPES = {"length": "limit", "stop": "eos"}
 
 
-# -- requests ------------------------------------------------------------------------------------------------
+# -- requests --------------------------------------------------------------------------------------
 def decode(raw: bytes, limits: RequestLimits) -> RequestBody:
     """The fields of a body, as a prompt and a suffix."""
     fields = fields_of(raw, limits)
@@ -97,7 +98,7 @@ def read(body: RequestBody, served: ServedModel) -> Call:
     return FIELDS.renaming(lambda: read_gap(body, served))
 
 
-# -- answers -------------------------------------------------------------------------------------------------
+# -- answers ---------------------------------------------------------------------------------------
 def _about(reply: Reply, stream: OutputStream, text: str) -> dict[str, Any]:
     """What the last event says of the whole answer. text: its own."""
     times, now, prompt = stream.times, time.monotonic(), len(stream.request.prompt)

@@ -1,5 +1,5 @@
-"""How the streams of OpenAI's older APIs end: with an event that says what went wrong, or with usage where it
-is wanted, and then with a mark.
+"""How the streams of OpenAI's older APIs end: with an event that says what went wrong, or with
+usage where it is wanted, and then with a mark.
 
 Must not know what stands before that.
 """

@@ -1,10 +1,10 @@
 """/v1/rerank and /v1/score: how well documents go with queries.
 
-Owns the fields of both, which of two ways a pair is judged in, and how scores are told. Must not know how a
-row is computed (executor/pooling.py), nor how a model is asked (text/judging.py).
+Owns the fields of both, which of two ways a pair is judged in, and how scores are told. Must not
+know how a row is computed (executor/pooling.py), nor how a model is asked (text/judging.py).
 
-By cosine each text gets a row, as of /v1/embeddings. By yes_no each pair is a prompt, and a beam search over
-the two tokens of the answer tells how likely both are.
+By cosine each text gets a row, as of /v1/embeddings. By yes_no each pair is a prompt, and a beam
+search over the two tokens of the answer tells how likely both are.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ AT_ONCE = 16  # texts whose prompts are rendered in the event loop
 NOT_NEGATIVE = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
 
 
-# -- requests ------------------------------------------------------------------------------------------------
+# -- requests --------------------------------------------------------------------------------------
 def decode_rerank(raw: bytes, limits: RequestLimits) -> RequestBody:
     """query, documents, top_n, return_documents."""
     fields = fields_of(raw, limits)
@@ -52,7 +52,8 @@ def decode_rerank(raw: bytes, limits: RequestLimits) -> RequestBody:
 
 
 def decode_score(raw: bytes, limits: RequestLimits) -> RequestBody:
-    """One text with one or several others, or as many with as many, under the names of either way."""
+    """One text with one or several others, or as many with as many, under the names of either
+    way."""
     fields = fields_of(raw, limits)
     names = ("queries", "documents") if "queries" in fields else ("text_1", "text_2")
     first, second = (_texts(fields, name) for name in names)
@@ -158,7 +159,8 @@ def _by_cosine(texts: list[str], body: RequestBody, served: ServedModel) -> Call
 
 
 def _by_yes_no(texts: list[str], body: RequestBody, served: ServedModel) -> Call:
-    """A call whose prompts are pairs; its two answers to each are yes and no, with their logprobs."""
+    """A call whose prompts are pairs; its two answers to each are yes and no, with their
+    logprobs."""
     pairs = body.pairs or PairOptions()
     if body.truncate_prompt_tokens is not None:
         message = (
@@ -190,13 +192,14 @@ def _by_yes_no(texts: list[str], body: RequestBody, served: ServedModel) -> Call
 
 
 def _unpenalised(params: SamplingParams) -> SamplingParams:
-    """The parameters without what a model's files say about answers: it would count as likelihood."""
+    """The parameters without what a model's files say about answers: it would count as
+    likelihood."""
     return replace(
         params, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logit_bias=None
     )
 
 
-# -- answers -------------------------------------------------------------------------------------------------
+# -- answers ---------------------------------------------------------------------------------------
 def _scores(reply: Reply, streams: list[OutputStream]) -> InParts[list[float]]:
     """Of each pair."""
     pairs = reply.call.body.pairs or PairOptions()

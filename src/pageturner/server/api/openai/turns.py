@@ -1,7 +1,7 @@
 """Conversations of agents, for templates that take fewer forms of them than clients send.
 
-Owns when a conversation is put into another form. Must not know which shape it came in, nor how it is
-rendered (chat.py).
+Owns when a conversation is put into another form. Must not know which shape it came in, nor how it
+is rendered (chat.py).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ T = TypeVar("T")
 
 
 def read_turns(body: RequestBody, read: Callable[[RequestBody], T]) -> T:
-    """The outcome of `read`. Where the template refuses the conversation, it is asked once more with turns
-    that alternate behind one system message, which is all that many templates know."""
+    """The outcome of `read`. Where the template refuses the conversation, it is asked once more
+    with turns that alternate behind one system message, which is all that many templates know."""
     try:
         return read(body)
     except TemplateTooLong:

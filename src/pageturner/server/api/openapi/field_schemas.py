@@ -1,9 +1,10 @@
 """What each field of a request may be, as JSON Schema, for the model that is served.
 
-Owns what is said of every field of a RequestBody: its type is the one by which it is decoded (body.py), its
-bounds are those by which it is checked (params.LIMITS, text/parameters.py, limits.py), and the table says the
-rest. tests/server/test_openapi_fields.py draws values from it, and others, and holds them against the check.
-Must not know which API takes which field (request_schemas.py).
+Owns what is said of every field of a RequestBody: its type is the one by which it is decoded
+(body.py), its bounds are those by which it is checked (params.LIMITS, text/parameters.py,
+limits.py), and the table says the rest. tests/server/test_openapi_fields.py draws values from it,
+and others, and holds them against the check. Must not know which API takes which field
+(request_schemas.py).
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ _LIMITED_AS = {
 
 
 class Field(NamedTuple):
-    """help: one line for people. narrows: what is known of it beyond its type and its entry in LIMITS."""
+    """help: one line for people. narrows: what is known of it beyond its type and its entry in
+    LIMITS."""
 
     help: str
     narrows: Narrowing = {}  # noqa: RUF012  # nobody changes it
@@ -262,14 +264,16 @@ def field_schemas(served: ServedModel) -> dict[str, Schema]:
 
 
 def neutral_schemas(fields: Mapping[str, tuple[Any, ...]] = UNSUPPORTED) -> dict[str, Schema]:
-    """The schema of each field that is known and not there: nothing but the values that change nothing."""
+    """The schema of each field that is known and not there: nothing but the values that change
+    nothing."""
     return {
         name: {**one_of(None, *neutrals), "x-neutral": True} for name, neutrals in fields.items()
     }
 
 
 def default_of(name: str, served: ServedModel) -> Any:
-    """What a sampling parameter is when a request does not say it; None: it is no number of its own."""
+    """What a sampling parameter is when a request does not say it; None: it is no number of its
+    own."""
     return served.defaults.get(name, getattr(SamplingParams(), name)) if name in NUMBERS else None
 
 

@@ -1,7 +1,8 @@
-"""`/openapi.json`: the API as an OpenAPI 3.1 document, for the model that is served; and `/docs`, to read it.
+"""`/openapi.json`: the API as an OpenAPI 3.1 document, for the model that is served; and `/docs`,
+to read it.
 
-Owns how a document is made of the table of operations and the schemas of bodies and answers. Must not know
-any operation or field.
+Owns how a document is made of the table of operations and the schemas of bodies and answers. Must
+not know any operation or field.
 """
 
 from __future__ import annotations
@@ -180,7 +181,7 @@ def _error(status: int, shape: str) -> dict[str, Any]:
     return {**made, "content": {"application/json": {"schema": ref(shape)}}}
 
 
-# -- pages ---------------------------------------------------------------------------------------------------
+# -- pages -----------------------------------------------------------------------------------------
 class OpenApiPages:
     """The document of one server, and the page that shows it."""
 

@@ -1,8 +1,8 @@
 """Every operation of a server: a method, a path, what it takes and what comes back.
 
 Owns the form of an operation; the table is `operations.json`, a line for each route of app.py, and
-tests/server/test_openapi.py names the route whose line is missing. Must not know how a document is made of it
-(openapi.py), nor schemas (request_schemas.py, schemas.json).
+tests/server/test_openapi.py names the route whose line is missing. Must not know how a document is
+made of it (openapi.py), nor schemas (request_schemas.py, schemas.json).
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class ApiOperation:
 
 
 def _operation(generates: bool = False, **fields: Any) -> ApiOperation:
-    """An operation of the table. generates: it answers as all operations do that generate text or rows."""
+    """An operation of the table. generates: it answers as all operations do that generate text or
+    rows."""
     usual: dict[str, Any] = {}
     if generates:
         usual = {"media": EVENTS, "errors": GENERATED, "targets": True}

@@ -1,9 +1,10 @@
 """The bodies that requests may have, as JSON Schema for the model that is served.
 
-Owns how `schemas.json` becomes them. A body there holds what a dialect has of its own; the fields that it
-passes on or refuses are those of the FieldMap by which its requests are read. Within a body, `$known` stands
-for a schema that depends on the model or has a name in `parts`, `$needs` for what a model without that format
-does not take, and `$or` for another form of the body. Must not know paths (operations.json).
+Owns how `schemas.json` becomes them. A body there holds what a dialect has of its own; the fields
+that it passes on or refuses are those of the FieldMap by which its requests are read. Within a
+body, `$known` stands for a schema that depends on the model or has a name in `parts`, `$needs` for
+what a model without that format does not take, and `$or` for another form of the body. Must not
+know paths (operations.json).
 """
 
 from __future__ import annotations
@@ -176,9 +177,9 @@ def resolved(schema: Any, known: Mapping[str, Any], missing: Collection[str] = (
 
 
 def _with_extras(body: Schema, dialect: FieldMap, known: Properties) -> Properties:
-    """All fields of a dialect: its own ones, those that are ours under the same name, what every dialect
-    takes, and what is taken only where it changes nothing. Null is as if it were not there, but for fields
-    that must be there."""
+    """All fields of a dialect: its own ones, those that are ours under the same name, what every
+    dialect takes, and what is taken only where it changes nothing. Null is as if it were not there,
+    but for fields that must be there."""
     own: Properties = body["properties"]
     own |= dict.fromkeys(sorted({*dialect.taken} - own.keys()), ANYTHING)
     needed = {*body.get("required", ())}.union(*(way["required"] for way in body.get("anyOf", ())))
@@ -198,8 +199,8 @@ def _or_null(schema: Schema) -> Schema:
 
 
 def _counted(whole: Properties) -> Schema:
-    """The body of /v1/messages/count_tokens: what makes a prompt. The other fields of /v1/messages are taken
-    too, and change nothing."""
+    """The body of /v1/messages/count_tokens: what makes a prompt. The other fields of /v1/messages
+    are taken too, and change nothing."""
     own = {*messages.FIELDS.taken} - {"stop_sequences"}
     kept = {name: one for name, one in whole.items() if name in own or one.get("x-neutral")}
     return {"type": "object", "properties": kept, "required": ["messages"]}

@@ -1,7 +1,7 @@
 """What a request of /v1/responses says of tools and of what went before, as fields of a chat.
 
-Owns its tools and its items of input. Must not know its other fields (responses.py), nor how answers are
-written (response_writer.py).
+Owns its tools and its items of input. Must not know its other fields (responses.py), nor how
+answers are written (response_writer.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ CALLS, OUTPUTS = (
     ("function_call", "custom_tool_call"),
     ("function_call_output", "custom_tool_call_output"),
 )
-# types of tools that OpenAI runs, or its models alone know, and clients offer unasked: no model gets them
+# types of tools that OpenAI runs, or its models alone know, and clients offer unasked: no model
+# gets them
 HOSTED = frozenset(
     {
         "web_search",
@@ -52,7 +53,8 @@ class ItemOptions:
     """How the items of an answer are written.
 
     custom     names of tools whose calls are text and no JSON
-    spaces     of tools that stand in a namespace, as the model is told their names: namespace and own name
+    spaces     of tools that stand in a namespace, as the model is told their names: namespace and
+               own name
     summary    thoughts stand in the summary of their item, for a client that shows no others
     encrypted  they stand in `encrypted_content` too, for a client that sends nothing else back
     """
@@ -73,7 +75,8 @@ class _ToolHead(msgspec.Struct):
 
 
 def options_of(fields: Fields) -> ItemOptions:
-    """How the answer to a request is written. What is wrong with its fields is said by who reads them."""
+    """How the answer to a request is written. What is wrong with its fields is said by who reads
+    them."""
     wanted = value_of(fields, "reasoning", dict[str, Any], {})
     custom, spaces = set[str](), dict[str, tuple[str, str]]()
     for space, head in _each_head(fields):
@@ -89,8 +92,8 @@ def options_of(fields: Fields) -> ItemOptions:
 
 
 def offered_tools(fields: Fields) -> msgspec.Raw:
-    """The tools that the model is offered, for the answer to repeat: without those that nobody here could
-    run, and without the grammars that nothing is held to."""
+    """The tools that the model is offered, for the answer to repeat: without those that nobody here
+    could run, and without the grammars that nothing is held to."""
     told: list[Any] = []
     for raw, head in _heads(fields.get("tools")):
         if isinstance(head.type, str) and head.type in HOSTED:
@@ -110,7 +113,8 @@ def _each_head(fields: Fields) -> Iterator[tuple[str, _ToolHead]]:
 
 
 def _heads(raw: msgspec.Raw | None) -> list[tuple[msgspec.Raw, _ToolHead]]:
-    """The tools of a list; none where it is no such list, or a longer one than any that is taken."""
+    """The tools of a list; none where it is no such list, or a longer one than any that is
+    taken."""
     try:
         tools = msgspec.json.decode(raw or b"[]", type=list[msgspec.Raw])
         if len(tools) > MAX_TOOLS:
@@ -121,11 +125,12 @@ def _heads(raw: msgspec.Raw | None) -> list[tuple[msgspec.Raw, _ToolHead]]:
 
 
 def _full_name(space: str, name: str) -> str:
-    """What the model is told as the name of a tool in a namespace: at most as long as a name may be."""
+    """What the model is told as the name of a tool in a namespace: at most as long as a name may
+    be."""
     return f"{space.removesuffix('__')}__{name}"[-LONGEST_NAME:] if space else name
 
 
-# -- tools ---------------------------------------------------------------------------------------------------
+# -- tools -----------------------------------------------------------------------------------------
 def tool_fields(fields: Fields) -> dict[str, Any]:
     """`tools` and `tool_choice` of a chat."""
     ours: dict[str, Any] = {}
@@ -178,8 +183,8 @@ def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _text_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """A custom tool as a function of one text. Its calls are held to a regex; a Lark grammar is only told to
-    the model, because within JSON it would be another one."""
+    """A custom tool as a function of one text. Its calls are held to a regex; a Lark grammar is
+    only told to the model, because within JSON it would be another one."""
     schema: dict[str, Any] = {"type": "string"}
     syntax, more = _syntax(tool.get("format")), {}
     if syntax is not None:
@@ -231,7 +236,7 @@ def _named(one: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": full}}
 
 
-# -- what went before ----------------------------------------------------------------------------------------
+# -- what went before ------------------------------------------------------------------------------
 class _ItemHead(msgspec.Struct):
     """What is looked at of an item before anybody has read it."""
 
@@ -240,7 +245,8 @@ class _ItemHead(msgspec.Struct):
 
 
 def with_references(items: bytes, find: Callable[[str], bytes]) -> bytes:
-    """A JSON list of items with those in it that it only names. find: the item of an id, as JSON."""
+    """A JSON list of items with those in it that it only names. find: the item of an id, as
+    JSON."""
     if REFERENCE.encode() not in items:
         return items
     try:
@@ -286,7 +292,8 @@ def _says_nothing(message: dict[str, Any]) -> bool:
 def _add(
     said: list[dict[str, Any]], item: dict[str, Any], place: str, names: dict[str, str]
 ) -> None:
-    """Add an item to the messages. Thoughts, text and calls that follow each other are one of them."""
+    """Add an item to the messages. Thoughts, text and calls that follow each other are one of
+    them."""
     kind = str(item.get("type", "message"))
     if kind == "reasoning":
         if thoughts := _thoughts(item, place):
@@ -329,7 +336,8 @@ def _add(
 
 
 def _turn(said: list[dict[str, Any]], fresh: bool) -> dict[str, Any]:
-    """The assistant's message that is being made. fresh: nothing but thoughts may stand in it yet."""
+    """The assistant's message that is being made. fresh: nothing but thoughts may stand in it
+    yet."""
     last = said[-1] if said else {}
     begun = bool(last.get("content")) or "tool_calls" in last
     if last.get("role") != "assistant" or (fresh and begun):

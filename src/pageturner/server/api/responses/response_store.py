@@ -1,7 +1,7 @@
 """Answers of /v1/responses that somebody may come back to, and those under way.
 
-Owns which are kept, for how long and for whom: the newest, within a bound of bytes, each for its own tenant.
-All of it is in memory and ends with the server. Must not know what an answer says.
+Owns which are kept, for how long and for whom: the newest, within a bound of bytes, each for its
+own tenant. All of it is in memory and ends with the server. Must not know what an answer says.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ class ResponseStore:
         return self._open[id]
 
     def close(self, record: ResponseRecord) -> None:
-        """It is not under way any more. It is kept if its client wants that and it has ended as it should."""
+        """It is not under way any more. It is kept if its client wants that and it has ended as it
+        should."""
         if self._open.get(record.id) is record:
             del self._open[record.id]
         record.closed.set()

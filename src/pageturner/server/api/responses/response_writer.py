@@ -95,7 +95,8 @@ def error_object(error: ClientError) -> dict[str, Any]:
 
 
 class ResponseWriter:
-    """Writes the answers to the requests that a store knows to be under way, and leaves them there."""
+    """Writes the answers to the requests that a store knows to be under way, and leaves them
+    there."""
 
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
@@ -109,8 +110,8 @@ class ResponseWriter:
         return encode(self._ended(reply, streams, parts))
 
     def chunk(self, reply: Reply, piece: OutputPiece) -> bytes:
-        """The events of one piece. Before the first token the answer begins, and its one item where it can
-        have no others."""
+        """The events of one piece. Before the first token the answer begins, and its one item where
+        it can have no others."""
         stream, written = piece.stream, reply.state(_Written)
         made: list[bytes] = []
         if reply.begins(stream):

@@ -1,8 +1,8 @@
 """/v1/responses: OpenAI's API of items, for text, tools and thoughts.
 
-Owns its fields. Must not know what all APIs have in common (call.py, replies.py), its items and tools
-(response_items.py), how its answers are written (response_writer.py), nor how they are kept and gone back to
-(response_store.py, responses_pages.py).
+Owns its fields. Must not know what all APIs have in common (call.py, replies.py), its items and
+tools (response_items.py), how its answers are written (response_writer.py), nor how they are kept
+and gone back to (response_store.py, responses_pages.py).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ FIELDS = FieldMap(
 LOGPROBS = "message.output_text.logprobs"
 
 
-# -- requests ------------------------------------------------------------------------------------------------
+# -- requests --------------------------------------------------------------------------------------
 def decode(raw: bytes, limits: RequestLimits) -> RequestBody:
     """The fields of a body, as a chat. Whatever went before stands in its `input` already."""
     fields = fields_of(raw, limits)

@@ -1,7 +1,7 @@
 """The endpoints of /v1/responses: an answer is made, gone back to, forgotten, cancelled.
 
-Owns what happens around an answer: what went before it, whether its client waits for it, and what is kept of
-it. Must not know how it is generated (generate.py) or written (responses.py).
+Owns what happens around an answer: what went before it, whether its client waits for it, and what
+is kept of it. Must not know how it is generated (generate.py) or written (responses.py).
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class ResponsesPages:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """POST /v1/responses: an answer, for a client that waits for it or for one that comes back."""
+        """POST /v1/responses: an answer, for a client that waits for it or for one that comes
+        back."""
         await self.answer(scope, receive, send, lambda record: self._generate)
 
     async def answer(
@@ -81,7 +82,8 @@ class ResponsesPages:
         endpoint: Callable[[ResponseRecord], GenerateEndpoint],
         begun: StreamBeginning | None = None,
     ) -> None:
-        """The same. endpoint: generates it, given its record; begun: it began so at another server."""
+        """The same. endpoint: generates it, given its record; begun: it began so at another
+        server."""
         self._service.check_open()
         with contextlib.ExitStack() as stack:
             work, counted = stack.enter_context(metered(self._service.quota, scope, receive))
@@ -103,8 +105,8 @@ class ResponsesPages:
         record: ResponseRecord,
         endpoint: Callable[[ResponseRecord], GenerateEndpoint],
     ) -> None:
-        """The answer to a request that was let in as this work. under_way: ends that, and is taken from its
-        caller where the answer outlives the request."""
+        """The answer to a request that was let in as this work. under_way: ends that, and is taken
+        from its caller where the answer outlives the request."""
         info: RequestInfo = scope["pageturner"]
         most = self._service.config.max_body_size
         raw = msgspec.json.encode(fields)
@@ -130,7 +132,8 @@ class ResponsesPages:
     def _record(
         self, fields: Fields, info: RequestInfo, begun: StreamBeginning | None
     ) -> ResponseRecord:
-        """What is known of the answer before it begins. Its fields become those of a whole conversation."""
+        """What is known of the answer before it begins. Its fields become those of a whole
+        conversation."""
         previous = value_of(fields, "previous_response_id", str)
         asked = {name: fields[name].copy() for name in REPEATED if name in fields}
         asked["tools"] = offered_tools(fields)
@@ -174,12 +177,13 @@ class ResponsesPages:
             raise bad_request("invalid_value", message, "previous_response_id")
         return _joined(before.items, before.output, items)
 
-    # -- background ------------------------------------------------------------------------------------------
+    # -- background --------------------------------------------------------------------------------
     async def _told_at_once(
         self, record: ResponseRecord, task: asyncio.Task[None], taken: asyncio.Event
     ) -> Response:
-        """What is said of an answer in the background as soon as it is certain that the request is taken.
-        Raises what refuses it. task: makes the answer; taken: is set when the request was understood."""
+        """What is said of an answer in the background as soon as it is certain that the request is
+        taken. Raises what refuses it. task: makes the answer; taken: is set when the request was
+        understood."""
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         waiting = asyncio.ensure_future(taken.wait())
@@ -199,8 +203,8 @@ class ResponsesPages:
         work: Work,
         under_way: contextlib.ExitStack,
     ) -> None:
-        """The answer to a client that does not wait. Raises what refuses the request. under_way: is closed
-        when this work has ended."""
+        """The answer to a client that does not wait. Raises what refuses the request. under_way: is
+        closed when this work has ended."""
 
         async def until_cancelled() -> Message:
             await record.cancelled.wait()
@@ -237,7 +241,7 @@ class ResponsesPages:
         told = response_object(record, self._service.model, [], error=error_object(error))
         record.body = replies.encode(told)
 
-    # -- what was answered -----------------------------------------------------------------------------------
+    # -- what was answered -------------------------------------------------------------------------
     async def get(self, request: HTTPRequest) -> Response:
         if request.query_params.get("stream") == "true":
             message = "stream is not supported here yet: ask for the answer when it is complete"
