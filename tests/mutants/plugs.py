@@ -267,7 +267,7 @@ def the_shortest_prefix_first(swap: Swap) -> None:
 
 @bug(PREFIX, config={"order": "prefix"}, promises=(promises.cached_prefixes_first,))
 def prefixes_never_looked_up_again(swap: Swap) -> None:
-    swap.wrap(Estimates.renew, nothing)
+    swap.wrap(Estimates.begin_step, nothing)
 
 
 URGENT = (
