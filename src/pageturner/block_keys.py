@@ -15,8 +15,8 @@ from hashlib import blake2b
 
 
 def root_key(model: str, adapter: str = "", salt: str = "") -> bytes:
-    """What the key of a first block is derived from. Each part is preceded by its length, so that
-    no text in one of them can pass for another."""
+    """Return the hash that the key of a sequence's first block is derived from. Each part is
+    preceded by its length, so that no text in one of them can pass for another."""
     parts = (part.encode() for part in (model, adapter, salt))
     framed = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
     return blake2b(framed, digest_size=16, person=b"root").digest()
@@ -28,9 +28,9 @@ def block_key(parent: bytes, tokens: Iterable[int]) -> bytes:
 
 
 def salted_key(parent: bytes, salt: str) -> bytes:
-    """What stands before the first own block of a sequence with a salt behind blocks that are
-    everybody's. Hashed apart from tokens: a client chooses its salt, and must not be able to spell
-    tokens with it."""
+    """Return the parent key for the first block that a sequence with a salt does not share, behind
+    blocks that all sequences share. The salt is hashed apart from tokens: a client chooses it, and
+    must not be able to spell tokens with it."""
     return blake2b(salt.encode(), key=parent, digest_size=16, person=b"salt").digest()
 
 

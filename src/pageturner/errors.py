@@ -42,8 +42,8 @@ class EngineFault(Exception):
 
 
 def bad_setting(message: str) -> EngineFault:
-    """What a flag, a configuration file or another file that the user wrote says cannot be
-    meant."""
+    """Return the fault for a setting that cannot be meant: in a flag, a configuration file or
+    another file that the user wrote."""
     return EngineFault("bad_setting", message)
 
 
@@ -53,8 +53,9 @@ def pip_install(extra: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """What a terminal, a log and the channel between the processes can take: no control characters,
-    no lone surrogates, and of a long text its beginning and its end."""
+    """Return the text in a form that a terminal, a log and the channel between the processes can
+    take: no control characters, no lone surrogates, and of a long text only its beginning and its
+    end."""
     if len(text) > LONGEST:
         text = f"{text[: LONGEST - 500]} ... {text[-490:]}"
     if text.isprintable():
@@ -75,8 +76,9 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def refusing(as_error: Callable[[str], Exception]) -> Iterator[None]:
-    """What a library raises within becomes an error of ours: bare Exceptions, and the panics of
-    those written in Rust, which are no Exceptions and whose class they do not give away."""
+    """Turn whatever a library raises inside this context into an error of ours: bare Exceptions,
+    and the panics of libraries written in Rust, which are not Exceptions and whose class is not
+    exported."""
     try:
         yield
     except BaseException as error:

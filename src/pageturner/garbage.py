@@ -1,5 +1,4 @@
-"""When Python looks for garbage that refers to itself: at moments of our choosing, and seldom for
-long.
+"""Garbage collection of reference cycles: at moments of our choosing, and seldom for long.
 
 A full collection walks every object of the process, and meanwhile nobody gets a token: with 2,000
 connections that is 40 to 130 ms. Python begins one when the objects of its youngest generations
@@ -43,8 +42,8 @@ class Collector:
         self._next = clock() + LEAST
 
     def take_over(self) -> None:
-        """From here on this process collects by `look`. What is there now, from its start, lives
-        for ever and is never walked."""
+        """Take over the full collections of this process: from here on `look` runs them. Objects
+        that exist now, from its start, live for ever and are never walked."""
         gc.freeze()
         atexit.register(gc.unfreeze)  # else native objects are reported as leaked at the end
         gc.set_threshold(YOUNG, MIDDLE, OLDEST)

@@ -1,4 +1,5 @@
-"""How a process ends from outside: at Ctrl-C while kernels compute, and together with its parent.
+"""The ways in which a process is ended from outside: by Ctrl-C while kernels compute, and together
+with its parent.
 
 Python sees Ctrl-C only when kernels return, seconds later where a step is large. Owns the thread
 that sees it at once, and how long the step may still take. Must not know what is computed.

@@ -147,8 +147,8 @@ class LLM:
         self.adapters = NamedAdapters(self._engine.adapters, lora or {})
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What is used where no parameters are given: those of SamplingParams, but for what the
-        model's files say (setting `generation_config`)."""
+        """Return the parameters that are used if none are given: the defaults of SamplingParams,
+        overridden by the model's files (setting `generation_config`)."""
         return SamplingParams(**self.generation.sampling)
 
     def generate(
@@ -345,11 +345,12 @@ class LLM:
         return self.tokenizer.encode(text, add_special=False, parse_special=True)
 
     def unpin(self, id: int) -> None:
-        """For sessions: their memory may go."""
+        """Release the KV that is kept for a session. Called by sessions."""
         self._engine.unpin(id)
 
     def pinned(self, id: int) -> tuple[int, int]:
-        """For sessions: blocks that are kept, and of these shared."""
+        """Return how many blocks are kept for a session, and how many of them are shared. Called by
+        sessions."""
         return self._pins.shared(id)
 
     @property
@@ -440,7 +441,8 @@ class LLM:
 
 
 def _keep_best(output: RequestOutput, params: SamplingParams) -> None:
-    """Of more answers than are wanted the likeliest, the best first; the scores of beams."""
+    """Keep the likeliest answers, the best first, if more were made than are wanted; set the scores
+    of beams."""
     if params.beam_width:
         for answer in output.outputs:
             answer.score = parameters.beam_score(answer.logprobs, params.length_penalty)

@@ -53,7 +53,7 @@ def as_parent() -> None:
 
 
 def is_json() -> bool:
-    """Whether this process and its children log JSON."""
+    """Return whether this process and its children log JSON."""
     return os.environ.get(VARIABLE) == "json"
 
 

@@ -1,4 +1,4 @@
-"""How much memory this process may still take: the machine's, less where a control group allows
+"""The memory that this process may still take: the machine's, less where a control group allows
 less. Linux.
 
 Owns the reading of /proc/meminfo and of cgroups, version 1 and 2. Must not know what the memory is
@@ -15,8 +15,8 @@ _UNLIMITED = 1 << 60  # version 1 writes the largest multiple of a page for "no 
 
 
 def available(proc: Path = PROC, sys: Path = SYS) -> int | None:
-    """What can still be taken; None where the machine does not say. `proc` and `sys` are elsewhere
-    in tests.
+    """Return the bytes that can still be taken; None where the machine does not say. `proc` and
+    `sys` are elsewhere in tests.
 
     Of the machine MemAvailable; of each control group around this process its limit less what it
     uses. Pages of files that nobody used lately do not count as used: the kernel drops them when

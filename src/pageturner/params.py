@@ -14,8 +14,8 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the tokens of one request are chosen. Field names as in vLLM, but stop_ids:
-    stop_token_ids there.
+    """The parameters by which the tokens of one request are chosen. Field names are vLLM's, except
+    stop_ids: stop_token_ids there.
 
     temperature  0 is greedy: the largest logit, the smallest id among equals.
     top_k        keep the k most likely tokens; 0 or -1 keeps all.

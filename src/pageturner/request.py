@@ -1,4 +1,4 @@
-"""What crosses processes: requests on their way in, events on their way out.
+"""The messages between processes: requests on their way in, events on their way out.
 
 Owns their fields. Lengths are in tokens, times in seconds of `time.monotonic()` (or of a simulated
 clock). Must not know how anything is scheduled, computed or sent. Standard library only.
@@ -35,7 +35,8 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """What one unfinished choice had already produced when its engine died or it was moved."""
+    """The tokens that one unfinished choice had already produced when its engine died or it was
+    moved."""
 
     index: int
     tokens: tuple[int, ...]
@@ -44,7 +45,7 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class SessionHint:
-    """What a turn of a conversation says of the KV that it leaves behind.
+    """The hints that a turn of a conversation gives about the KV that it leaves behind.
 
     name       of the conversation, the only one on its server
     owner      whose share of the memory its KV counts against
@@ -113,8 +114,7 @@ EXPIRED = Failure("deadline_exceeded", "the deadline has passed before the answe
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Where the time of a request went, from `received` to `until`: the parts add up to that, in
-    seconds.
+    """The parts of a request's time from `received` to `until`: they add up to that, in seconds.
 
     spans  (start, end, what, by): what it did when, and the request that it did it because of, or 0
     named  (part, request, seconds): who made it wait longest

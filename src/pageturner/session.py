@@ -15,7 +15,7 @@ from pageturner.params import SamplingParams
 
 
 class SessionOwner(Protocol):
-    """Whoever has the engine: LLM."""
+    """The owner of the engine: LLM."""
 
     def encode(self, text: str) -> list[int]: ...
     def advance(
@@ -90,8 +90,8 @@ class Session:
         }
 
     def add_answer(self, tokens: Sequence[int], pin: int | None) -> None:
-        """For the owner: an answer came; `pin` is the id under which its KV stays, None if it does
-        not."""
+        """Add an answer that came; `pin` is the id under which its KV stays, None if it does not.
+        Called by the owner."""
         self.tokens += tokens
         if pin is not None:
             self._let_go()

@@ -161,7 +161,8 @@ def _parser(names: tuple[str, ...], module: str, help: str) -> _Parser:
 
 
 def _usage(parser: _Parser) -> str:
-    """As argparse has it, without the optional flags where these are many."""
+    """Return argparse's usage line, without the optional flags if it would be longer than
+    LONGEST_USAGE."""
     usage = parser.format_usage().removeprefix("usage: ").rstrip()
     if len(usage) <= LONGEST_USAGE:
         return usage.replace("%", "%%")
@@ -169,8 +170,8 @@ def _usage(parser: _Parser) -> str:
 
 
 def _needed(usage: str) -> list[str]:
-    """What stands in a usage behind the optional flags: flags that must be given, then
-    arguments."""
+    """Return what follows the optional flags in a usage line: the flags that must be given, then
+    the arguments."""
     return re.sub(r"\[-[^][]*(\[[^]]*\][^][]*)*\]", "", usage.partition("[-h]")[2]).split()
 
 
@@ -222,8 +223,8 @@ class _Parser(argparse.ArgumentParser):
 
     @staticmethod
     def _file_hint(message: str, flags: Collection[str]) -> str:
-        """Of a file that was given without its flag, and of a unit that stands apart from its
-        number."""
+        """Return a hint for a trace that was given without its flag, or for a unit that is
+        separated from its number; "" for any other message."""
         _, unknown, words = message.partition("unrecognized arguments: ")
         if unknown and re.fullmatch(r"[KMGT]i?B?", words, re.IGNORECASE):
             return f": a size is one word, such as 8{words}"

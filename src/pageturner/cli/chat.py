@@ -30,7 +30,7 @@ class Leave(Exception):
 
 @dataclass(slots=True)
 class Conversation:
-    """What was said so far, and what the last answer cost. `system` "": no system message."""
+    """The messages so far, and what the last answer cost. `system` "": no system message."""
 
     source: AnswerSource
     sampling: SamplingOptions = field(default_factory=SamplingOptions)

@@ -44,8 +44,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _words(commands: Commands) -> dict[str, list[str]]:
-    """What may follow the words so far: at the start, behind a group, behind a command and behind a
-    flag."""
+    """Return the words that may follow the words so far: at the start, after a group, after a
+    command and after a flag."""
     follow: dict[str, list[str]] = {"": []}
     for names, flags in commands.items():
         for i, name in enumerate(names):

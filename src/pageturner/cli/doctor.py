@@ -149,7 +149,7 @@ def _machine(report: DoctorReport, here: Machine) -> None:
 
 
 def _kernels(report: DoctorReport, config: EngineConfig) -> bool:
-    """Whether the native kernels would run."""
+    """Report on the native kernels, and return whether they would run."""
     isas = native_module.available_isas()
     usable, reason = native_module.supported()
     chosen = os.environ.get("PAGETURNER_ISA") or (isas[0] if isas else "")

@@ -57,8 +57,8 @@ def examine(
 
 
 def _reached(reached: list[bool]) -> str:
-    """How many devices there are, and which of them --tensor-parallel-size may have beside this
-    one."""
+    """Describe how many devices there are, and which of them --tensor-parallel-size may use
+    together with this one."""
     others = [str(ordinal) for ordinal, reaches in enumerate(reached) if reaches]
     apart = len(reached) - len(others)
     text = f"{len(reached)}, of which each --tensor-parallel-size may have: {', '.join(others)}"

@@ -127,7 +127,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
 
 
 def epilog(command: str) -> str:
-    """What the help of a command ends with; "" for one without examples."""
+    """Return the examples that end the help of a command; "" for a command without examples."""
     lines = []
     for words, does in EXAMPLES.get(command, ()):
         lines.append(f"  {' '.join(('pageturner', command, words)).rstrip()}\n      {does}")

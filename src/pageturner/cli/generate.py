@@ -84,7 +84,8 @@ def _question_is_prompt(arguments: argparse.Namespace) -> None:
 
 
 def _is_word(text: str) -> bool:
-    """Whether this can be no model: no alias, no file, no id of the hub, no name of a file."""
+    """Return whether this text cannot be a model: it is no alias, no existing file, no id of the
+    hub and no name of a GGUF file."""
     known = text in hub.ALIASES or text in hub.HUB_ALIASES
     return (
         not known

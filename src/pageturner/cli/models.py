@@ -40,7 +40,7 @@ class KeptModel:
 
 
 def kept() -> list[KeptModel]:
-    """What is there, the last used first."""
+    """Return the models that are kept on disk, the last used first."""
     found = []
     for alias, source in hub.ALIASES.items():
         path = hub.cache_folder() / source.filename
@@ -122,7 +122,7 @@ def room(reference: str) -> None:
 
 
 def size(nbytes: int) -> str:
-    """As `list` shows it."""
+    """Format a number of bytes as `list` shows it."""
     return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
 
 

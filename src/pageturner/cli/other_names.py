@@ -149,12 +149,13 @@ BENCH_ANSWERS = {
 
 
 def other_command(typed: str) -> str:
-    """What there is here for another engine's command, to stand behind it; "" for none."""
+    """Return the hint to append to the message about another engine's command: what to use here
+    instead. "" if there is none."""
     return f": {COMMANDS[typed]}" if typed in COMMANDS else ""
 
 
 def concerns(words: Sequence[str]) -> bool:
-    """Whether one of the words may be another engine's."""
+    """Return whether one of the words may be a flag of another engine."""
     theirs = {"--model", "--lora-modules", *PARALLEL.values()}
     theirs.update(
         BENCH, BENCH_ANSWERS, ALIASES, VALUES, NOT_NEEDED, PARALLEL, ANSWERS, ANSWERED_VALUES, SHORT

@@ -161,13 +161,15 @@ class RichScreen:
 
 
 def default_history() -> Path:
-    """Where the lines that were typed are kept, as the XDG base directories say."""
+    """Return the path of the file that keeps the typed lines, following the XDG base
+    directories."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(state) / "pageturner" / "chat_history"
 
 
 def _history(path: Path) -> History:
-    """For its owner alone; in memory where the folder cannot be written."""
+    """Open the history file, readable by its owner alone; return a history in memory where the
+    folder cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))

@@ -40,7 +40,8 @@ class SamplingOptions:
         return SamplingParams(**{**own, **defaults, **self.given})
 
     def fields(self) -> dict[str, Any]:
-        """As a request carries them: the server has defaults of its own for the rest."""
+        """Return the options as fields of a request: the server has defaults of its own for the
+        rest."""
         cap = {} if self.max_tokens is None else {"max_tokens": self.max_tokens}
         return {**cap, **self.given}
 
@@ -109,7 +110,8 @@ def add_flags(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:
 
 
 def from_flags(arguments: argparse.Namespace) -> SamplingOptions:
-    """What was asked for. EngineFault('bad_setting') names a flag that is out of range."""
+    """Return the sampling options that the flags ask for. EngineFault('bad_setting') names a flag
+    that is out of range."""
     values = {name: getattr(arguments, name) for name in (*LIMITED, "seed")}
     given = {name: value for name, value in values.items() if value is not None}
     for name in LIMITED:

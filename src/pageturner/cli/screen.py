@@ -1,4 +1,4 @@
-"""What a chat is shown on: plain lines here, or a terminal with colour where the extra `chat` is
+"""The screen of a chat: plain lines here, or a terminal with colour where the extra `chat` is
 installed.
 
 Owns how lines are asked for and how answers are shown. Must not know what a conversation is.
@@ -18,13 +18,13 @@ CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Screen(Protocol):
-    """Of one conversation."""
+    """The screen that shows one conversation."""
 
     def begin(self, model: str) -> None:
         """Say who is there."""
 
     def ask(self) -> str:
-        """What the user says. EOFError: no more; KeyboardInterrupt: Ctrl-C."""
+        """Return what the user says. EOFError: no more; KeyboardInterrupt: Ctrl-C."""
 
     def piece(self, text: str) -> None:
         """The next piece of an answer."""
@@ -37,7 +37,7 @@ class Screen(Protocol):
 
 
 def printable(text: str) -> str:
-    """Without the control characters that a terminal would obey."""
+    """Return the text without the control characters that a terminal would obey."""
     return CONTROL.sub("�", text)
 
 

@@ -1,4 +1,4 @@
-"""Where answers come from: an engine in this process, or a server with the OpenAI API.
+"""The sources of answers: an engine in this process, or a server with the OpenAI API.
 
 Owns the difference between the two, interruption included. Must not know how answers are shown.
 """
@@ -30,7 +30,8 @@ Message = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class AnswerSummary:
-    """What an answer cost. `finish`: "stop", "length", or "abort" for one that was interrupted."""
+    """The tokens that an answer took. `finish`: "stop", "length", or "abort" for one that was
+    interrupted."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0

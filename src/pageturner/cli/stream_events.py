@@ -1,4 +1,5 @@
-"""What a server with the OpenAI API says in a stream, as the commands of a terminal read it.
+"""The events in the stream of a server with the OpenAI API, as the commands of a terminal read
+them.
 
 Owns which fields of an event are looked at, and what is no event. Must not know what is asked, nor
 how answers are shown. A server is not trusted: whatever it sends is an event or a ClientError.

@@ -29,7 +29,8 @@ class KVSizes:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """How many blocks there are, of how many tokens each, and the type of the KV in them."""
+    """The number of KV blocks, the tokens in each of them, and the type of the KV that they
+    hold."""
 
     sizes: KVSizes
     block_size: int
@@ -38,7 +39,7 @@ class KVLayout:
 
 @dataclass(frozen=True, slots=True)
 class KVForm:
-    """What one block costs.
+    """The memory that one block takes.
 
     one       the spec of one block of all layers, of which `windowed` see only `window` positions
     of_draft  bytes of a draft model beside each of `KVSizes.blocks`

@@ -93,13 +93,14 @@ class Cell:
 
 
 class Fed(dict[Hashable, T]):
-    """What is known by a key, the least recently fed first, and no more than `most`."""
+    """A dict of what is known by key, the least recently fed first, with no more than `most`
+    entries."""
 
     def __init__(self, most: int, make: Callable[[], T]) -> None:
         self._most, self._make = most, make
 
     def feed(self, key: Hashable) -> T:
-        """What is known of this key, which is the most recently fed now."""
+        """Return what is known of this key, which is the most recently fed now."""
         found = self.pop(key, None) or self._make()
         self[key] = found
         if len(self) > self._most:

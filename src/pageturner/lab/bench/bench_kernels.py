@@ -131,8 +131,8 @@ def best(call: Callable[[], object], clock: Callable[[], float], budget: float) 
 
 
 def row_of(case: KernelCase, seconds: float, limits: Peak) -> Row:
-    """What a case took, and the share of the limit that binds it; share None where no limit is
-    known."""
+    """Return the row of a case that was timed: the seconds it took, and the share of the limit that
+    binds it; share None where no limit is known."""
     floors = {"bytes": 1e-9 * case.nbytes / limits.read_of(case.nbytes)}
     known = {"integer": limits.integer_gop_s, "float": limits.fp32_gop_s}
     for name, operations in (("integer", case.integer), ("float", case.floats)):
@@ -168,7 +168,7 @@ def compare(rows: list[Row], other: list[Row]) -> dict[tuple[Any, ...], float]:
 
 
 def key(row: Row) -> tuple[Any, ...]:
-    """What makes it the same case."""
+    """Return the fields that two rows of the same case have in common."""
     return row["part"], row["name"], row["kind"], row["rows"]
 
 

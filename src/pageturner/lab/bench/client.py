@@ -54,7 +54,7 @@ _event = msgspec.json.Decoder(_Event)
 
 @dataclass(slots=True)
 class ResponseTimes:
-    """What one request went through. Times are time.monotonic() seconds.
+    """The times and the answer of one request. Times are time.monotonic() seconds.
 
     chunks  arrival of each chunk that carried text or a token; tokens  as counted by the server's
             usage

@@ -70,7 +70,7 @@ QWEN = ModelShape("Qwen2.5-0.5B", 896, 4864, 14, 2, 64, 151936, 24)
 
 @dataclass(frozen=True, slots=True)
 class CaseSelection:
-    """Which of all cases are timed."""
+    """The choice of the cases that are timed."""
 
     shapes: tuple[ModelShape, ...]
     kinds: tuple[str, ...]
@@ -226,8 +226,8 @@ def attention(ops: Ops, size: CaseSelection, shape: ModelShape) -> Iterator[Kern
 
 
 def elementwise(ops: Ops, size: CaseSelection, shape: ModelShape) -> Iterator[KernelCase]:
-    """What stands between the products when it is called alone; the engine has it inside of larger
-    calls."""
+    """Yield the cases of the operations between the matrix products, each called alone; the engine
+    runs them inside larger calls."""
     rope, width = _rope(shape), shape.kv_heads * shape.head_dim
     narrow = weight(ops, "Q8_0", 16, shape.d)
     for rows in size.rows:

@@ -1,5 +1,5 @@
-"""What each request would take alone: on an empty replica, its beginning cached if anybody sent it
-before.
+"""The time that each request would take alone: on an empty replica, its beginning cached if an
+earlier request had the same one.
 
 Owns the bound that no number of replicas gets below. Must not know schedulers: a prompt alone is
 computed in chunks of the token budget, or at once by policies that know none, and then a token a
@@ -94,7 +94,8 @@ def prefill_seconds(cost: StepCost, computed: int, length: int, budget: int) -> 
 
 
 def all_requests(traffic: Traffic) -> Iterator[TrafficRequest]:
-    """Those that wait for answers too, each as if the one before it had been answered at once."""
+    """Yield all requests, those that wait for an answer too, each as if the one before it had been
+    answered at once."""
     for first in traffic.arrivals():
         left = [first]
         while left:
@@ -116,7 +117,8 @@ def prompts_of(traffic: Traffic, *, caching: bool) -> list[PromptTokens]:
 
 
 def alone(prompts: Iterable[PromptTokens], cost: StepCost, *, budget: int) -> list[PromptAlone]:
-    """What each of them takes. budget: tokens of a step, 0: no limit."""
+    """Return the time that each of these requests takes alone. budget: tokens of a step, 0: no
+    limit."""
     found = []
     for one in prompts:
         ttft = prefill_seconds(cost, one.cached, one.prompt, budget)
@@ -127,7 +129,8 @@ def alone(prompts: Iterable[PromptTokens], cost: StepCost, *, budget: int) -> li
 
 
 def _with_answer(one: TrafficRequest) -> Prompt | None:
-    """What is in the cache behind it, as the next turn has it; None for text."""
+    """Return the tokens that are in the cache after a request, prompt and answer, as the prompt of
+    the next turn has them; None for a prompt of text."""
     count = (
         min(one.answer_length, one.max_tokens or one.answer_length) - 1
     )  # its last token is the end
@@ -143,14 +146,14 @@ def _with_answer(one: TrafficRequest) -> Prompt | None:
 
 
 def prompt_length(prompt: Prompt) -> int:
-    """In tokens; of text in characters."""
+    """Return the length of a prompt in tokens; for text, in characters."""
     return prompt.length if isinstance(prompt, Pieces) else len(prompt)
 
 
 @dataclass(frozen=True, slots=True)
 class AloneVerdict:
-    """Whether the targets can be met at all. share: of the requests that meet them alone; at: the
-    one at the quantile that is wanted, by TTFT."""
+    """The answer to whether the targets can be met at all. share: of the requests that meet them
+    alone; at: the request at the wanted quantile, by TTFT."""
 
     share: float
     at: PromptAlone
@@ -158,7 +161,7 @@ class AloneVerdict:
 
 
 def judge(found: list[PromptAlone], targets: LatencyTargets) -> AloneVerdict:
-    """What is said of these requests before anything is simulated."""
+    """Return the verdict on these requests before anything is simulated."""
     share = sum(targets.met(one.ttft, one.tpot) for one in found) / len(found)
     place = next(i for i in range(len(found)) if (i + 1) / len(found) >= targets.share)
     at = sorted(found, key=lambda one: one.ttft)[place]

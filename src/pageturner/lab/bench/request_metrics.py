@@ -85,12 +85,12 @@ class CertainMisses:
 
     @property
     def share(self) -> float:
-        """Of all requests: those that may still meet the targets."""
+        """The share of all requests that may still meet the targets."""
         return (self._total - self.count) / max(self._total, 1)
 
     @property
     def hopeless(self) -> bool:
-        """Whether too few can still meet them, whatever comes."""
+        """Return whether too few requests can still meet the targets, whatever comes."""
         return self.share < self._targets.share
 
     def arrived(self, clock: RequestClock) -> None:

@@ -81,7 +81,7 @@ class SweepPoint:
         return sum(one[count] for one in self.rounds.get(name, []))
 
     def messages(self, name: str) -> list[str]:
-        """Of its errors, each once."""
+        """Return the error messages of a server, each once."""
         return list(
             dict.fromkeys(text for one in self.rounds.get(name, []) for text in one["messages"])
         )
@@ -170,7 +170,8 @@ class Sweeper:
                 return
 
     def _rounds(self, one: LoadSweep, number: int, live: list[SweptServer]) -> bool:
-        """Whether there was time for all of them."""
+        """Run all rounds of the last point on all live servers; return whether there was time for
+        all."""
         point = one.points[-1]
         for turn in range(self.rounds):
             for server in live:
@@ -198,7 +199,8 @@ class Sweeper:
 
 
 def tied(a: tuple[float, float], b: tuple[float, float]) -> bool:
-    """Whether two spreads of rounds overlap, so that the rounds do not tell which is more."""
+    """Return whether two spreads of rounds overlap, so that the rounds do not tell which is
+    more."""
     return a[0] <= b[1] and b[0] <= a[1]
 
 

@@ -98,7 +98,7 @@ def _lengths(figures: dict[str, Any]) -> Lengths:
 
 
 def scheduler_settings(flags: str) -> dict[str, Any]:
-    """Which settings of the scheduler these flags of `pageturner serve` give."""
+    """Return the settings of the scheduler that these flags of `pageturner serve` give."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--config")
     configuration.add_flags(parser, "engine")

@@ -42,7 +42,7 @@ ENOUGH_ERRORS = 8  # without one answer: then nobody goes on asking
 
 @dataclass(frozen=True, slots=True)
 class SweepLoad:
-    """What is sent at each point.
+    """The requests that are sent at each point.
 
     make   the requests of a point, without end, for a seed. Prompts of different seeds have no
            beginning in common: else a prefix cache would know at each point what was sent at the
@@ -131,7 +131,8 @@ def _trace(arguments: argparse.Namespace, context: int) -> SweepLoad:
 
 
 def point_seed(sweep: int, number: int, turn: int) -> int:
-    """Of a run: the same for all servers, another one for each other run; below a million."""
+    """Return the seed of a run: the same for all servers, another one for each other run; below a
+    million."""
     return (sweep * 100 + number) * 1000 + turn
 
 
@@ -148,9 +149,10 @@ def _mixed(*numbers: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PointBounds:
-    """How long a point may take: sending ends after `seconds`, or `requests` (0: any number) behind
-    those that do not count, but not before each client has had its first answer, up to twice the
-    seconds. What is not answered after four times the seconds is given up."""
+    """The limits on how long a point may take: sending ends after `seconds`, or after `requests`
+    (0: any number) behind those that do not count, but not before each client has had its first
+    answer, up to twice the seconds. Requests that are not answered after four times the seconds are
+    given up."""
 
     seconds: float
     requests: int = 0
@@ -178,7 +180,8 @@ class SentRequest:
 
     @property
     def tokens(self) -> int:
-        """As the server counts them; one for each piece where it does not."""
+        """The tokens of the answer as the server counts them; one for each chunk if the server does
+        not."""
         return self.times.tokens or len(self.times.chunks)
 
     @property
@@ -188,7 +191,8 @@ class SentRequest:
         return length if most is None else min(length, most)
 
     def tokens_until(self, stop: float) -> float:
-        """Of its answer, spread evenly between first and last token."""
+        """Return the tokens of the answer until this moment, spread evenly between first and last
+        token."""
         chunks = self.times.chunks
         if not chunks or self.times.error is not None or chunks[0] > stop:
             return 0.0
@@ -294,7 +298,7 @@ async def _send(client: Client, sent: SentRequest, run: PointRun, told: Told) ->
 
 
 async def _wait(work: Iterable[Any], run: PointRun, bounds: PointBounds) -> None:
-    """Until all is answered, or the time of the point is up."""
+    """Wait until all requests are answered, or the time of the point is up."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         await asyncio.wait(tasks, timeout=bounds.waiting)

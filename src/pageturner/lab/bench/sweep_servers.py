@@ -116,7 +116,7 @@ def own_server(server: SweptServer, model: str) -> Iterator[subprocess.Popen[byt
 
 
 def _address(server: SweptServer, process: subprocess.Popen[bytes], log: Path) -> str:
-    """Where it listens, once it is ready."""
+    """Return the address that the server listens at, once it is ready."""
     until = time.monotonic() + START_SECONDS
     while time.monotonic() < until:
         found = re.search(r"listening on (\S+?);", log.read_text(errors="replace"))

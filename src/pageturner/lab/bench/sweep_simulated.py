@@ -1,4 +1,4 @@
-"""What the simulator says of the points of a sweep: our scheduler, with the step times of a
+"""The points of a sweep as the simulator forecasts them: our scheduler, with the step times of a
 calibration.
 
 Owns the simulated clients and how far a forecast was off. Must not know how anything was measured:
@@ -34,7 +34,7 @@ Lengths = list[
 
 
 def _requests(lengths: Lengths) -> Iterator[TrafficRequest]:
-    """In a circle; no two have a prefix in common."""
+    """Yield requests of these lengths, over and over; no two have a prefix in common."""
     for number in itertools.count():
         prompt, answer = lengths[number % len(lengths)]
         pieces = Pieces(((OWN + 2 * number, max(prompt, 1)),))
@@ -116,7 +116,7 @@ class SimulatedServer:
         return cls(config, sizes, config.max_model_len or longest, cost)
 
     def fitting(self, lengths: Lengths) -> int:
-        """How many such requests its KV memory holds at once, all at their full length."""
+        """Return how many such requests its KV memory holds at once, all at their full length."""
         size = self.config.block_size
         blocks = sum(-(-(prompt + answer) // size) for prompt, answer in lengths)
         return self.sizes.blocks * len(lengths) // max(blocks, 1)

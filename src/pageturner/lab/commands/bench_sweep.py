@@ -287,7 +287,8 @@ def _values(flag: str, text: str) -> list[float] | None:
 
 @contextmanager
 def _terminated_like_interrupted() -> Iterator[None]:
-    """Whoever ends this program gets what was measured, and our own servers end with it."""
+    """Treat SIGTERM and SIGHUP like Ctrl-C: the user still gets what was measured, and the servers
+    that we started end with this program."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     before = {
         number: handler for number, handler in before.items() if handler is not signal.SIG_IGN
@@ -468,7 +469,7 @@ def _about(
 
 
 def _command(arguments: argparse.Namespace) -> str:
-    """How to do the same once more: what was given and is not the default."""
+    """Return the command that runs the same sweep again: the arguments that are not the default."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     words = ["pageturner", "bench", "sweep"]

@@ -266,7 +266,7 @@ def _texts(
     requests: list[Request],
     runs: dict[Contender, list[RecordedRun]],
 ) -> dict[int, tuple[str, str]]:
-    """How prompts and answers begin; nothing where no model spoke."""
+    """Return the beginnings of prompts and answers; nothing if no model produced them."""
     from pageturner.lab.compare import comparison
 
     if arguments.simulate or config.backend in ("fake", "null"):
@@ -277,7 +277,8 @@ def _texts(
 
 
 def write_pictures(folder: Path, found: ComparisonResults) -> None:
-    """Those of the report, each a file of its own, and what must be said beside them."""
+    """Write the pictures of the report, each to a file of its own, and the text that belongs to
+    them."""
     from pageturner.lab.reporting import charts, comparison_page
     from pageturner.lab.reporting import comparison_pictures as pictures
 
@@ -352,8 +353,8 @@ def _engine(
 
 
 def _traffic(arguments: argparse.Namespace) -> tuple[list[TrafficRequest], str]:
-    """What is sent, and what it is. Prompts of traces are made up; longer ones than fit are still
-    in it."""
+    """Return the requests that are sent, and a description of them. Prompts of traces are made up;
+    requests that are too long for the context are still among them."""
     from pageturner.lab.traffic.traffic import OpenLoop
     from pageturner.lab.traffic.traffic_files import read_workload
     from pageturner.lab.traffic.traffic_generators import MIXES, poisson
@@ -421,7 +422,7 @@ def _fitting(
 
 
 def _times(arguments: argparse.Namespace) -> str:
-    """Where step times come from if nothing is measured."""
+    """Describe where step times come from if nothing is measured."""
     return f"step times of {arguments.simulate.name}" if arguments.simulate else ""
 
 
@@ -443,7 +444,8 @@ def _machine(disturbance: Disturbance) -> str:
 
 
 def _command(arguments: argparse.Namespace) -> str:
-    """How to get the same once more: what was given and is not the default."""
+    """Return the command that gets the same comparison again: the arguments that are not the
+    default."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     words = ["pageturner", "compare", arguments.model]

@@ -1,4 +1,4 @@
-"""What somebody who checks a receipt says was asked and answered, in any of the ways to write it.
+"""The prompts and answers that the checker of a receipt gives, in any of the ways to write them.
 
 Owns how a text of a flag or a file becomes prompts and answers. Must not know how answers are made.
 Where a text can be read in more than one way, the hash in the receipt says which was meant.
@@ -25,7 +25,8 @@ LARGEST = 2**31  # of a token id
 
 @dataclass(frozen=True, slots=True)
 class GivenAnswer:
-    """What was answered, as far as it is known. tokens: None, or those of `return_token_ids`."""
+    """The answer that was given, as far as it is known. tokens: None, or those of
+    `return_token_ids`."""
 
     text: str | None
     tokens: list[int] | None = None
@@ -33,8 +34,8 @@ class GivenAnswer:
     def differences(
         self, choice: ReceiptChoice, made: Completion, tokenizer: Tokenizer, *, echo: bool = False
     ) -> Iterator[Difference]:
-        """How it differs from the answer that was made again, and where. echo: the prompt, which is
-        compared by its hash, stands in front of the text."""
+        """Yield where and how this answer differs from the one that was made again. echo: the
+        prompt, which is compared by its hash, stands in front of the text."""
         path = f"choices[{choice.index}]"
         if self.tokens is not None:
             if (at := form.first_difference(self.tokens, made.token_ids)) is not None:
@@ -123,7 +124,7 @@ def _readings(receipt: Receipt, text: str, tokenizer: Tokenizer) -> Iterator[lis
 
 
 def _tokens(prompt: str | list[int], suffix: str, special: bool, tokenizer: Tokenizer) -> list[int]:
-    """Those of a prompt, or of the gap between it and a suffix."""
+    """Return the tokens of a prompt, or of the gap between it and a suffix."""
     if suffix and (marks := fim_tokens(tokenizer)) is not None:
         return fim_prompt(marks, tokenizer, prompt, suffix)
     if isinstance(prompt, list):
@@ -158,8 +159,8 @@ def _chats(
 
 
 def _variables(request: dict[str, Any]) -> dict[str, Any]:
-    """What the template was given beside the messages, as server/api/openai/chat_fields.py makes it
-    of a request."""
+    """Return the variables that the template was given beside the messages, as
+    server/api/openai/chat_fields.py makes them of a request."""
     choice = tools.read(request.get("tools"), request.get("tool_choice"), None)
     return conversation.variables(
         choice.shown, request.get("reasoning_effort"), request.get("chat_template_kwargs")

@@ -33,7 +33,7 @@ SAME, DIFFERS, UNKNOWN, NOTE = "same", "differs", "cannot be checked", "not chec
 
 
 class Finding(NamedTuple):
-    """What was found out about a part: SAME, DIFFERS, UNKNOWN (the answer cannot be proved here) or
+    """The result of checking one part: SAME, DIFFERS, UNKNOWN (the answer cannot be proved here) or
     NOTE."""
 
     verdict: str
@@ -139,7 +139,7 @@ def _check(
 
 # -- parts -----------------------------------------------------------------------------------------
 def unchanged(receipt: Receipt, key: bytes = b"") -> Iterator[Finding]:
-    """Whether the receipt is as it was written, and by whom."""
+    """Yield the findings on whether the receipt is as it was written, and by whom."""
     differences = form.changes(receipt, key)
     yield from (Finding(DIFFERS, *difference) for difference in differences)
     if differences:

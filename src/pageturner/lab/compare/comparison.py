@@ -127,8 +127,8 @@ def simulated_engine(
 def predicted_engine(
     built: LoadedEngine, config: EngineConfig, cost: StepCost, longest: int
 ) -> EngineBench:
-    """What stands for an engine with this memory, these needs and these limits: no model, a clock
-    of its own, steps that take what `cost` says. longest: tokens of a sequence."""
+    """Return a stand-in for an engine with this memory, these needs and these limits: no model, a
+    clock of its own, steps that take what `cost` says. longest: tokens of a sequence."""
     clock, config = SimulatedClock(), replace(config, backend="fake")
     fake = fake_engine(config, longest)
     fake.executor, fake.sizes = PredictedExecutor(cost, clock), built.sizes
@@ -159,9 +159,9 @@ def words_as_tokens(text: str) -> list[int]:
 def make_requests(
     each: list[TrafficRequest], cap: int, context: int, encode: Encode
 ) -> list[Request]:
-    """What the engine gets, by arrival. `cap` is the max_tokens of every request, and longer
-    answers are cut there. EngineFault for a request that does not fit a context of so many tokens,
-    for times out of order and for no request at all."""
+    """Return the requests for the engine, by arrival. `cap` is the max_tokens of every request, and
+    longer answers are cut there. EngineFault for a request that does not fit a context of so many
+    tokens, for times out of order and for no request at all."""
     if not each:
         raise EngineFault("workload", "the workload holds no request")
     found, before = [], 0.0
@@ -234,7 +234,7 @@ BEGINNING = 60  # characters of a text
 def texts_of(
     config: EngineConfig, requests: list[Request], answers: dict[int, list[int]]
 ) -> dict[int, tuple[str, str]]:
-    """How prompt and answer of each request begin, by request."""
+    """Return how the prompt and the answer of each request begin, by request."""
     tokenizer = load_tokenizer(hub.resolve(config.model, offline=True).path, config.load_format)
 
     def beginning(tokens: Sequence[int]) -> str:

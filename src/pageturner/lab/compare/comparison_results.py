@@ -58,8 +58,8 @@ class Disturbance:
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What must be known to believe a figure, in words. real: measured, not simulated; rounds: 0
-    before it is known how many there are."""
+    """The facts that a reader needs to trust a figure, in words. real: measured, not simulated;
+    rounds: 0 before it is known how many there are."""
 
     workload: str
     engine: str
@@ -126,14 +126,13 @@ class ComparisonResults:
 
     @property
     def chance(self) -> float:
-        """By which share measured figures differ for reasons of their own; 0 where nothing was
-        measured."""
+        """The share by which measured figures differ by chance; 0 where nothing was measured."""
         taken = self.about.disturbance.others + self.about.disturbance.stolen
         return chance_of(self.about.rounds, taken) if self.about.real else 0.0
 
     @property
     def disturbed(self) -> list[str]:
-        """What says that the machine was busy; empty if nothing does."""
+        """Return the signs that the machine was busy; empty if there are none."""
         if not self.about.real:
             return []
         measured, found = self.about.disturbance, []
@@ -147,11 +146,12 @@ class ComparisonResults:
 
     @property
     def tenants(self) -> bool:
-        """Whether requests are of more than one."""
+        """Return whether the requests are of more than one tenant."""
         return any("tenants" in contest.figures for contest in self.contests)
 
     def advice(self) -> list[Advice]:
-        """What to choose for what, from what does not depend on noise where that is known."""
+        """Return which policy to choose for which wish, judged by figures without noise where there
+        are any."""
         measured = {c.name: Known(c.policy, c.each) for c in self.contests}
         reckoned = {c.name: Known(c.policy, c.each) for c in self.reckoned}
         stalls = {c.name: Known(c.policy, c.each) for c in self.stalls}
@@ -163,12 +163,13 @@ class ComparisonResults:
         return max(contest.timeline.seconds for contest in self.contests)
 
     def series(self, contest: ContenderResult) -> dict[str, list[float]]:
-        """By name, BINS means over the common axis of time."""
+        """Return the series of a contender by name, each as BINS means over the common axis of
+        time."""
         moments = contest.timeline.moments
         return {name: binned(moments, of, self.seconds, BINS) for name, of in SERIES.items()}
 
     def services(self, contest: ContenderResult) -> dict[str, list[float]]:
-        """By tenant, at the end of each bin."""
+        """Return the service that each tenant had received at the end of each bin."""
         ends = [self.seconds * (i + 1) / BINS for i in range(BINS)]
         return {
             tenant: [service_at(line, at) for at in ends]
@@ -267,7 +268,8 @@ def _contest(
 
 
 def _tenants(told: RunTimeline) -> dict[str, Any]:
-    """How much each tenant was served until only the one with most work had requests waiting."""
+    """Return how much each tenant was served until only the one with most work had requests
+    waiting."""
     loudest = max(told.service, key=lambda tenant: told.service[tenant][-1][1])
     until = max(at for tenant, at in told.queued.items() if tenant != loudest)
     served = {tenant: service_at(line, until) for tenant, line in told.service.items()}

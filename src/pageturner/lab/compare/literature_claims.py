@@ -1,4 +1,4 @@
-"""What the literature claims of batching, beside what one comparison measured.
+"""The claims of the literature about batching, beside what one comparison measured.
 
 Owns the claims, their thresholds, and the sentence that says why one is not reached or not
 measured. Must not know runs: it is given figures by name of contender.

@@ -310,7 +310,7 @@ def figures(run: RecordedRun, told: RunTimeline, targets: LatencyTargets) -> dic
 
 
 def ideal(lengths: Sequence[tuple[int, int]], batch: int) -> dict[str, float]:
-    """What continuous batching may gain over static at the most, from (prompt, answer) alone.
+    """Return the most that continuous batching may gain over static, from (prompt, answer) alone.
 
     steps  of a step that takes as long however full it is: the sum over static batches of their
            longest answer, by the steps that `batch` places need when none stands empty
@@ -344,7 +344,7 @@ def binned(
 
 
 def service_at(line: Sequence[tuple[float, float]], at: float) -> float:
-    """How much a tenant was served until then."""
+    """Return how much a tenant was served until this moment."""
     place = bisect_right(line, (at, float("inf")))
     return line[place - 1][1] if place else 0.0
 

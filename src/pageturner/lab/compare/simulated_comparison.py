@@ -62,8 +62,8 @@ def standing_for(bench: EngineBench, cost: StepCost, pace: MachineLimits | None)
 
 @dataclass(frozen=True, slots=True)
 class Circumstances:
-    """In which runs were measured. others: share of the machine that other programs took; own:
-    seconds of processors that the runs took; when: in words."""
+    """The circumstances in which runs were measured. others: share of the machine that other
+    programs took; own: seconds of processors that the runs took; when: in words."""
 
     others: float
     own: float
@@ -73,8 +73,8 @@ class Circumstances:
 def costs_of(
     bench: EngineBench, runs: Sequence[RecordedRun], about: Circumstances
 ) -> tuple[KeptCosts, str] | None:
-    """What steps cost here, and where that is from: kept, or fitted to these runs and kept from now
-    on. None where too little was run to tell."""
+    """Return what steps cost here, and where that is from: kept, or fitted to these runs and kept
+    from now on. None if too little was run to tell."""
     try:
         cost = fit_runs(*runs)
     except EngineFault:
@@ -119,7 +119,7 @@ def reckon(
 def stalls_only(
     bench: EngineBench, each: Sequence[Contender], cost: StepCost, words: str
 ) -> Reckoned:
-    """For a comparison that is simulated anyway."""
+    """Run only the requests among long prompts, for a comparison that is simulated anyway."""
     stalls = stall_requests(cost, bench.built.max_model_len)
     return Reckoned({}, stalls, _run(bench, each, stalls), words)
 

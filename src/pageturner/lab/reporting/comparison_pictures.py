@@ -43,8 +43,8 @@ MEANING = {
 
 @dataclass(frozen=True, slots=True)
 class GanttHints:
-    """What is known of requests beside their run. colours: the number of each tenant's colour;
-    texts: the beginnings of prompt and answer by request."""
+    """The facts about requests that their run does not tell. colours: the number of each tenant's
+    colour; texts: the beginnings of prompt and answer by request."""
 
     colours: Mapping[str, int] = field(default_factory=dict)
     texts: Mapping[int, tuple[str, str]] = field(default_factory=dict)

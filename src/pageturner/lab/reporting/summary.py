@@ -33,7 +33,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def used(usage: WorkTotals, limits: MachineLimits | None) -> str:
-    """What of the machine was used, in words."""
+    """Describe how much of the machine was used."""
     done, shares = usage.achieved, usage.shares(limits)
     if not done:
         return "used: not counted"
