@@ -63,7 +63,7 @@ ANYBODY = ApiKey()  # who asks a server without keys
 
 @dataclass(frozen=True, slots=True)
 class ApiKeys:
-    """Nobody needs a key where there is none."""
+    """The API keys of a server. Without any, no request needs a key."""
 
     keys: tuple[ApiKey, ...] = ()
 
@@ -81,17 +81,17 @@ class ApiKeys:
 
     @property
     def needed(self) -> bool:
-        """A request must carry one."""
+        """Return whether a request must carry a key."""
         return bool(self.keys)
 
 
 def single_key(key: str) -> ApiKeys:
-    """One key of nobody in particular; none where it is empty."""
+    """Return the keys of a server with this single key and no tenants; no keys if it is empty."""
     return ApiKeys((ApiKey(sha256=hashlib.sha256(key.encode()).digest()),) if key else ())
 
 
 class KeyRing:
-    """The keys that hold now. Those of the file can be read again while the server runs."""
+    """The API keys in force. The key file can be read again while the server runs."""
 
     def __init__(self, listed: str, file: str) -> None:
         self._listed = listed
@@ -106,8 +106,7 @@ class KeyRing:
         return self.keys.needed
 
     def reload(self) -> None:
-        """Take the keys that the file has now. If something is wrong with them, those before hold
-        on."""
+        """Read the key file again. If it is invalid, the previous keys stay in force."""
         try:
             self.keys = read_api_keys(self._listed, self._file)
         except EngineFault as fault:

@@ -80,7 +80,7 @@ ErrorHandler = Callable[[HTTPRequest, Exception], Awaitable[Response]]
 
 
 def error_of(failure: Failure) -> ClientError:
-    """Return what the client is told of a failure of the engine."""
+    """Return the HTTP error for a failure of the engine."""
     status = STATUS.get(failure.code, 500)
     return ClientError(status, failure.code, failure.message, retry_after=failure.retry_after)
 
@@ -131,7 +131,7 @@ def error_body_of(path: str, error: ClientError) -> bytes:
 
 
 def unforeseen_of(path: str) -> bytes:
-    """Return what is said of an error that nobody foresaw."""
+    """Return the response body for an unexpected error."""
     return error_body_of(
         path, ClientError(500, "internal_error", "something went wrong inside the server")
     )
@@ -177,7 +177,8 @@ def error_handlers(
         return Response(content, client.status, headers, "application/json")
 
     async def unforeseen(request: HTTPRequest, error: Exception) -> Response:
-        """Starlette raises it again behind this answer: who logs requests says what it was."""
+        """Answer 500. Starlette raises the error again after this answer, and the request log names
+        it."""
         return Response(unforeseen_of(request.scope["path"]), 500, media_type="application/json")
 
     return {ClientError: answer, HTTPException: answer, MemoryError: answer, Exception: unforeseen}

@@ -191,7 +191,7 @@ class Exchange:
         return self._done and not self._body
 
     def abort(self) -> None:
-        """Give it up: whoever waits for it gets ConnectionLost('broken')."""
+        """Abort the exchange: its waiter gets ConnectionLost('broken')."""
         self._writer.transport.abort()
 
     async def _read(self) -> None:

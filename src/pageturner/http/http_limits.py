@@ -64,8 +64,8 @@ class HttpLimits:
 
 
 def limits_of(config: HttpConfig) -> HttpLimits:
-    """Return those that a server's settings say: at most as many connections as this process may
-    open files."""
+    """Return the limits in a server's settings, with no more connections than this process may open
+    files."""
     return HttpLimits(
         connections=_affordable(
             config.max_connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -88,10 +88,11 @@ class Connection(Protocol):
     """The questions that others may ask of a connection."""
 
     def make_room(self) -> None:
-        """End: it has no request under way, and somebody else wants to connect."""
+        """Close this idle connection, because another client wants to connect."""
 
     def drop_body(self) -> None:
-        """Refuse the request whose body is being sent: it takes the memory of others."""
+        """Refuse the request whose body is being received, because it takes the memory of
+        others."""
 
 
 class BodyMemory:
@@ -149,7 +150,8 @@ class OpenConnections:
         ] = {}  # without a whole request, those first that wait longest
 
     def enter(self, connection: Connection) -> bool:
-        """One more. False: there is no room for it, since all others have a request under way."""
+        """Count a new connection, closing an idle one if there are too many. False: all others are
+        busy, so there is no room."""
         self.open += 1
         if self.open > self.limits.connections:
             longest = next(iter(self._waiting), None)
@@ -161,7 +163,7 @@ class OpenConnections:
         return True
 
     def leave(self, connection: Connection) -> None:
-        """It is closed."""
+        """Remove a connection that is closed."""
         self.open -= 1
         self.busy(connection)
         self.bodies.release(connection)
@@ -177,5 +179,5 @@ class OpenConnections:
 
     @property
     def crowded(self) -> bool:
-        """There are too many even of those that are told that there are too many."""
+        """Return whether there are too many connections even to answer them with a refusal."""
         return self.open > self.limits.connections + MAX_LINGERING

@@ -37,7 +37,7 @@ class HttpMetrics:
                 self._routes.setdefault(route.endpoint, []).append(route)
 
     def count(self, scope: Any, status: int, seconds: float) -> None:
-        """One request has ended, after so many seconds."""
+        """Count a request that ended after so many seconds."""
         handler, method = self._handler(scope), scope["method"]
         method = method if method in METHODS else "other"
         self.requests[handler, method, f"{status // 100}xx"] += 1

@@ -200,14 +200,14 @@ class BoundedProtocol(HttpToolsProtocol):
         )  # between two looks, perhaps: the buffer goes down to a quarter
 
     def _waiting_bytes(self) -> int:
-        """Of the answer that were not taken off us."""
+        """Return how many bytes of the answer are still in the write buffers."""
         if self.lower is None:
             return self.transport.get_write_buffer_size()
         above = 0 if self.transport.is_closing() else self.transport.get_write_buffer_size()
         return above + self.lower.get_write_buffer_size()
 
     def _parting(self) -> bool:
-        """It is closed as soon as the client has said goodbye, as TLS wants it."""
+        """Return whether the connection only waits for the client's end of the TLS shutdown."""
         return self.lower is not None and self.transport.is_closing()
 
     def timeout_keep_alive_handler(self) -> None:

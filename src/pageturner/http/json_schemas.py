@@ -61,7 +61,7 @@ def nullable(schema: Schema) -> Schema:
 
 
 def one_of(*values: Any) -> Schema:
-    """One of these values."""
+    """Return the schema of an enum of these values."""
     return {"enum": list(values)}
 
 

@@ -111,7 +111,8 @@ def http_server(
             yield
 
         async def main_loop(self) -> None:
-            """Which keeps the date of answers, and whose end is that of the server."""
+            """Run uvicorn's main loop, which updates the Date header and whose end stops the
+            server. It survives a MemoryError."""
             while not self.should_exit:
                 with contextlib.suppress(MemoryError):
                     await super().main_loop()

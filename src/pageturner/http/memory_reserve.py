@@ -41,7 +41,8 @@ class MemoryReserve:
 
     @property
     def held(self) -> bool:
-        """False while it is given up: those who can be asked again should make room now."""
+        """Return whether the reserve is held. While it is given up, requests that can be retried
+        should make room."""
         return self._kept is not None
 
     def allows(self, size: int) -> bool:
@@ -64,7 +65,8 @@ class MemoryReserve:
         return found is not None
 
     def give_way(self) -> bool:
-        """Let those who are under way have it, if they need it. True: it is theirs by now."""
+        """Give up the reserve if running requests need the memory. Returns whether it is given up
+        now."""
         try:
             mmap.mmap(-1, ALWAYS, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
         except (OSError, MemoryError):
@@ -72,7 +74,8 @@ class MemoryReserve:
         return self._kept is None
 
     def give_up(self) -> None:
-        """Let them have it. It is taken back as soon as that is possible and somebody asks."""
+        """Give up the reserve. It is taken back at a later check, as soon as there is enough
+        memory."""
         if self._kept is not None:
             self._kept.close()
             self._kept = None

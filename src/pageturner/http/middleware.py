@@ -141,7 +141,7 @@ class RequestMiddleware:
         await self._app(scope, receive, send)
 
     def _admit(self, scope: Scope, headers: dict[bytes, bytes], info: RequestInfo) -> None:
-        """Find out whose request it is. ClientError when it may not come in."""
+        """Authenticate a request. Raises ClientError if it is refused."""
         once = [name for name, _ in scope["headers"] if name in ONCE]
         if len(once) != len(set(once)):
             twice = max(once, key=once.count).decode()

@@ -105,7 +105,7 @@ class _Form:
             await self._read()
 
     async def head(self) -> str | None:
-        """The headers of the part behind a mark; None behind the last one."""
+        """Return the headers of the part after a boundary; None after the last boundary."""
         while len(self._held) < 2:
             await self._read()
         if self._held[:2] == b"--":

@@ -78,7 +78,7 @@ EVERYTHING = OriginRules()
 
 
 def origin_rules(host: str, allowed_hosts: str, allowed_origins: str) -> OriginRules:
-    """Return those of a server that asks for no key. host: what it listens on, one of its names.
+    """Return the rules of a server that needs no key. host: the name or address that it listens on.
     EngineFault names an origin that no browser would send."""
     for origin in _listed(allowed_origins):
         if not _ORIGIN.fullmatch(origin):
@@ -98,8 +98,7 @@ def _listed(text: str) -> frozenset[str]:
 
 
 def with_cors(app: ASGIApp, allowed_origins: str) -> ASGIApp:
-    """The application, whose answers pages of these origins may read; the same where there are
-    none."""
+    """Return the application with CORS headers for these origins; unchanged if there are none."""
     origins = _listed(allowed_origins)
     if not origins:
         return app

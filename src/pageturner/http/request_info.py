@@ -96,7 +96,7 @@ class RequestInfo:
 
 
 def is_watching(path: str, watching: Collection[str]) -> bool:
-    """Return whether who asks for that only watches. watching: paths of health and metrics."""
+    """Return whether a request only monitors the server. watching: paths of health and metrics."""
     return path in watching or path == LIVE
 
 

@@ -124,14 +124,14 @@ class Handshake(asyncio.Protocol):
         self._leave()
 
     def make_room(self) -> None:
-        """Somebody else wants to connect."""
+        """Close this connection, because another client wants to connect."""
         self._shared.refused["idle_closed"] += 1
         self._leave()
         if self._transport is not None:
             self._transport.abort()
 
     def drop_body(self) -> None:
-        """There is none."""
+        """Do nothing: a handshake has no body."""
 
     def _leave(self) -> None:
         if self._entered:

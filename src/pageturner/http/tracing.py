@@ -215,8 +215,8 @@ class Traces:
         self._origins: OrderedDict[str, TraceOrigin] = OrderedDict()
 
     def begin(self, scope: Any) -> RequestTrace | None:
-        """A request has come. None for those who only watch. The headers in the scope name our
-        span, where the request is handed on."""
+        """Begin the trace of a request; None for paths that are not traced. If the request is
+        forwarded, the headers in the scope carry our span."""
         from opentelemetry.trace import SpanKind, get_current_span, set_span_in_context
 
         path = scope["path"]
@@ -299,8 +299,8 @@ class Traces:
         )
 
     def end(self, trace: RequestTrace, info: RequestInfo) -> None:
-        """It was answered, or was not. Where the engine has not told yet where its time went, its
-        span is written a little later."""
+        """End the trace of a request. If the engine has not reported its timings yet, the span is
+        written a little later."""
         now = time.monotonic()
         if self.source is None or not trace.recorded or self.source.is_settled(info):
             trace.finish(info, now)
@@ -357,7 +357,7 @@ class RequestTrace:
 
     @property
     def recorded(self) -> bool:
-        """Return whether anybody wants it: a parent that is not sampled has no children."""
+        """Return whether the span is sampled: children of an unsampled parent are not recorded."""
         return self.span.is_recording()
 
     @property

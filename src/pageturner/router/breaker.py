@@ -32,7 +32,7 @@ _UNDER_WAY, _DOUBTED, _ANSWERED, _SETTLED = range(4)
 
 
 class Attempt:
-    """One request at one replica. Once something is settled, what is said later changes nothing."""
+    """One request at one replica. Once it is settled, later results change nothing."""
 
     __slots__ = ("_breaker", "_state", "round", "trial")
 
@@ -52,7 +52,7 @@ class Attempt:
             self._settle(failed=False, known=True)
 
     def doubt(self) -> None:
-        """It ended in an error, and who is to blame will be known later."""
+        """Record an error whose cause, the replica or the request, will be known later."""
         if self._state == _UNDER_WAY:
             self._state = _DOUBTED
             self._breaker.doubts(self, 1)
@@ -62,7 +62,7 @@ class Attempt:
         self._settle(failed=True, known=True)
 
     def dropped(self) -> None:
-        """It says nothing of the replica."""
+        """Settle the attempt without judging the replica."""
         self._settle(failed=False, known=False)
 
     def _settle(self, *, failed: bool, known: bool) -> None:
@@ -93,7 +93,7 @@ class Breaker:
 
     @property
     def aside(self) -> bool:
-        """It was put aside and has not come back."""
+        """Return whether the replica is put aside."""
         return self._aside_until is not None
 
     @property
@@ -115,13 +115,14 @@ class Breaker:
         return round(PENALTY * self.share)
 
     def admits(self) -> bool:
-        """Return whether it gets requests: any number, or one to try it."""
+        """Return whether the replica gets requests: any number, or a single trial."""
         if self._aside_until is not None:
             return self._clock() >= self._aside_until and not self._trials
         return self._strikes + self._doubts < STRIKES
 
     def badness(self) -> tuple[float, float]:
-        """Return where nobody admits any, the one with the least of it is asked all the same."""
+        """Return how bad the replica is. If no replica admits requests, the one with the least
+        badness is asked anyway."""
         return self._aside_until or 0.0, self._strikes + self._doubts
 
     def begin(self) -> Attempt:
@@ -196,18 +197,18 @@ class Attempts:
             attempt.dropped()
 
     def begin(self, breaker: Breaker) -> Attempt:
-        """One more replica is asked."""
+        """Begin an attempt at another replica."""
         self._all.append(breaker.begin())
         return self._all[-1]
 
     def answered(self, attempt: Attempt) -> None:
-        """It answers: so those who could not are to blame."""
+        """Record that a replica answered, so that the replicas that failed before are to blame."""
         attempt.answered()
         while self._suspects:
             self._suspects.pop().failed()
 
     def suspect(self, attempt: Attempt) -> None:
-        """It ended in an error that may be the fault of the request."""
+        """Record an error that may be the fault of the request."""
         if self._alone:
             attempt.failed()
         else:

@@ -33,7 +33,8 @@ MORE_ERRORS = (502, 504)  # of what is passed on
 
 
 class RouterDocuments:
-    """The pages of one router. relayed: method and path of what is passed on."""
+    """The documents of a router: its OpenAPI document and pages. relayed: method and path of each
+    route that is passed on."""
 
     def __init__(
         self, fleet: Fleet, config: RouterConfig, relayed: Collection[tuple[str, str]]

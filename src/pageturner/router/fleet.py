@@ -72,8 +72,8 @@ class Fleet:
 
     # -- who is there ------------------------------------------------------------------------------
     def set_members(self, members: Sequence[Member]) -> None:
-        """These are the replicas now. One that is no more among them gets nothing new; what it has
-        it may finish."""
+        """Replace the replicas. A replica that is removed gets no new requests, but finishes those
+        it has."""
         there = {replica.address: replica for replica in self.replicas}
         wanted = {member.address: member for member in members}
         for address in there.keys() - wanted.keys():
@@ -106,8 +106,8 @@ class Fleet:
         return self.replicas if alike else found
 
     def check_model(self, model: str) -> None:
-        """ClientError 404 where nobody answers for it, and 400 where several models are and none is
-        named."""
+        """Raise ClientError 404 if no replica serves this model, and 400 if several models are
+        served and the request names none."""
         if not self.replicas or self.answering(model):
             return
         here = self.models
@@ -132,8 +132,8 @@ class Fleet:
 
     # -- choosing ----------------------------------------------------------------------------------
     def choose(self, asked: RequestHints, tried: Collection[Replica]) -> Replica | None:
-        """Return where a request goes; None when nobody is left. Where all that are left are put
-        aside, the least bad one is better than no answer."""
+        """Return the replica for a request; None if none is left. If all that are left are put
+        aside, choose the least bad."""
         left = [
             one for one in self.answering(asked.model) if self.has_room(one) and one not in tried
         ]
@@ -154,7 +154,7 @@ class Fleet:
         return load if weight == 1.0 else (load + 1) / weight - 1
 
     def has_room(self, replica: Replica) -> bool:
-        """It is there, and may have one more request."""
+        """Return whether the replica is available and may get another request."""
         return (
             replica.healthy
             and replica.role != PREFILL
@@ -272,7 +272,7 @@ class Fleet:
             self._mark_down(replica, f"its /health says {status}")
 
     def _eject_slow(self, replica: Replica) -> None:
-        """Put it aside where its streams begin much later than those of the others."""
+        """Put a replica aside if its time to first byte is much higher than that of the others."""
         factor, own = self._config.outlier_latency, replica.typical_first_byte()
         if not factor or own is None or replica.breaker.aside:
             return
@@ -303,8 +303,8 @@ class Fleet:
             self.balancer.forget(replica.number)
 
     async def _ask_load(self, replica: Replica) -> None:
-        """What a replica has to do: in tokens, and answers under way that other programs asked for
-        (0 where it does not tell)."""
+        """Ask a replica for its load: its predicted tokens, and the number of requests that other
+        clients have open there (0 if it does not report them)."""
         before = replica.open
         patience = self._config.health_timeout
         replica.tokens.ask()

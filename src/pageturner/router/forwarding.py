@@ -46,7 +46,8 @@ HOP = frozenset(
 
 
 def forwarded_headers(scope: Scope) -> Headers:
-    """Return what a replica is told. ClientError 400 for what could end a head."""
+    """Return the request headers for a replica. Raises ClientError 400 for bytes that may not be in
+    a header."""
     headers = [
         (name, value) for name, value in kept_headers(scope["headers"]) if name != b"content-length"
     ]
@@ -58,7 +59,7 @@ def forwarded_headers(scope: Scope) -> Headers:
 
 
 def kept_headers(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
-    """Return those that are meant for the other end."""
+    """Return the end-to-end headers, without the hop-by-hop headers."""
     headers = list(headers)
     named = b",".join(value for name, value in headers if name == b"connection").lower()
     dropped = HOP | {name.strip() for name in named.split(b",")}

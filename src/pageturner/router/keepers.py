@@ -41,13 +41,13 @@ class RoutingConstraint:
     def among(
         self, fleet: Fleet, asked: RequestHints, tried: Collection[Replica]
     ) -> Replica | None:
-        """The next one to ask; None: nobody is left."""
+        """Return the next replica to try; None if none is left."""
         if self.only is None:
             return fleet.choose(asked, tried)
         return self.only if self.only not in tried and fleet.has_room(self.only) else None
 
     def check(self) -> None:
-        """ClientError where only one may be asked, which was of no use."""
+        """Raise ClientError if only one replica may be asked, and it could not answer."""
         if self.only is not None:
             message = (
                 "the server that keeps this response cannot be asked now: try again in a moment"

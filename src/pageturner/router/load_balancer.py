@@ -29,7 +29,7 @@ WORTH = 4  # a prompt that is cached whole is worth so many open requests more; 
 
 
 class RoundRobin:
-    """One after another, whatever they do."""
+    """Round robin, whatever the load of the replicas."""
 
     def __init__(self) -> None:
         self._next = -1
@@ -40,7 +40,7 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """The fewest open requests; among equals one after another, so that an idle cluster is used
+    """Fewest open requests. Ties are broken by round robin, so that an idle cluster is used
     evenly."""
 
     def __init__(self) -> None:
@@ -161,12 +161,12 @@ class TokenLoad:
         return max(0.0, self.told + self._asking + self._fresh)
 
     def began(self, tokens: int) -> Share:
-        """It is given a request of so many tokens. What is returned goes to `ended` once."""
+        """Count a request of this many tokens. Pass the result to `ended` once."""
         self._fresh += tokens
         return self._round, tokens
 
     def ended(self, share: Share) -> None:
-        """It has that request no more."""
+        """Remove a request that has ended."""
         begun, tokens = share
         if begun == self._round:
             self._fresh -= tokens
@@ -178,7 +178,8 @@ class TokenLoad:
             self.told = self.told if self.of else 0.0
 
     def ask(self) -> None:
-        """It is asked for a report now: what it is given from here on may be missing in it."""
+        """Note that a report is being requested: requests that begin from now on may be missing in
+        it."""
         self._asking += self._fresh
         self._fresh = 0
         self._round += 1
@@ -198,7 +199,7 @@ class UsualRequest:
     tokens: float = 0.0
 
     def add(self, tokens: float) -> None:
-        """One more came."""
+        """Add a request of this many tokens to the average."""
         self.tokens = (
             tokens if not self.tokens else self.tokens + SMOOTHING * (tokens - self.tokens)
         )
@@ -267,7 +268,8 @@ class LoadBalancer:
         return own if replica.reports else own + replica.others
 
     def choose(self, prefix: Content, loads: Mapping[int, float]) -> int:
-        """Return the number of the replica that gets a request. loads: of those that may get it."""
+        """Return the number of the replica that gets a request. loads: of the replicas that may get
+        it."""
         numbers = list(loads)
         known = self.cached(prefix)
         hints = {numbers.index(one): known[one] for one in known if one in loads}

@@ -46,7 +46,7 @@ class Listed:
 
 
 def listed(words: Iterable[str], roots: str = "") -> Listed:
-    """Replicas as they are written. EngineFault('bad_setting') for one that is none, or is there
+    """Return the replicas in a list. EngineFault('bad_setting') if one is invalid or listed
     twice."""
     members, names = list[Member](), list[Member]()
     for word in words:
@@ -71,7 +71,7 @@ def listed(words: Iterable[str], roots: str = "") -> Listed:
 
 
 def read_file(path: str, roots: str = "") -> Listed:
-    """The replicas of a file, one a line. EngineFault('bad_setting')."""
+    """Return the replicas in a file, one per line. Raises EngineFault('bad_setting')."""
     try:
         with open(path, "rb") as file:
             raw = file.read(MAX_FILE + 1)
@@ -89,7 +89,8 @@ def read_file(path: str, roots: str = "") -> Listed:
 
 @dataclass(slots=True)
 class Members:
-    """All sources of one router. tell: is given the replicas whenever they have changed."""
+    """The replicas from all sources of a router. tell: called with the replicas whenever they
+    change."""
 
     config: RouterConfig
     given: Listed
@@ -110,8 +111,8 @@ class Members:
         self.settle()
 
     async def watch(self) -> None:
-        """Look for ever at all sources: the file and who registered once in a health interval,
-        names as often as they are to be resolved."""
+        """Refresh all sources for ever: the file and the registrations once per health interval,
+        the DNS names as often as they are to be resolved."""
         looked_up = self.clock()
         while True:
             await asyncio.sleep(min(self.config.health_interval, self.config.resolve_interval))
@@ -122,8 +123,8 @@ class Members:
             self.settle()
 
     def settle(self) -> None:
-        """Tell who is there now, where that has changed. The first source that names a replica
-        counts."""
+        """Report the current replicas if they have changed. If several sources name a replica, the
+        first one counts."""
         now = self.clock()
         self._registered = {one: until for one, until in self._registered.items() if until > now}
         names = (*self.given.names, *self._file.names)
@@ -146,7 +147,7 @@ class Members:
             self._warn("file", f"{error}; the replicas stay as they are")
 
     async def look_up(self) -> None:
-        """Resolve all names again; one that has no addresses keeps those it had."""
+        """Resolve all names again. A name that resolves to no addresses keeps its previous ones."""
         for name in (*self.given.names, *self._file.names):
             address = name.address
             try:
@@ -167,7 +168,7 @@ class Members:
     # -- registrations -----------------------------------------------------------------------------
     @property
     def registered(self) -> dict[Member, float]:
-        """Return who registered, and for how many seconds each stays."""
+        """Return the registered replicas, and the seconds until each registration expires."""
         now = self.clock()
         return {one: until - now for one, until in self._registered.items() if until > now}
 

@@ -125,8 +125,8 @@ class ForwardedRequest:
     last: bytes = b""  # piece of its answer that was passed on
 
     def head(self, address: ServerAddress) -> Headers:
-        """Return what a replica is told now: its deadline goes on counting while other replicas are
-        asked."""
+        """Return the headers for a replica. They include the time that the request has already
+        waited, because its deadline goes on while other replicas are tried."""
         waited = 1000 * (time.monotonic() - self.since)
         id = self.info.id
         if self.place.tagged:
@@ -239,7 +239,8 @@ class Relay:
         return hints_of(body, prefix)
 
     async def _answer(self, forwarded: ForwardedRequest) -> None:
-        """Pass on the answer of the first replica that gives one. ClientError when none does."""
+        """Pass on the answer of the first replica that gives one. Raises ClientError if none
+        does."""
         router, tried, info = self._router, list[Replica](), forwarded.info
         refusal: Refusal | None = None
         broken: ConnectionLost | None = None
@@ -284,7 +285,8 @@ class Relay:
         raise ClientError(503, "no_replica", "no replica is there: try again in a moment")
 
     async def _ask(self, replica: Replica, forwarded: ForwardedRequest) -> Refusal | None:
-        """Ask one replica. None: its answer was passed on. Raises ConnectionLost."""
+        """Ask one replica and pass on its answer. Returns the refusal if it refused, else None.
+        Raises ConnectionLost."""
         attempts = forwarded.attempts
         attempt = attempts.begin(replica.breaker)
         begin = time.monotonic()
@@ -363,7 +365,8 @@ class Relay:
     async def _go_on(
         self, lost: ConnectionLost, forwarded: ForwardedRequest, tried: list[Replica]
     ) -> None:
-        """A stream whose replica is lost, at another one; its last words where there is none."""
+        """Resume a stream whose replica is lost at another replica, or end it with an error if
+        there is none."""
         copy, fleet, patience = forwarded.copy, self._router.fleet, self._router.config.move_timeout
         until = time.monotonic() + patience
         while copy is not None and copy.movable and time.monotonic() < until:
@@ -416,7 +419,7 @@ class Relay:
 
 
 def _blame(attempts: Attempts, attempt: Attempt, lost: ConnectionLost, *, begun: bool) -> None:
-    """Whom a lost connection speaks against."""
+    """Record a lost connection against the replica, or as a suspected fault of the request."""
     if lost.code in ("local", "leaving"):
         return
     if lost.code == "broken" and not begun:

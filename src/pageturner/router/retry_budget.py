@@ -32,11 +32,11 @@ class RetryBudget:
         )  # of the window: which one, its requests, its retries
 
     def request(self) -> None:
-        """One more came."""
+        """Count a request."""
         self._now()[1] += 1
 
     def take(self) -> bool:
-        """Return whether one more may be tried again; then it counts."""
+        """Return whether another retry is allowed, and count it if so."""
         second = self._now()
         requests, retries = (sum(one[i] for one in self._seconds) for i in (1, 2))
         if retries + 1 > WINDOW * LEAST + self._share * requests:

@@ -47,7 +47,7 @@ class StreamCopy:
 
     @property
     def movable(self) -> bool:
-        """Another replica could go on with it."""
+        """Return whether another replica could resume the stream."""
         return self._begun is not None and bool(self.tokens) and not self._plain
 
     def feed(self, piece: bytes) -> bytes:
@@ -87,7 +87,8 @@ class StreamCopy:
         return held
 
     def lost(self) -> None:
-        """The replica is gone: what it said behind its last mark another one will say again."""
+        """Drop everything after the last mark of a lost replica: the next replica will send it
+        again."""
         self._held, self.leaving = b"", False
 
     def request(self) -> bytes:

@@ -50,7 +50,7 @@ THEIRS = {"repetition_penalty": "repeat_penalty"}
 
 
 class AboutPages:
-    """The pages of one server."""
+    """The endpoints that describe one server."""
 
     def __init__(self, service: Service) -> None:
         self._service = service

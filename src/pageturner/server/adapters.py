@@ -105,7 +105,7 @@ class ServedAdapters:
 
     @property
     def in_memory(self) -> list[str]:
-        """Names of those that the engine holds in memory, as it last said."""
+        """Return the names of the adapters that the engine holds in memory, as it last reported."""
         return [entry.name for entry in self._entries.values() if entry.digest in self._in_memory]
 
     # -- changes -----------------------------------------------------------------------------------
@@ -165,8 +165,8 @@ class ServedAdapters:
         self._forget_paths()
 
     def _keep_while_used(self, entry: ServedAdapter) -> None:
-        """Have the engine keep an adapter, under a name that nobody can ask for, as long as
-        somebody is answered with it."""
+        """Have the engine keep an adapter as long as an open stream uses it, under a name that
+        clients cannot request."""
         if not entry.digest or entry.digest in self._leaving or not self._in_use(entry.digest):
             return
         self._leaving[entry.digest] = _unaskable(entry)
@@ -208,7 +208,8 @@ class ServedAdapters:
 
     # -- the engine --------------------------------------------------------------------------------
     def _received(self, news: object) -> None:
-        """The engine has read one, or could not; or has other ones in memory."""
+        """Handle news from the engine: an adapter was loaded or failed to load, or other adapters
+        are in memory."""
         if isinstance(news, AdaptersInMemory):
             self._in_memory = frozenset(news.digests)
             return
@@ -257,8 +258,8 @@ class ServedAdapters:
         entry.loaded.set_result(news)
 
     def _tell_all(self) -> None:
-        """An engine process has loaded its model and knows no adapter yet: neither those that have
-        names nor those that open streams have."""
+        """Tell a new engine process, which has just loaded its model, all adapters: the named ones,
+        and those that open streams still use."""
         self._in_memory = frozenset()
         known = {entry.digest for entry in self._entries.values()}
         for digest, path in self._paths.items():
@@ -293,7 +294,7 @@ class ServedAdapters:
 
 
 def _unaskable(entry: ServedAdapter) -> str:
-    """A name for the engine alone: those that can be asked for are printable."""
+    """Return a name that only the engine uses: names that clients can request are printable."""
     return f"{entry.name}\n{entry.number}"
 
 
@@ -307,8 +308,7 @@ def _settle(entry: ServedAdapter) -> None:
 def load_listed(
     adapters: ServedAdapters, wanted: list[tuple[str, str]], broken: asyncio.Future[EngineFault]
 ) -> None:
-    """Begin with those of --lora. One that is none ends the server, as a model that is none
-    does."""
+    """Load the adapters of --lora. An invalid one stops the server, as an invalid model does."""
 
     def look(loaded: asyncio.Future[AdapterLoaded]) -> None:
         news = loaded.result()

@@ -72,7 +72,7 @@ class ServerPages:
         return json_response({"object": "list", "data": models})
 
     async def model(self, request: HTTPRequest) -> Response:
-        """One of them. Names may have slashes, as on the hub."""
+        """Return one model. Names may have slashes, as on the Hugging Face hub."""
         name = request.path_params["id"].rstrip("/")
         if not name:
             return await self.models(request)

@@ -72,7 +72,8 @@ class Receipts:
         return await _in_thread(lambda: receipt_of(*written)) if large else receipt_of(*written)
 
     def _check(self) -> None:
-        """An engine that was started again may have loaded other files than the first one."""
+        """Raise ClientError if the model's files have changed: a restarted engine may have loaded
+        other files."""
         if model_marks(self._model) != self._marks:
             message = "the model's files were changed while they were served, so no receipt can name them:"
             raise ClientError(409, "model_changed", f"{message} the server must be started anew")

@@ -123,7 +123,8 @@ def session_hint(
 
 
 def name_of(tenant: str, id: str) -> str:
-    """No tenant can name a session of another one: no id has a slash."""
+    """Return the engine's name of a session. Ids have no slash, so no tenant can name a session of
+    another."""
     return f"{tenant}/{id}"
 
 
@@ -161,7 +162,7 @@ class ServedSessions:
 
     # -- turns -------------------------------------------------------------------------------------
     def begin(self, stream: OutputStream, info: RequestInfo) -> None:
-        """A turn was taken, if it is one."""
+        """Record that a turn of a session begins, if the request belongs to one."""
         hint, now = stream.request.session, self._clock()
         if hint is None:
             return
@@ -191,7 +192,7 @@ class ServedSessions:
             self._forget(hint.name)
 
     def release(self, one: ServedSession) -> None:
-        """Nobody goes on with it. Its open turns run on."""
+        """Release a session that will not be continued. Its open turns keep running."""
         self._forget(one.hint.name)
         self._supervisor.tell(ReleaseSession(one.hint.name))
 
@@ -236,8 +237,8 @@ class ServedSessions:
                 self._quota.charge_kept(one.key, due)
 
     def _restore(self) -> None:
-        """Another engine process may have taken back what the one before kept. Turns that were open
-        are sent to it anyway."""
+        """Restore sessions in a new engine process that did not take over the KV of the last one.
+        Sessions with open turns are skipped, because those turns are submitted again anyway."""
         ready = self._supervisor.ready
         for one in self._sessions.values():
             one.before, one.kept = one.token_seconds, None

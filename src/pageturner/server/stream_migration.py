@@ -180,7 +180,7 @@ class MarkedAnswer(GenerateEndpoint):
 
     @property
     def only_here(self) -> bool:
-        """Nobody else could begin it."""
+        """Return whether no other server could resume this answer."""
         return self.record is not None and self.record.only_here
 
     def put(self, piece: OutputPiece) -> None:

@@ -39,12 +39,12 @@ class AdapterTable:
         self._changing = threading.Lock()
 
     def find(self, name: str | None) -> AdapterChange | None:
-        """One that requests may name."""
+        """Return the adapter of this name, if it is loaded."""
         latest = self._latest.get(name or "")
         return latest if latest is not None and latest.path else None
 
     def unloaded(self, name: str) -> bool:
-        """Return whether there was one of this name, and is no more."""
+        """Return whether an adapter of this name was loaded before and is unloaded now."""
         latest = self._latest.get(name)
         return latest is not None and not latest.path
 
@@ -86,5 +86,5 @@ class AdapterTable:
             self.note(AdapterChange(name, path, version))
 
     def loaded(self) -> list[AdapterChange]:
-        """Return those that were loaded while the application runs."""
+        """Return the adapters that were loaded at run time."""
         return [one for one in self._latest.values() if one.path and one.version]

@@ -100,7 +100,7 @@ class Choice:
             self.balancer = balancer_of(placement, prefix_chunks, by_tokens=True)
 
     def update(self, ids: Collection[str]) -> None:
-        """These are the replicas now."""
+        """Set the current replicas."""
         with self._lock:
             for gone in set(self.replicas) - set(ids):
                 self.balancer.forget(self.replicas.pop(gone).number)
@@ -126,7 +126,7 @@ class Choice:
                 self.adapters.merge(changes or {})
 
     def given(self, adapters: Mapping[str, str]) -> None:
-        """These adapters stand in the settings of the application: name -> folder."""
+        """Set the adapters in the settings of the application: name -> folder."""
         with self._lock:
             known, self.adapters = self.adapters, AdapterTable(adapters)
             self.adapters.merge(known.told())
@@ -171,7 +171,7 @@ class Choice:
         return 0.0 if one is None else self.balancer.load(one)
 
     def began(self, ask: Ask, id: str) -> None:
-        """The request is at this replica, and at no other one."""
+        """Record that a request runs at this replica, and at no other."""
         with self._lock:
             self._end(ask.number)
             one = self.replicas.get(id)
@@ -201,8 +201,7 @@ class Choice:
             self._end(number)
 
     def forget(self, number: int, tokens: int = 0) -> None:
-        """Nobody asks for this attempt again. tokens: of its whole answer, where that was seen to
-        end."""
+        """Forget an attempt that is over. tokens: of its whole answer, if that was seen to end."""
         with self._lock:
             self._end(number)
             self.attempts.pop(number, None)

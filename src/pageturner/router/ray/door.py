@@ -243,7 +243,7 @@ def _model_in(body: bytes) -> str | None:
 
 
 async def _page(fleet: ServeFleet, path: str, headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
-    """A page of one model's; {} where it has none now."""
+    """Return a page of one model; {} if the model has none now."""
     replica = fleet.choose(NO_HINTS, ())
     assert replica is not None
     try:

@@ -168,7 +168,7 @@ class HandleAnswer:
         return whole
 
     async def _next(self) -> tuple[int, Headers] | bytes | None:
-        """None at the end."""
+        """Return the next piece of the answer; None at its end."""
         try:
             async with asyncio.timeout(self._timeout):
                 piece: tuple[int, Headers] | bytes = await anext(self._pieces)
@@ -190,6 +190,6 @@ class HandleAnswer:
             raise ConnectionLost("broken", f"{type(error).__name__}: {why[0][:200]}") from error
 
     def close(self) -> None:
-        """Nobody reads on."""
+        """Stop reading the answer."""
         if not self.ended:
             self._pieces.cancel()

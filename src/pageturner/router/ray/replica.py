@@ -141,7 +141,7 @@ class ModelReplica:
         (await self.start()).check()
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Return what choice.py is told."""
+        """Return the statistics that choice.py places requests by."""
         self._said += 1
         service = (await self.start()).service
         return {

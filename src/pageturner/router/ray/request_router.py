@@ -16,7 +16,7 @@ from pageturner.router.ray.choice import Ask, Choice, choice_of
 
 
 def _ask_of(request: PendingRequest | None) -> Ask | None:
-    """Return what of ours is in a request, where it is one of ours."""
+    """Return our routing hints in a request, if it has any."""
     args = [] if request is None else request.args
     return next((one for one in args if isinstance(one, Ask)), None)
 

@@ -32,7 +32,7 @@ class Goodput:
     _lately: deque[tuple[float, bool]] = field(default_factory=deque)
 
     def ended(self, stream: OutputStream, now: float) -> None:
-        """It has its answer, or failed."""
+        """Count a choice that has been answered or has failed."""
         failure = stream.failure
         outcomes = {}
         for target, met in _targets(stream).items():
@@ -51,7 +51,7 @@ class Goodput:
         self._count(late, now)
 
     def turned_away(self, stream: OutputStream, now: float) -> None:
-        """There was no place for it."""
+        """Count a choice that was refused for lack of room."""
         self._count(dict.fromkeys(_targets(stream), REFUSED), now)
 
     def last_minute(self, now: float) -> tuple[float, float]:
@@ -61,7 +61,8 @@ class Goodput:
         return met / answers if answers else 1.0, met / WINDOW
 
     def counted(self, now: float) -> tuple[int, int]:
-        """Return how many choices of the last minute met all their targets, and who had any."""
+        """Return how many choices of the last minute met all their targets, and how many had
+        any."""
         self._forget(now)
         return sum(good for _, good in self._lately), len(self._lately)
 

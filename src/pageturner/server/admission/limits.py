@@ -51,7 +51,7 @@ NO_LIMITS = RequestLimits()
 
 
 def check_prompts(count: int, limits: RequestLimits) -> None:
-    """ClientError where one request has more prompts than are taken."""
+    """Raise ClientError if a request has more prompts than allowed."""
     if count > limits.prompts:
         message = (
             f"the request has {count} prompts and {limits.prompts} are taken: send several requests"
@@ -62,7 +62,7 @@ def check_prompts(count: int, limits: RequestLimits) -> None:
 
 
 def check_choices(prompts: int, made: int, limits: RequestLimits) -> None:
-    """ClientError where the answers of one request could never wait here together."""
+    """Raise ClientError if a request makes more choices than this server ever takes at once."""
     if prompts * made > limits.choices:
         message = (
             f"{prompts} prompts with {made} answers each are more than the {limits.choices} that this server"
@@ -126,7 +126,7 @@ def check_tokens_json(raw: bytes, name: str, limits: RequestLimits) -> None:
 
 
 def check_values(raw: bytes, most: int, name: str) -> None:
-    """ClientError where some JSON holds more values than `most`. Told without making any of
+    """Raise ClientError if some JSON holds more values than `most`, without decoding any of
     them."""
     if len(raw) // 2 < most:  # each takes two bytes at least
         return
@@ -181,8 +181,7 @@ def maximum(tokens: int) -> str:
 
 
 def check_size(length: int, name: str, what: str, limits: RequestLimits) -> None:
-    """ClientError for a text, or for so many tokens, that are too long to be told as tokens, or as
-    text."""
+    """Raise ClientError if a text, or a list of tokens, is too long to tokenize or detokenize."""
     if length > limits.text:
         message = (
             f"{name} has {length} {what} and {limits.text} are taken at once: send it in parts"

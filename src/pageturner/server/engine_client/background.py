@@ -60,7 +60,8 @@ class BackgroundPlaces:
         return sum(map(is_background, self._streams.unfinished.values()))
 
     def make_room(self, coming: list[OutputStream]) -> None:
-        """These streams are about to be opened."""
+        """Make room for streams that are about to be opened; start the task that tends the
+        background if they belong to it."""
         if is_background(coming[0]):
             if self._task is None:
                 self._task = asyncio.ensure_future(self._tend())
@@ -68,7 +69,7 @@ class BackgroundPlaces:
             self._make_room(coming)
 
     def leave(self, streams: Iterable[OutputStream]) -> None:
-        """Nobody waits for these any more."""
+        """Forget streams whose client has left."""
         if self._aside:
             gone = {id(stream) for stream in streams}
             self._aside = [group for group in self._aside if id(group[0]) not in gone]
@@ -105,7 +106,7 @@ class BackgroundPlaces:
             self._take_out(groups.pop())
 
     def _groups(self) -> list[Group]:
-        """Return those of the background in the engine, the oldest first."""
+        """Return the background requests in the engine, oldest first."""
         found: dict[int, Group] = {}
         for stream in self._streams.unfinished.values():
             if is_background(stream):
@@ -143,7 +144,8 @@ class BackgroundPlaces:
         self._task = None
 
     def _others_wait(self) -> bool:
-        """Return whether somebody else has been in the engine's queue for a while."""
+        """Return whether a request that is not in the background has waited in the engine's queue
+        for a while."""
         given, running = self._supervisor.placed()
         since = time.monotonic() - PATIENCE
         return any(

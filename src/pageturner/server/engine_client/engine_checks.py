@@ -16,7 +16,7 @@ FINISHES = frozenset({None, "stop", "length", "abort", "error"})
 
 
 def check_ready(ready: Ready) -> None:
-    """There is a model, and memory for it."""
+    """Raise ValueError unless the sizes that an engine reports are plausible."""
     sizes = (ready.max_model_len, ready.num_blocks, ready.block_size, ready.vocab_size)
     if min(sizes) < 1 or max(sizes) > 1 << 40 or min(ready.kv_bytes, ready.token_budget) < 0:
         raise ValueError("an engine of impossible sizes")

@@ -189,8 +189,8 @@ class OpenStreams:
         return [stream for stream in due if (stream.request.deadline or 0.0) < now]
 
     def make_room(self) -> None:
-        """There is too little memory: end those whose answers take most of it. They can be asked
-        again."""
+        """Fail the streams whose answers take most memory, because there is too little. Clients can
+        send them again."""
         for stream in list(self.unfinished.values()):
             if len(stream.prompt_logprobs) + len(stream.logprobs) > MANY_LOGPROBS:
                 self.fail(stream, NO_MEMORY)

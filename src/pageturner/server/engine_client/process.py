@@ -128,12 +128,14 @@ class EngineProcess:
             loop.remove_writer(self.sock)
 
     def exit_code(self) -> int | None:
-        """None while it lives; negative: the signal that ended it."""
+        """Return the exit code; None while the process lives, negative for the signal that ended
+        it."""
         return self._child.poll()
 
     @property
     def stopped(self) -> bool:
-        """Return whether somebody has stopped it (SIGSTOP, a debugger), which no request can do."""
+        """Return whether the process is stopped (SIGSTOP, a debugger), which no request can
+        cause."""
         try:
             with open(f"/proc/{self.pid}/stat", "rb") as file:
                 return file.read().rpartition(b") ")[2][:1] in b"Tt"

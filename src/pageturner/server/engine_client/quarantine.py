@@ -48,7 +48,7 @@ class Quarantine:
 
     @property
     def suspects(self) -> list[int]:
-        """Return those who are being tried, then those whose trial is to come."""
+        """Return the requests on trial now, then those whose trial is to come."""
         return self._trial + [id for group in self._rest for id in group]
 
     def allows(self, id: int) -> bool:

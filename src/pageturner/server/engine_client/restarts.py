@@ -78,7 +78,7 @@ class Restarts:
 
     @property
     def unavailable(self) -> Failure:
-        """Return what whoever waits is told in a crash loop."""
+        """Return the failure that waiting requests get in a crash loop."""
         return DEVICE_UNAVAILABLE if self.start_failed.startswith("gpu_") else UNAVAILABLE
 
     def refuse_in_a_loop(self) -> None:

@@ -96,7 +96,7 @@ class RetryAfter:
         return (now - self._ends[-count]) / (count - 1)
 
     def _forget(self, now: float) -> None:
-        """Let go of the promises that nobody has come for."""
+        """Drop the promises whose clients did not come back in time."""
         if now < self._swept_at + SWEPT:
             return
         self._swept_at = now
@@ -106,7 +106,8 @@ class RetryAfter:
         self._promised = sum(one.places for one in self._promises)
 
     def _takes_up(self, request: Hashable, now: float) -> bool:
-        """Return whether this request comes when it was told to. The promise is over then."""
+        """Return whether this request comes back when it was told to. If so, its promise is
+        removed."""
         due = bisect_right(self._promises, now + EARLY, key=_due)
         for i, one in enumerate(islice(self._promises, due)):
             if one.request == request:

@@ -466,7 +466,8 @@ class Supervisor:
         return code, lingered
 
     def _blame(self, own: bool) -> bool:
-        """Note who was in the executing step. True if that gives a culprit away, who then fails."""
+        """Record the requests of the executing step after a crash. True if that identifies a
+        culprit, which then fails."""
         begun, finished, _, _, executing = self.process.ledger.read()
         if (
             begun == finished

@@ -193,8 +193,8 @@ class Metrics:
         self.histograms.share(INTER_TOKEN, SAME_BY_OLD_NAME)
 
     def ended(self, stream: OutputStream, now: float) -> None:
-        """One choice has ended, with an answer or an error. Where a stop string ended it, its
-        account comes later."""
+        """Count a choice that ended with an answer or an error. If a stop string ended it, its
+        timings come later."""
         count, times = len(stream.tokens), stream.times
         self.finished[stream.finish or "error"] += 1
         self.goodput.ended(stream, now)
@@ -227,8 +227,8 @@ class Metrics:
         self.utilisation.engine_lost()
 
     def refuse(self, code: str) -> None:
-        """One request was refused. Codes are stable and few; were there ever more, the rest is
-        one."""
+        """Count a refused request by code. Beyond MAX_CODES, further codes are counted as
+        "other"."""
         known = code in self.refused or len(self.refused) < MAX_CODES
         self.refused[code if known else "other"] += 1
 

@@ -88,9 +88,10 @@ class RequestPhases:
 
 
 def phases_of(times: StreamTimes) -> RequestPhases | None:
-    """None where the engine told nothing of it. One that never ran has spent all of its time in the
-    queue. After a restart the account is that of the last engine: its first step may lie behind the
-    first token, which is then taken for the end of the queue."""
+    """Return the phases of a choice; None if the engine reported no timings. A choice that never
+    ran spent all of its time in the queue. After a restart the timings are those of the last
+    engine: its first step may lie behind the first token, which then counts as the end of the
+    queue."""
     timings = times.timings
     if timings is None:
         return None
@@ -110,7 +111,7 @@ class PhaseMetrics:
     seconds_by_part: dict[str, float] = field(default_factory=dict)
 
     def add_times(self, times: StreamTimes) -> None:
-        """One choice has ended, and its account is known."""
+        """Observe the phases of a choice that has ended and whose timings are known."""
         phases = phases_of(times)
         if phases is None or times.timings is None:
             return

@@ -82,7 +82,7 @@ class RunningTimelines:
         return told | {"unfinished": True, "state": state}
 
     def _unheard(self, stream: OutputStream, given: bool) -> Timings:
-        """Return what is known of one of which the engine has said nothing."""
+        """Return the timings of a stream about which the engine has reported nothing yet."""
         now, times = time.monotonic(), stream.times
         if given:
             return Timings(now, now, {}, (), ())

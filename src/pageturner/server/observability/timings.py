@@ -115,7 +115,7 @@ class RequestHistory:
         return name
 
     def end(self, streams: Iterable[OutputStream], name: str, tenant: str, now: float) -> None:
-        """It ended; its times stay for a while."""
+        """Keep the timings of a request that ended, for a while."""
         choices = [(stream.choice, stream.times) for stream in streams if stream.done]
         if choices:
             self._kept.setdefault(tenant, deque()).append(EndedRequest(name, now, choices))

@@ -123,8 +123,8 @@ class TextReader:
 
 
 def key_of(scope: Scope) -> str:
-    """Return who takes turns with others: a tenant, or where keys do not tell tenants apart a
-    client's address."""
+    """Return the key for taking turns: the tenant, or the client's address if keys have no
+    tenants."""
     info: RequestInfo = scope["pageturner"]
     client = scope.get("client")
     return info.tenant or (client[0] if client else "")

@@ -68,7 +68,7 @@ class _WorkerEnded(Exception):
 
 
 class _WorkerBroke(_WorkerEnded):
-    """It said what makes no sense, or what was not asked for."""
+    """The worker sent an invalid or unexpected message."""
 
 
 @dataclass(eq=False, slots=True)
@@ -316,7 +316,8 @@ class _Lane:
                 raise TimeoutError
 
     async def _ready_worker(self) -> _Worker:
-        """The one that is there, or a new one. _WorkerEnded where none can be had."""
+        """Return the worker, or a new one if it has ended. Raises _WorkerEnded if none can be
+        started."""
         worker, self._worker = self._worker, None
         if worker is not None and worker.reader.at_eof():
             worker.close()
@@ -356,8 +357,8 @@ class _Lane:
             self._worker.close()
 
     def _died(self, one: _TextJob, ended: _WorkerEnded) -> None:
-        """Its worker has. Somebody else may have killed it: the job has a second one, and then is
-        refused."""
+        """Handle the death of a job's worker. The job gets a second worker, because something else
+        may have killed the first; then it is refused."""
         if isinstance(ended, _WorkerBroke) and self._worker is not None:
             self._forks.kill(self._worker.pid)
             message = "the process that read this request broke: ask again"
@@ -423,7 +424,7 @@ class TextPool:
         self._forks.close()
 
     async def close(self) -> None:
-        """End all workers; who still waits is told that the server shuts down."""
+        """Stop all workers. Waiting jobs fail because the server shuts down."""
         self.kill()
         await self._small.close()
         await self._large.close()

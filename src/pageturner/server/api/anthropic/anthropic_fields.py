@@ -1,5 +1,4 @@
-"""What a request of Anthropic's shape says of tools, thoughts and what went before, as fields of a
-chat.
+"""Convert the tools, thinking and message history of an Anthropic request to chat fields.
 
 Owns their blocks and tools. Must not know the other fields of a request, nor how answers are
 written (messages.py).
@@ -53,7 +52,7 @@ def tool_fields(fields: Fields) -> dict[str, Any]:
 
 
 def _hosted(tool: dict[str, Any]) -> bool:
-    """Whether it is a tool that nobody here could run."""
+    """Return whether this is a tool hosted by Anthropic, which this server cannot run."""
     return str(tool.get("type")).startswith(HOSTED)
 
 
@@ -126,7 +125,7 @@ def conversation(fields: Fields) -> list[dict[str, Any]]:
 
 
 def _turn(content: list[Any], where: str, names: dict[Any, Any]) -> dict[str, Any]:
-    """What the model has said: thoughts, text and calls of one turn."""
+    """Return an assistant turn as a chat message: its thinking, text and tool calls."""
     texts, thoughts = [], []
     calls: list[dict[str, Any]] = []
     for kind, block, place in _blocks(content, where):
@@ -150,7 +149,7 @@ def _turn(content: list[Any], where: str, names: dict[Any, Any]) -> dict[str, An
 def _said(
     role: str, content: list[Any], where: str, names: dict[Any, Any]
 ) -> Iterator[dict[str, Any]]:
-    """What the model was told: results of calls, each a message of its own, and text."""
+    """Yield the chat messages of a user turn: one for each tool result, and its text."""
     texts: list[str] = []
     told = False
     for kind, block, place in _blocks(content, where):

@@ -165,7 +165,7 @@ def _usage(reply: Reply, stream: OutputStream, output: int) -> dict[str, Any]:
 
 
 def _stopped(reply: Reply, stream: OutputStream, parts: AnswerParts) -> dict[str, Any]:
-    """Why it ended."""
+    """Return the fields that say why the answer ended."""
     sequence = stream.stop_reason if isinstance(stream.stop_reason, str) else None
     reason = STOP_REASONS.get(stream.finish or "", stream.finish)
     if sequence is not None:
@@ -185,7 +185,8 @@ def _message(
 
 
 def _signature(part: AnswerPart) -> str:
-    """Clients take thoughts without one for none; nothing here asks for it."""
+    """Return a signature for a thinking block: clients ignore thinking without one. It is not
+    checked here."""
     return hashlib.blake2b(part.text.encode("utf-8", "replace"), digest_size=16).hexdigest()
 
 
@@ -195,7 +196,7 @@ def _tool_use(reply: Reply, part: AnswerPart, input: Any) -> dict[str, Any]:
 
 
 def _block(reply: Reply, part: AnswerPart) -> dict[str, Any]:
-    """One whole block."""
+    """Return one complete content block."""
     if part.kind == CONTENT:
         return {"type": "text", "text": part.text}
     if part.kind == REASONING:

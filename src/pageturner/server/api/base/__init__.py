@@ -1,1 +1,1 @@
-"""What all shapes of the API share: bodies, calls, streams and answers."""
+"""Code that all shapes of the API share: bodies, calls, streams and answers."""

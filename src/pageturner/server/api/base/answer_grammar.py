@@ -1,5 +1,5 @@
-"""What an answer must match, whatever field asks for it: `response_format`, `structured_outputs`,
-`tools`.
+"""The grammar that an answer must match, from whichever field asks for it: `response_format`,
+`structured_outputs` or `tools`.
 
 Owns how these fields go together, and in which formats this server's model writes calls and
 thoughts. Must not know how a grammar is written (text/), nor how a conversation becomes a prompt
@@ -26,7 +26,7 @@ FLAG = "start the server with --tool-call-parser"
 
 
 def asks(body: RequestBody) -> bool:
-    """Whether these fields ask for a grammar."""
+    """Return whether any of these fields needs a grammar."""
     called = bool(body.tools) and body.tool_choice != "none"
     return called or output_format.asks(body.response_format, body.structured_outputs)
 
@@ -59,12 +59,12 @@ def grammar_of(body: RequestBody, served: ServedModel) -> str | None:
 
 
 def tool_choice(body: RequestBody) -> ToolChoice:
-    """What the fields about tools ask for."""
+    """Return the tool choice that the fields about tools ask for."""
     return tools.read(body.tools, body.tool_choice, body.parallel_tool_calls)
 
 
 def formats_of(served: ServedModel) -> ChatFormats:
-    """In which the model of this server calls tools and thinks."""
+    """Return the formats in which the served model writes tool calls and reasoning."""
     source = None if served.template is None else served.template.source
     return ChatFormats(served.tokenizer, source, served.tool_call_parser, served.reasoning_parser)
 
@@ -93,7 +93,7 @@ def with_budget(
 
 
 def takes_budget(served: ServedModel) -> bool:
-    """Whether the thoughts of answers can have a budget."""
+    """Return whether a reasoning budget can be set for this model."""
     return formats_of(served).reasoning is not None
 
 

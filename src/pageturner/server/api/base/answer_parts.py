@@ -46,7 +46,7 @@ class AnswerPart:
 
 
 class PartEvent(NamedTuple):
-    """What is new: a part begins, goes on with this text, or has ended."""
+    """A change to one part of an answer: it begins, gets more text, or ends."""
 
     kind: Literal["begin", "more", "end"]
     part: AnswerPart
@@ -78,8 +78,8 @@ class AnswerParts:
         return PartEvent("begin", self.parts[-1])
 
     def read(self, reader: AnswerReader, text: str, last: bool) -> list[PartEvent]:
-        """What the next characters of the answer bring. An answer that says nothing is one empty
-        text."""
+        """Return the events that the next characters of the answer cause. An answer without any
+        output is one empty text part."""
         found: list[PartEvent] = []
         for delta in reader.read(text, last):
             kind: PartKind = CALL if delta.kind == "arguments" else delta.kind
@@ -110,7 +110,7 @@ def parts_of(reply: Reply, stream: OutputStream, text: str, offsets: list[int]) 
 
 
 def read_piece(reply: Reply, parts: AnswerParts, piece: OutputPiece) -> list[PartEvent]:
-    """What the next piece of a streamed answer brings."""
+    """Return the events that the next piece of a streamed answer causes."""
     reader = reader_of(reply, piece.stream)
     note_token(reader, piece)
     return parts.read(reader, piece.text, piece.last and piece.stream.failure is None)
@@ -123,7 +123,7 @@ def note_token(reader: AnswerReader, piece: OutputPiece) -> None:
 
 
 def reader_of(reply: Reply, stream: OutputStream) -> AnswerReader:
-    """Who reads the text of this choice."""
+    """Return the reader that parses the text of this choice, creating it on first use."""
     reader = reply.readers.get(stream.choice)
     if reader is None:
         reader = reply.readers[stream.choice] = AnswerReader(reply.call.answer or AnswerFormat())

@@ -1,4 +1,4 @@
-"""What clients send: the OpenAI fields, and vLLM's beyond them, as JSON.
+"""Request bodies: the OpenAI fields, and vLLM's extensions, as JSON.
 
 Owns names and types of request fields. Must not know what they mean.
 """
@@ -49,7 +49,7 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=LARGEST)]
 
 
 class EmbeddingOptions(msgspec.Struct, frozen=True):
-    """How the row of a text is to be told."""
+    """Options of an embedding: how its vector is pooled, normalized and encoded."""
 
     pooling: Literal["mean", "last", "cls"] = "mean"
     normalize: bool = True
@@ -58,14 +58,14 @@ class EmbeddingOptions(msgspec.Struct, frozen=True):
 
 
 class PairOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How pairs of a query and a document are judged, and what is told of them.
+    """Options for scoring pairs of a query and a document, and for what the response contains.
 
-    by         "cosine" of their rows, or "yes_no": how likely the model says yes
-    queries    how many of the texts are queries; they stand in front of the documents
-    yes        the token of that answer
-    documents  their texts, where the client wants them back
-    top_n      how many of the best are told; None: all
-    most       tokens of a document
+    by         "cosine" of their embeddings, or "yes_no": the probability that the model says yes
+    queries    number of texts that are queries; they come before the documents
+    yes        token id of the answer "yes"
+    documents  texts of the documents, if the client wants them in the response
+    top_n      number of best documents to return; None: all
+    most       maximum number of tokens of a document
     """
 
     by: Literal["auto", "cosine", "yes_no"] = "auto"
@@ -86,7 +86,8 @@ class ExtraFile(msgspec.Struct, frozen=True):
 
 
 class SessionFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What a turn says of its session, and of the KV that it leaves behind. Seconds."""
+    """Session fields of a request: its session, and how long its KV is kept. Times are in
+    seconds."""
 
     id: str
     keep: bool | float | None = None
@@ -307,7 +308,7 @@ def _check_sizes(fields: dict[str, bytes], limits: RequestLimits) -> None:
 
 
 def _last_ids(raw: bytes, most: int) -> bytes:
-    """Of a list of tokens that is longer than anything that may be kept of it: its end."""
+    """Return only the end of a list of token ids if it is longer than could ever be kept."""
     if raw[:1] != b"[" or b'"' in raw or raw.find(b"[", 1) > 0 or len(raw) // 2 < most:
         return raw
     parts = raw.rsplit(b",", most)
@@ -315,7 +316,7 @@ def _last_ids(raw: bytes, most: int) -> bytes:
 
 
 def _value(name: str, raw: bytes) -> Any:
-    """What one field says."""
+    """Decode the value of one field. Raises ClientError if it is invalid."""
     try:
         value = _DECODERS[name].decode(raw)
         if name == "prompt" and isinstance(value, list):  # of which any type is decoded
@@ -338,7 +339,7 @@ def _value(name: str, raw: bytes) -> Any:
 
 
 def _whole(text: str) -> int | float:
-    """JSON has one kind of numbers, and so have languages whose programs write 2.0."""
+    """Read whole numbers such as 2.0 as integers: some languages write them so."""
     number = float(text)
     return int(number) if number.is_integer() and abs(number) <= MAX_EXACT else number
 
@@ -348,8 +349,7 @@ _PROMPT = msgspec.json.Decoder(list[Any], float_hook=_whole)
 
 
 def with_whole_numbers(raw: bytes, kind: Any) -> Any:
-    """What some JSON says as this type, with whole numbers that are written with a point; None: it
-    does not fit."""
+    """Decode JSON as this type, accepting whole numbers written as 2.0; None if it does not fit."""
     try:
         return msgspec.convert(_ANYTHING.decode(raw), kind)
     except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -357,8 +357,8 @@ def with_whole_numbers(raw: bytes, kind: Any) -> Any:
 
 
 def why_not_json(raw: bytes, error: Exception) -> str:
-    """What is wrong with some JSON. A surrogate without its other half comes from a text that was
-    cut in the middle of a character, and is not called that by the decoder."""
+    """Explain why some JSON is invalid. The decoder does not name a lone surrogate, which comes
+    from text that was cut in the middle of a character, so this does."""
     found = _SURROGATES.search(raw) if isinstance(error, msgspec.DecodeError) else None
     while found is not None and found[1] is None:
         found = _SURROGATES.search(raw, found.end())

@@ -1,4 +1,4 @@
-"""What a request asks for, whatever the shape of its API: prompts and sampling parameters.
+"""The call that a request makes, whatever the shape of its API: prompts and sampling parameters.
 
 Owns the way from the fields of a body to the parameters of an engine, with their defaults and
 limits; whatever is wrong with them is a ClientError that names the field. Must not know how prompts
@@ -66,7 +66,8 @@ class Call:
         return self.body.stream_options or StreamOptions()
 
     def positions(self, block_size: int) -> int:
-        """Most KV that a choice can ever need, in tokens: the last one of an answer needs none."""
+        """Return the most KV that a choice can ever need, in tokens. The last token of an answer
+        needs none."""
         needs = zip(self.prompts, self.params, strict=True)
         most = max(
             max(1, params.beam_width)
@@ -261,8 +262,9 @@ def _beams(body: RequestBody) -> dict[str, Any]:
 
 
 def _forced(params: SamplingParams, body: RequestBody, served: ServedModel) -> SamplingParams:
-    """For replaying traces (docs/adr/0006), for measuring drafts and for testing faults. They make
-    answers wrong on purpose: not every server takes them."""
+    """Apply the developer fields that replay traces (docs/adr/0006), measure drafts and inject
+    faults. They make answers wrong on purpose, so only a server started with --developer accepts
+    them."""
     for name in ("forced_end", "force_ids", "inject_fault"):
         if getattr(body, name) is not None and not served.developer:
             message = f"{name} is for developers: a server started with --developer takes it"

@@ -1,4 +1,4 @@
-"""What the shape of an API is: how its requests are read and its answers written.
+"""The interface of an API shape: how its requests are read and its answers written.
 
 Each shape is one file that makes one Dialect (completions.py, chat.py), and a route of the
 application. Must not know any of them.
@@ -57,5 +57,5 @@ class Dialect:
 
 
 def no_chunk(reply: Reply, piece: OutputPiece) -> bytes:
-    """For answers that are not streamed: rows and scores."""
+    """Write no chunk: embeddings and scores are not streamed."""
     return b""

@@ -103,7 +103,8 @@ class GenerateEndpoint:
             self._service.supervisor.cancel(stream)
 
     def _streams(self, call: Call, sink: OutputSink, context: RequestContext) -> list[OutputStream]:
-        """One for each choice; the first of a prompt is the parent of its others."""
+        """Make a stream for each choice. The first choice of a prompt is the parent of its
+        others."""
         body, service, level = call.body, self._service, context.level
         streams: list[OutputStream] = []
         for i in range(0, len(call.prompts), call.made):
@@ -164,7 +165,7 @@ class Answer:
     async def send_whole(
         self, whole_answer: WholeAnswer, left: asyncio.Future[None], send: Send, info: RequestInfo
     ) -> None:
-        """In one piece, once all choices have ended."""
+        """Send the answer in one piece, once all choices have ended."""
         await asyncio.wait({whole_answer.done, left}, return_when=asyncio.FIRST_COMPLETED)
         if not whole_answer.done.done():
             info.abort_reason = "client left"
@@ -260,7 +261,8 @@ class Answer:
         return self.reply.last_receipt()
 
     async def _chunks(self, pieces: list[OutputPiece], send: Send) -> bytes:
-        """The chunks of these pieces. Those with a long one and before are sent already."""
+        """Return the chunks of these pieces. The chunks up to the last long one are sent
+        already."""
         chunk, long_chunk, reply, parts = (
             self.dialect.chunk,
             self.dialect.long_chunk,

@@ -40,7 +40,7 @@ class Spelling:
 
 
 def _letters(name: str) -> str:
-    """As it is spelt, however its words are joined."""
+    """Return the name in lower case, without the separators of its words."""
     return name.replace("_", "").replace("-", "").lower()
 
 

@@ -1,4 +1,4 @@
-"""What the answers of all APIs have in common: events, usage, and how a token becomes an event.
+"""Code that the answers of all APIs share: events, usage, and how a token becomes an event.
 
 Owns those parts of the bytes that clients get. Must not know where tokens come from, nor what is
 special to one API (completions.py, chat.py). A streamed token is put between parts that were
@@ -63,7 +63,7 @@ def at_once(parts: InParts[T]) -> T:
 
 @dataclass(frozen=True, slots=True)
 class ReplyShape:
-    """What the answers of an API are called, and where its chunks have their text."""
+    """The object names in the answers of an API, and the place of the text in its chunks."""
 
     whole_object: str
     chunk_object: str
@@ -124,14 +124,13 @@ class Reply:
         self.template = self._template() if plain else None
 
     def state(self, kind: type[T]) -> T:
-        """What a dialect keeps of this answer while it is written; made when it is first asked
-        for."""
+        """Return the dialect's own state for this answer, creating it on first use."""
         if not isinstance(self._state, kind):
             self._state = kind()
         return self._state
 
     def about(self) -> dict[str, Any]:
-        """What the answer says of itself, as its receipt repeats it."""
+        """Return the metadata of the answer, which its receipt repeats."""
         return {**self._head, "object": self._shape.whole_object, "fingerprint": self._fingerprint}
 
     # -- the whole answer --------------------------------------------------------------------------
@@ -157,7 +156,7 @@ class Reply:
         return encode({**body, "system_fingerprint": self._fingerprint})
 
     def best(self, streams: list[OutputStream]) -> list[OutputStream]:
-        """Of the choices of each prompt the likeliest, where more were made than are wanted."""
+        """Return the likeliest `n` choices of each prompt if more were generated (`best_of`)."""
         made, kept = self.call.made, self.call.kept
         if made == kept:
             return streams
@@ -187,15 +186,15 @@ class Reply:
         )
 
     def begins(self, stream: OutputStream) -> bool:
-        """Whether nothing of this choice was written yet; true once."""
+        """Return whether nothing of this choice was written before. True only on the first call."""
         if stream.choice in self._begun:
             return False
         self._begun.add(stream.choice)
         return True
 
     def usage_so_far(self, stream: OutputStream, tokens: int) -> dict[str, Any] | None:
-        """Of a choice with so many tokens; None where the client does not want it in every
-        event."""
+        """Return the usage of a choice after this many tokens; None unless the client wants usage
+        in every event."""
         return (
             usage_of(len(stream.request.prompt), tokens, stream.cached)
             if self._every_usage
@@ -215,7 +214,7 @@ class Reply:
         return self.event([], None, {"receipt": self.receipt})
 
     def _timings(self, streams: list[OutputStream]) -> dict[str, Any]:
-        """Where the time of each choice went until now."""
+        """Return how the time of each choice was spent so far."""
         now = time.monotonic()
         return {
             "timings": [report(stream.choice, stream.times, now, self._name) for stream in streams]
@@ -281,7 +280,7 @@ class Reply:
         return top
 
     def token_text(self, token: int) -> str:
-        """One token on its own."""
+        """Return the text of a single token."""
         text = self._texts.get(token)
         if text is None:
             text = self._texts[token] = detokenizer.token_text(self.tokenizer, token)

@@ -1,4 +1,4 @@
-"""How the fields of another API become ours: other names, and what is done with the rest.
+"""Translate the fields of another API to ours: rename, pass on, or refuse them.
 
 Owns what all such dialects have in common. Must not know any of them. Values stay the bytes they
 are: what is wrong with them is said by whoever understands them, by the name that the client knows.
@@ -81,7 +81,7 @@ def fields_within(raw: bytes, name: str) -> Fields:
 
 
 def value_of(fields: Fields, name: str, kind: type[Any] | Any, default: Any = None) -> Any:
-    """What one field says."""
+    """Decode the value of one field. Raises ClientError if it is invalid."""
     if name not in fields:
         return default
     try:
@@ -96,8 +96,7 @@ def value_of(fields: Fields, name: str, kind: type[Any] | Any, default: Any = No
 def refuse(
     fields: Fields, neutral: Mapping[str, tuple[Any, ...]], why: str = "is not supported yet"
 ) -> None:
-    """Take what is not there yet out of the fields. ClientError 400 where it says more than one of
-    the neutral values."""
+    """Remove unsupported fields. Raises ClientError 400 if one has a value that is not neutral."""
     for name in neutral.keys() & fields.keys():
         value = value_of(fields, name, Any)
         if not any(value == one and type(value) is type(one) for one in neutral[name]):

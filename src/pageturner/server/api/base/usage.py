@@ -1,4 +1,4 @@
-"""How many tokens an answer took, as OpenAI's APIs say it.
+"""Token usage of an answer, in the form of OpenAI's APIs.
 
 Owns what is counted and under which names. Must not know how anything else of an answer is written.
 """

@@ -188,8 +188,8 @@ async def _remote(job: FileBatch, server: AskedServer) -> int:
 
 
 def _answered(arguments: argparse.Namespace) -> bool:
-    """Whether a run has ended that had these lines: then its journal is gone, and each has its
-    answer."""
+    """Return whether an earlier run has finished these lines: its journal is gone, and each line
+    has its answer."""
     output = Path(arguments.output)
     if Path(arguments.journal or f"{output}.journal").exists() or not output.exists():
         return False
@@ -203,7 +203,7 @@ def _answered(arguments: argparse.Namespace) -> bool:
 
 
 def _ids(path: Path) -> set[str]:
-    """Of the lines of a file, where they have one."""
+    """Return the custom_ids of the lines of a file, skipping lines without a valid one."""
     found = set[str]()
     with path.open("rb") as file:
         for line in file:
@@ -286,7 +286,7 @@ class FileBatch:
     async def run(
         self, ask: Ask, room: Callable[[int], int], hopeless: asyncio.Future[EngineFault] | None
     ) -> int:
-        """Until all lines are answered, somebody stops it, or nobody can answer any more."""
+        """Run until all lines are answered, the user stops it, or no server can answer any more."""
         paths = BatchPaths(lambda _: self._input, self._written, apart=self._errors is not None)
         runner = BatchRunner(self._journal, paths, ask, room, self._most)
         self._catch_signals()
@@ -334,7 +334,7 @@ class FileBatch:
                 bar.update(done, pace.told(done, record.total, record.failed))
 
     def _catch_signals(self) -> None:
-        """The first Ctrl-C stops it cleanly, the second one at once."""
+        """Stop cleanly on the first Ctrl-C, and at once on the second."""
         loop = asyncio.get_running_loop()
 
         def stop() -> None:
@@ -365,7 +365,7 @@ class FileBatch:
 
 
 class Pace:
-    """How fast it is, of late, and what is left."""
+    """Progress estimate: recent lines per second, and the time left."""
 
     def __init__(self) -> None:
         self._seen: list[tuple[float, int]] = []

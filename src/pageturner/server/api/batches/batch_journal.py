@@ -146,8 +146,8 @@ class WaitingLine:
 
 @dataclass(frozen=True, slots=True)
 class LineResult:
-    """What became of a line. answer: its line in the file of answers, or of errors where `ok` is
-    false."""
+    """The result of a line. answer: the line written to the output file, or to the error file if
+    `ok` is false."""
 
     id: int
     ok: bool
@@ -220,7 +220,7 @@ class Journal:
             return self.db.execute(question, values).fetchall()
 
     def _settle(self) -> None:
-        """Behind a transaction that could not even be rolled back."""
+        """Roll back a transaction that an earlier failed rollback left open."""
         if self.db.in_transaction:
             self.db.execute("ROLLBACK")
 
@@ -241,7 +241,7 @@ class Journal:
         return FileRecord(*found[0]) if found else None
 
     def files(self, tenant: str) -> list[FileRecord]:
-        """Those of a tenant, the newest first."""
+        """Return the files of a tenant, newest first."""
         question = "SELECT * FROM files WHERE tenant = ? ORDER BY created DESC, id DESC"
         return [FileRecord(*row) for row in self._read(question, tenant)]
 
@@ -250,7 +250,7 @@ class Journal:
         return {id for (id,) in self._read("SELECT id FROM files")}
 
     def delete_file(self, id: str) -> bool:
-        """False where a batch that has not ended needs it."""
+        """Delete a file. False if a batch that has not ended needs it."""
         with self._transaction() as db:
             marks = ", ".join("?" * len(ENDED))
             question = f"SELECT 1 FROM batches WHERE input = ? AND status NOT IN ({marks})"
@@ -308,7 +308,7 @@ class Journal:
         return _batch_of(found[0]) if found else None
 
     def batches(self, tenant: str, before: int = 1 << 62, most: int = 100) -> list[BatchRecord]:
-        """Those of a tenant, the newest first, of numbers below `before`."""
+        """Return up to `most` batches of a tenant, newest first, with numbers below `before`."""
         question = f"SELECT {COLUMNS} FROM batches WHERE tenant = ? AND number < ? ORDER BY number DESC LIMIT ?"
         return [_batch_of(row) for row in self._read(question, tenant, before, most)]
 
@@ -321,8 +321,8 @@ class Journal:
     def move(
         self, id: str, status: str, why: str = "", problem: dict[str, Any] | None = None
     ) -> bool:
-        """Another status; `why`: the one in which it will end. False where it has ended, or was
-        told before how to end."""
+        """Change the status of a batch. why: the status in which it will end. False if it has
+        ended, or if `why` was set before."""
         with self._transaction() as db:
             record = _one(db, id)
             if record is None or record.ended or (why and record.why):
@@ -438,7 +438,7 @@ class Journal:
 
 
 def crc_of(raw: bytes) -> int:
-    """By which a line is known to be the one that was looked at."""
+    """Return a checksum that shows whether a line has changed since it was validated."""
     return zlib.crc32(raw)
 
 
@@ -462,7 +462,7 @@ def _put_file(db: sqlite3.Connection, record: FileRecord) -> None:
 
 
 def _put_line(db: sqlite3.Connection, number: int, line: NewLine) -> bool:
-    """False where there is a good one of its custom_id."""
+    """Insert a line. False if there already is a valid line with its custom_id."""
     state, name = (WAITING, line.custom_id) if line.answer is None else (FAILED, None)
     values = (number, line.line, name, line.position, line.size, line.crc, state, line.answer)
     put = (

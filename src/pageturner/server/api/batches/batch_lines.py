@@ -52,7 +52,7 @@ class BadLine(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a line asks: a POST of this body."""
+    """The request that a line makes: a POST of this body."""
 
     url: str
     body: bytes
@@ -61,7 +61,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What came of a question. retry_after: seconds, 0 where nothing was said."""
+    """The response to a request. retry_after: seconds, 0 if the server gave none."""
 
     status: int
     body: bytes
@@ -130,8 +130,8 @@ def _custom_id(raw: bytes) -> str | None:
 
 
 def question_of(raw: bytes, line: int) -> Question:
-    """What a good line asks. Without a seed of its own it gets one that only it and its place tell,
-    so that whoever answers it again gives the same answer."""
+    """Return the request of a valid line. A line without a seed gets a seed derived from its text
+    and its line number, so that running it again gives the same answer."""
     asked = _LINE.decode(raw)
     digest = hashlib.sha256(b"%d:%s:" % (line, asked.custom_id.encode()) + raw).digest()
     body: dict[str, Any] = {name: value for name, value in asked.body.items() if name not in _LATER}
@@ -162,7 +162,7 @@ def lines_of(
 def looked_at(
     found: tuple[int, int, int, bytes], endpoint: str, most: int
 ) -> tuple[NewLine, dict[str, Any] | None]:
-    """One of `lines_of` for the journal, and what is wrong with it."""
+    """Validate a line of `lines_of`. Returns its journal entry, and the error if it is invalid."""
     number, position, size, raw = found
     try:
         line = parse_line(raw, endpoint, most)
@@ -172,7 +172,7 @@ def looked_at(
 
 
 def twice(line: NewLine) -> tuple[NewLine, dict[str, Any]]:
-    """A line whose custom_id is that of another one before it."""
+    """Return the line as invalid: an earlier line has the same custom_id."""
     message = (
         f"custom_id {(line.custom_id or '')[:80]!r} is that of another line: it must be there once"
     )

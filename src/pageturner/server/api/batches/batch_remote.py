@@ -67,7 +67,7 @@ class AskedServer:
         self._window = self._window or (slots + slots // AHEAD if slots else USUAL_WINDOW)
 
     def room(self, under_way: int) -> int:
-        """How many more lines may begin."""
+        """Return how many more lines may start."""
         return self._window - under_way
 
     async def ask(self, question: Question, _: BatchRecord) -> Answered:

@@ -81,11 +81,11 @@ Ask = Callable[[Question, BatchRecord], Awaitable[Answered]]
 
 @dataclass(frozen=True, slots=True)
 class BatchPaths:
-    """Where the files of a batch are.
+    """The paths of the files of a batch.
 
-    input    of its lines
-    written  the path of its answers, or errors where `ok` is false; and what is said of it when it
-             is there. None: it has no such file
+    input    path of its input file
+    written  path of its output file, or of its error file if `ok` is false, with the record to
+             publish once the file is there. None: the batch has no such file
     apart    errors have a file of their own
     """
 
@@ -165,12 +165,12 @@ class BatchRunner:
         task.add_done_callback(over)
 
     def end(self, id: str) -> None:
-        """It was moved to a status that says how it ends: see to it now."""
+        """End a batch early, after the journal has recorded how it ends."""
         if id in self._batches:
             self._batches[id].ending.set()
 
     async def wait(self, id: str) -> None:
-        """Until this batch is not run any more."""
+        """Wait until this batch is no longer running."""
         while (task := self._tasks.get(id)) is not None:
             await asyncio.wait({task})
 
@@ -234,7 +234,8 @@ class BatchRunner:
         batch.record = found or batch.record
 
     async def _due_to_end(self, batch: RunningBatch) -> bool:
-        """Whether it ends before all of its lines are answered."""
+        """Return whether the batch ends (expired or cancelled) before all of its lines are
+        answered."""
         await self._reload(batch)
         record = batch.record
         if (
@@ -364,7 +365,7 @@ class BatchRunner:
 
     # -- one line ----------------------------------------------------------------------------------
     async def _place(self, batch: RunningBatch) -> bool:
-        """Wait until another line may begin; batches take turns. False: this one shall end."""
+        """Wait until another line may start; batches take turns. False: this batch is to end."""
         while not batch.ending.is_set():
             full = self.trouble or len(self._unsaved) >= MAX_UNSAVED
             if not full and time.monotonic() >= batch.not_before and self._room(self.under_way) > 0:
@@ -386,7 +387,7 @@ class BatchRunner:
         task.add_done_callback(over)
 
     def _let_go(self, line: WaitingLine) -> None:
-        """It is not under way any more; another one may be."""
+        """Release the place of a line, so that another line may start."""
         self._held.discard(line.id)
         self._freed.set()
 

@@ -41,7 +41,8 @@ _FILE_ID = re.compile(r"file-[0-9a-z_]{1,64}")
 
 
 class Batches:
-    """What a server with a --batch-dir keeps and runs. traces: of what it asks itself."""
+    """The batches of a server with a --batch-dir, and their runner. traces: for the requests that
+    the server sends to itself."""
 
     def __init__(self, service: Service, app: ASGIApp, traces: Traces | None = None) -> None:
         folder = Path(service.config.batch_dir)
@@ -78,7 +79,7 @@ class Batches:
 
     # -- files -------------------------------------------------------------------------------------
     def path(self, id: str) -> Path:
-        """Where a file is. ValueError for what is no id of one."""
+        """Return the path of a file. ValueError if `id` is not a file id."""
         if not _FILE_ID.fullmatch(id):
             raise ValueError(id)
         return self._files / id
@@ -167,7 +168,7 @@ class SelfAsked:
 
 
 class _Sent:
-    """What an application sends as its answer."""
+    """The response that an ASGI application sends, collected."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -184,7 +185,7 @@ class _Sent:
 
 
 async def _stays() -> Message:
-    """From a client that waits for its answer as long as it takes."""
+    """Receive callable of a client that never disconnects."""
     await asyncio.Event().wait()
     raise AssertionError
 

@@ -19,7 +19,8 @@ T = TypeVar("T")
 
 
 class DiskThread:
-    """Begins with its first work. It holds up nobody at the end of the process."""
+    """A thread for disk work. It starts with its first work, and does not delay the end of the
+    process."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -27,7 +28,8 @@ class DiskThread:
         self._thread: threading.Thread | None = None
 
     async def do(self, work: Callable[P, T], *what: P.args, **more: P.kwargs) -> T:
-        """What it returns or raises. Whoever does not wait any more does not stop it."""
+        """Run `work` in the thread, and return or raise its outcome. Cancelling the caller does not
+        stop the work."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Any] = loop.create_future()
 

@@ -22,7 +22,7 @@ class JournalError(Exception):
 
 
 def fault_of(path: Path, error: OSError) -> JournalError:
-    """What the system says of a path, as the fault of a journal."""
+    """Convert an OSError at this path to a JournalError."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     return JournalError(
         "disk_full" if full else "journal_broken", f"{path}: {error.strerror or error}"
@@ -49,7 +49,7 @@ def write_whole(path: Path, lines: Iterable[bytes]) -> int:
 
 
 def sync_folder(folder: Path) -> None:
-    """What was renamed in it stays so."""
+    """Flush a folder to disk, so that renames in it are durable."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

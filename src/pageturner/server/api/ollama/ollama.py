@@ -134,7 +134,7 @@ NO_LIMIT = (-1, -2)  # of num_predict: until the end, until the context is full
 def _decoder(
     says: Callable[[Fields], dict[str, Any]],
 ) -> Callable[[bytes, RequestLimits], RequestBody]:
-    """How a body is decoded. says: our fields of what is asked."""
+    """Return the decoder of a body. says: makes our fields of the prompt or messages."""
 
     def decode(raw: bytes, limits: RequestLimits) -> RequestBody:
         fields = fields_of(raw, limits)
@@ -293,7 +293,8 @@ def _whole_said(reply: Reply, parts: AnswerParts, said: Said) -> dict[str, Any]:
 
 
 def _new_said(reply: Reply, event: PartEvent, said: Said) -> dict[str, Any] | None:
-    """What is new, if it can be told already: a call when it is complete."""
+    """Return the line for a change to the answer, if there is one yet: a tool call is sent only
+    when it is complete."""
     part = event.part
     if part.kind == CALL:
         call = _call(reply, part) if event.kind == "end" else None
@@ -304,7 +305,7 @@ def _new_said(reply: Reply, event: PartEvent, said: Said) -> dict[str, Any] | No
 
 
 def _call(reply: Reply, part: AnswerPart) -> dict[str, Any] | None:
-    """None where the answer was cut off within it."""
+    """Return a tool call; None if the answer was cut off within it."""
     arguments = json_object(part.text)
     if arguments is None:
         return None
@@ -319,7 +320,8 @@ def _line(model: str, said: dict[str, Any], stream: OutputStream | None = None) 
 
 
 def _figures(stream: OutputStream) -> dict[str, Any]:
-    """What the last line says of the whole answer: tokens, and times in nanoseconds."""
+    """Return the statistics in the last line of an answer: token counts, and times in
+    nanoseconds."""
     times, now = stream.times, time.monotonic()
     first = times.first_at or now
     return {

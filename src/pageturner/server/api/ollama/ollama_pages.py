@@ -76,7 +76,7 @@ class OllamaPages:
         return json_response({"models": [self._model(name) for name in self._service.names]})
 
     async def running(self, _: HTTPRequest) -> Response:
-        """Those of `tags`: what is served is loaded, and stays."""
+        """List the running models. They are those of `tags`: a served model is always loaded."""
         context = self._service.served().context
         more = {"expires_at": "0001-01-01T00:00:00Z", "size_vram": 0, "context_length": context}
         models = [self._model(name) | more for name in self._service.names]
@@ -149,7 +149,7 @@ class OllamaEndpoint:
 
 
 class OllamaEmbedEndpoint:
-    """One of the two: what asks for nothing is answered here."""
+    """One of Ollama's two embedding endpoints. It answers requests without input itself."""
 
     def __init__(self, service: Service, dialect: Dialect) -> None:
         self._service = service
@@ -192,7 +192,7 @@ def _named(name: str | None) -> RequestBody:
 
 
 def _capabilities(served: ServedModel) -> list[str]:
-    """What clients ask before they offer tools or look for thoughts."""
+    """Return the capabilities that clients look for before they use tools, thinking or infill."""
     formats = answer_grammar.formats_of(served)
     gaps = ["insert"] if fim_tokens(served.tokenizer) else []
     knows = {"tools": formats.tools, "thinking": formats.reasoning}

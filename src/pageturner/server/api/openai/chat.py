@@ -173,7 +173,7 @@ def _token(reply: Reply, piece: OutputPiece) -> bytes:
 
 
 def _known(piece: OutputPiece) -> list[TokenLogprob]:
-    """What is known of the token of a piece."""
+    """Return the logprobs of the token of a piece; empty if it has none to show."""
     if piece.token is None or not piece.stream.logprobs or (piece.last and piece.stream.hidden):
         return []
     return [(piece.token, piece.stream.logprobs[piece.n - 1])]

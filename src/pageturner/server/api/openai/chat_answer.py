@@ -63,7 +63,8 @@ def events(reply: Reply, piece: OutputPiece, logprobs: dict[str, Any] | None) ->
 
 
 def finish_reason(reply: Reply, stream: OutputStream) -> str | None:
-    """Why this choice has ended: as OpenAI says it, a named call with "stop"."""
+    """Return the finish reason. As in OpenAI's API, a forced call of a named function ends with
+    "stop"."""
     answer = reply.call.answer
     if answer is None or stream.finish != "stop" or isinstance(stream.stop_reason, str):
         return stream.finish

@@ -30,7 +30,7 @@ RESERVED = frozenset({"messages", "add_generation_prompt", "generate", "self"})
 
 
 def template_variables(body: RequestBody) -> dict[str, Any]:
-    """What a chat template is given beside the messages."""
+    """Return the variables that a chat template gets beside the messages."""
     shown = answer_grammar.tool_choice(body).shown
     return conversation.variables(shown, body.reasoning_effort, body.chat_template_kwargs)
 
@@ -80,9 +80,9 @@ def chat_prompt(body: RequestBody, served: ServedModel) -> str:
 def read_answer(
     params: SamplingParams, body: RequestBody, prompt: str, served: ServedModel
 ) -> tuple[SamplingParams, AnswerFormat | None]:
-    """How the answers to this prompt are read, and the parameters with a grammar that lets them
-    think, unless the client has said that they shall not and the template has not begun them all
-    the same."""
+    """Return the parameters and the format by which answers to this prompt are read. A grammar in
+    the parameters lets the model think first, unless the client disabled thinking and the template
+    did not begin it all the same."""
     formats = answer_grammar.formats_of(served)
     answer = formats.answer(answer_grammar.tool_choice(body), prompt)
     if answer is not None and body.continue_final_message:
@@ -97,6 +97,6 @@ def read_answer(
 
 
 def _still_thinking(prompt: str, answer: AnswerFormat) -> bool:
-    """Whether the message that goes on has begun thoughts and not ended them."""
+    """Return whether the message to be continued is inside an unfinished reasoning block."""
     format = reasoning.reasoning_format(answer.reasoning) if answer.reasoning else None
     return format is not None and reasoning.in_thoughts(prompt, format)

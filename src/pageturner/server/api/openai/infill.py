@@ -100,7 +100,7 @@ def read(body: RequestBody, served: ServedModel) -> Call:
 
 # -- answers ---------------------------------------------------------------------------------------
 def _about(reply: Reply, stream: OutputStream, text: str) -> dict[str, Any]:
-    """What the last event says of the whole answer. text: its own."""
+    """Return the last event, which describes the whole answer. text: the text of this event."""
     times, now, prompt = stream.times, time.monotonic(), len(stream.request.prompt)
     first, made = times.first_at or now, len(stream.tokens)
     word = stream.stop_reason if isinstance(stream.stop_reason, str) else ""

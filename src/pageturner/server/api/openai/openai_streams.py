@@ -1,5 +1,5 @@
-"""How the streams of OpenAI's older APIs end: with an event that says what went wrong, or with
-usage where it is wanted, and then with a mark.
+"""The ends of streams in OpenAI's older APIs: an error event, or usage if it is wanted, and then
+the `[DONE]` mark.
 
 Must not know what stands before that.
 """
@@ -14,10 +14,10 @@ from pageturner.text.output_stream import OutputStream
 
 
 def failed_stream(_: Reply, error: ClientError) -> bytes:
-    """How a stream ends in which something went wrong."""
+    """Return the end of a stream that failed."""
     return sse_event(error_body(error.status, error.code, error.message)) + DONE
 
 
 def ended_stream(reply: Reply, streams: list[OutputStream]) -> bytes:
-    """How a stream ends that is complete."""
+    """Return the end of a stream that is complete."""
     return (reply.last_usage(streams) if reply.call.options.include_usage else b"") + DONE

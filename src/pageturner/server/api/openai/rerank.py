@@ -201,7 +201,7 @@ def _unpenalised(params: SamplingParams) -> SamplingParams:
 
 # -- answers ---------------------------------------------------------------------------------------
 def _scores(reply: Reply, streams: list[OutputStream]) -> InParts[list[float]]:
-    """Of each pair."""
+    """Compute the score of each pair."""
     pairs = reply.call.body.pairs or PairOptions()
     found = []
     if pairs.by == "yes_no":
@@ -221,7 +221,7 @@ def _scores(reply: Reply, streams: list[OutputStream]) -> InParts[list[float]]:
 
 
 def _share_of_yes(streams: list[OutputStream], yes: int) -> float:
-    """How likely yes is, where the answer is yes or no."""
+    """Return the probability of yes against no."""
     told = {stream.tokens[0]: stream.logprobs[0][0] for stream in streams if stream.tokens}
     said = told.pop(yes, -math.inf)
     other = next(iter(told.values()), -math.inf)

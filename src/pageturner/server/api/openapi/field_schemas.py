@@ -1,4 +1,4 @@
-"""What each field of a request may be, as JSON Schema, for the model that is served.
+"""JSON Schemas of all request fields, for the served model.
 
 Owns what is said of every field of a RequestBody: its type is the one by which it is decoded
 (body.py), its bounds are those by which it is checked (params.LIMITS, text/parameters.py,
@@ -272,8 +272,7 @@ def neutral_schemas(fields: Mapping[str, tuple[Any, ...]] = UNSUPPORTED) -> dict
 
 
 def default_of(name: str, served: ServedModel) -> Any:
-    """What a sampling parameter is when a request does not say it; None: it is no number of its
-    own."""
+    """Return the default of a sampling parameter; None unless it is a plain number."""
     return served.defaults.get(name, getattr(SamplingParams(), name)) if name in NUMBERS else None
 
 

@@ -119,7 +119,7 @@ def _operation(one: ApiOperation, served: ServedModel, keyed: bool) -> dict[str,
 def operation_object(
     one: ApiOperation, keyed: bool, variables: Sequence[dict[str, Any]] = ()
 ) -> dict[str, Any]:
-    """What the document says of one operation. variables: the parameters in its path."""
+    """Return the OpenAPI object of one operation. variables: the parameters in its path."""
     made: dict[str, Any] = {"operationId": one.id, "summary": one.summary, "tags": [one.group]}
     if parameters := [*variables, *_headers(one)]:
         made["parameters"] = parameters

@@ -1,4 +1,4 @@
-"""What a request of /v1/responses says of tools and of what went before, as fields of a chat.
+"""Convert the tools and input items of a /v1/responses request to chat fields.
 
 Owns its tools and its items of input. Must not know its other fields (responses.py), nor how
 answers are written (response_writer.py).
@@ -50,13 +50,12 @@ ENCRYPTED = "reasoning.encrypted_content"
 
 @dataclass(frozen=True, slots=True)
 class ItemOptions:
-    """How the items of an answer are written.
+    """Options for writing the items of an answer.
 
-    custom     names of tools whose calls are text and no JSON
-    spaces     of tools that stand in a namespace, as the model is told their names: namespace and
-               own name
-    summary    thoughts stand in the summary of their item, for a client that shows no others
-    encrypted  they stand in `encrypted_content` too, for a client that sends nothing else back
+    custom     names of tools whose calls are plain text instead of JSON
+    spaces     tools in a namespace: the name that the model sees -> (namespace, own name)
+    summary    reasoning goes in the summary of its item, for clients that show only summaries
+    encrypted  reasoning also goes in `encrypted_content`, for clients that send back only that
     """
 
     custom: frozenset[str] = frozenset()
@@ -66,7 +65,7 @@ class ItemOptions:
 
 
 class _ToolHead(msgspec.Struct):
-    """What is looked at of a tool before anybody has read it."""
+    """The fields of a tool that are read before it is validated."""
 
     type: Any = None
     name: Any = None
@@ -75,8 +74,8 @@ class _ToolHead(msgspec.Struct):
 
 
 def options_of(fields: Fields) -> ItemOptions:
-    """How the answer to a request is written. What is wrong with its fields is said by who reads
-    them."""
+    """Return how the answer to a request is written. Errors in the tools are reported later, by the
+    code that validates them."""
     wanted = value_of(fields, "reasoning", dict[str, Any], {})
     custom, spaces = set[str](), dict[str, tuple[str, str]]()
     for space, head in _each_head(fields):
@@ -125,8 +124,7 @@ def _heads(raw: msgspec.Raw | None) -> list[tuple[msgspec.Raw, _ToolHead]]:
 
 
 def _full_name(space: str, name: str) -> str:
-    """What the model is told as the name of a tool in a namespace: at most as long as a name may
-    be."""
+    """Return the name that the model sees for a tool in a namespace, cut to the maximum length."""
     return f"{space.removesuffix('__')}__{name}"[-LONGEST_NAME:] if space else name
 
 
@@ -149,7 +147,7 @@ def tool_fields(fields: Fields) -> dict[str, Any]:
 
 
 def _hosted(tool: dict[str, Any]) -> bool:
-    """Whether it is a tool that nobody here could run."""
+    """Return whether this is a tool hosted by OpenAI, which this server cannot run."""
     return str(tool.get("type")) in HOSTED
 
 
@@ -238,7 +236,7 @@ def _named(one: dict[str, Any]) -> dict[str, Any]:
 
 # -- what went before ------------------------------------------------------------------------------
 class _ItemHead(msgspec.Struct):
-    """What is looked at of an item before anybody has read it."""
+    """The fields of an item that are read before it is validated."""
 
     type: Any = None
     id: Any = None
@@ -285,7 +283,7 @@ def conversation(fields: Fields) -> list[dict[str, Any]]:
 
 
 def _says_nothing(message: dict[str, Any]) -> bool:
-    """Whether it holds thoughts alone, which nothing has followed."""
+    """Return whether a message has only reasoning: no content and no tool calls."""
     return "reasoning_content" in message and not message["content"] and "tool_calls" not in message
 
 

@@ -72,19 +72,19 @@ class ResponseStore:
         self._bytes = 0
 
     def open(self, record: ResponseRecord) -> None:
-        """It is under way. ClientError 409 where one of this id is."""
+        """Add a response that is in progress. Raises ClientError 409 if another has the same id."""
         if record.id in self._open:
             message = f"a response {record.id!r} is under way: send another X-Request-Id, or none"
             raise ClientError(409, "response_exists", message)
         self._open[record.id] = record
 
     def opened(self, id: str) -> ResponseRecord:
-        """One that is under way."""
+        """Return a response that is in progress."""
         return self._open[id]
 
     def close(self, record: ResponseRecord) -> None:
-        """It is not under way any more. It is kept if its client wants that and it has ended as it
-        should."""
+        """Remove a response from those in progress. It is stored if its client wants that and it
+        ended properly."""
         if self._open.get(record.id) is record:
             del self._open[record.id]
         record.closed.set()
@@ -97,7 +97,8 @@ class ResponseStore:
             self._drop(next(iter(self._kept)))
 
     def find(self, id: str, tenant: str) -> ResponseRecord:
-        """One that was kept, or goes on in the background. ClientError 404 where there is none."""
+        """Return a response that is stored, or runs in the background. Raises ClientError 404 if
+        there is none."""
         record = self._kept.get(id)
         if record is None and (running := self._open.get(id)) is not None and running.background:
             record = running

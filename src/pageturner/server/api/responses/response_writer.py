@@ -1,4 +1,4 @@
-"""How answers of /v1/responses are written: as items, whole and in events.
+"""Write answers of /v1/responses as items, whole or as a stream of events.
 
 Owns the shape of its items and events. Must not know the fields of a request (responses.py,
 response_items.py), nor how answers are kept (response_store.py).
@@ -59,7 +59,7 @@ PREFIXES = {CONTENT: "msg", REASONING: "rs", CALL: "fc", CUSTOM: "ctc"}  # of id
 
 @dataclass(slots=True)
 class _Written:
-    """What was written of a stream: how many events, and which parts."""
+    """The state of a stream as written so far: the number of events, and the parts."""
 
     events: int = 0
     parts: AnswerParts = field(default_factory=AnswerParts)
@@ -90,7 +90,7 @@ def response_object(
 
 
 def error_object(error: ClientError) -> dict[str, Any]:
-    """What an answer says of its failure."""
+    """Return the error object of a failed answer."""
     return {"code": error.code, "message": error.message}
 
 
@@ -260,7 +260,7 @@ class _ItemWriter:
         return CUSTOM if part.kind == CALL and part.name in self.options.custom else part.kind
 
     def _text_kind(self, part: AnswerPart) -> str:
-        """What the events of its text are called."""
+        """Return the name of the text events of this part."""
         thoughts = "reasoning_summary_text" if self.options.summary else "reasoning_text"
         return {
             CONTENT: "output_text",
@@ -270,7 +270,7 @@ class _ItemWriter:
         }[self._kind(part)]
 
     def _at(self, part: AnswerPart, /, **more: Any) -> dict[str, Any]:
-        """Where something is, and what."""
+        """Return the fields that locate a part in the answer, followed by `more`."""
         place: dict[str, Any] = {"item_id": self._id(part), "output_index": part.index}
         if part.kind == REASONING and self.options.summary:
             place["summary_index"] = 0
@@ -291,7 +291,8 @@ class _ItemWriter:
 
 
 def _status(part: AnswerPart, stream: OutputStream, parts: AnswerParts) -> str:
-    """Of an item that has ended: an answer that is cut off is so in its last one."""
+    """Return the status of an item that has ended. Only the last item of a truncated answer is
+    incomplete."""
     cut = stream.finish == "length" and part is parts.parts[-1]
     return (
         INCOMPLETE if cut and (part.kind != CALL or json_object(part.text) is None) else COMPLETED
@@ -317,7 +318,7 @@ def _input(arguments: str) -> str:
 
 
 def _drawn(reply: Reply) -> dict[str, Any]:
-    """How its tokens were chosen."""
+    """Return the sampling parameters that an answer repeats."""
     params = reply.call.params[0]
     return {"temperature": params.temperature, "top_p": params.top_p}
 

@@ -132,8 +132,8 @@ class ResponsesPages:
     def _record(
         self, fields: Fields, info: RequestInfo, begun: StreamBeginning | None
     ) -> ResponseRecord:
-        """What is known of the answer before it begins. Its fields become those of a whole
-        conversation."""
+        """Make the record of an answer before it begins. Replaces `input` in the fields with the
+        whole conversation."""
         previous = value_of(fields, "previous_response_id", str)
         asked = {name: fields[name].copy() for name in REPEATED if name in fields}
         asked["tools"] = offered_tools(fields)
@@ -181,9 +181,9 @@ class ResponsesPages:
     async def _told_at_once(
         self, record: ResponseRecord, task: asyncio.Task[None], taken: asyncio.Event
     ) -> Response:
-        """What is said of an answer in the background as soon as it is certain that the request is
-        taken. Raises what refuses it. task: makes the answer; taken: is set when the request was
-        understood."""
+        """Return the response to a background request once the request is accepted. Raises the
+        error if it is refused. task: makes the answer; taken: set when the request was
+        validated."""
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         waiting = asyncio.ensure_future(taken.wait())
@@ -280,17 +280,17 @@ def _json(body: bytes) -> Response:
 
 
 async def _never() -> Message:
-    """From a client of which nothing is awaited."""
+    """Receive callable of a client that never sends or disconnects."""
     await asyncio.Event().wait()
     raise AssertionError
 
 
 async def _nowhere(_: Message) -> None:
-    """To a client that does not listen."""
+    """Send callable that drops the response."""
 
 
 def _items(fields: Fields) -> bytes:
-    """What is asked, as a JSON list of items; b"" where it is something else."""
+    """Return the input as a JSON list of items; b"" if it is neither a string nor a list."""
     raw = bytes(fields.get("input", msgspec.Raw(b"")))
     if raw[:1] == b'"':
         said: dict[str, Any] = {"type": "message", "role": "user", "content": msgspec.Raw(raw)}
