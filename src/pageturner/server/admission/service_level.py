@@ -72,7 +72,7 @@ def service_level_of(
         raise ClientError(403, "priority_not_allowed", message, "priority")
     elapsed = elapsed_of(given.get(ELAPSED, "").encode("latin-1"))
     deadline = _seconds(body.deadline_ms, "deadline_ms", given)
-    if deadline is not None and deadline <= elapsed:
+    if deadline is not None and elapsed and deadline <= elapsed:
         message = (
             f"the deadline passed {elapsed - deadline:.3f} s ago, before the request came here"
         )
