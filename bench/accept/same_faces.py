@@ -143,9 +143,8 @@ def outside(base: Side, ours: Side) -> Iterator[Line]:
             fetch(address, "/v1/completions", b'{"prompt": "a", "max_tokens": 3}')
             pages.append((openapi(address), metrics(address)))
     yield compared("/openapi.json", pages[0][0], pages[1][0])
-    counted = (
-        pages[0][1].keys() & pages[1][1].keys()
-    )  # a sample is there once it has counted something
+    # a sample is there once it has counted something
+    counted = pages[0][1].keys() & pages[1][1].keys()
     found = [
         {n: text for n, text in page.items() if "," not in n or n in counted} for _, page in pages
     ]

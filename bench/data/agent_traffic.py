@@ -130,9 +130,8 @@ class AgentTraffic:
         new = OWN + 2 * (agent.number * MAX_TURNS + number)
         begin = before if before and not turn.compact else (agent.system,)
         prompt = (*begin, (new, turn.new))
-        answer = (
-            ((new + 1, turn.answer - 1),) if turn.answer > 1 else ()
-        )  # its last token is the end
+        # its last token is the end
+        answer = ((new + 1, turn.answer - 1),) if turn.answer > 1 else ()
         said = self.said.setdefault(agent.number, [()] * len(agent.turns))
         said[number] = (*prompt, *answer)
         return TrafficRequest(

@@ -66,9 +66,8 @@ def companies(
     the sequence in one step."""
     longest, compared, differ = len(whole), 0, 0
     for chunk in chunks:
-        begin = (
-            longest - 20 if chunk == 1 else 0
-        )  # single tokens only at the end, behind what is there
+        # single tokens only at the end, behind what is there
+        begin = longest - 20 if chunk == 1 else 0
         for at in range(begin, longest, chunk):
             count = min(chunk, longest - at)
             differ += int((step([(at, count)], "all") != whole[at : at + count]).any(axis=1).sum())

@@ -74,9 +74,16 @@ GROUPS = {
 }
 # Height -> (R, BLOCK_T, warps, stages), and (sequences, rows of each, context)
 ATTEND = {
-    FEW: [(16, 64, 2, 2), (16, 64, 2, 4), (16, 64, 4, 3), (16, 32, 2, 4), (16, 128, 4, 3), (16, 64, 1, 3)],
+    FEW: [
+        (16, 64, 2, 2),
+        (16, 64, 2, 4),
+        (16, 64, 4, 3),
+        (16, 32, 2, 4),
+        (16, 128, 4, 3),
+        (16, 64, 1, 3),
+    ],
     MANY: [(64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 32, 4, 4)],
-}  # fmt: skip
+}
 ATTEND_SIZES = {
     FEW: [(64, 1, 1024), (256, 1, 1024), (16, 1, 8192), (1, 1, 8192)],
     MANY: [(1, 2048, 8192), (1, 8192, 8192)],
@@ -321,9 +328,14 @@ def attend(driver: Any, kind: str) -> Iterator[Trial]:
             values = np.random.default_rng(6).standard_normal(wide, dtype=np.float32)
 
             def start(
-                name: str, ops: Any = ops, kv: Any = kv, values: Any = values, runs: Any = runs,
-                today: str = today, height: str = height,
-            ) -> tuple[list[Callable[[], Any]], Callable[[], Any]]:  # fmt: skip
+                name: str,
+                ops: Any = ops,
+                kv: Any = kv,
+                values: Any = values,
+                runs: Any = runs,
+                today: str = today,
+                height: str = height,
+            ) -> tuple[list[Callable[[], Any]], Callable[[], Any]]:
                 rows = int(name.partition(".try.")[2].partition(".")[0] or fixed(height, 128))  # type: ignore[arg-type]
                 steps.attention_rows = launches.attention_rows = lambda asked, size: (
                     rows if asked == height else fixed(asked, size)

@@ -110,9 +110,8 @@ class SamplingParams:
 MAX_LOGPROBS = 20
 POOLINGS = ("mean", "last", "cls")
 FAULTS = ("segfault", "exception", "hang", "nan")
-LARGEST = (
-    2**31 - 1
-)  # of whole numbers: what goes between processes and into arrays must be able to hold them
+# of whole numbers: what goes between processes and into arrays must be able to hold them
+LARGEST = 2**31 - 1
 
 # field of SamplingParams -> least, most, whether the least itself is too little
 LIMITS: dict[str, tuple[float, float, bool]] = {

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from pageturner.params import SamplingParams
 
 POOLED_UNIT = 2.0**-24  # of Event.pooled
-BACKGROUND = (
-    2**31 - 1
-)  # the largest priority: whoever has it takes only what others leave of every step
+# the largest priority: whoever has it takes only what others leave of every step
+BACKGROUND = 2**31 - 1
 TopLogprobs = tuple[tuple[int, float], ...]
 Logprob = tuple[float, TopLogprobs]  # of the chosen token; of the most likely ones, best first
 PromptLogprob = tuple[

@@ -111,9 +111,8 @@ def crowd(count: int = 65, vocab: int = 300, longest: int = 60, output: int = 20
     shared = tuple(dice.randrange(vocab) for _ in range(40))
     requests = []
     for number in range(1, count + 1):
-        long = (
-            number % 3 == 1
-        )  # outlives what was found free at its admission: preemption needs that
+        # outlives what was found free at its admission: preemption needs that
+        long = number % 3 == 1
         own = tuple(dice.randrange(vocab) for _ in range(dice.randint(1, longest)))
         params = SamplingParams(
             temperature=dice.choice([0.0, 0.0, 0.7, 1.3]),

@@ -118,9 +118,8 @@ def test_a_flipped_bit_is_found_and_its_block_computed_again(fd: int) -> None:
     built, recomputed = go_on(fd, done)
     assert built.taken_back == taken_back
     length = len(PROMPTS[0]) + len(done[0])
-    behind = (
-        length - 1 - 3 * SIZE
-    )  # of the first sequence all behind the block is found by its keys no more
+    # of the first sequence all behind the block is found by its keys no more
+    behind = length - 1 - 3 * SIZE
     assert behind <= recomputed <= behind + 2 * (SIZE - 1)
 
 

@@ -73,9 +73,8 @@ def _counts_like(run: dict[str, Any], read: int) -> None:
     logits, operators = 1 if rows == 8 else rows, run["operators"]
     products = [operators[name] for name in ("q", "k", "v", "o", "gate", "up", "down", "head")]
     terms = steps.TERMS[NativeOps(1).default_activation_bits("Q8_0")]  # as all of that layer
-    beside = (
-        terms * 2 * (rows - logits) * 2 * 64 * 64
-    )  # apart, all rows get a q and an o in the last layer
+    # apart, all rows get a q and an o in the last layer
+    beside = terms * 2 * (rows - logits) * 2 * 64 * 64
     assert (
         sum(one["integer"] for one in products) - beside
         == needs.int8 * rows + needs.ending_int8 * logits

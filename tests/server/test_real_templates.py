@@ -104,7 +104,6 @@ def test_calls_of_earlier_turns_are_read_from_the_prompt(name: str) -> None:
     )  # behind the tools, which show how calls look
     begin = text.rindex("{", 0, text.index('"look"', begin)) if tools == "llama3" else begin
     *_, found = said(read(AnswerFormat(tools=tools), text[begin:]))
-    given = (
-        GIVEN if several else GIVEN[:1]
-    )  # the others are in a message of their own, behind a result
+    # the others are in a message of their own, behind a result
+    given = GIVEN if several else GIVEN[:1]
     assert [(tool, json.loads(arguments)) for tool, arguments in found[: len(given)]] == given

@@ -127,9 +127,8 @@ def _run(names: tuple[str, ...], module: str, help: str, words: list[str]) -> in
     try:
         command = importlib.import_module(module)
         parser = _parser(names, module, help)
-        parser.usage = (
-            _usage(parser) if {"-h", "--help"} & {*words} else "%(prog)s"
-        )  # argparse is slow at it
+        # argparse is slow at it
+        parser.usage = _usage(parser) if {"-h", "--help"} & {*words} else "%(prog)s"
         arguments = parser.parse_intermixed_args(_translated(parser, words))
         if names == ("completion",):
             arguments.helps = _helps

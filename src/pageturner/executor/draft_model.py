@@ -75,9 +75,8 @@ class DraftModel:
             )
             length = self._length(record, len(ending), most, n, left)
             if length and n > MAX_DRAFT + 1:
-                part = (
-                    min(n, behind) if seq.generated else 0
-                )  # its first token does not wait for this
+                # its first token does not wait for this
+                part = min(n, behind) if seq.generated else 0
                 length, n, behind = length if part == n else 0, part, behind - part
                 if not n:
                     continue

@@ -223,9 +223,8 @@ class Grammars:
         self._least = least
         self._most_places = most_places
         self._compiled: OrderedDict[str, Future[Start]] = OrderedDict()
-        self._places: OrderedDict[tuple[int, int], _Place] = (
-            OrderedDict()
-        )  # of the masking thread alone
+        # of the masking thread alone
+        self._places: OrderedDict[tuple[int, int], _Place] = OrderedDict()
         self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="grammar")
         self._masker = ThreadPoolExecutor(1, thread_name_prefix="mask")
 

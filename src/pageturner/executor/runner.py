@@ -91,9 +91,8 @@ class Runner:
         batch, sliding = self.pack(plan)
         each = [sampler.rows_of(item) if item.wants_logits else [] for item in plan.items]
         ending = [row for rows in each for row in rows]
-        masks = (
-            self._grammars.begin(ending) if self._grammars else dict
-        )  # while the layers are computed
+        # while the layers are computed
+        masks = self._grammars.begin(ending) if self._grammars else dict
         packed = perf_counter()
         hidden = self._decoder.hidden(batch, self.storage[0], sliding)
         computed = perf_counter()

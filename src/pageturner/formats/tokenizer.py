@@ -11,9 +11,8 @@ from dataclasses import dataclass, field, fields
 from typing import Protocol
 
 _ALONE = "\u263a"  # which no vocabulary with a space in front of texts joins with what follows
-MAX_TOKENS = (
-    1 << 20
-)  # ids of a vocabulary; real ones have up to 300,000, more only take memory and time
+# ids of a vocabulary; real ones have up to 300,000, more only take memory and time
+MAX_TOKENS = 1 << 20
 
 
 class Codec(Protocol):

@@ -29,9 +29,8 @@ import httptools
 
 from pageturner.errors import EngineFault
 
-READ_AT_ONCE = (
-    64 * 1024
-)  # bytes; of an answer that its client does not read, twice as many wait here at most
+# bytes; of an answer that its client does not read, twice as many wait here at most
+READ_AT_ONCE = 64 * 1024
 # bytes that bring an answer no further: its head, 1xx answers before it, sizes of chunks, trailers
 MAX_HEAD = 64 * 1024
 MAX_REST = 1 << 20  # bytes of an answer that is wanted in one piece

@@ -28,9 +28,8 @@ if TYPE_CHECKING:
     from pageturner.http.tls import Certificates
 
 BACKLOG = 2048
-LARGE_BLOCK = (
-    32 * 1024
-)  # bytes; larger ones are mapped, and unmapped when freed: all bodies but small ones
+# bytes; larger ones are mapped, and unmapped when freed: all bodies but small ones
+LARGE_BLOCK = 32 * 1024
 _M_MMAP_THRESHOLD = -3
 LEAVE_SECONDS = 1.0  # for the interpreter to end by itself
 MARGIN = 10.0  # seconds for everything behind the drain

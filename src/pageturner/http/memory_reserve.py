@@ -15,9 +15,8 @@ import mmap
 from pageturner.errors import ClientError
 
 KEPT = 48 << 20  # bytes of addresses; nothing is ever written there, so that they cost no memory
-LEFT = (
-    32 << 20
-)  # bytes of these with which nothing is begun: they are for those who are under way alone
+# bytes of these with which nothing is begun: they are for those who are under way alone
+LEFT = 32 << 20
 SMALL = 64 * 1024  # bytes of what may begin with the others
 # bytes that those who are under way find at any moment, or what is kept is given up. More than
 # anything takes between two looks: MemoryError is not enough, for some libraries in C do not

@@ -78,9 +78,8 @@ class BlockFile:
         self.writes = self.waits = False
         self._writing = threading.Lock()  # held for as long as one block takes
         self._mutex = threading.Lock()  # of what stands below; never held while the disk is asked
-        self._slots: OrderedDict[bytes, tuple[int, int]] = (
-            OrderedDict()
-        )  # key -> slot, checksum; LRU first
+        # key -> slot, checksum; LRU first
+        self._slots: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
         self._free: list[int] = []
         self._stamp = self._changes = self._floor = 0
         self._records = np.zeros(0, RECORD)

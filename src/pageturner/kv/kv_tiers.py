@@ -145,9 +145,8 @@ class KVTiers:
         self._places: queue.SimpleQueue[int] = queue.SimpleQueue()
         for place in range(staged):
             self._places.put(place)
-        self._down: queue.SimpleQueue[tuple[bytes, int, int] | None] = (
-            queue.SimpleQueue()
-        )  # key, place, age
+        # key, place, age
+        self._down: queue.SimpleQueue[tuple[bytes, int, int] | None] = queue.SimpleQueue()
         self._on_way: dict[
             bytes, int
         ] = {}  # key -> place; only the thread that steps fills a place

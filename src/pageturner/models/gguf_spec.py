@@ -302,9 +302,8 @@ class _KeyReader:
         base, interleaved = self.number("rope.freq_base", 10_000.0), self.known.interleaved
         dim = self.size("rope.dimension_count", dim) if dim else 0
         if kind == "yarn":
-            amplitude = (
-                1.0 if self.arch == "deepseek2" else yarn_amplitude(factor)
-            )  # there of the scores
+            # there of the scores
+            amplitude = 1.0 if self.arch == "deepseek2" else yarn_amplitude(factor)
             return RopeSpec(
                 base,
                 dim,

@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 from pageturner.kernels.base import F32, Rope
 
 F64 = NDArray[np.float64]
-_AT_ONCE = (
-    1 << 14
-)  # positions: the angles in fp64 take four times the memory of what becomes of them
+# positions: the angles in fp64 take four times the memory of what becomes of them
+_AT_ONCE = 1 << 14
 # "dynamic" stretches only beyond the model's context, which no sequence here reaches: no
 # stretching.
 KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")

@@ -44,9 +44,8 @@ class ReservePredicted:
         least, until = reserve_none(seq, peak, block_size)
         end = self._ends.get(seq, 0)
         if end < min(len(seq.tokens) + 1, peak):
-            end = (
-                seq.prompt_len + ceil(self._predictor.length(seq, LIKELY)) - 1
-            )  # none for the last one
+            # none for the last one
+            end = seq.prompt_len + ceil(self._predictor.length(seq, LIKELY)) - 1
             self._ends[seq] = end
             if len(self._ends) > self._tidy:
                 self._ends = {

@@ -30,9 +30,8 @@ class SingleSequence:
 
     def take(self, item: Item, output: Output) -> Change:
         seq, tokens = item.sequence, output.tokens
-        beyond = (
-            seq.computed + item.n - len(seq.tokens)
-        )  # drafted tokens in the step; below 0: mid-prompt
+        # drafted tokens in the step; below 0: mid-prompt
+        beyond = seq.computed + item.n - len(seq.tokens)
         scored = seq.request.logits_from is not None and item.scored
         told = scored and not seq.request.params.pooling
         if len(output.prompt_logprobs) != (len(scored) if scored and told else 0):
@@ -57,9 +56,8 @@ class SingleSequence:
 def until_end(seq: Sequence, tokens: list[int]) -> tuple[list[int], str | None]:
     """The tokens up to the end of the sequence, and why it ends there, if it does."""
     stop_ids, known = seq.request.params.stop_ids, len(seq.tokens)
-    first = (
-        seq.prompt_len + seq.request.params.min_tokens
-    )  # the length from which on a stop id ends it
+    # the length from which on a stop id ends it
+    first = seq.prompt_len + seq.request.params.min_tokens
     for length, token in enumerate(tokens, known + 1):
         if token in stop_ids and length >= first:
             return tokens[: length - known], "stop"

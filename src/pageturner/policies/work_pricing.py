@@ -21,9 +21,8 @@ from pageturner.scheduler.batching import Asks, View, WaitCause
 from pageturner.scheduler.listener import Listener
 from pageturner.scheduler.types import Sequence, State
 
-FREE = (
-    1 / 8
-)  # tokens of the budget; what looks back on fewer positions than this pays for costs nothing
+# tokens of the budget; what looks back on fewer positions than this pays for costs nothing
+FREE = 1 / 8
 
 
 @dataclass(slots=True)
@@ -74,9 +73,8 @@ class WorkPricing:
     def __init__(self, context_price: float = 0.0) -> None:
         self._position = max(0.0, context_price) / 1000
         self._rows: dict[int, float] = {}  # request -> price of a row; only of those that have one
-        self._long: set[int] = (
-            set()
-        )  # requests whose prompts are long enough to pay for looking back
+        # requests whose prompts are long enough to pay for looking back
+        self._long: set[int] = set()
 
     @property
     def listener(self) -> Listener:

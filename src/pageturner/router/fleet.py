@@ -57,9 +57,8 @@ class Fleet:
     ) -> None:
         self.replicas: list[Replica] = []
         self.ejected = 0  # replicas put aside for their latency
-        self.strays: OrderedDict[str, Replica] = (
-            OrderedDict()
-        )  # by id of a request: who keeps its answer
+        # by id of a request: who keeps its answer
+        self.strays: OrderedDict[str, Replica] = OrderedDict()
         self._config = config
         self._clock = clock
         self._count = 0

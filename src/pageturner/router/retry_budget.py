@@ -27,9 +27,8 @@ class RetryBudget:
         self.withheld = 0
         self._share = share
         self._clock = clock
-        self._seconds: deque[list[int]] = (
-            deque()
-        )  # of the window: which one, its requests, its retries
+        # of the window: which one, its requests, its retries
+        self._seconds: deque[list[int]] = deque()
 
     def request(self) -> None:
         """Count a request."""

@@ -23,9 +23,8 @@ from pageturner.text.receipt import Receipt, ReceiptInput
 
 T = TypeVar("T")
 
-MUCH = (
-    1 << 14
-)  # as `size_of` counts; more is hashed in a thread, so that streams do not wait for it
+# as `size_of` counts; more is hashed in a thread, so that streams do not wait for it
+MUCH = 1 << 14
 CHOICE = 1 << 10  # what a choice counts beside its tokens
 
 

@@ -84,9 +84,8 @@ class ServedSession:
             return "running"
         if not self.kept_tokens:
             return "not_kept"
-        whole = (
-            (self.said - 1) // block_size * block_size
-        )  # the KV of the last token was never computed
+        # the KV of the last token was never computed
+        whole = (self.said - 1) // block_size * block_size
         return "kept" if self.kept_tokens >= whole else "partly_kept"
 
 

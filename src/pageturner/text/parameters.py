@@ -24,9 +24,8 @@ MAX_STOPS, LONGEST_STOP, MAX_STOP_TEXT = (
 )  # strings; characters of one, and of all of them
 MAX_BAD_WORDS, LONGEST_BAD_WORD, MAX_BAD_TEXT = 1024, 1024, 65_536  # likewise
 MAX_STOP_IDS = 1024  # beside those that end the answers of the model anyway
-MAX_CONTINUATIONS = (
-    1 << 15
-)  # that stop ids add to a step of a beam search: each beam needs as many more
+# that stop ids add to a step of a beam search: each beam needs as many more
+MAX_CONTINUATIONS = 1 << 15
 WORD_ENTRIES = 16  # what looking for one of bad_words costs at each token, in ids of logit_bias
 GREEDY = 1e-5  # temperatures below it choose the most likely token anyway, as in vLLM; float32 cannot divide
 # by the smallest of them

@@ -313,9 +313,8 @@ def _paying(name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
     """The filter, paid for by its arguments."""
     if name in _FREE:
         return filter
-    own = (
-        1 if getattr(filter, "jinja_pass_arg", None) is not None else 0
-    )  # what jinja2 puts in front
+    # what jinja2 puts in front
+    own = 1 if getattr(filter, "jinja_pass_arg", None) is not None else 0
 
     @wraps(filter)  # and how it is to be called: jinja2 keeps that in an attribute
     def paid(*args: Any, **kwargs: Any) -> Any:

@@ -25,9 +25,8 @@ from pageturner.kernels.gpu.catalogue import (
 )
 from pageturner.kernels.gpu.driver import LATER, Driver
 
-PATIENCE = (
-    1 << 25
-)  # looks at the flags of others before a rank gives up: some 30 s, at about 1 us each
+# looks at the flags of others before a rank gives up: some 30 s, at about 1 us each
+PATIENCE = 1 << 25
 ALIGNED = 16  # elements: vectors of 16 bytes, and whole lines at the boundaries of parts
 
 

@@ -78,9 +78,8 @@ def drive(engine: Engine, requests: list[Request], clock: Clock, told: Callable[
                     )
                 if event.finish is not None:
                     told()
-        times = (
-            [engine.wake] if engine.has_work else []
-        )  # None after a step that computed something
+        # None after a step that computed something
+        times = [engine.wake] if engine.has_work else []
         if None not in times:
             clock.sleep(
                 min(

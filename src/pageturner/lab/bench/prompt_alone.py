@@ -131,9 +131,8 @@ def alone(prompts: Iterable[PromptTokens], cost: StepCost, *, budget: int) -> li
 def _with_answer(one: TrafficRequest) -> Prompt | None:
     """Return the tokens that are in the cache after a request, prompt and answer, as the prompt of
     the next turn has them; None for a prompt of text."""
-    count = (
-        min(one.answer_length, one.max_tokens or one.answer_length) - 1
-    )  # its last token is the end
+    # its last token is the end
+    count = min(one.answer_length, one.max_tokens or one.answer_length) - 1
     if isinstance(one.prompt, str) or count < 1:
         return None
     if isinstance(one.prompt, Pieces):

@@ -20,9 +20,8 @@ from pageturner.errors import EngineFault, pip_install
 from pageturner.router.ray import settings
 from pageturner.router.ray.settings import AppSettings
 
-OBJECT_STORE = (
-    100 * 1024 * 1024
-)  # bytes of a cluster that is started here: only small pieces pass through it
+# bytes of a cluster that is started here: only small pieces pass through it
+OBJECT_STORE = 100 * 1024 * 1024
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

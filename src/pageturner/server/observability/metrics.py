@@ -274,9 +274,8 @@ def render(
         "pageturner:resumed_streams", "Streams taken up again after a restart", metrics.resumed
     )
     help = "Answers cut off because their clients read too slowly"
-    cut = (
-        metrics.cut_readers + metrics.rejected["client_too_slow"]
-    )  # by their tokens, and by their bytes
+    # by their tokens, and by their bytes
+    cut = metrics.cut_readers + metrics.rejected["client_too_slow"]
     exposition.counter("pageturner:cut_readers", help, cut)
     keys = keys or {}
     help = "Tokens that what each key has open may cost"

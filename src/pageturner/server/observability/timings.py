@@ -88,9 +88,8 @@ class RequestHistory:
 
     def __init__(self, most: int = MAX_KEPT) -> None:
         self._most = most
-        self._names: OrderedDict[int, tuple[str, str]] = (
-            OrderedDict()
-        )  # engine's id -> name, tenant
+        # engine's id -> name, tenant
+        self._names: OrderedDict[int, tuple[str, str]] = OrderedDict()
         self._kept: dict[str, deque[EndedRequest]] = {}  # by tenant, the oldest first
         self._count = 0
 

@@ -191,9 +191,8 @@ class _Lane:
         self._seconds = seconds
         self._memory = memory
         self._next = next
-        self._waiting: OrderedDict[str, deque[_TextJob]] = (
-            OrderedDict()
-        )  # whose turn is next comes first
+        # whose turn is next comes first
+        self._waiting: OrderedDict[str, deque[_TextJob]] = OrderedDict()
         self._worker: _Worker | None = None
         self._busy: asyncio.Task[None] | None = None
         self._mean = 0.05  # seconds of a job
