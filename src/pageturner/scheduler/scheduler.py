@@ -441,10 +441,9 @@ class Scheduler:
         self.pool.cache_full_blocks(seq)
         if change.finish is not None:
             return self._end(group, change.finish)
-        # of a draft only what can be of use: its share of the budget, nothing past the sequence's
-        # end
-        most = min(self._max_draft, seq.limit - len(seq.tokens) - 1)
-        seq.draft = output.draft and output.draft[:most]
+        seq.draft = output.draft
+        if seq.draft:  # only what can be of use: its share of the budget, nothing past the end
+            seq.draft = seq.draft[: min(self._max_draft, seq.limit - len(seq.tokens) - 1)]
         self.pool.trim(seq)
         if change.branches:
             apply_branches(change.branches, group.sequences, self.pool)

@@ -46,28 +46,9 @@ from pageturner.kernels.cpu.native_module import choose_isa, module
 from pageturner.kernels.cpu.native_views import attention_options, first_of_heads, joined
 
 _SOURCES = [  # in the order of pt::Source
-    "F32",
-    "F16",
-    "BF16",
-    "Q8_0",
-    "Q4_0",
-    "Q4_1",
-    "Q5_0",
-    "Q5_1",
-    "Q4_K",
-    "Q5_K",
-    "Q6_K",
-    "Q3_K",
-    "IQ4_NL",
-    "IQ4_XS",
-    "MXFP4",
-    "TQ1_0",
-    "TQ2_0",
-    "Q4_W",
-    "Q8_W",
-    "T4_W",
-    "F8_W",
-]
+    "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "Q3_K", "IQ4_NL",
+    "IQ4_XS", "MXFP4", "TQ1_0", "TQ2_0", "Q4_W", "Q8_W", "T4_W", "F8_W",
+]  # fmt: skip
 _EIGHT_BITS = frozenset({"Q8_0", "Q8_W", "Q3_K"})  # of which int8 weights are made, Q8 and Q8Half
 _WIDENED = ("avx2", "portable")  # where these become int16: kInt16 in micro_*.h
 _VECTORS: dict[str, Any] = {"F32": np.float32, "F16": np.float16}
