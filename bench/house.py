@@ -20,7 +20,7 @@ from house_walk import House
 
 ARCHITECTURE = Path(__file__).parents[1] / "docs" / "architecture.md"
 BARS = {
-    "lines of the scheduler": 1_725,
+    "lines of the scheduler": 1724,
     "files in a folder": 26,
     "arrows upwards": 0,
     "import circles": 0,
@@ -29,7 +29,7 @@ BARS = {
     "class names twice, unexplained": 0,
     "longest function": 112,
     "files of the path": 25,
-    "lines of the path": 5_712,
+    "lines of the path": 5704,
     "docstrings without a subject": 0,
     "functions of more than five parameters": 136,
     "tuple assignments": 1_029,

@@ -117,9 +117,8 @@ def paged(server: KVServer, rows: Iterable[TraceRow]) -> KVUse:
 def contiguous(server: KVServer, rows: Iterable[TraceRow], scheme: str) -> KVUse:
     """One piece for each request, which must be free before the request starts and is freed at its end."""
     length, pieces, account = SCHEMES[scheme], ContiguousMemory(server.memory), KVUse(server.memory)
-    replay = _Replay(
-        server, server.memory + server.slots * server.block_size
-    )  # pieces are what is scarce
+    # pieces are what is scarce
+    replay = _Replay(server, server.memory + server.slots * server.block_size)
     blocked = 0
 
     def admit(number: int, row: TraceRow) -> bool:

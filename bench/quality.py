@@ -103,9 +103,8 @@ def keep(folder: Path, logits: Iterable[F32]) -> list[F32]:
 
 def loss(base: Iterable[F32], mine: Iterable[F32], windows: Sequence[Window]) -> Loss:
     """Logits [T, V] of every window against those of a base."""
-    total = np.zeros(
-        6
-    )  # KL, same, squared error, squared base, negative log likelihood of mine and of base
+    # KL, same, squared error, squared base, negative log likelihood of mine and of base
+    total = np.zeros(6)
     for b, m, window in zip(base, mine, windows, strict=True):
         for at in range(0, len(window) - 1, _ROWS):
             targets = window[at + 1 : at + 1 + _ROWS]

@@ -58,9 +58,8 @@ class Book:
 
     seconds: Counter[str] = field(default_factory=Counter)
     costs: dict[str, Cost] = field(default_factory=dict)
-    weights: dict[int, tuple[str, float, bool]] = field(
-        default_factory=dict
-    )  # id: name, terms, of floats
+    # id: name, terms, of floats
+    weights: dict[int, tuple[str, float, bool]] = field(default_factory=dict)
     packed: dict[str, int] = field(default_factory=dict)  # tensor: bytes
     clock: Callable[[], float] = time.perf_counter
 

@@ -224,9 +224,8 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     """Kills, scaling, an upgrade, and what Serve costs."""
     if importlib.util.find_spec("ray") is None or importlib.util.find_spec("ray.serve") is None:
         raise NotRun("Ray is not installed: pip install 'pageturner[ray]'")
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(143)
-    )  # else the cluster would outlive this script
+    # else the cluster would outlive this script
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     n = arguments.ray_streams
     jobs = _jobs(n, arguments.ray_tokens)
     with ExitStack() as stack:

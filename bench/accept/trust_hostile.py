@@ -79,13 +79,11 @@ class Clients:
 @dataclass(slots=True)
 class _Seen:
     gaps: list[tuple[float, float]] = field(default_factory=list)  # end of a wait, its length
-    firsts: list[tuple[float, float]] = field(
-        default_factory=list
-    )  # the same, of waits for a first token
+    # the same, of waits for a first token
+    firsts: list[tuple[float, float]] = field(default_factory=list)
     last: dict[int, float] = field(default_factory=dict)  # client -> when its last token came
-    asked: dict[int, float] = field(
-        default_factory=dict
-    )  # client that has no token yet -> since when
+    # client that has no token yet -> since when
+    asked: dict[int, float] = field(default_factory=dict)
     texts: dict[int, str] = field(default_factory=dict)
     answers: int = 0
     differ: int = 0

@@ -81,9 +81,8 @@ class AgentTraffic:
 
     agents: list[Agent]
     hints: bool = True
-    said: dict[int, list[tuple[tuple[int, int], ...]]] = field(
-        default_factory=dict
-    )  # prompts and answers
+    # prompts and answers
+    said: dict[int, list[tuple[tuple[int, int], ...]]] = field(default_factory=dict)
 
     @property
     def total(self) -> int:

@@ -69,9 +69,8 @@ def start(args: argparse.Namespace) -> Iterator[offline.Run]:
     try:
         yield lambda jobs: run_continuous(manager, tokenizer, jobs)
     finally:
-        manager.stop(
-            block=True
-        )  # an interpreter that ends would wait for its thread before any atexit
+        # an interpreter that ends would wait for its thread before any atexit
+        manager.stop(block=True)
 
 
 def head_dim(model: object) -> int:

@@ -16,9 +16,8 @@ if TYPE_CHECKING:
 
 VARIABLE = "PAGETURNER_LOG_FORMAT"  # by which a process tells its children
 TEXT = "%(asctime)s %(levelname)s %(message)s"
-OWN = frozenset(
-    ["time", "level", "logger", "message", "exception"]
-)  # of every line: no field has these names
+# of every line: no field has these names
+OWN = frozenset(["time", "level", "logger", "message", "exception"])
 
 
 def to_stderr(level: str, form: str = "text") -> None:

@@ -105,9 +105,8 @@ def test_no_chunk_and_no_company_changes_a_bit(model: Model, pooling: str) -> No
         found = rows(model, crowd, Setup(token_budget=budget))
         assert found[1].total.tolist() == alone
         assert found[4].total.tolist() == sums(model, "mean", prompt=PROMPT[5:])
-    cached = rows(
-        model, [request(9, "last"), request(1, pooling)], Setup(max_num_seqs=1)
-    )  # behind one another
+    # behind one another
+    cached = rows(model, [request(9, "last"), request(1, pooling)], Setup(max_num_seqs=1))
     assert cached[1].total.tolist() == alone
     short = Setup(kv_tokens=64, token_budget=8)  # not enough for two
     assert rows(model, [request(1, pooling), request(2, "mean")], short)[1].total.tolist() == alone

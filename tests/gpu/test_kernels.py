@@ -80,9 +80,8 @@ def test_products_equal_the_products_of_the_values(ops: GpuOps, kind: str, outpu
     bias = grid.vector(outputs, seed=4)
     packed, own = ops.pack_weight(tensor), ops.pack_weight(bias)
     got = ops.to_numpy(ops.linear(ops.on_device(x), packed))
-    near(
-        got, expected, 2e-6 * 10 if kind != "F8_W" else 1e-2
-    )  # F8_W of many scales is rounded to bf16
+    # F8_W of many scales is rounded to bf16
+    near(got, expected, 2e-6 * 10 if kind != "F8_W" else 1e-2)
     with_bias = ops.to_numpy(ops.linear(ops.on_device(x), packed, own))
     assert (with_bias == got + bias.data.view(np.float32)).all()
     tokens = np.array([0, 69, 7], np.int32)

@@ -62,9 +62,8 @@ def test_memory_of_scales_is_counted() -> None:
 @pytest.mark.parametrize("outlier", [1.0, pytest.param(900.0, marks=pytest.mark.slow)])
 def test_attention_over_scaled_fp8_is_at_most_as_wrong_as_over_plain_fp8(outlier: float) -> None:
     """On the interpreted device; outliers of 900 are twice what e4m3 has."""
-    gpu_device = pytest.importorskip(
-        "support.gpu_device", exc_type=ImportError
-    )  # skips without Triton
+    # skips without Triton
+    gpu_device = pytest.importorskip("support.gpu_device", exc_type=ImportError)
     from pageturner.kernels.gpu.ops import GpuOps
 
     ops = GpuOps(gpu_device.make_driver(), 64 << 20, graphs=False)

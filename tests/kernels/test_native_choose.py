@@ -119,9 +119,8 @@ def test_the_largest_logit_is_found_among_near_ones(
     """Many greedy rows are multiplied in 8 bits first, which orders near logits wrongly."""
     x, norm, parameters = 2 * normal(rows, 256), np.ones(256, np.float32), draw(rows, 1.0)
     x[1::4] *= np.float32(1e-4)
-    x[2::4, ::32] *= np.float32(
-        300
-    )  # beside so large a one 8 bits leave little of the rest of its group
+    # beside so large a one 8 bits leave little of the rest of its group
+    x[2::4, ::32] *= np.float32(300)
     x[3] = 0
     tensor = replace(near_rows(kind, 5000, 256), bits=bits)
     for ops in crowd:

@@ -45,9 +45,8 @@ def ends(*events: ReplicaEvent, **change: Any) -> Failures:
     return Failures(events=events, **change)
 
 
-ONE = TrafficRequest(
-    Pieces(((1, 320),)), 41, 64
-)  # 41 tokens, the first after 42 ms, then one each 10.1 ms
+# 41 tokens, the first after 42 ms, then one each 10.1 ms
+ONE = TrafficRequest(Pieces(((1, 320),)), 41, 64)
 
 
 def test_a_stream_goes_on_at_its_next_token() -> None:

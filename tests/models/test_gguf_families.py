@@ -148,6 +148,5 @@ def test_the_same_model_as_gguf(tmp_path: Path, arch: str) -> None:
     path.write_bytes(converted(folder, arch, SETTINGS[arch]))
     prompt = np.load(folder / "golden.npz")["prompt_1"].tolist()
     a, b = (Decoding(load_model(p, OPS), OPS).step([("p", prompt)])[0] for p in (folder, path))
-    np.testing.assert_allclose(
-        a, b, rtol=0, atol=2e-6 * np.abs(a).max()
-    )  # the file rounds epsilon to fp32
+    # the file rounds epsilon to fp32
+    np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * np.abs(a).max())

@@ -266,9 +266,8 @@ def test_the_same_model_as_gguf(tmp_path: Path, name: str) -> None:
     folder, path = written(tmp_path, name)
     prompt = np.load(FAMILIES / name / "golden.npz")["prompt_1"].tolist()
     a, b = (logits(each, prompt) for each in (folder, path))
-    np.testing.assert_allclose(
-        a, b, rtol=0, atol=4e-6 * np.abs(a).max()
-    )  # the file rounds epsilon to fp32
+    # the file rounds epsilon to fp32
+    np.testing.assert_allclose(a, b, rtol=0, atol=4e-6 * np.abs(a).max())
 
 
 def test_short_and_long_factors(tmp_path: Path) -> None:

@@ -260,13 +260,11 @@ class Machine:
         self.config["context_price"] = self.dice.choice((0.0, 0.0, 20.0, 300.0))
         beside = random.Random(f"beside {seed}")
         self.config["max_prefill_beside_decode"] = beside.choice((0, 0, 1, 3, 8))
-        self.dear = self.dice.choice(
-            (0.0, 0.0, 0.2, 0.7)
-        )  # share of prompts whose rows have a price
+        # share of prompts whose rows have a price
+        self.dear = self.dice.choice((0.0, 0.0, 0.2, 0.7))
         self.capacity = self.config["num_blocks"] * self.config["block_size"]
-        self.searching = self.rng.choice(
-            (0.0, 0.0, 0.3)
-        )  # share of prompts; books are kept without them
+        # share of prompts; books are kept without them
+        self.searching = self.rng.choice((0.0, 0.0, 0.3))
         self.drafting = self.rng.choice((0, 0, 1, 4))
         self.pinning = (
             not self.config["window"] and self.config["prefix_caching"] and self.rng.random() < 0.5

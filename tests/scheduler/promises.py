@@ -39,9 +39,8 @@ class Run:
     gap: float = (
         0.0  # the largest difference of service since a tenant began to have work at all times
     )
-    steps: list[tuple[float, int, int]] = field(
-        default_factory=list
-    )  # seconds, tokens, sequences that decode
+    # seconds, tokens, sequences that decode
+    steps: list[tuple[float, int, int]] = field(default_factory=list)
     together: int = 0
     stack: SchedulerStack = field(init=False)
     scheduler: Scheduler = field(init=False)

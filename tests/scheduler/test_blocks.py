@@ -261,9 +261,8 @@ def test_what_was_given_back_is_found_again() -> None:
 def test_a_match_needs_no_more_than_the_last_window() -> None:
     pool = windowed(4, sliding=5)
     pool.release(trimmed(pool, sequence([1, 2, 3, 4, 5, 6, 7, 8, 9])))
-    other = trimmed(
-        pool, sequence([0] * 4)
-    )  # takes the one empty block, and the oldest: the first place's
+    # takes the one empty block, and the oldest: the first place's
+    other = trimmed(pool, sequence([0] * 4))
     assert figure(pool, "recent_evictions") == 1
     again = sequence([1, 2, 3, 4, 5, 6, 7, 8, 0])
     assert pool.attach(again) == 8

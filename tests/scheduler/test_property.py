@@ -75,9 +75,8 @@ def test_random_lives_of_blocks(begin: int, end: int) -> None:
     assert rare(totals, FORCED_OF_BLOCKS, (end - begin) / 400) == {}
 
 
-RUNS = int(
-    os.environ.get("PAGETURNER_PROPERTY_RUNS", "2400")
-)  # of the slow tests; `make soak` asks for more
+# of the slow tests; `make soak` asks for more
+RUNS = int(os.environ.get("PAGETURNER_PROPERTY_RUNS", "2400"))
 PARTS = 8
 
 

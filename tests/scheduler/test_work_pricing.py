@@ -160,9 +160,8 @@ def pieces(stack: SchedulerStack) -> list[tuple[int, int]]:
 
 
 def test_long_prompts_come_in_smaller_pieces_while_others_decode() -> None:
-    stack = stack_of(
-        context_price=10.0, enable_prefix_caching=False
-    )  # a position costs a hundredth
+    # a position costs a hundredth
+    stack = stack_of(context_price=10.0, enable_prefix_caching=False)
     stack.scheduler.add(Request(2, (7, 8), SamplingParams(max_tokens=200)))
     commit(stack, stack.scheduler.plan(0.0), 0.0)
     stack.scheduler.add(Request(1, tuple(range(350)), SamplingParams(max_tokens=1)))
@@ -245,9 +244,8 @@ def test_ordinary_requests_are_free() -> None:
     )
     assert prices.of_row(Request(1, (1,), ordinary)) == 0.0
     assert prices.of_row(Request(1, (1,), SamplingParams(beam_width=4, stop_ids=(2,)))) == 0.0
-    assert context_price(SMOLLM2) * 8 == pytest.approx(
-        2.5, abs=0.1
-    )  # at the end of its 8,192 positions
+    # at the end of its 8,192 positions
+    assert context_price(SMOLLM2) * 8 == pytest.approx(2.5, abs=0.1)
 
 
 def test_prices_grow_with_what_is_asked_for() -> None:

@@ -69,9 +69,8 @@ class Server:
 
     def notes(self, key: str) -> list[dict[str, Any]]:
         """What the fake engines noted under a key: submit, abort, start."""
-        whole, _, _ = self.notes_path.read_text().rpartition(
-            "\n"
-        )  # what follows is still being written
+        # what follows is still being written
+        whole, _, _ = self.notes_path.read_text().rpartition("\n")
         lines = map(json.loads, whole.splitlines())
         return [line for line in lines if key in line]
 

@@ -102,9 +102,8 @@ def test_a_server_stopped_while_it_waited_takes_no_engine_for_stuck(start: Start
     run = in_threads(server, ["a slow tale"], max_tokens=3)
     next(run)
     server.until(lambda: len(server.notes("submit")) == 1)
-    time.sleep(
-        0.1
-    )  # it waits for the next of them: its watch comes due before it has read what came
+    # it waits for the next of them: its watch comes due before it has read what came
+    time.sleep(0.1)
     server.process.send_signal(signal.SIGSTOP)
     time.sleep(3.5)
     server.process.send_signal(signal.SIGCONT)

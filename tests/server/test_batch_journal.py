@@ -53,9 +53,8 @@ def test_a_line_and_its_answer_change_together(journal: Journal) -> None:
     waiting = journal.waiting(record.number)
     assert [one.custom_id for one in waiting] == ["c1", "c2", "c3"]
     journal.finish([(record.number, LineResult(waiting[1].id, True, b"two", 5, 7))])
-    journal.finish(
-        [(record.number, LineResult(waiting[1].id, False, b"again"))]
-    )  # it has its answer
+    # it has its answer
+    journal.finish([(record.number, LineResult(waiting[1].id, False, b"again"))])
     journal.finish([(record.number, LineResult(waiting[0].id, False, b"one"))])
     now = journal.batch(record.id)
     assert now is not None
@@ -158,9 +157,8 @@ class Crashes(RuleBasedStateMachine):
 
     def opened(self, path: Path) -> Journal:
         journal = Journal(path)
-        journal.db.execute(
-            "PRAGMA synchronous = OFF"
-        )  # it is the process that ends, not the machine
+        # it is the process that ends, not the machine
+        journal.db.execute("PRAGMA synchronous = OFF")
         return journal
 
     def found(self) -> BatchRecord:

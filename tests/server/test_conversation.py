@@ -112,9 +112,8 @@ def test_calls_stand_in_the_content_where_the_template_has_no_place_for_them() -
         source = f"{{{{ tools }}}}{marks}{{% for m in messages %}}{{{{ m.content }}}}{{% endfor %}}"
         (message,) = template_messages([asked], source)
         assert message["content"] == "Well." + text
-    (message,) = template_messages(
-        [asked], "{{ messages[0].content }}"
-    )  # its model's format is not known
+    # its model's format is not known
+    (message,) = template_messages([asked], "{{ messages[0].content }}")
     assert message["content"] == "Well."
 
 

@@ -431,9 +431,8 @@ def test_metrics_say_what_of_the_machine_is_used(server: Server) -> None:
     post(server, max_tokens=7)
     assert server.metric("pageturner:machine_limit") == 20 + 100 + 50
     assert server.metric("pageturner:achieved") == pytest.approx(10)  # 1 GB in a tenth of a second
-    assert server.metric("pageturner:utilisation") == pytest.approx(
-        0.5 + 0.5 + 0.0
-    )  # kernels, reading, products
+    # kernels, reading, products
+    assert server.metric("pageturner:utilisation") == pytest.approx(0.5 + 0.5 + 0.0)
 
 
 def test_request_ids_are_echoed_and_logged_and_prompts_are_not(server: Server) -> None:

@@ -63,9 +63,8 @@ def test_defaults() -> None:
 
 def test_a_chat_may_use_the_rest_of_what_there_is_room_for() -> None:
     call = chat()
-    assert call.params[0].max_tokens == 81 - len(
-        call.prompts[0]
-    )  # KV memory, and the last token needs none
+    # KV memory, and the last token needs none
+    assert call.params[0].max_tokens == 81 - len(call.prompts[0])
     assert bytes(t for t in call.prompts[0] if t < 256) == b"user\nhi\nassistant\n"
 
 

@@ -99,9 +99,8 @@ def test_calls_of_earlier_turns_are_read_from_the_prompt(name: str) -> None:
     for one in ("Looks.", "Be kind.", "A result.", "Ulm"):
         assert one in text
     assert tools is not None
-    begin = text.index(
-        "hi", max(0, text.index("Bonn") - 200)
-    )  # behind the tools, which show how calls look
+    # behind the tools, which show how calls look
+    begin = text.index("hi", max(0, text.index("Bonn") - 200))
     begin = text.rindex("{", 0, text.index('"look"', begin)) if tools == "llama3" else begin
     *_, found = said(read(AnswerFormat(tools=tools), text[begin:]))
     # the others are in a message of their own, behind a result

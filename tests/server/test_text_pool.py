@@ -161,9 +161,8 @@ def test_one_that_takes_too_long_is_refused_and_the_next_is_not(
 def test_the_check_of_a_grammar_has_processor_time_and_not_time_by_the_clock(
     pool: TextPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        text_pool, "GRAMMAR_SECONDS", 0.1
-    )  # one that is held up for longer costs nothing
+    # one that is held up for longer costs nothing
+    monkeypatch.setattr(text_pool, "GRAMMAR_SECONDS", 0.1)
 
     async def work() -> bytes:
         return await ask(pool, seconds=0.4, computes=0.01, doing="grammar")

@@ -41,7 +41,6 @@ class Products:
         self.ops.begin()
         y = self.ops.on_device(np.ones((len(x), OUTPUTS), np.float32))
         rows = self.ops.launches.cast(self.ops.on_device(x), kind)
-        rows = GpuArray(
-            rows.address, rows.shape, rows.kind
-        )  # as a norm leaves them, in this kind alone
+        # as a norm leaves them, in this kind alone
+        rows = GpuArray(rows.address, rows.shape, rows.kind)
         return self.ops.to_numpy(self.ops.adapt(y, rows, adapters, 0, "o"))

@@ -66,9 +66,8 @@ def _ready(function: Any) -> Any:
     """A kernel's function in whose module the language is interpreted."""
     if function.fn.__module__ not in _patched:
         interpreter._patch_lang(function.fn)
-        tl.core.tensor.__index__ = lambda self: int(
-            self.handle.data.reshape(-1)[0]
-        )  # arrays of one element
+        # arrays of one element
+        tl.core.tensor.__index__ = lambda self: int(self.handle.data.reshape(-1)[0])
         _patched.add(function.fn.__module__)
     return function
 

@@ -42,9 +42,8 @@ from pageturner.runtime.build import Built, build, retuned
 from pageturner.scheduler.types import Failure, Output, Plan, Request, Result
 
 FOLDER = Path("tests/goldens/steplogs")
-WORK = Path(
-    "build/steplogs"
-)  # the log's header names its file: one that is called the same everywhere
+# the log's header names its file: one that is called the same everywhere
+WORK = Path("build/steplogs")
 BEGIN = 1000.0  # seconds of the clock at the start
 TINY = "tests/goldens/tiny_llama.gguf"
 FAMILIES = "tests/goldens/families"

@@ -22,9 +22,8 @@ from pageturner.formats import hub
 from pageturner.progress import Progress
 
 _MB = 1_000_000
-_SHA256 = re.compile(
-    r"[0-9a-f]{64}"
-)  # how the hub's cache calls a large file; small ones have a hash of git
+# how the hub's cache calls a large file; small ones have a hash of git
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,9 +137,8 @@ class Engine:
             self.latency.drop(request.id)
             self.adapters.release(request.id)
             if self._log is not None:
-                self._log.left(
-                    now, request.id
-                )  # a replay, which knows no forecasts, may have taken it
+                # a replay, which knows no forecasts, may have taken it
+                self._log.left(now, request.id)
             return _refused(request, refused)
         return []
 

@@ -105,9 +105,8 @@ class PendingRequests:
         if request.adapter and (wait := self._adapter_wait(request, bool(waits))):
             waits.append(wait)
         if waiting < MAX_WAITING_FOR_KV and (kv := self._beside.ticket(request)):
-            waits.append(
-                _Wait("kv_wait", kv, lambda ticket: None)
-            )  # it can run whatever came of it
+            # it can run whatever came of it
+            waits.append(_Wait("kv_wait", kv, lambda ticket: None))
         return waits
 
     def _grammar_wait(self, request: Request) -> _Wait:

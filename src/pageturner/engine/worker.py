@@ -185,9 +185,8 @@ def main() -> int:
         "--device", help="in place of the configured one: where the engine before computed"
     )
     arguments = parser.parse_args()
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the whole group; the API process drains
+    # Ctrl-C reaches the whole group; the API process drains
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     sock = socket.socket(fileno=arguments.channel_fd)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
     ledger = Ledger(arguments.ledger_fd)

@@ -121,9 +121,8 @@ class DraftModel:
         items = [Item(guess.row, guess.n, guess.row.computed) for guess in guesses]
         batch = pack(Plan(items), self._size, self._blocks + MAX_DRAFTED)
         vocab = self._decoder.spec.vocab
-        tokens = np.minimum(
-            batch.tokens, vocab - 1
-        )  # the target may have more padding, and choose it
+        # the target may have more padding, and choose it
+        tokens = np.minimum(batch.tokens, vocab - 1)
         hidden = self._decoder.hidden(replace(batch, tokens=tokens), self.storage)
         for guess in guesses:
             self._note(guess)

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 LARGEST = 448.0
 _BITS = np.arange(128)
-_SIZES = np.where(
-    _BITS < 8, np.ldexp(_BITS, -9), np.ldexp(8 + _BITS % 8, _BITS // 8 - 10)
-)  # below 8 they are subnormal
+# below 8 they are subnormal
+_SIZES = np.where(_BITS < 8, np.ldexp(_BITS, -9), np.ldexp(8 + _BITS % 8, _BITS // 8 - 10))
 _SIZES[127] = np.nan
 VALUES: NDArray[np.float32] = np.concatenate([_SIZES, -_SIZES]).astype(np.float32)  # of each byte
 

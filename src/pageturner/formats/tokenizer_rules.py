@@ -185,9 +185,8 @@ def _repeated(atom: _Part, pattern: str, at: int) -> tuple[_Part, int]:
         varies = least != most
         atom = _Part(atom.varies or varies, atom.varying + varies, atom.least * least)
         at = found.end()
-        at += pattern.startswith(
-            ("?",) if sign.startswith("{") else ("?", "+"), at
-        )  # lazy, or possessive
+        # lazy, or possessive
+        at += pattern.startswith(("?",) if sign.startswith("{") else ("?", "+"), at)
     return atom, at
 
 

@@ -75,9 +75,8 @@ def server_context(certfile: str, keyfile: str, password: str) -> ssl.SSLContext
     context.options |= ssl.OP_NO_RENEGOTIATION
     context.set_alpn_protocols(["http/1.1"])
     try:
-        context.load_cert_chain(
-            certfile, keyfile, lambda: password
-        )  # without it OpenSSL would ask a terminal
+        # without it OpenSSL would ask a terminal
+        context.load_cert_chain(certfile, keyfile, lambda: password)
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or str(error)
         message = (

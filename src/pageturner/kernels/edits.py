@@ -68,9 +68,8 @@ def forbid(logits: F32, allowed: Allowed) -> None:
     limits = np.empty((8 * allowed.shape[1], 8), np.float32)
     for row, bits in zip(logits, allowed, strict=True):
         if (~bits).any():
-            np.take(
-                _LIMITS, bits.view(np.uint8), axis=0, out=limits, mode="clip"
-            )  # others go by a buffer
+            # others go by a buffer
+            np.take(_LIMITS, bits.view(np.uint8), axis=0, out=limits, mode="clip")
             flat = limits.reshape(-1)[: len(row)]
             np.minimum(row, flat, out=row)
             if np.isnan(row.max()):

@@ -152,9 +152,8 @@ class Directory:
         block_of = {self._keys[block].tobytes(): block for block in newest}
         kept = {block: key for key, block in block_of.items()}
         self._stamp = len(kept)
-        self._stamps[[*kept]] = np.arange(
-            self._stamp, 0, -1
-        )  # no checksum is of them: they begin anew
+        # no checksum is of them: they begin anew
+        self._stamps[[*kept]] = np.arange(self._stamp, 0, -1)
         self._sums[np.setdiff1d(found, [*kept])] = 0
         if kept:
             adopt(self._store, kept)

@@ -53,9 +53,8 @@ class HostMemory:
 
     def __init__(self, most: int, nbytes: int) -> None:
         self.most = most
-        self._rows = np.zeros(
-            (most + 1, nbytes), np.uint8
-        )  # one more, so that a block can come up as one goes down
+        # one more, so that a block can come up as one goes down
+        self._rows = np.zeros((most + 1, nbytes), np.uint8)
         self._free = list(range(most, -1, -1))
         self._at: OrderedDict[bytes, tuple[int, int]] = OrderedDict()  # key -> row, checksum
 
@@ -326,9 +325,8 @@ class KVTiers:
             if read is Read.ABSENT:
                 return
             if read is Read.BAD:
-                self._strike(
-                    key
-                )  # and go on: what lies behind it may be as bad, and is to be computed again
+                # and go on: what lies behind it may be as bad, and is to be computed again
+                self._strike(key)
             else:
                 self._warm[key] = None
         while len(self._warm) > MAX_WARM:

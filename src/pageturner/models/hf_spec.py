@@ -188,9 +188,8 @@ def _starcoder2(config: HFConfig) -> ModelSpec:
 def _gpt_oss(config: HFConfig) -> ModelSpec:
     config.expect("swiglu_limit", 7.0)
     config.expect("swiglu_alpha", 1.702)
-    config.expect(
-        "experts_per_token", config.raw("num_experts_per_tok")
-    )  # said twice in some files
+    # said twice in some files
+    config.expect("experts_per_token", config.raw("num_experts_per_tok"))
     config.raw("initial_context_length")  # before it was stretched, which rope_scaling says
     if config.raw("rope_parameters") is None and config.raw("rope_scaling") is None:
         raise EngineFault(

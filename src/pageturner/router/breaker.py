@@ -83,9 +83,8 @@ class Breaker:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.times_aside = 0
         self._clock = clock
-        self._outcomes: deque[tuple[float, bool]] = deque(
-            maxlen=RECENT
-        )  # when, and whether it failed
+        # when, and whether it failed
+        self._outcomes: deque[tuple[float, bool]] = deque(maxlen=RECENT)
         self._strikes = self._doubts = self._trials = 0
         self._aside_until: float | None = None
         self._patience = 0.0

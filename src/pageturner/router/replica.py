@@ -87,9 +87,8 @@ class Replica(ReplicaLoad):
     losses: Counter[str] = field(default_factory=Counter)  # by code of ConnectionLost
     role: str = "both"  # "prefill": it computes prompts for other engines, and gets no requests
     said_aside: int = 0  # of the times that it was put aside, those that are in the log
-    first_bytes: deque[float] = field(
-        default_factory=lambda: deque(maxlen=FIRST_BYTES)
-    )  # of streams, s
+    # of streams, s
+    first_bytes: deque[float] = field(default_factory=lambda: deque(maxlen=FIRST_BYTES))
 
     avoid: tuple[str, ...] = ()
     where: str = ""

@@ -371,9 +371,8 @@ async def _main(
         resuming.cancel()
         await kept.close()
     await lifecycle.drain(service, config.shutdown_timeout, hopeless=supervisor.broken.done)
-    leaving = loop.create_task(
-        supervisor.close()
-    )  # now: a signal to the whole group has ended the engine too
+    # now: a signal to the whole group has ended the engine too
+    leaving = loop.create_task(supervisor.close())
     await pool.close()
     service.streams.fail_all(Failure("shutting_down", LAST_WORDS))
     await lifecycle.until_idle(service, FLUSH_SECONDS)

@@ -26,9 +26,8 @@ def kv_usage(sequences: Iterable[Sequence], store: Store, block_size: int) -> di
                  saves
     """
     needed, blocks = 0, 0
-    partial = defaultdict[int, list[int]](
-        list
-    )  # shared block -> positions of it that each sequence needs
+    # shared block -> positions of it that each sequence needs
+    partial = defaultdict[int, list[int]](list)
     for seq in sequences:
         needed += seq.computed
         blocks += len(seq.blocks)

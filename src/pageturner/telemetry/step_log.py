@@ -218,9 +218,8 @@ class StepLog:
         self._thread = threading.Thread(target=_write, args=work, name="step-log", daemon=True)
         self._buffer.append(lambda _: header)
         self._thread.start()
-        self.close = weakref.finalize(
-            self, _close, self._thread, self._end
-        )  # at the end of the process too
+        # at the end of the process too
+        self.close = weakref.finalize(self, _close, self._thread, self._end)
 
     def arrived(self, at: float, request: Request) -> None:
         self._put(lambda digests: _arrived(at, request, digests))

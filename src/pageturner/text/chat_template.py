@@ -203,9 +203,8 @@ def _found(template: ChatTemplate) -> TemplateHabits:
                 short_ids=call("call_0") is None,
                 one_call=(call(_ID, _OTHER) or "").count("sought_value") < 2,
             )
-    return TemplateHabits(
-        writes_calls=refused
-    )  # of a template that refuses all of it nothing is known
+    # of a template that refuses all of it nothing is known
+    return TemplateHabits(writes_calls=refused)
 
 
 def _written(template: ChatTemplate, arguments: Any, no_content: bool, *ids: str) -> str | None:

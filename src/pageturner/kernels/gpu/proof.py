@@ -299,9 +299,8 @@ def _attention(ops: GpuOps, shape: AttentionShape, spec: KVSpec) -> None:
     with _filled(ops, shape, spec) as (kv, theirs, tables):
         random = np.random.default_rng(shape.heads)
         q = random.standard_normal((CHUNK, shape.heads * shape.head_dim), np.float32)
-        q *= np.float32(
-            min(1.0, 1 / (shape.scale * shape.head_dim**0.5))
-        )  # scores as models have them
+        # scores as models have them
+        q *= np.float32(min(1.0, 1 / (shape.scale * shape.head_dim**0.5)))
         whole = _batch(tables[:1], [(0, POSITIONS - CHUNK, CHUNK)])
         expected = _HOST.attention(q, theirs, LAYER, whole, shape)
         chunk = _mixed(ops, kv, q, whole, shape)

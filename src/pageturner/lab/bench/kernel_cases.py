@@ -127,9 +127,8 @@ def weight(ops: Ops, kind: str, n: int, k: int, bits: int = 8) -> Weight:
         raise EngineFault(
             "unsupported_weight", f"{kind} needs rows of whole blocks of {block.values}"
         )
-    data = np.full(
-        n * k // block.values * block.nbytes, 0x1C, np.uint8
-    )  # fp16 scales of about 0.004
+    # fp16 scales of about 0.004
+    data = np.full(n * k // block.values * block.nbytes, 0x1C, np.uint8)
     return ops.pack_weight(Tensor("w", kind, (n, k), data, bits))
 
 

@@ -150,12 +150,10 @@ class _Here:
 
 
 def _begin(options: list[Option], flags: Any) -> None:
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # the process that asks gets it too, and ends this one
-    gc.set_threshold(
-        200_000, 50, 100
-    )  # few of a simulation's objects refer to themselves, and it has millions
+    # the process that asks gets it too, and ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # few of a simulation's objects refer to themselves, and it has millions
+    gc.set_threshold(200_000, 50, 100)
     _Here.runs, _Here.flags = SerialRuns(options, progress=False), flags
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

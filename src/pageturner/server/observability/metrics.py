@@ -173,9 +173,8 @@ class Metrics:
         default_factory=lambda: Counter({"stop": 0, "length": 0, "abort": 0, "error": 0})
     )
     rejected: Counter[str] = field(default_factory=lambda: Counter({"queue_full": 0}))
-    refused: Counter[str] = field(
-        default_factory=Counter
-    )  # of all that was refused, those too, by code
+    # of all that was refused, those too, by code
+    refused: Counter[str] = field(default_factory=Counter)
     goodput: Goodput = field(default_factory=Goodput)
     phases: PhaseMetrics = field(default_factory=PhaseMetrics)
     http: HttpMetrics = field(default_factory=HttpMetrics)
@@ -374,9 +373,8 @@ def _expose_engine(exposition: Exposition, metrics: Metrics, cache: dict[str, st
     steps.sum = float(counters["step_tokens"])
     exposition.histogram("vllm:iteration_tokens_total", "Tokens computed in a step", steps)
     block_size = int(cache.get("block_size", 1))
-    sent = min(
-        hits, counters["kv_received_blocks"] * block_size
-    )  # they are found in the cache then
+    # they are found in the cache then
+    sent = min(hits, counters["kv_received_blocks"] * block_size)
     sources = {
         "local_compute": queries - hits,
         "local_cache_hit": hits - sent,

@@ -58,9 +58,8 @@ HISTOGRAMS = {
     CHOICES: ("Choices that a request asks for", (1.0, 2.0, 5.0, 10.0, 20.0)),
     LONGEST: ("Tokens of the longest choice of a request", TOKENS),
 }
-COMPUTING = frozenset(
-    ["prefill", "recompute", "decode", "stalled"]
-)  # spans in which it is in a step
+# spans in which it is in a step
+COMPUTING = frozenset(["prefill", "recompute", "decode", "stalled"])
 MAX_CAUSES = 64
 
 

@@ -104,9 +104,8 @@ def read_call(dialect: Dialect, raw: bytes, served: ServedModel, doing: Doing) -
     """A packed call. ClientError for what is wrong with the request."""
     body = dialect.decode(raw, served.limits)
     if answer_grammar.asks(body):
-        doing(
-            GRAMMAR
-        )  # which is checked here, and remembered; what is wrong is said when its turn comes
+        # which is checked here, and remembered; what is wrong is said when its turn comes
+        doing(GRAMMAR)
         with contextlib.suppress(ClientError):
             answer_grammar.grammar_of(body, served)
         doing(TEXT)

@@ -163,9 +163,8 @@ async def _local(
     from pageturner.server.app import create_app
 
     service.supervisor.attach()
-    asked = SelfAsked(
-        service, create_app(service), priority=0
-    )  # there is nobody else: its steps may be long
+    # there is nobody else: its steps may be long
+    asked = SelfAsked(service, create_app(service), priority=0)
     slots = service.live_settings.slots
     most = window or slots + slots // AHEAD
 
