@@ -68,7 +68,11 @@ def test_what_a_folder_adds(spm: Path) -> None:
     assert 900 not in tokenizer.encode("a<|turn|>", add_special=True, parse_special=False)
     assert 901 in tokenizer.encode("a[x]", add_special=False, parse_special=False)
     (spm / "chat_template.jinja").write_text("J")
-    assert load_tokenizer(spm).chat_template == "J"
+    (spm / "additional_chat_templates").mkdir()
+    (spm / "additional_chat_templates" / "rag.jinja").write_text("R")
+    with_files = load_tokenizer(spm)
+    assert with_files.chat_template == "J"
+    assert with_files.named_templates == {"tool_use": "T", "rag": "R"}
 
 
 def test_refusals(tmp_path: Path) -> None:

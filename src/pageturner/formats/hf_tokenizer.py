@@ -9,6 +9,7 @@ Owns where a folder keeps its tokenizer, its special tokens and its chat templat
     generation_config.json, config.json                                    which end an answer
     chat_template.jinja, chat_template.json, tokenizer_config.json         the template, in this
                                                                            order
+    additional_chat_templates/NAME.jinja                                   further ones by name
 
 Must not know GGUF. Codes: tokenizer_missing, and those of the formats.
 """
@@ -52,6 +53,7 @@ def load_folder(folder: Path, stand_in: bool = False) -> Tokenizer:
     bos = _named(found, named.get("bos_token"))
     eos = _named(found, named.get("eos_token"))
     ends = [eos, *own.eos_ids, *folder_eos_ids(folder)]
+    templates = _chat_templates(folder, config)
     special = own.special_ids | {i for i, token in added.items() if token.special}
     marks = Marks(
         bos_id=own.bos_id if bos is None else bos,
@@ -60,7 +62,8 @@ def load_folder(folder: Path, stand_in: bool = False) -> Tokenizer:
         add_bos=_bool(config.get("add_bos_token"), own.add_bos),
         add_eos=_bool(config.get("add_eos_token"), own.add_eos),
         space_prefix=own.space_prefix,
-        chat_template=_chat_template(folder, config),
+        chat_template=templates.pop("default", None),
+        named_templates=templates,
         architecture=str(_json(folder / CONFIG).get("model_type") or ""),
         name=_name(folder),
     )
@@ -103,22 +106,21 @@ def _named(found: Found, token: Any) -> int | None:
     return found.token_id(text) if isinstance(text, str) else None
 
 
-def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    jinja = folder / "chat_template.jinja"
-    if jinja.is_file():
-        try:
-            return _bytes(jinja).decode()
-        except UnicodeDecodeError as error:
-            raise EngineFault("tokenizer_corrupt", f"{jinja} is not UTF-8: {error}") from error
-    template = _json(folder / "chat_template.json").get(
-        "chat_template", config.get("chat_template")
-    )
-    if isinstance(template, list):  # several, by name
-        named = {
-            item.get("name"): item.get("template") for item in template if isinstance(item, dict)
-        }
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """The chat templates of a folder by their names; the usual one is "default". A file of its own
+    goes before a key of tokenizer_config.json."""
+    found = _json(folder / "chat_template.json").get("chat_template", config.get("chat_template"))
+    if not isinstance(found, list):
+        found = [{"name": "default", "template": found}]
+    named = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}
+    for path in (folder / "chat_template.jinja", *folder.glob("additional_chat_templates/*.jinja")):
+        if path.is_file():
+            name = "default" if path.parent == folder else path.stem
+            try:
+                named[name] = _bytes(path).decode()
+            except UnicodeDecodeError as error:
+                raise EngineFault("tokenizer_corrupt", f"{path} is not UTF-8: {error}") from error
+    return {n: t for n, t in named.items() if isinstance(n, str) and isinstance(t, str)}
 
 
 def _name(folder: Path) -> str:

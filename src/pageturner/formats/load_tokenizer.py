@@ -102,6 +102,9 @@ def from_gguf(file: GGUFFile) -> Tokenizer:
     spm = kind == "llama"
     bos, eos = (number if spm and number < len(tokens) else None for number in (1, 2))
     add_bos = kind != "gpt2" or PRE_TOKENIZERS[pre].add_bos
+    start = "tokenizer.chat_template."
+    keys = [key for key in file.metadata if key.startswith(start)]
+    named = {key.removeprefix(start): file.get(key, str) for key in keys}
     return Tokenizer(
         codec,
         Marks(
@@ -112,7 +115,8 @@ def from_gguf(file: GGUFFile) -> Tokenizer:
             add_eos=file.get(_KEY + "add_eos_token", bool, False),
             space_prefix=spm and _space_prefix(file),
             chat_template=file.get("tokenizer.chat_template", str, "") or None,
-            rerank_template=file.get("tokenizer.chat_template.rerank", str, ""),
+            named_templates=named,
+            rerank_template=named.pop("rerank", ""),
             fim_ids=_fim_ids(file, len(tokens)),
             architecture=file.get("general.architecture", str, ""),
             name=file.get("general.name", str, ""),

@@ -26,7 +26,8 @@ def model_files(path: Path) -> list[Path]:
     read."""
     if not path.is_dir():
         return [path]
-    found = (file for file in path.iterdir() if file.suffix in SUFFIXES or file.name in NAMES)
+    files = (*path.iterdir(), *path.glob("additional_chat_templates/*.jinja"))
+    found = (file for file in files if file.suffix in SUFFIXES or file.name in NAMES)
     return sorted((file for file in found if file.is_file()), key=lambda file: file.name.encode())
 
 

@@ -49,6 +49,7 @@ class Marks:
                    the end
     space_prefix   whether `encode` puts a space in front of a text (SentencePiece's "dummy prefix")
     chat_template  Jinja source, or None
+    named_templates  further chat templates by their names, such as "tool_use"
     rerank_template  a prompt with {query} and {document}, by which a model judges documents; ""
     fim_ids        what a file calls its tokens for filling a gap in a text: "prefix", "suffix",
                    "middle", "pad", "repo", "file"
@@ -62,6 +63,7 @@ class Marks:
     add_eos: bool = False
     space_prefix: bool = False
     chat_template: str | None = None
+    named_templates: Mapping[str, str] = field(default_factory=dict)
     rerank_template: str = ""
     fim_ids: Mapping[str, int] = field(default_factory=dict)
     architecture: str = ""
