@@ -23,6 +23,7 @@ from support.servers import serving
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who are you?"}]
 LONG = "the old house, the old house, the old"
+ENDS = "a\r\nb\rc\nd \u2028 e\n"  # of lines, as somebody sent them
 TOOLS = [{"type": "function", "function": {"name": "wait"}}]
 KINDS: list[dict[str, Any]] = [
     {"prompt": LONG, "temperature": 0},
@@ -82,6 +83,8 @@ KINDS: list[dict[str, Any]] = [
             "thinking_token_budget": 3,
         },
     },
+    {"prompt": ENDS, "seed": 3},
+    {"messages": [{"role": "user", "content": ENDS}], "seed": 3},
 ]
 BASE = {"max_tokens": 24, "ignore_eos": True, "receipt": True, "seed": 7}
 
@@ -256,6 +259,31 @@ def test_the_command_verifies(command: Any, answers: list[dict[str, Any]], folde
     code, said = command(answers[0], "--prompt", LONG, "--key-file", str(folder.parent / "key"))
     assert (code, said.splitlines()[-1]) == (0, "verified")
     assert "same: signature" in said
+
+
+FILED = {  # how a file came to be: what its program did to a text
+    "as it is": str.encode,
+    "a line end more": lambda text: f"{text}\r\n".encode(),
+    "a byte order mark": lambda text: f"\ufeff{text}".encode(),
+    "UTF-16": lambda text: text.encode("utf-16"),
+    "mark and line end": lambda text: f"\ufeff{text}\n".encode(),
+}
+
+
+@pytest.mark.parametrize("number", [-2, -1])
+@pytest.mark.parametrize("filed", FILED.values(), ids=FILED)
+def test_files_of_honest_answers(
+    llm: LLM, answers: list[dict[str, Any]], tmp_path: Path, number: int, filed: Any
+) -> None:
+    answer, choice = answers[number], answers[number]["choices"][0]
+    said = choice["text"] if "text" in choice else choice["message"]["content"]
+    for name, text in (("asked", ENDS), ("said", said), ("receipt", json.dumps(answer))):
+        (tmp_path / name).write_bytes(filed(text))
+    asked, given, receipt = (verify.read(f"{tmp_path}/{name}") for name in ("asked", "said", "receipt"))
+    findings = list(verify.made_again(form.read_receipt(receipt), llm, asked, given_answers(given)))
+    assert {finding.verdict for finding in findings} == {verify.SAME}, findings
+    changed = asked.replace("d", "x")
+    assert verify.exit_code(list(verify.made_again(form.read_receipt(receipt), llm, changed))) == 1
 
 
 def test_the_command_says_what_differs(

@@ -240,9 +240,10 @@ def test_the_store_is_bounded_and_keeps_what_was_used_last() -> None:
     store.close(record("r3", 5000))
     assert [name for name in ("r0", "r1", "r2", "r3") if kept(store, name)] == ["r0", "r2", "r3"]
     store.close(record("big", 15_001))  # alone over the bound: it costs the others nothing
-    store.close(record("r2", 5000, "b"))  # the newer one of a name
-    assert [name for name in ("r0", "r2", "r3", "big") if kept(store, name)] == ["r0", "r3"]
-    assert store.find("r2", "b").tenant == "b"
+    store.close(record("r2", 5000, "b"))  # of another tenant: the oldest of the largest gives way
+    assert [name for name in ("r0", "r2", "r3", "big") if kept(store, name)] == ["r2", "r3"]
+    store.delete("r2", "b")
+    assert kept(store, "r2")
 
 
 def kept(store: ResponseStore, id: str) -> bool:
@@ -258,6 +259,8 @@ def test_two_answers_under_way_have_two_ids() -> None:
     with pytest.raises(ClientError, match="under way") as caught:
         store.open(record("r", 5000))
     assert caught.value.status == 409
+    store.open(record("r", 5000, "b"))  # who is not even told that there is another one
+    assert store.opened("r", "b").tenant == "b"
 
 
 # -- in the background ---------------------------------------------------------------------------------------

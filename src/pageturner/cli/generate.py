@@ -102,7 +102,7 @@ def _prompt(arguments: argparse.Namespace) -> str:
         return str(arguments.prompt)
     if arguments.file is not None:
         try:
-            return str(arguments.file.read_text(encoding="utf-8"))
+            return str(arguments.file.read_bytes(), "utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise EngineFault("bad_setting", f"cannot read {arguments.file}: {error}") from error
     if sys.stdin.isatty():

@@ -295,13 +295,13 @@ def read_preload_file(path: Path) -> list[PrefixBody]:
     """The prefixes of a file: JSON lines of the fields of POST /v1/prefixes, or else one text.
     EngineFault says what is wrong with it."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes().decode()  # as it is: ends of lines are tokens
     except (OSError, UnicodeDecodeError) as error:
         raise EngineFault("bad_setting", f"preload: cannot read {path}: {error}") from error
     if path.suffix not in (".jsonl", ".json"):
         return [PrefixBody(id=path.stem, prompt=text)]
     found = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
                 found.append(msgspec.convert(json.loads(line), PrefixBody))

@@ -294,6 +294,8 @@ def read_receipt(text: str | bytes) -> Receipt:
     """The receipt in a text: itself, or in the field `receipt` of an answer. NoReceipt names what
     is wrong with its form; whether it was changed is the question of `changes`."""
     try:
+        if isinstance(text, str):
+            text = text.removeprefix("\ufeff")  # which some editors put in front
         value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
         raise NoReceipt("receipt", f"is not JSON: {error}") from None

@@ -7,8 +7,10 @@ Where a text can be read in more than one way, the hash in the receipt says whic
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from pageturner.errors import ClientError
@@ -25,10 +27,10 @@ LARGEST = 2**31  # of a token id
 
 @dataclass(frozen=True, slots=True)
 class GivenAnswer:
-    """The answer that was given, as far as it is known. tokens: None, or those of
-    `return_token_ids`."""
+    """The answer that was given, as far as it is known. texts: what it may have been; tokens: None,
+    or those of `return_token_ids`."""
 
-    text: str | None
+    texts: tuple[str, ...]
     tokens: list[int] | None = None
 
     def differences(
@@ -40,10 +42,11 @@ class GivenAnswer:
         if self.tokens is not None:
             if (at := form.first_difference(self.tokens, made.token_ids)) is not None:
                 yield Difference(path, f"as it was given differs from token {at} on")
-        elif self.text is not None:
-            said = self.text[max(len(self.text) - len(made.text), 0) :] if echo else self.text
-            at = form.first_difference(said, made.text)
-            if at is not None:
+        elif self.texts:
+            said = (text[max(len(text) - len(made.text), 0) :] if echo else text for text in self.texts)
+            places = [form.first_difference(text, made.text) for text in said]
+            at = places[0]
+            if at is not None and None not in places:
                 token = _token_of(made.token_ids, at, tokenizer)
                 what = f"as it was given differs from character {at} on, which is in token {token}"
                 yield Difference(path, what)
@@ -62,10 +65,10 @@ def given_answers(text: str) -> dict[int, GivenAnswer]:
     receipt alone has none."""
     value = _json(text)
     if not isinstance(value, dict):
-        return {0: GivenAnswer(text)}
+        return {0: GivenAnswer(_before_filing(text))}
     choices = value.get("choices")
     if not isinstance(choices, list):
-        return {0: GivenAnswer(text)}
+        return {0: GivenAnswer(_before_filing(text))}
     found = {}
     for choice in choices:
         if isinstance(choice, dict) and isinstance(choice.get("index"), int):
@@ -74,7 +77,7 @@ def given_answers(text: str) -> dict[int, GivenAnswer]:
             ids = choice.get("token_ids")
             if isinstance(said, str) or _is_ids(ids):
                 found[choice["index"]] = GivenAnswer(
-                    said if isinstance(said, str) else None, ids if _is_ids(ids) else None
+                    (said,) if isinstance(said, str) else (), ids if _is_ids(ids) else None
                 )
     return found
 
@@ -91,7 +94,8 @@ def given_prompts(
     """The prompts in a text as tokens, and how they differ from those of the receipt: of all ways
     to read the text the one that does not, or the first."""
     first: tuple[list[list[int]], list[Difference]] | None = None
-    for whole in _readings(receipt, text, tokenizer):
+    readings = (_readings(receipt, one, tokenizer) for one in _before_filing(text))
+    for whole in chain.from_iterable(readings):
         prompts = form.truncated(receipt, whole)
         differences = form.matching_prompts(receipt, prompts)
         if not differences:
@@ -181,8 +185,18 @@ def _is_ids(value: Any) -> bool:
     )
 
 
+def _before_filing(text: str) -> tuple[str, ...]:
+    """What a text may have been before it became a file, itself first: programs put a byte order
+    mark in front of a file, an end of line behind it, and CR LF in place of LF."""
+    texts = [text]
+    texts += [one.removeprefix("\ufeff") for one in texts]
+    texts += [re.sub(r"(\r\n|\n|\r)\Z", "", one) for one in texts]
+    texts += [one.replace("\r\n", "\n") for one in texts]
+    return tuple(dict.fromkeys(texts))
+
+
 def _json(text: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text.removeprefix("\ufeff"))
     except (ValueError, RecursionError):
         return None

@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Check one receipt, say what was found, and return the exit code."""
     key = read_key(arguments.key_file, "" if arguments.key_file else os.environ.get(VARIABLE, ""))
-    text = _read(arguments.receipt)
+    text = read(arguments.receipt)
     prompt, output = (_given(value) for value in (arguments.prompt, arguments.output))
     findings = []
     for finding in _check(text, key, prompt, output, arguments):
@@ -275,15 +275,16 @@ def _compared(
 
 
 # -- what is given ---------------------------------------------------------------------------------
-def _read(path: str) -> str:
-    if path == "-":
-        return sys.stdin.read()
+def read(path: str) -> str:
+    """Every byte counts: nothing is done to the ends of lines. Windows writes UTF-16 behind its
+    mark."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        raw = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        return raw.decode("utf-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise EngineFault("bad_setting", f"cannot read {path}: {error}") from error
 
 
 def _given(value: str | None) -> str | None:
     """The text of a flag, or of the file that it names."""
-    return _read(value[1:]) if value is not None and value.startswith("@") else value
+    return read(value[1:]) if value is not None and value.startswith("@") else value

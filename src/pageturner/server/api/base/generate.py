@@ -148,6 +148,7 @@ class GenerateEndpoint:
             fingerprint=ready.fingerprint,
             tokenizer=service.tokenizer,
             name=service.history.names(info.tenant),
+            tenant=info.tenant,
         )
 
 

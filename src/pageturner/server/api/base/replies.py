@@ -86,7 +86,7 @@ class Reply:
     """The answer to one call, as it is written. `id`, `created` and `model` are the same in all its
     parts.
 
-    name      what the client knows other requests by
+    name      what the client knows other requests by; tenant: whose the answer is
     model     as answers name it
     logprobs  how many the client wants to see, None: none
     template  of the events of its tokens, where these say nothing but their text
@@ -104,8 +104,10 @@ class Reply:
         fingerprint: str,
         tokenizer: Tokenizer,
         name: RequestName = lambda _: None,
+        tenant: str = "",
     ) -> None:
         self.call, self.id, self.model = call, id, model
+        self.tenant = tenant
         self.tokenizer = tokenizer
         self.logprobs = call.logprobs
         self.receipt: Receipt | None = None

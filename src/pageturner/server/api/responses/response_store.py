@@ -7,7 +7,7 @@ own tenant. All of it is in memory and ends with the server. Must not know what 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
 import msgspec
@@ -52,6 +52,10 @@ class ResponseRecord:
     closed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
+    def key(self) -> tuple[str, str]:
+        return self.tenant, self.id
+
+    @property
     def ended(self) -> bool:
         return self.status not in (QUEUED, IN_PROGRESS)
 
@@ -62,60 +66,65 @@ class ResponseRecord:
         return OVERHEAD + asked + len(self.items) + len(self.body) + len(self.output)
 
 
+Key = tuple[str, str]  # tenant, id: an id that a client chose names nothing of another tenant
+
+
 class ResponseStore:
     """most: bytes of all that have ended."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._open: dict[str, ResponseRecord] = {}
-        self._kept: OrderedDict[str, ResponseRecord] = OrderedDict()  # the oldest first
-        self._bytes = 0
+        self._open: dict[Key, ResponseRecord] = {}
+        self._kept: OrderedDict[Key, ResponseRecord] = OrderedDict()  # the oldest first
+        self._bytes: Counter[str] = Counter()  # by tenant
 
     def open(self, record: ResponseRecord) -> None:
-        """Add a response that is in progress. Raises ClientError 409 if another has the same id."""
-        if record.id in self._open:
+        """Add a response that is in progress. Raises ClientError 409 if another one of its tenant
+        has the same id."""
+        if record.key in self._open:
             message = f"a response {record.id!r} is under way: send another X-Request-Id, or none"
             raise ClientError(409, "response_exists", message)
-        self._open[record.id] = record
+        self._open[record.key] = record
 
-    def opened(self, id: str) -> ResponseRecord:
+    def opened(self, id: str, tenant: str) -> ResponseRecord:
         """Return a response that is in progress."""
-        return self._open[id]
+        return self._open[tenant, id]
 
     def close(self, record: ResponseRecord) -> None:
         """Remove a response from those in progress. It is stored if its client wants that and it
-        ended properly."""
-        if self._open.get(record.id) is record:
-            del self._open[record.id]
+        ended properly. The oldest one of the tenant that has most gives way."""
+        if self._open.get(record.key) is record:
+            del self._open[record.key]
         record.closed.set()
         if not (record.store and record.ended and record.body) or record.size > self._most:
             return
-        self._drop(record.id)
-        self._kept[record.id] = record
-        self._bytes += record.size
-        while self._bytes > self._most:
-            self._drop(next(iter(self._kept)))
+        self._drop(record.key)
+        self._kept[record.key] = record
+        self._bytes[record.tenant] += record.size
+        while self._bytes.total() > self._most:
+            [(largest, _)] = self._bytes.most_common(1)
+            self._drop(next(key for key in self._kept if key[0] == largest))
 
     def find(self, id: str, tenant: str) -> ResponseRecord:
         """Return a response that is stored, or runs in the background. Raises ClientError 404 if
         there is none."""
-        record = self._kept.get(id)
-        if record is None and (running := self._open.get(id)) is not None and running.background:
-            record = running
-        if record is None or record.tenant != tenant:
+        key = (tenant, id)
+        record = self._kept.get(key)
+        if record is not None:
+            self._kept.move_to_end(key)
+            return record
+        record = self._open.get(key)
+        if record is None or not record.background:
             message = f"no response {id[:128]!r} is kept here: it was not stored, was deleted, or was too old"
             raise ClientError(404, "response_not_found", message)
-        if id in self._kept:
-            self._kept.move_to_end(id)
         return record
 
     def item(self, id: str, tenant: str) -> bytes:
         """An item of an answer that was kept, as JSON. ClientError 404 where there is none."""
         for response in responses_of(id):
-            record = self._kept.get(response)
-            if record is None or record.tenant != tenant:
-                continue
-            for raw in msgspec.json.decode(record.output, type=list[msgspec.Raw]):
+            record = self._kept.get((tenant, response))
+            output = record.output if record is not None else b"[]"
+            for raw in msgspec.json.decode(output, type=list[msgspec.Raw]):
                 if msgspec.json.decode(raw)["id"] == id:
                     return bytes(raw)
         message = f"no item {id[:128]!r} is kept here: send the item itself"
@@ -126,8 +135,8 @@ class ResponseStore:
         record = self.find(id, tenant)
         record.store = False
         record.cancelled.set()
-        self._drop(id)
+        self._drop(record.key)
 
-    def _drop(self, id: str) -> None:
-        if (record := self._kept.pop(id, None)) is not None:
-            self._bytes -= record.size
+    def _drop(self, key: Key) -> None:
+        if (record := self._kept.pop(key, None)) is not None:
+            self._bytes[record.tenant] -= record.size

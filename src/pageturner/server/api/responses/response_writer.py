@@ -161,7 +161,7 @@ class ResponseWriter:
         return response
 
     def _record(self, reply: Reply) -> ResponseRecord:
-        return self._store.opened(reply.about()["id"])
+        return self._store.opened(reply.id, reply.tenant)
 
     def _part_events(self, reply: Reply, stream: OutputStream, event: PartEvent) -> list[bytes]:
         """The events of what is new in one item."""
