@@ -27,6 +27,7 @@ from rich.live import Live
 from rich.markdown import Markdown
 
 from pageturner.cli.screen import PROMPT, printable
+from pageturner.private_files import FOLDER, open_private
 
 FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
 DRAWN_A_SECOND = 12.0  # drawings of an unfinished block
@@ -171,8 +172,8 @@ def _history(path: Path) -> History:
     """Open the history file, readable by its owner alone; return a history in memory where the
     folder cannot be written."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
+        path.parent.mkdir(FOLDER, parents=True, exist_ok=True)
+        os.close(open_private(path))
     except OSError:
         return InMemoryHistory()
     return FileHistory(path)

@@ -21,6 +21,7 @@ from pageturner.engine.machine_limits import devices_file, read_json, write_json
 from pageturner.errors import EngineFault
 from pageturner.kernels.base import KVSpec
 from pageturner.models.decoder import Decoder
+from pageturner.private_files import locked
 
 if TYPE_CHECKING:
     from pageturner.kernels.gpu.driver import Driver
@@ -163,9 +164,7 @@ def _keep(driver: Driver, found: dict[str, FormResult], model: str, forms: list[
     """Keep results beside what others kept meanwhile; of devices and models the newest."""
     path = results_file()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path.with_suffix(".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with locked(path.with_suffix(".lock"), fcntl.LOCK_EX):
             known, key = _read(), _key(driver)
             mine = known.devices.pop(key, None) or Record()
             mine.models.pop(model, None)

@@ -31,6 +31,7 @@ from pageturner.models.decoder import Decoder
 from pageturner.models.load import open_model, weight_bytes
 from pageturner.models.spec import ModelSpec
 from pageturner.parallel import drivers
+from pageturner.private_files import locked
 from pageturner.telemetry.work import MachineLimits
 
 if TYPE_CHECKING:
@@ -267,8 +268,7 @@ def memory_lock(ops: object) -> Iterator[None]:
     path = devices_file().with_name("device_memory.lock")
     with ExitStack() as stack:
         with suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            fcntl.flock(stack.enter_context(open(path, "w")), fcntl.LOCK_EX)
+            stack.enter_context(locked(path, fcntl.LOCK_EX))
         yield
 
 

@@ -6,7 +6,6 @@ limits are a step's. Must not measure.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -15,6 +14,7 @@ import msgspec
 
 from pageturner.formats import hub
 from pageturner.kernels.peak import Ceilings, Peak
+from pageturner.private_files import write_private
 from pageturner.telemetry.work import MachineLimits
 
 T = TypeVar("T")
@@ -100,11 +100,8 @@ def read_json(path: Path, kind: Callable[[], T]) -> T:
 
 def write_json(path: Path, known: object) -> bool:
     """Write a file at once or not at all. False where the file cannot be written."""
-    mine = path.with_suffix(f".{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        mine.write_bytes(msgspec.json.format(msgspec.json.encode(known), indent=2))
-        mine.replace(path)
+        write_private(path, [msgspec.json.format(msgspec.json.encode(known), indent=2)])
     except OSError:
         return False
     return True

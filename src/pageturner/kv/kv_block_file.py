@@ -36,6 +36,7 @@ from numpy.typing import NDArray
 
 from pageturner.errors import EngineFault
 from pageturner.kv.kv_file import row_sums
+from pageturner.private_files import NotPrivate, open_private
 
 MAGIC = b"ptblk\0\0\1"  # the last byte: version of the layout
 HEAD = struct.Struct("<8s32s2Q")  # magic, identity, bytes of a block, slots
@@ -92,7 +93,9 @@ class BlockFile:
     # -- opening -----------------------------------------------------------------------------------
     def _open(self) -> tuple[int, bool]:
         try:
-            fd, may_write = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), True
+            fd, may_write = open_private(self.path), True
+        except NotPrivate as error:
+            raise _fault(self.path, error) from error
         except OSError as error:
             if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM) or not os.path.exists(
                 self.path
@@ -102,11 +105,11 @@ class BlockFile:
                 fd, may_write = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC), False
             except OSError as second:
                 raise _fault(self.path, second) from second
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+        mode = os.fstat(fd).st_mode
+        if not stat.S_ISREG(mode) or mode & (stat.S_IWGRP | stat.S_IWOTH):
             os.close(fd)
-            raise EngineFault(
-                "kv_file", f"--kv-file {self.path} is no regular file: name another path"
-            )
+            message = f"--kv-file {self.path} is no regular file, or others may change it: name another path"
+            raise EngineFault("kv_file", message)
         return fd, may_write
 
     def _begin(self, size: int) -> None:

@@ -35,6 +35,7 @@ import msgspec
 from pageturner import logs
 from pageturner.errors import EngineFault
 from pageturner.params import SamplingParams
+from pageturner.private_files import open_private
 from pageturner.request import Event, Request
 from pageturner.scheduler.types import Plan, Result, Sequence
 from pageturner.telemetry.work import MachineLimits, ModelCosts, StepWork
@@ -385,7 +386,7 @@ def _open(path: Path) -> tuple[FileIO, bool]:
         )
         if path.is_file():
             os.truncate(path, 0 if new else _whole(path))
-        file = open(path, "ab", buffering=0)  # noqa: SIM115
+        file = open(open_private(path, os.O_WRONLY | os.O_APPEND), "ab", buffering=0)  # noqa: SIM115
     except OSError as error:
         raise EngineFault(
             "step_log", f"cannot write the step log {path}: {error.strerror}"

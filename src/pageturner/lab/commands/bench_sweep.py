@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from pageturner.engine import machine
 from pageturner.errors import EngineFault, bad_setting
 from pageturner.lab.traffic import traffic_flags
+from pageturner.private_files import write_private
 
 if TYPE_CHECKING:
     from pageturner.lab.bench.sweep import LoadSweep, SweepResults, SweptServer
@@ -183,7 +184,7 @@ def main(arguments: argparse.Namespace) -> int:
 
     def write() -> None:
         summary.write_json(_json_path(arguments), found.as_json())
-        arguments.output.write_text(sweep_page.page(found), encoding="utf-8")
+        write_private(arguments.output, [sweep_page.page(found).encode()])
 
     try:
         write()  # what took long to measure is there before anything is simulated

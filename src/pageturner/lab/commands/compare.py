@@ -24,6 +24,7 @@ from pageturner.config import settings as configuration
 from pageturner.engine import machine
 from pageturner.errors import EngineFault, bad_setting
 from pageturner.interrupt import leaving_at_once
+from pageturner.private_files import write_private
 
 if TYPE_CHECKING:
     from pageturner.config.settings import EngineConfig
@@ -472,9 +473,8 @@ def _make(folder: Path) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    _make(path.parent)
     try:
-        path.write_text(text, encoding="utf-8")
+        write_private(path, [text.encode()])
     except OSError as error:
         raise _unwritable(path, error) from error
 

@@ -43,7 +43,9 @@ class GivenAnswer:
             if (at := form.first_difference(self.tokens, made.token_ids)) is not None:
                 yield Difference(path, f"as it was given differs from token {at} on")
         elif self.texts:
-            said = (text[max(len(text) - len(made.text), 0) :] if echo else text for text in self.texts)
+            said = (
+                text[max(len(text) - len(made.text), 0) :] if echo else text for text in self.texts
+            )
             places = [form.first_difference(text, made.text) for text in said]
             at = places[0]
             if at is not None and None not in places:
@@ -186,7 +188,7 @@ def _is_ids(value: Any) -> bool:
 
 
 def _before_filing(text: str) -> tuple[str, ...]:
-    """What a text may have been before it became a file, itself first: programs put a byte order
+    """The texts that a file may have been made of, itself first: programs put a byte order
     mark in front of a file, an end of line behind it, and CR LF in place of LF."""
     texts = [text]
     texts += [one.removeprefix("\ufeff") for one in texts]

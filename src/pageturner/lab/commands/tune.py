@@ -22,6 +22,7 @@ from pageturner.errors import EngineFault, bad_setting
 from pageturner.lab.commands import simulate
 from pageturner.lab.commands.simulated_engines import SIMULATED_SETTINGS
 from pageturner.lab.flag_table import add_flags
+from pageturner.private_files import write_private
 
 if TYPE_CHECKING:
     from pageturner.lab.planning.settings_search import Trial
@@ -99,7 +100,8 @@ def main(arguments: argparse.Namespace) -> int:
     written = best.candidate.settings(base)
     print(render(shown, best, start, notes, len(trials)))
     try:
-        arguments.write.write_text(as_toml(written, f"tuned: {len(trials)} settings simulated"))
+        tuned = as_toml(written, f"tuned: {len(trials)} settings simulated")
+        write_private(arguments.write, [tuned.encode()])
         if arguments.output:
             write_json(
                 arguments.output,

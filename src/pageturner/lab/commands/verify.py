@@ -279,8 +279,10 @@ def read(path: str) -> str:
     """Every byte counts: nothing is done to the ends of lines. Windows writes UTF-16 behind its
     mark."""
     try:
-        raw = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
-        return raw.decode("utf-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8")
+        raw = Path("/dev/stdin" if path == "-" else path).read_bytes()
+        if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
+            return raw.decode("utf-16")
+        return raw.decode()
     except (OSError, UnicodeDecodeError) as error:
         raise EngineFault("bad_setting", f"cannot read {path}: {error}") from error
 

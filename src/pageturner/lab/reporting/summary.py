@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from pageturner.engine.machine_limits import GET
+from pageturner.private_files import write_private
 from pageturner.telemetry.work import MachineLimits, WorkTotals
 
 PERCENTILES = (50, 90, 99)
@@ -72,5 +73,4 @@ def _cell(value: object) -> str:
 
 def write_json(path: Path, figures: dict[str, Any]) -> None:
     """Figures, indented, for other programs."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=2))
+    write_private(path, [msgspec.json.format(msgspec.json.encode(figures), indent=2)])

@@ -7,6 +7,7 @@ know flags.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import random
@@ -33,6 +34,7 @@ from pageturner.lab.simulation.simulator import Simulator
 from pageturner.lab.simulation.step_cost import CalibratedCost, fit, work_of_step
 from pageturner.lab.traffic.traffic import OpenLoop
 from pageturner.lab.traffic.traffic_generators import TokenPrompts, burst_times
+from pageturner.private_files import write_private
 from pageturner.telemetry.work import MachineLimits
 
 QUIETER = 0.1  # a share of the machine less taken by others is worth more than what is kept
@@ -237,11 +239,6 @@ def keep(path: Path, mine: KeptCosts) -> KeptCosts:
     known = kept_costs(path)
     if known is not None and mine.others > known.others - QUIETER:
         return known
-    temporary = path.with_suffix(f".{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(mine), indent=2))
-        temporary.replace(path)
-    except OSError:
-        return mine
+    with contextlib.suppress(OSError):
+        write_private(path, [msgspec.json.format(msgspec.json.encode(mine), indent=2)])
     return mine

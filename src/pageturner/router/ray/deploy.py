@@ -13,10 +13,10 @@ import os
 import signal
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 from pageturner.errors import EngineFault, pip_install
+from pageturner.private_files import write_private
 from pageturner.router.ray import settings
 from pageturner.router.ray.settings import AppSettings
 
@@ -48,7 +48,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Returns the exit code."""
     app = settings.read(arguments.app)
     if arguments.write:
-        Path(arguments.write).write_text(serve_config(app))
+        write_private(arguments.write, [serve_config(app).encode()])
         print(f"wrote {arguments.write}: start it with `serve deploy {arguments.write}`")
         return 0
     try:

@@ -106,8 +106,7 @@ class Reply:
         name: RequestName = lambda _: None,
         tenant: str = "",
     ) -> None:
-        self.call, self.id, self.model = call, id, model
-        self.tenant = tenant
+        self.call, self.id, self.model, self.tenant = call, id, model, tenant
         self.tokenizer = tokenizer
         self.logprobs = call.logprobs
         self.receipt: Receipt | None = None

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from pageturner.private_files import open_private
 from pageturner.server.api.batches.durable_files import JournalError, fault_of
 
 VERSION = 1
@@ -162,9 +163,8 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock = os.open(
-            path.with_name(path.name + ".lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600
-        )
+        with _as_journal_error(path):
+            self._lock = open_private(_beside(path, ".lock"))
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -178,6 +178,11 @@ class Journal:
 
     def _open(self, path: Path) -> sqlite3.Connection:
         with _as_journal_error(path):
+            for file in (
+                path,
+                *filter(Path.exists, (_beside(path, "-wal"), _beside(path, "-shm"))),
+            ):
+                os.close(open_private(file))  # SQLite gives those beside it the mode of the first
             db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             db.execute("PRAGMA journal_mode = WAL")
             db.execute("PRAGMA synchronous = FULL")  # a commit is on the disk when it returns
@@ -197,7 +202,7 @@ class Journal:
         """Close it, and take it away with all that it says."""
         self.close()
         for suffix in ("-wal", "-shm", "", ".lock"):
-            self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
+            _beside(self.path, suffix).unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
@@ -440,6 +445,10 @@ class Journal:
 def crc_of(raw: bytes) -> int:
     """Return a checksum that shows whether a line has changed since it was validated."""
     return zlib.crc32(raw)
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from pageturner.http.multipart import boundary_of, read_form
 from pageturner.http.receiving import read_body
 from pageturner.http.request_info import RequestInfo
 from pageturner.http.responses import json_response
+from pageturner.private_files import sync_folder
 from pageturner.server.admission.metered import metered
 from pageturner.server.api.base.body import bad_request
 from pageturner.server.api.batches.batch_journal import (
@@ -40,7 +41,7 @@ from pageturner.server.api.batches.batches import (
     no_batches,
     remove,
 )
-from pageturner.server.api.batches.durable_files import JournalError, sync_folder
+from pageturner.server.api.batches.durable_files import JournalError
 from pageturner.server.service import Service
 
 WRITE_AT_ONCE = 1 << 20  # bytes

@@ -25,6 +25,7 @@ from pageturner.http.api_keys import ApiKey
 from pageturner.http.error_responses import error_body, unforeseen_of
 from pageturner.http.receiving import again
 from pageturner.http.request_info import RequestInfo
+from pageturner.private_files import open_private, own_folder
 from pageturner.request import BACKGROUND
 from pageturner.server.api.batches.batch_journal import BatchRecord, FileRecord, Journal
 from pageturner.server.api.batches.batch_lines import Answered, Question
@@ -48,7 +49,8 @@ class Batches:
         folder = Path(service.config.batch_dir)
         self._files = folder / "files"
         try:
-            self._files.mkdir(parents=True, exist_ok=True, mode=0o700)
+            own_folder(folder)
+            own_folder(self._files)
             self.journal = Journal(folder / "journal.sqlite")
         except (JournalError, OSError) as error:
             raise EngineFault("bad_setting", f"batch_dir: {error}") from error
@@ -205,5 +207,5 @@ def remove(path: Path) -> None:
 
 
 def begin_file(path: Path) -> int:
-    """A new file that nobody else may read. OSError where it cannot be."""
-    return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    """A new file. OSError where it cannot be."""
+    return open_private(path, os.O_EXCL | os.O_WRONLY)

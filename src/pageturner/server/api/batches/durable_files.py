@@ -6,9 +6,10 @@ Must not know what is in them.
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Iterable
 from pathlib import Path
+
+from pageturner.private_files import write_private
 
 
 class JournalError(Exception):
@@ -32,26 +33,7 @@ def fault_of(path: Path, error: OSError) -> JournalError:
 def write_whole(path: Path, lines: Iterable[bytes]) -> int:
     """Write a file that is there whole or not at all, whatever happens meanwhile. Returns its size.
     OSError, as ENOSPC, leaves what was there before."""
-    partial = path.with_name(path.name + ".partial")
-    size = 0
     try:
-        with partial.open("wb") as file:
-            for line in lines:
-                size += file.write(line + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
+        return write_private(path, (line + b"\n" for line in lines), durable=True)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise fault_of(path, error) from error
-    sync_folder(path.parent)
-    return size
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush a folder to disk, so that renames in it are durable."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -123,8 +123,9 @@ class ResponseStore:
         """An item of an answer that was kept, as JSON. ClientError 404 where there is none."""
         for response in responses_of(id):
             record = self._kept.get((tenant, response))
-            output = record.output if record is not None else b"[]"
-            for raw in msgspec.json.decode(output, type=list[msgspec.Raw]):
+            if record is None:
+                continue
+            for raw in msgspec.json.decode(record.output, type=list[msgspec.Raw]):
                 if msgspec.json.decode(raw)["id"] == id:
                     return bytes(raw)
         message = f"no item {id[:128]!r} is kept here: send the item itself"
