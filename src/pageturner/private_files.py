@@ -17,7 +17,8 @@ from pathlib import Path
 
 from pageturner import logs
 
-FILE, FOLDER = 0o600, 0o700
+FILE = 0o600
+FOLDER = 0o700
 OTHERS = 0o077  # what these modes leave out
 Source = str | os.PathLike[str]
 
@@ -104,6 +105,13 @@ def write_private(path: Source, pieces: Iterable[bytes], *, durable: bool = Fals
     if durable:
         sync_folder(target.parent)
     return size
+
+
+def write_json(path: Source, value: object) -> None:
+    """Write a value as indented JSON, whole or not at all."""
+    import msgspec
+
+    write_private(path, [msgspec.json.format(msgspec.json.encode(value), indent=2)])
 
 
 def sync_folder(folder: Path) -> None:

@@ -12,9 +12,9 @@ from typing import TypeVar
 
 import msgspec
 
+from pageturner import private_files
 from pageturner.formats import hub
 from pageturner.kernels.peak import Ceilings, Peak
-from pageturner.private_files import write_private
 from pageturner.telemetry.work import MachineLimits
 
 T = TypeVar("T")
@@ -101,7 +101,7 @@ def read_json(path: Path, kind: Callable[[], T]) -> T:
 def write_json(path: Path, known: object) -> bool:
     """Write a file at once or not at all. False where the file cannot be written."""
     try:
-        write_private(path, [msgspec.json.format(msgspec.json.encode(known), indent=2)])
+        private_files.write_json(path, known)
     except OSError:
         return False
     return True

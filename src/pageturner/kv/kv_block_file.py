@@ -108,8 +108,8 @@ class BlockFile:
         mode = os.fstat(fd).st_mode
         if not stat.S_ISREG(mode) or mode & (stat.S_IWGRP | stat.S_IWOTH):
             os.close(fd)
-            message = f"--kv-file {self.path} is no regular file, or others may change it: name another path"
-            raise EngineFault("kv_file", message)
+            message = "is no regular file, or others may change it: name another path"
+            raise EngineFault("kv_file", f"--kv-file {self.path} {message}")
         return fd, may_write
 
     def _begin(self, size: int) -> None:

@@ -386,7 +386,8 @@ def _open(path: Path) -> tuple[FileIO, bool]:
         )
         if path.is_file():
             os.truncate(path, 0 if new else _whole(path))
-        file = open(open_private(path, os.O_WRONLY | os.O_APPEND), "ab", buffering=0)  # noqa: SIM115
+        fd = open_private(path, os.O_WRONLY | os.O_APPEND)
+        file = open(fd, "ab", buffering=0)  # noqa: SIM115
     except OSError as error:
         raise EngineFault(
             "step_log", f"cannot write the step log {path}: {error.strerror}"

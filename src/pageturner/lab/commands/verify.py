@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -279,7 +278,7 @@ def read(path: str) -> str:
     """Every byte counts: nothing is done to the ends of lines. Windows writes UTF-16 behind its
     mark."""
     try:
-        raw = Path("/dev/stdin" if path == "-" else path).read_bytes()
+        raw = Path({"-": "/dev/stdin"}.get(path, path)).read_bytes()
         if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
             return raw.decode("utf-16")
         return raw.decode()

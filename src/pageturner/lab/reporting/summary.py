@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from pageturner.engine.machine_limits import GET
-from pageturner.private_files import write_private
+from pageturner.private_files import write_json as write_json
 from pageturner.telemetry.work import MachineLimits, WorkTotals
 
 PERCENTILES = (50, 90, 99)
@@ -69,8 +65,3 @@ def table(rows: Sequence[Sequence[object]], head: Sequence[str]) -> str:
 
 def _cell(value: object) -> str:
     return f"{value:,.2f}" if isinstance(value, float) else str(value)
-
-
-def write_json(path: Path, figures: dict[str, Any]) -> None:
-    """Figures, indented, for other programs."""
-    write_private(path, [msgspec.json.format(msgspec.json.encode(figures), indent=2)])

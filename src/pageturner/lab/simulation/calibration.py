@@ -34,7 +34,7 @@ from pageturner.lab.simulation.simulator import Simulator
 from pageturner.lab.simulation.step_cost import CalibratedCost, fit, work_of_step
 from pageturner.lab.traffic.traffic import OpenLoop
 from pageturner.lab.traffic.traffic_generators import TokenPrompts, burst_times
-from pageturner.private_files import write_private
+from pageturner.private_files import write_json
 from pageturner.telemetry.work import MachineLimits
 
 QUIETER = 0.1  # a share of the machine less taken by others is worth more than what is kept
@@ -240,5 +240,5 @@ def keep(path: Path, mine: KeptCosts) -> KeptCosts:
     if known is not None and mine.others > known.others - QUIETER:
         return known
     with contextlib.suppress(OSError):
-        write_private(path, [msgspec.json.format(msgspec.json.encode(mine), indent=2)])
+        write_json(path, mine)
     return mine

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from pageturner.errors import EngineFault
-from pageturner.private_files import write_private
+from pageturner.private_files import write_json
 from pageturner.telemetry.step_log import StepRecord
 from pageturner.telemetry.work import StepWork, spans_of_ballast, work_of_spans
 
@@ -105,7 +105,7 @@ class CalibratedCost(msgspec.Struct, frozen=True):
 
     def save(self, path: Path) -> None:
         try:
-            write_private(path, [msgspec.json.format(msgspec.json.encode(self), indent=2)])
+            write_json(path, self)
         except OSError as error:
             raise EngineFault("calibration", f"cannot write {path}: {error.strerror}") from error
 
