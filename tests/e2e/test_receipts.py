@@ -279,7 +279,9 @@ def test_files_of_honest_answers(
     said = choice["text"] if "text" in choice else choice["message"]["content"]
     for name, text in (("asked", ENDS), ("said", said), ("receipt", json.dumps(answer))):
         (tmp_path / name).write_bytes(filed(text))
-    asked, given, receipt = (verify.read(f"{tmp_path}/{name}") for name in ("asked", "said", "receipt"))
+    asked, given, receipt = (
+        verify.read(f"{tmp_path}/{name}") for name in ("asked", "said", "receipt")
+    )
     findings = list(verify.made_again(form.read_receipt(receipt), llm, asked, given_answers(given)))
     assert {finding.verdict for finding in findings} == {verify.SAME}, findings
     changed = asked.replace("d", "x")

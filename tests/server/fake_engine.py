@@ -36,6 +36,7 @@ from pageturner.ipc.channel import (
     encode,
 )
 from pageturner.ipc.ledger import Ledger
+from pageturner.ipc.submit_repeats import SubmitRepeats
 from pageturner.request import Event, Failure, Request
 from pageturner.telemetry.work import MachineLimits, WorkTotals
 from server.bytes_tokenizer import SPECIALS, VOCAB, prompt_logprob, token_at
@@ -53,7 +54,7 @@ def crash() -> None:
 class Fake:
     def __init__(self, sock: socket.socket, ledger: Ledger) -> None:
         self.sock, self.ledger = sock, ledger
-        self.decoder = MessageDecoder(ToEngine)
+        self.decoder, self.repeats = MessageDecoder(ToEngine), SubmitRepeats()
         self.requests: dict[int, Request] = {}
         self.done: dict[int, list[int]] = {}
         self.scored: dict[
@@ -92,8 +93,8 @@ class Fake:
         data = self.sock.recv(1 << 20)
         for message in self.decoder.feed(data):
             match message:
-                case Submit(request=request):
-                    self.take(request)
+                case Submit():
+                    self.take(self.repeats.restore(message))
                 case Unpin(id=id):
                     self.note(unpin=id)
                 case ForgetPrefixes():

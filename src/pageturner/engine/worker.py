@@ -45,6 +45,7 @@ from pageturner.ipc.channel import (
 )
 from pageturner.ipc.ledger import Ledger
 from pageturner.ipc.session_messages import ReleaseSession, RestoreSession
+from pageturner.ipc.submit_repeats import SubmitRepeats
 from pageturner.policies.scheduler_config import CHANGEABLE
 from pageturner.request import Event
 
@@ -68,6 +69,7 @@ class ChannelLoop:
         self._sock = sock
         self._ledger = ledger
         self._decoder = MessageDecoder(ToEngine)
+        self._repeats = SubmitRepeats()
         self._wanted: Configure | None = None
         self._next_stats = 0.0
         self._told_idle = False
@@ -100,8 +102,8 @@ class ChannelLoop:
         refusals: list[Event] = []
         for message in self._decoder.feed(data):
             match message:
-                case Submit(request=request):
-                    refusals += self._engine.submit(request)
+                case Submit():
+                    refusals += self._engine.submit(self._repeats.restore(message))
                 case Abort(id=id):
                     self._sock.sendall(encode(Aborted(id, self._engine.abort(id))))
                 case Unpin(id=id):

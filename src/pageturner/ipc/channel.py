@@ -26,9 +26,12 @@ MAX_FRAME = 64 * 1024 * 1024
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):
-    """API to engine: take this request (or take it up again, if it carries `resume`)."""
+    """API to engine: take this request (or take it up again, if it carries `resume`). same_params,
+    same_prompt: what was left out of it, as the Submit before has it (submit_repeats.py)."""
 
     request: Request
+    same_params: tuple[str, ...] = ()
+    same_prompt: bool = False
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):

@@ -23,9 +23,8 @@ from pageturner.text.parameters import entries
 
 MAX_BEHIND = 4096  # tokens that a client may leave unread before it is cut off
 MANY_LOGPROBS = 512  # positions of an answer; more are a burden where there is no memory
-MAX_STOPPED = (
-    1024  # stopped streams awaiting the engine's timings; beyond this the oldest go without
-)
+# stopped streams awaiting the engine's timings; beyond this the oldest go without
+MAX_STOPPED = 1024
 NO_MEMORY = Failure(OUT_OF_MEMORY, MESSAGE, 1.0)
 TIMINGS_TIMEOUT = 1.0  # seconds for which an answer waits for them
 
@@ -59,16 +58,14 @@ class OpenStreams:
     ) -> None:
         self.unfinished: dict[int, OutputStream] = {}
         self.accounts: dict[int, Timings] = {}  # of those that are asked for (running_timelines.py)
-        self.gained = (
-            0  # tokens and prompt logprobs that reached any stream: the supervisor's progress
-        )
+        # tokens and prompt logprobs that reached any stream: the supervisor's progress
+        self.gained = 0
         self._stopped: OrderedDict[int, StoppedStream] = OrderedDict()
         self._metrics = metrics
         self._places = RetryAfter(limit)
         self._most_entries = most_entries
-        self._entries = (
-            0  # of all unfinished streams: what reshapes their logits lies in both processes
-        )
+        # of all unfinished streams: what reshapes their logits lies in both processes
+        self._entries = 0
         self._clock = clock
 
     def raise_limit(self, more: int) -> None:
@@ -110,9 +107,7 @@ class OpenStreams:
         now, stopped = self._clock(), []
         for event in events:
             stream = self.unfinished.get(event.id)
-            if (
-                stream is None
-            ):  # cancelled, while this was on its way: or stopped, and the engine was quicker
+            if stream is None:  # cancelled meanwhile, or stopped, and the engine was quicker
                 if event.timings is not None:
                     self.settle_timings(event.id, event.timings)
                 continue

@@ -11,8 +11,9 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain, islice
 
 from pageturner.errors import EngineFault
 from pageturner.http.memory_reserve import MemoryReserve
@@ -28,10 +29,10 @@ from pageturner.ipc.channel import (
     MessageDecoder,
     Ready,
     Stats,
-    Submit,
     ToEngine,
     encode,
 )
+from pageturner.ipc.submit_repeats import SubmitRepeats
 from pageturner.request import EXPIRED
 from pageturner.server.engine_client.engine_checks import check_events, check_ready
 from pageturner.server.engine_client.open_streams import OpenStreams
@@ -47,6 +48,7 @@ REFERENCE_TIMEOUT = 1800.0  # seconds for one step of the numpy reference
 SIGNAL_GRACE_S = 0.02  # seconds in which a signal that ended the engine, if it is for the whole group, is here too
 EXIT_TIMEOUT = 2.0  # seconds that an engine gets to leave after its channel was closed
 RECEIVE_BYTES = 1 << 18
+SUBMITTED_AT_ONCE = 64  # streams; then others go on
 
 # what no request can do to an engine: an operator does it, the system, or the out-of-memory killer
 FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
@@ -130,6 +132,7 @@ class Supervisor:
         self.epoch += 1
         self.process = process
         self._decoder = MessageDecoder(FromEngine)
+        self._repeats = SubmitRepeats()
         self._submitted.clear()
         self._live = False
         self._spawned_at = time.monotonic()
@@ -211,8 +214,7 @@ class Supervisor:
         if not self._work():
             self._busy_since = time.monotonic()
         self._streams.add(streams)
-        for stream in streams:
-            self._submit(stream)
+        self._submit_all(iter(streams))
 
     def cancel(self, stream: OutputStream) -> None:
         """Forget it and tell the engine to abort it; its blocks are free before the engine's next
@@ -233,19 +235,24 @@ class Supervisor:
 
     def _submit(self, stream: OutputStream) -> None:
         id = stream.request.id
-        if self._live and id not in self._submitted and self._quarantine.allows(id):
+        open = id in self._streams.unfinished and id not in self._submitted
+        if self._live and open and self._quarantine.allows(id):
             self._submitted.add(id)
             stream.times.submitted_at = stream.times.submitted_at or time.monotonic()
             stream.times.engines += 1
-            self._send(Submit(stream.resumable()))
+            self._send(self._repeats.shorten(stream.resumable()))
 
     def _abort(self, id: int) -> None:
         if self._live and id in self._submitted:
             self._send(Abort(id))
 
-    def _submit_all(self) -> None:
-        for stream in list(self._streams.unfinished.values()):
+    def _submit_all(self, streams: Iterator[OutputStream] | None = None) -> None:
+        """Submit these streams, or all, a slice in each round of the event loop."""
+        streams = streams or iter(list(self._streams.unfinished.values()))
+        for stream in islice(streams, SUBMITTED_AT_ONCE):
             self._submit(stream)
+        if (more := next(streams, None)) is not None:
+            asyncio.get_running_loop().call_soon(self._submit_all, chain((more,), streams))
 
     def _settle(self) -> None:
         """Let more in, once the suspects that were let in have proved themselves."""

@@ -15,7 +15,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from pageturner.errors import ClientError
 from pageturner.http.api_keys import cache_salt_of
@@ -185,14 +185,7 @@ class Answer:
         headers = [*JSON_HEADERS, (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         for i in range(0, len(body), MAX_AT_ONCE):
-            rest = i + MAX_AT_ONCE < len(body)
-            await send(
-                {
-                    "type": "http.response.body",
-                    "body": body[i : i + MAX_AT_ONCE],
-                    "more_body": rest,
-                }
-            )
+            await send(_part(body[i : i + MAX_AT_ONCE], i + MAX_AT_ONCE < len(body)))
 
     async def stream(
         self, queue: PieceQueue, left: asyncio.Future[None], send: Send, info: RequestInfo
@@ -226,20 +219,20 @@ class Answer:
             body = await self._chunks(pieces, send)
             if failure is not None or unfinished == 0:
                 break
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+            await send(_part(body))
             pieces = await queue.get_all()
         if failure is not None:
             body += self.dialect.failed(self.reply, error_of(failure))
         elif self.reply.call.body.timings:
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+            await send(_part(body))
             await self.open_streams.wait_for_timings(self.streams)
             body = self.reply.last_timings(self.streams)
         if failure is None and self.reply.call.body.receipt:
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+            await send(_part(body))
             body = await self._receipt_event()
         if failure is None:
             body += self.dialect.end(self.reply, self.streams)
-        await send({"type": "http.response.body", "body": body})
+        await send(_part(body, more=False))
 
     async def _receipt(self, left: asyncio.Future[None] | None = None) -> bool:
         """Have the receipt of the answer written, which may take as long as the model is hashed.
@@ -264,20 +257,15 @@ class Answer:
     async def _chunks(self, pieces: list[OutputPiece], send: Send) -> bytes:
         """Return the chunks of these pieces. The chunks up to the last long one are sent
         already."""
-        chunk, long_chunk, reply, parts = (
-            self.dialect.chunk,
-            self.dialect.long_chunk,
-            self.reply,
-            [],
-        )
+        chunk, long_chunk = self.dialect.chunk, self.dialect.long_chunk
+        reply = self.reply
+        parts: list[bytes] = []
         for piece in pieces:
             if piece.stream.failure is not None:
                 continue
             if long_chunk and piece.n <= 1 and len(piece.stream.prompt_logprobs) > MANY_LOGPROBS:
                 parts.append(await in_slices(long_chunk(reply, piece), self.memory))
-                await send(
-                    {"type": "http.response.body", "body": b"".join(parts), "more_body": True}
-                )
+                await send(_part(b"".join(parts)))
                 parts.clear()
             else:
                 parts.append(chunk(reply, piece))
@@ -286,10 +274,12 @@ class Answer:
         return b"".join(parts)
 
 
+def _part(body: bytes, more: bool = True) -> Message:
+    return {"type": "http.response.body", "body": body, "more_body": more}
+
+
 def _failed(pieces: list[OutputPiece]) -> Failure | None:
-    return next(
-        (piece.stream.failure for piece in pieces if piece.stream.failure is not None), None
-    )
+    return next(filter(None, (piece.stream.failure for piece in pieces)), None)
 
 
 def _forget_logprobs(streams: list[OutputStream]) -> Generator[None, None, None]:
