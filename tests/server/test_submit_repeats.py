@@ -15,7 +15,6 @@ from pageturner.params import SamplingParams
 from pageturner.request import Request
 from pageturner.server.engine_client.supervisor import SUBMITTED_AT_ONCE
 
-
 LONG: dict[str, Any] = {
     "structured_outputs": "x" * 5000,
     "logit_bias": dict.fromkeys(range(5000), 0.5),
