@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from pageturner.progress import Progress
 from pageturner.request import Event, Logprob, PromptLogprob, Request
 from pageturner.session import Session
 from pageturner.text import parameters
+from pageturner.text.answer_format import AnswerFormat
 from pageturner.text.chat_request import ChatSettings, ToolCall, chat_prompt, read_answer, read_chat
 from pageturner.text.output_stream import OutputPiece, OutputStream, output_streams
 from pageturner.text.template_choice import give_template
@@ -193,7 +194,7 @@ class LLM:
         progress: bool | None = None,
         pin: bool = False,
         skip_special: bool = True,
-        shown: Collection[int] = (),
+        reads: AnswerFormat | None = None,
         lora: Sequence[str] = (),
     ) -> list[RequestOutput]:
         outputs: list[RequestOutput] = []
@@ -201,7 +202,7 @@ class LLM:
         tokens = 0
         try:
             for prompt, p, name in zip(prompts, each, lora or [""] * len(prompts), strict=True):
-                outputs.append(self._submit(prompt, p, open_, pin, skip_special, shown, name))
+                outputs.append(self._submit(prompt, p, open_, pin, skip_special, reads, name))
             with Progress("generating", len(prompts), enabled=progress) as line:
                 while open_:
                     for event in self._step(open_):
@@ -288,10 +289,9 @@ class LLM:
         read = read_chat(
             messages, params or self.get_default_sampling_params(), self.tokenizer, asked
         )
-        shown = () if read.answer is None else read.answer.shown
-        output = self._answer([read.prompt], [read.params], shown=shown, lora=[lora])[0]
+        output = self._answer([read.prompt], [read.params], reads=read.answer, lora=[lora])[0]
         for answer in output.outputs:
-            said = read_answer(read.answer, answer.text)
+            said = read_answer(read.answer, answer.text, answer.finish_reason)
             answer.text, answer.reasoning, answer.tool_calls = (
                 said.content,
                 said.reasoning,
@@ -373,7 +373,7 @@ class LLM:
         open_: dict[int, _PendingAnswer],
         pin: bool = False,
         skip_special: bool = True,
-        shown: Collection[int] = (),
+        reads: AnswerFormat | None = None,
         lora: str = "",
     ) -> RequestOutput:
         text = prompt if isinstance(prompt, str) else None
@@ -406,7 +406,7 @@ class LLM:
         output = RequestOutput(text, list(request.prompt), answers, request_id=request.id)
         sinks = [_TextPieces() for _ in answers]
         streams = output_streams(
-            request, sinks, self._ids, self.tokenizer, skip_special=skip_special, shown=shown
+            request, sinks, self._ids, self.tokenizer, skip_special=skip_special, answer=reads
         )
         for stream, sink, answer in zip(streams, sinks, answers, strict=True):
             open_[stream.request.id] = _PendingAnswer(

@@ -76,7 +76,7 @@ def chat_whole(told: Json) -> tuple[list[Part], Any, int]:
     if message.get("reasoning_content"):
         parts.append(("reasoning", "", message["reasoning_content"]))
     if message["content"] or not (parts or message.get("tool_calls")):
-        parts.append(("content", "", message["content"]))
+        parts.append(("content", "", message["content"] or ""))
     for call in message.get("tool_calls", ()):
         parts.append(("call", call["function"]["name"], call["function"]["arguments"]))
     return (
@@ -210,7 +210,7 @@ def messages_streamed(response: httpx.Response) -> tuple[list[Part], Any, int]:
 def ollama_said(message: Json, reason: str) -> tuple[list[Part], Any, int]:
     parts: list[Part] = [("reasoning", "", message["thinking"])] if message.get("thinking") else []
     if message["content"] or not (parts or message.get("tool_calls")):
-        parts.append(("content", "", message["content"]))
+        parts.append(("content", "", message["content"] or ""))
     for place, call in enumerate(message.get("tool_calls", ())):
         function = call["function"]
         assert function["index"] == place

@@ -96,7 +96,7 @@ def walk(matcher: Matcher, size: int, draw: random.Random) -> list[int]:
 
 
 def text_of(tokens: list[int], tokenizer: Tokenizer, shown: tuple[int, ...]) -> str:
-    detokenizer = Detokenizer(tokenizer, shown=shown)
+    detokenizer = Detokenizer(tokenizer, answer=AnswerFormat(shown=shown))
     return "".join(map(detokenizer.push, tokens)) + detokenizer.finish()
 
 
@@ -135,7 +135,7 @@ def test_control_tokens_that_are_no_marks_stay_hidden() -> None:
         MarkedCodec(("<x>", "<y>")), Marks(eos_ids=(END,), special_ids=frozenset((257, 258)))
     )
     assert text_of([97, 257, 258, 98], tokenizer, (258,)) == "a<y>b"
-    everything = Detokenizer(tokenizer, skip_special=False, shown=(258,))
+    everything = Detokenizer(tokenizer, skip_special=False, answer=AnswerFormat(shown=(258,)))
     assert "".join(map(everything.push, [97, 257, 258])) == "a<x><y>"
 
 

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from pageturner.errors import ClientError
 from pageturner.formats.tokenizer import Tokenizer
+from pageturner.params import SamplingParams
 from pageturner.text import reasoning, tool_formats
 from pageturner.text.call_parser import CallParser, Delta, Parser, PlainText
 from pageturner.text.harmony import HarmonyParser
 from pageturner.text.reasoning import ReasoningFormat, ThoughtsParser, reasoning_format
+from pageturner.text.stop_strings import ContentStops
 from pageturner.text.tool_formats import ToolFormat, tool_format
 from pageturner.text.tool_grammar import check_tools, tool_grammar, with_thoughts
 from pageturner.text.tools import ToolChoice
@@ -33,6 +36,7 @@ class AnswerFormat:
     named      the client has said which tool is to be called
     shown      control tokens that are text here: the marks of both formats
     names      of the tools, where nothing but a name tells a call from text; else ()
+    stop_ids   tokens that end the content, and neither thoughts nor a call
     """
 
     tools: str = ""
@@ -41,6 +45,7 @@ class AnswerFormat:
     named: bool = False
     shown: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
 
     def parser(self) -> Parser:
         """A parser for the text of one choice."""
@@ -54,16 +59,26 @@ class AnswerFormat:
         return rest
 
 
+    def stops(self, stop: Sequence[str], include: bool) -> ContentStops | None:
+        """The stops of one choice; None: nothing stops it."""
+        if not (stop or self.stop_ids):
+            return None
+        return ContentStops(stop, self.stop_ids, include, self.parser())
+
+
 class AnswerReader:
     """One choice of an answer as it is read.
 
     calls   that have begun
     thinks  there may be thoughts in it
+    cut     its last characters were the beginning of a mark, and nothing else came
     """
 
     def __init__(self, format: AnswerFormat) -> None:
         self.calls = 0
         self.thinks = bool(format.reasoning) or format.tools == HARMONY
+        self.cut = False
+        self._tail = ""  # text that the parser holds
         self._offsets = array("Q")
         self._parser = format.parser()
 
@@ -77,10 +92,17 @@ class AnswerReader:
         """The number of noted tokens that begin before the thoughts end: their marks count too."""
         return bisect_left(self._offsets, self._parser.thoughts_end)
 
-    def read(self, text: str, last: bool) -> list[Delta]:
-        """The deltas of these next characters; neighbours of one kind are one delta."""
+    def read(self, text: str, last: bool, cut: bool = False) -> list[Delta]:
+        """The deltas of these next characters; neighbours of one kind are one delta. cut: what ends
+        here was not at its end, so that the beginning of a mark is no content."""
         found: list[Delta] = []
-        for delta in self._parser.push(text) + (self._parser.finish() if last else []):
+        deltas = self._parser.push(text)
+        held = self._parser.held
+        self._tail = (self._tail + text)[-held:] if held else ""
+        self.cut = last and cut and bool(self._tail.strip())
+        if last and not self.cut:
+            deltas += self._parser.finish()
+        for delta in deltas:
             self.calls += delta.kind == "call"
             if found and found[-1].kind == delta.kind != "call":
                 found[-1] = Delta(delta.kind, found[-1].text + delta.text)
@@ -89,10 +111,21 @@ class AnswerReader:
         return found
 
 
-def read(format: AnswerFormat, text: str) -> list[Delta]:
-    """All that stands in a whole answer."""
-    parser = format.parser()
-    return parser.push(text) + parser.finish()
+def read(format: AnswerFormat, text: str, cut: bool = False) -> list[Delta]:
+    """All that stands in a whole answer. cut: as `AnswerReader.read` has it."""
+    return AnswerReader(format).read(text, True, cut)
+
+
+def with_content_stops(
+    params: SamplingParams, answer: AnswerFormat | None, ends: Sequence[int]
+) -> tuple[SamplingParams, AnswerFormat | None]:
+    """The parameters and the format of an answer whose stop tokens, all but its ends of sequence,
+    are looked for in its text and not by the engine, which knows no content."""
+    own = tuple(token for token in params.stop_ids if token not in ends)
+    if answer is None or not own or params.beam_width:
+        return params, answer
+    ended = tuple(token for token in params.stop_ids if token in ends)
+    return replace(params, stop_ids=ended), replace(answer, stop_ids=own)
 
 
 def marks_of(tools: str, reasoning: str) -> tuple[str, ...]:

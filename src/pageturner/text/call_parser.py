@@ -51,7 +51,7 @@ def trigger(format: ToolFormat) -> str:
 
 # -- parsers ---------------------------------------------------------------------------------------
 
-LONGEST_NAME = 64
+LONGEST_NAME = 128
 _IS_NAME = re.compile(NAME_CHARACTERS)
 
 
@@ -65,10 +65,13 @@ class Delta(NamedTuple):
 
 class Parser(Protocol):
     """Text in, deltas out. `finish` when no more text comes. thoughts_end: how many characters have
-    come up to the end of the last thoughts; 0: there were none."""
+    come up to the end of the last thoughts; 0: there were none. held: characters at the end of
+    which it is not known yet what they are."""
 
     @property
     def thoughts_end(self) -> int: ...
+    @property
+    def held(self) -> int: ...
     def push(self, text: str) -> list[Delta]: ...
     def finish(self) -> list[Delta]: ...
 
@@ -76,7 +79,7 @@ class Parser(Protocol):
 class PlainText:
     """Everything is content."""
 
-    thoughts_end = 0
+    thoughts_end = held = 0
 
     def push(self, text: str) -> list[Delta]:
         return [Delta("content", text)] if text else []
@@ -159,6 +162,10 @@ class CallParser:
         self._arguments: Arguments | None = None
         self._tails: list[tuple[str, ...]] = []  # of the patterns that the current call may have
         self._state = self._start if format.at_start else self._content
+
+    @property
+    def held(self) -> int:
+        return len(self._held)
 
     def push(self, text: str) -> list[Delta]:
         found: list[Delta] = []

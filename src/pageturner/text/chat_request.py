@@ -15,7 +15,7 @@ from pageturner.errors import ClientError
 from pageturner.formats.tokenizer import Tokenizer
 from pageturner.params import SamplingParams
 from pageturner.text import answer_format, tools
-from pageturner.text.answer_format import AnswerFormat, ChatFormats
+from pageturner.text.answer_format import AnswerFormat, ChatFormats, with_content_stops
 from pageturner.text.chat_template import ChatTemplate, continued_prompt
 from pageturner.text.conversation import template_messages, variables
 from pageturner.text.template_choice import HOW_TO_GIVE
@@ -102,7 +102,9 @@ def read_chat(
         tokenizer, tokenizer.chat_template, asked.tool_call_parser, asked.reasoning_parser
     )
     answer = formats.answer(choice, text)
-    params = _held(params, choice, formats)
+    params, answer = with_content_stops(
+        _held(params, choice, formats), answer, () if params.ignore_eos else tokenizer.eos_ids
+    )
     if given.get("enable_thinking") is not False or (answer is not None and answer.thinking):
         grammar = formats.behind_thoughts(params.structured_outputs, answer)
         params = replace(params, structured_outputs=grammar)
@@ -122,13 +124,13 @@ def _held(params: SamplingParams, choice: ToolChoice, formats: ChatFormats) -> S
     )
 
 
-def read_answer(answer: AnswerFormat | None, text: str) -> ReadAnswer:
-    """The text of an answer, taken apart."""
+def read_answer(answer: AnswerFormat | None, text: str, finish: str | None) -> ReadAnswer:
+    """The text of an answer, taken apart. finish: why it ended."""
     if answer is None:
         return ReadAnswer(text)
     content, thoughts = "", ""
     calls: list[ToolCall] = []
-    for kind, said in answer_format.read(answer, text):
+    for kind, said in answer_format.read(answer, text, finish != "stop"):
         if kind == "content":
             content += said
         elif kind == "reasoning":

@@ -10,7 +10,8 @@ import codecs
 from collections.abc import Collection, Iterable, Sequence
 
 from pageturner.formats.tokenizer import Tokenizer
-from pageturner.text.stop_strings import StopStrings
+from pageturner.text.answer_format import AnswerFormat
+from pageturner.text.stop_strings import ContentStops, StopStrings
 
 
 class Detokenizer:
@@ -19,8 +20,8 @@ class Detokenizer:
     What `push` and `finish` return, joined, is the decoding of all tokens at once, cut at the first
     stop string (stop_strings.py). Text within the first `min_tokens` tokens cannot stop anything.
 
-    shown     control tokens that are text even where others are skipped
-    stopped   the stop string that ended the text, or None
+    answer    what may stand in the text beside content: nothing stops that (stop_strings.py)
+    stopped   the stop string that ended the text, or the stop token of `answer`, or None
     decoded   characters decoded so far, those that are still held back included
     """
 
@@ -32,15 +33,20 @@ class Detokenizer:
         min_tokens: int = 0,
         skip_special: bool = True,
         include_stop: bool = False,
-        shown: Collection[int] = (),
+        answer: AnswerFormat | None = None,
     ) -> None:
-        self.stopped: str | None = None
+        self.stopped: str | int | None = None
         self.decoded = 0
         self._token_bytes = tokenizer.token_bytes
-        skipped = tokenizer.special_ids.difference(shown) if shown else tokenizer.special_ids
+        skipped = tokenizer.special_ids
+        self._stops: StopStrings | ContentStops | None = None
+        if stop:
+            self._stops = StopStrings(stop, include_stop)
+        if answer is not None:
+            skipped = skipped.difference(answer.shown)
+            self._stops = answer.stops(stop, include_stop)
         self._skip: Collection[int] = skipped if skip_special else ()
-        self._stop_strings = StopStrings(stop, include_stop) if stop else None
-        self._exempt = min_tokens  # tokens whose text is not looked at
+        self._exempt = min_tokens  # tokens that stop nothing
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
@@ -49,12 +55,12 @@ class Detokenizer:
             return ""
         text = "" if token in self._skip else self._utf8.decode(self._token_bytes(token))
         self.decoded += len(text)
-        if self._stop_strings is None:
+        if self._stops is None:
             return text
-        if self._exempt > 0:
-            self._exempt -= 1
-            return text
-        return self._cut(self._stop_strings, text)
+        self._exempt -= 1
+        text = self._stops.push(text, token, self._exempt >= 0)
+        self.stopped = self._stops.found
+        return text
 
     def finish(self) -> str:
         """The text that was held back, when no more tokens come. A broken last character becomes
@@ -63,14 +69,12 @@ class Detokenizer:
             return ""
         text = self._utf8.decode(b"", True)
         self.decoded += len(text)
-        if self._stop_strings is None:
+        if self._stops is None:
             return text
-        text = self._cut(self._stop_strings, text) if text else ""
-        return text if self.stopped is not None else text + self._stop_strings.flush()
-
-    def _cut(self, stop_strings: StopStrings, text: str) -> str:
-        text = stop_strings.push(text)
-        self.stopped = stop_strings.found
+        text = self._stops.push(text)
+        if self._stops.found is None:
+            text += self._stops.flush()
+        self.stopped = self._stops.found
         return text
 
 

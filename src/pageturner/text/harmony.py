@@ -46,6 +46,10 @@ class HarmonyParser:
         thinks = self._kind == "reasoning" and not self._in_head
         return self._pushed if thinks else self._ended
 
+    @property
+    def held(self) -> int:
+        return len(self._held)
+
     def push(self, text: str) -> list[Delta]:
         found: list[Delta] = []
         self._held += text
@@ -57,11 +61,7 @@ class HarmonyParser:
 
     def finish(self) -> list[Delta]:
         found: list[Delta] = []
-        if (
-            not self._in_head
-            and self._held
-            and not any(mark.startswith(self._held) for mark in MARKS)
-        ):
+        if self._held and not self._in_head:
             found.append(Delta(self._kind, self._held))
         self._held = ""
         return found

@@ -7,12 +7,13 @@ uses it just as the server does.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from pageturner.formats.tokenizer import Tokenizer
 from pageturner.request import Event, Failure, Logprob, PromptLogprob, Request, Resume, Timings
+from pageturner.text.answer_format import AnswerFormat
 from pageturner.text.detokenizer import Detokenizer
 from pageturner.text.pooled_sum import PooledSum
 
@@ -140,14 +141,10 @@ class OutputStream:
                     f"request {self.request.id}: prompt logprobs came {-known} positions too early"
                 )
             self.prompt_logprobs += event.prompt_logprobs[known:]
-        if (
-            event.tokens or event.finish in ("stop", "length")
-        ) and self.request.logits_from is not None:
-            missing = (
-                len(self.request.prompt)
-                - 1
-                - max(len(self.prompt_logprobs), self.pooled.positions - 1)
-            )
+        scored_whole = event.tokens or event.finish in ("stop", "length")
+        if scored_whole and self.request.logits_from is not None:
+            scored = max(len(self.prompt_logprobs), self.pooled.positions - 1)
+            missing = len(self.request.prompt) - 1 - scored
             if missing:
                 raise StreamGap(f"request {self.request.id}: {missing} prompt logprobs are missing")
 
@@ -168,13 +165,14 @@ class OutputStream:
         )
 
     def _push(self, token: int, finish: str | None, now: float) -> None:
-        """One token. A token that stopped the sequence is counted and not shown, as in vLLM."""
+        """One token. A stop token is counted, and shown only where stops are, as in vLLM."""
         if not self.tokens:
             self.times.first_at = now
         self.times.last_at = now
         self.tokens.append(token)
         offset = self.detokenizer.decoded
-        self.hidden = int(finish == "stop")
+        hides = not self.request.params.include_stop_str_in_output
+        self.hidden = int(hides and finish == "stop")
         text = "" if self.hidden else self.detokenizer.push(token)
         if self.detokenizer.stopped is None and finish is not None:
             text += self.detokenizer.finish()
@@ -183,6 +181,7 @@ class OutputStream:
                 self.stop_reason = token
         if self.detokenizer.stopped is not None:
             self.finish, self.stop_reason = "stop", self.detokenizer.stopped
+            self.hidden = int(hides and self.stop_reason == token)
         last = self.finish is not None
         self._put(text=text, token=token, n=len(self.tokens), offset=offset, last=last)
 
@@ -205,7 +204,7 @@ def output_streams(
     choice: int = 0,
     skip_special: bool = True,
     silent: bool = False,
-    shown: Collection[int] = (),
+    answer: AnswerFormat | None = None,
 ) -> list[OutputStream]:
     """The streams of all answers to one prompt, one for each sink: requests, text and times put
     together.
@@ -214,7 +213,7 @@ def output_streams(
               parent
     ids       gives the ids of the others
     choice    index of the first answer among all that the client gets
-    skip_special, silent, shown   as in Detokenizer and OutputStream
+    skip_special, silent, answer   as in Detokenizer and OutputStream
     """
     params = first.params
     if params.prompt_logprobs is not None or params.pooling in ("mean", "cls"):
@@ -228,7 +227,7 @@ def output_streams(
             min_tokens=params.min_tokens,
             skip_special=skip_special,
             include_stop=params.include_stop_str_in_output,
-            shown=shown,
+            answer=answer,
         )
         stream = OutputStream(
             request=request,

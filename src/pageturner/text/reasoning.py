@@ -78,6 +78,10 @@ class ThoughtsParser:
     def thoughts_end(self) -> int:
         return self._pushed if self._state in (self._space, self._thoughts) else self._ended
 
+    @property
+    def held(self) -> int:
+        return len(self._held) + self._rest.held
+
     def push(self, text: str) -> list[Delta]:
         if self._state == self._behind:
             return self._rest.push(text)

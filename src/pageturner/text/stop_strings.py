@@ -1,12 +1,19 @@
-"""Stop strings: where the text of an answer ends because one of them is complete.
+"""Stops: where the text of an answer ends because a stop string is complete.
 
-Owns what is shown, held back and cut away. Must not know tokens: text comes in pieces of any
-length.
+Owns what is shown, held back and cut away, and that stops of an answer which is more than content
+count in the content alone: they cut neither thoughts nor a call. Must not know where text comes
+from, nor which formats there are (answer_format.py).
 """
 
 from __future__ import annotations
 
+import copy
+from collections import deque
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pageturner.text.call_parser import Delta, Parser
 
 
 class StopStrings:
@@ -27,8 +34,11 @@ class StopStrings:
         self._include = include
         self._held = ""
 
-    def push(self, new: str) -> str:
-        """The text that is certain now, with `new` behind what came before."""
+    def push(self, new: str, token: int = -1, free: bool = False) -> str:
+        """The text that is certain now, with `new` behind what came before. free: it stops
+        nothing."""
+        if free:
+            return new
         text = self._held + new
         complete, certain = [], len(text)
         for (
@@ -55,3 +65,86 @@ class StopStrings:
         """The text that was held back, when no more text comes."""
         text, self._held = self._held, ""
         return text
+
+
+class ContentStops:
+    """Tokens and their text in, text out, cut at the first stop in the content.
+
+    Text is given out when it is certain, as StopStrings does it; the parser says of which part it
+    is. It takes one character at a time, so what it decides is one run of text, and content only
+    at the beginning of it. No stop string begins in front of a call and ends behind it.
+
+    ids    stop tokens
+    found  the stop string or stop token that ended the text, or None
+    """
+
+    def __init__(
+        self, stop: Sequence[str], ids: tuple[int, ...], include: bool, parser: Parser
+    ) -> None:
+        self.found: str | int | None = None
+        self._strings = StopStrings(stop, include)
+        self._ids = ids
+        self._include = include
+        self._parser = parser
+        self._free = 0  # characters that stop nothing
+        self._places: deque[tuple[int, int]] = deque()  # of stop tokens: a character, and its id
+        self._held = ""  # text that the parser has not decided about
+        self._pushed = 0  # characters
+
+    def push(self, new: str, token: int = -1, free: bool = False) -> str:
+        """The text that is certain now, with `new` behind what came before. token: whose text this
+        is; free: it stops nothing."""
+        shown = ""
+        end = self._pushed + len(new)
+        if free:
+            self._free = end
+        elif token in self._ids and new:
+            self._places.append((end - 1 if self._include else self._pushed, token))
+        elif token in self._ids and self._in_content():
+            shown = self.flush()
+            self.found = self.found or token
+        for one in new:
+            self._held += one
+            self._pushed += 1
+            shown += self._decided(self._parser.push(one), self._parser.held)
+            if self.found is not None:
+                break
+        return shown
+
+    def flush(self) -> str:
+        """The text that was held back, when no more text comes. What stands behind the last content
+        is the beginning of a mark, or none: who reads the text says which."""
+        shown = self._decided(self._parser.finish(), 0)
+        return shown + self._strings.flush()
+
+    def _decided(self, deltas: list[Delta], held: int) -> str:
+        """Take the text that is held but for its last characters."""
+        begin = self._pushed - len(self._held)
+        text = self._held[: len(self._held) - held]
+        self._held = self._held[len(text) :]
+        content = "".join(delta.text for delta in deltas if delta.kind == "content")
+        shown = self._content(content, begin)
+        if self.found is not None or len(content) >= len(text):
+            return shown
+        return shown + self._strings.flush() + text[len(content) :]
+
+    def _content(self, content: str, begin: int) -> str:
+        """Take content, of which the first character is that of this number."""
+        while self._places and self._places[0][0] < begin:
+            self._places.popleft()
+        end = len(content)
+        token = None
+        if self._places and self._places[0][0] < begin + end:
+            place, token = self._places[0]
+            end = place - begin + self._include
+        free = min(max(self._free - begin, 0), len(content))
+        shown = content[:free] + self._strings.push(content[free:end])
+        self.found = self._strings.found
+        if self.found is None and token is not None:
+            self.found = token
+            shown += self._strings.flush()
+        return shown
+
+    def _in_content(self) -> bool:
+        """Return whether a character that is in no mark would be content here."""
+        return any(one.kind == "content" for one in copy.deepcopy(self._parser).push("\0"))

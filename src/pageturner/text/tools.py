@@ -14,7 +14,7 @@ from typing import Any
 from pageturner.errors import ClientError
 
 MAX_TOOLS = 128
-LONGEST_NAME = 64
+LONGEST_NAME = 128
 NAME = re.compile(rf"[A-Za-z0-9_.\-]{{1,{LONGEST_NAME}}}")
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 AUTO, NONE, REQUIRED, NAMED = "auto", "none", "required", "named"
@@ -126,10 +126,8 @@ def _tool(tool: Any, place: str) -> Tool:
         raise _wrong("tools", f"{place}.function must be an object", "invalid_type")
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise _wrong(
-            "tools",
-            f"{place}.function.name must be 1 to 64 letters, digits, underscores, dots or dashes",
-        )
+        letters = f"1 to {LONGEST_NAME} letters, digits, underscores, dots or dashes"
+        raise _wrong("tools", f"{place}.function.name must be {letters}")
     if not isinstance(function.get("description"), str | None):
         raise _wrong("tools", f"{place}.function.description must be a string", "invalid_type")
     if not isinstance(function.get("strict"), bool | None):

@@ -168,10 +168,10 @@ def _stopped(reply: Reply, stream: OutputStream, parts: AnswerParts) -> dict[str
     """Return the fields that say why the answer ended."""
     sequence = stream.stop_reason if isinstance(stream.stop_reason, str) else None
     reason = STOP_REASONS.get(stream.finish or "", stream.finish)
-    if sequence is not None:
-        reason = "stop_sequence"
-    elif stream.finish == "stop" and parts.calls:
+    if stream.finish == "stop" and parts.calls:
         reason = "tool_use"
+    elif sequence is not None:
+        reason = "stop_sequence"
     elif stream.finish == "length" and len(stream.tokens) < (reply.call.body.max_tokens or 0):
         reason = "model_context_window_exceeded"
     return {"stop_reason": reason, "stop_sequence": sequence}

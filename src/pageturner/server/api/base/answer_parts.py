@@ -77,11 +77,13 @@ class AnswerParts:
         self._open = True
         return PartEvent("begin", self.parts[-1])
 
-    def read(self, reader: AnswerReader, text: str, last: bool) -> list[PartEvent]:
+    def read(
+        self, reader: AnswerReader, text: str, last: bool, finish: str | None
+    ) -> list[PartEvent]:
         """Return the events that the next characters of the answer cause. An answer without any
-        output is one empty text part."""
+        output is one empty text part. finish: why it ended."""
         found: list[PartEvent] = []
-        for delta in reader.read(text, last):
+        for delta in reader.read(text, last, finish != "stop"):
             kind: PartKind = CALL if delta.kind == "arguments" else delta.kind
             if delta.kind == CALL or not self._open or self.parts[-1].kind != kind:
                 found += self._end()
@@ -105,7 +107,7 @@ def parts_of(reply: Reply, stream: OutputStream, text: str, offsets: list[int]) 
     """The parts of a whole answer. offsets: as WholeAnswer has them."""
     parts, reader = AnswerParts(), reader_of(reply, stream)
     reader.note(*offsets)
-    parts.read(reader, text, last=True)
+    parts.read(reader, text, True, stream.finish)
     return parts
 
 
@@ -113,7 +115,8 @@ def read_piece(reply: Reply, parts: AnswerParts, piece: OutputPiece) -> list[Par
     """Return the events that the next piece of a streamed answer causes."""
     reader = reader_of(reply, piece.stream)
     note_token(reader, piece)
-    return parts.read(reader, piece.text, piece.last and piece.stream.failure is None)
+    last = piece.last and piece.stream.failure is None
+    return parts.read(reader, piece.text, last, piece.stream.finish)
 
 
 def note_token(reader: AnswerReader, piece: OutputPiece) -> None:

@@ -122,7 +122,6 @@ class GenerateEndpoint:
                 salt=cache_salt_of(context.tenant, body.cache_salt),
                 session=context.session,
             )
-            shown = () if call.answer is None else call.answer.shown
             streams += output_streams(
                 first,
                 [sink] * call.made,
@@ -131,7 +130,7 @@ class GenerateEndpoint:
                 choice=i,
                 skip_special=body.skip_special_tokens is not False,
                 silent=call.only_echoes,
-                shown=shown,
+                answer=call.answer,
             )
         return streams
 

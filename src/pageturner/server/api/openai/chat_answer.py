@@ -29,11 +29,12 @@ def message(reply: Reply, stream: OutputStream, answer: WholeAnswer) -> dict[str
     if reply.call.answer is None:
         return {"role": "assistant", "content": text}
     parts = parts_of(reply, stream, text, answer.offsets[stream.choice])
+    calls_cut = bool(reply.call.answer.tools) and reader_of(reply, stream).cut
     content, thoughts = parts.text(CONTENT), parts.text(REASONING)
     calls = [_call(reply, stream, part.call, part.name, part.text) for part in parts.of_kind(CALL)]
     whole: dict[str, Any] = {
         "role": "assistant",
-        "content": content if content or not calls else None,
+        "content": content if content or not (calls or calls_cut) else None,
     }
     if thoughts:
         whole |= _thoughts(thoughts)
@@ -47,7 +48,8 @@ def events(reply: Reply, piece: OutputPiece, logprobs: dict[str, Any] | None) ->
     note_token(reader, piece)
     before = reader.calls
     deltas: list[dict[str, Any]] = []
-    for new in reader.read(piece.text, piece.last and stream.failure is None):
+    last = piece.last and stream.failure is None
+    for new in reader.read(piece.text, last, stream.finish != "stop"):
         before += new.kind == "call"
         deltas.append(_delta(reply, stream, before - 1, new))
     more = reply.piece_ids(piece, prompt=False)
@@ -66,7 +68,7 @@ def finish_reason(reply: Reply, stream: OutputStream) -> str | None:
     """Return the finish reason. As in OpenAI's API, a forced call of a named function ends with
     "stop"."""
     answer = reply.call.answer
-    if answer is None or stream.finish != "stop" or isinstance(stream.stop_reason, str):
+    if answer is None or stream.finish != "stop":
         return stream.finish
     return "tool_calls" if reader_of(reply, stream).calls and not answer.named else "stop"
 

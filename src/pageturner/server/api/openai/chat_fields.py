@@ -15,7 +15,7 @@ from pageturner.server.api.base import answer_grammar
 from pageturner.server.api.base.body import RequestBody, bad_request
 from pageturner.server.api.base.served_model import ServedModel
 from pageturner.text import conversation, reasoning
-from pageturner.text.answer_format import AnswerFormat
+from pageturner.text.answer_format import AnswerFormat, with_content_stops
 from pageturner.text.chat_template import (
     ChatTemplate,
     TemplateLimits,
@@ -88,6 +88,8 @@ def read_answer(
     if answer is not None and body.continue_final_message:
         answer = replace(answer, thinking=_still_thinking(prompt, answer))
     params = answer_grammar.with_budget(params, body, answer, served)
+    ends = () if body.ignore_eos else served.tokenizer.eos_ids
+    params, answer = with_content_stops(params, answer, ends)
     begun = answer is not None and answer.thinking
     quiet = template_variables(body).get("enable_thinking") is False and not begun
     if params.structured_outputs is None or quiet:
