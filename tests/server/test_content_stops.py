@@ -174,12 +174,20 @@ def test_other_shapes_do_the_same(client: httpx.Client) -> None:
             "thinking": {"type": "enabled", "budget_tokens": 2048},
         },
     ).json()
-    assert [block.get("text", block.get("thinking")) for block in told["content"]] == ["STOP it", "yes "]
+    assert [block.get("text", block.get("thinking")) for block in told["content"]] == [
+        "STOP it",
+        "yes ",
+    ]
     assert (told["stop_reason"], told["stop_sequence"]) == ("stop_sequence", "STOP")
     options = {"stop": ["STOP"], "num_predict": 100}
     asked = {**said, "model": "tiny_llama", "think": True, "stream": False, "options": options}
     message = client.post("/api/chat", json=asked).json()["message"]
     assert (message["thinking"], message["content"]) == ("STOP it", "yes ")
-    asked = {"force_ids": said["force_ids"], "input": "hi", "stop": ["STOP"], "max_output_tokens": 99}
+    asked = {
+        "force_ids": said["force_ids"],
+        "input": "hi",
+        "stop": ["STOP"],
+        "max_output_tokens": 99,
+    }
     output = client.post("/v1/responses", json=asked).json()["output"]
     assert [one["content"][0]["text"] for one in output] == ["STOP it", "yes "]

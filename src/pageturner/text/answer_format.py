@@ -58,7 +58,6 @@ class AnswerFormat:
             return ThoughtsParser(reasoning_format(self.reasoning), rest, self.thinking)
         return rest
 
-
     def stops(self, stop: Sequence[str], include: bool) -> ContentStops | None:
         """The stops of one choice; None: nothing stops it."""
         if not (stop or self.stop_ids):
