@@ -11,7 +11,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from pageturner.params import MAX_LOGPROBS
 from pageturner.request import Logprob
 from pageturner.server.api.base.body import RequestBody, bad_request
 from pageturner.server.api.base.call import (
@@ -55,10 +54,7 @@ def read(body: RequestBody, served: ServedModel) -> Call:
         raise bad_request("invalid_type", "logprobs: expected `bool | null`, got `int`", "logprobs")
     if body.top_logprobs and not body.logprobs:
         raise bad_request("invalid_value", "top_logprobs needs logprobs: true", "top_logprobs")
-    if body.top_logprobs and not 0 <= body.top_logprobs <= MAX_LOGPROBS:
-        raise bad_request(
-            "invalid_value", f"top_logprobs must be 0 to {MAX_LOGPROBS}", "top_logprobs"
-        )
+    parameters.check_number("logprobs", body.top_logprobs, "top_logprobs")
     asked = (
         body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     )
