@@ -57,12 +57,19 @@ def test_the_messages_of_a_call_and_its_result() -> None:
     assert developer == {"role": "system", "content": "Be."}
     assert asked["content"] == ""
     assert asked["tool_calls"][0]["function"] == {"name": "look", "arguments": {"a": [1]}}
-    assert result == {"role": "tool", "tool_call_id": "call_1", "content": "ok"}
+    assert result == {"role": "tool", "tool_call_id": "call_1", "content": "ok", "name": "look"}
+
+
+RESPONSES = (
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}"
+    "{% for r in m.tool_responses or [] %}{{ r | tojson }}{% endfor %}"
+)
 
 
 def test_results_go_with_the_call_where_the_template_wants_that() -> None:
     other = {"role": "tool", "tool_call_id": "x", "content": '{"t": 1}'}
-    (message,) = template_messages([ASKED, RESULT, other], "{{ message.tool_responses }}")
+    source = RESPONSES + "{{ '<' + m.role + '>' + m.content }}{% endfor %}"
+    (message,) = template_messages([ASKED, RESULT, other], ChatTemplate(source))
     assert message["tool_responses"] == [
         {"name": "look", "response": "ok"},
         {"name": "unknown", "response": {"t": 1}},
@@ -97,7 +104,7 @@ NAME, JSON = "[{{ c.function.name }}]", "{{ c.function.arguments | tojson }}"
 def test_calls_are_given_as_the_template_writes_them(
     source: str, arguments: Any, content: Any
 ) -> None:
-    (message,) = template_messages([ASKED], source)
+    (message,) = template_messages([ASKED], ChatTemplate(source))
     assert message["tool_calls"][0]["function"]["arguments"] == arguments
     assert message["content"] == content
 
@@ -110,11 +117,16 @@ def test_calls_stand_in_the_content_where_the_template_has_no_place_for_them() -
         ("<|tool_list_start|>", "<|tool_call_start|>[look(a=[1])]<|tool_call_end|>"),
     ):
         source = f"{{{{ tools }}}}{marks}{{% for m in messages %}}{{{{ m.content }}}}{{% endfor %}}"
-        (message,) = template_messages([asked], source)
+        (message,) = template_messages([asked], ChatTemplate(source))
         assert message["content"] == "Well." + text
     # its model's format is not known
-    (message,) = template_messages([asked], "{{ messages[0].content }}")
-    assert message["content"] == "Well."
+    (message,) = template_messages(
+        [asked], ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
+    )
+    assert (
+        message["content"]
+        == 'Well.<tool_call>{"name": "look", "arguments": {"a": [1]}}</tool_call>'
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in tool_formats.NAMES if name != "harmony"])
@@ -128,12 +140,12 @@ def test_calls_that_are_written_are_read(name: str) -> None:
 
 def test_ids_are_short_where_the_template_takes_no_others() -> None:
     ids = "{% for c in m.tool_calls or [] %}{% if c.id | length != 9 %}{{ raise_exception('id') }}{% endif %}"
-    source = "{% for m in messages %}" + ids + JSON + "{% endfor %}{% endfor %}"
-    asked, result = template_messages([ASKED, RESULT], source)
+    source = "{% for m in messages %}{{ m.content }}" + ids + JSON + "{% endfor %}{% endfor %}"
+    asked, result = template_messages([ASKED, RESULT], ChatTemplate(source))
     assert len(asked["tool_calls"][0]["id"]) == 9
     assert result["tool_call_id"] == asked["tool_calls"][0]["id"]
     short = {**CALL, "id": "abcdefghi"}
-    (asked,) = template_messages([{**ASKED, "tool_calls": [short]}], source)
+    (asked,) = template_messages([{**ASKED, "tool_calls": [short]}], ChatTemplate(source))
     assert asked["tool_calls"][0]["id"] == "abcdefghi"
 
 
@@ -144,13 +156,13 @@ def test_calls_stand_in_messages_of_their_own_where_a_template_writes_one(refuse
         if refuses
         else ""
     )
-    source = "{% for m in messages %}{% if m.tool_calls %}" + once
+    source = "{% for m in messages %}{{ m.content }}{% if m.tool_calls %}" + once
     source += "{{ m.tool_calls[0].function.arguments | tojson }}{% endif %}{% endfor %}"
     calls = [{**CALL, "id": f"call_{i}"} for i in range(3)]
     results = [{"role": "tool", "tool_call_id": f"call_{i}", "content": f"{i}"} for i in (2, 0, 1)]
     user = {"role": "user", "content": "hi"}
     made = template_messages(
-        [{**ASKED, "content": "Well.", "tool_calls": calls}, *results, user], source
+        [{**ASKED, "content": "Well.", "tool_calls": calls}, *results, user], ChatTemplate(source)
     )
     said_of = [
         one["content"] if one["role"] != "assistant" else one["tool_calls"][0]["id"] for one in made
@@ -161,7 +173,7 @@ def test_calls_stand_in_messages_of_their_own_where_a_template_writes_one(refuse
 
 def test_a_result_has_the_name_of_its_tool_and_no_calls_are_none() -> None:
     _, result, other = template_messages(
-        [ASKED, RESULT, {**RESULT, "tool_call_id": "x"}], "{{ messages }}"
+        [ASKED, RESULT, {**RESULT, "tool_call_id": "x"}], ChatTemplate(CALLS.replace("%s", JSON))
     )
     assert (result["name"], "name" in other) == ("look", False)
     (message,) = template_messages([{"role": "assistant", "content": "a", "tool_calls": []}])
@@ -334,5 +346,5 @@ def test_the_formats_of_real_templates(name: str, tools: str | None, thoughts: s
 def test_history_in_real_templates(name: str, rendered: str) -> None:
     template = of_file(name)
     user = {"role": "user", "content": "hi"}
-    text = template.render(template_messages([user, ASKED, RESULT], template.source))
+    text = template.render(template_messages([user, ASKED, RESULT], template))
     assert rendered in text

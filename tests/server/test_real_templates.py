@@ -11,7 +11,7 @@ import pytest
 from pageturner.text import reasoning, tool_formats
 from pageturner.text.answer_format import AnswerFormat, read
 from pageturner.text.chat_template import ChatTemplate
-from pageturner.text.conversation import template_messages, variables
+from pageturner.text.conversation import prompt_text, variables
 from support.vocabs import vocab_folder
 
 from .test_calls import said
@@ -93,9 +93,7 @@ def test_calls_of_earlier_turns_are_read_from_the_prompt(name: str) -> None:
         {"role": "assistant", "content": "Well."},
         {"role": "user", "content": "And?"},
     ]
-    text = ChatTemplate(source).render(
-        template_messages(messages, source), **variables(TOOLS, None, None)
-    )
+    text = prompt_text(ChatTemplate(source), messages, variables(TOOLS, None, None))
     for one in ("Looks.", "Be kind.", "A result.", "Ulm"):
         assert one in text
     assert tools is not None

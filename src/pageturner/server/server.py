@@ -273,7 +273,7 @@ def _chat_template(tokenizer: Tokenizer, config: ServerConfig) -> ChatTemplate |
     import logging
 
     from pageturner.server.text_workers.reading import AT_ONCE_LIMITS
-    from pageturner.text.chat_template import ChatTemplate, learn
+    from pageturner.text.chat_template import ChatTemplate, habits_of
     from pageturner.text.judging import read_template
     from pageturner.text.template_choice import give_template
 
@@ -288,7 +288,7 @@ def _chat_template(tokenizer: Tokenizer, config: ServerConfig) -> ChatTemplate |
             "%s; chats are refused, completions are not", template.broken
         )
     if template is not None:
-        learn(template)
+        habits_of(template)  # so that no request waits for it
     return template
 
 

@@ -16,8 +16,8 @@ from pageturner.formats.tokenizer import Tokenizer
 from pageturner.params import SamplingParams
 from pageturner.text import answer_format, tools
 from pageturner.text.answer_format import AnswerFormat, ChatFormats, with_content_stops
-from pageturner.text.chat_template import ChatTemplate, continued_prompt
-from pageturner.text.conversation import template_messages, variables
+from pageturner.text.chat_template import ChatTemplate
+from pageturner.text.conversation import prompt_text, variables
 from pageturner.text.template_choice import HOW_TO_GIVE
 from pageturner.text.tools import NOT_ASKED, ToolChoice
 
@@ -84,8 +84,7 @@ def chat_prompt(
     if source is None:
         raise ClientError(400, "no_chat_template", HOW_TO_GIVE)
     template = ChatTemplate(source, tokenizer.bos_token, tokenizer.eos_token)
-    said = template_messages(list(messages), source)
-    return (continued_prompt if goes_on else ChatTemplate.render)(template, said, **(given or {}))
+    return prompt_text(template, messages, given or {}, goes_on=goes_on)
 
 
 def read_chat(

@@ -9,11 +9,10 @@ from __future__ import annotations
 import copy
 import datetime
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
-from itertools import product
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from pageturner.errors import ClientError, one_line
@@ -107,9 +106,7 @@ class ChatTemplate:
         template, limits = self._template, self._limits
         given = {"tools": None, "documents": None, **self._tokens, **variables}
         given |= {"messages": messages, "add_generation_prompt": generate}
-        said = sum(
-            map(len, (one["content"] for one in messages if isinstance(one.get("content"), str)))
-        )
+        said = sum(len(text) for one in messages for text in texts_of(one.get("content")))
         try:
             budget = Budget(limits.steps, limits.characters + EACH_CHARACTER * said)
             text: str = spending(budget, lambda: template.render(given))
@@ -121,6 +118,13 @@ class ChatTemplate:
         if len(text) > limits.prompt:
             raise TemplateTooLong(f"it makes a prompt of {len(text)} characters", self.name)
         return text
+
+
+def texts_of(content: Any) -> list[str]:
+    """The texts of a message's content: a string, a list of text parts, or None."""
+    if isinstance(content, str):
+        return [content]
+    return [part["text"] for part in content or ()]
 
 
 def _printable(error: Exception) -> str:
@@ -142,113 +146,216 @@ def _strftime_now(format: str) -> str:
 
 
 MAX_KNOWN = 8  # templates
+TRIAL_LIMITS = TemplateLimits(steps=50_000, characters=1 << 20, prompt=1 << 18)
+ROLES = ("system", "user", "assistant", "tool")
+NULL, EMPTY, TEXT = "null", "empty", "text"  # contents of a message that calls
+TOOL, RESPONSES, USER = "tool", "tool_responses", "user"  # forms of the results of calls
+
 _ARGUMENTS = {"sought_name": "sought_value"}
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "sought",
-        "description": "Seeks.",
-        "parameters": {"type": "object", "properties": {"sought_name": {"type": "string"}}},
-    },
-}
-_TEXT = json.dumps(_ARGUMENTS)
+_JSON = json.dumps(_ARGUMENTS)
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "sought",
+            "description": "Seeks.",
+            "parameters": {
+                "type": "object",
+                "properties": {"sought_name": {"type": "string", "description": "Sought."}},
+            },
+        },
+    }
+]
 _ID, _OTHER = "abcdefghi", "abcdefghj"  # which Mistral's templates take
+_CONTENTS = {NULL: None, EMPTY: "", TEXT: "sought_text"}
+_PARTS = [{"type": "text", "text": "sought_a"}, {"type": "text", "text": "sought_b"}]
+_OBJECT = re.compile(r"""["']text["'] ?: ?["']sought""")  # a part that is written as an object
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateHabits:
-    """text_arguments  it wants arguments as a text of JSON, not as an object
-    no_content      a message that only calls must have no content at all, not an empty one
-    writes_calls    it writes `tool_calls`; else they are lost unless the content has them
+    """lists           roles whose content may be a list of text parts: it writes all of them
+    only_lists      roles whose content is lost where it is a string
+    null            an answer that says nothing may have no content at all
+    calls           the contents beside which it writes calls: NULL, EMPTY or TEXT
+    text_arguments  it wants arguments as a text of JSON, not as an object
     short_ids       it takes no ids of calls but those of nine letters and digits
     one_call        it writes one call of a message, or refuses several
+    results         the form in which it writes the result of a call: TOOL, RESPONSES or USER
     """
 
+    lists: frozenset[str] = frozenset()
+    only_lists: frozenset[str] = frozenset()
+    null: bool = False
+    calls: frozenset[str] = frozenset((EMPTY, TEXT))
     text_arguments: bool = False
-    no_content: bool = False
-    writes_calls: bool = True
     short_ids: bool = False
     one_call: bool = False
+    results: str = TOOL
 
 
 _known: OrderedDict[str, TemplateHabits] = OrderedDict()
 
 
-def habits_of(source: str) -> TemplateHabits:
-    """The habits of the template with this source; the last few are remembered."""
-    habits = _known.get(source)
-    return learn(ChatTemplate(source)) if habits is None else habits
-
-
-def learn(template: ChatTemplate) -> TemplateHabits:
-    """Find out how this template does it, and remember it."""
-    habits = _known[template.source] = _found(template)
-    while len(_known) > MAX_KNOWN:
-        _known.popitem(last=False)
+def habits_of(template: ChatTemplate) -> TemplateHabits:
+    """The habits of this template, found out by rendering short conversations with it; those of the
+    last few templates are remembered."""
+    habits = _known.get(template.source)
+    if habits is None:
+        habits = _known[template.source] = _found(template.within(TRIAL_LIMITS))
+        while len(_known) > MAX_KNOWN:
+            _known.popitem(last=False)
     return habits
 
 
 def _found(template: ChatTemplate) -> TemplateHabits:
-    refused = True
-    for text_arguments, no_content in product((False, True), repeat=2):
-        call = partial(_written, template, _TEXT if text_arguments else _ARGUMENTS, no_content)
-        written = call(_ID)
-        refused &= written is None
-        if written is None or "sought_value" not in written or "{'sought_name'" in written:
-            continue
-        if not text_arguments or _TEXT in written:
-            return TemplateHabits(
-                text_arguments,
-                no_content,
-                short_ids=call("call_0") is None,
-                one_call=(call(_ID, _OTHER) or "").count("sought_value") < 2,
+    nothing = _write(template, _USER, _says("assistant", None), _USER)
+    empty = _write(template, _USER, _says("assistant", ""), _USER)
+    habits = TemplateHabits(null=bool(nothing) and _nothings(nothing) <= _nothings(empty))
+    called = _says("assistant", "sought_text")
+    for arguments in (_ARGUMENTS, _JSON):
+        written = {
+            kind: _write_calls(template, _calling(content, arguments, _ID))
+            for kind, content in _CONTENTS.items()
+        }
+        if any(written.values()):  # else it refuses all of it, and nothing is known
+            habits = replace(habits, calls=_kinds(written, arguments))
+        if habits.calls and any(written.values()):
+            content = _CONTENTS[min(habits.calls)]
+            called = _calling(content, arguments, _ID)
+            both = _write_calls(template, _calling(content, arguments, _ID, _OTHER))
+            habits = replace(
+                habits,
+                text_arguments=arguments is _JSON,
+                short_ids=not _write_calls(template, _calling(content, arguments, "call_0")),
+                one_call=min(both.count("sought_value"), both.count("sought_result")) < 2,
             )
-    # of a template that refuses all of it nothing is known
-    return TemplateHabits(writes_calls=refused)
+            break
+    habits = replace(habits, results=_results(template, called))
+    lists = {role for role in ROLES if _takes(template, role, called, _PARTS)}
+    only = {role for role in lists if not _takes(template, role, called, "sought_a sought_b")}
+    return replace(habits, lists=frozenset(lists), only_lists=frozenset(only))
 
 
-def _written(template: ChatTemplate, arguments: Any, no_content: bool, *ids: str) -> str | None:
-    """The text that it makes of a message with calls of these ids and arguments; None: it refuses
-    them."""
+def _kinds(written: dict[str, str], arguments: Any) -> frozenset[str]:
+    """The contents beside which calls with these arguments are written as they should be."""
+    return frozenset(
+        kind
+        for kind, text in written.items()
+        if "sought_value" in text
+        and "{'sought_name': 'sought_value'" not in text
+        and (arguments is _ARGUMENTS or _JSON in text)
+        and (kind != NULL or _better(text, written[EMPTY]))
+    )
+
+
+def _better(null: str, empty: str) -> bool:
+    """Return whether a message without content is written as well as one of an empty content."""
+    return "sought_value" not in empty or _nothings(null) <= _nothings(empty)
+
+
+def _results(template: ChatTemplate, called: dict[str, Any]) -> str:
+    """The form in which a result is written. A template that writes messages of any role, and knows
+    of `tool_responses`, is meant to get those."""
+    plain = _write(template, _USER, called, _result(_ID), tools=_TOOLS)
+    other = _write(template, _USER, called, {**_result(_ID), "role": "sought_role"}, tools=_TOOLS)
+    written = "sought_result" in plain
+    if written and other.replace("sought_role", TOOL) != plain:
+        return TOOL
+    responses = [{"name": "sought", "response": "sought_result"}]
+    beside = _write(template, _USER, {**called, RESPONSES: responses}, tools=_TOOLS)
+    if "sought_result" in beside:
+        return RESPONSES
+    if plain and not written:
+        return USER
+    return TOOL
+
+
+def _takes(template: ChatTemplate, role: str, called: dict[str, Any], content: Any) -> bool:
+    """Return whether all texts of this content are in the text, and none as an object."""
+    if role == TOOL:
+        result = {**_result(_ID), "content": content}
+        text = _write(template, _USER, called, result, tools=_TOOLS)
+    elif role == "user":
+        text = _write(template, _says(role, content))
+    elif role == "assistant":
+        text = _write(template, _USER, _says(role, content), _USER)
+    else:
+        text = _write(template, _says(role, content), _USER)
+    return "sought_a" in text and "sought_b" in text and not _OBJECT.search(text)
+
+
+def _says(role: str, content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def _calling(content: Any, arguments: Any, *ids: str) -> dict[str, Any]:
     function = {"name": "sought", "arguments": arguments}
     calls = [{"id": id, "type": "function", "function": function} for id in ids]
-    messages: list[dict[str, Any]] = [
-        {"role": "user", "content": "x"},
-        {"role": "assistant", "content": None if no_content else "", "tool_calls": calls},
-        *({"role": "tool", "content": "y", "tool_call_id": id, "name": "sought"} for id in ids),
-    ]
+    return _says("assistant", content, tool_calls=calls)
+
+
+def _result(id: str) -> dict[str, Any]:
+    return _says(TOOL, "sought_result", tool_call_id=id, name="sought")
+
+
+def _nothings(text: str) -> int:
+    """Count the words of a text that say that something is nothing."""
+    return len(re.findall("None|null", text))
+
+
+_USER = _says("user", "sought_user")
+
+
+def _write(template: ChatTemplate, *messages: dict[str, Any], tools: Any = None) -> str:
+    """The text that it makes of these; "": it refuses them."""
     try:
-        return template.render(messages, tools=[_TOOL])
+        return template.render(messages, tools=tools)
     except ClientError:
-        return None
+        return ""
+
+
+def _write_calls(template: ChatTemplate, called: dict[str, Any]) -> str:
+    """The text that it makes of a message with calls, and their results."""
+    results = (_result(call["id"]) for call in called["tool_calls"])
+    return _write(template, _USER, called, *results, tools=_TOOLS)
 
 
 # -- a last message that goes on -------------------------------------------------------------------
 
 CONTINUE_FIELD = "continue_final_message"
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # which templates call them
 CONTENT_MARK = "ENDxOFxTHExCONTENT"  # of letters, which templates leave as they are
 
 
 def continued_prompt(
-    template: ChatTemplate, messages: Sequence[dict[str, Any]], **variables: Any
+    template: ChatTemplate,
+    messages: Sequence[dict[str, Any]],
+    *,
+    thoughts: bool = False,
+    **variables: Any,
 ) -> str:
     """The text that the template writes of these messages up to the end of the last one's content.
     ClientError where that is no message of the assistant, or where the template does not write its
     content as it is.
 
     messages  as `template_messages` makes them
+    thoughts  up to the end of its thoughts instead
     """
     last = messages[-1]
     if last["role"] != "assistant" or last.get("tool_calls"):
         message = f"{CONTINUE_FIELD}: the last message must be the assistant's, and text alone"
         raise ClientError(400, "invalid_value", message, "messages")
-    whole = template.render(messages, generate=False, **variables)
+    last = {**last, "content": last["content"] or ""}
+    whole = template.render([*messages[:-1], last], generate=False, **variables)
     mark = CONTENT_MARK
     while mark in whole:
         mark += "x"
-    marked = template.render(
-        [*messages[:-1], {**last, "content": last["content"] + mark}], generate=False, **variables
-    )
+    names: tuple[str, ...] = ("content",)
+    if thoughts:
+        names = THOUGHTS
+    last |= {name: _marked(last.get(name) or "", mark) for name in names}
+    marked = template.render([*messages[:-1], last], generate=False, **variables)
     before, found, _ = marked.rpartition(mark)
     for prompt in (
         before,
@@ -256,5 +363,15 @@ def continued_prompt(
     ):  # many templates take white space at the end of content away
         if found and whole.startswith(prompt):
             return prompt
-    message = f"{CONTINUE_FIELD}: the chat template does not write the content of the last message as it is"
-    raise ClientError(400, "template_error", message, CONTINUE_FIELD)
+    message = (
+        f"{CONTINUE_FIELD}: the chat template does not write the {names[0]} of the last message"
+    )
+    raise ClientError(400, "template_error", f"{message} as it is", CONTINUE_FIELD)
+
+
+def _marked(content: Any, mark: str) -> Any:
+    """The content with this mark at its end."""
+    if isinstance(content, str):
+        return content + mark
+    *before, part = content
+    return [*before, {**part, "text": part["text"] + mark}]

@@ -1,36 +1,143 @@
 """A conversation as clients send it, made into what chat templates of text models know.
 
 Owns the roles, the content as one string, and how calls of tools and their results stand in a
-message. Must not know how a template is rendered (chat_template.py), how it is found out what one
-wants (template_habits.py), nor which tools there are (tools.py).
+message. Must not know how a template is rendered, how it is found out what one wants
+(chat_template.py), nor which tools there are (tools.py).
 """
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from pageturner.errors import ClientError
+from pageturner.text import reasoning
 from pageturner.text.call_arguments import GEMMA_QUOTE
-from pageturner.text.chat_template import TemplateHabits, habits_of
-from pageturner.text.tool_formats import GEMMA, JSON, PYTHON, ToolFormat, recognised
+from pageturner.text.chat_template import (
+    EMPTY,
+    NULL,
+    RESPONSES,
+    TEXT,
+    THOUGHTS,
+    TOOL,
+    USER,
+    ChatTemplate,
+    TemplateHabits,
+    TemplateTooLong,
+    continued_prompt,
+    habits_of,
+    texts_of,
+)
+from pageturner.text.tool_formats import (
+    COMMON,
+    GEMMA,
+    JSON,
+    PYTHON,
+    ToolFormat,
+    recognised,
+    tool_format,
+)
 
 ROLES = ("system", "user", "assistant", "tool")
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 NAMES_OF_ROLES = {"developer": "system", "function": "tool"}  # what others call them
 
 
-def template_messages(messages: list[dict[str, Any]], source: str = "") -> list[dict[str, Any]]:
-    """The messages as a chat template wants them. ClientError names the one that is wrong.
+def prompt_text(
+    template: ChatTemplate,
+    messages: Sequence[dict[str, Any]],
+    variables: dict[str, Any],
+    *,
+    generate: bool = True,
+    goes_on: bool | str = False,
+) -> str:
+    """The prompt that a template makes of a conversation, as clients send it.
 
-    source  of the template: a few take the results of calls with the message that called
+    variables  its other variables, as `variables` makes them
+    generate   an answer begins behind it
+    goes_on    the answer goes on with the last message, which is the assistant's: with its
+               "content", its "reasoning_content", or True: with the latter where it has no other
     """
-    read = [_message(message, i) for i, message in enumerate(messages)]
-    if source and any(message.get("tool_calls") for message in read):
-        read = _as_wanted(read, habits_of(source), recognised(source))
-    return _with_responses(read) if "tool_responses" in source else read
+    refused: ClientError | None = None
+    for turns in _turns([_message(message, i) for i, message in enumerate(messages)]):
+        said = _as_taken(turns, template)
+        for more in _further_variables(variables.get("tools")):
+            given = {**more, **variables}
+            try:
+                if goes_on:
+                    return _continued(template, said, goes_on, given)
+                return template.render(said, generate=generate, **given)
+            except ClientError as error:
+                if isinstance(error, TemplateTooLong) or error.code != "template_error":
+                    raise
+                refused = refused or error
+    assert refused is not None
+    raise refused
+
+
+def _turns(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """The messages, and forms of them for templates that refuse them."""
+    yield messages
+    yield alternating(messages)
+    if messages[0]["role"] == "system":
+        yield alternating([{**messages[0], "role": USER}, *messages[1:]])
+
+
+def _continued(
+    template: ChatTemplate, said: list[dict[str, Any]], goes_on: bool | str, given: dict[str, Any]
+) -> str:
+    last = said[-1]
+    thoughts = last.get(THOUGHTS[0]) or ""
+    if goes_on == "content" or (goes_on is True and (_text(last["content"]) or not thoughts)):
+        return continued_prompt(template, said, **given)
+    try:
+        return continued_prompt(template, said, thoughts=True, **given)
+    except ClientError:
+        format = reasoning.recognised(template.source)
+        if format is None or not format.begin or not thoughts:
+            raise
+    # a template that knows of no thoughts writes them where they are content
+    last = {**last, "content": f"{format.begin}\n{thoughts}"}
+    return continued_prompt(template, [*said[:-1], last], **given)
+
+
+def _further_variables(tools: Any) -> Iterator[dict[str, Any]]:
+    """The variables that a template may need beside the usual ones: each but the first is for one
+    that refuses the conversation without it."""
+    yield {}
+    if not tools:
+        yield {"tools": []}
+    yield {
+        "functions": json.dumps(tools or [], indent=4, ensure_ascii=False),
+        "datetime": datetime.datetime.now().strftime("%Y-%m-%d %H:%M:%S"),
+    }
+
+
+def template_messages(
+    messages: list[dict[str, Any]], template: ChatTemplate | None = None
+) -> list[dict[str, Any]]:
+    """The messages as this chat template takes them, None: as most take them. ClientError names
+    the one that is wrong."""
+    return _as_taken([_message(message, i) for i, message in enumerate(messages)], template)
+
+
+def _as_taken(
+    messages: list[dict[str, Any]], template: ChatTemplate | None
+) -> list[dict[str, Any]]:
+    habits = TemplateHabits()
+    format = tool_format(COMMON)
+    if template is not None:
+        habits = habits_of(template)
+        format = recognised(template.source) or format
+    made = _with_calls(messages, habits, format)
+    if habits.results == RESPONSES:
+        made = _with_responses(made)
+    elif habits.results == USER:
+        made = _as_users(made)
+    return [_with_content(message, habits) for message in made]
 
 
 def variables(
@@ -56,19 +163,21 @@ def variables(
 
 def alternating(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The same conversation with one system message, at its beginning, and no two of the user's
-    behind each other: what the system says later stands in the user's turn. For messages whose
-    content is text."""
+    behind each other: what the system says later stands in the user's turn."""
     made: list[dict[str, Any]] = []
     for message in messages:
-        role, text = message.get("role"), message.get("content")
-        later = role == "system" and any(one["role"] != "system" for one in made)
-        if later:
-            message = {**message, "role": "user", "content": f"<system>\n{text}\n</system>"}
-        before = made[-1] if made else {}
-        if message["role"] in ("system", "user") and before.get("role") == message["role"]:
-            made[-1] = {**before, "content": f"{before['content']}\n\n{message['content']}"}
-        else:
-            made.append(message)
+        role = message["role"]
+        text = _text(message["content"])
+        if role == "system" and any(one["role"] != "system" for one in made):
+            role = USER
+            text = f"<system>\n{text}\n</system>"
+        if made and role in ("system", USER) and made[-1]["role"] == role:
+            before = made.pop()
+            text = f"{_text(before['content'])}\n\n{text}"
+            message = before
+        if role in ("system", USER):
+            message = {**message, "role": role, "content": text}
+        made.append(message)
     return made
 
 
@@ -88,29 +197,45 @@ def _message(message: dict[str, Any], i: int) -> dict[str, Any]:
         read.pop("tool_calls", None)
     else:
         read["tool_calls"] = _calls(message["tool_calls"], i)
-    thoughts = message.get("reasoning_content", message.get("reasoning"))
+    thoughts = next((message[name] for name in THOUGHTS if message.get(name) is not None), None)
     if isinstance(thoughts, str):
-        read["reasoning_content"] = read["reasoning"] = read["thinking"] = thoughts
+        read |= dict.fromkeys(THOUGHTS, thoughts)
     return read
 
 
-def _content(content: Any, i: int) -> str:
-    """One string: templates of text models know nothing else."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
+def _content(content: Any, i: int) -> Any:
+    """A string, a list of text parts, or None."""
+    if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise _wrong(f"messages[{i}].content must be a string or a list of parts", "invalid_type")
-    texts = []
+    parts = []
     for part in content:
         text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
         if not isinstance(text, str):
             raise _wrong(
                 f"messages[{i}].content: only text parts are supported", "unsupported_parameter"
             )
-        texts.append(text)
-    return "\n".join(texts)
+        parts.append({"type": "text", "text": text})
+    return parts
+
+
+def _text(content: Any) -> str:
+    """The whole text of a content."""
+    return "".join(texts_of(content))
+
+
+def _with_content(message: dict[str, Any], habits: TemplateHabits) -> dict[str, Any]:
+    """The message with its content in a form that the template takes."""
+    role = message["role"]
+    content = message["content"]
+    if content is None and (message.get("tool_calls") or (habits.null and role == "assistant")):
+        return message
+    if not isinstance(content, list) or role not in habits.lists:
+        content = _text(content)
+        if role in habits.only_lists:
+            content = [{"type": "text", "text": content}]
+    return {**message, "content": content}
 
 
 def _calls(calls: Any, i: int) -> list[dict[str, Any]]:
@@ -136,24 +261,17 @@ def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
 
 
-def _as_wanted(
-    messages: list[dict[str, Any]], habits: TemplateHabits, format: ToolFormat | None
+def _with_calls(
+    messages: list[dict[str, Any]], habits: TemplateHabits, format: ToolFormat
 ) -> list[dict[str, Any]]:
     """The messages as a template with these habits takes the calls in them, and their results."""
     made, names = [], dict[str, str]()
     for message in _one_call_each(messages) if habits.one_call else messages:
         calls = message.get("tool_calls")
         names |= {str(call.get("id")): call["function"]["name"] for call in calls or ()}
-        if calls and not habits.writes_calls and format is not None:
-            text = written(
-                format, ((one["function"]["name"], one["function"]["arguments"]) for one in calls)
-            )
-            message = {**message, "content": message["content"] + text}
-        elif calls:
-            message = {**message, "tool_calls": [_call_as_wanted(call, habits) for call in calls]}
-            if habits.no_content and not message["content"]:
-                message["content"] = None
-        elif message["role"] == "tool" and (id := message.get("tool_call_id")):
+        if calls:
+            message = _calling(message, habits, format)
+        elif message["role"] == TOOL and (id := message.get("tool_call_id")):
             message = {**message, "tool_call_id": _short(str(id)) if habits.short_ids else id}
             if (
                 not message.get("name") and str(id) in names
@@ -161,6 +279,24 @@ def _as_wanted(
                 message["name"] = names[str(id)]
         made.append(message)
     return made
+
+
+def _calling(message: dict[str, Any], habits: TemplateHabits, format: ToolFormat) -> dict[str, Any]:
+    """A message with calls. They stand in its content where the template would leave them out."""
+    content = message["content"]
+    calls = message["tool_calls"]
+    kinds: dict[str, Any] = {TEXT: content}
+    if content is None:
+        kinds = {NULL: None, EMPTY: ""}
+    elif not content:
+        kinds = {EMPTY: "", NULL: None}
+    kind = next((kind for kind in kinds if kind in habits.calls), None)
+    if kind is None:
+        functions = (call["function"] for call in calls)
+        text = written(format, ((one["name"], one["arguments"]) for one in functions))
+        return {**message, "content": _text(content) + text}
+    calls = [_call_as_wanted(call, habits) for call in calls]
+    return {**message, "content": kinds[kind], "tool_calls": calls}
 
 
 def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -172,7 +308,7 @@ def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if len(calls) > 1:
             for k, call in enumerate(calls):
                 made.append(
-                    {**message, "content": "" if k else message["content"], "tool_calls": [call]}
+                    {**message, "content": None if k else message["content"], "tool_calls": [call]}
                 )
                 waiting[str(call.get("id"))] = len(made)
         elif (place := waiting.pop(str(message.get("tool_call_id")), None)) is not None:
@@ -205,18 +341,33 @@ def _with_responses(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     made: list[dict[str, Any]] = []
     for message in messages:
         before = made[-1] if made else {}
-        if message["role"] != "tool" or not before.get("tool_calls"):
+        if message["role"] != TOOL or not before.get("tool_calls"):
             made.append(message)
             continue
-        names = {call.get("id"): call["function"]["name"] for call in before["tool_calls"]}
-        name = message.get("name") or names.get(message.get("tool_call_id")) or "unknown"
-        response = {"name": name, "response": _object(message["content"])}
-        made[-1] = {**before, "tool_responses": [*before.get("tool_responses", []), response]}
+        response = {"name": message.get("name") or "unknown", "response": _object(message)}
+        made[-1] = {**before, RESPONSES: [*before.get(RESPONSES, []), response]}
     return made
 
 
-def _object(text: str) -> Any:
+def _as_users(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The results of calls as messages of the user, one for all that stand together."""
+    made: list[dict[str, Any]] = []
+    before = ""
+    for message in messages:
+        if message["role"] == TOOL:
+            text = f"<tool_response>\n{_text(message['content'])}\n</tool_response>"
+            if before == TOOL:
+                text = f"{made.pop()['content']}\n{text}"
+            made.append({"role": USER, "content": text})
+        else:
+            made.append(message)
+        before = message["role"]
+    return made
+
+
+def _object(message: dict[str, Any]) -> Any:
     """The answer of a tool: an object if it is one, else the text."""
+    text = _text(message["content"])
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -55,6 +55,7 @@ _OF_LISTS = frozenset(
 _SIZED = frozenset({"center", "batch", "slice", "truncate", "indent"})  # whose numbers are sizes
 _SIZED_METHODS = frozenset({"center", "ljust", "rjust", "zfill", "to_bytes"})
 _COPYING = frozenset({"copy", "count", "index"})
+_CHANGING = frozenset({"append", "extend", "insert", "pop", "update"})
 # of `%` and of str.format: a width or precision of five digits or more, or one that is itself an
 # argument
 _WIDE = re.compile(r"\d{5,}|%(?:\(.*?\))?[^%a-zA-Z\s]*\*|:[^{}]*\{", re.DOTALL)
@@ -137,8 +138,10 @@ def _measured(value: Any) -> Any:
         elif isinstance(one, list | tuple | set | frozenset | MappingView):
             budget.step(len(one))
             left += one  # type: ignore[arg-type]  # views of a dict are iterable
-        elif isinstance(one, Namespace):
-            raise OverBudget("a namespace cannot be written")
+        elif isinstance(one, Namespace):  # which keeps its attributes out of reach
+            held = object.__getattribute__(one, "_Namespace__attrs")
+            budget.step()
+            left.append(held)
     return value
 
 
@@ -161,6 +164,19 @@ def _concat(pieces: Iterable[str]) -> str:
     return "".join(kept)
 
 
+class _OwnList(list[Any]):
+    """A list that a template has written: this one it may change."""
+
+
+class _OwnDict(dict[Any, Any]):
+    """A dict that a template has written: this one it may change."""
+
+
+def _own(value: Any) -> Any:
+    kinds: dict[type, type] = {list: _OwnList, dict: _OwnDict}
+    return kinds.get(type(value), type(value))(_measured(value))
+
+
 class _CountingCode(CodeGenerator):
     """Code that counts: loops, `~`, and lists, tuples and dicts that hold others."""
 
@@ -180,6 +196,12 @@ class _CountingCode(CodeGenerator):
     def visit_List(self, node: nodes.List, frame: Frame) -> None:
         self._measure(super().visit_List, node, frame)
 
+    def visit_Const(self, node: nodes.Const, frame: Frame) -> None:
+        if isinstance(node.value, list | dict):
+            self._measure(super().visit_Const, node, frame)
+        else:
+            super().visit_Const(node, frame)
+
     def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:
         self._measure(super().visit_Dict, node, frame)
 
@@ -190,7 +212,7 @@ class _CountingCode(CodeGenerator):
             super().visit_Tuple(node, frame)
 
     def _measure(self, visit: Callable[[Any, Frame], None], node: nodes.Node, frame: Frame) -> None:
-        self.write("environment.measured(")
+        self.write("environment.own(")
         visit(node, frame)
         self.write(")")
 
@@ -214,7 +236,7 @@ class TemplateEnvironment(sandbox.ImmutableSandboxedEnvironment):
     concat = staticmethod(_concat)
     counted = staticmethod(_Counted)
     joined = staticmethod(_joined)
-    measured = staticmethod(_measured)
+    own = staticmethod(_own)
 
     def __init__(self) -> None:
         extensions = ["jinja2.ext.loopcontrols", _GenerationBlock]
@@ -226,6 +248,10 @@ class TemplateEnvironment(sandbox.ImmutableSandboxedEnvironment):
         self.filters = {name: _paying(name, one) for name, one in self.filters.items()}
         self.filters |= {"tojson": _tojson, "join": _join, "sum": _sum}
         del self.globals["lipsum"]
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        own = isinstance(obj, _OwnList | _OwnDict) and attr in _CHANGING
+        return own or super().is_safe_attribute(obj, attr, value)
 
     def call(__self, __context: Any, __called: Any, *args: Any, **kwargs: Any) -> Any:
         budget = _budget.get()
@@ -241,8 +267,9 @@ class TemplateEnvironment(sandbox.ImmutableSandboxedEnvironment):
                 args = ([*_paid(args[0], len(own))],)
             elif isinstance(own, str | bytes | int):
                 _pay_for_method(budget, own, name, args)
-            elif isinstance(own, list | tuple | dict) and name in _COPYING:
+            elif isinstance(own, list | tuple | dict) and name in _COPYING | _CHANGING:
                 budget.pay(own)
+                _measured([*args, *kwargs.values()])
         return super().call(__context, __called, *args, **kwargs)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:

@@ -18,7 +18,7 @@ from pageturner.formats.tokenizer import Tokenizer
 from pageturner.llm import Completion
 from pageturner.text import conversation, tools
 from pageturner.text import receipt as form
-from pageturner.text.chat_template import ChatTemplate, continued_prompt
+from pageturner.text.chat_template import ChatTemplate
 from pageturner.text.fim import fim_prompt, fim_tokens
 from pageturner.text.receipt import Difference, Receipt, ReceiptChoice
 
@@ -151,13 +151,13 @@ def _chats(
             continue
         template = ChatTemplate(source, tokenizer.bos_token, tokenizer.eos_token)
         try:
-            plain, variables = conversation.template_messages(messages, source), _variables(request)
-            if request.get("continue_final_message"):
-                whole = continued_prompt(template, plain, **variables)
-            else:
-                whole = template.render(
-                    plain, generate=receipt.input.add_generation_prompt, **variables
-                )
+            whole = conversation.prompt_text(
+                template,
+                messages,
+                _variables(request),
+                generate=receipt.input.add_generation_prompt,
+                goes_on=request.get("continue_final_message") or False,
+            )
         except (ClientError, TypeError):  # not what the server was sent: it rendered that
             continue
         special = bool(receipt.input.add_special_tokens)

@@ -43,7 +43,6 @@ from pageturner.server.api.base.translate import FieldMap, Fields, fields_of, va
 from pageturner.server.api.base.usage import reasoning_tokens
 from pageturner.server.api.base.whole_answer import WholeAnswer
 from pageturner.server.api.openai import chat
-from pageturner.server.api.openai.turns import read_turns
 from pageturner.text.output_stream import OutputPiece, OutputStream
 
 FIELDS = FieldMap(
@@ -120,7 +119,7 @@ def read(body: RequestBody, served: ServedModel) -> Call:
         body = msgspec.structs.replace(body, thinking_token_budget=None)
     try:
         roomy = replace(served, fits=True)
-        return FIELDS.renaming(lambda: read_turns(body, lambda turns: chat.read(turns, roomy)))
+        return FIELDS.renaming(lambda: chat.read(body, roomy))
     except ClientError as error:
         if error.code not in TOO_LONG:
             raise
@@ -134,9 +133,7 @@ def count_tokens(raw: bytes, served: ServedModel, doing: Callable[[str], None]) 
     body = _chat({name: value for name, value in fields.items() if name != "max_tokens"}, NO_LIMITS)
     check_model(body, served)
     check = _fits_tokenizer(served)
-    tokens = FIELDS.renaming(
-        lambda: read_turns(body, lambda turns: chat.chat_tokens(turns, served, check))
-    )
+    tokens = FIELDS.renaming(lambda: chat.chat_tokens(body, served, check))
     return encode({"input_tokens": len(tokens)})
 
 

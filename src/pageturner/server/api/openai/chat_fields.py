@@ -16,12 +16,7 @@ from pageturner.server.api.base.body import RequestBody, bad_request
 from pageturner.server.api.base.served_model import ServedModel
 from pageturner.text import conversation, reasoning
 from pageturner.text.answer_format import AnswerFormat, with_content_stops
-from pageturner.text.chat_template import (
-    ChatTemplate,
-    TemplateLimits,
-    TemplateTooLong,
-    continued_prompt,
-)
+from pageturner.text.chat_template import ChatTemplate, TemplateLimits, TemplateTooLong
 from pageturner.text.template_choice import HOW_TO_GIVE
 
 GIVEN = "the chat_template of this request"
@@ -61,20 +56,19 @@ def chat_prompt(body: RequestBody, served: ServedModel) -> str:
         raise bad_request("missing_field", "messages is missing or empty", "messages")
     if served.template is None:
         raise bad_request("no_chat_template", f"{HOW_TO_GIVE}. Or use /v1/completions", "messages")
-    messages = conversation.template_messages(body.messages, served.template.source)
     variables = template_variables(body)
     for name in variables.keys() & RESERVED:
         raise bad_request(
             "invalid_value", f"chat_template_kwargs may not set {name}", "chat_template_kwargs"
         )
-    if not body.continue_final_message:
-        return served.template.render(
-            messages, generate=body.add_generation_prompt is not False, **variables
-        )
-    if body.add_generation_prompt:
+    goes_on = body.continue_final_message or False
+    if goes_on and body.add_generation_prompt:
         message = "continue_final_message and add_generation_prompt contradict each other: send one"
         raise bad_request("invalid_value", message, "continue_final_message")
-    return continued_prompt(served.template, messages, **variables)
+    generate = body.add_generation_prompt is not False
+    return conversation.prompt_text(
+        served.template, body.messages, variables, generate=generate, goes_on=goes_on
+    )
 
 
 def read_answer(

@@ -17,7 +17,6 @@ from pageturner.server.api.base.replies import ReplyShape
 from pageturner.server.api.base.served_model import ServedModel
 from pageturner.server.api.base.translate import FieldMap, Fields, fields_of, value_of
 from pageturner.server.api.openai import chat
-from pageturner.server.api.openai.turns import read_turns
 from pageturner.server.api.responses.response_items import conversation, tool_fields
 from pageturner.server.api.responses.response_store import ResponseStore
 from pageturner.server.api.responses.response_writer import ResponseWriter
@@ -91,7 +90,7 @@ def _format(fields: Fields) -> dict[str, Any] | None:
 
 def read(body: RequestBody, served: ServedModel) -> Call:
     """A call of /v1/responses."""
-    return FIELDS.renaming(lambda: read_turns(body, lambda turns: chat.read(turns, served)))
+    return FIELDS.renaming(lambda: chat.read(body, served))
 
 
 def dialect_of(store: ResponseStore) -> Dialect:
