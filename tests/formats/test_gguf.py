@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from pageturner.errors import EngineFault
+from pageturner.formats import hub
 from pageturner.formats.gguf import Array, open_gguf
+from pageturner.formats.model_hash import model_files, model_hash
 from support import gguf_writer as w
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -257,6 +259,57 @@ def test_corrupt_tensor_tables_are_named(tmp_path: Path, rows: list[bytes], mess
     )
     assert message in fault.message
     assert fault.code in ("gguf_corrupt", "gguf_truncated", "gguf_kind")
+
+
+def split(folder: Path, count: int, holds: list[list[str]]) -> list[Path]:
+    """A model in so many files, of which each holds the tensors of these names."""
+    paths = [folder / f"m-{i + 1:05}-of-{count:05}.gguf" for i in range(count)]
+    for i, path in enumerate(paths):
+        about: dict[str, w.Value] = {"split.no": i, "split.count": count}
+        tensors = {name: TENSORS[name] for name in holds[i]}
+        path.write_bytes(w.gguf_bytes((METADATA | about) if i == 0 else about, tensors))
+    return paths
+
+
+@pytest.mark.parametrize("holds", [[["vector"], ["matrix", "cube"]], [[], ["vector"], ["cube"]]])
+def test_a_split_model_is_one_whichever_part_is_named(
+    tmp_path: Path, holds: list[list[str]]
+) -> None:
+    paths = split(tmp_path, len(holds), holds)
+    names = [name for part in holds for name in part]
+    for path in paths:
+        file = open_gguf(path)
+        assert (file.path, list(file.tensors)) == (str(paths[0]), names)
+        assert file.get("general.architecture", str) == "llama"
+        for name in names:
+            assert bytes(file.tensor(name)[2]) == TENSORS[name][2]
+        file.advise(names, needed=True)
+        assert hub.resolve(str(path)) == hub.ModelFile(paths[0], "m")
+        assert model_files(path) == paths
+    assert model_hash(paths[0]) == model_hash(paths[1])
+
+
+@pytest.mark.parametrize("gone", [0, 1, 2])
+def test_a_missing_part_is_said(tmp_path: Path, gone: int) -> None:
+    paths = split(tmp_path, 3, [["vector"], ["matrix"], ["cube"]])
+    paths[gone].unlink()
+    for path in paths:
+        if path.exists():
+            with pytest.raises(EngineFault, match=paths[gone].name) as caught:
+                open_gguf(hub.resolve(str(path)).path)
+            assert caught.value.code == "shard_missing"
+
+
+def test_parts_that_do_not_belong_together(tmp_path: Path) -> None:
+    first, second = split(tmp_path, 2, [["vector"], ["vector"]])
+    with pytest.raises(EngineFault, match="'vector' lies in"):
+        open_gguf(first)
+    second.write_bytes(first.read_bytes())
+    with pytest.raises(EngineFault, match="another part"):
+        open_gguf(first)
+    moved = first.rename(tmp_path / "other.gguf")
+    with pytest.raises(EngineFault, match="one of 2 files"):
+        open_gguf(moved)
 
 
 def test_the_tiny_goldens_parse() -> None:

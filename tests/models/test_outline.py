@@ -538,10 +538,11 @@ def test_a_vocabulary_is_no_model(tmp_path: Path) -> None:
 def test_one_of_several_files(tmp_path: Path) -> None:
     metadata, tensors = taken_apart(TINY)
     path = tmp_path / "model-00001-of-00003.gguf"
-    path.write_bytes(gguf_bytes(metadata | {"split.count": 3}, tensors))
+    split: dict[str, Any] = {"split.no": 0, "split.count": 3}
+    path.write_bytes(gguf_bytes(metadata | split, tensors))
     found = read_outline(path)
     assert found.weights is None
-    assert "one of 3 files" in found.weights_from
+    assert "2 are missing" in found.weights_from
     assert replace(found, weights=0, weights_from="") == replace(
-        read_outline(TINY), name=path.stem, weights=0, weights_from=""
+        read_outline(TINY), name="model", weights=0, weights_from=""
     )

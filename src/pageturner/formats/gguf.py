@@ -5,8 +5,11 @@ what any key or tensor means. Trusts nothing: whatever the bytes are, the outcom
 EngineFault, and no memory is taken for a number that only the file claims. Arrays are decoded when
 asked for, so that opening a file costs little more than walking over its strings once.
 
+A model that llama.cpp has split lies in files NAME-00001-of-00002.gguf and so on: the first has the
+metadata, each has tensors. Whichever is named, they are opened as one.
+
 Codes: model_unreadable, gguf_magic, gguf_version, gguf_truncated, gguf_corrupt, gguf_metadata,
-gguf_kind, tensor_missing.
+gguf_kind, shard_missing, tensor_missing.
 """
 
 from __future__ import annotations
@@ -14,10 +17,12 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
+from pathlib import Path
 from typing import TypeVar, overload
 
 from pageturner.errors import EngineFault, naming
@@ -35,6 +40,7 @@ _U32, _U64 = _FIXED[4], _FIXED[10]
 _SHORTEST_PAIR = 8 + 4 + 1  # an empty key, its type, a one-byte value
 _SHORTEST_TENSOR = 8 + 4 + 8 + 4 + 8  # an empty name, one dimension, its type and offset
 _MAX_DIMS = 4
+_PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +168,13 @@ class GGUFFile(MappedTensors):
 
     size      bytes of the file
     metadata  key -> scalar, or `Array`
+    missing   names of the other files of a split model that are not there
     """
 
     def __init__(self, data: mmap.mmap, path: str) -> None:
         self.path = path
         self.size = len(data)
+        self.missing: list[str] = []
         reader = _ByteReader(data)
         if data[:4] != b"GGUF":
             raise EngineFault("gguf_magic", f"{path} is not a GGUF file")
@@ -180,6 +188,14 @@ class GGUFFile(MappedTensors):
         self.metadata = _read_metadata(reader, pair_count)
         tensors = _read_tensors(reader, tensor_count, self.get("general.alignment", int, 32))
         super().__init__(path, tensors, dict.fromkeys(tensors, data))
+
+    def join(self, part: GGUFFile) -> None:
+        """Take the tensors of another part of the same model. EngineFault('gguf_corrupt') for one
+        that is here already."""
+        if twice := self.tensors.keys() & part.tensors.keys():
+            raise _corrupt(f"tensor {min(twice)!r} lies in {part.path} too")
+        self.tensors |= part.tensors
+        self._data |= part._data
 
     @overload
     def get(self, key: str, kind: type[Value]) -> Value: ...
@@ -207,16 +223,69 @@ class GGUFFile(MappedTensors):
 
 
 def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
-    """Map and parse a GGUF file. EngineFault for anything that is not a sound one."""
-    file = open_header(path)
-    with _damage(path):
-        _check_ranges(file)
+    """Map and parse a GGUF file, or all files of a split model. EngineFault for anything that is not
+    a sound one."""
+    file = open_header(path, _check_ranges)
+    if file.missing:
+        raise _incomplete(file)
     return file
 
 
-def open_header(path: str | os.PathLike[str]) -> GGUFFile:
+def _incomplete(file: GGUFFile) -> EngineFault:
+    names = ", ".join(file.missing[:3])
+    more = f" and {len(file.missing) - 3} more" if len(file.missing) > 3 else ""
+    message = f"{file.path} is one part of a model, and {names}{more} is not beside it"
+    return EngineFault("shard_missing", f"{message}: fetch or copy the whole model")
+
+
+def parts_of(path: str | os.PathLike[str]) -> list[Path]:
+    """The files of a model of which one is named, by its name: of a split model all of them."""
+    path = Path(path)
+    name = _PART.fullmatch(path.name)
+    if name is None:
+        return [path]
+    count = int(name[2])
+    return [path.with_name(f"{name[1]}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
+
+
+def model_name(path: Path) -> str:
+    """The name of a model after its file; the parts of a split one share it."""
+    name = _PART.fullmatch(path.name)
+    return name[1] if name else path.stem
+
+
+def open_header(
+    path: str | os.PathLike[str], check: Callable[[GGUFFile], None] = lambda file: None
+) -> GGUFFile:
     """The metadata and the tensor table, of a file that may end behind them: `tensor` is not for
-    use."""
+    use. check: called with each file of the model."""
+    file = _open_part(path, check)
+    count = file.get("split.count", int, 1)
+    if count < 2:
+        return file
+    paths = parts_of(path)
+    if len(paths) != count:
+        message = f"{file.path} says that it is one of {count} files; their names should end in"
+        raise EngineFault("gguf_corrupt", f"{message} -00001-of-{count:05}.gguf and so on")
+    parts = {p: file if p == Path(path) else _open_part(p, check) for p in paths if p.is_file()}
+    for number, place in enumerate(paths):
+        said = parts[place].metadata if place in parts else {}
+        found = (said.get("split.no", number), said.get("split.count", count))
+        if found != (number, count):
+            message = f"{place} says that it is another part than its name says"
+            raise EngineFault("gguf_corrupt", f"{message}: fetch or copy it again")
+    first = parts.get(paths[0], file)
+    for part in parts.values():
+        if part is not first:
+            with _damage(first.path):
+                first.join(part)
+    first.missing = [part.name for part in paths if part not in parts]
+    if paths[0] not in parts:
+        raise _incomplete(first)
+    return first
+
+
+def _open_part(path: str | os.PathLike[str], check: Callable[[GGUFFile], None]) -> GGUFFile:
     name = os.fspath(path)
     try:
         with open(name, "rb") as file:
@@ -226,7 +295,9 @@ def open_header(path: str | os.PathLike[str]) -> GGUFFile:
     except (OSError, ValueError) as error:
         raise EngineFault("model_unreadable", f"cannot read {name}: {error}") from error
     with _damage(name):
-        return GGUFFile(data, name)
+        part = GGUFFile(data, name)
+        check(part)
+    return part
 
 
 _DAMAGED = {

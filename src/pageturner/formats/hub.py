@@ -32,6 +32,7 @@ from typing import IO
 
 from pageturner import logs
 from pageturner.errors import EngineFault
+from pageturner.formats.gguf import model_name, parts_of
 from pageturner.formats.hf_config import CONFIG
 from pageturner.progress import Progress
 
@@ -154,7 +155,8 @@ def _local(reference: str) -> ModelFile | None:
             "model_not_found", f"cannot read the model {reference!r}: {error}"
         ) from error
     if path.is_file():
-        return ModelFile(path, path.stem)
+        first = parts_of(path)[0]
+        return ModelFile(first if first.is_file() else path, model_name(path))
     if reference and path.is_dir() and (path / CONFIG).is_file():
         return ModelFile(path, path.resolve().name)
     if not reference:

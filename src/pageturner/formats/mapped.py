@@ -45,7 +45,7 @@ class MappedTensors:
     tensors  name -> TensorInfo, in file order
     """
 
-    def __init__(self, path: str, tensors: dict[str, TensorInfo], data: Mapping[str, Data]) -> None:
+    def __init__(self, path: str, tensors: dict[str, TensorInfo], data: dict[str, Data]) -> None:
         """data: of each tensor the file that it lies in."""
         self.path = path
         self.tensors = tensors

@@ -5,7 +5,8 @@ Owns which files count and how they are hashed. Must not know who asks. Every by
 nobody should wait for at a start.
 
     a file    sha256:HEX        as `sha256sum FILE` prints it
-    a folder  sha256-files:HEX  of what `sha256sum` prints for its files, sorted by name
+    a folder  sha256-files:HEX  of what `sha256sum` prints for its files, sorted by name; so for
+                                the parts of a split GGUF file
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import hashlib
 from pathlib import Path
 
 from pageturner.errors import EngineFault
+from pageturner.formats.gguf import parts_of
 
 SUFFIXES = (".safetensors", ".json", ".model", ".tiktoken", ".jinja")
 NAMES = ("merges.txt", "vocab.txt")
@@ -22,10 +24,10 @@ Marks = tuple[tuple[str, int, int, int], ...]
 
 
 def model_files(path: Path) -> list[Path]:
-    """The files of a model: its one file, or the files of its folder from which anything is
-    read."""
+    """The files of a model: its one file, the parts of a split one, or the files of its folder from
+    which anything is read."""
     if not path.is_dir():
-        return [path]
+        return [part for part in parts_of(path) if part == path or part.is_file()]
     files = (*path.iterdir(), *path.glob("additional_chat_templates/*.jinja"))
     found = (file for file in files if file.suffix in SUFFIXES or file.name in NAMES)
     return sorted((file for file in found if file.is_file()), key=lambda file: file.name.encode())
@@ -44,9 +46,10 @@ def model_marks(path: Path) -> Marks:
 def model_hash(path: Path) -> str:
     """The hash of all its files. EngineFault('model_unreadable') where they cannot be read."""
     try:
-        if not path.is_dir():
+        files = model_files(path)
+        if files == [path]:
             return f"sha256:{_sha256(path)}"
-        lines = "".join(f"{_sha256(file)}  {file.name}\n" for file in model_files(path))
+        lines = "".join(f"{_sha256(file)}  {file.name}\n" for file in files)
     except OSError as error:
         message = f"cannot read the model at {path} to name it by its hash: {error}"
         raise EngineFault("model_unreadable", message) from error

@@ -18,7 +18,7 @@ from typing import Any
 
 from pageturner.errors import EngineFault, naming, one_line
 from pageturner.formats.ggml_types import BY_NAME
-from pageturner.formats.gguf import GGUFFile, open_header
+from pageturner.formats.gguf import GGUFFile, model_name, open_header
 from pageturner.formats.hf_config import (
     CONFIG,
     MAX_BYTES,
@@ -137,7 +137,7 @@ def read_outline(
     with naming(path):
         if path.is_dir() or path.suffix == ".json":
             return _hugging_face(path, dtype, quantization)
-        return _gguf(open_header(path), path.stem, dtype, quantization)
+        return _gguf(open_header(path), model_name(path), dtype, quantization)
 
 
 def _layers_of(spec: ModelSpec) -> tuple[KVLayers, ...]:
@@ -248,7 +248,7 @@ def _file_bytes(folder: Path) -> int | None:
 
 
 def _gguf(file: GGUFFile, name: str, dtype: str, quantization: str) -> Outline:
-    if not file.tensors:
+    if not file.tensors and not file.missing:
         message = (
             f"{file.path} holds a vocabulary and no weights: give the file of the model itself"
         )
@@ -265,9 +265,8 @@ def _gguf(file: GGUFFile, name: str, dtype: str, quantization: str) -> Outline:
 
 
 def _gguf_weights(file: GGUFFile, dtype: str, quantization: str) -> tuple[int | None, str]:
-    shards = file.get("split.count", int, 1)
-    if shards > 1:
-        return None, f"not known: this is one of {shards} files"
+    if file.missing:
+        return None, f"not known: of its files {len(file.missing)} are missing"
     tensors = list(file.tensors.values())
     sizes: dict[str, int] = {}
     for info in tensors:
