@@ -169,7 +169,7 @@ def test_other_architectures(tmp_path: Path, arch: str) -> None:
     [
         ("rope.scaling.type", "longrope"),
         ("expert_shared_count", 1),
-        ("attention.sliding_window", 4096),
+        ("attention.sliding_window", 8),
         ("final_logit_softcapping", 30.0),
         ("attn_logit_softcapping", 50.0),
         ("rope.scaling.attn_factor", 1.5),

@@ -23,6 +23,7 @@ from pageturner.models.spec import (
     ModelSpec,
     Temper,
     check_spec,
+    turns_nothing_on,
     unsupported,
 )
 
@@ -67,6 +68,7 @@ _UNDERSTOOD = """
         rope.freq_base rope.dimension_count rope.scaling.type rope.scaling.factor
         rope.scaling.finetuned rope.scaling.original_context_length rope.scaling.yarn_beta_fast
         rope.scaling.yarn_beta_slow rope.scaling.yarn_attn_factor expert_count expert_used_count
+        pooling_type tensor_data_layout
 """
 _WINDOWS = "attention.sliding_window attention.sliding_window_pattern rope.freq_base_swa"
 # The same, of some architectures only.
@@ -89,27 +91,11 @@ _ALSO = {
     "gemma2": "attention.sliding_window attn_logit_softcapping final_logit_softcapping",
     "gemma3": "attention.sliding_window rope.freq_base_swa",
 }
-# Settings nobody here computes, by the value that turns them off.
+# Settings nobody here computes, by the value that turns them off, where that is not 0 (1 of a factor).
 _NEUTRAL = {
-    "expert_shared_count": 0,
-    "attention.sliding_window": 0,
     "attention.causal": True,
-    "use_parallel_residual": False,
-    "attn_logit_softcapping": 0,
-    "final_logit_softcapping": 0,
-    "attention.clamp_kqv": 0,
-    "attention.max_alibi_bias": 0,
-    "logit_scale": 1,
-    "residual_scale": 1,
-    "embedding_scale": 1,
-    "rope.scale_linear": 1,
-    "rope.scaling.attn_factor": 1,
     "rope.scaling.yarn_log_multiplier": 0,
-    "rope.scaling.yarn_ext_factor": 1,
-    "expert_weights_norm": False,
     "expert_gating_func": 1,  # softmax
-    "leading_dense_block_count": 0,
-    "attention.q_lora_rank": 0,
     "expert_group_count": 1,
     "expert_group_used_count": 1,
 }
@@ -133,7 +119,15 @@ def _refuse_unknown(file: GGUFFile, arch: str) -> None:
         prefix, _, key = full.partition(".")
         if prefix != arch or key in understood:
             continue
-        if isinstance(value, Array) or key not in _NEUTRAL or value != _NEUTRAL[key]:
+        if key in _NEUTRAL and not isinstance(value, Array):
+            off = value == _NEUTRAL[key]
+        elif isinstance(value, Array):
+            off = len(value) <= MAX_LAYERS and not any(value.tolist())
+        elif key == "attention.sliding_window":  # that is never left
+            off = value == 0 or value >= file.get(f"{arch}.context_length", int)
+        else:
+            off = turns_nothing_on(key, value)
+        if not off:
             shown = "an array" if isinstance(value, Array) else repr(value)
             raise unsupported(f"the model needs {full} = {shown}, which is not supported")
 
@@ -258,7 +252,7 @@ class _KeyReader:
         key = f"{self.arch}.attention.sliding_window"
         window = 8192 if self.arch == "llama4" else self.file.get(key, int, 0)
         listed = self.file.metadata.get(f"{key}_pattern")
-        if not window:
+        if not window or window >= self.size("context_length"):
             return 0, frozenset()
         if isinstance(listed, Array):
             if len(listed) != layers:
@@ -302,8 +296,12 @@ class _KeyReader:
         base, interleaved = self.number("rope.freq_base", 10_000.0), self.known.interleaved
         dim = self.size("rope.dimension_count", dim) if dim else 0
         if kind == "yarn":
+            usual = yarn_amplitude(factor)
             # there of the scores
-            amplitude = 1.0 if self.arch == "deepseek2" else yarn_amplitude(factor)
+            default = 1.0 if self.arch == "deepseek2" else usual
+            amplitude = self.number("rope.scaling.yarn_attn_factor", default)
+            if math.isclose(amplitude * usual, 1, rel_tol=1e-6):  # takes back the usual one
+                amplitude = 1.0
             return RopeSpec(
                 base,
                 dim,
@@ -313,7 +311,7 @@ class _KeyReader:
                 self.size("rope.scaling.original_context_length"),
                 self.number("rope.scaling.yarn_beta_slow", 1.0),
                 self.number("rope.scaling.yarn_beta_fast", 32.0),
-                self.number("rope.scaling.yarn_attn_factor", amplitude),
+                amplitude,
                 truncate=self.arch != "gpt-oss",
             )
         if self.arch == "phi3" and kind != "linear":  # longrope: its factors are tensors

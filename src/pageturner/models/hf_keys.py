@@ -1,6 +1,7 @@
 """Keys of config.json that need no reader: those that say nothing, and what silence says.
 
-Owns these tables, as data. Sources: the configuration classes of Transformers 4 and 5, and what
+A key says nothing if only training and serving tools read it, if its value turns nothing on, or if
+it repeats what is computed anyway. Owns the tables of these, as data. Sources: the configuration classes of Transformers 4 and 5, and what
 published folders carry along. Must not know what is computed.
 """
 
@@ -17,22 +18,51 @@ _GENERATION = """
     output_scores remove_invalid_values repetition_penalty return_dict return_dict_in_generate
     suppress_tokens temperature top_k top_p typical_p pruned_heads
 """
-# Say nothing about what is computed at inference.
-_TRAINING = """
-        architectures auto_map bos_token_id chunk_size_feed_forward dtype eos_token_id id2label
-        init_std initializer_range initializer_factor label2id layerdrop gradient_checkpointing
-        model_type n_ctx name_or_path output_router_logits pad_token_id prefix problem_type
-        pretraining_tp quantization_aware router_aux_loss_coef router_jitter_noise sep_token_id
-        summary_activation summary_first_dropout summary_proj_to_labels summary_type
-        summary_use_proj task_specific_params torch_dtype transformers_version unk_token_id
-        use_cache cache_implementation sliding_window_pattern max_window_layers layer_types
-        is_decoder tokenizer_class masked_softmax_fusion slow_but_exact attn_implementation
-        attention_softmax_in_fp32 bias_dropout_fusion skip_bias_add is_llama_config
-        transformers.js_config unsloth_fixed unsloth_version
+# Only training, serving or the tokenizer reads these; * is any text.
+_TOOLS = """
+    architectures auto_map *_token_id *_token_index chunk_size_feed_forward dtype id2label label2id
+    init_* *_init *_init_* *initializer* layerdrop gradient_* model_type n_ctx name_or_path
+    model_max_length max_seq_len* max_sequence_length output_router_logits prefix problem_type *loss*
+    pretraining_tp quantization_aware *jitter* summary_* task_specific_params *torch_dtype *_version
+    use_cache cache_implementation sliding_window_pattern max_window_layers layer_types is_decoder
+    tokenizer_* masked_softmax_fusion slow_but_exact attn_implementation use_*flash_attn* flash_attn*
+    use_flash_attention* *_in_fp32 *_fusion skip_bias_add is_llama_config finetuned
+    transformers.js_config unsloth_* base_model_*_plan use_reentrant use_sliding_window
+    transformers_weights *dropout *dropout_* *_pdrop *_drop
 """
-HARMLESS = frozenset(f"{_GENERATION} {_TRAINING}".split())
+HARMLESS = f"{_GENERATION} {_TOOLS}".split()
 QUANTISED = "quantization_config compression_config"  # read by models/checkpoint.py
-DROPOUT = ("dropout", "_pdrop", "_drop")
+# The numbers of a spec, each with the keys by which files of any family may say the same once more.
+SAME = {
+    "eps": "rms_norm_eps layer_norm_eps layer_norm_epsilon norm_epsilon norm_eps",
+    "dim": "hidden_size n_embd d_model",
+    "layers": "num_hidden_layers n_layer n_layers num_layers",
+    "heads": "num_attention_heads n_head n_heads num_heads",
+    "kv_heads": "num_key_value_heads num_kv_heads n_kv_heads",
+    "head_dim": "head_dim kv_channels attention_head_dim qk_head_dim v_head_dim",
+    "ffn": "intermediate_size n_inner ffn_dim ffn_hidden_size",
+    "vocab": "vocab_size padded_vocab_size",
+    "context": "max_position_embeddings n_positions seq_length",
+    "tied": "tie_word_embeddings",
+    "soft_cap": "attn_logit_softcapping",
+    "logit_soft_cap": "final_logit_softcapping",
+    "rope.base": "rope_theta rotary_base rotary_emb_base",
+    "rope.dim": "rotary_dim qk_rope_head_dim",
+    "rope.interleaved": "rope_interleaved rope_interleave",
+    "family.qkv_bias": "attention_bias qkv_bias use_qkv_bias attn_bias add_qkv_bias",
+    "family.mlp_bias": "mlp_bias use_bias bias",
+    "family.layer_norm": "use_layer_norm",
+    "family.act": "hidden_act hidden_activation activation_function mlp_hidden_act",
+    "family.gated": "use_gated_mlp gated_mlp",
+    "family.qk_norm": "use_qk_norm qk_norm qk_layernorm use_qk_layernorm qk_layer_norm",
+    "experts.count": "num_experts num_local_experts n_routed_experts moe_num_experts",
+    "experts.top_k": "num_experts_per_tok num_experts_per_token moe_top_k moe_topk",
+    "experts.ffn": "moe_intermediate_size expert_intermediate_size",
+    "experts.normalise": "norm_topk_prob moe_renormalize",
+    "experts.shared": "shared_expert_intermediate_size moe_shared_expert_intermediate_size",
+}
+# What all models here compute.
+ALWAYS = {"scale_attn_weights": True, "is_causal": True, "use_rope": True, "causal": True}
 
 _GLM = {
     "num_key_value_heads": 2,
@@ -54,7 +84,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3": {"max_window_layers": 28, "head_dim": 128},
     "qwen3_moe": {"max_window_layers": 28, "num_key_value_heads": 4},
     "phi3": {"original_max_position_embeddings": 4096},
-    "smollm3": {"num_key_value_heads": 4, "rope_theta": 2e6, "use_sliding_window": False},
+    "smollm3": {"num_key_value_heads": 4, "rope_theta": 2e6},
     "olmo3": {"sliding_window": 4096},
     "glm": _GLM,
     "glm4": _GLM,

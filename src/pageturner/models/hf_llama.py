@@ -24,6 +24,10 @@ _ACTIVATIONS = {
 # Of families that alternate: layers whose number, from 1 on, is no multiple of this have a window.
 _EVERY = {"gemma2": 2, "olmo3": 4, "gpt_oss": 2}
 _CHUNKS = ("attention_chunk_size", "chunked_attention")
+# Families of which Transformers gives the window to every layer; those that have windows in some
+# layers only. To all others a window that is set says nothing.
+_EVERYWHERE = ("mistral", "mixtral", "phi3", "starcoder2", "qwen3_moe")
+_SOMEWHERE = ("qwen2", "qwen3", "smollm3", "gemma2", "gemma3", "olmo3", "gpt_oss", "llama4_text")
 
 
 def llama_like(config: HFConfig, ffn: str = "intermediate_size", head_dim: int = 0) -> ModelSpec:
@@ -67,7 +71,6 @@ def _with_rope(config: HFConfig, spec: ModelSpec, head_dim: int) -> ModelSpec:
     """The spec with what families with a rotary embedding share."""
     said = config.size("head_dim", max(1, spec.head_dim))
     head_dim = head_dim or said
-    config.expect("mlp_bias", False)
     family = spec.family
     if spec.arch not in ("qwen2", "phi3") and config.get("attention_bias", bool, False):
         family = replace(family, qkv_bias=True, o_bias=True)
@@ -115,13 +118,19 @@ def no_rope_layers(config: HFConfig, layers: int) -> frozenset[int]:
 
 
 def window_layers(config: HFConfig, arch: str, layers: int) -> tuple[int, frozenset[int]]:
-    """The window and the layers that have it: as listed, else by the habit of the family."""
+    """The window and the layers that have it, where Transformers applies one: as listed, else by the
+    habit of the family."""
     key, windowed_kind = (
         _CHUNKS if arch == "llama4_text" else ("sliding_window", "sliding_attention")
     )
     window = config.get(key, int, 0)
-    if not config.get("use_sliding_window", bool, not arch.startswith("qwen")):
+    switched = arch.startswith("qwen") or arch == "smollm3"
+    if switched and not config.get("use_sliding_window", bool, False):
         window = 0
+    if arch in FAMILIES and arch not in (*_EVERYWHERE, *_SOMEWHERE):
+        window = 0
+    if arch in _EVERYWHERE:
+        return window, frozenset(range(layers)) if window else frozenset()
     kinds = config.raw("layer_types")
     if kinds is not None:
         known = (windowed_kind, "full_attention")
@@ -141,8 +150,7 @@ def window_layers(config: HFConfig, arch: str, layers: int) -> tuple[int, frozen
         without = no_rope_layers(config, layers)
         windowed = [i for i in range(layers) if (i in without) == (arch == "smollm3")]
     else:
-        first = config.get("max_window_layers", int, 0) if arch.startswith("qwen") else 0
-        windowed = list(range(max(first, 0), layers))
+        windowed = list(range(max(config.get("max_window_layers", int, 0), 0), layers))
     return window, frozenset(windowed) if window else frozenset()
 
 
@@ -189,7 +197,8 @@ def _rope(config: HFConfig, scaling: HFConfig | None, head_dim: int) -> RopeSpec
         low, high = scaling.get("low_freq_factor", float), scaling.get("high_freq_factor", float)
         rope = replace(rope, original=original, low=low, high=high)
     elif kind == "yarn":
-        amplitude = _yarn_default(scaling, rope.factor)
+        # a factor of the usual amplitude, by which DeepSeek's Qwen3 takes it back
+        amplitude = _yarn_default(scaling, rope.factor) * scaling.get("attn_factor", float, 1.0)
         rope = replace(
             rope,
             original=original,

@@ -50,8 +50,9 @@ def read_hf_spec(values: Json, where: str, name: str, has_head: bool) -> ModelSp
     config.ignore(QUANTISED)  # how weights lie in their files
     spec = reader(config)
     tied = config.get("tie_word_embeddings", bool, not has_head)
-    config.done()
-    return check_spec(replace(spec, tied=tied))
+    spec = replace(spec, tied=tied)
+    config.done(spec)
+    return check_spec(spec)
 
 
 def _text_part(values: Json, where: str) -> Json:
@@ -287,7 +288,6 @@ def _of_scores(config: HFConfig, spec: ModelSpec) -> float:
 
 
 def _gpt2(config: HFConfig) -> ModelSpec:
-    config.expect("scale_attn_weights", True)
     return llama_like(config)
 
 

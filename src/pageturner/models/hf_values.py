@@ -1,18 +1,19 @@
 """A config.json that remembers what was asked of it, so that nothing in it is ignored in silence.
 
-Owns the types of its values. Every key must be used, or be known to say nothing about the
-computation, or be null or false: anything else is refused by name. Must not know what the keys
-mean.
+Owns the types of its values, and the rule by which a key that nobody asked for says nothing: it is
+known to say nothing about the computation, or its value turns nothing on, or repeats what is
+computed anyway. Anything else is refused by name. Must not know what the keys mean.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import operator
 from typing import Any, TypeVar, overload
 
 from pageturner.errors import EngineFault
-from pageturner.models.hf_keys import DROPOUT, HARMLESS, KEYS
-from pageturner.models.spec import LARGEST, unsupported
+from pageturner.models.hf_keys import ALWAYS, HARMLESS, KEYS, SAME
+from pageturner.models.spec import LARGEST, ModelSpec, turns_nothing_on, unsupported
 
 Value = TypeVar("Value", int, float, bool, str)
 Json = dict[str, Any]
@@ -105,11 +106,30 @@ class HFConfig:
         for pattern in keys.split():
             self._used.update(fnmatch.filter(self._values, pattern))
 
-    def done(self) -> None:
-        """EngineFault('model_unsupported') if something was set that nobody asked for."""
+    def done(self, spec: ModelSpec | None = None) -> None:
+        """EngineFault('model_unsupported') if something was set that nobody asked for, and that says
+        something about a model with this spec."""
         for key, value in self._values.items():
-            ignored = (
-                key in self._used or key in HARMLESS or key.startswith("_") or key.endswith(DROPOUT)
-            )
-            if not ignored and value is not None and value is not False:
+            if key not in self._used and not _says_nothing(key, value, spec):
                 raise unsupported(f"{self._where} sets {key} = {value!r}, which is not supported")
+
+
+def _says_nothing(key: str, value: object, spec: ModelSpec | None) -> bool:
+    """Return whether only tools read this key, it turns nothing on, or repeats what the spec
+    says."""
+    if key in ALWAYS:
+        return value in (None, ALWAYS[key])
+    if key.startswith("_") or turns_nothing_on(key, value):
+        return True
+    if any(fnmatch.fnmatchcase(key, pattern) for pattern in HARMLESS):
+        return True
+    for name, keys in SAME.items():
+        if spec is not None and key in keys.split() and not _lacks(name, spec):
+            said = operator.attrgetter(name)(spec)
+            # a name of one of several kinds is a switch here
+            return bool(said) if value is True else said == value
+    return False
+
+
+def _lacks(name: str, spec: ModelSpec) -> bool:
+    return name.startswith("experts.") and spec.experts is None

@@ -26,6 +26,9 @@ LARGEST = 1 << 31  # a size beyond this is a broken file, and would not fit the 
 # Far more than any model has; what is listed or computed for each of them takes no memory worth
 # mentioning.
 MAX_LAYERS, MAX_HEADS, MAX_EXPERTS = 1 << 12, 1 << 14, 1 << 17  # the last of all layers together
+# A number in a setting with one of these in its name changes nothing if it is 1, in any other if it
+# is 0.
+_FACTORS = ("scal", "multiplier", "factor")
 LONGEST = 1 << 22  # tokens; more than any model here was made for, and its rotary tables still fit
 
 
@@ -273,6 +276,13 @@ def alibi_slopes(heads: int) -> tuple[float, ...]:
 def unsupported(message: str) -> EngineFault:
     """The fault for a model that this engine does not compute."""
     return EngineFault("model_unsupported", message)
+
+
+def turns_nothing_on(key: str, value: object) -> bool:
+    """Return whether any setting with such a name is off by this value."""
+    if type(value) in (int, float) and any(part in key for part in _FACTORS):
+        return value == 1
+    return value is None or value in (False, 0, "", [], {})
 
 
 def check_spec(spec: ModelSpec) -> ModelSpec:
