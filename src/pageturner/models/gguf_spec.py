@@ -252,7 +252,7 @@ class _KeyReader:
         key = f"{self.arch}.attention.sliding_window"
         window = 8192 if self.arch == "llama4" else self.file.get(key, int, 0)
         listed = self.file.metadata.get(f"{key}_pattern")
-        if not window or window >= self.size("context_length"):
+        if not window or (self.arch != "llama4" and window >= self.size("context_length")):
             return 0, frozenset()
         if isinstance(listed, Array):
             if len(listed) != layers:
