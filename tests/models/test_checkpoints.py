@@ -159,11 +159,11 @@ LIES: dict[str, tuple[str, Callable[[dict[str, Any], Tensors], object], str, str
     "GPTQ group that does not fit": ("gptq_32", said(group_size=96), "quantization_invalid", "96"),
     "GPTQ scales": ("gptq_32", without(Q + ".scales"), "tensor_missing", Q + ".scales"),
     "GPTQ zero-points": ("gptq_32", without(Q + ".qzeros"), "tensor_missing", Q + ".qzeros"),
-    "GPTQ version": (
+    "GPTQ symmetry": (
         "gptq_32",
-        said(checkpoint_format="gptq_v2"),
+        data(Q + ".qzeros", np.array([5], np.int32), 0),
         "quantization_invalid",
-        "is checkpoint_format",
+        "symmetric",
     ),
     "GPTQ order": (
         "gptq_act",
@@ -181,9 +181,11 @@ LIES: dict[str, tuple[str, Callable[[dict[str, Any], Tensors], object], str, str
     "GPTQ shape": ("gptq_32", reshaped(Q + ".qweight", (32, 64)), "tensor_shape", Q),
     "Marlin": ("gptq_32", said(checkpoint_format="marlin"), "model_unsupported", "'marlin'"),
     "old Marlin": ("gptq_32", said(is_marlin_format=True), "model_unsupported", "'marlin'"),
-    "3 bits": ("gptq_32", said(bits=3), "model_unsupported", "3 bits"),
+    "5 bits": ("gptq_32", said(bits=5), "model_unsupported", "5 bits"),
+    "3 bits": ("gptq_32", said(bits=3), "quantization_invalid", "group_size"),
     "bits of another type": ("gptq_32", said(bits="4"), "config_invalid", "bits"),
-    "AWQ layout": ("awq_32", said(version="gemv"), "model_unsupported", "'gemv'"),
+    "AWQ layout": ("awq_32", said(version="gemv_fast"), "model_unsupported", "'gemv_fast'"),
+    "AWQ as GEMV": ("awq_32", said(version="gemv"), "tensor_shape", "qzeros"),
     "AWQ group": ("awq_32", said(group_size=64), "tensor_shape", "scales"),
     "AWQ as GPTQ": ("awq_32", said(quant_method="gptq"), "tensor_shape", "scales"),
     "AWQ scale": ("awq_32", data(Q + ".scales", NAN16, 0), "quantization_invalid", Q),

@@ -106,7 +106,7 @@ Q = "model.layers.1.self_attn.q_proj.weight"
         (Q, ("F4", (32, 32), bytes(512)), "weight_kind"),
         (Q, ("F32", (32, 32), bytes(4092)), "safetensors_corrupt"),
         (Q, ("F32", (-32, -32), bytes(4096)), "safetensors_corrupt"),
-        ("model.layers.1.self_attn.q_proj.bias", ("F32", (32,), bytes(128)), "tensor_unexpected"),
+        ("model.layers.1.self_attn.q_norm.weight", ("F32", (32,), bytes(128)), "tensor_unexpected"),
         (
             "model.layers.2.self_attn.q_proj.weight",
             ("F32", (32, 32), bytes(4096)),

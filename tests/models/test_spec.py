@@ -242,7 +242,7 @@ def test_missing_tensors_are_named(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["blk.0.attn_q.bias", "blk.2.attn_q.weight", "blk.0.ffn_gate_exps.weight", "x"]
+    "name", ["blk.0.ffn_gate.bias", "blk.2.attn_q.weight", "blk.0.ffn_gate_exps.weight", "x"]
 )
 def test_unexpected_tensors_are_named(tmp_path: Path, name: str) -> None:
     error = fault(changed(tmp_path, lambda m, t: t.update({name: w.float_tensor(64)})))

@@ -72,7 +72,11 @@ def weights_digest(config: EngineConfig) -> str:
     if config.backend in ("fake", "null"):
         return ""
     path = hub.resolve(config.model, offline=True).path
-    files = [*sorted(path.glob("*.safetensors")), path / "config.json"] if path.is_dir() else parts_of(path)
+    files = (
+        [*sorted(path.glob("*.safetensors")), path / "config.json"]
+        if path.is_dir()
+        else parts_of(path)
+    )
     files = [file for file in files if file.is_file()]
     digest = hashlib.blake2b(digest_size=16)
     if config.load_format == "dummy":

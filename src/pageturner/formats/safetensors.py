@@ -65,7 +65,7 @@ def open_safetensors(folder: str | os.PathLike[str]) -> Safetensors:
     """The weights of a Hugging Face folder: `model.safetensors`, or an index and its shards.
     EngineFault 'weights_missing', 'shard_missing' or one of this module's others."""
     root = Path(folder)
-    index = root / "model.safetensors.index.json"
+    index = _only(root, "model.safetensors.index.json", "*.safetensors.index.json")
     if index.is_file():
         names = _read_index(index)
         shards = sorted(set(names.values()))
@@ -77,7 +77,7 @@ def open_safetensors(folder: str | os.PathLike[str]) -> Safetensors:
                 "shard_missing", f"{message}: {', '.join(missing[:3])}{more}: {AGAIN}"
             )
         return Safetensors(str(root), {shard: _map(root / shard) for shard in shards}, names)
-    single = root / "model.safetensors"
+    single = _only(root, "model.safetensors", "*.safetensors")
     if single.is_file():
         return Safetensors(str(root), {single.name: _map(single)}, None)
     found = sorted(
@@ -89,6 +89,13 @@ def open_safetensors(folder: str | os.PathLike[str]) -> Safetensors:
     raise EngineFault(
         "weights_missing", f"{root} holds no model.safetensors and no index of shards{hint}"
     )
+
+
+def _only(root: Path, usual: str, pattern: str) -> Path:
+    """The file of the usual name, or the only one that could stand for it: old GPTQ folders name
+    theirs after the quantisation."""
+    others = sorted(root.glob(pattern))
+    return others[0] if len(others) == 1 and not (root / usual).is_file() else root / usual
 
 
 def _corrupt(message: str) -> EngineFault:

@@ -11,16 +11,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pageturner.errors import EngineFault
+from pageturner.formats.hf_config import read_json
 from pageturner.formats.mapped import TensorInfo
 from pageturner.models.checkpoint_tensors import CheckpointTensors
 from pageturner.models.compressed_tensors import compressed_tensors
-from pageturner.models.float_checkpoints import bitsandbytes, fp8, mxfp4
-from pageturner.models.gptq_awq import awq, gptq
+from pageturner.models.float_checkpoints import bitsandbytes, fp8, modelopt, mxfp4
+from pageturner.models.gptq_awq import auto_round, awq, gptq
 from pageturner.models.hf_values import HFConfig
 from pageturner.models.quantised_matrix import QuantisedMatrix, Readers, invalid
 from pageturner.models.spec import unsupported
@@ -31,11 +33,20 @@ Json = dict[str, Any]
 _METHODS: dict[str, Callable[[HFConfig, CheckpointTensors], Readers]] = {
     "gptq": gptq,
     "awq": awq,
+    "auto-round": auto_round,
+    "intel/auto-round": auto_round,
+    "modelopt": modelopt,
     "compressed-tensors": compressed_tensors,
     "fp8": fp8,
     "fbgemm_fp8": fp8,
     "mxfp4": mxfp4,
     "bitsandbytes": bitsandbytes,
+}
+# Files beside config.json that say how weights are quantised, and the method that is meant.
+_BESIDE = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
 }
 # Of activations and of the KV cache, which are rounded in another way here; and of how scales were
 # found.
@@ -45,6 +56,7 @@ _UNUSED = (
     ".input_scale_ub",
     ".weight_format",
     ".weight_zero_point",
+    ".input_global_scale",
 )
 _CHUNK = 1 << 20  # values that a thread turns into blocks at once
 
@@ -114,6 +126,22 @@ def _method_of(said: Any) -> str:
     return str(said.get("quant_method") or ("bitsandbytes" if "load_in_4bit" in said else ""))
 
 
+def with_quantization(values: Json, folder: Path) -> Json:
+    """The config.json of a folder, with the quantization_config that older tools wrote in a file of
+    its own."""
+    if _said(values) is not None:
+        return values
+    for name, method in _BESIDE.items():
+        if (folder / name).is_file():
+            said = read_json(folder / name)
+            return values | {"quantization_config": {"quant_method": method} | said}
+    return values
+
+
+def _said(values: Json) -> Any:
+    return values.get("quantization_config") or values.get("compression_config") or None
+
+
 def why_not_read(said: Any) -> str:
     """Why weights with this quantization_config are not read; "": they may be."""
     method = _method_of(said)
@@ -134,8 +162,8 @@ def open_checkpoint(values: Json, file: TensorFile, where: str) -> TensorFile:
     names what is not read, 'tensor_missing', 'tensor_shape' or 'weight_kind' the tensor that is not
     right.
     """
-    said = values.get("quantization_config") or values.get("compression_config")
-    if not said:
+    said = _said(values)
+    if said is None:
         return file
     if not isinstance(said, dict):
         raise EngineFault("config_invalid", f"{where}: quantization_config should be an object")

@@ -19,7 +19,7 @@ from pageturner.formats import float8
 from pageturner.formats.ggml import U8, dequantise
 from pageturner.formats.mapped import TensorInfo
 from pageturner.kernels.base import F32
-from pageturner.models.weights import TensorFile
+from pageturner.models.weights import TensorFile, has_tensor
 
 _TYPES: dict[str, type[np.generic]] = {
     "I32": np.int32,
@@ -57,6 +57,10 @@ class CheckpointTensors:
 
     def has(self, name: str) -> bool:
         return name in self.infos
+
+    def has_value(self, name: str) -> bool:
+        """Return whether there is such a tensor, and it is no bias of zeros."""
+        return has_tensor(self._file, name)
 
     def kind(self, name: str) -> str:
         """The type of a tensor, "" if it is absent."""

@@ -12,6 +12,8 @@ int-quantized          X.weight int8 [N, K], X.weight_scale
 float-quantized        X.weight e4m3 [N, K], X.weight_scale, also for blocks
 naive-quantized        one of these two
 mxfp4-pack-quantized   X.weight_packed [N, K / 2], X.weight_scale exponents [N, K / 32]
+nvfp4-pack-quantized   X.weight_packed [N, K / 2], X.weight_scale e4m3 [N, K / 16], which
+                       X.weight_global_scale [1] divides
 
 Activations are rounded as they always are here, whatever it says of them: finer than it asks for.
 """
@@ -38,6 +40,7 @@ from pageturner.models.quantised_matrix import (
     of_codes,
     of_float4,
     of_float8,
+    of_nvfp4,
     unpack,
 )
 from pageturner.models.spec import unsupported
@@ -48,6 +51,7 @@ _FORMATS = (
     "float-quantized",
     "naive-quantized",
     "mxfp4-pack-quantized",
+    "nvfp4-pack-quantized",
 )
 _HARMLESS = """
     global_compression_ratio ignore kv_cache_scheme quantization_status transform_config version
@@ -75,7 +79,7 @@ def compressed_tensors(config: HFConfig, tensors: CheckpointTensors) -> Readers:
     def read(prefix: str) -> QuantisedMatrix:
         scheme = _scheme_of(schemes, prefix)
         if tensors.kind(prefix + ".weight_packed") == "U8":
-            return _mxfp4(tensors, prefix, scheme)
+            return _float4(tensors, prefix, scheme)
         if tensors.has(prefix + ".weight_packed"):
             return _packed(tensors, prefix, scheme)
         if tensors.kind(prefix + ".weight") == "I8":
@@ -204,11 +208,14 @@ def _floats(tensors: CheckpointTensors, prefix: str, scheme: HFConfig) -> Quanti
     return of_float8(prefix, bits, scale, (1, columns // scale.shape[1]))
 
 
-def _mxfp4(tensors: CheckpointTensors, prefix: str, scheme: HFConfig) -> QuantisedMatrix:
+def _float4(tensors: CheckpointTensors, prefix: str, scheme: HFConfig) -> QuantisedMatrix:
     packed = tensors.bytes(prefix + ".weight_packed", "U8", (None, None))
     rows, columns = packed.shape[0], packed.shape[1] * 2
     if scheme.get("num_bits", int) != 4 or scheme.get("type", str, "int") != "float":
         raise invalid(f"{prefix} has weights of 4-bit floats, and its scheme says otherwise")
     name = prefix + ".weight_scale"
+    if tensors.has(prefix + ".weight_global_scale"):
+        whole = tensors.floats(prefix + ".weight_global_scale", (1,))
+        return of_nvfp4(prefix, packed, tensors.floats(name, (rows, columns // 16)) / whole)
     exponents = tensors.bytes(name, tensors.kind(name) or "U8", (rows, columns // 32))
     return of_float4(prefix, packed, exponents)

@@ -1,5 +1,5 @@
-"""Checkpoints of 8-bit floats (DeepSeek, Qwen3, FBGEMM) and of 4-bit floats (gpt-oss), and of
-bitsandbytes.
+"""Checkpoints of 8-bit floats (DeepSeek, Qwen3, FBGEMM) and of 4-bit floats (gpt-oss), of ModelOpt,
+and of bitsandbytes.
 
 Owns their tensors and the keys of their quantization_config. Sources: the integrations of
 Transformers (finegrained_fp8, fbgemm_fp8, mxfp4, bitsandbytes), the OCP specification of
@@ -7,6 +7,8 @@ microscaling formats, and `QuantState` of bitsandbytes. Must not know kernels.
 
 fp8           X.weight e4m3 [N, K], X.weight_scale_inv of blocks [N / 128, K / 128] (which
               multiplies), or X.weight_scale: one, or one for each output
+modelopt      FP8: X.weight e4m3 [N, K] as above. NVFP4: X.weight uint8 [N, K / 2], two e2m1 floats in
+              a byte, X.weight_scale e4m3 [N, K / 16], X.weight_scale_2 of the whole
 mxfp4         X_blocks uint8 [experts, N, K / 32, 16], X_scales uint8 [experts, N, K / 32]
 bitsandbytes  4 bits: X.weight uint8 [N * K / 2, 1], X.weight.absmax of blocks, X.weight.quant_map
               [16], or absmax as indices of X.weight.nested_quant_map with X.weight.nested_absmax
@@ -33,6 +35,7 @@ from pageturner.models.quantised_matrix import (
     of_bytes,
     of_float4,
     of_float8,
+    of_nvfp4,
     of_table,
 )
 from pageturner.models.spec import unsupported
@@ -65,6 +68,8 @@ def fp8(config: HFConfig, tensors: CheckpointTensors) -> Readers:
         if tensors.has(name + "_inv"):
             name += "_inv"
         shape = tensors.shape(name)
+        if len(shape) == 4:  # ModelOpt: of blocks, with the sizes within blocks as 1
+            shape = (shape[0], shape[2])
         if len(shape) == 2 and block is not None:
             blocks = (-(-rows // block[0]), -(-columns // block[1]))
             return of_float8(prefix, bits, tensors.floats(name, blocks), block)
@@ -75,6 +80,27 @@ def fp8(config: HFConfig, tensors: CheckpointTensors) -> Readers:
         return of_float8(prefix, bits, tensors.floats(name, shape).reshape(-1, 1), size)
 
     return tensors.readers(".weight", read, ("F8_E4M3",))
+
+
+def modelopt(config: HFConfig, tensors: CheckpointTensors) -> Readers:
+    """EngineFault as `fp8`."""
+    inner = config.section("quantization") or config
+    algorithm = inner.get("quant_algo", str, "FP8").upper()
+    if algorithm not in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4"):
+        raise unsupported(f"ModelOpt with {algorithm} is not supported; FP8 and NVFP4 are")
+
+    def four(prefix: str) -> QuantisedMatrix:
+        packed = tensors.bytes(prefix + ".weight", "U8", (None, None))
+        shape = (packed.shape[0], packed.shape[1] // 8)
+        scale = tensors.floats(prefix + ".weight_scale", shape)
+        name = prefix + ".weight_scale_2"
+        return of_nvfp4(
+            prefix, packed, scale * tensors.floats(name, tensors.shape(name)).reshape(1, 1)
+        )
+
+    block = {"weight_block_size": [128, 128]} if algorithm == "FP8_PB_WO" else {}
+    eight = fp8(HFConfig(block, "quantization_config"), tensors)
+    return eight | tensors.readers(".weight", four, ("U8",))
 
 
 def mxfp4(config: HFConfig, tensors: CheckpointTensors) -> Readers:

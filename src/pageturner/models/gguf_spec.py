@@ -124,7 +124,7 @@ def _refuse_unknown(file: GGUFFile, arch: str) -> None:
         elif isinstance(value, Array):
             off = len(value) <= MAX_LAYERS and not any(value.tolist())
         elif key == "attention.sliding_window":  # that is never left
-            off = value == 0 or value >= file.get(f"{arch}.context_length", int)
+            off = isinstance(value, int) and not 0 < value < file.get(f"{arch}.context_length", int)
         else:
             off = turns_nothing_on(key, value)
         if not off:

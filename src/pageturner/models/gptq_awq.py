@@ -1,5 +1,5 @@
-"""Checkpoints of GPTQ and AWQ: integers of 4 or 8 bits in words of 32, with scales and zero-points
-by groups.
+"""Checkpoints of GPTQ, AWQ and AutoRound: integers of 2 to 8 bits in words of 32, with scales and
+zero-points by groups.
 
 Owns their tensors and the keys of their quantization_config, and which matrices with `desc_act` can
 lie with their columns in the order of the groups, so that each group is 32 neighbours: those whose
@@ -10,9 +10,12 @@ know kernels.
 
 GPTQ   X.qweight int32 [K * bits / 32, N], X.qzeros int32 [groups, N * bits / 32], X.scales [groups,
        N], X.g_idx int32 [K]: the group of each input. Version 1 stores each zero-point less 1,
-       version 2 as it is
-AWQ    X.qweight int32 [K, N / 8], X.qzeros int32 [groups, N / 8], X.scales [groups, N]; 8
-       neighbours lie in a word in the order 0 2 4 6 1 3 5 7
+       version 2 as it is; of symmetric weights it is known whatever a file says of its version.
+       Integers of 3 bits run on over the ends of words
+AWQ    GEMM: X.qweight int32 [K, N / 8], X.qzeros int32 [groups, N / 8], X.scales [groups, N]; 8
+       neighbours lie in a word in the order 0 2 4 6 1 3 5 7. GEMV: X.qweight int32 [N, K / 8],
+       X.qzeros int32 [N, W], X.scales [N, 8 W], in order, of which the first groups count
+AutoRound  packs as GPTQ or as AWQ GEMM
 
 Their quantization_config is full of notes on how the integers were found, which no list can keep up
 with: only what decides is read, and all that the tensors themselves tell is held against it.
@@ -45,17 +48,35 @@ from pageturner.models.spec import unsupported
 _AWQ_PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # where the neighbours 0 .. 7 lie
 
 
-def gptq(config: HFConfig, tensors: CheckpointTensors) -> Readers:
-    """EngineFault 'quantization_invalid', 'model_unsupported' and those of tensors."""
+def auto_round(config: HFConfig, tensors: CheckpointTensors) -> Readers:
+    """EngineFault as `gptq`."""
+    packing = config.get("packing_format", str, config.get("backend", str, "auto_round:auto_gptq"))
+    config.expect("data_type", "int")
+    for name, own in (config.raw("extra_config") or {}).items():
+        if own.get("bits", 16) < 16 and own.get("bits") != config.raw("bits"):
+            raise unsupported(
+                f"AutoRound with {own.get('bits')} bits for {name!r} is not supported"
+            )
+    if "awq" in packing:
+        return awq(config, tensors)
+    form = packing.removeprefix("auto_round").lstrip(":")
+    if form not in ("", "gptq", "auto_gptq", "gptqmodel", "exllamav2", "tritonv2"):
+        raise unsupported(f"AutoRound packed as {packing!r} is not supported")
+    return gptq(config, tensors, "gptq" if form in ("gptq", "auto_gptq") else "gptq_v2")
+
+
+def gptq(config: HFConfig, tensors: CheckpointTensors, usual: str = "gptq") -> Readers:
+    """EngineFault 'quantization_invalid', 'model_unsupported' and those of tensors. usual: the
+    layout where the configuration names none."""
     bits, size = config.get("bits", int), config.get("group_size", int, 128)
-    layout = config.get("checkpoint_format", str, config.get("format", str, "gptq"))
+    layout = config.get("checkpoint_format", str, config.get("format", str, usual))
     if config.get("is_marlin_format", bool, False):
         layout = "marlin"
     if layout not in ("gptq", "gptq_v2"):
         message = f"GPTQ in the layout {layout!r} is not supported: it is made for kernels of GPUs"
         raise unsupported(f"{message}; use a folder in the layout 'gptq' or 'gptq_v2'")
-    if bits not in (2, 4, 8):
-        raise unsupported(f"GPTQ with {bits} bits is not supported; 2, 4 and 8 bits are")
+    if bits not in (2, 3, 4, 8):
+        raise unsupported(f"GPTQ with {bits} bits is not supported; 2, 3, 4 and 8 bits are")
     config.expect("planar", False)
     config.expect("rotation", False)
     for pattern, changed in (config.raw("dynamic") or {}).items():
@@ -73,11 +94,14 @@ def gptq(config: HFConfig, tensors: CheckpointTensors) -> Readers:
         scale = _scales(tensors, prefix, rows, columns, size)
         zeros = tensors.raw(prefix + ".qzeros", "I32", (scale.shape[1], rows * bits // 32))
         zero = unpack(zeros, bits).T.astype(np.int32)
-        if layout == "gptq":
-            zero = (zero + 1) & ((1 << bits) - 1)
-        if symmetric and (zero != 1 << (bits - 1)).any():
+        middle = 1 << (bits - 1)
+        if symmetric and len(set(zero.flat)) == 1 and zero.flat[0] in (middle - 1, middle):
+            zero = np.full_like(zero, middle)
+        elif symmetric:
             message = f"it says that weights are symmetric, and {prefix}.qzeros says otherwise"
-            raise invalid(f"{message}: is checkpoint_format {layout!r} true?")
+            raise invalid(message)
+        elif layout == "gptq":
+            zero = (zero + 1) & ((1 << bits) - 1)
         groups = group_of_columns(tensors, prefix + ".g_idx", columns, scale.shape[1])
         order, outputs = placed.columns(prefix), placed.rows.get(prefix)
         if outputs is not None:
@@ -106,15 +130,31 @@ def awq(config: HFConfig, tensors: CheckpointTensors) -> Readers:
     bits = config.get("bits", int, config.get("w_bit", int, 4))
     size = config.get("group_size", int, 0) or config.get("q_group_size", int, 128)
     version = config.get("version", str, config.get("format", str, "gemm")).lower()
-    if version != "gemm":
-        message = (
-            f"AWQ in the layout {version!r} is not supported; use a folder in the layout 'gemm'"
-        )
-        raise unsupported(message)
+    if version not in ("gemm", "gemv"):
+        message = f"AWQ in the layout {version!r} is not supported"
+        raise unsupported(f"{message}; use a folder in the layout 'gemm' or 'gemv'")
     if bits != 4:
         raise unsupported(f"AWQ with {bits} bits is not supported; 4 bits are")
     if not config.get("zero_point", bool, True):
         raise unsupported("AWQ without zero-points is not supported")
+
+    def gemv(prefix: str) -> QuantisedMatrix:
+        words = tensors.raw(prefix + ".qweight", "I32", (None, None))
+        rows, columns = words.shape[0], words.shape[1] * 8
+        groups = group_count(prefix, columns, size)
+        zeros = tensors.raw(prefix + ".qzeros", "I32", (rows, None))
+        if zeros.shape[1] * 8 < groups:
+            raise invalid(f"{prefix}.qzeros has shape {zeros.shape}, and there are {groups} groups")
+        scale = tensors.floats(prefix + ".scales", (rows, zeros.shape[1] * 8))[:, :groups]
+        zero = unpack(zeros, 4)[:, :groups].astype(np.int32)
+
+        def pairs(start: int, stop: int) -> U8:
+            return np.ascontiguousarray(words[start:stop]).view(np.uint8)
+
+        def codes(start: int, stop: int) -> U8:
+            return unpack(words[start:stop], 4)
+
+        return of_codes(Codes(prefix, (rows, columns), 4, codes, scale, zero, pairs=pairs), "AWQ")
 
     def read(prefix: str) -> QuantisedMatrix:
         words = tensors.raw(prefix + ".qweight", "I32", (None, None))
@@ -130,7 +170,7 @@ def awq(config: HFConfig, tensors: CheckpointTensors) -> Readers:
         zero = _awq_unpack(zeros).T.astype(np.int32)
         return of_codes(Codes(prefix, (rows, columns), 4, codes, scale, zero), "AWQ")
 
-    return tensors.readers(".qweight", read)
+    return tensors.readers(".qweight", gemv if version == "gemv" else read)
 
 
 def _awq_unpack(words: NDArray[np.generic]) -> U8:
@@ -161,7 +201,7 @@ def _placement(tensors: CheckpointTensors, bits: int) -> Placement:
         order = order_of(found, scales.shape[0])
         if order is not None and not np.array_equal(order, np.arange(len(order))):
             orders[name] = order
-    return placement(names, orders, tensors.has)
+    return placement(names, orders, tensors.has_value)
 
 
 # -- columns in the order of their groups ----------------------------------------------------------

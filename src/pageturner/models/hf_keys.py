@@ -1,8 +1,9 @@
 """Keys of config.json that need no reader: those that say nothing, and what silence says.
 
 A key says nothing if only training and serving tools read it, if its value turns nothing on, or if
-it repeats what is computed anyway. Owns the tables of these, as data. Sources: the configuration classes of Transformers 4 and 5, and what
-published folders carry along. Must not know what is computed.
+it repeats what is computed anyway. Owns the tables of these, as data. Sources: the configuration
+classes of Transformers 4 and 5, and what published folders carry along. Must not know what is
+computed.
 """
 
 from __future__ import annotations

@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from pageturner import memory
 from pageturner.errors import EngineFault, naming
@@ -17,7 +21,7 @@ from pageturner.formats.hf_config import CONFIG, read_config
 from pageturner.formats.mapped import TensorInfo
 from pageturner.formats.safetensors import open_safetensors
 from pageturner.kernels.base import Ops
-from pageturner.models.checkpoint import QuantisedFolder, open_checkpoint
+from pageturner.models.checkpoint import QuantisedFolder, open_checkpoint, with_quantization
 from pageturner.models.decoder import Decoder
 from pageturner.models.dummy import open_dummy
 from pageturner.models.gguf_spec import read_gguf_spec
@@ -30,7 +34,14 @@ from pageturner.models.rope import table_bytes
 from pageturner.models.shard import Divisible, Shard, shard_of
 from pageturner.models.spec import ModelSpec
 from pageturner.models.stages import Stage, stage_of
-from pageturner.models.weights import LoadOptions, OpenModel, TensorFile, check_counts, load_weights
+from pageturner.models.weights import (
+    LoadOptions,
+    OpenModel,
+    TensorFile,
+    check_counts,
+    has_tensor,
+    load_weights,
+)
 
 _log = logging.getLogger("pageturner")
 
@@ -112,14 +123,34 @@ def _open(path: Path) -> OpenModel:
         gguf = open_gguf(path)
         spec = read_gguf_spec(gguf)
         check_counts(gguf, spec)
-        return OpenModel(gguf, spec, gguf_layout(spec, gguf.tensors.__contains__))
+        return OpenModel(gguf, spec, gguf_layout(spec, partial(has_tensor, gguf)))
     where = str(path / CONFIG)
-    config = read_config(path)
+    config = with_quantization(read_config(path), path)
     file = open_checkpoint(config, open_safetensors(path), where)
     spec = read_hf_spec(config, where, path.name, any(head in file.tensors for head in HEADS))
     check_counts(file, spec)
-    layout = hf_layout(spec, file.tensors.__contains__)
+    layout = hf_layout(spec, partial(has_tensor, file))
+    if spec.tied and (head := _own_head(file, layout)):
+        _log.warning("%s says that the head is tied, and has another one: %s is taken", path, head)
+        spec = replace(spec, tied=False)
+        layout = hf_layout(spec, partial(has_tensor, file))
     return OpenModel(file, spec, as_stored(layout, file.tensors))
+
+
+def _own_head(file: TensorFile, layout: Layout) -> str:
+    """The name of the output head where it has other values than the embedding, else ""."""
+    head, embed = next((name for name in HEADS if name in file.tensors), ""), layout.top["embed"]
+    if not head or embed.name not in file.tensors:
+        return ""
+    about, other = file.tensors[head], file.tensors[embed.name]
+    if about.shape != other.shape or about.kind != other.kind:
+        return head if about.shape == other.shape else ""
+    one, two = (np.frombuffer(file.tensor(name)[2], np.uint8) for name in (head, embed.name))
+    step = 1 << 24
+    same = all(
+        np.array_equal(one[i : i + step], two[i : i + step]) for i in range(0, len(one), step)
+    )
+    return "" if same else head
 
 
 def what_becomes(file: TensorFile) -> list[str]:

@@ -180,7 +180,8 @@ def modules(text: str) -> dict[str, str]:
 
 def layout_of(spec: ModelSpec, names: Names, present: Callable[[str], bool]) -> Layout:
     """The layout of a file. `present` tells whether it has a tensor: some files were saved without
-    the outermost module, and older GGUF files have keys and values of a latent KV in one tensor."""
+    the outermost module, some have biases that others of their family lack, and older GGUF files
+    have keys and values of a latent KV in one tensor."""
     embed = names.tensor("embed")
     root = next((r for r in names.roots if present(r + embed)), names.roots[0])
     outer = "language_model." if root == "language_model.model." else ""  # of the head
@@ -194,7 +195,7 @@ def layout_of(spec: ModelSpec, names: Names, present: Callable[[str], bool]) -> 
     layers, experts, heads = [], [], []
     for i in range(spec.layers):
         prefix = f"{root}{names.layers}{i}."
-        layers.append(_layer(spec, names, prefix, i))
+        layers.append(_layer(spec, names, prefix, i, present))
         experts.append(_experts(spec, names, prefix) if spec.sparse(i) else {})
         heads.append(_latent_heads(spec, names, prefix, present))
     return Layout(top, layers, experts, heads=heads)
@@ -207,8 +208,15 @@ def _part(names: Names, where: tuple[str, str], shape: tuple[int, ...], times: f
     return Part(prefix + names.tensor(field), shape, plus=plus, times=times)
 
 
-def _layer(spec: ModelSpec, names: Names, prefix: str, layer: int) -> Parts:
+def _layer(
+    spec: ModelSpec, names: Names, prefix: str, layer: int, present: Callable[[str], bool]
+) -> Parts:
     shapes = shapes_of(spec, layer)
+    for f in () if spec.latent or spec.sparse(layer) else ("q", "k", "v", "o", "up", "down"):
+        module = next((m for fs, m in names.fused.items() if f in fs.split()), None)
+        bias = names.tensor(f"{f}_bias") if module is None else f"{module}.bias"
+        if f in shapes and module != names.fused.get("gate up", "") and present(prefix + bias):
+            shapes[f"{f}_bias"] = shapes[f][:1]
     parts = {f: _part(names, (prefix, named(spec, layer, f)), shape) for f, shape in shapes.items()}
     if spec.latent is not None:
         parts = _cut_queries(parts, spec, spec.latent)

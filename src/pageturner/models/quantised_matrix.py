@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pageturner.errors import EngineFault
-from pageturner.formats.ggml import GROUP, U8
+from pageturner.formats.ggml import E2M1, GROUP, U8
 from pageturner.formats.ggml_types import BY_NAME
 from pageturner.kernels.base import F32
 from pageturner.models.checkpoint_tensors import CheckpointTensors
@@ -88,7 +88,7 @@ def invalid(message: str) -> EngineFault:
 
 
 def of_codes(codes: Codes, method: str) -> QuantisedMatrix:
-    """The matrix of integers of 2, 4 or 8 bits. EngineFault 'quantization_invalid' for scales that
+    """The matrix of integers of 2, 3, 4 or 8 bits. EngineFault 'quantization_invalid' for scales that
     are no numbers, 'model_unsupported' for columns that are not whole groups of 32."""
     check_columns(codes.name, codes.shape[1])
     check_scales(codes.name, codes.scale)
@@ -133,6 +133,9 @@ def exact_half(x: F32) -> bool:
 def unpack(words: NDArray[np.generic], bits: int) -> U8:
     """The integers of `bits` bits, lowest first, of words [rows, n]: [rows, n * 32 / bits]."""
     raw = np.ascontiguousarray(words).view(np.uint8)
+    if bits == 3:  # they run on over the ends of bytes
+        digits = np.unpackbits(raw, axis=1, bitorder="little").reshape(len(raw), -1, 3)
+        return np.asarray(digits @ np.array([1, 2, 4], np.uint8), np.uint8)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     return (raw[:, :, None] >> shifts & np.uint8((1 << bits) - 1)).reshape(len(raw), -1)
 
@@ -144,7 +147,7 @@ def _kind_of(codes: Codes) -> str:
     middle, exact = bool((codes.zero == 1 << (codes.bits - 1)).all()), exact_half(codes.scale)
     if codes.bits == 8:
         return "" if not middle else "Q8_0" if exact else "Q8_W"
-    if codes.bits == 4 and middle and exact:
+    if codes.bits in (3, 4) and middle and exact:
         return "Q4_0"
     return "Q4_1" if exact and exact_half(codes.scale * codes.zero) else "Q4_W"
 
@@ -168,6 +171,8 @@ def _nibble_blocks(kind: str, codes: Codes, start: int, stop: int) -> U8:
     """Q4_0, Q4_1 or Q4_W."""
     if codes.pairs is None:
         q = codes.read(start, stop).reshape(stop - start, -1, GROUP)
+        if kind == "Q4_0" and codes.bits == 3:
+            q = q + np.uint8(4)  # whose middle is 8
         q = q[..., :16] | q[..., 16:] << np.uint8(4)
     else:
         q = halves_of_pairs(codes.pairs(start, stop).reshape(stop - start, -1, GROUP // 2))
@@ -293,6 +298,23 @@ def of_float4(name: str, packed: U8, exponents: U8, experts: int = 0) -> Quantis
 
     shape = (experts, rows // experts, columns) if experts else (rows, columns)
     return QuantisedMatrix("MXFP4", shape, blocks)
+
+
+def of_nvfp4(name: str, packed: U8, scale: F32) -> QuantisedMatrix:
+    """e2m1 floats, two neighbours in each byte of packed [rows, columns / 2], the first in the low
+    nibble, with a scale for each 16: [rows, columns / 16]."""
+    rows, columns = packed.shape[0], packed.shape[1] * 2
+    check_columns(name, columns)
+    check_scales(name, scale)
+
+    def blocks(start: int, stop: int) -> U8:
+        part = packed[start:stop]
+        q = E2M1[np.stack([part & np.uint8(15), part >> np.uint8(4)], axis=-1)]
+        halves = (scale[start:stop] / np.float32(2)).reshape(stop - start, -1, 2)
+        return _joined(halves, q.reshape(stop - start, -1, GROUP))
+
+    becomes = "NVFP4 becomes int8 with a scale for each 16 values, which is exact and takes 10 bits"
+    return QuantisedMatrix("Q8_W", (rows, columns), blocks, becomes)
 
 
 def of_table(

@@ -125,11 +125,23 @@ def check_tensors(file: TensorFile, spec: ModelSpec, layout: Layout) -> None:
             )
     for name in file.tensors:
         known = name in expected or name in (ROPE_DIVISORS, SHORT_DIVISORS, LONG_DIVISORS)
-        if not (known or name.endswith(layout.ignored) or name.startswith(layout.foreign)):
+        known = known or name.endswith(layout.ignored) or name.startswith(layout.foreign)
+        if not known and (has_tensor(file, name) or not name.endswith(".bias")):
             message = (
                 f"{file.path} has the tensor {name!r}, which a {spec.arch} model should not have"
             )
             raise EngineFault("tensor_unexpected", message)
+
+
+def has_tensor(file: TensorFile, name: str) -> bool:
+    """Return whether a file has a tensor that says something: biases of zeros, which GPTQ once
+    wrote beside every matrix, do not."""
+    info = file.tensors.get(name)
+    if info is None or not name.endswith(".bias") or info.kind not in FLOATS:
+        return info is not None
+    return bool(
+        dequantise(info.kind, info.shape, np.frombuffer(file.tensor(name)[2], np.uint8)).any()
+    )
 
 
 class OpenModel(NamedTuple):

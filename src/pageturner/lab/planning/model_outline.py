@@ -36,7 +36,7 @@ from pageturner.lab.planning.model_outline_keys import (
     hf_usual,
     text_part,
 )
-from pageturner.models.checkpoint import why_not_read
+from pageturner.models.checkpoint import why_not_read, with_quantization
 from pageturner.models.gguf_spec import read_gguf_spec
 from pageturner.models.hf_names import hf_layout
 from pageturner.models.hf_spec import read_hf_spec
@@ -151,7 +151,7 @@ def _layers_of(spec: ModelSpec) -> tuple[KVLayers, ...]:
 
 
 def _hugging_face(path: Path, dtype: str, quantization: str) -> Outline:
-    values = read_config(path) if path.is_dir() else read_json(path)
+    values = with_quantization(read_config(path), path) if path.is_dir() else read_json(path)
     where = path / CONFIG if path.is_dir() else path
     name = where.resolve().parent.name if where.name == CONFIG else where.stem
     files = _file_bytes(where.parent) if where.name == CONFIG else None

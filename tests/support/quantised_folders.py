@@ -1,0 +1,243 @@
+"""Folders quantised in layouts that people bring, beside a folder of the same values in floats.
+
+The packers follow the libraries' own words (AutoGPTQ, AutoAWQ, AutoRound, ModelOpt, compressed-tensors), one value
+after the other, so that they share nothing with the readers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pageturner.formats import float8
+from pageturner.formats.safetensors import open_safetensors
+from support.hf_folder import GOLDENS
+from support.safetensors_writer import Tensor, write_safetensors
+
+SOURCE = GOLDENS / "families" / "llama3"
+GROUP = 32
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+Tensors = dict[str, Tensor]
+Packed = tuple[Tensors, np.ndarray]  # of one matrix: endings of its tensors, its values
+
+
+def stream(values: np.ndarray, bits: int) -> np.ndarray:
+    """Integers along the last axis as words of 32 bits, each behind the one before it, lowest bit first."""
+    flags = values[..., None].astype(np.int64) >> np.arange(bits) & 1
+    raw = np.packbits(
+        flags.reshape(*values.shape[:-1], -1).astype(np.uint8), axis=-1, bitorder="little"
+    )
+    return np.ascontiguousarray(raw).view("<i4")
+
+
+def tensor(kind: str, values: np.ndarray) -> Tensor:
+    return kind, values.shape, np.ascontiguousarray(values).tobytes()
+
+
+def integers(draw: np.random.Generator, shape: tuple[int, int], bits: int, symmetric: bool) -> Any:
+    """(codes [N, K], scales [N, groups] in fp16, zero-points, values)."""
+    rows, columns = shape
+    codes = draw.integers(0, 1 << bits, shape)
+    scale = draw.uniform(0.01, 0.03, (rows, columns // GROUP)).astype(np.float16)
+    zero = draw.integers(1, 1 << bits, scale.shape)
+    if symmetric:
+        zero[:] = 1 << (bits - 1)
+    wide = [np.repeat(x, GROUP, axis=1) for x in (scale.astype(np.float32), zero)]
+    return codes, scale, zero, (wide[0] * (codes - wide[1])).astype(np.float32)
+
+
+def gptq(bits: int, symmetric: bool, minus: int, bias: bool = False) -> Callable[..., Packed]:
+    """`minus`: what is taken from each zero-point that is stored."""
+
+    def pack(draw: np.random.Generator, shape: tuple[int, int]) -> Packed:
+        codes, scale, zero, values = integers(draw, shape, bits, symmetric)
+        found = {
+            ".qweight": tensor("I32", stream(codes, bits).T),
+            ".qzeros": tensor("I32", stream(zero.T - minus, bits)),
+            ".scales": tensor("F16", scale.T),
+        }
+        if bias:
+            found[".bias"] = tensor("F16", np.zeros(shape[0], np.float16))
+        return found, values
+
+    return pack
+
+
+def awq_gemm(draw: np.random.Generator, shape: tuple[int, int]) -> Packed:
+    codes, scale, zero, values = integers(draw, shape, 4, False)
+
+    def ordered(x: np.ndarray) -> np.ndarray:
+        return stream(x.reshape(len(x), -1, 8)[..., AWQ_ORDER].reshape(x.shape), 4)
+
+    return {
+        ".qweight": tensor("I32", ordered(codes.T)),
+        ".qzeros": tensor("I32", ordered(zero.T)),
+        ".scales": tensor("F16", scale.T),
+    }, values
+
+
+def awq_gemv(draw: np.random.Generator, shape: tuple[int, int]) -> Packed:
+    codes, scale, zero, values = integers(draw, shape, 4, False)
+    width = 16  # words: those of the groups in whole fours, four times
+    zeros, scales = (np.zeros((shape[0], width * 8), x.dtype) for x in (zero, scale))
+    zeros[:, : zero.shape[1]], scales[:, : scale.shape[1]] = zero, scale
+    return {
+        ".qweight": tensor("I32", stream(codes, 4)),
+        ".qzeros": tensor("I32", stream(zeros, 4)),
+        ".scales": tensor("F16", scales),
+    }, values
+
+
+def nvfp4(divides: bool) -> Callable[..., Packed]:
+    """As compressed-tensors has it, where the scale of the whole divides, or as ModelOpt."""
+
+    def pack(draw: np.random.Generator, shape: tuple[int, int]) -> Packed:
+        codes = draw.integers(0, 16, shape).astype(np.uint8)
+        scale = draw.integers(0x30, 0x60, (shape[0], shape[1] // 16)).astype(np.uint8)
+        whole = np.float32(731.0 if divides else 0.0013)
+        wide = float8.VALUES[scale] / whole if divides else float8.VALUES[scale] * whole
+        sign = np.where(codes >= 8, np.float32(-1), np.float32(1))
+        values = np.repeat(wide.astype(np.float32), 16, axis=1) * (E2M1[codes & 7] * sign)
+        names = (
+            (".weight_packed", ".weight_global_scale")
+            if divides
+            else (".weight", ".weight_scale_2")
+        )
+        return {
+            names[0]: tensor("U8", codes[:, 0::2] | codes[:, 1::2] << 4),
+            ".weight_scale": tensor("F8_E4M3", scale),
+            names[1]: tensor("F32", np.array([whole])),
+            ".input_global_scale" if divides else ".input_scale": tensor("F32", np.array([whole])),
+        }, values.astype(np.float32)
+
+    return pack
+
+
+def fp8_whole(draw: np.random.Generator, shape: tuple[int, int]) -> Packed:
+    bits = (draw.integers(0, 0x70, shape) | draw.integers(0, 2, shape) << 7).astype(np.uint8)
+    return {
+        ".weight": tensor("F8_E4M3", bits),
+        ".weight_scale": ("F32", (), np.float32(0.0011).tobytes()),
+        ".input_scale": ("F32", (), np.float32(1).tobytes()),
+    }, float8.VALUES[bits] * np.float32(0.0011)
+
+
+G4 = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False}
+AR = {"quant_method": "auto-round", "bits": 4, "group_size": GROUP, "data_type": "int"}
+AR |= {"autoround_version": "0.5.1", "iters": 200}
+NV = {
+    "quant_method": "compressed-tensors",
+    "format": "nvfp4-pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 4,
+                "type": "float",
+                "strategy": "tensor_group",
+                "group_size": 16,
+            },
+        }
+    },
+}
+MO = {"quant_method": "modelopt", "ignore": ["lm_head"], "producer": {"name": "modelopt"}}
+# Name -> how matrices are packed, what says so, in which file ("config.json": its quantization_config).
+FORMATS: dict[str, tuple[Callable[..., Packed], dict[str, Any], str]] = {
+    "gptq 3 bits": (gptq(3, True, 1), G4 | {"bits": 3, "sym": True}, "config.json"),
+    "gptq 3 bits, asymmetric": (gptq(3, False, 1), G4 | {"bits": 3, "sym": False}, "config.json"),
+    "gptq 3 bits, version 2": (
+        gptq(3, False, 0),
+        G4 | {"bits": 3, "sym": False, "checkpoint_format": "gptq_v2"},
+        "config.json",
+    ),
+    "gptq sym with v2 zeros": (gptq(4, True, 0), G4 | {"sym": True}, "config.json"),
+    "gptq v2 with v1 zeros": (
+        gptq(4, True, 1),
+        G4 | {"sym": True, "checkpoint_format": "gptq_v2"},
+        "config.json",
+    ),
+    "gptq 8 bits sym with v2 zeros": (
+        gptq(8, True, 0),
+        G4 | {"bits": 8, "sym": True},
+        "config.json",
+    ),
+    "gptq with biases of zeros": (gptq(4, True, 1, True), G4 | {"sym": True}, "config.json"),
+    "gptq by quantize_config.json": (
+        gptq(4, False, 1),
+        {"bits": 4, "group_size": GROUP, "desc_act": False, "sym": False, "damp_percent": 0.01},
+        "quantize_config.json",
+    ),
+    "awq gemv": (
+        awq_gemv,
+        {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemv"},
+        "config.json",
+    ),
+    "awq gemv by quant_config.json": (
+        awq_gemv,
+        {"w_bit": 4, "q_group_size": GROUP, "version": "GEMV", "zero_point": True},
+        "quant_config.json",
+    ),
+    "auto-round": (gptq(4, False, 0), AR | {"packing_format": "auto_round"}, "config.json"),
+    "auto-round as gptq": (
+        gptq(4, False, 1),
+        AR | {"packing_format": "auto_round:auto_gptq", "sym": False},
+        "config.json",
+    ),
+    "auto-round as gptqmodel, 3 bits": (
+        gptq(3, True, 0),
+        AR | {"packing_format": "auto_round:gptqmodel", "sym": True, "bits": 3},
+        "config.json",
+    ),
+    "auto-round as awq": (awq_gemm, AR | {"packing_format": "auto_round:auto_awq"}, "config.json"),
+    "modelopt fp8": (fp8_whole, MO | {"quant_algo": "FP8"}, "config.json"),
+    "modelopt fp8 by hf_quant_config.json": (
+        fp8_whole,
+        {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}},
+        "hf_quant_config.json",
+    ),
+    "modelopt nvfp4": (
+        nvfp4(False),
+        MO | {"quant_algo": "NVFP4", "kv_cache_scheme": {"num_bits": 8}},
+        "config.json",
+    ),
+    "compressed-tensors nvfp4": (nvfp4(True), NV, "config.json"),
+}
+
+
+def make_folders(folder: Path, name: str, seed: int = 1) -> tuple[Path, Path]:
+    """(the quantised folder, one of the same values in floats)."""
+    pack, said, where = FORMATS[name]
+    draw, file = np.random.default_rng(seed), open_safetensors(SOURCE)
+    quantised: Tensors = {}
+    floats: Tensors = {}
+    for key in file.tensors:
+        kind, shape, raw = file.tensor(key)
+        if not key.endswith("_proj.weight"):
+            quantised[key] = floats[key] = (kind, shape, bytes(raw))
+            continue
+        shape = (max(shape[0], 32), shape[1])  # words of 3 bits need whole groups of outputs
+        packed, values = pack(draw, shape)
+        floats[key] = tensor("F32", values.astype(np.float32))
+        stem = key.removesuffix(".weight")
+        quantised |= {stem + ending: t for ending, t in packed.items()}
+    config = json.loads((SOURCE / "config.json").read_text()) | {"num_key_value_heads": 4}
+    paths = folder / "quantised", folder / "floats"
+    for path in paths:
+        path.mkdir(parents=True)
+    write_safetensors(paths[1] / "model.safetensors", floats)
+    (paths[1] / "config.json").write_text(json.dumps(config))
+    old = where == "quantize_config.json"
+    write_safetensors(
+        paths[0] / f"{'gptq_model-4bit-32g' if old else 'model'}.safetensors", quantised
+    )
+    if where == "config.json":
+        config["quantization_config"] = said
+    else:
+        (paths[0] / where).write_text(json.dumps(said))
+    (paths[0] / "config.json").write_text(json.dumps(config))
+    return paths
