@@ -189,6 +189,11 @@ class GGUFFile(MappedTensors):
         tensors = _read_tensors(reader, tensor_count, self.get("general.alignment", int, 32))
         super().__init__(path, tensors, dict.fromkeys(tensors, data))
 
+    def is_part(self, number: int, count: int) -> bool:
+        """Return whether it is this one of so many files of a model, by its metadata."""
+        said = self.metadata
+        return (said.get("split.no"), said.get("split.count")) == (number, count)
+
     def join(self, part: GGUFFile) -> None:
         """Take the tensors of another part of the same model. EngineFault('gguf_corrupt') for one
         that is here already."""
@@ -223,8 +228,8 @@ class GGUFFile(MappedTensors):
 
 
 def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
-    """Map and parse a GGUF file, or all files of a split model. EngineFault for anything that is not
-    a sound one."""
+    """Map and parse a GGUF file, or all files of a split model. EngineFault for anything that is
+    not a sound one."""
     file = open_header(path, _check_ranges)
     if file.missing:
         raise _incomplete(file)
@@ -232,9 +237,8 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
 
 
 def _incomplete(file: GGUFFile) -> EngineFault:
-    names = ", ".join(file.missing[:3])
-    more = f" and {len(file.missing) - 3} more" if len(file.missing) > 3 else ""
-    message = f"{file.path} is one part of a model, and {names}{more} is not beside it"
+    names = f"{file.missing[0]} ({len(file.missing)} of its files)"
+    message = f"{file.path} is one part of a model, and {names} is not beside it"
     return EngineFault("shard_missing", f"{message}: fetch or copy the whole model")
 
 
@@ -250,8 +254,7 @@ def parts_of(path: str | os.PathLike[str]) -> list[Path]:
 
 def model_name(path: Path) -> str:
     """The name of a model after its file; the parts of a split one share it."""
-    name = _PART.fullmatch(path.name)
-    return name[1] if name else path.stem
+    return _PART.sub(r"\1.gguf", path.name).removesuffix(path.suffix)
 
 
 def open_header(
@@ -267,21 +270,19 @@ def open_header(
     if len(paths) != count:
         message = f"{file.path} says that it is one of {count} files; their names should end in"
         raise EngineFault("gguf_corrupt", f"{message} -00001-of-{count:05}.gguf and so on")
-    parts = {p: file if p == Path(path) else _open_part(p, check) for p in paths if p.is_file()}
+    parts = {p: _open_part(p, check) for p in paths if p.is_file()}
     for number, place in enumerate(paths):
-        said = parts[place].metadata if place in parts else {}
-        found = (said.get("split.no", number), said.get("split.count", count))
-        if found != (number, count):
+        if place in parts and not parts[place].is_part(number, count):
             message = f"{place} says that it is another part than its name says"
             raise EngineFault("gguf_corrupt", f"{message}: fetch or copy it again")
     first = parts.get(paths[0], file)
-    for part in parts.values():
-        if part is not first:
-            with _damage(first.path):
-                first.join(part)
     first.missing = [part.name for part in paths if part not in parts]
     if paths[0] not in parts:
         raise _incomplete(first)
+    for place in paths[1:]:
+        if place in parts:
+            with _damage(first.path):
+                first.join(parts[place])
     return first
 
 

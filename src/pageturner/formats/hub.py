@@ -155,8 +155,8 @@ def _local(reference: str) -> ModelFile | None:
             "model_not_found", f"cannot read the model {reference!r}: {error}"
         ) from error
     if path.is_file():
-        first = parts_of(path)[0]
-        return ModelFile(first if first.is_file() else path, model_name(path))
+        parts = [part for part in parts_of(path) if part.is_file()]
+        return ModelFile(parts[0], model_name(path))
     if reference and path.is_dir() and (path / CONFIG).is_file():
         return ModelFile(path, path.resolve().name)
     if not reference:

@@ -94,8 +94,10 @@ def open_safetensors(folder: str | os.PathLike[str]) -> Safetensors:
 def _only(root: Path, usual: str, pattern: str) -> Path:
     """The file of the usual name, or the only one that could stand for it: old GPTQ folders name
     theirs after the quantisation."""
-    others = sorted(root.glob(pattern))
-    return others[0] if len(others) == 1 and not (root / usual).is_file() else root / usual
+    others = list(root.glob(pattern))
+    if len(others) == 1 and not (root / usual).is_file():
+        return others[0]
+    return root / usual
 
 
 def _corrupt(message: str) -> EngineFault:

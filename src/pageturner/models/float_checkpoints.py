@@ -7,8 +7,8 @@ microscaling formats, and `QuantState` of bitsandbytes. Must not know kernels.
 
 fp8           X.weight e4m3 [N, K], X.weight_scale_inv of blocks [N / 128, K / 128] (which
               multiplies), or X.weight_scale: one, or one for each output
-modelopt      FP8: X.weight e4m3 [N, K] as above. NVFP4: X.weight uint8 [N, K / 2], two e2m1 floats in
-              a byte, X.weight_scale e4m3 [N, K / 16], X.weight_scale_2 of the whole
+modelopt      FP8: X.weight e4m3 [N, K] as above. NVFP4: X.weight uint8 [N, K / 2], two e2m1 floats
+              in a byte, X.weight_scale e4m3 [N, K / 16], X.weight_scale_2 of the whole
 mxfp4         X_blocks uint8 [experts, N, K / 32, 16], X_scales uint8 [experts, N, K / 32]
 bitsandbytes  4 bits: X.weight uint8 [N * K / 2, 1], X.weight.absmax of blocks, X.weight.quant_map
               [16], or absmax as indices of X.weight.nested_quant_map with X.weight.nested_absmax
@@ -98,8 +98,8 @@ def modelopt(config: HFConfig, tensors: CheckpointTensors) -> Readers:
             prefix, packed, scale * tensors.floats(name, tensors.shape(name)).reshape(1, 1)
         )
 
-    block = {"weight_block_size": [128, 128]} if algorithm == "FP8_PB_WO" else {}
-    eight = fp8(HFConfig(block, "quantization_config"), tensors)
+    blocks = {"FP8_PB_WO": {"weight_block_size": [128, 128]}}
+    eight = fp8(HFConfig(blocks.get(algorithm, {}), "quantization_config"), tensors)
     return eight | tensors.readers(".weight", four, ("U8",))
 
 

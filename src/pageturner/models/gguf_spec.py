@@ -91,7 +91,7 @@ _ALSO = {
     "gemma2": "attention.sliding_window attn_logit_softcapping final_logit_softcapping",
     "gemma3": "attention.sliding_window rope.freq_base_swa",
 }
-# Settings nobody here computes, by the value that turns them off, where that is not 0 (1 of a factor).
+# Settings nobody here computes, by the value that turns them off where that is not 0 (a factor: 1).
 _NEUTRAL = {
     "attention.causal": True,
     "rope.scaling.yarn_log_multiplier": 0,

@@ -62,7 +62,7 @@ def auto_round(config: HFConfig, tensors: CheckpointTensors) -> Readers:
     form = packing.removeprefix("auto_round").lstrip(":")
     if form not in ("", "gptq", "auto_gptq", "gptqmodel", "exllamav2", "tritonv2"):
         raise unsupported(f"AutoRound packed as {packing!r} is not supported")
-    return gptq(config, tensors, "gptq" if form in ("gptq", "auto_gptq") else "gptq_v2")
+    return gptq(config, tensors, {"gptq": "gptq", "auto_gptq": "gptq"}.get(form, "gptq_v2"))
 
 
 def gptq(config: HFConfig, tensors: CheckpointTensors, usual: str = "gptq") -> Readers:
@@ -140,12 +140,12 @@ def awq(config: HFConfig, tensors: CheckpointTensors) -> Readers:
 
     def gemv(prefix: str) -> QuantisedMatrix:
         words = tensors.raw(prefix + ".qweight", "I32", (None, None))
-        rows, columns = words.shape[0], words.shape[1] * 8
-        groups = group_count(prefix, columns, size)
-        zeros = tensors.raw(prefix + ".qzeros", "I32", (rows, None))
+        shape = (words.shape[0], words.shape[1] * 8)
+        groups = group_count(prefix, shape[1], size)
+        zeros = tensors.raw(prefix + ".qzeros", "I32", (shape[0], None))
         if zeros.shape[1] * 8 < groups:
             raise invalid(f"{prefix}.qzeros has shape {zeros.shape}, and there are {groups} groups")
-        scale = tensors.floats(prefix + ".scales", (rows, zeros.shape[1] * 8))[:, :groups]
+        scale = tensors.floats(prefix + ".scales", (shape[0], zeros.shape[1] * 8))[:, :groups]
         zero = unpack(zeros, 4)[:, :groups].astype(np.int32)
 
         def pairs(start: int, stop: int) -> U8:
@@ -154,7 +154,7 @@ def awq(config: HFConfig, tensors: CheckpointTensors) -> Readers:
         def codes(start: int, stop: int) -> U8:
             return unpack(words[start:stop], 4)
 
-        return of_codes(Codes(prefix, (rows, columns), 4, codes, scale, zero, pairs=pairs), "AWQ")
+        return of_codes(Codes(prefix, shape, 4, codes, scale, zero, pairs=pairs), "AWQ")
 
     def read(prefix: str) -> QuantisedMatrix:
         words = tensors.raw(prefix + ".qweight", "I32", (None, None))
@@ -170,7 +170,7 @@ def awq(config: HFConfig, tensors: CheckpointTensors) -> Readers:
         zero = _awq_unpack(zeros).T.astype(np.int32)
         return of_codes(Codes(prefix, (rows, columns), 4, codes, scale, zero), "AWQ")
 
-    return tensors.readers(".qweight", gemv if version == "gemv" else read)
+    return tensors.readers(".qweight", {"gemm": read, "gemv": gemv}[version])
 
 
 def _awq_unpack(words: NDArray[np.generic]) -> U8:

@@ -21,15 +21,15 @@ _GENERATION = """
 """
 # Only training, serving or the tokenizer reads these; * is any text.
 _TOOLS = """
-    architectures auto_map *_token_id *_token_index chunk_size_feed_forward dtype id2label label2id
-    init_* *_init *_init_* *initializer* layerdrop gradient_* model_type n_ctx name_or_path
-    model_max_length max_seq_len* max_sequence_length output_router_logits prefix problem_type *loss*
-    pretraining_tp quantization_aware *jitter* summary_* task_specific_params *torch_dtype *_version
-    use_cache cache_implementation sliding_window_pattern max_window_layers layer_types is_decoder
-    tokenizer_* masked_softmax_fusion slow_but_exact attn_implementation use_*flash_attn* flash_attn*
-    use_flash_attention* *_in_fp32 *_fusion skip_bias_add is_llama_config finetuned
-    transformers.js_config unsloth_* base_model_*_plan use_reentrant use_sliding_window
-    transformers_weights *dropout *dropout_* *_pdrop *_drop
+    architectures auto_map *_token_id *_token_index chunk_size_feed_forward dtype id2label
+    label2id init_* *_init *_init_* *initializer* layerdrop gradient_* model_type n_ctx
+    name_or_path model_max_length max_seq_len* max_sequence_length output_router_logits prefix
+    problem_type *loss* pretraining_tp quantization_aware *jitter* summary_* task_specific_params
+    *torch_dtype *_version use_cache cache_implementation sliding_window_pattern max_window_layers
+    layer_types is_decoder tokenizer_* masked_softmax_fusion slow_but_exact attn_implementation
+    use_*flash_attn* flash_attn* use_flash_attention* *_in_fp32 *_fusion skip_bias_add
+    is_llama_config finetuned transformers.js_config unsloth_* base_model_*_plan use_reentrant
+    use_sliding_window transformers_weights *dropout *dropout_* *_pdrop *_drop
 """
 HARMLESS = f"{_GENERATION} {_TOOLS}".split()
 QUANTISED = "quantization_config compression_config"  # read by models/checkpoint.py

@@ -118,8 +118,8 @@ def no_rope_layers(config: HFConfig, layers: int) -> frozenset[int]:
 
 
 def window_layers(config: HFConfig, arch: str, layers: int) -> tuple[int, frozenset[int]]:
-    """The window and the layers that have it, where Transformers applies one: as listed, else by the
-    habit of the family."""
+    """The window and the layers that have it, where Transformers applies one: as listed, else by
+    the habit of the family."""
     key, windowed_kind = (
         _CHUNKS if arch == "llama4_text" else ("sliding_window", "sliding_attention")
     )

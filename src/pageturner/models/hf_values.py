@@ -107,8 +107,8 @@ class HFConfig:
             self._used.update(fnmatch.filter(self._values, pattern))
 
     def done(self, spec: ModelSpec | None = None) -> None:
-        """EngineFault('model_unsupported') if something was set that nobody asked for, and that says
-        something about a model with this spec."""
+        """EngineFault('model_unsupported') if something was set that nobody asked for, and that
+        says something about a model with this spec."""
         for key, value in self._values.items():
             if key not in self._used and not _says_nothing(key, value, spec):
                 raise unsupported(f"{self._where} sets {key} = {value!r}, which is not supported")
@@ -126,8 +126,8 @@ def _says_nothing(key: str, value: object, spec: ModelSpec | None) -> bool:
     for name, keys in SAME.items():
         if spec is not None and key in keys.split() and not _lacks(name, spec):
             said = operator.attrgetter(name)(spec)
-            # a name of one of several kinds is a switch here
-            return bool(said) if value is True else said == value
+            # the name of one of several kinds is a switch in some files
+            return said == value or (value is True and bool(said))
     return False
 
 

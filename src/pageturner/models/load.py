@@ -145,12 +145,12 @@ def _own_head(file: TensorFile, layout: Layout) -> str:
     about, other = file.tensors[head], file.tensors[embed.name]
     if about.shape != other.shape or about.kind != other.kind:
         return head if about.shape == other.shape else ""
-    one, two = (np.frombuffer(file.tensor(name)[2], np.uint8) for name in (head, embed.name))
-    step = 1 << 24
-    same = all(
-        np.array_equal(one[i : i + step], two[i : i + step]) for i in range(0, len(one), step)
-    )
-    return "" if same else head
+    raw = [np.frombuffer(file.tensor(name)[2], np.uint8) for name in (head, embed.name)]
+    for start in range(0, len(raw[0]), 1 << 24):
+        part = slice(start, start + (1 << 24))
+        if not np.array_equal(raw[0][part], raw[1][part]):
+            return head
+    return ""
 
 
 def what_becomes(file: TensorFile) -> list[str]:

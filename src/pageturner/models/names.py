@@ -212,10 +212,11 @@ def _layer(
     spec: ModelSpec, names: Names, prefix: str, layer: int, present: Callable[[str], bool]
 ) -> Parts:
     shapes = shapes_of(spec, layer)
-    for f in () if spec.latent or spec.sparse(layer) else ("q", "k", "v", "o", "up", "down"):
-        module = next((m for fs, m in names.fused.items() if f in fs.split()), None)
-        bias = names.tensor(f"{f}_bias") if module is None else f"{module}.bias"
-        if f in shapes and module != names.fused.get("gate up", "") and present(prefix + bias):
+    plain = spec.latent is None and not spec.sparse(layer)
+    for f in ("q", "k", "v", "o", "up", "down"):
+        module = next((m for fs, m in names.fused.items() if f in fs.split()), names.modules[f])
+        alone = plain and f in shapes and module != names.fused.get("gate up")
+        if alone and present(f"{prefix}{module}.bias"):
             shapes[f"{f}_bias"] = shapes[f][:1]
     parts = {f: _part(names, (prefix, named(spec, layer, f)), shape) for f, shape in shapes.items()}
     if spec.latent is not None:

@@ -88,8 +88,8 @@ def invalid(message: str) -> EngineFault:
 
 
 def of_codes(codes: Codes, method: str) -> QuantisedMatrix:
-    """The matrix of integers of 2, 3, 4 or 8 bits. EngineFault 'quantization_invalid' for scales that
-    are no numbers, 'model_unsupported' for columns that are not whole groups of 32."""
+    """The matrix of integers of 2, 3, 4 or 8 bits. EngineFault 'quantization_invalid' for scales
+    that are no numbers, 'model_unsupported' for columns that are not whole groups of 32."""
     check_columns(codes.name, codes.shape[1])
     check_scales(codes.name, codes.scale)
     kind = _kind_of(codes)
@@ -303,8 +303,8 @@ def of_float4(name: str, packed: U8, exponents: U8, experts: int = 0) -> Quantis
 def of_nvfp4(name: str, packed: U8, scale: F32) -> QuantisedMatrix:
     """e2m1 floats, two neighbours in each byte of packed [rows, columns / 2], the first in the low
     nibble, with a scale for each 16: [rows, columns / 16]."""
-    rows, columns = packed.shape[0], packed.shape[1] * 2
-    check_columns(name, columns)
+    shape = (packed.shape[0], packed.shape[1] * 2)
+    check_columns(name, shape[1])
     check_scales(name, scale)
 
     def blocks(start: int, stop: int) -> U8:
@@ -314,7 +314,7 @@ def of_nvfp4(name: str, packed: U8, scale: F32) -> QuantisedMatrix:
         return _joined(halves, q.reshape(stop - start, -1, GROUP))
 
     becomes = "NVFP4 becomes int8 with a scale for each 16 values, which is exact and takes 10 bits"
-    return QuantisedMatrix("Q8_W", (rows, columns), blocks, becomes)
+    return QuantisedMatrix("Q8_W", shape, blocks, becomes)
 
 
 def of_table(
