@@ -139,12 +139,12 @@ def _open(path: Path) -> OpenModel:
 
 def _own_head(file: TensorFile, layout: Layout) -> str:
     """The name of the output head where it has other values than the embedding, else ""."""
-    head, embed = next((name for name in HEADS if name in file.tensors), ""), layout.top["embed"]
-    if not head or embed.name not in file.tensors:
+    head = next((name for name in HEADS if name in file.tensors), "")
+    embed = file.tensors.get(layout.top["embed"].name)
+    if not head or embed is None or file.tensors[head].shape != embed.shape:
         return ""
-    about, other = file.tensors[head], file.tensors[embed.name]
-    if about.shape != other.shape or about.kind != other.kind:
-        return head if about.shape == other.shape else ""
+    if file.tensors[head].kind != embed.kind:
+        return head
     raw = [np.frombuffer(file.tensor(name)[2], np.uint8) for name in (head, embed.name)]
     for start in range(0, len(raw[0]), 1 << 24):
         part = slice(start, start + (1 << 24))
