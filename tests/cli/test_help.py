@@ -84,7 +84,7 @@ def test_own_flags_of_a_command_come_first() -> None:
         ("--scheduling-policy=fcfs", "--order=fcfs"),
         ("--kv-cache-memory-bytes 4G", "--kv-cache-memory 4G"),
         ("--dtype float", "--dtype float32"),
-        ("--kv-cache-dtype=fp8", "--kv-cache-dtype fp8_e4m3"),
+        ("--kv-cache-dtype=fp8", "--kv-cache-dtype=fp8_e4m3"),
         ("--tool-call-parser llama3_json", "--tool-call-parser llama3"),
         ("--model some.gguf --port 1", "some.gguf --port 1"),
         ("--model=some.gguf", "some.gguf"),
@@ -95,10 +95,27 @@ def test_own_flags_of_a_command_come_first() -> None:
         ("--max-num-seqs 4 -- --trust-remote-code", "--max-num-seqs 4 -- --trust-remote-code"),
         (
             "--max_model_len 100 --kv_cache_dtype=fp8",
-            "--max-model-len 100 --kv-cache-dtype fp8_e4m3",
+            "--max-model-len 100 --kv-cache-dtype=fp8_e4m3",
         ),
         ("--own_wrong 1 --lora a_b=x_y", "--own_wrong 1 --lora a_b=x_y"),
         ("-m some.gguf -t 2 -a name -cb --jinja", "some.gguf --threads 2 --served-model-name name"),
+        ("m --served-model-name a b --port 1", "m --served-model-name a,b --port 1"),
+        ("--served-model-name a m.gguf", "--served-model-name a m.gguf"),
+        ("""m --allowed-origins '["*"]'""", "m --allowed-origins *"),
+        ("--dtype bfloat16 m", "--dtype auto m"),
+        ("--quantization awq m", "m"),
+        ("-c 0 -np -1 m", "m"),
+        ("-c 8192 -np 4 -ngl -1 -fa m", "--max-model-len 8192 --max-num-seqs 4 m"),
+        ("--gpu-memory-utilization 0.5 m", "--gpu-memory-utilization 0.5 m"),
+        ("--swap-space 4 m", "--kv-host-memory 4G m"),
+        ("m --no-mmap --no-enable-prefix-caching", "m --no-enable-prefix-caching"),
+        ("""m --limit-mm-per-prompt '{"image": 0}'""", "m"),
+        ("""m --speculative-config '{"method": "ngram"}'""", "m --speculation ngram"),
+        (
+            """m --speculative-config '{"model": "d", "num_speculative_tokens": 3}'""",
+            "m --speculation draft --draft-model d",
+        ),
+        ("m --hf-overrides {}", "m"),
     ],
 )
 def test_flags_of_others_that_mean_the_same_are_understood(typed: str, ours: str) -> None:
@@ -106,46 +123,69 @@ def test_flags_of_others_that_mean_the_same_are_understood(typed: str, ours: str
     assert other_names.translate(shlex.split(typed), known)[0] == ours.split()
 
 
-@pytest.mark.parametrize("flag", [*other_names.NOT_NEEDED, "--data-parallel-size 1"])
-def test_what_is_so_anyway_is_left_out_with_a_note(
-    flag: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["serve", "/nowhere.gguf", *flag.split()]) == 1
-    assert f"pageturner: {flag} was left out: " in capsys.readouterr().err
+RULES = other_names.table()["serve"]
+NOTED = [flag for flag, rule in RULES.items() if rule.rule == "noted" and "*" not in flag]
+ANSWERED = [flag for flag, rule in RULES.items() if rule.rule == "answered" and "*" not in flag]
+SERVE = flags_of(help_of(("serve",)))
 
 
-@pytest.mark.parametrize("flag", other_names.ANSWERS)
-def test_other_flags_of_vllm_are_answered_with_ours(
-    flag: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["serve", "smollm2", flag, "1"]) == 2
-    said = capsys.readouterr().err
-    assert said == f"pageturner: {flag} is not a flag here: {other_names.ANSWERS[flag]}\n"
+@pytest.mark.parametrize("flag", NOTED)
+def test_what_changes_nothing_is_left_out_with_a_note(flag: str) -> None:
+    values = {"0": [], "1": ["-1"], "+": ["1", "2"], "?": ["on"]}[RULES[flag].takes]
+    found, notes = other_names.translate(["m", flag, *values, "--port", "1"], SERVE)
+    assert (found, len(notes)) == (["m", "--port", "1"], 1)
+    assert notes[0].startswith(f"{flag} was left out: ")
+
+
+@pytest.mark.parametrize("flag", ANSWERED)
+def test_other_flags_are_answered_with_ours(flag: str) -> None:
+    with pytest.raises(EngineFault) as caught:
+        other_names.translate(["m", flag, "1"], SERVE)
+    assert caught.value.code == "bad_setting"
+    assert caught.value.message == f"{flag} is not a flag here: {RULES[flag].text}"
+
+
+def test_a_refused_flag_ends_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "smollm2", "--download-dir", "/x"]) == 2
+    assert "HF_HOME" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["serve", "bench serve"])
+def test_no_other_name_hides_one_of_ours_and_those_that_we_name_exist(command: str) -> None:
+    known = flags_of(help_of(tuple(command.split())))
+    for flag, rule in other_names.table()[command].items():
+        assert flag not in known or rule.rule in ("same", "list", "json") or flag == "--model"
+        for word in re.findall(r"--[a-z][a-z-]*", f"{rule.text} {rule.ours}"):
+            assert word in known or word == "--draft-model", (flag, word)
+
+
+@pytest.mark.parametrize("flag", ["--mm-never-seen", "--mamba-never-seen", "--kda-never-seen"])
+def test_a_flag_of_a_known_kind_is_left_out_too(flag: str) -> None:
+    found, notes = other_names.translate(["m", flag, "3"], SERVE)
+    assert (found, len(notes)) == (["m"], 1)
+
+
+def test_variables_of_ollama_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OLLAMA_CONTEXT_LENGTH", "8192")
+    monkeypatch.setenv("OLLAMA_BRAND_NEW", "1")
+    notes = list(other_names.notes_on_variables())
+    assert [note.split()[2] for note in notes] == ["OLLAMA_BRAND_NEW", "OLLAMA_CONTEXT_LENGTH"]
+    assert notes[1].endswith("--max-model-len")
 
 
 @pytest.mark.parametrize(
-    "table", [other_names.ALIASES, other_names.NOT_NEEDED, other_names.ANSWERS]
-)
-def test_no_other_name_is_one_of_ours_and_those_that_we_name_exist(table: dict[str, str]) -> None:
-    known = set(flags_of(help_of(("serve",))))
-    assert not known & set(table)
-    for answer in table.values():
-        for word in answer.replace(",", " ").replace("(", " ").split():
-            if word.startswith("--"):
-                assert word.rstrip(";:)") in known
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
+    "words",
     [
-        ("--dtype bfloat16", "--kv-cache-dtype"),
-        ("--quantization awq", "leave it out"),
-        ("--lora-modules {}", "no name and path"),
+        "--lora-modules {}",
+        "--speculative-config no-json",
+        """--speculative-config '{"method": "eagle3", "model": "x"}'""",
+        """--hf-overrides '{"rope_theta": 1}'""",
+        "--data-parallel-size 2",
     ],
 )
-def test_values_of_vllm_without_an_equal_are_answered(words: str, said: str) -> None:
-    with pytest.raises(EngineFault, match=said) as caught:
-        other_names.translate(words.split(), flags_of(help_of(("serve",))))
+def test_values_of_vllm_without_an_equal_are_answered(words: str) -> None:
+    with pytest.raises(EngineFault) as caught:
+        other_names.translate(shlex.split(words), SERVE)
     assert caught.value.code == "bad_setting"
 
 
@@ -230,8 +270,9 @@ def test_commands_of_others_are_answered_with_ours(
 
 def test_no_command_of_others_is_one_of_ours_and_those_that_we_name_exist() -> None:
     ours = {" ".join(names) for names in cli.COMMANDS}
-    assert not ours & other_names.COMMANDS.keys()
-    for answer in other_names.COMMANDS.values():
+    commands = other_names.table()["commands"]
+    assert not ours & commands.keys()
+    for answer in commands.values():
         for named in re.findall(r"pageturner ([a-z]+(?: [a-z]+)?)", answer):
             assert named in ours or named.split()[0] in ours, named
 
@@ -249,8 +290,6 @@ def test_flags_of_vllms_bench_serve_are_understood_or_answered() -> None:
     ]
     ours = ["--input-len", "30", "--output-len=5", "--concurrency", "2", "--seed", "1"]
     assert other_names.translate(words, known) == (ours, [])
-    assert {*other_names.BENCH.values()} <= known.keys()
-    assert not (other_names.BENCH.keys() | other_names.BENCH_ANSWERS.keys()) & known.keys()
     with pytest.raises(EngineFault, match="--base-url http://HOST:PORT") as caught:
         other_names.translate(["--port", "8001"], known)
     assert caught.value.code == "bad_setting"

@@ -264,10 +264,12 @@ def test_cuda_that_is_asked_for_and_absent_is_an_error_and_auto_says_why(
 
 
 def test_kv_is_sized_by_the_memory_of_its_device() -> None:
-    assert devices.kv_bytes(object(), 0, 500) == (0, 500)
+    assert devices.kv_bytes(object(), EngineConfig(), 500) == (0, 500)
     device = SimpleNamespace(free_for_kv=lambda: 1000)
-    assert devices.kv_bytes(device, 0, 500) == (900, 1000)
-    assert devices.kv_bytes(device, 70, 500) == (70, 1000)
+    assert devices.kv_bytes(device, EngineConfig(), 500) == (900, 1000)
+    half = EngineConfig(gpu_memory_utilization=0.5)
+    assert devices.kv_bytes(device, half, 500) == (500, 1000)
+    assert devices.kv_bytes(device, EngineConfig(kv_cache_memory=70), 500) == (70, 1000)
 
 
 # -- plain arithmetic ----------------------------------------------------------------------------------------

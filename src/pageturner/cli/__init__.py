@@ -178,9 +178,13 @@ def _translated(parser: _Parser, words: list[str]) -> list[str]:
     """The words with our names of flags in place of vLLM's; what was left out is told."""
     from pageturner.cli import other_names
 
+    if parser.prog == "pageturner serve":
+        for note in other_names.notes_on_variables():
+            print(f"pageturner: {note}", file=sys.stderr)
     if not other_names.concerns(words):
         return words
-    found, notes = other_names.translate(words, parser.flags())
+    short = re.findall(r"(?:^  |, )(-\w)\b", parser.format_help(), re.MULTILINE)
+    found, notes = other_names.translate(words, {*parser.flags(), *short})
     for note in notes:
         print(f"pageturner: {note}", file=sys.stderr)
     return found

@@ -1,254 +1,263 @@
-"""Flags of vLLM and llama-server: understood where ours means the same, else answered with ours.
+"""Names of vLLM, llama.cpp and Ollama: understood where ours means the same, left out with a note
+where they change nothing, else answered with ours.
 
-Owns the names. Must not know what a flag of ours does. Only for commands that take the engine's
-settings.
+other_names.json has a row for each kind of flag. This file applies the rows; it must not know what
+a flag of ours does. It concerns only commands that take the engine's settings, and `bench serve`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+import os
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cache
+from importlib.resources import files
+from typing import Any
 
 from pageturner.errors import EngineFault
 
-OWN = "--max-num-seqs"  # who takes this takes the engine's settings
+OWN = "--max-num-seqs"  # a command with this flag takes the engine's settings
+SWITCHES = ("on", "off", "auto", "true", "false", "0", "1")
 
-# the same under another name
-ALIASES = {
-    "--scheduling-policy": "--order",
-    "--kv-cache-memory-bytes": "--kv-cache-memory",
-    "--uvicorn-log-level": "--log-level",
-    "-tp": "--tensor-parallel-size",
-    "-pp": "--pipeline-parallel-size",
-    "-t": "--threads",
-    "--alias": "--served-model-name",
-    "-a": "--served-model-name",
-    "--cache-type-k": "--kv-cache-dtype",
-    "-ctk": "--kv-cache-dtype",
-}
-# the same value under another name
-VALUES: Mapping[str, Mapping[str, str]] = {
-    "--dtype": {"float": "float32"},
-    "--kv-cache-dtype": {"fp8": "fp8_e4m3"},
-    "--tool-call-parser": {"llama3_json": "llama3", "openai": "harmony"},
-    "--reasoning-parser": {"deepseek_r1": "think", "qwen3": "think", "openai_gptoss": "harmony"},
-}
-# what they ask for is so anyway
-NOT_NEEDED = {
-    "--trust-remote-code": "code that comes with a model is never run",
-    "--enforce-eager": "no graphs are captured",
-    "--enable-chunked-prefill": "the default policy chunks prefill",
-    "--enable-lora": "--lora NAME=FOLDER is enough",
-    "--enable-auto-tool-choice": "tools are always on",
-    "--cont-batching": "batching is continuous",
-    "-cb": "batching is continuous",
-    "--jinja": "chat templates are always Jinja's",
-}
-# how many processes or GPUs compute one model; 1 is so anyway
-PARALLEL = {
-    "--data-parallel-size": "-dp",
-}
-ANSWERS = {
-    "--gpu-memory-utilization": "memory is given as a size, not a share: --kv-cache-memory 4G (without it,"
-    " the size is chosen from free memory)",
-    "--swap-space": "KV blocks go to host memory with --kv-host-memory 4G",
-    "--cpu-offload-gb": "weights are not offloaded; a smaller model file or --quantization int8 takes less",
-    "--num-gpu-blocks-override": "the KV cache is given as a size: --kv-cache-memory 4G",
-    "--max-cpu-loras": "the most adapters in memory are --max-loras",
-    "--max-lora-rank": "adapters of any rank are taken; leave it out",
-    "--max-logprobs": "the limit is --max-logprobs-per-request",
-    "--speculative-config": "drafts are --speculation ngram, or --speculation draft --draft-model MODEL",
-    "--num-speculative-tokens": "the number of draft tokens is chosen by what was accepted; leave it out",
-    "--kv-transfer-config": "prefill elsewhere is --role, --prefill-listen and --prefill-from",
-    "--kv-events-config": "KV events are --kv-events tcp://*:5557",
-    "--override-generation-config": "sampling defaults are --generation-config FILE",
-    "--tokenizer": "the tokenizer is the model's own; leave it out",
-    "--tokenizer-mode": "the tokenizer is the model's own; leave it out",
-    "--download-dir": "models are kept in the cache of huggingface_hub: set HF_HOME",
-    "--revision": "pass the folder of a snapshot in place of the model's id",
-    "--seed": "a seed belongs to a request: send its field seed",
-    "--task": "one server generates, embeds and reranks, by route; leave it out",
-    "--runner": "one server generates, embeds and reranks, by route; leave it out",
-    "--long-prefill-token-threshold": "chunks are bounded by --max-num-batched-tokens",
-    "--ctx-size": "the longest sequence is --max-model-len (for each request, not for all together)",
-    "--n-gpu-layers": "all layers are computed on one device: --device cuda or cpu",
-    "--parallel": "the most sequences at once are --max-num-seqs",
-    "--batch-size": "the most tokens in a step are --max-num-batched-tokens",
-    "--ubatch-size": "the most tokens in a step are --max-num-batched-tokens",
-    "--flash-attn": "attention is computed block by block anyway; leave it out",
-    "--cache-type-v": "keys and values have one type: --kv-cache-dtype",
-    "--hf-repo": "the id on the hub is given as the model: pageturner serve org/name",
-    "--no-mmap": "files are mapped, and packed into memory of our own; leave it out",
-    "--mlock": "memory is not locked; leave it out",
-}
-# llama-server's short names of these
-SHORT = {
-    "-c": "--ctx-size",
-    "-ngl": "--n-gpu-layers",
-    "--gpu-layers": "--n-gpu-layers",
-    "-np": "--parallel",
-    "-b": "--batch-size",
-    "-ub": "--ubatch-size",
-    "-fa": "--flash-attn",
-    "-ctv": "--cache-type-v",
-    "-hf": "--hf-repo",
-    "-m": "--model",
-}
-ANSWERED_VALUES = {
-    "--dtype": (
-        ("half", "float16", "bfloat16"),
-        "weights are computed as the file has them (auto) or in float32; of the KV cache: --kv-cache-dtype",
-    ),
-    "--quantization": (
-        (
-            "awq",
-            "gptq",
-            "fp8",
-            "bitsandbytes",
-            "compressed-tensors",
-            "gguf",
-            "mxfp4",
-            "awq_marlin",
-            "gptq_marlin",
-        ),
-        "a quantised checkpoint is read as its own files say: leave it out",
-    ),
-}
 
-# commands of vLLM, Ollama and llama.cpp -> what there is for it here
-COMMANDS = {
-    "run": "pageturner chat MODEL talks to a model, pageturner generate MODEL PROMPT asks it once",
-    "complete": "pageturner generate MODEL PROMPT continues a text",
-    "run-batch": "pageturner batch IN.jsonl OUT.jsonl",
-    "ls": "pageturner list",
-    "show": "pageturner plan MODEL tells what it is and what it takes",
-    "ps": "what a server has: curl http://127.0.0.1:8000/v1/models",
-    "stop": "a server ends with Ctrl-C, or when its process gets SIGTERM",
-    "create": "pageturner serve --chat-template and --generation-config take what a Modelfile says",
-    "collect-env": "pageturner doctor",
-    "bench latency": "pageturner bench engine",
-    "bench throughput": "pageturner bench engine",
-}
-# flags of `vllm bench serve` -> ours
-BENCH = {
-    "--random-input-len": "--input-len",
-    "--random-output-len": "--output-len",
-    "--max-concurrency": "--concurrency",
-    "--result-filename": "--output",
-    "--url": "--base-url",
-}
-BENCH_ANSWERS = {
-    "--host": "the server is --base-url http://HOST:PORT",
-    "--port": "the server is --base-url http://HOST:PORT",
-    "--backend": "any OpenAI-compatible server is asked in one way; --endpoint says where; leave it out",
-    "--dataset-name": "prompts are random, or --workload FILE, or --trace FILE; leave it out",
-    "--dataset-path": "a file of prompts is --workload FILE, a trace --trace FILE",
-    "--save-result": "the figures are written with --output FILE.json",
-    "--percentile-metrics": "all percentiles are told; leave it out",
-}
+@dataclass(frozen=True, slots=True)
+class FlagRule:
+    """A row of the table: what becomes of some flags.
+
+    flags   names, with wild cards; rule: "same", "list" (values joined by commas), "model" (the
+            positional argument), "noted" (left out) or "answered" (refused with `text`)
+    takes   values of a noted flag: "0", "1", "+" (one or more) or "?" (one of SWITCHES or none)
+    ours    our flag, or several words; values: theirs -> ours, "" to leave the flag out;
+    suffix  appended to the value; note: what is said when one of `values` was replaced
+    """
+
+    flags: str
+    rule: str
+    takes: str = "1"
+    text: str = ""
+    ours: str = ""
+    values: Mapping[str, str] = field(default_factory=dict)
+    suffix: str = ""
+    note: str = ""
+
+
+@cache
+def table() -> dict[str, Any]:
+    """The rows, by command: flag or wild card -> its rule; variables and commands -> a text."""
+    read: dict[str, Any] = json.loads(
+        files("pageturner.cli").joinpath("other_names.json").read_bytes()
+    )
+    for command in ("serve", "bench serve"):
+        rules = [FlagRule(**row) for row in read[command]]
+        read[command] = {flag: rule for rule in rules for flag in rule.flags.split()}
+    return read
 
 
 def other_command(typed: str) -> str:
     """Return the hint to append to the message about another engine's command: what to use here
     instead. "" if there is none."""
-    return f": {COMMANDS[typed]}" if typed in COMMANDS else ""
+    commands = table()["commands"]
+    return f": {commands[typed]}" if typed in commands else ""
+
+
+def notes_on_variables() -> Iterator[str]:
+    """Yield a note for each variable of Ollama that is set: what says the same here."""
+    rules = table()["variables"]
+    for name in sorted(os.environ):
+        if name.startswith("OLLAMA_"):
+            yield f"the variable {name} is not read: {rules.get(name) or rules['OLLAMA_*']}"
 
 
 def concerns(words: Sequence[str]) -> bool:
-    """Return whether one of the words may be a flag of another engine."""
-    theirs = {"--model", "--lora-modules", *PARALLEL.values()}
-    theirs.update(
-        BENCH, BENCH_ANSWERS, ALIASES, VALUES, NOT_NEEDED, PARALLEL, ANSWERS, ANSWERED_VALUES, SHORT
-    )
-    names = [word.partition("=")[0] for word in words]
-    return any(name in theirs or _hyphened(name) != name for name in names)
-
-
-def _hyphened(name: str) -> str:
-    """A long flag as it is written here: vLLM takes underscores, too."""
-    return name.replace("_", "-") if name.startswith("--") else name
+    """Return whether one of the words may be a flag of another engine, or be written as theirs."""
+    rules = table()["serve"] | table()["bench serve"]
+    names = [word.partition("=")[0] for word in words if word.startswith("-")]
+    return any("_" in name or _rule(name, rules) for name in names)
 
 
 def translate(words: Sequence[str], known: Collection[str]) -> tuple[list[str], list[str]]:
-    """The words with our names in place of others, and notes about what was left out. known: the
-    flags of the command.
+    """Return the words with our names in place of others, and notes about what was left out.
 
+    known   the flags of the command
     EngineFault('bad_setting') names our flag where another engine's has no equal here.
     """
-    if OWN not in known:
-        return _bench(words, known) if "--request-rate" in known else list(words), []
-    rest, found, notes = list(words), list[str](), list[str]()
+    if OWN in known:
+        rules = table()["serve"]
+    elif "--request-rate" in known:
+        rules = table()["bench serve"]
+    else:
+        return list(words), []
+    rest = deque(words)
+    found: list[str] = []
+    notes: list[str] = []
     while rest and rest[0] != "--":
-        word = rest.pop(0)
+        word = rest.popleft()
         flag, equals, value = word.partition("=")
-        flag = next(
-            (long for long, short in PARALLEL.items() if flag == short), SHORT.get(flag, flag)
-        )
-        if (name := _hyphened(flag)) != flag and (name in known or concerns([name])):
-            flag, word = name, name + equals + value
-
-        def taken(equals: str = equals, value: str = value) -> str:
-            return value if equals or not rest else rest.pop(0)
-
-        if flag in known and (flag in VALUES or flag in ANSWERED_VALUES):
-            found += [flag, _value(flag, taken())]
-        elif flag in known:
+        if flag.startswith("--"):
+            flag = flag.replace("_", "-")  # vLLM takes underscores, too
+        rule = _rule(flag, rules)
+        if rule is not None and flag in known and flag not in (rule.ours, *_lists(rule)):
+            rule = None
+        if rule is None:
+            if flag in known:
+                word = flag + equals + value
             found.append(word)
-        elif flag in NOT_NEEDED:
-            notes.append(f"{flag} was left out: {NOT_NEEDED[flag]}")
-        elif flag in PARALLEL:
-            notes.append(_one_process(flag, taken()))
-        elif flag == "--model":
-            found.append(taken())
-        elif flag == "--lora-modules" and "--lora" in known:
-            found += ["--lora", _adapter(taken())]
-            while rest and rest[0][:1] != "-" and "=" in rest[0]:
-                found += ["--lora", _adapter(rest.pop(0))]
-        elif flag in ANSWERS:
-            raise EngineFault("bad_setting", f"{flag} is not a flag here: {ANSWERS[flag]}")
+            continue
+        if rule.rule == "answered":
+            raise EngineFault("bad_setting", f"{flag} is not a flag here: {rule.text}")
+        given = _taken(rule, [value] if equals else [], rest)
+        if rule.rule == "list" and not words[0].startswith("-"):  # the model stands in front
+            given += _plain(rest)
+        if rule.rule == "noted":
+            notes.append(f"{flag} was left out: {rule.text}")
         else:
-            found.append(ALIASES[flag] + equals + value if ALIASES.get(flag) in known else word)
-    return found + rest, notes
+            _understood(Given(flag, equals, given), rule, found, notes)
+    return found + list(rest), notes
 
 
-def _bench(words: Sequence[str], known: Collection[str]) -> list[str]:
-    """The words of `bench serve`."""
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A flag as it was typed: with "=" or without, and its values."""
+
+    flag: str
+    equals: str
+    values: list[str]
+
+
+def _understood(given: Given, rule: FlagRule, found: list[str], notes: list[str]) -> None:
+    """Append what the flag is here to `found`, and what was changed to `notes`."""
+    if rule.rule == "model":
+        found += given.values
+    elif rule.rule == "list":
+        found += [given.flag, ",".join(_listed(given.values))]
+    elif rule.rule == "json":
+        found += READERS[given.flag](given, notes)
+    else:
+        value = "".join(given.values[:1])
+        ours = rule.values.get(value, value)
+        if ours != value and rule.note:
+            notes.append(f"{given.flag} {value} was left out: {rule.note}")
+        if not ours:
+            return
+        if rule.suffix and ours[-1:].isdigit():
+            ours += rule.suffix
+        *before, last = rule.ours.split()
+        found += before
+        if given.equals:
+            found.append(f"{last}={ours}")
+        else:
+            found += [last, ours]
+
+
+def _rule(flag: str, rules: Mapping[str, FlagRule]) -> FlagRule | None:
+    """The rule for a flag, by its name, by its name without `no-`, or by a wild card."""
+    if not flag.startswith("-") or len(flag) < 2:
+        return None
+    plain = "--" + flag.removeprefix("--no-")
+    for name in (flag, plain):
+        rule = rules.get(name)
+        if rule is not None and (name == flag or rule.takes == "0"):
+            return rule
+    return next((rules[name] for name in rules if "*" in name and fnmatchcase(flag, name)), None)
+
+
+def _lists(rule: FlagRule) -> list[str]:
+    """The flags of ours that a rule reads in another engine's form."""
+    return rule.flags.split() if rule.rule in ("list", "json") else []
+
+
+def _taken(rule: FlagRule, given: list[str], rest: deque[str]) -> list[str]:
+    """The values of a flag, taken from the words behind it where it has none after "="."""
+    if given or rule.takes == "0" or not rest:
+        return given
+    if rule.takes == "?" and rest[0].lower() not in SWITCHES:
+        return given
+    given.append(rest.popleft())
+    if rule.takes == "+":
+        given += _plain(rest)
+    return given
+
+
+def _plain(rest: deque[str]) -> list[str]:
+    """Take the words up to the next flag."""
+    taken = []
+    while rest and not rest[0].startswith("-"):
+        taken.append(rest.popleft())
+    return taken
+
+
+def _listed(values: list[str]) -> Iterator[str]:
+    """The values of a list that may be given as JSON."""
+    for value in values:
+        if value.startswith("["):
+            yield from map(str, _json("a list", value))
+        else:
+            yield value
+
+
+def _json(flag: str, value: str) -> Any:
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise EngineFault("bad_setting", f"{flag}: {value!r} is no JSON") from error
+
+
+def _adapters(given: Given, notes: list[str]) -> list[str]:
+    """NAME=PATH, which vLLM also takes as JSON."""
     found = []
-    for word in words:
-        flag, equals, value = word.partition("=")
-        flag = _hyphened(flag)
-        if flag in BENCH_ANSWERS and flag not in known:
-            raise EngineFault("bad_setting", f"{flag} is not a flag here: {BENCH_ANSWERS[flag]}")
-        ours = flag if flag in known else BENCH.get(flag, "")
-        found.append(ours + equals + value if ours in known else word)
+    for value in given.values:
+        if value.startswith("{"):
+            fields = _json(given.flag, value)
+            if not {"name", "path"} <= fields.keys():
+                raise EngineFault("bad_setting", f"{given.flag}: {value!r} has no name and path")
+            value = f"{fields['name']}={fields['path']}"
+        found += ["--lora", value]
     return found
 
 
-def _value(flag: str, value: str) -> str:
-    values, answer = ANSWERED_VALUES.get(flag, ((), ""))
-    if value in values:
-        raise EngineFault("bad_setting", f"{flag} {value} is not a value here: {answer}")
-    return VALUES.get(flag, {}).get(value, value)
+def _drafts(given: Given, notes: list[str]) -> list[str]:
+    """vLLM's settings of speculation."""
+    fields = _json(given.flag, "".join(given.values))
+    method = fields.get("method") or ("draft_model" if "model" in fields else "ngram")
+    notes.append(f"{given.flag}: the number of drafted tokens is chosen by what was accepted")
+    if method in ("ngram", "ngram_gpu", "suffix", "[ngram]"):
+        return ["--speculation", "ngram"]
+    if method == "draft_model" and "model" in fields:
+        return ["--speculation", "draft", "--draft-model", str(fields["model"])]
+    message = f"{given.flag}: there is no method {method!r} here; there are ngram and draft_model"
+    raise EngineFault("bad_setting", message)
 
 
-def _one_process(flag: str, value: str) -> str:
-    """The note about 1. EngineFault for more."""
-    if value == "1":
-        return f"{flag} 1 was left out: one process computes a model"
-    message = (
-        f"{flag} is 1 here: one process computes a model; for several servers behind one address:"
-    )
-    raise EngineFault("bad_setting", f"{message} pageturner route URL URL")
+def _overrides(given: Given, notes: list[str]) -> list[str]:
+    """vLLM's changes of config.json."""
+    fields = _json(given.flag, "".join(given.values))
+    if "max_position_embeddings" in fields:
+        return ["--max-model-len", str(fields["max_position_embeddings"])]
+    if fields:
+        message = f"{given.flag}: write {', '.join(fields)} into config.json of the model's folder"
+        raise EngineFault("bad_setting", message)
+    return []
 
 
-def _adapter(given: str) -> str:
-    """NAME=PATH, which vLLM also takes as JSON."""
-    if not given.startswith("{"):
-        return given
-    try:
-        fields = json.loads(given)
-        return f"{fields['name']}={fields['path']}"
-    except (ValueError, KeyError, TypeError) as error:
-        raise EngineFault(
-            "bad_setting", f"--lora-modules: {given!r} has no name and path"
-        ) from error
+def _one_server(given: Given, notes: list[str]) -> list[str]:
+    """Return no words for one server, which there is anyway; refuse more."""
+    if given.values != ["1"]:
+        message = (
+            f"{given.flag} is 1 here; several servers behind one address: pageturner route URL URL"
+        )
+        raise EngineFault("bad_setting", message)
+    notes.append(f"{given.flag} 1 was left out: one process computes a model")
+    return []
+
+
+READERS: dict[str, Callable[[Given, list[str]], list[str]]] = {
+    "--lora-modules": _adapters,
+    "--speculative-config": _drafts,
+    "-sc": _drafts,
+    "--hf-overrides": _overrides,
+    "--data-parallel-size": _one_server,
+    "-dp": _one_server,
+}

@@ -31,6 +31,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "KV memory": (
         "kv_cache_memory",
+        "gpu_memory_utilization",
         "kv_cache_dtype",
         "block_size",
         "enable_prefix_caching",

@@ -38,6 +38,12 @@ class EngineConfig(SchedulerConfig, KVSettings):
     kv_cache_memory: int = option(
         0, "bytes for the KV cache (suffixes K, M, G, T); 0: chosen from free memory", least=0
     )
+    gpu_memory_utilization: float = option(
+        0.9,
+        "share, 0 to 1, of a GPU's memory that is free behind the weights, for the KV cache; no effect on a CPU",
+        least=0.05,
+        most=1.0,
+    )
     kv_survival: bool = option(
         True,
         "after a crash of the engine, use its intact KV blocks again; needs prefix caching",

@@ -39,9 +39,6 @@ if TYPE_CHECKING:
     from pageturner.kernels.gpu.ops import GpuOps
 
 NO_GPU = "this machine shows no NVIDIA GPU"
-SHARE = (
-    0.9  # for KV, of the memory that is free behind a dry run; recordings of steps take the rest
-)
 BUDGETS = (
     8192,
     4096,
@@ -229,7 +226,7 @@ def plan_text(ops: GpuOps, needs: ModelNeeds, config: EngineConfig) -> str:
     size = config.tensor_parallel_size
     weights, exchange = needs.weights // size, exchange_of(config)
     free = ops.free_memory() - weights - exchange
-    kv = config.kv_cache_memory or size * int(SHARE * free)
+    kv = config.kv_cache_memory or size * int(config.gpu_memory_utilization * free)
     length = config.max_model_len or needs.spec.context
     blocks = max(kv, 0) // needs.block
     name, sums, together = ops.driver.name, "", ""
@@ -243,18 +240,19 @@ def plan_text(ops: GpuOps, needs: ModelNeeds, config: EngineConfig) -> str:
         f"{name}: weights {weights / GB:.2f} GB, steps {ops.arena.size / GB:.2f} GB, {sums}KV"
         f" {kv / size / GB:.2f} GB{together} = {blocks * config.block_size:,} tokens, which hold"
         f" {blocks * config.block_size // length:,} sequences of {length:,} tokens"
-        f" ({1 - SHARE:.0%} of what is free are left as a margin)"
+        f" ({1 - config.gpu_memory_utilization:.0%} of what is free are left as a margin)"
     )
 
 
-def kv_bytes(ops: object, asked: int, host: int) -> tuple[int, int]:
+def kv_bytes(ops: object, config: EngineConfig, host: int) -> tuple[int, int]:
     """Return for `plan_kv` bytes for KV that are asked for, and bytes that are free; of the devices
-    where KV lies there. asked 0: a share of what is free. host: bytes that are free on the host."""
+    where KV lies there. Where nothing is asked for it is a share of what is free behind a dry run;
+    recordings of steps take the rest. host: bytes that are free on the host."""
     free = getattr(ops, "free_for_kv", None)
     if free is None:
-        return asked, host
+        return config.kv_cache_memory, host
     here = free()
-    return asked or int(SHARE * here), here
+    return config.kv_cache_memory or int(config.gpu_memory_utilization * here), here
 
 
 @contextmanager

@@ -232,7 +232,7 @@ def _kv_sizes(
     """Return how many blocks there are. A tier holds blocks of all layers: with one they are kept
     as if no layer had a window. smaller: the draft model."""
     windows = (0, 0) if wants_tiers(config) else (decoder.windowed, decoder.window)
-    asked, free = devices.kv_bytes(ops, config.kv_cache_memory, available_memory())
+    asked, free = devices.kv_bytes(ops, config, available_memory())
     free -= config.kv_host_memory
     config = replace(config, kv_cache_memory=asked)
     of_draft = _block_spec(smaller, config).nbytes if smaller else 0
