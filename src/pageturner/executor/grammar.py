@@ -4,17 +4,20 @@ sequence.
 Owns the matchers. Which tokens may come next is a function of (grammar, tokens of the answer) and
 of nothing else. A matcher only caches that: it is advanced by new tokens, rolled back where tokens
 were taken back, and made anew where it was dropped. So nobody has to tell it of preemption,
-restarts, forks or rejected drafts. Must not know how a grammar came about
-(text/structured_outputs.py), the queue, or logits.
+restarts, forks or rejected drafts. A step waits MASK_SECONDS for masks and for nothing else of a
+grammar: a sequence whose mask is late gains no token in that step, and the others do. Must not know
+how a grammar came about (text/structured_outputs.py), the queue, or logits.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Protocol
 
@@ -24,26 +27,35 @@ from numpy.typing import NDArray
 from pageturner.errors import refusing
 from pageturner.formats.tokenizer import Tokenizer
 from pageturner.kernels.edits import Allowed
-from pageturner.scheduler.types import Sequence
-from pageturner.text.structured_outputs import compiled, message_of
+from pageturner.request import Failure
+from pageturner.scheduler.types import Output, Sequence
+from pageturner.text.structured_outputs import TOO_EXPENSIVE, compiled, message_of
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-COMPILERS = (
-    4  # grammars compiled at once; as many slow ones hold up other new grammars, and nothing else
-)
-MAX_COMPILED = 64
+# grammars compiled at once; as many slow ones hold up other new grammars, and nothing else
+COMPILERS = 4
+COMPILER_NICENESS = 10  # of their threads: the kernels need the processors more
+MASKERS = 2  # sequences whose masks are computed at once
+MASK_SECONDS = 0.05  # that a step waits for masks when its layers are computed
+MAX_COMPILED_BYTES = 256 << 20  # of the grammars that are kept, as far as that can be told
+# A compiled grammar, and what its lexer learns of a vocabulary.
+GRAMMAR_BYTES = 1 << 20
+BYTES_PER_CHARACTER = 256
 
 Mask = NDArray[
     np.uint8
 ]  # a bit for each token of the vocabulary, lowest first; set: it may come next
 Masks = Mapping[Sequence, Mask]
+Instead = Mapping[Sequence, Output]  # what a sequence gives in a step that has no mask for it
 NO_MASKS: Masks = {}
 LONGEST_TOKEN = (
     1024  # bytes; llguidance takes none that is longer, and its text can be had by shorter ones
 )
 _NOTHING: Mask = np.zeros(1, np.uint8)
+_FULL = "too many states"  # of the lexer that the copies of a matcher share: a new one begins anew
+_DEAD_END = "NoExtension"  # no token goes on
 
 
 class GrammarError(Exception):
@@ -79,6 +91,7 @@ class Matcher(Protocol):
     def compute_bitmask(self) -> bytes: ...
     def compute_ff_bytes(self) -> bytes: ...
     def is_error(self) -> bool: ...
+    def get_error(self) -> str: ...
 
 
 class Compiler:
@@ -161,18 +174,17 @@ class Start:
 
 @dataclass(slots=True)
 class _Place:
-    """The place of one sequence in its grammar: `matcher`, a copy of `origin`, has consumed
+    """The place of one sequence in its grammar: `matcher`, a copy of that of `start`, has consumed
     `tokens`."""
 
-    grammar: str
-    origin: Matcher
+    start: Start
     matcher: Matcher
     tokens: list[int] = field(default_factory=list)
 
     @classmethod
     def behind(cls, tokens: list[int], start: Start) -> _Place:
         """A copy of the matcher that has consumed these tokens."""
-        place = cls(start.grammar, start.matcher, start.matcher.deep_copy())
+        place = cls(start, start.matcher.deep_copy())
         place.move(tokens)
         return place
 
@@ -193,11 +205,50 @@ class _Place:
     def mask(self, tokens: list[int]) -> Mask | None:
         """Return what may come behind the rows; nothing if the grammar does not allow these tokens
         themselves. None if the matcher reports an error: no token of this vocabulary goes on, or
-        its cache is full."""
+        a bound is reached."""
         bits = self.matcher.compute_bitmask()
         if self.matcher.is_error():
             return None
         return np.frombuffer(bits, np.uint8) if len(self.tokens) == len(tokens) else _NOTHING
+
+
+@dataclass(slots=True)
+class _Found:
+    """The masks behind the answers of a job, and the place of the last one. error: what the matcher
+    reports where it cannot say the first mask; a later one is left to the next step."""
+
+    place: _Place
+    masks: list[Mask] = field(default_factory=list)
+    error: str = ""
+
+
+@dataclass(slots=True)
+class _Job:
+    """The masks of one sequence in one step: of the sequence, and behind each of its draft tokens.
+
+    renewed  whether the grammar was compiled anew for these answers
+    """
+
+    start: Start
+    answers: list[list[int]]
+    future: Future[_Found]
+    renewed: bool = False
+
+
+def _find(place: _Place | None, start: Start, answers: list[list[int]]) -> _Found:
+    """The masks behind these answers, from the place that the sequence has had."""
+    if place is None or place.start is not start:
+        place = _Place.behind(answers[0], start)
+    found = _Found(place)
+    for tokens in answers:
+        mask = found.place.mask(tokens) if found.place.move(tokens) else None
+        if mask is None:
+            found.place = _Place.behind(tokens, start)
+            mask = found.place.mask(tokens)
+        if mask is None and not found.masks:
+            found.error = found.place.matcher.get_error()
+        found.masks.append(_NOTHING if mask is None else mask)
+    return found
 
 
 class Grammars:
@@ -223,55 +274,106 @@ class Grammars:
         self._least = least
         self._most_places = most_places
         self._compiled: OrderedDict[str, Future[Start]] = OrderedDict()
-        # of the masking thread alone
-        self._places: OrderedDict[tuple[int, int], _Place] = OrderedDict()
-        self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="grammar")
-        self._masker = ThreadPoolExecutor(1, thread_name_prefix="mask")
+        self._bytes = 0
+        self._jobs: OrderedDict[tuple[int, int], _Job] = OrderedDict()
+        self._compilers = ThreadPoolExecutor(COMPILERS, "grammar", _give_way)
+        self._maskers = ThreadPoolExecutor(MASKERS, "mask")
 
     def compiled(self, grammar: str) -> Future[Start]:
         """The grammar, compiled at some time; known ones are there already."""
-        future = self._compiled.pop(grammar, None)
+        future = self._forget(grammar)
         if future is None or future.cancelled():
             future = self._compilers.submit(self._start, grammar)
         self._compiled[grammar] = future
-        while len(self._compiled) > MAX_COMPILED:
-            self._compiled.popitem(last=False)
+        self._bytes += _bytes_of(grammar)
+        for known, other in list(self._compiled.items()):
+            if self._bytes > MAX_COMPILED_BYTES and other is not future and other.done():
+                self._forget(known)
+        return future
+
+    def _forget(self, grammar: str) -> Future[Start] | None:
+        future = self._compiled.pop(grammar, None)
+        if future is not None:
+            self._bytes -= _bytes_of(grammar)
         return future
 
     def _start(self, grammar: str) -> Start:
         matcher = self._compile(grammar)
         return Start(grammar, matcher, self._least(matcher))
 
-    def begin(self, sequences: list[Sequence]) -> Callable[[], Masks]:
-        """Start computing the masks of those sequences that have a grammar, in a thread; call the
-        result to wait for them."""
-        wanted = [
-            (sequence, self.compiled(grammar))
-            for sequence in sequences
-            if (grammar := sequence.request.params.structured_outputs) is not None
-        ]
-        return self._masker.submit(self._masks, wanted).result if wanted else _no_masks
+    def begin(self, sequences: list[Sequence]) -> Callable[[], tuple[Masks, Instead]]:
+        """Start computing the masks of those sequences that have a grammar, in threads; call the
+        result to wait for them, MASK_SECONDS at most. A sequence whose mask is late gives an output
+        that says so."""
+        rows: dict[tuple[int, int], list[Sequence]] = {}
+        for sequence in sequences:
+            if sequence.request.params.structured_outputs is not None:
+                rows.setdefault((sequence.request.id, sequence.index), []).append(sequence)
+        if not rows:
+            return no_masks
+        jobs = {key: self._job(key, each) for key, each in rows.items()}
+        while len(self._jobs) > max(self._most_places, len(rows)):
+            self._jobs.popitem(last=False)
+        return partial(_collect, rows, jobs)
 
-    def _masks(self, wanted: list[tuple[Sequence, Future[Start]]]) -> Masks:
-        return {sequence: self._mask(sequence, start) for sequence, start in wanted}
+    def _job(self, key: tuple[int, int], rows: list[Sequence]) -> _Job | None:
+        """The job of one sequence in this step; None while its grammar is compiled, or while what
+        was begun for other answers goes on."""
+        grammar = rows[0].request.params.structured_outputs or ""
+        answers = [row.tokens[row.prompt_len :] for row in rows]
+        last, place, full = self._jobs.get(key), None, False
+        if last is not None and last.start.grammar == grammar:
+            if not last.future.done():
+                return last if last.answers == answers else None
+            place = last.future.result().place
+            full = _FULL in last.future.result().error
+            if last.answers == answers and (last.renewed or not full):
+                return last
+        start = last.start if last is not None and place and not full else None
+        if start is None:
+            known = self._compiled.get(grammar)
+            if full and last and known and known.done() and known.result() is last.start:
+                self._forget(grammar)
+            compiled = self.compiled(grammar)
+            if not compiled.done():
+                return None
+            start = compiled.result()
+        job = _Job(start, answers, self._maskers.submit(_find, place, start, answers), full)
+        self._jobs[key] = job
+        self._jobs.move_to_end(key)
+        return job
 
-    def _mask(self, sequence: Sequence, compiled: Future[Start]) -> Mask:
-        start, tokens = compiled.result(), sequence.tokens[sequence.prompt_len :]
-        key = (sequence.request.id, sequence.index)
-        place = self._places.pop(key, None)
-        if place is None or place.grammar != start.grammar or not place.move(tokens):
-            place = _Place.behind(tokens, start)
-        mask = place.mask(tokens)
-        if mask is None:
-            if place.origin is start.matcher:
-                start.matcher = self._compile(start.grammar)
-            place = _Place.behind(tokens, start)
-            mask = place.mask(tokens)
-        self._places[key] = place
-        while len(self._places) > self._most_places:
-            self._places.popitem(last=False)
-        return _NOTHING if mask is None else mask
+
+def _collect(
+    rows: dict[tuple[int, int], list[Sequence]], jobs: dict[tuple[int, int], _Job | None]
+) -> tuple[Masks, Instead]:
+    wait([job.future for job in jobs.values() if job is not None], MASK_SECONDS)
+    masks: dict[Sequence, Mask] = {}
+    instead: dict[Sequence, Output] = {}
+    for key, job in jobs.items():
+        each, output = rows[key], Output(late=True)
+        masks |= dict.fromkeys(each, _NOTHING)
+        if job is not None and job.future.done():
+            found = job.future.result()
+            masks |= zip(each, found.masks, strict=True)
+            if not found.error or found.error.startswith(_DEAD_END):
+                continue
+            if job.renewed or _FULL not in found.error:
+                message = f"{TOO_EXPENSIVE}: {message_of(found.error)}"
+                output = Output(failure=Failure("grammar_too_expensive", message))
+        instead[each[0]] = output
+    return masks, instead
 
 
-def _no_masks() -> Masks:
-    return NO_MASKS
+def _bytes_of(grammar: str) -> int:
+    return GRAMMAR_BYTES + BYTES_PER_CHARACTER * len(grammar)
+
+
+def _give_way() -> None:
+    """Let the threads of the kernels go first."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), COMPILER_NICENESS)
+
+
+def no_masks() -> tuple[Masks, Instead]:
+    """No sequence of the step has a grammar."""
+    return NO_MASKS, {}

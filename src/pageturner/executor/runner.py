@@ -17,7 +17,7 @@ from pageturner.errors import EngineFault
 from pageturner.executor import sampler
 from pageturner.executor.batch import NO_ROWS, Rows, pack, pack_sliding
 from pageturner.executor.draft import Drafter
-from pageturner.executor.grammar import Grammars
+from pageturner.executor.grammar import Grammars, no_masks
 from pageturner.executor.kv_memory import KVLayout
 from pageturner.executor.model_costs import model_costs
 from pageturner.executor.pooling import pool
@@ -92,7 +92,7 @@ class Runner:
         each = [sampler.rows_of(item) if item.wants_logits else [] for item in plan.items]
         ending = [row for rows in each for row in rows]
         # while the layers are computed
-        masks = self._grammars.begin(ending) if self._grammars else dict
+        masks = self._grammars.begin(ending) if self._grammars else no_masks
         packed = perf_counter()
         hidden = self._decoder.hidden(batch, self.storage[0], sliding)
         computed = perf_counter()
@@ -103,7 +103,7 @@ class Runner:
             scores = score_prompts(self._decoder, self._ops, plan.items, hidden, len(ending))
             hidden = self._ops.take_rows(hidden, np.arange(len(ending), dtype=np.int32))
         waits = perf_counter()
-        allowed = masks()
+        allowed, instead = masks()
         grammar = perf_counter() - waits
         chosen = iter(sampler.choose(self._decoder, hidden, ending, allowed) if ending else ())
         outputs = [
@@ -117,6 +117,9 @@ class Runner:
         if self._drafter is not None:
             self._drafter.propose(plan.items, outputs)
             spent["drafting"] = perf_counter() - sampled
+        if instead:
+            pairs = zip(plan.items, outputs, strict=True)
+            outputs = [instead.get(item.sequence, output) for item, output in pairs]
         for i, found in scores.items():
             if None in found:
                 outputs[i] = Output(failure=sampler.NOT_A_NUMBER)

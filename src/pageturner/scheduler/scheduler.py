@@ -426,6 +426,9 @@ class Scheduler:
             report.events += group.fail(output.failure)
             return self._end(group, "error")
         seq = item.sequence
+        if output.late:
+            seq.inflight -= item.n
+            return
         known, end = len(seq.tokens), seq.computed + item.n
         if seq.computed < seq.max_computed_tokens:
             report.recomputed += seq.recompute(min(end, known))

@@ -200,6 +200,8 @@ class Output:
     candidates  instead of a token, for a sequence of a search: the likeliest ones and their
                 logprobs. Then `logprobs` has one value, whose likeliest tokens go with whichever
                 goes on
+    late        the next token cannot be chosen yet: the step counts for nothing in its sequence,
+                which asks again
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -209,6 +211,7 @@ class Output:
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
     candidates: list[tuple[int, float]] = field(default_factory=list)
     pooled: tuple[int, bytes] | None = None  # as Event.pooled
+    late: bool = False
 
 
 @dataclass(slots=True)

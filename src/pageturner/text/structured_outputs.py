@@ -33,6 +33,13 @@ WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 # for so many.
 MAX_NESTED = 8192
 MAX_STATES = 50_000  # of a grammar's lexer, at about a kilobyte; copies of a matcher share it
+# Ways in which an answer may go on at one place, at some microseconds for each pair of them. A
+# property that may be left out is four.
+MAX_WAYS = 5000
+MAX_OPTIONAL = 1000
+WALKED = 32  # bytes of an answer that are tried when a grammar is checked
+LIKED = b'{["tfn-0123456789:,}]'  # the first of these that is possible is tried, else any
+TOO_EXPENSIVE = "what the answer must match takes more work than one token may"
 STACK_BYTES = 128 * 1024 * 1024  # of addresses; what is not needed is never touched
 # Where only one text can follow, llguidance would name the tokens that its tokenizer makes of that
 # text; we want every token that can follow, whatever the tokenizer thinks of a text's beginning.
@@ -181,6 +188,8 @@ def checked(grammar: str, code: str) -> str:
     wrong = wrong_with(grammar)
     if wrong == _MATCHES_NOTHING:
         raise _bad("unsatisfiable_grammar", wrong)
+    if wrong is not None and wrong.startswith(TOO_EXPENSIVE):
+        raise _bad("grammar_too_expensive", wrong)
     if wrong is not None:
         code = _SCHEMA_CODES.get(wrong.split(" ", 1)[0], code)
         raise _bad(code, wrong)
@@ -213,7 +222,22 @@ def wrong_with(grammar: str) -> str | None:
     if matcher.is_error():
         return message_of(matcher.get_error())
     matcher.compute_bitmask()
-    return _MATCHES_NOTHING if matcher.is_stopped() and not matcher.is_accepting() else None
+    if matcher.is_stopped() and not matcher.is_accepting():
+        return _MATCHES_NOTHING
+    return _walked(matcher)
+
+
+def _walked(matcher: LLMatcher) -> str | None:
+    """None, or that one of the first bytes of an answer takes more work than a byte may."""
+    for _ in range(WALKED):
+        bits = int.from_bytes(matcher.compute_bitmask(), "little")
+        possible = [byte for byte in (*LIKED, *range(33, 256)) if bits >> byte & 1]
+        if not possible:
+            break
+        matcher.consume_token(possible[0])
+    if not matcher.is_error():
+        return None
+    return f"{TOO_EXPENSIVE}: {message_of(matcher.get_error())}"
 
 
 @lru_cache(maxsize=1)
@@ -228,7 +252,7 @@ def compiled(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
     """The grammar for a vocabulary; it may be in error. Other threads go on meanwhile."""
     from llguidance import LLMatcher, LLParserLimits
 
-    limits = LLParserLimits(max_lexer_states=MAX_STATES)
+    limits = LLParserLimits(max_lexer_states=MAX_STATES, max_items_in_row=MAX_WAYS)
     return _with_stack(lambda: LLMatcher(vocabulary, grammar, log_level=0, limits=limits))
 
 

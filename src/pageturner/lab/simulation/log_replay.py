@@ -107,7 +107,10 @@ def _result(plan: Plan, step: StepRecord) -> Result:
         failure = Failure("recorded", "it failed when it was recorded") if item.failed else None
         output = Output(list(item.tokens), draft=list(item.draft), failure=failure)
         output.candidates = list(item.candidates)
-        if not planned.sequence.request.params.pooling:
+        params = planned.sequence.request.params
+        ends = item.tokens or item.failed or params.pooling or params.beam_width
+        output.late = planned.wants_logits and not ends
+        if not params.pooling:
             output.prompt_logprobs = [(0.0, 1, ())] * len(planned.scored)
         outputs.append(output)
     return Result(outputs)
