@@ -20,11 +20,13 @@ from pageturner.executor.grammar import Compiler, GrammarError, Grammars, Matche
 from pageturner.formats.tokenizer import Marks, Tokenizer
 from pageturner.params import SamplingParams
 from pageturner.request import Event, Request, Resume
-from pageturner.scheduler.types import Sequence
+from pageturner.scheduler.types import Output, Plan, Result, Sequence
+from pageturner.text.grammar_check import OPTIONS
 from pageturner.text.structured_outputs import StructuredOutputsParams
 from support.schedulers import make_stack
 
 END, TURN, CONTROL = 0, 1, 2
+SPACE = 4  # of a vocabulary of printable bytes
 SPELLED = [b"<end>", b"<turn>", b"a<|x|>", b""]  # the last is no text at all
 WORDS = [bytes([byte]) for byte in b'ab1,{}[]":tru /<end>|x'] + [
     b"\xc3",
@@ -247,7 +249,7 @@ def test_a_vocabulary_that_the_matcher_does_not_take(
 
 def test_what_others_write_uses_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A grammar with more states than a lexer may have; no single text needs so many."""
-    monkeypatch.setattr("pageturner.text.structured_outputs.MAX_STATES", 300)
+    monkeypatch.setattr("pageturner.text.grammar_check.MAX_STATES", 300)
     made: list[str] = []
 
     def compile(grammar: str) -> Matcher:
@@ -284,6 +286,112 @@ def test_more_grammars_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_grammar_that_cannot_be_compiled() -> None:
     with pytest.raises(GrammarError, match="foo"):
         Compiler(lambda: TOKENIZER)("start: foo")
+
+
+# -- what a step waits for -----------------------------------------------------------------------------------
+class Held:
+    """A matcher whose masks come when the test lets them."""
+
+    def __init__(self, inner: Matcher, may_go: threading.Event) -> None:
+        self._inner, self._may_go = inner, may_go
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def deep_copy(self) -> Held:
+        return Held(self._inner.deep_copy(), self._may_go)
+
+    def compute_bitmask(self) -> bytes:
+        assert self._may_go.wait(60)
+        return self._inner.compute_bitmask()
+
+
+def test_a_step_does_not_wait_for_a_slow_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sequence gains nothing in that step, the others do; its mask is computed once."""
+    monkeypatch.setattr(grammars, "MASK_SECONDS", 0.01)
+    compiler, may_go = Compiler(lambda: TOKENIZER), threading.Event()
+    slow, quick = (StructuredOutputsParams(choice=[text]) for text in ("ab", "b"))
+
+    def compile(grammar: str) -> Matcher:
+        made = compiler(grammar)
+        return Held(made, may_go) if grammar == slow else made
+
+    known = Grammars(compile)
+    rows = [sequence([], slow, 1), sequence([], quick, 2)]
+    for row in rows:
+        known.compiled(str(row.request.params.structured_outputs)).result(60)
+    for _ in range(3):
+        masks, instead = known.begin(rows)()
+        assert instead[rows[0]].late
+        assert not masks[rows[0]].any()
+        if rows[1] not in instead:
+            break
+    assert rows[1] not in instead
+    may_go.set()
+    assert possible(known, rows[0]) == [by_definition({b"ab"}, [])]
+
+
+def test_nothing_is_compiled_where_masks_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither at first nor where a cache was full: the step goes on without that sequence."""
+    monkeypatch.setattr("pageturner.text.grammar_check.MAX_STATES", 300)
+    compiler, where = Compiler(lambda: TOKENIZER), list[str]()
+
+    def compile(grammar: str) -> Matcher:
+        where.append(threading.current_thread().name)
+        return compiler(grammar)
+
+    known, dice = Grammars(compile), random.Random(5)
+    grammar = StructuredOutputsParams(regex="(a|b)*a(a|b){11}")
+    letters = [
+        token for token in range(4, TOKENIZER.vocab_size) if set(text_of([token])) <= {97, 98}
+    ]
+    rows = [sequence([], grammar, id) for id in range(8)]
+    for _ in range(20):
+        for row, found in zip(rows, possible(known, *rows), strict=True):
+            assert found >= {*letters[1:]}
+            row.tokens.append(dice.choice(letters[1:]))
+    assert len(where) > 1
+    assert all(name.startswith("grammar") for name in where)
+
+
+def test_a_place_that_takes_too_much_work_ends_its_sequence_with_the_reason() -> None:
+    """What the check at the door did not see; compiled once, and nobody else ends."""
+    made: list[str] = []
+    compiler = Compiler(lambda: vocabulary([bytes([byte]) for byte in range(32, 127)]))
+
+    def compile(grammar: str) -> Matcher:
+        made.append(grammar)
+        return compiler(grammar)
+
+    wide = " ".join(f'("a{i}")?' for i in range(6000))
+    rows = [
+        sequence([SPACE], f'{OPTIONS}start: " " wide\nwide: {wide}\n', 1),
+        sequence([], f"{OPTIONS}start: /a/", 2),
+    ]
+    known = Grammars(compile)
+    late = True
+    while late:
+        masks, instead = known.begin(rows)()
+        late = any(output.late for output in instead.values())
+    assert masks[rows[1]].any()
+    assert list(instead) == [rows[0]]
+    failure = instead[rows[0]].failure
+    assert failure is not None
+    assert failure.code == "grammar_too_expensive"
+    assert "max is" in failure.message
+    assert len(made) == 2
+
+
+def test_what_compiled_grammars_may_hold_is_bounded_in_bytes() -> None:
+    known = Grammars(Slow())
+    text = "x" * 100_000
+    futures = [known.compiled(f"{i}{text}") for i in range(40)]
+    for future in futures:
+        future.result(60)
+    assert known.compiled("last").result(60)
+    size = grammars.GRAMMAR_BYTES + grammars.BYTES_PER_CHARACTER * len(text)
+    assert known.compiled_bytes <= grammars.MAX_COMPILED_BYTES
+    assert known.compiled_bytes > grammars.MAX_COMPILED_BYTES - 2 * size
 
 
 # -- the engine ----------------------------------------------------------------------------------------------
@@ -414,6 +522,35 @@ def test_those_who_wait_for_a_grammar_are_bounded(slow: Slow) -> None:
     )
     slow.may_end["slow"].set()
     run(engine, {1, 2, 4})
+
+
+class Sometimes(FakeExecutor):
+    """A fake that is late with every token twice, in turns."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(vocab_size)
+        self.asked = 0
+
+    def run(self, plan: Plan) -> Result:
+        result = super().run(plan)
+        for i, item in enumerate(plan.items):
+            self.asked += item.wants_logits
+            if item.wants_logits and self.asked % 4:
+                result.outputs[i] = Output(late=True)
+        return result
+
+
+def test_what_is_late_comes_with_a_later_step_and_is_the_same() -> None:
+    answers = []
+    for executor in (FakeExecutor(40), Sometimes(40)):
+        engine = Engine(make_stack(num_blocks=64, block_size=16), executor)
+        for id in (1, 2, 3):
+            engine.submit(request(id))
+        events = run(engine, {1, 2, 3})
+        answers.append(
+            {id: [e.tokens for e in events if e.id == id and e.tokens] for id in (1, 2, 3)}
+        )
+    assert answers[0] == answers[1]
 
 
 def test_an_engine_without_a_vocabulary_says_so() -> None:

@@ -38,7 +38,6 @@ from pageturner.server.api.responses.responses import RESPONSES
 from pageturner.server.sessions import session_hint
 from pageturner.server.text_workers import text_jobs
 from pageturner.text.conversation import NAMES_OF_ROLES, ROLES
-from pageturner.text.structured_outputs import FORMATS
 from pageturner.text.tools import NAME
 from support.json_schemas import Validator
 
@@ -277,7 +276,6 @@ def test_numbers_as_a_pattern(most: int) -> None:
     [
         (("Tool", "function", "name", "pattern"), f"^{NAME.pattern}$"),
         (("ChatMessage", "role", "enum"), [*ROLES, *NAMES_OF_ROLES]),
-        (("JsonSchema", "format", "examples"), sorted(FORMATS)),
     ],
 )
 def test_schemas_say_what_the_checks_of_languages_say(part: tuple[str, ...], written: Any) -> None:

@@ -14,8 +14,8 @@ import pytest
 from pageturner.errors import ClientError
 from pageturner.text import tools
 from pageturner.text.answer_format import AnswerFormat, read
+from pageturner.text.grammar_check import byte_tokens, compiled, wrong_with
 from pageturner.text.reasoning import reasoning_format
-from pageturner.text.structured_outputs import byte_tokens, compiled, wrong_with
 from pageturner.text.tool_formats import FORMATS, ToolFormat, tool_format
 from pageturner.text.tool_grammar import (
     check_tools,

@@ -12,6 +12,7 @@ how a grammar came about (text/structured_outputs.py), the queue, or logits.
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -29,7 +30,7 @@ from pageturner.formats.tokenizer import Tokenizer
 from pageturner.kernels.edits import Allowed
 from pageturner.request import Failure
 from pageturner.scheduler.types import Output, Sequence
-from pageturner.text.structured_outputs import TOO_EXPENSIVE, compiled, message_of
+from pageturner.text.grammar_check import TOO_EXPENSIVE, compiled, message_of
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -55,7 +56,7 @@ LONGEST_TOKEN = (
 )
 _NOTHING: Mask = np.zeros(1, np.uint8)
 _FULL = "too many states"  # of the lexer that the copies of a matcher share: a new one begins anew
-_DEAD_END = "NoExtension"  # no token goes on
+_TOO_MUCH = re.compile("max is|[Tt]oo many")  # else no token goes on
 
 
 class GrammarError(Exception):
@@ -259,6 +260,8 @@ class Grammars:
     most_waiting  requests that may wait for their grammars at once
     most_places   sequences whose places are remembered: more than run at once, so that none is
                   forgotten
+
+    compiled_bytes  an estimate of what the grammars that are kept hold
     """
 
     def __init__(
@@ -274,7 +277,7 @@ class Grammars:
         self._least = least
         self._most_places = most_places
         self._compiled: OrderedDict[str, Future[Start]] = OrderedDict()
-        self._bytes = 0
+        self.compiled_bytes = 0
         self._jobs: OrderedDict[tuple[int, int], _Job] = OrderedDict()
         self._compilers = ThreadPoolExecutor(COMPILERS, "grammar", _give_way)
         self._maskers = ThreadPoolExecutor(MASKERS, "mask")
@@ -285,16 +288,16 @@ class Grammars:
         if future is None or future.cancelled():
             future = self._compilers.submit(self._start, grammar)
         self._compiled[grammar] = future
-        self._bytes += _bytes_of(grammar)
+        self.compiled_bytes += _bytes_of(grammar)
         for known, other in list(self._compiled.items()):
-            if self._bytes > MAX_COMPILED_BYTES and other is not future and other.done():
+            if self.compiled_bytes > MAX_COMPILED_BYTES and other is not future and other.done():
                 self._forget(known)
         return future
 
     def _forget(self, grammar: str) -> Future[Start] | None:
         future = self._compiled.pop(grammar, None)
         if future is not None:
-            self._bytes -= _bytes_of(grammar)
+            self.compiled_bytes -= _bytes_of(grammar)
         return future
 
     def _start(self, grammar: str) -> Start:
@@ -312,8 +315,12 @@ class Grammars:
         if not rows:
             return no_masks
         jobs = {key: self._job(key, each) for key, each in rows.items()}
-        while len(self._jobs) > max(self._most_places, len(rows)):
-            self._jobs.popitem(last=False)
+        kept = max(self._most_places, len(rows))
+        for key, job in list(self._jobs.items()):
+            # the last places of a grammar that is not kept hold it in memory
+            gone = key not in rows and job.start.grammar not in self._compiled
+            if gone or len(self._jobs) > kept:
+                del self._jobs[key]
         return partial(_collect, rows, jobs)
 
     def _job(self, key: tuple[int, int], rows: list[Sequence]) -> _Job | None:
@@ -356,7 +363,7 @@ def _collect(
         if job is not None and job.future.done():
             found = job.future.result()
             masks |= zip(each, found.masks, strict=True)
-            if not found.error or found.error.startswith(_DEAD_END):
+            if not _TOO_MUCH.search(found.error):
                 continue
             if job.renewed or _FULL not in found.error:
                 message = f"{TOO_EXPENSIVE}: {message_of(found.error)}"

@@ -99,20 +99,20 @@ def _of_response_format(format: dict[str, Any]) -> str | None:
     kind = format.get("type")
     if kind == "text":
         return None
-    if kind == "json_object":
+    named = format if kind == "json_object" else format.get("json_schema")
+    schema = named.get("schema") if isinstance(named, dict) else None
+    if kind == "json_object" and schema is None:
         return StructuredOutputsParams(json_object=True)
-    if kind != "json_schema":
+    if kind not in ("json_object", "json_schema"):
         message = (
             f"response_format: type is text, json_object or json_schema, not {str(kind)[:40]!r}"
         )
         raise _bad("unsupported_parameter", message, "response_format")
-    named = format.get("json_schema")
-    schema = named.get("schema") if isinstance(named, dict) else None
-    if not isinstance(schema, dict):
+    if not isinstance(named, dict) or not isinstance(schema, dict | bool):
         raise _bad(
             "invalid_schema", f"response_format has no schema: send {SHAPE}", "response_format"
         )
-    return StructuredOutputsParams(json=schema)
+    return StructuredOutputsParams(json=schema, strict=named.get("strict") is True)
 
 
 def _bad(code: str, message: str, param: str) -> ClientError:

@@ -15,16 +15,11 @@ from pageturner.errors import ClientError
 from pageturner.text.argument_rules import ArgumentRules, Unwritable
 from pageturner.text.call_arguments import GEMMA_QUOTE
 from pageturner.text.call_parser import ARGUMENTS, ID, NAME, SPACE, parts_of, trigger
+from pageturner.text.grammar_check import OPTIONS, check_nesting, checked
 from pageturner.text.harmony import ENDS
+from pageturner.text.json_schema import schema_text
 from pageturner.text.reasoning import ReasoningFormat
-from pageturner.text.structured_outputs import (
-    OPTIONS,
-    WHITE_SPACE,
-    as_grammars_take_it,
-    check_nesting,
-    checked,
-    literal_regex,
-)
+from pageturner.text.structured_outputs import literal_regex
 from pageturner.text.tool_formats import JSON, ToolFormat
 from pageturner.text.tools import Tool, ToolChoice
 
@@ -223,14 +218,8 @@ def _quoted(text: str) -> str:
 
 def _schema(tool: Tool) -> str:
     """A tool's schema for llguidance. What is not strict is held as far as that can be."""
-    own = tool.parameters.get("x-guidance")
-    guidance = {"whitespace_pattern": WHITE_SPACE, "lenient": not tool.strict}
-    schema = {
-        **tool.parameters,
-        "x-guidance": {**guidance, **(own if isinstance(own, dict) else {})},
-    }
     try:
-        return json.dumps(as_grammars_take_it(schema, strict=tool.strict), allow_nan=False)
+        return schema_text(tool.parameters, tool.strict)
     except (ValueError, RecursionError):
         raise _refused("invalid_schema", "it cannot be written as JSON") from None
 

@@ -85,7 +85,13 @@ def _format(fields: Fields) -> dict[str, Any] | None:
         raise bad_request("invalid_type", "text.format must be an object", "text.format")
     if wanted.get("type") != "json_schema":
         return wanted
-    return {"type": "json_schema", "json_schema": {"schema": wanted.get("schema")}}
+    if "schema" not in wanted:
+        message = (
+            'text.format has no schema: send {"type": "json_schema", "name": ..., "schema": {...}}'
+        )
+        raise bad_request("invalid_schema", message, "text.format")
+    named = {"schema": wanted["schema"], "strict": wanted.get("strict")}
+    return {"type": "json_schema", "json_schema": named}
 
 
 def read(body: RequestBody, served: ServedModel) -> Call:

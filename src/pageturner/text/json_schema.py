@@ -1,0 +1,161 @@
+"""JSON schemas in the form in which llguidance takes them behind `%json`.
+
+Owns what is held of a schema. One rule: a keyword that a grammar cannot hold is passed over where
+the schema is not strict, and refused by its name where it is. What is always held more tightly than
+the schema says: whole numbers have an end, dates exist, and no second is a leap second. Must not
+know where a schema came from.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from pageturner.text.grammar_check import OPTIONS, TOO_EXPENSIVE, bad, code_of, wrong_with
+
+# Room for a line break and nine levels of four spaces. Small models that begin with white space may
+# go on with it for ever.
+WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
+MAX_OPTIONAL = 1000  # properties of an object that may be left out
+MAX_DIGITS = 16  # of a whole number without bounds of its own: small models may never end one
+LARGEST = 10**MAX_DIGITS - 2  # a compiler that counts in doubles knows no odd numbers of that size
+# keyword -> whether it has one schema, a list of schemas, or schemas by name
+_ONE = frozenset(
+    {
+        "additionalProperties",
+        "additionalItems",
+        "contains",
+        "propertyNames",
+        "items",
+        "unevaluatedItems",
+        "unevaluatedProperties",
+    }
+)
+_LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems", "items"})
+_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_LOWER = ("minimum", "exclusiveMinimum")
+_UPPER = ("maximum", "exclusiveMaximum")
+_KEY_OF_ANY_KIND: tuple[Any, ...] = (True, {}, {"type": "string"})  # as `propertyNames`
+_ANY_CHARACTER = re.compile(r"(?<!\\)\[\^\]")  # ECMA 262
+# What the formats of llguidance let through besides: 29 February of any year, second 60 of any
+# minute. A leap second is never written at all.
+_DAY = (
+    r"^(?:[0-9]{4}-(?:(?:0[13578]|1[02])-[0-3]|(?:0[469]|11)-(?:[0-2]|30)|02-(?:[01]|2[0-8]))"
+    r"|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29)"
+)
+_SECOND = r":[0-9]{2}:[0-5]"
+_EXACT = {"date": (_DAY,), "time": (_SECOND,), "date-time": (_DAY, _SECOND)}
+
+
+def schema_text(schema: Mapping[str, Any], strict: bool, **options: Any) -> str:
+    """The schema as llguidance takes it, with these options of its own. ValueError, TypeError or
+    RecursionError where it cannot be written as JSON."""
+    own = schema.get("x-guidance")
+    guidance: dict[str, Any] = {"lenient": not strict, "coerce_one_of": not strict}
+    guidance |= {**own, **options} if isinstance(own, Mapping) else options
+    if "whitespace_flexible" not in guidance:
+        guidance = {"whitespace_pattern": WHITE_SPACE, **guidance}
+    made = as_grammars_take_it({**schema, "x-guidance": guidance}, strict=strict)
+    return json.dumps(made, allow_nan=False)
+
+
+def as_grammars_take_it(schema: Any, *, strict: bool = False) -> Any:
+    """The schema without what says nothing, with whole numbers that have an end, and, where it is
+    not strict, without patterns and bounds that a grammar cannot hold. ClientError for more
+    properties than it can hold, RecursionError where it is nested too deep."""
+    if not isinstance(schema, Mapping):
+        return schema
+    made: dict[str, Any] = {name: _within(name, one, strict) for name, one in schema.items()}
+    for name in _COUNTS:
+        if isinstance(value := made.get(name), float) and value.is_integer():
+            made[name] = int(value)
+    if made.get("propertyNames") in _KEY_OF_ANY_KIND:
+        made.pop("propertyNames", None)
+    if isinstance(pattern := made.get("pattern"), str):
+        made["pattern"] = _ANY_CHARACTER.sub(r"[\\s\\S]", pattern)
+    _check_optional(made)
+    kinds = made.get("type")
+    whole = kinds == "integer"
+    if isinstance(kinds, list):
+        whole = "integer" in kinds and "number" not in kinds
+    if whole:
+        _bound(made)
+    if not strict:
+        _pass_over(made, "integer" if whole else "number")
+    exact = _EXACT.get(str(made.get("format")), ())
+    if exact and isinstance(made.get("allOf", []), list):
+        made["allOf"] = [*made.get("allOf", []), *({"pattern": one} for one in exact)]
+    return made
+
+
+def _within(name: str, value: Any, strict: bool) -> Any:
+    if name in _NAMED and isinstance(value, Mapping):
+        return {key: as_grammars_take_it(one, strict=strict) for key, one in value.items()}
+    if name in _LISTS and isinstance(value, list):
+        return [as_grammars_take_it(one, strict=strict) for one in value]
+    return as_grammars_take_it(value, strict=strict) if name in _ONE else value
+
+
+def _check_optional(schema: dict[str, Any]) -> None:
+    known, required = schema.get("properties"), schema.get("required", [])
+    if isinstance(known, Mapping) and isinstance(required, list):
+        optional = len(known.keys() - {name for name in required if isinstance(name, str)})
+        if optional > MAX_OPTIONAL:
+            message = (
+                f"{TOO_EXPENSIVE}: an object has {optional} properties that may be left out, at"
+            )
+            message += f" most {MAX_OPTIONAL} are taken: require some of them, or divide the object"
+            raise bad("grammar_too_expensive", message)
+
+
+def _bound(schema: dict[str, Any]) -> None:
+    """Give a whole number the bounds that it lacks, unless its own one is beyond them and can be
+    held."""
+    if not schema.keys().isdisjoint({"enum", "const"}):
+        return
+    given = {name: schema[name] for name in (*_LOWER, *_UPPER) if name in schema}
+    if not all(isinstance(one, int | float) for one in given.values()):
+        return
+    if any(abs(one) >= LARGEST for one in given.values()):
+        if not _cannot_hold({"type": "integer", **given}):
+            return
+        for name, value in given.items():
+            if abs(value) >= LARGEST and (value < 0) == (name in _LOWER):
+                del schema[name]
+    if schema.keys().isdisjoint(_LOWER):
+        schema["minimum"] = -LARGEST
+    if schema.keys().isdisjoint(_UPPER):
+        schema["maximum"] = LARGEST
+
+
+def _pass_over(schema: dict[str, Any], number: str) -> None:
+    """Remove the patterns and bounds that a grammar cannot hold."""
+    for names, kind in (
+        (("pattern",), "string"),
+        (("patternProperties",), "object"),
+        (("multipleOf",), number),
+        ((*_LOWER, *_UPPER, "multipleOf"), number),
+    ):
+        held = {name: schema[name] for name in names if name in schema}
+        if isinstance(held.get("patternProperties"), dict):
+            held["patternProperties"] = dict.fromkeys(held["patternProperties"], True)
+        if held and _cannot_hold({"type": kind, **held}):
+            for name in held:
+                del schema[name]
+
+
+def _cannot_hold(schema: dict[str, Any]) -> bool:
+    try:
+        return _unsupported(json.dumps(schema, allow_nan=False))
+    except (TypeError, ValueError):  # it is no JSON, which is said of the whole
+        return False
+
+
+@lru_cache(maxsize=4096)
+def _unsupported(schema: str) -> bool:
+    wrong = wrong_with.__wrapped__(f"{OPTIONS}start: %json {schema}") or ""
+    return wrong.startswith("regex parse error") or code_of(wrong) == "unsupported_schema"
