@@ -16,12 +16,14 @@ import pytest
 from pageturner.engine.engine import Engine, EngineParts
 from pageturner.engine.fake import FakeExecutor
 from pageturner.executor import grammar as grammars
-from pageturner.executor.grammar import Compiler, GrammarError, Grammars, Matcher
+from pageturner.executor.grammar import Grammars
 from pageturner.formats.tokenizer import Marks, Tokenizer
 from pageturner.params import SamplingParams
 from pageturner.request import Event, Request, Resume
 from pageturner.scheduler.types import Output, Plan, Result, Sequence
-from pageturner.text.grammar_check import OPTIONS
+from pageturner.text.grammar import compiler as grammar_compiler
+from pageturner.text.grammar.check import OPTIONS
+from pageturner.text.grammar.compiler import Compiler, GrammarError, Matcher
 from pageturner.text.structured_outputs import StructuredOutputsParams
 from support.schedulers import make_stack
 
@@ -242,14 +244,14 @@ def test_a_token_longer_than_the_matcher_takes_is_never_chosen() -> None:
 def test_a_vocabulary_that_the_matcher_does_not_take(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(grammars, "LONGEST_TOKEN", 2000)
+    monkeypatch.setattr(grammar_compiler, "LONGEST_TOKEN", 2000)
     with pytest.raises(GrammarError, match="vocabulary takes no grammar"):
         Compiler(lambda: vocabulary([b"a" * 1025]))("start: /a/")
 
 
 def test_what_others_write_uses_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A grammar with more states than a lexer may have; no single text needs so many."""
-    monkeypatch.setattr("pageturner.text.grammar_check.MAX_STATES", 300)
+    monkeypatch.setattr("pageturner.text.grammar.check.MAX_STATES", 300)
     made: list[str] = []
 
     def compile(grammar: str) -> Matcher:
@@ -333,7 +335,7 @@ def test_a_step_does_not_wait_for_a_slow_mask(monkeypatch: pytest.MonkeyPatch) -
 
 def test_nothing_is_compiled_where_masks_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither at first nor where a cache was full: the step goes on without that sequence."""
-    monkeypatch.setattr("pageturner.text.grammar_check.MAX_STATES", 300)
+    monkeypatch.setattr("pageturner.text.grammar.check.MAX_STATES", 300)
     compiler, where = Compiler(lambda: TOKENIZER), list[str]()
 
     def compile(grammar: str) -> Matcher:
@@ -383,15 +385,15 @@ def test_a_place_that_takes_too_much_work_ends_its_sequence_with_the_reason() ->
 
 
 def test_what_compiled_grammars_may_hold_is_bounded_in_bytes() -> None:
-    known = Grammars(Slow())
-    text = "x" * 100_000
-    futures = [known.compiled(f"{i}{text}") for i in range(40)]
-    for future in futures:
-        future.result(60)
-    assert known.compiled("last").result(60)
+    slow = Slow()
+    known, text = Grammars(slow), "x" * 200_000
     size = grammars.GRAMMAR_BYTES + grammars.BYTES_PER_CHARACTER * len(text)
-    assert known.compiled_bytes <= grammars.MAX_COMPILED_BYTES
-    assert known.compiled_bytes > grammars.MAX_COMPILED_BYTES - 2 * size
+    kept = grammars.MAX_COMPILED_BYTES // size
+    for i in range(2 * kept):
+        known.compiled(f"{i:07}{text[7:]}").result(60)
+    for i in reversed(range(2 * kept)):
+        known.compiled(f"{i:07}{text[7:]}").result(60)
+    assert len(slow.begun) == 3 * kept, "the newest ones were there still"
 
 
 # -- the engine ----------------------------------------------------------------------------------------------

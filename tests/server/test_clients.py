@@ -10,7 +10,7 @@ import pytest
 
 from pageturner.errors import ClientError
 from pageturner.server.api.base.body import decode
-from pageturner.text.grammar_check import byte_tokens, compiled
+from pageturner.text.grammar.check import byte_tokens, compiled
 from pageturner.text.structured_outputs import StructuredOutputsParams
 
 from .conftest import Server

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from pageturner.errors import ClientError
-from pageturner.text import grammar_check, output_format
-from pageturner.text.grammar_check import byte_tokens, compiled
+from pageturner.text import output_format
+from pageturner.text.grammar import check as grammar_check
+from pageturner.text.grammar.check import byte_tokens, compiled
 from pageturner.text.structured_outputs import StructuredOutputsParams
 from pageturner.text.tool_formats import tool_format
 from pageturner.text.tool_grammar import check_tools
@@ -47,6 +48,8 @@ CANNOT: list[tuple[dict[str, Any], str]] = [
     ({"type": "array", "unevaluatedItems": False}, "unevaluatedItems"),
     ({"$dynamicRef": "#a"}, "dynamicRef"),
 ]
+# regexes in ECMA's syntax that Rust does not have
+ELSEWHERE = ["a{,3}", r"^\cA$", "{", "[[]a"]
 # what says nothing, or is held by saying it in another way, also under strict
 HELD: list[dict[str, Any] | bool] = [
     True,
@@ -66,6 +69,8 @@ HELD: list[dict[str, Any] | bool] = [
 BAD: list[tuple[Any, str]] = [
     ({"type": "hiccup"}, "invalid_schema"),
     ({"pattern": 5}, "invalid_schema"),
+    ({"pattern": "("}, "invalid_schema"),
+    ({"patternProperties": {"[": {}}}, "invalid_schema"),
     ({"required": "a"}, "invalid_schema"),
     ({"$ref": "#/nowhere"}, "invalid_schema"),
     ({"type": "string", "minLength": -1}, "invalid_schema"),
@@ -110,6 +115,12 @@ def test_what_no_grammar_can_hold_is_passed_over_or_named(
     assert refused.value.code == "unsupported_schema"
     assert word in refused.value.message
     assert "coerce_one_of" not in refused.value.message
+
+
+@pytest.mark.parametrize("pattern", ELSEWHERE)
+def test_a_regex_of_another_syntax_is_passed_over(pattern: str) -> None:
+    response_format({"type": "string", "pattern": pattern}, None)
+    response_format({"type": "object", "patternProperties": {pattern: {}}}, False)
 
 
 @pytest.mark.parametrize("strict", [None, True])

@@ -14,7 +14,7 @@ import pytest
 from pageturner.errors import ClientError
 from pageturner.text import tools
 from pageturner.text.answer_format import AnswerFormat, read
-from pageturner.text.grammar_check import byte_tokens, compiled, wrong_with
+from pageturner.text.grammar.check import byte_tokens, compiled, wrong_with
 from pageturner.text.reasoning import reasoning_format
 from pageturner.text.tool_formats import FORMATS, ToolFormat, tool_format
 from pageturner.text.tool_grammar import (

@@ -33,7 +33,7 @@ from pageturner.executor.async_runner import AsyncRunner
 from pageturner.executor.draft import Costs, Drafter, PromptLookup, best_length
 from pageturner.executor.draft_compatibility import check_speculation, check_tokens, cost_of
 from pageturner.executor.draft_model import MAX_DRAFT, DraftModel
-from pageturner.executor.grammar import Compiler, Grammars
+from pageturner.executor.grammar import Grammars
 from pageturner.executor.kv_memory import KVForm, KVLayout, KVSizes, available_memory, plan_kv
 from pageturner.executor.runner import Executor, Runner
 from pageturner.formats import hub
@@ -50,6 +50,7 @@ from pageturner.scheduler.listener import Listener
 from pageturner.telemetry.step_log import Header, StepLog
 from pageturner.telemetry.work import MachineLimits, ModelCosts
 from pageturner.telemetry.work_price import context_price
+from pageturner.text.grammar.compiler import Compiler
 
 T = TypeVar("T")
 FAKE_MODEL_LEN = 8192

@@ -14,9 +14,10 @@ from functools import partial
 from typing import Any
 
 from pageturner.executor.adapters import AdapterStore, AdapterTicket
-from pageturner.executor.grammar import GrammarError, Grammars, Start
+from pageturner.executor.grammar import Grammars, Start
 from pageturner.kv.kv_connectors import KVConnectors
 from pageturner.request import Refused, Request
+from pageturner.text.grammar.compiler import GrammarError
 
 MAX_WAITING_FOR_KV = 1024  # pending requests beyond which no further request waits for KV
 

@@ -20,20 +20,15 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
-from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pageturner.errors import refusing
-from pageturner.formats.tokenizer import Tokenizer
 from pageturner.kernels.edits import Allowed
 from pageturner.request import Failure
 from pageturner.scheduler.types import Output, Sequence
-from pageturner.text.grammar_check import TOO_EXPENSIVE, compiled, message_of
-
-if TYPE_CHECKING:
-    from llguidance import LLTokenizer
+from pageturner.text.grammar.check import TOO_EXPENSIVE, message_of
+from pageturner.text.grammar.compiler import Matcher
 
 # grammars compiled at once; as many slow ones hold up other new grammars, and nothing else
 COMPILERS = 4
@@ -51,16 +46,9 @@ Mask = NDArray[
 Masks = Mapping[Sequence, Mask]
 Instead = Mapping[Sequence, Output]  # what a sequence gives in a step that has no mask for it
 NO_MASKS: Masks = {}
-LONGEST_TOKEN = (
-    1024  # bytes; llguidance takes none that is longer, and its text can be had by shorter ones
-)
 _NOTHING: Mask = np.zeros(1, np.uint8)
 _FULL = "too many states"  # of the lexer that the copies of a matcher share: a new one begins anew
 _TOO_MUCH = re.compile("max is|[Tt]oo many")  # else no token goes on
-
-
-class GrammarError(Exception):
-    """A grammar that cannot be compiled for this vocabulary."""
 
 
 def allowed(masks: Masks, sequences: list[Sequence], vocabulary: int) -> Allowed | None:
@@ -81,85 +69,6 @@ def allowed(masks: Masks, sequences: list[Sequence], vocabulary: int) -> Allowed
         rows[r, : len(mask)] = mask
         rows[r, len(mask) :] = 0
     return words
-
-
-class Matcher(Protocol):
-    """A place in a grammar: what we use of llguidance's LLMatcher."""
-
-    def deep_copy(self) -> Matcher: ...
-    def try_consume_tokens(self, tokens: list[int]) -> int: ...
-    def rollback(self, num_tokens: int) -> bool: ...
-    def compute_bitmask(self) -> bytes: ...
-    def compute_ff_bytes(self) -> bytes: ...
-    def is_error(self) -> bool: ...
-    def get_error(self) -> str: ...
-
-
-class Compiler:
-    """Compiles grammars for the vocabulary of one model, which is loaded when the first one comes.
-    For any thread. Compiling leaves the interpreter to others; loading the vocabulary, once, does
-    not always. It cannot be ended, but is bounded: its time hardly depends on the vocabulary, and a
-    server lets no grammar in whose check, which compiles it too, took longer than a limit
-    (server/text_workers/text_pool.py)."""
-
-    def __init__(self, load: Callable[[], Tokenizer]) -> None:
-        self._load = load
-        self._lock = threading.Lock()
-        self._vocabulary: LLTokenizer | None = None
-        self._pieces: frozenset[bytes] = frozenset()
-
-    def __call__(self, grammar: str) -> Matcher:
-        """The place before the first token. GrammarError where there is none."""
-        from llguidance import LLTokenizer, TokenizerWrapper
-
-        with self._lock:
-            if self._vocabulary is None:
-                words = _Words(self._load())
-                self._pieces = frozenset(words.tokens)
-                with refusing(
-                    lambda why: GrammarError(f"the model's vocabulary takes no grammar: {why}")
-                ):
-                    self._vocabulary = LLTokenizer(
-                        TokenizerWrapper(words), eos_token=list(words.eos_ids)
-                    )
-        matcher = compiled(self._vocabulary, grammar)
-        if matcher.is_error():
-            raise GrammarError(message_of(matcher.get_error()))
-        return matcher
-
-    def least(self, matcher: Matcher) -> int:
-        """A number of tokens that no answer has fewer of: those that write what every answer begins
-        with."""
-        text, longest = matcher.compute_ff_bytes(), max(map(len, self._pieces))
-        fewest = [0] + [len(text)] * len(text)  # tokens that write so many bytes
-        for end in range(1, len(text) + 1):
-            starts = range(max(0, end - longest), end)
-            counts = [fewest[start] + 1 for start in starts if text[start:end] in self._pieces]
-            fewest[end] = min(counts, default=len(text))
-        # the last token may say more than what is certain
-        return (
-            min(fewest[start] + 1 for start in range(max(0, len(text) - longest), len(text)))
-            if text
-            else 0
-        )
-
-
-class _Words:
-    """A vocabulary as llguidance asks for it. Control tokens are no text: what they are spelled
-    like never makes one of them possible; those that end an answer are possible where the grammar
-    may end."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.eos_ids = tokenizer.eos_ids
-        self.eos_token_id = tokenizer.eos_ids[0]
-        self.bos_token_id = tokenizer.bos_id
-        tokens = map(tokenizer.token_bytes, range(tokenizer.vocab_size))
-        self.tokens = [token if len(token) <= LONGEST_TOKEN else b"" for token in tokens]
-        self.special_token_ids = sorted({*tokenizer.special_ids, *tokenizer.eos_ids})
-
-    def __call__(self, text: str) -> list[int]:
-        """Asked for only where a grammar would have its text tokenised, which ours forbid."""
-        raise NotImplementedError
 
 
 @dataclass(slots=True)
@@ -214,7 +123,7 @@ class _Place:
 
 
 @dataclass(slots=True)
-class _Found:
+class _Masked:
     """The masks behind the answers of a job, and the place of the last one. error: what the matcher
     reports where it cannot say the first mask; a later one is left to the next step."""
 
@@ -232,15 +141,15 @@ class _Job:
 
     start: Start
     answers: list[list[int]]
-    future: Future[_Found]
+    future: Future[_Masked]
     renewed: bool = False
 
 
-def _find(place: _Place | None, start: Start, answers: list[list[int]]) -> _Found:
+def _find(place: _Place | None, start: Start, answers: list[list[int]]) -> _Masked:
     """The masks behind these answers, from the place that the sequence has had."""
     if place is None or place.start is not start:
         place = _Place.behind(answers[0], start)
-    found = _Found(place)
+    found = _Masked(place)
     for tokens in answers:
         mask = found.place.mask(tokens) if found.place.move(tokens) else None
         if mask is None:
@@ -260,8 +169,6 @@ class Grammars:
     most_waiting  requests that may wait for their grammars at once
     most_places   sequences whose places are remembered: more than run at once, so that none is
                   forgotten
-
-    compiled_bytes  an estimate of what the grammars that are kept hold
     """
 
     def __init__(
@@ -277,27 +184,21 @@ class Grammars:
         self._least = least
         self._most_places = most_places
         self._compiled: OrderedDict[str, Future[Start]] = OrderedDict()
-        self.compiled_bytes = 0
         self._jobs: OrderedDict[tuple[int, int], _Job] = OrderedDict()
         self._compilers = ThreadPoolExecutor(COMPILERS, "grammar", _give_way)
         self._maskers = ThreadPoolExecutor(MASKERS, "mask")
 
     def compiled(self, grammar: str) -> Future[Start]:
         """The grammar, compiled at some time; known ones are there already."""
-        future = self._forget(grammar)
+        future = self._compiled.pop(grammar, None)
         if future is None or future.cancelled():
             future = self._compilers.submit(self._start, grammar)
         self._compiled[grammar] = future
-        self.compiled_bytes += _bytes_of(grammar)
+        size = sum(map(_bytes_of, self._compiled))
         for known, other in list(self._compiled.items()):
-            if self.compiled_bytes > MAX_COMPILED_BYTES and other is not future and other.done():
-                self._forget(known)
-        return future
-
-    def _forget(self, grammar: str) -> Future[Start] | None:
-        future = self._compiled.pop(grammar, None)
-        if future is not None:
-            self.compiled_bytes -= _bytes_of(grammar)
+            if size > MAX_COMPILED_BYTES and other is not future and other.done():
+                del self._compiled[known]
+                size -= _bytes_of(known)
         return future
 
     def _start(self, grammar: str) -> Start:
@@ -315,11 +216,10 @@ class Grammars:
         if not rows:
             return no_masks
         jobs = {key: self._job(key, each) for key, each in rows.items()}
-        kept = max(self._most_places, len(rows))
         for key, job in list(self._jobs.items()):
-            # the last places of a grammar that is not kept hold it in memory
-            gone = key not in rows and job.start.grammar not in self._compiled
-            if gone or len(self._jobs) > kept:
+            # a place holds its grammar in memory, also one that is kept no longer
+            gone = job.start.grammar not in self._compiled
+            if key not in rows and (gone or len(self._jobs) > self._most_places):
                 del self._jobs[key]
         return partial(_collect, rows, jobs)
 
@@ -328,23 +228,27 @@ class Grammars:
         was begun for other answers goes on."""
         grammar = rows[0].request.params.structured_outputs or ""
         answers = [row.tokens[row.prompt_len :] for row in rows]
-        last, place, full = self._jobs.get(key), None, False
+        last = self._jobs.get(key)
+        place: _Place | None = None
+        full = False
+        compiled = self._compiled.get(grammar)
         if last is not None and last.start.grammar == grammar:
             if not last.future.done():
                 return last if last.answers == answers else None
-            place = last.future.result().place
-            full = _FULL in last.future.result().error
+            found = last.future.result()
+            full = _FULL in found.error
             if last.answers == answers and (last.renewed or not full):
                 return last
-        start = last.start if last is not None and place and not full else None
-        if start is None:
-            known = self._compiled.get(grammar)
-            if full and last and known and known.done() and known.result() is last.start:
-                self._forget(grammar)
+            place = found.place
+            if full and compiled and compiled.done() and compiled.result() is place.start:
+                del self._compiled[grammar]
+        if place is None or full:
             compiled = self.compiled(grammar)
             if not compiled.done():
                 return None
             start = compiled.result()
+        else:
+            start = place.start
         job = _Job(start, answers, self._maskers.submit(_find, place, start, answers), full)
         self._jobs[key] = job
         self._jobs.move_to_end(key)
@@ -358,7 +262,8 @@ def _collect(
     masks: dict[Sequence, Mask] = {}
     instead: dict[Sequence, Output] = {}
     for key, job in jobs.items():
-        each, output = rows[key], Output(late=True)
+        each = rows[key]
+        output = Output(late=True)
         masks |= dict.fromkeys(each, _NOTHING)
         if job is not None and job.future.done():
             found = job.future.result()

@@ -42,8 +42,7 @@ class Runner:
     second storage for these, of `sizes.sliding` blocks and a scratch block. EngineFault when the
     memory is not there.
 
-    grammars  where the masks of structured output come from; without them no sequence may ask for
-              any
+    grammars  where masks come from; without them no sequence may ask for structured output
     drafter   proposes draft tokens that the next step verifies
     alloc     gives storage that is not of this process's own making, in the order of the stores
     """
@@ -117,9 +116,8 @@ class Runner:
         if self._drafter is not None:
             self._drafter.propose(plan.items, outputs)
             spent["drafting"] = perf_counter() - sampled
-        if instead:
-            pairs = zip(plan.items, outputs, strict=True)
-            outputs = [instead.get(item.sequence, output) for item, output in pairs]
+        for i, item in enumerate(plan.items):
+            outputs[i] = instead.get(item.sequence, outputs[i])
         for i, found in scores.items():
             if None in found:
                 outputs[i] = Output(failure=sampler.NOT_A_NUMBER)

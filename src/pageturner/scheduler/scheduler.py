@@ -146,8 +146,7 @@ class Scheduler:
         return True
 
     def end(self, id: int, failure: Failure) -> list[Event]:
-        """End a request that is here, with all choices of its group. One plan may be under way, not
-        two."""
+        """End a request that is here, with all its choices. At most one plan may be under way."""
         assert len(self._plans) < 2, "a request was ended under two plans"
         group = self._requests.group_of(id)
         for seq in group.sequences:
@@ -274,8 +273,7 @@ class Scheduler:
         return n
 
     def _make_room(self, plan: Plan, seq: Sequence, n: int) -> int:
-        """Blocks for as many of n tokens as there is room for; if not for one, others give theirs
-        back."""
+        """Blocks for as many of n tokens as there is room; if not for one, others give theirs."""
         while not self.pool.extend(seq, n):
             if room := self.pool.room(seq):
                 n = min(n, room)
@@ -352,8 +350,7 @@ class Scheduler:
         return WaitCause.BLOCKS, largest.request.id if largest else 0
 
     def _fits(self, joining: list[Sequence], n: int) -> bool:
-        """Return whether all they are promised, n tokens in this step, fits beside what the others
-        are promised."""
+        """Return whether all they are promised, n tokens now, fits beside the promises of others."""
         pool, reserve, full, sliding = self.pool, self.reserve, 0, 0
         available, sharing = pool.full.available, pool.full.sharing
         for one in (*joining, *self.running, *self._leaving):
@@ -395,8 +392,7 @@ class Scheduler:
 
     # -- commit ------------------------------------------------------------------------------------
     def commit(self, plan: Plan, result: Result, now: float) -> list[Event]:
-        """Make the step part of the sequences. One event for each sequence that gained tokens or
-        ended."""
+        """Make the step part of the sequences. One event for each that gained tokens or ended."""
         if not self._plans or plan is not self._plans[0]:
             if plan.items:
                 raise ValueError("not the first plan under way")

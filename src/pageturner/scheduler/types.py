@@ -120,8 +120,7 @@ class Sequence:
         return start if start < len(self.request.prompt) - 1 else None
 
     def recompute(self, end: int) -> int:
-        """It is about to be computed up to `end`: how much of that had been computed before, and
-        was lost."""
+        """It is about to be computed up to `end`: how much of it was computed before, and lost."""
         again = max(0, min(end, self.max_computed_tokens) - self.computed)
         self.recomputed += again
         return again
@@ -149,8 +148,7 @@ class Item:
 
     @property
     def scored(self) -> range:
-        """Prompt positions of this step whose logits are wanted for the logprob of the token behind
-        each."""
+        """Prompt positions of this step whose logits give the logprob of the token behind each."""
         sequence = self.sequence
         if sequence.request.logits_from is None or (start := sequence.logits_from) is None:
             return range(0)
@@ -200,8 +198,6 @@ class Output:
     candidates  instead of a token, for a sequence of a search: the likeliest ones and their
                 logprobs. Then `logprobs` has one value, whose likeliest tokens go with whichever
                 goes on
-    late        the next token cannot be chosen yet: the step counts for nothing in its sequence,
-                which asks again
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -211,7 +207,7 @@ class Output:
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
     candidates: list[tuple[int, float]] = field(default_factory=list)
     pooled: tuple[int, bytes] | None = None  # as Event.pooled
-    late: bool = False
+    late: bool = False  # no token can be chosen yet: the step counts for nothing
 
 
 @dataclass(slots=True)

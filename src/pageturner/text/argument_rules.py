@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pageturner.text.call_arguments import GEMMA_QUOTE
-from pageturner.text.json_schema import as_grammars_take_it
+from pageturner.text.grammar.json_schema import as_grammars_take_it
 from pageturner.text.structured_outputs import literal_regex
 from pageturner.text.tool_formats import GEMMA, PYTHON
 

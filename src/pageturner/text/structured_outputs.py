@@ -13,8 +13,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pageturner.text.grammar_check import OPTIONS, bad, check_nesting, check_size, checked
-from pageturner.text.json_schema import schema_text
+from pageturner.text.grammar.check import OPTIONS, bad, check_nesting, check_size, checked
+from pageturner.text.grammar.json_schema import schema_text
 
 MAX_CHOICES = 4096
 _NO_OPTIONS = re.compile(r"\A\s*%llguidance\s*\{\s*\}")

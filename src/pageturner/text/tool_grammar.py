@@ -15,9 +15,9 @@ from pageturner.errors import ClientError
 from pageturner.text.argument_rules import ArgumentRules, Unwritable
 from pageturner.text.call_arguments import GEMMA_QUOTE
 from pageturner.text.call_parser import ARGUMENTS, ID, NAME, SPACE, parts_of, trigger
-from pageturner.text.grammar_check import OPTIONS, check_nesting, checked
+from pageturner.text.grammar.check import OPTIONS, check_nesting, checked
+from pageturner.text.grammar.json_schema import schema_text
 from pageturner.text.harmony import ENDS
-from pageturner.text.json_schema import schema_text
 from pageturner.text.reasoning import ReasoningFormat
 from pageturner.text.structured_outputs import literal_regex
 from pageturner.text.tool_formats import JSON, ToolFormat

@@ -108,7 +108,7 @@ def _result(plan: Plan, step: StepRecord) -> Result:
         output = Output(list(item.tokens), draft=list(item.draft), failure=failure)
         output.candidates = list(item.candidates)
         params = planned.sequence.request.params
-        ends = item.tokens or item.failed or params.pooling or params.beam_width
+        ends = item.tokens or failure or params.beam_width or params.pooling
         output.late = planned.wants_logits and not ends
         if not params.pooling:
             output.prompt_logprobs = [(0.0, 1, ())] * len(planned.scored)

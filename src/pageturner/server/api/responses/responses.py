@@ -86,9 +86,8 @@ def _format(fields: Fields) -> dict[str, Any] | None:
     if wanted.get("type") != "json_schema":
         return wanted
     if "schema" not in wanted:
-        message = (
-            'text.format has no schema: send {"type": "json_schema", "name": ..., "schema": {...}}'
-        )
+        form = '{"type": "json_schema", "name": ..., "schema": {...}}'
+        message = f"text.format has no schema: send {form}"
         raise bad_request("invalid_schema", message, "text.format")
     named = {"schema": wanted["schema"], "strict": wanted.get("strict")}
     return {"type": "json_schema", "json_schema": named}

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from pageturner.text.grammar_check import OPTIONS, TOO_EXPENSIVE, bad, code_of, wrong_with
+from pageturner.text.grammar.check import OPTIONS, TOO_EXPENSIVE, bad, code_of, wrong_with
 
 # Room for a line break and nine levels of four spaces. Small models that begin with white space may
 # go on with it for ever.
@@ -40,7 +41,9 @@ _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "m
 _LOWER = ("minimum", "exclusiveMinimum")
 _UPPER = ("maximum", "exclusiveMaximum")
 _KEY_OF_ANY_KIND: tuple[Any, ...] = (True, {}, {"type": "string"})  # as `propertyNames`
-_ANY_CHARACTER = re.compile(r"(?<!\\)\[\^\]")  # ECMA 262
+# of ECMA 262
+_ANY_CHARACTER = re.compile(r"(?<!\\)\[\^\]")
+_CONTROL = re.compile(r"\\c[A-Za-z]")
 # What the formats of llguidance let through besides: 29 February of any year, second 60 of any
 # minute. A leap second is never written at all.
 _DAY = (
@@ -82,10 +85,12 @@ def as_grammars_take_it(schema: Any, *, strict: bool = False) -> Any:
     whole = kinds == "integer"
     if isinstance(kinds, list):
         whole = "integer" in kinds and "number" not in kinds
+    number = "number"
     if whole:
+        number = "integer"
         _bound(made)
     if not strict:
-        _pass_over(made, "integer" if whole else "number")
+        _pass_over(made, number)
     exact = _EXACT.get(str(made.get("format")), ())
     if exact and isinstance(made.get("allOf", []), list):
         made["allOf"] = [*made.get("allOf", []), *({"pattern": one} for one in exact)]
@@ -97,11 +102,14 @@ def _within(name: str, value: Any, strict: bool) -> Any:
         return {key: as_grammars_take_it(one, strict=strict) for key, one in value.items()}
     if name in _LISTS and isinstance(value, list):
         return [as_grammars_take_it(one, strict=strict) for one in value]
-    return as_grammars_take_it(value, strict=strict) if name in _ONE else value
+    if name in _ONE:
+        return as_grammars_take_it(value, strict=strict)
+    return value
 
 
 def _check_optional(schema: dict[str, Any]) -> None:
-    known, required = schema.get("properties"), schema.get("required", [])
+    known = schema.get("properties")
+    required = schema.get("required", [])
     if isinstance(known, Mapping) and isinstance(required, list):
         optional = len(known.keys() - {name for name in required if isinstance(name, str)})
         if optional > MAX_OPTIONAL:
@@ -158,4 +166,17 @@ def _cannot_hold(schema: dict[str, Any]) -> bool:
 @lru_cache(maxsize=4096)
 def _unsupported(schema: str) -> bool:
     wrong = wrong_with.__wrapped__(f"{OPTIONS}start: %json {schema}") or ""
-    return wrong.startswith("regex parse error") or code_of(wrong) == "unsupported_schema"
+    if code_of(wrong) == "unsupported_schema" or not wrong.startswith("regex parse error"):
+        return code_of(wrong) == "unsupported_schema"
+    parts = json.loads(schema)
+    return all(map(_is_regex, parts.get("patternProperties", [parts.get("pattern")])))
+
+
+def _is_regex(pattern: str) -> bool:
+    """Return whether it is a regex after all, in the syntax of others than Rust."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            re.compile(_CONTROL.sub("c", pattern))
+    except (re.error, OverflowError, RecursionError):
+        return False
+    return True

@@ -48,8 +48,8 @@ _SCHEMA_CODES = (
     (re.compile("^Unsatisfiable|is unsatisfiable|are unsatisfiable"), "unsatisfiable_schema"),
     (
         re.compile(
-            r"^Unimplemented|^Unknown format|^oneOf|not supported|only supported|^Failed to generate"
-            r"|not disjoint|too many digits|stack level exceeded|not present in a registry"
+            r"^Unimplemented|^Unknown format|^oneOf|not supported|only supported|not disjoint"
+            r"|^Failed to generate|too many digits|stack level exceeded|not present in a registry"
         ),
         "unsupported_schema",
     ),

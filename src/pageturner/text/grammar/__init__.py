@@ -1,0 +1,1 @@
+"""Grammars that answers match: JSON schemas, checks, and the compiler for a vocabulary."""

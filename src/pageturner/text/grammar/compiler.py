@@ -1,0 +1,105 @@
+"""Grammars compiled for the vocabulary of one model.
+
+Owns how llguidance is told of a vocabulary. Must not know sequences, nor when a grammar is
+compiled.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from pageturner.errors import refusing
+from pageturner.formats.tokenizer import Tokenizer
+from pageturner.text.grammar.check import compiled, message_of
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+LONGEST_TOKEN = (
+    1024  # bytes; llguidance takes none that is longer, and its text can be had by shorter ones
+)
+
+
+class GrammarError(Exception):
+    """A grammar that cannot be compiled for this vocabulary."""
+
+
+class Matcher(Protocol):
+    """A place in a grammar: what we use of llguidance's LLMatcher."""
+
+    def deep_copy(self) -> Matcher: ...
+    def try_consume_tokens(self, tokens: list[int]) -> int: ...
+    def rollback(self, num_tokens: int) -> bool: ...
+    def compute_bitmask(self) -> bytes: ...
+    def compute_ff_bytes(self) -> bytes: ...
+    def is_error(self) -> bool: ...
+    def get_error(self) -> str: ...
+
+
+class Compiler:
+    """Compiles grammars for the vocabulary of one model, which is loaded when the first one comes.
+    For any thread. Compiling leaves the interpreter to others; loading the vocabulary, once, does
+    not always. It cannot be ended, but is bounded: its time hardly depends on the vocabulary, and a
+    server lets no grammar in whose check, which compiles it too, took longer than a limit
+    (server/text_workers/text_pool.py)."""
+
+    def __init__(self, load: Callable[[], Tokenizer]) -> None:
+        self._load = load
+        self._lock = threading.Lock()
+        self._vocabulary: LLTokenizer | None = None
+        self._pieces: frozenset[bytes] = frozenset()
+
+    def __call__(self, grammar: str) -> Matcher:
+        """The place before the first token. GrammarError where there is none."""
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        with self._lock:
+            if self._vocabulary is None:
+                words = _Words(self._load())
+                self._pieces = frozenset(words.tokens)
+                with refusing(
+                    lambda why: GrammarError(f"the model's vocabulary takes no grammar: {why}")
+                ):
+                    self._vocabulary = LLTokenizer(
+                        TokenizerWrapper(words), eos_token=list(words.eos_ids)
+                    )
+        matcher = compiled(self._vocabulary, grammar)
+        if matcher.is_error():
+            raise GrammarError(message_of(matcher.get_error()))
+        return matcher
+
+    def least(self, matcher: Matcher) -> int:
+        """A number of tokens that no answer has fewer of: those that write what every answer begins
+        with."""
+        text, longest = matcher.compute_ff_bytes(), max(map(len, self._pieces))
+        fewest = [0] + [len(text)] * len(text)  # tokens that write so many bytes
+        for end in range(1, len(text) + 1):
+            starts = range(max(0, end - longest), end)
+            counts = [fewest[start] + 1 for start in starts if text[start:end] in self._pieces]
+            fewest[end] = min(counts, default=len(text))
+        # the last token may say more than what is certain
+        return (
+            min(fewest[start] + 1 for start in range(max(0, len(text) - longest), len(text)))
+            if text
+            else 0
+        )
+
+
+class _Words:
+    """A vocabulary as llguidance asks for it. Control tokens are no text: what they are spelled
+    like never makes one of them possible; those that end an answer are possible where the grammar
+    may end."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.eos_ids = tokenizer.eos_ids
+        self.eos_token_id = tokenizer.eos_ids[0]
+        self.bos_token_id = tokenizer.bos_id
+        tokens = map(tokenizer.token_bytes, range(tokenizer.vocab_size))
+        self.tokens = [token if len(token) <= LONGEST_TOKEN else b"" for token in tokens]
+        self.special_token_ids = sorted({*tokenizer.special_ids, *tokenizer.eos_ids})
+
+    def __call__(self, text: str) -> list[int]:
+        """Asked for only where a grammar would have its text tokenised, which ours forbid."""
+        raise NotImplementedError
