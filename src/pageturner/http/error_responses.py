@@ -62,6 +62,7 @@ STATUS = {
     "invalid_value": 400,
     "invalid_grammar": 400,
     "grammar_too_long": 400,
+    "grammar_too_expensive": 400,
     "too_many_beams": 400,
     "structured_outputs_unsupported": 400,
     "adapter_not_found": 404,
