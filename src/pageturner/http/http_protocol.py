@@ -15,17 +15,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import re
 import sys
 from http import HTTPStatus
 from typing import Any
 
 import httptools
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from pageturner.http.error_responses import error_body
 from pageturner.http.http_limits import OpenConnections
 from pageturner.http.memory_reserve import MESSAGE, OUT_OF_MEMORY
+
+_HOST = re.compile(rb"[\w!$%&'()*+,.;=~:\[\]-]*")
 
 
 class Phase(enum.Enum):
@@ -47,6 +50,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._since = 0.0  # when this phase began, or reading was taken up again in it
         self._fed = 0  # bytes since then that were no body
         self._head_size = self._headers = 0
+        self._parsed = b""  # what the parser is reading
         self._body_size = 0
         self._body_seen = 0  # at the last look, and when that was different from the one before
         self._heard_at = 0.0
@@ -105,7 +109,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._begin_head()
         had = self._body_size
         self._fed += len(data)
-        super().data_received(data)
+        self._parse(data)
         if self._refused or self.parser is None:
             return
         if self._body_size > had:
@@ -114,6 +118,24 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse_head()
         if self._phase is not Phase.BETWEEN:
             self._watch()
+
+    def _parse(self, data: bytes) -> None:
+        self._parsed = data
+        super().data_received(data)
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Read on without the Upgrade, which is ignored because it is not taken (RFC 9110, 7.8).
+        The parser takes all that follows such a head for another protocol, a body too: so a new
+        parser gets the head without it."""
+        upgrade = sys.exception()
+        assert isinstance(upgrade, httptools.HttpParserUpgrade)
+        version = self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        self._begin_head()
+        self._parse(b"\r\n".join(lines) + b"\r\n\r\n" + self._parsed[upgrade.args[0] :])
 
     def _begin_head(self) -> None:
         self._phase = Phase.HEAD
@@ -145,16 +167,39 @@ class BoundedProtocol(HttpToolsProtocol):
             raise httptools.HttpParserError("too large")  # which stops the parser
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
+            return  # this head will be read again
+        if (fault := self._head_fault()) is not None:
+            self._refuse(*fault)
+            raise httptools.HttpParserError(fault[1])
         if len(self.pipeline) >= self._limits.pipelined:
             self._refuse(
                 429, "too_many_pipelined", "wait for answers before you send more requests"
             )
             raise httptools.HttpParserError("too many")
         super().on_headers_complete()  # refuses what is no address, and is a request no longer then
+        if self.scope["http_version"] == "1.0":
+            _end_with_connection(self.cycle)
         self._phase = Phase.BODY
         self._since = self._heard_at = self.loop.time()
         self._fed = self._head_size = self._headers = 0
         self._body_size = self._body_seen = self._body_base = 0
+
+    def _head_fault(self) -> tuple[int, str, str] | None:
+        """Return status, code and message for a head that must not be taken (RFC 9112, 2.3, 3.2 and
+        6.1), None for any other."""
+        version, headers = self.parser.get_http_version(), dict(self.headers)
+        if version not in ("1.0", "1.1"):
+            return 505, "http_version", f"HTTP/{version} is not spoken here: send HTTP/1.1"
+        if b"host" not in headers and version == "1.1":
+            return 400, "missing_host", "a request of HTTP/1.1 must have the header Host"
+        host = headers.get(b"host", b"").lower()
+        target = self.url.lower().partition(b"://")[2].partition(b"/")[0]
+        if not _HOST.fullmatch(host) or (self.url[:1] != b"/" and target not in (b"", host)):
+            return 400, "invalid_host", "the header Host is HOST or HOST:PORT, as in the target"
+        if b"transfer-encoding" in headers and version == "1.0":
+            return 400, "invalid_http", "HTTP/1.0 has no Transfer-Encoding: send Content-Length"
+        return None
 
     def on_body(self, body: bytes) -> None:
         self._body_size += len(body)
@@ -169,6 +214,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._phase is Phase.HEAD:
+            return  # which will be read again
         self._phase = Phase.BETWEEN
         self._shared.bodies.complete(self)
         if not self.cycle.response_complete:
@@ -327,6 +374,19 @@ class BoundedProtocol(HttpToolsProtocol):
             with contextlib.suppress(OSError):  # it has gone in this very moment
                 self.transport.write_eof()
         self._timer = self.loop.call_later(self._limits.linger_seconds, self._look)
+
+
+def _end_with_connection(cycle: RequestResponseCycle) -> None:
+    """Have an answer to HTTP/1.0, which knows no chunks, end with its connection."""
+    send = cycle.send
+
+    async def plain(message: Any) -> None:
+        cycle.chunked_encoding = False
+        if message["type"] == "http.response.body":
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = plain  # type: ignore[method-assign]
 
 
 def _response(status: int, code: str, message: str) -> bytes:
