@@ -6,12 +6,14 @@ import json
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -210,6 +212,16 @@ def test_other_endpoints(kept: Server, url: str, body: dict[str, Any], kind: str
     assert told["request_counts"] == {"total": 2, "completed": 1, "failed": 1}
 
 
+def test_files_of_editors_that_write_byte_order_marks(kept: Server) -> None:
+    """Two of them, one behind the other."""
+    bom = b"\xef\xbb\xbf"
+    content = b"".join(bom + as_file([line(id, prompt="hi")]) for id in "ab") + bom + b"\n"
+    file = upload(kept.http, content)
+    wanted = {"input_file_id": file["id"], "endpoint": TEXT, "completion_window": "24h"}
+    told = ended(kept, str(kept.http.post("/v1/batches", json=wanted).json()["id"]))
+    assert told["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
+
+
 def test_lists_come_in_pages(kept: Server) -> None:
     ids = [create(kept, [line("a", prompt="x")]) for _ in range(3)]
     page = kept.http.get("/v1/batches?limit=2").json()
@@ -257,6 +269,32 @@ def test_tenants_see_their_own(start: Start, tmp_path: Path) -> None:
         assert server.http.get(path, headers=theirs).json()["data"] == []
     assert server.http.delete(f"/v1/files/{output}", headers=theirs).status_code == 404
     assert {note["tenant"] for note in server.notes("submit")} == {"one"}
+
+
+def test_slow_uploads_of_one_tenant_do_not_keep_others_from_theirs(
+    start: Start, tmp_path: Path
+) -> None:
+    flags = ("--batch-dir", str(tmp_path / "b"), "--api-key", "one:k1,two:k2", "--max-files", "1")
+    server = start(*flags)
+    where = urlsplit(server.url)
+    head = (
+        "POST /v1/files HTTP/1.1\r\nhost: x\r\nauthorization: Bearer k1\r\ncontent-length: 9999\r\n"
+        "content-type: multipart/form-data; boundary=b\r\n\r\n--b\r\n"
+    )
+    with socket.create_connection((where.hostname or "", where.port or 0)) as slow:
+        slow.sendall(head.encode())
+        files = {"file": ("in.jsonl", b"{}")}
+
+        def post(key: str) -> int:
+            headers = {"authorization": f"Bearer {key}"}
+            form = {"purpose": "other"}  # refused, once it may come
+            return server.http.post(
+                "/v1/files", files=files, data=form, headers=headers
+            ).status_code
+
+        server.until(lambda: post("k1") == 429)
+        assert post("k2") == 400
+        upload(server.http, b"{}", authorization="Bearer k2")
 
 
 @pytest.mark.slow

@@ -148,9 +148,11 @@ def test_a_page_that_may_ask_may_also_read(start: Start) -> None:
     asked = {
         "access-control-request-method": "POST",
         "access-control-request-headers": "authorization,content-type",
+        "access-control-request-private-network": "true",  # it comes from the open network
     }
     preflight = server.http.options("/v1/completions", headers=page | asked)
     assert preflight.status_code == 200
+    assert preflight.headers["access-control-allow-private-network"] == "true"
     assert "authorization" in preflight.headers["access-control-allow-headers"]
     answer = server.http.post(
         "/v1/completions", json={"prompt": "hi", "max_tokens": 1}, headers=page

@@ -11,13 +11,13 @@ from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any
 
-import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
 from pageturner.errors import ClientError
 from pageturner.http.memory_reserve import OUT_OF_MEMORY, out_of_memory
+from pageturner.http.responses import encode
 from pageturner.request import Failure
 
 TYPES = {
@@ -94,7 +94,7 @@ def was_turned_away(failure: Failure) -> bool:
 def error_body(status: int, reason: str, message: str, param: str | None = None) -> bytes:
     """vLLM's error body (`code` is the status), and our own stable `reason`."""
     kind = TYPES.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
-    return msgspec.json.encode(
+    return encode(
         {
             "error": {
                 "message": message,
@@ -109,14 +109,14 @@ def error_body(status: int, reason: str, message: str, param: str | None = None)
 
 def ollama_error(status: int, reason: str, message: str, param: str | None = None) -> bytes:
     """Ollama's: nothing but the sentence."""
-    return msgspec.json.encode({"error": message, "reason": reason})
+    return encode({"error": message, "reason": reason})
 
 
 def anthropic_error(status: int, reason: str, message: str, param: str | None = None) -> bytes:
     """Anthropic's: their kinds of errors, and our own stable `reason`."""
     kind = ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
     error = {"type": kind, "message": message, "param": param, "reason": reason}
-    return msgspec.json.encode({"type": "error", "error": error})
+    return encode({"type": "error", "error": error})
 
 
 SHAPES = (

@@ -109,5 +109,6 @@ def with_cors(app: ASGIApp, allowed_origins: str) -> ASGIApp:
         allow_origins=sorted(origins),
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
+        allow_private_network=True,
         expose_headers=["x-request-id", "retry-after"],
     )

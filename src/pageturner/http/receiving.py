@@ -16,6 +16,7 @@ from pageturner.errors import ClientError
 MAX_DISCARDED = 64 * 1024 * 1024  # bytes of a refused body that are read and thrown away
 DISCARD_SECONDS = 5.0
 PLAIN = (b"", b"identity")
+BOM = b"\xef\xbb\xbf"  # which some editors and libraries write before JSON (RFC 8259, 8.1)
 JSON = re.compile(rb"\s*(?:application/(?:[\w.-]+\+)?json\s*(?:;.*)?)?", re.IGNORECASE)
 CURL = b"application/x-www-form-urlencoded"
 FORMS = frozenset({"/v1/files"})  # paths to which files are sent
@@ -73,7 +74,7 @@ async def discard(receive: Receive) -> None:
 
 
 async def read_body(receive: Receive, most: int) -> bytes:
-    """The whole body. ClientError 413 when it is longer than `most` bytes."""
+    """The whole body, without a byte order mark. ClientError 413 when it is longer than `most` bytes."""
     whole = bytearray()  # one block of memory, however small the parts are in which it comes
     while True:
         message = await receive()
@@ -86,4 +87,4 @@ async def read_body(receive: Receive, most: int) -> bytes:
                 await discard(receive)
             raise ClientError(413, "body_too_large", f"a request body may have {most} bytes")
         if not message.get("more_body", False):
-            return bytes(whole)
+            return bytes(whole).removeprefix(BOM)

@@ -1,4 +1,4 @@
-"""Marks within a stream of server-sent events by which a router knows how far an answer is.
+"""Marks within a stream of server-sent events, or of lines of JSON, by which a router knows how far an answer is.
 
 Owns their bytes, which servers write (server/stream_migration.py) and routers take out
 (router/stream_copy.py). To any other reader they are comments. Standard library and msgspec only.
@@ -12,6 +12,7 @@ MOVES = b"x-pageturner-moves"  # a router's header: it takes marks out again
 RESUME = "/v1/streams/resume"
 MARK = b":pt "
 BEGIN = MARK + b"begin "
+ALIVE = MARK + b"alive\n\n"  # behind what belongs to no token yet: it may be passed on
 LEAVING = MARK + b"leaving\n\n"  # the server is drained: have the stream go on elsewhere
 
 

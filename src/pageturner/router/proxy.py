@@ -123,6 +123,9 @@ class ForwardedRequest:
     )
     streams: bool = False  # its answer is a stream
     last: bytes = b""  # piece of its answer that was passed on
+    # of a stream whose first token has not come: the replica that was asked, and when
+    timed: Replica | None = None
+    timed_from: float = 0.0
 
     def head(self, address: ServerAddress) -> Headers:
         """Return the headers for a replica. They include the time that the request has already
@@ -302,7 +305,8 @@ class Relay:
                     attempts.answered(attempt)
                     forwarded.body, forwarded.keeper = b"", replica.address
                     if is_stream(exchange.headers):
-                        replica.first_bytes.append(time.monotonic() - begin)
+                        forwarded.timed = replica
+                        forwarded.timed_from = begin
                     await self._pass_on(exchange, forwarded, attempt)
                     return None
                 rest = await exchange.read_rest(MAX_REFUSAL, REFUSAL_SECONDS)
@@ -350,6 +354,9 @@ class Relay:
             leaving = copy is not None and copy.leaving
             over = exchange.ended and not leaving
             begin = time.monotonic()
+            if forwarded.timed is not None and (over or copy is None or not copy.waits):
+                forwarded.timed.first_bytes.append(begin - forwarded.timed_from)
+                forwarded.timed = None
             if piece or over:
                 body = {"type": "http.response.body", "body": piece, "more_body": not over}
                 await forwarded.send(body)

@@ -16,10 +16,19 @@ import msgspec
 from pageturner.http.stream_marks import BEGIN, StreamBeginning
 
 RESPONSES = "/v1/responses"
-MOVABLE = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/messages", RESPONSES})
+MOVABLE = frozenset(
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/messages",
+        "/api/chat",
+        "/api/generate",
+        RESPONSES,
+    }
+)
 MAX_BODY = 1 << 20  # bytes of a request; a longer one is not kept, and its stream cannot move
 MAX_HELD = 1 << 20  # bytes without a mark; then the stream is passed on as it comes
-_MARK = re.compile(rb"^:pt (?:begin ([^\n]*)|(\d{1,10})|(leaving))\n\n", re.MULTILINE)
+_MARK = re.compile(rb"^:pt (?:begin ([^\n]*)|(\d{1,10})|(leaving)|alive)\n\n", re.MULTILINE)
 
 
 class _Streamed(msgspec.Struct):
@@ -31,15 +40,16 @@ class _Moved(msgspec.Struct):
     body: str
     begun: StreamBeginning
     tokens: list[int]
+    told: bool
 
 
 class StreamCopy:
-    """One stream. tokens: those whose events were passed on; leaving: its replica wants it to go on
-    elsewhere."""
+    """One stream. tokens: those whose events were passed on; told: so was what stands before them;
+    leaving: its replica wants it to go on elsewhere."""
 
     def __init__(self, path: str, body: bytes) -> None:
         self.tokens: list[int] = []
-        self.leaving = False
+        self.told = self.leaving = False
         self._path, self._body = path, body
         self._begun: StreamBeginning | None = None
         self._held = b""
@@ -48,7 +58,12 @@ class StreamCopy:
     @property
     def movable(self) -> bool:
         """Return whether another replica could resume the stream."""
-        return self._begun is not None and bool(self.tokens) and not self._plain
+        return self._begun is not None and not self._plain
+
+    @property
+    def waits(self) -> bool:
+        """Return whether its first token is still to come, as far as the marks tell."""
+        return self.movable and not self.tokens
 
     def feed(self, piece: bytes) -> bytes:
         """Return what of the stream can be passed on, with this piece of it."""
@@ -79,7 +94,10 @@ class StreamCopy:
                 self._plain = True
         elif token is not None:
             self.tokens.append(int(token))
-        self.leaving = self.leaving or leaving is not None
+        elif leaving is not None:
+            self.leaving = True
+        else:
+            self.told = True
 
     def rest(self) -> bytes:
         """Return what is held, of a stream that has ended."""
@@ -95,7 +113,7 @@ class StreamCopy:
         """The body of the request by which another replica goes on."""
         assert self._begun is not None
         return msgspec.json.encode(
-            _Moved(self._path, self._body.decode(), self._begun, self.tokens)
+            _Moved(self._path, self._body.decode(), self._begun, self.tokens, self.told)
         )
 
 

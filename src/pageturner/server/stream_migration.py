@@ -29,7 +29,15 @@ from pageturner.errors import ClientError
 from pageturner.http.receiving import again, read_body
 from pageturner.http.request_info import RequestInfo
 from pageturner.http.responses import json_response
-from pageturner.http.stream_marks import BEGIN, LEAVING, MOVES, RESUME, StreamBeginning, token_mark
+from pageturner.http.stream_marks import (
+    ALIVE,
+    BEGIN,
+    LEAVING,
+    MOVES,
+    RESUME,
+    StreamBeginning,
+    token_mark,
+)
 from pageturner.request import Event
 from pageturner.server.admission.service_level import RequestContext
 from pageturner.server.api.anthropic.messages import MESSAGES
@@ -37,6 +45,7 @@ from pageturner.server.api.base.call import Call
 from pageturner.server.api.base.dialect import Dialect
 from pageturner.server.api.base.generate import GenerateEndpoint
 from pageturner.server.api.base.replies import Reply
+from pageturner.server.api.ollama.ollama import OLLAMA_CHAT, OLLAMA_GENERATE
 from pageturner.server.api.openai.chat import CHAT_COMPLETIONS
 from pageturner.server.api.openai.completions import COMPLETIONS
 from pageturner.server.api.responses.response_store import ResponseRecord, ResponseStore
@@ -49,19 +58,22 @@ DIALECTS = {
     "/v1/completions": COMPLETIONS,
     "/v1/chat/completions": CHAT_COMPLETIONS,
     "/v1/messages": MESSAGES,
+    "/api/chat": OLLAMA_CHAT,
+    "/api/generate": OLLAMA_GENERATE,
 }
 RESPONSES = "/v1/responses"
 MAX_DRAIN_BODY = 1024  # bytes
 
 
 class MovedStream(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of RESUME. path, body: the request as it first came; tokens: of its answer so far,
-    at least one; begun: what the first server said of it."""
+    """The body of RESUME. path, body: the request as it first came; tokens: of its answer so far;
+    begun: what the first server said of it; told: that, too, what stands before the first token."""
 
     path: str
     body: str
     begun: StreamBeginning
-    tokens: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=1)]
+    tokens: list[Annotated[int, Meta(ge=0)]]
+    told: bool = False
 
 
 class DrainOrder(msgspec.Struct, forbid_unknown_fields=True):
@@ -156,7 +168,7 @@ class ResumePage:
         if ready is None or moved.begun.fingerprint != ready.fingerprint:
             message = "this server computes other answers (another model, type or processor): ask another one"
             raise ClientError(409, "other_engine", message, "begun")
-        if max(moved.tokens) >= service.served().vocab_size:
+        if max(moved.tokens, default=0) >= service.served().vocab_size:
             raise ClientError(400, "invalid_value", "no such token in the vocabulary", "tokens")
         inner = {**scope, "path": moved.path}
         received = again(moved.body.encode(), receive)
@@ -171,8 +183,11 @@ class MarkedAnswer(GenerateEndpoint):
     """One answer with marks, which goes on from `moved` where there is something."""
 
     def __init__(self, service: Service, dialect: Dialect, moved: MovedStream | None) -> None:
-        super().__init__(service, replace(dialect, chunk=self._marked))
-        self._written = dialect.chunk
+        marked = replace(
+            dialect, chunk=self._marked, begin=self._begins, alive=dialect.alive + ALIVE
+        )
+        super().__init__(service, marked)
+        self._unmarked = dialect
         self._moved = moved
         self._begun = False
         self._replayed: list[OutputPiece] = []
@@ -188,14 +203,31 @@ class MarkedAnswer(GenerateEndpoint):
         self._replayed.append(piece)
 
     def _marked(self, reply: Reply, piece: OutputPiece) -> bytes:
-        events = self._written(reply, piece)
+        events = self._unmarked.chunk(reply, piece)
         if not _can_move(reply.call):
             return events
-        if not self._begun:
-            self._begun = True
-            events = _beginning(reply, piece.stream, self.record) + events
+        events = self._beginning(reply, piece.stream) + events
         # what stands behind the last mark is passed on when the stream has ended
         return events if piece.last or piece.token is None else events + token_mark(piece.token)
+
+    def _begins(self, reply: Reply, stream: OutputStream) -> bytes:
+        events = self._unmarked.begin(reply, stream)
+        if not _can_move(reply.call):
+            return events
+        return self._beginning(reply, stream) + events + ALIVE
+
+    def _beginning(self, reply: Reply, stream: OutputStream) -> bytes:
+        """The mark at the beginning, the first time."""
+        if self._begun:
+            return b""
+        self._begun = True
+        about = reply.about()
+        seed = stream.request.params.seed or 0
+        begun = StreamBeginning(about["fingerprint"], seed, about["created"])
+        if self.record is not None:
+            begun.created = self.record.created
+            begun.items = self.record.items.decode() if self.record.only_here else ""
+        return BEGIN + msgspec.json.encode(begun) + b"\n\n"
 
     def _streams(self, call: Call, sink: OutputSink, context: RequestContext) -> list[OutputStream]:
         if self._moved is None:
@@ -209,14 +241,17 @@ class MarkedAnswer(GenerateEndpoint):
         [stream] = super()._streams(call, self, context)
         _replay(stream, self._moved.tokens)
         stream.sink = sink
+        self._resumed = stream
         return [stream]
 
     def _reply(self, call: Call, info: RequestInfo, created: int = 0) -> Reply:
         reply = super()._reply(
             call, info, created if self._moved is None else self._moved.begun.created
         )
+        if self._moved is not None and self._moved.told:
+            self._unmarked.begin(reply, self._resumed)
         for piece in self._replayed:
-            self._written(reply, piece)
+            self._unmarked.chunk(reply, piece)
         self._replayed.clear()
         return reply
 
@@ -250,15 +285,6 @@ def _replay(stream: OutputStream, tokens: list[int]) -> None:
         stream.add_event(Event(request.id, request.index, position, (token,)), stream.times.arrival)
     if stream.done:
         raise ClientError(400, "invalid_value", "the answer has ended", "tokens")
-
-
-def _beginning(reply: Reply, stream: OutputStream, record: ResponseRecord | None) -> bytes:
-    about, seed = reply.about(), stream.request.params.seed or 0
-    begun = StreamBeginning(about["fingerprint"], seed, about["created"])
-    if record is not None:
-        begun.created = record.created
-        begun.items = record.items.decode() if record.only_here else ""
-    return BEGIN + msgspec.json.encode(begun) + b"\n\n"
 
 
 async def _unless_leaving(

@@ -19,11 +19,11 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
 from pageturner.errors import ClientError
+from pageturner.http.responses import json_response
 from pageturner.request import Timings
 from pageturner.text.output_stream import OutputStream, StreamTimes
 
@@ -189,7 +189,6 @@ def timeline_page(
                 f" {MAX_KEPT} are, by X-Request-Id"
             )
             raise ClientError(404, "unknown_request", message)
-        body = msgspec.json.encode({"id": name, "choices": told})
-        return Response(body, media_type="application/json")
+        return json_response({"id": name, "choices": told})
 
     return page

@@ -146,6 +146,9 @@ def _event(kind: str, **fields: Any) -> bytes:
     return b"event: " + kind.encode() + b"\ndata: " + encode({"type": kind, **fields}) + b"\n\n"
 
 
+PING = _event("ping")
+
+
 def _usage(reply: Reply, stream: OutputStream, output: int) -> dict[str, Any]:
     """The prompt in two parts: what was in the cache, and the rest. Thoughts are counted where
     there can be any."""
@@ -211,17 +214,21 @@ def whole(reply: Reply, streams: list[OutputStream], answer: WholeAnswer) -> InP
     return encode(_message(reply, content, _stopped(reply, stream, parts), used))
 
 
+def begin(reply: Reply, stream: OutputStream) -> bytes:
+    """The beginning of the message, and of its one block where it can have no others."""
+    if not reply.begins(stream):
+        return b""
+    nothing = {"stop_reason": None, "stop_sequence": None}
+    begun = _message(reply, [], nothing, _usage(reply, stream, 0))
+    made = _event("message_start", message=begun)
+    if reply.call.answer is None:
+        made += _block_event(reply, reply.state(AnswerParts).begin(CONTENT))
+    return made + PING
+
+
 def chunk(reply: Reply, piece: OutputPiece) -> bytes:
-    """The events of one piece: before the first token the beginning of the message, and of its one
-    block where it can have no others; behind the last one their ends."""
-    stream, parts, made = piece.stream, reply.state(AnswerParts), []
-    if reply.begins(stream):
-        nothing = {"stop_reason": None, "stop_sequence": None}
-        begun = _message(reply, [], nothing, _usage(reply, stream, 0))
-        made.append(_event("message_start", message=begun))
-        if reply.call.answer is None:
-            made.append(_block_event(reply, parts.begin(CONTENT)))
-        made.append(_event("ping"))
+    """The events of one piece: before the first token `begin`, behind the last one the ends."""
+    stream, parts, made = piece.stream, reply.state(AnswerParts), [begin(reply, piece.stream)]
     made += [_block_event(reply, event) for event in read_piece(reply, parts, piece)]
     if piece.last:
         usage = _usage(reply, stream, len(stream.tokens))
@@ -279,6 +286,8 @@ MESSAGES = Dialect(
     read=read,
     whole=whole,
     chunk=chunk,
+    begin=begin,
+    alive=PING,
     failed=failed,
     end=end,
     separator="_",

@@ -20,6 +20,7 @@ from pageturner.server.api.openai.openai_streams import ended_stream, failed_str
 from pageturner.text.output_stream import OutputPiece, OutputStream
 
 SERVER_SENT_EVENTS = b"text/event-stream; charset=utf-8"
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which no client takes for anything
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,9 @@ class Dialect:
     read       the fields of a request become a call; ClientError names the field that is wrong
     whole      the body of an answer that is not streamed, in parts
     chunk      the server-sent events that one piece of a streamed answer becomes
-    long_chunk the same in parts, for a piece that brings many logprobs of a prompt; None: it tells
+    begin      what can be written before there is a token; `chunk` does not write it again
+    alive      what says, every few seconds until the first token, that an answer is under way
+    long_chunk the same as `chunk` in parts, for a piece that brings many logprobs of a prompt; None: it tells
     none
     failed     the last bytes of a streamed answer that fails in the middle
     end        the last bytes of one that does not, behind those of its last piece
@@ -49,6 +52,8 @@ class Dialect:
     whole: Callable[[Reply, list[OutputStream], WholeAnswer], InParts[bytes]]
     chunk: Callable[[Reply, OutputPiece], bytes]
     long_chunk: Callable[[Reply, OutputPiece], InParts[bytes]] | None = None
+    begin: Callable[[Reply, OutputStream], bytes] = lambda reply, stream: KEEP_ALIVE
+    alive: bytes = KEEP_ALIVE
     failed: Callable[[Reply, ClientError], bytes] = failed_stream
     end: Callable[[Reply, list[OutputStream]], bytes] = ended_stream
     media_type: bytes = SERVER_SENT_EVENTS

@@ -42,6 +42,8 @@ from pageturner.text.output_stream import OutputPiece, OutputSink, OutputStream,
 
 MANY_CHUNKS = 64  # are written, then others go on
 MAX_AT_ONCE = 1 << 18  # bytes of an answer that are written; then others go on
+HEAD_SECONDS = 0.25  # for which a stream has no head, so that a refusal has its status code
+ALIVE_SECONDS = 3.0  # between two signs that a stream without a token is under way
 JSON_HEADERS = [(b"content-type", b"application/json")]
 
 
@@ -205,12 +207,7 @@ class Answer:
                 await sender
 
     async def _send_chunks(self, queue: PieceQueue, send: Send) -> None:
-        """Nothing is sent before the first token, so that a refusal still has its status code."""
-        pieces = await queue.get_all()
-        if (failure := _failed(pieces)) is not None:
-            raise error_of(failure)
-        headers = [(b"content-type", self.dialect.media_type), (b"cache-control", b"no-cache")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        pieces = await self._first_pieces(queue, send)
         unfinished = len(self.streams)
         while True:
             failure = _failed(pieces)
@@ -232,6 +229,33 @@ class Answer:
         if failure is None:
             body += self.dialect.end(self.reply, self.streams)
         await send(_part(body, more=False))
+
+    async def _first_pieces(self, queue: PieceQueue, send: Send) -> list[OutputPiece]:
+        """Send the head, and return the first pieces. Where they take long, their client learns
+        every few seconds that its answer is under way."""
+        headers = [
+            (b"content-type", self.dialect.media_type),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),  # asks a proxy to pass on what comes
+        ]
+        start = {"type": "http.response.start", "status": 200, "headers": headers}
+        try:
+            async with asyncio.timeout(HEAD_SECONDS):
+                pieces = await queue.get_all()
+        except TimeoutError:
+            await send(start)
+            sign = self.dialect.begin(self.reply, self.streams[0])
+        else:
+            if (failure := _failed(pieces)) is not None:
+                raise error_of(failure)
+            await send(start)
+            return pieces
+        while True:
+            await send({"type": "http.response.body", "body": sign, "more_body": True})
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ALIVE_SECONDS):
+                    return await queue.get_all()
+            sign = self.dialect.alive
 
     async def _receipt(self, left: asyncio.Future[None] | None = None) -> bool:
         """Have the receipt of the answer written, which may take as long as the model is hashed.

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from pageturner.formats.tokenizer import Tokenizer
+from pageturner.http import responses
 from pageturner.http.responses import sse_event
 from pageturner.request import Logprob
 from pageturner.server.api.base.call import Call
@@ -36,10 +37,9 @@ TokenLogprob = tuple[int, Logprob | None]  # a token and what is known of it
 AT_ONCE = 32  # tokens whose logprobs are written before others may go on
 
 T = TypeVar("T")
+encode = responses.encode
 # something that is written in parts: between two of them others may go on
 InParts = Generator[None, None, T]
-
-encode = msgspec.json.encode
 
 
 def json_list(entries: Iterable[Any]) -> InParts[msgspec.Raw]:

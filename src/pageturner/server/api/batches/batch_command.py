@@ -25,6 +25,7 @@ from pageturner import logs
 from pageturner.config import settings as configuration
 from pageturner.config.settings import Config, EngineConfig, ServerConfig
 from pageturner.errors import EngineFault
+from pageturner.http.receiving import BOM
 from pageturner.progress import Progress
 from pageturner.server.api.batches.batch_journal import BatchRecord, FileRecord, Journal
 from pageturner.server.api.batches.batch_remote import AHEAD, AskedServer
@@ -207,7 +208,7 @@ def _ids(path: Path) -> set[str]:
     with path.open("rb") as file:
         for line in file:
             with contextlib.suppress(msgspec.MsgspecError):
-                found.add(_LINE.decode(line).custom_id)
+                found.add(_LINE.decode(line.removeprefix(BOM)).custom_id)
     return found
 
 

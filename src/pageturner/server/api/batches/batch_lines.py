@@ -14,6 +14,8 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from pageturner.http.receiving import BOM
+from pageturner.http.responses import encode
 from pageturner.server.api.batches.batch_journal import NewLine, WaitingLine, crc_of
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -81,7 +83,7 @@ def parse_line(raw: bytes, endpoint: str, most: int) -> BatchLine:
             "line_too_long", f"a line may have {most + ENVELOPE} bytes, and this one has more"
         )
     try:
-        line = _LINE.decode(raw)
+        line = _LINE.decode(raw.removeprefix(BOM))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         bad = BadLine(*_why(raw, error))
         bad.custom_id = _custom_id(raw)
@@ -124,7 +126,7 @@ def _why(raw: bytes, error: Exception) -> tuple[str, str, str | None]:
 
 def _custom_id(raw: bytes) -> str | None:
     try:
-        return _ID.decode(raw).custom_id[:LONGEST_ID]
+        return _ID.decode(raw.removeprefix(BOM)).custom_id[:LONGEST_ID]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
@@ -132,7 +134,7 @@ def _custom_id(raw: bytes) -> str | None:
 def question_of(raw: bytes, line: int) -> Question:
     """Return the request of a valid line. A line without a seed gets a seed derived from its text
     and its line number, so that running it again gives the same answer."""
-    asked = _LINE.decode(raw)
+    asked = _LINE.decode(raw.removeprefix(BOM))
     digest = hashlib.sha256(b"%d:%s:" % (line, asked.custom_id.encode()) + raw).digest()
     body: dict[str, Any] = {name: value for name, value in asked.body.items() if name not in _LATER}
     if asked.url != EMBEDDINGS and bytes(body.get("seed", b"null")) == b"null":
@@ -155,7 +157,7 @@ def lines_of(
             if rest.endswith(b"\n"):
                 break
         position, count = position + size, count + 1
-        if raw.strip():
+        if raw.removeprefix(BOM).strip():
             yield count, begin, size, raw
 
 
@@ -185,7 +187,7 @@ def _bad(line: NewLine, bad: BadLine) -> tuple[NewLine, dict[str, Any] | None]:
     problem = {"code": bad.code, "message": bad.message, "param": bad.param, "line": line.line}
     told = {"code": bad.code, "message": f"line {line.line}: {bad.message}"}
     id = PREFIX + hashlib.sha256(b"bad %d" % line.line).hexdigest()[:24]
-    answer = _encode({"id": id, "custom_id": line.custom_id, "response": None, "error": told})
+    answer = encode({"id": id, "custom_id": line.custom_id, "response": None, "error": told})
     return NewLine(line.line, None, line.position, line.size, 0, answer), problem
 
 
@@ -193,7 +195,7 @@ def _bad(line: NewLine, bad: BadLine) -> tuple[NewLine, dict[str, Any] | None]:
 def answer_line(custom_id: str, request_id: str, status: int, body: bytes) -> bytes:
     """The line of an answer, or of a refusal with the body that its client would have got."""
     response = {"status_code": status, "request_id": request_id, "body": _json_of(body)}
-    return _encode({"id": request_id, "custom_id": custom_id, "response": response, "error": None})
+    return encode({"id": request_id, "custom_id": custom_id, "response": response, "error": None})
 
 
 def unanswered_line(waiting: WaitingLine, code: str, message: str) -> bytes:
@@ -203,7 +205,7 @@ def unanswered_line(waiting: WaitingLine, code: str, message: str) -> bytes:
         + hashlib.sha256(b"%d:%s" % (waiting.line, waiting.custom_id.encode())).hexdigest()[:24]
     )
     error = {"code": code, "message": message}
-    return _encode({"id": id, "custom_id": waiting.custom_id, "response": None, "error": error})
+    return encode({"id": id, "custom_id": waiting.custom_id, "response": None, "error": error})
 
 
 def tokens_of(body: bytes) -> tuple[int, int]:
@@ -233,7 +235,3 @@ def _json_of(body: bytes) -> Any:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return body.decode("utf-8", "replace")
     return msgspec.Raw(body) if b"\n" not in body else decoded
-
-
-def _encode(value: dict[str, Any]) -> bytes:
-    return msgspec.json.encode(value)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
 
@@ -74,7 +75,7 @@ class BatchPages:
     def __init__(self, service: Service) -> None:
         self.batches: Batches | None = None
         self._service = service
-        self._uploading = 0
+        self._uploading = Counter[str]()  # of each tenant
 
     def page(self, page: Page) -> Callable[[HTTPRequest], Awaitable[Response]]:
         """The endpoint of a page. What is wrong with the disk becomes an answer."""
@@ -110,13 +111,13 @@ class BatchPages:
     async def upload(self, request: HTTPRequest, batches: Batches) -> Response:
         info, boundary = _info(request), boundary_of(request.headers.get("content-type", ""))
         files = await batches.runner.do(batches.journal.files, info.tenant)
-        if len(files) + self._uploading >= self._service.config.max_files:
+        if len(files) + self._uploading[info.tenant] >= self._service.config.max_files:
             most = self._service.config.max_files
             raise ClientError(
                 429, "too_many_files", f"{most} files are kept at most: delete some of yours"
             )
         id = new_id("file-")
-        self._uploading += 1
+        self._uploading[info.tenant] += 1
         try:
             with metered(self._service.quota, request.scope, request.receive) as (_, receive):
                 fields, name, size = await self._receive(batches, id, receive, boundary)
@@ -126,7 +127,7 @@ class BatchPages:
             remove(batches.path(id))
             raise
         finally:
-            self._uploading -= 1
+            self._uploading[info.tenant] -= 1
         return json_response(file_object(told))
 
     async def _receive(

@@ -368,6 +368,8 @@ def _dialect(
         read=read,
         whole=whole,
         chunk=chunk,
+        begin=lambda reply, stream: b"",  # its clients take every line for JSON
+        alive=b"",
         failed=_failed,
         end=_end,
         media_type=NDJSON,

@@ -109,17 +109,21 @@ class ResponseWriter:
         parts = parts_of(reply, streams[0], answer.texts[0], answer.offsets[0])
         return encode(self._ended(reply, streams, parts))
 
+    def begin(self, reply: Reply, stream: OutputStream) -> bytes:
+        """The events by which the answer begins, and its one item where it can have no others."""
+        if not reply.begins(stream):
+            return b""
+        begun = response_object(self._record(reply), reply.model, [], **_drawn(reply))
+        names = ("response.created", "response.in_progress")
+        made = [self._event(reply, name, response=begun) for name in names]
+        if reply.call.answer is None:
+            made += self._part_events(reply, stream, reply.state(_Written).parts.begin(CONTENT))
+        return b"".join(made)
+
     def chunk(self, reply: Reply, piece: OutputPiece) -> bytes:
-        """The events of one piece. Before the first token the answer begins, and its one item where
-        it can have no others."""
+        """The events of one piece: before the first token `begin`."""
         stream, written = piece.stream, reply.state(_Written)
-        made: list[bytes] = []
-        if reply.begins(stream):
-            begun = response_object(self._record(reply), reply.model, [], **_drawn(reply))
-            made.append(self._event(reply, "response.created", response=begun))
-            made.append(self._event(reply, "response.in_progress", response=begun))
-            if reply.call.answer is None:
-                made += self._part_events(reply, stream, written.parts.begin(CONTENT))
+        made = [self.begin(reply, stream)]
         for event in read_piece(reply, written.parts, piece):
             made += self._part_events(reply, stream, event)
         return b"".join(made)

@@ -109,6 +109,7 @@ def dialect_of(store: ResponseStore) -> Dialect:
         read=read,
         whole=writer.whole,
         chunk=writer.chunk,
+        begin=writer.begin,
         failed=writer.failed,
         end=writer.end,
         separator="_",
