@@ -132,6 +132,25 @@ def test_only_json_is_read(server: Server, start: Start) -> None:
             assert status == 200 or answer.json()["error"]["reason"] == "unsupported_media_type"
 
 
+def test_pages_are_there_under_the_names_of_the_server(server: Server, start: Start) -> None:
+    keyed = start("--api-key", "k")
+    router = start(server.url, command="route")
+    for path in ("/", "/docs", "/openapi.json"):
+        for one in (server, router):
+            if one is router and path == "/":
+                continue  # which has no such page
+            own = one.http.get(path)
+            foreign = one.http.get(path, headers={"host": "evil.example"})
+            assert own.status_code == 200
+            assert (foreign.status_code, foreign.json()["error"]["reason"]) == (
+                403,
+                "host_not_allowed",
+            )
+        assert keyed.http.get(path, headers={"host": "open.example"}).status_code == 200
+    for path in ("/health", "/ping", "/load", "/metrics", "/version"):
+        assert server.http.get(path, headers={"host": "probe.example"}).status_code == 200
+
+
 def test_no_page_may_read_unless_it_is_named(server: Server) -> None:
     page = {"origin": "https://pages.example", "access-control-request-method": "POST"}
     preflight = server.http.options("/v1/completions", headers=page)

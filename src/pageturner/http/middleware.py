@@ -31,6 +31,7 @@ log = logging.getLogger("pageturner")
 OPEN_PATHS = frozenset(
     ["/", "/health", "/ping", "/load", "/metrics", "/version", "/openapi.json", "/docs"]
 )
+PAGES = ("/", "/openapi.json", "/docs")  # that a browser shows, under the server's names alone
 NO_UPLOADS: Mapping[str, int] = {}
 ADMIN_PATHS = (
     "/v1/admin/",
@@ -148,6 +149,8 @@ class RequestMiddleware:
             raise ClientError(400, "duplicate_header", f"the header {twice} may be there only once")
         path = scope["path"]
         if path in OPEN_PATHS:
+            if path in PAGES and not self._keys.needed:
+                self._rules.check(scope["method"], headers)
             return
         key = self._keys.find(
             headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b"")
