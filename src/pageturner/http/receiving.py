@@ -74,7 +74,7 @@ async def discard(receive: Receive) -> None:
 
 
 async def read_body(receive: Receive, most: int) -> bytes:
-    """The whole body, without a byte order mark. ClientError 413 when it is longer than `most` bytes."""
+    """The whole body, without a byte order mark. ClientError 413 when it has more than `most`."""
     whole = bytearray()  # one block of memory, however small the parts are in which it comes
     while True:
         message = await receive()

@@ -1,4 +1,5 @@
-"""Marks within a stream of server-sent events, or of lines of JSON, by which a router knows how far an answer is.
+"""Marks within a stream of server-sent events, or of lines of JSON, by which a router knows how far
+an answer is.
 
 Owns their bytes, which servers write (server/stream_migration.py) and routers take out
 (router/stream_copy.py). To any other reader they are comments. Standard library and msgspec only.

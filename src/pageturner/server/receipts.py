@@ -15,8 +15,11 @@ from typing import Any, TypeVar
 
 from pageturner.errors import ClientError, EngineFault
 from pageturner.formats.model_hash import model_hash, model_marks
+from pageturner.http.error_responses import error_body
 from pageturner.http.memory_reserve import out_of_memory
+from pageturner.http.responses import sse_event
 from pageturner.server.api.base.call import Call
+from pageturner.server.api.base.replies import Reply
 from pageturner.text import receipt as form
 from pageturner.text.output_stream import OutputStream
 from pageturner.text.receipt import Receipt, ReceiptInput
@@ -69,6 +72,27 @@ class Receipts:
             raise ClientError(503, fault.code, fault.message) from None
         large = size_of(call, streams) > MUCH
         return await _in_thread(lambda: receipt_of(*written)) if large else receipt_of(*written)
+
+    async def attach(
+        self, reply: Reply, streams: list[OutputStream], left: asyncio.Future[None] | None = None
+    ) -> bool:
+        """Have an answer carry its receipt, which may take as long as the model is hashed. False if
+        its client left meanwhile. ClientError as of `write`."""
+        hashed = self.hashed()
+        waited: set[asyncio.Future[Any]] = {hashed} if left is None else {hashed, left}
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        if not hashed.done():
+            return False
+        reply.receipt = await self.write(reply.call, reply.about(), reply.best(streams))
+        return True
+
+    async def event(self, reply: Reply, streams: list[OutputStream]) -> bytes:
+        """The event of the receipt, or of why there is none."""
+        try:
+            await self.attach(reply, streams)
+        except ClientError as error:
+            return sse_event(error_body(error.status, error.code, error.message))
+        return reply.last_receipt()
 
     def _check(self) -> None:
         """Raise ClientError if the model's files have changed: a restarted engine may have loaded

@@ -34,8 +34,8 @@ class Dialect:
     chunk      the server-sent events that one piece of a streamed answer becomes
     begin      what can be written before there is a token; `chunk` does not write it again
     alive      what says, every few seconds until the first token, that an answer is under way
-    long_chunk the same as `chunk` in parts, for a piece that brings many logprobs of a prompt; None: it tells
-    none
+    long_chunk the same as `chunk` in parts, for a piece that brings many logprobs of a prompt;
+               None: it tells none
     failed     the last bytes of a streamed answer that fails in the middle
     end        the last bytes of one that does not, behind those of its last piece
     media_type of a streamed answer

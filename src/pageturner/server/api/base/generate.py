@@ -13,17 +13,15 @@ import contextlib
 import time
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
 from pageturner.errors import ClientError
 from pageturner.http.api_keys import cache_salt_of
-from pageturner.http.error_responses import error_body, error_of
+from pageturner.http.error_responses import error_of
 from pageturner.http.memory_reserve import MemoryReserve
 from pageturner.http.receiving import read_body, until_client_leaves
 from pageturner.http.request_info import RequestInfo
-from pageturner.http.responses import sse_event
 from pageturner.http.slices import MANY_LOGPROBS, in_slices
 from pageturner.request import Failure, Request
 from pageturner.server.admission.metered import metered
@@ -31,6 +29,7 @@ from pageturner.server.admission.quota import Work
 from pageturner.server.admission.service_level import RequestContext, service_level_of
 from pageturner.server.api.base.call import Call
 from pageturner.server.api.base.dialect import Dialect
+from pageturner.server.api.base.keep_alive import show_life
 from pageturner.server.api.base.replies import Reply
 from pageturner.server.api.base.whole_answer import WholeAnswer
 from pageturner.server.engine_client.open_streams import OpenStreams, PieceQueue
@@ -43,7 +42,6 @@ from pageturner.text.output_stream import OutputPiece, OutputSink, OutputStream,
 MANY_CHUNKS = 64  # are written, then others go on
 MAX_AT_ONCE = 1 << 18  # bytes of an answer that are written; then others go on
 HEAD_SECONDS = 0.25  # for which a stream has no head, so that a refusal has its status code
-ALIVE_SECONDS = 3.0  # between two signs that a stream without a token is under way
 JSON_HEADERS = [(b"content-type", b"application/json")]
 
 
@@ -177,7 +175,9 @@ class Answer:
                 raise error_of(stream.failure)
         if self.reply.call.body.timings:
             await self.open_streams.wait_for_timings(self.streams)
-        if self.reply.call.body.receipt and not await self._receipt(left):
+        if self.reply.call.body.receipt and not await self.receipts.attach(
+            self.reply, self.streams, left
+        ):
             info.abort_reason = "client left"
             return
         body = await in_slices(
@@ -225,57 +225,30 @@ class Answer:
             body = self.reply.last_timings(self.streams)
         if failure is None and self.reply.call.body.receipt:
             await send(_part(body))
-            body = await self._receipt_event()
+            body = await self.receipts.event(self.reply, self.streams)
         if failure is None:
             body += self.dialect.end(self.reply, self.streams)
         await send(_part(body, more=False))
 
     async def _first_pieces(self, queue: PieceQueue, send: Send) -> list[OutputPiece]:
-        """Send the head, and return the first pieces. Where they take long, their client learns
-        every few seconds that its answer is under way."""
+        """Send the head, and return the first pieces. A refusal that comes within HEAD_SECONDS has
+        its status code."""
         headers = [
             (b"content-type", self.dialect.media_type),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),  # asks a proxy to pass on what comes
         ]
         start = {"type": "http.response.start", "status": 200, "headers": headers}
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HEAD_SECONDS):
                 pieces = await queue.get_all()
-        except TimeoutError:
-            await send(start)
-            sign = self.dialect.begin(self.reply, self.streams[0])
-        else:
             if (failure := _failed(pieces)) is not None:
                 raise error_of(failure)
             await send(start)
             return pieces
-        while True:
-            await send({"type": "http.response.body", "body": sign, "more_body": True})
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(ALIVE_SECONDS):
-                    return await queue.get_all()
-            sign = self.dialect.alive
-
-    async def _receipt(self, left: asyncio.Future[None] | None = None) -> bool:
-        """Have the receipt of the answer written, which may take as long as the model is hashed.
-        False if its client left meanwhile."""
-        hashed = self.receipts.hashed()
-        waited: set[asyncio.Future[Any]] = {hashed} if left is None else {hashed, left}
-        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-        if not hashed.done():
-            return False
-        streams = self.reply.best(self.streams)
-        self.reply.receipt = await self.receipts.write(self.reply.call, self.reply.about(), streams)
-        return True
-
-    async def _receipt_event(self) -> bytes:
-        """The event of the receipt, or of why there is none."""
-        try:
-            await self._receipt()
-        except ClientError as error:
-            return sse_event(error_body(error.status, error.code, error.message))
-        return self.reply.last_receipt()
+        await send(start)
+        begun = self.dialect.begin(self.reply, self.streams[0])
+        return await show_life(queue, begun, self.dialect.alive, send)
 
     async def _chunks(self, pieces: list[OutputPiece], send: Send) -> bytes:
         """Return the chunks of these pieces. The chunks up to the last long one are sent
