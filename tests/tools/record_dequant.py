@@ -25,6 +25,13 @@ SUPER_KINDS = {  # where the fp16 scales lie in a block
     "MXFP4": (),
     "TQ1_0": (52,),
     "TQ2_0": (64,),
+    "IQ2_XXS": (0,),
+    "IQ2_XS": (0,),
+    "IQ2_S": (0,),
+    "IQ3_XXS": (0,),
+    "IQ3_S": (0,),
+    "IQ1_S": (0,),
+    "IQ1_M": (),
 }
 SUPER_COLUMNS = 512
 
@@ -49,6 +56,8 @@ def record(seed: int = 0) -> dict[str, np.ndarray]:
         raw = draw.integers(0, 256, (ROWS, SUPER_COLUMNS // values_of, size), dtype=np.uint8)
         if name == "MXFP4":
             raw[..., 0] %= 250  # an exponent: larger ones overflow
+        if name == "IQ1_M":
+            raw[..., 55] &= 0xBF  # the highest bit of the exponent: no infinities
         for at in offsets:
             scale = (
                 draw.standard_normal((*raw.shape[:2], 1))

@@ -32,6 +32,8 @@ digits to the base 3:
     TQ1_0  48 bytes of 5 digits, 4 of 4, fp16 d                                 value = d * (q - 1)
     TQ2_0  64 bytes of pairs of bits, fp16 d                                    value = d * (q - 1)
 
+IQ1, IQ2 and IQ3 are in ggml_grids.py.
+
 Kinds of ours hold what other checkpoints have (models/checkpoint.py), 32 values with scales in
 fp32:
 
@@ -50,7 +52,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pageturner.errors import EngineFault
-from pageturner.formats import float8
+from pageturner.formats import float8, ggml_grids
 from pageturner.formats.ggml_types import BY_NAME
 
 GROUP = 32  # values that share a scale in activations, and in most formats
@@ -187,13 +189,26 @@ _UNPACK: dict[str, tuple[str, Callable[..., Fields]]] = {
     "MXFP4": ("u1,16u1", lambda e, q: (E2M1[_nibbles(q)], half_powers(e), None)),
     "TQ1_0": ("32u1,16u1,4u1,<f2", _tq1_0),
     "TQ2_0": ("64u1,<f2", lambda qs, d: _ternary(_bits(qs, 2, 32), d)),
+    "IQ2_XXS": ("<f2,16<u4", ggml_grids.iq2_xxs),
+    "IQ2_XS": ("<f2,32<u2,8u1", ggml_grids.iq2_xs),
+    "IQ2_S": ("<f2,32u1,32u1,8u1,8u1", ggml_grids.iq2_s),
+    "IQ3_XXS": ("<f2,64u1,8<u4", ggml_grids.iq3_xxs),
+    "IQ3_S": ("<f2,64u1,8u1,32u1,4u1", ggml_grids.iq3_s),
+    "IQ1_S": ("<f2,32u1,8<u2", ggml_grids.iq1_s),
+    "IQ1_M": ("32u1,16u1,4<u2", ggml_grids.iq1_m),
     "Q4_W": ("<f4,<f4,16u1", lambda d, m, q: (_nibbles(q), d, m)),
     "Q8_W": ("2<f4,32i1", lambda d, q: (q, d, None)),
     "T4_W": ("<f4,16i1,16u1", _t4_w),
 }
-_SIXTEENS = ("Q6_K", "Q2_K", "Q3_K", "Q8_W")  # kinds with a scale for each 16 values
-ROUNDED = ("Q2_K",)  # become another kind when they are loaded: see models/quantise.py
-QUANTISED = tuple(kind for kind in _UNPACK if kind not in ROUNDED)  # that can be computed with
+# Kinds with a scale for each 16 values.
+_SIXTEENS = ("Q6_K", "Q2_K", "Q3_K", "Q8_W", "IQ2_XS", "IQ2_S", "IQ1_M")
+# Kinds that become another one when they are loaded, as models/quantise.py says: with a rounding, or
+# with the very values.
+ROUNDED = ("Q2_K",)
+WIDENED = dict.fromkeys(("IQ2_XXS", "IQ3_XXS", "IQ3_S", "IQ1_S"), "T4_W")
+WIDENED |= dict.fromkeys(("IQ2_XS", "IQ2_S", "IQ1_M"), "Q8_W")
+# Kinds that can be computed with.
+QUANTISED = tuple(kind for kind in _UNPACK if kind not in (*ROUNDED, *WIDENED))
 FLOATS = ("F32", "F16", "BF16", "F8_W")
 SUPPORTED = (*FLOATS, *_UNPACK)
 IN_FILES = tuple(kind for kind in SUPPORTED if not kind.endswith("_W"))  # for messages
@@ -218,6 +233,14 @@ def unpack(kind: str, shape: tuple[int, ...], data: U8) -> Blocks:
     q, scale, low = parts(*(f.astype(np.float32) if f.dtype.kind == "f" else f for f in fields))
     q = q.reshape(rows, -1, 16 if kind in _SIXTEENS else GROUP)
     return Blocks(q, scale.reshape(rows, -1), None if low is None else low.reshape(rows, -1))
+
+
+def table_of(kind: str) -> I8:
+    """The 16 integers, with repetitions, that values of a kind of grids are multiples of."""
+    name, signs = kind.lower(), np.array([[1], [-1]], np.int8)
+    grid = np.unique(ggml_grids.grid(name))
+    values = grid * np.int8(8) + signs if kind == "IQ1_S" else grid * signs
+    return np.resize(np.unique(values), 16)
 
 
 def dequantise(kind: str, shape: tuple[int, ...], data: U8) -> F32:

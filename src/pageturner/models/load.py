@@ -15,7 +15,7 @@ import numpy as np
 
 from pageturner import memory
 from pageturner.errors import EngineFault, naming
-from pageturner.formats.ggml import GROUP, ROUNDED
+from pageturner.formats.ggml import GROUP, ROUNDED, WIDENED
 from pageturner.formats.gguf import open_gguf
 from pageturner.formats.hf_config import CONFIG, read_config
 from pageturner.formats.mapped import TensorInfo
@@ -158,12 +158,18 @@ def what_becomes(file: TensorFile) -> list[str]:
     loaded."""
     if isinstance(file, QuantisedFolder):
         return file.becomes
-    kinds = [info.kind for info in file.tensors.values() if info.kind in ROUNDED]
-    return [
-        f"{kind} becomes int8 with a scale for each 16 values (root mean square error 0.2 %), in"
-        f" {kinds.count(kind)} matrices"
-        for kind in dict.fromkeys(kinds)
-    ]
+    lines = []
+    kinds = [info.kind for info in file.tensors.values()]
+    for kind in dict.fromkeys(kinds):
+        if kind in ROUNDED or WIDENED.get(kind) == "Q8_W":
+            error = "root mean square error 0.2 %" if kind in ROUNDED else "exact, 10 bits a weight"
+            becomes = f"int8 with a scale for each 16 values ({error})"
+        elif kind in WIDENED:
+            becomes = "nibbles of a table of integers (exact, 5.25 bits a weight)"
+        else:
+            continue
+        lines.append(f"{kind} becomes {becomes}, in {kinds.count(kind)} matrices")
+    return lines
 
 
 def weight_bytes(file: TensorFile, layout: Layout, dtype: str, quantization: str) -> int:
@@ -203,4 +209,8 @@ def loaded_bytes(info: TensorInfo, dtype: str, quantization: str) -> int:
         "F32" if dtype == "float32" else info.kind, info.shape
     ):
         return prod(info.shape) // GROUP * BYTES_PER_GROUP[quantization]
-    return 4 * prod(info.shape) if dtype == "float32" else info.nbytes
+    if dtype == "float32":
+        return 4 * prod(info.shape)
+    if info.kind in WIDENED:
+        return prod(info.shape) // GROUP * {"T4_W": 21, "Q8_W": 40}[WIDENED[info.kind]]
+    return info.nbytes

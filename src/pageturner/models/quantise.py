@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pageturner.errors import EngineFault
-from pageturner.formats.ggml import FLOATS, GROUP, ROUNDED, dequantise
+from pageturner.formats.ggml import FLOATS, GROUP, ROUNDED, WIDENED, dequantise, table_of, unpack
+from pageturner.formats.ggml_types import BY_NAME
 from pageturner.kernels.base import F32, Tensor
 
 QUANTIZATIONS = ("none", "int8", "int4")
@@ -108,6 +109,37 @@ def rounded(tensor: Tensor) -> Tensor:
             .view(np.uint8)
         )
     return Tensor(tensor.name, "Q8_W", tensor.shape, out.reshape(-1))
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """A matrix of a kind that no kernel has (see WIDENED in formats/ggml.py) as one that holds the
+    same values: as one table of up to 16 integers for all of the matrix, or as int8 with a scale for
+    each 16 values; others as they are."""
+    if tensor.kind not in WIDENED or len(tensor.shape) != 2:
+        return tensor
+    kind = WIDENED[tensor.kind]
+    rows, columns = tensor.shape
+    raw = tensor.data.reshape(rows, -1)
+    out = np.empty((rows, columns // GROUP, BY_NAME[kind].nbytes), np.uint8)
+    places = np.zeros(256, np.uint8)
+    table = np.zeros(16, np.int8)
+    if kind == "T4_W":
+        table = table_of(tensor.kind)
+        places[table.view(np.uint8)] = np.arange(16)
+    step = max(1, 8 * _CHUNK // columns)
+    for start in range(0, rows, step):
+        part, to = raw[start : start + step], out[start : start + step]
+        blocks = unpack(tensor.kind, (len(part), columns), part.reshape(-1))
+        q = blocks.q.reshape(*to.shape[:2], GROUP)
+        if kind == "Q8_W":
+            to[..., :8] = blocks.scale.reshape(len(part), -1, 2).view(np.uint8)
+            to[..., 8:] = q.view(np.uint8)
+            continue
+        nibbles = places[q.view(np.uint8)]
+        to[..., :4] = blocks.scale[..., None].view(np.uint8)
+        to[..., 4:20] = table.view(np.uint8)
+        to[..., 20:] = nibbles[..., :16] | nibbles[..., 16:] << np.uint8(4)
+    return Tensor(tensor.name, kind, tensor.shape, out.reshape(-1))
 
 
 def in_place(tensor: Tensor) -> Tensor:

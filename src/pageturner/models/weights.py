@@ -24,7 +24,7 @@ from pageturner.kernels.base import F32, AttentionShape, Layer, Ops, Tensor, Wei
 from pageturner.kernels.layer_parts import Experts, Latent
 from pageturner.models.names import Layout, Part, named
 from pageturner.models.packed_cache import PackedCache
-from pageturner.models.quantise import in_place, quantise, quantization_of, rounded
+from pageturner.models.quantise import in_place, quantise, quantization_of, rounded, widened
 from pageturner.models.rope import LONG_DIVISORS, SHORT_DIVISORS, rope_tables
 from pageturner.models.shard import Shard
 from pageturner.models.spec import ExpertSpec, ModelSpec, unsupported
@@ -296,7 +296,7 @@ class _Packing:
         if tensor.order is not None and (cut or "ordered" not in self.ops.features):
             tensor = in_place(tensor)
         tensor = self.shard.of(field, tensor) if self.shard else tensor
-        tensor = rounded(quantise(tensor, quantization))
+        tensor = widened(rounded(quantise(tensor, quantization)))
         packed = self.ops.pack_weight(replace(tensor, bits=bits_of(tensor.kind)))
         if self.cache is not None and len(tensor.shape) == 2:
             self.cache.add(name, tensor.kind, packed)
