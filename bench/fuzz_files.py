@@ -33,10 +33,10 @@ from hostile import models
 from pageturner.config.settings import EngineConfig
 from pageturner.engine.engine_factory import make_engine
 from pageturner.errors import ClientError, EngineFault
-from pageturner.executor.grammar import Compiler, GrammarError
 from pageturner.formats.load_tokenizer import load_with_defaults
 from pageturner.lab.planning.model_outline import read_outline
 from pageturner.text.chat_template import ChatTemplate
+from pageturner.text.grammar.compiler import Compiler, GrammarError
 from pageturner.text.structured_outputs import StructuredOutputsParams
 
 ADDRESS_SPACE = 2 << 30  # bytes beyond what this process has mapped already

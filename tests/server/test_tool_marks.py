@@ -10,7 +10,6 @@ from functools import partial
 
 import pytest
 
-from pageturner.executor.grammar import Compiler, Matcher
 from pageturner.formats.tokenizer import Marks, Tokenizer
 from pageturner.text import tools
 from pageturner.text.answer_format import (
@@ -22,6 +21,7 @@ from pageturner.text.answer_format import (
     read,
 )
 from pageturner.text.detokenizer import Detokenizer
+from pageturner.text.grammar.compiler import Compiler, Matcher
 from pageturner.text.reasoning import reasoning_format
 from pageturner.text.tool_formats import FORMATS, tool_format
 from pageturner.text.tool_grammar import tool_grammar, with_thoughts

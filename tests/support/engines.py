@@ -11,7 +11,7 @@ from pageturner.engine.engine import Engine, EngineParts
 from pageturner.executor.adapters import AdapterStore
 from pageturner.executor.async_runner import AsyncRunner
 from pageturner.executor.draft import Drafter
-from pageturner.executor.grammar import Compiler, Grammars
+from pageturner.executor.grammar import Grammars
 from pageturner.executor.kv_memory import KVLayout, KVSizes
 from pageturner.executor.runner import Runner
 from pageturner.formats.load_tokenizer import load_tokenizer
@@ -19,6 +19,7 @@ from pageturner.kernels.base import Ops
 from pageturner.models.decoder import Decoder
 from pageturner.models.load import load_model
 from pageturner.request import Event, Logprob, PromptLogprob, Request
+from pageturner.text.grammar.compiler import Compiler
 from support.poison import poison_blocks
 from support.schedulers import check, make_stack
 
