@@ -24,7 +24,15 @@ from grid import (
     weight,
 )
 
-from pageturner.kernels.base import ACTIVATIONS, FEATURES, KV_TYPES, AttentionShape, Layer, Ops
+from pageturner.kernels.base import (
+    ACTIVATIONS,
+    COMPOSED,
+    FEATURES,
+    KV_TYPES,
+    AttentionShape,
+    Layer,
+    Ops,
+)
 from pageturner.kernels.composites import Composites
 from pageturner.kernels.cpu.native import NativeOps
 from pageturner.kernels.cpu.native_module import available_isas
@@ -257,7 +265,7 @@ def test_rows_of_such_layers_do_not_depend_on_the_crowd(ops: NativeOps, name: st
 
 
 def test_all_features_are_there(ops: NativeOps) -> None:
-    assert ops.features == FEATURES
+    assert ops.features == FEATURES | COMPOSED
 
 
 @pytest.mark.parametrize("missing", ["up", "down", "k", "attn_norm"])

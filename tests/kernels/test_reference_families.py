@@ -7,9 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from pageturner.errors import EngineFault
 from pageturner.kernels.base import ACTIVATIONS, AttentionShape, Batch, KVSpec
-from pageturner.kernels.composites import Composites
 from pageturner.kernels.reference import ReferenceOps
 
 OPS = ReferenceOps()
@@ -133,12 +131,3 @@ def test_rows_do_not_meet() -> None:
             same(OPS.activate(x[part], act), OPS.activate(x, act)[part])
         for a, b in zip(OPS.route(x[part], 5, False), OPS.route(x, 5, False), strict=True):
             same(a, b[part])
-
-
-def test_a_backend_that_lacks_a_feature_says_so() -> None:
-    class Bare(Composites):
-        name = "bare"
-
-    assert Bare().features == frozenset()
-    with pytest.raises(EngineFault, match=r"bare.*'experts'"):
-        Bare().route(normal(1, 4), 2, True)

@@ -11,7 +11,7 @@ import pytest
 
 from pageturner import memory
 from pageturner.errors import EngineFault
-from pageturner.kernels.base import FEATURES, Ops
+from pageturner.kernels.base import COMPOSED, FEATURES, Ops
 from pageturner.kernels.reference import ReferenceOps
 from pageturner.models.decoder import Decoder
 from pageturner.models.load import load_model, open_model
@@ -44,11 +44,31 @@ NAMES = [
     "gpt_oss",
     "llama4_text",
     "deepseek_v2",
+    "gemma",
+    "qwen2_moe",
+    "seed_oss",
+    "exaone4",
+    "cohere2",
+    "olmoe",
+    "glm4_moe",
+    "deepseek_v3",
+    "deepseek_v2_groups",
+    "glm4_moe_lite",
+    "minimax_m2",
+    "ministral",
+    "ministral3",
+    "ernie4_5",
+    "ernie4_5_moe",
+    "hunyuan_v1_dense",
+    "arcee",
+    "internlm3",
+    "stablelm",
+    "stablelm_parallel",
 ]
 LENGTHS = {
     "phi4_mini": 512
 }  # tokens for which a model is loaded: up to so many it takes its short factors
-LONG = ("gemma2", "bloom", "gpt_oss", "llama4_text", "deepseek_v2")
+LONG = ("gemma2", "bloom", "gpt_oss", "llama4_text", "deepseek_v2", "deepseek_v3", "cohere2")
 BACKENDS = ["reference", "native"]
 
 
@@ -141,7 +161,7 @@ def test_a_backend_without_features_is_told_what_a_model_needs() -> None:
     refused = set()
     for name in NAMES:
         ops = ReferenceOps()
-        for feature in sorted(FEATURES):
+        for feature in sorted(FEATURES | COMPOSED):
             lacking = Lacking(ops, feature)
             with contextlib.suppress(EngineFault):
                 load_model(FAMILIES / name, lacking)  # type: ignore[arg-type]
@@ -150,10 +170,20 @@ def test_a_backend_without_features_is_told_what_a_model_needs() -> None:
                 load_model(FAMILIES / name, lacking)  # type: ignore[arg-type]
             assert caught.value.code == "model_unsupported"
             refused.add((name, feature))
-    assert {feature for _, feature in refused} == FEATURES - {
+    assert {feature for _, feature in refused} == (FEATURES | COMPOSED) - {
         "ordered"
     }  # without it the order is undone
-    plain = {"llama3", "qwen2", "qwen3", "phi3_long", "phi4_mini", "glm"}
+    plain = {
+        "llama3",
+        "qwen2",
+        "qwen3",
+        "phi3_long",
+        "phi4_mini",
+        "glm",
+        "seed_oss",
+        "ernie4_5",
+        "internlm3",
+    }
     assert {name for name, _ in refused} == set(NAMES) - plain
 
 

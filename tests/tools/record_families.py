@@ -55,6 +55,10 @@ def build(config: hf.PreTrainedConfig, seed: int) -> torch.nn.Module:
             else:
                 noise *= tiny.GAIN / weight.shape[-1] ** 0.5
             weight.copy_(noise.to(config.dtype or torch.float32))
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):  # of experts
+                noise = 0.3 * torch.randn(buffer.shape, generator=draw)
+                buffer.copy_(noise.to(config.dtype or torch.float32))
     return model
 
 

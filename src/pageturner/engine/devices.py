@@ -215,6 +215,7 @@ def _lacking(spec: ModelSpec, config: EngineConfig) -> str | None:
         "such a latent KV is not computed": latent is not None
         and (latent.rank > LATENT or latent.rotary > LATENT_ROTARY),
         f"a choice among {experts} experts is not computed": experts > ROUTED[-1],
+        f"{spec.composed} cannot be computed": bool(spec.composed),
         "--pipeline-parallel-size does not work": config.pipeline_parallel_size > 1,
     }
     return next((text for text, lacks in found.items() if lacks), None)

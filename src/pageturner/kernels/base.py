@@ -58,6 +58,17 @@ FEATURES = frozenset(
     }
 )
 
+# What only the default bodies of the composites compute, out of primitives.
+COMPOSED = frozenset(
+    {
+        "parallel",  # Layer.parallel
+        "late_norm",  # Layer.late_qk_norm
+        "low_rank_queries",  # Latent.q_down
+        "expert_choice",  # Experts.choice
+        "shared_switch",  # Experts.shared_switch
+    }
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
@@ -172,6 +183,8 @@ class Layer:
         None  # [positions]: what the query of each position is multiplied by (Llama 4)
     )
     residual: float = 1.0  # what attention and MLP add is multiplied by it (Granite)
+    parallel: bool = False  # MLP and experts see what attention sees (Cohere 2)
+    late_qk_norm: bool = False  # q_norm and k_norm follow the rotary embedding (Hunyuan)
     native: Any = field(default=None, repr=False)  # what a backend attaches to it in prepare_layer
 
     @property
@@ -195,6 +208,9 @@ class Layer:
             "sinks": bool(self.shape.sinks),
             "attn_temperature": self.attn_temperature is not None,
             "latent": self.latent is not None,
+            "low_rank_queries": self.latent is not None and self.latent.q_down is not None,
+            "parallel": self.parallel,
+            "late_norm": self.late_qk_norm,
             "shared_expert": self.experts is not None and self.up is not None,
         }
         own = frozenset(name for name, needed in found.items() if needed)

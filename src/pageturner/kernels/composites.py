@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pageturner.errors import EngineFault
-from pageturner.kernels.adapters import Adapter, Adapters, AdapterWeights, of_rows
+from pageturner.kernels.adapters import Adapters, of_rows
 from pageturner.kernels.base import (
     F32,
     GATED,
@@ -44,7 +44,7 @@ class Composites:
     """Default bodies of the composites. A test holds every override against these.
 
     A backend whose native composites serve only some layers falls back on these bodies for the
-    others. Until it has a primitive marked [feature], the bodies below refuse in its place.
+    others. Until it computes adapters, the bodies below refuse in its place.
     """
 
     gpu_kv = False
@@ -53,11 +53,6 @@ class Composites:
     def divided(self) -> bool:
         """False: this backend has the whole of each layer."""
         return False
-
-    @property
-    def features(self) -> frozenset[str]:
-        """None: a backend says what it has."""
-        return frozenset()
 
     def default_activation_bits(self, kind: str) -> int:
         """8: nothing more is cheap."""
@@ -124,14 +119,49 @@ class Composites:
         self: Any, adapted: Adapted | None, x: Array, layer: Layer, kv: KV, index: int, batch: Batch
     ) -> Array:
         """`attention_block` with what adapters add."""
-        return _attention(self, adapted, x, layer, kv, index, batch)
+        h = _normed(self, x, layer.attn_norm, layer.attn_norm_bias, layer.eps)
+        if layer.latent is None:
+            mixed = _mix_heads(self, adapted, h, layer, kv, index, batch)
+        else:
+            mixed = _mix_latent(self, h, layer, kv, index, batch)
+        o = _linear(self, adapted, "o", mixed, layer.o, layer.o_bias)
+        x = _add_part(self, x, o, layer.attn_post_norm, layer)
+        return _add_mlp(self, adapted, x, h, layer) if layer.parallel else x
 
     def adapted_mlp(self: Any, adapted: Adapted | None, x: Array, layer: Layer) -> Array:
         """`mlp_block` with what adapters add."""
-        return _feed_forward(self, adapted, x, layer)
+        if layer.parallel:  # attention has added it, since it has what both see
+            return x
+        h = _normed(self, x, layer.mlp_norm, layer.mlp_norm_bias, layer.eps)
+        return _add_mlp(self, adapted, x, h, layer)
 
     def add_experts(self: Any, x: Array, h: Array, layer: Layer) -> Array:
-        return _add_experts(self, x, h, layer)
+        """x plus what its experts make of each row of h, one product per expert for all the rows
+        that chose it. A row meets its experts in ascending order, whoever else is in the batch."""
+        e = layer.experts
+        assert e is not None
+        logits = self.linear(h, e.router, e.router_bias)
+        if e.choice is None:
+            ids, weights = self.route(logits, e.top_k, e.normalise, e.scoring)
+        else:
+            scores = self.route(logits, len(e.up), False, e.scoring)[1]  # of all, by id
+            ids, weights = e.choice(scores)
+        if e.scale != 1:
+            weights = weights * np.float32(e.scale)
+        for expert in np.unique(ids):
+            chosen, column = np.nonzero(ids == expert)
+            rows = chosen.astype(np.int32)
+            mine, weight = self.take_rows(h, rows), weights[chosen, column]
+            if e.weigh_input:
+                mine = self.scale_rows(mine, weight, np.arange(len(rows), dtype=np.int32))
+                weight = np.ones_like(weight)
+            gate = self.linear(mine, e.gate[expert], _of(e.gate_bias, expert))
+            up = self.linear(mine, e.up[expert], _of(e.up_bias, expert))
+            y = self.linear(
+                _gated(self, gate, up, layer.act), e.down[expert], _of(e.down_bias, expert)
+            )
+            x = self.add_rows(x, y, rows, weight)
+        return x
 
     def logits(self: Any, x: Array, head: Head, adapters: Adapters | None = None) -> F32:
         normed = _normed(self, x, head.norm, head.norm_bias, head.eps)
@@ -157,44 +187,6 @@ class Composites:
             found.chosen[:] = raw[rows, ids] - found.lse
         return SamplerOutput(ids, logits[rows, ids], found)
 
-    def layer_norm(self: Any, x: Array, weight: Weight, bias: Weight, eps: float) -> Array:
-        return _lacking(self, "layer_norm")
-
-    def activate(self: Any, x: Array, act: str) -> Array:
-        return _lacking(self, "activation")
-
-    def mul(self: Any, x: Array, y: Array) -> Array:
-        return _lacking(self, "activation")
-
-    def scale(self: Any, x: Array, factor: float) -> Array:
-        return _lacking(self, "scale")
-
-    def soft_cap(self: Any, x: F32, cap: float) -> F32:
-        return _lacking(self, "soft_cap")
-
-    def clamped_swiglu(self: Any, gate: Array, up: Array) -> Array:
-        return _lacking(self, "activation")
-
-    def scale_rows(self: Any, x: Array, factors: F32, rows: I32) -> Array:
-        return _lacking(self, "attn_temperature")
-
-    def head_linear(self: Any, x: Array, weights: tuple[Weight, ...]) -> Array:
-        return _lacking(self, "latent")
-
-    def join_heads(self: Any, x: Array, y: Array, heads: int) -> Array:
-        return _lacking(self, "latent")
-
-    def route(
-        self: Any, logits: Array, top_k: int, normalise: bool, scoring: str = "softmax"
-    ) -> tuple[I32, F32]:
-        return _lacking(self, "experts")
-
-    def add_rows(self: Any, x: Array, y: Array, rows: I32, weights: F32) -> Array:
-        return _lacking(self, "experts")
-
-    def pack_adapter(self: Any, weights: AdapterWeights, stack: Stack) -> Adapter:
-        return _lacking(self, "adapters")
-
     def adapt(self: Any, y: Array, x: Array, adapters: Adapters, layer: int, field: str) -> Array:
         return _lacking(self, "adapters")
 
@@ -202,20 +194,8 @@ class Composites:
         return _lacking(self, "adapters")
 
 
-def _attention(
-    ops: Ops, adapted: Adapted | None, x: Array, layer: Layer, kv: KV, index: int, batch: Batch
-) -> Array:
-    h = _normed(ops, x, layer.attn_norm, layer.attn_norm_bias, layer.eps)
-    if layer.latent is None:
-        mixed = _mix_heads(ops, adapted, h, layer, kv, index, batch)
-    else:
-        mixed = _mix_latent(ops, h, layer, kv, index, batch)
-    o = _linear(ops, adapted, "o", mixed, layer.o, layer.o_bias)
-    return _add_part(ops, x, o, layer.attn_post_norm, layer)
-
-
-def _feed_forward(ops: Ops, adapted: Adapted | None, x: Array, layer: Layer) -> Array:
-    h = _normed(ops, x, layer.mlp_norm, layer.mlp_norm_bias, layer.eps)
+def _add_mlp(ops: Ops, adapted: Adapted | None, x: Array, h: Array, layer: Layer) -> Array:
+    """x plus what MLP and experts make of h."""
     if layer.up is not None:
         up = _linear(ops, adapted, "up", h, layer.up, layer.up_bias)
         if layer.gate is None:
@@ -223,6 +203,10 @@ def _feed_forward(ops: Ops, adapted: Adapted | None, x: Array, layer: Layer) -> 
         else:
             y = _gated(ops, _linear(ops, adapted, "gate", h, layer.gate), up, layer.act)
         y = _linear(ops, adapted, "down", y, layer.down, layer.down_bias)
+        switch = layer.experts and layer.experts.shared_switch
+        if switch is not None:
+            scores = ops.route(ops.linear(h, switch), 1, False, "sigmoid")[1]
+            y = ops.scale_rows(y, scores[:, 0], np.arange(len(scores), dtype=np.int32))
         x = _add_part(ops, x, y, layer.mlp_post_norm, layer)
     if layer.experts is None:
         return x
@@ -282,12 +266,15 @@ def _mix_heads(
     k = _linear(ops, adapted, "k", h, layer.k, layer.k_bias)
     v = _linear(ops, adapted, "v", h, layer.v, layer.v_bias)
     dim = layer.shape.head_dim
+    if layer.late_qk_norm:
+        q = ops.rope(q, batch.positions, layer.rope, dim)
+        k = ops.rope(k, batch.positions, layer.rope, dim)
     if layer.q_norm is not None and layer.wide_qk_norm:
         q, k = ops.norm(q, layer.q_norm, layer.eps), ops.norm(k, layer.k_norm, layer.eps)
     elif layer.q_norm is not None:
         q = ops.head_norm(q, layer.q_norm, layer.eps, dim)
         k = ops.head_norm(k, layer.k_norm, layer.eps, dim)
-    if layer.rope.cos.shape[1]:
+    if layer.rope.cos.shape[1] and not layer.late_qk_norm:
         q = ops.rope(q, batch.positions, layer.rope, dim)
         k = ops.rope(k, batch.positions, layer.rope, dim)
     if layer.attn_temperature is not None:
@@ -300,9 +287,12 @@ def _mix_latent(ops: Ops, h: Array, layer: Layer, kv: KV, index: int, batch: Bat
     """The same over a latent KV (see kernels.layer_parts.Latent): [T, heads * v]."""
     latent, heads, turned = layer.latent, layer.shape.heads, 2 * layer.rope.cos.shape[1]
     assert latent is not None
-    q = ops.head_linear(ops.linear(h, layer.q), latent.k_up)
+    seen = h
+    if latent.q_down is not None:
+        seen = ops.norm(ops.linear(h, latent.q_down), latent.q_norm, layer.eps)
+    q = ops.head_linear(ops.linear(seen, layer.q), latent.k_up)
     k = ops.norm(ops.linear(h, layer.k), latent.norm, layer.eps)
-    q_rope = ops.rope(ops.linear(h, latent.q_rope), batch.positions, layer.rope, turned)
+    q_rope = ops.rope(ops.linear(seen, latent.q_rope), batch.positions, layer.rope, turned)
     k_rope = ops.rope(ops.linear(h, latent.k_rope), batch.positions, layer.rope, turned)
     ops.kv_write(kv, index, ops.join_heads(k, k_rope, 1), None, batch.slots)
     mixed = ops.attention(ops.join_heads(q, q_rope, heads), kv, index, batch, layer.shape)
@@ -314,29 +304,6 @@ def _gated(ops: Ops, gate: Array, up: Array, act: str) -> Array:
     if act == GATED:
         return ops.clamped_swiglu(gate, up)
     return ops.act_mul(gate, up) if act == "silu" else ops.mul(ops.activate(gate, act), up)
-
-
-def _add_experts(ops: Ops, x: Array, h: Array, layer: Layer) -> Array:
-    """x plus what its experts make of each row of h, one product per expert for all the rows that
-    chose it. A row meets its experts in ascending order, whoever else is in the batch."""
-    e = layer.experts
-    assert e is not None
-    logits = ops.linear(h, e.router, e.router_bias)
-    ids, weights = ops.route(logits, e.top_k, e.normalise, e.scoring)
-    if e.scale != 1:
-        weights = weights * np.float32(e.scale)
-    for expert in np.unique(ids):
-        chosen, column = np.nonzero(ids == expert)
-        rows = chosen.astype(np.int32)
-        mine, weight = ops.take_rows(h, rows), weights[chosen, column]
-        if e.weigh_input:
-            mine = ops.scale_rows(mine, weight, np.arange(len(rows), dtype=np.int32))
-            weight = np.ones_like(weight)
-        gate = ops.linear(mine, e.gate[expert], _of(e.gate_bias, expert))
-        up = ops.linear(mine, e.up[expert], _of(e.up_bias, expert))
-        y = ops.linear(_gated(ops, gate, up, layer.act), e.down[expert], _of(e.down_bias, expert))
-        x = ops.add_rows(x, y, rows, weight)
-    return x
 
 
 def _of(weights: tuple[Weight, ...], expert: int) -> Weight | None:

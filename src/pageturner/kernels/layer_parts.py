@@ -6,6 +6,7 @@ Owns these types. Must not know any model family, nor how a backend computes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,9 @@ class Experts:
     weigh_input  what goes into an expert is multiplied by its weight, not what comes out (Llama 4)
     router_bias  [experts]; gate_bias, up_bias, down_bias: one vector for each expert, or ()
                  (gpt-oss)
+    choice       makes the ids of the chosen ones, ascending, and their weights, both [T, top_k],
+                 of the scores of all [T, experts]; None: the largest scores are chosen
+    shared_switch  [1, d]; the MLP beside the experts is multiplied by the sigmoid of its product
     """
 
     router: Weight
@@ -41,6 +45,8 @@ class Experts:
     gate_bias: tuple[Weight, ...] = ()
     up_bias: tuple[Weight, ...] = ()
     down_bias: tuple[Weight, ...] = ()
+    choice: Callable[[Any], tuple[Any, Any]] | None = None
+    shared_switch: Weight | None = None
 
     @property
     def needs(self) -> frozenset[str]:
@@ -50,6 +56,8 @@ class Experts:
             "scoring": self.scoring != "softmax" or self.scale != 1 or self.weigh_input,
             "expert_bias": self.router_bias is not None
             or bool(self.gate_bias or self.up_bias or self.down_bias),
+            "expert_choice": self.choice is not None,
+            "shared_switch": self.shared_switch is not None,
         }
         return frozenset(name for name, needed in found.items() if needed)
 
@@ -68,6 +76,7 @@ class Latent:
     norm    [rank], RMSNorm
     k_up    of each head [rank, n]
     v_up    of each head [v, rank]
+    q_down  [n, d], or None: q and q_rope see q_norm(q_down x) in place of x
     """
 
     q_rope: Weight
@@ -75,3 +84,5 @@ class Latent:
     norm: Weight
     k_up: tuple[Weight, ...]
     v_up: tuple[Weight, ...]
+    q_down: Weight | None = None
+    q_norm: Weight | None = None

@@ -22,6 +22,7 @@ from pageturner.errors import EngineFault
 from pageturner.formats import ggml
 from pageturner.kernels.adapters import Adapters, AdapterWeights, LowRank, widened
 from pageturner.kernels.base import (
+    COMPOSED,
     F32,
     FEATURES,
     I32,
@@ -86,7 +87,7 @@ class ReferenceOps(Composites):
     @property
     def features(self) -> frozenset[str]:
         """All of them."""
-        return FEATURES
+        return FEATURES | COMPOSED
 
     def default_activation_bits(self, kind: str) -> int:
         """12, as the fastest kernels; nothing is cheap here."""

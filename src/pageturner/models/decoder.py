@@ -13,7 +13,7 @@ import numpy as np
 from pageturner.kernels.adapters import Adapter, Adapters, AdapterWeights, of_rows
 from pageturner.kernels.base import F32, KV, Array, Batch, KVSpec, Ops, Stack
 from pageturner.kernels.choosing import ChooseArgs, Head, SamplerOutput
-from pageturner.models.spec import ModelSpec
+from pageturner.models.spec import ModelSpec, unsupported
 from pageturner.models.weights import Weights
 
 
@@ -56,8 +56,7 @@ class Decoder:
         self._inner = weights.inner
 
     def kv_spec(self, blocks: int, block_size: int, dtype: str) -> KVSpec:
-        """The KV storage of `blocks` blocks of `block_size` tokens, that of all ranks together;
-        dtype "float16" or "float32"."""
+        """The KV storage of `blocks` blocks of `block_size` tokens, that of all ranks together."""
         whole = self.spec.kv_spec(blocks, block_size, dtype, self._ops.gpu_kv)
         return whole if self.shard is None else replace(whole, kv_heads=self.shard.kv_heads)
 
@@ -82,7 +81,11 @@ class Decoder:
         return [self.adapters[name] if name else None for name in names] if any(names) else None
 
     def pack_adapter(self, weights: AdapterWeights) -> Adapter:
-        """The adapter for this decoder, as its backend wants it."""
+        """The adapter for this decoder, as its backend wants it. EngineFault: it computes none."""
+        if self.spec.composed:
+            raise unsupported(
+                f"this model has {self.spec.composed}, beside which no adapter works yet"
+            )
         return self._ops.pack_adapter(weights.of_neurons(self._inner), self.stack)
 
     def hidden(self, batch: Batch, kv: KV, sliding: tuple[Batch, KV] | None = None) -> Array:
@@ -94,8 +97,7 @@ class Decoder:
         return self._ops.hidden(self.stack, batch, kv, sliding)
 
     def logits(self, hidden: Array, adapters: Adapters | None = None) -> F32:
-        """The second part: logits [R, vocab] of rows [R, d], all of them or some, valid until the
-        next call. Where many rows are wanted, a few at a time keep memory bounded."""
+        """The second part: logits [R, vocab] of some rows [R, d], valid until the next call."""
         if not len(hidden):
             return np.empty((0, self.spec.vocab), np.float32)
         return self._ops.logits(hidden, self.head, adapters)
@@ -112,6 +114,5 @@ class Decoder:
         return normed if scale == 1 else normed / np.float32(scale)
 
     def choose(self, hidden: Array, args: ChooseArgs) -> SamplerOutput:
-        """Choose a token for each row [R, d] instead of returning logits, with the wanted logprobs
-        (`Ops.choose`)."""
+        """Choose a token for each row [R, d], with the wanted logprobs (`Ops.choose`)."""
         return self._ops.choose(hidden, self.head, args)

@@ -90,9 +90,9 @@ def _bytes(values: Any, kind: str) -> memoryview:
 
 def _named(layout: Layout) -> Iterator[tuple[str, Part]]:
     """Every part that lies in a tensor, with its field."""
-    yield from layout.top.items()
-    for number, layer in enumerate(layout.layers):
-        yield from ((field, part) for field, part in layer.items() if part.name)
+    for parts in (layout.top, *layout.layers):
+        yield from ((field, part) for field, part in parts.items() if part.name)
+    for number in range(len(layout.layers)):
         several = layout.several(number) if layout.experts else {}
         yield from ((field, part) for field, parts in several.items() for part in parts)
 

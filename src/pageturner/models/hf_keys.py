@@ -8,6 +8,8 @@ computed.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 # What generate() once read from here, with every value it had by default.
@@ -65,107 +67,24 @@ SAME = {
 # What all models here compute.
 ALWAYS = {"scale_attn_weights": True, "is_causal": True, "use_rope": True, "causal": True}
 
-_GLM = {
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "partial_rotary_factor": 0.5,
-    "attention_bias": True,
-}
-# What Transformers takes where a file is silent, by model type, as far as it is not what most take.
-# A key that is there with null is not silent.
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "mistral": {"sliding_window": 4096, "num_key_value_heads": 8},
-    "mixtral": {
-        "num_key_value_heads": 8,
-        "rope_theta": 1e6,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-    },
-    "qwen2": {"max_window_layers": 28},
-    "qwen3": {"max_window_layers": 28, "head_dim": 128},
-    "qwen3_moe": {"max_window_layers": 28, "num_key_value_heads": 4},
-    "phi3": {"original_max_position_embeddings": 4096},
-    "smollm3": {"num_key_value_heads": 4, "rope_theta": 2e6},
-    "olmo3": {"sliding_window": 4096},
-    "glm": _GLM,
-    "glm4": _GLM,
-    "starcoder2": {
-        "num_key_value_heads": 2,
-        "norm_epsilon": 1e-5,
-        "hidden_act": "gelu_pytorch_tanh",
-    },
-    "gpt_oss": {
-        "head_dim": 64,
-        "num_key_value_heads": 8,
-        "sliding_window": 128,
-        "rope_theta": 150_000.0,
-        "num_experts_per_tok": 4,
-        "attention_bias": True,
-    },
-    "llama4_text": {
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "rope_theta": 500_000.0,
-        "attention_chunk_size": 8192,
-        "vocab_size": 202_048,
-        "max_position_embeddings": 131_072,
-        "rms_norm_eps": 1e-5,
-    },
-    "deepseek_v2": {"rms_norm_eps": 1e-6},
-    "gpt2": {"layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"},
-    "opt": {"layer_norm_epsilon": 1e-5, "activation_function": "relu"},
-    "bloom": {"layer_norm_epsilon": 1e-5, "seq_length": 2048},
-    "gemma2": {
-        "head_dim": 256,
-        "num_key_value_heads": 4,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-    },
-    "gemma3_text": {
-        "vocab_size": 262208,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-6,
-        "head_dim": 256,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "rope_theta": 1e6,
-        "rope_local_base_freq": 10_000.0,
-    },
-}
+_FAMILIES = json.loads(Path(__file__).with_name("hf_families.json").read_bytes())
 
-# What model types call the keys of Llama; of several names the first that has a value counts.
-KEYS = {
-    "gpt2": {
-        "hidden_size": "n_embd",
-        "num_hidden_layers": "n_layer",
-        "num_attention_heads": "n_head",
-        "intermediate_size": "n_inner",
-        "max_position_embeddings": "n_positions",
-        "rms_norm_eps": "layer_norm_epsilon",
-        "hidden_act": "activation_function",
-    },
-    "opt": {
-        "intermediate_size": "ffn_dim",
-        "rms_norm_eps": "layer_norm_epsilon",
-        "hidden_act": "activation_function",
-    },
-    "bloom": {
-        "hidden_size": "hidden_size n_embed",
-        "num_hidden_layers": "n_layer num_hidden_layers",
-        "num_attention_heads": "n_head num_attention_heads",
-        "intermediate_size": "n_inner",
-        "max_position_embeddings": "seq_length",
-        "rms_norm_eps": "layer_norm_epsilon",
-    },
-    "starcoder2": {"rms_norm_eps": "norm_epsilon"},
-}
 
-# Of Gemma 3 with a vision tower, everything outside of "text_config" that is about pictures.
+def _column(name: str) -> dict[str, Any]:
+    return {arch: row[name] for arch, row in _FAMILIES.items() if name in row}
+
+
+# By model type: what Transformers takes where a file is silent, as far as it is not what most take
+# (a key that is there with null is not silent); what it calls the keys of Llama (of several names
+# the first that has a value counts); keys that may say this alone; keys that say nothing in it.
+DEFAULTS: dict[str, dict[str, Any]] = _column("defaults")
+KEYS: dict[str, dict[str, str]] = _column("keys")
+EXPECTED: dict[str, dict[str, Any]] = _column("expected")
+SILENT: dict[str, str] = _column("silent")
+
+# Of models with a vision tower, everything outside of "text_config" that is about pictures.
 PICTURES = """
     vision_config mm_tokens_per_image boi_token_index eoi_token_index image_token_index
-    image_token_id boi_token_id eoi_token_id
+    image_token_id boi_token_id eoi_token_id projector_hidden_act vision_feature_layer
+    multimodal_projector_bias spatial_merge_size
 """

@@ -22,12 +22,15 @@ _ACTIVATIONS = {
     "gelu_fast": "gelu_tanh",
 }
 # Of families that alternate: layers whose number, from 1 on, is no multiple of this have a window.
-_EVERY = {"gemma2": 2, "olmo3": 4, "gpt_oss": 2}
+_EVERY = {"gemma2": 2, "olmo3": 4, "gpt_oss": 2, "cohere2": 4, "exaone4": 4}
 _CHUNKS = ("attention_chunk_size", "chunked_attention")
 # Families of which Transformers gives the window to every layer; those that have windows in some
 # layers only. To all others a window that is set says nothing.
-_EVERYWHERE = ("mistral", "mixtral", "phi3", "starcoder2", "qwen3_moe")
-_SOMEWHERE = ("qwen2", "qwen3", "smollm3", "gemma2", "gemma3", "olmo3", "gpt_oss", "llama4_text")
+_EVERYWHERE = ("mistral", "mixtral", "phi3", "starcoder2", "qwen3_moe", "ministral3")
+_SOMEWHERE = (
+    *("qwen2", "qwen3", "smollm3", "gemma2", "gemma3", "olmo3", "gpt_oss", "llama4_text"),
+    *("cohere2", "exaone4", "ministral"),
+)
 
 
 def llama_like(config: HFConfig, ffn: str = "intermediate_size", head_dim: int = 0) -> ModelSpec:
@@ -39,7 +42,7 @@ def llama_like(config: HFConfig, ffn: str = "intermediate_size", head_dim: int =
     arch = config.arch
     family = FAMILIES[arch]
     dim, heads = config.size("hidden_size"), config.size("num_attention_heads")
-    if arch != "bloom":
+    if arch not in ("bloom", "arcee"):
         act = config.get("hidden_act", str, "silu")
         family = replace(family, act=activation(config.get("hidden_activation", str, act)))
     rotary = family.positions == "rotary"
@@ -73,7 +76,8 @@ def _with_rope(config: HFConfig, spec: ModelSpec, head_dim: int) -> ModelSpec:
     head_dim = head_dim or said
     family = spec.family
     if spec.arch not in ("qwen2", "phi3") and config.get("attention_bias", bool, False):
-        family = replace(family, qkv_bias=True, o_bias=True)
+        out = config.get("attention_out_bias", bool, True)
+        family = replace(family, qkv_bias=True, o_bias=out)
     window, windowed = window_layers(config, spec.arch, spec.layers)
     local, rope = _ropes(config, head_dim)
     context = spec.context
@@ -207,6 +211,12 @@ def _rope(config: HFConfig, scaling: HFConfig | None, head_dim: int) -> RopeSpec
             amplitude=scaling.get("attention_factor", float, amplitude),
             truncate=scaling.get("truncate", bool, True),
         )
+    if config.arch == "hunyuan_v1_dense" and kind == "dynamic":  # stretched whatever the length
+        stretch = scaling.get("alpha", float, 1.0) ** (rope.dim / max(rope.dim - 2, 1))
+        rope = replace(rope, base=rope.base * stretch)
+        scaling.ignore("beta_* mscale*")
+    if config.arch == "ministral3":
+        scaling.ignore("llama_4_scaling_beta max_position_embeddings")
     scaling.done()
     return rope
 

@@ -34,6 +34,10 @@ _LLAMA = modules("""
     gates      mlp.experts.{}.gate_proj
     ups        mlp.experts.{}.up_proj
     downs      mlp.experts.{}.down_proj
+    choice       mlp.gate.e_score_correction_bias
+    shared_gate  mlp.shared_experts.gate_proj
+    shared_up    mlp.shared_experts.up_proj
+    shared_down  mlp.shared_experts.down_proj
 """)
 _OLMO2 = _LLAMA | modules("""
     attn_post_norm  post_attention_layernorm
@@ -70,15 +74,26 @@ _DEEPSEEK = _LLAMA | modules("""
     k_rope       self_attn.kv_a_proj_with_mqa
     kv_up        self_attn.kv_b_proj
     latent_norm  self_attn.kv_a_layernorm
-    shared_gate  mlp.shared_experts.gate_proj
-    shared_up    mlp.shared_experts.up_proj
-    shared_down  mlp.shared_experts.down_proj
+    q_down       self_attn.q_a_proj
+    query_norm   self_attn.q_a_layernorm
+    q_up         self_attn.q_b_proj
+""")
+_QWEN2_MOE = _LLAMA | modules("""
+    shared_gate    mlp.shared_expert.gate_proj
+    shared_up      mlp.shared_expert.up_proj
+    shared_down    mlp.shared_expert.down_proj
+    shared_switch  mlp.shared_expert_gate
+""")
+_HUNYUAN = _LLAMA | modules("""
+    q_norm  self_attn.query_layernorm
+    k_norm  self_attn.key_layernorm
 """)
 _MIXTRAL = _LLAMA | modules("""
     router  block_sparse_moe.gate
     gates   block_sparse_moe.experts.{}.w1
     ups     block_sparse_moe.experts.{}.w3
     downs   block_sparse_moe.experts.{}.w2
+    choice  block_sparse_moe.e_score_correction_bias
 """)
 _GPT2 = _LLAMA | modules("""
     embed      wte
@@ -126,9 +141,20 @@ _GPT_ROOTS = ("transformer.", "")
 _GATE_UP = {"gate up": "mlp.gate_up_proj"}
 _HF = {
     "phi3": Names(_LLAMA, fused={"q k v": "self_attn.qkv_proj"} | _GATE_UP),
+    "gemma": Names(_LLAMA, norm_plus=1.0),
     "gemma2": Names(_GEMMA, norm_plus=1.0),
     "gemma3": Names(_GEMMA, _INNER, norm_plus=1.0),
     "mixtral": Names(_MIXTRAL),
+    "minimax_m2": Names(_MIXTRAL),
+    "mistral": Names(_LLAMA, _INNER),
+    "ministral3": Names(_LLAMA, _INNER),
+    "qwen2_moe": Names(_QWEN2_MOE),
+    "exaone4": Names(_OLMO2),
+    "arcee": Names(_LLAMA | {"gate": "mlp.up_proj"}),  # relu(x) x is its square of relu
+    "hunyuan_v1_dense": Names(_HUNYUAN),
+    "ernie4_5_moe": Names(_LLAMA | {"choice": "mlp.moe_statics.e_score_correction_bias"}),
+    "deepseek_v3": Names(_DEEPSEEK),
+    "glm4_moe_lite": Names(_DEEPSEEK),
     "olmo2": Names(_OLMO2),
     "olmo3": Names(_OLMO2),
     "glm": Names(_LLAMA, fused=_GATE_UP),
@@ -142,7 +168,7 @@ _HF = {
     "opt": Names(_OPT, ("model.decoder.", "decoder.", ""), unused_positions=2),
     "bloom": Names(_BLOOM, _GPT_ROOTS, "h.", adapt=_bloom_fused),
 }
-# What sees pictures in Gemma 3 and Llama 4; names as of Transformers 4 and 5.
+# What sees pictures in Gemma 3, Llama 4 and Mistral 3; names as of Transformers 4 and 5.
 _PICTURES = tuple(
     f"{root}{part}."
     for root in ("", "model.")
@@ -150,6 +176,7 @@ _PICTURES = tuple(
 )
 # Buffers that old files carry along: masks and frequencies, which follow from the configuration.
 _BUFFERS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+_PREDICTORS = 3
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 
 
@@ -157,8 +184,10 @@ def hf_layout(spec: ModelSpec, present: Callable[[str], bool]) -> Layout:
     """The layout of a Hugging Face folder; `present` as in `layout_of`."""
     layout = layout_of(spec, _HF.get(spec.arch, Names(_LLAMA)), present)
     ignored = (*_BUFFERS, "lm_head.weight") if spec.tied else _BUFFERS
-    foreign = _PICTURES if spec.arch in ("gemma3", "llama4_text") else ()
-    return replace(layout, ignored=ignored, foreign=foreign)
+    foreign = _PICTURES if _HF.get(spec.arch, Names(_LLAMA)).roots == _INNER else ()
+    if spec.experts is not None:  # layers behind the last predict a second token
+        foreign += tuple(f"model.layers.{spec.layers + i}." for i in range(_PREDICTORS))
+    return replace(layout, ignored=ignored, foreign=(*foreign, "model.mtp_"))
 
 
 def as_stored(layout: Layout, tensors: Mapping[str, TensorInfo]) -> Layout:
@@ -167,6 +196,8 @@ def as_stored(layout: Layout, tensors: Mapping[str, TensorInfo]) -> Layout:
 
     def turned(part: Part) -> Part:
         info = tensors.get(part.name)
+        if info is not None and info.shape == (1, *part.shape):  # Ernie's biases of experts
+            return replace(part, shape=info.shape, index=0)
         kind = BY_NAME.get(info.kind) if info is not None else None
         if part.index is None or not part.transposed or kind is None or kind.values == 1:
             return part

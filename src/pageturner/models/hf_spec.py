@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from pageturner.errors import EngineFault
 from pageturner.kernels.base import GATED
-from pageturner.models.hf_keys import DEFAULTS, PICTURES, QUANTISED
+from pageturner.models.hf_keys import DEFAULTS, EXPECTED, PICTURES, QUANTISED, SILENT
 from pageturner.models.hf_llama import activation, llama_like, no_rope_layers, rope_section
 from pageturner.models.hf_values import HFConfig, Json
 from pageturner.models.rope import yarn_amplitude
@@ -40,19 +40,26 @@ def read_hf_spec(values: Json, where: str, name: str, has_head: bool) -> ModelSp
     wrong type, 'model_invalid' what makes no sense.
     """
     arch = HFConfig(values, where).get("model_type", str)
-    if arch in ("gemma3", "llama4"):
-        arch, values, where = f"{arch}_text", _text_part(values, where), f"{where}, text_config"
+    if arch in _TEXT_PARTS:
+        values, where = _text_part(values, where), f"{where}, text_config"
+        arch = HFConfig(values, where).get("model_type", str, _TEXT_PARTS[arch])
     reader = _READERS.get(arch)
     if reader is None:
         raise unsupported(f"model type {arch!r} is not supported; known: {', '.join(_READERS)}")
     ours = arch.replace("gemma3_text", "gemma3")
     config = HFConfig(DEFAULTS.get(arch, {}) | values, where, ours, name)
     config.ignore(QUANTISED)  # how weights lie in their files
+    config.ignore(SILENT.get(arch, ""))
+    for key, wanted in EXPECTED.get(arch, {}).items():
+        config.expect(key, wanted)
     spec = reader(config)
     tied = config.get("tie_word_embeddings", bool, not has_head)
     spec = replace(spec, tied=tied)
     config.done(spec)
     return check_spec(spec)
+
+
+_TEXT_PARTS = {"gemma3": "gemma3_text", "llama4": "llama4_text", "mistral3": "mistral"}
 
 
 def _text_part(values: Json, where: str) -> Json:
@@ -73,13 +80,6 @@ def _text_part(values: Json, where: str) -> Json:
 # -- Llama and those who follow it -----------------------------------------------------------------
 
 
-def _phi3(config: HFConfig) -> ModelSpec:
-    spec = llama_like(config)
-    for key, wanted in (("attention_bias", False), ("full_attn_mod", 1), ("interpolate_factor", 1)):
-        config.expect(key, wanted)  # the last two: of Phi-4-mini
-    return spec
-
-
 def _gemma(config: HFConfig) -> ModelSpec:
     config.expect("sliding_window_size", config.raw("sliding_window"))  # said twice in some files
     config.raw("hidden_act")  # says "gelu" in old files, and is not what decides
@@ -95,29 +95,116 @@ def _gemma(config: HFConfig) -> ModelSpec:
     )
 
 
-def _mixtral(config: HFConfig) -> ModelSpec:
+def _with_experts(config: HFConfig) -> ModelSpec:
     spec = llama_like(config)
-    count, top_k = config.size("num_local_experts"), config.size("num_experts_per_tok")
-    every = frozenset(range(spec.layers))
-    return replace(spec, experts=ExpertSpec(count, top_k, spec.ffn, True, every))
+    return replace(spec, experts=_experts(config, spec.layers))
 
 
-def _qwen3_moe(config: HFConfig) -> ModelSpec:
-    spec = llama_like(config)
-    step, dense = config.size("decoder_sparse_step", 1), config.raw("mlp_only_layers") or []
+_METHODS = ("greedy", "group_limited_greedy", "noaux_tc")  # the last: by scores and a bias
+
+
+def _experts(config: HFConfig, layers: int) -> ExpertSpec | None:
+    """The experts, None where no layer has any."""
+    inner = config.size("moe_intermediate_size")
+    method = config.get("topk_method", str, "greedy")
+    if method not in _METHODS:
+        raise unsupported(f"topk_method {method!r} is not supported; known: {', '.join(_METHODS)}")
+    shared = config.get("n_shared_experts", int, 0)
+    if shared:
+        shared = inner * config.size("n_shared_experts", most=1 << 16)
+    if config.arch == "qwen2_moe":
+        shared = config.get("shared_expert_intermediate_size", int)
+    experts = ExpertSpec(
+        config.size("num_experts"),
+        config.size("num_experts_per_tok"),
+        inner,
+        config.get("norm_topk_prob", bool, False),
+        _sparse_layers(config, layers),
+        shared=shared,
+        scoring=config.get("scoring_func", str, "softmax"),
+        scale=config.get("routed_scaling_factor", float, 1.0),
+        switched=config.arch == "qwen2_moe",
+        biased=method == "noaux_tc",
+    )
+    groups = config.size("n_group", 1)
+    kept = config.size("topk_group", 1)
+    if method != "greedy":
+        best = 2 if experts.biased else 1
+        experts = replace(experts, groups=groups, kept=kept, best=best)
+    return experts if experts.layers else None
+
+
+def _sparse_layers(config: HFConfig, layers: int) -> frozenset[int]:
+    """The layers with experts: as listed, else every so many from a first to a last."""
+    kinds = config.raw("mlp_layer_types")
+    dense = config.raw("mlp_only_layers") or []
+    first = config.get("first_k_dense_replace", int, 0)
+    last = config.get("moe_layer_end_index", int, 0)
+    step = config.size("decoder_sparse_step", 1)
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         raise EngineFault(
             "config_invalid", f"mlp_only_layers should be numbers of layers, not {dense!r}"
         )
-    dense = frozenset(dense)
-    experts = ExpertSpec(
-        config.size("num_local_experts" if config.raw("num_experts") is None else "num_experts"),
-        config.size("num_experts_per_tok"),
-        config.size("moe_intermediate_size"),
-        config.get("norm_topk_prob", bool, False),
-        frozenset(i for i in range(spec.layers) if i not in dense and (i + 1) % step == 0),
+    if kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) != layers:
+            raise EngineFault("config_invalid", f"mlp_layer_types should name {layers} layers")
+        return frozenset(i for i in range(layers) if kinds[i] == "sparse")
+    end = last + 1 if last > 0 else layers
+    wanted = range(max(first, 0), min(end, layers))
+    return frozenset(i for i in wanted if i not in dense and (i + 1) % step == 0)
+
+
+def _qk_normed(config: HFConfig) -> ModelSpec:
+    """GLM-4.5, of which only the largest has norms of queries and keys."""
+    spec = _with_experts(config)
+    norm = "head" if config.get("use_qk_norm", bool, False) else ""
+    return replace(spec, family=replace(spec.family, qk_norm=norm))
+
+
+def _minimax_m2(config: HFConfig) -> ModelSpec:
+    spec = _with_experts(config)
+    return replace(spec, rope=replace(spec.rope, dim=config.size("rotary_dim", spec.rope.dim)))
+
+
+def _global_without_rope(config: HFConfig) -> ModelSpec:
+    """EXAONE 4: where some layers have a window, the others have no rotary embedding."""
+    spec = llama_like(config)
+    others = frozenset(range(spec.layers)) - spec.windowed
+    return replace(spec, no_rope=others if spec.window else frozenset())
+
+
+def _cohere2(config: HFConfig) -> ModelSpec:
+    return _interleaved(
+        replace(_global_without_rope(config), logit_scale=config.get("logit_scale", float))
     )
-    return replace(spec, experts=experts)
+
+
+def _ministral3(config: HFConfig) -> ModelSpec:
+    """Llama whose queries grow by position, counted from 0."""
+    spec = llama_like(config)
+    scaling = rope_section(config)
+    if scaling is None or scaling.raw("llama_4_scaling_beta") is None:
+        return spec
+    beta = scaling.get("llama_4_scaling_beta", float)
+    floor = scaling.size("original_max_position_embeddings")
+    return replace(spec, attn_temperature=Temper(floor, beta, first=0))
+
+
+def _ernie(config: HFConfig) -> ModelSpec:
+    config.expect("use_bias", False)
+    return _interleaved(llama_like(config))
+
+
+def _ernie_moe(config: HFConfig) -> ModelSpec:
+    spec = _ernie(config)
+    return replace(spec, experts=_experts(config, spec.layers))
+
+
+def _stablelm(config: HFConfig) -> ModelSpec:
+    spec = llama_like(config)
+    beside = config.get("use_parallel_residual", bool, False)
+    bias = config.get("use_qkv_bias", bool, False)
+    return replace(spec, family=replace(spec.family, qkv_bias=bias, parallel=beside))
 
 
 def _smollm3(config: HFConfig) -> ModelSpec:
@@ -176,19 +263,10 @@ def _interleaved(spec: ModelSpec) -> ModelSpec:
 def _glm(config: HFConfig) -> ModelSpec:
     spec = _interleaved(llama_like(config))
     biased = config.get("attention_bias", bool)
-    return replace(spec, family=replace(spec.family, qkv_bias=biased, o_bias=False))
-
-
-def _starcoder2(config: HFConfig) -> ModelSpec:
-    config.expect("use_bias", True)
-    config.expect("norm_type", "layer_norm")
-    config.expect("mlp_type", "default")
-    return llama_like(config)
+    return replace(spec, family=replace(spec.family, qkv_bias=biased))
 
 
 def _gpt_oss(config: HFConfig) -> ModelSpec:
-    config.expect("swiglu_limit", 7.0)
-    config.expect("swiglu_alpha", 1.702)
     # said twice in some files
     config.expect("experts_per_token", config.raw("num_experts_per_tok"))
     config.raw("initial_context_length")  # before it was stretched, which rope_scaling says
@@ -196,11 +274,8 @@ def _gpt_oss(config: HFConfig) -> ModelSpec:
         raise EngineFault(
             "config_invalid", "gpt-oss needs rope_scaling, which says how it was stretched"
         )
-    spec = llama_like(config)
-    every = frozenset(range(spec.layers))
-    count, top_k = config.size("num_local_experts"), config.size("num_experts_per_tok")
-    experts = ExpertSpec(count, top_k, spec.ffn, True, every)
-    return replace(spec, family=replace(spec.family, act=GATED), experts=experts)
+    spec = _with_experts(config)
+    return replace(spec, family=replace(spec.family, act=GATED))
 
 
 def _llama4(config: HFConfig) -> ModelSpec:
@@ -232,43 +307,25 @@ def _llama4(config: HFConfig) -> ModelSpec:
         experts=experts if layers else None,
         chunked=True,
         no_rope=without,
-        attn_temperature=Temper(floor, scale) if tuned or tuned is None else None,
+        attn_temperature=Temper(floor, scale) if without and (tuned or tuned is None) else None,
         context=min(spec.context, LONGEST),  # ten million tokens are said
     )
 
 
-def _deepseek_v2(config: HFConfig) -> ModelSpec:
-    """V2-Lite. The larger ones route within groups and compress queries too."""
-    if config.raw("q_lora_rank") is not None:
-        raise unsupported("DeepSeek-V2 with q_lora_rank is not supported; DeepSeek-V2-Lite is")
-    for key, wanted in (
-        ("topk_method", "greedy"),
-        ("scoring_func", "softmax"),
-        ("norm_topk_prob", False),
-        ("moe_layer_freq", 1),
-    ):
-        config.expect(key, wanted)
-    config.ignore("qk_head_dim aux_loss_alpha seq_aux n_group topk_group ep_size")
+def _latent(config: HFConfig) -> ModelSpec:
+    """DeepSeek V2, V3, R1 and V3.1, and GLM-4.7-Flash."""
     latent = LatentSpec(
         config.size("kv_lora_rank"),
         config.size("qk_rope_head_dim"),
         config.size("qk_nope_head_dim"),
         config.size("v_head_dim"),
+        config.get("q_lora_rank", int, 0),
     )
-    spec = _interleaved(llama_like(config, head_dim=latent.rotary))
+    spec = llama_like(config, head_dim=latent.rotary)
     if spec.family.o_bias:
-        raise unsupported("DeepSeek-V2 with attention_bias is not supported")
-    dense = config.get("first_k_dense_replace", int, 0)
-    inner = config.size("moe_intermediate_size")
-    experts = ExpertSpec(
-        config.size("n_routed_experts"),
-        config.size("num_experts_per_tok"),
-        inner,
-        False,
-        frozenset(range(max(dense, 0), spec.layers)),
-        shared=inner * config.size("n_shared_experts", most=1 << 16),
-        scale=config.get("routed_scaling_factor", float, 1.0),
-    )
+        raise unsupported("a latent KV with attention_bias is not supported")
+    if config.get("rope_interleave", bool, True):
+        spec = _interleaved(spec)
     scale = (latent.nope + latent.rotary) ** -0.5 * _of_scores(config, spec) ** 2
     return replace(
         spec,
@@ -276,7 +333,7 @@ def _deepseek_v2(config: HFConfig) -> ModelSpec:
         kv_heads=1,
         head_dim=latent.rank + latent.rotary,
         attention_scale=scale,
-        experts=experts if experts.layers else None,
+        experts=_experts(config, spec.layers),
     )
 
 
@@ -285,10 +342,6 @@ def _of_scores(config: HFConfig, spec: ModelSpec) -> float:
     scaling = rope_section(config)
     weight = scaling.get("mscale_all_dim", float, 0.0) if scaling is not None else 0.0
     return yarn_amplitude(spec.rope.factor, weight) if spec.rope.kind == "yarn" and weight else 1.0
-
-
-def _gpt2(config: HFConfig) -> ModelSpec:
-    return llama_like(config)
 
 
 def _opt(config: HFConfig) -> ModelSpec:
@@ -306,15 +359,13 @@ def _bloom(config: HFConfig) -> ModelSpec:
     return llama_like(config)
 
 
-_PLAIN = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "olmo3")
+_PLAIN = {"llama", "mistral", "qwen2", "qwen3", "olmo2", "olmo3", "gpt2", "phi3", "starcoder2"}
+_PLAIN |= {"seed_oss", "ministral", "hunyuan_v1_dense", "arcee", "internlm3"}
+_MIXTURES = ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe")
 _READERS: dict[str, Callable[[HFConfig], ModelSpec]] = {
     **dict.fromkeys(_PLAIN, llama_like),
-    "mixtral": _mixtral,
-    "phi3": _phi3,
-    "qwen3_moe": _qwen3_moe,
-    "gemma2": _gemma,
-    "gemma3_text": _gemma,
-    "gpt2": _gpt2,
+    **dict.fromkeys(_MIXTURES, _with_experts),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), _gemma),
     "opt": _opt,
     "bloom": _bloom,
     "smollm3": _smollm3,
@@ -322,8 +373,15 @@ _READERS: dict[str, Callable[[HFConfig], ModelSpec]] = {
     "granitemoehybrid": _granite_hybrid,
     "glm": _glm,
     "glm4": _glm,
-    "starcoder2": _starcoder2,
     "gpt_oss": _gpt_oss,
     "llama4_text": _llama4,
-    "deepseek_v2": _deepseek_v2,
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), _latent),
+    "glm4_moe": _qk_normed,
+    "minimax_m2": _minimax_m2,
+    "exaone4": _global_without_rope,
+    "cohere2": _cohere2,
+    "ministral3": _ministral3,
+    "ernie4_5": _ernie,
+    "ernie4_5_moe": _ernie_moe,
+    "stablelm": _stablelm,
 }

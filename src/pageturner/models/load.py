@@ -32,7 +32,7 @@ from pageturner.models.packed_cache import PackedCache
 from pageturner.models.quantise import BYTES_PER_GROUP, QUANTIZATIONS, quantisable
 from pageturner.models.rope import table_bytes
 from pageturner.models.shard import Divisible, Shard, shard_of
-from pageturner.models.spec import ModelSpec
+from pageturner.models.spec import ModelSpec, unsupported
 from pageturner.models.stages import Stage, stage_of
 from pageturner.models.weights import (
     LoadOptions,
@@ -98,6 +98,8 @@ def _shard(model: OpenModel, options: LoadOptions) -> Shard | Stage | None:
     """The part of the model that this rank has."""
     file, spec, layout = model
     dtype, quantization = options.dtype, options.quantization
+    if spec.composed and (options.ranks > 1 or options.stages > 1):
+        raise unsupported(f"this model has {spec.composed}, which is not divided among ranks yet")
     infos = file.tensors.items()
     if options.ranks > 1:
         kinds = {name: "F32" if dtype == "float32" else info.kind for name, info in infos}

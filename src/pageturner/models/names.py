@@ -17,7 +17,7 @@ from pageturner.models.spec import LatentSpec, ModelSpec
 class Part:
     """A weight, or some rows of one. A row is one output; of a vector, one element.
 
-    name, shape  the tensor in the file; no name: there is none, and all of it are ones
+    name, shape  the tensor in the file; no name: there is none, and all of it are `times`
     index        of several behind each other in a tensor, the one with this index
     cut          (start, count, stride): rows start..start+count-1 of every `stride` rows; None: all
     transposed   the file has inputs first (GPT-2's Conv1D); turned before it is cut
@@ -64,18 +64,19 @@ class Layout:
         """Every part."""
         listed = [self.several(i) for i in range(len(self.experts))]
         several = [part for each in listed for parts in each.values() for part in parts]
-        single = [part for layer in self.layers for part in layer.values() if part.name]
-        return [*self.top.values(), *single, *several]
+        single = [part for parts in (self.top, *self.layers) for part in parts.values()]
+        return [part for part in (*single, *several) if part.name]
 
 
 def shapes_of(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
     """Field of `Layer` -> shape with the outputs first, of everything that this layer has."""
     f, vector = spec.family, (spec.dim,)
     shapes: dict[str, tuple[int, ...]] = _attention_shapes(spec, layer)
+    before = ["attn_norm"] if f.parallel else ["attn_norm", "mlp_norm"]
     if f.pre_norms:
-        shapes |= {"attn_norm": vector, "mlp_norm": vector}
+        shapes |= dict.fromkeys(before, vector)
     if f.layer_norm:
-        shapes |= {"attn_norm_bias": vector, "mlp_norm_bias": vector}
+        shapes |= {f"{norm}_bias": vector for norm in before}
     if f.o_bias:
         shapes["o_bias"] = vector
     if f.post_norms:
@@ -96,9 +97,11 @@ def shapes_of(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
 def _attention_shapes(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
     f, dim, heads, latent = spec.family, spec.dim, spec.heads, spec.latent
     if latent is not None:
-        return {
-            "q": (heads * latent.nope, dim),
-            "q_rope": (heads * latent.rotary, dim),
+        low = {"q_down": (latent.query, dim), "query_norm": (latent.query,)}
+        seen = latent.query or dim
+        return (low if latent.query else {}) | {
+            "q": (heads * latent.nope, seen),
+            "q_rope": (heads * latent.rotary, seen),
             "k": (latent.rank, dim),
             "k_rope": (latent.rotary, dim),
             "latent_norm": (latent.rank,),
@@ -113,7 +116,7 @@ def _attention_shapes(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]
     }
     if f.qk_norm == "wide":
         shapes |= {"q_norm": (q,), "k_norm": (kv,)}
-    elif f.qk_norm == "head" or (f.qk_norm == "unit" and layer not in spec.no_rope):
+    elif f.qk_norm in ("head", "late") or (f.qk_norm == "unit" and layer not in spec.no_rope):
         shapes |= {"q_norm": head, "k_norm": head}
     if f.qkv_bias:
         shapes |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
@@ -168,6 +171,8 @@ class Names:
         base = field.removesuffix("_bias")
         if field.endswith("_biases"):
             base = field.removesuffix("_biases") + "s"
+        if self.modules[base].endswith("_bias"):
+            return self.modules[base]
         bare = self.stacked in ("halves", "pairs") and base in ("sinks", "gates", "ups", "downs")
         endings = ("", "_bias") if bare else (".weight", ".bias")
         return self.modules[base] + endings[base != field]
@@ -189,6 +194,8 @@ def layout_of(spec: ModelSpec, names: Names, present: Callable[[str], bool]) -> 
     for f, shape in top_shapes(spec).items():
         times = spec.logit_scale if f in ("norm", "norm_bias") else 1.0  # logits follow the norm
         top[f] = _part(names, (outer if f == "head" else root, f), shape, times)
+    if "norm_bias" in top and not spec.family.norm_bias:
+        top["norm_bias"] = Part("", (spec.dim,), times=0.0)
     if unused := names.unused_positions:
         rows, name = spec.context + unused, top["positions"].name
         top["positions"] = Part(name, (rows, spec.dim), (unused, spec.context, rows))
@@ -220,6 +227,8 @@ def _layer(
             shapes[f"{f}_bias"] = shapes[f][:1]
     parts = {f: _part(names, (prefix, named(spec, layer, f)), shape) for f, shape in shapes.items()}
     if spec.latent is not None:
+        if spec.latent.query:
+            parts["q"] = _part(names, (prefix, "q_up"), shapes["q"])
         parts = _cut_queries(parts, spec, spec.latent)
     for fields, module in names.fused.items():
         for kind, ending in (("", ".weight"), ("_bias", ".bias")):
@@ -231,6 +240,8 @@ def _layer(
     for f, part in parts.items():
         if spec.family.qk_norm == "unit" and f in ("q_norm", "k_norm"):
             parts[f] = Part("", part.shape)  # a norm without weights
+        elif f.endswith("norm_bias") and not spec.family.norm_bias:
+            parts[f] = Part("", part.shape, times=0.0)
         elif names.transposed and len(part.shape) == 2:
             parts[f] = replace(part, shape=part.shape[::-1], transposed=True)
     return parts
@@ -252,7 +263,7 @@ def _cut_queries(parts: Parts, spec: ModelSpec, latent: LatentSpec) -> Parts:
     and then the rotary ones; the key tensor has first all of the latent and then the rotary key."""
     head = latent.nope + latent.rotary
     both = latent.rank + latent.rotary
-    queries = replace(parts["q"], shape=(spec.heads * head, spec.dim))
+    queries = replace(parts["q"], shape=(spec.heads * head, parts["q"].shape[1]))
     keys = replace(parts["k"], shape=(both, spec.dim))
     return parts | {
         "q": replace(queries, cut=(0, latent.nope, head)),
@@ -287,6 +298,10 @@ def _experts(spec: ModelSpec, names: Names, prefix: str) -> dict[str, list[Part]
     e = spec.experts
     assert e is not None
     router: dict[str, tuple[int, ...]] = {"router": (e.count, spec.dim)}
+    if e.biased:
+        router["choice_bias"] = (e.count,)
+    if e.switched:
+        router["shared_switch"] = (1, spec.dim)
     inward, outward = (e.ffn, spec.dim), (spec.dim, e.ffn)
     shapes: dict[str, tuple[int, ...]] = {"gates": inward, "ups": inward, "downs": outward}
     if spec.family.expert_bias:

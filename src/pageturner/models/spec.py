@@ -41,8 +41,11 @@ class Family:
     layer_norm   LayerNorm with biases instead of RMSNorm
     pre_norms    norms before attention and MLP
     post_norms   norms of what attention and MLP add
-    qk_norm      norms of queries and keys: "head" (each head), "wide" (all heads together), "unit"
-                 (each head, without weights, in layers with rotary embedding), or ""
+    norm_bias    LayerNorms have their biases in the file; otherwise these are zeros
+    parallel     MLP and experts see what attention sees
+    qk_norm      norms of queries and keys: "head" (each head), "late" (each head, behind the rotary
+                 embedding), "wide" (all heads together), "unit" (each head, without weights, in
+                 layers with rotary embedding), or ""
     qkv_bias, o_bias, mlp_bias   which products have one
     positions    "rotary", "learned" (a table added to the embedding) or "alibi"
     embed_norm   a norm behind the embedding
@@ -53,6 +56,8 @@ class Family:
     act: str = "silu"
     gated: bool = True
     layer_norm: bool = False
+    norm_bias: bool = True
+    parallel: bool = False
     pre_norms: bool = True
     qk_norm: str = ""
     post_norms: bool = False
@@ -89,6 +94,25 @@ FAMILIES = {
     "llama4_text": Family(qk_norm="unit"),
     "deepseek_v2": Family(),
     "gpt2": replace(_GPT, act="gelu_tanh", positions="learned"),
+    "gemma": Family(act="gelu_tanh"),
+    "qwen2_moe": Family(qkv_bias=True),
+    "seed_oss": Family(),
+    "exaone4": Family(pre_norms=False, post_norms=True, qk_norm="head"),
+    "cohere2": Family(layer_norm=True, norm_bias=False, parallel=True),
+    "olmoe": Family(qk_norm="wide"),
+    "glm4_moe": Family(),
+    "deepseek_v3": Family(),
+    "glm4_moe_lite": Family(),
+    "minimax_m2": Family(qk_norm="wide"),
+    "ministral": Family(),
+    "ministral3": Family(),
+    "ernie4_5": Family(),
+    "ernie4_5_moe": Family(),
+    "hunyuan_v1_dense": Family(qk_norm="late"),
+    "arcee": Family(act="relu"),
+    "internlm2": Family(),
+    "internlm3": Family(),
+    "stablelm": Family(layer_norm=True),
     "opt": replace(_GPT, act="relu", positions="learned"),
     "bloom": replace(_GPT, act="gelu_tanh", positions="alibi", embed_norm=True),
 }
@@ -100,6 +124,8 @@ class ExpertSpec:
 
     shared       inner size of the MLP that all tokens go through beside it; 0: none
     normalise, scoring, scale, weigh_input   see kernels.layer_parts.Experts
+    switched     the shared MLP is weighed by the sigmoid of a product of its own
+    biased, groups, kept, best   see models.expert_choice; biased: there is a bias
     """
 
     count: int
@@ -111,31 +137,38 @@ class ExpertSpec:
     scoring: str = "softmax"
     scale: float = 1.0
     weigh_input: bool = False
+    switched: bool = False
+    biased: bool = False
+    groups: int = 1
+    kept: int = 1
+    best: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class LatentSpec:
     """A latent KV (MLA): of each token `rank` numbers, and a rotary key of `rotary` dimensions.
-    Each head has queries of `nope` dimensions beside the rotary ones, and makes `value` numbers."""
+    Each head has queries of `nope` dimensions beside the rotary ones, and makes `value` numbers.
+    Queries are made of `query` numbers of each token; 0: of the token itself."""
 
     rank: int
     rotary: int
     nope: int
     value: int
+    query: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Temper:
-    """The query at position p is multiplied by 1 + scale * ln(1 + floor((p + 1) / floor)) (Llama 4;
-    arXiv
-    2501.19399)."""
+    """The query at position p is multiplied by 1 + scale * ln(1 + floor((p + first) / floor))
+    (Llama 4; arXiv 2501.19399)."""
 
     floor: int
     scale: float
+    first: int = 1
 
     def factors(self, positions: int) -> F32:
         """The factors of the positions 0 .. positions - 1, computed in fp64 and rounded once."""
-        steps = np.arange(1, positions + 1, dtype=np.int64) // self.floor
+        steps = np.arange(self.first, positions + self.first, dtype=np.int64) // self.floor
         return np.asarray(1 + self.scale * np.log1p(steps.astype(np.float64)), np.float32)
 
 
@@ -148,7 +181,7 @@ class ModelSpec:
     windowed      the layers that have the window
     chunked       the window is one of chunks (kernels.base.AttentionShape)
     no_rope       layers without rotary embedding
-    attn_temperature        of the queries of these
+    attn_temperature        of the queries of these; where there are none, of all layers
     latent        attention over a latent KV: then kv_heads is 1, and head_dim what the KV of a
                   token takes
     local_rope    rotary embedding of the windowed layers, where it is another one
@@ -206,7 +239,24 @@ class ModelSpec:
             return self.dim * self.head_dim * 2 * (self.heads + self.kv_heads)
         head = latent.nope + latent.rotary + latent.value
         inner = self.heads * latent.rank * (latent.nope + latent.value)
+        if latent.query:
+            inner += latent.query * (self.dim + self.heads * (latent.nope + latent.rotary))
+            head = latent.value
         return self.dim * (self.heads * head + latent.rank + latent.rotary) + inner
+
+    @property
+    def composed(self) -> str:
+        """The parts that only CPUs compute, and no ranks together (kernels.base.COMPOSED)."""
+        experts = self.experts
+        found = {
+            "attention and MLP side by side": self.family.parallel,
+            "norms behind the rotary embedding": self.family.qk_norm == "late",
+            "queries of low rank": self.latent is not None and self.latent.query > 0,
+            "experts chosen by bias or group": experts is not None
+            and (experts.biased or experts.groups > 1),
+            "a shared expert with a weight": experts is not None and experts.switched,
+        }
+        return ", ".join(name for name, there in found.items() if there)
 
     @property
     def routed(self) -> int:
@@ -326,6 +376,11 @@ def check_spec(spec: ModelSpec) -> ModelSpec:
         problems[f"a scale of experts of {e.scale}"] = not 1 / HUGE < e.scale < HUGE
         problems[f"a shared expert of size {e.shared}"] = not 0 <= e.shared < LARGEST
         problems[f"{e.top_k} of {e.count} experts"] = not 0 < e.top_k <= e.count < LARGEST
+        problems[f"{e.kept} of {e.groups} groups of {e.count} experts"] = not (
+            0 < e.kept <= e.groups <= e.count
+            and e.count % e.groups == 0
+            and e.top_k <= e.count // e.groups * e.kept
+        )
         problems[f"experts of size {e.ffn}"] = not 0 < e.ffn < LARGEST
         problems[f"{e.count} experts in each of {len(e.layers)} layers"] = (
             e.count * len(e.layers) > MAX_EXPERTS
@@ -337,6 +392,7 @@ def check_spec(spec: ModelSpec) -> ModelSpec:
 def _latent_problems(spec: ModelSpec, latent: LatentSpec) -> dict[str, bool]:
     sizes = (latent.rank, latent.rotary, latent.nope, latent.value)
     return {
+        f"queries of rank {latent.query}": not 0 <= latent.query < LARGEST,
         f"a latent KV of sizes {sizes}": not all(0 < size < LARGEST for size in sizes),
         f"heads of {spec.head_dim} and {spec.kv_heads} KV heads with a latent KV": spec.kv_heads
         != 1

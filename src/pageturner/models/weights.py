@@ -22,6 +22,7 @@ from pageturner.formats.ggml_types import BY_NAME
 from pageturner.formats.mapped import TensorInfo
 from pageturner.kernels.base import F32, AttentionShape, Layer, Ops, Tensor, Weight
 from pageturner.kernels.layer_parts import Experts, Latent
+from pageturner.models.expert_choice import ExpertChoice
 from pageturner.models.names import Layout, Part, named
 from pageturner.models.packed_cache import PackedCache
 from pageturner.models.quantise import in_place, quantise, quantization_of, rounded, widened
@@ -251,8 +252,10 @@ def load_weights(
             if spec.experts and "router" in several
             else None,
             wide_qk_norm=spec.family.qk_norm == "wide",
-            attn_temperature=tempers if i in spec.no_rope else None,
+            attn_temperature=tempers if i in spec.no_rope or not spec.no_rope else None,
             residual=spec.residual,
+            parallel=spec.family.parallel,
+            late_qk_norm=spec.family.qk_norm == "late",
         )
         _check_features(ops, layer.needs)
         ops.prepare_layer(layer)
@@ -316,12 +319,12 @@ def _fields(packed: dict[str, Weight], several: dict[str, tuple[Weight, ...]]) -
         f: w for f, w in packed.items() if f not in _LATENT and f != "sinks"
     }
     if "k_up" in several:
-        q_rope, k_rope, norm = (packed[field] for field in _LATENT)
-        fields["latent"] = Latent(q_rope, k_rope, norm, several["k_up"], several["v_up"])
+        q_rope, k_rope, norm, *low = (packed.get(field) for field in _LATENT)
+        fields["latent"] = Latent(q_rope, k_rope, norm, several["k_up"], several["v_up"], *low)
     return fields
 
 
-_LATENT = ("q_rope", "k_rope", "latent_norm")
+_LATENT = ("q_rope", "k_rope", "latent_norm", "q_down", "query_norm")
 
 
 def _shape(
@@ -353,10 +356,18 @@ def _bits(ops: Ops, setting: str, field: str, last: bool, kind: str) -> int:
 
 
 def _experts(spec: ExpertSpec, packed: dict[str, tuple[Weight, ...]]) -> Experts:
-    biases = [packed.get(f, ()) for f in ("gate_biases", "up_biases", "down_biases")]
+    biases: list[Any] = [packed.get(f, ()) for f in ("gate_biases", "up_biases", "down_biases")]
     routing = (spec.top_k, spec.normalise, spec.scoring, spec.scale, spec.weigh_input)
     (router,), (bias,) = packed["router"], packed.get("router_bias", (None,))
-    return Experts(router, packed["gates"], packed["ups"], packed["downs"], *routing, bias, *biases)
+    experts = Experts(
+        router, packed["gates"], packed["ups"], packed["downs"], *routing, bias, *biases
+    )
+    if spec.biased or spec.groups > 1:
+        preferred = packed.get("choice_bias", (None,))[0]
+        sizes = (spec.groups, spec.kept, spec.best)
+        choice = ExpertChoice(spec.top_k, spec.normalise, preferred, *sizes)
+        experts = replace(experts, choice=choice)
+    return replace(experts, shared_switch=packed.get("shared_switch", (None,))[0])
 
 
 def _place(field: str, last: bool, layout: Layout) -> str:
@@ -389,7 +400,8 @@ def _check_features(ops: Ops, needs: frozenset[str]) -> None:
 def read_part(file: TensorFile, part: Part) -> Tensor:
     """The weight that a part describes, with its outputs first. Vectors come in fp32."""
     if not part.name:
-        return Tensor("ones", "F32", part.shape, np.ones(part.shape, np.float32).view(np.uint8))
+        values = np.full(part.shape, part.times, np.float32)
+        return Tensor("constant", "F32", part.shape, values.view(np.uint8))
     kind, shape, raw = file.tensor(part.name)
     data, order = np.frombuffer(raw, np.uint8), file.tensors[part.name].columns
     if part.index is not None:

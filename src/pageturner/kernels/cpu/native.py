@@ -1,5 +1,4 @@
-"""The native backend: `Ops` by the C++ kernels in `native/`, chosen by the instruction set of this
-CPU.
+"""The native backend: `Ops` by the C++ kernels in `native/`, by the instruction set of this CPU.
 
 Owns the binding between the Ops protocol and the compiled module: output arrays, error names, the
 choice of the instruction set. Must not know any model family, request or policy. Activations are
@@ -20,6 +19,7 @@ from pageturner.errors import EngineFault
 from pageturner.kernels.adapters import Adapter, Adapters, AdapterWeights
 from pageturner.kernels.base import (
     ACTIVATIONS,
+    COMPOSED,
     F32,
     FEATURES,
     I32,
@@ -73,7 +73,7 @@ class NativeOps(Composites):
     @property
     def features(self) -> frozenset[str]:
         """All of them."""
-        return FEATURES
+        return FEATURES | COMPOSED
 
     def default_activation_bits(self, kind: str) -> int:
         """12 where whole bytes of weights are multiplied, and summed in 32 bits; 15 of weights of 8
@@ -84,8 +84,7 @@ class NativeOps(Composites):
 
     # -- storage -----------------------------------------------------------------------------------
     def pack_weight(self, tensor: Tensor) -> Weight:
-        """A packed matrix (also good for `embed`), or an fp32 vector. EngineFault for an unknown
-        kind."""
+        """A packed matrix (also for `embed`), or an fp32 vector. EngineFault: an unknown kind."""
         if len(tensor.shape) == 1 and tensor.kind in _VECTORS:
             return (
                 np.array(tensor.data)
@@ -155,8 +154,7 @@ class NativeOps(Composites):
             row[:] = kv.memory[block]
 
     def write_blocks(self, kv: KV, blocks: I32, data: NDArray[np.uint8]) -> None:
-        """Give blocks the bytes that read_blocks found in others. ValueError for other numbers of
-        bytes."""
+        """Give blocks the bytes that read_blocks found in others."""
         kv.memory[blocks] = data
 
     def store_weight(self, weight: Weight, fd: int, offset: int) -> tuple[list[Any], int]:
@@ -168,8 +166,7 @@ class NativeOps(Composites):
         return [weight.kind, weight.bits, *weight.shape, weight.ordered], checksum
 
     def fetch_weight(self, about: list[Any], fd: int, offset: int) -> tuple[Weight, int]:
-        """A matrix that `store_weight` wrote, and its checksum. OSError; ValueError for
-        nonsense."""
+        """A matrix that `store_weight` wrote, and its checksum. OSError, ValueError."""
         kind, bits, n, k, ordered = about
         try:
             weight, checksum = self._engine.fetch(kind, bits, n, k, ordered, fd, offset)
@@ -179,8 +176,7 @@ class NativeOps(Composites):
 
     # -- threads and ranks -------------------------------------------------------------------------
     def pin_threads(self, cores: list[int] | None = None) -> None:
-        """Keep each helping thread on one of these cores, or of those that this process may use;
-        the caller stays free."""
+        """Keep each helping thread on one of these cores, or of those of this process."""
         self._engine.pin_threads(cores or sorted(os.sched_getaffinity(0)))
 
     def join(self, ranks: Any) -> None:
@@ -188,8 +184,7 @@ class NativeOps(Composites):
         self._engine.join(ranks)
 
     def join_stages(self, ranks: Any) -> None:
-        """Make layers those of one stage from here on, whose rows come from `ranks` and go to
-        them."""
+        """Make layers those of one stage from here on, of the others in `ranks`."""
         self._engine.join_stages(ranks)
 
     # -- primitives --------------------------------------------------------------------------------
@@ -206,8 +201,7 @@ class NativeOps(Composites):
         return out
 
     def layer_norm(self, x: F32, weight: Weight, bias: Weight, eps: float) -> F32:
-        """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias over the last axis of x [T,
-        d]."""
+        """LayerNorm over the last axis of x [T, d]."""
         out = np.empty_like(x)
         self._engine.layer_norm(x, weight, bias, eps, out)
         return out
@@ -233,8 +227,7 @@ class NativeOps(Composites):
         self._engine.kv_write(kv, layer, k, v, slots)
 
     def attention(self, q: F32, kv: KV, layer: int, batch: Batch, shape: AttentionShape) -> F32:
-        """Causal attention of q [T, heads * head_dim] over the paged KV: same shape, but [T, heads
-        * latent] with a latent KV."""
+        """Causal attention of q [T, heads * head_dim] over the paged KV."""
         out = np.empty_like(q)
         self._engine.attention(
             q, kv, layer, views.batch_view(batch), *attention_options(shape), out
@@ -258,8 +251,7 @@ class NativeOps(Composites):
         return np.multiply(x, factors[rows][:, None], out=x)
 
     def head_linear(self, x: F32, weights: tuple[Weight, ...]) -> F32:
-        """Multiply the columns of x [T, heads * K] of each head by the head's own matrix: [T, heads
-        * N]."""
+        """Multiply the columns of each head of x [T, heads * K] by its own matrix."""
         out = np.empty((len(x), len(weights) * weights[0].shape[0]), np.float32)
         self._engine.head_linear(x, weights, out)
         return out
@@ -334,19 +326,24 @@ class NativeOps(Composites):
 
     # -- composites --------------------------------------------------------------------------------
     def prepare_layer(self, layer: Layer) -> None:
-        """Attach the C++ view of the layer, which borrows the weights that `layer` holds."""
-        layer.native = views.layer_view(layer)
+        """Attach the C++ view of the layer, which borrows its weights, where C++ computes it."""
+        if not layer.needs & COMPOSED:
+            layer.native = views.layer_view(layer)
 
     def prepare_stack(self, stack: Stack) -> None:
         """Attach the C++ view of the whole, which borrows what `stack` and its layers hold."""
-        stack.native = views.stack_view(stack)
+        if all(layer.native for layer in stack.layers):
+            stack.native = views.stack_view(stack)
 
     def pack_adapter(self, weights: AdapterWeights, stack: Stack) -> Adapter:
         """Panels for `hidden`, `choose` and `logits`, without the thread pool."""
         return views.pack_adapter(weights, stack)
 
     def hidden(self, stack: Stack, batch: Batch, kv: KV, sliding: tuple[Batch, KV] | None) -> F32:
-        """A whole step below the head: the wanted rows [R, d]. One native call."""
+        """A whole step below the head: the wanted rows [R, d]. One native call, if C++ can."""
+        if stack.native is None:
+            composed: F32 = super().hidden(stack, batch, kv, sliding)
+            return composed
         out = np.empty((len(batch.logit_rows), stack.embed.shape[1]), np.float32)
         pages = (kv, views.batch_view(batch))
         window = (None, None) if sliding is None else (sliding[1], views.batch_view(sliding[0]))
@@ -356,13 +353,18 @@ class NativeOps(Composites):
 
     def attention_block(self, x: F32, layer: Layer, kv: KV, index: int, batch: Batch) -> F32:
         """x + post_norm(o(attention(...))), written into x [T, d]: one native call."""
-        self._engine.attention_block(x, layer.native, kv, index, views.batch_view(batch))
+        if layer.native is None:
+            x = super().attention_block(x, layer, kv, index, batch)
+        else:
+            self._engine.attention_block(x, layer.native, kv, index, views.batch_view(batch))
         return x
 
     def mlp_block(self, x: F32, layer: Layer) -> F32:
-        """x + post_norm(down(act(gate(norm(x))) * up(norm(x)))), or x + what its experts add,
-        written into x [T, d]: one native call."""
-        self._engine.mlp_block(x, layer.native)
+        """x + what MLP and experts make of norm(x), written into x [T, d]: one native call."""
+        if layer.native is None:
+            x = super().mlp_block(x, layer)
+        else:
+            self._engine.mlp_block(x, layer.native)
         return x
 
     def logits(self, x: F32, head: Head, adapters: Adapters | None = None) -> F32:
