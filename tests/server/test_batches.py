@@ -532,3 +532,34 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     assert (code, "127.0.0.1:9" in text) == (1, True)
     code, text = said(command(tmp_path / "none", tmp_path / "out", "--url", "http://127.0.0.1:9"))
     assert (code, "cannot read" in text) == (2, True)
+
+
+def test_a_file_has_a_bound_of_lines(start: Start, tmp_path: Path) -> None:
+    server = start("--batch-dir", str(tmp_path / "kept"), "--max-batch-lines", "50")
+    body = {"files": {"file": ("a", b"{}\n" * 51)}, "data": {"purpose": "batch"}}
+    refused = server.http.post("/v1/files", **body)
+    assert (refused.status_code, refused.json()["error"]["reason"]) == (413, "too_many_lines")
+    assert list((tmp_path / "kept" / "files").iterdir()) == []
+    upload(server.http, b"{}\n" * 50)
+    listed = server.http.get("/v1/files", params={"limit": "0" * 8 + "1" + "0" * 5000})
+    assert listed.status_code == 400
+
+
+def test_bad_lines_take_little_of_the_disk(start: Start, tmp_path: Path) -> None:
+    folder = tmp_path / "kept"
+    server = start("--batch-dir", str(folder))
+    file = upload(server.http, b"{}\n" * 40_000)
+    wanted = {"input_file_id": file["id"], "endpoint": TEXT}
+    told = ended(server, server.http.post("/v1/batches", json=wanted).json()["id"])
+    assert told["status"] == "failed"
+    assert "too_many_errors" in {one["code"] for one in told["errors"]["data"]}
+    assert server.stop() == 0
+    assert sum(one.stat().st_size for one in folder.rglob("*") if one.is_file()) < 4 << 20
+    second = tmp_path / "second"  # a few bad ones among many good ones are no matter
+    server = start("--batch-dir", str(second))
+    file = upload(
+        server.http, as_file([line(f"c{i}", prompt="a") for i in range(20)]) + b"{}\n" * 9
+    )
+    wanted["input_file_id"] = file["id"]
+    told = ended(server, server.http.post("/v1/batches", json=wanted).json()["id"])
+    assert (told["status"], told["request_counts"]["failed"]) == ("completed", 9)

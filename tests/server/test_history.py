@@ -41,3 +41,20 @@ def test_a_tenant_drives_out_its_own_only() -> None:
     assert told(history, "quiet", "a") == [1000]
     assert told(history, "loud 39", "b") == [39_000]
     assert told(history, "loud 2", "b") == []
+
+
+def test_long_accounts_are_bounded_by_their_bytes() -> None:
+    history = RequestHistory(most_bytes=100_000)
+    spans = tuple((float(n), float(n + 1), "step", 0) for n in range(64))
+    ended(history, 1, "quiet", "a")
+    for number in range(50):
+        streams = []
+        for choice in range(20):
+            request = Request(1000 * number + choice, (1,), SamplingParams())
+            (stream,) = output_streams(request, [None], iter(()), BytesTokenizer())  # type: ignore[list-item]
+            stream.finish = "stop"
+            stream.times.timings = Timings(0.0, 9.0, {}, spans)
+            streams.append(stream)
+        history.end(streams[: 20 if number < 49 else 2], f"loud {number}", "b", 9.0)
+    assert told(history, "quiet", "a") == [1000]
+    assert [len(told(history, f"loud {number}", "b")) for number in (48, 49)] == [0, 2]

@@ -146,6 +146,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "files, batches and stored responses": (
         "batch_dir",
         "max_file_size",
+        "max_batch_lines",
         "max_files",
         "response_memory",
     ),

@@ -305,6 +305,7 @@ class ServerConfig(HttpConfig, WatchSettings):
         "folder for /v1/files and /v1/batches, used by this server only; without it these routes are off",
     )
     max_file_size: int = option(1024**3, "bytes of a file of /v1/files (suffixes K, M, G)", least=1)
+    max_batch_lines: int = option(50_000, "most lines of a file of /v1/files", least=1)
     max_files: int = option(1000, "most files that a tenant keeps in /v1/files", least=1)
     max_restarts: int = option(
         16,

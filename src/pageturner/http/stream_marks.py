@@ -7,7 +7,10 @@ Owns their bytes, which servers write (server/stream_migration.py) and routers t
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 MOVES = b"x-pageturner-moves"  # a router's header: it takes marks out again
 RESUME = "/v1/streams/resume"
@@ -23,8 +26,8 @@ class StreamBeginning(msgspec.Struct, omit_defaults=True):
     names parts of it that only its server keeps (/v1/responses)."""
 
     fingerprint: str
-    seed: int
-    created: int
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)]
+    created: Annotated[int, Meta(ge=0, le=2**53)]
     items: str = ""
 
 

@@ -14,7 +14,7 @@ rest of an answer.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,9 @@ from pageturner.request import Timings
 from pageturner.text.output_stream import OutputStream, StreamTimes
 
 MAX_KEPT = 512  # requests whose timelines are kept
+MAX_BYTES = 16 << 20  # of all of them
+CHOICE_BYTES = 512
+SPAN_BYTES = 160  # of each span and name in the account of a choice
 OTHERS = "another tenant"
 
 Span = tuple[float, float, str, int]
@@ -73,24 +76,36 @@ class EndedRequest:
     was written.
 
     choices  index and times of each; the account of the engine may still be missing in them
+    size     bytes, about
     """
 
     name: str
     ended_at: float
     choices: list[tuple[int, StreamTimes]]
+    size: int
+
+
+def _size(timings: Timings | None) -> int:
+    """Bytes of a choice, about; many where its account comes later."""
+    if timings is None:
+        return CHOICE_BYTES + 64 * SPAN_BYTES
+    return CHOICE_BYTES + SPAN_BYTES * (len(timings.spans) + len(timings.named))
 
 
 class RequestHistory:
     """Requests by what clients know them by: those under way, and the last that ended. Their
     timelines are written when somebody asks: what the engine tells late is then in them. A name may
     be given twice, by two clients of one tenant or of no key at all: neither takes the other's
-    place. Where there are too many, the oldest of the tenant that has most is forgotten."""
+    place. Where there are too many, or too large ones, the oldest of the tenant that has most is
+    forgotten."""
 
-    def __init__(self, most: int = MAX_KEPT) -> None:
+    def __init__(self, most: int = MAX_KEPT, most_bytes: int = MAX_BYTES) -> None:
         self._most = most
+        self._most_bytes = most_bytes
         # engine's id -> name, tenant
         self._names: OrderedDict[int, tuple[str, str]] = OrderedDict()
         self._kept: dict[str, deque[EndedRequest]] = {}  # by tenant, the oldest first
+        self._bytes: Counter[str] = Counter()  # by tenant
         self._count = 0
 
     def begin(self, streams: Iterable[OutputStream], name: str, tenant: str) -> None:
@@ -117,11 +132,20 @@ class RequestHistory:
         """Keep the timings of a request that ended, for a while."""
         choices = [(stream.choice, stream.times) for stream in streams if stream.done]
         if choices:
-            self._kept.setdefault(tenant, deque()).append(EndedRequest(name, now, choices))
+            size = sum(_size(times.timings) for _, times in choices)
+            one = EndedRequest(name, now, choices, size)
+            self._kept.setdefault(tenant, deque()).append(one)
+            self._bytes[tenant] += size
             self._count += 1
             if self._count > self._most:
-                max(self._kept.values(), key=len).popleft()
-                self._count -= 1
+                self._forget(max(self._kept, key=lambda tenant: len(self._kept[tenant])))
+            while self._bytes.total() > self._most_bytes:
+                self._forget(max(self._bytes, key=self._bytes.__getitem__))
+
+    def _forget(self, tenant: str) -> None:
+        """Forget the oldest request of a tenant."""
+        self._bytes[tenant] -= self._kept[tenant].popleft().size
+        self._count -= 1
 
     def first_tokens(self, since: float) -> list[float]:
         """Seconds until the first token of requests that ended since then and are remembered."""

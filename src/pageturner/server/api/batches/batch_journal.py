@@ -372,6 +372,13 @@ class Journal:
                 (position, count, total, bad, json.dumps(told), record.id),
             )
 
+    def error_bytes(self, number: int) -> int:
+        """Return how many bytes the errors of the bad lines of a batch have."""
+        question = (
+            "SELECT coalesce(sum(length(answer)), 0) FROM lines WHERE batch = ? AND state = ?"
+        )
+        return int(self._read(question, number, FAILED)[0][0])
+
     def waiting(self, number: int, after: int = 0, most: int = 256) -> list[WaitingLine]:
         """The next lines of a batch without an answer, behind the line of an id."""
         question = (

@@ -135,15 +135,21 @@ class BatchPages:
     ) -> tuple[dict[str, str], str, int]:
         """Write what comes to the disk. Returns the other fields, the name of the file, and its
         size."""
-        held, size, most = bytearray(), 0, self._service.config.max_file_size
+        held, size, lines = bytearray(), 0, 0
+        config = self._service.config
+        most = config.max_file_size
         path = batches.path(id)
         handle = await batches.runner.do(_on_disk, begin_file, path)
 
         async def take(piece: bytes) -> None:
-            nonlocal size
+            nonlocal size, lines
             size += len(piece)
+            lines += piece.count(b"\n")
             if size > most:
                 raise ClientError(413, "file_too_large", f"a file may have {most} bytes", "file")
+            if lines > config.max_batch_lines:
+                message = f"a file may have {config.max_batch_lines} lines: send several"
+                raise ClientError(413, "too_many_lines", message, "file")
             held.extend(piece)
             if len(held) >= WRITE_AT_ONCE:
                 await batches.runner.do(_write, handle, bytes(held))
@@ -312,7 +318,7 @@ def _listed(found: list[dict[str, Any]], request: HTTPRequest, most: int, usual:
 
 def _limit(request: HTTPRequest, most: int, usual: int) -> int:
     text = request.query_params.get("limit", str(usual))
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= most):
+    if not (re.fullmatch("[0-9]{1,9}", text) and 1 <= int(text) <= most):
         raise bad_request("invalid_value", f"limit is 1 to {most}", "limit")
     return int(text)
 

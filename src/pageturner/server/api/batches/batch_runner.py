@@ -60,6 +60,8 @@ T = TypeVar("T")
 POLL = 0.05  # seconds between two looks at whether another line may begin
 GATHER = 0.02  # seconds in which answers are gathered for one transaction
 MAX_READ = 16 << 20  # bytes of lines that are held before they begin
+ERRORS_PER_BYTE = 4  # bytes of errors that each byte of a file of bad lines may become,
+LEAST_ERRORS = 1 << 20  # and bytes that all of them may be anyway
 MAX_UNSAVED = 256  # answers that the journal does not have yet; with more no line begins
 PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds until a refused line is asked again
 DISK_PAUSE = 5.0  # seconds until a full disk is tried again
@@ -286,6 +288,13 @@ class BatchRunner:
         count, begin, size, _ = found[-1]
         lines = [line for line, _ in looked]
         self._journal.looked_at(record, lines, begin + size, count, problems, twice)
+        if self._journal.error_bytes(record.number) > max(
+            LEAST_ERRORS, ERRORS_PER_BYTE * (begin + size)
+        ):
+            message = "nearly every line is bad: mend those that are named and send the file again"
+            problem = {"code": "too_many_errors", "message": message}
+            self._journal.move(record.id, FINALIZING, BATCH_FAILED, problem)
+            return False
         return True
 
     async def _answer_lines(self, batch: RunningBatch) -> None:
