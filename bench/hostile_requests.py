@@ -1,4 +1,5 @@
-"""A catalogue of hostile requests, by kinds: what a stranger may send to a server on purpose.
+"""A catalogue of hostile requests, by kinds: what a stranger may send to a server on purpose, and what no single
+field does (hostile/hunter.py makes those that one field does).
 
 Owns what is sent, and how it is sent. Each kind draws its sizes and its shape from a seed, so that limits are
 not tuned to a list. Must not know how the harm is measured (accept/trust_hostile.py). Standard library only.
@@ -230,58 +231,6 @@ def parameters(dice: random.Random) -> Iterator[tuple[str, Any]]:
         yield f"{len(stops)} long stop strings", completion(stop=stops[:60], max_tokens=64)
 
 
-def strings(dice: random.Random) -> Iterator[tuple[str, Any]]:
-    """Strings of clients that a server may keep."""
-    for field in ("request_id", "cache_salt", "user", "model", "unknown_field"):
-        for _ in range(4):
-            text = dice.choice(("x", "\n", "\ud800", "é")) * _size(dice, 300, 600_000)
-            yield f"{field} of {len(text)}", completion(**{field: text})
-    for _ in range(6):
-        text = "p" * _size(dice, 100, 1_000_000) + dice.choice(("", "/b", "\n", "%0a"))
-        yield (
-            f"prefix id of {len(text)}",
-            as_json("/v1/prefixes", {"id": text, "prompt": "Once upon"}),
-        )
-
-
-def numbers(dice: random.Random) -> Iterator[tuple[str, Any]]:
-    """Numbers that no machine word holds."""
-    nasty = (
-        "1" * 400,
-        "-" + "1" * 400,
-        "1e400",
-        "1e-320",
-        "-0.0",
-        "9223372036854775808",
-        "1" * 5000,
-        "NaN",
-    )
-    fields = (
-        "top_k",
-        "n",
-        "temperature",
-        "top_p",
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "seed",
-        "max_tokens",
-        "min_tokens",
-        "logprobs",
-        "priority",
-        "deadline_ms",
-        "ttft_target_ms",
-        "truncate_prompt_tokens",
-        "best_of",
-        "length_penalty",
-        "prompt_logprobs",
-    )
-    for field in fields:
-        for value in dice.sample(nasty, 2):
-            body = b'{"prompt": "a", "max_tokens": 2, "%s": %s}' % (field.encode(), value.encode())
-            yield f"{field} = {value[:24]}", post("/v1/completions", body)
-
-
 def shapes(dice: random.Random) -> Iterator[tuple[str, Any]]:
     """JSON that is expensive to read, or none."""
     for _ in range(4):
@@ -365,7 +314,7 @@ def _left(request: bytes) -> Callable[[str, int, float], Outcome]:
     return act
 
 
-KINDS = (schemas, texts, prompts, parameters, strings, numbers, shapes, sockets)
+KINDS = (schemas, texts, prompts, parameters, shapes, sockets)
 
 
 def catalogue(seed: int) -> list[Attack]:

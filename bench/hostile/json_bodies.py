@@ -6,63 +6,21 @@ Owns the bodies and what is wrong with them. Every change follows from the dice.
 from __future__ import annotations
 
 import copy
+import json
+from collections.abc import Iterator
 from typing import Any
 
 from hostile import whole_server
 from hostile.binary import Dice, damaged
+from hostile.hunter import Case, Hunter
 from hostile.json_files import DEEP, PATTERNS, nasty, places, written
-from hostile.whole_server import ask, check_answer
-from pageturner.server.api.base.body import UNSUPPORTED, RequestBody
-from pageturner.server.observability.admin import CHANGEABLE
-from pageturner.server.text_workers.text_jobs import DetokenizeBody, PrefixBody, TokenizeBody
+from hostile.whole_server import check
+from pageturner.server.api.openapi.openapi import document
 
-HI = [
-    {"role": "user", "content": "hi"},
-    {"role": "assistant", "content": [{"type": "text", "text": "x"}]},
-]
-FIELDS = (*RequestBody.__struct_fields__, *UNSUPPORTED)
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", 1]}},
     "required": ["a"],
-}
-FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
-# path -> bodies that are right, fields that there are
-ENDPOINTS: dict[str, tuple[tuple[dict[str, Any], ...], tuple[str, ...]]] = {
-    "/v1/completions": (
-        (
-            {"prompt": "hello", "max_tokens": 2},
-            {"prompt": [1, 2], "logit_bias": {"5": 1}, "n": 2},
-            {
-                "prompt": ["a", "b"],
-                "stream": True,
-                "stream_options": {"include_usage": True},
-                "logprobs": 2,
-            },
-            {
-                "prompt": "a",
-                "structured_outputs": {"regex": "[ab]+"},
-                "bad_words": ["x"],
-                "seed": 1,
-            },
-        ),
-        FIELDS,
-    ),
-    "/v1/chat/completions": (
-        (
-            {"messages": HI, "max_tokens": 2},
-            {"messages": HI, "response_format": FORMAT},
-            {"messages": HI, "logprobs": True, "top_logprobs": 2, "stream": True, "timings": True},
-        ),
-        FIELDS,
-    ),
-    "/tokenize": (({"prompt": "hello"}, {"messages": HI}), TokenizeBody.__struct_fields__),
-    "/detokenize": (({"tokens": [1, 2, 300]},), DetokenizeBody.__struct_fields__),
-    "/v1/prefixes": (
-        ({"prompt": "hello", "id": "a"}, {"messages": HI}),
-        PrefixBody.__struct_fields__,
-    ),
-    "/v1/admin/config": (({"max_num_seqs": 4},), CHANGEABLE),
 }
 GRAMMARS: tuple[Any, ...] = (
     *({"regex": pattern} for pattern in PATTERNS),
@@ -123,65 +81,63 @@ def _as_bytes(value: Any, dice: Dice) -> bytes:
     return raw
 
 
-def body(path: str, dice: Dice) -> bytes:
-    """A body of one of the ENDPOINTS."""
-    bodies, fields = ENDPOINTS[path]
-    value = copy.deepcopy(dice.choice(bodies))
-    kind = dice.choice(("field", "field", "field", "field", "grammar", "place"))
-    if kind == "field":
-        value[dice.choice(fields)] = nasty(dice)
-    elif kind == "grammar" and "max_tokens" in fields:
-        value["structured_outputs"] = dice.choice(GRAMMARS)
-    else:
-        return changed(value, dice)
-    return _as_bytes(value, dice)
-
-
-HEADERS = (
-    b"x-tenant",
-    b"x-priority",
-    b"x-deadline-ms",
-    b"x-ttft-target-ms",
-    b"x-tpot-target-ms",
-    b"x-request-id",
-)
-VALUES = (
-    b"",
-    b"1",
-    b"-1",
-    b"1e400",
-    b"9" * 400,
-    b"nan",
-    b"\xff",
-    b"x" * 5000,
-    b"0x1",
-    b"true",
-    b"1_0",
-)
 AT_ONCE = 20  # requests to one server
+
+
+def cases(hunter: Hunter, dice: Dice) -> Iterator[Case]:
+    """Cases of the hunter, others with damaged bytes, and hostile grammars."""
+    for case in hunter.cases(dice.randrange(1 << 30), AT_ONCE):
+        kind = dice.choice(("field", "field", "grammar", "place", "nasty"))
+        if kind == "field" or not case.body:
+            yield case
+        elif kind == "grammar":
+            asked = {"prompt": "a", "structured_outputs": dice.choice(GRAMMARS)}
+            yield case._replace(path="/v1/completions", body=_as_bytes(asked, dice))
+        else:
+            honest = hunter.bodies[f"{case.method} {case.route}"]
+            if kind == "nasty":
+                honest = honest | {dice.choice([*honest]): nasty(dice)} if honest else nasty(dice)
+            yield case._replace(body=changed(honest, dice))
 
 
 def json_body(dice: Dice) -> str:
     """What a server answers to such requests: never a bare 500."""
 
     async def case() -> str:
-        async with whole_server.server() as (app, service):
-            reason = ""
-            for _ in range(AT_ONCE):
-                path = dice.choice((*ENDPOINTS, "/v1/completions", "/v1/chat/completions"))
-                raw = body(path, dice)
-                headers = [(b"authorization", b"Bearer " + whole_server.ADMIN.encode())]
-                if dice.random() < 0.2:
-                    headers.append((dice.choice(HEADERS), dice.choice(VALUES)))
-                try:
-                    reason = check_answer(
-                        await ask(app, "POST", path, raw, headers), broken=(503, 504)
-                    )
-                except Exception as error:
-                    raise whole_server.Found(f"{path} {raw[:150]!r}: {error}") from error
-                whole_server.check(
-                    service.supervisor.epoch == 1, f"{path} {raw[:150]!r}: another engine"
-                )
-            return reason
+        async with whole_server.server(keys=KEYS) as (app, service):
+            for one in cases(hunter_of(service), dice):
+                await judged(app, service, one)
+        return "answered"
 
     return whole_server.in_loop(case)
+
+
+# -- the judge ---------------------------------------------------------------------------------------------
+KEYS = "a:key-of-a,b:key-of-b"
+RESUMED = {
+    "path": "/v1/completions",
+    "body": json.dumps({"prompt": "hello", "stream": True, "max_tokens": 9}),
+    "begun": {"fingerprint": "fake", "seed": 1, "created": 1},
+}
+HONEST = {"messages": [{"role": "user", "content": "hello"}], "documents": ["a"], **RESUMED}
+LATER = (503, 504)  # from 500 on: it says that it cannot now, and why
+
+
+def hunter_of(service: Any) -> Hunter:
+    """The hunter of a whole server."""
+    return Hunter(document(service.served(), True), HONEST)
+
+
+async def judged(app: Any, service: Any, case: Case) -> None:
+    """Found where the answer to a case is none that may be given."""
+    key = whole_server.ADMIN if case.admin and case.path == "/v1/admin/config" else "key-of-a"
+    headers = [(b"authorization", f"Bearer {key}".encode()), *case.headers]
+    try:
+        answer = await whole_server.ask(app, case.method, case.path, case.body, headers)
+        said = bytes(answer.body)[:200]
+        check(answer.ended, "an answer without an end")
+        check(answer.status < 500 or answer.status in LATER, f"{answer.status}: {said!r}")
+        check(answer.status < 400 or len(answer.body) < 4000, f"a long error: {said!r}")
+        check(service.supervisor.epoch == 1, "another engine")
+    except Exception as error:
+        raise whole_server.Found(f"{case.name}: {error}") from error

@@ -14,6 +14,7 @@ import os
 import socket
 import sys
 import time
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,6 +60,7 @@ from pageturner.text.chat_template import ChatTemplate
 from server.bytes_tokenizer import TEMPLATE, VOCAB, BytesTokenizer, prompt_logprob, token_at
 
 ADMIN = "secret-of-the-admin"
+JSON = (b"content-type", b"application/json")
 PATIENCE = 20.0  # seconds after which what has not ended hangs
 READY = Ready(
     max_model_len=2048,
@@ -197,6 +199,22 @@ def honest(requests: list[Request]) -> list[Any]:
                 request.id, 0, len(prompt), prompt_logprobs=scored, prompt_position=first + 1
             )
             said.append(Events([event]))
+        if params.pooling:
+            row = array("q", [1 << 24, 1]).tobytes()
+            last = max(len(prompt) - 1, 0) if params.pooling == "last" else 0
+            said.append(
+                Events(
+                    [
+                        Event(
+                            request.id,
+                            0,
+                            0,
+                            prompt_position=1 + last,
+                            pooled=(len(prompt) - last, row),
+                        )
+                    ]
+                )
+            )
         done = len(request.resume[0].tokens) if request.resume else 0
         most = min(params.max_tokens or 8, 12)
         for n in range(done, max(most, done + 1)):
@@ -290,7 +308,7 @@ async def ask(
         "scheme": "http",
         "headers": [
             (b"host", b"localhost"),
-            (b"content-type", b"application/json"),
+            *([] if b"content-type" in dict(headers or []) else [JSON]),
             *(headers or []),
         ],
         "client": ("127.0.0.1", 1),
@@ -373,7 +391,7 @@ async def listening(cut_off: str = "") -> AsyncIterator[Listening]:
 
 @contextlib.asynccontextmanager
 async def server(
-    script: Script | None = None, timeout: float = 30.0
+    script: Script | None = None, timeout: float = 30.0, keys: str = ""
 ) -> AsyncIterator[tuple[Any, Service]]:
     """The application of a server whose first engine follows the script, once that one is ready."""
     StubEngine.script, StubEngine.made = script, 0
@@ -397,7 +415,7 @@ async def server(
         metrics=metrics,
         memory=memory,
         generation=GenerationDefaults(),
-        keys=KeyRing("", ""),
+        keys=KeyRing(keys, ""),
         live_settings=LiveSettings(watcher, streams, settings.engine),
         receipts=Receipts(Path(__file__), b"", lambda: watcher.fingerprint),
         quota=Quota(settings.engine.max_queue, settings.engine.slots),
