@@ -170,7 +170,7 @@ def test_a_header_among_the_system_blocks_is_none_of_the_prompt() -> None:
         ({"thinking": {"type": "adaptive"}}, None, None, None),
         (
             {"thinking": {"type": "adaptive"}, "output_config": {"effort": "max"}},
-            "xhigh",
+            "max",
             None,
             True,
         ),

@@ -13,6 +13,7 @@ from typing import Protocol
 _ALONE = "\u263a"  # which no vocabulary with a space in front of texts joins with what follows
 # ids of a vocabulary; real ones have up to 300,000, more only take memory and time
 MAX_TOKENS = 1 << 20
+TOOL_USE = "tool_use"  # the name of a chat template for conversations with tools
 
 
 class Codec(Protocol):
@@ -93,6 +94,13 @@ class Tokenizer(Marks):
         super().__init__(**{mark.name: getattr(marks, mark.name) for mark in fields(Marks)})
         self._codec = codec
         self.vocab_size = codec.vocab_size
+
+    def template_for(self, tools: bool) -> str | None:
+        """The source of the chat template for conversations with tools, or without."""
+        named = self.named_templates.get(TOOL_USE)
+        if tools and named is not None:
+            return named
+        return self.chat_template
 
     def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         """Token ids of `text`. Lone surrogates, which no UTF-8 can hold, count as U+FFFD.

@@ -281,14 +281,20 @@ def _chat_template(tokenizer: Tokenizer, config: ServerConfig) -> ChatTemplate |
     if family := give_template(tokenizer, config.chat_template):
         message = "the model's files have no chat template: its family's is taken, %s; --chat-template says"
         logging.getLogger("pageturner").info(f"{message} otherwise", family)
-    source, bos, eos = tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token
-    template = ChatTemplate(source, bos, eos, AT_ONCE_LIMITS) if source else None
-    if template is not None and template.broken:
+    made = []
+    for source in dict.fromkeys((tokenizer.chat_template, tokenizer.template_for(tools=True))):
+        if source:
+            bos, eos = tokenizer.bos_token, tokenizer.eos_token
+            made.append(ChatTemplate(source, bos, eos, AT_ONCE_LIMITS))
+            habits_of(made[-1])  # so that no request waits for it
+    if not made:
+        return None
+    template, *named = made
+    if template.broken:
         logging.getLogger("pageturner").warning(
             "%s; chats are refused, completions are not", template.broken
         )
-    if template is not None:
-        habits_of(template)  # so that no request waits for it
+    template.tool_use = next(iter(named), None)
     return template
 
 

@@ -80,7 +80,7 @@ def chat_prompt(
         raise ClientError(
             400, "invalid_value" if messages else "missing_field", message, "messages"
         )
-    source = tokenizer.chat_template
+    source = tokenizer.template_for(bool(given and given.get("tools")))
     if source is None:
         raise ClientError(400, "no_chat_template", HOW_TO_GIVE)
     template = ChatTemplate(source, tokenizer.bos_token, tokenizer.eos_token)
@@ -98,7 +98,10 @@ def read_chat(
     given = variables(choice.shown, asked.reasoning_effort, asked.chat_template_kwargs)
     text = chat_prompt(messages, tokenizer, given)
     formats = ChatFormats(
-        tokenizer, tokenizer.chat_template, asked.tool_call_parser, asked.reasoning_parser
+        tokenizer,
+        tokenizer.template_for(bool(choice.shown)),
+        asked.tool_call_parser,
+        asked.reasoning_parser,
     )
     answer = formats.answer(choice, text)
     params, answer = with_content_stops(

@@ -47,8 +47,9 @@ class ChatTemplate:
     """A chat template, in a sandbox: it comes out of a file, or a request, that anyone may have
     written.
 
-    name    what messages call it
-    broken  "" or what is wrong with its source; such a template refuses every conversation
+    name      what messages call it
+    broken    "" or what is wrong with its source; such a template refuses every conversation
+    tool_use  the template that the same model has for conversations with tools, if it has one
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         self._limits = limits
+        self.tool_use: ChatTemplate | None = None
         self.source, self.name = source, name
         self._tokens = {"bos_token": bos, "eos_token": eos}
         self._template, self.broken = None, ""
@@ -228,7 +230,7 @@ def _found(template: ChatTemplate) -> TemplateHabits:
                 habits,
                 text_arguments=arguments is _JSON,
                 short_ids=not _write_calls(template, _calling(content, arguments, "call_0")),
-                one_call=min(both.count("sought_value"), both.count("sought_result")) < 2,
+                one_call=both.count("sought_value") < 2 or both.count("sought_result") == 1,
             )
             break
     habits = replace(habits, results=_results(template, called))

@@ -52,14 +52,14 @@ def prompt_text(
     variables: dict[str, Any],
     *,
     generate: bool = True,
-    goes_on: bool | str = False,
+    goes_on: bool = False,
 ) -> str:
     """The prompt that a template makes of a conversation, as clients send it.
 
     variables  its other variables, as `variables` makes them
     generate   an answer begins behind it
     goes_on    the answer goes on with the last message, which is the assistant's: with its
-               "content", its "reasoning_content", or True: with the latter where it has no other
+               thoughts where it has no content
     """
     refused: ClientError | None = None
     for turns in _turns([_message(message, i) for i, message in enumerate(messages)]):
@@ -68,7 +68,7 @@ def prompt_text(
             given = {**more, **variables}
             try:
                 if goes_on:
-                    return _continued(template, said, goes_on, given)
+                    return _continued(template, said, given)
                 return template.render(said, generate=generate, **given)
             except ClientError as error:
                 if isinstance(error, TemplateTooLong) or error.code != "template_error":
@@ -86,22 +86,23 @@ def _turns(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
         yield alternating([{**messages[0], "role": USER}, *messages[1:]])
 
 
-def _continued(
-    template: ChatTemplate, said: list[dict[str, Any]], goes_on: bool | str, given: dict[str, Any]
-) -> str:
-    last = said[-1]
-    thoughts = last.get(THOUGHTS[0]) or ""
-    if goes_on == "content" or (goes_on is True and (_text(last["content"]) or not thoughts)):
+def _continued(template: ChatTemplate, said: list[dict[str, Any]], given: dict[str, Any]) -> str:
+    *before, last = said
+    thoughts = str(last.get(THOUGHTS[0]) or "")
+    if not thoughts or _text(last["content"]):
         return continued_prompt(template, said, **given)
+    given = {"enable_thinking": True, "thinking": True, **given}
     try:
         return continued_prompt(template, said, thoughts=True, **given)
     except ClientError:
         format = reasoning.recognised(template.source)
-        if format is None or not format.begin or not thoughts:
+        if format is None or not format.begin:
             raise
-    # a template that knows of no thoughts writes them where they are content
-    last = {**last, "content": f"{format.begin}\n{thoughts}"}
-    return continued_prompt(template, [*said[:-1], last], **given)
+    # the template leaves out thoughts: the model would begin them here
+    text = template.render(before, **given)
+    if not reasoning.opened(format, text):
+        text += f"{format.begin}\n"
+    return text + thoughts
 
 
 def _further_variables(tools: Any) -> Iterator[dict[str, Any]]:

@@ -94,6 +94,8 @@ def give_template(tokenizer: Tokenizer, given: str) -> str:
            family's
     EngineFault('bad_setting') for a file that cannot be read and a template that cannot.
     """
+    if given:
+        tokenizer.named_templates = {}
     if given in BY_NAME:
         _take(BY_NAME[given], tokenizer)
     elif given:

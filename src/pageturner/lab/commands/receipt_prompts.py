@@ -146,15 +146,16 @@ def _chats(
     if request:
         value = request.get("messages")
     for messages in (value, [{"role": "user", "content": text}]):
-        source = request.get("chat_template") or tokenizer.chat_template
-        if not isinstance(source, str) or not _is_chat(messages):
+        if not _is_chat(messages):
             continue
-        template = ChatTemplate(source, tokenizer.bos_token, tokenizer.eos_token)
         try:
+            variables = _variables(request)
+            own = tokenizer.template_for("tools" in variables)
+            source = request.get("chat_template") or own or ""
             whole = conversation.prompt_text(
-                template,
+                ChatTemplate(source, tokenizer.bos_token, tokenizer.eos_token),
                 messages,
-                _variables(request),
+                variables,
                 generate=receipt.input.add_generation_prompt,
                 goes_on=request.get("continue_final_message") or False,
             )

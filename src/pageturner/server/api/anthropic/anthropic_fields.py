@@ -21,7 +21,6 @@ HOSTED = ("web_search", "web_fetch", "tool_search", "advisor")
 UNREAD = frozenset({"redacted_thinking"})  # blocks whose text nobody has
 NO_PROMPT = "x-anthropic-billing-header:"  # a block that begins so is for Anthropic, and new in each request
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-EFFORTS = {"max": "xhigh"}  # theirs -> ours, where they differ
 
 
 # -- tools -----------------------------------------------------------------------------------------
@@ -84,9 +83,7 @@ def thinking_fields(fields: Fields) -> dict[str, Any]:
         message = "thinking.type is enabled, adaptive or disabled"
         raise bad_request("invalid_value", message, "thinking")
     effort = value_of(fields, "output_config", dict[str, Any], {}).get("effort")
-    ours: dict[str, Any] = (
-        {} if effort is None else {"reasoning_effort": EFFORTS.get(str(effort), effort)}
-    )
+    ours: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
     if kind == "enabled":
         given = {"enable_thinking": True, "thinking": True, **given}
         if thinking.get("budget_tokens") is not None:

@@ -52,6 +52,12 @@ class ServedModel:
     in_worker: bool = False
     rerank_by: str = "auto"
 
+    @property
+    def for_tools(self) -> ServedModel:
+        """Return this model for a request with tools, which may have a template of its own."""
+        named = self.template and self.template.tool_use
+        return replace(self, template=named or self.template)
+
     def with_grammar(self, grammar: str | None) -> ServedModel:
         """Return this model for a request whose grammar is checked already."""
         return self if grammar is None else replace(self, grammar=grammar)

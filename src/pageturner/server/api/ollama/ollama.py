@@ -71,7 +71,7 @@ OPTIONS = {
     "presence_penalty": "presence_penalty",
     "frequency_penalty": "frequency_penalty",
 }
-EFFORTS = ("low", "medium", "high")
+EFFORTS = ("low", "medium", "high", "max")
 # how a model is loaded, which is this server's own affair, and how far penalties look back
 PASSED_OVER = frozenset(
     {

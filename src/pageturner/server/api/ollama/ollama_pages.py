@@ -193,9 +193,11 @@ def _named(name: str | None) -> RequestBody:
 
 def _capabilities(served: ServedModel) -> list[str]:
     """Return the capabilities that clients look for before they use tools, thinking or infill."""
-    formats = answer_grammar.formats_of(served)
     gaps = ["insert"] if fim_tokens(served.tokenizer) else []
-    knows = {"tools": formats.tools, "thinking": formats.reasoning}
+    knows = {
+        "tools": answer_grammar.formats_of(served.for_tools).tools,
+        "thinking": answer_grammar.formats_of(served).reasoning,
+    }
     return ["completion", *gaps, *(name for name, format in knows.items() if format is not None)]
 
 

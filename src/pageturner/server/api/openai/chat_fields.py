@@ -31,9 +31,12 @@ def template_variables(body: RequestBody) -> dict[str, Any]:
 
 
 def with_request_template(body: RequestBody, served: ServedModel) -> ServedModel:
-    """The model with the template that the request brings, where this server takes one.
-    TemplateTooLong outside of a text worker: nobody knows how long it takes to compile."""
+    """The model with the template that the request brings, where this server takes one, or with
+    its own for tools. TemplateTooLong outside of a text worker: nobody knows how long it takes to
+    compile."""
     if body.chat_template is None:
+        if answer_grammar.tool_choice(body).shown:
+            return served.for_tools
         return served
     if not served.request_templates:
         message = (
@@ -61,7 +64,7 @@ def chat_prompt(body: RequestBody, served: ServedModel) -> str:
         raise bad_request(
             "invalid_value", f"chat_template_kwargs may not set {name}", "chat_template_kwargs"
         )
-    goes_on = body.continue_final_message or False
+    goes_on = body.continue_final_message is True
     if goes_on and body.add_generation_prompt:
         message = "continue_final_message and add_generation_prompt contradict each other: send one"
         raise bad_request("invalid_value", message, "continue_final_message")

@@ -76,7 +76,7 @@ def prompt_schema(served: ServedModel) -> Schema:
 
 
 def _tools(served: ServedModel) -> Schema:
-    if formats_of(served).tools is None:
+    if formats_of(served.for_tools).tools is None:
         return {
             "maxItems": 0,
             "description": "Functions that the model may call. This model has no format for that.",
@@ -85,7 +85,7 @@ def _tools(served: ServedModel) -> Schema:
 
 
 def _tool_choice(served: ServedModel) -> Schema:
-    if formats_of(served).tools is None:
+    if formats_of(served.for_tools).tools is None:
         return one_of("none", "auto", None)
     return {"anyOf": [one_of("none", "auto", "required", "any", None), ref("NamedTool")]}
 

@@ -136,8 +136,7 @@ _SAID = ("description", "default")
 def request_schemas(served: ServedModel) -> Properties:
     """The schema of every body, by its name in the document."""
     known = data()["parts"] | known_schemas(served)
-    formats = formats_of(served)
-    missing = () if formats.tools else ("tools",)
+    missing = () if formats_of(served.for_tools).tools else ("tools",)
     made = {name: resolved(body, known, missing) for name, body in data()["bodies"].items()}
     for name, struct in _STRUCTS.items():
         made[name]["properties"] = of_struct(struct) | made[name]["properties"]
