@@ -150,10 +150,9 @@ def _chats(
             continue
         try:
             variables = _variables(request)
-            own = tokenizer.template_for("tools" in variables)
-            source = request.get("chat_template") or own or ""
+            source = request.get("chat_template") or tokenizer.template_for("tools" in variables)
             whole = conversation.prompt_text(
-                ChatTemplate(source, tokenizer.bos_token, tokenizer.eos_token),
+                ChatTemplate(source or "", tokenizer.bos_token, tokenizer.eos_token),
                 messages,
                 variables,
                 generate=receipt.input.add_generation_prompt,
