@@ -116,7 +116,7 @@ LARGEST = 2**31 - 1
 # field of SamplingParams -> least, most, whether the least itself is too little
 LIMITS: dict[str, tuple[float, float, bool]] = {
     "temperature": (0, 1000, False),
-    "top_p": (0, 1, True),
+    "top_p": (0, 1, False),
     "top_k": (-1, LARGEST, False),
     "min_p": (0, 1, False),
     "max_tokens": (1, LARGEST, False),

@@ -196,8 +196,12 @@ def test_thoughts_of_former_turns_have_every_name() -> None:
         {"role": "user", "content": "x", "tool_calls": ""},
         {"role": "user", "content": "x", "tool_calls": {}},
         {"role": "assistant", "tool_calls": [{"function": {"name": 1}}]},
-        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
-        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]},
+        {"role": "assistant", "function_call": "f"},
+        {"role": "assistant", "function_call": {"arguments": "{}"}},
+        {"role": "user"},
+        {"role": "developer", "content": None},
+        {"role": "tool"},
     ],
 )
 def test_what_is_no_message_is_refused(message: dict[str, Any]) -> None:

@@ -105,6 +105,10 @@ def test_fields_reach_the_sampling_parameters() -> None:
     assert (params.stop, params.stop_ids, params.logprobs) == (("a", "b"), (5,), 3)
     assert completion(stop="x", stop_token_ids=[5]).params[0].stop_ids == (257, 5)
     assert completion(top_k=-1).params[0].top_k == 0
+    nucleus = completion(top_p=0, temperature=2).params[0]
+    assert (nucleus.temperature, nucleus.top_p) == (0, 1)
+    assert completion(seed=2**64 - 1).params[0].seed == 2**63 - 1
+    assert completion(seed=-(2**63)).params[0].seed == 0
     assert chat(max_tokens=3, max_completion_tokens=4).params[0].max_tokens == 4
     assert chat(logprobs=True).params[0].logprobs == 0
     assert chat(logprobs=True, top_logprobs=5).params[0].logprobs == 5
@@ -220,7 +224,7 @@ def test_neutral_values_of_what_is_not_there_yet_are_taken() -> None:
         ("tool_choice", "required"),
         ("suffix", "x"),
         ("guided_whitespace_pattern", "x"),
-        ("grammar", "root"),
+        ("grammar_lazy", True),
     ],
 )
 def test_what_is_not_there_yet_is_refused_by_name(name: str, value: Any) -> None:
@@ -257,7 +261,10 @@ def test_what_is_not_there_yet_is_refused_by_name(name: str, value: Any) -> None
         ({"min_tokens": 17}, "invalid_value", "min_tokens"),
         ({"temperature": -0.1}, "invalid_value", "temperature"),
         ({"temperature": "hot"}, "invalid_type", "temperature"),
-        ({"top_p": 0}, "invalid_value", "top_p"),
+        ({"top_p": -0.1}, "invalid_value", "top_p"),
+        ({"stream_options": {}}, "invalid_value", "stream_options"),
+        ({"seed": 2**64}, "invalid_value", "seed"),
+        ({"logit_bias": {"1": 1, "ab": 1}}, "invalid_value", "logit_bias"),
         ({"top_p": 1.1}, "invalid_value", "top_p"),
         ({"min_p": -0.1}, "invalid_value", "min_p"),
         ({"top_k": -2}, "invalid_value", "top_k"),

@@ -77,6 +77,7 @@ PAGES: dict[str, tuple[str, dict[str, Any]]] = {
 # shape -> field -> what it needs beside it
 _OURS: dict[str, dict[str, Any]] = {
     "top_logprobs": {"logprobs": True},
+    "stream_options": {"stream": True},
     "min_tokens": {"max_tokens": LONGEST - 20},
     "early_stopping": {"use_beam_search": True},
     "length_penalty": {"use_beam_search": True},
@@ -117,6 +118,8 @@ LANGUAGES = frozenset(
         "guided_json",
         "guided_regex",
         "guided_grammar",
+        "grammar",
+        "json_schema",
     }
 )
 # what goes on between requests, which no request alone tells

@@ -43,6 +43,7 @@ from pageturner.text.tool_formats import (
 
 ROLES = ("system", "user", "assistant", "tool")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+RAW = "raw_arguments"  # the one argument of a call whose arguments are no JSON object
 NAMES_OF_ROLES = {"developer": "system", "function": "tool"}  # what others call them
 
 
@@ -190,14 +191,21 @@ def _message(message: dict[str, Any], i: int) -> dict[str, Any]:
     if role not in ROLES:
         roles = ", ".join((*ROLES, "developer"))
         raise _wrong(f"messages[{i}].role is {role[:40]!r}, and the roles are {roles}")
-    read = {**message, "role": role, "content": _content(message.get("content"), i)}
-    if message.get("tool_calls") in (
-        None,
-        [],
-    ):  # an empty list too: to some templates that is a call
-        read.pop("tool_calls", None)
-    else:
-        read["tool_calls"] = _calls(message["tool_calls"], i)
+    content = message.get("content")
+    nothing = "content" not in message or (content is None and role != "tool")
+    if nothing and role != "assistant":
+        raise _wrong(f"messages[{i}].content is missing", "missing_field")
+    read = {**message, "role": role, "content": _content(content, i)}
+    legacy = read.pop("function_call", None)
+    calls = read.pop("tool_calls", None)
+    if isinstance(legacy, dict):  # which has no id: the name of the function stands for it
+        calls = [{"id": legacy.get("name"), "function": legacy}]
+    elif legacy is not None:
+        raise _wrong(f"messages[{i}].function_call must be an object", "invalid_type")
+    if calls not in (None, []):  # to some templates an empty list is a call
+        read["tool_calls"] = _calls(calls, i)
+    if message["role"] == "function":
+        read.setdefault("tool_call_id", message.get("name"))
     thoughts = next((message[name] for name in THOUGHTS if message.get(name) is not None), None)
     if isinstance(thoughts, str):
         read |= dict.fromkeys(THOUGHTS, thoughts)
@@ -251,12 +259,13 @@ def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise _wrong(f"{place}.function must have a name", "invalid_type")
-    arguments = function.get("arguments", {})
+    arguments = function.get("arguments")
+    if arguments is None:
+        arguments = {}
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
-        except (ValueError, RecursionError):
-            arguments = None
+        read = _object(arguments) if arguments.strip() else {}
+        # a call that was cut, or is malformed: the model sees what it wrote
+        arguments = {RAW: arguments} if isinstance(read, str) else read
     if not isinstance(arguments, dict):
         raise _wrong(f"{place}.function.arguments must be the text of a JSON object")
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}

@@ -73,7 +73,8 @@ def resolve(params: SamplingParams, tokenizer: Tokenizer, vocab_size: int) -> Sa
         params,
         n=1,
         best_of=None,
-        temperature=0.0 if params.temperature < GREEDY else params.temperature,
+        temperature=params.temperature if params.temperature >= GREEDY and params.top_p else 0.0,
+        top_p=params.top_p or 1.0,  # of no tokens: the likeliest alone
         top_k=max(params.top_k, 0),
         stop_ids=tuple(dict.fromkeys((*ends, *stops))),
         allowed_token_ids=None if allowed is None else tuple(dict.fromkeys(allowed)),

@@ -100,11 +100,6 @@ def conversation(fields: Fields) -> list[dict[str, Any]]:
     told = _text(system, "system") if system else ""
     said = [{"role": "system", "content": told}] if told else []
     messages = value_of(fields, "messages", list[dict[str, Any]], [])
-    if messages and messages[-1].get("role") == "assistant":
-        message = (
-            "messages: the last one is the assistant's, and going on with it is not supported yet"
-        )
-        raise bad_request("unsupported_parameter", message, "messages")
     names: dict[Any, Any] = {}  # of the tools that were called, by the ids of the calls
     for i, message in enumerate(messages):
         role, content, where = message.get("role"), message.get("content"), f"messages[{i}].content"

@@ -89,7 +89,9 @@ def decode(raw: bytes, limits: RequestLimits) -> RequestBody:
 
 def _chat(fields: Fields, limits: RequestLimits) -> RequestBody:
     ours = FIELDS.passed_on(fields)
-    ours |= thinking_fields(fields) | tool_fields(fields) | {"messages": conversation(fields)}
+    messages = conversation(fields)
+    ours |= thinking_fields(fields) | tool_fields(fields) | {"messages": messages}
+    ours["continue_final_message"] = bool(messages) and messages[-1]["role"] == "assistant"
     if stops := value_of(fields, "stop_sequences", list[str], []):
         ours["stop"] = stops
     user = value_of(fields, "metadata", dict[str, Any], {}).get("user_id")

@@ -29,6 +29,7 @@ log = logging.getLogger("pageturner")
 T = TypeVar("T")
 MAX_VALUES = 1 << 16  # in the body of a small endpoint
 MAX_NUMBER = 2**63 - 1
+MAX_SEED = 2**64 - 1
 MAX_EXACT = 2**53  # of the whole numbers that a double can tell apart
 MAX_NEUTRAL = 64  # bytes of a value that changes nothing
 MAX_TOLD = 400  # characters of what is wrong with a field: some of it may be the field itself
@@ -55,6 +56,8 @@ class EmbeddingOptions(msgspec.Struct, frozen=True):
     normalize: bool = True
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Count | None = None
+    embed_dtype: Literal["float32", "float16"] = "float32"
+    endianness: Literal["native", "little", "big"] = "native"
 
 
 class PairOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +69,7 @@ class PairOptions(msgspec.Struct, frozen=True, kw_only=True):
     documents  texts of the documents, if the client wants them in the response
     top_n      number of best documents to return; None: all
     most       maximum number of tokens of a document
+    listed     the answer is a list of indexes and scores, as TEI writes it
     """
 
     by: Literal["auto", "cosine", "yes_no"] = "auto"
@@ -76,6 +80,7 @@ class PairOptions(msgspec.Struct, frozen=True, kw_only=True):
     documents: list[str] | None = None
     top_n: int | None = None
     pooling: Literal["mean", "last", "cls"] = "mean"
+    listed: bool = False
 
 
 class ExtraFile(msgspec.Struct, frozen=True):
@@ -121,6 +126,7 @@ class RequestBody(msgspec.Struct, kw_only=True):
     prompt_logprobs: int | None = None
     echo: bool | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -133,6 +139,8 @@ class RequestBody(msgspec.Struct, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    grammar: str | None = None
+    json_schema: str | bool | dict[str, Any] | None = None
     tools: list[Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -147,7 +155,9 @@ class RequestBody(msgspec.Struct, kw_only=True):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: bool | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     priority: int | None = None
     deadline_ms: float | None = None
     ttft_target_ms: float | None = None
@@ -177,8 +187,6 @@ class RequestBody(msgspec.Struct, kw_only=True):
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "grammar": ("",),
-    "json_schema": (),
     "documents": ([],),
     "modalities": (["text"],),
     "audio": (),
@@ -200,12 +208,14 @@ _DECODERS: dict[str, msgspec.json.Decoder[Any]] = {
     name: msgspec.json.Decoder(kind) for name, kind in _KINDS.items()
 }
 _IDS = frozenset({"stop_token_ids", "logit_bias", "allowed_token_ids", "force_ids"})
-# names of vLLM before it had `structured_outputs` -> what they are in there
+# names of vLLM before it had `structured_outputs`, and of llama.cpp -> what they are in there
 GUIDED = {
     "guided_json": "json",
     "guided_regex": "regex",
     "guided_choice": "choice",
     "guided_grammar": "grammar",
+    "grammar": "grammar",
+    "json_schema": "json",
 }
 # fields of any size: nothing of them is kept once they are understood
 BULKY = (
@@ -253,6 +263,9 @@ def body_of(fields: dict[str, bytes], limits: RequestLimits) -> RequestBody:
         _check_sizes(fields, limits)
     body = RequestBody(**{name: _value(name, value) for name, value in fields.items()})
     _take_guided(body)
+    if body.stream_options is not None and not body.stream:
+        message = "stream_options is for streams: send stream: true with it, or leave it out"
+        raise bad_request("invalid_value", message, "stream_options")
     check_id("request_id", body.request_id)
     check_name("user", body.user)
     check_name("cache_salt", body.cache_salt)
@@ -263,7 +276,9 @@ def _take_guided(body: RequestBody) -> None:
     """Make `structured_outputs` of what older names say. A client that cannot know which of them a
     server has sends both (guidance does), which is one form as long as they say the same."""
     older = {
-        ours: value for name, ours in GUIDED.items() if (value := getattr(body, name)) is not None
+        ours: value
+        for name, ours in GUIDED.items()
+        if (value := getattr(body, name)) not in (None, "")
     }
     if not older:
         return
@@ -299,7 +314,7 @@ def _check_sizes(fields: dict[str, bytes], limits: RequestLimits) -> None:
         if name == "prompt":
             truncated = fields.get("truncate_prompt_tokens", b"null") != b"null"
             check_prompt_json(fields[name], truncated, limits)
-            if truncated:
+            if truncated and fields.get("truncation_side") != b'"right"':
                 fields[name] = _last_ids(fields[name], limits.context)
         elif name in _IDS:
             check_tokens_json(fields[name], name, limits)
@@ -333,7 +348,8 @@ def _value(name: str, raw: bytes) -> Any:
         raise bad_request(
             "invalid_json", f"{name} is not valid JSON: {why_not_json(raw, error)}", name
         ) from None
-    if isinstance(value, int) and abs(value) > MAX_NUMBER:  # it may have to go between processes
+    most = MAX_SEED if name == "seed" else MAX_NUMBER  # it may have to go between processes
+    if isinstance(value, int) and abs(value) > most:
         raise bad_request("invalid_value", f"{name} must be a number of at most 64 bits", name)
     return value
 

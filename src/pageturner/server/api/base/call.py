@@ -126,7 +126,10 @@ def truncate_prompt(
 ) -> list[int]:
     """The tokens that truncate_prompt_tokens leaves, beside an answer of so many."""
     room = min(served.context, served.capacity + 1) - answer
-    return list(parameters.truncate(tokens, body.truncate_prompt_tokens, room, served.context))
+    kept = parameters.truncate(tokens, body.truncate_prompt_tokens, room, served.context)
+    if body.truncation_side == "right":
+        return tokens[: len(kept)]
+    return list(kept)
 
 
 def check_prompt(tokens: list[int], name: str, served: ServedModel) -> list[int]:
@@ -303,6 +306,8 @@ def _end_at(params: SamplingParams, position: int) -> SamplingParams:
 
 def _bias(bias: dict[str, float] | None) -> dict[int, float] | None:
     """JSON's keys are strings."""
-    if bias is not None and not all(map(_ID.fullmatch, bias)):
-        raise bad_request("invalid_value", "logit_bias: the keys are token ids", "logit_bias")
+    for key in bias or ():
+        if not _ID.fullmatch(key):
+            message = f"logit_bias: the keys are token ids, and {key[:40]!r} is none"
+            raise bad_request("invalid_value", message, "logit_bias")
     return None if bias is None else {int(token): value for token, value in bias.items()}

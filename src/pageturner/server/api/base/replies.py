@@ -118,7 +118,6 @@ class Reply:
         self._every_usage = bool(call.options.continuous_usage_stats)
         self._begun: set[int] = set()  # choices
         self.readers: dict[int, AnswerReader] = {}  # of choices whose text is more than content
-        self._texts: dict[int, str] = {}  # of tokens that logprobs have shown
         self._state: object = None
         plain = not (self._ids or self._every_usage)
         plain = plain and self.logprobs is None and call.body.prompt_logprobs is None
@@ -142,10 +141,9 @@ class Reply:
         more: Mapping[str, Any] = NOTHING,
     ) -> bytes:
         """An answer in one piece."""
-        kind = self._shape.whole_object
         body = {
             **self._head,
-            "object": kind,
+            "object": self._shape.whole_object,
             "choices": choices,
             "usage": usage(streams, self.readers),
             **more,
@@ -175,10 +173,9 @@ class Reply:
         more: Mapping[str, Any] = NOTHING,
     ) -> bytes:
         """One event of a streamed answer. used: its `usage`, None: it has none."""
-        kind = self._shape.chunk_object
         body = {
             **self._head,
-            "object": kind,
+            "object": self._shape.chunk_object,
             "system_fingerprint": self._fingerprint,
             "choices": choices,
         }
@@ -196,11 +193,9 @@ class Reply:
     def usage_so_far(self, stream: OutputStream, tokens: int) -> dict[str, Any] | None:
         """Return the usage of a choice after this many tokens; None unless the client wants usage
         in every event."""
-        return (
-            usage_of(len(stream.request.prompt), tokens, stream.cached)
-            if self._every_usage
-            else None
-        )
+        if not self._every_usage:
+            return None
+        return usage_of(len(stream.request.prompt), tokens, stream.cached)
 
     def last_usage(self, streams: list[OutputStream]) -> bytes:
         """The event of stream_options.include_usage: no choices, only usage."""
@@ -270,22 +265,28 @@ class Reply:
             yield {str(t): self._ranked(t, p, r) for t, (p, r) in ranked.items()}
 
     def _ranked(self, token: int, logprob: float, rank: int) -> dict[str, Any]:
-        return {"logprob": finite(logprob), "rank": rank, "decoded_token": self.token_text(token)}
+        text = detokenizer.token_text(self.tokenizer, token)
+        return {"logprob": finite(logprob), "rank": rank, "decoded_token": text}
 
     def top_logprobs(self, token: int, value: Logprob) -> Mapping[str, float]:
-        """The most likely tokens and the chosen one, as vLLM does; of two with the same text the
-        likelier."""
+        """The most likely tokens and the chosen one, as vLLM does. One with the same text as the
+        chosen one, or as one that is likelier, stands under its id."""
         top: dict[str, float] = {}
-        for other, logprob in (*value[1], (token, value[0])):
-            top.setdefault(self.token_text(other), finite(logprob))
+        chosen = self.token_text(token)
+        likely = dict(value[1])
+        likely.setdefault(token, value[0])
+        for other, logprob in likely.items():
+            text = self.token_text(other)
+            if other != token and (text == chosen or text in top):
+                text = f"token_id:{other}"
+            top[text] = finite(logprob)
         return top
 
     def token_text(self, token: int) -> str:
-        """Return the text of a single token."""
-        text = self._texts.get(token)
-        if text is None:
-            text = self._texts[token] = detokenizer.token_text(self.tokenizer, token)
-        return text
+        """Return the text of a single token, or its id where the client wants that."""
+        if self.call.body.return_tokens_as_token_ids:
+            return f"token_id:{token}"
+        return detokenizer.token_text(self.tokenizer, token)
 
 
 def finite(logprob: float) -> float:

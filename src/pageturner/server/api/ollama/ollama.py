@@ -202,6 +202,7 @@ def _says_chat(fields: Fields) -> dict[str, Any]:
             raise bad_request(
                 "unsupported_parameter", f"{where} is not supported yet: leave it out", "messages"
             )
+        message["content"] = message.get("content") or ""
         for theirs, ours in (("thinking", "reasoning_content"), ("tool_name", "name")):
             if theirs in message:
                 message[ours] = message.pop(theirs)

@@ -55,9 +55,9 @@ def read(body: RequestBody, served: ServedModel) -> Call:
     if body.top_logprobs and not body.logprobs:
         raise bad_request("invalid_value", "top_logprobs needs logprobs: true", "top_logprobs")
     parameters.check_number("logprobs", body.top_logprobs, "top_logprobs")
-    asked = (
-        body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    )
+    asked = body.max_completion_tokens
+    if asked is None:
+        asked = body.max_tokens
     parameters.check_number("max_tokens", asked)
     params = sampling_params(body, served, (body.top_logprobs or 0) if body.logprobs else None)
     check = partial(check_text, name="messages", body=body, served=served)
@@ -92,7 +92,8 @@ def whole(reply: Reply, streams: list[OutputStream], whole_answer: WholeAnswer) 
     choices = []
     for i, stream in enumerate(reply.best(streams)):
         choices.append((yield from _choice(reply, i, stream, whole_answer)))
-    return reply.body(choices, streams, (yield from reply.prompt_logprobs(streams[0])))
+    told = {**(yield from reply.prompt_logprobs(streams[0])), **reply.prompt_ids(streams[0])}
+    return reply.body(choices, streams, told)
 
 
 def _choice(
@@ -147,10 +148,9 @@ def _role(reply: Reply, stream: OutputStream) -> InParts[bytes]:
         "logprobs": None,
         "finish_reason": None,
     }
-    choice |= reply.prompt_ids(stream)
-    return reply.event(
-        [choice], reply.usage_so_far(stream, 0), (yield from reply.prompt_logprobs(stream))
-    )
+    ids = reply.prompt_ids(stream)
+    told = {**(yield from reply.prompt_logprobs(stream)), **ids}
+    return reply.event([choice | ids], reply.usage_so_far(stream, 0), told)
 
 
 def _token(reply: Reply, piece: OutputPiece) -> bytes:
@@ -189,7 +189,7 @@ def _logprob(reply: Reply, token: int, value: Logprob) -> dict[str, Any]:
 
 def _entry(reply: Reply, token: int, logprob: float) -> dict[str, Any]:
     raw = reply.tokenizer.token_bytes(token)
-    return {"token": raw.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(raw)}
+    return {"token": reply.token_text(token), "logprob": finite(logprob), "bytes": list(raw)}
 
 
 CHAT_COMPLETIONS = Dialect(

@@ -36,7 +36,7 @@ def message(reply: Reply, stream: OutputStream, answer: WholeAnswer) -> dict[str
         "role": "assistant",
         "content": content if content or not (calls or calls_cut) else None,
     }
-    if thoughts:
+    if thoughts and reply.call.body.include_reasoning is not False:
         whole |= _thoughts(thoughts)
     return {**whole, "tool_calls": calls} if calls else whole
 
@@ -51,6 +51,8 @@ def events(reply: Reply, piece: OutputPiece, logprobs: dict[str, Any] | None) ->
     last = piece.last and stream.failure is None
     for new in reader.read(piece.text, last, stream.finish != "stop"):
         before += new.kind == "call"
+        if new.kind == REASONING and reply.call.body.include_reasoning is False:
+            continue
         deltas.append(_delta(reply, stream, before - 1, new))
     more = reply.piece_ids(piece, prompt=False)
     if not deltas and (logprobs is not None or more.get("token_ids")):

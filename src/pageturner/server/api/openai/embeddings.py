@@ -7,6 +7,7 @@ computed (executor/pooling.py), nor what all APIs have in common (call.py, repli
 from __future__ import annotations
 
 import base64
+import struct
 from array import array
 from dataclasses import replace
 from typing import Any
@@ -24,6 +25,9 @@ from pageturner.server.api.base.whole_answer import WholeAnswer
 from pageturner.server.api.openai import completions
 from pageturner.text.output_stream import OutputStream
 
+# of struct
+ORDERS = {"native": "=", "little": "<", "big": ">"}
+CODES = {"float32": "f", "float16": "e"}
 OWN = EmbeddingOptions.__struct_fields__
 FIELDS = FieldMap(
     taken=("input", *OWN),
@@ -31,6 +35,7 @@ FIELDS = FieldMap(
         "model",
         "user",
         "truncate_prompt_tokens",
+        "truncation_side",
         "priority",
         "cache_salt",
         "add_special_tokens",
@@ -88,10 +93,10 @@ def _entry(index: int, stream: OutputStream, options: EmbeddingOptions) -> dict[
             "invalid_value", f"dimensions is {wanted}, and a row has {most}", "dimensions"
         )
     row = stream.pooled.vector(options.pooling, normalize=options.normalize, dimensions=wanted)
-    numbers = array("f", row)
-    embedding: Any = numbers.tolist()
+    embedding: Any = array("f", row).tolist()
     if options.encoding_format == "base64":
-        embedding = base64.b64encode(numbers.tobytes()).decode()
+        form = f"{ORDERS[options.endianness]}{len(row)}{CODES[options.embed_dtype]}"
+        embedding = base64.b64encode(struct.pack(form, *row)).decode()
     return {"object": "embedding", "index": index, "embedding": embedding}
 
 

@@ -29,7 +29,14 @@ from pageturner.text.chat_template import TemplateTooLong
 from pageturner.text.judging import Judge, made_for_it
 from pageturner.text.output_stream import OutputStream
 
-SAME = ("model", "user", "priority", "cache_salt", "truncate_prompt_tokens")
+SAME = (
+    "model",
+    "user",
+    "priority",
+    "cache_salt",
+    "truncate_prompt_tokens",
+    "truncation_side",
+)
 OWN = ("rerank_by", "instruction", "pooling", "max_tokens_per_doc")
 # fields of others that cut documents into parts, or look at parts of them
 REFUSED = ("rank_fields", "max_chunks_per_doc", "overlap_tokens")
@@ -39,15 +46,19 @@ NOT_NEGATIVE = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
 
 # -- requests --------------------------------------------------------------------------------------
 def decode_rerank(raw: bytes, limits: RequestLimits) -> RequestBody:
-    """query, documents, top_n, return_documents."""
+    """query, documents, top_n, return_documents; or TEI's form of it, with texts."""
     fields = fields_of(raw, limits)
+    if tei := "texts" in fields and "documents" not in fields:
+        fields["documents"] = fields.pop("texts")
+        fields["return_documents"] = fields.pop("return_text", msgspec.Raw(b"false"))
     query, documents = value_of(fields, "query", str), _texts(fields, "documents")
     if query is None:
         raise bad_request("missing_field", "query is missing", "query")
     back = value_of(fields, "return_documents", bool, True)
     top = value_of(fields, "top_n", NOT_NEGATIVE) or len(documents)  # 0: all of them, as in vLLM
-    taken = ("query", "documents", "top_n", "return_documents")
-    pairs = _pairs(fields, queries=1, documents=documents if back else None, top_n=top)
+    taken = ("query", "documents", "top_n", "return_documents", "raw_scores", "truncate")
+    told = documents if back else None
+    pairs = _pairs(fields, queries=1, documents=told, top_n=top, listed=tei)
     return _understood(fields, taken, [query, *documents], pairs, limits)
 
 
@@ -238,6 +249,11 @@ def whole_rerank(reply: Reply, streams: list[OutputStream], _: WholeAnswer) -> I
     pairs = reply.call.body.pairs or PairOptions()
     scores = yield from _scores(reply, streams)
     best = sorted(range(len(scores)), key=lambda i: -scores[i])[: pairs.top_n]
+    if pairs.listed:
+        texts = pairs.documents
+        return encode(
+            [{"index": i, "score": scores[i]} | ({"text": texts[i]} if texts else {}) for i in best]
+        )
     results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in best]
     for result in results if pairs.documents is not None else ():
         result["document"] = {"text": pairs.documents[result["index"]]} if pairs.documents else None

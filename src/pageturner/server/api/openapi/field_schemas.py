@@ -29,7 +29,7 @@ from pageturner.params import FAULTS, LARGEST, LIMITS, SamplingParams
 from pageturner.server.admission.limits import LONGEST_NAME
 from pageturner.server.admission.service_level import MAX_MS, MAX_PRIORITY
 from pageturner.server.api.base.answer_grammar import formats_of
-from pageturner.server.api.base.body import MAX_NUMBER, UNSUPPORTED, RequestBody, SessionFields
+from pageturner.server.api.base.body import MAX_SEED, UNSUPPORTED, RequestBody, SessionFields
 from pageturner.server.api.base.call import NUMBERS
 from pageturner.server.api.base.served_model import ServedModel
 from pageturner.server.api.openai.chat_fields import RESERVED
@@ -139,7 +139,7 @@ FIELDS: dict[str, Field] = {
         "Choose among tokens at least so likely, as a share of the likeliest one's probability."
     ),
     "seed": Field(
-        "The same seed gives the same answer.", {"minimum": -MAX_NUMBER, "maximum": MAX_NUMBER}
+        "The same seed gives the same answer.", {"minimum": -MAX_SEED, "maximum": MAX_SEED}
     ),
     "stop": Field(
         "Strings that end the answer.",
@@ -164,6 +164,7 @@ FIELDS: dict[str, Field] = {
         "Keep the last so many tokens of the prompt; -1: as many as there is room for.",
         lambda s: {"maximum": s.context, "not": {"const": 0}},
     ),
+    "truncation_side": Field("The end of the prompt that goes.", one_of("left", "right", None)),
     "repetition_penalty": Field(
         "Logits of tokens in prompt or output: x / p if x > 0, else x * p."
     ),
@@ -194,7 +195,11 @@ FIELDS: dict[str, Field] = {
         "As structured_outputs.choice.",
         {"items": {**STRING, "minLength": 1}, "minItems": 1, "maxItems": MAX_CHOICES},
     ),
-    "guided_grammar": Field("As structured_outputs.grammar.", {"minLength": 1}),
+    "guided_grammar": Field("As structured_outputs.grammar."),
+    "grammar": Field("As structured_outputs.grammar."),
+    "json_schema": Field(
+        "As structured_outputs.json.", {"anyOf": [STRING, BOOLEAN, ref("JsonSchema"), one_of(None)]}
+    ),
     "tools": Field("Functions that the model may call.", _tools),
     "tool_choice": Field("Whether it may, must or must not.", _tool_choice),
     "parallel_tool_calls": Field("More than one call in an answer.", {"default": True}),
@@ -211,7 +216,9 @@ FIELDS: dict[str, Field] = {
     "chat_template_kwargs": Field(
         "For the chat template.", {"propertyNames": {"not": one_of(*sorted(RESERVED))}}
     ),
+    "include_reasoning": Field("Thoughts stand in the answer.", {"default": True}),
     "return_token_ids": Field("Token ids beside the text.", _OFF),
+    "return_tokens_as_token_ids": Field("Logprobs name tokens as token_id:N.", _OFF),
     "priority": Field(
         "Smaller goes first.", {"minimum": -MAX_PRIORITY, "maximum": MAX_PRIORITY - 1}
     ),

@@ -1,0 +1,220 @@
+"""Fields and histories as clients of other servers send them: cases after public reports, and variants of each kind."""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from pageturner.errors import ClientError
+from pageturner.server.admission.limits import NO_LIMITS
+from pageturner.server.api.base.body import decode
+from pageturner.server.api.responses.responses import RESPONSES
+from pageturner.text.conversation import template_messages
+from support.engines import GOLDENS
+from support.servers import serving
+
+HI = {"role": "user", "content": "hi"}
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[httpx.Client]:
+    flags = ("--tool-call-parser", "hermes", "--reasoning-parser", "think", "--developer")
+    with serving(GOLDENS / "tiny_llama.gguf", *flags) as one:
+        yield one
+
+
+def post(client: httpx.Client, path: str, **body: Any) -> Any:
+    answer = client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def events(client: httpx.Client, path: str, **body: Any) -> list[Any]:
+    answer = client.post(path, json={**body, "stream": True})
+    lines = answer.text.splitlines()
+    return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+
+
+# -- histories -------------------------------------------------------------------------------------
+def called(arguments: Any) -> dict[str, Any]:
+    function = {"name": "f", "arguments": arguments}
+    return {"role": "assistant", "tool_calls": [{"id": "c", "function": function}]}
+
+
+@pytest.mark.parametrize(
+    "text", ['{"city":', '{"s": "He said "x""}', "[1]", "null", "plain", '"{}"']
+)
+def test_malformed_arguments_are_shown_as_they_are(text: str) -> None:
+    (message,) = template_messages([called(text)])
+    assert message["tool_calls"][0]["function"]["arguments"] == {"raw_arguments": text}
+
+
+@pytest.mark.parametrize("nothing", ["", " ", None, {}, "{}"])
+def test_no_arguments_are_an_empty_object(nothing: Any) -> None:
+    (message,) = template_messages([called(nothing)])
+    assert message["tool_calls"][0]["function"]["arguments"] == {}
+
+
+def test_the_older_form_of_calls_is_a_call_and_its_result() -> None:
+    legacy = {"name": "f", "arguments": '{"a": 1}'}
+    told = [
+        {"role": "assistant", "content": None, "function_call": legacy},
+        {"role": "function", "name": "f", "content": None},
+    ]
+    call, result = template_messages(told)
+    assert call["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
+    assert "function_call" not in call
+    assert (result["role"], result["content"]) == ("tool", "")
+    assert result["tool_call_id"] == call["tool_calls"][0]["id"]
+    assert "function_call" not in template_messages([{**told[0], "function_call": None}])[0]
+
+
+def test_a_cut_call_of_our_own_is_taken_back(client: httpx.Client) -> None:
+    tool = {"type": "function", "function": {"name": "get", "parameters": {"type": "object"}}}
+    said = '<tool_call>\n{"name": "get", "arguments": {"city": "B'
+    ids = post(client, "/tokenize", prompt=said, add_special_tokens=False)["tokens"]
+    asked = {"messages": [HI], "tools": [tool], "force_ids": ids, "max_tokens": len(ids)}
+    message = post(client, "/v1/chat/completions", **asked)["choices"][0]["message"]
+    assert message["tool_calls"][0]["function"]["arguments"] == '{"city": "B'
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "cut off"}
+    post(client, "/v1/chat/completions", messages=[HI, message, result], max_tokens=1)
+
+
+def test_an_answer_of_messages_goes_on_where_its_beginning_is_given(client: httpx.Client) -> None:
+    asked = {
+        "model": "tiny_llama",
+        "max_tokens": 3,
+        "messages": [HI, {"role": "assistant", "content": "so"}],
+    }
+    told = post(client, "/v1/messages", **asked)
+    chat = {"messages": asked["messages"], "continue_final_message": True, "max_tokens": 1}
+    used = post(client, "/v1/chat/completions", **chat)["usage"]["prompt_tokens"]
+    assert told["usage"]["input_tokens"] + told["usage"]["cache_read_input_tokens"] == used
+
+
+# -- fields ----------------------------------------------------------------------------------------
+def test_the_form_of_responses_is_named() -> None:
+    nested = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
+    with pytest.raises(ClientError, match='"name": ..., "schema"') as caught:
+        RESPONSES.decode(
+            json.dumps({"input": "hi", "text": {"format": nested}}).encode(), NO_LIMITS
+        )
+    assert caught.value.param == "text.format"
+
+
+def test_grammars_stand_under_the_names_of_llamacpp_too() -> None:
+    body = decode(b'{"grammar": "root ::= \\"a\\"{3}"}')
+    assert body.structured_outputs == {"grammar": 'root ::= "a"{3}'}
+    assert decode(b'{"json_schema": {"type": "object"}}').structured_outputs == {
+        "json": {"type": "object"}
+    }
+    assert decode(b'{"grammar": "", "json_schema": null}').structured_outputs is None
+    with pytest.raises(ClientError, match="send one"):
+        decode(b'{"grammar": "x", "structured_outputs": {"grammar": "y"}}')
+
+
+def test_a_wrong_key_of_logit_bias_is_named(client: httpx.Client) -> None:
+    answer = client.post("/v1/completions", json={"prompt": "a", "logit_bias": {"3": 1, "abc": 1}})
+    assert (answer.status_code, "'abc'" in answer.text) == (400, True)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_either_end_of_a_prompt_goes(client: httpx.Client, side: str) -> None:
+    more = {"truncate_prompt_tokens": 2, "truncation_side": side, "return_token_ids": True}
+    prompts = [[10, 11, 12, 13], list(range(10, 220))]
+    for prompt in prompts:
+        told = post(client, "/v1/completions", prompt=prompt, max_tokens=1, **more)["choices"][0]
+        kept = prompt[:2] if side == "right" else prompt[-2:]
+        assert told["prompt_token_ids"] == kept
+    one, other = ("a b c", "a b") if side == "right" else ("c b a", "b a")
+    asked = {"truncate_prompt_tokens": len(post(client, "/tokenize", prompt="a b")["tokens"])}
+    rows = [
+        post(client, "/v1/embeddings", input=text, truncation_side=side, **asked)["data"][0][
+            "embedding"
+        ]
+        for text in ((one, other) if side == "right" else ())
+    ]
+    assert len({json.dumps(row) for row in rows}) <= 1
+
+
+def test_tokens_by_their_ids(client: httpx.Client) -> None:
+    asked = {"max_tokens": 2, "return_tokens_as_token_ids": True, "return_token_ids": True}
+    told = post(client, "/v1/completions", prompt="One", logprobs=2, **asked)["choices"][0]
+    names = [f"token_id:{token}" for token in told["token_ids"]]
+    assert told["logprobs"]["tokens"] == names
+    assert all(
+        name in top for name, top in zip(names, told["logprobs"]["top_logprobs"], strict=True)
+    )
+    body = {"messages": [HI], "logprobs": True, "top_logprobs": 1, **asked}
+    streamed = events(client, "/v1/chat/completions", **body)
+    entries = [
+        entry
+        for one in streamed
+        for entry in (one["choices"][0]["logprobs"] or {}).get("content", ())
+    ]
+    choice = post(client, "/v1/chat/completions", **body)
+    assert [entry["token"] for entry in choice["choices"][0]["logprobs"]["content"]] == [
+        f"token_id:{token}" for token in choice["choices"][0]["token_ids"]
+    ]
+    assert all(entry["top_logprobs"][0]["token"].startswith("token_id:") for entry in entries)
+
+
+def test_tokens_of_one_text_are_two_entries(client: httpx.Client) -> None:
+    asked = {"prompt": "One", "max_tokens": 8, "logprobs": 20, "temperature": 2, "seed": 1}
+    told = post(client, "/v1/completions", **asked, return_token_ids=True)["choices"][0]["logprobs"]
+    for text, value, top in zip(
+        told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True
+    ):
+        assert len(top) in (20, 21)
+        assert top[text] == value
+
+
+def test_prompt_token_ids_stand_at_the_top_too(client: httpx.Client) -> None:
+    asked = {"messages": [HI], "max_tokens": 2, "return_token_ids": True}
+    told = post(client, "/v1/chat/completions", **asked)
+    assert told["prompt_token_ids"] == told["choices"][0]["prompt_token_ids"]
+    first, *others = events(client, "/v1/chat/completions", **asked)
+    assert first["prompt_token_ids"] == told["prompt_token_ids"]
+    assert not any("prompt_token_ids" in one for one in others)
+
+
+def test_thoughts_are_left_out_where_nobody_wants_them(client: httpx.Client) -> None:
+    ids = post(client, "/tokenize", prompt="<think>hm</think>yes", add_special_tokens=False)[
+        "tokens"
+    ]
+    asked = {"messages": [HI], "force_ids": ids, "max_tokens": len(ids), "include_reasoning": False}
+    told = post(client, "/v1/chat/completions", **asked)
+    assert told["choices"][0]["message"] == {"role": "assistant", "content": "yes"}
+    assert told["usage"]["completion_tokens_details"]["reasoning_tokens"]
+    assert not any(
+        "reasoning" in one["choices"][0]["delta"]
+        for one in events(client, "/v1/chat/completions", **asked)
+    )
+
+
+def test_rows_of_another_type_and_order(client: httpx.Client) -> None:
+    row = post(client, "/v1/embeddings", input="x")["data"][0]["embedding"]
+    for dtype, code in (("float16", "e"), ("float32", "f")):
+        for endianness, order in (("big", ">"), ("little", "<")):
+            asked = {"encoding_format": "base64", "embed_dtype": dtype, "endianness": endianness}
+            told = post(client, "/v1/embeddings", input="x", **asked)["data"][0]["embedding"]
+            found = struct.unpack(f"{order}{len(row)}{code}", base64.b64decode(told))
+            assert found == pytest.approx(row, abs=1e-3)
+    assert (
+        client.post("/v1/embeddings", json={"input": "x", "embed_dtype": "fp8_e4m3"}).status_code
+        == 400
+    )
+
+
+def test_reranking_as_tei_asks_for_it(client: httpx.Client) -> None:
+    ours = post(client, "/rerank", query="a", documents=["b", "c a"])["results"]
+    plain = post(client, "/rerank", query="a", texts=["b", "c a"])
+    assert plain == [{"index": one["index"], "score": one["relevance_score"]} for one in ours]
+    told = post(client, "/rerank", query="a", texts=["b"], return_text=True, raw_scores=True)
+    assert told[0]["text"] == "b"
