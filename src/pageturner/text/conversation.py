@@ -354,7 +354,7 @@ def _with_responses(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if message["role"] != TOOL or not before.get("tool_calls"):
             made.append(message)
             continue
-        response = {"name": message.get("name") or "unknown", "response": _object(message)}
+        response = {"name": message.get("name") or "unknown", "response": _object(_text(message["content"]))}
         made[-1] = {**before, RESPONSES: [*before.get(RESPONSES, []), response]}
     return made
 
@@ -375,9 +375,8 @@ def _as_users(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return made
 
 
-def _object(message: dict[str, Any]) -> Any:
-    """The answer of a tool: an object if it is one, else the text."""
-    text = _text(message["content"])
+def _object(text: str) -> Any:
+    """The answer of a tool, or the arguments of a call: an object if it is one, else the text."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
