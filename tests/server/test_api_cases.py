@@ -101,7 +101,7 @@ def test_an_answer_of_messages_goes_on_where_its_beginning_is_given(client: http
 # -- fields ----------------------------------------------------------------------------------------
 def test_the_form_of_responses_is_named() -> None:
     nested = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
-    with pytest.raises(ClientError, match='"name": ..., "schema"') as caught:
+    with pytest.raises(ClientError, match="send .*schema") as caught:
         RESPONSES.decode(
             json.dumps({"input": "hi", "text": {"format": nested}}).encode(), NO_LIMITS
         )
@@ -132,15 +132,6 @@ def test_either_end_of_a_prompt_goes(client: httpx.Client, side: str) -> None:
         told = post(client, "/v1/completions", prompt=prompt, max_tokens=1, **more)["choices"][0]
         kept = prompt[:2] if side == "right" else prompt[-2:]
         assert told["prompt_token_ids"] == kept
-    one, other = ("a b c", "a b") if side == "right" else ("c b a", "b a")
-    asked = {"truncate_prompt_tokens": len(post(client, "/tokenize", prompt="a b")["tokens"])}
-    rows = [
-        post(client, "/v1/embeddings", input=text, truncation_side=side, **asked)["data"][0][
-            "embedding"
-        ]
-        for text in ((one, other) if side == "right" else ())
-    ]
-    assert len({json.dumps(row) for row in rows}) <= 1
 
 
 def test_tokens_by_their_ids(client: httpx.Client) -> None:

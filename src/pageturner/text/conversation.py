@@ -354,7 +354,10 @@ def _with_responses(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if message["role"] != TOOL or not before.get("tool_calls"):
             made.append(message)
             continue
-        response = {"name": message.get("name") or "unknown", "response": _object(_text(message["content"]))}
+        response = {
+            "name": message.get("name") or "unknown",
+            "response": _object(_text(message["content"])),
+        }
         made[-1] = {**before, RESPONSES: [*before.get(RESPONSES, []), response]}
     return made
 
