@@ -61,7 +61,7 @@ BUDGETS = {
     "lab": 93_450,
     "cli": 14_900,
 }
-WHOLE = {"src/pageturner": 570_000, "bench": 206_000, "tests": 640_000}  # tokens
+WHOLE = {"src/pageturner": 570_000, "bench": 206_000, "tests": 650_000}  # tokens
 FINDINGS = (
     "upwards",
     "circles",

@@ -101,7 +101,7 @@ def test_an_answer_of_messages_goes_on_where_its_beginning_is_given(client: http
 # -- fields ----------------------------------------------------------------------------------------
 def test_the_form_of_responses_is_named() -> None:
     nested = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
-    with pytest.raises(ClientError, match="send .*schema") as caught:
+    with pytest.raises(ClientError, match=r"send .*schema") as caught:
         RESPONSES.decode(
             json.dumps({"input": "hi", "text": {"format": nested}}).encode(), NO_LIMITS
         )
