@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,22 @@ def test_no_flag_is_made_up() -> None:
     }  # settings of serve, which simulate has too
     named = set(re.findall(r"(--[a-z][a-z-]*)", SECTION))
     assert named <= known, named - known
+
+
+RECIPES = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "words", re.findall(r"^pageturner ([^#\n]+?)(?:  .*)?$", RECIPES, re.M) + ["serve m -ngl 99"]
+)
+def test_every_recipe_is_taken_by_its_command(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command is parsed as it is typed, and its work is left out."""
+    names = next(names for names in cli.COMMANDS if words.startswith(" ".join(names) + " "))
+    called: list[argparse.Namespace] = []
+    module = importlib.import_module(cli.COMMANDS[names][0])
+    monkeypatch.setattr(module, "main", called.append)
+    assert cli.main(shlex.split(words)) == 0
+    assert len(called) == 1
 
 
 def test_every_command_of_the_chat_is_named() -> None:
