@@ -53,9 +53,7 @@ def test_no_flag_is_made_up() -> None:
 RECIPES = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
 
 
-@pytest.mark.parametrize(
-    "words", re.findall(r"^pageturner ([^#\n]+?)(?:  .*)?$", RECIPES, re.M)
-)
+@pytest.mark.parametrize("words", re.findall(r"^pageturner ([^#\n]+?)(?:  .*)?$", RECIPES, re.M))
 def test_every_recipe_is_taken_by_its_command(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command is parsed as it is typed, and its work is left out."""
     names = next(names for names in cli.COMMANDS if words.startswith(" ".join(names) + " "))
