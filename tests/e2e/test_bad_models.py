@@ -243,8 +243,8 @@ def more(name: str, rows: int) -> bytes:
 WHOLE = (GOLDENS / "tiny_llama.gguf").read_bytes()
 KNOWN = "F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, Q2_K, Q3_K, IQ4_NL, IQ4_XS, MXFP4"
 FILES: dict[str, tuple[Callable[[], bytes], list[str]]] = {
-    "IQ2_XS": (lambda: kind(17), ["blk.0.ffn_down.weight", "IQ2_XS", KNOWN]),
-    "IQ3_S": (lambda: kind(21), ["blk.0.ffn_down.weight", "IQ3_S", KNOWN]),
+    "Q8_1": (lambda: kind(9), ["blk.0.ffn_down.weight", "Q8_1", KNOWN]),
+    "Q8_K": (lambda: kind(15), ["blk.0.ffn_down.weight", "Q8_K", KNOWN]),
     "a type of the future": (
         lambda: kind(77),
         ["blk.0.ffn_down.weight", "unknown type 77", "Q8_0"],
@@ -342,7 +342,7 @@ def test_bad_models_through_serve(bad: tuple[Path, list[str]]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "bad", ["shard missing", "too large", "no tokenizer", "IQ3_S.gguf"], indirect=True
+    "bad", ["shard missing", "too large", "no tokenizer", "Q8_K.gguf"], indirect=True
 )
 def test_some_bad_models_through_serve(bad: tuple[Path, list[str]]) -> None:
     """Those that the engine process meets, and those that the API process meets."""

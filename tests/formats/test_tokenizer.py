@@ -227,9 +227,14 @@ def test_missing_parts_are_named(tmp_path: Path, key: str) -> None:
         load_tokenizer(changed(tmp_path, lambda metadata: metadata.pop(KEY + key)))
 
 
-def test_a_missing_pre_tokenizer_is_not_guessed(tmp_path: Path) -> None:
-    with pytest.raises(EngineFault, match="'default'"):
-        load_tokenizer(changed(tmp_path, lambda metadata: metadata.pop(KEY + "pre")))
+def test_a_vocabulary_without_a_pre_tokenizer_that_is_not_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is split as by llama.cpp, which is said."""
+    tokenizer = load_tokenizer(changed(tmp_path, lambda metadata: metadata.pop(KEY + "pre")))
+    assert "names no pre-tokenizer" in capsys.readouterr().err
+    text = "12345 it's"
+    assert tokenizer.decode(plain(tokenizer, text)) == text
 
 
 @pytest.mark.parametrize("harmony", [True, False])

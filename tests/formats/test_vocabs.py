@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+from pathlib import Path
 
 import pytest
 
 from pageturner.formats.load_tokenizer import Tokenizer, load_tokenizer
 from pageturner.text.detokenizer import Detokenizer
 from support import texts, vocabs
+from support.gguf_writer import gguf_bytes, taken_apart
 from support.smollm2 import GOLDENS
 
 GOLDEN = json.loads((GOLDENS / "vocab_tokens.json").read_text())
@@ -43,6 +45,22 @@ def test_vectors_of_llama_cpp(name: str) -> None:
     assert len(cases) > 40
     for text, ids in cases:
         assert plain(tokenizer, text) == ids, text
+
+
+BYTE_LEVEL = [n for n in vocabs.SHA256 if n not in ("llama-spm", "phi-3", "gemma-4")]
+
+
+@pytest.mark.parametrize("name", BYTE_LEVEL)
+def test_vectors_of_files_that_name_no_pre_tokenizer(name: str, tmp_path: Path) -> None:
+    """It is told by the tokens of a text, as by llama.cpp's converter."""
+    metadata, _ = taken_apart(vocabs.vocab_path(name))
+    del metadata["tokenizer.ggml.pre"]
+    path = tmp_path / "vocab.gguf"
+    path.write_bytes(gguf_bytes(metadata, {}))
+    tokenizer = load_tokenizer(path)
+    assert [plain(tokenizer, text) for text, _ in vocabs.vectors(name)] == [
+        ids for _, ids in vocabs.vectors(name)
+    ]
 
 
 @pytest.mark.parametrize(("key", "parse"), [("random", False), ("random, parsed", True)])

@@ -89,7 +89,17 @@ _WIDE_SIGNS = "!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3001-\u3002"  # ll
 _CJK3 = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 _END_BLANKS = r"(?<!\s)\s+\z"  # `\s+$`, in linear time
 
+# What llama.cpp takes where a file names none.
+_DEFAULT = (
+    r"[\p{P}\$\+<=>\^~\|]+",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+    r"\p{N}+",
+    "[0-9][0-9][0-9]",
+)
+DEFAULT = "default"
+
 _KINDS = {
+    DEFAULT: Pre(_DEFAULT),
     "gpt-2 phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum modern-bert mpt olmo jais "
     "trillion granite-docling exaone4": Pre((_GPT2,)),
     "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2": Pre((r"\p{N}", _GPT2)),

@@ -10,14 +10,17 @@ should ask for both.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from pageturner import logs
 from pageturner.errors import EngineFault, naming
-from pageturner.formats.bpe import PRE_TOKENIZERS, ByteLevel, RawBPE
+from pageturner.formats.bpe import DEFAULT, PRE_TOKENIZERS, ByteLevel, RawBPE
 from pageturner.formats.generation_config import GenerationDefaults, read_generation
 from pageturner.formats.gguf import GGUFFile, open_gguf
+from pageturner.formats.hf_config import read_json
 from pageturner.formats.hf_tokenizer import load_folder
 from pageturner.formats.sentencepiece import CONTROL, HIDDEN, UNKNOWN, SentencePiece
 from pageturner.formats.tokenizer import Codec, Marks, Tokenizer
@@ -83,7 +86,7 @@ def load_with_defaults(
 
 def from_gguf(file: GGUFFile) -> Tokenizer:
     """The tokenizer inside a GGUF file."""
-    kind, pre = file.get(_KEY + "model", str), file.get(_KEY + "pre", str, "default")
+    kind, pre = file.get(_KEY + "model", str), file.get(_KEY + "pre", str, DEFAULT)
     if kind not in _KINDS:
         message = f"tokenizer model {kind!r} is not supported; known: {', '.join(_KINDS)}"
         raise EngineFault("tokenizer_unsupported", message)
@@ -98,7 +101,9 @@ def from_gguf(file: GGUFFile) -> Tokenizer:
         raise EngineFault("tokenizer_corrupt", "the vocabulary of the model file is empty")
     if len(kinds) != len(tokens):
         raise EngineFault("tokenizer_corrupt", "the model file has not one type for each token")
-    codec = _codec(file, kind, tokens, kinds)
+    if kind == "gpt2" and pre == DEFAULT:
+        pre = _recognised(file, tokens, kinds)
+    codec = _codec(file, kind, pre, tokens, kinds)
     spm = kind == "llama"
     bos, eos = (number if spm and number < len(tokens) else None for number in (1, 2))
     add_bos = kind != "gpt2" or PRE_TOKENIZERS[pre].add_bos
@@ -124,10 +129,30 @@ def from_gguf(file: GGUFFile) -> Tokenizer:
     )
 
 
-def _codec(file: GGUFFile, kind: str, tokens: Sequence[str], kinds: Sequence[int]) -> Codec:
+def _recognised(file: GGUFFile, tokens: Sequence[str], kinds: Sequence[int]) -> str:
+    """The pre-tokenizer of a file that names none, told as llama.cpp's converter tells them: by the
+    tokens that a certain text has. That of llama.cpp, with a warning, where no text of ours has the
+    tokens of a known model."""
+    known = read_json(Path(__file__).with_name("pre_tokenizers.json"))
+    merges, bos = file.array(_KEY + "merges").strings(), _id(file, "bos_token_id", len(tokens))
+    for pre in dict.fromkeys(PRE_TOKENIZERS.values()):
+        ids = ByteLevel(tokens, kinds, merges, pre).encode(known["text"], True)
+        for row in (ids, [bos, *ids]):
+            name = known["names"].get(hashlib.sha256(str(row).encode()).hexdigest()[:16])
+            if name and PRE_TOKENIZERS[name] == pre:
+                return str(name)
+    message = "names no pre-tokenizer, and its vocabulary is none that is known: texts are split as"
+    advice = "by llama.cpp, which may be wrong; a file converted by today's llama.cpp names it"
+    logs.say(f"{file.path} {message} {advice}", "warning")
+    return DEFAULT
+
+
+def _codec(
+    file: GGUFFile, kind: str, pre: str, tokens: Sequence[str], kinds: Sequence[int]
+) -> Codec:
     if kind == "gpt2":
-        pre = PRE_TOKENIZERS[file.get(_KEY + "pre", str)]
-        return ByteLevel(tokens, kinds, file.array(_KEY + "merges").strings(), pre)
+        merges = file.array(_KEY + "merges").strings()
+        return ByteLevel(tokens, kinds, merges, PRE_TOKENIZERS[pre])
     if kind == "gemma4":
         return RawBPE(tokens, kinds, file.array(_KEY + "merges").strings())
     scores = file.array(_KEY + "scores").floats()
