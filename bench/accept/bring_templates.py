@@ -1,0 +1,333 @@
+"""Public chat templates beside Transformers: 24 conversations, with a generation prompt and without, thinking
+unset, on and off, through the function that renders every prompt.
+
+A rendering that is not Transformers' must be better by a rule that can be checked: Transformers refuses the
+conversation; it writes "None" for no content; it writes text parts as objects; or it loses words that are
+here. `--templates-folder` (or PAGETURNER_TEMPLATES) is walked for the templates; `--templates-python` is a
+Python with transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path += [str(HERE)]
+
+import harness  # noqa: E402
+from harness import Line, NotRun  # noqa: E402
+
+from pageturner.errors import ClientError  # noqa: E402
+from pageturner.text import chat_template, tools  # noqa: E402
+from pageturner.text.chat_template import ChatTemplate  # noqa: E402
+from pageturner.text.conversation import prompt_text, variables  # noqa: E402
+
+Messages = list[dict[str, Any]]
+LARGEST_TRIALS = 0.5  # seconds, once for a template
+# reads the sources and the conversations, writes the renderings of each with arguments as objects and as texts
+REFERENCE = """
+import json, sys
+from transformers.utils.chat_template_utils import render_jinja_template as render
+given = json.load(sys.stdin)
+made = []
+for source in given["sources"]:
+    for job in given["jobs"]:
+        row = []
+        for messages in job["forms"]:
+            try:
+                texts, _ = render([messages], chat_template=source, bos_token="<s>", eos_token="</s>", **job["with"])
+                row.append(texts[0])
+            except Exception:
+                row.append(None)
+        made.append(row)
+json.dump(made, sys.stdout)
+"""
+
+
+def says(role: str, content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def parts(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def tool(name: str, **fields: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": fields}
+    function = {"name": name, "description": f"Tells the {name}.", "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def call(name: str, id: str, **arguments: Any) -> dict[str, Any]:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def result(content: Any, id: str = "call00001", **more: Any) -> dict[str, Any]:
+    return says("tool", content, tool_call_id=id, **more)
+
+
+CITY = {"type": "string", "description": "A city."}
+DAYS = {"type": "integer", "description": "How many."}
+WEATHER = tool("weather", city=CITY, days=DAYS)
+CLOCK = tool("time")
+LIMA = call("weather", "call00001", city="Lima", days=3)
+OSLO = call("weather", "call00002", city="Oslo")
+NOW = call("time", "call00003")
+SYSTEM = says("system", "Be kind to Zoe.")
+ASKED = says("user", "Hello Ann?")
+TOLD = says("assistant", "Hi there Bob.")
+AGAIN = says("user", "And Rome?")
+SUNNY = result("sunny 31C")
+GREY = result('{"sky": "grey"}', "call00002")
+THOUGHTS = {"reasoning_content": "I greet Carl."}
+DOCUMENT = {"title": "Quito", "text": "Quito is old."}
+
+
+def calling(content: Any, *calls: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return says("assistant", content, tool_calls=list(calls), **more)
+
+
+ABSENT = {"role": "assistant", "tool_calls": [LIMA]}
+# name -> messages, tools
+TALKS: dict[str, tuple[Messages, list[Any]]] = {
+    "user": ([ASKED], []),
+    "system": ([SYSTEM, ASKED], []),
+    "turns": ([ASKED, TOLD, AGAIN], []),
+    "system and turns": ([SYSTEM, ASKED, TOLD, AGAIN], []),
+    "parts": ([says("user", parts("Hello ", "Ann?"))], []),
+    "parts of all": (
+        [
+            says("system", parts("Be kind", " to Zoe.")),
+            says("user", parts("Hello", "Ann?")),
+            says("assistant", parts("Hi ", "Bob.")),
+            AGAIN,
+        ],
+        [],
+    ),
+    "tools": ([SYSTEM, ASKED], [WEATHER, CLOCK]),
+    "tools, no system": ([ASKED], [WEATHER]),
+    "call": ([ASKED, calling("", LIMA), SUNNY], [WEATHER]),
+    "call, null": ([ASKED, calling(None, LIMA), SUNNY], [WEATHER]),
+    "call, no content": ([ASKED, ABSENT, SUNNY], [WEATHER]),
+    "call, words": ([ASKED, calling("Let me look.", LIMA), SUNNY, TOLD, AGAIN], [WEATHER]),
+    "parallel": ([SYSTEM, ASKED, calling(None, LIMA, OSLO), SUNNY, GREY], [WEATHER, CLOCK]),
+    "chain": (
+        [ASKED, calling(None, LIMA), SUNNY, calling(None, OSLO), GREY, TOLD, AGAIN],
+        [WEATHER],
+    ),
+    "no arguments": ([ASKED, calling(None, NOW), result("12:30", "call00003")], [CLOCK]),
+    "history without tools": ([ASKED, calling(None, LIMA), SUNNY, TOLD], []),
+    "result in parts": ([ASKED, calling(None, LIMA), result(parts("sunny ", "31C"))], [WEATHER]),
+    "empty": ([says("system", ""), says("user", ""), says("assistant", ""), AGAIN], []),
+    "null": ([ASKED, says("assistant", None), AGAIN], []),
+    "thoughts": ([ASKED, {**TOLD, **THOUGHTS}, AGAIN], []),
+    "thoughts and call": ([ASKED, calling(None, LIMA, **THOUGHTS), SUNNY], [WEATHER]),
+    "users": ([ASKED, AGAIN], []),
+    "names": ([{**ASKED, "name": "ann"}, TOLD, {**AGAIN, "name": "eve"}], []),
+    "documents": ([ASKED], []),
+}
+# each stands in what a client has said, and in nothing else
+WORDS = re.findall(r"\S+", "Zoe Ann Bob Rome Lima Oslo Carl Quito 31C grey 12:30 look weather time Tells days")
+HISTORY = ("Lima", "Oslo", "31C", "grey", "12:30")  # of calls and results
+OBJECT = re.compile(r"""["']text["'] ?: ?["']""")
+CLOCK_TIME = re.compile(r"\d\d:\d\d:\d\d")  # a template that writes the time
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One conversation and its variables. generate: with a generation prompt."""
+
+    talk: str
+    generate: bool
+    thinking: bool | None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        given: dict[str, Any] = {}
+        if self.thinking is not None:
+            given = {"enable_thinking": self.thinking, "thinking": self.thinking}
+        if self.talk == "documents":
+            given["documents"] = [DOCUMENT]
+        return given
+
+    def reference(self) -> dict[str, Any]:
+        messages, shown = TALKS[self.talk]
+        given = {**self.given, "tools": shown or None, "add_generation_prompt": self.generate}
+        return {"forms": [messages, with_texts(messages)], "with": given}
+
+    def ours(self, template: ChatTemplate) -> str:
+        """The prompt of a client that sends this, arguments as texts."""
+        messages, shown = TALKS[self.talk]
+        known = variables(tools.read(shown, None, None).shown, None, self.given)
+        return prompt_text(template, with_texts(messages), known, generate=self.generate)
+
+
+JOBS = [
+    Job(talk, *of)
+    for talk in TALKS
+    for of in ((a, b) for a in (True, False) for b in (None, True, False))
+]
+
+
+def with_texts(messages: Messages) -> Messages:
+    """The messages with arguments as texts."""
+    made = copy.deepcopy(messages)
+    for message in made:
+        for one in message.get("tool_calls", ()):
+            one["function"]["arguments"] = json.dumps(one["function"]["arguments"])
+    return made
+
+
+def reason(theirs: list[str], ours: str) -> str:
+    """Why this is equal to one of those or better; "": it is neither."""
+    if CLOCK_TIME.sub("", ours) in [CLOCK_TIME.sub("", text) for text in theirs]:
+        return "equal"
+    if not theirs:
+        return "Transformers refuses"
+    why = (worse(text, ours) for text in theirs)
+    return next((one for one in why if one), "")
+
+
+def worse(theirs: str, ours: str) -> str:
+    """What is worse in the text of Transformers, "" for nothing."""
+    counts = [(ours.count(word), theirs.count(word)) for word in WORDS]
+    if OBJECT.search(theirs) and not OBJECT.search(ours):
+        return "parts are text"
+    if any(mine < other for mine, other in counts):
+        return ""
+    if len(re.findall("None|null", theirs)) > len(re.findall("None|null", ours)):
+        return "no None"
+    if any(mine > other for mine, other in counts):
+        return "nothing is lost"
+    return ""
+
+
+@dataclass(slots=True)
+class Found:
+    """What came out. lost: renderings of ours without a call or a result of the history."""
+
+    reasons: Counter[str] = field(default_factory=Counter)
+    differ: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    both: set[str] = field(default_factory=set)
+    both_refuse: int = 0
+    lost: list[str] = field(default_factory=list)
+    trials: list[float] = field(default_factory=list)
+
+    def add(self, name: str, template: ChatTemplate, job: Job, theirs: list[str]) -> None:
+        where = f"{name} ({job.talk})"
+        try:
+            ours = job.ours(template)
+        except ClientError:
+            if theirs:
+                self.refused.append(where)
+            else:
+                self.both_refuse += 1
+                self.both.add(name)
+            return
+        why = reason(theirs, ours)
+        self.reasons[why] += 1
+        if not why:
+            self.differ.append(where)
+        said = json.dumps(TALKS[job.talk][0])
+        if any(word in said and word not in ours for word in HISTORY):
+            self.lost.append(where)
+
+
+def references(python: str, sources: list[str]) -> list[list[str | None]]:
+    """The renderings of Transformers, source by source and job by job."""
+    probe = subprocess.run([python, "-c", "import transformers"], capture_output=True, check=False)
+    if probe.returncode:
+        raise NotRun(f"{python} has no transformers: --templates-python names one that has")
+    asked = {"sources": sources, "jobs": [job.reference() for job in JOBS]}
+    done = subprocess.run(
+        [python, "-c", REFERENCE],
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    made: list[list[str | None]] = json.loads(done.stdout)
+    return made
+
+
+def rendered(sources: dict[str, str], theirs: list[list[str | None]]) -> Found:
+    found = Found()
+    rows = iter(theirs)
+    for name, source in sources.items():
+        template = ChatTemplate(source, "<s>", "</s>")
+        begin = time.perf_counter()
+        chat_template.habits_of(template)
+        found.trials.append(time.perf_counter() - begin)
+        for job in JOBS:
+            found.add(name, template, job, [text for text in next(rows) if text is not None])
+    return found
+
+
+def images_refused(sources: dict[str, str]) -> int:
+    """How many templates refuse a picture with a message that says so."""
+    picture = says("user", [{"type": "image_url", "image_url": {"url": "data:,"}}])
+    count = 0
+    for source in sources.values():
+        try:
+            prompt_text(ChatTemplate(source), [picture], {})
+        except ClientError as error:
+            count += "only text parts" in error.message
+    return count
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of this part of the acceptance."""
+    folder = os.environ.get("PAGETURNER_TEMPLATES", "")
+    parser.add_argument("--templates-folder", default=folder, help="walked for chat templates")
+    parser.add_argument("--templates-python", default=sys.executable, help="has transformers")
+
+
+def lines(options: argparse.Namespace) -> Iterator[Line]:
+    yield harness.pytest_line(
+        "each kind, templates of our own", "tests/server/test_template_trials.py"
+    )
+    paths = sorted(Path(options.templates_folder or os.devnull).rglob("*.jinja*"))
+    if not paths:
+        raise NotRun("no templates: --templates-folder or PAGETURNER_TEMPLATES")
+    sources = {f"{path.parent.name}/{path.stem}": path.read_text() for path in paths}
+    theirs = references(options.templates_python, list(sources.values()))
+    found = rendered(sources, theirs)
+    better = sum(count for why, count in found.reasons.items() if why not in ("equal", ""))
+    figure = (
+        f"{len(sources)} templates x {len(JOBS)}: {found.reasons['equal']:,} equal, {better:,} better,"
+        f" {len(found.differ)} differ, {len(found.refused)} refused"
+    )
+    wrong = sorted({*found.differ, *found.refused})
+    yield Line(
+        "rendered as Transformers does or better", "; ".join([figure, *wrong[:5]]), not wrong
+    )
+    whys = ", ".join(f"{why} {n:,}" for why, n in found.reasons.most_common() if why != "equal")
+    yield Line("why they are better", whys, None)
+    both = f"{found.both_refuse:,} renderings of {len(found.both)} templates"
+    yield Line("refused by Transformers too, with the template's own reason", both, None)
+    lost = "; ".join([f"{len(found.lost)} renderings", *sorted(set(found.lost))[:5]])
+    yield Line("calls and results of a history that are lost", lost, not found.lost)
+    count = images_refused(sources)
+    yield Line("pictures refused by name", f"{count} of {len(sources)}", count == len(sources))
+    most = max(found.trials)
+    figure = f"median {harness.median(found.trials) * 1e3:.0f} ms, most {most * 1e3:.0f} ms"
+    yield Line("trials of a template, once", figure, most < LARGEST_TRIALS)
+
+
+if __name__ == "__main__":
+    sys.exit(
+        harness.main("bring_templates", __doc__, {"templates": harness.part("bring_templates")})
+    )
