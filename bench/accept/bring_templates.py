@@ -139,7 +139,9 @@ TALKS: dict[str, tuple[Messages, list[Any]]] = {
     "documents": ([ASKED], []),
 }
 # each stands in what a client has said, and in nothing else
-WORDS = re.findall(r"\S+", "Zoe Ann Bob Rome Lima Oslo Carl Quito 31C grey 12:30 look weather time Tells days")
+WORDS = re.findall(
+    r"\S+", "Zoe Ann Bob Rome Lima Oslo Carl Quito 31C grey 12:30 look weather time Tells days"
+)
 HISTORY = ("Lima", "Oslo", "31C", "grey", "12:30")  # of calls and results
 OBJECT = re.compile(r"""["']text["'] ?: ?["']""")
 CLOCK_TIME = re.compile(r"\d\d:\d\d:\d\d")  # a template that writes the time
@@ -242,7 +244,8 @@ class Found:
         if not why:
             self.differ.append(where)
         said = json.dumps(TALKS[job.talk][0])
-        if any(word in said and word not in ours for word in HISTORY):
+        lost = any(word in said and word not in ours for word in HISTORY)
+        if lost and "Ann" in ours:  # else it is no template for chats: users are not written either
             self.lost.append(where)
 
 
@@ -269,7 +272,8 @@ def rendered(sources: dict[str, str], theirs: list[list[str | None]]) -> Found:
     for name, source in sources.items():
         template = ChatTemplate(source, "<s>", "</s>")
         begin = time.perf_counter()
-        chat_template.habits_of(template)
+        for shown in (False, True):
+            chat_template.habits_of(template, shown)
         found.trials.append(time.perf_counter() - begin)
         for job in JOBS:
             found.add(name, template, job, [text for text in next(rows) if text is not None])

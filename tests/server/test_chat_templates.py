@@ -19,9 +19,8 @@ from pageturner.server.api.base import answer_grammar
 from pageturner.server.api.base.body import decode
 from pageturner.server.api.base.call import Call
 from pageturner.server.api.openai import chat, completions
-from pageturner.text import template_choice, tool_formats
+from pageturner.text import conversation, template_choice, tool_formats
 from pageturner.text.chat_template import ChatTemplate, TemplateTooLong, continued_prompt
-from pageturner.text.conversation import template_messages
 from pageturner.text.template_choice import BY_NAME, give_template
 from support.hf_folder import make_folder
 from support.vocabs import vocab_path
@@ -44,6 +43,10 @@ OTHER = (
 )
 CALLING = {"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": "f"}}]}
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+
+
+def template_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return conversation.template_messages(conversation.read_messages(messages))
 
 
 def ask(served: Any = TRUSTING, messages: Any = (HELLO,), **fields: Any) -> Call:

@@ -18,12 +18,10 @@ from pageturner.server.api.base.served_model import ServedModel
 from pageturner.server.api.openai import chat as chats
 from pageturner.server.api.openai import completions
 from pageturner.server.text_workers import text_jobs
-from pageturner.text import conversation as call_writer
-from pageturner.text import reasoning, tool_formats
+from pageturner.text import conversation, reasoning, tool_formats
 from pageturner.text.answer_format import AnswerFormat
 from pageturner.text.answer_format import read as parse
 from pageturner.text.chat_template import ChatTemplate
-from pageturner.text.conversation import template_messages
 from support.vocabs import vocab_path
 
 from .bytes_tokenizer import TEMPLATE, BytesTokenizer
@@ -34,6 +32,13 @@ TOOLS = [{"type": "function", "function": {"name": "look", "strict": True, "para
 CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"a": [1]}'}}
 ASKED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 RESULT = {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "ok"}]}
+
+
+def template_messages(
+    messages: list[dict[str, Any]], template: ChatTemplate | None = None
+) -> list[dict[str, Any]]:
+    read = conversation.read_messages(messages)
+    return conversation.template_messages(read, template, tools=True)
 
 
 def served(template: str = WITH_TOOLS, **more: Any) -> ServedModel:
@@ -134,7 +139,7 @@ def test_calls_that_are_written_are_read(name: str) -> None:
     given = [("look", {"a": [1, None, True], "b": {"c": 'x"\n{é'}}), ("wait", {})]
     format = tool_formats.tool_format(name)
     given = given if format.several else given[:1]
-    *_, calls = said(parse(AnswerFormat(tools=name), call_writer.written(format, given)))
+    *_, calls = said(parse(AnswerFormat(tools=name), conversation.written(format, given)))
     assert [(tool, json.loads(arguments)) for tool, arguments in calls] == given
 
 

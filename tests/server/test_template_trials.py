@@ -213,15 +213,15 @@ def test_the_greatest_effort() -> None:
 
 def test_trials_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     template = each("{{ m.content }}<!-- once -->")
-    known = habits_of(template)
+    known = habits_of(template, tools=True)
     monkeypatch.setattr(ChatTemplate, "render", None)
-    assert habits_of(template) is known
+    assert habits_of(template, tools=True) is known
     for i in range(2 * chat_template.MAX_KNOWN):
         chat_template._known.setdefault(
-            str(i), known
+            (str(i), True), known
         )  # what others have left is bounded all the same
     monkeypatch.undo()
-    habits_of(each("{{ m.content }}<!-- another -->"))
+    habits_of(each("{{ m.content }}<!-- another -->"), tools=False)
     assert len(chat_template._known) <= chat_template.MAX_KNOWN
 
 

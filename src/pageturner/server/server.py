@@ -286,7 +286,8 @@ def _chat_template(tokenizer: Tokenizer, config: ServerConfig) -> ChatTemplate |
         if source:
             bos, eos = tokenizer.bos_token, tokenizer.eos_token
             made.append(ChatTemplate(source, bos, eos, AT_ONCE_LIMITS))
-            habits_of(made[-1])  # so that no request waits for it
+            for tools in (False, True):  # so that no request waits for it
+                habits_of(made[-1], tools)
     if not made:
         return None
     template, *named = made

@@ -11,8 +11,9 @@ import datetime
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NoReturn
 
 from pageturner.errors import ClientError, one_line
@@ -147,7 +148,7 @@ def _strftime_now(format: str) -> str:
 # -- habits of templates ---------------------------------------------------------------------------
 
 
-MAX_KNOWN = 8  # templates
+MAX_KNOWN = 16  # templates with tools, and without
 TRIAL_LIMITS = TemplateLimits(steps=50_000, characters=1 << 20, prompt=1 << 18)
 ROLES = ("system", "user", "assistant", "tool")
 NULL, EMPTY, TEXT = "null", "empty", "text"  # contents of a message that calls
@@ -196,28 +197,30 @@ class TemplateHabits:
     results: str = TOOL
 
 
-_known: OrderedDict[str, TemplateHabits] = OrderedDict()
+_known: OrderedDict[tuple[str, bool], TemplateHabits] = OrderedDict()
 
 
-def habits_of(template: ChatTemplate) -> TemplateHabits:
-    """The habits of this template, found out by rendering short conversations with it; those of the
-    last few templates are remembered."""
-    habits = _known.get(template.source)
+def habits_of(template: ChatTemplate, tools: bool) -> TemplateHabits:
+    """The habits of this template in conversations with tools, or without, found out by rendering
+    short ones with it; those of the last few templates are remembered."""
+    habits = _known.get((template.source, tools))
     if habits is None:
-        habits = _known[template.source] = _found(template.within(TRIAL_LIMITS))
+        shown = _TOOLS if tools else None
+        habits = _found(partial(_write, template.within(TRIAL_LIMITS), shown))
+        _known[template.source, tools] = habits
         while len(_known) > MAX_KNOWN:
             _known.popitem(last=False)
     return habits
 
 
-def _found(template: ChatTemplate) -> TemplateHabits:
-    nothing = _write(template, _USER, _says("assistant", None), _USER)
-    empty = _write(template, _USER, _says("assistant", ""), _USER)
+def _found(write: _Write) -> TemplateHabits:
+    nothing = write(_USER, _says("assistant", None), _USER)
+    empty = write(_USER, _says("assistant", ""), _USER)
     habits = TemplateHabits(null=bool(nothing) and _nothings(nothing) <= _nothings(empty))
     called = _says("assistant", "sought_text")
     for arguments in (_ARGUMENTS, _JSON):
         written = {
-            kind: _write_calls(template, _calling(content, arguments, _ID))
+            kind: _write_calls(write, _calling(content, arguments, _ID))
             for kind, content in _CONTENTS.items()
         }
         if any(written.values()):  # else it refuses all of it, and nothing is known
@@ -225,17 +228,17 @@ def _found(template: ChatTemplate) -> TemplateHabits:
         if habits.calls and any(written.values()):
             content = _CONTENTS[min(habits.calls)]
             called = _calling(content, arguments, _ID)
-            both = _write_calls(template, _calling(content, arguments, _ID, _OTHER))
+            both = _write_calls(write, _calling(content, arguments, _ID, _OTHER))
             habits = replace(
                 habits,
                 text_arguments=arguments is _JSON,
-                short_ids=not _write_calls(template, _calling(content, arguments, "call_0")),
+                short_ids=not _write_calls(write, _calling(content, arguments, "call_0")),
                 one_call=both.count("sought_value") < 2 or both.count("sought_result") == 1,
             )
             break
-    habits = replace(habits, results=_results(template, called))
-    lists = {role for role in ROLES if _takes(template, role, called, _PARTS)}
-    only = {role for role in lists if not _takes(template, role, called, "sought_a sought_b")}
+    habits = replace(habits, results=_results(write, called))
+    lists = {role for role in ROLES if _takes(write, role, called, _PARTS)}
+    only = {role for role in lists if not _takes(write, role, called, "sought_a sought_b")}
     return replace(habits, lists=frozenset(lists), only_lists=frozenset(only))
 
 
@@ -256,16 +259,16 @@ def _better(null: str, empty: str) -> bool:
     return "sought_value" not in empty or _nothings(null) <= _nothings(empty)
 
 
-def _results(template: ChatTemplate, called: dict[str, Any]) -> str:
+def _results(write: _Write, called: dict[str, Any]) -> str:
     """The form in which a result is written. A template that writes messages of any role, and knows
     of `tool_responses`, is meant to get those."""
-    plain = _write(template, _USER, called, _result(_ID), tools=_TOOLS)
-    other = _write(template, _USER, called, {**_result(_ID), "role": "sought_role"}, tools=_TOOLS)
+    plain = write(_USER, called, _result(_ID))
+    other = write(_USER, called, {**_result(_ID), "role": "sought_role"})
     written = "sought_result" in plain
     if written and other.replace("sought_role", TOOL) != plain:
         return TOOL
     responses = [{"name": "sought", "response": "sought_result"}]
-    beside = _write(template, _USER, {**called, RESPONSES: responses}, tools=_TOOLS)
+    beside = write(_USER, {**called, RESPONSES: responses})
     if "sought_result" in beside:
         return RESPONSES
     if plain and not written:
@@ -273,17 +276,17 @@ def _results(template: ChatTemplate, called: dict[str, Any]) -> str:
     return TOOL
 
 
-def _takes(template: ChatTemplate, role: str, called: dict[str, Any], content: Any) -> bool:
+def _takes(write: _Write, role: str, called: dict[str, Any], content: Any) -> bool:
     """Return whether all texts of this content are in the text, and none as an object."""
     if role == TOOL:
         result = {**_result(_ID), "content": content}
-        text = _write(template, _USER, called, result, tools=_TOOLS)
+        text = write(_USER, called, result)
     elif role == "user":
-        text = _write(template, _says(role, content))
+        text = write(_says(role, content))
     elif role == "assistant":
-        text = _write(template, _USER, _says(role, content), _USER)
+        text = write(_USER, _says(role, content), _USER)
     else:
-        text = _write(template, _says(role, content), _USER)
+        text = write(_says(role, content), _USER)
     return "sought_a" in text and "sought_b" in text and not _OBJECT.search(text)
 
 
@@ -309,7 +312,7 @@ def _nothings(text: str) -> int:
 _USER = _says("user", "sought_user")
 
 
-def _write(template: ChatTemplate, *messages: dict[str, Any], tools: Any = None) -> str:
+def _write(template: ChatTemplate, tools: Any, *messages: dict[str, Any]) -> str:
     """The text that it makes of these; "": it refuses them."""
     try:
         return template.render(messages, tools=tools)
@@ -317,10 +320,12 @@ def _write(template: ChatTemplate, *messages: dict[str, Any], tools: Any = None)
         return ""
 
 
-def _write_calls(template: ChatTemplate, called: dict[str, Any]) -> str:
+_Write = Callable[..., str]  # `_write` with a template and its tools
+
+
+def _write_calls(write: _Write, called: dict[str, Any]) -> str:
     """The text that it makes of a message with calls, and their results."""
-    results = (_result(call["id"]) for call in called["tool_calls"])
-    return _write(template, _USER, called, *results, tools=_TOOLS)
+    return write(_USER, called, *(_result(call["id"]) for call in called["tool_calls"]))
 
 
 # -- a last message that goes on -------------------------------------------------------------------

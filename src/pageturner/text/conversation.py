@@ -63,9 +63,10 @@ def prompt_text(
                thoughts where it has no content
     """
     refused: ClientError | None = None
-    for turns in _turns([_message(message, i) for i, message in enumerate(messages)]):
-        said = _as_taken(turns, template)
-        for more in _further_variables(variables.get("tools")):
+    tools = variables.get("tools")
+    for turns in _turns(read_messages(messages)):
+        said = template_messages(turns, template, bool(tools))
+        for more in _further_variables(tools):
             given = {**more, **variables}
             try:
                 if goes_on:
@@ -118,21 +119,20 @@ def _further_variables(tools: Any) -> Iterator[dict[str, Any]]:
     }
 
 
+def read_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages that clients send, in one form. ClientError names the one that is wrong."""
+    return [_message(message, i) for i, message in enumerate(messages)]
+
+
 def template_messages(
-    messages: list[dict[str, Any]], template: ChatTemplate | None = None
+    messages: list[dict[str, Any]], template: ChatTemplate | None = None, tools: bool = False
 ) -> list[dict[str, Any]]:
-    """The messages as this chat template takes them, None: as most take them. ClientError names
-    the one that is wrong."""
-    return _as_taken([_message(message, i) for i, message in enumerate(messages)], template)
-
-
-def _as_taken(
-    messages: list[dict[str, Any]], template: ChatTemplate | None
-) -> list[dict[str, Any]]:
+    """The messages, as `read_messages` has them, as this chat template takes them; None: as most
+    take them. tools: it is shown some."""
     habits = TemplateHabits()
     format = tool_format(COMMON)
     if template is not None:
-        habits = habits_of(template)
+        habits = habits_of(template, tools)
         format = recognised(template.source) or format
     made = _with_calls(messages, habits, format)
     if habits.results == RESPONSES:
