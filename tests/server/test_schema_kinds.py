@@ -163,6 +163,14 @@ def test_what_is_held_holds(schema: Any, good: list[str], bad: list[str]) -> Non
     assert not any(takes(grammar, text) for text in bad)
 
 
+@pytest.mark.parametrize("place", ["not", "then", "x-common", "definitions"])
+def test_schemas_that_are_only_referred_to_are_seen_to(place: str) -> None:
+    schema = {"$ref": f"#/{place}/more/one", place: {"more": {"one": {"pattern": "(?!a)b"}}}}
+    response_format(schema, None)
+    data = {"type": "object", "const": {"pattern": "(?!a)"}}
+    assert takes(StructuredOutputsParams(json=data), '{"pattern":"(?!a)"}')
+
+
 # -- json_object -----------------------------------------------------------------------------------
 @pytest.mark.parametrize("schema", [{"const": "blue"}, {"enum": ["blue"]}, {"pattern": "^blue$"}])
 def test_a_schema_beside_json_object_is_held(schema: Any) -> None:

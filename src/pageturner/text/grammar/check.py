@@ -49,7 +49,7 @@ _SCHEMA_CODES = (
     (
         re.compile(
             r"^Unimplemented|^Unknown format|^oneOf|not supported|only supported|not disjoint"
-            r"|^Failed to generate|too many digits|stack level exceeded|not present in a registry"
+            r"|^Failed to generate|too many digits|stack level exceeded|not present in a registry|^Unable to"
         ),
         "unsupported_schema",
     ),

@@ -23,19 +23,8 @@ WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 MAX_OPTIONAL = 1000  # properties of an object that may be left out
 MAX_DIGITS = 16  # of a whole number without bounds of its own: small models may never end one
 LARGEST = 10**MAX_DIGITS - 2  # a compiler that counts in doubles knows no odd numbers of that size
-# keyword -> whether it has one schema, a list of schemas, or schemas by name
-_ONE = frozenset(
-    {
-        "additionalProperties",
-        "additionalItems",
-        "contains",
-        "propertyNames",
-        "items",
-        "unevaluatedItems",
-        "unevaluatedProperties",
-    }
-)
-_LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems", "items"})
+# keywords whose value is data; in all others there may be schemas, if only for references
+_DATA = frozenset({"const", "enum", "default", "examples", "x-guidance"})
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _LOWER = ("minimum", "exclusiveMinimum")
@@ -98,13 +87,13 @@ def as_grammars_take_it(schema: Any, *, strict: bool = False) -> Any:
 
 
 def _within(name: str, value: Any, strict: bool) -> Any:
+    if name in _DATA:
+        return value
     if name in _NAMED and isinstance(value, Mapping):
         return {key: as_grammars_take_it(one, strict=strict) for key, one in value.items()}
-    if name in _LISTS and isinstance(value, list):
+    if isinstance(value, list):
         return [as_grammars_take_it(one, strict=strict) for one in value]
-    if name in _ONE:
-        return as_grammars_take_it(value, strict=strict)
-    return value
+    return as_grammars_take_it(value, strict=strict)
 
 
 def _check_optional(schema: dict[str, Any]) -> None:
