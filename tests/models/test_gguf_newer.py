@@ -61,6 +61,10 @@ NAMES = {
     "gate_biases": "ffn_gate_exps.bias",
     "up_biases": "ffn_up_exps.bias",
     "down_biases": "ffn_down_exps.bias",
+    "choice_bias": "exp_probs_b.bias",
+    "shared_switch": "ffn_gate_inp_shexp.weight",
+    "q_down": "attn_q_a.weight",
+    "query_norm": "attn_q_a_norm.weight",
     "latent_norm": "attn_kv_a_norm.weight",
     "k_up": "attn_k_b.weight",
     "v_up": "attn_v_b.weight",
@@ -75,9 +79,51 @@ OWN: dict[str, dict[str, str]] = {
     },
     "glm4": {"gate": "ffn_up.weight"},
     "gpt-oss": {"mlp_norm": "post_attention_norm.weight"},
+    "seed_oss": {"mlp_norm": "post_attention_norm.weight"},
+    "glm4moe": {"mlp_norm": "post_attention_norm.weight"},
+    "chatglm": {
+        **dict.fromkeys("qkv", "attn_qkv.weight"),
+        **dict.fromkeys(("q_bias", "k_bias", "v_bias"), "attn_qkv.bias"),
+        "gate": "ffn_up.weight",
+    },
 }
-PERMUTED = ("smollm3", "granite")  # rotary pairs become neighbours
+ONE_EACH = ("router", "router_bias", "choice_bias", "shared_switch")
+PERMUTED = (
+    "smollm3",
+    "granite",
+    "arcee",
+    "mistral3",
+    "internlm2",
+)  # rotary pairs become neighbours
 YARN: Values = {"rope.scaling.type": "yarn", "rope.scaling.original_context_length": 64}
+HALF_WINDOWED: Values = {
+    "attention.sliding_window": 12,
+    "attention.sliding_window_pattern": [True, False],
+}
+MIXTURE: Values = {"expert_count": 6, "expert_used_count": 2, "expert_feed_forward_length": 16}
+SIGMOIDS: Values = {
+    "expert_gating_func": 2,
+    "expert_weights_norm": True,
+    "expert_shared_count": 1,
+    "leading_dense_block_count": 1,
+}
+GROUPS: Values = {
+    "expert_count": 8,
+    "expert_used_count": 3,
+    "expert_feed_forward_length": 16,
+    "expert_group_count": 4,
+    "expert_group_used_count": 2,
+}
+LOW_RANK: Values = {
+    "attention.q_lora_rank": 24,
+    "attention.kv_lora_rank": 16,
+    "attention.key_length": 24,
+    "attention.value_length": 16,
+    "attention.key_length_mla": 16,
+    "attention.value_length_mla": 16,
+    "attention.head_count_kv": 1,
+    "leading_dense_block_count": 1,
+}
 # Folder -> architecture, and what its file says beside sizes.
 CASES: dict[str, tuple[str, Values]] = {
     "smollm3": ("smollm3", {}),
@@ -158,6 +204,72 @@ CASES: dict[str, tuple[str, Values]] = {
             "expert_gating_func": 1,
         },
     ),
+    "gemma": ("gemma", {}),
+    "seed_oss": ("seed_oss", {}),
+    "ernie4_5": ("ernie4_5", {}),
+    "internlm3": ("internlm2", {}),
+    "glm": ("chatglm", {}),
+    "arcee": ("arcee", {}),
+    "hunyuan_v1_dense": (
+        "hunyuan-dense",
+        {"rope.scaling.type": "none", "rope.scaling.factor": 1.0},
+    ),
+    "stablelm": ("stablelm", {"use_parallel_residual": False}),
+    "stablelm_parallel": ("stablelm", {"use_parallel_residual": True}),
+    "exaone4": ("exaone4", HALF_WINDOWED),
+    "cohere2": ("cohere2", HALF_WINDOWED | {"logit_scale": 0.5}),
+    "ministral3": (
+        "mistral3",
+        {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 16.0,
+            "rope.scaling.original_context_length": 16,
+            "rope.scaling.yarn_log_multiplier": 1.0,
+            "attention.temperature_scale": 0.5,
+        },
+    ),
+    "olmoe": ("olmoe", {"expert_count": 6, "expert_used_count": 2}),
+    "minimax_m2": ("minimax-m2", MIXTURE | {"expert_gating_func": 2}),
+    "qwen2_moe": ("qwen2moe", MIXTURE | {"leading_dense_block_count": 1}),
+    "ernie4_5_moe": (
+        "ernie4_5-moe",
+        MIXTURE
+        | {
+            "interleave_moe_layer_step": 1,
+            "leading_dense_block_count": 1,
+            "expert_shared_count": 2,
+            "expert_shared_feed_forward_length": 16,
+        },
+    ),
+    "glm4_moe": (
+        "glm4moe",
+        MIXTURE
+        | SIGMOIDS
+        | {"expert_weights_scale": 1.5, "block_count": 3, "nextn_predict_layers": 1},
+    ),
+    "glm4_moe_lite": (
+        "deepseek2",
+        MIXTURE | LOW_RANK | {"expert_weights_norm": True, "expert_weights_scale": 1.8},
+    ),
+    "deepseek_v2_groups": (
+        "deepseek2",
+        LOW_RANK
+        | GROUPS
+        | {"expert_shared_count": 2, "leading_dense_block_count": 0, "expert_weights_scale": 4.0},
+    ),
+    "deepseek_v3": (
+        "deepseek2",
+        LOW_RANK
+        | GROUPS
+        | SIGMOIDS
+        | {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 128,
+            "rope.scaling.yarn_log_multiplier": 0.1,
+            "expert_weights_scale": 2.5,
+        },
+    ),
 }
 
 
@@ -176,13 +288,16 @@ def pieces_of(folder: Path, arch: str) -> dict[str, list[np.ndarray]]:
     """Tensor name -> what lies in it, one behind the other."""
     file, spec, layout = open_model(folder)
     names = NAMES | OWN.get(arch, {})
+    if spec.latent and spec.latent.query:
+        names |= {"q": "attn_q_b.weight"}
     pieces: dict[str, list[np.ndarray]] = {}
     for field, part in layout.top.items():
-        pieces[names[field]] = [values_of(file, part)]
+        if part.name:
+            pieces[names[field]] = [values_of(file, part)]
     for i, parts in enumerate(layout.layers):
         of_layer = names | (SHARED if spec.sparse(i) else {})
         for field, part in parts.items():
-            if field in ("q_rope", "k_rope") or not part.name:
+            if field in ("q_rope", "k_rope") or not part.name or (arch, field) == ("arcee", "gate"):
                 continue
             if spec.latent and field in "qk":  # whole, as in the folder
                 part = Part(part.name, part.shape)
@@ -193,7 +308,7 @@ def pieces_of(folder: Path, arch: str) -> dict[str, list[np.ndarray]]:
             pieces.setdefault(f"blk.{i}.{name}", []).append(values)
         for field, several in layout.several(i).items():
             each = [values_of(file, part) for part in several]
-            stacked = each if field.startswith("router") else [np.stack(each)]
+            stacked = each if field in ONE_EACH else [np.stack(each)]
             pieces[f"blk.{i}.{names[field]}"] = stacked
     return pieces
 
@@ -213,6 +328,7 @@ def converted(folder: Path, arch: str, settings: Values, extra: dict[str, np.nda
         "attention.value_length": spec.head_dim,
         f"attention.{eps}": spec.eps,
         "rope.dimension_count": spec.rope.dim,
+        "rope.freq_base": spec.rope.base,
         "vocab_size": spec.vocab,
     }
     metadata: Values = {"general.architecture": arch}
@@ -315,9 +431,10 @@ def test_llama4_is_as_llama_cpp_has_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "code", "says"),
     [
-        ("deepseek_v2", {"attention.q_lora_rank": 32}, "model_unsupported", "q_lora_rank"),
-        ("deepseek_v2", {"expert_gating_func": 2}, "model_unsupported", "expert_gating_func"),
-        ("deepseek_v2", {"expert_weights_norm": True}, "model_unsupported", "expert_weights_norm"),
+        ("deepseek_v2", {"attention.q_lora_rank": 32}, "tensor_missing", "attn_q_a"),
+        ("deepseek_v2", {"expert_gating_func": 3}, "model_unsupported", "expert_gating_func"),
+        ("deepseek_v3", {"expert_group_count": 3}, "model_invalid", "2 of 3 groups of 8 experts"),
+        ("seed_oss", {"expert_shared_count": 1}, "model_unsupported", "expert_shared_count"),
         ("deepseek_v2", {"attention.kv_lora_rank": 15}, "model_invalid", "latent KV of 15"),
         ("deepseek_v2", {"attention.head_count_kv": 4}, "model_invalid", "latent"),
         ("deepseek_v2", {"attention.key_length_mla": 8}, "model_invalid", "latent"),

@@ -6,11 +6,14 @@ gives wrong answers. Must not know weights or backends.
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from pageturner.errors import EngineFault
 from pageturner.formats.gguf import Array, GGUFFile
+from pageturner.kernels.layer_parts import SCORINGS
 from pageturner.models.rope import LONG_DIVISORS, SHORT_DIVISORS, RopeSpec, yarn_amplitude
 from pageturner.models.spec import (
     FAMILIES,
@@ -33,32 +36,26 @@ class _Arch:
     """An architecture of llama.cpp: our family, the order of rotary pairs, and which layers are
     windowed: those whose index + 1 is no multiple of `every`; 0: all of them if the file has a
     window. Those whose index + 1 is a multiple of `plain` have no rotary embedding; 0: all have
-    it."""
+    it; -1: those without a window have none, where others have one.
+
+    experts  there may be some, whose weights are "normalised" or "raw" if the file does not say
+    scoring  of the experts, if the file does not say
+    keys     behind "<arch>." that are understood beside _UNDERSTOOD; Granite's dense models are
+             written as if they had Mamba layers and experts
+    """
 
     family: str
     interleaved: bool = False
     every: int = 0
     plain: int = 0
+    experts: str = ""
+    scoring: str = "softmax"
+    keys: str = ""
 
 
 _ARCHES = {
-    "llama": _Arch("llama", interleaved=True),
-    "qwen2": _Arch("qwen2"),
-    "qwen3": _Arch("qwen3"),
-    "qwen3moe": _Arch("qwen3_moe"),
-    "phi3": _Arch("phi3"),
-    "smollm3": _Arch("smollm3", interleaved=True, plain=4),
-    "granite": _Arch("granite", interleaved=True),
-    "olmo2": _Arch("olmo2", every=4),
-    "glm4": _Arch("glm4", interleaved=True),
-    "starcoder2": _Arch("starcoder2"),
-    "gpt-oss": _Arch("gpt_oss", every=2),
-    "llama4": _Arch("llama4_text", interleaved=True, every=4, plain=4),
-    "deepseek2": _Arch("deepseek_v2", interleaved=True),
-    "gemma2": _Arch("gemma2", every=2),
-    "gemma3": _Arch("gemma3", every=6),
-    "gpt2": _Arch("gpt2"),
-    "bloom": _Arch("bloom"),
+    arch: _Arch(**row)
+    for arch, row in json.loads(Path(__file__).with_name("gguf_arches.json").read_bytes()).items()
 }
 # Keys behind "<arch>." whose value is used, or says nothing about the computation.
 _UNDERSTOOD = """
@@ -70,27 +67,12 @@ _UNDERSTOOD = """
         rope.scaling.yarn_beta_slow rope.scaling.yarn_attn_factor expert_count expert_used_count
         pooling_type tensor_data_layout
 """
-_WINDOWS = "attention.sliding_window attention.sliding_window_pattern rope.freq_base_swa"
-# The same, of some architectures only.
-_ALSO = {
-    "qwen3moe": "expert_feed_forward_length",
-    "phi3": "attention.sliding_window rope.scaling.attn_factor",
-    # its dense models are written as if they had Mamba layers and experts
-    "granite": """
-        embedding_scale residual_scale logit_scale expert_shared_feed_forward_length ssm.conv_kernel
-        ssm.state_size ssm.group_count ssm.inner_size ssm.time_step_rank
-    """,
-    "olmo2": _WINDOWS,
-    "gpt-oss": f"{_WINDOWS} expert_feed_forward_length",
-    "llama4": "expert_feed_forward_length interleave_moe_layer_step",
-    "deepseek2": """
-        attention.kv_lora_rank attention.key_length_mla attention.value_length_mla
-        leading_dense_block_count expert_feed_forward_length expert_shared_count expert_weights_scale
-        rope.scaling.yarn_log_multiplier
-    """,
-    "gemma2": "attention.sliding_window attn_logit_softcapping final_logit_softcapping",
-    "gemma3": "attention.sliding_window rope.freq_base_swa",
-}
+_EXPERTS = """
+        expert_feed_forward_length expert_shared_count expert_shared_feed_forward_length
+        expert_weights_scale expert_weights_norm expert_gating_func expert_group_count
+        expert_group_used_count leading_dense_block_count interleave_moe_layer_step
+        nextn_predict_layers
+"""
 # Settings nobody here computes, by the value that turns them off where that is not 0 (a factor: 1).
 _NEUTRAL = {
     "attention.causal": True,
@@ -114,7 +96,9 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
 
 
 def _refuse_unknown(file: GGUFFile, arch: str) -> None:
-    understood = f"{_UNDERSTOOD} {_ALSO.get(arch, '')}".split()
+    understood = f"{_UNDERSTOOD} {_ARCHES[arch].keys}".split()
+    if _ARCHES[arch].experts and file.get(f"{arch}.expert_count", int, 0):
+        understood += _EXPERTS.split()
     for full, value in file.metadata.items():
         prefix, _, key = full.partition(".")
         if prefix != arch or key in understood:
@@ -145,12 +129,16 @@ class _KeyReader:
             raise EngineFault("model_invalid", f"{full} is {value}: it should be 1 to {most:,}")
         return value
 
+    def whole(self, key: str) -> int:
+        return self.file.get(f"{self.arch}.{key}", int, 0)
+
     def number(self, key: str, default: float) -> float:
         return self.file.get(f"{self.arch}.{key}", float, default)
 
     def spec(self) -> ModelSpec:
         family = FAMILIES[self.known.family]
-        layers = self.size("block_count", most=MAX_LAYERS)
+        # those behind the last predict a second token
+        layers = self.size("block_count", most=MAX_LAYERS) - self.whole("nextn_predict_layers")
         dim, heads = self.size("embedding_length"), self.size("attention.head_count")
         latent = self.latent()
         head_dim = self.size("attention.key_length", max(1, dim // heads))
@@ -192,9 +180,7 @@ class _KeyReader:
             logit_soft_cap=self.number("final_logit_softcapping", 0.0),
             embed_scale=math.sqrt(dim) if self.arch.startswith("gemma") else 1.0,
             experts=experts,
-            no_rope=frozenset(
-                i for i in range(layers) if self.known.plain and (i + 1) % self.known.plain == 0
-            ),
+            no_rope=self.no_rope(layers),
         )
         return check_spec(self.beyond(spec, latent))
 
@@ -206,6 +192,18 @@ class _KeyReader:
             scale = (latent.nope + latent.rotary) ** -0.5 * sharper**2
             whole = latent.rank + latent.rotary
             return replace(spec, latent=latent, attention_scale=scale, kv_heads=1, head_dim=whole)
+        said = self.file.tensors.keys()
+        if self.arch == "cohere2":
+            return replace(spec, logit_scale=self.number("logit_scale", 1.0))
+        if self.arch == "glm4moe" and "blk.0.attn_q_norm.weight" in said:
+            return replace(spec, family=replace(spec.family, qk_norm="head"))
+        if self.arch == "stablelm" and "blk.0.ffn_norm.weight" not in said:
+            return replace(spec, family=replace(spec.family, parallel=True))
+        if self.arch == "baichuan" and spec.layers == 40:  # which is how llama.cpp knows it
+            raise unsupported("Baichuan 13B is not supported; Baichuan 7B is")
+        scale = self.number("attention.temperature_scale", 0.0)
+        if self.arch == "mistral3" and scale:
+            return replace(spec, attn_temperature=Temper(spec.rope.original, scale, first=0))
         if self.arch == "granite":
             divisor = self.number("logit_scale", 1.0)
             rotary = self.file.get("granite.rope.scaling.finetuned", bool, True)
@@ -226,7 +224,7 @@ class _KeyReader:
                 spec,
                 family=family,
                 chunked=True,
-                attn_temperature=Temper(8192, 0.1),
+                attn_temperature=Temper(8192, 0.1) if spec.no_rope else None,
                 context=context,
             )
         return spec
@@ -251,18 +249,31 @@ class _KeyReader:
         """The window and the layers that have it."""
         key = f"{self.arch}.attention.sliding_window"
         window = 8192 if self.arch == "llama4" else self.file.get(key, int, 0)
-        listed = self.file.metadata.get(f"{key}_pattern")
         if not window or (self.arch != "llama4" and window >= self.size("context_length")):
             return 0, frozenset()
+        return window, self.pattern(layers)
+
+    def no_rope(self, layers: int) -> frozenset[int]:
+        """The layers without rotary embedding."""
+        every = self.known.plain
+        if every < 0:
+            windows = self.whole("attention.sliding_window") > 0
+            return frozenset(range(layers)) - self.pattern(layers) if windows else frozenset()
+        return frozenset(i for i in range(layers) if every and (i + 1) % every == 0)
+
+    def pattern(self, layers: int) -> frozenset[int]:
+        """The layers with a window, where the file has one."""
+        key = f"{self.arch}.attention.sliding_window"
+        listed = self.file.metadata.get(f"{key}_pattern")
         if isinstance(listed, Array):
             if len(listed) != layers:
                 message = f"{key}_pattern has {len(listed)} entries for {layers} layers"
                 raise EngineFault("model_invalid", message)
-            return window, frozenset(i for i, flag in enumerate(listed.tolist()) if flag)
+            return frozenset(i for i, flag in enumerate(listed.tolist()) if flag)
         every = (
             self.known.every if listed is None else self.size("attention.sliding_window_pattern")
         )
-        return window, _windowed(layers, every)
+        return _windowed(layers, every)
 
     def latent(self) -> LatentSpec | None:
         """Newer files speak of the latent KV as of one KV head, and of the heads in keys of their
@@ -279,7 +290,8 @@ class _KeyReader:
                 f"a latent KV of {rank} and {rotary} dimensions, and keys and values of {sizes}"
             )
             raise EngineFault("model_invalid", f"the model file makes no sense: {message}")
-        return LatentSpec(rank, rotary, max(key - rotary, 0), value)
+        query = self.whole("attention.q_lora_rank")
+        return LatentSpec(rank, rotary, max(key - rotary, 0), value, query)
 
     def _scale(self, layers: int, dim: int, heads: int, head_dim: int) -> float:
         """Gemma's largest models scale by what a head would have if heads filled the model; the
@@ -299,6 +311,10 @@ class _KeyReader:
             usual = yarn_amplitude(factor)
             # there of the scores
             default = 1.0 if self.arch == "deepseek2" else usual
+            if self.arch == "mistral3":  # a part of it is that of the scores, which have none
+                default /= yarn_amplitude(
+                    factor, self.number("rope.scaling.yarn_log_multiplier", 0.0)
+                )
             amplitude = self.number("rope.scaling.yarn_attn_factor", default)
             if math.isclose(amplitude * usual, 1, rel_tol=1e-6):  # takes back the usual one
                 amplitude = 1.0
@@ -335,29 +351,48 @@ class _KeyReader:
         return replace(rope, base=base) if base != rope.base else None
 
     def experts(self, layers: int) -> ExpertSpec | None:
-        count = self.file.get(f"{self.arch}.expert_count", int, 0)
+        """The experts, None where no layer has any. Their tensors say what is beside them."""
+        count = self.whole("expert_count")
         if not count:
             return None
-        if self.arch not in ("llama", "qwen3moe", "gpt-oss", "llama4", "deepseek2"):
+        if not self.known.experts:
             raise unsupported(f"{self.arch}.expert_count = {count} is not supported")
         inner = f"{self.arch}.expert_feed_forward_length" in self.file.metadata
         ffn = self.size("expert_feed_forward_length" if inner else "feed_forward_length")
-        top_k = self.size("expert_used_count")
-        if self.arch == "llama4":
-            step = self.size("interleave_moe_layer_step", 1)
-            every = frozenset(range(step - 1, layers, step))
-            return ExpertSpec(count, top_k, ffn, False, every, ffn, "sigmoid", weigh_input=True)
-        if self.arch == "deepseek2":
-            dense = self.file.get("deepseek2.leading_dense_block_count", int, 0)
-            shared = ffn * self.size("expert_shared_count", most=1 << 16)
-            scale = self.number("expert_weights_scale", 1.0)
-            routed = frozenset(range(max(dense, 0), layers))
-            return (
-                ExpertSpec(count, top_k, ffn, False, routed, shared, scale=scale)
-                if routed
-                else None
-            )
-        return ExpertSpec(count, top_k, ffn, True, frozenset(range(layers)))
+        step = self.size("interleave_moe_layer_step", 1)
+        routed = range(max(self.whole("leading_dense_block_count"), 0), layers)
+        sparse = frozenset(i for i in routed if (i + 1) % step == 0)
+        if not sparse:
+            return None
+        kind = self.whole("expert_gating_func")
+        if kind > len(SCORINGS):
+            raise unsupported(f"{self.arch}.expert_gating_func = {kind} is not supported")
+        first = f"blk.{min(sparse)}."
+        beside = self.file.tensors.get(f"{first}ffn_up_shexp.weight")
+        biased = f"{first}exp_probs_b.bias" in self.file.tensors
+        scoring = self.known.scoring
+        if kind > 0:
+            scoring = SCORINGS[kind - 1]
+        elif self.arch == "deepseek2" and biased:  # the first files of GLM-4.7-Flash do not say
+            scoring = "sigmoid"
+        normalised = self.known.experts == "normalised"
+        key = f"{self.arch}.expert_weights_norm"
+        return ExpertSpec(
+            count,
+            self.size("expert_used_count"),
+            ffn,
+            self.file.get(key, bool, normalised),
+            sparse,
+            shared=beside.shape[0] if beside else 0,
+            scoring=scoring,
+            scale=self.number("expert_weights_scale", 1.0) or 1.0,
+            weigh_input=self.arch == "llama4",
+            switched=self.arch == "qwen2moe",
+            biased=biased,
+            groups=self.size("expert_group_count", 1),
+            kept=self.size("expert_group_used_count", 1),
+            best=1 + biased,
+        )
 
 
 def _windowed(layers: int, every: int) -> frozenset[int]:

@@ -11,7 +11,15 @@ from dataclasses import replace
 
 from pageturner.formats.ggml_types import BY_NAME
 from pageturner.formats.mapped import TensorInfo
-from pageturner.models.names import Layout, Names, Part, Parts, layout_of, modules
+from pageturner.models.names import (
+    Layout,
+    Names,
+    Part,
+    Parts,
+    layout_of,
+    modules,
+    second_token_layers,
+)
 from pageturner.models.spec import ModelSpec
 
 _LLAMA = modules("""
@@ -176,7 +184,6 @@ _PICTURES = tuple(
 )
 # Buffers that old files carry along: masks and frequencies, which follow from the configuration.
 _BUFFERS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-_PREDICTORS = 3
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 
 
@@ -185,8 +192,8 @@ def hf_layout(spec: ModelSpec, present: Callable[[str], bool]) -> Layout:
     layout = layout_of(spec, _HF.get(spec.arch, Names(_LLAMA)), present)
     ignored = (*_BUFFERS, "lm_head.weight") if spec.tied else _BUFFERS
     foreign = _PICTURES if _HF.get(spec.arch, Names(_LLAMA)).roots == _INNER else ()
-    if spec.experts is not None:  # layers behind the last predict a second token
-        foreign += tuple(f"model.layers.{spec.layers + i}." for i in range(_PREDICTORS))
+    if spec.experts is not None:
+        foreign += second_token_layers("model.layers.", spec)
     return replace(layout, ignored=ignored, foreign=(*foreign, "model.mtp_"))
 
 

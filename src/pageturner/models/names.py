@@ -219,8 +219,8 @@ def _layer(
     spec: ModelSpec, names: Names, prefix: str, layer: int, present: Callable[[str], bool]
 ) -> Parts:
     shapes = shapes_of(spec, layer)
-    plain = spec.latent is None and not spec.sparse(layer)
-    for f in ("q", "k", "v", "o", "up", "down"):
+    plain = spec.latent is None
+    for f in ("q", "k", "v", "o", "up", "down")[: 4 if spec.sparse(layer) else 6]:
         module = next((m for fs, m in names.fused.items() if f in fs.split()), names.modules[f])
         alone = plain and f in shapes and module != names.fused.get("gate up")
         if alone and present(f"{prefix}{module}.bias"):
@@ -366,15 +366,33 @@ _GGUF = modules("""
     kv_up           attn_kv_b
     k_up            attn_k_b
     v_up            attn_v_b
+    q_down          attn_q_a
+    query_norm      attn_q_a_norm
+    q_up            attn_q_b
+    choice          exp_probs_b
+    shared_switch   ffn_gate_inp_shexp
 """)
 # Architectures that call a tensor otherwise.
-_GGUF_OWN = {"gpt-oss": {"mlp_norm": "post_attention_norm"}, "deepseek2": {"k": "attn_kv_a_mqa"}}
+_GGUF_OWN = {
+    **{key: {"mlp_norm": "post_attention_norm"} for key in ("gpt-oss", "seed_oss", "glm4moe")},
+    "deepseek2": {"k": "attn_kv_a_mqa"},
+    "arcee": {"gate": "ffn_up"},  # relu(x) x is the square of relu
+}
 _QKV, _GATE_UP = {"q k v": "attn_qkv"}, {"gate up": "ffn_up"}
 _GGUF_FUSED = {"gpt2": _QKV, "bloom": _QKV, "phi3": _QKV | _GATE_UP, "glm4": _GATE_UP}
+_GGUF_FUSED["chatglm"] = _QKV | _GATE_UP
 
 
 def gguf_layout(spec: ModelSpec, present: Callable[[str], bool]) -> Layout:
     """The layout of a file by llama.cpp's converter; `present` as in `layout_of`."""
     table = _GGUF | _GGUF_OWN.get(spec.arch, {})
     fused = _GGUF_FUSED.get(spec.arch, {})
-    return layout_of(spec, Names(table, ("",), "blk.", fused, stacked="rows"), present)
+    layout = layout_of(spec, Names(table, ("",), "blk.", fused, stacked="rows"), present)
+    if spec.experts is not None:
+        layout = replace(layout, foreign=second_token_layers("blk.", spec))
+    return layout
+
+
+def second_token_layers(prefix: str, spec: ModelSpec) -> tuple[str, ...]:
+    """The beginnings of names of layers behind the last, which predict a second token."""
+    return tuple(f"{prefix}{spec.layers + i}." for i in range(3))

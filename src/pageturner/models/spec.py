@@ -5,8 +5,10 @@ Owns the families, the sizes, and what makes no sense. Must not know files, weig
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -70,51 +72,9 @@ class Family:
     expert_bias: bool = False
 
 
-_GPT = Family(gated=False, layer_norm=True, qkv_bias=True, o_bias=True, mlp_bias=True)
-
 FAMILIES = {
-    "llama": Family(),
-    "mistral": Family(),
-    "mixtral": Family(),
-    "phi3": Family(),
-    "qwen2": Family(qkv_bias=True),
-    "qwen3": Family(qk_norm="head"),
-    "qwen3_moe": Family(qk_norm="head"),
-    "gemma2": Family(act="gelu_tanh", post_norms=True),
-    "gemma3": Family(act="gelu_tanh", post_norms=True, qk_norm="head"),
-    "smollm3": Family(),
-    "granite": Family(),
-    "granitemoehybrid": Family(),
-    "olmo2": Family(pre_norms=False, post_norms=True, qk_norm="wide"),
-    "olmo3": Family(pre_norms=False, post_norms=True, qk_norm="wide"),
-    "glm": Family(qkv_bias=True),
-    "glm4": Family(post_norms=True, qkv_bias=True),
-    "starcoder2": replace(_GPT, act="gelu_tanh"),
-    "gpt_oss": Family(act=GATED, qkv_bias=True, o_bias=True, sinks=True, expert_bias=True),
-    "llama4_text": Family(qk_norm="unit"),
-    "deepseek_v2": Family(),
-    "gpt2": replace(_GPT, act="gelu_tanh", positions="learned"),
-    "gemma": Family(act="gelu_tanh"),
-    "qwen2_moe": Family(qkv_bias=True),
-    "seed_oss": Family(),
-    "exaone4": Family(pre_norms=False, post_norms=True, qk_norm="head"),
-    "cohere2": Family(layer_norm=True, norm_bias=False, parallel=True),
-    "olmoe": Family(qk_norm="wide"),
-    "glm4_moe": Family(),
-    "deepseek_v3": Family(),
-    "glm4_moe_lite": Family(),
-    "minimax_m2": Family(qk_norm="wide"),
-    "ministral": Family(),
-    "ministral3": Family(),
-    "ernie4_5": Family(),
-    "ernie4_5_moe": Family(),
-    "hunyuan_v1_dense": Family(qk_norm="late"),
-    "arcee": Family(act="relu"),
-    "internlm2": Family(),
-    "internlm3": Family(),
-    "stablelm": Family(layer_norm=True),
-    "opt": replace(_GPT, act="relu", positions="learned"),
-    "bloom": replace(_GPT, act="gelu_tanh", positions="alibi", embed_norm=True),
+    name: Family(**row)
+    for name, row in json.loads(Path(__file__).with_name("families.json").read_bytes()).items()
 }
 
 
