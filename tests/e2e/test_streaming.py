@@ -77,7 +77,7 @@ def streamed(http: httpx.Client, endpoint: str, asked: dict[str, Any]) -> Answer
     more = {"stream": True, "stream_options": {"include_usage": True}}
     response = http.post(f"/v1/{endpoint}", json=body_of(endpoint, asked) | more)
     assert response.status_code == 200, response.text
-    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line[:1] == "d"]
     assert lines.pop() == "[DONE]"
     chunks = [json.loads(line) for line in lines]
     choices = [choice for chunk in chunks for choice in chunk["choices"]]

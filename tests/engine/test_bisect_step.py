@@ -145,3 +145,16 @@ def test_the_ledger_names_the_part_that_is_run() -> None:
     assert named == executor.runs == [[1, 2, 3], [1, 2], [3]]
     begun, finished, *_ = ledger.read()
     assert begun == finished == 3
+
+
+def test_a_lack_of_memory_is_no_fault_of_a_request() -> None:
+    def fault(ids: list[int], run: int) -> None:
+        if 2 in ids:
+            raise MemoryError
+
+    engine, _ = engine_with(fault)
+    told = served(engine, 3)
+    failure = told[2][-1].failure
+    assert failure is not None
+    assert (failure.code, failure.retry_after > 0) == ("out_of_memory", True)
+    assert tokens(told[1]) == answer(1)

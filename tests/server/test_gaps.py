@@ -88,7 +88,7 @@ def test_answers_have_the_shape_of_llama_cpp(server: Server) -> None:
     streamed = server.http.post("/infill", json={**fields, "stream": True})
     assert streamed.headers["content-type"].startswith("text/event-stream")
     events = [
-        json.loads(line.removeprefix("data: ")) for line in streamed.text.split("\n\n") if line
+        json.loads(line[6:]) for line in streamed.text.split("\n\n") if line.startswith("data")
     ]
     assert "".join(one["content"] for one in events) == told["content"]
     assert [one["stop"] for one in events] == [False] * (len(events) - 1) + [True]

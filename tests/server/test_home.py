@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -49,6 +50,29 @@ def test_the_page_needs_nobody_else_and_no_key(start: Start) -> None:
     assert "{{" not in found.text
     assert not re.search(r"https?://|@import|url\(|\son\w+=|style=|innerHTML|outerHTML", found.text)
     assert server.http.get("/v1/models").status_code == 401
+
+
+NO_BROWSER = """
+function made(name) { return {name, children: [], append(...more) { this.children.push(...more); },
+  setAttribute() {}, addEventListener() {}}; }
+const document = {createElement: made, createDocumentFragment: () => made("")};
+"""
+HOSTILE = """
+const lists = Array.from({length: 3400}, (_, n) => " ".repeat(2 * n) + "- x").join("\\n");
+const texts = [">".repeat(3400), "> ".repeat(3400) + "x", lists, "[".repeat(60000), "*a ".repeat(20000),
+  "**a ".repeat(20000), "__a ".repeat(20000), "`".repeat(60000), "`a".repeat(30000), "- ".repeat(30000) + "x",
+  "|".repeat(60000) + "\\n" + "-|".repeat(30000), "`a` ".repeat(300000), "#".repeat(60000), "~~~".repeat(20000)];
+
+for (const text of texts) { const node = markdown(text); if (!node.children.length) throw new Error(text.slice(0, 9)); }
+
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node runs the scripts of the page")
+def test_no_answer_hangs_or_breaks_the_page() -> None:
+    script = NO_BROWSER + (home.PARTS / "markdown.js").read_text() + HOSTILE
+    found = subprocess.run(["node", "-e", script], capture_output=True, text=True, timeout=60)
+    assert found.returncode == 0, found.stderr[-2000:]
 
 
 def test_what_scripts_ask_for_by_id_is_there() -> None:

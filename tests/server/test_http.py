@@ -31,6 +31,7 @@ def events(server: Server, path: str = "/v1/completions", **fields: Any) -> list
     assert response.text.endswith("data: [DONE]\n\n")
     parts = response.text.removesuffix("data: [DONE]\n\n").split("\n\n")
     assert parts.pop() == ""
+    parts = [part for part in parts if part != ": keep-alive"]
     assert all(part.startswith("data: {") and "\n" not in part for part in parts)
     return [json.loads(part.removeprefix("data: ")) for part in parts]
 

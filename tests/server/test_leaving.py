@@ -35,6 +35,17 @@ except EngineFault as fault:
 """
 
 
+def test_sighup_ends_nobody(start: Callable[..., Server]) -> None:
+    """Whether there is anything to read again or not."""
+    server = start()
+    router = start(server.url, command="route")
+    for one in (server, router):
+        one.process.send_signal(signal.SIGHUP)
+        time.sleep(0.2)
+        assert one.http.get("/health").status_code == 200
+        assert one.process.poll() is None
+
+
 @pytest.mark.parametrize(
     ("end", "code", "said"),
     [

@@ -41,7 +41,8 @@ def refusal(**fields: Any) -> ClientError:
 def events(response: httpx.Response) -> list[dict[str, Any]]:
     """The events; each says its kind twice."""
     found = []
-    for block in response.text.removesuffix("\n\n").split("\n\n"):
+    text = response.text.replace(": keep-alive\n\n", "")
+    for block in text.removesuffix("\n\n").split("\n\n"):
         first, second = block.split("\n")
         event = json.loads(second.removeprefix("data: "))
         assert first == f"event: {event['type']}"

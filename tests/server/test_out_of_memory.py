@@ -64,6 +64,17 @@ def test_large_bodies_are_refused_short_ones_are_not_and_a_stream_goes_on(
     assert server.metric("pageturner:engine_restarts_total") == 0
 
 
+def test_who_finds_an_engine_without_memory_is_not_to_blame(start: Callable[..., Server]) -> None:
+    server = start(FAKE_STEP_SECONDS="0.01", FAKE_END="memory")
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(lambda: text_of(events(server, prompt="tale", max_tokens=300)))
+        told = post(server, prompt="<|poison|>", max_tokens=2)
+        assert (told.status_code, told.json()["error"]["reason"]) == (503, "out_of_memory")
+        assert "retry-after" in told.headers
+        assert beside.result(60) == answer("tale", 300)
+    assert server.metric("pageturner:poisoned_requests_total") == 0
+
+
 def test_a_loop_outlives_what_finds_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     loop = EnduringLoop(lambda: told.append("no memory"))

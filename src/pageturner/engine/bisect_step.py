@@ -22,6 +22,10 @@ from pageturner.scheduler.types import Item, Output, Plan, Result
 
 log = logging.getLogger("pageturner")
 
+# a lack of memory is the machine's: the request may be innocent, and may come again
+NO_MEMORY = Failure(
+    "out_of_memory", "the engine has too little memory at the moment: ask again", 1.0
+)
 MAX_IN_A_ROW = 3  # steps in which nothing at all could be computed until that is no request's fault
 Begin = Callable[[list[Item]], None]
 
@@ -97,6 +101,8 @@ def _halves(part: list[tuple[int, Item]]) -> list[list[tuple[int, Item]]]:
 def _failure(item: Item, error: Exception) -> Failure:
     """Return the failure of a guilty request. The text of an exception may hold what a client
     wrote: it is left out."""
+    if isinstance(error, MemoryError):
+        return NO_MEMORY
     where = _where(error)
     log.error("request %d raises %s: it fails, the others go on", item.sequence.request.id, where)
     return Failure(

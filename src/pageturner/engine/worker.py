@@ -43,7 +43,7 @@ from pageturner.ipc.channel import (
     Unpin,
     encode,
 )
-from pageturner.ipc.ledger import Ledger
+from pageturner.ipc.ledger import OUT_OF_MEMORY_EXIT, Ledger
 from pageturner.ipc.session_messages import ReleaseSession, RestoreSession
 from pageturner.ipc.submit_repeats import SubmitRepeats
 from pageturner.policies.scheduler_config import CHANGEABLE
@@ -205,6 +205,9 @@ def main() -> int:
         ChannelLoop(built.engine, sock, ledger, config).run()
     except (BrokenPipeError, ConnectionResetError):
         return 0  # the API process has gone; so do we
+    except MemoryError:
+        logs.say("the engine ends, for it finds no memory", "error")
+        return OUT_OF_MEMORY_EXIT
     except BadFrame as error:
         logs.say(f"the engine ends, for the API process makes no sense: {error}", "error")
         return 1

@@ -234,15 +234,14 @@ def drain_on_signals(
 
 
 def reload_on_signal(*reloads: Callable[[], None]) -> None:
-    """SIGHUP calls these, where there are any."""
+    """SIGHUP calls these, and ends nothing where there are none."""
     import asyncio
 
     def reload() -> None:
         for one in reloads:
             one()
 
-    if reloads:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
 
 
 async def drain(

@@ -13,6 +13,8 @@ import time
 from array import array
 from dataclasses import dataclass
 
+OUT_OF_MEMORY_EXIT = 71  # exit code of an engine process that finds no memory
+
 
 @dataclass(frozen=True, slots=True)
 class NotedStep:

@@ -32,10 +32,11 @@ from pageturner.ipc.channel import (
     ToEngine,
     encode,
 )
+from pageturner.ipc.ledger import OUT_OF_MEMORY_EXIT
 from pageturner.ipc.submit_repeats import SubmitRepeats
-from pageturner.request import EXPIRED
+from pageturner.request import EXPIRED, Failure
 from pageturner.server.engine_client.engine_checks import check_events, check_ready
-from pageturner.server.engine_client.open_streams import OpenStreams
+from pageturner.server.engine_client.open_streams import NO_MEMORY, OpenStreams
 from pageturner.server.engine_client.process import EngineProcess, on_device
 from pageturner.server.engine_client.quarantine import POISON, Quarantine
 from pageturner.server.engine_client.restarts import GAVE_UP, MAX_BACKOFF, STEADY, Restarts
@@ -51,7 +52,8 @@ RECEIVE_BYTES = 1 << 18
 SUBMITTED_AT_ONCE = 64  # streams; then others go on
 
 # what no request can do to an engine: an operator does it, the system, or the out-of-memory killer
-FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
+SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+FROM_OUTSIDE = (OUT_OF_MEMORY_EXIT, *(-number for number in SIGNALS))
 GRACE = 1.0  # seconds behind a deadline until a stream ends that no engine ended
 
 
@@ -436,7 +438,10 @@ class Supervisor:
         own = not stopped and (condemned or lingered or code not in FROM_OUTSIDE)
         suspecting = self._quarantine.active and was_live and own
         moved = was_live and not condemned and self._moved(time.monotonic())
-        found = was_live and self._blame(own)
+        failure = POISON
+        if code == OUT_OF_MEMORY_EXIT:
+            failure = NO_MEMORY
+        found = was_live and self._blame(own, failure)
         self._restarts.lost(found or suspecting or moved or self._streams.gained > self._gained)
         self._gained = self._streams.gained
         if self._restarts.looping:
@@ -472,9 +477,9 @@ class Supervisor:
             await asyncio.sleep(0.005)
         return code, lingered
 
-    def _blame(self, own: bool) -> bool:
+    def _blame(self, own: bool, failure: Failure) -> bool:
         """Record the requests of the executing step after a crash. True if that identifies a
-        culprit, which then fails."""
+        culprit, which then fails with this failure."""
         begun, finished, _, _, executing = self.process.ledger.read()
         if (
             begun == finished
@@ -486,8 +491,8 @@ class Supervisor:
         if culprit is None:
             return False
         log.error("request %d brings the engine down: it fails, the others go on", culprit)
-        self._metrics.poisoned += 1
-        self._streams.fail(self._streams.unfinished[culprit], POISON)
+        self._metrics.poisoned += failure is POISON
+        self._streams.fail(self._streams.unfinished[culprit], failure)
         return True
 
     @property

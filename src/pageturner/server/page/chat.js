@@ -94,7 +94,7 @@ async function answer(turn) {
       usage = told.usage || usage;
     }
   } catch (error) { problem = error.name === "AbortError" ? "stopped" : error.message; }
-  views.forEach((view) => view.draw());
+  try { views.forEach((view) => view.draw()); } catch (error) { problem ||= error.message; }
   const tokens = usage?.completion_tokens, pace = tokens > body.n ? (tokens - body.n) / (performance.now() - first) * 1000 : 0;
   const note = [problem || (finish === "length" ? "ended at the token limit" : ""), first ? `first token after ${Math.round(first - begun)} ms` : "", tokens ? `${tokens} tokens` : "", pace ? `${pace.toFixed(1)} tokens/s` : ""];
   const last = views[views.length - 1].note;

@@ -11,7 +11,9 @@ function el(name, properties, ...children) {
   return node;
 }
 
-const INLINE = /(`+)([^`]+)\1|\*\*(.+?)\*\*|__(.+?)__|\*([^*\s][^*]*)\*|\b_([^_]+)_\b|\[([^\]]+)\]\(([^)\s]+)\)|(https?:\/\/[^\s<>()]+)/;
+const DEEPEST = 16;  // quotes and lists within others; what lies deeper is shown as it is
+// Each has a most, so that no text takes long.
+const INLINE = /(`{1,9})([^`]{1,2000})\1|\*\*(.{1,2000}?)\*\*|__(.{1,2000}?)__|\*([^*\s][^*]{0,2000})\*|\b_([^_]{1,2000})_\b|\[([^\]]{1,500})\]\(([^)\s]{1,2000})\)|(https?:\/\/[^\s<>()]+)/;
 
 function inline(text) {
   const found = [];
@@ -42,7 +44,7 @@ function codeBlock(language, lines) {
   return el("div", {className: "code"}, copy, el("pre", {tabIndex: 0, ariaLabel: language ? `Code, ${language}` : "Code"}, code));
 }
 
-function listOf(lines, at, indent) {
+function listOf(lines, at, indent, depth) {
   const ordered = /^\s*\d+[.)]/.test(lines[at]);
   const list = el(ordered ? "ol" : "ul", ordered ? {start: parseInt(lines[at].trim(), 10) || 1} : {});
   let last = null;
@@ -51,8 +53,8 @@ function listOf(lines, at, indent) {
     if (!item) {
       if (!lines[at].trim() || !/^\s/.test(lines[at]) || !last) break;
       last.append(" ", ...inline(lines[at].trim()));
-    } else if (item[1].length > indent + 1 && last) {
-      const [inner, next] = listOf(lines, at, item[1].length);
+    } else if (item[1].length > indent + 1 && last && depth < DEEPEST) {
+      const [inner, next] = listOf(lines, at, item[1].length, depth + 1);
       last.append(inner); at = next - 1;
     } else if (item[1].length < indent) break;
     else { last = el("li", {}, ...inline(item[3])); list.append(last); }
@@ -62,7 +64,12 @@ function listOf(lines, at, indent) {
 
 function cells(line) { return line.trim().replace(/^\||\|$/g, "").split("|").map((cell) => cell.trim()); }
 
+// The answer as nodes, whatever it is: where that fails, as its text.
 function markdown(text) {
+  try { return blocks(text, 0); } catch { return el("div", {className: "plain"}, text); }
+}
+
+function blocks(text, depth) {
   const lines = text.split("\n"), found = document.createDocumentFragment();
   for (let at = 0; at < lines.length;) {
     const line = lines[at], fence = /^\s{0,3}(`{3,}|~{3,})\s*(\S*)/.exec(line);
@@ -74,12 +81,12 @@ function markdown(text) {
     } else if (heading) { found.append(el("h3", {}, ...inline(heading[2]))); at++; }
     else if (/^\s*([-*_])(\s*\1){2,}\s*$/.test(line)) { found.append(el("hr")); at++; }
     else if (/^\s*([-*+]|\d+[.)])\s+/.test(line)) {
-      const [list, next] = listOf(lines, at, /^\s*/.exec(line)[0].length);
+      const [list, next] = listOf(lines, at, /^\s*/.exec(line)[0].length, depth);
       found.append(list); at = next;
     } else if (/^\s*>/.test(line)) {
       const quoted = [];
       while (at < lines.length && /^\s*>/.test(lines[at])) quoted.push(lines[at++].replace(/^\s*>\s?/, ""));
-      const quote = el("blockquote"); quote.append(markdown(quoted.join("\n"))); found.append(quote);
+      const quote = el("blockquote"); quote.append(depth < DEEPEST ? blocks(quoted.join("\n"), depth + 1) : quoted.join("\n")); found.append(quote);
     } else if (line.includes("|") && /^[\s|:-]+$/.test(lines[at + 1] || "") && (lines[at + 1] || "").includes("-")) {
       const table = el("table"), head = el("tr", {}, ...cells(line).map((cell) => el("th", {}, ...inline(cell))));
       table.append(head);

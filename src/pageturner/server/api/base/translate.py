@@ -6,6 +6,7 @@ are: what is wrong with them is said by whoever understands them, by the name th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -149,5 +150,8 @@ class FieldMap:
             theirs = self.names.get(error.param or "")
             if theirs is None:
                 raise
-            message = error.message.replace(str(error.param), theirs)
+            ours = (
+                rf"(?<![\w-]){re.escape(str(error.param))}(?![\w-])"  # no part of a word, or flag
+            )
+            message = re.sub(ours, lambda _: theirs, error.message)
             raise ClientError(error.status, error.code, message, theirs) from None
