@@ -17,14 +17,26 @@ between two starts grow meanwhile (restarts.py), so that nothing short ends it.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping, Sequence
 
+from pageturner.ipc.ledger import OUT_OF_MEMORY_EXIT
 from pageturner.request import Failure
+from pageturner.server.engine_client.open_streams import NO_MEMORY
 
 POISON = Failure(
     "poisoned_request", "this request repeatedly brought the engine down and was given up"
 )
+# exit codes of what no request can do to an engine: an operator does it, the system, or the lack of
+# memory
+SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+FROM_OUTSIDE = (OUT_OF_MEMORY_EXIT, *(-number for number in SIGNALS))
 PATIENCE = 4  # deaths that no request explains, in a row without a token, that are no strike
+
+
+def failure_of(code: int) -> Failure:
+    """Return how a request fails that was alone whenever the engine ended with this exit code."""
+    return NO_MEMORY if code == OUT_OF_MEMORY_EXIT else POISON
 
 
 class Quarantine:

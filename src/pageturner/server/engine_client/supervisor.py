@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,13 +31,12 @@ from pageturner.ipc.channel import (
     ToEngine,
     encode,
 )
-from pageturner.ipc.ledger import OUT_OF_MEMORY_EXIT
 from pageturner.ipc.submit_repeats import SubmitRepeats
 from pageturner.request import EXPIRED, Failure
+from pageturner.server.engine_client import quarantine
 from pageturner.server.engine_client.engine_checks import check_events, check_ready
-from pageturner.server.engine_client.open_streams import NO_MEMORY, OpenStreams
+from pageturner.server.engine_client.open_streams import OpenStreams
 from pageturner.server.engine_client.process import EngineProcess, on_device
-from pageturner.server.engine_client.quarantine import POISON, Quarantine
 from pageturner.server.engine_client.restarts import GAVE_UP, MAX_BACKOFF, STEADY, Restarts
 from pageturner.server.observability.metrics import Metrics
 from pageturner.text.output_stream import OutputStream
@@ -51,9 +49,6 @@ EXIT_TIMEOUT = 2.0  # seconds that an engine gets to leave after its channel was
 RECEIVE_BYTES = 1 << 18
 SUBMITTED_AT_ONCE = 64  # streams; then others go on
 
-# what no request can do to an engine: an operator does it, the system, or the out-of-memory killer
-SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-FROM_OUTSIDE = (OUT_OF_MEMORY_EXIT, *(-number for number in SIGNALS))
 GRACE = 1.0  # seconds behind a deadline until a stream ends that no engine ended
 
 
@@ -109,7 +104,7 @@ class Supervisor:
         self._metrics = metrics
         self._memory = memory
         self._timeout = timeout
-        self._quarantine = Quarantine()
+        self._quarantine = quarantine.Quarantine()
         self._restarts = Restarts(max_restarts)
         self._last_end = ""  # of an engine process: how it came
         self._gained = 0  # tokens of all streams at the last restart
@@ -435,13 +430,10 @@ class Supervisor:
         self._last_end = f"{cause} {self._restarts.start_failed}".rstrip()
         self._metrics.engine_lost()
         self._streams.engine_lost()
-        own = not stopped and (condemned or lingered or code not in FROM_OUTSIDE)
+        own = not stopped and (condemned or lingered or code not in quarantine.FROM_OUTSIDE)
         suspecting = self._quarantine.active and was_live and own
         moved = was_live and not condemned and self._moved(time.monotonic())
-        failure = POISON
-        if code == OUT_OF_MEMORY_EXIT:
-            failure = NO_MEMORY
-        found = was_live and self._blame(own, failure)
+        found = was_live and self._blame(own, quarantine.failure_of(code))
         self._restarts.lost(found or suspecting or moved or self._streams.gained > self._gained)
         self._gained = self._streams.gained
         if self._restarts.looping:
@@ -491,7 +483,7 @@ class Supervisor:
         if culprit is None:
             return False
         log.error("request %d brings the engine down: it fails, the others go on", culprit)
-        self._metrics.poisoned += failure is POISON
+        self._metrics.poisoned += failure is quarantine.POISON
         self._streams.fail(self._streams.unfinished[culprit], failure)
         return True
 
