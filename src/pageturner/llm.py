@@ -27,6 +27,7 @@ from pageturner.session import Session
 from pageturner.text import parameters
 from pageturner.text.answer_format import AnswerFormat
 from pageturner.text.chat_request import ChatSettings, ToolCall, chat_prompt, read_answer, read_chat
+from pageturner.text.conversation import prompt_tokens
 from pageturner.text.output_stream import OutputPiece, OutputStream, output_streams
 from pageturner.text.template_choice import give_template
 
@@ -305,8 +306,8 @@ class LLM:
         """The prompt that the chat template makes of a conversation. continue_final_message: it
         ends where the last message, which is the assistant's, does; so the answer goes on with
         that."""
-        text = chat_prompt(messages, self.tokenizer, goes_on=continue_final_message)
-        return self.tokenizer.encode(text, add_special=False, parse_special=True)
+        prompt = chat_prompt(messages, self.tokenizer, goes_on=continue_final_message)
+        return prompt_tokens(self.tokenizer, *prompt, special=False)
 
     # -- sessions ----------------------------------------------------------------------------------
     def session(self, prompt: Prompt, *, lora: str = "") -> Session:

@@ -84,7 +84,7 @@ class BytesTokenizer(Tokenizer):
         marks = Marks(
             bos_id=256,
             eos_ids=eos_ids,
-            special_ids=frozenset(SPECIALS.values()),
+            special_ids=frozenset((256, 257)),  # the others are read wherever they stand
             chat_template=TEMPLATE,
             fim_ids=FIM if fills_gaps else {},
         )

@@ -190,7 +190,7 @@ def test_null_means_not_given() -> None:
 def test_message_contents_of_all_kinds() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     call = chat(messages=[{"role": "system", "content": ""}, {"role": "user", "content": parts}])
-    assert bytes(t for t in call.prompts[0] if t < 256) == b"system\n\nuser\na\nb\nassistant\n"
+    assert bytes(t for t in call.prompts[0] if t < 256) == b"system\n\nuser\nab\nassistant\n"
     call = chat(messages=[*HI, {"role": "assistant", "content": None}], add_generation_prompt=False)
     assert bytes(t for t in call.prompts[0] if t < 256) == b"user\nhi\nassistant\n\n"
 

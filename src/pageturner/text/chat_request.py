@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from pageturner.errors import ClientError
@@ -17,7 +18,7 @@ from pageturner.params import SamplingParams
 from pageturner.text import answer_format, tools
 from pageturner.text.answer_format import AnswerFormat, ChatFormats, with_content_stops
 from pageturner.text.chat_template import ChatTemplate
-from pageturner.text.conversation import prompt_text, variables
+from pageturner.text.conversation import marked_prompt, prompt_text, prompt_tokens, variables
 from pageturner.text.template_choice import HOW_TO_GIVE
 from pageturner.text.tools import NOT_ASKED, ToolChoice
 
@@ -69,8 +70,9 @@ def chat_prompt(
     given: dict[str, Any] | None = None,
     *,
     goes_on: bool = False,
-) -> str:
-    """The prompt that the model's chat template makes of a conversation.
+) -> tuple[str, str]:
+    """The prompt that the model's chat template makes of a conversation, as `marked_prompt` has
+    it.
 
     given    its other variables
     goes_on  the answer goes on with the last message, which is the assistant's
@@ -84,7 +86,8 @@ def chat_prompt(
     if source is None:
         raise ClientError(400, "no_chat_template", HOW_TO_GIVE)
     template = ChatTemplate(source, tokenizer.bos_token, tokenizer.eos_token)
-    return prompt_text(template, messages, given or {}, goes_on=goes_on)
+    render = partial(prompt_text, template, variables=given or {}, goes_on=goes_on)
+    return marked_prompt(render, list(messages), tokenizer)
 
 
 def read_chat(
@@ -96,7 +99,7 @@ def read_chat(
     """Read a conversation. ClientError for what is wrong with it."""
     choice = tools.read(list(asked.tools or ()), asked.tool_choice, asked.parallel_tool_calls)
     given = variables(choice.shown, asked.reasoning_effort, asked.chat_template_kwargs)
-    text = chat_prompt(messages, tokenizer, given)
+    text, mark = chat_prompt(messages, tokenizer, given)
     formats = ChatFormats(
         tokenizer,
         tokenizer.template_for(bool(choice.shown)),
@@ -110,7 +113,7 @@ def read_chat(
     if given.get("enable_thinking") is not False or (answer is not None and answer.thinking):
         grammar = formats.behind_thoughts(params.structured_outputs, answer)
         params = replace(params, structured_outputs=grammar)
-    prompt = tokenizer.encode(text, add_special=False, parse_special=True)
+    prompt = prompt_tokens(tokenizer, text, mark, special=False)
     return ChatRequest(prompt, params, answer)
 
 

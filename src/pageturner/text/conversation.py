@@ -1,8 +1,8 @@
 """A conversation as clients send it, made into what chat templates of text models know.
 
-Owns the roles, the content as one string, and how calls of tools and their results stand in a
-message. Must not know how a template is rendered, how it is found out what one wants
-(chat_template.py), nor which tools there are (tools.py).
+Owns the roles, the content as one string, how calls of tools and their results stand in a
+message, and which control tokens of a prompt are text. Must not know how a template is rendered,
+how it is found out what one wants (chat_template.py), nor which tools there are (tools.py).
 """
 
 from __future__ import annotations
@@ -10,10 +10,14 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import re
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 from pageturner.errors import ClientError
+from pageturner.formats.tokenizer import Tokenizer
 from pageturner.text import reasoning
 from pageturner.text.call_arguments import GEMMA_QUOTE
 from pageturner.text.chat_template import (
@@ -78,6 +82,79 @@ def prompt_text(
                 refused = refused or error
     assert refused is not None
     raise refused
+
+
+def marked_prompt(
+    render: Callable[[list[dict[str, Any]]], str],
+    messages: list[dict[str, Any]],
+    tokenizer: Tokenizer,
+) -> tuple[str, str]:
+    """The prompt of a conversation in which the control tokens of contents are text, and the
+    character that stands within each of them; "" where there are none. The assistant's contents
+    may hold what a model has said. Where the template does more with a content than to write it,
+    its control tokens cannot be told from the template's own."""
+    plain = render(messages)
+    control = control_texts(tokenizer)
+    if control is None or not any(map(control.search, _told(messages))):
+        return plain, ""
+    mark = chr(0xF0000 + secrets.randbits(15))  # which nobody can know
+    marked = render([_marked(message, control, mark) for message in messages])
+    if mark in plain or marked.replace(mark, "") != plain:
+        return plain, ""
+    return marked, mark
+
+
+def prompt_tokens(tokenizer: Tokenizer, text: str, mark: str, special: bool) -> list[int]:
+    """The tokens of a prompt as `marked_prompt` has it: between two control tokens of the
+    template, what has a mark in it is text. special: as `add_special` of the tokenizer."""
+    encode = tokenizer.encode
+    control = control_texts(tokenizer)
+    if not mark or control is None:
+        return encode(text, add_special=special, parse_special=True)
+    tokens = encode("", add_special=special, parse_special=False)
+    waiting = ""
+    for piece in control.split(text):
+        if mark not in piece:
+            waiting += piece
+            continue
+        if waiting:
+            tokens += encode(waiting, add_special=False, parse_special=True)
+        tokens += encode(piece.replace(mark, ""), add_special=False, parse_special=False)
+        waiting = ""
+    return tokens + (encode(waiting, add_special=False, parse_special=True) if waiting else [])
+
+
+@lru_cache(maxsize=8)
+def control_texts(tokenizer: Tokenizer) -> re.Pattern[str] | None:
+    """The texts of the control tokens of a vocabulary, as one group; None: it has none."""
+    ids = sorted({*tokenizer.special_ids, *tokenizer.eos_ids})
+    texts = {tokenizer.token_bytes(id).decode("utf-8", "replace") for id in ids}
+    known = sorted((text for text in texts if len(text) > 1), key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, known))})") if known else None
+
+
+def _told(messages: list[dict[str, Any]]) -> Iterator[str]:
+    for message in messages:
+        if message.get("role") != "assistant":
+            content = message.get("content")
+            for part in content if isinstance(content, list) else [{"text": content}]:
+                text = part.get("text") if isinstance(part, dict) else None
+                if isinstance(text, str):
+                    yield text
+
+
+def _marked(message: dict[str, Any], control: re.Pattern[str], mark: str) -> dict[str, Any]:
+    """The message with this character within each control token of its content."""
+
+    def marked(text: Any) -> Any:
+        return control.sub(lambda found: found[0][0] + mark + found[0][1:], text)
+
+    content = message.get("content")
+    if message.get("role") == "assistant" or not content:
+        return message
+    if isinstance(content, str):
+        return {**message, "content": marked(content)}
+    return {**message, "content": [{**part, "text": marked(part["text"])} for part in content]}
 
 
 def _turns(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:

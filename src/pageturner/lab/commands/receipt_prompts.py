@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -151,17 +152,20 @@ def _chats(
         try:
             variables = _variables(request)
             source = request.get("chat_template") or tokenizer.template_for("tools" in variables)
-            whole = conversation.prompt_text(
+            render = partial(
+                conversation.prompt_text,
                 ChatTemplate(source or "", tokenizer.bos_token, tokenizer.eos_token),
-                messages,
-                variables,
+                variables=variables,
                 generate=receipt.input.add_generation_prompt,
                 goes_on=request.get("continue_final_message") or False,
             )
+            prompt = conversation.marked_prompt(render, messages, tokenizer)
         except (ClientError, TypeError):  # not what the server was sent: it rendered that
             continue
         special = bool(receipt.input.add_special_tokens)
-        yield [tokenizer.encode(whole, add_special=special, parse_special=True)]
+        yield [conversation.prompt_tokens(tokenizer, *prompt, special)]
+        whole = prompt[0].replace(prompt[1], "")  # as with parse_special
+        yield [conversation.prompt_tokens(tokenizer, whole, "", special)]
 
 
 def _variables(request: dict[str, Any]) -> dict[str, Any]:

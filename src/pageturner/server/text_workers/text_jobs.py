@@ -43,6 +43,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
+    parse_special: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
@@ -250,6 +251,7 @@ def _tokenized(body: TokenizeBody, served: ServedModel) -> list[int]:
     messages = RequestBody(
         messages=body.messages,
         add_special_tokens=body.add_special_tokens,
+        parse_special=body.parse_special,
         add_generation_prompt=body.add_generation_prompt,
         chat_template_kwargs=body.chat_template_kwargs,
         tools=body.tools,
@@ -265,7 +267,8 @@ def _tokenized(body: TokenizeBody, served: ServedModel) -> list[int]:
         raise bad_request("missing_field", "prompt or messages is missing", "prompt")
     check(body.prompt)
     special = body.add_special_tokens is not False
-    return served.tokenizer.encode(body.prompt, add_special=special, parse_special=True)
+    parse = body.parse_special is not False
+    return served.tokenizer.encode(body.prompt, add_special=special, parse_special=parse)
 
 
 def detokenize(raw: bytes, served: ServedModel, doing: Doing) -> bytes:

@@ -151,6 +151,7 @@ class RequestBody(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
+    parse_special: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None

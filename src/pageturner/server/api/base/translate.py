@@ -44,6 +44,7 @@ EXTRAS = frozenset(
         "allowed_token_ids",
         "structured_outputs",
         "skip_special_tokens",
+        "parse_special",
         "chat_template_kwargs",
         "speculation",
         "cache_salt",

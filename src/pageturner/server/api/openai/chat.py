@@ -38,6 +38,7 @@ from pageturner.server.api.base.whole_answer import WholeAnswer
 from pageturner.server.api.openai.chat_answer import events, finish_reason, message
 from pageturner.server.api.openai.chat_fields import chat_prompt, read_answer, with_request_template
 from pageturner.text import parameters
+from pageturner.text.conversation import prompt_tokens
 from pageturner.text.output_stream import OutputPiece, OutputStream
 
 
@@ -61,9 +62,10 @@ def read(body: RequestBody, served: ServedModel) -> Call:
     parameters.check_number("max_tokens", asked)
     params = sampling_params(body, served, (body.top_logprobs or 0) if body.logprobs else None)
     check = partial(check_text, name="messages", body=body, served=served)
-    text = chat_prompt(body, served)
+    text, mark = chat_prompt(body, served)
     check(text)
-    tokens = truncate_prompt(_tokens(text, body, served), body, served, asked or 1)
+    tokens = prompt_tokens(served.tokenizer, text, mark, bool(body.add_special_tokens))
+    tokens = truncate_prompt(tokens, body, served, asked or 1)
     prompt = tuple(check_prompt(tokens, "messages", served))
     params, answer = read_answer(params, body, text, served)
     fitted = with_max_tokens(params, len(prompt), asked, served.defaults.get("max_tokens"), served)
@@ -75,16 +77,9 @@ def chat_tokens(
 ) -> list[int]:
     """The tokens of a conversation, through the model's own template. check: refuses the text that
     is too long, before it is tokenised."""
-    text = chat_prompt(body, with_request_template(body, served))
+    text, mark = chat_prompt(body, with_request_template(body, served))
     check(text)
-    return _tokens(text, body, served)
-
-
-def _tokens(text: str, body: RequestBody, served: ServedModel) -> list[int]:
-    # the template has put the special tokens in already
-    return served.tokenizer.encode(
-        text, add_special=bool(body.add_special_tokens), parse_special=True
-    )
+    return prompt_tokens(served.tokenizer, text, mark, bool(body.add_special_tokens))
 
 
 def whole(reply: Reply, streams: list[OutputStream], whole_answer: WholeAnswer) -> InParts[bytes]:

@@ -8,6 +8,7 @@ fields (chat.py), nor how an answer is written (chat_answer.py).
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from pageturner.params import SamplingParams
@@ -52,9 +53,9 @@ def with_request_template(body: RequestBody, served: ServedModel) -> ServedModel
     return replace(served, template=template)
 
 
-def chat_prompt(body: RequestBody, served: ServedModel) -> str:
-    """The text of the prompt: the conversation through the template. served: as
-    `with_request_template` has it."""
+def chat_prompt(body: RequestBody, served: ServedModel) -> tuple[str, str]:
+    """The text of the prompt: the conversation through the template, and the mark of the control
+    tokens in it that are text. served: as `with_request_template` has it."""
     if not body.messages:
         raise bad_request("missing_field", "messages is missing or empty", "messages")
     if served.template is None:
@@ -69,9 +70,16 @@ def chat_prompt(body: RequestBody, served: ServedModel) -> str:
         message = "continue_final_message and add_generation_prompt contradict each other: send one"
         raise bad_request("invalid_value", message, "continue_final_message")
     generate = body.add_generation_prompt is not False
-    return conversation.prompt_text(
-        served.template, body.messages, variables, generate=generate, goes_on=goes_on
+    render = partial(
+        conversation.prompt_text,
+        served.template,
+        variables=variables,
+        generate=generate,
+        goes_on=goes_on,
     )
+    if body.parse_special:
+        return render(body.messages), ""
+    return conversation.marked_prompt(render, body.messages, served.tokenizer)
 
 
 def read_answer(
