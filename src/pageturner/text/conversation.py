@@ -95,7 +95,9 @@ def marked_prompt(
     its control tokens cannot be told from the template's own."""
     plain = render(messages)
     control = control_texts(tokenizer)
-    if control is None or not any(map(control.search, _told(messages))):
+    others = [message for message in messages if message["role"] != "assistant"]
+    told = [text for message in others for text in texts_of(message.get("content"))]
+    if control is None or not any(map(control.search, told)):
         return plain, ""
     mark = chr(0xF0000 + secrets.randbits(15))  # which nobody can know
     marked = render([_marked(message, control, mark) for message in messages])
@@ -121,7 +123,9 @@ def prompt_tokens(tokenizer: Tokenizer, text: str, mark: str, special: bool) -> 
             tokens += encode(waiting, add_special=False, parse_special=True)
         tokens += encode(piece.replace(mark, ""), add_special=False, parse_special=False)
         waiting = ""
-    return tokens + (encode(waiting, add_special=False, parse_special=True) if waiting else [])
+    if waiting:
+        tokens += encode(waiting, add_special=False, parse_special=True)
+    return tokens
 
 
 @lru_cache(maxsize=8)
@@ -130,17 +134,9 @@ def control_texts(tokenizer: Tokenizer) -> re.Pattern[str] | None:
     ids = sorted({*tokenizer.special_ids, *tokenizer.eos_ids})
     texts = {tokenizer.token_bytes(id).decode("utf-8", "replace") for id in ids}
     known = sorted((text for text in texts if len(text) > 1), key=len, reverse=True)
-    return re.compile(f"({'|'.join(map(re.escape, known))})") if known else None
-
-
-def _told(messages: list[dict[str, Any]]) -> Iterator[str]:
-    for message in messages:
-        if message.get("role") != "assistant":
-            content = message.get("content")
-            for part in content if isinstance(content, list) else [{"text": content}]:
-                text = part.get("text") if isinstance(part, dict) else None
-                if isinstance(text, str):
-                    yield text
+    if not known:
+        return None
+    return re.compile(f"({'|'.join(map(re.escape, known))})")
 
 
 def _marked(message: dict[str, Any], control: re.Pattern[str], mark: str) -> dict[str, Any]:
