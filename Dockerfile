@@ -4,9 +4,11 @@ FROM python:3.12-slim-bookworm AS build
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
-COPY pyproject.toml CMakeLists.txt README.md LICENSE ./
+COPY pyproject.toml requirements.txt CMakeLists.txt README.md LICENSE ./
 COPY src src
-RUN python -m venv /opt/pageturner && /opt/pageturner/bin/pip install --no-cache-dir .
+RUN python -m venv /opt/pageturner \
+    && /opt/pageturner/bin/pip install --no-cache-dir --require-hashes -r requirements.txt \
+    && /opt/pageturner/bin/pip install --no-cache-dir --no-deps .
 
 FROM python:3.12-slim-bookworm
 RUN useradd --create-home --uid 10001 pageturner

@@ -13,10 +13,10 @@ ROUNDS ?= 3
 # tests start processes by the hundred: each finds our modules compiled, even where bytecode is not wanted
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest
 NATIVE := src/pageturner/kernels/native/*.cpp src/pageturner/kernels/native/*.h tests/native/*.cpp tests/native/*.h
-SOURCES := pyproject.toml CMakeLists.txt $(wildcard src/pageturner/kernels/native/*.h src/pageturner/kernels/native/*.cpp)
+SOURCES := pyproject.toml requirements.txt CMakeLists.txt $(wildcard src/pageturner/kernels/native/*.h src/pageturner/kernels/native/*.cpp)
 
 .DEFAULT_GOAL := serve
-.PHONY: help serve ray test test-full test-gpu check format bench bench-kernels bench-peers compare docs-compare docs-policies accept soak gpu-kernels gpu-build model models vocabs native wheels clean
+.PHONY: help serve ray test test-full test-gpu check format bench bench-kernels bench-peers compare docs-compare docs-policies accept soak gpu-kernels gpu-build lock audit release model models vocabs native wheels clean
 
 help: ## what there is: `make serve` and `make test` are all a newcomer needs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -92,6 +92,18 @@ native: $(VENV)/.core ## compile the kernels again, after a compiler was install
 wheels: $(VENV)/.core ## what installs without a compiler, into dist/: wheels for x86-64 and aarch64, and the sdist (docs/install.md)
 	$(BIN)/python bench/wheels/build.py $(ARGS)
 
+lock: $(VENV)/.release # versions and hashes anew, of what pyproject.toml asks for
+	(head -1 requirements.txt; $(BIN)/uv pip compile --upgrade --universal --generate-hashes --python-version 3.11 --no-header --no-annotate -q pyproject.toml) > requirements.new
+	mv requirements.new requirements.txt
+
+audit: $(VENV)/.release # known vulnerabilities of what is pinned; a registry that tells of none makes a line for each
+	$(BIN)/pip-audit --require-hashes --disable-pip -r requirements.txt
+
+release: wheels audit ## what docs/release.md signs, into dist/: wheels, bill of materials, checksums; KEY=path of an SSH key
+	$(BIN)/cyclonedx-py requirements requirements.txt --pyproject pyproject.toml --output-reproducible -o dist/sbom.cdx.json
+	cd dist && sha256sum *.whl *.tar.gz sbom.cdx.json > SHA256SUMS
+	test -z "$(KEY)" || ssh-keygen -Y sign -n file -f "$(KEY)" dist/SHA256SUMS
+
 model: $(VENV)/.core
 	$(BIN)/pageturner pull $(MODEL)
 
@@ -110,11 +122,16 @@ $(VENV)/.core: $(SOURCES)
 	@echo "installing, and compiling the kernels: one to three minutes, once (longer on a busy machine)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable .
+	$(BIN)/python -m pip install --quiet --require-hashes -r requirements.txt
+	$(BIN)/python -m pip install --quiet --no-deps --editable .
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.core
 	$(BIN)/python -m pip install --quiet --group dev
+	touch $@
+
+$(VENV)/.release: $(VENV)/.core
+	$(BIN)/python -m pip install --quiet --group release
 	touch $@
 
 $(VENV)/.gpu-build: $(VENV)/.dev

@@ -14,6 +14,7 @@ from __future__ import annotations
 import http.client
 import json
 import multiprocessing
+import os
 import statistics
 import sys
 import threading
@@ -43,6 +44,8 @@ BUDGET = 512  # tokens of a step, the server's default: a prompt of as many is a
 HEALTH = 0.05  # seconds
 TIMES_BODY = 4.0  # how many times its body a request may cost in memory
 SLACK_MB = 8.0  # that memory differs by when nothing happens
+KEY = os.environ.get("TRUST_KEY", "")  # of ordinary clients, also in their process
+HEADERS = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {KEY}"} if KEY else {})
 BACK = 10.0  # seconds until memory has come back
 CALM_WINDOWS, CALM_SECONDS = 12, 2.0
 
@@ -134,9 +137,7 @@ def _client(url: str, number: int, seen: _Seen) -> None:
         text = ""
         try:
             connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=120)
-            connection.request(
-                "POST", "/v1/completions", body, {"Content-Type": "application/json"}
-            )
+            connection.request("POST", "/v1/completions", body, HEADERS)
             seen.last.pop(number, None)
             seen.asked[number] = time.monotonic()
             for line in connection.getresponse():
@@ -292,23 +293,23 @@ def lines(seed: int = 1, most: int = 10_000) -> Iterator[Line]:
     attacks = hostile.catalogue(seed)[:most]
     with harness.server() as server:
         clients, attacker, watch = Clients(server.url), Attacker(server.url, seed), Watch(server)
-        _warm(server)
+        warm(server)
         time.sleep(6)
-        calm, rest = _calm(clients, watch)
-        share = max(0.0, _full_step(server, clients) - calm[0])
+        calm, rest = calm_waits(clients, watch)
+        share = max(0.0, full_step(server, clients) - calm[0])
         engine, harms = server.engine_pid(), []
         for number, attack in enumerate(attacks):
             for name, (times, at_once) in INTENSITIES.items():
                 title = f"{attack.kind}, {attack.name}, {name}"
                 harms.append(
-                    _harm(
+                    harm_of(
                         title,
                         lambda n=number, t=times, a=at_once: attacker.attack(n, t, a),
                         (server, clients, watch),
                         rest,
                     )
                 )
-        back = _back(server, rest)
+        back = memory_back(server, rest)
         restarted = server.engine_pid() != engine
         attacker.close()
         answers, differ = clients.close()
@@ -326,17 +327,15 @@ def lines(seed: int = 1, most: int = 10_000) -> Iterator[Line]:
     )
 
 
-def _warm(server: Server) -> None:
+def warm(server: Server) -> None:
     """Long requests that nobody could object to, so that the processes which read them are there at rest."""
     for size in (16_000, 200_000):
         body = json.dumps({"prompt": "a few words " * (size // 12)}).encode()
-        request = urllib.request.Request(
-            f"{server.url}/tokenize", body, {"Content-Type": "application/json"}
-        )
+        request = urllib.request.Request(f"{server.url}/tokenize", body, HEADERS)
         urllib.request.urlopen(request, timeout=30).read()
 
 
-def _calm(clients: Clients, watch: Watch) -> tuple[tuple[float, float], float]:
+def calm_waits(clients: Clients, watch: Watch) -> tuple[tuple[float, float], float]:
     """The longest waits of a usual window without an attacker, and the memory at rest in MB."""
     gaps = []
     for _ in range(CALM_WINDOWS):
@@ -347,14 +346,12 @@ def _calm(clients: Clients, watch: Watch) -> tuple[tuple[float, float], float]:
     return calm, watch.peak(time.monotonic() - CALM_SECONDS, time.monotonic())
 
 
-def _full_step(server: Server, clients: Clients) -> float:
+def full_step(server: Server, clients: Clients) -> float:
     """The longest gap beside a long prompt of an ordinary client."""
     gaps = []
     for number in range(5):
         body = json.dumps({"prompt": f"{number} " * 2000, "max_tokens": 1}).encode()
-        request = urllib.request.Request(
-            f"{server.url}/v1/completions", body, {"Content-Type": "application/json"}
-        )
+        request = urllib.request.Request(f"{server.url}/v1/completions", body, HEADERS)
         begin = time.monotonic()
         urllib.request.urlopen(request, timeout=60).read()
         gaps.append(clients.gap(begin, time.monotonic())[0])
@@ -368,7 +365,7 @@ def _computed(server: Server) -> int:
     )
 
 
-def _harm(title: str, attack: Any, seen: tuple[Server, Clients, Watch], rest: float) -> Harm:
+def harm_of(title: str, attack: Any, seen: tuple[Server, Clients, Watch], rest: float) -> Harm:
     server, clients, watch = seen
     before = _computed(server)
     rest = max(rest, api_mb(server))  # what attacks before have left is told at the end
@@ -392,7 +389,7 @@ def _harm(title: str, attack: Any, seen: tuple[Server, Clients, Watch], rest: fl
     )
 
 
-def _back(server: Server, rest: float) -> float:
+def memory_back(server: Server, rest: float) -> float:
     """Memory over rest, as soon as it is low again or when it should be."""
     until = time.monotonic() + BACK
     while (over := api_mb(server) - rest) > SLACK_MB and time.monotonic() < until:

@@ -168,15 +168,19 @@ class Hunter:
         )
 
     # -- what is done to it ----------------------------------------------------------------------------------
-    def cases(self, seed: int, count: int) -> Iterator[Case]:
-        """So many cases: every place with every kind of harm, then others of the same with other sizes."""
-        dice = random.Random(seed)
+    def plan(self, seed: int) -> list[tuple[Place, str]]:
+        """Every place with every kind of harm, in the order of a seed."""
         wanted = [(place, kind) for place in self.places for kind in KINDS]
-        while count > 0:
-            dice.shuffle(wanted)
-            for place, kind in wanted[:count]:
-                yield self.case(place, kind, self._value(kind, dice), dice)
-            count -= len(wanted)
+        random.Random(seed).shuffle(wanted)
+        return wanted
+
+    def cases(self, seed: int, count: int, first: int = 0) -> Iterator[Case]:
+        """So many cases: behind the last one of the plan come the same with other sizes."""
+        plan = self.plan(seed)
+        for number in range(first, first + count):
+            place, kind = plan[number % len(plan)]
+            dice = random.Random(f"{seed} {number}")
+            yield self.case(place, kind, self._value(kind, dice), dice)
 
     def numbers(self) -> Iterator[Case]:
         """Every field of every body with each of the first three NUMBERS."""
