@@ -120,7 +120,12 @@ def hunt(url: str, seed: int, theirs: tuple[str, ...], pipe: Connection) -> None
         for case in hunter.cases(seed, span[1] - span[0], span[0]):
             head = f"{case.method} {case.path} HTTP/1.1\r\nHost: 127.0.0.1\r\n".encode()
             told_length = (b"content-length", b"%d" % len(case.body))
-            headers = [(b"authorization", b"Bearer key-1"), told_length, *case.headers]
+            headers = [
+                (b"authorization", b"Bearer key-1"),
+                told_length,
+                (b"connection", b"close"),
+                *case.headers,
+            ]
             head += b"".join(b"%s: %s\r\n" % pair for pair in headers) + b"\r\n"
             try:
                 done = hostile_requests.raw([head, case.body])(

@@ -22,6 +22,11 @@ LARGEST = 1 << 20  # bytes of a body, about
 DEEPEST = 3  # of fields within fields
 BOUNDARY = b"hunted"
 ASKED = ("prompt", "input", "messages")  # one of these makes an honest body
+SHORT = {
+    "max_tokens": 2,
+    "max_output_tokens": 2,
+    "options": {"num_predict": 2},
+}  # of honest answers
 QUERIES = ("limit", "after", "order", "purpose", "stream")
 NUMBERS = (
     "1" + "0" * 25,
@@ -153,12 +158,13 @@ class Hunter:
             properties = schema.get("properties", {})
             if not wanted and not depth:
                 wanted = [
-                    name for name in ASKED if "enum" not in properties.get(name, {"enum": 0})
+                    name for name in ASKED if "enum" not in (properties.get(name) or {"enum": 0})
                 ][:1]
             made = {one: self._honest(properties.get(one, {}), one, depth + 1) for one in wanted}
-            return made | (
-                {"max_tokens": 2} if "minimum" in properties.get("max_tokens", {}) else {}
+            short = (
+                [] if depth else [k for k in SHORT if "enum" not in properties.get(k, {"enum": 0})]
             )
+            return made | {name: SHORT[name] for name in short}
         if kind == "array":
             return [self._honest(schema.get("items", {}), "", depth + 1)] * max(
                 1, schema.get("minItems", 1)

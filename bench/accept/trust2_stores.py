@@ -1,0 +1,148 @@
+"""Stores, files and bounds: what one tenant's request costs others, destroys of theirs, or leaves to be read.
+
+    python bench/accept/trust2_stores.py
+
+Owns the lines of issue 34 about costs that are paid once, tenants, files, bounds by bytes and `verify`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import harness
+import trust2_hunter
+import trust_hostile
+from harness import Line, Server, pytest_line
+
+PROMPTS = 1000
+WORDS = [f"{'word' * 25}{number:06}" for number in range(2000)]  # a grammar of some 220 KB
+HELD = 0.1  # seconds
+TESTS = {
+    "ids of another tenant are as ids that never were, in every store": (
+        "tests/server/test_tenant_stores.py tests/server/test_history.py"
+        " tests/server/test_keys.py::test_tenants_are_kept_apart"
+    ),
+    "files of a server, also where they were open before": "tests/e2e/test_private_files.py",
+    "a field is sent to the engine once for all choices": "tests/server/test_submit_repeats.py",
+    "every number field with 10^25, -1, 2^63; a slice of the hunter": (
+        "tests/server/test_hunter.py -m slow"
+    ),
+    "verify: CR LF, lone CR, BOM, UTF-16, a line end more": (
+        "tests/e2e/test_receipts.py -k honest"
+    ),
+}
+
+
+def grammar_of_many(server: Server) -> Iterator[Line]:
+    """A thousand prompts that share one large grammar."""
+    watch = trust_hostile.Watch(server)
+    body = json.dumps(
+        {"prompt": ["a"] * PROMPTS, "max_tokens": 1, "structured_outputs": {"choice": WORDS}}
+    ).encode()
+    trust2_hunter.ask(
+        server.url, "", "POST", "/v1/completions", body.replace(b'"a", ', b"", PROMPTS - 1)
+    )
+    time.sleep(2)
+    rest, engine = trust_hostile.api_mb(server), harness.rss_mb(server.engine_pid())
+    begin = time.monotonic()
+    status, told = trust2_hunter.ask(server.url, "", "POST", "/v1/completions", body)
+    end = time.monotonic()
+    what = f"{PROMPTS} prompts, a grammar of {len(json.dumps(WORDS)) // 1000} KB"
+    yield Line(f"{what}: status", f"{status} in {end - begin:.1f} s", status == 200)
+    held = watch.worst_health(begin, end)
+    yield Line(f"{what}: /health waits", f"{held:.3f} s", held < HELD)
+    peak = watch.peak(begin, end) - rest
+    most = 4 * len(body) / 2**20 + trust_hostile.SLACK_MB + 2 * len(told) / 2**20
+    yield Line(
+        f"{what}: API memory over rest",
+        f"{peak:.0f} MB for a body of {len(body) / 2**20:.1f}",
+        peak < most,
+    )
+    kept = harness.rss_mb(server.engine_pid()) - engine
+    yield Line(f"{what}: engine keeps", f"{kept:+.0f} MB", kept < 64)
+    watch.close()
+
+
+def bounds(server: Server) -> Iterator[Line]:
+    """Numbers beyond a machine word, and files of bad lines."""
+    moved = {"path": "/v1/completions", "body": "{}", "tokens": [1]}
+    moved |= {"begun": {"fingerprint": "x", "seed": 10**25, "created": 1}}
+    status, _ = trust2_hunter.ask(server.url, "", "POST", "/v1/streams/resume", moved)
+    yield Line("begun.seed of 10^25", str(status), status == 400)
+
+
+def disk(server: Server, folder: Path) -> Iterator[Line]:
+    """600 KB of `{}` as a batch."""
+
+    def upload(lines: int) -> tuple[int, bytes]:
+        head = 'Content-Disposition: form-data; name="{}"'
+        parts = [head.format("purpose") + "\r\n\r\nbatch"]
+        parts.append(head.format("file") + '; filename="f"\r\n\r\n' + "{}\n" * lines)
+        form = "".join(f"--B\r\n{part}\r\n" for part in parts) + "--B--\r\n"
+        kind = "multipart/form-data; boundary=B"
+        return trust2_hunter.ask(
+            server.url, "", "POST", "/v1/files", form.encode(), Content_Type=kind
+        )
+
+    status, _ = upload(200_000)
+    yield Line("a file of 200,000 lines of {}", str(status), status == 413)
+    file = json.loads(upload(50_000)[1])["id"]
+    wanted = {"input_file_id": file, "endpoint": "/v1/completions"}
+    id = json.loads(trust2_hunter.ask(server.url, "", "POST", "/v1/batches", wanted)[1])["id"]
+    told: dict[str, str] = {}
+    while told.get("status") not in ("failed", "completed"):
+        time.sleep(0.2)
+        told = json.loads(trust2_hunter.ask(server.url, "", "GET", f"/v1/batches/{id}")[1])
+    size = sum(one.stat().st_size for one in folder.rglob("*") if one.is_file())
+    figure = f"{told['status']}; {size / 1e6:.1f} MB on the disk for 0.15 MB"
+    yield Line("a batch of 50,000 lines of {}", figure, size < 8e6)
+
+
+def supply() -> Iterator[Line]:
+    """Hashes, the bill of materials, and a signature that is checked."""
+    yield pytest_line(
+        "versions and hashes of all that is installed", "tests/arch/test_supply_chain.py"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        key, signed = f"{folder}/key", f"{folder}/SHA256SUMS"
+        Path(signed).write_text("as docs/release.md says\n")
+        steps = (
+            f"ssh-keygen -q -t ed25519 -N '' -f {key}",
+            f"ssh-keygen -q -Y sign -n file -f {key} {signed}",
+            f"printf 'r@p %s' \"$(cat {key}.pub)\" > {folder}/allowed",
+            f"ssh-keygen -q -Y verify -f {folder}/allowed -I r@p -n file -s {signed}.sig < {signed}",
+        )
+        done = subprocess.run(["sh", "-ec", "\n".join(steps)], capture_output=True, text=True)
+        figure = (done.stdout + done.stderr).strip()[-200:]
+        yield Line("a list of checksums is signed and checked", figure, done.returncode == 0)
+
+
+def lines(_: argparse.Namespace) -> Iterator[Line]:
+    """All of them."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = ("--batch-dir", f"{folder}/kept", "--max-queue", str(2 * PROMPTS))
+        with harness.server(*flags, "--max-prompts-per-request", str(PROMPTS)) as server:
+            yield from grammar_of_many(server)
+            yield from bounds(server)
+            yield from disk(server, Path(folder))
+        yield trust2_hunter.files_line(Path(folder), "modes and owners of what it left")
+    for what, tests in TESTS.items():
+        yield pytest_line(what, *tests.split())
+    yield pytest_line(
+        "timelines and batches are bounded",
+        "tests/server/test_batches.py",
+        "-k",
+        "bound or bad_lines",
+    )
+    yield from supply()
+
+
+if __name__ == "__main__":
+    sys.exit(harness.main("trust2_stores", __doc__, {"stores": harness.part("trust2_stores")}))
