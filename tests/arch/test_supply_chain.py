@@ -10,7 +10,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-PINNED = re.findall(r"^([A-Za-z0-9._-]+)==(\S+)(.*(?:\n .*)*)", (ROOT / "requirements.txt").read_text(), re.M)
+PINNED = re.findall(
+    r"^([A-Za-z0-9._-]+)==(\S+)(.*(?:\n .*)*)", (ROOT / "requirements.txt").read_text(), re.M
+)
 
 
 def test_every_dependency_is_pinned_with_hashes() -> None:

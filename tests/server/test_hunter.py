@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,6 +16,8 @@ from pageturner.server.api.base.body import RequestBody
 from pageturner.server.api.openapi.openapi import document
 from pageturner.server.stream_migration import MovedStream
 from pageturner.server.text_workers.text_jobs import PrefixBody
+
+MEMORY = 4 << 30  # bytes of addresses
 
 
 def found(choose: Any) -> list[str]:
@@ -31,7 +34,12 @@ def found(choose: Any) -> list[str]:
                     wrong.append(str(error))
         return ""
 
-    whole_server.in_loop(hunt)
+    before = resource.getrlimit(resource.RLIMIT_AS)  # what is found may take all there is
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, before[1]))
+    try:
+        whole_server.in_loop(hunt)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
     return wrong
 
 

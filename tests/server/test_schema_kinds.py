@@ -269,3 +269,21 @@ def test_a_place_with_too_many_ways_is_refused(asked: dict[str, Any]) -> None:
     with pytest.raises(ClientError) as refused:
         StructuredOutputsParams(**asked)
     assert refused.value.code == "grammar_too_expensive"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"const": -INT64},
+        {"enum": [1, {"a": [-INT64]}]},
+        {"type": "integer", "minimum": -INT64, "maximum": -INT64},
+        {"items": {"const": 1 - INT64}},
+    ],
+)
+def test_whole_numbers_without_an_opposite_are_refused(schema: dict[str, Any]) -> None:
+    """The compiler of grammars never ended with them."""
+    with pytest.raises(ClientError, match="can be no value"):
+        StructuredOutputsParams(json=schema)
+    assert StructuredOutputsParams(
+        json={"type": "integer", "minimum": -INT64, "maximum": INT64 - 1}
+    )

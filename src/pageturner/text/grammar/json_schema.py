@@ -23,6 +23,7 @@ WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 MAX_OPTIONAL = 1000  # properties of an object that may be left out
 MAX_DIGITS = 16  # of a whole number without bounds of its own: small models may never end one
 LARGEST = 10**MAX_DIGITS - 2  # a compiler that counts in doubles knows no odd numbers of that size
+LEAST = 1024 - 2**63  # of a whole number: with one that has no opposite the compiler never ends
 # keywords whose value is data; in all others there may be schemas, if only for references
 _DATA = frozenset({"const", "enum", "default", "examples", "x-guidance"})
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
@@ -74,6 +75,11 @@ def as_grammars_take_it(schema: Any, *, strict: bool = False) -> Any:
     whole = kinds == "integer"
     if isinstance(kinds, list):
         whole = "integer" in kinds and "number" not in kinds
+    upper = (
+        int(made[name]) for name in _UPPER if whole and isinstance(made.get(name), int | float)
+    )
+    if _too_low([made.get("const"), made.get("enum"), *upper]):
+        raise bad("invalid_schema", f"a whole number below {LEAST} can be no value")
     number = "number"
     if whole:
         number = "integer"
@@ -84,6 +90,15 @@ def as_grammars_take_it(schema: Any, *, strict: bool = False) -> Any:
     if exact and isinstance(made.get("allOf", []), list):
         made["allOf"] = [*made.get("allOf", []), *({"pattern": one} for one in exact)]
     return made
+
+
+def _too_low(value: Any) -> bool:
+    """Return whether a value is, or has in it, a whole number below LEAST."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list):
+        return any(map(_too_low, value))
+    return type(value) is int and value < LEAST
 
 
 def _within(name: str, value: Any, strict: bool) -> Any:
