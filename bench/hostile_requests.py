@@ -231,35 +231,6 @@ def parameters(dice: random.Random) -> Iterator[tuple[str, Any]]:
         yield f"{len(stops)} long stop strings", completion(stop=stops[:60], max_tokens=64)
 
 
-def shapes(dice: random.Random) -> Iterator[tuple[str, Any]]:
-    """JSON that is expensive to read, or none."""
-    for _ in range(4):
-        n = _size(dice, 1000, MAX_BYTES // 4)
-        path = dice.choice(
-            ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/prefixes")
-        )
-        for name, body in (
-            ("nested lists", b"[" * n + b"]" * n),
-            ("nested objects", b'{"a":' * (n // 4) + b"1" + b"}" * (n // 4)),
-            ("empty objects", b'{"messages": [' + b",".join([b"{}"] * n) + b"]}"),
-            ("one key again", b"{" + b",".join([b'"prompt": 1'] * (n // 4)) + b"}"),
-            ("many keys", b"{" + b",".join(b'"k%d":0' % i for i in range(n // 4)) + b"}"),
-            ("a long number", b'{"prompt": ' + b"1" * n + b"}"),
-            ("no UTF-8", b'{"prompt": "' + b"\xff\xfe" * n + b'"}'),
-            ("escapes", b'{"prompt": "' + b"\\ud83d" * (n // 3) + b'"}'),
-            ("zeros", b"\x00" * n),
-        ):
-            yield f"{name} of {len(body) // 1000} kB to {path}", post(path, body[:MAX_BYTES])
-    for _ in range(6):
-        n = _size(dice, 1000, 600_000)
-        yield f"detokenize {n}", as_json("/detokenize", {"tokens": [dice.randrange(100, 9999)] * n})
-        roles = [{"role": dice.choice(("user", "assistant", "tool", "x")), "content": "a"}] * (
-            n // 20
-        )
-        yield f"{n // 20} messages", chat(messages=roles)
-        yield f"{n} variables", chat(chat_template_kwargs={f"v{i}": "x" for i in range(n // 20)})
-
-
 def sockets(dice: random.Random) -> Iterator[tuple[str, Any]]:
     """Less, or more, than a request."""
     begin = (
@@ -314,7 +285,7 @@ def _left(request: bytes) -> Callable[[str, int, float], Outcome]:
     return act
 
 
-KINDS = (schemas, texts, prompts, parameters, shapes, sockets)
+KINDS = (schemas, texts, prompts, parameters, sockets)
 
 
 def catalogue(seed: int) -> list[Attack]:

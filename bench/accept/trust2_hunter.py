@@ -37,6 +37,7 @@ from hostile.hunter import Hunter
 
 KEYS = "hunter:key-1,ordinary:key-2,owner:key-3"
 WINDOW = 25  # cases, one after another
+TRIES = 3  # of a case in a window that was over
 LATER = (503, 504)  # statuses from 500 on that say: not now
 TEXT = "/v1/completions"
 OURS = "owned"  # names of what the owner keeps
@@ -58,6 +59,16 @@ def ask(
     return told
 
 
+def upload(url: str, key: str, content: str) -> tuple[int, bytes]:
+    """A file for a batch."""
+    head = "--B\r\nContent-Disposition: form-data; name="
+    form = (
+        f'{head}"purpose"\r\n\r\nbatch\r\n{head}"file"; filename="f"\r\n\r\n{content}\r\n--B--\r\n'
+    )
+    kind = "multipart/form-data; boundary=B"
+    return ask(url, key, "POST", "/v1/files", form.encode(), Content_Type=kind)
+
+
 # -- the owner of what nobody else may touch -----------------------------------------------------------------
 def keep_things(url: str) -> dict[str, str]:
     """Have a server keep one of everything. Path -> id."""
@@ -69,14 +80,8 @@ def keep_things(url: str) -> dict[str, str]:
         return str(json.loads(told)["id"])
 
     asked = {"prompt": "hello", "max_tokens": 2}
-    line = json.dumps({"custom_id": "a", "method": "POST", "url": TEXT, "body": asked})
-    head = 'Content-Disposition: form-data; name="{}"'
-    parts = [
-        head.format("purpose") + "\r\n\r\nbatch",
-        head.format("file") + f'; filename="f"\r\n\r\n{line}',
-    ]
-    form = "".join(f"--B\r\n{part}\r\n" for part in parts) + "--B--\r\n"
-    file = made("/v1/files", form.encode(), Content_Type="multipart/form-data; boundary=B")
+    line = {"custom_id": "a", "method": "POST", "url": TEXT, "body": asked}
+    file = str(json.loads(upload(url, "key-3", json.dumps(line))[1])["id"])
     response = made("/v1/responses", {"input": "hello", "max_output_tokens": 4}, X_Request_Id=OURS)
     made(TEXT, asked | {"session": OURS}, X_Request_Id=OURS)
     return {
@@ -173,12 +178,22 @@ class Hunt:
             if self._over(first, last):
                 self.found.again += 1
                 for one in range(first, last):
-                    gap, fat, name = self._over(one, one + 1) or (0.0, 0.0, "")
-                    if gap:
-                        self.found.gaps.append(f"{gap:+.2f} s by {name}")
-                    if fat:
-                        self.found.fat.append(f"{fat:.0f} MB by {name}")
+                    self._alone(one)
             self.found.cases = last
+
+    def _alone(self, one: int) -> None:
+        """Note what a case is over each of a few times: others use this machine, too."""
+        gaps, fats, name = [], [], ""
+        for _ in range(TRIES):
+            gap, fat, name = self._over(one, one + 1) or (0.0, 0.0, name)
+            gaps.append(gap)
+            fats.append(fat)
+            if not gap and not fat:
+                return
+        if min(gaps):
+            self.found.gaps.append(f"{min(gaps):+.2f} s by {name}")
+        if min(fats):
+            self.found.fat.append(f"{min(fats):.0f} MB by {name}")
 
     def _over(self, first: int, last: int) -> tuple[float, float, str] | None:
         """By how much the cases are over the bounds of gap and memory, and the last one's name; None: by nothing."""
