@@ -45,7 +45,7 @@ BUDGETS = {
     "scheduler": 10_800,
     "policies": 20_500,
     "telemetry": 8_100,
-    "config": 4_000,
+    "config": 4_020,
     "ipc": 2_260,
     "engine": 16_200,
     "executor": 14_700,
@@ -54,14 +54,14 @@ BUDGETS = {
     "models": 43_000,
     "kernels": 95_500,
     "formats": 25_000,
-    "text": 38_000,
+    "text": 40_300,
     "http": 18_600,
     "server": 113_500,
     "router": 28_400,
     "lab": 93_500,
     "cli": 14_900,
 }
-WHOLE = {"src/pageturner": 570_000, "bench": 208_500, "tests": 660_000}  # tokens
+WHOLE = {"src/pageturner": 574_000, "bench": 208_500, "tests": 660_000}  # tokens
 FINDINGS = (
     "upwards",
     "circles",

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
+from typing import Any
 
 import pytest
 
-from pageturner.text.answer_format import AnswerFormat, AnswerReader, read
+from pageturner.text import reasoning, tool_formats
+from pageturner.text.answer_format import AnswerFormat, AnswerReader, read, recognised
 from pageturner.text.call_parser import Delta
-from pageturner.text.tool_formats import FORMATS, NAMES, recognised, tool_format
+from pageturner.text.tool_formats import FORMATS, NAMES, tool_format
 
 Said = tuple[str, str, list[tuple[str, str]]]  # thoughts, content, calls with their arguments
 
@@ -60,7 +64,7 @@ TEXTS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
         ),
         ('<tool_call>{"name": "f", "argum', '<tool_call>{"name": "f", "argum', []),
         ('<tool_call>{"name": "f", "arguments": {"a', "", [("f", '{"a')]),
-        ('<tool_call>{"name": "f", "arguments": {}} and', "} and", [("f", "{}")]),
+        ('<tool_call>{"name": "f", "arguments": {}} and', " and", [("f", "{}")]),
         ("plain  ", "plain  ", []),
         ("", "", []),
     ],
@@ -77,7 +81,8 @@ TEXTS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
             [WEATHER],
         ),
         ('{"nam": 1}', '{"nam": 1}', []),
-        ('See {"name": "f", "parameters": {}}', 'See {"name": "f", "parameters": {}}', []),
+        ('See {"name": "f", "parameters": {}}', "See", [("f", "{}")]),
+        ('See {"a": {"name": "f"}}', 'See {"a": {"name": "f"}}', []),
         (" \n", " \n", []),
     ],
     "json": [
@@ -192,32 +197,140 @@ TEXTS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
         ),
     ],
 }
+TYPES = {"get_weather": {"city": "string", "days": "integer", "at": "object"}}
+EXAMPLES: dict[str, list[Any]] = {
+    row["name"]: row["examples"]
+    for row in json.loads((tool_formats.MARKUP / "calls.json").read_text(encoding="utf-8"))
+}
 ALL = [(name, *one) for name, texts in TEXTS.items() for one in texts]
+ALL += [
+    (name, text, content, [(tool, arguments) for tool, arguments in calls])
+    for name, texts in EXAMPLES.items()
+    for text, content, calls in texts
+]
+
+
+def format_of(name: str) -> AnswerFormat:
+    """The format with its tools, where their names tell a call from text."""
+    names = ("get_weather", "wait") if name in ("glm4", "functionary_v32") else ()
+    return AnswerFormat(tools=name, names=names, types=TYPES)
 
 
 @pytest.mark.parametrize(("name", "text", "content", "calls"), ALL)
 def test_the_calls_of_a_text(
     name: str, text: str, content: str, calls: list[tuple[str, str]]
 ) -> None:
-    assert said(read(AnswerFormat(tools=name), text)) == ("", content, calls)
+    assert said(read(format_of(name), text)) == ("", content, calls)
 
 
 @pytest.mark.parametrize(("name", "text"), [one[:2] for one in ALL])
 def test_the_pieces_change_nothing(name: str, text: str) -> None:
-    whole = said(read(AnswerFormat(tools=name), text))
+    whole = said(read(format_of(name), text))
+    draw = random.Random(text)
     cuts = [[text[:at], text[at:]] for at in range(len(text))] + [list(text)]
+    for _ in range(20):
+        places = sorted(draw.choices(range(len(text) + 1), k=draw.randint(2, 12)))
+        cuts.append([text[a:b] for a, b in itertools.pairwise([0, *places, len(text)])])
     for pieces in cuts:
-        parser = AnswerFormat(tools=name).parser()
+        parser = format_of(name).parser()
         deltas = [delta for piece in pieces for delta in parser.push(piece)]
         assert said(deltas + parser.finish()) == whole, pieces
 
 
-def test_every_format_has_texts_and_its_calls_are_json() -> None:
-    assert {one.name for one in FORMATS} == set(TEXTS)
-    for name, texts in TEXTS.items():
-        complete = [call for _, _, calls in texts for call in calls if call[1].endswith("}")]
-        assert complete, name
+def test_every_format_has_examples_and_its_calls_are_json() -> None:
+    assert {one.name for one in FORMATS} == set(EXAMPLES)
+    for name, _, _, calls in ALL:
+        complete = [call for call in calls if call[1].endswith("}")]
+        assert complete or not calls or "f" in dict(calls), name
         assert all(isinstance(json.loads(arguments), dict) for _, arguments in complete), name
+
+
+TAGGED = (
+    "<tool_call><function=f><parameter=x>\n%s\n</parameter></function></tool_call>",
+    "<tool_call>f<arg_key>x</arg_key><arg_value>%s</arg_value></tool_call>",
+)
+
+
+@pytest.mark.parametrize(
+    ("types", "value", "made"),
+    [
+        ("string", "3", "3"),
+        ("string", 'a "b"\n</p', 'a "b"\n</p'),
+        ("integer", "3", 3),
+        ("integer", "three", "three"),
+        ("number", "2", 2),
+        ("boolean", "True", True),
+        ("null,string", "null", None),
+        ("null,string", "no", "no"),
+        ("array", "[1, 'x']", [1, "x"]),
+        ("object", '{"a": NaN}', '{"a": NaN}'),
+        ("", "3", 3),
+        ("", "x3", "x3"),
+        ("string", "", ""),
+    ],
+)
+def test_the_type_says_what_a_text_is(types: str, value: str, made: Any) -> None:
+    for name, text in zip(("qwen3_coder", "glm45"), TAGGED, strict=True):
+        format = AnswerFormat(tools=name, types={"f": {"x": types}})
+        ((tool, arguments),) = said(read(format, text % value))[2]
+        assert (tool, json.loads(arguments)) == ("f", {"x": made})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "wanted"),
+    [
+        ("granite", "<think>Hm</think><response>Yes</response>", ("Hm", "Yes", [])),
+        ("granite", "<response>Yes", ("", "Yes", [])),
+        ("granite", "Yes <response>x</response>", ("", "Yes <response>x</response>", [])),
+        ("granite", " Yes ", ("", " Yes ", [])),
+        ("seed_oss", "<seed:think>Hm</seed:think>Yes", ("Hm", "Yes", [])),
+        (
+            "cohere_command3",
+            "<|START_THINKING|>Hm<|END_THINKING|><|START_RESPONSE|>Yes<|END_RESPONSE|>",
+            ("Hm", "Yes", []),
+        ),
+        ("solar", "<|think|>Hm<|end|><|begin|>assistant<|content|>Yes<|end|>", ("Hm", "Yes", [])),
+        ("hy_v3", "<think:opensource>Hm</think:opensource>Yes", ("Hm", "Yes", [])),
+        (
+            "apriel",
+            "Here are my reasoning steps:\nHm\n[BEGIN FINAL RESPONSE]\nYes\n[END FINAL RESPONSE]",
+            ("Hm", "Yes", []),
+        ),
+        (
+            "kimi_k3",
+            "<|open|>think<|sep|>Hm<|close|>think<|sep|><|open|>response<|sep|>Yes"
+            "<|close|>response<|sep|><|close|>message<|sep|>",
+            ("Hm", "Yes", []),
+        ),
+        ("apertus", "<|inner_prefix|>Hm<|inner_suffix|>Yes", ("Hm", "Yes", [])),
+        ("hunyuan_a13b", "<think>\nHm\n</think>\n<answer>\nYes\n</answer>", ("Hm", "Yes", [])),
+        ("minimax_m3", "<mm:think>Hm</mm:think>Yes", ("Hm", "Yes", [])),
+        ("deepseek_r1", "Hm\n</think>\nYes", ("Hm", "Yes", [])),
+        ("deepseek_r1", "<think>Hm</think>Yes", ("Hm", "Yes", [])),
+    ],
+)
+def test_thoughts_of_each_format(name: str, text: str, wanted: Said) -> None:
+    thinks = reasoning.reasoning_format(name)
+    format = AnswerFormat(reasoning=name, thinking=reasoning.opened(thinks, "user: hi"))
+    assert said(read(format, text)) == wanted
+    for at in range(len(text)):
+        parser = format.parser()
+        assert said(parser.push(text[:at]) + parser.push(text[at:]) + parser.finish()) == wanted
+    parser = format.parser()
+    assert said([d for one in text for d in parser.push(one)] + parser.finish()) == wanted
+
+
+@pytest.mark.parametrize(
+    ("tools", "reasoning"),
+    [
+        ("qwen3_xml", "qwen3"),
+        ("glm47", "glm45"),
+        ("llama3_json", "deepseek_v3"),
+        ("openai", "openai_gptoss"),
+    ],
+)
+def test_names_of_other_servers(tools: str, reasoning: str) -> None:
+    assert AnswerFormat(tools=tools, reasoning=reasoning).parser().finish() == []
 
 
 THINK = AnswerFormat(reasoning="think", tools="hermes")
@@ -227,6 +340,8 @@ THOUGHTS = [
     (False, "\n<think></think>\nYes", ("", "Yes", [])),
     (False, "<think>cut ", ("cut", "", [])),
     (False, "  <thi", ("", "  <thi", [])),
+    (True, 'Hm <tool_call>{"name": "f", "arguments": {}}</tool_call>', ("Hm", "", [("f", "{}")])),
+    (True, "Hm <tool_call> or so", ("Hm <tool_call> or so", "", [])),
     (True, "Hm </th </think>\nYes", ("Hm </th", "Yes", [])),
     (True, "<think>\nHm</think>Yes", ("Hm", "Yes", [])),
     (
@@ -256,22 +371,44 @@ def test_the_thoughts_of_harmony() -> None:
         assert said(parser.push(text[:at]) + parser.push(text[at:]) + parser.finish()) == wanted
 
 
+WRITES = (
+    (
+        "{% if tools %}{% endif %}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{% set f = c.function %}%s{% endfor %}{% endfor %}"
+    )
+    .replace("%", "%%")
+    .replace("%%s", "%s")
+)
+
+
 @pytest.mark.parametrize(
     ("template", "name"),
     [
         ("{% if tools %}<tool_call>{% endif %}", "hermes"),
-        ("{% if tools %}<tool_call><function={{ f }}>{% endif %}", None),
-        ("<tool_call>", None),
-        ("{{ tools }}", None),
+        (
+            "{% if tools %}<tool_call><function={{ f }}><parameter={{ p }}>{% endif %}",
+            "qwen3_coder",
+        ),
+        ("<tool_call>", "hermes"),
+        ("{{ tools }}", "hermes"),
+        ("{{ messages }}", None),
+        ("{{ raise_exception('no tools') }}", None),
+        (WRITES % "<t>{'name':'{{ f.name }}'}", "hermes"),
+        (
+            WRITES % "<tool_call>{{ f.name }}<arg_key>sought_name</arg_key><arg_value>"
+            "{{ f.arguments.sought_name }}</arg_value></tool_call>",
+            "glm45",
+        ),
+        (WRITES % '[{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}]', "xlam"),
+        (WRITES % '{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}', "llama3"),
         ("{{ tools }} <|tool_call>call:", "gemma"),
         ("{{ tools }} [TOOL_CALLS]{{ name }}[ARGS]", "mistral"),
         ("{{ tools }} [TOOL_CALLS] [", "mistral_list"),
         ("{{ tools }} <|tool_list_start|>", "pythonic_tokens"),
         ("{{ xml_tools }} <tool_call>", "hermes"),
-        ("{{ tools }} <tool_call> as <tool_calls>[", None),
-        ("{{ tools }} ]<]minimax[>[ <tool_call>", None),
+        ("{{ tools }} <tool_call> as <tool_calls>[", "hunyuan_a13b"),
+        ("{{ tools }} ]<]minimax[>[ <tool_call>", "minimax_m3"),
         ("{{ tools }} <｜tool▁call▁begin｜>{{ name }}<｜tool▁sep｜>", "deepseek_v31"),
-        ("{{ tools }} <｜tool▁call▁begin｜> dictionary of argument name", None),
         (None, None),
     ],
 )

@@ -19,7 +19,7 @@ from pageturner.server.api.base import answer_grammar
 from pageturner.server.api.base.body import decode
 from pageturner.server.api.base.call import Call
 from pageturner.server.api.openai import chat, completions
-from pageturner.text import conversation, template_choice, tool_formats
+from pageturner.text import answer_format, conversation, template_choice
 from pageturner.text.chat_template import ChatTemplate, TemplateTooLong, continued_prompt
 from pageturner.text.template_choice import BY_NAME, give_template
 from support.hf_folder import make_folder
@@ -202,7 +202,7 @@ TOLD = [HELLO, CALLING, {"role": "tool", "content": "x"}]
 
 @pytest.mark.parametrize("family", sorted(BY_NAME))
 def test_no_message_is_written_as_what_it_is_not(family: str) -> None:
-    if tool_formats.recognised(BY_NAME[family].template) is None:
+    if answer_format.recognised(BY_NAME[family].template) is None:
         with pytest.raises(ClientError, match="no tools"):
             rendered(family, TOLD)
     late = [*TURNS[:2], SYSTEM, HELLO]
@@ -227,7 +227,7 @@ def test_no_message_is_written_as_what_it_is_not(family: str) -> None:
     ],
 )
 def test_tools_of_families(family: str, format: str | None) -> None:
-    known = tool_formats.recognised(BY_NAME[family].template)
+    known = answer_format.recognised(BY_NAME[family].template)
     assert (known and known.name) == format
     if format is None:
         return

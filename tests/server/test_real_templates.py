@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pageturner.text import reasoning, tool_formats
+from pageturner.text import answer_format, reasoning
 from pageturner.text.answer_format import AnswerFormat, read
 from pageturner.text.chat_template import ChatTemplate
 from pageturner.text.conversation import prompt_text, variables
@@ -51,9 +51,9 @@ TEMPLATES = {
     "openai-gpt-oss-120b": ("harmony", "harmony", False, False),
     "LFM2-8B-A1B": ("pythonic_tokens", None, False, True),
     "LFM2.5-8B-A1B": ("pythonic_tokens", "think", False, True),
-    "Qwen3-Coder": (None, None, False, False),
-    "MiniMax-M3": (None, None, False, False),
-    "unsloth-Apriel-1.5": (None, None, False, False),
+    "Qwen3-Coder": ("qwen3_coder", None, False, True),
+    "MiniMax-M3": ("minimax_m3", "minimax_m3", False, True),
+    "unsloth-Apriel-1.5": ("hunyuan_a13b", "apriel", False, True),
 }
 
 
@@ -67,7 +67,7 @@ def source_of(name: str) -> str:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_formats_of_a_template(name: str) -> None:
     source, (tools, thoughts, opens, _) = source_of(name), TEMPLATES[name]
-    found, thinks = tool_formats.recognised(source), reasoning.recognised(source)
+    found, thinks = answer_format.recognised(source), reasoning.recognised(source)
     assert (found and found.name, thinks and thinks.name) == (tools, thoughts)
     if thinks is not None:
         prompt = ChatTemplate(source).render([{"role": "user", "content": "hi"}])

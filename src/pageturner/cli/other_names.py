@@ -18,6 +18,7 @@ from importlib.resources import files
 from typing import Any
 
 from pageturner.errors import EngineFault
+from pageturner.text.tool_formats import aliases
 
 OWN = "--max-num-seqs"  # a command with this flag takes the engine's settings
 SWITCHES = ("on", "off", "auto", "true", "false", "0", "1")
@@ -53,6 +54,8 @@ def table() -> dict[str, Any]:
     for command in ("serve", "bench serve"):
         rules = [FlagRule(**row) for row in read[command]]
         read[command] = {flag: rule for rule in rules for flag in rule.flags.split()}
+    for flag, formats in (("--tool-call-parser", "calls"), ("--reasoning-parser", "thoughts")):
+        read["serve"][flag] = FlagRule(flag, "same", ours=flag, values=aliases(formats))
     return read
 
 

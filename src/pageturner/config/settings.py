@@ -7,8 +7,10 @@ Owns names, defaults and one-line explanations of every setting. Must not import
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterable
 from dataclasses import Field, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from pageturner.config import setting_flags
@@ -22,6 +24,12 @@ from pageturner.policies.batching import POLICIES
 from pageturner.policies.orders import ORDERS
 from pageturner.policies.reserves import RESERVES
 from pageturner.policies.scheduler_config import SchedulerConfig
+
+
+def _formats(table: str) -> tuple[str, ...]:
+    """The names of the formats in one of the tables that text/ reads."""
+    rows = json.loads((Path(__file__).parents[1] / "text/markup" / table).read_text("utf-8"))
+    return tuple(row["name"] for row in rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,26 +225,12 @@ class ServerConfig(HttpConfig, WatchSettings):
     tool_call_parser: str = option(
         "auto",
         "format of tool calls; auto: as the chat template says",
-        (
-            "auto",
-            "harmony",
-            "gemma",
-            "deepseek_v3",
-            "deepseek_v31",
-            "mistral",
-            "mistral_list",
-            "granite",
-            "hermes",
-            "pythonic_tokens",
-            "pythonic",
-            "json",
-            "llama3",
-        ),
+        ("auto", *_formats("calls.json")),
     )
     reasoning_parser: str = option(
         "auto",
         "format of reasoning; auto: as the chat template says; none: reasoning is part of the content",
-        ("auto", "none", "harmony", "gemma", "mistral", "think"),
+        ("auto", "none", *_formats("thoughts.json")),
     )
     chat_template: str = option(
         "",

@@ -6,20 +6,25 @@ not know the fields of a request nor the shape of an answer.
 
 from __future__ import annotations
 
+import json
+import re
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from pageturner.errors import ClientError
 from pageturner.formats.tokenizer import Tokenizer
 from pageturner.params import SamplingParams
 from pageturner.text import reasoning, tool_formats
-from pageturner.text.call_parser import CallParser, Delta, Parser, PlainText
+from pageturner.text.argument_rules import property_types
+from pageturner.text.call_parser import CallParser, Delta, Parser, PlainText, triggers
+from pageturner.text.chat_template import SOUGHT, SOUGHT_ARGUMENTS, ChatTemplate, habits_of
 from pageturner.text.harmony import HarmonyParser
 from pageturner.text.reasoning import ReasoningFormat, ThoughtsParser, reasoning_format
 from pageturner.text.stop_strings import ContentStops
-from pageturner.text.tool_formats import ToolFormat, tool_format
+from pageturner.text.tool_formats import TAGGED, ToolFormat, tool_format
 from pageturner.text.tool_grammar import check_tools, tool_grammar, with_thoughts
 from pageturner.text.tools import ToolChoice
 
@@ -36,6 +41,7 @@ class AnswerFormat:
     named      the client has said which tool is to be called
     shown      control tokens that are text here: the marks of both formats
     names      of the tools, where nothing but a name tells a call from text; else ()
+    types      of the properties of each tool, where a call does not say what is a text
     stop_ids   tokens that end the content, and neither thoughts nor a call
     """
 
@@ -45,17 +51,22 @@ class AnswerFormat:
     named: bool = False
     shown: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
+    types: dict[str, dict[str, str]] = field(default_factory=dict, hash=False)
     stop_ids: tuple[int, ...] = ()
 
     def parser(self) -> Parser:
         """A parser for the text of one choice."""
         if HARMONY in (self.tools, self.reasoning):
             return HarmonyParser()
-        rest: Parser = (
-            CallParser(tool_format(self.tools), self.names) if self.tools else PlainText()
-        )
+        rest: Parser = PlainText()
+        calls: tuple[str, ...] = ()
+        if self.tools:
+            format = tool_format(self.tools)
+            rest = CallParser(format, self.names, self.types)
+            if not format.at_start:
+                calls = triggers(format)
         if self.reasoning:
-            return ThoughtsParser(reasoning_format(self.reasoning), rest, self.thinking)
+            return ThoughtsParser(reasoning_format(self.reasoning), rest, self.thinking, calls)
         return rest
 
     def stops(self, stop: Sequence[str], include: bool) -> ContentStops | None:
@@ -158,6 +169,51 @@ def control_tokens(marks: tuple[str, ...], tokenizer: Tokenizer) -> tuple[int, .
     return tuple(token for token in found if token is not None)
 
 
+def _types(choice: ToolChoice, format: ToolFormat | None) -> dict[str, dict[str, str]]:
+    if format is None or format.arguments != TAGGED:
+        return {}
+    return {tool.name: property_types(tool.parameters) for tool in choice.tools}
+
+
+# -- formats of a template ------------------------------------------------------------------------
+
+_ABOUT_TOOLS = re.compile(r"\b(xml_)?(tools|functions|tool_calls?)\b")
+_NO_TOOLS = re.compile(r"raise_exception\([^)]*\b(no|not) .*tools?\b")
+_MAY_BEGIN = re.compile(rf"[\[{{<`]|{SOUGHT}")
+
+
+@lru_cache(maxsize=8)
+def recognised(template: str | None) -> ToolFormat | None:
+    """The format in which this chat template writes calls: the first one that reads what it made of
+    a call, else the one that it speaks of, else the common one. None where it does nothing with
+    tools."""
+    if template is None or not _ABOUT_TOOLS.search(template) or _NO_TOOLS.search(template):
+        return None
+    written = habits_of(ChatTemplate(template), tools=True).written
+    found = (one for one in tool_formats.FORMATS if not one.at_start and _reads(one, written))
+    at_start = (one for one in tool_formats.FORMATS if one.at_start and _begins(one, written))
+    format = next(found, None) or tool_formats.signed(template) or next(at_start, None)
+    return format or tool_format(tool_formats.COMMON)
+
+
+def _reads(format: ToolFormat, text: str) -> bool:
+    """Return whether the call of the trial is read from this text."""
+    if not format.calls or SOUGHT not in text:
+        return False
+    parser = CallParser(format, (SOUGHT,))
+    deltas = parser.push(text) + parser.finish()
+    made = "".join(delta.text for delta in deltas if delta.kind == "arguments")
+    try:
+        return bool(json.loads(made) == json.loads(SOUGHT_ARGUMENTS))
+    except ValueError:
+        return False
+
+
+def _begins(format: ToolFormat, text: str) -> bool:
+    """Return whether it is read from some place of the text on."""
+    return any(_reads(format, text[place.start() :]) for place in _MAY_BEGIN.finditer(text))
+
+
 # -- formats of a model ----------------------------------------------------------------------------
 
 
@@ -176,7 +232,7 @@ class ChatFormats:
         """The format in which the model calls tools."""
         if self.tool_call_parser != "auto":
             return tool_formats.tool_format(self.tool_call_parser)
-        return tool_formats.recognised(self.source)
+        return recognised(self.source)
 
     @property
     def reasoning(self) -> ReasoningFormat | None:
@@ -196,10 +252,9 @@ class ChatFormats:
         """
         format = self.tools
         if format is None:
-            names = ", ".join(name for name in tool_formats.NAMES if name != tool_formats.COMMON)
             message = (
-                f"the model's chat template does not say how it calls tools: {how} {tool_formats.COMMON},"
-                f" which many models write, or one of {names}"
+                f"the model's chat template does nothing with tools: {how} {tool_formats.COMMON},"
+                f" which many models write, or one of {', '.join(tool_formats.NAMES)}"
             )
             raise ClientError(400, "unsupported_parameter", message, "tools")
         check_tools(format, choice)
@@ -221,6 +276,7 @@ class ChatFormats:
             named=choice.named,
             shown=control_tokens(marks_of(*names), self.tokenizer),
             names=tuple(tool.name for tool in choice.tools) if calls and calls.at_start else (),
+            types=_types(choice, calls),
         )
 
     def behind_thoughts(self, grammar: str | None, format: AnswerFormat | None) -> str | None:

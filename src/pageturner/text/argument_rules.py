@@ -1,66 +1,41 @@
 """Arguments of a call that are not written as JSON, as rules of a grammar made from a JSON schema:
-those of Python's calls and of Gemma's.
+those of Python's calls, of Gemma's, and those between marks of their own.
 
-Owns what of a schema is held in these two: types with their bounds, properties in order, required
+Owns what of a schema is held in these: types with their bounds, properties in order, required
 ones, enum, const, anyOf, allOf, items and references within the schema; patterns and formats of
-texts in Python's calls. The rest is passed over, or refused where the schema is strict. Must not
-know what stands around arguments.
+texts in Python's calls; all of a value between marks that is no text. The rest is passed over, or
+refused where the schema is strict. Must not know what stands around arguments.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from pageturner.text.call_arguments import GEMMA_QUOTE
-from pageturner.text.grammar.json_schema import as_grammars_take_it
+from pageturner.text.call_arguments import type_name
+from pageturner.text.grammar.json_schema import as_grammars_take_it, schema_text
 from pageturner.text.structured_outputs import literal_regex
-from pageturner.text.tool_formats import GEMMA, PYTHON
+from pageturner.text.tool_formats import GEMMA, PYTHON, TAGGED, ToolFormat
 
 MAX_RULES = 4096
 MAX_COUNTED = 4096  # characters of a text or items of a list, to which a bound is held
 _NUMBER_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _LENGTHS = ("minLength", "maxLength")
 _TEXTS = (*_LENGTHS, "pattern", "format")
-_HELD = frozenset(
-    {
-        *_NUMBER_BOUNDS,
-        *_TEXTS,
-        "type",
-        "properties",
-        "required",
-        "enum",
-        "const",
-        "anyOf",
-        "oneOf",
-        "allOf",
-        "items",
-        "minItems",
-        "maxItems",
-        "additionalProperties",
-        "$ref",
-    }
+_HELD_WORDS = (
+    "type properties required enum const anyOf oneOf allOf items minItems maxItems "
+    "additionalProperties $ref"
 )
+_HELD = frozenset((*_NUMBER_BOUNDS, *_TEXTS, *_HELD_WORDS.split()))
 # keywords that say nothing of a value
-_SAYING_NOTHING = frozenset(
-    {
-        "title",
-        "description",
-        "default",
-        "examples",
-        "deprecated",
-        "readOnly",
-        "writeOnly",
-        "nullable",
-        "$defs",
-        "definitions",
-        "$schema",
-        "$id",
-        "$comment",
-    }
+_SAYING_NOTHING_WORDS = (
+    "title description default examples deprecated readOnly writeOnly nullable $defs "
+    "definitions $schema $id $comment"
 )
+_SAYING_NOTHING = frozenset(_SAYING_NOTHING_WORDS.split())
 _NUMBERS = r"""
 INTEGER: /-?(0|[1-9][0-9]{0,15})/
 NUMBER: /-?(0|[1-9][0-9]{0,15})(\.[0-9]{1,16})?/
@@ -86,6 +61,14 @@ dict: "{" (KEY COLON value (COMMA KEY COLON value)*)? "}"
 """
 
 
+_TAGGED = r"""
+KEY: /[A-Za-z0-9_\-]{1,64}/
+"""
+_TAG = re.compile(r'[^/<>"\n][^<>"\n]{0,127}')
+TYPES = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
+MAX_NESTED = 8  # schemas whose types are looked up
+
+
 class Unwritable(Exception):
     """A schema that asks for what this way of writing has no form for."""
 
@@ -94,36 +77,47 @@ class Unwritable(Exception):
 class ArgumentRules:
     """The rules of all tools of a request, in one way of writing.
 
-    quote   symbol of the mark around Gemma's strings
-    strict  of the schema that is written: nothing of it is passed over
+    symbols  what a pattern of the format is in the grammar
+    strict   of the schema that is written: nothing of it is passed over
     """
 
-    kind: str
-    quote: str = ""
+    format: ToolFormat
+    symbols: Callable[[str], str] = str
     strict: bool = False
     rules: list[str] = field(default_factory=list)
     _known: dict[int, str] = field(default_factory=dict)
     _root: dict[str, Any] = field(default_factory=dict)
-    _terminals: dict[str, str] = field(default_factory=dict)
+    _terminals: dict[tuple[int, int | None, str], tuple[str, str]] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        return self.format.arguments
 
     def text(self) -> str:
         """All rules that were made, and those that they stand on."""
         if self.kind == PYTHON:
             return "\n".join((_NUMBERS, _PYTHON, *self.rules))
-        string = f"string: {self._text(0, None)}"
-        return "\n".join((_NUMBERS, _GEMMA, string, *self._terminals.values(), *self.rules))
+        base = [_TAGGED]
+        if self.kind == GEMMA:
+            base = [_NUMBERS, _GEMMA, f"string: {self._string({})}"]
+        return "\n".join((*base, *(rule for _, rule in self._terminals.values()), *self.rules))
 
-    def _text(self, least: int, most: int | None) -> str:
-        """A string of Gemma: its characters, so many of them, between two marks."""
+    def _until(self, least: int, most: int | None, mark: str) -> str:
+        """So many characters of any text that does not have the mark, and the mark behind it."""
+        key = (least, most, mark)
+        if key not in self._terminals:
+            self._terminals[key] = self._text(f"TEXT{len(self._terminals)}", key)
+        return self._terminals[key][0]
+
+    def _text(self, name: str, key: tuple[int, int | None, str]) -> tuple[str, str]:
+        least, most, mark = key
+        bare = literal_regex(mark.strip("\n"))
+        ends = self.symbols(mark)
         count = "*" if not least and most is None else f"{{{least},{'' if most is None else most}}}"
-        name = f"GEMMA{least}_{'' if most is None else most}"
-        mark = literal_regex(GEMMA_QUOTE)
-        characters = f"{name}: /(?s:.{count})/ & ~(/(?s:.*){mark}(?s:.*)/)"
-        if self.quote.startswith("<"):
-            self._terminals |= {name: characters}
-            return f"{self.quote} {name} {self.quote}"
-        self._terminals |= {name: f"{characters}\n{name.lower()}_end[lazy]: {name} /{mark}/"}
-        return f"{self.quote} {name.lower()}_end"
+        rule = f"{name}: /(?s:.{count})/ & ~(/(?s:.*){bare}(?s:.*)/)"
+        if ends.startswith("<["):
+            return f"{name} {ends}", rule
+        return name.lower(), f"{rule}\n{name.lower()}[lazy]: {name} /{literal_regex(mark)}/"
 
     def arguments(self, schema: dict[str, Any], strict: bool) -> str:
         """The symbol of what stands where a call has its arguments."""
@@ -132,9 +126,87 @@ class ArgumentRules:
         schema = self._merged(schema)
         if self.kind == GEMMA:
             return self._object(schema)
-        if not isinstance(schema.get("properties"), dict):
+        if isinstance(schema.get("properties"), dict):
+            return self._pairs(schema, "=")
+        if self.kind == PYTHON:
             return "pairs"
-        return self._pairs(schema, "=")
+        pair = self._rule(self._tagged("$KEY", True))
+        return f"({pair} ({self._comma} {pair})*)?"
+
+    @property
+    def _comma(self) -> str:
+        """Return what stands between two arguments."""
+        if self.kind != TAGGED:
+            return "COMMA"
+        return "WS?" * (" $ARGS" in self.format.calls[0])
+
+    def _tagged(self, name: str, schema: Any) -> str:
+        """An argument between its marks. A word for its type tells texts from what is as in JSON;
+        without one its types do."""
+        if name != "$KEY" and not _TAG.fullmatch(name):
+            raise Unwritable(f"a property {name[:40]!r}")
+        if isinstance(schema, dict):
+            self._check(schema)
+        if schema is False:
+            raise Unwritable("what may never be there")
+        types = self.types(schema)
+        words = self.format.types
+        ways = []
+        if not types or "string" in types:
+            value = self._tagged_value(name, schema, True)
+            ways.append(self._marked(name, words.get("string", ""), value))
+        others = sorted(types - {"string"})
+        if not ways or (words and (others or not types)):
+            value = self._tagged_value(name, _narrowed(schema, others), False)
+            word = words.get("".join(others), words.get("", ""))
+            ways.append(self._marked(name, word, value))
+        return " | ".join(ways)
+
+    def _marked(self, name: str, word: str, value: str) -> str:
+        head = self.format.parameter.partition("$VALUE")[0].replace("$TYPE", word)
+        before, _, behind = head.partition("$KEY")
+        if name == "$KEY":
+            return f"{self.symbols(before)} KEY {self.symbols(behind)} {value}"
+        return f"{self.symbols(before + name.replace(' ', '␣') + behind)} {value}"
+
+    def _tagged_value(self, name: str, schema: Any, text: bool) -> str:
+        """A value with the mark behind it."""
+        close = self.format.parameter.partition("$VALUE")[2].replace("$KEY", name)
+        if not text:
+            return f"{self._as_whole(schema)} {self.symbols(close)}"
+        least: int | None = None
+        most: int | None = None
+        if isinstance(schema, dict):
+            merged = self._merged(schema)
+            if known := _known(merged):
+                ways = " | ".join(json.dumps(str(one), ensure_ascii=False) for one in known)
+                return f"({ways}) {self.symbols(close)}"
+            least, most = self._counts(merged, _LENGTHS)
+        return self._until(least or 0, most, close)
+
+    def _as_whole(self, schema: Any) -> str:
+        """A value as JSON, with all that its schema says."""
+        names = ("$defs", "definitions")
+        made = {name: self._root[name] for name in names if name in self._root}
+        if isinstance(schema, dict):
+            made = schema | made
+        return self._rule(f"%json {schema_text(made, self.strict)}")
+
+    def types(self, schema: Any, depth: int = 0) -> set[str]:
+        """Return what JSON Schema calls the types that a value may have; (): any."""
+        if not isinstance(schema, dict) or depth > MAX_NESTED:
+            return set()
+        schema = self._merged(schema)
+        if known := _known(schema):
+            return set(map(type_name, known))
+        for word in ("anyOf", "oneOf"):
+            if isinstance(schema.get(word), list):
+                found = [self.types(one, depth + 1) for one in schema[word]]
+                return set().union(*found) if all(found) else set()
+        types = schema.get("type", "object" * ("properties" in schema))
+        if isinstance(types, str):
+            types = [types]
+        return {one for one in types or () if one in TYPES}
 
     def _rule(self, body: str) -> str:
         if len(self.rules) >= MAX_RULES:
@@ -226,7 +298,8 @@ class ArgumentRules:
         if self.kind == PYTHON:
             return self._as_json("string", schema, _TEXTS) or "STRING"
         least, most = self._counts(schema, _LENGTHS)
-        return "string" if least is most is None else self._rule(self._text(least or 0, most))
+        quote = self.format.quote
+        return self._rule(f"{self.symbols(quote)} {self._until(least or 0, most, quote)}")
 
     def _counts(
         self, schema: dict[str, Any], names: tuple[str, str]
@@ -260,17 +333,21 @@ class ArgumentRules:
         """The properties, in order: each rule is what may still come, behind one or as the first of
         them."""
         required, known = schema.get("required") or (), schema["properties"]
+        comma = self._comma
         names = list(dict.fromkeys((*known, *required)))
         if self.kind == GEMMA:
             names.sort()  # as its templates write them
         first = more = self._rule('""')
         for name in reversed(names):
-            one = f"{self._name(name, sign)} {self._value(known.get(name))}"
+            if self.kind == TAGGED:
+                one = self._rule(self._tagged(name, known.get(name)))
+            else:
+                one = f"{self._name(name, sign)} {self._value(known.get(name))}"
             if name in required:
-                first, more = self._rule(f"{one} {more}"), self._rule(f"COMMA {one} {more}")
+                first, more = self._rule(f"{one} {more}"), self._rule(f"{comma} {one} {more}")
             else:
                 first = self._rule(f"{one} {more} | {first}")
-                more = self._rule(f"COMMA {one} {more} | {more}")
+                more = self._rule(f"{comma} {one} {more} | {more}")
         return first
 
     def _name(self, name: str, sign: str) -> str:
@@ -287,8 +364,12 @@ class ArgumentRules:
         if self.kind == PYTHON:
             return json.dumps(repr(value), ensure_ascii=False)
         if isinstance(value, str):
-            text = json.dumps(value, ensure_ascii=False)
-            return f"{self.quote} {text} {self.quote}" if value else f"{self.quote} {self.quote}"
+            quote = self.symbols(self.format.quote)
+            return (
+                f"{quote} {json.dumps(value, ensure_ascii=False)} {quote}"
+                if value
+                else f"{quote} {quote}"
+            )
         return json.dumps(json.dumps(value, ensure_ascii=False), ensure_ascii=False)
 
     def _referred(self, reference: Any) -> Any:
@@ -301,3 +382,33 @@ class ArgumentRules:
         if not isinstance(found, dict):
             raise Unwritable("a reference to nothing")
         return found
+
+
+def _known(schema: dict[str, Any]) -> list[Any]:
+    """The values that a schema names, if it does."""
+    if "const" in schema:
+        return [schema["const"]]
+    named = schema.get("enum")
+    if isinstance(named, list):
+        return named
+    return []
+
+
+def _narrowed(schema: Any, types: list[str]) -> Any:
+    """The schema for values of these types alone; []: of any."""
+    if not types or not isinstance(schema, dict):
+        return schema
+    return {"allOf": [schema, {"type": types}]}
+
+
+def property_types(schema: dict[str, Any]) -> dict[str, str]:
+    """The types of each property of an object, joined by commas; "": any."""
+    rules = ArgumentRules(_ANY, _root=schema)
+    try:
+        known = rules._merged(schema).get("properties", {})
+        return {name: ",".join(sorted(rules.types(one))) for name, one in known.items()}
+    except (Unwritable, RecursionError, TypeError, AttributeError):
+        return {}
+
+
+_ANY = ToolFormat("", ())

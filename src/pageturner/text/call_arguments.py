@@ -1,5 +1,5 @@
 """The arguments of a call as they come, as pieces of JSON: written as JSON already, as in a call of
-Python, or as Gemma writes them.
+Python, as Gemma writes them, or each between marks of its own.
 
 Owns where the arguments end and what each of their characters becomes. It goes from character to
 character, so the pieces in which a text comes change nothing. Must not know what stands around
@@ -8,16 +8,17 @@ arguments.
 
 from __future__ import annotations
 
+import ast
 import json
 import re
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
-from pageturner.text.tool_formats import GEMMA, JSON, PYTHON
+from pageturner.text.tool_formats import GEMMA, PYTHON, TAGGED, ToolFormat
 
-GEMMA_QUOTE = '<|"|>'
 _PLAIN = re.compile(r'[^"\\]+')  # within a string of JSON
 _QUIET = re.compile(r'[^"{}\[\]]+')  # outside of one
+_WORD = re.compile(r'[^"{}\[\],\s]+')  # a number, true, false or null
 
 
 class Arguments(Protocol):
@@ -32,33 +33,36 @@ class Arguments(Protocol):
         length."""
 
 
-def arguments_of(kind: str) -> Arguments:
-    """The reader of arguments that are written in this way."""
-    kinds: dict[str, Callable[[], Arguments]] = {
-        JSON: JSONArguments,
-        PYTHON: PythonArguments,
-        GEMMA: GemmaArguments,
-    }
-    return kinds[kind]()
+def arguments_of(
+    kind: str, format: ToolFormat, types: Mapping[str, str], end: str = ""
+) -> Arguments:
+    """The reader of arguments that are written in this way. types: of the properties of the tool,
+    in words of JSON Schema; end: the text behind all of them."""
+    if kind == TAGGED:
+        return TaggedArguments(format.parameter, types, end)
+    if kind == GEMMA:
+        return GemmaArguments(format.quote)
+    if kind == PYTHON:
+        return PythonArguments()
+    return JSONArguments()
 
 
 class JSONArguments:
-    """An object of JSON, passed on as it stands."""
+    """An object of JSON, passed on as it stands. anything: any value of JSON, of which a number or
+    a word ends in front of what follows it."""
 
-    def __init__(self) -> None:
+    def __init__(self, anything: bool = False) -> None:
         self.done = self.dead = False
         self._depth = 0
-        self._string = self._escaped = False
+        self._anything = anything
+        self._begun = self._string = self._escaped = False
 
     def push(self, text: str, start: int) -> tuple[str, int]:
-        if self._depth == 0:
-            if text[start] != "{":
-                self.dead = True
-                return "", start
-            self._depth, at = 1, start + 1
-        else:
-            at = start
-        while at < len(text) and not self.done:
+        at = start
+        if not self._begun and at < len(text):
+            self._begun = True
+            self.dead = text[at] != "{" and not self._anything
+        while at < len(text) and not self.done and not self.dead:
             at = self._in_string(text, at) if self._string else self._outside(text, at)
         return text[start:at], at
 
@@ -69,10 +73,14 @@ class JSONArguments:
         if plain := _PLAIN.match(text, at):
             return plain.end()
         self._escaped, self._string = text[at] == "\\", text[at] != '"'
+        self.done = not self._string and not self._depth
         return at + 1
 
     def _outside(self, text: str, at: int) -> int:
-        if quiet := _QUIET.match(text, at):
+        if not self._depth and text[at] in "]}, \t\r\n":
+            self.done = True
+            return at
+        if quiet := (_WORD, _QUIET)[self._depth > 0].match(text, at):
             return quiet.end()
         if text[at] == '"':
             self._string = True
@@ -160,8 +168,9 @@ class PythonArguments:
 class GemmaArguments:
     """`{name:value,name:value}` with strings between marks and names without any."""
 
-    def __init__(self) -> None:
+    def __init__(self, quote: str) -> None:
         self.done = self.dead = False
+        self._quote = quote
         self._open: list[str] = []
         self._string = self._named = False
         self._held = ""  # what may be a mark
@@ -181,10 +190,10 @@ class GemmaArguments:
             self._named = True
             return "{"
         held = self._held + one
-        if held == GEMMA_QUOTE:
+        if held == self._quote:
             self._held, self._string = "", not self._string
             return '"'
-        if GEMMA_QUOTE.startswith(held):
+        if self._quote.startswith(held):
             self._held = held
             return ""
         if self._held:
@@ -212,3 +221,141 @@ class GemmaArguments:
             self.done = not self._open
         self._named = one in "{," and self._open[-1:] == ["{"]
         return word + one
+
+
+class TaggedArguments:
+    """Each argument between marks of its own, as in `<parameter=city>Paris</parameter>`. A text is
+    passed on as it comes, any other value when it is whole: its type says which it is.
+
+    parameter  the pattern of an argument
+    types      of the properties, in words of JSON Schema
+    tail       the text behind all arguments
+    """
+
+    def __init__(self, parameter: str, types: Mapping[str, str], tail: str) -> None:
+        self.done = self.dead = False
+        self._types = types
+        self._tail = tail
+        head, _, self._close = parameter.partition("$VALUE")
+        self._trims = head.endswith("\n")
+        self._open = head.partition("$KEY")[0].replace("␣", " ")
+        pattern = re.escape(head.rstrip("\n")).replace(r"\$KEY", "(?P<key>[^/<>][^<>]{0,127}?)")
+        pattern = pattern.replace(r"\$TYPE", r"(?P<type>\w{0,16})")
+        self._head = re.compile(pattern.replace("\\ ", r"\s{0,8}").replace("␣", " "))
+        self._end = ""  # of the argument that has begun; "": none has
+        self._made = ""
+        self._next = "{"  # stands in front of the next argument
+        self._text = False  # the argument is one
+        self._newline = False  # which may stand in front of the value
+        self._seen = 0
+
+    def push(self, text: str, start: int) -> tuple[str, int]:
+        at = start
+        before = -1
+        while at != before and not self.done and not self.dead:
+            before = at
+            if self._end:
+                at = self._value(text, at)
+            else:
+                at = self._between(text, at)
+        made = self._made
+        self._made = ""
+        return made, at
+
+    def _between(self, text: str, at: int) -> int:
+        """Read what stands in front of a value."""
+        at += len(text) - at - len(text[at:].lstrip())
+        begins = text.startswith(self._open, at) and len(text) - at < _LONGEST_HEAD
+        if text.startswith(self._tail, at):
+            self._finish()
+        elif found := self._head.match(text, at):
+            self._begin(found["key"], found.groupdict().get("type"))
+            at = found.end()
+        elif not begins and not any(one.startswith(text[at:]) for one in (self._open, self._tail)):
+            self.dead = self._next == "{"
+            self._finish()
+        return at
+
+    def _finish(self) -> None:
+        self.done = not self.dead
+        self._made += ("{" * (self._next == "{") + "}") * self.done
+
+    def _begin(self, key: str, word: str | None) -> None:
+        if key[:1] == key[-1:] == '"':
+            key = key[1:-1]
+        self._made += f"{self._next}{json.dumps(key, ensure_ascii=False)}: "
+        self._next = ", "
+        self._newline = self._trims
+        self._seen = 0
+        self._end = self._close.lstrip("\n").replace("$KEY", key)
+        self._kinds = self._types.get(key, "")
+        if word is not None:
+            self._kinds = "string" * (word in ("true", "string"))
+        self._text = self._kinds == "string"
+        self._made += '"' * self._text
+
+    def _value(self, text: str, at: int) -> int:
+        if self._newline and at < len(text):
+            self._newline = False
+            at += text[at] == "\n"
+        end = text.find(self._end, max(at, at + self._seen - len(self._end)))
+        if end < 0 and not self._text:
+            self._seen = len(text) - at
+            return at
+        whole = end >= 0
+        if not whole:
+            end = at + beginning(text[at:], (self._end,))
+        value = text[at:end]
+        if self._trims:
+            value = value.removesuffix("\n")
+        if self._text:
+            self._made += _text(value) + '"' * whole
+        else:
+            self._made += as_json(value, self._kinds)
+        if not whole:
+            return at + len(value)
+        end += len(self._end)
+        self._end = ""
+        return end
+
+
+_LONGEST_HEAD = 512  # characters in front of a value
+
+
+def beginning(text: str, marks: tuple[str, ...]) -> int:
+    """The place from which the end of the text may be the beginning of one of the marks, or the
+    length of the text."""
+    longest = max(map(len, marks), default=1) - 1
+    for at in range(max(0, len(text) - longest), len(text)):
+        if any(mark.startswith(text[at:]) for mark in marks):
+            return at
+    return len(text)
+
+
+def as_json(text: str, kinds: str) -> str:
+    """The JSON of a value that stands as text. kinds: its types, joined by commas; "": any."""
+    bare = text.strip()
+    made = bare
+    try:
+        value = json.loads(bare, parse_constant=ast.literal_eval)
+    except (ValueError, RecursionError):
+        try:
+            value = ast.literal_eval(bare)
+            made = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            return json.dumps(text, ensure_ascii=False)
+    name = type_name(value)
+    fits = name in kinds or (name == "integer" and "number" in kinds)
+    if fits or (not kinds and name != "string"):
+        return made
+    return json.dumps(text, ensure_ascii=False)
+
+
+_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object"}
+
+
+def type_name(value: Any) -> str:
+    """Return what JSON Schema calls the type of a value."""
+    if value is None:
+        return "null"
+    return _TYPES.get(type(value), "array")

@@ -8,51 +8,87 @@ an answer.
 
 from __future__ import annotations
 
+import itertools
+import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple, Protocol
 
-from pageturner.text.call_arguments import Arguments, arguments_of
-from pageturner.text.tool_formats import ToolFormat
+from pageturner.text.call_arguments import Arguments, JSONArguments, arguments_of, beginning
+from pageturner.text.tool_formats import GEMMA, JSON, PYTHON, ToolFormat
 
 # -- syntax ----------------------------------------------------------------------------------------
 
 
-SPACE, NAME, ARGUMENTS, ID = " ", "$NAME", "$ARGS", "$ID"
+SPACE, NAME, ARGUMENTS, ID, INDEX, PYTHON_ARGUMENTS, OBJECT = (
+    " ",
+    "$NAME",
+    "$ARGS",
+    "$ID",
+    "$INDEX",
+    "$PYTHON",
+    "$OBJECT",
+)
 NAME_CHARACTERS = r"[A-Za-z0-9_.\-]"
-_PARTS = re.compile(r"\$NAME|\$ARGS|\$ID| |[^ $]+")
+_PLACES = (SPACE, NAME, ARGUMENTS, ID, INDEX, PYTHON_ARGUMENTS, OBJECT)
+_BODIES = (ARGUMENTS, PYTHON_ARGUMENTS, OBJECT)
+_PARTS = re.compile(r"\$[A-Z]+| |[^ $]+")
+_AS_OBJECT = re.compile(r'\{ "\w+" : .*\$ARGS[^}]*\}')
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def parts_of(pattern: str, marks: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """The pattern in parts: SPACE, NAME, ARGUMENTS, ID or text. Each mark is a part of its own."""
+    """The pattern in parts: SPACE, NAME and the like, or text. Each mark is a part of its own."""
     split = re.compile("(" + "|".join(map(re.escape, marks)) + ")") if marks else None
     parts: list[str] = []
     for part in _PARTS.findall(pattern):
-        texts = split.split(part) if split and part not in (SPACE, NAME, ARGUMENTS, ID) else [part]
-        parts += filter(None, texts)
+        texts = [part]
+        if split and part not in _PLACES:
+            texts = split.split(part)
+        parts += (text.replace("␣", " ") for text in texts if text)
     return tuple(parts)
 
 
-def heads(format: ToolFormat) -> tuple[tuple[str, ...], ...]:
-    """The parts of each pattern of a call that begin an answer's first call, up to its
-    arguments."""
-    return tuple(_head_of(parts_of(format.opening + call, format.marks)) for call in format.calls)
+def _ways(format: ToolFormat) -> list[_Way]:
+    """The ways to read an answer's first call. A call that has a mark of its own may stand without
+    the mark in front of all calls."""
+    calls = _read_as(format)
+    made = [_Way(parts_of(format.opening + call, format.marks)) for call in calls]
+    if format.opening:
+        bare = (parts_of(call, format.marks) for call in calls)
+        made += [_Way(parts, bare=True) for parts in bare if parts[0] in format.marks]
+    return made
 
 
-def trigger(format: ToolFormat) -> str:
-    """The text that no answer has but in front of a call. "" where there is none."""
-    if format.at_start or not format.calls:
-        return ""
-    first = parts_of(format.opening + format.calls[0], format.marks)[0]
-    return "" if first in (SPACE, NAME, ARGUMENTS) else first
+def _read_as(format: ToolFormat) -> tuple[str, ...]:
+    """The patterns of calls as they are read: an object of JSON has its keys in any order."""
+    return tuple(dict.fromkeys(_AS_OBJECT.sub(OBJECT, call) for call in format.calls))
+
+
+def triggers(format: ToolFormat) -> tuple[str, ...]:
+    """The texts that an answer has in front of a call alone, that of the first pattern first. ():
+    there are none."""
+    if format.at_start and not format.anywhere:
+        return ()
+    firsts = (first_text(way.parts) or way.parts[0].replace(OBJECT, "{") for way in _ways(format))
+    return tuple(dict.fromkeys(first for first in firsts if first not in _PLACES))
+
+
+def first_text(parts: tuple[str, ...]) -> str:
+    """The text with which a pattern begins."""
+    return "".join(itertools.takewhile(lambda part: part not in _PLACES, parts))
 
 
 # -- parsers ---------------------------------------------------------------------------------------
 
 LONGEST_NAME = 128
-_IS_NAME = re.compile(NAME_CHARACTERS)
+_WORDS = {
+    NAME: re.compile(NAME_CHARACTERS),
+    ID: re.compile(NAME_CHARACTERS),
+    INDEX: re.compile("[0-9]"),
+}
 
 
 class Delta(NamedTuple):
@@ -88,23 +124,13 @@ class PlainText:
         return []
 
 
-def beginning(text: str, marks: tuple[str, ...]) -> int:
-    """The place from which the end of the text may be the beginning of one of the marks, or the
-    length of the text."""
-    longest = max(map(len, marks), default=1) - 1
-    for at in range(max(0, len(text) - longest), len(text)):
-        if any(mark.startswith(text[at:]) for mark in marks):
-            return at
-    return len(text)
-
-
 @dataclass(slots=True)
 class _Way:
-    """One way to read what comes: the parts of a pattern, and how far it has got in them. call: the
-    number of the pattern of the call that begins here."""
+    """One way to read what comes: the parts of a pattern, and how far it has got in them. bare: the
+    mark in front of all calls is not there, nor that behind them."""
 
     parts: tuple[str, ...]
-    call: int = 0
+    bare: bool = False
     part: int = 0
     offset: int = 0
     name: str = ""
@@ -116,8 +142,8 @@ class _Way:
             if part == SPACE:
                 if one.isspace():
                     return True
-            elif part in (NAME, ID):
-                if _IS_NAME.match(one) and self.offset < LONGEST_NAME:
+            elif part in _WORDS:
+                if _WORDS[part].match(one) and self.offset < LONGEST_NAME:
                     self.offset += 1
                     self.name += one if part == NAME else ""
                     return True
@@ -125,7 +151,7 @@ class _Way:
                     return False
                 self.offset = 0
             else:
-                return self._text(part, one)
+                return part not in _BODIES and self._text(part, one)
             self.part += 1
         return False
 
@@ -137,30 +163,189 @@ class _Way:
             self.part, self.offset = self.part + 1, 0
         return True
 
+    def body(self, one: str) -> str:
+        """The body of the call, if it begins with this character behind all that stands in front of
+        it; else ""."""
+        left = self.parts[self.part :]
+        if left and left[0] in _WORDS and self.offset and not _WORDS[left[0]].match(one):
+            left = left[1:]
+        if left[:1] == (SPACE,) and not one.isspace():
+            left = left[1:]
+        return next((part for part in left[:1] if part in _BODIES), "")
+
+    @property
+    def tail(self) -> tuple[str, ...]:
+        """The parts behind the body."""
+        return self.parts[next(i for i, part in enumerate(self.parts) if part in _BODIES) + 1 :]
+
     @property
     def complete(self) -> bool:
-        """Return whether the pattern may end here. White space, a name or an id at its end is not
-        waited for."""
+        """Return whether the pattern may end here. White space at its end is not waited for."""
         return self.part == len(self.parts)
+
+
+class _Arguments:
+    """Arguments behind the name of a tool, and whether they are there. called: a call has begun for
+    sure; dead: this is none."""
+
+    def __init__(self, name: str, arguments: Arguments) -> None:
+        self._name = name
+        self._arguments = arguments
+        self.called = False
+
+    @property
+    def done(self) -> bool:
+        return self._arguments.done
+
+    @property
+    def dead(self) -> bool:
+        return self._arguments.dead
+
+    def push(self, text: str, at: int, found: list[Delta]) -> int:
+        made, end = self._arguments.push(text, at)
+        if made and not self.called:
+            found.append(Delta("call", self._name))
+            self.called = True
+        if made:
+            found.append(Delta("arguments", made))
+        return end
+
+
+_NAMED = ("name", "tool_name", "function", "function_name", "tool")
+_GIVEN = ("arguments", "parameters", "args", "params", "input")
+_KEYS = (*_NAMED, *_GIVEN, "id", "type", "tool_call_id", "call_id", "index", "strict")
+_KEY = re.compile(r'[\s,]{0,64}"([a-z_]{1,16})"\s{0,16}:\s{0,64}(?=\S)')
+_LONGEST_KEY = 192  # characters that _KEY may take
+_ENDS = re.compile(r"[\s,]*\}")
+
+
+class _Object:
+    """A call that is one object of JSON, its keys in any order; `{"type": "function", "function":
+    {...}}` too, and arguments that are a text or not there. bare: nothing but its keys tells it
+    from other objects, so it must have arguments."""
+
+    def __init__(self, names: tuple[str, ...], bare: bool) -> None:
+        self._names = names
+        self._bare = bare
+        self.called = self.done = self.dead = False
+        self._depth = 0
+        self._name = self._waiting = ""  # arguments that came in front of the name
+        self._value: JSONArguments | None = None
+        self._key = self._read = ""
+        self._streams = False
+
+    def push(self, text: str, at: int, found: list[Delta]) -> int:
+        """Return how far it got in the text. Nothing is found before it is sure that this is a
+        call."""
+        if not self._depth:
+            self._depth = 1
+            at += 1
+        before = -1
+        while before != at and not self.done and not self.dead:
+            before = at
+            if self._value is not None:
+                at = self._in(text, at, found)
+            if self._value is None and not self.dead:
+                at = self._between(text, at, found)
+        return at
+
+    def _between(self, text: str, at: int, found: list[Delta]) -> int:
+        if end := _ENDS.match(text, at):
+            self._depth -= 1
+            self.done = not self._depth
+            if self.done and not self.called:
+                self.dead = self._bare and not self._waiting
+                self._call(found, self._waiting or "{}")
+            return end.end()
+        key = _KEY.match(text, at)
+        if key is None:
+            may_come = len(text) - at < _LONGEST_KEY and _KEY_BEGUN.fullmatch(text, at) is not None
+            self.dead = not may_come and not self.called
+            self.done = not may_come and self.called
+            return at
+        self._key = key[1]
+        opens = text[key.end()] == "{"
+        if self._key == "function" and opens and self._depth == 1:
+            self._depth = 2
+            return key.end() + 1
+        self.dead = not self.called and self._key not in _KEYS
+        self._streams = self._key in _GIVEN and opens and bool(self._name) and not self.called
+        if self._streams:
+            self._call(found, "")
+        self._value = JSONArguments(anything=True)
+        self._read = ""
+        return key.end()
+
+    def _in(self, text: str, at: int, found: list[Delta]) -> int:
+        assert self._value is not None
+        made, end = self._value.push(text, at)
+        if self._streams and made:
+            found.append(Delta("arguments", made))
+        self._read += made * (not self.called)
+        if self._value.done:
+            self._value = None
+            if not self.called:
+                self._take()
+        return end
+
+    def _take(self) -> None:
+        """Take a whole value that was not passed on."""
+        try:
+            read = json.loads(self._read)
+            if self._key in _GIVEN:
+                self._waiting = self._read
+                if isinstance(read, str):
+                    self._waiting = read.strip() or "{}"
+                    read = json.loads(self._waiting)
+                if read is None:
+                    self._waiting = "{}"
+                self.dead = not isinstance(read, dict | None)
+        except (ValueError, RecursionError):
+            self.dead = True
+            return
+        if self._key in _NAMED:
+            self._name = str(read)
+            named = _IS_NAMED.fullmatch(self._name) is not None
+            self.dead = not named or (bool(self._names) and self._name not in self._names)
+
+    def _call(self, found: list[Delta], arguments: str) -> None:
+        self.dead |= not self._name
+        if self.dead:
+            return
+        self.called = True
+        found.append(Delta("call", self._name))
+        if arguments:
+            found.append(Delta("arguments", arguments))
+
+
+_KEY_BEGUN = re.compile(r'[\s,]*("[a-z_]{0,16}("\s*(:\s*)?)?)?')
+_IS_NAMED = re.compile(NAME_CHARACTERS + "{1,128}")
 
 
 class CallParser:
     """Content and calls of an answer in one format. names: of the tools that can be called; ():
-    any."""
+    any. types: of the properties of each tool, where nothing else says what a text is."""
 
     thoughts_end = 0
 
-    def __init__(self, format: ToolFormat, names: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        format: ToolFormat,
+        names: tuple[str, ...] = (),
+        types: Mapping[str, Mapping[str, str]] | None = None,
+    ) -> None:
         self._format = format
         self._names = names
-        self._trigger = trigger(format)
-        self._heads = heads(format)
-        self._patterns = [parts_of(call, format.marks) for call in format.calls]
+        self._types = types or {}
+        self._triggers = triggers(format)
         self._calls = 0
         self._held = ""  # text of which it is not known yet what it is
+        self._at = 0  # how much of it was read
         self._ways: list[_Way] = []
-        self._arguments: Arguments | None = None
-        self._tails: list[tuple[str, ...]] = []  # of the patterns that the current call may have
+        self._tails: dict[tuple[str, ...], bool] = {}  # of the ways that the call may take
+        self._ended = 0  # how much is certainly read of them
+        self._follows = False  # a call in the same list
+        self._body: _Arguments | _Object | None = None
         self._state = self._start if format.at_start else self._content
 
     @property
@@ -176,33 +361,52 @@ class CallParser:
 
     def finish(self) -> list[Delta]:
         found: list[Delta] = []
-        if self._state == self._head or (
-            self._state in (self._content, self._start, self._never)
-            and (not self._calls or not self._held.isspace())
-        ):  # a call that never came to its arguments is text
+        if self._state == self._in_body and self._follows:
+            self._held = ""
+        while self._held and self._undecided:  # a call that never came to its arguments is text
+            self._no_call(found)
+            while self._held and self._state(found):
+                pass
+        if self._state == self._tail and self._ended:
+            self._call_ends()
+        outside = self._state in (self._content, self._start, self._never)
+        if outside and (not self._calls or not self._held.isspace()):
             self._give(found, self._held)
         self._held = ""
         return found
+
+    @property
+    def _undecided(self) -> bool:
+        if self._state == self._in_body:
+            return self._body is not None and not self._body.called
+        return self._state == self._head
 
     # Each state takes what it can from what is held. False: it needs more text.
     def _content(self, found: list[Delta]) -> bool:
         """Outside of calls. White space in front of a call belongs to the call."""
         text = self._held
-        at = text.find(self._trigger)
-        if at >= 0:
-            self._give(found, text[:at].rstrip())
-            self._held = text[at:]
-            return self._enter(self._heads)
-        certain = len(text[: beginning(text, (self._trigger,))].rstrip())
+        places = [at for mark in self._triggers if (at := text.find(mark)) >= 0]
+        if places:
+            before = text[: min(places)].rstrip()
+            self._give(found, before)
+            self._held = text[len(before) :]
+            return self._enter()
+        certain = len(text[: beginning(text, self._triggers)].rstrip())
         self._give(found, text[:certain])
         self._held = text[certain:]
         return False
 
     def _start(self, found: list[Delta]) -> bool:
         """State: the beginning of an answer in which a call can stand nowhere else."""
-        if self._held.isspace():
+        text = self._held.lstrip()
+        before = self._format.before
+        if not text or (before and before.startswith(text)):
             return False
-        return self._enter(self._heads)
+        if before and text.startswith(before):
+            self._held = text[len(before) :]
+            self._state = self._content
+            return True
+        return self._enter()
 
     def _never(self, found: list[Delta]) -> bool:
         """State: no call can come any more."""
@@ -210,18 +414,17 @@ class CallParser:
         self._held = ""
         return False
 
-    def _enter(self, heads: tuple[tuple[str, ...], ...]) -> bool:
-        space = len(self._held) - len(self._held.lstrip()) if self._format.at_start else 0
-        self._ways, self._at = [_Way(head, i) for i, head in enumerate(heads)], space
+    def _enter(self) -> bool:
+        self._at = len(self._held) - len(self._held.lstrip())
+        self._ways = _ways(self._format)
         self._state = self._head
         return True
 
     def _head(self, found: list[Delta]) -> bool:
-        """State: from the first mark of a call to its arguments. Held until these begin."""
+        """State: from the first mark of a call to its body. Held until this begins."""
         while self._at < len(self._held):
-            for index, way in enumerate(self._ways):
-                if _at_arguments(way, self._held[self._at]) and self._arguments_begin(found, index):
-                    return True
+            if self._body_begins():
+                return True
             one = self._held[self._at]
             self._ways = [way for way in self._ways if way.take(one)]
             if not self._ways:
@@ -229,80 +432,98 @@ class CallParser:
             self._at += 1
         return False
 
-    def _arguments_begin(self, found: list[Delta], index: int) -> bool:
-        way = self._ways[index]
-        arguments = arguments_of(self._format.arguments)
-        made, end = arguments.push(self._held, self._at)
-        if arguments.dead or (self._names and way.name not in self._names):
-            return False
-        self._calls += 1
-        found += [Delta("call", way.name), Delta("arguments", made)]
-        self._arguments, self._held = arguments, self._held[end:]
-        self._tails = [
-            parts[parts.index(ARGUMENTS) + 1 :]
-            for parts in self._patterns
-            if _head_of(parts) == _head_of(self._patterns[way.call])
+    def _body_begins(self) -> bool:
+        one = self._held[self._at]
+        ways = [(place, way) for way in self._ways if (place := way.body(one))]
+        braced = self._format.arguments in (JSON, GEMMA)
+        ways = [(place, way) for place, way in ways if one == "{" or place != OBJECT]
+        ways = [
+            (place, way) for place, way in ways if one == "{" or place != ARGUMENTS or not braced
         ]
-        self._state = self._in_arguments
-        if arguments.done:
-            self._behind_arguments()
-        return True
+        for place, way in ways:
+            name = _called(way, place)
+            if place == OBJECT:
+                self._body = _Object(self._names, self._format.at_start)
+            elif not self._names or name in self._names:
+                self._body = self._arguments(name, place, way.tail)
+            else:
+                continue
+            self._tails = {way.tail: way.bare for _, way in ways}
+            self._follows = self._state == self._tail
+            self._state = self._in_body
+            return True
+        return False
+
+    def _arguments(self, name: str, place: str, tail: tuple[str, ...]) -> _Arguments:
+        kind = self._format.arguments
+        if place == PYTHON_ARGUMENTS:
+            kind = PYTHON
+        end = "".join(tail).strip().partition(SPACE)[0]
+        types = self._types.get(name, {})
+        return _Arguments(name, arguments_of(kind, self._format, types, end))
 
     def _no_call(self, found: list[Delta]) -> bool:
         """The held text that looked like a call is content; a call may still begin within it."""
-        self._state = self._never if self._format.at_start else self._content
-        if not self._format.at_start:
+        self._leave()
+        if self._triggers:
             self._give(found, self._held[:1])
             self._held = self._held[1:]
         return True
 
-    def _in_arguments(self, found: list[Delta]) -> bool:
-        assert self._arguments is not None
-        made, end = self._arguments.push(self._held, 0)
-        if made:
-            found.append(Delta("arguments", made))
-        self._held = self._held[end:]
-        if self._arguments.done:
-            self._behind_arguments()
-        return True
+    def _leave(self) -> None:
+        self._state = self._never
+        if self._triggers:
+            self._state = self._content
 
-    def _behind_arguments(self) -> None:
+    def _in_body(self, found: list[Delta]) -> bool:
+        body = self._body
+        assert body is not None
+        self._at = body.push(self._held, self._at, found)
+        if body.dead:
+            return self._no_call(found)
+        if body.called:
+            self._held = self._held[self._at :]
+            self._at = 0
+        if body.done:
+            self._calls += 1
+            self._behind_body()
+        return body.done
+
+    def _behind_body(self) -> None:
         """The rest of the call, and behind it the end of the list or the next call of it."""
         format = self._format
-        ends = [*parts_of(format.closing, format.marks)]
-        ways = []
-        for tail in self._tails:
-            ways.append(_Way((*tail, *ends)))
+        self._ways = []
+        for tail, bare in self._tails.items():
+            ends = parts_of(format.closing * (not bare), format.marks)
+            if bare or tail or ends or not format.between:
+                self._ways.append(_Way((*tail, *ends)))
             if format.in_list:
-                for i, call in enumerate(format.calls):
+                for call in _read_as(format):
                     parts = parts_of(format.between + call, format.marks)
-                    ways.append(_Way((*tail, *_head_of(parts)), i))
-        self._ways, self._at, self._state = ways, 0, self._tail
+                    self._ways.append(_Way((*tail, *parts), bare))
+        self._at = self._ended = 0
+        self._state = self._tail
 
     def _tail(self, found: list[Delta]) -> bool:
-        """State: behind the arguments of a call."""
-        if any(way.complete and not _waits(way) for way in self._ways):
-            return self._call_ends()
-        while self._at < len(self._held):
-            one = self._held[self._at]
-            for index, way in enumerate(self._ways):
-                if (
-                    NAME in way.parts
-                    and _at_arguments(way, one)
-                    and self._arguments_begin(found, index)
-                ):
-                    return True
-            self._ways = [way for way in self._ways if way.take(one)]
-            if not self._ways:  # not as it should end: what is left is text
-                return self._call_ends(taken=0)
-            self._at += 1
-            if any(way.complete and not _waits(way) for way in self._ways):
+        """State: behind the body of a call."""
+        while True:
+            if any(way.complete for way in self._ways):
+                self._ended = self._at
+                self._ways = [way for way in self._ways if not way.complete]
+            if not self._ways:
                 return self._call_ends()
-        return False
+            if self._at == len(self._held):
+                return False
+            if self._body_begins():
+                return True
+            one = self._held[self._at]
+            self._ways = [way for way in self._ways if way.take(one)]
+            self._at += 1
 
-    def _call_ends(self, taken: int | None = None) -> bool:
-        self._held = self._held[self._at if taken is None else taken :]
-        self._state = self._never if self._format.at_start else self._content
+    def _call_ends(self) -> bool:
+        """Return whether text is left: all of it, where the call does not end as it should."""
+        self._held = self._held[self._ended :]
+        self._leave()
         return bool(self._held)
 
     def _give(self, found: list[Delta], text: str) -> None:
@@ -310,20 +531,8 @@ class CallParser:
             found.append(Delta("content", text))
 
 
-def _waits(way: _Way) -> bool:
-    return NAME in way.parts
-
-
-def _at_arguments(way: _Way, one: str) -> bool:
-    """Return whether the arguments begin with this character: all parts of the head are there."""
-    left = way.parts[way.part :]
-    if left and left[0] in (NAME, ID) and way.offset and not _IS_NAME.match(one):
-        left = left[1:]
-    if left == (SPACE,):
-        return not one.isspace()
-    return not left
-
-
-def _head_of(parts: tuple[str, ...]) -> tuple[str, ...]:
-    """The parts of a pattern in front of the arguments."""
-    return parts[: parts.index(ARGUMENTS)]
+def _called(way: _Way, place: str) -> str:
+    """The name of the tool: the built-in ones of Llama are called as `search.call(...)`."""
+    if place == PYTHON_ARGUMENTS:
+        return way.name.removesuffix(".call")
+    return way.name

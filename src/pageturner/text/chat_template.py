@@ -154,13 +154,14 @@ ROLES = ("system", "user", "assistant", "tool")
 NULL, EMPTY, TEXT = "null", "empty", "text"  # contents of a message that calls
 TOOL, RESPONSES, USER = "tool", "tool_responses", "user"  # forms of the results of calls
 
+SOUGHT = "sought"
 _ARGUMENTS = {"sought_name": "sought_value"}
-_JSON = json.dumps(_ARGUMENTS)
+SOUGHT_ARGUMENTS = json.dumps(_ARGUMENTS)
 _TOOLS = [
     {
         "type": "function",
         "function": {
-            "name": "sought",
+            "name": SOUGHT,
             "description": "Seeks.",
             "parameters": {
                 "type": "object",
@@ -185,6 +186,7 @@ class TemplateHabits:
     short_ids       it takes no ids of calls but those of nine letters and digits
     one_call        it writes one call of a message, or refuses several
     results         the form in which it writes the result of a call: TOOL, RESPONSES or USER
+    written         a conversation with a call of SOUGHT
     """
 
     lists: frozenset[str] = frozenset()
@@ -195,6 +197,7 @@ class TemplateHabits:
     short_ids: bool = False
     one_call: bool = False
     results: str = TOOL
+    written: str = ""
 
 
 _known: OrderedDict[tuple[str, bool], TemplateHabits] = OrderedDict()
@@ -218,7 +221,7 @@ def _found(write: _Write) -> TemplateHabits:
     empty = write(_USER, _says("assistant", ""), _USER)
     habits = TemplateHabits(null=bool(nothing) and _nothings(nothing) <= _nothings(empty))
     called = _says("assistant", "sought_text")
-    for arguments in (_ARGUMENTS, _JSON):
+    for arguments in (_ARGUMENTS, SOUGHT_ARGUMENTS):
         written = {
             kind: _write_calls(write, _calling(content, arguments, _ID))
             for kind, content in _CONTENTS.items()
@@ -231,7 +234,8 @@ def _found(write: _Write) -> TemplateHabits:
             both = _write_calls(write, _calling(content, arguments, _ID, _OTHER))
             habits = replace(
                 habits,
-                text_arguments=arguments is _JSON,
+                text_arguments=arguments is SOUGHT_ARGUMENTS,
+                written=written[min(habits.calls)],
                 short_ids=not _write_calls(write, _calling(content, arguments, "call_0")),
                 one_call=both.count("sought_value") < 2 or both.count("sought_result") == 1,
             )
@@ -249,7 +253,7 @@ def _kinds(written: dict[str, str], arguments: Any) -> frozenset[str]:
         for kind, text in written.items()
         if "sought_value" in text
         and "{'sought_name': 'sought_value'" not in text
-        and (arguments is _ARGUMENTS or _JSON in text)
+        and (arguments is _ARGUMENTS or SOUGHT_ARGUMENTS in text)
         and (kind != NULL or _better(text, written[EMPTY]))
     )
 
@@ -267,7 +271,7 @@ def _results(write: _Write, called: dict[str, Any]) -> str:
     written = "sought_result" in plain
     if written and other.replace("sought_role", TOOL) != plain:
         return TOOL
-    responses = [{"name": "sought", "response": "sought_result"}]
+    responses = [{"name": SOUGHT, "response": "sought_result"}]
     beside = write(_USER, {**called, RESPONSES: responses})
     if "sought_result" in beside:
         return RESPONSES
@@ -295,13 +299,13 @@ def _says(role: str, content: Any, **more: Any) -> dict[str, Any]:
 
 
 def _calling(content: Any, arguments: Any, *ids: str) -> dict[str, Any]:
-    function = {"name": "sought", "arguments": arguments}
+    function = {"name": SOUGHT, "arguments": arguments}
     calls = [{"id": id, "type": "function", "function": function} for id in ids]
     return _says("assistant", content, tool_calls=calls)
 
 
 def _result(id: str) -> dict[str, Any]:
-    return _says(TOOL, "sought_result", tool_call_id=id, name="sought")
+    return _says(TOOL, "sought_result", tool_call_id=id, name=SOUGHT)
 
 
 def _nothings(text: str) -> int:

@@ -19,7 +19,8 @@ from typing import Any
 from pageturner.errors import ClientError
 from pageturner.formats.tokenizer import Tokenizer
 from pageturner.text import reasoning
-from pageturner.text.call_arguments import GEMMA_QUOTE
+from pageturner.text.answer_format import recognised
+from pageturner.text.call_arguments import type_name
 from pageturner.text.chat_template import (
     EMPTY,
     NULL,
@@ -35,15 +36,7 @@ from pageturner.text.chat_template import (
     habits_of,
     texts_of,
 )
-from pageturner.text.tool_formats import (
-    COMMON,
-    GEMMA,
-    JSON,
-    PYTHON,
-    ToolFormat,
-    recognised,
-    tool_format,
-)
+from pageturner.text.tool_formats import COMMON, GEMMA, PYTHON, TAGGED, ToolFormat, tool_format
 
 ROLES = ("system", "user", "assistant", "tool")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -472,30 +465,46 @@ def written(format: ToolFormat, calls: Iterable[tuple[str, dict[str, Any]]]) -> 
     has none. White space stands behind commas and colons alone."""
     if not format.calls:
         return ""
-    head, _, tail = _close(format.calls[0]).partition("$ARGS")
-    write = {JSON: _json, PYTHON: _of_python, GEMMA: _gemma}[format.arguments]
-    ones = [head.replace("$NAME", name) + write(arguments) + tail for name, arguments in calls]
-    return _close(format.opening) + _close(format.between).join(ones) + _close(format.closing)
+    ones = [
+        _filled(
+            format.calls[0], NAME=name, ID=f"call{i:05d}", INDEX=str(i), ARGS=_given(format, given)
+        )
+        for i, (name, given) in enumerate(calls)
+    ]
+    return _filled(format.opening) + _filled(format.between).join(ones) + _filled(format.closing)
 
 
-def _close(pattern: str) -> str:
-    """The pattern without white space that need not be there."""
-    return pattern.replace(" ", "").replace(",", ", ").replace(":", ": ").replace("call: ", "call:")
+def _filled(pattern: str, **places: str) -> str:
+    """The pattern with these texts in its places, without white space that need not be there."""
+    text = pattern.replace(" , ", ",␣").replace(" : ", ":␣").replace(" ", "").replace("␣", " ")
+    return re.sub(r"\$([A-Z]+)", lambda place: places[place[1]], text)
+
+
+def _given(format: ToolFormat, arguments: dict[str, Any]) -> str:
+    if format.arguments == PYTHON:
+        return ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    if format.arguments == GEMMA:
+        return _gemma(arguments, format.quote)
+    if format.arguments != TAGGED:
+        return _json(arguments)
+    made = []
+    for name, value in arguments.items():
+        text = value if isinstance(value, str) else _json(value)
+        word = format.types.get(type_name(value), format.types.get("", ""))
+        made.append(_filled(format.parameter, KEY=name, VALUE=text, TYPE=word))
+    return "".join(made)
 
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _of_python(arguments: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-
-
-def _gemma(value: Any) -> str:
+def _gemma(value: Any, quote: str) -> str:
     if isinstance(value, str):
-        return f"{GEMMA_QUOTE}{value}{GEMMA_QUOTE}"
+        return f"{quote}{value}{quote}"
     if isinstance(value, dict):
-        return "{" + ",".join(f"{name}:{_gemma(one)}" for name, one in sorted(value.items())) + "}"
+        pairs = (f"{name}:{_gemma(one, quote)}" for name, one in sorted(value.items()))
+        return "{" + ",".join(pairs) + "}"
     if isinstance(value, list):
-        return "[" + ",".join(map(_gemma, value)) + "]"
+        return "[" + ",".join(_gemma(one, quote) for one in value) + "]"
     return _json(value)

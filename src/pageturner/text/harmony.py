@@ -14,17 +14,9 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from pageturner.text.call_parser import Delta, beginning
+from pageturner.text.call_arguments import beginning
+from pageturner.text.call_parser import Delta
 
-MARKS = (
-    "<|start|>",
-    "<|channel|>",
-    "<|constrain|>",
-    "<|message|>",
-    "<|end|>",
-    "<|return|>",
-    "<|call|>",
-)
 ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>")  # of a message
 _RECIPIENT = re.compile(r"\bto=functions\.([A-Za-z0-9_.\-]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")

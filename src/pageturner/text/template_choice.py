@@ -1,8 +1,9 @@
 """The chat template that a model's conversations go through: the given one, its own, or its
 family's.
 
-Owns that order, the settings that give a template, and the families, whose templates are our own
-and lie in templates/. Must not know how a template is rendered (chat_template.py), nor requests.
+Owns that order, the settings that give a template, and the families: rows of markup/families.json,
+whose templates are our own and lie in templates/. Must not know how a template is rendered
+(chat_template.py), nor requests.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from pageturner.errors import EngineFault
 from pageturner.formats.tokenizer import Tokenizer
 from pageturner.text.chat_template import LONGEST, ChatTemplate
+from pageturner.text.tool_formats import rows
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -45,39 +47,8 @@ class ChatFamily:
         return (TEMPLATES / f"{self.name}.jinja").read_text(encoding="utf-8")
 
 
-_LLAMAS = ("llama", "mistral", "mixtral")
-_INST = ("[INST]", "[/INST]")
 # The first one that fits is a model's. Those that tokens tell come before those that a name tells.
-FAMILIES = (
-    ChatFamily("llama-3", ("<|start_header_id|>", "<|end_header_id|>"), end="<|eot_id|>"),
-    ChatFamily("gemma", ("<start_of_turn>",), end="<end_of_turn>"),
-    ChatFamily("gemma-4", ("<|turn>",), end="<turn|>"),
-    ChatFamily("deepseek", ("<｜User｜>", "<｜Assistant｜>")),
-    ChatFamily(
-        "deepseek-coder",
-        ("<｜fim▁hole｜>",),
-        architectures=("llama",),
-        end="<|EOT|>",
-    ),
-    ChatFamily("deepseek-llm", ("<｜begin▁of▁sentence｜>",), without=("<｜fim▁hole｜>",)),
-    ChatFamily("mistral-v7", (*_INST, "[SYSTEM_PROMPT]")),
-    ChatFamily("mistral-v3", _INST, spaced=True),
-    ChatFamily("mistral-tekken", _INST, spaced=False),
-    ChatFamily("chatml", ("<|im_start|>",), without=("<|im_sep|>",), end="<|im_end|>"),
-    ChatFamily(
-        "phi-3",
-        ("<|user|>", "<|assistant|>"),
-        architectures=("phi3", "phimoe"),
-        end="<|end|>",
-    ),
-    ChatFamily("command-r", ("<|START_OF_TURN_TOKEN|>",), end="<|END_OF_TURN_TOKEN|>"),
-    ChatFamily("zephyr", ("<|user|>", "<|assistant|>"), architectures=("llama", "stablelm")),
-    ChatFamily("zephyr", architectures=_LLAMAS, called=r"zephyr|tinyllama.*chat"),
-    ChatFamily("llama-2", architectures=_LLAMAS, called=r"llama-?2.*chat|codellama.*instruct"),
-    ChatFamily("mistral", architectures=_LLAMAS, called=r"mi[sx]tral.*instruct"),
-    ChatFamily("vicuna", architectures=_LLAMAS, called=r"vicuna"),
-    ChatFamily("alpaca", architectures=_LLAMAS, called=r"alpaca"),
-)
+FAMILIES = tuple(ChatFamily(**row) for row in rows("families"))
 BY_NAME = {family.name: family for family in FAMILIES}
 NAMES = tuple(BY_NAME)
 HOW_TO_GIVE = (

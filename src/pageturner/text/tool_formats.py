@@ -1,21 +1,25 @@
-"""The ways in which models write calls of tools: one row for each format, and which row a chat
-template belongs to.
+"""The ways in which models write calls of tools: one row of markup/calls.json for each format.
 
 Owns the formats as data: the grammar that holds a model to one (tool_grammar.py) and the parser
-that reads it (call_parser.py) are both made from these rows. Must not know either of them, tokens
-or requests.
+that reads it (call_parser.py) are both made from these rows, whose examples are the tests of both.
+Must not know either of them, tokens or requests.
 
-A pattern is text in which a space stands for white space that may be there or not, `$NAME` for the
-name of a tool, `$ARGS` for its arguments and `$ID` for letters and digits that nobody reads.
+A pattern is text in which a space stands for white space that may be there or not and `␣` for a
+space, `$NAME` for the name of a tool, `$ARGS` for its arguments, `$PYTHON` for arguments as Python
+has them, `$ID` for letters and digits and `$INDEX` for digits that nobody reads. In the pattern of
+a parameter `$KEY` is its name, `$VALUE` its value and `$TYPE` the word for its type.
 """
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
-from functools import lru_cache
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-JSON, PYTHON, GEMMA = "json", "python", "gemma"
+JSON, PYTHON, GEMMA, TAGGED = "json", "python", "gemma", "tagged"
+MARKUP = Path(__file__).parent / "markup"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,29 +28,39 @@ class ToolFormat:
 
     calls      patterns of one call; a model is held to the first one, and at the start of an answer
                to that with which it begins; all of them are read
-    markers    a chat template with all of these texts, or one of the hints, and none of `without`
-               has this format; none has it where there are no markers
+    aliases    what other servers call the format
+    signs      a chat template that does not write calls itself has this format if it has all words
+               of one of these texts, and nothing of `without`
     opening    stands once before the calls of an answer, `between` between two of them, `closing`
                behind them
     marks      parts of the patterns that may be one control token each in a vocabulary
-    at_start   calls are only looked for where the answer begins: nothing but their form tells them
-               from text
-    arguments  how arguments are written: as JSON, as in Python's calls, or as Gemma does it
+    at_start   calls are looked for where the answer begins: nothing but their form tells them from
+               text
+    anywhere   of those: they are looked for behind text too
+    before     what the model writes in front of an answer that begins with text
+    arguments  how arguments are written: as JSON, as in Python's calls, as Gemma does it or each in
+               marks of its own, as `parameter` says; `types` are the words for their types there
+    quote      stands around Gemma's strings
     several    whether an answer may have more than one call
     id_length  of the ids of its calls, where its templates take no others; 0: they take any
     """
 
     name: str
     calls: tuple[str, ...]
-    markers: tuple[str, ...] = ()
-    hints: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    signs: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
     opening: str = ""
     between: str = ""
     closing: str = ""
     marks: tuple[str, ...] = ()
     at_start: bool = False
+    anywhere: bool = False
+    before: str = ""
     arguments: str = JSON
+    parameter: str = ""
+    types: Mapping[str, str] = field(default_factory=dict, hash=False)
+    quote: str = '<|"|>'
     several: bool = True
     id_length: int = 0
 
@@ -57,147 +71,44 @@ class ToolFormat:
         return bool(self.closing or self.between)
 
 
-DEEPSEEK_MARKS = (
-    "<｜tool▁calls▁begin｜>",
-    "<｜tool▁call▁begin｜>",
-    "<｜tool▁sep｜>",
-    "<｜tool▁call▁end｜>",
-    "<｜tool▁calls▁end｜>",
-)
-FUNCTION = '{ "name" : "$NAME" , "arguments" : $ARGS }'
+def rows(file: str) -> list[dict[str, Any]]:
+    """The rows of a table of formats, without their examples."""
+    table = json.loads((MARKUP / f"{file}.json").read_text(encoding="utf-8"))
+    return [
+        {
+            key: tuple(value) if isinstance(value, list) else value
+            for key, value in row.items()
+            if key != "examples"
+        }
+        for row in table
+    ]
 
-# The first row whose markers are in a template is its format.
-FORMATS = (
-    ToolFormat(
-        "harmony",
-        calls=(),  # its channels are no pattern: harmony.py
-        markers=("<|channel|>", "commentary"),
-        marks=("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>", "<|call|>"),
-        several=False,
-    ),
-    ToolFormat(
-        "gemma",
-        calls=("<|tool_call>call:$NAME$ARGS<tool_call|>",),
-        markers=("<|tool_call>",),
-        marks=("<|tool_call>", "<tool_call|>", '<|"|>'),
-        arguments=GEMMA,
-    ),
-    ToolFormat(
-        "deepseek_v3",
-        calls=(
-            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>$NAME ```json $ARGS ```<｜tool▁call▁end｜>",
-        ),
-        markers=("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "```json"),
-        opening="<｜tool▁calls▁begin｜> ",
-        between=" ",
-        closing=" <｜tool▁calls▁end｜>",
-        marks=DEEPSEEK_MARKS,
-    ),
-    ToolFormat(
-        "deepseek_v31",
-        calls=("<｜tool▁call▁begin｜>$NAME<｜tool▁sep｜>$ARGS<｜tool▁call▁end｜>",),
-        markers=("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
-        opening="<｜tool▁calls▁begin｜> ",
-        between=" ",
-        closing=" <｜tool▁calls▁end｜>",
-        marks=DEEPSEEK_MARKS,
-    ),
-    ToolFormat(
-        "mistral",
-        calls=("[TOOL_CALLS]$NAME[ARGS]$ARGS", "[TOOL_CALLS]$NAME[CALL_ID]$ID[ARGS]$ARGS"),
-        markers=("[ARGS]",),
-        marks=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
-        id_length=9,
-    ),
-    ToolFormat(
-        "mistral_list",
-        calls=(FUNCTION, '{ "name" : "$NAME" , "arguments" : $ARGS , "id" : "$ID" }'),
-        markers=("[TOOL_CALLS]",),
-        opening="[TOOL_CALLS] [ ",
-        between=" , ",
-        closing=" ]",
-        marks=("[TOOL_CALLS]",),
-        id_length=9,
-    ),
-    ToolFormat(
-        "granite",
-        calls=(FUNCTION,),
-        markers=("<|tool_call|>",),
-        opening="<|tool_call|> [ ",
-        between=" , ",
-        closing=" ]",
-        marks=("<|tool_call|>",),
-    ),
-    ToolFormat(
-        "hermes",
-        calls=(f"<tool_call> {FUNCTION} </tool_call>",),
-        markers=("<tool_call>",),
-        without=("<function=", "<arg_key>", "<tool_calls>", "minimax"),
-        marks=("<tool_call>", "</tool_call>"),
-    ),
-    ToolFormat(
-        "pythonic_tokens",
-        calls=("$NAME($ARGS)",),
-        markers=("<|tool_call_start|>",),
-        hints=("<|tool_list_start|>",),  # LFM2: its templates do not write calls themselves
-        opening="<|tool_call_start|> [ ",
-        between=" , ",
-        closing=" ] <|tool_call_end|>",
-        marks=("<|tool_call_start|>", "<|tool_call_end|>"),
-        arguments=PYTHON,
-    ),
-    ToolFormat(
-        "pythonic",
-        calls=("$NAME($ARGS)",),
-        markers=("func_name1(",),
-        opening="[ ",
-        between=" , ",
-        closing=" ]",
-        at_start=True,
-        arguments=PYTHON,
-    ),
-    ToolFormat(
-        "json",  # no template asks for it; some small models write it whatever their template asks for
-        calls=(f"<tool_call> {FUNCTION} </tool_call>", f"```json {FUNCTION} ```", FUNCTION),
-        marks=("<tool_call>", "</tool_call>"),
-        at_start=True,
-        several=False,
-    ),
-    ToolFormat(
-        "llama3",
-        calls=(
-            '{ "name" : "$NAME" , "parameters" : $ARGS }',
-            '{ "type" : "function" , "name" : "$NAME" , "parameters" : $ARGS }',
-            '<|python_tag|> { "name" : "$NAME" , "parameters" : $ARGS }',
-            '<|python_tag|> { "type" : "function" , "name" : "$NAME" , "parameters" : $ARGS }',
-        ),
-        markers=("dictionary of argument name",),
-        without=("<｜tool▁call▁begin｜>",),
-        marks=("<|python_tag|>",),
-        at_start=True,
-        several=False,
-    ),
-)
+
+def aliases(file: str) -> dict[str, str]:
+    """Return what other servers call the formats of a table."""
+    return {alias: row["name"] for row in rows(file) for alias in row.get("aliases", ())}
+
+
+FORMATS = tuple(ToolFormat(**row) for row in rows("calls"))
 BY_NAME = {format.name: format for format in FORMATS}
 NAMES = tuple(BY_NAME)
+_ALIASES = aliases("calls")
 COMMON = "hermes"  # what to try with a model whose template says nothing
 
 
-@lru_cache(maxsize=8)
-def recognised(template: str | None) -> ToolFormat | None:
-    """The format that this chat template speaks of. None where it has none that is known, or where
-    it does nothing with tools."""
-    if template is None or not re.search(r"\b(xml_)?tools\b", template):
-        return None
-    return next((one for one in FORMATS if _fits(one, template)), None)
-
-
-def _fits(format: ToolFormat, template: str) -> bool:
-    wanted = bool(format.markers) and all(mark in template for mark in format.markers)
-    wanted |= any(mark in template for mark in format.hints)
-    return wanted and not any(mark in template for mark in format.without)
-
-
 def tool_format(name: str) -> ToolFormat:
-    """The format of this name, which is one of NAMES."""
-    return BY_NAME[name]
+    """The format of this name, which is one of NAMES or of another server's."""
+    return BY_NAME[_ALIASES.get(name, name)]
+
+
+def signed(template: str) -> ToolFormat | None:
+    """The first format whose signs are in a template, which may be in its instructions alone."""
+    return next((one for one in FORMATS if has_signs(one.signs, one.without, template)), None)
+
+
+def has_signs(signs: tuple[str, ...], without: tuple[str, ...], template: str) -> bool:
+    """Return whether a template has all words of one of these texts, and nothing of `without`."""
+    if any(text in template for text in without):
+        return False
+    texts = (text.split() for text in signs)
+    return any(all(word.replace("␣", " ") in template for word in words) for words in texts)

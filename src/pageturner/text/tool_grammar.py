@@ -7,14 +7,23 @@ requests, nor how a grammar is compiled and followed (executor/grammar.py).
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from pageturner.errors import ClientError
 from pageturner.text.argument_rules import ArgumentRules, Unwritable
-from pageturner.text.call_arguments import GEMMA_QUOTE
-from pageturner.text.call_parser import ARGUMENTS, ID, NAME, SPACE, parts_of, trigger
+from pageturner.text.call_parser import (
+    ARGUMENTS,
+    ID,
+    INDEX,
+    NAME,
+    SPACE,
+    first_text,
+    parts_of,
+    triggers,
+)
 from pageturner.text.grammar.check import OPTIONS, check_nesting, checked
 from pageturner.text.grammar.json_schema import schema_text
 from pageturner.text.harmony import ENDS
@@ -27,6 +36,7 @@ Control = Callable[[str], int | None]  # the control token that a mark is, if it
 _TERMINALS = r"""
 WS: /[\x20\x0A\x0D\x09]{1,8}/
 ID: /[A-Za-z0-9]{9}/
+INDEX: /[0-9]{1,2}/
 """
 
 
@@ -101,20 +111,35 @@ def with_thoughts(grammar: str, format: ReasoningFormat, thinking: bool, control
     thoughts."""
     if not format.begin:
         return _harmony_answer(grammar, control)
-    first, *rest = parts_of(format.begin, format.marks)
-    token, end = control(first), control(format.end)
+    first, *rest = parts_of(format.begin.strip().replace(" ", "␣"), format.marks)
+    last, *left = parts_of(format.end, format.marks)
+    token, end = control(first), control(last)
     behind = " ".join(_mark(part, control) for part in rest)
     begins = "think_begin" if token is None else f"BEFORE? <[{token}]> {behind}"
     ends = "think_end" if end is None else f"THOUGHT <[{end}]>"
-    thoughts = f"{ends} WSP?" if thinking else f"({begins} {ends} WSP?)?"
+    ends = " ".join((ends, *(_mark(part, control) for part in left), "WSP?"))
+    thoughts = ends if thinking else f"({begins} {ends})?"
+    opens = _either((begin for begin, _ in format.answer), format, control)
+    closes = _either((close for _, close in format.answer), format, control)
+    start = " ".join(filter(None, (thoughts, opens, "answer", closes)))
     return (
-        f"{OPTIONS}start: {thoughts} answer\n"
-        f"think_begin[lazy]: /[ \\t\\r\\n]{{0,4}}{literal_regex(format.begin)}/\n"
+        f"{OPTIONS}start: {start}\n"
+        f"think_begin[lazy]: /[ \\t\\r\\n]{{0,4}}{literal_regex(format.begin.strip())}/\n"
         "BEFORE: /[ \\t\\r\\n]{1,4}/\n"
-        f"think_end[lazy]: /(?s:.*){literal_regex(format.end)}/\n"
+        f"think_end[lazy]: /(?s:.*){literal_regex(last)}/\n"
         f"{_text_without('THOUGHT', format.end)}\nWSP: /\\s{{1,8}}/\n"
         f"{_ANSWER}{grammar}\n}}\n"
     )
+
+
+def _either(texts: Iterable[str], format: ReasoningFormat, control: Control) -> str:
+    """One of the texts that begin with a control token, or none: the others are text anyway."""
+    ways = []
+    for text in dict.fromkeys(texts):
+        parts = parts_of(text.replace(" ", "␣"), format.marks)
+        if parts and control(parts[0]) is not None:
+            ways.append(" ".join(_mark(part, control) for part in parts))
+    return f"({' | '.join(ways)})?" if ways else ""
 
 
 _ANSWER = "answer: %lark {\n"
@@ -166,7 +191,7 @@ class _Writer:
             control = self.control(part) if part in self.format.marks else None
             if part == NAME:
                 text += self.choice.tools[tool].name
-            elif part and control is None and part not in (SPACE, ARGUMENTS, ID):
+            elif part and control is None and part not in _SYMBOLS:
                 text += part
             else:
                 made += [_quoted(text)] if text else []
@@ -191,10 +216,7 @@ class _Writer:
             return "\n".join(
                 f"args{i}: %json {_schema(tool)}" for i, tool in enumerate(self.choice.tools)
             )
-        token = self.control(GEMMA_QUOTE)
-        rules = ArgumentRules(
-            self.format.arguments, _quoted(GEMMA_QUOTE) if token is None else f"<[{token}]>"
-        )
+        rules = ArgumentRules(self.format, self.parts)
         try:
             made = [
                 f"args{i}: {rules.arguments(tool.parameters, tool.strict)}"
@@ -209,7 +231,7 @@ class _Writer:
 
 
 _ARGUMENTS = "$"
-_SYMBOLS = {SPACE: "WS?", ARGUMENTS: _ARGUMENTS, ID: "ID"}
+_SYMBOLS = {SPACE: "WS?", ARGUMENTS: _ARGUMENTS, ID: "ID", INDEX: "INDEX"}
 
 
 def _quoted(text: str) -> str:
@@ -225,45 +247,67 @@ def _schema(tool: Tool) -> str:
 
 
 def _anywhere(write: _Writer) -> list[str]:
-    """A call is told from text by the mark that begins it. From there on it is held."""
+    """A call is told from text by a mark that begins it. From there on it is held."""
     format, choice = write.format, write.choice
-    mark = trigger(format)
-    token = write.control(mark)
-    until = "until" if token is None else f"FREE <[{token}]>"
-    if format.opening:
-        closing = write.parts(format.closing)
-        begun = [f"begun: {write.parts(format.opening, skip=1)} call {write.more()} {closing}"]
-    else:
-        ways = [write.parts(format.calls[0], i, skip=1) for i in range(len(choice.tools))]
-        begun = ["begun: " + " | ".join(f"begun{i}" for i in range(len(ways)))]
-        begun += [f"begun{i}: {way}" for i, way in enumerate(ways)]
+    patterns = [format.opening] if format.opening else []
+    patterns += [call for call in format.calls if first_text(parts_of(call)) in triggers(format)]
+    begun: dict[str, tuple[str, str]] = {}
+    for pattern in patterns:
+        parts = parts_of(pattern, format.marks)
+        mark, token = parts[0], write.control(parts[0])
+        if token is None:
+            mark = first_text(parts)
+        skip = len(list(itertools.takewhile(mark.startswith, itertools.accumulate(parts))))
+        if mark in begun:
+            continue
+        if pattern == format.opening:
+            rest = (
+                f"{write.symbols(parts[skip:])} call {write.more()} {write.parts(format.closing)}"
+            )
+        else:
+            ways = (write.symbols(parts[skip:], i) for i in range(len(choice.tools)))
+            rest = f"({' | '.join(ways)})" + (f" {write.more()}" if format.opening else "")
+        n = len(begun) or ""
+        begun[mark] = f"until{n}" if token is None else f"FREE <[{token}]>", rest
+    rules, starts = [_text_without("FREE", *begun)], []
+    for i, (mark, (until, rest)) in enumerate(begun.items()):
+        n = i or ""
+        starts.append(f"{until} begun{n}")
+        rules += [f"begun{n}: {rest}", f"until{n}[lazy]: FREE /{literal_regex(mark)}/"]
+    start = " | ".join(starts)
     again = choice.several and not format.in_list
-    start = f"({until} begun)* FREE" if again else f"FREE | {until} begun"
-    if token is None:
-        free = ["FREE: /(?s:.*)/", f"until[lazy]: /(?s:.*){literal_regex(mark)}/"]
-    else:
-        free = [_text_without("FREE", mark)]
-    return [f"start: {start}", *free, *begun]
+    return [f"start: ({start})* FREE" if again else f"start: FREE | {start}", *rules]
 
 
 def _at_start(write: _Writer) -> list[str]:
     """Nothing but its form tells a call from text: an answer that begins as a call does, up to the
-    name of a tool, is one."""
+    name of a tool, is one. In some formats a call may stand behind text too."""
     format, choice = write.format, write.choice
     heads: list[str] = []
     firsts: list[str] = []
     texts: list[str] = []
     for call in format.calls:
         parts = parts_of(format.opening + call, format.marks)
+        if ARGUMENTS not in parts:
+            continue
         control = write.control(parts[0]) if parts[0] in format.marks else None
-        begin, spelled = "" if control is None else f"<[{control}]> ", parts[0]
+        spelled = parts[0]
         parts = parts if control is None else parts[1:]
         cut = parts.index(NAME) + 2  # with what ends the name
+        behind_text = format.anywhere and spelled != NAME
         for i, tool in enumerate(choice.tools):
-            name = f"HEAD{len(heads)}"
-            heads.append(f"{name}: /\\s*{_regex(parts[:cut], tool)}/")
-            texts.append(rf"/\s*{literal_regex(spelled)}/ {name}" if begin else name)
-            firsts.append(f"{begin}{name} {write.symbols(parts[cut:], i)}")
+            head = f"HEAD{len(heads)}"
+            heads.append(f"{head}: /\\s*{_regex(parts[:cut], tool)}/")
+            text = head if control is None else rf"/\s*{literal_regex(spelled)}/ {head}"
+            if behind_text:
+                text = f"/(?s:.*)/ {head if control is None else f'/{literal_regex(spelled)}/'}"
+            texts.append(text)
+            if control is not None:
+                head = f"{'TEXT ' if behind_text else ''}<[{control}]> {head}"
+            elif behind_text:
+                heads.append(f"{head.lower()}[lazy]: TEXT {head}")
+                head = head.lower()
+            firsts.append(f"{head} {write.symbols(parts[cut:], i)}")
     return [
         f"start: TEXT | first {write.more()} {write.parts(format.closing)}",
         f"TEXT: /(?s:.*)/ & ~(HEADS /(?s:.*)/)\nHEADS: {' | '.join(texts)}",
