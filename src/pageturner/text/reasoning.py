@@ -132,7 +132,9 @@ class ThoughtsParser:
             return [Delta("reasoning", self._held)]
         self._ended, self._state = self._pushed - len(self._held) + at, self._behind
         said = self._held[:at].rstrip()
-        return [Delta("reasoning", said), *called] if said else called
+        if said:
+            called.insert(0, Delta("reasoning", said))
+        return called
 
     def _call_in(self, text: str) -> int:
         """The first place from which on the text may be a call."""
@@ -198,7 +200,8 @@ class ThoughtsParser:
         if begin:
             self._held, self._thinking = text[len(begin) :], True
             return bool(self._held)
-        self._held = text if self._thinking else self._held
+        if self._thinking:
+            self._held = text
         self._state = self._behind
         return True
 
