@@ -54,7 +54,7 @@ BUDGETS = {
     "models": 43_000,
     "kernels": 95_500,
     "formats": 25_000,
-    "text": 40_800,
+    "text": 41_500,
     "http": 18_600,
     "server": 113_500,
     "router": 28_400,
