@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pageturner.http.http_client import ServerAddress
-from pageturner.router.keepers import MAX_ID, tagged
+from pageturner.router.keepers import MAX_ID, by_id, tagged
 from server.conftest import Server
 
 from .replica import Replica, routed, write
@@ -165,3 +165,14 @@ def test_with_servers(start: Callable[..., Server]) -> None:
         assert router.http.get(f"/v1/responses/{first['id']}").status_code == 404
     assert router.http.get("/v1/models/fake").json()["id"] == "fake"
     assert json.dumps(router.http.get("/openapi.json").json()).count("/v1/responses") > 3
+
+
+@in_loop
+async def test_a_stray_of_another_key_is_none() -> None:
+    """Who gives the same X-Request-Id, and whose stream has moved, leads nobody to the wrong replica."""
+    async with routed(fleet(2, answer=keeps)) as there:
+        kept, other = there.router.fleet.replicas
+        id = tagged("same", kept.address)
+        there.router.fleet.kept_elsewhere(id, b"other", other)
+        assert by_id(there.router.fleet, b"", f"resp_{id}", b"mine").only is kept
+        assert by_id(there.router.fleet, b"", f"resp_{id}", b"other").only is other

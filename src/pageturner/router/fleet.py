@@ -58,7 +58,7 @@ class Fleet:
         self.replicas: list[Replica] = []
         self.ejected = 0  # replicas put aside for their latency
         # by id of a request: who keeps its answer
-        self.strays: OrderedDict[str, Replica] = OrderedDict()
+        self.strays: OrderedDict[tuple[bytes, str], Replica] = OrderedDict()
         self._config = config
         self._clock = clock
         self._count = 0
@@ -122,10 +122,11 @@ class Fleet:
             400, "missing_field", f"say which model: behind this router are {told}", "model"
         )
 
-    def kept_elsewhere(self, id: str, replica: Replica) -> None:
-        """The answer to the request of this id is kept there, and not where its name says."""
-        self.strays[id] = replica
-        self.strays.move_to_end(id)
+    def kept_elsewhere(self, id: str, owner: bytes, replica: Replica) -> None:
+        """The answer to this owner's request of this id is kept there, and not where its name
+        says."""
+        self.strays[owner, id] = replica
+        self.strays.move_to_end((owner, id))
         if len(self.strays) > MAX_STRAYS:
             self.strays.popitem(last=False)
 

@@ -32,11 +32,13 @@ class RoutingConstraint:
     only    this replica, and no other
     tagged  the id of the request says to which replica it goes
     once    it is not asked again after a replica has seen it: what it began there may go on
+    owner   digest of the key that came with it
     """
 
     only: Replica | None = None
     tagged: bool = False
     once: bool = False
+    owner: bytes = b""
 
     def among(
         self, fleet: Fleet, asked: RequestHints, tried: Collection[Replica]
@@ -66,27 +68,28 @@ class _Body(msgspec.Struct):
     background: msgspec.Raw = msgspec.Raw(b"false")
 
 
-def anywhere(fleet: Fleet, body: bytes, id: str) -> RoutingConstraint:
+def anywhere(fleet: Fleet, body: bytes, id: str, owner: bytes) -> RoutingConstraint:
     """Return the constraint of a request that any replica may answer."""
     return ANYWHERE
 
 
-def by_id(fleet: Fleet, body: bytes, id: str) -> RoutingConstraint:
+def by_id(fleet: Fleet, body: bytes, id: str, owner: bytes) -> RoutingConstraint:
     """Return the constraint of a request about an answer of this id. ClientError 404 where no
     replica here can have it."""
-    return RoutingConstraint(only=_keeper(fleet, id))
+    return RoutingConstraint(only=_keeper(fleet, id, owner))
 
 
-def by_previous(fleet: Fleet, body: bytes, id: str) -> RoutingConstraint:
+def by_previous(fleet: Fleet, body: bytes, id: str, owner: bytes) -> RoutingConstraint:
     """Return the constraint of a request for a new answer: the replica that keeps the answer behind
     which it goes on."""
     try:
         asked = msgspec.json.decode(body, type=_Body)
         previous = msgspec.json.decode(asked.previous_response_id)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return RoutingConstraint(tagged=True)
-    only = _keeper(fleet, previous) if isinstance(previous, str) else None
-    return RoutingConstraint(only=only, tagged=True, once=bytes(asked.background) == b"true")
+        return RoutingConstraint(tagged=True, owner=owner)
+    only = _keeper(fleet, previous, owner) if isinstance(previous, str) else None
+    once = bytes(asked.background) == b"true"
+    return RoutingConstraint(only=only, tagged=True, once=once, owner=owner)
 
 
 def tagged(id: str, address: ServerAddress) -> str:
@@ -100,11 +103,10 @@ def _tag(address: ServerAddress) -> str:
     return hashlib.blake2b(str(address).encode(), digest_size=DIGITS // 2).hexdigest()
 
 
-def _keeper(fleet: Fleet, id: str) -> Replica:
+def _keeper(fleet: Fleet, id: str, owner: bytes) -> Replica:
     found = _KEPT.fullmatch(id)
-    if (
-        stray := fleet.strays.get(id.removeprefix("resp_"))
-    ) in fleet.replicas and stray is not None:
+    stray = fleet.strays.get((owner, id.removeprefix("resp_")))
+    if stray is not None and stray in fleet.replicas:
         return stray
     tags = {_tag(replica.address): replica for replica in fleet.replicas}
     if found is None or found[1] not in tags:

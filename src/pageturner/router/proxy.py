@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import re
 import time
 from collections import Counter
@@ -62,7 +63,7 @@ PATIENT_SECONDS = (
 _UNSAFE = re.compile(rb"[^A-Za-z0-9._~!$&'()*+,;=:@/?%-]")  # in a query (RFC 3986, 3.4)
 MODEL_PAGE = "/v1/models/{id:path}"  # which names its model itself
 NOT_FOUND = "the router has no such path: ask a replica"
-ConstraintOf = Callable[[Fleet, bytes, str], RoutingConstraint]
+ConstraintOf = Callable[[Fleet, bytes, str, bytes], RoutingConstraint]
 
 
 @dataclass(slots=True)
@@ -222,6 +223,8 @@ class Relay:
         )
         given = dict(headers)
         authorization = given.get(b"authorization", given.get(b"x-api-key", b""))
+        owner = hashlib.blake2b(authorization, digest_size=16).digest()
+        id = scope.get("path_params", {}).get("id", "")
         return ForwardedRequest(
             # HEAD is asked as GET: what is not sent to the client is at least parsed alike
             method="GET" if scope["method"] == "HEAD" else scope["method"],
@@ -232,7 +235,7 @@ class Relay:
             since=0.0,
             send=send,
             info=scope["pageturner"],
-            place=self._place(self._router.fleet, body, scope.get("path_params", {}).get("id", "")),
+            place=self._place(self._router.fleet, body, id, owner),
             copy=copy_of(scope["method"], self._path, body),
         )
 
@@ -419,9 +422,8 @@ class Relay:
             forwarded.attempts.answered(attempt)
             self._router.moved += 1
             if forwarded.place.tagged and forwarded.keeper is not None:
-                self._router.fleet.kept_elsewhere(
-                    tagged(forwarded.info.id, forwarded.keeper), replica
-                )
+                id = tagged(forwarded.info.id, forwarded.keeper)
+                self._router.fleet.kept_elsewhere(id, forwarded.place.owner, replica)
             await self._pass_pieces(exchange, forwarded, attempt)
 
 
