@@ -167,7 +167,11 @@ class Job:
     def reference(self) -> dict[str, Any]:
         messages, shown = TALKS[self.talk]
         given = {**self.given, "tools": shown or None, "add_generation_prompt": self.generate}
-        return {"forms": [messages, with_texts(messages)], "with": given}
+        none = [{**one, "content": one.get("content") or None} for one in messages]
+        forms = [messages, with_texts(messages)]
+        if self.talk == "call":  # whose empty content may be none
+            forms += [none, with_texts(none)]
+        return {"forms": forms, "with": given}
 
     def ours(self, template: ChatTemplate) -> str:
         """The prompt of a client that sends this, arguments as texts."""

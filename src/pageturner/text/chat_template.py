@@ -248,7 +248,7 @@ def _found(write: _Write) -> TemplateHabits:
 
 def _kinds(written: dict[str, str], arguments: Any) -> frozenset[str]:
     """The contents beside which calls with these arguments are written as they should be."""
-    return frozenset(
+    kinds = frozenset(
         kind
         for kind, text in written.items()
         if "sought_value" in text
@@ -256,6 +256,9 @@ def _kinds(written: dict[str, str], arguments: Any) -> frozenset[str]:
         and (arguments is _ARGUMENTS or SOUGHT_ARGUMENTS in text)
         and (kind != NULL or _better(text, written[EMPTY]))
     )
+    if NULL in kinds and len(written[NULL]) < len(written[EMPTY]):
+        kinds -= {EMPTY}  # which is a turn of its own there
+    return kinds
 
 
 def _better(null: str, empty: str) -> bool:

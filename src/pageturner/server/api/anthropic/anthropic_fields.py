@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pageturner.server.api.base.body import bad_request
-from pageturner.server.api.base.translate import Fields, value_of
+from pageturner.server.api.base.translate import Fields, content_of, value_of
 
 log = logging.getLogger("pageturner")
 ROLES = ("user", "assistant", "system")
@@ -97,7 +97,7 @@ def conversation(fields: Fields) -> list[dict[str, Any]]:
     system = value_of(fields, "system", str | list[dict[str, Any]], "")
     if isinstance(system, list):
         system = [block for block in system if not str(block.get("text")).startswith(NO_PROMPT)]
-    told = _text(system, "system") if system else ""
+    told = "\n".join(_texts(system, "system"))
     said = [{"role": "system", "content": told}] if told else []
     messages = value_of(fields, "messages", list[dict[str, Any]], [])
     names: dict[Any, Any] = {}  # of the tools that were called, by the ids of the calls
@@ -108,7 +108,7 @@ def conversation(fields: Fields) -> list[dict[str, Any]]:
                 "invalid_value", f"messages[{i}].role is user or assistant", "messages"
             )
         if not isinstance(content, list):
-            said.append({"role": role, "content": _text(content, where)})
+            said.append({"role": role, "content": content_of(_texts(content, where))})
         elif role == "assistant":
             said.append(_turn(content, where, names))
         else:
@@ -133,7 +133,7 @@ def _turn(content: list[Any], where: str, names: dict[Any, Any]) -> dict[str, An
             calls.append({"id": id, "type": "function", "function": function})
         elif kind not in UNREAD:
             texts.append(_string(_only_text(kind, block, place), "text", place))
-    turn: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
+    turn: dict[str, Any] = {"role": "assistant", "content": content_of(texts)}
     turn |= {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
     return turn | ({"tool_calls": calls} if calls else {})
 
@@ -151,36 +151,35 @@ def _said(
             )
             continue
         if texts:
-            yield {"role": role, "content": "\n".join(texts)}
+            yield {"role": role, "content": content_of(texts)}
             texts = []
         yield _result(block, place, names)
         told = True
     if texts or not told:
-        yield {"role": role, "content": "\n".join(texts)}
+        yield {"role": role, "content": content_of(texts)}
 
 
 def _result(block: dict[str, Any], place: str, names: dict[Any, Any]) -> dict[str, Any]:
     id = _string(block, "tool_use_id", place)
-    text = _text(block.get("content") or "", f"{place}.content")
+    text = "\n".join(_texts(block.get("content") or "", f"{place}.content"))
     if block.get("is_error"):
         text = f"Error: {text}"  # templates know nothing of it
     result = {"role": "tool", "tool_call_id": id, "content": text}
     return result | ({"name": names[id]} if id in names else {})
 
 
-def _text(content: Any, where: str) -> str:
-    """The text of some content: a string, or blocks."""
+def _texts(content: Any, where: str) -> list[str]:
+    """The texts of some content: a string, or blocks."""
     if isinstance(content, str):
-        return content
+        return [content]
     if not isinstance(content, list):
         name = where.partition("[")[0]
         raise bad_request("invalid_type", f"{where} must be a string or a list of blocks", name)
-    texts = [
+    return [
         _string(_only_text(kind, block, place), "text", place)
         for kind, block, place in _blocks(content, where)
         if kind not in UNREAD
     ]
-    return "\n".join(texts)
 
 
 def _blocks(content: list[Any], where: str) -> Iterator[tuple[str, dict[str, Any], str]]:

@@ -95,6 +95,13 @@ def value_of(fields: Fields, name: str, kind: type[Any] | Any, default: Any = No
         raise bad_request("invalid_json", f"{name} is not valid JSON: {said}"[:400], name) from None
 
 
+def content_of(texts: list[str]) -> Any:
+    """The content of a chat message with these texts: parts, which a template joins in its way."""
+    if len(texts) < 2:
+        return "".join(texts)
+    return [{"type": "text", "text": text} for text in texts]
+
+
 def refuse(
     fields: Fields, neutral: Mapping[str, tuple[Any, ...]], why: str = "is not supported yet"
 ) -> None:

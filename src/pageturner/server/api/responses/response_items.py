@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from pageturner.server.api.base.body import bad_request
-from pageturner.server.api.base.translate import Fields, value_of
+from pageturner.server.api.base.translate import Fields, content_of, value_of
 from pageturner.text.tools import LONGEST_NAME, MAX_TOOLS
 
 log = logging.getLogger("pageturner")
@@ -312,18 +312,19 @@ def _add(
         result = {
             "role": "tool",
             "tool_call_id": id,
-            "content": _text(item.get("output"), f"{place}.output"),
+            "content": "\n".join(_texts(item.get("output"), f"{place}.output")),
         }
         said.append(result | ({"name": names[id]} if id in names else {}))
     elif kind == "agent_message":  # of one agent of a client to another
-        said.append({"role": "user", "content": _text(item.get("content"), f"{place}.content")})
+        texts = _texts(item.get("content"), f"{place}.content")
+        said.append({"role": "user", "content": content_of(texts)})
     elif kind == "message":
         role = item.get("role")
         if not isinstance(role, str) or role not in ROLES:
             raise bad_request(
                 "invalid_value", f"{place}.role is one of {', '.join(ROLES)}", "input"
             )
-        text = _text(item.get("content"), f"{place}.content")
+        text = content_of(_texts(item.get("content"), f"{place}.content"))
         if role == "assistant" and said and said[-1]["role"] == role and not said[-1]["content"]:
             said[-1]["content"] = text
         else:
@@ -371,10 +372,10 @@ def opened(content: Any) -> str:
         return ""
 
 
-def _text(content: Any, where: str) -> str:
-    """The text of some content: a string, or parts."""
+def _texts(content: Any, where: str) -> list[str]:
+    """The texts of some content: a string, or parts."""
     if isinstance(content, str):
-        return content
+        return [content]
     if not isinstance(content, list):
         raise bad_request("invalid_type", f"{where} must be a string or a list of parts", "input")
     texts = []
@@ -387,7 +388,7 @@ def _text(content: Any, where: str) -> str:
                 "unsupported_parameter", f"{where}: only parts of text are supported yet", "input"
             )
         texts.append(text)
-    return "\n".join(texts)
+    return texts
 
 
 def _string(item: dict[str, Any], name: str, place: str) -> str:
