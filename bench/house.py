@@ -51,7 +51,7 @@ BUDGETS = {
     "executor": 14_700,
     "kv": 15_600,
     "parallel": 3_200,
-    "models": 43_000,
+    "models": 43_400,
     "kernels": 95_500,
     "formats": 25_000,
     "text": 41_500,

@@ -131,6 +131,36 @@ _BLOOM = _LLAMA | modules("""
     down        mlp.dense_4h_to_h
 """)
 
+_INTERNLM2 = _LLAMA | modules("""
+    embed      tok_embeddings
+    head       output
+    attn_norm  attention_norm
+    mlp_norm   ffn_norm
+    o          attention.wo
+    gate       feed_forward.w1
+    up         feed_forward.w3
+    down       feed_forward.w2
+""")
+_CHATGLM = _LLAMA | modules("""
+    embed  embedding.word_embeddings
+    norm   encoder.final_layernorm
+    head   transformer.output_layer
+    o      self_attention.dense
+    down   mlp.dense_4h_to_h
+""")
+_CHATGLM_FUSED = {"q k v": "self_attention.query_key_value", "gate up": "mlp.dense_h_to_4h"}
+
+
+def _internlm2_fused(parts: Parts, spec: ModelSpec, prefix: str) -> Parts:
+    """Q, K and V are fused KV head by KV head: the queries that share it, its key, its value."""
+    d = spec.head_dim
+    queries = spec.heads // spec.kv_heads * d
+    rows = queries + 2 * d
+    cuts = {"q": (0, queries, rows), "k": (queries, d, rows), "v": (queries + d, d, rows)}
+    shape = (spec.kv_heads * rows, spec.dim)
+    name = f"{prefix}attention.wqkv.weight"
+    return parts | {f: Part(name, shape, cut) for f, cut in cuts.items()}
+
 
 def _bloom_fused(parts: Parts, spec: ModelSpec, prefix: str) -> Parts:
     """Q, K and V are fused head by head."""
@@ -153,6 +183,9 @@ _HF = {
     "gemma2": Names(_GEMMA, norm_plus=1.0),
     "gemma3": Names(_GEMMA, _INNER, norm_plus=1.0),
     "mixtral": Names(_MIXTRAL),
+    "internlm2": Names(_INTERNLM2, adapt=_internlm2_fused),
+    "baichuan": Names(_LLAMA, fused={"q k v": "self_attn.W_pack"}),
+    "chatglm": Names(_CHATGLM, ("transformer.",), "encoder.layers.", _CHATGLM_FUSED),
     "minimax_m2": Names(_MIXTRAL),
     "mistral": Names(_LLAMA, _INNER),
     "ministral3": Names(_LLAMA, _INNER),
@@ -183,7 +216,8 @@ _PICTURES = tuple(
     for part in ("vision_tower", "vision_model", "multi_modal_projector")
 )
 # Buffers that old files carry along: masks and frequencies, which follow from the configuration.
-_BUFFERS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+_BUFFERS = ("emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+_BAICHUAN_2 = 125_696  # tokens, by which it is known; its head is normalised when it is loaded
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 
 
@@ -192,6 +226,8 @@ def hf_layout(spec: ModelSpec, present: Callable[[str], bool]) -> Layout:
     layout = layout_of(spec, _HF.get(spec.arch, Names(_LLAMA)), present)
     ignored = (*_BUFFERS, "lm_head.weight") if spec.tied else _BUFFERS
     foreign = _PICTURES if _HF.get(spec.arch, Names(_LLAMA)).roots == _INNER else ()
+    if (spec.arch, spec.vocab) == ("baichuan", _BAICHUAN_2):
+        layout.top["head"] = replace(layout.top["head"], unit=True)
     if spec.experts is not None:
         foreign += second_token_layers("model.layers.", spec)
     return replace(layout, ignored=ignored, foreign=(*foreign, "model.mtp_"))

@@ -266,6 +266,19 @@ def _glm(config: HFConfig) -> ModelSpec:
     return replace(spec, family=replace(spec.family, qkv_bias=biased))
 
 
+def _chatglm(config: HFConfig) -> ModelSpec:
+    """ChatGLM 2 and 3, and GLM-4 before Transformers had it."""
+    spec = _glm(config)
+    base = spec.rope.base * config.get("rope_ratio", float, 1.0)
+    return replace(spec, rope=replace(spec.rope, base=base))
+
+
+def _baichuan(config: HFConfig) -> ModelSpec:
+    if config.raw("max_position_embeddings") is None:
+        raise unsupported("Baichuan 13B, which has ALiBi, is not supported; Baichuan 7B is")
+    return llama_like(config)
+
+
 def _gpt_oss(config: HFConfig) -> ModelSpec:
     # said twice in some files
     config.expect("experts_per_token", config.raw("num_experts_per_tok"))
@@ -360,7 +373,7 @@ def _bloom(config: HFConfig) -> ModelSpec:
 
 
 _PLAIN = {"llama", "mistral", "qwen2", "qwen3", "olmo2", "olmo3", "gpt2", "phi3", "starcoder2"}
-_PLAIN |= {"seed_oss", "ministral", "hunyuan_v1_dense", "arcee", "internlm3"}
+_PLAIN |= {"seed_oss", "ministral", "internlm2", "hunyuan_v1_dense", "arcee", "internlm3"}
 _MIXTURES = ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe")
 _READERS: dict[str, Callable[[HFConfig], ModelSpec]] = {
     **dict.fromkeys(_PLAIN, llama_like),
@@ -381,6 +394,8 @@ _READERS: dict[str, Callable[[HFConfig], ModelSpec]] = {
     "exaone4": _global_without_rope,
     "cohere2": _cohere2,
     "ministral3": _ministral3,
+    "baichuan": _baichuan,
+    "chatglm": _chatglm,
     "ernie4_5": _ernie,
     "ernie4_5_moe": _ernie_moe,
     "stablelm": _stablelm,

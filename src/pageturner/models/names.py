@@ -22,6 +22,7 @@ class Part:
     cut          (start, count, stride): rows start..start+count-1 of every `stride` rows; None: all
     transposed   the file has inputs first (GPT-2's Conv1D); turned before it is cut
     turned       the same, behind the cut; a quantised one becomes fp32
+    unit         rows of a matrix are scaled to a length of 1, in fp32
     plus, times  of each element of a vector (Gemma's norms are stored as what they add to 1)
     """
 
@@ -33,6 +34,7 @@ class Part:
     times: float = 1.0
     index: int | None = None
     turned: bool = False
+    unit: bool = False
 
 
 Parts = dict[str, Part]

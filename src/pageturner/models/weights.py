@@ -426,6 +426,11 @@ def read_part(file: TensorFile, part: Part) -> Tensor:
     tensor = Tensor(part.name, kind, shape, data, order=order)
     if len(shape) == 1:
         tensor = _as_float32(tensor, part.plus, part.times)
+    if part.unit:
+        tensor = _as_float32(tensor)
+        values = tensor.data.view(np.float32).reshape(shape)
+        values = values / np.linalg.norm(values, axis=1, keepdims=True).clip(1e-12)
+        tensor = replace(tensor, data=values.reshape(-1).view(np.uint8))
     return tensor
 
 
