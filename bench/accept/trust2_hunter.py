@@ -259,6 +259,7 @@ def _of_seed(server: Server, seed: int, count: int) -> Iterator[Line]:
     answers, differ = hunting.close()
     told = ", ".join(f"{n} {status}xx" for status, n in sorted(found.statuses.items()))
     figure = f"{found.cases} cases of {hunting.places} places in {seconds:.0f} s: {told}; {found.again} windows again"
+    figure += f"; longest gap without them {hunting.calm:.3f} s"
     yield Line(f"seed {seed}: hostile requests from the API's own document", figure, None)
     for what, wrong in (
         ("gaps beyond 100 ms and a fair share", found.gaps),
