@@ -40,7 +40,7 @@ from pageturner.ipc.channel import (
     encode,
 )
 from pageturner.ipc.ledger import Ledger
-from pageturner.ipc.submit_repeats import SubmitRepeats
+from pageturner.ipc.submit_repeats import restored
 from pageturner.request import Event, Request, Timings
 from pageturner.server.admission.quota import Quota
 from pageturner.server.app import create_app
@@ -101,7 +101,8 @@ class StubEngine:
         self.kv, self.pid, self.code = kv or StubKV(), 1, None
         self.script = StubEngine.script if not StubEngine.made else None
         StubEngine.made += 1
-        self.decoder, self.repeats = MessageDecoder(ToEngine), SubmitRepeats()
+        self.decoder = MessageDecoder(ToEngine)
+        self.before: Request | None = None
         self.requests: dict[int, Request] = {}
         self.outgoing = bytearray()
         self.answers = asyncio.get_running_loop().create_task(self.run())
@@ -138,7 +139,7 @@ class StubEngine:
         for message in self.decoder.feed(data):
             match message:
                 case Submit():
-                    request = self.repeats.restore(message)
+                    request = self.before = restored(message, self.before)
                     self.requests[request.id] = request
                 case Abort(id=id):
                     self.requests.pop(id, None)

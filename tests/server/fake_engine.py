@@ -36,7 +36,7 @@ from pageturner.ipc.channel import (
     encode,
 )
 from pageturner.ipc.ledger import OUT_OF_MEMORY_EXIT, Ledger
-from pageturner.ipc.submit_repeats import SubmitRepeats
+from pageturner.ipc.submit_repeats import restored
 from pageturner.request import Event, Failure, Request
 from pageturner.telemetry.work import MachineLimits, WorkTotals
 from server.bytes_tokenizer import SPECIALS, VOCAB, prompt_logprob, token_at
@@ -56,7 +56,7 @@ def crash() -> None:
 class Fake:
     def __init__(self, sock: socket.socket, ledger: Ledger) -> None:
         self.sock, self.ledger = sock, ledger
-        self.decoder, self.repeats = MessageDecoder(ToEngine), SubmitRepeats()
+        self.decoder, self.before = MessageDecoder(ToEngine), None
         self.requests: dict[int, Request] = {}
         self.done: dict[int, list[int]] = {}
         self.scored: dict[
@@ -96,7 +96,8 @@ class Fake:
         for message in self.decoder.feed(data):
             match message:
                 case Submit():
-                    self.take(self.repeats.restore(message))
+                    self.before = restored(message, self.before)
+                    self.take(self.before)
                 case Unpin(id=id):
                     self.note(unpin=id)
                 case ForgetPrefixes():

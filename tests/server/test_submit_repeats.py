@@ -10,7 +10,7 @@ import pytest
 
 from hostile import whole_server
 from pageturner.ipc.channel import MessageDecoder, Submit, ToEngine, encode
-from pageturner.ipc.submit_repeats import LISTS, SubmitRepeats
+from pageturner.ipc.submit_repeats import LISTS, NOTHING, restored, shortened
 from pageturner.params import SamplingParams
 from pageturner.request import Request
 from pageturner.server.engine_client.supervisor import SUBMITTED_AT_ONCE
@@ -45,16 +45,17 @@ def test_a_field_is_sent_once_for_all_choices(field: str) -> None:
     requests = [Request(i, prompt, params, index=i) for i in range(500)]
     requests += [Request(i, prompt, others) for i in range(500, 1000)]  # of another prompt
     requests += [Request(1000, (1, 2)), Request(1001, prompt, params)]
-    ours, theirs = SubmitRepeats(), SubmitRepeats()
-    raw = b"".join(encode(ours.shorten(request)) for request in requests)
+    sent = zip(requests, [NOTHING, *requests], strict=False)
+    raw = b"".join(encode(shortened(request, before)) for request, before in sent)
     once = len(encode(Submit(requests[0])))
     assert len(raw) < 2 * once + 1002 * len(encode(Submit(Request(1000, (1, 2)), (field,))))
     messages = list(MessageDecoder(ToEngine).feed(raw))
-    restored = [theirs.restore(message) for message in messages if isinstance(message, Submit)]
-    assert restored == requests
-    kept = {
-        id(r.prompt if field == "prompt" else getattr(r.params, field)) for r in restored[:1000]
-    }
+    found = [NOTHING]
+    for message in messages:
+        assert isinstance(message, Submit)
+        found.append(restored(message, found[-1]))
+    assert found[1:] == requests
+    kept = {id(r.prompt if field == "prompt" else getattr(r.params, field)) for r in found[1:1001]}
     assert len(kept) == 1
 
 

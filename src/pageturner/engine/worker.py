@@ -45,9 +45,9 @@ from pageturner.ipc.channel import (
 )
 from pageturner.ipc.ledger import OUT_OF_MEMORY_EXIT, Ledger
 from pageturner.ipc.session_messages import ReleaseSession, RestoreSession
-from pageturner.ipc.submit_repeats import SubmitRepeats
+from pageturner.ipc.submit_repeats import restored
 from pageturner.policies.scheduler_config import CHANGEABLE
-from pageturner.request import Event
+from pageturner.request import Event, Request
 
 STATS_EVERY = 0.25  # seconds
 ALIVE_EVERY = 0.25  # seconds; an engine that waits on purpose says so as often as that
@@ -69,7 +69,7 @@ class ChannelLoop:
         self._sock = sock
         self._ledger = ledger
         self._decoder = MessageDecoder(ToEngine)
-        self._repeats = SubmitRepeats()
+        self._before: Request | None = None
         self._wanted: Configure | None = None
         self._next_stats = 0.0
         self._told_idle = False
@@ -102,8 +102,11 @@ class ChannelLoop:
         refusals: list[Event] = []
         for message in self._decoder.feed(data):
             match message:
-                case Submit():
-                    refusals += self._engine.submit(self._repeats.restore(message))
+                case Submit(request=request):
+                    if message.same_params or message.same_prompt:
+                        request = restored(message, self._before)
+                    self._before = request
+                    refusals += self._engine.submit(request)
                 case Abort(id=id):
                     self._sock.sendall(encode(Aborted(id, self._engine.abort(id))))
                 case Unpin(id=id):

@@ -23,8 +23,7 @@ from pageturner.text.parameters import entries
 
 MAX_BEHIND = 4096  # tokens that a client may leave unread before it is cut off
 MANY_LOGPROBS = 512  # positions of an answer; more are a burden where there is no memory
-# stopped streams awaiting the engine's timings; beyond this the oldest go without
-MAX_STOPPED = 1024
+MAX_STOPPED = 1024  # streams that await the engine's timings; with more the oldest go without
 NO_MEMORY = Failure(OUT_OF_MEMORY, MESSAGE, 1.0)
 TIMINGS_TIMEOUT = 1.0  # seconds for which an answer waits for them
 

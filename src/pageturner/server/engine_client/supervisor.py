@@ -28,11 +28,12 @@ from pageturner.ipc.channel import (
     MessageDecoder,
     Ready,
     Stats,
+    Submit,
     ToEngine,
     encode,
 )
-from pageturner.ipc.submit_repeats import SubmitRepeats
-from pageturner.request import EXPIRED, Failure
+from pageturner.ipc.submit_repeats import shortened
+from pageturner.request import EXPIRED, Failure, Request
 from pageturner.server.engine_client import quarantine
 from pageturner.server.engine_client.engine_checks import check_events, check_ready
 from pageturner.server.engine_client.open_streams import OpenStreams
@@ -129,7 +130,7 @@ class Supervisor:
         self.epoch += 1
         self.process = process
         self._decoder = MessageDecoder(FromEngine)
-        self._repeats = SubmitRepeats()
+        self._before: Request | None = None  # that was submitted with others
         self._submitted.clear()
         self._live = False
         self._spawned_at = time.monotonic()
@@ -211,6 +212,7 @@ class Supervisor:
         if not self._work():
             self._busy_since = time.monotonic()
         self._streams.add(streams)
+        self._before = None
         self._submit_all(iter(streams))
 
     def cancel(self, stream: OutputStream) -> None:
@@ -237,7 +239,8 @@ class Supervisor:
             self._submitted.add(id)
             stream.times.submitted_at = stream.times.submitted_at or time.monotonic()
             stream.times.engines += 1
-            self._send(self._repeats.shorten(stream.resumable()))
+            before, self._before = self._before, (own := stream.resumable())
+            self._send(Submit(own) if before is None else shortened(own, before))
 
     def _abort(self, id: int) -> None:
         if self._live and id in self._submitted:
