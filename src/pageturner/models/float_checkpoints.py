@@ -54,7 +54,8 @@ _STATE = ".quant_state.bitsandbytes__"
 
 def fp8(config: HFConfig, tensors: CheckpointTensors) -> Readers:
     """EngineFault 'quantization_invalid', 'model_unsupported' and those of tensors."""
-    config.expect("fmt", "e4m3")
+    if config.raw("fmt") != "float8_e4m3fn":  # as MiniMax calls it
+        config.expect("fmt", "e4m3")
     config.expect("weight_per_tensor", False)
     said = config.raw("weight_block_size")
     block = None if said is None else block_sizes("weight_block_size", said)
