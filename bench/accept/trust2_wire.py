@@ -1,0 +1,198 @@
+"""Trust, second pass, on the wire: uploads, the page, lack of memory, SIGHUP, Host, flags, Ollama's streams that move,
+and /health beside crowds. Each line says what 405d642 did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import signal
+import socket
+import sys
+import threading
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from urllib.parse import urlsplit
+
+HERE = Path(__file__).parent
+sys.path += [str(HERE)]
+
+import harness  # noqa: E402
+from harness import Line, Server  # noqa: E402
+
+TINY = str(harness.ROOT / "tests" / "goldens" / "tiny_llama.gguf")
+TINY_FLAGS = ("--served-model-name", "tiny", "--kv-cache-memory", "64M", "--threads", "1")
+MAX_HEALTH = 0.05  # seconds
+TOKENS = 400
+# tests, by what they prove and what was before
+PROVED = {
+    "slow uploads of a tenant keep nobody else from theirs (before: 429 for all)": (
+        "tests/server/test_batches.py",
+        "slow_uploads",
+    ),
+    "14 hostile answers drawn by the page's renderer (before: 3,400 '>' never ended)": (
+        "tests/server/test_home.py",
+        "hangs",
+    ),
+    "an engine without memory: 503 out_of_memory, neighbours go on (before: 500 poisoned_request)": (
+        "tests/server/test_out_of_memory.py",
+        "memory",
+    ),
+    "every flag in a message is there (before: --max-documentss-per-request)": (
+        "tests/cli/test_flags_in_messages.py",
+        "flags",
+    ),
+    "pages under foreign names of Host are 403 (before: 200)": (
+        "tests/server/test_origins.py",
+        "pages_are_there",
+    ),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--wire-kills", type=int, default=6, help="replicas killed under streams")
+
+
+def status_of(url: str, *lines: str) -> int:
+    """The status of the answer to a head of these lines."""
+    where = urlsplit(url)
+    with socket.create_connection((where.hostname or "", where.port or 0), 10) as connection:
+        connection.sendall("\r\n".join([*lines, "connection: close", "", ""]).encode())
+        return int(connection.recv(64).split(b" ")[1])
+
+
+def heads(urls: dict[str, str]) -> Iterator[Line]:
+    told = {name: status_of(url, "GET /health HTTP/1.1") for name, url in urls.items()}
+    yield Line("HTTP/1.1 without Host (before: 200)", json.dumps(told), set(told.values()) == {400})
+    foreign = status_of(urls["server"], "GET / HTTP/1.1", "host: evil.example")
+    own = status_of(urls["server"], "GET / HTTP/1.1", "host: localhost")
+    figure = f"{foreign}, {own} under its own"
+    yield Line("`/` under a foreign Host (before: 200)", figure, (foreign, own) == (403, 200))
+
+
+def hangups(programs: dict[str, Server]) -> Line:
+    """SIGHUP to programs that have nothing to read again."""
+    for one in programs.values():
+        one.process.send_signal(signal.SIGHUP)
+    time.sleep(1.0)
+    told = {name: one.process.poll() for name, one in programs.items()}
+    what = "exit status after SIGHUP without keys or certificates (before: -1)"
+    return Line(what, json.dumps(told), set(told.values()) == {None})
+
+
+def chat(url: str, number: int) -> str:
+    """The text of a streamed chat in Ollama's shape, or what went wrong with it."""
+    body = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": f"story {number}"}],
+        "options": {"num_predict": TOKENS, "temperature": 0},
+    }
+    request = urllib.request.Request(
+        f"{url}/api/chat", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    text = ""
+    try:
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            for raw in answer:
+                line = json.loads(raw)
+                if "error" in line:
+                    return f"ERROR {line['error']}"
+                text += line["message"]["content"]
+                if line["done"]:
+                    return text
+    except OSError as error:
+        return f"ERROR {error}"
+    return "ERROR cut"
+
+
+def moves(kills: int) -> Line:
+    """Streams of Ollama's shape while their replicas are killed, one after the other."""
+    streams, counts = 8, Counter[str]()
+    with contextlib.ExitStack() as stack:
+        alone = stack.enter_context(harness.server(*TINY_FLAGS, model=TINY))
+        wanted = [chat(alone.url, number) for number in range(streams)]
+        ports = [harness.free_port() for _ in range(2)]
+
+        def replica(port: int) -> Server:
+            flags = ["serve", TINY, "--port", str(port), *TINY_FLAGS]
+            command = [sys.executable, "-m", "pageturner", *flags]
+            return stack.enter_context(harness.running(command, port))
+
+        replicas = [replica(port) for port in ports]
+        port = harness.free_port()
+        words = ["route", *(one.url for one in replicas), "--port", str(port)]
+        command = [sys.executable, "-m", "pageturner", *words, "--health-interval", "0.2"]
+        router = stack.enter_context(harness.running(command, port))
+        for kill in range(kills):
+            with ThreadPoolExecutor(streams) as pool:
+                asked = [pool.submit(chat, router.url, number) for number in range(streams)]
+                time.sleep(0.3)
+                replicas[kill % 2].process.kill()
+                replicas[kill % 2].process.wait()
+                told = [one.result() for one in asked]
+            counts["lost"] += sum(text.startswith("ERROR") for text in told)
+            counts["changed"] += sum(
+                text != want and not text.startswith("ERROR")
+                for text, want in zip(told, wanted, strict=True)
+            )
+            replicas[kill % 2] = replica(ports[kill % 2])
+            time.sleep(1.0)  # the router finds it again
+        moved = router.metric("pageturner:router_moved_total")
+    asked_for = kills * streams
+    figure = f"{moved:.0f} moves, {counts['lost']} lost, {counts['changed']} changed of {asked_for}"
+    what = f"Ollama's streams under {kills} kill -9 of two replicas (before: 2 of 30 cut)"
+    return Line(what, figure, moved > 0 and not counts["lost"] + counts["changed"])
+
+
+def health(url: str) -> Line:
+    """The slowest of many /health while prompts of a crowd come and go."""
+    worst, over = [0.0], threading.Event()
+
+    def look() -> None:
+        while not over.is_set():
+            begin = time.monotonic()
+            with urllib.request.urlopen(f"{url}/health", timeout=30) as answer:
+                answer.read()
+            worst.append(time.monotonic() - begin)
+            time.sleep(0.01)
+
+    def crowd(number: int) -> None:
+        body = {"prompt": [f"{number} {n} word " * 20 for n in range(32)], "max_tokens": 4}
+        request = urllib.request.Request(
+            f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=300) as answer:
+            answer.read()
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    harness.in_threads(8, crowd)
+    over.set()
+    watcher.join()
+    worst.sort()
+    figure = f"worst {1e3 * worst[-1]:.0f} ms, p99 {1e3 * worst[int(0.99 * len(worst))]:.0f} ms"
+    what = f"/health within {1e3 * MAX_HEALTH:.0f} ms beside 8 crowds of 32 prompts"
+    return Line(what, f"{figure} of {len(worst) - 1}", worst[-1] <= MAX_HEALTH)
+
+
+def lines(options: argparse.Namespace) -> Iterator[Line]:
+    for what, (tests, kind) in PROVED.items():
+        yield harness.pytest_line(what, tests, "-k", kind)
+    with contextlib.ExitStack() as stack:
+        one = stack.enter_context(harness.server(*TINY_FLAGS, model=TINY))
+        port = harness.free_port()
+        words = [sys.executable, "-m", "pageturner", "route", one.url, "--port", str(port)]
+        router = stack.enter_context(harness.running(words, port))
+        yield from heads({"server": one.url, "router": router.url})
+        yield health(one.url)
+        yield hangups({"server": one, "router": router})
+    yield moves(options.wire_kills)
+
+
+if __name__ == "__main__":
+    sys.exit(harness.main("trust2_wire", __doc__, {"wire": harness.part("trust2_wire")}))
