@@ -272,7 +272,7 @@ def lines(options: argparse.Namespace) -> Iterator[Line]:
         yield batch_line(one.url)
         if "PAGETURNER_CASES" in os.environ:
             text = (Path(os.environ["PAGETURNER_CASES"]) / "api.jsonl").read_text()
-            rows = [json.loads(row) for row in text.splitlines()]
+            rows = [json.loads(row) for row in text.split("\n") if row]
             yield from case_lines(urls, [row for row in rows if KINDS.search(row["kind"])])
         else:
             yield Line("cases of the wire", "PAGETURNER_CASES is not set", None, run=False)
