@@ -61,7 +61,7 @@ BUDGETS = {
     "lab": 93_500,
     "cli": 14_900,
 }
-WHOLE = {"src/pageturner": 574_000, "bench": 214_600, "tests": 660_000}  # tokens
+WHOLE = {"src/pageturner": 574_000, "bench": 216_500, "tests": 660_000}  # tokens
 FINDINGS = (
     "upwards",
     "circles",

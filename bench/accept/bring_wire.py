@@ -95,7 +95,10 @@ def right(case: dict[str, Any], url: str) -> str:
     if kind == "json/BOM":
         raw = BOM + b'{"prompt":"a","max_tokens":1}'
     if kind == "streaming/keep-alive":
-        request["body"] = {**request["body"], "messages": [{"role": "user", "content": LONG}]}
+        request["body"] = {
+            **request["body"],
+            "messages": [{"role": "user", "content": f"{urlsplit(url).port} {LONG}"}],
+        }
         request["body"] |= (
             {"max_tokens": 2, "options": {"num_predict": 2}} if "api" in request["path"] else {}
         )
