@@ -56,12 +56,12 @@ BUDGETS = {
     "formats": 25_000,
     "text": 41_500,
     "http": 18_600,
-    "server": 113_500,
+    "server": 114_200,
     "router": 28_400,
     "lab": 93_500,
     "cli": 14_900,
 }
-WHOLE = {"src/pageturner": 574_000, "bench": 216_500, "tests": 660_000}  # tokens
+WHOLE = {"src/pageturner": 576_500, "bench": 219_500, "tests": 666_000}  # tokens
 FINDINGS = (
     "upwards",
     "circles",

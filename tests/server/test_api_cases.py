@@ -15,7 +15,7 @@ from pageturner.errors import ClientError
 from pageturner.server.admission.limits import NO_LIMITS
 from pageturner.server.api.base.body import decode
 from pageturner.server.api.responses.responses import RESPONSES
-from pageturner.text.conversation import template_messages
+from pageturner.text.conversation import read_messages
 from support.engines import GOLDENS
 from support.servers import serving
 
@@ -51,13 +51,13 @@ def called(arguments: Any) -> dict[str, Any]:
     "text", ['{"city":', '{"s": "He said "x""}', "[1]", "null", "plain", '"{}"']
 )
 def test_malformed_arguments_are_shown_as_they_are(text: str) -> None:
-    (message,) = template_messages([called(text)])
+    (message,) = read_messages([called(text)])
     assert message["tool_calls"][0]["function"]["arguments"] == {"raw_arguments": text}
 
 
 @pytest.mark.parametrize("nothing", ["", " ", None, {}, "{}"])
 def test_no_arguments_are_an_empty_object(nothing: Any) -> None:
-    (message,) = template_messages([called(nothing)])
+    (message,) = read_messages([called(nothing)])
     assert message["tool_calls"][0]["function"]["arguments"] == {}
 
 
@@ -67,12 +67,12 @@ def test_the_older_form_of_calls_is_a_call_and_its_result() -> None:
         {"role": "assistant", "content": None, "function_call": legacy},
         {"role": "function", "name": "f", "content": None},
     ]
-    call, result = template_messages(told)
+    call, result = read_messages(told)
     assert call["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
     assert "function_call" not in call
-    assert (result["role"], result["content"]) == ("tool", "")
+    assert (result["role"], result["content"]) == ("tool", None)
     assert result["tool_call_id"] == call["tool_calls"][0]["id"]
-    assert "function_call" not in template_messages([{**told[0], "function_call": None}])[0]
+    assert "function_call" not in read_messages([{**told[0], "function_call": None}])[0]
 
 
 def test_a_cut_call_of_our_own_is_taken_back(client: httpx.Client) -> None:
@@ -209,3 +209,74 @@ def test_reranking_as_tei_asks_for_it(client: httpx.Client) -> None:
     assert plain == [{"index": one["index"], "score": one["relevance_score"]} for one in ours]
     told = post(client, "/rerank", query="a", texts=["b"], return_text=True, raw_scores=True)
     assert told[0]["text"] == "b"
+
+
+# -- Ollama and llama.cpp --------------------------------------------------------------------------
+def test_ollamas_pages_say_what_the_file_says(client: httpx.Client) -> None:
+    version = client.get("/api/version").json()["version"]
+    assert tuple(map(int, version.split("."))) >= (0, 6, 4)
+    (model,) = client.get("/api/tags").json()["models"]
+    details = model["details"]
+    assert (details["format"], details["family"], details["families"]) == (
+        "gguf",
+        "llama",
+        ["llama"],
+    )
+    assert details["parameter_size"]
+    assert details["quantization_level"]
+    assert len(bytes.fromhex(model["digest"])) == 32
+    assert model["size"] == (GOLDENS / "tiny_llama.gguf").stat().st_size
+    shown = post(client, "/api/show", model=model["name"])
+    assert shown["details"] == details
+    assert shown["model_info"]["general.architecture"] == "llama"
+    assert shown["model_info"]["llama.context_length"]
+    assert shown["model_info"]["general.parameter_count"] > 0
+    assert shown["modelfile"]
+
+
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+def test_ollama_says_logprobs_and_nothing_where_nothing_is_asked(
+    client: httpx.Client, path: str
+) -> None:
+    asked = {"messages": [HI]} if path == "/api/chat" else {"prompt": "hi"}
+    asked |= {"model": "tiny_llama", "logprobs": True, "top_logprobs": 2, "think": False}
+    more = {"options": {"num_predict": 3, "temperature": 0}}
+    told = post(client, path, **asked, **more, stream=False)
+    assert [len(entry["top_logprobs"]) for entry in told["logprobs"]] == [2] * told["eval_count"]
+    lines = client.post(path, json={**asked, **more}).text.splitlines()
+    entries = [entry for line in lines for entry in json.loads(line).get("logprobs", ())]
+    assert entries == told["logprobs"]
+    assert told["load_duration"] > 0
+    nothing = post(client, path, **asked, options={"num_predict": 0}, stream=False)
+    assert (nothing["eval_count"], nothing["done_reason"]) == (0, "length")
+
+
+def test_a_context_of_ollama_is_gone_on_from(client: httpx.Client) -> None:
+    asked = {"model": "tiny_llama", "stream": False, "options": {"num_predict": 2}}
+    for raw in (True, False):
+        first = post(client, "/api/generate", **asked, prompt="the old", raw=raw)
+        assert len(first["context"]) == first["prompt_eval_count"] + first["eval_count"]
+        second = post(
+            client, "/api/generate", **asked, prompt="house", raw=raw, context=first["context"]
+        )
+        assert second["context"][: len(first["context"])] == first["context"]
+
+
+def test_paths_of_llamacpp_without_a_version(client: httpx.Client) -> None:
+    assert client.get("/models").json()["data"]
+    assert post(client, "/completions", prompt="a", max_tokens=1)["choices"]
+    assert post(client, "/chat/completions", messages=[HI], max_tokens=1)["choices"]
+    assert post(client, "/embeddings", input="a")["data"]
+    tokens = post(client, "/tokenize", content="the old")["tokens"]
+    assert post(client, "/detokenize", tokens=tokens)["content"] == "the old"
+    assert tokens == post(client, "/tokenize", prompt="the old", add_special_tokens=False)["tokens"]
+    rendered = post(client, "/apply-template", messages=[HI])["prompt"]
+    asked = {"prompt": rendered, "add_special_tokens": False}
+    assert (
+        post(client, "/tokenize", **asked)["tokens"]
+        == post(client, "/tokenize", messages=[HI])["tokens"]
+    )
+
+
+def test_preemptions_of_requests_are_counted(client: httpx.Client) -> None:
+    assert "vllm:request_num_preemptions_bucket" in client.get("/metrics").text

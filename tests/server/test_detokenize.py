@@ -45,7 +45,7 @@ def ask(method: Any, **fields: Any) -> Any:
 @pytest.mark.parametrize("text", ["hello world", " hello", "  two", "", "naïve 東京\n😀"])
 def test_there_and_back(pages: ServerPages, text: str) -> None:
     tokens = ask(pages.tokenize, prompt=text, add_special_tokens=False)["tokens"]
-    assert ask(pages.detokenize, tokens=tokens) == {"prompt": text}
+    assert ask(pages.detokenize, tokens=tokens) == {"prompt": text, "content": text}
 
 
 def test_control_tokens_stay(pages: ServerPages) -> None:

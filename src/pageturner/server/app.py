@@ -75,6 +75,7 @@ def create_app(service: Service, batches: BatchPages | None = None) -> Starlette
             "/v1/chat/completions", GenerateEndpoint(service, CHAT_COMPLETIONS), methods=["POST"]
         ),
         Route("/v1/models", pages.models),
+        Route("/models", pages.models),
         Route("/v1/models/{id:path}", pages.model),
         Route("/v1/prefixes", prefixes.create, methods=["POST"]),
         Route("/v1/prefixes", prefixes.list),
@@ -90,6 +91,7 @@ def create_app(service: Service, batches: BatchPages | None = None) -> Starlette
         Route("/load", pages.load),
         Route("/tokenize", pages.tokenize, methods=["POST"]),
         Route("/detokenize", pages.detokenize, methods=["POST"]),
+        Route("/apply-template", pages.apply_template, methods=["POST"]),
         Route("/v1/responses", responses, methods=["POST"]),
         Route("/v1/responses/{id}", responses.get),
         Route("/v1/responses/{id}", responses.delete, methods=["DELETE"]),
@@ -151,6 +153,10 @@ def _embedding_rerank_infill_routes(service: Service) -> list[Route]:
         ("/v1/rerank", "/rerank", "/v2/rerank"), GenerateEndpoint(service, RERANK)
     )
     spoken |= dict.fromkeys(("/v1/score", "/score"), GenerateEndpoint(service, SCORE))
+    # llama.cpp's, without a version
+    spoken["/completions"] = GenerateEndpoint(service, COMPLETIONS)
+    spoken["/chat/completions"] = GenerateEndpoint(service, CHAT_COMPLETIONS)
+    spoken["/embeddings"] = GenerateEndpoint(service, EMBEDDINGS)
     return [Route(path, endpoint, methods=["POST"]) for path, endpoint in spoken.items()]
 
 

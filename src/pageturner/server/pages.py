@@ -113,6 +113,9 @@ class ServerPages:
     async def detokenize(self, request: HTTPRequest) -> Response:
         return await self._page("detokenize", request)
 
+    async def apply_template(self, request: HTTPRequest) -> Response:
+        return await self._page("apply_template", request)
+
     async def count_tokens(self, request: HTTPRequest) -> Response:
         return await self._page("count_tokens", request)
 

@@ -49,6 +49,7 @@ INFERENCE = "vllm:request_inference_time_seconds"
 COMPUTED = "vllm:request_prefill_kv_computed_tokens"
 CHOICES = "vllm:request_params_n"
 LONGEST = "vllm:request_max_num_generation_tokens"
+PREEMPTED = "vllm:request_num_preemptions"
 HISTOGRAMS = {
     QUEUE: ("Hand-over to the engine to the first step", SECONDS),
     PREFILL: ("First step to first token", SECONDS),
@@ -56,6 +57,7 @@ HISTOGRAMS = {
     INFERENCE: ("First step to last token", SECONDS),
     COMPUTED: ("Prompt tokens of a request that no cache gave", TOKENS),
     CHOICES: ("Choices that a request asks for", (1.0, 2.0, 5.0, 10.0, 20.0)),
+    PREEMPTED: ("Preemptions of a choice", (0.0, 1.0, 2.0, 5.0, 10.0, 20.0)),
     LONGEST: ("Tokens of the longest choice of a request", TOKENS),
 }
 # spans in which it is in a step
@@ -114,6 +116,8 @@ class PhaseMetrics:
         phases = phases_of(times)
         if phases is None or times.timings is None:
             return
+        lost = sum(what == "preempted" for _, _, what, _ in times.timings.spans)
+        self.histograms.observe(PREEMPTED, lost)
         self.histograms.observe(QUEUE, phases.queue)
         self.histograms.observe(PREFILL, phases.prefill)
         self.histograms.observe(DECODE, phases.decode)

@@ -26,7 +26,11 @@ from pageturner.server.api.base.replies import InParts
 from pageturner.server.api.base.served_model import ServedModel
 from pageturner.server.api.ollama import ollama, ollama_embed
 from pageturner.server.api.openai import chat, completions, embeddings, infill, rerank
-from pageturner.server.api.openai.chat_fields import template_variables
+from pageturner.server.api.openai.chat_fields import (
+    chat_prompt,
+    template_variables,
+    with_request_template,
+)
 from pageturner.server.api.responses import responses
 from pageturner.text.answer_format import AnswerFormat
 from pageturner.text.detokenizer import token_text
@@ -37,12 +41,14 @@ GRAMMAR, TEXT = "grammar", "text"  # what a job may be doing
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
-    """Fields of /tokenize."""
+    """Fields of /tokenize. With `content` in place of `prompt` they are llama.cpp's."""
 
     model: str | None = None
     prompt: str | None = None
+    content: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
+    add_special: bool | None = None
     parse_special: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -244,11 +250,16 @@ def tokenize(raw: bytes, served: ServedModel, doing: Doing) -> bytes:
     )
 
 
-def _tokenized(body: TokenizeBody, served: ServedModel) -> list[int]:
-    def check(text: str) -> None:
-        check_size(len(text), "the text", "characters", served.limits)
+def apply_template(raw: bytes, served: ServedModel, doing: Doing) -> bytes:
+    """The answer of /apply-template, which is llama.cpp's: the text of the prompt."""
+    body = _conversation(convert(raw, TokenizeBody))
+    text, mark = chat_prompt(body, with_request_template(body, served))
+    check_size(len(text), "the text", "characters", served.limits)
+    return replies.encode({"prompt": text.replace(mark, "")})
 
-    messages = RequestBody(
+
+def _conversation(body: TokenizeBody) -> RequestBody:
+    return RequestBody(
         messages=body.messages,
         add_special_tokens=body.add_special_tokens,
         parse_special=body.parse_special,
@@ -260,13 +271,23 @@ def _tokenized(body: TokenizeBody, served: ServedModel) -> list[int]:
         chat_template=body.chat_template,
         continue_final_message=body.continue_final_message,
     )
+
+
+def _tokenized(body: TokenizeBody, served: ServedModel) -> list[int]:
+    def check(text: str) -> None:
+        check_size(len(text), "the text", "characters", served.limits)
+
+    messages = _conversation(body)
     if body.messages is not None:
         return chat.chat_tokens(messages, served, check)
     template_variables(messages)  # refused beside a prompt too, where they say nothing
+    special = body.add_special_tokens is not False
+    if body.prompt is None and body.content is not None:
+        body.prompt = body.content
+        special = bool(body.add_special)
     if body.prompt is None:
         raise bad_request("missing_field", "prompt or messages is missing", "prompt")
     check(body.prompt)
-    special = body.add_special_tokens is not False
     parse = body.parse_special is not False
     return served.tokenizer.encode(body.prompt, add_special=special, parse_special=parse)
 
@@ -278,9 +299,8 @@ def detokenize(raw: bytes, served: ServedModel, doing: Doing) -> bytes:
     check_size(len(body.tokens), "tokens", "ids", served.limits)
     if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < served.vocab_size:
         raise bad_request("invalid_value", f"token ids are 0 to {served.vocab_size - 1}", "tokens")
-    return replies.encode(
-        {"prompt": served.tokenizer.decode_whole(body.tokens, skip_special=False)}
-    )
+    text = served.tokenizer.decode_whole(body.tokens, skip_special=False)
+    return replies.encode({"prompt": text, "content": text})
 
 
 # -- all of them -----------------------------------------------------------------------------------
@@ -302,6 +322,7 @@ DIALECTS = {one.id_prefix: one for one in SPOKEN}
 PAGES: dict[str, Callable[[bytes, ServedModel, Doing], bytes]] = {
     "tokenize": tokenize,
     "detokenize": detokenize,
+    "apply_template": apply_template,
     "prefix": read_prefix,
     "count_tokens": messages.count_tokens,
 }

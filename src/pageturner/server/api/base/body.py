@@ -182,6 +182,7 @@ class RequestBody(msgspec.Struct, kw_only=True):
     embedding: EmbeddingOptions | None = None
     pairs: PairOptions | None = None
     extra: list[ExtraFile] | None = None
+    context: list[int] | None = None
 
 
 # known, and not there yet: field -> values that change nothing and are taken
@@ -194,7 +195,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "vllm_xargs": ({},),
     "spaces_between_special_tokens": (True,),
 } | FOREIGN
-DIALECTS_OWN = frozenset({"embedding", "pairs", "extra"})
+DIALECTS_OWN = frozenset({"embedding", "pairs", "extra", "context"})
 _KNOWN = (frozenset(RequestBody.__struct_fields__) - DIALECTS_OWN) | frozenset(UNSUPPORTED)
 # each field as it stands in the body; whatever else is there is passed over, and nothing is made of
 # it
@@ -226,6 +227,7 @@ BULKY = (
         "prompt",
         "suffix",
         "extra",
+        "context",
         "messages",
         "stop",
         "bad_words",

@@ -10,7 +10,10 @@ import datetime
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
+
+import msgspec
 
 from pageturner.errors import ClientError
 from pageturner.http.error_responses import ollama_error
@@ -39,7 +42,7 @@ from pageturner.server.api.base.call import (
     with_max_tokens,
 )
 from pageturner.server.api.base.dialect import Dialect
-from pageturner.server.api.base.replies import InParts, Reply, ReplyShape, encode
+from pageturner.server.api.base.replies import InParts, Reply, ReplyShape, TokenLogprob, encode
 from pageturner.server.api.base.served_model import ServedModel
 from pageturner.server.api.base.translate import (
     FieldMap,
@@ -116,15 +119,14 @@ FIELDS = FieldMap(
         "tools",
         "think",
         "chat_template_kwargs",
+        "context",
     ),
+    same=("logprobs", "top_logprobs"),
     names={ours: f"options.{theirs}" for theirs, ours in OPTIONS.items()}
     | {"response_format": "format", "reasoning_effort": "think"},
     neutral={
-        "logprobs": (False,),
-        "top_logprobs": (0,),
         "images": ([],),
         "template": ("",),
-        "context": ([],),
     },
 )
 NO_LIMIT = (-1, -2)  # of num_predict: until the end, until the context is full
@@ -144,7 +146,9 @@ def _decoder(
         ours["model"] = model and model.removesuffix(LATEST)
         if (form := value_of(fields, "format", str | dict[str, Any], "")) != "":
             ours["response_format"] = _response_format(form)
-        return FIELDS.to_openai_request(ours, limits)
+        body = FIELDS.to_openai_request(ours, limits)
+        body.context = value_of(fields, "context", list[int])
+        return body
 
     return decode
 
@@ -224,7 +228,24 @@ def _says_generate(fields: Fields) -> dict[str, Any]:
 def read_chat(body: RequestBody, served: ServedModel) -> Call:
     """A call of /api/chat."""
     _check_thinks(body, served)
-    return FIELDS.renaming(lambda: chat.read(body, served))
+    return FIELDS.renaming(lambda: _read_any(chat.read, body, served))
+
+
+def _read_any(
+    read: Callable[[RequestBody, ServedModel], Call], body: RequestBody, served: ServedModel
+) -> Call:
+    """The call that `read` makes, behind the tokens of `context`. num_predict 0: the prompt is
+    computed and nothing said."""
+    nothing = body.max_tokens == 0
+    if nothing:
+        body = msgspec.structs.replace(body, max_tokens=1)
+    call = read(body, served)
+    if body.context:
+        prompt = tuple(check_prompt([*body.context, *call.prompts[0]], "context", served))
+        usual = served.defaults.get("max_tokens")
+        fitted = with_max_tokens(call.params[0], len(prompt), body.max_tokens, usual, served)
+        call = replace(call, prompts=(prompt,), params=(fitted,))
+    return replace(call, only_echoes=nothing or call.only_echoes)
 
 
 def read_generate(body: RequestBody, served: ServedModel) -> Call:
@@ -234,11 +255,12 @@ def read_generate(body: RequestBody, served: ServedModel) -> Call:
         return FIELDS.renaming(lambda: read_gap(body, served))
     _check_thinks(body, served)
     if body.prompt is None and served.template is not None:
-        return FIELDS.renaming(lambda: chat.read(body, served))
+        return FIELDS.renaming(lambda: _read_any(chat.read, body, served))
     text = body.prompt if isinstance(body.prompt, str) else ""
     for message in body.messages or ():
         text = f"{text}\n\n{message['content']}" if text else message["content"]
-    return FIELDS.renaming(lambda: _read_text(text, body, served))
+    body = msgspec.structs.replace(body, prompt=text)
+    return FIELDS.renaming(lambda: _read_any(_read_text, body, served))
 
 
 def _check_thinks(body: RequestBody, served: ServedModel) -> None:
@@ -252,10 +274,16 @@ def _check_thinks(body: RequestBody, served: ServedModel) -> None:
         raise bad_request("unsupported_parameter", message, "think")
 
 
-def _read_text(text: str, body: RequestBody, served: ServedModel) -> Call:
+def _read_text(body: RequestBody, served: ServedModel) -> Call:
+    assert isinstance(body.prompt, str)
+    text = body.prompt
     check_model(body, served)
+    parameters.check_number("logprobs", body.top_logprobs, "top_logprobs")
     parameters.check_number("max_tokens", body.max_tokens)
-    params = sampling_params(body, served, None)
+    wanted = None
+    if body.logprobs:
+        wanted = body.top_logprobs or 0
+    params = sampling_params(body, served, wanted)
     check_text(text, "prompt", body, served)
     tokens = served.tokenizer.encode(text, add_special=True, parse_special=True)
     prompt = tuple(check_prompt(tokens, "prompt", served))
@@ -314,6 +342,14 @@ def _call(reply: Reply, part: AnswerPart) -> dict[str, Any] | None:
     return {"id": call_id(reply, 0, part.call), "function": function}
 
 
+def _logprobs(reply: Reply, known: list[TokenLogprob]) -> dict[str, Any]:
+    """Logprobs of these tokens, where the client wants them."""
+    if reply.logprobs is None or not known:
+        return {}
+    entries = [chat.logprob_entry(reply, token, value) for token, value in known if value]
+    return {"logprobs": entries}
+
+
 def _line(model: str, said: dict[str, Any], stream: OutputStream | None = None) -> bytes:
     """One line. stream: the answer, where it is the last one."""
     line = {"model": model, "created_at": created_at(), **said, "done": stream is not None}
@@ -328,7 +364,7 @@ def _figures(stream: OutputStream) -> dict[str, Any]:
     return {
         "done_reason": stream.finish,
         "total_duration": _ns(now - times.arrival),
-        "load_duration": 0,
+        "load_duration": max(_ns(times.submitted_at - times.arrival), 1),
         "prompt_eval_count": len(stream.request.prompt),
         "prompt_eval_duration": _ns(first - times.arrival),
         "eval_count": len(stream.tokens),
@@ -348,19 +384,34 @@ def _dialect(
 ) -> Dialect:
     """says: our fields of what is asked; said: where a line has its text."""
 
+    def context(stream: OutputStream) -> dict[str, Any]:
+        """The tokens so far, which a next request may go on from."""
+        if says is not _says_generate:
+            return {}
+        return {"context": [*stream.request.prompt, *stream.tokens]}
+
     def whole(reply: Reply, streams: list[OutputStream], answer: WholeAnswer) -> InParts[bytes]:
         yield
-        parts = parts_of(reply, streams[0], answer.texts[0], answer.offsets[0])
-        return _line(reply.model, _whole_said(reply, parts, said), streams[0])
+        stream = streams[0]
+        parts = parts_of(reply, stream, answer.texts[0], answer.offsets[0])
+        known: list[TokenLogprob] = list(zip(stream.tokens, stream.logprobs, strict=False))
+        told = _logprobs(reply, known[: len(known) - stream.hidden])
+        line = _whole_said(reply, parts, said) | told | context(stream)
+        return _line(reply.model, line, stream)
 
     def chunk(reply: Reply, piece: OutputPiece) -> bytes:
         new = [
             _new_said(reply, event, said)
             for event in read_piece(reply, reply.state(AnswerParts), piece)
         ]
-        lines = [_line(reply.model, one) + b"\n" for one in new if one is not None]
+        told = [one for one in new if one is not None]
+        if known := _logprobs(reply, chat.known_logprobs(piece)):
+            told = told or [said("", {})]
+            told[0] |= known
+        lines = [_line(reply.model, one) + b"\n" for one in told]
         if piece.last:
-            lines.append(_line(reply.model, said("", {}), piece.stream) + b"\n")
+            line = said("", {}) | context(piece.stream)
+            lines.append(_line(reply.model, line, piece.stream) + b"\n")
         return b"".join(lines)
 
     return Dialect(

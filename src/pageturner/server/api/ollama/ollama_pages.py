@@ -6,6 +6,7 @@ Owns what they say. Must not know how anything is generated.
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-import pageturner
 from pageturner.http.receiving import again, read_body
 from pageturner.http.responses import json_response
 from pageturner.server.admission.metered import metered
@@ -26,6 +26,7 @@ from pageturner.server.api.base.call import check_model
 from pageturner.server.api.base.dialect import Dialect
 from pageturner.server.api.base.generate import GenerateEndpoint
 from pageturner.server.api.base.served_model import ServedModel
+from pageturner.server.api.ollama.model_files import ModelFiles, model_files
 from pageturner.server.api.ollama.ollama import LATEST, OLLAMA_CHAT, OLLAMA_GENERATE, created_at
 from pageturner.server.service import Service
 from pageturner.text.fim import fim_tokens
@@ -35,7 +36,8 @@ WITHOUT_ROWS: dict[str, dict[str, Any]] = {
     "embeddings": {"embedding": []},
 }
 SHORT = 4096  # bytes of a body that may ask for nothing but loading
-ARCHITECTURE = "pageturner"  # the API process does not know the model's family
+ARCHITECTURE = "pageturner"  # where the model's files do not say its family
+SPOKEN = "0.12.11"  # the version of Ollama's API that is spoken here: clients look for a least one
 
 
 class ShowBody(msgspec.Struct):
@@ -68,18 +70,22 @@ class OllamaPages:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._files: ModelFiles | None = None
 
     async def version(self, _: HTTPRequest) -> Response:
-        return json_response({"version": pageturner.__version__})
+        return json_response({"version": SPOKEN})
 
     async def tags(self, _: HTTPRequest) -> Response:
-        return json_response({"models": [self._model(name) for name in self._service.names]})
+        files = await self._read()
+        names = self._service.names
+        return json_response({"models": [self._model(name, files) for name in names]})
 
     async def running(self, _: HTTPRequest) -> Response:
         """List the running models. They are those of `tags`: a served model is always loaded."""
         context = self._service.served().context
         more = {"expires_at": "0001-01-01T00:00:00Z", "size_vram": 0, "context_length": context}
-        models = [self._model(name) | more for name in self._service.names]
+        files = await self._read()
+        models = [self._model(name, files) | more for name in self._service.names]
         return json_response({"models": models})
 
     async def show(self, request: HTTPRequest) -> Response:
@@ -87,33 +93,42 @@ class OllamaPages:
         body = convert(await read_body(request.receive, service.config.max_body_size), ShowBody)
         check_model(_named(body.model or body.name), served)
         sampling = service.generation.sampling
+        files = await self._read()
+        family = files.family or ARCHITECTURE
         return json_response(
             {
-                "modelfile": "",
+                "modelfile": f"FROM {service.model}\n",
                 "license": "",
                 "parameters": "\n".join(f"{name} {value}" for name, value in sampling.items()),
                 "template": service.tokenizer.chat_template or "",
-                "details": _details(),
+                "details": files.details,
                 "model_info": {
-                    "general.architecture": ARCHITECTURE,
+                    "general.architecture": family,
                     "general.basename": service.model,
-                    f"{ARCHITECTURE}.context_length": served.context,
-                    f"{ARCHITECTURE}.vocab_size": served.vocab_size,
+                    "general.parameter_count": files.parameters,
+                    f"{family}.context_length": served.context,
+                    f"{family}.vocab_size": served.vocab_size,
+                    **files.info,
                 },
                 "capabilities": _capabilities(served),
                 "modified_at": self._modified(),
             }
         )
 
-    def _model(self, name: str) -> dict[str, Any]:
-        path = Path(self._service.live_settings.config.model)
+    async def _read(self) -> ModelFiles:
+        if self._files is None:
+            path = Path(self._service.live_settings.config.model)
+            self._files = await asyncio.to_thread(model_files, path)
+        return self._files
+
+    def _model(self, name: str, files: ModelFiles) -> dict[str, Any]:
         return {
             "name": name,
             "model": name,
             "modified_at": self._modified(),
-            "size": path.stat().st_size if path.is_file() else 0,
-            "digest": "",
-            "details": _details(),
+            "size": files.size,
+            "digest": files.digest(name),
+            "details": files.details,
         }
 
     def _modified(self) -> str:
@@ -199,14 +214,3 @@ def _capabilities(served: ServedModel) -> list[str]:
         "thinking": answer_grammar.formats_of(served).reasoning,
     }
     return ["completion", *gaps, *(name for name, format in knows.items() if format is not None)]
-
-
-def _details() -> dict[str, Any]:
-    return {
-        "parent_model": "",
-        "format": "",
-        "family": "",
-        "families": [],
-        "parameter_size": "",
-        "quantization_level": "",
-    }

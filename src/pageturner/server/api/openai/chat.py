@@ -113,7 +113,7 @@ def chunk(reply: Reply, piece: OutputPiece) -> bytes:
     if reply.begins(stream):
         parts.append(at_once(_role(reply, stream)))
     if reply.call.answer is not None:
-        parts.append(events(reply, piece, at_once(_logprobs(reply, _known(piece)))))
+        parts.append(events(reply, piece, at_once(_logprobs(reply, known_logprobs(piece)))))
     elif piece.token is not None or piece.text:
         parts.append(_token(reply, piece))
     if piece.last:
@@ -155,7 +155,7 @@ def _token(reply: Reply, piece: OutputPiece) -> bytes:
     choice: dict[str, Any] = {
         "index": stream.choice,
         "delta": {"content": piece.text},
-        "logprobs": at_once(_logprobs(reply, _known(piece))),
+        "logprobs": at_once(_logprobs(reply, known_logprobs(piece))),
         "finish_reason": None,
     }
     return reply.event(
@@ -163,7 +163,7 @@ def _token(reply: Reply, piece: OutputPiece) -> bytes:
     )
 
 
-def _known(piece: OutputPiece) -> list[TokenLogprob]:
+def known_logprobs(piece: OutputPiece) -> list[TokenLogprob]:
     """Return the logprobs of the token of a piece; empty if it has none to show."""
     if piece.token is None or not piece.stream.logprobs or (piece.last and piece.stream.hidden):
         return []
@@ -173,11 +173,11 @@ def _known(piece: OutputPiece) -> list[TokenLogprob]:
 def _logprobs(reply: Reply, known: list[TokenLogprob]) -> InParts[dict[str, Any] | None]:
     if reply.logprobs is None or not known:
         return None
-    entries = (_logprob(reply, token, value) for token, value in known if value is not None)
+    entries = (logprob_entry(reply, token, value) for token, value in known if value is not None)
     return {"content": (yield from json_list(entries))}
 
 
-def _logprob(reply: Reply, token: int, value: Logprob) -> dict[str, Any]:
+def logprob_entry(reply: Reply, token: int, value: Logprob) -> dict[str, Any]:
     likely = [_entry(reply, other, logprob) for other, logprob in value[1]]
     return {**_entry(reply, token, value[0]), "top_logprobs": likely}
 
