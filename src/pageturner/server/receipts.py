@@ -51,7 +51,7 @@ class Receipts:
         as of `write`."""
         self._check()
         if self._hash is None or (self._hash.done() and self._hash.exception() is not None):
-            self._hash = _in_thread(lambda: model_hash(self._model) if self._marks else "")
+            self._hash = in_thread(lambda: model_hash(self._model) if self._marks else "")
         return self._hash
 
     async def write(
@@ -71,7 +71,7 @@ class Receipts:
         except EngineFault as fault:
             raise ClientError(503, fault.code, fault.message) from None
         large = size_of(call, streams) > MUCH
-        return await _in_thread(lambda: receipt_of(*written)) if large else receipt_of(*written)
+        return await in_thread(lambda: receipt_of(*written)) if large else receipt_of(*written)
 
     async def attach(
         self, reply: Reply, streams: list[OutputStream], left: asyncio.Future[None] | None = None
@@ -102,7 +102,7 @@ class Receipts:
             raise ClientError(409, "model_changed", f"{message} the server must be started anew")
 
 
-def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
     """Return what `work` returns or raises, by a thread of its own that holds up nobody, not even
     the end."""
     loop = asyncio.get_running_loop()

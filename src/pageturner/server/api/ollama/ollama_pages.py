@@ -6,7 +6,6 @@ Owns what they say. Must not know how anything is generated.
 
 from __future__ import annotations
 
-import asyncio
 import datetime
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from pageturner.server.api.base.generate import GenerateEndpoint
 from pageturner.server.api.base.served_model import ServedModel
 from pageturner.server.api.ollama.model_files import ModelFiles, model_files
 from pageturner.server.api.ollama.ollama import LATEST, OLLAMA_CHAT, OLLAMA_GENERATE, created_at
+from pageturner.server.receipts import in_thread
 from pageturner.server.service import Service
 from pageturner.text.fim import fim_tokens
 
@@ -118,7 +118,7 @@ class OllamaPages:
     async def _read(self) -> ModelFiles:
         if self._files is None:
             path = Path(self._service.live_settings.config.model)
-            self._files = await asyncio.to_thread(model_files, path)
+            self._files = await in_thread(lambda: model_files(path))
         return self._files
 
     def _model(self, name: str, files: ModelFiles) -> dict[str, Any]:
