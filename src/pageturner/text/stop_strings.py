@@ -123,10 +123,16 @@ class ContentStops:
         text = self._held[: len(self._held) - held]
         self._held = self._held[len(text) :]
         content = "".join(delta.text for delta in deltas if delta.kind == "content")
-        shown = self._content(content, begin)
-        if self.found is not None or len(content) >= len(text):
+        at = 0
+        shown = ""
+        if not text.startswith(content):  # white space in front of it belongs to a mark
+            at = text.rfind(content)
+            shown = self._strings.flush() + text[:at]
+        shown += self._content(content, begin + at)
+        rest = text[at + len(content) :]
+        if self.found is not None or not rest:
             return shown
-        return shown + self._strings.flush() + text[len(content) :]
+        return shown + self._strings.flush() + rest
 
     def _content(self, content: str, begin: int) -> str:
         """Take content, of which the first character is that of this number."""
