@@ -8,6 +8,7 @@ Sources lie outside: `PAGETURNER_CASES` (cases/), `PAGETURNER_SOURCES` (a folder
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import random
@@ -213,12 +214,7 @@ def sampled(count: int) -> list[tuple[str, Any]]:
 def bench_lines(files: list[tuple[str, Any]]) -> Iterator[Line]:
     kinds, reasons, found = Counter[str](), Counter[str](), Counter[str]()
     wrong = list[str]()
-    judged = finished = 0
-    dice = random.Random(2)
-    try:
-        import jsonschema  # noqa: F401
-    except ImportError:
-        judged = -1
+    finished, dice, judge = 0, random.Random(2), importlib.util.find_spec("jsonschema")
     for name, file in files:
         schema = file["schema"]
         kind, why, grammar = verdict(schema)
@@ -231,9 +227,8 @@ def bench_lines(files: list[tuple[str, Any]]) -> Iterator[Line]:
             found[f"{'valid' if test['valid'] else 'invalid'} {'' if taken else 'not '}taken"] += 1
             if taken and not test["valid"]:
                 wrong.append(f"{name}: {str(test.get('description'))[:60]}")
-        text = answer(grammar, dice) if judged >= 0 else None
-        if text is not None:
-            judged, finished = judged + (not is_valid(text, schema)), finished + 1
+        if judge and (text := answer(grammar, dice)) is not None:
+            finished += 1
             wrong += [] if is_valid(text, schema) else [f"{name}: {text[:80]}"]
     most = dict(reasons.most_common(12))
     yield Line(
@@ -275,6 +270,18 @@ def http_lines(files: list[tuple[str, Any]]) -> Iterator[Line]:
     yield Line(what, f"{dict(counts)} {bad[:6]}", not bad)
 
 
+def server_suite_lines() -> Iterator[Line]:
+    import foreign_suites
+
+    for suite, place in foreign_suites.FOLDERS.items():
+        sources = folder("PAGETURNER_SOURCES", place).parents[len(Path(place).parts) - 1]
+        found = foreign_suites.run(suite, sources)
+        reasons = "; ".join(f"{why} {n}" for why, n in found["reasons"].items())
+        failed = " | ".join(one[:90] for one in found["failed"])
+        figure = f"{dict(found['counts'])}; not applicable: {reasons}; failed: {failed}"
+        yield Line(f"tests of {suite} against our server", figure, None)
+
+
 def lines(options: argparse.Namespace) -> Iterator[Line]:
     yield from harness.safely("cases of schemas and grammars", case_lines)
     yield from harness.safely("JSON-Schema-Test-Suite", suite_lines)
@@ -287,6 +294,7 @@ def lines(options: argparse.Namespace) -> Iterator[Line]:
         yield from harness.safely("JSONSchemaBench", lambda: bench_lines(files))
         some = files[: options.grammar_http]
         yield from harness.safely("schemas over HTTP", lambda: http_lines(some))
+    yield from harness.safely("foreign suites of servers", server_suite_lines)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ COMPILERS = 4
 COMPILER_NICENESS = 10  # of their threads: the kernels need the processors more
 MASKERS = 2  # sequences whose masks are computed at once
 MASK_SECONDS = 0.05  # that a step waits for masks when its layers are computed
-MAX_COMPILED_BYTES = 256 << 20  # of the grammars that are kept, as far as that can be told
+MAX_COMPILED_BYTES = 64 << 20  # of the grammars that are kept, as far as that can be told
 # A compiled grammar, and what its lexer learns of a vocabulary.
 GRAMMAR_BYTES = 1 << 20
 BYTES_PER_CHARACTER = 256
