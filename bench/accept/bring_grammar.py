@@ -266,8 +266,9 @@ def http_lines(files: list[tuple[str, Any]]) -> Iterator[Line]:
         results = list(pool.map(ask, enumerate(files)))
     counts = Counter(result for result, _ in results)
     bad = [name for result, name in results if result.startswith(("invalid", "status"))]
-    what = "schemas over HTTP at temperature 1 to 1.5: invalid answers 0"
-    yield Line(what, f"{dict(counts)} {bad[:6]}", not bad)
+    yield Line(
+        "schemas over HTTP, temperature 1 to 1.5: 0 invalid", f"{dict(counts)} {bad}", not bad
+    )
 
 
 def server_suite_lines() -> Iterator[Line]:
