@@ -83,26 +83,14 @@ class OurServer:
     def __exit__(self, *error: object) -> None:
         """It is ended elsewhere."""
 
-    @property
-    def url_root(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
     def url_for(self, *parts: str) -> str:
-        return "/".join((self.url_root, *parts))
-
-    def get_client(self, **more: Any) -> Any:
-        import openai
-
-        return openai.OpenAI(**self._options(more))
+        return "/".join((f"http://127.0.0.1:{self.port}", *parts))
 
     def get_async_client(self, **more: Any) -> Any:
         import openai
 
-        return openai.AsyncOpenAI(**self._options(more))
-
-    def _options(self, more: dict[str, Any]) -> dict[str, Any]:
         url = self.url_for("v1")
-        return {"base_url": url, "api_key": "token", "max_retries": 0, "timeout": 60, **more}
+        return openai.AsyncOpenAI(base_url=url, api_key="token", max_retries=0, timeout=60, **more)
 
 
 def pytest_configure(config: Any) -> None:
