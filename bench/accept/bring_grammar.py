@@ -1,7 +1,8 @@
 """JSON schemas and GBNF: the reported cases, two foreign suites of schemas against the grammar byte by byte, and
 over HTTP.
 
-Sources lie outside: `PAGETURNER_CASES` (cases/), `PAGETURNER_SOURCES` (a folder with `jsts` and `jsb`). Answers are judged by the package `jsonschema`. What is absent is NOT RUN.
+Sources lie outside: `PAGETURNER_CASES` (cases/), `PAGETURNER_SOURCES` (a folder with `jsts` and `jsb`).
+Answers are judged by the package `jsonschema`. What is absent is NOT RUN.
 """
 
 from __future__ import annotations
