@@ -136,7 +136,7 @@ CHECKS: dict[str, Callable[[Answer], bool]] = {
         a.said == "The answer is 4." and "4." in a.choice["message"]["reasoning"]
     ),
     "stop-reasoning-messages": _blocks,
-    "stop-reasoning-token-id": lambda a: a.said == "The answer is 4.",
+    "stop-reasoning-token-id": lambda a: a.said.startswith("The answer is 4."),
     "linesep-ollama-2028": _lines,
     "linesep-ollama-2029": _lines,
     "linesep-ollama-0085": _lines,
