@@ -121,9 +121,8 @@ def _refused(*words: str) -> Callable[[Answer], bool]:
 
 def _blocks(answer: Answer) -> bool:
     blocks = answer.json["content"]
-    return [one["type"] for one in blocks] == ["thinking", "text"] and blocks[1][
-        "text"
-    ] == "The answer is 4."
+    kinds = [one["type"] for one in blocks]
+    return kinds == ["thinking", "text"] and blocks[1]["text"].strip() == "The answer is 4."
 
 
 def _alive(answer: Answer) -> bool:
