@@ -357,3 +357,23 @@ def test_history_in_real_templates(name: str, rendered: str) -> None:
     user = {"role": "user", "content": "hi"}
     text = template.render(template_messages([user, ASKED, RESULT], template))
     assert rendered in text
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}{# tool_calls #}",
+        "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}{% if tools %}{{ tool.name }}{% endif %}",
+    ],
+)
+def test_tools_that_a_template_does_not_show_stand_in_a_system_message(source: str) -> None:
+    tool = {"type": "function", "function": {"name": "peek", "parameters": {"type": "object"}}}
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hm?"}]
+    for given in (messages, messages[1:]):
+        text = conversation.prompt_text(
+            ChatTemplate(source), given, conversation.variables([tool], None, None)
+        )
+        assert text.count('"peek"') == 1
+        assert text.startswith("[system]")
+        assert "<tool_call>" in text
+        assert text.endswith("[user] Hm?")

@@ -177,8 +177,8 @@ def _types(choice: ToolChoice, format: ToolFormat | None) -> dict[str, dict[str,
 
 # -- formats of a template ------------------------------------------------------------------------
 
-_ABOUT_TOOLS = re.compile(r"\b(xml_)?(tools|functions|tool_calls?)\b")
-_NO_TOOLS = re.compile(r"raise_exception\([^)]*\b(no|not) .*tools?\b")
+_ABOUT_TOOLS = re.compile(r"\b(xml_)?(tools?|functions|tool_calls?)\b")
+_NO_TOOLS = re.compile(r"raise_exception\([^)]*\bno tools\b")
 _MAY_BEGIN = re.compile(rf"[\[{{<`]|{SOUGHT}")
 
 

@@ -7,6 +7,7 @@ how it is found out what one wants (chat_template.py), nor which tools there are
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import json
@@ -68,13 +69,50 @@ def prompt_text(
             try:
                 if goes_on:
                     return _continued(template, said, given)
-                return template.render(said, generate=generate, **given)
+                text = template.render(said, generate=generate, **given)
+                if tools and not _SHOWS_TOOLS.search(template.source):
+                    return _told(template, messages, variables, generate) or text
+                return text
             except ClientError as error:
                 if isinstance(error, TemplateTooLong) or error.code != "template_error":
                     raise
                 refused = refused or error
     assert refused is not None
-    raise refused
+    text = ""
+    if tools and not goes_on:
+        text = _told(template, messages, variables, generate)
+    if not text:
+        raise refused
+    return text
+
+
+_SHOWS_TOOLS = re.compile(r"\b(xml_)?tools\b|\bfunctions\b")
+
+
+def _told(
+    template: ChatTemplate,
+    messages: Sequence[dict[str, Any]],
+    variables: dict[str, Any],
+    generate: bool,
+) -> str:
+    """The prompt with a text about the tools in the system message, for a template that does not
+    show them; "": it refuses this too."""
+    format = recognised(template.source) or tool_format(COMMON)
+    shown = "\n".join(map(_json, variables["tools"]))
+    text = f"You may call these functions:\n<tools>\n{shown}\n</tools>\nA call is written so:\n"
+    text += written(format, [("function_name", {"argument": "value"})])
+    first = messages[0]
+    rest = messages
+    if first.get("role") in ("system", "developer"):
+        text = f"{_text(first.get('content'))}\n\n{text}"
+        rest = messages[1:]
+    told = [{"role": "system", "content": text}, *rest]
+    others = {
+        name: value for name, value in variables.items() if name not in ("tools", "xml_tools")
+    }
+    with contextlib.suppress(ClientError):
+        return prompt_text(template, told, others, generate=generate)
+    return ""
 
 
 def marked_prompt(
