@@ -155,7 +155,7 @@ def test_a_server_keeps_its_defaults_for_what_was_not_asked(
     ("words", "named"),
     [
         (["--temperature", "-1"], "--temperature"),
-        (["--top-p", "0"], "--top-p"),
+        (["--top-p", "1.5"], "--top-p"),
         (["-n", "0"], "--max-tokens"),
         (["--stop", ""], "--stop"),
         (["--presence-penalty", "3"], "--presence-penalty"),

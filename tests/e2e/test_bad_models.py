@@ -176,7 +176,7 @@ FOLDERS: dict[str, tuple[Build, list[str]]] = {
         text("tokenizer_config.json", "{"),
         ["tokenizer_config.json", "cannot read"],
     ),
-    "architecture": (config(model_type="mamba"), ["'mamba' is not supported", "known: llama"]),
+    "architecture": (config(model_type="mamba"), ["'mamba' is not supported", "known: "]),
     "no architecture": (config(model_type=...), ["config.json", "'model_type'"]),
     "rotary scaling": (
         config(rope_parameters={"rope_type": "resonance", "rope_theta": 1e4}),
@@ -263,7 +263,7 @@ FILES: dict[str, tuple[Callable[[], bytes], list[str]]] = {
     ),
     "architecture": (
         lambda: keys(general__architecture="mamba"),
-        ["'mamba' is not supported", "known: llama"],
+        ["'mamba' is not supported", "known: "],
     ),
     "no layers": (
         lambda: keys(llama__block_count=...),

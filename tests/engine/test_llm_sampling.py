@@ -168,7 +168,7 @@ def test_the_ends_of_the_limits_are_numbers_to_the_kernels(
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
         ({"logprobs": -1}, "logprobs"),
         ({"temperature": -1.0}, "temperature"),
-        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"truncate_prompt_tokens": 10**9}, "truncate_prompt_tokens"),
         ({"stop": ("",)}, "stop"),

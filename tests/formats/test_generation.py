@@ -91,7 +91,7 @@ def test_the_setting(tmp_path: Path) -> None:
         ({"top_k": 1.5}, "top_k should be a whole number, not 1.5"),
         ({"top_k": -2}, "top_k must be -1 to"),
         ({"top_p": True}, "top_p should be a number, not True"),
-        ({"top_p": 0}, "top_p must be above 0 and at most 1, not 0"),
+        ({"top_p": 1.5}, "top_p must be 0 to 1, not 1.5"),
         ({"repetition_penalty": 0}, "repetition_penalty must be 0.001 to 1000"),
         ({"max_new_tokens": 0}, "max_tokens must be 1 to 2147483647"),
         ({"eos_token_id": ["</s>"]}, "eos_token_id should be token ids"),

@@ -15,7 +15,8 @@ import pytest
 from pageturner.errors import ClientError, EngineFault
 from pageturner.ipc.channel import Unpin
 from pageturner.request import Event
-from pageturner.server.engine_client.supervisor import POISON, EngineListener
+from pageturner.server.engine_client.quarantine import POISON
+from pageturner.server.engine_client.supervisor import EngineListener
 from pageturner.server.prefixes import MAX_PREFIXES, Prefixes, read_preload_file
 from pageturner.text.output_stream import OutputStream
 
