@@ -97,8 +97,14 @@ BESIDE: dict[str, dict[str, dict[str, Any]]] = {
     "completions": {name: beside for name, beside in _OURS.items() if name != "tool_choice"},
     "responses": {"min_tokens": {"max_output_tokens": LONGEST - 20}},
     "messages": {"min_tokens": {"max_tokens": LONGEST - 20}},
-    "ollama chat": {"min_tokens": {"options": {"num_predict": LONGEST - 20}}},
-    "ollama generate": {"min_tokens": {"options": {"num_predict": LONGEST - 20}}},
+    "ollama chat": {
+        "min_tokens": {"options": {"num_predict": LONGEST - 20}},
+        "top_logprobs": {"logprobs": True},
+    },
+    "ollama generate": {
+        "min_tokens": {"options": {"num_predict": LONGEST - 20}},
+        "top_logprobs": {"logprobs": True},
+    },
     "tokenize": {
         name: {"prompt": None, "messages": HI, "tools": [TOOL]}
         for name in ("tools", "tool_choice", "reasoning_effort", "messages", "chat_template_kwargs")

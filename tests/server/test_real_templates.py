@@ -46,7 +46,7 @@ TEMPLATES = {
     "unsloth-mistral-Devstral-Small-2507": ("mistral", None, False, True),
     "mistralai-Ministral-3-14B-Reasoning-2512": ("mistral", "mistral", False, True),
     "google-gemma-4-31B-it": ("gemma", "gemma", False, True),
-    "ibm-granite-granite-3.3-2B-Instruct": ("granite", "think", False, True),
+    "ibm-granite-granite-3.3-2B-Instruct": ("granite", "granite", False, True),
     "llama-cpp-deepseek-r1": ("deepseek_v3", "think", True, True),
     "openai-gpt-oss-120b": ("harmony", "harmony", False, False),
     "LFM2-8B-A1B": ("pythonic_tokens", None, False, True),
@@ -74,7 +74,12 @@ def test_the_formats_of_a_template(name: str) -> None:
         assert reasoning.opened(thinks, prompt) == opens
 
 
-@pytest.mark.parametrize("name", [name for name, row in TEMPLATES.items() if row[0]])
+NESTED = "MiniMax-M3"  # writes lists and objects as nested elements, which are read as their text
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, row in TEMPLATES.items() if row[0] and name != NESTED]
+)
 def test_calls_of_earlier_turns_are_read_from_the_prompt(name: str) -> None:
     source, (tools, *_, several) = source_of(name), TEMPLATES[name]
     calls = [

@@ -281,7 +281,7 @@ def _take_guided(body: RequestBody) -> None:
     older = {
         ours: value
         for name, ours in GUIDED.items()
-        if (value := getattr(body, name)) not in (None, "")
+        if (value := getattr(body, name)) is not None and (name != "grammar" or value)
     }
     if not older:
         return
