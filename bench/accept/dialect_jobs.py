@@ -219,8 +219,13 @@ def in_background(one: Ask) -> Ask:
     return Ask(f"{one.name}, background", one.path, one.body | {"background": True})
 
 
+# what a stream says while it waits for its first token: as often as it has to wait
+_ALIVE = re.compile(rb': keep-alive\n\n|event: ping\ndata: \{"type":"ping"\}\n\n')
+
+
 def same_bytes(raw: bytes, ids: bool = True) -> bytes:
     """An answer without what is of one time only. ids: they are the same, because the request's was."""
+    raw = _ALIVE.sub(b"", raw)
     raw = _CACHED.sub(lambda m: b'"input_tokens":%d' % (int(m[1]) + int(m[2])), raw)
     raw = _AGAIN.sub(b"", _TIMES.sub(rb'"\1":0', raw))
     return raw if ids else _IDS.sub(rb'"\1":""', raw)
