@@ -61,7 +61,7 @@ BUDGETS = {
     "lab": 93_500,
     "cli": 14_900,
 }
-WHOLE = {"src/pageturner": 575_200, "bench": 219_850, "tests": 649_050}  # tokens
+WHOLE = {"src/pageturner": 575_200, "bench": 221_150, "tests": 649_050}  # tokens
 FINDINGS = (
     "upwards",
     "circles",

@@ -1,8 +1,8 @@
 """JSON schemas and GBNF: the reported cases, two foreign suites of schemas against the grammar byte by byte, and
-over HTTP.
+foreign suites of servers against ours.
 
-Sources lie outside: `PAGETURNER_CASES` (cases/), `PAGETURNER_SOURCES` (a folder with `jsts` and `jsb`).
-Answers are judged by the package `jsonschema`. What is absent is NOT RUN.
+Sources lie outside: `PAGETURNER_CASES` (cases/), `PAGETURNER_SOURCES` (a folder with `jsts`, `jsb`, `llamacpp` and
+`vllm`). Answers are judged by the package `jsonschema`. What is absent is NOT RUN.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-sys.path += [str(HERE)]
+sys.path += [str(HERE), str(HERE.parent / "clients")]
 
 import harness  # noqa: E402
 from harness import Line, NotRun  # noqa: E402
@@ -271,6 +271,18 @@ def http_lines(files: list[tuple[str, Any]]) -> Iterator[Line]:
     )
 
 
+def server_suite_lines() -> Iterator[Line]:
+    import foreign_suites
+
+    for suite, place in foreign_suites.FOLDERS.items():
+        sources = folder("PAGETURNER_SOURCES", place).parents[len(Path(place).parts) - 1]
+        found = foreign_suites.run(suite, sources)
+        reasons = "; ".join(f"{why} {n}" for why, n in found["reasons"].items())
+        failed = " | ".join(one[:90] for one in found["failed"])
+        figure = f"{dict(found['counts'])}; not applicable: {reasons}; failed: {failed}"
+        yield Line(f"tests of {suite} against our server", figure, None)
+
+
 def lines(options: argparse.Namespace) -> Iterator[Line]:
     yield from harness.safely("cases of schemas and grammars", case_lines)
     yield from harness.safely("JSON-Schema-Test-Suite", suite_lines)
@@ -283,6 +295,7 @@ def lines(options: argparse.Namespace) -> Iterator[Line]:
         yield from harness.safely("JSONSchemaBench", lambda: bench_lines(files))
         some = files[: options.grammar_http]
         yield from harness.safely("schemas over HTTP", lambda: http_lines(some))
+    yield from harness.safely("foreign suites of servers", server_suite_lines)
 
 
 if __name__ == "__main__":
