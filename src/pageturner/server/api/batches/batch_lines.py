@@ -83,7 +83,7 @@ def parse_line(raw: bytes, endpoint: str, most: int) -> BatchLine:
             "line_too_long", f"a line may have {most + ENVELOPE} bytes, and this one has more"
         )
     try:
-        line = _LINE.decode(raw.removeprefix(BOM))
+        line = _LINE.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         bad = BadLine(*_why(raw, error))
         bad.custom_id = _custom_id(raw)
@@ -126,7 +126,7 @@ def _why(raw: bytes, error: Exception) -> tuple[str, str, str | None]:
 
 def _custom_id(raw: bytes) -> str | None:
     try:
-        return _ID.decode(raw.removeprefix(BOM)).custom_id[:LONGEST_ID]
+        return _ID.decode(raw).custom_id[:LONGEST_ID]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
@@ -134,7 +134,7 @@ def _custom_id(raw: bytes) -> str | None:
 def question_of(raw: bytes, line: int) -> Question:
     """Return the request of a valid line. A line without a seed gets a seed derived from its text
     and its line number, so that running it again gives the same answer."""
-    asked = _LINE.decode(raw.removeprefix(BOM))
+    asked = _LINE.decode(raw)
     digest = hashlib.sha256(b"%d:%s:" % (line, asked.custom_id.encode()) + raw).digest()
     body: dict[str, Any] = {name: value for name, value in asked.body.items() if name not in _LATER}
     if asked.url != EMBEDDINGS and bytes(body.get("seed", b"null")) == b"null":
@@ -148,7 +148,8 @@ def lines_of(
     file: BinaryIO, position: int, count: int, most: int
 ) -> Iterator[tuple[int, int, int, bytes]]:
     """The lines of a file from a position on: number, position, size and bytes of each that is not
-    empty. Of one that is too long to be good, only the beginning is held."""
+    empty, without a byte order mark. Of one that is too long to be good, only the beginning is
+    held."""
     file.seek(position)
     while raw := file.readline(most + ENVELOPE + 2):
         begin, size = position, len(raw)
@@ -157,8 +158,10 @@ def lines_of(
             if rest.endswith(b"\n"):
                 break
         position, count = position + size, count + 1
-        if raw.removeprefix(BOM).strip():
-            yield count, begin, size, raw
+        line = raw.removeprefix(BOM)
+        mark = len(raw) - len(line)
+        if line.strip():
+            yield count, begin + mark, size - mark, line
 
 
 def looked_at(
