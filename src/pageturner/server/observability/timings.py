@@ -144,8 +144,11 @@ class RequestHistory:
 
     def _forget(self, tenant: str) -> None:
         """Forget the oldest request of a tenant."""
-        self._bytes[tenant] -= self._kept[tenant].popleft().size
+        kept = self._kept[tenant]
+        self._bytes[tenant] -= kept.popleft().size
         self._count -= 1
+        if not kept:  # tenants are named by clients: no more are remembered than requests
+            del self._kept[tenant], self._bytes[tenant]
 
     def first_tokens(self, since: float) -> list[float]:
         """Seconds until the first token of requests that ended since then and are remembered."""

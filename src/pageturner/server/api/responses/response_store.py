@@ -141,3 +141,5 @@ class ResponseStore:
     def _drop(self, key: Key) -> None:
         if (record := self._kept.pop(key, None)) is not None:
             self._bytes[record.tenant] -= record.size
+            if not self._bytes[record.tenant]:  # tenants are named by clients
+                del self._bytes[record.tenant]
