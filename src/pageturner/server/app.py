@@ -20,6 +20,7 @@ from pageturner.http.error_responses import error_handlers
 from pageturner.server.about import AboutPages
 from pageturner.server.adapters import AdapterPages
 from pageturner.server.api.anthropic.messages import MESSAGES
+from pageturner.server.api.base.dialect import Dialect
 from pageturner.server.api.base.generate import GenerateEndpoint
 from pageturner.server.api.batches.batch_pages import BatchPages
 from pageturner.server.api.ollama.ollama_embed import OLLAMA_EMBED, OLLAMA_EMBEDDINGS
@@ -70,10 +71,6 @@ def create_app(service: Service, batches: BatchPages | None = None) -> Starlette
         *page_routes(service, admin.admit),
         Route("/v1/load_lora_adapter", adapters.load, methods=["POST"]),
         Route("/v1/unload_lora_adapter", adapters.unload, methods=["POST"]),
-        Route("/v1/completions", GenerateEndpoint(service, COMPLETIONS), methods=["POST"]),
-        Route(
-            "/v1/chat/completions", GenerateEndpoint(service, CHAT_COMPLETIONS), methods=["POST"]
-        ),
         Route("/v1/models", pages.models),
         Route("/models", pages.models),
         Route("/v1/models/{id:path}", pages.model),
@@ -98,10 +95,8 @@ def create_app(service: Service, batches: BatchPages | None = None) -> Starlette
         Route("/v1/responses/{id}/cancel", responses.cancel, methods=["POST"]),
         Route("/v1/responses/{id}/input_items", responses.input_items),
         *batches.routes(),
-        Route("/v1/embeddings", GenerateEndpoint(service, EMBEDDINGS), methods=["POST"]),
-        Route("/v1/messages", GenerateEndpoint(service, MESSAGES), methods=["POST"]),
         Route("/v1/messages/count_tokens", pages.count_tokens, methods=["POST"]),
-        *_embedding_rerank_infill_routes(service),
+        *_generating_routes(service),
         *_ollama(service),
         Route("/tokenizer_info", about.tokenizer_info),
         Route("/reset_prefix_cache", about.reset_prefix_cache, methods=["POST"]),
@@ -142,21 +137,24 @@ def _app_of(routes: list[Route], service: Service) -> Starlette:
     return app
 
 
-def _embedding_rerank_infill_routes(service: Service) -> list[Route]:
-    """The shapes of several servers for rows, scores and gaps, at the paths where each has them."""
+def _generating_routes(service: Service) -> list[Route]:
+    """The shapes of several servers, at the paths where each has them; llama.cpp's are also without
+    a version."""
+    shapes: list[tuple[Dialect, *tuple[str, ...]]] = [
+        (COMPLETIONS, "/v1/completions", "/completions"),
+        (CHAT_COMPLETIONS, "/v1/chat/completions", "/chat/completions"),
+        (EMBEDDINGS, "/v1/embeddings", "/embeddings"),
+        (MESSAGES, "/v1/messages"),
+        (INFILL, "/infill"),
+        (RERANK, "/v1/rerank", "/rerank", "/v2/rerank"),
+        (SCORE, "/v1/score", "/score"),
+    ]
     spoken: dict[str, GenerateEndpoint | OllamaEmbedEndpoint] = {
         "/api/embed": OllamaEmbedEndpoint(service, OLLAMA_EMBED),
         "/api/embeddings": OllamaEmbedEndpoint(service, OLLAMA_EMBEDDINGS),
-        "/infill": GenerateEndpoint(service, INFILL),
     }
-    spoken |= dict.fromkeys(
-        ("/v1/rerank", "/rerank", "/v2/rerank"), GenerateEndpoint(service, RERANK)
-    )
-    spoken |= dict.fromkeys(("/v1/score", "/score"), GenerateEndpoint(service, SCORE))
-    # llama.cpp's, without a version
-    spoken["/completions"] = GenerateEndpoint(service, COMPLETIONS)
-    spoken["/chat/completions"] = GenerateEndpoint(service, CHAT_COMPLETIONS)
-    spoken["/embeddings"] = GenerateEndpoint(service, EMBEDDINGS)
+    for dialect, *paths in shapes:
+        spoken |= dict.fromkeys(paths, GenerateEndpoint(service, dialect))
     return [Route(path, endpoint, methods=["POST"]) for path, endpoint in spoken.items()]
 
 

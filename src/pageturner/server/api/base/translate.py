@@ -158,8 +158,7 @@ class FieldMap:
             theirs = self.names.get(error.param or "")
             if theirs is None:
                 raise
-            ours = (
-                rf"(?<![\w-]){re.escape(str(error.param))}(?![\w-])"  # no part of a word, or flag
-            )
+            # no part of a word, or of a flag
+            ours = rf"(?<![\w-]){re.escape(str(error.param))}(?![\w-])"
             message = re.sub(ours, lambda _: theirs, error.message)
             raise ClientError(error.status, error.code, message, theirs) from None
