@@ -145,6 +145,21 @@ def test_other_flags_are_answered_with_ours(flag: str) -> None:
     assert caught.value.message == f"{flag} is not a flag here: {RULES[flag].text}"
 
 
+@pytest.mark.parametrize(
+    ("typed", "ours"),
+    [
+        ("--temp 0.5 --repeat-penalty=1.1", "--temperature 0.5 --repetition-penalty=1.1"),
+        ("--alias x", "--alias x"),  # a chat has no --served-model-name, and says what was typed
+    ],
+)
+def test_flags_of_others_are_those_of_the_command_that_is_asked(typed: str, ours: str) -> None:
+    known = flags_of(help_of(("chat",)))
+    assert other_names.translate(typed.split(), known) == (ours.split(), [])
+    if "--alias" not in typed:
+        with pytest.raises(EngineFault, match="--generation-config FILE"):
+            other_names.translate(typed.split(), SERVE)
+
+
 def test_a_refused_flag_ends_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "smollm2", "--download-dir", "/x"]) == 2
     assert "HF_HOME" in capsys.readouterr().err
@@ -155,8 +170,11 @@ def test_no_other_name_hides_one_of_ours_and_those_that_we_name_exist(command: s
     known = flags_of(help_of(tuple(command.split())))
     for flag, rule in other_names.table()[command].items():
         assert flag not in known or rule.rule in ("same", "list", "json") or flag == "--model"
-        for word in re.findall(r"--[a-z][a-z-]*", f"{rule.text} {rule.ours}"):
+        for word in re.findall(r"--[a-z][a-z-]*", rule.text):
             assert word in known or word == "--draft-model", (flag, word)
+        others = flags_of(help_of(("chat",))) if rule.text else {}  # serve is told the text
+        for word in re.findall(r"--[a-z][a-z-]*", rule.ours):
+            assert word in {*known, *others}, (flag, word)
 
 
 @pytest.mark.parametrize("flag", ["--mm-never-seen", "--mamba-never-seen", "--kda-never-seen"])

@@ -102,14 +102,12 @@ def translate(words: Sequence[str], known: Collection[str]) -> tuple[list[str], 
         if flag.startswith("--"):
             flag = flag.replace("_", "-")  # vLLM takes underscores, too
         rule = _rule(flag, rules)
-        if rule is not None and flag in known and flag not in (rule.ours, *_lists(rule)):
-            rule = None
-        if rule is None:
+        if rule is None or not _concerned(rule, flag, known):
             if flag in known:
                 word = flag + equals + value
             found.append(word)
             continue
-        if rule.rule == "answered":
+        if rule.rule == "answered" or (rule.ours and rule.ours.split()[-1] not in known):
             raise EngineFault("bad_setting", f"{flag} is not a flag here: {rule.text}")
         given = _taken(rule, [value] if equals else [], rest)
         if rule.rule == "list" and not words[0].startswith("-"):  # the model stands in front
@@ -167,9 +165,13 @@ def _rule(flag: str, rules: Mapping[str, FlagRule]) -> FlagRule | None:
     return next((rules[name] for name in rules if "*" in name and fnmatchcase(flag, name)), None)
 
 
-def _lists(rule: FlagRule) -> list[str]:
-    """The flags of ours that a rule reads in another engine's form."""
-    return rule.flags.split() if rule.rule in ("list", "json") else []
+def _concerned(rule: FlagRule, flag: str, known: Collection[str]) -> bool:
+    """Return whether a rule says what becomes of a flag of a command that has the flags `known`:
+    not where the flag is the command's own, unless the rule reads it in another engine's form, nor
+    where the command lacks ours and nothing is said for that."""
+    if flag in known:
+        return flag == rule.ours or rule.rule in ("list", "json")
+    return not rule.ours or bool(rule.text) or rule.ours.split()[-1] in known
 
 
 def _taken(rule: FlagRule, given: list[str], rest: deque[str]) -> list[str]:
