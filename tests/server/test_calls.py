@@ -35,6 +35,14 @@ def said(deltas: list[Delta]) -> Said:
     return thoughts, content, calls
 
 
+def assert_said(format: AnswerFormat, text: str, wanted: Said) -> None:
+    """Assert what an answer says, whole, in two pieces cut anywhere, and letter by letter."""
+    for pieces in ([text], text, *([text[:at], text[at:]] for at in range(len(text)))):
+        parser = format.parser()
+        deltas = [delta for piece in pieces for delta in parser.push(piece)]
+        assert said(deltas + parser.finish()) == wanted, pieces
+
+
 # format -> texts, with the content and the calls in each
 TEXTS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
     "hermes": [
@@ -312,12 +320,7 @@ def test_the_type_says_what_a_text_is(types: str, value: str, made: Any) -> None
 def test_thoughts_of_each_format(name: str, text: str, wanted: Said) -> None:
     thinks = reasoning.reasoning_format(name)
     format = AnswerFormat(reasoning=name, thinking=reasoning.opened(thinks, "user: hi"))
-    assert said(read(format, text)) == wanted
-    for at in range(len(text)):
-        parser = format.parser()
-        assert said(parser.push(text[:at]) + parser.push(text[at:]) + parser.finish()) == wanted
-    parser = format.parser()
-    assert said([d for one in text for d in parser.push(one)] + parser.finish()) == wanted
+    assert_said(format, text, wanted)
 
 
 @pytest.mark.parametrize(
@@ -355,20 +358,12 @@ THOUGHTS = [
 @pytest.mark.parametrize(("thinking", "text", "wanted"), THOUGHTS)
 def test_thoughts_are_apart(thinking: bool, text: str, wanted: Said) -> None:
     format = AnswerFormat(tools="hermes", reasoning="think", thinking=thinking)
-    assert said(read(format, text)) == wanted
-    for at in range(len(text)):
-        parser = format.parser()
-        assert said(parser.push(text[:at]) + parser.push(text[at:]) + parser.finish()) == wanted
-    parser = format.parser()
-    assert said([d for one in text for d in parser.push(one)] + parser.finish()) == wanted
+    assert_said(format, text, wanted)
 
 
 def test_the_thoughts_of_harmony() -> None:
     text = "<|channel|>analysis<|message|>Hm <x|.<|end|><|start|>assistant<|channel|>final<|message|>Yes"
-    wanted = ("Hm <x|.", "Yes", [])
-    for at in range(len(text)):
-        parser = AnswerFormat(reasoning="harmony").parser()
-        assert said(parser.push(text[:at]) + parser.push(text[at:]) + parser.finish()) == wanted
+    assert_said(AnswerFormat(reasoning="harmony"), text, ("Hm <x|.", "Yes", []))
 
 
 WRITES = (
