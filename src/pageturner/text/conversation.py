@@ -234,10 +234,10 @@ def template_messages(
     """The messages, as `read_messages` has them, as this chat template takes them; None: as most
     take them. tools: it is shown some."""
     habits = TemplateHabits()
-    format = tool_format(COMMON)
+    format = None
     if template is not None:
         habits = habits_of(template, tools)
-        format = recognised(template.source) or format
+        format = recognised(template.source)
     made = _with_calls(messages, habits, format)
     if habits.results == RESPONSES:
         made = _with_responses(made)
@@ -376,7 +376,7 @@ def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _with_calls(
-    messages: list[dict[str, Any]], habits: TemplateHabits, format: ToolFormat
+    messages: list[dict[str, Any]], habits: TemplateHabits, format: ToolFormat | None
 ) -> list[dict[str, Any]]:
     """The messages as a template with these habits takes the calls in them, and their results."""
     made, names = [], dict[str, str]()
@@ -395,7 +395,9 @@ def _with_calls(
     return made
 
 
-def _calling(message: dict[str, Any], habits: TemplateHabits, format: ToolFormat) -> dict[str, Any]:
+def _calling(
+    message: dict[str, Any], habits: TemplateHabits, format: ToolFormat | None
+) -> dict[str, Any]:
     """A message with calls. They stand in its content where the template would leave them out."""
     content = message["content"]
     calls = message["tool_calls"]
@@ -407,7 +409,9 @@ def _calling(message: dict[str, Any], habits: TemplateHabits, format: ToolFormat
     kind = next((kind for kind in kinds if kind in habits.calls), None)
     if kind is None:
         functions = (call["function"] for call in calls)
-        text = written(format, ((one["name"], one["arguments"]) for one in functions))
+        text = written(
+            format or tool_format(COMMON), ((one["name"], one["arguments"]) for one in functions)
+        )
         return {**message, "content": _text(content) + text}
     calls = [_call_as_wanted(call, habits) for call in calls]
     return {**message, "content": kinds[kind], "tool_calls": calls}
