@@ -31,37 +31,37 @@ BARS = {
     "files of the path": 25,
     "lines of the path": 5704,
     "docstrings without a subject": 0,
-    "functions of more than five parameters": 136,
-    "tuple assignments": 1_029,
-    "conditional expressions": 1_694,
+    "functions of more than five parameters": 142,
+    "tuple assignments": 1_060,
+    "conditional expressions": 1_720,
     "names MOST_": 0,
-    "lines over 100 characters": 385,
+    "lines over 100 characters": 395,
 }
 
 # Room -> how many tokens it may have (house_walk.tokens). "." stands for the modules directly in the package.
 # A new capability pays its size by deleting others; docs/adr says why where a budget is raised.
 BUDGETS = {
-    ".": 8_200,
+    ".": 8_700,
     "scheduler": 10_750,
     "policies": 20_500,
     "telemetry": 7_900,
     "config": 4_050,
     "ipc": 2_250,
-    "engine": 15_800,
+    "engine": 16_600,
     "executor": 14_600,
     "kv": 15_300,
     "parallel": 3_150,
-    "models": 43_300,
-    "kernels": 95_450,
-    "formats": 24_050,
-    "text": 41_150,
-    "http": 18_500,
-    "server": 114_200,
-    "router": 28_000,
-    "lab": 93_500,
-    "cli": 14_900,
+    "models": 44_100,
+    "kernels": 98_950,
+    "formats": 24_850,
+    "text": 42_650,
+    "http": 19_000,
+    "server": 117_700,
+    "router": 28_600,
+    "lab": 95_000,
+    "cli": 17_400,
 }
-WHOLE = {"src/pageturner": 575_200, "bench": 221_150, "tests": 649_050}  # tokens
+WHOLE = {"src/pageturner": 590_200, "bench": 229_150, "tests": 664_050}  # tokens
 FINDINGS = (
     "upwards",
     "circles",
