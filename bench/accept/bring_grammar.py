@@ -277,7 +277,7 @@ def server_suite_lines() -> Iterator[Line]:
     for suite, place in foreign_suites.FOLDERS.items():
         sources = folder("PAGETURNER_SOURCES", place).parents[len(Path(place).parts) - 1]
         found = foreign_suites.run(suite, sources)
-        reasons = "; ".join(f"{why} {n}" for why, n in found["reasons"].items())
+        reasons = "; ".join(f"{why} {len(tests)}" for why, tests in found["reasons"].items())
         failed = " | ".join(one[:90] for one in found["failed"])
         figure = f"{dict(found['counts'])}; not applicable: {reasons}; failed: {failed}"
         yield Line(f"tests of {suite} against our server", figure, None)

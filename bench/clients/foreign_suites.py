@@ -150,7 +150,8 @@ def run(suite: str, sources: Path) -> dict[str, Any]:
 
 def tally(report: Path, rules: list[list[str]]) -> dict[str, Any]:
     """Count the tests of a report of pytest's."""
-    counts, reasons, failed = Counter[str](), Counter[str](), list[str]()
+    counts, failed = Counter[str](), list[str]()
+    reasons = dict[str, list[str]]()
     for case in ElementTree.parse(report).iter("testcase"):
         name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
         wrong = [one for one in case if one.tag in ("failure", "error", "skipped")]
@@ -160,7 +161,10 @@ def tally(report: Path, rules: list[list[str]]) -> dict[str, Any]:
             counts["pass"] += 1
         elif wrong[0].tag == "skipped" or reason:
             counts["not applicable"] += 1
-            reasons[reason or "skipped by the suite itself"] += 1
+            told = " ".join((wrong[0].get("message") or "").split())[:160]
+            reasons.setdefault(reason or "skipped by the suite itself", []).append(
+                f"{name}: {told}"
+            )
         else:
             counts["fail"] += 1
             failed.append(f"{name}: {' '.join((wrong[0].get('message') or '').split())[:160]}")
@@ -169,4 +173,6 @@ def tally(report: Path, rules: list[list[str]]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     found = run(sys.argv[1], Path(sys.argv[2]))
-    print(dict(found["counts"]), dict(found["reasons"]), *found["failed"], sep="\n")
+    print(dict(found["counts"]), *found["failed"], sep="\n")
+    for why, tests in found["reasons"].items():
+        print(f"\n{why}: {len(tests)}", *tests, sep="\n  ")

@@ -15,8 +15,11 @@ import pytest
 from pageturner.config.settings import RouterConfig
 from pageturner.errors import EngineFault
 from pageturner.http.http_client import ServerAddress, parse_address
+from pageturner.http.request_info import canonical_path
+from pageturner.router.documents import OWN
 from pageturner.router.load_balancer import PLACEMENTS
 from pageturner.router.request_hints import CHUNK, MAX_CHUNKS, prefix_digests
+from pageturner.server.api.openapi.operations import OPERATIONS
 
 from .replica import Replica, begin_stream, chunk, routed, whole, write
 
@@ -55,6 +58,52 @@ async def streams(replica: Replica, writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(0.005)
     chunk(writer, b"data: [DONE]\n\n")
     chunk(writer, b"")
+
+
+# what concerns one server alone: whoever asks for it asks that server
+OF_ONE_SERVER = [
+    "/v1/files",
+    "/v1/batches",
+    "/v1/sessions",
+    "/v1/prefixes",
+    "/v1/requests",
+    "/v1/admin",
+    "/v1/streams",
+    "/v1/live",
+    "/slots",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+    "/reset_prefix_cache",
+    "/server_info",
+    "/v1/responses/{id}",
+]
+
+
+@in_loop
+async def test_every_path_of_a_model_is_passed_on() -> None:
+    async with routed(replicas := fleet(1)) as there:
+        for operation in OPERATIONS:
+            if operation.path in (*OWN, "/") or operation.path.startswith(tuple(OF_ONE_SERVER)):
+                continue
+            path = operation.path.replace("{id}", "a")
+            for asked in dict.fromkeys((path, f"{path}/", path.removeprefix("/v1"))):
+                if canonical_path(asked) != path:
+                    continue  # of paths that have a version everywhere
+                replicas[0].asked.clear()
+                await there.http.request(
+                    operation.method, asked, json={"model": "a", "prompt": STORY}
+                )
+                assert [one.line for one in replicas[0].asked] == [
+                    f"{operation.method} {path} HTTP/1.1"
+                ]
+
+
+@in_loop
+async def test_a_conversation_is_one_under_any_name_of_its_path() -> None:
+    async with routed(fleet(3)) as there:
+        paths = ("/v1/completions", "/completions", "/completions/")
+        said = [await there.http.post(path, json={"prompt": STORY}) for path in paths]
+        assert [one.json()["by"] for one in said] == ["a", "a", "a"]
 
 
 # -- whom it asks --------------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from pageturner.errors import ClientError
 from pageturner.server.admission.limits import NO_LIMITS
 from pageturner.server.api.base.body import decode
 from pageturner.server.api.responses.responses import RESPONSES
-from pageturner.text.conversation import read_messages
+from pageturner.text.chat_template import ChatTemplate
+from pageturner.text.conversation import prompt_text, read_messages
 from support.engines import GOLDENS
 from support.servers import serving
 
@@ -181,7 +182,11 @@ def test_thoughts_are_left_out_where_nobody_wants_them(client: httpx.Client) -> 
     ]
     asked = {"messages": [HI], "force_ids": ids, "max_tokens": len(ids), "include_reasoning": False}
     told = post(client, "/v1/chat/completions", **asked)
-    assert told["choices"][0]["message"] == {"role": "assistant", "content": "yes"}
+    assert told["choices"][0]["message"] == {
+        "role": "assistant",
+        "content": "yes",
+        "reasoning": None,
+    }
     assert told["usage"]["completion_tokens_details"]["reasoning_tokens"]
     assert not any(
         "reasoning" in one["choices"][0]["delta"]
@@ -209,6 +214,65 @@ def test_reranking_as_tei_asks_for_it(client: httpx.Client) -> None:
     assert plain == [{"index": one["index"], "score": one["relevance_score"]} for one in ours]
     told = post(client, "/rerank", query="a", texts=["b"], return_text=True, raw_scores=True)
     assert told[0]["text"] == "b"
+
+
+# -- suites of vLLM and llama.cpp ------------------------------------------------------------------
+def test_fields_that_vllms_answers_always_have(client: httpx.Client) -> None:
+    said = post(client, "/v1/completions", prompt="a", max_tokens=1)["choices"][0]
+    for name in ("prompt_logprobs", "prompt_token_ids", "token_ids"):
+        assert said[name] is None
+    said = post(client, "/v1/chat/completions", messages=[HI], max_tokens=1)
+    assert (said["prompt_logprobs"], said["prompt_token_ids"]) == (None, None)
+    assert said["choices"][0]["token_ids"] is None
+    assert said["choices"][0]["message"]["reasoning"] is None
+
+
+def test_roles_that_a_template_writes_are_taken(client: httpx.Client) -> None:
+    content = [{"type": "text", "text": "what is "}, {"type": "text", "text": "1+1?"}]
+    asked = {"temperature": 0, "max_tokens": 4}
+    said = [
+        post(
+            client, "/v1/chat/completions", messages=[{"role": "my-role", "content": one}], **asked
+        )
+        for one in ("what is 1+1?", content)
+    ]
+    assert said[0]["choices"] == said[1]["choices"]
+    template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    with pytest.raises(ClientError, match="has no role 'my-role'"):
+        prompt_text(ChatTemplate(template), [HI, {"role": "my-role", "content": "x"}], {})
+
+
+@pytest.mark.parametrize("echo", [True, False])
+def test_a_chat_begins_with_the_message_that_it_goes_on_with(
+    client: httpx.Client, echo: bool
+) -> None:
+    messages = [HI, {"role": "assistant", "content": "An apple a day"}]
+    asked = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+    asked |= {"echo": echo, "max_tokens": 4, "temperature": 0}
+    whole = post(client, "/v1/chat/completions", **asked)["choices"][0]["message"]["content"]
+    assert whole.startswith("An apple a day") == echo
+    chunks = events(client, "/v1/chat/completions", **asked)
+    assert "".join(one["choices"][0]["delta"].get("content", "") for one in chunks) == whole
+    messages.pop()
+    asked |= {"continue_final_message": False, "add_generation_prompt": True}
+    assert post(client, "/v1/chat/completions", **asked)["choices"], "there is nothing to echo"
+
+
+def test_every_wrong_key_of_a_bias_is_named(client: httpx.Client) -> None:
+    asked = {"prompt": "a", "logit_bias": {"bad1": 5, "7": 1, "bad2": 2}}
+    message = client.post("/v1/completions", json=asked).json()["error"]["message"]
+    assert "bad1" in message
+    assert "bad2" in message
+
+
+def test_pieces_of_tokens(client: httpx.Client) -> None:
+    told = post(client, "/tokenize", content="the 🤗", with_pieces=True)["tokens"]
+    pieces = [
+        bytes(one["piece"]) if isinstance(one["piece"], list) else one["piece"].encode()
+        for one in told
+    ]
+    assert b"".join(pieces).decode().strip() == "the 🤗"
+    assert [one["id"] for one in told] == post(client, "/tokenize", content="the 🤗")["tokens"]
 
 
 # -- Ollama and llama.cpp --------------------------------------------------------------------------
@@ -267,6 +331,10 @@ def test_paths_of_llamacpp_without_a_version(client: httpx.Client) -> None:
     assert post(client, "/completions", prompt="a", max_tokens=1)["choices"]
     assert post(client, "/chat/completions", messages=[HI], max_tokens=1)["choices"]
     assert post(client, "/embeddings", input="a")["data"]
+    assert post(client, "/responses/", input="a", max_output_tokens=1)["output"]
+    asked = {"model": "tiny_llama", "messages": [HI], "max_tokens": 1}
+    assert post(client, "/messages", **asked)["content"]
+    assert client.post("/messages", json={}).json()["type"] == "error", "in Anthropic's shape"
     tokens = post(client, "/tokenize", content="the old")["tokens"]
     assert post(client, "/detokenize", tokens=tokens)["content"] == "the old"
     assert tokens == post(client, "/tokenize", prompt="the old", add_special_tokens=False)["tokens"]

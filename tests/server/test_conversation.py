@@ -193,7 +193,9 @@ def test_thoughts_of_former_turns_have_every_name() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        {"role": "owner", "content": "x"},
+        {"role": "own er", "content": "x"},
+        {"role": "<|im_end|>", "content": "x"},
+        {"role": "", "content": "x"},
         {"content": "x"},
         {"role": "user", "content": 3},
         {"role": "user", "content": [{"type": "image_url"}]},

@@ -48,7 +48,8 @@ def test_completion_to_the_byte(server: Server) -> None:
     body = re.sub(r'"created":\d+', '"created":0', body)
     assert body == (
         '{"id":"ID","object":"text_completion","created":0,"model":"fake","choices":[{"index":0,'
-        '"text":"oes on. ","logprobs":null,"finish_reason":"length","stop_reason":null}],'
+        '"text":"oes on. ","logprobs":null,"finish_reason":"length","stop_reason":null,'
+        '"prompt_logprobs":null,"prompt_token_ids":null,"token_ids":null}],'
         '"usage":{"prompt_tokens":5,"completion_tokens":8,"total_tokens":13,'
         '"prompt_tokens_details":{"cached_tokens":4}},"system_fingerprint":"fake"}'
     )
@@ -101,8 +102,13 @@ def test_one_chunk_for_each_token(server: Server) -> None:
 
 
 def test_continuous_usage_counts_up(server: Server) -> None:
-    chunks = events(server, max_tokens=4, stream_options={"continuous_usage_stats": True})
-    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3, 4]
+    options = {"continuous_usage_stats": True}
+    assert not any(
+        "usage" in chunk for chunk in events(server, max_tokens=4, stream_options=options)
+    )
+    options["include_usage"] = True
+    chunks = events(server, max_tokens=4, stream_options=options)
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3, 4, 4]
 
 
 # -- text ----------------------------------------------------------------------------------------------------
@@ -315,9 +321,9 @@ def test_errors(
 @pytest.mark.parametrize(
     ("method", "path", "said"),
     [
-        ("POST", "/messages", "no such path: did you mean /v1/messages? (/docs"),
+        ("POST", "/batches", "no such path: did you mean /v1/batches? (/docs"),
         ("POST", "/v1/chat/completion", "no such path: did you mean /v1/chat/completions? (/docs"),
-        ("POST", "/completion", "no such path: did you mean /completions? (/docs"),
+        ("POST", "/completion", "no such path: did you mean /v1/completions? (/docs"),
         ("GET", "/nothing/like/it", "no such path: there are /, "),
         ("GET", "/v1/chat/completions", "/v1/chat/completions takes OPTIONS, POST, not GET"),
     ],

@@ -332,7 +332,7 @@ def test_wrong_completions(fields: dict[str, Any], code: str, param: str) -> Non
         ({"logprobs": 2}, "invalid_type"),
         ({"top_logprobs": 2}, "invalid_value"),
         ({"logprobs": True, "top_logprobs": 21}, "invalid_value"),
-        ({"echo": True}, "unsupported_parameter"),
+        ({"suffix": "x"}, "unsupported_parameter"),
         ({"max_tokens": 0}, "invalid_value"),
         ({"chat_template_kwargs": {"messages": []}}, "invalid_value"),
         ({"messages": [{"role": "user", "content": "x" * 200}]}, "context_length_exceeded"),

@@ -48,7 +48,7 @@ def read(dialect: Any, served: Any = ROOMY, **fields: Any) -> Call:
     return call
 
 
-@pytest.mark.parametrize("path", ["/v1/rerank", "/rerank", "/v2/rerank"])
+@pytest.mark.parametrize("path", ["/v1/rerank", "/rerank", "/v2/rerank", "/reranking", "/rerank/"])
 def test_documents_come_back_the_best_first(server: Server, path: str) -> None:
     documents = ["zzzz", "!!", {"text": "aabb"}]
     told = server.http.post(

@@ -208,7 +208,7 @@ def test_tools_are_not_looked_for_where_the_choice_is_none(client: httpx.Client)
         ({"tool_choice": "must"}, "tool_choice"),
         ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"min_tokens": 3}, "min_tokens"),
-        ({"messages": [{"role": "nobody", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "no body", "content": "x"}]}, "messages"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages"),
         ({"reasoning_effort": "much"}, "reasoning_effort"),
         ({"thinking_token_budget": -1}, "thinking_token_budget"),

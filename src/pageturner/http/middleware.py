@@ -19,7 +19,13 @@ from pageturner.http.api_keys import ANYBODY, ApiKeys, KeyRing
 from pageturner.http.error_responses import error_body_of, unforeseen_of
 from pageturner.http.origins import EVERYTHING, OriginRules
 from pageturner.http.receiving import check_body, discard
-from pageturner.http.request_info import CLIENT_LEFT, RequestInfo, is_safe_id, is_watching
+from pageturner.http.request_info import (
+    CLIENT_LEFT,
+    RequestInfo,
+    canonical_path,
+    is_safe_id,
+    is_watching,
+)
 
 if TYPE_CHECKING:
     from pageturner.http.http_metrics import HttpMetrics
@@ -64,7 +70,7 @@ class RequestMiddleware:
     """Wraps the application: sees each request before it and each answer behind it. rules: hold
     where no key is needed; uploads: paths whose bodies are read piece by piece, with the most bytes
     of one; traces: where they are wanted; counts: told of each request but those of who only
-    watches."""
+    watches. Behind it each path has its version and no slash at its end."""
 
     def __init__(
         self,
@@ -88,6 +94,7 @@ class RequestMiddleware:
         if scope["type"] != "http":
             return
         headers = dict(scope["headers"])
+        scope["path"] = canonical_path(scope["path"])
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         info = RequestInfo(given if is_safe_id(given) else uuid.uuid4().hex)
         info.release_body = scope.get("state", {}).get("release_body", info.release_body)

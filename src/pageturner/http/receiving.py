@@ -40,7 +40,7 @@ def check_body(method: str, path: str, headers: dict[bytes, bytes]) -> None:
     page."""
     _check_encoding(headers.get(b"content-encoding", b""))
     kind = headers.get(b"content-type", b"application/json")
-    if method != "POST" or JSON.fullmatch(kind) or path.rstrip("/") in FORMS:
+    if method != "POST" or JSON.fullmatch(kind) or path in FORMS:
         return
     if kind != CURL or b"origin" in headers or b"sec-fetch-site" in headers:
         raise ClientError(415, "unsupported_media_type", "send Content-Type: application/json")

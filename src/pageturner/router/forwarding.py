@@ -82,18 +82,19 @@ _ANYWHERE = (
     "/v1/messages/count_tokens",
     "/v1/embeddings",
     "/v1/rerank",
-    "/rerank",
+    "/v1/reranking",
     "/v2/rerank",
     "/v1/score",
-    "/score",
     "/infill",
     "/api/embed",
     "/api/embeddings",
     "/api/show",
     "/tokenize",
     "/detokenize",
+    "/apply-template",
 )
-_PAGES = ("/api/version", "/v1/models/{id:path}")  # the lists of models: model_lists.py
+# of a model, and of any replica that has it; the lists of models: model_lists.py
+_PAGES = ("/api/version", "/api/ps", "/v1/models/{id:path}", "/props", "/tokenizer_info")
 RELAYED: tuple[tuple[str, str, DigestPrefix], ...] = (
     *(("POST", path, prefix_digests) for path in _BY_PREFIX),
     *(("POST", path, no_prefix) for path in _ANYWHERE),

@@ -241,7 +241,7 @@ class Relay:
 
     def _asked(self, scope: Scope, body: bytes, prefix: tuple[bytes, ...]) -> RequestHints:
         if self._path == MODEL_PAGE:
-            return RequestHints(model=scope["path_params"]["id"].rstrip("/"))
+            return RequestHints(model=scope["path_params"]["id"])
         return hints_of(body, prefix)
 
     async def _answer(self, forwarded: ForwardedRequest) -> None:

@@ -72,7 +72,6 @@ def create_app(service: Service, batches: BatchPages | None = None) -> Starlette
         Route("/v1/load_lora_adapter", adapters.load, methods=["POST"]),
         Route("/v1/unload_lora_adapter", adapters.unload, methods=["POST"]),
         Route("/v1/models", pages.models),
-        Route("/models", pages.models),
         Route("/v1/models/{id:path}", pages.model),
         Route("/v1/prefixes", prefixes.create, methods=["POST"]),
         Route("/v1/prefixes", prefixes.list),
@@ -127,27 +126,24 @@ def _ollama(service: Service) -> list[Route]:
 
 
 def _app_of(routes: list[Route], service: Service) -> Starlette:
-    """The application with these routes, with and without a slash behind their paths."""
+    """The application with these routes."""
     counters = service.metrics.rejected, service.metrics.refuse
     errors = error_handlers(_not_found(routes), service.retry_after, *counters)
-    slashed = [Route(f"{route.path}/", route.endpoint, methods=route.methods) for route in routes]
-    every = [*slashed, *routes]  # a name may be empty to a route
-    app = Starlette(routes=[*every, *other_methods(every)], exception_handlers=errors)
+    app = Starlette(routes=[*routes, *other_methods(routes)], exception_handlers=errors)
     app.router.redirect_slashes = False  # to an address that a proxy in front need not have
     return app
 
 
 def _generating_routes(service: Service) -> list[Route]:
-    """The shapes of several servers, at the paths where each has them; llama.cpp's are also without
-    a version."""
+    """The shapes of several servers, at the paths where each has them."""
     shapes: list[tuple[Dialect, *tuple[str, ...]]] = [
-        (COMPLETIONS, "/v1/completions", "/completions"),
-        (CHAT_COMPLETIONS, "/v1/chat/completions", "/chat/completions"),
-        (EMBEDDINGS, "/v1/embeddings", "/embeddings"),
+        (COMPLETIONS, "/v1/completions"),
+        (CHAT_COMPLETIONS, "/v1/chat/completions"),
+        (EMBEDDINGS, "/v1/embeddings"),
         (MESSAGES, "/v1/messages"),
         (INFILL, "/infill"),
-        (RERANK, "/v1/rerank", "/rerank", "/v2/rerank"),
-        (SCORE, "/v1/score", "/score"),
+        (RERANK, "/v1/rerank", "/v2/rerank", "/v1/reranking"),
+        (SCORE, "/v1/score"),
     ]
     spoken: dict[str, GenerateEndpoint | OllamaEmbedEndpoint] = {
         "/api/embed": OllamaEmbedEndpoint(service, OLLAMA_EMBED),
@@ -189,9 +185,9 @@ def _not_found(routes: list[Route]) -> Callable[[str], str]:
 
     def sentence(path: str) -> str:
         within = f"/v1{path}"  # a client whose base URL lacks it
-        near = (
-            [within] if within in public else difflib.get_close_matches(path[:100], public, 1, 0.8)
-        )
+        near = [within]
+        if within not in public:
+            near = difflib.get_close_matches(path[:100], public, 1, 0.8)
         if near:
             return f"no such path: did you mean {near[0]}? (/docs has all of them)"
         return f"no such path: there are {', '.join(public)}"

@@ -73,9 +73,7 @@ class ServerPages:
 
     async def model(self, request: HTTPRequest) -> Response:
         """Return one model. Names may have slashes, as on the Hugging Face hub."""
-        name = request.path_params["id"].rstrip("/")
-        if not name:
-            return await self.models(request)
+        name = request.path_params["id"]
         check_model(RequestBody(model=name), self._service.served())
         return json_response(self._model(name))
 

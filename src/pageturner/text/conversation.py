@@ -26,6 +26,7 @@ from pageturner.text.chat_template import (
     EMPTY,
     NULL,
     RESPONSES,
+    ROLES,
     TEXT,
     THOUGHTS,
     TOOL,
@@ -39,7 +40,6 @@ from pageturner.text.chat_template import (
 )
 from pageturner.text.tool_formats import COMMON, GEMMA, PYTHON, TAGGED, ToolFormat, tool_format
 
-ROLES = ("system", "user", "assistant", "tool")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 RAW = "raw_arguments"  # the one argument of a call whose arguments are no JSON object
 NAMES_OF_ROLES = {"developer": "system", "function": "tool"}  # what others call them
@@ -70,6 +70,7 @@ def prompt_text(
                 if goes_on:
                     return _continued(template, said, given)
                 text = template.render(said, generate=generate, **given)
+                _check_roles(said, text)
                 if tools and not _SHOWS_TOOLS.search(template.source):
                     return _told(template, messages, variables, generate) or text
                 return text
@@ -84,6 +85,19 @@ def prompt_text(
     if not text:
         raise refused
     return text
+
+
+_ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")  # nothing that could be a mark of a template
+
+
+def _check_roles(messages: list[dict[str, Any]], text: str) -> None:
+    """ClientError for a role that is not one of ROLES, if the template leaves its messages out."""
+    for message in messages:
+        told = texts_of(message["content"])
+        if message["role"] not in ROLES and not all(one.strip() in text for one in told):
+            roles = ", ".join((*ROLES, "developer"))
+            said = f"the chat template has no role {message['role']!r}: the usual ones are {roles}"
+            raise _wrong(said)
 
 
 _SHOWS_TOOLS = re.compile(r"\b(xml_)?tools\b|\bfunctions\b")
@@ -292,9 +306,8 @@ def _message(message: dict[str, Any], i: int) -> dict[str, Any]:
     if not isinstance(role, str):
         raise _wrong(f"messages[{i}].role must be a string", "invalid_type")
     role = NAMES_OF_ROLES.get(role, role)
-    if role not in ROLES:
-        roles = ", ".join((*ROLES, "developer"))
-        raise _wrong(f"messages[{i}].role is {role[:40]!r}, and the roles are {roles}")
+    if not _ROLE.fullmatch(role):
+        raise _wrong(f"messages[{i}].role is {role[:40]!r}, and a role is one word")
     content = message.get("content")
     nothing = "content" not in message or (content is None and role != "tool")
     if nothing and role != "assistant":

@@ -53,6 +53,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
+    with_pieces: bool = False
     tools: list[Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
     reasoning_effort: str | None = None
@@ -240,14 +241,27 @@ def tokenize(raw: bytes, served: ServedModel, doing: Doing) -> bytes:
     if body.return_token_strs:
         texts = {token: token_text(served.tokenizer, token) for token in set(tokens)}
         shown = [texts[token] for token in tokens]
+    named: list[Any] = tokens
+    if body.with_pieces:
+        named = [
+            {"id": token, "piece": _piece(served.tokenizer.token_bytes(token))} for token in tokens
+        ]
     return replies.encode(
         {
             "count": len(tokens),
             "max_model_len": served.context,
-            "tokens": tokens,
+            "tokens": named,
             "token_strs": shown,
         }
     )
+
+
+def _piece(raw: bytes) -> str | list[int]:
+    """The text of a token, or its bytes where these are no whole characters."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return list(raw)
 
 
 def apply_template(raw: bytes, served: ServedModel, doing: Doing) -> bytes:

@@ -306,8 +306,8 @@ def _end_at(params: SamplingParams, position: int) -> SamplingParams:
 
 def _bias(bias: dict[str, float] | None) -> dict[int, float] | None:
     """JSON's keys are strings."""
-    for key in bias or ():
-        if not _ID.fullmatch(key):
-            message = f"logit_bias: the keys are token ids, and {key[:40]!r} is none"
-            raise bad_request("invalid_value", message, "logit_bias")
+    wrong = [key[:40] for key in bias or () if not _ID.fullmatch(key)]
+    if wrong:
+        message = f"logit_bias: the keys are token ids, not {', '.join(map(repr, wrong[:9]))}"
+        raise bad_request("invalid_value", message, "logit_bias")
     return None if bias is None else {int(token): value for token, value in bias.items()}

@@ -31,6 +31,8 @@ from pageturner.text.receipt import Receipt
 DONE = b"data: [DONE]\n\n"
 LOWEST_LOGPROB = -9999.0  # instead of -inf, which JSON has not
 NOTHING: Mapping[str, Any] = MappingProxyType({})
+# fields that whole answers have whatever was asked, as vLLM's have them
+UNASKED: Mapping[str, Any] = {"prompt_logprobs": None, "prompt_token_ids": None}
 
 TokenLogprob = tuple[int, Logprob | None]  # a token and what is known of it
 
@@ -115,7 +117,8 @@ class Reply:
         self._fingerprint = fingerprint
         self._name = name
         self._ids = bool(call.body.return_token_ids)
-        self._every_usage = bool(call.options.continuous_usage_stats)
+        options = call.options
+        self._every_usage = bool(options.include_usage and options.continuous_usage_stats)
         self._begun: set[int] = set()  # choices
         self.readers: dict[int, AnswerReader] = {}  # of choices whose text is more than content
         self._state: object = None
@@ -238,8 +241,10 @@ class Reply:
         return {"prompt_token_ids": stream.request.prompt} if self._ids else {}
 
     def token_ids(self, stream: OutputStream) -> dict[str, Any]:
-        """Token ids of a whole answer, where the client wants them."""
-        return {"token_ids": stream.tokens, **self.prompt_ids(stream)} if self._ids else {}
+        """Token ids of a whole answer, null where the client does not want them."""
+        if not self._ids:
+            return {"token_ids": None}
+        return {"token_ids": stream.tokens, **self.prompt_ids(stream)}
 
     def piece_ids(self, piece: OutputPiece, prompt: bool) -> dict[str, Any]:
         """Token ids of one piece, where the client wants them, and those of the prompt."""

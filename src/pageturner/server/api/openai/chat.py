@@ -8,6 +8,7 @@ chunks. Must not know what all APIs have in common (call.py, replies.py).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from pageturner.server.api.base.call import (
 )
 from pageturner.server.api.base.dialect import Dialect
 from pageturner.server.api.base.replies import (
+    UNASKED,
     InParts,
     Reply,
     ReplyShape,
@@ -38,6 +40,7 @@ from pageturner.server.api.base.whole_answer import WholeAnswer
 from pageturner.server.api.openai.chat_answer import events, finish_reason, message
 from pageturner.server.api.openai.chat_fields import chat_prompt, read_answer, with_request_template
 from pageturner.text import parameters
+from pageturner.text.chat_template import texts_of
 from pageturner.text.conversation import prompt_tokens
 from pageturner.text.output_stream import OutputPiece, OutputStream
 
@@ -46,11 +49,9 @@ def read(body: RequestBody, served: ServedModel) -> Call:
     """A call of /v1/chat/completions."""
     check_model(body, served)
     served = with_request_template(body, served)
-    for name in ("echo", "suffix"):
-        if getattr(body, name):
-            raise bad_request(
-                "unsupported_parameter", f"{name} is not supported in chats: leave it out", name
-            )
+    if body.suffix:
+        message = "suffix is not supported in chats: leave it out"
+        raise bad_request("unsupported_parameter", message, "suffix")
     if body.logprobs is not None and not isinstance(body.logprobs, bool):
         raise bad_request("invalid_type", "logprobs: expected `bool | null`, got `int`", "logprobs")
     if body.top_logprobs and not body.logprobs:
@@ -69,7 +70,17 @@ def read(body: RequestBody, served: ServedModel) -> Call:
     prompt = tuple(check_prompt(tokens, "messages", served))
     params, answer = read_answer(params, body, text, served)
     fitted = with_max_tokens(params, len(prompt), asked, served.defaults.get("max_tokens"), served)
-    return with_choices(Call(body=body, prompts=(prompt,), params=(fitted,), answer=answer), served)
+    call = Call(body=body, prompts=(prompt,), params=(fitted,), answer=answer)
+    return with_choices(replace(call, echoes=_echoes(body)), served)
+
+
+def _echoes(body: RequestBody) -> tuple[str, ...]:
+    """The assistant's message that the answer goes on with, where the answer is to begin with
+    it."""
+    last = (body.messages or [{}])[-1]
+    if not body.echo or last.get("role") != "assistant":
+        return ()
+    return ("".join(texts_of(last.get("content"))),)
 
 
 def chat_tokens(
@@ -87,7 +98,7 @@ def whole(reply: Reply, streams: list[OutputStream], whole_answer: WholeAnswer) 
     choices = []
     for i, stream in enumerate(reply.best(streams)):
         choices.append((yield from _choice(reply, i, stream, whole_answer)))
-    told = {**(yield from reply.prompt_logprobs(streams[0])), **reply.prompt_ids(streams[0])}
+    told = UNASKED | (yield from reply.prompt_logprobs(streams[0])) | reply.prompt_ids(streams[0])
     return reply.body(choices, streams, told)
 
 
@@ -139,7 +150,7 @@ def long_chunk(reply: Reply, piece: OutputPiece) -> InParts[bytes]:
 def _role(reply: Reply, stream: OutputStream) -> InParts[bytes]:
     choice: dict[str, Any] = {
         "index": stream.choice,
-        "delta": {"role": "assistant", "content": ""},
+        "delta": {"role": "assistant", "content": reply.echo(stream)},
         "logprobs": None,
         "finish_reason": None,
     }

@@ -25,16 +25,17 @@ from pageturner.text.output_stream import OutputPiece, OutputStream
 
 def message(reply: Reply, stream: OutputStream, answer: WholeAnswer) -> dict[str, Any]:
     """The whole message of one choice."""
-    text = answer.texts[stream.choice]
+    text, echo = answer.texts[stream.choice], reply.echo(stream)
     if reply.call.answer is None:
-        return {"role": "assistant", "content": text}
+        return {"role": "assistant", "content": echo + text, "reasoning": None}
     parts = parts_of(reply, stream, text, answer.offsets[stream.choice])
     calls_cut = bool(reply.call.answer.tools) and reader_of(reply, stream).cut
-    content, thoughts = parts.text(CONTENT), parts.text(REASONING)
+    content, thoughts = echo + parts.text(CONTENT), parts.text(REASONING)
     calls = [_call(reply, stream, part.call, part.name, part.text) for part in parts.of_kind(CALL)]
     whole: dict[str, Any] = {
         "role": "assistant",
         "content": content if content or not (calls or calls_cut) else None,
+        "reasoning": None,
     }
     if thoughts and reply.call.body.include_reasoning is not False:
         whole |= _thoughts(thoughts)

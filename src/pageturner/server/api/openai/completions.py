@@ -24,6 +24,7 @@ from pageturner.server.api.base.call import (
 )
 from pageturner.server.api.base.dialect import Dialect
 from pageturner.server.api.base.replies import (
+    UNASKED,
     InParts,
     Reply,
     ReplyShape,
@@ -135,6 +136,7 @@ def _choice(
         "logprobs": (yield from _logprobs(reply, known, offsets)),
         "finish_reason": stream.finish,
         "stop_reason": stream.stop_reason,
+        **UNASKED,
         **(yield from reply.prompt_logprobs(stream)),
     }
     return choice | reply.token_ids(stream)
