@@ -98,7 +98,8 @@ def whole(reply: Reply, streams: list[OutputStream], whole_answer: WholeAnswer) 
     choices = []
     for i, stream in enumerate(reply.best(streams)):
         choices.append((yield from _choice(reply, i, stream, whole_answer)))
-    told = UNASKED | (yield from reply.prompt_logprobs(streams[0])) | reply.prompt_ids(streams[0])
+    told = {**UNASKED, **(yield from reply.prompt_logprobs(streams[0]))}
+    told |= reply.prompt_ids(streams[0])
     return reply.body(choices, streams, told)
 
 
