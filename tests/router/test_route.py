@@ -15,7 +15,7 @@ import pytest
 from pageturner.config.settings import RouterConfig
 from pageturner.errors import EngineFault
 from pageturner.http.http_client import ServerAddress, parse_address
-from pageturner.http.request_info import canonical_path
+from pageturner.http.receiving import canonical_path
 from pageturner.router.documents import OWN
 from pageturner.router.load_balancer import PLACEMENTS
 from pageturner.router.request_hints import CHUNK, MAX_CHUNKS, prefix_digests

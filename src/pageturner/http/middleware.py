@@ -18,14 +18,8 @@ from pageturner.errors import ClientError
 from pageturner.http.api_keys import ANYBODY, ApiKeys, KeyRing
 from pageturner.http.error_responses import error_body_of, unforeseen_of
 from pageturner.http.origins import EVERYTHING, OriginRules
-from pageturner.http.receiving import check_body, discard
-from pageturner.http.request_info import (
-    CLIENT_LEFT,
-    RequestInfo,
-    canonical_path,
-    is_safe_id,
-    is_watching,
-)
+from pageturner.http.receiving import canonical_path, check_body, discard
+from pageturner.http.request_info import CLIENT_LEFT, RequestInfo, is_safe_id, is_watching
 
 if TYPE_CHECKING:
     from pageturner.http.http_metrics import HttpMetrics

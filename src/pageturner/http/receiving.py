@@ -1,5 +1,5 @@
-"""The part of a request behind its head: its body, as far as anybody wants it, and the end of its
-client.
+"""The parts of a request that every path has: the path itself, its body, as far as anybody wants
+it, and the end of its client.
 
 Must not know what a body says.
 """
@@ -20,6 +20,21 @@ BOM = b"\xef\xbb\xbf"  # which some editors and libraries write before JSON (RFC
 JSON = re.compile(rb"\s*(?:application/(?:[\w.-]+\+)?json\s*(?:;.*)?)?", re.IGNORECASE)
 CURL = b"application/x-www-form-urlencoded"
 FORMS = frozenset({"/v1/files"})  # paths to which files are sent
+
+
+# the API whose version clients of llama.cpp leave out, and others whose base URL lacks it
+_UNVERSIONED = re.compile(
+    r"/(chat/completions|completions|embeddings|messages|models|rerank(ing)?|responses|score)(/|\Z)"
+)
+
+
+def canonical_path(path: str) -> str:
+    """Return the path by which a request is routed: with its version, without a slash at its
+    end."""
+    path = path.rstrip("/") or "/"
+    if _UNVERSIONED.match(path):
+        return f"/v1{path}"
+    return path
 
 
 def again(raw: bytes, receive: Receive) -> Receive:

@@ -95,19 +95,6 @@ class RequestInfo:
         )
 
 
-# the API whose version clients of llama.cpp leave out, and others whose base URL lacks it
-_UNVERSIONED = re.compile(
-    r"/(chat/completions|completions|embeddings|messages|models|rerank(ing)?|responses|score)(/|\Z)"
-)
-
-
-def canonical_path(path: str) -> str:
-    """Return the path by which a request is routed: with its version, without a slash at its
-    end."""
-    path = path.rstrip("/") or "/"
-    return f"/v1{path}" if _UNVERSIONED.match(path) else path
-
-
 def is_watching(path: str, watching: Collection[str]) -> bool:
     """Return whether a request only monitors the server. watching: paths of health and metrics."""
     return path in watching or path == LIVE

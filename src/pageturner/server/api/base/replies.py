@@ -31,8 +31,6 @@ from pageturner.text.receipt import Receipt
 DONE = b"data: [DONE]\n\n"
 LOWEST_LOGPROB = -9999.0  # instead of -inf, which JSON has not
 NOTHING: Mapping[str, Any] = MappingProxyType({})
-# fields that whole answers have whatever was asked, as vLLM's have them
-UNASKED: Mapping[str, Any] = {"prompt_logprobs": None, "prompt_token_ids": None}
 
 TokenLogprob = tuple[int, Logprob | None]  # a token and what is known of it
 
@@ -242,9 +240,7 @@ class Reply:
 
     def token_ids(self, stream: OutputStream) -> dict[str, Any]:
         """Token ids of a whole answer, null where the client does not want them."""
-        if not self._ids:
-            return {"token_ids": None}
-        return {"token_ids": stream.tokens, **self.prompt_ids(stream)}
+        return {"token_ids": stream.tokens if self._ids else None, **self.prompt_ids(stream)}
 
     def piece_ids(self, piece: OutputPiece, prompt: bool) -> dict[str, Any]:
         """Token ids of one piece, where the client wants them, and those of the prompt."""

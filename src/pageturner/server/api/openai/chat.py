@@ -8,7 +8,6 @@ chunks. Must not know what all APIs have in common (call.py, replies.py).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +25,6 @@ from pageturner.server.api.base.call import (
 )
 from pageturner.server.api.base.dialect import Dialect
 from pageturner.server.api.base.replies import (
-    UNASKED,
     InParts,
     Reply,
     ReplyShape,
@@ -36,11 +34,11 @@ from pageturner.server.api.base.replies import (
     json_list,
 )
 from pageturner.server.api.base.served_model import ServedModel
-from pageturner.server.api.base.whole_answer import WholeAnswer
+from pageturner.server.api.base.whole_answer import UNASKED, WholeAnswer
+from pageturner.server.api.openai import chat_fields
 from pageturner.server.api.openai.chat_answer import events, finish_reason, message
 from pageturner.server.api.openai.chat_fields import chat_prompt, read_answer, with_request_template
 from pageturner.text import parameters
-from pageturner.text.chat_template import texts_of
 from pageturner.text.conversation import prompt_tokens
 from pageturner.text.output_stream import OutputPiece, OutputStream
 
@@ -49,9 +47,6 @@ def read(body: RequestBody, served: ServedModel) -> Call:
     """A call of /v1/chat/completions."""
     check_model(body, served)
     served = with_request_template(body, served)
-    if body.suffix:
-        message = "suffix is not supported in chats: leave it out"
-        raise bad_request("unsupported_parameter", message, "suffix")
     if body.logprobs is not None and not isinstance(body.logprobs, bool):
         raise bad_request("invalid_type", "logprobs: expected `bool | null`, got `int`", "logprobs")
     if body.top_logprobs and not body.logprobs:
@@ -70,17 +65,8 @@ def read(body: RequestBody, served: ServedModel) -> Call:
     prompt = tuple(check_prompt(tokens, "messages", served))
     params, answer = read_answer(params, body, text, served)
     fitted = with_max_tokens(params, len(prompt), asked, served.defaults.get("max_tokens"), served)
-    call = Call(body=body, prompts=(prompt,), params=(fitted,), answer=answer)
-    return with_choices(replace(call, echoes=_echoes(body)), served)
-
-
-def _echoes(body: RequestBody) -> tuple[str, ...]:
-    """The assistant's message that the answer goes on with, where the answer is to begin with
-    it."""
-    last = (body.messages or [{}])[-1]
-    if not body.echo or last.get("role") != "assistant":
-        return ()
-    return ("".join(texts_of(last.get("content"))),)
+    call = Call(body, (prompt,), (fitted,), echoes=chat_fields.echoes(body), answer=answer)
+    return with_choices(call, served)
 
 
 def chat_tokens(

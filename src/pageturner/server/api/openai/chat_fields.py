@@ -17,7 +17,12 @@ from pageturner.server.api.base.body import RequestBody, bad_request
 from pageturner.server.api.base.served_model import ServedModel
 from pageturner.text import conversation, reasoning
 from pageturner.text.answer_format import AnswerFormat, with_content_stops
-from pageturner.text.chat_template import ChatTemplate, TemplateLimits, TemplateTooLong
+from pageturner.text.chat_template import (
+    ChatTemplate,
+    TemplateLimits,
+    TemplateTooLong,
+    texts_of,
+)
 from pageturner.text.template_choice import HOW_TO_GIVE
 
 GIVEN = "the chat_template of this request"
@@ -58,6 +63,9 @@ def chat_prompt(body: RequestBody, served: ServedModel) -> tuple[str, str]:
     tokens in it that are text. served: as `with_request_template` has it."""
     if not body.messages:
         raise bad_request("missing_field", "messages is missing or empty", "messages")
+    if body.suffix:
+        message = "suffix is not supported in chats: leave it out"
+        raise bad_request("unsupported_parameter", message, "suffix")
     if served.template is None:
         raise bad_request("no_chat_template", f"{HOW_TO_GIVE}. Or use /v1/completions", "messages")
     variables = template_variables(body)
@@ -80,6 +88,15 @@ def chat_prompt(body: RequestBody, served: ServedModel) -> tuple[str, str]:
     if body.parse_special:
         return render(body.messages), ""
     return conversation.marked_prompt(render, body.messages, served.tokenizer)
+
+
+def echoes(body: RequestBody) -> tuple[str, ...]:
+    """The assistant's message that the answer goes on with, where the answer is to begin with
+    it."""
+    last = (body.messages or [{}])[-1]
+    if not body.echo or last.get("role") != "assistant":
+        return ()
+    return ("".join(texts_of(last.get("content"))),)
 
 
 def read_answer(

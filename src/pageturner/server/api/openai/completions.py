@@ -24,7 +24,6 @@ from pageturner.server.api.base.call import (
 )
 from pageturner.server.api.base.dialect import Dialect
 from pageturner.server.api.base.replies import (
-    UNASKED,
     InParts,
     Reply,
     ReplyShape,
@@ -34,7 +33,7 @@ from pageturner.server.api.base.replies import (
     json_list,
 )
 from pageturner.server.api.base.served_model import ServedModel
-from pageturner.server.api.base.whole_answer import WholeAnswer
+from pageturner.server.api.base.whole_answer import UNASKED, WholeAnswer
 from pageturner.server.api.openai.fim import check_gap, gap_prompt, with_ends
 from pageturner.text import parameters
 from pageturner.text.detokenizer import decode_tokens, prompt_offsets
