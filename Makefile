@@ -10,12 +10,14 @@ TRACES ?= ../shared/data/traces
 # one more than cores of a small machine: for half of their time tests wait for processes that they started
 WORKERS ?= 3
 ROUNDS ?= 3
+ISAS ?= native
 # tests start processes by the hundred: each finds our modules compiled, even where bytecode is not wanted
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest
 NATIVE := src/pageturner/kernels/native/*.cpp src/pageturner/kernels/native/*.h tests/native/*.cpp tests/native/*.h
-SOURCES := pyproject.toml requirements.txt CMakeLists.txt $(wildcard src/pageturner/kernels/native/*.h src/pageturner/kernels/native/*.cpp)
+SOURCES := setup/install.py setup/pageturner_build.py pyproject.toml requirements.txt CMakeLists.txt $(wildcard src/pageturner/kernels/native/*.h src/pageturner/kernels/native/*.cpp)
 
 .DEFAULT_GOAL := serve
+.NOTPARALLEL:
 .PHONY: help serve ray test test-full test-gpu check format bench bench-kernels bench-peers compare docs-compare docs-policies accept soak gpu-kernels gpu-build lock audit release model models vocabs native wheels clean
 
 help: ## what there is: `make serve` and `make test` are all a newcomer needs
@@ -86,8 +88,8 @@ test-gpu: gpu-build ## the GPU kernels by the interpreter of Triton: no GPU is n
 gpu-kernels: $(VENV)/.gpu-build ## compile the GPU kernels for every architecture: no GPU is needed, some minutes
 	$(BIN)/python bench/gpu/compile_kernels.py $(ARGS)
 
-native: $(VENV)/.core ## compile the kernels again, after a compiler was installed
-	$(BIN)/python -m pip install --quiet --no-deps --force-reinstall --editable .
+native: $(VENV)/.core ## compile the kernels again, after a compiler was installed; ISAS=all: of every instruction set
+	$(PYTHON) setup/install.py $(VENV) --again --isas $(ISAS)
 
 wheels: $(VENV)/.core ## what installs without a compiler, into dist/: wheels for x86-64 and aarch64, and the sdist (docs/install.md)
 	$(BIN)/python bench/wheels/build.py $(ARGS)
@@ -117,20 +119,23 @@ vocabs: $(VENV)/.core # without them the tests of foreign tokenizers are skipped
 	-$(BIN)/python tests/tools/record_vocabs.py --fetch
 	-$(BIN)/python tests/tools/record_vocabs.py --templates
 
-# pip compiles the kernels; without a compiler it installs the numpy reference alone.
+# Kernels of this processor's best instruction set; without a compiler the numpy reference is installed alone.
 $(VENV)/.core: $(SOURCES)
-	@echo "installing, and compiling the kernels: one to three minutes, once (longer on a busy machine)"
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --require-hashes -r requirements.txt
-	$(BIN)/python -m pip install --quiet --no-deps --editable .
+	$(PYTHON) setup/install.py $(VENV)
 	touch $@
 
-$(VENV)/.dev: $(VENV)/.core
+# Tests want the kernels of every instruction set.
+$(VENV)/.every-isa: $(SOURCES)
+	$(PYTHON) setup/install.py $(VENV) --isas all
+	touch $@ $(VENV)/.core
+
+$(VENV)/.dev: $(VENV)/.every-isa
+	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --group dev
 	touch $@
 
 $(VENV)/.release: $(VENV)/.core
+	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --group release
 	touch $@
 

@@ -182,7 +182,7 @@ def steps(streams: int, context: int, threads: int) -> int:
     engines.clear()
     again = make_engine(config, kv_fd=fd)
     seconds, gigabytes = (
-        again.phases["kv_taken_back"],
+        again.phases.get("kv_taken_back", 0.0),
         again.taken_back * again.kv_bytes / again.num_blocks / 1e9,
     )
     print(

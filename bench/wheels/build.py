@@ -168,6 +168,7 @@ def wheel(machine: str, bin_folder: Path, minor: int, output: Path) -> Path:
             f"-Cbuild-dir={WORK / machine}-3.{minor}",
             f"-Cwheel.py-api=cp3{STABLE}",
             "-Ccmake.define.PAGETURNER_OLD_GLIBC=ON",
+            "-Ccmake.define.PAGETURNER_ISAS=all",
             *settings,
             **environment,
         )

@@ -59,14 +59,18 @@ def is_json() -> bool:
 def say(message: str, level: str = "info") -> None:
     """A sentence for whoever started the program, whatever its level of logging: `pageturner: ...`,
     or a line of the JSON log."""
+    print(line(message, level), file=sys.stderr, flush=True)
+
+
+def line(message: str, level: str = "info") -> str:
+    """Return what `say` prints."""
     if not is_json():
-        print(f"pageturner: {message}", file=sys.stderr, flush=True)
-        return
+        return f"pageturner: {message}"
     import logging
 
     number = logging.getLevelNamesMapping()[level.upper()]
     record = logging.LogRecord("pageturner", number, "", 0, message, None, None)
-    print(_json_formatter().format(record), file=sys.stderr, flush=True)
+    return _json_formatter().format(record)
 
 
 def _json_formatter() -> logging.Formatter:

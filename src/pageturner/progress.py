@@ -1,25 +1,51 @@
-"""One line of progress on a terminal, and elsewhere a line now and then where that is wanted.
+"""Progress on standard error: a bar on a terminal, and elsewhere a line every few seconds.
 
-Ground floor, standard library only.
+Ground floor.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 
+from pageturner import logs
+
 REDRAW_EVERY = 0.1  # seconds
+LINE_EVERY = 4.0  # seconds, where there is no terminal
+
+
+class Still:
+    """Says every few seconds what is going on, from a thread, until `end`. text: asked each time.
+    Work that ends sooner leaves no line."""
+
+    def __init__(self, text: Callable[[], str], every: float = LINE_EVERY) -> None:
+        import threading
+
+        self._text = text
+        self._begin = time.monotonic()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(every,), daemon=True)
+        self._thread.start()
+
+    def _run(self, every: float) -> None:
+        while not self._ended.wait(every):
+            logs.say(f"{self._text()} ({time.monotonic() - self._begin:.0f} s)")
+
+    def end(self) -> None:
+        self._ended.set()
+        self._thread.join()
 
 
 class Progress:
-    """A line that is redrawn in place: `with Progress("generating", total) as p: p.update(done,
-    "note")`. total: may change, where it is not known yet. Work that ends before it leaves a full
-    bar. lines: seconds from one line to the next where there is no terminal; 0: none there.
-    enabled: whether there is one, and nothing is said without; None: look."""
+    """`with Progress("generating", total) as p: p.update(done, "note")`. total: may change, where
+    it is not known yet. Work that ends before it leaves a full bar. enabled: whether there is a
+    terminal, and nothing is said without; None: look. lines: seconds from one line to the next
+    where none was found."""
 
     def __init__(
-        self, what: str, total: int, *, enabled: bool | None = None, lines: float = 0.0
+        self, what: str, total: int, *, enabled: bool | None = None, lines: float = LINE_EVERY
     ) -> None:
         self._what = what
         self.total = total
@@ -27,11 +53,16 @@ class Progress:
         self._next = 0.0
         self._begin = time.monotonic()
         self._last: tuple[int, str] | None = None
-        self._lines = lines if enabled is None and not self._enabled else 0.0
-        self._next_line = self._begin + lines
+        self._still = None
+        if enabled is None and not self._enabled:
+            self._still = Still(self._line, lines)
 
     def __enter__(self) -> Progress:
         return self
+
+    def _line(self) -> str:
+        done, note = self._last or (0, "")
+        return f"{self._what}: {done:,} of {self.total:,}{note and ', '}{note}"
 
     def __exit__(
         self,
@@ -39,6 +70,8 @@ class Progress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self._still is not None:
+            self._still.end()
         if not self._enabled:
             return
         if kind is None and self._last is not None:
@@ -49,11 +82,6 @@ class Progress:
     def update(self, done: int, note: str = "") -> None:
         """Show `done` of the total, with a short note behind it."""
         now, self._last = time.monotonic(), (done, note)
-        if self._lines and now >= self._next_line:
-            self._next_line = now + self._lines
-            seconds = now - self._begin
-            said = f"{self._what}: {done:,} of {self.total:,} after {seconds:.0f} s{note and ', '}{note}"
-            print(said, file=sys.stderr, flush=True)
         if not self._enabled or (now < self._next and done < self.total):
             return
         self._next = now + REDRAW_EVERY

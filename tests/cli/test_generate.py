@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def test_the_prompt_comes_from_anywhere(
     file.write_text("the old house")
     monkeypatch.setattr("sys.stdin", io.StringIO("the old house"))
     for words in (["-p", "the old house"], ["--file", str(file)], []):
-        assert cli.main(["generate", *tiny, *GREEDY, *words]) == 0
+        assert cli.main(["generate", *tiny, *GREEDY, "--no-chat", *words]) == 0
         assert capsys.readouterr().out == expected + "\n"
 
 
@@ -54,7 +55,10 @@ def test_a_text_of_several_words_is_the_prompt(
         name = "it"
 
         def complete(self, prompt: str, sampling: object) -> Any:
-            yield prompt.upper()
+            raise AssertionError("the model has a template")
+
+        def chat(self, messages: list[dict[str, str]], sampling: object) -> Any:
+            yield messages[-1]["content"].upper()
             return AnswerSummary(finish="stop", prompt_tokens=1, cached_tokens=0, output_tokens=1)
 
     def from_flags(arguments: Any) -> Source:
@@ -70,7 +74,7 @@ def test_a_text_of_several_words_is_the_prompt(
 
 
 def test_json(tiny: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["generate", *tiny, *GREEDY, "-p", "the old house", "--json"]) == 0
+    assert cli.main(["generate", *tiny, *GREEDY, "--no-chat", "-p", "the old house", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["text"] == expected
     assert record["finish_reason"] == "length"
@@ -92,13 +96,12 @@ def test_chat_and_sampling_flags_reach_the_model(
     assert text(*hot) == text(*hot)
     assert text(*hot) != text(*hot[:3], "2")
     assert text(*hot, "--top-k", "1") == text("--temperature", "0")
-    assert text("--temperature", "0", "--chat") != text("--temperature", "0")
+    greedy = ("--temperature", "0", "--no-chat")
+    assert text("--temperature", "0", "--chat") == text("--temperature", "0") != text(*greedy)
     for penalty in ("repetition", "frequency", "presence"):
-        assert text("--temperature", "0", f"--{penalty}-penalty", "1.9") != text(
-            "--temperature", "0"
-        ), penalty
-    whole = text("--temperature", "0")
-    assert text("--temperature", "0", "--stop", whole[3:6]) == whole[: whole.index(whole[3:6])]
+        assert text(*greedy, f"--{penalty}-penalty", "1.9") != text(*greedy), penalty
+    whole = text(*greedy)
+    assert text(*greedy, "--stop", whole[3:6]) == whole[: whole.index(whole[3:6])]
 
 
 @pytest.mark.slow
@@ -173,7 +176,7 @@ def test_wrong_flags_are_2(
 
 def test_a_server_answers_the_same_fields(fake: Server, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["generate", "--base-url", fake.url, "-p", "hello", "-n", "20", "--json", "--seed", "5"]
-    assert cli.main(words) == 0
+    assert cli.main([*words, "--no-chat"]) == 0
     record = json.loads(capsys.readouterr().out)
     asked = {"prompt": "hello", "max_tokens": 20}
     answer = fake.http.post("/v1/completions", json=asked).json()
@@ -181,12 +184,51 @@ def test_a_server_answers_the_same_fields(fake: Server, capsys: pytest.CaptureFi
     assert record["usage"]["completion_tokens"] == answer["usage"]["completion_tokens"] == 20
     assert record["model"] == "fake"
     assert fake.notes("submit")[-2]["seed"] == 5
-    assert cli.main([*words, "--chat", "--system", "brief"]) == 0
+    assert cli.main([*words, "--no-chat", "--system", "brief"]) == 2
+    assert "--system" in capsys.readouterr().err
+    assert cli.main([*words, "--system", "brief"]) == 0
     asked_chat = {
         "messages": [{"role": "system", "content": "brief"}, {"role": "user", "content": "hello"}]
     }
     answer = fake.http.post("/v1/chat/completions", json={**asked_chat, "max_tokens": 20}).json()
     assert json.loads(capsys.readouterr().out)["text"] == answer["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize(
+    ("error", "continued"),
+    [
+        ({"message": "this model has no chat template", "reason": "no_chat_template"}, True),
+        ({"message": "default chat template is no longer allowed", "code": 400}, True),  # vLLM's
+        ({"message": "the model's chat template is broken", "reason": "template_error"}, False),
+        ({"message": "temperature is too high", "code": "bad_field"}, False),
+    ],
+)
+def test_a_text_is_continued_where_a_server_has_no_template(
+    error: dict[str, object], continued: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+    line = b'data: {"choices": [{"text": "a house", "finish_reason": "stop"}]}\n\ndata: [DONE]\n\n'
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            asked.append(self.path)
+            chat = self.path.endswith("chat/completions")
+            self.send_response(400 if chat else 200)
+            self.end_headers()
+            self.wfile.write(json.dumps({"error": error}).encode() if chat else line)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        words = ["generate", "m", "--base-url", url, "-p", "x"]
+        assert cli.main(words) == (0 if continued else 1)
+        assert cli.main([*words, "--chat"]) == 1, "what was asked for is not replaced"
+        server.shutdown()
+    assert (capsys.readouterr().out == "a house\n") == continued
+    assert asked.count("/v1/completions") == int(continued)
 
 
 def test_refusals_of_a_server_are_one_line(

@@ -141,18 +141,16 @@ def test_weights_that_cannot_be_counted_are_not_planned_around(
     assert said.out == ""
 
 
-def test_a_gpu_by_its_data_sheet(
+def test_a_gpu_by_what_its_driver_reports(
     llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = planned(tmp_path, llama, "--gpu", "h100")
-    assert data["memory"]["bytes"] == 72_000_000_000
+    assert data["memory"]["bytes"] == int(0.9 * 81_559 * 2**20)
     out = capsys.readouterr().out
-    assert "67.06 GiB (90% of 1 x H100 with 80 GB)" in out
+    assert "71.68 GiB (90% of 1 x H100 with 81,559 MiB)" in out
     assert "all weights once: 4.02 ms at 3.35 TB/s (NVIDIA H100 datasheet" in out  # 13.48 GB
-    assert (
-        planned(tmp_path, llama, "--gpu", "H100", "--gpus", "2")["memory"]["bytes"]
-        == 144_000_000_000
-    )
+    two = planned(tmp_path, llama, "--gpu", "H100", "--gpus", "2")
+    assert two["memory"]["bytes"] == int(0.9 * 2 * 81_559 * 2**20)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 
 from pageturner import cli
 from pageturner.kernels.gpu.catalogue import exchange_bytes
+from pageturner.lab.simulation.roofline import GPUS
 
 # 2 x 32 layers x 8 heads x 128 values x 2 bytes = 128 KiB a token
 LLAMA_8B = {
@@ -53,10 +54,11 @@ def test_what_each_rank_holds(
     assert "16.00 KiB a token; 50% of the KV is what another rank holds too" in said
     assert "B for sums over ranks, " in said
     weights, sums = whole["weights"]["bytes"], exchange_bytes()
-    assert whole["memory"]["kv_bytes"] == 8 * (72e9 - sums) - weights
-    assert more["memory"]["kv_bytes"] == (16 * (72e9 - sums) - weights) / 2, (
-        "each of 8 heads is on two ranks"
-    )
+    assert whole["memory"]["kv_bytes"] == int(8 * 0.9 * GPUS["H100"].memory) - 8 * sums - weights
+    assert (
+        more["memory"]["kv_bytes"]
+        == (int(16 * 0.9 * GPUS["H100"].memory) - 16 * sums - weights) // 2
+    ), "each of 8 heads is on two ranks"
 
 
 def test_hand_over_tiers_and_roles(

@@ -97,3 +97,13 @@ def test_only_so_many_requests_are_asked_for_and_the_oldest_gives_way() -> None:
     engine.note([(5, 1, False)])
     assert [step.number for step in page.noted(0)] == [1]
     assert len(engine.asked) == Ledger.ASKED
+
+
+def test_the_phase_of_a_start_is_seen_by_the_other_process() -> None:
+    ledger, fd = Ledger.create()
+    other = Ledger(os.dup(fd))
+    assert other.phase == ""
+    ledger.begin_phase("load")
+    assert other.phase == "load"
+    ledger.begin_phase("first_step")
+    assert other.phase == "first_st"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
 
 from pageturner.errors import EngineFault
 from pageturner.formats import hub
@@ -209,6 +209,34 @@ def test_an_id_is_fetched_by_huggingface_hub(
     assert hub.resolve("org/some-model") == hub.ModelFile(tmp_path, "some-model")
     hub.resolve("org/some-model", offline=True)
     assert calls == [("org/some-model", False), ("org/some-model", True)]
+
+
+def test_a_plan_fetches_the_configuration_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def snapshot(reference: str, *, allow_patterns: list[str], local_files_only: bool) -> str:
+        assert local_files_only, "no weights"
+        raise LocalEntryNotFoundError("not cached")
+
+    def download(reference: str, filename: str, *, local_dir: Path) -> str:
+        calls.append((reference, filename))
+        if reference == "org/a-gguf":
+            raise EntryNotFoundError("404")
+        local_dir.mkdir(parents=True)
+        (local_dir / filename).write_text("{}")
+        return str(local_dir / filename)
+
+    monkeypatch.setenv("PAGETURNER_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    folder = hub.resolve_config("org/some-model")
+    assert hub.resolve_config("org/some-model") == folder
+    assert hub.resolve_config("qwen3-4b").name == "Qwen3-4B"
+    assert calls == [("org/some-model", "config.json"), ("Qwen/Qwen3-4B", "config.json")]
+    with pytest.raises(EngineFault, match=r"org/a-gguf has no config.json.*GGUF"):
+        hub.resolve_config("org/a-gguf")
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,23 @@ def test_the_command_installs_again_what_is_installed(
     assert command.endswith(end)
 
 
+def test_kernels_of_another_processor_say_how_to_compile_for_this_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Module:
+        compiled_isas = staticmethod(lambda: ["avx512vnni"])
+        available_isas = staticmethod(list)
+
+    monkeypatch.setattr(native_module, "_native", Module)
+    ok, why = supported()
+    assert not ok
+    assert "avx512vnni" in why
+    assert native_module.how_to_compile() in why
+    Module.available_isas = staticmethod(lambda: ["portable"])
+    with pytest.raises(EngineFault, match="PAGETURNER_ISAS=all"):
+        native_module.choose_isa("avx2")
+
+
 def test_without_avx2_it_is_not_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_module, "available_isas", lambda: ["portable"])
     monkeypatch.setattr(native_module, "_native", object())

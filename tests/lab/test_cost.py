@@ -254,7 +254,9 @@ def test_adapters_are_read_once_a_step_each_and_take_memory(tmp_path: Path) -> N
 
 def test_kv_is_what_the_weights_leave(tmp_path: Path) -> None:
     model = outline(tmp_path, LLAMA_8B)
-    assert kv_tokens(model, GPUS["H100"], Reach()) == int((72e9 - 2 * 8_030_261_248) // 131072)
+    assert kv_tokens(model, GPUS["H100"], Reach()) == int(
+        (0.9 * GPUS["H100"].memory - 2 * 8_030_261_248) // 131072
+    )
     with pytest.raises(EngineFault, match="give --gpus more"):
         kv_tokens(outline(tmp_path, MIXTRAL), GPUS["H100"], Reach())
     unknown = outline(tmp_path, LLAMA_8B | {"model_type": "something_new"})

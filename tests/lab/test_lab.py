@@ -148,11 +148,22 @@ def test_a_server_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[st
 
 
 def test_progress_without_a_terminal_is_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress("requests", 3, lines=1e-9) as line:
+    said = ""
+    with Progress("requests", 3, lines=0.01) as line:
         line.update(1)
+        while said.count("\n") < 2:  # though nothing new is told
+            said += capsys.readouterr().err
         line.update(2, "late")
-    said = capsys.readouterr().err.splitlines()
-    assert said == ["requests: 1 of 3 after 0 s", "requests: 2 of 3 after 0 s, late"]
+        while "late" not in said:
+            said += capsys.readouterr().err
+    assert said.startswith(
+        "pageturner: requests: 1 of 3 (0 s)\npageturner: requests: 1 of 3 (0 s)\n"
+    )
+    assert "\npageturner: requests: 2 of 3, late (" in said
+    capsys.readouterr()
+    with Progress("requests", 3, lines=0.01, enabled=False) as line:
+        line.update(1)
+    assert capsys.readouterr().err == "", "where progress is not wanted"
 
 
 def test_the_closed_loop_keeps_to_its_clients() -> None:

@@ -120,6 +120,7 @@ def bound() -> bool:
     folder = build(
         "bound",
         "-DPAGETURNER_NATIVE_TEST=OFF",
+        "-DPAGETURNER_ISAS=all",
         "-DPAGETURNER_SANITIZE=address,undefined",
         "-DCMAKE_CXX_FLAGS=-fno-sanitize-recover=all",
         f"-DPython_EXECUTABLE={sys.executable}",

@@ -21,6 +21,7 @@ from typing import NoReturn
 
 from pageturner import __version__, logs
 from pageturner.errors import ClientError, EngineFault
+from pageturner.progress import Still
 
 COMMANDS = {
     ("serve",): ("pageturner.server.server", "serve a model over HTTP, with the OpenAI API"),
@@ -125,7 +126,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(names: tuple[str, ...], module: str, help: str, words: list[str]) -> int:
     try:
-        command = importlib.import_module(module)
+        still = Still(lambda: f"starting {' '.join(names)}")
+        try:
+            command = importlib.import_module(module)
+        finally:
+            still.end()
         parser = _parser(names, module, help)
         # argparse is slow at it
         parser.usage = _usage(parser) if {"-h", "--help"} & {*words} else "%(prog)s"

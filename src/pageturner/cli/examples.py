@@ -30,18 +30,15 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ),
     ),
     "generate": (
-        ('--chat --temperature 0 "What does HTTP stand for?"', "a question to a chat model"),
-        ('model.gguf "Once upon a time" -n 40 --temperature 0', "a text to go on with, greedily"),
+        ('--temperature 0 "What does HTTP stand for?"', "a question, greedily"),
+        ('model.gguf --no-chat "Once upon a time" -n 40', "a text to go on with"),
     ),
     "pull": (("smollm2", "an alias"), ("Qwen/Qwen3-0.6B", "an id of the hub")),
     "list": (("", "as a table"), ("--json", "for a program")),
     "rm": (("smollm2", "asks first"), ("--yes Qwen/Qwen3-0.6B", "does not ask")),
     "plan": (
         ("model.gguf --memory 8GB", "how many sequences fit beside the weights in 8 GB"),
-        (
-            "config.json --gpu H100 --lengths 2000,8000",
-            "on a GPU that is not here, from the configuration",
-        ),
+        ("Qwen/Qwen3-8B --gpu H100", "on a GPU that is not here; its config.json alone is fetched"),
     ),
     "compare": (
         ("smollm2 --policies static,chunked", "static beside continuous batching"),

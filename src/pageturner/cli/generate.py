@@ -11,8 +11,9 @@ import time
 from pathlib import Path
 
 from pageturner.cli import sampling_flags, sources
-from pageturner.cli.sources import Answer, AnswerSummary
-from pageturner.errors import EngineFault
+from pageturner.cli.sampling_flags import SamplingOptions
+from pageturner.cli.sources import Answer, AnswerSource, AnswerSummary
+from pageturner.errors import ClientError, EngineFault
 from pageturner.formats import hub
 
 MAX_TOKENS = 256
@@ -25,17 +26,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "text",
         nargs="?",
         metavar="PROMPT",
-        help="a text to continue, or with --chat a question; the model may be left out before a text of"
-        " several words",
+        help="a question, or with --no-chat a text to continue; the model may be left out before a text"
+        " of several words",
     )
     parser.add_argument("-p", "--prompt", help="the prompt; without any, standard input is read")
     parser.add_argument("-f", "--file", type=Path, help="read the prompt from this file")
     parser.add_argument(
         "--chat",
-        action="store_true",
-        help="ask a chat model: the prompt becomes a message in its chat template",
+        action=argparse.BooleanOptionalAction,
+        help="make the prompt a message in the model's chat template, or continue it as it is (default:"
+        " a message where the model has a template)",
     )
-    parser.add_argument("--system", default="", metavar="TEXT", help="system message, with --chat")
+    parser.add_argument("--system", default="", metavar="TEXT", help="system message of a chat")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     sampling_flags.add_flags(parser, MAX_TOKENS)
 
@@ -47,20 +49,39 @@ def main(arguments: argparse.Namespace) -> int:
     prompt = _prompt(arguments)
     source = sources.from_flags(arguments)
     begin = time.monotonic()
-    if arguments.chat:
-        messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
-        answer = source.chat([*messages, {"role": "user", "content": prompt}], sampling)
-    else:
-        answer = source.complete(prompt, sampling)
+    if arguments.chat is False and arguments.system:
+        raise EngineFault("bad_setting", "--system is part of a chat: leave --no-chat out")
+    answer = _answer(source, arguments, prompt, sampling)
     text, summary = _take(answer, None if arguments.json else sys.stdout)
     if arguments.json:
         seconds = round(time.monotonic() - begin, 3)
         print(json.dumps(_record(source.name, prompt, text, summary, seconds), ensure_ascii=False))
     elif not text.endswith("\n"):
         print()
-    if not text.strip() and not arguments.chat:
-        print("(the model ended at once: a question to a chat model wants --chat)", file=sys.stderr)
+    if not text.strip() and arguments.chat is False:
+        print(
+            "(the model ended at once: a question to a chat model is one of --chat)",
+            file=sys.stderr,
+        )
     return 130 if summary.finish == "abort" else 0
+
+
+def _answer(
+    source: AnswerSource, arguments: argparse.Namespace, prompt: str, sampling: SamplingOptions
+) -> Answer:
+    """The answer to a message; where the model has no chat template and nobody asked for a chat, the
+    continuation of a text."""
+    if arguments.chat is not False:
+        messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
+        try:
+            return (
+                yield from source.chat([*messages, {"role": "user", "content": prompt}], sampling)
+            )
+        except ClientError as error:  # ours by its code; vLLM's and others' by what they say
+            lacks = error.code == "no_chat_template" or "chat template" in error.message.lower()
+            if arguments.chat or arguments.system or not lacks or error.code == "template_error":
+                raise
+    return (yield from source.complete(prompt, sampling))
 
 
 def _question_is_prompt(arguments: argparse.Namespace) -> None:

@@ -90,12 +90,14 @@ class LoadedEngine:
 
 
 class Phases:
-    """Seconds by phase of the start-up."""
+    """Seconds by phase of the start-up. on_phase: called when one begins."""
 
-    def __init__(self, seconds: dict[str, float] | None = None) -> None:
-        self.seconds = {} if seconds is None else seconds
+    def __init__(self, on_phase: Callable[[str], None]) -> None:
+        self.seconds: dict[str, float] = {}
+        self._on_phase = on_phase
 
     def run(self, name: str, work: Callable[[], T]) -> T:
+        self._on_phase(name)
         begin = time.perf_counter()
         result = work()
         self.seconds[name] = round(time.perf_counter() - begin, 4)
@@ -107,6 +109,7 @@ def make_engine(
     wrap: Callable[[Ops], Ops] = lambda ops: ops,
     tokenizer: Callable[[], Tokenizer] | None = None,
     kv_fd: int | None = None,
+    on_phase: Callable[[str], None] = lambda phase: None,
 ) -> LoadedEngine:
     """Load the model and put the engine together. EngineFault when that cannot be done.
 
@@ -115,12 +118,13 @@ def make_engine(
                files then
     kv_fd      memory file for KV, which somebody keeps for the next engine; None: KV goes with this
                process
+    on_phase   called with each phase of the start-up when it begins
     """
     _check(config)
     connectors = KVConnectors(config)
     if config.backend in ("fake", "null"):
         return _build_fake(config, connectors)
-    phases = Phases()
+    phases = Phases(on_phase)
     model = phases.run("find", lambda: hub.resolve(config.model))
     chosen = phases.run("device", lambda: _device(config, model))
     ranks = tensor_parallel.processes_of(config, chosen.ops)
@@ -354,8 +358,10 @@ def _assemble(
         listeners = (kept.listener, *listeners)
     stack = scheduler_of(config, built.sizes, built.max_model_len, model, listeners)
     if kept:
-        phases = Phases(built.phases)
-        built.taken_back = phases.run("kv_taken_back", lambda: kept.attach(stack.pool))
+        begin = time.perf_counter()
+        if taken_back := kept.attach(stack.pool):
+            built.taken_back = taken_back
+            built.phases["kv_taken_back"] = round(time.perf_counter() - begin, 4)
     parts.connectors.attach(stack.pool, storage, model, built.vocab_size)
     parts = replace(parts, log=_step_log(config, built, built.taken_back), costs=built.needs)
     built.engine = Engine(stack, built.executor, parts=parts)

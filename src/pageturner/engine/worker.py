@@ -182,9 +182,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="pageturner.engine.worker")
     parser.add_argument("--channel-fd", type=int, required=True)
     parser.add_argument("--ledger-fd", type=int, required=True)
-    parser.add_argument(
-        "--kv-fd", type=int, help="memory file for KV, empty or of the engine before"
-    )
+    parser.add_argument("--kv-fd", type=int, help="memory for KV, empty or of the engine before")
     parser.add_argument("--config", required=True, help="EngineConfig as JSON")
     parser.add_argument(
         "--device", help="in place of the configured one: where the engine before computed"
@@ -198,7 +196,9 @@ def main() -> int:
     try:
         config = msgspec.json.decode(arguments.config, type=EngineConfig)
         built = make_engine(
-            replace(config, device=arguments.device or config.device), kv_fd=arguments.kv_fd
+            replace(config, device=arguments.device or config.device),
+            kv_fd=arguments.kv_fd,
+            on_phase=ledger.begin_phase,
         )
     except EngineFault as fault:
         sock.sendall(encode(Failed(fault.code, fault.message)))

@@ -25,8 +25,9 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -188,13 +189,53 @@ def _lacking(folder: Path) -> str:
     )
 
 
-def _snapshot(reference: str, *, offline: bool) -> ModelFile:
-    """The folder of a repository of the hub, fetched where its cache lacks a file."""
-    import huggingface_hub as hf  # deliberately late: it costs a third of a second
+def resolve_config(reference: str) -> Path:
+    """Return what is enough to plan with: a model on this machine, else the config.json of an id of the
+    hub, which is fetched alone and kept beside our models."""
+    try:
+        return resolve(reference, offline=True).path
+    except EngineFault as fault:
+        if fault.code != "hub_unreachable":
+            raise
+    reference = HUB_ALIASES.get(reference, reference)
+    folder = cache_folder().parent / "configs" / reference
+    if not (folder / CONFIG).is_file():
+        logs.say(f"fetching {CONFIG} of {reference}, and nothing else of it")
+        _from_hub(reference, lambda: _fetch_config(reference, folder), offline=False)
+    return folder
+
+
+def _fetch_config(reference: str, folder: Path) -> str:
+    import huggingface_hub as hf
     from huggingface_hub import errors
 
     try:
-        folder = hf.snapshot_download(reference, allow_patterns=WANTED, local_files_only=offline)
+        return hf.hf_hub_download(reference, CONFIG, local_dir=folder)
+    except errors.LocalEntryNotFoundError:  # there is no network
+        raise
+    except errors.EntryNotFoundError as error:
+        message = f"{reference} has no {CONFIG} on the hub: give the path of its GGUF file"
+        raise EngineFault("hub_refused", message) from error
+
+
+def _snapshot(reference: str, *, offline: bool) -> ModelFile:
+    """The folder of a repository of the hub, fetched where its cache lacks a file."""
+    import huggingface_hub as hf  # deliberately late: it costs a third of a second
+
+    fetch = partial(
+        hf.snapshot_download, reference, allow_patterns=WANTED, local_files_only=offline
+    )
+    folder = _from_hub(reference, fetch, offline=offline)
+    return ModelFile(Path(folder), reference.rpartition("/")[2])
+
+
+def _from_hub(reference: str, fetch: Callable[[], str], *, offline: bool) -> str:
+    """The path that a call of huggingface_hub gives. EngineFault says what went wrong."""
+    import huggingface_hub as hf
+    from huggingface_hub import errors
+
+    try:
+        return fetch()
     except errors.GatedRepoError as error:
         message = f"the hub keeps the model {reference!r} behind its licence: accept it on the model's page"
         raise EngineFault(
@@ -230,7 +271,6 @@ def _snapshot(reference: str, *, offline: bool) -> ModelFile:
                 " it elsewhere and give the path of its folder"
             )
         raise EngineFault("hub_unreachable", message) from error
-    return ModelFile(Path(folder), reference.rpartition("/")[2])
 
 
 def _first_line(error: Exception) -> str:

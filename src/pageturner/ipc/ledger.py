@@ -42,8 +42,8 @@ class Ledger:
     somebody does the last steps: number, begun at, ended at, number of rows, rows. Number 0: it is
     being written.
 
-    At the end, written by the API process: requests of which somebody wants to know where their
-    time went so far, each with until when.
+    Then, written by the API process: requests of which somebody wants to know where their time went
+    so far, each with until when. At the end the phase of the engine's start, in ASCII.
     """
 
     CAPACITY = 8000
@@ -54,7 +54,8 @@ class Ledger:
     _NOTE = 4 + ROWS  # words
     ASKED = 8  # requests that are asked for at once
     _ASKED = _NOTES + STEPS * _NOTE
-    WORDS = _ASKED + 2 * ASKED
+    _PHASE = _ASKED + 2 * ASKED
+    WORDS = _PHASE + 1
 
     def __init__(self, fd: int) -> None:
         whole = memoryview(mmap.mmap(fd, 8 * self.WORDS))
@@ -80,6 +81,16 @@ class Ledger:
         self._words[1] = self._words[0]
         if self._noted:
             self._times[self._noted + 2], self._noted = now, 0
+
+    def begin_phase(self, name: str) -> None:
+        """The engine starts, and is in this phase: of its name 8 letters."""
+        self._words[self._PHASE] = int.from_bytes(name.encode()[:8], "little")
+
+    @property
+    def phase(self) -> str:
+        return (
+            self._words[self._PHASE].to_bytes(8, "little").strip(b"\0").decode("ascii", "replace")
+        )
 
     @property
     def watched(self) -> bool:
@@ -120,7 +131,7 @@ class Ledger:
     def ask(self, id: int, until: float) -> None:
         """Somebody wants to know where the time of this request went, until then; of more than
         ASKED the one whose time is over first gives way."""
-        places = range(self._ASKED, self.WORDS, 2)
+        places = range(self._ASKED, self._PHASE, 2)
         at = next((at for at in places if self._words[at] == id), None)
         at = at or min(places, key=lambda at: self._times[at + 1])
         self._words[at], self._times[at + 1] = id, until
@@ -130,7 +141,9 @@ class Ledger:
         """Requests that somebody asks for."""
         now = time.monotonic()
         return [
-            self._words[at] for at in range(self._ASKED, self.WORDS, 2) if self._times[at + 1] > now
+            self._words[at]
+            for at in range(self._ASKED, self._PHASE, 2)
+            if self._times[at + 1] > now
         ]
 
     def read(self) -> tuple[int, int, float, float, list[int]]:
@@ -140,10 +153,10 @@ class Ledger:
         it.
         """
         words = self._words
-        begun, finished = words[0], words[1]
-        begun_at, finished_at = self._times[2], self._times[3]
+        begun, finished = words[:2]
+        times = self._times[2:4].tolist()
         now = time.monotonic()
-        begun_at, finished_at = (at if 0 <= at <= now else 0.0 for at in (begun_at, finished_at))
+        begun_at, finished_at = (at if 0 <= at <= now else 0.0 for at in times)
         ids = words[self._IDS : self._IDS + min(words[4], self.CAPACITY)].tolist()
         return begun, finished, begun_at, finished_at, ids
 

@@ -46,7 +46,41 @@ if TYPE_CHECKING:
 
 QUESTION = "What does HTTP stand for?"  # even very small models know it
 FLUSH_SECONDS = 1.0  # for the last bytes of answers, at the end
+TELL_START_EVERY = 4.0  # seconds
+PHASES = {
+    "": "the server's parts are imported",
+    "find": "the model is looked for",
+    "device": "the device is chosen",
+    "load": "the weights are read and packed",
+    "kv": "memory is reserved for KV",
+    "pace": "the processor is measured",
+}
 LAST_WORDS = "the server shut down before the answer was complete"
+
+
+class _StartNotes:
+    """Says every few seconds what a start is waiting for. By a timer's signal: this process forks,
+    and may have no threads then."""
+
+    def __init__(self) -> None:
+        self.started = time.monotonic()
+        self.phase: Callable[[], str] = str
+        signal.signal(signal.SIGALRM, self._say)
+        signal.setitimer(signal.ITIMER_REAL, TELL_START_EVERY, TELL_START_EVERY)
+
+    def _say(self, *_: object) -> None:
+        phase = self.phase()
+        what = PHASES.get(phase, phase)
+        text = logs.line(f"starting: {what} ({self.seconds:.0f} s)")
+        os.write(sys.stderr.fileno(), f"{text}\n".encode())  # `print` may just be under way
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.started
+
+    def end(self) -> str:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        return f"{self.seconds:.2f}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -120,7 +154,7 @@ def serve(
     load     gives the tokenizer and the sampling defaults
     command  how the engine is started
     """
-    started = time.monotonic()
+    notes = _StartNotes()
     logs.to_stderr(settings.server.log_level, settings.server.log_format)
     given = settings.server.api_key_file
     listed = settings.server.api_key or ("" if given else os.environ.get("PAGETURNER_API_KEY", ""))
@@ -159,7 +193,7 @@ def serve(
             command=start,
             process=process,
             listener=listener,
-            started=started,
+            notes=notes,
             api_keys=api_keys,
             receipt_key=receipt_key,
             certificates=certificates,
@@ -177,16 +211,14 @@ def _serve(
     command: list[str],
     process: EngineProcess,
     listener: socket.socket,
-    started: float,
+    notes: _StartNotes,
     api_keys: KeyRing,
     receipt_key: bytes,
     certificates: Certificates | None,
 ) -> int:
     from pageturner.server.prefixes import read_preload_file
 
-    logging.getLogger("pageturner").info(
-        "loading %s: the next line comes when it is ready", names[0]
-    )
+    logging.getLogger("pageturner").info("loading %s", names[0])
     lifecycle.give_large_blocks_back()
     preloaded = read_preload_file(Path(settings.server.preload)) if settings.server.preload else []
     service, pool = assemble(
@@ -199,7 +231,7 @@ def _serve(
         receipt_key=receipt_key,
     )
     return lifecycle.run(
-        _main(service, pool, listener, started, preloaded, certificates), service.memory.give_up
+        _main(service, pool, listener, notes, preloaded, certificates), service.memory.give_up
     )
 
 
@@ -333,7 +365,7 @@ async def _main(
     service: Service,
     pool: TextPool,
     listener: socket.socket,
-    started: float,
+    notes: _StartNotes,
     preloaded: list[PrefixBody],
     certificates: Certificates | None,
 ) -> int:
@@ -357,7 +389,7 @@ async def _main(
         batches.batches = Batches(service, routes, traces)
     supervisor.attach()
     assert supervisor.broken is not None
-    announce = _announcer(service, lifecycle.url_of(listener, tls=bool(certificates)), started)
+    announce = _announcer(service, lifecycle.url_of(listener, tls=bool(certificates)), notes)
     preload = _preloader(service, preloaded)
     supervisor.listeners += [EngineListener(ready=announce), EngineListener(ready=preload)]
     load_listed(service.adapters, listed_adapters(service.config.lora), supervisor.broken)
@@ -441,8 +473,10 @@ def _preloader(service: Service, bodies: list[PrefixBody]) -> Callable[[], None]
     return begin
 
 
-def _announcer(service: Service, url: str, started: float) -> Callable[[], None]:
+def _announcer(service: Service, url: str, notes: _StartNotes) -> Callable[[], None]:
     import logging
+
+    notes.phase = lambda: service.supervisor.process.ledger.phase
 
     def announce() -> None:
         service.live_settings.take_over()
@@ -457,18 +491,18 @@ def _announcer(service: Service, url: str, started: float) -> Callable[[], None]
                 service.tokenizer.vocab_size,
                 ready.vocab_size,
             )
-        phases = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in ready.phases.items())
+        total = notes.end()
         logging.getLogger("pageturner").info(
             "listening on %s; model %s, context %d, KV memory for %d tokens (%.2f GiB), %s tokens a step;"
-            " ready in %.2f s%s",
+            " ready in %s s%s",
             url,
             service.model,
             ready.max_model_len,
             ready.num_blocks * ready.block_size,
             ready.kv_bytes / 2**30,
             ready.token_budget or "any number of",
-            time.monotonic() - started,
-            f" (engine: {phases})" if phases else "",
+            total,
+            _parts(float(total), ready.phases),
         )
         if ready.device:
             logging.getLogger("pageturner").info("device: %s", ready.device)
@@ -477,6 +511,14 @@ def _announcer(service: Service, url: str, started: float) -> Callable[[], None]
         )
 
     return announce
+
+
+def _parts(total: float, phases: dict[str, float]) -> str:
+    """The phases of a start that took a while, and the rest, which is processes and imports:
+    together they are the total."""
+    shown = {phase: round(seconds, 2) for phase, seconds in phases.items() if seconds >= 0.01}
+    rest = {"processes and imports": total - sum(shown.values())}
+    return f" ({', '.join(f'{name} {part:.2f}' for name, part in (rest | shown).items())})"
 
 
 def _curl(service: Service, url: str) -> str:

@@ -46,14 +46,21 @@ def supported() -> tuple[bool, str]:
             f"the native kernels are not built ({_import_error}); install a C++20 compiler (Debian, Ubuntu:"
             f" `apt-get install g++`), then run `{how_to_compile()}`"
         )
-    if available_isas() == ["portable"]:
+    found = available_isas()
+    if not found:
+        compiled = ", ".join(_native.compiled_isas())
+        return (
+            False,
+            f"the kernels were compiled for {compiled}; for this CPU: `{how_to_compile()}`",
+        )
+    if found == ["portable"]:
         return False, "this CPU lacks AVX2, FMA or F16C (on ARM: dot products)"
     return True, ""
 
 
-def how_to_compile() -> str:
+def how_to_compile(isas: str = "") -> str:
     """The command that installs this very installation again, from where it came (PEP 610), and
-    compiles."""
+    compiles, for these instruction sets where they are named."""
     from importlib import metadata  # slow to import, and for those alone who read it
 
     try:
@@ -75,6 +82,7 @@ def how_to_compile() -> str:
         "install",
         "--force-reinstall",
         "--no-deps",
+        *([f"--config-settings=cmake.define.PAGETURNER_ISAS={isas}"] if isas else []),
         *how,
         source,
     ]
@@ -91,6 +99,7 @@ def choose_isa(isa: str | None) -> str:
     if wanted not in found:
         raise EngineFault(
             "unknown_isa",
-            f"instruction set {wanted!r} is not available here; choose one of: {', '.join(found)}",
+            f"instruction set {wanted!r} is not available here; choose one of: {', '.join(found)}; the"
+            f" others that this CPU has are compiled by `{how_to_compile('all')}`",
         )
     return wanted

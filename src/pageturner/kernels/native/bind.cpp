@@ -644,6 +644,7 @@ void check_blocks(const pt::KVView& kv, const std::vector<int32_t>& ids) {
 
 NB_MODULE(_native, m) {
   m.attr("build") = PT_BUILD;
+  m.def("compiled_isas", &pt::compiled_isas);
   m.def("available_isas", &pt::available_isas);
   m.def("measure_limit", [](std::string isa, int what, int threads, size_t bytes, double seconds) {
     check(what >= 0 && what <= int(pt::Limit::Copy) && threads > 0, "measure_limit: no such limit");

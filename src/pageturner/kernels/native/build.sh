@@ -13,4 +13,4 @@ for so in "$build"/_native.*so; do
   cp "$so" "$root/src/pageturner/kernels/.$$.so"
   mv "$root/src/pageturner/kernels/.$$.so" "$root/src/pageturner/kernels/$(basename "$so")"
 done
-PYTHONPATH="$root/src" "$python" -c 'from pageturner.kernels.native_module import available_isas; print(available_isas())'
+PYTHONPATH="$root/src" "$python" -c 'from pageturner.kernels.cpu.native_module import available_isas; print(available_isas())'

@@ -16,7 +16,8 @@
 
 namespace pt {
 
-// Instruction sets that were built and that this CPU has, best first.
+// Instruction sets that were built, best first, and those of them that this CPU has.
+std::vector<std::string> compiled_isas();
 std::vector<std::string> available_isas();
 // The kernels of one of them; std::invalid_argument for any other name.
 const Kernels& kernels_of(const std::string& isa);

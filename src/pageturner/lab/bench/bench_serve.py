@@ -27,7 +27,6 @@ from pageturner.progress import Progress
 UNREACHED = (
     ": is a server there? pageturner serve starts one; another address is given with --base-url"
 )
-TOLD_EVERY = 5.0  # seconds, where no terminal shows a bar
 FIELDS = {"ttft": "ttft_target_ms", "tpot": "tpot_target_ms", "e2e": "deadline_ms"}  # of a request
 
 
@@ -101,7 +100,7 @@ async def _measure(
 ) -> tuple[list[ResponseTimes], float]:
     warm = word_prompts(arguments.warmup, 32, 8, seed=99)
     await asyncio.gather(*(client.complete(one.text, one.answer_length) for one in warm))
-    with Progress("requests", len(traffic.requests), lines=TOLD_EVERY) as line:
+    with Progress("requests", len(traffic.requests)) as line:
         begin = time.monotonic()
         if traffic.open:
             times = await open_loop(client, traffic.requests, line)

@@ -48,7 +48,7 @@ FLAGS = (
     (
         "--gpu NAME",
         str,
-        "the memory of this GPU instead, by its data sheet: H100, H200, A100-80G, L40S, "
+        "the memory of this GPU instead, as its driver reports it: H100, H200, A100-80G, L40S, "
         "L4, A10, T4, RTX-4090, MI300X ...",
     ),
     ("--gpus N", 1, "GPUs that share the model (default: 1)"),
@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         help="a GGUF file (its beginning is enough), a config.json, a Hugging Face"
-        " folder, an id in the hub's cache, or an alias",
+        " folder, an id of the hub (its config.json alone is fetched), or an alias",
     )
     add_flags(parser, (*FLAGS, *simulated_engines.LINK_FLAGS))
     others = tuple(f.name for f in fields(EngineConfig) if f.name not in SETTINGS)
@@ -218,13 +218,13 @@ def _gpu(arguments: argparse.Namespace) -> tuple[GPU | None, int, str]:
         if arguments.gpus != 1:
             raise bad_setting("--gpus says how many of --gpu there are: give both")
         return None, 0, ""
-    from pageturner.lab.simulation.roofline import Reach, gpu_named
+    from pageturner.lab.simulation.roofline import MIB, Reach, gpu_named
 
     if arguments.memory is not None:
         raise bad_setting("--gpu has a memory of its own: give --gpu or --memory")
     check_range(arguments, "1 or more", "gpus")
     gpu, share = gpu_named(arguments.gpu), Reach().memory
-    where = f"{share:.0%} of {arguments.gpus} x {gpu.name} with {gpu.memory / 1e9:g} GB"
+    where = f"{share:.0%} of {arguments.gpus} x {gpu.name} with {gpu.memory / MIB:,.0f} MiB"
     return gpu, int(share * gpu.memory * arguments.gpus), where
 
 

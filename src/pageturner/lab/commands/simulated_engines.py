@@ -117,9 +117,9 @@ Flags = dict[str, dict[str, Any]]
 
 
 def model_path(model: str) -> Path:
-    """The file of a model, without the network."""
+    """The file of a model, or what is enough to plan with: no weights are fetched."""
     path = Path(model)
-    return path if path.suffix == ".json" else hub.resolve(model, offline=True).path
+    return path if path.suffix == ".json" else hub.resolve_config(model)
 
 
 def kv_dtype(config: EngineConfig) -> str:

@@ -28,8 +28,9 @@ from pageturner.telemetry.work import ModelCosts, StepWork
 
 @dataclass(frozen=True, slots=True)
 class GPU:
-    """flops: dense 16-bit tensor operations a second; bandwidth: bytes a second; memory: bytes;
-    link: bytes a second that it sends to others in its machine."""
+    """flops: dense 16-bit tensor operations a second; bandwidth: bytes a second; memory: bytes, as
+    the driver reports them (nvidia-smi, rocm-smi); link: bytes a second that it sends to others in
+    its machine; source: of all but the memory."""
 
     name: str
     flops: float
@@ -39,16 +40,31 @@ class GPU:
     source: str
 
 
+MIB = 1 << 20
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        GPU("A100-80G", 312e12, 2.039e12, 80e9, 300e9, "NVIDIA A100 datasheet (SXM, 80 GB), 2022"),
-        GPU("A100-40G", 312e12, 1.555e12, 40e9, 300e9, "NVIDIA A100 datasheet (SXM, 40 GB), 2021"),
+        GPU(
+            "A100-80G",
+            312e12,
+            2.039e12,
+            81_920 * MIB,
+            300e9,
+            "NVIDIA A100 datasheet (SXM, 80 GB), 2022",
+        ),
+        GPU(
+            "A100-40G",
+            312e12,
+            1.555e12,
+            40_960 * MIB,
+            300e9,
+            "NVIDIA A100 datasheet (SXM, 40 GB), 2021",
+        ),
         GPU(
             "H100",
             989.4e12,
             3.35e12,
-            80e9,
+            81_559 * MIB,
             450e9,
             "NVIDIA H100 datasheet (SXM; sparse 1,979 halved), 2023",
         ),
@@ -56,7 +72,7 @@ GPUS = {
             "H200",
             989.4e12,
             4.8e12,
-            141e9,
+            143_771 * MIB,
             450e9,
             "NVIDIA H200 datasheet (SXM; sparse 1,979 halved), 2024",
         ),
@@ -64,18 +80,18 @@ GPUS = {
             "H100-PCIe",
             756e12,
             2.0e12,
-            80e9,
+            81_559 * MIB,
             64e9,
             "NVIDIA H100 datasheet (PCIe; sparse 1,513 halved), 2023",
         ),
-        GPU("L40S", 362e12, 0.864e12, 48e9, 32e9, "NVIDIA L40S datasheet (dense), 2023"),
-        GPU("A10", 125e12, 0.6e12, 24e9, 32e9, "NVIDIA A10 datasheet (dense), 2021"),
-        GPU("T4", 65e12, 0.3e12, 16e9, 16e9, "NVIDIA T4 datasheet, 2019"),
+        GPU("L40S", 362e12, 0.864e12, 46_068 * MIB, 32e9, "NVIDIA L40S datasheet (dense), 2023"),
+        GPU("A10", 125e12, 0.6e12, 23_028 * MIB, 32e9, "NVIDIA A10 datasheet (dense), 2021"),
+        GPU("T4", 65e12, 0.3e12, 15_360 * MIB, 16e9, "NVIDIA T4 datasheet, 2019"),
         GPU(
             "RTX-4090",
             165.2e12,
             1.008e12,
-            24e9,
+            24_564 * MIB,
             32e9,
             "NVIDIA Ada whitepaper (dense, fp32 sums), 2022",
         ),
@@ -83,11 +99,18 @@ GPUS = {
             "MI300X",
             1307.4e12,
             5.3e12,
-            192e9,
+            196_592 * MIB,
             448e9,
             "AMD Instinct MI300X data sheet (dense), 2023",
         ),
-        GPU("L4", 121e12, 0.3e12, 24e9, 32e9, "NVIDIA L4 datasheet (sparse 242 halved), 2023"),
+        GPU(
+            "L4",
+            121e12,
+            0.3e12,
+            23_034 * MIB,
+            32e9,
+            "NVIDIA L4 datasheet (sparse 242 halved), 2023",
+        ),
     )
 }
 

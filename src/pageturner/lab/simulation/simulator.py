@@ -52,7 +52,6 @@ from pageturner.scheduler.types import Output, Plan, Result, Sequence
 from pageturner.telemetry.work import work_of
 
 MAX_LEAP = 512  # steps; an arrival in the middle makes the rest of the sums useless
-LINE_INTERVAL_S = 10.0  # where there is no terminal
 CANCEL_INTERVAL = 256  # events from one question whether the run was cancelled to the next
 MAX_AWAKE = 4096  # replicas with a scheduler; of more, idle ones keep the keys of their KV alone
 COUNTERS = ("prompt_tokens", "cached_tokens", "preemptions", "recomputed_tokens")
@@ -250,7 +249,7 @@ class Simulator:
         done = 0
         if self.changes is not None:
             self.changes.begin(self, following.arrival if following is not None else 0.0)
-        with Progress("simulating", traffic.total, enabled=progress, lines=LINE_INTERVAL_S) as line:
+        with Progress("simulating", traffic.total, enabled=progress) as line:
             while self._goes_on(following) and not self._over():
                 at = self._events[0][0] if self._events else float("inf")
                 if following is not None:
