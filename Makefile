@@ -24,7 +24,7 @@ help: ## what there is: `make serve` and `make test` are all a newcomer needs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 serve: $(VENV)/.core ## install, fetch the model, serve on 127.0.0.1:8000
-	$(BIN)/pageturner serve $(MODEL) $(ARGS)
+	$(BIN)/pageturner serve $(MODEL) --page-settings $(ARGS)
 
 ray: $(VENV)/.core ## the same by Ray Serve, with replicas that come and go: examples/ray.toml
 	$(BIN)/pip install -q "ray[serve]>=2.60,<2.61"

@@ -210,6 +210,10 @@ class ServerConfig(HttpConfig, WatchSettings):
         "key for /v1/admin, which is off without this key or an API key with admin = true; also from"
         " PAGETURNER_ADMIN_KEY",
     )
+    page_settings: bool = option(
+        False,
+        "let the page at / change policy, order and budget; only on this machine, and without keys",
+    )
     receipt_key_file: str = option(
         "",
         "file of the key that signs receipts, 32 bytes or more; also from PAGETURNER_RECEIPT_KEY",

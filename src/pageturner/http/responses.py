@@ -9,14 +9,10 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from pathlib import Path
 from typing import Any
 
 import msgspec
 from starlette.responses import Response
-
-DOCS = Path(__file__).with_name("docs.html")
-
 
 _LINE_ENDS = re.compile(rb"\xe2\x80[\xa8\xa9]|\xc2\x85")  # beside \n, for str.splitlines
 
@@ -65,8 +61,3 @@ def page_headers(page: bytes) -> dict[str, str]:
 def html_response(page: bytes) -> Response:
     """Return a page whose script and style stand in the page itself."""
     return Response(page, headers=page_headers(page), media_type="text/html")
-
-
-def docs_page() -> Response:
-    """Return the page that shows the OpenAPI document of the program from which it comes."""
-    return html_response(DOCS.read_bytes())

@@ -21,6 +21,7 @@ from pageturner.http.error_responses import error_handlers
 from pageturner.http.prometheus import Exposition
 from pageturner.http.responses import json_response
 from pageturner.router.documents import RouterDocuments
+from pageturner.router.fleet_view import FleetView
 from pageturner.router.forwarding import RELAYED
 from pageturner.router.keepers import by_id, by_previous
 from pageturner.router.member_pages import PATH as MEMBERS
@@ -145,7 +146,10 @@ def create_app(router: Router, members: Members | None = None) -> Starlette:
         routes.append(Route(path, Relay(router, path, no_prefix, by_id), methods=[method]))
     relayed = {(method, route.path) for route in routes for method in route.methods or ()}
     documents = RouterDocuments(router.fleet, router.config, relayed)
+    view = FleetView(router)
     routes += [
+        Route("/", view.home),
+        Route("/v1/live", view.live),
         Route("/health", pages.health),
         Route("/ping", pages.ping, methods=["GET", "POST"]),
         Route("/metrics", pages.metrics),

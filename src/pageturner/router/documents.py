@@ -22,7 +22,7 @@ from pageturner.errors import ClientError
 from pageturner.http import http_client
 from pageturner.http.error_responses import TYPES
 from pageturner.http.http_client import ConnectionLost
-from pageturner.http.responses import docs_page
+from pageturner.http.web_pages import docs_page
 from pageturner.router.fleet import Fleet
 from pageturner.router.member_pages import PATH as MEMBERS
 

@@ -22,9 +22,10 @@ import contextlib
 import hashlib
 import re
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import quote
 
 import msgspec
@@ -57,6 +58,7 @@ MAX_REFUSAL, REFUSAL_SECONDS = (
     5.0,
 )  # bytes of such an answer, and the time that they may take
 MOVE_PAUSE = 0.1  # seconds between two looks for one
+MAX_MOVES = 50  # that are remembered
 PATIENT_SECONDS = (
     1.0  # for which a client may hold up its answer; one that breaks off later is its own fault
 )
@@ -77,12 +79,21 @@ class Router:
     active: int = 0
     retries: int = 0
     moved: int = 0  # times that a stream went on at another replica
+    # of the last streams that moved: at_s, request, from, to, tokens that it had
+    moves: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_MOVES))
     cut_short: int = 0  # answers that broke off after their first byte
     rejected: Counter[str] = field(default_factory=Counter)
     retry_budget: RetryBudget = field(init=False)
 
     def __post_init__(self) -> None:
         self.retry_budget = RetryBudget(self.config.retry_budget)
+
+    def note_move(self, forwarded: ForwardedRequest, copy: StreamCopy, to: str) -> None:
+        """A stream goes on at this address."""
+        self.moved += 1
+        move = {"request": forwarded.info.id[:8], "from": forwarded.answered_by, "to": to}
+        self.moves.append({"at_s": time.monotonic(), "tokens": len(copy.tokens), **move})
+        forwarded.answered_by = to
 
     def check_open(self) -> None:
         """ClientError where no more requests are taken."""
@@ -122,6 +133,7 @@ class ForwardedRequest:
     keeper: ServerAddress | None = (
         None  # whose name its id has: of the replica where its answer began
     )
+    answered_by: str = ""  # address of the replica that answers now
     streams: bool = False  # its answer is a stream
     last: bytes = b""  # piece of its answer that was passed on
     # of a stream whose first token has not come: the replica that was asked, and when
@@ -307,6 +319,7 @@ class Relay:
                 if exchange.status not in ELSEWHERE and exchange.status not in FAILURES:
                     attempts.answered(attempt)
                     forwarded.body, forwarded.keeper = b"", replica.address
+                    forwarded.answered_by = str(replica.address)
                     if is_stream(exchange.headers):
                         forwarded.timed = replica
                         forwarded.timed_from = begin
@@ -420,7 +433,7 @@ class Relay:
                     "leaving", f"it does not go on with a stream (status {exchange.status})"
                 )
             forwarded.attempts.answered(attempt)
-            self._router.moved += 1
+            self._router.note_move(forwarded, copy, str(replica.address))
             if forwarded.place.tagged and forwarded.keeper is not None:
                 id = tagged(forwarded.info.id, forwarded.keeper)
                 self._router.fleet.kept_elsewhere(id, forwarded.place.owner, replica)

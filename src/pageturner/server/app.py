@@ -64,11 +64,11 @@ def create_app(service: Service, batches: BatchPages | None = None) -> Starlette
         service.adapters.digest,
     )
     tell_state = partial(server_state, service)
-    admin = AdminPages(service.live_settings, service.config.admin_key, service.keys, tell_state)
+    admin = AdminPages(service.live_settings, service.config, service.keys, tell_state)
     adapters = AdapterPages(service.adapters, admin.admit)
     routes = [
         *moving_routes(service, admin.admit, responses, store),
-        *page_routes(service, admin.admit),
+        *page_routes(service, admin),
         Route("/v1/load_lora_adapter", adapters.load, methods=["POST"]),
         Route("/v1/unload_lora_adapter", adapters.unload, methods=["POST"]),
         Route("/v1/models", pages.models),

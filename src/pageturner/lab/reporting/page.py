@@ -9,27 +9,25 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from pageturner.http.web_pages import design
+
 STYLE = """
-:root { color-scheme: light dark; --page: #ffffff; --text: #1f2328; --soft: #59636e; --rule: #d8dee4;
-  --good: #e6f2ea; --reached: #1a7f37; --missed: #b35900; --card: #f6f8fa }
-@media (prefers-color-scheme: dark) { :root { --page: #0d1117; --text: #e6edf3; --soft: #9198a1;
-  --rule: #30363d; --good: #12301d; --reached: #4ac26b; --missed: #f0a040; --card: #151b23 } }
-body { background: var(--page); color: var(--text); font: 16px/1.5 system-ui, sans-serif;
-  max-width: 1060px; margin: 2rem auto; padding: 0 1rem }
-h1 { font-size: 1.6rem; line-height: 1.25; margin-bottom: .3rem }
-h2 { font-size: 1.2rem; margin: 2.4rem 0 .4rem; border-bottom: 1px solid var(--rule); padding-bottom: .2rem }
+:root { --best: light-dark(#e6f2ea, #12301d); --missed: light-dark(#b35900, #f0a040) }
+body { max-width: 1060px; margin: 2rem auto; padding: 0 1rem }
+h1 { margin-bottom: .3rem }
+h2 { margin: 2.4rem 0 .4rem; border-bottom: 1px solid var(--rule); padding-bottom: .2rem }
 p { overflow-wrap: anywhere } p.soft, td.soft, li.soft { color: var(--soft) }
 .verdict { font-size: 1.1rem; background: var(--card);
-  border-left: 4px solid #3b7dd8; padding: .7rem 1rem; margin: 1rem 0 }
+  border-left: 4px solid var(--decode); padding: .7rem 1rem; margin: 1rem 0 }
 p.busy { background: var(--card); border-left: 4px solid var(--missed); padding: .7rem 1rem }
 .scroll { overflow-x: auto } svg { max-width: 100%; height: auto; display: block; margin: .6rem 0 }
 .hatches { position: absolute; margin: 0 } .narrow { display: none }
-details { margin: .8rem 0 } summary { cursor: pointer; color: var(--soft) }
-table { border-collapse: collapse; font-size: .82rem; font-variant-numeric: tabular-nums; width: 100% }
+details { margin: .8rem 0 }
+table { font-size: .82rem; width: 100% }
 th, td { padding: .28rem .4rem; border-bottom: 1px solid var(--rule); text-align: right; vertical-align: top }
 th:first-child, td:first-child, table.words th, table.words td { text-align: left }
-th { font-weight: 600; color: var(--soft) } td.best { background: var(--good); font-weight: 600 }
-.reached { color: var(--reached); font-weight: 600 } .missed { color: var(--missed); font-weight: 600 }
+td.best { background: var(--best); font-weight: 600 }
+.reached { color: var(--good); font-weight: 600 } .missed { color: var(--missed); font-weight: 600 }
 code { font-size: .9em; background: var(--card); padding: .1em .3em; border-radius: 3px;
   overflow-wrap: anywhere }
 @media (max-width: 700px) { .wide { display: none } .narrow { display: block }
@@ -64,7 +62,7 @@ def page(title: str, style: str, body: str) -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
-        f"<title>{escape(title)}</title><style>{STYLE}{style}</style></head><body>\n{body}\n</body></html>\n"
+        f"<title>{escape(title)}</title><style>{design()}{STYLE}{style}</style></head><body>\n{body}\n</body></html>\n"
     )
 
 

@@ -8,6 +8,7 @@ what is told of what runs (admin_state.py).
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -16,9 +17,10 @@ import msgspec
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
-from pageturner.config.settings import EngineConfig, check
+from pageturner.config.settings import EngineConfig, ServerConfig, check
 from pageturner.errors import ClientError, EngineFault
 from pageturner.http.api_keys import KeyRing, single_key
+from pageturner.http.origins import origin_rules
 from pageturner.http.receiving import read_body
 from pageturner.http.responses import json_response
 from pageturner.ipc.channel import Configure
@@ -29,6 +31,9 @@ log = logging.getLogger("pageturner")
 
 CHANGEABLE = ("max_num_batched_tokens", "max_num_seqs", "policy", "order")
 MAX_BODY = 4096  # bytes
+LOCKED = (
+    "They can be changed here on a server of this machine that has --page-settings, or --admin-key."
+)
 MOST = 1 << 24  # tokens of a step, or sequences: more is a slip
 
 
@@ -103,22 +108,37 @@ class LiveSettings:
 
 class AdminPages:
     """config: GET tells the present values, POST takes some of them. state: what `tell_state` says.
-    key: opens them, "" where only API keys that are marked so do."""
+    config.admin_key: opens them, "" where only API keys that are marked so do. With page_settings
+    the page at `/` has a key of its own for the first; web pages of others cannot read it."""
 
     def __init__(
         self,
         settings: LiveSettings,
-        key: str,
+        config: ServerConfig,
         keys: KeyRing,
         tell_state: Callable[[], dict[str, Any]],
     ) -> None:
         self._settings = settings
         self._tell_state = tell_state
-        self._own = single_key(key)
+        self._own = single_key(config.admin_key)
         self._keys = keys
+        page_key = ""
+        closed = keys.needed or config.admin_key or config.allowed_hosts or config.allowed_origins
+        if config.page_settings and not closed and origin_rules(config.host, "", "").local:
+            page_key = secrets.token_urlsafe(24)
+        self._page_key = page_key
+        self._of_page = single_key(page_key)
+
+    def rule_of_page(self) -> str:
+        """Return who may change the settings on the page, as web_pages.home_page takes it."""
+        if self._page_key:
+            return f"open {self._page_key}"
+        return "key" if self._has_key() else LOCKED
 
     async def config(self, request: HTTPRequest) -> Response:
-        self.admit(request)
+        given = request.headers.get("authorization", "").encode()
+        if not (self._page_key and self._of_page.find(given)):
+            self.admit(request)
         if request.method == "POST":
             self._settings.change(_object(await read_body(request.receive, MAX_BODY)))
         return json_response(self._settings.as_dict())
@@ -131,11 +151,14 @@ class AdminPages:
         """ClientError unless the request has an admin key."""
         given = request.headers.get("authorization", "").encode()
         key = self._keys.find(given)
-        if not (self._own.needed or any(one.admin for one in self._keys.keys.keys)):
+        if not self._has_key():
             raise ClientError(404, "not_found", "no admin key is set: start with --admin-key")
         if not ((self._own.needed and self._own.find(given)) or (key is not None and key.admin)):
             message = "send the admin key as 'Authorization: Bearer KEY'"
             raise ClientError(403, "invalid_admin_key", message)
+
+    def _has_key(self) -> bool:
+        return self._own.needed or any(one.admin for one in self._keys.keys.keys)
 
 
 def _object(raw: bytes) -> dict[str, Any]:

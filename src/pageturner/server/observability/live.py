@@ -8,7 +8,6 @@ asks, it does not.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from itertools import islice
 from math import isfinite
 from typing import Any
@@ -19,8 +18,9 @@ from starlette.routing import Route
 
 from pageturner.errors import ClientError
 from pageturner.http.responses import json_response
+from pageturner.http.web_pages import home_page
 from pageturner.ipc.ledger import NotedStep
-from pageturner.server.home import home
+from pageturner.server.observability.admin import AdminPages
 from pageturner.server.observability.admin_state import MAX_NAME, place_of
 from pageturner.server.service import Service
 from pageturner.text.output_stream import OutputStream
@@ -32,16 +32,19 @@ MAX_NUMBER = 1 << 53
 
 
 class LivePage:
-    """admit: ClientError for a request without an admin key; asked where there are keys at all."""
+    """admin: asked for its key where there are keys at all."""
 
-    def __init__(self, service: Service, admit: Callable[[HTTPRequest], None]) -> None:
+    def __init__(self, service: Service, admin: AdminPages) -> None:
         self._service = service
-        self._admit = admit
+        self._admin = admin
+
+    async def home(self, _: HTTPRequest) -> Response:
+        return home_page(self._admin.rule_of_page())
 
     async def live(self, request: HTTPRequest) -> Response:
         service = self._service
         if service.keys.needed or service.config.admin_key:
-            self._admit(request)
+            self._admin.admit(request)
         since = _number(request.query_params.get("since", "0"))
         ledger, now = service.supervisor.process.ledger, time.monotonic()
         ledger.watch(now + WATCHED_FOR)
@@ -94,9 +97,10 @@ class LivePage:
         return figures | {"block_size": float(ready.block_size if ready is not None else 0)}
 
 
-def page_routes(service: Service, admit: Callable[[HTTPRequest], None]) -> list[Route]:
+def page_routes(service: Service, admin: AdminPages) -> list[Route]:
     """The page, and what it asks beside what every client does."""
-    return [Route("/", home), Route("/v1/live", LivePage(service, admit).live)]
+    page = LivePage(service, admin)
+    return [Route("/", page.home), Route("/v1/live", page.live)]
 
 
 def _step(step: NotedStep) -> dict[str, Any]:

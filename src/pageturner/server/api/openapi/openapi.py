@@ -18,7 +18,7 @@ from starlette.responses import Response
 import pageturner
 from pageturner.http.error_responses import SHAPES, TYPES, anthropic_error, ollama_error
 from pageturner.http.json_schemas import STRING, Schema, ref
-from pageturner.http.responses import docs_page
+from pageturner.http.web_pages import docs_page
 from pageturner.server.admission.service_level import MAX_MS, MAX_PRIORITY
 from pageturner.server.api.base import replies
 from pageturner.server.api.base.served_model import ServedModel

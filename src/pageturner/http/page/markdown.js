@@ -34,14 +34,15 @@ function inline(text) {
 }
 
 function codeBlock(language, lines) {
-  const code = el("code", {}, lines.join("\n"));
+  const code = el("code", {}, ...coloured(lines.join("\n"), language));
   const copy = el("button", {type: "button"}, "Copy");
   copy.addEventListener("click", async () => {
     try { await navigator.clipboard.writeText(code.textContent); copy.textContent = "Copied"; }
     catch { copy.textContent = "Not allowed"; }
     setTimeout(() => { copy.textContent = "Copy"; }, 1500);
   });
-  return el("div", {className: "code"}, copy, el("pre", {tabIndex: 0, ariaLabel: language ? `Code, ${language}` : "Code"}, code));
+  const head = el("div", {className: "code-head"}, language, copy);
+  return el("div", {className: "code"}, head, el("pre", {tabIndex: 0, ariaLabel: language ? `Code, ${language}` : "Code"}, code));
 }
 
 function listOf(lines, at, indent, depth) {

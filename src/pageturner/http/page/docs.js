@@ -1,40 +1,3 @@
-<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>Pageturner: API</title>
-<style>
-:root { color-scheme: light dark; --back: #fff; --text: #1c1e21; --soft: #5c636b; --line: #d9dde2; --code: #f4f5f7; --mark: #0b57b8; --good: #137333; --bad: #b3261e; }
-@media (prefers-color-scheme: dark) { :root { --back: #16181b; --text: #e4e6e9; --soft: #9aa2ab; --line: #363b41; --code: #202429; --mark: #8ab4f8; --good: #81c995; --bad: #f28b82; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1.5rem 1rem 4rem; max-width: 62rem; background: var(--back); color: var(--text); font: 15px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.4rem; margin: 0 0 .25rem; } h2 { font-size: 1.05rem; margin: 2rem 0 .5rem; } h3 { font-size: .95rem; margin: 1rem 0 .3rem; }
-p { margin: .25rem 0 .75rem; } .soft { color: var(--soft); } a { color: var(--mark); }
-details { border: 1px solid var(--line); border-radius: 6px; margin: .35rem 0; }
-details > div { padding: 0 .8rem .8rem; border-top: 1px solid var(--line); }
-details details { border: 0; margin: 0; } details details > div { border: 0; padding: 0; }
-summary { cursor: pointer; padding: .45rem .8rem; overflow-wrap: anywhere; } details details > summary { padding: .4rem 0; color: var(--soft); }
-summary b { display: inline-block; min-width: 4.2em; font: 600 13px ui-monospace, monospace; color: var(--mark); }
-code, pre, textarea, td:first-child, input { font: 13px/1.45 ui-monospace, monospace; }
-pre, textarea { background: var(--code); color: var(--text); border: 1px solid var(--line); border-radius: 4px; padding: .6rem; margin: .3rem 0; width: 100%; overflow: auto; white-space: pre-wrap; overflow-wrap: anywhere; max-height: 30rem; }
-textarea { min-height: 8rem; resize: vertical; }
-input { background: var(--code); color: var(--text); border: 1px solid var(--line); border-radius: 4px; padding: .25rem .4rem; width: 20rem; max-width: 100%; }
-table { border-collapse: collapse; width: 100%; } td, th { text-align: left; vertical-align: top; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid var(--line); } th { color: var(--soft); font-weight: 500; }
-td:first-child { white-space: nowrap; } td:nth-child(2) { color: var(--soft); overflow-wrap: anywhere; max-width: 18rem; }
-button { font: inherit; color: var(--text); background: var(--code); border: 1px solid var(--line); border-radius: 4px; padding: .2rem .8rem; margin-right: .4rem; cursor: pointer; }
-button:focus-visible, summary:focus-visible, textarea:focus-visible, input:focus-visible { outline: 2px solid var(--mark); outline-offset: 1px; }
-.needed::after { content: " *"; color: var(--bad); } .good { color: var(--good); } .bad { color: var(--bad); }
-.wide { overflow-x: auto; }
-</style>
-</head>
-<body>
-<h1>Pageturner</h1>
-<p class="soft" id="about">Loading the document ...</p>
-<p><label>Key, if one is needed: <input id="key" type="password" autocomplete="off"></label> <a href="openapi.json" id="document">openapi.json</a></p>
-<main id="operations"></main>
-<script>
 "use strict";
 const make = (tag, text, parts = [], attributes = {}) => {
   const node = document.createElement(tag);
@@ -199,6 +162,3 @@ const load = async () => {
   if (location.hash) { const here = document.getElementById(location.hash.slice(1)); if (here) { here.open = true; here.scrollIntoView(); } }
 };
 load();
-</script>
-</body>
-</html>
