@@ -56,8 +56,8 @@ BUDGETS = {
     "formats": 24_850,
     "text": 42_650,
     "http": 19_000,
-    "server": 117_700,
-    "router": 28_600,
+    "server": 117_500,
+    "router": 28_800,
     "lab": 95_000,
     "cli": 17_340,
 }

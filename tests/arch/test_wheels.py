@@ -13,7 +13,7 @@ import pytest
 from wheels import build, contents
 
 ROOT = Path(__file__).parents[2]
-FILES = {"pageturner/__init__.py", "pageturner/server/page/index.html"}
+FILES = {"pageturner/__init__.py", "pageturner/http/page/home.html"}
 NAME = "pageturner-0.1.0-cp312-abi3-manylinux_2_17_x86_64.manylinux2014_x86_64.whl"
 MODULE = "pageturner/kernels/_native.abi3.so"
 
@@ -65,7 +65,7 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
         "linux_x86_64 is no"
     )
     assert "from Python 3.12 on" in wrong(name=NAME.replace("cp312", "cp311"))
-    assert wrong(files={"pageturner/__init__.py"}) == "not in it: pageturner/server/page/index.html"
+    assert wrong(files={"pageturner/__init__.py"}) == "not in it: pageturner/http/page/home.html"
     source = {*FILES, "pageturner/kernels/native/gemm.cpp"}
     assert wrong(files=source).startswith(
         "in it, and not of the package: pageturner/kernels/native/gemm.cpp"
@@ -92,9 +92,7 @@ def test_the_instruction_sets_are_those_of_the_build() -> None:
 def test_a_wheel_has_every_file_of_the_package() -> None:
     files = contents.expected()
     assert "pageturner/cli/__init__.py" in files
-    assert any(
-        name.startswith("pageturner/server/page/") and name.endswith(".js") for name in files
-    )
+    assert any(name.startswith("pageturner/http/page/") and name.endswith(".js") for name in files)
     assert not [name for name in files if name.endswith((".cpp", ".h"))]
 
 

@@ -87,7 +87,11 @@ def test_the_page_has_a_key_for_the_settings_on_this_machine_alone(start: Start)
     assert word == "open"
     assert configure(server, key, "sjf") == 200
     assert server.http.get("/v1/live").json()["settings"]["order"] == "sjf"
-    assert [configure(server, other, "fcfs") for other in ("x", key[:-1], key + "x")] == [404, 404, 404]
+    assert [configure(server, other, "fcfs") for other in ("x", key[:-1], key + "x")] == [
+        404,
+        404,
+        404,
+    ]
     state = server.http.get("/v1/admin/state", headers={"authorization": f"Bearer {key}"})
     assert state.status_code == 404, "it opens the settings, and nothing else"
     foreign = server.http.get("/", headers={"origin": "https://evil.example"})

@@ -24,7 +24,7 @@ LOCKED = "A router has no such settings: they are those of each replica."
 
 
 class FleetView:
-    """What the page of a router asks for. It tells no more than /metrics does, but which streams
+    """The answers that the page of a router asks for. They tell no more than /metrics does, but which streams
     moved."""
 
     def __init__(self, router: Router) -> None:
