@@ -11,7 +11,7 @@ import pytest
 from starlette.routing import Route
 
 from pageturner.config.settings import ServerConfig
-from pageturner.http.web_pages import document
+from pageturner.http import web_pages
 from pageturner.server.api.openapi.openapi import document
 from pageturner.server.api.openapi.operations import OPERATIONS, ApiOperation
 from pageturner.server.app import create_app
@@ -195,7 +195,7 @@ def test_the_page_needs_nobody_else(server: Server) -> None:
     assert "unsafe-inline" not in policy
     assert len(re.findall(r"(?:script|style)-src 'sha256-[\w+/=]{44}'", policy)) == 2
     assert not re.search(r"(?:src|href)=\"(?:https?:)?//|https?://|@import|url\(", answer.text)
-    assert answer.text == document("docs")
+    assert answer.text == web_pages.document("docs")
     assert not re.search(r"\son\w+=|style=", answer.text), "what the policy forbids"
 
 
