@@ -18,7 +18,7 @@ SOURCES := setup/install.py setup/pageturner_build.py pyproject.toml requirement
 
 .DEFAULT_GOAL := serve
 .NOTPARALLEL:
-.PHONY: help serve ray test test-full test-gpu check format bench bench-kernels bench-peers compare docs-compare docs-policies accept soak gpu-kernels gpu-build lock audit release model models vocabs native wheels clean
+.PHONY: help serve ray test test-full test-gpu check format bench bench-kernels bench-peers compare docs-compare docs-policies docs-pictures accept soak gpu-kernels gpu-build lock audit release model models vocabs native wheels clean
 
 help: ## what there is: `make serve` and `make test` are all a newcomer needs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,6 +69,9 @@ docs-compare: $(VENV)/.core model ## the pictures and figures of docs/compare.md
 
 docs-policies: $(VENV)/.core ## the pictures of docs/policies.md anew, simulated: the same on every machine, in seconds
 	$(BIN)/python bench/policies.py
+
+docs-pictures: $(VENV)/.dev model ## the animated picture of the README and those of the page, anew: on a quiet machine, in two minutes
+	$(BIN)/python bench/docs_pictures.py $(ARGS)
 
 accept: $(VENV)/.dev model ## every line a piece of work must show: make accept NAME=talk
 	$(BIN)/python bench/accept/$(NAME).py $(ARGS)

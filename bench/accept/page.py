@@ -2,7 +2,7 @@
 
     python bench/accept/page.py [--only browser watch ...] [options of parts]
 
-browser  the page in headless Chromium: what it does, what axe-core finds, pictures, what it costs while open
+browser  what the page costs while it is open
 install  wheels, and the README's main job without a compiler
 watch    vLLM's dashboard, panel by panel
 compare  `pageturner compare` twice quiet and twice busy: the same advice

@@ -1,7 +1,5 @@
-"""The page: its tests in a browser, what axe-core finds, pictures of it, and its cost in pairs.
-
-Owns the rounds of the cost: the same requests to the same server, with somebody who polls as an open page
-does and with nobody, by turns, one first and then the other. Pictures go to docs/page with --page-pictures.
+"""What an open page costs, in pairs: the same requests to the same server, with somebody who polls as the page
+does and with nobody, by turns, one first and then the other. What the page does is part `page` of hour.py.
 """
 
 from __future__ import annotations
@@ -9,14 +7,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import shutil
 import sys
 import threading
 import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 import harness
@@ -24,112 +20,23 @@ from harness import Line, NotRun, median
 
 from pageturner.formats import hub
 
-ROOT = Path(__file__).parents[2]
-PICTURES = ROOT / "docs" / "page"
 MODEL = "smollm2-135m-instruct-q4_1.gguf"
-POLL = 0.4  # seconds, as live.js
+POLL = 0.4  # seconds, as engine.js
 CLIENTS, TOKENS = 16, 48
-WIDE, PHONE = (1280, 900), (390, 844)
-SWITCHES = (
-    "--headless=new",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--hide-scrollbars",
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of this part of the acceptance."""
     parser.add_argument("--page-rounds", type=int, default=8, help="pairs of the cost")
-    parser.add_argument(
-        "--page-axe", type=Path, help="axe.min.js of axe-core, from the npm registry"
-    )
-    parser.add_argument("--page-pictures", action="store_true", help="write docs/page/*.png anew")
 
 
 def lines(arguments: argparse.Namespace) -> Iterator[Line]:
-    """All of it."""
+    """The cost of an open page."""
     path = hub.cache_folder() / MODEL
     if not path.is_file():
         raise NotRun(f"{MODEL} is absent: make model")
     with harness.server(model=str(path)) as server:
-        yield from _seen(server.url, arguments)
         yield _cost(server, arguments.page_rounds)
-
-
-# -- in a browser --------------------------------------------------------------------------------------------
-def _seen(url: str, arguments: argparse.Namespace) -> Iterator[Line]:
-    """What axe-core finds in both themes and on a phone, while a load runs."""
-    if not (shutil.which("chromium") and shutil.which("chromedriver")):
-        yield Line(
-            "axe-core", "no browser: apt-get install chromium chromium-driver", None, run=False
-        )
-        return
-    serious, passes = [], 0
-    for theme, size in (("light", WIDE), ("dark", WIDE), ("light", PHONE)):
-        driver = _browser(size)
-        try:
-            _look(driver, url, theme)
-            name = f"{theme}{'-phone' if size == PHONE else ''}"
-            if arguments.page_pictures:
-                PICTURES.mkdir(exist_ok=True)
-                driver.save_screenshot(str(PICTURES / f"{name}.png"))
-            if arguments.page_axe is not None:
-                driver.execute_script(arguments.page_axe.read_text())
-                found = driver.execute_async_script("axe.run().then(arguments[0])")
-                passes += len(found["passes"])
-                serious += [
-                    f"{name}: {one['id']}"
-                    for one in found["violations"]
-                    if one["impact"] in ("serious", "critical")
-                ]
-        finally:
-            driver.quit()
-    if arguments.page_axe is None:
-        yield Line("axe-core", "--page-axe PATH of axe.min.js", None, run=False)
-    else:
-        said = f"{len(serious)} in light, dark and on a phone ({passes} rules passed) {' '.join(serious)}"
-        yield Line("serious or critical findings of axe-core", said, not serious)
-
-
-def _browser(size: tuple[int, int]) -> Any:
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = shutil.which("chromium") or ""
-    for switch in (*SWITCHES, f"--window-size={size[0]},{size[1]}"):
-        options.add_argument(switch)
-    driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
-    driver.execute_cdp_cmd(
-        "Emulation.setDeviceMetricsOverride",
-        {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": False},
-    )
-    return driver
-
-
-def _look(driver: Any, url: str, theme: str) -> None:
-    """An answer, and a load that runs."""
-    driver.get(url)
-    driver.execute_script(f"theme('{theme}')")
-    _until(driver, "at('model').options.length")
-    driver.execute_script(
-        "at('text').value = 'Why is the sky blue? Answer briefly.'; at('most').value = 80"
-    )
-    driver.execute_script("at('temperature').value = 0; at('ask').requestSubmit()")
-    _until(driver, "document.querySelector('.turn small button')")
-    driver.execute_script("at('demo').click(); at('turns').firstChild.scrollIntoView()")
-    _until(driver, "steps.filter((step) => step.rows.length > 4).length > 30")
-    driver.execute_script("scrollTo(0, 0)")
-    time.sleep(0.4)
-
-
-def _until(driver: Any, condition: str) -> None:
-    until = time.monotonic() + 300  # a busy machine computes a step in a second
-    while not driver.execute_script(f"return {condition}"):
-        if time.monotonic() > until:
-            raise TimeoutError(condition)
-        time.sleep(0.1)
 
 
 # -- what it costs -------------------------------------------------------------------------------------------
