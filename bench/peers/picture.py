@@ -13,7 +13,17 @@ from html import escape
 from peers.table import JUDGED, Cell, Pair, cell, groups
 
 ROW, HEAD, FOOT = 18, 26, 30  # heights: a bar, a panel's title, its axis
-LABELS, PLOT, VALUES = 120, 250, 60  # widths: the peers' names, the bars, the ratios
+LABELS, PLOT, VALUES = 120, 250, 150  # widths: the peers' names, the bars, the ratios
+WORDS = {
+    "mixed64": "64 requests of mixed lengths, all at once",
+    "poisson": "requests that come one by one",
+    "prefix": "48 requests with a common beginning",
+    "single": "one request",
+    "output": "output tokens a second",
+    "TTFT p50": "median time to the first token, ms",
+    "TTFT p99": "99th percentile of the time to the first token, ms",
+    "TPOT p50": "median time of a later token, ms",
+}
 COLUMN, MARGIN, TOP = LABELS + PLOT + VALUES, 12, 52
 STYLE = """\
 <style>
@@ -34,7 +44,7 @@ text { fill: currentColor }
 </style>"""
 LEGEND = (
     "Bars: ours / peer (of times: peer / ours), median of the pairs, logarithmic;"
-    " beyond 1x ours is better. Lines: least and most."
+    " beyond 1x ours is better. Lines: least and most. Beside them: ours / the peer's."
 )
 
 Bars = list[tuple[str, Cell]]  # of one panel: peer, figure
@@ -75,7 +85,7 @@ def _panels(pairs: Sequence[Pair]) -> dict[str, Bars]:
                 if w == workload
             ]
             if bars:
-                found[f"{workload}: {metric}"] = bars
+                found[f"{WORDS[workload]}: {WORDS[metric]}"] = bars
     return found
 
 
@@ -117,5 +127,6 @@ def _bar(peer: str, c: Cell, axis: _Axis, y: int) -> list[str]:
         f'<rect class="{kind}" x="{begin:.1f}" y="{y + 3}" width="{end - begin:.1f}" height="{ROW - 6}"/>',
         f'<path class="spread" d="M{least:.1f} {middle}H{most:.1f}M{least:.1f} {middle - 3}v6'
         f'M{most:.1f} {middle - 3}v6"/>',
-        f'<text x="{max(most, end) + 6:.1f}" y="{y + 13}">{c.ratio:.2f}x</text>',
+        f'<text x="{max(most, end) + 6:.1f}" y="{y + 13}">{c.ratio:.2f}x'
+        f'<tspan class="axis">&#160; {c.ours:,.0f} / {c.theirs:,.0f}</tspan></text>',
     ]

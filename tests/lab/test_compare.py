@@ -509,6 +509,36 @@ def test_a_busy_machine_is_said_at_the_top(
         assert words in text
 
 
+def test_a_busy_machine_gives_no_verdict_by_what_was_measured(
+    bench: EngineBench, tmp_path: Path
+) -> None:
+    busy = replace(about(), real=True, disturbance=Disturbance(0.9, 0.0))
+    each = comparison.contenders(["static", "chunked"], ["fcfs"])
+    requests = requests_of(bench, MIXES["mixed"].make(8, 1))
+    runs = comparison.run_contenders(bench, each, requests, 2, tmp_path, progress=False)
+    for reckoned in (
+        simulated_comparison.reckon(bench, each, requests, calibration(), "measured today"),
+        None,
+    ):
+        found = find(runs, requests, busy, reckoned)
+        page, text = comparison_page.page(found), comparison_page.terminal(found)
+        judged = [claim for claim in found.claims if claim.verdict != "not measured"]
+        assert page.index('class="busy"') < page.index('class="soft"')
+        assert all(claim.measured.startswith("reckoned: ") for claim in judged)
+        assert not any(one.measured for one in found.advice())
+        if reckoned:
+            assert text.index("\nreckoned:\n") < text.index("\nmeasured on the busy machine:\n")
+            measured = page.partition("Measured on the busy machine:")[2].partition("</table>")[0]
+            assert measured
+            assert 'class="best"' not in measured
+            assert "Reckoned: " in text
+            assert judged
+        else:
+            assert "No policy is advised" in text
+            assert 'class="best"' not in page
+            assert not judged
+
+
 def test_advice_is_the_same_however_noisy_the_machine(two_rounds: ComparisonResults) -> None:
     told = []
     for noise, speed in ((Disturbance(), 1.0), (Disturbance(0.6, 0.1), 0.6)):
@@ -568,7 +598,10 @@ def found(bench: EngineBench, tmp_path_factory: pytest.TempPathFactory) -> Compa
 
 def test_the_page_has_every_section_and_is_well_formed(found: ComparisonResults) -> None:
     page = ElementTree.fromstring(comparison_page.page(found))
-    assert [h.text for h in page.iter("h2") if h.text != "Tenants"] == list(SECTIONS)
+    shown = [h.text for h in page.iter("h2")]
+    folded = [h.text for h in page.iter("summary") if h.text in SECTIONS]
+    assert [*shown, *folded] == list(SECTIONS)
+    assert len(shown) == 3, "what fits three screens"
     svgs = list(page.iter("{http://www.w3.org/2000/svg}svg"))
     assert len(svgs) == 16, "each picture for a desk and for a phone"
     text = "".join(page.itertext())

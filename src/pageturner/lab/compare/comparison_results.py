@@ -145,6 +145,12 @@ class ComparisonResults:
         return found
 
     @property
+    def judged(self) -> list[ContenderResult]:
+        """Return the contenders whose figures verdicts rest on: the measured ones, on a busy machine
+        the reckoned ones, which may be none."""
+        return self.reckoned if self.disturbed else self.contests
+
+    @property
     def tenants(self) -> bool:
         """Return whether the requests are of more than one tenant."""
         return any("tenants" in contest.figures for contest in self.contests)
@@ -155,6 +161,8 @@ class ComparisonResults:
         measured = {c.name: Known(c.policy, c.each) for c in self.contests}
         reckoned = {c.name: Known(c.policy, c.each) for c in self.reckoned}
         stalls = {c.name: Known(c.policy, c.each) for c in self.stalls}
+        if self.disturbed:
+            return advise(reckoned, reckoned, stalls, 0.0) if reckoned else []
         return advise(measured, reckoned, stalls, self.chance)
 
     @property
@@ -215,14 +223,11 @@ def find(
     ]
     batch = next(iter(runs.values()))[0].config.static_batch
     allowed = ideal(list(lengths.values()), batch)
-    evidence = Evidence(
-        {c.name: c.figures for c in contests}, allowed, _fairness(contests, lengths)
-    )
-    return ComparisonResults(
+    found = ComparisonResults(
         replace(about, rounds=len(contests[0].each)),
         contests,
         allowed,
-        claims(evidence),
+        [],
         len(requests),
         _same(runs, lengths) if about.real else None,
         _once(reckoned.same if reckoned else {}, lengths, about),
@@ -230,6 +235,22 @@ def find(
         reckoned.words if reckoned else "",
         texts or {},
     )
+    return replace(found, claims=_claims(found, lengths))
+
+
+def _claims(found: ComparisonResults, lengths: Mapping[int, tuple[int, int]]) -> list[Claim]:
+    """The claims by the figures that verdicts rest on."""
+    figures = {c.name: c.figures for c in found.judged}
+    each = claims(Evidence(figures, found.ideal, _fairness(found.judged, lengths)))
+    if not found.disturbed:
+        return each
+    quiet = "it needs a quieter machine"
+    return [
+        replace(claim, measured=f"reckoned: {claim.measured}")
+        if claim.verdict != "not measured"
+        else replace(claim, why=claim.why if figures or claim.measured != "-" else quiet)
+        for claim in each
+    ]
 
 
 def _lengths(requests: Sequence[Request]) -> dict[int, tuple[int, int]]:

@@ -39,6 +39,7 @@ WHEN = {
 }
 
 
+OPEN = 3  # sections that are shown, on three screens; the others are opened on demand
 FAIR = (
     "the tenant that was served least goes first, whatever it sent. Each token of a prompt counts once, each"
     " of an answer twice; a tenant that sends ten times as much waits behind its own requests, and the others"
@@ -63,11 +64,11 @@ def page(found: ComparisonResults) -> str:
     when = f"; {about.when}" if about.when else ""
     head = [
         f"{HATCHES}<h1>{found.requests} requests, {len(found.contests)} ways to batch them</h1>",
+        f'<p class="busy">{warning}</p>' if busy else "",
         html.paragraph(
             f"{'Measured' if about.real else 'Simulated'} on {about.machine}{when}.", "soft"
         ),
         html.paragraph(f"{about.workload}. {about.engine}.", "soft"),
-        f'<p class="busy">{warning}</p>' if busy else "",
         html.paragraph(" ".join(verdict(found)), "verdict"),
     ]
     # title, whether it is shown, what makes its content
@@ -84,7 +85,8 @@ def page(found: ComparisonResults) -> str:
         ("Claims of the literature, and what this run shows", True, _claims),
         ("How this was measured" if about.real else "How this was simulated", True, _method),
     )
-    body = html.sections((title, make(found)) for title, shown, make in sections if shown)
+    each = [(title, make(found)) for title, shown, make in sections if shown]
+    body = html.sections(each[:OPEN]) + "\n".join(html.folded(*one) for one in each[OPEN:])
     names = ", ".join(contest.name for contest in found.contests)
     style = charts.STYLE + (charts.TENANTS if found.tenants else "")
     return html.page(f"pageturner compare: {names}", style, "\n".join([*filter(None, head), body]))
@@ -94,10 +96,13 @@ def terminal(found: ComparisonResults, *, every: bool = False) -> str:
     """Return disturbances, a row for each contender, and what to choose. every: also the figures
     that are folded on the page, and the simulated ones."""
     parts = [" ".join(disturbed(found))] if found.disturbed else []
-    parts.append(_text_table(found.contests, FIVE))
+    if found.disturbed and found.reckoned:
+        parts.append("reckoned:\n" + _text_table(found.reckoned, FIVE))
+    measured = "measured on the busy machine:\n" if found.disturbed else ""
+    parts.append(measured + _text_table(found.contests, FIVE))
     if every:
         parts.append(_text_table(found.contests, MORE))
-    if every and found.reckoned:
+    if every and found.reckoned and not found.disturbed:
         parts.append("reckoned:\n" + _text_table(found.reckoned, FIVE))
     if every and found.stalls:
         title = "long prompts among running answers, simulated:"
@@ -121,10 +126,10 @@ def disturbed(found: ComparisonResults) -> tuple[str, str]:
         return "", ""
     busy = f"This machine was busy while it was measured: {'; '.join(found.disturbed)}."
     if not found.reckoned:
-        return busy, "Small differences below are chance: compare again when it is quiet."
+        return busy, "Nothing is judged by what was measured: compare again when it is quiet."
     return busy, (
-        "Times are longer than they need be, and small differences chance. The advice does not rest on them:"
-        " it is reckoned from the steps that each policy makes and what a step costs."
+        "Nothing is judged by what was measured. Verdicts are reckoned, from the steps that each policy"
+        " makes and what a step costs."
     )
 
 
@@ -133,6 +138,8 @@ def verdict(found: ComparisonResults) -> list[str]:
     if len(found.contests) < 2:
         only = found.contests[0]
         return [f"{only.name}: {only.timeline.seconds:.1f} s for all answers.", _same(found)]
+    if not found.judged:
+        return ["No policy is advised, for no figure can be trusted.", _same(found)]
     names, most, wants = overall(found.advice())
     level = f"best, or level with the best, in {most} of {wants} wishes below"
     if len(names) > 1:
@@ -151,13 +158,15 @@ def _tied(names: Sequence[str]) -> str:
 def _ends(found: ComparisonResults) -> str:
     """Return when everything was answered; contenders that only chance tells apart are named
     together."""
-    best = max(found.contests, key=lambda c: median(c.rounds))
-    last = min(found.contests, key=lambda c: median(c.rounds))
-    level = [c for c in found.contests if alike(c.rounds, best.rounds, found.chance)]
+    chance = 0.0 if found.disturbed else found.chance
+    best = max(found.judged, key=lambda c: median(c.rounds))
+    last = min(found.judged, key=lambda c: median(c.rounds))
+    level = [c for c in found.judged if alike(c.rounds, best.rounds, chance)]
     times = sorted(c.timeline.seconds for c in level)
     when = " to ".join(dict.fromkeys(f"{time:.1f}" for time in (times[0], times[-1])))
     behind = "" if last in level else f"; {last.name} after {last.timeline.seconds:.1f} s"
-    return f"{_tied([c.name for c in level])} had everything answered after {when} s{behind}."
+    said = f"{_tied([c.name for c in level])} had everything answered after {when} s{behind}."
+    return f"Reckoned: {said[0].lower()}{said[1:]}" if found.disturbed else said
 
 
 def _gaps(found: ComparisonResults) -> list[str]:
@@ -205,6 +214,8 @@ def _basis(found: ComparisonResults) -> str:
 def _choice(found: ComparisonResults) -> str:
     if len(found.contests) < 2:
         return "<p>One contender: nothing to choose.</p>"
+    if not found.judged:
+        return "<p>Nothing is advised: the machine was too busy.</p>"
     advice = found.advice()
     head = ["if you want", "choose", "reckoned" if found.reckoned else "here", "the next"]
     if any(one.measured for one in advice):
@@ -226,8 +237,9 @@ def _choice(found: ComparisonResults) -> str:
     if found.tenants and "fair" not in orders:
         kinds.append(("order fair", f"not among these (--orders fcfs,fair): {FAIR}"))
     items = "".join(f"<li><b>{escape(name)}</b>: {escape(words)}</li>" for name, words in kinds)
-    basis = html.paragraph(_basis(found), "soft")
-    return f"{html.table(head, rows, 'words stack')}{basis}<ul>{items}</ul>"
+    about = f"{html.paragraph(_basis(found), 'soft')}<ul>{items}</ul>"
+    table = html.table(head, rows, "words stack")
+    return table + html.folded("What these policies do, and what the choice rests on", about)
 
 
 # -- figures ---------------------------------------------------------------------------------------
@@ -333,9 +345,14 @@ def _figures(found: ComparisonResults) -> str:
         " Arithmetic, bandwidth: shares of the machine's limits, padding too.",
         "soft",
     )
-    folded = _columns(found.contests, MORE, found.chance) + more
+    chance = math.inf if found.disturbed else found.chance
+    shown = _columns(found.contests, FIVE, chance)
+    folded = _columns(found.contests, MORE, chance) + more
     if found.reckoned:
-        folded += f"<p>The same, reckoned:</p>{_columns(found.reckoned, FIVE)}"
+        beside = f"<p>The same, reckoned:</p>{_columns(found.reckoned, FIVE)}"
+        if found.disturbed:
+            shown, beside = beside, f"<p>Measured on the busy machine:</p>{shown}"
+        folded += beside
     ideal = found.ideal
     ratio = (
         f"<p>What the lengths alone allow continuous over static batches of {ideal['batch']}:"
@@ -344,8 +361,8 @@ def _figures(found: ComparisonResults) -> str:
         f" <b>{ideal['rows']:.2f}x</b> where a step takes as long as it has rows (all rows with"
         " padding, by those that are needed).</p>"
     )
-    table = _columns(found.contests, FIVE, found.chance) + words
-    return table + html.folded("More figures", folded) + _drawn(pictures.throughput, found) + ratio
+    folded += _drawn(pictures.throughput, found) + ratio
+    return shown + words + html.folded("More figures", folded)
 
 
 def _claims(found: ComparisonResults) -> str:
