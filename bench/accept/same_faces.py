@@ -172,15 +172,15 @@ def named_and_absent(words: list[str]) -> list[str]:
 
 
 def status(base: Side) -> Iterator[Line]:
-    """Every row of docs/STATUS.md is still there, and its tests and commands exist."""
-    before = rows((base.root / "docs" / "STATUS.md").read_text())
-    now = rows((ROOT / "docs" / "STATUS.md").read_text())
+    """Every row of bench/STATUS.md is still there, and its tests and commands exist."""
+    before = rows(next(base.root.glob("*/STATUS.md")).read_text())
+    now = rows((ROOT / "bench" / "STATUS.md").read_text())
     gone = [name for name in before if name not in now and name not in MEANT]
     figure = f"{len(before)} before, {len(now)} now, {len(gone)} gone"
-    yield Line("rows of docs/STATUS.md", "; ".join([figure, *gone[:5]]), bool(now) and not gone)
+    yield Line("rows of bench/STATUS.md", "; ".join([figure, *gone[:5]]), bool(now) and not gone)
     absent = [f"{name}: {word}" for name, words in now.items() for word in named_and_absent(words)]
     figure = f"{sum(map(len, now.values()))} names, {len(absent)} absent"
-    what = "tests and commands of docs/STATUS.md exist"
+    what = "tests and commands of bench/STATUS.md exist"
     yield Line(what, "; ".join([figure, *absent[:5]]), bool(now) and not absent)
 
 

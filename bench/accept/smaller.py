@@ -6,7 +6,7 @@
 steps     recorded step logs replay to the same plans and tokens
 answers   300 recorded requests get the answers of the base, byte by byte, errors included
 faces     --help of all commands, /openapi.json, names of metrics and __all__ are those of the base
-status    every row of docs/STATUS.md is there, and its test or command
+status    every row of bench/STATUS.md is there, and its test or command
 mutants   the seeded bugs are caught
 speed     decode steps, loads, the first streamed token and scheduling, in interleaved pairs with the base
 table     rooms and budgets, circles, the shape of the code, as bench/house.py counts them

@@ -510,19 +510,14 @@ def from_flags(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def flag_reference() -> str:
-    """The flag reference of docs/api.md, as Markdown tables."""
+    """The flags in docs/api.md, with their defaults; --help says what they mean."""
     lines = []
     for section in SECTIONS:
-        lines += [f"**[{section}]**", "", "| flag | default | meaning |", "|--|--|--|"]
+        flags = []
         for setting in settings_of(section):
-            flag = "--" + setting.name.replace("_", "-")
-            if isinstance(setting.default, bool):
-                flag = f"{flag}`, `--no-{flag[2:]}"
-            choices = choices_of(setting)
-            allowed = f" (one of {', '.join(choices)})" if choices else ""
-            default = f"`{setting.default}`" if setting.default != "" else "none"
-            lines.append(f"| `{flag}` | {default} | {setting.metadata['help']}{allowed} |")
-        lines.append("")
+            default = f" {setting.default}" if setting.default != "" else ""
+            flags.append(f"`--{setting.name.replace('_', '-')}`{default}")
+        lines += [f"**[{section}]** {', '.join(flags)}.", ""]
     return "\n".join(lines)
 
 
