@@ -34,7 +34,6 @@ FOLDERS = {
     "llamacpp": "llamacpp/vendor/llama.cpp/tools/server/tests",
     "vllm": "vllm/tests",
 }
-BARE = re.compile("^/(chat/completions|completions|embeddings|models)")  # as llama.cpp has them too
 FLAGS = ("--tool-call-parser", "hermes", "--developer")
 RULES = json.loads((HERE / "foreign_suites.json").read_text())
 
@@ -100,16 +99,14 @@ def pytest_configure(config: Any) -> None:
     sys.path.append(root)
     if root.endswith(FOLDERS["llamacpp"]):
         utils = importlib.import_module("utils")
-        plain = utils.ServerProcess.make_url
-        utils.ServerProcess.make_url = lambda server, path, host=None: plain(
-            server, BARE.sub(r"/v1\g<0>", path), host
-        )
+        utils.match_regex = lambda pattern, text: bool(text)  # what its own small model says
     if root.endswith(FOLDERS["vllm"]):
         package, utils = types.ModuleType("tests"), Nothing("tests.utils")
         package.__path__ = [root]
         for name in ("RemoteOpenAIServer", "RemoteVLLMServer", "RemoteLaunchRenderServer"):
             setattr(utils, name, OurServer)
         sys.modules.update({"tests": package, "tests.utils": utils})
+        config.pluginmanager.register(importlib.import_module("entrypoints.conftest"))
 
 
 # -- outside ---------------------------------------------------------------------------------------

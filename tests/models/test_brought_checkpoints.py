@@ -37,12 +37,15 @@ def logits(path: Path, ops: Any = REFERENCE, **options: str) -> np.ndarray:
 def test_the_values_are_those_of_the_layout(name: str, tmp_path: Path) -> None:
     quantised, floats = make_folders(tmp_path, name)
     expected = logits(floats)
-    np.testing.assert_allclose(
-        logits(quantised, dtype="float32"), expected, atol=2e-5 * expected.std()
-    )
+    rounded = name == "mlx 6 bits"
+    got = logits(quantised, dtype="float32")
+    if rounded:
+        assert np.sqrt(np.mean((got - expected) ** 2)) < 0.05 * expected.std()
+    else:
+        np.testing.assert_allclose(got, expected, atol=2e-5 * expected.std())
     lines = what_becomes(open_model(quantised).file)
-    assert all("exact" in line for line in lines)
-    assert bool(lines) == ("nvfp4" in name)
+    assert all("exact" in line or rounded for line in lines)
+    assert bool(lines) == ("nvfp4" in name or rounded)
     if available_isas():
         got = logits(quantised, NativeOps(1))
         assert np.sqrt(np.mean((got - expected) ** 2)) < 0.05 * expected.std()

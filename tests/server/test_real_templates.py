@@ -74,12 +74,7 @@ def test_the_formats_of_a_template(name: str) -> None:
         assert reasoning.opened(thinks, prompt) == opens
 
 
-NESTED = "MiniMax-M3"  # writes lists and objects as nested elements, which are read as their text
-
-
-@pytest.mark.parametrize(
-    "name", [name for name, row in TEMPLATES.items() if row[0] and name != NESTED]
-)
+@pytest.mark.parametrize("name", [name for name, row in TEMPLATES.items() if row[0]])
 def test_calls_of_earlier_turns_are_read_from_the_prompt(name: str) -> None:
     source, (tools, *_, several) = source_of(name), TEMPLATES[name]
     calls = [

@@ -14,6 +14,7 @@ import pytest
 from pageturner.errors import ClientError
 from pageturner.text import tools
 from pageturner.text.answer_format import AnswerFormat, read
+from pageturner.text.argument_rules import property_types
 from pageturner.text.call_parser import first_text, parts_of
 from pageturner.text.grammar.check import byte_tokens, compiled, wrong_with
 from pageturner.text.reasoning import reasoning_format
@@ -51,6 +52,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}},
     {"type": "function", "function": {"name": "get"}},
 ]
+TYPES = {"get_weather": property_types(WEATHER)}
 PATTERNED = [one for one in FORMATS if one.calls]
 
 
@@ -114,7 +116,7 @@ def test_what_is_required_is_a_call(format: ToolFormat, asked: Any) -> None:
     grammar = tool_grammar(format, choice(asked), no_control)
     for seed in range(6):
         text = walk(grammar, seed)
-        thoughts, content, calls = said(read(AnswerFormat(tools=format.name), text))
+        thoughts, content, calls = said(read(AnswerFormat(tools=format.name, types=TYPES), text))
         assert calls, text
         assert (thoughts, content) == ("", ""), text
         assert all(fits(*call) for call in calls), text
@@ -135,7 +137,7 @@ def test_a_call_that_has_begun_goes_on_as_one(format: ToolFormat) -> None:
     begin = begin or "Well. " + first_text(parts_of(format.opening + format.calls[0]))
     for seed in range(3):
         text = walk(grammar, seed, begin)
-        _, content, calls = said(read(AnswerFormat(tools=format.name), text))
+        _, content, calls = said(read(AnswerFormat(tools=format.name, types=TYPES), text))
         assert calls, text
         assert all(fits(*call) for call in calls), text
         assert content.startswith("Well.") or format.at_start

@@ -21,9 +21,8 @@ def make_models(folder: Path, kind: str, seed: int = 1) -> tuple[Path, Path]:
     """(the model in this type, the same in floats). Blocks are those of tests/goldens/dequant.npz, mixed."""
     draw = np.random.default_rng(seed)
     recorded = np.load(GOLDENS / "dequant.npz")[f"{kind}_raw"]
-    blocks = recorded.reshape(3, -1)[0].reshape(
-        -1, next(k for k in KINDS.values() if k.name == kind).nbytes
-    )
+    size = next(k for k in KINDS.values() if k.name == kind)
+    blocks = recorded.reshape(3, -1)[0].reshape(-1, size.nbytes)
     metadata: dict[str, w.Value] = {
         "general.architecture": "llama",
         "llama.block_count": 1,
@@ -43,8 +42,14 @@ def make_models(folder: Path, kind: str, seed: int = 1) -> tuple[Path, Path]:
     }
     floats = dict(quantised)
     for name, shape in SHAPES.items():
-        raw = blocks[draw.integers(0, len(blocks), shape[0])].reshape(-1)
+        count = shape[0] * shape[1] // size.values
+        raw = blocks[draw.integers(0, len(blocks), count)].reshape(-1)
         values = dequantise(kind, shape, raw)
+        if kind == "NVFP4":  # the scale of a whole matrix stands beside it
+            scale = np.float32(0.37)
+            values = values * scale
+            for ending in ("scale", "input_scale"):
+                quantised[f"blk.0.{name}.{ending}"] = (0, (1,), scale.tobytes())
         quantised[f"blk.0.{name}.weight"] = (NUMBERS[kind], shape, raw.tobytes())
         floats[f"blk.0.{name}.weight"] = (0, shape, values.tobytes())
     paths = folder / f"{kind}.gguf", folder / f"{kind}_floats.gguf"

@@ -93,6 +93,20 @@ def awq_gemv(draw: np.random.Generator, shape: tuple[int, int]) -> Packed:
     }, values
 
 
+def mlx(bits: int) -> Callable[..., Packed]:
+    def pack(draw: np.random.Generator, shape: tuple[int, int]) -> Packed:
+        codes, scale, zero, _ = integers(draw, shape, bits, False)
+        low = (-scale * zero * 0.9).astype(np.float16)
+        wide = [np.repeat(x.astype(np.float32), GROUP, axis=1) for x in (scale, low)]
+        return {
+            ".weight": tensor("U32", stream(codes, bits)),
+            ".scales": tensor("F16", scale),
+            ".biases": tensor("F16", low),
+        }, wide[0] * codes + wide[1]
+
+    return pack
+
+
 def nvfp4(divides: bool) -> Callable[..., Packed]:
     """As compressed-tensors has it, where the scale of the whole divides, or as ModelOpt."""
 
@@ -127,6 +141,7 @@ def fp8_whole(draw: np.random.Generator, shape: tuple[int, int]) -> Packed:
     }, float8.VALUES[bits] * np.float32(0.0011)
 
 
+MLX = {"group_size": GROUP}  # without a name: it stands under `quantization`
 G4 = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False}
 AR = {"quant_method": "auto-round", "bits": 4, "group_size": GROUP, "data_type": "int"}
 AR |= {"autoround_version": "0.5.1", "iters": 200}
@@ -182,6 +197,23 @@ FORMATS: dict[str, tuple[Callable[..., Packed], dict[str, Any], str]] = {
         {"w_bit": 4, "q_group_size": GROUP, "version": "GEMV", "zero_point": True},
         "quant_config.json",
     ),
+    "mlx": (mlx(4), MLX | {"bits": 4}, "config.json"),
+    "mlx 3 bits": (mlx(3), MLX | {"bits": 3, "mode": "affine"}, "config.json"),
+    "mlx 6 bits": (mlx(6), MLX | {"bits": 6}, "config.json"),
+    "mlx with another setting for a matrix": (
+        mlx(4),
+        MLX
+        | {"bits": 8}
+        | {
+            f"model.layers.{i}.{part}_proj": {"bits": 4, "group_size": GROUP}
+            for i in range(2)
+            for part in (
+                *(f"self_attn.{one}" for one in "qkvo"),
+                *(f"mlp.{one}" for one in ("gate", "up", "down")),
+            )
+        },
+        "config.json",
+    ),
     "auto-round": (gptq(4, False, 0), AR | {"packing_format": "auto_round"}, "config.json"),
     "auto-round as gptq": (
         gptq(4, False, 1),
@@ -235,7 +267,9 @@ def make_folders(folder: Path, name: str, seed: int = 1) -> tuple[Path, Path]:
     write_safetensors(
         paths[0] / f"{'gptq_model-4bit-32g' if old else 'model'}.safetensors", quantised
     )
-    if where == "config.json":
+    if where == "config.json" and "mlx" in name:
+        config["quantization"] = said
+    elif where == "config.json":
         config["quantization_config"] = said
     else:
         (paths[0] / where).write_text(json.dumps(said))

@@ -32,7 +32,11 @@ SUPER_KINDS = {  # where the fp16 scales lie in a block
     "IQ3_S": (0,),
     "IQ1_S": (0,),
     "IQ1_M": (),
+    "NVFP4": (),
+    "Q1_0": (0,),
+    "Q2_0": (0,),
 }
+SIZES = {"Q1_0": (128, 18), "Q2_0": (64, 18)}  # which the package does not have yet
 SUPER_COLUMNS = 512
 
 
@@ -51,13 +55,15 @@ def record(seed: int = 0) -> dict[str, np.ndarray]:
             gguf.quants.dequantize(shaped, kind).astype(np.float32).reshape(ROWS, COLUMNS)
         )
     for name, offsets in SUPER_KINDS.items():
-        kind = gguf.GGMLQuantizationType[name]
-        values_of, size = gguf.GGML_QUANT_SIZES[kind]
+        kind = getattr(gguf.GGMLQuantizationType, name, None)
+        values_of, size = SIZES.get(name) or gguf.GGML_QUANT_SIZES[kind]
         raw = draw.integers(0, 256, (ROWS, SUPER_COLUMNS // values_of, size), dtype=np.uint8)
         if name == "MXFP4":
             raw[..., 0] %= 250  # an exponent: larger ones overflow
         if name == "IQ1_M":
             raw[..., 55] &= 0xBF  # the highest bit of the exponent: no infinities
+        if name == "NVFP4":
+            raw[..., :4] %= 0x7F  # scales have no sign and are numbers
         for at in offsets:
             scale = (
                 draw.standard_normal((*raw.shape[:2], 1))
@@ -65,10 +71,22 @@ def record(seed: int = 0) -> dict[str, np.ndarray]:
             )
             raw[..., at : at + 2] = scale.astype(np.float16).view(np.uint8)
         out[f"{name}_raw"] = raw.reshape(-1)
-        out[f"{name}_values"] = gguf.quants.dequantize(raw.reshape(ROWS, -1), kind).astype(
-            np.float32
-        )
+        if name in SIZES:
+            out[f"{name}_values"] = plain(raw, 1 if name == "Q1_0" else 2)
+        else:
+            rows = gguf.quants.dequantize(raw.reshape(ROWS, -1), kind)
+            out[f"{name}_values"] = rows.astype(np.float32)
     return out
+
+
+def plain(raw: np.ndarray, width: int) -> np.ndarray:
+    """Numbers of so many bits, one after the other, times an fp16 in front of all of a block."""
+    scale = np.ascontiguousarray(raw[..., :2]).view(np.float16).astype(np.float32)
+    shifts = np.arange(0, 8, width, dtype=np.uint8)
+    numbers = (raw[..., 2:, None] >> shifts & ((1 << width) - 1)).reshape(*raw.shape[:2], -1)
+    numbers = numbers.astype(np.float32)
+    signed = numbers * 2 - 1 if width == 1 else numbers - 1
+    return (signed * scale).reshape(ROWS, -1).astype(np.float32)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ from typing import Any
 from pageturner.errors import EngineFault
 from pageturner.text.tool_formats import aliases
 
+# parsers of vLLM that go by a model's own files, as ours does
+BY_TEMPLATE = ("hf", "beam", "k2_horizon")
 OWN = "--max-num-seqs"  # a command with this flag takes the engine's settings
 SWITCHES = ("on", "off", "auto", "true", "false", "0", "1")
 
@@ -55,7 +57,8 @@ def table() -> dict[str, Any]:
         rules = [FlagRule(**row) for row in read[command]]
         read[command] = {flag: rule for rule in rules for flag in rule.flags.split()}
     for flag, formats in (("--tool-call-parser", "calls"), ("--reasoning-parser", "thoughts")):
-        read["serve"][flag] = FlagRule(flag, "same", ours=flag, values=aliases(formats))
+        names = dict.fromkeys(BY_TEMPLATE, "auto") | aliases(formats)
+        read["serve"][flag] = FlagRule(flag, "same", ours=flag, values=names)
     return read
 
 

@@ -29,6 +29,9 @@ digits to the base 3:
     IQ4_XS fp16 d, 16 and 32 bits of 6-bit s[8], 128 bytes of nibbles           value = d * (s - 32)
                                                                                 * t[q]
     MXFP4  8 bits of exponent e, 16 bytes of nibbles, 32 values                 value = 2^(e - 128) * t[q]
+    NVFP4  e4m3 d[4], 32 bytes of nibbles, 8 for each 16 of 64 values           value = d / 2 * t[q]
+    Q1_0   fp16 d, 16 bytes of bits, 128 values                                 value = d * (2 q - 1)
+    Q2_0   fp16 d, 16 bytes of pairs of bits, 64 values in order                value = d * (q - 1)
     TQ1_0  48 bytes of 5 digits, 4 of 4, fp16 d                                 value = d * (q - 1)
     TQ2_0  64 bytes of pairs of bits, fp16 d                                    value = d * (q - 1)
 
@@ -167,6 +170,21 @@ def _ternary(digits: U8, d: F32) -> Fields:
     return digits.view(np.int8) - np.int8(1), np.repeat(d, 8, axis=1), None
 
 
+def _nvfp4(d: U8, q: U8) -> Fields:
+    scale = np.nan_to_num(float8.VALUES[d & 0x7F]) * np.float32(0.5)
+    return E2M1[_nibbles(q.reshape(*d.shape, 8))], scale, None
+
+
+def _q1_0(d: F32, q: U8) -> Fields:
+    bits = np.unpackbits(q, axis=-1, bitorder="little").view(np.int8)
+    return bits * np.int8(2) - np.int8(1), np.repeat(d, 4, axis=1), None
+
+
+def _q2_0(d: F32, q: U8) -> Fields:
+    pairs = (q[..., None] >> np.array([0, 2, 4, 6], np.uint8) & np.uint8(3)).view(np.int8)
+    return pairs - np.int8(1), np.repeat(d, 2, axis=1), None
+
+
 def _t4_w(d: F32, table: I8, q: U8) -> Fields:
     return np.take_along_axis(table, _nibbles(q).astype(np.intp), axis=-1), d, None
 
@@ -187,6 +205,9 @@ _UNPACK: dict[str, tuple[str, Callable[..., Fields]]] = {
     "IQ4_NL": ("<f2,16u1", lambda d, q: (_IQ4[_nibbles(q)], d, None)),
     "IQ4_XS": ("<f2,<u2,4u1,128u1", _iq4_xs),
     "MXFP4": ("u1,16u1", lambda e, q: (E2M1[_nibbles(q)], half_powers(e), None)),
+    "NVFP4": ("4u1,32u1", _nvfp4),
+    "Q1_0": ("<f2,16u1", _q1_0),
+    "Q2_0": ("<f2,16u1", _q2_0),
     "TQ1_0": ("32u1,16u1,4u1,<f2", _tq1_0),
     "TQ2_0": ("64u1,<f2", lambda qs, d: _ternary(_bits(qs, 2, 32), d)),
     "IQ2_XXS": ("<f2,16<u4", ggml_grids.iq2_xxs),
@@ -201,12 +222,14 @@ _UNPACK: dict[str, tuple[str, Callable[..., Fields]]] = {
     "T4_W": ("<f4,16i1,16u1", _t4_w),
 }
 # Kinds with a scale for each 16 values.
-_SIXTEENS = ("Q6_K", "Q2_K", "Q3_K", "Q8_W", "IQ2_XS", "IQ2_S", "IQ1_M")
+_SIXTEENS = ("Q6_K", "Q2_K", "Q3_K", "Q8_W", "IQ2_XS", "IQ2_S", "IQ1_M", "NVFP4")
 # Kinds that become another one when they are loaded, as models/quantise.py says: with a rounding, or
 # with the very values.
 ROUNDED = ("Q2_K",)
 WIDENED = dict.fromkeys(("IQ2_XXS", "IQ3_XXS", "IQ3_S", "IQ1_S"), "T4_W")
-WIDENED |= dict.fromkeys(("IQ2_XS", "IQ2_S", "IQ1_M"), "Q8_W")
+WIDENED |= dict.fromkeys(("IQ2_XS", "IQ2_S", "IQ1_M", "NVFP4"), "Q8_W")
+_TABLES = {"Q1_0": (-1, 1), "Q2_0": (-1, 0, 1, 2)}
+WIDENED |= dict.fromkeys(_TABLES, "T4_W")
 # Kinds that can be computed with.
 QUANTISED = tuple(kind for kind in _UNPACK if kind not in (*ROUNDED, *WIDENED))
 FLOATS = ("F32", "F16", "BF16", "F8_W")
@@ -236,7 +259,9 @@ def unpack(kind: str, shape: tuple[int, ...], data: U8) -> Blocks:
 
 
 def table_of(kind: str) -> I8:
-    """The 16 integers, with repetitions, that values of a kind of grids are multiples of."""
+    """The 16 integers, with repetitions, that values of a kind are multiples of."""
+    if kind in _TABLES:
+        return np.resize(np.array(_TABLES[kind], np.int8), 16)
     name, signs = kind.lower(), np.array([[1], [-1]], np.int8)
     grid = np.unique(ggml_grids.grid(name))
     values = grid * np.int8(8) + signs if kind == "IQ1_S" else grid * signs

@@ -22,7 +22,7 @@ from pageturner.formats.mapped import TensorInfo
 from pageturner.models.checkpoint_tensors import CheckpointTensors
 from pageturner.models.compressed_tensors import compressed_tensors
 from pageturner.models.float_checkpoints import bitsandbytes, fp8, modelopt, mxfp4
-from pageturner.models.gptq_awq import auto_round, awq, gptq
+from pageturner.models.gptq_awq import auto_round, awq, gptq, mlx
 from pageturner.models.hf_values import HFConfig
 from pageturner.models.quantised_matrix import QuantisedMatrix, Readers, invalid
 from pageturner.models.spec import unsupported
@@ -35,6 +35,7 @@ _METHODS: dict[str, Callable[[HFConfig, CheckpointTensors], Readers]] = {
     "awq": awq,
     "auto-round": auto_round,
     "intel/auto-round": auto_round,
+    "mlx": mlx,
     "modelopt": modelopt,
     "compressed-tensors": compressed_tensors,
     "fp8": fp8,
@@ -128,7 +129,10 @@ def _method_of(said: Any) -> str:
 
 def with_quantization(values: Json, folder: Path) -> Json:
     """The config.json of a folder, with the quantization_config that older tools wrote in a file of
-    its own."""
+    its own, and MLX under another name."""
+    if isinstance(said := values.get("quantization"), dict):
+        rest = {key: value for key, value in values.items() if key != "quantization"}
+        return rest | {"quantization_config": {"quant_method": "mlx"} | said}
     if _said(values) is not None:
         return values
     for name, method in _BESIDE.items():

@@ -23,6 +23,7 @@ from pageturner.models.weights import TensorFile, has_tensor
 
 _TYPES: dict[str, type[np.generic]] = {
     "I32": np.int32,
+    "U32": np.uint32,
     "U8": np.uint8,
     "I8": np.int8,
     "I64": np.int64,

@@ -1,4 +1,4 @@
-"""Checkpoints of GPTQ, AWQ and AutoRound: integers of 2 to 8 bits in words of 32, with scales and
+"""Checkpoints of GPTQ, AWQ, AutoRound and MLX: integers of 2 to 8 bits in words of 32, with scales and
 zero-points by groups.
 
 Owns their tensors and the keys of their quantization_config, and which matrices with `desc_act` can
@@ -16,6 +16,8 @@ AWQ    GEMM: X.qweight int32 [K, N / 8], X.qzeros int32 [groups, N / 8], X.scale
        neighbours lie in a word in the order 0 2 4 6 1 3 5 7. GEMV: X.qweight int32 [N, K / 8],
        X.qzeros int32 [N, W], X.scales [N, 8 W], in order, of which the first groups count
 AutoRound  packs as GPTQ or as AWQ GEMM
+MLX    X.weight uint32 [N, K * bits / 32], in order and over the ends of words, X.scales and X.biases
+       [N, groups]: a value is scale * integer + bias. Its configuration may name single matrices
 
 Their quantization_config is full of notes on how the integers were found, which no list can keep up
 with: only what decides is read, and all that the tensors themselves tell is held against it.
@@ -171,6 +173,31 @@ def awq(config: HFConfig, tensors: CheckpointTensors) -> Readers:
         return of_codes(Codes(prefix, (rows, columns), 4, codes, scale, zero), "AWQ")
 
     return tensors.readers(".qweight", {"gemm": read, "gemv": gemv}[version])
+
+
+def mlx(config: HFConfig, tensors: CheckpointTensors) -> Readers:
+    """EngineFault as `gptq`."""
+    config.expect("mode", "affine")
+    usual = {"bits": config.get("bits", int), "group_size": config.get("group_size", int)}
+
+    def read(prefix: str) -> QuantisedMatrix:
+        own = config.raw(prefix)
+        said = usual | (own if isinstance(own, dict) else {})
+        bits = said["bits"]
+        if bits not in (2, 3, 4, 5, 6, 8) or said.get("mode", "affine") != "affine":
+            raise unsupported(f"MLX with {said} is not supported")
+        words = tensors.raw(prefix + ".weight", "U32", (None, None))
+        shape = (words.shape[0], words.shape[1] * 32 // bits)
+        groups = (shape[0], group_count(prefix, shape[1], said["group_size"]))
+        scale, low = (tensors.floats(prefix + one, groups) for one in (".scales", ".biases"))
+
+        def codes(start: int, stop: int) -> U8:
+            return unpack(words[start:stop], bits)
+
+        zero = np.zeros((1, 1), np.int32)
+        return of_codes(Codes(prefix, shape, bits, codes, scale, zero, low=low), "MLX")
+
+    return tensors.readers(".scales", read)
 
 
 def _awq_unpack(words: NDArray[np.generic]) -> U8:

@@ -63,6 +63,7 @@ class Codes:
     scale   fp32 [rows, groups]
     zero    [rows, groups], or one for all
     groups  of each column, where they are not simply one behind the other
+    low     fp32 [rows, groups], which is added; None: nothing is
     pairs   the same integers of 4 bits, two neighbours in a byte, the first in its low nibble,
             where files have them so
     """
@@ -75,6 +76,7 @@ class Codes:
     zero: NDArray[np.int32]
     groups: NDArray[np.int32] | None = None
     pairs: Rows | None = None
+    low: F32 | None = None
 
     @property
     def regular(self) -> bool:
@@ -88,7 +90,7 @@ def invalid(message: str) -> EngineFault:
 
 
 def of_codes(codes: Codes, method: str) -> QuantisedMatrix:
-    """The matrix of integers of 2, 3, 4 or 8 bits. EngineFault 'quantization_invalid' for scales
+    """The matrix of integers of 2 to 8 bits. EngineFault 'quantization_invalid' for scales
     that are no numbers, 'model_unsupported' for columns that are not whole groups of 32."""
     check_columns(codes.name, codes.shape[1])
     check_scales(codes.name, codes.scale)
@@ -99,6 +101,9 @@ def of_codes(codes: Codes, method: str) -> QuantisedMatrix:
             kind, codes.shape, lambda start, stop: make(kind, codes, start, stop)
         )
     why = "zero-points of 8 bits"
+    if codes.low is not None:
+        check_scales(codes.name, codes.low)
+        why = f"minima of {codes.bits} bits"
     if codes.groups is not None:
         why = "groups in the order of activations (desc_act)"
     elif not codes.regular:
@@ -133,9 +138,9 @@ def exact_half(x: F32) -> bool:
 def unpack(words: NDArray[np.generic], bits: int) -> U8:
     """The integers of `bits` bits, lowest first, of words [rows, n]: [rows, n * 32 / bits]."""
     raw = np.ascontiguousarray(words).view(np.uint8)
-    if bits == 3:  # they run on over the ends of bytes
-        digits = np.unpackbits(raw, axis=1, bitorder="little").reshape(len(raw), -1, 3)
-        return np.asarray(digits @ np.array([1, 2, 4], np.uint8), np.uint8)
+    if 8 % bits:  # they run on over the ends of bytes
+        digits = np.unpackbits(raw, axis=1, bitorder="little").reshape(len(raw), -1, bits)
+        return np.asarray(digits @ (1 << np.arange(bits)).astype(np.uint8), np.uint8)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     return (raw[:, :, None] >> shifts & np.uint8((1 << bits) - 1)).reshape(len(raw), -1)
 
@@ -144,6 +149,9 @@ def _kind_of(codes: Codes) -> str:
     """The smallest kind that holds them, "" if none does."""
     if not codes.regular:
         return ""
+    if codes.low is not None:
+        fits = exact_half(codes.scale) and exact_half(codes.low)
+        return "" if codes.bits > 4 else "Q4_1" if fits else "Q4_W"
     middle, exact = bool((codes.zero == 1 << (codes.bits - 1)).all()), exact_half(codes.scale)
     if codes.bits == 8:
         return "" if not middle else "Q8_0" if exact else "Q8_W"
@@ -178,7 +186,10 @@ def _nibble_blocks(kind: str, codes: Codes, start: int, stop: int) -> U8:
         q = halves_of_pairs(codes.pairs(start, stop).reshape(stop - start, -1, GROUP // 2))
     fields = [by_block(codes, codes.scale, start, stop)]
     if kind != "Q4_0":
-        fields.append(by_block(codes, -codes.scale * codes.zero.astype(np.float32), start, stop))
+        low = codes.low
+        if low is None:
+            low = -codes.scale * codes.zero.astype(np.float32)
+        fields.append(by_block(codes, low, start, stop))
     numbers = np.stack(fields, axis=-1).astype(np.float32 if kind == "Q4_W" else np.float16)
     return _joined(numbers, q)
 
@@ -212,6 +223,8 @@ def _rounded(codes: Codes, start: int, stop: int) -> U8:
     values = codes.read(start, stop).astype(np.float32)
     values -= zero[:, groups]
     values *= scale[:, groups]
+    if codes.low is not None:
+        values += codes.low[start:stop][:, groups]
     return int8_blocks(values)
 
 

@@ -125,7 +125,11 @@ def check_tensors(file: TensorFile, spec: ModelSpec, layout: Layout) -> None:
                 "tensor_shape", f"tensor {name!r} has shape {info.shape}; {shape} was expected"
             )
     for name in file.tensors:
+        stem, _, ending = name.rpartition(".")
+        scaled = file.tensors.get(f"{stem}.weight")
         known = name in expected or name in (ROPE_DIVISORS, SHORT_DIVISORS, LONG_DIVISORS)
+        if ending in ("scale", "input_scale") and scaled and scaled.kind == "NVFP4":
+            known = True
         known = known or name.endswith(layout.ignored) or name.startswith(layout.foreign)
         if not known and (has_tensor(file, name) or not name.endswith(".bias")):
             message = (
@@ -424,6 +428,8 @@ def read_part(file: TensorFile, part: Part) -> Tensor:
     if part.turned:
         data, shape = _transposed(kind, shape, data)
     tensor = Tensor(part.name, kind, shape, data, order=order)
+    if kind == "NVFP4":
+        tensor = _scaled(file, part, tensor)
     if len(shape) == 1:
         tensor = _as_float32(tensor, part.plus, part.times)
     if part.unit:
@@ -432,6 +438,21 @@ def read_part(file: TensorFile, part: Part) -> Tensor:
         values = values / np.linalg.norm(values, axis=1, keepdims=True).clip(1e-12)
         tensor = replace(tensor, data=values.reshape(-1).view(np.uint8))
     return tensor
+
+
+def _scaled(file: TensorFile, part: Part, tensor: Tensor) -> Tensor:
+    """A matrix of NVFP4 with the scale of all of it, which stands in a tensor of its own."""
+    name = part.name.removesuffix("weight") + "scale"
+    tensor = widened(tensor)
+    if name not in file.tensors:
+        return tensor
+    kind, shape, raw = file.tensor(name)
+    scales = dequantise(kind, shape, np.frombuffer(raw, np.uint8)).reshape(-1)
+    blocks = tensor.data.reshape(len(scales) if part.index is None else 1, -1, 40).copy()
+    if part.index is not None:
+        scales = scales[part.index : part.index + 1]
+    blocks[..., :8] = (blocks[..., :8].copy().view("<f4") * scales[:, None, None]).view(np.uint8)
+    return replace(tensor, data=blocks.reshape(-1))
 
 
 def _transposed(

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from pageturner.text.call_arguments import type_name
+from pageturner.text.call_arguments import ITEM, type_name
 from pageturner.text.grammar.json_schema import as_grammars_take_it, schema_text
 from pageturner.text.structured_outputs import literal_regex
 from pageturner.text.tool_formats import GEMMA, PYTHON, TAGGED, ToolFormat
@@ -84,6 +84,7 @@ class ArgumentRules:
     format: ToolFormat
     symbols: Callable[[str], str] = str
     strict: bool = False
+    _within: int = 0  # other values, whose members have marks
     rules: list[str] = field(default_factory=list)
     _known: dict[int, str] = field(default_factory=dict)
     _root: dict[str, Any] = field(default_factory=dict)
@@ -185,12 +186,28 @@ class ArgumentRules:
         return self._until(least or 0, most, close)
 
     def _as_whole(self, schema: Any) -> str:
-        """A value as JSON, with all that its schema says."""
+        """A value as JSON, with all that its schema says, or with its members in marks."""
+        if self.format.nested and isinstance(schema, dict) and self._within < MAX_NESTED:
+            self._within += 1
+            members = self._members(self._merged(schema), self.types(schema))
+            self._within -= 1
+            if members:
+                return self._rule(members)
         names = ("$defs", "definitions")
         made = {name: self._root[name] for name in names if name in self._root}
         if isinstance(schema, dict):
             made = schema | made
         return self._rule(f"%json {schema_text(made, self.strict)}")
+
+    def _members(self, schema: dict[str, Any], types: set[str]) -> str:
+        """The members of an object or a list, each in its marks; "": it is written as JSON."""
+        if types == {"object"} and isinstance(schema.get("properties"), dict):
+            return self._pairs(schema, "=")
+        if types != {"array"} or not isinstance(schema.get("items"), dict):
+            return ""
+        least, most = self._counts(schema, ("minItems", "maxItems"))
+        item = self._rule(self._tagged(ITEM, schema["items"]))
+        return f"{item}{{{least or 0},{'' if most is None else most}}}"
 
     def types(self, schema: Any, depth: int = 0) -> set[str]:
         """Return what JSON Schema calls the types that a value may have; (): any."""
@@ -402,11 +419,25 @@ def _narrowed(schema: Any, types: list[str]) -> Any:
 
 
 def property_types(schema: dict[str, Any]) -> dict[str, str]:
-    """The types of each property of an object, joined by commas; "": any."""
+    """The types of each property of an object, and of those within it, by their paths, joined by
+    commas; "": any."""
     rules = ArgumentRules(_ANY, _root=schema)
+    found: dict[str, str] = {}
+
+    def note(within: Any, path: str, depth: int) -> None:
+        if not isinstance(within, dict) or depth > MAX_NESTED or len(found) > MAX_RULES:
+            return
+        merged = rules._merged(within)
+        members = dict(merged.get("properties") or {})
+        if isinstance(merged.get("items"), dict):
+            members[ITEM] = merged["items"]
+        for name, one in members.items():
+            found[path + name] = ",".join(sorted(rules.types(one)))
+            note(one, f"{path}{name}/", depth + 1)
+
     try:
-        known = rules._merged(schema).get("properties", {})
-        return {name: ",".join(sorted(rules.types(one))) for name, one in known.items()}
+        note(schema, "", 0)
+        return found
     except (Unwritable, RecursionError, TypeError, AttributeError):
         return {}
 

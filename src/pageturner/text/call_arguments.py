@@ -39,7 +39,7 @@ def arguments_of(
     """The reader of arguments that are written in this way. types: of the properties of the tool,
     in words of JSON Schema; end: the text behind all of them."""
     if kind == TAGGED:
-        return TaggedArguments(format.parameter, types, end)
+        return TaggedArguments(format, types, end)
     if kind == GEMMA:
         return GemmaArguments(format.quote)
     if kind == PYTHON:
@@ -227,16 +227,17 @@ class TaggedArguments:
     """Each argument between marks of its own, as in `<parameter=city>Paris</parameter>`. A text is
     passed on as it comes, any other value when it is whole: its type says which it is.
 
-    parameter  the pattern of an argument
-    types      of the properties, in words of JSON Schema
-    tail       the text behind all arguments
+    types  of the properties, in words of JSON Schema; those within others by their paths
+    tail   the text behind all arguments
     """
 
-    def __init__(self, parameter: str, types: Mapping[str, str], tail: str) -> None:
+    def __init__(self, format: ToolFormat, types: Mapping[str, str], tail: str) -> None:
         self.done = self.dead = False
         self._types = types
         self._tail = tail
-        head, _, self._close = parameter.partition("$VALUE")
+        self._nested = format.nested
+        head, _, self._close = format.parameter.partition("$VALUE")
+        self._begins = head
         self._trims = head.endswith("\n")
         self._open = head.partition("$KEY")[0].replace("␣", " ")
         pattern = re.escape(head.rstrip("\n")).replace(r"\$KEY", "(?P<key>[^/<>][^<>]{0,127}?)")
@@ -287,6 +288,7 @@ class TaggedArguments:
         self._next = ", "
         self._newline = self._trims
         self._seen = 0
+        self._key = key
         self._end = self._close.lstrip("\n").replace("$KEY", key)
         self._kinds = self._types.get(key, "")
         if word is not None:
@@ -299,6 +301,8 @@ class TaggedArguments:
             self._newline = False
             at += text[at] == "\n"
         end = text.find(self._end, max(at, at + self._seen - len(self._end)))
+        if self._nested:
+            end = self._end_of(text, at, self._key)
         if end < 0 and not self._text:
             self._seen = len(text) - at
             return at
@@ -311,14 +315,60 @@ class TaggedArguments:
         if self._text:
             self._made += _text(value) + '"' * whole
         else:
-            self._made += as_json(value, self._kinds)
+            self._made += self._as_json(value, self._key)
         if not whole:
             return at + len(value)
         end += len(self._end)
         self._end = ""
         return end
 
+    def _end_of(self, text: str, at: int, key: str) -> int:
+        """The end of a value that may have values of the same name in it; -1: it is not there."""
+        begins = self._begins.replace("$KEY", key)
+        mark = self._close.replace("$KEY", key)
+        end = text.find(mark, at)
+        while end >= 0 and text.count(begins, at, end) > text.count(mark, at, end):
+            end = text.find(mark, end + 1)
+        return end
 
+    def _as_json(self, text: str, path: str) -> str:
+        """The JSON of a value, which may have others in it."""
+        kinds = self._types.get(path, "")
+        if self._nested and text.lstrip().startswith(self._open):
+            members = self._members(text.strip(), path)
+            if members is not None and (
+                kinds == "array" or (not kinds and members.keys() == {ITEM})
+            ):
+                return f"[{', '.join(members.get(ITEM, ()))}]"
+            if members is not None:
+                pairs = ((json.dumps(key, ensure_ascii=False), of) for key, of in members.items())
+                several = (
+                    (key, of[0] if len(of) == 1 else f"[{', '.join(of)}]") for key, of in pairs
+                )
+                return f"{{{', '.join(f'{key}: {one}' for key, one in several)}}}"
+        if kinds in _EMPTY and not text.strip():
+            return _EMPTY[kinds]
+        return as_json(text, kinds)
+
+    def _members(self, text: str, path: str) -> dict[str, list[str]] | None:
+        """The JSON of the values in a value, by name; None: it is not made of such."""
+        found: dict[str, list[str]] = {}
+        while text:
+            head = self._head.match(text)
+            end = -1
+            if head is not None:
+                end = self._end_of(text, head.end(), head["key"])
+            if head is None or end < 0:
+                return None
+            key = head["key"]
+            value = self._as_json(text[head.end() : end], f"{path}/{key}")
+            found.setdefault(key, []).append(value)
+            text = text[end + len(self._close.replace("$KEY", key)) :].lstrip()
+        return found
+
+
+ITEM = "item"  # the name of what a list has in it
+_EMPTY = {"array": "[]", "object": "{}"}
 _LONGEST_HEAD = 512  # characters in front of a value
 
 

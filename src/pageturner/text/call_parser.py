@@ -55,7 +55,8 @@ def _ways(format: ToolFormat) -> list[_Way]:
     """The ways to read an answer's first call. A call that has a mark of its own may stand without
     the mark in front of all calls."""
     calls = _read_as(format)
-    made = [_Way(parts_of(format.opening + call, format.marks)) for call in calls]
+    opens = [head + format.opening for head in ("", *format.heads)]
+    made = [_Way(parts_of(open + call, format.marks)) for open in opens for call in calls]
     if format.opening:
         bare = (parts_of(call, format.marks) for call in calls)
         made += [_Way(parts, bare=True) for parts in bare if parts[0] in format.marks]

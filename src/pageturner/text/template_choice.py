@@ -31,6 +31,7 @@ class ChatFamily:
     called    a pattern of the model's name, in which everything but letters and digits counts as a
               dash
     spaced    whether its tokenizer puts a space in front of a text; None: either
+    aliases   what llama.cpp calls it
     end       the token behind an answer, which not every file says; "": end of sequence
     """
 
@@ -41,6 +42,7 @@ class ChatFamily:
     called: str = ""
     spaced: bool | None = None
     end: str = ""
+    aliases: tuple[str, ...] = ()
 
     @property
     def template(self) -> str:
@@ -51,6 +53,7 @@ class ChatFamily:
 FAMILIES = tuple(ChatFamily(**row) for row in rows("families"))
 BY_NAME = {family.name: family for family in FAMILIES}
 NAMES = tuple(BY_NAME)
+BY_NAME |= {alias: family for family in FAMILIES for alias in family.aliases}
 HOW_TO_GIVE = (
     "this model has no chat template, and its family is not known: give one by --chat-template, a file with a"
     f" Jinja template or one of {', '.join(NAMES)}"

@@ -31,6 +31,7 @@ class ToolFormat:
     aliases    what other servers call the format
     signs      a chat template that does not write calls itself has this format if it has all words
                of one of these texts, and nothing of `without`
+    heads      patterns that may stand in front of `opening` where calls are read
     opening    stands once before the calls of an answer, `between` between two of them, `closing`
                behind them
     marks      parts of the patterns that may be one control token each in a vocabulary
@@ -40,6 +41,8 @@ class ToolFormat:
     before     what the model writes in front of an answer that begins with text
     arguments  how arguments are written: as JSON, as in Python's calls, as Gemma does it or each in
                marks of its own, as `parameter` says; `types` are the words for their types there
+    nested     a value that is an object or a list has its own members in marks, as `parameter` says;
+               those of a list are called `item`
     quote      stands around Gemma's strings
     several    whether an answer may have more than one call
     id_length  of the ids of its calls, where its templates take no others; 0: they take any
@@ -50,6 +53,7 @@ class ToolFormat:
     aliases: tuple[str, ...] = ()
     signs: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
     opening: str = ""
     between: str = ""
     closing: str = ""
@@ -59,6 +63,7 @@ class ToolFormat:
     before: str = ""
     arguments: str = JSON
     parameter: str = ""
+    nested: bool = False
     types: Mapping[str, str] = field(default_factory=dict, hash=False)
     quote: str = '<|"|>'
     several: bool = True
