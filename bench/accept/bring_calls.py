@@ -26,6 +26,7 @@ sys.path += [str(HERE)]
 import harness  # noqa: E402
 from harness import Line  # noqa: E402
 
+from pageturner.cli.other_names import translate  # noqa: E402
 from pageturner.errors import ClientError  # noqa: E402
 from pageturner.text import reasoning, tool_formats, tools  # noqa: E402
 from pageturner.text.answer_format import AnswerFormat, read, recognised  # noqa: E402
@@ -217,21 +218,21 @@ def templates(folder: str) -> Iterator[Line]:
 def names() -> Iterator[Line]:
     """The names of vLLM's parsers."""
     folder = Path(os.environ.get("PAGETURNER_SOURCES") or os.devnull) / "vllm" / "vllm"
-    tables = {"tool_parsers": tool_formats.tool_format, "reasoning": reasoning.reasoning_format}
-    for table, known in tables.items():
+    tables = {
+        "tool_parsers": ("--tool-call-parser", tool_formats.NAMES),
+        "reasoning": ("--reasoning-parser", reasoning.NAMES),
+    }
+    for table, (flag, ours) in tables.items():
         path = folder / table / "__init__.py"
         if not path.is_file():
             yield Line(f"names of vLLM's {table}", "PAGETURNER_SOURCES has none", None, run=False)
             continue
         theirs = re.findall(r'^    "([\w-]+)": \(', path.read_text(), re.M)
-        unknown = []
-        for name in theirs:
-            try:
-                known(name)
-            except KeyError:
-                unknown.append(name)
-        figure = f"{len(theirs) - len(unknown)} of {len(theirs)}; not {', '.join(unknown)}"
-        yield Line(f"names of vLLM's {table}", figure, None)
+        known = (flag, "--max-num-seqs")
+        said = {name: translate([flag, name], known)[0][1] for name in theirs}
+        unknown = [name for name, one in said.items() if one not in (*ours, "auto")]
+        figure = f"{len(theirs) - len(unknown)} of {len(theirs)}; not {', '.join(unknown) or 'any'}"
+        yield Line(f"names of vLLM's {table}", figure, not unknown)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

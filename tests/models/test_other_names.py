@@ -17,6 +17,7 @@ from pageturner.errors import EngineFault
 from pageturner.formats.safetensors import open_safetensors
 from pageturner.models.hf_spec import read_hf_spec
 from pageturner.models.load import load_model, open_model
+from pageturner.models.spec import alibi_slopes
 from support.decoding import Decoding, assert_logits, backend
 from support.hf_folder import GOLDENS
 from support.safetensors_writer import write_safetensors
@@ -183,6 +184,23 @@ def test_the_same_model_under_other_names(
         assert_logits(runs, dict(np.load(FAMILIES / golden / "golden.npz")))
 
 
+def test_baichuan_13b_has_alibi(tmp_path: Path) -> None:
+    config, tensors = baichuan()
+    config = {name: value for name, value in config.items() if name != "max_position_embeddings"}
+    model = open_model(write(tmp_path / "model", config, tensors))
+    assert model.spec.context == 4096
+    assert model.spec.attention(0, 64).slopes == alibi_slopes(model.spec.heads)
+    found = [
+        Decoding(load_model(tmp_path / "model", ops, dtype="float32"), ops).step([("p", [1, 2, 3])])
+        for ops in (backend("reference"), backend("native"))
+    ]
+    np.testing.assert_allclose(*found, atol=1e-4)
+    with_rope = write(tmp_path / "7b", *baichuan())
+    ops = backend("reference")
+    other = Decoding(load_model(with_rope, ops, dtype="float32"), ops).step([("p", [1, 2, 3])])
+    assert np.abs(other[0] - found[0][0]).max() > 1e-3
+
+
 def test_the_head_of_baichuan_2_has_rows_of_length_1(tmp_path: Path) -> None:
     """It is known by its vocabulary."""
     config, tensors = baichuan()
@@ -203,7 +221,6 @@ def test_the_head_of_baichuan_2_has_rows_of_length_1(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        (SIZES | {"model_type": "baichuan", "max_position_embeddings": None}, "Baichuan 7B is"),
         (SIZES | {"model_type": "arcee", "hidden_act": "silu"}, "hidden_act"),
         (SIZES | {"model_type": "llama", "hidden_act": "relu2"}, "relu2"),
         (SIZES | {"model_type": "stablelm", "layer_norm_eps": 1e-5, "qk_layernorm": True}, "qk_"),

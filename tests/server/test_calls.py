@@ -11,6 +11,7 @@ import pytest
 
 from pageturner.text import reasoning, tool_formats
 from pageturner.text.answer_format import AnswerFormat, AnswerReader, read, recognised
+from pageturner.text.argument_rules import property_types
 from pageturner.text.call_parser import Delta
 from pageturner.text.tool_formats import FORMATS, NAMES, tool_format
 
@@ -314,6 +315,17 @@ def test_the_type_says_what_a_text_is(types: str, value: str, made: Any) -> None
         ("hunyuan_a13b", "<think>\nHm\n</think>\n<answer>\nYes\n</answer>", ("Hm", "Yes", [])),
         ("minimax_m3", "<mm:think>Hm</mm:think>Yes", ("Hm", "Yes", [])),
         ("deepseek_r1", "Hm\n</think>\nYes", ("Hm", "Yes", [])),
+        (
+            "inkling",
+            "<|content_thinking|>Hm<|end_message|><|message_model|><|content_text|>Yes<|end_message|>",
+            ("Hm", "Yes", []),
+        ),
+        (
+            "muse",
+            " to=self<|message|>Hm<|eom|><|start|>assistant to=user<|message|>Yes",
+            ("Hm", "Yes", []),
+        ),
+        ("k2_horizon", "<ifm|think>Hm</ifm|think>Yes", ("Hm", "Yes", [])),
         ("deepseek_r1", "<think>Hm</think>Yes", ("Hm", "Yes", [])),
     ],
 )
@@ -330,10 +342,47 @@ def test_thoughts_of_each_format(name: str, text: str, wanted: Said) -> None:
         ("glm47", "glm45"),
         ("llama3_json", "deepseek_v3"),
         ("openai", "openai_gptoss"),
+        ("granite4", "plamo3"),
+        ("step5", "inkling"),
+        ("dots", "k2_horizon"),
     ],
 )
 def test_names_of_other_servers(tools: str, reasoning: str) -> None:
     assert AnswerFormat(tools=tools, reasoning=reasoning).parser().finish() == []
+
+
+def test_headers_of_muse_are_neither_content_nor_thoughts() -> None:
+    format = AnswerFormat(tools="muse", reasoning="muse")
+    call = (
+        '<atem:function_calls>\n<atem:invoke name="f">\n<atem:parameter name="x">1</atem:parameter>\n'
+        "</atem:invoke>\n</atem:function_calls>"
+    )
+    calls = [("f", '{"x": 1}')]
+    head = "to=f<|message|>" + call
+    start = "<|start|>assistant "
+    assert_said(format, f" {head}", ("", "", calls))
+    assert_said(format, f" to=self<|message|>Hm<|eom|>{start}{head}", ("Hm", "", calls))
+    said = f" to=user<|message|>Look.<|eom|>{start}{head}<|eom|>{start}{head}"
+    assert_said(format, said, ("", "Look.", calls * 2))
+    assert_said(format, " to=user<|message|>Go to=f now", ("", "Go to=f now", []))
+
+
+def test_values_within_values_have_the_types_of_their_schemas() -> None:
+    mark = "]<]minimax[>["
+    at = {"type": "object", "properties": {"zip": {"type": "string"}, "n": {"type": "integer"}}}
+    schema = {
+        "properties": {"at": at, "all": {"type": "array", "items": at}, "no": {"type": "array"}}
+    }
+    one = f"{mark}<zip>018{mark}</zip>{mark}<n>3{mark}</n>"
+    text = (
+        f'{mark}<tool_call>{mark}<invoke name="f">{mark}<at>{one}{mark}</at>'
+        f"{mark}<all>{mark}<item>{one}{mark}</item>{mark}</all>{mark}<no>{mark}</no>"
+        f"{mark}</invoke>{mark}</tool_call>"
+    )
+    format = AnswerFormat(tools="minimax_m3", types={"f": property_types(schema)})
+    place = '{"zip": "018", "n": 3}'
+    wanted = f'{{"at": {place}, "all": [{place}], "no": []}}'
+    assert_said(format, text, ("", "", [("f", wanted)]))
 
 
 THINK = AnswerFormat(reasoning="think", tools="hermes")

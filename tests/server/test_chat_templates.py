@@ -271,6 +271,8 @@ def test_a_template_is_given_by_file_text_or_family(tmp_path: Path) -> None:
         (str(tmp_path / "t.jinja"), OTHER),
         (OTHER, OTHER),
         ("chatml", BY_NAME["chatml"].template),
+        ("llama2-sys-bos", BY_NAME["llama-2"].template),
+        ("mistral-v3-tekken", BY_NAME["mistral-tekken"].template),
     ):
         tokenizer = BytesTokenizer()
         assert give_template(tokenizer, given) == ""

@@ -200,7 +200,7 @@ class _KeyReader:
         if self.arch == "stablelm" and "blk.0.ffn_norm.weight" not in said:
             return replace(spec, family=replace(spec.family, parallel=True))
         if self.arch == "baichuan" and spec.layers == 40:  # which is how llama.cpp knows it
-            raise unsupported("Baichuan 13B is not supported; Baichuan 7B is")
+            return spec.with_alibi()
         scale = self.number("attention.temperature_scale", 0.0)
         if self.arch == "mistral3" and scale:
             return replace(spec, attn_temperature=Temper(spec.rope.original, scale, first=0))

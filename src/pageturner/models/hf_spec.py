@@ -274,9 +274,10 @@ def _chatglm(config: HFConfig) -> ModelSpec:
 
 
 def _baichuan(config: HFConfig) -> ModelSpec:
-    if config.raw("max_position_embeddings") is None:
-        raise unsupported("Baichuan 13B, which has ALiBi, is not supported; Baichuan 7B is")
-    return llama_like(config)
+    spec = llama_like(config)
+    if config.raw("rotary_positions") is None:  # of 13B
+        return spec.with_alibi()
+    return spec
 
 
 def _gpt_oss(config: HFConfig) -> ModelSpec:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -225,6 +225,11 @@ class ModelSpec:
         if moe is None:
             return 0
         return len(moe.layers) * moe.count * (3 if self.family.gated else 2) * self.dim * moe.ffn
+
+    def with_alibi(self) -> ModelSpec:
+        """The same model with ALiBi in place of a rotary embedding."""
+        family = replace(self.family, positions="alibi")
+        return replace(self, family=family, rope=RopeSpec(self.rope.base, 0))
 
     def rope_of(self, layer: int) -> RopeSpec:
         """The rotary embedding of one layer."""

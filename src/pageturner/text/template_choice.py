@@ -16,7 +16,7 @@ from pathlib import Path
 from pageturner.errors import EngineFault
 from pageturner.formats.tokenizer import Tokenizer
 from pageturner.text.chat_template import LONGEST, ChatTemplate
-from pageturner.text.tool_formats import rows
+from pageturner.text.tool_formats import aliases, rows
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -53,7 +53,7 @@ class ChatFamily:
 FAMILIES = tuple(ChatFamily(**row) for row in rows("families"))
 BY_NAME = {family.name: family for family in FAMILIES}
 NAMES = tuple(BY_NAME)
-BY_NAME |= {alias: family for family in FAMILIES for alias in family.aliases}
+_ALIASES = aliases("families")
 HOW_TO_GIVE = (
     "this model has no chat template, and its family is not known: give one by --chat-template, a file with a"
     f" Jinja template or one of {', '.join(NAMES)}"
@@ -68,6 +68,7 @@ def give_template(tokenizer: Tokenizer, given: str) -> str:
            family's
     EngineFault('bad_setting') for a file that cannot be read and a template that cannot.
     """
+    given = _ALIASES.get(given, given)
     if given:
         tokenizer.named_templates = {}
     if given in BY_NAME:
