@@ -221,7 +221,7 @@ def photograph(url: str, name: str, theme: str, size: tuple[int, int]) -> None:
 
         def later(number: int) -> None:
             time.sleep(APART * number)
-            ask(url, streams[number])
+            ask(url, streams[number], f"{number:02}-demo")
 
         load = threading.Thread(target=harness.in_threads, args=(len(streams), later))
         load.start()

@@ -243,7 +243,7 @@ def _profile(titles: Sequence[str], found: Found) -> Iterator[Line]:
     for served, apart in zip(found["served"], found["apart"], strict=True):
         floor = sum(apart["floors_us"].values())
         figure = f"{served['mean_us']:.0f} us, floor {floor:.0f} ({floor / served['mean_us']:.0%})"
-        yield Line(f"{titles[0]}: {served['what']}", f"{figure}; docs/performance.md", None)
+        yield Line(f"{titles[0]}: {served['what']}", f"{figure}; bench/STEPS.md", None)
 
 
 _JUDGES: dict[str, Callable[[Sequence[str], Found], Iterator[Line]]] = {

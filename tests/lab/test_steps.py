@@ -119,7 +119,7 @@ def test_tables_go_between_the_marks_of_the_page() -> None:
     assert steps.inserted(f"a\n{begin}\nold\n{end}\nb", "new") == f"a\n{begin}\nnew\n{end}\nb"
     with pytest.raises(ValueError, match="unpack"):
         steps.inserted("a page without marks", "new")
-    page = Path(__file__).parents[2] / "docs" / "performance.md"
+    page = Path(__file__).parents[2] / "bench" / "STEPS.md"
     assert "| the step as served |" in page.read_text().split(begin)[1].split(end)[0]
 
 

@@ -23,7 +23,10 @@ function readConversations() {
     for (const key of Object.keys(localStorage)) {
       if (!key.startsWith(PLACE)) continue;
       const read = JSON.parse(localStorage.getItem(key));
-      if (Array.isArray(read?.turns) && !conversations.has(read.id)) conversations.set(read.id, read);
+      if (!Array.isArray(read?.turns)) continue;
+      const known = conversations.get(read.id);  // newer where another tab went on with it
+      if (known === conversation || known?.changed >= read.changed) continue;
+      conversations.set(read.id, read);
     }
   } catch { notice("Earlier conversations cannot be read in this browser."); }
 }
