@@ -4,6 +4,12 @@ that they name flags, routes, pods and settings that exist."""
 from __future__ import annotations
 
 import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +35,7 @@ CONTAINER = {
     "image": str,
     "command": [str],
     "args": [str],
+    "envFrom": [{"secretRef": {"name": str}}],
     "ports": [{"name": str, "containerPort": int}],
     "resources": RESOURCES,
     "startupProbe": PROBE,
@@ -85,6 +92,7 @@ SPECS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 FILES = ("deploy/kubernetes.yaml", "deploy/rayservice.yaml")
+CHART = ROOT / "deploy" / "chart"
 
 
 def read(file: str) -> list[dict[str, Any]]:
@@ -184,3 +192,95 @@ def test_the_serve_configuration_is_one_of_serve_itself() -> None:
     )
     config = yaml.safe_load(read(FILES[1])[0]["spec"]["serveConfigV2"])
     assert schema.ServeDeploySchema(**config).applications[0].name == "pageturner"
+
+
+# -- the chart -----------------------------------------------------------------------------------------------
+OTHERS = {
+    "replicas": 3,
+    "gpus": 2,
+    "apiKeySecret": "keys",
+    "hubTokenSecret": "hub",
+    "model": "Qwen/Qwen3-8B",
+    "extraArgs": ["--kv-cache-memory=8G"],
+}
+
+
+def rendered(values: dict[str, Any], name: str = "pageturner") -> list[dict[str, Any]]:
+    """The documents of the chart, by Helm's own library."""
+    helm = pytest.importorskip("helm_python", reason="helm-python-sdk is not installed: make audit")
+    found = helm.Chart.load(str(CHART)).render(values, name=name)
+    texts = [text for file, text in found.items() if file.endswith(".yaml")]
+    return [one for text in texts for one in yaml.safe_load_all(text) if one]
+
+
+def by_name(documents: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(one["kind"], one["metadata"]["name"]): one for one in documents}
+
+
+def test_helm_finds_nothing_to_complain_about() -> None:
+    helm = pytest.importorskip("helm_python", reason="helm-python-sdk is not installed: make audit")
+    said = helm.lint(str(CHART))
+    assert said["errors"] == []
+    assert {one["error"] for one in said["messages"]} <= {"icon is recommended"}
+
+
+def test_the_chart_is_the_manifest() -> None:
+    assert by_name(rendered({})) == by_name(read(FILES[0]))
+
+
+def test_the_chart_with_other_values_has_the_form_and_flags_that_exist() -> None:
+    documents = rendered(OTHERS, "mine")
+    for document in documents:
+        version, spec = SPECS[document["kind"]]
+        whole = {"apiVersion": str, "kind": str, "metadata": {"name": str, "labels": FREE}}
+        assert list(wrong(document, whole | {"spec": spec}, document["kind"])) == []
+        assert document["apiVersion"] == version
+    pods = by_name(documents)["StatefulSet", "mine-server"]["spec"]["template"]["spec"]
+    [container] = pods["containers"]
+    parser = argparse.ArgumentParser()
+    server.add_arguments(parser)
+    asked = parser.parse_args(container["args"])
+    assert asked.model == "Qwen/Qwen3-8B"
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "2"
+    assert [one["secretRef"]["name"] for one in container["envFrom"]] == ["keys", "hub"]
+    [container] = by_name(documents)["Deployment", "mine-router"]["spec"]["template"]["spec"][
+        "containers"
+    ]
+    assert [word for word in container["args"] if word.startswith("http")] == [
+        f"http://mine-server-{i}.mine-servers:8000" for i in range(3)
+    ]
+
+
+def test_values_are_all_used() -> None:
+    text = "".join(file.read_text() for file in (CHART / "templates").iterdir())
+    for name in yaml.safe_load((CHART / "values.yaml").read_text()):
+        assert f".Values.{name}" in text, name
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["appVersion"] == chart["version"] == project["version"]
+
+
+# -- what a forge runs ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("file", sorted((ROOT / ".github" / "workflows").iterdir()), ids=str)
+def test_a_workflow_runs_what_is_there(file: Path) -> None:
+    found = yaml.safe_load(file.read_text())
+    assert found[True].keys() == {"push", "workflow_dispatch"}, "`on`, which YAML takes for true"
+    makefile = (ROOT / "Makefile").read_text()
+    for job in found["jobs"].values():
+        assert {"runs-on", "steps"} <= job.keys() <= {"runs-on", "steps", "needs", "strategy"}
+        assert job.get("needs", "cpu") in found["jobs"] or "needs" not in job
+        for step in job["steps"]:
+            assert step.keys() <= {"uses", "run", "with", "env"}
+            assert re.fullmatch(r"[\w-]+/[\w-]+@v\d+", step.get("uses", "a/b@v1"))
+            for target in re.findall(r"\bmake ([\w-]+)", step.get("run", "")):
+                assert f"\n{target}:" in makefile, target
+            for path in re.findall(r"python (\S+\.py)|(?:lint|package) (\S+)", step.get("run", "")):
+                assert (ROOT / "".join(path)).exists(), path
+
+
+def test_the_image_passes_the_linter() -> None:
+    hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if hadolint is None:
+        pytest.skip("hadolint is not installed: make audit")
+    done = subprocess.run([hadolint, str(ROOT / "Dockerfile")], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import re
 import struct
+import subprocess
+import sys
 import tarfile
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from wheels import build, contents
+from pageturner.kernels.gpu import manifest
+from wheels import build, contents, gpu
 
 ROOT = Path(__file__).parents[2]
 FILES = {"pageturner/__init__.py", "pageturner/http/page/home.html"}
@@ -141,3 +145,31 @@ def test_an_sdist_has_the_sources_and_nothing_that_a_machine_made(
     assert of(*names[1:]) == [f"not in it: {names[0]}"]
     cached = "src/pageturner/__pycache__/cli.cpython-311.pyc"
     assert of(*names, cached) == [f"in it, and made by a machine: {cached}"]
+
+
+def test_the_gpu_kernels_have_a_wheel_of_their_own(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="make gpu-kernels"):
+        gpu.build(tmp_path, tmp_path)
+    folder = tmp_path / gpu.COMPILED
+    folder.mkdir(parents=True)
+    for name in ("manifest.json", "sm_90.bin"):
+        (folder / name).write_bytes(name.encode() * 10)
+    made = gpu.build(tmp_path, tmp_path / "dist")
+    before = made.read_bytes()
+    assert gpu.build(tmp_path, tmp_path / "dist").read_bytes() == before
+    target = tmp_path / "installed"
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--no-deps",
+        "--target",
+        str(target),
+        str(made),
+    ]
+    subprocess.run(command, check=True, capture_output=True)
+    assert (target / gpu.COMPILED / "sm_90.bin").read_bytes() == b"sm_90.bin" * 10
+    assert manifest.COMPILED.as_posix().endswith(gpu.COMPILED.as_posix())
+    [about] = metadata.distributions(path=[str(target)])
+    assert about.requires[0] == f"pageturner=={about.version}"
