@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ROOT / "build" / "tools"
-EVERY_S = 3.0  # from one line to the next where there is no terminal
+EVERY_S = 2.5  # from one line to the next where there is no terminal
 TERMINAL = sys.stdout.isatty()
 
 

@@ -13,7 +13,7 @@ from types import TracebackType
 from pageturner import logs
 
 REDRAW_EVERY = 0.1  # seconds
-LINE_EVERY = 4.0  # seconds, where there is no terminal
+LINE_EVERY = 3.0  # seconds, where there is no terminal
 
 
 class Still:
@@ -33,9 +33,13 @@ class Still:
         while not self._ended.wait(every):
             logs.say(f"{self._text()} ({time.monotonic() - self._begin:.0f} s)")
 
-    def end(self) -> None:
+    def end(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
+
+    def __enter__(self) -> None: ...
+
+    __exit__ = end
 
 
 class Progress:

@@ -126,11 +126,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(names: tuple[str, ...], module: str, help: str, words: list[str]) -> int:
     try:
-        still = Still(lambda: f"starting {' '.join(names)}")
-        try:
+        with Still(lambda: f"starting {' '.join(names)}", every=1.5):
             command = importlib.import_module(module)
-        finally:
-            still.end()
         parser = _parser(names, module, help)
         # argparse is slow at it
         parser.usage = _usage(parser) if {"-h", "--help"} & {*words} else "%(prog)s"

@@ -22,6 +22,7 @@ from pageturner.cli.stream_events import Usage, stream_events
 from pageturner.config import settings as configuration
 from pageturner.config.settings import EngineConfig
 from pageturner.errors import ClientError, EngineFault
+from pageturner.progress import Still
 
 TIMEOUT = 600.0  # seconds without a byte from a server
 MAX_PAGE = 1 << 20  # bytes of its list of models
@@ -68,7 +69,8 @@ class LocalEngine:
 
         settings = dataclasses.asdict(config)
         self.name = settings.pop("model")
-        self.llm = LLM(self.name, chat_template=chat_template, **settings)
+        with Still(lambda: f"loading {self.name}"):
+            self.llm = LLM(self.name, chat_template=chat_template, **settings)
 
     def complete(self, prompt: str, sampling: SamplingOptions) -> Answer:
         return self._answer(prompt, sampling)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 QUESTION = "What does HTTP stand for?"  # even very small models know it
 FLUSH_SECONDS = 1.0  # for the last bytes of answers, at the end
-TELL_START_EVERY = 4.0  # seconds
+TELL_START_EVERY = 3.0  # seconds
 PHASES = {
     "": "the server's parts are imported",
     "find": "the model is looked for",

@@ -25,6 +25,7 @@ from pageturner.engine import machine
 from pageturner.errors import EngineFault, bad_setting
 from pageturner.interrupt import leaving_at_once
 from pageturner.private_files import write_private
+from pageturner.progress import Still
 
 if TYPE_CHECKING:
     from pageturner.config.settings import EngineConfig
@@ -183,7 +184,8 @@ def main(arguments: argparse.Namespace) -> int:
     each = comparison.contenders(_names(arguments.policies), _names(arguments.orders))
     traffic, workload = _traffic(arguments)
     _make(arguments.output.parent)  # now, and not after all the runs
-    bench, encode = _engine(arguments, traffic)
+    with Still(lambda: f"loading {arguments.model}, and its first steps"):
+        bench, encode = _engine(arguments, traffic)
     context = bench.built.max_model_len
     traffic, told = _fitting(arguments, traffic, context)
     requests = comparison.make_requests(traffic, arguments.cap, context, encode)
@@ -197,9 +199,9 @@ def main(arguments: argparse.Namespace) -> int:
         runs = comparison.run_contenders(bench, each, requests, rounds, folder)
     disturbance, own = Disturbance(*meter.read()), time.process_time() - begin[1]
     when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    reckoned = _reckoned(
-        arguments, bench, requests, runs, Circumstances(disturbance.others, own, when)
-    )
+    around = Circumstances(disturbance.others, own, when)
+    with Still(lambda: "reckoning the same without noise"):
+        reckoned = _reckoned(arguments, bench, requests, runs, around)
     about = About(
         workload=f"{workload}{told}; nobody is told how long an answer will be (max_tokens {arguments.cap})",
         engine=_about_engine(bench.config, _times(arguments) or bench.built.fingerprint, runs),
