@@ -67,3 +67,12 @@ def test_the_page_about_watching_names_flags_metrics_and_spans_that_exist() -> N
     source = "".join(path.read_text() for path in (ROOT / "src" / "pageturner").rglob("*.py"))
     attributes = set(re.findall(r"`((?:gen_ai|pageturner)\.[a-z_.]+)`", text))
     assert {name for name in attributes if name not in source and "seconds" not in name} == set()
+
+
+def test_docs_are_short_enough_to_be_read() -> None:
+    """Records of decisions are for whoever changes the code, and do not count."""
+    words = {path: len(path.read_text().split()) for path in (ROOT / "docs").glob("*.md")}
+    readme = (ROOT / "README.md").read_text()
+    assert sum(words.values()) + len(readme.split()) <= 25_000
+    assert words[ROOT / "docs" / "api.md"] <= 8_000
+    assert len(readme.splitlines()) <= 80
