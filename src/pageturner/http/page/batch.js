@@ -1,5 +1,5 @@
 // The batch of one server, drawn from its last steps: a column for each step, a row for each request.
-const COLUMNS = 90, LEFT = 30, TOP = 6, ROWS_HIGH = 150, GAP = 6, TIMES_HIGH = 34, FOOT = 16;
+const COLUMNS = 90, LEFT = 42, TOP = 6, ROWS_HIGH = 150, GAP = 6, TIMES_HIGH = 34, FOOT = 16;
 const MIN_ROWS = 16, MAX_ROWS = 64;
 
 const colours = new Map();  // of the theme that is shown, as a canvas takes them
@@ -150,8 +150,9 @@ class Batch {
       pen.fillRect(this.columnOf(i), bottom - high, Math.max(1, this.shape.wide - 1), high);
     });
     pen.textAlign = "right";
-    pen.fillText(most < 10 ? most.toFixed(1) : most.toFixed(0), LEFT - 5, bottom - TIMES_HIGH + 9);
-    pen.fillText("ms", LEFT - 5, bottom);
+    const longest = most < 10 ? `${most.toFixed(1)} ms` : ms(most);
+    pen.fillText(longest, LEFT - 3, bottom - TIMES_HIGH + 9);
+    pen.fillText("0", LEFT - 5, bottom);
   }
 
   cellUnder(event) {

@@ -50,11 +50,12 @@ const fleet = {
   },
 
   drawTiles(seen) {
-    const views = [...this.views.values()].filter((view) => view.batch.seen);
+    const there = seen.replicas.filter((one) => one.healthy);
+    const views = there.map((one) => this.views.get(one.address)).filter((view) => view.batch.seen);
     const sum = (of) => views.reduce((total, view) => total + of(view.batch), 0);
     const running = sum((one) => one.seen.figures.running || 0);
     const waiting = sum((one) => one.seen.figures.waiting || 0);
-    const healthy = seen.replicas.filter((one) => one.healthy).length;
+    const healthy = there.length;
     drawFigures([
       ["Tokens/s", sum((one) => one.pace()).toFixed(0)],
       ["Running / waiting", `${running} / ${waiting}`],
