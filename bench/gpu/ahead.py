@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT / "src"))
 
 from pageturner.engine.engine import Engine, EngineParts  # noqa: E402
 from pageturner.executor.batch import NO_ROWS, pack  # noqa: E402
-from pageturner.executor.sampler import draws  # noqa: E402
+from pageturner.executor.kept import BlockRows, Crowd  # noqa: E402
 from pageturner.lab.planning.model_outline import Outline, read_outline  # noqa: E402
 from pageturner.lab.simulation.roofline import Reach, gpu_named, roofline  # noqa: E402
 from pageturner.params import SamplingParams  # noqa: E402
@@ -83,6 +83,9 @@ Launched = tuple[int, dict[Sequence, int]]  # items, and the row of each sequenc
 class InstantDevice:
     """All that the host does for a step, and nothing that a device does. In one piece, and in two."""
 
+    def __init__(self) -> None:
+        self._rows, self._crowd = BlockRows(), Crowd([])
+
     def run(self, plan: Plan) -> Result:
         return self.collect(self.launch(plan, None))
 
@@ -90,9 +93,12 @@ class InstantDevice:
         return True
 
     def launch(self, plan: Plan, before: Launched | None) -> Launched:
-        pack(plan, 16, 0, before[1] if before else NO_ROWS)
+        pack(plan, 16, 0, before[1] if before else NO_ROWS, self._rows)
         items = [item for item in plan.items if item.wants_logits]
-        draws([item.sequence for item in items], [item.start + item.n for item in items])
+        sequences = [item.sequence for item in items]
+        if self._crowd.sequences != sequences:
+            self._crowd = Crowd(sequences)
+        self._crowd.draws([item.start + item.n for item in items])
         return len(plan.items), {item.sequence: row for row, item in enumerate(items)}
 
     def collect(self, launched: Launched) -> Result:

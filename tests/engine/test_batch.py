@@ -5,6 +5,7 @@ import random
 import numpy as np
 
 from pageturner.executor.batch import pack, pack_sliding
+from pageturner.executor.kept import BlockRows
 from pageturner.request import Request
 from pageturner.scheduler.types import Item, Plan, Sequence
 
@@ -118,3 +119,18 @@ def test_scored_positions_come_behind_the_ends():
                 if position == len(one.tokens) - 1:
                     ends.append(row + position - one.computed)
         assert batch.logit_rows.tolist() == ends + scored
+
+
+def test_blocks_that_are_kept_are_those_of_now():
+    """Sequences come, go, grow, and have blocks taken in exchange for others."""
+    dice = random.Random(3)
+    kept, every = BlockRows(), [sequence(40, 39, 4, dice) for _ in range(6)]
+    for _ in range(50):
+        one = dice.choice(every)
+        one.blocks[dice.randrange(10)] = dice.randrange(500)
+        if dice.random() < 0.3:
+            one.blocks.append(dice.randrange(500))
+        plan = Plan([Item(each, 1, 39) for each in dice.sample(every, 3)], [(2, 9)])
+        found = pack(plan, 4, SCRATCH, kept=kept).block_table
+        assert found.tolist() == pack(plan, 4, SCRATCH).block_table.tolist()
+        assert found.tolist()[:3] == [item.sequence.blocks[:10] for item in plan.items]

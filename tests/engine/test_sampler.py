@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pageturner.executor.sampler import NOTHING_ALLOWED, uniform
+from pageturner.executor.kept import Crowd
+from pageturner.executor.sampler import NOTHING_ALLOWED, draws, uniform
 from pageturner.kernels.reference import ReferenceOps
 from pageturner.params import SamplingParams
 from pageturner.request import Request
@@ -199,3 +200,23 @@ def test_whatever_rows_ask_for_they_share_one_call(name: str, monkeypatch: pytes
     assert alone[6].logprobs[0][1][0][0] == 7, "logprobs are of the raw logits"
     assert [output.failure for output in alone[:-1]] == [None] * 12
     assert alone[-1].failure == NOTHING_ALLOWED
+
+
+def test_a_crowd_draws_with_the_noise_of_each_sequence():
+    def of(seed: int | None, temperature: float, index: int) -> Sequence:
+        params = SamplingParams(temperature=temperature, seed=seed, top_k=index, top_p=0.9)
+        return Sequence(Request(1, (1, 2), params), index=index, tokens=[1] * (index + 2))
+
+    seeds = [None, 0, 5, 2**63 + 9, 2**64 - 1]
+    every = [of(seed, 0.5, index) for index, seed in enumerate(seeds)]
+    for lengths in ([7, 1, 0, 30, 2**31], [one.prompt_len for one in every]):
+        temperature, top_k, top_p, min_p, noise = Crowd(every).draws(lengths)
+        assert noise.tolist() == [
+            uniform(seed or 0, index, length)
+            for index, (seed, length) in enumerate(zip(seeds, lengths, strict=True))
+        ]
+        assert [temperature[0], *top_k, top_p[0], min_p[0]] == [0.5, *range(5), np.float32(0.9), 0]
+    assert draws(every)[4].tolist() == [
+        uniform(seed or 0, index, index + 2) for index, seed in enumerate(seeds)
+    ]
+    assert [one.tolist() for one in draws([of(5, 0.0, 0)])] == [[0], [0], [1], [0], [0]]

@@ -13,6 +13,7 @@ from typing import Any
 
 from pageturner.executor import sampler
 from pageturner.executor.batch import NO_ROWS
+from pageturner.executor.kept import Crowd
 from pageturner.executor.processors import PROCESSORS
 from pageturner.executor.runner import Runner
 from pageturner.kernels.choosing import ChoosesLater
@@ -40,6 +41,7 @@ class AsyncRunner:
 
     def __init__(self, runner: Runner, decoder: Decoder, later: ChoosesLater) -> None:
         self._runner, self._decoder, self._later = runner, decoder, later
+        self._crowd = Crowd([])
 
     def can_run_async(self, request: Request) -> bool:
         """Nothing of it looks at tokens: no grammar, penalty or other edit of logits, no search.
@@ -58,7 +60,9 @@ class AsyncRunner:
         places = [i for i, item in enumerate(plan.items) if item.wants_logits]
         items = [plan.items[place] for place in places]
         sequences = [item.sequence for item in items]
-        draw = sampler.draws(sequences, [item.start + item.n for item in items])
+        if self._crowd.sequences != sequences:
+            self._crowd = Crowd(sequences)
+        draw = self._crowd.draws([item.start + item.n for item in items])
         chosen = self._later.launch_step(
             self._decoder.stack, batch, self._runner.storage[0], sliding, self._decoder.head, draw
         )

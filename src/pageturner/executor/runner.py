@@ -18,6 +18,7 @@ from pageturner.executor import sampler
 from pageturner.executor.batch import NO_ROWS, Rows, pack, pack_sliding
 from pageturner.executor.draft import Drafter
 from pageturner.executor.grammar import Grammars, no_masks
+from pageturner.executor.kept import BlockRows
 from pageturner.executor.kv_memory import KVLayout
 from pageturner.executor.model_costs import model_costs
 from pageturner.executor.pooling import pool
@@ -61,6 +62,7 @@ class Runner:
         sizes, block_size, kv_dtype = layout.sizes, layout.block_size, layout.dtype
         self._block_size = block_size
         self._sizes = sizes
+        self._block_rows = BlockRows()
         self._grammars = grammars
         self._drafter = drafter
         self.needs = model_costs(decoder, kv_dtype)
@@ -75,7 +77,7 @@ class Runner:
         """Make the plan's copies; its arrays, and those of layers with a window. before: as
         batch.pack."""
         self._copy_blocks(plan)
-        batch = pack(plan, self._block_size, self._sizes.blocks, before)
+        batch = pack(plan, self._block_size, self._sizes.blocks, before, self._block_rows)
         names = [item.sequence.request.adapter for item in plan.items]
         batch.adapters = self._decoder.adapters_of(names + [""] * len(plan.ballast))
         if not self._sizes.window:

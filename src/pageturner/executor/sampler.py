@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import isfinite, isnan
+from typing import Any
 
 import numpy as np
 
@@ -37,24 +38,28 @@ NOTHING_ALLOWED = Failure(
 )
 
 
-def _mix(z: int) -> int:
-    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014)."""
+def _mix(z: Any) -> Any:
+    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014), of an integer or an array."""
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK
     return z ^ (z >> 31)
 
 
 @lru_cache(maxsize=4096)
-def _stream(seed: int, index: int) -> int:
-    return _mix(_mix((seed + _GOLDEN) & _MASK) ^ (index + 1) * _GOLDEN & _MASK)
+def stream(seed: int, index: int) -> int:
+    return int(_mix(_mix((seed + _GOLDEN) & _MASK) ^ (index + 1) * _GOLDEN & _MASK))
 
 
 def uniform(seed: int, index: int, position: int) -> float:
     """Noise in [0, 1), 24 bits, from a counter-based generator: hash(seed, index, position), no
     running state. Plain integers: a handful of numpy's operations would cost as much as a hundred
     rows of these."""
-    key = _mix(_stream(seed & _MASK, index) ^ (position + 1) * _GOLDEN & _MASK)
-    return (key >> 40) * 2.0**-24
+    return float(noise(stream(seed, index), position))
+
+
+def noise(stream: Any, position: Any) -> Any:
+    """The noise of a stream at a position, or of as many as two arrays of uint64 have."""
+    return (_mix(stream ^ (position + 1) * _GOLDEN & _MASK) >> 40) * 2.0**-24
 
 
 def rows_of(item: Item) -> list[Sequence]:
@@ -179,22 +184,20 @@ def score(
     return found
 
 
-def draws(sequences: list[Sequence], lengths: list[int] | None = None) -> Draw:
-    """The arrays of `Ops.sample`, one value for each sequence, whose next token is drawn. lengths:
-    how many tokens each will have had by then, where not all are known."""
+def draws(sequences: list[Sequence]) -> Draw:
+    """The arrays of `Ops.sample`, one value for each sequence, whose next token is drawn."""
     params = [sequence.request.params for sequence in sequences]
     if not any(p.temperature for p in params):
         return greedy(len(params))
-    lengths = lengths or [len(sequence.tokens) for sequence in sequences]
-    noise = [
-        uniform(p.seed or 0, s.index, n) for p, s, n in zip(params, sequences, lengths, strict=True)
+    noises = [
+        uniform(p.seed or 0, s.index, len(s.tokens)) for p, s in zip(params, sequences, strict=True)
     ]
     return (
         np.array([p.temperature for p in params], np.float32),
         np.array([max(p.top_k, 0) for p in params], np.int32),
         np.array([p.top_p for p in params], np.float32),
         np.array([p.min_p for p in params], np.float32),
-        np.array(noise, np.float32),
+        np.array(noises, np.float32),
     )
 
 
