@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 DEVICE = "cuda"
-MOST = 45  # seconds of each of them
+MOST = 25  # seconds of each of them
 STATIC_BATCH = 16  # requests of one `generate`, padded to the longest on the left
 
 

@@ -30,7 +30,7 @@ JUDGE, WATCH = module("run_judge"), module("run_watch")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(3600)
 def test_cheap_parts_run_to_their_end_on_the_interpreted_device(tmp_path: Path) -> None:
     pytest.importorskip("support.fake_gpu", exc_type=ImportError)  # skips without Triton
     out = tmp_path / "told.jsonl"
@@ -43,7 +43,7 @@ def test_cheap_parts_run_to_their_end_on_the_interpreted_device(tmp_path: Path) 
         "forms",
         "--tiny",
         "--limit",
-        "500",
+        "3000",
         "--out",
         out,
     ]
