@@ -89,7 +89,7 @@ class OurServer:
         import openai
 
         url = self.url_for("v1")
-        return openai.AsyncOpenAI(base_url=url, api_key="token", max_retries=0, timeout=60, **more)
+        return openai.AsyncOpenAI(base_url=url, api_key="token", max_retries=0, timeout=300, **more)
 
 
 def pytest_configure(config: Any) -> None:
@@ -125,7 +125,7 @@ def run(suite: str, sources: Path) -> dict[str, Any]:
             "-p",
             "no:xdist",
             "--timeout",
-            "60",
+            "300",
             f"--junitxml={report}",
             "--import-mode=importlib",
         ]

@@ -60,6 +60,7 @@ HELD: list[dict[str, Any] | bool] = [
     {"type": "object", "propertyNames": True},
     {"type": "string", "pattern": "^[^]$"},
     {"type": "integer", "minimum": -INT64},
+    {"type": "integer", "minimum": 1e17},
     {"type": "integer", "minimum": -INT64, "maximum": INT64 - 1},
     {"type": ["integer", "null"], "exclusiveMinimum": -INT64},
     {"type": "string", "format": "date", "pattern": "^2024-02-29$"},

@@ -132,9 +132,14 @@ def _bound(schema: dict[str, Any]) -> None:
     given = {name: schema[name] for name in (*_LOWER, *_UPPER) if name in schema}
     if not all(isinstance(one, int | float) for one in given.values()):
         return
+    for name, one in given.items():
+        if isinstance(one, float) and one.is_integer():
+            schema[name] = given[name] = int(one)
     if any(abs(one) >= LARGEST for one in given.values()):
         if not _cannot_hold({"type": "integer", **given}):
             return
+        if any(abs(one) >= LARGEST and (one < 0) != (name in _LOWER) for name, one in given.items()):
+            return  # no number between ours fits: it is passed over, or refused
         for name, value in given.items():
             if abs(value) >= LARGEST and (value < 0) == (name in _LOWER):
                 del schema[name]

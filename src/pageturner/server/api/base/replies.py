@@ -270,12 +270,11 @@ class Reply:
         return {"logprob": finite(logprob), "rank": rank, "decoded_token": text}
 
     def top_logprobs(self, token: int, value: Logprob) -> Mapping[str, float]:
-        """The most likely tokens and the chosen one, as vLLM does. One with the same text as the
+        """The chosen token and the most likely ones, as vLLM does. One with the same text as the
         chosen one, or as one that is likelier, stands under its id."""
         top: dict[str, float] = {}
         chosen = self.token_text(token)
-        likely = dict(value[1])
-        likely.setdefault(token, value[0])
+        likely = {token: value[0], **dict(value[1])}
         for other, logprob in likely.items():
             text = self.token_text(other)
             if other != token and (text == chosen or text in top):
