@@ -138,7 +138,9 @@ def _bound(schema: dict[str, Any]) -> None:
     if any(abs(one) >= LARGEST for one in given.values()):
         if not _cannot_hold({"type": "integer", **given}):
             return
-        if any(abs(one) >= LARGEST and (one < 0) != (name in _LOWER) for name, one in given.items()):
+        if any(
+            abs(one) >= LARGEST and (one < 0) != (name in _LOWER) for name, one in given.items()
+        ):
             return  # no number between ours fits: it is passed over, or refused
         for name, value in given.items():
             if abs(value) >= LARGEST and (value < 0) == (name in _LOWER):
