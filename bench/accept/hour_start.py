@@ -120,7 +120,7 @@ def first_token(url: str) -> None:
 
 def clone_lines(folder: Path, what: str, limit: float, judged: bool) -> Iterator[Line]:
     """Clone, `make serve`, ask: the timeline of a fresh clone."""
-    begin = time.monotonic()
+    begin, before_it = time.monotonic(), os.times().children_user + os.times().children_system
     clone = folder / "clone"
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
     cloned, port = time.monotonic() - begin, harness.free_port()
@@ -137,10 +137,14 @@ def clone_lines(folder: Path, what: str, limit: float, judged: bool) -> Iterator
         ready = said.seconds
         first_token(f"http://127.0.0.1:{port}")
         whole = time.monotonic() - begin
+    spent = os.times()
     silent, before = said.silence(ready)
     figure = f"{silent:.1f} s, behind: {before[:100]}"
     yield Line(f"{what}: longest silence, {SILENT_S:.0f} s at most", figure, silent <= SILENT_S)
-    figure = f"{whole:.1f} s (clone {cloned:.1f}, ready at {cloned + ready:.1f})"
+    figure = (
+        f"{whole:.1f} s (clone {cloned:.1f}, ready at {cloned + ready:.1f};"
+        f" {spent.children_user + spent.children_system - before_it:.0f} s of processors)"
+    )
     if judged:
         yield Line(f"{what}: clone to first token, under {limit:.0f} s", figure, whole < limit)
     else:

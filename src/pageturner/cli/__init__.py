@@ -126,7 +126,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(names: tuple[str, ...], module: str, help: str, words: list[str]) -> int:
     try:
-        with Still(lambda: f"starting {' '.join(names)}", every=1.5):
+        every = 3600.0 if any("json" in word for word in words) else 1.5  # what is read by programs
+        with Still(lambda: f"starting {' '.join(names)}", every):
             command = importlib.import_module(module)
         parser = _parser(names, module, help)
         # argparse is slow at it
