@@ -36,7 +36,9 @@ class Step:
         self._found = 0
         self._begin = time.monotonic()
         self._last: deque[str] = deque(maxlen=40)
-        environment = {**os.environ, "PYTHONPATH": str(TOOLS), "PYTHONUNBUFFERED": "1"}
+        path = f"{TOOLS / 'bin'}:{os.environ['PATH']}"
+        own = {"PATH": path, "PYTHONPATH": str(TOOLS), "PYTHONUNBUFFERED": "1"}
+        environment = {**os.environ, **own}
         self.process = subprocess.Popen(
             command,
             cwd=ROOT,
