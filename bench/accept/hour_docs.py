@@ -33,6 +33,7 @@ LARGE = (
     "MODEL",
     "FILE",
     "org/name",
+    "${model.id}",
 )
 ELSEWHERE = ("--device cuda", "pip install", "gpu-kernels", "HF_TOKEN")
 SERVES = ("serve", "route")
