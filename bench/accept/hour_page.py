@@ -28,6 +28,7 @@ SENTENCES = {
     "who reads further up is left there, and jumps to the latest": "further_up",
     "parameters leave the conversation in sight on a phone": "parameters_leave",
     "conversations survive a reload: titles, rename, delete": "survive_a_reload",
+    "an answer goes on while another conversation is open": "another_conversation",
     "export as Markdown and JSON": "exported",
     "continue, where the limit or a reload ended an answer; the limit is the context": "goes_on",
     "copy, colours of code": "copied",

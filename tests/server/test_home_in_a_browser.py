@@ -163,6 +163,24 @@ def test_an_answer_that_a_reload_broke_off_is_kept_and_goes_on(
     assert page.said()[1].startswith(before[:40])
 
 
+def test_an_answer_goes_on_while_another_conversation_is_open(start: Start, browse: Browse) -> None:
+    page = browse(start(FAKE_STEP_SECONDS="0.02").url)
+    page.ask("the first", most=150)
+    page.until("stopper && stopper.answers[0].text.length > 20")
+    page.id("new").click()
+    page.ask("the second", most=20)
+    assert "“the first” is still being answered." in page.js("at('notice').textContent")
+    assert page.said() == []
+    page.answered()
+    page.js("at('ask').requestSubmit()")
+    page.until("conversation.turns.length === 1 && !stopper")
+    assert page.said()[0] == "the second"
+    page.js("[...document.querySelectorAll('#conversations .name')].at(-1).click()")
+    assert page.said()[0] == "the first"
+    assert len(page.said()[1]) > 120
+    assert page.faults() == []
+
+
 # -- asking ----------------------------------------------------------------------------------------
 def body_of(page: Page) -> dict[str, Any]:
     """What the page would send for its last turn."""

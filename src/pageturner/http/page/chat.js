@@ -307,6 +307,8 @@ function noteOf(problem, watch, count) {
 at("ask").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = at("text").value.trim();
+  const other = stopper && stopper.talk !== conversation ? stopper.talk.title : "";
+  if (other) notice(`“${other}” is still being answered.`, "Stop it", () => stopper?.abort());
   if (stopper || !text) return;
   at("text").value = "";
   say(text);
