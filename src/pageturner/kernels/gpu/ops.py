@@ -72,6 +72,8 @@ class GpuOps(Chooser, Composites):
         self.graphs = Graphs(driver, self.arena) if graphs else None
         self.exchange: DeviceExchange | None = None
         self._heads: dict[int, tuple[tuple[Matrix, ...], WeightTable]] = {}  # by id
+        # those of the last stack: asking each layer anew takes longer than a small kernel
+        self._viewed: tuple[Stack | None, list[set[AttentionView]]] = None, []
         self.fingerprint = f"cuda-sm{driver.architecture}-{driver.fingerprint}"
 
     @property
@@ -380,7 +382,9 @@ class GpuOps(Chooser, Composites):
         self.begin()
         # where every layer has a window nobody keeps a KV of layers that see everything
         pages = [(batch, pages[-1][1] if kv is None else kv) for batch, kv in pages]
-        views = views_of(stack, len(pages))
+        if self._viewed[0] is not stack or len(self._viewed[1]) != len(pages):
+            self._viewed = stack, views_of(stack, len(pages))
+        views = self._viewed[1]
         found = None
         if self.graphs is not None and stack.layers:
             found = self.graphs.run(self, stack, pages, views, choice)

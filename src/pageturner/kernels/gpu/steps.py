@@ -96,28 +96,30 @@ class Works:
 def works_of(batch: Batch, starts: I32, view: AttentionView, architecture: int, most: int) -> Works:
     """starts [S]: where the block ids of the sequences begin. most: partials of each KV head at
     once, beyond which a tile is alone in its round."""
-    rows = np.diff(batch.query_start)
+    rows = batch.query_start[1:] - batch.query_start[:-1]
     is_few = (rows > 0) & (rows <= few_rows(view))
     heights = {height: attention_rows(height, view.size) for height in (FEW, MANY)}
-    few = _tiles(batch, starts, np.flatnonzero(is_few), view, heights[FEW])
-    many = _tiles(batch, starts, np.flatnonzero((rows > 0) & ~is_few), view, heights[MANY])
+    few = _tiles(batch, starts, is_few.nonzero()[0], view, heights[FEW])
+    many = _tiles(batch, starts, ((rows > 0) & ~is_few).nonzero()[0], view, heights[MANY])
     many[:, 4:] = 0
     segments = few[:, 5]
     each = np.where(
         segments > 1, segments * few[:, 2] * np.minimum(few[:, 6], view.group - few[:, 3]), 0
     )
-    ends = np.cumsum(each)
-    few[:, 6], few[:, 7] = ends - each, np.cumsum(segments > 1) - (segments > 1)
+    ends, several = each.cumsum(), segments > 1
+    few[:, 6], few[:, 7] = ends - each, several.cumsum() - several
     partials, rounds = int(ends[-1]) if len(ends) else 0, [len(few)]
     if partials > most:
         partials, rounds = _in_rounds(few, each, most)
-    begins = np.cumsum(segments, dtype=np.int32) - segments
-    works = np.repeat(few, segments, axis=0)
-    works[:, 4] = np.arange(len(works), dtype=np.int32) - np.repeat(begins, segments)
+    works = few
+    if several.any():
+        begins = segments.cumsum(dtype=np.int32) - segments
+        works = few.repeat(segments, axis=0)
+        works[:, 4] = np.arange(len(works), dtype=np.int32) - begins.repeat(segments)
     counts = [len(works)]
     if len(rounds) > 1:
         counts = [int(part.sum()) for part in np.split(segments, np.cumsum(rounds)[:-1])]
-    return Works(works, many, partials, int((segments > 1).sum()), tuple(filter(None, counts)))
+    return Works(works, many, partials, int(several.sum()), tuple(filter(None, counts)))
 
 
 def _tiles(batch: Batch, starts: I32, sequences: Any, view: AttentionView, height: int) -> I32:
@@ -130,23 +132,25 @@ def _tiles(batch: Batch, starts: I32, sequences: Any, view: AttentionView, heigh
     begins, ends = batch.query_start[sequences], batch.query_start[sequences + 1]
     parts = -(-view.group // heads)
     times = -(-(ends - begins) // most) * parts  # tiles of each sequence
-    owner = np.repeat(np.arange(len(sequences)), times)
-    within = np.arange(len(owner), dtype=np.int32) - np.repeat(np.cumsum(times) - times, times)
-    tiles = np.zeros((len(owner), WORK), np.int32)
-    tiles[:, 0] = starts[sequences][owner]
-    tiles[:, 1] = begins[owner] + within // parts * most
-    tiles[:, 2] = np.minimum(most, ends[owner] - tiles[:, 1])
-    tiles[:, 3] = within % parts * heads
-    first, last = batch.positions[tiles[:, 1]], batch.positions[tiles[:, 1] + tiles[:, 2] - 1]
-    tiles[:, 5] = last // SEGMENT - _first_seen(first, view) // SEGMENT + 1
+    if times.max() > 1:
+        owner = np.arange(len(sequences)).repeat(times)
+        within = np.arange(len(owner), dtype=np.int32) - (times.cumsum() - times).repeat(times)
+        sequences, ends = sequences[owner], ends[owner]
+        begins = begins[owner] + within // parts * most
+    tiles = np.zeros((len(begins), WORK), np.int32)
+    tiles[:, 0], tiles[:, 1] = starts[sequences], begins
+    tiles[:, 2] = np.minimum(most, ends - begins)
+    if parts > 1:
+        tiles[:, 3] = within % parts * heads
+    tiles[:, 5] = batch.positions[begins + tiles[:, 2] - 1] // SEGMENT + 1
+    if view.window:
+        tiles[:, 5] -= _first_seen(batch.positions[begins], view) // SEGMENT
     tiles[:, 6] = heads
     return tiles
 
 
 def _first_seen(position: I32, view: AttentionView) -> I32:
     """Do as source/attention.py does."""
-    if not view.window:
-        return np.zeros_like(position)
     first = position - position % view.window if view.chunked else position - view.window + 1
     return np.maximum(first, 0)
 
