@@ -35,7 +35,7 @@ from run_speed import fill  # noqa: E402
 
 from pageturner.kernels.base import AttentionShape  # noqa: E402
 from pageturner.kernels.gpu import catalogue, launches, steps  # noqa: E402
-from pageturner.kernels.gpu.catalogue import FEW, M8, M16, M64_WIDE, MANY, Kernel, Ring, Tile  # noqa: E402
+from pageturner.kernels.gpu.catalogue import FEW, M64_WIDE, MANY, Kernel, Ring, Tile  # noqa: E402
 from pageturner.kernels.gpu.driver import Plane  # noqa: E402
 
 ARCHITECTURE = 90
@@ -68,8 +68,6 @@ DENSE = {
 RINGS = [*catalogue.PERSISTENT, Ring(256, 128, 64, 4), Ring(256, 64, 64, 6)]
 FORMS = {"4.32.fp16": True, "4.128": True, "fp8": False}  # whether with lows
 GROUPS = {
-    M8: [Tile(8, 32, 128, 2, 6), Tile(8, 32, 128, 2, 3), Tile(8, 32, 128, 1, 4)],
-    M16: [Tile(16, 32, 128, 2, 4), Tile(16, 32, 128, 1, 4), Tile(16, 64, 128, 2, 4)],
     MANY: [Tile(64, 128, 128, 8, 3), Tile(64, 64, 128, 2, 3), Tile(64, 64, 128, 4, 3)],
 }
 # Height -> (R, BLOCK_T, warps, stages), and (sequences, rows of each, context)
@@ -190,8 +188,8 @@ def launch_of(ops: Any, kernel: Kernel, x: Any, rows: int) -> tuple[Callable[[An
     tiles = -(-outputs // sides["BLOCK_N"]) * -(-rows // sides["BLOCK_M"])
     chunk, parts = x.parts
     split = parts
-    if sides.get("WHOLE") and (
-        kernel.function != "groups.groups" or tiles >= catalogue.WHOLE_TILES
+    if sides.get("WHOLE") or (
+        kernel.function == "groups.groups" and tiles >= catalogue.WHOLE_TILES
     ):
         split = 1
     partial_sums = ops.arena.take((parts, rows, n)).address if split > 1 and not gated else 0
@@ -241,9 +239,8 @@ def product_trial(
     values = np.random.default_rng(rows).standard_normal((rows, w.columns), dtype=np.float32)
     x = ops.launches.cast(ops.on_device(values), "bf16")
     if hasattr(w, "q"):
-        lows = w.low and launches.group_height_of(rows) == MANY
-        sums = ops.launches.group_sums(x, w.columns, w.group) if lows else 0
-        parts = catalogue.group_parts_of(w.rows, w.columns)
+        sums = ops.launches.group_sums(x, w.columns, w.group) if w.low else 0
+        parts = catalogue.group_parts_of(w.rows, w.columns, w.sort)
     else:
         sums, parts = 0, catalogue.parts_of(w.rows, w.columns, catalogue.block_k("bf16"))
     operand = Operand(x.address, (w.rows, w.columns), parts, sums)
@@ -303,8 +300,8 @@ def groups(driver: Any, kind: str) -> Iterator[Trial]:
             ops = common.GpuOps(driver, 1 << 30, graphs=False)
             first = empty(ops, form, low, n, k)
             weights = [first, *(copied(ops, first) for _ in range(max(1, L2 // first.nbytes)))]
-            for rows in (1, 16, 64, 256):
-                today = every[f"groups.{form}.{launches.group_height_of(rows)}"]
+            for rows in (64, 256):
+                today = every[f"groups.{form}.{launches.group_height_of(rows, k)}"]
                 mine = [
                     one for one in group_candidates() if one.name.startswith(f"{today.name}.try.")
                 ]

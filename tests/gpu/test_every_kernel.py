@@ -388,7 +388,7 @@ def adapters(ops: GpuOps) -> None:
 
 
 FAMILIES: dict[Callable[..., None], str] = {
-    products: "dense gated_dense groups gated_groups group_sums embed embed_groups",
+    products: "dense gated_dense groups gated_groups group_sums in_order embed embed_groups",
     persistent: "persistent gated_persistent",
     rows: "rms_norm head_norm layer_norm gated elementwise rotate take_rows take_columns",
     attention: "attend kv_write fit_heads",

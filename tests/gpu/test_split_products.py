@@ -91,9 +91,9 @@ def test_every_tile_of_a_split_product_has_a_counter(architecture: int) -> None:
             if (height := height_of(rows, outputs)) != MANY:
                 tile = tiles_of(architecture, kind)[height]
                 most = max(most, -(-rows // tile.m) * -(-outputs // tile.n))
-    for form, outputs in itertools.product(GROUPED, range(64, 16384, 64)):
-        if group_parts_of(outputs, 1 << 16)[1] > 1:
+    for form, outputs in itertools.product(GROUPED, range(64, 32768, 64)):
+        if group_parts_of(outputs, 1 << 16, form)[1] > 1:
             for rows in (1, 16):
-                tile = groups_tile(architecture, launches.group_height_of(rows), form)
+                tile = groups_tile(architecture, launches.group_height_of(rows, 1 << 16), form)
                 most = max(most, -(-rows // tile.m) * -(-outputs // tile.n))
     assert 64 < max(most, WHOLE_TILES) <= MAX_SPLIT_TILES

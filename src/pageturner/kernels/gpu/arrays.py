@@ -31,7 +31,7 @@ def padded(nbytes: int) -> int:
 class GpuArray:
     """A row-major array at an address. stride: elements from one row to the next, where rows lie
     apart; narrow: the same values rounded to other kinds, once somebody needed them; ordered: their
-    columns in other orders, by the digest of an order."""
+    columns in other orders, by the digest of an order, b"" for that of the matrix unit."""
 
     address: int
     shape: tuple[int, ...]

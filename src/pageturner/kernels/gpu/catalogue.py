@@ -90,6 +90,7 @@ GROUPED = {
 # longer
 GATED_GROUPS = ("4.32.fp16", "4.128", "fp8")
 SUMS_SPAN = 256  # columns of a tile of `group_sums`
+FEW_ROWS = 16  # of x that `in_order` puts in the order of the matrix unit
 GROUPS_K = 128  # parts of K of a product with weights in groups are multiples of it
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 ROUTED = (512, 4096)  # outputs of a router: lanes of the kernels that choose among them
@@ -242,13 +243,14 @@ def groups_tile(architecture: int, height: Height, form: str) -> Tile:
     taller instruction, and the tiles are the fastest of `bench/gpu/tune.py groups`. On sm_100 all
     rows take it: Triton 3.6 cannot lay these operands out for the taller instruction there."""
     group = GROUPED[form][1]
-    few = height in (M8, M16, FEW)
-    if architecture == 90 and height == M8:
-        return Tile(8, 32, 128, 2, 6 if group == 128 else 3)
-    if architecture == 90 and few:
+    if height == M8:
+        return Tile(8, 16, 128, 1, 2)
+    if height == M16:
+        return Tile(FEW_ROWS, 16, 128, 1, 2 if form in GATED_GROUPS else 1)
+    if height == FEW and architecture == 90:
         return Tile(16, 32 if group else 64, 128, 1 if group == 128 else 2, 4)
-    if few:
-        return Tile(8 if height == M8 else 16, 32, 128, 2, 4)
+    if height == FEW:
+        return Tile(16, 32, 128, 2, 4)
     if architecture == 100:
         return Tile(64, 32, 128, 2, 3)
     rows = 32 if group == 16 else 64  # rows with scales of many groups have no registers for more
@@ -304,18 +306,22 @@ def groups(form: str, height: Height, tile: Tile, gated: bool = False) -> Kernel
     """Return a product of weights in groups with this tile; gated: of gate and up."""
     bits, group, scales = GROUPED[form]
     text = f"x:*bf16 q:*i32 high:*i32 scale:*{scales} low:*{scales} sums:*fp32"
-    constants = {
-        "BITS": bits, "GROUP": group, "SUMS": height == MANY, "AHEAD": tile.n << 9, **tile.blocks,
-        "STAGES": tile.stages,
-    }  # fmt: skip
+    constants = {"BITS": bits, "GROUP": group, "AHEAD": tile.n << 9, **tile.blocks}
     if gated:
         function, text = "gated_groups", f"{text} out:*bf16 has_low zero M N! K!"
     else:
         function = "groups"
         text += f" {_OUT} {_PARTS} has_low zero has_bias has_residual M N K! chunk! parts"
-        constants["WHOLE"] = height == MANY
+    name = f"{function}.{form}.{height}"
+    if height == MANY:
+        constants["STAGES"] = tile.stages
+    else:
+        del constants["BLOCK_K"]
+        function = "few_groups"
+        constants |= {"ORDERED": height == M16, "DEPTH": tile.stages}
+        text = text.replace("*bf16", "*i32")
     return _kernel(
-        f"{function}.{form}.{height}",
+        name,
         f"groups.{function}",
         text,
         tile.warps,
@@ -363,6 +369,8 @@ def _products(architecture: int) -> list[Kernel]:
         found.append(
             _kernel(f"group_sums.{group}", "groups.group_sums", text, 1, GROUP=group, **sides)
         )
+    text = "x:*i32 out:*i32 M K!"
+    found.append(_kernel("in_order", "groups.in_order", text, BLOCK_M=FEW_ROWS))
     if architecture == 90:
         for kind in PERSISTENT_KINDS:
             for ring in PERSISTENT:
@@ -687,12 +695,14 @@ def parts_of(rows: int, columns: int, step: int) -> tuple[int, int]:
     return cut(columns, max(1, min(96 // programs, columns // 1024, 16)), step)
 
 
-def group_parts_of(rows: int, columns: int) -> tuple[int, int]:
+def group_parts_of(rows: int, columns: int, form: str = "") -> tuple[int, int]:
     """Do as `parts_of` for weights in groups: until some 256 programs of 64 outputs read it, each
-    of at least 512 columns. With 512 programs a layer took no less time for one row, and more for
-    64."""
+    of at least 512 columns; or 512 of at least 1,024, of the forms with the fewest bytes."""
     programs = -(-rows // 64)
-    return cut(columns, max(1, min(256 // programs, columns // 512, 16)), GROUPS_K)
+    parts = min(256 // programs, columns // 512)
+    if form in GATED_GROUPS:
+        parts = max(parts, min(512 // programs, columns // 1024))
+    return cut(columns, max(1, min(parts, 16)), GROUPS_K)
 
 
 def cut(columns: int, parts: int, step: int) -> tuple[int, int]:

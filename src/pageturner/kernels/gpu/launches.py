@@ -15,9 +15,11 @@ from pageturner.kernels.base import F32, KV_TYPES, AttentionShape, KVSpec, Layer
 from pageturner.kernels.gpu.arrays import Arena, GpuArray
 from pageturner.kernels.gpu.catalogue import (
     FEW,
+    FEW_ROWS,
     GATED,
     GATED_GROUPS,
     GROUP_ROWS,
+    GROUPS_K,
     HEAD_SIZES,
     M8,
     M16,
@@ -51,6 +53,7 @@ from pageturner.kernels.gpu.weights import (
     Vector,
 )
 
+DIRECT_ROWS = 4  # up to so many rows of x are read as they lie
 SOME_ROWS = 256  # up to so many rows parts of K of weights in groups are computed in parallel
 
 
@@ -117,11 +120,11 @@ class Latents:
     norm: Vector | None = None
 
 
-def group_height_of(rows: int) -> Height:
-    """Return the height that weights in groups take for so many rows."""
-    if rows <= 8:
+def group_height_of(rows: int, columns: int) -> Height:
+    """Return the height that weights in groups take for so many rows and columns."""
+    if rows <= DIRECT_ROWS and columns % GROUPS_K == 0:
         return M8
-    return M16 if rows <= 16 else MANY
+    return M16 if rows <= FEW_ROWS else MANY
 
 
 def _tiles(count: int, size: int) -> int:
@@ -177,8 +180,8 @@ class Launches:
             height = height_of(rows, w.rows, M16 in tiles_by_height)
             tile, name, whole = tiles_by_height[height], f"dense.{w.kind}.{height}", 0
         else:
-            chunk, parts = group_parts_of(w.rows, w.columns)
-            height = group_height_of(rows)
+            chunk, parts = group_parts_of(w.rows, w.columns, w.sort)
+            height = group_height_of(rows, w.columns)
             tile, name = (
                 groups_tile(self.driver.architecture, height, w.sort),
                 f"groups.{w.sort}.{height}",
@@ -245,7 +248,7 @@ class Launches:
             whole = w.kind in GATED and parts_of(w.rows, w.columns, block_k(kind))[1] == 1
         else:
             many = w.sort in GATED_GROUPS and len(x) > SOME_ROWS
-            whole = many and group_parts_of(w.rows, w.columns)[1] == 1
+            whole = many and group_parts_of(w.rows, w.columns, w.sort)[1] == 1
         if w.compute != kind or not whole or w.rows % (2 * BLOCK_ROWS):
             return self.gated(self.gemm(x, w), kind)
         x = self._input(x, w)
@@ -302,9 +305,20 @@ class Launches:
     def _operands(self, x: GpuArray, w: Groups) -> tuple[int, ...]:
         """Addresses of both operands, the last one of the sums of the groups of x: where there are
         lows and more rows than a kernel that computes them itself takes."""
-        wanted = w.low and group_height_of(len(x)) == MANY
-        sums = self.group_sums(x, w.columns, w.group) if wanted else 0
+        height = group_height_of(len(x), w.columns)
+        sums = self.group_sums(x, w.columns, w.group) if w.low and height == MANY else 0
+        if height == M16:
+            x = self._in_order(x, w.columns)
         return x.address, w.q, w.high, w.scale, w.low, sums
+
+    def _in_order(self, x: GpuArray, columns: int) -> GpuArray:
+        """Return x in the order of the matrix unit, computed once."""
+        if b"" not in x.ordered:
+            wide = _tiles(columns, BLOCK_COLUMNS)
+            x.ordered[b""] = out = self.arena.take((FEW_ROWS, wide * BLOCK_COLUMNS), x.kind)
+            grid = (wide, FEW_ROWS // 8)
+            self.driver.launch("in_order", grid, (x.address, out.address, len(x), columns))
+        return x.ordered[b""]
 
     # -- rows --------------------------------------------------------------------------------------
     def embed(self, table: Matrix, tokens: GpuArray, first: int = 0) -> GpuArray:

@@ -191,7 +191,7 @@ def group_gemm(
                 begin = part * chunk
                 last = tl.minimum(begin + chunk, K)
                 total += whole_groups(
-                    x, q, high, scale, low, sums, has_low, zero, m, tile, x_rows, N, K, begin, last, True,
+                    x, q, high, scale, low, sums, has_low, zero, m, tile, x_rows, N, K, begin, last,
                     BITS, GROUP, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
                 )  # fmt: skip
             if GROUP == 0:
