@@ -117,9 +117,9 @@ USED = (  # by the tiny model of cuda_engine.py
     "gated.silu.fp32",
     "take_rows",
     "sample.best",
-    "sample.scan.0",
-    "sample.scan.1",
+    "sample.best.cuts",
     "sample.collect",
+    "sample.cut",
     "sample.draw",
 )
 COMPILE = """

@@ -174,7 +174,7 @@ MUTANTS: list[tuple[str, str, Wrong, str, str]] = [
     ("edit", "logits", last_bit, "edits", "edits or masks"),
     ("forbid", "logits", last_bit, "edits", "edits or masks"),
     ("sample.draw", "ids", next_token, "draws", "tokens are not drawn"),
-    ("sample.scan.1", "state", next_token, "draws", "tokens are not drawn"),
+    ("sample.cut", "ids", next_token, "draws", "tokens are not drawn"),
     ("lora_shrink", "h", twice, "adapters in F32", "what an adapter"),
     ("lora_expand", "y", twice, "adapters in BF16", "what an adapter"),
     ("lora_pick", "h", twice, "adapters in F16", "what an adapter"),

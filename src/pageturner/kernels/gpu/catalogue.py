@@ -27,10 +27,10 @@ PORTABLE = 80  # its PTX runs on every later device
 SEGMENT = 256  # positions of one softmax partial, as everywhere
 GROUP_ROWS = 1024  # elements of a tile of a kernel that works element by element
 NORM_ROWS = 4096  # elements of a row that are normed at once
-# Sampling: logits that are read at once; segments of a row at most; places of a distance; integers
-# of a row's state; tokens that are sorted
-VOCABULARY_TILE, VOCABULARY_SEGMENTS = 2048, 128
-SAMPLE_BINS, SAMPLE_STATE, SAMPLE_SORTED = 256, 16, 2048
+# Sampling: logits that are read at once; segments of a row at most; places of a distance; tokens
+# among which the last one is looked for that stays
+VOCABULARY_TILE, VOCABULARY_SEGMENTS = 1024, 32
+SAMPLE_PLACES, SAMPLE_MOST = 64, 8192
 
 
 class Height(StrEnum):
@@ -525,34 +525,31 @@ def _attention(architecture: int) -> list[Kernel]:
 
 
 def _choosing() -> list[Kernel]:
+    sides = {"BLOCK": VOCABULARY_TILE, "SEGMENTS": VOCABULARY_SEGMENTS, "STAGES": 1}
+    places = sides | {"PLACES": SAMPLE_PLACES, "MOST": SAMPLE_MOST}
+    few = {"SEGMENTS": VOCABULARY_SEGMENTS, "MOST": SAMPLE_MOST, "FEW": 1024, "WIDE": 4096}
     draw = "logits:*fp32 temperatures:*fp32 top_ks:*i32 top_ps:*fp32 min_ps:*fp32"
-    bins = {"BINS": SAMPLE_BINS}
-
-    def sample(name: str, text: str, warps: int = 4, **constants: Any) -> Kernel:
-        function = f"sampling.{name.partition('.')[0]}"
-        sides: dict[str, Any] = {
-            "BLOCK": VOCABULARY_TILE,
-            "SEGMENTS": VOCABULARY_SEGMENTS,
-            "STATE": SAMPLE_STATE,
-        }
-        return _kernel(f"sample.{name}", function, text, warps, **sides, **constants)
-
-    best = "logits:*fp32 pairs:*i64 counts:*i32 state:*i32 vocabulary chunks"
-    scan = f"{draw} pairs:*i64 masses:*fp64 counts:*i32 state:*i32 vocabulary chunks most"
+    size = "vocabulary chunks"
+    out = "ids:*i32? values:*fp32?"
+    best = (
+        f"{draw} pairs:*i64 counts:*i32 places:*i32 scales:*fp32 masses:*fp64 arrived:*i32 {size}"
+    )
+    collect = f"{draw} pairs:*i64 scales:*fp32 places:*i32 masses:*fp64 found:*i32 {size}"
+    cut = (
+        f"{draw} uniforms:*fp32 pairs:*i64 places:*i32 masses:*fp64 found:*i32 cuts:*i64 {out}"
+        " vocabulary segments length"
+    )
+    chosen = f"{draw} uniforms:*fp32 pairs:*i64 masses:*fp64 cuts:*i64 arrived:*i32 {out} {size}"
     edit = "logits:*fp32 entries:*i32 amounts:*fp32 count vocabulary"
     forbid = "logits:*fp32 bits:*i32 rows:*i32 words vocabulary"
-    collect = f"{draw} pairs:*i64 masses:*fp64 found:*i64 cuts:*i64 state:*i32 vocabulary chunks"
-    chosen = (
-        f"{draw} uniforms:*fp32 pairs:*i64 masses:*fp64 cuts:*i64 state:*i32 ids:*i32? values:*fp32?"
-        " vocabulary chunks"
-    )
     return [
         _kernel("edit", "sampling.edit", edit, BLOCK=GROUP_ROWS),
         _kernel("forbid", "sampling.forbid", forbid, BLOCK=GROUP_ROWS),
-        sample("best", best, **bins),
-        *(sample(f"scan.{level}", scan, LEVEL=level, **bins) for level in (0, 1)),
-        sample("collect", collect, 8, MOST=SAMPLE_SORTED, **bins),
-        sample("draw", chosen),
+        _kernel("sample.best", "sampling.best", best, CUTS=False, **places),
+        _kernel("sample.best.cuts", "sampling.best", best, CUTS=True, **places),
+        _kernel("sample.collect", "sampling.collect", collect, **places),
+        _kernel("sample.cut", "sampling.cut", cut, 16, **few),
+        _kernel("sample.draw", "sampling.draw", chosen, **sides),
     ]
 
 

@@ -29,9 +29,9 @@ from pageturner.kernels.gpu.adapter_rows import of_wanted
 from pageturner.kernels.gpu.arrays import Arena, GpuArray
 from pageturner.kernels.gpu.catalogue import (
     GROUP_ROWS,
-    SAMPLE_BINS,
-    SAMPLE_SORTED,
-    SAMPLE_STATE,
+    MAX_SPLIT_TILES,
+    SAMPLE_MOST,
+    SAMPLE_PLACES,
     VOCABULARY_SEGMENTS,
     VOCABULARY_TILE,
 )
@@ -301,23 +301,27 @@ def launch_draw(
     whether rows may have top-k or top-p; out: addresses of ids and logits."""
     rows, vocabulary = logits.shape
     take, launch = ops.arena.take, ops.driver.launch
+    if rows > MAX_SPLIT_TILES:
+        raise EngineFault("gpu_memory", f"{rows} rows have no counters: fewer at once")
     chunks = -(-vocabulary // (VOCABULARY_TILE * VOCABULARY_SEGMENTS))
     grid = rows, -(-vocabulary // (VOCABULARY_TILE * chunks))
     pairs = take((rows, VOCABULARY_SEGMENTS), "i64").address
-    masses = take((rows, 3 * VOCABULARY_SEGMENTS), "fp64").address
-    counts = take((rows, 2 * SAMPLE_BINS), "i32").address
-    state = take((rows, SAMPLE_STATE), "i32").address
-    found, last = take((rows, SAMPLE_SORTED), "i64").address, take((rows,), "i64").address
+    masses = take((rows, 2 * VOCABULARY_SEGMENTS), "fp64").address
+    counts = take((rows, VOCABULARY_SEGMENTS, SAMPLE_PLACES), "i32").address
+    places, scales = take((rows, VOCABULARY_SEGMENTS + 4), "i32").address, take((rows, 2)).address
+    arrived, last = ops.arena.counters, take((rows,), "i64").address
     size = vocabulary, chunks
-    launch("sample.best", grid, (logits.address, pairs, counts, state, *size))
+    given = logits.address, *parameters[:4], pairs
+    best = counts, places, scales, masses, arrived
+    launch("sample.best.cuts" if cuts else "sample.best", grid, (*given, *best, *size))
     if cuts:
-        given = logits.address, *parameters[:4], pairs, masses
-        for level in (0, 1):
-            launch(f"sample.scan.{level}", grid, (*given, counts, state, *size, SAMPLE_SORTED))
-        launch("sample.collect", grid, (*given, found, last, state, *size))
-    launch(
-        "sample.draw", grid, (logits.address, *parameters, pairs, masses, last, state, *out, *size)
-    )
+        found = take((rows, SAMPLE_MOST), "i32").address
+        launch("sample.collect", grid, (*given, scales, places, masses, found, *size))
+        few = pairs, places, masses, found, last, *out
+        bounds = vocabulary, grid[1], VOCABULARY_TILE * chunks
+        launch("sample.cut", (rows,), (logits.address, *parameters, *few, *bounds))
+    drawn = pairs, masses, last, arrived, *out
+    launch("sample.draw", grid, (logits.address, *parameters, *drawn, *size))
 
 
 def _asked(wanted: LogprobsWanted | None, part: slice) -> I32:

@@ -2,16 +2,16 @@
 the noise comes from the host.
 
 A row is cut into segments of the vocabulary whose bounds depend on the vocabulary alone. A program
-has one segment of one row. Masses are summed within a segment in one order and then over the
-segments in order, so that no other row matters. Four kernels run one behind the other:
+has one segment of one row. Sums are made within a segment in one order and then over the segments
+in order, so that no other row matters. Four kernels run one behind the other, the two in the
+middle for rows that cut tokens off:
 
-best     the largest logit of each segment
-scan     where tokens are cut off: counts of tokens by their distance from the best one, and masses.
-         From both the range of distances follows in which the last token lies that stays. A second
-         pass, in which the range is divided again, is for rows that have too many tokens there
-collect  the tokens in that range, which the last program of a row sorts to find the last one that
+best     the largest logit of each segment; and how many tokens lie in each of some places, from
+         large logits to small ones, from which follows in which places the last token may lie that
          stays
-draw     the mass of what stays, from which the last program of a row draws
+collect  the tokens of these places, and the masses that top-p is a share of
+cut      the last token that stays, by bisection among those, and from all that stay the token
+draw     the token of rows that cut nothing off, from the masses of all segments
 
 A `pair` is a key and an id in one integer, larger for a larger logit and then for a smaller id.
 """
@@ -20,6 +20,9 @@ import triton
 import triton.language as tl
 
 from pageturner.kernels.gpu.source.dependent import start_dependent
+
+FORBIDDEN = tl.constexpr(-1e4)  # logits up to this one have no part in the mean
+DRAWN = tl.constexpr(0x7FFFFFFFFFFFFFFF)  # in place of the last pair that stays
 
 
 @triton.jit
@@ -75,10 +78,14 @@ def pair_of(x, v):
 
 
 @triton.jit
-def logit_of(pair):
-    """The logit of a pair; plus zero for both zeros."""
-    key = (pair >> 32).to(tl.int32)
+def logit_of_key(key):
+    """The float of a key; plus zero for both zeros."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def logit_of(pair):
+    return logit_of_key((pair >> 32).to(tl.int32))
 
 
 @triton.jit
@@ -95,8 +102,14 @@ def pairs_at(logits, base, v, vocabulary):
 
 @triton.jit
 def weight_of(x, peak, temperature, least):
-    """exp((x - peak) / temperature), 0 where that is under min_p."""
-    weight = tl.exp(tl.div_rn(x - peak, temperature))
+    """exp((x - peak) / temperature), 0 where that is under min_p. The quotient is rounded as that
+    of a division (Markstein 1990), which would take four times as long."""
+    divisor = tl.maximum(temperature, 1e-37)
+    inverse = tl.div_rn(1.0, divisor)
+    distance = x - peak
+    near = distance * inverse
+    exact = tl.fma(tl.fma(-near, divisor, distance), inverse, near)
+    weight = tl.where(near < -128.0, 0.0, tl.exp(exact))
     return tl.where(weight < least, 0.0, weight).to(tl.float64)
 
 
@@ -115,29 +128,13 @@ def at_place(values, i, place):
 
 @triton.jit
 def arrives_last(counter, programs):
-    """Return whether all other programs of the row are done; what they stored can be read then."""
+    """Return whether all other programs of the row are done; what they stored can be read then.
+    The counter is 0 before and behind."""
     tl.debug_barrier()
-    return tl.atomic_add(counter, 1, sem="acq_rel") == programs - 1
-
-
-@triton.jit
-def best(
-    logits, pairs, counts, state, vocabulary, chunks,
-    BLOCK: tl.constexpr, SEGMENTS: tl.constexpr, BINS: tl.constexpr, STATE: tl.constexpr,
-):  # fmt: skip
-    """The largest pair of each segment; the counts and the state of the row become zero.
-    Grid: rows, segments."""
-    start_dependent()
-    row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    largest = tl.full((), -0x8000000000000000, tl.int64)
-    for chunk in range(0, chunks):
-        v = (segment * chunks + chunk) * BLOCK + tl.arange(0, BLOCK)
-        _, pair = pairs_at(logits, row * vocabulary, v, vocabulary)
-        largest = tl.maximum(largest, tl.max(pair, axis=0))
-    tl.store(pairs + row * SEGMENTS + segment, largest)
-    if segment == 0:
-        tl.store(counts + row * 2 * BINS + tl.arange(0, 2 * BINS), tl.zeros((2 * BINS,), tl.int32))
-        tl.store(state + row * STATE + tl.arange(0, STATE), tl.zeros((STATE,), tl.int32))
+    last = tl.atomic_add(counter, 1, sem="acq_rel") == programs - 1
+    if last:
+        tl.store(counter, 0)
+    return last
 
 
 @triton.jit
@@ -150,58 +147,180 @@ def best_of(pairs, row, segments, SEGMENTS: tl.constexpr):
 
 @triton.jit
 def total_of(masses, row, segments, SEGMENTS: tl.constexpr):
-    """The masses of a row's segments, added in order."""
+    """The masses of a row's segments, added in one order."""
     i = tl.arange(0, SEGMENTS)
-    mine = tl.load(masses + row * SEGMENTS + i, mask=i < segments, other=0.0)
-    return at_place(tl.cumsum(mine, axis=0), i, SEGMENTS - 1)
+    return tl.sum(tl.load(masses + row * SEGMENTS + i, mask=i < segments, other=0.0), axis=0)
 
 
 @triton.jit
-def place_of(x, peak, temperature, state, level, BINS: tl.constexpr):
-    """Return in which of BINS places a token lies by its distance from the best one. Level 0 has
-    places of an eighth of a nat, the last of which has all that is further away. Level 1 divides
-    the range that level 0 found; tokens before it are at -1, and tokens behind it at BINS."""
-    distance = tl.div_rn(peak - x, temperature)
-    coarse = tl.minimum(distance * 8.0, BINS - 1.0).to(tl.int32)
-    if level == 0:
-        place = coarse
-    else:
-        first, last = tl.load(state + 8), tl.load(state + 9)
-        fine = tl.div_rn(distance - first * 0.125, (last + 1 - first) * (0.125 / BINS))
-        place = tl.minimum(tl.maximum(fine, 0.0), BINS - 1.0).to(tl.int32)
-        place = tl.where(coarse < first, -1, tl.where(coarse > last, BINS, place))
-    return place
+def scale_of(logits, row, vocabulary, PLACES: tl.constexpr):
+    """The logit at which places begin and their width, by 64 pieces of a row: from five deviations
+    above the mean to two and a half below. They decide how long the rest takes, and not what comes
+    out."""
+    i = tl.arange(0, 512)
+    v = i // 8 * (vocabulary // 64) + i % 8
+    x = tl.load(logits + row * vocabulary + v, mask=v < vocabulary, other=float("-inf"))
+    some = x > FORBIDDEN
+    count = tl.maximum(tl.sum(some.to(tl.float32), axis=0), 1.0)
+    mean = tl.sum(tl.where(some, x, 0.0), axis=0) / count
+    apart = tl.where(some, x - mean, 0.0)
+    deviation = tl.sqrt(tl.sum(apart * apart, axis=0) / count + 1e-30)
+    return mean + 5.0 * deviation, deviation * (7.5 / (PLACES - 2))
+
+
+@triton.jit
+def distance_of(x, top, width, PLACES: tl.constexpr):
+    """The place in which a token lies, with a fraction: all larger ones in the first, all smaller
+    ones in the last."""
+    return tl.minimum(tl.maximum((top - x) * (1.0 / width), 0.0), PLACES - 1.0)
 
 
 @triton.jit
 def nucleus_places(
-    counts, passed, total, top_p, least, low, width, WHOLE: tl.constexpr, BINS: tl.constexpr
+    counts, upto, head, top_p, least, above, width, tight, PLACES: tl.constexpr
 ):  # fmt: skip
-    """The places between which the mass of the largest logits reaches top_p of the total. Each
-    token of a place weighs what the bounds of the place say, and the sums are bounded from both
-    ends of the row."""
-    i = tl.arange(0, BINS)
-    near, far = tl.exp(-(low + i * width)) * 1.0001, tl.exp(-(low + (i + 1) * width)) * 0.9999
-    near = tl.where(near < least, 0.0, near).to(tl.float64) * counts
-    far = tl.where((far < least) | (i == BINS - 1), 0.0, far).to(tl.float64) * counts
-    near_sum, far_sum = tl.cumsum(near, axis=0), tl.cumsum(far, axis=0)
-    fewest = passed + far_sum
-    if WHOLE:  # else there are tokens behind the places
-        fewest = tl.maximum(fewest, total - (tl.sum(near, axis=0) - near_sum))
-    mass = tl.minimum(passed + near_sum, total - (tl.sum(far, axis=0) - far_sum))
-    target, slack = top_p.to(tl.float64) * total, 1e-9 * total
-    last = tl.minimum(tl.sum((fewest < target + slack).to(tl.int32), axis=0), BINS - 1)
-    return tl.minimum(tl.sum((mass < target - slack).to(tl.int32), axis=0), last), last
+    """The places between which the mass of the largest logits reaches top_p of the whole. A token
+    weighs what the bounds of its place say, or where `tight` is under 1, what is so much nearer to
+    the middle of the place: then the cut may lie elsewhere. head: the mass of the first place, or a
+    negative number where nobody knows it. above: by how many nats that place ends above the best
+    token."""
+    i = tl.arange(0, PLACES)
+    edge, next_edge = tl.minimum(above - i * width, 0.0), tl.minimum(above - (i + 1) * width, 0.0)
+    near, far = tl.exp(tl.where(i == 0, 0.0, edge)), tl.exp(next_edge)
+    middle = tl.exp(tl.minimum(above - (i + 0.5) * width, 0.0))
+    near, far = tl.where(near < least, 0.0, near), tl.where(far < least, 0.0, far)
+    middle = tl.where(middle < least, 0.0, middle)
+    behind = i == PLACES - 1
+    most = tl.where(behind | (i == 0), near, middle + (near - middle) * tight) * 1.0001
+    fewest = tl.where(i == 0, far, middle + (far - middle) * tight) * 0.9999
+    fewest = tl.where(behind, 0.0, fewest).to(tl.float64) * counts
+    most = most.to(tl.float64) * counts
+    known = i == tl.where(head >= 0, 0, -1)
+    most, fewest = tl.where(known, head * 1.0001, most), tl.where(known, head * 0.9999, fewest)
+    most_sum, fewest_sum = tl.cumsum(most, axis=0), tl.cumsum(fewest, axis=0)
+    rest = tl.sum(fewest, axis=0) - fewest_sum
+    fewest_sum = tl.where(upto > 0, tl.maximum(fewest_sum, 0.9999), fewest_sum)  # the best one
+    highest = fewest_sum + (tl.sum(most, axis=0) - most_sum)
+    lowest = most_sum + rest
+    share = top_p.to(tl.float64)
+    last = tl.sum((fewest_sum < (share + 1e-9) * highest).to(tl.int32), axis=0)
+    first = tl.sum((most_sum < (share - 1e-9) * lowest).to(tl.int32), axis=0)
+    last = tl.minimum(last, PLACES - 1)
+    return tl.minimum(first, last), last
 
 
 @triton.jit
-def scan(
-    logits, temperatures, top_ks, top_ps, min_ps, pairs, masses, counts, state, vocabulary, chunks, most,
-    LEVEL: tl.constexpr, BLOCK: tl.constexpr, SEGMENTS: tl.constexpr, BINS: tl.constexpr,
-    STATE: tl.constexpr,
+def places_of_cut(
+    counts, places, head, row, segments, top_k, top_p, least, above, width,
+    SEGMENTS: tl.constexpr, PLACES: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """The places in which the last token that stays may lie: of rows that cut tokens off, and on
-    level 1 of those that have more than `most` tokens there. Grid: rows, segments."""
+    """Store the first and the last place in which the last token may lie that stays, how many
+    tokens are before and in these places, and in those of the segments before each one. All places
+    from the best token on where they have at most MOST. width: of a place, in nats; head and above
+    as nucleus_places."""
+    s, i = tl.arange(0, SEGMENTS), tl.arange(0, PLACES)
+    at = counts + (row * SEGMENTS + s[:, None]) * PLACES + i[None, :]
+    found = tl.sum(tl.load(at, mask=(s[:, None] < segments) & (i[None, :] >= 0), other=0), axis=0)
+    upto = tl.cumsum(found, axis=0)
+    if top_k > 0:
+        last = tl.minimum(tl.sum((upto < top_k).to(tl.int32), axis=0), PLACES - 1)
+        first = tl.where(top_p < 1, 0, last)
+    else:
+        first, last = nucleus_places(found, upto, head, top_p, least, above, width, 1.0, PLACES)
+        if at_place(upto, i, last) - at_place(upto, i, first - 1) > MOST:
+            first, last = nucleus_places(
+                found, upto, head, top_p, least, above, width, 0.125, PLACES
+            )
+    all_of_it = at_place(upto, i, last)
+    first = tl.where(all_of_it <= MOST, 0, first)
+    before = at_place(upto, i, first - 1)
+    inside = (i[None, :] >= first) & (i[None, :] <= last)
+    # asked for again: all of them kept in registers would be too many
+    again = tl.load(at, mask=inside & (s[:, None] < segments), other=0, volatile=True)
+    mine = tl.sum(again, axis=1)
+    places += row * (SEGMENTS + 4)
+    tl.store(places, first)
+    tl.store(places + 1, last)
+    tl.store(places + 2, before)
+    tl.store(places + 3, all_of_it - before)
+    tl.store(places + 4 + s, tl.cumsum(mine, axis=0) - mine)
+
+
+@triton.jit
+def best(
+    logits, temperatures, top_ks, top_ps, min_ps, pairs, counts, places, scales, masses, arrived,
+    vocabulary, chunks,
+    BLOCK: tl.constexpr, SEGMENTS: tl.constexpr, PLACES: tl.constexpr, MOST: tl.constexpr,
+    CUTS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The largest pair of each segment. Where rows may cut tokens off: counts of its tokens in each
+    place, and the places of the cut, by the last program of a row. Grid: rows, segments."""
+    start_dependent()
+    row, segment, segments = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    lane = tl.arange(0, BLOCK)
+    largest, token = tl.full((BLOCK,), -0x80000000, tl.int32), tl.zeros((BLOCK,), tl.int32)
+    temperature, top_k, top_p = (
+        tl.load(temperatures + row),
+        tl.load(top_ks + row),
+        tl.load(top_ps + row),
+    )
+    cuts = CUTS & (temperature > 0) & ((top_k > 0) | (top_p < 1))
+    top, width = 0.0, 1.0
+    if cuts:
+        top, width = scale_of(logits, row, vocabulary, PLACES)
+    found = tl.zeros((PLACES,), tl.int32)
+    for chunk in tl.range(0, chunks, num_stages=STAGES):
+        v = (segment * chunks + chunk) * BLOCK + lane
+        x = tl.load(logits + row * vocabulary + v, mask=v < vocabulary, other=float("-inf"))
+        key = tl.where(v < vocabulary, keys_of(x), -0x80000000)
+        token = tl.where(key > largest, v, token)
+        largest = tl.maximum(key, largest)
+        if cuts:
+            place = distance_of(x, top, width, PLACES).to(tl.int32)
+            found += tl.histogram(place, PLACES, mask=x > float("-inf"))
+    pair = (largest.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
+    tl.store(pairs + row * SEGMENTS + segment, tl.max(pair, axis=0))
+    if cuts:
+        i = tl.arange(0, PLACES)
+        tl.store(counts + (row * SEGMENTS + segment) * PLACES + i, found)
+        mass = tl.zeros((), tl.float64)
+        if at_place(found, i, 0) > 0:  # few tokens, whose bounds would say nothing
+            own = logit_of(tl.max(pair, axis=0))
+            for chunk in range(0, chunks):
+                v = (segment * chunks + chunk) * BLOCK + lane
+                x = tl.load(logits + row * vocabulary + v, mask=v < vocabulary, other=float("-inf"))
+                weight = weight_of(x, own, temperature, 0.0)
+                weight = tl.where(distance_of(x, top, width, PLACES) < 1.0, weight, 0.0)
+                mass += tl.sum(weight, axis=0)
+        tl.store(masses + row * 2 * SEGMENTS + segment, mass)
+        if arrives_last(arrived + row, segments):
+            peak = logit_of(best_of(pairs, row, segments, SEGMENTS))
+            above = tl.minimum(tl.maximum(tl.div_rn(top - peak, temperature), -1e30), 1e30)
+            nats = tl.minimum(tl.div_rn(width, temperature), 1e30)
+            least = tl.load(min_ps + row)
+            s = tl.arange(0, SEGMENTS)
+            own = tl.load(pairs + row * SEGMENTS + s, mask=s < segments, other=0)
+            heads = tl.load(masses + row * 2 * SEGMENTS + s, mask=s < segments, other=0.0)
+            weights = weight_of(logit_of(own), peak, temperature, 0.0)
+            head = tl.sum(tl.where(heads > 0, heads * weights, 0.0), axis=0)
+            head = tl.where(least > 0, -1.0, head)
+            tl.store(scales + row * 2, top)
+            tl.store(scales + row * 2 + 1, width)
+            places_of_cut(
+                counts, places, head, row, segments, top_k, top_p, least, above, nats,
+                SEGMENTS, PLACES, MOST,
+            )  # fmt: skip
+
+
+@triton.jit
+def collect(
+    logits, temperatures, top_ks, top_ps, min_ps, pairs, scales, places, masses, found,
+    vocabulary, chunks,
+    BLOCK: tl.constexpr, SEGMENTS: tl.constexpr, PLACES: tl.constexpr, MOST: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """The tokens of the places of the cut; the mass before these places, and that of the whole,
+    where they are asked for. Grid: rows, segments."""
     start_dependent()
     row, segment, segments = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     temperature, top_k, top_p = (
@@ -210,50 +329,40 @@ def scan(
         tl.load(top_ps + row),
     )
     peak = logit_of(best_of(pairs, row, segments, SEGMENTS))
-    state += row * STATE
-    todo = draws(temperature, peak) & ((top_k > 0) | (top_p < 1))
-    if LEVEL == 1:
-        todo = todo & (tl.load(state + 1) > most)
-    if todo:
+    mine = places + row * (SEGMENTS + 4)
+    cuts = draws(temperature, peak) & ((top_k > 0) | (top_p < 1))
+    if cuts & (tl.load(mine + 3) <= MOST):
         least = tl.load(min_ps + row)
-        found = tl.zeros((BINS,), tl.int32)
-        mass = tl.zeros((), tl.float64)
-        for chunk in range(0, chunks):
-            v = (segment * chunks + chunk) * BLOCK + tl.arange(0, BLOCK)
-            x, _ = pairs_at(logits, row * vocabulary, v, vocabulary)
-            place = place_of(x, peak, temperature, state, LEVEL, BINS)
-            weight = weight_of(x, peak, temperature, least)
-            if LEVEL == 1:  # of what surely stays; else of all
-                weight = tl.where(place < 0, weight, 0.0)
-            mass += tl.sum(weight, axis=0)
-            counted = (v < vocabulary) & (place >= 0) & (place < BINS)
-            found += tl.histogram(tl.where(counted, place, 0), BINS, mask=counted)
-        i = tl.arange(0, BINS)
-        mine = counts + (row * 2 + LEVEL) * BINS + i
-        tl.atomic_add(mine, found, mask=found > 0, sem="relaxed")
-        tl.store(masses + (row * 3 + LEVEL) * SEGMENTS + segment, mass)
-        if arrives_last(state + 2 + LEVEL, segments):
-            found = tl.load(mine)
-            total = total_of(masses, row * 3, segments, SEGMENTS)
-            passed, before, low, width = tl.zeros_like(total), 0, 0.0, 0.125
-            if LEVEL == 1:
-                passed = total_of(masses, row * 3 + 1, segments, SEGMENTS)
-                before, low = tl.load(state), tl.load(state + 8) * 0.125
-                width = (tl.load(state + 9) * 0.125 + 0.125 - low) / BINS
-            upto = before + tl.cumsum(found, axis=0)
-            if top_k > 0:
-                last = tl.sum((upto < tl.minimum(top_k, vocabulary)).to(tl.int32), axis=0)
-                first = tl.where(top_p < 1, 0, last)
-            else:
-                first, last = nucleus_places(
-                    found, passed, total, top_p, least, low, width, LEVEL == 0, BINS
-                )
-            before = tl.maximum(at_place(upto, i, first - 1), before)
-            tl.store(state, before)
-            tl.store(state + 1, at_place(upto, i, last) - before)
-            tl.store(state + 7, LEVEL)
-            tl.store(state + 8 + 2 * LEVEL, first)
-            tl.store(state + 9 + 2 * LEVEL, last)
+        top, width = tl.load(scales + row * 2), tl.load(scales + row * 2 + 1)
+        first, last = tl.load(mine), tl.load(mine + 1)
+        near, far = first.to(tl.float32), last + 1.0
+        weighs = (first > 0) | (top_k <= 0)
+        lane = tl.arange(0, BLOCK)
+        count = tl.zeros((BLOCK,), tl.int32)
+        larger, whole = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
+        for chunk in tl.range(0, chunks, num_stages=STAGES):
+            v = (segment * chunks + chunk) * BLOCK + lane
+            x = tl.load(logits + row * vocabulary + v, mask=v < vocabulary, other=float("-inf"))
+            distance = distance_of(x, top, width, PLACES)
+            inside = (distance >= near) & (distance < far) & (x > float("-inf"))
+            count += inside.to(tl.int32)
+            if weighs:
+                weight = weight_of(x, peak, temperature, least)
+                whole += weight
+                larger += tl.where(distance < near, weight, 0.0)
+        at = masses + row * 2 * SEGMENTS + segment
+        tl.store(at, tl.sum(larger, axis=0))
+        tl.store(at + SEGMENTS, tl.sum(whole, axis=0))
+        if tl.sum(count, axis=0) > 0:
+            place = row * MOST + tl.load(mine + 4 + segment) + tl.cumsum(count, axis=0) - count
+            for chunk in range(0, chunks):
+                v = (segment * chunks + chunk) * BLOCK + lane
+                there = (v < vocabulary) & (count > 0)
+                x = tl.load(logits + row * vocabulary + v, mask=there, other=float("-inf"))
+                distance = distance_of(x, top, width, PLACES)
+                inside = (distance >= near) & (distance < far) & (x > float("-inf"))
+                tl.store(found + place, v, mask=inside)
+                place += inside.to(tl.int64)
 
 
 @triton.jit
@@ -305,95 +414,162 @@ def cut_by_bisection(
 
 
 @triton.jit
-def cut_by_sorting(
-    found, count, before, mass, total, top_k, top_p, peak, temperature, least, MOST: tl.constexpr
-):  # fmt: skip
-    """The last pair that stays among `count` pairs in any order. Larger ones: so many, of such a
-    mass."""
-    i = tl.arange(0, MOST)
-    pairs = tl.sort(tl.load(found + i, mask=i < count, other=-0x8000000000000000), descending=True)
-    weight = weight_of(logit_of(pairs), peak, temperature, least)
-    running = mass + tl.cumsum(tl.where(i < count, weight, 0.0), axis=0)
-    stay = count
-    if top_k > 0:
-        stay = tl.minimum(count, top_k - before)
-        total = at_place(running, i, stay - 1)
-    if top_p < 1:
-        target = top_p.to(tl.float64) * total
-        short = tl.sum(((running < target) & (i < stay)).to(tl.int32), axis=0)
-        stay = tl.minimum(short + 1, stay)
-    return at_place(pairs, i, stay - 1)
+def smallest_key(keys, amounts, limit, low, high):
+    """The smallest key from low to high of which all larger ones have less than the limit."""
+    while low < high:
+        middle = (low & high) + ((low ^ high) >> 1)
+        enough = tl.sum(tl.where(keys > middle, amounts, tl.zeros_like(amounts)), axis=0) < limit
+        high = tl.where(enough, middle, high)
+        low = tl.where(enough, low, middle + 1)
+    return low
 
 
 @triton.jit
-def collect(
-    logits, temperatures, top_ks, top_ps, min_ps, pairs, masses, found, cuts, state, vocabulary, chunks,
-    BLOCK: tl.constexpr, SEGMENTS: tl.constexpr, BINS: tl.constexpr, STATE: tl.constexpr,
-    MOST: tl.constexpr,
+def cut_among(keys, v, amounts, limit, low, high, vocabulary):
+    """The key and the id of the last token that stays: the last one before which all together have
+    less than the limit."""
+    key = smallest_key(keys, amounts, limit, low, high)
+    equal = keys == key
+    last = tl.full((), 0x7FFFFFFF, tl.int32)
+    if tl.sum(equal.to(tl.int32), axis=0) > 1:
+        nothing = tl.zeros_like(amounts)
+        rest = limit - tl.sum(tl.where(keys > key, amounts, nothing), axis=0)
+        ties = tl.where(equal, amounts, nothing)
+        last = 0x7FFFFFFF - smallest_key(0x7FFFFFFF - v, ties, rest, 0x7FFFFFFF - vocabulary, last)
+    return key, last
+
+
+@triton.jit
+def kept_weights(logits, base, v, end, last, last_id, peak, temperature, least):
+    """Weights of tokens, 0 behind the last one that stays and from `end` on."""
+    x = tl.load(logits + base + v, mask=v < end, other=float("-inf"))
+    kept = (x > last) | ((x == last) & (v <= last_id))
+    return tl.where(kept, weight_of(x, peak, temperature, least), 0.0)
+
+
+@triton.jit
+def pick(
+    logits, row, begin, end, running, target, last, last_id, peak, temperature, least,
+    ids, values, vocabulary, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The last pair that stays, of rows that cut tokens off. Grid: rows, segments."""
+    """Store the first token of a segment at which the running sum exceeds the target, or the last
+    one that weighs anything, and its logit."""
+    chosen, behind = tl.full((), 0x7FFFFFFF, tl.int32), tl.zeros((), tl.int32)
+    for v0 in range(begin, end, BLOCK):
+        v = v0 + tl.arange(0, BLOCK)
+        weights = kept_weights(
+            logits, row * vocabulary, v, end, last, last_id, peak, temperature, least
+        )
+        over = (running + tl.cumsum(weights, axis=0) > target) & (weights > 0)
+        chosen = tl.minimum(chosen, tl.min(tl.where(over, v, 0x7FFFFFFF), axis=0))
+        behind = tl.maximum(behind, tl.max(tl.where(weights > 0, v, 0), axis=0))
+        running += tl.sum(weights, axis=0)
+    chosen = tl.where(chosen == 0x7FFFFFFF, behind, chosen)
+    tl.store(ids + row, chosen)
+    tl.store(values + row, tl.load(logits + row * vocabulary + chosen))
+
+
+@triton.jit
+def cut_row(
+    logits, row, found, masses, count, before, temperature, top_k, top_p, least, noise, highest,
+    ids, values, vocabulary, segments, length,
+    SEGMENTS: tl.constexpr, MOST: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Draw a row's token where the last one that stays is among `count` tokens, `before` larger
+    ones of which are not there. Return whether it is."""
+    peak = logit_of(highest)
+    i, s = tl.arange(0, MOST), tl.arange(0, SEGMENTS)
+    there = i < count
+    v = tl.load(found + i, mask=there, other=0)
+    x = tl.load(logits + row * vocabulary + v, mask=there, other=float("-inf"))
+    weights = tl.where(there, weight_of(x, peak, temperature, least), 0.0)
+    keys = tl.where(there, keys_of(x), -0x80000000)
+    top = (highest >> 32).to(tl.int32)
+    low, high = tl.min(tl.where(there, keys, top), axis=0), tl.max(keys, axis=0)
+    key, final = low, tl.full((), 0x7FFFFFFF, tl.int32)
+    good = count > 0
+    if top_k > 0:
+        limit = top_k - before
+        key, final = cut_among(keys, v, there.to(tl.int32), limit, low, high, vocabulary)
+        kept = (keys > key) | ((keys == key) & (v <= final))
+        weights = tl.where(kept, weights, 0.0)
+    larger = tl.load(masses + s, mask=s < segments, other=0.0)
+    if top_p < 1:
+        mass, passed = tl.sum(weights, axis=0), tl.sum(larger, axis=0)
+        whole = mass
+        if top_k <= 0:
+            whole = total_of(masses, 1, segments, SEGMENTS)
+        target = tl.maximum(top_p.to(tl.float64) * whole, 1e-300)
+        good = (passed < target) & (target <= passed + mass)
+        if good:
+            key, final = cut_among(keys, v, weights, target - passed, key, high, vocabulary)
+    if good:
+        kept = (keys > key) | ((keys == key) & (v <= final))
+        weights = tl.where(kept, weights, 0.0)
+        target = noise.to(tl.float64) * (tl.sum(larger, axis=0) + tl.sum(weights, axis=0))
+        low, high = tl.zeros_like(key), tl.zeros_like(key) + segments - 1
+        while low < high:  # the first segment at whose end the running sum exceeds the target
+            middle = (low + high) // 2
+            running = tl.sum(tl.where(s <= middle, larger, 0.0), axis=0)
+            running += tl.sum(tl.where(v < (middle + 1) * length, weights, 0.0), axis=0)
+            low = tl.where(running > target, low, middle + 1)
+            high = tl.where(running > target, middle, high)
+        running = tl.sum(tl.where(s < low, larger, 0.0), axis=0)
+        running += tl.sum(tl.where(v < low * length, weights, 0.0), axis=0)
+        pick(
+            logits, row, low * length, tl.minimum(low * length + length, vocabulary),
+            running, target, logit_of_key(key), final, peak, temperature, least,
+            ids, values, vocabulary, WIDE,
+        )  # fmt: skip
+    return good
+
+
+@triton.jit
+def cut(
+    logits, temperatures, top_ks, top_ps, min_ps, uniforms, pairs, places, masses, found, cuts,
+    ids, values, vocabulary, segments, length,
+    SEGMENTS: tl.constexpr, MOST: tl.constexpr, FEW: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The token of each row that cuts tokens off, and its logit; DRAWN in `cuts`. Where too many
+    tokens could be the last one, the last pair that stays. length: of a segment. Grid: rows."""
     start_dependent()
-    row, segment, segments = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    row = tl.program_id(0).to(tl.int64)
     temperature, top_k, top_p = (
         tl.load(temperatures + row),
         tl.load(top_ks + row),
         tl.load(top_ps + row),
     )
     highest = best_of(pairs, row, segments, SEGMENTS)
-    peak = logit_of(highest)
-    state += row * STATE
-    if draws(temperature, peak) & ((top_k > 0) | (top_p < 1)):
-        least = tl.load(min_ps + row)
-        count, level = tl.load(state + 1), tl.load(state + 7)
-        first, last = tl.load(state + 8 + 2 * level), tl.load(state + 9 + 2 * level)
+    if draws(temperature, logit_of(highest)) & ((top_k > 0) | (top_p < 1)):
+        least, noise = tl.load(min_ps + row), tl.load(uniforms + row)
+        before = tl.load(places + row * (SEGMENTS + 4) + 2)
+        count = tl.load(places + row * (SEGMENTS + 4) + 3)
+        good = count <= MOST
         found += row * MOST
-        mass = tl.zeros((), tl.float64)
-        if count <= MOST:
-            for chunk in range(0, chunks):
-                v = (segment * chunks + chunk) * BLOCK + tl.arange(0, BLOCK)
-                x, pair = pairs_at(logits, row * vocabulary, v, vocabulary)
-                place = place_of(x, peak, temperature, state, level, BINS)
-                inside = ((place >= first) & (place <= last) & (v < vocabulary)).to(tl.int32)
-                weight = weight_of(x, peak, temperature, least)
-                mass += tl.sum(tl.where(place < first, weight, 0.0), axis=0)
-                mine = tl.sum(inside, axis=0)
-                if mine > 0:
-                    at = (
-                        tl.atomic_add(state + 6, mine, sem="relaxed")
-                        + tl.cumsum(inside, axis=0)
-                        - 1
-                    )
-                    tl.store(found + at, pair, mask=inside != 0)
-        tl.store(masses + (row * 3 + 2) * SEGMENTS + segment, mass)
-        if arrives_last(state + 4, segments):
-            if count <= MOST:
-                total = total_of(masses, row * 3, segments, SEGMENTS)
-                mass = total_of(masses, row * 3 + 2, segments, SEGMENTS)
-                before = tl.load(state)
-                cut = cut_by_sorting(
-                    found, count, before, mass, total, top_k, top_p, peak, temperature, least, MOST
-                )
-            else:
-                cut = cut_by_bisection(
-                    logits, row, vocabulary, highest, top_k, top_p, peak, temperature, least, BLOCK
-                )
-            tl.store(cuts + row, cut)
-
-
-@triton.jit
-def kept_weights(logits, base, v, vocabulary, cut, peak, temperature, least):
-    """Weights of tokens, 0 behind the last pair that stays and behind the vocabulary's end. By
-    halves of the pair: whole ones take twice the registers."""
-    x = tl.load(logits + base + v, mask=v < vocabulary, other=float("-inf"))
-    key, last = keys_of(x), (cut >> 32).to(tl.int32)
-    kept = (key > last) | ((key == last) & (v <= id_of(cut)))
-    return tl.where(kept, weight_of(x, peak, temperature, least), 0.0)
+        masses += row * 2 * SEGMENTS
+        if count <= FEW:
+            good = cut_row(
+                logits, row, found, masses, count, before, temperature, top_k, top_p, least, noise,
+                highest, ids, values, vocabulary, segments, length, SEGMENTS, FEW, WIDE,
+            )  # fmt: skip
+        elif good:
+            good = cut_row(
+                logits, row, found, masses, count, before, temperature, top_k, top_p, least, noise,
+                highest, ids, values, vocabulary, segments, length, SEGMENTS, MOST, WIDE,
+            )  # fmt: skip
+        pair = tl.full((), DRAWN, tl.int64)
+        if not good:
+            pair = cut_by_bisection(
+                logits, row, vocabulary, highest, top_k, top_p, logit_of(highest), temperature,
+                least, WIDE,
+            )  # fmt: skip
+        tl.store(cuts + row, pair)
 
 
 @triton.jit
 def draw(
-    logits, temperatures, top_ks, top_ps, min_ps, uniforms, pairs, masses, cuts, state, ids, values,
-    vocabulary, chunks, BLOCK: tl.constexpr, SEGMENTS: tl.constexpr, STATE: tl.constexpr,
+    logits, temperatures, top_ks, top_ps, min_ps, uniforms, pairs, masses, cuts, arrived, ids, values,
+    vocabulary, chunks, BLOCK: tl.constexpr, SEGMENTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A token for each row and its logit: the best one, or the first one, by id, at which the
     running sum of what stays exceeds uniform * total. Grid: rows, segments."""
@@ -404,42 +580,43 @@ def draw(
     peak = logit_of(highest)
     if draws(temperature, peak):
         least = tl.load(min_ps + row)
-        cut = tl.full((), -0x8000000000000000, tl.int64)
+        last, last_id = tl.full((), float("-inf"), tl.float32), 0x7FFFFFFF
+        pair = tl.full((), -0x8000000000000000, tl.int64)
         if (tl.load(top_ks + row) > 0) | (tl.load(top_ps + row) < 1):
-            cut = tl.load(cuts + row)
-        mass = tl.zeros((), tl.float64)
-        if tl.load(pairs + row * SEGMENTS + segment) >= cut:  # else nothing of it stays
-            for chunk in range(0, chunks):
-                v = (segment * chunks + chunk) * BLOCK + tl.arange(0, BLOCK)
-                weights = kept_weights(
-                    logits, row * vocabulary, v, vocabulary, cut, peak, temperature, least
+            pair = tl.load(cuts + row)
+            last, last_id = logit_of(pair), id_of(pair)
+        if pair != DRAWN:
+            mass = tl.zeros((BLOCK,), tl.float64)
+            if tl.load(pairs + row * SEGMENTS + segment) >= pair:  # else nothing of it stays
+                for chunk in tl.range(0, chunks, num_stages=STAGES):
+                    v = (segment * chunks + chunk) * BLOCK + tl.arange(0, BLOCK)
+                    mass += kept_weights(
+                        logits,
+                        row * vocabulary,
+                        v,
+                        vocabulary,
+                        last,
+                        last_id,
+                        peak,
+                        temperature,
+                        least,
+                    )
+            tl.store(masses + row * 2 * SEGMENTS + segment, tl.sum(mass, axis=0))
+            if arrives_last(arrived + row, segments):
+                i = tl.arange(0, SEGMENTS)
+                mine = tl.load(masses + row * 2 * SEGMENTS + i, mask=i < segments, other=0.0)
+                running = tl.cumsum(mine, axis=0)
+                target = tl.load(uniforms + row).to(tl.float64) * at_place(running, i, SEGMENTS - 1)
+                some = tl.where(mine > 0, i, 0)
+                here = tl.min(
+                    tl.where((running > target) & (mine > 0), i, tl.max(some, axis=0)), axis=0
                 )
-                mass += tl.sum(weights, axis=0)
-        tl.store(masses + row * 3 * SEGMENTS + segment, mass)
-        if arrives_last(state + row * STATE + 5, segments):
-            i = tl.arange(0, SEGMENTS)
-            mine = tl.load(masses + row * 3 * SEGMENTS + i, mask=i < segments, other=0.0)
-            running = tl.cumsum(mine, axis=0)
-            target = tl.load(uniforms + row).to(tl.float64) * at_place(running, i, SEGMENTS - 1)
-            some = tl.where(mine > 0, i, 0)
-            here = tl.min(
-                tl.where((running > target) & (mine > 0), i, tl.max(some, axis=0)), axis=0
-            )
-            before = at_place(running, i, here - 1)
-            chosen = tl.full((), 0x7FFFFFFF, tl.int32)
-            behind = tl.zeros((), tl.int32)
-            for chunk in range(0, chunks):
-                v = (here * chunks + chunk) * BLOCK + tl.arange(0, BLOCK)
-                weights = kept_weights(
-                    logits, row * vocabulary, v, vocabulary, cut, peak, temperature, least
-                )
-                over = (before + tl.cumsum(weights, axis=0) > target) & (weights > 0)
-                chosen = tl.minimum(chosen, tl.min(tl.where(over, v, 0x7FFFFFFF), axis=0))
-                behind = tl.maximum(behind, tl.max(tl.where(weights > 0, v, 0), axis=0))
-                before += tl.sum(weights, axis=0)
-            chosen = tl.where(chosen == 0x7FFFFFFF, behind, chosen)
-            tl.store(ids + row, chosen)
-            tl.store(values + row, tl.load(logits + row * vocabulary + chosen))
+                begin = here * chunks * BLOCK
+                pick(
+                    logits, row, begin, tl.minimum(begin + chunks * BLOCK, vocabulary),
+                    at_place(running, i, here - 1), target, last, last_id, peak, temperature, least,
+                    ids, values, vocabulary, BLOCK,
+                )  # fmt: skip
     elif segment == 0:
         tl.store(ids + row, id_of(highest))
         tl.store(values + row, peak)
