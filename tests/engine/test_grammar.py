@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import product
 from typing import Any
@@ -13,11 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pageturner.config.settings import EngineConfig
+from pageturner.engine import worker
 from pageturner.engine.engine import Engine, EngineParts
 from pageturner.engine.fake import FakeExecutor
 from pageturner.executor import grammar as grammars
 from pageturner.executor.grammar import Grammars
 from pageturner.formats.tokenizer import Marks, Tokenizer
+from pageturner.ipc.ledger import Ledger
 from pageturner.params import SamplingParams
 from pageturner.request import Event, Request, Resume
 from pageturner.scheduler.types import Output, Plan, Result, Sequence
@@ -560,3 +566,25 @@ def test_an_engine_without_a_vocabulary_says_so() -> None:
     (event,) = engine.submit(request(1, "any"))
     assert event.failure is not None
     assert event.failure.code == "structured_outputs_unsupported"
+
+
+def test_an_engine_that_rests_loads_the_vocabulary_once(
+    slow: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading it holds the interpreter: the first grammar must not bring that upon others."""
+    monkeypatch.setattr(worker, "PREPARE_AFTER", 0.01)
+    ours, theirs = socket.socketpair()
+    ledger, fd = Ledger.create()
+    loop = worker.ChannelLoop(engine_of(slow), theirs, ledger, EngineConfig(backend="fake"))
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    until = time.monotonic() + 60
+    while not slow.begun and time.monotonic() < until:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    ours.shutdown(socket.SHUT_WR)
+    thread.join(60)
+    ours.close()
+    theirs.close()
+    os.close(fd)
+    assert len(slow.begun) == 1

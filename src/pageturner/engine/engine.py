@@ -99,6 +99,10 @@ class Engine:
         """True while a step was launched and is not committed."""
         return self._in_flight is not None
 
+    def prepare(self) -> None:
+        """Do now, while nobody waits, what would hold up others when it is asked for first."""
+        self._pending.prepare()
+
     # -- requests ----------------------------------------------------------------------------------
     def submit(self, request: Request) -> list[Event]:
         """Take a request. A refusal is an event too, so that each request is answered."""

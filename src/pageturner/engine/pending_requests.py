@@ -19,6 +19,7 @@ from pageturner.kv.kv_connectors import KVConnectors
 from pageturner.request import Refused, Request
 from pageturner.text.grammar.compiler import GrammarError
 
+SHORTEST = 'start: "a"'  # of grammars
 MAX_WAITING_FOR_KV = 1024  # pending requests beyond which no further request waits for KV
 
 
@@ -109,6 +110,11 @@ class PendingRequests:
             # it can run whatever came of it
             waits.append(_Wait("kv_wait", kv, lambda ticket: None))
         return waits
+
+    def prepare(self) -> None:
+        """Have the vocabulary of grammars loaded, which holds the interpreter."""
+        if self._grammars is not None:
+            self._grammars.compiled(SHORTEST)
 
     def _grammar_wait(self, request: Request) -> _Wait:
         grammar = request.params.structured_outputs

@@ -50,6 +50,7 @@ from pageturner.policies.scheduler_config import CHANGEABLE
 from pageturner.request import Event, Request
 
 STATS_EVERY = 0.25  # seconds
+PREPARE_AFTER = 1.0  # seconds without work, once
 ALIVE_EVERY = 0.25  # seconds; an engine that waits on purpose says so as often as that
 SEND_TIMEOUT = 30.0  # an API process that does not read for so long is gone
 RECEIVE_BYTES = 1 << 20
@@ -73,6 +74,7 @@ class ChannelLoop:
         self._wanted: Configure | None = None
         self._next_stats = 0.0
         self._told_idle = False
+        self._prepared = False
         self._garbage = Collector()
         sock.settimeout(SEND_TIMEOUT)
 
@@ -94,6 +96,9 @@ class ChannelLoop:
         told = select.select(
             [self._sock.fileno(), *self._engine.connectors.wakeup_fds], [], [], self._patience()
         )[0]
+        if not told and self._rests and not self._prepared:
+            self._prepared = True
+            self._engine.prepare()
         if self._sock.fileno() not in told:
             return True
         data = self._sock.recv(RECEIVE_BYTES)
@@ -135,11 +140,15 @@ class ChannelLoop:
             self._wanted = None
             self._sock.sendall(encode(Configured(wanted)))
 
+    @property
+    def _rests(self) -> bool:
+        return not self._engine.has_work and self._wanted is None
+
     def _patience(self) -> float | None:
+        if self._rests:
+            return None if self._prepared else PREPARE_AFTER
         if not self._engine.has_work:
-            return (
-                None if self._wanted is None else 0.0
-            )  # the batch it had to wait for has just ended
+            return 0.0  # the batch that new settings had to wait for has just ended
         wake = self._engine.wake
         return 0.0 if wake is None else min(max(wake - self._engine.clock(), 0.0), ALIVE_EVERY)
 

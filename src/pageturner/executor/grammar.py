@@ -11,9 +11,7 @@ how a grammar came about (text/structured_outputs.py), the queue, or logits.
 
 from __future__ import annotations
 
-import os
 import re
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -32,7 +30,6 @@ from pageturner.text.grammar.compiler import Matcher
 
 # grammars compiled at once; as many slow ones hold up other new grammars, and nothing else
 COMPILERS = 4
-COMPILER_NICENESS = 10  # of their threads: the kernels need the processors more
 MASKERS = 2  # sequences whose masks are computed at once
 MASK_SECONDS = 0.05  # that a step waits for masks when its layers are computed
 MAX_COMPILED_BYTES = 64 << 20  # of the grammars that are kept, as far as that can be told
@@ -185,7 +182,7 @@ class Grammars:
         self._most_places = most_places
         self._compiled: OrderedDict[str, Future[Start]] = OrderedDict()
         self._jobs: OrderedDict[tuple[int, int], _Job] = OrderedDict()
-        self._compilers = ThreadPoolExecutor(COMPILERS, "grammar", _give_way)
+        self._compilers = ThreadPoolExecutor(COMPILERS, "grammar")
         self._maskers = ThreadPoolExecutor(MASKERS, "mask")
 
     def compiled(self, grammar: str) -> Future[Start]:
@@ -279,11 +276,6 @@ def _collect(
 
 def _bytes_of(grammar: str) -> int:
     return GRAMMAR_BYTES + BYTES_PER_CHARACTER * len(grammar)
-
-
-def _give_way() -> None:
-    """Let the threads of the kernels go first."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), COMPILER_NICENESS)
 
 
 def no_masks() -> tuple[Masks, Instead]:

@@ -7,6 +7,7 @@ where a grammar comes from. llguidance is imported when the first grammar is che
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Callable
@@ -137,12 +138,19 @@ def byte_tokens() -> LLTokenizer:
     return LLTokenizer("byte")
 
 
-def compiled(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
-    """The grammar for a vocabulary; it may be in error. Other threads go on meanwhile."""
+def compiled(vocabulary: LLTokenizer, grammar: str, niceness: int = 0) -> LLMatcher:
+    """The grammar for a vocabulary; it may be in error. Other threads go on meanwhile, and first
+    where this one is nice. A thread that holds the interpreter must not be: all wait for it."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(max_lexer_states=MAX_STATES, max_items_in_row=MAX_WAYS)
-    return _with_stack(lambda: LLMatcher(vocabulary, grammar, log_level=0, limits=limits))
+
+    def work() -> LLMatcher:
+        if niceness:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+        return LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+
+    return _with_stack(work)
 
 
 _starting = threading.Lock()  # the size of a stack is a setting of the whole process

@@ -17,6 +17,7 @@ from pageturner.text.grammar.check import compiled, message_of
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
+NICENESS = 10  # of threads that compile: the kernels need the processors more
 LONGEST_TOKEN = (
     1024  # bytes; llguidance takes none that is longer, and its text can be had by shorter ones
 )
@@ -41,9 +42,9 @@ class Matcher(Protocol):
 class Compiler:
     """Compiles grammars for the vocabulary of one model, which is loaded when the first one comes.
     For any thread. Compiling leaves the interpreter to others; loading the vocabulary, once, does
-    not always. It cannot be ended, but is bounded: its time hardly depends on the vocabulary, and a
-    server lets no grammar in whose check, which compiles it too, took longer than a limit
-    (server/text_workers/text_pool.py)."""
+    not, for some tenths of a second. It cannot be ended, but is bounded: its time hardly depends on
+    the vocabulary, and a server lets no grammar in whose check, which compiles it too, took longer
+    than a limit (server/text_workers/text_pool.py)."""
 
     def __init__(self, load: Callable[[], Tokenizer]) -> None:
         self._load = load
@@ -65,7 +66,7 @@ class Compiler:
                     self._vocabulary = LLTokenizer(
                         TokenizerWrapper(words), eos_token=list(words.eos_ids)
                     )
-        matcher = compiled(self._vocabulary, grammar)
+        matcher = compiled(self._vocabulary, grammar, NICENESS)
         if matcher.is_error():
             raise GrammarError(message_of(matcher.get_error()))
         return matcher
