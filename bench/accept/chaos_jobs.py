@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+import api_batches
 import dialect_jobs
 from dialect_jobs import FORM, PLACES, Ask
 
@@ -66,6 +67,8 @@ PROMPTS: dict[str, dict[str, Any]] = {
 }
 NOT_STREAMED = ("beams", "more beams", "best_of")
 RETRYABLE = (429, 503)
+BATCHES, LINES = "/v1/batches", 12
+KEPT = ("logprobs", "prompt_logprobs", "use_beam_search", "receipt", "best_of", "echo")
 PAUSE, PATIENCE = 0.25, 240.0  # seconds between two tries of what was refused, and for all of them
 
 
@@ -82,15 +85,29 @@ class Job:
     @property
     def routed(self) -> bool:
         """Whether a router passes it on."""
-        return self.path != dialect_jobs.RESPONSES
+        return self.path not in (dialect_jobs.RESPONSES, BATCHES)
+
+    @property
+    def stays(self) -> bool:
+        """Whether no other replica can go on with its stream (docs/api.md, Router)."""
+        several = self.body.get("n", 1) > 1 or isinstance(self.body.get("prompt"), list)
+        return several or any(name in self.body for name in KEPT)
+
+    def use(self, adapter: str) -> None:
+        """Ask an adapter instead of the model itself."""
+        self.name = f"{self.name}, {adapter}"
+        for body in [line["body"] for line in self.body.get("lines", ())] or [self.body]:
+            body["model"] = adapter
 
 
 @dataclass(slots=True)
 class Answered:
-    """What must not change; how often it was refused before, in a way that may be tried again."""
+    """What must not change; how often it was refused before, in a way that may be tried again, and how often
+    its replica was lost whose stream no other can go on with."""
 
     text: str
     refused: int = 0
+    cut: int = 0
 
 
 def jobs() -> list[Job]:
@@ -135,24 +152,79 @@ def _whole(body: dict[str, Any]) -> dict[str, Any]:
 def ask(url: str, job: Job) -> Answered:
     """Everything of the answer that must never change, as one text. What is refused for the moment, before
     anything of it was said, is asked again, as every client should."""
-    until, refused = time.monotonic() + PATIENCE, 0
+    until, refused, cut = time.monotonic() + PATIENCE, 0, 0
     while True:
         try:
-            status, data = (
-                post(url, job) if job.exact is None else dialect_jobs.whole_answer(url, job.exact)
-            )
+            status, data = _answer(url, job)
         except (OSError, http.client.HTTPException) as error:
-            return Answered(f"broken: {error!r}", refused)
-        if status not in RETRYABLE or time.monotonic() > until:
+            return Answered(f"broken: {error!r}", refused, cut)
+        lost = status == 200 and job.stays and b"replica_lost" in data
+        if (status not in RETRYABLE and not lost) or time.monotonic() > until:
             break
-        refused += 1
+        refused += not lost
+        cut += lost
         time.sleep(PAUSE)
-    if status != 200:
-        return Answered(f"status {status}: {data[:300]!r}", refused)
+    return Answered(
+        _same(job, data) if status == 200 else f"status {status}: {data[:300]!r}", refused, cut
+    )
+
+
+def _answer(url: str, job: Job) -> tuple[int, bytes]:
+    if job.path == BATCHES:
+        return 200, _batch(url, job.body["lines"])
+    if job.exact is not None:
+        return dialect_jobs.whole_answer(url, job.exact)
+    return post(url, job)
+
+
+def _same(job: Job, data: bytes) -> str:
     if job.exact is not None:
         same = dialect_jobs.same_bytes(data, ids=False).decode()
-        return Answered(f"error: {same}" if '"error":{' in same else json.dumps([same]), refused)
-    return Answered(_streamed(data) if job.body.get("stream") else _in_one_piece(data), refused)
+        return f"error: {same}" if '"error":{' in same else json.dumps([same])
+    return _streamed(data) if job.body.get("stream") else _in_one_piece(data)
+
+
+# -- batches -------------------------------------------------------------------------------------------------
+def batches(every: list[Job]) -> list[Job]:
+    """Chats and completions that are not streamed, as lines of files."""
+    paths = ("/v1/completions", dialect_jobs.CHAT)
+    return [
+        Job(
+            f"a batch of {path}",
+            BATCHES,
+            {"lines": _lines([job for job in every if job.path == path])},
+        )
+        for path in paths
+    ]
+
+
+def _lines(jobs: list[Job]) -> list[dict[str, Any]]:
+    whole = [job.body for job in jobs if not job.body.get("stream")]
+    return [
+        {"custom_id": str(number), "method": "POST", "url": jobs[0].path, "body": dict(body)}
+        for number, body in enumerate(body for body in whole if "deadline_ms" not in body)
+    ][:LINES]
+
+
+def _batch(url: str, lines: list[dict[str, Any]]) -> bytes:
+    """The answers of a batch in the order of its lines; files and batch are removed behind it."""
+    file = api_batches.upload(url, api_batches.as_text(lines))
+    wanted = {"input_file_id": file, "endpoint": lines[0]["url"]}
+    made = api_batches.call(f"{url}{BATCHES}", "POST", json.dumps(wanted).encode())
+    told = api_batches.ended(url, json.loads(made)["id"])
+    found: dict[str, Any] = {}
+    for kind in ("output_file_id", "error_file_id"):
+        if told.get(kind):
+            for raw in api_batches.call(f"{url}/v1/files/{told[kind]}/content").splitlines():
+                line = json.loads(raw)
+                answer = line.get("response") or {}
+                good = answer.get("status_code") == 200
+                found[line["custom_id"]] = (
+                    _in_one_piece(json.dumps(answer["body"]).encode()) if good else line
+                )
+            api_batches.call(f"{url}/v1/files/{told[kind]}", "DELETE")
+    api_batches.call(f"{url}/v1/files/{file}", "DELETE")
+    return json.dumps([found.get(line["custom_id"]) for line in lines]).encode()
 
 
 def post(url: str, job: Job) -> tuple[int, bytes]:
@@ -169,7 +241,7 @@ def post(url: str, job: Job) -> tuple[int, bytes]:
 
 def _in_one_piece(data: bytes) -> str:
     answer = json.loads(data)
-    if "choices" not in answer:
+    if isinstance(answer, list) or "choices" not in answer:
         return json.dumps(answer)
     said = [_parts(choice) for choice in answer["choices"]]
     return json.dumps([said, answer.get("prompt_logprobs"), _counted(answer), _sealed(answer)])

@@ -26,7 +26,7 @@ import chaos_jobs
 import dialect_jobs
 import harness
 from chaos_jobs import Job, ask
-from harness import Line, Server, rss_mb
+from harness import Line, rss_mb
 
 from pageturner.telemetry import step_log
 
@@ -39,13 +39,32 @@ AT_ONCE = 8  # truths
 Kinds = dict[str, Callable[[], None]]
 
 
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A server that is disturbed. flags: what it is given besides; {folder} is a folder of its own.
+    adapters: names in turns with the model's own. batches: some of what is asked is asked as a batch.
+    only: kinds of faults; none: all."""
+
+    name: str = "a server"
+    flags: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
+    batches: bool = False
+    seed: int = 3
+    only: tuple[str, ...] = ()
+
+
+ALONE = Setup()
+
+
 @dataclass(slots=True)
 class Seen:
-    """differ: answers that were lost or changed; lost: how engines were; pressed: what those were told who
+    """cut: streams that no other replica can take over, told so and asked for again; differ: answers that were
+    lost or changed; lost: how engines were; pressed: what those were told who
     took the memory; before, behind: memory of the API process in MB; records: of the step log."""
 
     answers: int = 0
     refused: int = 0
+    cut: int = 0
     differ: list[str] = field(default_factory=list)
     faults: Counter[str] = field(default_factory=Counter)
     failed_faults: list[str] = field(default_factory=list)
@@ -68,31 +87,31 @@ def router(replica: str) -> Iterator[str]:
         yield front.url
 
 
-def run(
-    minutes: float, clients: int, faults: int, seed: int = 3, only: tuple[str, ...] = ()
-) -> Seen:
-    """What was seen. only: kinds of faults; none: all."""
-    seen = Seen()
+def run(minutes: float, clients: int, faults: int, setup: Setup = ALONE) -> Seen:
+    """What was seen."""
+    seen, seed = Seen(), setup.seed
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "steps"
         said = Path(folder) / "said"
-        flags = (*FLAGS, "--step-log", str(log))
+        more = (flag.format(folder=folder) for flag in setup.flags)
+        flags = (*FLAGS, "--step-log", str(log), *more)
         with harness.server(*flags, log=said) as server, router(server.url) as front:
-            every = _with_truths(server)
+            every = with_truths(server.url, setup)
             seen.before = rss_mb(server.process.pid)
             disturbed = chaos_faults.Faults(server, random.Random(seed), log)
             kinds = {
-                kind: act for kind, act in disturbed.kinds().items() if not only or kind in only
+                kind: act
+                for kind, act in disturbed.kinds().items()
+                if not setup.only or kind in setup.only
             }
             until = time.monotonic() + 60 * minutes
 
             def one(number: int) -> None:
                 if number == 0:
-                    _disturb(kinds, faults, until, random.Random(seed + 1), seen)
+                    disturb(kinds, faults, until, random.Random(seed + 1), seen)
                 else:
-                    _client(
-                        server.url,
-                        front if number % 2 else server.url,
+                    client(
+                        (server.url, front if number % 2 else server.url),
                         every,
                         until,
                         random.Random(1000 * seed + number),
@@ -115,16 +134,21 @@ def run(
     return seen
 
 
-def _with_truths(server: Server) -> list[Job]:
+def with_truths(url: str, setup: Setup = ALONE) -> list[Job]:
     """What is asked, and what that answers now."""
-    every = [*chaos_jobs.jobs(), *chaos_jobs.dialects(server.url)]
-    pinned = ask(server.url, Job("", "/v1/prefixes", {"id": "chaos", "prompt": chaos_jobs.PINNED}))
+    every = [*chaos_jobs.jobs(), *chaos_jobs.dialects(url)]
+    if setup.batches:
+        every += chaos_jobs.batches(every)
+    for number, name in enumerate(setup.adapters):
+        for job in every[number :: len(setup.adapters) + 1]:
+            job.use(name)
+    pinned = ask(url, Job("", "/v1/prefixes", {"id": "chaos", "prompt": chaos_jobs.PINNED}))
     if pinned.text.startswith("status"):
         raise RuntimeError(f"the prefix is not kept: {pinned.text}")
 
     def find(number: int) -> None:
         for job in every[number::AT_ONCE]:
-            job.truth = ask(server.url, job).text
+            job.truth = ask(url, job).text
             if job.truth[:1] not in "[{":
                 raise RuntimeError(
                     f"{job.name} is not answered when nothing is disturbed: {job.truth}"
@@ -137,16 +161,17 @@ def _with_truths(server: Server) -> list[Job]:
 _lock = threading.Lock()
 
 
-def _client(
-    url: str, front: str, every: list[Job], until: float, dice: random.Random, seen: Seen
+def client(
+    urls: tuple[str, str], every: list[Job], until: float, dice: random.Random, seen: Seen
 ) -> None:
-    """front: the address for what a router passes on."""
+    """urls: of a server, and for what a router passes on."""
     while time.monotonic() < until:
         job = dice.choice(every)
-        answer = ask(front if job.routed else url, job)
+        answer = ask(urls[job.routed], job)
         with _lock:
             seen.answers += 1
             seen.refused += answer.refused
+            seen.cut += answer.cut
             if answer.text != job.truth:
                 seen.differ.append(f"{job.name}: {_difference(job.truth, answer.text)}")
 
@@ -157,7 +182,7 @@ def _difference(truth: str, text: str) -> str:
     return text[:300] if text[:1] not in "[{" else f"at {at}: {text[max(at - 60, 0) : at + 140]}"
 
 
-def _disturb(kinds: Kinds, count: int, until: float, dice: random.Random, seen: Seen) -> None:
+def disturb(kinds: Kinds, count: int, until: float, dice: random.Random, seen: Seen) -> None:
     """Each kind as often as every other, spread evenly over the time."""
     begin = time.monotonic()
     period = (until - begin) / count
@@ -179,14 +204,13 @@ def lines(
     minutes: float = 20.0,
     clients: int = 24,
     faults: int = 80,
-    seed: int = 3,
-    only: tuple[str, ...] = (),
+    setup: Setup = ALONE,
 ) -> Iterator[Line]:
     """Nothing lost, repeated or changed."""
-    seen = run(minutes, clients, faults, seed, only)
+    seen = run(minutes, clients, faults, setup)
     methods = len(chaos_jobs.METHODS) + len(chaos_jobs.PROMPTS)
-    what = f"chaos of {minutes:g} minutes, {methods} methods in two dialects, calls, thoughts and every other"
-    what += f" shape, {clients} clients"
+    what = f"{setup.name}: chaos of {minutes:.3g} minutes, {methods} methods in two dialects, calls, thoughts"
+    what += f" and every other shape, {clients} clients"
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(seen.faults.items()))
     figure = f"{seen.answers} answers, {len(seen.differ)} lost or changed, {seen.refused} refused for a moment"
     figure += f"; {seen.restarts:g} engines lost, {seen.resumed:g} streams resumed, {seen.poisoned:g} poisoned"
@@ -194,14 +218,18 @@ def lines(
     yield Line(what, figure, bool(seen.answers) and not seen.differ)
     failed = "".join(f"; {one}" for one in seen.failed_faults)
     enough = sum(seen.faults.values()) == faults and not failed
-    yield Line(f"{faults} faults of {len(seen.faults)} kinds", kinds + failed, enough)
+    yield Line(f"{setup.name}: {faults} faults of {len(seen.faults)} kinds", kinds + failed, enough)
     ends = ", ".join(f"{count} {end}" for end, count in seen.lost.most_common())
-    yield Line("how engines were lost", ends, None)
+    yield Line(f"{setup.name}: how engines were lost", ends, None)
     told = ", ".join(f"{count} times {what}" for what, count in seen.pressed.most_common())
     wild = [what for what in seen.pressed if what.startswith("500")]
-    yield Line("those who took the API process's memory were told", told, not wild)
+    yield Line(f"{setup.name}: those who took the API process's memory were told", told, not wild)
     memory = f"{seen.before:.0f} MB, then {seen.behind:.0f} MB"
-    yield Line("memory of the API process in it", memory, seen.behind < seen.before + 64)
     yield Line(
-        "records in the step log, whose disk was full at times", f"{seen.records}", seen.records > 0
+        f"{setup.name}: memory of the API process in it", memory, seen.behind < seen.before + 64
+    )
+    yield Line(
+        f"{setup.name}: records in the step log, whose disk was full at times",
+        f"{seen.records}",
+        seen.records > 0,
     )

@@ -150,6 +150,26 @@ def test_a_crowd_of_others_passes_only_so_often(
     assert len(ended) < 60
 
 
+def test_nobody_waits_for_one_that_got_its_place_by_another(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The place of the one that waited the longest was asked for by a later one: it stayed the one for whom all
+    have to wait, and no later request for that adapter ever ran."""
+    monkeypatch.setattr(module, "PASSES", 2)
+    made = llm(folders, most=1)
+    engine, digest = made.built.engine, made.adapters.digest
+    engine.submit(request(1, digest("a"), 1))
+    engine.submit(request(2, digest("b"), 1))
+    until = time.monotonic() + 20
+    while not any(event.id == 1 and event.finish for event in engine.step()):
+        assert time.monotonic() < until
+    engine.submit(request(3, digest("b"), 1))
+    drive(engine, 2)
+    for id in range(4, 12):
+        engine.submit(request(id, digest("b"), 1))
+        drive(engine, 1)
+
+
 def told(engine: Engine) -> AdapterLoaded:
     until = time.monotonic() + 20
     while not (found := engine.adapters.news()):

@@ -241,6 +241,7 @@ class AdapterStore:
         self._users[digest] += 1
         self._using[ticket.id] = digest
         del self._tickets[ticket.id]
+        self._served(ticket)
         if self._starving is not None and ticket.number > self._starving.number:
             self._passed += 1
         return True
@@ -248,9 +249,13 @@ class AdapterStore:
     def leave(self, ticket: AdapterTicket) -> None:
         """It waits no longer."""
         if self._tickets.pop(ticket.id, None) is not None:
-            if self._starving is ticket:
-                self._starving, self._passed = None, 0
+            self._served(ticket)
             self._forget_unless_wanted(ticket.digest)
+
+    def _served(self, ticket: AdapterTicket) -> None:
+        """It has a place or wants none: others need not wait for it."""
+        if self._starving is ticket:
+            self._starving, self._passed = None, 0
 
     def _must_wait(self, ticket: AdapterTicket) -> bool:
         """Return whether so many went before an older one that waits for a place, that this one
@@ -267,8 +272,7 @@ class AdapterStore:
                 return False
             self._drop(idle)
             self._counts["adapter_evictions"] += 1
-        if self._starving is ticket:
-            self._starving, self._passed = None, 0
+        self._served(ticket)
         return True
 
     def _read(self, ticket: AdapterTicket, work: Future[LoadedAdapter]) -> bool:
