@@ -286,6 +286,7 @@ class Harm:
     body: float  # MB, of all that was sent at once
     kept: float  # MB over rest, behind it
     errors: list[str]
+    seconds: float
 
 
 def lines(seed: int = 1, most: int = 10_000) -> Iterator[Line]:
@@ -386,6 +387,7 @@ def harm_of(title: str, attack: Any, seen: tuple[Server, Clients, Watch], rest: 
         body=sum(outcome.size for outcome in outcomes) / 2**20,
         kept=watch.peak(end - 0.05, end) - rest,
         errors=errors,
+        seconds=end - begin,
     )
 
 
