@@ -47,7 +47,7 @@ def ask(
     url: str, key: str, method: str, path: str, body: Any = None, **headers: str
 ) -> tuple[int, bytes]:
     """One request of a tenant."""
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=trust_hostile.PATIENT)
     content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
     said = {"Authorization": f"Bearer {key}", "Content-Type": "application/json", **headers}
     connection.request(
@@ -114,7 +114,7 @@ def begun(url: str) -> dict[str, Any]:
 
 def hunt(url: str, seed: int, theirs: tuple[str, ...], pipe: Connection) -> None:
     """Send the cases between two numbers; tells of each its status and bytes, and its name where it is bad."""
-    with urllib.request.urlopen(f"{url}/openapi.json", timeout=60) as answer:
+    with urllib.request.urlopen(f"{url}/openapi.json", timeout=trust_hostile.PATIENT) as answer:
         document = json.load(answer)
     honest = {"messages": [{"role": "user", "content": "hello"}], "documents": ["a"], **begun(url)}
     hunter = Hunter(document, honest, theirs)
