@@ -22,7 +22,8 @@ from harness import Server
 
 from pageturner.ipc.ledger import Ledger
 
-ENGINE_TIMEOUT = 3.0  # seconds, of the server that is disturbed
+# seconds, of the server that is disturbed: more where others leave it little of the processors
+ENGINE_TIMEOUT = float(os.environ.get("PAGETURNER_CHAOS_TIMEOUT", "3"))
 WORKERS = "pageturner-text"  # what the fork server and the text workers are called
 ROOM = (0, 8, 24, 48)  # MB that the API process may grow by while it has too little memory
 PRESSED = 2.5  # seconds

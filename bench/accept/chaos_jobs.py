@@ -66,7 +66,7 @@ PROMPTS: dict[str, dict[str, Any]] = {
     "truncated": {"temperature": 0.7, "truncate_prompt_tokens": 3},
 }
 NOT_STREAMED = ("beams", "more beams", "best_of")
-RETRYABLE = (429, 503)
+RETRYABLE = (429, 502, 503)  # as clients do; 502: two replicas in a row were lost
 BATCHES, LINES = "/v1/batches", 12
 KEPT = ("logprobs", "prompt_logprobs", "use_beam_search", "receipt", "best_of", "echo")
 PAUSE, PATIENCE = 0.25, 240.0  # seconds between two tries of what was refused, and for all of them

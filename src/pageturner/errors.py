@@ -41,6 +41,11 @@ class EngineFault(Exception):
         self.message = message
 
 
+def lacks_memory(error: BaseException) -> bool:
+    """True of what is raised where there is no memory: a thread without a stack is a RuntimeError."""
+    return isinstance(error, MemoryError) or "can't start new thread" in str(error)
+
+
 def bad_setting(message: str) -> EngineFault:
     """Return the fault for a setting that cannot be meant: in a flag, a configuration file or
     another file that the user wrote."""

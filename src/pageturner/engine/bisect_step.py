@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from pageturner.errors import EngineFault
+from pageturner.errors import EngineFault, lacks_memory
 from pageturner.executor.runner import Executor
 from pageturner.request import Failure
 from pageturner.scheduler.types import Item, Output, Plan, Result
@@ -101,7 +101,7 @@ def _halves(part: list[tuple[int, Item]]) -> list[list[tuple[int, Item]]]:
 def _failure(item: Item, error: Exception) -> Failure:
     """Return the failure of a guilty request. The text of an exception may hold what a client
     wrote: it is left out."""
-    if isinstance(error, MemoryError):
+    if lacks_memory(error):
         return NO_MEMORY
     where = _where(error)
     log.error("request %d raises %s: it fails, the others go on", item.sequence.request.id, where)

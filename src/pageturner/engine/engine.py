@@ -77,6 +77,7 @@ class Engine:
         self.adapters = parts.adapters or AdapterStore(None, 0)
         self.connectors = parts.connectors or KVConnectors()
         self._pending = PendingRequests(parts.grammars, self.adapters, self.connectors)
+        self.prepare = self._pending.prepare  # to be called while nobody waits
         self._log = parts.log
         self._costs = parts.costs
         self._prices = work_prices(parts.costs) if parts.costs else None
@@ -98,10 +99,6 @@ class Engine:
     def in_flight(self) -> bool:
         """True while a step was launched and is not committed."""
         return self._in_flight is not None
-
-    def prepare(self) -> None:
-        """Do now, while nobody waits, what would hold up others when it is asked for first."""
-        self._pending.prepare()
 
     # -- requests ----------------------------------------------------------------------------------
     def submit(self, request: Request) -> list[Event]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from pageturner.engine.bisect_step import NO_MEMORY
 from pageturner.executor.adapters import AdapterStore, AdapterTicket
 from pageturner.executor.grammar import Grammars, Start
 from pageturner.kv.kv_connectors import KVConnectors
@@ -146,6 +147,8 @@ def _check_grammar(request: Request, compiled: Future[Start]) -> None:
         least, most = compiled.result().least, request.params.max_tokens
     except GrammarError as error:
         raise Refused("invalid_grammar", str(error)) from error
+    except MemoryError as error:
+        raise Refused(NO_MEMORY.code, NO_MEMORY.message, NO_MEMORY.retry_after) from error
     if most is not None and most < least:
         message = (
             f"every answer to this grammar has {least} tokens or more, and max_tokens is {most}"

@@ -22,7 +22,7 @@ from pageturner import logs
 from pageturner.config.settings import EngineConfig
 from pageturner.engine.engine import Engine
 from pageturner.engine.engine_factory import LoadedEngine, make_engine
-from pageturner.errors import EngineFault
+from pageturner.errors import EngineFault, lacks_memory
 from pageturner.garbage import Collector
 from pageturner.interrupt import end_with_parent
 from pageturner.ipc.adapter_messages import LoadAdapter, UnloadAdapter
@@ -59,8 +59,7 @@ BUFFER_BYTES = 4 << 20  # of the socket: one step's news never waits for the API
 
 class ChannelLoop:
     """Drives an Engine from a socket: submits and aborts in, events and stats out, until the other
-    end closes.
-    """
+    end closes."""
 
     def __init__(
         self, engine: Engine, sock: socket.socket, ledger: Ledger, config: EngineConfig
@@ -74,7 +73,7 @@ class ChannelLoop:
         self._wanted: Configure | None = None
         self._next_stats = 0.0
         self._told_idle = False
-        self._prepared = False
+        self._rest: float | None = PREPARE_AFTER
         self._garbage = Collector()
         sock.settimeout(SEND_TIMEOUT)
 
@@ -93,11 +92,10 @@ class ChannelLoop:
 
     def _receive(self) -> bool:
         """Take what has arrived; wait for it when there is nothing else to do. False at the end."""
-        told = select.select(
-            [self._sock.fileno(), *self._engine.connectors.wakeup_fds], [], [], self._patience()
-        )[0]
-        if not told and self._rests and not self._prepared:
-            self._prepared = True
+        fds = [self._sock.fileno(), *self._engine.connectors.wakeup_fds]
+        told = select.select(fds, [], [], self._patience())[0]
+        if not told and not self._engine.has_work:
+            self._rest = None
             self._engine.prepare()
         if self._sock.fileno() not in told:
             return True
@@ -140,15 +138,9 @@ class ChannelLoop:
             self._wanted = None
             self._sock.sendall(encode(Configured(wanted)))
 
-    @property
-    def _rests(self) -> bool:
-        return not self._engine.has_work and self._wanted is None
-
     def _patience(self) -> float | None:
-        if self._rests:
-            return None if self._prepared else PREPARE_AFTER
-        if not self._engine.has_work:
-            return 0.0  # the batch that new settings had to wait for has just ended
+        if not self._engine.has_work:  # has the batch that settings had to wait for just ended?
+            return self._rest if self._wanted is None else 0.0
         wake = self._engine.wake
         return 0.0 if wake is None else min(max(wake - self._engine.clock(), 0.0), ALIVE_EVERY)
 
@@ -193,9 +185,7 @@ def main() -> int:
     parser.add_argument("--ledger-fd", type=int, required=True)
     parser.add_argument("--kv-fd", type=int, help="memory for KV, empty or of the engine before")
     parser.add_argument("--config", required=True, help="EngineConfig as JSON")
-    parser.add_argument(
-        "--device", help="in place of the configured one: where the engine before computed"
-    )
+    parser.add_argument("--device", help="where the engine before computed, if not as configured")
     arguments = parser.parse_args()
     # Ctrl-C reaches the whole group; the API process drains
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -217,7 +207,9 @@ def main() -> int:
         ChannelLoop(built.engine, sock, ledger, config).run()
     except (BrokenPipeError, ConnectionResetError):
         return 0  # the API process has gone; so do we
-    except MemoryError:
+    except (MemoryError, RuntimeError) as error:
+        if not lacks_memory(error):
+            raise
         logs.say("the engine ends, for it finds no memory", "error")
         return OUT_OF_MEMORY_EXIT
     except BadFrame as error:

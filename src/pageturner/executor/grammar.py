@@ -188,7 +188,10 @@ class Grammars:
     def compiled(self, grammar: str) -> Future[Start]:
         """The grammar, compiled at some time; known ones are there already."""
         future = self._compiled.pop(grammar, None)
-        if future is None or future.cancelled():
+        if future is not None and future.done():
+            lost = future.cancelled() or isinstance(future.exception(), MemoryError)
+            future = None if lost else future
+        if future is None:
             future = self._compilers.submit(self._start, grammar)
         self._compiled[grammar] = future
         size = sum(map(_bytes_of, self._compiled))

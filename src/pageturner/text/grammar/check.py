@@ -171,6 +171,8 @@ def _with_stack(work: Callable[[], T]) -> T:
         usual = threading.stack_size(STACK_BYTES)
         try:
             thread.start()
+        except RuntimeError as error:
+            raise MemoryError(str(error)) from error
         finally:
             threading.stack_size(usual)
     thread.join()

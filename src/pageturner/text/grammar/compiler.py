@@ -6,18 +6,20 @@ compiled.
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from pageturner.errors import refusing
 from pageturner.formats.tokenizer import Tokenizer
-from pageturner.text.grammar.check import compiled, message_of
+from pageturner.text.grammar.check import STACK_BYTES, compiled, message_of
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 NICENESS = 10  # of threads that compile: the kernels need the processors more
+ROOM = STACK_BYTES + (64 << 20)  # bytes of addresses for a stack, a vocabulary and a grammar
 LONGEST_TOKEN = (
     1024  # bytes; llguidance takes none that is longer, and its text can be had by shorter ones
 )
@@ -53,9 +55,14 @@ class Compiler:
         self._pieces: frozenset[bytes] = frozenset()
 
     def __call__(self, grammar: str) -> Matcher:
-        """The place before the first token. GrammarError where there is none."""
+        """The place before the first token. GrammarError where there is none, MemoryError where
+        there is no room: llguidance ends the process when it gets no memory."""
         from llguidance import LLTokenizer, TokenizerWrapper
 
+        try:
+            mmap.mmap(-1, ROOM).close()
+        except OSError as error:
+            raise MemoryError(str(error)) from error
         with self._lock:
             if self._vocabulary is None:
                 words = _Words(self._load())
