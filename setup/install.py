@@ -23,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ROOT / "build" / "tools"
 EVERY_S = 2.5  # from one line to the next where there is no terminal
+MEMORY_EACH = 450_000_000  # bytes that a compiler takes
 TERMINAL = sys.stdout.isatty()
 
 
@@ -38,6 +39,7 @@ class Step:
         self._last: deque[str] = deque(maxlen=40)
         path = f"{TOOLS / 'bin'}:{os.environ['PATH']}"
         own = {"PATH": path, "PYTHONPATH": str(TOOLS), "PYTHONUNBUFFERED": "1"}
+        own["CMAKE_BUILD_PARALLEL_LEVEL"] = str(compilers())
         environment = {**os.environ, **own}
         self.process = subprocess.Popen(
             command,
@@ -80,6 +82,19 @@ class Step:
             say(f"{self} FAILED\n{''.join(self._last)}")
             sys.exit(1)
         say(f"{self.what}: done in {time.monotonic() - self._begin:.0f} s")
+
+
+def compilers() -> int:
+    """How many run at once: some more than cores, for a share of a busy machine, and no more than
+    there is memory for."""
+    cores = os.cpu_count() or 1
+    try:
+        meminfo = Path("/proc/meminfo").read_text()
+    except OSError:
+        return cores
+    found = re.search(r"MemAvailable: *(\d+) kB", meminfo)
+    free = int(found[1]) * 1024 if found else 0
+    return max(1, min(max(6, cores), free // MEMORY_EACH))
 
 
 def say(text: str, stays: bool = True) -> None:
