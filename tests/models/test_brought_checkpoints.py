@@ -22,7 +22,7 @@ from pageturner.models.load import load_model, open_model, what_becomes
 from support import gguf_writer as w
 from support.decoding import Decoding
 from support.hf_folder import GOLDENS
-from support.quantised_folders import FORMATS, make_folders
+from support.quantised_folders import FORMATS, ROUNDED, make_folders
 from support.safetensors_writer import Tensor, write_safetensors
 
 TOKENS = [7 * i % 64 for i in range(24)]
@@ -33,11 +33,11 @@ def logits(path: Path, ops: Any = REFERENCE, **options: str) -> np.ndarray:
     return Decoding(load_model(path, ops, **options), ops).step([("p", TOKENS)])[0]
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FORMATS, *ROUNDED])
 def test_the_values_are_those_of_the_layout(name: str, tmp_path: Path) -> None:
     quantised, floats = make_folders(tmp_path, name)
     expected = logits(floats)
-    rounded = name == "mlx 6 bits"
+    rounded = name in ROUNDED
     got = logits(quantised, dtype="float32")
     if rounded:
         assert np.sqrt(np.mean((got - expected) ** 2)) < 0.05 * expected.std()

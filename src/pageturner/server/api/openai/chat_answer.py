@@ -27,19 +27,23 @@ def message(reply: Reply, stream: OutputStream, answer: WholeAnswer) -> dict[str
     """The whole message of one choice."""
     text, echo = answer.texts[stream.choice], reply.echo(stream)
     if reply.call.answer is None:
-        return {"role": "assistant", "content": echo + text, "reasoning": None}
+        return _said(reply, echo + text, "")
     parts = parts_of(reply, stream, text, answer.offsets[stream.choice])
     calls_cut = bool(reply.call.answer.tools) and reader_of(reply, stream).cut
     content, thoughts = echo + parts.text(CONTENT), parts.text(REASONING)
     calls = [_call(reply, stream, part.call, part.name, part.text) for part in parts.of_kind(CALL)]
-    whole: dict[str, Any] = {
-        "role": "assistant",
-        "content": content if content or not (calls or calls_cut) else None,
-        "reasoning": None,
-    }
-    if thoughts and reply.call.body.include_reasoning is not False:
-        whole |= _thoughts(thoughts)
+    said = content if content or not (calls or calls_cut) else None
+    whole = _said(reply, said, thoughts)
     return {**whole, "tool_calls": calls} if calls else whole
+
+
+def _said(reply: Reply, content: str | None, thoughts: str) -> dict[str, Any]:
+    """A message without calls: `reasoning` is null where there are no thoughts, and is not there
+    where nobody wants them."""
+    whole: dict[str, Any] = {"role": "assistant", "content": content}
+    if reply.call.body.include_reasoning is False:
+        return whole
+    return whole | (_thoughts(thoughts) if thoughts else {"reasoning": None})
 
 
 def events(reply: Reply, piece: OutputPiece, logprobs: dict[str, Any] | None) -> bytes:
