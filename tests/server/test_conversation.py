@@ -185,6 +185,17 @@ def test_a_result_has_the_name_of_its_tool_and_no_calls_are_none() -> None:
     assert "tool_calls" not in message
 
 
+def test_tools_are_told_to_the_user_where_a_template_knows_no_system() -> None:
+    template = ChatTemplate(
+        "{% for m in messages if m.role == 'user' %}U: {{ m.content }}{% endfor %}"
+    )
+    tool = {"type": "function", "function": {"name": "look"}}
+    told = prompt_text(template, [{"role": "user", "content": "Hm?"}], {"tools": [tool]})
+    assert told.startswith("U: You may call these functions:")
+    assert '"look"' in told
+    assert told.endswith("Hm?")
+
+
 def test_thoughts_of_former_turns_have_every_name() -> None:
     (message,) = template_messages([{"role": "assistant", "content": "a", "reasoning": "hm"}])
     assert message["reasoning_content"] == message["reasoning"] == message["thinking"] == "hm"

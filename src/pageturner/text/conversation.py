@@ -109,8 +109,8 @@ def _told(
     variables: dict[str, Any],
     generate: bool,
 ) -> str:
-    """The prompt with a text about the tools in the system message, for a template that does not
-    show them; "": it refuses this too."""
+    """The prompt with a text about the tools in the system message, or in the user's first one, for
+    a template that does not show them; "": it refuses these too, or leaves them out."""
     format = recognised(template.source) or tool_format(COMMON)
     shown = "\n".join(map(_json, variables["tools"]))
     text = f"You may call these functions:\n<tools>\n{shown}\n</tools>\nA call is written so:\n"
@@ -120,12 +120,18 @@ def _told(
     if first.get("role") in ("system", "developer"):
         text = f"{_text(first.get('content'))}\n\n{text}"
         rest = messages[1:]
-    told = [{"role": "system", "content": text}, *rest]
+    ways = [[{"role": "system", "content": text}, *rest]]
+    if rest and rest[0].get("role") == USER:
+        user = f"{text}\n\n{_text(rest[0].get('content'))}"
+        ways.append([{**rest[0], "content": user}, *rest[1:]])
     others = {
         name: value for name, value in variables.items() if name not in ("tools", "xml_tools")
     }
-    with contextlib.suppress(ClientError):
-        return prompt_text(template, told, others, generate=generate)
+    for told in ways:
+        with contextlib.suppress(ClientError):
+            made = prompt_text(template, told, others, generate=generate)
+            if shown in made:
+                return made
     return ""
 
 
