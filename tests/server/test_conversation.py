@@ -22,6 +22,7 @@ from pageturner.text import conversation, reasoning, tool_formats
 from pageturner.text.answer_format import AnswerFormat
 from pageturner.text.answer_format import read as parse
 from pageturner.text.chat_template import ChatTemplate
+from pageturner.text.conversation import prompt_text
 from support.vocabs import vocab_path
 
 from .bytes_tokenizer import TEMPLATE, BytesTokenizer
