@@ -92,8 +92,8 @@ def end(stub: Stub, driver: CudaDriver, manifest: Manifest) -> None:
 
 def plain(manifest: Manifest) -> None:
     stub, driver, engine = engine_of(manifest, False)
-    # a norm, the head and five of the choice, by what is uploaded
-    check(steps(stub, engine), 1, 7, 2)
+    # a norm, the head and four of the choice, by what is uploaded
+    check(steps(stub, engine), 1, 6, 2)
     end(stub, driver, manifest)
 
 
