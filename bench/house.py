@@ -29,7 +29,7 @@ BARS = {
     "class names twice, unexplained": 0,
     "longest function": 112,
     "files of the path": 25,
-    "lines of the path": 5704,
+    "lines of the path": 5731,
     "docstrings without a subject": 0,
     "functions of more than five parameters": 142,
     "tuple assignments": 1_060,
@@ -52,7 +52,7 @@ BUDGETS = {
     "kv": 15_300,
     "parallel": 3_150,
     "models": 44_100,
-    "kernels": 98_550,
+    "kernels": 100_000,
     "formats": 24_850,
     "text": 42_650,
     "http": 19_000,
@@ -61,7 +61,7 @@ BUDGETS = {
     "lab": 95_000,
     "cli": 17_340,
 }
-WHOLE = {"src/pageturner": 590_200, "bench": 229_150, "tests": 664_050}  # tokens
+WHOLE = {"src/pageturner": 586_000, "bench": 231_500, "tests": 661_500}  # tokens
 FINDINGS = (
     "upwards",
     "circles",

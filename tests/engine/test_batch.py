@@ -4,8 +4,7 @@ import random
 
 import numpy as np
 
-from pageturner.executor.batch import pack, pack_sliding
-from pageturner.executor.kept import BlockRows
+from pageturner.executor.batch import BlockRows, pack, pack_sliding
 from pageturner.request import Request
 from pageturner.scheduler.types import Item, Plan, Sequence
 

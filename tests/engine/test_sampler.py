@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pageturner.executor.kept import Crowd
+from pageturner.executor.async_runner import Crowd
 from pageturner.executor.sampler import NOTHING_ALLOWED, draws, uniform
 from pageturner.kernels.reference import ReferenceOps
 from pageturner.params import SamplingParams

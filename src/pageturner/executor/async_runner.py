@@ -11,12 +11,13 @@ from math import isfinite
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
+
 from pageturner.executor import sampler
 from pageturner.executor.batch import NO_ROWS
-from pageturner.executor.kept import Crowd
 from pageturner.executor.processors import PROCESSORS
 from pageturner.executor.runner import Runner
-from pageturner.kernels.choosing import ChoosesLater
+from pageturner.kernels.choosing import ChoosesLater, Draw
 from pageturner.models.decoder import Decoder
 from pageturner.params import SamplingParams
 from pageturner.request import Request
@@ -34,6 +35,23 @@ class LaunchedStep:
     places: list[int]
     rows: dict[Sequence, int]
     chosen: Any
+
+
+class Crowd:
+    """Sequences that are drawn for in many steps: all but the noise is made once."""
+
+    def __init__(self, sequences: list[Sequence]) -> None:
+        self.sequences = sequences
+        streams = [sampler.stream(one.request.params.seed or 0, one.index) for one in sequences]
+        self._streams = np.array(streams, np.uint64)
+        self._draws = sampler.draws(sequences)
+
+    def draws(self, lengths: list[int]) -> Draw:
+        """The arrays of `sampler.draws`. lengths: how many tokens each will have had by then."""
+        if not self._draws[0].any():
+            return self._draws
+        noise = sampler.noise(self._streams, np.array(lengths, np.uint64))
+        return *self._draws[:4], noise.astype(np.float32)
 
 
 class AsyncRunner:

@@ -15,10 +15,9 @@ import numpy as np
 
 from pageturner.errors import EngineFault
 from pageturner.executor import sampler
-from pageturner.executor.batch import NO_ROWS, Rows, pack, pack_sliding
+from pageturner.executor.batch import NO_ROWS, BlockRows, Rows, pack, pack_sliding
 from pageturner.executor.draft import Drafter
 from pageturner.executor.grammar import Grammars, no_masks
-from pageturner.executor.kept import BlockRows
 from pageturner.executor.kv_memory import KVLayout
 from pageturner.executor.model_costs import model_costs
 from pageturner.executor.pooling import pool
