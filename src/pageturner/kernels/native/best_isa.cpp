@@ -1,5 +1,5 @@
-// Prints the instruction sets that run here, best first, as a list of CMake: the build begins with the first that
-// the compiler knows.
+// Prints the instruction sets that run here, best first, as a list of CMake: the build begins with the first
+// that the compiler knows.
 #include <cstdio>
 
 #include "processor.h"

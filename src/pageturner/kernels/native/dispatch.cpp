@@ -7,7 +7,8 @@
 namespace pt {
 namespace {
 
-const Kernels* const kCompiled[] = {  // best first
+const Kernels* const kCompiled[] = {
+    // best first
 #ifdef PT_HAVE_amx
     &amx::kernels,
 #endif

@@ -23,8 +23,8 @@ inline bool has_feature(unsigned leaf, unsigned bit, bool in_edx) {
 // Tiles of bf16: in the CPU, and the kernel allows this process to use them (ARCH_REQ_XCOMP_PERM).
 inline bool amx_here() {
   constexpr int kRequest = 0x1023, kTileData = 18;
-  static const bool here =
-      has_feature(0, 24, true) && has_feature(0, 22, true) && syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+  static const bool here = has_feature(0, 24, true) && has_feature(0, 22, true) &&
+                           syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
   return here;
 }
 #endif
