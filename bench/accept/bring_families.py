@@ -51,6 +51,7 @@ NAMES = [
     "glm4_moe_lite",
     "stablelm",
     "stablelm_parallel",
+    "phi",
     "internlm3",
 ]
 BOUND = 1e-4  # of the largest logit

@@ -246,7 +246,7 @@ def test_edits_are_those_of_the_definition(
 
 
 @pytest.mark.parametrize("greedy", [0.0, 1.0])
-@pytest.mark.parametrize("name", ["norm with a bias", "soft cap", "both"])
+@pytest.mark.parametrize("name", ["norm with a bias", "soft cap", "both", "bias"])
 def test_heads_of_other_families(crowd: list[NativeOps], name: str, greedy: float) -> None:
     rows, vocabulary = 33, 1003
     x, parameters, edits = 2 * normal(rows, 96), draw(rows, greedy), some_edits(rows, vocabulary)
@@ -255,6 +255,10 @@ def test_heads_of_other_families(crowd: list[NativeOps], name: str, greedy: floa
         head = Head(norm, 1e-5, ops.pack_weight(weight("Q8_0", vocabulary, 96)))
         head = head if name == "soft cap" else replace(head, norm_bias=bias)
         head = head if name == "norm with a bias" else replace(head, soft_cap=3.0)
+        if name == "bias":
+            plain = ops.logits(x, replace(head, soft_cap=0.0)).copy()
+            head = replace(head, soft_cap=0.0, bias=ops.pack_weight(vector(vocabulary, seed=3)))
+            assert np.array_equal(ops.logits(x, head), plain + head.bias)
         assert np.array_equal(ops.logits(x, head), Composites.logits(ops, x, head))
         for rest in (
             (),

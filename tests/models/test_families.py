@@ -64,6 +64,7 @@ NAMES = [
     "internlm3",
     "stablelm",
     "stablelm_parallel",
+    "phi",
 ]
 LENGTHS = {
     "phi4_mini": 512

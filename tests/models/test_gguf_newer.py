@@ -29,6 +29,7 @@ Values = dict[str, w.Value]
 NAMES = {
     "embed": "token_embd.weight",
     "head": "output.weight",
+    "head_bias": "output.bias",
     "norm": "output_norm.weight",
     "norm_bias": "output_norm.bias",
     "attn_norm": "attn_norm.weight",
@@ -216,6 +217,7 @@ CASES: dict[str, tuple[str, Values]] = {
     ),
     "stablelm": ("stablelm", {"use_parallel_residual": False}),
     "stablelm_parallel": ("stablelm", {"use_parallel_residual": True}),
+    "phi": ("phi2", {}),
     "exaone4": ("exaone4", HALF_WINDOWED),
     "cohere2": ("cohere2", HALF_WINDOWED | {"logit_scale": 0.5}),
     "ministral3": (
@@ -518,3 +520,14 @@ def test_granite_without_rotary_embedding(tmp_path: Path) -> None:
     _, path = written(tmp_path, "granite", **{"rope.scaling.finetuned": False})
     _, spec, _ = open_model(path)
     assert spec.no_rope == {0, 1}
+
+
+def test_phi2_with_one_tensor_for_q_k_and_v(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of its first months have it, later ones have three."""
+    _, apart = written(tmp_path / "apart", "phi")
+    monkeypatch.setitem(OWN, "phi2", OWN["chatglm"])
+    _, together = written(tmp_path / "together", "phi")
+    assert "blk.0.attn_qkv.bias" in open_model(together).file.tensors
+    np.testing.assert_array_equal(logits(apart, [5, 6, 7]), logits(together, [5, 6, 7]))

@@ -62,6 +62,7 @@ FEATURES = frozenset(
 COMPOSED = frozenset(
     {
         "parallel",  # Layer.parallel
+        "head_bias",  # Head.bias
         "late_norm",  # Layer.late_qk_norm
         "low_rank_queries",  # Latent.q_down
         "expert_choice",  # Experts.choice

@@ -24,13 +24,15 @@ Draw = tuple[F32, I32, F32, F32, F32]  # temperature, top_k, top_p, min_p, unifo
 @dataclass(frozen=True, slots=True)
 class Head:
     """The head that makes logits [R, V] of hidden rows [R, d]: a norm (a LayerNorm if it has a
-    bias), a product, and where soft_cap > 0 soft_cap * tanh(x / soft_cap) of each logit."""
+    bias), a product, to which `bias` [V] is added, and where soft_cap > 0 soft_cap *
+    tanh(x / soft_cap) of each logit."""
 
     norm: Weight
     eps: float
     weight: Weight
     norm_bias: Weight | None = None
     soft_cap: float = 0.0
+    bias: Weight | None = None
 
 
 @dataclass(frozen=True, slots=True)

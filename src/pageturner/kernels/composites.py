@@ -165,7 +165,7 @@ class Composites:
 
     def logits(self: Any, x: Array, head: Head, adapters: Adapters | None = None) -> F32:
         normed = _normed(self, x, head.norm, head.norm_bias, head.eps)
-        y = self.linear(normed, head.weight)
+        y = self.linear(normed, head.weight, head.bias)
         out: F32 = self.to_numpy(
             y if adapters is None else self.adapt(y, normed, adapters, -1, "head")
         )

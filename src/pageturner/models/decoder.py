@@ -45,6 +45,7 @@ class Decoder:
             eps=spec.eps,
             weight=weights.head,
             norm_bias=weights.norm_bias,
+            bias=weights.head_bias,
             soft_cap=spec.logit_soft_cap,
         )
         self.sizes = weights.sizes

@@ -56,6 +56,12 @@ _GLM4 = _LLAMA | modules("""
     attn_post_norm  post_self_attn_layernorm
     mlp_post_norm   post_mlp_layernorm
 """)
+_PHI = _LLAMA | modules("""
+    norm  final_layernorm
+    o     self_attn.dense
+    up    mlp.fc1
+    down  mlp.fc2
+""")
 _STARCODER2 = _LLAMA | {"up": "mlp.c_fc", "down": "mlp.c_proj"}
 _GRANITE_HYBRID = _LLAMA | {"down": "shared_mlp.output_linear"}
 _GPT_OSS = _LLAMA | modules("""
@@ -178,6 +184,7 @@ _INNER = ("model.", "language_model.model.", "model.language_model.", "")
 _GPT_ROOTS = ("transformer.", "")
 _GATE_UP = {"gate up": "mlp.gate_up_proj"}
 _HF = {
+    "phi": Names(_PHI),
     "phi3": Names(_LLAMA, fused={"q k v": "self_attn.qkv_proj"} | _GATE_UP),
     "gemma": Names(_LLAMA, norm_plus=1.0),
     "gemma2": Names(_GEMMA, norm_plus=1.0),

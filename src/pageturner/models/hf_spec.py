@@ -374,7 +374,7 @@ def _bloom(config: HFConfig) -> ModelSpec:
 
 
 _PLAIN = {"llama", "mistral", "qwen2", "qwen3", "olmo2", "olmo3", "gpt2", "phi3", "starcoder2"}
-_PLAIN |= {"seed_oss", "ministral", "internlm2", "hunyuan_v1_dense", "arcee", "internlm3"}
+_PLAIN |= {"seed_oss", "ministral", "internlm2", "hunyuan_v1_dense", "arcee", "internlm3", "phi"}
 _MIXTURES = ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe")
 _READERS: dict[str, Callable[[HFConfig], ModelSpec]] = {
     **dict.fromkeys(_PLAIN, llama_like),

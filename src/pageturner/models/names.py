@@ -135,6 +135,8 @@ def top_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         shapes |= {"embed_norm": (spec.dim,), "embed_norm_bias": (spec.dim,)}
     if spec.family.positions == "learned":
         shapes["positions"] = (spec.context, spec.dim)
+    if spec.family.head_bias:
+        shapes["head_bias"] = (spec.vocab,)
     if not spec.tied:
         shapes["head"] = (spec.vocab, spec.dim)
     return shapes
@@ -195,7 +197,7 @@ def layout_of(spec: ModelSpec, names: Names, present: Callable[[str], bool]) -> 
     top = {}
     for f, shape in top_shapes(spec).items():
         times = spec.logit_scale if f in ("norm", "norm_bias") else 1.0  # logits follow the norm
-        top[f] = _part(names, (outer if f == "head" else root, f), shape, times)
+        top[f] = _part(names, (outer if f.startswith("head") else root, f), shape, times)
     if "norm_bias" in top and not spec.family.norm_bias:
         top["norm_bias"] = Part("", (spec.dim,), times=0.0)
     if unused := names.unused_positions:
@@ -382,13 +384,15 @@ _GGUF_OWN = {
 }
 _QKV, _GATE_UP = {"q k v": "attn_qkv"}, {"gate up": "ffn_up"}
 _GGUF_FUSED = {"gpt2": _QKV, "bloom": _QKV, "phi3": _QKV | _GATE_UP, "glm4": _GATE_UP}
-_GGUF_FUSED["chatglm"] = _QKV | _GATE_UP
+_GGUF_FUSED |= {"phi2": _QKV, "chatglm": _QKV | _GATE_UP}
 
 
 def gguf_layout(spec: ModelSpec, present: Callable[[str], bool]) -> Layout:
     """The layout of a file by llama.cpp's converter; `present` as in `layout_of`."""
     table = _GGUF | _GGUF_OWN.get(spec.arch, {})
-    fused = _GGUF_FUSED.get(spec.arch, {})
+    fused = dict(_GGUF_FUSED.get(spec.arch, {}))
+    if present("blk.0.attn_q.weight"):  # files of Phi-2 have them together or not
+        fused.pop("q k v", None)
     layout = layout_of(spec, Names(table, ("",), "blk.", fused, stacked="rows"), present)
     if spec.experts is not None:
         layout = replace(layout, foreign=second_token_layers("blk.", spec))

@@ -48,7 +48,7 @@ class Family:
     qk_norm      norms of queries and keys: "head" (each head), "late" (each head, behind the rotary
                  embedding), "wide" (all heads together), "unit" (each head, without weights, in
                  layers with rotary embedding), or ""
-    qkv_bias, o_bias, mlp_bias   which products have one
+    qkv_bias, o_bias, mlp_bias, head_bias   which products have one
     positions    "rotary", "learned" (a table added to the embedding) or "alibi"
     embed_norm   a norm behind the embedding
     sinks        attention sinks
@@ -66,6 +66,7 @@ class Family:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    head_bias: bool = False
     positions: str = "rotary"
     embed_norm: bool = False
     sinks: bool = False
@@ -210,6 +211,7 @@ class ModelSpec:
         experts = self.experts
         found = {
             "attention and MLP side by side": self.family.parallel,
+            "a head with a bias": self.family.head_bias,
             "norms behind the rotary embedding": self.family.qk_norm == "late",
             "queries of low rank": self.latent is not None and self.latent.query > 0,
             "experts chosen by bias or group": experts is not None

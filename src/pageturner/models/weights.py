@@ -85,6 +85,7 @@ class Weights:
     windows: list[int]
     inner: list[NDArray[np.int32] | None]
     norm_bias: Weight | None = None
+    head_bias: Weight | None = None
     positions: Weight | None = None
     embed_norm: Weight | None = None
     embed_norm_bias: Weight | None = None
@@ -387,6 +388,7 @@ def _model_needs(spec: ModelSpec) -> frozenset[str]:
     needed = {
         "scale": spec.embed_scale != 1,
         "soft_cap": spec.logit_soft_cap > 0,
+        "head_bias": spec.family.head_bias,
         "layer_norm": spec.family.layer_norm or spec.family.embed_norm,
     }
     return frozenset(name for name, found in needed.items() if found)

@@ -369,6 +369,8 @@ class NativeOps(Composites):
 
     def logits(self, x: F32, head: Head, adapters: Adapters | None = None) -> F32:
         """Logits of hidden rows x [R, d]: [R, V], valid until the next call of `logits`."""
+        if head.bias is not None:
+            return super().logits(x, head, adapters)
         rows, vocabulary = len(x), head.weight.shape[0]
         if rows > len(self._logits) or vocabulary != self._logits.shape[1]:
             self._logits = np.empty((rows, vocabulary), np.float32)
@@ -380,6 +382,8 @@ class NativeOps(Composites):
         """Tokens for x [R, d], as `Ops.choose` defines them: one native call. Logits are not
         written where a row needs no more than their largest, nor all computed where few tokens may
         be chosen."""
+        if head.bias is not None:
+            return super().choose(x, head, args)
         ids, logits = np.empty(len(x), np.int32), np.empty(len(x), np.float32)
         found = asked = None
         wanted = args.wanted
