@@ -18,12 +18,11 @@ from pathlib import Path
 import chaos_jobs
 import harness
 from chaos_jobs import Job
+from dialect_jobs import ENGINE_TIMEOUT
 from harness import Server
 
 from pageturner.ipc.ledger import Ledger
 
-# seconds, of the server that is disturbed: more where others leave it little of the processors
-ENGINE_TIMEOUT = float(os.environ.get("PAGETURNER_CHAOS_TIMEOUT", "3"))
 WORKERS = "pageturner-text"  # what the fork server and the text workers are called
 ROOM = (0, 8, 24, 48)  # MB that the API process may grow by while it has too little memory
 PRESSED = 2.5  # seconds

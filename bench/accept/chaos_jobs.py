@@ -69,7 +69,7 @@ NOT_STREAMED = ("beams", "more beams", "best_of")
 RETRYABLE = (429, 502, 503)  # as clients do; 502: two replicas in a row were lost
 BATCHES, LINES = "/v1/batches", 12
 KEPT = ("logprobs", "prompt_logprobs", "use_beam_search", "receipt", "best_of", "echo")
-PAUSE, PATIENCE = 0.25, 240.0  # seconds between two tries of what was refused, and for all of them
+PAUSE = 0.25  # seconds between two tries of what was refused
 
 
 @dataclass(slots=True)
@@ -103,11 +103,12 @@ class Job:
 @dataclass(slots=True)
 class Answered:
     """What must not change; how often it was refused before, in a way that may be tried again, and how often
-    its replica was lost whose stream no other can go on with."""
+    its replica was lost whose stream no other can go on with. late: it had not come when patience ended."""
 
     text: str
     refused: int = 0
     cut: int = 0
+    late: bool = False
 
 
 def jobs() -> list[Job]:
@@ -152,21 +153,24 @@ def _whole(body: dict[str, Any]) -> dict[str, Any]:
 def ask(url: str, job: Job) -> Answered:
     """Everything of the answer that must never change, as one text. What is refused for the moment, before
     anything of it was said, is asked again, as every client should."""
-    until, refused, cut = time.monotonic() + PATIENCE, 0, 0
+    until, refused, cut = time.monotonic() + dialect_jobs.PATIENCE, 0, 0
     while True:
         try:
             status, data = _answer(url, job)
         except (OSError, http.client.HTTPException) as error:
-            return Answered(f"broken: {error!r}", refused, cut)
+            late = isinstance(error, TimeoutError)
+            return Answered(f"broken: {error!r}", refused, cut, late)
         lost = status == 200 and job.stays and b"replica_lost" in data
         if (status not in RETRYABLE and not lost) or time.monotonic() > until:
             break
         refused += not lost
         cut += lost
         time.sleep(PAUSE)
-    return Answered(
-        _same(job, data) if status == 200 else f"status {status}: {data[:300]!r}", refused, cut
-    )
+    if status != 200:
+        return Answered(f"status {status}: {data[:300]!r}", refused, cut, status in RETRYABLE)
+    background = job.exact is not None and job.exact.background
+    late = background and json.loads(data)["status"] in dialect_jobs.UNDER_WAY
+    return Answered(_same(job, data), refused, cut, late)
 
 
 def _answer(url: str, job: Job) -> tuple[int, bytes]:
@@ -228,7 +232,7 @@ def _batch(url: str, lines: list[dict[str, Any]]) -> bytes:
 
 
 def post(url: str, job: Job) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=300)
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=dialect_jobs.PATIENCE)
     try:
         connection.request(
             "POST", job.path, json.dumps(job.body), {"Content-Type": "application/json"}

@@ -25,7 +25,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path += [str(HERE), str(HERE.parents[1] / "tests")]
 
-import chaos_faults  # noqa: E402
+import dialect_jobs  # noqa: E402
 import harness  # noqa: E402
 import trust_chaos  # noqa: E402
 from harness import Line  # noqa: E402
@@ -121,7 +121,7 @@ class Fleet:
     def _stopped(self, of: Callable[[Replica], Callable[[int], None]]) -> None:
         one = self._dice.choice(self.replicas)
         of(one)(signal.SIGSTOP)
-        time.sleep(self._dice.uniform(1.0, 2.0) * chaos_faults.ENGINE_TIMEOUT)
+        time.sleep(self._dice.uniform(1.0, 2.0) * dialect_jobs.ENGINE_TIMEOUT)
         of(one)(signal.SIGCONT)
         harness.wait_ready(one.url, one.process, BACK)
 
@@ -171,13 +171,13 @@ def fleet(minutes: float, clients: int, faults: int) -> Iterator[Line]:
             moved = front.metric("pageturner:router_moved_total")
             memory = harness.rss_mb(front.process.pid)
     paths = Counter(job.path for job in every)
-    figure = f"{seen.answers} answers, {len(seen.differ)} lost or changed, {moved:.0f} moved, {seen.refused} refused"
+    figure = f"{seen.answers} answers, {len(seen.differ)} lost or changed, {len(seen.late)} late"
+    figure += f", {moved:.0f} moved, {seen.refused} refused"
     figure += f" for a moment, {seen.cut} that cannot move were told so; router {memory:.0f} MB"
-    figure += "".join(f"; {one}" for one in seen.differ[:3])
+    wrong = seen.differ + seen.late
+    figure += "".join(f"; {one}" for one in wrong[:3])
     what = f"{REPLICAS} replicas behind a router: chaos of {minutes:.3g} minutes, {len(every)} requests of"
-    yield Line(
-        f"{what} {len(paths)} paths", figure, seen.answers > 0 and moved > 0 and not seen.differ
-    )
+    yield Line(f"{what} {len(paths)} paths", figure, seen.answers > 0 and moved > 0 and not wrong)
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(seen.faults.items()))
     told = "".join(f"; {one}" for one in seen.failed_faults)
     yield Line(f"{FLEET}: faults", kinds + told, bool(kinds) and not told)

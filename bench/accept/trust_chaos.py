@@ -31,7 +31,7 @@ from harness import Line, rss_mb
 from pageturner.telemetry import step_log
 
 FLAGS = (
-    *f"--engine-timeout {chaos_faults.ENGINE_TIMEOUT:g} --max-restarts 1000 --max-num-seqs 64".split(),
+    *f"--engine-timeout {dialect_jobs.ENGINE_TIMEOUT:g} --max-restarts 1000 --max-num-seqs 64".split(),
     *("--speculation", "ngram", "--text-memory", "400M"),
     *dialect_jobs.FLAGS,
 )
@@ -59,13 +59,15 @@ ALONE = Setup()
 @dataclass(slots=True)
 class Seen:
     """cut: streams that no other replica can take over, told so and asked for again; differ: answers that were
-    lost or changed; lost: how engines were; pressed: what those were told who
-    took the memory; before, behind: memory of the API process in MB; records: of the step log."""
+    lost or changed; late: those that had not come when patience ended; lost: how engines were;
+    pressed: what those were told who took the memory; before, behind: memory of the API process in MB;
+    records: of the step log."""
 
     answers: int = 0
     refused: int = 0
     cut: int = 0
     differ: list[str] = field(default_factory=list)
+    late: list[str] = field(default_factory=list)
     faults: Counter[str] = field(default_factory=Counter)
     failed_faults: list[str] = field(default_factory=list)
     pressed: Counter[str] = field(default_factory=Counter)
@@ -173,7 +175,8 @@ def client(
             seen.refused += answer.refused
             seen.cut += answer.cut
             if answer.text != job.truth:
-                seen.differ.append(f"{job.name}: {_difference(job.truth, answer.text)}")
+                wrong = seen.late if answer.late else seen.differ
+                wrong.append(f"{job.name}: {_difference(job.truth, answer.text)}")
 
 
 def _difference(truth: str, text: str) -> str:
@@ -212,10 +215,12 @@ def lines(
     what = f"{setup.name}: chaos of {minutes:.3g} minutes, {methods} methods in two dialects, calls, thoughts"
     what += f" and every other shape, {clients} clients"
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(seen.faults.items()))
-    figure = f"{seen.answers} answers, {len(seen.differ)} lost or changed, {seen.refused} refused for a moment"
+    figure = f"{seen.answers} answers, {len(seen.differ)} lost or changed, {len(seen.late)} late"
+    figure += f", {seen.refused} refused for a moment"
     figure += f"; {seen.restarts:g} engines lost, {seen.resumed:g} streams resumed, {seen.poisoned:g} poisoned"
-    figure += "".join(f"; {one}" for one in seen.differ[:3])
-    yield Line(what, figure, bool(seen.answers) and not seen.differ)
+    wrong = seen.differ + seen.late
+    figure += "".join(f"; {one}" for one in wrong[:3])
+    yield Line(what, figure, bool(seen.answers) and not wrong)
     failed = "".join(f"; {one}" for one in seen.failed_faults)
     enough = sum(seen.faults.values()) == faults and not failed
     yield Line(f"{setup.name}: {faults} faults of {len(seen.faults)} kinds", kinds + failed, enough)
