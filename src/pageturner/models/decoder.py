@@ -40,13 +40,9 @@ class Decoder:
             spec.vocab,
         )
         ops.prepare_stack(self.stack)
+        cap = spec.logit_soft_cap
         self.head = Head(
-            norm=weights.norm,
-            eps=spec.eps,
-            weight=weights.head,
-            norm_bias=weights.norm_bias,
-            bias=weights.head_bias,
-            soft_cap=spec.logit_soft_cap,
+            weights.norm, spec.eps, weights.head, weights.norm_bias, cap, weights.head_bias
         )
         self.sizes = weights.sizes
         self.shard = weights.shard
@@ -107,9 +103,8 @@ class Decoder:
         """Rows [R, d] behind the final norm, which is what the head sees: fp32."""
         head = self.head
         if head.norm_bias is not None:
-            return self._ops.to_numpy(
-                self._ops.layer_norm(hidden, head.norm, head.norm_bias, head.eps)
-            )
+            rows = self._ops.layer_norm(hidden, head.norm, head.norm_bias, head.eps)
+            return self._ops.to_numpy(rows)
         normed = self._ops.to_numpy(self._ops.norm(hidden, head.norm, head.eps))
         scale = self.spec.logit_scale  # the head's norm has it
         return normed if scale == 1 else normed / np.float32(scale)

@@ -203,8 +203,7 @@ def _ernie_moe(config: HFConfig) -> ModelSpec:
 def _stablelm(config: HFConfig) -> ModelSpec:
     spec = llama_like(config)
     beside = config.get("use_parallel_residual", bool, False)
-    bias = config.get("use_qkv_bias", bool, False)
-    return replace(spec, family=replace(spec.family, qkv_bias=bias, parallel=beside))
+    return replace(spec, family=replace(spec.family, parallel=beside))
 
 
 def _smollm3(config: HFConfig) -> ModelSpec:
@@ -261,9 +260,7 @@ def _interleaved(spec: ModelSpec) -> ModelSpec:
 
 
 def _glm(config: HFConfig) -> ModelSpec:
-    spec = _interleaved(llama_like(config))
-    biased = config.get("attention_bias", bool)
-    return replace(spec, family=replace(spec.family, qkv_bias=biased))
+    return _interleaved(llama_like(config))
 
 
 def _chatglm(config: HFConfig) -> ModelSpec:

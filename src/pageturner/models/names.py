@@ -197,7 +197,7 @@ def layout_of(spec: ModelSpec, names: Names, present: Callable[[str], bool]) -> 
     top = {}
     for f, shape in top_shapes(spec).items():
         times = spec.logit_scale if f in ("norm", "norm_bias") else 1.0  # logits follow the norm
-        top[f] = _part(names, (outer if f.startswith("head") else root, f), shape, times)
+        top[f] = _part(names, (outer if "head" in f else root, f), shape, times)
     if "norm_bias" in top and not spec.family.norm_bias:
         top["norm_bias"] = Part("", (spec.dim,), times=0.0)
     if unused := names.unused_positions:
