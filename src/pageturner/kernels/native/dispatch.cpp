@@ -8,7 +8,7 @@ namespace pt {
 namespace {
 
 const Kernels* const kCompiled[] = {
-    // best first
+// best first
 #ifdef PT_HAVE_amx
     &amx::kernels,
 #endif
