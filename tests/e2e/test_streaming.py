@@ -217,10 +217,6 @@ def test_streamed_and_not_are_the_same_answer(
     endpoint: str,
     temperature: float,
 ) -> None:
-    if "chat" in endpoint and "echo" in parameter:
-        refused = http.post(f"/v1/{endpoint}", json=body_of(endpoint, {"echo": True}))
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "echo")
-        return
     without = plain(endpoint, temperature)
     asked = fields_of(parameter, endpoint, temperature, without)
     answer = whole(http, endpoint, asked)

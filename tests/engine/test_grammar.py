@@ -443,7 +443,8 @@ def run(engine: Engine, ids: set[int]) -> list[Event]:
     """Step until all of these have ended."""
     events: list[Event] = []
     while not ids <= {event.id for event in events if event.finish is not None}:
-        assert engine.has_work
+        if not engine.has_work:  # another thread compiles
+            time.sleep(0.01)
         events += engine.step()
     return events
 
