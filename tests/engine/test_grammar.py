@@ -569,30 +569,6 @@ def test_an_engine_without_a_vocabulary_says_so() -> None:
     assert event.failure.code == "structured_outputs_unsupported"
 
 
-def test_a_grammar_that_finds_no_memory_is_the_machines_fault(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """No thread can be started under `ulimit -v`: that request may come again, and nobody else is told anything."""
-
-    def no_stack(self: threading.Thread) -> None:
-        if self.name == "compile":
-            raise RuntimeError("can't start new thread")
-        start(self)
-
-    start = threading.Thread.start
-    engine = engine_of(Compiler(lambda: TOKENIZER))
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", no_stack)
-        engine.submit(request(1, 'start: "a"'))
-        engine.submit(request(2))
-        told = {event.id: event for event in run(engine, {1, 2}) if event.finish}
-    assert told[1].failure is not None
-    assert (told[1].failure.code, told[1].failure.retry_after) == ("out_of_memory", 1.0)
-    assert told[2].finish == "length"
-    engine.submit(request(3, 'start: "a"'))
-    assert run(engine, {3})[-1].failure is None, "it is compiled anew"
-
-
 def test_an_engine_that_rests_loads_the_vocabulary_once(
     slow: Slow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
