@@ -443,8 +443,7 @@ def run(engine: Engine, ids: set[int]) -> list[Event]:
     """Step until all of these have ended."""
     events: list[Event] = []
     while not ids <= {event.id for event in events if event.finish is not None}:
-        if not engine.has_work:  # another thread compiles
-            time.sleep(0.01)
+        assert engine.has_work
         events += engine.step()
     return events
 
@@ -567,6 +566,30 @@ def test_an_engine_without_a_vocabulary_says_so() -> None:
     (event,) = engine.submit(request(1, "any"))
     assert event.failure is not None
     assert event.failure.code == "structured_outputs_unsupported"
+
+
+def test_a_grammar_that_finds_no_memory_is_the_machines_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No thread can be started under `ulimit -v`: that request may come again, and nobody else is told anything."""
+
+    def no_stack(self: threading.Thread) -> None:
+        if self.name == "compile":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    start = threading.Thread.start
+    engine = engine_of(Compiler(lambda: TOKENIZER))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_stack)
+        events = engine.submit(request(1, 'start: "a"')) + engine.submit(request(2))
+        events += run(engine, {1, 2} - {event.id for event in events})
+        told = {event.id: event for event in events if event.finish}
+    assert told[1].failure is not None
+    assert (told[1].failure.code, told[1].failure.retry_after) == ("out_of_memory", 1.0)
+    assert told[2].finish == "length"
+    events = engine.submit(request(3, 'start: "a"')) or run(engine, {3})
+    assert events[-1].failure is None, "it is compiled anew"
 
 
 def test_an_engine_that_rests_loads_the_vocabulary_once(
