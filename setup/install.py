@@ -85,7 +85,7 @@ class Step:
 
 
 def compilers() -> int:
-    """How many run at once: some more than cores, for a share of a busy machine, and no more than
+    """Return how many run at once: some more than cores, for a share of a busy machine, and no more than
     there is memory for."""
     cores = os.cpu_count() or 1
     try:

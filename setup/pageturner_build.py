@@ -44,7 +44,7 @@ def _outlet() -> int | None:
 
 
 class _Progress:
-    """What was compiled, said every few seconds."""
+    """Says what was compiled, every few seconds."""
 
     def __init__(self, outlet: int) -> None:
         self._outlet = outlet

@@ -89,7 +89,7 @@ class Job:
 
     @property
     def stays(self) -> bool:
-        """Whether no other replica can go on with its stream (docs/api.md, Router)."""
+        """Tell whether no other replica can go on with its stream (docs/api.md, Router)."""
         several = self.body.get("n", 1) > 1 or isinstance(self.body.get("prompt"), list)
         return several or any(name in self.body for name in KEPT)
 
@@ -102,7 +102,7 @@ class Job:
 
 @dataclass(slots=True)
 class Answered:
-    """What must not change; how often it was refused before, in a way that may be tried again, and how often
+    """Return what must not change; how often it was refused before, in a way that may be tried again, and how often
     its replica was lost whose stream no other can go on with. late: it had not come when patience ended."""
 
     text: str

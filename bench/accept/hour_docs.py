@@ -24,7 +24,7 @@ from harness import ROOT, Line
 
 README = ROOT / "README.md"
 RECIPES = ROOT / "docs" / "recipes.md"
-MOST_WORDS = {"README and docs": 25_000, "docs/api.md": 8_000}
+MAX_WORDS = {"README and docs": 25_000, "docs/api.md": 8_000}
 README_LINES = 80
 PROGRAM = f"{shlex.quote(sys.executable)} -m pageturner"
 LARGE = (
@@ -56,7 +56,7 @@ def words() -> Iterator[Line]:
         "README and docs": sum(pages.values()) + len(README.read_text().split()),
         "docs/api.md": pages["api.md"],
     }
-    for name, most in MOST_WORDS.items():
+    for name, most in MAX_WORDS.items():
         yield Line(f"words of {name}", f"{counts[name]:,} of {most:,}", counts[name] <= most)
     long = len(README.read_text().splitlines())
     yield Line("lines of the README", f"{long} of {README_LINES}", long <= README_LINES)
@@ -85,7 +85,7 @@ def claims() -> Iterator[Line]:
 
 
 def exists(proof: str) -> bool:
-    """Whether a test, page or command of the README is there."""
+    """Tell whether a test, page or command of the README is there."""
     first, _, rest = proof.partition(" ")
     if first == "make":
         return bool(re.search(rf"^{rest.split()[0]}:", (ROOT / "Makefile").read_text(), re.M))

@@ -1,4 +1,4 @@
-"""What is published: workflows, chart, image, wheels, snippets, each by its tests."""
+"""Judges what is published: workflows, chart, image, wheels, snippets, each by its tests."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
 import os
 import re
 import shutil
@@ -19,7 +18,6 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +26,7 @@ HERE = Path(__file__).parent
 sys.path += [str(HERE)]
 
 import harness  # noqa: E402
+import page_install  # noqa: E402
 from harness import ROOT, Line  # noqa: E402
 
 LOOPS, SILENT_S, QUIET_S, BUSY_S = 16, 5.0, 40.0, 240.0
@@ -98,26 +97,6 @@ def watched(
         reader.join(10)
 
 
-def first_token(url: str) -> None:
-    """Wait for the first streamed token of a chat."""
-    body = {
-        "model": "smollm2",
-        "stream": True,
-        "max_tokens": 20,
-        "messages": [{"role": "user", "content": "Why is the sky blue?"}],
-    }
-    request = urllib.request.Request(
-        f"{url}/v1/chat/completions",
-        json.dumps(body).encode(),
-        {"content-type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        for line in answer:
-            if b'"content":"' in line.replace(b" ", b"") and b'"content":""' not in line:
-                return
-    raise RuntimeError("no token came")
-
-
 def clone_lines(folder: Path, what: str, limit: float, judged: bool) -> Iterator[Line]:
     """Clone, `make serve`, ask: the timeline of a fresh clone."""
     begin, before_it = time.monotonic(), os.times().children_user + os.times().children_system
@@ -135,7 +114,7 @@ def clone_lines(folder: Path, what: str, limit: float, judged: bool) -> Iterator
                 return
             time.sleep(0.05)
         ready = said.seconds
-        first_token(f"http://127.0.0.1:{port}")
+        page_install.first_answer(f"http://127.0.0.1:{port}")
         whole = time.monotonic() - begin
     spent = os.times()
     silent, before = said.silence(ready)

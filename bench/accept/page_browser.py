@@ -1,4 +1,4 @@
-"""What an open page costs, in pairs: the same requests to the same server, with somebody who polls as the page
+"""Measures what an open page costs, in pairs: the same requests to the same server, with somebody who polls as the page
 does and with nobody, by turns, one first and then the other. What the page does is part `page` of hour.py.
 """
 

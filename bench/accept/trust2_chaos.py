@@ -73,7 +73,7 @@ class Replica:
         harness.wait_ready(self.url, self.process, BACK)
 
     def signal(self, number: int) -> None:
-        """To the server, its engine and its workers."""
+        """Send it to the server, its engine and its workers."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
@@ -83,7 +83,7 @@ class Replica:
 
 
 class Fleet:
-    """What befalls replicas: one of them at a time, and the next one when all are there again."""
+    """Do what befalls replicas: one of them at a time, and the next one when all are there again."""
 
     def __init__(self, dice: random.Random) -> None:
         self.replicas = [Replica() for _ in range(REPLICAS)]
@@ -105,7 +105,7 @@ class Fleet:
         one.start()
 
     def _end(self) -> None:
-        """As an upgrade does."""
+        """Restart one as an upgrade does."""
         one = self._dice.choice(self.replicas)
         one.process.send_signal(signal.SIGTERM)
         one.process.wait(BACK)

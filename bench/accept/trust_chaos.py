@@ -90,7 +90,7 @@ def router(replica: str) -> Iterator[str]:
 
 
 def run(minutes: float, clients: int, faults: int, setup: Setup = ALONE) -> Seen:
-    """What was seen."""
+    """Records what was seen."""
     seen, seed = Seen(), setup.seed
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "steps"

@@ -69,7 +69,7 @@ def test_what_scripts_ask_for_by_id_is_there() -> None:
 
 
 def rule_of(server: Server) -> str:
-    """What the page is told of who may change the settings."""
+    """Return what the page is told of who may change the settings."""
     found = re.search(r'<meta name="settings" content="(.*?)">', server.http.get("/").text)
     assert found
     return found[1]

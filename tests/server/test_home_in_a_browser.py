@@ -183,7 +183,7 @@ def test_an_answer_goes_on_while_another_conversation_is_open(start: Start, brow
 
 # -- asking ----------------------------------------------------------------------------------------
 def body_of(page: Page) -> dict[str, Any]:
-    """What the page would send for its last turn."""
+    """Return what the page would send for its last turn."""
     body: dict[str, Any] = page.js("bodyOf(conversation.turns.at(-1))")
     return body
 

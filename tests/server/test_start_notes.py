@@ -1,4 +1,4 @@
-"""What a start says while it lasts, and the parts of the time that it took."""
+"""Tests of what a start says while it lasts, and the parts of the time that it took."""
 
 from __future__ import annotations
 

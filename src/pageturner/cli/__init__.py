@@ -126,7 +126,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(names: tuple[str, ...], module: str, help: str, words: list[str]) -> int:
     try:
-        every = 3600.0 if any("json" in word for word in words) else 1.5  # what is read by programs
+        said = {"json", "--json"} & {word.rpartition("=")[2] for word in words}
+        every = 3600.0 if said else 1.5  # programs read nothing but what they asked for
         with Still(lambda: f"starting {' '.join(names)}", every):
             command = importlib.import_module(module)
         parser = _parser(names, module, help)
