@@ -28,8 +28,8 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "src"))
 
 from pageturner.engine.engine import Engine, EngineParts  # noqa: E402
-from pageturner.executor.batch import NO_ROWS, pack  # noqa: E402
-from pageturner.executor.kept import BlockRows, Crowd  # noqa: E402
+from pageturner.executor.async_runner import Crowd  # noqa: E402
+from pageturner.executor.batch import NO_ROWS, BlockRows, pack  # noqa: E402
 from pageturner.lab.planning.model_outline import Outline, read_outline  # noqa: E402
 from pageturner.lab.simulation.roofline import Reach, gpu_named, roofline  # noqa: E402
 from pageturner.params import SamplingParams  # noqa: E402

@@ -116,7 +116,6 @@ USED = (  # by the tiny model of cuda_engine.py
     "attend.float16.64.few.fp32",
     "gated.silu.fp32",
     "take_rows",
-    "sample.best",
     "sample.best.cuts",
     "sample.collect",
     "sample.cut",

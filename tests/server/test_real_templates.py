@@ -74,6 +74,9 @@ def test_the_formats_of_a_template(name: str) -> None:
         assert reasoning.opened(thinks, prompt) == opens
 
 
+NO_NULLS = "MiniMax-M3"  # its template writes a null in a list as nothing, like an empty text
+
+
 @pytest.mark.parametrize("name", [name for name, row in TEMPLATES.items() if row[0]])
 def test_calls_of_earlier_turns_are_read_from_the_prompt(name: str) -> None:
     source, (tools, *_, several) = source_of(name), TEMPLATES[name]
@@ -102,5 +105,8 @@ def test_calls_of_earlier_turns_are_read_from_the_prompt(name: str) -> None:
     begin = text.rindex("{", 0, text.index('"look"', begin)) if tools == "llama3" else begin
     *_, found = said(read(AnswerFormat(tools=tools), text[begin:]))
     # the others are in a message of their own, behind a result
-    given = GIVEN if several else GIVEN[:1]
-    assert [(tool, json.loads(arguments)) for tool, arguments in found[: len(given)]] == given
+    given = json.dumps(GIVEN if several else GIVEN[:1])
+    if name == NO_NULLS:
+        given = given.replace("null", '""')
+    expected = [(tool, arguments) for tool, arguments in json.loads(given)]
+    assert [(tool, json.loads(arguments)) for tool, arguments in found[: len(expected)]] == expected
