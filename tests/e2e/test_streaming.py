@@ -140,6 +140,7 @@ def offline(llm: LLM, endpoint: str, asked: dict[str, Any]) -> list[Answer]:
     ]
 
 
+ECHOED = "Well, "
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -203,6 +204,10 @@ def fields_of(parameter: str, endpoint: str, temperature: float, without: Answer
     asked = {**PARAMETERS, **ONLY_HTTP}[parameter](without) | {"temperature": temperature}
     if "chat" in endpoint and "logprobs" in asked:
         asked |= {"logprobs": True, "top_logprobs": asked["logprobs"]}
+    if "chat" in endpoint and "echo" in parameter:  # what is gone on with
+        last = {"role": "assistant", "content": ECHOED}
+        asked |= {"messages": [*MESSAGES, last], "continue_final_message": True}
+        asked |= {"add_generation_prompt": False}
     return asked
 
 
@@ -222,6 +227,7 @@ def test_streamed_and_not_are_the_same_answer(
     answer = whole(http, endpoint, asked)
     assert streamed(http, endpoint, asked) == answer
     assert answer != without, "the parameter changes something"
+    assert answer.text.startswith(ECHOED if "messages" in asked else "")
     assert ("stop" in asked or "stop_token_ids" in asked) == (answer.reason is not None)
     if parameter in PARAMETERS:
         for other in offline(llm, endpoint, asked):
