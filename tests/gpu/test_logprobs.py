@@ -118,7 +118,7 @@ def test_no_logits_leave_the_device_where_nobody_asks() -> None:
     np.testing.assert_allclose(got.logits, expected.logits, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("size", [32 << 10, 60 << 10, 100 << 10])
+@pytest.mark.parametrize("size", [48 << 10, 60 << 10, 100 << 10])
 def test_a_few_rows_at_a_time_where_the_arena_has_no_room_for_all(size: int) -> None:
     wanted = LogprobsWanted(
         np.array([-1, 2, -1, 1, 0, 3], np.int32), np.array([0, 0, 4, 0, 0, 0], np.int32)
