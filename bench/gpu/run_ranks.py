@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -41,6 +42,7 @@ class Rank:
 
     def __init__(self, driver: Any, rank: int, tiny: bool) -> None:
         self.driver, self.rank, self.tiny = driver, rank, tiny
+        self.meet: Callable[[], object] = int  # before what waits for the whole device
         if not tiny:
             driver.load(KERNELS)
         self.arena = Arena(driver, 4 << 20 if tiny else 320 << 20)
@@ -101,13 +103,16 @@ def sums(me: Rank) -> list[dict[str, Any]]:
             x, residual = me.put(values[me.rank]), me.put(values[2])
             mark, out = me.arena.mark, exchange.sum(x, residual)
             runs = [me.got(out)]
+            me.meet()
             me.driver.begin_recording()
             me.arena.reset(mark)
             out = exchange.sum(x, residual)
             graph = me.driver.end_recording()
+            me.meet()
             for _ in range(AGAIN):
                 me.driver.replay(graph)
                 runs.append(me.got(out))
+            me.meet()
             me.driver.forget(graph)
             first = runs[0] if first is None else first
             differ = sum(int((one.view(np.int32) != first.view(np.int32)).sum()) for one in runs)
@@ -174,7 +179,9 @@ def processes(room: Room) -> None:
 def streams(room: Room) -> None:
     """Two streams of this process: bits again, and microseconds of sums and of a gather."""
     both = [Rank(driver_of(room.tiny), rank, room.tiny) for rank in range(2)]
+    meeting = threading.Barrier(2, timeout=60)  # a rank that fails must not leave the other there
     for me in both:
+        me.meet = meeting.wait
         for name, exchange in me.ways.items():
             regions = {one.rank: one.ways[name].region for one in both}
             exchange.open([b"", b""], regions)
@@ -268,6 +275,7 @@ def _microseconds(both: list[Rank], work: Callable[[Rank], Callable[[], object]]
         once = work(me)
         once()  # what is loaded and put there once
         me.driver.synchronise()
+        me.meet()
         me.driver.begin_recording()
         for _ in range(RECORDED):
             once()
