@@ -6,6 +6,7 @@ Ground floor.
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -17,40 +18,69 @@ LINE_EVERY = 3.0  # seconds, where there is no terminal
 
 
 class Still:
-    """Says every few seconds what is going on, from a thread, until `end`. text: asked each time.
-    Work that ends sooner leaves no line."""
+    """Says every few seconds what is going on, until `end`. text: asked each time. Of several, one
+    within another, the innermost is heard. Work that ends sooner leaves no line."""
 
     def __init__(self, text: Callable[[], str], every: float = LINE_EVERY) -> None:
-        import threading
-
-        self._text = text
-        self._begin = time.monotonic()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(every,), daemon=True)
-        self._thread.start()
-
-    def _run(self, every: float) -> None:
-        while not self._ended.wait(every):
-            logs.say(f"{self._text()} ({time.monotonic() - self._begin:.0f} s)")
+        self.text = text
+        self.every = every
+        self.begin = time.monotonic()
+        _voice.add(self)
 
     def end(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
+        _voice.remove(self)
 
     def __enter__(self) -> None: ...
 
     __exit__ = end
 
 
+class _Voice:
+    """The thread that speaks for every `Still`. There is none where nothing is to be said."""
+
+    def __init__(self) -> None:
+        self._works: list[Still] = []
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def add(self, work: Still) -> None:
+        with self._changed:
+            self._works.append(work)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, daemon=True)
+                self._thread.start()
+
+    def remove(self, work: Still) -> None:
+        ended = None
+        with self._changed:
+            self._works.remove(work)
+            if not self._works:
+                ended, self._thread = self._thread, None
+                self._changed.notify_all()
+        if ended is not None:
+            ended.join()
+
+    def _run(self) -> None:
+        spoken = time.monotonic()
+        with self._changed:
+            while self._thread is threading.current_thread():
+                work, now = self._works[-1], time.monotonic()
+                if now < spoken + work.every:
+                    self._changed.wait(spoken + work.every - now)
+                    continue
+                spoken = now
+                logs.say(f"{work.text()} ({now - work.begin:.0f} s)")
+
+
+_voice = _Voice()
+
+
 class Progress:
     """`with Progress("generating", total) as p: p.update(done, "note")`. total: may change, where
     it is not known yet. Work that ends before it leaves a full bar. enabled: whether there is a
-    terminal, and nothing is said without; None: look. lines: seconds from one line to the next
-    where none was found."""
+    terminal, and nothing is said without; None: look."""
 
-    def __init__(
-        self, what: str, total: int, *, enabled: bool | None = None, lines: float = LINE_EVERY
-    ) -> None:
+    def __init__(self, what: str, total: int, *, enabled: bool | None = None) -> None:
         self._what = what
         self.total = total
         self._enabled = sys.stderr.isatty() if enabled is None else enabled
@@ -59,7 +89,7 @@ class Progress:
         self._last: tuple[int, str] | None = None
         self._still = None
         if enabled is None and not self._enabled:
-            self._still = Still(self._line, lines)
+            self._still = Still(self._line)
 
     def __enter__(self) -> Progress:
         return self

@@ -11,6 +11,7 @@ settings are wrong.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import importlib
 import os
@@ -96,6 +97,7 @@ COMMANDS = {
         "time each kernel and compare it with the machine's limits",
     ),
 }
+LAB = "pageturner.lab."  # its commands compute, and end: none may be silent for long
 LONGEST_USAGE = 400  # characters; a longer list of flags is no help
 
 
@@ -128,15 +130,18 @@ def _run(names: tuple[str, ...], module: str, help: str, words: list[str]) -> in
     try:
         said = {"json", "--json"} & {word.rpartition("=")[2] for word in words}
         every = 3600.0 if said else 1.5  # programs read nothing but what they asked for
-        with Still(lambda: f"starting {' '.join(names)}", every):
-            command = importlib.import_module(module)
-        parser = _parser(names, module, help)
-        # argparse is slow at it
-        parser.usage = _usage(parser) if {"-h", "--help"} & {*words} else "%(prog)s"
-        arguments = parser.parse_intermixed_args(_translated(parser, words))
-        if names == ("completion",):
-            arguments.helps = _helps
-        return int(command.main(arguments) or 0)
+        with contextlib.ExitStack() as stack:
+            with Still(lambda: f"starting {' '.join(names)}", every):
+                command = importlib.import_module(module)
+                parser = _parser(names, module, help)
+                # argparse is slow at it
+                parser.usage = _usage(parser) if {"-h", "--help"} & {*words} else "%(prog)s"
+                arguments = parser.parse_intermixed_args(_translated(parser, words))
+                if module.startswith(LAB) and not sys.stderr.isatty():
+                    stack.enter_context(Still(lambda: f"{' '.join(names)} is at work", 2 * every))
+            if names == ("completion",):
+                arguments.helps = _helps
+            return int(command.main(arguments) or 0)
     except (EngineFault, ClientError) as error:
         logs.say(error.message, "error")
         return 2 if error.code == "bad_setting" else 1

@@ -22,7 +22,7 @@ from pageturner.lab.traffic import traffic_flags
 from pageturner.lab.traffic.traffic import TrafficRequest
 from pageturner.lab.traffic.traffic_flags import ServedTraffic
 from pageturner.lab.traffic.traffic_generators import word_prompts
-from pageturner.progress import Progress
+from pageturner.progress import Progress, Still
 
 UNREACHED = (
     ": is a server there? pageturner serve starts one; another address is given with --base-url"
@@ -99,7 +99,8 @@ async def _measure(
     client: Client, traffic: ServedTraffic, arguments: argparse.Namespace
 ) -> tuple[list[ResponseTimes], float]:
     warm = word_prompts(arguments.warmup, 32, 8, seed=99)
-    await asyncio.gather(*(client.complete(one.text, one.answer_length) for one in warm))
+    with Still(lambda: f"warming up with {len(warm)} requests"):
+        await asyncio.gather(*(client.complete(one.text, one.answer_length) for one in warm))
     with Progress("requests", len(traffic.requests)) as line:
         begin = time.monotonic()
         if traffic.open:

@@ -168,6 +168,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Run all, write the page and the figures, print a table."""
+    if arguments.simulate is None:
+        print(f"loading {arguments.model}, and its first steps", file=sys.stderr, flush=True)
     from pageturner.lab.bench.request_metrics import LatencyTargets
     from pageturner.lab.compare import comparison
     from pageturner.lab.compare.comparison_results import About, Disturbance, find
@@ -175,8 +177,6 @@ def main(arguments: argparse.Namespace) -> int:
     from pageturner.lab.reporting import comparison_page, summary
 
     _check(arguments)
-    if arguments.simulate is None:
-        print(f"loading {arguments.model}, and its first steps", file=sys.stderr, flush=True)
     if arguments.output.suffix == ".json":
         raise EngineFault(
             "bad_setting", "--output is the page; the figures go beside it as .json: use .html"

@@ -12,10 +12,8 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures import TimeoutError as NotYet
 from concurrent.futures.process import BrokenProcessPool
 from types import TracebackType
 from typing import Any
@@ -29,9 +27,9 @@ from pageturner.lab.planning.capacity_search import (
     next_questions,
 )
 from pageturner.lab.traffic.traffic import Traffic
+from pageturner.progress import Still
 
 SLOTS = 4096  # runs that can be cancelled; a search takes a few dozen
-SAY_EVERY = 10.0  # seconds
 
 
 class SerialRuns:
@@ -120,16 +118,12 @@ class ParallelRuns:
                 self._slots += 1
 
     def _await(self, question: CapacityQuestion) -> dict[str, Any]:
-        begin, (_, future) = time.monotonic(), self._futures[question]
-        while True:
-            try:
-                found = future.result(timeout=SAY_EVERY)
-            except NotYet:
-                trying = in_words(self._options[question.option], question)
-                self._tell(f"{trying}: being tried, {time.monotonic() - begin:.0f} s")
-            else:
-                del self._futures[question]
-                return found
+        _, future = self._futures[question]
+        trying = in_words(self._options[question.option], question)
+        with Still(lambda: f"{trying}: being tried"):
+            found = future.result()
+        del self._futures[question]
+        return found
 
     def _end(self) -> None:
         pool, self._pool = self._pool, None
