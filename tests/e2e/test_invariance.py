@@ -313,7 +313,7 @@ def test_steps_that_raise_behind_their_work_change_nothing(quantised: Family) ->
     def unlucky(plan: Plan) -> Result:
         result = run(plan)
         if len(plan.items) > 1 and dice.random() < 0.4:
-            raised[bool(plan.copies)] += 1
+            raised[any(plan.copies)] += 1
             raise MemoryError
         return result
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from pageturner.executor.batch import BlockRows, pack, pack_sliding
 from pageturner.request import Request
+from pageturner.scheduler.store import Table
 from pageturner.scheduler.types import Item, Plan, Sequence
 
 SCRATCH = 999
@@ -77,7 +78,7 @@ def test_ballast_reads_scratch_and_writes_nowhere():
 
 def test_recent_blocks_and_what_was_given_back():
     s = sequence(40, 30, 4, random.Random(6))
-    s.sliding, s.released = [-1, -1, -1, 7, 3, 8, 1, 4, 2, 9], 3
+    s.sliding = Table([-1, -1, -1, 7, 3, 8, 1, 4, 2, 9], 3)
     plan = Plan([Item(s, 5, s.computed)], ballast=[(1, 7)])
     full = pack(plan, 4, SCRATCH)
     batch = pack_sliding(full, plan, 4, 77)

@@ -72,10 +72,10 @@ def what_is_dropped_under_a_step_is_given_out_at_once(swap: Swap) -> None:
 @bug(HELD, ahead=True)
 def blocks_of_a_step_under_way_go_with_an_abort(swap: Swap) -> None:
     def abort(scheduler: Scheduler, id: int) -> None:
-        for store in (scheduler.pool.full, scheduler.pool.sliding):
-            under_way, store.under_way = store.under_way, False
+        for kind in scheduler.pool.kinds:
+            under_way, kind.store.under_way = kind.store.under_way, False
             for seq in scheduler._leaving:
-                store.truncate(seq.blocks if store is scheduler.pool.full else seq.sliding, 0)
-            store.under_way = under_way
+                kind.store.truncate(kind.table(seq), 0)
+            kind.store.under_way = under_way
 
     swap.after(Scheduler.abort, abort)

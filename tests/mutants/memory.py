@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from pageturner.scheduler.blocks import BlockPool, block_key
-from pageturner.scheduler.store import Store
+from pageturner.scheduler.store import Store, Table
 from pageturner.scheduler.types import Sequence
 
 from .bugs import Swap, bug, nothing
@@ -196,23 +196,15 @@ def the_most_recently_used_goes_first(swap: Swap) -> None:
 # -- windows
 @bug(WINDOW)
 def given_back_while_still_seen(swap: Swap) -> None:
-    def trim(old: Any, pool: BlockPool, seq: Sequence) -> None:
-        window = pool.window
-        pool.window = window and max(1, window - pool.block_size)
-        old(pool, seq)
-        pool.window = window
+    def give_back(old: Any, store: Store, table: Table, first: int) -> None:
+        old(store, table, min(first + 1, len(table)))
 
-    swap.wrap(BlockPool.trim, trim)
+    swap.wrap(Store.give_back, give_back)
 
 
 @bug(WINDOW)
 def never_given_back(swap: Swap) -> None:
-    def trim(old: Any, pool: BlockPool, seq: Sequence) -> None:
-        window, pool.window = pool.window, 0
-        old(pool, seq)
-        pool.window = window
-
-    swap.wrap(BlockPool.trim, trim)
+    swap.wrap(Store.give_back, lambda old, *args: None)
 
 
 @bug(WINDOW)

@@ -174,7 +174,7 @@ class AheadMachine(Machine):
                     one.tokens += chosen[one.seq][:1] or [
                         0
                     ]  # of one that failed whatever lies there
-        self.shadow.copy(step.plan.copies, step.plan.sliding_copies)
+        self.shadow.copy(*step.plan.copies)
         self._compute(step)
         step.done, step.before = True, None
 

@@ -515,7 +515,7 @@ class Machine:
             if self.scheduler.has_work:
                 assert (plan.wake or 0.0) > self.now, "work, but no plan and no wake"
                 self.now = min(plan.wake, self.now + self.rng.choice((0.01, 99.0)))
-            assert not any((plan.copies, plan.sliding_copies, plan.preempted, plan.ballast))
+            assert not any((plan.copies, plan.preempted, plan.ballast))
         return plan
 
     def let_time_pass(self, plan: Plan) -> None:
@@ -536,7 +536,7 @@ class Machine:
                 self.count_work(self.streams[seq.request.id], seq, begin, begin + n)
         check(self.stack)
         self.shadow.poison()
-        self.totals["given_back"] += sum(seq.released for seq in self.scheduler.running)
+        self.totals["given_back"] += sum(seq.sliding.released for seq in self.scheduler.running)
 
     def count_work(self, stream: Stream, seq: Sequence, begin: int, end: int) -> None:
         """What a step computed of a sequence, for the first time or once more, by the machine's own books.
@@ -620,7 +620,7 @@ class Machine:
 
     def execute(self, plan: Plan) -> Result:
         """All copies, then all writes, then all reads, as a layer does."""
-        self.shadow.copy(plan.copies, plan.sliding_copies)
+        self.shadow.copy(*plan.copies)
         for item in plan.items:
             self.shadow.write(item.sequence, item.n)
         return Result([self.output(item) for item in plan.items])

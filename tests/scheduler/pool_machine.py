@@ -20,7 +20,7 @@ from pageturner.scheduler.types import Sequence
 from pageturner.telemetry.kv_usage import pool_stats
 from support.schedulers import check_pool
 
-from .shadow import Shadow
+from .shadow import Shadow, tables
 
 VOCABULARY = 3  # so small that equal blocks behind different parents are common
 
@@ -173,11 +173,16 @@ class PoolMachine:
     def snapshot(self, seq: Sequence) -> Any:
         pool = self.pool
         return deepcopy(
-            (seq.blocks, seq.sliding, seq.released, seq.computed, self.copies(), pool_stats(pool))
+            (
+                [(list(table), getattr(table, "released", 0)) for table in tables(pool, seq)],
+                seq.computed,
+                self.copies(),
+                pool_stats(pool),
+            )
         )
 
     def copies(self) -> list[list[tuple[int, int]]]:
-        return [self.pool.full.copies, self.pool.sliding.copies]
+        return [kind.store.copies for kind in self.pool.kinds]
 
     def commit(self, seq: Sequence, n: int) -> None:
         """Accept some of the drafts that were computed, and a token of our own behind them."""

@@ -40,6 +40,10 @@ def chains(request: Request, tokens: Iterable[int]) -> list[int]:
     return out
 
 
+def tables(pool: BlockPool, seq: Sequence) -> list[list[int]]:
+    return [kind.table(seq) for kind in pool.kinds]
+
+
 class Shadow:
     """Slots of a pool, of its recent blocks too. Copies are made in any order, all before the writes, as a
     backend may."""
@@ -49,7 +53,7 @@ class Shadow:
         self._rng = rng
         self._stores = [
             (store, [[0] * pool.block_size for _ in range(store.num_blocks)])
-            for store in ((pool.full, pool.sliding) if pool.window else (pool.full,))
+            for store in (kind.store for kind in pool.kinds)
         ]
 
     def copy(self, *copies: list[tuple[int, int]]) -> None:
@@ -67,7 +71,7 @@ class Shadow:
 
     def write(self, seq: Sequence, n: int) -> None:
         known = [*seq.tokens, *seq.draft][: seq.computed + n]
-        self.write_at(seq.request, seq.computed, known, (seq.blocks, seq.sliding), seq.public)
+        self.write_at(seq.request, seq.computed, known, tables(self._pool, seq), seq.public)
 
     def write_at(
         self,
@@ -86,7 +90,7 @@ class Shadow:
 
     def read(self, seq: Sequence, n: int) -> list[int]:
         known = [*seq.tokens, *seq.draft][: seq.computed + n]
-        return self.read_at(seq.request, seq.computed, known, (seq.blocks, seq.sliding), seq.public)
+        return self.read_at(seq.request, seq.computed, known, tables(self._pool, seq), seq.public)
 
     def read_at(
         self,
@@ -100,9 +104,9 @@ class Shadow:
         was verified: all before them, and in recent blocks what the first of them still sees."""
         size, end = self._pool.block_size, len(tokens)
         known = self._expected(request, tokens, public)
-        seen = (0, max(0, begin + 1 - self._pool.window))
+        seen = [begin + 1 - (kind.window or begin + 1) for kind in self._pool.kinds]
         for (_, slots), table, first in zip(self._stores, tables, seen, strict=False):
-            for position in range(first, end):
+            for position in range(max(0, first), end):
                 block = table[position // size]
                 assert block != GONE, f"position {position} of {end} was given back"
                 found = slots[block][position % size]

@@ -230,7 +230,7 @@ def test_trim_gives_back_what_the_next_token_does_not_see(window: int, released:
     pool = windowed(window, sliding=60)
     seq = trimmed(pool, sequence([1, 2, 3, 4, 5, 6, 7, 8]))
     assert (len(seq.blocks), len(seq.sliding)) == (4, 4), "tables keep their places"
-    assert (seq.released, seq.sliding[:released]) == (released, [GONE] * released)
+    assert (seq.sliding.released, seq.sliding[:released]) == (released, [GONE] * released)
     assert GONE not in seq.sliding[released:]
     assert figure(pool, "recent_blocks_used") == 4 - released
 
@@ -251,10 +251,10 @@ def test_a_long_sequence_holds_no_more_than_its_window() -> None:
 def test_what_was_given_back_is_found_again() -> None:
     pool = windowed(4)
     first = trimmed(pool, sequence([1, 2, 3, 4, 5, 6, 7, 8, 9]))
-    assert first.released == 3
+    assert first.sliding.released == 3
     second = sequence([1, 2, 3, 4, 0])
     assert pool.attach(second) == 4, "the window behind its fourth token retired to the cache"
-    assert second.released == 0
+    assert second.sliding.released == 0
     check_pool(pool, [first, second])
 
 
@@ -266,7 +266,7 @@ def test_a_match_needs_no_more_than_the_last_window() -> None:
     assert figure(pool, "recent_evictions") == 1
     again = sequence([1, 2, 3, 4, 5, 6, 7, 8, 0])
     assert pool.attach(again) == 8
-    assert (again.released, again.sliding[:2]) == (2, [GONE] * 2)
+    assert (again.sliding.released, again.sliding[:2]) == (2, [GONE] * 2)
     check_pool(pool, [again, other])
 
 

@@ -80,8 +80,8 @@ def check_pool(pool: BlockPool, sequences: Iterable[Sequence]) -> None:
     owners = list(sequences)
     for seq in owners:
         check_table(pool, seq)
-    check_store(pool.full, [seq.blocks for seq in owners])
-    check_store(pool.sliding, [seq.sliding for seq in owners])
+    for kind in pool.kinds:
+        check_store(kind.store, [kind.table(seq) for seq in owners])
     assert kv_usage(owners, pool.full, pool.block_size) == usage_by_blocks(owners, pool.block_size)
 
 
@@ -120,13 +120,14 @@ def check_table(pool: BlockPool, seq: Sequence) -> None:
     assert len(seq.sliding) == (len(seq.blocks) if pool.window else 0), (
         "the tables differ in length"
     )
-    assert seq.released == pool._first_seen(seq.computed), (
+    released = seq.sliding.released
+    assert released == pool.kinds[-1].first_seen(seq.computed), (
         "a block is kept or given back at the wrong time"
     )
-    kept = seq.sliding[seq.released :]
-    assert seq.sliding[: seq.released] == [GONE] * seq.released, "a block was not given back"
+    kept = seq.sliding[released:]
+    assert seq.sliding[:released] == [GONE] * released, "a block was not given back"
     assert len(set(kept)) == len(kept), "a sliding block is twice in one table"
-    for i, block in enumerate(kept, seq.released):
+    for i, block in enumerate(kept, released):
         beside = pool.full.keys[seq.blocks[i]] if i < seq.num_cached_blocks else None
         assert pool.sliding.keys[block] == beside, (
             "a sliding block is findable beside another content"

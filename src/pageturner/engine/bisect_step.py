@@ -88,7 +88,7 @@ class StepBisection:
 
 def part_of(plan: Plan, items: list[Item]) -> Plan:
     """Some items of a plan whose copies were made already."""
-    return replace(plan, items=items, copies=[], sliding_copies=[], ballast=[])
+    return replace(plan, items=items, copies=[], ballast=[])
 
 
 def _halves(part: list[tuple[int, Item]]) -> list[list[tuple[int, Item]]]:

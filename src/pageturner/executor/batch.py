@@ -116,7 +116,8 @@ def pack_sliding(batch: Batch, plan: Plan, block_size: int, scratch_block: int) 
     given back read `scratch_block`, or would: no kernel looks at what the window hides."""
     block_table = np.full_like(batch.block_table, scratch_block)
     for row, item in zip(block_table, plan.items, strict=False):
-        released, sliding = item.sequence.released, item.sequence.sliding[: len(row)]
+        released = item.sequence.sliding.released
+        sliding = item.sequence.sliding[: len(row)]
         row[released : len(sliding)] = sliding[released:]
     owner = np.repeat(np.arange(len(block_table), dtype=np.int32), np.diff(batch.query_start))
     slots = (

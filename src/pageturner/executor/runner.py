@@ -132,7 +132,7 @@ class Runner:
 
     def _copy_blocks(self, plan: Plan) -> None:
         try:
-            for kv, copies in zip(self.storage, (plan.copies, plan.sliding_copies), strict=False):
+            for kv, copies in zip(self.storage, plan.copies, strict=False):
                 if copies and kv is not None:
                     self._ops.copy_blocks(kv, copies)
         except Exception as error:  # it is unknown which of them were made

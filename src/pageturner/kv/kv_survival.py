@@ -103,7 +103,7 @@ class SurvivingKV:
     def attach(self, pool: BlockPool) -> int:
         """Make findable in a new pool what verifies, and from here on write down what it seals.
         Returns how many blocks were taken back."""
-        first, stores = 0, (pool.full, pool.sliding) if pool.window else (pool.full,)
+        first, stores = 0, [kind.store for kind in pool.kinds]
         none = [None] * (
             len(stores) - len(self._storage)
         )  # whole blocks, if all layers have a window

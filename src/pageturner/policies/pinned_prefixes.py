@@ -65,10 +65,10 @@ class PinnedPrefixes:
     def forget_others(self) -> None:
         """Make blocks that nobody uses empty: taking all that can be taken has them forget their
         keys."""
-        for store in (self._pool.full, self._pool.sliding):
+        for kind in self._pool.kinds:
             table: list[int] = []
-            store.write(table, 0, store.available)
-            store.truncate(table, 0)
+            kind.store.write(table, 0, kind.store.available)
+            kind.store.truncate(table, 0)
 
     def _arriving(self, seq: Sequence) -> None:
         """Note a new request. One that is to be pinned is Refused where that leaves too little for

@@ -1,7 +1,8 @@
 """BlockPool: which KV block belongs to whom, and which blocks can be found again by content.
 
-Owns the block tables of sequences and the prefix index over one or two stores (store.py). Knows
-block ids only: neither the storage behind them, nor what becomes of a request, nor time.
+Owns the block tables of sequences and the prefix index over the stores of its kinds of pages
+(store.py). Knows block ids only: neither the storage behind them, nor what becomes of a request,
+nor time.
 
     full     blocks of the layers that attend to every position: they stay until their sequence is
              released
@@ -25,9 +26,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
+from operator import attrgetter
 
 from pageturner.block_keys import block_key, chain_keys, root_key, salted_key
-from pageturner.scheduler.store import GONE, Store
+from pageturner.scheduler.store import GONE, Pages, Store, Table
 from pageturner.scheduler.types import Sequence
 
 
@@ -39,6 +41,7 @@ class BlockPool:
              these
     sliding  how many sliding blocks there are, enough for one token and what it sees
     model    names the weights that KV is computed with, for the keys of blocks
+    kinds    the kinds of pages, the full blocks first
     public   full blocks that are pinned without a salt; pinned: how many blocks no request can get
              because ended requests keep them, or will. Both are set by PinnedPrefixes
     """
@@ -58,10 +61,13 @@ class BlockPool:
                 f"{num_blocks} blocks of {block_size} tokens: at least one, of 1 to 256 tokens"
             )
         self.block_size, self.prefix_caching, self.window = block_size, prefix_caching, window
-        if window and sliding < (least := self._window_blocks(1)):
-            raise ValueError(f"a window of {window} tokens needs at least {least} blocks")
         self.full, self.sliding = Store(num_blocks), Store(sliding if window else 0)
-        self._stores = (self.full, self.sliding) if window else (self.full,)
+        self.kinds = [Pages(self.full, attrgetter("blocks"), block_size)]
+        if window:
+            self.kinds.append(Pages(self.sliding, attrgetter("sliding"), block_size, window))
+            if sliding < (least := self.kinds[1].most_seen(1)):
+                raise ValueError(f"a window of {window} tokens needs at least {least} blocks")
+        self._windowed = self.kinds[1:]
         self._model = model
         self.public, self.pinned = frozenset[int](), 0
 
@@ -71,23 +77,22 @@ class BlockPool:
 
     def longest_step(self, computed: int) -> int:
         """Most tokens that a sequence could compute in one step if it had all blocks to itself."""
-        blocks = self.full.num_blocks
-        if self.window:
-            blocks = min(blocks, self._first_seen(computed) + self.sliding.num_blocks)
+        blocks = min(kind.first_seen(computed) + kind.store.num_blocks for kind in self.kinds)
         return blocks * self.block_size - computed
 
     def side_by_side(self, tokens: int) -> int:
         """Return how many sequences of so many tokens fit side by side, in steps of any size,
         beside what is pinned; one always does."""
-        blocks = min(store.num_blocks for store in self._stores) - self.pinned
+        blocks = min(kind.store.num_blocks for kind in self.kinds) - self.pinned
         return max(1, blocks // self.blocks_for(tokens))
 
     def share(self, ways: int) -> int:
         """Positions that each of so many sequences can hold side by side, however the others are
         computed, beside what is pinned."""
         blocks = (self.full.num_blocks - self.pinned) // ways
-        if self.window and self.sliding.num_blocks // ways < self._window_blocks(1):
-            blocks = min(blocks, self.sliding.num_blocks // ways)
+        for kind in self._windowed:
+            if kind.store.num_blocks // ways < kind.most_seen(1):
+                blocks = min(blocks, kind.store.num_blocks // ways)
         return blocks * self.block_size
 
     def blocks_needed(
@@ -108,20 +113,12 @@ class BlockPool:
         full = max(0, end - len(seq.blocks) - in_use) + copies
         if not self.window:
             return full, 0
-        first = self._first_seen(seq.computed or len(matched) * self.block_size)
+        kind = self.kinds[1]
+        first = kind.first_seen(seq.computed or len(matched) * self.block_size)
         sliding = self.sliding.num_blocks
-        limit = max(sliding - beside * self._window_blocks(1), sliding // (beside + 1))
-        most = min(end - first, self._window_blocks(step), limit)
-        return full, max(most, len(seq.sliding) - seq.released)
-
-    def _first_seen(self, position: int) -> int:
-        """The first place of which the query at `position` sees anything."""
-        return max(0, position + 1 - self.window) // self.block_size if self.window else 0
-
-    def _window_blocks(self, step: int) -> int:
-        """Most blocks that hold what a step of so many tokens sees: window - 1 + step positions in
-        a row."""
-        return self.blocks_for(self.window + step - 2) + 1
+        limit = max(sliding - beside * kind.most_seen(1), sliding // (beside + 1))
+        most = min(end - first, kind.most_seen(step), limit)
+        return full, max(most, len(seq.sliding) - seq.sliding.released)
 
     def _public_keys(self, seq: Sequence) -> Iterator[bytes]:
         """Yield the keys that its blocks would have if they were public."""
@@ -162,7 +159,7 @@ class BlockPool:
             blocks.append(block)
             if self.window:
                 run = run + 1 if key in self.sliding.index else 0
-            if not self.window or run >= len(blocks) - self._first_seen((place + 1) * size):
+            if not self.window or run >= len(blocks) - self.kinds[1].first_seen((place + 1) * size):
                 usable = len(blocks)
         return blocks[:usable]
 
@@ -195,13 +192,12 @@ class BlockPool:
             seq.public = self._count_public(seq, seq.blocks)
             seq.computed = seq.num_cached_blocks * self.block_size
         if self.window:
-            seq.released = self._first_seen(seq.computed)
-            seen = range(seq.released, len(seq.blocks))
+            released = self.kinds[1].first_seen(seq.computed)
             beside = [
                 source.sliding[i] if source else self.sliding.index[self._key(seq, i, 0)]
-                for i in seen
+                for i in range(released, len(seq.blocks))
             ]
-            seq.sliding = [GONE] * seq.released + beside
+            seq.sliding = Table([GONE] * released + beside, released)
         for store, table in self._tables(seq):
             store.share(table)
         return seq.computed
@@ -238,7 +234,9 @@ class BlockPool:
             return False
         if source.public * self.block_size > last:  # a copy of a public block is nobody's
             return False
-        return matched * self.block_size < last and source.released <= self._first_seen(last)
+        return matched * self.block_size < last and all(
+            kind.table(source).released <= kind.first_seen(last) for kind in self._windowed
+        )
 
     def room(self, seq: Sequence) -> int:
         """The largest n for which `extend(seq, n)` would succeed now."""
@@ -286,12 +284,8 @@ class BlockPool:
         if len(seq.blocks) > keep:
             for store, table in self._tables(seq):
                 store.truncate(table, keep)
-        if self.window:
-            first = self._first_seen(seq.computed)
-            for i in range(seq.released, first):
-                self.sliding.drop(seq.sliding[i])
-                seq.sliding[i] = GONE
-            seq.released = first
+        for kind in self._windowed:
+            kind.store.give_back(kind.table(seq), kind.first_seen(seq.computed))
 
     def common_prefix(self, seq: Sequence, other: Sequence) -> int:
         """Tokens in whole blocks with which both begin, as far as `seq` could take them from the
@@ -313,7 +307,8 @@ class BlockPool:
         """Let `dst`, whose first src.computed tokens are the same, share all computed blocks of
         `src`."""
         self.trim(src)
-        dst.blocks, dst.sliding, dst.released = list(src.blocks), list(src.sliding), src.released
+        dst.blocks = list(src.blocks)
+        dst.sliding = Table(src.sliding, src.sliding.released)
         dst.computed, dst.num_cached_blocks, dst.public = (
             src.computed,
             src.num_cached_blocks,
@@ -327,16 +322,21 @@ class BlockPool:
         """Take everything back."""
         for store, table in self._tables(seq):
             store.truncate(table, 0)
-        seq.computed = seq.inflight = seq.num_cached_blocks = seq.public = seq.released = 0
+        seq.sliding.released = 0
+        seq.computed = seq.inflight = seq.num_cached_blocks = seq.public = 0
+
+    def begin(self) -> list[list[tuple[int, int]]]:
+        """The plan that was being made begins: what it copies, of each kind of pages."""
+        return [kind.store.begin() for kind in self.kinds]
 
     def release_held(self, under_way: bool = False) -> None:
         """A plan is done: what was held for it may be given out again. under_way: another one has
         begun."""
-        for store in self._stores:
-            store.release_held(under_way)
+        for kind in self.kinds:
+            kind.store.release_held(under_way)
 
     def _tables(self, seq: Sequence) -> list[tuple[Store, list[int]]]:
-        return list(zip(self._stores, (seq.blocks, seq.sliding), strict=False))
+        return [(kind.store, kind.table(seq)) for kind in self.kinds]
 
 
 def _attachable_at_most(seq: Sequence) -> int:

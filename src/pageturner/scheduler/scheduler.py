@@ -220,7 +220,7 @@ class Scheduler:
             while True:
                 seq, n = asks.send(self._grant(plan, view, seq, n))
         if plan.items:
-            plan.copies, plan.sliding_copies = self.pool.full.begin(), self.pool.sliding.begin()
+            plan.copies = self.pool.begin()
             plan.ballast = view.ballast
             self._plans.append(plan)
         else:

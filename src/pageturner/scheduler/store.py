@@ -14,9 +14,22 @@ A block is, at every moment, exactly one of:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
 
 GONE = -1  # in a block table: the place of a block that was given back
+
+
+class Table(list[int]):
+    """The blocks of a sequence in one store, by place. The first `released` places are GONE: their
+    blocks were given back, because no later query sees them."""
+
+    __slots__ = ("released",)
+
+    def __init__(self, blocks: Iterable[int] = (), released: int = 0) -> None:
+        super().__init__(blocks)
+        self.released = released
 
 
 class Store:
@@ -104,6 +117,13 @@ class Store:
                 self.extra_refs += refs > 0
                 self.refs[block] = refs + 1
 
+    def give_back(self, table: Table, first: int) -> None:
+        """Give back the places before `first`, of which no later query sees anything."""
+        for i in range(table.released, first):
+            self.drop(table[i])
+            table[i] = GONE
+        table.released = first
+
     def truncate(self, table: list[int], keep: int) -> None:
         """Give back all but the first `keep` places, tail first: children age before their
         parents."""
@@ -155,3 +175,27 @@ class Store:
             self._empty.append(block)
         else:
             self.cached[block] = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """One kind of pages of a pool: a store, and how the positions of a sequence lie in its table.
+
+    table   returns the table of a sequence
+    size    tokens of one place
+    window  positions, its own included, that a query sees in these pages; 0: all before it
+    """
+
+    store: Store
+    table: Callable[[Any], Any]
+    size: int
+    window: int = 0
+
+    def first_seen(self, position: int) -> int:
+        """The first place of which the query at `position` sees anything."""
+        return max(0, position + 1 - self.window) // self.size if self.window else 0
+
+    def most_seen(self, step: int) -> int:
+        """Most places that hold what a step of so many tokens sees: window - 1 + step positions in
+        a row."""
+        return -(-(self.window + step - 2) // self.size) + 1

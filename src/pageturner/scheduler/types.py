@@ -11,6 +11,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from pageturner.request import Failure, Logprob, PromptLogprob, Request
+from pageturner.scheduler.store import Table
 
 
 class State(Enum):
@@ -44,9 +45,7 @@ class Sequence:
     tokens    prompt, then everything generated so far
     computed  how many of them have their KV in `blocks`
     blocks    block ids; block i holds positions i*block_size .. (i+1)*block_size-1
-    sliding   with a sliding window, the block table of the layers that have one; its first
-              `released` places are store.GONE: their blocks were given back, because no later query
-              sees them
+    sliding   with a sliding window, the block table of the layers that have one
     draft     proposed tokens behind `tokens`, not yet verified
     num_cached_blocks  how many leading blocks the prefix cache can find by content
     block_keys  keys of its first full blocks, made when asked for; the first `keys_public` have no
@@ -72,8 +71,7 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
-    sliding: list[int] = field(default_factory=list)
-    released: int = 0
+    sliding: Table = field(default_factory=Table)
     draft: list[int] = field(default_factory=list)
     num_cached_blocks: int = 0
     block_keys: list[bytes] = field(default_factory=list)
@@ -168,16 +166,15 @@ class WaitReason:
 class Plan:
     """One step. Running it is idempotent until it is committed.
 
-    copies     (source block, destination block) to copy before anything is written: copy-on-write;
-               sliding_copies: the same among blocks of Sequence.sliding
+    copies     of each store of the pool, (source block, destination block) to copy before anything
+               is written: copy-on-write
     wake       if nothing can run now: when to ask again; None: only after new input
     preempted  request ids that lost their blocks in this plan, and whom they gave way to
     ballast    (rows, context) of padding that static batching computes; results are dropped
     """
 
     items: list[Item] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    sliding_copies: list[tuple[int, int]] = field(default_factory=list)
+    copies: list[list[tuple[int, int]]] = field(default_factory=list)
     wake: float | None = None
     preempted: dict[int, int] = field(default_factory=dict)
     wait_reason: WaitReason | None = None  # of the waiting sequences; None: none waits
