@@ -51,6 +51,7 @@ NAMES = [
     "glm4_moe_lite",
     "stablelm",
     "stablelm_parallel",
+    "stablelm_norms",
     "phi",
     "internlm3",
 ]

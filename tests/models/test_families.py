@@ -64,6 +64,7 @@ NAMES = [
     "internlm3",
     "stablelm",
     "stablelm_parallel",
+    "stablelm_norms",
     "phi",
 ]
 LENGTHS = {

@@ -67,6 +67,8 @@ NAMES = {
     "q_down": "attn_q_a.weight",
     "query_norm": "attn_q_a_norm.weight",
     "latent_norm": "attn_kv_a_norm.weight",
+    "q_norms": "attn_q_norm.weight",
+    "k_norms": "attn_k_norm.weight",
     "k_up": "attn_k_b.weight",
     "v_up": "attn_v_b.weight",
 }
@@ -217,6 +219,7 @@ CASES: dict[str, tuple[str, Values]] = {
     ),
     "stablelm": ("stablelm", {"use_parallel_residual": False}),
     "stablelm_parallel": ("stablelm", {"use_parallel_residual": True}),
+    "stablelm_norms": ("stablelm", {"use_parallel_residual": True}),
     "phi": ("phi2", {}),
     "exaone4": ("exaone4", HALF_WINDOWED),
     "cohere2": ("cohere2", HALF_WINDOWED | {"logit_scale": 0.5}),

@@ -223,7 +223,7 @@ def test_the_head_of_baichuan_2_has_rows_of_length_1(tmp_path: Path) -> None:
     [
         (SIZES | {"model_type": "arcee", "hidden_act": "silu"}, "hidden_act"),
         (SIZES | {"model_type": "llama", "hidden_act": "relu2"}, "relu2"),
-        (SIZES | {"model_type": "stablelm", "layer_norm_eps": 1e-5, "qk_layernorm": True}, "qk_"),
+        (SIZES | {"model_type": "stablelm", "layer_norm_eps": 1e-5, "clip_qkv": 6.0}, "clip_"),
         (SIZES | {"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv"),
         (SIZES | {"model_type": "ernie4_5", "use_bias": True}, "use_bias"),
         (SIZES | {"model_type": "hunyuan_v1_dense", "use_cla": True}, "use_cla"),

@@ -35,6 +35,22 @@ def stream(values: np.ndarray, bits: int) -> np.ndarray:
     return np.ascontiguousarray(raw).view("<i4")
 
 
+def planes(values: np.ndarray, bits: int) -> np.ndarray:
+    """The same in planes, as GPTQModel packs integers of 5 to 7 bits: of each 32 neighbours first a word for each
+    bit of the lowest plane, in which all bits of that plane of an integer stand together."""
+    words = []
+    for block in range(0, values.shape[-1], 32):
+        low = 0
+        for width in {3: (2, 1), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1)}[bits]:
+            for first in range(block, block + 32, 32 // width):
+                word = np.zeros(values.shape[:-1], np.int64)
+                for i in range(32 // width):
+                    word |= (values[..., first + i] >> low & (1 << width) - 1) << width * i
+                words.append(word)
+            low += width
+    return np.stack(words, axis=-1).astype(np.uint32).view("<i4")
+
+
 def tensor(kind: str, values: np.ndarray) -> Tensor:
     return kind, values.shape, np.ascontiguousarray(values).tobytes()
 
@@ -51,14 +67,16 @@ def integers(draw: np.random.Generator, shape: tuple[int, int], bits: int, symme
     return codes, scale, zero, (wide[0] * (codes - wide[1])).astype(np.float32)
 
 
-def gptq(bits: int, symmetric: bool, minus: int, bias: bool = False) -> Callable[..., Packed]:
+def gptq(
+    bits: int, symmetric: bool, minus: int, bias: bool = False, words: Any = stream
+) -> Callable[..., Packed]:
     """`minus`: what is taken from each zero-point that is stored."""
 
     def pack(draw: np.random.Generator, shape: tuple[int, int]) -> Packed:
         codes, scale, zero, values = integers(draw, shape, bits, symmetric)
         found = {
-            ".qweight": tensor("I32", stream(codes, bits).T),
-            ".qzeros": tensor("I32", stream(zero.T - minus, bits)),
+            ".qweight": tensor("I32", words(codes, bits).T),
+            ".qzeros": tensor("I32", words(zero.T - minus, bits)),
             ".scales": tensor("F16", scale.T),
         }
         if bias:
@@ -91,6 +109,38 @@ def awq_gemv(draw: np.random.Generator, shape: tuple[int, int]) -> Packed:
         ".qzeros": tensor("I32", stream(zeros, 4)),
         ".scales": tensor("F16", scales),
     }, values
+
+
+def awq_gemv_fast(zeros: str) -> Callable[..., Packed]:
+    """AutoAWQ's `pack_intweight`, one integer after the other."""
+
+    def pack(draw: np.random.Generator, shape: tuple[int, int]) -> Packed:
+        codes, scale, zero, _ = integers(draw, shape, 4, False)
+        rows, columns = shape
+        nibbles = []
+        for row in range(0, rows, 4):
+            for column in range(0, columns, 64):
+                for each in range(row, row + 4):
+                    for half in (column, column + 32):
+                        nibbles += [
+                            codes[each, half + 8 * b + 2 * g + c]
+                            for g in range(4)
+                            for c in range(2)
+                            for b in range(4)
+                        ]
+        low = (-scale.astype(np.float32) * zero).astype(np.float16)
+        padded = [np.zeros((8, rows), np.float16) for _ in range(2)]
+        for target, values in zip(padded, (scale, low), strict=True):
+            target[: values.shape[1]] = values.T
+        wide = [np.repeat(x.astype(np.float32), GROUP, axis=1) for x in (scale, low)]
+        packed = stream(np.array(nibbles), 4).view("<i2").reshape(rows // 4, columns)
+        return {
+            ".qweight": tensor("I16", packed),
+            ".scales": tensor("F16", padded[0]),
+            zeros: tensor("F16", padded[1]),
+        }, wide[0] * codes + wide[1]
+
+    return pack
 
 
 def mlx(bits: int) -> Callable[..., Packed]:
@@ -187,6 +237,39 @@ FORMATS: dict[str, tuple[Callable[..., Packed], dict[str, Any], str]] = {
         {"bits": 4, "group_size": GROUP, "desc_act": False, "sym": False, "damp_percent": 0.01},
         "quantize_config.json",
     ),
+    **{
+        f"gptq {bits} bits in planes": (
+            gptq(bits, False, 0, words=planes),
+            G4 | {"bits": bits, "sym": False, "checkpoint_format": "gptq_p"},
+            "config.json",
+        )
+        for bits in (3, 5, 6, 7)
+    },
+    "gptq 6 bits, version 1": (
+        gptq(6, False, 1, words=planes),
+        G4 | {"bits": 6, "sym": False},
+        "config.json",
+    ),
+    "gptq 5 bits, symmetric": (
+        gptq(5, True, 0, words=planes),
+        G4 | {"bits": 5, "sym": True, "checkpoint_format": "gptq_p"},
+        "config.json",
+    ),
+    "awq gemv_fast": (
+        awq_gemv_fast(".qzeros"),
+        {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemv_fast"},
+        "config.json",
+    ),
+    "awq gemv_fast by quant_config.json": (
+        awq_gemv_fast(".qzeros"),
+        {"w_bit": 4, "q_group_size": GROUP, "version": "GEMV_FAST", "zero_point": True},
+        "quant_config.json",
+    ),
+    "llm-awq": (
+        awq_gemv_fast(".scaled_zeros"),
+        {"quant_method": "awq", "bits": 4, "group_size": GROUP, "format": "llm-awq"},
+        "config.json",
+    ),
     "awq gemv": (
         awq_gemv,
         {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemv"},
@@ -245,7 +328,7 @@ ROUNDED = {"mlx 6 bits": (mlx(6), MLX | {"bits": 6}, "config.json")}
 
 
 def make_folders(folder: Path, name: str, seed: int = 1) -> tuple[Path, Path]:
-    """(the quantised folder, one of the same values in floats)."""
+    """(the quantised folder, one of the same values in floats): a model twice as wide as its source."""
     pack, said, where = (FORMATS | ROUNDED)[name]
     draw, file = np.random.default_rng(seed), open_safetensors(SOURCE)
     quantised: Tensors = {}
@@ -253,14 +336,15 @@ def make_folders(folder: Path, name: str, seed: int = 1) -> tuple[Path, Path]:
     for key in file.tensors:
         kind, shape, raw = file.tensor(key)
         if not key.endswith("_proj.weight"):
-            quantised[key] = floats[key] = (kind, shape, bytes(raw))
+            values = np.frombuffer(raw, np.float32).reshape(shape)
+            quantised[key] = floats[key] = tensor(kind, np.concatenate([values, values], axis=-1))
             continue
-        shape = (max(shape[0], 32), shape[1])  # words of 3 bits need whole groups of outputs
-        packed, values = pack(draw, shape)
+        packed, values = pack(draw, (max(2 * shape[0], 64), 2 * shape[1]))
         floats[key] = tensor("F32", values.astype(np.float32))
         stem = key.removesuffix(".weight")
         quantised |= {stem + ending: t for ending, t in packed.items()}
     config = json.loads((SOURCE / "config.json").read_text()) | {"num_key_value_heads": 4}
+    config |= {size: 2 * config[size] for size in ("hidden_size", "intermediate_size", "head_dim")}
     paths = folder / "quantised", folder / "floats"
     for path in paths:
         path.mkdir(parents=True)

@@ -11,6 +11,7 @@ the number of threads.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -64,6 +65,7 @@ COMPOSED = frozenset(
         "parallel",  # Layer.parallel
         "head_bias",  # Head.bias
         "late_norm",  # Layer.late_qk_norm
+        "head_norms",  # Layer.head_norms
         "low_rank_queries",  # Latent.q_down
         "expert_choice",  # Experts.choice
         "shared_switch",  # Experts.shared_switch
@@ -186,6 +188,7 @@ class Layer:
     residual: float = 1.0  # what attention and MLP add is multiplied by it (Granite)
     parallel: bool = False  # MLP and experts see what attention sees (Cohere 2)
     late_qk_norm: bool = False  # q_norm and k_norm follow the rotary embedding (Hunyuan)
+    head_norms: Callable[[Any, Any], tuple[Any, Any]] | None = None  # of q and k, by models/
     native: Any = field(default=None, repr=False)  # what a backend attaches to it in prepare_layer
 
     @property
@@ -212,6 +215,7 @@ class Layer:
             "low_rank_queries": self.latent is not None and self.latent.q_down is not None,
             "parallel": self.parallel,
             "late_norm": self.late_qk_norm,
+            "head_norms": self.head_norms is not None,
             "shared_expert": self.experts is not None and self.up is not None,
         }
         own = frozenset(name for name, needed in found.items() if needed)

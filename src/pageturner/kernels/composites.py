@@ -269,6 +269,8 @@ def _mix_heads(
     if layer.late_qk_norm:
         q = ops.rope(q, batch.positions, layer.rope, dim)
         k = ops.rope(k, batch.positions, layer.rope, dim)
+    if layer.head_norms is not None:
+        q, k = layer.head_norms(q, k)
     if layer.q_norm is not None and layer.wide_qk_norm:
         q, k = ops.norm(q, layer.q_norm, layer.eps), ops.norm(k, layer.k_norm, layer.eps)
     elif layer.q_norm is not None:

@@ -22,6 +22,7 @@ from pageturner.kernels.base import F32
 from pageturner.models.weights import TensorFile, has_tensor
 
 _TYPES: dict[str, type[np.generic]] = {
+    "I16": np.int16,
     "I32": np.int32,
     "U32": np.uint32,
     "U8": np.uint8,

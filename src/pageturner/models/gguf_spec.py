@@ -197,8 +197,11 @@ class _KeyReader:
             return replace(spec, logit_scale=self.number("logit_scale", 1.0))
         if self.arch == "glm4moe" and "blk.0.attn_q_norm.weight" in said:
             return replace(spec, family=replace(spec.family, qk_norm="head"))
-        if self.arch == "stablelm" and "blk.0.ffn_norm.weight" not in said:
-            return replace(spec, family=replace(spec.family, parallel=True))
+        if self.arch == "stablelm":
+            family = replace(spec.family, parallel="blk.0.ffn_norm.weight" not in said)
+            if "blk.0.attn_q_norm.weight" in said:
+                family = replace(family, qk_norm="own")
+            return replace(spec, family=family)
         if self.arch == "baichuan" and spec.layers == 40:  # which is how llama.cpp knows it
             return spec.with_alibi()
         scale = self.number("attention.temperature_scale", 0.0)

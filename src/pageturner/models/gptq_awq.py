@@ -11,10 +11,14 @@ know kernels.
 GPTQ   X.qweight int32 [K * bits / 32, N], X.qzeros int32 [groups, N * bits / 32], X.scales [groups,
        N], X.g_idx int32 [K]: the group of each input. Version 1 stores each zero-point less 1,
        version 2 as it is; of symmetric weights it is known whatever a file says of its version.
-       Integers of 3 bits run on over the ends of words
+       Integers of 3 bits run on over the ends of words. Those of 5, 6 and 7 bits, and of 3 in the
+       layout gptq_p (whose zero-points are as in version 2), lie in planes: of each 32 first the
+       low bits of all
 AWQ    GEMM: X.qweight int32 [K, N / 8], X.qzeros int32 [groups, N / 8], X.scales [groups, N]; 8
        neighbours lie in a word in the order 0 2 4 6 1 3 5 7. GEMV: X.qweight int32 [N, K / 8],
-       X.qzeros int32 [N, W], X.scales [N, 8 W], in order, of which the first groups count
+       X.qzeros int32 [N, W], X.scales [N, 8 W], in order, of which the first groups count.
+       GEMV_FAST: X.qweight int16 [N / 4, K], X.scales and X.qzeros (what is added) [G, N]; 64
+       inputs of 4 outputs lie together, and 32 of them as 4 x 2 x 4 in place of 4 x 4 x 2
 AutoRound  packs as GPTQ or as AWQ GEMM
 MLX    X.weight uint32 [N, K * bits / 32], in order and over the ends of words, X.scales and X.biases
        [N, groups]: a value is scale * integer + bias. Its configuration may name single matrices
@@ -74,11 +78,11 @@ def gptq(config: HFConfig, tensors: CheckpointTensors, usual: str = "gptq") -> R
     layout = config.get("checkpoint_format", str, config.get("format", str, usual))
     if config.get("is_marlin_format", bool, False):
         layout = "marlin"
-    if layout not in ("gptq", "gptq_v2"):
+    if layout not in ("gptq", "gptq_v2", "gptq_p"):
         message = f"GPTQ in the layout {layout!r} is not supported: it is made for kernels of GPUs"
         raise unsupported(f"{message}; use a folder in the layout 'gptq' or 'gptq_v2'")
-    if bits not in (2, 3, 4, 8):
-        raise unsupported(f"GPTQ with {bits} bits is not supported; 2, 3, 4 and 8 bits are")
+    if not 2 <= bits <= 8:
+        raise unsupported(f"GPTQ with {bits} bits is not supported; 2 to 8 bits are")
     config.expect("planar", False)
     config.expect("rotation", False)
     for pattern, changed in (config.raw("dynamic") or {}).items():
@@ -87,6 +91,9 @@ def gptq(config: HFConfig, tensors: CheckpointTensors, usual: str = "gptq") -> R
                 f"GPTQ with other settings for {pattern!r} (dynamic) is not supported"
             )
     symmetric = config.get("sym", bool, False)
+    integers = unpack
+    if bits in (5, 6, 7) or (layout == "gptq_p" and bits == 3):
+        integers = _of_planes
 
     placed = _placement(tensors, bits)
 
@@ -95,7 +102,7 @@ def gptq(config: HFConfig, tensors: CheckpointTensors, usual: str = "gptq") -> R
         columns, rows = words.shape[0] * 32 // bits, words.shape[1]
         scale = _scales(tensors, prefix, rows, columns, size)
         zeros = tensors.raw(prefix + ".qzeros", "I32", (scale.shape[1], rows * bits // 32))
-        zero = unpack(zeros, bits).T.astype(np.int32)
+        zero = integers(zeros, bits).T.astype(np.int32)
         middle = 1 << (bits - 1)
         if symmetric and len(set(zero.flat)) == 1 and zero.flat[0] in (middle - 1, middle):
             zero = np.full_like(zero, middle)
@@ -114,7 +121,7 @@ def gptq(config: HFConfig, tensors: CheckpointTensors, usual: str = "gptq") -> R
             return np.ascontiguousarray(part.T).view(np.uint8)
 
         def codes(start: int, stop: int) -> U8:
-            found = unpack(raw(start, stop), bits)
+            found = integers(raw(start, stop), bits)
             return found if order is None else found[:, order]
 
         pairs = raw if bits == 4 and order is None else None
@@ -132,9 +139,9 @@ def awq(config: HFConfig, tensors: CheckpointTensors) -> Readers:
     bits = config.get("bits", int, config.get("w_bit", int, 4))
     size = config.get("group_size", int, 0) or config.get("q_group_size", int, 128)
     version = config.get("version", str, config.get("format", str, "gemm")).lower()
-    if version not in ("gemm", "gemv"):
+    if version not in ("gemm", "gemv", "gemv_fast", "llm-awq"):
         message = f"AWQ in the layout {version!r} is not supported"
-        raise unsupported(f"{message}; use a folder in the layout 'gemm' or 'gemv'")
+        raise unsupported(f"{message}; use a folder in the layout 'gemm', 'gemv' or 'gemv_fast'")
     if bits != 4:
         raise unsupported(f"AWQ with {bits} bits is not supported; 4 bits are")
     if not config.get("zero_point", bool, True):
@@ -158,6 +165,29 @@ def awq(config: HFConfig, tensors: CheckpointTensors) -> Readers:
 
         return of_codes(Codes(prefix, shape, 4, codes, scale, zero, pairs=pairs), "AWQ")
 
+    def gemv_fast(prefix: str) -> QuantisedMatrix:
+        words = tensors.raw(prefix + ".qweight", "I16", (None, None))
+        shape = (words.shape[0] * 4, words.shape[1])
+        groups = group_count(prefix, shape[1], size)
+        zeros = ".scaled_zeros"
+        if not tensors.has(prefix + zeros):
+            zeros = ".qzeros"
+        scale, low = (
+            tensors.floats(prefix + ending, (None, shape[0]))[:groups].T
+            for ending in (".scales", zeros)
+        )
+        if shape[1] % 64 or len(scale.T) < groups or len(low.T) < groups:
+            raise invalid(f"the shapes of {prefix} are not those of the layout {version!r}")
+
+        def codes(start: int, stop: int) -> U8:
+            part = words[start // 4 : -(-stop // 4)]
+            found = unpack(part, 4).reshape(len(part), -1, 4, 2, 4, 2, 4)
+            found = found.transpose(0, 2, 1, 3, 6, 4, 5).reshape(len(part) * 4, -1)
+            return found[start % 4 :][: stop - start]
+
+        zero = np.zeros((1, 1), np.int32)
+        return of_codes(Codes(prefix, shape, 4, codes, scale, zero, low=low), "AWQ")
+
     def read(prefix: str) -> QuantisedMatrix:
         words = tensors.raw(prefix + ".qweight", "I32", (None, None))
         columns, rows = words.shape[0], words.shape[1] * 8
@@ -172,7 +202,8 @@ def awq(config: HFConfig, tensors: CheckpointTensors) -> Readers:
         zero = _awq_unpack(zeros).T.astype(np.int32)
         return of_codes(Codes(prefix, (rows, columns), 4, codes, scale, zero), "AWQ")
 
-    return tensors.readers(".qweight", {"gemm": read, "gemv": gemv}[version])
+    layouts = {"gemm": read, "gemv": gemv}
+    return tensors.readers(".qweight", layouts.get(version, gemv_fast))
 
 
 def mlx(config: HFConfig, tensors: CheckpointTensors) -> Readers:
@@ -198,6 +229,18 @@ def mlx(config: HFConfig, tensors: CheckpointTensors) -> Readers:
         return of_codes(Codes(prefix, shape, bits, codes, scale, zero, low=low), "MLX")
 
     return tensors.readers(".scales", read)
+
+
+def _of_planes(words: NDArray[np.generic], bits: int) -> U8:
+    """The integers of words [rows, n], of which each `bits` words hold the low 4 bits (of 3: 2) of
+    32 integers, then their next 2 bits, then their last."""
+    raw = np.ascontiguousarray(words).view(np.uint8).reshape(-1, 4 * bits)
+    found, low = np.zeros((len(raw), GROUP), np.uint8), 0
+    while low < bits:
+        width = next(w for w in (4, 2, 1) if low + w <= bits)
+        found |= unpack(raw[:, 4 * low : 4 * (low + width)], width) << np.uint8(low)
+        low += width
+    return found.reshape(len(words), -1)
 
 
 def _awq_unpack(words: NDArray[np.generic]) -> U8:

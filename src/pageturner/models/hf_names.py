@@ -34,6 +34,8 @@ _LLAMA = modules("""
     o          self_attn.o_proj
     q_norm     self_attn.q_norm
     k_norm     self_attn.k_norm
+    q_norms    self_attn.q_layernorm.norms.{}
+    k_norms    self_attn.k_layernorm.norms.{}
     sinks      self_attn.sinks
     gate       mlp.gate_proj
     up         mlp.up_proj

@@ -202,8 +202,10 @@ def _ernie_moe(config: HFConfig) -> ModelSpec:
 
 def _stablelm(config: HFConfig) -> ModelSpec:
     spec = llama_like(config)
-    beside = config.get("use_parallel_residual", bool, False)
-    return replace(spec, family=replace(spec.family, parallel=beside))
+    family = replace(spec.family, parallel=config.get("use_parallel_residual", bool, False))
+    if config.get("qk_layernorm", bool, False):
+        family = replace(family, qk_norm="own")
+    return replace(spec, family=family)
 
 
 def _smollm3(config: HFConfig) -> ModelSpec:

@@ -44,8 +44,9 @@ Parts = dict[str, Part]
 class Layout:
     """The parts of a model: those outside of the layers by name, those of each layer by field of
     `kernels.base.Layer`, "sinks", or by "q_rope", "k_rope" and "latent_norm" of its `Latent`; of
-    experts "router", "gates", "ups", "downs" and their biases, by field and expert, and of a latent
-    KV "k_up" and "v_up", by field and head.
+    experts "router", "gates", "ups", "downs" and their biases, by field and expert, of a latent KV
+    "k_up" and "v_up", and of norms that heads have of their own "q_norms" and "k_norms", by field
+    and head.
 
     ignored  endings of names that carry no weight
     foreign  beginnings of names of what is no part of the decoder
@@ -208,7 +209,7 @@ def layout_of(spec: ModelSpec, names: Names, present: Callable[[str], bool]) -> 
         prefix = f"{root}{names.layers}{i}."
         layers.append(_layer(spec, names, prefix, i, present))
         experts.append(_experts(spec, names, prefix) if spec.sparse(i) else {})
-        heads.append(_latent_heads(spec, names, prefix, present))
+        heads.append(_heads(spec, names, prefix, present))
     return Layout(top, layers, experts, heads=heads)
 
 
@@ -277,11 +278,17 @@ def _cut_queries(parts: Parts, spec: ModelSpec, latent: LatentSpec) -> Parts:
     }
 
 
-def _latent_heads(
+def _heads(
     spec: ModelSpec, names: Names, prefix: str, present: Callable[[str], bool]
 ) -> dict[str, list[Part]]:
-    """The rows of each head that make its keys and its values of the latent."""
+    """The rows of each head that make its keys and its values of the latent, or the norms that it
+    has of its own."""
     latent, heads = spec.latent, range(spec.heads)
+    if spec.family.qk_norm == "own":
+        return {
+            f"{f}_norms": _own_norms(prefix + names.tensor(f"{f}_norms"), count, spec.head_dim)
+            for f, count in (("q", spec.heads), ("k", spec.kv_heads))
+        }
     if latent is None:
         return {}
     name = prefix + names.tensor("kv_up")
@@ -296,6 +303,13 @@ def _latent_heads(
     keys = [Part(name, shape, (head * i, latent.nope, shape[0]), turned=True) for i in heads]
     values = [Part(name, shape, (head * i + latent.nope, latent.value, shape[0])) for i in heads]
     return {"k_up": keys, "v_up": values}
+
+
+def _own_norms(name: str, heads: int, head_dim: int) -> list[Part]:
+    """The norms of heads, each in a tensor or all in one."""
+    if "{}" in name:
+        return [Part(name.format(i), (head_dim,)) for i in range(heads)]
+    return [Part(name, (heads, head_dim), index=i) for i in range(heads)]
 
 
 def _experts(spec: ModelSpec, names: Names, prefix: str) -> dict[str, list[Part]]:
@@ -350,6 +364,8 @@ _GGUF = modules("""
     o               attn_output
     q_norm          attn_q_norm
     k_norm          attn_k_norm
+    q_norms         attn_q_norm
+    k_norms         attn_k_norm
     mlp_norm        ffn_norm
     gate            ffn_gate
     up              ffn_up

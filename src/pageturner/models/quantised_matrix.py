@@ -96,9 +96,13 @@ def of_codes(codes: Codes, method: str) -> QuantisedMatrix:
     check_scales(codes.name, codes.scale)
     kind = _kind_of(codes)
     if kind:
-        make = _byte_blocks if codes.bits == 8 else _nibble_blocks
+        make, becomes, wide = _nibble_blocks, "", 4
+        if kind.startswith("Q8"):
+            make, wide = _byte_blocks, 8
+        if codes.bits != wide:
+            becomes = f"{method} with {codes.bits} bits is computed with {wide}, which is exact"
         return QuantisedMatrix(
-            kind, codes.shape, lambda start, stop: make(kind, codes, start, stop)
+            kind, codes.shape, lambda start, stop: make(kind, codes, start, stop), becomes
         )
     why = "zero-points of 8 bits"
     if codes.low is not None:
@@ -153,8 +157,8 @@ def _kind_of(codes: Codes) -> str:
         fits = exact_half(codes.scale) and exact_half(codes.low)
         return "" if codes.bits > 4 else "Q4_1" if fits else "Q4_W"
     middle, exact = bool((codes.zero == 1 << (codes.bits - 1)).all()), exact_half(codes.scale)
-    if codes.bits == 8:
-        return "" if not middle else "Q8_0" if exact else "Q8_W"
+    if codes.bits > 4:  # those of fewer than 8 bits fit in int8 less any zero-point
+        return "" if codes.bits == 8 and not middle else "Q8_0" if exact else "Q8_W"
     if codes.bits in (3, 4) and middle and exact:
         return "Q4_0"
     return "Q4_1" if exact and exact_half(codes.scale * codes.zero) else "Q4_W"
@@ -206,7 +210,8 @@ def halves_of_pairs(pairs: U8) -> U8:
 
 def _byte_blocks(kind: str, codes: Codes, start: int, stop: int) -> U8:
     """Q8_0 or Q8_W."""
-    q = codes.read(start, stop).reshape(stop - start, -1, GROUP) ^ np.uint8(0x80)
+    zero = by_block(codes, codes.zero, start, stop).astype(np.uint8)  # what wraps around is int8
+    q = codes.read(start, stop).reshape(stop - start, -1, GROUP) - zero[..., None]
     scale = by_block(codes, codes.scale, start, stop)
     if kind == "Q8_0":
         return _joined(scale[..., None].astype(np.float16), q)

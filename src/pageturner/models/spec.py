@@ -47,7 +47,8 @@ class Family:
     parallel     MLP and experts see what attention sees
     qk_norm      norms of queries and keys: "head" (each head), "late" (each head, behind the rotary
                  embedding), "wide" (all heads together), "unit" (each head, without weights, in
-                 layers with rotary embedding), or ""
+                 layers with rotary embedding), "own" (LayerNorms without biases, of each head with
+                 weights of its own), or ""
     qkv_bias, o_bias, mlp_bias, head_bias   which products have one
     positions    "rotary", "learned" (a table added to the embedding) or "alibi"
     embed_norm   a norm behind the embedding
@@ -213,6 +214,7 @@ class ModelSpec:
             "attention and MLP side by side": self.family.parallel,
             "a head with a bias": self.family.head_bias,
             "norms behind the rotary embedding": self.family.qk_norm == "late",
+            "norms of each head's own": self.family.qk_norm == "own",
             "queries of low rank": self.latent is not None and self.latent.query > 0,
             "experts chosen by bias or group": experts is not None
             and (experts.biased or experts.groups > 1),

@@ -23,6 +23,7 @@ from pageturner.formats.mapped import TensorInfo
 from pageturner.kernels.base import F32, AttentionShape, Layer, Ops, Tensor, Weight
 from pageturner.kernels.layer_parts import Experts, Latent
 from pageturner.models.expert_choice import ExpertChoice
+from pageturner.models.head_norms import HeadNorms
 from pageturner.models.names import Layout, Part, named
 from pageturner.models.packed_cache import PackedCache
 from pageturner.models.quantise import in_place, quantise, quantization_of, rounded, widened
@@ -261,6 +262,7 @@ def load_weights(
             residual=spec.residual,
             parallel=spec.family.parallel,
             late_qk_norm=spec.family.qk_norm == "late",
+            head_norms=_head_norms(several, spec.eps),
         )
         _check_features(ops, layer.needs)
         ops.prepare_layer(layer)
@@ -358,6 +360,12 @@ def _bits(ops: Ops, setting: str, field: str, last: bool, kind: str) -> int:
     if (bits := ops.default_activation_bits(kind)) > 8:
         return bits
     return 15 if field in (FINE_LAST if last else FINE) else 8
+
+
+def _head_norms(packed: dict[str, tuple[Weight, ...]], eps: float) -> HeadNorms | None:
+    if "q_norms" not in packed:
+        return None
+    return HeadNorms(np.stack(packed["q_norms"]), np.stack(packed["k_norms"]), eps)
 
 
 def _experts(spec: ExpertSpec, packed: dict[str, tuple[Weight, ...]]) -> Experts:
