@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 MODEL ?= smollm2
 ARGS ?=
-NAME ?= talk
+NAME ?= smaller
 BASE ?= HEAD
 TRACES ?= ../shared/data/traces
 # one more than cores of a small machine: for half of their time tests wait for processes that they started
@@ -73,7 +73,7 @@ docs-policies: $(VENV)/.core ## the pictures of docs/policies.md anew, simulated
 docs-pictures: $(VENV)/.dev model ## the animated picture of the README and those of the page, anew: on a quiet machine, in two minutes
 	$(BIN)/python bench/docs_pictures.py $(ARGS)
 
-accept: $(VENV)/.dev model ## every line a piece of work must show: make accept NAME=talk
+accept: $(VENV)/.dev model ## every line a piece of work must show: make accept NAME=smaller
 	$(BIN)/python bench/accept/$(NAME).py $(ARGS)
 
 soak: $(VENV)/.dev model ## long runs, by hand: whole cross products, kernels under sanitizers, random plans, hostile files and frames, a million requests, kill -9
@@ -82,7 +82,7 @@ soak: $(VENV)/.dev model ## long runs, by hand: whole cross products, kernels un
 	PAGETURNER_PROPERTY_RUNS=20000 $(BIN)/pytest -n $(WORKERS) -m slow tests/scheduler --timeout 3600
 	$(BIN)/python bench/fuzz_files.py --seconds 600
 	$(BIN)/python bench/fuzz_frames.py --seconds 600
-	$(BIN)/python bench/accept/trust.py --only soak
+	$(BIN)/python bench/accept/trust_soak.py
 	$(BIN)/python bench/soak.py $(ARGS)
 
 test-gpu: gpu-build ## the GPU kernels by the interpreter of Triton: no GPU is needed, it takes long

@@ -1,6 +1,6 @@
 """`make accept NAME=decoding`: every line that the decoding methods must show.
 
-    python bench/accept/decoding.py [--only memory samples lookup draft prefix json beams mixed waste]
+    python bench/accept/decoding.py [--only memory samples lookup draft prefix]
 
 Speeds are of the engine alone, in this process, in pairs: one way, the other way, again and again.
 """
@@ -16,13 +16,10 @@ from dataclasses import replace
 from typing import Any
 
 import harness
-import searches
-from decoding_waste import waste
 from drafts import pair
 from harness import DATA, ROOT, Line, NotRun
 
 sys.path.insert(0, str(ROOT / "bench"))
-import structured
 from pageturner import LLM
 from pageturner.lab.traffic.traffic_files import read_workload
 from pageturner.params import SamplingParams
@@ -89,6 +86,29 @@ def _prompts(llm: LLM, count: int, length: int) -> list[tuple[int, ...]]:
     return [tuple(ids[i * length : (i + 1) * length]) for i in range(count)]
 
 
+def _beams(llm: LLM, prompts: list[tuple[int, ...]]) -> Line:
+    """Four beams of each prompt, 128 tokens: the most blocks at any moment, and what they would be if each
+    beam had its own."""
+    engine, size = llm.built.engine, llm.built.block_size
+    shared = apart = 0
+    plan = engine.scheduler.plan
+
+    def watched(now: float) -> Any:
+        nonlocal shared, apart
+        made = plan(now)
+        tables = [item.sequence.blocks for item in made.items]
+        shared = max(shared, len({block for table in tables for block in table}) * size)
+        apart = max(apart, sum(map(len, tables)) * size)
+        return made
+
+    engine.scheduler.plan = watched  # type: ignore[method-assign]
+    llm.beam_search(prompts, 4, SamplingParams(max_tokens=128, ignore_eos=True))
+    figure = (
+        f"{1 - shared / apart:.1%} less: at most {shared:,} tokens reserved, {apart:,} unshared"
+    )
+    return Line("beams of 4: at least 55 % less KV than unshared", figure, shared <= 0.45 * apart)
+
+
 def memory() -> Iterator[Line]:
     """Four samples of prompts of 512 tokens, 128 tokens each."""
     shared, apart = LLM("smollm2"), LLM("smollm2", enable_prefix_caching=False)
@@ -101,7 +121,7 @@ def memory() -> Iterator[Line]:
     _, without, _ = _run(apart, theirs)
     figure = f"{1 - with_sharing / without:.1%} less: at most {with_sharing:,.0f} tokens reserved, {without:,.0f}"
     yield Line("n = 4: at least 55 % less KV than unshared", figure, with_sharing <= 0.45 * without)
-    yield searches.memory(LLM("smollm2"), prompts)
+    yield _beams(LLM("smollm2"), prompts)
 
 
 def samples() -> Iterator[Line]:
@@ -195,29 +215,6 @@ def prefix() -> Iterator[Line]:
     )
 
 
-def json_schema() -> Iterator[Line]:
-    """32 answers at once, held to a schema that none can finish, and not; as bench/structured.py."""
-    llm = LLM("smollm2")
-    for temperature in (0.0, 0.7):
-        pairs = structured.pairs(llm.built.engine, llm.tokenizer, temperature, 32, 64, ROUNDS)
-        pace = statistics.median(held / free for free, held in pairs)
-        figure = f"{pace:.1%} of the pace without ({len(pairs)} pairs)"
-        yield Line(
-            f"JSON schema at batch 32, temperature {temperature}: at most 10 % slower",
-            figure,
-            pace >= 0.9,
-        )
-
-
-def mixed() -> Iterator[Line]:
-    """All methods in one batch."""
-    llm = LLM("smollm2")
-    lengths = [24 + 3 * (i % 16) for i in range(64)]
-    yield from searches.mixed(
-        [p[:n] for p, n in zip(_prompts(llm, 64, 96), lengths, strict=True)], structured.PERSON
-    )
-
-
 if __name__ == "__main__":
     checks = {
         "memory": memory,
@@ -225,9 +222,5 @@ if __name__ == "__main__":
         "lookup": lookup,
         "draft": pair,
         "prefix": prefix,
-        "json": json_schema,
-        "beams": searches.equal_to_transformers,
-        "mixed": mixed,
-        "waste": waste,
     }
     sys.exit(harness.run("decoding", checks))

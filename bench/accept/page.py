@@ -1,11 +1,9 @@
 """`make accept NAME=page`: something to look at, something to install.
 
-    python bench/accept/page.py [--only browser watch ...] [options of parts]
+    python bench/accept/page.py [--only install watch ...] [options of parts]
 
-browser  what the page costs while it is open
 install  wheels, and the README's main job without a compiler
 watch    vLLM's dashboard, panel by panel
-compare  `pageturner compare` twice quiet and twice busy: the same advice
 stumbles what newcomers typed and sent: what came out before it was mended, and what comes out now
 
 A part is `page_NAME.py` beside this file, with `lines` and `add_arguments`.
@@ -17,7 +15,7 @@ import sys
 
 from harness import main_of_parts
 
-PARTS = ("browser", "install", "watch", "compare", "stumbles")
+PARTS = ("install", "watch", "stumbles")
 
 if __name__ == "__main__":
     sys.exit(main_of_parts("page", __doc__, PARTS))

@@ -1,10 +1,8 @@
 """`make accept NAME=scale`: past one process.
 
-    python bench/accept/scale.py [--only tiers events ...] [options of parts]
+    python bench/accept/scale.py [--only tiers ray ...] [options of parts]
 
 tiers           KV in host memory and on disk: what is found, at what price, after restarts and damage
-events          KV events for others' routers: an indexer that knows what the cache holds, what steps pay
-mixed           the same beside chunked prefill on both engines, measured and simulated
 proxies         what a router adds, beside nginx and smg
 ray             Ray Serve
 tensor_parallel tensor parallel ranks
@@ -20,7 +18,7 @@ import sys
 
 from harness import main_of_parts
 
-PARTS = ("tiers", "events", "mixed", "proxies", "ray", "tensor_parallel", "simulated", "planner")
+PARTS = ("tiers", "proxies", "ray", "tensor_parallel", "simulated", "planner")
 
 if __name__ == "__main__":
     sys.exit(main_of_parts("scale", __doc__, PARTS))

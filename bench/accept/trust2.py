@@ -1,11 +1,12 @@
 """`make accept NAME=trust2`: what a second hunt found, and that it is found no more.
 
-    python bench/accept/trust2.py [--only wire stores grammar hunter retry chaos soak] [--long]
+    python bench/accept/trust2.py [--only wire stores grammar hunter hostile retry chaos soak] [--long]
 
 wire      HTTP, uploads, refusals, the page
 stores    costs paid once, tenants, files, bounds, honest answers
 grammar   no grammar holds up anybody's tokens
 hunter    5,000 hostile requests made from the API's own document, twice
+hostile   every request of bench/hostile_requests.py beside ordinary streams, at three intensities
 chaos     answers of all methods while engines and replicas die, in five setups: three minutes, or two hours
 retry     does a Retry-After hold on loads that it was not tuned on
 soak      requests without end and flat memory: three minutes, or hours
@@ -63,6 +64,7 @@ def soak(options: argparse.Namespace) -> Iterator[Line]:
 
 PARTS = {name: harness.part(f"trust2_{name}") for name in ("wire", "stores", "grammar", "hunter")}
 PARTS |= {
+    "hostile": harness.part("trust_hostile"),
     "retry": Part(retry),
     "chaos": Part(chaos, chaos_arguments),
     "soak": Part(soak, add_arguments),

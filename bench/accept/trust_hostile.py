@@ -11,6 +11,7 @@ ordinary clients are processes of their own, so that neither slows the other dow
 
 from __future__ import annotations
 
+import argparse
 import http.client
 import json
 import multiprocessing
@@ -290,9 +291,15 @@ class Harm:
     seconds: float
 
 
-def lines(seed: int = 1, most: int = 10_000) -> Iterator[Line]:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--hostile-seed", type=int, default=1)
+    parser.add_argument("--hostile-most", type=int, default=10_000, help="requests")
+
+
+def lines(options: argparse.Namespace) -> Iterator[Line]:
     """Every attack at every intensity."""
-    attacks = hostile.catalogue(seed)[:most]
+    seed = options.hostile_seed
+    attacks = hostile.catalogue(seed)[: options.hostile_most]
     with harness.server() as server:
         clients, attacker, watch = Clients(server.url), Attacker(server.url, seed), Watch(server)
         warm(server)

@@ -14,6 +14,7 @@ import random
 import selectors
 import socket
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -165,3 +166,7 @@ def lines(requests: int) -> Iterator[Line]:
         )
         what = f"memory of the {name} behind the first {SETTLED:.0%}, under {MAX_GROWTH_MB:.0f} MB more"
         yield Line(what, figure, grown < MAX_GROWTH_MB)
+
+
+if __name__ == "__main__":
+    sys.exit(harness.run("soak", {"soak": lambda: lines(1_000_000)}))

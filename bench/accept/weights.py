@@ -1,9 +1,8 @@
 """`make accept NAME=weights`: everybody's weights.
 
-    python bench/accept/weights.py [--only lora checkpoints families ...] [options of parts]
+    python bench/accept/weights.py [--only lora quality ...] [options of parts]
 
 lora         adapters: many in one batch, their price, bits, a bound with an LRU, PEFT's logits, bad folders
-checkpoints  each kind of quantised checkpoint against its own library's logits; KV types; configs that lie
 quality      error of logprobs against fp32 on chat prompts, as served; what it costs
 floor        shares of the machine's limits, by step
 peers        beside llama.cpp, ik_llama.cpp, OpenVINO GenAI and vLLM, in pairs
@@ -17,7 +16,7 @@ import sys
 
 from harness import main_of_parts
 
-PARTS = ("lora", "checkpoints", "quality", "floor", "peers")
+PARTS = ("lora", "quality", "floor", "peers")
 
 if __name__ == "__main__":
     sys.exit(main_of_parts("weights", __doc__, PARTS))

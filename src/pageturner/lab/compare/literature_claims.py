@@ -62,7 +62,7 @@ ELSEWHERE = (
         "another engine",
         "not measured",
         "static here is this engine with its own kernels;"
-        " make accept NAME=kernels runs Transformers beside it",
+        " make bench-peers runs Transformers beside it",
     ),
     Claim(
         "parallel samples and beams: up to 55 % less KV memory",
