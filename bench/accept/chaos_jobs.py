@@ -8,11 +8,11 @@ from __future__ import annotations
 import http.client
 import json
 import time
+import urllib.request
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-import api_batches
 import dialect_jobs
 from dialect_jobs import FORM, PLACES, Ask
 
@@ -67,6 +67,8 @@ PROMPTS: dict[str, dict[str, Any]] = {
 }
 NOT_STREAMED = ("beams", "more beams", "best_of")
 RETRYABLE = (429, 502, 503)  # as clients do; 502: two replicas in a row were lost
+ENDS = ("completed", "failed", "expired", "cancelled")
+BATCH_SECONDS = 600.0
 BATCHES, LINES = "/v1/batches", 12
 KEPT = ("logprobs", "prompt_logprobs", "use_beam_search", "receipt", "best_of", "echo")
 PAUSE = 0.25  # seconds between two tries of what was refused
@@ -210,24 +212,49 @@ def _lines(jobs: list[Job]) -> list[dict[str, Any]]:
     ][:LINES]
 
 
+def call(url: str, method: str = "GET", body: bytes = b"", kind: str = "application/json") -> bytes:
+    request = urllib.request.Request(url, body or None, {"Content-Type": kind}, method=method)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        content: bytes = answer.read()
+    return content
+
+
+def _made(url: str, body: bytes, kind: str = "application/json") -> str:
+    """The id of what a server makes of a body."""
+    return str(json.loads(call(url, "POST", body, kind))["id"])
+
+
+def _ended(url: str) -> dict[str, Any]:
+    """A batch that will not go on any more."""
+    until = time.monotonic() + BATCH_SECONDS
+    while (told := json.loads(call(url)))["status"] not in ENDS:
+        if time.monotonic() > until:
+            raise TimeoutError(f"the batch is still {told['status']}: {told['request_counts']}")
+        time.sleep(0.2)
+    return dict(told)
+
+
 def _batch(url: str, lines: list[dict[str, Any]]) -> bytes:
     """The answers of a batch in the order of its lines; files and batch are removed behind it."""
-    file = api_batches.upload(url, api_batches.as_text(lines))
-    wanted = {"input_file_id": file, "endpoint": lines[0]["url"]}
-    made = api_batches.call(f"{url}{BATCHES}", "POST", json.dumps(wanted).encode())
-    told = api_batches.ended(url, json.loads(made)["id"])
+    files = f"{url}/v1/files"
+    content = b"\n".join(json.dumps(line).encode() for line in lines)
+    head = b"--x\r\nContent-Disposition: form-data; name="
+    form = head + b'"purpose"\r\n\r\nbatch\r\n' + head + b'"file"; filename="in.jsonl"\r\n\r\n'
+    file = _made(files, form + content + b"\r\n--x--\r\n", "multipart/form-data; boundary=x")
+    wanted = {"input_file_id": file, "endpoint": lines[0]["url"], "completion_window": "24h"}
+    told = _ended(f"{url}{BATCHES}/{_made(f'{url}{BATCHES}', json.dumps(wanted).encode())}")
     found: dict[str, Any] = {}
     for kind in ("output_file_id", "error_file_id"):
         if told.get(kind):
-            for raw in api_batches.call(f"{url}/v1/files/{told[kind]}/content").splitlines():
+            for raw in call(f"{files}/{told[kind]}/content").splitlines():
                 line = json.loads(raw)
                 answer = line.get("response") or {}
                 good = answer.get("status_code") == 200
                 found[line["custom_id"]] = (
                     _in_one_piece(json.dumps(answer["body"]).encode()) if good else line
                 )
-            api_batches.call(f"{url}/v1/files/{told[kind]}", "DELETE")
-    api_batches.call(f"{url}/v1/files/{file}", "DELETE")
+            call(f"{files}/{told[kind]}", "DELETE")
+    call(f"{files}/{file}", "DELETE")
     return json.dumps([found.get(line["custom_id"]) for line in lines]).encode()
 
 
