@@ -69,6 +69,7 @@ COMPOSED = frozenset(
         "low_rank_queries",  # Latent.q_down
         "expert_choice",  # Experts.choice
         "shared_switch",  # Experts.shared_switch
+        "recurrent",  # recurrent.RecurrentOps
     }
 )
 
@@ -245,6 +246,22 @@ class Stack:
     native: Any = field(default=None, repr=False)  # what a backend attaches to it in prepare_stack
 
 
+@dataclass(frozen=True, slots=True)
+class StateTables:
+    """The slots and blocks that recurrent layers read and write in a step; all int32.
+
+    state_read    [S] slot of the state before the chunk of the sequence's first row; -1: zeros
+    state_writes  [W, 3] (sequence, chunk, slot): the state before that chunk goes to the slot. The
+                  step computes the last row before it. Ordered by sequence, then chunk
+    tail_table    [S, 2] block of the chunk of the first row, and of the last row if that is another
+                  chunk; -1: its rows are not kept, and none of them are there already
+    """
+
+    state_read: I32
+    state_writes: I32
+    tail_table: I32
+
+
 @dataclass(slots=True)
 class Batch:
     """One ragged step, all arrays int32. T rows (tokens), S sequences, R rows whose logits are
@@ -258,6 +275,7 @@ class Batch:
     slots        [T] block * block_size + offset where the row's K and V go; -1: written nowhere
     logit_rows   [R] rows whose logits are wanted
     adapters     that of each sequence, or None; None: no sequence has one
+    recurrent    where recurrent layers read and write; None: there are none
     """
 
     tokens: I32
@@ -268,6 +286,7 @@ class Batch:
     slots: I32
     logit_rows: I32
     adapters: Adapters | None = None
+    recurrent: StateTables | None = None
 
 
 # Bytes of one element. int8 has a scale for the K, and one for the V, of each token and head:

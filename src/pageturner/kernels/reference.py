@@ -36,6 +36,7 @@ from pageturner.kernels.base import (
 )
 from pageturner.kernels.composites import Composites
 from pageturner.kernels.reference_arrays import ROUNDINGS, Dense, PagedKV, Quantised, quantise_rows
+from pageturner.kernels.reference_recurrent import RecurrentReference
 
 SEGMENT = 256  # tokens of one softmax partial, counted from position 0
 
@@ -78,7 +79,7 @@ def _second(pair: LowRank, inner: F32) -> F32:
     return np.asarray(np.einsum("nr,r->n", pair.b, inner * np.float32(pair.scale)))
 
 
-class ReferenceOps(Composites):
+class ReferenceOps(RecurrentReference, Composites):
     """`Ops` in numpy. Holds no state; arrays are numpy fp32."""
 
     name = "reference"
