@@ -138,7 +138,7 @@ def test_a_call_that_has_begun_goes_on_as_one(format: ToolFormat) -> None:
     for seed in range(3):
         text = walk(grammar, seed, begin)
         _, content, calls = said(read(AnswerFormat(tools=format.name, types=TYPES), text))
-        assert calls, text
+        assert calls or any(name in text for name in format.direct), text
         assert all(fits(*call) for call in calls), text
         assert content.startswith("Well.") or format.at_start
 
@@ -149,6 +149,17 @@ def test_without_a_call_every_text_is_possible(format: ToolFormat) -> None:
     text = 'Hm. {"a": [1]} <b> [x](y) é\n\n```json\n{}\n``` func('.encode()
     assert matcher.try_consume_tokens(list(text)) == len(text)
     assert matcher.is_accepting()
+
+
+def test_a_model_may_say_that_it_answers_directly() -> None:
+    """Only where no call is asked for; where a tool has that name it is a call of this tool."""
+    format, name = tool_format("command_r"), "directly-answer"
+    text = f'Action: ```json [{{"tool_name":"{name}","parameters":{{"a":"Hi"}}}}]```'
+    for asked, taken in ((None, True), ("required", False)):
+        matcher = compiled(byte_tokens(), tool_grammar(format, choice(asked), no_control))
+        assert bool(matcher.consume_tokens(list(text.encode()))) == taken
+    found = [said(read(AnswerFormat(tools="command_r", names=one), text)) for one in ((), (name,))]
+    assert found == [("", "Hi", []), ("", "", [(name, '{"a":"Hi"}')])]
 
 
 def test_one_call_where_only_one_is_wanted() -> None:

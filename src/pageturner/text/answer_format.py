@@ -19,7 +19,7 @@ from pageturner.formats.tokenizer import Tokenizer
 from pageturner.params import SamplingParams
 from pageturner.text import reasoning, tool_formats
 from pageturner.text.argument_rules import property_types
-from pageturner.text.call_parser import CallParser, Delta, Parser, PlainText, triggers
+from pageturner.text.call_parser import CallParser, Delta, DirectAnswers, Parser, PlainText, triggers
 from pageturner.text.chat_template import SOUGHT, SOUGHT_ARGUMENTS, ChatTemplate, habits_of
 from pageturner.text.harmony import HarmonyParser
 from pageturner.text.reasoning import ReasoningFormat, ThoughtsParser, reasoning_format
@@ -40,7 +40,7 @@ class AnswerFormat:
     thinking   the prompt has begun the thoughts already
     named      the client has said which tool is to be called
     shown      control tokens that are text here: the marks of both formats
-    names      of the tools, where nothing but a name tells a call from text; else ()
+    names      of the tools, where only a name tells a call from text or an answer; else ()
     types      of the properties of each tool, where a call does not say what is a text
     stop_ids   tokens that end the content, and neither thoughts nor a call
     """
@@ -62,7 +62,9 @@ class AnswerFormat:
         calls: tuple[str, ...] = ()
         if self.tools:
             format = tool_format(self.tools)
-            rest = CallParser(format, self.names, self.types)
+            rest = CallParser(format, self.names if format.at_start else (), self.types)
+            if format.direct:
+                rest = DirectAnswers(rest, set(format.direct).difference(self.names))
             if not format.at_start:
                 calls = triggers(format)
         if self.reasoning:
@@ -167,6 +169,12 @@ def control_tokens(marks: tuple[str, ...], tokenizer: Tokenizer) -> tuple[int, .
     """The marks that are control tokens in a vocabulary."""
     found = (control_token(mark, tokenizer) for mark in marks)
     return tuple(token for token in found if token is not None)
+
+
+def _names(choice: ToolChoice, format: ToolFormat | None) -> tuple[str, ...]:
+    if format is None or not (format.at_start or format.direct):
+        return ()
+    return tuple(tool.name for tool in choice.tools)
 
 
 def _types(choice: ToolChoice, format: ToolFormat | None) -> dict[str, dict[str, str]]:
@@ -275,7 +283,7 @@ class ChatFormats:
             thinking=thoughts is not None and reasoning.opened(thoughts, prompt),
             named=choice.named,
             shown=control_tokens(marks_of(*names), self.tokenizer),
-            names=tuple(tool.name for tool in choice.tools) if calls and calls.at_start else (),
+            names=_names(choice, calls),
             types=_types(choice, calls),
         )
 

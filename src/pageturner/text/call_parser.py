@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple, Protocol
@@ -530,6 +530,51 @@ class CallParser:
     def _give(self, found: list[Delta], text: str) -> None:
         if text:
             found.append(Delta("content", text))
+
+
+class DirectAnswers:
+    """What another parser finds, in which calls of these names are content: the first text among
+    their arguments, if there is one."""
+
+    thoughts_end = 0
+
+    def __init__(self, calls: Parser, names: Collection[str]) -> None:
+        self._calls = calls
+        self._names = names
+        self._arguments: str | None = None  # so far, of such a call
+
+    @property
+    def held(self) -> int:
+        return self._calls.held
+
+    def push(self, text: str) -> list[Delta]:
+        return self._answered(self._calls.push(text))
+
+    def finish(self) -> list[Delta]:
+        return self._answered(self._calls.finish()) + self._answer()
+
+    def _answered(self, deltas: list[Delta]) -> list[Delta]:
+        found: list[Delta] = []
+        for delta in deltas:
+            if self._arguments is not None and delta.kind == "arguments":
+                self._arguments += delta.text
+                continue
+            found += self._answer()
+            if delta.kind == "call" and delta.text in self._names:
+                self._arguments = ""
+            else:
+                found.append(delta)
+        return found
+
+    def _answer(self) -> list[Delta]:
+        """Return the content of such a call, whose arguments are complete."""
+        arguments, self._arguments = self._arguments, None
+        try:
+            values = json.loads(arguments or "{}").values()
+        except ValueError:  # it was cut
+            return []
+        texts = (text for text in values if isinstance(text, str))
+        return [Delta("content", text) for text in itertools.islice(texts, 1)]
 
 
 def _called(way: _Way, place: str) -> str:

@@ -45,6 +45,8 @@ class ToolFormat:
                those of a list are called `item`
     quote      stands around Gemma's strings
     several    whether an answer may have more than one call
+    direct     names that are called, where they are of no tool, to say that the answer follows or
+               is the text in the arguments
     id_length  of the ids of its calls, where its templates take no others; 0: they take any
     """
 
@@ -67,6 +69,7 @@ class ToolFormat:
     types: Mapping[str, str] = field(default_factory=dict, hash=False)
     quote: str = '<|"|>'
     several: bool = True
+    direct: tuple[str, ...] = ()
     id_length: int = 0
 
     @property

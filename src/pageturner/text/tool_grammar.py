@@ -33,6 +33,7 @@ from pageturner.text.tool_formats import JSON, ToolFormat
 from pageturner.text.tools import Tool, ToolChoice
 
 Control = Callable[[str], int | None]  # the control token that a mark is, if it is one
+_ANYTHING = {"type": "object"}
 _TERMINALS = r"""
 WS: /[\x20\x0A\x0D\x09]{1,8}/
 ID: /[A-Za-z0-9]{9}/
@@ -58,6 +59,8 @@ def tool_grammar(format: ToolFormat, choice: ToolChoice, control: Control, answe
 
     answer  the grammar of an answer that is no call; "": any text
     """
+    if not choice.required:
+        choice = replace(choice, tools=(*choice.tools, *_direct(format, choice)))
     write = _Writer(format, choice, control)
     if not format.calls:
         return _harmony(write)
@@ -72,6 +75,12 @@ def tool_grammar(format: ToolFormat, choice: ToolChoice, control: Control, answe
     else:
         start = _anywhere(write)
     return "\n".join((OPTIONS, *start, f"call: {names}", *calls, write.arguments(), _TERMINALS))
+
+
+def _direct(format: ToolFormat, choice: ToolChoice) -> Iterable[Tool]:
+    """Calls by which the model says that it answers, which it may write as those of tools."""
+    names = {tool.name for tool in choice.tools}
+    return (Tool(name, _ANYTHING, False, {}) for name in format.direct if name not in names)
 
 
 def check_tools(format: ToolFormat, choice: ToolChoice) -> None:
