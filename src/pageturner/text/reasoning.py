@@ -152,13 +152,13 @@ class ThoughtsParser:
 
     # Each state takes what it can from what is held. False: it needs more text.
     def _beginning(self, found: list[Delta]) -> bool:
-        """Thoughts begin here or nowhere."""
-        text, begin = self._held.lstrip(), self._format.begin.lstrip()
+        """Thoughts begin here or nowhere. A model that has none may write their end alone."""
+        text, begin, end = self._held.lstrip(), self._format.begin.lstrip(), self._format.end
         if text.startswith(begin):
             self._held, self._state = text[len(begin) :], self._space
-        elif begin.startswith(text):
+        elif begin.startswith(text) or (end.startswith(text) and text != end):
             return False
-        elif self._thinking:
+        elif self._thinking or text.startswith(end):
             self._held, self._state = text, self._thoughts
         else:
             self._state = self._gap
