@@ -19,7 +19,14 @@ from pageturner.formats.tokenizer import Tokenizer
 from pageturner.params import SamplingParams
 from pageturner.text import reasoning, tool_formats
 from pageturner.text.argument_rules import property_types
-from pageturner.text.call_parser import CallParser, Delta, DirectAnswers, Parser, PlainText, triggers
+from pageturner.text.call_parser import (
+    CallParser,
+    Delta,
+    DirectAnswers,
+    Parser,
+    PlainText,
+    triggers,
+)
 from pageturner.text.chat_template import SOUGHT, SOUGHT_ARGUMENTS, ChatTemplate, habits_of
 from pageturner.text.harmony import HarmonyParser
 from pageturner.text.reasoning import ReasoningFormat, ThoughtsParser, reasoning_format

@@ -13,7 +13,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NoReturn
 
 from pageturner.errors import ClientError, one_line
@@ -62,14 +62,6 @@ class ChatTemplate:
         *,
         name: str = MODELS_OWN,
     ) -> None:
-        import jinja2
-        from jinja2 import nodes
-
-        from pageturner.text.template_sandbox import Budget, TemplateEnvironment, spending
-
-        environment = TemplateEnvironment()
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
         self._limits = limits
         self.tool_use: ChatTemplate | None = None
         self.source, self.name = source, name
@@ -78,19 +70,9 @@ class ChatTemplate:
         if len(source) > LONGEST:
             self.broken = f"{name} has {len(source):,} characters, over {LONGEST:,}"
             return
-        compiling = Budget(limits.steps, limits.characters)
-        try:
-            tree = spending(compiling, lambda: environment.parse(source))
-            if tree.find(nodes.EvalContextModifier) is not None:
-                raise jinja2.TemplateError(
-                    "autoescape, which is computed when it is read, is not supported"
-                )
-            self._template = spending(compiling, lambda: environment.from_string(tree))
-        except (
-            Exception
-        ) as error:  # of whatever kind: the source decides what fails in the compiler
-            line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-            self.broken = one_line(f"{name} cannot be read{line}: {_printable(error)}")
+        self._template, why = _compiled(source)
+        if why:
+            self.broken = one_line(f"{name} cannot be read{why}")
 
     def within(self, limits: TemplateLimits) -> ChatTemplate:
         """The same template with other limits."""
@@ -121,6 +103,32 @@ class ChatTemplate:
         if len(text) > limits.prompt:
             raise TemplateTooLong(f"it makes a prompt of {len(text)} characters", self.name)
         return text
+
+
+@lru_cache(maxsize=4)
+def _compiled(source: str) -> tuple[Any, str]:
+    """The template of a source, or None and why it cannot be read. Compiling is most of the work
+    of a template that is read for the first time, and several ask for the same."""
+    import jinja2
+    from jinja2 import nodes
+
+    from pageturner.text.template_sandbox import Budget, TemplateEnvironment, spending
+
+    environment = TemplateEnvironment()
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    limits = TemplateLimits()
+    compiling = Budget(limits.steps, limits.characters)
+    try:
+        tree = spending(compiling, lambda: environment.parse(source))
+        if tree.find(nodes.EvalContextModifier) is not None:
+            raise jinja2.TemplateError(
+                "autoescape, which is computed when it is read, is not supported"
+            )
+        return spending(compiling, lambda: environment.from_string(tree)), ""
+    except Exception as error:  # of whatever kind: the source decides what fails in the compiler
+        line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+        return None, f"{line}: {_printable(error)}"
 
 
 def texts_of(content: Any) -> list[str]:
