@@ -533,7 +533,7 @@ class CallParser:
 
 
 class DirectAnswers:
-    """What another parser finds, in which calls of these names are content: the first text among
+    """Another parser, in whose deltas calls of these names are content: the first text among
     their arguments, if there is one."""
 
     thoughts_end = 0
