@@ -63,8 +63,8 @@ docs-compare: $(VENV)/.core model ## the pictures and figures of docs/compare.md
 	$(BIN)/pageturner compare $(MODEL) --num-prompts 64 --orders fcfs,sjf --rounds $(ROUNDS) --pictures docs/compare/mixed --output build/compare/mixed.html
 	$(BIN)/pageturner compare $(MODEL) --mix stalls --max-num-batched-tokens 128 --rounds $(ROUNDS) --pictures docs/compare/stalls --output build/compare/stalls.html
 	$(BIN)/pageturner compare $(MODEL) --mix tenants --num-prompts 95 --policies chunked --orders fcfs,fair --max-num-seqs 8 --rounds $(ROUNDS) --pictures docs/compare/tenants --output build/compare/tenants.html
-	for trace in conv code; do \
-	  $(BIN)/pageturner compare $(MODEL) --trace $(TRACES)/azure2023_$$trace.jsonl.gz --num-prompts 64 --length-scale 0.25 --rate 2 --rounds $(ROUNDS) --pictures docs/compare/$$trace --output build/compare/$$trace.html || exit 1; \
+	for each in conv-3 code-2; do trace=$${each%-*}; \
+	  $(BIN)/pageturner compare $(MODEL) --trace $(TRACES)/azure2023_$$trace.jsonl.gz --num-prompts 64 --length-scale 0.25 --rate $${each#*-} --rounds $(ROUNDS) --pictures docs/compare/$$trace --output build/compare/$$trace.html || exit 1; \
 	done
 
 docs-policies: $(VENV)/.core ## the pictures of docs/policies.md anew, simulated: the same on every machine, in seconds

@@ -736,6 +736,16 @@ def test_ticks_are_round_and_within() -> None:
         assert ticks[-1] <= most * 1.000001
 
 
+def test_a_single_slow_run_does_not_shrink_the_others(found: ComparisonResults) -> None:
+    first, *others = found.contests
+    slow = replace(first, timeline=replace(first.timeline, seconds=100 * found.seconds))
+    longest = max(one.timeline.seconds for one in others)
+    drawn = replace(found, contests=[slow, *others])
+    assert drawn.drawn_seconds == 1.25 * longest
+    assert f"of which the first {1.25 * longest:.1f} s are drawn" in pictures.gantt(drawn)
+    assert replace(found, contests=[slow]).drawn_seconds == slow.timeline.seconds, "nothing is beside it"
+
+
 def test_an_account_of_nothing_is_drawn() -> None:
     runs = [("none", RunTimeline(1.0, slots=1))]
     assert "<svg" in pictures.slots(runs, charts.time_axis([1.0]), pictures.GanttHints())

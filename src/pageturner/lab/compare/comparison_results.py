@@ -167,18 +167,24 @@ class ComparisonResults:
 
     @property
     def seconds(self) -> float:
-        """The longest of all runs: the common axis of time."""
+        """The longest of all runs."""
         return max(contest.timeline.seconds for contest in self.contests)
 
-    def series(self, contest: ContenderResult) -> dict[str, list[float]]:
-        """Return the series of a contender by name, each as BINS means over the common axis of
-        time."""
+    @property
+    def drawn_seconds(self) -> float:
+        """The axis of time of pictures: the longest of all runs, or a quarter more than the next
+        one, so that a single slow run does not leave the others a corner."""
+        each = sorted(contest.timeline.seconds for contest in self.contests)
+        return min(each[-1], 1.25 * each[-2]) if len(each) > 2 else each[-1]
+
+    def series(self, contest: ContenderResult, seconds: float) -> dict[str, list[float]]:
+        """Return the series of a contender by name, each as BINS means over these seconds."""
         moments = contest.timeline.moments
-        return {name: binned(moments, of, self.seconds, BINS) for name, of in SERIES.items()}
+        return {name: binned(moments, of, seconds, BINS) for name, of in SERIES.items()}
 
     def services(self, contest: ContenderResult) -> dict[str, list[float]]:
-        """Return the service that each tenant had received at the end of each bin."""
-        ends = [self.seconds * (i + 1) / BINS for i in range(BINS)]
+        """Return the service that each tenant had received at the end of each bin of a picture."""
+        ends = [self.drawn_seconds * (i + 1) / BINS for i in range(BINS)]
         return {
             tenant: [service_at(line, at) for at in ends]
             for tenant, line in contest.timeline.service.items()
@@ -204,7 +210,7 @@ class ComparisonResults:
             },
             "series": {
                 "bin_s": self.seconds / BINS,
-                **{contest.name: self.series(contest) for contest in self.contests},
+                **{contest.name: self.series(contest, self.seconds) for contest in self.contests},
             },
         }
 

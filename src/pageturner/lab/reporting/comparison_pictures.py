@@ -55,7 +55,7 @@ def gantt(found: ComparisonResults, width: float = WIDE) -> str:
     several."""
     runs = [(contest.name, contest.timeline) for contest in found.contests]
     hints = GanttHints(_colours(found.contests), found.texts)
-    return slots(runs, time_axis([found.seconds], width), hints)
+    return slots(runs, time_axis([found.drawn_seconds], width), hints)
 
 
 def stalls(found: ComparisonResults, width: float = WIDE) -> str:
@@ -85,12 +85,17 @@ def slots(runs: Sequence[tuple[str, RunTimeline]], axis: Axis, hints: GanttHints
     for name, timeline in runs:
         height = row * timeline.slots
         width = axis.at(timeline.seconds) - axis.begin
-        parts.append(charts.text(4, y + 11, f"{name}: {timeline.seconds:.1f} s", "title"))
+        words = f"{name}: {timeline.seconds:.1f} s"
+        if timeline.seconds > axis.high:
+            words += f", of which the first {axis.high:.1f} s are drawn"
+        parts.append(charts.text(4, y + 11, words, "title"))
         y += NAME
         frame = f'x="{axis.begin:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
         parts.append(f'<rect class="frame" {frame}/>')
         by_request: dict[int, list[SlotSpan]] = {}
         for span in timeline.spans:
+            if span.begin >= axis.high:
+                continue
             by_request.setdefault(span.id, []).append(span)
         for id, spans in by_request.items():
             tenant = timeline.requests[id].tenant if id in timeline.requests else ""
@@ -191,7 +196,7 @@ def over_time(picture: str, found: ComparisonResults, width: float = WIDE) -> st
     unit, *parts = PANELS[picture]
     each = []
     for contest in found.contests:
-        series = found.series(contest)
+        series = found.series(contest, found.drawn_seconds)
         pairs = zip(series["kv_reserved"], series["kv_used"], strict=True)
         series["kv_empty"] = [max(0.0, reserved - used) for reserved, used in pairs]
         areas, lines = (
@@ -203,7 +208,7 @@ def over_time(picture: str, found: ComparisonResults, width: float = WIDE) -> st
             for part in parts
         )
         each.append(Panel(contest.name, areas, lines))
-    return charts.panels(each, time_axis([found.seconds], width), str(unit))
+    return charts.panels(each, time_axis([found.drawn_seconds], width), str(unit))
 
 
 def services(found: ComparisonResults, width: float = WIDE) -> str:
@@ -221,7 +226,7 @@ def services(found: ComparisonResults, width: float = WIDE) -> str:
         most = found.services(contest)[loudest]
         lines.append(ChartSeries("loud", "the tenant with most work", most, loudest or "no name"))
         each.append(Panel(contest.name, [], lines))
-    return charts.panels(each, time_axis([found.seconds], width), "tokens", height=110)
+    return charts.panels(each, time_axis([found.drawn_seconds], width), "tokens", height=110)
 
 
 # -- bars ------------------------------------------------------------------------------------------
