@@ -15,6 +15,7 @@ from pageturner import logs
 
 REDRAW_EVERY = 0.1  # seconds
 LINE_EVERY = 3.0  # seconds, where there is no terminal
+NEVER = 1e6  # seconds
 
 
 class Still:
@@ -60,6 +61,10 @@ class _Voice:
         if ended is not None:
             ended.join()
 
+    def text(self) -> str:
+        with self._changed:
+            return self._works[-1].text() if self._works else ""
+
     def _run(self) -> None:
         spoken = time.monotonic()
         with self._changed:
@@ -75,6 +80,11 @@ class _Voice:
 _voice = _Voice()
 
 
+def doing() -> str:
+    """Return what the innermost work says of itself; "" where there is none."""
+    return _voice.text()
+
+
 class Progress:
     """`with Progress("generating", total) as p: p.update(done, "note")`. total: may change, where
     it is not known yet. Work that ends before it leaves a full bar. enabled: whether there is a
@@ -88,8 +98,8 @@ class Progress:
         self._begin = time.monotonic()
         self._last: tuple[int, str] | None = None
         self._still = None
-        if enabled is None and not self._enabled:
-            self._still = Still(self._line)
+        if enabled is None:  # a bar on a terminal says it itself
+            self._still = Still(self._line, NEVER if self._enabled else LINE_EVERY)
 
     def __enter__(self) -> Progress:
         return self

@@ -743,7 +743,9 @@ def test_a_single_slow_run_does_not_shrink_the_others(found: ComparisonResults) 
     drawn = replace(found, contests=[slow, *others])
     assert drawn.drawn_seconds == 1.25 * longest
     assert f"of which the first {1.25 * longest:.1f} s are drawn" in pictures.gantt(drawn)
-    assert replace(found, contests=[slow]).drawn_seconds == slow.timeline.seconds, "nothing is beside it"
+    assert replace(found, contests=[slow]).drawn_seconds == slow.timeline.seconds, (
+        "nothing is beside it"
+    )
 
 
 def test_an_account_of_nothing_is_drawn() -> None:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
 
+from pageturner.http import lifecycle
+from pageturner.progress import Still
+from pageturner.server.waiting_room import waiting_room
 from server.conftest import Server
 from server.test_http import events
 from support.browser import Page, browse, in_a_browser
@@ -64,8 +69,46 @@ def test_the_view_of_a_replica_asks_for_its_own_key(start: Start) -> None:
     assert router.http.get("/v1/live", params=query, headers=headers).status_code == 200
 
 
+@contextmanager
+def fetching(text: str) -> Iterator[str]:
+    """The address of a server whose model is still fetched."""
+    with lifecycle.bind("127.0.0.1", 0) as listener, waiting_room(listener), Still(lambda: text):
+        yield lifecycle.url_of(listener)
+
+
+def test_a_replica_that_fetches_its_model_says_how_far_it_is(start: Start) -> None:
+    here = start().url
+    with fetching("fetching org/story: 3 of 9 MB") as url:
+        router = start(here, f"story={url}", "--health-interval", "0.1", command="route")
+
+        def seen() -> dict[str, Any] | None:
+            well, one = router.http.get("/v1/live").json()["replicas"]
+            assert well["trouble"] == ""
+            return one if one["trouble"] else None
+
+        told = router.until(seen)
+        assert told["models"] == ["story"]
+        assert told["trouble"] == "the server starts: fetching org/story: 3 of 9 MB"
+
+
 class TestInABrowser:
     pytestmark = in_a_browser
+
+    def test_a_model_that_is_still_fetched_is_in_the_list_with_how_far_it_is(
+        self, start: Start, browse: Callable[..., Page]
+    ) -> None:
+        here = start()
+        with fetching("fetching org/story: 3 of 9 MB") as url:
+            urls = (f"fake={here.url}", f"story={url}")
+            page = browse(start(*urls, "--health-interval", "0.1", command="route").url)
+            page.until("!at('models').hidden && at('model').options.length === 2")
+            last = "at('model').options[1]"
+            assert page.js(f"{last}.disabled")
+            page.until(f"{last}.textContent.endsWith(': fetching org/story: 3 of 9 MB')")
+            assert "3 of 9 MB" in page.js("at('replicas').textContent")
+            page.ask("hello", most=5)
+            page.answered()
+            assert len(page.said()) == 2
 
     def test_a_person_sees_the_fleet_and_where_a_stream_moved(
         self, start: Start, browse: Callable[..., Page]

@@ -35,7 +35,7 @@ from pageturner import logs
 from pageturner.errors import EngineFault
 from pageturner.formats.gguf import model_name, parts_of
 from pageturner.formats.hf_config import CONFIG
-from pageturner.progress import Progress
+from pageturner.progress import LINE_EVERY, NEVER, Progress, Still
 
 _MB = 1_000_000
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -225,7 +225,11 @@ def _snapshot(reference: str, *, offline: bool) -> ModelFile:
     fetch = partial(
         hf.snapshot_download, reference, allow_patterns=WANTED, local_files_only=offline
     )
-    folder = _from_hub(reference, fetch, offline=offline)
+    blobs = Path(hf.constants.HF_HUB_CACHE, f"models--{reference.replace('/', '--')}", "blobs")
+    # the hub's own bars are for terminals alone
+    every = NEVER if sys.stderr.isatty() else LINE_EVERY
+    with Still(lambda: f"fetching {reference}: {_folder_size(blobs) // _MB:,} MB so far", every):
+        folder = _from_hub(reference, fetch, offline=offline)
     return ModelFile(Path(folder), reference.rpartition("/")[2])
 
 

@@ -30,6 +30,7 @@ from pageturner.router.request_hints import CHUNK_TOKENS, RequestHints
 log = logging.getLogger("pageturner")
 
 MAX_PAGE = 64 * 1024  # bytes of /health or /load
+MAX_TROUBLE = 200  # characters that are told of it
 PREFILL = "prefill"  # the role of a replica that computes prompts for others
 SILENCES = (
     2  # health checks without any answer until a replica counts as gone; a refusal counts at once
@@ -247,10 +248,11 @@ class Fleet:
             log.warning("replica %s fails: put aside for %g s", replica.address, breaker.patience)
         patience = self._config.health_timeout
         try:
-            status, _ = await http_client.get(replica.address, "/health", patience, MAX_PAGE)
+            status, body = await http_client.get(replica.address, "/health", patience, MAX_PAGE)
             if status == 200:
                 await self._ask_load(replica)
         except ConnectionLost as lost:
+            replica.trouble = ""
             if lost.code == "local":
                 log.warning("replica %s cannot be asked: %s", replica.address, lost)
                 return
@@ -261,6 +263,7 @@ class Fleet:
                     exchange.abort()  # nothing came yet: another replica answers
             return
         replica.silences = 0
+        replica.trouble = trouble_in(status, body)
         if status == 200:
             if not replica.healthy:
                 replica.healthy = True
@@ -329,3 +332,13 @@ def balancer_of(placement: str, prefix_chunks: int, *, by_tokens: bool) -> LoadB
     prefixes = PrefixMap(1, prefix_chunks) if placement == "prefix_aware" else None
     rule = PLACEMENTS[placement]()
     return LoadBalancer(rule, prefixes, by_tokens=by_tokens, chunk_tokens=CHUNK_TOKENS)
+
+
+def trouble_in(status: int, body: bytes) -> str:
+    """Return what a /health that is not 200 says, such as how much of a model is fetched."""
+    if status == 200:
+        return ""
+    try:
+        return str(msgspec.json.decode(body)["error"]["message"])[:MAX_TROUBLE]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, LookupError, TypeError):
+        return f"its /health says {status}"

@@ -41,6 +41,7 @@ class FleetView:
             {
                 "address": str(one.address),
                 "healthy": one.healthy,
+                "trouble": one.trouble,
                 "aside": one.breaker.aside,
                 "open": one.open,
                 "models": one.models,

@@ -71,6 +71,7 @@ class Replica(ReplicaLoad):
     check_now  set: there is doubt about it, ask it now
     avoid, where  under Ray Serve, which chooses itself: replicas that should not get the request
                   again, and which one it was given to, "" before that is known
+    trouble  why its /health says that it takes no requests; "" where it does, or does not answer
     came     when it came or came back, where that was while others worked; None: it was there from
              the start
     """
@@ -79,6 +80,7 @@ class Replica(ReplicaLoad):
     breaker: Breaker
     models: tuple[str, ...] = ()
     healthy: bool = False
+    trouble: str = ""
     silences: int = 0
     came: float | None = None
     waiting: set[Exchange] = field(default_factory=set)

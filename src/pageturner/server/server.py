@@ -7,6 +7,7 @@ before anything that only the server needs is imported: both load at the same ti
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import signal
@@ -105,9 +106,16 @@ def main(arguments: argparse.Namespace) -> int:
     from pageturner.formats import hub
 
     logs.to_stderr(settings.server.log_level, settings.server.log_format)
-    model = hub.resolve(settings.engine.model)
+    listener = lifecycle.bind(settings.server.host, settings.server.port)
+    with contextlib.ExitStack() as stack:
+        if not settings.server.ssl_certfile:
+            from pageturner.server.waiting_room import waiting_room
+
+            stack.enter_context(waiting_room(listener))
+        model = hub.resolve(settings.engine.model)
     engine = replace(settings.engine, model=str(model.path))
-    return serve(Config(engine, settings.server), model.name, lambda: load_texts(engine))
+    known = Config(engine, settings.server)
+    return serve(known, model.name, lambda: load_texts(engine), listener=listener)
 
 
 def names_of(given: str, own: str) -> tuple[str, ...]:
@@ -147,8 +155,9 @@ def serve(
     name: str,
     load: Callable[[], tuple[Tokenizer, GenerationDefaults]],
     command: Callable[[EngineConfig], list[str]] = engine_command,
+    listener: socket.socket | None = None,
 ) -> int:
-    """Bind, start the engine, serve.
+    """Bind where there is no `listener`, start the engine, serve.
 
     name     of the model, where --served-model-name says no other
     load     gives the tokenizer and the sampling defaults
@@ -178,7 +187,8 @@ def serve(
         from pageturner.http.tls import certificates_of
 
         certificates = certificates_of(settings.server)
-    listener = lifecycle.bind(settings.server.host, settings.server.port)
+    if listener is None:
+        listener = lifecycle.bind(settings.server.host, settings.server.port)
     # the API bounds its queue itself; after a restart the engine gets all unfinished requests at
     # once
     most = settings.engine.max_queue + settings.engine.max_num_seqs

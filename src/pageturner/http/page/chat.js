@@ -328,12 +328,16 @@ at("system").addEventListener("change", () => {
 });
 addEventListener("pagehide", () => { if (stopper) keep(stopper.talk); });
 
-async function listModels() {
+// coming: name -> why it does not answer yet.
+async function listModels(coming = new Map()) {
   try {
-    const list = await (await fetch("v1/models", {headers: headers(at("key").value)})).json();
-    const names = (list.data || []).map((model) => model.id);
-    at("model").replaceChildren(...names.map((name) => el("option", {value: name}, name)));
-    at("models").hidden = names.length < 2;
+    const reply = await fetch("v1/models", {headers: headers(at("key").value)});
+    const names = reply.ok ? (await reply.json()).data.map((model) => model.id) : [];
+    const kept = at("model").value, later = [...coming].filter(([name]) => !names.includes(name));
+    at("model").replaceChildren(...names.map((name) => el("option", {value: name}, name)),
+      ...later.map(([name, why]) => el("option", {value: name, disabled: true}, `${name}: ${why}`)));
+    at("model").value = names.includes(kept) ? kept : names[0] || "";
+    at("models").hidden = names.length + later.length < 2;
   } catch { /* the line at the top says that nobody answers */ }
 }
-at("key").addEventListener("change", listModels);
+at("key").addEventListener("change", () => listModels());

@@ -221,7 +221,8 @@ function tell(seen) {
   drawFigures(tilesOf(seen), othersOf(seen.figures));
   if (chosen) showTimeline(chosen);
   showSettings(seen.settings);
-  const doing = seen.unfinished ? `${seen.unfinished} under way` : "idle";
+  let doing = seen.unfinished ? `${seen.unfinished} under way` : "idle";
+  if (!seen.figures.block_size) doing = "the model is being loaded";
   at("state").textContent = [at("model").value, doing].filter(Boolean).join(" · ");
 }
 

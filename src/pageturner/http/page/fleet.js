@@ -2,6 +2,7 @@
 const fleet = {
   router: false,
   views: new Map(),  // address -> {batch, node, line, problem}
+  listed: "",
 
   async tell(seen) {
     this.router = true;
@@ -17,6 +18,23 @@ const fleet = {
     await Promise.all(seen.replicas.map((one) => this.look(one)));
     this.drawTiles(seen);
     this.drawMoves(seen);
+    this.list(seen);
+  },
+
+  // Models of replicas that take no requests yet stand in the list with the reason.
+  list(seen) {
+    const coming = new Map();
+    for (const one of seen.replicas) {
+      if (!one.healthy) for (const name of one.models) coming.set(name, this.stateOf(one));
+    }
+    const told = JSON.stringify([[...coming], seen.replicas.map((one) => one.healthy)]);
+    if (told !== this.listed) listModels(coming);
+    this.listed = told;
+  },
+
+  stateOf(one) {
+    if (one.aside) return "put aside for its failures";
+    return one.healthy ? "takes requests" : one.trouble || "does not answer";
   },
 
   viewOf(one) {
@@ -28,10 +46,8 @@ const fleet = {
 
   async look(one) {
     const view = this.views.get(one.address);
-    let state = one.healthy ? "takes requests" : "does not answer";
-    if (one.aside) state = "put aside for its failures";
     view.node.classList.toggle("gone", !one.healthy);
-    const parts = [state, `${one.open} requests from here`];
+    const parts = [this.stateOf(one), `${one.open} requests from here`];
     if (one.models.length) parts.push(one.models.join(", "));
     if (one.healthy) parts.push(...await this.lookInside(one, view));
     view.line.textContent = parts.join(" · ");
