@@ -37,9 +37,12 @@ def test_programs_and_browsers_are_told_what_is_fetched() -> None:
 
 
 def test_a_client_that_says_nothing_holds_up_nobody_for_long() -> None:
-    with lifecycle.bind("127.0.0.1", 0) as listener, waiting_room(listener):
-        with socket.create_connection(listener.getsockname()):
-            assert httpx.get(lifecycle.url_of(listener), timeout=60).status_code == 503
+    with (
+        lifecycle.bind("127.0.0.1", 0) as listener,
+        waiting_room(listener),
+        socket.create_connection(listener.getsockname()),
+    ):
+        assert httpx.get(lifecycle.url_of(listener), timeout=60).status_code == 503
 
 
 def test_serve_says_on_its_port_that_it_fetches(tmp_path: Path) -> None:

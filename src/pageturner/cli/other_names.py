@@ -81,7 +81,7 @@ def concerns(words: Sequence[str]) -> bool:
     """Return whether one of the words may be a flag of another engine, or be written as theirs."""
     rules = table()["serve"] | table()["bench serve"]
     names = [word.partition("=")[0] for word in words if word.startswith("-")]
-    return any("_" in name or _rule(name, rules) for name in names)
+    return any("_" in name or _rule(name.partition(".")[0], rules) for name in names)
 
 
 def translate(words: Sequence[str], known: Collection[str]) -> tuple[list[str], list[str]]:
@@ -96,7 +96,11 @@ def translate(words: Sequence[str], known: Collection[str]) -> tuple[list[str], 
         rules = table()["bench serve"]
     else:
         return list(words), []
-    rest = deque(words)
+    rest = deque(_without_dots(words, rules))
+    naming = {flag for flag, rule in rules.items() if rule.rule == "model"}
+    has_model = not words[0].startswith("-") or any(
+        word.partition("=")[0] in naming for word in words
+    )
     found: list[str] = []
     notes: list[str] = []
     while rest and rest[0] != "--":
@@ -113,13 +117,41 @@ def translate(words: Sequence[str], known: Collection[str]) -> tuple[list[str], 
         if rule.rule == "answered" or (rule.ours and rule.ours.split()[-1] not in known):
             raise EngineFault("bad_setting", f"{flag} is not a flag here: {rule.text}")
         given = _taken(rule, [value] if equals else [], rest)
-        if rule.rule == "list" and not words[0].startswith("-"):  # the model stands in front
+        if rule.rule == "list" and has_model:  # else the last word may be the model
             given += _plain(rest)
         if rule.rule == "noted":
             notes.append(f"{flag} was left out: {rule.text}")
         else:
             _understood(Given(flag, equals, given), rule, found, notes)
     return found + list(rest), notes
+
+
+def _without_dots(words: Sequence[str], rules: Mapping[str, FlagRule]) -> list[str]:
+    """The words with one JSON object in place of a flag's fields: `--flag.field value` of vLLM."""
+    found: list[str] = []
+    objects: dict[str, dict[str, Any]] = {}
+    rest = deque(words)
+    while rest:
+        word = rest.popleft()
+        name, equals, value = word.partition("=")
+        flag, *path = name.replace("_", "-").split(".")
+        if not path or not _rule(flag, rules):
+            found.append(word)
+            continue
+        if not equals and rest:
+            value = rest.popleft()
+        if flag not in objects:
+            found += [flag, ""]
+        place = objects.setdefault(flag, {})
+        *outer, last = name.split(".")[1:]
+        for one in outer:
+            place = place.setdefault(one, {})
+        try:
+            place[last] = json.loads(value)
+        except ValueError:
+            place[last] = value
+        found[found.index(flag) + 1] = json.dumps(objects[flag])
+    return found
 
 
 @dataclass(frozen=True, slots=True)
