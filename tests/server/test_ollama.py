@@ -183,7 +183,11 @@ def test_models(server: Server) -> None:
     family = shown["model_info"]["general.architecture"]
     assert shown["model_info"][f"{family}.context_length"] == 2048
     assert (shown["template"], shown["capabilities"]) == (TEMPLATE, ["completion"])
-    assert server.http.post("/api/show", json={"name": "other"}).status_code == 404
+    for path in ("/api/show", "/api/pull"):
+        assert server.http.post(path, json={"name": "other"}).status_code == 404
+    assert server.http.post("/api/pull", json={"model": "fake:latest"}).json() == {
+        "status": "success"
+    }
     assert server.http.get("/api/version").json()["version"]
 
 

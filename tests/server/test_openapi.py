@@ -126,6 +126,7 @@ ASKED: list[tuple[str, str, Any]] = [
     ("POST", "/api/generate", {"prompt": "hi", "stream": False, "options": {"num_predict": 3}}),
     ("POST", "/api/generate", {"prompt": "hi", "options": {"none": 3}}),
     ("POST", "/api/show", {}),
+    ("POST", "/api/pull", {}),
     ("POST", "/tokenize", {"prompt": "hi", "return_token_strs": True}),
     ("POST", "/detokenize", {"tokens": [65]}),
     ("GET", "/v1/requests/nobody/timeline", None),

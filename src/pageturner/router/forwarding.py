@@ -89,6 +89,7 @@ _ANYWHERE = (
     "/api/embed",
     "/api/embeddings",
     "/api/show",
+    "/api/pull",
     "/tokenize",
     "/detokenize",
     "/apply-template",

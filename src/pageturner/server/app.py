@@ -121,6 +121,7 @@ def _ollama(service: Service) -> list[Route]:
         Route("/api/tags", pages.tags),
         Route("/api/ps", pages.running),
         Route("/api/show", pages.show, methods=["POST"]),
+        Route("/api/pull", pages.pull, methods=["POST"]),
         Route("/api/version", pages.version),
     ]
 
@@ -190,6 +191,8 @@ def _not_found(routes: list[Route]) -> Callable[[str], str]:
             near = difflib.get_close_matches(path[:100], public, 1, 0.8)
         if near:
             return f"no such path: did you mean {near[0]}? (/docs has all of them)"
-        return f"no such path: there are {', '.join(public)}"
+        family = path[:100].split("/", 2)[1] + "/"
+        alike = [one for one in public if one.startswith(f"/{family}")] or public
+        return f"no such path: there are {', '.join(alike)}"
 
     return sentence

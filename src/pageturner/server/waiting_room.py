@@ -43,7 +43,7 @@ def waiting_room(listener: socket.socket) -> Iterator[None]:
 
 
 def _answer_all(listener: socket.socket, over: int) -> None:
-    while over not in select.select([listener, over], [], [])[0]:
+    while over not in select.select([listener.fileno(), over], [], [])[0]:
         with contextlib.suppress(OSError):  # the client left, or sends nothing
             connection, _ = listener.accept()
             with connection:

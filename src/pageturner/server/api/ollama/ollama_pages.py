@@ -41,7 +41,7 @@ SPOKEN = "0.12.11"  # the version of Ollama's API that is spoken here: clients l
 
 
 class ShowBody(msgspec.Struct):
-    """Fields of /api/show; `name` is the old name of `model`."""
+    """Fields of /api/show and /api/pull; `name` is the old name of `model`."""
 
     model: str | None = None
     name: str | None = None
@@ -114,6 +114,14 @@ class OllamaPages:
                 "modified_at": self._modified(),
             }
         )
+
+    async def pull(self, request: HTTPRequest) -> Response:
+        """Say that the served model is there. No other one is fetched on request."""
+        body = convert(
+            await read_body(request.receive, self._service.config.max_body_size), ShowBody
+        )
+        check_model(_named(body.model or body.name), self._service.served())
+        return json_response({"status": "success"})
 
     async def _read(self) -> ModelFiles:
         if self._files is None:
