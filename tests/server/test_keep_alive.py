@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from pageturner.http.responses import encode
+from pageturner.http.stream_marks import MOVES
 
 from .conftest import Server
 from .test_stream_migration import BODIES
@@ -57,6 +58,20 @@ def test_a_stream_shows_that_it_lives(server: Server, start: Any, through: str) 
     for path in ("/v1/completions", "/v1/chat/completions"):
         assert set(told[path]) == {": keep-alive", ""}
     server.until(lambda: server.metric("vllm:num_requests_running") == 0)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/api/chat"])
+def test_signs_of_life_have_no_marks_where_a_stream_cannot_move(server: Server, path: str) -> None:
+    several = {"logprobs": True} if path == "/api/chat" else {"n": 2}
+    asked = stalled(path) | several
+    with httpx.stream(
+        "POST", server.url + path, json=asked, headers={MOVES.decode(): "1"}, timeout=8
+    ) as answer:
+        told, lines = list[str](), answer.iter_lines()
+        with contextlib.suppress(httpx.ReadTimeout):
+            while told.count(": keep-alive") < 2:
+                told.append(next(lines))
+    assert set(told) <= {": keep-alive", ""}
 
 
 def test_a_stream_without_a_token_goes_on_at_another_server(start: Callable[..., Server]) -> None:

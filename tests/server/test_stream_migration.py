@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from pageturner.http.stream_marks import LEAVING, MOVES, RESUME
-from pageturner.router.stream_copy import MAX_BODY, MAX_HELD, StreamCopy, copy_of
+from pageturner.router.stream_copy import LONGEST_MARK, MAX_BODY, MAX_HELD, StreamCopy, copy_of
 
 from .bytes_tokenizer import answer
 from .conftest import Server
@@ -253,9 +253,18 @@ def test_other_streams_are_passed_on_as_they_are() -> None:
         assert not copy.movable
         assert out + copy.rest() in (stream, b"data: z\n\n:pt 1\n\n")
     copy = StreamCopy("/v1/completions", b"{}")
-    out = copy.feed(STREAM[:53]) + copy.feed(b"d" * (MAX_HELD + 1))
-    assert len(out) > MAX_HELD
-    assert not copy.movable
+    begun = STREAM.index(b"data: {")
+    for end in range(1, 9):  # of a piece that is too long to be held, within the mark behind it
+        copy = StreamCopy("/v1/completions", b"{}")
+        out = copy.feed(STREAM[:begun]) + copy.feed(b"d" * MAX_HELD + b"\n\n:pt 11\n\n"[:end])
+        assert len(out) > MAX_HELD - LONGEST_MARK
+        assert not copy.movable
+        out += copy.feed(b"\n\n:pt 11\n\n"[end:] + STREAM[STREAM.index(b"data: b") :])
+        assert out + copy.rest() == b"d" * MAX_HELD + b"\n\n" + MARK.sub(
+            b"", STREAM[STREAM.index(b"data: b") :]
+        )
+        assert copy.movable
+        assert copy.tokens == [11, 12, 13]
     leaving = StreamCopy("/v1/completions", b"{}")
     leaving.feed(STREAM[: STREAM.index(b"data: b")] + LEAVING)
     assert leaving.leaving

@@ -27,7 +27,8 @@ MOVABLE = frozenset(
     }
 )
 MAX_BODY = 1 << 20  # bytes of a request; a longer one is not kept, and its stream cannot move
-MAX_HELD = 1 << 20  # bytes without a mark; then the stream is passed on as it comes
+MAX_HELD = 1 << 20  # bytes without a mark; what is longer is passed on, and cannot move meanwhile
+LONGEST_MARK = len(b":pt 4294967295\n\n")  # of those behind the first
 _MARK = re.compile(rb"^:pt (?:begin ([^\n]*)|(\d{1,10})|(leaving)|alive)\n\n", re.MULTILINE)
 
 
@@ -54,11 +55,12 @@ class StreamCopy:
         self._begun: StreamBeginning | None = None
         self._held = b""
         self._plain = False
+        self._torn = False  # a part of what a token adds was passed on
 
     @property
     def movable(self) -> bool:
         """Return whether another replica could resume the stream."""
-        return self._begun is not None and not self._plain
+        return self._begun is not None and not self._plain and not self._torn
 
     @property
     def waits(self) -> bool:
@@ -81,8 +83,10 @@ class StreamCopy:
             self._take(mark)
         self._held = held[behind:]
         if len(self._held) > MAX_HELD:
-            out.append(self.rest())
-            self._plain = True
+            out.append(self._held[:-LONGEST_MARK])
+            self._held = self._held[-LONGEST_MARK:]
+            self._torn = True
+            self._plain = self._plain or self._begun is None
         return b"".join(out)
 
     def _take(self, mark: re.Match[bytes]) -> None:
@@ -92,12 +96,14 @@ class StreamCopy:
                 self._begun = msgspec.json.decode(beginning, type=StreamBeginning)
             except (msgspec.DecodeError, UnicodeDecodeError):
                 self._plain = True
-        elif token is not None:
-            self.tokens.append(int(token))
         elif leaving is not None:
             self.leaving = True
         else:
-            self.told = True
+            self._torn = False
+            if token is None:
+                self.told = True
+            else:
+                self.tokens.append(int(token))
 
     def rest(self) -> bytes:
         """Return what is held, of a stream that has ended."""

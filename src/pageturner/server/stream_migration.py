@@ -203,17 +203,12 @@ class MarkedAnswer(GenerateEndpoint):
         self._replayed.append(piece)
 
     def _marked(self, reply: Reply, piece: OutputPiece) -> bytes:
-        events = self._unmarked.chunk(reply, piece)
-        if not _can_move(reply.call):
-            return events
-        events = self._beginning(reply, piece.stream) + events
+        events = self._beginning(reply, piece.stream) + self._unmarked.chunk(reply, piece)
         # what stands behind the last mark is passed on when the stream has ended
         return events if piece.last or piece.token is None else events + token_mark(piece.token)
 
     def _begins(self, reply: Reply, stream: OutputStream) -> bytes:
         events = self._unmarked.begin(reply, stream)
-        if not _can_move(reply.call):
-            return events
         return self._beginning(reply, stream) + events + ALIVE
 
     def _beginning(self, reply: Reply, stream: OutputStream) -> bytes:
@@ -245,6 +240,8 @@ class MarkedAnswer(GenerateEndpoint):
         return [stream]
 
     def _reply(self, call: Call, info: RequestInfo, created: int = 0) -> Reply:
+        if not _can_move(call):
+            self._dialect = self._unmarked
         reply = super()._reply(
             call, info, created if self._moved is None else self._moved.begun.created
         )
