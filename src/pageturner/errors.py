@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -42,7 +43,10 @@ class EngineFault(Exception):
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """True of what is raised where there is no memory: a thread without a stack is a RuntimeError."""
+    """True of what is raised where there is no memory: a thread without a stack is a RuntimeError,
+    a refused mapping or process an OSError."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
     return isinstance(error, MemoryError) or "can't start new thread" in str(error)
 
 
@@ -83,10 +87,12 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 def refusing(as_error: Callable[[str], Exception]) -> Iterator[None]:
     """Turn whatever a library raises inside this context into an error of ours: bare Exceptions,
     and the panics of libraries written in Rust, which are not Exceptions and whose class is not
-    exported."""
+    exported. A lack of memory stays what it is."""
     try:
         yield
     except BaseException as error:
+        if lacks_memory(error):
+            raise
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             raise as_error(str(error)) from error
         raise

@@ -20,6 +20,7 @@ from pageturner.server.text_workers.text_pool import TextPool
 from pageturner.server.text_workers.text_worker import (
     DOING,
     DONE,
+    FACTS,
     HEAD,
     HELLO,
     REFUSED,
@@ -31,7 +32,7 @@ from pageturner.server.text_workers.text_worker import (
 
 from .test_openai import SERVED
 
-HELLO_FRAME = frame(HELLO, (12345).to_bytes(4, "little"))
+HELLO_FRAME = frame(HELLO, FACTS.pack(12345, False))
 
 
 @pytest.mark.parametrize("seed", range(8))

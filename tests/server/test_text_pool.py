@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
+import resource
 import signal
+import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -13,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from pageturner.errors import ClientError
+from pageturner.errors import ClientError, refusing
+from pageturner.http.error_responses import unforeseen
 from pageturner.http.request_info import RequestInfo
 from pageturner.server.api.base.body import decode
 from pageturner.server.api.base.replies import at_once
@@ -23,6 +27,7 @@ from pageturner.server.text_workers.fork_server import ForkServer
 from pageturner.server.text_workers.reading import TextReader
 from pageturner.server.text_workers.text_pool import TextPool
 from pageturner.server.text_workers.text_worker import Job, facts_of, worker_of
+from pageturner.text.chat_template import ChatTemplate
 from pageturner.text.output_format import KnownGrammars
 
 from .conftest import Server
@@ -177,6 +182,50 @@ def test_one_that_takes_too_much_memory_is_refused_and_the_next_is_not(pool: Tex
     error, answer = run(pool, work)
     assert (error.status, error.code) == (400, "too_expensive")
     assert answer
+
+
+@pytest.mark.parametrize("limit", [resource.RLIMIT_AS, resource.RLIMIT_DATA])
+def test_who_finds_no_memory_for_a_limit_of_the_server_may_come_again(
+    limit: int, forks: list[ForkServer]
+) -> None:
+    def starved(sock: socket.socket) -> None:
+        sizes = [int(pages) << 12 for pages in Path("/proc/self/statm").read_text().split()]
+        most = sizes[0 if limit == resource.RLIMIT_AS else 5] + MEMORY // 4
+        resource.setrlimit(limit, (most, most))
+        worker_of(SERVED, MEMORY)(sock)
+
+    def start() -> ForkServer:
+        forks.append(ForkServer(starved))
+        return forks[-1]
+
+    pool = TextPool(start, seconds=20, most=1 << 20)
+
+    async def work() -> list[ClientError]:
+        told = [await refused(ask(pool, bytes=MEMORY // 2)), await refused(ask(pool, dies=True))]
+        assert await ask(pool, bytes=1 << 20)
+        return told
+
+    for error in run(pool, work):
+        assert (error.status, error.code, error.retry_after) == (503, "out_of_memory", 1.0)
+
+
+@pytest.mark.parametrize("lack", [MemoryError(), OSError(errno.ENOMEM, "no memory")])
+def test_a_lack_of_memory_is_no_fault_of_what_a_library_was_given(lack: Exception) -> None:
+    with pytest.raises(type(lack)), refusing(lambda why: ClientError(400, "tokenizer_failed", why)):
+        raise lack
+    told = unforeseen(lack)
+    assert (told.status, told.code) == (503, "out_of_memory")
+
+
+def test_a_template_that_finds_no_memory_refuses_no_messages() -> None:
+    template = ChatTemplate("{{ messages[0] }}")
+
+    class Exhausted(list[dict[str, Any]]):
+        def __getitem__(self, _: Any) -> Any:
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        template.render(Exhausted([{"role": "user", "content": "a"}]))
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
-from pageturner.errors import ClientError
+from pageturner.errors import ClientError, lacks_memory
 from pageturner.http.memory_reserve import OUT_OF_MEMORY, out_of_memory
 from pageturner.http.responses import encode
 from pageturner.request import Failure
@@ -131,11 +131,12 @@ def error_body_of(path: str, error: ClientError) -> bytes:
     return shape(error.status, error.code, error.message, error.param)
 
 
-def unforeseen_of(path: str) -> bytes:
-    """Return the response body for an unexpected error."""
-    return error_body_of(
-        path, ClientError(500, "internal_error", "something went wrong inside the server")
-    )
+def unforeseen(error: BaseException | None = None) -> ClientError:
+    """Return what a client is told of an unexpected error: that it may ask again, if only memory
+    was lacking."""
+    if error is not None and lacks_memory(error):
+        return out_of_memory()
+    return ClientError(500, "internal_error", "something went wrong inside the server")
 
 
 def error_handlers(
@@ -164,11 +165,10 @@ def error_handlers(
             code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
             client = ClientError(error.status_code, code, message)
             headers.update(error.headers or {})
-        elif isinstance(error, MemoryError):
-            client = out_of_memory()
-        else:
-            assert isinstance(error, ClientError)
+        elif isinstance(error, ClientError):
             client = error
+        else:
+            client = unforeseen(error)
         refuse(client.code)
         wait = retry_after(client)
         if wait is not None:
@@ -177,9 +177,5 @@ def error_handlers(
         content = error_body_of(request.scope["path"], client)
         return Response(content, client.status, headers, "application/json")
 
-    async def unforeseen(request: HTTPRequest, error: Exception) -> Response:
-        """Answer 500. Starlette raises the error again after this answer, and the request log names
-        it."""
-        return Response(unforeseen_of(request.scope["path"]), 500, media_type="application/json")
-
-    return {ClientError: answer, HTTPException: answer, MemoryError: answer, Exception: unforeseen}
+    # Starlette raises what it has an `Exception` for once more, and the request log names it
+    return dict.fromkeys((ClientError, HTTPException, MemoryError, Exception), answer)

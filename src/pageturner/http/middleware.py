@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pageturner.errors import ClientError
 from pageturner.http.api_keys import ANYBODY, ApiKeys, KeyRing
-from pageturner.http.error_responses import error_body_of, unforeseen_of
+from pageturner.http.error_responses import error_body_of, unforeseen
 from pageturner.http.origins import EVERYTHING, OriginRules
 from pageturner.http.receiving import canonical_path, check_body, discard
 from pageturner.http.request_info import CLIENT_LEFT, RequestInfo, is_safe_id, is_watching
@@ -105,10 +105,11 @@ class RequestMiddleware:
 
         try:
             await self._enter(scope, receive, answer, headers, info)
-        except Exception:
+        except Exception as error:
             log.exception("request %s failed", info.id, extra={"fields": {"request_id": info.id}})
             if info.status == 0:
-                await _respond(answer, 500, unforeseen_of(scope["path"]))
+                told = unforeseen(error)
+                await _respond(answer, told.status, error_body_of(scope["path"], told))
         finally:
             seconds = time.monotonic() - begin
             if log.isEnabledFor(level := info.log_level(scope["path"], OPEN_PATHS)):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, NoReturn
 
-from pageturner.errors import ClientError, one_line
+from pageturner.errors import ClientError, lacks_memory, one_line
 
 LONGEST = 1 << 18  # characters of a template's source; real ones have up to 30,000
 
@@ -98,6 +98,8 @@ class ChatTemplate:
         except OverBudget as error:
             raise TemplateTooLong(str(error), self.name) from error
         except Exception as error:  # of whatever kind: the template decides what fails in it
+            if lacks_memory(error):
+                raise
             reason = f"{self.name} refuses these messages: {_printable(error)}"
             raise ClientError(400, "template_error", reason, "messages") from error
         if len(text) > limits.prompt:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from pageturner.errors import lacks_memory
 from pageturner.text.grammar.check import OPTIONS, bad, check_nesting, check_size, checked
 from pageturner.text.grammar.json_schema import schema_text
 
@@ -148,5 +149,7 @@ def _lark(grammar: str) -> str:
             grammar = _BY_NUMBER.sub(_by_number, grammar)
         made: str = any_to_lark(grammar)
     except Exception as error:
+        if lacks_memory(error):
+            raise
         raise bad("invalid_grammar", f"the grammar is neither Lark nor GBNF: {error}") from None
     return made

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import struct
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
@@ -30,14 +29,15 @@ from pageturner.server.text_workers.text_jobs import GRAMMAR
 from pageturner.server.text_workers.text_worker import (
     DOING,
     DONE,
+    FACTS,
     HEAD,
     HELLO,
     LAST,
     REFUSED,
-    TOO_MUCH_MEMORY,
     Job,
     JobRefusal,
     frame,
+    too_much_memory,
 )
 
 SMALL_JOB = 64 * 1024  # bytes of a body
@@ -50,7 +50,6 @@ WEIGHT = 64 * 1024  # bytes that a job counts for beside those of its body
 START_SECONDS = 10.0  # until a worker has said hello; then its fork server is taken for stuck
 SENT_AT_ONCE = 128 * 1024  # bytes of a body
 MAX_TOLD = 64 * 1024  # bytes of what a worker says beside outcomes
-_PID = struct.Struct("<I")
 _SHUTTING_DOWN = ClientError(503, "shutting_down", "the server is shutting down: ask another one")
 
 
@@ -91,12 +90,14 @@ class _TextJob:
 
 
 class _Worker:
-    """The server's end of one worker process. doing: what it last said that it is about."""
+    """The server's end of one worker process. doing: what it last said that it is about; starved:
+    it cannot have the memory that one job may have."""
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int, starved: bool
     ) -> None:
         self.reader, self._writer, self.pid = reader, writer, pid
+        self.starved = starved
         self.doing = ""
         self.ended = False
         self._number = 0  # of its present job: what it says of another one is not meant for that
@@ -109,15 +110,15 @@ class _Worker:
         reader, writer = await asyncio.open_unix_connection(sock=sock)
         try:
             async with asyncio.timeout(START_SECONDS):
-                if HEAD.unpack(await reader.readexactly(HEAD.size)) != (HELLO, 0, _PID.size):
+                if HEAD.unpack(await reader.readexactly(HEAD.size)) != (HELLO, 0, FACTS.size):
                     raise EOFError
-                (pid,) = _PID.unpack(await reader.readexactly(_PID.size))
+                pid, starved = FACTS.unpack(await reader.readexactly(FACTS.size))
         except BaseException as error:
             writer.close()
             if isinstance(error, OSError | EOFError) and not isinstance(error, TimeoutError):
                 raise _WorkerEnded from None
             raise
-        return cls(reader, writer, pid)
+        return cls(reader, writer, pid, starved)
 
     async def begin(self, one: _TextJob, memory: MemoryReserve) -> bytes | None:
         """Give it a job, a bit at a time; then as `told`."""
@@ -372,10 +373,11 @@ class _Lane:
         if self._worker is None:
             message = "there is no process to read this request: ask again"
             return ClientError(503, "busy", message, None, 1.0)
-        if self._worker.doing == GRAMMAR:
+        starved = self._worker.starved
+        if self._worker.doing == GRAMMAR and not starved:
             message = "what the answer must match took more memory than one request may have: make it smaller"
             return ClientError(400, "grammar_too_expensive", message, "structured_outputs")
-        return ClientError(400, "too_expensive", TOO_MUCH_MEMORY)
+        return too_much_memory(starved)
 
 
 class TextPool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import mmap
 import os
 import resource
 import socket
@@ -19,7 +20,9 @@ from functools import partial
 
 import msgspec
 
-from pageturner.errors import ClientError
+from pageturner.errors import ClientError, lacks_memory
+from pageturner.http.error_responses import unforeseen
+from pageturner.http.memory_reserve import out_of_memory
 from pageturner.server.admission.limits import RequestLimits
 from pageturner.server.api.base.served_model import ServedModel
 from pageturner.server.text_workers import text_jobs
@@ -28,6 +31,7 @@ from pageturner.text.chat_template import TemplateLimits
 HELLO, DOING, DONE, REFUSED = range(4)
 LAST = 0x80  # added to DONE or REFUSED: the worker ends behind it
 HEAD = struct.Struct("<BII")
+FACTS = struct.Struct("<I?")  # of HELLO: the process id, and `_starved`
 GROWN = 64 << 20  # bytes by which a worker may have grown at most when it takes another job
 NICENESS = 5  # below the server and the engine: whoever waits for a token goes first
 
@@ -66,9 +70,10 @@ class JobRefusal(msgspec.Struct, frozen=True):
     code: str
     message: str
     param: str | None
+    retry_after: float = 0.0
 
     def error(self) -> ClientError:
-        return ClientError(self.status, self.code, self.message, self.param)
+        return ClientError(self.status, self.code, self.message, self.param, self.retry_after)
 
 
 def frame(kind: int, content: bytes, number: int = 0) -> bytes:
@@ -96,15 +101,15 @@ def worker_of(served: ServedModel, memory: int) -> Callable[[socket.socket], Non
     template = served.template and served.template.within(TemplateLimits())
 
     def work(sock: socket.socket) -> None:
-        _limit(memory)
-        sock.sendall(frame(HELLO, struct.pack("<I", os.getpid())))
+        own = _limit(memory)
+        sock.sendall(frame(HELLO, FACTS.pack(os.getpid(), _starved(own))))
         begun = _peak()
         while (received := _received_job(sock)) is not None:
             number, job, raw = received
             facts = msgspec.structs.asdict(job.facts)
             known = replace(served, template=template, in_worker=True, **facts)
             doing = partial(_say_doing, sock, number)
-            kind, outcome = _outcome(job, raw, known, doing)
+            kind, outcome = _outcome(job, raw, known, doing, own)
             last = _peak() - begun > GROWN
             sock.sendall(frame(kind | (LAST if last else 0), outcome, number))
             if last:
@@ -119,8 +124,10 @@ def _say_doing(sock: socket.socket, number: int, what: str) -> None:
 
 
 def _outcome(
-    job: Job, raw: bytearray, served: ServedModel, doing: text_jobs.Doing
+    job: Job, raw: bytearray, served: ServedModel, doing: text_jobs.Doing, own: int
 ) -> tuple[int, bytes]:
+    """own: see `_limit`."""
+    refusal: ClientError | None = None
     try:
         outcome = text_jobs.do(job.name, bytes(raw), served, doing)
         if len(outcome) > job.most:
@@ -128,33 +135,58 @@ def _outcome(
             raise ClientError(400, "answer_too_large", message)
         return DONE, outcome
     except ClientError as error:
-        refusal = JobRefusal(error.status, error.code, error.message, error.param)
-    except MemoryError:
-        refusal = JobRefusal(400, "too_expensive", TOO_MUCH_MEMORY, None)
-    except Exception:
-        logging.getLogger("pageturner").exception(
-            "a text worker failed at a job of %d bytes", len(raw)
-        )
-        refusal = JobRefusal(500, "internal_error", "something went wrong inside the server", None)
-    return REFUSED, msgspec.msgpack.encode(refusal)
+        refusal = error
+    except Exception as error:
+        if not lacks_memory(error):
+            logging.getLogger("pageturner").exception(
+                "a text worker failed at a job of %d bytes", len(raw)
+            )
+            refusal = unforeseen(error)
+    refusal = refusal or too_much_memory(_starved(own))  # now that what it took is free again
+    told = JobRefusal(
+        refusal.status, refusal.code, refusal.message, refusal.param, refusal.retry_after
+    )
+    return REFUSED, msgspec.msgpack.encode(told)
 
 
-TOO_MUCH_MEMORY = "reading this request took more memory than one request may have: make it smaller"
+def too_much_memory(starved: bool) -> ClientError:
+    """The refusal of a job that found no memory. It is its own fault where its worker could have
+    had all that a job may have."""
+    if starved:
+        return out_of_memory()
+    message = "reading this request took more memory than one request may have: make it smaller"
+    return ClientError(400, "too_expensive", message)
 
 
-def _limit(memory: int) -> None:
+def _limit(memory: int) -> int:
+    """Bound this process, and return the bytes of data that it may have by this bound."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with open("/proc/self/statm") as file:
         pages = int(file.read().split()[5])  # what it can write to
-    most = pages * resource.getpagesize() + memory
+    own = most = pages * resource.getpagesize() + memory
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if hard != resource.RLIM_INFINITY:
-        most = min(most, hard)
+        most = min(own, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     with contextlib.suppress(OSError):  # where memory ends, the kernel shall choose this process
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("800")
         os.nice(NICENESS)
+    return own
+
+
+def _starved(own: int) -> bool:
+    """Return whether this process cannot have as much as its own bound lets it, for a limit of the
+    server or for what the machine has. A shared mapping does not count against its own bound."""
+    if resource.getrlimit(resource.RLIMIT_DATA)[0] < own:
+        return True
+    with open("/proc/self/statm") as file:
+        data = int(file.read().split()[5]) * resource.getpagesize()
+    try:
+        mmap.mmap(-1, max(own - data, resource.getpagesize())).close()
+    except (OSError, MemoryError):
+        return True
+    return False
 
 
 def _peak() -> int:

@@ -20,7 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from pageturner.http.error_responses import unforeseen_of
+from pageturner.http.error_responses import error_body_of, unforeseen
 from pageturner.server.api.batches.batch_journal import (
     ANSWERED,
     AT_ONCE,
@@ -424,9 +424,10 @@ class BatchRunner:
     async def _answer(self, question: Question, record: BatchRecord) -> Answered:
         try:
             return await self._ask(question, record)
-        except Exception:
+        except Exception as error:
             log.exception("%s failed", question.request_id)
-            return Answered(500, unforeseen_of(question.url))
+            told = unforeseen(error)
+            return Answered(told.status, error_body_of(question.url, told))
 
     # -- answers into the journal ------------------------------------------------------------------
     async def _save(self) -> None:

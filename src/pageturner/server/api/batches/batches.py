@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message
 
 from pageturner.errors import ClientError, EngineFault
 from pageturner.http.api_keys import ApiKey
-from pageturner.http.error_responses import error_body, unforeseen_of
+from pageturner.http.error_responses import error_body, error_body_of, unforeseen
 from pageturner.http.receiving import again
 from pageturner.http.request_info import RequestInfo
 from pageturner.private_files import open_private, own_folder
@@ -153,9 +153,8 @@ class SelfAsked:
             info.status = sent.status
             if self._traces and trace:
                 self._traces.end(trace, info)
-        return Answered(
-            sent.status or 500, bytes(sent.body) or unforeseen_of(question.url), sent.retry_after
-        )
+        body = bytes(sent.body) or error_body_of(question.url, unforeseen())
+        return Answered(sent.status or 500, body, sent.retry_after)
 
     def _key(self, record: BatchRecord) -> ApiKey | None:
         """The key of a batch, as it holds for what nobody waits for: an account of its own, so that

@@ -21,6 +21,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from pageturner.errors import ClientError
+from pageturner.http.error_responses import unforeseen
 from pageturner.http.receiving import again, read_body
 from pageturner.http.request_info import TRACE, RequestInfo
 from pageturner.http.responses import json_response
@@ -220,11 +221,9 @@ class ResponsesPages:
                 record.store = False
                 raise
             self._fail(record, error)
-        except Exception:
+        except Exception as error:
             log.exception("the response %s failed", record.id)
-            self._fail(
-                record, ClientError(500, "internal_error", "something went wrong inside the server")
-            )
+            self._fail(record, unforeseen(error))
         finally:
             if not record.ended:
                 record.status = CANCELLED
