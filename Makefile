@@ -83,7 +83,7 @@ soak: $(VENV)/.dev model ## long runs, by hand: whole cross products, kernels un
 	$(BIN)/python bench/fuzz_files.py --seconds 600
 	$(BIN)/python bench/fuzz_frames.py --seconds 600
 	$(BIN)/python bench/accept/trust_soak.py
-	$(BIN)/python bench/soak.py $(ARGS)
+	$(BIN)/python bench/accept/trust2.py --only chaos --chaos-minutes 5 $(ARGS)
 
 test-gpu: gpu-build ## the GPU kernels by the interpreter of Triton: no GPU is needed, it takes long
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m "slow or not slow" tests/gpu $(ARGS)

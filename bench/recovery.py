@@ -1,11 +1,9 @@
-"""What a crash costs: `kill -9` to the next token, KV taken back or computed again; and what that takes.
+"""What a crash costs: `kill -9` to the next token, KV taken back or computed again.
 
-    python bench/recovery.py [--streams 8] [--context 4000] [--rounds 3]    a server, killed under its streams
-    python bench/recovery.py --steps                                        the same steps with and without
+    python bench/recovery.py [--streams 8] [--context 4000] [--rounds 3]
 
 A server answers all prompts undisturbed, then again with its engine killed in the middle, with
---kv-survival and with --no-kv-survival in turn. Every text must be what it was. With --steps two engines take
-turns, one with KV in a memory file and checksums, one with neither: prefill of all prompts, then decoding.
+--kv-survival and with --no-kv-survival in turn. Every text must be what it was.
 """
 
 from __future__ import annotations
@@ -27,17 +25,8 @@ sys.path.insert(0, str(Path(__file__).parent / "accept"))
 import harness
 from harness import Server
 
-from pageturner.config.settings import EngineConfig
-from pageturner.engine.engine_factory import LoadedEngine, make_engine
-from pageturner.params import SamplingParams
-from pageturner.request import Request
-
 BEFORE, AFTER = 24, 40  # tokens of each stream before the engine is killed, and behind that
 MEMORY = "1400M"
-SLICE, SLICES = (
-    32,
-    8,
-)  # decode steps that one engine takes before it is the other's turn, and how often
 
 
 @dataclass(slots=True)
@@ -133,74 +122,12 @@ def recover(streams: int, context: int, rounds: int) -> int:
     return 0
 
 
-def clocks() -> tuple[float, float]:
-    """Of the wall, and of the processors that this process had: others are in the first one alone."""
-    return time.perf_counter(), time.process_time()
-
-
-def until_decoding(built: LoadedEngine, prompts: list[list[int]]) -> tuple[float, float]:
-    """Seconds, by both clocks, until every prompt has its first token."""
-    for id, prompt in enumerate(prompts):
-        params = SamplingParams(max_tokens=SLICE * SLICES + 50, stop_ids=(), temperature=0.0)
-        built.engine.submit(Request(id, tuple(prompt), params))
-    (wall, cpu), begun = clocks(), set[int]()
-    while len(begun) < len(prompts):
-        begun |= {event.id for event in built.engine.step()}
-    return time.perf_counter() - wall, time.process_time() - cpu
-
-
-def steps(streams: int, context: int, threads: int) -> int:
-    prompts, fd = prompts_of(streams, context), os.memfd_create("bench")
-    config = EngineConfig(kv_cache_memory=1400 << 20, threads=threads)
-    engines = {"memory file": make_engine(config, kv_fd=fd), "private": make_engine(config)}
-    spent = {}
-    for name, built in engines.items():
-        wall, cpu = until_decoding(built, prompts)
-        spent[name] = built.engine.stats().get("kv_checksum_seconds", 0.0)
-        print(
-            f"{name}: prefill of {streams * context} tokens {wall:.2f} s, {cpu:.2f} s of processors,"
-            f" for the directory {spent[name]:.3f} s ({spent[name] / wall:.2%})",
-            flush=True,
-        )
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
-    for _ in range(SLICES):
-        for name, built in engines.items():
-            for _ in range(SLICE):
-                wall, cpu = clocks()
-                built.engine.step()
-                times[name].append((time.perf_counter() - wall, time.process_time() - cpu))
-    for i, clock in enumerate(("wall", "processors")):
-        ours, before = (statistics.median(one[i] for one in each) for each in times.values())
-        print(
-            f"decode step of {streams} sequences, median by the {clock}: {ours * 1e3:.3f} ms in the memory"
-            f" file, {before * 1e3:.3f} ms in private memory ({ours / before - 1:+.2%})"
-        )
-    directory = engines["memory file"].engine.stats()["kv_checksum_seconds"] - spent["memory file"]
-    print(
-        f"for the directory {directory / sum(wall for wall, _ in times['memory file']):.3%} of the steps"
-    )
-    engines.clear()
-    again = make_engine(config, kv_fd=fd)
-    seconds, gigabytes = (
-        again.phases.get("kv_taken_back", 0.0),
-        again.taken_back * again.kv_bytes / again.num_blocks / 1e9,
-    )
-    print(
-        f"{again.taken_back} blocks, {gigabytes:.2f} GB, taken back in {seconds:.3f} s; {again.phases}"
-    )
-    return 0
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="bench/recovery.py")
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--context", type=int, default=4000, help="tokens of each prompt")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", action="store_true", help="what it costs, without any crash")
-    parser.add_argument("--threads", type=int, default=0, help="kernel threads, with --steps")
     arguments = parser.parse_args()
-    if arguments.steps:
-        return steps(arguments.streams, arguments.context, arguments.threads)
     return recover(arguments.streams, arguments.context, arguments.rounds)
 
 

@@ -1,5 +1,5 @@
 """Watching: each panel of stored Grafana dashboards, such as those of vLLM, against /metrics under load; and
-what being watched costs.
+what a scrape costs.
 
 Owns what is asked of a panel: every metric of its queries is there, with the labels that the query names, and
 has counted something where it counts. The dashboards are named by PAGETURNER_GRAFANA_JSON.
@@ -8,13 +8,10 @@ has counted something where it counts. The dashboards are named by PAGETURNER_GR
 from __future__ import annotations
 
 import argparse
-import contextlib
-import http.server
 import json
 import os
 import re
 import sys
-import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -34,11 +31,6 @@ SCRAPED = {"job", "instance"}  # labels that Prometheus gives
 BY = re.compile(r"\b(?:by|without)\s*\(([^)]*)\)")
 REQUESTS = 4
 MODEL = ROOT / "tests" / "goldens" / "tiny_llama.gguf"
-CLIENTS, EACH, TOKENS = (
-    4,
-    50,
-    32,
-)  # of a round of the cost: clients, requests of each, tokens of one
 SCRAPES = 50
 GROWING = ("_bucket", "_sum", "_count", "_total")
 # what is 0 where nothing of the kind is served, in vLLM too: images, tiers below the KV cache, KV of others
@@ -118,6 +110,12 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
             ask(server.url, "hello there, " * 12, 20)  # more than a block, which the next ones find
         time.sleep(1.5)  # the engine tells its figures once a second
         found = samples(scrape(server.url))
+        before = harness.processor_seconds(server.process.pid)
+        for _ in range(SCRAPES):
+            scrape(server.url)
+        spent = harness.processor_seconds(server.process.pid) - before
+    figure = f"{1000 * spent / SCRAPES:.2f} ms of the API process"
+    yield Line("one scrape of /metrics", figure, None)
     for path in map(Path, paths):
         for title, queries in panels(json.loads(path.read_text())):
             lacks = sorted({one for query in queries for one in missing(query, found)})
@@ -126,109 +124,6 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     if not paths:
         what = f"{VARIABLE} names no dashboard, such as a copy of vLLM's grafana.json"
         yield Line("vLLM's dashboard, panel by panel", what, None, run=False)
-    yield from cost(arguments.watch_rounds)
-
-
-# -- what it costs -------------------------------------------------------------------------------------------
-class Sink(http.server.BaseHTTPRequestHandler):
-    """A collector that keeps nothing."""
-
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["content-length"]))
-        self.send_response(200)
-        self.send_header("content-length", "0")
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-def cost(rounds: int) -> Iterator[Line]:
-    """Processor time in pairs, of servers with the tiny model, where watching is dearest: a plain server
-    beside itself while it is scraped, and beside one that traces each request."""
-    sink = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Sink)
-    threading.Thread(target=sink.serve_forever, daemon=True).start()
-    traced = ("--otlp-traces-endpoint", f"http://127.0.0.1:{sink.server_address[1]}")
-    try:
-        with (
-            harness.server(model=str(MODEL)) as plain,
-            harness.server(*traced, model=str(MODEL)) as tracing,
-        ):
-            for server in (plain, tracing):
-                spent(server, 0)
-            yield Line(
-                "one scrape of /metrics",
-                f"{1000 * per_scrape(plain):.2f} ms of the API process",
-                None,
-            )
-            arms = {"alone": [], "scraped": [], "traced": []}  # type: dict[str, list[tuple[float, float]]]
-            for number in range(1, rounds + 1):
-                order = list(arms) if number % 2 else list(arms)[::-1]
-                for arm in order:
-                    server = tracing if arm == "traced" else plain
-                    with scraping(server.url) if arm == "scraped" else contextlib.nullcontext():
-                        arms[arm].append(spent(server, number))
-    finally:
-        sink.shutdown()
-        sink.server_close()
-    for arm, what in (
-        ("scraped", "metrics scraped each second"),
-        ("traced", "traces of each request"),
-    ):
-        for which, process in enumerate(("API process", "engine")):
-            pairs = [
-                (one[which], two[which]) for one, two in zip(arms["alone"], arms[arm], strict=True)
-            ]
-            more = harness.median([1e6 * (two - one) for one, two in pairs])
-            ratio = harness.median([two / one for one, two in pairs])
-            base = harness.median([1e6 * one for one, _ in pairs])
-            said = f"{more:+.0f} us a request of {TOKENS} tokens ({100 * (ratio - 1):+.1f} % of {base:.0f} us)"
-            yield Line(f"{what}: {process}", f"{said}, median of {rounds} pairs", None)
-
-
-def spent(server: harness.Server, mark: int) -> tuple[float, float]:
-    """Processor seconds a request of the API process and of its engine, under some load."""
-    pids = (server.process.pid, server.engine_pid())
-
-    def client(number: int) -> None:
-        for i in range(EACH):
-            ask(server.url, f"{mark} {number} {i} a prompt", TOKENS)
-
-    before = [harness.processor_seconds(pid) for pid in pids]
-    harness.in_threads(CLIENTS, client)
-    time.sleep(1.2)  # until what was to be sent has been
-    api, engine = (
-        harness.processor_seconds(pid) - one for pid, one in zip(pids, before, strict=True)
-    )
-    return api / (CLIENTS * EACH), engine / (CLIENTS * EACH)
-
-
-def per_scrape(server: harness.Server) -> float:
-    """Processor seconds of the API process."""
-    before = harness.processor_seconds(server.process.pid)
-    for _ in range(SCRAPES):
-        scrape(server.url)
-    return (harness.processor_seconds(server.process.pid) - before) / SCRAPES
-
-
-@contextlib.contextmanager
-def scraping(url: str) -> Iterator[None]:
-    """Somebody asks for /metrics once a second."""
-    over = threading.Event()
-
-    def poll() -> None:
-        while not over.wait(1.0):
-            scrape(url)
-
-    thread = threading.Thread(target=poll)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -236,7 +131,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--grafana-json",
         help=f"the dashboard, or several with {os.pathsep!r} between (default: ${VARIABLE})",
-    )
-    parser.add_argument(
-        "--watch-rounds", type=int, default=6, help="pairs of the cost of being watched"
     )

@@ -19,8 +19,8 @@ from pathlib import Path
 
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 import harness
-from harness import Line
-from scale_router import TINY, Replica, stream
+from harness import Line, Server
+from scale_router import TINY, stream
 
 NGINX = """worker_processes 1; daemon off; pid {where}/pid; error_log {where}/error.log;
 events {{ worker_connections 512; }}
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def commands(
-    arguments: argparse.Namespace, fleet: list[Replica], where: Path
+    arguments: argparse.Namespace, fleet: list[Server], where: Path
 ) -> dict[str, tuple[int, list[str]]]:
     """By name: port and command of each proxy that is there."""
     urls, found = [one.url for one in fleet], dict[str, tuple[int, list[str]]]()
@@ -51,7 +51,7 @@ def commands(
     )
     if shutil.which(arguments.nginx):
         port = harness.free_port()
-        servers = " ".join(f"server 127.0.0.1:{one.port};" for one in fleet)
+        servers = " ".join(f"server {url.removeprefix('http://')};" for url in urls)
         (where / "nginx.conf").write_text(NGINX.format(where=where, servers=servers, port=port))
         found["nginx"] = port, [arguments.nginx, "-c", str(where / "nginx.conf"), "-p", str(where)]
     if shutil.which(arguments.smg):
@@ -86,10 +86,8 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     }
     with ExitStack() as stack:
         where = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        fleet = [Replica(str(TINY), harness.free_port()) for _ in range(2)]
-        for one in fleet:
-            one.start()
-            stack.callback(one.kill)
+        flags = "--served-model-name", "m"
+        fleet = [stack.enter_context(harness.server(*flags, model=str(TINY))) for _ in range(2)]
         there: dict[str, tuple[str, subprocess.Popen[bytes]]] = {}
         for name, (port, command) in commands(arguments, fleet, where).items():
             log = stack.enter_context((where / f"{name}.log").open("wb"))

@@ -23,14 +23,13 @@ sys.path += [str(HERE), str(HERE.parents[1] / "tests")]
 from harness import Line  # noqa: E402
 
 from pageturner.formats import hub  # noqa: E402
-from pageturner.kernels import peak  # noqa: E402
 from pageturner.kernels.adapters import Adapters  # noqa: E402
 from pageturner.kernels.base import Batch  # noqa: E402
 from pageturner.kernels.choosing import ChooseArgs, Draw  # noqa: E402
 from pageturner.kernels.cpu.native import NativeOps  # noqa: E402
 from pageturner.models.decoder import Decoder  # noqa: E402
 from pageturner.models.load import load_model  # noqa: E402
-from support.adapters import ALL, random_weights, shapes_of  # noqa: E402
+from support.adapters import ALL, random_weights  # noqa: E402
 
 ROWS, CONTEXT, BLOCK, RANK = 32, 250, 16, 16
 PACE_OF_32, PACE_OF_ONE = 0.85, 0.95
@@ -100,28 +99,8 @@ class Steps:
         }
 
 
-def most(
-    steps: Steps, adapter: Any, seconds: float, limits: peak.Peak, fields: Sequence[str]
-) -> str:
-    """What this machine allows at most: of 32 adapters, when all but their bytes were free and none of them
-    came beside the model's own products, and when all did; of one, when fp32 ran at its limit."""
-    rate = 1e9 * limits.read_gb_s["256M"]
-    own = sum(size.nbytes for name, size in steps.decoder.sizes.items() if name != "tables")
-    reading = ROWS * adapter.nbytes / rate
-    apart, beside = seconds / (seconds + reading), seconds / max(seconds, reading + own / rate)
-    shapes = shapes_of(steps.decoder.spec)
-    values = steps.decoder.spec.layers * RANK * sum(sum(shapes[field]) for field in fields)
-    multiplying = 2e-9 * ROWS * values / (limits.fp32_gop_s or float("inf"))
-    return (
-        f"32: {apart:.1%} ({ROWS * adapter.nbytes / 1e6:.0f} MB at {rate / 1e9:.1f} GB/s behind products,"
-        f" {beside:.1%} beside them); one: {seconds / (seconds + multiplying):.1%}"
-        f" ({2e-9 * ROWS * values:.2f} GFLOP)"
-    )
-
-
 def pace_lines(rounds: int) -> Iterator[Line]:
     steps = Steps()
-    limits = peak.measure(steps.ops.isa, steps.ops.threads, 1.0)
     for name, fields in TARGETS.items():
         for kind in ("BF16", "F32"):
             many = steps.adapters(fields, kind)
@@ -143,12 +122,7 @@ def pace_lines(rounds: int) -> Iterator[Line]:
                 f"{pace:.1%}, {seconds * 1e3:.1f} ms",
                 None,
             )
-            bound = most(steps, many[0], found["32"][0] * found["32"][1], limits, fields)
-            yield Line(f"the most that this machine allows ({about})", bound, None)
             del many
-
-
-# -- five hundred --------------------------------------------------------------------------------------------
 
 
 def lines(arguments: argparse.Namespace) -> Iterator[Line]:
