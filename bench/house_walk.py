@@ -12,9 +12,7 @@ one of the docstrings say why: "Same name as `room.module.Name` because ...".
 from __future__ import annotations
 
 import ast
-import io
 import re
-import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -421,22 +419,25 @@ def rooms(house: House) -> list[dict[str, Any]]:
         name = module.room if "/" in module.file else "."
         empty = {"room": name, "tokens": 0, "lines": 0, "files": 0}
         row = found.setdefault(name, empty)
-        row["tokens"] += tokens(module)
+        row["tokens"] += tokens(module.text)
         row["lines"] += module.lines
         row["files"] += 1
     return [found[name] for name in sorted(found)]
 
 
 # -- size and shape ------------------------------------------------------------------------------------------
-SILENT = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENCODING,
-    tokenize.ENDMARKER,
-}
+SPACE = r"(?:\s|#[^\n]*\n)*"
+TEXT = (
+    r"[bBfFrRuU]{0,2}(?:'{3}(?:\\.|[^\\])*?'{3}|\"{3}(?:\\.|[^\\])*?\"{3}"
+    r"|'(?:\\.|[^'\\\n])*'|\"(?:\\.|[^\"\\\n])*\")"
+)
+NUMBER = r"0[xXbBoO]\w+|(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(?:[eE][+-]?[\d_]+)?[jJ]?"
+OPERATOR = r"\*\*=?|//=?|>>=?|<<=?|!=|->|:=|\.{3}|[-+*/%&|^=<>@~]=?|[:;,.()[\]{}]"
+BEGIN = re.compile(f"{SPACE}{TEXT}", re.DOTALL)  # of a file with a docstring
+TOKEN = re.compile(
+    rf"(?P<comment>#[^\n]*)|(?P<block>:[ \t]*(?:#[^\n]*)?\n{SPACE}{TEXT})|{TEXT}|{NUMBER}|\w+|{OPERATOR}",
+    re.DOTALL,
+)
 MAX_COLUMNS = 100
 MAX_PARAMETERS = 5  # beside self
 NO_SUBJECT = re.compile(
@@ -461,17 +462,23 @@ def docstrings(module: Module) -> list[ast.Expr]:
     return [one for one in found if isinstance(one, ast.Expr)]
 
 
-def tokens(module: Module) -> int:
+def tokens(text: str) -> int:
     """How many tokens of Python a file has without comments, docstrings and white space: its size, whether it is
-    written densely or not."""
-    docs = {(one.lineno, one.col_offset) for one in docstrings(module)}
-    stream = tokenize.generate_tokens(io.StringIO(module.text).readline)
-    return sum(one.type not in SILENT and one.start not in docs for one in stream)
+    written densely or not. A docstring is a text that begins a file or a block."""
+    found = depth = 0
+    begin = BEGIN.match(text)
+    for one in TOKEN.finditer(text, begin.end() if begin else 0):
+        if one.lastgroup == "comment":
+            continue
+        word = one[0]
+        found += 1 + (depth > 0 and one.lastgroup == "block")
+        depth += (word in "([{") - (word in ")]}")
+    return found
 
 
 def size_of(folder: Path) -> int:
     """How many tokens the Python files of a folder have in all."""
-    return sum(tokens(module) for module in read(folder).values())
+    return sum(tokens(path.read_text()) for path in folder.rglob("*.py"))
 
 
 def importers(house: House) -> Counter[str]:

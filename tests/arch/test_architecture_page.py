@@ -8,8 +8,6 @@ import re
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 import house
 import house_walk as walk
 
@@ -19,35 +17,26 @@ PROSE = re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL)
 FILE = r"`((?:[\w]+/)*\w+\.py)`"
 
 
-@cache
-def sources() -> dict[str, ast.Module]:
-    """The files of the package."""
-    return {
-        str(path.relative_to(walk.PACKAGE)): ast.parse(path.read_text())
-        for path in walk.PACKAGE.rglob("*.py")
-    }
+HOUSE = walk.read()
 
 
 @cache
 def classes() -> list[ast.ClassDef]:
     return [
-        node
-        for tree in sources().values()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef)
+        node for module in HOUSE.values() for node in module.nodes if isinstance(node, ast.ClassDef)
     ]
 
 
 @cache
 def defined() -> set[str]:
     """Classes, what is imported, and what is given a value."""
-    found: set[str] = set()
-    for tree in sources().values():
-        for node in ast.walk(tree):
+    found = {one.name for one in classes()}
+    for module in HOUSE.values():
+        for node in module.nodes:
             match node:
                 case ast.ImportFrom(names=aliases):
                     found |= {alias.asname or alias.name for alias in aliases}
-                case ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
+                case ast.Name(id=name, ctx=ast.Store()):
                     found.add(name)
     return found
 
@@ -55,7 +44,7 @@ def defined() -> set[str]:
 @cache
 def trees(file: str) -> list[ast.Module]:
     """What this name of a file can mean, in the package or from the root; with its room or without it."""
-    found = [tree for path, tree in sources().items() if path == file or path.endswith(f"/{file}")]
+    found = [one.tree for one in HOUSE.values() if f"/{one.file}".endswith(f"/{file}")]
     return found or [
         ast.parse(path.read_text()) for path in (ROOT / file, ROOT / "src" / file) if path.exists()
     ]
@@ -115,24 +104,28 @@ def test_both_forms_of_naming_a_place_are_read() -> None:
     )
 
 
-@pytest.mark.parametrize("file", sorted(set(re.findall(FILE, PROSE))))
-def test_file_exists(file: str) -> None:
-    assert trees(file)
+def test_files_classes_and_names_exist() -> None:
+    """One test, for one worker to parse the sources."""
+    files = set(re.findall(FILE, PROSE))
+    assert files
+    assert [file for file in files if not trees(file)] == []
+    absent = [
+        (file, name)
+        for file, name in set(statements())
+        if not any(name in names(tree) for tree in trees(file))
+    ]
+    assert absent == []
+    owned = [name.split(".") for name in re.findall(r"`([A-Z]\w*\.(?!md)\w+)`", PROSE)]
+    assert owned
+    have = {
+        name for owner, _ in owned for one in classes() if one.name == owner for name in pairs(one)
+    }
+    assert [pair for pair in owned if tuple(pair) not in have] == []
+    named = re.findall(r"`([A-Z]\w*[a-z_]\w*|[A-Z]+_[A-Z_]+)`", PROSE)
+    assert named
+    rest = set(named) - defined()
+    assert [name for name in rest if not any(name in members(one) for one in classes())] == []
 
 
-@pytest.mark.parametrize(("file", "name"), sorted(set(statements())))
-def test_name_is_in_that_file(file: str, name: str) -> None:
-    assert any(name in names(tree) for tree in trees(file))
-
-
-@pytest.mark.parametrize("name", sorted(set(re.findall(r"`([A-Z]\w*\.(?!md)\w+)`", PROSE))))
-def test_class_has_that_member(name: str) -> None:
-    owner, member = name.split(".")
-    assert any(one.name == owner and member in members(one) for one in classes())
-
-
-@pytest.mark.parametrize(
-    "name", sorted(set(re.findall(r"`([A-Z]\w*[a-z_]\w*|[A-Z]+_[A-Z_]+)`", PROSE)))
-)
-def test_class_or_constant_exists(name: str) -> None:
-    assert name in defined() or any(name in members(one) for one in classes())
+def pairs(owner: ast.ClassDef) -> set[tuple[str, str]]:
+    return {(owner.name, member) for member in members(owner)}

@@ -45,11 +45,14 @@ def named() -> set[tuple[str, str]]:
     """The flags that texts of the product name, each with its file."""
     found = set()
     for file in HOUSE.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
+        where = str(file.relative_to(HOUSE))
+        text = file.read_text()
+        if where.startswith(OTHERS) or not FLAG.search(text):
+            continue
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                where = str(file.relative_to(HOUSE))
                 found |= {(where, flag) for flag in FLAG.findall(node.value)}
-    return {(file, flag) for file, flag in found if not file.startswith(OTHERS)}
+    return found
 
 
 def test_flags_that_texts_name_are_there() -> None:
