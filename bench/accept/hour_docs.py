@@ -87,6 +87,8 @@ def claims() -> Iterator[Line]:
 def exists(proof: str) -> bool:
     """Tell whether a test, page or command of the README is there."""
     first, _, rest = proof.partition(" ")
+    if named := re.search(r"\bNAME=(\w+)", rest):
+        return (ROOT / "bench" / "accept" / f"{named[1]}.py").is_file()
     if first == "make":
         return bool(re.search(rf"^{rest.split()[0]}:", (ROOT / "Makefile").read_text(), re.M))
     if first == "pageturner":

@@ -325,7 +325,7 @@ def test_errors(
         ("POST", "/v1/chat/completion", "no such path: did you mean /v1/chat/completions? (/docs"),
         ("POST", "/completion", "no such path: did you mean /v1/completions? (/docs"),
         ("GET", "/nothing/like/it", "no such path: there are /, "),
-        ("DELETE", "/api/delete", "no such path: there are /api/chat, /api/embed, "),
+        ("DELETE", "/v1/nothing", "no such path: there are /v1/batches, "),
         ("GET", "/v1/chat/completions", "/v1/chat/completions takes OPTIONS, POST, not GET"),
     ],
 )
