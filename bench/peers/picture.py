@@ -20,9 +20,9 @@ WORDS = {
     "prefix": "48 requests with a common beginning",
     "single": "one request",
     "output": "output tokens a second",
-    "TTFT p50": "median time to the first token, ms",
-    "TTFT p99": "99th percentile of the time to the first token, ms",
-    "TPOT p50": "median time of a later token, ms",
+    "TTFT p50": "first token, median, ms",
+    "TTFT p99": "first token, 99th percentile, ms",
+    "TPOT p50": "a later token, median, ms",
 }
 COLUMN, MARGIN, TOP = LABELS + PLOT + VALUES, 12, 52
 STYLE = """\
@@ -128,5 +128,9 @@ def _bar(peer: str, c: Cell, axis: _Axis, y: int) -> list[str]:
         f'<path class="spread" d="M{least:.1f} {middle}H{most:.1f}M{least:.1f} {middle - 3}v6'
         f'M{most:.1f} {middle - 3}v6"/>',
         f'<text x="{max(most, end) + 6:.1f}" y="{y + 13}">{c.ratio:.2f}x'
-        f'<tspan class="axis">&#160; {c.ours:,.0f} / {c.theirs:,.0f}</tspan></text>',
+        f'<tspan class="axis">&#160; {_short(c.ours)} / {_short(c.theirs)}</tspan></text>',
     ]
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 20 else f"{value:.1f}"
