@@ -21,8 +21,10 @@ from support.engines import GOLDENS, Model, Setup, answers
 from support.poison import poison_blocks
 from support.schedulers import unowned
 
-# windows of 8 or 12; from Gemma 2 on in one layer of two; of Llama 4 chunks
-FAMILIES = ("mistral", "phi3", "gemma2", "gemma3", "gpt_oss", "llama4_text")
+# windows of 8 or 12; from Gemma 2 on in one layer of two; of Llama 4 chunks; of Gemma 4 in heads of
+# another size, and in layers that share KV
+GEMMA4 = ("gemma4_e2b", "gemma4_31b", "gemma4_26b")
+FAMILIES = ("mistral", "phi3", "gemma2", "gemma3", "gpt_oss", "llama4_text", *GEMMA4)
 LONGEST = 400  # tokens of a sequence, more than a segment of the kernels
 
 
@@ -106,6 +108,7 @@ def compare(ops: Ops, family: str, setups: list[Setup], requests: list[Request])
     [
         ("gemma3", SETUPS[:1]),
         ("llama4_text", SETUPS[:1]),
+        *((name, SETUPS[:1]) for name in GEMMA4),
         *(pytest.param(name, SETUPS, marks=pytest.mark.slow) for name in FAMILIES),
     ],
 )

@@ -66,6 +66,9 @@ NAMES = [
     "stablelm_parallel",
     "stablelm_norms",
     "phi",
+    "gemma4_e2b",
+    "gemma4_31b",
+    "gemma4_26b",
 ]
 LENGTHS = {
     "phi4_mini": 512

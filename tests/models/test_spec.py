@@ -157,7 +157,7 @@ def test_qwen2_has_biases(tmp_path: Path) -> None:
 # -- what is refused -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arch", ["gptneox", "gemma4", "mamba", ""])
+@pytest.mark.parametrize("arch", ["gptneox", "gemma3n", "mamba", ""])
 def test_other_architectures(tmp_path: Path, arch: str) -> None:
     error = fault(changed(tmp_path, lambda m, t: m.update({"general.architecture": arch})))
     assert error.code == "model_unsupported"

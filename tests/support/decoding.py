@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -42,8 +43,13 @@ class Decoding:
         self._decoder = decoder
         self._adapters = adapters or {}
         self._size = block_size
-        self._kv = ops.alloc_kv(decoder.kv_spec(blocks, block_size, dtype))
-        poison_blocks(self._kv, list(range(blocks)))  # a read of what was never written becomes NaN
+        specs = [decoder.kv_spec(blocks, block_size, dtype)]
+        if specs[0].beside is not None:  # of two shapes: windowed layers have a store of their own
+            specs = [*decoder.kv_specs(blocks, blocks, block_size, dtype)]
+        self._kv = [ops.alloc_kv(spec) for spec in specs]
+        for kv in self._kv:  # a read of what was never written becomes NaN
+            poison_blocks(kv, list(range(blocks)))
+        self._blocks = range(blocks)
         self._free = list(range(blocks))
         random.Random(0).shuffle(self._free)
         self._tables: dict[str, list[int]] = {}
@@ -85,7 +91,17 @@ class Decoding:
                 [self._adapters.get(name, "") for name, _ in chunks]
             ),
         )
-        return self._decoder.forward(batch, self._kv).copy()  # a backend may use its memory again
+        if len(self._kv) == 1:
+            return self._decoder.forward(batch, self._kv[0]).copy()  # memory may be used again
+        windowed = self._of_windowed(batch)
+        hidden = self._decoder.hidden(batch, self._kv[0], (windowed, self._kv[1]))
+        return self._decoder.logits(hidden).copy()
+
+    def _of_windowed(self, batch: Batch) -> Batch:
+        """The same step in the other store, whose blocks lie in the opposite order."""
+        most, size = max(self._blocks), self._size
+        slots = (most - batch.slots // size) * size + batch.slots % size
+        return replace(batch, block_table=most - batch.block_table, slots=slots)
 
     def greedy(self, name: str, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
         """Prefill in one go, then one token a step: the tokens and their logprobs."""

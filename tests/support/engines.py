@@ -70,6 +70,8 @@ class Model:
     def engine(self, setup: Setup) -> Engine:
         blocks = setup.kv_tokens // setup.block_size
         recent = setup.recent_tokens // setup.block_size
+        if self.decoder.spec.local_heads is not None:  # two shapes of KV: always two stores
+            recent = recent or blocks
         sizes = KVSizes(blocks, self.decoder.window if recent else 0, recent)
         grammars = Grammars(self.compiler)
         drafter = setup.drafter() if setup.drafter else None

@@ -41,7 +41,7 @@ def build(config: hf.PreTrainedConfig, seed: int) -> torch.nn.Module:
     ).eval()
     draw = torch.Generator().manual_seed(seed)
     # Gemma's norms are stored less 1, and its embedding is scaled up.
-    gemma = config.model_type.startswith("gemma")
+    gemma = config.model_type.startswith("gemma") and "4" not in config.model_type
     with torch.no_grad():
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=draw)
@@ -51,13 +51,16 @@ def build(config: hf.PreTrainedConfig, seed: int) -> torch.nn.Module:
                 middle = 8.0 if name in LAST_NORM else 0.0 if gemma else 1.0
                 noise = middle - 0.5 + torch.rand(weight.shape, generator=draw)
             elif any(part in name for part in ("embed", "wte", "wpe", "lm_head")):
-                noise *= 0.05
+                noise *= 0.5 if "per_layer" in name else 0.05
             else:
                 noise *= tiny.GAIN / weight.shape[-1] ** 0.5
             weight.copy_(noise.to(config.dtype or torch.float32))
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):  # of experts
                 noise = 0.3 * torch.randn(buffer.shape, generator=draw)
+                buffer.copy_(noise.to(config.dtype or torch.float32))
+            elif name.endswith("layer_scalar"):
+                noise = 0.5 + torch.rand(buffer.shape, generator=draw)
                 buffer.copy_(noise.to(config.dtype or torch.float32))
     return model
 

@@ -9,7 +9,7 @@ import argparse
 import json
 import os
 import platform
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -344,9 +344,11 @@ def _kv(
     report.add("KV cache", "one token", text)
     text = f"{blocks:,} of {config.block_size} tokens"
     if sizes.window:
-        kinds = ((spec.layers - windowed, blocks), (windowed, sizes.sliding))
-        nbytes = sum(replace(one, layers=layers, blocks=n).nbytes for layers, n in kinds)
-        text += f" for {spec.layers - windowed} layers, {sizes.sliding:,} for the last {sizes.window:,} tokens"
+        whole, recent = one.split(windowed)
+        nbytes = sizes.blocks * whole.nbytes + sizes.sliding * recent.nbytes
+        text += (
+            f" for {whole.layers} layers, {sizes.sliding:,} for the last {sizes.window:,} tokens"
+        )
         text += f" in {windowed} layers"
     nbytes += blocks * beside
     report.add("KV cache", "blocks", f"{text}, {nbytes / MIB:,.0f} MiB")

@@ -44,12 +44,11 @@ def cost_of(draft: ModelSpec, target: ModelSpec) -> float:
 
 def _products(spec: ModelSpec) -> int:
     """Multiplications for one token, attention itself left out."""
-    attention = spec.attention_weights
     matrices = 3 if spec.family.gated else 2
     total = spec.dim * spec.vocab
     for layer in range(spec.layers):
-        inner = spec.ffn
+        inner = spec.inner(layer)
         if spec.experts is not None and spec.sparse(layer):
-            inner = spec.experts.ffn * spec.experts.top_k + spec.experts.shared
-        total += attention + matrices * spec.dim * inner
+            inner += spec.experts.ffn * spec.experts.top_k
+        total += spec.attention_weights(layer) + matrices * spec.dim * inner
     return total

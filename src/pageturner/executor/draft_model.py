@@ -22,6 +22,7 @@ from pageturner.executor.kv_memory import KVLayout
 from pageturner.kernels.base import KVSpec, Ops
 from pageturner.kernels.choosing import ChooseArgs
 from pageturner.models.decoder import Decoder
+from pageturner.models.spec import unsupported
 from pageturner.scheduler.types import Item, Output, Plan, Sequence
 
 MAX_DRAFT = 7  # tokens of a draft
@@ -44,6 +45,8 @@ class DraftModel:
         # the step
         count = self._blocks + MAX_DRAFTED + 1
         spec: KVSpec = decoder.kv_spec(count, self._size, layout.dtype)
+        if spec.beside is not None:
+            raise unsupported("a model with KV heads of two sizes cannot be a draft model yet")
         self.nbytes = spec.nbytes
         self.storage = ops.alloc_kv(spec)
         self._pages: dict[int, _Page] = {}

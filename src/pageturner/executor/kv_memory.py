@@ -78,12 +78,18 @@ def plan_kv(form: KVForm, config: EngineConfig, max_model_len: int, available: i
     room for any that are of use. Memory too small for a window and a block is used as if nothing
     had a window."""
     size, total = config.block_size, _may_take(config, available)
+    two = form.one.beside is not None
+    if two and not form.windowed:
+        message = "this model's KV heads are of two sizes, of which KV tiers and remote prefill know nothing yet"
+        raise EngineFault("model_unsupported", message)
     nbytes = form.one.nbytes + form.of_draft
     sizes = KVSizes(total // nbytes)
     if form.windowed:
         split = _split(form, config, max_model_len, total)
         if split.sliding >= touched(form.window, size, size):
             sizes = split
+        elif two:
+            sizes = KVSizes(0)
     if not config.kv_cache_memory:
         useful = config.max_num_seqs * -(-max_model_len // size)
         sizes = replace(sizes, blocks=min(sizes.blocks, useful), sliding=min(sizes.sliding, useful))
@@ -103,8 +109,7 @@ def _split(form: KVForm, config: EngineConfig, max_model_len: int, total: int) -
     without any, all is sliding."""
     size, one, beside = config.block_size, form.one, form.of_draft
     longest = -(-max_model_len // size)
-    whole = replace(one, layers=one.layers - form.windowed).nbytes
-    each = replace(one, layers=form.windowed).nbytes
+    whole, each = (spec.nbytes for spec in one.split(form.windowed))
     useful = config.max_num_seqs * longest
     if not whole and not beside:
         return KVSizes(useful, form.window, total // each)

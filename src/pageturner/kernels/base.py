@@ -12,7 +12,7 @@ the number of threads.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from pageturner.kernels.adapters import Adapter, Adapters, AdapterWeights
 from pageturner.kernels.choosing import ChooseArgs, Head, SamplerOutput
-from pageturner.kernels.layer_parts import Experts, Latent
+from pageturner.kernels.layer_parts import Experts, Latent, PerLayer
 
 Array = Any  # an fp32 activation matrix of the backend: [rows, columns]
 Weight = Any  # a packed weight of the backend; a product with it reads its `nbytes`
@@ -70,6 +70,11 @@ COMPOSED = frozenset(
         "expert_choice",  # Experts.choice
         "shared_switch",  # Experts.shared_switch
         "recurrent",  # recurrent.RecurrentOps
+        "expert_norms",  # Experts.norm, and those beside it
+        "shared_kv",  # layers without k
+        "value_norm",  # Layer.v_norm, and values made of k
+        "per_layer",  # Layer.per_layer
+        "out_scale",  # Layer.out_scale
     }
 )
 
@@ -150,7 +155,9 @@ class Layer:
 
     A norm with a bias is a LayerNorm, without one an RMSNorm; without one before attention or MLP
     these see x itself. Without `gate` the MLP is down(act(up(x))). With `experts`, `gate`, `up` and
-    `down` are the MLP of all rows beside them, whose product is added first, or None.
+    `down` are the MLP of all rows beside them, whose product is added first, or None. Without `k`
+    attention reads the K and V of the last layer before it of its kind (with or without a window);
+    without `v` alone, and no `latent`, the product of k is the value, before its norm.
     """
 
     attn_norm: Weight
@@ -190,6 +197,9 @@ class Layer:
     parallel: bool = False  # MLP and experts see what attention sees (Cohere 2)
     late_qk_norm: bool = False  # q_norm and k_norm follow the rotary embedding (Hunyuan)
     head_norms: Callable[[Any, Any], tuple[Any, Any]] | None = None  # of q and k, by models/
+    v_norm: Weight | None = None  # RMSNorm of the values of each head, one vector for all
+    per_layer: PerLayer | None = None
+    out_scale: float = 1.0  # what comes out of the layer is multiplied by it
     native: Any = field(default=None, repr=False)  # what a backend attaches to it in prepare_layer
 
     @property
@@ -217,6 +227,10 @@ class Layer:
             "parallel": self.parallel,
             "late_norm": self.late_qk_norm,
             "head_norms": self.head_norms is not None,
+            "shared_kv": self.k is None,
+            "value_norm": self.v_norm is not None or (self.v is None and self.latent is None),
+            "per_layer": self.per_layer is not None,
+            "out_scale": self.out_scale != 1,
             "shared_expert": self.experts is not None and self.up is not None,
         }
         own = frozenset(name for name, needed in found.items() if needed)
@@ -304,6 +318,7 @@ class KVSpec:
     scaled  of fp8_e4m3: the K and the V of each token and head have a scale, a power of two
             (`float8.scale`)
     head_multiple  each stored head is padded with zeros to a multiple of so many elements
+    beside  more layers, whose heads have another size: no one storage holds both
     """
 
     layers: int
@@ -315,6 +330,7 @@ class KVSpec:
     latent: bool = False
     scaled: bool = False
     head_multiple: int = 1
+    beside: KVSpec | None = None
 
     @property
     def stored_head(self) -> int:
@@ -326,11 +342,18 @@ class KVSpec:
         head = self.stored_head * KV_TYPES[self.dtype] + 4 * (
             self.dtype == "int8" or self.scaled
         )  # its scale
-        return (1 if self.latent else 2) * self.layers * self.kv_heads * head
+        own = (1 if self.latent else 2) * self.layers * self.kv_heads * head
+        return own + (self.beside.bytes_per_token if self.beside is not None else 0)
 
     @property
     def nbytes(self) -> int:
         return self.bytes_per_token * self.block_size * self.blocks
+
+    def split(self, windowed: int) -> tuple[KVSpec, KVSpec]:
+        """The same in two, the second of the `windowed` layers."""
+        if self.beside is not None:
+            return replace(self, beside=None), self.beside
+        return replace(self, layers=self.layers - windowed), replace(self, layers=windowed)
 
 
 class Ops(Protocol):

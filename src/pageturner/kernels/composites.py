@@ -7,6 +7,7 @@ nor look inside an array.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -76,27 +77,35 @@ class Composites:
         self: Any, stack: Stack, batch: Batch, kv: KV, sliding: tuple[Batch, KV] | None
     ) -> Array:
         adapters, of_wanted = self.row_adapters(batch)
-        x = _embedded(self, stack, batch, adapters)
-        last = len(stack.layers) - 1
+        x = embedded = _embedded(self, stack, batch, adapters)
+        if any(layer.per_layer is not None for layer in stack.layers):
+            embedded = _copy(self, x, len(batch.tokens))  # what is added to x may go into it
+        last = max(i for i, layer in enumerate(stack.layers) if layer.k is not None)
         counts = [0, 0]  # layers so far that see everything, and that have a window
         for i, layer in enumerate(stack.layers):
             mine = sliding is not None and layer.shape.window > 0
             pages, storage = sliding if sliding is not None and mine else (batch, kv)
+            counts[mine] += layer.k is not None
             attend = (
                 self.attention_block
                 if adapters is None
                 else partial(self.adapted_attention, (adapters, i))
             )
-            x = attend(x, layer, storage, counts[mine], pages)
-            counts[mine] += 1
+            x = attend(x, layer, storage, counts[mine] - 1, pages)
             if i == last:  # behind the last K and V only the wanted rows matter
                 x = self.take_rows(x, batch.logit_rows)
                 adapters = of_wanted
-            if len(batch.logit_rows) or i < last:
-                feed = (
-                    self.mlp_block if adapters is None else partial(self.adapted_mlp, (adapters, i))
-                )
-                x = feed(x, layer)
+                if not len(batch.logit_rows):
+                    break
+                if i + 1 < len(stack.layers) or layer.per_layer is not None:
+                    embedded = self.take_rows(embedded, batch.logit_rows)
+                    batch, sliding = _wanted(batch), sliding and (_wanted(sliding[0]), sliding[1])
+            feed = self.mlp_block if adapters is None else partial(self.adapted_mlp, (adapters, i))
+            x = feed(x, layer)
+            if layer.per_layer is not None:
+                x = _add_per_layer(self, x, embedded, layer, batch.tokens)
+            if layer.out_scale != 1:
+                x = self.scale(x, layer.out_scale)
         return x
 
     def attention_block(
@@ -140,14 +149,10 @@ class Composites:
         that chose it. A row meets its experts in ascending order, whoever else is in the batch."""
         e = layer.experts
         assert e is not None
-        logits = self.linear(h, e.router, e.router_bias)
-        if e.choice is None:
-            ids, weights = self.route(logits, e.top_k, e.normalise, e.scoring)
-        else:
-            scores = self.route(logits, len(e.up), False, e.scoring)[1]  # of all, by id
-            ids, weights = e.choice(scores)
-        if e.scale != 1:
-            weights = weights * np.float32(e.scale)
+        ids, weights = _chosen(self, h, layer)
+        if e.norm is not None:
+            h = self.norm(h, e.norm, layer.eps)
+            x = self.scale(_copy(self, h, len(ids)), 0.0)
         for expert in np.unique(ids):
             chosen, column = np.nonzero(ids == expert)
             rows = chosen.astype(np.int32)
@@ -161,7 +166,7 @@ class Composites:
                 _gated(self, gate, up, layer.act), e.down[expert], _of(e.down_bias, expert)
             )
             x = self.add_rows(x, y, rows, weight)
-        return x
+        return x if e.norm is None else self.norm(x, e.post_norm, layer.eps)
 
     def logits(self: Any, x: Array, head: Head, adapters: Adapters | None = None) -> F32:
         normed = _normed(self, x, head.norm, head.norm_bias, head.eps)
@@ -207,12 +212,62 @@ def _add_mlp(ops: Ops, adapted: Adapted | None, x: Array, h: Array, layer: Layer
         if switch is not None:
             scores = ops.route(ops.linear(h, switch), 1, False, "sigmoid")[1]
             y = ops.scale_rows(y, scores[:, 0], np.arange(len(scores), dtype=np.int32))
+        if layer.experts is not None and layer.experts.norm is not None:
+            y = ops.norm(y, layer.experts.inner_norm, layer.eps)
+            y = ops.add(y, ops.add_experts(x, x, layer))
+            return _add_part(ops, x, y, layer.mlp_post_norm, layer)
         x = _add_part(ops, x, y, layer.mlp_post_norm, layer)
     if layer.experts is None:
         return x
     if not ops.divided:
         return ops.add_experts(x, h, layer)
     return ops.summed(ops.add_experts(ops.scale(x, 0.0), h, layer), x)
+
+
+def _chosen(ops: Ops, h: Array, layer: Layer) -> tuple[I32, F32]:
+    """The ids of the experts of each row, ascending, and their weights: [T, top_k]."""
+    e = layer.experts
+    assert e is not None
+    if e.router_norm is not None:
+        h = ops.norm(h, e.router_norm, layer.eps)
+    logits = ops.linear(h, e.router, e.router_bias)
+    if e.choice is None:
+        ids, weights = ops.route(logits, e.top_k, e.normalise, e.scoring)
+    else:
+        scores = ops.route(logits, len(e.up), False, e.scoring)[1]  # of all, by id
+        ids, weights = e.choice(scores)
+    if e.scale != 1:
+        weights = weights * np.float32(e.scale)
+    return ids, weights if e.out_scales is None else weights * e.out_scales[ids]
+
+
+def _add_per_layer(ops: Ops, x: Array, embedded: Array, layer: Layer, tokens: I32) -> Array:
+    """x with the embedding added that the layer has of each token (see PerLayer)."""
+    p = layer.per_layer
+    assert p is not None
+    own = ops.add(ops.norm(ops.linear(embedded, p.project), p.norm, p.eps), p.rows(tokens))
+    y = ops.mul(ops.activate(ops.linear(x, p.gate), layer.act), own)
+    return ops.add(x, ops.norm(ops.linear(y, p.out), p.post_norm, layer.eps))
+
+
+def _copy(ops: Ops, x: Array, rows: int) -> Array:
+    return ops.take_rows(x, np.arange(rows, dtype=np.int32))
+
+
+def _wanted(batch: Batch) -> Batch:
+    """The rows of a batch whose logits are wanted, each as a sequence of its own."""
+    rows = batch.logit_rows
+    owner = np.searchsorted(batch.query_start, rows, side="right") - 1
+    return replace(
+        batch,
+        tokens=batch.tokens[rows],
+        positions=batch.positions[rows],
+        query_start=np.arange(len(rows) + 1, dtype=np.int32),
+        context_len=batch.context_len[owner],
+        block_table=np.ascontiguousarray(batch.block_table[owner]),
+        slots=np.full(len(rows), -1, np.int32),
+        logit_rows=np.arange(len(rows), dtype=np.int32),
+    )
 
 
 def _linear(
@@ -263,26 +318,32 @@ def _mix_heads(
 ) -> Array:
     """Return the output of the heads: [T, heads * head_dim]."""
     q = _linear(ops, adapted, "q", h, layer.q, layer.q_bias)
-    k = _linear(ops, adapted, "k", h, layer.k, layer.k_bias)
-    v = _linear(ops, adapted, "v", h, layer.v, layer.v_bias)
-    dim = layer.shape.head_dim
-    if layer.late_qk_norm:
-        q = ops.rope(q, batch.positions, layer.rope, dim)
-        k = ops.rope(k, batch.positions, layer.rope, dim)
+    k = v = _linear(ops, adapted, "k", h, layer.k, layer.k_bias) if layer.k is not None else None
     if layer.head_norms is not None:
         q, k = layer.head_norms(q, k)
-    if layer.q_norm is not None and layer.wide_qk_norm:
-        q, k = ops.norm(q, layer.q_norm, layer.eps), ops.norm(k, layer.k_norm, layer.eps)
-    elif layer.q_norm is not None:
-        q = ops.head_norm(q, layer.q_norm, layer.eps, dim)
-        k = ops.head_norm(k, layer.k_norm, layer.eps, dim)
-    if layer.rope.cos.shape[1] and not layer.late_qk_norm:
-        q = ops.rope(q, batch.positions, layer.rope, dim)
-        k = ops.rope(k, batch.positions, layer.rope, dim)
+    q = _turned(ops, q, layer.q_norm, layer, batch)
     if layer.attn_temperature is not None:
         q = ops.scale_rows(q, layer.attn_temperature, batch.positions)
-    ops.kv_write(kv, index, k, v, batch.slots)
+    if layer.k is not None:
+        if layer.v is not None:
+            v = _linear(ops, adapted, "v", h, layer.v, layer.v_bias)
+        if layer.v_norm is not None:
+            v = ops.head_norm(v, layer.v_norm, layer.eps, layer.shape.head_dim)
+        ops.kv_write(kv, index, _turned(ops, k, layer.k_norm, layer, batch), v, batch.slots)
     return ops.attention(q, kv, index, batch, layer.shape)
+
+
+def _turned(ops: Ops, x: Array, norm: Weight | None, layer: Layer, batch: Batch) -> Array:
+    """Queries or keys with their norm and their rotary embedding."""
+    dim, late = layer.shape.head_dim, layer.late_qk_norm
+    turns = layer.rope.cos.shape[1] > 0
+    if turns and late:
+        x = ops.rope(x, batch.positions, layer.rope, dim)
+    if norm is not None and layer.wide_qk_norm:
+        x = ops.norm(x, norm, layer.eps)
+    elif norm is not None:
+        x = ops.head_norm(x, norm, layer.eps, dim)
+    return ops.rope(x, batch.positions, layer.rope, dim) if turns and not late else x
 
 
 def _mix_latent(ops: Ops, h: Array, layer: Layer, kv: KV, index: int, batch: Batch) -> Array:

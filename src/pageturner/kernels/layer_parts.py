@@ -30,6 +30,10 @@ class Experts:
     choice       makes the ids of the chosen ones, ascending, and their weights, both [T, top_k],
                  of the scores of all [T, experts]; None: the largest scores are chosen
     shared_switch  [1, d]; the MLP beside the experts is multiplied by the sigmoid of its product
+    norm         of x, for the experts, beside an MLP that sees another: router_norm is the router's,
+                 inner_norm and post_norm are of what MLP and experts make, before their sum is
+                 normed and added as that of any MLP (Gemma 4)
+    out_scales   [experts]; the weight of each expert is multiplied by its own, at last
     """
 
     router: Weight
@@ -47,6 +51,11 @@ class Experts:
     down_bias: tuple[Weight, ...] = ()
     choice: Callable[[Any], tuple[Any, Any]] | None = None
     shared_switch: Weight | None = None
+    norm: Weight | None = None
+    router_norm: Weight | None = None
+    inner_norm: Weight | None = None
+    post_norm: Weight | None = None
+    out_scales: Any = None
 
     @property
     def needs(self) -> frozenset[str]:
@@ -58,8 +67,29 @@ class Experts:
             or bool(self.gate_bias or self.up_bias or self.down_bias),
             "expert_choice": self.choice is not None,
             "shared_switch": self.shared_switch is not None,
+            "expert_norms": self.norm is not None or self.out_scales is not None,
         }
         return frozenset(name for name, needed in found.items() if needed)
+
+
+@dataclass(frozen=True, slots=True)
+class PerLayer:
+    """The embedding that a layer has of each token, and how it is added behind the MLP (Gemma 4):
+    x + post_norm(out (act(gate x) * (norm(project e) + rows))), e being the embedding of the token.
+
+    rows         gives those of tokens [T, p], in fp32, from where the table lies
+    project      [p, d]; norm, with an epsilon of its own, and rows are made so that their sum needs
+                 no further scale
+    gate, out    [p, d] and [d, p]
+    """
+
+    rows: Callable[[Any], Any]
+    project: Weight
+    norm: Weight
+    eps: float
+    gate: Weight
+    out: Weight
+    post_norm: Weight
 
 
 @dataclass(frozen=True, slots=True)

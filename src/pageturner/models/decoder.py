@@ -47,8 +47,9 @@ class Decoder:
         self.sizes = weights.sizes
         self.shard = weights.shard
         self.adapters: dict[str, Adapter] = {}
-        # layers that see only the last `window` positions
-        self.windowed = sum(window > 0 for window in weights.windows)
+        # layers with KV that see only the last `window` positions
+        own = weights.windows[: spec.layers - spec.sharing]
+        self.windowed = sum(window > 0 for window in own)
         self.window = max(weights.windows)
         self._inner = weights.inner
 
@@ -62,10 +63,8 @@ class Decoder:
     ) -> tuple[KVSpec, KVSpec]:
         """The same in two: `blocks` blocks of the layers that see everything, which may be none,
         and `sliding` blocks of the windowed ones."""
-        whole = replace(
-            self.kv_spec(blocks, block_size, dtype), layers=self.spec.layers - self.windowed
-        )
-        return whole, replace(whole, layers=self.windowed, blocks=sliding)
+        whole, windowed = self.kv_spec(blocks, block_size, dtype).split(self.windowed)
+        return whole, replace(windowed, blocks=sliding)
 
     def forward(self, batch: Batch, kv: KV) -> F32:
         """One step: writes K and V of every row, returns the logits [R, vocab] of the wanted rows,

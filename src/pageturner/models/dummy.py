@@ -58,7 +58,7 @@ class DummyFile:
         """(kind, shape, bytes), made when it is asked for."""
         info, (field, part) = self.tensors[name], self._parts[name]
         count = math.prod(info.shape)
-        if field.endswith("norm"):
+        if field.endswith(("norm", "scale", "scales")):
             values = np.full(count, 1.0 - part.plus, np.float32)
             return info.kind, info.shape, _bytes(values, info.kind)
         inputs = info.shape[-2] if part.transposed and len(info.shape) > 1 else info.shape[-1]
@@ -94,7 +94,9 @@ def _named(layout: Layout) -> Iterator[tuple[str, Part]]:
         yield from ((field, part) for field, part in parts.items() if part.name)
     for number in range(len(layout.layers)):
         several = layout.several(number) if layout.experts else {}
-        yield from ((field, part) for field, parts in several.items() for part in parts)
+        each = [(field, part) for field, parts in several.items() for part in parts]
+        yield from ((field, part) for field, part in each if part.name)
+        yield from (("norm", Part(part.by, part.shape[1:])) for _, part in each if part.by)
 
 
 def open_dummy(path: str | os.PathLike[str], seed: int) -> tuple[DummyFile, ModelSpec, Layout]:

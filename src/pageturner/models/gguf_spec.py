@@ -153,7 +153,7 @@ class _KeyReader:
             else "attention.layer_norm_rms_epsilon"
         )
         experts = self.experts(layers)
-        ffn = self.size("feed_forward_length", experts.ffn if experts else None)
+        ffn = self.by_layer("feed_forward_length", layers, experts.ffn if experts else None)
         rope = self.rope(self._rotary(family, latent, head_dim))
         spec = ModelSpec(
             arch=self.arch,
@@ -162,9 +162,9 @@ class _KeyReader:
             layers=layers,
             dim=dim,
             heads=heads,
-            kv_heads=self.kv_heads(heads),
+            kv_heads=self.kv_heads(heads, layers),
             head_dim=head_dim,
-            ffn=ffn,
+            ffn=ffn[0],
             vocab=_vocab(self.file),
             context=self.size("context_length"),
             eps=self.file.get(f"{self.arch}.{eps}", float),
@@ -193,6 +193,8 @@ class _KeyReader:
             whole = latent.rank + latent.rotary
             return replace(spec, latent=latent, attention_scale=scale, kv_heads=1, head_dim=whole)
         said = self.file.tensors.keys()
+        if self.arch == "gemma4":
+            return self.gemma4(spec)
         if self.arch == "cohere2":
             return replace(spec, logit_scale=self.number("logit_scale", 1.0))
         if self.arch == "glm4moe" and "blk.0.attn_q_norm.weight" in said:
@@ -232,13 +234,55 @@ class _KeyReader:
             )
         return spec
 
+    def gemma4(self, spec: ModelSpec) -> ModelSpec:
+        """The spec with the heads of windowed layers, and with what layers share."""
+        windowed = spec.windowed - {spec.layers - 1}
+        heads = self.by_layer("attention.head_count_kv", spec.layers)
+        ffn = self.by_layer("feed_forward_length", spec.layers)
+        head_dim = self.size("attention.key_length_swa", spec.head_dim)
+        rotary = self.size("rope.dimension_count_swa", head_dim)
+        sharing = self.whole("attention.shared_kv_layers")
+        last, first = ffn[-1], min(windowed, default=0)
+        local = (heads[first], head_dim)
+        spec = replace(
+            spec,
+            windowed=windowed,
+            local_rope=RopeSpec(self.number("rope.freq_base_swa", spec.rope.base), rotary),
+            local_heads=local if local != (spec.kv_heads, spec.head_dim) and windowed else None,
+            sharing=sharing,
+            sharing_ffn=last if sharing and last != spec.ffn else 0,
+            k_as_v=f"blk.{min(set(range(spec.layers)) - windowed)}.attn_v.weight"
+            not in self.file.tensors,
+            per_layer=self.whole("embedding_length_per_layer_input"),
+        )
+        if spec.experts is not None:
+            spec = replace(spec, experts=replace(spec.experts, shared=spec.ffn, normed=True))
+        each = [spec.attention(i, spec.context).kv_heads for i in range(spec.layers)]
+        inner = [spec.inner(i) for i in range(spec.layers)]
+        if each != heads or inner != ffn:
+            raise unsupported("KV heads or MLPs that differ otherwise are not supported in gemma4")
+        return spec
+
+    def by_layer(self, key: str, layers: int, default: int | None = None) -> list[int]:
+        """A size for each layer: one for all, or as listed."""
+        listed = self.file.metadata.get(f"{self.arch}.{key}")
+        if self.arch != "gemma4" or not isinstance(listed, Array):
+            return [self.size(key, default)] * layers
+        sizes = listed.integers() if len(listed) == layers else []
+        if not sizes or not all(0 < size < LARGEST for size in sizes):
+            raise EngineFault("model_invalid", f"{self.arch}.{key} should be {layers} sizes")
+        return sizes
+
     def _rotary(self, family: Family, latent: LatentSpec | None, head_dim: int) -> int:
         if family.positions != "rotary":
             return 0
         return latent.rotary if latent else head_dim
 
-    def kv_heads(self, heads: int) -> int:
-        """Granite says it for each layer, of which some models have none with Mamba."""
+    def kv_heads(self, heads: int, layers: int) -> int:
+        """Granite says it for each layer, of which some models have none with Mamba; Gemma 4 too,
+        whose last layer sees everything."""
+        if self.arch == "gemma4":
+            return self.by_layer("attention.head_count_kv", layers)[-1]
         key = f"{self.arch}.attention.head_count_kv"
         listed = self.file.metadata.get(key)
         if self.arch != "granite" or not isinstance(listed, Array):
@@ -252,7 +296,8 @@ class _KeyReader:
         """The window and the layers that have it."""
         key = f"{self.arch}.attention.sliding_window"
         window = 8192 if self.arch == "llama4" else self.file.get(key, int, 0)
-        if not window or (self.arch != "llama4" and window >= self.size("context_length")):
+        kept = self.arch in ("llama4", "gemma4")  # the kind of a layer says more than its window
+        if not window or (not kept and window >= self.size("context_length")):
             return 0, frozenset()
         return window, self.pattern(layers)
 
@@ -299,6 +344,8 @@ class _KeyReader:
     def _scale(self, layers: int, dim: int, heads: int, head_dim: int) -> float:
         """Gemma's largest models scale by what a head would have if heads filled the model; the
         files do not say so, and llama.cpp knows them by their number of layers."""
+        if self.arch == "gemma4":
+            return 1.0
         odd = (self.arch, layers) in (("gemma2", 46), ("gemma3", 62))
         return float((dim / heads if odd else head_dim) ** -0.5)
 

@@ -86,5 +86,5 @@ SILENT: dict[str, str] = _column("silent")
 PICTURES = """
     vision_config mm_tokens_per_image boi_token_index eoi_token_index image_token_index
     image_token_id boi_token_id eoi_token_id projector_hidden_act vision_feature_layer
-    multimodal_projector_bias spatial_merge_size
+    multimodal_projector_bias spatial_merge_size audio_config *soft_tokens_per_*
 """

@@ -29,7 +29,7 @@ _CHUNKS = ("attention_chunk_size", "chunked_attention")
 _EVERYWHERE = ("mistral", "mixtral", "phi3", "starcoder2", "qwen3_moe", "ministral3")
 _SOMEWHERE = (
     *("qwen2", "qwen3", "smollm3", "gemma2", "gemma3", "olmo3", "gpt_oss", "llama4_text"),
-    *("cohere2", "exaone4", "ministral"),
+    *("cohere2", "exaone4", "ministral", "gemma4"),
 )
 
 
@@ -193,7 +193,11 @@ def _rope(config: HFConfig, scaling: HFConfig | None, head_dim: int) -> RopeSpec
     original = scaling.get("original_max_position_embeddings", int, original)
     share = scaling.share("partial_rotary_factor", share)
     rope = RopeSpec(scaling.get("rope_theta", float, base), int(head_dim * share), kind=kind)
-    if kind == "longrope":
+    if kind == "proportional":
+        turned = 2 * int(share * head_dim / 2)
+        factor = scaling.get("factor", float, 1.0)
+        rope = replace(rope, dim=head_dim, turned=turned, factor=factor)
+    elif kind == "longrope":
         rope = _longrope(scaling, replace(rope, original=original), context)
     elif not plain:
         rope = replace(rope, factor=scaling.get("factor", float))

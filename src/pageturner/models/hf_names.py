@@ -54,6 +54,29 @@ _OLMO2 = _LLAMA | modules("""
     mlp_post_norm   post_feedforward_layernorm
 """)
 _GEMMA = _OLMO2 | {"mlp_norm": "pre_feedforward_layernorm"}
+_GEMMA4 = _GEMMA | modules("""
+    out_scale          layer_scalar
+    layer_table        embed_tokens_per_layer
+    layer_project      per_layer_model_projection
+    layer_norm         per_layer_projection_norm
+    layer_gate         per_layer_input_gate
+    layer_out          per_layer_projection
+    layer_post_norm    post_per_layer_input_norm
+    router             router.proj
+    router_scale       router.scale
+    router_norm        none
+    v_norm             none
+    out_scales         router.per_expert_scale
+    gates              experts.gate_up_proj
+    ups                experts.gate_up_proj
+    downs              experts.down_proj
+    experts_norm       pre_feedforward_layernorm_2
+    inner_norm         post_feedforward_layernorm_1
+    experts_post_norm  post_feedforward_layernorm_2
+    shared_gate        mlp.gate_proj
+    shared_up          mlp.up_proj
+    shared_down        mlp.down_proj
+""")
 _GLM4 = _LLAMA | modules("""
     attn_post_norm  post_self_attn_layernorm
     mlp_post_norm   post_mlp_layernorm
@@ -191,6 +214,7 @@ _HF = {
     "gemma": Names(_LLAMA, norm_plus=1.0),
     "gemma2": Names(_GEMMA, norm_plus=1.0),
     "gemma3": Names(_GEMMA, _INNER, norm_plus=1.0),
+    "gemma4": Names(_GEMMA4, _INNER, stacked="joined"),
     "mixtral": Names(_MIXTRAL),
     "internlm2": Names(_INTERNLM2, adapt=_internlm2_fused),
     "baichuan": Names(_LLAMA, fused={"q k v": "self_attn.W_pack"}),
@@ -218,11 +242,15 @@ _HF = {
     "opt": Names(_OPT, ("model.decoder.", "decoder.", ""), unused_positions=2),
     "bloom": Names(_BLOOM, _GPT_ROOTS, "h.", adapt=_bloom_fused),
 }
-# What sees pictures in Gemma 3, Llama 4 and Mistral 3; names as of Transformers 4 and 5.
+# What sees pictures in Gemma 3 and 4, Llama 4 and Mistral 3, or hears; names as of Transformers 4
+# and 5.
 _PICTURES = tuple(
     f"{root}{part}."
     for root in ("", "model.")
-    for part in ("vision_tower", "vision_model", "multi_modal_projector")
+    for part in (
+        *("vision_tower", "vision_model", "multi_modal_projector", "vision_embedder"),
+        *("audio_tower", "embed_vision", "embed_audio"),
+    )
 )
 # Buffers that old files carry along: masks and frequencies, which follow from the configuration.
 _BUFFERS = ("emb.inv_freq", ".attn.bias", ".attn.masked_bias")

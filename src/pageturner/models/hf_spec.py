@@ -46,7 +46,7 @@ def read_hf_spec(values: Json, where: str, name: str, has_head: bool) -> ModelSp
     reader = _READERS.get(arch)
     if reader is None:
         raise unsupported(f"model type {arch!r} is not supported; known: {', '.join(_READERS)}")
-    ours = arch.replace("gemma3_text", "gemma3")
+    ours = arch.removesuffix("_text") if arch.startswith("gemma") else arch
     config = HFConfig(DEFAULTS.get(arch, {}) | values, where, ours, name)
     config.ignore(QUANTISED)  # how weights lie in their files
     config.ignore(SILENT.get(arch, ""))
@@ -59,7 +59,12 @@ def read_hf_spec(values: Json, where: str, name: str, has_head: bool) -> ModelSp
     return check_spec(spec)
 
 
-_TEXT_PARTS = {"gemma3": "gemma3_text", "llama4": "llama4_text", "mistral3": "mistral"}
+_TEXT_PARTS = {
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "llama4": "llama4_text",
+    "mistral3": "mistral",
+}
 
 
 def _text_part(values: Json, where: str) -> Json:
@@ -93,6 +98,77 @@ def _gemma(config: HFConfig) -> ModelSpec:
         logit_soft_cap=config.get("final_logit_softcapping", float, 0.0),
         embed_scale=spec.dim**0.5,
     )
+
+
+def _gemma4(config: HFConfig) -> ModelSpec:
+    if config.raw("use_bidirectional_attention") == "all":
+        raise unsupported("use_bidirectional_attention = 'all' is not supported: text is causal")
+    heads, layers = config.size("num_attention_heads"), config.size("num_hidden_layers")
+    local = config.size("num_key_value_heads", heads), config.size("head_dim")
+    config.ignore("global_head_dim num_global_key_value_heads per_layer_config num_experts top_k_*")
+    same = config.get("attention_k_eq_v", bool, False)
+    kv_heads, head_dim = _global_heads(config, local, same)
+    spec = _gemma(config)
+    said = llama_like(config, head_dim=head_dim)
+    if said.local_rope is None or said.local_rope.dim != head_dim:
+        raise unsupported("gemma4 without rope_parameters of both kinds of layers is not supported")
+    windowed = spec.windowed - {layers - 1}
+    sharing = config.get("num_kv_shared_layers", int, 0)
+    per_layer = config.get("hidden_size_per_layer_input", int, 0)
+    if per_layer:
+        config.expect("vocab_size_per_layer_input", spec.vocab)
+    config.ignore("vocab_size_per_layer_input")
+    wide = config.get("use_double_wide_mlp", bool, False)
+    experts = None
+    if config.get("enable_moe_block", bool, False):
+        experts = ExpertSpec(
+            config.size("num_experts"),
+            config.size("top_k_experts"),
+            config.size("moe_intermediate_size"),
+            True,
+            frozenset(range(layers)),
+            shared=spec.ffn,
+            normed=True,
+        )
+    return replace(
+        spec,
+        attention_scale=1.0,
+        head_dim=head_dim,
+        kv_heads=kv_heads,
+        rope=said.rope,
+        local_rope=replace(said.local_rope, dim=local[1]),
+        windowed=windowed,
+        local_heads=local if windowed and local != (kv_heads, head_dim) else None,
+        sharing=sharing,
+        sharing_ffn=2 * spec.ffn if wide and sharing else 0,
+        k_as_v=same,
+        per_layer=per_layer,
+        experts=experts,
+    )
+
+
+def _global_heads(config: HFConfig, local: tuple[int, int], same: bool) -> tuple[int, int]:
+    """KV heads and head size of the layers without a window: by two keys, or by newer files one of
+    these layers at a time."""
+    listed = config.section("per_layer_config")
+    if listed is None:
+        kv_heads = config.size("num_global_key_value_heads", local[0]) if same else local[0]
+        return kv_heads, config.size("global_head_dim", 512)
+    kinds, found = config.raw("layer_types"), set[tuple[int, int]]()
+    for i, kind in enumerate(kinds if isinstance(kinds, list) else ()):
+        one = listed.section(str(i)) or HFConfig({}, "")
+        heads = one.size("num_key_value_heads", local[0]), one.size("head_dim", local[1])
+        one.done()
+        if kind == "full_attention":
+            found.add(heads)
+        elif heads != local:
+            found |= {local, heads}
+    listed.done()
+    if len(found) != 1:
+        raise unsupported(
+            "per_layer_config with other heads in layers of one kind is not supported"
+        )
+    return found.pop()
 
 
 def _with_experts(config: HFConfig) -> ModelSpec:
@@ -379,6 +455,7 @@ _READERS: dict[str, Callable[[HFConfig], ModelSpec]] = {
     **dict.fromkeys(_PLAIN, llama_like),
     **dict.fromkeys(_MIXTURES, _with_experts),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), _gemma),
+    "gemma4_text": _gemma4,
     "opt": _opt,
     "bloom": _bloom,
     "smollm3": _smollm3,

@@ -35,6 +35,7 @@ from pageturner.models.shard import Divisible, Shard, shard_of
 from pageturner.models.spec import ModelSpec, unsupported
 from pageturner.models.stages import Stage, stage_of
 from pageturner.models.weights import (
+    LAYER_TABLE,
     LoadOptions,
     OpenModel,
     TensorFile,
@@ -43,6 +44,8 @@ from pageturner.models.weights import (
     load_weights,
 )
 
+# Tables whose rows are read where they lie in the file, as they are.
+LAYER_TABLES = ("embed_tokens_per_layer.weight", "per_layer_token_embd.weight")
 _log = logging.getLogger("pageturner")
 
 
@@ -177,6 +180,8 @@ def what_becomes(file: TensorFile) -> list[str]:
 def weight_bytes(file: TensorFile, layout: Layout, dtype: str, quantization: str) -> int:
     """The bytes that the weights take at least once they are loaded."""
     used = {part.name for part in layout.all()} & file.tensors.keys()
+    if LAYER_TABLE in layout.top:  # it stays in its file
+        used.discard(layout.top[LAYER_TABLE].name)
     return sum(loaded_bytes(file.tensors[name], dtype, quantization) for name in used)
 
 
@@ -207,6 +212,8 @@ def check_tables(spec: ModelSpec, positions: int) -> None:
 
 def loaded_bytes(info: TensorInfo, dtype: str, quantization: str) -> int:
     """The bytes that a tensor takes at least once it is loaded."""
+    if info.name.endswith(LAYER_TABLES):
+        return info.nbytes
     if quantization != "none" and quantisable(
         "F32" if dtype == "float32" else info.kind, info.shape
     ):

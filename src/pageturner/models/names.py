@@ -23,6 +23,8 @@ class Part:
     transposed   the file has inputs first (GPT-2's Conv1D); turned before it is cut
     turned       the same, behind the cut; a quantised one becomes fp32
     unit         rows of a matrix are scaled to a length of 1, in fp32
+    by           the columns of a matrix are multiplied by the vector in this tensor, and by `times`,
+                 in fp32
     plus, times  of each element of a vector (Gemma's norms are stored as what they add to 1)
     """
 
@@ -35,6 +37,7 @@ class Part:
     index: int | None = None
     turned: bool = False
     unit: bool = False
+    by: str = ""
 
 
 Parts = dict[str, Part]
@@ -46,7 +49,7 @@ class Layout:
     `kernels.base.Layer`, "sinks", or by "q_rope", "k_rope" and "latent_norm" of its `Latent`; of
     experts "router", "gates", "ups", "downs" and their biases, by field and expert, of a latent KV
     "k_up" and "v_up", and of norms that heads have of their own "q_norms" and "k_norms", by field
-    and head.
+    and head. "layer_table" outside of the layers is read row by row.
 
     ignored  endings of names that carry no weight
     foreign  beginnings of names of what is no part of the decoder
@@ -68,7 +71,8 @@ class Layout:
         listed = [self.several(i) for i in range(len(self.experts))]
         several = [part for each in listed for parts in each.values() for part in parts]
         single = [part for parts in (self.top, *self.layers) for part in parts.values()]
-        return [part for part in (*single, *several) if part.name]
+        scales = [Part(part.by, part.shape[1:]) for part in several if part.by]
+        return [part for part in (*single, *several, *scales) if part.name]
 
 
 def shapes_of(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
@@ -84,9 +88,12 @@ def shapes_of(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
         shapes["o_bias"] = vector
     if f.post_norms:
         shapes |= {"attn_post_norm": vector, "mlp_post_norm": vector}
-    inner = spec.ffn
-    if spec.experts is not None and spec.sparse(layer):
-        inner = spec.experts.shared
+    if f.out_scale:
+        shapes["out_scale"] = (1,)
+    if spec.per_layer:
+        inward, outward = (spec.per_layer, spec.dim), (spec.dim, spec.per_layer)
+        shapes |= {"layer_gate": inward, "layer_out": outward, "layer_post_norm": vector}
+    inner = spec.inner(layer)
     if not inner:
         return shapes
     if f.gated:
@@ -110,7 +117,9 @@ def _attention_shapes(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]
             "latent_norm": (latent.rank,),
             "o": (dim, heads * latent.value),
         }
-    q, kv, head = heads * spec.head_dim, spec.kv_heads * spec.head_dim, (spec.head_dim,)
+    shape = spec.attention(layer, spec.context)
+    q, kv = heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    head = (shape.head_dim,)
     shapes: dict[str, tuple[int, ...]] = {
         "q": (q, dim),
         "k": (kv, dim),
@@ -125,7 +134,12 @@ def _attention_shapes(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]
         shapes |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
     if f.sinks:
         shapes["sinks"] = (heads,)
-    return shapes
+    if f.v_norm:
+        shapes["v_norm"] = head
+    absent = {"v", "v_bias"} if spec.k_as_v and layer not in spec.windowed else set()
+    if spec.shares(layer):
+        absent = {"k", "v", "k_bias", "v_bias", "k_norm", "v_norm"}
+    return {f: shape for f, shape in shapes.items() if f not in absent}
 
 
 def top_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -140,6 +154,8 @@ def top_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         shapes["head_bias"] = (spec.vocab,)
     if not spec.tied:
         shapes["head"] = (spec.vocab, spec.dim)
+    if spec.per_layer:
+        shapes["layer_table"] = (spec.vocab, spec.layers * spec.per_layer)
     return shapes
 
 
@@ -157,7 +173,8 @@ class Names:
     transposed  matrices have their inputs first
     stacked     "": each expert has its own tensors. Otherwise all experts share one tensor for each
                 field: "rows" with the outputs first; "halves" and "pairs" with the inputs first and
-                without an ending, gates and ups being halves or alternating columns of one tensor
+                without an ending, gates and ups being halves or alternating columns of one tensor;
+                "joined" as "halves", but with the outputs first
     unused_positions  leading rows of the position table that no position uses
     """
 
@@ -176,11 +193,15 @@ class Names:
         base = field.removesuffix("_bias")
         if field.endswith("_biases"):
             base = field.removesuffix("_biases") + "s"
-        if self.modules[base].endswith("_bias"):
+        if self.modules[base].endswith(_WHOLE):
             return self.modules[base]
-        bare = self.stacked in ("halves", "pairs") and base in ("sinks", "gates", "ups", "downs")
+        bare = self.stacked in ("halves", "pairs", "joined") and base in _BARE
         endings = ("", "_bias") if bare else (".weight", ".bias")
         return self.modules[base] + endings[base != field]
+
+
+_WHOLE = ("_bias", ".scale", "_expert_scale", "_scalar", ".weight")  # names that need no ending
+_BARE = ("sinks", "gates", "ups", "downs")
 
 
 def modules(text: str) -> dict[str, str]:
@@ -208,6 +229,8 @@ def layout_of(spec: ModelSpec, names: Names, present: Callable[[str], bool]) -> 
     for i in range(spec.layers):
         prefix = f"{root}{names.layers}{i}."
         layers.append(_layer(spec, names, prefix, i, present))
+        if spec.per_layer:
+            layers[-1] |= _per_layer(spec, names, root, i)
         experts.append(_experts(spec, names, prefix) if spec.sparse(i) else {})
         heads.append(_heads(spec, names, prefix, present))
     return Layout(top, layers, experts, heads=heads)
@@ -243,13 +266,26 @@ def _layer(
     if names.adapt is not None:
         parts = names.adapt(parts, spec, prefix)
     for f, part in parts.items():
-        if spec.family.qk_norm == "unit" and f in ("q_norm", "k_norm"):
+        unit = ("q_norm", "k_norm") if spec.family.qk_norm == "unit" else ("v_norm",)
+        if f in unit:
             parts[f] = Part("", part.shape)  # a norm without weights
         elif f.endswith("norm_bias") and not spec.family.norm_bias:
             parts[f] = Part("", part.shape, times=0.0)
         elif names.transposed and len(part.shape) == 2:
             parts[f] = replace(part, shape=part.shape[::-1], transposed=True)
     return parts
+
+
+def _per_layer(spec: ModelSpec, names: Names, root: str, layer: int) -> Parts:
+    """The rows of this layer of what makes its embeddings, and their norm. The sum of both parts of
+    an embedding is divided by the root of 2."""
+    size = spec.per_layer
+    rows = spec.layers * size
+    project = Part(
+        root + names.tensor("layer_project"), (rows, spec.dim), (layer * size, size, rows)
+    )
+    norm = Part(root + names.tensor("layer_norm"), (size,), times=2**-0.5)
+    return {"layer_project": project, "layer_norm": norm}
 
 
 def fuse(parts: Parts, fields: list[str], name: str) -> Parts:
@@ -320,12 +356,19 @@ def _experts(spec: ModelSpec, names: Names, prefix: str) -> dict[str, list[Part]
         router["choice_bias"] = (e.count,)
     if e.switched:
         router["shared_switch"] = (1, spec.dim)
+    if e.normed:
+        router |= dict.fromkeys(("experts_norm", "inner_norm", "experts_post_norm"), (spec.dim,))
+        router |= {"router_norm": (spec.dim,), "out_scales": (e.count,)}
     inward, outward = (e.ffn, spec.dim), (spec.dim, e.ffn)
     shapes: dict[str, tuple[int, ...]] = {"gates": inward, "ups": inward, "downs": outward}
     if spec.family.expert_bias:
         router["router_bias"] = (e.count,)
         shapes |= {"gate_biases": (e.ffn,), "up_biases": (e.ffn,), "down_biases": (spec.dim,)}
-    parts = {f: [Part(prefix + names.tensor(f), shape)] for f, shape in router.items()}
+    parts = {f: [_part(names, (prefix, f), shape)] for f, shape in router.items()}
+    if e.normed:
+        by, times = prefix + names.tensor("router_scale"), spec.dim**-0.5
+        parts["router"] = [replace(parts["router"][0], by=by, times=times)]
+        parts["router_norm"] = [Part("", (spec.dim,))]
     for f, shape in shapes.items():
         name, cut, matrix = prefix + names.tensor(f), None, len(shape) == 2
         if not names.stacked:
@@ -337,7 +380,7 @@ def _experts(spec: ModelSpec, names: Names, prefix: str) -> dict[str, list[Part]
             cut = (second * e.ffn, e.ffn, 2 * e.ffn)
             if names.stacked == "pairs":
                 cut = (second, 1, 2)
-        transposed = matrix and names.stacked != "rows"
+        transposed = matrix and names.stacked in ("halves", "pairs")
         whole = (e.count, *(shape[::-1] if transposed else shape))
         parts[f] = [Part(name, whole, cut, transposed, index=i) for i in range(e.count)]
     return parts
@@ -391,12 +434,27 @@ _GGUF = modules("""
     q_up            attn_q_b
     choice          exp_probs_b
     shared_switch   ffn_gate_inp_shexp
+    out_scale       layer_output_scale
+    layer_table     per_layer_token_embd
+    layer_project   per_layer_model_proj
+    layer_norm      per_layer_proj_norm
+    layer_gate      inp_gate
+    layer_out       proj
+    layer_post_norm post_norm
+    router_scale    ffn_gate_inp.scale
+    out_scales      ffn_down_exps.scale
+    experts_norm    pre_ffw_norm_2
+    inner_norm      post_ffw_norm_1
+    experts_post_norm  post_ffw_norm_2
+    v_norm          none
+    router_norm     none
 """)
 # Architectures that call a tensor otherwise.
 _GGUF_OWN = {
     **{key: {"mlp_norm": "post_attention_norm"} for key in ("gpt-oss", "seed_oss", "glm4moe")},
     "deepseek2": {"k": "attn_kv_a_mqa"},
     "arcee": {"gate": "ffn_up"},  # relu(x) x is the square of relu
+    "gemma4": {f"shared_{part}": f"ffn_{part}" for part in ("gate", "up", "down")},
 }
 _QKV, _GATE_UP = {"q k v": "attn_qkv"}, {"gate up": "ffn_up"}
 _GGUF_FUSED = {"gpt2": _QKV, "bloom": _QKV, "phi3": _QKV | _GATE_UP, "glm4": _GATE_UP}
@@ -409,7 +467,14 @@ def gguf_layout(spec: ModelSpec, present: Callable[[str], bool]) -> Layout:
     fused = dict(_GGUF_FUSED.get(spec.arch, {}))
     if present("blk.0.attn_q.weight"):  # files of Phi-2 have them together or not
         fused.pop("q k v", None)
-    layout = layout_of(spec, Names(table, ("",), "blk.", fused, stacked="rows"), present)
+    stacked, joined = "rows", "ffn_gate_up_exps.weight"
+    if spec.experts is not None and present(f"blk.{min(spec.experts.layers)}.{joined}"):
+        stacked, downs = "joined", "ffn_down_exps.weight"
+        table = table | {"gates": joined, "ups": joined, "downs": downs}
+    layout = layout_of(spec, Names(table, ("",), "blk.", fused, stacked=stacked), present)
+    for parts in layout.layers:
+        if "out_scale" in parts and not present(parts["out_scale"].name):
+            parts["out_scale"] = Part("", (1,))
     if spec.experts is not None:
         layout = replace(layout, foreign=second_token_layers("blk.", spec))
     return layout

@@ -22,7 +22,7 @@ F64 = NDArray[np.float64]
 _AT_ONCE = 1 << 14
 # "dynamic" stretches only beyond the model's context, which no sequence here reaches: no
 # stretching.
-KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")
+KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 SHORT_DIVISORS, LONG_DIVISORS = (
     "rope_factors_short.weight",
     "rope_factors_long.weight",
@@ -42,6 +42,8 @@ class RopeSpec:
     amplitude  cos and sin are multiplied by it (yarn)
     truncate   yarn's range of dimensions in whole numbers
     short, long  what the frequencies are divided by (longrope); see `rope_tables`
+    turned     of the dimensions, those that turn: the pairs behind them have a frequency of 0
+               (proportional)
     """
 
     base: float
@@ -56,6 +58,7 @@ class RopeSpec:
     truncate: bool = True
     short: tuple[float, ...] = ()
     long: tuple[float, ...] = ()
+    turned: int = 0
 
     def is_long(self, positions: int) -> bool:
         """Return whether sequences of up to so many tokens take the divisors of long contexts."""
@@ -100,7 +103,9 @@ def _frequencies(spec: RopeSpec, positions: int) -> F64:
     inverse: F64 = spec.base ** -(np.arange(0, spec.dim, 2, dtype=np.float64) / max(spec.dim, 1))
     if spec.kind == "longrope" and spec.short:
         return np.asarray(inverse / np.array(spec.long if spec.is_long(positions) else spec.short))
-    if spec.kind == "linear":
+    if spec.kind == "proportional":
+        inverse[spec.turned // 2 :] = 0
+    if spec.kind in ("linear", "proportional"):
         return inverse / spec.factor
     if spec.kind == "llama3":
         return _llama3(spec, inverse)
@@ -154,6 +159,7 @@ def rope_problems(rope: RopeSpec, head_dim: int) -> dict[str, bool]:
     return {
         f"rotary dimension {rope.dim} of {head_dim}": rope.dim % 2 != 0
         or not 0 <= rope.dim <= head_dim,
+        f"{rope.turned} of {rope.dim} dimensions that turn": not 0 <= rope.turned <= rope.dim,
         f"rotary base {rope.base}": not 1 < rope.base < HUGE,
         f"rotary factor {rope.factor}": not 1 / HUGE < rope.factor < HUGE,
         f"rotary amplitude {rope.amplitude}": not 1 / HUGE < rope.amplitude < HUGE,

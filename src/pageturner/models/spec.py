@@ -54,6 +54,8 @@ class Family:
     embed_norm   a norm behind the embedding
     sinks        attention sinks
     expert_bias  experts and their router have biases
+    v_norm       norms of values, of each head and without weights
+    out_scale    what comes out of a layer is multiplied by a number in the file
     """
 
     act: str = "silu"
@@ -72,6 +74,8 @@ class Family:
     embed_norm: bool = False
     sinks: bool = False
     expert_bias: bool = False
+    v_norm: bool = False
+    out_scale: bool = False
 
 
 FAMILIES = {
@@ -88,6 +92,7 @@ class ExpertSpec:
     normalise, scoring, scale, weigh_input   see kernels.layer_parts.Experts
     switched     the shared MLP is weighed by the sigmoid of a product of its own
     biased, groups, kept, best   see models.expert_choice; biased: there is a bias
+    normed       the shared MLP is one of its own beside them: see kernels.layer_parts.Experts.norm
     """
 
     count: int
@@ -104,6 +109,7 @@ class ExpertSpec:
     groups: int = 1
     kept: int = 1
     best: int = 1
+    normed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +156,13 @@ class ModelSpec:
     soft_cap      of attention scores; `logit_soft_cap` of the logits; 0: none
     embed_scale   the embedding is multiplied by it; `residual` what attention and MLP add,
                   `logit_scale` the logits
+    local_heads   KV heads and head size of the windowed layers, where these have others: the KV of
+                  such a model lies in two stores whatever the length of sequences
+    sharing       the last so many layers have no K and V: each reads those of the last layer before
+                  them that is of its kind (windowed or not)
+    sharing_ffn   inner size of the MLP in these; 0: `ffn`
+    k_as_v        layers without a window have no matrix of values: the product of K is taken
+    per_layer     size of the embedding of each token in each layer; 0: there is none
     """
 
     arch: str
@@ -180,25 +193,44 @@ class ModelSpec:
     latent: LatentSpec | None = None
     residual: float = 1.0
     logit_scale: float = 1.0
+    local_heads: tuple[int, int] | None = None
+    sharing: int = 0
+    sharing_ffn: int = 0
+    k_as_v: bool = False
+    per_layer: int = 0
 
     @property
     def active(self) -> int:
         """Weights of the layers that one token is multiplied with: of experts those that it is sent
         to."""
-        attention = self.attention_weights
         products, moe = (3 if self.family.gated else 2) * self.dim, self.experts
-        if moe is None:
-            return self.layers * (attention + products * self.ffn)
-        routed = self.dim * moe.count + products * (moe.top_k * moe.ffn + moe.shared)
-        dense = self.layers - len(moe.layers)
-        return self.layers * attention + dense * products * self.ffn + len(moe.layers) * routed
+        total = self.layers * 3 * self.dim * self.per_layer
+        for layer in range(self.layers):
+            inner = self.inner(layer)
+            if moe is not None and self.sparse(layer):
+                inner += moe.top_k * moe.ffn
+                total += self.dim * moe.count
+            total += self.attention_weights(layer) + products * inner
+        return total
 
-    @property
-    def attention_weights(self) -> int:
+    def inner(self, layer: int) -> int:
+        """The inner size of the MLP that all tokens go through; 0 where there is none."""
+        if self.experts is not None and layer in self.experts.layers:
+            return self.experts.shared
+        return self.sharing_ffn or self.ffn if self.shares(layer) else self.ffn
+
+    def shares(self, layer: int) -> bool:
+        """Return whether the layer reads the K and V of another."""
+        return layer >= self.layers - self.sharing
+
+    def attention_weights(self, layer: int) -> int:
         """Weights of the attention of one layer."""
         latent = self.latent
         if latent is None:
-            return self.dim * self.head_dim * 2 * (self.heads + self.kv_heads)
+            shape = self.attention(layer, self.context)
+            of_kv = 1 if self.k_as_v and layer not in self.windowed else 2
+            of_kv = 0 if self.shares(layer) else of_kv
+            return self.dim * shape.head_dim * (2 * shape.heads + of_kv * shape.kv_heads)
         head = latent.nope + latent.rotary + latent.value
         inner = self.heads * latent.rank * (latent.nope + latent.value)
         if latent.query:
@@ -219,6 +251,11 @@ class ModelSpec:
             "experts chosen by bias or group": experts is not None
             and (experts.biased or experts.groups > 1),
             "a shared expert with a weight": experts is not None and experts.switched,
+            "experts with norms of their own": experts is not None and experts.normed,
+            "KV heads of two sizes": self.local_heads is not None,
+            "layers that share KV": self.sharing > 0,
+            "values that are normed": self.family.v_norm or self.k_as_v,
+            "embeddings for each layer": self.per_layer > 0,
         }
         return ", ".join(name for name, there in found.items() if there)
 
@@ -245,13 +282,14 @@ class ModelSpec:
 
     def attention(self, layer: int, positions: int) -> AttentionShape:
         """The attention of one layer, for sequences of at most `positions` tokens: a window that
-        holds them all hides nothing, and is left out."""
-        window = self.window if layer in self.windowed and self.window < positions else 0
+        holds them all hides nothing, and is left out, but where it tells two stores apart."""
+        window, heads = 0, (self.kv_heads, self.head_dim)
+        if layer in self.windowed and (self.window < positions or self.local_heads is not None):
+            window, heads = self.window, self.local_heads or heads
         slopes = alibi_slopes(self.heads) if self.family.positions == "alibi" else ()
         return AttentionShape(
             self.heads,
-            self.kv_heads,
-            self.head_dim,
+            *heads,
             self.attention_scale,
             window,
             self.soft_cap,
@@ -262,8 +300,9 @@ class ModelSpec:
 
     def kv_spec(self, blocks: int, block_size: int, dtype: str, gpu_kv: bool = False) -> KVSpec:
         """The KV storage of all layers; gpu_kv: as GPUs store it."""
-        return KVSpec(
-            self.layers,
+        layers = self.layers - self.sharing
+        one = KVSpec(
+            layers,
             blocks,
             block_size,
             self.kv_heads,
@@ -273,10 +312,17 @@ class ModelSpec:
             scaled=gpu_kv and dtype == "fp8_e4m3",
             head_multiple=GPU_HEAD_MULTIPLE if gpu_kv else 1,
         )
+        if self.local_heads is None:
+            return one
+        kv_heads, head_dim = self.local_heads
+        windowed = self.hiding(self.context)
+        local = replace(one, layers=windowed, kv_heads=kv_heads, head_dim=head_dim)
+        return replace(one, layers=layers - windowed, beside=local)
 
     def hiding(self, positions: int) -> int:
-        """The number of layers that hide a part of sequences of so many positions."""
-        return sum(self.attention(layer, positions).window > 0 for layer in range(self.layers))
+        """The number of layers with KV that hide a part of sequences of so many positions."""
+        layers = range(self.layers - self.sharing)
+        return sum(self.attention(layer, positions).window > 0 for layer in layers)
 
     def sparse(self, layer: int) -> bool:
         """Return whether the layer has experts in place of one MLP."""
@@ -329,9 +375,10 @@ def check_spec(spec: ModelSpec) -> ModelSpec:
         f"multiplier of the residual {spec.residual}": not 1 / HUGE < spec.residual < HUGE,
         f"multiplier of the logits {spec.logit_scale}": not 1 / HUGE < spec.logit_scale < HUGE,
     }
-    for rope in (spec.rope, spec.local_rope):
-        if rope is not None:
-            problems |= rope_problems(rope, spec.latent.rotary if spec.latent else spec.head_dim)
+    problems |= rope_problems(spec.rope, spec.latent.rotary if spec.latent else spec.head_dim)
+    if spec.local_rope is not None:
+        problems |= rope_problems(spec.local_rope, (spec.local_heads or (0, spec.head_dim))[1])
+    problems |= _layer_problems(spec)
     if spec.attn_temperature is not None:
         t = spec.attn_temperature
         problems[f"temperature of queries {t}"] = not (
@@ -356,6 +403,26 @@ def check_spec(spec: ModelSpec) -> ModelSpec:
         )
     _refuse(problems)
     return spec
+
+
+def _layer_problems(spec: ModelSpec) -> dict[str, bool]:
+    """Every way in which layers that differ can make no sense, and whether these do."""
+    own = frozenset(range(spec.layers - spec.sharing))
+    kinds = [bool(own & spec.windowed), bool(own - spec.windowed)]
+    local = spec.local_heads or (1, 1)
+    orphans = {layer in spec.windowed for layer in range(spec.layers) if layer not in own}
+    return {
+        f"{spec.heads} heads and {local} KV heads and their size": not all(
+            0 < size < LARGEST for size in local
+        )
+        or spec.heads % local[0] != 0,
+        "KV heads of two sizes, and all layers of one kind": spec.local_heads is not None
+        and not all(kinds),
+        f"{spec.sharing} of {spec.layers} layers that share the KV of others": not own
+        or any(not kinds[not windowed] for windowed in orphans),
+        f"embeddings of {spec.per_layer} in each layer": not 0 <= spec.per_layer < LARGEST,
+        f"an MLP of {spec.sharing_ffn} in layers that share": not 0 <= spec.sharing_ffn < LARGEST,
+    }
 
 
 def _latent_problems(spec: ModelSpec, latent: LatentSpec) -> dict[str, bool]:

@@ -21,7 +21,7 @@ from pageturner.formats.ggml import FLOATS, IN_FILES, SUPPORTED, dequantise
 from pageturner.formats.ggml_types import BY_NAME
 from pageturner.formats.mapped import TensorInfo
 from pageturner.kernels.base import F32, AttentionShape, Layer, Ops, Tensor, Weight
-from pageturner.kernels.layer_parts import Experts, Latent
+from pageturner.kernels.layer_parts import Experts, Latent, PerLayer
 from pageturner.models.expert_choice import ExpertChoice
 from pageturner.models.head_norms import HeadNorms
 from pageturner.models.names import Layout, Part, named
@@ -33,6 +33,7 @@ from pageturner.models.spec import ExpertSpec, ModelSpec, unsupported
 from pageturner.models.stages import Stage
 
 ROPE_DIVISORS = "rope_freqs.weight"
+LAYER_TABLE = "layer_table"
 # Bits of activations under "auto" are those of Ops.default_activation_bits: 12, which leave a tenth
 # of the error of 8 at half of what 15 cost, or 15 where they are free. Where neither is to be had,
 # 15 for whose activations rounding matters most for the work that it takes, 8 for the others
@@ -213,6 +214,7 @@ def load_weights(
     check_tensors(file, spec, layout)
     divisors = _rope_divisors(file, spec, positions)
     sizes, last = {name: WeightSize() for name in PLACES}, len(layout.layers) - 1
+    ending = last - spec.sharing  # the last layer that writes K and V
     if options.dtype not in ("auto", "float32"):
         message = f"dtype {options.dtype!r} is not supported; use auto or float32"
         raise EngineFault("weight_dtype", message)
@@ -225,7 +227,7 @@ def load_weights(
         kind, shape, packed = packing.weight(name, part, quantization, bits_of)
         if len(shape) > 1:
             times = shard.times(name) if shard else 1.0
-            size = sizes[_place(field, layer == last, layout)]
+            size = sizes[_place(field, layer is not None and layer >= ending, layout)]
             size.nbytes += round(packed.nbytes * times)
             values = round(prod(shape) * times)
             if kind in FLOATS:
@@ -234,7 +236,9 @@ def load_weights(
                 size.int8 += values * TERMS_IN_HALVES[bits_of(kind)] // 2
         return packed
 
-    tables = cache(lambda rope: rope_tables(rope, positions, divisors))
+    tables = cache(
+        lambda rope: rope_tables(rope, positions, divisors if rope == spec.rope else None)
+    )
     _check_features(ops, _model_needs(spec))
     layers, tempers = (
         [],
@@ -246,10 +250,9 @@ def load_weights(
         several = {
             f: tuple(pack(f, part, i) for part in each) for f, each in layout.several(i).items()
         }
+        packed = {field: pack(field, part, i) for field, part in layout.layers[i].items()}
         layer = Layer(
-            **_fields(
-                {field: pack(field, part, i) for field, part in layout.layers[i].items()}, several
-            ),
+            **_fields(packed, several),
             shape=_shape(spec.attention(i, positions), _sinks(file, layout.layers[i]), shard),
             rope=tables(spec.rope_of(i)),
             eps=spec.eps,
@@ -257,6 +260,8 @@ def load_weights(
             experts=_experts(spec.experts, several)
             if spec.experts and "router" in several
             else None,
+            per_layer=_per_layer(spec, packed, LayerTable.of(model, i)) if spec.per_layer else None,
+            out_scale=float(packed["out_scale"][0]) if "out_scale" in packed else 1.0,
             wide_qk_norm=spec.family.qk_norm == "wide",
             attn_temperature=tempers if i in spec.no_rope or not spec.no_rope else None,
             residual=spec.residual,
@@ -267,7 +272,7 @@ def load_weights(
         _check_features(ops, layer.needs)
         ops.prepare_layer(layer)
         layers.append(layer)
-    top = {field: pack(field, part) for field, part in layout.top.items()}
+    top = {field: pack(field, part) for field, part in layout.top.items() if field != LAYER_TABLE}
     return Weights(
         **({"head": top["embed"]} | top),
         layers=layers,
@@ -321,9 +326,9 @@ class _Packing:
 
 def _fields(packed: dict[str, Weight], several: dict[str, tuple[Weight, ...]]) -> dict[str, Any]:
     """The fields of `Layer` that hold weights."""
-    absent = ("attn_norm", "mlp_norm", "gate", "up", "down", "v")
+    absent = ("attn_norm", "mlp_norm", "gate", "up", "down", "k", "v")
     fields = dict.fromkeys(absent) | {
-        f: w for f, w in packed.items() if f not in _LATENT and f != "sinks"
+        f: w for f, w in packed.items() if f not in (*_LATENT, *_PER_LAYER, "sinks", "out_scale")
     }
     if "k_up" in several:
         q_rope, k_rope, norm, *low = (packed.get(field) for field in _LATENT)
@@ -332,6 +337,46 @@ def _fields(packed: dict[str, Weight], several: dict[str, tuple[Weight, ...]]) -
 
 
 _LATENT = ("q_rope", "k_rope", "latent_norm", "q_down", "query_norm")
+_PER_LAYER = ("layer_project", "layer_norm", "layer_gate", "layer_out", "layer_post_norm")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTable:
+    """The embeddings of one layer, read where they lie in the file, a row for each token: no step
+    reads more than a few of them, and as fp32 all of them would take gigabytes.
+
+    data  uint8 [vocabulary, bytes of this layer's part of a row]
+    size  values in such a part
+    """
+
+    kind: str
+    data: NDArray[np.uint8]
+    size: int
+
+    @staticmethod
+    def of(model: OpenModel, layer: int) -> LayerTable:
+        """The part of a layer. EngineFault('weight_kind') where a block spans two of them."""
+        name, size = model.layout.top[LAYER_TABLE].name, model.spec.per_layer
+        kind, shape, raw = model.file.tensor(name)
+        block = BY_NAME[kind]
+        if size % block.values:
+            message = f"tensor {name!r} of type {kind} has blocks of more than one layer"
+            raise EngineFault("weight_kind", message)
+        nbytes = size // block.values * block.nbytes
+        data = np.frombuffer(raw, np.uint8).reshape(shape[0], -1)
+        return LayerTable(kind, data[:, layer * nbytes : (layer + 1) * nbytes], size)
+
+    def __call__(self, tokens: NDArray[np.int32]) -> F32:
+        """The embeddings of tokens: [T, size], times the root of their size and over that of 2."""
+        rows = dequantise(self.kind, (len(tokens), self.size), self.data[tokens].reshape(-1))
+        return rows * np.float32((self.size / 2) ** 0.5)
+
+
+def _per_layer(spec: ModelSpec, packed: dict[str, Weight], table: LayerTable) -> PerLayer:
+    """The projection is to be divided by the root of the width: the epsilon of its norm grows
+    instead."""
+    project, norm, gate, out, post_norm = (packed[field] for field in _PER_LAYER)
+    return PerLayer(table, project, norm, spec.eps * spec.dim, gate, out, post_norm)
 
 
 def _shape(
@@ -380,7 +425,18 @@ def _experts(spec: ExpertSpec, packed: dict[str, tuple[Weight, ...]]) -> Experts
         sizes = (spec.groups, spec.kept, spec.best)
         choice = ExpertChoice(spec.top_k, spec.normalise, preferred, *sizes)
         experts = replace(experts, choice=choice)
-    return replace(experts, shared_switch=packed.get("shared_switch", (None,))[0])
+    beside = {name: packed.get(field, (None,))[0] for name, field in _BESIDE.items()}
+    return replace(experts, **beside)
+
+
+_BESIDE = {
+    "shared_switch": "shared_switch",
+    "norm": "experts_norm",
+    "router_norm": "router_norm",
+    "inner_norm": "inner_norm",
+    "post_norm": "experts_post_norm",
+    "out_scales": "out_scales",
+}
 
 
 def _place(field: str, last: bool, layout: Layout) -> str:
@@ -446,6 +502,11 @@ def read_part(file: TensorFile, part: Part) -> Tensor:
         tensor = _as_float32(tensor)
         values = tensor.data.view(np.float32).reshape(shape)
         values = values / np.linalg.norm(values, axis=1, keepdims=True).clip(1e-12)
+        tensor = replace(tensor, data=values.reshape(-1).view(np.uint8))
+    if part.by:
+        scales = read_part(file, Part(part.by, shape[1:], times=part.times)).data.view(np.float32)
+        tensor = _as_float32(tensor)
+        values = tensor.data.view(np.float32).reshape(shape) * scales
         tensor = replace(tensor, data=values.reshape(-1).view(np.uint8))
     return tensor
 

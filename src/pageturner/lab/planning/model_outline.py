@@ -11,7 +11,7 @@ Codes: those of the readers, and vocabulary_only, bad_setting.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -141,10 +141,12 @@ def read_outline(
 
 
 def _layers_of(spec: ModelSpec) -> tuple[KVLayers, ...]:
-    windowed = len(spec.windowed) if spec.window else 0
-    one = (spec.kv_heads, spec.head_dim, 0 if spec.latent else spec.head_dim)
-    kinds = (KVLayers(spec.layers - windowed, *one), KVLayers(windowed, *one, spec.window))
-    return tuple(kind for kind in kinds if kind.count)
+    windowed = len([i for i in spec.windowed if not spec.shares(i)]) if spec.window else 0
+    whole, recent = (
+        KVLayers(kind.layers, kind.kv_heads, kind.head_dim, 0 if spec.latent else kind.head_dim)
+        for kind in spec.kv_spec(1, 1, "float16").split(windowed)
+    )
+    return tuple(kind for kind in (whole, replace(recent, window=spec.window)) if kind.count)
 
 
 # -- Hugging Face ----------------------------------------------------------------------------------

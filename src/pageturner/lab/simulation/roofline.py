@@ -270,6 +270,7 @@ def roofline(
     moe, link = spec.experts, reach.link or gpu.link
     elsewhere = 4.0 * spec.vocab * (count - 1) / count  # bytes of a row's logits
     sums = 2 * spec.layers + 1
+    heads = [spec.attention(layer, spec.context).head_dim for layer in range(spec.layers)]
     needs = ModelCosts(  # all products count as fp32: a GPU has one limit
         int8=0.0,
         fp32=2.0 * spec.active,
@@ -278,7 +279,7 @@ def roofline(
         ending_int8=0.0,
         ending_fp32=2.0 * head,
         ending=each * head,
-        pair=4.0 * spec.layers * spec.heads * spec.head_dim,
+        pair=4.0 * spec.heads * sum(heads),
         position=model.bytes_per_token(dtype),
         experts=each * spec.routed,
         chosen=moe.top_k / moe.count if moe else 1.0,
