@@ -416,10 +416,10 @@ def _layer_problems(spec: ModelSpec) -> dict[str, bool]:
             0 < size < LARGEST for size in local
         )
         or spec.heads % local[0] != 0,
-        "KV heads of two sizes, and all layers of one kind": spec.local_heads is not None
-        and not all(kinds),
         f"{spec.sharing} of {spec.layers} layers that share the KV of others": not own
         or any(not kinds[not windowed] for windowed in orphans),
+        "KV heads of two sizes, and all layers of one kind": spec.local_heads is not None
+        and not all(kinds),
         f"embeddings of {spec.per_layer} in each layer": not 0 <= spec.per_layer < LARGEST,
         f"an MLP of {spec.sharing_ffn} in layers that share": not 0 <= spec.sharing_ffn < LARGEST,
     }
