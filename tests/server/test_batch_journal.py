@@ -275,6 +275,25 @@ def test_ended_anywhere_many_times(tmp_path: Path) -> None:
     run_crashes(tmp_path, 100, 30)
 
 
+def test_what_is_deleted_makes_room_before_the_journal_needs_it(
+    journal: Journal, tmp_path: Path
+) -> None:
+    content = tmp_path / "content"
+    content.write_bytes(b"x")
+    begun(journal)
+    assert not journal.delete_file("file-1", content)  # a batch reads it
+    assert content.exists()
+    journal.add_file(FileRecord("file-2", "", "batch", "name", 1, 0))
+    full = "BEGIN SELECT RAISE(ABORT, 'full'); END"
+    journal.db.execute(f"CREATE TEMP TRIGGER full BEFORE DELETE ON files {full}")
+    with pytest.raises(JournalError):
+        journal.delete_file("file-2", content)
+    assert not content.exists()
+    journal.db.execute("DROP TRIGGER full")
+    assert journal.delete_file("file-2", content)
+    assert journal.file("file-2") is None
+
+
 def test_how_a_batch_ends_is_said_once(journal: Journal) -> None:
     record = begun(journal)
     assert journal.move(record.id, IN_PROGRESS)
@@ -288,8 +307,8 @@ def test_how_a_batch_ends_is_said_once(journal: Journal) -> None:
         ["cancelling", "in_progress"],
     )
     assert [one.id for one in journal.unfinished()] == [record.id]
-    assert not journal.delete_file("file-1")
+    assert not journal.delete_file("file-1", journal.path.with_name("file-1"))
     journal.end(now, CANCELLED, None, None)
     assert journal.unfinished() == []
     assert not journal.move(record.id, IN_PROGRESS)
-    assert journal.delete_file("file-1")
+    assert journal.delete_file("file-1", journal.path.with_name("file-1"))

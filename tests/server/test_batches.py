@@ -102,6 +102,20 @@ def test_files_come_in_are_listed_and_go(kept: Server) -> None:
     assert kept.http.get("/v1/files/..%2Fjournal.sqlite/content").status_code == 404
 
 
+def test_a_file_that_lost_its_content_can_be_deleted_and_hurts_no_batch(
+    start: Start, tmp_path: Path
+) -> None:
+    server = start("--batch-dir", str(tmp_path))
+    file = upload(server.http, as_file([line("a", prompt="x")]))["id"]
+    (tmp_path / "files" / file).unlink()
+    assert server.http.get(f"/v1/files/{file}/content").status_code == 404
+    wanted = {"input_file_id": file, "endpoint": TEXT, "completion_window": "24h"}
+    told = server.http.post("/v1/batches", json=wanted)
+    assert (told.status_code, told.json()["error"]["reason"]) == (400, "invalid_input_file")
+    assert server.http.delete(f"/v1/files/{file}").json()["deleted"] is True
+    assert create(server, [line("b", prompt="x")])
+
+
 @pytest.mark.parametrize(
     ("how", "status", "reason"),
     [

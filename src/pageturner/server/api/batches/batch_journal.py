@@ -254,13 +254,15 @@ class Journal:
         """The ids of all."""
         return {id for (id,) in self._read("SELECT id FROM files")}
 
-    def delete_file(self, id: str) -> bool:
-        """Delete a file. False if a batch that has not ended needs it."""
+    def delete_file(self, id: str, content: Path) -> bool:
+        """Delete a file. False if a batch that has not ended needs it. The content goes first: on a
+        full disk the journal has no other room to note the deletion."""
         with self._transaction() as db:
             marks = ", ".join("?" * len(ENDED))
             question = f"SELECT 1 FROM batches WHERE input = ? AND status NOT IN ({marks})"
             if db.execute(question, (id, *ENDED)).fetchone():
                 return False
+            content.unlink(missing_ok=True)
             db.execute("DELETE FROM files WHERE id = ?", (id,))
         return True
 

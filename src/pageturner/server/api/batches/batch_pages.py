@@ -179,14 +179,17 @@ class BatchPages:
 
     async def content(self, request: HTTPRequest, batches: Batches) -> Response:
         file = await _file(request, batches)
-        return FileResponse(batches.path(file.id), media_type="application/octet-stream")
+        path = batches.path(file.id)
+        if not path.exists():  # the disk was full, or the power failed, when it was deleted
+            raise _no_file(file.id)
+        return FileResponse(path, media_type="application/octet-stream")
 
     async def delete_file(self, request: HTTPRequest, batches: Batches) -> Response:
         file = await _file(request, batches)
-        if not await batches.runner.do(batches.journal.delete_file, file.id):
+        content = batches.path(file.id)
+        if not await batches.runner.do(batches.journal.delete_file, file.id, content):
             message = "a batch that has not ended reads this file: cancel it first"
             raise ClientError(409, "file_in_use", message)
-        await batches.runner.do(remove, batches.path(file.id))
         return json_response({"id": file.id, "object": "file", "deleted": True})
 
     # -- batches -----------------------------------------------------------------------------------
@@ -196,7 +199,8 @@ class BatchPages:
             raw = await read_body(receive, self._service.config.max_body_size)
         wanted = _decoded(raw)
         file = await batches.runner.do(batches.journal.file, wanted.input_file_id)
-        if file is None or file.tenant != info.tenant or file.purpose != INPUT:
+        usable = file is not None and file.tenant == info.tenant and file.purpose == INPUT
+        if file is None or not usable or not batches.path(file.id).exists():
             message = f"there is no file {wanted.input_file_id[:80]!r} of purpose batch"
             raise bad_request("invalid_input_file", message, "input_file_id")
         unfinished = await batches.runner.do(batches.journal.unfinished)
@@ -374,8 +378,12 @@ async def _file(request: HTTPRequest, batches: Batches) -> FileRecord:
     id = request.path_params["id"]
     file = await batches.runner.do(batches.journal.file, id)
     if file is None or file.tenant != _info(request).tenant:
-        raise ClientError(404, "file_not_found", f"there is no file {id[:80]!r}", "file_id")
+        raise _no_file(id)
     return file
+
+
+def _no_file(id: str) -> ClientError:
+    return ClientError(404, "file_not_found", f"there is no file {id[:80]!r}", "file_id")
 
 
 async def _batch(id: str, request: HTTPRequest, batches: Batches) -> BatchRecord:
