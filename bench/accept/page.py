@@ -4,7 +4,6 @@
 
 install  wheels, and the README's main job without a compiler
 watch    vLLM's dashboard, panel by panel
-stumbles what newcomers typed and sent: what came out before it was mended, and what comes out now
 
 A part is `page_NAME.py` beside this file, with `lines` and `add_arguments`.
 """
@@ -15,7 +14,7 @@ import sys
 
 from harness import main_of_parts
 
-PARTS = ("install", "watch", "stumbles")
+PARTS = ("install", "watch")
 
 if __name__ == "__main__":
     sys.exit(main_of_parts("page", __doc__, PARTS))

@@ -61,6 +61,7 @@ class Process:
         os.close(fd)
         self._decoder = MessageDecoder(FromEngine)
         self._messages: list[object] = []
+        self.ready: object = None
 
     def next(self, kind: type) -> object:
         """The next message of a kind; others are dropped."""
@@ -88,9 +89,11 @@ class Process:
         return got
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def engine() -> Iterator[Process]:
+    """One that tests share: ids of their requests differ."""
     process = Process(EngineConfig(backend="fake", max_queue=4, max_num_seqs=4, max_model_len=256))
+    process.ready = process.next(Ready)
     yield process
     process.sock.close()
     assert process.process.wait(60) == 0, "the engine ends when its channel closes"
@@ -108,7 +111,7 @@ def tokens(events: list[Event]) -> list[int]:
 
 
 def test_it_says_ready_and_answers(engine: Process) -> None:
-    ready = engine.next(Ready)
+    ready = engine.ready
     assert isinstance(ready, Ready)
     assert (ready.max_model_len, ready.vocab_size, ready.block_size) == (256, VOCAB, 16)
     requests = [Request(n, (n, n + 1, 5), SamplingParams(max_tokens=6 + n)) for n in range(4)]
@@ -132,23 +135,22 @@ def test_a_resumed_request_goes_on_where_it_was(engine: Process) -> None:
 
 
 def test_a_refusal_is_an_event(engine: Process) -> None:
-    engine.submit(Request(1, tuple(range(300))), Request(2, (1,), SamplingParams(max_tokens=2)))
-    got = engine.collect({1, 2})
-    failure = got[1][-1].failure
+    engine.submit(Request(11, tuple(range(300))), Request(12, (1,), SamplingParams(max_tokens=2)))
+    got = engine.collect({11, 12})
+    failure = got[11][-1].failure
     assert failure is not None
     assert failure.code == "prompt_too_long"
-    assert tokens(got[2]) == truth((1,), 2)
+    assert tokens(got[12]) == truth((1,), 2)
 
 
-def test_stats_are_told_when_it_falls_idle(engine: Process) -> None:
-    engine.submit(Request(1, (1, 2), SamplingParams(max_tokens=3)))
-    engine.collect({1})
+def stats_of_idle(process: Process, generated: float) -> dict[str, float]:
+    """What it tells when it falls idle, once it has made so many tokens."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
-        stats = engine.next(Stats)
+        stats = process.next(Stats)
         assert isinstance(stats, Stats)
-        if stats.values["running"] == 0 and stats.values["generated_tokens"] == 3:
-            return
+        if stats.values["running"] == 0 and stats.values["generated_tokens"] >= generated:
+            return dict(stats.values)
     raise AssertionError("no stats of an idle engine")
 
 
@@ -166,15 +168,13 @@ def test_abort_frees_its_blocks_and_tells_the_account() -> None:
         seconds = told.timings.until - told.timings.received
         assert sum(told.timings.parts.values()) == pytest.approx(seconds)
         assert unknown == Aborted(77, None)
-        deadline = time.monotonic() + 10
-        while True:
-            stats = process.next(Stats)
-            assert isinstance(stats, Stats)
-            if stats.values["running"] == 0:
-                break
-            assert time.monotonic() < deadline
-        assert stats.values["blocks_used"] == 0
-        assert stats.values["generated_tokens"] < 4000
+        idle = stats_of_idle(process, 1)
+        assert idle["blocks_used"] == 0
+        assert idle["generated_tokens"] < 4000
+        process.submit(Request(2, (1, 2), SamplingParams(max_tokens=3)))
+        process.collect({2})
+        until = idle["generated_tokens"] + 3
+        assert stats_of_idle(process, until)["generated_tokens"] == until
     finally:
         process.sock.close()
         assert process.process.wait(60) == 0
