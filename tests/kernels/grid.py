@@ -5,7 +5,9 @@ Owns no assertion. A case is a pure function of its arguments, so that two backe
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -50,6 +52,13 @@ def rng(seed: int) -> np.random.Generator:
 
 
 def normal(*shape: int, seed: int = 0) -> NDArray[np.float32]:
+    """Drawing takes most of the time of many tests, so the smaller ones are drawn once and copied."""
+    drawn = _drawn if math.prod(shape) <= 1 << 18 else _drawn.__wrapped__
+    return drawn(shape, seed).copy()
+
+
+@lru_cache(maxsize=128)
+def _drawn(shape: tuple[int, ...], seed: int) -> NDArray[np.float32]:
     return rng(seed).standard_normal(shape, dtype=np.float32)
 
 
