@@ -54,7 +54,7 @@ class _Voice:
     def remove(self, work: Still) -> None:
         ended = None
         with self._changed:
-            self._works.remove(work)
+            self._works = [one for one in self._works if one is not work]
             if not self._works:
                 ended, self._thread = self._thread, None
                 self._changed.notify_all()

@@ -55,5 +55,6 @@ def test_works_may_end_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     first.end()
     heard.wait_for("second")
     second.end()
+    second.end()  # again, where an error passes
     with Still(lambda: "third", EVERY):
         heard.wait_for("third")

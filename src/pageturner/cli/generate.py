@@ -15,6 +15,7 @@ from pageturner.cli.sampling_flags import SamplingOptions
 from pageturner.cli.sources import Answer, AnswerSource, AnswerSummary
 from pageturner.errors import ClientError, EngineFault
 from pageturner.formats import hub
+from pageturner.progress import LINE_EVERY, NEVER, Still
 
 MAX_TOKENS = 256
 
@@ -140,13 +141,18 @@ def _prompt(arguments: argparse.Namespace) -> str:
 def _take(answer: Answer, out: object) -> tuple[str, AnswerSummary]:
     """The whole text and its summary; `out` (a text file, or None) gets the pieces as they come."""
     pieces: list[str] = []
-    while True:
-        try:
-            pieces.append(next(answer))
-        except StopIteration as end:
-            return "".join(pieces), end.value
-        if out is not None:
-            print(pieces[-1], end="", flush=True, file=out)  # type: ignore[call-overload]
+    waiting = Still(lambda: "the prompt is computed", LINE_EVERY if out else NEVER)
+    try:
+        while True:
+            try:
+                pieces.append(next(answer))
+            except StopIteration as end:
+                return "".join(pieces), end.value
+            waiting.end()
+            if out is not None:
+                print(pieces[-1], end="", flush=True, file=out)  # type: ignore[call-overload]
+    finally:
+        waiting.end()
 
 
 def _record(
