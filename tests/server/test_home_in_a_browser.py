@@ -133,14 +133,15 @@ def test_a_conversation_is_exported_as_markdown_and_as_messages(
     for label in ("Markdown", "JSON"):
         page.click(label)
     deadline = time.monotonic() + 30
-    while len(list(tmp_path.glob("What-is-a-page-.*"))) < 2 and time.monotonic() < deadline:
+    written = [tmp_path / f"What-is-a-page-.{kind}" for kind in ("md", "json")]
+    while not all(one.exists() for one in written) and time.monotonic() < deadline:
         time.sleep(0.05)
-    text = (tmp_path / "What-is-a-page-.md").read_text()
+    text = written[0].read_text()
     assert text.startswith(
         "# What is a page?\n\n> Be brief.\n\n## You\n\nWhat is a page?\n\n## Answer"
     )
     assert answer in text
-    messages = json.loads((tmp_path / "What-is-a-page-.json").read_text())["messages"]
+    messages = json.loads(written[1].read_text())["messages"]
     assert [one["role"] for one in messages] == ["system", "user", "assistant"]
     assert messages[2]["content"] == answer
 
